@@ -1,0 +1,1 @@
+"""Prompts as chained block keys. Pure: no I/O, no clock."""

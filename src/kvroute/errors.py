@@ -1,0 +1,173 @@
+"""Every exception that kvroute raises on purpose.
+
+KvrouteError
+├── ConfigError              a configuration value is wrong; names its path
+│   └── InvalidConfig        all that is wrong with a configuration
+├── WireError                an engine's or LMCache's message is not what its protocol says
+├── UpstreamError            a worker's connection failed (transport level, no HTTP answer)
+│   ├── ConnectRefused       nothing was sent: connect failed or was refused
+│   ├── ConnectTimeout       nothing was sent: connect took longer than its deadline
+│   ├── PoolExhausted        nothing was sent: every allowed connection stayed busy
+│   ├── ConnectionLost       the connection broke after the request was (perhaps) sent
+│   ├── ResponseTimeout      no byte came within the deadline
+│   └── ProtocolViolation    the worker's bytes are not HTTP/1.1
+└── GatewayError             the gateway answers the client itself, with `status`, `type`, `code`
+    ├── InvalidRequest       400
+    ├── Unauthorized         401
+    ├── Forbidden            403
+    ├── ModelNotFound        404
+    ├── NotFound             404
+    ├── BodyTooLarge         413
+    ├── TooManyRequests      429
+    ├── WorkerUnreachable    502  every routable worker was tried
+    ├── NoRoutableWorker     503
+    ├── ShuttingDown         503
+    └── WorkerTimeout        504
+
+A `GatewayError` knows what the client sees; `gateway/failures.py` is the only place that writes it.
+Messages never carry prompts, keys or credentials.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+
+class KvrouteError(Exception):
+    """Root of the tree."""
+
+
+class ConfigError(KvrouteError):
+    """A configuration value is wrong. `path` is its dotted path, such as `fleet.health.interval_s`."""
+
+    def __init__(self, path: str, message: str) -> None:
+        super().__init__(f"{path}: {message}" if path else message)
+        self.path = path
+
+
+class InvalidConfig(ConfigError):
+    """Everything that is wrong with a configuration, found in one go; the text has one line per problem."""
+
+    def __init__(self, problems: Sequence[ConfigError]) -> None:
+        super().__init__("", "\n".join(map(str, problems)))
+        self.problems = tuple(problems)
+
+
+class WireError(KvrouteError):
+    """A message of an engine or of LMCache could not be decoded. Never carries the message itself."""
+
+
+class UpstreamError(KvrouteError):
+    """A worker's connection failed before a complete answer.
+
+    `sent` is False only when it is certain that the worker has seen no byte of the request.
+    `reused` is True when a kept-alive connection broke before any byte of the answer: most often the
+    worker closed it as idle while the request was on its way, which says nothing about its health.
+    """
+
+    sent: ClassVar[bool] = True
+    cause: ClassVar[str] = "upstream"
+
+    def __init__(self, message: str = "", *, reused: bool = False) -> None:
+        super().__init__(message)
+        self.reused = reused
+
+
+class ConnectRefused(UpstreamError):
+    sent = False
+    cause = "refused"
+
+
+class ConnectTimeout(UpstreamError):
+    sent = False
+    cause = "connect_timeout"
+
+
+class PoolExhausted(UpstreamError):
+    sent = False
+    cause = "pool_exhausted"
+
+
+class ConnectionLost(UpstreamError):
+    cause = "connection_lost"
+
+
+class ResponseTimeout(UpstreamError):
+    cause = "response_timeout"
+
+
+class ProtocolViolation(UpstreamError):
+    cause = "protocol"
+
+
+class GatewayError(KvrouteError):
+    """Answered by the gateway in OpenAI's error shape: `{"error": {message, type, param, code}}`."""
+
+    status: ClassVar[int] = 500
+    type: ClassVar[str] = "internal_error"
+    code: ClassVar[str | None] = None
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.error_code = code or self.code
+        self.retry_after_s = retry_after_s
+
+
+class InvalidRequest(GatewayError):
+    status, type, code = 400, "invalid_request_error", "invalid_request"
+
+
+class Unauthorized(GatewayError):
+    status, type, code = 401, "authentication_error", "invalid_api_key"
+
+
+class Forbidden(GatewayError):
+    status, type, code = 403, "permission_error", "forbidden"
+
+
+class NotFound(GatewayError):
+    status, type, code = 404, "not_found_error", "not_found"
+
+
+class ModelNotFound(GatewayError):
+    status, type, code = 404, "invalid_request_error", "model_not_found"
+
+    def __init__(self, model: str) -> None:
+        super().__init__(f"The model {model!r} does not exist on this gateway.", param="model")
+
+
+class BodyTooLarge(GatewayError):
+    status, type, code = 413, "invalid_request_error", "body_too_large"
+
+    def __init__(self, limit_bytes: int) -> None:
+        super().__init__(f"The request body is larger than {limit_bytes} bytes (server.max_body_bytes).")
+
+
+class TooManyRequests(GatewayError):
+    status, type, code = 429, "rate_limit_error", "too_many_requests"
+
+
+class WorkerUnreachable(GatewayError):
+    status, type, code = 502, "bad_gateway", "worker_unreachable"
+
+
+class NoRoutableWorker(GatewayError):
+    status, type, code = 503, "service_unavailable", "no_routable_worker"
+
+
+class ShuttingDown(GatewayError):
+    status, type, code = 503, "service_unavailable", "shutting_down"
+
+
+class WorkerTimeout(GatewayError):
+    status, type, code = 504, "gateway_timeout", "worker_timeout"

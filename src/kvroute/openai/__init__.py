@@ -1,0 +1,1 @@
+"""The inference API as bytes: endpoints, request bodies, prompts, errors, event streams. Pure."""

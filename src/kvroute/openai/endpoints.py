@@ -1,0 +1,67 @@
+"""The inference endpoints that kvroute relays: one row each, nothing else to add for a new one.
+
+Paths are vLLM's (0.32, entrypoints/openai and entrypoints/serve); `/invocations` is SageMaker's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class BodyKind(Enum):
+    JSON = "application/json"
+    MULTIPART = "multipart/form-data"
+
+
+class ErrorShape(Enum):
+    """How a client of the endpoint expects to be told of an error inside an event stream."""
+
+    OPENAI = "openai"
+    RESPONSES = "responses"
+    ANTHROPIC = "anthropic"
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """One relayed POST endpoint.
+
+    `fills_kv_cache`: the engine computes KV for the prompt, so the prompt is worth routing by.
+    `stores_response`: the worker keeps the answer under its id, and what continues it must go there.
+    """
+
+    path: str
+    summary: str
+    fills_kv_cache: bool = True
+    stores_response: bool = False
+    body: BodyKind = BodyKind.JSON
+    errors: ErrorShape = ErrorShape.OPENAI
+
+
+_ROWS = (
+    Endpoint("/v1/chat/completions", "Chat completion"),
+    Endpoint("/v1/completions", "Completion of one or several texts or token-id prompts"),
+    Endpoint("/v1/embeddings", "Embeddings"),
+    Endpoint("/v1/responses", "Responses API", stores_response=True, errors=ErrorShape.RESPONSES),
+    Endpoint("/v1/messages", "Anthropic Messages API", errors=ErrorShape.ANTHROPIC),
+    Endpoint(
+        "/v1/messages/count_tokens",
+        "Token count of an Anthropic message list",
+        fills_kv_cache=False,
+        errors=ErrorShape.ANTHROPIC,
+    ),
+    Endpoint("/tokenize", "Token ids of a prompt or chat", fills_kv_cache=False),
+    Endpoint("/detokenize", "Text of token ids", fills_kv_cache=False),
+    Endpoint("/v1/rerank", "Rerank documents"),
+    Endpoint("/rerank", "Rerank documents"),
+    Endpoint("/v2/rerank", "Rerank documents"),
+    Endpoint("/score", "Score text pairs"),
+    Endpoint("/v1/score", "Score text pairs"),
+    Endpoint("/classify", "Classify texts"),
+    Endpoint("/pooling", "Pooling model outputs"),
+    Endpoint("/v1/audio/transcriptions", "Transcribe audio", fills_kv_cache=False, body=BodyKind.MULTIPART),
+    Endpoint("/v1/audio/translations", "Translate audio", fills_kv_cache=False, body=BodyKind.MULTIPART),
+    Endpoint("/invocations", "SageMaker invocation: any of the JSON bodies above"),
+)
+
+ENDPOINTS: dict[str, Endpoint] = {row.path: row for row in _ROWS}

@@ -1,0 +1,17 @@
+"""JSON bodies of the gateway's own endpoints."""
+
+from __future__ import annotations
+
+import msgspec
+
+from kvroute.errors import InvalidRequest
+
+_decode = msgspec.json.Decoder(dict[str, object]).decode
+
+
+def parse_object(body: bytes) -> dict[str, object]:
+    """A JSON object. Raises InvalidRequest for anything else."""
+    try:
+        return _decode(body)
+    except msgspec.DecodeError as error:
+        raise InvalidRequest(f"The request body must be a JSON object: {error}") from None

@@ -1,0 +1,1 @@
+"""Prompts in tokens: estimated from bytes here, exactly as the engine in `kvaware`."""

@@ -1,0 +1,138 @@
+import json
+
+import pytest
+
+from kvroute.openai.endpoints import ENDPOINTS
+from kvroute.openai.prompt import cache_salt_of, prompts_of
+from kvroute.openai.request import parse_request
+
+
+def prompts(path: str, body: object):
+    return prompts_of(parse_request(ENDPOINTS[path], json.dumps(body).encode()))
+
+
+def chat(*messages, **fields):
+    (prompt,) = prompts("/v1/chat/completions", {"model": "m", "messages": list(messages), **fields})
+    return prompt.data
+
+
+def user(content):
+    return {"role": "user", "content": content}
+
+
+def test_a_conversation_continues_its_own_earlier_turns():
+    first = [{"role": "system", "content": "Be brief."}, user("One?")]
+    second = [*first, {"role": "assistant", "content": "1"}, user("Two?")]
+
+    assert chat(*second).startswith(chat(*first))
+
+
+def test_tools_come_before_messages_wherever_they_stand_in_the_body():
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    raw = json.dumps({"messages": [user("hi")], "tools": tools}).encode()
+    other = json.dumps({"tools": tools, "messages": [user("hi")]}).encode()
+    endpoint = ENDPOINTS["/v1/chat/completions"]
+
+    one, two = prompts_of(parse_request(endpoint, raw)), prompts_of(parse_request(endpoint, other))
+
+    assert one == two
+    assert one[0].data.index(b'"f"') < one[0].data.index(b"hi")
+
+
+def test_key_order_and_spaces_within_a_message_do_not_matter():
+    endpoint = ENDPOINTS["/v1/chat/completions"]
+    one = prompts_of(parse_request(endpoint, b'{"messages":[{"role":"user","content":"hi"}]}'))
+    two = prompts_of(parse_request(endpoint, b'{"messages": [ {"content" : "hi", "role" :"user"} ]}'))
+
+    assert one == two
+
+
+def test_a_text_part_counts_like_the_same_text():
+    assert chat(user("hello")) == chat(user([{"type": "text", "text": "hello"}]))
+
+
+def test_an_image_counts_by_its_hash():
+    def with_image(data):
+        url = {"url": "data:image/png;base64," + data * 10_000}
+        return chat(user([{"type": "image_url", "image_url": url}, {"type": "text", "text": "what?"}]))
+
+    assert with_image("A") == with_image("A")
+    assert with_image("A") != with_image("B")
+    assert len(with_image("A")) < 200
+
+
+def test_tool_calls_and_results_are_part_of_the_prompt():
+    call = {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "{}"}}]}
+
+    assert chat(user("a"), call, user("b")) != chat(user("a"), {"role": "assistant", "content": None}, user("b"))
+
+
+@pytest.mark.parametrize("messages", [3, "text", [1, 2], [{"role": "user"}], [{"role": "user", "content": [1]}]])
+def test_messages_of_any_shape_do_no_harm(messages):
+    assert len(prompts("/v1/chat/completions", {"messages": messages})) == 1
+
+
+def test_anthropics_system_comes_first():
+    (prompt,) = prompts("/v1/messages", {"messages": [user("hi")], "system": "Be kind."})
+
+    assert prompt.data.index(b"Be kind.") < prompt.data.index(b"hi")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "count", "is_ids"),
+    [("text", 1, False), (["a", "b"], 2, False), ([1, 2, 3], 1, True), ([[1, 2], [3]], 2, True)],
+)
+def test_every_prompt_shape_of_completions(prompt, count, is_ids):
+    found = prompts("/v1/completions", {"prompt": prompt})
+
+    assert len(found) == count
+    assert all(entry.is_token_ids is is_ids for entry in found)
+
+
+def test_token_ids_take_four_bytes_each():
+    (prompt,) = prompts("/v1/completions", {"prompt": [1, 2, 300]})
+
+    assert prompt.data == b"\x01\0\0\0\x02\0\0\0\x2c\x01\0\0"
+
+
+def test_impossible_token_ids_are_not_taken_for_ids():
+    (prompt,) = prompts("/v1/completions", {"prompt": [-1, 2**40]})
+
+    assert not prompt.is_token_ids
+
+
+def test_inputs_of_embeddings_are_prompts_of_their_own():
+    assert len(prompts("/v1/embeddings", {"input": ["a", "b", "c"]})) == 3
+
+
+def test_input_items_of_responses_are_one_prompt_after_its_instructions():
+    (prompt,) = prompts("/v1/responses", {"instructions": "Be brief.", "input": [user("hi"), user("ho")]})
+
+    assert prompt.data.index(b"Be brief.") < prompt.data.index(b"hi") < prompt.data.index(b"ho")
+
+
+def test_a_responses_text_input_follows_its_instructions():
+    (prompt,) = prompts("/v1/responses", {"input": "hi", "instructions": "Be brief."})
+
+    assert prompt.data.index(b"Be brief.") < prompt.data.index(b"hi")
+
+
+def test_rerank_and_score_are_keyed_by_what_comes_first():
+    (rerank,) = prompts("/v1/rerank", {"query": "q", "documents": ["a"]})
+    (score,) = prompts("/score", {"text_1": "one", "text_2": ["two"]})
+
+    assert rerank.data.startswith(b'"q"')
+    assert score.data.startswith(b'"one"')
+
+
+@pytest.mark.parametrize(("path", "body"), [("/tokenize", {"prompt": "x"}), ("/invocations", {"x": 1})])
+def test_bodies_without_a_prompt_have_none(path, body):
+    assert prompts(path, body) == ()
+
+
+def test_the_cache_salt_is_found():
+    endpoint = ENDPOINTS["/v1/chat/completions"]
+
+    assert cache_salt_of(parse_request(endpoint, b'{"cache_salt": "t1"}').fields) == "t1"
+    assert cache_salt_of(parse_request(endpoint, b'{"cache_salt": null}').fields) == ""
+    assert cache_salt_of(None) == ""
