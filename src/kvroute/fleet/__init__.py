@@ -1,0 +1,1 @@
+"""The workers we know: identity, health, load, discovery."""

@@ -1,0 +1,1 @@
+"""Where the wanted set of workers comes from."""

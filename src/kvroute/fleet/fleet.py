@@ -1,0 +1,327 @@
+"""The set of workers: who is in it, in what state, and what that means for routing."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from enum import StrEnum
+from itertools import count
+
+from kvroute.errors import InvalidRequest, NotFound
+from kvroute.fleet.catalog import ModelCatalog, catalog_of
+from kvroute.fleet.draining import DrainProgress, progress_of
+from kvroute.fleet.facts import same_cards
+from kvroute.fleet.wanted import WantedWorkers
+from kvroute.fleet.worker import (
+    Ejection,
+    FleetView,
+    HealthState,
+    Worker,
+    WorkerFacts,
+    WorkerId,
+    WorkerSpec,
+)
+
+log = logging.getLogger(__name__)
+
+
+class FleetChange(StrEnum):
+    """What happened to a worker, as listeners hear it."""
+
+    JOINED = "joined"
+    LEFT = "left"
+    """Out of every view already; its index may be given away after the listeners have returned."""
+    RESTARTED = "restarted"
+    """Its process is a new one: whatever its cache held is gone."""
+    CAPACITY = "capacity"
+    """`capacity_tokens` or `block_size` changed."""
+    STATE = "state"
+    EJECTED = "ejected"
+    """After STATE, if it was healthy until now; `Worker.ejection` says why."""
+
+
+FleetListener = Callable[[FleetChange, Worker], None]
+"""Called synchronously, after the fleet is consistent again. Must not change the fleet."""
+
+
+class Fleet:
+    """All workers of one gateway.
+
+    Mutable: membership changes through `apply`, `add` and `remove`, states and facts through the
+    health monitor's calls, draining through the admin API's. Touched from the event loop only and
+    never across an await, hence no locks. `view` and `resolve` cost one dict lookup each.
+
+    `aliases` are other names for models (name -> model); `created` is the Unix time shown for models
+    that no worker has described.
+    """
+
+    def __init__(self, aliases: Mapping[str, str] | None = None, *, created: int = 0) -> None:
+        self._aliases = dict(aliases or {})
+        self._created = created
+        self._wanted = WantedWorkers()
+        self._workers: dict[WorkerId, Worker] = {}
+        self._below: dict[WorkerId, HealthState] = {}
+        """What the state of each draining worker would be otherwise."""
+        self._assumed: set[WorkerId] = set()
+        """Workers whose assumed capacity has been logged."""
+        self._listeners: list[FleetListener] = []
+        self._views: dict[str, FleetView] = {}
+        self._version = 0
+        self._catalog = catalog_of((), self._aliases)
+
+    # What routing and the HTTP edge read
+
+    @property
+    def version(self) -> int:
+        """Rises whenever membership, states or models change."""
+        return self._version
+
+    @property
+    def catalog(self) -> ModelCatalog:
+        """Model names as of this version."""
+        return self._catalog
+
+    def resolve(self, model: str | None) -> str:
+        """See `ModelCatalog.resolve`."""
+        return self._catalog.resolve(model)
+
+    def models(self) -> tuple[Mapping[str, object], ...]:
+        """Cards for `/v1/models`: models, adapters, aliases. A failing worker's last good ones stay."""
+        return self._catalog.cards
+
+    def view(self, model: str) -> FleetView:
+        """The routable workers of a resolved model name; none of them, if none is. O(1) until
+        something changes, then O(workers) once."""
+        view = self._views.get(model)
+        if view is None:
+            routable = tuple(w for w in self.workers() if w.is_routable and w.serves(model))
+            view = FleetView(model, routable, self._version)
+            if routable:  # names come from clients: only those that exist may take up memory
+                self._views[model] = view
+        return view
+
+    def workers(self) -> tuple[Worker, ...]:
+        """All of them, by id."""
+        return tuple(self._workers[worker_id] for worker_id in sorted(self._workers))
+
+    def get(self, worker_id: str) -> Worker:
+        """Raises NotFound."""
+        worker = self._workers.get(WorkerId(worker_id))
+        if worker is None:
+            raise NotFound(f"There is no worker {worker_id!r}.", code="worker_not_found")
+        return worker
+
+    def states(self) -> dict[HealthState, int]:
+        """How many workers are in each state; every state is there."""
+        counts = dict.fromkeys(HealthState, 0)
+        for worker in self._workers.values():
+            counts[worker.state] += 1
+        return counts
+
+    def reasons_not_ready(self) -> list[str]:
+        """Empty if some worker can be routed to, else one sentence per obstacle."""
+        workers = self.workers()
+        if any(worker.is_routable and worker.models for worker in workers):
+            return []
+        return [_obstacle(worker) for worker in workers] or ["No workers are known."]
+
+    # Membership
+
+    def subscribe(self, listener: FleetListener) -> None:
+        """Hear of every change from now on, in the order of subscription."""
+        self._listeners.append(listener)
+
+    def apply(self, source: str, specs: Iterable[WorkerSpec]) -> None:
+        """Make `specs` all that `source` wants; other sources' workers are untouched.
+
+        New workers start UNKNOWN. A worker whose `url` changed is a new one. One that is no longer
+        wanted leaves every view at once; requests that run on it go on. `WantedWorkers` says what holds
+        where sources contradict each other.
+        """
+        self._wanted.replace(source, specs)
+        self._reconcile()
+
+    def add(self, spec: WorkerSpec) -> Worker:
+        """Add a worker by hand, or change the one of that id. Undoes an earlier `remove`.
+
+        Raises InvalidRequest if another worker has this URL.
+        """
+        for worker in self._workers.values():
+            if worker.spec.url == spec.url and worker.id != spec.id:
+                raise InvalidRequest(f"The worker {worker.id!r} has this URL already.", param="url")
+        self._wanted.add(spec)
+        self._reconcile()
+        return self.get(spec.id)
+
+    def remove(self, worker_id: str) -> None:
+        """Take a worker out by hand, whoever named it; it stays out until its source no longer lists it
+        or it is added by hand. Raises NotFound."""
+        self._wanted.remove(self.get(worker_id).id)
+        self._reconcile()
+
+    def _reconcile(self) -> None:
+        wanted = self._wanted.merged()
+        leaving = [w for w in self._workers.values() if w.id not in wanted or wanted[w.id].url != w.spec.url]
+        for worker in leaving:
+            del self._workers[worker.id]
+            self._below.pop(worker.id, None)
+            worker.state = HealthState.DRAINING
+            self._assumed.discard(worker.id)
+        if leaving:
+            # Listeners free what hangs on an index before it is given to a newcomer.
+            self._changed(*((FleetChange.LEFT, worker) for worker in leaving))
+        changes: list[tuple[FleetChange, Worker]] = []
+        respecified = False
+        for spec in wanted.values():
+            known = self._workers.get(spec.id)
+            if known is None:
+                worker = self._workers[spec.id] = Worker(spec, index=self._free_index())
+                changes.append((FleetChange.JOINED, worker))
+            elif known.spec != spec:
+                before = known.capacity_tokens
+                known.spec = spec
+                respecified = True
+                if known.capacity_tokens != before:
+                    changes.append((FleetChange.CAPACITY, known))
+        if changes or respecified:
+            self._changed(*changes)
+
+    def _free_index(self) -> int:
+        taken = {worker.index for worker in self._workers.values()}
+        return next(index for index in count() if index not in taken)
+
+    # Health, as the monitor sees it
+
+    def health(self, worker: Worker) -> HealthState:
+        """UNKNOWN, HEALTHY or UNHEALTHY, also of a draining worker; DRAINING of one that has left."""
+        return self._below.get(worker.id, worker.state) if self._is_current(worker) else worker.state
+
+    def mark_healthy(
+        self, worker: Worker, now: float, *, ramp_start: float = 1.0, ramp_s: float = 0.0
+    ) -> None:
+        """It passed a probe. Its share then rises from `ramp_start` to 1 within `ramp_s`."""
+        if not self._is_current(worker):
+            return
+        ramps = ramp_s > 0 and ramp_start < 1.0
+        worker.ramp, worker.ramp_since = (ramp_start if ramps else 1.0), now
+        worker.ramp_until = now + ramp_s if ramps else None
+        worker.ejection, worker.trouble = None, ""
+        self._set_health(worker, HealthState.HEALTHY)
+
+    def mark_unhealthy(self, worker: Worker, cause: Ejection, trouble: str) -> None:
+        """It may get no request until it is marked healthy again."""
+        if not self._is_current(worker):
+            return
+        was_healthy = self.health(worker) is HealthState.HEALTHY
+        worker.trouble = trouble
+        if was_healthy:
+            worker.ejection = cause
+        self._set_health(worker, HealthState.UNHEALTHY)
+        if was_healthy:
+            self._tell(FleetChange.EJECTED, worker)
+
+    def update_facts(self, worker: Worker, facts: WorkerFacts, *, restarted: bool = False) -> None:
+        """Replace what is known about it. With `restarted`, listeners first hear that its cache is gone."""
+        if not self._is_current(worker):
+            return
+        before = worker.facts, worker.capacity_tokens, worker.block_size
+        if same_cards(worker.facts.model_cards, facts.model_cards):
+            facts = replace(facts, model_cards=worker.facts.model_cards)
+        worker.facts = facts
+        changes: list[tuple[FleetChange, Worker]] = []
+        if restarted:
+            log.warning("worker %s has restarted: its cache is empty", worker.id)
+            changes.append((FleetChange.RESTARTED, worker))
+        if (worker.capacity_tokens, worker.block_size) != before[1:]:
+            changes.append((FleetChange.CAPACITY, worker))
+        if _served(facts) != _served(before[0]):
+            self._changed(*changes)
+            return
+        for change, changed in changes:
+            self._tell(change, changed)
+
+    def refresh_ramp(self, worker: Worker, now: float) -> None:
+        """Bring `worker.ramp` up to date; it stays on the same line, so this may come at any time."""
+        if worker.ramp_until is None:
+            return
+        worker.ramp, worker.ramp_since = worker.ramp_at(now), now
+        if worker.ramp == 1.0:
+            worker.ramp_until = None
+
+    # Draining
+
+    def drain(self, worker_id: str) -> DrainProgress:
+        """Send no new requests there; running ones go on, probes too. Repeating it only reports.
+        Raises NotFound."""
+        worker = self.get(worker_id)
+        if worker.id not in self._below:
+            self._below[worker.id] = worker.state
+            worker.state = HealthState.DRAINING
+            log.info("worker %s drains", worker.id)
+            self._changed((FleetChange.STATE, worker))
+        return progress_of(worker)
+
+    def undrain(self, worker_id: str) -> None:
+        """Take it back into routing, in the state that its probes found meanwhile. Raises NotFound."""
+        worker = self.get(worker_id)
+        if worker.id in self._below:
+            worker.state = self._below.pop(worker.id)
+            log.info("worker %s no longer drains", worker.id)
+            self._changed((FleetChange.STATE, worker))
+
+    # Inside
+
+    def _is_current(self, worker: Worker) -> bool:
+        """False for a worker that has left, even if another one has its id now."""
+        return self._workers.get(worker.id) is worker
+
+    def _set_health(self, worker: Worker, health: HealthState) -> None:
+        if self.health(worker) is health:
+            return
+        self._log_health(worker, health)
+        if worker.id in self._below:
+            self._below[worker.id] = health
+            return
+        worker.state = health
+        self._changed((FleetChange.STATE, worker))
+
+    def _log_health(self, worker: Worker, health: HealthState) -> None:
+        if health is HealthState.UNHEALTHY:
+            log.warning("worker %s is unhealthy: %s", worker.id, worker.trouble)
+            return
+        log.info(
+            "worker %s is healthy, serves %s", worker.id, ", ".join(sorted(worker.models)) or "nothing yet"
+        )
+        is_told = worker.facts.capacity_tokens or worker.spec.capacity_tokens
+        if not is_told and worker.id not in self._assumed:
+            self._assumed.add(worker.id)
+            log.warning(
+                "worker %s does not tell the size of its KV cache: taken to be %d tokens in blocks of %d"
+                " (set its capacity_tokens)",
+                worker.id,
+                worker.capacity_tokens,
+                worker.block_size,
+            )
+
+    def _changed(self, *changes: tuple[FleetChange, Worker]) -> None:
+        self._version += 1
+        self._views.clear()
+        self._catalog = catalog_of(self._workers.values(), self._aliases, self._created)
+        for change, worker in changes:
+            self._tell(change, worker)
+
+    def _tell(self, change: FleetChange, worker: Worker) -> None:
+        for listener in self._listeners:
+            listener(change, worker)
+
+
+def _obstacle(worker: Worker) -> str:
+    if worker.is_routable:
+        return f"Worker {worker.id} is healthy, but has not said which models it serves."
+    trouble = f": {worker.trouble}" if worker.trouble else ""
+    return f"Worker {worker.id} is {worker.state.value}{trouble}."
+
+
+def _served(facts: WorkerFacts) -> tuple[object, ...]:
+    return facts.models, facts.adapters, facts.model_cards

@@ -1,0 +1,242 @@
+"""What can be set about the fleet: who is in it, and when a worker counts as healthy."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Annotated, Self
+from urllib.parse import urlsplit
+
+from pydantic import BeforeValidator, SecretStr, field_validator, model_validator
+
+from kvroute.fleet.worker import WorkerId, WorkerSpec
+from kvroute.options import Options, option
+
+_ID = re.compile(r"[A-Za-z0-9._:\-\[\]@]{1,128}")
+
+
+class HealthOptions(Options):
+    """When a worker is routable: probes that we send, and what its answers to clients tell."""
+
+    path: str = option("/health", "What a probe asks for; any 2xx answer passes.", pattern="^/")
+    interval_s: float = option(
+        1.0,
+        "Pause between two probes of a healthy worker.",
+        unit="s",
+        gt=0,
+        higher="fewer probes",
+        lower="a dead idle worker is noticed sooner",
+    )
+    recheck_s: float = option(
+        0.25,
+        "First pause between probes of a worker that is not healthy; grows to `interval_s`.",
+        unit="s",
+        gt=0,
+        higher="fewer probes",
+        lower="a worker that is back is used sooner",
+    )
+    timeout_s: float = option(
+        2.0,
+        "A probe without an answer for this long has failed.",
+        unit="s",
+        gt=0,
+        higher="a busy worker is not taken for a dead one",
+        lower="a hanging worker is noticed sooner",
+    )
+    failures_to_eject: int = option(
+        3,
+        "Failed probes in a row that make a worker unhealthy; a refused connection needs one.",
+        ge=1,
+        higher="single lost probes do no harm",
+        lower="a dead worker is noticed sooner",
+    )
+    models_interval_s: float = option(
+        10.0,
+        "How often `/v1/models` is read.",
+        unit="s",
+        gt=0,
+        higher="fewer requests",
+        lower="a LoRA adapter loaded at run time is known sooner",
+    )
+    metrics_interval_s: float = option(
+        5.0,
+        "How often `/metrics` is read for capacity and process start time.",
+        unit="s",
+        gt=0,
+        higher="fewer large pages",
+        lower="a restart between two probes is noticed sooner",
+    )
+    burst_failures: int = option(
+        5,
+        "This many 5xx answers or broken connections among a worker's last 2x as many answers eject it.",
+        ge=1,
+        higher="a few errors are tolerated",
+        lower="a failing worker is left sooner",
+    )
+    burst_window_s: float = option(
+        10.0,
+        "Answers older than this are not counted as part of a burst.",
+        unit="s",
+        gt=0,
+        higher="slow bursts count too",
+        lower="only dense bursts count",
+    )
+    backoff_s: float = option(
+        1.0,
+        "How long the first burst keeps a worker out; doubles with each following one.",
+        unit="s",
+        gt=0,
+        higher="a failing worker gets more rest",
+        lower="a recovered worker is used sooner",
+    )
+    backoff_max_s: float = option(
+        60.0,
+        "Longest back-off; after as long without a burst the doubling starts anew.",
+        unit="s",
+        gt=0,
+        higher="a broken worker is tried less often",
+        lower="a recovered worker is used sooner",
+    )
+    max_ejected_share: float = option(
+        0.5,
+        "Bursts and connect timeouts eject no worker if more than this share of its models' workers would "
+        "be out: requests that make every worker fail must not empty the fleet. Probes and refused "
+        "connections are not held back.",
+        ge=0,
+        le=1,
+        higher="failing workers go, even the last one",
+        lower="more workers stay in, failing or not",
+    )
+    ramp_start: float = option(
+        0.1,
+        "Share of its normal traffic that a worker gets when it is back from ejection.",
+        gt=0,
+        le=1,
+        higher="full use sooner",
+        lower="gentler on a cold or shaky worker",
+    )
+    ramp_s: float = option(
+        10.0,
+        "How long that share takes to reach 1; 0 switches the ramp off.",
+        unit="s",
+        ge=0,
+        higher="gentler on a cold or shaky worker",
+        lower="full use sooner",
+    )
+    jitter: float = option(
+        0.1,
+        "Pauses vary by this share of themselves, so that probes do not march in step.",
+        ge=0,
+        lt=1,
+        higher="probes spread better",
+        lower="pauses are more exact",
+    )
+
+
+def _as_mapping(value: object) -> object:
+    """A bare URL stands for an entry that says nothing else."""
+    return {"url": value} if isinstance(value, str) else value
+
+
+class WorkerEntry(Options):
+    """One worker as people write it down, in the configuration, the workers file or the admin API."""
+
+    url: str = option(..., "Base URL, `http://host:port`; without `/v1`.")
+    id: str | None = option(
+        None, "Stable name, seen in metrics, logs and `x-kvroute-worker`; `host:port` of the URL if absent."
+    )
+    models: tuple[str, ...] = option((), "Models it serves, for a worker whose `/v1/models` cannot be read.")
+    capacity_tokens: int | None = option(
+        None,
+        "Size of its KV cache, for a worker whose `/metrics` does not tell.",
+        unit="tokens",
+        gt=0,
+        higher="believed to hold prompts for longer",
+        lower="believed to forget them sooner",
+    )
+
+    @field_validator("url")
+    @classmethod
+    def _is_base_url(cls, url: str) -> str:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError("must look like http://host:port")
+        if parts.username is not None or parts.query or parts.fragment:
+            raise ValueError("must be a plain base URL: no user, query or fragment")
+        path = parts.path.rstrip("/")
+        if path.endswith("/v1"):
+            raise ValueError("must be the worker's base URL: leave out /v1")
+        port = f":{parts.port}" if parts.port is not None else ""  # raises ValueError if out of range
+        host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
+        return f"{parts.scheme}://{host}{port}{path}"
+
+    @field_validator("id")
+    @classmethod
+    def _is_safe_id(cls, worker_id: str | None) -> str | None:
+        # It stands in response headers, metric labels and the admin API's paths.
+        if worker_id is not None and not _ID.fullmatch(worker_id):
+            raise ValueError("must be 1 to 128 of the characters A-Z a-z 0-9 . _ : - [ ] @")
+        return worker_id
+
+    def spec(self) -> WorkerSpec:
+        """The same as the fleet takes it, with its id filled in."""
+        place = self.url.split("://", 1)[1].replace("/", "_")
+        return WorkerSpec(WorkerId(self.id or place), self.url, self.models, self.capacity_tokens)
+
+
+Entry = Annotated[WorkerEntry, BeforeValidator(_as_mapping)]
+"""A `WorkerEntry`, or its URL alone."""
+
+
+def repeated(entries: tuple[WorkerEntry, ...]) -> str | None:
+    """What is wrong if two entries share an id or a URL; None if all differ."""
+    for what, values in (("id", [str(e.spec().id) for e in entries]), ("URL", [e.url for e in entries])):
+        again = next((value for value, times in Counter(values).items() if times > 1), None)
+        if again is not None:
+            return f"two workers have the {what} {again!r}"
+    return None
+
+
+def _as_list(value: object) -> object:
+    """`URL,URL`, as it stands in an environment variable."""
+    return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
+
+
+class FleetOptions(Options):
+    """Where workers come from, under which names their models go, and their health."""
+
+    workers: Annotated[tuple[Entry, ...], BeforeValidator(_as_list)] = option(
+        (), "Workers known from the start: URLs, or mappings with `url`, `id`, `models`, `capacity_tokens`."
+    )
+    file: Path | None = option(
+        None,
+        "A YAML file with a `workers` list of the same form; watched, applied without dropping a request.",
+    )
+    file_poll_s: float = option(
+        1.0,
+        "How often the file is looked at.",
+        unit="s",
+        gt=0,
+        higher="fewer file system calls",
+        lower="changes apply sooner",
+    )
+    aliases: dict[str, str] = option(
+        {}, "Other names for models or adapters: `alias: model`. An alias wins over a model of its name."
+    )
+    worker_api_key: SecretStr | None = option(
+        None,
+        "Sent as a bearer token when `/v1/models` is read (`vllm serve --api-key`); clients bring their own.",
+    )
+    worker_api_key_file: Path | None = option(None, "File that holds that key.")
+    health: HealthOptions = option(HealthOptions(), "Probes, ejection and return.")
+
+    @model_validator(mode="after")
+    def _names_are_clear(self) -> Self:
+        wrong = repeated(self.workers)
+        if wrong:
+            raise ValueError(wrong)
+        for alias, target in self.aliases.items():
+            if target in self.aliases:
+                raise ValueError(f"the alias {alias!r} names another alias, {target!r}")
+        return self

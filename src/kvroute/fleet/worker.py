@@ -1,0 +1,144 @@
+"""One vLLM server as kvroute knows it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum, StrEnum
+from typing import NewType
+
+from kvroute.fleet.load import WorkerLoad
+
+WorkerId = NewType("WorkerId", str)
+"""Stable name of a worker: configured, or `host:port` of its URL."""
+
+ASSUMED_CAPACITY_TOKENS = 500_000
+"""KV capacity of a worker that neither its metrics nor the configuration tells."""
+
+ASSUMED_BLOCK_TOKENS = 16
+"""vLLM's default block size on GPU; its CPU build uses 128 (vLLM 0.32)."""
+
+
+class HealthState(Enum):
+    """UNKNOWN until the first probe; only HEALTHY workers are routable."""
+
+    UNKNOWN = "unknown"
+    HEALTHY = "healthy"
+    UNHEALTHY = "unhealthy"
+    DRAINING = "draining"
+
+
+class Ejection(StrEnum):
+    """Why a healthy worker was taken out of routing; bounded, so a metric label."""
+
+    PROBES = "probes"
+    """Its probes failed several times in a row."""
+    REFUSED = "refused"
+    """It refused a connection: nothing listens there now."""
+    CONNECT_TIMEOUT = "connect_timeout"
+    BURST = "burst"
+    """A burst of 5xx answers or broken connections."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSpec:
+    """What discovery says about a worker. Two specs of one id that differ in `url` are two workers."""
+
+    id: WorkerId
+    url: str
+    """Base URL, `http://host:port`, without a trailing slash."""
+    models: tuple[str, ...] = ()
+    """Served model names when they cannot be asked; empty: read `/v1/models`."""
+    capacity_tokens: int | None = None
+    """Configured KV capacity, used when the worker's metrics do not tell it."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerFacts:
+    """What a worker said about itself, replaced as a whole; the last good answers outlive a failure.
+
+    `capacity_tokens` and `block_size` come from `vllm:cache_config_info` (`kv_cache_size_tokens`
+    where present, else num_gpu_blocks x block_size; summed over data-parallel ranks); `start_time`
+    is `process_start_time_seconds`, a change of which means a restart with an empty cache;
+    `adapters` maps a LoRA name to its parent, and its names are among `models` too.
+    """
+
+    models: frozenset[str] = frozenset()
+    adapters: tuple[tuple[str, str], ...] = ()
+    model_cards: tuple[dict[str, object], ...] = ()
+    capacity_tokens: int | None = None
+    block_size: int | None = None
+    start_time: float | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Worker:
+    """A worker in the fleet. Mutable: `load` changes through reservations, all else only through
+    `Fleet` (the health monitor and the admin API call it). After it has left the fleet it stays
+    DRAINING for whoever still holds it."""
+
+    spec: WorkerSpec
+    load: WorkerLoad = field(default_factory=WorkerLoad)
+    state: HealthState = HealthState.UNKNOWN
+    facts: WorkerFacts = field(default_factory=WorkerFacts)
+    ramp: float = 1.0
+    """Share of its normal traffic that a worker just back from ejection may take, (0, 1], as of
+    `ramp_since`. Refreshed by every passed probe; `ramp_at` gives the exact value."""
+    index: int = 0
+    """Position in the worker bitmask; unique among live workers, reused after removal."""
+    ramp_since: float = 0.0
+    ramp_until: float | None = None
+    """When the share reaches 1, in `Clock.now()` seconds; None while nothing ramps."""
+    ejection: Ejection | None = None
+    """Why it was last taken out of routing; None since it came back."""
+    trouble: str = ""
+    """What is wrong with it now, in words for an operator; empty while healthy."""
+
+    @property
+    def id(self) -> WorkerId:
+        return self.spec.id
+
+    @property
+    def is_routable(self) -> bool:
+        return self.state is HealthState.HEALTHY
+
+    @property
+    def models(self) -> frozenset[str]:
+        """Names it answers to, adapters included: what it said itself, else what is configured."""
+        return self.facts.models or frozenset(self.spec.models)
+
+    @property
+    def capacity_tokens(self) -> int:
+        """KV capacity: measured, else configured, else `ASSUMED_CAPACITY_TOKENS`."""
+        return self.facts.capacity_tokens or self.spec.capacity_tokens or ASSUMED_CAPACITY_TOKENS
+
+    @property
+    def block_size(self) -> int:
+        """Tokens in one block of its cache: measured, else `ASSUMED_BLOCK_TOKENS`."""
+        return self.facts.block_size or ASSUMED_BLOCK_TOKENS
+
+    def serves(self, model: str) -> bool:
+        return model in self.models
+
+    def ramp_at(self, now: float) -> float:
+        """`ramp` at the time `now`: rises linearly from its value at `ramp_since` to 1 at `ramp_until`."""
+        until = self.ramp_until
+        if until is None:
+            return self.ramp
+        if now >= until:
+            return 1.0
+        since = self.ramp_since
+        return self.ramp + (1.0 - self.ramp) * max(0.0, now - since) / (until - since)
+
+
+@dataclass(frozen=True, slots=True)
+class FleetView:
+    """The routable workers of one model, in a stable order (by id), as of one moment.
+
+    The tuple never changes; the `load` figures behind it are live and read synchronously, never
+    across an await. `version` rises whenever membership or health changes, so that whatever is
+    derived from the set (rings, orders) can be kept until then.
+    """
+
+    model: str
+    workers: tuple[Worker, ...]
+    version: int

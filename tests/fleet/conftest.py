@@ -1,0 +1,176 @@
+"""Time that moves when told to, and workers that do as told."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import pytest
+
+
+class FakeClock:
+    """A `Clock` whose time passes in `advance` only; sleepers wake in the order of their ends."""
+
+    def __init__(self) -> None:
+        self._now = 1000.0
+        self._sleepers: list[tuple[float, int, asyncio.Future[None]]] = []
+        self._count = 0
+
+    def now(self) -> float:
+        return self._now
+
+    def wall(self) -> float:
+        return 1.7e9 + self._now
+
+    async def sleep(self, seconds: float) -> None:
+        self._count += 1
+        entry = (self._now + seconds, self._count, asyncio.get_running_loop().create_future())
+        self._sleepers.append(entry)
+        try:
+            await entry[2]
+        finally:
+            self._sleepers.remove(entry)
+
+    async def advance(self, seconds: float) -> None:
+        """Let `seconds` pass and everything that they wake run until it sleeps again."""
+        end = self._now + seconds
+        await self.settle()
+        while due := sorted(s for s in self._sleepers if s[0] <= end and not s[2].done()):
+            self._now = max(self._now, due[0][0])
+            due[0][2].set_result(None)
+            await self.settle()
+        self._now = end
+
+    async def settle(self) -> None:
+        """Enough turns of the loop for a probe through httpx's mock transport and all that follows."""
+        for _ in range(60):
+            await asyncio.sleep(0)
+
+
+@dataclass
+class FakeWorker:
+    """What a worker would answer; tests change the fields."""
+
+    health: int = 200
+    refuses: bool = False
+    hangs: bool = False
+    models: list[dict[str, Any]] | None = field(
+        default_factory=lambda: [{"id": "m", "object": "model", "root": "m", "parent": None}]
+    )
+    blocks: int | None = 100
+    block_size: int = 16
+    start_time: float | None = 5000.0
+    metrics_status: int = 200
+    asked: list[str] = field(default_factory=list)
+
+    def metrics(self) -> str:
+        page = "# HELP vllm:cache_config_info Information of the LLMEngine CacheConfig\n"
+        if self.blocks is not None:
+            labels = f'block_size="{self.block_size}",num_gpu_blocks="{self.blocks}"'
+            page += f"vllm:cache_config_info{{{labels}}} 1.0\n"
+        if self.start_time is not None:
+            page += f"process_start_time_seconds {self.start_time}\n"
+        return page
+
+    async def answer(self, request: httpx.Request) -> httpx.Response:
+        path = request.url.path
+        self.asked.append(path)
+        if self.refuses:
+            raise httpx.ConnectError("refused") from ConnectionRefusedError(111, "refused")
+        if self.hangs:
+            await asyncio.get_running_loop().create_future()
+        if path == "/v1/models":
+            if self.models is None:
+                return httpx.Response(500)
+            return httpx.Response(200, json={"object": "list", "data": self.models})
+        if path == "/metrics":
+            return httpx.Response(self.metrics_status, text=self.metrics())
+        return httpx.Response(self.health)
+
+
+class FakeNetwork(dict[str, FakeWorker]):
+    """Workers by host name."""
+
+    def __missing__(self, host: str) -> FakeWorker:
+        self[host] = FakeWorker()
+        return self[host]
+
+    async def handle(self, request: httpx.Request) -> httpx.Response:
+        return await self[request.url.host].answer(request)
+
+
+@pytest.fixture
+def clock() -> FakeClock:
+    return FakeClock()
+
+
+@pytest.fixture
+def network() -> FakeNetwork:
+    return FakeNetwork()
+
+
+@pytest.fixture
+async def client(network: FakeNetwork) -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(transport=httpx.MockTransport(network.handle)) as client:
+        yield client
+
+
+@pytest.fixture
+async def running() -> AsyncIterator[Callable[[Awaitable[None]], asyncio.Task[None]]]:
+    """Run a coroutine for the length of a test; a failure in it fails the test."""
+    tasks: list[asyncio.Task[None]] = []
+
+    def start(work: Awaitable[None]) -> asyncio.Task[None]:
+        task = asyncio.ensure_future(work)
+        tasks.append(task)
+        return task
+
+    yield start
+    for task in tasks:
+        task.cancel()
+    for outcome in await asyncio.gather(*tasks, return_exceptions=True):
+        if isinstance(outcome, BaseException) and not isinstance(outcome, asyncio.CancelledError):
+            raise outcome
+
+
+@pytest.fixture
+def serve() -> Callable[..., Any]:
+    """`async with serve(handle) as url`: a real HTTP/1.1 server on a free port. `handle(path, head)`
+    returns (status, body); None leaves the connection open without an answer."""
+
+    @asynccontextmanager
+    async def start(
+        handle: Callable[[str, bytes], tuple[int, bytes] | None], port: int = 0
+    ) -> AsyncIterator[str]:
+        writers: list[asyncio.StreamWriter] = []
+
+        async def serve_one(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            writers.append(writer)
+            try:
+                while True:
+                    head = await reader.readuntil(b"\r\n\r\n")
+                    answer = handle(head.split(b" ")[1].decode(), head)
+                    if answer is not None:
+                        status, body = answer
+                        writer.write(
+                            b"HTTP/1.1 %d X\r\ncontent-length: %d\r\n\r\n%s" % (status, len(body), body)
+                        )
+            except (asyncio.IncompleteReadError, ConnectionError):
+                pass
+            finally:
+                writer.close()
+
+        server = await asyncio.start_server(serve_one, "127.0.0.1", port)
+        try:
+            yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        finally:
+            server.close()
+            for writer in writers:
+                writer.transport.abort()
+            await server.wait_closed()
+
+    return start

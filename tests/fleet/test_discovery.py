@@ -1,0 +1,324 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvroute.clock import SystemClock
+from kvroute.errors import ConfigError
+from kvroute.fleet.discovery.file import FileDiscovery, parse_workers_file, read_workers_file
+from kvroute.fleet.discovery.registry import DISCOVERY, sources_of
+from kvroute.fleet.discovery.source import Discoverer, Discovery
+from kvroute.fleet.discovery.static import StaticDiscovery
+from kvroute.fleet.fleet import Fleet, FleetChange
+from kvroute.fleet.options import FleetOptions
+from kvroute.fleet.worker import Worker, WorkerFacts, WorkerId, WorkerSpec
+
+ONE = "workers: [http://one:1]\n"
+TWO = "workers: [http://one:1, http://two:2]\n"
+
+
+def ids(specs: tuple[WorkerSpec, ...]) -> list[str]:
+    return [spec.id for spec in specs]
+
+
+# The file's format
+
+
+def test_a_file_lists_workers_as_urls_or_mappings() -> None:
+    specs = parse_workers_file(
+        """
+        workers:
+          - http://10.0.0.1:8000/
+          - id: gpu-2
+            url: http://10.0.0.2:8000
+            models: [llama, mistral]
+            capacity_tokens: 500000
+        """
+    )
+
+    assert specs == (
+        WorkerSpec(WorkerId("10.0.0.1:8000"), "http://10.0.0.1:8000"),
+        WorkerSpec(WorkerId("gpu-2"), "http://10.0.0.2:8000", ("llama", "mistral"), 500000),
+    )
+
+
+def test_an_empty_list_is_a_list() -> None:
+    assert parse_workers_file("workers: []") == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "path", "complaint"),
+    [
+        ("", "", "must be a mapping"),
+        ("- http://a", "", "must be a mapping"),
+        ("workers:", "workers", "valid tuple"),
+        ("{}", "workers", "required"),
+        ("worker: []", "workers", "required"),
+        ("workers: []\nextra: 1", "extra", "not permitted"),
+        ("workers: [{url: 'http://a', model: m}]", "workers[0].model", "not permitted"),
+        ("workers: ['http://a', {id: b}]", "workers[1].url", "required"),
+        ("workers: ['http://a', 'b:1']", "workers[1].url", "must look like http://host:port"),
+        ("workers: [{url: 'http://a', capacity_tokens: 0}]", "workers[0].capacity_tokens", "greater than 0"),
+        ("workers: ['http://a', 'http://a']", "", "two workers have the id 'a'"),
+        ("workers: [\n'http://a'", "line 2", "not YAML"),
+        ("workers: !!python/object:os.system {}", "line 1", "not YAML"),
+    ],
+)
+def test_a_wrong_file_names_the_place(text: str, path: str, complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint) as caught:
+        parse_workers_file(text)
+
+    assert caught.value.path == path
+    assert "Value error" not in str(caught.value)
+
+
+def test_reading_a_file_that_is_not_there_or_not_text_says_so(tmp_path: Path) -> None:
+    (tmp_path / "latin").write_bytes(b"workers: [\xe4]")
+
+    with pytest.raises(ConfigError, match="No such file"):
+        read_workers_file(tmp_path / "none")
+    with pytest.raises(ConfigError, match="not UTF-8"):
+        read_workers_file(tmp_path / "latin")
+
+
+# Watching it
+
+
+class CountingClock(SystemClock):
+    """Each pause between two looks is short, and counted."""
+
+    looks = 0
+
+    async def sleep(self, seconds: float) -> None:
+        self.looks += 1
+        await asyncio.sleep(0.001)
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(20):
+            while not condition():
+                await self.sleep(0)
+
+
+def watching(path: Path) -> tuple[FileDiscovery, AsyncGenerator[tuple[WorkerSpec, ...], None]]:
+    source = FileDiscovery(path, CountingClock())
+    return source, source.watch()
+
+
+async def next_of(found: AsyncGenerator[tuple[WorkerSpec, ...], None]) -> list[str]:
+    async with asyncio.timeout(20):
+        return ids(await anext(found))
+
+
+async def after_complaint(source: FileDiscovery, found: AsyncGenerator[Any, None]) -> list[str]:
+    """Watch on until the source has complained, and for some looks more; then mend the file and return
+    what comes."""
+    waiting = asyncio.ensure_future(next_of(found))
+    clock = source._clock
+    assert isinstance(clock, CountingClock)
+    await clock.until(lambda: source.errors > 0)
+    enough = clock.looks + 20
+    await clock.until(lambda: clock.looks >= enough)
+    assert source.errors == 1
+    assert not waiting.done()
+    source._path.write_text(TWO)
+    return await waiting
+
+
+def replace_file(path: Path, text: str) -> None:
+    """As editors do it: a new file under the old name."""
+    fresh = path.with_suffix(".new")
+    fresh.write_text(text)
+    fresh.replace(path)
+
+
+@pytest.mark.parametrize("write", [Path.write_text, replace_file], ids=["in place", "replaced"])
+async def test_a_change_of_the_file_is_found(tmp_path: Path, write: Callable[[Path, str], Any]) -> None:
+    path = tmp_path / "workers.yaml"
+    path.write_text(ONE)
+    _source, found = watching(path)
+
+    assert await next_of(found) == ["one:1"]
+    write(path, TWO)
+    assert await next_of(found) == ["one:1", "two:2"]
+    await found.aclose()
+
+
+async def test_a_swapped_symbolic_link_is_a_change(tmp_path: Path) -> None:
+    """So a mounted ConfigMap is updated."""
+    (tmp_path / "v1").write_text(ONE)
+    (tmp_path / "v2").write_text(TWO)
+    path = tmp_path / "workers.yaml"
+    path.symlink_to("v1")
+    _source, found = watching(path)
+    assert await next_of(found) == ["one:1"]
+
+    fresh = tmp_path / "fresh"
+    fresh.symlink_to("v2")
+    fresh.replace(path)
+
+    assert await next_of(found) == ["one:1", "two:2"]
+    await found.aclose()
+
+
+@pytest.mark.parametrize("bad", [b"workers: [nonsense]", b"workers: [", b"\xff\xfe", b""])
+async def test_a_malformed_file_is_logged_and_counted_once_and_yields_nothing(
+    tmp_path: Path, bad: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "workers.yaml"
+    path.write_text(ONE)
+    source, found = watching(path)
+    await next_of(found)
+
+    path.write_bytes(bad)
+
+    assert await after_complaint(source, found) == ["one:1", "two:2"]
+    assert caplog.text.count("the workers known so far stay") == 1
+    assert str(path) in caplog.text
+    await found.aclose()
+
+
+async def test_each_malformed_version_of_a_file_is_counted(tmp_path: Path) -> None:
+    path = tmp_path / "workers.yaml"
+    path.write_text("nonsense")
+    source, found = watching(path)
+    clock = source._clock
+    assert isinstance(clock, CountingClock)
+    waiting = asyncio.ensure_future(next_of(found))
+    await clock.until(lambda: source.errors == 1)
+
+    path.write_text("more nonsense")
+    await clock.until(lambda: source.errors == 2)
+    path.write_text(ONE)
+
+    assert await waiting == ["one:1"]
+    await found.aclose()
+
+
+async def test_a_file_that_vanishes_changes_nothing_until_it_is_back(tmp_path: Path) -> None:
+    path = tmp_path / "workers.yaml"
+    path.write_text(ONE)
+    source, found = watching(path)
+    await next_of(found)
+
+    path.unlink()
+
+    assert await after_complaint(source, found) == ["one:1", "two:2"]
+    await found.aclose()
+
+
+async def test_a_file_that_is_not_there_yet_is_waited_for(tmp_path: Path) -> None:
+    source, found = watching(tmp_path / "workers.yaml")
+
+    assert await after_complaint(source, found) == ["one:1", "two:2"]
+    await found.aclose()
+
+
+async def test_a_file_caught_in_the_middle_of_being_written_is_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "workers.yaml"
+    path.write_text(ONE)
+    read_text = Path.read_text
+
+    def read_and_change(self: Path, encoding: str | None = None) -> str:
+        text = read_text(self, encoding)
+        if text == ONE:
+            self.write_text(TWO)
+        return text
+
+    monkeypatch.setattr(Path, "read_text", read_and_change)
+    source, found = watching(path)
+
+    assert await next_of(found) == ["one:1", "two:2"]
+    assert source.errors == 0
+    await found.aclose()
+
+
+# Sources and the fleet
+
+
+def test_options_choose_the_sources(tmp_path: Path) -> None:
+    options = FleetOptions.model_validate({"workers": ["http://a"], "file": str(tmp_path / "w.yaml")})
+    clock = SystemClock()
+
+    assert sources_of(FleetOptions(), clock) == {}
+    assert list(sources_of(options, clock)) == ["static", "file"] == list(DISCOVERY)
+
+
+async def test_a_static_set_is_found_once() -> None:
+    spec = WorkerSpec(WorkerId("a"), "http://a")
+
+    assert [found async for found in StaticDiscovery((spec,)).watch()] == [(spec,)]
+
+
+class Scripted:
+    """Yields what it is given; raises what is an exception."""
+
+    def __init__(self, *script: tuple[WorkerSpec, ...] | Exception) -> None:
+        self.errors = 2
+        self.script = list(script)
+
+    async def watch(self) -> AsyncGenerator[tuple[WorkerSpec, ...], None]:
+        while self.script:
+            step = self.script.pop(0)
+            if isinstance(step, Exception):
+                raise step
+            yield step
+
+
+async def test_a_source_that_crashes_is_started_again_and_keeps_what_it_found(
+    clock: Any, running: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    a, b = WorkerSpec(WorkerId("a"), "http://a"), WorkerSpec(WorkerId("b"), "http://b")
+    fleet = Fleet()
+    source: Discovery = Scripted((a,), RuntimeError("a bug"), (a, b))
+    discoverer = Discoverer(fleet, {"scripted": source}, clock)
+
+    task = running(discoverer.run())
+    await clock.settle()
+    assert [worker.id for worker in fleet.workers()] == ["a"]
+    assert "discovery scripted failed" in caplog.text
+    await clock.advance(1.0)
+
+    assert [worker.id for worker in fleet.workers()] == ["a", "b"]
+    assert discoverer.errors() == {"scripted": 3}
+    await task
+
+
+async def test_workers_file_changes_reach_the_fleet_without_touching_the_others(
+    tmp_path: Path, running: Callable[..., Any]
+) -> None:
+    path = tmp_path / "workers.yaml"
+    path.write_text(ONE)
+    options = FleetOptions.model_validate(
+        {"workers": ["http://static:1"], "file": str(path), "file_poll_s": 0.005}
+    )
+    fleet = Fleet()
+    seen = asyncio.Event()
+
+    def listener(change: FleetChange, worker: Worker) -> None:
+        if (change, worker.id) in [(FleetChange.JOINED, "one:1"), (FleetChange.LEFT, "one:1")]:
+            seen.set()
+
+    fleet.subscribe(listener)
+    discoverer = Discoverer(fleet, sources_of(options, SystemClock()), SystemClock())
+    running(discoverer.run())
+    async with asyncio.timeout(20):
+        await seen.wait()
+        for worker in fleet.workers():
+            fleet.update_facts(worker, WorkerFacts(models=frozenset({"m"})))
+            fleet.mark_healthy(worker, 0.0)
+        request = fleet.get("one:1").load.reserve(0.0, prefill_s=1.0, tokens=1)
+        seen.clear()
+
+        path.write_text("workers: [http://two:2]")
+        await seen.wait()
+
+    assert [worker.id for worker in fleet.view("m").workers] == ["static:1"]
+    assert {worker.id for worker in fleet.workers()} == {"static:1", "two:2"}
+    assert not request.is_finished
+    request.finish(1.0)

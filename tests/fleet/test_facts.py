@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvroute.fleet.facts import MetricsPage, parse_metrics, parse_models, same_cards
+
+PAGE = b"""\
+# HELP python_info Python platform information
+# TYPE process_start_time_seconds gauge
+process_start_time_seconds 1.76361234567e+09
+# HELP vllm:cache_config_info Information of the LLMEngine CacheConfig
+# TYPE vllm:cache_config_info gauge
+vllm:cache_config_info{block_size="128",cache_dtype="auto",enable_prefix_caching="True",engine="0",\
+kv_cache_size_tokens="524288",num_gpu_blocks="4096",num_gpu_blocks_override="None"} 1.0
+vllm:num_requests_running{engine="0",model_name="tiny"} 0.0
+"""
+
+
+def models(*cards: dict[str, object]) -> bytes:
+    return json.dumps({"object": "list", "data": cards}).encode()
+
+
+def test_a_model_list_gives_names_adapters_and_cards() -> None:
+    base = {"id": "org/base", "object": "model", "root": "/weights", "parent": None, "max_model_len": 4096}
+    adapter = {"id": "sql", "object": "model", "root": "/loras/sql", "parent": "org/base"}
+
+    page = parse_models(models(base, adapter))
+
+    assert page.models == {"org/base", "sql"}
+    assert page.adapters == (("sql", "org/base"),)
+    assert page.cards == (base, adapter)
+
+
+def test_cards_without_a_name_are_skipped() -> None:
+    body = b'{"data": [{"id": 7}, {}, "x", {"id": "m"}]}'
+
+    assert parse_models(body).models == {"m"}
+
+
+@pytest.mark.parametrize("body", [b"", b"<html>", b"[]", b"{}", b'{"data": {}}', b"\xff"])
+def test_what_is_not_a_model_list_is_an_error(body: bytes) -> None:
+    with pytest.raises(ValueError):
+        parse_models(body)
+
+
+def test_cards_that_differ_only_in_what_is_made_up_per_request_are_the_same() -> None:
+    first = {"id": "m", "created": 1, "permission": [{"id": "modelperm-1"}]}
+    later = {"id": "m", "created": 2, "permission": [{"id": "modelperm-2"}]}
+
+    assert same_cards([first], [later])
+    assert not same_cards([first], [{**later, "max_model_len": 1}])
+    assert not same_cards([first], [later, later])
+
+
+def test_a_metrics_page_gives_capacity_block_size_and_start_time() -> None:
+    assert parse_metrics(PAGE) == MetricsPage(524288, 128, 1.76361234567e9)
+
+
+def test_capacity_is_blocks_times_block_size_where_the_size_is_not_told() -> None:
+    page = PAGE.replace(b'kv_cache_size_tokens="524288"', b'kv_cache_size_tokens="None"')
+
+    assert parse_metrics(page).capacity_tokens == 4096 * 128
+    assert parse_metrics(page.replace(b"kv_cache_size_tokens", b"other")).capacity_tokens == 4096 * 128
+
+
+def test_capacity_is_unknown_before_the_engine_has_counted_its_blocks() -> None:
+    page = b'vllm:cache_config_info{block_size="16",num_gpu_blocks="None"} 1.0\n'
+
+    assert parse_metrics(page) == MetricsPage(None, 16, None)
+
+
+def test_pools_of_data_parallel_ranks_add_up_and_repeated_lines_do_not() -> None:
+    line = 'vllm:cache_config_info{block_size="16",engine="%d",num_gpu_blocks="10"} 1.0\n'
+    page = "".join([line % 0, line % 1, line % 1])
+
+    assert parse_metrics(page.encode()).capacity_tokens == 2 * 160
+
+
+def test_names_are_found_at_the_start_of_a_line_only() -> None:
+    page = b'x{y="\\nvllm:cache_config_info{block_size=9}"} 1\n# process_start_time_seconds 7\n'
+
+    assert parse_metrics(page) == MetricsPage()
+
+
+def test_a_last_line_without_an_end_is_read() -> None:
+    assert parse_metrics(b"a 1\nprocess_start_time_seconds 12.5").start_time == 12.5
+
+
+def test_a_start_time_that_is_no_number_is_absent() -> None:
+    assert parse_metrics(b"process_start_time_seconds x\nprocess_start_time_seconds \n").start_time is None
+
+
+@given(
+    st.lists(
+        st.sampled_from([PAGE, b"vllm:cache_config_info{", b'engine="', b"\n", b'"', b"\xff", b"9" * 5000])
+    )
+)
+def test_no_page_breaks_the_scan(parts: list[bytes]) -> None:
+    parse_metrics(b"".join(parts))

@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import httpx
+import pytest
+
+from kvroute.fleet.facts import MetricsPage, ModelsPage
+from kvroute.fleet.probe import ProbeFailure, Prober, probe_client
+
+MODELS = b'{"object": "list", "data": [{"id": "m"}]}'
+
+
+async def test_answers_of_a_real_server_are_read(serve: Any) -> None:
+    heads: dict[str, bytes] = {}
+
+    def handle(path: str, head: bytes) -> tuple[int, bytes]:
+        heads[path] = head
+        return 200, {"/v1/models": MODELS, "/metrics": b"process_start_time_seconds 7\n"}.get(path, b"")
+
+    async with probe_client() as client, serve(handle) as url:
+        prober = Prober(client, timeout_s=5.0, path="/alive", api_key="hunter2")
+
+        assert await prober.health(url) is None
+        assert await prober.models(url) == ModelsPage(frozenset({"m"}), (), ({"id": "m"},))
+        assert await prober.metrics(url) == MetricsPage(start_time=7.0)
+
+    assert {path: b"hunter2" in head for path, head in heads.items()} == {
+        "/alive": False,
+        "/v1/models": True,
+        "/metrics": False,
+    }
+
+
+async def test_a_closed_port_is_a_refusal(serve: Any) -> None:
+    async with serve(lambda path, head: (200, b"")) as url:
+        pass
+
+    async with probe_client() as client:
+        failure = await Prober(client, timeout_s=5.0).health(url)
+
+    assert failure == ProbeFailure("connection refused", refused=True)
+
+
+async def test_a_server_that_hangs_fails_at_the_deadline(serve: Any) -> None:
+    async with probe_client() as client, serve(lambda path, head: None) as url:
+        failure = await Prober(client, timeout_s=0.05).health(url)
+
+    assert failure == ProbeFailure("/health gave no answer within 0.05 s")
+
+
+async def test_a_connection_cut_short_is_a_failure_but_no_refusal() -> None:
+    async def slam(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.transport.abort()
+
+    server = await asyncio.start_server(slam, "127.0.0.1", 0)
+    async with server, probe_client() as client:
+        port = server.sockets[0].getsockname()[1]
+        failure = await Prober(client, timeout_s=5.0).health(f"http://127.0.0.1:{port}")
+
+    assert failure is not None
+    assert not failure.refused
+    assert failure.detail.startswith("/health: ")
+
+
+@pytest.mark.parametrize("status", [301, 401, 500, 503])
+async def test_an_answer_that_is_no_success_is_a_failure(serve: Any, status: int) -> None:
+    async with probe_client() as client, serve(lambda path, head: (status, b"")) as url:
+        prober = Prober(client, timeout_s=5.0)
+
+        assert await prober.health(url) == ProbeFailure(f"/health answered {status}")
+        assert await prober.models(url) == ProbeFailure(f"/v1/models answered {status}")
+        assert await prober.metrics(url) == ProbeFailure(f"/metrics answered {status}")
+
+
+async def test_a_models_page_that_is_none_is_a_failure(serve: Any) -> None:
+    async with probe_client() as client, serve(lambda path, head: (200, b"<html>")) as url:
+        assert await Prober(client, timeout_s=5.0).models(url) == ProbeFailure(
+            "/v1/models is not a model list"
+        )
+
+
+@pytest.mark.parametrize(
+    ("causes", "refused"),
+    [
+        ([ConnectionRefusedError(), ConnectionRefusedError()], True),
+        ([ConnectionRefusedError(), TimeoutError()], False),
+    ],
+)
+async def test_all_addresses_of_a_host_must_refuse(causes: list[Exception], refused: bool) -> None:
+    def handle(request: httpx.Request) -> httpx.Response:
+        raise httpx.ConnectError("all attempts failed") from ExceptionGroup("attempts", causes)
+
+    async with httpx.AsyncClient(transport=httpx.MockTransport(handle)) as client:
+        failure = await Prober(client, timeout_s=5.0).health("http://host")
+
+    assert failure is not None
+    assert failure.refused is refused

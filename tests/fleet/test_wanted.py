@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from kvroute.fleet.wanted import ADMIN, WantedWorkers
+from kvroute.fleet.worker import WorkerId, WorkerSpec
+
+
+def spec(worker_id: str, url: str = "") -> WorkerSpec:
+    return WorkerSpec(WorkerId(worker_id), url or f"http://{worker_id}:1")
+
+
+def test_each_source_replaces_only_its_own_entries() -> None:
+    wanted = WantedWorkers()
+    wanted.replace("static", [spec("a")])
+    wanted.replace("file", [spec("b"), spec("c")])
+
+    wanted.replace("file", [spec("c")])
+
+    assert set(wanted.merged()) == {"a", "c"}
+
+
+def test_a_worker_stays_while_any_source_wants_it() -> None:
+    wanted = WantedWorkers()
+    wanted.replace("static", [spec("a")])
+    wanted.replace("file", [spec("a")])
+
+    wanted.replace("static", [])
+
+    assert set(wanted.merged()) == {"a"}
+
+
+def test_the_first_source_to_name_an_id_wins_and_one_added_by_hand_wins_over_all() -> None:
+    wanted = WantedWorkers()
+    wanted.replace("static", [spec("a", "http://one:1")])
+    wanted.replace("file", [spec("a", "http://two:1")])
+
+    assert wanted.merged()[WorkerId("a")].url == "http://one:1"
+    wanted.add(spec("a", "http://hand:1"))
+    assert wanted.merged()[WorkerId("a")].url == "http://hand:1"
+
+
+def test_a_second_id_for_one_url_is_left_out_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    wanted = WantedWorkers()
+    wanted.replace("static", [spec("a", "http://same:1")])
+    wanted.replace("file", [spec("b", "http://same:1")])
+
+    with caplog.at_level(logging.WARNING):
+        assert set(wanted.merged()) == {"a"}
+        assert set(wanted.merged()) == {"a"}
+
+    assert len(caplog.records) == 1
+    wanted.replace("static", [])
+    assert set(wanted.merged()) == {"b"}
+
+
+def test_removed_by_hand_stays_removed_while_its_source_lists_it() -> None:
+    wanted = WantedWorkers()
+    wanted.replace("file", [spec("a"), spec("b")])
+    wanted.remove(WorkerId("a"))
+
+    wanted.replace("file", [spec("a"), spec("b"), spec("c")])
+    assert set(wanted.merged()) == {"b", "c"}
+
+    wanted.replace("file", [spec("b")])
+    wanted.replace("file", [spec("a"), spec("b")])
+    assert set(wanted.merged()) == {"a", "b"}
+
+
+def test_adding_by_hand_undoes_removing_by_hand() -> None:
+    wanted = WantedWorkers()
+    wanted.replace("file", [spec("a")])
+    wanted.remove(WorkerId("a"))
+
+    wanted.add(spec("a"))
+
+    assert set(wanted.merged()) == {"a"}
+
+
+def test_what_was_added_by_hand_alone_is_forgotten_when_removed() -> None:
+    wanted = WantedWorkers()
+    wanted.add(spec("a"))
+    wanted.remove(WorkerId("a"))
+
+    wanted.replace("file", [spec("a")])
+
+    assert set(wanted.merged()) == {"a"}
+    assert ADMIN == "admin"

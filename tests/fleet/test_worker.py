@@ -1,0 +1,48 @@
+from __future__ import annotations
+
+from kvroute.fleet.worker import (
+    ASSUMED_BLOCK_TOKENS,
+    ASSUMED_CAPACITY_TOKENS,
+    Worker,
+    WorkerFacts,
+    WorkerId,
+    WorkerSpec,
+)
+
+
+def worker(**spec: object) -> Worker:
+    return Worker(WorkerSpec(WorkerId("a"), "http://a:1", **spec))  # type: ignore[arg-type]
+
+
+def test_measured_capacity_beats_configured_beats_assumed() -> None:
+    known = worker(capacity_tokens=700)
+
+    assert worker().capacity_tokens == ASSUMED_CAPACITY_TOKENS
+    assert worker().block_size == ASSUMED_BLOCK_TOKENS
+    assert known.capacity_tokens == 700
+    known.facts = WorkerFacts(capacity_tokens=800, block_size=128)
+    assert (known.capacity_tokens, known.block_size) == (800, 128)
+
+
+def test_models_it_told_beat_configured_ones() -> None:
+    known = worker(models=("configured",))
+
+    assert known.serves("configured")
+    known.facts = WorkerFacts(models=frozenset({"told"}))
+    assert known.serves("told")
+    assert not known.serves("configured")
+
+
+def test_ramp_rises_linearly_from_its_start_to_one() -> None:
+    back = worker()
+    back.ramp, back.ramp_since, back.ramp_until = 0.1, 50.0, 60.0
+
+    assert back.ramp_at(50.0) == 0.1
+    assert back.ramp_at(55.0) == 0.55
+    assert back.ramp_at(60.0) == 1.0
+    assert back.ramp_at(1e9) == 1.0
+    assert back.ramp_at(40.0) == 0.1
+
+
+def test_without_a_ramp_the_share_is_what_it_is() -> None:
+    assert worker().ramp_at(1.0) == 1.0
