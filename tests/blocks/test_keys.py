@@ -8,7 +8,8 @@ from kvroute.blocks.keys import CacheSpace, block_keys
 def test_keys_are_shared_exactly_as_far_as_full_blocks_are(common, one, two):
     first, second = common + one, common + two
     shared_bytes = next(
-        (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
+        (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b),
+        min(len(first), len(second)),
     )
 
     a, b = block_keys(first, block_bytes=16), block_keys(second, block_bytes=16)

@@ -17,7 +17,10 @@ AUDIO = ENDPOINTS["/v1/audio/transcriptions"]
         (b'{"model":"fast","x":1}', b'{"model":"real","x":1}'),
         (b'{ "x": 1, "model" :\n "fast" }', b'{ "x": 1, "model" :\n "real" }'),
         (b'{"a":{"model":"fast"},"model":"fast"}', b'{"a":{"model":"fast"},"model":"real"}'),
-        (b'{"a":"\\"model\\": \\"fast\\"","model":"fast"}', b'{"a":"\\"model\\": \\"fast\\"","model":"real"}'),
+        (
+            b'{"a":"\\"model\\": \\"fast\\"","model":"fast"}',
+            b'{"a":"\\"model\\": \\"fast\\"","model":"real"}',
+        ),
         (b'{"model":"other","model":"fast"}', b'{"model":"other","model":"real"}'),
         (b'{"model":"f\\u0061st"}', b'{"model":"real"}'),
     ],

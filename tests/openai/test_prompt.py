@@ -62,12 +62,20 @@ def test_an_image_counts_by_its_hash():
 
 
 def test_tool_calls_and_results_are_part_of_the_prompt():
-    call = {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "{}"}}]}
+    call = {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "{}"}}],
+    }
 
-    assert chat(user("a"), call, user("b")) != chat(user("a"), {"role": "assistant", "content": None}, user("b"))
+    assert chat(user("a"), call, user("b")) != chat(
+        user("a"), {"role": "assistant", "content": None}, user("b")
+    )
 
 
-@pytest.mark.parametrize("messages", [3, "text", [1, 2], [{"role": "user"}], [{"role": "user", "content": [1]}]])
+@pytest.mark.parametrize(
+    "messages", [3, "text", [1, 2], [{"role": "user"}], [{"role": "user", "content": [1]}]]
+)
 def test_messages_of_any_shape_do_no_harm(messages):
     assert len(prompts("/v1/chat/completions", {"messages": messages})) == 1
 

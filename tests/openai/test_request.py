@@ -23,7 +23,9 @@ def test_a_missing_model_is_none(body):
     assert parse_request(CHAT, body).model is None
 
 
-@pytest.mark.parametrize("body", [b"", b"{", b"[1]", b'"x"', b"3", b"null", b"\xff\xfe", b'{"a": 01}', b"[" * 100_000])
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"[1]", b'"x"', b"3", b"null", b"\xff\xfe", b'{"a": 01}', b"[" * 100_000]
+)
 def test_a_body_that_is_no_json_object_is_refused(body):
     with pytest.raises(InvalidRequest):
         parse_request(CHAT, body)
@@ -99,14 +101,22 @@ def test_a_forms_model_is_read_and_its_file_is_not():
 
 @pytest.mark.parametrize(
     ("body", "content_type"),
-    [(b"{}", "application/json"), (b"x", "multipart/form-data"), (b"no form", "multipart/form-data; boundary=b")],
+    [
+        (b"{}", "application/json"),
+        (b"x", "multipart/form-data"),
+        (b"no form", "multipart/form-data; boundary=b"),
+    ],
 )
 def test_a_body_that_is_no_form_is_refused(body, content_type):
     with pytest.raises(InvalidRequest):
         parse_request(AUDIO, body, content_type)
 
 
-@given(st.dictionaries(st.text(), st.recursive(st.none() | st.booleans() | st.integers() | st.text(), st.lists), max_size=5))
+@given(
+    st.dictionaries(
+        st.text(), st.recursive(st.none() | st.booleans() | st.integers() | st.text(), st.lists), max_size=5
+    )
+)
 def test_every_json_object_is_taken(value):
     value.pop("model", None)
 

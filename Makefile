@@ -1,0 +1,82 @@
+# `make` lists the targets. The first use of one installs what it needs into .venv.
+
+VENV ?= .venv
+BIN := $(VENV)/bin
+# Test processes at a time. The `load` tests run alone, after the others.
+JOBS ?= 2
+# Bytecode is compiled at installation even where the environment says not to write it: starts are
+# several times faster with it.
+PIP := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pip --disable-pip-version-check
+
+.DEFAULT_GOAL := help
+.PHONY: help up test test-engine check lint types layers format docs bench clean distclean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+up: $(VENV)/.installed ## run the gateway on 127.0.0.1:8080 with two workers [ENGINE=sim|vllm] [PORT=8080] [WORKERS=2]
+	@exec $(BIN)/kvroute up $(if $(ENGINE),--engine $(ENGINE)) $(if $(PORT),--port $(PORT)) $(if $(WORKERS),--workers $(WORKERS))
+
+test: check ## lint, types, import layers, and every test but the engines'
+	@$(BIN)/coverage erase
+	$(BIN)/pytest -n $(JOBS) --dist worksteal -m "not engine and not load" --cov --cov-report= --cov-fail-under=0
+	$(BIN)/pytest -m "load and not engine" --cov --cov-append --cov-report= --cov-fail-under=0
+	$(BIN)/coverage report
+
+test-engine: $(VENV)/.installed-dev ## the tests against real vLLM workers (CPU); installs the engine into .venv-engine
+	$(BIN)/python -m kvroute.deploy.engine_install
+	$(BIN)/pytest -m engine tests/engine
+
+check: lint types layers ## lint, types and import layers
+
+lint: $(VENV)/.installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/.installed-dev
+	$(BIN)/mypy
+
+layers: $(VENV)/.installed-dev
+	$(BIN)/lint-imports --no-logo
+
+format: $(VENV)/.installed-dev ## format the code
+	$(BIN)/ruff check --fix-only .
+	$(BIN)/ruff format .
+
+docs: $(VENV)/.installed ## regenerate configs/reference.yaml and the tables in docs/configuration.md
+	$(BIN)/python -m kvroute.app.reference
+
+bench: $(VENV)/.installed-dev ## the micro benchmarks
+	@set -e; for file in bench/micro_*.py; do echo "== $$file"; $(BIN)/python $$file; done
+
+clean: ## remove caches and build products
+	rm -rf build dist htmlcov .coverage .coverage.* .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find src tests bench -name __pycache__ -type d -exec rm -rf {} +
+
+distclean: clean ## also remove the virtual environments
+	rm -rf $(VENV) .venv-engine
+
+# --- installation -----------------------------------------------------------------------------------------
+
+# The newest of the usual names that runs, is 3.11 or newer and can make a virtual environment; PYTHON=... overrides.
+$(BIN)/python:
+	@for python in $(PYTHON) python3.13 python3.12 python3.11 python3; do \
+	  if $$python -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
+	    echo "creating $(VENV) with $$($$python --version)"; \
+	    $$python -m venv $(VENV) && exit 0; \
+	    rm -rf $(VENV); exit 1; \
+	  fi; \
+	done; \
+	echo "kvroute needs Python 3.11 or newer with its venv module (Debian: apt install python3-venv)" >&2; exit 1
+
+$(VENV)/.installed: pyproject.toml | $(BIN)/python
+	@echo "installing kvroute into $(VENV) (once, half a minute)"
+	@$(PIP) install -qq --editable .
+	@touch $@
+
+# Dependency groups need pip 25.1.
+$(VENV)/.installed-dev: pyproject.toml | $(BIN)/python
+	@echo "installing kvroute and its development tools into $(VENV) (once, a minute)"
+	@$(PIP) install -qq --upgrade 'pip>=25.1'
+	@$(PIP) install -qq --editable . --group dev
+	@touch $@ $(VENV)/.installed

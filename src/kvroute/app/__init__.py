@@ -1,0 +1,1 @@
+"""Construction: configuration, the runtime that owns every task, the server."""

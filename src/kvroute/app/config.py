@@ -1,0 +1,218 @@
+"""The configuration: composed of every room's option classes, loaded from file, environment and flags."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from kvroute.app import config_paths as paths
+from kvroute.app.config_paths import Path, dotted
+from kvroute.app.config_sources import (
+    Setting,
+    Settings,
+    from_assignments,
+    from_environment,
+    from_file,
+    unknown,
+)
+from kvroute.errors import ConfigError, InvalidConfig
+from kvroute.fleet.options import FleetOptions
+from kvroute.gateway.options import AdminOptions, ServerOptions
+from kvroute.logs import LoggingOptions
+from kvroute.options import Options, option
+from kvroute.routing.options import RoutingOptions
+from kvroute.upstream.options import UpstreamOptions
+from kvroute.upstream.retry_options import RetryOptions
+
+_MOST_SECRET_BYTES = 1024 * 1024
+
+
+class Config(Options):
+    """Everything that `kvroute serve` can be told, one section per room."""
+
+    server: ServerOptions = option(default_factory=ServerOptions)
+    admin: AdminOptions = option(default_factory=AdminOptions)
+    fleet: FleetOptions = option(default_factory=FleetOptions)
+    routing: RoutingOptions = option(default_factory=RoutingOptions)
+    upstream: UpstreamOptions = option(default_factory=UpstreamOptions)
+    retries: RetryOptions = option(default_factory=RetryOptions)
+    logging: LoggingOptions = option(default_factory=LoggingOptions)
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A valid configuration, and where each value that somebody set came from."""
+
+    config: Config
+    origins: Mapping[Path, str]
+
+
+def load(
+    *,
+    file: pathlib.Path | None = None,
+    environ: Mapping[str, str] | None = None,
+    assignments: Iterable[str] = (),
+    flags: Sequence[Setting] = (),
+) -> Loaded:
+    """Build the configuration: the file, then the environment, then `--set`, then flags; the last one wins.
+
+    Mappings merge key by key, lists are replaced whole. Raises InvalidConfig with every problem that
+    could be found. Reads the file and the files that secrets are in; blocks.
+    """
+    sources = [
+        from_file(Config, file) if file is not None else Settings(),
+        from_environment(Config, environ or {}),
+        from_assignments(Config, assignments),
+        Settings(tuple(flags)),
+    ]
+    problems = [problem for source in sources for problem in source.problems]
+    data: dict[str, Any] = {}
+    origins: dict[Path, str] = {}
+    for source in sources:
+        for setting in source.settings:
+            _put(data, origins, setting)
+    problems += _read_secrets(data, origins)
+    try:
+        config = Config.model_validate(data)
+    except ValidationError as exc:
+        problems += _translate(exc.errors(include_url=False), data, origins)
+    if problems:
+        raise InvalidConfig(problems)
+    return Loaded(config, origins)
+
+
+def masked(config: Options) -> dict[str, Any]:
+    """`config` as JSON-ready data: secrets and the user part of URLs are stars."""
+    dumped: dict[str, Any] = _mask(config.model_dump(mode="json"))
+    return dumped
+
+
+def _mask(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _mask(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_mask(inner) for inner in value]
+    return paths.without_userinfo(value) if isinstance(value, str) else value
+
+
+def _put(data: dict[str, Any], origins: dict[Path, str], setting: Setting) -> None:
+    """Set one leaf; what an earlier source said at, above or below it is forgotten."""
+    *above, last = setting.path
+    for depth in range(1, len(setting.path)):
+        origins.pop(setting.path[:depth], None)
+    for stale in [path for path in origins if path[: len(setting.path)] == setting.path]:
+        del origins[stale]
+    place = data
+    for key in above:
+        inner = place.get(str(key))
+        if not isinstance(inner, dict):
+            inner = place[str(key)] = {}
+        place = inner
+    place[str(last)] = setting.value
+    origins[setting.path] = setting.origin
+    origins.update(setting.inner)
+
+
+def _read_secrets(data: dict[str, Any], origins: dict[Path, str]) -> list[ConfigError]:
+    """Fill each secret `NAME` from the file that `NAME_file` names; a list's items are the file's lines."""
+    problems = []
+    for path, _ in paths.walk(Config):
+        name = str(path[-1])
+        target = (*path[:-1], name.removesuffix("_file"))
+        shape = paths.shape_at(Config, target)
+        file = _get(data, path)
+        if not name.endswith("_file") or not paths.is_secret(shape) or not isinstance(file, str) or not file:
+            continue
+        if _get(data, target):
+            problems.append(ConfigError(dotted(path), f"set this or {dotted(target)}, not both"))
+            continue
+        try:
+            text = _read_secret(pathlib.Path(file))
+        except ConfigError as exc:
+            problems.append(ConfigError(dotted(path), f"{exc} ({origins[path]})"))
+            continue
+        secret: object = text
+        if any(paths.is_list(plain) for plain in shape):
+            lines = [line.strip() for line in text.splitlines()]
+            secret = [line for line in lines if line and not line.startswith("#")]
+        _put(data, origins, Setting(target, secret, file))
+    return problems
+
+
+def _read_secret(file: pathlib.Path) -> str:
+    try:
+        with file.open(encoding="utf-8") as stream:
+            text = stream.read(_MOST_SECRET_BYTES).strip()
+    except (OSError, UnicodeDecodeError) as exc:
+        reason = exc.strerror if isinstance(exc, OSError) else "it is not UTF-8 text"
+        raise ConfigError("", f"cannot read {file}: {reason}") from None
+    if not text:
+        raise ConfigError("", f"{file} is empty")
+    return text
+
+
+def _get(data: Mapping[str, Any], path: Path) -> object:
+    place: object = data
+    for key in path:
+        if not isinstance(place, Mapping):
+            return None
+        place = place.get(str(key))
+    return place
+
+
+def _translate(
+    errors: Sequence[ErrorDetails], data: Mapping[str, Any], origins: Mapping[Path, str]
+) -> list[ConfigError]:
+    """Pydantic's errors as ours: dotted paths, where the value came from, never the value of a secret."""
+    found: dict[Path, str] = {}
+    for error in errors:
+        path = _path_in(data, error["loc"], missing=error["type"] == "missing")
+        found.setdefault(path, _message(error, path))
+    innermost = [
+        path
+        for path in found
+        if not any(len(other) > len(path) and other[: len(path)] == path for other in found)
+    ]
+    return [ConfigError(dotted(path), found[path] + _came_from(path, origins)) for path in innermost]
+
+
+def _path_in(data: object, loc: Sequence[str | int], *, missing: bool) -> Path:
+    """The part of pydantic's location that is in the data; the rest names members of unions."""
+    path: list[str | int] = []
+    place = data
+    for number, key in enumerate(loc):
+        if (isinstance(place, Mapping) and key in place) or (
+            isinstance(place, (list, tuple)) and isinstance(key, int) and key < len(place)
+        ):
+            place = place[key]  # type: ignore[index]
+        elif not (missing and number == len(loc) - 1):
+            continue
+        path.append(key)
+    return tuple(path)
+
+
+def _message(error: ErrorDetails, path: Path) -> str:
+    if error["type"] == "extra_forbidden":
+        return unknown(Config, path)
+    if error["type"] == "missing":
+        return "is required"
+    message = error["msg"].removeprefix("Value error, ").removeprefix("Input ")
+    message = message[:1].lower() + message[1:]
+    value = error["input"]
+    is_plain = isinstance(value, (str, int, float, bool)) and len(str(value)) <= 60
+    if error["type"] == "value_error" or not is_plain or paths.is_secret(paths.shape_at(Config, path)):
+        return message
+    return f"{message}, got {paths.without_userinfo(repr(value))}"
+
+
+def _came_from(path: Path, origins: Mapping[Path, str]) -> str:
+    while path:
+        if path in origins:
+            return f" ({origins[path]})"
+        path = path[:-1]
+    return ""

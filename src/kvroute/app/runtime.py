@@ -1,0 +1,216 @@
+"""The one place that constructs services, and the owner of every background task."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable
+from types import TracebackType
+from typing import Self
+
+from fastapi import FastAPI
+from prometheus_client.core import Metric
+
+from kvroute.app.config import Config, masked
+from kvroute.clock import Clock, SystemClock
+from kvroute.fleet.discovery.registry import sources_of
+from kvroute.fleet.discovery.source import Discoverer
+from kvroute.fleet.fleet import Fleet, FleetChange
+from kvroute.fleet.health import HealthMonitor
+from kvroute.fleet.probe import Prober, probe_client
+from kvroute.fleet.worker import HealthState, Worker
+from kvroute.gateway.access import KeyCheck
+from kvroute.gateway.admin import admin_routes
+from kvroute.gateway.application import build_application
+from kvroute.gateway.control import control_routes
+from kvroute.gateway.dataplane import DataPlane
+from kvroute.gateway.exchange import Collaborators
+from kvroute.gateway.journal import Journal
+from kvroute.gateway.planner import Planner
+from kvroute.gateway.session_key import session_key_sources
+from kvroute.gateway.stored import ResponseOwners, StoredResponses
+from kvroute.metrics import Gauges, Metrics, counter, gauge
+from kvroute.routing.router import Router
+from kvroute.tokens.estimate import TokenEstimator
+from kvroute.upstream.retry import RetryBudget
+from kvroute.upstream.transports import Transports
+
+log = logging.getLogger("kvroute.runtime")
+
+
+class Runtime:
+    """Everything that one gateway consists of. Use as an async context manager inside its event loop:
+    entering starts discovery and probes, leaving stops every task and closes every connection.
+
+    `application` is the ASGI app, `plane` what a server needs for an orderly shutdown.
+    """
+
+    def __init__(self, config: Config, clock: Clock | None = None) -> None:
+        self._config = config
+        self._clock = clock = clock or SystemClock()
+        self.metrics = Metrics()
+        self.fleet = Fleet(config.fleet.aliases, created=int(clock.wall()))
+        self.router = Router(config.routing)
+        self._estimator = TokenEstimator()
+        self._client = probe_client()
+        worker_key = config.fleet.worker_api_key
+        prober = Prober(
+            self._client,
+            timeout_s=config.fleet.health.timeout_s,
+            path=config.fleet.health.path,
+            api_key=worker_key.get_secret_value() if worker_key else None,
+        )
+        self.health = HealthMonitor(self.fleet, prober, clock, config.fleet.health)
+        self._discoverer = Discoverer(self.fleet, sources_of(config.fleet, clock), clock)
+        self._transports = Transports(config.upstream)
+        self._owners = ResponseOwners()
+        self._journal = Journal(
+            self.metrics, clock, log_requests=config.logging.requests, kept=config.server.decisions_kept
+        )
+        self.plane = self._data_plane()
+        self.application = self._application()
+        self.fleet.subscribe(self._fleet_changed)
+        self.metrics.registry.register(Gauges(self._fleet_gauges, self._index_gauges))
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def __aenter__(self) -> Self:
+        self._tasks = [
+            asyncio.create_task(self._discoverer.run(), name="discovery"),
+            asyncio.create_task(self.health.run(), name="health"),
+        ]
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for task in self._tasks:
+            task.cancel()
+        for outcome in await asyncio.gather(*self._tasks, return_exceptions=True):
+            if isinstance(outcome, Exception):
+                log.error("a background task failed", exc_info=outcome)
+        await self.plane.aclose()
+        await self._transports.aclose()
+        await self._client.aclose()
+
+    def _data_plane(self) -> DataPlane:
+        config = self._config
+        worker_key = config.fleet.worker_api_key
+        keys = [key.get_secret_value() for key in config.server.api_keys]
+        use = Collaborators(
+            router=self.router,
+            transports=self._transports,
+            health=self.health,
+            budget=RetryBudget(config.retries),
+            metrics=self.metrics,
+            estimator=self._estimator,
+            owners=self._owners,
+            clock=self._clock,
+            retry_statuses=frozenset(config.retries.statuses),
+            worker_authorization=f"Bearer {worker_key.get_secret_value()}".encode()
+            if keys and worker_key
+            else None,
+            drops_authorization=bool(keys),
+        )
+        planner = Planner(
+            self.fleet,
+            self.router,
+            self._estimator,
+            session_key_sources(config.routing.session.keys),
+            allow_strategy_header=config.server.allow_strategy_header,
+        )
+        stored = StoredResponses(
+            self._owners,
+            self.fleet,
+            self._client,
+            use.worker_authorization,
+            timeout_s=config.upstream.connect_timeout_s,
+        )
+        return DataPlane(
+            planner,
+            stored,
+            use,
+            self._journal,
+            KeyCheck(keys),
+            max_body_bytes=config.server.max_body_bytes,
+            max_in_flight=config.server.max_in_flight,
+        )
+
+    def _application(self) -> FastAPI:
+        admin_key = self._config.admin.api_key
+        admin = admin_routes(
+            self.fleet,
+            self.router,
+            self._journal,
+            KeyCheck([admin_key.get_secret_value()] if admin_key else []),
+            self._clock,
+            lambda: masked(self._config),
+        )
+        return build_application(self.plane, control_routes(self.plane, self.fleet, self.router), admin)
+
+    def _fleet_changed(self, change: FleetChange, worker: Worker) -> None:
+        """Let what hangs on a worker follow it."""
+        match change:
+            case FleetChange.JOINED:
+                self.router.worker_joined(worker)
+            case FleetChange.CAPACITY:
+                self.router.capacity_changed(worker)
+            case FleetChange.LEFT:
+                self.router.worker_left(worker)
+                self._owners.forget_worker(worker.id)
+                self._transports.forget(worker)
+                self.metrics.forget_worker(worker.id)
+            case FleetChange.RESTARTED:
+                self.router.worker_restarted(worker)
+                self._owners.forget_worker(worker.id)
+            case FleetChange.EJECTED if worker.ejection is not None:
+                self.metrics.ejections.labels(worker.id, worker.ejection.value).inc()
+            case _:
+                pass
+
+    def _fleet_gauges(self) -> Iterable[Metric]:
+        workers = self.fleet.workers()
+        yield gauge(
+            "kvroute_worker_state",
+            "1 for the state that each worker is in.",
+            ("worker", "state"),
+            [((w.id, state.value), float(w.state is state)) for w in workers for state in HealthState],
+        )
+        yield gauge(
+            "kvroute_worker_capacity_tokens",
+            "KV cache of each worker.",
+            ("worker",),
+            [((w.id,), float(w.capacity_tokens)) for w in workers],
+        )
+        yield counter(
+            "kvroute_worker_probe_failures",
+            "Health probes that failed.",
+            ("worker",),
+            [((worker,), float(n)) for worker, n in self.health.counts.probe_failures.items()],
+        )
+        yield counter(
+            "kvroute_worker_ejections_held_back",
+            "Ejections that fleet.health.max_ejected_share prevented.",
+            (),
+            [((), float(self.health.counts.held_back))],
+        )
+        yield counter(
+            "kvroute_discovery_errors",
+            "Worker lists that could not be read or applied.",
+            ("source",),
+            [((source,), float(n)) for source, n in self._discoverer.errors().items()],
+        )
+
+    def _index_gauges(self) -> Iterable[Metric]:
+        size = self.router.index_size()
+        yield gauge(
+            "kvroute_index_blocks", "Different blocks in the prefix index.", (), [((), float(size.blocks))]
+        )
+        yield gauge(
+            "kvroute_index_bytes", "Estimated memory of the prefix index.", (), [((), float(size.bytes))]
+        )
+        yield gauge(
+            "kvroute_worker_index_blocks",
+            "Blocks that the prefix index believes each worker to hold.",
+            ("worker",),
+            [((w.id,), float(self.router.describe_worker(w)["tracked_blocks"])) for w in self.fleet.workers()],
+        )

@@ -1,0 +1,108 @@
+"""Running the gateway's process: socket, signals, shutdown in order, exit code."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+from collections.abc import Callable
+
+import uvicorn
+
+from kvroute import __version__
+from kvroute.app.config import Config
+from kvroute.app.runtime import Runtime
+from kvroute.logs import configure
+
+log = logging.getLogger("kvroute.server")
+
+_AFTER_CUT_S = 5
+"""What is left to write error events and close connections once running answers were cut."""
+
+
+class GatewayServer(uvicorn.Server):
+    """uvicorn's server with the gateway's shutdown: refuse, let finish, cut, close."""
+
+    def __init__(self, config: uvicorn.Config, runtime: Runtime, drain_timeout_s: float) -> None:
+        super().__init__(config)
+        self._runtime = runtime
+        self._drain_timeout_s = drain_timeout_s
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for server in self.servers:
+            for listening in server.sockets:
+                host, port, *_ = listening.getsockname()
+                shown = f"[{host}]" if ":" in host else host
+                log.info("kvroute %s listens on http://%s:%d", __version__, shown, port)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """SIGTERM: not ready, no new connections, running answers may finish, the rest is cut."""
+        plane = self._runtime.plane
+        plane.close_admission()
+        log.info("shutting down: %d requests are running", plane.in_flight)
+        cutter = asyncio.create_task(self._cut_late())
+        try:
+            await super().shutdown(sockets)
+        finally:
+            cutter.cancel()
+            await asyncio.gather(cutter, return_exceptions=True)
+
+    async def _cut_late(self) -> None:
+        await asyncio.sleep(self._drain_timeout_s)
+        cut = self._runtime.plane.cut()
+        if cut:
+            log.warning("cut %d requests after %.0f s (server.drain_timeout_s)", cut, self._drain_timeout_s)
+
+
+def run(config: Config) -> int:
+    """Serve until SIGTERM or SIGINT. Exit code: 0 after an orderly shutdown, 1 if it could not start."""
+    configure(config.logging)
+    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        return runner.run(_serve(config))
+
+
+async def _serve(config: Config) -> int:
+    async with Runtime(config) as runtime:
+        server = GatewayServer(uvicorn_config(config, runtime), runtime, config.server.drain_timeout_s)
+        # uvicorn raises a caught signal again after its shutdown; with this handler that is no second death.
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, server.handle_exit)
+        try:
+            await server.serve()
+        except SystemExit:  # uvicorn's word for a socket that cannot be bound; it has logged why
+            return 1
+    return 0 if server.started else 1
+
+
+def uvicorn_config(config: Config, runtime: Runtime) -> uvicorn.Config:
+    """uvicorn set up for a relay: no header of its own, no lifespan, no access log."""
+    options = config.server
+    return uvicorn.Config(
+        runtime.application,
+        host=options.host,
+        port=options.port,
+        backlog=options.backlog,
+        http="httptools",
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        date_header=False,
+        proxy_headers=bool(options.trusted_proxies),
+        forwarded_allow_ips=list(options.trusted_proxies),
+        timeout_keep_alive=round(options.keep_alive_s),
+        timeout_graceful_shutdown=round(options.drain_timeout_s) + _AFTER_CUT_S,
+    )
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
+    """uvloop's where it is installed (every CPython platform but Windows), asyncio's otherwise."""
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.new_event_loop
+    factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
+    return factory

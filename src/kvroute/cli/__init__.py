@@ -1,0 +1,40 @@
+"""The `kvroute` command. Subcommands are imported when they are asked for."""
+
+from __future__ import annotations
+
+import importlib
+
+import click
+
+from kvroute import __version__
+
+COMMANDS = {
+    "serve": ("kvroute.cli.serve", "Run the gateway."),
+    "up": ("kvroute.cli.up", "Run the gateway and its workers as local processes."),
+    "sim": ("kvroute.cli.sim", "Run one simulated worker."),
+    "check": ("kvroute.cli.check", "Validate a configuration and print it resolved."),
+}
+"""Name -> the module that has the command under that name, and its line in `kvroute --help`."""
+
+
+class LazyGroup(click.Group):
+    """Knows its commands by name, so that `kvroute --version` does not load a gateway."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        command: click.Command = getattr(importlib.import_module(COMMANDS[cmd_name][0]), cmd_name)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, summary) for name, (_, summary) in COMMANDS.items()])
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="kvroute", message="kvroute %(version)s")
+def main() -> None:
+    """KV-cache-aware, OpenAI-compatible gateway for fleets of vLLM workers."""

@@ -1,0 +1,109 @@
+"""The flags that `serve` and `check` share, and how they become a configuration."""
+
+from __future__ import annotations
+
+import functools
+import os
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+from kvroute.app.config import Loaded, load
+from kvroute.app.config_paths import Path
+from kvroute.app.config_sources import Setting
+from kvroute.errors import ConfigError
+
+FLAGS: dict[str, Path] = {
+    "host": ("server", "host"),
+    "port": ("server", "port"),
+    "strategy": ("routing", "strategy"),
+    "workers": ("fleet", "workers"),
+    "log_level": ("logging", "level"),
+    "log_format": ("logging", "format"),
+}
+"""Parameter -> the option that it sets."""
+
+
+class InvalidConfiguration(click.ClickException):
+    """The configuration's problems, one line each; no traceback."""
+
+    exit_code = 2
+
+    def show(self, file: Any = None) -> None:
+        for line in self.message.splitlines():
+            click.echo(f"kvroute: {line}", err=True)
+
+
+def configured(
+    failure: type[InvalidConfiguration] = InvalidConfiguration,
+) -> Callable[[Callable[[Loaded], None]], Callable[..., None]]:
+    """Give a command the configuration flags and call it with what they, file and environment amount to.
+
+    A wrong configuration ends the command as `failure`.
+    """
+
+    def decorate(command: Callable[[Loaded], None]) -> Callable[..., None]:
+        @click.option(
+            "-c",
+            "--config",
+            "file",
+            metavar="FILE",
+            type=click.Path(path_type=pathlib.Path),
+            help="YAML configuration; every key is in configs/reference.yaml.",
+        )
+        @click.option(
+            "--worker",
+            "workers",
+            metavar="[ID=]URL",
+            multiple=True,
+            help="A worker's base URL; repeat for more. Replaces fleet.workers.",
+        )
+        @click.option("--strategy", metavar="NAME", help="How workers are chosen.")
+        @click.option("--host", help="Address to listen on.")
+        @click.option("--port", help="Port to listen on.")
+        @click.option("--log-level", metavar="LEVEL", help="debug, info, warning or error.")
+        @click.option("--log-format", metavar="FORMAT", help="text or json.")
+        @click.option(
+            "--set",
+            "assignments",
+            metavar="PATH=VALUE",
+            multiple=True,
+            help="Set any option, such as fleet.health.interval_s=2; repeat for more.",
+        )
+        @functools.wraps(command)
+        def run(file: pathlib.Path | None, assignments: tuple[str, ...], **flags: Any) -> None:
+            try:
+                loaded = load(
+                    file=file, environ=os.environ, assignments=assignments, flags=flag_settings(flags)
+                )
+                command(loaded)
+            except ConfigError as exc:
+                raise failure(str(exc)) from exc
+
+        return run
+
+    return decorate
+
+
+def flag_settings(flags: dict[str, Any]) -> list[Setting]:
+    """The flags that were given, as settings."""
+    settings = []
+    for name, path in FLAGS.items():
+        value = flags[name]
+        if value in (None, ()):
+            continue
+        origin = "--worker" if name == "workers" else f"--{name.replace('_', '-')}"
+        settings.append(
+            Setting(path, [worker(text) for text in value] if name == "workers" else value, origin)
+        )
+    return settings
+
+
+def worker(text: str) -> str | dict[str, str]:
+    """`URL` or `ID=URL` as an entry of `fleet.workers`."""
+    name, separator, url = text.partition("=")
+    if separator and "://" not in name:
+        return {"id": name, "url": url}
+    return text

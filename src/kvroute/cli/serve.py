@@ -1,0 +1,35 @@
+"""`kvroute serve`: the gateway, in the foreground."""
+
+from __future__ import annotations
+
+import sys
+
+import click
+
+from kvroute.app.config import Config, Loaded
+from kvroute.cli.configuration import configured
+from kvroute.errors import ConfigError
+
+
+@click.command()
+@configured()
+def serve(loaded: Loaded) -> None:
+    """Run the gateway.
+
+    Settings come from the file, then KVROUTE__SECTION__KEY variables, then --set, then the other
+    flags; the last one wins.
+    """
+    require_workers(loaded.config)
+    from kvroute.app.server import run  # a wrong configuration is told without loading the server
+
+    sys.exit(run(loaded.config))
+
+
+def require_workers(config: Config) -> None:
+    """Raise ConfigError when nothing says where workers are."""
+    if not config.fleet.workers and config.fleet.file is None:
+        raise ConfigError(
+            "fleet",
+            "no workers: give --worker http://HOST:PORT (repeat for more), or fleet.workers or fleet.file "
+            "(a watched list, which may be empty at first). `kvroute up` brings workers of its own.",
+        )

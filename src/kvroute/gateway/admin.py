@@ -1,0 +1,124 @@
+"""The admin API: workers, index, decisions, configuration. Own key, or loopback only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from fastapi import APIRouter, Depends, Query, Request
+from pydantic import ValidationError
+
+from kvroute.clock import Clock
+from kvroute.errors import InvalidRequest
+from kvroute.fleet.draining import DrainProgress, progress_of, until_drained
+from kvroute.fleet.fleet import Fleet
+from kvroute.fleet.options import WorkerEntry
+from kvroute.fleet.worker import Worker
+from kvroute.gateway.access import KeyCheck, check_admin
+from kvroute.gateway.asgi import read_body
+from kvroute.gateway.journal import Journal
+from kvroute.openai.json import parse_object
+from kvroute.routing.router import Router
+
+_MAX_BODY_BYTES = 64 * 1024
+
+
+def admin_routes(
+    fleet: Fleet,
+    router: Router,
+    journal: Journal,
+    keys: KeyCheck,
+    clock: Clock,
+    masked_config: Callable[[], Mapping[str, Any]],
+) -> APIRouter:
+    """Routes under /admin. `masked_config` gives the resolved configuration without its secrets."""
+
+    def guard(request: Request) -> None:
+        check_admin(keys, request.scope["headers"], request.client.host if request.client else None)
+
+    routes = APIRouter(prefix="/admin", tags=["admin"], dependencies=[Depends(guard)])
+
+    @routes.get("/workers", summary="Every worker with its state, facts and load")
+    async def workers() -> dict[str, Any]:
+        return {"workers": [_described(worker, router) for worker in fleet.workers()]}
+
+    @routes.post(
+        "/workers",
+        summary="Add a worker",
+        status_code=201,
+        openapi_extra={
+            "requestBody": {"content": {"application/json": {"schema": WorkerEntry.model_json_schema()}}}
+        },
+    )
+    async def add(request: Request) -> dict[str, Any]:
+        body = await read_body(request.receive, request.scope["headers"], _MAX_BODY_BYTES)
+        try:
+            entry = WorkerEntry.model_validate(parse_object(body))
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(str(part) for part in first["loc"])
+            raise InvalidRequest(f"{where or 'body'}: {first['msg']}", param=where or None) from None
+        return _described(fleet.add(entry.spec()), router)
+
+    @routes.get("/workers/{worker_id}", summary="One worker")
+    async def worker(worker_id: str) -> dict[str, Any]:
+        return _described(fleet.get(worker_id), router)
+
+    @routes.delete("/workers/{worker_id}", summary="Remove a worker at once; its running requests go on")
+    async def remove(worker_id: str) -> dict[str, Any]:
+        removed = fleet.get(worker_id)
+        fleet.remove(removed.id)
+        return {"removed": removed.id, "running_requests": removed.load.in_flight}
+
+    @routes.post(
+        "/workers/{worker_id}/drain", summary="Send it nothing new, wait for what runs, report progress"
+    )
+    async def drain(worker_id: str, wait_s: float = Query(0.0, ge=0, le=3600)) -> dict[str, Any]:
+        fleet.drain(worker_id)
+        return _progress(await until_drained(fleet.get(worker_id), clock, timeout_s=wait_s))
+
+    @routes.get("/workers/{worker_id}/drain", summary="Progress of a drain")
+    async def drain_progress(worker_id: str) -> dict[str, Any]:
+        return _progress(progress_of(fleet.get(worker_id)))
+
+    @routes.delete("/workers/{worker_id}/drain", summary="Take a draining worker back")
+    async def undrain(worker_id: str) -> dict[str, Any]:
+        returned = fleet.get(worker_id)
+        fleet.undrain(returned.id)
+        return _described(returned, router)
+
+    @routes.get("/index", summary="What the prefix index holds, per worker")
+    async def index() -> dict[str, Any]:
+        return router.describe_index(fleet.workers())
+
+    @routes.get("/decisions", summary="The last routing decisions, newest first, with their arithmetic")
+    async def decisions(limit: int = Query(100, ge=1, le=1000)) -> dict[str, Any]:
+        return {"decisions": journal.decisions(limit)}
+
+    @routes.get("/config", summary="The resolved configuration, secrets masked")
+    async def config() -> Mapping[str, Any]:
+        return masked_config()
+
+    return routes
+
+
+def _progress(progress: DrainProgress) -> dict[str, Any]:
+    return {"worker": progress.worker, "running_requests": progress.in_flight, "drained": progress.is_done}
+
+
+def _described(worker: Worker, router: Router) -> dict[str, Any]:
+    facts = worker.facts
+    return {
+        "id": worker.id,
+        "url": worker.spec.url,
+        "state": worker.state.value,
+        "trouble": worker.trouble or None,
+        "models": sorted(worker.models),
+        "adapters": dict(facts.adapters),
+        "capacity_tokens": worker.capacity_tokens,
+        "block_size": worker.block_size,
+        "start_time": facts.start_time,
+        "running_requests": worker.load.in_flight,
+        "active_tokens": worker.load.active_tokens,
+        **router.describe_worker(worker),
+    }

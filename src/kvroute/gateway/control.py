@@ -1,0 +1,118 @@
+"""The gateway's own endpoints: health, models, metrics, explain, sessions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Depends, Request, Response
+from fastapi.responses import JSONResponse, PlainTextResponse
+from prometheus_client.exposition import choose_encoder
+
+from kvroute import __version__
+from kvroute.errors import NotFound
+from kvroute.fleet.fleet import Fleet
+from kvroute.gateway.asgi import read_body
+from kvroute.gateway.dataplane import DataPlane
+from kvroute.gateway.journal import describe_decision
+from kvroute.openai.endpoints import ENDPOINTS
+from kvroute.openai.request import parse_request
+from kvroute.routing.router import Router
+
+_EXPLAINED = ENDPOINTS["/invocations"]
+"""Takes any JSON body of the others."""
+
+
+def control_routes(plane: DataPlane, fleet: Fleet, router: Router) -> APIRouter:
+    """Everything but the relayed endpoints and the admin API."""
+    routes = APIRouter()
+
+    def with_key(request: Request) -> None:
+        plane.keys.check(request.scope["headers"])
+
+    keyed = [Depends(with_key)]
+
+    @routes.get("/health", tags=["gateway"], summary="The gateway's process is alive")
+    @routes.get("/ping", tags=["gateway"], summary="The gateway's process is alive", operation_id="ping")
+    async def health() -> dict[str, str]:
+        return {"status": "ok"}
+
+    @routes.get(
+        "/ready", tags=["gateway"], summary="A routable worker exists; 503 with the reasons otherwise"
+    )
+    async def ready() -> JSONResponse:
+        reasons = list(fleet.reasons_not_ready())
+        if not plane.is_open:
+            reasons = ["the gateway is shutting down"]
+        workers = {worker.id: worker.state.value for worker in fleet.workers()}
+        body: dict[str, Any] = {"ready": not reasons, "reasons": reasons, "workers": workers}
+        return JSONResponse(body, status_code=503 if reasons else 200)
+
+    @routes.get("/version", tags=["gateway"], summary="Version of the gateway")
+    async def version() -> dict[str, str]:
+        return {"version": __version__}
+
+    @routes.get("/metrics", tags=["gateway"], summary="Prometheus metrics", response_class=PlainTextResponse)
+    async def metrics(request: Request) -> Response:
+        encode, content_type = choose_encoder(request.headers.get("accept", ""))
+        return Response(encode(plane.metrics.registry), media_type=content_type)
+
+    @routes.get(
+        "/v1/models",
+        tags=["gateway"],
+        summary="Models, adapters and aliases of the whole fleet",
+        dependencies=keyed,
+    )
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": list(fleet.models())}
+
+    @routes.get("/v1/models/{model_id:path}", tags=["gateway"], summary="One model", dependencies=keyed)
+    async def model(model_id: str) -> dict[str, Any]:
+        for card in fleet.models():
+            if card["id"] == model_id:
+                return dict(card)
+        raise NotFound(
+            f"The model {model_id!r} does not exist on this gateway.", param="model", code="model_not_found"
+        )
+
+    @routes.post(
+        "/v1/route/explain",
+        tags=["gateway"],
+        summary="How an inference body would be routed, without forwarding it",
+        dependencies=keyed,
+        openapi_extra={
+            "requestBody": {
+                "content": {"application/json": {"schema": {"type": "object", "additionalProperties": True}}}
+            }
+        },
+    )
+    async def explain(request: Request) -> dict[str, Any]:
+        headers = request.scope["headers"]
+        body = await read_body(request.receive, headers, plane.max_body_bytes)
+        parsed = parse_request(_EXPLAINED, body)
+        previous = parsed.text("previous_response_id")
+        owner = await plane.stored.find(previous) if previous else None
+        plan = plane.planner.plan(parsed, b"", headers, plane.clock.now(), owner)
+        unroutable = [
+            {
+                "worker": worker.id,
+                "filter": worker.state.value if worker.serves(plan.model) else "other_model",
+            }
+            for worker in fleet.workers()
+            if all(worker is not candidate.worker for candidate in plan.decision.ranking)
+        ]
+        return {
+            "model": plan.model,
+            "worker": plan.decision.ranking[0].worker.id,
+            "prompt_tokens": plan.query.tokens,
+            "session_key_found": plan.query.session_key is not None,
+            **describe_decision(plan.decision),
+            "filtered": unroutable,
+        }
+
+    @routes.delete(
+        "/sessions/{session_key:path}", tags=["gateway"], summary="Forget a session", dependencies=keyed
+    )
+    async def forget_session(session_key: str) -> dict[str, Any]:
+        return {"session": session_key, "forgotten": router.forget_session(session_key)}
+
+    return routes

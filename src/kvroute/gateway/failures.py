@@ -1,0 +1,53 @@
+"""The only place that writes error JSON: OpenAI's shape, readable by Anthropic's client where it asks."""
+
+from __future__ import annotations
+
+import json
+
+from kvroute.errors import GatewayError
+from kvroute.gateway.asgi import Headers, Send
+from kvroute.openai.endpoints import ErrorShape
+
+
+def error_body(error: GatewayError, shape: ErrorShape = ErrorShape.OPENAI) -> bytes:
+    """`{"error": {"message", "type", "param", "code"}}`; with `"type": "error"` around it for Anthropic."""
+    inner = {"message": error.message, "type": error.type, "param": error.param, "code": error.error_code}
+    whole: dict[str, object] = {"type": "error"} if shape is ErrorShape.ANTHROPIC else {}
+    return json.dumps({**whole, "error": inner}, ensure_ascii=False).encode()
+
+
+def error_event(error: GatewayError, shape: ErrorShape) -> bytes:
+    """The same as a server-sent event, for a stream that has begun and cannot go on.
+
+    Starts with a blank line, so that it stands alone even when the stream was cut inside an event.
+    """
+    if shape is ErrorShape.RESPONSES:
+        data = {
+            "type": "error",
+            "code": error.error_code,
+            "message": error.message,
+            "param": error.param,
+            "sequence_number": 0,
+        }
+        return b"\n\nevent: error\ndata: " + json.dumps(data, ensure_ascii=False).encode() + b"\n\n"
+    if shape is ErrorShape.ANTHROPIC:
+        return b"\n\nevent: error\ndata: " + error_body(error, shape) + b"\n\n"
+    return b"\n\ndata: " + error_body(error) + b"\n\n"
+
+
+async def send_error(
+    send: Send, error: GatewayError, added: Headers | None = None, shape: ErrorShape = ErrorShape.OPENAI
+) -> None:
+    """Answer a request with `error`; nothing may have been sent for it yet."""
+    body = error_body(error, shape)
+    headers: Headers = [
+        (b"content-type", b"application/json"),
+        (b"content-length", str(len(body)).encode()),
+        *(added or ()),
+    ]
+    if error.retry_after_s is not None:
+        headers.append((b"retry-after", str(error.retry_after_s).encode()))
+    if error.status == 401:
+        headers.append((b"www-authenticate", b"Bearer"))
+    await send({"type": "http.response.start", "status": error.status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

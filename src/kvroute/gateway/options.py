@@ -1,0 +1,89 @@
+"""What the HTTP edge and the admin API can be told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import SecretStr
+
+from kvroute.options import Options, Switch, option
+
+MIB = 1024 * 1024
+
+
+class ServerOptions(Options):
+    """The listening socket, limits on what clients may send, and shutdown."""
+
+    host: str = option("127.0.0.1", "Address to listen on; `0.0.0.0` is every IPv4 interface.")
+    port: int = option(8080, "TCP port to listen on; 0 lets the system choose.", ge=0, le=65535)
+    backlog: int = option(
+        2048,
+        "Connections the kernel holds until they are accepted.",
+        unit="connections",
+        higher="bursts of new connections wait",
+        lower="they are refused sooner",
+        ge=1,
+    )
+    keep_alive_s: float = option(
+        75.0,
+        "How long an idle client connection is kept.",
+        unit="s",
+        higher="fewer reconnects; keep it above the idle timeout of a load balancer in front",
+        lower="fewer idle sockets",
+        gt=0,
+    )
+    max_body_bytes: int = option(
+        64 * MIB,
+        "Largest request body; a larger one is answered 413.",
+        unit="bytes",
+        higher="larger images and audio pass",
+        lower="less memory one client can take",
+        ge=1,
+    )
+    max_in_flight: int = option(
+        0,
+        "Inference requests served at once; more are answered 429 with Retry-After. 0: no limit.",
+        unit="requests",
+        higher="longer queues in the workers",
+        lower="clients are told earlier to back off",
+        ge=0,
+    )
+    api_keys: tuple[SecretStr, ...] = option(
+        (), "Keys of which clients must send one as `Authorization: Bearer KEY`. Empty: everyone may ask."
+    )
+    api_keys_file: Path | None = option(
+        None, "File with those keys, one a line; blank lines and lines that begin with `#` do not count."
+    )
+    trusted_proxies: tuple[str, ...] = option(
+        ("127.0.0.1",),
+        "Addresses or networks whose `X-Forwarded-For` and `-Proto` are believed; `*` believes everyone.",
+    )
+    allow_strategy_header: Annotated[bool, Switch] = option(
+        False,
+        "Let a request choose its strategy by `x-kvroute-strategy`.",
+        higher="experiments per request; any client can undo the routing",
+    )
+    decisions_kept: int = option(
+        1000,
+        "Routing decisions kept for `GET /admin/decisions`.",
+        unit="decisions",
+        higher="a longer look back",
+        lower="less memory",
+        ge=0,
+    )
+    drain_timeout_s: float = option(
+        30.0,
+        "After SIGTERM, how long running answers may take to finish before they are cut.",
+        unit="s",
+        higher="fewer answers are cut",
+        lower="a faster restart; keep it below the supervisor's own kill timeout",
+        ge=0,
+    )
+
+
+class AdminOptions(Options):
+    """The admin API. Without a key it answers to loopback addresses only."""
+
+    api_key: SecretStr | None = option(None, "Key for `/admin/*`, sent as `Authorization: Bearer KEY`.")
+    api_key_file: Path | None = option(None, "File that holds the admin key.")

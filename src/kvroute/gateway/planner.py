@@ -1,0 +1,131 @@
+"""From a parsed request to a routing decision: synchronous, nothing is sent, nothing is accounted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from xxhash import xxh3_64_intdigest
+
+from kvroute.blocks.keys import BYTES_PER_TOKEN, CacheSpace
+from kvroute.errors import InvalidRequest, NoRoutableWorker
+from kvroute.fleet.fleet import Fleet
+from kvroute.fleet.worker import WorkerId
+from kvroute.gateway.asgi import Headers, header
+from kvroute.gateway.session_key import SessionKeySource, session_key
+from kvroute.openai.alias import with_model
+from kvroute.openai.endpoints import ErrorShape
+from kvroute.openai.prompt import Prompt, cache_salt_of, prompts_of
+from kvroute.openai.request import InferenceRequest
+from kvroute.routing.decision import Needs, RouteDecision, RouteQuery
+from kvroute.routing.router import Router
+from kvroute.tokens.estimate import TokenEstimator
+
+STRATEGY_HEADER = b"x-kvroute-strategy"
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is going to happen to one request. `model` is the name its workers know it by, `target`
+    path and query as they came; `stores_response` and `errors` are the endpoint's."""
+
+    method: bytes
+    target: bytes
+    body: bytes
+    model: str
+    prompts: Sequence[Prompt]
+    query: RouteQuery
+    decision: RouteDecision
+    stores_response: bool = False
+    errors: ErrorShape = ErrorShape.OPENAI
+
+
+class Planner:
+    """Reads fleet, router and estimator, changes none of them. `plan` is a pure function of their state."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        router: Router,
+        estimator: TokenEstimator,
+        session_keys: Sequence[SessionKeySource],
+        *,
+        allow_strategy_header: bool,
+    ) -> None:
+        self._fleet = fleet
+        self._router = router
+        self._estimator = estimator
+        self._session_keys = tuple(session_keys)
+        self._allow_strategy_header = allow_strategy_header
+
+    def plan(
+        self,
+        request: InferenceRequest,
+        target: bytes,
+        headers: Headers,
+        now: float,
+        owner: WorkerId | None = None,
+    ) -> Plan:
+        """Choose. `owner` is the worker that holds the stored response which the request continues.
+
+        Raises ModelNotFound, InvalidRequest (no model named and several to choose from, or an unknown
+        strategy asked for) and NoRoutableWorker.
+        """
+        model = self._fleet.resolve(request.model)
+        body = request.body
+        if request.model is not None and model != request.model:
+            body = with_model(request, model)
+        view = self._fleet.view(model)
+        if not view.workers:
+            raise NoRoutableWorker(
+                f"No routable worker serves the model {model!r} at the moment.", retry_after_s=1
+            )
+        strategy = self._router.strategy(model, self._asked_strategy(headers))
+        prompts, query = self._query(request, headers, model, now, strategy.needs is Needs.PROMPT)
+        decision = None
+        if owner is not None:
+            decision = self._router.pinned(query, view, owner)
+        if decision is None:
+            decision = self._router.decide(query, view, strategy)
+        endpoint = request.endpoint
+        return Plan(
+            b"POST", target, body, model, prompts, query, decision, endpoint.stores_response, endpoint.errors
+        )
+
+    def _asked_strategy(self, headers: Headers) -> str | None:
+        if not self._allow_strategy_header:
+            return None
+        name = header(headers, STRATEGY_HEADER).decode("latin-1")
+        if name and not self._router.knows(name):
+            known = ", ".join(self._router.strategies)
+            raise InvalidRequest(
+                f"x-kvroute-strategy: {name!r} is none of {known}.", param="x-kvroute-strategy"
+            )
+        return name or None
+
+    def _query(
+        self, request: InferenceRequest, headers: Headers, model: str, now: float, wants_prompt: bool
+    ) -> tuple[Sequence[Prompt], RouteQuery]:
+        prompts: Sequence[Prompt] = ()
+        if wants_prompt:
+            prompts = prompts_of(request)
+        if prompts:
+            space = CacheSpace(model, cache_salt_of(request.fields))
+            keys = tuple(self._estimator.prompt_keys(prompt, space) for prompt in prompts)
+            tokens = sum(entry.tokens for entry in keys)
+            fingerprint = space.seed
+            for prompt in prompts:
+                fingerprint = xxh3_64_intdigest(prompt.data, fingerprint)
+        else:
+            keys = ()
+            tokens = int(len(request.body) / BYTES_PER_TOKEN) if request.endpoint.fills_kv_cache else 1
+            fingerprint = xxh3_64_intdigest(request.body)
+        return prompts, RouteQuery(
+            model=model,
+            now=now,
+            prompts=keys,
+            tokens=tokens,
+            session_key=session_key(self._session_keys, request, headers),
+            streamed=request.stream,
+            fingerprint=fingerprint,
+        )

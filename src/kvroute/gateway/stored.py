@@ -1,0 +1,109 @@
+"""Stored responses: vLLM keeps them in the process that made them, so what continues one must go there."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections import OrderedDict
+
+import httpx
+
+from kvroute.errors import NoRoutableWorker
+from kvroute.fleet.fleet import Fleet
+from kvroute.fleet.worker import Worker, WorkerId
+from kvroute.gateway.planner import Plan
+from kvroute.openai.endpoints import ErrorShape
+from kvroute.routing.decision import Candidate, CostTerms, Reason, RouteDecision, RouteQuery
+
+_RESPONSE_ID = re.compile(rb'"id"\s*:\s*"(resp_[A-Za-z0-9_-]{1,128})"')
+
+
+class ResponseOwners:
+    """Response id -> worker, for the most recent `limit` responses (about 200 bytes each).
+
+    Mutable: `remember` and `forget_worker`; touched from the loop only.
+    """
+
+    def __init__(self, limit: int = 100_000) -> None:
+        self._limit = limit
+        self._owners: OrderedDict[str, WorkerId] = OrderedDict()
+
+    def remember(self, response_id: str, worker: WorkerId) -> None:
+        self._owners[response_id] = worker
+        self._owners.move_to_end(response_id)
+        if len(self._owners) > self._limit:
+            self._owners.popitem(last=False)
+
+    def owner(self, response_id: str) -> WorkerId | None:
+        return self._owners.get(response_id)
+
+    def forget_worker(self, worker: WorkerId) -> None:
+        """A worker that left or restarted holds none of its responses any more. Costs O(responses)."""
+        for response_id in [key for key, owner in self._owners.items() if owner == worker]:
+            del self._owners[response_id]
+
+
+class StoredResponses:
+    """Finds the worker of a response: remembered, or asked for once (after a restart of the gateway)."""
+
+    def __init__(
+        self,
+        owners: ResponseOwners,
+        fleet: Fleet,
+        client: httpx.AsyncClient,
+        authorization: bytes | None,
+        *,
+        timeout_s: float,
+    ) -> None:
+        self._headers = {b"authorization": authorization} if authorization is not None else {}
+        self._owners = owners
+        self._fleet = fleet
+        self._client = client
+        self._timeout_s = timeout_s
+
+    async def find(self, response_id: str) -> WorkerId | None:
+        """The worker that holds the response, None where no routable worker knows it."""
+        owner = self._owners.owner(response_id)
+        if owner is not None or not _RESPONSE_ID.fullmatch(b'"id":"%b"' % response_id.encode()):
+            return owner
+        workers = [worker for worker in self._fleet.workers() if worker.is_routable]
+        if len(workers) < 2:
+            return workers[0].id if workers else None
+        answers = await asyncio.gather(*(self._holds(worker, response_id) for worker in workers))
+        for worker, holds in zip(workers, answers, strict=True):
+            if holds:
+                self._owners.remember(response_id, worker.id)
+                return worker.id
+        return None
+
+    async def _holds(self, worker: Worker, response_id: str) -> bool:
+        try:
+            answer = await self._client.get(
+                f"{worker.spec.url}/v1/responses/{response_id}",
+                headers=self._headers,
+                timeout=self._timeout_s,
+            )
+        except httpx.HTTPError:
+            return False
+        return answer.status_code == 200
+
+    def plan(self, method: bytes, target: bytes, body: bytes, owner: WorkerId | None, now: float) -> Plan:
+        """A request for a stored response itself: its owner, else any worker, whose 404 is the answer.
+
+        Raises NoRoutableWorker.
+        """
+        routable = [worker for worker in self._fleet.workers() if worker.is_routable]
+        held = [worker for worker in self._fleet.workers() if worker.id == owner] if owner else []
+        chosen = (held or routable)[:1]
+        if not chosen:
+            raise NoRoutableWorker("No routable worker at the moment.", retry_after_s=1)
+        ranking = tuple(Candidate(worker, 0.0, 0, 0.0, CostTerms()) for worker in chosen)
+        query = RouteQuery(model="-", now=now, streamed=False)
+        decision = RouteDecision("-", Reason.RESPONSE_OWNER, ranking)
+        return Plan(method, target, body, "-", (), query, decision, errors=ErrorShape.RESPONSES)
+
+
+def response_id_in(first_bytes: bytes) -> str | None:
+    """The id in the first bytes of an answer of `/v1/responses`, streamed or whole."""
+    found = _RESPONSE_ID.search(first_bytes)
+    return found[1].decode() if found else None

@@ -1,0 +1,1 @@
+"""Connections to workers: transport, pool, headers, the retry rule."""

@@ -1,0 +1,298 @@
+"""One HTTP/1.1 connection to a worker."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Protocol, cast
+
+import httptools
+
+from kvroute.errors import ConnectionLost, ProtocolViolation, ResponseTimeout, UpstreamError
+from kvroute.upstream.deadline import Deadline
+from kvroute.upstream.response import UpstreamResponse
+
+MAX_HEAD_BYTES = 65_536
+"""Limit of an answer's head, interim (1xx) answers before it and trailers after it included."""
+
+_JOIN_BODY_BYTES = 65_536  # below it head and body go out in one write; above it copying costs more
+
+
+class ConnectionOwner(Protocol):
+    """What a connection tells its pool, on the loop."""
+
+    def connection_opened(self, connection: UpstreamConnection) -> None:
+        """The socket is open; `connection_closed` will follow, however it ends."""
+        ...
+
+    def exchange_ended(self, connection: UpstreamConnection) -> None:
+        """The exchange is over; `connection.is_open` says whether another may follow."""
+        ...
+
+    def connection_closed(self, connection: UpstreamConnection) -> None:
+        """The socket is closed."""
+        ...
+
+
+class UpstreamConnection(asyncio.Protocol):
+    """A socket, a parser, and at most one exchange at a time.
+
+    The loop turns TCP_NODELAY on (asyncio and uvloop both do). Mutable; changed on the loop by the
+    socket's and the parser's callbacks, by `start`, and through the response by its reader.
+    `is_open` falls once and for ever, as soon as the connection must not be used again.
+    """
+
+    __slots__ = (
+        "_body",
+        "_coding",
+        "_content_length",
+        "_done",
+        "_exchange",
+        "_head_read_bytes",
+        "_header_bytes",
+        "_headers",
+        "_is_head_request",
+        "_is_paused",
+        "_keeps_alive",
+        "_origin",
+        "_owner",
+        "_parser",
+        "_reason",
+        "_transport",
+        "_unread_limit",
+        "_until_eof",
+        "deadline",
+        "exchanges",
+        "idle_since",
+        "is_open",
+        "loop",
+    )
+
+    def __init__(
+        self, owner: ConnectionOwner, loop: asyncio.AbstractEventLoop, *, origin: str, read_buffer_bytes: int
+    ) -> None:
+        self.loop = loop
+        self.is_open = False
+        self.idle_since = 0.0
+        self.exchanges = 0
+        """Exchanges begun so far."""
+        self.deadline = Deadline(loop, self._timed_out)
+        self._owner = owner
+        self._origin = origin
+        self._unread_limit = read_buffer_bytes
+        self._transport: asyncio.Transport | None = None
+        self._is_paused = False
+        self._exchange: UpstreamResponse | None = None
+        # Of the exchange, set by `start`:
+        self._is_head_request = self._done = self._keeps_alive = self._until_eof = False
+        self._body: list[bytes] | None = None
+        self._head_read_bytes = self._header_bytes = 0
+        # Of the message being parsed, set by `on_message_begin`:
+        self._headers: list[tuple[bytes, bytes]] = []
+        self._reason = self._coding = b""
+        self._content_length: int | None = None
+
+    def start(
+        self, head: bytes, body: bytes, *, is_head_request: bool, idle_timeout_s: float
+    ) -> UpstreamResponse:
+        """Write a request; its answer fills the response. Needs an open connection without an exchange."""
+        transport = self._transport
+        if transport is None or not self.is_open or self._exchange is not None:
+            raise RuntimeError("the connection is closed or in use")
+        response = UpstreamResponse(self, reused=self.exchanges > 0, idle_timeout_s=idle_timeout_s)
+        self.exchanges += 1
+        self._exchange = response
+        self._is_head_request = is_head_request
+        self._done = self._keeps_alive = self._until_eof = False
+        self._body = None
+        self._head_read_bytes = self._header_bytes = 0
+        if len(body) <= _JOIN_BODY_BYTES:
+            transport.write(head + body)
+        else:
+            transport.write(head)
+            transport.write(body)
+        return response
+
+    def abort_exchange(self) -> None:
+        """Give the answer under way up and close the socket."""
+        self._fail(ConnectionLost(f"{self._origin}: the exchange was aborted by the gateway"))
+
+    def close(self) -> None:
+        """Close the socket at once. An answer under way breaks off with ConnectionLost."""
+        if self._exchange is not None:
+            self.abort_exchange()
+        elif self._transport is not None:
+            self.is_open = False
+            self.deadline.close()
+            self._transport.abort()
+
+    def resume_reading(self) -> None:
+        """Read on, if reading was paused because too much was unread."""
+        if self._is_paused:
+            self._is_paused = False
+            if self._transport is not None:
+                self._transport.resume_reading()
+
+    # The socket's callbacks.
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        self._parser = httptools.HttpResponseParser(self)
+        self.is_open = True
+        self._owner.connection_opened(self)
+
+    def data_received(self, data: bytes) -> None:
+        exchange = self._exchange
+        if exchange is None:
+            self.close()  # bytes nobody asked for, or late ones of an aborted exchange
+            return
+        size = len(data)
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError as exc:
+            self._keeps_alive = False
+            if not self._done:
+                self._fail(self._violation(exc))
+                return
+        unread_bytes = exchange.received(size)
+        if self._done:
+            self._complete(exchange)
+        elif not exchange.status:
+            self._head_read_bytes += size
+            if self._head_read_bytes > MAX_HEAD_BYTES:
+                self._fail(self._head_too_large())
+        elif unread_bytes > self._unread_limit and not self._is_paused and self._transport is not None:
+            self._is_paused = True
+            self._transport.pause_reading()
+
+    def eof_received(self) -> None:
+        self._closed_by_worker(None)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._transport = None
+        self._closed_by_worker(exc)
+        self.deadline.close()
+        del self._parser  # it holds our bound methods; without it no cycle is left behind
+        self._owner.connection_closed(self)
+
+    # The parser's callbacks. What they raise stops the parser and comes out of `feed_data`.
+
+    def on_message_begin(self) -> None:
+        if self._done:
+            raise ProtocolViolation(f"{self._origin}: bytes after the end of an answer")
+        self._headers = []
+        self._reason = b""
+        self._content_length = None
+        self._coding = b""
+
+    def on_status(self, reason: bytes) -> None:
+        self._reason += reason
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        size = len(name)
+        self._header_bytes += size + len(value) + 4
+        if self._header_bytes > MAX_HEAD_BYTES:
+            raise self._head_too_large()
+        self._headers.append((name, value))
+        if size == 14 and name.lower() == b"content-length":
+            self._content_length = int(value)
+        elif size == 17 and name.lower() == b"transfer-encoding":
+            self._coding += b"," + value.lower()
+
+    def on_headers_complete(self) -> None:
+        parser = self._parser
+        status = parser.get_status_code()
+        if status < 200:
+            if status == 101:
+                raise ProtocolViolation(f"{self._origin}: switched protocols without being asked")
+            return
+        version = parser.get_http_version()
+        if version != "1.1" and version != "1.0":
+            raise ProtocolViolation(f"{self._origin}: answered in version {version}")
+        if self._coding and self._coding.strip(b", \t") != b"chunked":
+            # The header is hop-by-hop: passed on without it, any other coding would be unreadable.
+            raise ProtocolViolation(f"{self._origin}: answered in a transfer coding other than chunked")
+        exchange = cast(UpstreamResponse, self._exchange)
+        exchange.begin(
+            status, self._reason, self._headers, self._content_length, bool(self._coding), version == "1.0"
+        )
+        self._headers = []  # trailers go here, and nowhere
+        if self._is_head_request:
+            # The parser expects a body that will not come, so the connection cannot go on either.
+            self._done = True
+            return
+        self._body = exchange.parts
+        self._keeps_alive = parser.should_keep_alive()
+        self._until_eof = self._content_length is None and not self._coding
+
+    def on_body(self, body: bytes) -> None:
+        if self._body is not None:  # None in an interim answer and in one to HEAD
+            self._body.append(body)
+
+    def on_message_complete(self) -> None:
+        if self._body is not None:
+            self._done = True
+
+    # How an exchange ends: exactly one of these, once.
+
+    def _complete(self, exchange: UpstreamResponse) -> None:
+        transport = self._transport
+        self.is_open = (
+            self._keeps_alive
+            and transport is not None
+            and not transport.is_closing()
+            and transport.get_write_buffer_size() == 0  # answered before it had read the whole request
+        )
+        self._exchange = self._body = None
+        self.deadline.clear()
+        exchange.end()
+        if self.is_open:
+            self.resume_reading()
+        elif transport is not None:
+            transport.abort()
+        self._owner.exchange_ended(self)
+
+    def _fail(self, error: UpstreamError) -> None:
+        exchange = self._exchange
+        if exchange is None:
+            return
+        self.is_open = False
+        self._exchange = self._body = None
+        self.deadline.clear()
+        exchange.end(error)
+        if self._transport is not None:
+            self._transport.abort()
+        self._owner.exchange_ended(self)
+
+    def _closed_by_worker(self, exc: Exception | None) -> None:
+        self.is_open = False
+        exchange = self._exchange
+        if exchange is None:
+            return
+        if exc is None and exchange.status and self._until_eof:
+            self._keeps_alive = False
+            self._complete(exchange)
+            return
+        has_begun = exchange.status != 0 or self._head_read_bytes > 0
+        lost = ConnectionLost(
+            f"{self._origin}: the connection broke {'within' if has_begun else 'before'} the answer",
+            reused=exchange.reused and not has_begun,
+        )
+        lost.__cause__ = exc
+        self._fail(lost)
+
+    def _timed_out(self) -> None:
+        exchange = self._exchange
+        if exchange is not None:
+            where = "within the answer" if exchange.status else "before the head of the answer"
+            self._fail(ResponseTimeout(f"{self._origin}: silent for too long {where}"))
+
+    def _head_too_large(self) -> ProtocolViolation:
+        return ProtocolViolation(f"{self._origin}: the answer's head is larger than {MAX_HEAD_BYTES} bytes")
+
+    def _violation(self, exc: httptools.HttpParserError) -> ProtocolViolation:
+        """What to tell of a parser's error: one of ours from a callback, or its own (fixed) text."""
+        if isinstance(exc.__context__, ProtocolViolation):
+            return exc.__context__
+        violation = ProtocolViolation(f"{self._origin}: not HTTP/1.1: {exc}")
+        violation.__cause__ = exc
+        return violation

@@ -1,0 +1,159 @@
+"""A worker's answer, as it arrives."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from kvroute.errors import UpstreamError
+
+if TYPE_CHECKING:
+    from kvroute.upstream.connection import UpstreamConnection
+
+
+class UpstreamResponse:
+    """One exchange on a connection: head, then body chunk by chunk. For one reader at a time.
+
+    Whoever holds it reads it to the end or calls `abort()`. The connection goes back to the pool by
+    itself once the whole answer has arrived, even if it has not been read yet; from then on this
+    object only holds what is unread.
+
+    Mutable: the connection fills it on the loop (`begin`, `received`, `end`), the reader takes out.
+    """
+
+    __slots__ = (
+        "_connection",
+        "_error",
+        "_idle_timeout_s",
+        "_unread_bytes",
+        "_waiter",
+        "content_length",
+        "headers",
+        "http_version",
+        "is_chunked",
+        "parts",
+        "reason",
+        "reused",
+        "status",
+    )
+
+    def __init__(self, connection: UpstreamConnection, *, reused: bool, idle_timeout_s: float) -> None:
+        self.status = 0
+        self.reason = b""
+        self.headers: list[tuple[bytes, bytes]] = []
+        """As sent: order, case and duplicates kept, hop-by-hop ones included."""
+        self.http_version = b"HTTP/1.1"
+        self.content_length: int | None = None
+        self.is_chunked = False
+        self.reused = reused
+        """Whether the connection had served an exchange before."""
+        self.parts: list[bytes] = []
+        """Body bytes that have arrived and are not read yet; the connection appends."""
+        self._unread_bytes = 0
+        self._connection: UpstreamConnection | None = connection
+        self._waiter: asyncio.Future[None] | None = None
+        self._error: UpstreamError | None = None
+        self._idle_timeout_s = idle_timeout_s
+
+    @property
+    def at_end(self) -> bool:
+        """True when the answer is complete and read: `next_chunk` would give b"" at once."""
+        return self._connection is None and self._error is None and not self.parts
+
+    async def head(self, timeout_s: float) -> None:
+        """Return once the head of the final answer is here; `timeout_s` 0 waits for ever.
+
+        Raises ConnectionLost, ResponseTimeout or ProtocolViolation. Called by the transport.
+        """
+        while not self.status:
+            if self._error is not None:
+                raise self._error
+            await self._wait(timeout_s)
+
+    async def next_chunk(self) -> bytes:
+        """All body bytes that have arrived since the last call, as soon as there are any; b"" at the end.
+
+        Chunked framing and trailers are taken off, content codings are left on. Bytes that came before a
+        failure are given first. Raises ConnectionLost when the answer broke off or was aborted,
+        ProtocolViolation on bad framing, ResponseTimeout after a silence of `idle_timeout_s`. Cancelling
+        it loses nothing: it may be called again.
+        """
+        parts = self.parts
+        while not parts:
+            if self._connection is None:
+                if self._error is not None:
+                    raise self._error
+                return b""
+            await self._wait(self._idle_timeout_s)
+        if len(parts) == 1:
+            chunk = parts.pop()
+        else:
+            chunk = b"".join(parts)
+            parts.clear()
+        self._unread_bytes = 0
+        if self._connection is not None:
+            self._connection.resume_reading()
+        return chunk
+
+    def abort(self) -> None:
+        """Close the socket at once, if the answer is still under way; else nothing.
+
+        A reader that waits gets ConnectionLost. Safe in every state, any number of times.
+        """
+        if self._connection is not None:
+            self._connection.abort_exchange()
+
+    async def _wait(self, timeout_s: float) -> None:
+        connection = self._connection
+        if connection is None or self._waiter is not None:
+            raise RuntimeError("a response has one reader at a time")
+        self._waiter = waiter = connection.loop.create_future()
+        if timeout_s > 0:
+            connection.deadline.set(timeout_s)
+        try:
+            await waiter
+        finally:
+            self._waiter = None
+            if self._connection is not None:
+                # Once detached, the deadline may already be another exchange's.
+                connection.deadline.clear()
+
+    # What the connection calls, on the loop.
+
+    def begin(
+        self,
+        status: int,
+        reason: bytes,
+        headers: list[tuple[bytes, bytes]],
+        content_length: int | None,
+        is_chunked: bool,
+        is_http_1_0: bool,
+    ) -> None:
+        """The final head is complete."""
+        self.status = status
+        self.reason = reason
+        self.headers = headers
+        self.content_length = content_length
+        self.is_chunked = is_chunked
+        if is_http_1_0:
+            self.http_version = b"HTTP/1.0"
+
+    def received(self, size: int) -> int:
+        """A read of `size` bytes has been parsed: wake the reader. Returns the bytes held unread.
+
+        Framing counts too, but only beside body bytes: reading must not pause when nothing can be taken.
+        """
+        waiter = self._waiter
+        if waiter is not None and self.status and not waiter.done():
+            waiter.set_result(None)
+        if self.parts:
+            self._unread_bytes += size
+        return self._unread_bytes
+
+    def end(self, error: UpstreamError | None = None) -> None:
+        """The exchange is over, whole or (with `error`) not; the connection is no longer ours."""
+        self._connection = None
+        self._error = error
+        waiter = self._waiter
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)

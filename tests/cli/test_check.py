@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+from click.testing import CliRunner
+
+from kvroute.app.config import Config
+from kvroute.cli import main
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+def invoke(*arguments, **environ):
+    return CliRunner().invoke(main, ["check", *map(str, arguments)], env=environ)
+
+
+@pytest.mark.parametrize("file", ["kvroute.example.yaml", "reference.yaml"])
+def test_every_documented_configuration_is_valid(file):
+    result = invoke("-c", CONFIGS / file)
+
+    assert result.exit_code == 0, result.output
+
+
+def test_the_documented_workers_file_is_valid():
+    result = invoke("--set", f"fleet.file={CONFIGS / 'workers.example.yaml'}")
+
+    assert result.exit_code == 0, result.output
+
+
+def test_the_output_is_the_resolved_configuration_with_origins_and_masked_secrets():
+    result = invoke("--worker", "a=http://a:1", KVROUTE__ADMIN__API_KEY="hidden", KVROUTE__SERVER__PORT="9")
+
+    assert result.exit_code == 0, result.output
+    assert "hidden" not in result.output
+    assert "port: 9  # KVROUTE__SERVER__PORT\n" in result.output
+    resolved = Config.model_validate(yaml.safe_load(result.stdout))
+    assert [worker.id for worker in resolved.fleet.workers] == ["a"]
+
+
+def test_a_configuration_without_workers_is_valid():
+    assert invoke().exit_code == 0
+
+
+def test_a_wrong_configuration_ends_with_1_and_prints_nothing_but_the_problems(tmp_path):
+    (tmp_path / "c.yaml").write_text("server:\n  prot: 1\n")
+
+    result = invoke("-c", tmp_path / "c.yaml")
+
+    assert result.exit_code == 1
+    assert result.output == "kvroute: server.prot: unknown option; did you mean server.port? (c.yaml:2)\n"
+
+
+@pytest.mark.parametrize("text", ["workers: 5", "nope: []", "workers: [{url: ftp://a}]"])
+def test_a_wrong_workers_file_ends_with_1_and_is_named(tmp_path, text):
+    (tmp_path / "w.yaml").write_text(text)
+
+    result = invoke("--set", f"fleet.file={tmp_path / 'w.yaml'}")
+
+    assert result.exit_code == 1
+    assert result.output.startswith(f"kvroute: fleet.file: {tmp_path / 'w.yaml'}: ")
+
+
+def test_a_missing_workers_file_is_an_error(tmp_path):
+    result = invoke("--set", f"fleet.file={tmp_path / 'no.yaml'}")
+
+    assert result.exit_code == 1
+    assert "No such file" in result.output

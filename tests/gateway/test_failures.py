@@ -1,0 +1,55 @@
+import json
+
+from kvroute.errors import BodyTooLarge, TooManyRequests, Unauthorized, WorkerUnreachable
+from kvroute.gateway.failures import error_body, error_event, send_error
+from kvroute.openai.endpoints import ErrorShape
+
+ERROR = WorkerUnreachable("Gone.")
+
+
+def test_errors_have_openais_shape():
+    assert json.loads(error_body(BodyTooLarge(5))) == {
+        "error": {
+            "message": "The request body is larger than 5 bytes (server.max_body_bytes).",
+            "type": "invalid_request_error",
+            "param": None,
+            "code": "body_too_large",
+        }
+    }
+
+
+def test_anthropics_clients_find_their_own_shape_around_it():
+    assert json.loads(error_body(ERROR, ErrorShape.ANTHROPIC))["type"] == "error"
+
+
+def test_error_events_stand_alone_even_when_the_stream_was_cut_inside_an_event():
+    for shape in ErrorShape:
+        event = b'data: {"half' + error_event(ERROR, shape)
+        last = event.rstrip(b"\n").split(b"\n\n")[-1]
+        data = last.split(b"data: ", 1)[1]
+        assert "Gone." in json.dumps(json.loads(data))
+        assert event.endswith(b"\n\n")
+
+
+async def answered(error):
+    sent = []
+
+    async def send(message):
+        sent.append(message)
+
+    await send_error(send, error)
+    return dict(sent[0]["headers"]), sent
+
+
+async def test_an_answer_declares_its_length_and_when_to_come_back():
+    headers, sent = await answered(TooManyRequests("Busy.", retry_after_s=3))
+
+    assert headers[b"retry-after"] == b"3"
+    assert int(headers[b"content-length"]) == len(sent[1]["body"])
+    assert sent[0]["status"] == 429
+
+
+async def test_unauthorized_says_how_to_authorize():
+    headers, _ = await answered(Unauthorized("Key?"))
+
+    assert headers[b"www-authenticate"] == b"Bearer"

@@ -1,0 +1,38 @@
+import json
+
+from kvroute.gateway.usage import Usage, usage_in
+
+
+def test_a_plain_answers_usage_is_read():
+    body = json.dumps(
+        {
+            "id": "x",
+            "choices": [{"text": "long " * 3000}],
+            "usage": {"prompt_tokens": 12, "total_tokens": 15, "prompt_tokens_details": {"cached_tokens": 8}},
+        }
+    ).encode()
+
+    assert usage_in(b"", body) == Usage(12, 8)
+
+
+def test_a_streams_usage_may_be_split_over_its_last_two_chunks():
+    event = b'data: {"choices":[],"usage":{"prompt_tokens":7,"completion_tokens":2}}\n\ndata: [DONE]\n\n'
+
+    assert usage_in(event[:40], event[40:]) == Usage(7, None)
+
+
+def test_responses_and_messages_call_them_input_tokens():
+    body = b'{"usage":{"input_tokens": 5,"input_tokens_details":{"cached_tokens": 4}}}'
+
+    assert usage_in(b"", body) == Usage(5, 4)
+
+
+def test_generated_text_that_looks_like_usage_is_not():
+    body = json.dumps({"choices": [{"text": '"usage": {"prompt_tokens": 99}'}]}).encode()
+
+    assert usage_in(b"", body) is None
+
+
+def test_null_usage_and_missing_details_are_none():
+    assert usage_in(b"", b'{"usage":null}') is None
+    assert usage_in(b"", b'{"usage":{"prompt_tokens":3,"prompt_tokens_details":null}}') == Usage(3, None)

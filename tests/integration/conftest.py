@@ -1,0 +1,145 @@
+"""Real gateways in front of simulated workers, over real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import pytest
+
+from kvroute.app.config import Config
+from kvroute.app.runtime import Runtime
+from kvroute.app.server import GatewayServer, uvicorn_config
+from kvroute.fleet.worker import HealthState
+from kvroute.sim.options import SimOptions
+from kvroute.sim.running import RunningSim, run_sim
+
+
+@dataclass
+class Gateway:
+    """A gateway that listens on `url`; `client` speaks to it."""
+
+    url: str
+    runtime: Runtime
+    client: httpx.AsyncClient
+    server: GatewayServer
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Wait for what a background task brings about."""
+        async with asyncio.timeout(20):
+            while not condition():
+                await asyncio.sleep(0.005)
+
+    async def until_healthy(self, count: int) -> None:
+        await self.until(lambda: self.runtime.fleet.states()[HealthState.HEALTHY] >= count)
+
+    def metric(self, name: str, **labels: str) -> float:
+        """The sum of the samples with these labels."""
+        return sum(
+            sample.value
+            for family in self.runtime.metrics.registry.collect()
+            for sample in family.samples
+            if sample.name == name and labels.items() <= sample.labels.items()
+        )
+
+
+@asynccontextmanager
+async def gateway(config: Config) -> AsyncIterator[Gateway]:
+    async with AsyncExitStack() as stack:
+        runtime = await stack.enter_async_context(Runtime(config))
+        settings = uvicorn_config(config, runtime)
+        server = GatewayServer(settings, runtime, config.server.drain_timeout_s)
+        settings.load()
+        server.lifespan = settings.lifespan_class(settings)
+        await server.startup()
+        loop = asyncio.create_task(server.main_loop())
+        host, port = server.servers[0].sockets[0].getsockname()[:2]
+        limits = httpx.Limits(max_connections=None)
+        client = await stack.enter_async_context(
+            httpx.AsyncClient(base_url=f"http://{host}:{port}", limits=limits, timeout=30, trust_env=False)
+        )
+        running = Gateway(f"http://{host}:{port}", runtime, client, server)
+        try:
+            yield running
+        finally:
+            server.should_exit = True
+            await loop
+            await client.aclose()
+            await server.shutdown()
+
+
+@pytest.fixture
+def run_gateway() -> Callable[..., AbstractAsyncContextManager[Gateway]]:
+    """Start a gateway: `async with run_gateway(workers=[url], **sections) as running`.
+
+    Sections are those of the configuration; health checks are quick, and all workers are waited for
+    unless `wait=False`.
+    """
+
+    @asynccontextmanager
+    async def start(workers: list[str], *, wait: bool = True, **sections: Any) -> AsyncIterator[Gateway]:
+        fleet = {"workers": workers, **sections.pop("fleet", {})}
+        fleet["health"] = {"interval_s": 0.2, "recheck_s": 0.05, **fleet.get("health", {})}
+        server = {"port": 0, "drain_timeout_s": 5, **sections.pop("server", {})}
+        config = Config.model_validate({"fleet": fleet, "server": server, **sections})
+        async with gateway(config) as running:
+            if wait:
+                await running.until_healthy(len(workers))
+            yield running
+
+    return start
+
+
+@pytest.fixture
+async def instant_sim() -> AsyncIterator[RunningSim]:
+    """A simulated worker that computes in no time."""
+    async with run_sim(SimOptions(time_scale=0)) as sim:
+        yield sim
+
+
+class RawWorker:
+    """A worker that is healthy and answers every POST with the bytes in `answer`. Mutable: tests set it."""
+
+    def __init__(self) -> None:
+        self.answer = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}"
+        self.url = ""
+        self.requests: list[bytes] = []
+        self.closes_after_answer = False
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+            while True:
+                head = await reader.readuntil(b"\r\n\r\n")
+                if head.startswith(b"GET"):
+                    body = (
+                        b'{"object":"list","data":[{"id":"m","object":"model"}]}'
+                        if b"/v1/models" in head
+                        else b""
+                    )
+                    writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body))
+                    continue
+                found = re.search(rb"content-length: (\d+)", head, re.I)
+                body = await reader.readexactly(int(found[1]) if found else 0)
+                self.requests.append(head + body)
+                writer.write(self.answer)
+                await writer.drain()
+                if self.closes_after_answer:
+                    break
+        writer.close()
+
+
+@pytest.fixture
+async def raw_worker() -> AsyncIterator[RawWorker]:
+    worker = RawWorker()
+    server = await asyncio.start_server(worker.serve, "127.0.0.1", 0)
+    worker.url = "http://127.0.0.1:%d" % server.sockets[0].getsockname()[1]
+    try:
+        yield worker
+    finally:
+        server.close()
