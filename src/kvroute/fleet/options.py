@@ -167,9 +167,11 @@ class WorkerEntry(Options):
         path = parts.path.rstrip("/")
         if path.endswith("/v1"):
             raise ValueError("must be the worker's base URL: leave out /v1")
+        if path:
+            raise ValueError("must be scheme, host and port only: a worker is not reached below a path")
         port = f":{parts.port}" if parts.port is not None else ""  # raises ValueError if out of range
         host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
-        return f"{parts.scheme}://{host}{port}{path}"
+        return f"{parts.scheme}://{host}{port}"
 
     @field_validator("id")
     @classmethod

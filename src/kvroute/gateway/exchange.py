@@ -185,7 +185,7 @@ class Exchange:
         self._record.error = error.cause
         if isinstance(error, ConnectRefused):
             use.health.report_refused(worker)
-        else:
+        elif not isinstance(error, PoolExhausted):  # that is our own limit, not the worker's failure
             use.health.report_failure(worker, error.cause)
         if isinstance(error, _RETRYABLE) and can_retry and self._spend(error.cause):
             return

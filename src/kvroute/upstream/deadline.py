@@ -8,6 +8,10 @@ from collections.abc import Callable
 _NEVER = float("inf")
 
 
+def _nothing() -> None:
+    """What a closed deadline would call."""
+
+
 class Deadline:
     """Calls `expired` once when the time last `set` has come.
 
@@ -36,8 +40,9 @@ class Deadline:
         self._at = _NEVER
 
     def close(self) -> None:
-        """Clear it and take the timer off the loop."""
+        """Clear it for good and take the timer off the loop."""
         self._at = self._timer_at = _NEVER
+        self._expired = _nothing  # the owner's bound method would be a reference cycle
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

@@ -36,7 +36,7 @@ class UpstreamOptions(Options):
         ge=0,
     )
     keepalive_s: float = option(
-        60.0,
+        4.0,
         "Time that an unused connection is kept open.",
         unit="s",
         higher="fewer new connections; more idle sockets",
