@@ -12,7 +12,7 @@ from kvroute.fleet.worker import WorkerSpec
     [
         ("http://10.0.0.1:8000", "http://10.0.0.1:8000", "10.0.0.1:8000"),
         ("http://Host:8000/", "http://host:8000", "host:8000"),
-        ("https://gpu/prefix/", "https://gpu/prefix", "gpu_prefix"),
+        ("https://gpu/", "https://gpu", "gpu"),
         ("http://[::1]:8000", "http://[::1]:8000", "[::1]:8000"),
     ],
 )
@@ -41,6 +41,7 @@ def test_a_mapping_says_the_rest() -> None:
         ("http://user:secret@h", "plain base URL"),
         ("http://h?x=1", "plain base URL"),
         ("http://h:8000/v1/", "leave out /v1"),
+        ("http://h/below", "host and port only"),
         ("http://h:99999", "Port out of range"),
         ("http://[::1", "IPv6"),
     ],

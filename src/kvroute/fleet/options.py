@@ -183,7 +183,7 @@ class WorkerEntry(Options):
 
     def spec(self) -> WorkerSpec:
         """The same as the fleet takes it, with its id filled in."""
-        place = self.url.split("://", 1)[1].replace("/", "_")
+        place = self.url.split("://", 1)[1]
         return WorkerSpec(WorkerId(self.id or place), self.url, self.models, self.capacity_tokens)
 
 
