@@ -13,7 +13,6 @@ from kvroute.errors import NotFound
 from kvroute.fleet.fleet import Fleet
 from kvroute.gateway.asgi import read_body
 from kvroute.gateway.dataplane import DataPlane
-from kvroute.gateway.journal import describe_decision
 from kvroute.openai.endpoints import ENDPOINTS
 from kvroute.openai.request import parse_request
 from kvroute.routing.router import Router
@@ -103,9 +102,8 @@ def control_routes(plane: DataPlane, fleet: Fleet, router: Router) -> APIRouter:
         return {
             "model": plan.model,
             "worker": plan.decision.ranking[0].worker.id,
-            "prompt_tokens": plan.query.tokens,
             "session_key_found": plan.query.session_key is not None,
-            **describe_decision(plan.decision),
+            **router.explain(plan.query, plan.decision),
             "filtered": unroutable,
         }
 

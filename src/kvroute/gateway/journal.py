@@ -96,22 +96,6 @@ def _described(wall: float, duration: float, record: Record) -> dict[str, Any]:
         "error": record.error or None,
     }
     if record.decision is not None:
-        entry |= {"prompt_tokens": record.tokens, **describe_decision(record.decision)}
+        entry |= {"prompt_tokens": record.tokens, **record.decision.describe()}
     return entry
 
-
-def describe_decision(decision: RouteDecision) -> dict[str, Any]:
-    """A decision with its arithmetic, as explain and `/admin/decisions` show it."""
-    return {
-        "strategy": decision.strategy,
-        "reason": decision.reason.value,
-        "ranking": [
-            {
-                "worker": candidate.worker.id,
-                "score_s": candidate.score,
-                "matched_tokens": candidate.matched_tokens,
-                "terms_s": candidate.terms._asdict(),
-            }
-            for candidate in decision.ranking
-        ],
-    }

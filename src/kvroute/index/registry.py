@@ -1,0 +1,16 @@
+"""Every route history by the name that configuration uses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+from kvroute.index.history import RouteHistory
+from kvroute.index.radix_history import RadixHistory
+from kvroute.index.trie_history import TrieHistory
+
+HISTORIES: Final[dict[str, Callable[[int], RouteHistory]]] = {
+    "radix": RadixHistory,
+    "pygtrie": TrieHistory,
+}
+"""Name -> constructor taking the default capacity of a worker's part, in blocks."""

@@ -1,0 +1,1 @@
+"""Choosing a worker. Pure and synchronous: no I/O, no clock, no event loop."""

@@ -1,0 +1,42 @@
+"""Keeps each worker's part of the history as large as its KV cache."""
+
+from __future__ import annotations
+
+from kvroute.fleet.worker import ASSUMED_BLOCK_TOKENS, Worker
+from kvroute.index.history import RouteHistory
+from kvroute.routing.decision import RouteQuery
+
+_TOLERANCE = 0.02
+_LEAST_WEIGHT = 0.1
+
+
+class PartSizes:
+    """Capacities are tokens, parts are blocks of bytes, and how many tokens fill a block is an estimate
+    that improves with each answer: this converts, and follows. Mutable: by its own methods."""
+
+    def __init__(self, history: RouteHistory) -> None:
+        self._history = history
+        self._block_tokens: dict[int, float] = {}
+
+    def resize(self, worker: Worker) -> None:
+        """The worker joined, or its capacity changed."""
+        block_tokens = self._block_tokens.setdefault(worker.index, float(ASSUMED_BLOCK_TOKENS))
+        self._history.set_capacity(worker.index, max(1, int(worker.capacity_tokens / block_tokens)))
+
+    def sending(self, worker: Worker, query: RouteQuery) -> None:
+        """A prompt is about to go to the worker: weigh its blocks' tokens by their number."""
+        index = worker.index
+        for prompt in query.prompts:
+            known = self._block_tokens.get(index)
+            if known is None:
+                self._block_tokens[index] = prompt.block_tokens
+                self.resize(worker)
+            elif abs(prompt.block_tokens - known) > _TOLERANCE * known:
+                keys = len(prompt.keys)
+                weight = max(_LEAST_WEIGHT, keys / (keys + self._history.part(index).blocks + 1))
+                self._block_tokens[index] = known + weight * (prompt.block_tokens - known)
+                self.resize(worker)
+
+    def forget(self, worker: Worker) -> None:
+        """The worker left; its index may come to stand for another one."""
+        self._block_tokens.pop(worker.index, None)

@@ -1,0 +1,277 @@
+"""What sending a request to a worker costs, in seconds: the one model behind every strategy.
+
+docs/routing.md has the formula and where its numbers come from. Pure: reads live figures of workers and
+history, changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from xxhash import xxh3_64_intdigest
+
+from kvroute.fleet.worker import Worker
+from kvroute.index.history import RouteHistory
+from kvroute.options import Options, option
+from kvroute.routing.decision import Candidate, CostTerms, RouteQuery
+
+RESIDENCE_S = 5.0
+"""How long a request is taken to hold its memory on a worker that has not finished one yet."""
+
+MAX_UTILISATION = 0.98
+"""Where rho / (1 - rho) stops rising."""
+
+
+class CostOptions(Options):
+    """What a model's work costs on one worker. The defaults are meant to be too high for most models: work
+    that is taken for cheaper than it is leaves its cache too easily, which costs more than the opposite."""
+
+    token_us: float = option(
+        160.0,
+        "Prefill time of one token.",
+        unit="us",
+        higher="keeps conversations where their cache is",
+        lower="spreads requests sooner",
+        gt=0,
+    )
+    context_token_ns: float = option(
+        3.0,
+        "Prefill time of one token per token of context before it (attention).",
+        unit="ns",
+        higher="long prompts count for more",
+        lower="long prompts count like many short ones",
+        ge=0,
+    )
+    iteration_ms: float = option(
+        20.0,
+        "Fixed time of one engine iteration; a prefill takes at least one.",
+        unit="ms",
+        higher="counts requests rather than tokens",
+        lower="counts tokens rather than requests",
+        ge=0,
+    )
+    max_batched_tokens: int = option(
+        8192,
+        "Tokens that the engine computes in one iteration (vLLM's --max-num-batched-tokens).",
+        unit="tokens",
+        higher="fewer iterations in a long prefill",
+        lower="more iterations in a long prefill",
+        ge=1,
+    )
+    lambda_cap: float = option(
+        64.0,
+        "Most seconds of other requests' delay that one second of own work is charged.",
+        higher="more affinity near saturation",
+        lower="more spreading near saturation; 0 looks at the request's own wait only",
+        ge=0,
+    )
+    memory_limit: float = option(
+        0.95,
+        "Share of a worker's KV capacity that running requests may fill before sending more costs extra.",
+        higher="packs workers tighter, at the risk of preemption",
+        lower="spreads memory sooner",
+        gt=0,
+    )
+    eviction_weight: float = option(
+        1.0,
+        "How much of the time to recompute the tracked blocks that a request pushes out it is charged.",
+        higher="protects what a full worker holds",
+        lower="0 lets any request push out anything",
+        ge=0,
+    )
+    active_share: float = option(
+        0.03,
+        "What each prompt token of the requests in flight costs, as a share of `token_us`: about what "
+        "reading it in every iteration adds to an answer. A prefix in use is computed again elsewhere "
+        "once its worker has about 1 / `active_share` more requests of its size in flight.",
+        higher="evens out running requests, copies hot prefixes sooner",
+        lower="looks at the time to first token only; 0.001 merely breaks ties",
+        ge=0,
+    )
+    tie_share: float = option(
+        0.02,
+        "Scores within this share of the best, plus `tie_ms`, are equal: fewest active tokens goes first.",
+        higher="evens out load where costs differ little",
+        lower="follows small differences in cost",
+        ge=0,
+    )
+    tie_ms: float = option(
+        1.0,
+        "See `tie_share`.",
+        unit="ms",
+        higher="evens out load where costs differ little",
+        lower="follows small differences in cost",
+        ge=0,
+    )
+
+
+class Costs(NamedTuple):
+    """`CostOptions` in seconds and tokens."""
+
+    token_s: float
+    context_token_s: float
+    iteration_s: float
+    max_batched_tokens: int
+    lambda_cap: float
+    memory_limit: float
+    eviction_weight: float
+    active_token_s: float
+    tie_share: float
+    tie_s: float
+
+    @classmethod
+    def of(cls, options: CostOptions) -> Costs:
+        return cls(
+            options.token_us * 1e-6,
+            options.context_token_ns * 1e-9,
+            options.iteration_ms * 1e-3,
+            options.max_batched_tokens,
+            options.lambda_cap,
+            options.memory_limit,
+            options.eviction_weight,
+            options.active_share * options.token_us * 1e-6,
+            options.tie_share,
+            options.tie_ms * 1e-3,
+        )
+
+    def prefill_s(self, miss: int, held: int, prompts: int = 1) -> float:
+        """Seconds to compute `miss` tokens after `held` ones, both summed over `prompts` equal prompts."""
+        chunks = max(1, -(-miss // self.max_batched_tokens))
+        context = (held + miss / 2) / prompts
+        return miss * (self.token_s + self.context_token_s * context) + self.iteration_s * chunks
+
+
+class TierLoad(NamedTuple):
+    """Fetching blocks from slower tiers instead of computing them, for one worker."""
+
+    ready_s: float = 0.0
+    """When they would be on the GPU, from now, other transfers before it included."""
+    own_s: float = 0.0
+    """Transfer time that this request adds."""
+
+
+class Pressure(NamedTuple):
+    """How busy a set of workers is with prefill, from what was dispatched to them."""
+
+    utilisation: float
+    """rho: seconds of prefill dispatched per second and worker."""
+    mean_own_s: float
+    """Mean prefill of one request."""
+
+
+class CostModel:
+    """Ranks workers by cost. Stateless but for the history it reads; one for all models and strategies."""
+
+    def __init__(
+        self,
+        history: RouteHistory,
+        default: CostOptions | None = None,
+        models: Mapping[str, CostOptions] | None = None,
+    ) -> None:
+        self._history = history
+        self._default = Costs.of(default or CostOptions())
+        self._models = {model: Costs.of(options) for model, options in (models or {}).items()}
+
+    def costs(self, model: str) -> Costs:
+        return self._models.get(model, self._default)
+
+    def pressure(self, workers: Sequence[Worker], now: float) -> Pressure:
+        seconds = requests = 0.0
+        for worker in workers:
+            own_s, arrivals = worker.load.recent(now)
+            seconds += own_s
+            requests += arrivals
+        return Pressure(seconds / len(workers), seconds / requests if requests else 0.0)
+
+    def rank(
+        self,
+        query: RouteQuery,
+        workers: Sequence[Worker],
+        matched_tokens: Sequence[int] | None = None,
+        loads: Sequence[TierLoad] | None = None,
+    ) -> list[Candidate]:
+        """Every worker, cheapest first; ties by active tokens, then by a hash of prompt and worker.
+
+        `matched_tokens` says per worker how much of the prompt need not be computed there, `loads` what
+        fetching that from slower tiers takes. About 2 us a worker.
+        """
+        now, tokens = query.now, query.tokens
+        costs = self.costs(query.model)
+        pressure = self.pressure(workers, now)
+        rho = min(pressure.utilisation, MAX_UTILISATION)
+        delay_factor = 0.5 * rho / (1 - rho) / pressure.mean_own_s if rho else 0.0
+        prompts = len(query.prompts) or 1
+        block_tokens = _block_tokens(query)
+        part_of = self._history.part
+        ranking: list[Candidate] = []
+        for place, worker in enumerate(workers):
+            load = worker.load
+            held = matched_tokens[place] if matched_tokens else 0
+            ready_s, transfer_s = loads[place] if loads else _NO_LOAD
+            prefill_s = costs.prefill_s(tokens - held, held, prompts)
+            wait_s = load.wait(now)
+            own_s = prefill_s + transfer_s
+            marginal_s = min(costs.lambda_cap, delay_factor * (wait_s + own_s)) * own_s
+            memory_s = eviction_s = 0.0
+            if block_tokens:
+                part = part_of(worker.index)
+                new_blocks = int((tokens - held) / block_tokens)
+                evicted = part.evicted_by(new_blocks)
+                if evicted:
+                    eviction_s = costs.eviction_weight * evicted * block_tokens * costs.token_s
+                capacity = part.capacity_blocks
+                over = part.active_blocks + new_blocks + load.in_flight - costs.memory_limit * capacity
+                if over > 0:
+                    residence_s = load.residence_s
+                    memory_s = (RESIDENCE_S if residence_s is None else residence_s) * over / capacity
+            decode_s = costs.active_token_s * load.active_tokens
+            score = max(wait_s, ready_s) + prefill_s + memory_s + eviction_s + marginal_s + decode_s
+            ramp_s = 0.0
+            if worker.ramp < 1.0:
+                ramp_s = score / worker.ramp_at(now) - score
+                score += ramp_s
+            terms = CostTerms(wait_s, ready_s, prefill_s, memory_s, eviction_s, marginal_s, decode_s, ramp_s)
+            ranking.append(Candidate(worker, score, held, prefill_s, terms))
+        ranking.sort(key=_score)
+        best = ranking[0].score
+        limit = best + best * costs.tie_share + costs.tie_s
+        if len(ranking) > 1 and ranking[1].score <= limit:
+            _break_tie(ranking, limit, query.fingerprint)
+        return ranking
+
+
+_NO_LOAD = TierLoad()
+
+
+def _score(candidate: Candidate) -> float:
+    return candidate.score
+
+
+def bring_forward(ranking: list[Candidate], chosen: Worker) -> None:
+    """Put the candidate of `chosen` first, leaving the others in their order."""
+    for place, candidate in enumerate(ranking):
+        if candidate.worker is chosen:
+            ranking.insert(0, ranking.pop(place))
+            return
+
+
+def _block_tokens(query: RouteQuery) -> float:
+    """Tokens in one block of the query's prompts, on average; 0 when it has none."""
+    if len(query.prompts) == 1:
+        return query.prompts[0].block_tokens
+    blocks = sum(len(prompt.keys) for prompt in query.prompts)
+    if not blocks:
+        return query.prompts[0].block_tokens if query.prompts else 0.0
+    return sum(len(prompt.keys) * prompt.block_tokens for prompt in query.prompts) / blocks
+
+
+def _break_tie(ranking: list[Candidate], limit: float, fingerprint: int) -> None:
+    """Bring the candidate to the front that wins among those up to `limit`."""
+    tied = [candidate for candidate in ranking if candidate.score <= limit]
+    fewest = min(candidate.worker.load.active_tokens for candidate in tied)
+    winner = min(
+        (candidate for candidate in tied if candidate.worker.load.active_tokens == fewest),
+        key=lambda candidate: xxh3_64_intdigest(candidate.worker.id.encode(), fingerprint),
+    )
+    bring_forward(ranking, winner.worker)

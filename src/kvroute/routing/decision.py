@@ -1,0 +1,118 @@
+"""What goes into a routing decision and what comes out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, NamedTuple
+
+from kvroute.blocks.keys import PromptKeys
+from kvroute.fleet.worker import Worker
+
+
+class Needs(StrEnum):
+    """What a strategy wants prepared before `rank` is called."""
+
+    NOTHING = "nothing"
+    PROMPT = "prompt"
+    """`RouteQuery.prompts` filled with block keys of the prompt's bytes."""
+
+
+class Reason(StrEnum):
+    """Why a worker came first: one word per branch of a strategy; bounded, so a metric label."""
+
+    ROUND_ROBIN = "round_robin"
+    SESSION = "session"
+    SESSION_SPILL = "session_spill"
+    """The session's worker is over its load bound; the next on the ring took it."""
+    NO_SESSION_KEY = "no_session_key"
+    PREFIX_HIT = "prefix_hit"
+    PREFIX_SPILL = "prefix_spill"
+    """Another worker holds more of the prompt, but waiting for it would cost more."""
+    PREFIX_MISS = "prefix_miss"
+    NO_PROMPT = "no_prompt"
+    """The body carries nothing that a KV cache could hold, or could not be read: least load."""
+    RESPONSE_OWNER = "response_owner"
+    """The request continues a stored response that lives on this worker only."""
+    ONLY_WORKER = "only_worker"
+
+
+@dataclass(frozen=True, slots=True)
+class RouteQuery:
+    """One request as a strategy sees it. `now` is `Clock.now()`; times are seconds, lengths tokens.
+
+    `prompts` has one entry per listed prompt (completions take several), `tokens` is their sum, or an
+    estimate from the body's size where no prompt was read. `fingerprint` is a stable 64-bit hash of the
+    prompt: ties break by it, so that explain and the request that follows agree.
+    """
+
+    model: str
+    now: float
+    prompts: tuple[PromptKeys, ...] = ()
+    tokens: int = 0
+    session_key: str | None = None
+    streamed: bool = True
+    fingerprint: int = 0
+
+
+class CostTerms(NamedTuple):
+    """The arithmetic behind one score, all in seconds (docs/routing.md gives the formula).
+
+    `score` is max(wait, load) + prefill + memory + eviction + marginal + decode + ramp.
+    """
+
+    wait: float = 0.0
+    """Prefill queued in front of the request."""
+    load: float = 0.0
+    """Until its blocks would have come from slower tiers; passes while it waits."""
+    prefill: float = 0.0
+    """Its own missing tokens."""
+    memory: float = 0.0
+    """For KV memory that running requests do not leave free."""
+    eviction: float = 0.0
+    """To recompute the tracked blocks that it would push out."""
+    marginal: float = 0.0
+    """Delay that its own work puts on requests to come."""
+    decode: float = 0.0
+    """What the tokens of running requests add to its answer."""
+    ramp: float = 0.0
+    """What keeps a worker just back from ejection at its share."""
+
+    @property
+    def score(self) -> float:
+        return max(self.wait, self.load) + sum(self[2:])
+
+
+class Candidate(NamedTuple):
+    """One routable worker in a ranking. `matched_tokens` is what of the prompt it is believed to hold."""
+
+    worker: Worker
+    score: float
+    matched_tokens: int
+    prefill_s: float
+    terms: CostTerms
+
+
+@dataclass(frozen=True, slots=True)
+class RouteDecision:
+    """Every routable worker, best first. `reason` says why the first one is first."""
+
+    strategy: str
+    reason: Reason
+    ranking: tuple[Candidate, ...]
+
+    def describe(self) -> dict[str, Any]:
+        """Ready for JSON: the arithmetic of every candidate, in seconds and tokens."""
+        return {
+            "strategy": self.strategy,
+            "reason": self.reason.value,
+            "ranking": [
+                {
+                    "worker": candidate.worker.id,
+                    "score_s": candidate.score,
+                    "matched_tokens": candidate.matched_tokens,
+                    "terms_s": candidate.terms._asdict(),
+                }
+                for candidate in self.ranking
+            ],
+        }

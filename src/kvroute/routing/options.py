@@ -1,0 +1,60 @@
+"""What routing can be told: which strategy for which model, its options, and costs."""
+
+from __future__ import annotations
+
+from pydantic import field_validator
+
+from kvroute.options import Options, option
+from kvroute.routing.cost import CostOptions
+from kvroute.routing.registry import STRATEGIES
+from kvroute.routing.strategies.prefixaware import PrefixAwareOptions
+from kvroute.routing.strategies.roundrobin import RoundRobinOptions
+from kvroute.routing.strategies.session import SessionOptions
+
+
+def _known_strategy(name: str) -> str:
+    if name not in STRATEGIES:
+        raise ValueError(f"{name!r} is none of {', '.join(STRATEGIES)}")
+    return name
+
+
+class ModelRouting(Options):
+    """What one model does differently."""
+
+    strategy: str | None = option(None, "Its strategy; unset: `routing.strategy`.")
+    costs: CostOptions | None = option(None, "Its costs. What is left out here is as in `routing.costs`.")
+
+    @field_validator("strategy")
+    @classmethod
+    def _known_strategy(cls, value: str | None) -> str | None:
+        return value if value is None else _known_strategy(value)
+
+
+class RoutingOptions(Options):
+    """How a worker is chosen. Every strategy's retry order, and load wherever it counts, is by cost."""
+
+    strategy: str = option("prefixaware", "How a worker is chosen: " + ", ".join(STRATEGIES) + ".")
+    costs: CostOptions = option(default_factory=CostOptions)
+    roundrobin: RoundRobinOptions = option(default_factory=RoundRobinOptions)
+    session: SessionOptions = option(default_factory=SessionOptions)
+    prefixaware: PrefixAwareOptions = option(default_factory=PrefixAwareOptions)
+    models: dict[str, ModelRouting] = option(
+        description="What single models do differently, by the name that their workers know.",
+        default_factory=dict,
+    )
+
+    @field_validator("strategy")
+    @classmethod
+    def _known_strategy(cls, value: str) -> str:
+        return _known_strategy(value)
+
+    def costs_of_models(self) -> dict[str, CostOptions]:
+        """Full costs of the models that have their own."""
+        own = {model: routing.costs for model, routing in self.models.items()}
+        return {
+            model: self.costs.model_copy(
+                update={name: getattr(costs, name) for name in costs.model_fields_set}
+            )
+            for model, costs in own.items()
+            if costs is not None
+        }

@@ -1,0 +1,1 @@
+"""One module per strategy; `routing/registry.py` lists them."""

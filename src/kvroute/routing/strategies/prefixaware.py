@@ -1,0 +1,63 @@
+"""The default: cost in seconds, with the prefixes that a worker was sent counted as cached there."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from pydantic import field_validator
+
+from kvroute.fleet.worker import FleetView
+from kvroute.index.history import RouteHistory
+from kvroute.index.registry import HISTORIES
+from kvroute.options import Options, option
+from kvroute.routing.cost import CostModel
+from kvroute.routing.decision import Candidate, Needs, Reason, RouteDecision, RouteQuery
+from kvroute.routing.matching import matched_tokens
+
+
+class PrefixAwareOptions(Options):
+    """Routing on the prompts that kvroute itself has sent, each worker's part as large as its KV cache."""
+
+    index: str = option(
+        "radix",
+        "What keeps the sent prompts: `radix` (microseconds a prompt) or `pygtrie` (milliseconds).",
+    )
+
+    @field_validator("index")
+    @classmethod
+    def _known_index(cls, value: str) -> str:
+        if value not in HISTORIES:
+            raise ValueError(f"{value!r} is none of {', '.join(HISTORIES)}")
+        return value
+
+
+class PrefixAware:
+    """Stateless but for the shared history, which every dispatch changes; implements `Strategy`."""
+
+    name: ClassVar[str] = "prefixaware"
+    needs: ClassVar[Needs] = Needs.PROMPT
+
+    def __init__(self, options: PrefixAwareOptions, costs: CostModel, history: RouteHistory) -> None:
+        self._costs = costs
+        self._history = history
+
+    def rank(self, query: RouteQuery, view: FleetView) -> RouteDecision:
+        workers = view.workers
+        if not query.prompts:
+            return RouteDecision(self.name, Reason.NO_PROMPT, tuple(self._costs.rank(query, workers)))
+        matched = matched_tokens(self._history, query, workers)
+        ranking = self._costs.rank(query, workers, matched)
+        most = max(matched)
+        if not most:
+            reason = Reason.PREFIX_MISS
+        elif ranking[0].matched_tokens == most:
+            reason = Reason.PREFIX_HIT
+        else:
+            reason = Reason.PREFIX_SPILL
+        return RouteDecision(self.name, reason, tuple(ranking))
+
+    def routed(self, query: RouteQuery, decision: RouteDecision, candidate: Candidate) -> None:
+        """Nothing: the router's lease has recorded the prompt."""
+
+    def forget(self, session_key: str) -> bool:
+        return False

@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+import pytest
+
+from kvroute.fleet.worker import WorkerFacts
+from kvroute.index.radix_history import RadixHistory
+from kvroute.routing.capacity import PartSizes
+
+
+@pytest.fixture
+def history():
+    return RadixHistory(7)
+
+
+@pytest.fixture
+def sizes(history):
+    return PartSizes(history)
+
+
+@pytest.fixture
+def worker(make_worker):
+    return make_worker(2, capacity_tokens=16_000)
+
+
+def test_a_part_is_as_large_as_the_workers_cache(sizes, history, worker) -> None:
+    sizes.resize(worker)
+
+    assert history.part(2).capacity_blocks == 1000
+
+
+def test_a_worker_that_was_never_announced_is_sized_by_its_first_prompt(
+    sizes, history, worker, query, keys_of, rng
+) -> None:
+    sizes.sending(worker, query(keys=keys_of(rng, 160), block_tokens=32.0))
+
+    assert history.part(2).capacity_blocks == 500
+
+
+def test_a_changed_capacity_resizes_the_part(sizes, history, worker) -> None:
+    sizes.resize(worker)
+    worker.facts = WorkerFacts(capacity_tokens=8_000)
+
+    sizes.resize(worker)
+
+    assert history.part(2).capacity_blocks == 500
+
+
+def test_a_part_follows_a_better_estimate_of_its_blocks(sizes, history, worker, query, keys_of, rng) -> None:
+    """An empty part at once, a full one by the share of what comes in."""
+    sizes.resize(worker)
+    sizes.sending(worker, query(keys=keys_of(rng, 16_000), block_tokens=32.0))
+    assert 500 <= history.part(2).capacity_blocks <= 502
+
+    history.acquire(2, keys_of(rng, 16 * 400)).release()
+    sizes.sending(worker, query(keys=keys_of(rng, 160), block_tokens=16.0))
+    assert 520 <= history.part(2).capacity_blocks <= 540
+
+
+def test_an_estimate_that_hardly_moves_changes_nothing(sizes, history, worker, query, keys_of, rng) -> None:
+    sizes.resize(worker)
+
+    sizes.sending(worker, query(keys=keys_of(rng, 16_000), block_tokens=16.2))
+
+    assert history.part(2).capacity_blocks == 1000
+
+
+def test_another_worker_under_a_reused_index_starts_afresh(
+    sizes, history, worker, make_worker, query, keys_of, rng
+) -> None:
+    sizes.sending(worker, query(keys=keys_of(rng, 160), block_tokens=32.0))
+    sizes.forget(worker)
+
+    sizes.resize(make_worker(2, capacity_tokens=16_000))
+
+    assert history.part(2).capacity_blocks == 1000
+
+
+def test_no_part_is_smaller_than_a_block(sizes, history, make_worker) -> None:
+    sizes.resize(make_worker(3, capacity_tokens=5))
+
+    assert history.part(3).capacity_blocks == 1
