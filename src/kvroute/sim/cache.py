@@ -1,0 +1,212 @@
+"""A paged prefix cache that behaves like vLLM's block pool (0.32, v1/core/block_pool.py).
+
+Full blocks are known by a chained key. A finished sequence's blocks stay, tail first in line for
+eviction, least recently freed first; an eviction happens only when a new block is needed. Equal content
+that was computed twice is held twice, and each copy is announced and removed by itself.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from kvroute.wire.events import AllBlocksCleared, BlockRemoved, BlockStored, ExternalBlockHash, KvEvent
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Chain:
+    """What a sequence puts into the cache: prompt and answer, in order.
+
+    `keys` has one chained key per full block. `token_ids` are only needed for events and may be empty;
+    the other fields are what an event says beside the tokens.
+    """
+
+    keys: Sequence[int]
+    token_ids: array[int] | Sequence[int] = ()
+    lora_id: int | None = None
+    lora_name: str | None = None
+    cache_salt: str | None = None
+    session_id: str | None = None
+
+
+class Block:
+    """One page. Mutable; only the cache changes it. `key` is None until the block is full."""
+
+    __slots__ = ("key", "refs")
+
+    def __init__(self) -> None:
+        self.key: int | None = None
+        self.refs = 1
+
+
+@dataclass(slots=True, eq=False)
+class PagedCache:
+    """`capacity` blocks of `block_size` tokens. Everything in it is mutable, changed by its own methods.
+
+    `record` turns events on; they pile up until `take_events`. `byte_hashes` writes hashes as 32 bytes
+    instead of 64-bit ints (vLLM: VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES=0).
+    """
+
+    capacity: int
+    block_size: int
+    record: bool = False
+    byte_hashes: bool = False
+    _held: dict[int, Block] = field(default_factory=dict)
+    _copies: dict[int, list[Block]] = field(default_factory=dict)
+    _idle: OrderedDict[Block, None] = field(default_factory=OrderedDict)
+    _empty: int = field(init=False)
+    _events: list[KvEvent] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._empty = self.capacity
+
+    @property
+    def available(self) -> int:
+        """Blocks that could be handed out now, evictions included."""
+        return self._empty + len(self._idle)
+
+    @property
+    def usage(self) -> float:
+        """Share of the blocks that running sequences hold, 0 to 1."""
+        return 1.0 - max(0, self.available) / self.capacity
+
+    @property
+    def held_keys(self) -> set[int]:
+        """Keys of all full blocks held now. Copies them: for tests and inspection."""
+        return set(self._held)
+
+    def match(self, keys: Sequence[int], limit: int) -> int:
+        """How many of the first `limit` keys are held, from the start without a hole."""
+        held = self._held
+        for position in range(min(limit, len(keys))):
+            if keys[position] not in held:
+                return position
+        return min(limit, len(keys))
+
+    def idle_among(self, keys: Sequence[int], count: int) -> int:
+        """How many of the first `count` (held) keys no running sequence uses: taking them costs room."""
+        held = self._held
+        return sum(held[keys[position]].refs == 0 for position in range(count))
+
+    def take(self, keys: Sequence[int], count: int) -> list[Block]:
+        """Reference the blocks of the first `count` keys, all of them held."""
+        blocks = [self._held[keys[position]] for position in range(count)]
+        for block in blocks:
+            if block.refs == 0:
+                del self._idle[block]
+            block.refs += 1
+        return blocks
+
+    def allocate(self, count: int) -> list[Block]:
+        """`count` new blocks, evicting what is idle for longest. The caller has checked `available`."""
+        blocks = []
+        for _ in range(count):
+            if self._empty > 0:
+                self._empty -= 1
+            else:
+                self._evict()
+            blocks.append(Block())
+        return blocks
+
+    def store(self, blocks: Sequence[Block], chain: Chain, start: int, stop: int) -> None:
+        """`blocks[start:stop]` are full now: make them findable and announce them in one event."""
+        keys = chain.keys
+        for position in range(start, stop):
+            key, block = keys[position], blocks[position]
+            block.key = key
+            if self._held.setdefault(key, block) is not block:
+                self._copies.setdefault(key, []).append(block)
+        if self.record and stop > start:
+            self._announce(chain, start, stop, first=start)
+
+    def reannounce(self, chain: Chain, count: int) -> None:
+        """Announce `count` blocks again from the start (vLLM 0.32, kv_cache_report_mode "full")."""
+        if self.record and count:
+            self._announce(chain, 0, count, first=0)
+
+    def free(self, blocks: Sequence[Block]) -> None:
+        """A sequence is done with its blocks, given in order; its tail becomes the first to go."""
+        idle = self._idle
+        for block in reversed(blocks):
+            block.refs -= 1
+            if block.refs == 0:
+                if block.key is None:
+                    self._empty += 1
+                else:
+                    idle[block] = None
+        self._settle()
+
+    def clear(self) -> bool:
+        """Forget everything; False, and nothing done, while sequences run (as vLLM's reset)."""
+        if self.available != self.capacity:
+            return False
+        self._held.clear()
+        self._copies.clear()
+        self._idle.clear()
+        self._empty = self.capacity
+        if self.record:
+            self._events.append(AllBlocksCleared())
+        return True
+
+    def resize(self, capacity: int) -> None:
+        """Grow or shrink; what does not fit is evicted, at once or as soon as sequences let go."""
+        self._empty += capacity - self.capacity
+        self.capacity = capacity
+        self._settle()
+
+    def take_events(self) -> list[KvEvent]:
+        """Events since the last call, in order."""
+        events, self._events = self._events, []
+        return events
+
+    def external_hash(self, key: int) -> ExternalBlockHash:
+        """The name that events give to the block with this key."""
+        return key.to_bytes(32, "big") if self.byte_hashes else key
+
+    def _settle(self) -> None:
+        while self._empty < 0 and self._idle:
+            self._evict()
+            self._empty += 1
+
+    def _evict(self) -> None:
+        block, _ = self._idle.popitem(last=False)
+        key = block.key
+        assert key is not None  # only full blocks are idle
+        copies = self._copies.get(key)
+        if copies is None:
+            del self._held[key]
+        else:
+            if self._held[key] is block:
+                self._held[key] = copies.pop(0)
+            else:
+                copies.remove(block)
+            if not copies:
+                del self._copies[key]
+        if self.record:
+            self._events.append(BlockRemoved([self.external_hash(key)], medium="GPU", group_idx=0))
+
+    def _announce(self, chain: Chain, start: int, stop: int, *, first: int) -> None:
+        extra: list[list[object] | None] = []
+        for position in range(start, stop):
+            entry: list[object] = [chain.lora_name] if chain.lora_name else []
+            if position == 0 and chain.cache_salt:
+                entry.append(chain.cache_salt)
+            extra.append(entry or None)
+        size = self.block_size
+        self._events.append(
+            BlockStored(
+                block_hashes=[self.external_hash(key) for key in chain.keys[start:stop]],
+                parent_block_hash=self.external_hash(chain.keys[first - 1]) if first else None,
+                token_ids=list(chain.token_ids[start * size : stop * size]),
+                block_size=size,
+                lora_id=chain.lora_id,
+                medium="GPU",
+                lora_name=chain.lora_name,
+                extra_keys=extra,
+                group_idx=0,
+                kv_cache_spec_kind="full_attention",
+                session_id=chain.session_id,
+            )
+        )

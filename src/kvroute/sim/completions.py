@@ -1,0 +1,153 @@
+"""/v1/completions: texts and token ids, one or many, as vLLM 0.32 answers them."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from kvroute.sim import answers as make
+from kvroute.sim.answers import Answer
+from kvroute.sim.http import ApiError, Call
+from kvroute.sim.prompts import Sampling, completion_prompts, sampling
+from kvroute.sim.streams import stream
+from kvroute.sim.tokenizer import decode
+from kvroute.sim.worker import Worker
+
+_json = msgspec.json.Encoder().encode
+
+
+async def completions(call: Call, worker: Worker) -> None:
+    """Answer one request."""
+    body = call.json()
+    model = worker.model(body)
+    if body.get("suffix"):
+        raise ApiError.invalid("suffix is not currently supported", "suffix")
+    prompts = completion_prompts(body)
+    asked = sampling(body, limits=("max_tokens",), default_limit=16, session=call.header(b"x-session-id"))
+    answers = [_answers(worker, prompt, model, asked) for prompt in prompts]
+    generation = worker.submit(prompts, answers, asked, model)
+    echo = bool(body.get("echo"))
+    head = {
+        "id": worker.new_id("cmpl-", call),
+        "object": "text_completion",
+        "created": int(worker.clock.wall()),
+        "model": model,
+    }
+    flat = [(prompt, answer) for prompt, choices in zip(prompts, answers, strict=True) for answer in choices]
+    produced = sum(len(answer.token_ids) for _, answer in flat)
+    if asked.stream:
+        await _stream(call, worker, generation, head, flat, asked, echo=echo)
+        if asked.include_usage:
+            usage = worker.usage(prompts, generation, produced, created=False)
+            await call.chunk(b"data: " + _json({**head, "choices": [], "usage": usage}) + b"\n\n")
+        await call.chunk(b"data: [DONE]\n\n")
+        await call.end()
+        return
+    await worker.complete(call, generation)
+    choices = [
+        _choice(index, prompt, answer, asked, echo=echo) for index, (prompt, answer) in enumerate(flat)
+    ]
+    usage = worker.usage(prompts, generation, produced, created=False)
+    tail = {"service_tier": None, "system_fingerprint": None, "usage": usage, "kv_transfer_params": None}
+    await call.respond({**head, "choices": choices, **tail})
+
+
+def _answers(worker: Worker, prompt: array[int], model: str, asked: Sampling) -> list[Answer]:
+    limit = worker.limit(prompt, asked.limit)
+    natural = worker.options.answer_tokens
+    return [
+        make.plain(make.fingerprint(prompt, model, choice), limit, natural, asked.stop)
+        for choice in range(asked.n)
+    ]
+
+
+def _choice(index: int, prompt: array[int], answer: Answer, asked: Sampling, *, echo: bool) -> dict[str, Any]:
+    shown = [*(decode((token,)) for token in prompt), *answer.pieces] if echo else list(answer.pieces)
+    ids = [*prompt, *answer.token_ids] if echo else list(answer.token_ids)
+    return {
+        "index": index,
+        "text": decode(prompt) + answer.text if echo else answer.text,
+        "logprobs": None if asked.logprobs is None else logprobs(ids, shown, asked.logprobs),
+        "finish_reason": answer.finish_reason,
+        "stop_reason": answer.stop_reason,
+        "prompt_logprobs": None,
+        "prompt_token_ids": list(prompt) if asked.return_token_ids else None,
+        "token_ids": list(answer.token_ids) if asked.return_token_ids else None,
+    }
+
+
+async def _stream(
+    call: Call,
+    worker: Worker,
+    generation: Any,
+    head: dict[str, Any],
+    flat: Sequence[tuple[array[int], Answer]],
+    asked: Sampling,
+    *,
+    echo: bool,
+) -> None:
+    front = b"data: " + _json(head)[:-1] + b',"choices":['
+    offsets = [0] * len(flat)
+
+    def event(sequence: int, position: int) -> bytes:
+        prompt, answer = flat[sequence]
+        has_token = position < len(answer.pieces)
+        text = answer.pieces[position] if has_token else ""
+        last = position + 1 >= len(answer.pieces)
+        choice: dict[str, Any] = {
+            "index": sequence,
+            "text": decode(prompt) + text if echo and position == 0 else text,
+            "logprobs": None,
+            "finish_reason": answer.finish_reason if last else None,
+            "stop_reason": answer.stop_reason if last else None,
+            "prompt_token_ids": list(prompt) if asked.return_token_ids and position == 0 else None,
+            "token_ids": None,
+        }
+        if has_token and asked.return_token_ids:
+            choice["token_ids"] = [answer.token_ids[position]]
+        if has_token and asked.logprobs is not None:
+            choice["logprobs"] = logprobs(
+                [answer.token_ids[position]], [text], asked.logprobs, offsets[sequence]
+            )
+            offsets[sequence] += len(text)
+        if not asked.continuous_usage:
+            return front + _json(choice) + b"]}\n\n"
+        usage = {
+            "prompt_tokens": len(prompt),
+            "total_tokens": len(prompt) + position + 1,
+            "completion_tokens": position + 1,
+        }
+        return front + _json(choice) + b'],"usage":' + _json(usage) + b"}\n\n"
+
+    await stream(call, worker, generation, event)
+
+
+def token_logprob(token: int) -> float:
+    """A log probability that only depends on the token."""
+    return -0.01 - (token * 2654435761 % 997) / 500
+
+
+def logprobs(ids: Sequence[int], texts: Sequence[str], top: int, offset: int = 0) -> dict[str, Any]:
+    """The completion API's logprobs object; the alternatives are invented."""
+    offsets = []
+    for text in texts:
+        offsets.append(offset)
+        offset += len(text)
+    values = [token_logprob(token) for token in ids]
+    return {
+        "text_offset": offsets,
+        "token_logprobs": values,
+        "tokens": list(texts),
+        "top_logprobs": [
+            {text: value, **dict(alternatives(token, top))}
+            for token, text, value in zip(ids, texts, values, strict=True)
+        ],
+    }
+
+
+def alternatives(token: int, top: int) -> list[tuple[str, float]]:
+    """`top` made-up tokens that are less likely than this one."""
+    return [(f"~{rank}", token_logprob(token) - rank) for rank in range(1, top + 1)]

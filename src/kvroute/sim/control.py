@@ -1,0 +1,187 @@
+"""What is not inference: models, health, metrics, event sources, faults and the request log."""
+
+from __future__ import annotations
+
+import base64
+from typing import Any
+
+from pydantic import ValidationError
+
+from kvroute.sim.faults import Fault
+from kvroute.sim.http import ApiError, Call
+from kvroute.sim.worker import Worker
+
+VERSION = "0.32.0"
+"""The vLLM release whose surface this is."""
+
+
+async def models(call: Call, worker: Worker) -> None:
+    """GET /v1/models: the served names, then the adapters with their parents."""
+    created = int(worker.start_time)
+
+    def card(name: str, parent: str | None) -> dict[str, Any]:
+        permission = {
+            "id": f"modelperm-{name}",
+            "object": "model_permission",
+            "created": created,
+            "allow_create_engine": False,
+            "allow_sampling": True,
+            "allow_logprobs": True,
+            "allow_search_indices": False,
+            "allow_view": True,
+            "allow_fine_tuning": False,
+            "organization": "*",
+            "group": None,
+            "is_blocking": False,
+        }
+        return {
+            "id": name,
+            "object": "model",
+            "created": created,
+            "owned_by": "vllm",
+            "root": name,
+            "parent": parent,
+            "max_model_len": worker.max_model_len if parent is None else None,
+            "permission": [permission],
+        }
+
+    cards = [card(name, None) for name in worker.options.models]
+    cards += [card(name, parent) for name, parent in worker.options.loras.items()]
+    await call.respond({"object": "list", "data": cards})
+
+
+async def health(call: Call, worker: Worker) -> None:
+    """GET /health and /ping: an empty 200."""
+    await call.respond_raw(b"", 200, [])
+
+
+async def version(call: Call, worker: Worker) -> None:
+    await call.respond({"version": VERSION})
+
+
+async def metrics(call: Call, worker: Worker) -> None:
+    """GET /metrics: the part of vLLM's metrics that routers read, under vLLM's names."""
+    kind = (b"content-type", b"text/plain; version=0.0.4; charset=utf-8")
+    await call.respond_raw(exposition(worker).encode(), 200, [kind])
+
+
+def exposition(worker: Worker) -> str:
+    """The metrics as text."""
+    engine, options = worker.engine, worker.options
+    counters, cache = engine.counters, engine.cache
+    base = {"engine": "0", "model_name": options.models[0]}
+    info = {
+        "block_size": cache.block_size,
+        "cache_dtype": "auto",
+        "enable_prefix_caching": True,
+        "engine": 0,
+        "gpu_memory_utilization": 0.9,
+        "kv_cache_size_tokens": cache.capacity * cache.block_size,
+        "num_gpu_blocks": cache.capacity,
+        "prefix_caching_hash_algo": "sha256",
+    }
+    lines: list[str] = []
+
+    def family(name: str, kind: str, help_text: str, *samples: tuple[dict[str, Any], float]) -> None:
+        lines.append(f"# HELP {name} {help_text}")
+        lines.append(f"# TYPE {name} {kind}")
+        for labels, value in samples:
+            text = ",".join(f'{key}="{_escape(str(label))}"' for key, label in labels.items())
+            lines.append(f"{name}{{{text}}} {value}" if text else f"{name} {value}")
+
+    family(
+        "process_start_time_seconds",
+        "gauge",
+        "Start time of the process since unix epoch in seconds.",
+        ({}, worker.start_time),
+    )
+    family("vllm:num_requests_running", "gauge", "Number of running requests.", (base, engine.running))
+    family("vllm:num_requests_waiting", "gauge", "Number of waiting requests.", (base, engine.waiting))
+    family("vllm:kv_cache_usage_perc", "gauge", "KV-cache usage. 1 means 100 percent.", (base, cache.usage))
+    family("vllm:cache_config_info", "gauge", "Information of the LLMEngine CacheConfig", (info, 1.0))
+    for name, help_text, value in (
+        ("prefix_cache_queries", "Prefix cache queries, in tokens.", counters.cache_queries),
+        ("prefix_cache_hits", "Prefix cache hits, in tokens.", counters.cache_hits),
+        ("prompt_tokens", "Number of prefill tokens processed.", counters.prompt_tokens),
+        ("prompt_tokens_cached", "Number of cached prompt tokens.", counters.cache_hits),
+        ("generation_tokens", "Number of generation tokens processed.", counters.generation_tokens),
+        ("num_preemptions", "Cumulative number of preemptions.", 0),
+    ):
+        family(f"vllm:{name}_total", "counter", help_text, (base, float(value)))
+    reasons = ("stop", "length", "abort", "error", "repetition")
+    ends = [
+        ({**base, "finished_reason": reason}, float(worker.driver.finished[reason])) for reason in reasons
+    ]
+    family("vllm:request_success_total", "counter", "Count of successfully processed requests.", *ends)
+    return "\n".join(lines) + "\n"
+
+
+def _escape(value: str) -> str:
+    return value.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+
+
+async def kv_event_sources(call: Call, worker: Worker) -> None:
+    """GET /kv_event_sources: what was bound, by data-parallel rank (there is one)."""
+    await call.respond(worker.publisher.sources() if worker.publisher is not None else {})
+
+
+async def reset_prefix_cache(call: Call, worker: Worker) -> None:
+    """POST /reset_prefix_cache: like vLLM's, refused while requests run; its event waits for an iteration."""
+    await call.respond({"success": worker.engine.reset_prefix_cache()})
+
+
+async def faults(call: Call, worker: Worker) -> None:
+    """POST /sim/faults switches on a fault (an object or a list of them) or acts at once:
+    `{"restart": true}`, `{"capacity_tokens": n}`. GET lists, DELETE clears."""
+    if call.method == "DELETE":
+        worker.faults.clear()
+    elif call.method == "POST":
+        given = call.json_value()
+        for item in given if isinstance(given, list) else [given]:
+            _apply(worker, item)
+    await call.respond({"faults": worker.faults.listing()})
+
+
+def _apply(worker: Worker, item: Any) -> None:
+    if isinstance(item, dict) and item.get("restart") is True:
+        worker.restart()
+    elif isinstance(item, dict) and isinstance(item.get("capacity_tokens"), int):
+        worker.engine.cache.resize(max(1, item["capacity_tokens"] // worker.options.block_size))
+    else:
+        try:
+            worker.faults.add(Fault.model_validate(item))
+        except ValidationError as exc:
+            raise ApiError(400, "BadRequestError", str(exc)) from exc
+
+
+async def requests(call: Call, worker: Worker) -> None:
+    """GET /sim/requests: the last requests as they came (but those to /sim/), oldest first, and counts."""
+    await call.respond(
+        {
+            "requests": [
+                {
+                    "method": request.method,
+                    "target": request.target,
+                    "headers": [
+                        [key.decode("latin-1"), value.decode("latin-1")] for key, value in request.headers
+                    ],
+                    "body": base64.b64encode(request.body).decode(),
+                }
+                for request in worker.received
+            ],
+            "received": worker.counters.requests,
+            "by_path": dict(worker.counters.by_path),
+            "finished": dict(worker.driver.finished),
+            "chunks": worker.counters.chunks,
+            "running": worker.engine.running,
+            "waiting": worker.engine.waiting,
+            "computed_tokens": worker.engine.counters.computed_tokens,
+            "cached_tokens": worker.engine.counters.cache_hits,
+        }
+    )
+
+
+async def forget_requests(call: Call, worker: Worker) -> None:
+    """DELETE /sim/requests: start recording anew."""
+    worker.received.clear()
+    await call.respond({"requests": []})

@@ -1,0 +1,80 @@
+"""What a simulated worker can be told."""
+
+from __future__ import annotations
+
+from pydantic import field_validator
+
+from kvroute.options import Options, option
+from kvroute.sim.timing import TimingModel
+from kvroute.wire.vllm import DIALECTS
+
+
+class SimOptions(Options):
+    """One simulated worker. The defaults behave like Llama-3.1-70B on eight H100."""
+
+    host: str = option("127.0.0.1", "Address to listen on.")
+    port: int = option(0, "Port to listen on; 0 takes a free one.", ge=0, le=65535)
+    models: tuple[str, ...] = option(
+        ("sim-model",), "Served names of the one model; the first is its main name.", min_length=1
+    )
+    loras: dict[str, str] = option(description="LoRA adapters: name to parent model.", default_factory=dict)
+    capacity_tokens: int = option(
+        1_200_000, "KV cache size.", unit="tokens", higher="evicts later", lower="evicts sooner", ge=1
+    )
+    block_size: int = option(
+        16, "Tokens per cache block (vLLM on CUDA: 16, on CPU: 128).", unit="tokens", ge=1
+    )
+    max_model_len: int = option(131_072, "Longest prompt and answer together.", unit="tokens", ge=2)
+    answer_tokens: int = option(
+        32, "Length of an answer whose request sets no limit.", unit="tokens", ge=1, higher="longer answers"
+    )
+    time_scale: float = option(
+        1.0,
+        "Every simulated duration is multiplied by this.",
+        higher="slower worker",
+        lower="faster worker; 0 takes no time",
+        ge=0,
+    )
+    fixed_s: float = option(5e-3, "Fixed time of an iteration.", unit="s", ge=0)
+    weights_s: float = option(9e-3, "Least time that an iteration computes.", unit="s", ge=0)
+    token_s: float = option(40e-6, "Compute time per token.", unit="s", ge=0)
+    attention_s: float = option(0.75e-9, "Time per computed token and token of context.", unit="s", ge=0)
+    kv_s: float = option(20e-9, "Time per token of context while decoding.", unit="s", ge=0)
+    max_batched_tokens: int = option(8192, "Tokens computed in one iteration.", unit="tokens", ge=1)
+    max_sequences: int = option(256, "Requests that run at once; the rest waits.", ge=1)
+    report_cached_tokens: bool = option(
+        True, "Fill usage.prompt_tokens_details (vLLM: --enable-prompt-tokens-details)."
+    )
+    kv_events: bool = option(True, "Publish KV events over ZMQ.")
+    event_endpoint: str = option("tcp://127.0.0.1:0", "Where the PUB socket binds; port 0 takes a free one.")
+    replay_endpoint: str = option("tcp://127.0.0.1:0", "Where the replay ROUTER binds.")
+    event_topic: str = option("kv", "Topic of the events.")
+    event_buffer_steps: int = option(
+        10_000, "Batches kept for replay.", ge=1, higher="longer gaps can be repaired"
+    )
+    event_dialect: str = option("map-0.30", "How events are written: " + ", ".join(DIALECTS) + ".")
+    byte_hashes: bool = option(False, "Write block hashes as 32 bytes instead of 64-bit numbers.")
+    recorded_requests: int = option(
+        1000, "How many received requests GET /sim/requests remembers; 0 records nothing.", ge=0
+    )
+
+    @field_validator("event_dialect")
+    @classmethod
+    def _known_dialect(cls, value: str) -> str:
+        if value not in DIALECTS:
+            raise ValueError(f"unknown dialect {value!r}; one of {', '.join(DIALECTS)}")
+        return value
+
+    @property
+    def timing(self) -> TimingModel:
+        """The timing constants as the engine takes them."""
+        return TimingModel(
+            fixed_s=self.fixed_s,
+            weights_s=self.weights_s,
+            token_s=self.token_s,
+            attention_s=self.attention_s,
+            kv_s=self.kv_s,
+            max_batched_tokens=self.max_batched_tokens,
+            max_sequences=self.max_sequences,
+            scale=self.time_scale,
+        )

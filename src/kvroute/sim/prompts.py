@@ -1,0 +1,230 @@
+"""Requests as the engine sees them: checked as vLLM checks, rendered, tokenized.
+
+Deliberately not built on `kvroute.openai`: the simulated worker is what the gateway's reading of a
+prompt is tested against, so it must not share its mistakes. The template is ChatML: tools, then the
+messages in order, each between special tokens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvroute.sim.http import ApiError
+from kvroute.sim.tokenizer import IM_END, IM_START, IMAGE, TOOLS, VOCABULARY, encode
+
+Json = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """The fields of a generating request that matter here; `limit` None means that none was asked for."""
+
+    limit: int | None
+    n: int
+    stop: tuple[str, ...]
+    stream: bool
+    include_usage: bool
+    continuous_usage: bool
+    logprobs: int | None
+    """How many alternatives to list with each token's logprob; None: no logprobs."""
+    return_token_ids: bool
+    cache_salt: str | None
+    session_id: str | None
+    reads_cache: bool
+    report_full: bool
+
+
+def chat_tokens(
+    messages: Sequence[Any],
+    tools: Sequence[Any] | None = None,
+    *,
+    generate: bool = True,
+    open_end: bool = False,
+) -> array[int]:
+    """Render a chat. `generate` appends the assistant's header, `open_end` leaves the last message open."""
+    ids: array[int] = array("I")
+    if tools:
+        ids.append(TOOLS)
+        ids += encode(json.dumps(tools, ensure_ascii=False, sort_keys=True))
+        ids.append(IM_END)
+    for message in messages:
+        ids.append(IM_START)
+        ids += encode(f"{message['role']}\n")
+        _content(ids, message.get("content"))
+        for call in message.get("tool_calls") or ():
+            ids += encode(json.dumps(call.get("function"), ensure_ascii=False, sort_keys=True))
+        ids.append(IM_END)
+    if open_end and messages:
+        ids.pop()
+    elif generate:
+        ids.append(IM_START)
+        ids += encode("assistant\n")
+    return ids
+
+
+def _content(ids: array[int], content: Any) -> None:
+    if content is None:
+        return
+    if isinstance(content, str):
+        ids += encode(content)
+        return
+    text: list[str] = []
+    for part in content:
+        if isinstance(part, str):
+            text.append(part)
+        elif "text" in part:
+            text.append(str(part["text"]))
+        else:
+            # An image or a file: placeholder tokens that stand for its bytes.
+            digest = hashlib.sha256(json.dumps(part, sort_keys=True).encode()).digest()
+            if text:
+                ids += encode("\n".join(text))
+                text = []
+            ids.append(IMAGE)
+            ids.extend(digest)
+    if text:
+        ids += encode("\n".join(text))
+
+
+def messages_of(body: Json) -> list[dict[str, Any]]:
+    """The checked `messages` of a chat request."""
+    if "messages" not in body:
+        raise ApiError.validation("missing", "body.messages", "Field required")
+    messages = body["messages"]
+    if not isinstance(messages, list):
+        raise ApiError.validation("list_type", "body.messages", "Input should be a valid list")
+    for position, message in enumerate(messages):
+        where = f"body.messages.{position}"
+        if not isinstance(message, dict):
+            raise ApiError.validation("dict_type", where, "Input should be a valid dictionary")
+        if not isinstance(message.get("role"), str):
+            raise ApiError.validation("missing", f"{where}.role", "Field required")
+        content = message.get("content")
+        if content is not None and not isinstance(content, str):
+            parts_fit = isinstance(content, list) and all(isinstance(part, dict | str) for part in content)
+            if not parts_fit:
+                raise ApiError.validation("string_type", f"{where}.content", "Input should be a valid string")
+    if not messages:
+        raise ApiError.invalid("list index out of range")
+    return messages
+
+
+def completion_prompts(body: Json) -> list[array[int]]:
+    """All prompts of a completion request: a text, a list of texts, token ids, or a list of lists of ids."""
+    prompt = body.get("prompt")
+    if prompt is None:
+        raise ApiError.invalid("Either prompt or prompt_embeds must be provided and non-empty.", "prompt")
+    if isinstance(prompt, str):
+        return [encode(prompt)]
+    if not isinstance(prompt, list):
+        raise ApiError.validation("string_type", "body.prompt", "Input should be a valid string")
+    if prompt and all(isinstance(item, str) for item in prompt):
+        return [encode(item) for item in prompt]
+    if prompt and all(type(item) is int for item in prompt):
+        return [_ids(prompt)]
+    if prompt and all(isinstance(item, list) for item in prompt):
+        return [_ids(item) for item in prompt]
+    if not prompt:
+        raise ApiError.invalid("Either prompt or prompt_embeds must be provided and non-empty.", "prompt")
+    raise ApiError.validation("string_type", "body.prompt", "Input should be a valid string")
+
+
+def _ids(items: Sequence[Any]) -> array[int]:
+    for item in items:
+        if type(item) is not int:
+            raise ApiError.validation("int_type", "body.prompt", "Input should be a valid integer")
+        if not 0 <= item < VOCABULARY:
+            raise ApiError.invalid(f"Token id {item} is out of vocabulary", "prompt")
+    return array("I", items)
+
+
+def sampling(
+    body: Json, *, limits: Sequence[str], default_limit: int | None = None, session: str | None = None
+) -> Sampling:
+    """Read what shapes the answer. Of the limit's names in `limits`, the first that is set counts.
+
+    `session` is the X-Session-ID header; the body's own `session_id` goes before it.
+    """
+    limit = default_limit
+    for name in limits:
+        value = _integer(body, name)
+        if value is not None:
+            if value < 1 and not (value == 0 and body.get("echo")):
+                raise ApiError.invalid(f"{name} must be at least 1, got {value}.", name)
+            limit = value
+            break
+    n = _integer(body, "n")
+    n = 1 if n is None else n
+    if n < 1:
+        raise ApiError.invalid(f"n must be at least 1, got {n}.", "n")
+    stop = body.get("stop") or ()
+    if isinstance(stop, str):
+        stop = (stop,)
+    if not isinstance(stop, list | tuple) or not all(isinstance(item, str) for item in stop):
+        raise ApiError.validation("string_type", "body.stop", "Input should be a valid string")
+    stream = bool(_flag(body, "stream"))
+    options = body.get("stream_options")
+    if options is not None:
+        if not isinstance(options, dict):
+            raise ApiError.validation("model_type", "body.stream_options", "Input should be a valid object")
+        if not stream:
+            raise ApiError.invalid("Stream options can only be defined when `stream=True`.", "stream_options")
+    options = options or {}
+    temperature = body.get("temperature")
+    if temperature is not None:
+        if not isinstance(temperature, int | float):
+            raise ApiError.validation("float_type", "body.temperature", "Input should be a valid number")
+        if temperature < 0:
+            raise ApiError.invalid(f"temperature must be non-negative, got {temperature}.", "temperature")
+    salt = body.get("cache_salt")
+    if salt is not None and (not isinstance(salt, str) or not salt):
+        raise ApiError.invalid("Parameter 'cache_salt' must be a non-empty string if provided.", "cache_salt")
+    extra = body.get("vllm_xargs")
+    extra = extra if isinstance(extra, dict) else {}
+    session = body.get("session_id") or session or extra.get("session_id")
+    return Sampling(
+        limit=limit,
+        n=n,
+        stop=tuple(stop),
+        stream=stream,
+        include_usage=bool(options.get("include_usage")),
+        continuous_usage=bool(options.get("continuous_usage_stats")),
+        logprobs=_logprobs(body),
+        return_token_ids=bool(body.get("return_token_ids")),
+        cache_salt=salt,
+        session_id=session if isinstance(session, str) else None,
+        reads_cache=body.get("prompt_logprobs") is None,
+        report_full=extra.get("kv_cache_report_mode") == "full",
+    )
+
+
+def _logprobs(body: Json) -> int | None:
+    wanted = body.get("logprobs")
+    if wanted is None or wanted is False:
+        return None
+    if wanted is True:
+        return _integer(body, "top_logprobs") or 0
+    if not isinstance(wanted, int) or wanted < 0:
+        raise ApiError.invalid("`logprobs` must be a non-negative value.", "logprobs")
+    return wanted
+
+
+def _integer(body: Json, name: str) -> int | None:
+    value = body.get(name)
+    if value is None or type(value) is int:
+        return value
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    raise ApiError.validation("int_type", f"body.{name}", "Input should be a valid integer")
+
+
+def _flag(body: Json, name: str) -> bool | None:
+    value = body.get(name)
+    if value is None or isinstance(value, bool):
+        return value
+    raise ApiError.validation("bool_type", f"body.{name}", "Input should be a valid boolean")

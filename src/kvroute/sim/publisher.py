@@ -1,0 +1,106 @@
+"""KV events over ZMQ as vLLM publishes them: a PUB socket and a ROUTER that replays what it remembers."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import zmq
+import zmq.asyncio
+
+from kvroute.clock import Clock
+from kvroute.errors import WireError
+from kvroute.sim.faults import Fault
+from kvroute.sim.options import SimOptions
+from kvroute.wire.events import KvEvent
+from kvroute.wire.framing import (
+    EventMessage,
+    pack_live,
+    pack_replay,
+    pack_replay_end,
+    unpack_replay_request,
+)
+from kvroute.wire.vllm import DIALECTS
+
+
+class EventPublisher:
+    """Both sockets of one worker. Mutable: the next sequence number and the replay buffer.
+
+    `endpoint` and `replay_endpoint` are what was really bound. Use `serve` for the replay side and
+    `close` at the end.
+    """
+
+    def __init__(self, options: SimOptions, clock: Clock) -> None:
+        self._clock = clock
+        self._dialect = DIALECTS[options.event_dialect]
+        self._topic = options.event_topic.encode()
+        self._options = options
+        self._buffer: deque[EventMessage] = deque(maxlen=options.event_buffer_steps)
+        self._seq = 0
+        self._context = zmq.Context()
+        self._pub = self._context.socket(zmq.PUB)
+        self._router = zmq.asyncio.Socket(self._context, zmq.ROUTER)
+        try:
+            for socket, endpoint in (
+                (self._pub, options.event_endpoint),
+                (self._router, options.replay_endpoint),
+            ):
+                socket.setsockopt(zmq.SNDHWM, 100_000)
+                socket.bind(endpoint)
+        except zmq.ZMQError:
+            self.close()
+            raise
+        self.endpoint = self._pub.getsockopt_string(zmq.LAST_ENDPOINT)
+        self.replay_endpoint = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    def sources(self) -> dict[str, Any]:
+        """What GET /kv_event_sources answers (vLLM 0.27 and later)."""
+        return {
+            "0": {
+                "enable_kv_cache_events": True,
+                "publisher": "zmq",
+                "endpoint": self.endpoint,
+                "replay_endpoint": self.replay_endpoint,
+                "buffer_steps": self._options.event_buffer_steps,
+                "hwm": 100_000,
+                "max_queue_size": 100_000,
+                "topic": self._options.event_topic,
+            }
+        }
+
+    def publish(self, events: Sequence[KvEvent], faults: Sequence[Fault] = ()) -> None:
+        """Send one batch and keep it for replay. A dropped one is still numbered and replayed."""
+        payload = self._dialect.encode(self._clock.wall(), events, 0)
+        message = EventMessage(self._topic, self._seq, payload)
+        self._seq += 1
+        self._buffer.append(message)
+        kinds = {fault.kind for fault in faults}
+        copies = 0 if "drop_events" in kinds else 2 if "duplicate_events" in kinds else 1
+        for _ in range(copies):
+            self._pub.send_multipart(pack_live(message), flags=zmq.NOBLOCK)
+
+    def restart(self) -> None:
+        """A new process: the numbers start at 0 and nothing is left to replay. Nobody is told."""
+        self._seq = 0
+        self._buffer.clear()
+
+    async def serve(self) -> None:
+        """Answer replay requests; ends only by cancellation."""
+        with_topic = self._dialect.replay_topic
+        while True:
+            frames = await self._router.recv_multipart()
+            try:
+                client, start = unpack_replay_request(frames)
+            except WireError:
+                continue  # vLLM logs it and does not answer
+            for message in list(self._buffer):
+                if message.seq >= start:
+                    await self._router.send_multipart([client, *pack_replay(message, with_topic=with_topic)])
+            await self._router.send_multipart([client, *pack_replay_end(with_topic=with_topic)])
+
+    def close(self) -> None:
+        """Close both sockets without waiting."""
+        self._pub.close(linger=0)
+        self._router.close(linger=0)
+        self._context.term()

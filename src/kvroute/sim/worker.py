@@ -1,0 +1,237 @@
+"""The simulated worker behind its HTTP surface: model names, engine, counters, what it remembers."""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+from kvroute.blocks.keys import CacheSpace, block_keys
+from kvroute.clock import Clock
+from kvroute.sim.answers import Answer
+from kvroute.sim.cache import Chain, PagedCache
+from kvroute.sim.driver import EngineDriver, Generation
+from kvroute.sim.engine import EngineRequest, SimEngine
+from kvroute.sim.faults import Faults
+from kvroute.sim.http import ApiError, Call, Gone
+from kvroute.sim.options import SimOptions
+from kvroute.sim.prompts import Sampling
+from kvroute.sim.publisher import EventPublisher
+
+
+@dataclass(frozen=True, slots=True)
+class ReceivedRequest:
+    """One request as it came, for differential tests. Header names are in lower case, in order."""
+
+    method: str
+    target: str
+    headers: list[tuple[bytes, bytes]]
+    body: bytes
+
+
+@dataclass(slots=True)
+class ServerCounters:
+    """What the HTTP side counts. Mutable."""
+
+    requests: int = 0
+    by_path: Counter[str] = field(default_factory=Counter)
+    chunks: int = 0
+    """Streamed events handed to the transport."""
+
+
+@dataclass(slots=True, eq=False)
+class StoredResponse:
+    """An answer of /v1/responses and its conversation so far. Mutable until the answer is complete."""
+
+    record: dict[str, Any]
+    messages: list[dict[str, Any]]
+    generation: Generation | None = None
+    """What still runs in the background."""
+
+
+class Worker:
+    """One worker process's worth of state. Mutable; `restart` puts it back to how it began."""
+
+    def __init__(self, options: SimOptions, clock: Clock, publisher: EventPublisher | None) -> None:
+        self.options = options
+        self.clock = clock
+        self.publisher = publisher
+        self.faults = Faults()
+        self.counters = ServerCounters()
+        self.received: deque[ReceivedRequest] = deque(maxlen=options.recorded_requests)
+        self.responses: dict[str, StoredResponse] = {}
+        """Stored /v1/responses answers by id; they die with the process."""
+        self.tasks: set[asyncio.Task[None]] = set()
+        """Work in the background; whoever runs the worker cancels and awaits them at the end."""
+        self.start_time = clock.wall()
+        self._random = Random()
+        self.driver = EngineDriver(self._new_engine(), clock, self._publish)
+
+    @property
+    def engine(self) -> SimEngine:
+        return self.driver.engine
+
+    @property
+    def max_model_len(self) -> int:
+        """The configured limit, or the cache's size where that is smaller."""
+        return min(self.options.max_model_len, self.options.capacity_tokens)
+
+    def restart(self) -> None:
+        """As if the process had been killed and started again: streams end, cache, responses and counters
+        are gone, the event sequence starts at 0, the start time moves on."""
+        self.driver.cut_all(self._new_engine())
+        self.counters = ServerCounters()
+        self.responses.clear()
+        self.start_time = max(self.clock.wall(), self.start_time + 0.01)
+        if self.publisher is not None:
+            self.publisher.restart()
+
+    def background(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run something that outlives its request."""
+        task = asyncio.create_task(work)
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+
+    def new_id(self, prefix: str, call: Call | None = None) -> str:
+        """An id as vLLM makes them: a prefix, and the call's X-Request-Id or 32 random hex digits."""
+        given = call.header(b"x-request-id") if call is not None else None
+        return prefix + (given or f"{self._random.getrandbits(128):032x}")
+
+    def model(self, body: dict[str, Any]) -> str:
+        """The name to answer under. Raises `ApiError` 404 for a model that is not served here."""
+        name = body.get("model")
+        if name is None or name == "":
+            return self.options.models[0]
+        if not isinstance(name, str):
+            raise ApiError.validation("string_type", "body.model", "Input should be a valid string")
+        if name not in self.options.models and name not in self.options.loras:
+            raise ApiError.not_found(f"The model `{name}` does not exist.", "model")
+        return name
+
+    def limit(self, prompt: array[int], wanted: int | None) -> int | None:
+        """The output limit that the context leaves, None for none that matters.
+
+        Raises `ApiError` when the prompt is empty or too long by itself.
+        """
+        longest = self.max_model_len
+        if not prompt:
+            raise ApiError.invalid("The decoder prompt cannot be empty")
+        if len(prompt) >= longest:
+            raise ApiError.invalid(
+                f"This model's maximum context length is {longest} tokens. However, your prompt contains "
+                f"{len(prompt)} input tokens, which exceeds this limit even without any output tokens. "
+                "Please reduce the length of the input prompt.",
+                "input_tokens",
+            )
+        left = longest - len(prompt)
+        if wanted is None:
+            return None if left > self.options.answer_tokens else left
+        return min(left, wanted)
+
+    def submit(
+        self, prompts: Sequence[array[int]], answers: Sequence[Sequence[Answer]], asked: Sampling, model: str
+    ) -> Generation:
+        """Queue every choice of every prompt, in order. End it with `close`."""
+        requests = [
+            self.sequence(prompt, answer.token_ids, model, asked)
+            for prompt, choices in zip(prompts, answers, strict=True)
+            for answer in choices
+        ]
+        reasons = [answer.finish_reason for choices in answers for answer in choices]
+        return self.driver.submit(requests, reasons, streamed=asked.stream)
+
+    def sequence(
+        self, prompt: array[int], output: array[int], model: str, asked: Sampling | None = None
+    ) -> EngineRequest:
+        """One engine request for a prompt and the answer that it will get."""
+        adapter = model if model in self.options.loras else None
+        salt = (asked and asked.cache_salt) or ""
+        tokens = prompt + output
+        seed = CacheSpace(adapter or "", salt).seed
+        chain = Chain(
+            keys=block_keys(tokens.tobytes(), block_bytes=4 * self.options.block_size, seed=seed),
+            token_ids=tokens if self.publisher is not None else (),
+            lora_id=None if adapter is None else 1 + list(self.options.loras).index(adapter),
+            lora_name=adapter,
+            cache_salt=salt or None,
+            session_id=asked.session_id if asked else None,
+        )
+        return EngineRequest(
+            chain=chain,
+            prompt_tokens=len(prompt),
+            # With an empty answer (echo without generation) the engine still makes one token.
+            output_tokens=max(len(output), 1 if asked else 0),
+            reads_cache=asked is None or asked.reads_cache,
+            report_full=asked is not None and asked.report_full,
+        )
+
+    @asynccontextmanager
+    async def attended(self, call: Call, generation: Generation) -> AsyncIterator[None]:
+        """While inside, the client's leaving aborts the generation; the exit ends it in any case."""
+        watcher = asyncio.create_task(self._watch(call, generation))
+        try:
+            yield
+        finally:
+            watcher.cancel()
+            await asyncio.gather(watcher, return_exceptions=True)
+            self.driver.close(generation)
+
+    async def complete(self, call: Call, generation: Generation) -> None:
+        """Until all is generated. Raises `Gone` when the client leaves first, `ApiError` if it cannot run."""
+        async with self.attended(call, generation):
+            while not generation.done:
+                await generation.wait()
+            self.check(generation)
+
+    @staticmethod
+    def check(generation: Generation) -> None:
+        """Raise when nothing more will come of it."""
+        if generation.cut:
+            raise Gone
+        if generation.refused:
+            raise ApiError(500, "InternalServerError", "The request does not fit into the KV cache.")
+
+    async def _watch(self, call: Call, generation: Generation) -> None:
+        await call.gone()
+        self.driver.close(generation)
+
+    def usage(
+        self, prompts: Sequence[array[int]], generation: Generation, produced: int, *, created: bool
+    ) -> dict[str, Any]:
+        """vLLM's usage object. With several prompts vLLM 0.32 reports the cached tokens of the last one
+        (of the first in a stream); `created` adds what a chat reports of newly cached tokens."""
+        tokens = sum(len(prompt) for prompt in prompts)
+        details = None
+        if self.options.report_cached_tokens:
+            reported = generation.requests[0 if generation.streamed else -1]
+            details = {
+                "cached_tokens": reported.cached_tokens,
+                "created_cache_tokens": reported.stored_tokens if created else None,
+                "multimodal_tokens": None,
+            }
+        return {
+            "prompt_tokens": tokens,
+            "total_tokens": tokens + produced,
+            "completion_tokens": produced,
+            "prompt_tokens_details": details,
+            "completion_tokens_details": None,
+        }
+
+    def _new_engine(self) -> SimEngine:
+        options = self.options
+        cache = PagedCache(
+            max(1, options.capacity_tokens // options.block_size),
+            options.block_size,
+            record=self.publisher is not None,
+            byte_hashes=options.byte_hashes,
+        )
+        return SimEngine(cache, options.timing)
+
+    def _publish(self, events: list[Any]) -> None:
+        if self.publisher is not None:
+            self.publisher.publish(events, self.faults.for_batch())

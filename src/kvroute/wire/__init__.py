@@ -1,0 +1,1 @@
+"""Formats on the wire between engines, LMCache and kvroute. Pure: bytes in, values out, and back."""

@@ -1,0 +1,218 @@
+"""Faults switched on through POST /sim/faults, seen by a client over a socket."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import httpx
+import pytest
+
+from kvroute.clock import SystemClock
+from kvroute.sim.faults import Fault, Faults
+from kvroute.sim.options import SimOptions
+from kvroute.sim.running import RunningSim, run_sim
+
+ASK = {"prompt": "hello", "max_tokens": 6}
+
+
+async def switch_on(http: httpx.AsyncClient, *faults: dict[str, Any]) -> None:
+    assert (await http.post("/sim/faults", json=list(faults))).status_code == 200
+
+
+async def events(stream: httpx.Response) -> AsyncIterator[str]:
+    async for line in stream.aiter_lines():
+        if line.startswith("data: "):
+            yield line
+
+
+async def test_a_status_burst_hits_as_many_requests_as_it_says(http: httpx.AsyncClient) -> None:
+    await switch_on(http, {"kind": "status", "status": 429, "retry_after_s": 7, "count": 2})
+    answers = [await http.post("/v1/completions", json=ASK) for _ in range(3)]
+
+    assert [answer.status_code for answer in answers] == [429, 429, 200]
+    assert answers[0].headers["retry-after"] == "7"
+    assert answers[0].json()["error"]["code"] == 429
+
+
+async def test_the_control_plane_is_spared_unless_it_is_named(http: httpx.AsyncClient) -> None:
+    await switch_on(http, {"kind": "status", "status": 500, "count": None})
+    assert (await http.get("/health")).status_code == 200
+    assert (await http.get("/v1/models")).status_code == 200
+    assert (await http.post("/tokenize", json={"prompt": "x"})).status_code == 500
+
+    await http.delete("/sim/faults")
+    assert (await http.post("/tokenize", json={"prompt": "x"})).status_code == 200
+
+    await switch_on(http, {"kind": "status", "path": "/health"})
+    assert (await http.get("/health")).status_code == 503
+    assert (await http.get("/health")).status_code == 200
+
+
+async def test_faults_are_listed_with_what_is_left_of_them(http: httpx.AsyncClient) -> None:
+    await switch_on(http, {"kind": "status", "count": 2}, {"kind": "slow", "delay_s": 0, "count": 2})
+    await http.post("/v1/completions", json=ASK)
+
+    listing = (await http.get("/sim/faults")).json()["faults"]
+
+    assert [(fault["kind"], fault["count"]) for fault in listing] == [("status", 1), ("slow", 1)]
+
+
+@pytest.mark.parametrize("body", [{"kind": "meteor"}, {"kind": "status", "planet": 1}, 7, [7]])
+async def test_faults_that_do_not_exist_are_refused(http: httpx.AsyncClient, body: Any) -> None:
+    assert (await http.post("/sim/faults", json=body)).status_code == 400
+
+
+async def test_a_reset_before_the_head_breaks_the_connection(http: httpx.AsyncClient) -> None:
+    await switch_on(http, {"kind": "reset"})
+
+    with pytest.raises(httpx.ReadError):
+        await http.post("/v1/completions", json=ASK)
+    assert (await http.post("/v1/completions", json=ASK)).status_code == 200
+
+
+@pytest.mark.parametrize("chunks", [0, 3])
+async def test_a_reset_in_the_stream_lets_that_many_chunks_pass(
+    http: httpx.AsyncClient, sim: RunningSim, until: Callable[..., Any], chunks: int
+) -> None:
+    await switch_on(http, {"kind": "reset", "after_chunks": chunks})
+    seen: list[str] = []
+
+    async def read(stream: httpx.Response) -> None:
+        async for event in events(stream):
+            seen.append(event)
+
+    async with http.stream("POST", "/v1/completions", json={**ASK, "stream": True}) as stream:
+        assert stream.status_code == 200
+        with pytest.raises(httpx.TransportError):
+            await read(stream)
+
+    assert len(seen) == chunks
+    await until(lambda: not sim.engine.has_work)
+
+
+async def test_a_reset_of_a_plain_answer_comes_after_its_head(http: httpx.AsyncClient) -> None:
+    await switch_on(http, {"kind": "reset", "after_chunks": 0})
+
+    async with http.stream("POST", "/v1/completions", json=ASK) as answer:
+        assert int(answer.headers["content-length"]) > 0
+        with pytest.raises(httpx.TransportError):
+            await answer.aread()
+
+
+async def test_a_hang_says_nothing_until_the_client_gives_up(
+    http: httpx.AsyncClient, sim: RunningSim
+) -> None:
+    await switch_on(http, {"kind": "hang"})
+
+    with pytest.raises(httpx.ReadTimeout):
+        await http.post("/v1/completions", json=ASK, timeout=0.1)
+    assert sim.worker.driver.finished.total() == 0
+
+
+async def test_a_hang_in_the_stream_is_aborted_when_the_client_leaves(
+    http: httpx.AsyncClient, sim: RunningSim, until: Callable[..., Any]
+) -> None:
+    await switch_on(http, {"kind": "hang", "after_chunks": 2})
+    seen = []
+
+    async with http.stream("POST", "/v1/completions", json={**ASK, "stream": True}) as stream:
+        async for event in events(stream):
+            seen.append(event)
+            if len(seen) == 2:
+                break
+
+    await until(lambda: not sim.engine.has_work and sim.worker.driver.finished.total() == 1)
+    assert json.loads(seen[0][6:])["object"] == "text_completion"
+
+
+class Impatient(SystemClock):
+    """Does not wait; remembers for how long it should have."""
+
+    def __init__(self) -> None:
+        self.slept: list[float] = []
+
+    async def sleep(self, seconds: float) -> None:
+        self.slept.append(seconds)
+        await asyncio.sleep(0)
+
+
+async def test_a_slow_worker_waits_before_the_engine_sees_the_request() -> None:
+    clock = Impatient()
+    async with (
+        run_sim(SimOptions(time_scale=0), clock=clock) as sim,
+        httpx.AsyncClient(base_url=sim.url) as http,
+    ):
+        sim.worker.faults.add(Fault(kind="slow", delay_s=30))
+
+        assert (await http.post("/v1/completions", json=ASK)).status_code == 200
+
+    assert clock.slept[0] == 30
+    assert clock.slept.count(30) == 1
+
+
+async def test_a_restart_cuts_streams_and_forgets_everything(
+    http: httpx.AsyncClient, sim: RunningSim
+) -> None:
+    await http.post("/v1/completions", json={"prompt": "hello " * 40})
+    before = sim.worker.start_time
+    async with http.stream(
+        "POST", "/v1/completions", json={"prompt": "x", "max_tokens": 100_000, "stream": True}
+    ) as stream:
+        lines = events(stream)
+        await anext(lines)
+        await switch_on(http, {"restart": True})
+        with pytest.raises(httpx.TransportError):
+            async for _ in lines:
+                pass
+
+    assert sim.worker.start_time > before
+    assert sim.engine.cache.held_keys == set()
+    again = (await http.post("/v1/completions", json={"prompt": "hello " * 40})).json()
+    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+
+
+async def test_a_shrunk_cache_evicts_and_a_grown_one_takes_more(
+    http: httpx.AsyncClient, sim: RunningSim
+) -> None:
+    await http.post("/v1/completions", json={"prompt": "hello " * 40})
+    assert len(sim.engine.cache.held_keys) == 5
+
+    await switch_on(http, {"capacity_tokens": 32})
+    assert len(sim.engine.cache.held_keys) == 2
+    assert 'num_gpu_blocks="2"' in (await http.get("/metrics")).text
+
+    refused = await http.post("/v1/completions", json={"prompt": "hello " * 40})
+    assert refused.status_code == 500
+    streamed = await http.post("/v1/completions", json={"prompt": "hello " * 40, "stream": True})
+    assert streamed.status_code == 500
+
+    await switch_on(http, {"capacity_tokens": 1600})
+    assert (await http.post("/v1/completions", json={"prompt": "hello " * 40})).status_code == 200
+
+
+def test_one_fault_of_each_kind_hits_a_request_and_the_oldest_goes_first() -> None:
+    faults = Faults()
+    for status in (500, 503):
+        faults.add(Fault(kind="status", status=status))
+    faults.add(Fault(kind="slow"))
+    faults.add(Fault(kind="drop_events"))
+
+    assert [(f.kind, f.status) for f in faults.for_request("/v1/completions")] == [
+        ("status", 500),
+        ("slow", 503),
+    ]
+    assert [f.kind for f in faults.for_batch()] == ["drop_events"]
+    assert [f.status for f in faults.for_request("/v1/completions")] == [503]
+    assert faults.for_request("/v1/completions") == faults.for_batch() == []
+
+
+async def test_faults_of_one_worker_are_its_own() -> None:
+    options = SimOptions(time_scale=0)
+    async with run_sim(options) as one, run_sim(options) as two, httpx.AsyncClient() as http:
+        one.worker.faults.add(Fault(kind="status", count=None))
+
+        assert (await http.post(f"{one.url}/v1/completions", json=ASK)).status_code == 503
+        assert (await http.post(f"{two.url}/v1/completions", json=ASK)).status_code == 200
