@@ -138,7 +138,7 @@ class RawWorker:
 async def raw_worker() -> AsyncIterator[RawWorker]:
     worker = RawWorker()
     server = await asyncio.start_server(worker.serve, "127.0.0.1", 0)
-    worker.url = "http://127.0.0.1:%d" % server.sockets[0].getsockname()[1]
+    worker.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
     try:
         yield worker
     finally:

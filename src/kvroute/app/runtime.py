@@ -212,5 +212,8 @@ class Runtime:
             "kvroute_worker_index_blocks",
             "Blocks that the prefix index believes each worker to hold.",
             ("worker",),
-            [((w.id,), float(self.router.describe_worker(w)["tracked_blocks"])) for w in self.fleet.workers()],
+            [
+                ((w.id,), float(self.router.describe_worker(w)["tracked_blocks"]))
+                for w in self.fleet.workers()
+            ],
         )
