@@ -41,7 +41,10 @@ async def test_a_request_id_is_made_where_none_was_sent(run_gateway, instant_sim
 
 
 async def test_the_very_bytes_go_upstream(run_gateway, instant_sim):
-    body = b'{ "messages" : [{"role":"user","content":"\\u00e9 caf\xc3\xa9"}],\n\t"model":"sim-model", "max_tokens": 2e0 }'
+    body = (
+        b'{ "messages" : [{"role":"user","content":"\\u00e9 caf\xc3\xa9"}],\n\t'
+        b'"model":"sim-model", "max_tokens": 2e0 }'
+    )
     async with run_gateway([instant_sim.url]) as gateway:
         await gateway.client.post("/v1/chat/completions?x=%20y", content=body, headers={"X-Odd": "a, b"})
 
