@@ -58,9 +58,9 @@ distclean: clean ## also remove the virtual environments
 
 # --- installation -----------------------------------------------------------------------------------------
 
-# The newest of the usual names that runs, is 3.11 or newer and can make a virtual environment; PYTHON=... overrides.
+# The first of the usual names that runs, is 3.11 or newer and can make a virtual environment; PYTHON=... overrides.
 $(BIN)/python:
-	@for python in $(PYTHON) python3.13 python3.12 python3.11 python3; do \
+	@for python in $(PYTHON) python3 python3.13 python3.12 python3.11; do \
 	  if $$python -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
 	    echo "creating $(VENV) with $$($$python --version)"; \
 	    $$python -m venv $(VENV) && exit 0; \
