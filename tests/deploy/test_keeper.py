@@ -1,0 +1,147 @@
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kvroute.clock import SystemClock
+from kvroute.deploy import keeper as keeper_module
+from kvroute.deploy.keeper import Keeper, Phase
+from kvroute.deploy.plan import PlannedProcess
+from kvroute.deploy.processes import ChildSpec, ProcessFailed
+from kvroute.deploy.up import free_ports
+
+ServerArgv = Callable[..., tuple[str, ...]]
+
+
+class Watcher:
+    """Keeps what a keeper tells, and lets a test wait for a phase."""
+
+    def __init__(self) -> None:
+        self.phases: list[Phase] = []
+        self.reports: list[str] = []
+        self._changed = asyncio.Event()
+
+    def changed(self, keeper: Keeper) -> None:
+        self.phases.append(keeper.status.phase)
+        self._changed.set()
+
+    async def until(self, *phases: Phase) -> None:
+        async with asyncio.timeout(30):
+            while self.phases != list(phases):
+                self._changed.clear()
+                await self._changed.wait()
+
+
+@pytest.fixture
+def watcher() -> Watcher:
+    return Watcher()
+
+
+@pytest.fixture
+def keeper(tmp_path: Path, clock: SystemClock, watcher: Watcher) -> Callable[..., Keeper]:
+    def make(argv: tuple[str, ...], port: int) -> Keeper:
+        child = ChildSpec("worker-0", argv, dict(os.environ), tmp_path / "log", stop_grace_s=5.0)
+        url = f"http://127.0.0.1:{port}"
+        planned = PlannedProcess(child, url, f"{url}/health", 30.0)
+        return Keeper(planned, clock=clock, report=watcher.reports.append, changed=watcher.changed)
+
+    return make
+
+
+async def test_a_process_is_ready_when_it_answers(
+    keeper: Callable[..., Keeper], server_argv: ServerArgv, watcher: Watcher
+) -> None:
+    (port,) = free_ports(1)
+    kept = keeper(server_argv(port), port)
+
+    await kept.bring_up()
+    assert kept.last_line == "serving"
+    await kept.stop()
+
+    assert watcher.phases == [Phase.STARTING, Phase.READY, Phase.STOPPED]
+
+
+async def test_a_process_that_cannot_start_is_stopped_and_told(
+    keeper: Callable[..., Keeper], watcher: Watcher
+) -> None:
+    (port,) = free_ports(1)
+    kept = keeper((sys.executable, "-c", "raise SystemExit('no memory')"), port)
+
+    with pytest.raises(ProcessFailed, match="no memory"):
+        await kept.bring_up()
+
+    assert watcher.phases == [Phase.STARTING, Phase.STOPPED]
+
+
+async def test_a_dead_process_is_reported_and_started_again(
+    keeper: Callable[..., Keeper],
+    server_argv: ServerArgv,
+    watcher: Watcher,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(keeper_module, "FIRST_BACKOFF_S", 0.0)
+    (port,) = free_ports(1)
+    kept = keeper(server_argv(port, "my last words"), port)
+    await kept.bring_up()
+    keeping = asyncio.create_task(kept.keep_up())
+
+    kept.kill()
+    await watcher.until(Phase.STARTING, Phase.READY, Phase.DOWN, Phase.STARTING, Phase.READY)
+
+    assert kept.status.restarts == 1
+    assert "worker-0 ended with SIGKILL\n  | serving my last words" in watcher.reports[0]
+    keeping.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await keeping
+    await kept.stop()
+
+
+async def test_the_back_off_doubles_while_it_keeps_failing(
+    keeper: Callable[..., Keeper], watcher: Watcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keeper_module, "FIRST_BACKOFF_S", 0.001)
+    monkeypatch.setattr(keeper_module, "LAST_BACKOFF_S", 0.002)
+    (port,) = free_ports(1)
+    flag = tmp_path / "broken"
+    # Serves once; from then on it ends at once.
+    source = f"""
+import http.server, pathlib, sys
+flag = pathlib.Path({str(flag)!r})
+if flag.exists():
+    sys.exit("broken")
+flag.touch()
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+server = http.server.HTTPServer(("127.0.0.1", {port}), Handler)
+server.handle_request()
+"""
+    kept = keeper((sys.executable, "-c", source), port)
+    await kept.bring_up()
+    keeping = asyncio.create_task(kept.keep_up())
+
+    async with asyncio.timeout(30):
+        while len(watcher.reports) < 3:
+            await asyncio.sleep(0.01)
+    keeping.cancel()
+    await asyncio.wait({keeping})
+    await kept.stop()
+
+    assert kept.status.restarts >= 2
+    assert "broken" in watcher.reports[-1]
+    assert Phase.READY not in watcher.phases[2:]
+
+
+async def test_stopping_a_stopped_process_is_harmless(keeper: Callable[..., Keeper]) -> None:
+    kept = keeper((sys.executable, "-c", ""), 1)
+
+    await kept.stop()
+    kept.kill()
+
+    assert kept.status.phase is Phase.STOPPED

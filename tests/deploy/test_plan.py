@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvroute.deploy.plan import Engine, HostFacts, Plan, UpSpec, plan_up, worker_count
+from kvroute.errors import ConfigError
+
+ENV = {"PATH": "/bin", "PYTHONPATH": "src"}
+ENGINE_ENV = {"PATH": "/bin"}
+
+
+def plan(gpus: tuple[str, ...] = (), **wanted: object) -> Plan:
+    host = HostFacts(ENV, ENGINE_ENV, (0, 1), gpus, (9001, 9002, 9003, 9004), ("/venv/bin/vllm",))
+    return plan_up(UpSpec(**wanted), host)  # type: ignore[arg-type]
+
+
+def command(plan: Plan, worker: int) -> str:
+    return " ".join(plan.workers[worker].child.argv)
+
+
+def test_simulated_workers_are_the_default() -> None:
+    made = plan()
+
+    assert made.simulated
+    assert made.tiny_model is None
+    assert [worker.url for worker in made.workers] == ["http://127.0.0.1:9001", "http://127.0.0.1:9002"]
+    assert made.workers[0].child.argv[:4] == (sys.executable, "-m", "kvroute", "sim")
+    assert command(made, 1).endswith("--host 127.0.0.1 --port 9002 --model simulated")
+    assert made.workers[0].ready_url == "http://127.0.0.1:9001/health"
+
+
+def test_the_gateway_knows_every_worker() -> None:
+    gateway = plan(workers=3, strategy="roundrobin", port=8123).gateway
+
+    assert gateway.child.argv[1:] == (
+        *("-m", "kvroute", "serve", "--host", "127.0.0.1", "--port", "8123"),
+        *("--worker", "worker-0=http://127.0.0.1:9001"),
+        *("--worker", "worker-1=http://127.0.0.1:9002"),
+        *("--worker", "worker-2=http://127.0.0.1:9003"),
+        *("--strategy", "roundrobin"),
+    )
+    assert gateway.ready_url == "http://127.0.0.1:8123/ready"
+    assert gateway.child.env == ENV
+
+
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [("0.0.0.0", "http://127.0.0.1:8080"), ("::", "http://127.0.0.1:8080"), ("::1", "http://[::1]:8080")],
+)
+def test_a_gateway_is_asked_where_it_can_be_reached(host: str, url: str) -> None:
+    assert plan(host=host).gateway.url == url
+
+
+def test_without_gpus_vllm_runs_a_random_model_on_a_core_of_its_own() -> None:
+    made = plan(engine=Engine.VLLM, state_dir=Path("/state"))
+
+    assert made.tiny_model == made.model == "small"
+    assert made.model_folder == Path("/state/models/small")
+    assert command(made, 0).startswith("/venv/bin/vllm serve /state/models/small --served-model-name small")
+    assert "--load-format dummy" in command(made, 1)
+    assert [worker.child.env["VLLM_CPU_OMP_THREADS_BIND"] for worker in made.workers] == ["0", "1"]
+    assert "PYTHONPATH" not in made.workers[0].child.env
+    assert made.workers[1].child.log_path == Path("/state/logs/worker-1.log")
+
+
+def test_without_gpus_vllm_can_serve_a_real_model() -> None:
+    made = plan(engine=Engine.VLLM, model="org/model", workers=1, engine_args=("--dtype", "float32"))
+
+    assert made.tiny_model is None
+    assert made.model == "org/model"
+    assert command(made, 0).startswith("/venv/bin/vllm serve org/model --served-model-name org/model")
+    assert command(made, 0).endswith("--dtype float32")
+    assert "--load-format" not in command(made, 0)
+    assert "HF_HUB_OFFLINE" not in made.workers[0].child.env
+
+
+def test_on_gpus_each_worker_gets_its_share() -> None:
+    made = plan(gpus=tuple("0123"), engine=Engine.VLLM, model="org/model", tensor_parallel_size=2)
+
+    assert [worker.child.env["CUDA_VISIBLE_DEVICES"] for worker in made.workers] == ["0,1", "2,3"]
+    assert "--tensor-parallel-size 2" in command(made, 0)
+
+
+def test_every_gpu_gets_a_worker_unless_told_otherwise() -> None:
+    assert len(plan(gpus=tuple("0123"), engine=Engine.VLLM).workers) == 4
+    assert len(plan(gpus=tuple("0123"), engine=Engine.VLLM, workers=1).workers) == 1
+    assert worker_count(UpSpec(engine=Engine.SIM), ("0", "1", "2")) == 2
+
+
+@pytest.mark.parametrize("engine", Engine)
+def test_tensor_parallelism_needs_gpus(engine: Engine) -> None:
+    with pytest.raises(ConfigError, match="tensor-parallel-size"):
+        plan(engine=engine, tensor_parallel_size=2)

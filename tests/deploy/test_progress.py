@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+import asyncio
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from kvroute.clock import SystemClock
+from kvroute.deploy import progress
+from kvroute.deploy.keeper import Keeper, Phase, Status
+from kvroute.deploy.plan import PlannedProcess
+from kvroute.deploy.processes import ChildSpec
+from kvroute.deploy.progress import showing
+
+
+class Ticks(SystemClock):
+    """Every sleep ends at once, and the test can wait for the next one."""
+
+    def __init__(self) -> None:
+        self.slept = asyncio.Event()
+
+    async def sleep(self, seconds: float) -> None:
+        self.slept.set()
+        await asyncio.sleep(0)
+
+
+@pytest.fixture
+def keepers(tmp_path: Path) -> list[Keeper]:
+    """One that is starting, one that is ready."""
+    made = []
+    for name, phase in (("worker-0", Phase.STARTING), ("worker-1", Phase.READY)):
+        child = ChildSpec(name, ("true",), {}, tmp_path / f"{name}.log")
+        child.log_path.write_text("loading [weights]\n")
+        planned = PlannedProcess(child, "http://127.0.0.1:1", "http://127.0.0.1:1/health", 1.0)
+        keeper = Keeper(planned, clock=SystemClock(), report=print, changed=lambda _: None)
+        keeper.status = Status(phase, SystemClock().now())
+        made.append(keeper)
+    return made
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+async def test_a_starting_process_is_shown_with_its_last_line(keepers: list[Keeper], terminal: bool) -> None:
+    console = Console(file=StringIO(), force_terminal=terminal, width=120)
+    clock = Ticks()
+
+    async with showing(console, keepers, clock=clock):
+        for _ in range(2):
+            clock.slept.clear()
+            await clock.slept.wait()
+
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "worker-0" in text
+    assert "loading [weights]" in text
+    assert ("worker-1" in text) == terminal
+
+
+async def test_a_display_that_breaks_is_told(keepers: list[Keeper], monkeypatch: pytest.MonkeyPatch) -> None:
+    async def broken(*_: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(progress, "_lines", broken)
+
+    with pytest.raises(ZeroDivisionError):
+        async with showing(Console(file=StringIO()), keepers, clock=SystemClock()):
+            await asyncio.sleep(0)

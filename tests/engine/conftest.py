@@ -1,0 +1,307 @@
+"""Real vLLM workers on CPU cores, the gateway as a subprocess, and a workload of chats.
+
+Engines are expensive (half a minute each) and live for the whole session; a gateway is cheap, and
+every test that cares about what it has learnt starts its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import re
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+import pytest_asyncio
+
+from kvroute.clock import SystemClock
+from kvroute.deploy.engine_install import DEFAULT_PATH, EngineVenv, separate_environment
+from kvroute.deploy.processes import ChildProcess, ChildSpec
+from kvroute.deploy.tiny_model import write_tiny_model
+from kvroute.deploy.up import free_ports
+from kvroute.deploy.vllm_command import CpuPlacement, VllmSpec, vllm_argv, vllm_environment
+
+MODEL = "tiny"
+BLOCK_SIZE = 32
+ENGINE_READY_S = 300.0
+GATEWAY_READY_S = 30.0
+REQUEST_TIMEOUT_S = 60.0
+# Compact JSON, so that a model that says noise ends its structured answers.
+STRUCTURED = '{"backend":"xgrammar","disable_any_whitespace":true}'
+
+
+@dataclass(frozen=True, slots=True)
+class ChatShape:
+    """Chats that are held at once. Lengths are in tokens; a word of the prompts is one token."""
+
+    chats: int = 12
+    turns: int = 8
+    system_tokens: int = 160
+    turn_tokens: int = 104
+    answer_tokens: int = 16
+    common_tokens: int = 0
+    """Words at the start of every system prompt that all chats share."""
+
+    @property
+    def tokens_per_chat(self) -> int:
+        """Length of a chat after its last answer. The template adds 5 tokens to each message."""
+        answers = self.turns * (self.answer_tokens + 5)
+        return 5 + self.system_tokens + self.turns * (self.turn_tokens + 5) + answers
+
+    @property
+    def blocks(self) -> int:
+        """KV blocks that all chats together hold at their ends."""
+        return self.chats * -(-self.tokens_per_chat // BLOCK_SIZE)
+
+
+SHAPE = ChatShape()
+POOL_SHARE = 0.65
+POOL_BLOCKS = round(POOL_SHARE * SHAPE.blocks)
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What one request of a chat cost, by the engine's own account."""
+
+    chat: int
+    worker: str
+    prompt_tokens: int
+    cached_tokens: int
+    answer_tokens: int
+
+    @property
+    def computed_tokens(self) -> int:
+        return self.prompt_tokens - self.cached_tokens
+
+
+@dataclass(slots=True)
+class Engine:
+    """A running worker. `name` is how gateways that know it call it."""
+
+    name: str
+    url: str
+    process: ChildProcess
+    blocks: int
+    http: httpx.AsyncClient = field(repr=False)
+
+    async def restart(self) -> None:
+        await self.process.start()
+        await self.ready()
+
+    async def ready(self) -> None:
+        await self.process.wait_ready(f"{self.url}/health", timeout_s=ENGINE_READY_S)
+
+    async def forget(self) -> None:
+        """Empty the prefix cache."""
+        answer = await self.http.post(f"{self.url}/reset_prefix_cache")
+        assert answer.json() == {"success": True}
+
+    async def metric(self, name: str, **labels: str) -> float:
+        """The sum of a metric's samples that carry `labels`."""
+        text = (await self.http.get(f"{self.url}/metrics")).text
+        total = 0.0
+        for shown, value in re.findall(rf"^{re.escape(name)}\{{(.*)\}} (\S+)$", text, re.MULTILINE):
+            if all(f'{label}="{wanted}"' in shown for label, wanted in labels.items()):
+                total += float(value)
+        return total
+
+
+@dataclass(slots=True)
+class Gateway:
+    """A running gateway."""
+
+    url: str
+    process: ChildProcess
+
+    def openai(self) -> openai.AsyncOpenAI:
+        return openai.AsyncOpenAI(
+            base_url=f"{self.url}/v1", api_key="unused", max_retries=0, timeout=REQUEST_TIMEOUT_S
+        )
+
+
+StartEngine = Callable[..., Awaitable[Engine]]
+StartGateway = Callable[..., AbstractAsyncContextManager[Gateway]]
+
+
+@pytest.fixture(scope="session")
+def engine_venv(pytestconfig: pytest.Config) -> EngineVenv:
+    venv = EngineVenv.at(Path(os.environ.get("ENGINE_VENV", pytestconfig.rootpath / DEFAULT_PATH)))
+    if not venv.script("vllm").exists():
+        pytest.fail(f"no engine in {venv.path}: python -m kvroute.deploy.engine_install")
+    return venv
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(MODEL, tmp_path_factory.mktemp("models") / MODEL)
+
+
+@pytest.fixture(scope="session")
+def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("logs")
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def start_engine(engine_venv: EngineVenv, model_folder: Path, logs: Path) -> AsyncIterator[StartEngine]:
+    """`(name, core, blocks)` -> an engine with that many KV blocks; stopped when the session ends."""
+    cores = sorted(os.sched_getaffinity(0))
+    started: list[ChildProcess] = []
+
+    async def start(name: str, *, core: int, blocks: int) -> Engine:
+        spec = VllmSpec(
+            model=str(model_folder),
+            served_name=MODEL,
+            host="127.0.0.1",
+            port=free_ports(1)[0],
+            placement=CpuPlacement((cores[core % len(cores)],), kv_cache_gib=1),
+            block_size=BLOCK_SIZE,
+            num_gpu_blocks=blocks + 1,  # the engine keeps one for itself
+            max_model_len=4096,
+            random_weights=True,
+            offline=True,
+            eager=True,
+            tool_call_parser="hermes",
+            store_responses=True,
+            development_mode=True,
+            extra_args=("--structured-outputs-config", STRUCTURED),
+        )
+        argv = vllm_argv(spec, (str(engine_venv.script("vllm")),))
+        env = vllm_environment(spec, separate_environment(os.environ))
+        process = ChildProcess(ChildSpec(name, argv, env, logs / f"{name}.log"), SystemClock())
+        started.append(process)
+        await process.start()
+        engine = Engine(name, spec.url, process, blocks, http)
+        await engine.ready()
+        return engine
+
+    async with httpx.AsyncClient(timeout=REQUEST_TIMEOUT_S, trust_env=False) as http:
+        yield start
+        await asyncio.gather(*(process.stop() for process in started if process.running))
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def engines(start_engine: StartEngine) -> list[Engine]:
+    """Two workers on a core each. A pool holds 65% of what the chats of `SHAPE` need together."""
+    starting = [start_engine(name, core=core, blocks=POOL_BLOCKS) for core, name in enumerate("ab")]
+    return list(await asyncio.gather(*starting))
+
+
+@pytest.fixture(scope="session")
+def start_gateway(engines: list[Engine], logs: Path) -> StartGateway:
+    """`(strategy, *options)` -> an async context manager: a gateway in front of `engines`."""
+
+    @asynccontextmanager
+    async def start(strategy: str = "prefixaware", *options: str) -> AsyncIterator[Gateway]:
+        (port,) = free_ports(1)
+        argv = [sys.executable, "-m", "kvroute", "serve", "--host", "127.0.0.1", "--port", str(port)]
+        argv += ["--strategy", strategy, *options]
+        for engine in engines:
+            argv += ["--worker", f"{engine.name}={engine.url}"]
+        spec = ChildSpec("gateway", tuple(argv), dict(os.environ), logs / f"gateway-{port}.log")
+        async with ChildProcess(spec, SystemClock()) as process:
+            url = f"http://127.0.0.1:{port}"
+            await process.wait_ready(f"{url}/ready", timeout_s=GATEWAY_READY_S)
+            await both_routable(url, len(engines))
+            yield Gateway(url, process)
+
+    return start
+
+
+async def both_routable(url: str, count: int) -> None:
+    """Wait until the gateway at `url` has `count` healthy workers."""
+    async with httpx.AsyncClient(trust_env=False) as http, asyncio.timeout(GATEWAY_READY_S):
+        while (await http.get(f"{url}/ready")).text.count('"healthy"') < count:
+            await asyncio.sleep(0.05)
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def gateway(start_gateway: StartGateway) -> AsyncIterator[Gateway]:
+    """One gateway with the default strategy, shared by the tests that only talk through it."""
+    async with start_gateway() as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def words(model_folder: Path) -> list[str]:
+    """Words that are one token each when they follow another."""
+    vocabulary = json.loads((model_folder / "tokenizer.json").read_text())["model"]["vocab"]
+    return sorted(entry.replace("Ġ", " ") for entry in vocabulary if re.fullmatch("Ġ[a-z]{4,}", entry))
+
+
+@pytest.fixture(scope="session")
+def chat_shape() -> ChatShape:
+    return SHAPE
+
+
+@pytest.fixture(scope="session")
+def hold_chats(words: list[str]) -> Callable[..., Awaitable[list[Turn]]]:
+    """`(base_url, shape, seed)` -> hold the chats, all at once, and return every turn."""
+
+    async def hold(base_url: str, *, seed: int, shape: ChatShape = SHAPE) -> list[Turn]:
+        common = _text(random.Random(f"common {seed}"), words, shape.common_tokens)
+        limits = httpx.Limits(max_connections=None)
+        async with (
+            httpx.AsyncClient(limits=limits, timeout=REQUEST_TIMEOUT_S, trust_env=False) as http,
+            openai.AsyncOpenAI(
+                base_url=f"{base_url}/v1", api_key="unused", max_retries=0, http_client=http
+            ) as client,
+            asyncio.TaskGroup() as group,
+        ):
+            chats = [
+                group.create_task(
+                    _chat(client, shape, words, common, number, random.Random(f"{seed} {number}"))
+                )
+                for number in range(shape.chats)
+            ]
+        return [turn for chat in chats for turn in chat.result()]
+
+    return hold
+
+
+async def _chat(
+    client: openai.AsyncOpenAI,
+    shape: ChatShape,
+    words: list[str],
+    common: str,
+    number: int,
+    chooser: random.Random,
+) -> list[Turn]:
+    own = _text(chooser, words, shape.system_tokens - shape.common_tokens)
+    messages = [{"role": "system", "content": common + own}]
+    turns = []
+    for _ in range(shape.turns):
+        await asyncio.sleep(chooser.random())  # the reader thinks
+        messages.append({"role": "user", "content": _text(chooser, words, shape.turn_tokens)})
+        raw = await client.chat.completions.with_raw_response.create(
+            model=MODEL,
+            messages=messages,  # type: ignore[arg-type]
+            max_tokens=shape.answer_tokens,
+            temperature=0,
+            stream=True,
+            stream_options={"include_usage": True},
+            extra_body={"ignore_eos": True},
+        )
+        answer, usage = "", None
+        async for chunk in raw.parse():
+            if chunk.choices:
+                answer += chunk.choices[0].delta.content or ""
+            usage = chunk.usage or usage
+        assert usage is not None
+        assert usage.prompt_tokens_details is not None
+        messages.append({"role": "assistant", "content": answer})
+        worker = raw.headers.get("x-kvroute-worker", "")
+        cached = usage.prompt_tokens_details.cached_tokens or 0
+        turns.append(Turn(number, worker, usage.prompt_tokens, cached, usage.completion_tokens))
+    return turns
+
+
+def _text(chooser: random.Random, words: list[str], count: int) -> str:
+    return "".join(chooser.choices(words, k=count))

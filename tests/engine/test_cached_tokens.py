@@ -1,0 +1,97 @@
+"""How much of the engines' KV cache a strategy puts to use, by the engines' own account.
+
+Twelve chats are held at once on two workers, each of whose pools holds 65% of what all of them need
+together: whoever scatters a chat over both workers makes them forget. The measure is one worker
+with both pools, alone.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import pytest_asyncio
+
+pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(400)]
+
+SEEDS = (1, 2, 3)
+POOL_SHARES = (0.63, 0.67)
+COMMON_TOKENS = 4 * 32
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def whole(engines, start_engine):
+    """One worker with the pools of both; stopped as soon as it has been compared with."""
+    engine = await start_engine("whole", core=0, blocks=sum(each.blocks for each in engines))
+    yield engine
+    await engine.process.stop()
+
+
+@pytest.fixture(scope="module")
+def cached_tokens(engines, start_gateway, hold_chats):
+    """`(strategy, seed)` -> tokens that both workers found in their caches."""
+
+    async def measure(strategy: str, seed: int) -> int:
+        for engine in engines:
+            await engine.forget()
+        async with start_gateway(strategy) as gateway:
+            turns = await hold_chats(gateway.url, seed=seed)
+        return sum(turn.cached_tokens for turn in turns)
+
+    return measure
+
+
+def blocks_held(turns) -> int:
+    """KV blocks that all chats hold together after their last answers."""
+    ends = {turn.chat: turn.prompt_tokens + turn.answer_tokens for turn in turns}
+    return sum(-(-tokens // 32) for tokens in ends.values())
+
+
+async def test_prefixaware_keeps_most_of_what_one_big_worker_would(
+    whole, engines, cached_tokens, hold_chats, capsys
+) -> None:
+    shares, gains = [], []
+    for seed in SEEDS:
+        await whole.forget()
+        alone = await hold_chats(whole.url, seed=seed)
+        together = sum(turn.cached_tokens for turn in alone)
+        assert POOL_SHARES[0] <= engines[0].blocks / blocks_held(alone) <= POOL_SHARES[1]
+        prefixaware = await cached_tokens("prefixaware", seed)
+        roundrobin = await cached_tokens("roundrobin", seed)
+        shares.append(prefixaware / together)
+        gains.append(prefixaware / roundrobin)
+        with capsys.disabled():
+            prompts = sum(turn.prompt_tokens for turn in alone)
+            print(
+                f"\nseed {seed}: of {prompts:,} prompt tokens one worker with both pools finds {together:,}, "
+                f"prefixaware {prefixaware:,} ({shares[-1]:.3f} of it), "
+                f"roundrobin {roundrobin:,} (prefixaware finds {gains[-1]:.2f} times as many)"
+            )
+
+    share, gain = statistics.median(shares), statistics.median(gains)
+    with capsys.disabled():
+        print(f"median: {share:.3f} of one big worker, {gain:.2f} times roundrobin")
+    assert share >= 0.85
+    assert gain > 1
+
+
+async def test_a_common_system_prompt_does_not_pull_all_chats_to_one_worker(
+    engines, start_gateway, hold_chats, chat_shape, capsys
+) -> None:
+    shape = replace(chat_shape, common_tokens=COMMON_TOKENS)
+    ratios = []
+    for seed in SEEDS:
+        for engine in engines:
+            await engine.forget()
+        async with start_gateway("prefixaware") as gateway:
+            turns = await hold_chats(gateway.url, seed=seed, shape=shape)
+        computed = Counter({engine.name: 0 for engine in engines})
+        for turn in turns:
+            computed[turn.worker] += turn.computed_tokens
+        ratios.append(max(computed.values()) / max(1, min(computed.values())))
+        with capsys.disabled():
+            print(f"\nseed {seed}, common system prompt: computed {dict(computed)}, ratio {ratios[-1]:.2f}")
+
+    assert statistics.median(ratios) <= 1.5
