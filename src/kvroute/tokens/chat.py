@@ -1,0 +1,288 @@
+"""Chat completion bodies as the conversation that a chat template sees, by vLLM 0.32's rules.
+
+Sources: entrypoints/openai/chat_completion/protocol.py (fields, their validation and order),
+renderers/chat_utils.py (messages and parts), renderers/hf.py (developer role).
+Bodies that vLLM refuses need not be told apart: they never reach a cache.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvroute.tokens.content_format import ContentFormat
+from kvroute.tokens.reason import Inexact, Reason
+from kvroute.tokens.template import ChatTemplate, Message
+
+_BILLING_LINE = "x-anthropic-billing-header"
+"""A line that one client puts in front of its system prompt, different each time; vLLM drops it."""
+
+# Text of a part by its type. vLLM skips a part whose text is null for the first two.
+_TEXT_FIELDS = {
+    "text": "text",
+    "refusal": "refusal",
+    "input_text": "text",
+    "output_text": "text",
+    "thinking": "thinking",
+}
+_SKIPPED_IF_NULL = ("text", "refusal")
+# Fields of parts that vLLM knows; others are handed to templates that take parts.
+_PART_FIELDS = frozenset(
+    (
+        *("audio_embeds", "audio_url", "closed", "data", "file", "image_embeds", "image_pil", "image_url"),
+        *("input_audio", "name", "prompt_cache_breakpoint", "refusal", "text", "thinking", "type", "uuid"),
+        *("video_embeds", "video_url"),
+    )
+)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFlags:
+    """What the workers were started with, as far as it changes prompts.
+
+    `chat_template_kwargs`: --default-chat-template-kwargs; `content_format`: --chat-template-content-format;
+    `tools_dropped_for_none`: --exclude-tools-when-tool-choice-none.
+    """
+
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    content_format: ContentFormat | None = None
+    tools_dropped_for_none: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """What a body asks to be rendered. `messages` are the client's, not yet the template's."""
+
+    messages: Sequence[Any]
+    tools: list[Message] | None = None
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Everything for the template but messages and tools, the client's `chat_template_kwargs` included."""
+    add_special_tokens: bool = False
+    truncate_to: int | None = None
+    truncation_side: str | None = None
+
+
+def chat_completion(body: Mapping[str, Any], flags: EngineFlags) -> Chat:
+    """Raises Inexact for what cannot be rendered here."""
+    if body.get("chat_template") is not None:
+        raise Inexact(Reason.REQUEST_TEMPLATE)
+    if isinstance(transfer := body.get("kv_transfer_params"), dict) and transfer.get("prompt_token_ids"):
+        raise Inexact(Reason.UNSUPPORTED)
+    tools = body.get("tools")
+    if tools is not None and body.get("tool_choice") == "none" and flags.tools_dropped_for_none:
+        tools = None
+    return Chat(
+        messages=[validated(message) for message in objects(body.get("messages"))],
+        tools=None if tools is None else [tool_schema(tool.get("function")) for tool in objects(tools)],
+        kwargs=template_kwargs(
+            body.get("chat_template_kwargs"),
+            {
+                "add_generation_prompt": body.get("add_generation_prompt", True),
+                "continue_final_message": body.get("continue_final_message", False),
+                "documents": body.get("documents"),
+            },
+            body.get("reasoning_effort"),
+            flags,
+        ),
+        add_special_tokens=body.get("add_special_tokens") is True,
+        truncate_to=body.get("truncate_prompt_tokens"),
+        truncation_side=body.get("truncation_side"),
+    )
+
+
+def validated(message: Message) -> Message:
+    """A message as vLLM's validation of chat completions leaves it.
+
+    The older name of an assistant's reasoning becomes the newer (`/tokenize` does not do that), and
+    the fields of tool calls get one order, which a template may show.
+    """
+    if "reasoning_content" in message:
+        message = dict(message)
+        older = message.pop("reasoning_content")
+        if older is not None and message.get("reasoning") is None:
+            message["reasoning"] = older
+    if message.get("tool_calls"):
+        message = {**message, "tool_calls": [_in_order(call) for call in objects(message["tool_calls"])]}
+    return message
+
+
+def _in_order(call: Message) -> Message:
+    function = call.get("function")
+    if isinstance(function, dict):
+        call = {**call, "function": _first(function, "arguments", "name")}
+    return _first(call, "id", "function", "type")
+
+
+def _first(fields: Message, *names: str) -> Message:
+    return {name: fields[name] for name in names if name in fields} | fields
+
+
+def template_kwargs(asked: Any, fields: Mapping[str, Any], effort: Any, flags: EngineFlags) -> dict[str, Any]:
+    """The client's kwargs, the request's own fields over them, the server's defaults under them.
+
+    None and "auto" count as not given, wherever they stand.
+    """
+    asked = asked or {}
+    if not isinstance(asked, dict):
+        raise Inexact(Reason.UNREADABLE)
+    if asked.get("chat_template") is not None:
+        raise Inexact(Reason.REQUEST_TEMPLATE)
+    # These reach parameters of the functions around the template and not the template.
+    if not asked.keys().isdisjoint(("tokenize", "tools", "messages", "return_assistant_tokens_mask")):
+        raise Inexact(Reason.UNSUPPORTED)
+    own = {**fields, "reasoning_effort": effort}
+    if effort is not None and "enable_thinking" not in asked:
+        own["enable_thinking"] = effort != "none"
+    return {**flags.chat_template_kwargs, **_given(asked), **_given(own)}
+
+
+def _given(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value not in (None, "auto")}
+
+
+def tool_schema(function: Any) -> Message:
+    """A tool as templates see it: vLLM's order of fields, and none that it does not know."""
+    if not isinstance(function, dict):
+        raise Inexact(Reason.UNREADABLE)
+    known: Message = {name: function.get(name) for name in ("name", "description", "parameters")}
+    known.update((name, function[name]) for name in ("strict",) if function.get(name) is not None)
+    if function.get("defer_loading") is not None:
+        raise Inexact(Reason.UNSUPPORTED)
+    return {"type": "function", "function": known}
+
+
+def objects(values: Any) -> list[dict[str, Any]]:
+    if not isinstance(values, list) or not all(isinstance(value, dict) for value in values):
+        raise Inexact(Reason.UNREADABLE)
+    return values
+
+
+def refuse_media(messages: Sequence[Any]) -> None:
+    """Raises Inexact for a message with a part that is no text."""
+    for message in objects(messages):
+        if isinstance(content := message.get("content"), list):
+            for part in content:
+                _part(part, "string")
+
+
+def render_chat(chat: Chat, template: ChatTemplate) -> str:
+    """The text of a chat. Raises Inexact."""
+    messages: list[Message] = []
+    for message in objects(chat.messages):
+        messages.append(_message(message, template.content_format))
+    if not template.knows_developer and any(message["role"] == "developer" for message in messages):
+        messages = _without_developer(messages)
+    kwargs = dict(chat.kwargs)
+    return template.render(
+        messages,
+        tools=chat.tools,
+        documents=kwargs.pop("documents", None),
+        add_generation_prompt=kwargs.pop("add_generation_prompt", False),
+        continue_final_message=kwargs.pop("continue_final_message", False),
+        **kwargs,
+    )
+
+
+def _message(message: Message, form: ContentFormat) -> Message:
+    role, content = message.get("role"), message.get("content")
+    if not isinstance(role, str):
+        raise Inexact(Reason.UNREADABLE)
+    parts = [] if content is None else [content] if isinstance(content, str) else content
+    if not isinstance(parts, list):
+        raise Inexact(Reason.UNREADABLE)
+    if role == "system":
+        parts = _without_billing(parts)
+    # Nothing and empty strings alike: no line of their own.
+    seen = [part for part in (_part(part, form) for part in parts) if part]
+    rendered: Message = {"role": role, "content": seen if form == "openai" else "\n".join(seen)}
+    if role == "assistant":
+        if calls := message.get("tool_calls"):
+            rendered["tool_calls"] = [_tool_call(call) for call in objects(calls)]
+        if (reasoning := message.get("reasoning")) is not None:
+            rendered["reasoning"] = rendered["reasoning_content"] = reasoning
+    elif role == "tool":
+        if "tool_call_id" in message:
+            rendered["tool_call_id"] = message["tool_call_id"]
+        if form == "openai" and all(part["type"] == "text" for part in seen):
+            rendered["content"] = "\n".join(part["text"] for part in seen)
+    for name in ("name", "task"):
+        if isinstance(message.get(name), str):
+            rendered[name] = message[name]
+    if role == "developer":
+        rendered["tools"] = message.get("tools")
+    return rendered
+
+
+def _part(part: Any, form: ContentFormat) -> Any:
+    """A part as the template sees it; None for one that counts for nothing."""
+    if isinstance(part, str):
+        return {"type": "text", "text": part} if form == "openai" else part
+    if not isinstance(part, dict):
+        raise Inexact(Reason.UNREADABLE)
+    kind = part.get("type")
+    if kind == "tool_reference" and isinstance(name := part.get("name"), str):
+        return {"type": kind, "name": name} if form == "openai" else name
+    if kind not in _TEXT_FIELDS or part.get("uuid") is not None:
+        raise Inexact(Reason.MEDIA)
+    text = part.get(_TEXT_FIELDS[kind])
+    if text is None and kind in _SKIPPED_IF_NULL:
+        return None
+    if not isinstance(text, str):
+        raise Inexact(Reason.UNREADABLE)
+    if form == "string":
+        return text
+    extra = {name: value for name, value in part.items() if name not in _PART_FIELDS}
+    return {"type": "text", "text": text, **extra}
+
+
+def _tool_call(call: Message) -> Message:
+    """A call with its arguments as an object."""
+    function = call.get("function")
+    if not isinstance(function, dict) or call.get("type", "function") != "function":
+        raise Inexact(Reason.UNREADABLE)
+    arguments = function.get("arguments")
+    if isinstance(arguments, str) and arguments:
+        try:
+            arguments = json.loads(arguments)
+        except ValueError:
+            arguments = None
+    return {**call, "function": {**function, "arguments": arguments if isinstance(arguments, dict) else {}}}
+
+
+def _without_billing(parts: list[Any]) -> list[Any]:
+    kept = []
+    for part in parts:
+        is_text = isinstance(part, dict) and part.get("type") == "text"
+        text = part.get("text") if is_text else part
+        if isinstance(text, str) and text.startswith(_BILLING_LINE):
+            rest = text.partition("\n")[2]
+            if rest:
+                kept.append({**part, "text": rest} if is_text else rest)
+        else:
+            kept.append(part)
+    return kept
+
+
+def _without_developer(messages: list[Message]) -> list[Message]:
+    """Developer messages as system messages, and several of those as one in front."""
+    system: list[str] = []
+    others: list[Message] = []
+    converted: list[Message] = []
+    in_order = True
+    for place, message in enumerate(messages):
+        if message["role"] == "developer":
+            message = {name: value for name, value in message.items() if name != "tools"}
+            message["role"] = "system"
+        converted.append(message)
+        if message["role"] != "system":
+            others.append(message)
+            continue
+        in_order = in_order and place == 0
+        content = message["content"]
+        if isinstance(content, list):
+            content = "\n".join(part["text"] for part in content if "text" in part)
+        if content:
+            system.append(content)
+    return converted if in_order else [{"role": "system", "content": "\n\n".join(system)}, *others]

@@ -1,0 +1,130 @@
+"""Text to token ids: Hugging Face's `tokenizers`, or `fastokens` where it is installed and agrees.
+
+fastokens reads the same tokenizer.json and is some ten times as fast (bench/micro_tokens.py); being
+another program, it is only trusted after it gave the same ids for a set of awkward texts.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from array import array
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from tokenizers import Tokenizer
+
+from kvroute.tokens.reading import TokenIds
+from kvroute.tokens.segments import Cutter, Encode
+
+# One of each kind of thing that tokenizers have disagreed about.
+SAMPLES = (
+    "",
+    " ",
+    "Hello, world! It's 2024; they'll say \"no\", I'D say it'S fine.",
+    "  two leading, trailing   \n\n\n  newlines\t\ttabs\r\n",
+    "def f(x: int) -> dict[str, list[int]]:\n\treturn {'a': [x**2, 0x1F, 1_000_000.5e-3]}\n",
+    "1 12 123 1234 12345 123456789012345678901234567890 3.14159 1,000,000",
+    '{"name": "get_weather", "arguments": {"city": "Zürich", "days": [1, 2.5, null, true]}}',
+    "naïve café Ångström e\u0301 ﬁ ½ Ⅷ İ ß ǅ",  # composed, decomposed, ligatures, odd cases
+    "你好，世界。日本語のテキスト 한국어 텍스트 العربية עברית हिन्दी ไทย",
+    "👩‍👩‍👧‍👦 🇨🇭 👍🏽 \u200b\u200d\ufeff\u00a0\u2003|\x00\x07\x7f",
+    "<|im_start|>user\n<s>[INST] <<SYS>> </s><tool_call></think><|end|><|turn|> <｜begin▁of▁sentence｜>",
+    "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa ----------------==========~~~~~~~~",
+    "▁▁meta space ▁ Ġ Ċ",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Encoder:
+    """`encode` gives the ids of a text without any that the tokenizer would add around it.
+
+    It may be called from several threads and lets the event loop's thread run meanwhile. `name` is the
+    library, `why` says how it was chosen.
+    """
+
+    encode: Encode
+    name: str
+    why: str = ""
+
+
+def choose_encoder(tokenizer: Tokenizer, *, allow_fastokens: bool = True) -> Encoder:
+    """fastokens if it is there and agrees with `tokenizer` on all samples, else `tokenizer`."""
+    reference = _from_tokenizers(tokenizer)
+    if not allow_fastokens:
+        return Encoder(reference, "tokenizers", "fastokens is switched off")
+    try:
+        native = importlib.import_module("fastokens")
+    except ImportError:
+        return Encoder(reference, "tokenizers", "fastokens is not installed")
+    try:
+        other = native.Tokenizer.from_json_str(tokenizer.to_str())
+        agrees = all(_flat(other, text) == reference(text) for text in _samples(tokenizer))
+    except Exception as error:  # noqa: BLE001 - its errors are of no common kind, and any means no
+        return Encoder(
+            reference, "tokenizers", f"fastokens cannot read this tokenizer ({type(error).__name__})"
+        )
+    if not agrees:
+        return Encoder(reference, "tokenizers", "fastokens gives other token ids")
+    return Encoder(lambda text: _flat(other, text), "fastokens", "agrees with tokenizers on all samples")
+
+
+def cuts_are_exact(tokenizer: Tokenizer, cutter: Cutter, encode: Encode) -> bool:
+    """Whether sample texts encode to the same ids in segments as in one go."""
+    for text in _samples(tokenizer):
+        whole, pieces = encode(text), array("I")
+        for segment in cutter.segments(text):
+            pieces += encode(segment)
+        if whole != pieces:
+            return False
+    return True
+
+
+def _samples(tokenizer: Tokenizer) -> Iterable[str]:
+    """The samples, and all of them between the tokenizer's own added tokens."""
+    yield from SAMPLES
+    added = [token.content for token in tokenizer.get_added_tokens_decoder().values()][:400]
+    for gap in ("", " ", "\n", "  a ", "b"):
+        pieces = [token + gap + SAMPLES[place % len(SAMPLES)] for place, token in enumerate(added)]
+        yield gap.join(pieces)
+
+
+def _from_tokenizers(tokenizer: Tokenizer) -> Encode:
+    def encode(text: str) -> TokenIds:
+        # `encode` would hold the interpreter's lock all along; the batch calls let it go.
+        (encoding,) = tokenizer.encode_batch_fast([text], add_special_tokens=False)
+        return array("I", encoding.ids)
+
+    return encode
+
+
+def _flat(tokenizer: object, text: str) -> TokenIds:
+    ids = array("I")
+    flat, _ = tokenizer.encode_batch_flat([text], add_special_tokens=False)  # type: ignore[attr-defined]
+    ids.frombytes(flat)
+    return ids
+
+
+def added_around(tokenizer: Tokenizer) -> tuple[TokenIds, TokenIds] | None:
+    """Ids that the tokenizer puts before and after a text; None if it does more than that."""
+    around: tuple[TokenIds, TokenIds] | None = None
+    for text in ("a", "The quick brown fox, 42."):
+        bare = tokenizer.encode(text, add_special_tokens=False).ids
+        full = tokenizer.encode(text, add_special_tokens=True).ids
+        for before in range(len(full) - len(bare) + 1):
+            if full[before : before + len(bare)] == bare:
+                break
+        else:
+            return None
+        seen = array("I", full[:before]), array("I", full[before + len(bare) :])
+        if around is not None and around != seen:
+            return None
+        around = seen
+    return around
+
+
+def tokenizer_json(folder_text: str) -> Tokenizer:
+    """A tokenizer from the text of a tokenizer.json, its own truncation and padding switched off."""
+    settings = json.loads(folder_text)
+    settings["truncation"] = settings["padding"] = None
+    return Tokenizer.from_str(json.dumps(settings))

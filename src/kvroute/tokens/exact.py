@@ -1,0 +1,167 @@
+"""Exact token ids of requests: per model the best way there is, and why it was chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+import httpx
+
+from kvroute.openai.request import InferenceRequest
+from kvroute.tokens.chat import EngineFlags
+from kvroute.tokens.check import compare, sample_requests
+from kvroute.tokens.local import LocalTokenizer
+from kvroute.tokens.model import ModelFiles, load_model
+from kvroute.tokens.reading import TokenIds
+from kvroute.tokens.reason import Inexact, Reason, UnusableModel
+from kvroute.tokens.remote import RemoteEndpoint, RemoteTokenizer
+from kvroute.tokens.segments import SegmentCache
+from kvroute.tokens.threads import TokenThreads
+
+
+class Mode(StrEnum):
+    LOCAL = "local"
+    """In this process, verified against a worker."""
+    REMOTE = "remote"
+    """By a worker, one call for each request."""
+    NONE = "none"
+
+
+@dataclass(frozen=True, slots=True)
+class TokenSource:
+    """How one model's requests are tokenized. `through` is the library or the worker's endpoint."""
+
+    model: str
+    mode: Mode
+    why: str
+    through: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ExactPrompts:
+    """Token ids of each prompt of a request, in order."""
+
+    prompts: tuple[TokenIds, ...]
+    mode: Mode
+
+
+class ExactTokens:
+    """Token ids for requests, per model.
+
+    Mutable: `prepare` sets a model's source; touched from the loop only. `threads` and `client` belong
+    to the caller. `cache_bytes` is for each model.
+    """
+
+    def __init__(
+        self,
+        threads: TokenThreads,
+        client: httpx.AsyncClient,
+        *,
+        flags: EngineFlags | None = None,
+        cache_bytes: int = 64 * 1024 * 1024,
+        remote_deadline_s: float = 0.05,
+        check_deadline_s: float = 5.0,
+        allow_fastokens: bool = True,
+    ) -> None:
+        self._threads = threads
+        self._remote = RemoteTokenizer(client, flags, deadline_s=remote_deadline_s)
+        self._flags = flags or EngineFlags()
+        self._cache_bytes = cache_bytes
+        self._check_deadline_s = check_deadline_s
+        self._allow_fastokens = allow_fastokens
+        self._sources: dict[str, TokenSource] = {}
+        self._local: dict[str, LocalTokenizer] = {}
+
+    @property
+    def sources(self) -> Mapping[str, TokenSource]:
+        return self._sources
+
+    async def prepare(self, model: str, *, folder: Path | None, url: str) -> TokenSource:
+        """Choose how `model` is tokenized, by sample requests to the worker at `url`.
+
+        Local if the files in `folder` give the worker's ids for every sample that it answers; else the
+        worker's render endpoints; else its `/tokenize`; else nothing. To be repeated when workers change
+        or nothing answered. Takes seconds for a large vocabulary; requests go on meanwhile.
+        """
+        local, why = await self._verified(model, folder, url)
+        if local is not None:
+            library = local.files.encoder
+            source = TokenSource(model, Mode.LOCAL, f"{why}; {library.name}, {library.why}", library.name)
+        else:
+            source = await self._worker_source(model, url, why)
+        self._local.pop(model, None)
+        if local is not None:
+            self._local[model] = local
+        self._sources[model] = source
+        return source
+
+    async def prompts(self, request: InferenceRequest, *, model: str, url: str) -> ExactPrompts | Reason:
+        """The request's token ids, or why there are none. Waits no longer than the deadlines.
+
+        `url` is a worker of `model` that may be asked. Never raises but for cancellation.
+        """
+        source = self._sources.get(model)
+        if source is None or source.mode is Mode.NONE:
+            return Reason.NO_SOURCE
+        try:
+            if source.mode is Mode.LOCAL:
+                ids = await self._threads.run(self._local[model].prompts, request)
+            else:
+                endpoint = RemoteEndpoint(source.through)
+                ids = await self._remote.prompts(request, model=model, url=url, endpoint=endpoint)
+        except Inexact as error:
+            return error.reason
+        return ExactPrompts(ids, source.mode)
+
+    async def _verified(self, model: str, folder: Path | None, url: str) -> tuple[LocalTokenizer | None, str]:
+        if folder is None:
+            return None, "no files of the model are known"
+        try:
+            files = await self._threads.run_long(self._load, folder)
+        except UnusableModel as error:
+            return None, str(error)
+        except Inexact as error:
+            return None, f"the model's files were not read: {error.reason}"
+        local = LocalTokenizer(files, SegmentCache(self._cache_bytes), self._flags)
+
+        async def ours(request: InferenceRequest) -> tuple[TokenIds, ...]:
+            return await self._threads.run_long(local.prompts, request)
+
+        async def worker(request: InferenceRequest) -> tuple[TokenIds, ...]:
+            return await self._asked(request, model, url, RemoteEndpoint.TOKENIZE)
+
+        found = await compare(model, ours, worker)
+        if found.differing:
+            return None, f"token ids are not the worker's for: {', '.join(found.differing)}"
+        if not found.agreed:
+            return None, "the worker answered no sample"
+        return local, f"{found.agreed} samples agree with {url}, {found.unanswered} were refused there"
+
+    def _load(self, folder: Path) -> ModelFiles:
+        return load_model(folder, self._flags, allow_fastokens=self._allow_fastokens)
+
+    async def _worker_source(self, model: str, url: str, why: str) -> TokenSource:
+        for endpoint in (RemoteEndpoint.RENDER, RemoteEndpoint.TOKENIZE):
+            if await self._answers(model, url, endpoint):
+                return TokenSource(model, Mode.REMOTE, why, endpoint.value)
+        return TokenSource(model, Mode.NONE, f"{why}; the worker answered no sample")
+
+    async def _answers(self, model: str, url: str, endpoint: RemoteEndpoint) -> bool:
+        """Whether the endpoint takes any sample; one that is not there refuses the first in no time."""
+        for _, request in sample_requests(model):
+            try:
+                await self._asked(request, model, url, endpoint)
+            except Inexact:
+                continue
+            return True
+        return False
+
+    async def _asked(
+        self, request: InferenceRequest, model: str, url: str, endpoint: RemoteEndpoint
+    ) -> tuple[TokenIds, ...]:
+        deadline_s = self._check_deadline_s
+        return await self._remote.prompts(
+            request, model=model, url=url, endpoint=endpoint, deadline_s=deadline_s
+        )

@@ -1,0 +1,159 @@
+"""Chat templates, rendered as transformers 5 and vLLM 0.32 render them, without either.
+
+A template is code that comes with the model: it runs in jinja's immutable sandbox.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
+from datetime import datetime
+from typing import Any
+
+from jinja2 import TemplateError, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from kvroute.tokens.content_format import ContentFormat, content_format
+from kvroute.tokens.reason import Inexact, Reason
+
+Message = dict[str, Any]
+
+_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
+# What rendering can raise besides jinja's own errors: templates index, add and call what clients sent.
+_RENDER_ERRORS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
+
+
+class ChatTemplate:
+    """One chat template. Stateless once built; rendering may run in any thread.
+
+    `variables` are set in every rendering (the names of special tokens); `now` is what
+    `strftime_now` in a template reads. Raises `jinja2.TemplateSyntaxError` for a text that is no
+    template.
+    """
+
+    def __init__(
+        self,
+        source: str,
+        variables: Mapping[str, str],
+        *,
+        format_override: ContentFormat | None = None,
+        now: Callable[[], datetime] = datetime.now,
+    ) -> None:
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
+        )
+        environment.filters["tojson"] = _tojson
+        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = lambda form: now().strftime(form)
+        self._source = source
+        self._variables = dict(variables)
+        self._template = environment.from_string(source)
+        self.content_format: ContentFormat = format_override or content_format(environment.parse(source))
+        self.knows_developer = '"developer"' in source or "'developer'" in source
+        self.wants_system_first = not self._takes_later_system()
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Any] | None = None,
+        documents: Sequence[Any] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool | str = False,
+        **kwargs: Any,
+    ) -> str:
+        """The prompt's text. Raises Inexact where transformers would refuse."""
+        chat = list(messages)
+        if not chat or (continue_final_message and add_generation_prompt):
+            raise Inexact(Reason.TEMPLATE_REFUSED)
+        continued = ""
+        if continue_final_message:
+            field = continue_final_message if isinstance(continue_final_message, str) else "content"
+            chat, continued = self._marked(chat, field)
+        try:
+            text = self._template.render(
+                {
+                    **self._variables,
+                    **kwargs,
+                    "messages": chat,
+                    "tools": tools,
+                    "documents": documents,
+                    "add_generation_prompt": add_generation_prompt,
+                }
+            )
+        except (*_RENDER_ERRORS, RecursionError):
+            raise Inexact(Reason.TEMPLATE_REFUSED) from None
+        return _cut_at_tag(text, continued) if continue_final_message else text
+
+    def _marked(self, chat: list[Message], field: str) -> tuple[list[Message], str]:
+        """The chat with a tag behind its last text, and that text."""
+        final = deepcopy(chat[-1])
+        content = final.get(field)
+        if content is None or field not in self._source:
+            raise Inexact(Reason.TEMPLATE_REFUSED)
+        if isinstance(content, str):
+            final[field] = content + _TAG
+            return [*chat[:-1], final], content
+        for part in reversed(content):
+            if "text" in part:
+                text: str = part["text"]
+                part["text"] = text + _TAG
+                return [*chat[:-1], final], text
+        raise Inexact(Reason.TEMPLATE_REFUSED)
+
+    def _takes_later_system(self) -> bool:
+        """vLLM's probe for /v1/messages: system messages of later turns move to the front if this fails."""
+        chat = [{"role": role, "content": "t"} for role in ("system", "user") * 2]
+        try:
+            # Without this environment's own functions, as vLLM's probe (calling one of them fails too).
+            plain = ImmutableSandboxedEnvironment(
+                trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
+            )
+            plain.from_string(self._source).render(messages=chat, add_generation_prompt=False)
+        except TemplateError:
+            return False
+        except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError):
+            return True
+        return True
+
+
+def _cut_at_tag(text: str, continued: str) -> str:
+    """What stands before the tag; transformers' rule for templates that trim the message's end."""
+    tag = _TAG.strip()
+    if continued.strip() not in text or tag not in text:
+        raise Inexact(Reason.TEMPLATE_REFUSED)
+    at = text.rindex(tag)
+    return text[:at] if text.startswith(_TAG, at) else text[:at].rstrip()
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _raise_exception(message: str) -> None:
+    raise TemplateError(message)
+
+
+class _GenerationBlock(Extension):
+    """`{% generation %}...{% endgeneration %}` marks what an assistant said; it renders as its body."""
+
+    tags = {"generation"}  # noqa: RUF012 (jinja's contract)
+
+    def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_body"), [], [], body).set_lineno(line)
+
+    def _body(self, caller: Callable[[], str]) -> str:
+        return caller()

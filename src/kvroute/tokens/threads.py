@@ -1,0 +1,82 @@
+"""A few threads for tokenizing, with a deadline for whoever waits."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from kvroute.tokens.reason import Inexact, Reason
+
+T = TypeVar("T")
+
+
+class TokenThreads:
+    """Runs blocking work beside the event loop. An async context manager.
+
+    Mutable: the count of unfinished work. Work whose waiter has given up is dropped if it has not
+    begun, and finished for the caches' sake if it has.
+    """
+
+    def __init__(self, threads: int = 2, *, deadline_s: float = 0.05, max_waiting: int = 64) -> None:
+        self._executor = ThreadPoolExecutor(threads, thread_name_prefix="tokens")
+        self._deadline_s = deadline_s
+        self._most = threads + max_waiting
+        self._unfinished = 0
+        self._lock = threading.Lock()
+
+    @property
+    def unfinished(self) -> int:
+        return self._unfinished
+
+    async def run(self, work: Callable[..., T], *args: Any) -> T:
+        """`work(*args)` in a thread. Raises Inexact: BUSY at once, LATE after the deadline."""
+        try:
+            async with asyncio.timeout(self._deadline_s):
+                return await self._result(work, *args)
+        except TimeoutError:
+            raise Inexact(Reason.LATE) from None
+
+    async def run_long(self, work: Callable[..., T], *args: Any) -> T:
+        """The same without a deadline, for what is done once, such as loading a model."""
+        return await self._result(work, *args)
+
+    def _submitted(self, work: Callable[..., T], *args: Any) -> asyncio.Future[T]:
+        with self._lock:
+            if self._unfinished >= self._most:
+                raise Inexact(Reason.BUSY)
+            self._unfinished += 1
+        try:
+            future = self._executor.submit(work, *args)
+        except RuntimeError:  # shut down
+            self._finished()
+            raise Inexact(Reason.BUSY) from None
+        future.add_done_callback(self._finished)
+        return asyncio.wrap_future(future)
+
+    async def _result(self, work: Callable[..., T], *args: Any) -> T:
+        future = self._submitted(work, *args)
+        try:
+            return await future
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            raise Inexact(Reason.BUSY) from None  # the work was dropped at shutdown, its waiter was not
+
+    def _finished(self, _: Future[Any] | None = None) -> None:
+        with self._lock:
+            self._unfinished -= 1
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Drop what waits and let what runs finish."""
+        self._executor.shutdown(wait=False, cancel_futures=True)
+        await asyncio.to_thread(self._executor.shutdown, wait=True)

@@ -1,0 +1,239 @@
+"""Choosing how a model is tokenized, against a worker that is another tokenizer behind HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from array import array
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import httpx
+import pytest
+
+from kvroute.openai.endpoints import ENDPOINTS
+from kvroute.openai.request import parse_request
+from kvroute.tokens.exact import ExactPrompts, ExactTokens, Mode
+from kvroute.tokens.local import LocalTokenizer
+from kvroute.tokens.model import load_model
+from kvroute.tokens.reason import Inexact, Reason
+from kvroute.tokens.remote import RemoteEndpoint, RemoteTokenizer
+from kvroute.tokens.segments import SegmentCache
+from kvroute.tokens.threads import TokenThreads
+
+URL = "http://worker"
+USER = {"role": "user", "content": "Hi there"}
+
+
+class Worker:
+    """Answers as vLLM does. Mutable: `asked` grows; `delay_s` and `features` are set by tests."""
+
+    def __init__(self, tokenizer: LocalTokenizer, *, renders: bool = False) -> None:
+        self.tokenizer = tokenizer
+        self.renders = renders
+        self.asked: list[tuple[str, Any]] = []
+        self.delay_s = 0.0
+        self.features: Any = None
+
+    async def __call__(self, request: httpx.Request) -> httpx.Response:
+        body = json.loads(request.content)
+        self.asked.append((request.url.path, body))
+        await asyncio.sleep(self.delay_s)
+        path = request.url.path
+        if path == "/tokenize":
+            path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+        elif self.renders:
+            path = path.removesuffix("/render")
+        else:
+            return httpx.Response(403)
+        try:
+            prompts = self.tokenizer.prompts(parse_request(ENDPOINTS[path], json.dumps(body).encode()))
+        except Inexact:
+            return httpx.Response(400)
+        if request.url.path == "/tokenize":
+            return httpx.Response(200, json={"count": len(prompts[0]), "tokens": list(prompts[0])})
+        answers = [{"token_ids": list(ids), "features": self.features} for ids in prompts]
+        return httpx.Response(200, json=answers if path == "/v1/completions" else answers[0])
+
+
+@pytest.fixture
+def make_worker(write_model: Callable[..., Any]) -> Callable[..., Worker]:
+    def make(template: str = "plain", *, renders: bool = False, **config: Any) -> Worker:
+        files = load_model(write_model(template, **config), allow_fastokens=False)
+        return Worker(LocalTokenizer(files, SegmentCache(0)), renders=renders)
+
+    return make
+
+
+@pytest.fixture
+async def threads() -> AsyncIterator[TokenThreads]:
+    async with TokenThreads(1, deadline_s=30) as pool:
+        yield pool
+
+
+def client(worker: Worker) -> httpx.AsyncClient:
+    return httpx.AsyncClient(transport=httpx.MockTransport(worker))
+
+
+async def test_a_model_whose_files_agree_with_the_worker_is_tokenized_here(
+    threads: TokenThreads, make_worker: Any, write_model: Any, make_request: Any
+) -> None:
+    worker = make_worker()
+    async with client(worker) as http:
+        exact = ExactTokens(threads, http)
+        source = await exact.prepare("tiny", folder=write_model(), url=URL)
+        worker.asked.clear()
+        request = make_request(messages=[USER])
+        found = await exact.prompts(request, model="tiny", url=URL)
+
+    assert source.mode is Mode.LOCAL
+    assert "14 samples agree" in source.why
+    assert exact.sources == {"tiny": source}
+    assert found == ExactPrompts(worker.tokenizer.prompts(request), Mode.LOCAL)
+    assert worker.asked == []
+
+
+async def test_files_that_disagree_leave_it_to_the_worker_and_say_where(
+    threads: TokenThreads, make_worker: Any, write_model: Any, make_request: Any
+) -> None:
+    worker = make_worker("parts")
+    async with client(worker) as http:
+        exact = ExactTokens(threads, http, remote_deadline_s=30)
+        source = await exact.prepare("tiny", folder=write_model("plain"), url=URL)
+        request = make_request(messages=[USER])
+        found = await exact.prompts(request, model="tiny", url=URL)
+
+    assert (source.mode, source.through) == (Mode.REMOTE, "/tokenize")
+    assert "a question" in source.why
+    assert found == ExactPrompts(worker.tokenizer.prompts(request), Mode.REMOTE)
+
+
+@pytest.mark.parametrize("folder_is_broken", [False, True])
+async def test_without_usable_files_the_render_endpoints_are_preferred(
+    threads: TokenThreads, make_worker: Any, write_model: Any, folder_is_broken: bool
+) -> None:
+    folder = write_model()
+    (folder / "tokenizer.json").unlink()
+    async with client(make_worker(renders=True)) as http:
+        exact = ExactTokens(threads, http)
+        source = await exact.prepare("tiny", folder=folder if folder_is_broken else None, url=URL)
+
+    assert (source.mode, source.through) == (Mode.REMOTE, "/render")
+    assert ("no tokenizer.json" in source.why) == folder_is_broken
+
+
+async def test_a_worker_that_answers_nothing_leaves_no_source(
+    threads: TokenThreads, write_model: Any, make_request: Any
+) -> None:
+    async with httpx.AsyncClient(transport=httpx.MockTransport(lambda _: httpx.Response(500))) as http:
+        exact = ExactTokens(threads, http)
+        source = await exact.prepare("tiny", folder=write_model(), url=URL)
+        found = await exact.prompts(make_request(messages=[USER]), model="tiny", url=URL)
+
+    assert source.mode is Mode.NONE
+    assert "answered no sample" in source.why
+    assert found is Reason.NO_SOURCE
+
+
+async def test_what_cannot_be_told_is_a_reason_and_no_error(
+    threads: TokenThreads, make_worker: Any, write_model: Any, make_request: Any
+) -> None:
+    async with client(make_worker()) as http:
+        exact = ExactTokens(threads, http)
+        await exact.prepare("tiny", folder=write_model(), url=URL)
+        found = await exact.prompts(make_request("embeddings", input="Hi"), model="tiny", url=URL)
+
+    assert found is Reason.UNSUPPORTED
+
+
+@pytest.fixture
+def bodies() -> list[tuple[str, dict[str, Any]]]:
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"a": 1}}}]
+    return [
+        ("chat/completions", {"messages": [USER], "tools": tools, "reasoning_effort": "low"}),
+        ("chat/completions", {"messages": [{**USER, "role": "assistant", "reasoning_content": "hm"}]}),
+        ("chat/completions", {"messages": [USER], "truncate_prompt_tokens": 2}),
+        ("messages", {"messages": [USER], "system": "Be kind.", "max_tokens": 1}),
+        ("responses", {"input": "Hi", "instructions": "Be kind."}),
+        ("completions", {"prompt": ["Hi", "you"]}),
+        ("completions", {"prompt": [1, 2, 3]}),
+    ]
+
+
+@pytest.mark.parametrize("endpoint", RemoteEndpoint)
+async def test_workers_are_asked_for_every_kind_of_body(
+    make_worker: Any, make_request: Any, endpoint: RemoteEndpoint, bodies: list[tuple[str, dict[str, Any]]]
+) -> None:
+    worker = make_worker("parts", renders=True, adds_bos=True)
+    async with client(worker) as http:
+        remote = RemoteTokenizer(http, deadline_s=30)
+        for path, body in bodies:
+            request = make_request(path, **body)
+            ids = await remote.prompts(request, model="tiny", url=URL, endpoint=endpoint)
+            assert ids == worker.tokenizer.prompts(request)
+            assert all(isinstance(prompt, array) for prompt in ids)
+
+
+async def test_an_alias_is_asked_under_the_workers_name(make_worker: Any, make_request: Any) -> None:
+    worker = make_worker(renders=True)
+    async with client(worker) as http:
+        remote = RemoteTokenizer(http, deadline_s=30)
+        for endpoint in RemoteEndpoint:
+            await remote.prompts(make_request(messages=[USER]), model="real", url=URL, endpoint=endpoint)
+
+    assert [body["model"] for _, body in worker.asked] == ["real", "real"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "reason"),
+    [
+        ("completions", {"prompt": ["a"] * 33}, Reason.BUSY),
+        ("completions", {"prompt": "a", "truncate_prompt_tokens": 1}, Reason.TRUNCATION),
+        (
+            "chat/completions",
+            {"messages": [USER], "truncate_prompt_tokens": 1, "add_special_tokens": True},
+            Reason.TRUNCATION,
+        ),
+        (
+            "chat/completions",
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            Reason.MEDIA,
+        ),
+        ("responses", {"input": [{"type": "function_call", "name": "f"}]}, Reason.UNSUPPORTED),
+        ("chat/completions", {"messages": []}, Reason.WORKER_FAILED),
+    ],
+)
+async def test_what_tokenize_cannot_tell_says_why(
+    make_worker: Any, make_request: Any, path: str, body: dict[str, Any], reason: Reason
+) -> None:
+    async with client(make_worker()) as http:
+        with pytest.raises(Inexact) as refused:
+            await RemoteTokenizer(http, deadline_s=30).prompts(
+                make_request(path, **body), model="tiny", url=URL
+            )
+
+    assert refused.value.reason is reason
+
+
+async def test_rendered_media_say_nothing(make_worker: Any, make_request: Any) -> None:
+    worker = make_worker(renders=True)
+    worker.features = {"mm_hashes": {}}
+    async with client(worker) as http:
+        with pytest.raises(Inexact) as refused:
+            await RemoteTokenizer(http, deadline_s=30).prompts(
+                make_request(messages=[USER]), model="tiny", url=URL, endpoint=RemoteEndpoint.RENDER
+            )
+
+    assert refused.value.reason is Reason.MEDIA
+
+
+async def test_a_slow_worker_is_late(make_worker: Any, make_request: Any) -> None:
+    worker = make_worker()
+    worker.delay_s = 30
+    async with client(worker) as http:
+        with pytest.raises(Inexact) as refused:
+            await RemoteTokenizer(http, deadline_s=0.001).prompts(
+                make_request("completions", prompt=["a", "b"]), model="tiny", url=URL
+            )
+
+    assert refused.value.reason is Reason.LATE

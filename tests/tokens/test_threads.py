@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+
+from kvroute.tokens.reason import Inexact, Reason
+from kvroute.tokens.threads import TokenThreads
+
+
+async def test_work_runs_beside_the_loop_and_gives_its_result() -> None:
+    async with TokenThreads(1, deadline_s=30) as threads:
+        name = await threads.run(lambda: threading.current_thread().name)
+
+    assert name.startswith("tokens")
+
+
+async def test_whoever_waits_too_long_is_told_so_while_the_work_goes_on() -> None:
+    gate, finished = threading.Event(), threading.Event()
+
+    def work() -> None:
+        gate.wait(30)
+        finished.set()
+
+    async with TokenThreads(1, deadline_s=0.001) as threads:
+        with pytest.raises(Inexact) as refused:
+            await threads.run(work)
+        gate.set()
+
+    assert refused.value.reason is Reason.LATE
+    assert finished.is_set()
+    assert threads.unfinished == 0
+
+
+async def test_work_beyond_the_limit_is_refused_at_once() -> None:
+    gate = threading.Event()
+    async with TokenThreads(1, deadline_s=30, max_waiting=1) as threads:
+        waiting = [asyncio.create_task(threads.run(gate.wait, 30)) for _ in range(2)]
+        await asyncio.sleep(0)
+        with pytest.raises(Inexact) as refused:
+            await threads.run(gate.wait, 30)
+        gate.set()
+        await asyncio.gather(*waiting)
+
+    assert refused.value.reason is Reason.BUSY
+
+
+async def test_a_cancelled_waiter_leaves_nothing_behind() -> None:
+    gate, ran = threading.Event(), []
+    async with TokenThreads(1, deadline_s=30) as threads:
+        first = asyncio.create_task(threads.run(gate.wait, 30))
+        second = asyncio.create_task(threads.run(ran.append, 1))
+        await asyncio.sleep(0)
+        second.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await second
+        gate.set()
+        await first
+
+    assert ran == []
+    assert threads.unfinished == 0
+
+
+async def test_closing_drops_what_has_not_begun_and_tells_its_waiter() -> None:
+    gate, entered = threading.Event(), threading.Event()
+
+    def work() -> None:
+        entered.set()
+        gate.wait(30)
+
+    threads = TokenThreads(1, deadline_s=30)
+    async with threads:
+        running = asyncio.create_task(threads.run(work))
+        waiting = asyncio.create_task(threads.run(work))
+        await asyncio.to_thread(entered.wait, 30)
+        asyncio.get_running_loop().call_soon(gate.set)  # once closing has begun to wait
+
+    await running
+    with pytest.raises(Inexact) as refused:
+        await waiting
+    assert refused.value.reason is Reason.BUSY
+    with pytest.raises(Inexact):
+        await threads.run(work)
+
+
+async def test_an_error_of_the_work_reaches_its_waiter() -> None:
+    async with TokenThreads(1, deadline_s=30) as threads:
+        with pytest.raises(ZeroDivisionError):
+            await threads.run(lambda: 1 // 0)
