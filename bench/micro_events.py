@@ -1,0 +1,171 @@
+"""What the exact map costs: blocks per second from bytes to index, match, hashing, memory; beside pygtrie.
+
+    python bench/micro_events.py [--json] [--blocks 1000000]
+
+All times are CPU time of one core. `ingest` decodes vLLM 0.32 payloads and applies them: `prompts` are 64
+blocks of 16 tokens in one event, `decoding` one block in one event, `evictions` one hash in one event.
+`match` is after hashing: every worker holds a different share of the prompt; `with L1` each has memory of
+its own behind it. `masks` is a dict from key to the bitmask of its holders, walked block by block; `pygtrie`
+a trie of keys whose nodes carry such a mask, stored and walked for one worker.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import resource
+import time
+from collections.abc import Callable
+
+import pygtrie
+
+from kvroute.blocks.keys import BlockKey
+from kvroute.blocks.tokens import Tier, token_keys
+from kvroute.events.ledger import Ledger
+from kvroute.index.prefix_index import Holder, PrefixIndex
+from kvroute.wire.events import BlockRemoved, BlockStored, KvEvent
+from kvroute.wire.vllm import DIALECTS, decode_batch
+
+LENGTHS = {"8K": 8192, "64K": 65536}
+WORKERS = (8, 64)
+encode = DIALECTS["map-0.30"].encode
+
+
+def cpu_s(work: Callable[[], object], repeats: int = 1) -> float:
+    """Best of `repeats`."""
+    best = float("inf")
+    for _ in range(repeats):
+        start = time.process_time()
+        work()
+        best = min(best, time.process_time() - start)
+    return best
+
+
+def ids(rng: random.Random, count: int) -> list[int]:
+    return rng.choices(range(128_000), k=count)
+
+
+def ingest(blocks: int) -> dict[str, float]:
+    rng = random.Random(0)
+    prompts: list[bytes] = []
+    decoding: list[bytes] = []
+    evictions: list[bytes] = []
+    for _ in range(blocks // 128):
+        names = [rng.getrandbits(64) for _ in range(128)]
+        tokens = ids(rng, 128 * 16)
+        prompts.append(encode(1.0, [BlockStored(names[:64], None, tokens[:1024], 16, medium="GPU")], 0))
+        steps: list[KvEvent] = [
+            BlockStored(
+                [names[place]], names[place - 1], tokens[place * 16 : place * 16 + 16], 16, medium="GPU"
+            )
+            for place in range(64, 128)
+        ]
+        decoding.extend(encode(1.0, steps[at : at + 8], 0) for at in range(0, 64, 8))
+        gone: list[KvEvent] = [BlockRemoved([name], medium="GPU") for name in reversed(names)]
+        evictions.extend(encode(1.0, gone[at : at + 16], 0) for at in range(0, 128, 16))
+    ledger = Ledger(PrefixIndex(), 0)
+
+    def apply(payloads: list[bytes]) -> None:
+        for payload in payloads:
+            for _ in ledger.apply(decode_batch(payload)):
+                pass
+
+    half = len(prompts) * 64
+    return {
+        "prompts blocks/s": half / cpu_s(lambda: apply(prompts)),
+        "decoding blocks/s": half / cpu_s(lambda: apply(decoding)),
+        "evictions blocks/s": 2 * half / cpu_s(lambda: apply(evictions)),
+    }
+
+
+def match(length: int, workers: int) -> dict[str, float]:
+    rng = random.Random(1)
+    keys = token_keys(ids(rng, length), 0)
+    index = PrefixIndex()
+    masks: dict[BlockKey, int] = {}
+    shares = [rng.randrange(1, len(keys) + 1) for _ in range(workers)]
+    for slot, share in enumerate(shares):
+        holder = Holder(Tier.GPU)
+        index.attach(slot, holder)
+        index.store(holder, 16, None, keys[:share])
+        for key in keys[:share]:
+            masks[key] = masks.get(key, 0) | 1 << slot
+
+    def walk() -> dict[int, int]:
+        alive, found, place = (1 << workers) - 1, {}, 0
+        for place, key in enumerate(keys):
+            still = masks.get(key, 0) & alive
+            if still != alive:
+                for slot in range(workers):
+                    if (alive ^ still) >> slot & 1:
+                        found[slot] = place
+                alive = still
+                if not alive:
+                    return found
+        for slot in range(workers):
+            if alive >> slot & 1:
+                found[slot] = len(keys)
+        return found
+
+    times = {"match us": cpu_s(lambda: index.match(keys), 30) * 1e6, "masks us": cpu_s(walk, 30) * 1e6}
+    assert {slot: found.gpu for slot, found in index.match(keys).items()} == {
+        slot: 16 * blocks for slot, blocks in walk().items() if blocks
+    }
+    for slot in range(workers):
+        memory = Holder(Tier.L1)
+        index.attach(slot, memory)
+        index.store(memory, 256, None, keys[15::16][: rng.randrange(len(keys) // 16 + 1)])
+    times["match with L1 us"] = cpu_s(lambda: index.match(keys), 30) * 1e6
+    trie = pygtrie.Trie()
+    trie[tuple(keys)] = 1
+    times["pygtrie us"] = cpu_s(lambda: trie.longest_prefix(tuple(keys)), 5) * 1e6
+    return times
+
+
+def memory(blocks: int) -> dict[str, float]:
+    """Resident bytes per block: the index and one ledger, one holder each."""
+    rng = random.Random(2)
+    before = _resident()
+    index = PrefixIndex()
+    ledgers = [Ledger(index, slot) for slot in range(8)]
+    for number in range(blocks // 64):
+        names = [rng.getrandbits(64) for _ in range(64)]
+        batch = decode_batch(encode(1.0, [BlockStored(names, None, ids(rng, 1024), 16)], 0))
+        for _ in ledgers[number % 8].apply(batch):
+            pass
+    each = (_resident() - before) / index.size().blocks
+    return {"bytes a block": each, "10 million blocks GB": each * 1e7 / 2**30}
+
+
+def _resident() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * resource.getpagesize()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--blocks", type=int, default=256_000)
+    options = parser.parse_args()
+    results: dict[str, dict[str, float]] = {
+        "memory": memory(options.blocks),
+        "ingest": ingest(options.blocks),
+    }
+    tokens = ids(random.Random(3), 65536)
+    results["hashing"] = {"64K tokens us": cpu_s(lambda: token_keys(tokens, 0), 20) * 1e6}
+    for name, length in LENGTHS.items():
+        for workers in WORKERS:
+            results[f"{name} x {workers} workers"] = match(length, workers)
+    if options.json:
+        print(json.dumps(results, indent=2))
+        return
+    for group, figures in results.items():
+        for what, figure in figures.items():
+            print(f"{group:20} {what:24} {figure:14,.1f}")
+
+
+if __name__ == "__main__":
+    main()

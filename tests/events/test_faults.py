@@ -1,0 +1,372 @@
+"""Whatever happens to a stream, the index claims nothing that the worker lacks, and repairs what it can."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+import zmq.asyncio
+
+from kvroute.blocks.tokens import Tier
+from kvroute.clock import SystemClock
+from kvroute.events.inbox import SubscribedInbox
+from kvroute.events.ledger import Ledger
+from kvroute.events.options import KvEventsOptions
+from kvroute.events.subscriber import KvEventSubscriber, Trust
+from kvroute.index.prefix_index import PrefixIndex
+from kvroute.wire.framing import EventMessage, pack_live
+from kvroute.wire.vllm import DIALECTS
+
+QUICK = KvEventsOptions(idle_check_s=0.05, replay_timeout_s=0.5, replay_attempts=1, retry_s=0.05)
+
+
+class Followed:
+    """An engine and the subscriber that follows it."""
+
+    def __init__(self, engine: Any, context: zmq.asyncio.Context, replays: bool, options: Any) -> None:
+        self.engine = engine
+        self.index = PrefixIndex()
+        self.ledger = Ledger(self.index, 0)
+        self.subscriber = KvEventSubscriber(
+            "w",
+            self.ledger,
+            lambda: SubscribedInbox(context, engine.publisher.endpoint, "kv", 1000),
+            engine.publisher.replay_endpoint if replays else None,
+            context,
+            SystemClock(),
+            options,
+        )
+        self.task = asyncio.create_task(self.subscriber.run())
+
+    @property
+    def believed(self) -> set[int]:
+        return set(self.index.blocks_of(self.ledger._holders[Tier.GPU]))
+
+    @property
+    def is_right(self) -> bool:
+        if self.task.done():
+            self.task.result()
+        return self.subscriber.trust is Trust.WHOLE and self.believed == self.engine.truth
+
+    @property
+    def last(self) -> int:
+        return self.subscriber._sequence.expected - 1
+
+
+@asynccontextmanager
+async def followed(engine: Any, *, replays: bool = True, options: Any = QUICK) -> AsyncIterator[Followed]:
+    context = zmq.asyncio.Context()
+    follower = Followed(engine, context, replays, options)
+    try:
+        yield follower
+    finally:
+        follower.task.cancel()
+        await asyncio.gather(follower.task, return_exceptions=True)
+        context.destroy(linger=0)
+
+
+Make = Callable[..., Any]
+Until = Callable[[Callable[[], bool]], Any]
+Tokens = Callable[[int, int], list[int]]
+
+
+@pytest.fixture
+def busy(tokens_of: Tokens) -> Callable[[Any, range], None]:
+    """Serve numbered prompts that overflow a cache of 1,000 tokens after five."""
+
+    def serve(engine: Any, numbers: range) -> None:
+        for number in numbers:
+            engine.serve(tokens_of(number, 200))
+
+    return serve
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+async def test_a_stream_is_learnt_from_its_start_and_followed(
+    engine_of: Make, until: Until, busy: Any, dialect: str
+) -> None:
+    engine = engine_of(capacity_tokens=1000, event_dialect=dialect)
+    busy(engine, range(3))
+    async with followed(engine) as follower:
+        await until(lambda: follower.is_right)
+        busy(engine, range(3, 12))
+        await until(lambda: follower.is_right)
+
+    assert follower.believed == set()
+    assert follower.ledger.held_blocks(Tier.GPU) == 0
+
+
+async def test_dropped_batches_are_replayed(
+    engine_of: Make, until: Until, busy: Any, tokens_of: Tokens
+) -> None:
+    engine = engine_of(capacity_tokens=1000)
+    async with followed(engine) as follower:
+        busy(engine, range(3))
+        await until(lambda: follower.is_right)
+        for number in range(3, 8):
+            engine.serve(tokens_of(number, 200), hold_back=True)
+        busy(engine, range(8, 9))
+        await until(lambda: follower.is_right)
+
+    assert follower.subscriber.counts.losses == follower.subscriber.counts.restarts == 0
+
+
+async def test_the_loss_of_the_last_batch_is_found_in_the_silence_after_it(
+    engine_of: Make, until: Until, tokens_of: Tokens
+) -> None:
+    engine = engine_of(capacity_tokens=1000)
+    async with followed(engine) as follower:
+        engine.serve(tokens_of(1, 100))
+        await until(lambda: follower.is_right)
+        engine.serve(tokens_of(2, 900), hold_back=True)
+
+        await until(lambda: follower.is_right)
+
+
+async def test_duplicates_reordered_and_late_batches_count_once(
+    engine_of: Make, until: Until, busy: Any, tokens_of: Tokens
+) -> None:
+    engine = engine_of(capacity_tokens=1000)
+    async with followed(engine) as follower:
+        busy(engine, range(4))
+        await until(lambda: follower.is_right)
+        for message in engine.sent:
+            engine.send(message)
+        for number in range(4, 8):
+            engine.serve(tokens_of(number, 200), hold_back=True)
+        late = engine.sent[-4:]
+        for message in (late[1], late[0], late[3], late[1], late[2]):
+            engine.send(message)
+        busy(engine, range(8, 10))
+        engine.send(late[0])
+        engine.send(engine.sent[0])
+        await until(lambda: follower.is_right and follower.last == 9)
+        await until(lambda: follower.subscriber.counts.duplicates >= 4)
+
+        assert follower.is_right
+    assert follower.ledger.counts.copies == 0
+    assert follower.subscriber.counts.restarts == 0
+
+
+async def test_garbage_and_half_messages_change_nothing(
+    engine_of: Make, until: Until, busy: Any, tokens_of: Tokens
+) -> None:
+    engine = engine_of(capacity_tokens=1000)
+    async with followed(engine) as follower:
+        busy(engine, range(4))
+        await until(lambda: follower.is_right)
+        whole = engine.sent[-1]
+        engine.serve(tokens_of(5, 300), hold_back=True)
+        true = engine.sent[-1]
+        for frames in (
+            [b"kv"],
+            [b"kv", b"\0\0\0\1"],
+            [b"kv", b"12345678", b"\xc1", b""],
+            pack_live(EventMessage(b"kv", true.seq, true.payload[: len(true.payload) // 2])),
+            pack_live(EventMessage(b"kv", true.seq, b"")),
+            pack_live(EventMessage(b"kv", true.seq + 1, b"\xc1\xc1")),
+            pack_live(EventMessage(b"kv", 2**63, whole.payload)),
+            pack_live(EventMessage(b"kv", 0, b"other")),
+        ):
+            engine.send_frames(frames)
+        busy(engine, range(6, 8))
+
+        await until(lambda: follower.subscriber.counts.unreadable >= 3 and follower.last == 6)
+        await until(lambda: follower.is_right)
+    assert follower.subscriber.counts.restarts == 0
+
+
+async def test_a_restart_is_found_by_its_numbers_and_in_silence(
+    engine_of: Make, until: Until, busy: Any
+) -> None:
+    engine = engine_of(capacity_tokens=1000)
+    async with followed(engine) as follower:
+        busy(engine, range(4))
+        await until(lambda: follower.is_right)
+        engine.restart()
+        await until(lambda: follower.is_right)
+        assert follower.believed == set()
+
+        busy(engine, range(3))
+        await until(lambda: follower.is_right)
+        engine.restart()
+        busy(engine, range(10, 12))
+        await until(lambda: follower.is_right)
+
+    assert follower.subscriber.counts.restarts == 2
+
+
+async def test_a_restart_that_has_caught_up_with_the_numbers_is_still_found(
+    engine_of: Make, until: Until, busy: Any, tokens_of: Tokens
+) -> None:
+    """Nothing of the new process is seen live before its number fits: only the overlap tells."""
+    engine = engine_of(capacity_tokens=1000)
+    async with followed(engine, options=QUICK.model_copy(update={"idle_check_s": 30.0})) as follower:
+        busy(engine, range(3))
+        await until(lambda: follower.is_right)
+        engine.restart()
+        for number in range(10, 14):
+            engine.serve(tokens_of(number, 100), hold_back=True)
+        engine.serve(tokens_of(14, 100))
+
+        await until(lambda: follower.is_right)
+    assert follower.subscriber.counts.restarts == 1
+
+
+async def test_the_fleets_word_of_a_restart_empties_the_map_at_once(
+    engine_of: Make, until: Until, busy: Any
+) -> None:
+    engine = engine_of(capacity_tokens=1000)
+    async with followed(engine) as follower:
+        busy(engine, range(3))
+        await until(lambda: follower.is_right)
+        engine.restart()
+
+        follower.subscriber.restarted()
+
+        assert follower.believed == set()
+        assert follower.subscriber.trust is Trust.NONE
+        await until(lambda: follower.is_right)
+
+
+async def test_a_gap_beyond_the_buffer_drops_the_map_until_a_clear(
+    engine_of: Make, until: Until, busy: Any, tokens_of: Tokens
+) -> None:
+    engine = engine_of(capacity_tokens=1000, event_buffer_steps=2)
+    async with followed(engine) as follower:
+        engine.serve(tokens_of(0, 100))
+        await until(lambda: follower.is_right)
+        for number in range(1, 6):
+            engine.serve(tokens_of(number, 100), hold_back=True)
+        engine.serve(tokens_of(6, 100))
+        await until(lambda: follower.last == 6)
+
+        assert follower.subscriber.trust is Trust.PARTIAL
+        assert follower.believed < engine.truth
+        engine.cache.clear()
+        engine.serve(tokens_of(7, 100))
+        await until(lambda: follower.is_right)
+
+
+async def test_blocks_with_unknown_parents_wait_for_their_re_announcement(
+    engine_of: Make, until: Until, tokens_of: Tokens
+) -> None:
+    engine = engine_of(capacity_tokens=1000, event_buffer_steps=2)
+    first, second = tokens_of(1, 100), tokens_of(2, 100)
+    engine.serve(first)
+    engine.serve(second)
+    engine.serve(tokens_of(3, 50))
+    engine.serve(first + tokens_of(4, 60))
+    async with followed(engine) as follower:
+        await until(lambda: follower.subscriber.last_message is not None and follower.last == 3)
+        await until(lambda: follower.subscriber.trust is Trust.PARTIAL)
+        assert follower.ledger.aside_blocks == 4
+        assert len(follower.believed) == 3
+
+        engine.serve(first, report=True)
+        await until(lambda: follower.last == 4)
+        assert follower.ledger.aside_blocks == 0
+        engine.serve(second, report=True)
+        await until(lambda: follower.believed == engine.truth)
+        # Evictions take what was announced again, although it was announced twice.
+        for number in range(10, 14):
+            engine.serve(tokens_of(number, 320))
+        await until(lambda: follower.believed == engine.truth)
+    assert follower.ledger.counts.unknown_removed == 0
+
+
+async def test_without_a_replay_socket_a_gap_costs_the_map(
+    engine_of: Make, until: Until, busy: Any, tokens_of: Tokens
+) -> None:
+    engine = engine_of(capacity_tokens=1000)
+    async with followed(engine, replays=False) as follower:
+        number = 0
+        while follower.subscriber.last_message is None:
+            engine.serve(tokens_of(number, 100))
+            number += 1
+            await asyncio.sleep(0.01)
+        assert follower.subscriber.trust is Trust.PARTIAL
+        assert follower.believed <= engine.truth
+        engine.serve(tokens_of(50, 900), hold_back=True)
+        engine.serve(tokens_of(51, 100))
+        last = engine.sent[-1].seq
+        await until(lambda: follower.last == last)
+
+        assert len(follower.believed) == 6
+        assert follower.believed <= engine.truth
+        engine.cache.clear()
+        engine.serve(tokens_of(52, 100))
+        await until(lambda: follower.is_right)
+
+
+async def test_a_replay_socket_that_does_not_answer_costs_the_map_and_no_more(
+    engine_of: Make, until: Until, tokens_of: Tokens
+) -> None:
+    engine = engine_of(capacity_tokens=1000)
+    options = QUICK.model_copy(update={"replay_timeout_s": 0.05})
+    async with followed(engine, options=options) as follower:
+        engine.serve(tokens_of(0, 100))
+        await until(lambda: follower.is_right)
+        engine._server.cancel()
+        await until(lambda: follower.subscriber.trust is Trust.NONE)
+        engine.serve(tokens_of(1, 900), hold_back=True)
+        engine.serve(tokens_of(2, 100))
+        await until(lambda: follower.last == 2)
+
+        assert follower.believed <= engine.truth
+        assert len(follower.believed) == 6
+
+
+async def test_a_burst_is_taken_in_whole_and_in_slices(
+    engine_of: Make, until: Until, tokens_of: Tokens
+) -> None:
+    """100,000 blocks: others get their turn many times meanwhile."""
+    engine = engine_of(capacity_tokens=1_600_000)
+    async with followed(engine) as follower:
+        engine.serve(tokens_of(0, 16))
+        await until(lambda: follower.is_right)
+        for number in range(1, 196):
+            engine.serve(list(range(number, number + 8192)))
+        turns = 0
+        async with asyncio.timeout(60):
+            while follower.last < 195:
+                turns += 1
+                await asyncio.sleep(0)
+        assert follower.is_right
+
+    assert len(engine.truth) > 99_000
+    assert turns > 100
+
+
+async def test_an_endpoint_that_comes_up_late_is_followed(
+    engine_of: Make, until: Until, tokens_of: Tokens
+) -> None:
+    first = engine_of()
+    endpoint, replay = first.publisher.endpoint, first.publisher.replay_endpoint
+    await first.stop()
+    context = zmq.asyncio.Context()
+    ledger = Ledger(PrefixIndex(), 0)
+    subscriber = KvEventSubscriber(
+        "w",
+        ledger,
+        lambda: SubscribedInbox(context, endpoint, "kv", 1000),
+        replay,
+        context,
+        SystemClock(),
+        QUICK.model_copy(update={"replay_timeout_s": 0.1}),
+    )
+    task = asyncio.create_task(subscriber.run())
+    try:
+        await until(lambda: subscriber.counts.replay_failures > 0)
+        assert subscriber.trust is Trust.NONE
+        engine = engine_of(event_endpoint=endpoint, replay_endpoint=replay)
+        engine.serve(tokens_of(1, 100))
+
+        await until(lambda: subscriber.trust is Trust.WHOLE and set(ledger.held(Tier.GPU)) == engine.truth)
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        context.destroy(linger=0)

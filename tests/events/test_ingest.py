@@ -1,0 +1,182 @@
+"""Streams come and go with the fleet."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import pytest
+import zmq
+
+from kvroute.blocks.tokens import adapter_space, prompt_keys
+from kvroute.clock import SystemClock
+from kvroute.events.ingest import EventIngest
+from kvroute.events.options import KvEventsOptions
+from kvroute.events.sources import KvEventSource, configured_sources, parse_sources
+from kvroute.events.subscriber import Trust
+from kvroute.fleet.fleet import Fleet
+from kvroute.fleet.worker import WorkerFacts, WorkerId, WorkerSpec
+from kvroute.index.prefix_index import PrefixIndex, TierMatch
+from kvroute.wire.events import BlockStored
+
+QUICK = KvEventsOptions(idle_check_s=0.05, replay_timeout_s=0.5, retry_s=0.02)
+A = WorkerSpec(WorkerId("a"), "http://a.example:8000")
+B = WorkerSpec(WorkerId("b"), "http://b.example:8000")
+
+
+class Setup:
+    """A fleet, its ingest and what each worker answers to `/kv_event_sources`."""
+
+    def __init__(self, options: KvEventsOptions) -> None:
+        self.pages: dict[str, Any] = {}
+        self.index = PrefixIndex()
+        self.client = httpx.AsyncClient(transport=httpx.MockTransport(self._answer))
+        self.ingest = EventIngest(self.index, self.client, SystemClock(), options)
+        self.fleet = Fleet()
+        self.fleet.subscribe(self.ingest.fleet_changed)
+
+    def _answer(self, request: httpx.Request) -> httpx.Response:
+        page = self.pages.get(request.url.host)
+        return httpx.Response(503) if page is None else httpx.Response(200, json=page)
+
+    def match(self, tokens: list[int]) -> dict[int, TierMatch]:
+        return self.index.match(prompt_keys(tokens, adapter_space(None)))
+
+
+@asynccontextmanager
+async def running(options: KvEventsOptions = QUICK) -> AsyncIterator[Setup]:
+    setup = Setup(options)
+    task = asyncio.create_task(setup.ingest.run())
+    try:
+        await asyncio.wait(
+            {task, bound := asyncio.create_task(setup.ingest.bound())}, return_when="FIRST_COMPLETED"
+        )
+        bound.cancel()
+        yield setup
+    finally:
+        task.cancel()
+        outcome = (await asyncio.gather(task, return_exceptions=True))[0]
+        await setup.client.aclose()
+    if isinstance(outcome, Exception):
+        raise outcome
+
+
+Make = Callable[..., Any]
+Until = Callable[[Callable[[], bool]], Any]
+Tokens = Callable[[int, int], list[int]]
+
+
+async def test_workers_are_followed_from_joining_to_leaving(
+    engine_of: Make, until: Until, tokens_of: Tokens
+) -> None:
+    one, two, prompt = engine_of(), engine_of(), tokens_of(1, 100)
+    one.serve(prompt)
+    async with running() as setup:
+        setup.fleet.apply("test", [A, B])
+        a, b = setup.fleet.get("a"), setup.fleet.get("b")
+        assert setup.ingest.trust(a) is Trust.NONE
+        setup.pages = {"a.example": one.publisher.sources(), "b.example": two.publisher.sources()}
+        await until(lambda: all(setup.ingest.trust(worker) is Trust.WHOLE for worker in (a, b)))
+        slot = setup.ingest.streams(a)[0].slot
+
+        assert setup.match(prompt) == {slot: TierMatch(96)}
+        two.serve(prompt[:50])
+        await until(lambda: len(setup.match(prompt)) == 2)
+
+        setup.fleet.apply("test", [B])
+        assert setup.ingest.streams(a) == ()
+        assert setup.match(prompt) == {setup.ingest.streams(b)[0].slot: TierMatch(48)}
+        one.serve(tokens_of(2, 100))
+        await until(lambda: setup.index.size().blocks == 3)
+
+
+async def test_a_restarted_worker_is_emptied_at_once_and_its_sources_are_read_again(
+    engine_of: Make, until: Until, tokens_of: Tokens
+) -> None:
+    old, new, prompt = engine_of(), engine_of(), tokens_of(1, 100)
+    old.serve(prompt)
+    new.serve(prompt[:33])
+    async with running() as setup:
+        setup.pages = {"a.example": old.publisher.sources()}
+        setup.fleet.apply("test", [A])
+        worker = setup.fleet.get("a")
+        await until(lambda: setup.match(prompt) != {})
+        setup.pages = {"a.example": new.publisher.sources()}
+
+        setup.fleet.update_facts(worker, WorkerFacts(start_time=2.0), restarted=True)
+
+        assert setup.match(prompt) == {}
+        await until(lambda: list(setup.match(prompt).values()) == [TierMatch(32)])
+
+
+async def test_workers_that_connect_to_us_are_told_apart_by_topic(until: Until, tokens_of: Tokens) -> None:
+    from kvroute.wire.framing import EventMessage, pack_live
+    from kvroute.wire.vllm import DIALECTS
+
+    options = QUICK.model_copy(update={"bind": ("tcp://127.0.0.1:0",), "topic": "kv@{id}"})
+    prompt = tokens_of(1, 32)
+    store = BlockStored([1, 2], None, prompt, 16)
+    payload = DIALECTS["map-0.30"].encode(1.0, [store], 0)
+    with zmq.Context() as context, context.socket(zmq.PUB) as publisher:
+        publisher.setsockopt(zmq.LINGER, 0)
+        async with running(options) as setup:
+            setup.fleet.apply("test", [A, B])
+            publisher.connect(setup.ingest.listening[0])
+            b = setup.fleet.get("b")
+            await until(lambda: bool(setup.ingest.streams(b)))
+            seq = 0
+            while not setup.match([*prompt, 1]):
+                for topic in (b"kv@b", b"kv@stranger"):
+                    publisher.send_multipart(pack_live(EventMessage(topic, seq, payload)))
+                seq += 1
+                await asyncio.sleep(0.01)
+
+            assert setup.match([*prompt, 1]) == {setup.ingest.streams(b)[0].slot: TierMatch(32)}
+            assert setup.ingest.trust(b) is Trust.PARTIAL
+
+
+async def test_an_address_that_is_taken_is_an_error() -> None:
+    with zmq.Context() as context, context.socket(zmq.SUB) as socket:
+        port = socket.bind_to_random_port("tcp://127.0.0.1")
+        with pytest.raises(zmq.ZMQError):
+            async with running(QUICK.model_copy(update={"bind": (f"tcp://127.0.0.1:{port}",)})):
+                pass
+
+
+def test_sources_name_the_workers_host_and_every_rank() -> None:
+    body = (
+        b'{"0": {"endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5657", "topic": "kv"},'
+        b' "1": {"endpoint": "tcp://10.0.0.9:5558", "replay_endpoint": null, "topic": "kv"},'
+        b' "2": {"enable_kv_cache_events": false, "endpoint": ""},'
+        b' "3": {"publisher": "null"}}'
+    )
+
+    assert parse_sources(body, KvEventsOptions(), A) == [
+        KvEventSource(0, "tcp://a.example:5557", "tcp://a.example:5657", "kv"),
+        KvEventSource(1, "tcp://10.0.0.9:5558", None, "kv"),
+    ]
+    bound = parse_sources(body, KvEventsOptions(bind=("tcp://*:5557",)), A)
+    assert [source.comes_to for source in bound] == [0, None]
+
+
+@pytest.mark.parametrize(
+    "body", [b"[]", b"{", b'{"0": {"endpoint": 5}}', b'{"x": {"endpoint": "tcp://*:1"}}']
+)
+def test_other_pages_are_refused(body: bytes) -> None:
+    with pytest.raises(ValueError):
+        parse_sources(body, KvEventsOptions(), A)
+
+
+def test_configured_ranks_count_their_ports_up() -> None:
+    options = KvEventsOptions(endpoint="tcp://{host}:5557", replay_endpoint="tcp://{host}:5657", ranks=2)
+
+    assert configured_sources(options, A) == [
+        KvEventSource(0, "tcp://a.example:5557", "tcp://a.example:5657", ""),
+        KvEventSource(1, "tcp://a.example:5558", "tcp://a.example:5658", ""),
+    ]
+    assert configured_sources(KvEventsOptions(), A) == []
+    with pytest.raises(ValueError, match="host"):
+        KvEventsOptions(endpoint="tcp://{nobody}:1")

@@ -1,0 +1,247 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvroute.blocks.tokens import Tier, adapter_space, prompt_keys, token_keys
+from kvroute.events.ledger import PIECE_BLOCKS, Ledger
+from kvroute.index.prefix_index import PrefixIndex, TierMatch
+from kvroute.sim.cache import Chain, PagedCache
+from kvroute.wire.events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, KvEvent
+
+Run = Callable[[Ledger, Iterable[EventBatch]], None]
+IDS = list(range(1, 200))
+
+
+def batch(*events: KvEvent, dialect: str = "map") -> EventBatch:
+    return EventBatch(0.0, list(events), 0, dialect)
+
+
+def store(
+    names: list[int | bytes], start: int = 0, parent: int | bytes | None = None, **extra: Any
+) -> BlockStored:
+    """Blocks of 16 of `IDS`, from block `start` on."""
+    size = extra.pop("block_size", 16)
+    tokens = IDS[start * size : (start + len(names)) * size]
+    return BlockStored(names, parent, extra.pop("token_ids", tokens), size, **extra)
+
+
+def matched(index: PrefixIndex, salt: str = "", adapter: str | None = None) -> TierMatch:
+    return index.match(prompt_keys(IDS, adapter_space(adapter, salt))).get(0, TierMatch())
+
+
+def test_placeholders_of_offloading_are_known_by_the_gpus_names(run_ledger: Run) -> None:
+    index = PrefixIndex()
+    ledger = Ledger(index, 0)
+    moved = BlockStored([1], None, [], 0, medium="Cpu")
+    run_ledger(ledger, [batch(store([1, 2]), moved, BlockRemoved([2]), BlockRemoved([1]))])
+
+    assert matched(index) == TierMatch(0, 16)
+    run_ledger(
+        ledger, [batch(BlockStored([2], None, [], 0, medium="STORAGE"), BlockStored([9], None, [], 0))]
+    )
+    assert matched(index) == TierMatch(0, 16, 16)
+    assert ledger.counts.unusable == 1
+
+
+def test_other_groups_of_a_hybrid_model_are_passed_over(run_ledger: Run) -> None:
+    index = PrefixIndex()
+    ledger = Ledger(index, 0)
+    window = {"group_idx": 0, "kv_cache_spec_kind": "sliding_window"}
+    full = {"group_idx": 1, "kv_cache_spec_kind": "full_attention"}
+    run_ledger(
+        ledger, [batch(store([1, 2], **window), store([1, 2], **full), BlockRemoved([1], group_idx=0))]
+    )
+
+    assert matched(index) == TierMatch(32)
+    assert (ledger.counts.copies, ledger.counts.passed_over) == (0, 3)
+    run_ledger(ledger, [batch(BlockRemoved([2], group_idx=1))])
+    assert matched(index) == TierMatch(16)
+
+
+def test_before_groups_had_kinds_the_first_one_counts(run_ledger: Run) -> None:
+    index = PrefixIndex()
+    ledger = Ledger(index, 0)
+    run_ledger(
+        ledger, [batch(store([1], group_idx=1), store([1], group_idx=0), store([2], 1, 1, group_idx=2))]
+    )
+
+    assert matched(index) == TierMatch(16)
+
+
+def test_blocks_of_unknown_places_and_odd_sizes_are_not_believed(run_ledger: Run) -> None:
+    index = PrefixIndex()
+    ledger = Ledger(index, 0)
+    run_ledger(
+        ledger,
+        [
+            batch(
+                store([1], medium="TAPE"),
+                store([2], block_size=24),
+                store([3], token_ids=IDS[:20]),
+                BlockRemoved([4], medium="TAPE"),
+                BlockRemoved([5]),
+            )
+        ],
+    )
+
+    assert index.size().blocks == 0
+    assert (ledger.counts.unusable, ledger.counts.unknown_removed) == (4, 1)
+
+
+def test_images_keep_equal_placeholder_tokens_apart(run_ledger: Run) -> None:
+    index = PrefixIndex()
+    ledger = Ledger(index, 0)
+    run_ledger(ledger, [batch(store([1, 2, 3], extra_keys=[["salt"], [["image-7", 3]], None]))])
+
+    assert matched(index, "salt") == TierMatch(16)
+    assert matched(index) == TierMatch()
+    assert ledger.held_blocks(Tier.GPU) == 3
+
+
+def test_adapters_are_known_by_name_and_never_by_number(run_ledger: Run) -> None:
+    index = PrefixIndex()
+    ledger = Ledger(index, 0)
+    run_ledger(
+        ledger,
+        [
+            batch(
+                store([1], lora_name="ada", lora_id=1, extra_keys=[["ada", "s"]]),
+                store([2, 3], lora_id=1),
+            )
+        ],
+    )
+
+    assert matched(index, "s", "ada") == TierMatch(16)
+    assert matched(index) == TierMatch()
+
+
+def test_an_unknown_parent_that_becomes_known_places_all_that_waited(run_ledger: Run) -> None:
+    index = PrefixIndex()
+    ledger = Ledger(index, 0)
+    run_ledger(ledger, [batch(store([5, 6], 4, 4), store([3, 4], 2, 2), store([8], 7, 7), BlockRemoved([6]))])
+    assert matched(index) == TierMatch()
+    assert ledger.aside_blocks == 4
+
+    run_ledger(ledger, [batch(store([1, 2]))])
+
+    assert matched(index) == TierMatch(5 * 16)
+    assert ledger.aside_blocks == 1
+    run_ledger(ledger, [batch(AllBlocksCleared())])
+    assert ledger.aside_blocks == 0
+
+
+def test_an_announcement_that_may_be_a_repetition_is_no_copy(run_ledger: Run) -> None:
+    index = PrefixIndex()
+    ledger = Ledger(index, 0)
+    run_ledger(ledger, [batch(store([1, 2])), batch(store([1, 2])), batch(BlockRemoved([2]))])
+    assert matched(index) == TierMatch(16)
+
+    # Releases before 0.24 have no repetitions.
+    old = Ledger(PrefixIndex(), 0)
+    run_ledger(old, [batch(store([1, 2])), batch(store([1, 2]), dialect="array"), batch(BlockRemoved([2]))])
+    assert old.held_blocks(Tier.GPU) == 2
+
+
+def test_a_full_index_is_not_believed_to_hold_the_rest(run_ledger: Run) -> None:
+    index = PrefixIndex(max_blocks=2)
+    ledger = Ledger(index, 0)
+    run_ledger(ledger, [batch(store([1, 2, 3])), batch(store([4], 3, 3))])
+
+    assert matched(index) == TierMatch(32)
+    assert (ledger.held_blocks(Tier.GPU), ledger.counts.refused, ledger.aside_blocks) == (2, 1, 1)
+
+
+def test_too_many_blocks_aside_are_refused(run_ledger: Run) -> None:
+    ledger = Ledger(PrefixIndex(), 0, max_aside=3)
+    run_ledger(ledger, [batch(store([5, 6], 4, 4), store([8, 9], 7, 7))])
+
+    assert (ledger.aside_blocks, ledger.counts.refused) == (2, 2)
+
+
+def test_names_of_blocks_that_are_gone_are_remembered_up_to_a_bound(run_ledger: Run) -> None:
+    index = PrefixIndex()
+    ledger = Ledger(index, 0, max_remembered=1)
+    run_ledger(ledger, [batch(store([1, 2, 3]), BlockRemoved([3]), BlockRemoved([2]))])
+    run_ledger(ledger, [batch(store([4], 3, 3)), batch(store([5], 2, 2))])
+
+    assert ledger.aside_blocks == 1
+    run_ledger(ledger, [batch(store([2], 1, 1))])
+    assert matched(index) == TierMatch(48)
+
+
+def test_a_long_announcement_comes_in_pieces_and_is_no_copy_when_repeated() -> None:
+    index = PrefixIndex()
+    ledger = Ledger(index, 0)
+    names: list[int | bytes] = list(range(PIECE_BLOCKS * 2 + 5))
+    long = BlockStored(names, None, list(range(len(names) * 16)), 16, extra_keys=[None] * len(names))
+
+    pauses = sum(1 for _ in ledger.apply(batch(long)))
+    repeated = sum(1 for _ in ledger.apply(batch(long)))
+
+    assert pauses >= 3
+    assert repeated >= 3
+    assert ledger.held_blocks(Tier.GPU) == len(names)
+    assert (ledger.counts.copies, ledger.counts.repeated) == (0, len(names))
+
+
+def test_dropping_believes_nothing_at_once_and_returns_memory_in_steps(run_ledger: Run) -> None:
+    index = PrefixIndex()
+    ledger = Ledger(index, 0)
+    run_ledger(ledger, [batch(store([1, 2, 3]))])
+
+    ledger.drop()
+
+    assert matched(index) == TierMatch()
+    steps = 1
+    while ledger.sweep(1):
+        steps += 1
+    assert steps > 3
+    assert index.size().blocks == 0
+    ledger.close()
+    run_ledger(ledger, [batch(store([1]))])
+    assert matched(index) == TierMatch()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    requests=st.lists(
+        st.tuples(st.integers(0, 3), st.integers(0, 6), st.integers(1, 60), st.booleans(), st.booleans()),
+        max_size=40,
+    ),
+    size=st.sampled_from([16, 32]),
+)
+def test_any_traffic_leaves_the_index_with_what_the_engine_holds(
+    requests: list[tuple[int, int, int, bool, bool]], size: int
+) -> None:
+    """Shared prefixes, evictions, and copies from requests that run at once."""
+    index, cache = PrefixIndex(), PagedCache(8, size, record=True)
+    ledger = Ledger(index, 0)
+    running: list[Any] = []
+    seed = adapter_space(None).seed
+    for head, shared, tail, overlaps, ends in requests:
+        tokens = [head + 1] * (shared * 16) + [head * 100 + tail] * tail
+        keys = token_keys(tokens, seed)[size // 16 - 1 :: size // 16]
+        hits = cache.match(keys, (len(tokens) - 1) // size)
+        need = len(keys) - hits + cache.idle_among(keys, hits)
+        if need > cache.available or len(keys) == 1:
+            continue  # a copy of a lone first block cannot be told from a repetition
+        blocks = cache.take(keys, hits) + cache.allocate(len(keys) - hits)
+        # What runs at once cannot see this one's blocks yet: it computes copies.
+        running.append((blocks, Chain(keys, tokens), hits))
+        if not overlaps:
+            for done, chain, start in running:
+                cache.store(done, chain, start, len(chain.keys))
+                cache.free(done)
+            running = []
+            if ends:
+                cache.clear()
+            for _ in ledger.apply(batch(*cache.take_events())):
+                pass
+            held = set(ledger.held(Tier.GPU))
+            assert held <= cache.held_keys
+            if not ledger.counts.repeated:
+                assert held == cache.held_keys
