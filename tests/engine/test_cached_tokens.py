@@ -14,7 +14,7 @@ from dataclasses import replace
 import pytest
 import pytest_asyncio
 
-pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(900)]
 
 SEEDS = (1, 2, 3)
 POOL_SHARES = (0.63, 0.67)

@@ -10,7 +10,7 @@ import httpx
 import openai
 import pytest
 
-pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(900)]
 
 MODEL = "tiny"
 CLIENTS = 16

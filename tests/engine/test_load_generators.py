@@ -13,7 +13,7 @@ from kvroute.clock import SystemClock
 from kvroute.deploy.engine_install import separate_environment
 from kvroute.deploy.processes import ChildProcess, ChildSpec
 
-pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(900)]
 
 MODEL = "tiny"
 DEADLINE_S = 240.0
