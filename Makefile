@@ -9,7 +9,7 @@ JOBS ?= 2
 PIP := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help up test test-engine check lint types layers format docs bench clean distclean
+.PHONY: help up test test-engine check lint types layers format docs bench bench-routing clean distclean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -48,6 +48,9 @@ docs: $(VENV)/.installed ## regenerate configs/reference.yaml and the tables in 
 
 bench: $(VENV)/.installed-dev ## the micro benchmarks
 	@set -e; for file in bench/micro_*.py; do echo "== $$file"; $(BIN)/python $$file; done
+
+bench-routing: $(VENV)/.installed-dev ## routing quality in virtual time: goals, figures, verdicts (minutes) [ARGS=--quick]
+	@$(BIN)/python bench/routing.py $(ARGS)
 
 clean: ## remove caches and build products
 	rm -rf build dist htmlcov .coverage .coverage.* .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

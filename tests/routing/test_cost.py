@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from kvroute.blocks.keys import PromptKeys
@@ -211,7 +209,7 @@ def test_blocks_of_several_prompts_are_averaged(model, history, workers, query, 
     history.acquire(A, keys_of(rng, 160)).release()
     short = PromptKeys(keys_of(rng, 16), 20, 10.0)
     long = PromptKeys(keys_of(rng, 48), 64, 18.0)
-    several = replace(query(), prompts=(short, long), tokens=84)
+    several = query()._replace(prompts=(short, long), tokens=84)
 
     candidate = model.rank(several, workers[:1])[0]
 
@@ -219,7 +217,7 @@ def test_blocks_of_several_prompts_are_averaged(model, history, workers, query, 
 
 
 def test_prompts_too_short_for_a_block_count_no_blocks(model, workers, query) -> None:
-    several = replace(query(), prompts=(PromptKeys([], 3, 16.0), PromptKeys([], 4, 16.0)), tokens=7)
+    several = query()._replace(prompts=(PromptKeys([], 3, 16.0), PromptKeys([], 4, 16.0)), tokens=7)
 
     assert model.rank(several, workers)[0].terms.eviction == 0.0
 

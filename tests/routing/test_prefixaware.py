@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from pydantic import ValidationError
 
@@ -115,7 +113,7 @@ def test_listed_prompts_are_matched_one_by_one(history, view, query, keys_of, rn
     history.acquire(B, second).release()
     prompts = tuple(PromptKeys(keys, len(keys) * 16 + 1, 16.0) for keys in (first, second, third))
 
-    asked = replace(query(), prompts=prompts, tokens=963)
+    asked = query()._replace(prompts=prompts, tokens=963)
 
     assert matched_tokens(history, asked, view.workers) == [320, 320]
 

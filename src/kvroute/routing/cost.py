@@ -15,12 +15,15 @@ from kvroute.fleet.worker import Worker
 from kvroute.index.history import RouteHistory
 from kvroute.options import Options, option
 from kvroute.routing.decision import Candidate, CostTerms, RouteQuery
+from kvroute.routing.learning import Learned
 
 RESIDENCE_S = 5.0
 """How long a request is taken to hold its memory on a worker that has not finished one yet."""
 
-MAX_UTILISATION = 0.98
-"""Where rho / (1 - rho) stops rising."""
+MAX_UTILISATION = 0.9
+"""Where rho / (1 - rho) stops rising. Costs that are too high show as a utilisation above what is possible:
+at 0.98, costs believed four times too high kept agents' hot prefixes on single workers until their mean
+time to first token was three times that of right costs; at 0.9 they are within 3% (bench/routing.py)."""
 
 
 class CostOptions(Options):
@@ -168,13 +171,28 @@ class CostModel:
         history: RouteHistory,
         default: CostOptions | None = None,
         models: Mapping[str, CostOptions] | None = None,
+        learned: Learned | None = None,
     ) -> None:
         self._history = history
         self._default = Costs.of(default or CostOptions())
         self._models = {model: Costs.of(options) for model, options in (models or {}).items()}
+        self._learned = learned
+
+    def configured(self, model: str) -> Costs:
+        return self._models.get(model, self._default)
 
     def costs(self, model: str) -> Costs:
-        return self._models.get(model, self._default)
+        """As configured; what first tokens have taught takes the place of the times, where there is any."""
+        costs = self.configured(model)
+        if self._learned is not None and (fit := self._learned.fit(model)) is not None:
+            share = costs.active_token_s / costs.token_s
+            return costs._replace(
+                token_s=fit.token_s,
+                context_token_s=fit.context_token_s,
+                iteration_s=fit.iteration_s,
+                active_token_s=share * fit.token_s,
+            )
+        return costs
 
     def pressure(self, workers: Sequence[Worker], now: float) -> Pressure:
         seconds = requests = 0.0
@@ -203,13 +221,16 @@ class CostModel:
         delay_factor = 0.5 * rho / (1 - rho) / pressure.mean_own_s if rho else 0.0
         prompts = len(query.prompts) or 1
         block_tokens = _block_tokens(query)
-        part_of = self._history.part
+        part_of, new = self._history.part, tuple.__new__
+        speeds = self._learned.speeds(query.model) if self._learned is not None else None
         ranking: list[Candidate] = []
         for place, worker in enumerate(workers):
             load = worker.load
             held = matched_tokens[place] if matched_tokens else 0
             ready_s, transfer_s = loads[place] if loads else _NO_LOAD
             prefill_s = costs.prefill_s(tokens - held, held, prompts)
+            if speeds is not None:
+                prefill_s *= speeds.of(worker.index)
             wait_s = load.wait(now)
             own_s = prefill_s + transfer_s
             marginal_s = min(costs.lambda_cap, delay_factor * (wait_s + own_s)) * own_s
@@ -231,8 +252,11 @@ class CostModel:
             if worker.ramp < 1.0:
                 ramp_s = score / worker.ramp_at(now) - score
                 score += ramp_s
-            terms = CostTerms(wait_s, ready_s, prefill_s, memory_s, eviction_s, marginal_s, decode_s, ramp_s)
-            ranking.append(Candidate(worker, score, held, prefill_s, terms))
+            # As `CostTerms(...)`, without its Python-level constructor: half a microsecond a worker.
+            terms = new(
+                CostTerms, (wait_s, ready_s, prefill_s, memory_s, eviction_s, marginal_s, decode_s, ramp_s)
+            )
+            ranking.append(new(Candidate, (worker, score, held, prefill_s, terms)))
         ranking.sort(key=_score)
         best = ranking[0].score
         limit = best + best * costs.tie_share + costs.tie_s

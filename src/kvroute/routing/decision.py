@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, NamedTuple
 
@@ -16,6 +15,8 @@ class Needs(StrEnum):
     NOTHING = "nothing"
     PROMPT = "prompt"
     """`RouteQuery.prompts` filled with block keys of the prompt's bytes."""
+    SESSION_KEY = "session_key"
+    """`RouteQuery.session_key`, where the request carries one."""
 
 
 class Reason(StrEnum):
@@ -37,8 +38,7 @@ class Reason(StrEnum):
     ONLY_WORKER = "only_worker"
 
 
-@dataclass(frozen=True, slots=True)
-class RouteQuery:
+class RouteQuery(NamedTuple):
     """One request as a strategy sees it. `now` is `Clock.now()`; times are seconds, lengths tokens.
 
     `prompts` has one entry per listed prompt (completions take several), `tokens` is their sum, or an
@@ -93,8 +93,7 @@ class Candidate(NamedTuple):
     terms: CostTerms
 
 
-@dataclass(frozen=True, slots=True)
-class RouteDecision:
+class RouteDecision(NamedTuple):
     """Every routable worker, best first. `reason` says why the first one is first."""
 
     strategy: str

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from pydantic import field_validator
 
-from kvroute.options import Options, option
+from kvroute.options import Options, Switch, option
 from kvroute.routing.cost import CostOptions
 from kvroute.routing.registry import STRATEGIES
 from kvroute.routing.strategies.prefixaware import PrefixAwareOptions
@@ -35,6 +37,11 @@ class RoutingOptions(Options):
 
     strategy: str = option("prefixaware", "How a worker is chosen: " + ", ".join(STRATEGIES) + ".")
     costs: CostOptions = option(default_factory=CostOptions)
+    learning: Annotated[bool, Switch] = option(
+        False,
+        "Learn the times of `costs`, and each worker's speed, from first tokens of streamed answers. The "
+        "configured ones hold until 50 prefills of different lengths explain what is seen.",
+    )
     roundrobin: RoundRobinOptions = option(default_factory=RoundRobinOptions)
     session: SessionOptions = option(default_factory=SessionOptions)
     prefixaware: PrefixAwareOptions = option(default_factory=PrefixAwareOptions)

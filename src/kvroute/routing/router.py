@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvroute.fleet.load import Reservation
 from kvroute.fleet.worker import ASSUMED_BLOCK_TOKENS, ASSUMED_CAPACITY_TOKENS, FleetView, Worker, WorkerId
 from kvroute.index.history import HistorySize, Lease, RouteHistory
 from kvroute.index.registry import HISTORIES
 from kvroute.routing.capacity import PartSizes
-from kvroute.routing.cost import CostModel
+from kvroute.routing.cost import CostModel, Costs
 from kvroute.routing.decision import Candidate, Reason, RouteDecision, RouteQuery
+from kvroute.routing.learning import Learned
 from kvroute.routing.matching import matched_tokens
 from kvroute.routing.options import RoutingOptions
 from kvroute.routing.registry import STRATEGIES
@@ -21,16 +22,22 @@ from kvroute.routing.strategy import Strategy
 class Dispatch:
     """One attempt of one request on one worker. Whoever dispatched it finishes it, in a `finally`."""
 
-    __slots__ = ("_leases", "_reservation", "worker")
+    __slots__ = ("_leases", "_lesson", "_reservation", "worker")
 
-    def __init__(self, worker: Worker, reservation: Reservation, leases: list[Lease]) -> None:
+    def __init__(
+        self, worker: Worker, reservation: Reservation, leases: list[Lease], lesson: _Lesson | None = None
+    ) -> None:
         self.worker = worker
         self._reservation = reservation
         self._leases = leases
+        self._lesson = lesson
 
     def first_token(self, now: float) -> None:
         """The first token of a streamed answer came: the prefill is done. Later calls do nothing."""
         self._reservation.first_token(now)
+        if self._lesson is not None:
+            self._lesson.learn(now)
+            self._lesson = None
 
     def finish(self, now: float) -> None:
         """The attempt is over, however it ended: its load and its pinned blocks are given back. Later
@@ -38,6 +45,30 @@ class Dispatch:
         self._reservation.finish(now)
         for lease in self._leases:
             lease.release()
+
+
+class _Lesson(NamedTuple):
+    """A prefill that had its worker to itself when it was sent: its time says what prefill costs."""
+
+    learned: Learned
+    query: RouteQuery
+    worker: int
+    held: int
+    costs: Costs
+    start: float
+
+    def learn(self, now: float) -> None:
+        query, costs, held = self.query, self.costs, self.held
+        miss, prompts = query.tokens - held, len(query.prompts) or 1
+        self.learned.saw(
+            query.model,
+            self.worker,
+            miss=miss,
+            context=(held + miss / 2) / prompts,
+            chunks=max(1, -(-miss // costs.max_batched_tokens)),
+            took_s=now - self.start,
+            configured_s=costs.prefill_s(miss, held, prompts),
+        )
 
 
 class Router:
@@ -55,7 +86,8 @@ class Router:
         self._options = options
         self._history = history
         self._sizes = PartSizes(history)
-        self._costs = CostModel(history, options.costs, options.costs_of_models())
+        self._learned = Learned() if options.learning else None
+        self._costs = CostModel(history, options.costs, options.costs_of_models(), self._learned)
         self._strategies: dict[str, Strategy] = {
             name: registered.make(getattr(options, name), self._costs, history)
             for name, registered in STRATEGIES.items()
@@ -97,6 +129,7 @@ class Router:
         """Account an attempt on `candidate`, one of the decision's ranking: its prefill joins the worker's
         queue, its blocks count as held and stay pinned until `Dispatch.finish`."""
         worker = candidate.worker
+        lesson = self._lesson(query, candidate, now) if self._learned is not None else None
         reservation = worker.load.reserve(
             now, prefill_s=candidate.prefill_s, tokens=query.tokens, streamed=query.streamed
         )
@@ -107,7 +140,17 @@ class Router:
         strategy = self._strategies.get(decision.strategy)
         if strategy is not None:
             strategy.routed(query, decision, candidate)
-        return Dispatch(worker, reservation, leases)
+        return Dispatch(worker, reservation, leases, lesson)
+
+    def _lesson(self, query: RouteQuery, candidate: Candidate, now: float) -> _Lesson | None:
+        """What this attempt may teach: nothing unless its first token will show and is due to it alone."""
+        worker = candidate.worker
+        if self._learned is None or not query.streamed or not query.prompts:
+            return None
+        if worker.load.queued or candidate.terms.load:
+            return None
+        costs = self._costs.configured(query.model)
+        return _Lesson(self._learned, query, worker.index, candidate.matched_tokens, costs, now)
 
     def worker_joined(self, worker: Worker) -> None:
         """A worker is new; its index may have been another's before."""
@@ -119,6 +162,8 @@ class Router:
         """Drop what the worker was sent. Its unfinished dispatches still return their load to it."""
         self._history.forget(worker.index)
         self._sizes.forget(worker)
+        if self._learned is not None:
+            self._learned.forget(worker.index)
 
     def worker_restarted(self, worker: Worker) -> None:
         """The worker's cache is empty again."""

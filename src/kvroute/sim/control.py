@@ -39,7 +39,8 @@ async def models(call: Call, worker: Worker) -> None:
             "object": "model",
             "created": created,
             "owned_by": "vllm",
-            "root": name,
+            # All names of the one model share its root; an adapter's is its own (vLLM 0.32).
+            "root": worker.options.models[0] if parent is None else name,
             "parent": parent,
             "max_model_len": worker.max_model_len if parent is None else None,
             "permission": [permission],

@@ -105,7 +105,7 @@ class Session:
     """
 
     name: ClassVar[str] = "session"
-    needs: ClassVar[Needs] = Needs.NOTHING
+    needs: ClassVar[Needs] = Needs.SESSION_KEY
 
     def __init__(self, options: SessionOptions, costs: CostModel, history: RouteHistory) -> None:
         self._options = options

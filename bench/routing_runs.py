@@ -1,0 +1,141 @@
+"""One run of the routing benchmark: a workload, a policy, a seed, in virtual time; and its figures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+
+from kvroute.routing.options import RoutingOptions
+from kvroute.sim.fleet import FleetRequest
+from kvroute.sim.tiers import GPU_ONLY, TieredFleet, TierOptions, make_tiered_engines
+from kvroute.sim.timing import TimingModel
+from kvroute.sim.workload import imbalance
+from routing_policies import POLICIES, Kvroute, KvrouteTiers, Policy
+from routing_workloads import Load, chat, conversation, l2post, tool
+
+INFINITE = TierOptions(
+    l1_tokens=0, l2_tokens=10**12, l2_worker_bytes_s=1e30, l2_bytes_s=1e30, l2_latency_s=0.0
+)
+
+TIERS: dict[str, TierOptions] = {
+    "full": TierOptions(),
+    "gpu": GPU_ONLY,
+    "infinite": INFINITE,
+    "l2post": TierOptions(l1_tokens=61_000),
+}
+
+WORKLOADS: dict[str, Callable[[float], Load]] = {
+    "conv": conversation,
+    "tool": tool,
+    "chat8k": lambda clients: chat(8192, int(clients)),
+    "chat64k": lambda clients: chat(65_536, int(clients)),
+    "chat64k_nosys": lambda clients: chat(65_536, int(clients), system=0),
+    "l2post": l2post,
+}
+
+WARM_UP = 0.15
+"""Share of the arrivals, the first ones, that no figure counts."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """What to run. `rate` is requests per second, or clients a worker; `options` change kvroute's."""
+
+    workload: str
+    rate: float
+    policy: str
+    seed: int = 0
+    tiers: str = "full"
+    workers: int = 7
+    capacity_tokens: int = 1_200_000
+    event_delay_s: float = 0.005
+    slow_worker: float = 1.0
+    """How many times as long everything takes on the first worker."""
+    options: tuple[tuple[str, float | bool], ...] = ()
+    """Paths under `routing`, such as ("costs.token_us", 80.0)."""
+
+    def with_seed(self, seed: int) -> Case:
+        return replace(self, seed=seed)
+
+
+@dataclass
+class Figures:
+    """Seconds; `throughput` is output tokens per second; `hit` is the share of prompt tokens not computed."""
+
+    p50: float
+    p90: float
+    p99: float
+    mean: float
+    itl50: float
+    itl90: float
+    throughput: float
+    imbalance: float
+    hit: float
+
+
+def run(case: Case) -> Figures:
+    """Run one case to its end."""
+    tiers = TIERS["infinite" if case.policy == "shared" else case.tiers]
+    timing = [TimingModel(scale=case.slow_worker if number == 0 else 1.0) for number in range(case.workers)]
+    policy = make_policy(case)
+    engines = make_tiered_engines(
+        case.workers,
+        capacity_tokens=case.capacity_tokens,
+        timing=timing,
+        tiers=tiers,
+        record_events=policy.wants_events,
+    )
+    policy.attach(engines, tiers)
+    fleet = TieredFleet(engines, policy, event_delay_s=case.event_delay_s)
+    WORKLOADS[case.workload](case.rate)(fleet, case.seed)
+    fleet.run()
+    return figures(fleet.done, fleet.computed_tokens())
+
+
+def make_policy(case: Case) -> Policy:
+    made = POLICIES[case.policy]
+    if made in (Kvroute, KvrouteTiers):
+        return made(case.seed, routing_options(case.options))  # type: ignore[call-arg]
+    return made(case.seed)
+
+
+def routing_options(paths: Sequence[tuple[str, float | bool]]) -> RoutingOptions:
+    settings: dict[str, object] = {}
+    for path, value in paths:
+        *rooms, name = path.split(".")
+        place = settings
+        for room in rooms:
+            place = place.setdefault(room, {})  # type: ignore[assignment]
+        place[name] = value
+    return RoutingOptions.model_validate(settings)
+
+
+def figures(done: Sequence[FleetRequest], computed: list[int]) -> Figures:
+    arrived = sorted(done, key=lambda request: request.arrival_s)
+    counted = arrived[int(WARM_UP * len(arrived)) :]
+    ttft = sorted(request.ttft_s for request in counted)
+    itl = sorted(
+        (request.finished_s - request.first_token_s) / (request.output_tokens - 1)
+        for request in counted
+        if request.output_tokens > 1
+    )
+    start, last = counted[0].arrival_s, counted[-1].arrival_s
+    made = sum(request.output_tokens for request in done if start <= request.finished_s <= last)
+    prompt = sum(request.prompt_tokens for request in counted)
+    cached = sum(request.cached_tokens for request in counted)
+    return Figures(
+        quantile(ttft, 0.5),
+        quantile(ttft, 0.9),
+        quantile(ttft, 0.99),
+        fmean(ttft),
+        quantile(itl, 0.5),
+        quantile(itl, 0.9),
+        made / (last - start),
+        imbalance(computed),
+        cached / prompt,
+    )
+
+
+def quantile(ordered: Sequence[float], share: float) -> float:
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]

@@ -1,0 +1,163 @@
+"""The traffic of the routing benchmark, as requests of the virtual fleet. Lengths are tokens, times seconds.
+
+Each `load` is called with a fleet and a seed, submits its requests, and lets closed-loop clients go on by
+`Fleet.on_finish`. Blocks have 512 tokens; a key is unique for a block's content and all before it.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from itertools import count
+from pathlib import Path
+from random import Random
+
+from kvroute.sim.fleet import Fleet, FleetRequest
+
+BLOCK = 512
+TRACE = Path(__file__).parent / "data" / "mooncake_conversation_first30min.jsonl.gz"
+
+Load = Callable[[Fleet, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    quantum_s: float
+    prompt: int
+    output: int
+    keys: tuple[int, ...]
+    session: int
+
+
+@cache
+def _rows() -> tuple[_Row, ...]:
+    with gzip.open(TRACE, "rt") as lines:
+        rows = [json.loads(line) for line in lines]
+    users = Counter(key for row in rows for key in row["hash_ids"])
+    return tuple(
+        _Row(
+            row["timestamp"] / 1000,
+            row["input_length"],
+            max(1, row["output_length"]),
+            tuple(key + 1 for key in row["hash_ids"][: row["input_length"] // BLOCK]),
+            next((key for key in row["hash_ids"] if users[key] < 100), 0),
+        )
+        for row in rows
+    )
+
+
+def conversation(rate: float) -> Load:
+    """The conversation trace, scaled in time to `rate` requests per second, quanta of 3 s spread evenly."""
+
+    def load(fleet: Fleet, seed: int) -> None:
+        rows, random = _rows(), Random(seed)
+        scale = len(rows) / (rows[-1].quantum_s + 3.0) / rate
+        for row in rows:
+            request = FleetRequest(row.keys, row.prompt, row.output, conversation=row.session)
+            fleet.submit(request, (row.quantum_s + random.uniform(0.0, 3.0)) * scale)
+
+    return load
+
+
+def tool(rate: float, requests: int = 6000) -> Load:
+    """Agents whose calls share a hot tool prompt: few, popular prefixes, short own parts, bursts."""
+
+    def load(fleet: Fleet, seed: int) -> None:
+        random = Random(seed)
+        keys = count(1)
+        common = next(keys)
+        prompts = [[common, *(next(keys) for _ in range(random.randint(4, 16)))] for _ in range(24)]
+        weights = [1 / (rank + 1) ** 1.1 for rank in range(24)]
+        mean_calls = 1 / (1 - 2.718281828 ** (-1 / 0.83))
+        bursts_s = rate / mean_calls / 3.0
+        calls: list[tuple[float, FleetRequest]] = []
+        at = 0.0
+        session = 0
+        while at < requests / rate + 30.0:
+            at += random.expovariate(bursts_s)
+            for _ in range(random.randint(1, 5)):
+                session += 1
+                held = list(random.choices(prompts, weights)[0])
+                held += [next(keys) for _ in range(max(1, round(random.lognormvariate(1.7, 0.9))))]
+                when = at
+                for _ in range(min(8, 1 + int(random.expovariate(1 / 0.83)))):
+                    output = max(1, round(random.lognormvariate(4.8, 0.9)))
+                    request = FleetRequest(list(held), BLOCK * len(held), output, conversation=session)
+                    calls.append((when, request))
+                    held += [next(keys) for _ in range(1 + int(random.expovariate(1 / 1.43)))]
+                    when += 6.0 + random.expovariate(1 / 10.0)
+        calls.sort(key=lambda call: call[0])
+        for when, request in calls[:requests]:
+            fleet.submit(request, when)
+
+    return load
+
+
+def chat(context: int, clients: int, *, system: int = 1024, private: int | None = None) -> Load:
+    """`clients` people a worker, who read the answer, think, ask on, and start anew; 14 requests each."""
+
+    def load(fleet: Fleet, seed: int) -> None:
+        random = Random(seed)
+        people = clients * len(fleet.engines)
+        left = 14 * people
+        numbers = count(1)
+        own = (context - 1024) if private is None else private
+        talks: dict[int, list[int]] = {}  # number -> [turns left, tokens], and its keys beside it
+        keys: dict[int, list[int]] = {}
+
+        def begin() -> int:
+            number = next(numbers)
+            tokens = system + int(own * random.uniform(0.7, 1.3))
+            talks[number] = [1 + int(random.expovariate(1 / 7.0)), tokens + 128]
+            keys[number] = []
+            return number
+
+        def send(number: int, at: float) -> None:
+            nonlocal left
+            if left <= 0:
+                return
+            left -= 1
+            tokens = talks[number][1]
+            output = max(1, int(256 * random.uniform(0.5, 1.5)))
+            held = keys[number]
+            for place in range(len(held), (tokens + output) // BLOCK):
+                held.append(place + 1 if place < system // BLOCK else number << 32 | place)
+            fleet.submit(FleetRequest(list(held), tokens, output, conversation=number), at)
+
+        def answered(request: FleetRequest, now: float) -> None:
+            number = request.conversation
+            talk = talks[number]
+            talk[0] -= 1
+            talk[1] += request.output_tokens + 128
+            if not talk[0]:
+                del talks[number], keys[number]
+                number = begin()
+            send(number, now + random.expovariate(1 / 5.0))
+
+        fleet.on_finish = answered
+        for _ in range(people):
+            send(begin(), random.uniform(0.0, 5.0))
+
+    return load
+
+
+def l2post(rate: float = 8.0, seconds: float = 180.0) -> Load:
+    """100 sessions in turn, the worst order for LRU: 2,048 common tokens, 10,240 own, 50 in, 200 out."""
+
+    def load(fleet: Fleet, seed: int) -> None:
+        random, at = Random(seed), 0.0
+        for number in count():
+            at += random.expovariate(rate)
+            if at > seconds:
+                return
+            session = number % 100
+            keys = [
+                place + 1 if place < 4 else (session + 1) << 32 | place for place in range(12_288 // BLOCK)
+            ]
+            fleet.submit(FleetRequest(keys, 12_338, 200, conversation=session), at)
+
+    return load

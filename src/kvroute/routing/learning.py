@@ -1,0 +1,215 @@
+"""Learning what prefill costs from first tokens. Pure: it is told times and never asks for one.
+
+Only prefills that say something are counted: of streamed answers, sent to a worker with an empty queue,
+nothing fetched from slower tiers. Prefills that waited are batched with others, so a busy worker would
+look fast and draw more work.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+LEAST_PREFILLS = 50
+LEAST_SPAN = 8.0
+"""The largest prefill must be this many times the smallest: a slope needs two ends."""
+
+LEAST_EXPLAINED = 0.5
+"""Share of the variance of first-token times that missed tokens must explain. An answer time that does not
+depend on them would teach a cost of nothing per token, and conversations would leave their cache."""
+
+MEMORY = 0.998
+"""Weight that a prefill keeps with each later one: some 500 count."""
+
+REFIT_EVERY = 10
+
+LARGE_TOKENS = 2048
+"""Prefills from here on tell a worker's speed; smaller ones are lost among what else an iteration does."""
+
+LEAST_LARGE = 8
+SPEED_MEMORY = 0.98
+SPEED_LIMITS = (0.25, 4.0)
+
+_SCALES = (1e3, 1e8, 1.0)
+
+
+class Fit(NamedTuple):
+    """Learned costs in seconds: per missed token, per missed token and context token, per iteration."""
+
+    token_s: float
+    context_token_s: float
+    iteration_s: float
+
+    def prefill_s(self, miss: int, context: float, chunks: int) -> float:
+        return miss * (self.token_s + self.context_token_s * context) + self.iteration_s * chunks
+
+
+class PrefillFit:
+    """Least squares over prefills, recent ones first, of one model on one fleet. Mutable: by `saw`.
+
+    Each prefill is weighed by the inverse of its estimate, so that errors count between absolute and
+    relative. Coefficients never fall below zero: the one that would is left out.
+    """
+
+    def __init__(self) -> None:
+        self.fit: Fit | None = None
+        """None until enough is known, and again when missed tokens stop explaining the times."""
+        self._prefills = 0
+        self._least = float("inf")
+        self._most = 0.0
+        self._products = [[0.0] * 3 for _ in range(3)]
+        self._targets = [0.0] * 3
+        # Decayed sums for the variance that is explained: 1, x, y, xx, xy, yy.
+        self._moments = [0.0] * 6
+
+    def saw(self, miss: int, context: float, chunks: int, took_s: float, estimated_s: float) -> None:
+        """A prefill of `miss` tokens, with `context` tokens before each on average, took `took_s`."""
+        row = (miss / _SCALES[0], miss * context / _SCALES[1], chunks / _SCALES[2])
+        weight = 1.0 / max(estimated_s, 1e-3)
+        for i in range(3):
+            products = self._products[i]
+            for j in range(3):
+                products[j] = MEMORY * products[j] + weight * row[i] * row[j]
+            self._targets[i] = MEMORY * self._targets[i] + weight * row[i] * took_s
+        x, y = row[0], took_s
+        for place, value in enumerate((1.0, x, y, x * x, x * y, y * y)):
+            self._moments[place] = MEMORY * self._moments[place] + value
+        self._prefills += 1
+        self._least = min(self._least, max(1, miss))
+        self._most = max(self._most, miss)
+        if self._prefills >= LEAST_PREFILLS and self._prefills % REFIT_EVERY == 0:
+            self.fit = self._refit()
+
+    @property
+    def explained(self) -> float:
+        """Share of the variance of first-token times that missed tokens explain, 0 to 1."""
+        n, x, y, xx, xy, yy = self._moments
+        if not n:
+            return 0.0
+        spread_x, spread_y = xx - x * x / n, yy - y * y / n
+        if spread_x <= 1e-12 or spread_y <= 1e-12:
+            return 0.0
+        joint = xy - x * y / n
+        return joint * joint / (spread_x * spread_y) if joint > 0 else 0.0
+
+    def _refit(self) -> Fit | None:
+        if self._most < LEAST_SPAN * self._least or self.explained < LEAST_EXPLAINED:
+            return None
+        found = self._coefficients([0, 1, 2])
+        token_s, context_token_s, iteration_s = (found.get(i, 0.0) / _SCALES[i] for i in range(3))
+        return Fit(token_s, context_token_s, iteration_s) if token_s > 0 else None
+
+    def _coefficients(self, used: list[int]) -> dict[int, float]:
+        """Per column, none below zero; columns that would be, or that repeat others, are left out."""
+        while used:
+            values = _solve(
+                [[self._products[i][j] for j in used] for i in used], [self._targets[i] for i in used]
+            )
+            if values is None:
+                used = used[:-1]
+                continue
+            lowest = min(range(len(used)), key=values.__getitem__)
+            if values[lowest] >= 0:
+                return dict(zip(used, values, strict=True))
+            used = used[:lowest] + used[lowest + 1 :]
+        return {}
+
+
+class Speeds:
+    """How long prefills take on each worker beside the fleet's mean. Mutable: by `saw` and `forget`."""
+
+    def __init__(self) -> None:
+        self._prefills: dict[int, int] = {}
+        self._took: dict[int, float] = {}
+        self._estimated: dict[int, float] = {}
+        self._factors: dict[int, float] = {}
+
+    def saw(self, worker: int, miss: int, took_s: float, estimated_s: float) -> None:
+        """`estimated_s` is for a worker of the fleet's mean speed."""
+        if miss < LARGE_TOKENS or estimated_s <= 0:
+            return
+        self._prefills[worker] = self._prefills.get(worker, 0) + 1
+        self._took[worker] = SPEED_MEMORY * self._took.get(worker, 0.0) + took_s
+        self._estimated[worker] = SPEED_MEMORY * self._estimated.get(worker, 0.0) + estimated_s
+        ratios = {
+            index: self._took[index] / self._estimated[index]
+            for index, prefills in self._prefills.items()
+            if prefills >= LEAST_LARGE
+        }
+        if not ratios:
+            return
+        mean = sum(ratios.values()) / len(ratios)
+        low, high = SPEED_LIMITS
+        # Half the way from the fleet's mean: what a worker just happened to do is not believed in full.
+        self._factors = {
+            index: 0.5 + 0.5 * min(high, max(low, ratio / mean)) for index, ratio in ratios.items()
+        }
+
+    def of(self, worker: int) -> float:
+        """Above 1 for a slow worker; 1 while nothing is known."""
+        return self._factors.get(worker, 1.0)
+
+    def forget(self, worker: int) -> None:
+        self._prefills.pop(worker, None)
+        for figures in (self._took, self._estimated, self._factors):
+            figures.pop(worker, None)
+
+
+class Learned:
+    """What first tokens have taught: costs per model, speeds per model and worker."""
+
+    def __init__(self) -> None:
+        self._fits: dict[str, PrefillFit] = {}
+        self._speeds: dict[str, Speeds] = {}
+
+    def fit(self, model: str) -> Fit | None:
+        known = self._fits.get(model)
+        return known.fit if known else None
+
+    def speeds(self, model: str) -> Speeds | None:
+        return self._speeds.get(model)
+
+    def saw(
+        self,
+        model: str,
+        worker: int,
+        *,
+        miss: int,
+        context: float,
+        chunks: int,
+        took_s: float,
+        configured_s: float,
+    ) -> None:
+        """A prefill that stood alone took `took_s`; by the configured costs it should take `configured_s`."""
+        if model not in self._fits:
+            self._fits[model] = PrefillFit()
+            self._speeds[model] = Speeds()
+        known = self._fits[model]
+        # Speeds are told by the learned costs only: a worker whose times were mixed with those of wrong
+        # ones would look faster than the rest and draw their work.
+        if known.fit is not None:
+            estimated_s = known.fit.prefill_s(miss, context, chunks)
+            self._speeds[model].saw(worker, miss, took_s, estimated_s)
+        known.saw(miss, context, chunks, took_s, configured_s)
+        if known.fit is None:
+            self._speeds[model] = Speeds()
+
+    def forget(self, worker: int) -> None:
+        """The worker left, or its index stands for another one now."""
+        for speeds in self._speeds.values():
+            speeds.forget(worker)
+
+
+def _solve(matrix: list[list[float]], target: list[float]) -> list[float] | None:
+    """Gaussian elimination with pivoting; None where the rows say the same."""
+    size = len(target)
+    rows = [[*matrix[i], target[i]] for i in range(size)]
+    for column in range(size):
+        pivot = max(range(column, size), key=lambda i: abs(rows[i][column]))
+        if abs(rows[pivot][column]) <= 1e-12 * max(1.0, abs(matrix[column][column])):
+            return None
+        rows[column], rows[pivot] = rows[pivot], rows[column]
+        for i in range(size):
+            if i != column:
+                factor = rows[i][column] / rows[column][column]
+                rows[i] = [a - factor * b for a, b in zip(rows[i], rows[column], strict=True)]
+    return [rows[i][size] / rows[i][i] for i in range(size)]

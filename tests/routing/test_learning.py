@@ -1,0 +1,137 @@
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from kvroute.routing.learning import LEAST_PREFILLS, PrefillFit, Speeds
+from kvroute.routing.options import RoutingOptions
+from kvroute.routing.router import Router
+from kvroute.sim.workload import ChatClients, ChatShape
+
+TOKEN_S, CONTEXT_S, ITERATION_S = 40e-6, 0.75e-9, 14e-3
+
+
+def prefill_s(miss: int, context: float, chunks: int) -> float:
+    return miss * (TOKEN_S + CONTEXT_S * context) + ITERATION_S * chunks
+
+
+def teach(fit: PrefillFit, rng: random.Random, prefills: int, *, believed: float, noise: float = 0.0) -> None:
+    for _ in range(prefills):
+        miss, held = int(10 ** rng.uniform(2, 4.8)), rng.randrange(60_000)
+        context, chunks = held + miss / 2, -(-miss // 8192)
+        took = prefill_s(miss, context, chunks)
+        fit.saw(miss, context, chunks, took * rng.uniform(1 - noise, 1 + noise), believed * took)
+
+
+@pytest.mark.parametrize("believed", [0.25, 1.0, 4.0])
+def test_learns_the_costs_that_were_paid(rng, believed) -> None:
+    fit = PrefillFit()
+
+    teach(fit, rng, 100, believed=believed, noise=0.05)
+
+    assert fit.fit is not None
+    assert fit.fit.token_s == pytest.approx(TOKEN_S, rel=0.1)
+    assert fit.fit.context_token_s == pytest.approx(CONTEXT_S, rel=0.1)
+    assert fit.fit.iteration_s == pytest.approx(ITERATION_S, rel=0.5)
+
+
+def test_fewer_than_fifty_prefills_teach_nothing(rng) -> None:
+    fit = PrefillFit()
+
+    teach(fit, rng, LEAST_PREFILLS - 1, believed=1.0)
+
+    assert fit.fit is None
+
+
+def test_prefills_of_one_size_teach_nothing(rng) -> None:
+    fit = PrefillFit()
+
+    for _ in range(500):
+        miss = rng.randrange(1000, 7000)
+        fit.saw(miss, miss / 2, 1, prefill_s(miss, miss / 2, 1), 0.1)
+
+    assert fit.fit is None
+
+
+def test_constant_answer_times_do_not_teach_a_cost_of_nothing(rng) -> None:
+    fit = PrefillFit()
+
+    for _ in range(1000):
+        miss = int(10 ** rng.uniform(1, 5))
+        fit.saw(miss, miss / 2, 1, 0.05 * rng.uniform(0.9, 1.1), 0.1)
+
+    assert fit.explained < 0.5
+    assert fit.fit is None
+
+
+def test_costs_that_change_are_followed_and_unlearned_when_nothing_explains_them(rng) -> None:
+    fit = PrefillFit()
+    teach(fit, rng, 100, believed=1.0)
+    assert fit.fit is not None
+
+    for _ in range(5000):
+        fit.saw(int(10 ** rng.uniform(1, 5)), 0.0, 1, 0.05 * rng.uniform(0.9, 1.1), 0.1)
+
+    assert fit.fit is None
+
+
+def test_a_slow_worker_is_known_by_its_large_prefills_and_believed_by_half() -> None:
+    speeds = Speeds()
+    for _ in range(50):
+        for worker in range(3):
+            speeds.saw(worker, 4000, 0.4 if worker == 2 else 0.2, 0.2)
+            speeds.saw(worker, 100, 9.0, 0.01)
+
+    assert speeds.of(2) == pytest.approx(0.5 + 0.5 * 2 / (4 / 3))
+    assert speeds.of(0) == pytest.approx(0.5 + 0.5 * 1 / (4 / 3))
+    assert speeds.of(7) == 1.0
+
+    speeds.forget(2)
+    assert speeds.of(2) == 1.0
+
+
+def test_a_router_that_believed_its_engines_eight_times_too_fast_learns_better(virtual_fleet) -> None:
+    fleet = virtual_fleet(2)
+    cheap = {"token_us": 5.0, "context_token_ns": 0.1, "iteration_ms": 1.0}
+    fleet.router = Router(RoutingOptions.model_validate({"learning": True, "costs": cheap}))
+    ChatClients(fleet.fleet, clients=8, requests=400, shape=ChatShape(context_tokens=4096)).start()
+
+    fleet.fleet.run()
+
+    learned = fleet.router._costs.costs("model")
+    assert learned.token_s == pytest.approx(TOKEN_S, rel=0.25)
+    assert learned.active_token_s == pytest.approx(0.03 * learned.token_s)
+    assert fleet.is_at_rest()
+
+
+@pytest.mark.parametrize("learning", [False, True])
+def test_answers_that_are_not_streamed_teach_nothing(virtual_fleet, learning) -> None:
+    fleet = virtual_fleet(2)
+    fleet.router = Router(RoutingOptions(learning=learning))
+    fleet.streamed = False
+    ChatClients(fleet.fleet, clients=8, requests=200).start()
+
+    fleet.fleet.run()
+
+    assert fleet.router._costs.costs("model") == Router()._costs.costs("model")
+
+
+def test_a_worker_that_left_takes_its_speed_with_it(make_worker) -> None:
+    router = Router(RoutingOptions(learning=True))
+    learned = router._learned
+    assert learned is not None
+    rng = random.Random(1)
+    for number in range(400):
+        miss = int(10 ** rng.uniform(2, 4.5))
+        took = prefill_s(miss, miss / 2, 1) * (1 + number % 2)
+        learned.saw(
+            "model", number % 2, miss=miss, context=miss / 2, chunks=1, took_s=took, configured_s=took
+        )
+    speeds = learned.speeds("model")
+    assert speeds is not None
+    assert speeds.of(1) > 1.1 > speeds.of(0)
+
+    router.worker_left(make_worker(1))
+
+    assert learned.speeds("model").of(1) == 1.0
