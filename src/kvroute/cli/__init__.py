@@ -12,7 +12,8 @@ COMMANDS = {
     "serve": ("kvroute.cli.serve", "Run the gateway."),
     "up": ("kvroute.cli.up", "Run the gateway and its workers as local processes."),
     "sim": ("kvroute.cli.sim", "Run one simulated worker."),
-    "check": ("kvroute.cli.check", "Validate a configuration and print it resolved."),
+    "render": ("kvroute.cli.render", "Make compose, Kubernetes and other files from an endpoint spec."),
+    "check": ("kvroute.cli.check", "Validate a configuration or an endpoint spec."),
 }
 """Name -> the module that has the command under that name, and its line in `kvroute --help`."""
 

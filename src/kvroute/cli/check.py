@@ -1,6 +1,8 @@
-"""`kvroute check`: what `kvroute serve` would do with the same flags, without doing it."""
+"""`kvroute check`: what `kvroute serve` or `kvroute render` would do, without doing it."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import click
 
@@ -10,18 +12,47 @@ from kvroute.cli.configuration import InvalidConfiguration, configured
 from kvroute.errors import ConfigError
 from kvroute.fleet.discovery.file import read_workers_file
 
+_FIX = "kvroute.check.fix"
+
 
 class NotValid(InvalidConfiguration):
     exit_code = 1
 
 
+def _remember_fix(context: click.Context, _: click.Parameter, fix: bool) -> None:
+    context.meta[_FIX] = fix
+
+
+def _check_spec(context: click.Context, _: click.Parameter, file: Path | None) -> None:
+    if file is not None:
+        context.exit(fix_spec(file) if context.meta[_FIX] else check_spec(file))
+
+
 @click.command()
+@click.option(
+    "-f",
+    "--file",
+    "spec",
+    metavar="SPEC",
+    type=click.Path(path_type=Path),
+    expose_value=False,
+    callback=_check_spec,
+    help="Check an endpoint spec instead: each field is applied, noted or wrong.",
+)
+@click.option(
+    "--fix",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_remember_fix,
+    help="With -f: print the spec with each line indented as its field demands.",
+)
 @configured(NotValid)
 def check(loaded: Loaded) -> None:
-    """Validate a configuration and print it resolved.
+    """Validate a configuration and print it resolved, or an endpoint spec (-f) field by field.
 
-    The output is YAML with secrets masked; a comment behind a value says where it came from. Exit
-    code 0: valid, 1: not.
+    A configuration is printed as YAML with secrets masked; a comment behind a value says where it came
+    from. Exit code 0: valid, 1: not. With --fix 0 means that every line has found its place.
     """
     check_workers_file(loaded)
     click.echo(resolved_yaml(loaded), nl=False)
@@ -36,3 +67,24 @@ def check_workers_file(loaded: Loaded) -> None:
         read_workers_file(file)
     except ConfigError as exc:
         raise ConfigError("fleet.file", f"{file}: {exc}") from exc
+
+
+def check_spec(file: Path) -> int:
+    """Print a finding for each field of a spec; the exit code."""
+    from kvroute.cli import specs  # a configuration is checked without loading what deploys
+
+    reading = specs.reading_of(specs.read_text(file))
+    specs.tell(file, reading.findings, err=False)
+    click.echo(f"{file}: {specs.count(reading.findings)}")
+    return 0 if reading.document is not None else 1
+
+
+def fix_spec(file: Path) -> int:
+    """Print a spec with its lines where they belong, and what is still wrong with it; the exit code."""
+    from kvroute.cli import specs
+    from kvroute.deploy.spec.loading import fix_layout
+
+    layout = fix_layout(specs.read_text(file))
+    click.echo(layout.text, nl=False)
+    specs.tell(file, specs.reading_of(layout.text).wrong, err=True)
+    return 0 if layout.is_sound else 1

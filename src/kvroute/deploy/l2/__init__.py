@@ -1,0 +1,1 @@
+"""Second cache tiers behind LMCache, one file each."""

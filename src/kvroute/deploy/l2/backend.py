@@ -1,0 +1,94 @@
+"""What a second cache tier is to LMCache and to a deployment."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Protocol
+
+from kvroute.deploy.spec.extension import Extension
+from kvroute.deploy.spec.fields import Path
+
+
+class Scope(Enum):
+    """How many instances of a service there are."""
+
+    ONCE = "once"
+    PER_NODE = "per-node"
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceSpec:
+    """A container that a tier needs, as plain as compose and Kubernetes have in common."""
+
+    name: str
+    image: str
+    command: tuple[str, ...]
+    port: int
+    probe: tuple[str, ...]
+    """A command inside the container that fails while the service is not ready."""
+    memory_gb: float
+    scope: Scope = Scope.ONCE
+    shares_memory: bool = False
+    """Its POSIX shared memory must be visible to LMCache."""
+    metrics_path: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Tier:
+    """LMCache's settings for a tier and what must run for it."""
+
+    adapter: Mapping[str, object]
+    """`--l2-adapter` of LMCache's server (0.5.6)."""
+    remote_url: str
+    """LMCACHE_REMOTE_URL of the classic mode; empty when that has no such tier."""
+    extra_config: Mapping[str, object] = field(default_factory=dict)
+    """`extra_config` of the classic mode."""
+    services: tuple[ServiceSpec, ...] = ()
+    host_paths: tuple[str, ...] = ()
+    """Paths of the node that LMCache must see."""
+    claim: str | None = None
+    """A ReadWriteMany claim for the first host path, in its place."""
+    needs_node_ip: bool = False
+    """The settings name `$(NODE_IP)`, which a container must have in its environment."""
+    secret_fields: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """Where a tier is looked for."""
+
+    url: str | None
+    extension: Extension
+    host: str
+    """The address of `service_name` as LMCache sees it: a service's name, or 127.0.0.1."""
+    on_hyperpod: bool
+
+
+class Backend(Protocol):
+    """One kind of second tier. A new one is a module and a line in the registry."""
+
+    name: str
+    says: str
+    takes_url: bool
+    takes_password: bool
+    has_classic: bool
+    service_name: str
+    """The service that comes up by itself; empty when there is none."""
+
+    def url_problem(self, url: str) -> str:
+        """Why this is not an address of the tier; empty when it is one."""
+        ...
+
+    def missing(self, extension: Extension, url: str | None) -> Sequence[tuple[Path, str]]:
+        """Fields without which the tier cannot be used."""
+        ...
+
+    def what_runs(self, extension: Extension, url: str | None) -> str:
+        """What the tier becomes, in a few words."""
+        ...
+
+    def tier(self, setting: Setting) -> Tier:
+        """The settings; pure."""
+        ...

@@ -1,0 +1,77 @@
+"""Redis: LMCache's adapter `resp`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvroute.deploy.l2.address import parse_address
+from kvroute.deploy.l2.backend import ServiceSpec, Setting, Tier
+from kvroute.deploy.spec.extension import Extension
+from kvroute.deploy.spec.fields import Path
+
+PORT = 6379
+SCHEMES = ("redis",)
+
+
+def memory_argument(gigabytes: float) -> str:
+    """`--maxmemory` of Redis and Valkey."""
+    return f"{round(gigabytes * 1024)}mb"
+
+
+class Redis:
+    """One Redis for all workers, or the one behind a URL."""
+
+    name = "redis"
+    says = "Redis"
+    takes_url = True
+    takes_password = True
+    has_classic = True
+    service_name = "redis"
+
+    def url_problem(self, url: str) -> str:
+        try:
+            address = parse_address(url, schemes=(*SCHEMES, "rediss"), default_port=PORT)
+        except ValueError as exc:
+            return str(exc)
+        if address.tls:
+            return "LMCache's adapter speaks no TLS to Redis (rediss://); valkey does"
+        if address.database:
+            return "LMCache's adapter uses database 0 only"
+        return ""
+
+    def missing(self, extension: Extension, url: str | None) -> Sequence[tuple[Path, str]]:
+        return ()
+
+    def what_runs(self, extension: Extension, url: str | None) -> str:
+        if url is not None:
+            return "Redis at l2CacheLocalUrl"
+        return f"a Redis of its own, {extension.l2.size_gb:g} GB, least recently used out first"
+
+    def tier(self, setting: Setting) -> Tier:
+        url = setting.url or f"redis://{setting.host}:{PORT}"
+        address = parse_address(url, schemes=SCHEMES, default_port=PORT)
+        login = {"username": address.username, "password": address.password}
+        adapter: dict[str, object] = {"type": "resp", "host": address.host, "port": address.port}
+        adapter |= {key: value for key, value in login.items() if value}
+        user = f"{address.username}:{address.password}@" if address.password else ""
+        return Tier(
+            adapter={**adapter, "shared": True},
+            remote_url=f"redis://{user}{address.host}:{address.port}",
+            services=() if setting.url else (self._service(setting.extension),),
+        )
+
+    def _service(self, extension: Extension) -> ServiceSpec:
+        # A cache: bounded, least recently used out first, nothing on disk.
+        limit = memory_argument(extension.l2.size_gb)
+        return ServiceSpec(
+            name=self.service_name,
+            image=extension.images.redis,
+            command=(
+                "redis-server",
+                *("--maxmemory", limit, "--maxmemory-policy", "allkeys-lru"),
+                *("--save", "", "--appendonly", "no"),
+            ),
+            port=PORT,
+            probe=("redis-cli", "ping"),
+            memory_gb=extension.l2.size_gb,
+        )

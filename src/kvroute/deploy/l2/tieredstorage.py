@@ -1,0 +1,80 @@
+"""A daemon on each node that keeps entries in shared memory: adapter `sagemaker-hyperpod`.
+
+On HyperPod's nodes the daemon is there already; elsewhere it is `kvroute tierd`,
+which speaks the same protocol.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvroute.deploy.l2.backend import Scope, ServiceSpec, Setting, Tier
+from kvroute.deploy.spec.extension import Extension
+from kvroute.deploy.spec.fields import Path
+
+PORT = 9200
+HYPERPOD_MEMORY = "ai_toolkit_cache"
+TIERD_MEMORY = "kvroute_tierd"
+NODE_IP = "$(NODE_IP)"
+"""Filled in by the container's own environment."""
+
+
+class TieredStorage:
+    """HyperPod's disaggregated memory, or ours."""
+
+    name = "tieredstorage"
+    says = "a storage daemon on each node"
+    takes_url = False
+    takes_password = False
+    has_classic = True
+    service_name = "tierd"
+
+    def url_problem(self, url: str) -> str:
+        return ""
+
+    def missing(self, extension: Extension, url: str | None) -> Sequence[tuple[Path, str]]:
+        return ()
+
+    def what_runs(self, extension: Extension, url: str | None) -> str:
+        if extension.platform == "hyperpod":
+            return "the storage daemon of HyperPod's nodes"
+        return f"kvroute tierd on each node, {extension.l2.size_gb:g} GB, least recently used out first"
+
+    def tier(self, setting: Setting) -> Tier:
+        host = NODE_IP if setting.on_hyperpod else setting.host
+        memory = HYPERPOD_MEMORY if setting.on_hyperpod else TIERD_MEMORY
+        url = f"sagemaker-hyperpod://{host}:{PORT}"
+        return Tier(
+            adapter={
+                "type": "sagemaker-hyperpod",
+                "url": url,
+                "bucket": "lmcache",
+                "shared_memory_name": memory,
+                "shared": True,
+            },
+            remote_url=url,
+            extra_config={
+                "sagemaker_hyperpod_bucket": "lmcache",
+                "sagemaker_hyperpod_shared_memory_name": memory,
+            },
+            services=() if setting.on_hyperpod else (self._daemon(setting.extension),),
+            host_paths=(f"/dev/shm/{memory}",) if setting.on_hyperpod else (),
+            needs_node_ip=host == NODE_IP,
+        )
+
+    def _daemon(self, extension: Extension) -> ServiceSpec:
+        code = f"import urllib.request as r; r.urlopen('http://127.0.0.1:{PORT}/health', timeout=2)"
+        return ServiceSpec(
+            name=self.service_name,
+            image=extension.images.gateway,
+            command=(
+                *("kvroute", "tierd", "--host", "0.0.0.0", "--port", str(PORT)),
+                *("--shared-memory-name", TIERD_MEMORY, "--size-gb", f"{extension.l2.size_gb:g}"),
+            ),
+            port=PORT,
+            probe=("python", "-c", code),
+            memory_gb=extension.l2.size_gb,
+            scope=Scope.PER_NODE,
+            shares_memory=True,
+            metrics_path="/metrics",
+        )

@@ -1,0 +1,382 @@
+"""A compose file: workers, gateway, caches and Prometheus on one host.
+
+Profiles: `gpu` or `cpu` has the spec's engines; `sim` the same endpoint with simulated workers, for a host
+that has neither GPUs nor the model. Each has a gateway of its own. Read by docker-compose 1.29 and newer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import yaml
+
+from kvroute.deploy.l2.backend import ServiceSpec
+from kvroute.deploy.render.config import gateway_config
+from kvroute.deploy.render.lmcache import (
+    PASSWORD,
+    PASSWORD_REFERENCE,
+    compact,
+    server_argv,
+    server_environment,
+)
+from kvroute.deploy.render.plan import Cache, EndpointPlan, identifier, suffix
+from kvroute.deploy.render.site import LMCACHE_HTTP_PORT, ServerSite, Site, WorkerSite, compose_site
+from kvroute.deploy.render.worker_args import container_environment, worker_argv
+from kvroute.deploy.spec.worker import S3Storage
+
+SIM_PROFILE = "sim"
+HUB_CACHE = "/root/.cache/huggingface"
+PROMETHEUS_FILE = "prometheus.yml"
+Service = dict[str, Any]
+
+
+def render_compose(plan: EndpointPlan, *, prometheus_file: str = f"./{PROMETHEUS_FILE}") -> dict[str, str]:
+    """`docker-compose.yml`, and Prometheus' configuration if the metrics are on."""
+    profiles = _profiles(plan)
+    services: dict[str, Service] = {}
+    volumes: dict[str, None] = {}
+    targets: list[str] = []
+    for profile, each in profiles.items():
+        gateway = "kvroute" if profile == SIM_PROFILE else f"kvroute-{profile}"
+        site = compose_site(each, gateway)
+        services[gateway] = _gateway(each, site, profile)
+        for worker in site.workers:
+            services[worker.name] = _worker(each, worker, site, profile, volumes)
+        if each.cache is not None and not each.is_simulated:
+            for number, server in enumerate(site.servers):
+                services[_server_name(site, number)] = _lmcache(
+                    each, each.cache, server, site, profile, number
+                )
+        for service in site.tier.services if site.tier else ():
+            services[service.name] = _tier_service(service)
+        if isinstance(each.model.store, S3Storage) and not each.is_simulated:
+            services["model"] = _download(each, each.model.store, profile)
+        targets += [f"{worker.name}:{each.port}" for worker in site.workers]
+    files: dict[str, str] = {}
+    if plan.metrics.enabled:
+        services["prometheus"] = _prometheus(plan, prometheus_file)
+        volumes["prometheus"] = None
+        files[PROMETHEUS_FILE] = _scrape_config(plan, targets, services)
+    document = {"services": services, **({"volumes": volumes} if volumes else {})}
+    head = _head(plan, list(profiles))
+    return {"docker-compose.yml": head + _yaml(document), **files}
+
+
+def _profiles(plan: EndpointPlan) -> dict[str, EndpointPlan]:
+    """Each profile's endpoint; the simulated one has everything but the engines and their caches."""
+    extension = plan.extension.model_copy(update={"engine": "sim"})
+    simulated = dataclasses.replace(plan, extension=extension, cache=None, gpus=0)
+    if plan.is_simulated:
+        return {SIM_PROFILE: simulated}
+    return {"gpu" if plan.gpus else "cpu": plan, SIM_PROFILE: simulated}
+
+
+def _head(plan: EndpointPlan, profiles: list[str]) -> str:
+    lines = [f"# {plan.name}, made by `kvroute render --to compose`: change the spec, not this file.", "#"]
+    lines += [f"#   docker compose --profile {profile} up" for profile in profiles]
+    lines += ["#", f"# The gateway is on http://127.0.0.1:{plan.extension.gateway.port}."]
+    lines += ["# Run one profile at a time. Every variable has a default."]
+    return "\n".join(lines) + "\n\n"
+
+
+def _own_image(plan: EndpointPlan) -> Service:
+    """What all containers of kvroute itself have in common."""
+    images = plan.extension.images
+    service: Service = {"image": f"${{KVROUTE_IMAGE:-{images.gateway}}}"}
+    if images.gateway_build is not None:
+        service["build"] = images.gateway_build
+    return service | {
+        "restart": "unless-stopped",
+        "read_only": True,
+        "tmpfs": ["/tmp"],
+        "cap_drop": ["ALL"],
+        "security_opt": ["no-new-privileges:true"],
+    }
+
+
+def _gateway(plan: EndpointPlan, site: Site, profile: str) -> Service:
+    config = gateway_config(plan, site)
+    port = config["server"]["port"]
+    command = ["serve", "--host", site.gateway_bind, "--port", str(port)]
+    command += [f"--worker={worker.name}={worker.url}" for worker in site.workers]
+    command += [f"--set={path}={value}" for path, value in _assignments(plan, config)]
+    return _own_image(plan) | {
+        "profiles": [profile],
+        "command": [_literal(word) for word in command],
+        "environment": {
+            "KVROUTE__SERVER__API_KEYS": "${KVROUTE_API_KEYS:-}",
+            "KVROUTE__ADMIN__API_KEY": "${KVROUTE_ADMIN_KEY:-}",
+            "KVROUTE__ROUTING__STRATEGY": f"${{KVROUTE_STRATEGY:-{plan.strategy}}}",
+        },
+        "ports": [f"${{KVROUTE_BIND:-127.0.0.1}}:${{KVROUTE_PORT:-{port}}}:{port}"],
+        "networks": {"default": {"aliases": ["kvroute"]}},
+        # Longer than server.drain_timeout_s (30 s) and the seconds that cutting the rest takes.
+        "stop_grace_period": "45s",
+    }
+
+
+def _assignments(plan: EndpointPlan, config: dict[str, Any]) -> list[tuple[str, str]]:
+    """The configuration beyond what flags and environment say already."""
+    rest = {key: value for key, value in config.items() if key not in ("server", "fleet", "routing")}
+    rest["server"] = {key: value for key, value in config["server"].items() if key not in ("host", "port")}
+    rest["routing"] = {key: value for key, value in config["routing"].items() if key != "strategy"}
+    rest["fleet"] = {key: value for key, value in config["fleet"].items() if key != "workers"}
+    return [(path, value) for key, inner in sorted(rest.items()) for path, value in _flat(key, inner)]
+
+
+def _flat(path: str, value: Any) -> list[tuple[str, str]]:
+    if isinstance(value, dict) and path != "fleet.aliases":
+        return [each for key, inner in value.items() for each in _flat(f"{path}.{key}", inner)]
+    return [(path, value if isinstance(value, str) else compact(value))]
+
+
+def _worker(
+    plan: EndpointPlan, worker: WorkerSite, site: Site, profile: str, volumes: dict[str, None]
+) -> Service:
+    if plan.is_simulated:
+        command = list(worker_argv(plan, worker, site))[1:]
+        return _own_image(plan) | {
+            "profiles": [profile],
+            "command": [_literal(word) for word in command],
+            "healthcheck": _http_health(plan.port, "python3", start_period="10s"),
+        }
+    argv = [_literal(word) for word in worker_argv(plan, worker, site)]
+    entrypoint, command = (argv[:2], argv[2:]) if plan.command is None else (argv[:1], argv[1:])
+    if plan.model.is_downloaded and plan.command is None:
+        command[0] = f"${{MODEL:-{plan.model.source}}}"
+    environment = {key: _literal(value) for key, value in container_environment(plan, worker, site).items()}
+    service: Service = {
+        "image": f"${{VLLM_IMAGE:-{plan.image}}}",
+        "profiles": [profile],
+        "restart": "unless-stopped",
+        "entrypoint": entrypoint,
+        "command": command,
+        "environment": {"HF_TOKEN": "${HF_TOKEN:-}"} | environment,
+        # Engine and LMCache hand each other memory of the GPU and of the host.
+        "ipc": "host",
+        "healthcheck": _http_health(
+            plan.port, "python3", start_period=f"{plan.spec.max_deploy_time_in_seconds}s", interval="10s"
+        ),
+        "stop_grace_period": "60s",
+    }
+    mounts = _mounts(plan, volumes)
+    if mounts:
+        service["volumes"] = mounts
+    waits = _waits(plan, site)
+    if waits:
+        service["depends_on"] = waits
+    if plan.worker.working_dir is not None:
+        service["working_dir"] = plan.worker.working_dir
+    memory = (plan.resources.limits or {}).get("memory")
+    if memory is not None:
+        service["mem_limit"] = _bytes(str(memory))
+    if plan.gpus:
+        service["deploy"] = _reservation(_devices(plan, worker))
+    return service
+
+
+def _devices(plan: EndpointPlan, worker: WorkerSite) -> list[str]:
+    """GPU ids; with one each, a variable may name another."""
+    if plan.gpus == 1:
+        letter = worker.name.rpartition("-")[2]
+        return [f"${{GPU_{identifier(letter)}:-{worker.gpus[0]}}}"]
+    return list(worker.gpus)
+
+
+def _reservation(devices: list[str]) -> dict[str, Any]:
+    device = {"driver": "nvidia", "device_ids": devices, "capabilities": ["gpu"]}
+    return {"resources": {"reservations": {"devices": [device]}}}
+
+
+def _mounts(plan: EndpointPlan, volumes: dict[str, None]) -> list[str]:
+    model = plan.model
+    mounts: list[str] = []
+    if model.volume is None:
+        volumes["models"] = None
+        mounts.append(f"models:{HUB_CACHE}")
+    elif isinstance(model.store, S3Storage):
+        volumes["model"] = None
+        mounts.append(f"model:{model.volume.mount_path}:ro")
+    else:
+        # A file system that this host has mounted, or a folder.
+        folder = model.location if model.location.startswith(("/", ".")) else "./model"
+        mounts.append(f"${{MODEL_DIR:-{folder}}}:{model.volume.mount_path}:ro")
+    if plan.cache is not None and plan.cache.classic:
+        mounts += _tier_mounts(plan)
+    return mounts
+
+
+def _tier_mounts(plan: EndpointPlan) -> list[str]:
+    cache = plan.cache
+    if cache is None or cache.l2 is None or cache.l2.name != "fs":
+        return []
+    path = plan.extension.l2.fs.path if plan.extension.l2.fs else "/var/cache/lmcache"
+    return [f"${{LMCACHE_DIR:-{path}}}:{path}"]
+
+
+def _waits(plan: EndpointPlan, site: Site) -> dict[str, Any]:
+    waits: dict[str, Any] = {}
+    if plan.cache is not None and plan.cache.has_servers:
+        names = [_server_name(site, number) for number in range(len(site.servers))]
+        waits |= {name: {"condition": "service_healthy"} for name in names}
+    elif site.tier is not None:
+        waits |= {service.name: {"condition": "service_healthy"} for service in site.tier.services}
+    if isinstance(plan.model.store, S3Storage):
+        waits["model"] = {"condition": "service_completed_successfully"}
+    return waits
+
+
+def _server_name(site: Site, number: int) -> str:
+    return f"lmcache-{suffix(number)}" if len(site.servers) > 1 else "lmcache"
+
+
+def _lmcache(
+    plan: EndpointPlan, cache: Cache, server: ServerSite, site: Site, profile: str, number: int
+) -> Service:
+    reference = f"${{{PASSWORD}:-}}"
+    argv = [
+        _literal(word).replace(_literal(PASSWORD_REFERENCE), reference)
+        for word in server_argv(plan, cache, server, site)
+    ]
+    mine = [site.workers[number]] if len(site.servers) > 1 else list(site.workers)
+    service: Service = {
+        "image": f"${{LMCACHE_IMAGE:-{plan.extension.images.lmcache or plan.image}}}",
+        "profiles": [profile],
+        "restart": "unless-stopped",
+        "entrypoint": argv[:2],
+        "command": argv[2:],
+        "environment": server_environment(plan),
+        "ipc": "host",
+        "healthcheck": _http_health(LMCACHE_HTTP_PORT, "python3", path="/healthcheck", start_period="120s"),
+    }
+    mounts = _tier_mounts(plan)
+    if mounts:
+        service["volumes"] = mounts
+    if site.tier is not None and site.tier.services:
+        service["depends_on"] = {each.name: {"condition": "service_healthy"} for each in site.tier.services}
+    if plan.gpus:
+        service["deploy"] = _reservation([device for worker in mine for device in _devices(plan, worker)])
+    return service
+
+
+def _tier_service(service: ServiceSpec) -> Service:
+    command = list(service.command)
+    if command[0] == "kvroute":
+        # The image's entrypoint.
+        command = command[1:]
+    result: Service = {
+        "image": f"${{{identifier(service.name)}_IMAGE:-{service.image}}}",
+        "restart": "unless-stopped",
+        "command": [_literal(word) for word in command],
+        "healthcheck": {
+            "test": ["CMD", *service.probe],
+            "interval": "5s",
+            "timeout": "3s",
+            "retries": 5,
+        },
+    }
+    if "--maxmemory" in command:
+        place = command.index("--maxmemory") + 1
+        result["command"][place] = f"${{{identifier(service.name)}_MAXMEMORY:-{command[place]}}}"
+    if service.shares_memory:
+        result["ipc"] = "host"
+    return result
+
+
+def _download(plan: EndpointPlan, store: S3Storage, profile: str) -> Service:
+    """Copies the model from its bucket, once."""
+    volume = plan.model.volume
+    target = volume.mount_path if volume is not None else "/model"
+    return {
+        "image": plan.extension.images.downloader,
+        "profiles": [profile],
+        "command": [
+            *("s3", "sync", "--only-show-errors"),
+            _literal(f"s3://{store.bucket_name}/{plan.model.location}"),
+            target,
+        ],
+        "environment": {
+            "AWS_REGION": store.region,
+            "AWS_ACCESS_KEY_ID": "${AWS_ACCESS_KEY_ID:-}",
+            "AWS_SECRET_ACCESS_KEY": "${AWS_SECRET_ACCESS_KEY:-}",
+            "AWS_SESSION_TOKEN": "${AWS_SESSION_TOKEN:-}",
+        },
+        "volumes": [f"model:{target}"],
+    }
+
+
+def _prometheus(plan: EndpointPlan, file: str) -> Service:
+    return {
+        "image": f"${{PROMETHEUS_IMAGE:-{plan.extension.images.prometheus}}}",
+        "restart": "unless-stopped",
+        "ports": ["127.0.0.1:${PROMETHEUS_PORT:-9090}:9090"],
+        "volumes": [f"{file}:/etc/prometheus/prometheus.yml:ro", "prometheus:/prometheus"],
+    }
+
+
+def _scrape_config(plan: EndpointPlan, workers: list[str], services: dict[str, Service]) -> str:
+    interval = f"{plan.metrics.metrics_scrape_interval_seconds}s"
+    gateway = f"kvroute:{plan.extension.gateway.port}"
+    jobs: list[dict[str, Any]] = [
+        {"job_name": "kvroute", "static_configs": [{"targets": [gateway]}]},
+        {"job_name": "vllm", "metrics_path": plan.scrape_path, "static_configs": [{"targets": workers}]},
+    ]
+    servers = [f"{name}:{LMCACHE_HTTP_PORT}" for name in services if name.startswith("lmcache")]
+    if servers:
+        jobs.append({"job_name": "lmcache", "static_configs": [{"targets": servers}]})
+    head = (
+        "# Prometheus beside docker-compose.yml. Workers of a profile that does not run are shown as down.\n"
+    )
+    return head + _yaml({"global": {"scrape_interval": interval}, "scrape_configs": jobs})
+
+
+def _http_health(
+    port: int, python: str, *, path: str = "/health", start_period: str, interval: str = "5s"
+) -> dict[str, Any]:
+    code = f"import urllib.request as r; r.urlopen('http://127.0.0.1:{port}{path}', timeout=3)"
+    return {
+        "test": ["CMD", python, "-c", code],
+        "interval": interval,
+        "timeout": "5s",
+        "retries": 3,
+        "start_period": start_period,
+    }
+
+
+def _literal(text: str) -> str:
+    """`text` where compose would look for variables."""
+    return text.replace("$", "$$")
+
+
+def _bytes(quantity: str) -> str:
+    """A Kubernetes quantity of memory as compose writes it, in bytes."""
+    units = {"Ki": 1024, "Mi": 1024**2, "Gi": 1024**3, "Ti": 1024**4, "k": 10**3, "M": 10**6, "G": 10**9}
+    for unit, factor in units.items():
+        if quantity.endswith(unit):
+            return str(round(float(quantity.removesuffix(unit)) * factor))
+    return quantity
+
+
+def _yaml(value: object) -> str:
+    text: str = yaml.dump(
+        value, Dumper=_NoAliases, sort_keys=False, allow_unicode=True, width=10**6, default_flow_style=False
+    )
+    return text
+
+
+class _NoAliases(yaml.SafeDumper):
+    """Writes what occurs twice twice, and text with variables in quotes: their values are text."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+    def represent_none(self, data: None) -> yaml.ScalarNode:
+        return self.represent_scalar("tag:yaml.org,2002:null", "")
+
+    def represent_text(self, data: str) -> yaml.ScalarNode:
+        return self.represent_scalar("tag:yaml.org,2002:str", data, style='"' if "${" in data else None)
+
+
+_NoAliases.add_representer(type(None), _NoAliases.represent_none)
+_NoAliases.add_representer(str, _NoAliases.represent_text)

@@ -1,0 +1,62 @@
+"""The gateway's own configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import yaml
+
+from kvroute.deploy.render.plan import EndpointPlan
+from kvroute.deploy.render.site import Site, local_site
+
+SECRETS = "/run/secrets/kvroute"
+
+
+def gateway_config(plan: EndpointPlan, site: Site, *, secrets: bool = False) -> dict[str, Any]:
+    """What `kvroute serve -c` reads. `secrets`: keys are files below SECRETS."""
+    gateway, routing = plan.extension.gateway, plan.extension.routing
+    server: dict[str, Any] = {"host": site.gateway_bind, "port": gateway.port}
+    limits = plan.limits
+    config: dict[str, Any] = {
+        "server": server,
+        "fleet": {"workers": [{"id": worker.name, "url": worker.url} for worker in site.workers]},
+        "routing": {"strategy": plan.strategy},
+    }
+    if plan.model.store is not None or plan.model.is_own_volume:
+        # Without --served-model-name, a model is asked for by its folder.
+        config["fleet"]["aliases"] = {plan.model.source: plan.model.served_name}
+    if limits is not None and limits.max_concurrent_requests is not None:
+        config["upstream"] = {"max_connections": limits.max_concurrent_requests}
+        if limits.max_queue_size is not None:
+            each = limits.max_concurrent_requests + limits.max_queue_size
+            server["max_in_flight"] = each * max(1, len(site.workers))
+    if plan.strategy == "session" and routing.session_keys:
+        config["routing"]["session"] = {"keys": list(routing.session_keys)}
+    if secrets:
+        config["logging"] = {"format": "json"}
+        if gateway.api_keys_secret is not None:
+            server["api_keys_file"] = f"{SECRETS}/api-keys"
+        if gateway.admin_key_secret is not None:
+            config["admin"] = {"api_key_file": f"{SECRETS}/admin-key"}
+    config = merged(config, {"routing": routing.options or {}})
+    return merged(config, gateway.settings or {})
+
+
+def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """Both, key by key; `above` wins."""
+    result = dict(below)
+    for key, value in above.items():
+        inner = result.get(key)
+        result[key] = merged(inner, value) if isinstance(inner, dict) and isinstance(value, dict) else value
+    return result
+
+
+def config_text(config: Mapping[str, Any]) -> str:
+    return yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True, width=10**6)
+
+
+def render_config(plan: EndpointPlan) -> dict[str, str]:
+    """The configuration for a gateway on the workers' host."""
+    head = f"# kvroute serve -c kvroute.yaml: the gateway of {plan.name}, its workers on this host.\n"
+    return {"kvroute.yaml": head + config_text(gateway_config(plan, local_site(plan)))}

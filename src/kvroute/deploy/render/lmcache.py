@@ -1,0 +1,196 @@
+"""LMCache's settings: flags of its server (0.5.6), or environment and file of the classic connector."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Mapping
+
+import yaml
+
+from kvroute.deploy.render.plan import SEED, Cache, EndpointPlan
+from kvroute.deploy.render.site import (
+    CONTROLLER_PULL_PORT,
+    CONTROLLER_REPLY_PORT,
+    COORDINATOR_PORT,
+    ServerSite,
+    Site,
+    WorkerSite,
+    local_site,
+)
+
+PASSWORD = "L2_PASSWORD"
+PASSWORD_REFERENCE = f"$({PASSWORD})"
+"""Where the second tier's password goes, as Kubernetes writes it; others put their own reference here."""
+
+
+def compact(value: object) -> str:
+    """JSON on one line without blanks."""
+    return json.dumps(value, separators=(",", ":"))
+
+
+def server_argv(plan: EndpointPlan, cache: Cache, server: ServerSite, site: Site) -> tuple[str, ...]:
+    """The command line of one LMCache server."""
+    extension = plan.extension
+    argv = ["lmcache", "server", "--instance-id", server.instance_id]
+    argv += ["--host", server.bind, "--port", str(server.port)]
+    argv += ["--http-host", server.bind, "--http-port", str(server.http_port)]
+    argv += ["--chunk-size", str(extension.lmcache.chunk_size)]
+    # Without a first tier, LMCache still moves entries through a buffer.
+    size = extension.l1.size_gb if cache.l1 else extension.l1.staging_gb
+    argv += ["--l1-size-gb", f"{size:g}"]
+    argv += ["--eviction-policy", extension.l1.eviction_policy if cache.l1 else "LRU"]
+    # Events of the first tier exist in this mode alone.
+    argv += ["--supported-transfer-mode", "lmcache_driven"]
+    if site.tier is not None:
+        argv += ["--l2-adapter", compact(adapter(plan, site))]
+        store = extension.l2.store_policy or ("default" if cache.l1 else "skip_l1")
+        argv += ["--l2-store-policy", store]
+        argv += ["--l2-prefetch-policy", extension.l2.prefetch_policy if cache.l1 else "default"]
+    if plan.is_kvaware:
+        argv += ["--coordinator-url", f"http://{site.gateway_host}:{COORDINATOR_PORT}"]
+        argv += ["--coordinator-event-reporting"]
+        if server.advertise is not None:
+            argv += ["--coordinator-advertise-ip", server.advertise]
+    return tuple(argv)
+
+
+def adapter(plan: EndpointPlan, site: Site) -> dict[str, object]:
+    """LMCache's adapter for the second tier, with the user's own settings on top."""
+    if site.tier is None:
+        return {}
+    settings = {**site.tier.adapter, **(plan.extension.l2.options or {})}
+    if plan.l2_password is not None:
+        settings["password"] = PASSWORD_REFERENCE
+    return settings
+
+
+def server_environment(plan: EndpointPlan) -> dict[str, str]:
+    """What an LMCache server needs besides its flags."""
+    return {SEED: plan.hash_seed}
+
+
+def connector(plan: EndpointPlan, worker: WorkerSite) -> dict[str, object] | None:
+    """vLLM's `--kv-transfer-config`; None without LMCache."""
+    cache = plan.cache
+    if cache is None:
+        return None
+    if cache.classic:
+        return {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}
+    return {
+        "kv_connector": "LMCacheMPConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {
+            "lmcache.mp.host": f"tcp://{worker.lmcache_host}",
+            "lmcache.mp.port": worker.lmcache_port,
+            "lmcache.mp.mp_transfer_mode": "lmcache_driven",
+        },
+    }
+
+
+def worker_environment(plan: EndpointPlan, worker: WorkerSite, site: Site) -> dict[str, str]:
+    """What vLLM's environment needs for LMCache."""
+    cache = plan.cache
+    if cache is None:
+        return {SEED: plan.hash_seed} if plan.is_kvaware else {}
+    env = {SEED: plan.hash_seed}
+    if not cache.classic:
+        return env
+    if cache.config_file is not None:
+        return env | {"LMCACHE_CONFIG_FILE": cache.config_file}
+    settings = classic_settings(plan, cache, site) | _controller(plan, worker, site)
+    return env | {f"LMCACHE_{name.upper()}": _as_text(value) for name, value in settings.items()}
+
+
+def classic_settings(plan: EndpointPlan, cache: Cache, site: Site) -> dict[str, object]:
+    """The classic connector's settings that all workers share, as its YAML file has them."""
+    extension = plan.extension
+    settings: dict[str, object] = {
+        "chunk_size": extension.lmcache.chunk_size,
+        "local_cpu": cache.l1,
+        "max_local_cpu_size": extension.l1.size_gb if cache.l1 else extension.l1.staging_gb,
+        "cache_policy": "LRU",
+    }
+    if site.tier is not None:
+        settings |= {"remote_url": site.tier.remote_url, "remote_serde": "naive", "save_unfull_chunk": True}
+        if site.tier.extra_config:
+            settings["extra_config"] = dict(site.tier.extra_config)
+    if plan.is_kvaware:
+        settings |= {"enable_kv_events": True, "pre_caching_hash_algorithm": "builtin"}
+    return settings
+
+
+def _controller(plan: EndpointPlan, worker: WorkerSite, site: Site) -> dict[str, object]:
+    if not plan.is_kvaware:
+        return {}
+    return {
+        "enable_controller": True,
+        "lmcache_instance_id": worker.name,
+        "controller_pull_url": f"{site.gateway_host}:{CONTROLLER_PULL_PORT}",
+        "controller_reply_url": f"{site.gateway_host}:{CONTROLLER_REPLY_PORT}",
+        "lmcache_worker_ports": [worker.classic_port + rank for rank in range(max(1, plan.gpus))],
+    }
+
+
+def _as_text(value: object) -> str:
+    if isinstance(value, dict):
+        return compact(value)
+    if isinstance(value, list):
+        return ",".join(map(str, value))
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def render_lmcache(plan: EndpointPlan) -> dict[str, str]:
+    """Files for running LMCache by hand on one host."""
+    cache, site = plan.cache, local_site(plan)
+    if cache is None:
+        why = "the workers are simulated" if plan.is_simulated else "no cache tier is on"
+        return {"lmcache.yaml": f"# LMCache does not run: {why}.\n{{}}\n"}
+    environment = worker_environment(plan, site.workers[0], site) if site.workers else {}
+    files = {"lmcache.env": _lines(environment)}
+    if cache.classic:
+        head = "# LMCACHE_CONFIG_FILE of the workers; lmcache.env says the same as environment.\n"
+        main = head + _yaml(classic_settings(plan, cache, site))
+    else:
+        commands = {server.instance_id: server_argv(plan, cache, server, site) for server in site.servers}
+        main = "# One entry for each LMCache server on this host.\n" + _yaml(
+            {
+                "servers": [
+                    {
+                        "instance_id": name,
+                        "command": _without_password(argv),
+                        "environment": server_environment(plan),
+                    }
+                    for name, argv in commands.items()
+                ],
+                "workers": [
+                    {
+                        "name": worker.name,
+                        "kv_transfer_config": connector(plan, worker),
+                        "environment": environment,
+                    }
+                    for worker in site.workers
+                ],
+            }
+        )
+        env = " ".join(f"{key}={shlex.quote(value)}" for key, value in server_environment(plan).items())
+        files["lmcache-servers.sh"] = "".join(f"{env} {_shell(argv)}\n" for argv in commands.values())
+    return {"lmcache.yaml": main, **files}
+
+
+def _shell(argv: tuple[str, ...]) -> str:
+    """A command line whose password is read from the environment when it runs."""
+    return shlex.join(argv).replace(PASSWORD_REFERENCE, f"'\"${PASSWORD}\"'")
+
+
+def _without_password(argv: tuple[str, ...]) -> list[str]:
+    """The command for a reader that is no shell and fills in nothing."""
+    return [word.replace(f',"password":"{PASSWORD_REFERENCE}"', "") for word in argv]
+
+
+def _lines(environment: Mapping[str, str]) -> str:
+    return "".join(f"{name}={value}\n" for name, value in environment.items())
+
+
+def _yaml(value: object) -> str:
+    return yaml.safe_dump(value, sort_keys=False, allow_unicode=True, width=10**6)

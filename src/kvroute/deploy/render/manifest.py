@@ -1,0 +1,122 @@
+"""What all Kubernetes objects of an endpoint have in common."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from kvroute.deploy.l2.backend import Tier
+from kvroute.deploy.render.lmcache import PASSWORD
+from kvroute.deploy.render.plan import EndpointPlan
+
+Manifest = dict[str, Any]
+
+GATEWAY, WORKER, LMCACHE = "gateway", "worker", "lmcache"
+LOCKED_DOWN = {
+    "allowPrivilegeEscalation": False,
+    "readOnlyRootFilesystem": True,
+    "capabilities": {"drop": ["ALL"]},
+}
+
+
+def manifest(api: str, kind: str, plan: EndpointPlan, name: str, component: str, **body: Any) -> Manifest:
+    """An object named `name` with the endpoint's labels."""
+    return {
+        "apiVersion": api,
+        "kind": kind,
+        "metadata": {
+            "name": name,
+            "namespace": plan.namespace,
+            "labels": labels(plan, component),
+        },
+        **body,
+    }
+
+
+def selector(plan: EndpointPlan, component: str) -> dict[str, str]:
+    """What finds the pods of one component; never changes over an endpoint's life."""
+    return {"app.kubernetes.io/instance": plan.name, "app.kubernetes.io/component": component}
+
+
+def labels(plan: EndpointPlan, component: str) -> dict[str, str]:
+    own = {"app.kubernetes.io/name": "kvroute", "app.kubernetes.io/managed-by": "kvroute"}
+    if plan.spec.model_version is not None:
+        own["app.kubernetes.io/version"] = plan.spec.model_version
+    return plan.labels | own | selector(plan, component)
+
+
+def worker_labels(plan: EndpointPlan) -> dict[str, str]:
+    """Also says which model: what discovery by label reads."""
+    model = re.sub(r"[^A-Za-z0-9_.-]", "-", plan.model.served_name)[:63].strip("-_.")
+    return labels(plan, WORKER) | {"kvroute.dev/model": model}
+
+
+def matching(plan: EndpointPlan, component: str) -> dict[str, Any]:
+    return {"matchLabels": selector(plan, component)}
+
+
+def http_get(path: str, port: str | int) -> dict[str, Any]:
+    return {"httpGet": {"path": path, "port": port}}
+
+
+def variable(name: str, field: str) -> dict[str, Any]:
+    """An environment variable with a field of the pod."""
+    return {"name": name, "valueFrom": {"fieldRef": {"fieldPath": field}}}
+
+
+def cache_variables(plan: EndpointPlan, tier: Tier | None) -> list[dict[str, Any]]:
+    """What LMCache's settings refer to; must stand before them."""
+    variables = [
+        variable("POD_NAME", "metadata.name"),
+        variable("POD_IP", "status.podIP"),
+        variable("NODE_NAME", "spec.nodeName"),
+    ]
+    if tier is not None and tier.needs_node_ip:
+        variables.append(variable("NODE_IP", "status.hostIP"))
+    secret = plan.l2_password
+    if tier is not None and secret is not None:
+        variables.append(
+            {"name": PASSWORD, "valueFrom": {"secretKeyRef": {"name": secret.name, "key": secret.key}}}
+        )
+    return variables
+
+
+def plain_variables(environment: dict[str, str]) -> list[dict[str, Any]]:
+    return [{"name": name, "value": value} for name, value in environment.items()]
+
+
+def node_affinity(plan: EndpointPlan) -> dict[str, Any] | None:
+    """The user's rules, and the instance types on HyperPod's nodes."""
+    own = plan.spec.node_affinity
+    rules: dict[str, Any] = own.model_dump(by_alias=True, exclude_none=True) if own is not None else {}
+    if plan.instance_types:
+        key = "requiredDuringSchedulingIgnoredDuringExecution"
+        wanted = {
+            "key": "node.kubernetes.io/instance-type",
+            "operator": "In",
+            "values": list(plan.instance_types),
+        }
+        terms: Sequence[dict[str, Any]] = rules.get(key, {}).get("nodeSelectorTerms") or [{}]
+        rules[key] = {
+            "nodeSelectorTerms": [
+                {**term, "matchExpressions": [*term.get("matchExpressions", []), wanted]} for term in terms
+            ]
+        }
+    return {"nodeAffinity": rules} if rules else None
+
+
+def disruption_budget(plan: EndpointPlan, component: str) -> Manifest:
+    """One pod at a time may be taken away on purpose."""
+    return manifest(
+        "policy/v1",
+        "PodDisruptionBudget",
+        plan,
+        f"{plan.name}-{component}",
+        component,
+        spec={"maxUnavailable": 1, "selector": matching(plan, component)},
+    )
+
+
+def service_port(name: str, port: int) -> dict[str, Any]:
+    return {"name": name, "port": port, "targetPort": name}

@@ -1,0 +1,193 @@
+"""LMCache servers and second tiers in Kubernetes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from kvroute.deploy.l2.backend import Scope, ServiceSpec
+from kvroute.deploy.render.lmcache import server_argv, server_environment
+from kvroute.deploy.render.manifest import (
+    LMCACHE,
+    Manifest,
+    cache_variables,
+    http_get,
+    labels,
+    manifest,
+    matching,
+    node_affinity,
+    plain_variables,
+    selector,
+    service_port,
+)
+from kvroute.deploy.render.plan import Cache, EndpointPlan
+from kvroute.deploy.render.site import LMCACHE_HTTP_PORT, LMCACHE_PORT, Site
+
+OVERHEAD_GB = 4.0
+"""What an LMCache server takes besides its first tier."""
+
+
+def needs_host_ipc(plan: EndpointPlan) -> bool:
+    """Whether engine, LMCache and daemon are in different pods that share memory."""
+    cache = plan.cache
+    if cache is None:
+        return False
+    has_daemon = cache.l2 is not None and cache.l2.service_name == "tierd"
+    across_pods = cache.has_servers and not cache.per_worker
+    return across_pods or (has_daemon and plan.extension.platform != "hyperpod")
+
+
+def has_sidecar(plan: EndpointPlan) -> bool:
+    """Whether each worker's pod has an LMCache server."""
+    return plan.cache is not None and plan.cache.has_servers and plan.cache.per_worker
+
+
+def lmcache_container(plan: EndpointPlan, cache: Cache, site: Site) -> dict[str, Any]:
+    """An LMCache server, as a sidecar or in a pod of its own."""
+    argv = list(server_argv(plan, cache, site.servers[0], site))
+    size = plan.extension.l1.size_gb if cache.l1 else plan.extension.l1.staging_gb
+    memory = f"{round((size + OVERHEAD_GB) * 1024)}Mi"
+    environment = server_environment(plan)
+    if plan.gpus:
+        # It maps the engines' memory, so it must see their GPUs without taking them.
+        environment["NVIDIA_VISIBLE_DEVICES"] = "all"
+    container: dict[str, Any] = {
+        "name": LMCACHE,
+        "image": plan.extension.images.lmcache or plan.image,
+        "command": argv[:2],
+        "args": argv[2:],
+        "env": [*cache_variables(plan, site.tier), *plain_variables(environment)],
+        "ports": [
+            {"name": "lmcache", "containerPort": LMCACHE_PORT},
+            {"name": "lmcache-http", "containerPort": LMCACHE_HTTP_PORT},
+        ],
+        "startupProbe": http_get("/healthcheck", "lmcache-http")
+        | {"periodSeconds": 2, "failureThreshold": 90},
+        "livenessProbe": http_get("/healthcheck", "lmcache-http")
+        | {"periodSeconds": 10, "timeoutSeconds": 5, "failureThreshold": 6},
+        "resources": {"requests": {"cpu": "1", "memory": memory}, "limits": {"memory": memory}},
+    }
+    mounts = tier_mounts(plan, site)
+    if not needs_host_ipc(plan):
+        mounts.append({"name": "shm", "mountPath": "/dev/shm"})
+    if mounts:
+        container["volumeMounts"] = mounts
+    return container
+
+
+def tier_volumes(plan: EndpointPlan, site: Site) -> list[dict[str, Any]]:
+    """Paths of the node, or the claim, that LMCache must see."""
+    return [volume for volume, _ in _tier_mounts(plan, site)]
+
+
+def tier_mounts(plan: EndpointPlan, site: Site) -> list[dict[str, Any]]:
+    """The same as mounts of a container."""
+    return [{"name": volume["name"], "mountPath": path} for volume, path in _tier_mounts(plan, site)]
+
+
+def _tier_mounts(plan: EndpointPlan, site: Site) -> Iterator[tuple[dict[str, Any], str]]:
+    tier = site.tier
+    if tier is None:
+        return
+    for number, path in enumerate(tier.host_paths):
+        name = f"l2-{number}"
+        if tier.claim is not None and number == 0:
+            yield {"name": name, "persistentVolumeClaim": {"claimName": tier.claim}}, path
+        else:
+            kind = "File" if path.startswith("/dev/shm/") else "DirectoryOrCreate"
+            yield {"name": name, "hostPath": {"path": path, "type": kind}}, path
+
+
+def cache_manifests(plan: EndpointPlan, site: Site) -> Iterator[Manifest]:
+    """One LMCache server on each node, where workers do not have their own."""
+    cache = plan.cache
+    if cache is None or not cache.has_servers or cache.per_worker:
+        return
+    name = f"{plan.name}-lmcache"
+    volumes = tier_volumes(plan, site)
+    affinity = node_affinity(plan)
+    yield manifest(
+        "apps/v1",
+        "DaemonSet",
+        plan,
+        name,
+        LMCACHE,
+        spec={
+            "selector": matching(plan, LMCACHE),
+            "template": {
+                "metadata": {"labels": labels(plan, LMCACHE)},
+                "spec": {
+                    "enableServiceLinks": False,
+                    "automountServiceAccountToken": False,
+                    "hostIPC": True,
+                    **({"affinity": affinity} if affinity is not None else {}),
+                    "containers": [lmcache_container(plan, cache, site)],
+                    **({"volumes": volumes} if volumes else {}),
+                },
+            },
+        },
+    )
+    yield manifest(
+        "v1",
+        "Service",
+        plan,
+        name,
+        LMCACHE,
+        spec={
+            # The server of the worker's own node, never another's: they share memory.
+            "internalTrafficPolicy": "Local",
+            "selector": selector(plan, LMCACHE),
+            "ports": [
+                service_port("lmcache", LMCACHE_PORT),
+                service_port("lmcache-http", LMCACHE_HTTP_PORT),
+            ],
+        },
+    )
+
+
+def tier_manifests(plan: EndpointPlan, site: Site) -> Iterator[Manifest]:
+    """What the second tier needs to run."""
+    for service in site.tier.services if site.tier else ():
+        yield _tier_workload(plan, service)
+        yield manifest(
+            "v1",
+            "Service",
+            plan,
+            f"{plan.name}-{service.name}",
+            service.name,
+            spec={
+                **({"internalTrafficPolicy": "Local"} if service.scope is Scope.PER_NODE else {}),
+                "selector": selector(plan, service.name),
+                "ports": [service_port("tier", service.port)],
+            },
+        )
+
+
+def _tier_workload(plan: EndpointPlan, service: ServiceSpec) -> Manifest:
+    command = list(service.command)
+    memory = f"{round(service.memory_gb * 1024 * 1.25 + 256)}Mi"
+    affinity = node_affinity(plan) if service.scope is Scope.PER_NODE else None
+    container = {
+        "name": service.name,
+        "image": service.image,
+        "command": command[:1],
+        "args": command[1:],
+        "ports": [{"name": "tier", "containerPort": service.port}],
+        "startupProbe": {"tcpSocket": {"port": "tier"}, "periodSeconds": 2, "failureThreshold": 60},
+        "readinessProbe": {"exec": {"command": list(service.probe)}, "periodSeconds": 5, "timeoutSeconds": 5},
+        "resources": {"requests": {"cpu": "500m", "memory": memory}, "limits": {"memory": memory}},
+    }
+    pod = {
+        "enableServiceLinks": False,
+        "automountServiceAccountToken": False,
+        **({"hostIPC": True} if service.shares_memory else {}),
+        **({"affinity": affinity} if affinity is not None else {}),
+        "containers": [container],
+    }
+    template = {"metadata": {"labels": labels(plan, service.name)}, "spec": pod}
+    spec: dict[str, Any] = {"selector": matching(plan, service.name), "template": template}
+    if service.scope is Scope.PER_NODE:
+        return manifest("apps/v1", "DaemonSet", plan, f"{plan.name}-{service.name}", service.name, spec=spec)
+    # Two at once would be two caches.
+    spec |= {"replicas": 1, "strategy": {"type": "Recreate"}}
+    return manifest("apps/v1", "Deployment", plan, f"{plan.name}-{service.name}", service.name, spec=spec)

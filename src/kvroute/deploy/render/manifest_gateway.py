@@ -1,0 +1,155 @@
+"""The gateway in Kubernetes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from kvroute.deploy.render.config import SECRETS, config_text, gateway_config
+from kvroute.deploy.render.manifest import (
+    GATEWAY,
+    LOCKED_DOWN,
+    Manifest,
+    disruption_budget,
+    http_get,
+    labels,
+    manifest,
+    matching,
+    selector,
+    service_port,
+)
+from kvroute.deploy.render.plan import EndpointPlan
+from kvroute.deploy.render.site import (
+    CONTROLLER_PULL_PORT,
+    CONTROLLER_REPLY_PORT,
+    COORDINATOR_PORT,
+    Site,
+)
+
+USER = 10001
+"""The image's user."""
+
+
+def gateway_manifests(plan: EndpointPlan, site: Site) -> Iterator[Manifest]:
+    """Deployment, Service, configuration, and what it may ask of the cluster."""
+    name = f"{plan.name}-gateway"
+    config = gateway_config(plan, site, secrets=True)
+    yield manifest("v1", "ServiceAccount", plan, name, GATEWAY, automountServiceAccountToken=True)
+    yield manifest(
+        "rbac.authorization.k8s.io/v1",
+        "Role",
+        plan,
+        name,
+        GATEWAY,
+        rules=[
+            # Finding workers by label.
+            {"apiGroups": [""], "resources": ["pods"], "verbs": ["get", "list", "watch"]},
+            {
+                "apiGroups": ["discovery.k8s.io"],
+                "resources": ["endpointslices"],
+                "verbs": ["get", "list", "watch"],
+            },
+        ],
+    )
+    yield manifest(
+        "rbac.authorization.k8s.io/v1",
+        "RoleBinding",
+        plan,
+        name,
+        GATEWAY,
+        roleRef={"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": name},
+        subjects=[{"kind": "ServiceAccount", "name": name, "namespace": plan.namespace}],
+    )
+    yield manifest("v1", "ConfigMap", plan, name, GATEWAY, data={"kvroute.yaml": config_text(config)})
+    yield manifest("apps/v1", "Deployment", plan, name, GATEWAY, spec=_deployment(plan, name, config))
+    yield manifest(
+        "v1",
+        "Service",
+        plan,
+        name,
+        GATEWAY,
+        spec={"selector": selector(plan, GATEWAY), "ports": [service_port("http", _port(config))]},
+    )
+    if plan.is_kvaware and plan.cache is not None:
+        yield manifest(
+            "v1",
+            "Service",
+            plan,
+            site.gateway_host,
+            GATEWAY,
+            spec={
+                "selector": selector(plan, GATEWAY),
+                "ports": [service_port(port, number) for port, number in _cache_ports(plan)],
+                # Servers report to a gateway that is not ready yet, too.
+                "publishNotReadyAddresses": True,
+            },
+        )
+    yield disruption_budget(plan, GATEWAY)
+
+
+def _cache_ports(plan: EndpointPlan) -> list[tuple[str, int]]:
+    if not plan.is_kvaware or plan.cache is None:
+        return []
+    if not plan.cache.classic:
+        return [("coordinator", COORDINATOR_PORT)]
+    return [("lmcache-pull", CONTROLLER_PULL_PORT), ("lmcache-reply", CONTROLLER_REPLY_PORT)]
+
+
+def _port(config: dict[str, Any]) -> int:
+    return int(config["server"]["port"])
+
+
+def _deployment(plan: EndpointPlan, name: str, config: dict[str, Any]) -> dict[str, Any]:
+    gateway = plan.extension.gateway
+    mounts = [{"name": "config", "mountPath": "/etc/kvroute", "readOnly": True}]
+    mounts.append({"name": "tmp", "mountPath": "/tmp"})
+    volumes: list[dict[str, Any]] = [
+        {"name": "config", "configMap": {"name": name}},
+        {"name": "tmp", "emptyDir": {}},
+    ]
+    secrets = [
+        {"secret": {"name": secret.name, "items": [{"key": secret.key, "path": path}]}}
+        for secret, path in ((gateway.api_keys_secret, "api-keys"), (gateway.admin_key_secret, "admin-key"))
+        if secret is not None
+    ]
+    if secrets:
+        volumes.append({"name": "keys", "projected": {"sources": secrets}})
+        mounts.append({"name": "keys", "mountPath": SECRETS, "readOnly": True})
+    ports = [("http", _port(config)), *_cache_ports(plan)]
+    container = {
+        "name": "kvroute",
+        "image": plan.extension.images.gateway,
+        "args": ["serve", "-c", "/etc/kvroute/kvroute.yaml"],
+        "ports": [{"name": port, "containerPort": number} for port, number in ports],
+        # Alive and ready are two things: a gateway without a worker must not be restarted for it.
+        "startupProbe": http_get("/health", "http") | {"periodSeconds": 1, "failureThreshold": 60},
+        "livenessProbe": http_get("/health", "http") | {"periodSeconds": 10, "timeoutSeconds": 3},
+        "readinessProbe": http_get("/ready", "http") | {"periodSeconds": 2, "timeoutSeconds": 2},
+        "resources": gateway.resources
+        or {"requests": {"cpu": "1", "memory": "512Mi"}, "limits": {"memory": "2Gi"}},
+        "securityContext": LOCKED_DOWN,
+        "volumeMounts": mounts,
+    }
+    return {
+        "replicas": gateway.replicas,
+        "selector": matching(plan, GATEWAY),
+        "template": {
+            "metadata": {"labels": labels(plan, GATEWAY)},
+            "spec": {
+                "serviceAccountName": name,
+                # A Service named kvroute would put KVROUTE_PORT and its like into every pod beside it.
+                "enableServiceLinks": False,
+                # Longer than server.drain_timeout_s (30 s) and the seconds that cutting the rest takes.
+                "terminationGracePeriodSeconds": 45,
+                "securityContext": {
+                    "runAsNonRoot": True,
+                    "runAsUser": USER,
+                    "runAsGroup": USER,
+                    "fsGroup": USER,
+                    "seccompProfile": {"type": "RuntimeDefault"},
+                },
+                "containers": [container],
+                "volumes": volumes,
+            },
+        },
+    }

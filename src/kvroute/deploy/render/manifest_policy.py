@@ -1,0 +1,230 @@
+"""Who may talk to whom, how many there are, and what is scraped, in Kubernetes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from kvroute.deploy.render.manifest import (
+    GATEWAY,
+    LMCACHE,
+    WORKER,
+    Manifest,
+    manifest,
+    matching,
+)
+from kvroute.deploy.render.manifest_cache import has_sidecar
+from kvroute.deploy.render.plan import EndpointPlan
+from kvroute.deploy.render.site import (
+    CLASSIC_WORKER_PORT,
+    CONTROLLER_PULL_PORT,
+    CONTROLLER_REPLY_PORT,
+    COORDINATOR_PORT,
+    EVENTS_PORT,
+    LMCACHE_HTTP_PORT,
+    LMCACHE_PORT,
+    REPLAY_PORT,
+    Site,
+)
+from kvroute.deploy.spec.scaling import AutoScaling, CloudWatchTrigger, PrometheusTrigger
+
+CPU_USE_PERCENT = 70
+PROMETHEUS = {
+    "namespaceSelector": {},
+    "podSelector": {"matchLabels": {"app.kubernetes.io/name": "prometheus"}},
+}
+
+
+# --- network ----------------------------------------------------------------------------------------------
+
+
+def network_manifests(plan: EndpointPlan, site: Site) -> Iterator[Manifest]:
+    """Clients reach the gateway; all else is reached by those parts alone that need it."""
+    gateway = {"podSelector": matching(plan, GATEWAY)}
+    workers = {"podSelector": matching(plan, WORKER)}
+    servers = {"podSelector": matching(plan, LMCACHE)}
+    cache = plan.cache
+    serving = [_allow([gateway], plan.port)]
+    if plan.has_events:
+        serving.append(_allow([gateway], EVENTS_PORT, REPLAY_PORT))
+        if cache is not None and cache.classic:
+            serving.append(
+                _allow([gateway], *range(CLASSIC_WORKER_PORT, CLASSIC_WORKER_PORT + max(1, plan.gpus)))
+            )
+    if plan.metrics.enabled:
+        serving.append(_allow([PROMETHEUS], plan.port))
+        if has_sidecar(plan):
+            serving.append(_allow([PROMETHEUS], LMCACHE_HTTP_PORT))
+    if has_sidecar(plan):
+        serving.append(_allow([gateway], LMCACHE_HTTP_PORT))
+    yield _policy(plan, WORKER, serving)
+
+    entrance = [_allow([], plan.extension.gateway.port)]
+    if plan.is_kvaware and cache is not None:
+        ports = [CONTROLLER_PULL_PORT, CONTROLLER_REPLY_PORT] if cache.classic else [COORDINATOR_PORT]
+        entrance.append(_allow([workers, servers], *ports))
+    yield _policy(plan, GATEWAY, entrance)
+
+    if cache is not None and cache.has_servers and not cache.per_worker:
+        rules = [_allow([workers], LMCACHE_PORT), _allow([gateway], LMCACHE_HTTP_PORT)]
+        if plan.metrics.enabled:
+            rules.append(_allow([PROMETHEUS], LMCACHE_HTTP_PORT))
+        yield _policy(plan, LMCACHE, rules)
+    for service in site.tier.services if site.tier else ():
+        # Daemons fetch from each other.
+        peers = [workers, servers, {"podSelector": matching(plan, service.name)}]
+        if plan.metrics.enabled and service.metrics_path is not None:
+            peers.append(PROMETHEUS)
+        yield _policy(plan, service.name, [_allow(peers, service.port)])
+
+
+def _policy(plan: EndpointPlan, component: str, ingress: list[dict[str, Any]]) -> Manifest:
+    return manifest(
+        "networking.k8s.io/v1",
+        "NetworkPolicy",
+        plan,
+        f"{plan.name}-{component}",
+        component,
+        spec={"podSelector": matching(plan, component), "policyTypes": ["Ingress"], "ingress": ingress},
+    )
+
+
+def _allow(peers: list[dict[str, Any]], *ports: int) -> dict[str, Any]:
+    """A rule; no peers means everyone."""
+    rule: dict[str, Any] = {"ports": [{"protocol": "TCP", "port": port} for port in ports]}
+    return {"from": peers, **rule} if peers else rule
+
+
+# --- scaling ----------------------------------------------------------------------------------------------
+
+
+def scaling_manifests(plan: EndpointPlan) -> Iterator[Manifest]:
+    """KEDA where there are triggers, else an HPA on CPU use."""
+    routing = plan.spec.intelligent_routing_spec
+    for component, kind, target, scaling in (
+        (WORKER, "StatefulSet", f"{plan.name}-worker", plan.spec.auto_scaling_spec),
+        (GATEWAY, "Deployment", f"{plan.name}-gateway", routing.auto_scaling_spec if routing else None),
+    ):
+        if scaling is None:
+            continue
+        name, reference = f"{plan.name}-{component}", {"apiVersion": "apps/v1", "kind": kind, "name": target}
+        triggers = [_prometheus(each) for each in scaling.prometheus()]
+        triggers += [_cloud_watch(each, plan.region or "") for each in scaling.cloud_watch()]
+        if triggers:
+            spec = _scaled_object(scaling, reference, triggers)
+            yield manifest("keda.sh/v1alpha1", "ScaledObject", plan, name, component, spec=spec)
+        else:
+            spec = _autoscaler(scaling, reference)
+            yield manifest("autoscaling/v2", "HorizontalPodAutoscaler", plan, name, component, spec=spec)
+
+
+def _behavior(scaling: AutoScaling) -> dict[str, Any]:
+    return {
+        "scaleDown": {"stabilizationWindowSeconds": scaling.scale_down_stabilization_time},
+        "scaleUp": {"stabilizationWindowSeconds": scaling.scale_up_stabilization_time},
+    }
+
+
+def _autoscaler(scaling: AutoScaling, reference: dict[str, str]) -> dict[str, Any]:
+    target = {"type": "Utilization", "averageUtilization": CPU_USE_PERCENT}
+    return {
+        "scaleTargetRef": reference,
+        "minReplicas": scaling.min_replica_count,
+        "maxReplicas": scaling.max_replica_count,
+        "metrics": [{"type": "Resource", "resource": {"name": "cpu", "target": target}}],
+        "behavior": _behavior(scaling),
+    }
+
+
+def _scaled_object(
+    scaling: AutoScaling, reference: dict[str, str], triggers: list[dict[str, Any]]
+) -> dict[str, Any]:
+    return {
+        "scaleTargetRef": reference,
+        "minReplicaCount": scaling.min_replica_count,
+        "maxReplicaCount": scaling.max_replica_count,
+        "pollingInterval": scaling.polling_interval,
+        "cooldownPeriod": scaling.cooldown_period,
+        "initialCooldownPeriod": scaling.initial_cooldown_period,
+        "advanced": {"horizontalPodAutoscalerConfig": {"behavior": _behavior(scaling)}},
+        "triggers": triggers,
+    }
+
+
+METRIC_TYPES = {"Average": "AverageValue", "Value": "Value"}
+
+
+def _prometheus(trigger: PrometheusTrigger) -> dict[str, Any]:
+    metadata = {
+        "serverAddress": trigger.server_address,
+        "query": trigger.query,
+        "threshold": _number(trigger.target_value),
+        "activationThreshold": _number(trigger.activation_target_value),
+        "namespace": trigger.namespace,
+        "customHeaders": trigger.custom_headers,
+    }
+    return _trigger("prometheus", trigger, metadata)
+
+
+def _cloud_watch(trigger: CloudWatchTrigger, region: str) -> dict[str, Any]:
+    dimensions = trigger.dimensions or []
+    metadata = {
+        "namespace": trigger.namespace,
+        "metricName": trigger.metric_name,
+        "dimensionName": ";".join(each.name for each in dimensions),
+        "dimensionValue": ";".join(each.value for each in dimensions),
+        "metricStat": trigger.metric_stat,
+        "metricStatPeriod": str(trigger.metric_collection_period),
+        "metricCollectionTime": str(trigger.metric_collection_start_time),
+        "targetMetricValue": _number(trigger.target_value),
+        "activationTargetMetricValue": _number(trigger.activation_target_value),
+        "minMetricValue": _number(trigger.min_value),
+        "awsRegion": region,
+        "identityOwner": "operator",
+    }
+    return _trigger("aws-cloudwatch", trigger, metadata)
+
+
+def _trigger(
+    kind: str, trigger: CloudWatchTrigger | PrometheusTrigger, metadata: dict[str, str | None]
+) -> dict[str, Any]:
+    return {
+        "type": kind,
+        **({"name": trigger.name} if trigger.name is not None else {}),
+        "metricType": METRIC_TYPES[trigger.metric_type],
+        "useCachedMetrics": trigger.use_cached_metrics,
+        "metadata": {key: value for key, value in metadata.items() if value is not None},
+    }
+
+
+def _number(value: float | None) -> str | None:
+    return None if value is None else f"{value:g}"
+
+
+# --- metrics ----------------------------------------------------------------------------------------------
+
+
+def monitoring_manifests(plan: EndpointPlan) -> Iterator[Manifest]:
+    """ServiceMonitors of the Prometheus operator."""
+    if not plan.metrics.enabled:
+        return
+    yield _monitor(plan, GATEWAY, {"http": "/metrics"})
+    sidecar = {"lmcache-http": "/metrics"} if has_sidecar(plan) else {}
+    yield _monitor(plan, WORKER, {plan.port_name: plan.scrape_path, **sidecar})
+    if plan.cache is not None and plan.cache.has_servers and not plan.cache.per_worker:
+        yield _monitor(plan, LMCACHE, {"lmcache-http": "/metrics"})
+
+
+def _monitor(plan: EndpointPlan, component: str, paths: dict[str, str]) -> Manifest:
+    interval = f"{plan.metrics.metrics_scrape_interval_seconds}s"
+    return manifest(
+        "monitoring.coreos.com/v1",
+        "ServiceMonitor",
+        plan,
+        f"{plan.name}-{component}",
+        component,
+        spec={
+            "selector": matching(plan, component),
+            "endpoints": [{"port": port, "path": path, "interval": interval} for port, path in paths.items()],
+        },
+    )

@@ -1,0 +1,292 @@
+"""The workers in Kubernetes: a StatefulSet, so that each keeps its name, and the model's volume."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from kvroute.deploy.render.manifest import (
+    WORKER,
+    Manifest,
+    cache_variables,
+    disruption_budget,
+    http_get,
+    manifest,
+    matching,
+    node_affinity,
+    plain_variables,
+    selector,
+    service_port,
+    worker_labels,
+)
+from kvroute.deploy.render.manifest_cache import (
+    has_sidecar,
+    lmcache_container,
+    needs_host_ipc,
+    tier_mounts,
+    tier_volumes,
+)
+from kvroute.deploy.render.plan import GPU, EndpointPlan, Model
+from kvroute.deploy.render.site import EVENTS_PORT, LMCACHE_HTTP_PORT, REPLAY_PORT, Site
+from kvroute.deploy.render.worker_args import container_environment, worker_argv
+from kvroute.deploy.spec.worker import FsxStorage, Probe, S3Storage
+
+HUB_CACHE = "/root/.cache/huggingface"
+STARTUP_PERIOD_S = 10
+
+
+def worker_manifests(plan: EndpointPlan, site: Site) -> Iterator[Manifest]:
+    """StatefulSet, its headless Service, and the model's volume where that is storage of its own."""
+    name = f"{plan.name}-workers"
+    ports = [service_port(plan.port_name, plan.port)]
+    if has_sidecar(plan):
+        ports.append(service_port("lmcache-http", LMCACHE_HTTP_PORT))
+    yield from _model_storage(plan)
+    yield manifest(
+        "v1",
+        "Service",
+        plan,
+        name,
+        WORKER,
+        spec={
+            "clusterIP": "None",
+            # A worker that is not ready is the gateway's business, and must have a name to be asked by.
+            "publishNotReadyAddresses": True,
+            "selector": selector(plan, WORKER),
+            "ports": ports,
+        },
+    )
+    yield manifest(
+        "apps/v1",
+        "StatefulSet",
+        plan,
+        f"{plan.name}-worker",
+        WORKER,
+        spec={
+            "replicas": plan.replicas,
+            "serviceName": name,
+            "podManagementPolicy": "Parallel",
+            "selector": matching(plan, WORKER),
+            "template": {"metadata": {"labels": worker_labels(plan)}, "spec": _pod(plan, site)},
+        },
+    )
+    yield disruption_budget(plan, WORKER)
+
+
+def _pod(plan: EndpointPlan, site: Site) -> dict[str, Any]:
+    settings = plan.spec.kubernetes
+    extra = settings.model_dump(by_alias=True, exclude_none=True) if settings is not None else {}
+    pod: dict[str, Any] = {
+        "enableServiceLinks": False,
+        "automountServiceAccountToken": "serviceAccountName" in extra,
+        "terminationGracePeriodSeconds": 60,
+    }
+    for key in ("schedulerName", "serviceAccountName"):
+        if key in extra:
+            pod[key] = extra[key]
+    affinity = node_affinity(plan)
+    if affinity is not None:
+        pod["affinity"] = affinity
+    if plan.resources.claims:
+        pod["resourceClaims"] = [{"name": claim.name} for claim in plan.resources.claims]
+    host_ipc = needs_host_ipc(plan)
+    if host_ipc:
+        pod["hostIPC"] = True
+    before = list(extra.get("initContainers", []))
+    volumes = [*extra.get("volumes", []), *_volumes(plan, host_ipc)]
+    if plan.cache is not None and has_sidecar(plan):
+        # A sidecar: started before the engine, which waits for it, and ended after it.
+        before.append(lmcache_container(plan, plan.cache, site) | {"restartPolicy": "Always"})
+        volumes += tier_volumes(plan, site)
+    elif plan.cache is not None and plan.cache.classic:
+        volumes += tier_volumes(plan, site)
+    if before:
+        pod["initContainers"] = before
+    pod["containers"] = [_container(plan, site, host_ipc)]
+    if volumes:
+        pod["volumes"] = volumes
+    return pod
+
+
+def _container(plan: EndpointPlan, site: Site, host_ipc: bool) -> dict[str, Any]:
+    worker = site.workers[0]
+    argv = worker_argv(plan, worker, site)
+    if plan.is_simulated:
+        command, args = None, list(argv[1:])
+    elif plan.command is not None:
+        command, args = list(plan.command), list(argv[len(plan.command) :])
+    else:
+        command, args = list(argv[:2]), list(argv[2:])
+    ports = [(plan.port_name, plan.port)]
+    if plan.has_events:
+        ports += [("kv-events", EVENTS_PORT), ("kv-replay", REPLAY_PORT)]
+    container: dict[str, Any] = {
+        "name": "worker",
+        "image": plan.extension.images.gateway if plan.is_simulated else plan.image,
+        **({"command": command} if command is not None else {}),
+        "args": args,
+        **({"workingDir": plan.worker.working_dir} if plan.worker.working_dir is not None else {}),
+        "env": _environment(plan, site),
+        "ports": [{"name": name, "containerPort": number} for name, number in ports],
+        **_probes(plan),
+        "resources": _resources(plan),
+    }
+    mounts = _mounts(plan, host_ipc)
+    if plan.cache is not None and plan.cache.classic:
+        mounts += tier_mounts(plan, site)
+    if mounts:
+        container["volumeMounts"] = mounts
+    return container
+
+
+def _environment(plan: EndpointPlan, site: Site) -> list[dict[str, Any]]:
+    worker = site.workers[0]
+    values = container_environment(plan, worker, site)
+    if "LMCACHE_LMCACHE_INSTANCE_ID" in values:
+        values["LMCACHE_LMCACHE_INSTANCE_ID"] = "$(POD_NAME)"
+    by_reference = [
+        each.model_dump(by_alias=True, exclude_none=True)
+        for each in plan.environment
+        if each.value_from is not None
+    ]
+    hub = plan.model.hub
+    if hub is not None and hub.token_secret_ref is not None:
+        reference = hub.token_secret_ref.model_dump(by_alias=True, exclude_none=True)
+        by_reference.append({"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": reference}})
+    return [*cache_variables(plan, site.tier), *by_reference, *plain_variables(values)]
+
+
+def _probes(plan: EndpointPlan) -> dict[str, Any]:
+    """The user's probes; where there is none, ours."""
+    own = plan.worker.probes
+    answer = http_get("/health", plan.port_name)
+    patience = math.ceil(plan.spec.max_deploy_time_in_seconds / STARTUP_PERIOD_S)
+    ours = {
+        "startupProbe": answer | {"periodSeconds": STARTUP_PERIOD_S, "failureThreshold": patience},
+        "livenessProbe": answer | {"periodSeconds": 10, "timeoutSeconds": 5, "failureThreshold": 6},
+        "readinessProbe": answer | {"periodSeconds": 5, "timeoutSeconds": 5},
+    }
+    given: dict[str, Probe | None] = {}
+    if own is not None:
+        given = {
+            "startupProbe": own.startup_probe,
+            "livenessProbe": own.liveness_probe,
+            "readinessProbe": own.readiness_probe,
+        }
+    for name, probe in given.items():
+        if probe is not None:
+            ours[name] = probe.model_dump(by_alias=True, exclude_none=True)
+    return ours
+
+
+def _resources(plan: EndpointPlan) -> dict[str, Any]:
+    resources: dict[str, Any] = plan.resources.model_dump(by_alias=True, exclude_none=True)
+    if plan.gpus:
+        for part in ("requests", "limits"):
+            if part == "limits" or GPU in resources.get(part, {}):
+                resources[part] = {**resources.get(part, {}), GPU: str(plan.gpus)}
+    else:
+        for part in ("requests", "limits"):
+            if part in resources:
+                resources[part] = {key: value for key, value in resources[part].items() if key != GPU}
+    return resources
+
+
+def _volumes(plan: EndpointPlan, host_ipc: bool) -> list[dict[str, Any]]:
+    volumes: list[dict[str, Any]] = []
+    if plan.is_simulated:
+        return volumes
+    if not host_ipc:
+        volumes.append({"name": "shm", "emptyDir": {"medium": "Memory"}})
+    model = plan.model
+    if model.volume is None:
+        volumes.append({"name": "models", "emptyDir": {}})
+    elif model.store is not None:
+        claim = {"claimName": f"{plan.name}-model", "readOnly": True}
+        volumes.append({"name": model.volume.name, "persistentVolumeClaim": claim})
+    elif not model.is_own_volume:
+        volumes.append(
+            {"name": model.volume.name, "hostPath": {"path": _on_node(model.location), "type": "Directory"}}
+        )
+    return volumes
+
+
+def _on_node(folder: str) -> str:
+    """A node has no working directory: what is relative lies under /var/lib/kvroute."""
+    return folder if folder.startswith("/") else f"/var/lib/kvroute/{folder.removeprefix('./')}"
+
+
+def _mounts(plan: EndpointPlan, host_ipc: bool) -> list[dict[str, Any]]:
+    if plan.is_simulated:
+        return []
+    mounts: list[dict[str, Any]] = [] if host_ipc else [{"name": "shm", "mountPath": "/dev/shm"}]
+    volume = plan.model.volume
+    if volume is None:
+        return [*mounts, {"name": "models", "mountPath": HUB_CACHE}]
+    return [*mounts, {"name": volume.name, "mountPath": volume.mount_path, "readOnly": True}]
+
+
+def _model_storage(plan: EndpointPlan) -> Iterator[Manifest]:
+    """A volume on the model's bucket or file system, through AWS's CSI drivers."""
+    model = plan.model
+    if model.store is None or plan.is_simulated:
+        return
+    name = f"{plan.name}-model"
+    volume = manifest(
+        "v1",
+        "PersistentVolume",
+        plan,
+        f"{plan.namespace}-{name}",
+        WORKER,
+        spec={
+            # The size means nothing to these drivers.
+            "capacity": {"storage": "1200Gi"},
+            "accessModes": ["ReadOnlyMany"],
+            "persistentVolumeReclaimPolicy": "Retain",
+            "storageClassName": "",
+            "claimRef": {"namespace": plan.namespace, "name": name},
+            **_driver(model, f"{plan.namespace}-{name}"),
+        },
+    )
+    del volume["metadata"]["namespace"]
+    yield volume
+    yield manifest(
+        "v1",
+        "PersistentVolumeClaim",
+        plan,
+        name,
+        WORKER,
+        spec={
+            "accessModes": ["ReadOnlyMany"],
+            "storageClassName": "",
+            "volumeName": f"{plan.namespace}-{name}",
+            "resources": {"requests": {"storage": "1200Gi"}},
+        },
+    )
+
+
+def _driver(model: Model, handle: str) -> dict[str, Any]:
+    match model.store:
+        case S3Storage(bucket_name=bucket, region=region):
+            prefix = [f"prefix {model.location}/"] if model.location else []
+            return {
+                "mountOptions": ["read-only", f"region {region}", *prefix],
+                "csi": {
+                    "driver": "s3.csi.aws.com",
+                    "volumeHandle": handle,
+                    "volumeAttributes": {"bucketName": bucket},
+                },
+            }
+        case FsxStorage(file_system_id=system, dns_name=dns, mount_name=mount):
+            attributes = {"dnsname": dns, "mountname": mount}
+            return {
+                "mountOptions": ["flock"],
+                "csi": {
+                    "driver": "fsx.csi.aws.com",
+                    "volumeHandle": system,
+                    "volumeAttributes": {key: value for key, value in attributes.items() if value},
+                },
+            }
+        case None:
+            return {}

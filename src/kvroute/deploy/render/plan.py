@@ -1,0 +1,277 @@
+"""A document with every default filled in: what there is to run, wherever that will be."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from kvroute.deploy.l2.backend import Backend
+from kvroute.deploy.l2.registry import backend_named
+from kvroute.deploy.spec.cache import IntelligentRouting, KvCache
+from kvroute.deploy.spec.endpoint import CommonSpec, Document, InferenceEndpointConfig, Metrics
+from kvroute.deploy.spec.extension import Extension, SecretKey
+from kvroute.deploy.spec.rules import region_of, takes_password
+from kvroute.deploy.spec.worker import (
+    EndpointWorker,
+    EnvironmentVariable,
+    FsxStorage,
+    HuggingFaceModel,
+    InvocationPort,
+    ModelSource,
+    RequestLimits,
+    Resources,
+    S3Storage,
+    VolumeMount,
+    Worker,
+)
+from kvroute.deploy.tiny_model import TINY_MODELS
+
+GPU = "nvidia.com/gpu"
+SEED = "PYTHONHASHSEED"
+DEFAULT_PORT = 8000
+TINY_FOLDER = ".kvroute/models"
+"""Where `kvroute up` puts the models that it makes up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """What the workers load and from where."""
+
+    source: str
+    """What vLLM is given: a name on Hugging Face, or a folder as the worker sees it."""
+    served_name: str
+    volume: VolumeMount | None = None
+    """Where the model's files are mounted; None: they are downloaded by name."""
+    store: S3Storage | FsxStorage | None = None
+    location: str = ""
+    hub: HuggingFaceModel | None = None
+    is_own_volume: bool = False
+    """The volume is one of `spec.kubernetes.volumes`."""
+    tiny: str | None = None
+    """A model of TINY_MODELS, whose files `kvroute up` writes."""
+
+    @property
+    def local_source(self) -> str:
+        """What vLLM is given on the host itself: a folder by its own name."""
+        return self.location if self.volume is not None and self.location[:1] in ("/", ".") else self.source
+
+    @property
+    def is_downloaded(self) -> bool:
+        return self.volume is None
+
+
+@dataclass(frozen=True, slots=True)
+class Cache:
+    """LMCache: which tiers, how."""
+
+    l1: bool
+    l2: Backend | None
+    l2_url: str | None
+    config_file: str | None
+    classic: bool
+    per_worker: bool
+    """A server for each worker, not one for all on a node."""
+
+    @property
+    def has_servers(self) -> bool:
+        return not self.classic
+
+
+@dataclass(frozen=True, slots=True)
+class EndpointPlan:
+    """An endpoint, resolved. `extension` and `spec` have the settings that need no resolving."""
+
+    name: str
+    namespace: str
+    labels: dict[str, str]
+    spec: CommonSpec
+    extension: Extension
+    model: Model
+    replicas: int
+    image: str
+    command: tuple[str, ...] | None
+    """The user's own, in place of `vllm serve`."""
+    args: tuple[str, ...]
+    """The user's, without the model."""
+    environment: tuple[EnvironmentVariable, ...]
+    port: int
+    port_name: str
+    resources: Resources
+    gpus: int
+    """Per worker; 0 on CPUs."""
+    hash_seed: str
+    strategy: str
+    cache: Cache | None
+    metrics: Metrics
+    worker: Worker | EndpointWorker
+    limits: RequestLimits | None
+    region: str | None
+    instance_types: tuple[str, ...] = ()
+
+    @property
+    def is_simulated(self) -> bool:
+        return self.extension.engine == "sim"
+
+    @property
+    def is_kvaware(self) -> bool:
+        return self.strategy == "kvaware"
+
+    @property
+    def has_events(self) -> bool:
+        """Whether the engines tell what they cache."""
+        return self.is_kvaware
+
+    @property
+    def l2_password(self) -> SecretKey | None:
+        """The second tier's password, where LMCache's server can be given one: for a store of the user's."""
+        cache = self.cache
+        has_one = cache is not None and takes_password(cache.l2, cache.l2_url, classic=cache.classic)
+        return self.extension.l2.password_secret if has_one else None
+
+    @property
+    def scrape_path(self) -> str:
+        return self.metrics.model_metrics.path if self.metrics.model_metrics else "/metrics"
+
+
+def plan_endpoint(document: Document) -> EndpointPlan:
+    """Resolve a document that has no wrong field. Pure."""
+    spec, extension = document.spec, document.x_kvroute
+    worker: Worker | EndpointWorker = spec.worker or EndpointWorker()
+    args = list(worker.args or [])
+    model = _model(document, _taken_out(args, "--model"))
+    port = worker.model_invocation_port or InvocationPort.model_validate({"containerPort": DEFAULT_PORT})
+    resources = worker.resources or Resources()
+    environment = tuple(worker.environment_variables or ())
+    seeds = [each.value for each in environment if each.name == SEED and each.value]
+    routing = spec.intelligent_routing_spec or IntelligentRouting()
+    replicas, instance_types = spec.replicas, list[str]()
+    if isinstance(document, InferenceEndpointConfig):
+        replicas = replicas if replicas is not None else document.spec.initial_replica_count
+        one = [document.spec.instance_type] if document.spec.instance_type else []
+        instance_types = document.spec.instance_types or one
+    return EndpointPlan(
+        name=document.metadata.name,
+        namespace=document.metadata.namespace,
+        labels=document.metadata.labels or {},
+        spec=spec,
+        extension=extension,
+        model=model,
+        replicas=1 if replicas is None else replicas,
+        image=worker.image or extension.images.worker,
+        command=tuple(worker.command) if worker.command else None,
+        args=tuple(args),
+        environment=tuple(each for each in environment if each.name != SEED or not each.value),
+        port=port.container_port,
+        port_name=port.name,
+        resources=resources,
+        gpus=_gpus(extension, resources, args),
+        hash_seed=seeds[-1] if seeds else str(extension.lmcache.hash_seed),
+        strategy=routing.routing_strategy if routing.enabled else "roundrobin",
+        cache=_cache(spec.kv_cache_spec, extension),
+        metrics=spec.metrics or Metrics(),
+        worker=worker,
+        limits=worker.request_limits,
+        region=region_of(document),
+        instance_types=tuple(instance_types) if extension.platform == "hyperpod" else (),
+    )
+
+
+def _model(document: Document, from_args: str | None) -> Model:
+    if not isinstance(document, InferenceEndpointConfig):
+        spec = document.spec
+        tiny = spec.model if spec.model in TINY_MODELS and document.x_kvroute.engine == "vllm" else None
+        folder = f"./{TINY_FOLDER}/{tiny}" if tiny else spec.model
+        is_folder = folder.startswith(("/", "./", "../"))
+        mount = spec.worker.model_volume_mount if spec.worker else None
+        if is_folder and mount is None:
+            mount = VolumeMount.model_validate({"name": "model", "mountPath": "/opt/ml/model"})
+        return Model(
+            source=mount.mount_path if mount and is_folder else spec.model,
+            served_name=spec.model_name or spec.model,
+            volume=mount if is_folder else None,
+            location=folder if is_folder else "",
+            tiny=tiny,
+        )
+    spec_ = document.spec
+    source: ModelSource = spec_.model_source_config
+    if source.model_source_type == "huggingface" and source.hugging_face_model is not None:
+        hub = source.hugging_face_model
+        return Model(source=hub.model_id, served_name=spec_.model_name, hub=hub)
+    mount = spec_.worker.model_volume_mount
+    return Model(
+        source=from_args or mount.mount_path,
+        served_name=spec_.model_name,
+        volume=mount,
+        store={"s3": source.s3_storage, "fsx": source.fsx_storage}.get(source.model_source_type),
+        location=(source.model_location or "").strip("/"),
+        is_own_volume=source.model_source_type == "kubernetesVolume",
+    )
+
+
+def _cache(spec: KvCache | None, extension: Extension) -> Cache | None:
+    if spec is None or extension.engine == "sim":
+        return None
+    if not (spec.enable_l1_cache or spec.enable_l2_cache or spec.cache_config_file):
+        return None
+    l2 = spec.l2_cache_spec
+    backend = (
+        backend_named(l2.l2_cache_backend) if l2 and l2.l2_cache_backend and spec.enable_l2_cache else None
+    )
+    classic = extension.lmcache.mode == "classic"
+    if not classic and not spec.enable_l1_cache and backend is None:
+        return None
+    return Cache(
+        l1=spec.enable_l1_cache,
+        l2=backend,
+        l2_url=l2.l2_cache_local_url if l2 and backend and backend.takes_url else None,
+        config_file=spec.cache_config_file if classic else None,
+        classic=classic,
+        per_worker=extension.lmcache.servers == "per-worker",
+    )
+
+
+def _gpus(extension: Extension, resources: Resources, args: list[str]) -> int:
+    """GPUs of one worker: as asked for, as reserved, or as the tensor parallel size needs."""
+    if extension.device == "cpu" or extension.engine == "sim":
+        return 0
+    if extension.gpus_per_worker is not None:
+        return extension.gpus_per_worker
+    reserved = {**(resources.requests or {}), **(resources.limits or {})}.get(GPU)
+    if reserved is not None:
+        return int(reserved)
+    return int(option_value(args, "--tensor-parallel-size", "-tp") or 1)
+
+
+def option_value(args: list[str], *names: str) -> str | None:
+    """The value of the last of these options."""
+    found = None
+    for number, argument in enumerate(args):
+        name, equals, value = argument.partition("=")
+        if name in names:
+            found = value if equals else (args[number + 1] if number + 1 < len(args) else None)
+    return found
+
+
+def _taken_out(args: list[str], option: str) -> str | None:
+    """Remove an option and its value from `args`; the value."""
+    value = option_value(args, option)
+    kept, skip = [], False
+    for argument in args:
+        if skip:
+            skip = False
+        elif argument == option:
+            skip = True
+        elif not argument.startswith(option + "="):
+            kept.append(argument)
+    args[:] = kept
+    return value
+
+
+def suffix(number: int) -> str:
+    """`a` to `z`, then numbers: what tells workers apart in a name."""
+    return "abcdefghijklmnopqrstuvwxyz"[number] if number < 26 else str(number)
+
+
+def identifier(name: str) -> str:
+    """`name` as an environment variable's name."""
+    return re.sub(r"\W", "_", name).upper()

@@ -1,0 +1,173 @@
+"""Which fields each target has a place for. What else is written has no effect there, and is told so."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator
+from typing import Final
+
+from kvroute.deploy.render.lmcache import PASSWORD
+from kvroute.deploy.spec.endpoint import Document
+from kvroute.deploy.spec.fields import Path, Verdict, dotted
+from kvroute.deploy.spec.loading import Finding
+
+COMPOSE, KUBERNETES, LMCACHE, WORKER_ARGS, CONFIG = (
+    "compose",
+    "kubernetes",
+    "lmcache",
+    "worker-args",
+    "config",
+)
+_ENV = "spec.worker.environmentVariables"
+_CONTAINERS = frozenset({COMPOSE, KUBERNETES})
+_WORKERS = _CONTAINERS | {WORKER_ARGS}
+_GATEWAY = _CONTAINERS | {CONFIG}
+_CACHE = _CONTAINERS | {LMCACHE}
+_ENGINE = _WORKERS | {LMCACHE}
+
+REACHED: Final[dict[str, frozenset[str]]] = {
+    "apiVersion": _ENGINE | {CONFIG},
+    "kind": _ENGINE | {CONFIG},
+    "metadata.name": _CACHE | {CONFIG},
+    "spec.model": _WORKERS,
+    "spec.modelName": _WORKERS | {CONFIG},
+    "spec.modelSourceConfig": _CONTAINERS,
+    "spec.modelSourceConfig.modelSourceType": _WORKERS | {CONFIG},
+    "spec.modelSourceConfig.huggingFaceModel": _WORKERS,
+    "spec.modelSourceConfig.huggingFaceModel.tokenSecretRef": frozenset({KUBERNETES}),
+    "spec.modelSourceConfig.fsxStorage": frozenset({KUBERNETES}),
+    "spec.replicas": _ENGINE | {CONFIG},
+    "spec.InitialReplicaCount": _ENGINE | {CONFIG},
+    "spec.maxDeployTimeInSeconds": _CONTAINERS,
+    "spec.kvCacheSpec": _CACHE,
+    "spec.kvCacheSpec.enableL1Cache": _ENGINE,
+    "spec.kvCacheSpec.enableL2Cache": _ENGINE,
+    "spec.kvCacheSpec.cacheConfigFile": _ENGINE,
+    "spec.intelligentRoutingSpec": _GATEWAY,
+    "spec.intelligentRoutingSpec.autoScalingSpec": frozenset({KUBERNETES}),
+    "spec.metrics": _CONTAINERS,
+    "spec.worker.image": _CONTAINERS,
+    "spec.worker.workingDir": _CONTAINERS,
+    "spec.worker.command": _WORKERS,
+    "spec.worker.args": _WORKERS,
+    "spec.worker.environmentVariables": _WORKERS,
+    "spec.worker.modelInvocationPort.containerPort": _WORKERS | {CONFIG},
+    "spec.worker.modelVolumeMount.mountPath": _WORKERS | {CONFIG},
+    "spec.worker.resources.limits": _WORKERS,
+    "spec.worker.requestLimits": _GATEWAY,
+    "x-kvroute.engine": _ENGINE,
+    "x-kvroute.device": _WORKERS,
+    "x-kvroute.gpusPerWorker": _WORKERS,
+    "x-kvroute.images": _CONTAINERS,
+    "x-kvroute.images.gatewayBuild": frozenset({COMPOSE}),
+    "x-kvroute.images.prometheus": frozenset({COMPOSE}),
+    "x-kvroute.images.downloader": frozenset({COMPOSE}),
+    "x-kvroute.lmcache": _CACHE,
+    "x-kvroute.lmcache.mode": _ENGINE,
+    "x-kvroute.lmcache.servers": _ENGINE,
+    "x-kvroute.lmcache.hashSeed": _ENGINE,
+    "x-kvroute.l1": _CACHE,
+    "x-kvroute.l2": _CACHE,
+    "x-kvroute.l2.sizeGb": _CONTAINERS,
+    "x-kvroute.l2.passwordSecret": frozenset({KUBERNETES}),
+    "x-kvroute.l2.fs.claim": frozenset({KUBERNETES}),
+    "x-kvroute.routing": _GATEWAY,
+    "x-kvroute.gateway.port": _GATEWAY,
+    "x-kvroute.gateway.settings": _GATEWAY,
+}
+"""Field -> targets with a place for it and for all below. The longest counts; without any: Kubernetes."""
+
+BECAUSE: Final[dict[str, dict[str, str]]] = {
+    "x-kvroute.l2.passwordSecret": {
+        COMPOSE: f"the password is read from the variable {PASSWORD}",
+        LMCACHE: f"lmcache-servers.sh reads the password from {PASSWORD}; lmcache.yaml leaves it out",
+    },
+    "x-kvroute.l2.sizeGb": {LMCACHE: "the store is started by hand, with a size of its own"},
+    "x-kvroute.gateway.apiKeysSecret": {COMPOSE: "the keys are read from the variable KVROUTE_API_KEYS"},
+    "x-kvroute.gateway.adminKeySecret": {COMPOSE: "the key is read from the variable KVROUTE_ADMIN_KEY"},
+    "spec.modelSourceConfig.huggingFaceModel.tokenSecretRef": {
+        COMPOSE: "the token is read from the variable HF_TOKEN",
+        WORKER_ARGS: "the workers read the token from HF_TOKEN of the shell",
+    },
+    "spec.modelSourceConfig.fsxStorage": {
+        COMPOSE: "the variable MODEL_DIR says where this host has mounted the file system"
+    },
+    _ENV: dict.fromkeys((COMPOSE, WORKER_ARGS), "what it refers to is kept by Kubernetes"),
+}
+"""Better reasons than the target's own."""
+OF_TARGET: Final = {
+    COMPOSE: "it is a setting of Kubernetes",
+    KUBERNETES: "it is a setting of compose",
+    LMCACHE: "these are settings of LMCache alone",
+    WORKER_ARGS: "these are command lines of the workers alone",
+    CONFIG: "it is the configuration of the gateway alone",
+}
+_TIERD = (
+    "applied, but the daemon is that of HyperPod's nodes; elsewhere it would be `kvroute tierd`, which does "
+    "not exist in this version: what is rendered for it does not start"
+)
+
+
+def findings_for(target: str, document: Document, findings: Iterable[Finding]) -> Iterator[Finding]:
+    """`findings`, where what is applied in general and has no place in `target` is noted with the reason."""
+    for finding in findings:
+        is_applied = finding.verdict is Verdict.APPLIED or finding.text.startswith("applied")
+        why = _why_not(target, document, finding.path) if is_applied and finding.path else ""
+        if why:
+            says = f"has no effect in {target} because {why}"
+            yield dataclasses.replace(finding, verdict=Verdict.NOTED, text=says)
+        elif target != KUBERNETES and is_applied and _is_theirs(document, finding.path):
+            yield dataclasses.replace(finding, verdict=Verdict.NOTED, text=_TIERD)
+        else:
+            yield finding
+
+
+def _why_not(target: str, document: Document, path: Path) -> str:
+    """Why a field has no effect in `target`; empty when it has one."""
+    name = dotted(tuple(key for key in path if isinstance(key, str)))
+    reached = REACHED.get(_longest(name, REACHED), frozenset({KUBERNETES}))
+    if name.startswith(_ENV) and _is_by_reference(document, path):
+        reached = frozenset({KUBERNETES})
+    elif _is_classic(document) and reached == _CACHE:
+        # LMCache inside the engines: its settings are the workers' environment.
+        reached = _ENGINE
+    elif _decides_events(document, name):
+        reached = _ENGINE | {CONFIG}
+    if target in reached:
+        return ""
+    return BECAUSE.get(_longest(name, BECAUSE), {}).get(target, OF_TARGET[target])
+
+
+def _is_theirs(document: Document, path: Path) -> bool:
+    """Whether this is the choice of the daemon that HyperPod's nodes have."""
+    cache = document.spec.kv_cache_spec
+    l2 = cache.l2_cache_spec if cache is not None else None
+    backend = (l2.l2_cache_backend or "") if l2 is not None else ""
+    return (
+        dotted(path) == "spec.kvCacheSpec.l2CacheSpec.l2CacheBackend"
+        and backend.lower() == "tieredstorage"
+        and document.x_kvroute.platform == "hyperpod"
+    )
+
+
+def _longest(name: str, names: Iterable[str]) -> str:
+    """The longest of `names` that `name` is, or is below; empty when there is none."""
+    return max((each for each in names if f"{name}.".startswith(f"{each}.")), key=len, default="")
+
+
+def _is_by_reference(document: Document, path: Path) -> bool:
+    worker = document.spec.worker
+    variables = worker.environment_variables if worker is not None else None
+    numbers = [key for key in path if isinstance(key, int)]
+    return bool(variables and numbers and variables[numbers[0]].value_from is not None)
+
+
+def _is_classic(document: Document) -> bool:
+    return document.x_kvroute.lmcache.mode == "classic"
+
+
+def _decides_events(document: Document, name: str) -> bool:
+    """With kvaware, engines and LMCache tell the gateway what they cache."""
+    routing = document.spec.intelligent_routing_spec
+    fields = ("spec.intelligentRoutingSpec.enabled", "spec.intelligentRoutingSpec.routingStrategy")
+    return name in fields and routing is not None and routing.routing_strategy == "kvaware"

@@ -1,0 +1,29 @@
+"""Every `--to` by its name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final, NamedTuple
+
+from kvroute.deploy.render.compose import render_compose
+from kvroute.deploy.render.config import render_config
+from kvroute.deploy.render.kubernetes import render_kubernetes
+from kvroute.deploy.render.lmcache import render_lmcache
+from kvroute.deploy.render.plan import EndpointPlan
+from kvroute.deploy.render.worker_args import render_worker_args
+
+
+class Target(NamedTuple):
+    """What renders; and whether its first file says it all, so that it alone goes to a screen."""
+
+    render: Callable[[EndpointPlan], dict[str, str]]
+    first_only: bool
+
+
+TARGETS: Final[dict[str, Target]] = {
+    "compose": Target(render_compose, True),
+    "kubernetes": Target(render_kubernetes, False),
+    "lmcache": Target(render_lmcache, True),
+    "worker-args": Target(render_worker_args, True),
+    "config": Target(render_config, True),
+}

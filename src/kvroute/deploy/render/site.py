@@ -1,0 +1,193 @@
+"""Where the parts of an endpoint reach each other: on one host, between containers, between pods."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvroute.deploy.l2.backend import Setting, Tier
+from kvroute.deploy.render.plan import Cache, EndpointPlan, suffix
+
+LMCACHE_PORT, LMCACHE_HTTP_PORT = 5555, 9555
+EVENTS_PORT, REPLAY_PORT = 5557, 5657
+COORDINATOR_PORT = 9300
+CONTROLLER_PULL_PORT, CONTROLLER_REPLY_PORT = 7555, 7556
+CLASSIC_WORKER_PORT = 8788
+LOOPBACK, EVERYWHERE = "127.0.0.1", "0.0.0.0"
+PORT_STRIDE = 10
+"""Between workers on one host: room for a rank per port."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSite:
+    """One worker: what it is called, where it listens, and where its LMCache server is."""
+
+    name: str
+    """Its id in the gateway; its server's instance id where each has one of its own."""
+    url: str
+    bind: str
+    port: int
+    events_port: int
+    replay_port: int
+    lmcache_host: str
+    lmcache_port: int
+    classic_port: int
+    gpus: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ServerSite:
+    """One LMCache server."""
+
+    instance_id: str
+    bind: str
+    port: int
+    http_port: int
+    advertise: str | None = None
+    """The address that it tells the coordinator; None: what it finds itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """All addresses of one deployment."""
+
+    workers: tuple[WorkerSite, ...]
+    servers: tuple[ServerSite, ...]
+    tier: Tier | None
+    gateway_bind: str
+    gateway_host: str
+    """As workers and LMCache servers see it."""
+    is_local: bool = False
+    """Processes of this host: folders have their own names."""
+
+
+def tier_of(plan: EndpointPlan, host: str, *, on_hyperpod: bool = False) -> Tier | None:
+    """The second tier with its own service at `host`; None when there is no second tier."""
+    cache = plan.cache
+    if cache is None or cache.l2 is None:
+        return None
+    return cache.l2.tier(Setting(cache.l2_url, plan.extension, host, on_hyperpod))
+
+
+def local_site(plan: EndpointPlan) -> Site:
+    """Everything on this host, on ports of its own from the spec's upwards."""
+    servers = _server_count(plan, plan.replicas)
+    return Site(
+        workers=tuple(
+            WorkerSite(
+                name=f"{plan.name}-{suffix(number)}",
+                url=f"http://{LOOPBACK}:{plan.port + number}",
+                bind=LOOPBACK,
+                port=plan.port + number,
+                events_port=EVENTS_PORT + PORT_STRIDE * number,
+                replay_port=REPLAY_PORT + PORT_STRIDE * number,
+                lmcache_host=LOOPBACK,
+                lmcache_port=LMCACHE_PORT + (number if servers > 1 else 0),
+                classic_port=CLASSIC_WORKER_PORT + PORT_STRIDE * number,
+                gpus=tuple(str(number * plan.gpus + each) for each in range(plan.gpus)),
+            )
+            for number in range(plan.replicas)
+        ),
+        servers=tuple(
+            ServerSite(
+                instance_id=_instance_id(plan, number),
+                bind=LOOPBACK,
+                port=LMCACHE_PORT + number,
+                http_port=LMCACHE_HTTP_PORT + number,
+                advertise=LOOPBACK,
+            )
+            for number in range(servers)
+        ),
+        tier=tier_of(plan, LOOPBACK, on_hyperpod=False),
+        gateway_bind=LOOPBACK,
+        gateway_host=LOOPBACK,
+        is_local=True,
+    )
+
+
+def compose_site(plan: EndpointPlan, gateway: str) -> Site:
+    """Containers that know each other by service names."""
+    prefix = "sim" if plan.is_simulated else "vllm"
+    names = [f"{prefix}-{suffix(number)}" for number in range(plan.replicas)]
+    servers = _server_count(plan, plan.replicas)
+    server_names = [f"lmcache-{suffix(number)}" if servers > 1 else "lmcache" for number in range(servers)]
+    service = plan.cache.l2.service_name if plan.cache and plan.cache.l2 else ""
+    return Site(
+        workers=tuple(
+            WorkerSite(
+                name=name,
+                url=f"http://{name}:{plan.port}",
+                bind=EVERYWHERE,
+                port=plan.port,
+                events_port=EVENTS_PORT,
+                replay_port=REPLAY_PORT,
+                lmcache_host=server_names[number if servers > 1 else 0] if servers else "",
+                lmcache_port=LMCACHE_PORT,
+                classic_port=CLASSIC_WORKER_PORT,
+                gpus=tuple(str(number * plan.gpus + each) for each in range(plan.gpus)),
+            )
+            for number, name in enumerate(names)
+        ),
+        servers=tuple(
+            ServerSite(
+                instance_id=names[number] if servers > 1 else f"{plan.name}-node",
+                bind=EVERYWHERE,
+                port=LMCACHE_PORT,
+                http_port=LMCACHE_HTTP_PORT,
+            )
+            for number in range(servers)
+        ),
+        tier=tier_of(plan, service),
+        gateway_bind=EVERYWHERE,
+        gateway_host=gateway,
+    )
+
+
+def kubernetes_site(plan: EndpointPlan, workers: int) -> Site:
+    """Pods of a StatefulSet, known by their own names; `workers` is how many there may be at most."""
+    domain = f"{plan.name}-workers.{plan.namespace}.svc"
+    cache = plan.cache
+    per_worker = cache is not None and cache.per_worker
+    on_hyperpod = plan.extension.platform == "hyperpod"
+    service = f"{plan.name}-{cache.l2.service_name}" if cache and cache.l2 and cache.l2.service_name else ""
+    return Site(
+        workers=tuple(
+            WorkerSite(
+                name=f"{plan.name}-worker-{number}",
+                url=f"http://{plan.name}-worker-{number}.{domain}:{plan.port}",
+                bind=EVERYWHERE,
+                port=plan.port,
+                events_port=EVENTS_PORT,
+                replay_port=REPLAY_PORT,
+                lmcache_host=LOOPBACK if per_worker else f"{plan.name}-lmcache",
+                lmcache_port=LMCACHE_PORT,
+                classic_port=CLASSIC_WORKER_PORT,
+                gpus=tuple(str(each) for each in range(plan.gpus)),
+            )
+            for number in range(workers)
+        ),
+        servers=tuple(
+            ServerSite(
+                instance_id="$(POD_NAME)" if per_worker else f"{plan.name}-$(NODE_NAME)",
+                bind=EVERYWHERE,
+                port=LMCACHE_PORT,
+                http_port=LMCACHE_HTTP_PORT,
+                advertise="$(POD_IP)",
+            )
+            for _ in range(1 if cache and cache.has_servers else 0)
+        ),
+        tier=tier_of(plan, service, on_hyperpod=on_hyperpod),
+        gateway_bind=EVERYWHERE,
+        gateway_host=f"{plan.name}-gateway-cache",
+    )
+
+
+def _server_count(plan: EndpointPlan, replicas: int) -> int:
+    cache: Cache | None = plan.cache
+    if cache is None or not cache.has_servers:
+        return 0
+    return replicas if cache.per_worker else 1
+
+
+def _instance_id(plan: EndpointPlan, number: int) -> str:
+    cache = plan.cache
+    return f"{plan.name}-{suffix(number)}" if cache and cache.per_worker else f"{plan.name}-node"

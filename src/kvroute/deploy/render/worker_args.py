@@ -1,0 +1,112 @@
+"""The exact command of each worker."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable
+
+from kvroute.deploy.plan import TINY_BLOCK_SIZE, TINY_BLOCKS, TINY_MAX_MODEL_LEN
+from kvroute.deploy.render.lmcache import compact, connector, worker_environment
+from kvroute.deploy.render.plan import EndpointPlan
+from kvroute.deploy.render.site import Site, WorkerSite, local_site
+from kvroute.deploy.vllm_command import (
+    CpuPlacement,
+    GpuPlacement,
+    KvEventsEndpoint,
+    VllmSpec,
+    vllm_argv,
+    vllm_environment,
+)
+
+PER_CONTAINER = ("CUDA_VISIBLE_DEVICES", "VLLM_CPU_OMP_THREADS_BIND")
+"""Placement that a container's runtime decides, not its environment."""
+
+
+def vllm_spec(plan: EndpointPlan, worker: WorkerSite, site: Site, *, core: int = 0) -> VllmSpec:
+    """One worker as the local starter knows it. `core` is its first on a CPU."""
+    extra: list[str] = []
+    if plan.model.hub is not None and plan.model.hub.commit_sha is not None:
+        extra += ["--revision", plan.model.hub.commit_sha]
+    transfer = connector(plan, worker)
+    if transfer is not None:
+        extra += ["--kv-transfer-config", compact(transfer)]
+    own = {
+        variable.name: variable.value
+        for variable in plan.environment
+        if variable.value is not None and variable.value_from is None
+    }
+    tiny = plan.model.tiny is not None
+    return VllmSpec(
+        model=plan.model.local_source if site.is_local else plan.model.source,
+        served_name=plan.model.served_name,
+        host=worker.bind,
+        port=worker.port,
+        placement=GpuPlacement(worker.gpus) if plan.gpus else CpuPlacement((core,)),
+        block_size=TINY_BLOCK_SIZE if tiny else None,
+        num_gpu_blocks=TINY_BLOCKS if tiny else None,
+        max_model_len=TINY_MAX_MODEL_LEN if tiny else None,
+        random_weights=tiny,
+        offline=tiny,
+        eager=tiny,
+        tool_call_parser="hermes" if tiny else None,
+        kv_events=KvEventsEndpoint(f"tcp://*:{worker.events_port}", f"tcp://*:{worker.replay_port}")
+        if plan.has_events
+        else None,
+        extra_args=(*extra, *plan.args),
+        extra_env=own | worker_environment(plan, worker, site),
+    )
+
+
+def worker_argv(plan: EndpointPlan, worker: WorkerSite, site: Site) -> tuple[str, ...]:
+    """The command line; an option that the user gives as well is the user's."""
+    if plan.is_simulated:
+        return ("kvroute", "sim", "--host", worker.bind, "--port", str(worker.port), *_sim_model(plan))
+    spec = vllm_spec(plan, worker, site)
+    argv = vllm_argv(spec)
+    ours = _without(
+        argv[: len(argv) - len(plan.args)],
+        {argument.split("=", 1)[0] for argument in plan.args if argument.startswith("-")},
+    )
+    if plan.command is not None:
+        # Without `vllm serve MODEL`: the user's own command has its own way of being told the model.
+        return (*plan.command, *ours[3:], "--model", spec.model, *plan.args)
+    return (*ours, *plan.args)
+
+
+def container_environment(plan: EndpointPlan, worker: WorkerSite, site: Site) -> dict[str, str]:
+    """The worker's environment as far as it is the same wherever its container runs."""
+    if plan.is_simulated:
+        return {}
+    env = vllm_environment(vllm_spec(plan, worker, site), {})
+    return {name: value for name, value in env.items() if name not in PER_CONTAINER}
+
+
+def render_worker_args(plan: EndpointPlan) -> dict[str, str]:
+    """A shell line for each worker of this host."""
+    site = local_site(plan)
+    lines = []
+    for number, worker in enumerate(site.workers):
+        environment = (
+            {} if plan.is_simulated else vllm_environment(vllm_spec(plan, worker, site, core=number), {})
+        )
+        words = [f"{name}={shlex.quote(value)}" for name, value in environment.items()]
+        lines.append(" ".join([*words, shlex.join(worker_argv(plan, worker, site))]))
+    return {"worker-args.sh": "".join(f"{line}\n" for line in lines)}
+
+
+def _sim_model(plan: EndpointPlan) -> tuple[str, ...]:
+    return ("--model", plan.model.served_name)
+
+
+def _without(argv: Iterable[str], options: set[str]) -> list[str]:
+    """`argv` without these options and their values."""
+    same = {"-tp": "--tensor-parallel-size", "-dp": "--data-parallel-size"}
+    dropped = options | {same[option] for option in options if option in same}
+    kept: list[str] = []
+    skipping = False
+    for argument in argv:
+        if argument.startswith("-"):
+            skipping = argument.split("=", 1)[0] in dropped
+        if not skipping:
+            kept.append(argument)
+    return kept

@@ -1,0 +1,172 @@
+"""The flat field names of HyperPod's command line, and where each belongs in the spec.
+
+Names as in hyperpod-custom-inference-template 1.2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+from kvroute.deploy.spec.endpoint import HYPERPOD_API, HYPERPOD_KIND
+from kvroute.deploy.spec.fields import Path, dotted
+from kvroute.deploy.spec.source import Problem, Source
+
+
+def _spec(*keys: str) -> Path:
+    return ("spec", *keys)
+
+
+_TRIGGER = ("autoScalingSpec", "cloudWatchTrigger")
+_SOURCE, _HUGGING = "modelSourceConfig", ("modelSourceConfig", "huggingFaceModel")
+
+ALIASES: Final[dict[str, Path]] = {
+    "metadata_name": ("metadata", "name"),
+    "namespace": ("metadata", "namespace"),
+    "endpoint_name": _spec("endpointName"),
+    "env": _spec("worker", "environmentVariables"),
+    "instance_type": _spec("instanceType"),
+    "instance_types": _spec("instanceTypes"),
+    "metrics_enabled": _spec("metrics", "enabled"),
+    "metrics_scrape_interval_seconds": _spec("metrics", "metricsScrapeIntervalSeconds"),
+    "model_metrics_path": _spec("metrics", "modelMetrics", "path"),
+    "model_metrics_port": _spec("metrics", "modelMetrics", "port"),
+    "model_name": _spec("modelName"),
+    "model_version": _spec("modelVersion"),
+    "model_source_type": _spec(_SOURCE, "modelSourceType"),
+    "model_location": _spec(_SOURCE, "modelLocation"),
+    "prefetch_enabled": _spec(_SOURCE, "prefetchEnabled"),
+    "s3_bucket_name": _spec(_SOURCE, "s3Storage", "bucketName"),
+    "s3_region": _spec(_SOURCE, "s3Storage", "region"),
+    "fsx_dns_name": _spec(_SOURCE, "fsxStorage", "dnsName"),
+    "fsx_file_system_id": _spec(_SOURCE, "fsxStorage", "fileSystemId"),
+    "fsx_mount_name": _spec(_SOURCE, "fsxStorage", "mountName"),
+    "huggingface_model_id": _spec(*_HUGGING, "modelId"),
+    "huggingface_commit_sha": _spec(*_HUGGING, "commitSHA"),
+    "huggingface_token_secret_name": _spec(*_HUGGING, "tokenSecretRef", "name"),
+    "huggingface_token_secret_key": _spec(*_HUGGING, "tokenSecretRef", "key"),
+    "tls_certificate_output_s3_uri": _spec("tlsConfig", "tlsCertificateOutputS3Uri"),
+    "custom_certificate_acm_arn": _spec("tlsConfig", "customCertificateConfig", "acmArn"),
+    "custom_certificate_domain_name": _spec("tlsConfig", "customCertificateConfig", "domainName"),
+    "dns_hosted_zone_id": _spec("dnsConfig", "hostedZoneId"),
+    "image_uri": _spec("worker", "image"),
+    "container_port": _spec("worker", "modelInvocationPort", "containerPort"),
+    "model_volume_mount_path": _spec("worker", "modelVolumeMount", "mountPath"),
+    "model_volume_mount_name": _spec("worker", "modelVolumeMount", "name"),
+    "resources_limits": _spec("worker", "resources", "limits"),
+    "resources_requests": _spec("worker", "resources", "requests"),
+    "worker_args": _spec("worker", "args"),
+    "worker_command": _spec("worker", "command"),
+    "working_dir": _spec("worker", "workingDir"),
+    "probes": _spec("worker", "probes"),
+    "max_concurrent_requests": _spec("worker", "requestLimits", "maxConcurrentRequests"),
+    "max_queue_size": _spec("worker", "requestLimits", "maxQueueSize"),
+    "overflow_status_code": _spec("worker", "requestLimits", "overflowStatusCode"),
+    "dimensions": _spec(*_TRIGGER, "dimensions"),
+    "metric_collection_period": _spec(*_TRIGGER, "metricCollectionPeriod"),
+    "metric_collection_start_time": _spec(*_TRIGGER, "metricCollectionStartTime"),
+    "metric_name": _spec(*_TRIGGER, "metricName"),
+    "metric_stat": _spec(*_TRIGGER, "metricStat"),
+    "metric_type": _spec(*_TRIGGER, "metricType"),
+    "min_value": _spec(*_TRIGGER, "minValue"),
+    "cloud_watch_trigger_name": _spec(*_TRIGGER, "name"),
+    "cloud_watch_trigger_namespace": _spec(*_TRIGGER, "namespace"),
+    "target_value": _spec(*_TRIGGER, "targetValue"),
+    "use_cached_metrics": _spec(*_TRIGGER, "useCachedMetrics"),
+    "auto_scaling_spec": _spec("autoScalingSpec"),
+    "invocation_endpoint": _spec("invocationEndpoint"),
+    "intelligent_routing_enabled": _spec("intelligentRoutingSpec", "enabled"),
+    "routing_strategy": _spec("intelligentRoutingSpec", "routingStrategy"),
+    "enable_l1_cache": _spec("kvCacheSpec", "enableL1Cache"),
+    "enable_l2_cache": _spec("kvCacheSpec", "enableL2Cache"),
+    "l2_cache_backend": _spec("kvCacheSpec", "l2CacheSpec", "l2CacheBackend"),
+    "l2_cache_local_url": _spec("kvCacheSpec", "l2CacheSpec", "l2CacheLocalUrl"),
+    "cache_config_file": _spec("kvCacheSpec", "cacheConfigFile"),
+    "max_deploy_time_in_seconds": _spec("maxDeployTimeInSeconds"),
+    "load_balancer_health_check_path": _spec("loadBalancer", "healthCheckPath"),
+    "load_balancer_routing_algorithm": _spec("loadBalancer", "routingAlgorithm"),
+    "initial_replica_count": _spec("InitialReplicaCount"),
+    "node_affinity": _spec("nodeAffinity"),
+    "tags": _spec("tags"),
+    "data_capture": _spec("dataCapture"),
+}
+"""Flat name -> place. `replicas` and `kubernetes` have the same name in both forms."""
+
+SAME_NAME: Final = {"replicas": _spec("replicas"), "kubernetes": _spec("kubernetes")}
+TEMPLATE_FIELDS: Final = ("template", "version")
+"""What the command line's own files begin with; they say nothing about the endpoint."""
+
+
+def _pairs(value: object) -> object:
+    return [{"name": k, "value": v} for k, v in value.items()] if isinstance(value, dict) else value
+
+
+def _comma_separated(value: object) -> object:
+    return [part.strip() for part in value.split(",")] if isinstance(value, str) else value
+
+
+CONVERSIONS: Final[dict[str, Callable[[object], object]]] = {
+    "env": _pairs,
+    "dimensions": _pairs,
+    "tags": _pairs,
+    "worker_args": _comma_separated,
+    "worker_command": _comma_separated,
+    "instance_types": _comma_separated,
+}
+
+
+def is_flat(data: dict[str, Any]) -> bool:
+    """Whether a document is in the command line's flat form."""
+    return "spec" not in data and "kind" not in data and any(name in ALIASES for name in data)
+
+
+def unflattened(source: Source) -> tuple[Source, dict[Path, str]]:
+    """The document with flat names at their places, and for each such place the flat name.
+
+    Flat names are taken at the root of a flat document, and directly under `spec` of a nested one.
+    """
+    flat = is_flat(source.data)
+    prefix: Path = () if flat else ("spec",)
+    holder = source.data if flat else source.data.get("spec")
+    if not isinstance(holder, dict):
+        return source, {}
+    names = ALIASES | SAME_NAME if flat else {name: ALIASES[name] for name in ALIASES if "_" in name}
+    found = {name: names[name] for name in holder if name in names}
+    data: dict[str, Any] = {"apiVersion": HYPERPOD_API, "kind": HYPERPOD_KIND} if flat else {**source.data}
+    kept = {key: value for key, value in holder.items() if key not in found}
+    if flat:
+        data |= {key: value for key, value in kept.items() if key not in TEMPLATE_FIELDS}
+    else:
+        data["spec"] = _copy(kept)
+    lines, problems, origins = dict(source.lines), list(source.problems), {}
+    for name, place in found.items():
+        line = source.line_of((*prefix, name))
+        convert = CONVERSIONS.get(name)
+        value = convert(holder[name]) if convert is not None else holder[name]
+        if value is None:
+            continue
+        if not _put(data, place, value):
+            problems.append(Problem((*prefix, name), line, f"{dotted(place)} is given as well"))
+        elif line is not None:
+            lines[place] = line
+        origins[place] = name
+    if flat and "metadata_name" not in holder and isinstance(holder.get("endpoint_name"), str):
+        _put(data, ("metadata", "name"), holder["endpoint_name"])
+    return Source(data, lines, tuple(problems)), origins
+
+
+def _copy(value: Any) -> Any:
+    return {key: _copy(inner) for key, inner in value.items()} if isinstance(value, dict) else value
+
+
+def _put(data: dict[str, Any], place: Path, value: object) -> bool:
+    """Set `value` unless something is there already."""
+    for key in place[:-1]:
+        inner = data.setdefault(str(key), {})
+        if not isinstance(inner, dict):
+            return False
+        data = inner
+    if str(place[-1]) in data:
+        return False
+    data[str(place[-1])] = value
+    return True

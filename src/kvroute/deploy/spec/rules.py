@@ -1,0 +1,354 @@
+"""What fields mean together: verdicts that depend on more than one of them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator
+
+from pydantic.alias_generators import to_camel, to_snake
+
+from kvroute.deploy.l2.address import has_password, masked
+from kvroute.deploy.l2.backend import Backend
+from kvroute.deploy.l2.registry import BACKENDS, backend_named
+from kvroute.deploy.spec.cache import IntelligentRouting, KvCache
+from kvroute.deploy.spec.endpoint import Document, InferenceEndpointConfig
+from kvroute.deploy.spec.fields import Path, Verdict
+from kvroute.deploy.spec.scaling import AutoScaling
+from kvroute.deploy.spec.worker import EndpointWorker, ModelSource, Worker
+
+Judgement = tuple[Path, Verdict, str]
+
+HYPERPOD_BACKENDS = ("redis", "tieredstorage")
+OURS = {
+    "--port": "is worker.modelInvocationPort.containerPort",
+    "--kv-transfer-config": "follows from kvCacheSpec",
+    "--kv-events-config": "follows from routingStrategy",
+}
+"""Arguments of vLLM that follow from other fields, and from which."""
+REQUIRED_OF_TRIGGERS = {
+    "cloudWatchTrigger": ("namespace", "metric_name", "target_value", "dimensions"),
+    "prometheusTrigger": ("server_address", "query", "target_value"),
+}
+"""Without these KEDA refuses a trigger."""
+NO_TIERD = (
+    "applied, but `kvroute tierd`, the daemon that would run on each node, does not exist in this version: "
+    "what is rendered for it does not start; platform: hyperpod has a daemon of its own, or take redis"
+)
+_CACHE: Path = ("spec", "kvCacheSpec")
+_L2: Path = (*_CACHE, "l2CacheSpec")
+_WORKER: Path = ("spec", "worker")
+_VLLM_TAG = re.compile(r"vllm[^:]*:v?(\d+)\.(\d+)\.(\d+)")
+OLDEST_MP_VLLM = (0, 19, 1)
+
+
+def judge(document: Document, strategies: Collection[str]) -> Iterator[Judgement]:
+    """Verdicts that no single field has by itself; wrong ones first."""
+    yield from _cache(document)
+    yield from _routing(document, strategies)
+    yield from _worker(document)
+    if isinstance(document, InferenceEndpointConfig):
+        yield from _source(document.spec.model_source_config, document)
+        yield from _placement(document)
+    yield from _scaling(document)
+    if document.x_kvroute.gateway.replicas > 1:
+        yield _noted(
+            ("x-kvroute", "gateway", "replicas"),
+            "applied, but gateways do not share what they have sent where: each routes on its own part of it",
+            bare=True,
+        )
+
+
+def _noted(path: Path, why: str, *, bare: bool = False) -> Judgement:
+    return path, Verdict.NOTED, why if bare else f"has no effect here because {why}"
+
+
+def _wrong(path: Path, why: str) -> Judgement:
+    return path, Verdict.WRONG, why
+
+
+def _cache(document: Document) -> Iterator[Judgement]:
+    cache, extension = document.spec.kv_cache_spec, document.x_kvroute
+    classic = extension.lmcache.mode == "classic"
+    if cache is None:
+        yield from _unused_cache_settings(document, "there is no spec.kvCacheSpec", l1=False, l2=False)
+        return
+    l2 = cache.l2_cache_spec
+    url = l2.l2_cache_local_url if l2 else None
+    name = l2.l2_cache_backend if l2 else None
+    if name is not None and name.lower() not in BACKENDS:
+        yield _wrong((*_L2, "l2CacheBackend"), f"is none of {', '.join(BACKENDS)}, got {masked(name)!r}")
+        return
+    if cache.enable_l2_cache:
+        yield from _second_tier(document, name, url, classic=classic)
+    else:
+        for key, value in (("l2CacheBackend", name), ("l2CacheLocalUrl", url)):
+            if value is not None:
+                yield _noted((*_L2, key), "enableL2Cache is not true")
+    yield from _config_file(cache, classic=classic)
+    if classic and extension.l1.eviction_policy != "LRU":
+        yield _wrong(
+            ("x-kvroute", "l1", "evictionPolicy"), "LMCache in classic mode has LRU only; mode: mp has more"
+        )
+    if not cache.enable_l1_cache and not cache.enable_l2_cache and cache.cache_config_file is None:
+        yield from _unused_cache_settings(document, "both cache tiers are off", l1=False, l2=False)
+    else:
+        yield from _unused_cache_settings(
+            document, "", l1=cache.enable_l1_cache, l2=cache.enable_l2_cache, classic=classic
+        )
+
+
+def _second_tier(
+    document: Document, name: str | None, url: str | None, *, classic: bool
+) -> Iterator[Judgement]:
+    if name is None:
+        yield _wrong((*_L2, "l2CacheBackend"), "is required when enableL2Cache is true")
+        return
+    backend = backend_named(name)
+    if url is not None and not backend.takes_url:
+        yield _noted((*_L2, "l2CacheLocalUrl"), f"{name} is not found by a URL")
+    elif url is not None:
+        problem = backend.url_problem(url)
+        if problem:
+            yield _wrong((*_L2, "l2CacheLocalUrl"), problem)
+        elif has_password(url):
+            instead = (
+                "with x-kvroute.lmcache.mode: mp it can come from x-kvroute.l2.passwordSecret"
+                if classic
+                else "leave it out here and use x-kvroute.l2.passwordSecret"
+            )
+            why = f"applied, but its password stands in plain text in what is rendered: {instead}"
+            yield _noted((*_L2, "l2CacheLocalUrl"), why, bare=True)
+    if document.x_kvroute.l2.password_secret is not None and not takes_password(
+        backend, url, classic=classic
+    ):
+        yield _noted(("x-kvroute", "l2", "passwordSecret"), _why_no_password(backend, classic=classic))
+    if "size_gb" in document.x_kvroute.l2.model_fields_set and not _has_own_store(document, backend, url):
+        yield _noted(("x-kvroute", "l2", "sizeGb"), "no store is started for this second tier")
+    for path, why in backend.missing(document.x_kvroute, url):
+        yield _wrong(path, why)
+    if classic and not backend.has_classic:
+        yield _wrong((*_L2, "l2CacheBackend"), f"LMCache in classic mode has no {name}; mode: mp has")
+    if name.lower() == "tieredstorage" and document.x_kvroute.platform != "hyperpod":
+        yield _noted((*_L2, "l2CacheBackend"), NO_TIERD, bare=True)
+    elif name.lower() not in HYPERPOD_BACKENDS and isinstance(document, InferenceEndpointConfig):
+        says = f"{backend.says}; HyperPod itself takes {' and '.join(HYPERPOD_BACKENDS)} only"
+        yield (*_L2, "l2CacheBackend"), Verdict.APPLIED, says
+    else:
+        yield (*_L2, "l2CacheBackend"), Verdict.APPLIED, backend.what_runs(document.x_kvroute, url)
+
+
+def _has_own_store(document: Document, backend: Backend, url: str | None) -> bool:
+    """Whether a store comes up that takes a size."""
+    if backend.name == "tieredstorage":
+        return document.x_kvroute.platform != "hyperpod"
+    return backend.takes_password and url is None
+
+
+def takes_password(backend: Backend | None, url: str | None, *, classic: bool) -> bool:
+    """Whether a password by reference has a place: in LMCache's server, for a store that is not ours."""
+    return backend is not None and backend.takes_password and url is not None and not classic
+
+
+def _why_no_password(backend: Backend, *, classic: bool) -> str:
+    if not backend.takes_password:
+        return f"{backend.name} has no password"
+    if classic:
+        return "classic mode takes a password in the address only; x-kvroute.lmcache.mode: mp takes this one"
+    return f"the {backend.says} that comes up by itself has no password; l2CacheLocalUrl names another"
+
+
+def _config_file(cache: KvCache, *, classic: bool) -> Iterator[Judgement]:
+    if cache.cache_config_file is None:
+        return
+    path = (*_CACHE, "cacheConfigFile")
+    if classic:
+        yield (
+            path,
+            Verdict.APPLIED,
+            "LMCACHE_CONFIG_FILE of the workers, in place of all other cache settings",
+        )
+    else:
+        yield _noted(
+            path, "LMCache's server (mode: mp) reads no such file; x-kvroute.lmcache.mode: classic does"
+        )
+
+
+def _unused_cache_settings(
+    document: Document, why: str, *, l1: bool, l2: bool, classic: bool = False
+) -> Iterator[Judgement]:
+    """Settings of x-kvroute for tiers that are off, where they are written."""
+    given = document.x_kvroute.model_fields_set
+    if why:
+        for name in ("lmcache", "l1", "l2"):
+            if name in given:
+                yield _noted(("x-kvroute", name), why)
+        return
+    extension = document.x_kvroute
+    if "l1" in given:
+        for name in extension.l1.model_fields_set:
+            key = {"size_gb": "sizeGb", "eviction_policy": "evictionPolicy", "staging_gb": "stagingGb"}[name]
+            if name == "staging_gb" and (l1 or classic):
+                yield _noted(
+                    ("x-kvroute", "l1", key), "the first tier is on" if l1 else "classic mode has none"
+                )
+            elif name != "staging_gb" and not l1:
+                yield _noted(("x-kvroute", "l1", key), "enableL1Cache is false")
+    if "l2" in given and not l2:
+        yield _noted(("x-kvroute", "l2"), "enableL2Cache is not true")
+    elif "l2" in given and classic:
+        for name, key in (
+            ("store_policy", "storePolicy"),
+            ("prefetch_policy", "prefetchPolicy"),
+            ("options", "options"),
+        ):
+            if name in extension.l2.model_fields_set:
+                yield _noted(("x-kvroute", "l2", key), "it is a setting of LMCache's server (mode: mp)")
+    if "lmcache" in given and classic and "servers" in extension.lmcache.model_fields_set:
+        yield _noted(("x-kvroute", "lmcache", "servers"), "classic mode has no LMCache servers")
+
+
+def _routing(document: Document, strategies: Collection[str]) -> Iterator[Judgement]:
+    routing = document.spec.intelligent_routing_spec or IntelligentRouting()
+    path: Path = ("spec", "intelligentRoutingSpec", "routingStrategy")
+    given = document.spec.intelligent_routing_spec is not None
+    if not routing.enabled:
+        if given and "routing_strategy" in routing.model_fields_set:
+            yield _noted(path, "intelligentRoutingSpec.enabled is not true")
+        if document.x_kvroute.routing.session_keys:
+            yield _noted(("x-kvroute", "routing", "sessionKeys"), "the strategy is not session")
+        return
+    if routing.routing_strategy not in strategies:
+        has = ", ".join(sorted(strategies))
+        says = f"this version of kvroute has no strategy {routing.routing_strategy} yet; it has {has}"
+        yield _wrong(path, says)
+    endpoint = document.spec.invocation_endpoint
+    if routing.routing_strategy == "kvaware" and "chat" in endpoint:
+        yield _noted(
+            ("spec", "invocationEndpoint"),
+            "the gateway serves chat with kvaware like any OpenAI path; HyperPod refuses it",
+        )
+    if routing.routing_strategy != "session" and document.x_kvroute.routing.session_keys:
+        yield _noted(("x-kvroute", "routing", "sessionKeys"), "the strategy is not session")
+
+
+def _worker(document: Document) -> Iterator[Judgement]:
+    worker: Worker | EndpointWorker | None = document.spec.worker
+    extension = document.x_kvroute
+    if worker is None:
+        return
+    if extension.engine == "sim":
+        for name, key in (("image", "image"), ("args", "args"), ("command", "command")):
+            if name in worker.model_fields_set:
+                yield _noted((*_WORKER, key), "the workers are simulated (x-kvroute.engine: sim)")
+        return
+    for number, argument in enumerate(worker.args or []):
+        option = argument.split("=", 1)[0]
+        if option in OURS:
+            yield _wrong((*_WORKER, "args", number), f"{option} {OURS[option]}: leave it out here")
+    tag = _VLLM_TAG.search(worker.image or "")
+    is_too_old = tag is not None and tuple(map(int, tag.groups())) < OLDEST_MP_VLLM
+    if tag is not None and is_too_old and caches(document) and extension.lmcache.mode == "mp":
+        version = ".".join(tag.groups())
+        yield _noted(
+            (*_WORKER, "image"),
+            f"applied, but vLLM {version} comes with an LMCache that has no server: "
+            "take an image of vLLM 0.19.1 or newer, or set x-kvroute.lmcache.mode: classic",
+            bare=True,
+        )
+
+
+def caches(document: Document) -> bool:
+    """Whether LMCache runs at all."""
+    cache = document.spec.kv_cache_spec
+    return cache is not None and (
+        cache.enable_l1_cache or cache.enable_l2_cache or cache.cache_config_file is not None
+    )
+
+
+def _source(source: ModelSource, document: InferenceEndpointConfig) -> Iterator[Judgement]:
+    here: Path = ("spec", "modelSourceConfig")
+    wanted = {"s3": "s3Storage", "fsx": "fsxStorage", "huggingface": "huggingFaceModel"}
+    stores = {
+        "s3Storage": source.s3_storage,
+        "fsxStorage": source.fsx_storage,
+        "huggingFaceModel": source.hugging_face_model,
+    }
+    needed = wanted.get(source.model_source_type)
+    if needed and stores[needed] is None:
+        yield _wrong((*here, needed), f"is required for modelSourceType: {source.model_source_type}")
+    for name, store in stores.items():
+        if store is not None and name != needed:
+            yield _noted((*here, name), f"modelSourceType is {source.model_source_type}")
+    if source.model_source_type in ("huggingface", "kubernetesVolume") and source.model_location is not None:
+        yield _noted((*here, "modelLocation"), f"modelSourceType is {source.model_source_type}")
+    if source.model_source_type == "fsx" and source.model_location is not None:
+        why = "the whole file system is mounted; name the folder in worker.args with --model"
+        yield _noted((*here, "modelLocation"), why)
+    if source.model_source_type == "kubernetesVolume":
+        volumes = document.spec.kubernetes.volumes if document.spec.kubernetes else None
+        name = document.spec.worker.model_volume_mount.name
+        if name not in [volume.get("name") for volume in volumes or []]:
+            yield _wrong(("spec", "kubernetes", "volumes"), f"needs a volume {name!r}, the model's")
+
+
+def _placement(document: InferenceEndpointConfig) -> Iterator[Judgement]:
+    spec = document.spec
+    if spec.instance_type and spec.instance_types:
+        yield _wrong(("spec", "instanceTypes"), "give instanceType or instanceTypes, not both")
+    if document.x_kvroute.platform != "hyperpod":
+        for key, value in (("instanceType", spec.instance_type), ("instanceTypes", spec.instance_types)):
+            if value:
+                yield _noted(("spec", key), "the nodes are not HyperPod's (x-kvroute.platform: hyperpod)")
+    if spec.replicas is not None and spec.initial_replica_count is not None:
+        yield _noted(("spec", "InitialReplicaCount"), "replicas is given")
+
+
+def region_of(document: Document) -> str | None:
+    """The AWS region that the spec names."""
+    if document.x_kvroute.aws_region is not None or not isinstance(document, InferenceEndpointConfig):
+        return document.x_kvroute.aws_region
+    store = document.spec.model_source_config.s3_storage
+    return store.region if store is not None else None
+
+
+def _scaling(document: Document) -> Iterator[Judgement]:
+    routing = document.spec.intelligent_routing_spec
+    for path, scaling in (
+        (("spec", "autoScalingSpec"), document.spec.auto_scaling_spec),
+        (
+            ("spec", "intelligentRoutingSpec", "autoScalingSpec"),
+            routing.auto_scaling_spec if routing else None,
+        ),
+    ):
+        if scaling is not None:
+            yield from _scaler(document, path, scaling)
+    if routing is not None and routing.auto_scaling_spec is not None:
+        yield _noted(
+            ("spec", "intelligentRoutingSpec", "autoScalingSpec", "maxReplicaCount"),
+            "applied, but gateways do not share what they have sent where: each routes on its own part of it",
+            bare=True,
+        )
+
+
+def _scaler(document: Document, path: Path, scaling: AutoScaling) -> Iterator[Judgement]:
+    if scaling.max_replica_count < scaling.min_replica_count:
+        yield _wrong((*path, "maxReplicaCount"), "is less than minReplicaCount")
+    triggers = [*scaling.prometheus(), *scaling.cloud_watch()]
+    if not triggers:
+        if scaling.min_replica_count == 0:
+            yield _wrong((*path, "minReplicaCount"), "0 needs a trigger: an HPA cannot scale to nothing")
+        for name in ("polling_interval", "cooldown_period", "initial_cooldown_period"):
+            if name in scaling.model_fields_set:
+                yield _noted((*path, to_camel(name)), "without a trigger an HPA scales by CPU use")
+    for kind in ("cloudWatchTrigger", "prometheusTrigger"):
+        single = getattr(scaling, to_snake(kind))
+        several = getattr(scaling, f"{to_snake(kind)}_list")
+        if single is not None and several:
+            yield _noted((*path, kind), f"{kind}List is given")
+        for number, trigger in enumerate(several or ([single] if single else [])):
+            here = (*path, f"{kind}List", number) if several else (*path, kind)
+            for name in REQUIRED_OF_TRIGGERS[kind]:
+                if not getattr(trigger, name):
+                    yield _wrong((*here, to_camel(name)), "is required")
+            if kind == "cloudWatchTrigger" and region_of(document) is None:
+                yield _wrong(here, "needs a region: x-kvroute.awsRegion")

@@ -1,0 +1,161 @@
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+from click.testing import CliRunner
+
+from kvroute.cli import main
+from kvroute.deploy.render.registry import TARGETS
+
+ROOT = Path(__file__).parents[2]
+SPECS = sorted(
+    file for file in (ROOT / "configs").glob("*.yaml") if re.search(r"^kind:", file.read_text(), re.MULTILINE)
+)
+SAMPLE = ROOT / "tests" / "data" / "hyperpod-announcement-sample.yaml"
+FILLED_IN = {"INSTANCE_TYPE": "ml.g5.24xlarge", "CERT_S3_URI": "s3://bucket/certificates"}
+MAIN_FILE = {
+    "compose": "docker-compose.yml",
+    "kubernetes": "workers.yaml",
+    "lmcache": "lmcache.yaml",
+    "worker-args": "worker-args.sh",
+    "config": "kvroute.yaml",
+}
+
+
+def run(*arguments: object, code: int = 0):
+    result = CliRunner().invoke(main, [str(each) for each in arguments])
+    assert result.exit_code == code, result.output
+    return result
+
+
+@pytest.fixture
+def spec() -> Path:
+    return ROOT / "configs" / "redis-l2.yaml"
+
+
+def test_there_are_specs_to_try():
+    assert {"redis-l2.yaml", "hyperpod.yaml"} <= {file.name for file in SPECS}
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("file", SPECS, ids=[file.name for file in SPECS])
+def test_every_spec_that_comes_along_is_right_and_renders_to_everything(file, target, tmp_path):
+    run("check", "-f", file)
+    run("render", "-f", file, "--to", target, "-o", tmp_path)
+
+    assert (tmp_path / MAIN_FILE[target]).read_text()
+
+
+def test_the_folder_is_made_and_what_else_is_in_it_stays(spec, tmp_path):
+    folder = tmp_path / "not" / "there"
+    run("render", "-f", spec, "--to", "config", "-o", folder)
+    (folder / "mine").write_text("x")
+
+    result = run("render", "-f", spec, "--to", "compose", "-o", folder)
+
+    assert {file.name for file in folder.iterdir()} == {
+        "kvroute.yaml",
+        "mine",
+        "docker-compose.yml",
+        "prometheus.yml",
+    }
+    assert str(folder / "docker-compose.yml") in result.stdout
+
+
+def test_without_a_folder_the_result_is_all_of_standard_output(spec):
+    compose = run("render", "-f", spec, "--to", "compose")
+    manifests = run("render", "-f", spec, "--to", "kubernetes")
+
+    assert "services" in yaml.safe_load(compose.stdout)
+    assert "prometheus.yml" in compose.stderr
+    assert len(list(yaml.safe_load_all(manifests.stdout))) > 10
+
+
+def test_a_wrong_spec_is_told_and_nothing_is_written(tmp_path):
+    result = run("render", "-f", SAMPLE, "--to", "compose", "-o", tmp_path / "out", code=1)
+
+    assert "belongs under spec.kvCacheSpec" in result.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_has_no_effect_is_told_beside_the_result(tmp_path):
+    file = tmp_path / "spec.yaml"
+    file.write_text((ROOT / "configs" / "hyperpod.yaml").read_text() + "  gateway: {replicas: 2}\n")
+
+    result = run("render", "-f", file, "--to", "kubernetes")
+
+    assert "noted: x-kvroute.gateway.replicas: applied, but gateways do not share" in result.stderr
+
+
+@pytest.mark.parametrize("command", ["check", "render"])
+def test_a_file_that_cannot_be_read_is_told_without_a_traceback(command, tmp_path):
+    arguments = ["--to", "config"] if command == "render" else []
+
+    result = run(command, "-f", tmp_path / "missing", *arguments, code=1)
+
+    assert "cannot read" in result.stderr
+
+
+def test_a_folder_that_cannot_be_written_is_told_without_a_traceback(spec, tmp_path):
+    (tmp_path / "file").write_text("")
+
+    result = run("render", "-f", spec, "--to", "config", "-o", tmp_path / "file" / "inside", code=1)
+
+    assert "cannot write" in result.stderr
+
+
+def test_check_says_of_each_field_what_becomes_of_it(spec):
+    lines = run("check", "-f", spec).stdout.splitlines()
+
+    assert any(line.endswith("applied: spec.replicas: how many workers there are") for line in lines)
+    assert lines[-1].endswith("0 wrong")
+
+
+def test_check_of_the_pasted_sample_fails_line_by_line_and_fix_prints_it_right(tmp_path):
+    told = run("check", "-f", SAMPLE, code=1).stdout
+    fixed = run("check", "-f", SAMPLE, "--fix")
+
+    assert f"{SAMPLE}:54: wrong: spec.worker.modelInvocationPort.name: belongs under" in told
+    assert "the variable ${NAME} is not filled in" in told
+    assert "the variable ${NAME} is not filled in" in fixed.stderr
+    file = tmp_path / "spec.yaml"
+    file.write_text(re.sub(r"\$\{(\w+)\}", lambda name: FILLED_IN.get(name[1], "x"), fixed.stdout))
+    run("check", "-f", file)
+    for target in TARGETS:
+        run("render", "-f", file, "--to", target, "-o", tmp_path / target)
+
+
+def test_a_line_that_fix_cannot_place_fails_it(tmp_path):
+    file = tmp_path / "spec.yaml"
+    file.write_text("spec:\n  nonsense: 1\n")
+
+    run("check", "-f", file, "--fix", code=1)
+
+
+def test_fix_may_stand_before_the_file():
+    assert run("check", "--fix", "-f", SAMPLE).stdout.startswith("apiVersion")
+
+
+def test_what_one_target_has_no_place_for_is_told_for_that_target_alone():
+    file = ROOT / "configs" / "hyperpod.yaml"
+    compose = run("render", "-f", file, "--to", "compose").stderr
+    manifests = run("render", "-f", file, "--to", "kubernetes").stderr
+
+    assert "noted: spec.worker.resources.requests: has no effect in compose because" in compose
+    assert "spec.worker.resources.requests" not in manifests
+
+
+@pytest.mark.parametrize("command", ["check", "render"])
+def test_a_password_in_an_address_is_never_printed_among_the_findings(command, tmp_path):
+    file = tmp_path / "spec.yaml"
+    text = (ROOT / "configs" / "redis-l2.yaml").read_text()
+    file.write_text(text.replace("# l2CacheLocalUrl: redis://", "l2CacheLocalUrl: redis://me:hunter2@"))
+    arguments = ["--to", "compose", "-o", tmp_path / "out"] if command == "render" else []
+
+    result = run(command, "-f", file, *arguments)
+
+    assert "use x-kvroute.l2.passwordSecret" in result.output
+    assert "hunter2" not in result.output

@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+import pytest
+
+from kvroute.deploy.render.reach import BECAUSE, REACHED, findings_for
+from kvroute.deploy.render.registry import TARGETS
+from kvroute.deploy.spec.endpoint import KINDS, shape_of_kind
+from kvroute.deploy.spec.fields import Verdict, dotted, walk
+
+SECRET = {"name": "redis", "key": "password"}
+URL = {"spec.kvCacheSpec.l2CacheSpec.l2CacheLocalUrl": "redis://cache:6379"}
+BACKEND = "spec.kvCacheSpec.l2CacheSpec.l2CacheBackend"
+
+
+@pytest.fixture
+def told(read):
+    """`(document, target)` -> verdict and text by field."""
+
+    def tell(document, target):
+        reading = read(document)
+        findings = findings_for(target, reading.document, reading.findings)
+        return {dotted(each.path): (each.verdict, each.text) for each in findings}
+
+    return tell
+
+
+def test_every_field_of_the_table_is_one_of_the_spec():
+    fields = {
+        dotted(tuple(key for key in path if isinstance(key, str)))
+        for kind in KINDS
+        for path, _ in walk(shape_of_kind(kind))
+    }
+
+    assert set(REACHED) | set(BECAUSE) <= fields
+    assert {name for names in BECAUSE.values() for name in names} <= set(TARGETS)
+    assert set().union(*REACHED.values()) == set(TARGETS)
+
+
+@pytest.mark.parametrize("target", ["compose", "worker-args"])
+def test_an_environment_by_reference_is_noted_where_nothing_keeps_it(target, hyperpod, told):
+    variables = [
+        {"name": "A", "value": "1"},
+        {"name": "B", "valueFrom": {"secretKeyRef": {"name": "s", "key": "k"}}},
+    ]
+    findings = told(hyperpod({"spec.worker.environmentVariables": variables}), target)
+    place = "spec.worker.environmentVariables"
+
+    assert findings[f"{place}[0].value"][0] is Verdict.APPLIED
+    assert findings[f"{place}[1].valueFrom.secretKeyRef.key"] == (
+        Verdict.NOTED,
+        f"has no effect in {target} because what it refers to is kept by Kubernetes",
+    )
+
+
+def test_the_second_tiers_password_is_a_variable_outside_kubernetes(own, told):
+    document = own(URL | {"x-kvroute.l2.passwordSecret": SECRET})
+    said = {target: told(document, target)["x-kvroute.l2.passwordSecret.name"] for target in TARGETS}
+
+    assert [target for target, (verdict, _) in said.items() if verdict is Verdict.APPLIED] == ["kubernetes"]
+    assert "variable L2_PASSWORD" in said["compose"][1]
+    assert "lmcache-servers.sh reads the password from L2_PASSWORD" in said["lmcache"][1]
+
+
+def test_what_is_applied_with_a_warning_is_noted_as_without_effect_where_it_has_none(own, told):
+    document = own({"x-kvroute.gateway.replicas": 2})
+
+    assert told(document, "kubernetes")["x-kvroute.gateway.replicas"][1].startswith("applied, but")
+    assert told(document, "compose")["x-kvroute.gateway.replicas"][1].startswith("has no effect in compose")
+
+
+def test_cache_settings_reach_the_workers_command_lines_in_classic_mode_alone(own, told):
+    changes = {"x-kvroute.l1.sizeGb": 3.0}
+    classic = own(changes | {"x-kvroute.lmcache.mode": "classic"})
+
+    assert told(own(changes), "worker-args")["x-kvroute.l1.sizeGb"][0] is Verdict.NOTED
+    assert told(classic, "worker-args")["x-kvroute.l1.sizeGb"][0] is Verdict.APPLIED
+
+
+@pytest.mark.parametrize("target", ["compose", "lmcache"])
+def test_the_daemon_of_hyperpods_nodes_is_nowhere_else(target, own, told):
+    document = own({BACKEND: "tieredstorage", "x-kvroute.platform": "hyperpod"})
+
+    assert told(document, "kubernetes")[BACKEND][0] is Verdict.APPLIED
+    verdict, says = told(document, target)[BACKEND]
+    assert verdict is Verdict.NOTED
+    assert "`kvroute tierd`, which does not exist in this version" in says
+
+
+def test_a_strategy_that_needs_events_is_everyones(own, told):
+    path = "spec.intelligentRoutingSpec.routingStrategy"
+    document = own({path: "kvaware"})
+
+    assert {told(document, target)[path][0] for target in TARGETS} == {Verdict.APPLIED}
+    assert told(own(), "lmcache")[path][0] is Verdict.NOTED

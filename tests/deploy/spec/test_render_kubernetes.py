@@ -1,0 +1,495 @@
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import kubernetes_validate
+import pytest
+import yaml
+from referencing import Registry, Resource
+
+from kvroute.app.config import load
+from kvroute.deploy.l2.registry import BACKENDS
+from kvroute.deploy.render.kubernetes import kubernetes_objects, render_kubernetes
+from kvroute.deploy.spec.loading import fix_layout
+
+SCHEMAS = Path(__file__).parents[2] / "data" / "schemas"
+CUSTOM = {
+    kind: json.loads((SCHEMAS / f"{name}.json").read_text())
+    for kind, name in (("ScaledObject", "keda-scaledobject"), ("ServiceMonitor", "servicemonitor"))
+}
+S3 = {"endpoint": "s3://b.s3.eu-central-1.amazonaws.com", "region": "eu-central-1"}
+BACKEND = "spec.kvCacheSpec.l2CacheSpec.l2CacheBackend"
+KVAWARE = {"spec.intelligentRoutingSpec.routingStrategy": "kvaware"}
+TRIGGER = {"serverAddress": "http://prometheus:9090", "query": "up", "targetValue": 4.5}
+
+
+@functools.cache
+def definitions() -> Registry[Any]:
+    """All types of the newest Kubernetes that is known; unknown keys are refused."""
+    contents = schema("_definitions")
+    return (Resource.from_contents(contents) @ Registry()).crawl()
+
+
+def schema(name: str) -> Any:
+    version = kubernetes_validate.latest_version()
+    file = f"kubernetes-json-schema/v{version}-local-strict/{name}.json"
+    return kubernetes_validate.utils.schema_contents(file, version)
+
+
+@functools.cache
+def validator(kind: str, api_version: str) -> jsonschema.Draft202012Validator:
+    """As kubernetes_validate.validate makes one for each object anew, which takes most of a second."""
+    group, _, version = api_version.rpartition("/")
+    name = f"{kind}-{group.split('.')[0]}-{version}" if group else f"{kind}-{version}"
+    contents = schema(name)
+    return jsonschema.Draft202012Validator(
+        contents, registry=Resource.from_contents(contents) @ definitions()
+    )
+
+
+def check(each: dict[str, Any]) -> None:
+    """One object: valid for the newest Kubernetes that is known."""
+    if each["kind"] in CUSTOM:
+        jsonschema.validate(each, CUSTOM[each["kind"]])
+    else:
+        validator(each["kind"].lower(), each["apiVersion"]).validate(each)
+
+
+def objects_of(plan) -> dict[tuple[str, str], dict[str, Any]]:
+    """Everything by kind and name; all valid."""
+    objects = [each for file in kubernetes_objects(plan).values() for each in file]
+    for each in objects:
+        check(each)
+    return {(each["kind"], each["metadata"]["name"]): each for each in objects}
+
+
+def pod(found, kind: str, name: str) -> dict[str, Any]:
+    return found[kind, name]["spec"]["template"]["spec"]
+
+
+def flag(container: dict[str, Any], name: str) -> str:
+    return container["args"][container["args"].index(name) + 1]
+
+
+@pytest.mark.parametrize("servers", ["per-node", "per-worker"])
+@pytest.mark.parametrize("backend", [*BACKENDS, None])
+def test_every_second_tier_gives_valid_manifests(backend, servers, own, plan):
+    changes = {
+        BACKEND: backend,
+        "spec.kvCacheSpec.enableL2Cache": backend is not None,
+        "x-kvroute.l2.s3": S3,
+        "x-kvroute.lmcache.servers": servers,
+    }
+    found = objects_of(plan(own(changes | KVAWARE)))
+
+    assert ("StatefulSet", "demo-worker") in found
+    assert (("DaemonSet", "demo-lmcache") in found) == (servers == "per-node")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"x-kvroute.lmcache.mode": "classic"},
+        {"x-kvroute.lmcache.mode": "classic", BACKEND: "fs"},
+        {"x-kvroute.lmcache.mode": "classic", **KVAWARE},
+        {"x-kvroute.engine": "sim"},
+        {"x-kvroute.device": "cpu", "spec.model": "small"},
+        {"spec.kvCacheSpec": None, "spec.metrics": {"enabled": False}},
+        {"spec.model": "/data/model"},
+        {"x-kvroute.platform": "hyperpod", BACKEND: "tieredstorage"},
+    ],
+)
+def test_every_other_shape_gives_valid_manifests(changes, own, plan):
+    assert ("Deployment", "demo-gateway") in objects_of(plan(own(changes)))
+
+
+def test_the_announcements_spec_gives_valid_manifests(sample, fill_in, plan):
+    found = objects_of(plan(fill_in(fix_layout(sample).text)))
+
+    assert ("DaemonSet", "demo-tierd") in found
+    assert found["PersistentVolume", "default-demo-model"]["spec"]["csi"]["driver"] == "s3.csi.aws.com"
+
+
+def test_what_is_written_is_what_was_checked(own, plan):
+    made = plan(own(KVAWARE))
+
+    assert {
+        name: list(yaml.safe_load_all(text)) for name, text in render_kubernetes(made).items()
+    } == kubernetes_objects(made)
+
+
+def test_a_wrong_manifest_would_be_noticed(own, plan):
+    (gateway,) = [
+        each for each in kubernetes_objects(plan(own()))["gateway.yaml"] if each["kind"] == "Deployment"
+    ]
+    gateway["spec"]["template"]["spec"]["enableServicelinks"] = False
+    with pytest.raises(jsonschema.ValidationError):
+        check(gateway)
+
+    (monitor, *_) = kubernetes_objects(plan(own()))["monitoring.yaml"]
+    monitor["spec"]["endpoints"][0]["prot"] = "http"
+    with pytest.raises(jsonschema.ValidationError):
+        check(monitor)
+
+
+# --- gateway ----------------------------------------------------------------------------------------------
+
+
+def gateway_config(found, tmp_path) -> Any:
+    file = tmp_path / "kvroute.yaml"
+    file.write_text(found["ConfigMap", "demo-gateway"]["data"]["kvroute.yaml"])
+    return load(file=file).config
+
+
+def test_the_gateways_configuration_loads_and_names_the_workers_pods(own, plan, tmp_path):
+    config = gateway_config(objects_of(plan(own())), tmp_path)
+
+    assert config.server.host == "0.0.0.0"
+    assert config.routing.strategy == "prefixaware"
+    assert [worker.url for worker in config.fleet.workers] == [
+        f"http://demo-worker-{number}.demo-workers.default.svc:8000" for number in range(2)
+    ]
+
+
+def test_every_worker_that_scaling_may_add_has_a_name(own, plan, tmp_path):
+    config = gateway_config(objects_of(plan(own({"spec.autoScalingSpec": {"maxReplicaCount": 6}}))), tmp_path)
+
+    assert len(config.fleet.workers) == 6
+
+
+def test_the_gateways_pod_is_locked_down_and_probed(own, plan):
+    found = objects_of(plan(own()))
+    spec = pod(found, "Deployment", "demo-gateway")
+    (container,) = spec["containers"]
+
+    assert found["Deployment", "demo-gateway"]["spec"]["replicas"] == 1
+    assert spec["enableServiceLinks"] is False
+    assert spec["securityContext"]["runAsNonRoot"] is True
+    assert container["securityContext"]["readOnlyRootFilesystem"] is True
+    assert container["readinessProbe"]["httpGet"]["path"] == "/ready"
+    assert container["livenessProbe"]["httpGet"]["path"] == "/health"
+    assert spec["terminationGracePeriodSeconds"] > 35
+
+
+def test_no_pod_gets_variables_of_services(own, plan):
+    found = objects_of(plan(own()))
+
+    pods = [each["spec"]["template"]["spec"] for each in found.values() if "template" in each.get("spec", {})]
+    assert len(pods) == 4
+    assert all(each["enableServiceLinks"] is False for each in pods)
+
+
+def test_keys_come_from_secrets_by_reference(own, plan):
+    secret = {"name": "keys", "key": "clients"}
+    found = objects_of(
+        plan(
+            own(
+                {
+                    "x-kvroute.gateway": {
+                        "apiKeysSecret": secret,
+                        "adminKeySecret": {"name": "keys", "key": "admin"},
+                    }
+                }
+            )
+        )
+    )
+    config = yaml.safe_load(found["ConfigMap", "demo-gateway"]["data"]["kvroute.yaml"])
+    volumes = pod(found, "Deployment", "demo-gateway")["volumes"]
+    (keys,) = [volume["projected"]["sources"] for volume in volumes if volume["name"] == "keys"]
+
+    assert config["server"]["api_keys_file"] == "/run/secrets/kvroute/api-keys"
+    assert config["admin"]["api_key_file"] == "/run/secrets/kvroute/admin-key"
+    assert [each["secret"]["items"][0] for each in keys] == [
+        {"key": "clients", "path": "api-keys"},
+        {"key": "admin", "path": "admin-key"},
+    ]
+    assert not [key for key in found if key[0] == "Secret"]
+
+
+def test_the_gateway_may_watch_pods_and_nothing_else(own, plan):
+    found = objects_of(plan(own()))
+    rules = found["Role", "demo-gateway"]["rules"]
+
+    assert {(rule["resources"][0], *rule["verbs"]) for rule in rules} == {
+        ("pods", "get", "list", "watch"),
+        ("endpointslices", "get", "list", "watch"),
+    }
+    subject = found["RoleBinding", "demo-gateway"]["subjects"][0]
+    assert pod(found, "Deployment", "demo-gateway")["serviceAccountName"] == subject["name"]
+
+
+# --- workers and caches -----------------------------------------------------------------------------------
+
+
+def test_a_server_of_its_own_is_a_sidecar_that_starts_before_the_engine(own, plan):
+    found = objects_of(plan(own({"x-kvroute.lmcache.servers": "per-worker"} | KVAWARE)))
+    spec = pod(found, "StatefulSet", "demo-worker")
+    (sidecar,), (worker,) = spec["initContainers"], spec["containers"]
+
+    assert sidecar["restartPolicy"] == "Always"
+    assert flag(sidecar, "--instance-id") == "$(POD_NAME)"
+    assert flag(sidecar, "--coordinator-url") == "http://demo-gateway-cache:9300"
+    assert (
+        json.loads(flag(worker, "--kv-transfer-config"))["kv_connector_extra_config"]["lmcache.mp.host"]
+        == "tcp://127.0.0.1"
+    )
+    assert ("Service", "demo-gateway-cache") in found
+    shared = [mount for each in (sidecar, worker) for mount in each["volumeMounts"] if mount["name"] == "shm"]
+    assert len(shared) == 2
+
+
+def test_a_server_for_a_node_is_reached_on_that_node_and_shares_memory(own, plan):
+    found = objects_of(plan(own()))
+    worker = pod(found, "StatefulSet", "demo-worker")
+
+    assert worker["hostIPC"] is True
+    assert pod(found, "DaemonSet", "demo-lmcache")["hostIPC"] is True
+    assert found["Service", "demo-lmcache"]["spec"]["internalTrafficPolicy"] == "Local"
+    transfer = json.loads(flag(worker["containers"][0], "--kv-transfer-config"))
+    assert transfer["kv_connector_extra_config"]["lmcache.mp.host"] == "tcp://demo-lmcache"
+
+
+def test_variables_stand_before_what_refers_to_them(own, plan):
+    found = objects_of(plan(own({BACKEND: "tieredstorage", "x-kvroute.platform": "hyperpod"})))
+    container = pod(found, "DaemonSet", "demo-lmcache")["containers"][0]
+    names = [variable["name"] for variable in container["env"]]
+
+    assert "$(NODE_IP)" in flag(container, "--l2-adapter")
+    assert "NODE_IP" in names
+    assert container["volumeMounts"] == [{"name": "l2-0", "mountPath": "/dev/shm/ai_toolkit_cache"}]
+    assert not [key for key in found if key[1] == "demo-tierd"]
+
+
+def test_the_second_tiers_password_is_never_written(own, plan):
+    made = plan(
+        own(
+            {
+                "spec.kvCacheSpec.l2CacheSpec.l2CacheLocalUrl": "redis://cache:6379",
+                "x-kvroute.l2.passwordSecret": {"name": "redis", "key": "password"},
+            }
+        )
+    )
+    container = pod(objects_of(made), "DaemonSet", "demo-lmcache")["containers"][0]
+
+    assert json.loads(flag(container, "--l2-adapter"))["password"] == "$(L2_PASSWORD)"
+    (secret,) = [each for each in container["env"] if each["name"] == "L2_PASSWORD"]
+    assert secret["valueFrom"]["secretKeyRef"] == {"name": "redis", "key": "password"}
+
+
+def test_classic_workers_name_themselves(own, plan):
+    container = pod(
+        objects_of(plan(own({"x-kvroute.lmcache.mode": "classic"} | KVAWARE))), "StatefulSet", "demo-worker"
+    )["containers"][0]
+    env = {each["name"]: each.get("value") for each in container["env"]}
+
+    assert env["LMCACHE_LMCACHE_INSTANCE_ID"] == "$(POD_NAME)"
+    assert env["LMCACHE_CONTROLLER_PULL_URL"] == "demo-gateway-cache:7555"
+    assert env["LMCACHE_REMOTE_URL"] == "redis://demo-redis:6379"
+
+
+def test_a_start_may_take_as_long_as_the_spec_allows(own, plan):
+    container = pod(
+        objects_of(plan(own({"spec.maxDeployTimeInSeconds": 605}))), "StatefulSet", "demo-worker"
+    )["containers"][0]
+
+    assert container["startupProbe"]["failureThreshold"] * container["startupProbe"]["periodSeconds"] == 610
+
+
+def test_the_users_probes_volumes_and_placement_are_taken_over(hyperpod, plan):
+    probe = {"httpGet": {"path": "/ping", "port": 8000}, "periodSeconds": 3}
+    required = {
+        "nodeSelectorTerms": [{"matchExpressions": [{"key": "zone", "operator": "In", "values": ["a"]}]}]
+    }
+    spec = pod(
+        objects_of(
+            plan(
+                hyperpod(
+                    {
+                        "spec.worker.probes": {"livenessProbe": probe},
+                        "spec.kubernetes": {
+                            "schedulerName": "s",
+                            "serviceAccountName": "a",
+                            "initContainers": [{"name": "i", "image": "busybox"}],
+                            "volumes": [{"name": "v", "emptyDir": {}}],
+                        },
+                        "spec.nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": required},
+                        "spec.instanceType": "ml.g5.xlarge",
+                        "x-kvroute.platform": "hyperpod",
+                    }
+                )
+            )
+        ),
+        "StatefulSet",
+        "demo-worker",
+    )
+
+    assert spec["containers"][0]["livenessProbe"] == probe
+    assert (spec["schedulerName"], spec["serviceAccountName"]) == ("s", "a")
+    assert spec["initContainers"] == [{"name": "i", "image": "busybox"}]
+    assert {"name": "v", "emptyDir": {}} in spec["volumes"]
+    (term,) = spec["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"][
+        "nodeSelectorTerms"
+    ]
+    assert [each["key"] for each in term["matchExpressions"]] == ["zone", "node.kubernetes.io/instance-type"]
+
+
+@pytest.mark.parametrize(
+    ("source", "driver"),
+    [
+        ({"modelSourceType": "s3", "s3Storage": {"bucketName": "b", "region": "r"}}, "s3.csi.aws.com"),
+        (
+            {"modelSourceType": "fsx", "fsxStorage": {"fileSystemId": "f", "dnsName": "d", "mountName": "m"}},
+            "fsx.csi.aws.com",
+        ),
+    ],
+)
+def test_a_model_in_aws_storage_is_mounted_through_its_driver(source, driver, hyperpod, plan):
+    found = objects_of(plan(hyperpod({"spec.modelSourceConfig": source})))
+    claim = {"claimName": "demo-model", "readOnly": True}
+
+    assert found["PersistentVolume", "default-demo-model"]["spec"]["csi"]["driver"] == driver
+    volumes = pod(found, "StatefulSet", "demo-worker")["volumes"]
+    assert {"name": "model-weights", "persistentVolumeClaim": claim} in volumes
+
+
+def test_a_model_on_a_volume_of_the_users_own_is_only_mounted(hyperpod, plan):
+    found = objects_of(
+        plan(
+            hyperpod(
+                {
+                    "spec.modelSourceConfig": {"modelSourceType": "kubernetesVolume"},
+                    "spec.kubernetes": {
+                        "volumes": [{"name": "model-weights", "hostPath": {"path": "/nvme"}}]
+                    },
+                }
+            )
+        )
+    )
+    volumes = pod(found, "StatefulSet", "demo-worker")["volumes"]
+
+    assert [volume for volume in volumes if volume["name"] == "model-weights"] == [
+        {"name": "model-weights", "hostPath": {"path": "/nvme"}}
+    ]
+
+
+def test_a_token_of_the_hub_is_a_reference(hyperpod, plan):
+    hub = {"modelId": "m", "tokenSecretRef": {"name": "hf", "key": "token"}}
+    source = {"modelSourceType": "huggingface", "huggingFaceModel": hub}
+    container = pod(
+        objects_of(plan(hyperpod({"spec.modelSourceConfig": source}))), "StatefulSet", "demo-worker"
+    )["containers"][0]
+
+    (token,) = [each for each in container["env"] if each["name"] == "HF_TOKEN"]
+    assert token["valueFrom"]["secretKeyRef"] == {"name": "hf", "key": "token"}
+
+
+# --- policies ---------------------------------------------------------------------------------------------
+
+
+def test_each_part_is_reached_by_those_alone_that_need_it(own, plan):
+    found = objects_of(plan(own(KVAWARE)))
+
+    def sources(component: str, port: int) -> set[str]:
+        rules = found["NetworkPolicy", f"demo-{component}"]["spec"]["ingress"]
+        peers = [
+            peer for r in rules if port in [p["port"] for p in r["ports"]] for peer in r.get("from", [{}])
+        ]
+        return {
+            next(iter(reversed(peer["podSelector"]["matchLabels"].values()))) if peer else "everyone"
+            for peer in peers
+        }
+
+    assert sources("gateway", 8080) == {"everyone"}
+    assert sources("gateway", 9300) == {"worker", "lmcache"}
+    assert sources("worker", 8000) == {"gateway", "prometheus"}
+    assert sources("worker", 5557) == {"gateway"}
+    assert sources("lmcache", 5555) == {"worker"}
+    assert sources("redis", 6379) == {"worker", "lmcache", "redis"}
+
+
+def test_pods_are_taken_away_one_at_a_time(own, plan):
+    found = objects_of(plan(own()))
+
+    assert {key[1] for key in found if key[0] == "PodDisruptionBudget"} == {"demo-worker", "demo-gateway"}
+
+
+def test_triggers_are_kedas_and_without_one_cpu_use_decides(own, plan):
+    scaling = {"minReplicaCount": 1, "maxReplicaCount": 3, "scaleUpStabilizationTime": 9}
+    with_trigger = objects_of(plan(own({"spec.autoScalingSpec": scaling | {"prometheusTrigger": TRIGGER}})))
+    without = objects_of(plan(own({"spec.autoScalingSpec": scaling})))
+
+    scaled = with_trigger["ScaledObject", "demo-worker"]["spec"]
+    assert scaled["triggers"][0]["metadata"]["threshold"] == "4.5"
+    assert scaled["advanced"]["horizontalPodAutoscalerConfig"]["behavior"]["scaleUp"] == {
+        "stabilizationWindowSeconds": 9
+    }
+    autoscaler = without["HorizontalPodAutoscaler", "demo-worker"]["spec"]
+    assert autoscaler["scaleTargetRef"]["kind"] == "StatefulSet"
+    assert (autoscaler["minReplicas"], autoscaler["maxReplicas"]) == (1, 3)
+
+
+def test_cloudwatch_triggers_need_and_get_a_region(hyperpod, plan):
+    trigger = {
+        "namespace": "AWS/X",
+        "metricName": "m",
+        "targetValue": 3,
+        "dimensions": [{"name": "a", "value": "1"}, {"name": "b", "value": "2"}],
+    }
+    found = objects_of(plan(hyperpod({"spec.autoScalingSpec.cloudWatchTriggerList": [trigger]})))
+    (rendered,) = found["ScaledObject", "demo-worker"]["spec"]["triggers"]
+
+    assert rendered["type"] == "aws-cloudwatch"
+    assert rendered["metricType"] == "AverageValue"
+    assert rendered["metadata"]["awsRegion"] == "us-west-2"
+    assert rendered["metadata"]["dimensionName"] == "a;b"
+
+
+def test_the_gateway_scales_by_its_own_block(own, plan):
+    found = objects_of(plan(own({"spec.intelligentRoutingSpec.autoScalingSpec.maxReplicaCount": 3})))
+
+    assert found["HorizontalPodAutoscaler", "demo-gateway"]["spec"]["scaleTargetRef"]["kind"] == "Deployment"
+
+
+def test_monitors_find_services_by_their_labels(own, plan):
+    for servers in ("per-node", "per-worker"):
+        found = objects_of(plan(own({"x-kvroute.lmcache.servers": servers})))
+        services = [each for (kind, _), each in found.items() if kind == "Service"]
+
+        monitors = [each for (kind, _), each in found.items() if kind == "ServiceMonitor"]
+        assert monitors
+        for monitor in monitors:
+            wanted = monitor["spec"]["selector"]["matchLabels"].items()
+            ports = {
+                port["name"]
+                for service in services
+                if wanted <= service["metadata"]["labels"].items()
+                for port in service["spec"]["ports"]
+            }
+            assert {endpoint["port"] for endpoint in monitor["spec"]["endpoints"]} <= ports
+
+
+def test_services_select_pods_that_have_their_ports(own, plan):
+    for changes in ({}, KVAWARE, {"x-kvroute.lmcache.servers": "per-worker"}, {BACKEND: "tieredstorage"}):
+        found = objects_of(plan(own(changes)))
+        templates = [
+            each["spec"]["template"] for each in found.values() if "template" in each.get("spec", {})
+        ]
+        for (kind, _), service in found.items():
+            if kind != "Service":
+                continue
+            (template,) = [
+                each
+                for each in templates
+                if service["spec"]["selector"].items() <= each["metadata"]["labels"].items()
+            ]
+            spec = template["spec"]
+            named = {
+                port["name"]
+                for container in [*spec["containers"], *spec.get("initContainers", [])]
+                for port in container.get("ports", [])
+            }
+            assert {port["targetPort"] for port in service["spec"]["ports"]} <= named
