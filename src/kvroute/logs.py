@@ -9,6 +9,8 @@ import json
 import logging
 import sys
 import time
+from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Literal, TextIO
 
 from kvroute.options import Options, option
@@ -33,7 +35,7 @@ class LoggingOptions(Options):
         True,
         "Write one info line per finished request.",
         higher="each request is traceable",
-        lower="saves about 10 us a request",
+        lower="saves about 2 us a request",
     )
 
 
@@ -79,6 +81,63 @@ def configure(options: LoggingOptions, stream: TextIO | None = None) -> None:
 def _is_news(record: logging.LogRecord) -> bool:
     """False for uvicorn's complaint about answers that the relay cut on purpose and has logged itself."""
     return record.msg != "ASGI callable returned without completing response."
+
+
+class RequestLines:
+    """Writes the request lines, many at a time: with our own handler a batch is one write.
+
+    Any other handler (a test's, an embedder's) gets ordinary log records.
+    """
+
+    def __init__(self) -> None:
+        self._logger = logging.getLogger(ACCESS)
+
+    @property
+    def is_on(self) -> bool:
+        return self._logger.isEnabledFor(logging.INFO)
+
+    def write(self, lines: Sequence[tuple[float, str]]) -> None:
+        """`lines` are time since the epoch and message, oldest first. Raises nothing: as any handler,
+        it reports a broken stream on stderr."""
+        handler = self._own_handler()
+        if handler is None:
+            for _, message in lines:
+                self._logger.info("%s", message)
+            return
+        is_json = isinstance(handler.formatter, JsonFormatter)
+        second, prefix, written = -1, "", []
+        for created, message in lines:
+            if int(created) != second:
+                second = int(created)
+                prefix = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(second))
+            when = f"{prefix}.{int(created % 1 * 1000):03d}Z"
+            if is_json:
+                fields = {"time": when, "level": "info", "logger": ACCESS, "message": message}
+                written.append(json.dumps(fields, ensure_ascii=False))
+            else:
+                written.append(f"{when} INFO    {ACCESS} {message}")
+        written.append("")
+        with handler.lock or nullcontext():
+            try:
+                handler.stream.write("\n".join(written))
+                handler.flush()
+            except (OSError, ValueError):
+                handler.handleError(self._logger.makeRecord(ACCESS, logging.INFO, "", 0, "", (), None))
+
+    def _own_handler(self) -> logging.StreamHandler[TextIO] | None:
+        """The handler that `configure` set, if it is the only one that a record would reach."""
+        found: list[logging.Handler] = []
+        logger: logging.Logger | None = self._logger
+        while logger is not None:
+            found += logger.handlers
+            logger = logger.parent if logger.propagate else None
+        if (
+            len(found) == 1
+            and type(found[0]) is logging.StreamHandler
+            and isinstance(found[0].formatter, JsonFormatter | TextFormatter)
+        ):
+            return found[0]
+        return None
 
 
 def _timestamp(seconds: float) -> str:

@@ -18,6 +18,29 @@ def test_keys_are_shared_exactly_as_far_as_full_blocks_are(common, one, two):
     assert agreeing == shared_bytes // 16
 
 
+@given(st.integers(0, 40), st.binary(min_size=1, max_size=900))
+def test_keys_are_the_same_in_whatever_order_they_are_asked_for(start, pattern):
+    data = pattern * (3000 // len(pattern) + 1)
+    whole = list(block_keys(data, block_bytes=16))
+
+    asked = block_keys(data, block_bytes=16)
+
+    assert asked[-1] == whole[-1]
+    assert asked[start:70] == whole[start:70]
+    assert [asked[place] for place in range(len(asked))] == whole
+    assert asked[::-7] == whole[::-7]
+    assert asked == whole
+    assert asked != whole[:-1]
+
+
+def test_a_change_far_before_a_block_changes_its_key():
+    data = bytes(20_000)
+
+    one, two = block_keys(data), block_keys(b"x" + data[1:])
+
+    assert not set(one) & set(two)
+
+
 @given(st.binary(max_size=500))
 def test_a_trailing_partial_block_has_no_key(data):
     assert len(block_keys(data, block_bytes=16)) == len(data) // 16

@@ -1,7 +1,7 @@
 import json
 
 from kvroute.errors import BodyTooLarge, TooManyRequests, Unauthorized, WorkerUnreachable
-from kvroute.gateway.failures import error_body, error_event, send_error
+from kvroute.gateway.failures import answer_error, error_body, error_event
 from kvroute.openai.endpoints import ErrorShape
 
 ERROR = WorkerUnreachable("Gone.")
@@ -31,25 +31,33 @@ def test_error_events_stand_alone_even_when_the_stream_was_cut_inside_an_event()
         assert event.endswith(b"\n\n")
 
 
-async def answered(error):
-    sent = []
+class Answer:
+    """A `Downstream` that keeps what it is given."""
 
-    async def send(message):
-        sent.append(message)
+    is_paused = False
 
-    await send_error(send, error)
-    return dict(sent[0]["headers"]), sent
+    def start(self, status, headers):
+        self.status, self.headers = status, dict(headers)
 
+    def finish(self, chunk=b""):
+        self.body = chunk
 
-async def test_an_answer_declares_its_length_and_when_to_come_back():
-    headers, sent = await answered(TooManyRequests("Busy.", retry_after_s=3))
-
-    assert headers[b"retry-after"] == b"3"
-    assert int(headers[b"content-length"]) == len(sent[1]["body"])
-    assert sent[0]["status"] == 429
+    write = cut = None
 
 
-async def test_unauthorized_says_how_to_authorize():
-    headers, _ = await answered(Unauthorized("Key?"))
+def answered(error):
+    answer = Answer()
+    answer_error(answer, error)
+    return answer
 
-    assert headers[b"www-authenticate"] == b"Bearer"
+
+def test_an_answer_declares_its_length_and_when_to_come_back():
+    answer = answered(TooManyRequests("Busy.", retry_after_s=3))
+
+    assert answer.headers[b"retry-after"] == b"3"
+    assert int(answer.headers[b"content-length"]) == len(answer.body)
+    assert answer.status == 429
+
+
+def test_unauthorized_says_how_to_authorize():
+    assert answered(Unauthorized("Key?")).headers[b"www-authenticate"] == b"Bearer"

@@ -74,8 +74,14 @@ async def gateway(config: Config) -> AsyncIterator[Gateway]:
             await server.shutdown()
 
 
+@pytest.fixture(params=["fast lane", "complete path"])
+def lane(request: pytest.FixtureRequest) -> str:
+    """Which way plain inference requests take. A module whose tests do not depend on it overrides this."""
+    return str(request.param)
+
+
 @pytest.fixture
-def run_gateway() -> Callable[..., AbstractAsyncContextManager[Gateway]]:
+def run_gateway(lane: str) -> Callable[..., AbstractAsyncContextManager[Gateway]]:
     """Start a gateway: `async with run_gateway(workers=[url], **sections) as running`.
 
     Sections are those of the configuration; health checks are quick, and all workers are waited for
@@ -86,7 +92,8 @@ def run_gateway() -> Callable[..., AbstractAsyncContextManager[Gateway]]:
     async def start(workers: list[str], *, wait: bool = True, **sections: Any) -> AsyncIterator[Gateway]:
         fleet = {"workers": workers, **sections.pop("fleet", {})}
         fleet["health"] = {"interval_s": 0.2, "recheck_s": 0.05, **fleet.get("health", {})}
-        server = {"port": 0, "drain_timeout_s": 5, **sections.pop("server", {})}
+        lane_options = {"fast_lane": lane == "fast lane"}
+        server = {"port": 0, "drain_timeout_s": 5, **lane_options, **sections.pop("server", {})}
         config = Config.model_validate({"fleet": fleet, "server": server, **sections})
         async with gateway(config) as running:
             if wait:

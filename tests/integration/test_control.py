@@ -14,6 +14,12 @@ CHAT = {"model": "sim-model", "messages": [{"role": "user", "content": LONG}], "
 
 
 @pytest.fixture
+def lane():
+    """These tests are about what both lanes share."""
+    return "fast lane"
+
+
+@pytest.fixture
 async def two(run_gateway):
     async with run_sim(SimOptions(time_scale=0)) as one, run_sim(SimOptions(time_scale=0)) as other:
         yield [one.url, other.url]

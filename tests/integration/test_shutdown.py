@@ -43,9 +43,10 @@ async def rest_of(process: asyncio.subprocess.Process) -> str:
     return (await process.stderr.read()).decode()
 
 
-async def test_sigterm_lets_streams_finish_and_exits_with_zero():
+@pytest.mark.parametrize("lane", ["on", "off"])
+async def test_sigterm_lets_streams_finish_and_exits_with_zero(lane):
     async with run_sim(SimOptions(time_scale=1)) as sim, httpx.AsyncClient(timeout=30) as client:
-        process, url = await start("--worker", sim.url)
+        process, url = await start("--worker", sim.url, "--set", f"server.fast_lane={lane}")
         async with client.stream("POST", f"{url}/v1/chat/completions", json=STREAM) as answer:
             chunks = answer.aiter_raw()
             received = await anext(chunks)
@@ -59,9 +60,12 @@ async def test_sigterm_lets_streams_finish_and_exits_with_zero():
         assert "shutting down: 1 requests" in log
 
 
-async def test_streams_beyond_the_limit_are_cut_with_an_error_event():
+@pytest.mark.parametrize("lane", ["on", "off"])
+async def test_streams_beyond_the_limit_are_cut_with_an_error_event(lane):
     async with run_sim(SimOptions(fixed_s=0.5)) as sim, httpx.AsyncClient(timeout=30) as client:
-        process, url = await start("--worker", sim.url, "--set", "server.drain_timeout_s=0.2")
+        process, url = await start(
+            "--worker", sim.url, "--set", "server.drain_timeout_s=0.2", "--set", f"server.fast_lane={lane}"
+        )
         async with client.stream("POST", f"{url}/v1/chat/completions", json=STREAM) as answer:
             chunks = answer.aiter_raw()
             received = await anext(chunks)

@@ -18,13 +18,21 @@ def test_model_and_stream_are_read():
     assert (request.model, request.stream) == ("m", True)
 
 
-@pytest.mark.parametrize("body", [b'{"messages": []}', b'{"model": null}'])
+@pytest.mark.parametrize(
+    "body", [b'{"messages": []}', b'{"model": null}', b'{"model": ""}', b'{"model": "", "x": NaN}']
+)
 def test_a_missing_model_is_none(body):
     assert parse_request(CHAT, body).model is None
 
 
 @pytest.mark.parametrize(
-    "body", [b"", b"{", b"[1]", b'"x"', b"3", b"null", b"\xff\xfe", b'{"a": 01}', b"[" * 100_000]
+    "body",
+    [b"", b"{", b"[1]", b'"x"', b"3", b"null", b"\xff\xfe", b'{"a": 01}', b"[" * 100_000]
+    + [
+        b'{"model": "m", "%b": ' % name + b"[" * 100_000 + b"]" * 100_000 + b"}"
+        for name in (b"a", b"messages")
+    ]
+    + [b'{"model": "\xff"}'],
 )
 def test_a_body_that_is_no_json_object_is_refused(body):
     with pytest.raises(InvalidRequest):
@@ -46,6 +54,7 @@ def test_a_model_that_is_no_string_is_refused_by_name(body):
         b'{"model": "m", "x": "\\ud800"}',
         '{"model": "m"}'.encode("utf-16"),
         b'\xef\xbb\xbf{"model": "m"}',
+        b'{"model": "m", "\\ud800": 1}',
     ],
 )
 def test_what_only_pythons_json_takes_is_understood_as_far_as_its_model(body):
@@ -53,6 +62,20 @@ def test_what_only_pythons_json_takes_is_understood_as_far_as_its_model(body):
 
     assert request.model == "m"
     assert request.fields is None
+
+
+def test_a_model_that_only_pythons_json_takes_is_a_string_all_the_same():
+    assert parse_request(CHAT, b'{"model": "\\ud800"}').model == "\ud800"
+
+
+@pytest.mark.parametrize(
+    "body", [b'{"model": "m", "user": "\xff"}', b'{"model": "m", "\xff": 1, "user": "u"}']
+)
+def test_what_is_not_utf_8_in_a_skipped_field_is_the_workers_to_refuse(body):
+    request = parse_request(CHAT, body)
+
+    assert request.model == "m"
+    assert request.text("user") is None
 
 
 def test_wrong_types_elsewhere_are_the_workers_business():

@@ -71,7 +71,9 @@ class Bench:
         self.connection.connection_made(self.transport)
 
     def start(self, method: bytes = b"POST") -> UpstreamResponse:
-        return self.connection.start(b"head", b"body", is_head_request=method == b"HEAD", idle_timeout_s=0)
+        response = UpstreamResponse(idle_timeout_s=0)
+        self.connection.start(b"head", b"body", response, is_head_request=method == b"HEAD")
+        return response
 
     def feed(self, *segments: bytes) -> None:
         """As a loop would: nothing more after the transport was aborted."""

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvroute.upstream.head import encode_head
+from kvroute.upstream.head import encode_head, relayed_head
 
 
 def test_given_headers_go_out_as_they_are() -> None:
@@ -85,3 +85,19 @@ def test_what_is_sent_reads_as_exactly_one_request(headers: list[tuple[bytes, by
         return
 
     assert seen == ([body] if body else []) + [None]
+
+
+def test_a_relayed_head_has_a_host_an_id_and_a_length() -> None:
+    head = relayed_head(b"POST", b"/v1/x?y", b"w:1", b"accept: */*\r\n", b"id", 7)
+
+    assert head == (
+        b"POST /v1/x?y HTTP/1.1\r\nhost: w:1\r\naccept: */*\r\nx-request-id: id\r\ncontent-length: 7\r\n\r\n"
+    )
+    assert b"content-length" not in relayed_head(b"GET", b"/x", b"w", b"", b"id", 0)
+    assert relayed_head(b"POST", b"/x", b"w", b"", b"id", 0).endswith(b"content-length: 0\r\n\r\n")
+
+
+@pytest.mark.parametrize(("method", "target"), [(b"PO ST", b"/x"), (b"POST", b"/x y"), (b"POST", b"/\r\n")])
+def test_a_relayed_head_is_one_request_line(method: bytes, target: bytes) -> None:
+    with pytest.raises(ValueError, match="request line"):
+        relayed_head(method, target, b"w", b"", b"id", 0)

@@ -104,12 +104,12 @@ class Runtime:
             metrics=self.metrics,
             estimator=self._estimator,
             owners=self._owners,
+            journal=self._journal,
             clock=self._clock,
             retry_statuses=frozenset(config.retries.statuses),
-            worker_authorization=f"Bearer {worker_key.get_secret_value()}".encode()
-            if keys and worker_key
-            else None,
-            drops_authorization=bool(keys),
+        )
+        worker_authorization = (
+            f"Bearer {worker_key.get_secret_value()}".encode() if keys and worker_key else None
         )
         planner = Planner(
             self.fleet,
@@ -122,15 +122,17 @@ class Runtime:
             self._owners,
             self.fleet,
             self._client,
-            use.worker_authorization,
+            worker_authorization,
             timeout_s=config.upstream.connect_timeout_s,
         )
         return DataPlane(
             planner,
             stored,
             use,
-            self._journal,
             KeyCheck(keys),
+            worker_authorization=worker_authorization,
+            drops_authorization=bool(keys),
+            held_bytes=config.upstream.read_buffer_bytes,
             max_body_bytes=config.server.max_body_bytes,
             max_in_flight=config.server.max_in_flight,
         )

@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import signal
 import socket
 from collections.abc import Callable
 
 import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from kvroute import __version__
 from kvroute.app.config import Config
 from kvroute.app.runtime import Runtime
+from kvroute.gateway.fastlane import fast_lane
+from kvroute.gateway.fastlane_check import fast_lane_trouble
+from kvroute.gateway.front import Front
 from kvroute.logs import configure
 
 log = logging.getLogger("kvroute.server")
 
 _AFTER_CUT_S = 5
 """What is left to write error events and close connections once running answers were cut."""
+
+_GC_THRESHOLDS = (20_000, 20, 50)
 
 
 class GatewayServer(uvicorn.Server):
@@ -69,6 +76,10 @@ async def _serve(config: Config) -> int:
         # uvicorn raises a caught signal again after its shutdown; with this handler that is no second death.
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, server.handle_exit)
+        # What start-up made stays. A request leaves few cycles behind, so collections can be rare.
+        gc.collect()
+        gc.freeze()
+        gc.set_threshold(*_GC_THRESHOLDS)
         try:
             await server.serve()
         except SystemExit:  # uvicorn's word for a socket that cannot be bound; it has logged why
@@ -77,22 +88,31 @@ async def _serve(config: Config) -> int:
 
 
 def uvicorn_config(config: Config, runtime: Runtime) -> uvicorn.Config:
-    """uvicorn set up for a relay: no header of its own, no lifespan, no access log."""
+    """uvicorn set up for a relay: no header of its own, no lifespan, no access log.
+
+    The fast lane is left off, and a line logged, where uvicorn is not as the lane expects it.
+    """
     options = config.server
+    protocol: type[HttpToolsProtocol] = HttpToolsProtocol
+    if options.fast_lane:
+        trouble = fast_lane_trouble()
+        if trouble:
+            log.warning("the fast lane is off: uvicorn %s %s", uvicorn.__version__, trouble)
+        else:
+            protocol = fast_lane(runtime.plane)
     return uvicorn.Config(
-        runtime.application,
+        Front(runtime.application, runtime.plane, options.trusted_proxies),
         host=options.host,
         port=options.port,
         backlog=options.backlog,
-        http="httptools",
+        http=protocol,
         ws="none",
         lifespan="off",
         log_config=None,
         access_log=False,
         server_header=False,
         date_header=False,
-        proxy_headers=bool(options.trusted_proxies),
-        forwarded_allow_ips=list(options.trusted_proxies),
+        proxy_headers=False,
         timeout_keep_alive=round(options.keep_alive_s),
         timeout_graceful_shutdown=round(options.drain_timeout_s) + _AFTER_CUT_S,
     )

@@ -90,7 +90,7 @@ def control_routes(plane: DataPlane, fleet: Fleet, router: Router) -> APIRouter:
         parsed = parse_request(_EXPLAINED, body)
         previous = parsed.text("previous_response_id")
         owner = await plane.stored.find(previous) if previous else None
-        plan = plane.planner.plan(parsed, b"", headers, plane.clock.now(), owner)
+        plan = plane.planner.plan(parsed, b"", headers, plane.clock.now(), owner, with_session=True)
         unroutable = [
             {
                 "worker": worker.id,

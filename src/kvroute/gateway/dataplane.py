@@ -1,36 +1,44 @@
-"""The relayed endpoints as raw ASGI objects.
+"""The relayed endpoints: what a request passes between its last byte and its exchange, and the same as
+raw ASGI objects.
 
-A raw ASGI object on FastAPI's router costs a sixth of a FastAPI handler and nothing per streamed chunk
+A raw ASGI object costs a sixth of a FastAPI handler and nothing per streamed chunk
 (docs/architecture.md); FastAPI's comforts are for the control plane.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 from collections.abc import Callable
+from itertools import count
 
-from kvroute.clock import Clock
-from kvroute.errors import GatewayError, ShuttingDown, TooManyRequests
+from kvroute.errors import GatewayError, InvalidRequest, ShuttingDown, TooManyRequests
+from kvroute.fleet.worker import WorkerId
 from kvroute.gateway.access import KeyCheck
 from kvroute.gateway.asgi import ClientDisconnected, Headers, Receive, Scope, Send, header, read_body
-from kvroute.gateway.exchange import Collaborators, Exchange
-from kvroute.gateway.failures import send_error
-from kvroute.gateway.journal import Journal, Record
+from kvroute.gateway.downstream import AsgiAnswer, Downstream
+from kvroute.gateway.exchange import CLIENT_LEFT, Collaborators, Exchange, refuse
+from kvroute.gateway.failures import InternalError
+from kvroute.gateway.journal import Record
 from kvroute.gateway.planner import Plan, Planner
 from kvroute.gateway.stored import StoredResponses
-from kvroute.metrics import Metrics
 from kvroute.openai.endpoints import Endpoint, ErrorShape
-from kvroute.openai.request import parse_request
+from kvroute.openai.request import InferenceRequest, parse_request
+from kvroute.upstream.headers import relayed_fields
 
-_CLIENT_LEFT = 499
-"""nginx's status for a request whose client left before its answer began; only metrics and logs see it."""
+log = logging.getLogger(__name__)
+
+_AUTHORIZATION = frozenset({b"authorization"})
 
 
 class DataPlane:
     """Admission, the set of running exchanges, and what each of them needs.
 
-    Mutable: `_running` and `_watchers` hold what is under way; `close_admission` and `cut` end it.
+    `worker_authorization` replaces the client's Authorization header towards workers;
+    `drops_authorization` takes that header out, because it is a key of this gateway. `held_bytes` is how
+    much of an answer is kept for a slow client. Mutable: `_running` and `_watchers` hold what is under
+    way; `close_admission` and `cut` end it.
     """
 
     def __init__(
@@ -38,30 +46,35 @@ class DataPlane:
         planner: Planner,
         stored: StoredResponses,
         use: Collaborators,
-        journal: Journal,
         keys: KeyCheck,
         *,
+        worker_authorization: bytes | None,
+        drops_authorization: bool,
         max_body_bytes: int,
         max_in_flight: int,
+        held_bytes: int,
     ) -> None:
         self.planner = planner
         self.stored = stored
         self.use = use
-        self.journal = journal
+        self.journal = use.journal
+        self.clock = use.clock
+        self.metrics = use.metrics
         self.keys = keys
         self.max_body_bytes = max_body_bytes
+        self.held_bytes = held_bytes
+        self.hidden_fields = _AUTHORIZATION if drops_authorization or worker_authorization else frozenset()
+        """Request headers that workers do not see, beside those that nobody relays."""
+        self.added_fields = (
+            b"authorization: %b\r\n" % worker_authorization if worker_authorization is not None else b""
+        )
+        """Ready header lines that workers see instead."""
         self._max_in_flight = max_in_flight
         self._running: set[Exchange] = set()
         self._watchers: set[asyncio.Task[None]] = set()
         self._is_open = True
-
-    @property
-    def clock(self) -> Clock:
-        return self.use.clock
-
-    @property
-    def metrics(self) -> Metrics:
-        return self.use.metrics
+        self._id_prefix = secrets.token_hex(8)
+        self._ids = count(1)
 
     @property
     def in_flight(self) -> int:
@@ -77,9 +90,10 @@ class DataPlane:
 
     def cut(self) -> int:
         """End every running exchange with an error; how many there were."""
-        for exchange in self._running:
+        running = list(self._running)
+        for exchange in running:
             exchange.end("shutdown")
-        return len(self._running)
+        return len(running)
 
     def admit(self) -> None:
         """Raises ShuttingDown or TooManyRequests when no request may come in."""
@@ -91,24 +105,75 @@ class DataPlane:
                 retry_after_s=1,
             )
 
-    async def run(self, plan: Plan, record: Record, headers: Headers, receive: Receive, send: Send) -> None:
-        """Serve one planned request while watching for its client to leave. Errors as `Exchange.run`."""
-        exchange = Exchange(self.use, plan, record, headers)
-        watcher = asyncio.create_task(_watch(receive, exchange.end))
+    def record(self, headers: Headers, path: str) -> Record:
+        """For a request that just came: under the client's own `x-request-id` if that is short and
+        printable, else under a new one."""
+        sent = header(headers, b"x-request-id")
+        if 0 < len(sent) <= 256 and sent.isascii() and (text := sent.decode("ascii")).isprintable():
+            return Record(text, path, self.clock.now())
+        return Record(f"{self._id_prefix}{next(self._ids):016x}", path, self.clock.now())
+
+    def read(self, endpoint: Endpoint, body: bytes, headers: Headers, record: Record) -> InferenceRequest:
+        """The complete body, decoded; the request's time counts from here. Raises InvalidRequest."""
+        self.metrics.request_bytes.observe(len(body))
+        record.started = self.clock.now()
+        return parse_request(endpoint, body, header(headers, b"content-type").decode("latin-1"))
+
+    def relay(
+        self,
+        request: InferenceRequest,
+        target: bytes,
+        headers: Headers,
+        fields: bytes,
+        record: Record,
+        client: Downstream,
+        owner: WorkerId | None = None,
+    ) -> Exchange:
+        """Plan the request and begin its exchange. Raises what `Planner.plan` raises."""
+        now = self.clock.now()
+        plan = self.planner.plan(request, target, headers, now, owner)
+        record.model, record.tokens, record.decision = plan.model, plan.query.tokens, plan.decision
+        self.metrics.routing_time.observe(self.clock.now() - record.started)
+        return self.begin(plan, fields, record, client)
+
+    def begin(self, plan: Plan, fields: bytes, record: Record, client: Downstream) -> Exchange:
+        """Start an exchange; it ends by itself, or by `Exchange.end`."""
+        exchange = Exchange(self.use, plan, record, fields, client, self._ended)
         self._running.add(exchange)
+        self.metrics.in_flight.inc()
+        exchange.begin()
+        return exchange
+
+    def refuse(self, record: Record, error: GatewayError, client: Downstream, shape: ErrorShape) -> None:
+        """Answer a request that has no exchange, and write it down."""
+        refuse(self.metrics, record, error, client, shape)
+        self.journal.finished(record)
+
+    def failed(self, record: Record, client: Downstream, shape: ErrorShape) -> None:
+        """Answer a request on which the gateway itself failed. Called while its exception is handled."""
+        log.exception("a request failed")
+        self.refuse(record, InternalError("Internal error."), client, shape)
+
+    async def deliver(self, exchange: Exchange, answer: AsgiAnswer, receive: Receive, send: Send) -> None:
+        """See an exchange through ASGI, while watching for its client to leave."""
+        watcher = asyncio.create_task(_watch(receive, exchange.end))
         self._watchers.add(watcher)
         watcher.add_done_callback(self._watchers.discard)
-        self.metrics.in_flight.inc()
         try:
-            await exchange.run(send)
+            await answer.deliver(send, exchange)
         finally:
-            self.metrics.in_flight.dec()
-            self._running.discard(exchange)
+            exchange.end("shutdown")  # cancelled from outside; else it is over
             watcher.cancel()
 
     async def aclose(self) -> None:
-        """Wait for the watchers of ended exchanges; the exchanges themselves belong to the server's tasks."""
+        """End what is left, wait for the watchers, write the last lines."""
+        self.cut()
         await asyncio.gather(*self._watchers, return_exceptions=True)
+        self.journal.flush()
+
+    def _ended(self, exchange: Exchange) -> None:
+        self._running.discard(exchange)
+        self.metrics.in_flight.dec()
 
 
 class InferenceEndpoint:
@@ -120,29 +185,29 @@ class InferenceEndpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         plane, endpoint = self._plane, self._endpoint
-        clock = plane.clock
         headers: Headers = scope["headers"]
-        record = Record(request_id(headers), endpoint.path, clock.now())
+        record = plane.record(headers, endpoint.path)
+        answer = AsgiAnswer(plane.held_bytes)
         try:
             plane.admit()
             plane.keys.check(headers)
             body = await read_body(receive, headers, plane.max_body_bytes)
-            plane.metrics.request_bytes.observe(len(body))
-            record.started = routing_started = clock.now()
-            request = parse_request(endpoint, body, header(headers, b"content-type").decode("latin-1"))
+            request = plane.read(endpoint, body, headers, record)
             owner = None
             if endpoint.stores_response and (previous := request.text("previous_response_id")):
                 owner = await plane.stored.find(previous)
-            plan = plane.planner.plan(request, target_of(scope), headers, clock.now(), owner)
-            record.model, record.tokens, record.decision = plan.model, plan.query.tokens, plan.decision
-            plane.metrics.routing_time.observe(clock.now() - routing_started)
-            await plane.run(plan, record, headers, receive, send)
+            fields = _fields(plane, headers)
+            exchange = plane.relay(request, target_of(scope), headers, fields, record, answer, owner)
         except ClientDisconnected:
-            record.status = record.status or _CLIENT_LEFT
+            left(plane, record)
         except GatewayError as error:
-            await refuse(plane, record, error, send, endpoint.errors)
-        finally:
-            plane.journal.finished(record)
+            plane.refuse(record, error, answer, endpoint.errors)
+            await answer.deliver(send, None)
+        except Exception:  # noqa: BLE001 - logged by `failed`
+            plane.failed(record, answer, endpoint.errors)
+            await answer.deliver(send, None)
+        else:
+            await plane.deliver(exchange, answer, receive, send)
 
 
 class StoredResponseEndpoint:
@@ -154,7 +219,8 @@ class StoredResponseEndpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         plane = self._plane
         headers: Headers = scope["headers"]
-        record = Record(request_id(headers), "/v1/responses/{id}", plane.clock.now())
+        record = plane.record(headers, "/v1/responses/{id}")
+        answer = AsgiAnswer(plane.held_bytes)
         try:
             plane.admit()
             plane.keys.check(headers)
@@ -163,31 +229,23 @@ class StoredResponseEndpoint:
             owner = await plane.stored.find(scope["path_params"]["response_id"])
             plan = plane.stored.plan(scope["method"].encode(), target_of(scope), body, owner, now)
             record.decision = plan.decision
-            await plane.run(plan, record, headers, receive, send)
+            exchange = plane.begin(plan, _fields(plane, headers), record, answer)
         except ClientDisconnected:
-            record.status = record.status or _CLIENT_LEFT
+            left(plane, record)
         except GatewayError as error:
-            await refuse(plane, record, error, send, ErrorShape.RESPONSES)
-        finally:
-            plane.journal.finished(record)
+            plane.refuse(record, error, answer, ErrorShape.RESPONSES)
+            await answer.deliver(send, None)
+        except Exception:  # noqa: BLE001 - logged by `failed`
+            plane.failed(record, answer, ErrorShape.RESPONSES)
+            await answer.deliver(send, None)
+        else:
+            await plane.deliver(exchange, answer, receive, send)
 
 
-async def refuse(
-    plane: DataPlane, record: Record, error: GatewayError, send: Send, shape: ErrorShape
-) -> None:
-    """Answer with the gateway's own error and note it."""
-    record.status = error.status
-    record.error = record.error or error.error_code or error.type
-    plane.metrics.rejected.labels(error.error_code or error.type).inc()
-    await send_error(send, error, [(b"x-request-id", record.request_id.encode("latin-1"))], shape)
-
-
-def request_id(headers: Headers) -> str:
-    """The client's own `x-request-id` if it is short and printable, else a new one."""
-    sent = header(headers, b"x-request-id")
-    if 0 < len(sent) <= 256 and sent.isascii() and sent.decode("ascii").isprintable():
-        return sent.decode("ascii")
-    return secrets.token_hex(16)
+def left(plane: DataPlane, record: Record) -> None:
+    """The client left before its request was complete."""
+    record.status = CLIENT_LEFT
+    plane.journal.finished(record)
 
 
 def target_of(scope: Scope) -> bytes:
@@ -195,6 +253,13 @@ def target_of(scope: Scope) -> bytes:
     path: bytes = scope["raw_path"]
     query: bytes = scope["query_string"]
     return path + b"?" + query if query else path
+
+
+def _fields(plane: DataPlane, headers: Headers) -> bytes:
+    try:
+        return relayed_fields(headers, without=plane.hidden_fields, added=plane.added_fields)
+    except ValueError as error:  # a header that would let one request look like two
+        raise InvalidRequest(f"The request cannot be forwarded: {error}.") from error
 
 
 async def _watch(receive: Receive, end: Callable[[str], None]) -> None:

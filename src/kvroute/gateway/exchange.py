@@ -1,12 +1,14 @@
 """One request's life behind the gateway: tried on workers in order, relayed, accounted.
 
-Everything that a dispatch accounts is given back in one `finally`, whatever mixture of errors,
-disconnects and retries ended it.
+A state machine that the loop drives: the worker's connection tells what arrived, the client's side takes
+it, and nothing in between is a task or a future. Whatever ends it (an answer, errors, a client that
+leaves, a shutdown, a defect), it passes `_end` once, where everything that was accounted is given back.
 """
 
 from __future__ import annotations
 
-import asyncio
+import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvroute.clock import Clock
@@ -24,22 +26,32 @@ from kvroute.errors import (
     WorkerUnreachable,
 )
 from kvroute.fleet.health import HealthMonitor
-from kvroute.gateway.asgi import ClientDisconnected, Headers, Send, header
-from kvroute.gateway.failures import error_event
-from kvroute.gateway.journal import Record
+from kvroute.gateway.asgi import Headers, header
+from kvroute.gateway.downstream import Downstream
+from kvroute.gateway.failures import InternalError, answer_error, error_event
+from kvroute.gateway.journal import Journal, Record
 from kvroute.gateway.planner import Plan
 from kvroute.gateway.stored import ResponseOwners, response_id_in
 from kvroute.gateway.usage import usage_in
 from kvroute.metrics import Metrics
+from kvroute.openai.endpoints import ErrorShape
 from kvroute.routing.decision import Candidate
 from kvroute.routing.router import Dispatch, Router
 from kvroute.tokens.estimate import TokenEstimator
-from kvroute.upstream.headers import request_headers, response_headers
+from kvroute.upstream.head import relayed_head
+from kvroute.upstream.headers import HOP_BY_HOP, response_headers
 from kvroute.upstream.response import UpstreamResponse
 from kvroute.upstream.retry import RetryBudget
 from kvroute.upstream.transports import Transports
 
+log = logging.getLogger(__name__)
+
 _RETRYABLE = (ConnectRefused, ConnectTimeout, ConnectionLost, PoolExhausted)
+_WITHOUT_BODY = (204, 304)
+_DROPPED = HOP_BY_HOP | {b"x-request-id", b"x-kvroute-worker", b"x-kvroute-strategy", b"x-kvroute-reason"}
+_DROPPED_WITHOUT_BODY = _DROPPED | {b"content-length"}
+CLIENT_LEFT = 499
+"""nginx's status for a request whose client left before its answer began; only metrics and logs see it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,150 +65,176 @@ class Collaborators:
     metrics: Metrics
     estimator: TokenEstimator
     owners: ResponseOwners
+    journal: Journal
     clock: Clock
     retry_statuses: frozenset[int]
-    worker_authorization: bytes | None
-    """Replaces the client's Authorization header towards workers."""
-    drops_authorization: bool
-    """The client's Authorization is a key of this gateway and is not shown to workers."""
 
 
 class Exchange:
-    """Mutable: one task runs it and fills in its record; only `end` may be called from elsewhere."""
+    """Mutable: by what it is told. Belongs to one event loop; every method returns at once."""
 
-    __slots__ = ("_headers", "_is_event_stream", "_plan", "_record", "_started", "_task", "_use")
+    __slots__ = (
+        "_before_last",
+        "_candidate",
+        "_client",
+        "_dispatch",
+        "_ended",
+        "_fields",
+        "_is_event_stream",
+        "_is_over",
+        "_is_started",
+        "_last",
+        "_plan",
+        "_record",
+        "_response",
+        "_tried",
+        "_use",
+    )
 
-    def __init__(self, use: Collaborators, plan: Plan, record: Record, headers: Headers) -> None:
+    def __init__(
+        self,
+        use: Collaborators,
+        plan: Plan,
+        record: Record,
+        fields: bytes,
+        client: Downstream,
+        ended: Callable[[Exchange], None],
+    ) -> None:
+        """`fields` are the client's headers as `upstream.headers.relayed_fields` gives them; `ended` is
+        called once, at the end."""
         self._use = use
         self._plan = plan
         self._record = record
-        self._headers = headers
-        self._task: asyncio.Task[object] | None = None
-        self._started = False
-        self._is_event_stream = False
+        self._fields = fields
+        self._client = client
+        self._ended = ended
+        self._tried = 0
+        self._candidate: Candidate | None = None
+        self._dispatch: Dispatch | None = None
+        self._response: UpstreamResponse | None = None
+        self._is_started = self._is_event_stream = self._is_over = False
+        self._before_last = self._last = b""
 
     @property
-    def started(self) -> bool:
-        """The head of an answer has been sent to the client."""
-        return self._started
+    def is_over(self) -> bool:
+        return self._is_over
+
+    def begin(self) -> None:
+        """Send the request to the first worker of the ranking."""
+        self._use.budget.request(self._plan.query.now)
+        try:
+            self._next()
+        except GatewayError as error:
+            self._give_up(error)
+        except Exception:
+            log.exception("an exchange failed")
+            self._give_up(InternalError("Internal error."))
 
     def end(self, by: str) -> None:
-        """Stop now: the client left ("client") or the gateway must stop ("shutdown").
+        """Stop now: the client left ("client") or the gateway must stop ("shutdown"). Later calls change
+        nothing."""
+        if self._is_over:
+            return
+        self._record.ended_by = by
+        self._use.metrics.streams_aborted.labels(by).inc()
+        if by == "client":
+            self._record.status = self._record.status or CLIENT_LEFT
+            self._client.cut()
+            self._end()
+        else:
+            self._give_up(ShuttingDown("The gateway is shutting down."))
 
-        Interrupts whatever await the exchange is in; calls after the first change nothing.
-        """
-        if self._task is not None and not self._record.ended_by:
-            self._record.ended_by = by
-            self._task.cancel()
+    def go_on(self) -> None:
+        """The client has taken what was written."""
+        if self._response is not None:
+            self._response.go_on()
 
-    async def run(self, send: Send) -> None:
-        """Answer the request.
-
-        Raises ClientDisconnected when the client left, and a GatewayError while nothing has been sent;
-        after that a failure ends the answer as its protocol allows: an event stream with an error
-        event, anything else by returning early, upon which the server closes the connection.
-        """
-        task = self._task = asyncio.current_task()
+    def answer_arrived(self, response: UpstreamResponse) -> None:
+        """As `upstream.response.AnswerListener`."""
+        if response is not self._response:
+            return
         try:
-            await self._run(send)
-        except asyncio.CancelledError:
-            by = self._record.ended_by
-            if task is None or by not in ("client", "shutdown"):
-                raise
-            task.uncancel()
-            self._use.metrics.streams_aborted.labels(by).inc()
-            if by == "client":
-                raise ClientDisconnected from None
-            self._task = None
-            await self._cut(send, ShuttingDown("The gateway is shutting down."))
-        finally:
-            self._task = None
-
-    async def _run(self, send: Send) -> None:
-        use, plan = self._use, self._plan
-        use.budget.request(plan.query.now)
-        remaining = len(plan.decision.ranking)
-        for candidate in plan.decision.ranking:
-            remaining -= 1
-            dispatch = use.router.dispatch(plan.query, plan.decision, candidate, use.clock.now())
-            try:
-                if await self._try(candidate, dispatch, send, can_retry=remaining > 0):
-                    return
-            finally:
-                dispatch.finish(use.clock.now())
-        raise WorkerUnreachable(f"None of {len(plan.decision.ranking)} routable workers could be reached.")
-
-    async def _try(self, candidate: Candidate, dispatch: Dispatch, send: Send, *, can_retry: bool) -> bool:
-        """One worker's turn. False when the next one should have it."""
-        use, plan = self._use, self._plan
-        try:
-            response = await self._send(candidate)
-        except UpstreamError as error:
-            self._failed(candidate, error, can_retry=can_retry)
-            return False
-        try:
+            if self._is_started:
+                self._relay()
             # The head waits for the first body byte: until then another worker can still answer.
-            try:
-                chunk = await response.next_chunk()
-            except UpstreamError as error:
-                self._failed(candidate, error, can_retry=can_retry)
-                return False
-            use.health.report_status(candidate.worker, response.status)
-            if can_retry and response.status in use.retry_statuses and self._spend("status"):
-                return False
-            use.metrics.routed(
-                plan.model, plan.decision.strategy, plan.query.tokens, candidate.matched_tokens
-            )
-            await self._relay(response, chunk, dispatch, candidate, send)
-            return True
-        finally:
-            response.abort()  # a no-op when the answer was complete and its connection went back
+            elif response.parts or (response.is_over and response.error is None):
+                self._start()
+            elif response.is_over:
+                self._failed()
+        except GatewayError as error:
+            self._give_up(error)
+        except Exception:
+            log.exception("an exchange failed")
+            self._give_up(InternalError("Internal error."))
 
-    async def _send(self, candidate: Candidate) -> UpstreamResponse:
-        """Send the request to one worker; a kept connection that turns out dead is replaced once."""
+    # Towards the worker.
+
+    def _next(self) -> None:
+        """Dispatch to the next worker of the ranking."""
         use, plan, record = self._use, self._plan, self._record
-        worker = candidate.worker
-        transport = use.transports.of(worker)
-        headers = request_headers(
-            self._headers,
-            host=transport.host,
-            request_id=record.request_id.encode("latin-1"),
-            content_length=len(plan.body),
-        )
-        if use.drops_authorization or use.worker_authorization is not None:
-            headers = [pair for pair in headers if pair[0].lower() != b"authorization"]
-            if use.worker_authorization is not None:
-                headers.append((b"authorization", use.worker_authorization))
-        record.worker = worker.id
+        candidate = self._candidate = plan.decision.ranking[self._tried]
+        self._tried += 1
+        self._dispatch = use.router.dispatch(plan.query, plan.decision, candidate, use.clock.now())
+        record.worker = candidate.worker.id
         record.matched_tokens = candidate.matched_tokens
         record.attempts += 1
-        try:
-            return await transport.send(plan.method, plan.target, headers, plan.body)
-        except ConnectionLost as error:
-            if not error.reused or not self._spend("stale_connection"):
-                raise
-        except ValueError as error:  # a header that would let one request look like two
-            raise InvalidRequest(f"The request cannot be forwarded: {error}.") from error
-        return await transport.send(plan.method, plan.target, headers, plan.body, fresh=True)
+        self._submit(candidate)
 
-    def _failed(self, candidate: Candidate, error: UpstreamError, *, can_retry: bool) -> None:
-        """Tell health of a failed attempt; raise what the client sees unless another worker may try."""
-        use, worker = self._use, candidate.worker
+    def _submit(self, candidate: Candidate, *, fresh: bool = False) -> None:
+        plan = self._plan
+        transport = self._use.transports.of(candidate.worker)
+        try:
+            head = relayed_head(
+                plan.method,
+                plan.target,
+                transport.host,
+                self._fields,
+                self._record.request_id.encode("latin-1"),
+                len(plan.body),
+            )
+        except ValueError as error:
+            raise InvalidRequest(f"The request cannot be forwarded: {error}.") from error
+        self._response = transport.submit(head, plan.body, self, fresh=fresh)
+
+    def _give_back(self) -> None:
+        """The attempt is over."""
+        response, dispatch = self._response, self._dispatch
+        self._response = self._dispatch = None
+        if response is not None:
+            response.abort()  # a no-op when the answer was complete and its connection went back
+        if dispatch is not None:
+            dispatch.finish(self._use.clock.now())
+
+    def _failed(self) -> None:
+        """No byte of an answer came. Tell health; the next worker, or what the client sees."""
+        candidate, response = self._candidate, self._response
+        assert candidate is not None
+        assert response is not None
+        assert response.error is not None
+        use, worker, error = self._use, candidate.worker, response.error
+        if isinstance(error, ConnectionLost) and error.reused and self._spend("stale_connection"):
+            # The worker closed a kept connection as the request came: that says nothing about it.
+            self._submit(candidate, fresh=True)
+            return
         self._record.error = error.cause
         if isinstance(error, ConnectRefused):
             use.health.report_refused(worker)
-        elif not isinstance(error, PoolExhausted):  # that is our own limit, not the worker's failure
+        else:
             use.health.report_failure(worker, error.cause)
+        can_retry = self._tried < len(self._plan.decision.ranking)
         if isinstance(error, _RETRYABLE) and can_retry and self._spend(error.cause):
+            self._give_back()
+            self._next()
             return
+        raise self._visible(error, worker.id, can_retry) from error
+
+    def _visible(self, error: UpstreamError, worker: str, can_retry: bool) -> GatewayError:
         if isinstance(error, ResponseTimeout):
-            raise WorkerTimeout(f"Worker {worker.id!r} did not answer in time.") from error
+            return WorkerTimeout(f"Worker {worker!r} did not answer in time.")
         if not can_retry and isinstance(error, _RETRYABLE):
             tried = self._record.attempts
-            raise WorkerUnreachable(
-                f"No worker could be reached ({tried} attempts, last: {error.cause})."
-            ) from error
-        raise WorkerUnreachable(f"Worker {worker.id!r} failed before it answered ({error.cause}).") from error
+            return WorkerUnreachable(f"No worker could be reached ({tried} attempts, last: {error.cause}).")
+        return WorkerUnreachable(f"Worker {worker!r} failed before it answered ({error.cause}).")
 
     def _spend(self, cause: str) -> bool:
         """Whether an attempt may be repeated; refused connections cost nothing of the budget."""
@@ -207,55 +245,108 @@ class Exchange:
         use.metrics.retries.labels(cause).inc()
         return True
 
-    async def _relay(
-        self, response: UpstreamResponse, chunk: bytes, dispatch: Dispatch, candidate: Candidate, send: Send
-    ) -> None:
-        use, record = self._use, self._record
-        record.status = response.status
+    # Towards the client.
+
+    def _start(self) -> None:
+        """The first body byte is here, or the whole of an answer without a body."""
+        use, plan, record, response = self._use, self._plan, self._record, self._response
+        candidate, dispatch = self._candidate, self._dispatch
+        assert candidate is not None
+        assert response is not None
+        assert dispatch is not None
+        status = response.status
+        use.health.report_status(candidate.worker, status)
+        if (
+            status in use.retry_statuses
+            and self._tried < len(plan.decision.ranking)
+            and self._spend("status")
+        ):
+            self._give_back()
+            self._next()
+            return
+        decision = plan.decision
+        use.metrics.routed(plan.model, decision.strategy, plan.query.tokens, candidate.matched_tokens)
+        record.status = status
         record.first_byte = now = use.clock.now()
         self._is_event_stream = header(response.headers, b"content-type").startswith(b"text/event-stream")
         if self._is_event_stream:
             dispatch.first_token(now)
-        if self._plan.stores_response and (response_id := response_id_in(chunk)):
+        if plan.stores_response and (response_id := response_id_in(b"".join(response.parts))):
             use.owners.remember(response_id, candidate.worker.id)
-        added = [
+        headers = response_headers(
+            response.headers, _DROPPED if status not in _WITHOUT_BODY else _DROPPED_WITHOUT_BODY
+        )
+        headers += (
             (b"x-request-id", record.request_id.encode("latin-1")),
             (b"x-kvroute-worker", candidate.worker.id.encode()),
-            (b"x-kvroute-strategy", self._plan.decision.strategy.encode()),
-            (b"x-kvroute-reason", self._plan.decision.reason.value.encode()),
-        ]
-        self._started = True
-        await send(
-            {
-                "type": "http.response.start",
-                "status": response.status,
-                "headers": response_headers(response.headers, added),
-            }
+            (b"x-kvroute-strategy", decision.strategy.encode()),
+            (b"x-kvroute-reason", decision.reason.encode()),
         )
-        before_last = last = b""
-        try:
-            while chunk:
-                await send({"type": "http.response.body", "body": chunk, "more_body": True})
-                before_last, last = last, chunk
-                chunk = await response.next_chunk()
-        except UpstreamError as error:
-            record.ended_by, record.error = "worker", error.cause
-            use.metrics.streams_aborted.labels("worker").inc()
-            use.health.report_failure(candidate.worker, error.cause)
-            await self._cut(send, WorkerUnreachable(f"Worker {candidate.worker.id!r} broke off its answer."))
-            return
-        await send({"type": "http.response.body", "body": b""})
-        if response.status == 200 and (usage := usage_in(before_last, last)):
-            use.metrics.reported(
-                self._plan.model, candidate.worker.id, usage.prompt_tokens, usage.cached_tokens
-            )
-            use.estimator.observe(self._plan.model, self._plan.prompts, usage.prompt_tokens)
+        self._is_started = True
+        self._client.start(status, headers)
+        self._relay()
 
-    async def _cut(self, send: Send, error: GatewayError) -> None:
-        """End an answer that cannot be completed."""
-        if not self._started:
-            raise error
-        if self._is_event_stream:
-            event = error_event(error, self._plan.errors)
-            await send({"type": "http.response.body", "body": event, "more_body": True})
-            await send({"type": "http.response.body", "body": b""})
+    def _relay(self) -> None:
+        """Pass on what has arrived."""
+        response = self._response
+        assert response is not None
+        chunk = response.take()
+        if chunk:
+            self._before_last, self._last = self._last, chunk
+        if response.is_over and response.error is None:
+            self._client.finish(chunk)
+            self._learn(response)
+            self._end()
+            return
+        if chunk:
+            self._client.write(chunk)
+        if response.error is not None:
+            self._broken(response.error)
+        elif self._client.is_paused:
+            response.hold()
+
+    def _learn(self, response: UpstreamResponse) -> None:
+        use, plan, record = self._use, self._plan, self._record
+        if response.status == 200 and (usage := usage_in(self._before_last, self._last)):
+            use.metrics.reported(plan.model, record.worker, usage.prompt_tokens, usage.cached_tokens)
+            use.estimator.observe(plan.model, plan.prompts, usage.prompt_tokens)
+
+    def _broken(self, error: UpstreamError) -> None:
+        """The worker broke off its answer."""
+        use, record, candidate = self._use, self._record, self._candidate
+        assert candidate is not None
+        record.ended_by, record.error = "worker", error.cause
+        use.metrics.streams_aborted.labels("worker").inc()
+        use.health.report_failure(candidate.worker, error.cause)
+        self._give_up(WorkerUnreachable(f"Worker {candidate.worker.id!r} broke off its answer."))
+
+    def _give_up(self, error: GatewayError) -> None:
+        """End as the protocol allows: an error answer while nothing has been sent, an error event in an
+        event stream, else by breaking off."""
+        if self._is_over:
+            return
+        client = self._client
+        if not self._is_started:
+            refuse(self._use.metrics, self._record, error, client, self._plan.errors)
+        elif self._is_event_stream:
+            client.finish(error_event(error, self._plan.errors))
+        else:
+            client.cut()
+        self._end()
+
+    def _end(self) -> None:
+        self._is_over = True
+        self._give_back()
+        self._use.journal.finished(self._record)
+        self._ended(self)
+
+
+def refuse(
+    metrics: Metrics, record: Record, error: GatewayError, client: Downstream, shape: ErrorShape
+) -> None:
+    """Answer with the gateway's own error and note it in `record`."""
+    record.status = error.status
+    record.error = record.error or error.error_code or error.type
+    metrics.rejected.labels(error.error_code or error.type).inc()
+    added: Headers = [(b"x-request-id", record.request_id.encode("latin-1"))]
+    answer_error(client, error, added, shape)

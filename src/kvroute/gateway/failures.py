@@ -5,8 +5,13 @@ from __future__ import annotations
 import json
 
 from kvroute.errors import GatewayError
-from kvroute.gateway.asgi import Headers, Send
+from kvroute.gateway.asgi import Headers
+from kvroute.gateway.downstream import Downstream
 from kvroute.openai.endpoints import ErrorShape
+
+
+class InternalError(GatewayError):
+    """A defect of the gateway; the log has its traceback."""
 
 
 def error_body(error: GatewayError, shape: ErrorShape = ErrorShape.OPENAI) -> bytes:
@@ -35,8 +40,11 @@ def error_event(error: GatewayError, shape: ErrorShape) -> bytes:
     return b"\n\ndata: " + error_body(error) + b"\n\n"
 
 
-async def send_error(
-    send: Send, error: GatewayError, added: Headers | None = None, shape: ErrorShape = ErrorShape.OPENAI
+def answer_error(
+    client: Downstream,
+    error: GatewayError,
+    added: Headers | None = None,
+    shape: ErrorShape = ErrorShape.OPENAI,
 ) -> None:
     """Answer a request with `error`; nothing may have been sent for it yet."""
     body = error_body(error, shape)
@@ -49,5 +57,5 @@ async def send_error(
         headers.append((b"retry-after", str(error.retry_after_s).encode()))
     if error.status == 401:
         headers.append((b"www-authenticate", b"Bearer"))
-    await send({"type": "http.response.start", "status": error.status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
+    client.start(error.status, headers)
+    client.finish(body)

@@ -64,6 +64,13 @@ class ServerOptions(Options):
         "Let a request choose its strategy by `x-kvroute-strategy`.",
         higher="experiments per request; any client can undo the routing",
     )
+    fast_lane: Annotated[bool, Switch] = option(
+        True,
+        "Relay plain requests inside the HTTP server's own protocol instead of through ASGI. What clients "
+        "and workers see is the same.",
+        higher="on: half the CPU time per request",
+        lower="off: rules the lane out when something looks wrong",
+    )
     decisions_kept: int = option(
         1000,
         "Routing decisions kept for `GET /admin/decisions`.",

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from xxhash import xxh3_64_intdigest
 
-from kvroute.blocks.keys import BYTES_PER_TOKEN, CacheSpace
+from kvroute.blocks.keys import BLOCK_BYTES, BYTES_PER_TOKEN, CacheSpace
 from kvroute.errors import InvalidRequest, NoRoutableWorker
 from kvroute.fleet.fleet import Fleet
 from kvroute.fleet.worker import WorkerId
@@ -24,10 +24,13 @@ from kvroute.tokens.estimate import TokenEstimator
 STRATEGY_HEADER = b"x-kvroute-strategy"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Plan:
-    """What is going to happen to one request. `model` is the name its workers know it by, `target`
-    path and query as they came; `stores_response` and `errors` are the endpoint's."""
+    """What is going to happen to one request; not changed once made.
+
+    `model` is the name its workers know it by, `target` path and query as they came; `stores_response`
+    and `errors` are the endpoint's.
+    """
 
     method: bytes
     target: bytes
@@ -56,6 +59,7 @@ class Planner:
         self._router = router
         self._estimator = estimator
         self._session_keys = tuple(session_keys)
+        self._spaces: dict[str, CacheSpace] = {}  # of models that exist: their names come from workers
         self._allow_strategy_header = allow_strategy_header
 
     def plan(
@@ -65,8 +69,11 @@ class Planner:
         headers: Headers,
         now: float,
         owner: WorkerId | None = None,
+        *,
+        with_session: bool = False,
     ) -> Plan:
-        """Choose. `owner` is the worker that holds the stored response which the request continues.
+        """Choose. `owner` is the worker that holds the stored response which the request continues;
+        `with_session` looks for a session key even if the strategy does not ask for one.
 
         Raises ModelNotFound, InvalidRequest (no model named and several to choose from, or an unknown
         strategy asked for) and NoRoutableWorker.
@@ -81,7 +88,11 @@ class Planner:
                 f"No routable worker serves the model {model!r} at the moment.", retry_after_s=1
             )
         strategy = self._router.strategy(model, self._asked_strategy(headers))
-        prompts, query = self._query(request, headers, model, now, strategy.needs is Needs.PROMPT)
+        needs = strategy.needs
+        session = None
+        if with_session or needs is Needs.SESSION_KEY:
+            session = session_key(self._session_keys, request, headers)
+        prompts, query = self._query(request, model, now, session, needs is Needs.PROMPT)
         decision = None
         if owner is not None:
             decision = self._router.pinned(query, view, owner)
@@ -103,19 +114,30 @@ class Planner:
             )
         return name or None
 
+    def _space(self, model: str, salt: str) -> CacheSpace:
+        if salt:
+            return CacheSpace(model, salt)
+        space = self._spaces.get(model)
+        if space is None:
+            space = self._spaces[model] = CacheSpace(model)
+        return space
+
     def _query(
-        self, request: InferenceRequest, headers: Headers, model: str, now: float, wants_prompt: bool
+        self, request: InferenceRequest, model: str, now: float, session: str | None, wants_prompt: bool
     ) -> tuple[Sequence[Prompt], RouteQuery]:
         prompts: Sequence[Prompt] = ()
         if wants_prompt:
             prompts = prompts_of(request)
         if prompts:
-            space = CacheSpace(model, cache_salt_of(request.fields))
-            keys = tuple(self._estimator.prompt_keys(prompt, space) for prompt in prompts)
-            tokens = sum(entry.tokens for entry in keys)
+            space = self._space(model, cache_salt_of(request))
+            keys = tuple([self._estimator.prompt_keys(prompt, space) for prompt in prompts])
+            tokens = sum([entry.tokens for entry in keys])
             fingerprint = space.seed
-            for prompt in prompts:
-                fingerprint = xxh3_64_intdigest(prompt.data, fingerprint)
+            for prompt, entry in zip(prompts, keys, strict=True):
+                blocks = len(entry.keys)
+                fingerprint ^= xxh3_64_intdigest(
+                    prompt.data[blocks * BLOCK_BYTES :], entry.keys[-1] if blocks else fingerprint
+                )
         else:
             keys = ()
             tokens = int(len(request.body) / BYTES_PER_TOKEN) if request.endpoint.fills_kv_cache else 1
@@ -125,7 +147,7 @@ class Planner:
             now=now,
             prompts=keys,
             tokens=tokens,
-            session_key=session_key(self._session_keys, request, headers),
+            session_key=session,
             streamed=request.stream,
             fingerprint=fingerprint,
         )

@@ -8,6 +8,7 @@ import msgspec
 
 from kvroute.errors import InvalidRequest
 from kvroute.openai.endpoints import BodyKind
+from kvroute.openai.json import UNREADABLE
 from kvroute.openai.request import InferenceRequest
 
 _decode_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
@@ -32,7 +33,7 @@ def with_model(request: InferenceRequest, model: str) -> bytes:
         try:
             if {name: bytes(raw) for name, raw in _decode_fields(body).items()} == wanted:
                 return body
-        except msgspec.DecodeError:
+        except UNREADABLE:
             continue
     raise InvalidRequest("The `model` field of this body cannot be replaced by its alias.", param="model")
 

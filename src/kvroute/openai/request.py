@@ -7,46 +7,126 @@ alias's `model` field.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 
 import msgspec
+from msgspec import UNSET, Raw, UnsetType
 
 from kvroute.errors import InvalidRequest
 from kvroute.openai.endpoints import BodyKind, Endpoint
+from kvroute.openai.json import UNREADABLE
 from kvroute.openai.multipart import form_fields
 
-_decode_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+BEFORE_MESSAGES = ("tools", "functions", "documents", "chat_template_kwargs", "system", "instructions")
+"""Fields that chat templates render before the messages, in their order."""
+
+_decode_fields = msgspec.json.Decoder(dict[str, Raw]).decode
 _decode_string = msgspec.json.Decoder(str).decode
 
 
-@dataclass(frozen=True, slots=True)
+class Message(msgspec.Struct):
+    """The fields of a message that templates render, and of items of the Responses API that are none."""
+
+    role: Raw | UnsetType = UNSET
+    content: Raw | UnsetType = UNSET
+    name: Raw | UnsetType = UNSET
+    reasoning: Raw | UnsetType = UNSET
+    reasoning_content: Raw | UnsetType = UNSET
+    tool_calls: Raw | UnsetType = UNSET
+    tool_call_id: Raw | UnsetType = UNSET
+    type: Raw | UnsetType = UNSET
+    arguments: Raw | UnsetType = UNSET
+    output: Raw | UnsetType = UNSET
+
+
+class _Body(msgspec.Struct):
+    """What every request is read for; of a body with messages these too, in the same pass."""
+
+    model: Raw | UnsetType = UNSET
+    stream: Raw | UnsetType = UNSET
+    messages: list[Message] | UnsetType = UNSET
+    cache_salt: Raw | UnsetType = UNSET
+    tools: Raw | UnsetType = UNSET
+    functions: Raw | UnsetType = UNSET
+    documents: Raw | UnsetType = UNSET
+    chat_template_kwargs: Raw | UnsetType = UNSET
+    system: Raw | UnsetType = UNSET
+    instructions: Raw | UnsetType = UNSET
+
+
+_decode_body = msgspec.json.Decoder(_Body).decode
+
+
 class InferenceRequest:
     """One request to an inference endpoint.
 
-    `fields` maps each top-level field to its raw JSON; it is None where the body was not understood
-    (Python's json takes it, our parser does not) and then travels unread, or is not JSON at all.
-    `model` is None when the body names none.
+    `model` is None when the body names none. `messages` are there when the body has a list of objects
+    under that name. `head` holds what a chat template renders before them, in its order.
+    Mutable: `fields` is decoded when first asked for.
     """
 
-    endpoint: Endpoint
-    body: bytes
-    model: str | None
-    stream: bool = False
-    fields: Mapping[str, msgspec.Raw] | None = None
-    form: Mapping[str, str] = field(default_factory=dict)
+    __slots__ = (
+        "_fields",
+        "body",
+        "cache_salt",
+        "endpoint",
+        "form",
+        "head",
+        "is_read",
+        "messages",
+        "model",
+        "stream",
+    )
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        body: bytes,
+        model: str | None,
+        stream: bool = False,
+        *,
+        is_read: bool = False,
+        fields: Mapping[str, Raw] | None = None,
+        messages: Sequence[Message] | None = None,
+        head: Sequence[Raw] = (),
+        cache_salt: Raw | None = None,
+        form: Mapping[str, str] | None = None,
+    ) -> None:
+        self.endpoint = endpoint
+        self.body = body
+        self.model = model
+        self.stream = stream
+        self.is_read = is_read
+        """False where the body was not understood (Python's json takes it, our parser does not) and
+        travels unread, or is not JSON at all."""
+        self.messages = messages
+        self.head = head
+        self.cache_salt = cache_salt
+        self.form = form or {}
+        self._fields = fields
+
+    @property
+    def fields(self) -> Mapping[str, Raw] | None:
+        """Each top-level field's raw JSON; None where the body was not understood."""
+        if self._fields is None and self.is_read:
+            try:
+                self._fields = _decode_fields(self.body)
+            except UNREADABLE:  # in a field that was skipped at first
+                self.is_read = False
+        return self._fields
 
     def text(self, path: str) -> str | None:
         """The string at a dotted path of the body (`metadata.session_id`), None where there is none."""
-        if self.fields is None:
+        fields = self.fields
+        if fields is None:
             return self.form.get(path)
         head, _, rest = path.partition(".")
-        raw = self.fields.get(head)
+        raw = fields.get(head)
         if raw is None:
             return None
         try:
             value = msgspec.json.decode(raw)
-        except msgspec.DecodeError:
+        except UNREADABLE:
             return None
         for key in rest.split(".") if rest else ():
             if not isinstance(value, dict):
@@ -59,7 +139,7 @@ def parse_request(endpoint: Endpoint, body: bytes, content_type: str = "") -> In
     """Read `body` as far as routing needs it.
 
     Raises InvalidRequest when the body is not a JSON object or its `model` is not a string; every
-    other mistake is the worker's to report. About 1 us for small bodies, 45 us for 256 KB.
+    other mistake is the worker's to report. About 1 us for small bodies, 60 us for a 256 KB chat.
     """
     if endpoint.body is BodyKind.MULTIPART:
         form = form_fields(body, content_type)
@@ -67,20 +147,65 @@ def parse_request(endpoint: Endpoint, body: bytes, content_type: str = "") -> In
             endpoint, body, form.get("model") or None, form.get("stream") == "true", form=form
         )
     try:
-        fields = _decode_fields(body)
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        return _unread(endpoint, body)
-    raw_model = fields.get("model")
-    model: str | None = None
-    if raw_model is not None and bytes(raw_model) != b"null":
-        try:
-            model = _decode_string(raw_model)
-        except msgspec.DecodeError:
-            raise InvalidRequest("`model` must be a string.", param="model") from None
-    raw_stream = fields.get("stream")
+        found = _decode_body(body)
+        model = _model(found.model)
+    except UNREADABLE:
+        return _loosely(endpoint, body)
+    head = [
+        raw
+        for raw in (
+            found.tools,
+            found.functions,
+            found.documents,
+            found.chat_template_kwargs,
+            found.system,
+            found.instructions,
+        )
+        if raw is not UNSET
+    ]
     return InferenceRequest(
-        endpoint, body, model, raw_stream is not None and bytes(raw_stream) == b"true", fields
+        endpoint,
+        body,
+        model,
+        found.stream is not UNSET and bytes(found.stream) == b"true",
+        is_read=True,
+        messages=None if found.messages is UNSET else found.messages,
+        head=head,
+        cache_salt=None if found.cache_salt is UNSET else found.cache_salt,
     )
+
+
+def _loosely(endpoint: Endpoint, body: bytes) -> InferenceRequest:
+    """A body whose `messages` are no list of objects, or which is no JSON object."""
+    try:
+        fields = _decode_fields(body)
+        model = _model(fields.get("model", UNSET))
+    except UNREADABLE:
+        return _unread(endpoint, body)
+    stream = fields.get("stream")
+    return InferenceRequest(
+        endpoint,
+        body,
+        model,
+        stream is not None and bytes(stream) == b"true",
+        is_read=True,
+        fields=fields,
+        head=[fields[name] for name in BEFORE_MESSAGES if name in fields],
+        cache_salt=fields.get("cache_salt"),
+    )
+
+
+def _model(raw: Raw | UnsetType) -> str | None:
+    """The name, None where none is given; an empty one is none to vLLM too. Raises what is in UNREADABLE
+    for a string that only Python's json takes."""
+    if raw is UNSET:
+        return None
+    data = bytes(raw)
+    if data.startswith(b'"'):
+        return _decode_string(raw) or None
+    if data == b"null":
+        return None
+    raise InvalidRequest("`model` must be a string.", param="model")
 
 
 def _unread(endpoint: Endpoint, body: bytes) -> InferenceRequest:
@@ -94,4 +219,4 @@ def _unread(endpoint: Endpoint, body: bytes) -> InferenceRequest:
     model = value.get("model")
     if model is not None and not isinstance(model, str):
         raise InvalidRequest("`model` must be a string.", param="model")
-    return InferenceRequest(endpoint, body, model, value.get("stream") is True)
+    return InferenceRequest(endpoint, body, model or None, value.get("stream") is True)

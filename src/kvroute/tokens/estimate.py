@@ -39,7 +39,8 @@ class TokenEstimator:
         self._ratio[model] = seen if known is None else known + _WEIGHT * (seen - known)
 
     def prompt_keys(self, prompt: Prompt, space: CacheSpace) -> PromptKeys:
-        """The prompt's chained keys with its estimated length. About 0.3 us a block."""
+        """The prompt's chained keys with its estimated length. The keys are made as they are
+        asked for."""
         ratio = _TOKEN_ID_BYTES if prompt.is_token_ids else self.bytes_per_token(space.model)
         return PromptKeys(
             keys=block_keys(prompt.data, seed=space.seed),

@@ -92,13 +92,13 @@ class UpstreamConnection(asyncio.Protocol):
         self._content_length: int | None = None
 
     def start(
-        self, head: bytes, body: bytes, *, is_head_request: bool, idle_timeout_s: float
-    ) -> UpstreamResponse:
-        """Write a request; its answer fills the response. Needs an open connection without an exchange."""
+        self, head: bytes, body: bytes, response: UpstreamResponse, *, is_head_request: bool = False
+    ) -> None:
+        """Write a request; its answer fills `response`. Needs an open connection without an exchange."""
         transport = self._transport
         if transport is None or not self.is_open or self._exchange is not None:
             raise RuntimeError("the connection is closed or in use")
-        response = UpstreamResponse(self, reused=self.exchanges > 0, idle_timeout_s=idle_timeout_s)
+        response.attach(self, reused=self.exchanges > 0)
         self.exchanges += 1
         self._exchange = response
         self._is_head_request = is_head_request
@@ -110,7 +110,6 @@ class UpstreamConnection(asyncio.Protocol):
         else:
             transport.write(head)
             transport.write(body)
-        return response
 
     def abort_exchange(self) -> None:
         """Give the answer under way up and close the socket."""
@@ -124,6 +123,12 @@ class UpstreamConnection(asyncio.Protocol):
             self.is_open = False
             self.deadline.close()
             self._transport.abort()
+
+    def pause_reading(self) -> None:
+        """Stop reading, if the socket is open and read from."""
+        if not self._is_paused and self._transport is not None:
+            self._is_paused = True
+            self._transport.pause_reading()
 
     def resume_reading(self) -> None:
         """Read on, if reading was paused because too much was unread."""
@@ -153,16 +158,14 @@ class UpstreamConnection(asyncio.Protocol):
             if not self._done:
                 self._fail(self._violation(exc))
                 return
-        unread_bytes = exchange.received(size)
         if self._done:
             self._complete(exchange)
         elif not exchange.status:
             self._head_read_bytes += size
             if self._head_read_bytes > MAX_HEAD_BYTES:
                 self._fail(self._head_too_large())
-        elif unread_bytes > self._unread_limit and not self._is_paused and self._transport is not None:
-            self._is_paused = True
-            self._transport.pause_reading()
+        elif exchange.received(size) > self._unread_limit:
+            self.pause_reading()
 
     def eof_received(self) -> None:
         self._closed_by_worker(None)
@@ -244,12 +247,12 @@ class UpstreamConnection(asyncio.Protocol):
         )
         self._exchange = self._body = None
         self.deadline.clear()
-        exchange.end()
         if self.is_open:
             self.resume_reading()
         elif transport is not None:
             transport.abort()
         self._owner.exchange_ended(self)
+        exchange.end()  # last: a listener may start the next exchange on this very connection
 
     def _fail(self, error: UpstreamError) -> None:
         exchange = self._exchange
@@ -258,10 +261,10 @@ class UpstreamConnection(asyncio.Protocol):
         self.is_open = False
         self._exchange = self._body = None
         self.deadline.clear()
-        exchange.end(error)
         if self._transport is not None:
             self._transport.abort()
         self._owner.exchange_ended(self)
+        exchange.end(error)
 
     def _closed_by_worker(self, exc: Exception | None) -> None:
         self.is_open = False

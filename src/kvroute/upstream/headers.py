@@ -25,49 +25,41 @@ HOP_BY_HOP = frozenset(
     }
 )
 
-# Written by the gateway itself. `expect` is answered by our own server: the body is already here.
-_REQUEST_DROPPED = HOP_BY_HOP | {b"host", b"content-length", b"expect"}
+REWRITTEN = frozenset({b"host", b"content-length", b"x-request-id"})
+"""Headers of a request that the gateway writes itself."""
+
+NOT_RELAYED = HOP_BY_HOP | REWRITTEN | {b"expect"}
+"""`expect` is answered by our own server: the body is already here."""
 
 
-def request_headers(
-    raw: Sequence[tuple[bytes, bytes]], *, host: bytes, request_id: bytes, content_length: int
-) -> RawHeaders:
-    """Headers for the worker: `host` first, then the client's own without hop-by-hop ones.
+def relayed_fields(
+    raw: Sequence[tuple[bytes, bytes]], *, without: frozenset[bytes] = frozenset(), added: bytes = b""
+) -> bytes:
+    """The client's headers as they go to a worker, each line with its end, then `added`.
 
-    `x-request-id` becomes `request_id`, in its place or at the end. `content-length` is that of the
-    body that is sent; it is left out when there is no body and the client announced none.
+    Left out are hop-by-hop ones, those that every attempt writes anew (`REWRITTEN`) and those in
+    `without` (lower-case). Raises ValueError for a line break or NUL in a header.
     """
-    dropped = _with_named_by_connection(_REQUEST_DROPPED, raw)
-    out = [(b"host", host)]
-    has_id = False
-    announced = content_length > 0
-    for header in raw:
-        lower = header[0].lower()
-        if lower == b"x-request-id":
-            if not has_id:
-                has_id = True
-                out.append((header[0], request_id))
-        elif lower not in dropped:
-            out.append(header)
-        elif lower == b"content-length" or lower == b"transfer-encoding":
-            announced = True
-    if not has_id:
-        out.append((b"x-request-id", request_id))
-    if announced:
-        out.append((b"content-length", b"%d" % content_length))
-    return out
+    dropped = _with_named_by_connection(NOT_RELAYED | without if without else NOT_RELAYED, raw)
+    lines = [b"%b: %b\r\n" % header for header in raw if header[0].lower() not in dropped]
+    fields = b"".join(lines)
+    breaks = len(lines)
+    if fields.count(b"\n") != breaks or fields.count(b"\r") != breaks or b"\0" in fields:
+        raise ValueError("a header holds a line break or NUL")
+    return fields + added
 
 
 def response_headers(
-    raw: Sequence[tuple[bytes, bytes]], added: Sequence[tuple[bytes, bytes]] = ()
+    raw: Sequence[tuple[bytes, bytes]], dropped: frozenset[bytes] = HOP_BY_HOP
 ) -> RawHeaders:
-    """Headers for the client: the worker's without hop-by-hop ones, then `added`.
-
-    An added header replaces the worker's of the same name (any case).
-    """
-    dropped = _with_named_by_connection(HOP_BY_HOP.union([name.lower() for name, _ in added]), raw)
-    out = [header for header in raw if header[0].lower() not in dropped]
-    out += added
+    """Headers for the client: the worker's, names in lower case, without those in `dropped`, which has
+    the hop-by-hop ones and what the gateway sets itself."""
+    dropped = _with_named_by_connection(dropped, raw)
+    out = []
+    for name, value in raw:
+        lower = name.lower()
+        if lower not in dropped:
+            out.append((lower, value))
     return out
 
 

@@ -90,6 +90,16 @@ class ConnectionPool:
             self._return_permit()
             raise
 
+    def take_idle(self) -> UpstreamConnection | None:
+        """An idle connection as of `acquire`, None where that may have to wait."""
+        if self._permits is None:
+            idle = self._idle
+            while idle:
+                connection = idle.popitem()[0]
+                if connection.is_open:
+                    return connection
+        return None
+
     def retire(self) -> None:
         """Open and keep no more connections; exchanges under way finish. Idempotent."""
         self._is_retired = True

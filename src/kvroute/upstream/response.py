@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from kvroute.errors import UpstreamError
 
@@ -11,10 +11,22 @@ if TYPE_CHECKING:
     from kvroute.upstream.connection import UpstreamConnection
 
 
+class AnswerListener(Protocol):
+    """Hears of an answer as it arrives, instead of awaiting it."""
+
+    def answer_arrived(self, response: UpstreamResponse) -> None:
+        """The head is here, or body bytes, or the end, or several of them: look and `take`.
+
+        Called on the loop, once for each read from the socket; never after `abort`, nor after the end.
+        """
+        ...
+
+
 class UpstreamResponse:
     """One exchange on a connection: head, then body chunk by chunk. For one reader at a time.
 
-    Whoever holds it reads it to the end or calls `abort()`. The connection goes back to the pool by
+    It is read by awaiting `head` and `next_chunk`, or pushed to a listener. Whoever holds it reads it to
+    the end or calls `abort()`. The connection goes back to the pool by
     itself once the whole answer has arrived, even if it has not been read yet; from then on this
     object only holds what is unread.
 
@@ -25,6 +37,9 @@ class UpstreamResponse:
         "_connection",
         "_error",
         "_idle_timeout_s",
+        "_is_held",
+        "_listener",
+        "_opening",
         "_unread_bytes",
         "_waiter",
         "content_length",
@@ -37,7 +52,7 @@ class UpstreamResponse:
         "status",
     )
 
-    def __init__(self, connection: UpstreamConnection, *, reused: bool, idle_timeout_s: float) -> None:
+    def __init__(self, *, idle_timeout_s: float, listener: AnswerListener | None = None) -> None:
         self.status = 0
         self.reason = b""
         self.headers: list[tuple[bytes, bytes]] = []
@@ -45,15 +60,28 @@ class UpstreamResponse:
         self.http_version = b"HTTP/1.1"
         self.content_length: int | None = None
         self.is_chunked = False
-        self.reused = reused
+        self.reused = False
         """Whether the connection had served an exchange before."""
         self.parts: list[bytes] = []
         """Body bytes that have arrived and are not read yet; the connection appends."""
         self._unread_bytes = 0
-        self._connection: UpstreamConnection | None = connection
+        self._connection: UpstreamConnection | None = None
+        self._opening: asyncio.Task[None] | None = None
+        self._listener = listener
+        self._is_held = False
         self._waiter: asyncio.Future[None] | None = None
         self._error: UpstreamError | None = None
         self._idle_timeout_s = idle_timeout_s
+
+    @property
+    def error(self) -> UpstreamError | None:
+        """Why the answer broke off; None while it has not."""
+        return self._error
+
+    @property
+    def is_over(self) -> bool:
+        """Nothing more will arrive: it is complete, or `error` says why not."""
+        return self._connection is None and self._opening is None
 
     @property
     def at_end(self) -> bool:
@@ -85,21 +113,49 @@ class UpstreamResponse:
                     raise self._error
                 return b""
             await self._wait(self._idle_timeout_s)
+        chunk = self.take()
+        if self._connection is not None:
+            self._connection.resume_reading()
+        return chunk
+
+    def take(self) -> bytes:
+        """All body bytes that have arrived since the last call, b"" if none have."""
+        parts = self.parts
         if len(parts) == 1:
             chunk = parts.pop()
         else:
             chunk = b"".join(parts)
             parts.clear()
         self._unread_bytes = 0
-        if self._connection is not None:
-            self._connection.resume_reading()
         return chunk
+
+    def hold(self) -> None:
+        """Read no more from the worker until `go_on`; its silence does not count meanwhile."""
+        connection = self._connection
+        if connection is not None and not self._is_held:
+            self._is_held = True
+            connection.deadline.clear()
+            connection.pause_reading()
+
+    def go_on(self) -> None:
+        """Read on after `hold`; else nothing."""
+        connection = self._connection
+        if connection is not None and self._is_held:
+            self._is_held = False
+            if self._idle_timeout_s > 0:
+                connection.deadline.set(self._idle_timeout_s)
+            connection.resume_reading()
 
     def abort(self) -> None:
         """Close the socket at once, if the answer is still under way; else nothing.
 
-        A reader that waits gets ConnectionLost. Safe in every state, any number of times.
+        A reader that waits gets ConnectionLost, a listener hears nothing more. Safe in every state, any
+        number of times.
         """
+        self._listener = None
+        if self._opening is not None:
+            self._opening.cancel()
+            self._opening = None
         if self._connection is not None:
             self._connection.abort_exchange()
 
@@ -118,7 +174,17 @@ class UpstreamResponse:
                 # Once detached, the deadline may already be another exchange's.
                 connection.deadline.clear()
 
-    # What the connection calls, on the loop.
+    # What the transport and the connection call, on the loop.
+
+    def opens(self, opening: asyncio.Task[None]) -> None:
+        """A connection for it is being opened."""
+        self._opening = opening
+
+    def attach(self, connection: UpstreamConnection, *, reused: bool) -> None:
+        """The request has been written to `connection`."""
+        self._opening = None
+        self._connection = connection
+        self.reused = reused
 
     def begin(
         self,
@@ -143,6 +209,12 @@ class UpstreamResponse:
 
         Framing counts too, but only beside body bytes: reading must not pause when nothing can be taken.
         """
+        listener = self._listener
+        if listener is not None:
+            if self._idle_timeout_s > 0 and self._connection is not None:
+                self._connection.deadline.set(self._idle_timeout_s)
+            listener.answer_arrived(self)
+            return 0
         waiter = self._waiter
         if waiter is not None and self.status and not waiter.done():
             waiter.set_result(None)
@@ -152,8 +224,13 @@ class UpstreamResponse:
 
     def end(self, error: UpstreamError | None = None) -> None:
         """The exchange is over, whole or (with `error`) not; the connection is no longer ours."""
-        self._connection = None
+        self._connection = self._opening = None
         self._error = error
+        listener = self._listener
+        if listener is not None:
+            self._listener = None
+            listener.answer_arrived(self)
+            return
         waiter = self._waiter
         if waiter is not None and not waiter.done():
             waiter.set_result(None)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import ssl
 from collections.abc import AsyncIterator, Sequence
 from urllib.parse import urlsplit
@@ -17,10 +19,13 @@ from kvroute.errors import (
     ResponseTimeout,
     UpstreamError,
 )
+from kvroute.upstream.connection import UpstreamConnection
 from kvroute.upstream.head import encode_head
 from kvroute.upstream.options import UpstreamOptions
 from kvroute.upstream.pool import ConnectionPool, Origin
-from kvroute.upstream.response import UpstreamResponse
+from kvroute.upstream.response import AnswerListener, UpstreamResponse
+
+log = logging.getLogger(__name__)
 
 _HTTPX_ERRORS: dict[type[UpstreamError], type[httpx.TransportError]] = {
     ConnectRefused: httpx.ConnectError,
@@ -52,6 +57,7 @@ class WorkerTransport(httpx.AsyncBaseTransport):
             tls = httpx.create_ssl_context(verify=options.verify_tls)
             tls.set_alpn_protocols(["http/1.1"])
         self._pool = ConnectionPool(self.origin, options, tls)
+        self._openings: set[asyncio.Task[None]] = set()
 
     @property
     def open_connections(self) -> int:
@@ -92,12 +98,10 @@ class WorkerTransport(httpx.AsyncBaseTransport):
             connect_timeout_s=options.connect_timeout_s if connect_timeout_s is None else connect_timeout_s,
             fresh=fresh,
         )
-        response = connection.start(
-            head,
-            body,
-            is_head_request=method == b"HEAD",
-            idle_timeout_s=options.idle_timeout_s if idle_timeout_s is None else idle_timeout_s,
+        response = UpstreamResponse(
+            idle_timeout_s=options.idle_timeout_s if idle_timeout_s is None else idle_timeout_s
         )
+        connection.start(head, body, response, is_head_request=method == b"HEAD")
         try:
             await response.head(
                 options.first_byte_timeout_s if first_byte_timeout_s is None else first_byte_timeout_s
@@ -106,6 +110,46 @@ class WorkerTransport(httpx.AsyncBaseTransport):
             response.abort()
             raise
         return response
+
+    def submit(
+        self, head: bytes, body: bytes, listener: AnswerListener, *, fresh: bool = False
+    ) -> UpstreamResponse:
+        """Send one request without waiting for anything: `listener` hears of its answer or its failure.
+
+        For the data plane. `head` is complete (see `head.relayed_head`), the request is no HEAD. The
+        option's deadlines apply; errors, `fresh` and who ends the response are as in `send`. The
+        listener is not called before this returns.
+        """
+        response = UpstreamResponse(idle_timeout_s=self._options.idle_timeout_s, listener=listener)
+        connection = None if fresh else self._pool.take_idle()
+        if connection is not None:
+            self._start(connection, head, body, response)
+            return response
+        opening = asyncio.create_task(self._open(head, body, response, fresh))
+        self._openings.add(opening)
+        opening.add_done_callback(self._openings.discard)
+        response.opens(opening)
+        return response
+
+    def _start(
+        self, connection: UpstreamConnection, head: bytes, body: bytes, response: UpstreamResponse
+    ) -> None:
+        connection.start(head, body, response)
+        if self._options.first_byte_timeout_s > 0:
+            connection.deadline.set(self._options.first_byte_timeout_s)
+
+    async def _open(self, head: bytes, body: bytes, response: UpstreamResponse, fresh: bool) -> None:
+        try:
+            connection = await self._pool.acquire(
+                connect_timeout_s=self._options.connect_timeout_s, fresh=fresh
+            )
+        except UpstreamError as error:
+            response.end(error)
+        except Exception as error:
+            log.exception("opening a connection to %s failed", self.origin)
+            response.end(ConnectRefused(f"{self.origin}: {type(error).__name__}"))
+        else:
+            self._start(connection, head, body, response)
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         """httpx's contract. A streamed request body is read whole first. Raises httpx's exceptions.
@@ -152,6 +196,7 @@ class WorkerTransport(httpx.AsyncBaseTransport):
     async def aclose(self) -> None:
         """Break off what is under way with ConnectionLost; return once all sockets are closed."""
         await self._pool.aclose()
+        await asyncio.gather(*self._openings, return_exceptions=True)
 
 
 class _ResponseStream(httpx.AsyncByteStream):

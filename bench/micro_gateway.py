@@ -1,0 +1,216 @@
+"""What the gateway's own Python costs per request and per streamed chunk, in CPU microseconds.
+
+    python bench/micro_gateway.py [--json] [--profile CASE]
+
+Everything between the two sockets is real (uvicorn's protocol, both lanes, planning, routing, the
+exchange, the connection to the worker, metrics, request lines); the sockets are not: what a worker answers
+is handed to its connection as soon as a request is written. Least of several runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import cProfile
+import json
+import pstats
+import random
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import uvicorn
+import uvloop
+
+from kvroute.app.config import Config
+from kvroute.app.runtime import Runtime
+from kvroute.app.server import uvicorn_config
+from kvroute.fleet.worker import WorkerFacts, WorkerId, WorkerSpec
+from kvroute.logs import configure
+from kvroute.upstream.connection import UpstreamConnection
+
+ANSWER = (
+    b'{"id":"x","choices":[{"message":{"role":"assistant","content":"%b"}}],"usage":{"prompt_tokens":60}}'
+)
+EVENT = (
+    b'data: {"id":"chatcmpl-1","choices":[{"delta":{"content":"word "},"index":0}],"padding":"%b"}\n\n'
+    % (b"x" * 140)
+)
+HEAD = b"HTTP/1.1 200 OK\r\ndate: today\r\nserver: uvicorn\r\n"
+CHUNKS = 200
+
+
+class Socket(asyncio.Transport):
+    """Hands what is written to `told`."""
+
+    def __init__(self, told: Callable[[bytes], None]) -> None:
+        super().__init__({"peername": ("127.0.0.1", 1), "sockname": ("127.0.0.1", 2)})
+        self._told = told
+        self._is_closing = False
+
+    def write(self, data: Any) -> None:
+        self._told(data)
+
+    def pause_reading(self) -> None:
+        pass
+
+    def resume_reading(self) -> None:
+        pass
+
+    def get_write_buffer_size(self) -> int:
+        return 0
+
+    def is_closing(self) -> bool:
+        return self._is_closing
+
+    def close(self) -> None:
+        self._is_closing = True
+
+    abort = close
+
+
+class Bench:
+    """A gateway with one client connection and one kept connection to each of two workers."""
+
+    def __init__(self, runtime: Runtime, settings: uvicorn.Config) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.answer: list[bytes] = []
+        self.answered = asyncio.Event()
+        settings.load()
+        state = uvicorn.server.ServerState()
+        self.client: Any = settings.http_protocol_class(
+            config=settings, server_state=state, app_state={}, _loop=self.loop
+        )  # type: ignore[call-arg]
+        self.client.connection_made(Socket(self._to_client))
+        for worker in runtime.fleet.workers():
+            pool: Any = runtime._transports.of(worker)._pool
+            connection = UpstreamConnection(pool, self.loop, origin="bench", read_buffer_bytes=262144)
+            connection.connection_made(Socket(lambda data, c=connection: self._to_worker(c, data)))
+            pool._idle[connection] = None
+
+    def _to_client(self, data: bytes) -> None:
+        if data.endswith((b"}", b"0\r\n\r\n")):
+            self.answered.set()
+
+    def _to_worker(self, connection: UpstreamConnection, data: bytes) -> None:
+        if data.endswith(b"}"):
+            self.loop.call_soon(self._feed, connection)
+
+    def _feed(self, connection: UpstreamConnection) -> None:
+        for part in self.answer:
+            connection.data_received(part)
+
+    async def ask(self, parts: list[bytes]) -> None:
+        self.answered.clear()
+        for part in parts:
+            self.client.data_received(part)
+        await self.answered.wait()
+
+
+def request(size: int, seed: int, *, stream: bool = False) -> list[bytes]:
+    """The segments of a chat of `size` bytes in turns of 2 KB: a known conversation with a new last turn."""
+    rng = random.Random(1)
+    messages = [
+        {"role": "user", "content": f"{rng.random()} " * (min(size, 2000) // 20)}
+        for _ in range(max(1, size // 2000))
+    ]
+    messages[-1]["content"] += str(seed)
+    body = json.dumps({"model": "m", "messages": messages, "max_tokens": 64, "stream": stream}).encode()
+    head = (
+        b"POST /v1/chat/completions HTTP/1.1\r\nhost: 127.0.0.1\r\naccept: application/json\r\n"
+        b"content-type: application/json\r\nauthorization: Bearer sk-1234\r\nuser-agent: bench/1\r\n"
+        b"content-length: %d\r\n\r\n" % len(body)
+    )
+    whole = head + body
+    return [whole[start : start + 262_144] for start in range(0, len(whole), 262_144)]
+
+
+CASES = {
+    "a: 200 B": (200, False),
+    "b: 32 KB": (32_000, False),
+    "c: 256 KB": (256_000, False),
+    "d: chunk": (200, True),
+}
+
+
+async def measure(lane: bool, case: str, profile: bool) -> float:
+    size, stream = CASES[case]
+    config = Config.model_validate(
+        {
+            "fleet": {"workers": ["http://127.0.0.1:1", "http://127.0.0.1:2"]},
+            "server": {"port": 0, "fast_lane": lane},
+        }
+    )
+    runtime = Runtime(config)
+    specs = [WorkerSpec(WorkerId(f"w{n}"), f"http://127.0.0.1:{n}") for n in (1, 2)]
+    runtime.fleet.apply("bench", specs)
+    for worker in runtime.fleet.workers():
+        runtime.fleet.update_facts(
+            worker, WorkerFacts(models=frozenset({"m"}), capacity_tokens=10_000_000, block_size=16)
+        )
+        runtime.fleet.mark_healthy(worker, time.monotonic())
+    bench = Bench(runtime, uvicorn_config(config, runtime))
+    if stream:
+        chunk = b"%x\r\n%b\r\n" % (len(EVENT), EVENT)
+        bench.answer = [
+            HEAD + b"content-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n" + chunk,
+            *[chunk] * (CHUNKS - 1),
+            b"0\r\n\r\n",
+        ]
+    else:
+        body = ANSWER % (b"x" * 200)
+        bench.answer = [
+            HEAD + b"content-type: application/json\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body)
+        ]
+    rounds = {200: 500, 32_000: 200, 256_000: 40}[size] // (10 if stream else 1)
+    segments = [request(size, seed, stream=stream) for seed in range(rounds)]
+    best = float("inf")
+    profiler = cProfile.Profile() if profile else None
+    for _ in range(8):
+        if profiler:
+            profiler.enable()
+        start = time.process_time()
+        for parts in segments:
+            await bench.ask(parts)
+        took = (time.process_time() - start) / rounds * 1e6
+        if profiler:
+            profiler.disable()
+        best = min(best, took / CHUNKS if stream else took)
+    if profiler:
+        pstats.Stats(profiler).sort_stats("tottime").print_stats(32)
+    runtime.plane.journal.flush()
+    return best
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--profile", metavar="CASE", help="the start of a case's name; the fast lane only")
+    options = parser.parse_args()
+    with open("/dev/null", "w") as nowhere:
+        configure(Config().logging, nowhere)
+
+        def run(lane: bool, case: str, profile: bool = False) -> float:
+            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+                return runner.run(measure(lane, case, profile))
+
+        if options.profile:
+            run(True, next(case for case in CASES if case.startswith(options.profile)), True)
+            return
+        results = {
+            f"{'fast lane' if lane else 'complete path'}, {case}": run(lane, case)
+            for case in CASES
+            for lane in (True, False)
+        }
+    if options.json:
+        json.dump(results, sys.stdout, indent=2)
+        return
+    for name, microseconds in results.items():
+        print(f"{name:32}{microseconds:8.1f} us")
+
+
+if __name__ == "__main__":
+    main()

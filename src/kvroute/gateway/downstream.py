@@ -1,0 +1,112 @@
+"""The client's side of an exchange: what an answer is written to, whichever way the request came in."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Protocol
+
+from kvroute.gateway.asgi import Headers, Message, Send
+
+
+class Downstream(Protocol):
+    """Takes one answer, and never waits: `start`, then `write` any number of times, then `finish`; or
+    `cut`, at any point, when there will be no whole answer.
+
+    Calls after `finish`, `cut`, or the client's leaving are ignored. The owner calls `Exchange.go_on`
+    when `is_paused` falls.
+    """
+
+    @property
+    def is_paused(self) -> bool:
+        """The client is slow: read no more from the worker for now."""
+        ...
+
+    def start(self, status: int, headers: Headers) -> None:
+        """The head. Names are lower-case; `headers` has no hop-by-hop ones."""
+        ...
+
+    def write(self, chunk: bytes) -> None:
+        """The next bytes of the body, at least one."""
+        ...
+
+    def finish(self, chunk: bytes = b"") -> None:
+        """The last bytes of the body, if any; the answer is complete."""
+        ...
+
+    def cut(self) -> None:
+        """Nothing more will come; what was begun is broken off in a way that the client notices."""
+        ...
+
+
+class Resumable(Protocol):
+    def go_on(self) -> None: ...
+
+
+class AsgiAnswer:
+    """An answer on its way through ASGI's `send`, which `deliver` awaits.
+
+    Mutable: written to by the exchange, emptied by `deliver`. Above `limit_bytes` it is paused, so that
+    a slow client makes the gateway hold at most that and one socket read more.
+    """
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit = limit_bytes
+        self._head: Message | None = None
+        self._parts: list[bytes] = []
+        self._held_bytes = 0
+        self._is_complete = False
+        self._is_over = False
+        self._news: asyncio.Future[None] | None = None
+
+    @property
+    def is_paused(self) -> bool:
+        return self._held_bytes > self._limit
+
+    def start(self, status: int, headers: Headers) -> None:
+        self._head = {"type": "http.response.start", "status": status, "headers": headers}
+        self._wake()
+
+    def write(self, chunk: bytes) -> None:
+        if not self._is_over:
+            self._parts.append(chunk)
+            self._held_bytes += len(chunk)
+            self._wake()
+
+    def finish(self, chunk: bytes = b"") -> None:
+        if not self._is_over:
+            if chunk:
+                self._parts.append(chunk)
+            self._is_complete = self._is_over = True
+            self._wake()
+
+    def cut(self) -> None:
+        self._is_over = True
+        self._wake()
+
+    async def deliver(self, send: Send, source: Resumable | None) -> None:
+        """Send what comes, until the answer is complete or cut. `source` is told when there is room."""
+        while True:
+            head, self._head = self._head, None
+            if head is not None:
+                await send(head)
+            parts, self._parts = self._parts, []
+            is_last = self._is_complete
+            last = parts.pop() if parts and is_last else b""
+            for part in parts:
+                await send({"type": "http.response.body", "body": part, "more_body": True})
+                self._held_bytes -= len(part)
+            if is_last:
+                await send({"type": "http.response.body", "body": last, "more_body": False})
+                return
+            if source is not None and not self.is_paused:
+                source.go_on()  # it may have been paused while `send` waited
+            if not self._parts and not self._is_complete:
+                if self._is_over:
+                    return
+                self._news = asyncio.get_running_loop().create_future()
+                await self._news
+
+    def _wake(self) -> None:
+        news = self._news
+        if news is not None and not news.done():
+            news.set_result(None)

@@ -1,0 +1,258 @@
+"""The fast lane: plain inference requests are relayed inside uvicorn's protocol, beside ASGI.
+
+Between a request's bytes and its exchange there is no scope, no task and no message. Everything else,
+including every request that is refused before its body has come, goes to uvicorn's own protocol, which
+sees the same bytes as if the lane were not there. docs/architecture.md says what it relies on.
+"""
+
+from __future__ import annotations
+
+from asyncio import AbstractEventLoop
+from enum import Enum
+from typing import Any, ClassVar
+
+from uvicorn.config import Config
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.server import ServerState
+
+from kvroute.errors import GatewayError
+from kvroute.gateway.asgi import Headers
+from kvroute.gateway.dataplane import DataPlane, left
+from kvroute.gateway.exchange import Exchange
+from kvroute.gateway.journal import Record
+from kvroute.gateway.plain import PlainRequest, PlainRequests
+from kvroute.openai.endpoints import ENDPOINTS
+from kvroute.upstream.deadline import Deadline
+
+_JOIN_BYTES = 65_536  # a head and a chunk go out in one write below it; above, copying costs more
+_WITHOUT_BODY = (204, 304)
+
+
+class _Lane(Enum):
+    FREE = "free"
+    """No request is under way on the fast lane; uvicorn may have one."""
+    COLLECTING = "collecting"
+    """A head has been taken, its body is not complete; `_segments` has all that came."""
+    BUSY = "busy"
+    """A request is being answered. What its client sends meanwhile waits."""
+
+
+def fast_lane(plane: DataPlane) -> type[FastLaneProtocol]:
+    """The protocol class for uvicorn's `http=`, bound to one data plane."""
+    requests = PlainRequests(
+        ENDPOINTS.values(), hidden_fields=plane.hidden_fields, added_fields=plane.added_fields
+    )
+    return type("BoundFastLane", (FastLaneProtocol,), {"plane": plane, "plain": requests})
+
+
+class FastLaneProtocol(HttpToolsProtocol):
+    """One client connection: uvicorn's protocol, and the `Downstream` of the exchanges that it skips.
+
+    Both never work at a time: the lane takes a request only while uvicorn is between two messages and
+    has answered the last one, and hands nothing to uvicorn while its own request is under way.
+    """
+
+    plane: ClassVar[DataPlane]
+    plain: ClassVar[PlainRequests]
+
+    def __init__(
+        self,
+        config: Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: AbstractEventLoop | None = None,
+    ) -> None:
+        super().__init__(config, server_state, app_state, _loop)
+        self._lane = _Lane.FREE
+        self._is_within_message = False
+        self._was_upgraded = False
+        self._idle = Deadline(self.loop, self.timeout_keep_alive_handler)
+        self._closes_after = False
+        # Of the request that is under way here:
+        self._request: PlainRequest | None = None
+        self._record: Record | None = None
+        self._segments: list[bytes] = []
+        self._missing_bytes = 0
+        self._exchange: Exchange | None = None
+        self._head = b""
+        self._is_chunked = False
+        self._ahead = b""
+
+    # What the socket tells.
+
+    def data_received(self, data: bytes) -> None:
+        if self._lane is _Lane.FREE:
+            self._idle.clear()
+            if not self._take(data):
+                super().data_received(data)
+        elif self._lane is _Lane.COLLECTING:
+            self._collect(data)
+        else:
+            self._ahead += data
+            self.flow.pause_reading()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        lane, exchange, record = self._lane, self._exchange, self._record
+        self._exchange = self._record = self._request = None
+        self._segments = []
+        super().connection_lost(exc)
+        self._idle.close()
+        if exchange is not None:
+            exchange.end("client")
+        elif lane is _Lane.COLLECTING and record is not None:
+            left(self.plane, record)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._exchange is not None:
+            self._exchange.go_on()
+
+    def shutdown(self) -> None:
+        """No further request on this connection; the one under way is finished."""
+        if self._lane is _Lane.FREE:
+            super().shutdown()
+        else:
+            self._closes_after = True
+
+    # What uvicorn's parser tells.
+
+    def on_message_begin(self) -> None:
+        self._is_within_message = True
+        super().on_message_begin()
+
+    def on_message_complete(self) -> None:
+        self._is_within_message = False
+        if self.parser.should_upgrade():
+            self._was_upgraded = True  # what follows need not be HTTP
+        super().on_message_complete()
+
+    # A request on its way in.
+
+    def _take(self, data: bytes) -> bool:
+        """Whether `data` begins a request that is the lane's."""
+        cycle = self.cycle
+        if (
+            self._is_within_message
+            or self._was_upgraded
+            or (cycle is not None and not cycle.response_complete)
+            or self.pipeline
+        ):
+            return False
+        request = self.plain.read(data)
+        plane = self.plane
+        if request is None or request.body_bytes > plane.max_body_bytes:
+            return False
+        if len(data) > request.body_at + request.body_bytes:
+            return False  # more follows at once; uvicorn looks at it before this one is answered
+        try:
+            plane.admit()
+            plane.keys.check(request.headers)
+        except GatewayError:
+            return False  # the complete way says the same, with what belongs to it
+        self._unset_keepalive_if_required()
+        self._request = request
+        self._record = plane.record(request.headers, request.endpoint.path)
+        missing = request.body_at + request.body_bytes - len(data)
+        if missing:
+            self._lane = _Lane.COLLECTING
+            self._segments.append(data)
+            self._missing_bytes = missing
+        else:
+            self._begin(data[request.body_at :])
+        return True
+
+    def _collect(self, data: bytes) -> None:
+        segments, request = self._segments, self._request
+        segments.append(data)
+        self._missing_bytes -= len(data)
+        if self._missing_bytes > 0 or request is None:
+            return
+        self._segments = []
+        if self._missing_bytes < 0:
+            self._lane = _Lane.FREE
+            self._request = self._record = None
+            for segment in segments:
+                super().data_received(segment)
+            return
+        segments[0] = segments[0][request.body_at :]
+        self._begin(b"".join(segments))
+
+    def _begin(self, body: bytes) -> None:
+        request, record, plane = self._request, self._record, self.plane
+        assert request is not None
+        assert record is not None
+        self._lane = _Lane.BUSY
+        self._request = self._record = None
+        try:
+            parsed = plane.read(request.endpoint, body, request.headers, record)
+            exchange = plane.relay(parsed, request.target, request.headers, request.fields, record, self)
+        except GatewayError as error:
+            plane.refuse(record, error, self, request.endpoint.errors)
+        except Exception:  # noqa: BLE001 - logged by `failed`
+            plane.failed(record, self, request.endpoint.errors)
+        else:
+            if not exchange.is_over:
+                self._exchange = exchange
+
+    # An answer on its way out, as `Downstream`. Bytes are those that uvicorn's cycle would write.
+
+    @property
+    def is_paused(self) -> bool:
+        return self.flow.write_paused
+
+    def start(self, status: int, headers: Headers) -> None:
+        lines = [STATUS_LINE[status]]
+        is_chunked = status not in _WITHOUT_BODY
+        for name, value in self.server_state.default_headers + headers:
+            if name == b"content-length":
+                is_chunked = False
+            lines.append(b"%b: %b\r\n" % (name, value))
+        if self._closes_after:
+            lines.append(b"connection: close\r\n")
+        lines.append(b"transfer-encoding: chunked\r\n\r\n" if is_chunked else b"\r\n")
+        self._is_chunked = is_chunked
+        self._head = b"".join(lines)
+
+    def write(self, chunk: bytes) -> None:
+        if self._lane is _Lane.BUSY:
+            self._send(b"%x\r\n%b\r\n" % (len(chunk), chunk) if self._is_chunked else chunk)
+
+    def finish(self, chunk: bytes = b"") -> None:
+        if self._lane is not _Lane.BUSY:
+            return
+        if self._is_chunked:
+            chunk = b"%x\r\n%b\r\n0\r\n\r\n" % (len(chunk), chunk) if chunk else b"0\r\n\r\n"
+        self._send(chunk)
+        self._exchange = None
+        self.server_state.total_requests += 1
+        if self._closes_after or self.transport.is_closing():
+            self._lane = _Lane.FREE
+            self.transport.close()
+        elif self._ahead:
+            self.loop.call_soon(self._next_in_line)
+        else:
+            self._lane = _Lane.FREE
+            self._idle.set(self.timeout_keep_alive)
+
+    def cut(self) -> None:
+        self._exchange = None
+        self._lane = _Lane.FREE
+        self.transport.close()
+
+    def _send(self, data: bytes) -> None:
+        head = self._head
+        if head:
+            self._head = b""
+            if len(data) <= _JOIN_BYTES:
+                data = head + data
+            else:
+                self.transport.write(head)
+        if data:
+            self.transport.write(data)
+
+    def _next_in_line(self) -> None:
+        data, self._ahead = self._ahead, b""
+        self._lane = _Lane.FREE
+        if not self.transport.is_closing():
+            self.flow.resume_reading()
+            self.data_received(data)
