@@ -125,6 +125,36 @@ async def test_a_worker_that_is_silent_is_a_timeout(run_gateway, two_sims):
         assert all_quiet(gateway)
 
 
+async def test_a_full_pool_is_the_gateways_limit_and_no_mark_against_the_worker(run_gateway):
+    async with (
+        run_sim(SimOptions(fixed_s=30)) as sim,
+        run_gateway([sim.url], upstream={"max_connections": 1, "connect_timeout_s": 0.05}) as gateway,
+    ):
+        running = asyncio.create_task(asked(gateway))
+        await gateway.until(lambda: gateway.runtime.plane.in_flight == 1)
+        refused = [await asked(gateway) for _ in range(12)]
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+        assert {answer.status_code for answer in refused} == {502}
+        assert "pool_exhausted" in refused[0].json()["error"]["message"]
+        assert gateway.metric("kvroute_worker_ejections_total") == 0
+        assert gateway.runtime.fleet.states()[HealthState.HEALTHY] == 1
+
+
+async def test_a_request_that_another_worker_answered_is_written_down_without_an_error(run_gateway, two_sims):
+    one, two = two_sims
+    async with run_gateway([one.url, two.url], fleet={"health": {"interval_s": 60}}) as gateway:
+        await one.kill()
+        bodies = [{**CHAT, "messages": [{"role": "user", "content": f"{n}"}]} for n in range(8)]
+        for body in bodies:
+            await asked(gateway, body)
+        decisions = (await gateway.client.get("/admin/decisions")).json()["decisions"]
+
+    assert max(decision["attempts"] for decision in decisions) == 2
+    assert {decision["error"] for decision in decisions} == {None}
+
+
 async def test_without_a_routable_worker_requests_and_readiness_say_503(run_gateway, instant_sim):
     async with run_gateway([instant_sim.url]) as gateway:
         assert (await gateway.client.get("/ready")).status_code == 200

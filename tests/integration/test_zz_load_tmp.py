@@ -149,7 +149,7 @@ async def test_rounds_of_2000_streams_all_finish_and_leave_nothing_behind(tmp_pa
         process(
             tmp_path / "gateway",
             r"listens on (\S+)",
-            *("serve", "--port", "0", "--worker", one_url, "--worker", two_url),
+            *("serve", "--port", "0", "--set", "server.fast_lane=off", "--worker", one_url, "--worker", two_url),
             *("--set", "fleet.health.interval_s=60"),  # a worker that stands still is not to be ejected
         ) as (gateway, url),
         httpx.AsyncClient(base_url=url, timeout=30, trust_env=False) as client,

@@ -219,7 +219,7 @@ class Exchange:
         self._record.error = error.cause
         if isinstance(error, ConnectRefused):
             use.health.report_refused(worker)
-        else:
+        elif not isinstance(error, PoolExhausted):  # that is our own limit, not the worker's failure
             use.health.report_failure(worker, error.cause)
         can_retry = self._tried < len(self._plan.decision.ranking)
         if isinstance(error, _RETRYABLE) and can_retry and self._spend(error.cause):
@@ -266,7 +266,7 @@ class Exchange:
             return
         decision = plan.decision
         use.metrics.routed(plan.model, decision.strategy, plan.query.tokens, candidate.matched_tokens)
-        record.status = status
+        record.status, record.error = status, ""  # what earlier attempts met is in the retry counters
         record.first_byte = now = use.clock.now()
         self._is_event_stream = header(response.headers, b"content-type").startswith(b"text/event-stream")
         if self._is_event_stream:
