@@ -17,7 +17,6 @@ Write = Callable[..., Path]
 
 
 def test_fastokens_is_used_where_it_agrees_and_is_said(write_model: Write) -> None:
-    pytest.importorskip("fastokens")
     folder = write_model()
 
     assert load_model(folder).encoder.name == "fastokens"
