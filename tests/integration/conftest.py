@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -84,13 +84,20 @@ def lane(request: pytest.FixtureRequest) -> str:
 def run_gateway(lane: str) -> Callable[..., AbstractAsyncContextManager[Gateway]]:
     """Start a gateway: `async with run_gateway(workers=[url], **sections) as running`.
 
-    Sections are those of the configuration; health checks are quick, and all workers are waited for
-    unless `wait=False`.
+    Workers are called w0, w1, ...: ties break by a hash of the name, and tests should not depend on their
+    ports. Sections are those of the configuration; health checks are quick, and all workers are waited
+    for unless `wait=False`.
     """
 
     @asynccontextmanager
-    async def start(workers: list[str], *, wait: bool = True, **sections: Any) -> AsyncIterator[Gateway]:
-        fleet = {"workers": workers, **sections.pop("fleet", {})}
+    async def start(
+        workers: Sequence[str | dict[str, Any]], *, wait: bool = True, **sections: Any
+    ) -> AsyncIterator[Gateway]:
+        named = [
+            {"id": f"w{place}", "url": worker} if isinstance(worker, str) else worker
+            for place, worker in enumerate(workers)
+        ]
+        fleet = {"workers": named, **sections.pop("fleet", {})}
         fleet["health"] = {"interval_s": 0.2, "recheck_s": 0.05, **fleet.get("health", {})}
         lane_options = {"fast_lane": lane == "fast lane"}
         server = {"port": 0, "drain_timeout_s": 5, **lane_options, **sections.pop("server", {})}
