@@ -92,7 +92,7 @@ class Stream(asyncio.Protocol):
 
 
 def request(host: bytes, number: int) -> bytes:
-    """No two prompts are alike."""
+    """One of the round's prompts, of which no two are alike."""
     message = {"role": "user", "content": f"{number:08x}" * 50}
     body = {"messages": [message], "max_tokens": TOKENS, "ignore_eos": True, "stream": True}
     data = json.dumps(body).encode()
@@ -104,14 +104,17 @@ def made(host: bytes, number: int) -> Callable[[], Stream]:
     return lambda: Stream(request(host, number))
 
 
-async def streams(client: httpx.AsyncClient, workers: list[subprocess.Popen], first: int) -> list[Stream]:
-    """One round, ended. The workers stand still until the gateway has all requests in flight at once."""
+async def streams(client: httpx.AsyncClient, workers: list[subprocess.Popen]) -> list[Stream]:
+    """One round, ended. The workers stand still until the gateway has all requests in flight at once.
+
+    All rounds send the same prompts: new ones would fill the index, which grows up to its bound.
+    """
     loop, url = asyncio.get_running_loop(), client.base_url
     for worker in workers:
         worker.send_signal(signal.SIGSTOP)
     try:
         made_here = [
-            (await loop.create_connection(made(url.netloc, first + number), url.host, url.port))[1]
+            (await loop.create_connection(made(url.netloc, number), url.host, url.port))[1]
             for number in range(STREAMS)
         ]
         async with asyncio.timeout(60):
@@ -158,8 +161,8 @@ async def test_rounds_of_2000_streams_all_finish_and_leave_nothing_behind(tmp_pa
             while {*(await client.get("/ready")).json()["workers"].values()} != {"healthy"}:
                 await asyncio.sleep(0.05)
         resident = []
-        for number in range(ROUNDS):
-            ended = await streams(client, [one, two], number * STREAMS)
+        for _ in range(ROUNDS):
+            ended = await streams(client, [one, two])
 
             assert {stream.done.result() for stream in ended} == {"complete"}
             assert {stream.events for stream in ended} == {TOKENS + 2}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import resource
 import signal
 import socket
 from collections.abc import Callable
@@ -26,6 +27,7 @@ _AFTER_CUT_S = 5
 """What is left to write error events and close connections once running answers were cut."""
 
 _GC_THRESHOLDS = (20_000, 20, 50)
+_FEW_DESCRIPTORS = 8192
 
 
 class GatewayServer(uvicorn.Server):
@@ -66,8 +68,22 @@ class GatewayServer(uvicorn.Server):
 def run(config: Config) -> int:
     """Serve until SIGTERM or SIGINT. Exit code: 0 after an orderly shutdown, 1 if it could not start."""
     configure(config.logging)
+    raise_descriptor_limit()
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         return runner.run(_serve(config))
+
+
+def raise_descriptor_limit() -> int:
+    """Lift the soft limit of open files to the hard one, which every process may; the limit in force.
+
+    A stream takes two descriptors, one towards each side: the usual soft limit of 1,024 ends at 500.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    if hard < _FEW_DESCRIPTORS and hard != resource.RLIM_INFINITY:
+        log.warning("at most %d open files, enough for about %d streams at once (ulimit -n)", hard, hard // 2)
+    return hard
 
 
 async def _serve(config: Config) -> int:
