@@ -182,7 +182,9 @@ async def start_engine(engine_venv: EngineVenv, model_folder: Path, logs: Path) 
         await engine.ready()
         return engine
 
-    async with httpx.AsyncClient(timeout=REQUEST_TIMEOUT_S, trust_env=False) as http:
+    # vLLM closes a connection that was idle for 5 s, perhaps as the next question comes: no keep-alive.
+    limits = httpx.Limits(max_keepalive_connections=0)
+    async with httpx.AsyncClient(timeout=REQUEST_TIMEOUT_S, trust_env=False, limits=limits) as http:
         yield start
         await asyncio.gather(*(process.stop() for process in started if process.running))
 

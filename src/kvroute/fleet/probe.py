@@ -20,8 +20,9 @@ class ProbeFailure:
 
 def probe_client() -> httpx.AsyncClient:
     """A client fit for probing: no proxy from the environment, no redirects, no limit on connections
-    (a hanging worker must not keep others from being asked). The caller closes it."""
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=60.0)
+    (a hanging worker must not keep others from being asked), none kept for as long as uvicorn's servers
+    keep theirs (5 s). The caller closes it."""
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=4.0)
     return httpx.AsyncClient(trust_env=False, limits=limits)
 
 
