@@ -80,8 +80,6 @@ async def test_prefixaware_keeps_most_of_what_one_big_worker_would(
 async def test_a_common_system_prompt_does_not_pull_all_chats_to_one_worker(
     engines, start_gateway, hold_chats, chat_shape, capsys
 ) -> None:
-    """The bound is held by the median of the seeds only: seed 1 reached 2.0, because new chats follow the
-    common prefix while its holder looks idle."""
     shape = replace(chat_shape, common_tokens=COMMON_TOKENS)
     ratios = []
     for seed in SEEDS:
@@ -96,4 +94,4 @@ async def test_a_common_system_prompt_does_not_pull_all_chats_to_one_worker(
         with capsys.disabled():
             print(f"\nseed {seed}, common system prompt: computed {dict(computed)}, ratio {ratios[-1]:.2f}")
 
-    assert statistics.median(ratios) <= 1.5
+    assert max(ratios) <= 1.5

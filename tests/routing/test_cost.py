@@ -250,6 +250,36 @@ def test_scores_within_two_percent_and_a_millisecond_are_a_tie(history, workers,
     assert order(ranking) == [B, A, C], "0.1815 s: a tie up to 0.1861 s"
 
 
+def test_among_idle_workers_a_tie_goes_to_the_one_that_has_done_least(model, workers, query) -> None:
+    for worker, done_s in zip(workers, (0.03, 0.01, 0.02), strict=True):
+        worker.load.reserve(0.0, prefill_s=done_s, tokens=0).first_token(0.0)
+        worker.load.residence_s = None
+
+    no_balance = CostModel(model._history, CostOptions(balance_weight=0))
+    for fingerprint in range(20):
+        assert order(no_balance.rank(query(90.0, fingerprint=fingerprint), workers))[0] == B
+
+
+def test_a_worker_busier_than_the_mean_is_charged_for_what_it_would_do(history, workers, query) -> None:
+    """A hit of 496 of 1,000 tokens is worth 79 ms; where its holder has done all the work so far, half of
+    the time, another one takes the request."""
+    held = [496, 0, 0]
+    keep_busy(workers[:1], 0.5)
+
+    by_weight = {
+        weight: CostModel(history, CostOptions(balance_weight=weight)).rank(query(100.0), workers, held)
+        for weight in (0, 8)
+    }
+
+    assert order(by_weight[0])[0] == A
+    assert order(by_weight[8])[0] != A
+    holder = next(candidate for candidate in by_weight[8] if candidate.worker is workers[A])
+    other = next(candidate for candidate in by_weight[0] if candidate.worker is workers[A])
+    mean = CostModel(history).pressure(workers, 100.0).utilisation
+    charged = holder.terms.marginal - other.terms.marginal
+    assert charged == pytest.approx(8 * 2 * mean * holder.prefill_s), "its utilisation is 3 x the mean"
+
+
 def test_an_even_tie_goes_by_a_hash_of_prompt_and_worker(model, workers, query) -> None:
     firsts = [order(model.rank(query(fingerprint=fingerprint), workers))[0] for fingerprint in range(300)]
 

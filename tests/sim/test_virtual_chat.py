@@ -12,6 +12,7 @@ from kvroute.routing.decision import RouteQuery
 from kvroute.routing.options import RoutingOptions
 from kvroute.routing.router import Dispatch, Router
 from kvroute.sim.fleet import Fleet, FleetRequest, make_engines
+from kvroute.sim.timing import TimingModel
 from kvroute.sim.workload import ChatClients, ChatShape, imbalance, returned_share
 from kvroute.wire.events import KvEvent
 
@@ -108,6 +109,24 @@ def test_chats_that_do_not_fit_keep_what_they_can() -> None:
 
     assert imbalance(aware.computed_tokens()) <= 1.2
     assert sum(aware.computed_tokens()) < 0.9 * sum(even.computed_tokens())
+
+
+def test_a_few_chats_over_a_short_common_prompt_do_not_follow_it_to_one_worker() -> None:
+    """12 chats on 2 engines that are ten times as fast as the costs believe: whoever holds the common
+    prompt looks idle whenever another chat begins. The twin of tests/engine/test_cached_tokens.py."""
+    fast = TimingModel(fixed_s=2e-3, weights_s=5e-4, token_s=2e-5, attention_s=1e-8, kv_s=0.0)
+    shape = ChatShape(128, 288, mean_turns=8, turn_tokens=112, output_tokens=16, think_s=0.5)
+    ratios = []
+    for seed in range(20):
+        placement = RouterPlacement(2, capacity_tokens=8_800, strategy="prefixaware")
+        fleet = Fleet(make_engines(2, capacity_tokens=8_800, timing=fast), placement)
+        ChatClients(fleet, clients=12, requests=96, shape=shape, seed=seed).start()
+        fleet.run()
+        computed = fleet.computed_tokens()
+        ratios.append(max(computed) / max(1, min(computed)))
+        assert returned_share(fleet.done) >= 0.85
+
+    assert sorted(ratios)[-2] <= 1.5, "one of twenty may be unlucky"
 
 
 def test_a_run_repeats_exactly() -> None:

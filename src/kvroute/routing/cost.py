@@ -92,9 +92,18 @@ class CostOptions(Options):
         lower="looks at the time to first token only; 0.001 merely breaks ties",
         ge=0,
     )
+    balance_weight: float = option(
+        8.0,
+        "Seconds charged per second of own work, for each unit by which the worker's utilisation by prefill "
+        "is above the fleet's mean: what a conversation begins on a worker, it goes on with there.",
+        higher="new conversations leave a common prefix sooner for a worker that has done less",
+        lower="0: a common prefix is followed as long as its holder looks idle",
+        ge=0,
+    )
     tie_share: float = option(
         0.02,
-        "Scores within this share of the best, plus `tie_ms`, are equal: fewest active tokens goes first.",
+        "Scores within this share of the best, plus `tie_ms`, are equal: fewest active tokens goes first, "
+        "then least prefill done lately.",
         higher="evens out load where costs differ little",
         lower="follows small differences in cost",
         ge=0,
@@ -120,6 +129,7 @@ class Costs(NamedTuple):
     memory_limit: float
     eviction_weight: float
     active_token_s: float
+    balance_weight: float
     tie_share: float
     tie_s: float
 
@@ -134,6 +144,7 @@ class Costs(NamedTuple):
             options.memory_limit,
             options.eviction_weight,
             options.active_share * options.token_us * 1e-6,
+            options.balance_weight,
             options.tie_share,
             options.tie_ms * 1e-3,
         )
@@ -161,6 +172,8 @@ class Pressure(NamedTuple):
     """rho: seconds of prefill dispatched per second and worker."""
     mean_own_s: float
     """Mean prefill of one request."""
+    busy: Sequence[float]
+    """Each worker's own utilisation, in order."""
 
 
 class CostModel:
@@ -195,12 +208,14 @@ class CostModel:
         return costs
 
     def pressure(self, workers: Sequence[Worker], now: float) -> Pressure:
+        busy: list[float] = []
         seconds = requests = 0.0
         for worker in workers:
             own_s, arrivals = worker.load.recent(now)
+            busy.append(own_s)
             seconds += own_s
             requests += arrivals
-        return Pressure(seconds / len(workers), seconds / requests if requests else 0.0)
+        return Pressure(seconds / len(busy), seconds / requests if requests else 0.0, busy)
 
     def rank(
         self,
@@ -209,7 +224,8 @@ class CostModel:
         matched_tokens: Sequence[int] | None = None,
         loads: Sequence[TierLoad] | None = None,
     ) -> list[Candidate]:
-        """Every worker, cheapest first; ties by active tokens, then by a hash of prompt and worker.
+        """Every worker, cheapest first; ties by active tokens, then by prefill done lately, then by a hash
+        of prompt and worker.
 
         `matched_tokens` says per worker how much of the prompt need not be computed there, `loads` what
         fetching that from slower tiers takes. About 2 us a worker.
@@ -219,6 +235,7 @@ class CostModel:
         pressure = self.pressure(workers, now)
         rho = min(pressure.utilisation, MAX_UTILISATION)
         delay_factor = 0.5 * rho / (1 - rho) / pressure.mean_own_s if rho else 0.0
+        balance, mean_busy, busy = costs.balance_weight, pressure.utilisation, pressure.busy
         prompts = len(query.prompts) or 1
         block_tokens = _block_tokens(query)
         part_of, new = self._history.part, tuple.__new__
@@ -234,6 +251,9 @@ class CostModel:
             wait_s = load.wait(now)
             own_s = prefill_s + transfer_s
             marginal_s = min(costs.lambda_cap, delay_factor * (wait_s + own_s)) * own_s
+            excess = busy[place] - mean_busy
+            if excess > 0.0:
+                marginal_s += balance * excess * own_s
             memory_s = eviction_s = 0.0
             if block_tokens:
                 part = part_of(worker.index)
@@ -261,7 +281,7 @@ class CostModel:
         best = ranking[0].score
         limit = best + best * costs.tie_share + costs.tie_s
         if len(ranking) > 1 and ranking[1].score <= limit:
-            _break_tie(ranking, limit, query.fingerprint)
+            _break_tie(ranking, limit, query)
         return ranking
 
 
@@ -290,12 +310,14 @@ def _block_tokens(query: RouteQuery) -> float:
     return sum(len(prompt.keys) * prompt.block_tokens for prompt in query.prompts) / blocks
 
 
-def _break_tie(ranking: list[Candidate], limit: float, fingerprint: int) -> None:
+def _break_tie(ranking: list[Candidate], limit: float, query: RouteQuery) -> None:
     """Bring the candidate to the front that wins among those up to `limit`."""
-    tied = [candidate for candidate in ranking if candidate.score <= limit]
-    fewest = min(candidate.worker.load.active_tokens for candidate in tied)
-    winner = min(
-        (candidate for candidate in tied if candidate.worker.load.active_tokens == fewest),
-        key=lambda candidate: xxh3_64_intdigest(candidate.worker.id.encode(), fingerprint),
-    )
+    now, fingerprint = query.now, query.fingerprint
+
+    def rest(candidate: Candidate) -> tuple[int, float, int]:
+        worker = candidate.worker
+        done_s, _ = worker.load.recent(now)
+        return worker.load.active_tokens, done_s, xxh3_64_intdigest(worker.id.encode(), fingerprint)
+
+    winner = min((candidate for candidate in ranking if candidate.score <= limit), key=rest)
     bring_forward(ranking, winner.worker)
