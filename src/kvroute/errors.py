@@ -3,6 +3,8 @@
 KvrouteError
 ├── ConfigError              a configuration value is wrong; names its path
 │   └── InvalidConfig        all that is wrong with a configuration
+├── DiscoveryError           a source of workers could not be asked, or its answer makes no sense
+│   └── WatchExpired         what a watch wants to go on from is too old: list anew
 ├── WireError                an engine's or LMCache's message is not what its protocol says
 ├── UpstreamError            a worker's connection failed (transport level, no HTTP answer)
 │   ├── ConnectRefused       nothing was sent: connect failed or was refused
@@ -52,6 +54,14 @@ class InvalidConfig(ConfigError):
     def __init__(self, problems: Sequence[ConfigError]) -> None:
         super().__init__("", "\n".join(map(str, problems)))
         self.problems = tuple(problems)
+
+
+class DiscoveryError(KvrouteError):
+    """A source of workers could not be asked, or its answer makes no sense."""
+
+
+class WatchExpired(DiscoveryError):
+    """The place that a watch wants to go on from is no longer kept: everything must be listed anew."""
 
 
 class WireError(KvrouteError):

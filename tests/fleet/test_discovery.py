@@ -242,11 +242,21 @@ async def test_a_file_caught_in_the_middle_of_being_written_is_read_again(
 
 
 def test_options_choose_the_sources(tmp_path: Path) -> None:
-    options = FleetOptions.model_validate({"workers": ["http://a"], "file": str(tmp_path / "w.yaml")})
+    every = {
+        "workers": ["http://a"],
+        "file": str(tmp_path / "w.yaml"),
+        "kubernetes": {"enabled": True, "api_url": "https://api", "namespace": "llm"},
+        "dns": {"names": ["vllm:8000"]},
+    }
     clock = SystemClock()
 
     assert sources_of(FleetOptions(), clock) == {}
-    assert list(sources_of(options, clock)) == ["static", "file"] == list(DISCOVERY)
+    assert not FleetOptions().has_source
+    assert list(sources_of(FleetOptions.model_validate(every), clock)) == list(DISCOVERY)
+    for name, option in zip(DISCOVERY, every, strict=True):
+        options = FleetOptions.model_validate({option: every[option]})
+        assert list(sources_of(options, clock)) == [name]
+        assert options.has_source
 
 
 async def test_a_static_set_is_found_once() -> None:

@@ -381,3 +381,43 @@ def test_a_worker_that_left_while_draining_starts_anew_when_it_returns() -> None
     assert fleet.get("a").state is HealthState.UNKNOWN
     fleet.mark_healthy(fleet.get("a"), 0.0)
     assert fleet.get("a").state is HealthState.HEALTHY
+
+
+def test_a_worker_drains_while_its_source_says_so() -> None:
+    fleet = fleet_of("a", "b")
+    changes = heard(fleet)
+
+    fleet.apply("static", [spec("a", draining=True), spec("b")])
+    assert (ids(fleet), fleet.get("a").state) == (["b"], HealthState.DRAINING)
+    fleet.undrain("a")
+    assert fleet.get("a").state is HealthState.DRAINING
+    fleet.mark_unhealthy(fleet.get("a"), Ejection.REFUSED, "gone")
+    fleet.apply("static", [spec("a"), spec("b")])
+
+    assert fleet.get("a").state is HealthState.UNHEALTHY
+    assert changes == [(FleetChange.STATE, "a"), (FleetChange.EJECTED, "a"), (FleetChange.STATE, "a")]
+
+
+def test_what_drains_by_hand_goes_on_draining_when_its_source_says_it_may_serve() -> None:
+    fleet = fleet_of("a")
+    fleet.drain("a")
+
+    fleet.apply("static", [spec("a", draining=True)])
+    fleet.apply("static", [spec("a")])
+    assert fleet.get("a").state is HealthState.DRAINING
+
+    fleet.undrain("a")
+    assert fleet.get("a").state is HealthState.HEALTHY
+
+
+def test_a_worker_may_join_draining() -> None:
+    fleet = Fleet()
+    changes = heard(fleet)
+
+    fleet.apply("static", [spec("a", draining=True)])
+    fleet.mark_healthy(fleet.get("a"), 0.0)
+
+    assert fleet.get("a").state is HealthState.DRAINING
+    assert changes == [(FleetChange.JOINED, "a")]
+    fleet.apply("static", [spec("a")])
+    assert fleet.get("a").state is HealthState.HEALTHY

@@ -18,6 +18,7 @@ SPECS = st.builds(
     st.integers(0, 5).map("http://host:{}".format),
     MODELS.map(lambda names: tuple(sorted(names))),
     st.none() | st.just(100),
+    draining=st.booleans(),
 )
 SOURCES = st.sampled_from(["static", "file"])
 

@@ -38,10 +38,12 @@ class InvalidConfiguration(click.ClickException):
 
 def configured(
     failure: type[InvalidConfiguration] = InvalidConfiguration,
+    more: Callable[[dict[str, Any]], list[Setting]] = lambda flags: [],
 ) -> Callable[[Callable[[Loaded], None]], Callable[..., None]]:
     """Give a command the configuration flags and call it with what they, file and environment amount to.
 
-    A wrong configuration ends the command as `failure`.
+    A wrong configuration ends the command as `failure`. `more` gets all flags, the command's own among
+    them, and returns what these set; it may change the flags, which win over it.
     """
 
     def decorate(command: Callable[[Loaded], None]) -> Callable[..., None]:
@@ -75,9 +77,8 @@ def configured(
         @functools.wraps(command)
         def run(file: pathlib.Path | None, assignments: tuple[str, ...], **flags: Any) -> None:
             try:
-                loaded = load(
-                    file=file, environ=os.environ, assignments=assignments, flags=flag_settings(flags)
-                )
+                settings = [*more(flags), *flag_settings(flags)]
+                loaded = load(file=file, environ=os.environ, assignments=assignments, flags=settings)
                 command(loaded)
             except ConfigError as exc:
                 raise failure(str(exc)) from exc

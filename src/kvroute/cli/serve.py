@@ -8,16 +8,18 @@ import click
 
 from kvroute.app.config import Config, Loaded
 from kvroute.cli.configuration import configured
+from kvroute.cli.vllm_router import router_flags, router_settings
 from kvroute.errors import ConfigError
 
 
 @click.command()
-@configured()
+@router_flags
+@configured(more=router_settings)
 def serve(loaded: Loaded) -> None:
     """Run the gateway.
 
     Settings come from the file, then KVROUTE__SECTION__KEY variables, then --set, then the other
-    flags; the last one wins.
+    flags; the last one wins. The flags of production-stack's router are taken, too (docs/migration.md).
     """
     require_workers(loaded.config)
     from kvroute.app.server import run  # a wrong configuration is told without loading the server
@@ -27,9 +29,10 @@ def serve(loaded: Loaded) -> None:
 
 def require_workers(config: Config) -> None:
     """Raise ConfigError when nothing says where workers are."""
-    if not config.fleet.workers and config.fleet.file is None:
+    if not config.fleet.has_source:
         raise ConfigError(
             "fleet",
             "no workers: give --worker http://HOST:PORT (repeat for more), or fleet.workers or fleet.file "
-            "(a watched list, which may be empty at first). `kvroute up` brings workers of its own.",
+            "(a watched list, which may be empty at first), or fleet.kubernetes or fleet.dns. "
+            "`kvroute up` brings workers of its own.",
         )

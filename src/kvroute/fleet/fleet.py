@@ -63,6 +63,8 @@ class Fleet:
         self._workers: dict[WorkerId, Worker] = {}
         self._below: dict[WorkerId, HealthState] = {}
         """What the state of each draining worker would be otherwise."""
+        self._drained: set[WorkerId] = set()
+        """Draining by hand, whatever their source says."""
         self._assumed: set[WorkerId] = set()
         """Workers whose assumed capacity has been logged."""
         self._listeners: list[FleetListener] = []
@@ -166,6 +168,7 @@ class Fleet:
         for worker in leaving:
             del self._workers[worker.id]
             self._below.pop(worker.id, None)
+            self._drained.discard(worker.id)
             worker.state = HealthState.DRAINING
             self._assumed.discard(worker.id)
         if leaving:
@@ -177,11 +180,14 @@ class Fleet:
             known = self._workers.get(spec.id)
             if known is None:
                 worker = self._workers[spec.id] = Worker(spec, index=self._free_index())
+                self._follow_drain(worker)
                 changes.append((FleetChange.JOINED, worker))
             elif known.spec != spec:
                 before = known.capacity_tokens
                 known.spec = spec
                 respecified = True
+                if self._follow_drain(known):
+                    changes.append((FleetChange.STATE, known))
                 if known.capacity_tokens != before:
                     changes.append((FleetChange.CAPACITY, known))
         if changes or respecified:
@@ -255,20 +261,32 @@ class Fleet:
         """Send no new requests there; running ones go on, probes too. Repeating it only reports.
         Raises NotFound."""
         worker = self.get(worker_id)
-        if worker.id not in self._below:
-            self._below[worker.id] = worker.state
-            worker.state = HealthState.DRAINING
-            log.info("worker %s drains", worker.id)
+        self._drained.add(worker.id)
+        if self._follow_drain(worker):
             self._changed((FleetChange.STATE, worker))
         return progress_of(worker)
 
     def undrain(self, worker_id: str) -> None:
-        """Take it back into routing, in the state that its probes found meanwhile. Raises NotFound."""
+        """Take it back into routing, in the state that its probes found meanwhile; one that drains because
+        its source says so goes on draining. Raises NotFound."""
         worker = self.get(worker_id)
-        if worker.id in self._below:
+        self._drained.discard(worker.id)
+        if self._follow_drain(worker):
+            self._changed((FleetChange.STATE, worker))
+
+    def _follow_drain(self, worker: Worker) -> bool:
+        """Let the state follow what was said by hand and by the source; whether it changed."""
+        drains = worker.spec.draining or worker.id in self._drained
+        if drains == (worker.id in self._below):
+            return False
+        if drains:
+            self._below[worker.id] = worker.state
+            worker.state = HealthState.DRAINING
+            log.info("worker %s drains", worker.id)
+        else:
             worker.state = self._below.pop(worker.id)
             log.info("worker %s no longer drains", worker.id)
-            self._changed((FleetChange.STATE, worker))
+        return True
 
     # Inside
 

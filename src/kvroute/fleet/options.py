@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 
 from pydantic import BeforeValidator, SecretStr, field_validator, model_validator
 
+from kvroute.fleet.discovery.options import DnsOptions, KubernetesOptions
 from kvroute.fleet.worker import WorkerId, WorkerSpec
 from kvroute.options import Options, option
 
@@ -223,6 +224,8 @@ class FleetOptions(Options):
         higher="fewer file system calls",
         lower="changes apply sooner",
     )
+    kubernetes: KubernetesOptions = option(default_factory=KubernetesOptions)
+    dns: DnsOptions = option(default_factory=DnsOptions)
     aliases: dict[str, str] = option(
         {}, "Other names for models or adapters: `alias: model`. An alias wins over a model of its name."
     )
@@ -232,6 +235,11 @@ class FleetOptions(Options):
     )
     worker_api_key_file: Path | None = option(None, "File that holds that key.")
     health: HealthOptions = option(HealthOptions(), "Probes, ejection and return.")
+
+    @property
+    def has_source(self) -> bool:
+        """Whether anything says where workers are; it may say that there are none yet."""
+        return bool(self.workers or self.file is not None or self.kubernetes.enabled or self.dns.names)
 
     @model_validator(mode="after")
     def _names_are_clear(self) -> Self:

@@ -50,6 +50,10 @@ class WorkerSpec:
     """Served model names when they cannot be asked; empty: read `/v1/models`."""
     capacity_tokens: int | None = None
     """Configured KV capacity, used when the worker's metrics do not tell it."""
+    role: str | None = None
+    """What its label says it is for; None without such a label."""
+    draining: bool = False
+    """Leave it its running requests and give it no new ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +96,8 @@ class Worker:
     """Why it was last taken out of routing; None since it came back."""
     trouble: str = ""
     """What is wrong with it now, in words for an operator; empty while healthy."""
+    rank_loads: dict[int, WorkerLoad] = field(default_factory=dict)
+    """Load of its data-parallel ranks, where requests are sent to single ones; `load` has their sum."""
 
     @property
     def id(self) -> WorkerId:
@@ -115,6 +121,15 @@ class Worker:
     def block_size(self) -> int:
         """Tokens in one block of its cache: measured, else `ASSUMED_BLOCK_TOKENS`."""
         return self.facts.block_size or ASSUMED_BLOCK_TOKENS
+
+    def load_of(self, rank: int | None) -> WorkerLoad:
+        """The load of one data-parallel rank; of the whole worker for None."""
+        if rank is None:
+            return self.load
+        known = self.rank_loads.get(rank)
+        if known is None:
+            known = self.rank_loads[rank] = WorkerLoad()
+        return known
 
     def serves(self, model: str) -> bool:
         return model in self.models

@@ -145,20 +145,35 @@ def gateway_config(found, tmp_path) -> Any:
     return load(file=file).config
 
 
-def test_the_gateways_configuration_loads_and_names_the_workers_pods(own, plan, tmp_path):
-    config = gateway_config(objects_of(plan(own())), tmp_path)
+def test_the_gateways_configuration_loads_and_finds_the_workers_pods(own, plan, tmp_path):
+    found = objects_of(plan(own()))
+    config = gateway_config(found, tmp_path)
 
     assert config.server.host == "0.0.0.0"
     assert config.routing.strategy == "prefixaware"
-    assert [worker.url for worker in config.fleet.workers] == [
-        f"http://demo-worker-{number}.demo-workers.default.svc:8000" for number in range(2)
-    ]
+    assert config.fleet.workers == ()
+    wanted = config.fleet.kubernetes
+    assert (wanted.enabled, wanted.resource, wanted.namespace) == (True, "pods", "default")
+    labels = found["StatefulSet", "demo-worker"]["spec"]["template"]["metadata"]["labels"]
+    terms = dict(term.split("=") for term in wanted.selector.split(","))
+    assert terms.items() <= labels.items()
+    others = found["Deployment", "demo-gateway"]["spec"]["template"]["metadata"]["labels"]
+    assert not terms.items() <= others.items()
+    ports = pod(found, "StatefulSet", "demo-worker")["containers"][0]["ports"]
+    assert wanted.port in [port["name"] for port in ports]
 
 
-def test_every_worker_that_scaling_may_add_has_a_name(own, plan, tmp_path):
-    config = gateway_config(objects_of(plan(own({"spec.autoScalingSpec": {"maxReplicaCount": 6}}))), tmp_path)
+def test_the_gateway_may_do_what_finding_workers_needs(own, plan, tmp_path):
+    found = objects_of(plan(own()))
+    wanted = gateway_config(found, tmp_path).fleet.kubernetes
 
-    assert len(config.fleet.workers) == 6
+    rules = found["Role", "demo-gateway"]["rules"]
+    assert any(
+        wanted.resource in rule["resources"] and {"list", "watch"} <= set(rule["verbs"]) for rule in rules
+    )
+    account = pod(found, "Deployment", "demo-gateway")["serviceAccountName"]
+    assert found["RoleBinding", "demo-gateway"]["subjects"][0]["name"] == account
+    assert found["ServiceAccount", account]["automountServiceAccountToken"] is True
 
 
 def test_the_gateways_pod_is_locked_down_and_probed(own, plan):
@@ -251,6 +266,22 @@ def test_a_server_for_a_node_is_reached_on_that_node_and_shares_memory(own, plan
     assert found["Service", "demo-lmcache"]["spec"]["internalTrafficPolicy"] == "Local"
     transfer = json.loads(flag(worker["containers"][0], "--kv-transfer-config"))
     assert transfer["kv_connector_extra_config"]["lmcache.mp.host"] == "tcp://demo-lmcache"
+
+
+def test_each_nodes_daemon_knows_the_others(own, plan):
+    found = objects_of(plan(own({BACKEND: "tieredstorage"})))
+    spec = pod(found, "DaemonSet", "demo-tierd")
+    (daemon,) = spec["containers"]
+    peers = found["Service", "demo-tierd-peers"]["spec"]
+
+    assert spec["hostIPC"] is True
+    assert flag(daemon, "--peers-dns") == "demo-tierd-peers:9200"
+    assert peers["clusterIP"] == "None"
+    assert peers["selector"] == found["Service", "demo-tierd"]["spec"]["selector"]
+    assert found["Service", "demo-tierd"]["spec"]["internalTrafficPolicy"] == "Local"
+    adapter = json.loads(flag(pod(found, "DaemonSet", "demo-lmcache")["containers"][0], "--l2-adapter"))
+    assert adapter["url"] == "sagemaker-hyperpod://demo-tierd:9200"
+    assert adapter["shared_memory_name"] == flag(daemon, "--shared-memory-name")
 
 
 def test_variables_stand_before_what_refers_to_them(own, plan):
@@ -470,6 +501,28 @@ def test_monitors_find_services_by_their_labels(own, plan):
                 for port in service["spec"]["ports"]
             }
             assert {endpoint["port"] for endpoint in monitor["spec"]["endpoints"]} <= ports
+
+
+@pytest.mark.parametrize(
+    ("kind", "list_key", "change"),
+    [
+        ("ScaledObject", "triggers", {"treshold": "1"}),
+        ("ScaledObject", "triggers", {"metadata": {"threshold": 1}}),
+        ("ScaledObject", "triggers", {"type": ""}),
+        ("ServiceMonitor", "endpoints", {"intervall": "15s"}),
+        ("ServiceMonitor", "endpoints", {"interval": "15 seconds"}),
+        ("ServiceMonitor", "endpoints", {"scheme": "ftp"}),
+    ],
+)
+def test_the_operators_schemas_refuse_what_is_wrong(kind, list_key, change, own, plan):
+    found = objects_of(
+        plan(own({"spec.autoScalingSpec": {"maxReplicaCount": 3, "prometheusTrigger": TRIGGER}}))
+    )
+    each = next(each for (its_kind, _), each in found.items() if its_kind == kind)
+    each["spec"][list_key][0] |= change
+
+    with pytest.raises(jsonschema.ValidationError):
+        check(each)
 
 
 def test_services_select_pods_that_have_their_ports(own, plan):

@@ -7,6 +7,7 @@ from typing import Any
 
 import yaml
 
+from kvroute.deploy.render.manifest import WORKER, selector
 from kvroute.deploy.render.plan import EndpointPlan
 from kvroute.deploy.render.site import Site, local_site
 
@@ -14,13 +15,16 @@ SECRETS = "/run/secrets/kvroute"
 
 
 def gateway_config(plan: EndpointPlan, site: Site, *, secrets: bool = False) -> dict[str, Any]:
-    """What `kvroute serve -c` reads. `secrets`: keys are files below SECRETS."""
+    """What `kvroute serve -c` reads. `secrets`: in Kubernetes, where keys are files below SECRETS and
+    workers are found by their pods' labels."""
     gateway, routing = plan.extension.gateway, plan.extension.routing
     server: dict[str, Any] = {"host": site.gateway_bind, "port": gateway.port}
     limits = plan.limits
     config: dict[str, Any] = {
         "server": server,
-        "fleet": {"workers": [{"id": worker.name, "url": worker.url} for worker in site.workers]},
+        "fleet": {"kubernetes": _by_label(plan)}
+        if secrets
+        else {"workers": [{"id": worker.name, "url": worker.url} for worker in site.workers]},
         "routing": {"strategy": plan.strategy},
     }
     if plan.model.store is not None or plan.model.is_own_volume:
@@ -41,6 +45,12 @@ def gateway_config(plan: EndpointPlan, site: Site, *, secrets: bool = False) -> 
             config["admin"] = {"api_key_file": f"{SECRETS}/admin-key"}
     config = merged(config, {"routing": routing.options or {}})
     return merged(config, gateway.settings or {})
+
+
+def _by_label(plan: EndpointPlan) -> dict[str, Any]:
+    """Pods of the StatefulSet, whose names are the workers' ids: as many as there are at any time."""
+    wanted = ",".join(f"{key}={value}" for key, value in selector(plan, WORKER).items())
+    return {"enabled": True, "namespace": plan.namespace, "selector": wanted, "port": plan.port_name}
 
 
 def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:

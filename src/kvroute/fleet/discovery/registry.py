@@ -6,7 +6,9 @@ from collections.abc import Callable
 from typing import Final
 
 from kvroute.clock import Clock
+from kvroute.fleet.discovery.dns import DnsDiscovery
 from kvroute.fleet.discovery.file import FileDiscovery
+from kvroute.fleet.discovery.kubernetes import KubernetesDiscovery
 from kvroute.fleet.discovery.source import Discovery
 from kvroute.fleet.discovery.static import StaticDiscovery
 from kvroute.fleet.options import FleetOptions
@@ -14,6 +16,8 @@ from kvroute.fleet.options import FleetOptions
 DISCOVERY: Final[dict[str, Callable[[FleetOptions, Clock], Discovery | None]]] = {
     "static": StaticDiscovery.configured,
     "file": FileDiscovery.configured,
+    "kubernetes": KubernetesDiscovery.configured,
+    "dns": DnsDiscovery.configured,
 }
 """Each makes its source from the options, or None where they do not ask for it."""
 

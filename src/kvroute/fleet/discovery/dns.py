@@ -1,0 +1,133 @@
+"""Workers found in DNS: one for each address of a name."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+from kvroute.clock import Clock
+from kvroute.errors import DiscoveryError
+from kvroute.fleet.discovery.options import DnsOptions, place_of
+from kvroute.fleet.options import FleetOptions
+from kvroute.fleet.worker import WorkerId, WorkerSpec
+
+log = logging.getLogger(__name__)
+
+Resolve = Callable[[str], Awaitable[Sequence[str]]]
+"""The addresses of a host, IPv4 and IPv6; raises OSError, as `socket.getaddrinfo` does."""
+
+
+async def system_addresses(host: str) -> Sequence[str]:
+    """Ask the system's resolver, in a thread: `/etc/hosts`, search domains and all."""
+    loop = asyncio.get_running_loop()
+    found = await loop.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    return [str(address[0]) for *_, address in found]
+
+
+@dataclass(slots=True)
+class _Name:
+    """What is known about one name. Mutable: each look-up changes it."""
+
+    host: str
+    port: int
+    addresses: tuple[str, ...] = ()
+    failing_since: float | None = None
+    complaint: str = ""
+    lookup: asyncio.Task[Sequence[str]] | None = None
+    """Under way; one that took too long is waited for, not repeated: its thread cannot be ended."""
+
+    def __str__(self) -> str:
+        return f"{self.host}:{self.port}"
+
+
+class DnsDiscovery:
+    """Looks each name up every `interval_s`. Mutable: `errors` counts failed look-ups."""
+
+    def __init__(self, options: DnsOptions, clock: Clock, resolve: Resolve = system_addresses) -> None:
+        self.errors = 0
+        self._options = options
+        self._clock = clock
+        self._resolve = resolve
+        self._names = [_Name(*place_of(name)) for name in options.names]
+
+    @classmethod
+    def configured(cls, options: FleetOptions, clock: Clock) -> DnsDiscovery | None:
+        """None if no name is given."""
+        return cls(options.dns, clock) if options.dns.names else None
+
+    async def watch(self) -> AsyncGenerator[tuple[WorkerSpec, ...], None]:
+        """Yield all names' workers after the first round of look-ups, then after each change."""
+        told: tuple[WorkerSpec, ...] | None = None
+        try:
+            while True:
+                await asyncio.gather(*(self._look_up(name) for name in self._names))
+                specs = self._specs()
+                if specs != told:
+                    told = specs
+                    yield specs
+                await self._clock.sleep(self._options.interval_s)
+        finally:
+            for name in self._names:
+                if name.lookup is not None:
+                    name.lookup.cancel()
+                    await asyncio.gather(name.lookup, return_exceptions=True)
+                    name.lookup = None
+
+    async def _look_up(self, name: _Name) -> None:
+        try:
+            addresses = counted(await self._asked(name), self._options.family)
+            if not addresses:
+                raise DiscoveryError(f"has no {self._options.family} address")
+        except (OSError, UnicodeError, DiscoveryError) as error:
+            self._failed(name, str(error) or type(error).__name__)
+            return
+        if name.complaint:
+            log.info("%s is found again", name)
+        name.addresses, name.failing_since, name.complaint = addresses, None, ""
+
+    async def _asked(self, name: _Name) -> Sequence[str]:
+        if name.lookup is None:
+            name.lookup = asyncio.create_task(_call(self._resolve, name.host), name=f"look up {name.host}")
+        done, _ = await asyncio.wait({name.lookup}, timeout=self._options.timeout_s)
+        if not done:
+            raise DiscoveryError(f"no answer within {self._options.timeout_s:g} s")
+        lookup, name.lookup = name.lookup, None
+        return lookup.result()
+
+    def _failed(self, name: _Name, trouble: str) -> None:
+        self.errors += 1
+        now = self._clock.now()
+        if name.failing_since is None:
+            name.failing_since = now
+        if trouble != name.complaint:
+            name.complaint = trouble
+            log.error("%s: %s; the addresses known so far stay", name, trouble)
+        if name.addresses and now - name.failing_since >= self._options.keep_s:
+            log.error("%s could not be looked up for %g s: its workers go", name, self._options.keep_s)
+            name.addresses = ()
+
+    def _specs(self) -> tuple[WorkerSpec, ...]:
+        places = dict.fromkeys(
+            f"[{address}]:{name.port}" if ":" in address else f"{address}:{name.port}"
+            for name in self._names
+            for address in name.addresses
+        )
+        return tuple(WorkerSpec(WorkerId(place), f"{self._options.scheme}://{place}") for place in places)
+
+
+async def _call(resolve: Resolve, host: str) -> Sequence[str]:
+    return await resolve(host)
+
+
+def counted(addresses: Sequence[str], family: str) -> tuple[str, ...]:
+    """Those of `family`, sorted, each once; with `auto`, IPv6 only if there is nothing else. Pure."""
+    four = sorted({address for address in addresses if ":" not in address})
+    six = sorted({address for address in addresses if ":" in address})
+    if family == "ipv4":
+        return tuple(four)
+    if family == "ipv6":
+        return tuple(six)
+    return tuple(four or six)

@@ -1,0 +1,194 @@
+"""Workers found through the Kubernetes API."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from typing import Final
+
+from kvroute.clock import Clock
+from kvroute.errors import DiscoveryError, WatchExpired
+from kvroute.fleet.discovery.kubernetes_api import KubernetesApi, Listing, access_of
+from kvroute.fleet.discovery.kubernetes_objects import (
+    Object,
+    Reader,
+    Reading,
+    name_of,
+    one_each,
+    read_endpoint_slice,
+    read_pod,
+)
+from kvroute.fleet.discovery.options import KubernetesOptions
+from kvroute.fleet.options import FleetOptions
+from kvroute.fleet.worker import WorkerSpec
+
+log = logging.getLogger(__name__)
+
+_FIRST_PAUSE_S: Final = 0.5
+_LASTED_S: Final = 1.0
+"""A watch that ends sooner and brings nothing is no progress."""
+
+_READERS: Final[dict[str, Callable[[Object, Reader], Reading]]] = {
+    "pods": read_pod,
+    "endpointslices": read_endpoint_slice,
+}
+
+
+class KubernetesDiscovery:
+    """Lists once, then follows the changes; lists anew when told to (410 Gone) and every `resync_s`.
+
+    Mutable: `errors` counts failed questions and objects that cannot be used. While the API server is away
+    the last known set stays.
+    """
+
+    def __init__(
+        self,
+        api: KubernetesApi,
+        reader: Reader,
+        options: KubernetesOptions,
+        clock: Clock,
+        *,
+        rng: random.Random | None = None,
+    ) -> None:
+        self.errors = 0
+        self._api = api
+        self._options = options
+        self._clock = clock
+        self._rng = rng or random.Random()
+        self._workers = _Workers(_READERS[options.resource], reader, require_ready=options.require_ready)
+        self._complaint = ""
+        self._fruitless = 0
+        """Rounds in a row that brought nothing: each doubles the pause before the next."""
+
+    @classmethod
+    def configured(cls, options: FleetOptions, clock: Clock) -> KubernetesDiscovery | None:
+        """None if not enabled. Raises ConfigError where the API server is unknown."""
+        own = options.kubernetes
+        if not own.enabled:
+            return None
+        api = KubernetesApi(
+            access_of(own, os.environ),
+            resource=own.resource,
+            selector=own.selector,
+            timeout_s=own.timeout_s,
+            watch_s=own.watch_s,
+        )
+        reader = Reader(own.port, own.scheme, own.role_label, own.roles, own.model_label)
+        return cls(api, reader, own, clock)
+
+    async def watch(self) -> AsyncGenerator[tuple[WorkerSpec, ...], None]:
+        """Yield the full set once it is listed and after each change of it."""
+        told: tuple[WorkerSpec, ...] | None = None
+        try:
+            async with aclosing(self._changes()) as changes:
+                async for specs in changes:
+                    if specs != told:
+                        told = specs
+                        yield specs
+        finally:
+            await self._api.aclose()
+
+    async def _changes(self) -> AsyncGenerator[tuple[WorkerSpec, ...], None]:
+        """The set after each list and each event, whether it changed or not."""
+        version, resync_at = "", 0.0
+        while True:
+            asked = self._clock.now()
+            try:
+                if not version or asked >= resync_at:
+                    listing = await self._api.list()
+                    asked = self._clock.now()
+                    version, resync_at = listing.version, asked + self._options.resync_s
+                    self._note(self._workers.replace(listing))
+                    yield self._workers.specs()
+                async with self._api.watching(version) as events:
+                    self._recovered()
+                    async for event in events:
+                        self._fruitless = 0
+                        version = event.version or version
+                        if event.item is not None:
+                            self._note(self._workers.change(event.item, is_deleted=event.is_deleted))
+                            yield self._workers.specs()
+                failed = False
+            except WatchExpired as error:
+                failed = True
+                version = ""
+                log.info("%s: %s; listing it anew", self._api.place, error)
+            except DiscoveryError as error:
+                failed = True
+                self._failed(str(error))
+            lasted = self._clock.now() - asked >= _LASTED_S
+            if lasted:
+                self._fruitless = 0
+            if failed or not lasted:
+                self._fruitless += 1
+                await self._clock.sleep(self._pause_s())
+
+    def _pause_s(self) -> float:
+        # The exponent is capped only to keep the power finite.
+        pause = _FIRST_PAUSE_S * 2.0 ** min(self._fruitless - 1, 60)
+        return min(self._options.backoff_max_s, pause) * self._rng.uniform(0.8, 1.0)
+
+    def _failed(self, trouble: str) -> None:
+        self.errors += 1
+        if trouble != self._complaint:
+            self._complaint = trouble
+            log.error("%s: %s; the workers known so far stay", self._api.place, trouble)
+
+    def _recovered(self) -> None:
+        if self._complaint:
+            self._complaint = ""
+            log.info("%s answers again", self._api.place)
+
+    def _note(self, troubles: list[str]) -> None:
+        for trouble in troubles:
+            self.errors += 1
+            log.warning("left out: %s", trouble)
+
+
+class _Workers:
+    """What the objects seen so far amount to. Mutable: `replace` and `change` follow the API server."""
+
+    def __init__(
+        self, read: Callable[[Object, Reader], Reading], reader: Reader, *, require_ready: bool
+    ) -> None:
+        self._read = read
+        self._reader = reader
+        self._require_ready = require_ready
+        self._readings: dict[str, Reading] = {}
+        self._joined: set[tuple[str, str]] = set()
+        """Name and URL of those that have been ready: they may drain, others just are not there yet."""
+
+    def replace(self, listing: Listing) -> list[str]:
+        """These are all objects. Returns what is newly wrong with some of them."""
+        before = self._readings
+        self._readings = {name_of(item): self._read(item, self._reader) for item in listing.items}
+        return [
+            reading.trouble
+            for name, reading in self._readings.items()
+            if reading.trouble and (name not in before or before[name].trouble != reading.trouble)
+        ]
+
+    def change(self, item: Object, *, is_deleted: bool) -> list[str]:
+        """This object is new, has changed or is gone. Returns what is newly wrong with it."""
+        name = name_of(item)
+        before = self._readings.pop(name, Reading())
+        if is_deleted:
+            return []
+        reading = self._readings[name] = self._read(item, self._reader)
+        return [reading.trouble] if reading.trouble and reading.trouble != before.trouble else []
+
+    def specs(self) -> tuple[WorkerSpec, ...]:
+        """By name. O(all objects)."""
+        found = one_each(each for reading in self._readings.values() for each in reading.found)
+        self._joined &= {(each.name, each.url) for each in found.values()}
+        specs = []
+        for each in found.values():
+            serves = not each.is_terminating and (each.is_ready or not self._require_ready)
+            if serves:
+                self._joined.add((each.name, each.url))
+            if (each.name, each.url) in self._joined:
+                specs.append(each.spec(draining=not serves))
+        return tuple(specs)

@@ -1,0 +1,262 @@
+"""Listing and watching one collection of a Kubernetes API server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import ssl
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import httpx
+
+from kvroute.errors import ConfigError, DiscoveryError, WatchExpired
+from kvroute.fleet.discovery.kubernetes_objects import Object
+from kvroute.fleet.discovery.options import KubernetesOptions
+
+SERVICE_ACCOUNT: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+"""Where Kubernetes mounts `token`, `ca.crt` and `namespace`."""
+
+_PAGE: Final = 500
+_GONE: Final = 410
+_COLLECTIONS: Final = {
+    "pods": "/api/v1/namespaces/{}/pods",
+    "endpointslices": "/apis/discovery.k8s.io/v1/namespaces/{}/endpointslices",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ApiAccess:
+    """How the API server is reached. Files are read when needed: Kubernetes changes them in place."""
+
+    url: str
+    namespace: str
+    token_file: Path | None = None
+    ca_file: Path | None = None
+
+
+def access_of(
+    options: KubernetesOptions, environ: Mapping[str, str], account: Path = SERVICE_ACCOUNT
+) -> ApiAccess:
+    """What `options` say, filled up from the service account that is mounted at `account`.
+
+    Raises ConfigError where neither says it. Reads the namespace's file; blocks.
+    """
+    url, token, ca = options.api_url, options.token_file, options.ca_file
+    if url is None:
+        host, port = environ.get("KUBERNETES_SERVICE_HOST"), environ.get("KUBERNETES_SERVICE_PORT", "443")
+        if not host:
+            raise ConfigError(
+                "fleet.kubernetes.api_url", "must be set: this is not a pod (no KUBERNETES_SERVICE_HOST)"
+            )
+        url = f"https://[{host}]:{port}" if ":" in host else f"https://{host}:{port}"
+        token, ca = token or account / "token", ca or account / "ca.crt"
+    namespace = options.namespace
+    if namespace is None:
+        try:
+            namespace = (account / "namespace").read_text(encoding="utf-8").strip()
+        except OSError as error:
+            raise ConfigError(
+                "fleet.kubernetes.namespace", "must be set: no service account says which it is"
+            ) from error
+    return ApiAccess(url, namespace, token, ca)
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """All objects as of `version`."""
+
+    items: tuple[Object, ...]
+    version: str
+
+
+@dataclass(frozen=True, slots=True)
+class WatchEvent:
+    """One change. `item` is None for a bookmark, which only tells a newer `version`."""
+
+    version: str
+    item: Object | None = None
+    is_deleted: bool = False
+
+
+class KubernetesApi:
+    """One collection, by label. Everything raises DiscoveryError; WatchExpired where listing anew helps.
+
+    Mutable: the connection is made anew when the CA file has changed. Close it in the end.
+    """
+
+    def __init__(
+        self, access: ApiAccess, *, resource: str, selector: str, timeout_s: float, watch_s: float
+    ) -> None:
+        self._access = access
+        self._path = _COLLECTIONS[resource].format(access.namespace)
+        self._selector = {"labelSelector": selector} if selector else {}
+        self._timeout_s = timeout_s
+        self._watch_s = watch_s
+        self._client: httpx.AsyncClient | None = None
+        self._ca: object = None
+
+    @property
+    def place(self) -> str:
+        """For log lines."""
+        return self._access.url + self._path
+
+    async def list(self) -> Listing:
+        """Every object, page by page, as of one moment."""
+        items: list[Object] = []
+        following: dict[str, str] = {}
+        while True:
+            page = await self._get({"limit": str(_PAGE), **self._selector, **following})
+            metadata = page.get("metadata")
+            found = page.get("items") or []
+            if not isinstance(metadata, dict) or not isinstance(found, list):
+                raise DiscoveryError("the answer is not a list of objects")
+            items += [item for item in found if isinstance(item, dict)]
+            if not metadata.get("continue"):
+                return Listing(tuple(items), str(metadata.get("resourceVersion", "")))
+            following = {"continue": str(metadata["continue"])}
+
+    @asynccontextmanager
+    async def watching(self, version: str) -> AsyncIterator[AsyncIterator[WatchEvent]]:
+        """The changes after `version`, for `watch_s`; entered once the server has begun to answer."""
+        params = {
+            "watch": "1",
+            "resourceVersion": version,
+            "allowWatchBookmarks": "true",
+            "timeoutSeconds": str(max(1, round(self._watch_s))),
+            **self._selector,
+        }
+        client, headers = await self._prepared()
+        timeout = httpx.Timeout(self._timeout_s, read=self._watch_s + self._timeout_s)
+        try:
+            async with client.stream(
+                "GET", self._path, params=params, headers=headers, timeout=timeout
+            ) as answer:
+                if not answer.is_success:
+                    await answer.aread()
+                    raise _refusal(answer)
+                async with aclosing(_events(answer)) as events:
+                    yield events
+        except (httpx.HTTPError, OSError) as error:
+            raise _away(error) from error
+
+    async def aclose(self) -> None:
+        if self._client is not None:
+            await self._client.aclose()
+
+    async def _get(self, params: dict[str, str]) -> dict[str, Any]:
+        client, headers = await self._prepared()
+        try:
+            answer = await client.get(self._path, params=params, headers=headers)
+        except (httpx.HTTPError, OSError) as error:
+            raise _away(error) from error
+        if not answer.is_success:
+            raise _refusal(answer)
+        return _object(answer.content)
+
+    async def _prepared(self) -> tuple[httpx.AsyncClient, dict[str, str]]:
+        """A client that trusts today's CA file, and today's token as a header."""
+        try:
+            token = await asyncio.to_thread(_read, self._access.token_file)
+            ca = await asyncio.to_thread(_signature, self._access.ca_file)
+            if self._client is None or ca != self._ca:
+                verify = await asyncio.to_thread(_context, self._access)
+                await self.aclose()
+                self._client = httpx.AsyncClient(
+                    base_url=self._access.url, verify=verify, timeout=self._timeout_s, trust_env=False
+                )
+                self._ca = ca
+        except (OSError, UnicodeDecodeError) as error:
+            raise DiscoveryError(f"token or CA file: {error}") from error
+        headers = {"accept": "application/json"}
+        if token:
+            headers["authorization"] = f"Bearer {token}"
+        return self._client, headers
+
+
+async def _events(answer: httpx.Response) -> AsyncGenerator[WatchEvent, None]:
+    async with aclosing(_lines(answer)) as lines:
+        async for line in lines:
+            yield _event(_object(line))
+
+
+async def _lines(answer: httpx.Response) -> AsyncGenerator[bytes, None]:
+    """By newlines only: httpx's own also ends a line at characters that JSON may have in its strings. What
+    is cut off at the end is dropped; the next watch brings it."""
+    rest = b""
+    async with aclosing(answer.aiter_bytes()) as chunks:  # type: ignore[type-var]
+        async for chunk in chunks:
+            *lines, rest = (rest + chunk).split(b"\n")
+            for line in lines:
+                if line.strip():
+                    yield line
+
+
+def _event(event: dict[str, Any]) -> WatchEvent:
+    kind, item = event.get("type"), event.get("object")
+    if not isinstance(item, dict):
+        raise DiscoveryError("an event has no object")
+    if kind == "ERROR":
+        raise _failure(item, item.get("code"))
+    metadata = item.get("metadata")
+    version = str(metadata.get("resourceVersion", "")) if isinstance(metadata, dict) else ""
+    if kind == "BOOKMARK":
+        return WatchEvent(version)
+    if kind not in ("ADDED", "MODIFIED", "DELETED"):
+        raise DiscoveryError("an event is of no known type")
+    return WatchEvent(version, item, is_deleted=kind == "DELETED")
+
+
+def _refusal(answer: httpx.Response) -> DiscoveryError:
+    try:
+        status = _object(answer.content)
+    except DiscoveryError:
+        status = {}
+    return _failure(status, answer.status_code)
+
+
+def _failure(status: Mapping[str, Any], code: object) -> DiscoveryError:
+    """From a `Status` object, whose message names the account and what it may not do."""
+    message = " ".join(str(status.get("message") or status.get("reason") or "").split())[:300]
+    text = f"answered {code}" + (f": {message}" if message else "")
+    return WatchExpired(text) if code == _GONE else DiscoveryError(text)
+
+
+def _away(error: Exception) -> DiscoveryError:
+    return DiscoveryError(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)
+
+
+def _object(text: bytes) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise DiscoveryError("the answer is not JSON") from error
+    if not isinstance(value, dict):
+        raise DiscoveryError("the answer is not a JSON object")
+    return value
+
+
+def _read(file: Path | None) -> str:
+    return file.read_text(encoding="utf-8").strip() if file is not None else ""
+
+
+def _signature(file: Path | None) -> object:
+    if file is None:
+        return None
+    found = os.stat(file)
+    return found.st_mtime_ns, found.st_size, found.st_ino
+
+
+def _context(access: ApiAccess) -> ssl.SSLContext | bool:
+    if not access.url.startswith("https:"):
+        return False
+    context = ssl.create_default_context(cafile=str(access.ca_file) if access.ca_file is not None else None)
+    if access.ca_file is not None:
+        # Python 3.13 demands extensions that the certificates of many clusters' own CAs do not have
+        # (kubernetes-client/python #2394).
+        context.verify_flags &= ~ssl.VERIFY_X509_STRICT
+    return context

@@ -1,0 +1,190 @@
+"""What a pod or an EndpointSlice says about workers. Pure.
+
+Shapes as in the API's v1 Pod and discovery.k8s.io/v1 EndpointSlice (Kubernetes 1.21 and later). Objects come
+from a server that has checked them, but a missing part must not break the rest: absent is the same as empty.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kvroute.fleet.worker import WorkerId, WorkerSpec
+
+Object = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """How objects are read; see `KubernetesOptions` for the fields."""
+
+    port: int | str
+    scheme: str = "http"
+    role_label: str = ""
+    roles: tuple[str, ...] = ()
+    model_label: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """One worker, as one object describes it."""
+
+    name: str
+    url: str
+    is_ready: bool
+    is_terminating: bool
+    models: tuple[str, ...] = ()
+    role: str | None = None
+
+    def spec(self, *, draining: bool) -> WorkerSpec:
+        return WorkerSpec(WorkerId(self.name), self.url, self.models, role=self.role, draining=draining)
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """All workers of one object; `trouble` says what keeps it from being used, for an operator."""
+
+    found: tuple[Found, ...] = ()
+    trouble: str = ""
+
+
+def name_of(item: Object) -> str:
+    """Unique among the objects of one kind in one namespace."""
+    return str(_inner(item, "metadata").get("name", ""))
+
+
+def read_pod(pod: Object, reader: Reader) -> Reading:
+    """The worker in a pod: none while it has no address and after its containers have ended."""
+    metadata, status = _inner(pod, "metadata"), _inner(pod, "status")
+    address = status.get("podIP")
+    role = _role(metadata, reader)
+    if not address or status.get("phase") in ("Succeeded", "Failed") or not _is_wanted(role, reader):
+        return Reading()
+    port = _pod_port(pod, reader.port)
+    if port is None:
+        return Reading(trouble=f"no container of the pod {name_of(pod)} has a port named {reader.port!r}")
+    ready = any(
+        condition.get("type") == "Ready" and condition.get("status") == "True"
+        for condition in _items(status, "conditions")
+    )
+    return Reading(
+        (
+            Found(
+                name_of(pod),
+                _url(reader, address, port),
+                is_ready=ready,
+                is_terminating=metadata.get("deletionTimestamp") is not None,
+                models=_models(metadata, reader),
+                role=role,
+            ),
+        )
+    )
+
+
+def read_endpoint_slice(item: Object, reader: Reader) -> Reading:
+    """The workers in an EndpointSlice, which has one port of a name for all of them. Unknown readiness is
+    readiness, as the API says."""
+    metadata = _inner(item, "metadata")
+    role = _role(metadata, reader)
+    endpoints = _items(item, "endpoints")
+    if item.get("addressType") == "FQDN" or not endpoints or not _is_wanted(role, reader):
+        return Reading()
+    port = _slice_port(item, reader.port)
+    if port is None:
+        return Reading(trouble=f"the EndpointSlice {name_of(item)} has no port named {reader.port!r}")
+    models = _models(metadata, reader)
+    found = []
+    for endpoint in endpoints:
+        addresses = endpoint.get("addresses")
+        if not isinstance(addresses, list) or not addresses:
+            continue
+        conditions, target = _inner(endpoint, "conditions"), _inner(endpoint, "targetRef")
+        place = _place(addresses[0], port)  # "clients may ignore the others" (API reference)
+        name = target.get("name") if target.get("kind") == "Pod" else None
+        found.append(
+            Found(
+                str(name or place),
+                f"{reader.scheme}://{place}",
+                is_ready=conditions.get("ready") is not False,
+                is_terminating=conditions.get("terminating") is True,
+                models=models,
+                role=role,
+            )
+        )
+    return Reading(tuple(found))
+
+
+def one_each(found: Iterable[Found]) -> dict[str, Found]:
+    """By name. A pod may stand in several slices: one for each family of addresses, two while it moves."""
+    chosen: dict[str, Found] = {}
+    for each in found:
+        known = chosen.get(each.name)
+        if known is None or _rank(each) < _rank(known):
+            chosen[each.name] = each
+    return dict(sorted(chosen.items()))
+
+
+def _rank(found: Found) -> tuple[object, ...]:
+    return found.url.endswith("]") or "[" in found.url, found.is_terminating, not found.is_ready, found.url
+
+
+def _role(metadata: Object, reader: Reader) -> str | None:
+    role = _inner(metadata, "labels").get(reader.role_label)
+    return str(role) if role else None
+
+
+def _is_wanted(role: str | None, reader: Reader) -> bool:
+    return not reader.roles or role in reader.roles
+
+
+def _models(metadata: Object, reader: Reader) -> tuple[str, ...]:
+    key = reader.model_label
+    if key is None:
+        return ()
+    text = _inner(metadata, "annotations").get(key) or _inner(metadata, "labels").get(key) or ""
+    return tuple(name.strip() for name in str(text).split(",") if name.strip())
+
+
+def _pod_port(pod: Object, wanted: int | str) -> int | None:
+    if isinstance(wanted, int):
+        return wanted
+    for container in _running_containers(_inner(pod, "spec")):
+        for port in _items(container, "ports"):
+            if port.get("name") == wanted and isinstance(port.get("containerPort"), int):
+                return int(port["containerPort"])
+    return None
+
+
+def _running_containers(spec: Object) -> Iterator[Object]:
+    """Containers, and init containers that stay (sidecars)."""
+    yield from _items(spec, "containers")
+    yield from (each for each in _items(spec, "initContainers") if each.get("restartPolicy") == "Always")
+
+
+def _slice_port(item: Object, wanted: int | str) -> int | None:
+    if isinstance(wanted, int):
+        return wanted
+    for port in _items(item, "ports"):
+        if port.get("name") == wanted and isinstance(port.get("port"), int):
+            return int(port["port"])
+    return None
+
+
+def _url(reader: Reader, address: object, port: int) -> str:
+    return f"{reader.scheme}://{_place(address, port)}"
+
+
+def _place(address: object, port: int) -> str:
+    host = str(address)
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _inner(item: Object, key: str) -> Object:
+    inner = item.get(key)
+    return inner if isinstance(inner, Mapping) else {}
+
+
+def _items(item: Object, key: str) -> list[Object]:
+    inner = item.get(key)
+    return [each for each in inner if isinstance(each, Mapping)] if isinstance(inner, list) else []

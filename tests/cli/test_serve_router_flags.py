@@ -1,0 +1,139 @@
+"""`kvroute serve` with the flags of production-stack's router."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from click.testing import CliRunner
+
+import kvroute.app.server
+from kvroute.cli import main
+
+WORKERS = ("--service-discovery", "static", "--static-backends", "http://a:1,http://b:1")
+
+
+@pytest.fixture
+def served(monkeypatch):
+    """What `serve` would run; the server itself is replaced."""
+    configs = []
+    monkeypatch.setattr(kvroute.app.server, "run", lambda config: configs.append(config) or 0)
+    return configs
+
+
+def invoke(*arguments, **environ):
+    return CliRunner().invoke(main, ["serve", *arguments], env=environ)
+
+
+def test_a_command_line_of_that_router_runs_as_it_is(served):
+    result = invoke(
+        *("--host", "0.0.0.0", "--port", "8000", *WORKERS, "--static-models", "m,m"),
+        *("--routing-logic", "session", "--session-key", "x-user-id", "--engine-stats-interval", "15"),
+        *("--request-stats-window", "30", "--log-stats", "--log-stats-interval=10", "--enable-batch-api"),
+    )
+
+    assert result.exit_code == 0, result.output
+    (config,) = served
+    assert (config.server.host, config.server.port) == ("0.0.0.0", 8000)
+    assert [worker.url for worker in config.fleet.workers] == ["http://a:1", "http://b:1"]
+    assert (config.routing.strategy, config.routing.session.keys[0]) == ("session", "header:x-user-id")
+    assert (config.fleet.health.metrics_interval_s, config.metrics.compat_window_s) == (15, 30)
+    lines = result.output.splitlines()
+    assert "kvroute: --routing-logic: routing.strategy=session" in lines
+    assert any(line.startswith("kvroute: --enable-batch-api: no effect: ") for line in lines)
+    assert sum(line.startswith("kvroute: --") for line in lines) == 10
+
+
+def test_it_listens_where_that_router_would_unless_something_says_otherwise(served, tmp_path):
+    file = tmp_path / "kvroute.yaml"
+    file.write_text("server: {port: 1}\n")
+
+    for arguments, environ in (
+        ((), {}),
+        (("--port", "2"), {}),
+        (("--set", "server.port=3"), {}),
+        ((), {"KVROUTE__SERVER__PORT": "4"}),
+        (("-c", str(file)), {}),
+    ):
+        assert invoke(*WORKERS, *arguments, **environ).exit_code == 0
+
+    assert [(config.server.host, config.server.port) for config in served] == [
+        ("0.0.0.0", 8001),
+        ("0.0.0.0", 2),
+        ("0.0.0.0", 3),
+        ("0.0.0.0", 4),
+        ("127.0.0.1", 1),
+    ]
+
+
+def test_without_those_flags_nothing_is_different(served):
+    result = invoke("--worker", "http://a:1")
+
+    assert result.output == ""
+    assert (served[0].server.host, served[0].server.port) == ("127.0.0.1", 8080)
+
+
+def test_kvroutes_own_flags_win(served):
+    invoke(*WORKERS, "--routing-logic", "session", "--strategy", "roundrobin", "--worker", "http://c:1")
+
+    assert served[0].routing.strategy == "roundrobin"
+    assert [worker.url for worker in served[0].fleet.workers] == ["http://c:1"]
+
+
+def test_log_levels_that_kvroute_does_not_have_are_the_nearest(served):
+    result = invoke(*WORKERS, "--log-level", "trace")
+
+    assert served[0].logging.level == "debug"
+    assert "--log-level: logging.level=debug" in result.output
+    assert (
+        invoke("--worker", "http://a:1", "--log-level", "trace").exit_code == 2
+    )  # not that router's command
+
+
+def test_a_dynamic_file_is_read_once_and_the_command_line_wins(served, tmp_path):
+    file = tmp_path / "dynamic.json"
+    document = {"service_discovery": "static", "static_backends": "http://a:1", "routing_logic": "session"}
+    file.write_text(json.dumps({**document, "future_key": 1}))
+
+    result = invoke("--dynamic-config-json", str(file), "--routing-logic", "roundrobin")
+
+    assert result.exit_code == 0, result.output
+    assert [worker.url for worker in served[0].fleet.workers] == ["http://a:1"]
+    assert served[0].routing.strategy == "roundrobin"
+    assert "future_key: no effect" in result.output
+    assert "fleet.file" in result.output
+
+
+@pytest.mark.parametrize("text", [None, "- a", "{"])
+def test_a_dynamic_file_that_cannot_be_used_is_an_error_that_names_the_flag(text, served, tmp_path):
+    file = tmp_path / "dynamic.yaml"
+    if text is not None:
+        file.write_text(text)
+
+    result = invoke("--dynamic-config-yaml", str(file))
+
+    assert result.exit_code == 2
+    assert "--dynamic-config-yaml: " in result.output
+    assert "Traceback" not in result.output
+    assert not served
+
+
+def test_an_unknown_flag_stays_an_error(served):
+    result = invoke(*WORKERS, "--static-backend", "http://a:1")
+
+    assert result.exit_code == 2
+    assert "No such option" in result.output
+    assert not served
+
+
+def test_a_wrong_value_is_told_with_the_flag_that_it_came_from(served):
+    result = invoke(*WORKERS, "--engine-stats-interval", "often")
+
+    assert result.exit_code == 2
+    assert "fleet.health.metrics_interval_s" in result.output
+    assert "(--engine-stats-interval)" in result.output
+
+
+def test_finding_workers_in_kubernetes_is_enough(served):
+    assert invoke("--service-discovery", "k8s", "--k8s-label-selector", "app=vllm").exit_code == 0
+    assert served[0].fleet.kubernetes.enabled

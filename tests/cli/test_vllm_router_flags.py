@@ -1,0 +1,217 @@
+"""The table itself. `test_serve_router_flags.py` has the command."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvroute.app.config import Config, load
+from kvroute.app.config_paths import shape_at, split
+from kvroute.cli.vllm_router_flags import CONTROLLER, FLAGS, LOG_LEVELS, Given, dynamic_flags, translate
+from kvroute.errors import ConfigError
+
+DOCS = Path(__file__).parents[2] / "docs" / "migration.md"
+
+SAMPLES = {
+    "service-discovery": "k8s",
+    "k8s-service-discovery-type": "service-name",
+    "static-aliases": "gpt4:llama",
+    "routing-logic": "kvaware",
+    "request-rewriter": "noop",
+    "static-backends": "http://a:1",
+    "session-key": "x-user-id",
+    "k8s-namespace": "llm",
+    "k8s-label-selector": "app=vllm",
+}
+
+
+def config_of(given: Given) -> Config:
+    return load(flags=translate(given).settings).config
+
+
+def sample(name: str) -> str:
+    return SAMPLES.get(name, "true" if FLAGS[name].is_switch else "7")
+
+
+@pytest.mark.parametrize("name", FLAGS)
+def test_every_flag_sets_options_that_exist_or_says_why_it_has_no_effect(name):
+    context = {"service-discovery": "k8s", "routing-logic": "kvaware"}
+    if name.startswith("static-"):
+        context = {"service-discovery": "static", "static-backends": "http://a:1"}
+    given = {**context, name: sample(name)}
+    became = FLAGS[name].become(given[name], given)
+
+    assert became.options or len(became.note) > 10
+    for path in became.options:
+        assert shape_at(Config, split(path)), path
+    (line,) = [line for line in translate(given).lines if line.startswith(f"--{name}:")]
+    assert ("no effect" in line) == (not became.options and not became.is_used)
+    load(flags=translate(given).settings)  # the values are valid
+
+
+@pytest.mark.parametrize("name", FLAGS)
+def test_the_documentation_has_every_flag(name):
+    assert f"`--{name}`" in DOCS.read_text(encoding="utf-8")
+
+
+def test_static_workers_with_models_and_aliases():
+    config = config_of(
+        {
+            "service-discovery": "static",
+            "static-backends": "http://a:1,http://b:1, http://a:1",
+            "static-models": "llama,qwen,lora",
+            "static-aliases": "gpt4:llama,gpt.5:org/qwen:q4",
+        }
+    )
+
+    assert [(worker.url, worker.models) for worker in config.fleet.workers] == [
+        ("http://a:1", ("llama", "lora")),
+        ("http://b:1", ("qwen",)),
+    ]
+    assert config.fleet.aliases == {"gpt4": "llama", "gpt.5": "org/qwen:q4"}
+    assert not config.fleet.kubernetes.enabled
+
+
+def test_kubernetes_with_that_routers_defaults_and_with_flags():
+    bare = config_of({"service-discovery": "k8s"}).fleet.kubernetes
+    full = config_of(
+        {
+            "service-discovery": "k8s",
+            "k8s-namespace": "llm",
+            "k8s-port": "8100",
+            "k8s-label-selector": "environment=test",
+            "k8s-watcher-timeout-seconds": "30",
+            "k8s-service-discovery-type": "pod-ip",
+        }
+    ).fleet.kubernetes
+
+    assert (bare.enabled, bare.namespace, bare.port, bare.selector) == (True, "default", 8000, "")
+    assert (full.namespace, full.port, full.selector, full.watch_s) == ("llm", 8100, "environment=test", 30)
+
+
+def test_flags_of_the_other_kind_of_discovery_have_no_effect():
+    static = {"static-backends": "http://a:1", "k8s-port": "8100", "k8s-label-selector": "a=b"}
+    kubernetes = {"service-discovery": "k8s", "static-backends": "http://a:1", "static-models": "m"}
+
+    assert config_of(static).fleet.kubernetes == Config().fleet.kubernetes
+    assert config_of(kubernetes).fleet.workers == ()
+    assert sum("no effect" in line for line in translate(static).lines) == 2
+    assert sum("no effect" in line for line in translate(kubernetes).lines) == 2
+
+
+@pytest.mark.parametrize(
+    ("logic", "strategy"),
+    [
+        ("roundrobin", "roundrobin"),
+        ("session", "session"),
+        ("prefixaware", "prefixaware"),
+        ("kvaware", "kvaware"),
+        ("loadaware", "prefixaware"),
+    ],
+)
+def test_routing_logic_is_a_strategy(logic, strategy):
+    assert config_of({"routing-logic": logic}).routing.strategy == strategy
+
+
+def test_a_session_key_is_looked_for_in_headers_and_body():
+    assert config_of({"session-key": "x-user-id"}).routing.session.keys == (
+        "header:x-user-id",
+        "body:x-user-id",
+    )
+
+
+def test_controller_flags_only_count_with_kvaware():
+    given = {"lmcache-controller-port": "9001", "lmcache-worker-timeout": "9"}
+
+    assert not translate({"routing-logic": "session", **given}).settings[1:]
+    paths = [
+        ".".join(map(str, each.path)) for each in translate({"routing-logic": "kvaware", **given}).settings
+    ]
+    if shape_at(Config, split(CONTROLLER)):
+        assert [path for path in paths if path.startswith(CONTROLLER)] == [
+            f"{CONTROLLER}.{key}" for key in ("enabled", "pull", "worker_timeout_s")
+        ]
+
+
+@pytest.mark.parametrize(
+    ("given", "path", "complaint"),
+    [
+        ({"routing-logic": "disaggregated_prefill"}, "--routing-logic", "does not split prefill"),
+        ({"routing-logic": "magic"}, "--routing-logic", "none of roundrobin"),
+        ({"service-discovery": "consul"}, "--service-discovery", "none of static, k8s"),
+        ({"static-aliases": "gpt4"}, "--static-aliases", "not alias:model"),
+        ({"static-backends": "http://a,http://b", "static-models": "m"}, "--static-models", "1 models for 2"),
+        ({"request-rewriter": "mine"}, "--request-rewriter", "forwarded as they are"),
+    ],
+)
+def test_what_cannot_be_meant_is_an_error_that_names_the_flag(given, path, complaint):
+    with pytest.raises(ConfigError, match=complaint) as caught:
+        translate(given)
+
+    assert caught.value.path == path
+
+
+def test_credentials_are_not_repeated():
+    lines = translate(
+        {"sentry-dsn": "https://secret@sentry.io/1", "static-backends": "http://me:pw@a:1"}
+    ).lines
+
+    assert "secret" not in "".join(lines)
+    assert "pw" not in "".join(lines)
+
+
+def test_every_level_of_that_routers_log_is_one_of_ours():
+    for level in ("critical", "error", "warning", "info", "debug", "trace"):
+        load(assignments=[f"logging.level={LOG_LEVELS.get(level, level)}"])
+
+
+# Dynamic configuration files
+
+
+def test_a_dynamic_file_has_flags_with_underscores():
+    flags, unknown = dynamic_flags(
+        {
+            "service_discovery": "static",
+            "static_backends": ["http://a:1", "http://b:1"],
+            "static_models": "m,m",
+            "k8s_port": 8000,
+            "log_stats": False,
+            "enable_batch_api": True,
+            "session_key": None,
+            "future": 1,
+        }
+    )
+
+    assert flags == {
+        "service-discovery": "static",
+        "static-backends": "http://a:1,http://b:1",
+        "static-models": "m,m",
+        "k8s-port": "8000",
+        "enable-batch-api": "true",
+    }
+    assert unknown == ("future",)
+
+
+def test_a_dynamic_file_may_have_its_models_as_a_mapping():
+    flags, _ = dynamic_flags(
+        {
+            "static_models": {
+                "llama": {"static_backends": ["http://a:1", "http://c:1"], "static_model_type": "chat"},
+                "qwen": {"static_backends": ["http://b:1"]},
+            },
+            "static_aliases": {"gpt4": "llama"},
+        }
+    )
+
+    assert flags == {
+        "static-backends": "http://a:1,http://c:1,http://b:1",
+        "static-models": "llama,llama,qwen",
+        "static-aliases": "gpt4:llama",
+    }
+
+
+@pytest.mark.parametrize("document", [[], "text", {"static_models": {"m": ["http://a:1"]}}])
+def test_a_dynamic_file_of_another_shape_is_an_error(document):
+    with pytest.raises(ConfigError):
+        dynamic_flags(document)
