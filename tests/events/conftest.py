@@ -59,6 +59,14 @@ class Engine:
         cache.free(blocks)
         self.publish(hold_back=hold_back)
 
+    def hits(self, tokens: Sequence[int], *, salt: str = "") -> int:
+        """Tokens of a prompt that it would not compute."""
+        size = self.options.block_size
+        keys = token_keys(array("I", tokens), adapter_space(None, salt).seed)
+        return size * self.cache.match(
+            keys[size // KEY_TOKENS - 1 :: size // KEY_TOKENS], (len(tokens) - 1) // size
+        )
+
     def publish(self, *, hold_back: bool = False) -> None:
         """The batch of what has changed; held back, it is only there to be replayed."""
         events = self.cache.take_events()

@@ -137,7 +137,7 @@ def test_copies_of_concurrent_requests_are_removed_one_by_one(
         truth.apply(batch)
 
         assert sorted(ledger.held(Tier.GPU)) == truth.keys(Medium.GPU)
-        assert sorted(index.blocks_of(ledger._holders[Tier.GPU])) == truth.keys(Medium.GPU)
+        assert sorted(ledger.believed(Tier.GPU)) == truth.keys(Medium.GPU)
 
     asked = [request for request in requests_of("vllm-0.32-duplicates") if request.get("output_token_ids")]
     last = asked[-1]

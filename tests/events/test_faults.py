@@ -15,7 +15,8 @@ from kvroute.clock import SystemClock
 from kvroute.events.inbox import SubscribedInbox
 from kvroute.events.ledger import Ledger
 from kvroute.events.options import KvEventsOptions
-from kvroute.events.subscriber import KvEventSubscriber, Trust
+from kvroute.events.subscriber import KvEventSubscriber
+from kvroute.events.trust import Reason, Trust
 from kvroute.index.prefix_index import PrefixIndex
 from kvroute.wire.framing import EventMessage, pack_live
 from kvroute.wire.vllm import DIALECTS
@@ -26,7 +27,9 @@ QUICK = KvEventsOptions(idle_check_s=0.05, replay_timeout_s=0.5, replay_attempts
 class Followed:
     """An engine and the subscriber that follows it."""
 
-    def __init__(self, engine: Any, context: zmq.asyncio.Context, replays: bool, options: Any) -> None:
+    def __init__(
+        self, engine: Any, context: zmq.asyncio.Context, replays: bool, options: Any, pool: int | None
+    ) -> None:
         self.engine = engine
         self.index = PrefixIndex()
         self.ledger = Ledger(self.index, 0)
@@ -38,12 +41,13 @@ class Followed:
             context,
             SystemClock(),
             options,
+            pool_blocks=lambda: pool,
         )
         self.task = asyncio.create_task(self.subscriber.run())
 
     @property
     def believed(self) -> set[int]:
-        return set(self.index.blocks_of(self.ledger._holders[Tier.GPU]))
+        return set(self.ledger.believed(Tier.GPU))
 
     @property
     def is_right(self) -> bool:
@@ -57,9 +61,11 @@ class Followed:
 
 
 @asynccontextmanager
-async def followed(engine: Any, *, replays: bool = True, options: Any = QUICK) -> AsyncIterator[Followed]:
+async def followed(
+    engine: Any, *, replays: bool = True, options: Any = QUICK, pool: int | None = None
+) -> AsyncIterator[Followed]:
     context = zmq.asyncio.Context()
-    follower = Followed(engine, context, replays, options)
+    follower = Followed(engine, context, replays, options, pool)
     try:
         yield follower
     finally:
@@ -245,8 +251,99 @@ async def test_a_gap_beyond_the_buffer_drops_the_map_until_a_clear(
         await until(lambda: follower.last == 6 and follower.subscriber.trust is Trust.PARTIAL)
 
         assert follower.believed < engine.truth
+        assert follower.subscriber.reason is Reason.GAP
         engine.cache.clear()
         engine.serve(tokens_of(7, 100))
+        await until(lambda: follower.is_right)
+    assert follower.subscriber.counts.gaps >= 1
+
+
+async def test_a_lost_history_ends_when_the_cache_has_turned_over(
+    engine_of: Make, until: Until, busy: Any, tokens_of: Tokens
+) -> None:
+    engine = engine_of(capacity_tokens=1000, event_buffer_steps=2)
+    async with followed(engine, pool=62) as follower:
+        engine.serve(tokens_of(0, 100))
+        await until(lambda: follower.is_right)
+        for number in range(1, 6):
+            engine.serve(tokens_of(number, 100), hold_back=True)
+        engine.serve(tokens_of(6, 100))
+        await until(lambda: follower.last == 6 and follower.subscriber.reason is Reason.GAP)
+        for number in range(10, 14):
+            engine.serve(tokens_of(number, 200))
+            await until(lambda number=number: follower.last == number - 3)
+        assert follower.subscriber.trust is Trust.PARTIAL
+
+        engine.serve(tokens_of(14, 200))
+        await until(lambda: follower.is_right)
+    assert follower.subscriber.counts.healed == 1
+
+
+async def test_a_distrusted_map_is_replayed_from_the_start(
+    engine_of: Make, until: Until, busy: Any, tokens_of: Tokens
+) -> None:
+    engine = engine_of(capacity_tokens=1000)
+    async with followed(engine) as follower:
+        busy(engine, range(7))
+        await until(lambda: follower.is_right)
+        # What it believes is wrong, however that came about.
+        follower.ledger.drop()
+        follower.subscriber.distrust(Reason.AUDIT)
+        assert follower.subscriber.reason is Reason.AUDIT
+
+        await until(lambda: follower.is_right)
+        # The next reading waits.
+        follower.subscriber.distrust(Reason.AUDIT)
+        busy(engine, range(7, 9))
+        await until(lambda: follower.last == 8)
+        assert follower.subscriber.reason is Reason.AUDIT
+        engine.cache.clear()
+        engine.serve(tokens_of(10, 100))
+        await until(lambda: follower.is_right)
+    assert follower.subscriber.counts.rereads == 1
+
+
+async def test_a_distrusted_map_that_cannot_be_replayed_begins_from_nothing(
+    engine_of: Make, until: Until, tokens_of: Tokens
+) -> None:
+    engine = engine_of(capacity_tokens=1000)
+    async with followed(engine, replays=False) as follower:
+        number = 0
+        while not follower.believed:
+            engine.serve(tokens_of(number, 100))
+            number += 1
+            await asyncio.sleep(0.01)
+
+        follower.subscriber.distrust(Reason.AUDIT)
+        await until(lambda: not follower.believed)
+        engine.serve(tokens_of(50, 100))
+        last = engine.sent[-1].seq
+        await until(lambda: follower.last == last)
+
+        assert follower.subscriber.reason is Reason.GAP
+        assert len(follower.believed) == 6
+        assert follower.believed <= engine.truth
+
+
+async def test_a_worker_that_serves_without_announcing_it_is_not_believed(
+    engine_of: Make, until: Until, tokens_of: Tokens
+) -> None:
+    engine = engine_of(capacity_tokens=1000)
+    options = QUICK.model_copy(update={"silent_requests": 3, "silent_s": 0.01})
+    async with followed(engine, options=options) as follower:
+        engine.serve(tokens_of(0, 100))
+        await until(lambda: follower.is_right)
+        await asyncio.sleep(0.02)
+        now = SystemClock().now()
+        for _ in range(9):
+            follower.subscriber.served(16, now)  # no full block for certain
+        follower.subscriber.served(17, now)
+        follower.subscriber.served(17, now)
+        assert follower.is_right
+        follower.subscriber.served(17, now)
+        assert follower.subscriber.reason is Reason.SILENT
+
+        engine.serve(tokens_of(1, 100))
         await until(lambda: follower.is_right)
 
 
@@ -264,6 +361,7 @@ async def test_blocks_with_unknown_parents_wait_for_their_re_announcement(
         await until(lambda: follower.subscriber.trust is Trust.PARTIAL)
         assert follower.ledger.aside_blocks == 4
         assert len(follower.believed) == 3
+        assert follower.subscriber.reason is Reason.GAP
 
         engine.serve(first, report=True)
         await until(lambda: follower.last == 4)

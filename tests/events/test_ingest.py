@@ -11,12 +11,12 @@ import httpx
 import pytest
 import zmq
 
-from kvroute.blocks.tokens import adapter_space, prompt_keys
+from kvroute.blocks.tokens import Tier, adapter_space, prompt_keys
 from kvroute.clock import SystemClock
 from kvroute.events.ingest import EventIngest
 from kvroute.events.options import KvEventsOptions
 from kvroute.events.sources import KvEventSource, configured_sources, parse_sources
-from kvroute.events.subscriber import Trust
+from kvroute.events.trust import Reason, Trust
 from kvroute.fleet.fleet import Fleet
 from kvroute.fleet.worker import WorkerFacts, WorkerId, WorkerSpec
 from kvroute.index.prefix_index import PrefixIndex, TierMatch
@@ -110,6 +110,48 @@ async def test_a_restarted_worker_is_emptied_at_once_and_its_sources_are_read_ag
 
         assert setup.match(prompt) == {}
         await until(lambda: list(setup.match(prompt).values()) == [TierMatch(32)])
+
+
+async def test_a_worker_without_events_is_named_once_and_asked_again(
+    engine_of: Make, until: Until, tokens_of: Tokens, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = engine_of()
+    engine.serve(tokens_of(1, 100))
+    async with running() as setup:
+        setup.fleet.apply("test", [A])
+        worker = setup.fleet.get("a")
+        assert (setup.ingest.trust(worker), setup.ingest.reason(worker)) == (Trust.NONE, Reason.REPLAYING)
+        setup.pages = {"a.example": {}}
+        await until(lambda: setup.ingest.reason(worker) is Reason.NO_EVENTS)
+        assert setup.ingest.trust(worker) is Trust.NONE
+
+        setup.pages = {"a.example": engine.publisher.sources()}
+
+        await until(lambda: setup.ingest.reason(worker) is None)
+        assert setup.ingest.trust(worker) is Trust.WHOLE
+    assert sum("publishes no KV events" in record.getMessage() for record in caplog.records) == 1
+
+
+async def test_figures_are_told_by_worker_and_rank(engine_of: Make, until: Until, tokens_of: Tokens) -> None:
+    engine = engine_of()
+    engine.serve(tokens_of(1, 100))
+    async with running() as setup:
+        assert setup.ingest.figures() == []
+        setup.pages = {"a.example": engine.publisher.sources()}
+        setup.fleet.apply("test", [A])
+        worker = setup.fleet.get("a")
+        await until(lambda: setup.ingest.trust(worker) is Trust.WHOLE)
+
+        setup.ingest.distrust(worker, 1, "audit")
+        assert setup.ingest.trust(worker) is Trust.WHOLE
+        setup.ingest.distrust(worker, 0, "audit")
+
+        (figures,) = setup.ingest.figures()
+        assert (figures.worker, figures.rank, figures.reason) == ("a", 0, Reason.AUDIT)
+        assert (figures.held_blocks[Tier.GPU], figures.blocks.stored, figures.counts.messages) == (6, 6, 1)
+        await until(lambda: setup.ingest.trust(worker) is Trust.WHOLE)
+        with pytest.raises(ValueError, match="nonsense"):
+            setup.ingest.distrust(worker, 0, "nonsense")
 
 
 async def test_workers_that_connect_to_us_are_told_apart_by_topic(until: Until, tokens_of: Tokens) -> None:

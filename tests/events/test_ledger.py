@@ -134,6 +134,129 @@ def test_an_unknown_parent_that_becomes_known_places_all_that_waited(run_ledger:
     assert ledger.aside_blocks == 0
 
 
+def lost_head(run_ledger: Run, **extra: Any) -> tuple[PrefixIndex, Ledger]:
+    """The worker holds blocks 0 to 5 of `IDS`; the first three were announced to nobody. A request has
+    just continued them with block 6."""
+    index = PrefixIndex()
+    ledger = Ledger(index, 0)
+    run_ledger(ledger, [batch(store([3, 4, 5], 3, 2, **extra), store([6], 6, 5, **extra))])
+    return index, ledger
+
+
+def confirm(ledger: Ledger, cached_tokens: int, ids: list[int] = IDS, **extra: Any) -> int:
+    return ledger.confirm(prompt_keys(ids, adapter_space(None)), ids, cached_tokens, **extra)
+
+
+def test_a_request_that_continues_orphans_and_reports_its_hits_places_them(run_ledger: Run) -> None:
+    index, ledger = lost_head(run_ledger)
+    assert (matched(index), ledger.aside_blocks) == (TierMatch(), 4)
+
+    assert confirm(ledger, 6 * 16) == 7
+
+    assert matched(index) == TierMatch(7 * 16)
+    assert (ledger.aside_blocks, ledger.held_blocks(Tier.GPU)) == (0, 7)
+    assert sorted(ledger.held(Tier.GPU)) == sorted(ledger.believed(Tier.GPU))
+    run_ledger(ledger, [batch(BlockRemoved([6]), BlockRemoved([5]))])
+    assert matched(index) == TierMatch(5 * 16)
+    assert confirm(ledger, 5 * 16) == 0
+
+
+def test_what_was_never_heard_by_name_is_doubted_with_the_first_unknown_removal(run_ledger: Run) -> None:
+    index, ledger = lost_head(run_ledger)
+    confirm(ledger, 6 * 16)
+
+    run_ledger(ledger, [batch(BlockRemoved([99], medium="CPU"))])
+    assert matched(index) == TierMatch(7 * 16)
+    run_ledger(ledger, [batch(BlockRemoved([1]))])
+
+    assert matched(index) == TierMatch()
+    # The orphans and their parent have names.
+    assert ledger.held_blocks(Tier.GPU) == 5
+    run_ledger(ledger, [batch(store([0, 1]))])
+    assert matched(index) == TierMatch(7 * 16)
+    run_ledger(ledger, [batch(BlockRemoved([1]))])
+    assert matched(index) == TierMatch(16)
+
+
+def test_orphans_stay_aside_without_proof(run_ledger: Run) -> None:
+    other = [*IDS[:100], 7777, *IDS[101:]]
+    index, ledger = lost_head(run_ledger)
+    moment = ledger.forgotten
+    # It computed no block behind its hits; its tokens are others; its hits end elsewhere.
+    assert confirm(ledger, 6 * 16, IDS[: 7 * 16 - 1]) == 0
+    assert confirm(ledger, 6 * 16, other) == 0
+    assert confirm(ledger, 8 * 16) == 0
+    assert confirm(ledger, 6 * 16, adapter="ada") == 0
+    # Something went away since the answer began.
+    run_ledger(ledger, [batch(BlockRemoved([98]))])
+    assert confirm(ledger, 6 * 16, since=moment) == 0
+    # The same tokens behind another beginning: which of the two it was cannot be told.
+    run_ledger(ledger, [batch(store([66], 6, 50))])
+    assert confirm(ledger, 6 * 16) == 0
+    assert matched(index) == TierMatch()
+
+    _, images = lost_head(run_ledger, extra_keys=[["image"]] * 3)
+    assert confirm(images, 6 * 16) == 0
+
+
+def test_orphans_that_are_evicted_are_not_placed(run_ledger: Run) -> None:
+    index, ledger = lost_head(run_ledger)
+    run_ledger(ledger, [batch(BlockRemoved([6]), BlockRemoved([4]))])
+
+    assert confirm(ledger, 6 * 16) == 0
+    run_ledger(ledger, [batch(store([6], 6, 5))])
+    assert confirm(ledger, 6 * 16) == 6
+    assert matched(index) == TierMatch(4 * 16)
+
+
+class CountingIndex(PrefixIndex):
+    """Counts blocks that were touched."""
+
+    touched = 0
+
+    def store(self, holder: Any, block_tokens: int, parent: Any, keys: Any) -> int:
+        self.touched += len(keys)
+        return super().store(holder, block_tokens, parent, keys)
+
+    def store_one(self, holder: Any, stride: int, parent: Any, key: Any) -> bool:
+        before = self.touched
+        done = super().store_one(holder, stride, parent, key)
+        self.touched = before + 1
+        return done
+
+    def remove(self, holder: Any, key: Any) -> bool:
+        self.touched += 4
+        return super().remove(holder, key)
+
+
+def test_never_more_than_two_pieces_of_work_between_two_pauses(run_ledger: Run) -> None:
+    names: list[int | bytes] = list(range(1, 5001))
+    tokens = list(range(5000 * 16))
+    chain: list[KvEvent] = [BlockStored(names, None, tokens, 16)]
+    singles: list[KvEvent] = [
+        BlockStored([name], name - 1 if name > 1 else None, tokens[(name - 1) * 16 : name * 16], 16)
+        for name in range(1, 5001)
+    ]
+    for events in (
+        chain,
+        singles,
+        [*chain, *[BlockRemoved([name]) for name in names]],
+        [*chain, BlockRemoved(names)],
+    ):
+        index = CountingIndex()
+        ledger = Ledger(index, 0)
+        most = before = 0
+        for _ in ledger.apply(batch(*events)):
+            most, before = max(most, index.touched - before), index.touched
+        assert 0 < most <= 2 * PIECE_BLOCKS
+        assert index.touched - before <= PIECE_BLOCKS
+        steps = 0
+        ledger.drop()
+        while ledger.sweep(100):
+            steps += 1
+        assert index.size().blocks == 0
+
+
 def test_an_announcement_that_may_be_a_repetition_is_no_copy(run_ledger: Run) -> None:
     index = PrefixIndex()
     ledger = Ledger(index, 0)

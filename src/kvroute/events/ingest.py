@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 
@@ -12,17 +12,28 @@ import httpx
 import zmq
 import zmq.asyncio
 
+from kvroute.blocks.tokens import Tier
 from kvroute.clock import Clock
+from kvroute.events.counts import LedgerCounts, StreamCounts
 from kvroute.events.inbox import Inbox, Listener, SubscribedInbox
 from kvroute.events.ledger import Ledger
 from kvroute.events.options import KvEventsOptions
+from kvroute.events.repair import KnownPrompt, PromptMemory, Repairer
+from kvroute.events.snapshot import Captured, SnapshotFile
 from kvroute.events.sources import KvEventSource, find_sources
-from kvroute.events.subscriber import KvEventSubscriber, Trust
+from kvroute.events.subscriber import KvEventSubscriber
+from kvroute.events.trust import Reason, Trust
 from kvroute.fleet.fleet import FleetChange
-from kvroute.fleet.worker import Worker
+from kvroute.fleet.worker import Worker, WorkerId
 from kvroute.index.prefix_index import PrefixIndex
 
 log = logging.getLogger(__name__)
+
+_LONGEST_PAUSE_S = 60.0
+"""Between two questions to a worker that has said that it publishes nothing."""
+_LOOK_S = 0.05
+_FAREWELL_S = 10.0
+"""Longest wait for the last snapshot."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -34,27 +45,75 @@ class Stream:
     slot: int
     ledger: Ledger
     subscriber: KvEventSubscriber
+    prompts: PromptMemory
 
     @property
     def trust(self) -> Trust:
         return self.subscriber.trust
+
+    @property
+    def reason(self) -> Reason | None:
+        """Why the map is not whole; None if it is."""
+        return self.subscriber.reason
+
+    @property
+    def why(self) -> str:
+        """The same in a word, empty if it is whole."""
+        return self.subscriber.reason or ""
+
+    def served(self, new_tokens: int, started: float | None = None) -> None:
+        """The worker's rank has answered a request and had to compute `new_tokens` for it (of its prompt,
+        or of prompt and answer): see `KvEventSubscriber.served`."""
+        self.subscriber.served(new_tokens, started)
+
+    def note_prompt(self, prompt: KnownPrompt) -> None:
+        """The worker's rank has computed this prompt: it can be asked for it again. Keeps it, bounded by
+        `ProbeOptions.memory_tokens`."""
+        self.prompts.note(prompt)
+
+
+@dataclass(frozen=True, slots=True)
+class StreamFigures:
+    """One stream's figures, as of now; `counts` and `blocks` go on counting."""
+
+    worker: WorkerId
+    rank: int
+    trust: Trust
+    reason: Reason | None
+    held_blocks: Mapping[Tier, int]
+    aside_blocks: int
+    counts: StreamCounts
+    blocks: LedgerCounts
+
+
+StreamsChanged = Callable[[Worker, Sequence[Stream], Sequence[Stream]], None]
+"""Told of a worker's streams before and after a change; called synchronously."""
 
 
 class EventIngest:
     """Feeds `index` from the events of every worker in the fleet.
 
     Mutable: `fleet_changed` (a fleet listener) starts and ends streams, `run` owns their tasks. Touched
-    from the event loop only. The client belongs to the caller.
+    from the event loop only. The client belongs to the caller and knows the workers' key.
     """
 
     def __init__(
-        self, index: PrefixIndex, client: httpx.AsyncClient, clock: Clock, options: KvEventsOptions
+        self,
+        index: PrefixIndex,
+        client: httpx.AsyncClient,
+        clock: Clock,
+        options: KvEventsOptions,
+        streams_changed: StreamsChanged | None = None,
     ) -> None:
         self._index = index
         self._client = client
         self._clock = clock
         self._options = options
+        self._streams_changed = streams_changed
+        self._snapshot = SnapshotFile(options.snapshot.path) if options.snapshot.path else None
         self._streams: dict[Worker, list[Stream]] = {}
+        self._mute: set[Worker] = set()
+        """Workers that publish no events."""
         self._wanted: dict[Worker, asyncio.Event] = {}
         """Workers to follow; the event asks to look for their sources again."""
         self._changed = asyncio.Event()
@@ -78,6 +137,40 @@ class EventIngest:
                 return trust
         return Trust.WHOLE
 
+    def reason(self, worker: Worker) -> Reason | None:
+        """Why `trust` is not WHOLE: that of the least trusted of its streams."""
+        streams = self.streams(worker)
+        if not streams:
+            return Reason.NO_EVENTS if worker in self._mute else Reason.REPLAYING
+        trust = self.trust(worker)
+        return next(stream.reason for stream in streams if stream.trust is trust)
+
+    def figures(self) -> list[StreamFigures]:
+        """For metrics: one entry per stream."""
+        return [
+            StreamFigures(
+                worker.id,
+                stream.rank,
+                stream.trust,
+                stream.reason,
+                {tier: stream.ledger.held_blocks(tier) for tier in Tier},
+                stream.ledger.aside_blocks,
+                stream.subscriber.counts,
+                stream.ledger.counts,
+            )
+            for worker, streams in self._streams.items()
+            for stream in streams
+        ]
+
+    # What answers tell
+
+    def distrust(self, worker: Worker, rank: int, reason: Reason | str) -> None:
+        """Predictions from this map do not come true: it is not used until it has been replayed from the
+        start, or begun from nothing. Raises ValueError for what is no `Reason`."""
+        for stream in self.streams(worker):
+            if stream.rank == rank:
+                stream.subscriber.distrust(Reason(reason))
+
     @property
     def listening(self) -> tuple[str, ...]:
         """Where we listen for workers that connect to us, as bound."""
@@ -92,9 +185,13 @@ class EventIngest:
             self._changed.set()
         elif change is FleetChange.LEFT:
             self._wanted.pop(worker, None)
-            for stream in self._streams.pop(worker, ()):
+            self._mute.discard(worker)
+            streams = self._streams.pop(worker, ())
+            for stream in streams:
                 stream.ledger.close()
                 self._left.append(stream.ledger)
+            if streams and self._streams_changed is not None:
+                self._streams_changed(worker, streams, ())
             self._changed.set()
         elif change is FleetChange.RESTARTED:
             for stream in self.streams(worker):
@@ -110,6 +207,9 @@ class EventIngest:
         others: list[asyncio.Task[None]] = []
         context = zmq.asyncio.Context()
         try:
+            if self._snapshot is not None:
+                await self._snapshot.load()
+                others.append(asyncio.create_task(self._save_regularly(), name="snapshots of the map"))
             for endpoint in self._options.bind:
                 listener = Listener(context, endpoint, self._options.queue_messages)
                 self._listeners.append(listener)
@@ -127,7 +227,9 @@ class EventIngest:
                 await self._tidy()
                 await self._changed.wait()
         finally:
-            await _ended([*tasks.values(), *others])
+            await _ended(others)
+            await self._save_at_the_end()
+            await _ended([*tasks.values()])
             for listener in self._listeners:
                 listener.close()
             self._listeners.clear()
@@ -145,25 +247,60 @@ class EventIngest:
         """Returns when `run` listens."""
         await self._ready.wait()
 
+    async def _save_regularly(self) -> None:
+        while True:
+            await self._clock.sleep(self._options.snapshot.interval_s)
+            await self._save()
+
+    async def _save(self) -> None:
+        if self._snapshot is not None:
+            self._snapshot.discard()
+            streams = [each for streams in self._streams.values() for each in streams]
+            await self._snapshot.save(Captured(each.worker, each.rank, each.subscriber) for each in streams)
+
+    async def _save_at_the_end(self) -> None:
+        try:
+            async with asyncio.timeout(_FAREWELL_S):
+                await self._save()
+        except TimeoutError:
+            log.warning("the snapshot of the map was not written: a stream is being repaired")
+
     async def _follow(self, context: zmq.asyncio.Context, worker: Worker) -> None:
         """Look for the worker's sources until it has some, follow them, look again when it restarted."""
         again = self._wanted[worker]
         sources: list[KvEventSource] = []
         running: list[asyncio.Task[None]] = []
+        pause_s = self._options.retry_s
         try:
             while True:
                 again.clear()
                 found = await find_sources(self._client, self._options, worker.spec)
                 if found is not None and found != sources:
                     await _ended(running)
+                    await self._incarnation_known(worker)
                     sources = found
                     running = self._start(context, worker, sources)
                 if sources:
+                    self._mute.discard(worker)
                     await again.wait()
-                else:
-                    await self._clock.sleep(self._options.retry_s)
+                    pause_s = self._options.retry_s
+                    continue
+                if found is not None and worker not in self._mute and worker in self._wanted:
+                    self._mute.add(worker)
+                    log.warning("worker %s publishes no KV events: what it holds is not known", worker.id)
+                await self._clock.sleep(pause_s)
+                if found is not None:
+                    pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
         finally:
             await _ended(running)
+
+    async def _incarnation_known(self, worker: Worker) -> None:
+        """What a snapshot has of a worker is worth a moment's waiting for its first answers."""
+        if self._snapshot is None or not self._snapshot.knows(worker):
+            return
+        until = self._clock.now() + self._options.discovery_timeout_s
+        while worker.facts.start_time is None and self._clock.now() < until:
+            await self._clock.sleep(_LOOK_S)
 
     def _start(
         self, context: zmq.asyncio.Context, worker: Worker, sources: Sequence[KvEventSource]
@@ -181,13 +318,22 @@ class EventIngest:
                 context,
                 self._clock,
                 self._options,
+                pool_blocks=_pool_of(worker, ledger),
+                resumed=None if self._snapshot is None else self._snapshot.take(worker, source.rank),
             )
-            stream = Stream(worker, source.rank, slot, ledger, subscriber)
+            prompts = PromptMemory(self._options.probe.memory_tokens)
+            stream = Stream(worker, source.rank, slot, ledger, subscriber, prompts)
             streams.append(stream)
             task = asyncio.create_task(subscriber.run(), name=f"KV events of {worker.id}")
             task.add_done_callback(lambda _, slot=slot: self._slots.discard(slot))  # type: ignore[misc]
             tasks.append(task)
+        before = self._streams.get(worker, ())
         self._streams[worker] = streams
+        if self._streams_changed is not None:
+            self._streams_changed(worker, before, streams)
+        if self._options.probe.enabled:
+            repairer = Repairer(worker, streams, self._client, self._clock, self._options.probe)
+            tasks.append(asyncio.create_task(repairer.run(), name=f"repair of the map of {worker.id}"))
         return tasks
 
     def _inbox_of(self, context: zmq.asyncio.Context, source: KvEventSource) -> Callable[[], Inbox]:
@@ -195,6 +341,16 @@ class EventIngest:
         if place is None:
             return lambda: SubscribedInbox(context, source.endpoint, source.topic, queue)
         return lambda: self._listeners[place].inbox(source.topic)
+
+
+def _pool_of(worker: Worker, ledger: Ledger) -> Callable[[], int | None]:
+    """Blocks in all of the worker's GPU memory, those of its other ranks too; None while not known."""
+
+    def blocks() -> int | None:
+        tokens, size = worker.facts.capacity_tokens, ledger.block_tokens
+        return tokens // size if tokens and size else None
+
+    return blocks
 
 
 async def _ended(tasks: list[asyncio.Task[None]]) -> None:

@@ -9,76 +9,45 @@ holds, never more.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Final
 
-import msgspec
+from xxhash import xxh3_64_intdigest
 
 from kvroute.blocks.keys import BlockKey
-from kvroute.blocks.tokens import KEY_TOKENS, Tier, adapter_space, mixed_seed, token_keys
-from kvroute.events.names import Names
-from kvroute.index.prefix_index import Holder, PrefixIndex
+from kvroute.blocks.tokens import KEY_TOKENS, Tier
+from kvroute.events.announced import keys_of, pieces_of, root_seed, tier_of
+from kvroute.events.aside import Aside
+from kvroute.events.counts import LedgerCounts
+from kvroute.events.holdings import Holdings
+from kvroute.index.prefix_index import PrefixIndex
+from kvroute.index.snapshot import Part, Runs
 from kvroute.wire.events import (
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
     EventBatch,
     ExternalBlockHash,
-    Medium,
-    medium_of,
 )
 
 PIECE_BLOCKS: Final = 128
 """Blocks taken in between two chances to do something else."""
 
-_TIERS: Final = {
-    Medium.GPU: Tier.GPU,
-    Medium.CPU: Tier.L1,
-    Medium.DISK: Tier.L2,
-    Medium.REMOTE: Tier.L2,
-}
-_USUAL: Final = {"GPU": Tier.GPU, "CPU": Tier.L1}
-"""What nearly all events say, found without taking the long way."""
+_REMOVAL_WEIGHT: Final = 4
+"""What a removal costs, in stored blocks."""
+
+_NOTHING: Final[list[list[object] | None]] = [None]
+"""Extra keys of one block that has none."""
+
+_MAX_NAMELESS: Final = 65_536
+
 _WHOLE_PREFIX: Final = frozenset({"full_attention", "mla_attention"})
 """Kinds of KV cache whose blocks cover every token (vLLM 0.32, v1/kv_cache_interface.py)."""
 
 
-@dataclass(slots=True)
-class LedgerCounts:
-    """What came, in blocks, since the stream was first read. Mutable; counted by its ledger."""
-
-    stored: int = 0
-    removed: int = 0
-    copies: int = 0
-    """Stored again while held: counted, each has to be removed."""
-    repeated: int = 0
-    """Announced again from the start of a prompt: may be no copy, so not counted as one."""
-    set_aside: int = 0
-    """Their parent was not known."""
-    unknown_removed: int = 0
-    """Removed without having been known."""
-    passed_over: int = 0
-    """Of other groups of a hybrid model, which say nothing about the whole prefix."""
-    unusable: int = 0
-    """Unknown medium, a block size that is no multiple of `KEY_TOKENS`, or no tokens and an unknown hash."""
-    refused: int = 0
-    """The index was full, or too many blocks were set aside."""
-    cleared: int = 0
-    """How often everything was cleared."""
-
-
-@dataclass(slots=True, eq=False)
-class _Fragment:
-    """Blocks set aside. Mutable: `gone` grows."""
-
-    event: BlockStored
-    tier: Tier
-    gone: set[ExternalBlockHash] = field(default_factory=set)
-
-
 class Ledger:
-    """What one stream has told about one slot. Mutable: changes by `apply` and `drop`.
+    """What one stream has told about one slot. Mutable: changes by `apply`, `confirm`, `restore` and `drop`.
 
     `max_aside` bounds the blocks set aside, `max_remembered` the names kept of blocks that are gone (their
     children may still be announced).
@@ -88,33 +57,59 @@ class Ledger:
         self, index: PrefixIndex, slot: int, *, max_aside: int = 100_000, max_remembered: int = 65_536
     ) -> None:
         self.counts = LedgerCounts()
+        self.forgotten = 0
+        """Rises whenever the worker may have lost any block whose name is not known: see `confirm`."""
         self._index = index
-        self._slot = slot
-        self._max_aside = max_aside
-        self._max_remembered = max_remembered
-        self._holders = {tier: Holder(tier) for tier in Tier}
-        self._held = {tier: Names() for tier in Tier}
-        self._more: dict[Tier, dict[ExternalBlockHash, int]] = {tier: {} for tier in Tier}
-        """Further copies of held blocks."""
-        self._gone: dict[ExternalBlockHash, BlockKey] = {}
-        self._gone_before: dict[ExternalBlockHash, BlockKey] = {}
-        self._aside: dict[ExternalBlockHash, list[_Fragment]] = {}
-        """By the unknown parent."""
-        self._aside_by_hash: dict[ExternalBlockHash, _Fragment] = {}
+        self._holdings = Holdings(index, slot, self.counts, max_remembered)
+        self._aside = Aside(max_aside)
+        self._waiting = self._aside.names
+        self._nameless: dict[BlockKey, None] = {}
+        """Held as a request has shown, but under names that were never heard."""
         self._group: int | None = None
         self._block_tokens = 0
         self._closed = False
-        self._garbage: list[Names] = []
-        index.attach(slot, self._holders[Tier.GPU])
 
     @property
     def aside_blocks(self) -> int:
         """Blocks that the worker holds and we cannot place."""
-        return len(self._aside_by_hash)
+        return len(self._aside)
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens in a block of GPU memory; 0 as long as none was announced."""
+        return self._block_tokens
+
+    @property
+    def generation(self) -> int:
+        """Rises whenever much is forgotten at once: then a `dump` under way is worth nothing."""
+        return self._holdings.generation
 
     def held_blocks(self, tier: Tier) -> int:
         """Different blocks held there."""
-        return len(self._held[tier])
+        return self._holdings.count(tier) + (len(self._nameless) if tier is Tier.GPU else 0)
+
+    def held(self, tier: Tier) -> Iterator[BlockKey]:
+        """The keys of all blocks held there. Walks them: for inspection."""
+        yield from self._holdings.keys(tier)
+        if tier is Tier.GPU:
+            yield from self._nameless
+
+    def believed(self, tier: Tier) -> Iterator[BlockKey]:
+        """The same as the index has it. Walks the whole index: for inspection."""
+        return self._index.blocks_of(self._holdings.holder(tier))
+
+    def reach(self, keys: Sequence[BlockKey]) -> int:
+        """Tokens of the prompt with these keys that are held in GPU memory by name, from its start on.
+        0.3 us a block."""
+        size = self._block_tokens
+        if not size:
+            return 0
+        stride, holder, blocks = size // KEY_TOKENS, self._holdings.holder(Tier.GPU), 0
+        for key in keys[stride - 1 :: stride]:
+            if key in self._nameless or not self._index.has(holder, stride, key):
+                break
+            blocks += 1
+        return blocks * size
 
     def apply(self, batch: EventBatch) -> Iterator[None]:
         """Take in one batch, in order. Yields after every `PIECE_BLOCKS` or so, when what is believed is
@@ -127,193 +122,239 @@ class Ledger:
             if self._closed:
                 return
             if isinstance(event, BlockStored):
-                work += len(event.block_hashes)
-                if len(event.block_hashes) <= PIECE_BLOCKS:
-                    self._stored(event, may_repeat and event.parent_block_hash is None)
-                else:
-                    repeats = may_repeat and event.parent_block_hash is None
-                    for piece in _pieces(event):
+                blocks = len(event.block_hashes)
+                work += blocks
+                repeats = may_repeat and event.parent_block_hash is None
+                if blocks > PIECE_BLOCKS:
+                    for piece in pieces_of(event, PIECE_BLOCKS):
                         self._stored(piece, repeats)
                         yield
+                elif blocks != 1 or not self._grown(event):
+                    self._stored(event, repeats)
             elif isinstance(event, BlockRemoved):
-                work += 4 * len(event.block_hashes)
-                self._removed(event)
+                names, some = event.block_hashes, PIECE_BLOCKS // _REMOVAL_WEIGHT
+                work += _REMOVAL_WEIGHT * len(names)
+                if len(names) <= some:
+                    certain = self._removed(event, names)
+                else:
+                    certain = True
+                    for start in range(0, len(names), some):
+                        certain &= self._removed(event, names[start : start + some])
+                        yield
+                while not certain and self._nameless:
+                    self._doubt_nameless(some)
+                    yield
             elif isinstance(event, AllBlocksCleared):
                 self._cleared()
             if work >= PIECE_BLOCKS:
                 work = 0
                 yield
 
-    def held(self, tier: Tier) -> Iterator[BlockKey]:
-        """The keys of all blocks held there. Walks them: for inspection."""
-        return self._held[tier].keys()
+    def confirm(
+        self,
+        keys: Sequence[BlockKey],
+        token_ids: Sequence[int],
+        cached_tokens: int,
+        *,
+        adapter: str | None = None,
+        since: int | None = None,
+    ) -> int:
+        """A request of this worker reported `cached_tokens` of its prompt: place the blocks set aside that
+        it runs through; returns how many blocks are believed that were not before.
+
+        They are placed only if the request has computed a full block behind its cached ones, so that the
+        parents' names lead from that block back to them, and no other block aside has the same tokens.
+        What lies before them is then held as well, under names that we have not heard: it is believed until
+        a block is removed that could be one of these. `since` is `forgotten` as of when the answer began;
+        if it has changed since, nothing is done. Costs nothing unless blocks are aside, else 0.5 us for
+        each block of the prompt.
+        """
+        size = self._block_tokens
+        if not size or not len(self._aside) or self._closed or since not in (None, self.forgotten):
+            return 0
+        branch = self._aside.branch(token_ids, size, cached_tokens // size, adapter)
+        if branch is None:
+            return 0
+        stride, holder = size // KEY_TOKENS, self._holdings.holder(Tier.GPU)
+        head = keys[stride - 1 : branch.start * stride : stride]
+        if len(head) < branch.start:
+            return 0
+        missing = [key for key in head if not self._index.has(holder, stride, key)]
+        if len(self._nameless) + len(missing) > _MAX_NAMELESS:
+            return 0
+        before = self.held_blocks(Tier.GPU)
+        done = self._index.store(holder, size, None, head)
+        self._nameless.update((key, None) for key in missing if self._index.has(holder, stride, key))
+        if done == len(head):
+            name, key = branch.root.parent, head[-1]
+            if key in self._nameless:
+                del self._nameless[key]
+                self._holdings.name(Tier.GPU, name, key)
+            else:
+                self._holdings.remember(name, key)
+            self._place_children([name])
+        placed = self.held_blocks(Tier.GPU) - before
+        self.counts.confirmed += placed
+        return placed
 
     def drop(self) -> None:
         """Believe nothing any more, at once; `sweep` returns the memory."""
-        for tier in Tier:
-            self._forget(tier)
+        self._holdings.forget_all()
         self._aside.clear()
-        self._aside_by_hash.clear()
-        self._gone, self._gone_before = {}, {}
+        self._nameless = {}
+        self.forgotten += 1
         self._group = None
 
     def close(self) -> None:
         """The stream has ended: drop all and leave the index for good."""
         self._closed = True
         self.drop()
-        for holder in self._holders.values():
-            self._index.detach(self._slot, holder)
+        self._holdings.detach()
 
     def sweep(self, steps: int = 1000) -> bool:
         """Return memory of what was dropped, `steps` blocks of it; True while there is more."""
-        while self._garbage and steps > 0:
-            steps = self._garbage[-1].shrink(steps)
-            if steps:
-                self._garbage.pop()
-        return bool(self._garbage) or self._index.sweep(steps)
+        return self._holdings.sweep(steps)
+
+    # Snapshots
+
+    @property
+    def group(self) -> int | None:
+        """The group of a hybrid model that speaks for the prefix, if it has shown."""
+        return self._group
+
+    @property
+    def is_all_placed(self) -> bool:
+        """A snapshot would say all that is known."""
+        return not self._nameless and not len(self._aside)
+
+    def dump(self) -> Iterator[Part]:
+        """All that is held by name, in small parts. Nothing may be applied until it is through; worth
+        nothing if `generation` changes meanwhile, and not to be continued then."""
+        nameless = self._nameless
+        for part in self._holdings.dump():
+            if nameless and isinstance(part, Runs):
+                runs = [run for run in part.runs if not any(key in nameless for key in run)]
+                part = Runs(part.tier, part.stride, runs)
+            yield part
+
+    def begin_restore(self, group: int | None, block_tokens: int) -> None:
+        """The parts of a snapshot follow."""
+        self._group, self._block_tokens = group, block_tokens
+
+    def restore(self, part: Part) -> None:
+        """Take in one part of a snapshot, in the order of their kinds."""
+        if not self._closed:
+            self._holdings.restore(part)
 
     # Events
 
-    def _stored(self, event: BlockStored, may_repeat: bool) -> None:
+    def _grown(self, event: BlockStored) -> bool:
+        """What decoding announces, one block behind another, and nearly all events are: as `_stored`, in
+        half the time. False, and nothing is done, if this is not of that kind."""
+        parent, tokens, medium, extra = (
+            event.parent_block_hash,
+            event.token_ids,
+            event.medium,
+            event.extra_keys,
+        )
+        if parent is None or len(tokens) != KEY_TOKENS or event.block_size != KEY_TOKENS:
+            return False
+        if (medium is not None and medium != "GPU") or (extra is not None and extra != _NOTHING):
+            return False
+        group = event.group_idx
+        if (group is not None and group != self._group) or self._nameless or self._waiting:
+            return False
+        parent_key = self._holdings.gpu_key_of(parent)
+        if parent_key is None:
+            return False
+        key = BlockKey(xxh3_64_intdigest(array("I", tokens).tobytes(), parent_key))
+        self._holdings.grow(1, parent_key, event.block_hashes[0], key)
+        return True
+
+    def _stored(self, event: BlockStored, repeats: bool) -> None:
         hashes = event.block_hashes
-        tier = _USUAL.get(event.medium or "GPU")
-        if tier is None:
-            tier = _TIERS.get(medium_of(event.medium))
+        tier = tier_of(event.medium)
         if tier is None:
             self.counts.unusable += len(hashes)
             return
         if event.group_idx is not None and not self._speaks_for_prefix(event):
             self.counts.passed_over += len(hashes)
             return
-        size = event.block_size
-        if not event.token_ids:
+        tokens, size = event.token_ids, event.block_size
+        if not tokens:
             self._stored_by_name(hashes, tier)
             return
-        if size <= 0 or size % KEY_TOKENS or size * len(hashes) != len(event.token_ids):
+        if size <= 0 or size % KEY_TOKENS or size * len(hashes) != len(tokens):
             self.counts.unusable += len(hashes)
             return
+        if tier is Tier.GPU:
+            self._block_tokens = size
         parent = event.parent_block_hash
         if parent is None:
-            parent_key, seed = None, _root_seed(event)
+            parent_key, seed = None, root_seed(event)
         else:
-            parent_key = self._key_of(parent, tier)
+            parent_key = self._holdings.key_of(parent, tier)
             if parent_key is None:
                 self._set_aside(event, tier)
                 return
             seed = parent_key
-        keys = _block_keys(event, seed)
-        if tier is Tier.GPU:
-            self._block_tokens = size
-        self._hold(tier, size, parent_key, hashes, keys, may_repeat)
-
-    def _hold(
-        self,
-        tier: Tier,
-        size: int,
-        parent: BlockKey | None,
-        hashes: Sequence[ExternalBlockHash],
-        keys: Sequence[BlockKey],
-        may_repeat: bool,
-    ) -> None:
-        held, counts = self._held[tier], self.counts
-        fresh = len(hashes)
-        again = held.among(hashes)
-        if again:
-            fresh -= len(again)
-            if may_repeat:
-                counts.repeated += len(again)
-            else:
-                counts.copies += len(again)
-                more = self._more[tier]
-                for name in again:
-                    more[name] = more.get(name, 0) + 1
-        if not fresh:
-            return
-        holder = self._holders[tier]
-        if not holder.lanes:
-            self._index.attach(self._slot, holder)
-        done = self._index.store(holder, size, parent, keys)
-        if done < len(keys):
-            counts.refused += len(keys) - done
-            hashes, keys = hashes[:done], keys[:done]
-        counts.stored += fresh
-        held.put(hashes, keys)
-        if self._aside_by_hash:
-            for name in hashes:
-                self._no_longer_aside(name)
-            self._place_children(list(hashes))
+        keys = keys_of(event, seed)
+        self._placed(self._holdings.hold(tier, size, parent_key, hashes, keys, may_repeat=repeats), keys)
 
     def _stored_by_name(self, hashes: Sequence[ExternalBlockHash], tier: Tier) -> None:
         """Placeholders of offloading connectors: blocks that another tier has named before."""
         for name in hashes:
-            key = self._key_of(name, tier)
+            key = self._holdings.key_of(name, tier)
             if key is None or not self._block_tokens:
                 self.counts.unusable += 1
             else:
-                self._hold(tier, self._block_tokens, None, (name,), (key,), False)
+                self._placed(self._holdings.hold(tier, self._block_tokens, None, (name,), (key,)), (key,))
 
-    def _removed(self, event: BlockRemoved) -> None:
-        tier = _USUAL.get(event.medium or "GPU")
+    def _placed(self, names: Sequence[ExternalBlockHash], keys: Sequence[BlockKey]) -> None:
+        """`names` are held now, by these keys."""
+        if self._nameless:
+            for _, key in zip(names, keys, strict=False):
+                self._nameless.pop(key, None)
+        if len(self._aside) and names:
+            for name in names:
+                self._aside.discard(name)
+            self._place_children(list(names))
+
+    def _removed(self, event: BlockRemoved, names: Sequence[ExternalBlockHash]) -> bool:
+        """False if one of them may be any block of GPU memory."""
+        tier = tier_of(event.medium)
         if tier is None:
-            tier = _TIERS.get(medium_of(event.medium))
-        if tier is None:
-            self.counts.unusable += len(event.block_hashes)
-            return
+            self.counts.unusable += len(names)
+            return True
         group = event.group_idx
         if group is not None and group != (self._group or 0):
-            self.counts.passed_over += len(event.block_hashes)
-            return
-        held, more, counts = self._held[tier], self._more[tier], self.counts
-        for name in event.block_hashes:
-            if name in more:
-                more[name] -= 1
-                if not more[name]:
-                    del more[name]
-                continue
-            key = held.pop(name)
-            if key is None:
-                if not self._no_longer_aside(name):
-                    counts.unknown_removed += 1
-                continue
-            counts.removed += 1
-            self._index.remove(self._holders[tier], key)
-            self._remember(name, key)
+            self.counts.passed_over += len(names)
+            return True
+        release, certain = self._holdings.release, True
+        for name in names:
+            if not release(tier, name) and not self._aside.discard(name):
+                self.counts.unknown_removed += 1
+                if tier is Tier.GPU:
+                    certain = False
+        if not certain:
+            self.forgotten += 1
+        return certain
 
     def _cleared(self) -> None:
-        """vLLM emptied its own prefix cache. LMCache's memory stays as it is (seen: a hit in L1 right
-        after a reset, LMCache 0.5.6), and withdraws its blocks itself."""
+        """vLLM emptied its own prefix cache. LMCache's memory stays as it is, and withdraws its blocks
+        itself."""
         self.counts.cleared += 1
-        self._forget(Tier.GPU)
-        for fragments in list(self._aside.values()):
-            for fragment in fragments:
-                if fragment.tier is Tier.GPU:
-                    for name in fragment.event.block_hashes:
-                        self._no_longer_aside(name)
+        self.forgotten += 1
+        self._holdings.forget(Tier.GPU)
+        self._nameless = {}
+        self._aside.clear(Tier.GPU)
 
-    # Names
-
-    def _key_of(self, name: ExternalBlockHash, tier: Tier) -> BlockKey | None:
-        key = self._held[tier].get(name)
-        if key is None:
-            key = self._gone.get(name) or self._gone_before.get(name)
-        if key is None:
-            for other in Tier:
-                key = self._held[other].get(name)
-                if key is not None:
-                    break
-        return key
-
-    def _remember(self, name: ExternalBlockHash, key: BlockKey) -> None:
-        # Two generations: the older half goes at once.
-        self._gone[name] = key
-        if 2 * len(self._gone) > self._max_remembered:
-            self._gone_before, self._gone = self._gone, {}
-
-    def _forget(self, tier: Tier) -> None:
-        self._index.clear(self._holders[tier])
-        self._garbage.append(self._held[tier])
-        self._held[tier] = Names()
-        self._more[tier] = {}
+    def _doubt_nameless(self, blocks: int) -> None:
+        """Believe `blocks` of them no longer, the last first."""
+        holder = self._holdings.holder(Tier.GPU)
+        for _ in range(min(blocks, len(self._nameless))):
+            key, _ = self._nameless.popitem()
+            self._index.remove(holder, key)
 
     def _speaks_for_prefix(self, event: BlockStored) -> bool:
         """A hybrid model announces each block once per group of layers: one group is enough."""
@@ -329,118 +370,28 @@ class Ledger:
     # Blocks set aside
 
     def _set_aside(self, event: BlockStored, tier: Tier) -> None:
-        hashes, known = event.block_hashes, self._aside_by_hash
-        held = self._held[tier]
-        if any(name in known or name in held for name in hashes):
+        hashes = event.block_hashes
+        if any(name in self._aside or self._holdings.holds(tier, name) for name in hashes):
             return  # a copy of what is known or aside already: less is believed, not more
         self.counts.set_aside += len(hashes)
-        if len(known) + len(hashes) > self._max_aside:
+        if tier is not Tier.GPU:
+            self.counts.elsewhere += len(hashes)
+        if not self._aside.add(event, tier):
             self.counts.refused += len(hashes)
-            return
-        fragment = _Fragment(event, tier)
-        assert event.parent_block_hash is not None
-        self._aside.setdefault(event.parent_block_hash, []).append(fragment)
-        known.update(dict.fromkeys(hashes, fragment))
-
-    def _no_longer_aside(self, name: ExternalBlockHash) -> bool:
-        fragment = self._aside_by_hash.pop(name, None)
-        if fragment is None:
-            return False
-        fragment.gone.add(name)
-        if len(fragment.gone) == len(fragment.event.block_hashes):
-            parent = fragment.event.parent_block_hash
-            assert parent is not None
-            siblings = self._aside.get(parent, [])
-            if fragment in siblings:
-                siblings.remove(fragment)
-                if not siblings:
-                    del self._aside[parent]
-        return True
 
     def _place_children(self, names: list[ExternalBlockHash]) -> None:
         """`names` are known now: so are the blocks that wait for them, and those that wait for these."""
+        holdings = self._holdings
         while names:
-            for fragment in self._aside.pop(names.pop(), ()):
+            for fragment in self._aside.take(names.pop()):
                 event, tier = fragment.event, fragment.tier
-                parent = event.parent_block_hash
-                assert parent is not None
-                parent_key = self._key_of(parent, tier)
+                parent_key = holdings.key_of(fragment.parent, tier)
                 if parent_key is None:
                     continue
-                keys = _block_keys(event, parent_key)
-                for name, key in zip(event.block_hashes, keys, strict=True):
+                for name, key in zip(event.block_hashes, keys_of(event, parent_key), strict=True):
                     if name in fragment.gone:
-                        self._remember(name, key)
-                        continue
-                    del self._aside_by_hash[name]
-                    done = self._index.store(self._holders[tier], event.block_size, parent_key, (key,))
-                    if done:
-                        self._held[tier].put((name,), (key,))
-                        self.counts.stored += 1
+                        holdings.remember(name, key)
+                    elif holdings.hold(tier, event.block_size, parent_key, (name,), (key,), may_repeat=True):
+                        self._nameless.pop(key, None)
                     parent_key = key
                 names.extend(event.block_hashes)
-
-
-def _pieces(event: BlockStored) -> Iterator[BlockStored]:
-    """A long announcement as several that say the same."""
-    hashes, size = event.block_hashes, event.block_size
-    for start in range(0, len(hashes), PIECE_BLOCKS):
-        stop = start + PIECE_BLOCKS
-        yield msgspec.structs.replace(
-            event,
-            block_hashes=hashes[start:stop],
-            parent_block_hash=hashes[start - 1] if start else event.parent_block_hash,
-            token_ids=event.token_ids[start * size : stop * size],
-            extra_keys=event.extra_keys[start:stop] if event.extra_keys else None,
-        )
-
-
-def _root_seed(event: BlockStored) -> int:
-    """Where the chain of a prompt starts: its adapter and its cache salt."""
-    adapter = event.lora_name
-    if adapter is None and event.lora_id is not None:
-        # Before 0.19 an adapter has a number only: blocks under a name that nobody asks for.
-        adapter = f"\0{event.lora_id}"
-    salt = ""
-    if event.extra_keys and event.extra_keys[0]:
-        _, salt = _without_salt(event.extra_keys[0], adapter, True)
-    return adapter_space(adapter, salt).seed
-
-
-def _without_salt(entry: list[object], adapter: str | None, first: bool) -> tuple[list[object], str]:
-    """One block's extra keys without the adapter's name and the salt, and the salt: in vLLM (0.32,
-    v1/core/kv_cache_utils.py) adapter, then multimodal identifiers, then in the first block the salt."""
-    rest = list(entry)
-    if adapter is not None and rest and rest[0] == adapter:
-        del rest[0]
-    if first:
-        texts = [value for value in rest if isinstance(value, str)]
-        if texts:
-            rest.remove(texts[-1])
-            return rest, texts[-1]
-    return rest, ""
-
-
-def _block_keys(event: BlockStored, seed: int) -> list[BlockKey]:
-    """The key at the end of each of the event's blocks."""
-    stride = event.block_size // KEY_TOKENS
-    extra = event.extra_keys
-    if extra and any(extra):
-        return _keys_with_extra(event, seed, extra)
-    keys = token_keys(event.token_ids, seed)
-    return keys if stride == 1 else keys[stride - 1 :: stride]
-
-
-def _keys_with_extra(event: BlockStored, seed: int, extra: Sequence[list[object] | None]) -> list[BlockKey]:
-    keys: list[BlockKey] = []
-    size, key = event.block_size, seed
-    for place in range(len(event.block_hashes)):
-        entry = extra[place] if place < len(extra) else None
-        if entry:
-            first = place == 0 and event.parent_block_hash is None
-            rest, _ = _without_salt(entry, event.lora_name, first)
-            if rest:
-                key = mixed_seed(key, msgspec.msgpack.encode(rest))
-        key = token_keys(event.token_ids[place * size : (place + 1) * size], key)[-1]
-        keys.append(BlockKey(key))
-    return keys

@@ -27,6 +27,13 @@ class Names:
     def __contains__(self, name: ExternalBlockHash) -> bool:
         return name in self._shards[hash(name) & _MASK]
 
+    def shard(self, name: ExternalBlockHash) -> dict[ExternalBlockHash, BlockKey]:
+        """Where `name` is, or would be."""
+        return self._shards[hash(name) & _MASK]
+
+    def shards(self) -> Sequence[dict[ExternalBlockHash, BlockKey]]:
+        return self._shards
+
     def get(self, name: ExternalBlockHash) -> BlockKey | None:
         return self._shards[hash(name) & _MASK].get(name)
 

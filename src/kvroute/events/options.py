@@ -2,9 +2,65 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from pydantic import field_validator
 
-from kvroute.options import Options, option
+from kvroute.options import Options, Switch, option
+
+
+class ProbeOptions(Options):
+    """Requests of our own that make a worker announce again what it holds (vLLM 0.32 and later), after
+    events were lost or where blocks could not be placed."""
+
+    enabled: Annotated[bool, Switch] = option(True, "Send them.")
+    interval_s: float = option(
+        5.0,
+        "Least time between two of them to one worker.",
+        unit="s",
+        gt=0,
+        higher="less work for the workers",
+        lower="a map is whole again sooner",
+    )
+    max_in_flight: int = option(
+        0,
+        "Only while the worker has at most this many requests of ours.",
+        ge=0,
+        higher="a busy worker's map is repaired too",
+        lower="no request waits for a probe",
+    )
+    max_prompt_tokens: int = option(
+        32_768,
+        "Longest prompt of one; of longer ones the beginning is asked for.",
+        unit="tokens",
+        ge=1,
+        higher="long conversations are repaired whole",
+        lower="less to compute where the worker holds nothing of it any more",
+    )
+    memory_tokens: int = option(
+        1_000_000,
+        "Recent prompts kept per stream to ask with, 4 bytes or more a token; 0: none.",
+        unit="tokens",
+        ge=0,
+        higher="more can be repaired",
+        lower="less memory",
+    )
+    timeout_s: float = option(30.0, "Longest wait for the answer to one.", unit="s", gt=0)
+
+
+class SnapshotOptions(Options):
+    """The map as a file, so that a restart of the gateway need not learn it anew. Used for workers of the
+    same incarnation whose replay reaches back to where it ended."""
+
+    path: str = option("", "File to write and to begin with; empty: none.")
+    interval_s: float = option(
+        300.0,
+        "Time between two writings; one more at shutdown.",
+        unit="s",
+        gt=0,
+        higher="less work",
+        lower="after a crash the file is less likely to be too old",
+    )
 
 
 class KvEventsOptions(Options):
@@ -61,6 +117,30 @@ class KvEventsOptions(Options):
     retry_s: float = option(
         1.0, "Pause before asking again, or reopening a socket.", unit="s", gt=0, higher="fewer attempts"
     )
+    reread_s: float = option(
+        60.0,
+        "Least time between two readings of a map that was distrusted.",
+        unit="s",
+        gt=0,
+        higher="less work where the cause is not in the map",
+        lower="a wrong map is replaced sooner",
+    )
+    silent_requests: int = option(
+        8,
+        "A worker's map is not used after this many answers that must have stored blocks and were asked for "
+        "after its last event; until its next one.",
+        ge=1,
+        higher="fewer false alarms",
+        lower="noticed sooner",
+    )
+    silent_s: float = option(
+        5.0,
+        "And only once there has been no event for this long.",
+        unit="s",
+        gt=0,
+        higher="fewer false alarms",
+        lower="noticed sooner",
+    )
     queue_messages: int = option(
         100_000,
         "Messages that may wait to be read, per stream; further ones are lost and replayed.",
@@ -90,6 +170,9 @@ class KvEventsOptions(Options):
         higher="more can be placed later",
         lower="less memory",
     )
+
+    probe: ProbeOptions = option(default_factory=ProbeOptions)
+    snapshot: SnapshotOptions = option(default_factory=SnapshotOptions)
 
     @field_validator("endpoint", "replay_endpoint", "topic")
     @classmethod

@@ -63,6 +63,25 @@ class Sequence:
         self._digests.clear()
         self._unsure = True
 
+    @property
+    def position(self) -> tuple[int, int] | None:
+        """The next number and the digest of the batch before it; None before the first batch, or while it
+        is not sure."""
+        digest = self._digests.get(self.expected - 1)
+        return None if self._unsure or digest is None else (self.expected, digest)
+
+    def resume(self, next_seq: int, digest: int, *, whole: bool) -> None:
+        """What was taken in by another process up to here is believed again. To be checked by a replay,
+        which begins with the batch before `next_seq`."""
+        self.reset()
+        self.expected = next_seq
+        self.whole = whole
+        self._digests[next_seq - 1] = digest
+
+    def heal(self) -> None:
+        """What is missing has come another way."""
+        self.whole = True
+
     def live(self, seq: int, digest: int) -> Verdict:
         """APPLY, SKIP or REPLAY."""
         if self._unsure or seq > self.expected:

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
-from enum import StrEnum
+from collections.abc import Callable, Sequence
 
 import zmq
 import zmq.asyncio
@@ -19,52 +17,36 @@ from xxhash import xxh3_64_intdigest
 
 from kvroute.clock import Clock
 from kvroute.errors import WireError
+from kvroute.events.counts import StreamCounts
 from kvroute.events.inbox import Inbox
 from kvroute.events.ledger import Ledger
 from kvroute.events.options import KvEventsOptions
-from kvroute.events.sequence import Sequence, Verdict
-from kvroute.wire.framing import EventMessage, pack_replay_request, unpack_live, unpack_replay
+from kvroute.events.replay import replay
+from kvroute.events.sequence import Sequence as EventSequence
+from kvroute.events.sequence import Verdict
+from kvroute.events.trust import Reason, Silence, Standing, trust_for
+from kvroute.events.trust import Trust as Trust
+from kvroute.index.snapshot import Frame, StreamHead, decode, encode
+from kvroute.wire.framing import EventMessage, unpack_live
 from kvroute.wire.splitting import split_batch
 from kvroute.wire.vllm import decode_batch
 
 log = logging.getLogger(__name__)
 
 _RESTARTS = 3
-
-
-class Trust(StrEnum):
-    """How far the map of one stream can be believed."""
-
-    WHOLE = "whole"
-    """It is what the worker holds, as of its last message."""
-    PARTIAL = "partial"
-    """The worker holds what it says, and perhaps more: history is lost, or blocks could not be placed."""
-    NONE = "none"
-    """Not connected, or a gap is not repaired yet."""
-
-
-@dataclass(slots=True)
-class StreamCounts:
-    """What happened on the stream. Mutable; counted by its subscriber."""
-
-    messages: int = 0
-    duplicates: int = 0
-    unreadable: int = 0
-    foreign: int = 0
-    """Numbers that the worker's own replay does not know."""
-    unknown_events: int = 0
-    unknown_fields: int = 0
-    replays: int = 0
-    replay_failures: int = 0
-    restarts: int = 0
-    """The stream was another one than before: the engine restarted, or the buffer was overrun."""
-    losses: int = 0
-    """Gaps that could not be filled: the map was dropped."""
+_MESSAGES_A_TURN = 1000
+_LARGE_BLOCK = 256
+"""Taken for the worker's block size until it is known."""
 
 
 class KvEventSubscriber:
-    """Follows one stream into its ledger. Mutable throughout; `run` owns all waiting, `restarted` may be
-    called at any time from the same event loop."""
+    """Follows one stream into its ledger. Mutable throughout; `run` owns all waiting, all else may be called
+    at any time from the same event loop.
+
+    `pool_blocks` says how many blocks the worker's GPU memory has, if that is known: once as many have been
+    computed, nothing is left of a history that was lost. `resumed` is what another process knew of this
+    very stream; a replay has to bear it out.
+    """
 
     def __init__(
         self,
@@ -75,8 +57,13 @@ class KvEventSubscriber:
         context: zmq.asyncio.Context,
         clock: Clock,
         options: KvEventsOptions,
+        *,
+        pool_blocks: Callable[[], int | None] = lambda: None,
+        resumed: tuple[StreamHead, Sequence[Frame]] | None = None,
     ) -> None:
         self.counts = StreamCounts()
+        self.was_whole = False
+        """The map has been whole since the worker's process started."""
         self.last_message: float | None = None
         """`Clock.now()` of the last message, replayed ones included."""
         self._name = name
@@ -86,28 +73,80 @@ class KvEventSubscriber:
         self._context = context
         self._clock = clock
         self._options = options
-        self._sequence = Sequence()
+        self._pool_blocks = pool_blocks
+        self._resumed = resumed if replay_endpoint is not None else None
+        self._sequence = EventSequence()
+        self._standing = Standing(name, Silence(options.silent_requests, options.silent_s, clock.now()))
+        self._applying = asyncio.Lock()
         self._failures = 0
         self._epoch = 0
+        self._computed_before = 0
+        self._reread_at: float | None = None
         self._turn_started = 0.0
 
     @property
     def trust(self) -> Trust:
-        if not self._sequence.is_sure or self._failures >= self._options.replay_attempts:
-            return Trust.NONE
-        if self._sequence.whole and not self._ledger.aside_blocks:
-            return Trust.WHOLE
-        return Trust.PARTIAL
+        return trust_for(self.reason)
+
+    @property
+    def reason(self) -> Reason | None:
+        """Why the map is not whole; None if it is."""
+        return self._standing.reason(
+            is_sure=self._sequence.is_sure and self._failures < self._options.replay_attempts,
+            is_whole=self._sequence.whole,
+            aside_blocks=self._ledger.aside_blocks,
+        )
 
     def restarted(self) -> None:
         """The engine is a new process: what was believed goes at once, its history is read anew."""
-        self._epoch += 1
-        self._ledger.drop()
-        self._sequence.reset()
+        self.was_whole = False
+        self._begin_anew()
+
+    def served(self, new_tokens: int, started: float | None = None) -> None:
+        """The worker has answered a request that was sent at `started` (`Clock.now()`, None: not known),
+        and had to compute `new_tokens` for it: if that is more than a block, it has stored one and announced
+        it. Too many such answers in silence are a reason."""
+        if new_tokens > (self._ledger.block_tokens or _LARGE_BLOCK):
+            self._standing.silence.served(self._clock.now(), started)
+
+    def distrust(self, reason: Reason) -> None:
+        """The map does not do what it should. It is not used until it has been read anew: replayed from the
+        start at once, but not again within `reread_s`; or, without a replay socket, begun from nothing."""
+        self._standing.distrust(reason)
+        self._standing.report(self.reason)
+
+    def repetition_asked(self, blocks: int) -> None:
+        """As many may be announced again: they take no room that they do not have already."""
+        self._computed_before += blocks
+
+    def heal(self) -> None:
+        """What lost events had announced was announced again."""
+        self._sequence.heal()
+        self.counts.healed += 1
+        self._standing.report(self.reason)
+
+    async def capture(self) -> tuple[StreamHead, list[bytes]] | None:
+        """The map as frames of a snapshot, and their head without the worker; None if it cannot be trusted
+        to go on from. Waits for the batch that is being taken in; none is while this runs."""
+        async with self._applying:
+            self._turn_started = self._clock.now()
+            position, ledger = self._sequence.position, self._ledger
+            if position is None or self._standing.doubt is not None:
+                return None
+            whole = self._sequence.whole and ledger.is_all_placed
+            head = StreamHead("", "", 0, 0.0, *position, whole, ledger.group, ledger.block_tokens)
+            generation, frames = ledger.generation, []
+            for part in ledger.dump():
+                frames.append(encode(part))
+                await self._breathe()
+                if generation != ledger.generation:
+                    return None
+            return head, frames
 
     async def run(self) -> None:
         """Follow the stream; ends only by cancellation. A socket that fails is opened again."""
         try:
+            await self._resume()
             while True:
                 try:
                     inbox = self._open_inbox()
@@ -123,32 +162,62 @@ class KvEventSubscriber:
         finally:
             self._ledger.close()
 
+    async def _resume(self) -> None:
+        """Believe again what another process knew; not used before a replay has begun where that ended."""
+        if self._resumed is None:
+            return
+        (head, frames), self._resumed = self._resumed, None
+        epoch, self._turn_started = self._epoch, self._clock.now()
+        self._ledger.begin_restore(head.group, head.block_tokens)
+        try:
+            for frame in frames:
+                self._ledger.restore(decode(frame))
+                await self._breathe()
+                if epoch != self._epoch:
+                    self._ledger.drop()
+                    return
+        except WireError as error:
+            log.warning("KV events of %s: %s: its map is read anew", self._name, error)
+            self._forget()
+            return
+        self._sequence.resume(head.next_seq, head.digest, whole=head.whole)
+        self.counts.resumed += 1
+
     async def _follow(self, inbox: Inbox) -> None:
         self._turn_started = self._clock.now()
         while True:
-            if not self._sequence.is_sure and not await self._replay() and self._replay_endpoint is None:
-                self._give_up_history()
+            async with self._applying:
+                if self._standing.doubt is not None:
+                    self._read_anew()
+                if not self._sequence.is_sure and not await self._replay() and self._replay_endpoint is None:
+                    self._give_up_history()
+            self._standing.report(self.reason)
             arrived = await inbox.wait(self._options.idle_check_s)
-            self._turn_started = self._clock.now()
-            if inbox.interrupted():
-                self._sequence.doubt()
-            elif not arrived:
-                await self._replay()
-            while (frames := inbox.take()) is not None:
+            async with self._applying:
+                self._turn_started = self._clock.now()
                 if inbox.interrupted():
                     self._sequence.doubt()
-                try:
-                    message = unpack_live(frames)
-                except WireError:
-                    self.counts.unreadable += 1
-                    self._sequence.doubt()
-                    continue
-                await self._live(message)
+                elif not arrived:
+                    await self._replay()
+                for _ in range(_MESSAGES_A_TURN):
+                    frames = inbox.take()
+                    if frames is None:
+                        break
+                    if inbox.interrupted():
+                        self._sequence.doubt()
+                    try:
+                        message = unpack_live(frames)
+                    except WireError:
+                        self.counts.unreadable += 1
+                        self._sequence.doubt()
+                        continue
+                    await self._live(message)
             await self._tidy()
 
     async def _live(self, message: EventMessage) -> None:
         digest = xxh3_64_intdigest(message.payload)
         while (verdict := self._sequence.live(message.seq, digest)) is Verdict.REPLAY:
+            self.counts.gaps += self._sequence.is_sure
             if await self._replay():
                 # The worker remembers a batch before it answers a replay: what it does not know of now
                 # never came from it.
@@ -189,7 +258,16 @@ class KvEventSubscriber:
                     return True
         self.counts.messages += 1
         self.last_message = self._clock.now()
-        self._sequence.applied(message.seq, digest, cleared=self._ledger.counts.cleared > cleared)
+        self._standing.silence.heard(self.last_message)
+        if self._ledger.counts.cleared > cleared:
+            self._standing.fresh()
+            self._sequence.applied(message.seq, digest, cleared=True)
+        else:
+            self._sequence.applied(message.seq, digest)
+        if self._sequence.whole:
+            self.was_whole = True
+        else:
+            self._turned_over()
         await self._breathe()
         return True
 
@@ -208,7 +286,7 @@ class KvEventSubscriber:
                 if epoch == self._epoch:
                     self.counts.restarts += 1
                     log.warning("KV events of %s begin anew: its map is dropped", self._name)
-                    self.restarted()
+                    self._begin_anew()
         except (TimeoutError, WireError, zmq.ZMQError) as error:
             log.debug("KV events of %s: no replay: %r", self._name, error)
         self._failures += 1
@@ -218,22 +296,12 @@ class KvEventSubscriber:
     async def _replay_once(self, endpoint: str) -> bool:
         """False if what we believe has to go first. Raises TimeoutError, WireError, zmq.ZMQError."""
         sequence, epoch = self._sequence, self._epoch
-        socket = self._context.socket(zmq.DEALER)
-        try:
-            socket.setsockopt(zmq.LINGER, 0)
-            socket.setsockopt(zmq.IPV6, 1)
-            socket.setsockopt(zmq.RCVHWM, 0)
-            socket.connect(endpoint)
-            async with asyncio.timeout(self._options.replay_timeout_s):
-                await socket.send_multipart(pack_replay_request(sequence.begin()))
-            while True:
-                async with asyncio.timeout(self._options.replay_timeout_s):
-                    frames = await socket.recv_multipart()
+        async with replay(
+            self._context, endpoint, sequence.begin(), self._options.replay_timeout_s
+        ) as messages:
+            async for message in messages:
                 if epoch != self._epoch:
                     return False
-                message = unpack_replay(frames)
-                if message is None:
-                    return sequence.ended() is Verdict.APPLY
                 digest = xxh3_64_intdigest(message.payload)
                 verdict = sequence.replayed(message.seq, digest)
                 if verdict is Verdict.RESTART:
@@ -241,25 +309,50 @@ class KvEventSubscriber:
                 if verdict is Verdict.SKIP:
                     continue
                 if verdict is Verdict.BEGIN:
-                    self._ledger.drop()
+                    self._forget()
                 if not await self._apply(message, digest):
                     self._lose(message.seq + 1)
                 if epoch != self._epoch:
                     return False
-        finally:
-            socket.close(linger=0)
+        return epoch == self._epoch and sequence.ended() is Verdict.APPLY
+
+    def _begin_anew(self) -> None:
+        self._epoch += 1
+        self._forget()
+        self._sequence.reset()
 
     def _lose(self, next_seq: int) -> None:
         self.counts.losses += 1
         log.warning("KV events of %s: a gap cannot be filled: its map is dropped", self._name)
-        self._ledger.drop()
+        self._forget()
         self._sequence.lost(next_seq)
         self._failures = 0
 
     def _give_up_history(self) -> None:
         """Without a replay socket an interruption costs all that was believed."""
-        self._ledger.drop()
+        self._forget()
         self._sequence.reset()
+
+    def _forget(self) -> None:
+        self._ledger.drop()
+        self._standing.fresh()
+        self._computed_before = self._ledger.counts.computed
+
+    def _read_anew(self) -> None:
+        now = self._clock.now()
+        if self._reread_at is None or now - self._reread_at >= self._options.reread_s:
+            self._reread_at = now
+            self.counts.rereads += 1
+            self._give_up_history()
+
+    def _turned_over(self) -> None:
+        """A lost history ends when as many blocks have been computed as the worker has: the least recently
+        used ones make room. What is still held of it has been hit since, and then its continuation is set
+        aside."""
+        pool = self._pool_blocks()
+        if pool is not None and self._ledger.counts.computed - self._computed_before >= pool:
+            self._sequence.heal()
+            self.counts.healed += 1
 
     async def _breathe(self) -> None:
         """Let others run if our turn has lasted for long enough."""

@@ -79,6 +79,8 @@ class PrefixIndex:
         """Stride -> bit -> slots that read this GPU."""
         self._dropped = 0
         self._held = 0
+        self._spare = 0
+        """At least as many blocks fit in."""
 
     # Holders and slots
 
@@ -129,10 +131,33 @@ class PrefixIndex:
         for each in self._tables.values():
             room -= each.blocks
         done, fresh = table.store(bit, parent, keys, room)
+        self._spare = room - done
         holder.blocks += fresh
         self._held += fresh
         self._dropped += len(keys) - done
         return done
+
+    def store_one(self, holder: Holder, stride: int, parent: BlockKey, key: BlockKey) -> bool:
+        """As `store` for one block of `stride` x `KEY_TOKENS` tokens behind `parent`; False if it was not
+        taken in. About a third of what `store` costs where a sequence grows at its end."""
+        bit = holder.lanes.get(stride)
+        if bit is not None and self._spare > 0 and self._tables[stride].append(bit, parent, key):
+            self._spare -= 1
+            holder.blocks += 1
+            self._held += 1
+            return True
+        return self.store(holder, stride * KEY_TOKENS, parent, (key,)) == 1
+
+    def has(self, holder: Holder, stride: int, key: BlockKey) -> bool:
+        """Is `holder` believed to have this block of `stride` x `KEY_TOKENS` tokens? About 0.3 us."""
+        bit = holder.lanes.get(stride)
+        return bit is not None and self._tables[stride].has(bit, key)
+
+    def runs_at(self, holder: Holder, stride: int, keys: Sequence[BlockKey]) -> list[list[BlockKey]]:
+        """The holder's runs of consecutive blocks that begin with one of `keys`."""
+        bit = holder.lanes.get(stride)
+        runs = () if bit is None else self._tables[stride].runs_at(bit, keys)
+        return [list(map(BlockKey, run)) for run in runs]
 
     def remove(self, holder: Holder, key: BlockKey) -> bool:
         """`holder` no longer has this block; False if it was not believed to. About 1 us."""

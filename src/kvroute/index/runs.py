@@ -155,6 +155,36 @@ class RunTable:
             position += count
         return position, fresh
 
+    def append(self, bit: int, parent: int, key: int) -> bool:
+        """`store` of one new block behind the last of a run that only this lane has; False, and nothing is
+        done, if it is not as simple as that."""
+        where = self._where
+        run_id = where[parent & _MASK].get(parent)
+        shard = where[key & _MASK]
+        if run_id is None or key in shard:
+            return False
+        run = self.runs[run_id]
+        keys = run.keys
+        if run.mask != bit or keys[-1] != parent or len(keys) >= RUN_BLOCKS:
+            return False
+        shard[key] = run_id
+        keys.append(key)
+        run.next = 0
+        self.blocks += 1
+        return True
+
+    def has(self, bit: int, key: int) -> bool:
+        """Is `bit` set on this block?"""
+        run_id = self._where[key & _MASK].get(key)
+        return run_id is not None and bool(self.runs[run_id].mask & bit)
+
+    def runs_at(self, bit: int, keys: Sequence[int]) -> Iterator[Sequence[int]]:
+        """The runs with `bit` whose first block is one of `keys`."""
+        for key in keys:
+            run = self.find(key)
+            if run is not None and run.keys[0] == key and run.mask & bit:
+                yield run.keys
+
     def remove(self, bit: int, key: int) -> bool:
         """Clear `bit` on one block; False if it was not set."""
         run_id = self._where[key & _MASK].get(key)

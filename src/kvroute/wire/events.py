@@ -85,7 +85,8 @@ class BlockRemoved(Struct, frozen=True, tag=True, forbid_unknown_fields=True):
 
 
 class AllBlocksCleared(Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """The worker's prefix cache is empty, in every medium of this stream."""
+    """The worker's prefix cache in GPU memory is empty. Other media stay as they are: what LMCache drops it
+    withdraws itself (seen with vLLM 0.32 and LMCache 0.5.6: a hit in its memory right after a reset)."""
 
 
 KvEvent: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared

@@ -1,0 +1,133 @@
+"""Who reports to the controller, and which slots read from whom."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from kvroute.blocks.chunks import ChunkSpace
+from kvroute.clock import Clock
+from kvroute.events.controller_agreement import HashAgreement
+from kvroute.events.controller_instance import Instance, Rank
+from kvroute.events.controller_joining import InstancePlace, SlotPlace, join
+from kvroute.index.chunk_index import ChunkHolder, ChunkIndex
+from kvroute.wire.lmcache_controller import ChunkHash, Sender
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Known:
+    """An instance, and whether its chunk hashes mean what ours mean."""
+
+    instance: Instance
+    agreement: HashAgreement
+
+
+class Roster:
+    """Mutable throughout; owned by the controller. `index` follows: what an instance has can be read by the
+    slots that it is joined to, and is gone with it."""
+
+    def __init__(self, index: ChunkIndex, space: ChunkSpace, clock: Clock, needed_prompts: int) -> None:
+        self.known: dict[str, Known] = {}
+        self.unclear: list[str] = []
+        """Instances that could belong to several workers."""
+        self._index = index
+        self._space = space
+        self._clock = clock
+        self._needed_prompts = needed_prompts
+        self._slots: dict[int, SlotPlace] = {}
+        self._joined: dict[int, set[str]] = {}
+        self._attached: set[tuple[int, ChunkHolder]] = set()
+        self._garbage: list[set[ChunkHash]] = []
+        """What was held by those that are gone or began anew: its memory is still to be returned."""
+
+    # Workers
+
+    def get(self, sender: Sender) -> tuple[Known, Rank] | None:
+        known = self.known.get(sender.instance_id)
+        rank = known.instance.ranks.get(sender.worker_id) if known else None
+        return (known, rank) if known and rank else None
+
+    def known_rank(self, sender: Sender) -> tuple[Known, Rank]:
+        """The one who speaks; if it has not registered, it was there before us."""
+        found = self.get(sender)
+        return found if found else self.add(sender, unsynced=True)
+
+    def add(self, sender: Sender, *, unsynced: bool) -> tuple[Known, Rank]:
+        """A new process, in place of any before it. `unsynced`: it may hold chunks already."""
+        known = self.known.get(sender.instance_id)
+        rank = Rank(sender.worker_id, self._clock.now(), unsynced=unsynced)
+        before = known.instance.ranks.get(sender.worker_id) if known else None
+        if before:
+            for name, location in before.locations.items():
+                rank.previous[name] = location.sequence.expected
+                self._garbage.append(location.keys)
+        if known is None or not unsynced:
+            # Another process may hash otherwise.
+            instance = known.instance if known else Instance(sender.instance_id, self._index, self._space)
+            known = Known(instance, HashAgreement(self._needed_prompts))
+            self.known[sender.instance_id] = known
+        known.instance.add(rank)
+        self.join()
+        return known, rank
+
+    def remove(self, known: Known, rank: Rank) -> None:
+        instance = known.instance
+        self._garbage += [location.keys for location in rank.locations.values()]
+        instance.remove(rank)
+        if not instance.ranks:
+            del self.known[instance.name]
+        self.join()
+
+    def ranks(self) -> Iterator[tuple[Known, Rank]]:
+        for known in list(self.known.values()):
+            for rank in list(known.instance.ranks.values()):
+                yield known, rank
+
+    def discard(self, keys: set[ChunkHash]) -> None:
+        """Give the memory back little by little."""
+        if keys:
+            self._garbage.append(keys)
+
+    def sweep(self, steps: int) -> bool:
+        """Work off up to `steps` chunks of what can wait; True while there is more."""
+        more = self._index.sweep(steps)
+        for known in self.known.values():
+            more |= known.instance.sweep(steps)
+        while self._garbage and steps > 0:
+            keys = self._garbage[-1]
+            for _ in range(min(steps, len(keys))):
+                keys.pop()
+                steps -= 1
+            if not keys:
+                self._garbage.pop()
+        return more or bool(self._garbage)
+
+    # Slots
+
+    def follow(self, slot: int, place: SlotPlace) -> None:
+        self._slots[slot] = place
+        self.join()
+
+    def leave(self, slot: int) -> None:
+        self._slots.pop(slot, None)
+        self.join()
+
+    def at(self, slot: int) -> list[Known]:
+        """The instances that a slot reads from."""
+        return [self.known[name] for name in self._joined.get(slot, ()) if name in self.known]
+
+    def join(self) -> None:
+        """To be called when an instance, its address or a slot has changed."""
+        self._joined, self.unclear = join(self._slots, self._places())
+        domain = (self._space.scheme, self._space.model)
+        wanted = {(slot, known.instance.holder) for slot in self._joined for known in self.at(slot)}
+        for slot, holder in self._attached - wanted:
+            self._index.detach(slot, holder)
+        for slot, holder in wanted - self._attached:
+            self._index.attach(slot, holder, [domain])
+        self._attached = wanted
+
+    def _places(self) -> Iterator[InstancePlace]:
+        for known in self.known.values():
+            rank = min(known.instance.ranks.values(), key=lambda rank: rank.number)
+            yield InstancePlace(known.instance.name, rank.ip, rank.port, rank.registered_at)

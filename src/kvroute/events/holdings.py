@@ -1,0 +1,246 @@
+"""The blocks that one stream's worker holds: by the engine's names, tier by tier, and in the index.
+
+A block is remembered by its hash as long as it is held, since its removal says nothing else; how many
+copies of it there are, because each is removed by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import Final
+
+from kvroute.blocks.keys import BlockKey
+from kvroute.blocks.tokens import KEY_TOKENS, Tier
+from kvroute.events.counts import LedgerCounts
+from kvroute.events.names import Names
+from kvroute.index.prefix_index import Holder, PrefixIndex
+from kvroute.index.snapshot import Blocks, Copies, Runs
+from kvroute.wire.events import ExternalBlockHash
+
+CHUNK_BLOCKS: Final = 512
+"""Blocks in one part of a snapshot."""
+
+
+class Holdings:
+    """Mutable: `hold`, `hold_one`, `release`, `forget`, `forget_all`, `restore`. Counts into `counts`.
+
+    `max_remembered` bounds the names kept of blocks that are gone (their children may still be announced).
+    `generation` rises whenever much is forgotten at once.
+    """
+
+    def __init__(self, index: PrefixIndex, slot: int, counts: LedgerCounts, max_remembered: int) -> None:
+        self.generation = 0
+        self._index = index
+        self._slot = slot
+        self._counts = counts
+        self._max_remembered = max_remembered
+        self._holders = {tier: Holder(tier) for tier in Tier}
+        self._held = {tier: Names() for tier in Tier}
+        self._gpu, self._gpu_holder = self._held[Tier.GPU], self._holders[Tier.GPU]
+        self._more: dict[Tier, dict[ExternalBlockHash, int]] = {tier: {} for tier in Tier}
+        """Further copies of held blocks."""
+        self._gone: dict[ExternalBlockHash, BlockKey] = {}
+        self._gone_before: dict[ExternalBlockHash, BlockKey] = {}
+        self._garbage: list[Names] = []
+        index.attach(slot, self._holders[Tier.GPU])
+
+    def count(self, tier: Tier) -> int:
+        """Different blocks held there."""
+        return len(self._held[tier])
+
+    def keys(self, tier: Tier) -> Iterator[BlockKey]:
+        """The keys of all blocks held there. Walks them: for inspection."""
+        return self._held[tier].keys()
+
+    def holder(self, tier: Tier) -> Holder:
+        """The tier's place in the index."""
+        return self._holders[tier]
+
+    def holds(self, tier: Tier, name: ExternalBlockHash) -> bool:
+        return name in self._held[tier]
+
+    def key_of(self, name: ExternalBlockHash, tier: Tier) -> BlockKey | None:
+        """Our key of a block that is held, here or in another tier, or was."""
+        key = self._held[tier].get(name)
+        if key is None:
+            key = self._gone.get(name) or self._gone_before.get(name)
+        if key is None:
+            for other in Tier:
+                key = self._held[other].get(name)
+                if key is not None:
+                    break
+        return key
+
+    def gpu_key_of(self, name: ExternalBlockHash) -> BlockKey | None:
+        """The key of a block that is held in GPU memory; quick."""
+        return self._gpu.shard(name).get(name)
+
+    def hold(
+        self,
+        tier: Tier,
+        size: int,
+        parent: BlockKey | None,
+        names: Sequence[ExternalBlockHash],
+        keys: Sequence[BlockKey],
+        *,
+        may_repeat: bool = False,
+    ) -> Sequence[ExternalBlockHash]:
+        """These blocks of `size` tokens were stored, each the parent of the next; returns the names of
+        those that are held now, none if nothing is new. Those known already are copies, unless it
+        `may_repeat`."""
+        held, counts = self._held[tier], self._counts
+        fresh = len(names)
+        again = held.among(names)
+        if again:
+            fresh -= len(again)
+            if may_repeat:
+                counts.repeated += len(again)
+            else:
+                counts.copies += len(again)
+                if tier is not Tier.GPU:
+                    counts.elsewhere += len(again)
+                more = self._more[tier]
+                for name in again:
+                    more[name] = more.get(name, 0) + 1
+        if not fresh:
+            return ()
+        holder = self._holders[tier]
+        if not holder.lanes:
+            self._index.attach(self._slot, holder)
+        done = self._index.store(holder, size, parent, keys)
+        if done < len(keys):
+            counts.refused += len(keys) - done
+            names, keys = names[:done], keys[:done]
+        counts.stored += fresh
+        if tier is not Tier.GPU:
+            counts.elsewhere += fresh
+        held.put(names, keys)
+        return names
+
+    def grow(self, stride: int, parent: BlockKey, name: ExternalBlockHash, key: BlockKey) -> bool:
+        """As `hold` for one block of GPU memory behind `parent`, in a fraction of the time; False if nothing
+        is new."""
+        shard = self._gpu.shard(name)
+        if name in shard:
+            self._counts.copies += 1
+            more = self._more[Tier.GPU]
+            more[name] = more.get(name, 0) + 1
+            return False
+        if not self._index.store_one(self._gpu_holder, stride, parent, key):
+            self._counts.refused += 1
+            return False
+        self._counts.stored += 1
+        shard[name] = key
+        return True
+
+    def release(self, tier: Tier, name: ExternalBlockHash) -> bool:
+        """One copy of it was removed; False if it was not known to be held."""
+        more = self._more[tier]
+        if name in more:
+            more[name] -= 1
+            if not more[name]:
+                del more[name]
+            return True
+        key = self._held[tier].pop(name)
+        if key is None:
+            return False
+        self._counts.removed += 1
+        self._index.remove(self._holders[tier], key)
+        self.remember(name, key)
+        return True
+
+    def name(self, tier: Tier, name: ExternalBlockHash, key: BlockKey) -> None:
+        """A block that the index has already is held under this name."""
+        self._held[tier].put((name,), (key,))
+        self._counts.stored += 1
+
+    def remember(self, name: ExternalBlockHash, key: BlockKey) -> None:
+        """It is gone, but children of it may still be announced."""
+        # Two generations: the older half goes at once.
+        self._gone[name] = key
+        if 2 * len(self._gone) > self._max_remembered:
+            self._gone_before, self._gone = self._gone, {}
+
+    def forget(self, tier: Tier) -> None:
+        """Nothing is held there any more; takes a moment, `sweep` returns the memory."""
+        self.generation += 1
+        self._index.clear(self._holders[tier])
+        self._garbage.append(self._held[tier])
+        self._held[tier] = Names()
+        self._gpu = self._held[Tier.GPU]
+        self._more[tier] = {}
+
+    def forget_all(self) -> None:
+        """As if the stream had just begun."""
+        for tier in Tier:
+            self.forget(tier)
+        self._gone, self._gone_before = {}, {}
+
+    def detach(self) -> None:
+        """Leave the index for good."""
+        for holder in self._holders.values():
+            self._index.detach(self._slot, holder)
+
+    def sweep(self, steps: int) -> bool:
+        """Return memory of what was forgotten, `steps` blocks of it; True while there is more."""
+        while self._garbage and steps > 0:
+            steps = self._garbage[-1].shrink(steps)
+            if steps:
+                self._garbage.pop()
+        return bool(self._garbage) or self._index.sweep(steps)
+
+    # Snapshots
+
+    def dump(self) -> Iterator[Runs | Blocks | Copies]:
+        """All that is held, in parts of about `CHUNK_BLOCKS`. Nothing may change until it is through,
+        apart from the rest of the index; ended by a change of `generation`."""
+        for tier in Tier:
+            holder = self._holders[tier]
+            for stride in holder.lanes:
+                for shard in self._held[tier].shards():
+                    rows = iter(shard.items())
+                    while chunk := list(islice(rows, CHUNK_BLOCKS)):
+                        here = [(name, key) for name, key in chunk if self._index.has(holder, stride, key)]
+                        names, keys = [name for name, _ in here], [key for _, key in here]
+                        runs, blocks = [], 0
+                        for run in self._index.runs_at(holder, stride, keys):
+                            runs.append(run)
+                            blocks += len(run)
+                            if blocks >= CHUNK_BLOCKS:
+                                yield Runs(tier, stride, runs)
+                                runs, blocks = [], 0
+                        if runs:
+                            yield Runs(tier, stride, runs)
+                        if here:
+                            yield Blocks(tier, stride, names, keys)
+            if self._more[tier]:
+                copies = list(self._more[tier].items())
+                for start in range(0, len(copies), CHUNK_BLOCKS):
+                    some = copies[start : start + CHUNK_BLOCKS]
+                    yield Copies(tier, [name for name, _ in some], [more for _, more in some])
+
+    def restore(self, part: Runs | Blocks | Copies) -> None:
+        """Take in one part of a snapshot; all `Runs` come before any `Blocks`, so that the index has few
+        runs and long ones."""
+        holder = self._holders[part.tier]
+        if isinstance(part, Copies):
+            held = self._held[part.tier]
+            more = self._more[part.tier]
+            more.update((name, n) for name, n in zip(part.names, part.more, strict=True) if name in held)
+            return
+        if not holder.lanes:
+            self._index.attach(self._slot, holder)
+        if isinstance(part, Runs):
+            for run in part.runs:
+                self._index.store(holder, part.stride * KEY_TOKENS, None, run)
+            return
+        names, keys = part.names, part.keys
+        for place, key in enumerate(keys):
+            # Another worker's changes may have moved a run's start while the snapshot was taken.
+            if not self._index.has(holder, part.stride, key) and not self._index.store(
+                holder, part.stride * KEY_TOKENS, None, (key,)
+            ):
+                names, keys = names[:place], keys[:place]  # the index is full
+                break
+        self._held[part.tier].put(names, keys)

@@ -1,0 +1,158 @@
+"""Which LMCache server a worker reads from, and under which names its prompts are looked up there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from ipaddress import ip_address
+from typing import Final
+from urllib.parse import urlsplit
+
+from kvroute.events.lmcache_chunks import HeldChunks, StoredModel
+from kvroute.events.lmcache_instances import Instance, Pool
+from kvroute.events.lmcache_options import LMCacheOptions
+from kvroute.fleet.worker import Worker
+from kvroute.index.chunk_index import ChunkHolder, ChunkIndex
+from kvroute.index.chunk_lines import ChunkDomain
+
+_HERE: Final = frozenset({"localhost", "127.0.0.1", "::1"})
+
+
+@dataclass(frozen=True, slots=True)
+class ServedWorker:
+    """A worker as LMCache's map needs it. `models` are the names that vLLM itself knows its model by
+    (`--model`; empty: not known), `slots` its places in the index."""
+
+    id: str
+    host: str
+    slots: tuple[int, ...]
+    models: frozenset[str] = frozenset()
+
+
+def served_worker(worker: Worker, slots: Sequence[int]) -> ServedWorker:
+    """Read off what `/v1/models` of the worker said: `root` is `--model` there (vLLM 0.32), and for adapters
+    another path."""
+    adapters = {name for name, _ in worker.facts.adapters}
+    roots = {card.get("root") for card in worker.facts.model_cards if card["id"] not in adapters}
+    names = frozenset(root for root in roots if isinstance(root, str) and root)
+    return ServedWorker(str(worker.id), urlsplit(worker.spec.url).hostname or "", tuple(slots), names)
+
+
+class Joins:
+    """Attaches the slots of each worker to what its server and that one's pools hold. Mutable: `put` and
+    `drop` change workers, `join` attachments."""
+
+    def __init__(self, index: ChunkIndex, options: LMCacheOptions) -> None:
+        self._index = index
+        self._options = options
+        self._workers: dict[str, ServedWorker] = {}
+        self._joined: dict[str, Instance] = {}
+        self._attached: dict[int, dict[ChunkHolder, list[ChunkDomain]]] = {}
+
+    def put(self, worker: ServedWorker) -> None:
+        before = self._workers.get(worker.id)
+        if before is not None:
+            self._detach(set(before.slots) - set(worker.slots))
+        self._workers[worker.id] = worker
+
+    def drop(self, worker_id: str) -> None:
+        worker = self._workers.pop(worker_id, None)
+        self._joined.pop(worker_id, None)
+        if worker is not None:
+            self._detach(set(worker.slots))
+
+    def instance_of(self, worker_id: str) -> Instance | None:
+        return self._joined.get(worker_id)
+
+    def models_of(self, instance: Instance, pool: Pool) -> list[StoredModel]:
+        """Models that workers of `instance` look for in `pool`; those whose name is known count even before
+        anything of them was seen there."""
+        found: dict[StoredModel, None] = {}
+        for worker_id, joined in self._joined.items():
+            if joined is instance:
+                worker = self._workers[worker_id]
+                models = self._models(worker, instance, pool.held)
+                found.update(
+                    dict.fromkeys(models or [StoredModel(name, 1) for name in sorted(worker.models)])
+                )
+        return list(found)
+
+    def join(self, instances: Mapping[str, Instance]) -> None:
+        """Make attachments what they should be now. Costs a few microseconds a worker."""
+        at: dict[str, list[Instance]] = {}
+        for instance in instances.values():
+            if instance.registered:
+                at.setdefault(_canonical(instance.address), []).append(instance)
+        self._joined = {}
+        for worker in self._workers.values():
+            found = self._instance_for(worker, instances, at)
+            if found is not None:
+                self._joined[worker.id] = found
+        for worker in self._workers.values():
+            wanted = self._wanted(worker)
+            for slot in worker.slots:
+                self._attach(slot, wanted)
+
+    def _instance_for(
+        self, worker: ServedWorker, instances: Mapping[str, Instance], at: Mapping[str, Sequence[Instance]]
+    ) -> Instance | None:
+        options = self._options
+        name = options.instances.get(worker.id) or options.instance.format(id=worker.id, host=worker.host)
+        found = instances.get(name or worker.id)
+        if found is None and not name:
+            near = at.get(_canonical(worker.host), ())
+            found = near[0] if len(near) == 1 else None
+        return found if found is not None and found.registered else None
+
+    def _wanted(self, worker: ServedWorker) -> dict[ChunkHolder, list[ChunkDomain]]:
+        instance = self._joined.get(worker.id)
+        if instance is None:
+            return {}
+        wanted = {}
+        for held in (instance.memory, *(pool.held for pool in instance.pools.values())):
+            models = self._models(worker, instance, held)
+            domains = [model.domain(instance.scheme) for model in models]
+            if held is not instance.memory and not models:
+                domains = [StoredModel(name, 1).domain(instance.scheme) for name in sorted(worker.models)]
+            if domains:
+                wanted[held.holder] = domains
+        return wanted
+
+    def _models(self, worker: ServedWorker, instance: Instance, held: HeldChunks) -> list[StoredModel]:
+        """The worker's model as this store knows it: by name, else the only one there if nobody else could
+        have put it there. One that is there in several world sizes is the one in the server's memory."""
+        seen = held.models
+        chosen = [model for model in seen if model.name in worker.models]
+        if not chosen and len({model.name for model in seen}) == 1:
+            alone = sum(other is instance for other in self._joined.values()) == 1
+            if alone or not worker.models:
+                chosen = list(seen)
+        if len(chosen) > 1:
+            chosen = [model for model in chosen if model in instance.memory.models]
+        return chosen if len(chosen) == 1 else []
+
+    def _attach(self, slot: int, wanted: Mapping[ChunkHolder, list[ChunkDomain]]) -> None:
+        attached = self._attached.setdefault(slot, {})
+        for holder in [holder for holder in attached if holder not in wanted]:
+            self._index.detach(slot, holder)
+            del attached[holder]
+        for holder, domains in wanted.items():
+            if attached.get(holder) != domains:
+                self._index.attach(slot, holder, domains)
+                attached[holder] = domains
+
+    def _detach(self, slots: set[int]) -> None:
+        for slot in slots:
+            for holder in self._attached.pop(slot, {}):
+                self._index.detach(slot, holder)
+
+
+def _canonical(host: str) -> str:
+    """Equal for hosts that are surely the same one; names are not resolved."""
+    host = host.strip("[]").lower()
+    if host in _HERE:
+        return "127.0.0.1"
+    try:
+        return ip_address(host).compressed
+    except ValueError:
+        return host

@@ -1,0 +1,158 @@
+"""What can be set about LMCache: being the coordinator or controller it reports to, and asking its L2."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+from urllib.parse import urlsplit
+
+from pydantic import SecretStr, field_validator, model_validator
+
+from kvroute.events.controller_options import ControllerOptions
+from kvroute.options import Options, Switch, option
+
+
+class CoordinatorOptions(Options):
+    """Where LMCache's multiprocess servers (0.5) report what they hold (`--coordinator-url` of the servers,
+    with `--coordinator-event-reporting`)."""
+
+    enabled: Annotated[bool, Switch] = option(False, "Be the coordinator that such servers report to.")
+    listen: str = option(
+        "127.0.0.1:9300", "Address to listen on, `host:port`; port 0 lets the system choose."
+    )
+    heartbeat_timeout_s: float = option(
+        30.0,
+        "A server whose heartbeats end is forgotten after this time.",
+        unit="s",
+        gt=0,
+        higher="bridges longer interruptions",
+        lower="a dead server's chunks are forgotten sooner",
+    )
+    chunk_tokens: int = option(
+        256, "`--chunk-size` of servers that do not tell it when asked (`/status`).", unit="tokens", ge=1
+    )
+    status_interval_s: float = option(
+        5.0,
+        "Pause between questions to a server (`/status`) whose chunk size is not known or whose events were "
+        "lost.",
+        unit="s",
+        gt=0,
+        higher="fewer questions",
+        lower="a map that is whole again is believed sooner",
+    )
+    status_timeout_s: float = option(
+        2.0, "Longest wait for such an answer.", unit="s", gt=0, higher="suits busy servers"
+    )
+    max_chunks: int = option(
+        2_000_000,
+        "Different chunks in the map; about 115 bytes each.",
+        ge=1,
+        higher="suits larger fleets",
+        lower="less memory",
+    )
+    max_body_bytes: int = option(
+        64 * 1024 * 1024, "Largest report taken.", unit="bytes", ge=65_536, higher="takes in larger bursts"
+    )
+    slice_ms: float = option(
+        1.0,
+        "Longest time spent on events in one go before other work gets its turn.",
+        unit="ms",
+        gt=0,
+        le=2,
+        higher="more events per second",
+        lower="steadier latency of requests",
+    )
+
+    @field_validator("listen")
+    @classmethod
+    def _host_and_port(cls, value: str) -> str:
+        host, colon, port = value.rpartition(":")
+        if not (colon and host and port.isdecimal() and int(port) <= 65535):
+            raise ValueError("must be host:port")
+        return value
+
+
+class L2Options(Options):
+    """Asking a Redis that LMCache keeps chunks in what it has: it evicts and expires them without a word."""
+
+    redis_url: SecretStr | None = option(
+        None,
+        "Redis behind LMCache's `resp` adapter, such as `redis://:password@host:6379/0`; empty: not asked.",
+    )
+    redis_url_file: Path | None = option(None, "File that holds that URL.")
+    redis_pool: str = option(
+        "resp", "Which pool lies in that Redis: the adapter's type, or a name from `lmcache.pools`."
+    )
+    deadline_ms: float = option(
+        5.0,
+        "Longest wait for its answers, per request.",
+        unit="ms",
+        gt=0,
+        higher="a slow Redis still counts",
+        lower="requests are not held up",
+    )
+    remember_s: float = option(
+        1.0,
+        "How long an answer is believed without asking again.",
+        unit="s",
+        ge=0,
+        higher="fewer questions",
+        lower="what Redis evicted is forgotten sooner",
+    )
+    remember_chunks: int = option(
+        100_000, "Answers that are kept; about 150 bytes each.", ge=1, higher="fewer questions"
+    )
+    connections: int = option(8, "Connections to it at most.", ge=1, le=256, higher="more requests at a time")
+
+    @field_validator("redis_url")
+    @classmethod
+    def _redis(cls, value: SecretStr | None) -> SecretStr | None:
+        if value is None or not value.get_secret_value():
+            return None
+        try:
+            parts = urlsplit(value.get_secret_value())
+            known = parts.scheme in ("redis", "rediss") and bool(parts.hostname) and (parts.port or 1) > 0
+        except ValueError:
+            known = False
+        if not known:
+            raise ValueError("must be redis://[user:password@]host[:port][/number], or rediss://")
+        return value
+
+
+class LMCacheOptions(Options):
+    """LMCache beside the workers: who reports what, and which server belongs to which worker."""
+
+    coordinator: CoordinatorOptions = option(default_factory=CoordinatorOptions)
+    controller: ControllerOptions = option(default_factory=ControllerOptions)
+    l2: L2Options = option(default_factory=L2Options)
+    instance: str = option(
+        "",
+        "Instance id of a worker's LMCache server, such as `node-{host}`; may use `{id}` (of the worker) "
+        "and `{host}` (of its URL). Empty: the server whose id is the worker's, else the only one at its "
+        "address.",
+    )
+    instances: dict[str, str] = option(
+        default_factory=dict, description="The same for single workers: worker id to instance id."
+    )
+    pools: dict[str, str] = option(
+        default_factory=dict,
+        description="L2 adapters that several servers use together: adapter type (`resp`), or "
+        "`instance/type`, to a name of the pool. Adapters with `shared: true` need no entry.",
+    )
+
+    @field_validator("instance")
+    @classmethod
+    def _known_fields(cls, value: str) -> str:
+        try:
+            value.format(id="i", host="h")
+        except (KeyError, IndexError, ValueError) as error:
+            raise ValueError("only {id} and {host} can be filled in") from error
+        return value
+
+    @model_validator(mode="after")
+    def _no_empty_names(self) -> LMCacheOptions:
+        for field, mapping in (("instances", self.instances), ("pools", self.pools)):
+            for key, name in mapping.items():
+                if not key or not name:
+                    raise ValueError(f"{field}: neither a key nor a name may be empty")
+        return self

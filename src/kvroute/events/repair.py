@@ -1,0 +1,230 @@
+"""Asking workers to announce again what they hold, after events were lost or where blocks have no place.
+
+vLLM (0.32) announces the blocks that a request hits once more, from the start of its prompt, if the request
+carries `kv_cache_report_mode: full`. A client's request is never changed for it; these are our own, with
+prompts that the gateway has sent before, one token long, one at a time, to workers with little to do. They
+end just behind a full block, so that the worker stores nothing for them unless it has lost what they ask for.
+
+What cannot be had: blocks of prompts that did not come this way or are no longer remembered. Those stay
+unknown until they are evicted or cleared.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple, Protocol
+
+import httpx
+
+from kvroute.blocks.keys import BlockKey
+from kvroute.blocks.tokens import KEY_TOKENS
+from kvroute.clock import Clock
+from kvroute.events.ledger import Ledger
+from kvroute.events.options import ProbeOptions
+from kvroute.events.subscriber import KvEventSubscriber
+from kvroute.events.trust import Trust
+from kvroute.fleet.worker import Worker
+
+log = logging.getLogger(__name__)
+
+_MISSES: Final = 2
+"""Prompts of which the worker has lost the larger part: older ones are not worth asking for."""
+_FAILURES: Final = 3
+
+
+class KnownPrompt(NamedTuple):
+    """A prompt that was sent to a worker. `model` is what the request asked for, an adapter's name too;
+    `keys` are `blocks.tokens.prompt_keys` of `token_ids`."""
+
+    model: str
+    token_ids: Sequence[int]
+    keys: Sequence[BlockKey]
+    salt: str = ""
+
+
+class PromptMemory:
+    """The newest prompts, `max_tokens` together. Mutable: `note`. Keeps what it is given, without a copy."""
+
+    def __init__(self, max_tokens: int) -> None:
+        self.noted = 0
+        """Prompts, since the start."""
+        self.is_complete = True
+        """Nothing had to be given up."""
+        self._max_tokens = max_tokens
+        self._tokens = 0
+        self._prompts: deque[KnownPrompt] = deque()
+
+    def note(self, prompt: KnownPrompt) -> None:
+        if self._prompts and _continues(prompt, self._prompts[-1]):
+            self._tokens -= len(self._prompts.pop().token_ids)
+        self.noted += 1
+        self._prompts.append(prompt)
+        self._tokens += len(prompt.token_ids)
+        while self._tokens > self._max_tokens:
+            self._tokens -= len(self._prompts.popleft().token_ids)
+            self.is_complete = False
+
+    def newest(self, count: int | None = None) -> list[KnownPrompt]:
+        """Newest last; only the last `count` of them, if given."""
+        prompts = list(self._prompts)
+        return prompts if count is None else prompts[len(prompts) - min(count, len(prompts)) :]
+
+
+class Repairable(Protocol):
+    """A stream, as far as it matters here."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def ledger(self) -> Ledger: ...
+    @property
+    def subscriber(self) -> KvEventSubscriber: ...
+    @property
+    def prompts(self) -> PromptMemory: ...
+
+
+@dataclass(slots=True)
+class _Round:
+    """One going through the prompts, newest first. Mutable."""
+
+    generation: int
+    noted: int
+    waiting: list[KnownPrompt]
+    asked: KnownPrompt | None = None
+    cached: int | None = None
+    probes: int = 0
+    misses: int = 0
+    failures: int = 0
+
+
+@dataclass(slots=True)
+class RepairCounts:
+    """Mutable; counted by its `Repairer`."""
+
+    probes: int = 0
+    failures: int = 0
+    """Not answered, or answered with an error."""
+    ignored: int = 0
+    """Answered, and not announced again: a release before 0.32."""
+
+
+@dataclass(slots=True)
+class Repairer:
+    """Of one worker. Mutable; `run` owns all waiting. The client belongs to the caller and knows the
+    workers' key."""
+
+    worker: Worker
+    streams: Sequence[Repairable]
+    client: httpx.AsyncClient
+    clock: Clock
+    options: ProbeOptions
+    counts: RepairCounts = field(default_factory=RepairCounts)
+    _rounds: dict[int, _Round] = field(default_factory=dict)
+
+    async def run(self) -> None:
+        """Ends only by cancellation."""
+        while True:
+            await self.clock.sleep(self.options.interval_s)
+            if not self.worker.is_routable or self.worker.load.in_flight > self.options.max_in_flight:
+                continue
+            for stream in self.streams:
+                if stream.subscriber.trust is Trust.PARTIAL and await self._step(stream):
+                    break
+
+    async def _step(self, stream: Repairable) -> bool:
+        """True if the worker was asked something."""
+        ledger, size = stream.ledger, stream.ledger.block_tokens
+        state = self._rounds.get(stream.rank)
+        if state is None or state.generation != ledger.generation:
+            state = _Round(ledger.generation, stream.prompts.noted, stream.prompts.newest())
+            self._rounds[stream.rank] = state
+        self._judge(stream, state)
+        if not size or state.failures >= _FAILURES:
+            return False
+        if not state.waiting and state.noted < stream.prompts.noted and ledger.aside_blocks:
+            # What came meanwhile may lead to the blocks that still have no place.
+            state.waiting = stream.prompts.newest(stream.prompts.noted - state.noted)
+            state.noted = stream.prompts.noted
+            state.misses = 0
+        while state.waiting and state.misses < _MISSES:
+            prompt = state.waiting.pop()
+            tokens = min(len(prompt.token_ids), self.options.max_prompt_tokens) // size * size
+            if tokens and ledger.reach(prompt.keys[: tokens // KEY_TOKENS]) < tokens - size:
+                await self._ask(stream, state, prompt, tokens)
+                return True
+        state.waiting.clear()
+        reaches_back = state.misses > 0 or (stream.prompts.is_complete and stream.subscriber.was_whole)
+        if not ledger.aside_blocks and state.probes and reaches_back and not state.failures:
+            stream.subscriber.heal()
+        return False
+
+    def _judge(self, stream: Repairable, state: _Round) -> None:
+        """What became of the last question: its events have had time to come."""
+        prompt, state.asked = state.asked, None
+        if prompt is None or state.cached is None:
+            return
+        tokens = min(len(prompt.token_ids), self.options.max_prompt_tokens)
+        if state.cached > stream.ledger.reach(prompt.keys):
+            self.counts.ignored += 1
+            state.failures += 1
+            if state.failures == _FAILURES:
+                log.warning(
+                    "worker %s does not announce again what it holds (vLLM 0.32 does): its map lacks blocks "
+                    "until they are evicted or cleared",
+                    self.worker.id,
+                )
+        elif 2 * state.cached < tokens:
+            state.misses += 1
+        else:
+            state.misses = 0
+
+    async def _ask(self, stream: Repairable, state: _Round, prompt: KnownPrompt, tokens: int) -> None:
+        self.counts.probes += 1
+        state.probes += 1
+        state.asked, state.cached = prompt, None
+        stream.subscriber.repetition_asked(tokens // stream.ledger.block_tokens)
+        # One more token than the blocks: the last token of a prompt is never served from the cache.
+        ids = [*prompt.token_ids[:tokens], prompt.token_ids[0]]
+        body: dict[str, object] = {
+            "model": prompt.model,
+            "prompt": ids,
+            "max_tokens": 1,
+            "temperature": 0,
+            "vllm_xargs": {"kv_cache_report_mode": "full"},
+        }
+        if prompt.salt:
+            body["cache_salt"] = prompt.salt
+        headers = {"content-type": "application/json"}
+        if len(self.streams) > 1:
+            headers["x-data-parallel-rank"] = str(stream.rank)
+        try:
+            answer = await self.client.post(
+                self.worker.spec.url + "/v1/completions",
+                content=json.dumps(body),
+                headers=headers,
+                timeout=self.options.timeout_s,
+            )
+            answer.raise_for_status()
+            state.cached = _cached_tokens(answer.json())
+        except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
+            self.counts.failures += 1
+            state.failures += 1
+            log.info("worker %s was not asked for its blocks: %s", self.worker.id, type(error).__name__)
+
+
+def _continues(prompt: KnownPrompt, before: KnownPrompt) -> bool:
+    """The next turn of the same conversation: it has all that the one before had."""
+    last = len(before.keys) - 1
+    return 0 <= last < len(prompt.keys) and prompt.keys[last] == before.keys[last]
+
+
+def _cached_tokens(answer: object) -> int | None:
+    """What the worker says of its hits; None if it does not."""
+    usage = answer.get("usage") if isinstance(answer, dict) else None
+    details = usage.get("prompt_tokens_details") if isinstance(usage, dict) else None
+    cached = details.get("cached_tokens") if isinstance(details, dict) else None
+    return cached if isinstance(cached, int) else None

@@ -1,0 +1,105 @@
+"""The map in a file: written beside the running streams, read once at the start."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import IO, Final, NamedTuple
+
+import msgspec
+
+from kvroute.errors import WireError
+from kvroute.events.subscriber import KvEventSubscriber
+from kvroute.fleet.worker import Worker
+from kvroute.index.snapshot import HEAD, Frame, StreamHead, encode, encode_end, split
+
+log = logging.getLogger(__name__)
+
+_BUFFER_BYTES: Final = 1 << 20
+
+
+class Captured(NamedTuple):
+    """A stream to be written."""
+
+    worker: Worker
+    rank: int
+    subscriber: KvEventSubscriber
+
+
+class SnapshotFile:
+    """Mutable: what `load` found, until `take` or `discard`. Nothing that happens to the file is an error
+    for the caller: it is logged, and the map is learnt from the workers."""
+
+    def __init__(self, path: str) -> None:
+        self._path = Path(path)
+        self._found: dict[tuple[str, str, int], tuple[StreamHead, Sequence[Frame]]] = {}
+
+    async def load(self) -> None:
+        """Read and check the file, off the event loop."""
+        try:
+            data = await asyncio.to_thread(self._path.read_bytes)
+            streams = await asyncio.to_thread(split, data)
+        except FileNotFoundError:
+            return
+        except (OSError, WireError) as error:
+            log.warning("the snapshot of the map is ignored: %s", error)
+            return
+        self._found = {(head.worker, head.url, head.rank): (head, frames) for head, frames in streams}
+        log.info("a snapshot of the map has %d streams", len(self._found))
+
+    def knows(self, worker: Worker) -> bool:
+        """Is there anything of this worker, whatever its incarnation?"""
+        return any((known, url) == (worker.id, worker.spec.url) for known, url, _ in self._found)
+
+    def take(self, worker: Worker, rank: int) -> tuple[StreamHead, Sequence[Frame]] | None:
+        """What is known of this stream, once, if the worker is still the same process."""
+        found = self._found.pop((worker.id, worker.spec.url, rank), None)
+        if found is None or found[0].incarnation != worker.facts.start_time:
+            return None
+        return found
+
+    def discard(self) -> None:
+        """What nobody has asked for until now is of no use any more."""
+        self._found = {}
+
+    async def save(self, streams: Iterable[Captured]) -> int:
+        """Write all streams that can be gone on from, and replace the file in one step; returns how many."""
+        fresh = self._path.with_name(self._path.name + ".new")
+        written, frames = 0, 0
+        try:
+            file = await asyncio.to_thread(_create, fresh)
+            try:
+                await asyncio.to_thread(file.write, HEAD)
+                for worker, rank, subscriber in streams:
+                    incarnation = worker.facts.start_time
+                    captured = None if incarnation is None else await subscriber.capture()
+                    if captured is None or incarnation != worker.facts.start_time:
+                        continue
+                    head = msgspec.structs.replace(
+                        captured[0], worker=worker.id, url=worker.spec.url, rank=rank, incarnation=incarnation
+                    )
+                    await asyncio.to_thread(file.writelines, [encode(head), *captured[1]])
+                    written += 1
+                    frames += 1 + len(captured[1])
+                await asyncio.to_thread(_finish, file, encode_end(frames), fresh, self._path)
+            finally:
+                await asyncio.to_thread(file.close)
+        except OSError as error:
+            log.warning("the snapshot of the map was not written: %s", error)
+            return 0
+        return written
+
+
+def _create(path: Path) -> IO[bytes]:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    return os.fdopen(descriptor, "wb", buffering=_BUFFER_BYTES)
+
+
+def _finish(file: IO[bytes], end: bytes, fresh: Path, path: Path) -> None:
+    file.write(end)
+    file.flush()
+    os.fsync(file.fileno())
+    os.replace(fresh, path)

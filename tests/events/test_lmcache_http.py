@@ -1,0 +1,311 @@
+"""The coordinator's listener, over real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+
+from kvroute.blocks.chunks import ChunkScheme, PromptChunks, chunk_names
+from kvroute.clock import SystemClock
+from kvroute.errors import ConfigError
+from kvroute.events.coordinator import Coordinator
+from kvroute.events.coordinator_http import CoordinatorApp, CoordinatorServer
+from kvroute.events.lmcache_instances import Doubt
+from kvroute.events.lmcache_joins import ServedWorker
+from kvroute.events.lmcache_options import CoordinatorOptions, LMCacheOptions
+from kvroute.events.lmcache_status import StatusWatch
+from kvroute.index.chunk_index import ChunkIndex
+
+MODEL = "/models/tiny"
+CHUNK = 16
+
+
+def options_of(**coordinator: Any) -> LMCacheOptions:
+    return LMCacheOptions(coordinator={"listen": "127.0.0.1:0", "chunk_tokens": CHUNK, **coordinator})
+
+
+class Served:
+    """A coordinator behind its listener, and a client as LMCache's servers have one."""
+
+    def __init__(self, **options: Any) -> None:
+        self.options = options_of(**options)
+        self.index = ChunkIndex()
+        clock = SystemClock()
+        self.coordinator = Coordinator(self.index, clock, self.options)
+        self.app = CoordinatorApp(self.coordinator, clock, self.options.coordinator)
+        self.server = CoordinatorServer(self.app, self.coordinator, self.index, self.options.coordinator)
+        self.http = httpx.AsyncClient(base_url=f"http://{self.server.bind()}", trust_env=False, timeout=10)
+        self.task = asyncio.create_task(self.server.run())
+
+    async def register(self, name: str) -> httpx.Response:
+        body = {"instance_id": name, "ip": "10.0.0.1", "http_port": 8080, "metadata": {}, "mq_port": 0}
+        return await self.http.post("/instances", json=body)
+
+    async def aclose(self) -> None:
+        await self.http.aclose()
+        self.task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await self.task
+
+
+@pytest.fixture
+async def served() -> AsyncIterator[Served]:
+    served = Served()
+    yield served
+    await served.aclose()
+
+
+def batch(seq: int, chunks: list[bytes], event_type: str = "store") -> dict[str, Any]:
+    return {
+        "instance_id": "a",
+        "incarnation": 1795173206,
+        "seq": seq,
+        "event_type": event_type,
+        "tier": "l1",
+        "backend": "dram",
+        "entries": [
+            {
+                "key": {
+                    "chunk_hash_hex": chunk.hex(),
+                    "model_name": MODEL,
+                    "kv_rank": 16777472,
+                    "object_group_id": 0,
+                    "cache_salt": "",
+                },
+                "size_bytes": 131072,
+                "token_ids": [],
+                "token_offset": -1,
+            }
+            for chunk in chunks
+        ],
+        "shared": False,
+        "ts": 1795173206.5,
+        "capacity_bytes": 0,
+        "capacity_revision": 0,
+    }
+
+
+async def test_the_calls_of_a_servers_life(served: Served) -> None:
+    http = served.http
+    answer = await served.register("a")
+    assert (answer.status_code, answer.json()) == (200, {"instance_id": "a", "re_registered": False})
+    assert (await served.register("a")).json()["re_registered"] is True
+    answer = await http.put("/instances/a/heartbeat")
+    assert (answer.status_code, answer.json()) == (200, {"instance_id": "a"})
+    listed = (await http.get("/instances")).json()["instances"]
+    assert [(each["instance_id"], each["ip"], each["http_port"]) for each in listed] == [
+        ("a", "10.0.0.1", 8080)
+    ]
+    assert (await http.get("/healthz")).json() == {"status": "healthy"}
+    assert (await http.post("/directory/blend-lookup", json={})).json() == {"matches": []}
+
+    for _ in range(2):
+        answer = await http.delete("/instances/a")
+        assert (answer.status_code, answer.content) == (204, b"")
+    assert (await http.put("/instances/a/heartbeat")).status_code == 404
+    assert (await http.get("/quota")).status_code == 404
+
+
+async def test_reports_are_counted_as_lmcache_expects(served: Served) -> None:
+    await served.register("a")
+    names = chunk_names(range(64), ChunkScheme(chunk_tokens=CHUNK))
+    body = {"batches": [batch(1, names), batch(1, names), batch(2, names[:1], "delete")]}
+    stale = {**batch(9, []), "incarnation": 7}
+
+    first = await served.http.post("/events", json=body)
+    second = await served.http.post("/events", json={"batches": [batch(2, []), stale]})
+
+    assert first.json() == {"applied": 2, "duplicates": 0, "stale": 0}
+    assert second.json() == {"applied": 0, "duplicates": 1, "stale": 1}
+    instance = served.coordinator.instance("a")
+    assert instance is not None
+    assert instance.memory.objects == 3
+
+
+async def test_what_cannot_be_read_is_refused_by_name_and_changes_nothing(served: Served) -> None:
+    wrong = {**batch(1, [bytes(32)]), "seq": 0}
+
+    answers = [
+        await served.http.post("/events", json={"batches": [wrong]}),
+        await served.http.post("/instances", json={"ip": "", "http_port": 1}),
+        await served.http.post("/events", content=b"\xff"),
+    ]
+
+    assert [answer.status_code for answer in answers] == [422, 422, 422]
+    assert "seq" in answers[0].json()["error"]
+    assert "ip" in answers[1].json()["error"]
+    assert served.app.malformed == 3
+    assert not served.coordinator.instances()
+
+
+async def test_a_report_that_is_too_large_is_refused() -> None:
+    served = Served(max_body_bytes=65_536)
+    try:
+        answer = await served.http.post("/events", content=b" " * 70_000)
+        assert answer.status_code == 413
+    finally:
+        await served.aclose()
+
+
+async def test_a_large_report_lets_others_have_their_turn() -> None:
+    """Two reports at once, the first large: they are applied in order, heartbeats pass between."""
+    served = Served()
+    try:
+        await served.register("a")
+        scheme = ChunkScheme(chunk_tokens=1)
+        names = chunk_names(range(20_000), scheme)
+        steps = 0
+
+        async def count() -> None:
+            nonlocal steps
+            while True:
+                await asyncio.sleep(0)
+                steps += 1
+
+        counting = asyncio.create_task(count())
+        large = asyncio.create_task(served.http.post("/events", json={"batches": [batch(1, names)]}))
+        # Sent only when the first has arrived as a whole, and before it is answered.
+        while not served.app._order.locked():
+            await asyncio.sleep(0)
+        before = steps
+        small = await served.http.post("/events", json={"batches": [batch(2, names[:1], "delete")]})
+        counting.cancel()
+
+        assert steps - before > 10
+        assert (await large).json()["applied"] == small.json()["applied"] == 1
+        instance = served.coordinator.instance("a")
+        assert instance is not None
+        assert instance.doubt is None
+        assert instance.memory.objects == 19_999
+    finally:
+        await served.aclose()
+
+
+async def test_a_taken_port_is_named_by_its_option(served: Served) -> None:
+    options = CoordinatorOptions(listen=served.server.address)
+    other = CoordinatorServer(served.app, served.coordinator, served.index, options)
+
+    with pytest.raises(
+        ConfigError, match=r"lmcache\.coordinator\.listen: cannot listen on 127\.0\.0\.1:\d+: "
+    ):
+        other.bind()
+
+
+async def test_the_port_is_free_again_after_the_end() -> None:
+    served = Served()
+    await served.register("a")
+    address = served.server.address
+    await served.aclose()
+
+    options = CoordinatorOptions(listen=address)
+    again = CoordinatorServer(served.app, served.coordinator, served.index, options)
+    assert again.bind() == address
+    running = asyncio.create_task(again.run())
+    await asyncio.sleep(0)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+
+
+async def test_a_server_is_asked_for_its_chunk_size_and_what_it_holds() -> None:
+    """What it answers: the right one, then that it holds what is believed."""
+    index, options, clock = ChunkIndex(), options_of(), SystemClock()
+    coordinator = Coordinator(index, clock, options)
+    app = CoordinatorApp(coordinator, clock, options.coordinator)
+    coordinator.worker_changed(ServedWorker("a", "10.0.0.1", (0,), frozenset({MODEL})))
+    tokens = list(range(64))
+    names = chunk_names(tokens, ChunkScheme(chunk_tokens=8))
+    asked: list[str] = []
+
+    def status(request: httpx.Request) -> httpx.Response:
+        asked.append(str(request.url))
+        if len(asked) == 1:
+            return httpx.Response(503)
+        manager = {"total_object_count": len(names), "staging_object_count": 0}
+        return httpx.Response(
+            200, json={"chunk_size": 8, "storage_manager": {"l1_managers": {"_default": manager}}}
+        )
+
+    transport = httpx.ASGITransport(app)  # type: ignore[arg-type]
+    async with (
+        httpx.AsyncClient(transport=transport, base_url="http://here") as lmcache,
+        httpx.AsyncClient(transport=httpx.MockTransport(status)) as client,
+    ):
+        watch = StatusWatch(coordinator, client, clock, options.coordinator)
+        await lmcache.post("/instances", json={"instance_id": "a", "ip": "10.0.0.1", "http_port": 8080})
+        assert app.registered.is_set()
+        await lmcache.post("/events", json={"batches": [batch(7, names)]})
+        instance = coordinator.instance("a")
+        assert instance is not None
+
+        await watch.look()
+        assert (watch.failures, instance.doubt, index.match(PromptChunks(tokens), "", {})) == (
+            1,
+            Doubt.LATE,
+            {},
+        )
+        await watch.look()
+        assert index.match(PromptChunks(tokens), "", {}) == {0: (64, 0)}
+        await watch.look()
+        await watch.look()
+
+    assert instance.doubt is None
+    assert asked == ["http://10.0.0.1:8080/status"] * 3
+
+
+async def test_the_watch_looks_again_when_a_server_registers() -> None:
+    options, clock = options_of(status_interval_s=3600), SystemClock()
+    coordinator = Coordinator(ChunkIndex(), clock, options)
+    app = CoordinatorApp(coordinator, clock, options.coordinator)
+    asked = asyncio.Event()
+
+    def status(request: httpx.Request) -> httpx.Response:
+        asked.set()
+        return httpx.Response(200, content=json.dumps({"chunk_size": 512}))
+
+    async with httpx.AsyncClient(transport=httpx.MockTransport(status)) as client:
+        watch = StatusWatch(coordinator, client, clock, options.coordinator)
+        running = asyncio.create_task(watch.run(app.registered))
+        await asyncio.sleep(0)
+        lmcache = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://here")  # type: ignore[arg-type]
+        async with lmcache, asyncio.timeout(10):
+            await lmcache.post("/instances", json={"instance_id": "a", "ip": "::1", "http_port": 8080})
+            await asked.wait()
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+
+async def test_a_server_whose_count_differs_is_asked_ever_more_rarely() -> None:
+    class Time(SystemClock):
+        value = 0.0
+
+        def now(self) -> float:  # type: ignore[override]
+            return self.value
+
+    clock, options = Time(), options_of(status_interval_s=1)
+    coordinator = Coordinator(ChunkIndex(), clock, options)
+    app = CoordinatorApp(coordinator, clock, options.coordinator)
+    asked: list[float] = []
+
+    def status(request: httpx.Request) -> httpx.Response:
+        asked.append(clock.value)
+        managers = {"_default": {"total_object_count": 99}}
+        return httpx.Response(200, json={"chunk_size": 16, "storage_manager": {"l1_managers": managers}})
+
+    transport = httpx.ASGITransport(app)  # type: ignore[arg-type]
+    async with (
+        httpx.AsyncClient(transport=transport, base_url="http://here") as lmcache,
+        httpx.AsyncClient(transport=httpx.MockTransport(status)) as client,
+    ):
+        watch = StatusWatch(coordinator, client, clock, options.coordinator)
+        await lmcache.post("/instances", json={"instance_id": "a", "ip": "10.0.0.1", "http_port": 8080})
+        await lmcache.post("/events", json={"batches": [batch(7, [bytes(32)])]})
+        for _ in range(60):
+            await watch.look(due_only=True)
+            clock.value += 1
+
+    assert asked == [0, 1, 3, 7, 15, 27, 39, 51]

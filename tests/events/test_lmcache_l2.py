@@ -1,0 +1,275 @@
+"""Asking Redis, with a real one where it is installed."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+import socket
+import subprocess
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+import redis.asyncio
+
+from kvroute.blocks.chunks import ChunkScheme, ChunkSpace, PromptChunks, chunk_keys, chunk_names
+from kvroute.blocks.tokens import Tier
+from kvroute.clock import SystemClock
+from kvroute.events.l2_redis import L2Answer, L2Reason, L2Target, RedisL2, object_name, targets_of
+from kvroute.events.lmcache_options import L2Options
+from kvroute.index.chunk_index import ChunkHolder, ChunkIndex
+
+SCHEME = ChunkScheme(chunk_tokens=4)
+MODEL = "/models/tiny"
+ONE = ((0x01000100, 0),)
+PROMPT = list(range(4000))
+KEYS = chunk_keys(PROMPT, SCHEME)
+NAMES = chunk_names(PROMPT, SCHEME)
+LONG_MS = 10_000.0
+
+
+class Time(SystemClock):
+    def __init__(self) -> None:
+        self.value = 0.0
+
+    def now(self) -> float:  # type: ignore[override]
+        return self.value
+
+
+@pytest.fixture(scope="session")
+def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A real server on a Unix socket's neighbour: a port of its own choice is not among its options."""
+    program = shutil.which("redis-server") or shutil.which("valkey-server")
+    if program is None:
+        pytest.skip("no redis-server")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    folder = tmp_path_factory.mktemp("redis")
+    argv = [program, "--port", str(port), "--save", "", "--requirepass", "hunter2", "--dir", str(folder)]
+    with (Path(folder) / "log").open("wb") as log, subprocess.Popen(argv, stdout=log, stderr=log) as process:
+        yield f"redis://:hunter2@127.0.0.1:{port}/0"
+        process.terminate()
+
+
+@pytest.fixture
+async def store(redis_url: str) -> AsyncIterator[redis.asyncio.Redis]:
+    client = redis.asyncio.Redis.from_url(redis_url)
+    async with asyncio.timeout(30):
+        while True:
+            try:
+                await client.flushdb()
+                break
+            except redis.exceptions.ConnectionError:
+                await asyncio.sleep(0.02)
+    yield client
+    await client.aclose()
+
+
+async def put(
+    store: redis.asyncio.Redis, names: list[bytes], *, kv_rank: int = ONE[0][0], salt: str = ""
+) -> None:
+    if names:
+        await store.mset({object_name(MODEL, kv_rank, 0, name, salt): b"kv" for name in names})
+
+
+def l2_of(url: str, clock: SystemClock | None = None, **options: float) -> RedisL2:
+    chosen = {"redis_url": url, "deadline_ms": LONG_MS, **options}
+    return RedisL2(L2Options.model_validate(chosen), clock or SystemClock())
+
+
+TARGET = L2Target(ChunkHolder(Tier.L2, shared=True), SCHEME, MODEL, ONE)
+
+
+def held(answer: L2Answer, target: L2Target = TARGET) -> list[int]:
+    """Numbers of the prompt's chunks that are there."""
+    return [place for place, key in enumerate(KEYS) if key in answer.held[target.holder]]
+
+
+def test_objects_are_named_as_lmcache_names_them() -> None:
+    """As seen in a Redis behind LMCache 0.5.6."""
+    chunk = bytes.fromhex("6f95" + "00" * 30)
+
+    assert object_name("/models/tiny", 16777472, 0, chunk, "") == f"/models/tiny@01000100@0@{chunk.hex()}"
+    assert object_name("m", 16777472, 11, chunk, "t") == f"m@01000100@b@{chunk.hex()}@t"
+
+
+@pytest.mark.parametrize("count", [0, 1, 15, 16, 17, 80, 81, 400, 1000])
+async def test_what_is_there_from_the_start_is_found(
+    redis_url: str, store: redis.asyncio.Redis, count: int
+) -> None:
+    await put(store, NAMES[:count])
+    l2 = l2_of(redis_url)
+
+    answer = await l2.lookup(PromptChunks(PROMPT), "", [TARGET])
+
+    assert held(answer) == list(range(count))
+    assert answer.reason is None
+    await l2.aclose()
+
+
+async def test_holes_are_seen_and_what_follows_them(redis_url: str, store: redis.asyncio.Redis) -> None:
+    there = [0, 1, 3, 20, 21, 40]
+    await put(store, [NAMES[place] for place in there])
+    l2 = l2_of(redis_url)
+
+    answer = await l2.lookup(PromptChunks(PROMPT), "", [TARGET])
+
+    assert held(answer) == there
+    await l2.aclose()
+
+
+async def test_a_start_in_the_middle_is_asked_for_from_there(
+    redis_url: str, store: redis.asyncio.Redis
+) -> None:
+    await put(store, NAMES[:40])
+    l2 = l2_of(redis_url)
+
+    answer = await l2.lookup(PromptChunks(PROMPT), "", [TARGET], first_token=4 * 30 + 2)
+
+    assert held(answer) == list(range(30, 40))
+    await l2.aclose()
+
+
+async def test_salts_and_ranks_are_part_of_the_name(redis_url: str, store: redis.asyncio.Redis) -> None:
+    zero, one = 0x02000200, 0x02010201
+    await put(store, NAMES[:5], kv_rank=zero, salt="t")
+    await put(store, NAMES[:3], kv_rank=one, salt="t")
+    two_ranks = L2Target(TARGET.holder, SCHEME, MODEL, ((zero, 0), (one, 0)))
+    l2 = l2_of(redis_url)
+
+    assert held(await l2.lookup(PromptChunks(PROMPT), "t", [two_ranks])) == [0, 1, 2]
+    assert held(await l2.lookup(PromptChunks(PROMPT), "", [two_ranks])) == []
+    await l2.aclose()
+
+
+async def test_answers_are_remembered_for_a_while(redis_url: str, store: redis.asyncio.Redis) -> None:
+    clock = Time()
+    await put(store, NAMES[:10])
+    l2 = l2_of(redis_url, clock, remember_s=1.0)
+    prompt = PromptChunks(PROMPT[:80])
+    await l2.lookup(prompt, "", [TARGET])
+    asked = l2.counts.asked
+    await store.flushdb()
+
+    clock.value = 0.45
+    assert held(await l2.lookup(prompt, "", [TARGET])) == list(range(10))
+    assert l2.counts.asked == asked
+    assert l2.counts.remembered > 0
+    clock.value = 1.1
+    assert held(await l2.lookup(prompt, "", [TARGET])) == []
+    await l2.aclose()
+
+
+async def test_nothing_is_remembered_if_so_configured(redis_url: str, store: redis.asyncio.Redis) -> None:
+    await put(store, NAMES[:10])
+    l2 = l2_of(redis_url, remember_s=0)
+    await l2.lookup(PromptChunks(PROMPT), "", [TARGET])
+    await store.flushdb()
+
+    assert held(await l2.lookup(PromptChunks(PROMPT), "", [TARGET])) == []
+    await l2.aclose()
+
+
+async def test_the_answer_overrides_what_events_said(redis_url: str, store: redis.asyncio.Redis) -> None:
+    await put(store, NAMES[:10])
+    index = ChunkIndex()
+    index.attach(0, TARGET.holder, [(SCHEME, MODEL)])
+    index.store(TARGET.holder, ChunkSpace(SCHEME, MODEL), KEYS)
+    l2, prompt = l2_of(redis_url), PromptChunks(PROMPT)
+
+    answer = await l2.lookup(prompt, "", [TARGET])
+
+    assert index.match(prompt, "", {}, answer.held) == {0: (0, 40)}
+    await l2.aclose()
+
+
+async def test_a_redis_that_is_not_there_is_said_once_and_without_its_password(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # nobody listens
+        l2 = l2_of(f"redis://:hunter2@127.0.0.1:{taken.getsockname()[1]}/0")
+        with caplog.at_level(logging.WARNING):
+            answers = [await l2.lookup(PromptChunks(PROMPT), "", [TARGET]) for _ in range(3)]
+    await l2.aclose()
+
+    assert [(answer.reason, dict(answer.held)) for answer in answers] == [(L2Reason.UNREACHABLE, {})] * 3
+    assert l2.counts.failures[L2Reason.UNREACHABLE] == 3
+    assert len(caplog.records) == 1
+    assert "hunter2" not in caplog.text
+    assert "127.0.0.1" not in caplog.text
+
+
+async def test_a_wrong_password_is_a_refusal(redis_url: str, store: redis.asyncio.Redis) -> None:
+    l2 = l2_of(redis_url.replace("hunter2", "hunter3"))
+
+    answer = await l2.lookup(PromptChunks(PROMPT), "", [TARGET])
+
+    assert answer.reason in (L2Reason.REFUSED, L2Reason.UNREACHABLE)
+    await l2.aclose()
+
+
+async def test_a_silent_redis_does_not_hold_up_a_request() -> None:
+    never = asyncio.Event()
+
+    async def say_nothing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await never.wait()
+        writer.close()
+
+    server = await asyncio.start_server(say_nothing, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    l2 = l2_of(f"redis://127.0.0.1:{port}/0", deadline_ms=20)
+
+    answers = await asyncio.gather(
+        *(l2.lookup(PromptChunks(PROMPT), "", [TARGET]) for _ in range(20))
+    )  # more than there are connections
+
+    assert {answer.reason for answer in answers} == {L2Reason.DEADLINE}
+    never.set()
+    await l2.aclose()
+    server.close()
+    await server.wait_closed()
+
+
+async def test_a_lookup_that_is_cancelled_leaves_the_connection_usable(
+    redis_url: str, store: redis.asyncio.Redis
+) -> None:
+    await put(store, NAMES[:100])
+    l2 = l2_of(redis_url, connections=1)
+    for _ in range(20):
+        cut = asyncio.create_task(l2.lookup(PromptChunks(PROMPT), "x", [TARGET]))
+        for _ in range(3):
+            await asyncio.sleep(0)
+        cut.cancel()
+        await asyncio.gather(cut, return_exceptions=True)
+
+    assert held(await l2.lookup(PromptChunks(PROMPT), "", [TARGET])) == list(range(100))
+    await l2.aclose()
+
+
+def test_targets_are_what_joined_workers_may_read() -> None:
+    from kvroute.events.coordinator import Coordinator
+    from kvroute.events.lmcache_joins import ServedWorker
+    from kvroute.events.lmcache_options import LMCacheOptions
+    from kvroute.wire.lmcache_mp import CacheEvents, Registration
+
+    coordinator = Coordinator(ChunkIndex(), SystemClock(), LMCacheOptions(pools={"resp": "resp"}))
+    coordinator.register(Registration("10.0.0.1", 8080, "a"))
+    config = CacheEvents("a", 5, 1, "config", "l2", "resp")
+    coordinator.admit(config)
+    coordinator.apply(config)
+    assert targets_of(coordinator, "resp") == []
+
+    coordinator.worker_changed(ServedWorker("a", "10.0.0.1", (0,), frozenset({MODEL})))
+
+    (pool,) = coordinator.pools()
+    assert targets_of(coordinator, "resp") == [L2Target(pool.held.holder, ChunkScheme(), MODEL, ONE)]
+    assert targets_of(coordinator, "s3") == []
+
+
+@pytest.mark.parametrize("url", ["http://x", "redis://", "redis://host:port"])
+def test_an_url_of_another_kind_is_refused(url: str) -> None:
+    with pytest.raises(ValueError, match="must be redis://"):
+        L2Options.model_validate({"redis_url": url})
