@@ -1,9 +1,11 @@
-"""Stand-in commands: small Python programs in the place of engines and gateways."""
+"""Stand-in commands: small Python programs in the place of engines, LMCache and gateways."""
 
 from __future__ import annotations
 
+import json
 import os
 import select
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from kvroute.clock import SystemClock
+from kvroute.deploy.engine_install import STAMP, Recipe
 from kvroute.deploy.processes import ChildProcess, ChildSpec
 
 DEADLINE_S = 30.0
@@ -33,6 +36,22 @@ server = http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler)
 print("serving", *sys.argv[2:], flush=True)
 server.serve_forever()
 """
+
+# `vllm serve ...` as a simulated worker on the same address.
+VLLM = """
+import os, sys
+
+def value(option):
+    return sys.argv[sys.argv.index(option) + 1]
+
+argv = [KVROUTE_PYTHON, "-m", "kvroute", "sim", "--model", value("--served-model-name")]
+for option in ("--host", "--port"):
+    argv += [option, value(option)]
+os.execv(argv[0], argv)
+"""
+
+# `lmcache server ...` as far as its supervisor sees it.
+LMCACHE = SERVER.replace("sys.argv[1]", 'sys.argv[sys.argv.index("--http-port") + 1]')
 
 
 @pytest.fixture
@@ -73,3 +92,30 @@ def ended() -> Callable[[int], bool]:
             os.close(watch)
 
     return wait
+
+
+@pytest.fixture
+def engine_venv(tmp_path: Path) -> Path:
+    """What the engine's installation leaves behind, with stand-ins for `vllm` and `lmcache`."""
+    path = tmp_path / "engine"
+    (path / "bin").mkdir(parents=True)
+    (path / STAMP).write_text(json.dumps({"recipe": Recipe.bundled().digest}))
+    (path / "bin" / "python").symlink_to(sys.executable)
+    for name, source in (
+        ("vllm", VLLM.replace("KVROUTE_PYTHON", repr(sys.executable))),
+        ("lmcache", LMCACHE),
+    ):
+        (path / "bin" / name).write_text(f"#!{sys.executable}\n{source}")
+        (path / "bin" / name).chmod(0o755)
+    return path
+
+
+@pytest.fixture
+def redis_server() -> str:
+    """The program; a test without it is skipped, and fails where everything must be there."""
+    program = shutil.which("redis-server")
+    if program is None:
+        if os.environ.get("CI"):
+            pytest.fail("redis-server is not installed")
+        pytest.skip("redis-server is not installed")
+    return program

@@ -12,8 +12,8 @@ from kvroute.clock import SystemClock
 from kvroute.deploy import keeper as keeper_module
 from kvroute.deploy.keeper import Keeper, Phase
 from kvroute.deploy.plan import PlannedProcess
+from kvroute.deploy.ports import free_ports
 from kvroute.deploy.processes import ChildSpec, ProcessFailed
-from kvroute.deploy.up import free_ports
 
 ServerArgv = Callable[..., tuple[str, ...]]
 
@@ -136,6 +136,28 @@ server.handle_request()
     assert kept.status.restarts >= 2
     assert "broken" in watcher.reports[-1]
     assert Phase.READY not in watcher.phases[2:]
+
+
+async def test_a_renewed_process_starts_again_at_once_and_is_no_failure(
+    keeper: Callable[..., Keeper],
+    server_argv: ServerArgv,
+    watcher: Watcher,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(keeper_module, "FIRST_BACKOFF_S", 3600.0)
+    (port,) = free_ports(1)
+    kept = keeper(server_argv(port), port)
+    await kept.bring_up()
+    keeping = asyncio.create_task(kept.keep_up())
+
+    kept.renew("redis")
+    await watcher.until(Phase.STARTING, Phase.READY, Phase.DOWN, Phase.STARTING, Phase.READY)
+
+    assert watcher.reports == ["worker-0 starts again, because redis has"]
+    assert kept.status.restarts == 1
+    keeping.cancel()
+    await asyncio.wait({keeping})
+    await kept.stop()
 
 
 async def test_stopping_a_stopped_process_is_harmless(keeper: Callable[..., Keeper]) -> None:

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from kvroute.clock import SystemClock
+from kvroute.deploy.ports import free_ports
 from kvroute.deploy.processes import ChildProcess, ChildSpec, ProcessFailed, describe_exit
-from kvroute.deploy.up import free_ports
 
 MakeChild = Callable[..., ChildProcess]
 Ended = Callable[[int], bool]

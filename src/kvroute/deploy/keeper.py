@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
@@ -10,6 +11,7 @@ from typing import NoReturn
 from kvroute.clock import Clock
 from kvroute.deploy.plan import PlannedProcess
 from kvroute.deploy.processes import ChildProcess, ProcessFailed, describe_exit
+from kvroute.deploy.segments import sweep
 
 FIRST_BACKOFF_S = 1.0
 LAST_BACKOFF_S = 30.0
@@ -38,7 +40,7 @@ class Status:
 
 
 class Keeper:
-    """Owns one `ChildProcess`. Mutable: its status, and the process behind it.
+    """Owns one `ChildProcess`. Mutable: its status, the process behind it, and why it is to be renewed.
 
     `changed` is called with the keeper after each change of phase, `report` with one text per
     failure.
@@ -53,15 +55,21 @@ class Keeper:
         changed: Callable[[Keeper], None],
     ) -> None:
         self.planned = planned
-        self.status = Status()
+        self.status = Status(since=clock.now())
         self._clock = clock
         self._report = report
         self._changed = changed
         self._child = ChildProcess(planned.child, clock)
+        self._renewed_for: str | None = None
 
     @property
     def name(self) -> str:
         return self.planned.child.name
+
+    @property
+    def pid(self) -> int | None:
+        """Of the guard that the process runs under; None while it does not run."""
+        return self._child.pid if self._child.running else None
 
     @property
     def last_line(self) -> str:
@@ -70,9 +78,9 @@ class Keeper:
 
     async def bring_up(self) -> None:
         """Start it and wait until it serves. Raises `ProcessFailed`; the process is then stopped."""
-        self._enter(Phase.STARTING)
         try:
             await self._child.start()
+            self._enter(Phase.STARTING)
             await self._child.wait_ready(self.planned.ready_url, timeout_s=self.planned.ready_timeout_s)
         except BaseException:
             await self.stop()
@@ -85,20 +93,34 @@ class Keeper:
         backoff_s = FIRST_BACKOFF_S
         while True:
             code = await self._child.wait()
-            if self._clock.now() - self.status.since >= STABLE_S:
+            failure: ProcessFailed | None = None
+            if self._renewed_for is None:
+                failure = self._child.failure(f"ended with {describe_exit(code)}")
+            else:
+                self._report(f"{self.name} starts again, because {self._renewed_for} has")
+            if self._renewed_for is not None or self._clock.now() - self.status.since >= STABLE_S:
                 backoff_s = FIRST_BACKOFF_S
-            failure = self._child.failure(f"ended with {describe_exit(code)}")
             while True:
+                self._renewed_for = None
                 self._enter(Phase.DOWN)
-                self._report(f"{failure}\n  starting it again in {backoff_s:.0f} s")
-                await self._clock.sleep(backoff_s)
-                backoff_s = min(2 * backoff_s, LAST_BACKOFF_S)
+                if failure is not None:
+                    self._report(f"{failure}\n  starting it again in {backoff_s:.0f} s")
+                    await self._clock.sleep(backoff_s)
+                    backoff_s = min(2 * backoff_s, LAST_BACKOFF_S)
+                await asyncio.to_thread(sweep)
                 self.status = Status(self.status.phase, self.status.since, self.status.restarts + 1)
                 try:
                     await self.bring_up()
                     break
                 except ProcessFailed as exc:
                     failure = exc
+
+    def renew(self, because_of: str) -> None:
+        """End the process, so that `keep_up` starts it again; without waiting, and without a back-off
+        if it was serving."""
+        if self.status.phase is Phase.READY:
+            self._renewed_for = because_of
+        self._child.terminate()
 
     async def stop(self) -> None:
         """End the process if it runs: SIGTERM, then SIGKILL after its grace."""

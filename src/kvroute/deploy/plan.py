@@ -10,8 +10,10 @@ from pathlib import Path
 
 from kvroute.deploy.placement import assign_cores, assign_gpus
 from kvroute.deploy.processes import ChildSpec
+from kvroute.deploy.state import LOGS
 from kvroute.deploy.tiny_model import TINY_MODELS
 from kvroute.deploy.vllm_command import (
+    KV_CACHE_SPACE,
     CpuPlacement,
     GpuPlacement,
     VllmSpec,
@@ -23,6 +25,7 @@ from kvroute.errors import ConfigError
 DEFAULT_WORKERS = 2
 DEFAULT_TINY_MODEL = "small"
 SIMULATED_MODEL = "simulated"
+GATEWAY = "gateway"
 SIM_READY_S = 60.0
 GATEWAY_READY_S = 60.0
 CPU_ENGINE_READY_S = 600.0
@@ -33,6 +36,8 @@ GATEWAY_STOP_S = 45.0
 ENGINE_STOP_S = 15.0
 # 65,536 tokens of KV, 0.5 GB with the model `small`.
 TINY_KV_CACHE_GIB = 1
+# vLLM's own default claims nearly all memory of the host, for each engine.
+CPU_KV_CACHE_GIB = 4
 TINY_BLOCK_SIZE, TINY_BLOCKS, TINY_MAX_MODEL_LEN = 32, 2049, 16_384
 
 
@@ -85,11 +90,13 @@ class PlannedProcess:
     url: str
     ready_url: str
     ready_timeout_s: float
+    renewed_with: tuple[str, ...] = ()
+    """Processes that it does not find again: when one of them has been restarted, so is this one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Workers first, then the gateway in front of them."""
+    """What to start: caches, workers, then the gateway in front of them."""
 
     workers: tuple[PlannedProcess, ...]
     gateway: PlannedProcess
@@ -99,6 +106,14 @@ class Plan:
     tiny_model: str | None
     """A model of `TINY_MODELS` to write to `model_folder` before the workers start."""
     model_folder: Path
+    caches: tuple[tuple[PlannedProcess, ...], ...] = ()
+    """What the workers need, in stages: each needs the one before."""
+    name: str = "kvroute"
+
+    @property
+    def stages(self) -> tuple[tuple[PlannedProcess, ...], ...]:
+        """Every process; those of a stage start together, once those of the stage before are ready."""
+        return (*(stage for stage in self.caches if stage), self.workers, (self.gateway,))
 
 
 def worker_count(spec: UpSpec, gpus: tuple[str, ...]) -> int:
@@ -168,7 +183,7 @@ def _vllm(
         shares = assign_gpus(host.gpus, workers=count, tensor_parallel_size=spec.tensor_parallel_size)
         placements = tuple(GpuPlacement(share) for share in shares)
     else:
-        gib = TINY_KV_CACHE_GIB if tiny else None
+        gib = TINY_KV_CACHE_GIB if tiny else cpu_kv_cache_gib(host.engine_environ)
         placements = tuple(CpuPlacement(share, gib) for share in assign_cores(host.cores, workers=count))
     workers = []
     for number, (placement, port) in enumerate(zip(placements, host.free_ports, strict=False)):
@@ -200,23 +215,33 @@ def _vllm(
     return tuple(workers)
 
 
+def cpu_kv_cache_gib(environ: Mapping[str, str]) -> int | None:
+    """KV memory of an engine on cores; None where the environment says it."""
+    return None if KV_CACHE_SPACE in environ else CPU_KV_CACHE_GIB
+
+
 def _gateway(spec: UpSpec, host: HostFacts, workers: tuple[PlannedProcess, ...]) -> PlannedProcess:
     argv = [sys.executable, "-m", "kvroute", "serve", "--host", spec.host, "--port", str(spec.port)]
     for worker in workers:
         argv += ["--worker", f"{worker.child.name}={worker.url}"]
     if spec.strategy is not None:
         argv += ["--strategy", spec.strategy]
+    return gateway_process(
+        tuple(argv), host.environ, host=spec.host, port=spec.port, log_path=_log(spec, GATEWAY)
+    )
+
+
+def gateway_process(
+    argv: tuple[str, ...], environ: Mapping[str, str], *, host: str, port: int, log_path: Path
+) -> PlannedProcess:
+    """`kvroute serve` on that address."""
     child = ChildSpec(
-        name="gateway",
-        argv=tuple(argv),
-        env=dict(host.environ),
-        log_path=_log(spec, "gateway"),
-        stop_grace_s=GATEWAY_STOP_S,
+        name=GATEWAY, argv=argv, env=dict(environ), log_path=log_path, stop_grace_s=GATEWAY_STOP_S
     )
     # A gateway on every interface is asked on the loopback one.
-    visible = "127.0.0.1" if spec.host in ("0.0.0.0", "::", "") else spec.host
+    visible = "127.0.0.1" if host in ("0.0.0.0", "::", "") else host
     visible = f"[{visible}]" if ":" in visible else visible
-    return _serving(child, f"http://{visible}:{spec.port}", "/ready", GATEWAY_READY_S)
+    return _serving(child, f"http://{visible}:{port}", "/ready", GATEWAY_READY_S)
 
 
 def _serving(child: ChildSpec, url: str, ready_path: str, ready_timeout_s: float) -> PlannedProcess:
@@ -224,4 +249,4 @@ def _serving(child: ChildSpec, url: str, ready_path: str, ready_timeout_s: float
 
 
 def _log(spec: UpSpec, name: str) -> Path:
-    return (spec.state_dir / "logs" / f"{name}.log").absolute()
+    return (spec.state_dir / LOGS / f"{name}.log").absolute()

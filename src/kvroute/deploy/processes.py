@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable, Mapping
@@ -16,13 +17,15 @@ import httpx
 
 from kvroute.clock import Clock
 from kvroute.deploy import guard
+from kvroute.deploy.readiness import VISIT_TIMEOUT_S, is_ready
 from kvroute.errors import KvrouteError
 
 POLL_S = 0.2
-PROBE_TIMEOUT_S = 2.0
 # The guard kills after the grace; this much later the owner kills the guard.
 GUARD_MARGIN_S = 3.0
-LAST_WORDS_BYTES = 16_384
+LAST_WORDS_BYTES, FIRST_ERROR_BYTES = 16_384, 524_288
+# As tracebacks end, alone or behind a logger's prefix: "ValueError: ...", "... [file.py:9] ValueError: ...".
+NAMES_EXCEPTION = re.compile(r"(?:^|\] )[\w.]*(?:Error|Exception): ")
 
 
 class ProcessFailed(KvrouteError):
@@ -109,8 +112,7 @@ class ChildProcess:
     async def stop(self) -> int:
         """SIGTERM, SIGKILL after the grace; the exit code. Cancelled: SIGKILL at once."""
         try:
-            if self.running:
-                self._signal(signal.SIGTERM, group=False)
+            self.terminate()
             async with asyncio.timeout(self.spec.stop_grace_s + GUARD_MARGIN_S):
                 return await self.wait()
         except TimeoutError:
@@ -120,6 +122,11 @@ class ChildProcess:
             self.kill()
             raise
 
+    def terminate(self) -> None:
+        """SIGTERM, and SIGKILL after the grace, without waiting."""
+        if self.running:
+            self._signal(signal.SIGTERM, group=False)
+
     def kill(self) -> None:
         """SIGKILL the command and all its processes, without waiting."""
         if self.running:
@@ -127,19 +134,27 @@ class ChildProcess:
 
     def last_words(self, lines: int = 15) -> str:
         """The last lines that it wrote since its last start."""
+        return "\n".join(self._lines(LAST_WORDS_BYTES)[-lines:])
+
+    def first_error(self) -> str:
+        """The first line since its last start that names an exception, as far as the log is read:
+        what others follow from. Empty when there is none."""
+        return next((line for line in self._lines(FIRST_ERROR_BYTES) if NAMES_EXCEPTION.search(line)), "")
+
+    def _lines(self, most_bytes: int) -> list[str]:
         try:
             with self.spec.log_path.open("rb") as log:
                 size = log.seek(0, os.SEEK_END)
-                log.seek(max(self._log_start, size - LAST_WORDS_BYTES))
-                text = log.read().decode(errors="replace")
+                log.seek(max(self._log_start, size - most_bytes))
+                text = log.read(most_bytes).decode(errors="replace")
         except FileNotFoundError:
-            return ""
-        return "\n".join([line for line in text.splitlines() if line.strip()][-lines:])
+            return []
+        return [line for line in text.splitlines() if line.strip()]
 
     async def wait_ready(
         self, url: str, *, timeout_s: float, on_wait: Callable[[float], None] | None = None
     ) -> float:
-        """Poll `url` until it answers 200; the seconds that it took.
+        """Poll `url` (see `readiness.py`) until its server is ready; the seconds that it took.
 
         `on_wait` gets the seconds waited so far before each poll. Raises `ProcessFailed`, with the
         end of the log, when the process ends first or `timeout_s` have passed.
@@ -147,7 +162,7 @@ class ChildProcess:
         began = self._clock.now()
         # No keep-alive and no proxies: each poll is a new visitor on this machine.
         limits = httpx.Limits(max_keepalive_connections=0)
-        async with httpx.AsyncClient(timeout=PROBE_TIMEOUT_S, limits=limits, trust_env=False) as client:
+        async with httpx.AsyncClient(timeout=VISIT_TIMEOUT_S, limits=limits, trust_env=False) as client:
             while True:
                 waited = self._clock.now() - began
                 if on_wait is not None:
@@ -156,16 +171,17 @@ class ChildProcess:
                     raise self.failure(f"ended with {describe_exit(self.returncode)} before it was ready")
                 if waited >= timeout_s:
                     raise self.failure(f"was not ready after {timeout_s:.0f} s")
-                try:
-                    if (await client.get(url)).status_code == 200:
-                        return self._clock.now() - began
-                except httpx.TransportError:
-                    pass  # not listening yet; the checks above bound the wait
+                if await is_ready(url, client):
+                    return self._clock.now() - began
                 await self._clock.sleep(POLL_S)
 
     def failure(self, what: str) -> ProcessFailed:
         """`what` happened to this process, with its last words and where to read the rest."""
-        words = "\n".join(f"  | {line}" for line in self.last_words().splitlines()) or "  (it said nothing)"
+        last = self.last_words().splitlines()
+        first = self.first_error()
+        if first and first not in last:
+            last = [first, "...", *last]
+        words = "\n".join(f"  | {line}" for line in last) or "  (it said nothing)"
         return ProcessFailed(f"{self.spec.name} {what}\n{words}\n  log: {self.spec.log_path}")
 
     async def __aenter__(self) -> Self:

@@ -50,9 +50,8 @@ async def _lines(console: Console, keepers: Sequence[Keeper], clock: Clock) -> N
         for keeper in keepers:
             if keeper.status.phase is Phase.STARTING:
                 waited = clock.now() - keeper.status.since
-                console.print(
-                    f"{keeper.name}: starting, {waited:.0f} s: {keeper.last_line[:90]}", markup=False
-                )
+                line = f"{keeper.name}: starting, {waited:.0f} s: {_plain(keeper.last_line)[:90]}"
+                console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def _table(keepers: Sequence[Keeper], now: float, spinner: Spinner, width: int) -> Table:
@@ -63,6 +62,11 @@ def _table(keepers: Sequence[Keeper], now: float, spinner: Spinner, width: int) 
             spinner if phase is Phase.STARTING else Text("✓" if phase is Phase.READY else "·")
         )
         waited = f"{now - keeper.status.since:.0f} s" if phase is Phase.STARTING else ""
-        line = keeper.last_line[: max(20, width - 40)] if phase is Phase.STARTING else ""
+        line = _plain(keeper.last_line)[: max(20, width - 40)] if phase is Phase.STARTING else ""
         table.add_row(mark, keeper.name, phase.value, waited, Text(line, style="dim", no_wrap=True))
     return table
+
+
+def _plain(line: str) -> str:
+    """`line` without what terminals read as colours and movements."""
+    return Text.from_ansi(line).plain

@@ -427,15 +427,14 @@ def test_an_address_in_a_wrong_place_is_told_without_its_password(path, own, rea
     assert not [each for each in reading.findings if "hunter2" in str(each)]
 
 
-def test_a_daemon_that_this_version_lacks_is_told(own, read):
+def test_the_daemon_of_the_platform_is_told(own, read):
     backend = {"spec.kvCacheSpec.l2CacheSpec.l2CacheBackend": "TieredStorage"}
     ours, theirs = read(own(backend)), read(own(backend | {"x-kvroute.platform": "hyperpod"}))
     (path,) = backend
 
-    assert found(ours)[path][0] == Verdict.NOTED.value
-    assert "`kvroute tierd`" in found(ours)[path][1]
-    assert "does not exist in this version" in found(ours)[path][1]
-    assert found(theirs)[path][0] == Verdict.APPLIED.value
+    assert found(ours)[path][0] == found(theirs)[path][0] == Verdict.APPLIED.value
+    assert "kvroute tierd on each node" in found(ours)[path][1]
+    assert "HyperPod's nodes" in found(theirs)[path][1]
 
 
 @pytest.mark.parametrize(

@@ -82,8 +82,16 @@ def test_the_daemon_of_hyperpods_nodes_is_nowhere_else(target, own, told):
 
     assert told(document, "kubernetes")[BACKEND][0] is Verdict.APPLIED
     verdict, says = told(document, target)[BACKEND]
-    assert verdict is Verdict.NOTED
-    assert "`kvroute tierd`, which does not exist in this version" in says
+    assert verdict is Verdict.APPLIED
+    assert says.startswith("`kvroute tierd`")
+
+
+def test_the_size_of_our_daemon_reaches_its_command_line(own, told):
+    changes = {"x-kvroute.l2.sizeGb": 3.0}
+
+    assert told(own(changes), "lmcache")["x-kvroute.l2.sizeGb"][0] is Verdict.NOTED
+    ours = told(own(changes | {BACKEND: "tieredstorage"}), "lmcache")
+    assert ours["x-kvroute.l2.sizeGb"][0] is Verdict.APPLIED
 
 
 def test_a_strategy_that_needs_events_is_everyones(own, told):

@@ -199,6 +199,18 @@ def test_engine_and_lmcache_share_memory(own, plan):
     assert {services[name]["ipc"] for name in ("vllm-a", "lmcache", "tierd")} == {"host"}
 
 
+def test_lmcache_waits_for_the_daemon_whose_memory_it_maps(own, plan):
+    services = rendered(plan(own({"spec.kvCacheSpec.l2CacheSpec.l2CacheBackend": "tieredstorage"})))
+    command = services["tierd"]["command"]
+    adapter = json.loads(
+        services["lmcache"]["command"][services["lmcache"]["command"].index("--l2-adapter") + 1]
+    )
+
+    assert services["lmcache"]["depends_on"] == {"tierd": {"condition": "service_healthy"}}
+    assert adapter["url"] == f"sagemaker-hyperpod://tierd:{command[command.index('--port') + 1]}"
+    assert adapter["shared_memory_name"] == command[command.index("--shared-memory-name") + 1]
+
+
 def test_a_model_in_a_bucket_is_copied_before_the_workers_start(hyperpod, plan):
     services = rendered(plan(hyperpod()))
 

@@ -8,6 +8,7 @@ import subprocess
 import pytest
 import yaml
 
+from kvroute.cli.tierd import tierd
 from kvroute.deploy.render.lmcache import render_lmcache
 from kvroute.deploy.render.registry import TARGETS
 from kvroute.deploy.render.worker_args import render_worker_args
@@ -333,3 +334,21 @@ def test_a_password_that_nothing_takes_is_nowhere(changes, target, own, plan):
     files = TARGETS[target].render(plan(own(SECRET | changes)))
 
     assert "L2_PASSWORD" not in "".join(files.values())
+
+
+@pytest.mark.parametrize("platform", ["any", "hyperpod"])
+def test_our_daemon_has_a_line_of_its_own_that_kvroute_understands(platform, own, plan):
+    """On other hosts than HyperPod's nodes it stands in for theirs."""
+    backend = {"spec.kvCacheSpec.l2CacheSpec.l2CacheBackend": "tieredstorage", "x-kvroute.l2.sizeGb": 3.0}
+    files = render_lmcache(plan(own(backend | {"x-kvroute.platform": platform})))
+    program, command, *rest = shlex.split(files["tierd.sh"])
+
+    context = tierd.make_context("tierd", rest)
+
+    assert (program, command) == ("kvroute", "tierd")
+    assert context.params["host"] == "127.0.0.1"
+    assert context.params["size_gb"] == 3.0
+    (server,) = yaml.safe_load(files["lmcache.yaml"])["servers"]
+    adapter = json.loads(flags(server["command"])["--l2-adapter"])
+    assert adapter["url"] == f"sagemaker-hyperpod://127.0.0.1:{context.params['port']}"
+    assert adapter["shared_memory_name"] == context.params["shared_memory_name"]

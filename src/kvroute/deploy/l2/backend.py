@@ -33,6 +33,14 @@ class ServiceSpec:
     shares_memory: bool = False
     """Its POSIX shared memory must be visible to LMCache."""
     metrics_path: str | None = None
+    peers_flag: str = ""
+    """The option that takes NAME:PORT of all of its instances, where each is to ask the others."""
+    is_found_again: bool = True
+    """Whether LMCache connects anew after it has been restarted."""
+    local_arguments: tuple[str, ...] = ()
+    """Its address and port as a process of this host, after `command`: of an option, the last counts."""
+    ready_url: str = ""
+    """What says there that it is ready (`deploy/readiness.py`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +72,8 @@ class Setting:
     host: str
     """The address of `service_name` as LMCache sees it: a service's name, or 127.0.0.1."""
     on_hyperpod: bool
+    port: int | None = None
+    """Where a service of its own listens; None: its usual port."""
 
 
 class Backend(Protocol):

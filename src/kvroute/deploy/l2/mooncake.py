@@ -33,7 +33,7 @@ class Mooncake:
 
     def tier(self, setting: Setting) -> Tier:
         store = setting.extension.l2.mooncake or MooncakeStore()
-        master = (setting.url or f"{setting.host}:{PORT}").removeprefix("mooncake://")
+        master = (setting.url or f"{setting.host}:{setting.port or PORT}").removeprefix("mooncake://")
         return Tier(
             adapter={
                 "type": "mooncake_store",
@@ -45,15 +45,16 @@ class Mooncake:
                 "shared": True,
             },
             remote_url="",
-            services=() if setting.url else (self._master(setting.extension),),
+            services=() if setting.url else (self._master(setting, setting.port or PORT),),
         )
 
-    def _master(self, extension: Extension) -> ServiceSpec:
+    def _master(self, setting: Setting, port: int) -> ServiceSpec:
         return ServiceSpec(
             name=self.service_name,
-            image=extension.images.mooncake,
-            command=("mooncake_master", f"--rpc_port={PORT}"),
-            port=PORT,
-            probe=("sh", "-c", f"grep -q ':{PORT:04X} ' /proc/net/tcp /proc/net/tcp6"),
+            image=setting.extension.images.mooncake,
+            command=("mooncake_master", f"--rpc_port={port}"),
+            port=port,
+            probe=("sh", "-c", f"grep -q ':{port:04X} ' /proc/net/tcp /proc/net/tcp6"),
             memory_gb=1.0,
+            ready_url=f"tcp://{setting.host}:{port}",
         )

@@ -48,7 +48,8 @@ class Redis:
         return f"a Redis of its own, {extension.l2.size_gb:g} GB, least recently used out first"
 
     def tier(self, setting: Setting) -> Tier:
-        url = setting.url or f"redis://{setting.host}:{PORT}"
+        port = setting.port or PORT
+        url = setting.url or f"redis://{setting.host}:{port}"
         address = parse_address(url, schemes=SCHEMES, default_port=PORT)
         login = {"username": address.username, "password": address.password}
         adapter: dict[str, object] = {"type": "resp", "host": address.host, "port": address.port}
@@ -57,10 +58,11 @@ class Redis:
         return Tier(
             adapter={**adapter, "shared": True},
             remote_url=f"redis://{user}{address.host}:{address.port}",
-            services=() if setting.url else (self._service(setting.extension),),
+            services=() if setting.url else (self._service(setting, port),),
         )
 
-    def _service(self, extension: Extension) -> ServiceSpec:
+    def _service(self, setting: Setting, port: int) -> ServiceSpec:
+        extension = setting.extension
         # A cache: bounded, least recently used out first, nothing on disk.
         limit = memory_argument(extension.l2.size_gb)
         return ServiceSpec(
@@ -71,7 +73,11 @@ class Redis:
                 *("--maxmemory", limit, "--maxmemory-policy", "allkeys-lru"),
                 *("--save", "", "--appendonly", "no"),
             ),
-            port=PORT,
+            port=port,
             probe=("redis-cli", "ping"),
             memory_gb=extension.l2.size_gb,
+            # LMCache's own client (0.5.6) stores and finds nothing after a lost connection.
+            is_found_again=False,
+            local_arguments=("--bind", setting.host, "--port", str(port)),
+            ready_url=f"redis://{setting.host}:{port}",
         )

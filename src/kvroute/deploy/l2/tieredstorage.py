@@ -42,8 +42,11 @@ class TieredStorage:
 
     def tier(self, setting: Setting) -> Tier:
         host = NODE_IP if setting.on_hyperpod else setting.host
-        memory = HYPERPOD_MEMORY if setting.on_hyperpod else TIERD_MEMORY
-        url = f"sagemaker-hyperpod://{host}:{PORT}"
+        port = setting.port or PORT
+        # Two daemons of one host must not share a segment.
+        own = TIERD_MEMORY if port == PORT else f"{TIERD_MEMORY}_{port}"
+        memory = HYPERPOD_MEMORY if setting.on_hyperpod else own
+        url = f"sagemaker-hyperpod://{host}:{port}"
         return Tier(
             adapter={
                 "type": "sagemaker-hyperpod",
@@ -57,24 +60,28 @@ class TieredStorage:
                 "sagemaker_hyperpod_bucket": "lmcache",
                 "sagemaker_hyperpod_shared_memory_name": memory,
             },
-            services=() if setting.on_hyperpod else (self._daemon(setting.extension),),
+            services=() if setting.on_hyperpod else (self._daemon(setting, port, memory),),
             host_paths=(f"/dev/shm/{memory}",) if setting.on_hyperpod else (),
             needs_node_ip=host == NODE_IP,
         )
 
-    def _daemon(self, extension: Extension) -> ServiceSpec:
-        code = f"import urllib.request as r; r.urlopen('http://127.0.0.1:{PORT}/health', timeout=2)"
+    def _daemon(self, setting: Setting, port: int, memory: str) -> ServiceSpec:
+        extension = setting.extension
+        host = setting.host if setting.host == "127.0.0.1" else "0.0.0.0"
+        code = f"import urllib.request as r; r.urlopen('http://127.0.0.1:{port}/health', timeout=2)"
         return ServiceSpec(
             name=self.service_name,
             image=extension.images.gateway,
             command=(
-                *("kvroute", "tierd", "--host", "0.0.0.0", "--port", str(PORT)),
-                *("--shared-memory-name", TIERD_MEMORY, "--size-gb", f"{extension.l2.size_gb:g}"),
+                *("kvroute", "tierd", "--host", host, "--port", str(port)),
+                *("--shared-memory-name", memory, "--size-gb", f"{extension.l2.size_gb:g}"),
             ),
-            port=PORT,
+            port=port,
             probe=("python", "-c", code),
             memory_gb=extension.l2.size_gb,
             scope=Scope.PER_NODE,
             shares_memory=True,
             metrics_path="/metrics",
+            peers_flag="--peers-dns",
+            ready_url=f"http://{setting.host}:{port}/health",
         )

@@ -39,7 +39,8 @@ class Valkey:
         return f"a Valkey of its own, {extension.l2.size_gb:g} GB, least recently used out first"
 
     def tier(self, setting: Setting) -> Tier:
-        url = setting.url or f"valkey://{setting.host}:{PORT}"
+        port = setting.port or PORT
+        url = setting.url or f"valkey://{setting.host}:{port}"
         address = parse_address(url, schemes=SCHEMES, default_port=PORT)
         adapter: dict[str, object] = {
             "type": "valkey",
@@ -56,10 +57,11 @@ class Valkey:
         return Tier(
             adapter={**adapter, "shared": True},
             remote_url=f"valkey://{user}{address.host}:{address.port}",
-            services=() if setting.url else (self._service(setting.extension),),
+            services=() if setting.url else (self._service(setting, port),),
         )
 
-    def _service(self, extension: Extension) -> ServiceSpec:
+    def _service(self, setting: Setting, port: int) -> ServiceSpec:
+        extension = setting.extension
         limit = memory_argument(extension.l2.size_gb)
         return ServiceSpec(
             name=self.service_name,
@@ -69,7 +71,9 @@ class Valkey:
                 *("--maxmemory", limit, "--maxmemory-policy", "allkeys-lru"),
                 *("--save", "", "--appendonly", "no"),
             ),
-            port=PORT,
+            port=port,
             probe=("valkey-cli", "ping"),
             memory_gb=extension.l2.size_gb,
+            local_arguments=("--bind", setting.host, "--port", str(port)),
+            ready_url=f"redis://{setting.host}:{port}",
         )

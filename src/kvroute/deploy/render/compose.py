@@ -281,6 +281,8 @@ def _tier_service(service: ServiceSpec) -> Service:
         result["command"][place] = f"${{{identifier(service.name)}_MAXMEMORY:-{command[place]}}}"
     if service.shares_memory:
         result["ipc"] = "host"
+        # It reserves its memory first, and waits for leases of one that was killed.
+        result["healthcheck"]["start_period"] = "120s"
     return result
 
 

@@ -12,7 +12,6 @@ from kvroute.deploy.render.plan import SEED, Cache, EndpointPlan
 from kvroute.deploy.render.site import (
     CONTROLLER_PULL_PORT,
     CONTROLLER_REPLY_PORT,
-    COORDINATOR_PORT,
     ServerSite,
     Site,
     WorkerSite,
@@ -48,7 +47,7 @@ def server_argv(plan: EndpointPlan, cache: Cache, server: ServerSite, site: Site
         argv += ["--l2-store-policy", store]
         argv += ["--l2-prefetch-policy", extension.l2.prefetch_policy if cache.l1 else "default"]
     if plan.is_kvaware:
-        argv += ["--coordinator-url", f"http://{site.gateway_host}:{COORDINATOR_PORT}"]
+        argv += ["--coordinator-url", f"http://{site.gateway_host}:{site.coordinator_port}"]
         argv += ["--coordinator-event-reporting"]
         if server.advertise is not None:
             argv += ["--coordinator-advertise-ip", server.advertise]
@@ -175,6 +174,10 @@ def render_lmcache(plan: EndpointPlan) -> dict[str, str]:
         )
         env = " ".join(f"{key}={shlex.quote(value)}" for key, value in server_environment(plan).items())
         files["lmcache-servers.sh"] = "".join(f"{env} {_shell(argv)}\n" for argv in commands.values())
+    for service in site.tier.services if site.tier is not None else ():
+        if service.shares_memory:
+            # LMCache does not start without its memory: first this, then the servers.
+            files[f"{service.name}.sh"] = f"{shlex.join(service.command)}\n"
     return {"lmcache.yaml": main, **files}
 
 

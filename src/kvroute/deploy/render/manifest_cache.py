@@ -161,10 +161,30 @@ def tier_manifests(plan: EndpointPlan, site: Site) -> Iterator[Manifest]:
                 "ports": [service_port("tier", service.port)],
             },
         )
+        if service.peers_flag:
+            yield manifest(
+                "v1",
+                "Service",
+                plan,
+                _peers_name(plan, service),
+                service.name,
+                spec={
+                    # A name with the address of every node's instance.
+                    "clusterIP": "None",
+                    "selector": selector(plan, service.name),
+                    "ports": [service_port("tier", service.port)],
+                },
+            )
+
+
+def _peers_name(plan: EndpointPlan, service: ServiceSpec) -> str:
+    return f"{plan.name}-{service.name}-peers"
 
 
 def _tier_workload(plan: EndpointPlan, service: ServiceSpec) -> Manifest:
     command = list(service.command)
+    if service.peers_flag:
+        command += [service.peers_flag, f"{_peers_name(plan, service)}:{service.port}"]
     memory = f"{round(service.memory_gb * 1024 * 1.25 + 256)}Mi"
     affinity = node_affinity(plan) if service.scope is Scope.PER_NODE else None
     container = {

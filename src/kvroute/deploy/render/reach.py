@@ -102,10 +102,7 @@ OF_TARGET: Final = {
     WORKER_ARGS: "these are command lines of the workers alone",
     CONFIG: "it is the configuration of the gateway alone",
 }
-_TIERD = (
-    "applied, but the daemon is that of HyperPod's nodes; elsewhere it would be `kvroute tierd`, which does "
-    "not exist in this version: what is rendered for it does not start"
-)
+_OURS = "`kvroute tierd`, which speaks the protocol of the storage daemon that only HyperPod's nodes have"
 
 
 def findings_for(target: str, document: Document, findings: Iterable[Finding]) -> Iterator[Finding]:
@@ -117,7 +114,7 @@ def findings_for(target: str, document: Document, findings: Iterable[Finding]) -
             says = f"has no effect in {target} because {why}"
             yield dataclasses.replace(finding, verdict=Verdict.NOTED, text=says)
         elif target != KUBERNETES and is_applied and _is_theirs(document, finding.path):
-            yield dataclasses.replace(finding, verdict=Verdict.NOTED, text=_TIERD)
+            yield dataclasses.replace(finding, verdict=Verdict.APPLIED, text=_OURS)
         else:
             yield finding
 
@@ -131,6 +128,9 @@ def _why_not(target: str, document: Document, path: Path) -> str:
     elif _is_classic(document) and reached == _CACHE:
         # LMCache inside the engines: its settings are the workers' environment.
         reached = _ENGINE
+    elif name == "x-kvroute.l2.sizeGb" and _backend(document) == "tieredstorage":
+        # tierd.sh of the target lmcache says it, too.
+        reached = _CACHE
     elif _decides_events(document, name):
         reached = _ENGINE | {CONFIG}
     if target in reached:
@@ -140,14 +140,17 @@ def _why_not(target: str, document: Document, path: Path) -> str:
 
 def _is_theirs(document: Document, path: Path) -> bool:
     """Whether this is the choice of the daemon that HyperPod's nodes have."""
-    cache = document.spec.kv_cache_spec
-    l2 = cache.l2_cache_spec if cache is not None else None
-    backend = (l2.l2_cache_backend or "") if l2 is not None else ""
     return (
         dotted(path) == "spec.kvCacheSpec.l2CacheSpec.l2CacheBackend"
-        and backend.lower() == "tieredstorage"
+        and _backend(document) == "tieredstorage"
         and document.x_kvroute.platform == "hyperpod"
     )
+
+
+def _backend(document: Document) -> str:
+    cache = document.spec.kv_cache_spec
+    l2 = cache.l2_cache_spec if cache is not None else None
+    return (l2.l2_cache_backend or "").lower() if l2 is not None else ""
 
 
 def _longest(name: str, names: Iterable[str]) -> str:

@@ -58,6 +58,8 @@ class Site:
     """As workers and LMCache servers see it."""
     is_local: bool = False
     """Processes of this host: folders have their own names."""
+    coordinator_port: int = COORDINATOR_PORT
+    """Where LMCache's servers report to the gateway."""
 
 
 def tier_of(plan: EndpointPlan, host: str, *, on_hyperpod: bool = False) -> Tier | None:

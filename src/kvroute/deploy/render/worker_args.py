@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterable
 
-from kvroute.deploy.plan import TINY_BLOCK_SIZE, TINY_BLOCKS, TINY_MAX_MODEL_LEN
+from kvroute.deploy.plan import TINY_BLOCK_SIZE, TINY_BLOCKS, TINY_KV_CACHE_GIB, TINY_MAX_MODEL_LEN
 from kvroute.deploy.render.lmcache import compact, connector, worker_environment
 from kvroute.deploy.render.plan import EndpointPlan
 from kvroute.deploy.render.site import Site, WorkerSite, local_site
@@ -36,12 +36,13 @@ def vllm_spec(plan: EndpointPlan, worker: WorkerSite, site: Site, *, core: int =
         if variable.value is not None and variable.value_from is None
     }
     tiny = plan.model.tiny is not None
+    on_core = CpuPlacement((core,), TINY_KV_CACHE_GIB if tiny else None)
     return VllmSpec(
         model=plan.model.local_source if site.is_local else plan.model.source,
         served_name=plan.model.served_name,
         host=worker.bind,
         port=worker.port,
-        placement=GpuPlacement(worker.gpus) if plan.gpus else CpuPlacement((core,)),
+        placement=GpuPlacement(worker.gpus) if plan.gpus else on_core,
         block_size=TINY_BLOCK_SIZE if tiny else None,
         num_gpu_blocks=TINY_BLOCKS if tiny else None,
         max_model_len=TINY_MAX_MODEL_LEN if tiny else None,

@@ -30,10 +30,6 @@ REQUIRED_OF_TRIGGERS = {
     "prometheusTrigger": ("server_address", "query", "target_value"),
 }
 """Without these KEDA refuses a trigger."""
-NO_TIERD = (
-    "applied, but `kvroute tierd`, the daemon that would run on each node, does not exist in this version: "
-    "what is rendered for it does not start; platform: hyperpod has a daemon of its own, or take redis"
-)
 _CACHE: Path = ("spec", "kvCacheSpec")
 _L2: Path = (*_CACHE, "l2CacheSpec")
 _WORKER: Path = ("spec", "worker")
@@ -128,9 +124,7 @@ def _second_tier(
         yield _wrong(path, why)
     if classic and not backend.has_classic:
         yield _wrong((*_L2, "l2CacheBackend"), f"LMCache in classic mode has no {name}; mode: mp has")
-    if name.lower() == "tieredstorage" and document.x_kvroute.platform != "hyperpod":
-        yield _noted((*_L2, "l2CacheBackend"), NO_TIERD, bare=True)
-    elif name.lower() not in HYPERPOD_BACKENDS and isinstance(document, InferenceEndpointConfig):
+    if name.lower() not in HYPERPOD_BACKENDS and isinstance(document, InferenceEndpointConfig):
         says = f"{backend.says}; HyperPod itself takes {' and '.join(HYPERPOD_BACKENDS)} only"
         yield (*_L2, "l2CacheBackend"), Verdict.APPLIED, says
     else:

@@ -1,0 +1,164 @@
+"""`kvroute tierd`: a node's cache daemon in the foreground."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import signal
+from pathlib import Path
+from typing import Any
+
+import click
+import uvicorn
+from pydantic import ValidationError
+
+from kvroute.clock import SystemClock
+from kvroute.errors import ConfigError
+from kvroute.logs import LoggingOptions, configure
+from kvroute.tierd.daemon import run_tierd
+from kvroute.tierd.options import TierdOptions
+
+_DEFAULTS = TierdOptions()
+_FLAGS = {
+    "urls": "--peer",
+    "dns": "--peers-dns",
+    "answer_timeout_s": "--peer-timeout",
+    "key": "--peer-key-file",
+}
+"""Where a flag is not the option's name with dashes."""
+
+
+class _Octal(click.ParamType):  # type: ignore[type-arg]
+    name = "octal"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        if isinstance(value, int):
+            return value
+        try:
+            return int(value, 8)
+        except ValueError:
+            self.fail(f"{value!r} is not a number such as 644", param, ctx)
+
+
+@click.command("tierd")
+@click.option("--host", default=_DEFAULTS.host, show_default=True, help="Address to listen on.")
+@click.option("--port", default=_DEFAULTS.port, show_default=True, help="Port; 0 takes a free one.")
+@click.option(
+    "--shared-memory-name",
+    default=_DEFAULTS.shared_memory_name,
+    show_default=True,
+    help="Name of the POSIX shared memory that LMCache maps.",
+)
+@click.option(
+    "--shared-memory-mode",
+    type=_Octal(),
+    default=f"{_DEFAULTS.shared_memory_mode:o}",
+    show_default=True,
+    help="Its permissions.",
+)
+@click.option(
+    "--size-gb",
+    default=_DEFAULTS.size_gb,
+    show_default=True,
+    help="Memory for entries, reserved at the start.",
+)
+@click.option(
+    "--disk-dir", type=click.Path(file_okay=False, path_type=Path), help="Where evicted entries are kept."
+)
+@click.option("--disk-gb", default=_DEFAULTS.disk_gb, help="How much that directory may hold.")
+@click.option("--peer", "urls", multiple=True, metavar="URL", help="Another node's daemon; repeatable.")
+@click.option("--peers-dns", "dns", metavar="NAME:PORT", help="A daemon is at each address of the name.")
+@click.option(
+    "--peer-timeout",
+    "answer_timeout_s",
+    default=_DEFAULTS.peers.answer_timeout_s,
+    show_default=True,
+    help="Seconds that peers may take to say whether they have an entry.",
+)
+@click.option(
+    "--peer-key-file",
+    "key_file",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    envvar="KVROUTE_TIERD_PEER_KEY_FILE",
+    help="File with the key that daemons present to each other.",
+)
+@click.option(
+    "--holds-misses",
+    is_flag=True,
+    help="Let leases of unknown entries wait as long as the client allows, for a writer to come.",
+)
+@click.option(
+    "--longest-lease",
+    "longest_lease_s",
+    default=_DEFAULTS.longest_lease_s,
+    show_default=True,
+    help="Seconds; a lease for longer is refused.",
+)
+@click.option("--log-format", type=click.Choice(["text", "json"]), default="text", show_default=True)
+def tierd(
+    urls: tuple[str, ...],
+    dns: str | None,
+    answer_timeout_s: float,
+    key_file: Path | None,
+    log_format: str,
+    **values: object,
+) -> None:
+    """Keep LMCache's second tier in this node's memory.
+
+    Speaks the protocol of LMCache's `sagemaker-hyperpod` adapter: HTTP on --port, entries in POSIX shared
+    memory. Runs until SIGINT or SIGTERM.
+    """
+    key = key_file.read_text().strip() if key_file is not None else None
+    if key == "":
+        raise click.UsageError("--peer-key-file: the file is empty")
+    try:
+        options = TierdOptions.model_validate(
+            {"peers": {"urls": urls, "dns": dns, "answer_timeout_s": answer_timeout_s, "key": key}, **values}
+        )
+    except ValidationError as exc:
+        raise click.UsageError(
+            "; ".join(_said(error["loc"], error["msg"]) for error in exc.errors())
+        ) from exc
+    configure(LoggingOptions.model_validate({"format": log_format}))
+    try:
+        with asyncio.Runner(loop_factory=uvicorn.Config(_serve).get_loop_factory()) as runner:
+            runner.run(_serve(options))
+    except ConfigError as exc:
+        raise click.ClickException(str(exc)) from exc
+
+
+def _said(location: tuple[int | str, ...], message: str) -> str:
+    name = next((str(part) for part in reversed(location) if isinstance(part, str)), "")
+    flag = _FLAGS.get(name, f"--{name.replace('_', '-').removesuffix('-s')}")
+    message = message.removeprefix("Value error, ")
+    return f"{flag}: {message}" if name else message
+
+
+async def _serve(options: TierdOptions) -> None:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    starting = asyncio.create_task(_run(options, stop))
+    stopping = asyncio.create_task(stop.wait())
+    try:
+        # A signal may come while the start waits, for memory or for leases of the daemon before.
+        await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if stop.is_set():
+            starting.cancel()
+        await starting
+    except asyncio.CancelledError:
+        if not stop.is_set():
+            raise
+    finally:
+        stopping.cancel()
+
+
+async def _run(options: TierdOptions, stop: asyncio.Event) -> None:
+    async with run_tierd(options, SystemClock()) as running:
+        gc.freeze()
+        click.echo(
+            f"tierd ready at {running.url} (shared memory {options.shared_memory_name}, "
+            f"{options.size_bytes >> 20} MiB)"
+        )
+        await stop.wait()

@@ -1,0 +1,251 @@
+"""A spec's endpoint as processes of this host: the rendered commands, on ports that are free. Pure."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from kvroute.deploy.l2.backend import ServiceSpec, Setting
+from kvroute.deploy.placement import assign_gpus
+from kvroute.deploy.plan import (
+    CPU_ENGINE_READY_S,
+    ENGINE_STOP_S,
+    GATEWAY,
+    SIM_READY_S,
+    Plan,
+    PlannedProcess,
+    cpu_kv_cache_gib,
+    gateway_process,
+)
+from kvroute.deploy.processes import ChildSpec
+from kvroute.deploy.render.config import gateway_config, merged
+from kvroute.deploy.render.lmcache import PASSWORD, PASSWORD_REFERENCE, server_argv, server_environment
+from kvroute.deploy.render.plan import Cache, EndpointPlan, option_value, suffix
+from kvroute.deploy.render.site import LOOPBACK, ServerSite, Site, WorkerSite, local_site
+from kvroute.deploy.render.worker_args import vllm_spec, worker_argv
+from kvroute.deploy.state import LOGS
+from kvroute.deploy.vllm_command import KV_CACHE_SPACE, vllm_environment
+from kvroute.errors import ConfigError
+
+GATEWAY_CONFIG = "gateway.yaml"
+SERVICE_READY_S = 60.0
+LMCACHE_READY_S = 180.0
+LMCACHE_STOP_S = 10.0
+SIM_STOP_S = 10.0
+LMCACHE_QUIET = {"DO_NOT_TRACK": "1", "LMCACHE_DISABLE_BANNER": "1"}
+FindPort = Callable[[int], int]
+"""How many neighbouring ports are needed -> the first of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class EndpointHost:
+    """What this host offers to an endpoint."""
+
+    environ: Mapping[str, str]
+    engine_environ: Mapping[str, str]
+    """The same for engines and LMCache, which may live in an environment of their own."""
+    cores: tuple[int, ...]
+    gpus: tuple[str, ...]
+    programs: Mapping[str, tuple[str, ...]]
+    """A command's first word -> what stands for it here."""
+    state_dir: Path
+
+
+@dataclass(frozen=True, slots=True)
+class LocalEndpoint:
+    """What to run, and the gateway's configuration, which it reads from `config_path`."""
+
+    plan: Plan
+    config: Mapping[str, Any]
+    config_path: Path
+    folders: tuple[Path, ...]
+    """Of the second tier: they must be there."""
+
+
+def simulated(endpoint: EndpointPlan) -> EndpointPlan:
+    """The same endpoint with simulated workers, which need neither GPUs nor the model nor caches."""
+    extension = endpoint.extension.model_copy(update={"engine": "sim"})
+    return replace(endpoint, extension=extension, cache=None, gpus=0)
+
+
+def local_config(
+    endpoint: EndpointPlan, site: Site, *, host: str | None = None, port: int | None = None
+) -> dict[str, Any]:
+    """The gateway's configuration; `host` and `port` win over the spec's."""
+    address = {"host": host, "port": port}
+    config = merged(gateway_config(endpoint, site), cache_reports(endpoint, site))
+    return merged(config, {"server": {key: value for key, value in address.items() if value is not None}})
+
+
+def cache_reports(endpoint: EndpointPlan, site: Site) -> dict[str, Any]:
+    """How the gateway hears what workers and LMCache hold. Nothing unless the strategy is kvaware.
+
+    The engines' streams are found through `/kv_event_sources`; LMCache's servers report to the address
+    that `--coordinator-url` has told them.
+    """
+    if not endpoint.is_kvaware:
+        return {}
+    reports: dict[str, Any] = {"kv_events": {}}
+    if endpoint.cache is not None and endpoint.cache.has_servers:
+        reports["lmcache"] = {
+            "coordinator": {
+                "enabled": True,
+                "listen": f"{LOOPBACK}:{site.coordinator_port}",
+                "chunk_tokens": endpoint.extension.lmcache.chunk_size,
+            }
+        }
+    return reports
+
+
+def site_here(endpoint: EndpointPlan, find_port: FindPort, gpus: tuple[str, ...]) -> Site:
+    """`local_site` on free ports and the GPUs that are there. Raises `ConfigError` when there are too few."""
+    usual = local_site(endpoint)
+    shares = _gpu_shares(endpoint, gpus)
+    ranks = _data_parallel_size(endpoint)
+    servers = tuple(replace(each, port=find_port(1), http_port=find_port(1)) for each in usual.servers)
+    workers = []
+    for number, worker in enumerate(usual.workers):
+        port = find_port(1)
+        moved = replace(
+            worker,
+            port=port,
+            url=f"http://{LOOPBACK}:{port}",
+            events_port=find_port(ranks),
+            replay_port=find_port(ranks),
+            classic_port=find_port(max(1, endpoint.gpus)),
+            gpus=shares[number],
+        )
+        if servers:
+            server = servers[number if len(servers) > 1 else 0]
+            moved = replace(moved, lmcache_port=server.port)
+        workers.append(moved)
+    cache = endpoint.cache
+    tier = None
+    if cache is not None and cache.l2 is not None:
+        tier = cache.l2.tier(Setting(cache.l2_url, endpoint.extension, LOOPBACK, False, find_port(1)))
+    return replace(usual, workers=tuple(workers), servers=servers, tier=tier, coordinator_port=find_port(1))
+
+
+def plan_endpoint_here(
+    endpoint: EndpointPlan,
+    host: EndpointHost,
+    find_port: FindPort,
+    *,
+    bind: str | None = None,
+    port: int | None = None,
+) -> LocalEndpoint:
+    """Every process of `endpoint` on `host`. Raises `ConfigError` for what cannot be had."""
+    if endpoint.replicas == 0:
+        raise ConfigError("spec.replicas", "is 0: there would be no worker to answer")
+    site = site_here(endpoint, find_port, host.gpus)
+    config = local_config(endpoint, site, host=bind, port=port)
+    config_path = (host.state_dir / GATEWAY_CONFIG).absolute()
+    cache, tier = endpoint.cache, site.tier
+    plan = Plan(
+        workers=tuple(_worker(endpoint, each, site, at, host) for at, each in enumerate(site.workers)),
+        gateway=gateway_process(
+            (sys.executable, "-m", "kvroute", "serve", "-c", str(config_path)),
+            host.environ,
+            host=config["server"]["host"],
+            port=config["server"]["port"],
+            log_path=_log(host, GATEWAY),
+        ),
+        model=endpoint.model.served_name,
+        simulated=endpoint.is_simulated,
+        tiny_model=None if endpoint.is_simulated else endpoint.model.tiny,
+        model_folder=Path(endpoint.model.local_source),
+        caches=(
+            tuple(_service(each, host) for each in tier.services) if tier else (),
+            tuple(_lmcache(endpoint, cache, each, site, at, host) for at, each in enumerate(site.servers))
+            if cache
+            else (),
+        ),
+        name=endpoint.name,
+    )
+    _require_different_names(plan)
+    folders = tuple(map(Path, tier.host_paths if tier else ()))
+    return LocalEndpoint(plan, config, config_path, folders)
+
+
+def _service(service: ServiceSpec, host: EndpointHost) -> PlannedProcess:
+    argv = _here((*service.command, *service.local_arguments), host)
+    child = ChildSpec(service.name, argv, dict(host.environ), _log(host, service.name))
+    return PlannedProcess(child, service.ready_url, service.ready_url, SERVICE_READY_S)
+
+
+def _lmcache(
+    endpoint: EndpointPlan, cache: Cache, server: ServerSite, site: Site, number: int, host: EndpointHost
+) -> PlannedProcess:
+    name = f"lmcache-{suffix(number)}" if len(site.servers) > 1 else "lmcache"
+    argv = _here(server_argv(endpoint, cache, server, site), host)
+    env = {**host.engine_environ, **LMCACHE_QUIET, **server_environment(endpoint)}
+    if endpoint.l2_password is not None:
+        password = host.environ.get(PASSWORD)
+        if password is None:
+            raise ConfigError("x-kvroute.l2.passwordSecret", f"here the variable {PASSWORD} has the password")
+        argv = tuple(word.replace(PASSWORD_REFERENCE, password) for word in argv)
+    if endpoint.gpus:
+        mine = [site.workers[number]] if len(site.servers) > 1 else site.workers
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(device for worker in mine for device in worker.gpus)
+    url = f"http://{server.bind}:{server.http_port}"
+    child = ChildSpec(name, argv, env, _log(host, name), stop_grace_s=LMCACHE_STOP_S)
+    services = site.tier.services if site.tier else ()
+    lost = tuple(service.name for service in services if not service.is_found_again)
+    return PlannedProcess(child, url, f"{url}/healthcheck", LMCACHE_READY_S, renewed_with=lost)
+
+
+def _worker(
+    endpoint: EndpointPlan, worker: WorkerSite, site: Site, number: int, host: EndpointHost
+) -> PlannedProcess:
+    argv = _here(worker_argv(endpoint, worker, site), host)
+    if endpoint.is_simulated:
+        env, ready_s, stop_s = dict(host.environ), SIM_READY_S, SIM_STOP_S
+    else:
+        core = host.cores[number % len(host.cores)]
+        env = vllm_environment(vllm_spec(endpoint, worker, site, core=core), host.engine_environ)
+        space = None if endpoint.gpus else cpu_kv_cache_gib(env)
+        env |= {KV_CACHE_SPACE: str(space)} if space is not None else {}
+        tiny = endpoint.model.tiny is not None
+        ready_s = CPU_ENGINE_READY_S if tiny else float(endpoint.spec.max_deploy_time_in_seconds)
+        stop_s = ENGINE_STOP_S
+    child = ChildSpec(worker.name, argv, env, _log(host, worker.name), stop_grace_s=stop_s)
+    return PlannedProcess(child, worker.url, f"{worker.url}/health", ready_s)
+
+
+def _here(argv: Sequence[str], host: EndpointHost) -> tuple[str, ...]:
+    """A rendered command as this host runs it."""
+    return (*host.programs.get(argv[0], (argv[0],)), *argv[1:])
+
+
+def _log(host: EndpointHost, name: str) -> Path:
+    return (host.state_dir / LOGS / f"{name}.log").absolute()
+
+
+def _gpu_shares(endpoint: EndpointPlan, gpus: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
+    if endpoint.gpus == 0:
+        return ((),) * endpoint.replicas
+    if not gpus:
+        raise ConfigError(
+            "x-kvroute.device",
+            f"{endpoint.replicas} worker(s) with {endpoint.gpus} GPU(s) each, and no GPU is visible here: "
+            "`device: cpu` computes on cores, and `--engine sim` simulates the workers",
+        )
+    try:
+        return assign_gpus(gpus, workers=endpoint.replicas, tensor_parallel_size=endpoint.gpus)
+    except ConfigError as exc:
+        raise ConfigError("spec.replicas", str(exc).removeprefix(f"{exc.path}: ")) from None
+
+
+def _data_parallel_size(endpoint: EndpointPlan) -> int:
+    value = option_value(list(endpoint.args), "--data-parallel-size", "-dp")
+    return int(value) if value is not None and value.isdigit() else 1
+
+
+def _require_different_names(plan: Plan) -> None:
+    names = [process.child.name for stage in plan.stages for process in stage]
+    twice = {name for name in names if names.count(name) > 1}
+    if twice:
+        raise ConfigError("metadata.name", f"makes two processes of the name {', '.join(sorted(twice))}")

@@ -1,0 +1,169 @@
+"""Looking at this host before anything starts: ports, GPUs, programs, the engine, the model."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rich.console import Console
+
+from kvroute.clock import Clock
+from kvroute.deploy.endpoint import EndpointHost, LocalEndpoint, plan_endpoint_here
+from kvroute.deploy.engine_install import EngineVenv, install_engine, separate_environment
+from kvroute.deploy.placement import find_gpus
+from kvroute.deploy.plan import Engine, HostFacts, Plan, UpSpec, plan_up, uses_gpus, worker_count
+from kvroute.deploy.ports import FreePorts, free_ports, require_free_port
+from kvroute.deploy.render.config import config_text
+from kvroute.deploy.render.plan import EndpointPlan
+from kvroute.deploy.tiny_model import write_tiny_model
+from kvroute.errors import ConfigError
+
+SPEAKS_THE_SAME = {"redis-server": "valkey-server", "valkey-server": "redis-server"}
+
+
+async def prepare(spec: UpSpec, *, console: Console, clock: Clock) -> Plan:
+    """Look at the host, install the engine if it is needed, write the model; the plan to run."""
+    require_free_port(spec.host, spec.port)
+    environ = dict(os.environ)
+    gpus = await find_gpus(environ) if spec.engine is Engine.VLLM else ()
+    ports = free_ports(worker_count(spec, gpus))
+    vllm: tuple[str, ...] = ("vllm",)
+    engine_environ = environ
+    if uses_gpus(spec, gpus):
+        vllm = (_installed("vllm", environ),)
+    elif spec.engine is Engine.VLLM:
+        console.print("No GPU is visible: vLLM runs on the CPU.")
+        venv = await _engine(spec.engine_venv, console, clock)
+        vllm, engine_environ = (str(venv.script("vllm")),), separate_environment(environ)
+    cores = tuple(sorted(os.sched_getaffinity(0)))
+    plan = plan_up(spec, HostFacts(environ, engine_environ, cores, gpus, ports, vllm))
+    if plan.tiny_model is not None:
+        write_tiny_model(plan.tiny_model, plan.model_folder)
+    return plan
+
+
+@dataclass(frozen=True, slots=True)
+class EndpointUp:
+    """An endpoint to run here. `host` and `port` of the gateway win over the spec's."""
+
+    endpoint: EndpointPlan
+    host: str | None = None
+    port: int | None = None
+    state_dir: Path = Path(".kvroute")
+    engine_venv: Path = Path(".venv-engine")
+
+
+async def prepare_endpoint(wanted: EndpointUp, *, console: Console, clock: Clock) -> Plan:
+    """Look at the host, install the engine if it is needed, write the model and the gateway's
+    configuration; the plan to run. Raises `ConfigError`, `EngineInstallError`."""
+    environ = dict(os.environ)
+    endpoint = _with_model_in(wanted.state_dir, wanted.endpoint)
+    gpus = await find_gpus(environ) if endpoint.gpus else ()
+    host = EndpointHost(
+        environ=environ,
+        engine_environ=environ if endpoint.gpus else separate_environment(environ),
+        cores=tuple(sorted(os.sched_getaffinity(0))),
+        gpus=gpus,
+        programs={},
+        state_dir=wanted.state_dir,
+    )
+    # Before the engine's installation, which takes minutes: what cannot run here says so now.
+    draft = plan_endpoint_here(endpoint, host, FreePorts().run, bind=wanted.host, port=wanted.port)
+    server = draft.config["server"]
+    require_free_port(server["host"], server["port"], path="x-kvroute.gateway.port")
+    _require_model(endpoint)
+    _make_folders(draft)
+    programs = {"kvroute": (sys.executable, "-m", "kvroute"), **_services(draft, environ, console)}
+    if not endpoint.is_simulated:
+        programs |= await _engines(endpoint, wanted.engine_venv, environ, console, clock)
+    host = replace(host, programs=programs)
+    local = plan_endpoint_here(endpoint, host, FreePorts().run, bind=wanted.host, port=wanted.port)
+    if local.plan.tiny_model is not None:
+        write_tiny_model(local.plan.tiny_model, local.plan.model_folder)
+    local.config_path.parent.mkdir(parents=True, exist_ok=True)
+    # Its settings may hold keys.
+    local.config_path.unlink(missing_ok=True)
+    local.config_path.touch(mode=0o600)
+    local.config_path.write_text(config_text(local.config))
+    return local.plan
+
+
+def _with_model_in(state_dir: Path, endpoint: EndpointPlan) -> EndpointPlan:
+    """A model that is made up is written below the state folder."""
+    model = endpoint.model
+    if model.tiny is None:
+        return endpoint
+    folder = state_dir / "models" / model.tiny
+    location = str(folder) if folder.is_absolute() else f"./{folder}"
+    return replace(endpoint, model=replace(model, location=location))
+
+
+def _require_model(endpoint: EndpointPlan) -> None:
+    model = endpoint.model
+    if endpoint.is_simulated or model.is_downloaded or model.tiny is not None:
+        return
+    if not Path(model.local_source).is_dir():
+        away = " (nothing is copied here)" if model.store or model.is_own_volume else ""
+        path = "spec.model" if model.location == model.local_source else "spec.modelSourceConfig"
+        raise ConfigError(path, f"the model's files are expected in {model.local_source}{away}")
+
+
+def _make_folders(local: LocalEndpoint) -> None:
+    """The second tier's folders on this host."""
+    for path in local.folders:
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as exc:
+            raise ConfigError("x-kvroute.l2.fs.path", f"cannot make {path}: {exc.strerror}") from exc
+
+
+def _services(local: LocalEndpoint, environ: dict[str, str], console: Console) -> dict[str, tuple[str, ...]]:
+    """What stands for the second tier's own command here."""
+    found: dict[str, tuple[str, ...]] = {}
+    services, _ = local.plan.caches
+    for service in services:
+        name = service.child.argv[0]
+        if name == "kvroute":
+            continue
+        path = environ.get("PATH")
+        program, other = shutil.which(name, path=path), SPEAKS_THE_SAME.get(name, name)
+        if program is None:
+            program = shutil.which(other, path=path)
+            if program is None:
+                raise ConfigError(
+                    "spec.kvCacheSpec.l2CacheSpec",
+                    f"{name} is not installed here (Debian: apt install {name}); "
+                    "l2CacheLocalUrl can name one that runs already",
+                )
+            console.print(f"{name} is not installed: {other}, which speaks the same, runs in its place.")
+        found[name] = (program,)
+    return found
+
+
+async def _engines(
+    endpoint: EndpointPlan, venv: Path, environ: dict[str, str], console: Console, clock: Clock
+) -> dict[str, tuple[str, ...]]:
+    """What stands for `vllm` and `lmcache`."""
+    has_servers = endpoint.cache is not None and endpoint.cache.has_servers
+    if endpoint.gpus:
+        # The user's own command brings its own vLLM.
+        names = [*(["vllm"] if endpoint.command is None else []), *(["lmcache"] if has_servers else [])]
+        return {name: (_installed(name, environ),) for name in names}
+    engine = await _engine(venv, console, clock)
+    return {name: (str(engine.script(name)),) for name in ("vllm", "lmcache", "python", "python3")}
+
+
+async def _engine(venv: Path, console: Console, clock: Clock) -> EngineVenv:
+    return await install_engine(venv, report=lambda line: console.print(line, markup=False), clock=clock)
+
+
+def _installed(name: str, environ: dict[str, str]) -> str:
+    """A command of the engine beside this Python, or on the path."""
+    beside = os.path.dirname(sys.executable)
+    found = shutil.which(name, path=os.pathsep.join((beside, environ.get("PATH", ""))))
+    if found is None:
+        raise ConfigError("engine", f"{name} is not installed here: pip install 'kvroute[engine]'")
+    return found

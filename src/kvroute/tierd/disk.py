@@ -1,0 +1,224 @@
+"""The level below memory: a bounded directory, one file per object, least recently used out first.
+
+A file is a head (magic, length of the name, checksum of the payload), the name and the payload. The directory
+may outlive the daemon: it is read at the start, and what does not match its name and checksum is a miss.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import struct
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+import xxhash
+
+from kvroute.errors import ConfigError
+from kvroute.tierd.counts import Counts
+from kvroute.tierd.pool import ObjectName
+
+log = logging.getLogger("kvroute.tierd")
+
+_HEAD = struct.Struct("<8sIQ")
+_MAGIC = b"kvtierd1"
+_SUFFIX, _UNFINISHED = ".kv", ".part"
+_THREADS = 4
+_T = TypeVar("_T")
+
+
+class _File(NamedTuple):
+    size_bytes: int
+    name: ObjectName | None
+    """None for what an earlier process wrote, until it is asked for."""
+
+
+class DiskLevel:
+    """Files in `folder`, together at most `size_bytes`. Mutable, touched from the loop; threads do the I/O.
+
+    `forgotten` hears which names are not here any more. `open` before use, `close` after it.
+    """
+
+    def __init__(
+        self, folder: Path, size_bytes: int, counts: Counts, forgotten: Callable[[ObjectName], None]
+    ) -> None:
+        self.size_bytes = size_bytes
+        self.used_bytes = 0
+        self._folder = folder
+        self._counts = counts
+        self._forgotten = forgotten
+        self._files: OrderedDict[str, _File] = OrderedDict()
+        self._threads = ThreadPoolExecutor(_THREADS, "tierd-disk")
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    def __contains__(self, name: ObjectName) -> bool:
+        return _file_name(name) in self._files
+
+    async def open(self) -> None:
+        """Find out what is there. Raises ConfigError when the directory cannot be used."""
+        try:
+            found = await self._in_thread(lambda: _scan(self._folder))
+        except OSError as exc:
+            raise ConfigError("disk_dir", f"{self._folder}: {exc.strerror}") from exc
+        for file_name, size_bytes in found:
+            self._files[file_name] = _File(size_bytes, None)
+            self.used_bytes += size_bytes
+        doomed = self._evict(self.size_bytes)
+        await self._in_thread(lambda: _remove(self._folder, doomed))
+
+    def size_of(self, name: ObjectName) -> int:
+        """Bytes of the object. Raises KeyError when it is not here."""
+        return self._files[_file_name(name)].size_bytes - _HEAD.size - len(_label(name))
+
+    async def write(self, name: ObjectName, pieces: Sequence[memoryview]) -> bool:
+        """Keep an object, whose bytes must not change meanwhile; False if that failed or it is too large.
+
+        One at a time: the caller awaits it before the next.
+        """
+        file_name, label = _file_name(name), _label(name)
+        size_bytes = _HEAD.size + len(label) + sum(map(len, pieces))
+        if size_bytes > self.size_bytes:
+            self._counts.disk["skipped"] += 1
+            return False
+        old = self._files.pop(file_name, None)
+        self.used_bytes -= old.size_bytes if old is not None else 0
+        doomed = self._evict(self.size_bytes - size_bytes)
+
+        def work() -> None:
+            _remove(self._folder, doomed)
+            _write(self._folder, file_name, label, pieces)
+
+        try:
+            await self._in_thread(work)
+        except OSError as exc:
+            self._counts.disk["write_failed"] += 1
+            log.warning("the disk level could not write an object: %s", exc.strerror)
+            return False
+        self._files[file_name] = _File(size_bytes, name)
+        self.used_bytes += size_bytes
+        self._counts.disk["written"] += 1
+        self._counts.disk_written_bytes += size_bytes
+        return True
+
+    async def read(self, name: ObjectName, pieces: Sequence[memoryview]) -> bool:
+        """Fill `pieces` with the object; False, with anything in them, if the file is not (any more) what it
+        should be. Not to be cancelled: the thread goes on writing into `pieces`."""
+        file_name = _file_name(name)
+        try:
+            is_whole = await self._in_thread(lambda: _read(self._folder, file_name, _label(name), pieces))
+        except OSError as exc:
+            log.warning("the disk level could not read an object: %s", exc.strerror)
+            is_whole = False
+        if not is_whole:
+            self._counts.disk["read_failed"] += 1
+            self._drop(file_name)
+            with contextlib.suppress(OSError):
+                await self._in_thread(lambda: _remove(self._folder, [file_name]))
+            return False
+        file = self._files.get(file_name)
+        if file is not None:
+            self._files[file_name] = file._replace(name=name)
+            self._files.move_to_end(file_name)
+        self._counts.disk["read"] += 1
+        self._counts.disk_read_bytes += sum(map(len, pieces))
+        return True
+
+    async def close(self) -> None:
+        """Wait for what the threads are doing. The files stay."""
+        await asyncio.to_thread(self._threads.shutdown)
+
+    def _evict(self, limit_bytes: int) -> list[str]:
+        """Forget the oldest files until at most `limit_bytes` are used; the files to remove."""
+        doomed = []
+        while self.used_bytes > limit_bytes and self._files:
+            file_name = next(iter(self._files))
+            self._drop(file_name)
+            self._counts.disk["evicted"] += 1
+            doomed.append(file_name)
+        return doomed
+
+    def _drop(self, file_name: str) -> None:
+        file = self._files.pop(file_name, None)
+        if file is not None:
+            self.used_bytes -= file.size_bytes
+            if file.name is not None:
+                self._forgotten(file.name)
+
+    async def _in_thread(self, work: Callable[[], _T]) -> _T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+
+def _label(name: ObjectName) -> bytes:
+    return name.bucket + b"\0" + name.key
+
+
+def _file_name(name: ObjectName) -> str:
+    return xxhash.xxh3_128_hexdigest(_label(name)) + _SUFFIX
+
+
+def _scan(folder: Path) -> list[tuple[str, int]]:
+    """Our files and their sizes, the least recently written first; unfinished ones are removed."""
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    found = []
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.name.endswith(_SUFFIX):
+                seen = entry.stat()
+                found.append((seen.st_mtime, entry.name, seen.st_size))
+            elif entry.name.endswith(_UNFINISHED):
+                os.unlink(entry.path)
+    if not os.access(folder, os.W_OK):
+        raise PermissionError(13, "not writable")
+    return [(name, size) for _, name, size in sorted(found)]
+
+
+def _remove(folder: Path, file_names: Sequence[str]) -> None:
+    for file_name in file_names:
+        (folder / file_name).unlink(missing_ok=True)
+
+
+def _checksum(pieces: Sequence[memoryview]) -> int:
+    state = xxhash.xxh3_64()
+    for piece in pieces:
+        state.update(piece)
+    return state.intdigest()
+
+
+def _write(folder: Path, file_name: str, label: bytes, pieces: Sequence[memoryview]) -> None:
+    unfinished = folder / (file_name + _UNFINISHED)
+    try:
+        with open(unfinished, "wb", buffering=0) as file:
+            head = _HEAD.pack(_MAGIC, len(label), _checksum(pieces)) + label
+            for rest in (memoryview(head), *pieces):
+                while rest:
+                    rest = rest[file.write(rest) :]
+        unfinished.rename(folder / file_name)
+    except OSError:
+        with contextlib.suppress(OSError):
+            unfinished.unlink(missing_ok=True)
+        raise
+
+
+def _read(folder: Path, file_name: str, label: bytes, pieces: Sequence[memoryview]) -> bool:
+    with open(folder / file_name, "rb", buffering=0) as file:
+        head = file.read(_HEAD.size + len(label))
+        if len(head) != _HEAD.size + len(label):
+            return False
+        magic, label_bytes, checksum = _HEAD.unpack_from(head)
+        if magic != _MAGIC or label_bytes != len(label) or head[_HEAD.size :] != label:
+            return False
+        for piece in pieces:
+            rest = piece
+            while rest:
+                count = file.readinto(rest)
+                if not count:
+                    return False
+                rest = rest[count:]
+        return not file.read(1) and _checksum(pieces) == checksum

@@ -1,0 +1,120 @@
+"""The daemon's `/metrics` and `/health`, from figures that are read when asked for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+
+from prometheus_client import (
+    CollectorRegistry,
+    GCCollector,
+    PlatformCollector,
+    ProcessCollector,
+    generate_latest,
+)
+from prometheus_client.core import Metric
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+
+from kvroute import __version__
+from kvroute.metrics import Gauges, counter, gauge
+from kvroute.tierd.store import Store
+
+
+class Exposition:
+    """Renders one store. Has a registry of its own, so that several daemons can live in one process."""
+
+    def __init__(self, store: Store, incarnation: str) -> None:
+        self._store = store
+        self._incarnation = incarnation
+        self._registry = CollectorRegistry()
+        ProcessCollector(registry=self._registry)
+        PlatformCollector(registry=self._registry)
+        GCCollector(registry=self._registry)
+        self._registry.register(Gauges(self._memory, self._calls, self._disk, self._peers))
+
+    def page(self, name: str) -> tuple[int, str, bytes]:
+        """Status, content type and body of `health` or `metrics`."""
+        if name == "metrics":
+            return 200, CONTENT_TYPE_LATEST, generate_latest(self._registry)
+        pool = self._store.pool
+        health = {
+            "status": "ok",
+            "version": __version__,
+            "incarnation": self._incarnation,
+            "objects": len(pool.entries),
+            "memory_bytes": pool.space.size_bytes,
+            "free_bytes": pool.space.free_bytes,
+            "peers": len(self._store.peers.urls) if self._store.peers is not None else 0,
+        }
+        return 200, "application/json", json.dumps(health).encode()
+
+    def _memory(self) -> Iterable[Metric]:
+        pool = self._store.pool
+        size, free = pool.space.size_bytes, pool.space.free_bytes
+        yield gauge(
+            "kvroute_tierd_memory_bytes",
+            "Memory: all of it, and what is free, evictable, or held by leases, readers and arrivals.",
+            ("state",),
+            [
+                (("size",), size),
+                (("free",), free),
+                (("evictable",), pool.evictable_bytes),
+                (("held",), size - free - pool.evictable_bytes),
+            ],
+        )
+        yield _one("kvroute_tierd_objects", "Objects in memory.", len(pool.entries))
+        yield _one("kvroute_tierd_arriving", "Objects that are being received.", self._store.arriving)
+        yield _one("kvroute_tierd_leases", "Leases that run now.", len(pool.leases))
+        yield _sum("kvroute_tierd_evictions", "Objects that left memory.", pool.evicted_entries)
+        yield _sum("kvroute_tierd_evicted_bytes", "Their bytes.", pool.evicted_bytes)
+        yield _sum("kvroute_tierd_lost", "Objects that left memory and no disk had.", pool.lost_entries)
+        yield _sum("kvroute_tierd_expired_leases", "Leases that nobody released.", pool.expired_leases)
+
+    def _calls(self) -> Iterable[Metric]:
+        counts = self._store.counts
+        yield _by("kvroute_tierd_puts", "Objects sent to us.", "outcome", counts.puts)
+        yield _sum("kvroute_tierd_stored_bytes", "Bytes of stored objects.", counts.put_bytes)
+        yield _by("kvroute_tierd_lease_requests", "Leases asked for.", "outcome", counts.leases)
+        yield _by("kvroute_tierd_releases", "Leases given back.", "outcome", counts.releases)
+        refused = {str(status): number for status, number in counts.refused.items()}
+        yield _by("kvroute_tierd_refused", "Requests that are not of the protocol.", "status", refused)
+        yield _sum("kvroute_tierd_served_bytes", "Bytes sent to peers.", counts.served_bytes)
+        text = "Times that somebody removed the segment's name."
+        yield _sum("kvroute_tierd_names_restored", text, counts.names_restored)
+
+    def _disk(self) -> Iterable[Metric]:
+        disk, counts = self._store.disk, self._store.counts
+        if disk is None:
+            return
+        yield _one("kvroute_tierd_disk_size_bytes", "What the directory may hold.", disk.size_bytes)
+        yield _one("kvroute_tierd_disk_used_bytes", "What it holds.", disk.used_bytes)
+        yield _one("kvroute_tierd_disk_objects", "Objects on the disk.", len(disk))
+        yield _by("kvroute_tierd_disk_files", "Files, by what happened to them.", "event", counts.disk)
+        yield _sum("kvroute_tierd_disk_written_bytes", "Bytes written.", counts.disk_written_bytes)
+        yield _sum("kvroute_tierd_disk_read_bytes", "Bytes read.", counts.disk_read_bytes)
+
+    def _peers(self) -> Iterable[Metric]:
+        peers, counts = self._store.peers, self._store.counts
+        if peers is None:
+            return
+        yield _one("kvroute_tierd_peers", "Other daemons that are known.", len(peers.urls))
+        yield counter(
+            "kvroute_tierd_peer_questions",
+            "Questions to peers whether they have an object.",
+            ("peer", "answer"),
+            ((labels, number) for labels, number in counts.peer_questions.items()),
+        )
+        yield _by("kvroute_tierd_peer_fetches", "Objects asked of peers.", "outcome", counts.peer_fetches)
+        yield _sum("kvroute_tierd_fetched_bytes", "Bytes received from peers.", counts.fetched_bytes)
+
+
+def _one(name: str, text: str, value: float) -> Metric:
+    return gauge(name, text, (), [((), value)])
+
+
+def _sum(name: str, text: str, value: float) -> Metric:
+    return counter(name, text, (), [((), value)])
+
+
+def _by(name: str, text: str, label: str, values: Mapping[str, int]) -> Metric:
+    return counter(name, text, (label,), (((key,), number) for key, number in values.items()))

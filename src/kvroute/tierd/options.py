@@ -1,0 +1,108 @@
+"""Settings of the daemon."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import AfterValidator, SecretStr, model_validator
+
+from kvroute.options import Options, option
+from kvroute.tierd.extents import PAGE_BYTES
+
+GB = 1 << 30
+
+
+def _origin(value: str) -> str:
+    """`http://HOST:PORT`, without a trailing slash."""
+    if not re.fullmatch(r"https?://(\[[0-9a-fA-F:.]+\]|[^/:@\[\]\s]+)(:\d{1,5})?/?", value):
+        raise ValueError(f"{value!r} is not the address of a daemon: write http://HOST:PORT")
+    return value.rstrip("/")
+
+
+def _host_and_port(value: str) -> str:
+    if not re.fullmatch(r"[^/:@\[\]\s]+:\d{1,5}", value):
+        raise ValueError(f"{value!r} is not NAME:PORT")
+    return value
+
+
+class PeerOptions(Options):
+    """Where the other nodes' daemons are and how long they may take."""
+
+    urls: tuple[Annotated[str, AfterValidator(_origin)], ...] = option(
+        (), "Addresses of other daemons; this one's own may be among them."
+    )
+    dns: Annotated[str, AfterValidator(_host_and_port)] | None = option(
+        None, "NAME:PORT; a daemon is expected at each address of the name."
+    )
+    refresh_s: float = option(10.0, "How often the name is looked up.", unit="s", gt=0)
+    answer_timeout_s: float = option(
+        0.25,
+        "How long peers may think about whether they have an object.",
+        unit="s",
+        higher="slow peers are heard; misses take longer while one hangs",
+        lower="misses are told sooner",
+        gt=0,
+    )
+    fetch_timeout_s: float = option(5.0, "How long fetching one object may take.", unit="s", gt=0)
+    questions: int = option(
+        64,
+        "Searches at the same time; the others wait.",
+        higher="more load on the peers when many objects are looked up at once",
+        ge=1,
+    )
+    rest_s: float = option(5.0, "How long a peer that failed is not asked.", unit="s", ge=0)
+    key: SecretStr | None = option(None, "What peers must present to read, and what is presented to them.")
+
+
+class TierdOptions(Options):
+    """Settings of the whole daemon."""
+
+    host: str = option("127.0.0.1", "Address to listen on.")
+    port: int = option(9200, "Port; 0 takes a free one.", ge=0, le=65535)
+    shared_memory_name: str = option("kvroute_tierd", "Name of the POSIX shared memory segment.")
+    shared_memory_mode: int = option(
+        0o644, "Its permissions: LMCache's server must be able to read it.", ge=0, le=0o777
+    )
+    size_gb: float = option(4.0, "Memory for entries; all of it is reserved at the start.", unit="GB", gt=0)
+    disk_dir: Path | None = option(None, "Directory for entries that memory has no room for.")
+    disk_gb: float = option(0.0, "How much that directory may hold.", unit="GB", ge=0)
+    spare_share: float = option(
+        0.25,
+        "Share of memory that is kept free or written to the disk already.",
+        higher="bursts of new entries lose nothing; more is written",
+        lower="less is written",
+        ge=0,
+        le=1,
+    )
+    room_timeout_s: float = option(
+        1.0,
+        "How long a new entry waits for the disk before one that it has not yet is lost.",
+        unit="s",
+        ge=0,
+    )
+    longest_lease_s: float = option(300.0, "Longest lifetime of a lease that is granted.", unit="s", gt=0)
+    holds_misses: bool = option(
+        False,
+        "Let a lease of an object that nobody has announced wait, too, as long as the client allows.",
+        higher="a reader may come before the writer; each miss costs the client its whole time",
+        lower="misses are told at once",
+    )
+    stall_timeout_s: float = option(
+        30.0, "How long a client may pause in the middle of a request.", unit="s", gt=0
+    )
+    peers: PeerOptions = option(description="The other daemons.", default_factory=PeerOptions)
+
+    @property
+    def size_bytes(self) -> int:
+        """Whole pages."""
+        return int(self.size_gb * GB) // PAGE_BYTES * PAGE_BYTES
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> TierdOptions:
+        if self.size_bytes == 0:
+            raise ValueError("size_gb: less than a page of memory")
+        if (self.disk_dir is None) != (self.disk_gb == 0):
+            raise ValueError("disk_dir and disk_gb go together")
+        return self

@@ -1,0 +1,82 @@
+"""Every spec in configs/ runs here, as far as a host allows: each process is planned, the gateway takes its
+configuration, and what has no effect is told. Two of them are started in test_endpoint_command.py, those with
+engines in tests/engine."""
+
+from __future__ import annotations
+
+import re
+from itertools import count
+from pathlib import Path
+
+import pytest
+
+from kvroute.app.config import load
+from kvroute.deploy.endpoint import EndpointHost, plan_endpoint_here, simulated
+from kvroute.deploy.local_reach import local_findings
+from kvroute.deploy.render.config import config_text
+from kvroute.deploy.render.plan import plan_endpoint
+from kvroute.deploy.spec.fields import Verdict, dotted
+from kvroute.deploy.spec.loading import Finding, Reading, read_spec
+from kvroute.routing.registry import STRATEGIES
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+SPECS = sorted(file.name for file in CONFIGS.glob("*.yaml") if re.search(r"^kind:", file.read_text(), re.M))
+
+
+def reading(file: str) -> Reading:
+    return read_spec((CONFIGS / file).read_text(), strategies=frozenset(STRATEGIES))
+
+
+def noted(file: str) -> dict[str, str]:
+    """Fields that have no effect, and why."""
+    read = reading(file)
+    assert read.document is not None
+    findings = local_findings(read.document, read.findings)
+    return {dotted(each.path): each.text for each in findings if each.verdict is Verdict.NOTED}
+
+
+@pytest.mark.parametrize("as_simulated", [False, True])
+@pytest.mark.parametrize("file", SPECS)
+def test_every_spec_runs_on_a_host_that_has_what_it_asks_for(file, as_simulated, tmp_path) -> None:
+    endpoint = plan_endpoint(reading(file).require(file))
+    if as_simulated:
+        endpoint = simulated(endpoint)
+    ports = count(20000, 20)
+    host = EndpointHost({}, {}, (0, 1), tuple(map(str, range(64))), {}, tmp_path)
+
+    local = plan_endpoint_here(endpoint, host, lambda _: next(ports))
+
+    written = tmp_path / "gateway.yaml"
+    written.write_text(config_text(local.config))
+    config = load(file=written, environ={}, assignments=(), flags=[]).config
+    assert [worker.id for worker in config.fleet.workers] == [each.child.name for each in local.plan.workers]
+    assert config.routing.strategy == endpoint.strategy
+    names = [each.child.name for stage in local.plan.stages for each in stage]
+    assert len(set(names)) == len(names)
+
+
+def test_all_of_a_local_spec_has_an_effect() -> None:
+    assert noted("redis-l2.yaml") == {}
+    assert noted("tieredstorage.yaml") == {}
+
+
+def test_what_only_a_cluster_has_is_told() -> None:
+    says = noted("kubernetes.yaml")
+
+    assert says["spec.autoScalingSpec.minReplicaCount"].startswith("has no effect in up because")
+    assert "x-kvroute.gateway.apiKeysSecret.name" in says
+    assert "x-kvroute.l2.sizeGb" not in says
+    assert "spec.replicas" not in says
+
+
+def test_what_is_wrong_or_said_with_a_reservation_stays() -> None:
+    document = reading("redis-l2.yaml").document
+    assert document is not None
+    path = ("spec", "replicas")
+    given = [
+        Finding(path, 1, Verdict.WRONG, "is wrong"),
+        Finding(path, 1, Verdict.NOTED, "has no effect here because"),
+        Finding(path, 1, Verdict.NOTED, "applied, but slowly"),
+    ]
+
+    assert list(local_findings(document, given)) == given

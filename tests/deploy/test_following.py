@@ -1,0 +1,98 @@
+from __future__ import annotations
+
+import asyncio
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from kvroute.clock import SystemClock
+from kvroute.deploy import following as following_module
+from kvroute.deploy.following import GrowingFile, Screen, following, last_lines
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    return tmp_path / "redis.log"
+
+
+def append(path: Path, text: str) -> None:
+    with path.open("a") as file:
+        file.write(text)
+
+
+def test_whole_lines_come_once(log: Path) -> None:
+    file = GrowingFile(log)
+    assert file.new_lines() == []
+    append(log, "one\ntwo\r\nthr")
+    assert file.new_lines() == ["one", "two"]
+    assert file.new_lines() == []
+    append(log, "ee\n")
+    assert file.new_lines() == ["three"]
+
+
+def test_what_was_there_before_is_left_out(log: Path) -> None:
+    append(log, "old\n")
+    file = GrowingFile.at_end(log)
+    append(log, "new\n")
+
+    assert file.new_lines() == ["new"]
+
+
+def test_a_file_that_begins_anew_is_read_from_its_beginning(log: Path) -> None:
+    append(log, "a long line of before\n")
+    file = GrowingFile.at_end(log)
+    log.write_text("new\n")
+
+    assert file.new_lines() == ["new"]
+
+
+def test_a_reader_that_is_far_behind_skips_and_says_so(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(following_module, "MAX_BEHIND_BYTES", 8)
+    append(log, "12345\n12345\n12345\n")
+
+    told, *lines = GrowingFile(log).new_lines()
+
+    assert told == f"... 10 bytes more are in {log}"
+    assert lines == ["5", "12345"]
+
+
+def test_a_line_without_an_end_is_not_kept_for_ever(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(following_module, "CHUNK_BYTES", 4)
+    append(log, "123456")
+
+    assert GrowingFile(log).new_lines() == ["1234"]
+
+
+def test_the_last_lines_end_where_the_next_begin(log: Path) -> None:
+    append(log, "one\ntwo\nthree\nfo")
+    lines, end = last_lines(log, 2)
+    assert lines == ["two", "three"]
+    append(log, "ur\n")
+
+    assert GrowingFile(log, offset=end).new_lines() == ["four"]
+    assert last_lines(log, 0)[0] == []
+    assert last_lines(log.with_name("missing"), 5) == ([], 0)
+
+
+def test_lines_stand_behind_names_and_cannot_move_the_cursor() -> None:
+    console = Console(file=StringIO(), width=40)
+
+    Screen(console, ["redis", "gateway"]).show("redis", ["\x1b[31mred\x1b[0m [bold]\x1b[2J", "x" * 60])
+
+    assert console.file.getvalue() == f"redis   | red [bold]\nredis   | {'x' * 60}\n"  # type: ignore[attr-defined]
+
+
+async def test_logs_are_followed_to_their_ends(tmp_path: Path, clock: SystemClock) -> None:
+    console = Console(file=StringIO(), width=80)
+    logs = {name: tmp_path / f"{name}.log" for name in ("a", "b")}
+    append(logs["a"], "before\n")
+
+    async with following(console, logs, clock=clock), asyncio.timeout(30):
+        append(logs["a"], "during\n")
+        while "during" not in console.file.getvalue():  # type: ignore[attr-defined]
+            await asyncio.sleep(0.01)
+        append(logs["b"], "at the end\n")
+
+    assert console.file.getvalue() == "a | during\nb | at the end\n"  # type: ignore[attr-defined]

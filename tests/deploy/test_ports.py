@@ -1,0 +1,44 @@
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from kvroute.deploy import ports as ports_module
+from kvroute.deploy.ports import FreePorts, free_ports, require_free_port
+from kvroute.errors import ConfigError
+
+
+def test_a_taken_port_is_told() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(ConfigError, match=r"^port: cannot listen on"):
+            require_free_port(*taken.getsockname())
+
+
+def test_free_ports_differ() -> None:
+    assert len(set(free_ports(20))) == 20
+
+
+def test_no_port_is_given_twice() -> None:
+    ports = FreePorts()
+
+    runs = [range(first, first + length) for length in (1, 3, 2) * 10 for first in (ports.run(length),)]
+
+    given = [port for run in runs for port in run]
+    assert len(set(given)) == len(given)
+
+
+def test_every_port_of_a_run_is_free() -> None:
+    first = FreePorts().run(4)
+
+    for port in range(first, first + 4):
+        require_free_port("127.0.0.1", port)
+
+
+def test_a_run_that_is_not_there_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ports_module, "ATTEMPTS", 3)
+
+    with pytest.raises(ConfigError, match="no 70000 free ports"):
+        FreePorts().run(70_000)
