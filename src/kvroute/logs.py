@@ -11,9 +11,9 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import Literal, TextIO
+from typing import Annotated, Literal, TextIO
 
-from kvroute.options import Options, option
+from kvroute.options import Options, Switch, option
 
 ACCESS = "kvroute.access"
 """Logger of the one line per request, written at its end."""
@@ -36,6 +36,12 @@ class LoggingOptions(Options):
         "Write one info line per finished request.",
         higher="each request is traceable",
         lower="saves a little time on every request",
+    )
+    hyperpod_lines: Annotated[bool, Switch] = option(
+        False,
+        "Also log, for `kvaware`, the lines that HyperPod's documentation tells people to look for: `Worker "
+        "registered: ...`, `Routing request to ... found by kvaware router`, `Matched instance url None`.",
+        higher="on: one more line per request",
     )
 
 

@@ -21,6 +21,7 @@ from kvroute import __version__
 
 _LATENCY_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 _ROUTING_S = (25e-6, 50e-6, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.05)
+_ERROR_TOKENS = (0, 16, 32, 64, 128, 256, 512, 1024, 4096, 16384, 65536)
 _BYTES = (256, 1024, 4096, 16384, 65536, 262144, 1048576, 4194304, 16777216, 67108864)
 
 
@@ -192,6 +193,25 @@ class Metrics(Collector):
             "Cached prompt tokens according to the workers' own `usage`.",
             ["model", "worker"],
         )
+        self.inexact = self._counter(
+            "kvroute_inexact_prompts",
+            "Requests routed on the approximate view because their tokens were not known, by why.",
+            ["model", "cause"],
+        )
+        self._predictions = self._counter(
+            "kvroute_predictions",
+            "Predicted cached tokens, once the worker reported its own, by the slowest tier predicted.",
+            ["strategy", "worker", "tier", "outcome"],
+        )
+        self._prediction_error = self._histogram(
+            "kvroute_prediction_error_tokens",
+            "Difference between predicted and reported cached tokens, either way.",
+            _ERROR_TOKENS,
+            ["strategy", "worker", "tier"],
+        )
+        self.map_demotions = self._counter(
+            "kvroute_map_demotions", "Maps of workers no longer believed, by why.", ["worker", "cause"]
+        )
         self.retries = self._counter("kvroute_retries", "Attempts repeated on another worker.", ["cause"])
         self.retries_denied = self._counter(
             "kvroute_retries_denied", "Attempts that the retry budget forbade to repeat."
@@ -249,6 +269,11 @@ class Metrics(Collector):
         pair[0].inc(prompt_tokens)
         if cached_tokens:
             pair[1].inc(cached_tokens)
+
+    def predicted(self, strategy: str, worker: str, tier: str, outcome: str, error_tokens: int) -> None:
+        """Count how a prediction did."""
+        self._predictions.labels(strategy, worker, tier, outcome).inc()
+        self._prediction_error.labels(strategy, worker, tier).observe(error_tokens)
 
     def forget_worker(self, worker: str) -> None:
         """Drop the remembered children of a worker that left; its series stay until the process ends."""

@@ -24,10 +24,16 @@ import pytest_asyncio
 
 from kvroute.clock import SystemClock
 from kvroute.deploy.engine_install import DEFAULT_PATH, EngineVenv, separate_environment
+from kvroute.deploy.ports import free_ports
 from kvroute.deploy.processes import ChildProcess, ChildSpec
 from kvroute.deploy.tiny_model import write_tiny_model
-from kvroute.deploy.up import free_ports
-from kvroute.deploy.vllm_command import CpuPlacement, VllmSpec, vllm_argv, vllm_environment
+from kvroute.deploy.vllm_command import (
+    CpuPlacement,
+    KvEventsEndpoint,
+    VllmSpec,
+    vllm_argv,
+    vllm_environment,
+)
 
 MODEL = "tiny"
 BLOCK_SIZE = 32
@@ -156,11 +162,13 @@ async def start_engine(engine_venv: EngineVenv, model_folder: Path, logs: Path) 
     started: list[ChildProcess] = []
 
     async def start(name: str, *, core: int, blocks: int) -> Engine:
+        port, events, replay = free_ports(3)
         spec = VllmSpec(
             model=str(model_folder),
             served_name=MODEL,
             host="127.0.0.1",
-            port=free_ports(1)[0],
+            port=port,
+            kv_events=KvEventsEndpoint(f"tcp://*:{events}", f"tcp://*:{replay}"),
             placement=CpuPlacement((cores[core % len(cores)],), kv_cache_gib=1),
             block_size=BLOCK_SIZE,
             num_gpu_blocks=blocks + 1,  # the engine keeps one for itself
@@ -218,9 +226,13 @@ def start_gateway(engines: list[Engine], logs: Path) -> StartGateway:
 
 
 async def both_routable(url: str, count: int) -> None:
-    """Wait until the gateway at `url` has `count` healthy workers."""
+    """Wait until the gateway at `url` has `count` healthy workers, and nothing more to say of them: their
+    caches are followed and their tokens known, where its strategy asks for that."""
     async with httpx.AsyncClient(trust_env=False) as http, asyncio.timeout(GATEWAY_READY_S):
-        while (await http.get(f"{url}/ready")).text.count('"healthy"') < count:
+        while True:
+            ready = (await http.get(f"{url}/ready")).json()
+            if [*ready["workers"].values()].count("healthy") >= count and not ready["notes"]:
+                return
             await asyncio.sleep(0.05)
 
 
@@ -303,6 +315,26 @@ async def _chat(
         cached = usage.prompt_tokens_details.cached_tokens or 0
         turns.append(Turn(number, worker, usage.prompt_tokens, cached, usage.completion_tokens))
     return turns
+
+
+@pytest.fixture(scope="session")
+def chats_through(
+    engines: list[Engine], start_gateway: StartGateway, hold_chats: Callable[..., Awaitable[list[Turn]]]
+) -> Callable[..., Awaitable[list[Turn]]]:
+    """`(strategy, seed, shape)` -> every turn of those chats through a new gateway, on workers with
+    empty caches. Asked again for the same, it answers from memory."""
+    known: dict[tuple[str, int, ChatShape], list[Turn]] = {}
+
+    async def measure(strategy: str, seed: int, shape: ChatShape = SHAPE) -> list[Turn]:
+        key = strategy, seed, shape
+        if key not in known:
+            for engine in engines:
+                await engine.forget()
+            async with start_gateway(strategy) as gateway:
+                known[key] = await hold_chats(gateway.url, seed=seed, shape=shape)
+        return known[key]
+
+    return measure
 
 
 def _text(chooser: random.Random, words: list[str], count: int) -> str:

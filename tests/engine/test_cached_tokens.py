@@ -30,15 +30,11 @@ async def whole(engines, start_engine):
 
 
 @pytest.fixture(scope="module")
-def cached_tokens(engines, start_gateway, hold_chats):
+def cached_tokens(chats_through):
     """`(strategy, seed)` -> tokens that both workers found in their caches."""
 
     async def measure(strategy: str, seed: int) -> int:
-        for engine in engines:
-            await engine.forget()
-        async with start_gateway(strategy) as gateway:
-            turns = await hold_chats(gateway.url, seed=seed)
-        return sum(turn.cached_tokens for turn in turns)
+        return sum(turn.cached_tokens for turn in await chats_through(strategy, seed))
 
     return measure
 
@@ -78,15 +74,12 @@ async def test_prefixaware_keeps_most_of_what_one_big_worker_would(
 
 
 async def test_a_common_system_prompt_does_not_pull_all_chats_to_one_worker(
-    engines, start_gateway, hold_chats, chat_shape, capsys
+    engines, chats_through, chat_shape, capsys
 ) -> None:
     shape = replace(chat_shape, common_tokens=COMMON_TOKENS)
     ratios = []
     for seed in SEEDS:
-        for engine in engines:
-            await engine.forget()
-        async with start_gateway("prefixaware") as gateway:
-            turns = await hold_chats(gateway.url, seed=seed, shape=shape)
+        turns = await chats_through("prefixaware", seed, shape)
         computed = Counter({engine.name: 0 for engine in engines})
         for turn in turns:
             computed[turn.worker] += turn.computed_tokens

@@ -355,7 +355,7 @@ async def test_a_new_start_time_is_a_restart(watched: Watched) -> None:
 
     await watched.clock.advance(6.0)
 
-    assert watched.changes == [(FleetChange.RESTARTED, "a")]
+    assert watched.changes == [(FleetChange.RESTARTED, "a"), (FleetChange.MODELS, "a")]
     assert watched["a"].state is HEALTHY
     assert watched["a"].models == {"n"}, "read again because of the restart"
 

@@ -101,7 +101,7 @@ def keep_busy(workers, utilisation: float, until: float = 100.0) -> None:
 
 def test_own_work_is_charged_for_the_delay_of_others_when_the_fleet_is_busy(model, workers, query) -> None:
     keep_busy(workers, 0.5)
-    pressure = model.pressure(workers, 100.0)
+    pressure = model.pressure([worker.load for worker in workers], 100.0)
     assert pressure.utilisation == pytest.approx(0.5, rel=0.05)
     assert pressure.mean_own_s == pytest.approx(0.5)
 
@@ -275,7 +275,7 @@ def test_a_worker_busier_than_the_mean_is_charged_for_what_it_would_do(history, 
     assert order(by_weight[8])[0] != A
     holder = next(candidate for candidate in by_weight[8] if candidate.worker is workers[A])
     other = next(candidate for candidate in by_weight[0] if candidate.worker is workers[A])
-    mean = CostModel(history).pressure(workers, 100.0).utilisation
+    mean = CostModel(history).pressure([worker.load for worker in workers], 100.0).utilisation
     charged = holder.terms.marginal - other.terms.marginal
     assert charged == pytest.approx(8 * 2 * mean * holder.prefill_s), "its utilisation is 3 x the mean"
 

@@ -6,10 +6,15 @@ import pytest
 
 from kvroute.index.radix_history import RadixHistory
 from kvroute.options import Options
+from kvroute.routing.caches import NoMap
 from kvroute.routing.cost import CostModel
 from kvroute.routing.decision import Needs
 from kvroute.routing.options import RoutingOptions
 from kvroute.routing.registry import STRATEGIES
+from kvroute.routing.strategies.kvaware import CacheViews
+from kvroute.routing.transfers import Transfers
+
+NO_VIEWS = CacheViews(NoMap(), RadixHistory(0), Transfers())
 
 
 @pytest.fixture
@@ -20,7 +25,7 @@ def history():
 @pytest.fixture(params=STRATEGIES)
 def strategy(request, history):
     registered = STRATEGIES[request.param]
-    return registered.make(registered.options(), CostModel(history), history)
+    return registered.make(registered.options(), CostModel(history), history, NO_VIEWS)
 
 
 @pytest.fixture
@@ -42,7 +47,7 @@ def test_is_registered_under_its_name_with_options_of_its_own(name, history) -> 
 
     assert issubclass(registered.options, Options)
     assert isinstance(getattr(RoutingOptions(), name), registered.options)
-    strategy = registered.make(registered.options(), CostModel(history), history)
+    strategy = registered.make(registered.options(), CostModel(history), history, NO_VIEWS)
     assert strategy.name == name
     assert isinstance(strategy.needs, Needs)
 

@@ -20,12 +20,16 @@ from kvroute.app.config_sources import (
     from_file,
     unknown,
 )
+from kvroute.app.metrics_options import MetricsOptions
 from kvroute.errors import ConfigError, InvalidConfig
+from kvroute.events.lmcache_options import LMCacheOptions
+from kvroute.events.options import KvEventsOptions
 from kvroute.fleet.options import FleetOptions
 from kvroute.gateway.options import AdminOptions, ServerOptions
 from kvroute.logs import LoggingOptions
 from kvroute.options import Options, option
 from kvroute.routing.options import RoutingOptions
+from kvroute.tokens.options import TokensOptions
 from kvroute.upstream.options import UpstreamOptions
 from kvroute.upstream.retry_options import RetryOptions
 
@@ -39,9 +43,13 @@ class Config(Options):
     admin: AdminOptions = option(default_factory=AdminOptions)
     fleet: FleetOptions = option(default_factory=FleetOptions)
     routing: RoutingOptions = option(default_factory=RoutingOptions)
+    tokens: TokensOptions = option(default_factory=TokensOptions)
+    kv_events: KvEventsOptions = option(default_factory=KvEventsOptions)
+    lmcache: LMCacheOptions = option(default_factory=LMCacheOptions)
     upstream: UpstreamOptions = option(default_factory=UpstreamOptions)
     retries: RetryOptions = option(default_factory=RetryOptions)
     logging: LoggingOptions = option(default_factory=LoggingOptions)
+    metrics: MetricsOptions = option(default_factory=MetricsOptions)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Iterable
+from contextlib import AsyncExitStack
 from types import TracebackType
 from typing import Self
 
@@ -12,6 +13,8 @@ from fastapi import FastAPI
 from prometheus_client.core import Metric
 
 from kvroute.app.config import Config, masked
+from kvroute.app.following import Following
+from kvroute.app.metrics_compat import VllmRouterMetrics
 from kvroute.clock import Clock, SystemClock
 from kvroute.fleet.discovery.registry import sources_of
 from kvroute.fleet.discovery.source import Discoverer
@@ -19,9 +22,11 @@ from kvroute.fleet.fleet import Fleet, FleetChange
 from kvroute.fleet.health import HealthMonitor
 from kvroute.fleet.probe import Prober, probe_client
 from kvroute.fleet.worker import HealthState, Worker
+from kvroute.gateway import hyperpod
 from kvroute.gateway.access import KeyCheck
 from kvroute.gateway.admin import admin_routes
 from kvroute.gateway.application import build_application
+from kvroute.gateway.audit import PredictionAudit
 from kvroute.gateway.control import control_routes
 from kvroute.gateway.dataplane import DataPlane
 from kvroute.gateway.exchange import Collaborators
@@ -30,6 +35,7 @@ from kvroute.gateway.planner import Planner
 from kvroute.gateway.session_key import session_key_sources
 from kvroute.gateway.stored import ResponseOwners, StoredResponses
 from kvroute.metrics import Gauges, Metrics, counter, gauge
+from kvroute.routing.audit import Audit
 from kvroute.routing.router import Router
 from kvroute.tokens.estimate import TokenEstimator
 from kvroute.upstream.retry import RetryBudget
@@ -50,10 +56,15 @@ class Runtime:
         self._clock = clock = clock or SystemClock()
         self.metrics = Metrics()
         self.fleet = Fleet(config.fleet.aliases, created=int(clock.wall()))
-        self.router = Router(config.routing)
-        self._estimator = TokenEstimator()
         self._client = probe_client()
         worker_key = config.fleet.worker_api_key
+        follows = "kvaware" in config.routing.strategies_used() or config.server.allow_strategy_header
+        self.following: Following | None = None
+        if follows:
+            self.following = Following(config, self.fleet, self.metrics, clock, self._place_left)
+        self.router = Router(config.routing, caches=self.following.caches if self.following else None)
+        self._estimator = TokenEstimator()
+        self.audit = Audit(config.routing.kvaware.audit)
         prober = Prober(
             self._client,
             timeout_s=config.fleet.health.timeout_s,
@@ -71,9 +82,19 @@ class Runtime:
         self.application = self._application()
         self.fleet.subscribe(self._fleet_changed)
         self.metrics.registry.register(Gauges(self._fleet_gauges, self._index_gauges))
+        if self.following is not None:
+            self.metrics.registry.register(Gauges(self.following.gauges))
+        if config.metrics.compat == "vllm-router":
+            compat = VllmRouterMetrics(
+                self.metrics, self.fleet, clock, window_s=config.metrics.compat_window_s
+            )
+            self.metrics.registry.register(Gauges(compat))
         self._tasks: list[asyncio.Task[None]] = []
+        self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
+        if self.following is not None:
+            await self._stack.enter_async_context(self.following)
         self._tasks = [
             asyncio.create_task(self._discoverer.run(), name="discovery"),
             asyncio.create_task(self.health.run(), name="health"),
@@ -89,6 +110,7 @@ class Runtime:
             if isinstance(outcome, Exception):
                 log.error("a background task failed", exc_info=outcome)
         await self.plane.aclose()
+        await self._stack.aclose()
         await self._transports.aclose()
         await self._client.aclose()
 
@@ -105,6 +127,7 @@ class Runtime:
             estimator=self._estimator,
             owners=self._owners,
             journal=self._journal,
+            audit=PredictionAudit(self.audit, self.metrics, self.following),
             clock=self._clock,
             retry_statuses=frozenset(config.retries.statuses),
         )
@@ -130,6 +153,8 @@ class Runtime:
             stored,
             use,
             KeyCheck(keys),
+            preparer=self.following.preparer if self.following else None,
+            announce=hyperpod.routed if config.logging.hyperpod_lines else None,
             worker_authorization=worker_authorization,
             drops_authorization=bool(keys),
             held_bytes=config.upstream.read_buffer_bytes,
@@ -146,11 +171,22 @@ class Runtime:
             KeyCheck([admin_key.get_secret_value()] if admin_key else []),
             self._clock,
             lambda: masked(self._config),
+            self.audit,
+            self.following.describe if self.following else dict,
         )
-        return build_application(self.plane, control_routes(self.plane, self.fleet, self.router), admin)
+        notes = self.following.notes if self.following else list
+        control = control_routes(self.plane, self.fleet, self.router, notes)
+        return build_application(self.plane, control, admin)
+
+    def _place_left(self, slot: int) -> None:
+        self.router.slot_left(slot)
 
     def _fleet_changed(self, change: FleetChange, worker: Worker) -> None:
         """Let what hangs on a worker follow it."""
+        if self.following is not None:
+            self.following.fleet_changed(change, worker)
+        if change in (FleetChange.LEFT, FleetChange.RESTARTED):
+            self.audit.forget(worker.id)
         match change:
             case FleetChange.JOINED:
                 self.router.worker_joined(worker)

@@ -36,6 +36,8 @@ class FleetChange(StrEnum):
     """Its process is a new one: whatever its cache held is gone."""
     CAPACITY = "capacity"
     """`capacity_tokens` or `block_size` changed."""
+    MODELS = "models"
+    """It serves other models, or describes them otherwise."""
     STATE = "state"
     EJECTED = "ejected"
     """After STATE, if it was healthy until now; `Worker.ejection` says why."""
@@ -242,7 +244,7 @@ class Fleet:
         if (worker.capacity_tokens, worker.block_size) != before[1:]:
             changes.append((FleetChange.CAPACITY, worker))
         if _served(facts) != _served(before[0]):
-            self._changed(*changes)
+            self._changed(*changes, (FleetChange.MODELS, worker))
             return
         for change, changed in changes:
             self._tell(change, changed)

@@ -18,6 +18,7 @@ from kvroute.gateway.access import KeyCheck, check_admin
 from kvroute.gateway.asgi import read_body
 from kvroute.gateway.journal import Journal
 from kvroute.openai.json import parse_object
+from kvroute.routing.audit import Audit
 from kvroute.routing.router import Router
 
 _MAX_BODY_BYTES = 64 * 1024
@@ -30,8 +31,11 @@ def admin_routes(
     keys: KeyCheck,
     clock: Clock,
     masked_config: Callable[[], Mapping[str, Any]],
+    audit: Audit,
+    caches: Callable[[], Mapping[str, Any]],
 ) -> APIRouter:
-    """Routes under /admin. `masked_config` gives the resolved configuration without its secrets."""
+    """Routes under /admin. `masked_config` gives the resolved configuration without its secrets, `caches`
+    what is known of the workers' caches beside what was sent there."""
 
     def guard(request: Request) -> None:
         check_admin(keys, request.scope["headers"], request.client.host if request.client else None)
@@ -89,7 +93,11 @@ def admin_routes(
 
     @routes.get("/index", summary="What the prefix index holds, per worker")
     async def index() -> dict[str, Any]:
-        return router.describe_index(fleet.workers())
+        return router.describe_index(fleet.workers()) | {"caches": caches()}
+
+    @routes.get("/audit", summary="Predicted against reported cached tokens, by strategy, worker and tier")
+    async def predictions() -> dict[str, Any]:
+        return audit.describe()
 
     @routes.get("/decisions", summary="The last routing decisions, newest first, with their arithmetic")
     async def decisions(limit: int = Query(100, ge=1, le=1000)) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from fastapi import APIRouter, Depends, Request, Response
@@ -21,8 +22,11 @@ _EXPLAINED = ENDPOINTS["/invocations"]
 """Takes any JSON body of the others."""
 
 
-def control_routes(plane: DataPlane, fleet: Fleet, router: Router) -> APIRouter:
-    """Everything but the relayed endpoints and the admin API."""
+def control_routes(
+    plane: DataPlane, fleet: Fleet, router: Router, notes: Callable[[], list[str]] = list
+) -> APIRouter:
+    """Everything but the relayed endpoints and the admin API. `notes` is what `/ready` says beside its
+    verdict."""
     routes = APIRouter()
 
     def with_key(request: Request) -> None:
@@ -43,7 +47,12 @@ def control_routes(plane: DataPlane, fleet: Fleet, router: Router) -> APIRouter:
         if not plane.is_open:
             reasons = ["the gateway is shutting down"]
         workers = {worker.id: worker.state.value for worker in fleet.workers()}
-        body: dict[str, Any] = {"ready": not reasons, "reasons": reasons, "workers": workers}
+        body: dict[str, Any] = {
+            "ready": not reasons,
+            "reasons": reasons,
+            "workers": workers,
+            "notes": notes(),
+        }
         return JSONResponse(body, status_code=503 if reasons else 200)
 
     @routes.get("/version", tags=["gateway"], summary="Version of the gateway")
@@ -90,7 +99,13 @@ def control_routes(plane: DataPlane, fleet: Fleet, router: Router) -> APIRouter:
         parsed = parse_request(_EXPLAINED, body)
         previous = parsed.text("previous_response_id")
         owner = await plane.stored.find(previous) if previous else None
-        plan = plane.planner.plan(parsed, b"", headers, plane.clock.now(), owner, with_session=True)
+        model = plane.planner.unprepared(parsed, headers)
+        prepared = None
+        if model is not None and plane.preparer is not None:
+            prepared = await plane.preparer.prepare(parsed, model)
+        plan = plane.planner.plan(
+            parsed, b"", headers, plane.clock.now(), owner, with_session=True, prepared=prepared
+        )
         unroutable = [
             {
                 "worker": worker.id,

@@ -21,10 +21,13 @@ from kvroute.gateway.downstream import AsgiAnswer, Downstream
 from kvroute.gateway.exchange import CLIENT_LEFT, Collaborators, Exchange, refuse
 from kvroute.gateway.failures import InternalError
 from kvroute.gateway.journal import Record
+from kvroute.gateway.pending import Going, Pending
 from kvroute.gateway.planner import Plan, Planner
+from kvroute.gateway.preparation import Prepared, Preparer
 from kvroute.gateway.stored import StoredResponses
 from kvroute.openai.endpoints import Endpoint, ErrorShape
 from kvroute.openai.request import InferenceRequest, parse_request
+from kvroute.routing.decision import RouteDecision
 from kvroute.upstream.headers import relayed_fields
 
 log = logging.getLogger(__name__)
@@ -37,8 +40,9 @@ class DataPlane:
 
     `worker_authorization` replaces the client's Authorization header towards workers;
     `drops_authorization` takes that header out, because it is a key of this gateway. `held_bytes` is how
-    much of an answer is kept for a slow client. Mutable: `_running` and `_watchers` hold what is under
-    way; `close_admission` and `cut` end it.
+    much of an answer is kept for a slow client; `preparer` is for strategies that want a prompt's tokens;
+    `announce` hears each decision. Mutable: `_running`, `_preparing` and `_watchers` hold what is under way;
+    `close_admission` and `cut` end it.
     """
 
     def __init__(
@@ -48,6 +52,8 @@ class DataPlane:
         use: Collaborators,
         keys: KeyCheck,
         *,
+        preparer: Preparer | None = None,
+        announce: Callable[[RouteDecision], None] | None = None,
         worker_authorization: bytes | None,
         drops_authorization: bool,
         max_body_bytes: int,
@@ -56,6 +62,8 @@ class DataPlane:
     ) -> None:
         self.planner = planner
         self.stored = stored
+        self.preparer = preparer
+        self._announce = announce
         self.use = use
         self.journal = use.journal
         self.clock = use.clock
@@ -70,7 +78,8 @@ class DataPlane:
         )
         """Ready header lines that workers see instead."""
         self._max_in_flight = max_in_flight
-        self._running: set[Exchange] = set()
+        self._running: set[Going] = set()
+        self._preparing: set[asyncio.Task[None]] = set()
         self._watchers: set[asyncio.Task[None]] = set()
         self._is_open = True
         self._id_prefix = secrets.token_hex(8)
@@ -128,13 +137,76 @@ class DataPlane:
         record: Record,
         client: Downstream,
         owner: WorkerId | None = None,
+    ) -> Going:
+        """Plan the request and begin its exchange, at once or, where its tokens are wanted first, soon.
+        Raises what `Planner.plan` raises."""
+        model = self.planner.unprepared(request, headers)
+        if model is not None and self.preparer is not None:
+            return self._later(self.preparer, model, request, target, headers, fields, record, client, owner)
+        return self._now(request, target, headers, fields, record, client, owner, None)
+
+    def _now(
+        self,
+        request: InferenceRequest,
+        target: bytes,
+        headers: Headers,
+        fields: bytes,
+        record: Record,
+        client: Downstream,
+        owner: WorkerId | None,
+        prepared: Prepared | None,
     ) -> Exchange:
-        """Plan the request and begin its exchange. Raises what `Planner.plan` raises."""
         now = self.clock.now()
-        plan = self.planner.plan(request, target, headers, now, owner)
+        plan = self.planner.plan(request, target, headers, now, owner, prepared=prepared)
         record.model, record.tokens, record.decision = plan.model, plan.query.tokens, plan.decision
         self.metrics.routing_time.observe(self.clock.now() - record.started)
+        if self._announce is not None:
+            self._announce(plan.decision)
         return self.begin(plan, fields, record, client)
+
+    def _later(
+        self,
+        preparer: Preparer,
+        model: str,
+        request: InferenceRequest,
+        target: bytes,
+        headers: Headers,
+        fields: bytes,
+        record: Record,
+        client: Downstream,
+        owner: WorkerId | None,
+    ) -> Pending:
+        shape = request.endpoint.errors
+
+        async def prepare() -> Exchange | None:
+            exchange = None
+            try:
+                prepared = await preparer.prepare(request, model)
+                exchange = self._now(request, target, headers, fields, record, client, owner, prepared)
+            except GatewayError as error:
+                self.refuse(record, error, client, shape)
+            except Exception:  # noqa: BLE001 - logged by `failed`
+                self.failed(record, client, shape)
+            self._ended(pending)
+            return exchange
+
+        def left(pending: Pending, by: str) -> None:
+            self._ended(pending)
+            record.ended_by = by
+            self.metrics.streams_aborted.labels(by).inc()
+            if by == "client":
+                client.cut()
+                record.status = CLIENT_LEFT
+                self.journal.finished(record)
+            else:
+                self.refuse(record, ShuttingDown("The gateway is shutting down."), client, shape)
+
+        pending = Pending(prepare, left)
+        self._preparing.add(pending.task)
+        pending.task.add_done_callback(self._preparing.discard)
+        self._running.add(pending)
+        self.metrics.in_flight.inc()
+        return pending
 
     def begin(self, plan: Plan, fields: bytes, record: Record, client: Downstream) -> Exchange:
         """Start an exchange; it ends by itself, or by `Exchange.end`."""
@@ -154,7 +226,7 @@ class DataPlane:
         log.exception("a request failed")
         self.refuse(record, InternalError("Internal error."), client, shape)
 
-    async def deliver(self, exchange: Exchange, answer: AsgiAnswer, receive: Receive, send: Send) -> None:
+    async def deliver(self, exchange: Going, answer: AsgiAnswer, receive: Receive, send: Send) -> None:
         """See an exchange through ASGI, while watching for its client to leave."""
         watcher = asyncio.create_task(_watch(receive, exchange.end))
         self._watchers.add(watcher)
@@ -168,10 +240,10 @@ class DataPlane:
     async def aclose(self) -> None:
         """End what is left, wait for the watchers, write the last lines."""
         self.cut()
-        await asyncio.gather(*self._watchers, return_exceptions=True)
+        await asyncio.gather(*self._watchers, *self._preparing, return_exceptions=True)
         self.journal.flush()
 
-    def _ended(self, exchange: Exchange) -> None:
+    def _ended(self, exchange: Going) -> None:
         self._running.discard(exchange)
         self.metrics.in_flight.dec()
 

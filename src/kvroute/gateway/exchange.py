@@ -27,6 +27,7 @@ from kvroute.errors import (
 )
 from kvroute.fleet.health import HealthMonitor
 from kvroute.gateway.asgi import Headers, header
+from kvroute.gateway.audit import PredictionAudit
 from kvroute.gateway.downstream import Downstream
 from kvroute.gateway.failures import InternalError, answer_error, error_event
 from kvroute.gateway.journal import Journal, Record
@@ -48,7 +49,16 @@ log = logging.getLogger(__name__)
 
 _RETRYABLE = (ConnectRefused, ConnectTimeout, ConnectionLost, PoolExhausted)
 _WITHOUT_BODY = (204, 304)
-_DROPPED = HOP_BY_HOP | {b"x-request-id", b"x-kvroute-worker", b"x-kvroute-strategy", b"x-kvroute-reason"}
+_DROPPED = HOP_BY_HOP | {
+    b"x-request-id",
+    b"x-kvroute-worker",
+    b"x-kvroute-strategy",
+    b"x-kvroute-reason",
+    b"x-kvroute-hit-tokens",
+    b"x-kvroute-hit-tiers",
+}
+_PREDICTING = frozenset({"prefixaware", "kvaware"})
+_RANK_FIELD = b"x-data-parallel-rank:"
 _DROPPED_WITHOUT_BODY = _DROPPED | {b"content-length"}
 CLIENT_LEFT = 499
 """nginx's status for a request whose client left before its answer began; only metrics and logs see it."""
@@ -66,6 +76,7 @@ class Collaborators:
     estimator: TokenEstimator
     owners: ResponseOwners
     journal: Journal
+    audit: PredictionAudit
     clock: Clock
     retry_statuses: frozenset[int]
 
@@ -181,14 +192,17 @@ class Exchange:
         self._submit(candidate)
 
     def _submit(self, candidate: Candidate, *, fresh: bool = False) -> None:
-        plan = self._plan
+        plan, fields = self._plan, self._fields
         transport = self._use.transports.of(candidate.worker)
+        rank = candidate.rank
+        if rank is not None and _RANK_FIELD not in fields.lower():
+            fields += b"%b %d\r\n" % (_RANK_FIELD, rank)
         try:
             head = relayed_head(
                 plan.method,
                 plan.target,
                 transport.host,
-                self._fields,
+                fields,
                 self._record.request_id.encode("latin-1"),
                 len(plan.body),
             )
@@ -282,6 +296,8 @@ class Exchange:
             (b"x-kvroute-strategy", decision.strategy.encode()),
             (b"x-kvroute-reason", decision.reason.encode()),
         )
+        if decision.strategy in _PREDICTING:
+            headers += _hits(candidate)
         self._is_started = True
         self._client.start(status, headers)
         self._relay()
@@ -310,6 +326,8 @@ class Exchange:
         if response.status == 200 and (usage := usage_in(self._before_last, self._last)):
             use.metrics.reported(plan.model, record.worker, usage.prompt_tokens, usage.cached_tokens)
             use.estimator.observe(plan.model, plan.prompts, usage.prompt_tokens)
+            assert self._candidate is not None
+            use.audit.answered(plan, self._candidate, usage)
 
     def _broken(self, error: UpstreamError) -> None:
         """The worker broke off its answer."""
@@ -339,6 +357,16 @@ class Exchange:
         self._give_back()
         self._use.journal.finished(self._record)
         self._ended(self)
+
+
+def _hits(candidate: Candidate) -> tuple[tuple[bytes, bytes], ...]:
+    """The predicted `cached_tokens` of the worker that answers, in all and by tier."""
+    held, tokens = candidate.held, candidate.matched_tokens
+    gpu, l1, l2 = (tokens, 0, 0) if held is None else held.tokens
+    return (
+        (b"x-kvroute-hit-tokens", b"%d" % tokens),
+        (b"x-kvroute-hit-tiers", b"gpu=%d;l1=%d;l2=%d" % (gpu, l1, l2)),
+    )
 
 
 def refuse(

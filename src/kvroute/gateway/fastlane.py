@@ -18,8 +18,8 @@ from uvicorn.server import ServerState
 from kvroute.errors import GatewayError
 from kvroute.gateway.asgi import Headers
 from kvroute.gateway.dataplane import DataPlane, left
-from kvroute.gateway.exchange import Exchange
 from kvroute.gateway.journal import Record
+from kvroute.gateway.pending import Going
 from kvroute.gateway.plain import PlainRequest, PlainRequests
 from kvroute.openai.endpoints import ENDPOINTS
 from kvroute.upstream.deadline import Deadline
@@ -73,7 +73,7 @@ class FastLaneProtocol(HttpToolsProtocol):
         self._record: Record | None = None
         self._segments: list[bytes] = []
         self._missing_bytes = 0
-        self._exchange: Exchange | None = None
+        self._exchange: Going | None = None
         self._head = b""
         self._is_chunked = False
         self._ahead = b""

@@ -7,16 +7,18 @@ from dataclasses import dataclass
 
 from xxhash import xxh3_64_intdigest
 
-from kvroute.blocks.keys import BLOCK_BYTES, BYTES_PER_TOKEN, CacheSpace
+from kvroute.blocks.keys import BLOCK_BYTES, BYTES_PER_TOKEN, CacheSpace, PromptKeys
 from kvroute.errors import InvalidRequest, NoRoutableWorker
 from kvroute.fleet.fleet import Fleet
 from kvroute.fleet.worker import WorkerId
 from kvroute.gateway.asgi import Headers, header
+from kvroute.gateway.preparation import Prepared
 from kvroute.gateway.session_key import SessionKeySource, session_key
 from kvroute.openai.alias import with_model
 from kvroute.openai.endpoints import ErrorShape
 from kvroute.openai.prompt import Prompt, cache_salt_of, prompts_of
 from kvroute.openai.request import InferenceRequest
+from kvroute.routing.caches import ExactPrompt
 from kvroute.routing.decision import Needs, RouteDecision, RouteQuery
 from kvroute.routing.router import Router
 from kvroute.tokens.estimate import TokenEstimator
@@ -61,6 +63,7 @@ class Planner:
         self._session_keys = tuple(session_keys)
         self._spaces: dict[str, CacheSpace] = {}  # of models that exist: their names come from workers
         self._allow_strategy_header = allow_strategy_header
+        self._may_need_tokens = allow_strategy_header or router.may_need(Needs.TOKENS)
 
     def plan(
         self,
@@ -71,9 +74,11 @@ class Planner:
         owner: WorkerId | None = None,
         *,
         with_session: bool = False,
+        prepared: Prepared | None = None,
     ) -> Plan:
         """Choose. `owner` is the worker that holds the stored response which the request continues;
-        `with_session` looks for a session key even if the strategy does not ask for one.
+        `with_session` looks for a session key even if the strategy does not ask for one; `prepared` is what
+        `unprepared` asked for.
 
         Raises ModelNotFound, InvalidRequest (no model named and several to choose from, or an unknown
         strategy asked for) and NoRoutableWorker.
@@ -92,7 +97,8 @@ class Planner:
         session = None
         if with_session or needs is Needs.SESSION_KEY:
             session = session_key(self._session_keys, request, headers)
-        prompts, query = self._query(request, model, now, session, needs is Needs.PROMPT)
+        wants_prompt = needs is Needs.PROMPT or needs is Needs.TOKENS
+        prompts, query = self._query(request, model, now, session, wants_prompt, prepared)
         decision = None
         if owner is not None:
             decision = self._router.pinned(query, view, owner)
@@ -102,6 +108,15 @@ class Planner:
         return Plan(
             b"POST", target, body, model, prompts, query, decision, endpoint.stores_response, endpoint.errors
         )
+
+    def unprepared(self, request: InferenceRequest, headers: Headers) -> str | None:
+        """The model whose tokenizer the request's strategy wants to hear before `plan`; None where it can
+        be planned at once, or fails to be. Raises what `plan` raises about names."""
+        if not self._may_need_tokens or not request.endpoint.fills_kv_cache:
+            return None
+        model = self._fleet.resolve(request.model)
+        strategy = self._router.strategy(model, self._asked_strategy(headers))
+        return model if strategy.needs is Needs.TOKENS else None
 
     def _asked_strategy(self, headers: Headers) -> str | None:
         if not self._allow_strategy_header:
@@ -123,14 +138,24 @@ class Planner:
         return space
 
     def _query(
-        self, request: InferenceRequest, model: str, now: float, session: str | None, wants_prompt: bool
+        self,
+        request: InferenceRequest,
+        model: str,
+        now: float,
+        session: str | None,
+        wants_prompt: bool,
+        prepared: Prepared | None,
     ) -> tuple[Sequence[Prompt], RouteQuery]:
         prompts: Sequence[Prompt] = ()
+        exact: tuple[ExactPrompt, ...] = ()
         if wants_prompt:
             prompts = prompts_of(request)
         if prompts:
             space = self._space(model, cache_salt_of(request))
             keys = tuple([self._estimator.prompt_keys(prompt, space) for prompt in prompts])
+            if prepared is not None and len(prepared.prompts) == len(keys):
+                exact = prepared.prompts
+                keys = tuple(map(_measured, keys, prompts, exact))
             tokens = sum([entry.tokens for entry in keys])
             fingerprint = space.seed
             for prompt, entry in zip(prompts, keys, strict=True):
@@ -150,4 +175,12 @@ class Planner:
             session_key=session,
             streamed=request.stream,
             fingerprint=fingerprint,
+            exact=exact,
+            inexact="" if exact or prepared is None else prepared.why_not or "unreadable",
         )
+
+
+def _measured(keys: PromptKeys, prompt: Prompt, exact: ExactPrompt) -> PromptKeys:
+    """The approximate view of a prompt whose tokens are known: its length is no estimate any more."""
+    share = BLOCK_BYTES / max(1, len(prompt.data))
+    return PromptKeys(keys.keys, exact.tokens, exact.tokens * share)

@@ -11,9 +11,11 @@ from typing import NamedTuple
 
 from xxhash import xxh3_64_intdigest
 
+from kvroute.fleet.load import WorkerLoad
 from kvroute.fleet.worker import Worker
 from kvroute.index.history import RouteHistory
 from kvroute.options import Options, option
+from kvroute.routing.caches import Held
 from kvroute.routing.decision import Candidate, CostTerms, RouteQuery
 from kvroute.routing.learning import Learned
 
@@ -207,11 +209,11 @@ class CostModel:
             )
         return costs
 
-    def pressure(self, workers: Sequence[Worker], now: float) -> Pressure:
+    def pressure(self, queues: Sequence[WorkerLoad], now: float) -> Pressure:
         busy: list[float] = []
         seconds = requests = 0.0
-        for worker in workers:
-            own_s, arrivals = worker.load.recent(now)
+        for queue in queues:
+            own_s, arrivals = queue.recent(now)
             busy.append(own_s)
             seconds += own_s
             requests += arrivals
@@ -223,16 +225,22 @@ class CostModel:
         workers: Sequence[Worker],
         matched_tokens: Sequence[int] | None = None,
         loads: Sequence[TierLoad] | None = None,
+        held_where: Sequence[Held] | None = None,
     ) -> list[Candidate]:
         """Every worker, cheapest first; ties by active tokens, then by prefill done lately, then by a hash
         of prompt and worker.
 
         `matched_tokens` says per worker how much of the prompt need not be computed there, `loads` what
-        fetching that from slower tiers takes. About 2 us a worker.
+        fetching that from slower tiers takes, `held_where` goes into the candidates as it is. A worker may
+        come several times, as its ranks. About 2 us a worker.
         """
         now, tokens = query.now, query.tokens
         costs = self.costs(query.model)
-        pressure = self.pressure(workers, now)
+        if held_where:
+            queues = [worker.load_of(held.rank) for worker, held in zip(workers, held_where, strict=True)]
+        else:
+            queues = [worker.load for worker in workers]
+        pressure = self.pressure(queues, now)
         rho = min(pressure.utilisation, MAX_UTILISATION)
         delay_factor = 0.5 * rho / (1 - rho) / pressure.mean_own_s if rho else 0.0
         balance, mean_busy, busy = costs.balance_weight, pressure.utilisation, pressure.busy
@@ -242,7 +250,7 @@ class CostModel:
         speeds = self._learned.speeds(query.model) if self._learned is not None else None
         ranking: list[Candidate] = []
         for place, worker in enumerate(workers):
-            load = worker.load
+            load = queues[place]
             held = matched_tokens[place] if matched_tokens else 0
             ready_s, transfer_s = loads[place] if loads else _NO_LOAD
             prefill_s = costs.prefill_s(tokens - held, held, prompts)
@@ -276,7 +284,8 @@ class CostModel:
             terms = new(
                 CostTerms, (wait_s, ready_s, prefill_s, memory_s, eviction_s, marginal_s, decode_s, ramp_s)
             )
-            ranking.append(new(Candidate, (worker, score, held, prefill_s, terms)))
+            where = held_where[place] if held_where else None
+            ranking.append(new(Candidate, (worker, score, held, prefill_s, terms, where)))
         ranking.sort(key=_score)
         best = ranking[0].score
         limit = best + best * costs.tie_share + costs.tie_s
@@ -315,9 +324,9 @@ def _break_tie(ranking: list[Candidate], limit: float, query: RouteQuery) -> Non
     now, fingerprint = query.now, query.fingerprint
 
     def rest(candidate: Candidate) -> tuple[int, float, int]:
-        worker = candidate.worker
-        done_s, _ = worker.load.recent(now)
-        return worker.load.active_tokens, done_s, xxh3_64_intdigest(worker.id.encode(), fingerprint)
+        worker, load = candidate.worker, candidate.queue
+        done_s, _ = load.recent(now)
+        return load.active_tokens, done_s, xxh3_64_intdigest(worker.id.encode(), fingerprint)
 
     winner = min((candidate for candidate in ranking if candidate.score <= limit), key=rest)
     bring_forward(ranking, winner.worker)

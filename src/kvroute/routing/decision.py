@@ -6,7 +6,9 @@ from enum import StrEnum
 from typing import Any, NamedTuple
 
 from kvroute.blocks.keys import PromptKeys
+from kvroute.fleet.load import WorkerLoad
 from kvroute.fleet.worker import Worker
+from kvroute.routing.caches import ExactPrompt, Held
 
 
 class Needs(StrEnum):
@@ -17,6 +19,8 @@ class Needs(StrEnum):
     """`RouteQuery.prompts` filled with block keys of the prompt's bytes."""
     SESSION_KEY = "session_key"
     """`RouteQuery.session_key`, where the request carries one."""
+    TOKENS = "tokens"
+    """`RouteQuery.exact` filled with the prompt's token ids, or `inexact` with why not; `prompts` too."""
 
 
 class Reason(StrEnum):
@@ -31,6 +35,13 @@ class Reason(StrEnum):
     PREFIX_SPILL = "prefix_spill"
     """Another worker holds more of the prompt, but waiting for it would cost more."""
     PREFIX_MISS = "prefix_miss"
+    KV_HIT = "kv_hit"
+    """No worker's caches hold more of the prompt."""
+    KV_SPILL = "kv_spill"
+    """Another worker's caches hold more of the prompt, but using them would cost more."""
+    KV_MISS = "kv_miss"
+    KV_APPROXIMATE = "kv_approximate"
+    """The prompt's tokens are not known, so what was sent where decided."""
     NO_PROMPT = "no_prompt"
     """The body carries nothing that a KV cache could hold, or could not be read: least load."""
     RESPONSE_OWNER = "response_owner"
@@ -43,7 +54,8 @@ class RouteQuery(NamedTuple):
 
     `prompts` has one entry per listed prompt (completions take several), `tokens` is their sum, or an
     estimate from the body's size where no prompt was read. `fingerprint` is a stable 64-bit hash of the
-    prompt: ties break by it, so that explain and the request that follows agree.
+    prompt: ties break by it, so that explain and the request that follows agree. `exact` has the same
+    prompts token by token, for strategies that ask for it; where it is empty, `inexact` says why.
     """
 
     model: str
@@ -53,6 +65,8 @@ class RouteQuery(NamedTuple):
     session_key: str | None = None
     streamed: bool = True
     fingerprint: int = 0
+    exact: tuple[ExactPrompt, ...] = ()
+    inexact: str = ""
 
 
 class CostTerms(NamedTuple):
@@ -84,13 +98,25 @@ class CostTerms(NamedTuple):
 
 
 class Candidate(NamedTuple):
-    """One routable worker in a ranking. `matched_tokens` is what of the prompt it is believed to hold."""
+    """One routable worker in a ranking. `matched_tokens` is what of the prompt it is believed to hold;
+    `held` says where, for strategies that know."""
 
     worker: Worker
     score: float
     matched_tokens: int
     prefill_s: float
     terms: CostTerms
+    held: Held | None = None
+
+    @property
+    def rank(self) -> int | None:
+        """Data-parallel rank to ask for; None where there is no choice."""
+        return None if self.held is None else self.held.rank
+
+    @property
+    def queue(self) -> WorkerLoad:
+        """The load that the request would join: the worker's, or its rank's."""
+        return self.worker.load_of(self.rank)
 
 
 class RouteDecision(NamedTuple):
@@ -111,7 +137,19 @@ class RouteDecision(NamedTuple):
                     "score_s": candidate.score,
                     "matched_tokens": candidate.matched_tokens,
                     "terms_s": candidate.terms._asdict(),
+                    **_where(candidate.held),
                 }
                 for candidate in self.ranking
             ],
         }
+
+
+def _where(held: Held | None) -> dict[str, Any]:
+    if held is None:
+        return {}
+    return {
+        "tiers": held.tokens._asdict(),
+        "data_parallel_rank": held.rank,
+        "believed_from": "cache events" if held.mapped else "what was sent there",
+        "map": held.why or "whole",
+    }

@@ -9,6 +9,7 @@ from pydantic import field_validator
 from kvroute.options import Options, Switch, option
 from kvroute.routing.cost import CostOptions
 from kvroute.routing.registry import STRATEGIES
+from kvroute.routing.strategies.kvaware import KvAwareOptions
 from kvroute.routing.strategies.prefixaware import PrefixAwareOptions
 from kvroute.routing.strategies.roundrobin import RoundRobinOptions
 from kvroute.routing.strategies.session import SessionOptions
@@ -45,6 +46,7 @@ class RoutingOptions(Options):
     roundrobin: RoundRobinOptions = option(default_factory=RoundRobinOptions)
     session: SessionOptions = option(default_factory=SessionOptions)
     prefixaware: PrefixAwareOptions = option(default_factory=PrefixAwareOptions)
+    kvaware: KvAwareOptions = option(default_factory=KvAwareOptions)
     models: dict[str, ModelRouting] = option(
         description="What single models do differently, by the name that their workers know.",
         default_factory=dict,
@@ -54,6 +56,11 @@ class RoutingOptions(Options):
     @classmethod
     def _known_strategy(cls, value: str) -> str:
         return _known_strategy(value)
+
+    def strategies_used(self) -> frozenset[str]:
+        """The fleet's strategy, and those of single models."""
+        own = (routing.strategy for routing in self.models.values())
+        return frozenset({self.strategy, *(name for name in own if name is not None)})
 
     def costs_of_models(self) -> dict[str, CostOptions]:
         """Full costs of the models that have their own."""

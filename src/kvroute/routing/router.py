@@ -8,33 +8,42 @@ from typing import Any, NamedTuple
 from kvroute.fleet.load import Reservation
 from kvroute.fleet.worker import ASSUMED_BLOCK_TOKENS, ASSUMED_CAPACITY_TOKENS, FleetView, Worker, WorkerId
 from kvroute.index.history import HistorySize, Lease, RouteHistory
+from kvroute.index.radix_history import RadixHistory
 from kvroute.index.registry import HISTORIES
+from kvroute.routing.caches import CacheMap, NoMap
 from kvroute.routing.capacity import PartSizes
 from kvroute.routing.cost import CostModel, Costs
-from kvroute.routing.decision import Candidate, Reason, RouteDecision, RouteQuery
+from kvroute.routing.decision import Candidate, Needs, Reason, RouteDecision, RouteQuery
 from kvroute.routing.learning import Learned
 from kvroute.routing.matching import matched_tokens
 from kvroute.routing.options import RoutingOptions
 from kvroute.routing.registry import STRATEGIES
+from kvroute.routing.strategies.kvaware import CacheViews
 from kvroute.routing.strategy import Strategy
+from kvroute.routing.transfers import Transfers
 
 
 class Dispatch:
     """One attempt of one request on one worker. Whoever dispatched it finishes it, in a `finally`."""
 
-    __slots__ = ("_leases", "_lesson", "_reservation", "worker")
+    __slots__ = ("_leases", "_lesson", "_reservations", "worker")
 
     def __init__(
-        self, worker: Worker, reservation: Reservation, leases: list[Lease], lesson: _Lesson | None = None
+        self,
+        worker: Worker,
+        reservations: list[Reservation],
+        leases: list[Lease],
+        lesson: _Lesson | None = None,
     ) -> None:
         self.worker = worker
-        self._reservation = reservation
+        self._reservations = reservations
         self._leases = leases
         self._lesson = lesson
 
     def first_token(self, now: float) -> None:
         """The first token of a streamed answer came: the prefill is done. Later calls do nothing."""
-        self._reservation.first_token(now)
+        for reservation in self._reservations:
+            reservation.first_token(now)
         if self._lesson is not None:
             self._lesson.learn(now)
             self._lesson = None
@@ -42,7 +51,8 @@ class Dispatch:
     def finish(self, now: float) -> None:
         """The attempt is over, however it ended: its load and its pinned blocks are given back. Later
         calls do nothing."""
-        self._reservation.finish(now)
+        for reservation in self._reservations:
+            reservation.finish(now)
         for lease in self._leases:
             lease.release()
 
@@ -79,7 +89,12 @@ class Router:
     short prompt on two workers takes about 20 us together (bench/micro_route.py).
     """
 
-    def __init__(self, options: RoutingOptions | None = None, history: RouteHistory | None = None) -> None:
+    def __init__(
+        self,
+        options: RoutingOptions | None = None,
+        history: RouteHistory | None = None,
+        caches: CacheMap | None = None,
+    ) -> None:
         options = options or RoutingOptions()
         if history is None:
             history = HISTORIES[options.prefixaware.index](ASSUMED_CAPACITY_TOKENS // ASSUMED_BLOCK_TOKENS)
@@ -88,8 +103,12 @@ class Router:
         self._sizes = PartSizes(history)
         self._learned = Learned() if options.learning else None
         self._costs = CostModel(history, options.costs, options.costs_of_models(), self._learned)
+        # Of no capacity: nothing stays in it that is not pinned by an unfinished request.
+        self._in_flight: RouteHistory = RadixHistory(0)
+        self._transfers = Transfers(options.kvaware.tiers)
+        views = CacheViews(caches or NoMap(), self._in_flight, self._transfers)
         self._strategies: dict[str, Strategy] = {
-            name: registered.make(getattr(options, name), self._costs, history)
+            name: registered.make(getattr(options, name), self._costs, history, views)
             for name, registered in STRATEGIES.items()
         }
 
@@ -100,6 +119,10 @@ class Router:
 
     def knows(self, name: str) -> bool:
         return name in self._strategies
+
+    def may_need(self, needs: Needs) -> bool:
+        """Whether a strategy that is configured, for all models or for one, wants this prepared."""
+        return any(self._strategies[name].needs is needs for name in self._options.strategies_used())
 
     def strategy(self, model: str, name: str | None = None) -> Strategy:
         """The strategy called `name`, else the model's; its `needs` says what a query should bring."""
@@ -130,17 +153,21 @@ class Router:
         queue, its blocks count as held and stay pinned until `Dispatch.finish`."""
         worker = candidate.worker
         lesson = self._lesson(query, candidate, now) if self._learned is not None else None
-        reservation = worker.load.reserve(
-            now, prefill_s=candidate.prefill_s, tokens=query.tokens, streamed=query.streamed
-        )
+        reservations = [
+            queue.reserve(now, prefill_s=candidate.prefill_s, tokens=query.tokens, streamed=query.streamed)
+            for queue in ((worker.load,) if candidate.rank is None else (worker.load, candidate.queue))
+        ]
         leases: list[Lease] = []
         if query.prompts:
             self._sizes.sending(worker, query)
             leases = [self._history.acquire(worker.index, prompt.keys) for prompt in query.prompts]
+        if candidate.held is not None and candidate.held.slot is not None:
+            slot = candidate.held.slot
+            leases += [self._in_flight.acquire(slot, prompt.keys) for prompt in query.exact]
         strategy = self._strategies.get(decision.strategy)
         if strategy is not None:
             strategy.routed(query, decision, candidate)
-        return Dispatch(worker, reservation, leases, lesson)
+        return Dispatch(worker, reservations, leases, lesson)
 
     def _lesson(self, query: RouteQuery, candidate: Candidate, now: float) -> _Lesson | None:
         """What this attempt may teach: nothing unless its first token will show and is due to it alone."""
@@ -164,6 +191,11 @@ class Router:
         self._sizes.forget(worker)
         if self._learned is not None:
             self._learned.forget(worker.index)
+
+    def slot_left(self, slot: int) -> None:
+        """A place of the cache map is no more; its number may come to stand for another one."""
+        self._in_flight.forget(slot)
+        self._transfers.forget(slot)
 
     def worker_restarted(self, worker: Worker) -> None:
         """The worker's cache is empty again."""
@@ -210,7 +242,7 @@ class Router:
 
     def explain(self, query: RouteQuery, decision: RouteDecision) -> dict[str, Any]:
         """A decision with its arithmetic and what went into it; values are seconds and tokens."""
-        pressure = self._costs.pressure([candidate.worker for candidate in decision.ranking], query.now)
+        pressure = self._costs.pressure([candidate.queue for candidate in decision.ranking], query.now)
         described = decision.describe()
         for entry, candidate in zip(described["ranking"], decision.ranking, strict=True):
             worker = candidate.worker

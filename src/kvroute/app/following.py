@@ -1,0 +1,199 @@
+"""Everything that a gateway needs to follow its workers' caches; built only where a strategy asks for it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from types import TracebackType
+from typing import Self
+
+import httpx
+from prometheus_client.core import Metric
+
+from kvroute.app.config import Config
+from kvroute.app.lmcache import LMCache
+from kvroute.app.map_metrics import stream_metrics
+from kvroute.app.token_sources import TokenSources
+from kvroute.clock import Clock
+from kvroute.events.ingest import EventIngest, Stream
+from kvroute.events.repair import KnownPrompt
+from kvroute.events.trust import Reason
+from kvroute.fleet.fleet import Fleet, FleetChange
+from kvroute.fleet.worker import Worker
+from kvroute.gateway.caches import LiveCaches
+from kvroute.gateway.preparation import Preparer
+from kvroute.index.prefix_index import PrefixIndex
+from kvroute.metrics import Metrics, counter, gauge
+from kvroute.routing.caches import ExactPrompt
+from kvroute.tokens.exact import ExactTokens, Mode
+from kvroute.tokens.threads import TokenThreads
+
+log = logging.getLogger(__name__)
+
+
+class Following:
+    """The workers' events, the map that they draw, and the tokens to read it with.
+
+    An async context manager that owns its tasks: entering begins to follow, leaving ends all of it. A
+    listener of the fleet, and the `Feedback` of the prediction audit.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        fleet: Fleet,
+        metrics: Metrics,
+        clock: Clock,
+        places_left: Callable[[int], None],
+    ) -> None:
+        """`places_left` hears of each slot of the map that is no more."""
+        self._fleet = fleet
+        self._client = _worker_client(config)
+        self._index = PrefixIndex(max_blocks=config.kv_events.max_index_blocks)
+        self._places_left = places_left
+        self._ingest = EventIngest(self._index, self._client, clock, config.kv_events, self._streams_changed)
+        self.lmcache = LMCache(
+            self._client, clock, config.lmcache, hyperpod_lines=config.logging.hyperpod_lines
+        )
+        self.caches = LiveCaches(self._index, self.lmcache.chunks, self._ingest, self.lmcache.tells_of)
+        tokens = config.tokens
+        self._threads = TokenThreads(tokens.threads, deadline_s=tokens.deadline_ms * 1e-3)
+        self._tokens = ExactTokens(
+            self._threads,
+            self._client,
+            flags=tokens.flags(),
+            cache_bytes=tokens.cache_mib * 1024 * 1024,
+            remote_deadline_s=tokens.deadline_ms * 1e-3,
+            allow_fastokens=tokens.fastokens,
+        )
+        self._sources = TokenSources(self._tokens, fleet, clock, tokens)
+        self.preparer = Preparer(self._tokens, fleet, metrics, self.lmcache.probe)
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def __aenter__(self) -> Self:
+        self.lmcache.open()
+        await self._threads.__aenter__()
+        self._tasks = [
+            asyncio.create_task(self._ingest.run(), name="KV events"),
+            asyncio.create_task(self._sources.run(), name="token sources"),
+        ]
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for task in self._tasks:
+            task.cancel()
+        for outcome in await asyncio.gather(*self._tasks, return_exceptions=True):
+            if isinstance(outcome, Exception):
+                log.error("following the workers' caches failed", exc_info=outcome)
+        await self.lmcache.aclose()
+        await self._threads.__aexit__(kind, error, trace)
+        await self._client.aclose()
+
+    def fleet_changed(self, change: FleetChange, worker: Worker) -> None:
+        self._ingest.fleet_changed(change, worker)
+        self._sources.fleet_changed(change, worker)
+        if change is FleetChange.LEFT:
+            self.lmcache.worker_left(worker)
+        elif change is FleetChange.MODELS:
+            self._tell_lmcache(worker, self._ingest.streams(worker))
+
+    def _streams_changed(self, worker: Worker, before: Sequence[Stream], now: Sequence[Stream]) -> None:
+        for slot in {stream.slot for stream in before} - {stream.slot for stream in now}:
+            self.lmcache.place_left(slot)
+            self._places_left(slot)
+        if now:
+            self._tell_lmcache(worker, now)
+
+    def _tell_lmcache(self, worker: Worker, streams: Sequence[Stream]) -> None:
+        if streams:
+            self.lmcache.places_changed(worker, {stream.rank: stream.slot for stream in streams})
+
+    # What answers tell.
+
+    def answered(
+        self,
+        worker: Worker,
+        rank: int,
+        model: str,
+        prompt: ExactPrompt,
+        sent: float,
+        cached_tokens: int | None,
+    ) -> None:
+        stream = self._stream(worker, rank)
+        if stream is None:
+            return
+        ids = prompt.chunks.token_ids
+        stream.served(prompt.tokens - (cached_tokens or 0), sent)
+        stream.note_prompt(KnownPrompt(model, ids, prompt.keys, prompt.salt))
+        if cached_tokens and stream.ledger.aside_blocks:
+            stream.ledger.confirm(prompt.keys, ids, cached_tokens, adapter=prompt.adapter)
+        self.lmcache.answered(stream.slot, ids)
+
+    def distrust(self, worker: Worker, rank: int, why: str) -> None:
+        self._ingest.distrust(worker, rank, Reason(why))
+
+    def _stream(self, worker: Worker, rank: int) -> Stream | None:
+        return next((stream for stream in self._ingest.streams(worker) if stream.rank == rank), None)
+
+    # What is shown.
+
+    def notes(self) -> list[str]:
+        """What `/ready` says beside its verdict: workers whose map is not whole, and models without exact
+        tokens."""
+        notes = []
+        for worker in self._fleet.workers():
+            places = self.caches.places(worker)
+            if not places:
+                notes.append(f"kvaware: worker {worker.id!r}: {Reason.NO_EVENTS}")
+            notes += [f"kvaware: worker {worker.id!r}: {place.why}" for place in places if place.why]
+        for model in self._fleet.catalog.bases:
+            source = self._tokens.sources.get(model)
+            if source is None or source.mode is Mode.NONE:
+                why = "not checked yet" if source is None else source.why
+                notes.append(f"kvaware: no exact tokens of {model!r}: {why}")
+        return notes + self.lmcache.notes()
+
+    def describe(self) -> dict[str, object]:
+        """For the admin API."""
+        size = self._index.size()
+        return {
+            "blocks": size.blocks,
+            "held_blocks": size.held,
+            "dropped_blocks": size.dropped,
+            "bytes": size.bytes,
+            "tokens": {
+                model: {"told_by": source.mode.value, "through": source.through, "why": source.why}
+                for model, source in self._tokens.sources.items()
+            },
+            "workers": {
+                worker.id: [
+                    {"rank": place.rank, "standing": place.standing.value, "why": place.why or None}
+                    for place in self.caches.places(worker)
+                ]
+                for worker in self._fleet.workers()
+            },
+        }
+
+    def gauges(self) -> Iterable[Metric]:
+        size = self._index.size()
+        yield gauge("kvroute_map_blocks", "Different blocks in the map.", (), [((), float(size.blocks))])
+        yield gauge("kvroute_map_bytes", "Estimated memory of the map.", (), [((), float(size.bytes))])
+        yield counter(
+            "kvroute_map_dropped_blocks",
+            "Blocks not taken into the map because it is full (kv_events.max_index_blocks).",
+            (),
+            [((), float(size.dropped))],
+        )
+        yield from stream_metrics(self._ingest.figures())
+        yield from self.lmcache.metrics()
+
+
+def _worker_client(config: Config) -> httpx.AsyncClient:
+    """For tokenizer and event-source calls: with the workers' key, without proxies."""
+    key = config.fleet.worker_api_key
+    headers = {"authorization": f"Bearer {key.get_secret_value()}"} if key else {}
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=4.0)
+    return httpx.AsyncClient(trust_env=False, limits=limits, headers=headers)

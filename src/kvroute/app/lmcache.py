@@ -1,0 +1,217 @@
+"""What a gateway needs for LMCache's word: coordinator, controller, and the Redis behind its L2."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from ipaddress import ip_address
+from urllib.parse import urlsplit
+
+import httpx
+from prometheus_client.core import Metric
+
+from kvroute.clock import Clock
+from kvroute.events.controller import Controller
+from kvroute.events.controller_sockets import ControllerSockets
+from kvroute.events.coordinator import Coordinator
+from kvroute.events.coordinator_http import CoordinatorApp, CoordinatorServer
+from kvroute.events.l2_redis import RedisL2, targets_of
+from kvroute.events.lmcache_joins import served_worker
+from kvroute.events.lmcache_options import LMCacheOptions
+from kvroute.events.lmcache_status import StatusWatch
+from kvroute.fleet.worker import Worker
+from kvroute.gateway import hyperpod
+from kvroute.index.chunk_index import ChunkIndex
+from kvroute.metrics import counter, gauge
+from kvroute.routing.caches import ExactPrompt, Probed
+
+log = logging.getLogger(__name__)
+
+
+class LMCache:
+    """Both protocols and the lookup, as far as they are enabled; `chunks` is what they draw.
+
+    An owner of tasks: `open` begins, `aclose` ends them. Mutable: through what it owns.
+    """
+
+    def __init__(
+        self, client: httpx.AsyncClient, clock: Clock, options: LMCacheOptions, *, hyperpod_lines: bool
+    ) -> None:
+        self.chunks = ChunkIndex(max_chunks=options.coordinator.max_chunks)
+        self._options = options
+        self._clock = clock
+        announce = hyperpod.worker_registered if hyperpod_lines else None
+        self._coordinator: Coordinator | None = None
+        if options.coordinator.enabled:
+            self._coordinator = Coordinator(self.chunks, clock, options)
+            self._app = CoordinatorApp(self._coordinator, clock, options.coordinator)
+            self._server = CoordinatorServer(self._app, self._coordinator, self.chunks, options.coordinator)
+            self._watch = StatusWatch(self._coordinator, client, clock, options.coordinator)
+        self._controller: Controller | None = None
+        if options.controller.enabled:
+            self._controller = Controller(
+                self.chunks, clock, options.controller, registered=announce or _nobody
+            )
+            self._sockets = ControllerSockets(self._controller, clock, options.controller)
+        self._redis = RedisL2(options.l2, clock) if options.l2.redis_url else None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._worker_of: dict[int, str] = {}
+        """By slot."""
+
+    @property
+    def coordinator_address(self) -> str:
+        """Where LMCache's servers can report, as bound; empty if they cannot."""
+        return self._server.address if self._coordinator is not None else ""
+
+    def open(self) -> None:
+        """Raises ConfigError if an address to listen on cannot be had."""
+        if self._coordinator is not None:
+            self._server.bind()
+            self._tasks.append(asyncio.create_task(self._server.run(), name="LMCache coordinator"))
+            self._tasks.append(
+                asyncio.create_task(self._watch.run(self._app.registered), name="LMCache status")
+            )
+        if self._controller is not None:
+            self._tasks.append(asyncio.create_task(self._sockets.run(), name="LMCache controller"))
+
+    async def aclose(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        for outcome in await asyncio.gather(*self._tasks, return_exceptions=True):
+            if isinstance(outcome, Exception):
+                log.error("following LMCache failed", exc_info=outcome)
+        if self._redis is not None:
+            await self._redis.aclose()
+
+    # The fleet
+
+    def places_changed(self, worker: Worker, places: Mapping[int, int]) -> None:
+        """The worker's places in the map, slot by rank, or its model's names are others now."""
+        self._worker_of |= dict.fromkeys(places.values(), str(worker.id))
+        if self._coordinator is not None:
+            self._coordinator.worker_changed(served_worker(worker, tuple(places.values())))
+        if self._controller is not None:
+            host = urlsplit(worker.spec.url).hostname or ""
+            for rank, slot in places.items():
+                self._controller.follow(slot, str(worker.id), rank=rank, addresses=_addresses(host))
+
+    def place_left(self, slot: int) -> None:
+        self._worker_of.pop(slot, None)
+        if self._controller is not None:
+            self._controller.leave(slot)
+
+    def worker_left(self, worker: Worker) -> None:
+        if self._coordinator is not None:
+            self._coordinator.worker_left(str(worker.id))
+
+    def tells_of(self, slot: int) -> bool:
+        """Whether the LMCache server behind this place reports here: then what vLLM says of its L1 is the
+        same once more, and older."""
+        worker = self._worker_of.get(slot)
+        return (
+            self._coordinator is not None
+            and worker is not None
+            and self._coordinator.instance_of(worker) is not None
+        )
+
+    # Requests
+
+    async def probe(self, prompts: Sequence[ExactPrompt]) -> Sequence[Probed]:
+        """What the shared store has of each prompt, as far as it can be asked; in their order."""
+        if self._redis is None or self._coordinator is None:
+            return [None] * len(prompts)
+        targets = targets_of(self._coordinator, self._options.l2.redis_pool)
+        if not targets:
+            return [None] * len(prompts)
+        redis = self._redis
+        answers = await asyncio.gather(
+            *(redis.lookup(prompt.chunks, prompt.salt, targets) for prompt in prompts)
+        )
+        return [answer.held for answer in answers]
+
+    def answered(self, slot: int, token_ids: Sequence[int]) -> None:
+        """A prompt was computed there: an in-process LMCache will have stored it."""
+        if self._controller is not None:
+            self._controller.saw_prompt(slot, token_ids)
+
+    # What is shown
+
+    def notes(self) -> list[str]:
+        notes = []
+        if self._coordinator is not None:
+            notes += [
+                f"LMCache server {each.id!r}: {each.doubt}"
+                for each in self._coordinator.instances()
+                if each.doubt is not None
+            ]
+        if self._controller is not None:
+            notes += self._controller.problems()
+        return notes
+
+    def metrics(self) -> Iterable[Metric]:
+        size = self.chunks.size()
+        yield gauge("kvroute_lmcache_chunks", "Different chunks in the map.", (), [((), float(size.chunks))])
+        yield gauge(
+            "kvroute_lmcache_map_bytes", "Estimated memory of LMCache's map.", (), [((), float(size.bytes))]
+        )
+        yield counter(
+            "kvroute_lmcache_dropped_chunks",
+            "Chunks not taken into the map because it is full (lmcache.coordinator.max_chunks).",
+            (),
+            [((), float(size.dropped))],
+        )
+        if self._coordinator is not None:
+            yield from self._coordinator_metrics(self._coordinator)
+        if self._redis is not None:
+            counts = self._redis.counts
+            yield counter(
+                "kvroute_l2_lookups", "Prompts looked for in L2's Redis.", (), [((), float(counts.lookups))]
+            )
+            yield counter(
+                "kvroute_l2_failures",
+                "Of those, the ones that got no answer, by why.",
+                ("cause",),
+                [((reason.value,), float(number)) for reason, number in counts.failures.items()],
+            )
+
+    def _coordinator_metrics(self, coordinator: Coordinator) -> Iterable[Metric]:
+        counts = coordinator.counts
+        yield gauge(
+            "kvroute_lmcache_servers",
+            "LMCache servers that report here, and what is wrong with what is known of them.",
+            ("server", "doubt"),
+            [((each.id, str(each.doubt or "")), 1.0) for each in coordinator.instances()],
+        )
+        yield counter(
+            "kvroute_lmcache_batches",
+            "Batches of cache events, by what became of them.",
+            ("outcome",),
+            [((outcome.value,), float(number)) for outcome, number in counts.batches.items()],
+        )
+        yield counter(
+            "kvroute_lmcache_gaps",
+            "Batches that did not follow the one before.",
+            (),
+            [((), float(counts.gaps))],
+        )
+        yield counter(
+            "kvroute_lmcache_malformed",
+            "Messages to the coordinator that could not be read.",
+            (),
+            [((), float(self._app.malformed))],
+        )
+
+
+def _nobody(_: str) -> None:
+    pass
+
+
+def _addresses(host: str) -> tuple[str, ...]:
+    """The worker's address, where its URL has one; names are not resolved."""
+    if host == "localhost":
+        return ("127.0.0.1",)
+    try:
+        return (ip_address(host).compressed,)
+    except ValueError:
+        return ()

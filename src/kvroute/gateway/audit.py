@@ -1,0 +1,78 @@
+"""What becomes of predictions: each answer's own count of cached tokens is held against what was said."""
+
+from __future__ import annotations
+
+import logging
+from typing import Protocol
+
+from kvroute.fleet.worker import Worker
+from kvroute.gateway.planner import Plan
+from kvroute.gateway.usage import Usage
+from kvroute.metrics import Metrics
+from kvroute.routing.audit import Audit, Prediction
+from kvroute.routing.caches import ExactPrompt, Tokens
+from kvroute.routing.decision import Candidate
+
+log = logging.getLogger(__name__)
+
+_AUDIT = "audit"
+
+
+class Feedback(Protocol):
+    """Who keeps the map, and learns from answers."""
+
+    def answered(
+        self,
+        worker: Worker,
+        rank: int,
+        model: str,
+        prompt: ExactPrompt,
+        sent: float,
+        cached_tokens: int | None,
+    ) -> None:
+        """The worker's rank has computed this prompt of `model`, sent at `sent` (`Clock.now()`), of which it
+        had `cached_tokens`, if it tells."""
+        ...
+
+    def distrust(self, worker: Worker, rank: int, why: str) -> None:
+        """The map of this place is wrong more often than not."""
+        ...
+
+
+class PredictionAudit:
+    """One for all exchanges. Mutable: `audit`'s counts."""
+
+    def __init__(self, audit: Audit, metrics: Metrics, feedback: Feedback | None) -> None:
+        self.audit = audit
+        self._metrics = metrics
+        self._feedback = feedback
+
+    def answered(self, plan: Plan, candidate: Candidate, usage: Usage) -> None:
+        """An answer is complete, and told what it used. Costs a few us; never raises for what it says."""
+        query, worker, held = plan.query, candidate.worker, candidate.held
+        rank = 0 if held is None or held.rank is None else held.rank
+        feedback = self._feedback
+        if feedback is not None and len(query.exact) == 1:
+            feedback.answered(worker, rank, plan.model, query.exact[0], query.now, usage.cached_tokens)
+        # Several prompts are several engine requests, of which vLLM 0.32 reports one.
+        if usage.cached_tokens is None or len(query.prompts) != 1:
+            return
+        tokens = Tokens(candidate.matched_tokens) if held is None else held.tokens
+        prediction = Prediction(
+            plan.decision.strategy,
+            worker.id,
+            rank,
+            tokens.tier(),
+            candidate.matched_tokens,
+            worker.block_size,
+            judged=held is not None and held.mapped and not held.why,
+        )
+        outcome, is_wrong = self.audit.reported(prediction, usage.cached_tokens)
+        error = abs(candidate.matched_tokens - usage.cached_tokens)
+        self._metrics.predicted(prediction.strategy, worker.id, prediction.tier, outcome.value, error)
+        if is_wrong and feedback is not None:
+            log.warning(
+                "worker %s: its predicted hits fail too often; its map is not believed now", worker.id
+            )
+            self._metrics.map_demotions.labels(worker.id, _AUDIT).inc()
+            feedback.distrust(worker, rank, _AUDIT)

@@ -1,0 +1,59 @@
+"""The live map of the workers' caches, put together from all that tells about them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from kvroute.events.ingest import EventIngest
+from kvroute.events.trust import Trust, trust_for
+from kvroute.fleet.worker import Worker
+from kvroute.index.chunk_index import ChunkIndex
+from kvroute.index.prefix_index import PrefixIndex
+from kvroute.routing.caches import CachePlace, ExactPrompt, Standing, Tokens
+
+_STANDINGS = {Trust.WHOLE: Standing.WHOLE, Trust.PARTIAL: Standing.PARTIAL, Trust.NONE: Standing.NONE}
+
+
+class LiveCaches:
+    """A `routing.caches.CacheMap`: vLLM's blocks from its own events, LMCache's chunks from its.
+
+    Reads the two indexes and what the ingest says of its streams; changes nothing.
+    """
+
+    def __init__(
+        self,
+        index: PrefixIndex,
+        chunks: ChunkIndex,
+        ingest: EventIngest,
+        told_by_lmcache: Callable[[int], bool],
+    ) -> None:
+        """`told_by_lmcache` says of which slots' L1 LMCache itself tells: then vLLM's word does not count."""
+        self._index = index
+        self._chunks = chunks
+        self._ingest = ingest
+        self._told_by_lmcache = told_by_lmcache
+
+    def places(self, worker: Worker) -> Sequence[CachePlace]:
+        places = []
+        for stream in self._ingest.streams(worker):
+            reason = stream.subscriber.reason
+            why = "" if reason is None else reason.value
+            places.append(CachePlace(stream.slot, stream.rank, _STANDINGS[trust_for(reason)], why))
+        return places
+
+    def match(self, prompt: ExactPrompt) -> Mapping[int, Tokens]:
+        blocks = self._index.match(prompt.keys)
+        starts = {slot: match.gpu for slot, match in blocks.items()}
+        chunks = self._chunks.match(prompt.chunks, prompt.salt, starts, prompt.probed)
+        twice = self._told_by_lmcache
+        found = {
+            slot: Tokens(match.gpu) if match.l1 and twice(slot) else Tokens(*match)
+            for slot, match in blocks.items()
+        }
+        for slot, (l1, l2) in chunks.items():
+            known = found.get(slot)
+            if known is None:
+                found[slot] = Tokens(0, l1, l2)
+            elif l1 + l2 > known.l1 + known.l2:
+                found[slot] = Tokens(known.gpu, l1, l2)
+        return found

@@ -1,0 +1,161 @@
+"""Routing on what the workers' caches hold, tier by tier, by their own account."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import ClassVar, NamedTuple
+
+from kvroute.fleet.worker import FleetView, Worker
+from kvroute.index.history import RouteHistory
+from kvroute.options import Options, option
+from kvroute.routing.audit import AuditOptions
+from kvroute.routing.caches import CacheMap, CachePlace, Held, Standing, Tokens
+from kvroute.routing.cost import CostModel, TierLoad
+from kvroute.routing.decision import Candidate, Needs, Reason, RouteDecision, RouteQuery
+from kvroute.routing.matching import matched_tokens
+from kvroute.routing.transfers import TransferOptions, Transfers
+
+IN_FLIGHT_KEY_TOKENS = 16
+"""Tokens behind one key of an exact prompt (`blocks.tokens.KEY_TOKENS`)."""
+
+
+class KvAwareOptions(Options):
+    """Routing on the workers' own cache events. A worker whose map cannot be trusted is judged by what it
+    was sent, as `prefixaware` does, until the map is whole again."""
+
+    tiers: TransferOptions = option(default_factory=TransferOptions)
+    audit: AuditOptions = option(default_factory=AuditOptions)
+
+
+class CacheViews(NamedTuple):
+    """What `KvAware` reads beside costs and history. `in_flight` has the exact prompts of unfinished
+    requests by slot: blocks that are held, or will be before the next request runs, whether or not the
+    worker has announced them yet."""
+
+    caches: CacheMap
+    in_flight: RouteHistory
+    transfers: Transfers
+
+
+class KvAware:
+    """Stateless but for the views, which others change, and the transfers that `routed` starts;
+    implements `Strategy`."""
+
+    name: ClassVar[str] = "kvaware"
+    needs: ClassVar[Needs] = Needs.TOKENS
+
+    def __init__(
+        self, options: KvAwareOptions, costs: CostModel, history: RouteHistory, views: CacheViews
+    ) -> None:
+        self._costs = costs
+        self._history = history
+        self._views = views
+
+    def rank(self, query: RouteQuery, view: FleetView) -> RouteDecision:
+        if not query.prompts:
+            return RouteDecision(self.name, Reason.NO_PROMPT, tuple(self._costs.rank(query, view.workers)))
+        targets, held = self._held(query, view.workers)
+        totals = [each.tokens.total for each in held]
+        loads = [self._load(each, worker, query.now) for worker, each in zip(targets, held, strict=True)]
+        ranking = _best_ranks(self._costs.rank(query, targets, totals, loads, held))
+        return RouteDecision(self.name, _reason(query, ranking, max(totals)), tuple(ranking))
+
+    def routed(self, query: RouteQuery, decision: RouteDecision, candidate: Candidate) -> None:
+        """Its blocks are on their way from slower tiers."""
+        held = candidate.held
+        if held is not None:
+            slot = candidate.worker.index if held.slot is None else held.slot
+            self._views.transfers.start(slot, held.tokens, query.now)
+
+    def forget(self, session_key: str) -> bool:
+        return False
+
+    def _load(self, held: Held, worker: Worker, now: float) -> TierLoad:
+        slot = worker.index if held.slot is None else held.slot
+        return self._views.transfers.load(slot, held.tokens, now)
+
+    def _held(self, query: RouteQuery, workers: Sequence[Worker]) -> tuple[list[Worker], list[Held]]:
+        """Every place that the request could go to, and what is there."""
+        views = self._views
+        found = [(views.caches.match(prompt), views.in_flight.match(prompt.keys)) for prompt in query.exact]
+        sent: Sequence[int] = ()
+        targets: list[Worker] = []
+        held: list[Held] = []
+        for number, worker in enumerate(workers):
+            places = views.caches.places(worker)
+            if not sent and not (
+                found and places and all(place.standing is Standing.WHOLE for place in places)
+            ):
+                sent = matched_tokens(self._history, query, workers)
+            if not found or not places:
+                rank = places[0].rank if len(places) > 1 else None
+                why = query.inexact or "no_events"
+                targets.append(worker)
+                held.append(Held(Tokens(sent[number]), places[0].slot if places else None, rank, False, why))
+                continue
+            for place in places:
+                rank = place.rank if len(places) > 1 else None
+                targets.append(worker)
+                tokens = _total(found, place.slot, worker.block_size)
+                held.append(_believed(place, rank, tokens, sent[number] if sent else 0))
+        return targets, held
+
+
+def _total(
+    found: Sequence[tuple[Mapping[int, Tokens], Mapping[int, int]]], slot: int, block_tokens: int
+) -> Tokens:
+    """What `slot` has of all prompts, with what unfinished requests bring."""
+    totals = Tokens()
+    for caches, in_flight in found:
+        tokens = caches.get(slot)
+        flying = in_flight.get(slot)
+        if flying:
+            flying *= IN_FLIGHT_KEY_TOKENS
+            tokens = _with_flying(tokens, flying - flying % block_tokens)
+        if tokens is not None:
+            totals = Tokens(totals.gpu + tokens.gpu, totals.l1 + tokens.l1, totals.l2 + tokens.l2)
+    return totals
+
+
+def _with_flying(found: Tokens | None, flying: int) -> Tokens:
+    """Blocks that an unfinished request pins are on the GPU, or will be: they take the place of those in
+    slower tiers."""
+    if found is None:
+        return Tokens(flying)
+    gpu, l1, l2 = found
+    if flying <= gpu:
+        return found
+    over = flying - gpu
+    from_l1 = min(over, l1)
+    return Tokens(flying, l1 - from_l1, max(0, l2 - (over - from_l1)))
+
+
+def _believed(place: CachePlace, rank: int | None, mapped: Tokens, sent: int) -> Held:
+    """The map's word where it is whole; where it may lack something, whichever is more; else what was
+    sent there."""
+    if place.standing is Standing.WHOLE:
+        return Held(mapped, place.slot, rank, mapped=True)
+    if place.standing is Standing.PARTIAL and mapped.total >= sent:
+        return Held(mapped, place.slot, rank, mapped=True, why=place.why)
+    return Held(Tokens(sent), place.slot, rank, mapped=False, why=place.why)
+
+
+def _best_ranks(ranking: list[Candidate]) -> list[Candidate]:
+    """Each worker once, with its best rank: a second attempt goes to another worker."""
+    if len({id(candidate.worker) for candidate in ranking}) == len(ranking):
+        return ranking
+    seen: set[int] = set()
+    best = []
+    for candidate in ranking:
+        if id(candidate.worker) not in seen:
+            seen.add(id(candidate.worker))
+            best.append(candidate)
+    return best
+
+
+def _reason(query: RouteQuery, ranking: Sequence[Candidate], most: int) -> Reason:
+    if not query.exact:
+        return Reason.KV_APPROXIMATE
+    if not most:
+        return Reason.KV_MISS
+    return Reason.KV_HIT if ranking[0].matched_tokens == most else Reason.KV_SPILL

@@ -1,0 +1,100 @@
+"""What fetching blocks from slower tiers takes, in seconds, with the fetches already under way."""
+
+from __future__ import annotations
+
+from kvroute.options import Options, option
+from kvroute.routing.caches import Tokens
+from kvroute.routing.cost import TierLoad
+
+_GIGA = 1e9
+
+
+class TransferOptions(Options):
+    """How fast KV blocks come from slower tiers. As bandwidth counts what a request really gets: the
+    default of L2 is Redis over a 25 Gbit/s network."""
+
+    token_bytes: int = option(
+        131_072,
+        "KV cache of one token over all GPUs of a worker: 2 x layers x KV heads x head size x bytes of a "
+        "number (Llama-3.1-8B: 131,072; 70B: 327,680).",
+        unit="bytes",
+        higher="blocks in slower tiers are worth less",
+        lower="they are worth more",
+        ge=1,
+    )
+    l1_gb_s: float = option(
+        20.0,
+        "Bandwidth from a worker's CPU memory to its GPU.",
+        unit="GB/s",
+        higher="L1 is followed more readily",
+        lower="L1 counts for less",
+        gt=0,
+    )
+    l2_gb_s: float = option(
+        2.0,
+        "Bandwidth from the shared store to one worker.",
+        unit="GB/s",
+        higher="L2 is followed more readily",
+        lower="L2 counts for less",
+        gt=0,
+    )
+    l2_store_gb_s: float = option(
+        8.0,
+        "Bandwidth of the shared store to all workers together.",
+        unit="GB/s",
+        higher="many fetches at once cost little",
+        lower="fetches queue at the store",
+        gt=0,
+    )
+    l2_latency_ms: float = option(
+        2.0,
+        "Time before the first block comes from the shared store.",
+        unit="ms",
+        higher="short hits in L2 count for less",
+        lower="short hits in L2 count for more",
+        ge=0,
+    )
+
+
+class Transfers:
+    """Links as queues: one per worker and slower tier, one for the shared store.
+
+    Mutable: `start` makes links busy. Times are `Clock.now()` seconds.
+    """
+
+    def __init__(self, options: TransferOptions | None = None) -> None:
+        options = options or TransferOptions()
+        self._l1_token_s = options.token_bytes / (options.l1_gb_s * _GIGA)
+        self._l2_token_s = options.token_bytes / (options.l2_gb_s * _GIGA)
+        self._store_token_s = options.token_bytes / (options.l2_store_gb_s * _GIGA)
+        self._latency_s = options.l2_latency_ms * 1e-3
+        self._l1_busy: dict[int, float] = {}
+        self._l2_busy: dict[int, float] = {}
+        self._store_busy = 0.0
+
+    def load(self, slot: int, tokens: Tokens, now: float) -> TierLoad:
+        """What fetching the slower tiers' part of `tokens` to `slot` takes from now on."""
+        if not tokens.l1 and not tokens.l2:
+            return TierLoad()
+        ready_s = own_s = 0.0
+        if tokens.l1:
+            own_s = tokens.l1 * self._l1_token_s
+            ready_s = max(0.0, self._l1_busy.get(slot, 0.0) - now) + own_s
+        if tokens.l2:
+            l2_s = tokens.l2 * self._l2_token_s
+            busy = max(self._l2_busy.get(slot, 0.0), self._store_busy)
+            ready_s = max(ready_s, max(0.0, busy - now) + l2_s + self._latency_s)
+            own_s += l2_s
+        return TierLoad(ready_s, own_s)
+
+    def start(self, slot: int, tokens: Tokens, now: float) -> None:
+        """A request that fetches was sent to `slot`."""
+        if tokens.l1:
+            self._l1_busy[slot] = max(now, self._l1_busy.get(slot, 0.0)) + tokens.l1 * self._l1_token_s
+        if tokens.l2:
+            self._l2_busy[slot] = max(now, self._l2_busy.get(slot, 0.0)) + tokens.l2 * self._l2_token_s
+            self._store_busy = max(now, self._store_busy) + tokens.l2 * self._store_token_s
+
+    def forget(self, slot: int) -> None:
+        self._l1_busy.pop(slot, None)
+        self._l2_busy.pop(slot, None)

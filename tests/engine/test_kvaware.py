@@ -1,0 +1,275 @@
+"""`kvaware` on real engines: what is predicted is what they report, and it finds what others cannot."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import statistics
+from dataclasses import dataclass, replace
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(900)]
+
+MODEL = "tiny"
+BLOCK = 32
+REQUESTS = 540
+CLIENTS = 3
+SEEDS = (1, 2, 3)
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": f"look_up_{name}",
+            "description": f"Looks up {name}.",
+            "parameters": {"type": "object", "properties": {"what": {"type": "string"}}},
+        },
+    }
+    for name in ("words", "names", "places")
+]
+
+
+@dataclass
+class Asked:
+    """One request: what was predicted, what was reported, and when it was under way."""
+
+    worker: str
+    predicted: int
+    reported: int
+    sent: float
+    done: float
+
+
+class Mixture:
+    """Chats, chats with tools, questions about shared documents, and completions, one after another for one
+    client. Mutable: the open conversation."""
+
+    def __init__(self, gateway: Any, words: list[str], client: int, log: list[Asked]) -> None:
+        self.client: openai.AsyncOpenAI = gateway
+        self.words = words
+        self.random = random.Random(f"mixture {client}")
+        self.log = log
+        # The same for all clients.
+        documents = random.Random("documents")
+        self.documents = ["".join(documents.choices(words, k=420)) for _ in range(4)]
+
+    def text(self, count: int) -> str:
+        return "".join(self.random.choices(self.words, k=count))
+
+    async def run(self, requests: int) -> None:
+        while requests > 0:
+            kind = self.random.choice((self.chat, self.tools, self.document, self.completion))
+            requests -= await kind()
+
+    async def chat(self, tools: list[Any] | None = None) -> int:
+        messages: list[Any] = [{"role": "system", "content": self.text(self.random.randint(20, 160))}]
+        turns = self.random.randint(2, 6)
+        for _ in range(turns):
+            messages.append({"role": "user", "content": self.text(self.random.randint(10, 90))})
+            raw = await self.timed(
+                self.client.chat.completions.with_raw_response.create(
+                    model=MODEL,
+                    messages=messages,
+                    tools=tools or openai.NOT_GIVEN,
+                    tool_choice="none" if tools else openai.NOT_GIVEN,
+                    max_tokens=self.random.randint(4, 40),
+                    temperature=0,
+                    extra_body={"ignore_eos": True},
+                )
+            )
+            messages.append({"role": "assistant", "content": raw.parse().choices[0].message.content})
+        return turns
+
+    async def tools(self) -> int:
+        return await self.chat(TOOLS)
+
+    async def document(self) -> int:
+        messages: list[Any] = [
+            {"role": "system", "content": self.random.choice(self.documents)},
+            {"role": "user", "content": self.text(20)},
+        ]
+        await self.timed(
+            self.client.chat.completions.with_raw_response.create(
+                model=MODEL, messages=messages, max_tokens=4, temperature=0
+            )
+        )
+        return 1
+
+    async def completion(self) -> int:
+        await self.timed(
+            self.client.completions.with_raw_response.create(
+                model=MODEL,
+                prompt=self.random.choice(self.documents)[:600] + self.text(30),
+                max_tokens=8,
+                temperature=0,
+            )
+        )
+        return 1
+
+    async def timed(self, request: Any) -> Any:
+        loop = asyncio.get_running_loop()
+        sent = loop.time()
+        raw = await request
+        usage = raw.parse().usage
+        headers = raw.headers
+        reported = usage.prompt_tokens_details.cached_tokens or 0
+        self.log.append(
+            Asked(
+                headers["x-kvroute-worker"], int(headers["x-kvroute-hit-tokens"]), reported, sent, loop.time()
+            )
+        )
+        await asyncio.sleep(self.random.uniform(0.02, 0.1))  # the reader thinks; events travel
+        return raw
+
+
+async def test_predictions_are_the_engines_own_figures(engines, start_gateway, words, capsys) -> None:
+    """Over mixed traffic with evictions; requests that overlap others on their worker may race them."""
+    for engine in engines:
+        await engine.forget()
+    log: list[Asked] = []
+    async with start_gateway("kvaware") as gateway, gateway.openai() as client:
+        async with asyncio.TaskGroup() as group:
+            for number in range(CLIENTS):
+                group.create_task(Mixture(client, words, number, log).run(REQUESTS // CLIENTS))
+        evictions = await removed_blocks(gateway.url)
+
+    alone, racing = [], []
+    for asked in log:
+        others = [each for each in log if each is not asked and each.worker == asked.worker]
+        is_alone = all(each.done < asked.sent or each.sent > asked.done for each in others)
+        (alone if is_alone else racing).append(abs(asked.predicted - asked.reported))
+    exact = sum(error < BLOCK for error in alone) / len(alone)
+    raced = sum(error < BLOCK for error in racing) / max(1, len(racing))
+    cached = sum(asked.reported for asked in log)
+    with capsys.disabled():
+        print(
+            f"\n{len(log)} requests, {cached:,} cached tokens, {evictions:,.0f} blocks evicted: exact in "
+            f"{exact:.4f} of {len(alone)} that were alone on their worker, {raced:.4f} of {len(racing)} "
+            f"others, largest difference {max(alone + racing)} tokens"
+        )
+    assert len(log) >= 500
+    assert evictions > 100
+    assert len(alone) >= 100
+    assert exact >= 0.99
+
+
+@pytest.mark.parametrize("common_tokens", [0, 4 * BLOCK])
+async def test_finds_what_prefixaware_finds(common_tokens, chats_through, chat_shape, capsys) -> None:
+    """In both workloads of tests/engine/test_cached_tokens.py."""
+    shape = replace(chat_shape, common_tokens=common_tokens)
+    ratios = []
+    for seed in SEEDS:
+        ours, theirs = [
+            sum(turn.cached_tokens for turn in await chats_through(strategy, seed, shape))
+            for strategy in ("kvaware", "prefixaware")
+        ]
+        ratios.append(ours / theirs)
+        with capsys.disabled():
+            print(
+                f"\nseed {seed}, {common_tokens} common tokens: kvaware finds {ours:,} cached tokens, "
+                f"prefixaware {theirs:,} ({ratios[-1]:.3f})"
+            )
+
+    assert statistics.median(ratios) >= 0.97
+
+
+async def test_finds_what_came_past_the_gateway(engines, start_gateway, words, capsys) -> None:
+    """Questions about shared documents, half of them asked at the workers directly. Counted are those that
+    came through the gateway."""
+    ratios = []
+    for seed in SEEDS:
+        ours, theirs = [
+            await asked_with_others(strategy, seed, engines, start_gateway, words)
+            for strategy in ("kvaware", "prefixaware")
+        ]
+        ratios.append(ours / theirs)
+        with capsys.disabled():
+            print(
+                f"\nseed {seed}, half of the traffic past the gateway: kvaware finds {ours:,} cached tokens, "
+                f"prefixaware {theirs:,} ({ratios[-1]:.3f})"
+            )
+
+    assert statistics.median(ratios) >= 1.2
+
+
+async def asked_with_others(strategy: str, seed: int, engines, start_gateway, words) -> int:
+    """Cached tokens of two questions about each of 14 documents, each after one asked at a worker."""
+    chooser = random.Random(f"past {seed}")
+    documents = ["".join(chooser.choices(words, k=480)) for _ in range(14)]
+    asked = chooser.sample(documents * 2, k=2 * len(documents))
+    for engine in engines:
+        await engine.forget()
+    async with start_gateway(strategy) as gateway, gateway.openai() as client:
+
+        async def reader(mine: list[str]) -> int:
+            total = 0
+            for document in mine:
+                engine = chooser.choice(engines)
+                question = document + "".join(chooser.choices(words, k=20))
+                body = {"model": MODEL, "prompt": question, "max_tokens": 1}
+                assert (await engine.http.post(f"{engine.url}/v1/completions", json=body)).status_code == 200
+                question = document + "".join(chooser.choices(words, k=20))
+                raw = await client.completions.with_raw_response.create(
+                    model=MODEL, prompt=question, max_tokens=1
+                )
+                total += raw.parse().usage.prompt_tokens_details.cached_tokens or 0
+            return total
+
+        return sum(await asyncio.gather(reader(asked[::2]), reader(asked[1::2])))
+
+
+async def test_knows_of_a_reset(engines, start_gateway, words, capsys) -> None:
+    """Both workers know the same documents, then one forgets: who knows goes to the other."""
+    ratios = []
+    for seed in SEEDS:
+        ours, theirs = [
+            await asked_after_a_reset(strategy, seed, engines, start_gateway, words)
+            for strategy in ("kvaware", "prefixaware")
+        ]
+        ratios.append(ours / theirs)
+        with capsys.disabled():
+            print(
+                f"\nseed {seed}, one cache reset: kvaware finds {ours:,} cached tokens, "
+                f"prefixaware {theirs:,} ({ratios[-1]:.3f})"
+            )
+
+    assert statistics.median(ratios) >= 1.2
+
+
+async def asked_after_a_reset(strategy: str, seed: int, engines, start_gateway, words) -> int:
+    """Cached tokens of one question about each of 12 documents that were asked about on both workers."""
+    chooser = random.Random(f"reset {seed}")
+    documents = ["".join(chooser.choices(words, k=500)) for _ in range(12)]
+    for engine in engines:
+        await engine.forget()
+    async with start_gateway(strategy) as gateway, gateway.openai() as client:
+
+        async def ask(document: str) -> Any:
+            raw = await client.completions.with_raw_response.create(
+                model=MODEL, prompt=document + "".join(chooser.choices(words, k=20)), max_tokens=1
+            )
+            return raw.parse().usage.prompt_tokens_details.cached_tokens or 0
+
+        # Enough at once that both workers get each of them.
+        for document in documents:
+            await asyncio.gather(*(ask(document) for _ in range(8)))
+        await engines[seed % 2].forget()
+        await past_gateway(engines[seed % 2], words)
+        return sum([await ask(document) for document in documents])
+
+
+async def past_gateway(engine, words) -> None:
+    """A step of the engine: it tells of a reset with the next one."""
+    body = {"model": MODEL, "prompt": "".join(words[:40]), "max_tokens": 1}
+    answer = await engine.http.post(f"{engine.url}/v1/completions", json=body)
+    assert answer.status_code == 200
+
+
+async def removed_blocks(url: str) -> float:
+    async with httpx.AsyncClient(trust_env=False) as http:
+        text = (await http.get(f"{url}/metrics")).text
+    lines = [line for line in text.splitlines() if line.startswith("kvroute_map_removed_blocks_total")]
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines)

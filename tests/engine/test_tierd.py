@@ -1,0 +1,203 @@
+"""`kvroute tierd` behind LMCache's own `sagemaker-hyperpod` adapter."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from kvroute.clock import SystemClock
+from kvroute.deploy.engine_install import EngineVenv, separate_environment
+from kvroute.deploy.ports import free_ports
+from kvroute.deploy.processes import ChildProcess, ChildSpec
+
+pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(600)]
+
+READY_S = 60.0
+ANSWER_S = 120.0
+KEYS = 8
+LEASE_TTL_MS = 9_000
+ENVIRONMENT = {"LMCACHE_DISABLE_BANNER": "1", "DO_NOT_TRACK": "1", "CUDA_VISIBLE_DEVICES": ""}
+
+
+@dataclass
+class Daemon:
+    """A `kvroute tierd` process. `restart` after a kill: the same port and shared memory."""
+
+    port: int
+    memory: str
+    process: ChildProcess
+
+    @property
+    def adapter(self) -> dict[str, object]:
+        """LMCache's settings for it."""
+        return {
+            "type": "sagemaker-hyperpod",
+            "url": f"sagemaker-hyperpod://127.0.0.1:{self.port}",
+            "shared_memory_name": self.memory,
+            "lease_ttl_ms": LEASE_TTL_MS,
+        }
+
+    async def start(self) -> None:
+        await self.process.start()
+        await self.process.wait_ready(f"http://127.0.0.1:{self.port}/health", timeout_s=READY_S)
+
+    async def kill(self) -> None:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, signal.SIGKILL)
+        await self.process.wait()
+
+
+StartDaemon = Callable[..., Awaitable[Daemon]]
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def start_daemon(tmp_path: Path) -> AsyncIterator[StartDaemon]:
+    """`(*flags)` -> a daemon with half a GB; ended with the test."""
+    async with AsyncExitStack() as stack:
+
+        async def start(*flags: str) -> Daemon:
+            (port,) = free_ports(1)
+            memory = f"kvroute_test_{os.getpid()}_{port}"
+            argv = [sys.executable, "-m", "kvroute", "tierd", "--port", str(port), "--size-gb", "0.5"]
+            argv += ["--shared-memory-name", memory, *flags]
+            spec = ChildSpec(f"tierd-{port}", tuple(argv), dict(os.environ), tmp_path / f"tierd-{port}.log")
+            for name in (memory, f".{memory}.kept", f".{memory}.guard"):
+                stack.callback((Path("/dev/shm") / name).unlink, missing_ok=True)
+            process = await stack.enter_async_context(ChildProcess(spec, SystemClock()))
+            daemon = Daemon(port, memory, process)
+            await daemon.process.wait_ready(f"http://127.0.0.1:{port}/health", timeout_s=READY_S)
+            return daemon
+
+        yield start
+
+
+@pytest.fixture
+def bench(engine_venv: EngineVenv, tmp_path: Path) -> Callable[..., Awaitable[dict[str, Any]]]:
+    """`(daemon, *flags)` -> `lmcache bench l2` against it: operation -> what LMCache reports of it."""
+
+    async def run(daemon: Daemon, *flags: str) -> dict[str, Any]:
+        output = tmp_path / "result.json"
+        argv = [str(engine_venv.script("lmcache")), "bench", "l2", "--l2-adapter", json.dumps(daemon.adapter)]
+        argv += ["--num-keys", "16", "--data-size-kb", "256", "--rounds", "3"]
+        argv += ["--lookup-max-hit-rate", "0.5", "--format", "json", "--output", str(output), *flags]
+        env = separate_environment(os.environ) | ENVIRONMENT
+        spec = ChildSpec("bench", tuple(argv), env, tmp_path / "bench.log", cwd=tmp_path)
+        async with ChildProcess(spec, SystemClock()) as process, asyncio.timeout(ANSWER_S):
+            code = await process.wait()
+        assert code == 0, process.last_words(40)
+        return {found["operation"].lower(): found for found in operations(json.loads(output.read_text()))}
+
+    return run
+
+
+def operations(document: Any) -> list[dict[str, Any]]:
+    """The objects in LMCache's report that have an `operation`, at any depth."""
+    if isinstance(document, dict):
+        inner = [found for value in document.values() for found in operations(value)]
+        return [document, *inner] if "operation" in document else inner
+    return [found for value in document for found in operations(value)] if isinstance(document, list) else []
+
+
+@pytest.fixture
+def lmcache(engine_venv: EngineVenv) -> Callable[..., Any]:
+    """`(adapter)` -> an async context manager: a process with that adapter, as `ask(do, fill)`."""
+    script = Path(__file__).with_name("tierd_adapter.py")
+
+    class Adapter:
+        def __init__(self, settings: dict[str, object]) -> None:
+            self._argv = (str(engine_venv.python), str(script), json.dumps(settings), str(KEYS))
+            self.said: list[str] = []
+
+        async def __aenter__(self) -> Adapter:
+            self._process = await asyncio.create_subprocess_exec(
+                *self._argv,
+                env=separate_environment(os.environ) | ENVIRONMENT,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.STDOUT,
+            )
+            assert await self._answer() == "ready"
+            return self
+
+        async def __aexit__(self, *_: object) -> None:
+            if self._process.returncode is None:
+                self._process.kill()
+            await self._process.communicate()
+
+        async def ask(self, do: str, fill: int = 0) -> Any:
+            assert self._process.stdin is not None
+            self._process.stdin.write(json.dumps({"do": do, "fill": fill}).encode() + b"\n")
+            return await self._answer()
+
+        async def _answer(self) -> Any:
+            assert self._process.stdout is not None
+            async with asyncio.timeout(ANSWER_S):
+                while line := (await self._process.stdout.readline()).decode():
+                    if line.startswith("answer "):
+                        return json.loads(line.removeprefix("answer "))
+                    self.said.append(line)
+            raise AssertionError("".join(self.said[-40:]))
+
+    return Adapter
+
+
+async def test_lmcache_verifies_every_byte(start_daemon: StartDaemon, bench: Any) -> None:
+    """Its benchmark compares what it loads with what it has stored."""
+    found = await bench(await start_daemon(), "--no-skip-verify")
+
+    assert found["store"]["total_success"] == found["store"]["total_keys"] == 48
+    assert found["load"]["total_success"] == found["load"]["total_keys"] == 48
+    assert found["lookup"]["actual_hit_rate"] == 0.5
+
+
+async def test_lmcache_loads_from_one_daemon_what_it_stored_in_another(
+    start_daemon: StartDaemon, bench: Any
+) -> None:
+    first = await start_daemon()
+    second = await start_daemon("--peer", f"http://127.0.0.1:{first.port}", "--peer-timeout", "10")
+    await bench(first, "--only", "store")
+
+    found = await bench(second, "--only", "load")
+
+    assert found["load"]["total_success"] == found["load"]["total_keys"] == 48
+
+
+async def test_lmcache_survives_the_end_of_the_daemon_and_its_return(
+    start_daemon: StartDaemon, lmcache: Any
+) -> None:
+    """Other bytes are stored under the same keys after the restart, so that an old offset would be seen."""
+    everything = list(range(KEYS))
+    daemon = await start_daemon()
+    async with lmcache(daemon.adapter) as adapter:
+        assert await adapter.ask("store", fill=1)
+        assert await adapter.ask("lookup") == everything
+        assert await adapter.ask("load", fill=1) == {"loaded": everything, "right": everything}
+        assert await adapter.ask("lookup") == everything
+
+        await daemon.kill()
+        held = await adapter.ask("load", fill=1)
+        assert held["right"] == held["loaded"]
+        assert await adapter.ask("lookup") == []
+        assert not await adapter.ask("store", fill=2)
+
+        await daemon.start()
+        async with asyncio.timeout(ANSWER_S):
+            while not await adapter.ask("store", fill=2):  # its circuit breaker tries every 5 s
+                await asyncio.sleep(0.2)
+        # What is still leased in the old segment must not be read in the new one.
+        after = await adapter.ask("load", fill=2)
+        assert after["right"] == after["loaded"]
+        assert await adapter.ask("lookup") == everything
+        assert await adapter.ask("load", fill=2) == {"loaded": everything, "right": everything}
+        assert (await adapter.ask("status"))["is_healthy"]

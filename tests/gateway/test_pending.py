@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from kvroute.gateway.pending import Pending
+
+
+class FakeExchange:
+    def __init__(self) -> None:
+        self.is_over = False
+        self.ended_by: list[str] = []
+        self.resumed = 0
+
+    def end(self, by: str) -> None:
+        self.is_over = True
+        self.ended_by.append(by)
+
+    def go_on(self) -> None:
+        self.resumed += 1
+
+
+@pytest.fixture
+def left() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def pend(left):
+    return lambda prepare: Pending(prepare, lambda _, by: left.append(by))
+
+
+async def test_stands_for_its_exchange_once_there_is_one(pend, left) -> None:
+    exchange = FakeExchange()
+
+    async def prepare():
+        return exchange
+
+    pending = pend(prepare)
+    pending.go_on()
+    await pending.task
+    pending.go_on()
+
+    assert not pending.is_over
+    assert exchange.resumed == 1
+    pending.end("client")
+    assert pending.is_over
+    assert (exchange.ended_by, left) == (["client"], [])
+
+
+async def test_ended_before_it_has_been_run_it_does_nothing(pend, left) -> None:
+    begun = []
+
+    async def prepare():
+        begun.append(True)
+
+    pending = pend(prepare)
+    pending.end("client")
+    pending.end("shutdown")
+    with pytest.raises(asyncio.CancelledError):
+        await pending.task
+
+    assert pending.is_over
+    assert (begun, left) == ([], ["client"])
+
+
+async def test_ended_while_it_waits_it_is_cancelled(pend, left) -> None:
+    waiting, cancelled = asyncio.Event(), asyncio.Event()
+
+    async def prepare():
+        try:
+            waiting.set()
+            await asyncio.Event().wait()
+        finally:
+            cancelled.set()
+
+    pending = pend(prepare)
+    await waiting.wait()
+    pending.end("shutdown")
+    with pytest.raises(asyncio.CancelledError):
+        await pending.task
+
+    assert cancelled.is_set()
+    assert left == ["shutdown"]
+
+
+async def test_answered_without_an_exchange_it_is_over(pend, left) -> None:
+    async def prepare():
+        return None
+
+    pending = pend(prepare)
+    await pending.task
+
+    assert pending.is_over
+    pending.end("client")
+    assert left == []

@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+import pytest
+
+from kvroute.routing.audit import Audit, AuditOptions, Outcome, Prediction
+
+
+@pytest.fixture
+def audit() -> Audit:
+    return Audit(AuditOptions(window=10, least=4, most_wrong=0.5))
+
+
+def prediction(tokens: int, *, judged: bool = True, worker: str = "a", rank: int = 0) -> Prediction:
+    return Prediction("kvaware", worker, rank, "gpu" if tokens else "none", tokens, 16, judged)
+
+
+@pytest.mark.parametrize(
+    ("predicted", "reported", "outcome"),
+    [
+        (160, 160, Outcome.EXACT),
+        (160, 145, Outcome.EXACT),
+        (160, 144, Outcome.OVER),
+        (0, 16, Outcome.UNDER),
+        (0, 0, Outcome.EXACT),
+    ],
+)
+def test_a_prediction_is_judged_to_the_block(audit, predicted, reported, outcome) -> None:
+    assert audit.reported(prediction(predicted), reported) == (outcome, False)
+
+
+def test_a_map_that_fails_more_often_than_not_is_called_wrong_once(audit) -> None:
+    verdicts = [audit.reported(prediction(160), reported)[1] for reported in (160, 0, 0, 0, 0, 0)]
+
+    assert verdicts == [False, False, False, True, False, False]
+    assert audit.describe()["demotions"] == {"a": 1}
+
+
+def test_what_was_not_said_by_a_whole_map_is_counted_and_not_judged(audit) -> None:
+    verdicts = [audit.reported(prediction(160, judged=False), 0)[1] for _ in range(20)]
+
+    assert not any(verdicts)
+    assert audit.describe()["predictions"][0]["over"] == 20
+
+
+def test_each_rank_is_judged_on_its_own(audit) -> None:
+    for _ in range(3):
+        assert not audit.reported(prediction(160, rank=0), 0)[1]
+        assert not audit.reported(prediction(160, rank=1), 0)[1]
+
+    assert audit.reported(prediction(160, rank=1), 0)[1]
+
+
+def test_old_verdicts_make_room(audit) -> None:
+    for reported in (160,) * 10 + (0,) * 5:
+        assert not audit.reported(prediction(160), reported)[1]
+
+    assert audit.reported(prediction(160), 0)[1], "6 of the last 10"
+
+
+def test_a_restarted_worker_begins_anew(audit) -> None:
+    for _ in range(3):
+        audit.reported(prediction(160), 0)
+
+    audit.forget("a")
+
+    assert not audit.reported(prediction(160), 0)[1]
+    assert audit.describe()["latest"] == [{"worker": "a", "rank": 0, "judged": 1, "wrong": 1}]
+
+
+def test_sums_are_kept_by_strategy_worker_and_tier(audit) -> None:
+    audit.reported(prediction(160), 128)
+    audit.reported(prediction(0), 0)
+
+    assert audit.describe()["predictions"] == [
+        {
+            "strategy": "kvaware",
+            "worker": "a",
+            "slowest_tier": tier,
+            "exact": exact,
+            "over": over,
+            "under": 0,
+            "predicted_tokens": predicted,
+            "reported_tokens": reported,
+            "absolute_error_tokens": predicted - reported,
+        }
+        for tier, exact, over, predicted, reported in [("gpu", 0, 1, 160, 128), ("none", 1, 0, 0, 0)]
+    ]

@@ -1,0 +1,265 @@
+from __future__ import annotations
+
+from array import array
+
+import pytest
+
+from kvroute.blocks.chunks import PromptChunks
+from kvroute.blocks.keys import PromptKeys
+from kvroute.blocks.tokens import prompt_keys, token_keys
+from kvroute.index.radix_history import RadixHistory
+from kvroute.routing.caches import CachePlace, ExactPrompt, Standing, Tokens
+from kvroute.routing.cost import CostModel
+from kvroute.routing.decision import Reason, RouteQuery
+from kvroute.routing.options import RoutingOptions
+from kvroute.routing.router import Router
+from kvroute.routing.strategies.kvaware import CacheViews, KvAware, KvAwareOptions
+from kvroute.routing.transfers import TransferOptions, Transfers
+
+A, B, C = range(3)
+LENGTH = 1000
+
+
+class FakeMap:
+    """What is held by slot, whatever the prompt; slots are worker indices unless `ranks` says otherwise."""
+
+    def __init__(self) -> None:
+        self.held: dict[int, Tokens] = {}
+        self.standings: dict[int, Standing] = {}
+        self.slots: dict[int, list[int]] = {}
+
+    def places(self, worker):
+        slots = self.slots.get(worker.index, [worker.index])
+        return [
+            CachePlace(slot, rank, standing, "" if standing is Standing.WHOLE else "gap")
+            for rank, slot in enumerate(slots)
+            for standing in [self.standings.get(slot, Standing.WHOLE)]
+        ]
+
+    def match(self, prompt):
+        return self.held
+
+
+@pytest.fixture
+def caches() -> FakeMap:
+    return FakeMap()
+
+
+@pytest.fixture
+def history():
+    return RadixHistory(10_000)
+
+
+@pytest.fixture
+def in_flight():
+    return RadixHistory(0)
+
+
+@pytest.fixture
+def strategy(caches, history, in_flight) -> KvAware:
+    tiers = Transfers(TransferOptions(token_bytes=100_000, l1_gb_s=10, l2_gb_s=1, l2_latency_ms=2))
+    return KvAware(KvAwareOptions(), CostModel(history), history, CacheViews(caches, in_flight, tiers))
+
+
+@pytest.fixture
+def workers(make_worker):
+    return [make_worker(index) for index in (A, B, C)]
+
+
+@pytest.fixture
+def view(workers, make_view):
+    return make_view(*workers)
+
+
+def exact(ids: list[int]) -> ExactPrompt:
+    usable = array("I", ids[:-1])
+    return ExactPrompt(len(ids), token_keys(usable, 0), PromptChunks(usable))
+
+
+def asked(*, tokens: int = LENGTH, inexact: str = "", now: float = 0.0) -> RouteQuery:
+    ids = list(range(tokens))
+    approximate = PromptKeys(token_keys(array("I", ids), 1), tokens, 16.0)
+    prompts = () if inexact else (exact(ids),)
+    return RouteQuery("model", now, (approximate,), tokens, exact=prompts, inexact=inexact)
+
+
+def order(decision) -> list[int]:
+    return [candidate.worker.index for candidate in decision.ranking]
+
+
+def candidate_of(decision, index: int):
+    return next(candidate for candidate in decision.ranking if candidate.worker.index == index)
+
+
+def test_goes_where_the_map_has_most(strategy, caches, view) -> None:
+    caches.held = {B: Tokens(gpu=800), C: Tokens(gpu=400)}
+
+    decision = strategy.rank(asked(), view)
+
+    assert order(decision) == [B, C, A]
+    assert decision.reason is Reason.KV_HIT
+    assert [candidate.matched_tokens for candidate in decision.ranking] == [800, 400, 0]
+
+
+def test_blocks_in_slower_tiers_count_with_the_time_they_take(strategy, caches, view) -> None:
+    """800 tokens are 80 MB: 8 ms from L1, 80 + 2 ms from L2; computing them takes 128 ms and attention."""
+    caches.held = {A: Tokens(l2=800), B: Tokens(l1=800), C: Tokens(gpu=800)}
+
+    decision = strategy.rank(asked(), view)
+
+    assert order(decision) == [C, B, A]
+    loads = {candidate.worker.index: candidate.terms.load for candidate in decision.ranking}
+    assert loads == {C: 0.0, B: pytest.approx(0.008), A: pytest.approx(0.082)}
+
+
+def test_transfers_under_way_are_waited_for(strategy, caches, view) -> None:
+    """The shared store serves one after another, whoever asks."""
+    caches.held = {A: Tokens(l2=800), B: Tokens(l2=800)}
+    first = strategy.rank(asked(), view)
+    chosen = first.ranking[0]
+    strategy.routed(asked(), first, chosen)
+
+    loads = {c.worker.index: c.terms.load for c in strategy.rank(asked(), view).ranking}
+
+    other = B if chosen.worker.index == A else A
+    assert loads[chosen.worker.index] == pytest.approx(0.162)
+    assert loads[other] == pytest.approx(0.082 + 0.01), "80 MB at the store's own 8 GB/s"
+
+
+def test_a_busy_holder_loses_the_request(strategy, caches, view, workers) -> None:
+    caches.held = {A: Tokens(gpu=800)}
+    workers[A].load.reserve(0.0, prefill_s=1.0, tokens=0)
+
+    decision = strategy.rank(asked(), view)
+
+    assert order(decision)[-1] == A
+    assert decision.reason is Reason.KV_SPILL
+
+
+def test_blocks_of_unfinished_requests_are_held_before_their_events_come(strategy, in_flight, view) -> None:
+    query = asked()
+    lease = in_flight.acquire(B, query.exact[0].keys)
+
+    decision = strategy.rank(query, view)
+
+    assert order(decision)[0] == B
+    assert decision.ranking[0].matched_tokens == 992
+    lease.release()
+    assert strategy.rank(query, view).reason is Reason.KV_MISS
+
+
+def test_in_flight_blocks_take_the_place_of_slower_tiers(strategy, caches, in_flight, view) -> None:
+    caches.held = {B: Tokens(gpu=160, l1=320, l2=256)}
+    query = asked()
+    in_flight.acquire(B, query.exact[0].keys[:20])
+
+    held = candidate_of(strategy.rank(query, view), B).held
+
+    assert held.tokens == Tokens(gpu=320, l1=160, l2=256)
+
+
+def test_in_flight_tokens_are_whole_blocks_of_the_worker(
+    caches, history, in_flight, make_worker, make_view
+) -> None:
+    strategy = KvAware(
+        KvAwareOptions(), CostModel(history), history, CacheViews(caches, in_flight, Transfers())
+    )
+    coarse = make_worker(A, block_size=128)
+    query = asked()
+    in_flight.acquire(A, query.exact[0].keys)
+
+    assert strategy.rank(query, make_view(coarse)).ranking[0].matched_tokens == 896
+
+
+def test_without_tokens_what_was_sent_decides(strategy, caches, history, view) -> None:
+    caches.held = {A: Tokens(gpu=800)}
+    query = asked(inexact="late")
+    history.acquire(C, query.prompts[0].keys).release()
+
+    decision = strategy.rank(query, view)
+
+    assert order(decision)[0] == C
+    assert decision.reason is Reason.KV_APPROXIMATE
+    assert (decision.ranking[0].held.mapped, decision.ranking[0].held.why) == (False, "late")
+
+
+def test_a_worker_whose_map_is_not_trusted_is_judged_by_what_it_was_sent(
+    strategy, caches, history, view
+) -> None:
+    caches.held = {A: Tokens(gpu=800), B: Tokens(gpu=320)}
+    caches.standings = {A: Standing.NONE}
+    query = asked()
+
+    decision = strategy.rank(query, view)
+    assert order(decision)[0] == B, "nothing was sent to A"
+
+    history.acquire(A, query.prompts[0].keys).release()
+    decision = strategy.rank(query, view)
+    assert order(decision)[0] == A
+    assert decision.ranking[0].held == (Tokens(992), A, None, False, "gap")
+
+
+def test_of_a_partial_map_and_what_was_sent_the_longer_counts(strategy, caches, history, view) -> None:
+    caches.held = {A: Tokens(gpu=800)}
+    caches.standings = {A: Standing.PARTIAL}
+    query = asked()
+
+    assert candidate_of(strategy.rank(query, view), A).held.mapped
+
+    history.acquire(A, query.prompts[0].keys).release()
+    assert candidate_of(strategy.rank(query, view), A).matched_tokens == 992
+
+
+def test_the_best_rank_stands_for_its_worker(strategy, caches, view) -> None:
+    caches.slots = {B: [10, 11, 12]}
+    caches.held = {11: Tokens(gpu=800), 12: Tokens(gpu=160)}
+
+    decision = strategy.rank(asked(), view)
+
+    assert order(decision)[0] == B
+    assert sorted(order(decision)) == [A, B, C]
+    assert (decision.ranking[0].rank, decision.ranking[0].held.slot) == (1, 11)
+
+
+def test_load_is_counted_by_rank(caches, make_worker, make_view) -> None:
+    router = Router(RoutingOptions(strategy="kvaware"), caches=caches)
+    worker = make_worker(A)
+    caches.slots = {A: [10, 11]}
+    view = make_view(worker)
+    query = asked()
+    first = router.decide(query, view)
+    dispatched = [router.dispatch(query, first, first.ranking[0], 0.0)]
+
+    second = router.decide(asked(tokens=500), view)
+
+    assert {first.ranking[0].rank, second.ranking[0].rank} == {0, 1}
+    dispatched.append(router.dispatch(query, second, second.ranking[0], 0.0))
+    assert worker.load.in_flight == 2
+    assert [worker.load_of(rank).in_flight for rank in (0, 1)] == [1, 1]
+    for dispatch in dispatched:
+        dispatch.first_token(0.1)
+        dispatch.finish(0.2)
+    assert [load.in_flight for load in (worker.load, *worker.rank_loads.values())] == [0, 0, 0]
+
+
+def test_a_slot_that_left_holds_nothing_in_flight(caches, make_worker, make_view) -> None:
+    router = Router(RoutingOptions(strategy="kvaware"), caches=caches)
+    view = make_view(make_worker(A), make_worker(B))
+    query = asked()
+    decision = router.decide(query, view)
+    router.dispatch(query, decision, decision.ranking[0], 0.0)
+    slot = decision.ranking[0].worker.index
+
+    router.slot_left(slot)
+
+    assert all(c.matched_tokens == 0 for c in router.decide(query, view).ranking)
+
+
+def test_a_prompts_last_token_is_never_held() -> None:
+    ids = array("I", range(64))
+
+    assert len(exact(list(ids)).keys) == 3 == len(prompt_keys(ids, _Space()))
+
+
+class _Space:
+    seed = 0
