@@ -4,8 +4,8 @@
 
 kvroute's own router, cost model, history and reservations place requests on simulated engines with a GPU,
 a CPU and a shared cache tier; so do other routers' published policies. Each goal is judged for two
-subjects: `prefixaware`, the default, which knows what it has sent, and `tiers`, the same cost model told
-what every tier holds. Figures are means over seeds; TTFT unless said otherwise.
+subjects: `prefixaware`, the default, which knows what it has sent, and `kvaware`, told what every tier
+holds. Figures are means over seeds; TTFT unless said otherwise.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from statistics import fmean
 from routing_policies import TRUE_COSTS
 from routing_runs import Case, Figures, run
 
-SUBJECTS = {"prefixaware": "kvroute", "tiers": "kvroute-tiers"}
+SUBJECTS = {"prefixaware": "kvroute", "kvaware": "kvroute-aware"}
 
 CONV, TOOL = Case("conv", 10.5, ""), Case("tool", 29.0, "")
 
@@ -134,10 +134,10 @@ def robust(base: Case, slow: float, ask: Ask, subject: str) -> list[Bound]:
     usual, name = ask(ours).mean, base.workload
     right = ask(replace(ours, options=costs(1.0))).mean
     late = [Bound(f"{name} late events", ask(replace(ours, event_delay_s=0.5)).mean / usual, 1.05)]
-    blind = [Bound(f"{name} no events", usual / ask(replace(base, policy="kvroute-tiers")).mean, 1.15)]
+    blind = [Bound(f"{name} no events", usual / ask(replace(base, policy="kvroute-aware")).mean, 1.15)]
     lame = replace(ours, slow_worker=2.0)
     return [
-        *(late if subject == "kvroute-tiers" else blind),
+        *(late if subject == "kvroute-aware" else blind),
         Bound(f"{name} costs x2", ask(replace(ours, options=costs(2.0))).mean / right, 1.08),
         Bound(f"{name} costs x0.5", ask(replace(ours, options=costs(0.5))).mean / right, 1.08),
         Bound(f"{name} slow worker", ask(lame).mean / usual, slow),

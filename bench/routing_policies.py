@@ -12,11 +12,13 @@ from typing import Any
 
 from xxhash import xxh3_64_intdigest
 
+from kvroute.blocks.chunks import PromptChunks
 from kvroute.blocks.keys import BlockKey, PromptKeys
 from kvroute.fleet.load import Reservation, WorkerLoad
 from kvroute.fleet.worker import FleetView, HealthState, Worker, WorkerFacts, WorkerId, WorkerSpec
-from kvroute.routing.cost import CostModel, TierLoad
-from kvroute.routing.decision import Reason, RouteDecision, RouteQuery
+from kvroute.routing.caches import CachePlace, ExactPrompt, Standing, Tokens
+from kvroute.routing.cost import TierLoad
+from kvroute.routing.decision import RouteDecision, RouteQuery
 from kvroute.routing.options import RoutingOptions
 from kvroute.routing.router import Dispatch, Router
 from kvroute.sim.fleet import FleetRequest
@@ -385,36 +387,53 @@ class Kvroute(Events):
         self.open.pop(request).finish(now)
 
 
-class KvrouteTiers(Kvroute):
-    """kvroute's cost model, history and reservations, told what every tier really holds (GPU by events).
+class KvrouteAware(Kvroute):
+    """kvroute's `kvaware`, told what every tier holds: the GPU by events, the slower ones as they are.
 
-    A stand-in for the strategy `kvaware`: only the view of what is where is the benchmark's own.
+    Strategy, costs, transfers, in-flight blocks and reservations are the gateway's own; this is its
+    `CacheMap`.
     """
 
     wants_events = True
 
     def __init__(self, seed: int, options: RoutingOptions | None = None) -> None:
         super().__init__(seed, options)
-        self.in_flight = _Where()
 
-    @property
-    def costs(self) -> CostModel:
-        return self.router._costs
+    def attach(self, engines: Sequence[TieredEngine], tiers: TierOptions) -> None:
+        kvaware = {
+            "tiers": {
+                "token_bytes": tiers.token_bytes,
+                "l1_gb_s": tiers.l1_bytes_s / 1e9,
+                "l2_gb_s": tiers.l2_worker_bytes_s / 1e9,
+                "l2_store_gb_s": tiers.l2_bytes_s / 1e9,
+                "l2_latency_ms": tiers.l2_latency_s * 1e3,
+            }
+        }
+        options = self.options.model_dump(exclude_unset=True) | {"strategy": "kvaware", "kvaware": kvaware}
+        self.router = Router(RoutingOptions.model_validate(options), caches=self)
+        super().attach(engines, tiers)
 
-    def decide(self, request: FleetRequest, query: RouteQuery) -> RouteDecision:
-        blocks, loads = tier_loads(self, request, query.now, self.in_flight)
-        matched = [held * BLOCK for held in blocks]
-        ranking = self.costs.rank(query, self.workers, matched, loads)
-        return RouteDecision("tiers", Reason.PREFIX_HIT, tuple(ranking))
+    def query(self, request: FleetRequest, now: float) -> RouteQuery:
+        query = super().query(request, now)
+        keys = [BlockKey(key) for key in request.keys[: _limit(request)]]
+        exact = ExactPrompt(request.prompt_tokens, keys, PromptChunks(()), key_tokens=BLOCK)
+        return query._replace(exact=(exact,))
 
-    def place(self, request: FleetRequest, now: float) -> int:
-        worker = super().place(request, now)
-        self.in_flight.count(worker, request.keys[: request.prompt_tokens // BLOCK], 1)
-        return worker
+    def places(self, worker: Worker) -> Sequence[CachePlace]:
+        return (CachePlace(worker.index, 0, Standing.WHOLE),)
 
-    def finished(self, request: FleetRequest, now: float) -> None:
-        super().finished(request, now)
-        self.in_flight.count(request.worker, request.keys[: request.prompt_tokens // BLOCK], -1)
+    def match(self, prompt: ExactPrompt) -> dict[int, Tokens]:
+        keys, limit = prompt.keys, len(prompt.keys)
+        gpu = self.gpu.extents(keys, limit, self.size, None)
+        found = {}
+        for number, engine in enumerate(self.engines):
+            middle = engine.l1.run(keys, gpu[number], limit)
+            stop = engine.store.tier.run(keys, middle, limit)
+            if stop:
+                found[number] = Tokens(
+                    gpu[number] * BLOCK, (middle - gpu[number]) * BLOCK, (stop - middle) * BLOCK
+                )
+        return found
 
 
 POLICIES: dict[str, Callable[[int], Policy]] = {
@@ -428,5 +447,5 @@ POLICIES: dict[str, Callable[[int], Policy]] = {
     "conductor": Conductor,
     "shared": Shared,
     "kvroute": Kvroute,
-    "kvroute-tiers": KvrouteTiers,
+    "kvroute-aware": KvrouteAware,
 }

@@ -11,7 +11,7 @@ from kvroute.sim.fleet import FleetRequest
 from kvroute.sim.tiers import GPU_ONLY, TieredFleet, TierOptions, make_tiered_engines
 from kvroute.sim.timing import TimingModel
 from kvroute.sim.workload import imbalance
-from routing_policies import POLICIES, Kvroute, KvrouteTiers, Policy
+from routing_policies import POLICIES, Kvroute, KvrouteAware, Policy
 from routing_workloads import Load, chat, conversation, l2post, tool
 
 INFINITE = TierOptions(
@@ -95,7 +95,7 @@ def run(case: Case) -> Figures:
 
 def make_policy(case: Case) -> Policy:
     made = POLICIES[case.policy]
-    if made in (Kvroute, KvrouteTiers):
+    if made in (Kvroute, KvrouteAware):
         return made(case.seed, routing_options(case.options))  # type: ignore[call-arg]
     return made(case.seed)
 

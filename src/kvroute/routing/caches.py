@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol, TypeAlias
 
 from kvroute.blocks.chunks import ChunkKey, PromptChunks
 from kvroute.blocks.keys import BlockKey
+from kvroute.blocks.tokens import KEY_TOKENS
 from kvroute.fleet.worker import Worker
 from kvroute.index.chunk_index import ChunkHolder
 
@@ -18,7 +19,7 @@ Probed: TypeAlias = Mapping[ChunkHolder, Collection[ChunkKey]] | None
 class ExactPrompt(NamedTuple):
     """One prompt as the engine will see it.
 
-    `keys` are `blocks.tokens.prompt_keys` of its `tokens` ids; `chunks` names the same tokens as LMCache
+    `keys` are `blocks.tokens.prompt_keys` of its `tokens` ids, one for `key_tokens` of them; `chunks` names the same tokens as LMCache
     does, as far as asked; `salt` is the request's cache salt, `adapter` its LoRA adapter.
     """
 
@@ -28,6 +29,7 @@ class ExactPrompt(NamedTuple):
     salt: str = ""
     adapter: str | None = None
     probed: Probed = None
+    key_tokens: int = KEY_TOKENS
 
 
 class Standing(StrEnum):

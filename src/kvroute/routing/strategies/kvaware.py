@@ -15,9 +15,6 @@ from kvroute.routing.decision import Candidate, Needs, Reason, RouteDecision, Ro
 from kvroute.routing.matching import matched_tokens
 from kvroute.routing.transfers import TransferOptions, Transfers
 
-IN_FLIGHT_KEY_TOKENS = 16
-"""Tokens behind one key of an exact prompt (`blocks.tokens.KEY_TOKENS`)."""
-
 
 class KvAwareOptions(Options):
     """Routing on the workers' own cache events. A worker whose map cannot be trusted is judged by what it
@@ -77,7 +74,10 @@ class KvAware:
     def _held(self, query: RouteQuery, workers: Sequence[Worker]) -> tuple[list[Worker], list[Held]]:
         """Every place that the request could go to, and what is there."""
         views = self._views
-        found = [(views.caches.match(prompt), views.in_flight.match(prompt.keys)) for prompt in query.exact]
+        found = [
+            _Found(views.caches.match(prompt), views.in_flight.match(prompt.keys), prompt.key_tokens)
+            for prompt in query.exact
+        ]
         sent: Sequence[int] = ()
         targets: list[Worker] = []
         held: list[Held] = []
@@ -87,30 +87,39 @@ class KvAware:
                 found and places and all(place.standing is Standing.WHOLE for place in places)
             ):
                 sent = matched_tokens(self._history, query, workers)
-            if not found or not places:
-                rank = places[0].rank if len(places) > 1 else None
-                why = query.inexact or "no_events"
+            if not places:
                 targets.append(worker)
-                held.append(Held(Tokens(sent[number]), places[0].slot if places else None, rank, False, why))
+                held.append(Held(Tokens(sent[number]), why=query.inexact or "no_events"))
                 continue
             for place in places:
                 rank = place.rank if len(places) > 1 else None
                 targets.append(worker)
+                if not found:  # any rank may have it: the one with least to do
+                    held.append(
+                        Held(Tokens(sent[number]), place.slot, rank, why=query.inexact or "no_events")
+                    )
+                    continue
                 tokens = _total(found, place.slot, worker.block_size)
                 held.append(_believed(place, rank, tokens, sent[number] if sent else 0))
         return targets, held
 
 
-def _total(
-    found: Sequence[tuple[Mapping[int, Tokens], Mapping[int, int]]], slot: int, block_tokens: int
-) -> Tokens:
+class _Found(NamedTuple):
+    """Of one prompt, by slot: tokens in caches, keys that unfinished requests pin."""
+
+    caches: Mapping[int, Tokens]
+    in_flight: Mapping[int, int]
+    key_tokens: int
+
+
+def _total(found: Sequence[_Found], slot: int, block_tokens: int) -> Tokens:
     """What `slot` has of all prompts, with what unfinished requests bring."""
     totals = Tokens()
-    for caches, in_flight in found:
+    for caches, in_flight, key_tokens in found:
         tokens = caches.get(slot)
         flying = in_flight.get(slot)
         if flying:
-            flying *= IN_FLIGHT_KEY_TOKENS
+            flying *= key_tokens
             tokens = _with_flying(tokens, flying - flying % block_tokens)
         if tokens is not None:
             totals = Tokens(totals.gpu + tokens.gpu, totals.l1 + tokens.l1, totals.l2 + tokens.l2)
