@@ -19,8 +19,9 @@ Probed: TypeAlias = Mapping[ChunkHolder, Collection[ChunkKey]] | None
 class ExactPrompt(NamedTuple):
     """One prompt as the engine will see it.
 
-    `keys` are `blocks.tokens.prompt_keys` of its `tokens` ids, one for `key_tokens` of them; `chunks` names the same tokens as LMCache
-    does, as far as asked; `salt` is the request's cache salt, `adapter` its LoRA adapter.
+    `keys` are `blocks.tokens.prompt_keys` of its `tokens` ids, one for `key_tokens` of them; `chunks` names
+    the same tokens as LMCache does, as far as asked; `salt` is the request's cache salt, `adapter` its LoRA
+    adapter, `probed` what a shared store says it has of it.
     """
 
     tokens: int
