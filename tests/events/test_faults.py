@@ -28,10 +28,16 @@ class Followed:
     """An engine and the subscriber that follows it."""
 
     def __init__(
-        self, engine: Any, context: zmq.asyncio.Context, replays: bool, options: Any, pool: int | None
+        self,
+        engine: Any,
+        context: zmq.asyncio.Context,
+        replays: bool,
+        options: Any,
+        pool: int | None,
+        max_blocks: int,
     ) -> None:
         self.engine = engine
-        self.index = PrefixIndex()
+        self.index = PrefixIndex(max_blocks=max_blocks)
         self.ledger = Ledger(self.index, 0)
         self.subscriber = KvEventSubscriber(
             "w",
@@ -62,10 +68,15 @@ class Followed:
 
 @asynccontextmanager
 async def followed(
-    engine: Any, *, replays: bool = True, options: Any = QUICK, pool: int | None = None
+    engine: Any,
+    *,
+    replays: bool = True,
+    options: Any = QUICK,
+    pool: int | None = None,
+    max_blocks: int = 1_000_000,
 ) -> AsyncIterator[Followed]:
     context = zmq.asyncio.Context()
-    follower = Followed(engine, context, replays, options, pool)
+    follower = Followed(engine, context, replays, options, pool, max_blocks)
     try:
         yield follower
     finally:
@@ -323,6 +334,73 @@ async def test_a_distrusted_map_that_cannot_be_replayed_begins_from_nothing(
         assert follower.subscriber.reason is Reason.GAP
         assert len(follower.believed) == 6
         assert follower.believed <= engine.truth
+
+
+async def test_a_map_without_room_is_not_called_whole(
+    engine_of: Make, until: Until, tokens_of: Tokens
+) -> None:
+    engine = engine_of(capacity_tokens=1600)
+    async with followed(engine, pool=100, max_blocks=40) as follower:
+        engine.serve(tokens_of(0, 400))
+        await until(lambda: follower.is_right)
+        engine.serve(tokens_of(1, 400))
+        await until(lambda: follower.subscriber.reason is Reason.FULL)
+        assert follower.subscriber.trust is Trust.PARTIAL
+        assert len(follower.believed) == 40
+        assert follower.believed < engine.truth
+
+        engine.cache.clear()
+        engine.serve(tokens_of(10, 15))
+        engine.publish()
+        await until(lambda: follower.last == engine.sent[-1].seq and not follower.index.size().blocks)
+        engine.serve(tokens_of(10, 100))
+        await until(lambda: follower.is_right)
+
+
+async def test_what_was_refused_is_forgotten_once_everything_was_computed_anew(
+    engine_of: Make, until: Until, tokens_of: Tokens
+) -> None:
+    engine = engine_of(capacity_tokens=800)
+    async with followed(engine, pool=50, max_blocks=45) as follower:
+        engine.serve(tokens_of(0, 800))
+        await until(lambda: follower.subscriber.reason is Reason.FULL)
+        assert len(follower.believed) == 45
+        follower.index._max_blocks = 1000  # another worker has left
+
+        for number in range(1, 6):
+            engine.serve(tokens_of(number, 200))
+
+        await until(lambda: follower.is_right)
+
+
+async def test_a_failure_of_our_own_drops_the_map_which_is_then_read_anew(
+    engine_of: Make,
+    until: Until,
+    busy: Any,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine, failing = engine_of(), True
+    async with followed(engine) as follower:
+        busy(engine, range(2))
+        await until(lambda: follower.is_right)
+        apply = follower.ledger.apply
+
+        def fails(batch: Any) -> Any:
+            if failing:
+                raise KeyError("a defect")
+            return apply(batch)
+
+        monkeypatch.setattr(follower.ledger, "apply", fails, raising=False)
+        busy(engine, range(2, 4))
+        await until(lambda: follower.subscriber.counts.failures >= 2)
+        assert follower.subscriber.trust is Trust.NONE
+        assert follower.believed == set()
+
+        failing = False
+        await until(lambda: follower.is_right)
+    assert "following them failed" in caplog.text
+    assert follower.subscriber.trust is Trust.NONE  # nobody follows it any more
 
 
 async def test_a_worker_that_serves_without_announcing_it_is_not_believed(

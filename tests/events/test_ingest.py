@@ -13,6 +13,7 @@ import zmq
 
 from kvroute.blocks.tokens import Tier, adapter_space, prompt_keys
 from kvroute.clock import SystemClock
+from kvroute.errors import ConfigError
 from kvroute.events.ingest import EventIngest
 from kvroute.events.options import KvEventsOptions
 from kvroute.events.sources import KvEventSource, configured_sources, parse_sources
@@ -112,6 +113,58 @@ async def test_a_restarted_worker_is_emptied_at_once_and_its_sources_are_read_ag
         await until(lambda: list(setup.match(prompt).values()) == [TierMatch(32)])
 
 
+async def test_a_place_is_nobody_elses_until_its_worker_has_another(
+    engine_of: Make, until: Until, tokens_of: Tokens
+) -> None:
+    """Its sources change; between its old streams' end and its new ones' beginning others come and go."""
+    old, new, other = engine_of(), engine_of(), engine_of()
+    old.serve(tokens_of(1, 100))
+    seen: list[tuple[str, list[int], list[int]]] = []
+    async with running() as setup:
+        setup.ingest._streams_changed = lambda worker, before, now: seen.append(
+            (worker.id, [stream.slot for stream in before], [stream.slot for stream in now])
+        )
+        setup.pages = {"a.example": old.publisher.sources()}
+        setup.fleet.apply("test", [A])
+        a = setup.fleet.get("a")
+        await until(lambda: setup.match(tokens_of(1, 100)) != {})
+        known = asyncio.Event()
+
+        async def wait(_: object) -> None:
+            await known.wait()
+
+        setup.ingest._incarnation_known = wait  # type: ignore[assignment,method-assign]
+        setup.pages = {"a.example": new.publisher.sources()}
+        setup.fleet.update_facts(a, WorkerFacts(start_time=2.0), restarted=True)
+        (shown,) = setup.ingest.streams(a)
+        await until(lambda: shown.ledger._closed)
+        assert setup.ingest.trust(a) is Trust.NONE
+        setup.ingest._incarnation_known = lambda _: asyncio.sleep(0)  # type: ignore[assignment,method-assign]
+        setup.pages["b.example"] = other.publisher.sources()
+        setup.fleet.apply("test", [A, B])
+        await until(lambda: bool(setup.ingest.streams(setup.fleet.get("b"))))
+        known.set()
+        await until(lambda: setup.ingest.streams(a)[0] is not shown)
+
+    assert seen[0] == ("a", [], [0])
+    assert seen[1:3] == [("b", [], [1]), ("a", [0], [2])]
+
+
+async def test_a_failure_of_our_own_is_said_and_asking_goes_on(
+    engine_of: Make, until: Until, tokens_of: Tokens, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = engine_of()
+    engine.serve(tokens_of(1, 100))
+    async with running() as setup:
+        setup.pages = {"a.example": b"no JSON"}  # httpx.Response raises TypeError for it
+        setup.fleet.apply("test", [A])
+        await until(lambda: "following the KV events of worker a failed" in caplog.text)
+
+        setup.pages = {"a.example": engine.publisher.sources()}
+
+        await until(lambda: setup.match(tokens_of(1, 100)) != {})
+
+
 async def test_a_worker_without_events_is_named_once_and_asked_again(
     engine_of: Make, until: Until, tokens_of: Tokens, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -183,7 +236,7 @@ async def test_workers_that_connect_to_us_are_told_apart_by_topic(until: Until, 
 async def test_an_address_that_is_taken_is_an_error() -> None:
     with zmq.Context() as context, context.socket(zmq.SUB) as socket:
         port = socket.bind_to_random_port("tcp://127.0.0.1")
-        with pytest.raises(zmq.ZMQError):
+        with pytest.raises(ConfigError, match=rf"kv_events\.bind\.0: tcp://127\.0\.0\.1:{port}"):
             async with running(QUICK.model_copy(update={"bind": (f"tcp://127.0.0.1:{port}",)})):
                 pass
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -327,6 +328,28 @@ def test_dropping_believes_nothing_at_once_and_returns_memory_in_steps(run_ledge
     ledger.close()
     run_ledger(ledger, [batch(store([1]))])
     assert matched(index) == TierMatch()
+
+
+@pytest.mark.parametrize("removal", [False, True])
+def test_a_stream_that_ends_in_the_middle_of_a_large_event_leaves_nothing(removal: bool) -> None:
+    index = PrefixIndex()
+    ledger = Ledger(index, 0)
+    names, ids = list(range(1000)), list(range(1, 16_001))
+    stored = BlockStored(names, None, ids, 16)
+    if removal:
+        for _ in ledger.apply(EventBatch(0.0, [stored], 0, "map")):
+            pass
+        steps = ledger.apply(EventBatch(0.0, [BlockRemoved(names), stored], 0, "map"))
+    else:
+        steps = ledger.apply(EventBatch(0.0, [stored], 0, "map"))
+    next(steps)
+
+    ledger.close()
+    for _ in steps:
+        pass
+
+    assert list(ledger.held(Tier.GPU)) == list(ledger.believed(Tier.GPU)) == []
+    assert index.match(prompt_keys(ids, adapter_space(None))) == {}
 
 
 @settings(max_examples=60, deadline=None)

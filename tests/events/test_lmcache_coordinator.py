@@ -147,6 +147,16 @@ class Fleet:
         return self.index.match(PromptChunks(tokens), salt, {})
 
 
+def test_unknown_kinds_of_events_do_not_pile_up() -> None:
+    fleet, server = Fleet(), Server("a")
+    fleet.register("a")
+    for number in range(100):
+        fleet.send(server.batch(f"kind-{number}", "l1", chunks(0)))
+
+    assert fleet.coordinator.counts.events == {}
+    assert fleet.coordinator.counts.unknown == 100
+
+
 @pytest.fixture
 def server() -> Server:
     return Server("a")
@@ -614,6 +624,20 @@ def test_workers_are_joined_as_configured(options: dict[str, Any]) -> None:
 
     assert fleet.match(PROMPT) == {0: (40, 0)}
     assert fleet.coordinator.instance_of("w") is fleet.coordinator.instance(name)
+
+
+def test_the_server_of_a_node_is_found_by_the_node_of_each_pod() -> None:
+    """In Kubernetes, a worker's pod and that of its node's server have different addresses."""
+    fleet, server = Fleet(instance="demo-{node}"), Server("demo-n1")
+    fleet.register("demo-n1", "10.0.0.77")
+    fleet.register("demo-n2", "10.0.0.78")
+    for slot, node in enumerate(("n1", "n1", "n2", "")):
+        worker = ServedWorker(f"w{slot}", f"10.0.0.{slot}", (slot,), frozenset({MODEL}), node)
+        fleet.coordinator.worker_changed(worker)
+
+    fleet.send(server.batch("store", "l1", NAMES))
+
+    assert fleet.match(PROMPT) == {0: (40, 0), 1: (40, 0)}
 
 
 def test_a_worker_that_leaves_reads_nothing_and_its_server_stays(fleet: Fleet, server: Server) -> None:

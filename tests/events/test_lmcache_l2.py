@@ -109,6 +109,20 @@ async def test_what_is_there_from_the_start_is_found(
     await l2.aclose()
 
 
+async def test_the_password_may_come_apart_from_the_url(redis_url: str, store: redis.asyncio.Redis) -> None:
+    await put(store, NAMES[:3])
+    plain = redis_url.replace(":hunter2@", "")
+    right, wrong = l2_of(plain, redis_password="hunter2"), l2_of(redis_url, redis_password="other")
+    none = l2_of(plain)
+
+    answers = [await each.lookup(PromptChunks(PROMPT), "", [TARGET]) for each in (right, wrong, none)]
+
+    assert held(answers[0]) == held(answers[1]) == [0, 1, 2]
+    assert answers[2].reason is L2Reason.REFUSED
+    for each in (right, wrong, none):
+        await each.aclose()
+
+
 async def test_holes_are_seen_and_what_follows_them(redis_url: str, store: redis.asyncio.Redis) -> None:
     there = [0, 1, 3, 20, 21, 40]
     await put(store, [NAMES[place] for place in there])
@@ -233,6 +247,31 @@ async def test_a_silent_redis_does_not_hold_up_a_request() -> None:
     await server.wait_closed()
 
 
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (redis.exceptions.TimeoutError("reading from 10.0.0.1"), L2Reason.DEADLINE),
+        (redis.exceptions.ConnectionError("10.0.0.1"), L2Reason.UNREACHABLE),
+        (redis.exceptions.ResponseError("MOVED 3999 10.0.0.1"), L2Reason.REFUSED),
+        (RuntimeError("10.0.0.1: read() called while another coroutine is waiting"), L2Reason.FAILED),
+    ],
+)
+async def test_whatever_the_client_raises_is_a_reason(
+    error: Exception, reason: L2Reason, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fails(*_: object) -> None:
+        raise error
+
+    l2 = l2_of("redis://10.0.0.1:1/0")
+    monkeypatch.setattr(l2._client, "exists", fails)
+
+    answer = await l2.lookup(PromptChunks(PROMPT), "", [TARGET])
+
+    assert (answer.reason, dict(answer.held), l2.counts.failures[reason]) == (reason, {}, 1)
+    assert "10.0.0.1" not in caplog.text
+    await l2.aclose()
+
+
 async def test_a_lookup_that_is_cancelled_leaves_the_connection_usable(
     redis_url: str, store: redis.asyncio.Redis
 ) -> None:
@@ -253,7 +292,7 @@ def test_targets_are_what_joined_workers_may_read() -> None:
     from kvroute.events.coordinator import Coordinator
     from kvroute.events.lmcache_joins import ServedWorker
     from kvroute.events.lmcache_options import LMCacheOptions
-    from kvroute.wire.lmcache_mp import CacheEvents, Registration
+    from kvroute.wire.lmcache_mp import CacheEvents, EventEntry, ObjectKey, Registration
 
     coordinator = Coordinator(ChunkIndex(), SystemClock(), LMCacheOptions(pools={"resp": "resp"}))
     coordinator.register(Registration("10.0.0.1", 8080, "a"))
@@ -267,6 +306,19 @@ def test_targets_are_what_joined_workers_may_read() -> None:
     (pool,) = coordinator.pools()
     assert targets_of(coordinator, "resp") == [L2Target(pool.held.holder, ChunkScheme(), MODEL, ONE)]
     assert targets_of(coordinator, "s3") == []
+
+    before = coordinator.changes
+    key = ObjectKey("00" * 32, MODEL, ONE[0][0], 3)
+    batch = CacheEvents("a", 5, 2, "store", "l2", "resp", [EventEntry(key)])
+    coordinator.admit(batch)
+    coordinator.apply(batch)
+    assert coordinator.changes > before, "chunks have other parts than was thought"
+    parts = [each.parts for each in targets_of(coordinator, "resp")]
+    assert parts == [((ONE[0][0], 3),)]
+    before = coordinator.changes
+    coordinator.worker_left("a")
+    assert coordinator.changes > before
+    assert targets_of(coordinator, "resp") == []
 
 
 @pytest.mark.parametrize("url", ["http://x", "redis://", "redis://host:port"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import stat
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -14,9 +15,11 @@ import pytest
 
 from kvroute.blocks.tokens import Tier
 from kvroute.clock import SystemClock
+from kvroute.events import snapshot
 from kvroute.events.ingest import EventIngest
 from kvroute.events.ledger import Ledger
 from kvroute.events.options import KvEventsOptions, ProbeOptions, SnapshotOptions
+from kvroute.events.snapshot import Captured, SnapshotFile
 from kvroute.events.trust import Trust
 from kvroute.fleet.fleet import Fleet
 from kvroute.fleet.worker import Worker, WorkerFacts, WorkerId, WorkerSpec
@@ -145,6 +148,49 @@ async def test_a_snapshot_is_written_on_a_timer(
     assert (head.next_seq, head.whole, head.block_tokens) == (1, True, 16)
     assert [frame.kind for frame in frames] == [Kind.RUNS, *[Kind.BLOCKS] * (len(frames) - 1)]
     assert not list(tmp_path.glob("*.new"))
+
+
+@pytest.mark.parametrize("step", ["begin", "add", "finish"])
+async def test_a_writing_that_is_cancelled_is_over_before_the_next_begins(
+    engine_of: Make,
+    until: Until,
+    tokens_of: Tokens,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    step: str,
+) -> None:
+    """At shutdown: the one of the timer is cut short, and the last one follows."""
+    engine, path = engine_of(), tmp_path / "map"
+    reached, go_on, order = threading.Event(), threading.Event(), []
+    real = getattr(snapshot._Writing, step)
+
+    def slow(self: Any, *args: Any) -> None:
+        if not reached.is_set():
+            reached.set()
+            go_on.wait(20)
+            real(self, *args)
+            order.append("cut short")
+        else:
+            real(self, *args)
+            order.append("last")
+
+    monkeypatch.setattr(snapshot._Writing, step, slow)
+    engine.serve(tokens_of(1, 100))
+    async with gateway(engine, path) as setup:
+        await until(lambda: bool(setup.ingest.streams(setup.worker)) and setup.is_right)
+        file = SnapshotFile(str(path))
+        streams = [Captured(setup.worker, 0, setup.stream.subscriber)]
+        cut = asyncio.create_task(file.save(streams))
+        await until(reached.is_set)
+        cut.cancel()
+        asyncio.get_running_loop().call_soon(go_on.set)
+        with pytest.raises(asyncio.CancelledError):
+            await cut
+        assert await file.save(streams) == 1
+
+    assert order[:2] == ["cut short", "last"]
+    assert len(split(path.read_bytes())) == 1
+    assert [each.name for each in tmp_path.iterdir()] == ["map"]
 
 
 @pytest.mark.parametrize("content", [b"", b"garbage", None])

@@ -20,6 +20,8 @@ def test_the_gravest_reason_comes_first() -> None:
     assert reason(stream) is None
     assert reason(stream, aside=1) is Reason.UNKNOWN_PARENT
     assert reason(stream, is_whole=False, aside=1) is Reason.GAP
+    assert stream.reason(is_sure=True, is_whole=True, aside_blocks=1, is_full=True) is Reason.FULL
+    assert stream.reason(is_sure=True, is_whole=False, aside_blocks=1, is_full=True) is Reason.GAP
 
     stream.distrust(Reason.AUDIT)
 
@@ -34,6 +36,7 @@ def test_some_reasons_leave_a_part_of_the_trust() -> None:
     assert {reason for reason in Reason if trust_for(reason) is Trust.PARTIAL} == {
         Reason.GAP,
         Reason.UNKNOWN_PARENT,
+        Reason.FULL,
     }
 
 

@@ -366,7 +366,11 @@ class Pair:
 
 
 @given(steps=steps, capacity=st.integers(1, 14))
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=150,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 def test_agrees_with_sets_and_a_list(steps, capacity, make_history, plain_history, chain) -> None:
     pair = Pair(make_history(capacity), plain_history(capacity, WORKERS), chain)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvroute.blocks.keys import BlockKey
@@ -11,6 +11,7 @@ from kvroute.blocks.tokens import Tier
 from kvroute.errors import WireError
 from kvroute.index.snapshot import (
     HEAD,
+    VERSION,
     Blocks,
     Copies,
     Kind,
@@ -67,13 +68,13 @@ WHOLE = file_of(
 )
 
 
-@settings(max_examples=300)
-@given(place=st.integers(0, len(WHOLE) - 1), bit=st.integers(0, 7))
-def test_any_damage_is_an_error(place: int, bit: int) -> None:
-    damaged = bytearray(WHOLE)
-    damaged[place] ^= 1 << bit
-    with pytest.raises(WireError):
-        split(bytes(damaged))
+def test_any_damage_is_an_error() -> None:
+    for place in range(len(WHOLE)):
+        for bit in range(8):
+            damaged = bytearray(WHOLE)
+            damaged[place] ^= 1 << bit
+            with pytest.raises(WireError):
+                split(bytes(damaged))
 
 
 def test_what_is_cut_off_or_goes_on_is_an_error() -> None:
@@ -90,4 +91,4 @@ def test_what_is_cut_off_or_goes_on_is_an_error() -> None:
 def test_other_versions_are_not_read() -> None:
     assert split(file_of()) == []
     with pytest.raises(WireError):
-        split(HEAD.replace(b"\1", b"\2", 1) + WHOLE[len(HEAD) :])
+        split(HEAD.replace(bytes([VERSION]), bytes([VERSION + 1]), 1) + WHOLE[len(HEAD) :])

@@ -85,3 +85,15 @@ def test_sums_are_kept_by_strategy_worker_and_tier(audit) -> None:
         }
         for tier, exact, over, predicted, reported in [("gpu", 0, 1, 160, 128), ("none", 1, 0, 0, 0)]
     ]
+
+
+def test_workers_that_come_and_go_do_not_pile_up(audit) -> None:
+    for number in range(5000):
+        for _ in range(4):
+            audit.reported(prediction(160, worker=f"pod-{number}"), 0)
+        audit.forget(f"pod-{number}")
+
+    told = audit.describe()
+    assert told["latest"] == []
+    assert len(told["predictions"]) == len(told["demotions"]) == 4096
+    assert told["demotions"]["pod-4999"] == 1

@@ -221,16 +221,18 @@ def test_the_best_rank_stands_for_its_worker(strategy, caches, view) -> None:
     assert (decision.ranking[0].rank, decision.ranking[0].held.slot) == (1, 11)
 
 
-def test_load_is_counted_by_rank(caches, make_worker, make_view) -> None:
+@pytest.mark.parametrize("inexact", ["", "late"])
+def test_load_is_counted_by_rank(caches, make_worker, make_view, inexact) -> None:
+    """Also where the prompt's tokens are not known: no rank gets all of those."""
     router = Router(RoutingOptions(strategy="kvaware"), caches=caches)
     worker = make_worker(A)
     caches.slots = {A: [10, 11]}
     view = make_view(worker)
-    query = asked()
+    query = asked(inexact=inexact)
     first = router.decide(query, view)
     dispatched = [router.dispatch(query, first, first.ranking[0], 0.0)]
 
-    second = router.decide(asked(tokens=500), view)
+    second = router.decide(asked(tokens=500, inexact=inexact), view)
 
     assert {first.ranking[0].rank, second.ranking[0].rank} == {0, 1}
     dispatched.append(router.dispatch(query, second, second.ranking[0], 0.0))

@@ -146,6 +146,30 @@ async def test_what_cannot_be_told_is_a_reason_and_no_error(
     assert found is Reason.UNSUPPORTED
 
 
+async def test_a_tokenizer_that_fails_is_a_reason_and_its_text_is_not_logged(
+    threads: TokenThreads,
+    make_worker: Any,
+    write_model: Any,
+    make_request: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with client(make_worker()) as http:
+        exact = ExactTokens(threads, http)
+        await exact.prepare("tiny", folder=write_model(), url=URL)
+
+        def fails(_: LocalTokenizer, request: Any) -> None:
+            raise KeyError(request.body)
+
+        monkeypatch.setattr(LocalTokenizer, "prompts", fails)
+        request = make_request(messages=[{"role": "user", "content": "a secret"}])
+        found = await exact.prompts(request, model="tiny", url=URL)
+
+    assert found is Reason.FAILED
+    assert "tokenizing for tiny failed: KeyError" in caplog.text
+    assert "a secret" not in caplog.text
+
+
 @pytest.fixture
 def bodies() -> list[tuple[str, dict[str, Any]]]:
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"a": 1}}}]

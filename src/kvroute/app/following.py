@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import logging
 from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 from typing import Self
@@ -15,9 +13,12 @@ from kvroute.app.config import Config
 from kvroute.app.lmcache import LMCache
 from kvroute.app.map_metrics import stream_metrics
 from kvroute.app.token_sources import TokenSources
+from kvroute.app.upkeep import Upkeep
 from kvroute.clock import Clock
-from kvroute.events.ingest import EventIngest, Stream
+from kvroute.errors import ConfigError
+from kvroute.events.ingest import EventIngest
 from kvroute.events.repair import KnownPrompt
+from kvroute.events.streams import Stream
 from kvroute.events.trust import Reason
 from kvroute.fleet.fleet import Fleet, FleetChange
 from kvroute.fleet.worker import Worker
@@ -29,13 +30,11 @@ from kvroute.routing.caches import ExactPrompt
 from kvroute.tokens.exact import ExactTokens, Mode
 from kvroute.tokens.threads import TokenThreads
 
-log = logging.getLogger(__name__)
-
 
 class Following:
     """The workers' events, the map that they draw, and the tokens to read it with.
 
-    An async context manager that owns its tasks: entering begins to follow, leaving ends all of it. A
+    An async context manager: entering begins to follow, leaving ends all of it. A
     listener of the fleet, and the `Feedback` of the prediction audit.
     """
 
@@ -52,9 +51,16 @@ class Following:
         self._client = _worker_client(config)
         self._index = PrefixIndex(max_blocks=config.kv_events.max_index_blocks)
         self._places_left = places_left
+        self._upkeep = Upkeep(clock)
         self._ingest = EventIngest(self._index, self._client, clock, config.kv_events, self._streams_changed)
+        # Whoever registers as an LMCache server is asked for its status: without the workers' key.
+        self._keyless = _client({})
         self.lmcache = LMCache(
-            self._client, clock, config.lmcache, hyperpod_lines=config.logging.hyperpod_lines
+            self._keyless,
+            clock,
+            config.lmcache,
+            self._upkeep,
+            hyperpod_lines=config.logging.hyperpod_lines,
         )
         self.caches = LiveCaches(self._index, self.lmcache.chunks, self._ingest, self.lmcache.tells_of)
         tokens = config.tokens
@@ -69,28 +75,32 @@ class Following:
         )
         self._sources = TokenSources(self._tokens, fleet, clock, tokens)
         self.preparer = Preparer(self._tokens, fleet, metrics, self.lmcache.probe)
-        self._tasks: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> Self:
-        self.lmcache.open()
+        """Raises ConfigError if an address to listen on cannot be had."""
+        try:
+            self._ingest.bind()
+            self.lmcache.open()
+        except ConfigError:
+            await self._upkeep.aclose()
+            self._ingest.close()
+            await self.lmcache.aclose()
+            await self._client.aclose()
+            await self._keyless.aclose()
+            raise
         await self._threads.__aenter__()
-        self._tasks = [
-            asyncio.create_task(self._ingest.run(), name="KV events"),
-            asyncio.create_task(self._sources.run(), name="token sources"),
-        ]
+        self._upkeep.begin("KV events", self._ingest.run)
+        self._upkeep.begin("token sources", self._sources.run)
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for task in self._tasks:
-            task.cancel()
-        for outcome in await asyncio.gather(*self._tasks, return_exceptions=True):
-            if isinstance(outcome, Exception):
-                log.error("following the workers' caches failed", exc_info=outcome)
+        await self._upkeep.aclose()
         await self.lmcache.aclose()
         await self._threads.__aexit__(kind, error, trace)
         await self._client.aclose()
+        await self._keyless.aclose()
 
     def fleet_changed(self, change: FleetChange, worker: Worker) -> None:
         self._ingest.fleet_changed(change, worker)
@@ -154,7 +164,7 @@ class Following:
             if source is None or source.mode is Mode.NONE:
                 why = "not checked yet" if source is None else source.why
                 notes.append(f"kvaware: no exact tokens of {model!r}: {why}")
-        return notes + self.lmcache.notes()
+        return notes + self.lmcache.notes() + self._upkeep.notes()
 
     def describe(self) -> dict[str, object]:
         """For the admin API."""
@@ -187,13 +197,24 @@ class Following:
             (),
             [((), float(size.dropped))],
         )
+        yield counter(
+            "kvroute_following_failures",
+            "Times that following the workers' caches failed on our side and was begun again (the log has "
+            "it), by what it was.",
+            ("work",),
+            [((name,), float(failures)) for name, failures in self._upkeep.failures.items()],
+        )
         yield from stream_metrics(self._ingest.figures())
         yield from self.lmcache.metrics()
 
 
 def _worker_client(config: Config) -> httpx.AsyncClient:
-    """For tokenizer and event-source calls: with the workers' key, without proxies."""
+    """For tokenizer and event-source calls: with the workers' key."""
     key = config.fleet.worker_api_key
-    headers = {"authorization": f"Bearer {key.get_secret_value()}"} if key else {}
+    return _client({"authorization": f"Bearer {key.get_secret_value()}"} if key else {})
+
+
+def _client(headers: dict[str, str]) -> httpx.AsyncClient:
+    """Without proxies."""
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=4.0)
     return httpx.AsyncClient(trust_env=False, limits=limits, headers=headers)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Iterable, Mapping, Sequence
 from ipaddress import ip_address
 from urllib.parse import urlsplit
@@ -11,12 +10,13 @@ from urllib.parse import urlsplit
 import httpx
 from prometheus_client.core import Metric
 
+from kvroute.app.upkeep import Upkeep
 from kvroute.clock import Clock
 from kvroute.events.controller import Controller
 from kvroute.events.controller_sockets import ControllerSockets
 from kvroute.events.coordinator import Coordinator
 from kvroute.events.coordinator_http import CoordinatorApp, CoordinatorServer
-from kvroute.events.l2_redis import RedisL2, targets_of
+from kvroute.events.l2_redis import L2Target, RedisL2, targets_of
 from kvroute.events.lmcache_joins import served_worker
 from kvroute.events.lmcache_options import LMCacheOptions
 from kvroute.events.lmcache_status import StatusWatch
@@ -26,21 +26,25 @@ from kvroute.index.chunk_index import ChunkIndex
 from kvroute.metrics import counter, gauge
 from kvroute.routing.caches import ExactPrompt, Probed
 
-log = logging.getLogger(__name__)
-
 
 class LMCache:
     """Both protocols and the lookup, as far as they are enabled; `chunks` is what they draw.
 
-    An owner of tasks: `open` begins, `aclose` ends them. Mutable: through what it owns.
+    `open` begins its work in `upkeep`, whose owner ends it before `aclose`. Mutable: through what it owns.
     """
 
     def __init__(
-        self, client: httpx.AsyncClient, clock: Clock, options: LMCacheOptions, *, hyperpod_lines: bool
+        self,
+        client: httpx.AsyncClient,
+        clock: Clock,
+        options: LMCacheOptions,
+        upkeep: Upkeep,
+        *,
+        hyperpod_lines: bool,
     ) -> None:
         self.chunks = ChunkIndex(max_chunks=options.coordinator.max_chunks)
         self._options = options
-        self._clock = clock
+        self._upkeep = upkeep
         announce = hyperpod.worker_registered if hyperpod_lines else None
         self._coordinator: Coordinator | None = None
         if options.coordinator.enabled:
@@ -55,7 +59,9 @@ class LMCache:
             )
             self._sockets = ControllerSockets(self._controller, clock, options.controller)
         self._redis = RedisL2(options.l2, clock) if options.l2.redis_url else None
-        self._tasks: list[asyncio.Task[None]] = []
+        self._targets: list[L2Target] = []
+        self._targets_of = -1
+        """`Coordinator.changes` that they were looked up at: with many workers it takes a while."""
         self._worker_of: dict[int, str] = {}
         """By slot."""
 
@@ -68,19 +74,19 @@ class LMCache:
         """Raises ConfigError if an address to listen on cannot be had."""
         if self._coordinator is not None:
             self._server.bind()
-            self._tasks.append(asyncio.create_task(self._server.run(), name="LMCache coordinator"))
-            self._tasks.append(
-                asyncio.create_task(self._watch.run(self._app.registered), name="LMCache status")
-            )
         if self._controller is not None:
-            self._tasks.append(asyncio.create_task(self._sockets.run(), name="LMCache controller"))
+            self._sockets.bind()
+            self._upkeep.begin("LMCache controller", self._sockets.run)
+        if self._coordinator is not None:
+            self._upkeep.begin("LMCache coordinator", self._server.run)
+            self._upkeep.begin("LMCache status", lambda: self._watch.run(self._app.registered))
 
     async def aclose(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        for outcome in await asyncio.gather(*self._tasks, return_exceptions=True):
-            if isinstance(outcome, Exception):
-                log.error("following LMCache failed", exc_info=outcome)
+        """Close what `open` took, if it did not come to be served."""
+        if self._coordinator is not None:
+            self._server.close()
+        if self._controller is not None:
+            self._sockets.close()
         if self._redis is not None:
             await self._redis.aclose()
 
@@ -121,10 +127,12 @@ class LMCache:
         """What the shared store has of each prompt, as far as it can be asked; in their order."""
         if self._redis is None or self._coordinator is None:
             return [None] * len(prompts)
-        targets = targets_of(self._coordinator, self._options.l2.redis_pool)
+        if self._targets_of != self._coordinator.changes:
+            self._targets_of = self._coordinator.changes
+            self._targets = targets_of(self._coordinator, self._options.l2.redis_pool)
+        redis, targets = self._redis, self._targets
         if not targets:
             return [None] * len(prompts)
-        redis = self._redis
         answers = await asyncio.gather(
             *(redis.lookup(prompt.chunks, prompt.salt, targets) for prompt in prompts)
         )

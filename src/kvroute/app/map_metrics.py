@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from prometheus_client.core import Metric
 
-from kvroute.events.ingest import StreamFigures
+from kvroute.events.streams import StreamFigures
 from kvroute.metrics import counter, gauge
 
 _STREAM_COUNTS = {
@@ -20,6 +20,7 @@ _STREAM_COUNTS = {
     "restarts": "Streams that began anew: the engine restarted, or its buffer was overrun.",
     "losses": "Gaps that could not be filled.",
     "rereads": "Maps that were distrusted and read anew.",
+    "failures": "Times that following failed on our side (the log has it) and the map was begun anew.",
 }
 
 

@@ -44,7 +44,11 @@ class TokenSources:
             self._changed.clear()
             missing = False
             for model in self._fleet.catalog.bases:
-                missing |= not await self._prepared(model)
+                try:
+                    missing |= not await self._prepared(model)
+                except Exception:
+                    missing = True
+                    log.exception("finding out who tells the tokens of %s failed", model)
             if not missing:
                 await self._changed.wait()
                 continue
@@ -62,16 +66,19 @@ class TokenSources:
         worker = next((w for w in self._fleet.view(model).workers if w.state is HealthState.HEALTHY), None)
         if worker is None:
             return False
-        self._stale.discard(model)
         root = _root_of(worker, model)
         folder = await asyncio.to_thread(model_folder, model, root, self._options.models, os.environ)
         source = await self._tokens.prepare(model, folder=folder, url=worker.spec.url)
-        said = f"{source.mode.value}: {source.why}"
-        if self._said.get(model) != said:
-            self._said[model] = said
-            level = logging.WARNING if source.mode is Mode.NONE else logging.INFO
-            log.log(level, "tokens of %s are told by: %s", model, said)
+        self._stale.discard(model)
+        level = logging.WARNING if source.mode is Mode.NONE else logging.INFO
+        self._say(model, level, f"{source.mode.value}: {source.why}")
         return source.mode is not Mode.NONE
+
+    def _say(self, model: str, level: int, what: str) -> None:
+        """Log a change."""
+        if self._said.get(model) != what:
+            self._said[model] = what
+            log.log(level, "tokens of %s are told by: %s", model, what)
 
 
 def _root_of(worker: Worker, model: str) -> str:

@@ -185,6 +185,7 @@ class Controller:
             )
         _, rank = self._roster.add(message, unsynced=False)
         self._place(rank, message)
+        self._roster.remove_outlived(name, rank)
         log.info("LMCache instance %r, worker %d has registered", name, number)
         self._registered(name)
         return wire.RegisterReply()

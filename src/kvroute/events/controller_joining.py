@@ -58,6 +58,11 @@ def join(
     return dict(joined), sorted(unclear)
 
 
+def is_named(name: str, slots: Mapping[int, SlotPlace]) -> bool:
+    """Whether the instance is named after one of the slots' workers."""
+    return bool(_named_after(name, slots))
+
+
 def _named_after(name: str, slots: Mapping[int, SlotPlace]) -> Collection[int]:
     exact = [slot for slot, place in slots.items() if f"{place.worker}-{place.rank}" == name]
     return exact or [slot for slot, place in slots.items() if place.worker == name]

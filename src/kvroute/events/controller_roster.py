@@ -9,7 +9,7 @@ from kvroute.blocks.chunks import ChunkSpace
 from kvroute.clock import Clock
 from kvroute.events.controller_agreement import HashAgreement
 from kvroute.events.controller_instance import Instance, Rank
-from kvroute.events.controller_joining import InstancePlace, SlotPlace, join
+from kvroute.events.controller_joining import InstancePlace, SlotPlace, is_named, join
 from kvroute.index.chunk_index import ChunkHolder, ChunkIndex
 from kvroute.wire.lmcache_controller import ChunkHash, Sender
 
@@ -77,6 +77,19 @@ class Roster:
         if not instance.ranks:
             del self.known[instance.name]
         self.join()
+
+    def remove_outlived(self, name: str, by: Rank) -> None:
+        """A process took a place that others had said to be at: those that are known by their place alone and
+        send no heartbeats are gone. Their names are new ones each time: they would pile up."""
+        for known, rank in self.ranks():
+            if (
+                by.port
+                and (rank.ip, rank.port) == (by.ip, by.port)
+                and known.instance.name != name
+                and rank.last_heartbeat is None
+                and not is_named(known.instance.name, self._slots)
+            ):
+                self.remove(known, rank)
 
     def ranks(self) -> Iterator[tuple[Known, Rank]]:
         for known in list(self.known.values()):

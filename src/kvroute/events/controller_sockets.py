@@ -65,6 +65,7 @@ class ControllerSockets:
         self._controller = controller
         self._clock = clock
         self._options = options
+        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._doors: list[_Door] = []
         self._ready = asyncio.Event()
         self._again = False
@@ -72,19 +73,38 @@ class ControllerSockets:
         """host:port, as bound; "" while not."""
 
     async def bound(self) -> None:
-        """Returns when `run` listens."""
+        """Returns when `run` serves."""
         await self._ready.wait()
 
-    async def run(self) -> None:
-        """Serve; ends only by cancellation. Raises `ConfigError` if an address cannot be bound."""
-        loop = asyncio.get_running_loop()
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    def bind(self) -> None:
+        """Take the addresses. Raises `ConfigError` if one cannot be had."""
+        context = self._context = zmq.Context()
         try:
             if self._options.heartbeat:
-                door = self._open(context, "heartbeat", zmq.ROUTER)
-                self.heartbeat = door.endpoint
+                self.heartbeat = self._open(context, "heartbeat", zmq.ROUTER).endpoint
             self.reply = self._open(context, "reply", zmq.ROUTER).endpoint
             self.pull = self._open(context, "pull", zmq.PULL).endpoint
+        except ConfigError:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Undo `bind`; `run` does so at its end."""
+        for door in self._doors:
+            door.socket.close(linger=0)
+        self._doors.clear()
+        self.pull = self.reply = self.heartbeat = ""
+        if self._context is not None:
+            self._context.destroy(linger=0)
+            self._context = None
+
+    async def run(self) -> None:
+        """Serve; ends only by cancellation, and can be run again. Raises `ConfigError` as `bind` does, which
+        it calls if nobody did."""
+        loop = asyncio.get_running_loop()
+        if self._context is None:
+            self.bind()
+        try:
             for door in self._doors:
                 loop.add_reader(door.descriptor, self._readable)
             self._ready.set()
@@ -100,10 +120,7 @@ class ControllerSockets:
             self._ready.clear()
             for door in self._doors:
                 loop.remove_reader(door.descriptor)
-                door.socket.close(linger=0)
-            self._doors.clear()
-            self.pull = self.reply = self.heartbeat = ""
-            context.destroy(linger=0)
+            self.close()
 
     def _open(self, context: zmq.Context[zmq.Socket[bytes]], name: str, kind: int) -> _Door:
         address = getattr(self._options, name)
@@ -169,19 +186,20 @@ class ControllerSockets:
         yield
 
     def _take(self, payload: bytes) -> Reply | None:
-        controller = self._controller
+        controller, kind = self._controller, "message"
         try:
-            message = decode(payload)
-        except WireError as error:
-            controller.unreadable(payload)
-            return ErrorReply(error=str(error))
-        try:
+            try:
+                message = decode(payload)
+            except WireError as error:
+                controller.unreadable(payload)
+                return ErrorReply(error=str(error))
+            kind = type(message).__name__
             url = self._heartbeat_url(message) if isinstance(message, Register) else ""
             return controller.handle(message, url)
         except Exception:
             # One worker's message must not end the service to all others.
             controller.counts.failed += 1
-            log.exception("a %s of an LMCache worker failed", type(message).__name__)
+            log.exception("a %s of an LMCache worker failed", kind)
             return ErrorReply(error="internal error")
 
     def _heartbeat_url(self, message: Register) -> str:

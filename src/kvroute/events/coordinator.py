@@ -27,6 +27,7 @@ from kvroute.wire.lmcache_mp import CacheEvents, Registration, ServerStatus
 
 log = logging.getLogger(__name__)
 
+_KINDS: Final = frozenset({"store", "delete", "access", "config"})
 _POOL_KEPT_S: Final = 3600.0
 """What a server's own L2 held is remembered this long after it was last heard of."""
 
@@ -64,6 +65,8 @@ class Coordinator:
 
     def __init__(self, index: ChunkIndex, clock: Clock, options: LMCacheOptions) -> None:
         self.counts = CoordinatorCounts()
+        self.changes = 0
+        """Rises whenever `instances`, `models_of` or the parts of a pool's objects may be others."""
         self._index = index
         self._clock = clock
         self._options = options
@@ -101,6 +104,7 @@ class Coordinator:
 
     def worker_left(self, worker_id: str) -> None:
         self._joins.drop(worker_id)
+        self.changes += 1
 
     # The protocol
 
@@ -168,14 +172,14 @@ class Coordinator:
         if instance is None or instance.incarnation != batch.incarnation or instance.last_seq != batch.seq:
             return
         kind, events = batch.event_type, self.counts.events
+        if kind not in _KINDS or batch.tier not in ("l1", "l2"):
+            self.counts.unknown += 1
+            return
         events[kind] = events.get(kind, 0) + len(batch.entries)
         if kind == "access":
             return  # may come after the deletion of what it names (seen, LMCache 0.5.6)
-        if kind not in ("store", "delete", "config") or batch.tier not in ("l1", "l2"):
-            self.counts.unknown += 1
-            return
         held = instance.memory if batch.tier == "l1" else self._pool(instance, batch).held
-        models = len(held.models)
+        kinds = held.kinds
         if kind == "delete":
             held.remove(instance.scheme, batch.entries)
         elif batch.entries:
@@ -185,7 +189,7 @@ class Coordinator:
                 self._doubted(instance, Doubt.PARTS)
             if held.foreign and instance.doubt is not Doubt.FOREIGN_HASHES:
                 self._void(instance, Doubt.FOREIGN_HASHES)
-        if len(held.models) != models:
+        if held.kinds != kinds:
             self._join()
 
     def status(self, instance_id: str, status: ServerStatus) -> None:
@@ -292,4 +296,5 @@ class Coordinator:
             self._join()
 
     def _join(self) -> None:
+        self.changes += 1
         self._joins.join(self._instances)

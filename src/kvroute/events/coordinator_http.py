@@ -215,8 +215,15 @@ class CoordinatorServer:
         self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         return self.address
 
+    def close(self) -> None:
+        """Undo `bind`; `run` does so at its end."""
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
     async def run(self) -> None:
-        """Serve until cancelled. Raises ConfigError as `bind` does, which it calls if nobody did."""
+        """Serve until cancelled; can be run again. Raises ConfigError as `bind` does, which it calls if
+        nobody did."""
         if self._socket is None:
             self.bind()
         assert self._socket is not None
@@ -243,5 +250,4 @@ class CoordinatorServer:
         finally:
             server.should_exit = True
             await asyncio.gather(serving, return_exceptions=True)
-            self._socket.close()
-            self._socket = None
+            self.close()

@@ -30,6 +30,8 @@ class StreamCounts:
     """Lost histories that were made up for, by re-announcement or because nothing is left of them."""
     resumed: int = 0
     """Maps begun with a snapshot."""
+    failures: int = 0
+    """Times that following failed on our side: a defect, which the log has; the map was begun anew."""
 
 
 @dataclass(slots=True)

@@ -241,6 +241,7 @@ class Holdings:
             if not self._index.has(holder, part.stride, key) and not self._index.store(
                 holder, part.stride * KEY_TOKENS, None, (key,)
             ):
-                names, keys = names[:place], keys[:place]  # the index is full
+                self._counts.refused += len(names) - place  # the index is full
+                names, keys = names[:place], keys[:place]
                 break
         self._held[part.tier].put(names, keys)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from itertools import count
 
 import httpx
@@ -14,17 +13,18 @@ import zmq.asyncio
 
 from kvroute.blocks.tokens import Tier
 from kvroute.clock import Clock
-from kvroute.events.counts import LedgerCounts, StreamCounts
+from kvroute.errors import ConfigError
 from kvroute.events.inbox import Inbox, Listener, SubscribedInbox
 from kvroute.events.ledger import Ledger
 from kvroute.events.options import KvEventsOptions
-from kvroute.events.repair import KnownPrompt, PromptMemory, Repairer
+from kvroute.events.repair import PromptMemory, Repairer
 from kvroute.events.snapshot import Captured, SnapshotFile
 from kvroute.events.sources import KvEventSource, find_sources
+from kvroute.events.streams import Stream, StreamFigures
 from kvroute.events.subscriber import KvEventSubscriber
 from kvroute.events.trust import Reason, Trust
 from kvroute.fleet.fleet import FleetChange
-from kvroute.fleet.worker import Worker, WorkerId
+from kvroute.fleet.worker import Worker
 from kvroute.index.prefix_index import PrefixIndex
 
 log = logging.getLogger(__name__)
@@ -36,56 +36,6 @@ _FAREWELL_S = 10.0
 """Longest wait for the last snapshot."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Stream:
-    """One worker's rank being followed. `slot` is its place in the index."""
-
-    worker: Worker
-    rank: int
-    slot: int
-    ledger: Ledger
-    subscriber: KvEventSubscriber
-    prompts: PromptMemory
-
-    @property
-    def trust(self) -> Trust:
-        return self.subscriber.trust
-
-    @property
-    def reason(self) -> Reason | None:
-        """Why the map is not whole; None if it is."""
-        return self.subscriber.reason
-
-    @property
-    def why(self) -> str:
-        """The same in a word, empty if it is whole."""
-        return self.subscriber.reason or ""
-
-    def served(self, new_tokens: int, started: float | None = None) -> None:
-        """The worker's rank has answered a request and had to compute `new_tokens` for it (of its prompt,
-        or of prompt and answer): see `KvEventSubscriber.served`."""
-        self.subscriber.served(new_tokens, started)
-
-    def note_prompt(self, prompt: KnownPrompt) -> None:
-        """The worker's rank has computed this prompt: it can be asked for it again. Keeps it, bounded by
-        `ProbeOptions.memory_tokens`."""
-        self.prompts.note(prompt)
-
-
-@dataclass(frozen=True, slots=True)
-class StreamFigures:
-    """One stream's figures, as of now; `counts` and `blocks` go on counting."""
-
-    worker: WorkerId
-    rank: int
-    trust: Trust
-    reason: Reason | None
-    held_blocks: Mapping[Tier, int]
-    aside_blocks: int
-    counts: StreamCounts
-    blocks: LedgerCounts
-
-
 StreamsChanged = Callable[[Worker, Sequence[Stream], Sequence[Stream]], None]
 """Told of a worker's streams before and after a change; called synchronously."""
 
@@ -93,8 +43,9 @@ StreamsChanged = Callable[[Worker, Sequence[Stream], Sequence[Stream]], None]
 class EventIngest:
     """Feeds `index` from the events of every worker in the fleet.
 
-    Mutable: `fleet_changed` (a fleet listener) starts and ends streams, `run` owns their tasks. Touched
-    from the event loop only. The client belongs to the caller and knows the workers' key.
+    Mutable: `bind` opens what workers connect to, `fleet_changed` (a fleet listener) starts and ends
+    streams, `run` owns their tasks. Touched from the event loop only. The client belongs to the caller and
+    knows the workers' key.
     """
 
     def __init__(
@@ -118,6 +69,7 @@ class EventIngest:
         """Workers to follow; the event asks to look for their sources again."""
         self._changed = asyncio.Event()
         self._slots: set[int] = set()
+        self._context: zmq.asyncio.Context | None = None
         self._listeners: list[Listener] = []
         self._left: list[Ledger] = []
         """Of streams that ended: their memory is still to be returned."""
@@ -200,21 +152,45 @@ class EventIngest:
             if again is not None:
                 again.set()
 
+    def bind(self) -> None:
+        """Listen for workers that connect to us. Raises ConfigError if an address cannot be had."""
+        self._context = zmq.asyncio.Context()
+        for number, endpoint in enumerate(self._options.bind):
+            try:
+                listener = Listener(self._context, endpoint, self._options.queue_messages)
+            except zmq.ZMQError as error:
+                self.close()
+                raise ConfigError(f"kv_events.bind.{number}", f"{endpoint}: {error.strerror}") from error
+            self._listeners.append(listener)
+        self._ready.set()
+
+    def close(self) -> None:
+        """Undo `bind`; `run` does so at its end."""
+        self._ready.clear()
+        for listener in self._listeners:
+            listener.close()
+        self._listeners.clear()
+        if self._context is not None:
+            self._context.destroy(linger=0)
+            self._context = None
+
     async def run(self) -> None:
-        """Follow all workers; ends only by cancellation. Raises zmq.ZMQError if an address to listen on is
-        taken."""
+        """Follow all workers; ends only by cancellation, and can be run again. Raises ConfigError as `bind`
+        does, which it calls if nobody did."""
+        if self._context is None:
+            self.bind()
+        assert self._context is not None
+        context = self._context
         tasks: dict[Worker, asyncio.Task[None]] = {}
         others: list[asyncio.Task[None]] = []
-        context = zmq.asyncio.Context()
         try:
             if self._snapshot is not None:
                 await self._snapshot.load()
                 others.append(asyncio.create_task(self._save_regularly(), name="snapshots of the map"))
-            for endpoint in self._options.bind:
-                listener = Listener(context, endpoint, self._options.queue_messages)
-                self._listeners.append(listener)
-                others.append(asyncio.create_task(listener.run(), name=f"KV events at {endpoint}"))
-            self._ready.set()
+            for listener in self._listeners:
+                others.append(
+                    asyncio.create_task(self._listen(listener), name=f"KV events at {listener.endpoint}")
+                )
             while True:
                 self._changed.clear()
                 for worker in [worker for worker in tasks if worker not in self._wanted]:
@@ -228,13 +204,11 @@ class EventIngest:
                 await self._changed.wait()
         finally:
             await _ended(others)
-            await self._save_at_the_end()
-            await _ended([*tasks.values()])
-            for listener in self._listeners:
-                listener.close()
-            self._listeners.clear()
-            self._ready.clear()
-            context.destroy(linger=0)
+            try:
+                await self._save_at_the_end()
+            finally:
+                await _ended([*tasks.values()])
+                self.close()
 
     async def _tidy(self) -> None:
         """Return the memory of those who left, a little at a time."""
@@ -244,13 +218,24 @@ class EventIngest:
             await asyncio.sleep(0)
 
     async def bound(self) -> None:
-        """Returns when `run` listens."""
+        """Returns when workers can connect."""
         await self._ready.wait()
+
+    async def _listen(self, listener: Listener) -> None:
+        while True:
+            try:
+                await listener.run()
+            except Exception:
+                log.exception("receiving KV events at %s failed", listener.endpoint)
+            await self._clock.sleep(self._options.retry_s)
 
     async def _save_regularly(self) -> None:
         while True:
             await self._clock.sleep(self._options.snapshot.interval_s)
-            await self._save()
+            try:
+                await self._save()
+            except Exception:
+                log.exception("writing the snapshot of the map failed")
 
     async def _save(self) -> None:
         if self._snapshot is not None:
@@ -274,12 +259,17 @@ class EventIngest:
         try:
             while True:
                 again.clear()
-                found = await find_sources(self._client, self._options, worker.spec)
-                if found is not None and found != sources:
-                    await _ended(running)
-                    await self._incarnation_known(worker)
-                    sources = found
-                    running = self._start(context, worker, sources)
+                found: list[KvEventSource] | None = None
+                try:
+                    found = await find_sources(self._client, self._options, worker.spec)
+                    if found is not None and found != sources:
+                        await _ended(running)
+                        sources, running = [], []
+                        await self._incarnation_known(worker)
+                        self._start(context, worker, found, running)
+                        sources = found
+                except Exception:
+                    log.exception("following the KV events of worker %s failed", worker.id)
                 if sources:
                     self._mute.discard(worker)
                     await again.wait()
@@ -303,9 +293,14 @@ class EventIngest:
             await self._clock.sleep(_LOOK_S)
 
     def _start(
-        self, context: zmq.asyncio.Context, worker: Worker, sources: Sequence[KvEventSource]
-    ) -> list[asyncio.Task[None]]:
-        streams, tasks = [], []
+        self,
+        context: zmq.asyncio.Context,
+        worker: Worker,
+        sources: Sequence[KvEventSource],
+        tasks: list[asyncio.Task[None]],
+    ) -> None:
+        """Follow each of them; the caller owns what is added to `tasks`."""
+        streams = []
         for source in sources:
             slot = next(number for number in count() if number not in self._slots)
             self._slots.add(slot)
@@ -325,16 +320,21 @@ class EventIngest:
             stream = Stream(worker, source.rank, slot, ledger, subscriber, prompts)
             streams.append(stream)
             task = asyncio.create_task(subscriber.run(), name=f"KV events of {worker.id}")
-            task.add_done_callback(lambda _, slot=slot: self._slots.discard(slot))  # type: ignore[misc]
+            task.add_done_callback(lambda _, slot=slot: self._release(slot))  # type: ignore[misc]
             tasks.append(task)
         before = self._streams.get(worker, ())
         self._streams[worker] = streams
         if self._streams_changed is not None:
             self._streams_changed(worker, before, streams)
+        self._slots -= {stream.slot for stream in before}
         if self._options.probe.enabled:
             repairer = Repairer(worker, streams, self._client, self._clock, self._options.probe)
             tasks.append(asyncio.create_task(repairer.run(), name=f"repair of the map of {worker.id}"))
-        return tasks
+
+    def _release(self, slot: int) -> None:
+        """Its stream has ended. As long as it is shown as the worker's, nobody else may have its place."""
+        if not any(stream.slot == slot for streams in self._streams.values() for stream in streams):
+            self._slots.discard(slot)
 
     def _inbox_of(self, context: zmq.asyncio.Context, source: KvEventSource) -> Callable[[], Inbox]:
         place, queue = source.comes_to, self._options.queue_messages

@@ -40,6 +40,8 @@ class L2Reason(StrEnum):
     UNREACHABLE = "unreachable"
     REFUSED = "refused"
     """It answered with an error: authentication, a cluster that redirects, loading."""
+    FAILED = "failed"
+    """Asking failed on our side, which is a defect: the log has it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +112,8 @@ class RedisL2:
         pool = redis.asyncio.BlockingConnectionPool.from_url(
             options.redis_url.get_secret_value(),
             max_connections=options.connections,
+            # What stands in the URL wins.
+            password=options.redis_password.get_secret_value() if options.redis_password else None,
             timeout=None,
             socket_connect_timeout=2.0,
         )
@@ -136,12 +140,18 @@ class RedisL2:
                     there = await self._held(chunks, salt, target, first_token)
                     held[target.holder] = held.get(target.holder, frozenset()) | there
             self._failing = False
-        except TimeoutError:
+        except (TimeoutError, redis.exceptions.TimeoutError):
+            # The client has time-outs of its own, for single steps of connecting.
             reason = self._failed(L2Reason.DEADLINE, "no answer in time")
+        except (redis.exceptions.AuthenticationError, redis.exceptions.BusyLoadingError) as error:
+            # Answers, though redis-py derives them from ConnectionError.
+            reason = self._failed(L2Reason.REFUSED, type(error).__name__)
         except redis.exceptions.ConnectionError as error:
             reason = self._failed(L2Reason.UNREACHABLE, type(error).__name__)
         except (RedisError, OSError) as error:
             reason = self._failed(L2Reason.REFUSED, type(error).__name__)
+        except Exception as error:  # noqa: BLE001 - a worse choice of worker, and never a failed request
+            reason = self._failed(L2Reason.FAILED, type(error).__name__)
         return L2Answer(MappingProxyType(held), reason)
 
     async def aclose(self) -> None:

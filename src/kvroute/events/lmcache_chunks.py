@@ -45,13 +45,15 @@ class _Parts:
 class HeldChunks:
     """One store's chunks. Mutable: follows the events that are handed to it.
 
-    `objects` counts the objects believed to be there, `foreign` those whose names are no BLAKE3 hashes.
+    `objects` counts the objects believed to be there, `foreign` those whose names are no BLAKE3 hashes;
+    `kinds` rises with every model, rank and group of layers that is new here.
     """
 
     def __init__(self, index: ChunkIndex, tier: Tier) -> None:
         self.holder = ChunkHolder(tier, shared=True)
         self.objects = 0
         self.foreign = 0
+        self.kinds = 0
         self._index = index
         self._parts: dict[StoredModel, _Parts] = {}
 
@@ -130,12 +132,15 @@ class HeldChunks:
         seen: dict[StoredModel, set[int]] = {}
         for name, kv_rank, group in kinds:
             model = StoredModel(name, max(1, kv_rank >> 24))
-            self._parts.setdefault(model, _Parts()).kv_ranks.add(kv_rank)
+            ranks = self._parts.setdefault(model, _Parts()).kv_ranks
+            self.kinds += kv_rank not in ranks
+            ranks.add(kv_rank)
             seen.setdefault(model, set()).add(group)
         for model, groups in seen.items():
             parts = self._parts[model]
             if parts.groups and not groups <= parts.groups:
                 as_known = False
+            self.kinds += len(groups - parts.groups)
             parts.groups |= groups
         if not as_known:
             self.clear()

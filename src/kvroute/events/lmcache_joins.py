@@ -27,6 +27,7 @@ class ServedWorker:
     host: str
     slots: tuple[int, ...]
     models: frozenset[str] = frozenset()
+    node: str = ""
 
 
 def served_worker(worker: Worker, slots: Sequence[int]) -> ServedWorker:
@@ -35,7 +36,8 @@ def served_worker(worker: Worker, slots: Sequence[int]) -> ServedWorker:
     adapters = {name for name, _ in worker.facts.adapters}
     roots = {card.get("root") for card in worker.facts.model_cards if card["id"] not in adapters}
     names = frozenset(root for root in roots if isinstance(root, str) and root)
-    return ServedWorker(str(worker.id), urlsplit(worker.spec.url).hostname or "", tuple(slots), names)
+    host = urlsplit(worker.spec.url).hostname or ""
+    return ServedWorker(str(worker.id), host, tuple(slots), names, worker.spec.node or "")
 
 
 class Joins:
@@ -47,6 +49,8 @@ class Joins:
         self._options = options
         self._workers: dict[str, ServedWorker] = {}
         self._joined: dict[str, Instance] = {}
+        self._readers: dict[Instance, list[str]] = {}
+        """The same the other way round."""
         self._attached: dict[int, dict[ChunkHolder, list[ChunkDomain]]] = {}
 
     def put(self, worker: ServedWorker) -> None:
@@ -57,7 +61,9 @@ class Joins:
 
     def drop(self, worker_id: str) -> None:
         worker = self._workers.pop(worker_id, None)
-        self._joined.pop(worker_id, None)
+        joined = self._joined.pop(worker_id, None)
+        if joined is not None:
+            self._readers[joined].remove(worker_id)
         if worker is not None:
             self._detach(set(worker.slots))
 
@@ -68,13 +74,10 @@ class Joins:
         """Models that workers of `instance` look for in `pool`; those whose name is known count even before
         anything of them was seen there."""
         found: dict[StoredModel, None] = {}
-        for worker_id, joined in self._joined.items():
-            if joined is instance:
-                worker = self._workers[worker_id]
-                models = self._models(worker, instance, pool.held)
-                found.update(
-                    dict.fromkeys(models or [StoredModel(name, 1) for name in sorted(worker.models)])
-                )
+        for worker_id in self._readers.get(instance, ()):
+            worker = self._workers[worker_id]
+            models = self._models(worker, instance, pool.held)
+            found.update(dict.fromkeys(models or [StoredModel(name, 1) for name in sorted(worker.models)]))
         return list(found)
 
     def join(self, instances: Mapping[str, Instance]) -> None:
@@ -83,11 +86,12 @@ class Joins:
         for instance in instances.values():
             if instance.registered:
                 at.setdefault(_canonical(instance.address), []).append(instance)
-        self._joined = {}
+        self._joined, self._readers = {}, {}
         for worker in self._workers.values():
             found = self._instance_for(worker, instances, at)
             if found is not None:
                 self._joined[worker.id] = found
+                self._readers.setdefault(found, []).append(worker.id)
         for worker in self._workers.values():
             wanted = self._wanted(worker)
             for slot in worker.slots:
@@ -97,7 +101,9 @@ class Joins:
         self, worker: ServedWorker, instances: Mapping[str, Instance], at: Mapping[str, Sequence[Instance]]
     ) -> Instance | None:
         options = self._options
-        name = options.instances.get(worker.id) or options.instance.format(id=worker.id, host=worker.host)
+        name = options.instances.get(worker.id) or options.instance.format(
+            id=worker.id, host=worker.host, node=worker.node
+        )
         found = instances.get(name or worker.id)
         if found is None and not name:
             near = at.get(_canonical(worker.host), ())
@@ -124,7 +130,7 @@ class Joins:
         seen = held.models
         chosen = [model for model in seen if model.name in worker.models]
         if not chosen and len({model.name for model in seen}) == 1:
-            alone = sum(other is instance for other in self._joined.values()) == 1
+            alone = len(self._readers.get(instance, ())) == 1
             if alone or not worker.models:
                 chosen = list(seen)
         if len(chosen) > 1:

@@ -80,6 +80,8 @@ class L2Options(Options):
         "Redis behind LMCache's `resp` adapter, such as `redis://:password@host:6379/0`; empty: not asked.",
     )
     redis_url_file: Path | None = option(None, "File that holds that URL.")
+    redis_password: SecretStr | None = option(None, "Its password, where the URL has none.")
+    redis_password_file: Path | None = option(None, "File that holds that password.")
     redis_pool: str = option(
         "resp", "Which pool lies in that Redis: the adapter's type, or a name from `lmcache.pools`."
     )
@@ -127,9 +129,9 @@ class LMCacheOptions(Options):
     l2: L2Options = option(default_factory=L2Options)
     instance: str = option(
         "",
-        "Instance id of a worker's LMCache server, such as `node-{host}`; may use `{id}` (of the worker) "
-        "and `{host}` (of its URL). Empty: the server whose id is the worker's, else the only one at its "
-        "address.",
+        "Instance id of a worker's LMCache server, such as `node-{host}`; may use `{id}` (of the worker), "
+        "`{host}` (of its URL) and `{node}` (that its pod runs on, found through Kubernetes). Empty: the "
+        "server whose id is the worker's, else the only one at its address.",
     )
     instances: dict[str, str] = option(
         default_factory=dict, description="The same for single workers: worker id to instance id."
@@ -144,9 +146,9 @@ class LMCacheOptions(Options):
     @classmethod
     def _known_fields(cls, value: str) -> str:
         try:
-            value.format(id="i", host="h")
+            value.format(id="i", host="h", node="n")
         except (KeyError, IndexError, ValueError) as error:
-            raise ValueError("only {id} and {host} can be filled in") from error
+            raise ValueError("only {id}, {host} and {node} can be filled in") from error
         return value
 
     @model_validator(mode="after")

@@ -11,7 +11,6 @@ unknown until they are evicted or cleared.
 
 from __future__ import annotations
 
-import json
 import logging
 from collections import deque
 from collections.abc import Sequence
@@ -19,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Final, NamedTuple, Protocol
 
 import httpx
+import msgspec
 
 from kvroute.blocks.keys import BlockKey
 from kvroute.blocks.tokens import KEY_TOKENS
@@ -131,9 +131,13 @@ class Repairer:
             await self.clock.sleep(self.options.interval_s)
             if not self.worker.is_routable or self.worker.load.in_flight > self.options.max_in_flight:
                 continue
-            for stream in self.streams:
-                if stream.subscriber.trust is Trust.PARTIAL and await self._step(stream):
-                    break
+            try:
+                for stream in self.streams:
+                    if stream.subscriber.trust is Trust.PARTIAL and await self._step(stream):
+                        break
+            except Exception:
+                self.counts.failures += 1
+                log.exception("repairing the map of worker %s failed", self.worker.id)
 
     async def _step(self, stream: Repairable) -> bool:
         """True if the worker was asked something."""
@@ -204,7 +208,7 @@ class Repairer:
         try:
             answer = await self.client.post(
                 self.worker.spec.url + "/v1/completions",
-                content=json.dumps(body),
+                content=msgspec.json.encode(body),
                 headers=headers,
                 timeout=self.options.timeout_s,
             )

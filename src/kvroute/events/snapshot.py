@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import IO, Final, NamedTuple
+from typing import IO, Final, NamedTuple, ParamSpec
 
 import msgspec
 
@@ -67,12 +67,11 @@ class SnapshotFile:
 
     async def save(self, streams: Iterable[Captured]) -> int:
         """Write all streams that can be gone on from, and replace the file in one step; returns how many."""
-        fresh = self._path.with_name(self._path.name + ".new")
+        writing = _Writing(self._path)
         written, frames = 0, 0
         try:
-            file = await asyncio.to_thread(_create, fresh)
             try:
-                await asyncio.to_thread(file.write, HEAD)
+                await _in_thread(writing.begin)
                 for worker, rank, subscriber in streams:
                     incarnation = worker.facts.start_time
                     captured = None if incarnation is None else await subscriber.capture()
@@ -81,25 +80,60 @@ class SnapshotFile:
                     head = msgspec.structs.replace(
                         captured[0], worker=worker.id, url=worker.spec.url, rank=rank, incarnation=incarnation
                     )
-                    await asyncio.to_thread(file.writelines, [encode(head), *captured[1]])
+                    await _in_thread(writing.add, [encode(head), *captured[1]])
                     written += 1
                     frames += 1 + len(captured[1])
-                await asyncio.to_thread(_finish, file, encode_end(frames), fresh, self._path)
+                await _in_thread(writing.finish, encode_end(frames))
             finally:
-                await asyncio.to_thread(file.close)
+                await _in_thread(writing.close)
         except OSError as error:
             log.warning("the snapshot of the map was not written: %s", error)
             return 0
         return written
 
 
-def _create(path: Path) -> IO[bytes]:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    return os.fdopen(descriptor, "wb", buffering=_BUFFER_BYTES)
+class _Writing:
+    """A file that takes the place of `path` once it is whole. Blocking: for threads, one call at a time."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._fresh = path.with_name(path.name + ".new")
+        self._file: IO[bytes] | None = None
+
+    def begin(self) -> None:
+        descriptor = os.open(self._fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        self._file = os.fdopen(descriptor, "wb", buffering=_BUFFER_BYTES)
+        self._file.write(HEAD)
+
+    def add(self, frames: Sequence[bytes]) -> None:
+        assert self._file is not None
+        self._file.writelines(frames)
+
+    def finish(self, end: bytes) -> None:
+        assert self._file is not None
+        self._file.write(end)
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        os.replace(self._fresh, self._path)
+
+    def close(self) -> None:
+        """Leaves nothing of what was not finished."""
+        if self._file is not None:
+            try:
+                self._file.close()
+            finally:
+                self._file = None
+                self._fresh.unlink(missing_ok=True)
 
 
-def _finish(file: IO[bytes], end: bytes, fresh: Path, path: Path) -> None:
-    file.write(end)
-    file.flush()
-    os.fsync(file.fileno())
-    os.replace(fresh, path)
+_P = ParamSpec("_P")
+
+
+async def _in_thread(work: Callable[_P, None], *args: _P.args, **kwargs: _P.kwargs) -> None:
+    """`work` in a thread, to its end even for who is cancelled: the next writing must not begin before."""
+    running = asyncio.ensure_future(asyncio.to_thread(work, *args, **kwargs))
+    try:
+        await asyncio.shield(running)
+    except asyncio.CancelledError:
+        await asyncio.wait((running,))
+        raise

@@ -81,6 +81,8 @@ class KvEventSubscriber:
         self._failures = 0
         self._epoch = 0
         self._computed_before = 0
+        self._refused_at: int | None = None
+        """Blocks computed when one was last refused; None when nothing is missing for that."""
         self._reread_at: float | None = None
         self._turn_started = 0.0
 
@@ -95,7 +97,12 @@ class KvEventSubscriber:
             is_sure=self._sequence.is_sure and self._failures < self._options.replay_attempts,
             is_whole=self._sequence.whole,
             aside_blocks=self._ledger.aside_blocks,
+            is_full=self._refused_at is not None,
         )
+
+    @property
+    def _computed(self) -> int:
+        return self._ledger.counts.computed
 
     def restarted(self) -> None:
         """The engine is a new process: what was believed goes at once, its history is read anew."""
@@ -144,11 +151,12 @@ class KvEventSubscriber:
             return head, frames
 
     async def run(self) -> None:
-        """Follow the stream; ends only by cancellation. A socket that fails is opened again."""
+        """Follow the stream; ends only by cancellation. A socket that fails is opened again; after a failure
+        of our own the map is begun anew."""
         try:
-            await self._resume()
             while True:
                 try:
+                    await self._resume()
                     inbox = self._open_inbox()
                     try:
                         self._sequence.doubt()
@@ -157,9 +165,15 @@ class KvEventSubscriber:
                         inbox.close()
                 except zmq.ZMQError as error:
                     log.warning("KV events of %s: %s; trying again", self._name, error)
+                except Exception:
+                    self.counts.failures += 1
+                    log.exception("KV events of %s: following them failed: its map is dropped", self._name)
+                    self._begin_anew()
                 self._sequence.doubt()
+                self._standing.report(self.reason)
                 await self._clock.sleep(self._options.retry_s)
         finally:
+            self._sequence.doubt()
             self._ledger.close()
 
     async def _resume(self) -> None:
@@ -181,6 +195,8 @@ class KvEventSubscriber:
             self._forget()
             return
         self._sequence.resume(head.next_seq, head.digest, whole=head.whole)
+        if self._ledger.counts.refused:
+            self._refused_at = self._computed
         self.counts.resumed += 1
 
     async def _follow(self, inbox: Inbox) -> None:
@@ -238,7 +254,7 @@ class KvEventSubscriber:
 
     async def _apply(self, message: EventMessage, digest: int) -> bool:
         """Take in one batch; False, and nothing of it is believed, if it cannot be read."""
-        epoch, cleared = self._epoch, self._ledger.counts.cleared
+        epoch, cleared, refused = self._epoch, self._ledger.counts.cleared, self._ledger.counts.refused
         batches = []
         try:
             for piece in split_batch(message.payload):
@@ -259,9 +275,15 @@ class KvEventSubscriber:
         self.counts.messages += 1
         self.last_message = self._clock.now()
         self._standing.silence.heard(self.last_message)
+        if self._ledger.counts.refused > refused:
+            self._refused_at = self._computed
+        elif self._refused_at is not None:
+            self._made_up_for_refusals()
         if self._ledger.counts.cleared > cleared:
             self._standing.fresh()
             self._sequence.applied(message.seq, digest, cleared=True)
+            if self._ledger.counts.refused == refused:
+                self._refused_at = None
         else:
             self._sequence.applied(message.seq, digest)
         if self._sequence.whole:
@@ -336,7 +358,8 @@ class KvEventSubscriber:
     def _forget(self) -> None:
         self._ledger.drop()
         self._standing.fresh()
-        self._computed_before = self._ledger.counts.computed
+        self._computed_before = self._computed
+        self._refused_at = None
 
     def _read_anew(self) -> None:
         now = self._clock.now()
@@ -350,9 +373,15 @@ class KvEventSubscriber:
         used ones make room. What is still held of it has been hit since, and then its continuation is set
         aside."""
         pool = self._pool_blocks()
-        if pool is not None and self._ledger.counts.computed - self._computed_before >= pool:
+        if pool is not None and self._computed - self._computed_before >= pool:
             self._sequence.heal()
             self.counts.healed += 1
+
+    def _made_up_for_refusals(self) -> None:
+        """Blocks that were refused are gone by the same rule, or were announced again."""
+        pool, refused_at = self._pool_blocks(), self._refused_at
+        if pool is not None and refused_at is not None and self._computed - refused_at >= pool:
+            self._refused_at = None
 
     async def _breathe(self) -> None:
         """Let others run if our turn has lasted for long enough."""

@@ -34,6 +34,8 @@ class Reason(StrEnum):
     """Events are lost for good: what was stored by them is missing."""
     UNKNOWN_PARENT = "unknown_parent"
     """Blocks could not be placed."""
+    FULL = "full"
+    """The index had no room for what was announced."""
 
 
 _NONE = (Reason.NO_EVENTS, Reason.REPLAYING, Reason.AUDIT, Reason.SILENT)
@@ -95,7 +97,9 @@ class Standing:
         """What was believed so far is gone: nothing speaks against what comes now."""
         self.doubt = None
 
-    def reason(self, *, is_sure: bool, is_whole: bool, aside_blocks: int) -> Reason | None:
+    def reason(
+        self, *, is_sure: bool, is_whole: bool, aside_blocks: int, is_full: bool = False
+    ) -> Reason | None:
         """The first that applies; None if nothing does."""
         if not is_sure:
             return Reason.REPLAYING
@@ -105,6 +109,8 @@ class Standing:
             return Reason.SILENT
         if not is_whole:
             return Reason.GAP
+        if is_full:
+            return Reason.FULL
         return Reason.UNKNOWN_PARENT if aside_blocks else None
 
     def report(self, reason: Reason | None) -> None:

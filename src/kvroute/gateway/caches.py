@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from kvroute.events.ingest import EventIngest
-from kvroute.events.trust import Trust, trust_for
+from kvroute.events.trust import Reason, Trust, trust_for
 from kvroute.fleet.worker import Worker
 from kvroute.index.chunk_index import ChunkIndex
 from kvroute.index.prefix_index import PrefixIndex
@@ -17,7 +17,8 @@ _STANDINGS = {Trust.WHOLE: Standing.WHOLE, Trust.PARTIAL: Standing.PARTIAL, Trus
 class LiveCaches:
     """A `routing.caches.CacheMap`: vLLM's blocks from its own events, LMCache's chunks from its.
 
-    Reads the two indexes and what the ingest says of its streams; changes nothing.
+    Reads the two indexes and what the ingest says of its streams; changes nothing of them. Mutable:
+    remembers the places that it last gave, as they are asked for with every request.
     """
 
     def __init__(
@@ -32,13 +33,19 @@ class LiveCaches:
         self._chunks = chunks
         self._ingest = ingest
         self._told_by_lmcache = told_by_lmcache
+        self._given: dict[int, tuple[Reason | None, CachePlace]] = {}
+        """By slot."""
 
     def places(self, worker: Worker) -> Sequence[CachePlace]:
         places = []
         for stream in self._ingest.streams(worker):
-            reason = stream.subscriber.reason
-            why = "" if reason is None else reason.value
-            places.append(CachePlace(stream.slot, stream.rank, _STANDINGS[trust_for(reason)], why))
+            reason, slot = stream.subscriber.reason, stream.slot
+            given = self._given.get(slot)
+            if given is None or given[0] is not reason or given[1].rank != stream.rank:
+                why = "" if reason is None else reason.value
+                place = CachePlace(slot, stream.rank, _STANDINGS[trust_for(reason)], why)
+                given = self._given[slot] = reason, place
+            places.append(given[1])
         return places
 
     def match(self, prompt: ExactPrompt) -> Mapping[int, Tokens]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+import asyncio
+from collections.abc import Awaitable, Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
 from kvroute.blocks.chunks import PromptChunks
-from kvroute.blocks.tokens import adapter_space, token_keys
+from kvroute.blocks.key_memory import KeyMemory
+from kvroute.blocks.keys import BlockKey
+from kvroute.blocks.tokens import adapter_space
 from kvroute.fleet.fleet import Fleet
 from kvroute.fleet.worker import Worker
 from kvroute.metrics import Metrics
@@ -29,7 +32,7 @@ class Prepared:
 
 
 class Preparer:
-    """Stateless but for what it is given; one for all requests."""
+    """One for all requests. Mutable: remembers the keys of recent prompts."""
 
     def __init__(
         self, tokens: ExactTokens, fleet: Fleet, metrics: Metrics, probe: Probe | None = None
@@ -39,6 +42,7 @@ class Preparer:
         self._probe = probe
         self._fleet = fleet
         self._metrics = metrics
+        self._keys = KeyMemory()
 
     async def prepare(self, request: InferenceRequest, model: str) -> Prepared:
         """Waits no longer than the tokenizer's deadlines; never raises but for cancellation. `model` is the
@@ -46,24 +50,37 @@ class Preparer:
         workers = self._fleet.view(model).workers
         base = _base_of(workers[0], model) if workers else None
         found: ExactPrompts | Reason = Reason.NO_SOURCE
-        if workers:
-            found = await self._tokens.prompts(request, model=base or model, url=workers[0].spec.url)
+        for worker in workers[:2]:
+            found = await self._tokens.prompts(request, model=base or model, url=worker.spec.url)
+            if found is not Reason.WORKER_FAILED:
+                break  # else: it may have died just now
         if isinstance(found, Reason):
             self._metrics.inexact.labels(model, found.value).inc()
             return Prepared(why_not=found.value)
         salt = cache_salt_of(request)
         seed = adapter_space(model if base else None, salt).seed
+        adapter = model if base else None
         prompts = []
         for ids in found.prompts:
             # The last token is always computed: no cache can serve it.
             usable = ids[: max(0, len(ids) - 1)]
-            chunks = PromptChunks(usable)
-            adapter = model if base else None
-            prompts.append(ExactPrompt(len(ids), token_keys(usable, seed), chunks, salt, adapter))
+            keys = await _in_turns(self._keys.steps(usable, seed))
+            prompts.append(ExactPrompt(len(ids), keys, PromptChunks(usable), salt, adapter))
         if self._probe is not None:
             answers = await self._probe(prompts)
             prompts = [each._replace(probed=held) for each, held in zip(prompts, answers, strict=True)]
         return Prepared(tuple(prompts))
+
+
+async def _in_turns(steps: Generator[None, None, list[BlockKey]]) -> list[BlockKey]:
+    """Run to the end, with a turn for others between the steps."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            keys: list[BlockKey] = end.value
+            return keys
+        await asyncio.sleep(0)
 
 
 def _base_of(worker: Worker, model: str) -> str | None:

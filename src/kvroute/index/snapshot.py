@@ -1,8 +1,8 @@
 """What the workers held, as bytes that another process can begin with. Pure.
 
-A file is a head and a row of frames, each with its length and a checksum; the last one counts them. A
-stream's frames follow its `StreamHead`. Versioned: what another version wrote, what is damaged and what is
-cut off is an error, never a guess. There are hashes in it and no token ids.
+A file is a head and a row of frames, each with its kind, its length and a checksum over all three; the last
+one counts them. A stream's frames follow its `StreamHead`. Versioned: what another version wrote, what is
+damaged and what is cut off is an error, never a guess. There are hashes in it and no token ids.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kvroute.blocks.tokens import Tier
 from kvroute.errors import WireError
 from kvroute.wire.events import ExternalBlockHash
 
-VERSION: Final = 1
+VERSION: Final = 2
 
 HEAD: Final = b"kvroute-map\0" + bytes([VERSION, sys.byteorder == "little", 0, 0])
 """How a file begins."""
@@ -156,7 +156,7 @@ def split(data: bytes) -> list[tuple[StreamHead, list[Frame]]]:
             kind, length, checksum = _FRAME.unpack_from(data, place)
             place += _FRAME.size
             payload = view[place : place + length]
-            if length > _MAX_FRAME or len(payload) < length or xxh3_64_intdigest(payload) != checksum:
+            if length > _MAX_FRAME or len(payload) < length or _checksum(kind, payload) != checksum:
                 break
             place += length
             frame = Frame(Kind(kind), payload)
@@ -202,7 +202,12 @@ def decode(frame: Frame) -> Part:
 
 def _framed(kind: Kind, part: msgspec.Struct) -> bytes:
     payload = _encode(part)
-    return _FRAME.pack(kind, len(payload), xxh3_64_intdigest(payload)) + payload
+    return _FRAME.pack(kind, len(payload), _checksum(kind, payload)) + payload
+
+
+def _checksum(kind: int, payload: bytes | memoryview) -> int:
+    """Of a frame: a payload that is read as another kind of frame is damaged too."""
+    return xxh3_64_intdigest(payload, len(payload) << 8 | kind)
 
 
 def _keys(packed: bytes) -> Sequence[BlockKey]:

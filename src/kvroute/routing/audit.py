@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from enum import StrEnum
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from kvroute.options import Options, option
 
@@ -67,6 +67,10 @@ class _Tally:
         self.predicted = self.reported = self.error_tokens = 0
 
 
+_MOST_TALLIES: Final = 4096
+"""Workers come and go under new names; the tallies begun first are given up first."""
+
+
 class Audit:
     """Counts by strategy, worker and tier, and keeps each place's latest verdicts.
 
@@ -90,6 +94,8 @@ class Audit:
         key = prediction.strategy, prediction.worker, prediction.tier
         tally = self._tallies.get(key)
         if tally is None:
+            if len(self._tallies) >= _MOST_TALLIES:
+                del self._tallies[next(iter(self._tallies))]
             tally = self._tallies[key] = _Tally()
         tally.outcomes[outcome] += 1
         tally.predicted += prediction.tokens
@@ -106,7 +112,10 @@ class Audit:
         if len(latest) < options.least or sum(latest) <= options.most_wrong * len(latest):
             return False
         del self._latest[place]
-        self._demotions[prediction.worker] = self._demotions.get(prediction.worker, 0) + 1
+        demotions = self._demotions.pop(prediction.worker, 0) + 1
+        if len(self._demotions) >= _MOST_TALLIES:
+            del self._demotions[next(iter(self._demotions))]
+        self._demotions[prediction.worker] = demotions
         return True
 
     def forget(self, worker: str) -> None:

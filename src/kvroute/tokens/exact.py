@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -19,6 +20,8 @@ from kvroute.tokens.reason import Inexact, Reason, UnusableModel
 from kvroute.tokens.remote import RemoteEndpoint, RemoteTokenizer
 from kvroute.tokens.segments import SegmentCache
 from kvroute.tokens.threads import TokenThreads
+
+log = logging.getLogger(__name__)
 
 
 class Mode(StrEnum):
@@ -113,6 +116,10 @@ class ExactTokens:
                 ids = await self._remote.prompts(request, model=model, url=url, endpoint=endpoint)
         except Inexact as error:
             return error.reason
+        except Exception as error:  # noqa: BLE001 - a worse choice of worker, and never a failed request
+            # Its text may quote the prompt.
+            log.error("tokenizing for %s failed: %s", model, type(error).__name__)
+            return Reason.FAILED
         return ExactPrompts(ids, source.mode)
 
     async def _verified(self, model: str, folder: Path | None, url: str) -> tuple[LocalTokenizer | None, str]:

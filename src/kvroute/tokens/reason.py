@@ -29,6 +29,8 @@ class Reason(StrEnum):
     """What remains depends on something only the worker knows, such as its context length."""
     STORED_RESPONSE = "stored_response"
     """The conversation continues a response that only its worker keeps."""
+    FAILED = "failed"
+    """Tokenizing failed on our side, which is a defect: the log has it."""
     UNSUPPORTED = "unsupported"
     """A field or an endpoint that changes the prompt in a way not rendered here."""
 

@@ -1,0 +1,113 @@
+"""What follows the workers' caches as a whole: it opens or says why not, and failures show."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from kvroute.app.config import Config
+from kvroute.app.following import Following
+from kvroute.clock import SystemClock
+from kvroute.errors import ConfigError
+from kvroute.fleet.fleet import Fleet
+from kvroute.metrics import Metrics
+
+
+def following(**sections: Any) -> Following:
+    config = Config.model_validate({"routing": {"strategy": "kvaware"}, **sections})
+    return Following(config, Fleet(), Metrics(), SystemClock(), lambda _: None)
+
+
+@pytest.fixture
+def taken() -> Iterator[str]:
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen()
+        yield f"127.0.0.1:{listening.getsockname()[1]}"
+
+
+async def until(condition: Any) -> None:
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+@pytest.mark.parametrize(
+    ("sections", "path"),
+    [
+        (lambda at: {"kv_events": {"bind": [f"tcp://{at}"]}}, r"kv_events\.bind\.0"),
+        (lambda at: {"lmcache": {"coordinator": {"enabled": True, "listen": at}}}, r"coordinator\.listen"),
+        (
+            lambda at: {
+                "kv_events": {"bind": ["tcp://127.0.0.1:0"]},
+                "lmcache": {
+                    "coordinator": {"enabled": True, "listen": "127.0.0.1:0"},
+                    "controller": {
+                        "enabled": True,
+                        "pull": "127.0.0.1:0",
+                        "reply": at,
+                        "heartbeat": "127.0.0.1:0",
+                    },
+                },
+            },
+            r"lmcache\.controller\.reply",
+        ),
+    ],
+)
+async def test_an_address_that_is_taken_ends_the_start(sections: Any, path: str, taken: str) -> None:
+    """And what was opened before is closed: an open socket would be a warning, which is an error here."""
+    with pytest.raises(ConfigError, match=path):
+        await following(**sections(taken)).__aenter__()
+
+
+async def test_what_fails_shows_in_notes_and_metrics_and_goes_on(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = following()
+    run, calls = made._ingest.run, []
+
+    async def fails_once() -> None:
+        calls.append(True)
+        if len(calls) == 1:
+            raise KeyError("a defect")
+        await run()
+
+    monkeypatch.setattr(made._ingest, "run", fails_once)
+    async with made:
+        await until(lambda: len(calls) == 2)
+        assert "KV events failed (KeyError) and was begun again" in made.notes()
+        failures = next(each for each in made.gauges() if each.name == "kvroute_following_failures")
+    assert {each.labels["work"]: each.value for each in failures.samples}["KV events"] == 1
+    assert "KV events failed; it is begun again" in caplog.text
+
+
+async def test_who_registers_as_an_lmcache_server_is_not_shown_the_workers_key() -> None:
+    asked: list[bytes] = []
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        asked.append(await reader.readuntil(b"\r\n\r\n"))
+        writer.write(b"HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\nconnection: close\r\n\r\n")
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    made = following(
+        fleet={"worker_api_key": "a-secret"},
+        lmcache={"coordinator": {"enabled": True, "listen": "127.0.0.1:0"}},
+    )
+    async with made, httpx.AsyncClient(trust_env=False) as client:
+        url = f"http://{made.lmcache.coordinator_address}/instances"
+        told = {"instance_id": "x", "ip": "127.0.0.1", "http_port": port}
+        assert (await client.post(url, json=told)).status_code == 200
+        await until(lambda: asked)
+    server.close()
+    await server.wait_closed()
+
+    assert asked[0].startswith(b"GET /status ")
+    assert b"a-secret" not in asked[0]
+    assert made._client.headers["authorization"] == "Bearer a-secret"

@@ -1,0 +1,84 @@
+"""A way to tokenize for every model: one that cannot be had does not cost the others theirs."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvroute.app.token_sources import TokenSources
+from kvroute.clock import SystemClock
+from kvroute.fleet.fleet import Fleet, FleetChange
+from kvroute.fleet.worker import WorkerFacts, WorkerId, WorkerSpec
+from kvroute.tokens.exact import Mode, TokenSource
+from kvroute.tokens.options import TokensOptions
+
+
+class FakeTokens:
+    """Prepares whatever it is asked for, but for `broken`."""
+
+    def __init__(self) -> None:
+        self.sources: dict[str, TokenSource] = {}
+        self.broken: set[str] = set()
+        self.failures = 0
+        self.prepared: list[str] = []
+
+    async def prepare(self, model: str, *, folder: Path | None, url: str) -> TokenSource:
+        if model in self.broken:
+            self.failures += 1
+            raise RuntimeError("a defect")
+        self.prepared.append(model)
+        self.sources[model] = TokenSource(model, Mode.LOCAL, "it agrees")
+        return self.sources[model]
+
+
+@pytest.fixture
+def fleet() -> Fleet:
+    fleet = Fleet()
+    specs = [WorkerSpec(WorkerId(name), f"http://{name}.example") for name in "ab"]
+    fleet.apply("test", specs)
+    for worker in fleet.workers():
+        fleet.update_facts(worker, WorkerFacts(models=frozenset({f"model-{worker.id}"})))
+        fleet.mark_healthy(worker, 0.0)
+    return fleet
+
+
+async def test_a_model_that_fails_is_tried_again_and_others_go_on(
+    fleet: Fleet, caplog: pytest.LogCaptureFixture
+) -> None:
+    tokens: Any = FakeTokens()
+    tokens.broken = {"model-a"}
+    sources = TokenSources(tokens, fleet, SystemClock(), TokensOptions(recheck_s=0.01))
+    running = asyncio.create_task(sources.run())
+    async with asyncio.timeout(20):
+        while "model-b" not in tokens.sources:
+            await asyncio.sleep(0.001)
+        tokens.broken = set()
+        while "model-a" not in tokens.sources:
+            await asyncio.sleep(0.001)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+
+    assert "finding out who tells the tokens of model-a failed" in caplog.text
+
+
+async def test_a_restart_that_could_not_be_looked_at_is_not_forgotten(fleet: Fleet) -> None:
+    tokens: Any = FakeTokens()
+    sources = TokenSources(tokens, fleet, SystemClock(), TokensOptions(recheck_s=0.01))
+    running = asyncio.create_task(sources.run())
+    async with asyncio.timeout(20):
+        while len(tokens.prepared) < 2:
+            await asyncio.sleep(0.001)
+        tokens.broken = {"model-a"}
+        sources.fleet_changed(FleetChange.RESTARTED, fleet.get("a"))
+        while not tokens.failures:
+            await asyncio.sleep(0.001)
+        tokens.broken = set()
+        while tokens.prepared.count("model-a") < 2:
+            await asyncio.sleep(0.001)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+
+    assert tokens.prepared.count("model-b") == 1

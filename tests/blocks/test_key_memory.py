@@ -1,0 +1,80 @@
+"""A memory of keys gives the keys that hashing gives, and remembers no more than it may."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from collections.abc import Generator, Sequence
+from typing import Any
+
+import pytest
+
+from kvroute.blocks.key_memory import PIECE_TOKENS, KeyMemory
+from kvroute.blocks.tokens import token_keys
+
+
+def run(steps: Generator[None, None, Any]) -> tuple[Any, int]:
+    """What it returns, and how often it was interrupted."""
+    turns = 0
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            return end.value, turns
+        turns += 1
+
+
+def ids(seed: int, length: int) -> array[int]:
+    chooser = random.Random(seed)
+    return array("I", (chooser.randrange(2**32) for _ in range(length)))
+
+
+@pytest.mark.parametrize("kind", [list, tuple, lambda ids: ids])
+@pytest.mark.parametrize("length", [0, 1, 15, 16, 17, 4095, 4096, 4097, 4112, 3 * 4096 + 40])
+def test_it_gives_what_hashing_gives_the_first_time_and_again(kind: Any, length: int) -> None:
+    memory, prompt = KeyMemory(), ids(1, length)
+    expected = token_keys(prompt, 7)
+
+    for _ in range(2):
+        assert run(memory.steps(kind(prompt), 7))[0] == expected
+    assert len(memory) == length // PIECE_TOKENS
+
+
+def test_equal_tokens_behind_others_or_in_another_space_are_others() -> None:
+    memory, same = KeyMemory(), ids(1, PIECE_TOKENS)
+    run(memory.steps(same, 7))
+    prompts: list[tuple[Sequence[int], int]] = [
+        (same, 8),
+        (same + same, 7),
+        (ids(2, PIECE_TOKENS) + same, 7),
+        (same + ids(3, 100), 7),
+        (same[:-1] + ids(4, 1), 7),
+    ]
+    for prompt, seed in prompts:
+        assert run(memory.steps(prompt, seed))[0] == token_keys(prompt, seed)
+
+
+def test_it_keeps_the_most_recently_used() -> None:
+    memory = KeyMemory(max_pieces=3)
+    first = ids(0, PIECE_TOKENS)
+    for number in range(10):
+        run(memory.steps(ids(number, PIECE_TOKENS), 7))
+        run(memory.steps(first, 7))
+        assert len(memory) <= 3
+    assert len(memory) == 3
+    held = dict(memory._known)
+    run(memory.steps(first, 7))
+    assert held.keys() == memory._known.keys(), "the one that was used in between is still there"
+
+
+def test_a_long_unknown_prompt_is_interrupted_and_a_known_one_is_not() -> None:
+    memory, prompt = KeyMemory(), ids(5, 40 * PIECE_TOKENS)
+
+    assert run(memory.steps(prompt, 7))[1] == 5
+    assert run(memory.steps(prompt, 7))[1] == 0
+
+
+def test_ids_that_are_none_are_refused() -> None:
+    for wrong in (-1, 2**32):
+        with pytest.raises(OverflowError):
+            run(KeyMemory().steps([wrong] * 16, 7))

@@ -1,0 +1,157 @@
+"""A controller without sockets, and workers that know what they truly hold."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import pytest
+
+from kvroute.blocks.chunks import ChunkSpace, PromptChunks, chunk_keys
+from kvroute.events.controller import Controller
+from kvroute.events.controller_options import ControllerOptions
+from kvroute.index.chunk_index import ChunkIndex
+from kvroute.wire import lmcache_controller as wire
+
+CHUNK = 64
+CPU = "LocalCPUBackend"
+DISK = "LocalDiskBackend"
+
+
+class Clock:
+    """Time that a test moves."""
+
+    def __init__(self) -> None:
+        self.time = 100.0
+
+    def now(self) -> float:
+        return self.time
+
+    def wall(self) -> float:
+        return self.time
+
+    async def sleep(self, seconds: float) -> None:
+        await asyncio.Event().wait()
+
+
+class Rig:
+    """A controller with an index, and slot 1 for worker `a`."""
+
+    def __init__(self, **options: Any) -> None:
+        self.clock = Clock()
+        self.index = ChunkIndex()
+        self.options = ControllerOptions(**{"chunk_tokens": CHUNK, **options})
+        self.controller = Controller(self.index, self.clock, self.options)
+        self.controller.follow(1, "a")
+
+    @property
+    def counts(self) -> Any:
+        return self.controller.counts
+
+    def say(self, message: wire.Message) -> Any:
+        """Handle the message as it would come over the wire."""
+        return self.controller.handle(wire.decode(wire.encode(message)))
+
+    def settle(self) -> None:
+        while self.controller.sweep():
+            pass
+
+    def keys(self, tokens: Sequence[int]) -> list[int]:
+        return list(chunk_keys(tokens, self.controller.scheme))
+
+    def matched(self, tokens: Sequence[int], slot: int = 1) -> int:
+        """Tokens that the index gives the slot in L1."""
+        self.settle()
+        return self.index.match(PromptChunks(tokens), "", {}).get(slot, (0, 0))[0]
+
+
+class Worker:
+    """A rank of an instance, and what it truly holds."""
+
+    def __init__(self, rig: Rig, name: str = "a", number: int = 0, **place: Any) -> None:
+        self.rig = rig
+        self.who = {"instance_id": name, "worker_id": number}
+        self.place = {"ip": "192.0.2.1", "port": 7600, "peer_init_url": f"{name}:1", **place}
+        self.held: dict[str, set[int]] = {CPU: set(), DISK: set()}
+        self.numbers = dict.fromkeys(self.held, 0)
+
+    def register(self) -> Any:
+        return self.rig.say(wire.Register(**self.who, **self.place))
+
+    def heartbeat(self) -> list[str]:
+        """Why a full synchronisation was asked for, if it was."""
+        reply = self.rig.say(wire.Heartbeat(**self.who, **self.place))
+        return [command.reason for command in reply.commands]
+
+    def batch(
+        self, kind: Literal["admit", "evict"], keys: Sequence[int], location: str = CPU
+    ) -> wire.KvOperations:
+        """The next message, not yet sent."""
+        held = self.held[location]
+        held.update(keys) if kind == "admit" else held.difference_update(keys)
+        start = self.numbers[location]
+        self.numbers[location] += len(keys)
+        operations = [wire.Operation(kind, key, start + place) for place, key in enumerate(keys)]
+        return wire.KvOperations(**self.who, location=location, operations=operations)
+
+    def admit(self, *keys: int, location: str = CPU) -> None:
+        self.rig.say(self.batch("admit", keys, location))
+
+    def evict(self, *keys: int, location: str = CPU) -> None:
+        self.rig.say(self.batch("evict", keys, location))
+
+    def sync_messages(self, *, sync_id: str = "s1", size: int = 3) -> list[wire.Message]:
+        keys = sorted(self.held[CPU])
+        pieces = [keys[at : at + size] for at in range(0, len(keys), size)] or [[]]
+        what = {**self.who, "location": CPU, "sync_id": sync_id}
+        return [
+            wire.FullSyncStart(**what, total_keys=len(keys), batch_count=len(pieces)),
+            *(wire.FullSyncBatch(**what, batch_id=number, keys=piece) for number, piece in enumerate(pieces)),
+            wire.FullSyncEnd(**what, actual_total_keys=len(keys)),
+        ]
+
+    def sync(self) -> None:
+        for message in self.sync_messages():
+            self.rig.say(message)
+
+    def status(self, sync_id: str = "s1") -> wire.FullSyncStatusReply:
+        reply = self.rig.say(wire.FullSyncStatus(**self.who, sync_id=sync_id))
+        assert isinstance(reply, wire.FullSyncStatusReply)
+        return reply
+
+    @property
+    def believed(self) -> set[int]:
+        """What the index says of the instance, of all keys that were ever spoken of."""
+        self.rig.settle()
+        known = self.rig.controller._roster.known.get(str(self.who["instance_id"]))
+        if known is None:
+            return set()
+        space = ChunkSpace(self.rig.controller.scheme)
+        return {key for key in range(1000) if self.rig.index.holds(known.instance.holder, space, key)}
+
+
+@pytest.fixture
+def rig_of() -> type[Rig]:
+    """Makes a controller with the given options."""
+    return Rig
+
+
+@pytest.fixture
+def worker_of() -> type[Worker]:
+    """Makes a worker of a rig; it has to register."""
+    return Worker
+
+
+@pytest.fixture
+def rig() -> Rig:
+    return Rig()
+
+
+@pytest.fixture
+def worker(rig: Rig) -> Worker:
+    """Registered, with chunks 1 to 9."""
+    worker = Worker(rig)
+    worker.register()
+    worker.admit(*range(1, 10))
+    return worker

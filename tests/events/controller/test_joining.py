@@ -1,0 +1,102 @@
+"""Whose chunks an instance's are, and which peer has them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvroute.wire import lmcache_controller as wire
+
+CHUNK = 64
+CPU = "LocalCPUBackend"
+
+
+def test_a_lookup_names_the_peer_with_most_of_the_chunks(rig: Any, worker: Any, worker_of: Any) -> None:
+    better = worker_of(rig, "b")
+    better.register()
+    better.admit(1, 2, 3, 4)
+    worker.evict(3)
+    asker = {"instance_id": "c", "worker_id": 0}
+
+    def ask(hashes: list[int], **who: Any) -> Any:
+        return rig.say(wire.P2pLookup(**{**asker, **who}, hashes=hashes)).layout_info
+
+    assert ask([1, 2, 3, 99]) == [("b", CPU, 3, "b:1")]
+    assert ask([1, 2, 3], instance_id="b") == [("a", CPU, 2, "a:1")]
+    assert ask([99, 1]) == ask([]) == ask([1], worker_id=1) == [("", "", 0, "")]
+
+
+def test_a_peer_without_a_url_is_none(rig: Any, worker_of: Any) -> None:
+    worker = worker_of(rig, peer_init_url=None)
+    worker.register()
+    worker.admit(1)
+
+    reply = rig.say(wire.P2pLookup(instance_id="c", worker_id=0, hashes=[1]))
+
+    assert reply.layout_info == [("", "", 0, "")]
+
+
+def test_an_instance_is_joined_by_name_before_address(rig: Any, worker_of: Any) -> None:
+    rig.controller.follow(2, "b", addresses={"192.0.2.1"})
+    named, other = worker_of(rig), worker_of(rig, "uuid", port=7601)
+    prompt = list(range(CHUNK + 1))
+    for each in (named, other):
+        each.register()
+
+    other.admit(*rig.keys(prompt))
+
+    assert (rig.matched(prompt, 1), rig.matched(prompt, 2)) == (0, CHUNK)
+    rig.controller.leave(2)
+    assert rig.matched(prompt, 2) == 0
+
+
+def test_an_instance_that_could_be_either_workers_is_nobodys(rig: Any, worker_of: Any) -> None:
+    rig.controller.follow(2, "b", addresses={"192.0.2.1"})
+    rig.controller.follow(3, "c", addresses={"192.0.2.1"})
+    unnamed = worker_of(rig, "uuid")
+    unnamed.register()
+    prompt = list(range(CHUNK + 1))
+    unnamed.admit(*rig.keys(prompt))
+
+    assert rig.matched(prompt, 2) == rig.matched(prompt, 3) == 0
+    assert "lmcache_instance_id" in rig.controller.problems()[0]
+
+
+def test_of_two_instances_at_one_place_the_later_one_lives(rig: Any, worker_of: Any) -> None:
+    rig.controller.follow(2, "b", addresses={"192.0.2.1"})
+    old, new = worker_of(rig, "uuid-1"), worker_of(rig, "uuid-2")
+    prompt = list(range(CHUNK + 1))
+    old.register()
+    old.admit(*rig.keys(prompt))
+    assert rig.matched(prompt, 2) == CHUNK
+
+    rig.clock.time += 1
+    new.register()
+
+    assert rig.matched(prompt, 2) == 0
+    assert rig.controller.figures().instances == 1
+    assert rig.index.size().held == 0
+
+
+def test_an_instance_at_anothers_place_that_is_named_or_sends_heartbeats_stays(
+    rig: Any, worker_of: Any
+) -> None:
+    """Containers on two hosts may have the same address."""
+    named, living = worker_of(rig, "a"), worker_of(rig, "uuid-1")
+    for worker in (named, living):
+        worker.register()
+    living.heartbeat()
+
+    worker_of(rig, "uuid-2").register()
+
+    assert rig.controller.figures().instances == 3
+
+
+def test_data_parallel_ranks_have_instances_of_their_own(rig: Any, worker_of: Any) -> None:
+    for slot in (2, 3):
+        rig.controller.follow(slot, "w", rank=slot - 2)
+    prompt = list(range(CHUNK + 1))
+    worker = worker_of(rig, "w-1")
+    worker.register()
+    worker.admit(*rig.keys(prompt))
+
+    assert (rig.matched(prompt, 2), rig.matched(prompt, 3)) == (0, CHUNK)
