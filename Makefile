@@ -9,7 +9,7 @@ JOBS ?= 2
 PIP := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help up test test-engine check lint types layers format docs bench bench-routing clean distclean
+.PHONY: help up test test-engine check lint types layers format docs compose bench bench-routing clean distclean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -45,6 +45,9 @@ format: $(VENV)/.installed-dev ## format the code
 
 docs: $(VENV)/.installed ## regenerate configs/reference.yaml and the tables in docs/configuration.md
 	$(BIN)/python -m kvroute.app.reference
+
+compose: $(VENV)/.installed ## render docker-compose.yml anew from configs/compose.yaml
+	$(BIN)/python -m kvroute render -f configs/compose.yaml --to compose -o .
 
 bench: $(VENV)/.installed-dev ## the micro benchmarks
 	@set -e; for file in bench/micro_*.py; do echo "== $$file"; $(BIN)/python $$file; done

@@ -1,4 +1,5 @@
-"""docker-compose.yml, as Debian 12's docker-compose 1.29.2 and the Compose Specification read it."""
+"""docker-compose.yml: made of a spec, and read by Debian 12's docker-compose 1.29.2 and the Compose
+Specification."""
 
 from __future__ import annotations
 
@@ -19,9 +20,14 @@ from compose_pydantic.models import ComposeSpecification
 from pydantic import ValidationError
 
 from kvroute.cli import main
+from kvroute.deploy.render.compose import render_compose
+from kvroute.deploy.render.plan import plan_endpoint
+from kvroute.deploy.spec.loading import read_spec
+from kvroute.routing.registry import STRATEGIES
 
 ROOT = Path(__file__).parents[2]
 FILE = ROOT / "docker-compose.yml"
+SPEC = ROOT / "configs" / "compose.yaml"
 PROFILES = ("sim", "gpu")
 WORKERS = {"sim": {"sim-a", "sim-b"}, "gpu": {"vllm-a", "vllm-b"}}
 GATEWAYS = {"sim": "kvroute", "gpu": "kvroute-gpu"}
@@ -47,6 +53,16 @@ def docker_compose(*arguments: str) -> str:
     assert done.returncode == 0, done.stderr
     assert "variable is not set" not in done.stderr
     return done.stdout
+
+
+def test_it_is_rendered_from_its_spec():
+    """Where this fails: `make compose`."""
+    document = read_spec(SPEC.read_text(), strategies=frozenset(STRATEGIES)).require(SPEC.name)
+    files = render_compose(plan_endpoint(document))
+
+    assert set(files) == {"docker-compose.yml", "prometheus.yml"}
+    for name, text in files.items():
+        assert (ROOT / name).read_text() == text, f"{name} is not what {SPEC.name} renders to: make compose"
 
 
 @pytest.fixture(scope="module")
@@ -144,10 +160,10 @@ def test_the_gpu_workers_have_a_gpu_each_and_share_redis_by_equal_hashes(written
         service = written["services"][name]
         (device,) = service["deploy"]["resources"]["reservations"]["devices"]
         gpus += device["device_ids"]
-        (transfer,) = [flag for flag in service["command"] if flag.startswith("--kv-transfer-config=")]
+        transfer = service["command"][service["command"].index("--kv-transfer-config") + 1]
 
         assert device["capabilities"] == ["gpu"]
-        assert json.loads(transfer.partition("=")[2])["kv_connector"] == "LMCacheConnectorV1"
+        assert json.loads(transfer)["kv_connector"] == "LMCacheConnectorV1"
         assert service["environment"]["LMCACHE_REMOTE_URL"] == "redis://redis:6379"
         assert service["environment"]["PYTHONHASHSEED"] == "0"
         assert "redis" in service["depends_on"]
@@ -173,7 +189,7 @@ def test_nothing_is_published_beyond_this_machine(written):
 
 
 def test_prometheus_scrapes_the_gateway_and_every_worker_by_its_name(written):
-    jobs = yaml.safe_load((ROOT / "configs/prometheus.yml").read_text())["scrape_configs"]
+    jobs = yaml.safe_load((ROOT / "prometheus.yml").read_text())["scrape_configs"]
     targets = {target for job in jobs for group in job["static_configs"] for target in group["targets"]}
 
     assert targets == {"kvroute:8080"} | {f"{name}:8000" for names in WORKERS.values() for name in names}

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from kvroute.deploy.endpoint import EndpointHost, LocalEndpoint, plan_endpoint_here, site_here
-from kvroute.deploy.plan import PlannedProcess
+from kvroute.deploy.plan import Plan, PlannedProcess
 from kvroute.deploy.render.lmcache import server_argv
 from kvroute.deploy.render.plan import EndpointPlan, plan_endpoint
 from kvroute.deploy.render.site import local_site
@@ -76,6 +76,11 @@ def option(process: PlannedProcess, name: str) -> str:
     return argv[argv.index(name) + 1]
 
 
+def words(plan: Plan) -> list[str]:
+    """Of every command line."""
+    return [word for stage in plan.stages for each in stage for word in each.child.argv]
+
+
 def test_everything_starts_after_what_it_needs() -> None:
     stages = [[each.child.name for each in stage] for stage in here().plan.stages]
 
@@ -91,7 +96,7 @@ def test_workers_run_what_is_rendered_for_them() -> None:
         ports += [server.port, server.http_port]
     for worker in usual.workers:
         ports += [worker.port, worker.events_port, worker.replay_port, worker.classic_port]
-    found = iter([*ports, 6379, 9300])
+    found = iter([*ports, 6379, 9300, 8300, 8400, 8500])
     host = EndpointHost({}, {}, (0, 1), (), {}, Path("/state"))
 
     plan = plan_endpoint_here(made, host, lambda _: next(found)).plan
@@ -208,8 +213,36 @@ def test_the_password_of_the_tier_comes_from_the_environment() -> None:
     with pytest.raises(ConfigError, match="L2_PASSWORD"):
         here(secret)
 
-    server = here(secret, environ={"L2_PASSWORD": "open sesame"}).plan.caches[1][0]
-    assert json.loads(option(server, "--l2-adapter"))["password"] == "open sesame"
+    plan = here(secret, environ={"L2_PASSWORD": "open sesame"}).plan
+    (server, _) = plan.caches[1]
+    assert server.child.env["LMCACHE_RESP_PASSWORD"] == "open sesame"
+    assert not [word for word in words(plan) if "sesame" in word]
+    assert not [name for name in plan.gateway.child.env if name.startswith("KVROUTE__")]
+
+
+@pytest.mark.parametrize(
+    ("url", "given"),
+    [
+        ("redis://cache.example.com:6380", {"x-kvroute.l2.passwordSecret": {"name": "n", "key": "k"}}),
+        ("redis://me:open%20sesame@cache.example.com:6380", {}),
+    ],
+)
+def test_a_gateway_that_asks_the_tier_itself_is_given_the_password_by_its_environment(
+    url: str, given: dict[str, object]
+) -> None:
+    changes = {
+        "spec.kvCacheSpec.l2CacheSpec.l2CacheLocalUrl": url,
+        "spec.intelligentRoutingSpec.routingStrategy": "kvaware",
+    }
+    made = here(changes | given, environ={"L2_PASSWORD": "open sesame"})
+    gateway = made.plan.gateway.child
+
+    environ = {name: value for name, value in gateway.env.items() if name.startswith("KVROUTE__")}
+    assert environ == {"KVROUTE__LMCACHE__L2__REDIS_PASSWORD": "open sesame"}
+    assert not [word for word in words(made.plan) if "sesame" in word]
+    assert "sesame" not in json.dumps(made.config)
+    user = "me@" if "me:" in url else ""
+    assert made.config["lmcache"]["l2"]["redis_url"] == f"redis://{user}cache.example.com:6380/0"
 
 
 def test_without_caches_only_workers_and_the_gateway_run() -> None:
@@ -272,3 +305,14 @@ def test_ranks_get_neighbouring_ports() -> None:
 def test_two_processes_of_one_name_are_told() -> None:
     with pytest.raises(ConfigError, match=r"metadata\.name: makes two processes of the name lmcache-a"):
         here({"metadata.name": "lmcache"})
+
+
+def test_a_made_up_models_tokenizer_is_found_from_wherever_the_configuration_lies() -> None:
+    changes = {
+        "spec.intelligentRoutingSpec.routingStrategy": "kvaware",
+        "spec.model": "small",
+        "x-kvroute.device": "cpu",
+    }
+    models = here(changes).config["tokens"]["models"]
+
+    assert models == {"small": str(Path(".kvroute/models/small").absolute())}

@@ -211,7 +211,10 @@ def test_processes_can_be_listed_and_read_from_another_shell(start: Callable[...
         asked.set()
         asking.join(DEADLINE_S)
         following.send_signal(signal.SIGINT)
-        following.communicate(timeout=DEADLINE_S)
+        try:
+            following.communicate(timeout=DEADLINE_S)
+        finally:
+            following.kill()
 
     assert line.startswith("gateway | ")
     assert following.returncode == 0

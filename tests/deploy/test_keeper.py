@@ -167,3 +167,16 @@ async def test_stopping_a_stopped_process_is_harmless(keeper: Callable[..., Keep
     kept.kill()
 
     assert kept.status.phase is Phase.STOPPED
+
+
+async def test_a_process_that_cannot_even_be_made_is_a_failure_like_others(
+    keeper: Callable[..., Keeper], watcher: Watcher, tmp_path: Path
+) -> None:
+    """Such as a log that cannot be written: one process must not end all others for it."""
+    kept = keeper((sys.executable, "-c", ""), 1)
+    (tmp_path / "log").mkdir()
+
+    with pytest.raises(ProcessFailed, match="worker-0 could not be started: Is a directory"):
+        await kept.bring_up()
+
+    assert watcher.phases == [Phase.STOPPED]

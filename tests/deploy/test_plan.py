@@ -1,11 +1,12 @@
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
 import pytest
 
-from kvroute.deploy.plan import Engine, HostFacts, Plan, UpSpec, plan_up, worker_count
+from kvroute.deploy.plan import Engine, HostFacts, Plan, UpSpec, plan_up, port_count, worker_count
 from kvroute.errors import ConfigError
 
 ENV = {"PATH": "/bin", "PYTHONPATH": "src"}
@@ -94,3 +95,18 @@ def test_every_gpu_gets_a_worker_unless_told_otherwise() -> None:
 def test_tensor_parallelism_needs_gpus(engine: Engine) -> None:
     with pytest.raises(ConfigError, match="tensor-parallel-size"):
         plan(engine=engine, tensor_parallel_size=2)
+
+
+def test_engines_publish_their_events_where_the_gateway_reads_them() -> None:
+    spec = UpSpec(engine=Engine.VLLM, strategy="kvaware", workers=2)
+    ports = tuple(range(9001, 9001 + port_count(spec, ())))
+    made = plan_up(spec, HostFacts(ENV, ENGINE_ENV, (0, 1), (), ports, ("/venv/bin/vllm",)))
+
+    events = []
+    for worker in made.workers:
+        told = json.loads(worker.child.argv[worker.child.argv.index("--kv-events-config") + 1])
+        events += [told["endpoint"], told["replay_endpoint"]]
+    assert [worker.url[-4:] for worker in made.workers] == ["9001", "9002"]
+    assert events == [f"tcp://*:{port}" for port in (9003, 9004, 9005, 9006)]
+    assert port_count(UpSpec(engine=Engine.VLLM, workers=2), ()) == 2
+    assert "--kv-events-config" not in command(plan(engine=Engine.VLLM), 0)

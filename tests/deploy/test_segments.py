@@ -52,3 +52,17 @@ def test_other_files_are_left_alone(tmp_path: Path, ended_pid: int) -> None:
 
     assert sweep(tmp_path) == 0
     assert all(other.exists() for other in others)
+
+
+def test_what_cannot_be_removed_ends_nothing(
+    tmp_path: Path, ended_pid: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    segment = make(tmp_path / f"lmcache_kv_{ended_pid}_0")
+
+    def refuse(path: Path, missing_ok: bool = False) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+
+    assert sweep(tmp_path) == 0
+    assert segment.exists()

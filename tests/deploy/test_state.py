@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import fcntl
 import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -64,3 +66,21 @@ def test_logs_go_by_the_names_of_their_processes(tmp_path: Path) -> None:
         "gateway": tmp_path / "logs/gateway.log",
         "redis": tmp_path / "logs/redis.log",
     }
+
+
+def test_a_reader_does_not_keep_anybody_from_starting(tmp_path: Path) -> None:
+    """Whoever asks what runs holds the lock for an instant."""
+    folder = StateFolder(tmp_path)
+    with folder.hold(supervisor("before", "")):
+        pass
+    with (tmp_path / "up.lock").open() as reader:
+        fcntl.flock(reader, fcntl.LOCK_SH)
+        done = threading.Timer(0.05, fcntl.flock, (reader, fcntl.LOCK_UN))
+        done.start()
+
+        with folder.hold(supervisor("now", "")):
+            state = folder.read()
+        done.join()
+
+    assert state is not None
+    assert state.name == "now"

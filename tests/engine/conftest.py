@@ -21,6 +21,7 @@ import httpx
 import openai
 import pytest
 import pytest_asyncio
+from tests.engine.endpoints import Run, endpoints, prompts
 
 from kvroute.clock import SystemClock
 from kvroute.deploy.engine_install import DEFAULT_PATH, EngineVenv, separate_environment
@@ -339,3 +340,25 @@ def chats_through(
 
 def _text(chooser: random.Random, words: list[str], count: int) -> str:
     return "".join(chooser.choices(words, k=count))
+
+
+@pytest.fixture(scope="session")
+def run_endpoint(engine_venv: EngineVenv, logs: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return endpoints(engine_venv.path, logs, tmp_path_factory.mktemp)
+
+
+@pytest.fixture(scope="session")
+def prompt(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], str]:
+    """Prompts for endpoints that serve the model `small`."""
+    return prompts(tmp_path_factory.mktemp("words") / "small")
+
+
+@pytest.fixture
+def say(capsys: pytest.CaptureFixture[str]) -> Callable[[str], None]:
+    """Prints although output is captured: figures."""
+
+    def line(text: str) -> None:
+        with capsys.disabled():
+            print(f"\n{text}")
+
+    return line

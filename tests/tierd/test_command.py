@@ -121,7 +121,7 @@ async def test_two_daemons_of_one_machine_serve_each_other(start: Start, memory_
     first = await start()
     other = f"{memory_name}_b"
     try:
-        second = await start("--peer", first.url, memory=other)
+        second = await start("--peer", first.url, "--peer-timeout", "20", memory=other)
         await first.client.put("k", b"data" * 10_000)
 
         assert await second.client.get("k", wait_ms=20_000) == b"data" * 10_000
@@ -173,6 +173,17 @@ def test_a_key_file_must_hold_a_key(tmp_path: Path) -> None:
 
     assert result.exit_code == 2
     assert "--peer-key-file: the file is empty" in result.output
+
+
+def test_a_key_file_must_be_text(tmp_path: Path) -> None:
+    file = tmp_path / "key"
+    file.write_bytes(b"\xff\xfe")
+
+    result = CliRunner().invoke(main, ["tierd", "--peer-key-file", str(file)])
+
+    assert result.exit_code == 2
+    assert "--peer-key-file: cannot read" in result.output
+    assert "not UTF-8" in result.output
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from pathlib import Path
 
 import click
@@ -38,7 +39,14 @@ def logs(state_dir: Path, lines: int, keep_on: bool, names: tuple[str, ...]) -> 
             screen.show(name, last)
         growing[name] = GrowingFile(path, offset=end)
     if keep_on:
-        try:
-            asyncio.run(follow(growing, screen, SystemClock()))
-        except KeyboardInterrupt:
-            pass
+        asyncio.run(_follow_until_told(growing, screen))
+
+
+async def _follow_until_told(files: dict[str, GrowingFile], screen: Screen) -> None:
+    """Until SIGINT or SIGTERM, also where the shell has started this with SIGINT ignored (`&`)."""
+    following = asyncio.create_task(follow(files, screen, SystemClock()))
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, following.cancel)
+    await asyncio.wait({following})
+    if not following.cancelled():
+        following.result()

@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from kvroute.cli.specs import WrongSpec, count, read_text, reading_of, tell
+from kvroute.deploy.model_shape import with_model_at_hand
 from kvroute.deploy.render.plan import plan_endpoint
 from kvroute.deploy.render.reach import findings_for
 from kvroute.deploy.render.registry import TARGETS
@@ -45,7 +46,7 @@ def render(file: Path, target: str, folder: Path | None) -> None:
     tell(file, (each for each in findings if each.verdict is not Verdict.APPLIED), err=True)
     if reading.document is None:
         raise WrongSpec(f"{file} is wrong: {count(findings)}")
-    files = TARGETS[target].render(plan_endpoint(reading.document))
+    files = TARGETS[target].render(with_model_at_hand(plan_endpoint(reading.document)))
     if folder is not None:
         write(folder, files)
         return

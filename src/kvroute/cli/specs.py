@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 
+from kvroute.cli.gateway_settings import problems_of
 from kvroute.deploy.spec.fields import Verdict, dotted
 from kvroute.deploy.spec.loading import Finding, Reading, read_spec
 from kvroute.routing.registry import STRATEGIES
@@ -31,7 +32,18 @@ def read_text(file: Path) -> str:
 
 
 def reading_of(text: str) -> Reading:
-    return read_spec(text, strategies=frozenset(STRATEGIES))
+    """The spec, with what the gateway says about the options that the spec passes on to it."""
+    reading = read_spec(text, strategies=frozenset(STRATEGIES))
+    if reading.document is None:
+        return reading
+    problems = list(problems_of(reading.document))
+    if not problems:
+        return reading
+    lines = {finding.path: finding.line for finding in reading.findings}
+    wrong = [Finding(path, lines.get(path), Verdict.WRONG, text) for path, text in problems]
+    fields = {finding.path for finding in wrong}
+    kept = [finding for finding in reading.findings if finding.path not in fields]
+    return Reading(None, tuple(sorted([*kept, *wrong], key=lambda each: each.line or 0)))
 
 
 def line_about(file: Path, finding: Finding) -> str:

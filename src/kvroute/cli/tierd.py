@@ -108,9 +108,7 @@ def tierd(
     Speaks the protocol of LMCache's `sagemaker-hyperpod` adapter: HTTP on --port, entries in POSIX shared
     memory. Runs until SIGINT or SIGTERM.
     """
-    key = key_file.read_text().strip() if key_file is not None else None
-    if key == "":
-        raise click.UsageError("--peer-key-file: the file is empty")
+    key = _key_in(key_file) if key_file is not None else None
     try:
         options = TierdOptions.model_validate(
             {"peers": {"urls": urls, "dns": dns, "answer_timeout_s": answer_timeout_s, "key": key}, **values}
@@ -125,6 +123,17 @@ def tierd(
             runner.run(_serve(options))
     except ConfigError as exc:
         raise click.ClickException(str(exc)) from exc
+
+
+def _key_in(file: Path) -> str:
+    try:
+        key = file.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as exc:
+        reason = exc.strerror if isinstance(exc, OSError) else "it is not UTF-8 text"
+        raise click.UsageError(f"--peer-key-file: cannot read {file}: {reason}") from None
+    if not key:
+        raise click.UsageError("--peer-key-file: the file is empty")
+    return key
 
 
 def _said(location: tuple[int | str, ...], message: str) -> str:

@@ -15,6 +15,7 @@ from kvroute.cli.specs import WrongSpec, count, read_text, reading_of, tell
 from kvroute.clock import SystemClock
 from kvroute.deploy.endpoint import simulated
 from kvroute.deploy.local_reach import local_findings
+from kvroute.deploy.model_shape import with_model_at_hand
 from kvroute.deploy.plan import Engine, UpSpec
 from kvroute.deploy.prepare import EndpointUp, prepare, prepare_endpoint
 from kvroute.deploy.render.plan import EndpointPlan, plan_endpoint
@@ -22,6 +23,7 @@ from kvroute.deploy.spec.fields import Verdict
 from kvroute.deploy.state import StateFolder
 from kvroute.deploy.up import Prepare, run_up
 from kvroute.errors import KvrouteError
+from kvroute.routing.registry import STRATEGIES
 
 STATE_DIR = Path(".kvroute")
 IN_THE_SPEC = {
@@ -59,7 +61,7 @@ IN_THE_SPEC = {
 @click.option("--tensor-parallel-size", type=click.IntRange(min=1), help="GPUs per worker. Default: 1.")
 @click.option("--host", help="Where the gateway listens. Default: 127.0.0.1.")
 @click.option("--port", type=click.IntRange(1, 65535), help="Default: 8080.")
-@click.option("--strategy", metavar="NAME", help="Routing strategy of the gateway.")
+@click.option("--strategy", type=click.Choice(list(STRATEGIES)), help="Routing strategy of the gateway.")
 @click.option(
     "--state-dir",
     type=click.Path(file_okay=False, path_type=Path),
@@ -111,7 +113,7 @@ def _endpoint(file: Path, wanted: dict[str, Any]) -> EndpointPlan:
     tell(file, (each for each in findings if each.verdict is not Verdict.APPLIED), err=True)
     if reading.document is None:
         raise WrongSpec(f"{file} is wrong: {count(findings)}")
-    endpoint = plan_endpoint(reading.document)
+    endpoint = with_model_at_hand(plan_endpoint(reading.document))
     if wanted["strategy"] is not None:
         endpoint = dataclasses.replace(endpoint, strategy=wanted["strategy"])
     if wanted["engine"] == Engine.SIM.value and not endpoint.is_simulated:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,9 +23,16 @@ from kvroute.deploy.plan import (
 )
 from kvroute.deploy.processes import ChildSpec
 from kvroute.deploy.render.config import gateway_config, merged
-from kvroute.deploy.render.lmcache import PASSWORD, PASSWORD_REFERENCE, server_argv, server_environment
-from kvroute.deploy.render.plan import Cache, EndpointPlan, option_value, suffix
-from kvroute.deploy.render.site import LOOPBACK, ServerSite, Site, WorkerSite, local_site
+from kvroute.deploy.render.lmcache import (
+    PASSWORD,
+    PASSWORD_REFERENCE,
+    password_name,
+    server_argv,
+    server_environment,
+)
+from kvroute.deploy.render.plan import Cache, EndpointPlan, suffix
+from kvroute.deploy.render.reports import L2_PASSWORD_OPTION, l2_password
+from kvroute.deploy.render.site import LOOPBACK, ReportPorts, ServerSite, Site, WorkerSite, local_site
 from kvroute.deploy.render.worker_args import vllm_spec, worker_argv
 from kvroute.deploy.state import LOGS
 from kvroute.deploy.vllm_command import KV_CACHE_SPACE, vllm_environment
@@ -76,35 +84,20 @@ def local_config(
 ) -> dict[str, Any]:
     """The gateway's configuration; `host` and `port` win over the spec's."""
     address = {"host": host, "port": port}
-    config = merged(gateway_config(endpoint, site), cache_reports(endpoint, site))
+    config = gateway_config(endpoint, site)
+    models = config.get("tokens", {}).get("models", {})
+    if models:
+        # What is relative in a file is relative to that file.
+        absolute = {name: str(Path(folder).absolute()) for name, folder in models.items()}
+        config = merged(config, {"tokens": {"models": absolute}})
     return merged(config, {"server": {key: value for key, value in address.items() if value is not None}})
-
-
-def cache_reports(endpoint: EndpointPlan, site: Site) -> dict[str, Any]:
-    """How the gateway hears what workers and LMCache hold. Nothing unless the strategy is kvaware.
-
-    The engines' streams are found through `/kv_event_sources`; LMCache's servers report to the address
-    that `--coordinator-url` has told them.
-    """
-    if not endpoint.is_kvaware:
-        return {}
-    reports: dict[str, Any] = {"kv_events": {}}
-    if endpoint.cache is not None and endpoint.cache.has_servers:
-        reports["lmcache"] = {
-            "coordinator": {
-                "enabled": True,
-                "listen": f"{LOOPBACK}:{site.coordinator_port}",
-                "chunk_tokens": endpoint.extension.lmcache.chunk_size,
-            }
-        }
-    return reports
 
 
 def site_here(endpoint: EndpointPlan, find_port: FindPort, gpus: tuple[str, ...]) -> Site:
     """`local_site` on free ports and the GPUs that are there. Raises `ConfigError` when there are too few."""
     usual = local_site(endpoint)
     shares = _gpu_shares(endpoint, gpus)
-    ranks = _data_parallel_size(endpoint)
+    ranks = endpoint.ranks
     servers = tuple(replace(each, port=find_port(1), http_port=find_port(1)) for each in usual.servers)
     workers = []
     for number, worker in enumerate(usual.workers):
@@ -126,7 +119,8 @@ def site_here(endpoint: EndpointPlan, find_port: FindPort, gpus: tuple[str, ...]
     tier = None
     if cache is not None and cache.l2 is not None:
         tier = cache.l2.tier(Setting(cache.l2_url, endpoint.extension, LOOPBACK, False, find_port(1)))
-    return replace(usual, workers=tuple(workers), servers=servers, tier=tier, coordinator_port=find_port(1))
+    reports = ReportPorts(*(find_port(1) for _ in range(4)))
+    return replace(usual, workers=tuple(workers), servers=servers, tier=tier, reports=reports)
 
 
 def plan_endpoint_here(
@@ -148,7 +142,7 @@ def plan_endpoint_here(
         workers=tuple(_worker(endpoint, each, site, at, host) for at, each in enumerate(site.workers)),
         gateway=gateway_process(
             (sys.executable, "-m", "kvroute", "serve", "-c", str(config_path)),
-            host.environ,
+            {**host.environ, **_gateway_secrets(endpoint, site, host)},
             host=config["server"]["host"],
             port=config["server"]["port"],
             log_path=_log(host, GATEWAY),
@@ -181,12 +175,13 @@ def _lmcache(
 ) -> PlannedProcess:
     name = f"lmcache-{suffix(number)}" if len(site.servers) > 1 else "lmcache"
     argv = _here(server_argv(endpoint, cache, server, site), host)
-    env = {**host.engine_environ, **LMCACHE_QUIET, **server_environment(endpoint)}
-    if endpoint.l2_password is not None:
-        password = host.environ.get(PASSWORD)
-        if password is None:
-            raise ConfigError("x-kvroute.l2.passwordSecret", f"here the variable {PASSWORD} has the password")
-        argv = tuple(word.replace(PASSWORD_REFERENCE, password) for word in argv)
+    env = {**host.engine_environ, **LMCACHE_QUIET, **server_environment(endpoint, site)}
+    variable = password_name(endpoint, site)
+    if variable:
+        password = _password(host)
+        env[variable] = password
+        # A JSON string within the adapter's settings.
+        argv = tuple(word.replace(PASSWORD_REFERENCE, json.dumps(password)[1:-1]) for word in argv)
     if endpoint.gpus:
         mine = [site.workers[number]] if len(site.servers) > 1 else site.workers
         env["CUDA_VISIBLE_DEVICES"] = ",".join(device for worker in mine for device in worker.gpus)
@@ -195,6 +190,21 @@ def _lmcache(
     services = site.tier.services if site.tier else ()
     lost = tuple(service.name for service in services if not service.is_found_again)
     return PlannedProcess(child, url, f"{url}/healthcheck", LMCACHE_READY_S, renewed_with=lost)
+
+
+def _gateway_secrets(endpoint: EndpointPlan, site: Site, host: EndpointHost) -> dict[str, str]:
+    """What the gateway needs to ask the second tier itself: never in its configuration."""
+    if not l2_password(endpoint, site):
+        return {}
+    given = site.tier.password if site.tier is not None else ""
+    return {L2_PASSWORD_OPTION: given or _password(host)}
+
+
+def _password(host: EndpointHost) -> str:
+    password = host.environ.get(PASSWORD)
+    if password is None:
+        raise ConfigError("x-kvroute.l2.passwordSecret", f"here the variable {PASSWORD} has the password")
+    return password
 
 
 def _worker(
@@ -237,11 +247,6 @@ def _gpu_shares(endpoint: EndpointPlan, gpus: tuple[str, ...]) -> tuple[tuple[st
         return assign_gpus(gpus, workers=endpoint.replicas, tensor_parallel_size=endpoint.gpus)
     except ConfigError as exc:
         raise ConfigError("spec.replicas", str(exc).removeprefix(f"{exc.path}: ")) from None
-
-
-def _data_parallel_size(endpoint: EndpointPlan) -> int:
-    value = option_value(list(endpoint.args), "--data-parallel-size", "-dp")
-    return int(value) if value is not None and value.isdigit() else 1
 
 
 def _require_different_names(plan: Plan) -> None:

@@ -82,8 +82,11 @@ class Keeper:
             await self._child.start()
             self._enter(Phase.STARTING)
             await self._child.wait_ready(self.planned.ready_url, timeout_s=self.planned.ready_timeout_s)
-        except BaseException:
+        except BaseException as exc:
             await self.stop()
+            if isinstance(exc, OSError):
+                # No process could be made, or its log not be written: it may go better later.
+                raise ProcessFailed(f"{self.name} could not be started: {exc.strerror or exc}") from exc
             raise
         self._enter(Phase.READY)
 

@@ -16,6 +16,7 @@ from kvroute.deploy.vllm_command import (
     KV_CACHE_SPACE,
     CpuPlacement,
     GpuPlacement,
+    KvEventsEndpoint,
     VllmSpec,
     vllm_argv,
     vllm_environment,
@@ -77,7 +78,7 @@ class HostFacts:
     cores: tuple[int, ...]
     gpus: tuple[str, ...]
     free_ports: tuple[int, ...]
-    """At least one for each worker."""
+    """At least `port_count`."""
     vllm: tuple[str, ...] = ("vllm",)
     """What stands for the command `vllm`."""
 
@@ -116,8 +117,18 @@ class Plan:
         return (*(stage for stage in self.caches if stage), self.workers, (self.gateway,))
 
 
+def port_count(spec: UpSpec, gpus: tuple[str, ...]) -> int:
+    """How many free ports the plan needs: one for each worker, and two for its events where they are read."""
+    return worker_count(spec, gpus) * (3 if _publishes(spec) else 1)
+
+
+def _publishes(spec: UpSpec) -> bool:
+    """Whether engines are told to publish their cache events; simulated ones do anyway."""
+    return spec.engine is Engine.VLLM and spec.strategy == "kvaware"
+
+
 def worker_count(spec: UpSpec, gpus: tuple[str, ...]) -> int:
-    """How many workers, and so free ports, the plan needs."""
+    """How many workers the plan has."""
     if uses_gpus(spec, gpus):
         placed = assign_gpus(gpus, workers=spec.workers, tensor_parallel_size=spec.tensor_parallel_size)
         return len(placed)
@@ -201,6 +212,7 @@ def _vllm(
             eager=tiny,
             tool_call_parser="hermes" if tiny else None,
             store_responses=tiny,
+            kv_events=_events(host.free_ports[count + 2 * number :]) if _publishes(spec) else None,
             extra_args=spec.engine_args,
         )
         child = ChildSpec(
@@ -213,6 +225,10 @@ def _vllm(
         ready_s = GPU_ENGINE_READY_S if on_gpus or not tiny else CPU_ENGINE_READY_S
         workers.append(_serving(child, engine.url, "/health", ready_s))
     return tuple(workers)
+
+
+def _events(ports: tuple[int, ...]) -> KvEventsEndpoint:
+    return KvEventsEndpoint(f"tcp://*:{ports[0]}", f"tcp://*:{ports[1]}")
 
 
 def cpu_kv_cache_gib(environ: Mapping[str, str]) -> int | None:

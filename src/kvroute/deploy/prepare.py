@@ -14,7 +14,7 @@ from kvroute.clock import Clock
 from kvroute.deploy.endpoint import EndpointHost, LocalEndpoint, plan_endpoint_here
 from kvroute.deploy.engine_install import EngineVenv, install_engine, separate_environment
 from kvroute.deploy.placement import find_gpus
-from kvroute.deploy.plan import Engine, HostFacts, Plan, UpSpec, plan_up, uses_gpus, worker_count
+from kvroute.deploy.plan import Engine, HostFacts, Plan, UpSpec, plan_up, port_count, uses_gpus
 from kvroute.deploy.ports import FreePorts, free_ports, require_free_port
 from kvroute.deploy.render.config import config_text
 from kvroute.deploy.render.plan import EndpointPlan
@@ -29,7 +29,7 @@ async def prepare(spec: UpSpec, *, console: Console, clock: Clock) -> Plan:
     require_free_port(spec.host, spec.port)
     environ = dict(os.environ)
     gpus = await find_gpus(environ) if spec.engine is Engine.VLLM else ()
-    ports = free_ports(worker_count(spec, gpus))
+    ports = free_ports(port_count(spec, gpus))
     vllm: tuple[str, ...] = ("vllm",)
     engine_environ = environ
     if uses_gpus(spec, gpus):

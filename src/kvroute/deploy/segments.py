@@ -26,8 +26,8 @@ def sweep(folder: Path = SHARED_MEMORY) -> int:
         try:
             size = segment.stat().st_size
             segment.unlink()
-        except FileNotFoundError:
-            continue
+        except OSError:
+            continue  # gone already, or not to be had: what is swept must not end what runs
         freed += size
     return freed
 

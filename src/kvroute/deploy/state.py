@@ -9,16 +9,19 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from kvroute.errors import ConfigError
 
 LOCK, STATE = "up.lock", "up.json"
 LOGS = "logs"
+# Whoever reads the state holds the lock for an instant.
+READER_TRIES, READER_PAUSE_S = 10, 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +68,7 @@ class StateFolder:
             try:
                 self.path.mkdir(parents=True, exist_ok=True)
                 lock = held.enter_context((self.path / LOCK).open("w"))
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _lock(lock)
                 self.write(state)
             except BlockingIOError:
                 raise ConfigError(
@@ -98,6 +101,18 @@ class StateFolder:
     def log_files(self) -> dict[str, Path]:
         """Process -> its log, also of those that ran last."""
         return {file.stem: file for file in sorted(self.logs.glob("*.log"))}
+
+
+def _lock(file: TextIO) -> None:
+    """Raises BlockingIOError when another holds it for longer than a reader does."""
+    for _ in range(READER_TRIES):
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(READER_PAUSE_S)
+        else:
+            return
+    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def supervisor(name: str, gateway: str, processes: Sequence[ProcessState] = ()) -> UpState:

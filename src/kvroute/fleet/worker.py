@@ -54,6 +54,8 @@ class WorkerSpec:
     """What its label says it is for; None without such a label."""
     draining: bool = False
     """Leave it its running requests and give it no new ones."""
+    node: str | None = None
+    """The machine that it runs on, where discovery tells."""
 
 
 @dataclass(frozen=True, slots=True)

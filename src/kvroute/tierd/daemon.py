@@ -73,10 +73,10 @@ async def run_tierd(options: TierdOptions, clock: Clock) -> AsyncIterator[Runnin
             asyncio.create_task(store.run()),
             asyncio.create_task(_sweep(site, segment, options, clock)),
         ]
+        stack.push_async_callback(_end, background)
         if peers is not None:
             await peers.refresh()
             background.append(asyncio.create_task(peers.run()))
-        stack.push_async_callback(_end, background)
         try:
             server = await asyncio.get_running_loop().create_server(
                 lambda: Connection(site), options.host, options.port, backlog=_BACKLOG

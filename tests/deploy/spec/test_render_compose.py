@@ -258,14 +258,31 @@ def test_images_may_be_built_and_replaced(own, plan):
     assert services["lmcache"]["image"] == "l"
 
 
-def test_the_second_tiers_password_is_a_variable(own, plan):
+SECRET = {
+    "spec.kvCacheSpec.l2CacheSpec.l2CacheLocalUrl": "redis://cache:6379",
+    "x-kvroute.l2.passwordSecret": {"name": "redis", "key": "password"},
+}
+
+
+def test_the_second_tiers_password_is_a_variable_and_on_no_command_line(own, plan):
+    text = render_compose(plan(own(SECRET)))["docker-compose.yml"]
+    service = yaml.safe_load(text)["services"]["lmcache"]
+
+    assert service["environment"]["LMCACHE_RESP_PASSWORD"] == "${L2_PASSWORD:-}"
+    assert "password" not in json.loads(service["command"][service["command"].index("--l2-adapter") + 1])
+    assert "$(" not in text
+
+
+def test_valkeys_password_can_only_be_a_setting_of_lmcache(own, plan):
     changes = {
-        "spec.kvCacheSpec.l2CacheSpec.l2CacheLocalUrl": "redis://cache:6379",
-        "x-kvroute.l2.passwordSecret": {"name": "redis", "key": "password"},
+        "spec.kvCacheSpec.l2CacheSpec": {
+            "l2CacheBackend": "valkey",
+            "l2CacheLocalUrl": "valkey://cache:6379",
+        },
+        "x-kvroute.l2.passwordSecret": {"name": "valkey", "key": "password"},
     }
     text = render_compose(plan(own(changes)))["docker-compose.yml"]
     command = yaml.safe_load(text)["services"]["lmcache"]["command"]
 
-    adapter = json.loads(command[command.index("--l2-adapter") + 1])
-    assert adapter["password"] == "${L2_PASSWORD:-}"
+    assert json.loads(command[command.index("--l2-adapter") + 1])["password"] == "${L2_PASSWORD:-}"
     assert "$(" not in text

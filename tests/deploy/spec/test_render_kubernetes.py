@@ -306,8 +306,8 @@ def test_the_second_tiers_password_is_never_written(own, plan):
     )
     container = pod(objects_of(made), "DaemonSet", "demo-lmcache")["containers"][0]
 
-    assert json.loads(flag(container, "--l2-adapter"))["password"] == "$(L2_PASSWORD)"
-    (secret,) = [each for each in container["env"] if each["name"] == "L2_PASSWORD"]
+    assert "password" not in json.loads(flag(container, "--l2-adapter"))
+    (secret,) = [each for each in container["env"] if each["name"] == "LMCACHE_RESP_PASSWORD"]
     assert secret["valueFrom"]["secretKeyRef"] == {"name": "redis", "key": "password"}
 
 
@@ -318,7 +318,7 @@ def test_classic_workers_name_themselves(own, plan):
     env = {each["name"]: each.get("value") for each in container["env"]}
 
     assert env["LMCACHE_LMCACHE_INSTANCE_ID"] == "$(POD_NAME)"
-    assert env["LMCACHE_CONTROLLER_PULL_URL"] == "demo-gateway-cache:7555"
+    assert env["LMCACHE_CONTROLLER_PULL_URL"] == "demo-gateway-cache:8300"
     assert env["LMCACHE_REMOTE_URL"] == "redis://demo-redis:6379"
 
 
@@ -435,11 +435,12 @@ def test_each_part_is_reached_by_those_alone_that_need_it(own, plan):
         }
 
     assert sources("gateway", 8080) == {"everyone"}
-    assert sources("gateway", 9300) == {"worker", "lmcache"}
+    assert sources("gateway", 9300) == {"lmcache"}
     assert sources("worker", 8000) == {"gateway", "prometheus"}
     assert sources("worker", 5557) == {"gateway"}
     assert sources("lmcache", 5555) == {"worker"}
-    assert sources("redis", 6379) == {"worker", "lmcache", "redis"}
+    # The gateway asks Redis what it still has.
+    assert sources("redis", 6379) == {"worker", "lmcache", "redis", "gateway"}
 
 
 def test_pods_are_taken_away_one_at_a_time(own, plan):

@@ -170,3 +170,18 @@ def test_of_a_pod_in_several_slices_ipv4_and_the_serving_one_count():
     for order in ([six, gone, unready, four], [four, unready, gone, six]):
         assert one_each(order) == {"a": four}
     assert one_each([six]) == {"a": six}
+
+
+# Nodes
+
+
+def test_the_node_is_what_the_pod_or_the_endpoint_says(pod):
+    placed = pod("a")
+    placed["spec"]["nodeName"] = "node-7"
+    (found,) = read_pod(placed, READER).found
+    (end, nowhere) = read_endpoint_slice(
+        slice_of({"addresses": ["10.0.0.1"], "nodeName": "node-8"}, {"addresses": ["10.0.0.2"]}), READER
+    ).found
+
+    assert (found.node, end.node, nowhere.node) == ("node-7", "node-8", None)
+    assert found.spec(draining=False).node == "node-7"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 TLS_SCHEMES = ("rediss", "valkeys")
 _LOGIN = re.compile(r"(?<=//)[^\s'\"]+@|(?<![\w/])[^\s/'\":]*:[^\s/'\"]+@")
@@ -46,8 +46,8 @@ def parse_address(url: str, *, schemes: tuple[str, ...], default_port: int) -> A
     return Address(
         host=parts.hostname,
         port=port,
-        username=parts.username or "",
-        password=parts.password or "",
+        username=unquote(parts.username or ""),
+        password=unquote(parts.password or ""),
         database=int(database or 0),
         tls=scheme in TLS_SCHEMES,
     )

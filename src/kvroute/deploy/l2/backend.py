@@ -60,7 +60,14 @@ class Tier:
     """A ReadWriteMany claim for the first host path, in its place."""
     needs_node_ip: bool = False
     """The settings name `$(NODE_IP)`, which a container must have in its environment."""
-    secret_fields: tuple[str, ...] = ()
+    password_variable: str = ""
+    """What LMCache's server reads the password from; empty: only from its adapter's settings."""
+    environment: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """More of LMCache's server's environment: credentials of an address that has them."""
+    asked_at: str = ""
+    """`redis://` URL, without a password, where it can be asked what it holds; empty: it cannot."""
+    password: str = field(default="", repr=False)
+    """Of an address that has one."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from urllib.parse import quote
 
-from kvroute.deploy.l2.address import parse_address
+from kvroute.deploy.l2.address import Address, parse_address
 from kvroute.deploy.l2.backend import ServiceSpec, Setting, Tier
 from kvroute.deploy.spec.extension import Extension
 from kvroute.deploy.spec.fields import Path
 
 PORT = 6379
 SCHEMES = ("redis",)
+PASSWORD_VARIABLE = "LMCACHE_RESP_PASSWORD"
+"""LMCache 0.5.6, distributed/l2_adapters/resp_l2_adapter.py."""
+
+
+def asked_at(address: Address) -> str:
+    """The address as Redis' clients take it, without the password."""
+    scheme = "rediss" if address.tls else "redis"
+    user = f"{quote(address.username, safe='')}@" if address.username else ""
+    host = f"[{address.host}]" if ":" in address.host else address.host
+    return f"{scheme}://{user}{host}:{address.port}/{address.database}"
 
 
 def memory_argument(gigabytes: float) -> str:
@@ -51,12 +62,17 @@ class Redis:
         port = setting.port or PORT
         url = setting.url or f"redis://{setting.host}:{port}"
         address = parse_address(url, schemes=SCHEMES, default_port=PORT)
-        login = {"username": address.username, "password": address.password}
         adapter: dict[str, object] = {"type": "resp", "host": address.host, "port": address.port}
-        adapter |= {key: value for key, value in login.items() if value}
+        if address.username:
+            adapter["username"] = address.username
         user = f"{address.username}:{address.password}@" if address.password else ""
         return Tier(
             adapter={**adapter, "shared": True},
+            # Never on a command line, which every user of the host may read.
+            password_variable=PASSWORD_VARIABLE,
+            environment={PASSWORD_VARIABLE: address.password} if address.password else {},
+            asked_at=asked_at(address),
+            password=address.password,
             remote_url=f"redis://{user}{address.host}:{address.port}",
             services=() if setting.url else (self._service(setting, port),),
         )

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from kvroute.deploy.l2.address import parse_address
 from kvroute.deploy.l2.backend import ServiceSpec, Setting, Tier
-from kvroute.deploy.l2.redis import PORT, memory_argument
+from kvroute.deploy.l2.redis import PORT, asked_at, memory_argument
 from kvroute.deploy.spec.extension import Extension
 from kvroute.deploy.spec.fields import Path
 
@@ -56,6 +56,8 @@ class Valkey:
         user = f"{address.username}:{address.password}@" if address.password else ""
         return Tier(
             adapter={**adapter, "shared": True},
+            asked_at=asked_at(address),
+            password=address.password,
             remote_url=f"valkey://{user}{address.host}:{address.port}",
             services=() if setting.url else (self._service(setting, port),),
         )

@@ -9,18 +9,25 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import yaml
-
 from kvroute.deploy.l2.backend import ServiceSpec
+from kvroute.deploy.render.compose_text import Service, byte_count, http_health, literal, yaml_text
 from kvroute.deploy.render.config import gateway_config
 from kvroute.deploy.render.lmcache import (
     PASSWORD,
     PASSWORD_REFERENCE,
     compact,
+    password_name,
     server_argv,
     server_environment,
 )
 from kvroute.deploy.render.plan import Cache, EndpointPlan, identifier, suffix
+from kvroute.deploy.render.reports import (
+    L2_PASSWORD_OPTION,
+    event_ports,
+    l2_password,
+    model_folder,
+    report_ports,
+)
 from kvroute.deploy.render.site import LMCACHE_HTTP_PORT, ServerSite, Site, WorkerSite, compose_site
 from kvroute.deploy.render.worker_args import container_environment, worker_argv
 from kvroute.deploy.spec.worker import S3Storage
@@ -28,10 +35,11 @@ from kvroute.deploy.spec.worker import S3Storage
 SIM_PROFILE = "sim"
 HUB_CACHE = "/root/.cache/huggingface"
 PROMETHEUS_FILE = "prometheus.yml"
-Service = dict[str, Any]
+BY_NAME = frozenset({"fleet.aliases", "tokens.models"})
+"""Options whose keys are names, which may have dots in them."""
 
 
-def render_compose(plan: EndpointPlan, *, prometheus_file: str = f"./{PROMETHEUS_FILE}") -> dict[str, str]:
+def render_compose(plan: EndpointPlan) -> dict[str, str]:
     """`docker-compose.yml`, and Prometheus' configuration if the metrics are on."""
     profiles = _profiles(plan)
     services: dict[str, Service] = {}
@@ -52,15 +60,17 @@ def render_compose(plan: EndpointPlan, *, prometheus_file: str = f"./{PROMETHEUS
             services[service.name] = _tier_service(service)
         if isinstance(each.model.store, S3Storage) and not each.is_simulated:
             services["model"] = _download(each, each.model.store, profile)
+        if model_folder(each, site):
+            _give_model(services[gateway], each, volumes)
         targets += [f"{worker.name}:{each.port}" for worker in site.workers]
     files: dict[str, str] = {}
     if plan.metrics.enabled:
-        services["prometheus"] = _prometheus(plan, prometheus_file)
+        services["prometheus"] = _prometheus(plan)
         volumes["prometheus"] = None
         files[PROMETHEUS_FILE] = _scrape_config(plan, targets, services)
     document = {"services": services, **({"volumes": volumes} if volumes else {})}
     head = _head(plan, list(profiles))
-    return {"docker-compose.yml": head + _yaml(document), **files}
+    return {"docker-compose.yml": head + yaml_text(document), **files}
 
 
 def _profiles(plan: EndpointPlan) -> dict[str, EndpointPlan]:
@@ -101,15 +111,21 @@ def _gateway(plan: EndpointPlan, site: Site, profile: str) -> Service:
     command = ["serve", "--host", site.gateway_bind, "--port", str(port)]
     command += [f"--worker={worker.name}={worker.url}" for worker in site.workers]
     command += [f"--set={path}={value}" for path, value in _assignments(plan, config)]
+    environment = {
+        "KVROUTE__SERVER__API_KEYS": "${KVROUTE_API_KEYS:-}",
+        "KVROUTE__ADMIN__API_KEY": "${KVROUTE_ADMIN_KEY:-}",
+        "KVROUTE__ROUTING__STRATEGY": f"${{KVROUTE_STRATEGY:-{plan.strategy}}}",
+    }
+    if l2_password(plan, site) and site.tier is not None:
+        environment[L2_PASSWORD_OPTION] = literal(site.tier.password) or f"${{{PASSWORD}:-}}"
+    reports = report_ports(plan, site)
     return _own_image(plan) | {
         "profiles": [profile],
-        "command": [_literal(word) for word in command],
-        "environment": {
-            "KVROUTE__SERVER__API_KEYS": "${KVROUTE_API_KEYS:-}",
-            "KVROUTE__ADMIN__API_KEY": "${KVROUTE_ADMIN_KEY:-}",
-            "KVROUTE__ROUTING__STRATEGY": f"${{KVROUTE_STRATEGY:-{plan.strategy}}}",
-        },
+        "command": [literal(word) for word in command],
+        "environment": environment,
         "ports": [f"${{KVROUTE_BIND:-127.0.0.1}}:${{KVROUTE_PORT:-{port}}}:{port}"],
+        # For LMCache; not for anything outside of this network.
+        **({"expose": [str(each) for each in reports.values()]} if reports else {}),
         "networks": {"default": {"aliases": ["kvroute"]}},
         # Longer than server.drain_timeout_s (30 s) and the seconds that cutting the rest takes.
         "stop_grace_period": "45s",
@@ -126,7 +142,7 @@ def _assignments(plan: EndpointPlan, config: dict[str, Any]) -> list[tuple[str, 
 
 
 def _flat(path: str, value: Any) -> list[tuple[str, str]]:
-    if isinstance(value, dict) and path != "fleet.aliases":
+    if isinstance(value, dict) and path not in BY_NAME:
         return [each for key, inner in value.items() for each in _flat(f"{path}.{key}", inner)]
     return [(path, value if isinstance(value, str) else compact(value))]
 
@@ -138,14 +154,18 @@ def _worker(
         command = list(worker_argv(plan, worker, site))[1:]
         return _own_image(plan) | {
             "profiles": [profile],
-            "command": [_literal(word) for word in command],
-            "healthcheck": _http_health(plan.port, "python3", start_period="10s"),
+            "command": [literal(word) for word in command],
+            "healthcheck": http_health(plan.port, "python3", start_period="10s"),
+            **_event_ports(plan),
         }
-    argv = [_literal(word) for word in worker_argv(plan, worker, site)]
+    argv = [literal(word) for word in worker_argv(plan, worker, site)]
     entrypoint, command = (argv[:2], argv[2:]) if plan.command is None else (argv[:1], argv[1:])
     if plan.model.is_downloaded and plan.command is None:
-        command[0] = f"${{MODEL:-{plan.model.source}}}"
-    environment = {key: _literal(value) for key, value in container_environment(plan, worker, site).items()}
+        command[0] = chosen = f"${{MODEL:-{plan.model.source}}}"
+        if plan.model.served_name == plan.model.source and "--served-model-name" in command:
+            # Another model goes by its own name.
+            command[command.index("--served-model-name") + 1] = chosen
+    environment = {key: literal(value) for key, value in container_environment(plan, worker, site).items()}
     service: Service = {
         "image": f"${{VLLM_IMAGE:-{plan.image}}}",
         "profiles": [profile],
@@ -155,10 +175,11 @@ def _worker(
         "environment": {"HF_TOKEN": "${HF_TOKEN:-}"} | environment,
         # Engine and LMCache hand each other memory of the GPU and of the host.
         "ipc": "host",
-        "healthcheck": _http_health(
+        "healthcheck": http_health(
             plan.port, "python3", start_period=f"{plan.spec.max_deploy_time_in_seconds}s", interval="10s"
         ),
         "stop_grace_period": "60s",
+        **_event_ports(plan),
     }
     mounts = _mounts(plan, volumes)
     if mounts:
@@ -170,10 +191,15 @@ def _worker(
         service["working_dir"] = plan.worker.working_dir
     memory = (plan.resources.limits or {}).get("memory")
     if memory is not None:
-        service["mem_limit"] = _bytes(str(memory))
+        service["mem_limit"] = byte_count(str(memory))
     if plan.gpus:
         service["deploy"] = _reservation(_devices(plan, worker))
     return service
+
+
+def _event_ports(plan: EndpointPlan) -> Service:
+    ports = event_ports(plan)
+    return {"expose": [str(port) for port in ports.values()]} if ports else {}
 
 
 def _devices(plan: EndpointPlan, worker: WorkerSite) -> list[str]:
@@ -190,21 +216,33 @@ def _reservation(devices: list[str]) -> dict[str, Any]:
 
 
 def _mounts(plan: EndpointPlan, volumes: dict[str, None]) -> list[str]:
-    model = plan.model
-    mounts: list[str] = []
-    if model.volume is None:
+    mounts = _model_mounts(plan, volumes)
+    if not mounts:
         volumes["models"] = None
         mounts.append(f"models:{HUB_CACHE}")
-    elif isinstance(model.store, S3Storage):
-        volumes["model"] = None
-        mounts.append(f"model:{model.volume.mount_path}:ro")
-    else:
-        # A file system that this host has mounted, or a folder.
-        folder = model.location if model.location.startswith(("/", ".")) else "./model"
-        mounts.append(f"${{MODEL_DIR:-{folder}}}:{model.volume.mount_path}:ro")
     if plan.cache is not None and plan.cache.classic:
         mounts += _tier_mounts(plan)
     return mounts
+
+
+def _model_mounts(plan: EndpointPlan, volumes: dict[str, None]) -> list[str]:
+    """The model's files, where they are not downloaded by name."""
+    model = plan.model
+    if model.volume is None:
+        return []
+    if isinstance(model.store, S3Storage):
+        volumes["model"] = None
+        return [f"model:{model.volume.mount_path}:ro"]
+    # A file system that this host has mounted, or a folder.
+    folder = model.location if model.location.startswith(("/", ".")) else "./model"
+    return [f"${{MODEL_DIR:-{folder}}}:{model.volume.mount_path}:ro"]
+
+
+def _give_model(gateway: Service, plan: EndpointPlan, volumes: dict[str, None]) -> None:
+    """The tokenizer's files, from the volume that the workers read."""
+    gateway["volumes"] = _model_mounts(plan, volumes)
+    if isinstance(plan.model.store, S3Storage):
+        gateway["depends_on"] = {"model": {"condition": "service_completed_successfully"}}
 
 
 def _tier_mounts(plan: EndpointPlan) -> list[str]:
@@ -236,19 +274,22 @@ def _lmcache(
 ) -> Service:
     reference = f"${{{PASSWORD}:-}}"
     argv = [
-        _literal(word).replace(_literal(PASSWORD_REFERENCE), reference)
+        literal(word).replace(literal(PASSWORD_REFERENCE), reference)
         for word in server_argv(plan, cache, server, site)
     ]
     mine = [site.workers[number]] if len(site.servers) > 1 else list(site.workers)
+    environment = {key: literal(value) for key, value in server_environment(plan, site).items()}
+    if password_name(plan, site) not in ("", PASSWORD):
+        environment[password_name(plan, site)] = reference
     service: Service = {
         "image": f"${{LMCACHE_IMAGE:-{plan.extension.images.lmcache or plan.image}}}",
         "profiles": [profile],
         "restart": "unless-stopped",
         "entrypoint": argv[:2],
         "command": argv[2:],
-        "environment": server_environment(plan),
+        "environment": environment,
         "ipc": "host",
-        "healthcheck": _http_health(LMCACHE_HTTP_PORT, "python3", path="/healthcheck", start_period="120s"),
+        "healthcheck": http_health(LMCACHE_HTTP_PORT, "python3", path="/healthcheck", start_period="120s"),
     }
     mounts = _tier_mounts(plan)
     if mounts:
@@ -268,7 +309,7 @@ def _tier_service(service: ServiceSpec) -> Service:
     result: Service = {
         "image": f"${{{identifier(service.name)}_IMAGE:-{service.image}}}",
         "restart": "unless-stopped",
-        "command": [_literal(word) for word in command],
+        "command": [literal(word) for word in command],
         "healthcheck": {
             "test": ["CMD", *service.probe],
             "interval": "5s",
@@ -295,7 +336,7 @@ def _download(plan: EndpointPlan, store: S3Storage, profile: str) -> Service:
         "profiles": [profile],
         "command": [
             *("s3", "sync", "--only-show-errors"),
-            _literal(f"s3://{store.bucket_name}/{plan.model.location}"),
+            literal(f"s3://{store.bucket_name}/{plan.model.location}"),
             target,
         ],
         "environment": {
@@ -308,12 +349,12 @@ def _download(plan: EndpointPlan, store: S3Storage, profile: str) -> Service:
     }
 
 
-def _prometheus(plan: EndpointPlan, file: str) -> Service:
+def _prometheus(plan: EndpointPlan) -> Service:
     return {
         "image": f"${{PROMETHEUS_IMAGE:-{plan.extension.images.prometheus}}}",
         "restart": "unless-stopped",
         "ports": ["127.0.0.1:${PROMETHEUS_PORT:-9090}:9090"],
-        "volumes": [f"{file}:/etc/prometheus/prometheus.yml:ro", "prometheus:/prometheus"],
+        "volumes": [f"./{PROMETHEUS_FILE}:/etc/prometheus/prometheus.yml:ro", "prometheus:/prometheus"],
     }
 
 
@@ -330,55 +371,4 @@ def _scrape_config(plan: EndpointPlan, workers: list[str], services: dict[str, S
     head = (
         "# Prometheus beside docker-compose.yml. Workers of a profile that does not run are shown as down.\n"
     )
-    return head + _yaml({"global": {"scrape_interval": interval}, "scrape_configs": jobs})
-
-
-def _http_health(
-    port: int, python: str, *, path: str = "/health", start_period: str, interval: str = "5s"
-) -> dict[str, Any]:
-    code = f"import urllib.request as r; r.urlopen('http://127.0.0.1:{port}{path}', timeout=3)"
-    return {
-        "test": ["CMD", python, "-c", code],
-        "interval": interval,
-        "timeout": "5s",
-        "retries": 3,
-        "start_period": start_period,
-    }
-
-
-def _literal(text: str) -> str:
-    """`text` where compose would look for variables."""
-    return text.replace("$", "$$")
-
-
-def _bytes(quantity: str) -> str:
-    """A Kubernetes quantity of memory as compose writes it, in bytes."""
-    units = {"Ki": 1024, "Mi": 1024**2, "Gi": 1024**3, "Ti": 1024**4, "k": 10**3, "M": 10**6, "G": 10**9}
-    for unit, factor in units.items():
-        if quantity.endswith(unit):
-            return str(round(float(quantity.removesuffix(unit)) * factor))
-    return quantity
-
-
-def _yaml(value: object) -> str:
-    text: str = yaml.dump(
-        value, Dumper=_NoAliases, sort_keys=False, allow_unicode=True, width=10**6, default_flow_style=False
-    )
-    return text
-
-
-class _NoAliases(yaml.SafeDumper):
-    """Writes what occurs twice twice, and text with variables in quotes: their values are text."""
-
-    def ignore_aliases(self, data: Any) -> bool:
-        return True
-
-    def represent_none(self, data: None) -> yaml.ScalarNode:
-        return self.represent_scalar("tag:yaml.org,2002:null", "")
-
-    def represent_text(self, data: str) -> yaml.ScalarNode:
-        return self.represent_scalar("tag:yaml.org,2002:str", data, style='"' if "${" in data else None)
-
-
-_NoAliases.add_representer(type(None), _NoAliases.represent_none)
-_NoAliases.add_representer(str, _NoAliases.represent_text)
+    return head + yaml_text({"global": {"scrape_interval": interval}, "scrape_configs": jobs})

@@ -9,9 +9,11 @@ import yaml
 
 from kvroute.deploy.render.manifest import WORKER, selector
 from kvroute.deploy.render.plan import EndpointPlan
+from kvroute.deploy.render.reports import L2_PASSWORD_OPTION, cache_reports, l2_password
 from kvroute.deploy.render.site import Site, local_site
 
 SECRETS = "/run/secrets/kvroute"
+L2_PASSWORD_FILE = f"{SECRETS}/l2-password"
 
 
 def gateway_config(plan: EndpointPlan, site: Site, *, secrets: bool = False) -> dict[str, Any]:
@@ -43,6 +45,10 @@ def gateway_config(plan: EndpointPlan, site: Site, *, secrets: bool = False) -> 
             server["api_keys_file"] = f"{SECRETS}/api-keys"
         if gateway.admin_key_secret is not None:
             config["admin"] = {"api_key_file": f"{SECRETS}/admin-key"}
+    if plan.is_hyperpods:
+        config["logging"] = {**config.get("logging", {}), "hyperpod_lines": True}
+    by_file = L2_PASSWORD_FILE if secrets and plan.l2_password is not None else None
+    config = merged(config, cache_reports(plan, site, password_file=by_file))
     config = merged(config, {"routing": routing.options or {}})
     return merged(config, gateway.settings or {})
 
@@ -68,5 +74,8 @@ def config_text(config: Mapping[str, Any]) -> str:
 
 def render_config(plan: EndpointPlan) -> dict[str, str]:
     """The configuration for a gateway on the workers' host."""
+    site = local_site(plan)
     head = f"# kvroute serve -c kvroute.yaml: the gateway of {plan.name}, its workers on this host.\n"
-    return {"kvroute.yaml": head + config_text(gateway_config(plan, local_site(plan)))}
+    if l2_password(plan, site):
+        head += f"# The second tier's password is read from the variable {L2_PASSWORD_OPTION}.\n"
+    return {"kvroute.yaml": head + config_text(gateway_config(plan, site))}

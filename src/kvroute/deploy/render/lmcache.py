@@ -9,18 +9,13 @@ from collections.abc import Mapping
 import yaml
 
 from kvroute.deploy.render.plan import SEED, Cache, EndpointPlan
-from kvroute.deploy.render.site import (
-    CONTROLLER_PULL_PORT,
-    CONTROLLER_REPLY_PORT,
-    ServerSite,
-    Site,
-    WorkerSite,
-    local_site,
-)
+from kvroute.deploy.render.site import ServerSite, Site, WorkerSite, local_site
 
 PASSWORD = "L2_PASSWORD"
 PASSWORD_REFERENCE = f"$({PASSWORD})"
 """Where the second tier's password goes, as Kubernetes writes it; others put their own reference here."""
+CLASSIC_HEARTBEAT_S = 10
+"""Also how soon a worker hears that the gateway wants all of its keys once more."""
 
 
 def compact(value: object) -> str:
@@ -47,7 +42,7 @@ def server_argv(plan: EndpointPlan, cache: Cache, server: ServerSite, site: Site
         argv += ["--l2-store-policy", store]
         argv += ["--l2-prefetch-policy", extension.l2.prefetch_policy if cache.l1 else "default"]
     if plan.is_kvaware:
-        argv += ["--coordinator-url", f"http://{site.gateway_host}:{site.coordinator_port}"]
+        argv += ["--coordinator-url", f"http://{site.gateway_host}:{site.reports.coordinator}"]
         argv += ["--coordinator-event-reporting"]
         if server.advertise is not None:
             argv += ["--coordinator-advertise-ip", server.advertise]
@@ -59,14 +54,21 @@ def adapter(plan: EndpointPlan, site: Site) -> dict[str, object]:
     if site.tier is None:
         return {}
     settings = {**site.tier.adapter, **(plan.extension.l2.options or {})}
-    if plan.l2_password is not None:
+    if plan.l2_password is not None and not site.tier.password_variable:
         settings["password"] = PASSWORD_REFERENCE
     return settings
 
 
-def server_environment(plan: EndpointPlan) -> dict[str, str]:
-    """What an LMCache server needs besides its flags."""
-    return {SEED: plan.hash_seed}
+def server_environment(plan: EndpointPlan, site: Site) -> dict[str, str]:
+    """What an LMCache server needs besides its flags; `password_name` comes on top where there is one."""
+    return {SEED: plan.hash_seed, **(site.tier.environment if site.tier is not None else {})}
+
+
+def password_name(plan: EndpointPlan, site: Site) -> str:
+    """The variable that gives an LMCache server the second tier's password; empty without one."""
+    if site.tier is None or plan.l2_password is None:
+        return ""
+    return site.tier.password_variable or PASSWORD
 
 
 def connector(plan: EndpointPlan, worker: WorkerSite) -> dict[str, object] | None:
@@ -125,8 +127,9 @@ def _controller(plan: EndpointPlan, worker: WorkerSite, site: Site) -> dict[str,
     return {
         "enable_controller": True,
         "lmcache_instance_id": worker.name,
-        "controller_pull_url": f"{site.gateway_host}:{CONTROLLER_PULL_PORT}",
-        "controller_reply_url": f"{site.gateway_host}:{CONTROLLER_REPLY_PORT}",
+        "controller_pull_url": f"{site.gateway_host}:{site.reports.pull}",
+        "controller_reply_url": f"{site.gateway_host}:{site.reports.reply}",
+        "lmcache_worker_heartbeat_time": CLASSIC_HEARTBEAT_S,
         "lmcache_worker_ports": [worker.classic_port + rank for rank in range(max(1, plan.gpus))],
     }
 
@@ -158,7 +161,7 @@ def render_lmcache(plan: EndpointPlan) -> dict[str, str]:
                     {
                         "instance_id": name,
                         "command": _without_password(argv),
-                        "environment": server_environment(plan),
+                        "environment": server_environment(plan, site),
                     }
                     for name, argv in commands.items()
                 ],
@@ -172,7 +175,10 @@ def render_lmcache(plan: EndpointPlan) -> dict[str, str]:
                 ],
             }
         )
-        env = " ".join(f"{key}={shlex.quote(value)}" for key, value in server_environment(plan).items())
+        words = [f"{key}={shlex.quote(value)}" for key, value in server_environment(plan, site).items()]
+        if password_name(plan, site) not in ("", PASSWORD):
+            words.append(f'{password_name(plan, site)}="${PASSWORD}"')
+        env = " ".join(words)
         files["lmcache-servers.sh"] = "".join(f"{env} {_shell(argv)}\n" for argv in commands.values())
     for service in site.tier.services if site.tier is not None else ():
         if service.shares_memory:

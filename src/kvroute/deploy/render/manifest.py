@@ -65,7 +65,9 @@ def variable(name: str, field: str) -> dict[str, Any]:
     return {"name": name, "valueFrom": {"fieldRef": {"fieldPath": field}}}
 
 
-def cache_variables(plan: EndpointPlan, tier: Tier | None) -> list[dict[str, Any]]:
+def cache_variables(
+    plan: EndpointPlan, tier: Tier | None, password_variable: str = PASSWORD
+) -> list[dict[str, Any]]:
     """What LMCache's settings refer to; must stand before them."""
     variables = [
         variable("POD_NAME", "metadata.name"),
@@ -76,9 +78,8 @@ def cache_variables(plan: EndpointPlan, tier: Tier | None) -> list[dict[str, Any
         variables.append(variable("NODE_IP", "status.hostIP"))
     secret = plan.l2_password
     if tier is not None and secret is not None:
-        variables.append(
-            {"name": PASSWORD, "valueFrom": {"secretKeyRef": {"name": secret.name, "key": secret.key}}}
-        )
+        reference = {"secretKeyRef": {"name": secret.name, "key": secret.key}}
+        variables.append({"name": password_variable, "valueFrom": reference})
     return variables
 
 

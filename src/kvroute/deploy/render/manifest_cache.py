@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from kvroute.deploy.l2.backend import Scope, ServiceSpec
-from kvroute.deploy.render.lmcache import server_argv, server_environment
+from kvroute.deploy.render.lmcache import PASSWORD, password_name, server_argv, server_environment
 from kvroute.deploy.render.manifest import (
     LMCACHE,
     Manifest,
@@ -47,7 +47,7 @@ def lmcache_container(plan: EndpointPlan, cache: Cache, site: Site) -> dict[str,
     argv = list(server_argv(plan, cache, site.servers[0], site))
     size = plan.extension.l1.size_gb if cache.l1 else plan.extension.l1.staging_gb
     memory = f"{round((size + OVERHEAD_GB) * 1024)}Mi"
-    environment = server_environment(plan)
+    environment = server_environment(plan, site)
     if plan.gpus:
         # It maps the engines' memory, so it must see their GPUs without taking them.
         environment["NVIDIA_VISIBLE_DEVICES"] = "all"
@@ -56,7 +56,10 @@ def lmcache_container(plan: EndpointPlan, cache: Cache, site: Site) -> dict[str,
         "image": plan.extension.images.lmcache or plan.image,
         "command": argv[:2],
         "args": argv[2:],
-        "env": [*cache_variables(plan, site.tier), *plain_variables(environment)],
+        "env": [
+            *cache_variables(plan, site.tier, password_name(plan, site) or PASSWORD),
+            *plain_variables(environment),
+        ],
         "ports": [
             {"name": "lmcache", "containerPort": LMCACHE_PORT},
             {"name": "lmcache-http", "containerPort": LMCACHE_HTTP_PORT},

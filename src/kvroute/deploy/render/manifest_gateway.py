@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from kvroute.deploy.render.config import SECRETS, config_text, gateway_config
+from kvroute.deploy.render.config import L2_PASSWORD_FILE, SECRETS, config_text, gateway_config
 from kvroute.deploy.render.manifest import (
     GATEWAY,
     LOCKED_DOWN,
@@ -19,12 +19,8 @@ from kvroute.deploy.render.manifest import (
     service_port,
 )
 from kvroute.deploy.render.plan import EndpointPlan
-from kvroute.deploy.render.site import (
-    CONTROLLER_PULL_PORT,
-    CONTROLLER_REPLY_PORT,
-    COORDINATOR_PORT,
-    Site,
-)
+from kvroute.deploy.render.reports import L2_PASSWORD_OPTION, l2_password, report_ports
+from kvroute.deploy.render.site import Site
 
 USER = 10001
 """The image's user."""
@@ -61,7 +57,7 @@ def gateway_manifests(plan: EndpointPlan, site: Site) -> Iterator[Manifest]:
         subjects=[{"kind": "ServiceAccount", "name": name, "namespace": plan.namespace}],
     )
     yield manifest("v1", "ConfigMap", plan, name, GATEWAY, data={"kvroute.yaml": config_text(config)})
-    yield manifest("apps/v1", "Deployment", plan, name, GATEWAY, spec=_deployment(plan, name, config))
+    yield manifest("apps/v1", "Deployment", plan, name, GATEWAY, spec=_deployment(plan, site, name, config))
     yield manifest(
         "v1",
         "Service",
@@ -70,7 +66,8 @@ def gateway_manifests(plan: EndpointPlan, site: Site) -> Iterator[Manifest]:
         GATEWAY,
         spec={"selector": selector(plan, GATEWAY), "ports": [service_port("http", _port(config))]},
     )
-    if plan.is_kvaware and plan.cache is not None:
+    reports = report_ports(plan, site)
+    if reports:
         yield manifest(
             "v1",
             "Service",
@@ -79,7 +76,9 @@ def gateway_manifests(plan: EndpointPlan, site: Site) -> Iterator[Manifest]:
             GATEWAY,
             spec={
                 "selector": selector(plan, GATEWAY),
-                "ports": [service_port(port, number) for port, number in _cache_ports(plan)],
+                "ports": [service_port(port, number) for port, number in reports.items()],
+                # Were there several gateways: all that one server reports belongs together.
+                "sessionAffinity": "ClientIP",
                 # Servers report to a gateway that is not ready yet, too.
                 "publishNotReadyAddresses": True,
             },
@@ -87,19 +86,11 @@ def gateway_manifests(plan: EndpointPlan, site: Site) -> Iterator[Manifest]:
     yield disruption_budget(plan, GATEWAY)
 
 
-def _cache_ports(plan: EndpointPlan) -> list[tuple[str, int]]:
-    if not plan.is_kvaware or plan.cache is None:
-        return []
-    if not plan.cache.classic:
-        return [("coordinator", COORDINATOR_PORT)]
-    return [("lmcache-pull", CONTROLLER_PULL_PORT), ("lmcache-reply", CONTROLLER_REPLY_PORT)]
-
-
 def _port(config: dict[str, Any]) -> int:
     return int(config["server"]["port"])
 
 
-def _deployment(plan: EndpointPlan, name: str, config: dict[str, Any]) -> dict[str, Any]:
+def _deployment(plan: EndpointPlan, site: Site, name: str, config: dict[str, Any]) -> dict[str, Any]:
     gateway = plan.extension.gateway
     mounts = [{"name": "config", "mountPath": "/etc/kvroute", "readOnly": True}]
     mounts.append({"name": "tmp", "mountPath": "/tmp"})
@@ -107,15 +98,20 @@ def _deployment(plan: EndpointPlan, name: str, config: dict[str, Any]) -> dict[s
         {"name": "config", "configMap": {"name": name}},
         {"name": "tmp", "emptyDir": {}},
     ]
+    l2_secret = plan.l2_password if l2_password(plan, site) else None
     secrets = [
         {"secret": {"name": secret.name, "items": [{"key": secret.key, "path": path}]}}
-        for secret, path in ((gateway.api_keys_secret, "api-keys"), (gateway.admin_key_secret, "admin-key"))
+        for secret, path in (
+            (gateway.api_keys_secret, "api-keys"),
+            (gateway.admin_key_secret, "admin-key"),
+            (l2_secret, L2_PASSWORD_FILE.rpartition("/")[2]),
+        )
         if secret is not None
     ]
     if secrets:
         volumes.append({"name": "keys", "projected": {"sources": secrets}})
         mounts.append({"name": "keys", "mountPath": SECRETS, "readOnly": True})
-    ports = [("http", _port(config)), *_cache_ports(plan)]
+    ports = [("http", _port(config)), *report_ports(plan, site).items()]
     container = {
         "name": "kvroute",
         "image": plan.extension.images.gateway,
@@ -130,6 +126,10 @@ def _deployment(plan: EndpointPlan, name: str, config: dict[str, Any]) -> dict[s
         "securityContext": LOCKED_DOWN,
         "volumeMounts": mounts,
     }
+    given = site.tier.password if site.tier is not None and l2_password(plan, site) else ""
+    if given:
+        # It stands in the spec, and so with LMCache's servers.
+        container["env"] = [{"name": L2_PASSWORD_OPTION, "value": given}]
     return {
         "replicas": gateway.replicas,
         "selector": matching(plan, GATEWAY),

@@ -15,15 +15,11 @@ from kvroute.deploy.render.manifest import (
 )
 from kvroute.deploy.render.manifest_cache import has_sidecar
 from kvroute.deploy.render.plan import EndpointPlan
+from kvroute.deploy.render.reports import asks_l2, event_ports, report_ports
 from kvroute.deploy.render.site import (
     CLASSIC_WORKER_PORT,
-    CONTROLLER_PULL_PORT,
-    CONTROLLER_REPLY_PORT,
-    COORDINATOR_PORT,
-    EVENTS_PORT,
     LMCACHE_HTTP_PORT,
     LMCACHE_PORT,
-    REPLAY_PORT,
     Site,
 )
 from kvroute.deploy.spec.scaling import AutoScaling, CloudWatchTrigger, PrometheusTrigger
@@ -46,7 +42,7 @@ def network_manifests(plan: EndpointPlan, site: Site) -> Iterator[Manifest]:
     cache = plan.cache
     serving = [_allow([gateway], plan.port)]
     if plan.has_events:
-        serving.append(_allow([gateway], EVENTS_PORT, REPLAY_PORT))
+        serving.append(_allow([gateway], *event_ports(plan).values()))
         if cache is not None and cache.classic:
             serving.append(
                 _allow([gateway], *range(CLASSIC_WORKER_PORT, CLASSIC_WORKER_PORT + max(1, plan.gpus)))
@@ -60,9 +56,11 @@ def network_manifests(plan: EndpointPlan, site: Site) -> Iterator[Manifest]:
     yield _policy(plan, WORKER, serving)
 
     entrance = [_allow([], plan.extension.gateway.port)]
-    if plan.is_kvaware and cache is not None:
-        ports = [CONTROLLER_PULL_PORT, CONTROLLER_REPLY_PORT] if cache.classic else [COORDINATOR_PORT]
-        entrance.append(_allow([workers, servers], *ports))
+    reports = report_ports(plan, site)
+    if reports:
+        # LMCache is in the workers' pods, or in those of its own.
+        reporting = servers if cache is not None and cache.has_servers and not cache.per_worker else workers
+        entrance.append(_allow([reporting], *reports.values()))
     yield _policy(plan, GATEWAY, entrance)
 
     if cache is not None and cache.has_servers and not cache.per_worker:
@@ -73,6 +71,8 @@ def network_manifests(plan: EndpointPlan, site: Site) -> Iterator[Manifest]:
     for service in site.tier.services if site.tier else ():
         # Daemons fetch from each other.
         peers = [workers, servers, {"podSelector": matching(plan, service.name)}]
+        if asks_l2(plan, site):
+            peers.append(gateway)
         if plan.metrics.enabled and service.metrics_path is not None:
             peers.append(PROMETHEUS)
         yield _policy(plan, service.name, [_allow(peers, service.port)])

@@ -28,7 +28,8 @@ from kvroute.deploy.render.manifest_cache import (
     tier_volumes,
 )
 from kvroute.deploy.render.plan import GPU, EndpointPlan, Model
-from kvroute.deploy.render.site import EVENTS_PORT, LMCACHE_HTTP_PORT, REPLAY_PORT, Site
+from kvroute.deploy.render.reports import event_ports
+from kvroute.deploy.render.site import LMCACHE_HTTP_PORT, Site
 from kvroute.deploy.render.worker_args import container_environment, worker_argv
 from kvroute.deploy.spec.worker import FsxStorage, Probe, S3Storage
 
@@ -119,8 +120,7 @@ def _container(plan: EndpointPlan, site: Site, host_ipc: bool) -> dict[str, Any]
     else:
         command, args = list(argv[:2]), list(argv[2:])
     ports = [(plan.port_name, plan.port)]
-    if plan.has_events:
-        ports += [("kv-events", EVENTS_PORT), ("kv-replay", REPLAY_PORT)]
+    ports += event_ports(plan).items()
     container: dict[str, Any] = {
         "name": "worker",
         "image": plan.extension.images.gateway if plan.is_simulated else plan.image,

@@ -107,6 +107,10 @@ class EndpointPlan:
     limits: RequestLimits | None
     region: str | None
     instance_types: tuple[str, ...] = ()
+    is_hyperpods: bool = False
+    """Written as HyperPod's own InferenceEndpointConfig."""
+    token_bytes: int | None = None
+    """KV cache of one token over a worker's GPUs; None: not known."""
 
     @property
     def is_simulated(self) -> bool:
@@ -120,6 +124,12 @@ class EndpointPlan:
     def has_events(self) -> bool:
         """Whether the engines tell what they cache."""
         return self.is_kvaware
+
+    @property
+    def ranks(self) -> int:
+        """Data-parallel ranks of one worker, each of which has event ports of its own."""
+        value = option_value(list(self.args), "--data-parallel-size", "-dp")
+        return int(value) if value is not None and value.isdigit() and int(value) else 1
 
     @property
     def l2_password(self) -> SecretKey | None:
@@ -173,6 +183,8 @@ def plan_endpoint(document: Document) -> EndpointPlan:
         limits=worker.request_limits,
         region=region_of(document),
         instance_types=tuple(instance_types) if extension.platform == "hyperpod" else (),
+        is_hyperpods=isinstance(document, InferenceEndpointConfig),
+        token_bytes=TINY_MODELS[model.tiny].kv_bytes_per_token if model.tiny is not None else None,
     )
 
 

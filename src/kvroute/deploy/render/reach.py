@@ -77,6 +77,17 @@ REACHED: Final[dict[str, frozenset[str]]] = {
 }
 """Field -> targets with a place for it and for all below. The longest counts; without any: Kubernetes."""
 
+TOLD_TO_GATEWAY: Final = (
+    "spec.model",
+    "spec.kvCacheSpec.enableL1Cache",
+    "spec.kvCacheSpec.enableL2Cache",
+    "spec.kvCacheSpec.l2CacheSpec",
+    "x-kvroute.lmcache",
+    "x-kvroute.l2.options",
+    "x-kvroute.l2.passwordSecret",
+)
+"""What the gateway's own configuration says too with kvaware, which must find what LMCache keeps."""
+
 BECAUSE: Final[dict[str, dict[str, str]]] = {
     "x-kvroute.l2.passwordSecret": {
         COMPOSE: f"the password is read from the variable {PASSWORD}",
@@ -133,6 +144,8 @@ def _why_not(target: str, document: Document, path: Path) -> str:
         reached = _CACHE
     elif _decides_events(document, name):
         reached = _ENGINE | {CONFIG}
+    if _is_kvaware(document) and _longest(name, TOLD_TO_GATEWAY):
+        reached = reached | {CONFIG}
     if target in reached:
         return ""
     return BECAUSE.get(_longest(name, BECAUSE), {}).get(target, OF_TARGET[target])
@@ -174,3 +187,8 @@ def _decides_events(document: Document, name: str) -> bool:
     routing = document.spec.intelligent_routing_spec
     fields = ("spec.intelligentRoutingSpec.enabled", "spec.intelligentRoutingSpec.routingStrategy")
     return name in fields and routing is not None and routing.routing_strategy == "kvaware"
+
+
+def _is_kvaware(document: Document) -> bool:
+    routing = document.spec.intelligent_routing_spec
+    return routing is not None and routing.enabled and routing.routing_strategy == "kvaware"

@@ -8,13 +8,22 @@ from kvroute.deploy.l2.backend import Setting, Tier
 from kvroute.deploy.render.plan import Cache, EndpointPlan, suffix
 
 LMCACHE_PORT, LMCACHE_HTTP_PORT = 5555, 9555
-EVENTS_PORT, REPLAY_PORT = 5557, 5657
-COORDINATOR_PORT = 9300
-CONTROLLER_PULL_PORT, CONTROLLER_REPLY_PORT = 7555, 7556
+EVENTS_PORT, REPLAY_PORT = 5557, 6557
 CLASSIC_WORKER_PORT = 8788
 LOOPBACK, EVERYWHERE = "127.0.0.1", "0.0.0.0"
 PORT_STRIDE = 10
 """Between workers on one host: room for a rank per port."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReportPorts:
+    """Where the gateway listens for what LMCache reports: both sides are told these. The defaults are those
+    of the gateway's own options (`lmcache.coordinator`, `lmcache.controller`)."""
+
+    coordinator: int = 9300
+    pull: int = 8300
+    reply: int = 8400
+    heartbeat: int = 8500
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +67,9 @@ class Site:
     """As workers and LMCache servers see it."""
     is_local: bool = False
     """Processes of this host: folders have their own names."""
-    coordinator_port: int = COORDINATOR_PORT
-    """Where LMCache's servers report to the gateway."""
+    reports: ReportPorts = ReportPorts()
+    is_cluster: bool = False
+    """Pods, which the gateway finds by their labels."""
 
 
 def tier_of(plan: EndpointPlan, host: str, *, on_hyperpod: bool = False) -> Tier | None:
@@ -83,7 +93,7 @@ def local_site(plan: EndpointPlan) -> Site:
                 events_port=EVENTS_PORT + PORT_STRIDE * number,
                 replay_port=REPLAY_PORT + PORT_STRIDE * number,
                 lmcache_host=LOOPBACK,
-                lmcache_port=LMCACHE_PORT + (number if servers > 1 else 0),
+                lmcache_port=LMCACHE_PORT + PORT_STRIDE * (number if servers > 1 else 0),
                 classic_port=CLASSIC_WORKER_PORT + PORT_STRIDE * number,
                 gpus=tuple(str(number * plan.gpus + each) for each in range(plan.gpus)),
             )
@@ -93,8 +103,8 @@ def local_site(plan: EndpointPlan) -> Site:
             ServerSite(
                 instance_id=_instance_id(plan, number),
                 bind=LOOPBACK,
-                port=LMCACHE_PORT + number,
-                http_port=LMCACHE_HTTP_PORT + number,
+                port=LMCACHE_PORT + PORT_STRIDE * number,
+                http_port=LMCACHE_HTTP_PORT + PORT_STRIDE * number,
                 advertise=LOOPBACK,
             )
             for number in range(servers)
@@ -180,6 +190,7 @@ def kubernetes_site(plan: EndpointPlan, workers: int) -> Site:
         tier=tier_of(plan, service, on_hyperpod=on_hyperpod),
         gateway_bind=EVERYWHERE,
         gateway_host=f"{plan.name}-gateway-cache",
+        is_cluster=True,
     )
 
 

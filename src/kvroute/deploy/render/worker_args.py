@@ -61,7 +61,10 @@ def vllm_spec(plan: EndpointPlan, worker: WorkerSite, site: Site, *, core: int =
 def worker_argv(plan: EndpointPlan, worker: WorkerSite, site: Site) -> tuple[str, ...]:
     """The command line; an option that the user gives as well is the user's."""
     if plan.is_simulated:
-        return ("kvroute", "sim", "--host", worker.bind, "--port", str(worker.port), *_sim_model(plan))
+        return (
+            *("kvroute", "sim", "--host", worker.bind, "--port", str(worker.port)),
+            *("--model", plan.model.served_name, *_sim_events(plan, worker, site)),
+        )
     spec = vllm_spec(plan, worker, site)
     argv = vllm_argv(spec)
     ours = _without(
@@ -95,8 +98,12 @@ def render_worker_args(plan: EndpointPlan) -> dict[str, str]:
     return {"worker-args.sh": "".join(f"{line}\n" for line in lines)}
 
 
-def _sim_model(plan: EndpointPlan) -> tuple[str, ...]:
-    return ("--model", plan.model.served_name)
+def _sim_events(plan: EndpointPlan, worker: WorkerSite, site: Site) -> tuple[str, ...]:
+    if not plan.has_events or site.is_local:
+        # On one host it takes free ports itself, and tells them.
+        return ()
+    events, replay = (f"tcp://{worker.bind}:{port}" for port in (worker.events_port, worker.replay_port))
+    return ("--event-endpoint", events, "--replay-endpoint", replay)
 
 
 def _without(argv: Iterable[str], options: set[str]) -> list[str]:

@@ -49,9 +49,20 @@ def judge(document: Document, strategies: Collection[str]) -> Iterator[Judgement
     if document.x_kvroute.gateway.replicas > 1:
         yield _noted(
             ("x-kvroute", "gateway", "replicas"),
-            "applied, but gateways do not share what they have sent where: each routes on its own part of it",
+            f"applied, but {_apart(document)}",
             bare=True,
         )
+
+
+def _apart(document: Document) -> str:
+    """What several gateways lack."""
+    routing = document.spec.intelligent_routing_spec
+    if routing is not None and routing.enabled and routing.routing_strategy == "kvaware" and caches(document):
+        return (
+            "gateways share neither what they have sent where nor what LMCache reports: "
+            "each LMCache reports to one of them alone, and the others do not know its tiers"
+        )
+    return "gateways do not share what they have sent where: each routes on its own part of it"
 
 
 def _noted(path: Path, why: str, *, bare: bool = False) -> Judgement:
@@ -319,7 +330,7 @@ def _scaling(document: Document) -> Iterator[Judgement]:
     if routing is not None and routing.auto_scaling_spec is not None:
         yield _noted(
             ("spec", "intelligentRoutingSpec", "autoScalingSpec", "maxReplicaCount"),
-            "applied, but gateways do not share what they have sent where: each routes on its own part of it",
+            f"applied, but {_apart(document)}",
             bare=True,
         )
 

@@ -36,9 +36,12 @@ class Found:
     is_terminating: bool
     models: tuple[str, ...] = ()
     role: str | None = None
+    node: str | None = None
 
     def spec(self, *, draining: bool) -> WorkerSpec:
-        return WorkerSpec(WorkerId(self.name), self.url, self.models, role=self.role, draining=draining)
+        return WorkerSpec(
+            WorkerId(self.name), self.url, self.models, role=self.role, draining=draining, node=self.node
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +80,7 @@ def read_pod(pod: Object, reader: Reader) -> Reading:
                 is_terminating=metadata.get("deletionTimestamp") is not None,
                 models=_models(metadata, reader),
                 role=role,
+                node=_text(_inner(pod, "spec").get("nodeName")),
             ),
         )
     )
@@ -110,6 +114,7 @@ def read_endpoint_slice(item: Object, reader: Reader) -> Reading:
                 is_terminating=conditions.get("terminating") is True,
                 models=models,
                 role=role,
+                node=_text(endpoint.get("nodeName")),
             )
         )
     return Reading(tuple(found))
@@ -178,6 +183,10 @@ def _url(reader: Reader, address: object, port: int) -> str:
 def _place(address: object, port: int) -> str:
     host = str(address)
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _text(value: object) -> str | None:
+    return value if isinstance(value, str) and value else None
 
 
 def _inner(item: Object, key: str) -> Object:

@@ -1,0 +1,316 @@
+"""Whole endpoints on this machine, as `kvroute up -f` runs them, and what to ask of them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import re
+import signal
+import sys
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import yaml
+
+from kvroute.clock import SystemClock
+from kvroute.deploy.ports import free_ports
+from kvroute.deploy.processes import ChildProcess, ChildSpec
+from kvroute.deploy.state import StateFolder
+from kvroute.deploy.tiny_model import write_tiny_model
+
+ROOT = Path(__file__).parents[2]
+READY_S = 600.0
+BACK_S = 240.0
+# A question to an engine whose LMCache server is gone waits for it for half a minute.
+REQUEST_TIMEOUT_S = 180.0
+PROMPT_TOKENS, CHUNK_TOKENS, BLOCK_TOKENS = 1500, 64, 32
+# The last token is always computed; LMCache keeps whole chunks, as does the engine blocks.
+SHARED_TOKENS = (PROMPT_TOKENS - 1) // CHUNK_TOKENS * CHUNK_TOKENS
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """`predicted` is what the gateway said that the worker would have: tokens in all, and by tier; `reason`
+    why it went there."""
+
+    worker: str
+    text: str
+    cached_tokens: int
+    predicted: int
+    tiers: dict[str, int]
+    reason: str
+
+
+@dataclass(slots=True)
+class Endpoint:
+    """A running endpoint of two workers, `a` and `b`, each with an LMCache server of its own."""
+
+    url: str
+    state: StateFolder
+    process: ChildProcess
+    http: httpx.AsyncClient
+
+    def told(self, name: str) -> Any:
+        state = self.state.read()
+        assert state is not None, self.process.last_words()
+        return next(each for each in state.processes if each.name == name)
+
+    def pids(self) -> list[int]:
+        state = self.state.read()
+        assert state is not None
+        return [each.pid for each in state.processes if each.pid is not None]
+
+    def server_of(self, worker: str) -> str:
+        return f"lmcache-{worker[-1]}"
+
+    async def ask(self, prompt: str) -> Answer:
+        body = {"model": "small", "prompt": prompt, "max_tokens": 12, "temperature": 0, "ignore_eos": True}
+        reply = await self.http.post(f"{self.url}/v1/completions", json=body)
+        assert reply.status_code == 200, reply.text
+        usage = reply.json()["usage"]
+        assert usage["prompt_tokens"] == PROMPT_TOKENS
+        cached = (usage["prompt_tokens_details"] or {}).get("cached_tokens") or 0
+        text, headers = reply.json()["choices"][0]["text"], reply.headers
+        tiers = (each.split("=") for each in headers["x-kvroute-hit-tiers"].split(";"))
+        return Answer(
+            headers["x-kvroute-worker"],
+            text,
+            cached,
+            int(headers["x-kvroute-hit-tokens"]),
+            {name: int(tokens) for name, tokens in tiers},
+            headers["x-kvroute-reason"],
+        )
+
+    async def explain(self, prompt: str) -> list[dict[str, Any]]:
+        """The ranking that the prompt would get now."""
+        body = {"model": "small", "prompt": prompt, "max_tokens": 12}
+        reply = await self.http.post(f"{self.url}/v1/route/explain", json=body)
+        assert reply.status_code == 200, reply.text
+        ranking: list[dict[str, Any]] = reply.json()["ranking"]
+        return ranking
+
+    async def place(self, prompt: str, worker: str) -> dict[str, Any]:
+        """What the gateway thinks of this worker for the prompt."""
+        return next(each for each in await self.explain(prompt) if each["worker"] == worker)
+
+    async def until_known(self, prompt: str, worker: str, **tiers: int) -> None:
+        """Until the gateway knows that the worker holds just this much of the prompt, by the caches' word."""
+        seen: dict[str, Any] = {}
+        try:
+            async with asyncio.timeout(60):
+                while seen.get("tiers") != {"gpu": 0, "l1": 0, "l2": 0, **tiers} or seen["map"] != "whole":
+                    await asyncio.sleep(0.1)
+                    seen = await self.place(prompt, worker)
+        except TimeoutError:
+            raise AssertionError(f"{worker} should hold {tiers}, the gateway thinks {seen}") from None
+
+    async def ask_the_other(self, prompt: str, than: str) -> Answer:
+        """The answer of the other worker, while this one is drained."""
+        drain = f"{self.url}/admin/workers/{than}/drain"
+        drained = (await self.http.post(drain, params={"wait_s": 30})).json()
+        assert drained["drained"], drained
+        try:
+            return await self.ask(prompt)
+        finally:
+            await self.http.delete(drain)
+
+    async def metric(self, process: str, name: str, **labels: str) -> float:
+        """The sum of the samples of a metric that carry `labels`."""
+        text = (await self.http.get(f"{self.told(process).url}/metrics")).text
+        found = re.findall(rf"^{re.escape(name)}(?:\{{(.*)\}})? (\S+)$", text, re.MULTILINE)
+        wanted = [f'{label}="{value}"' for label, value in labels.items()]
+        return sum(float(value) for shown, value in found if all(each in shown for each in wanted))
+
+    async def until_stored(self, worker: str, chunks: int) -> None:
+        """Until the server of `worker` has stored so many chunks in the second tier."""
+        name = "lmcache_mp_l2_store_completed_objects_chunks_total"
+        async with asyncio.timeout(60):
+            while await self.metric(self.server_of(worker), name) < chunks:
+                await asyncio.sleep(0.1)
+
+    async def forget(self, worker: str) -> None:
+        """Empty the engine's own cache, and leave LMCache's."""
+        url = self.told(worker).url
+        done = await self.http.post(f"{url}/reset_prefix_cache")
+        assert done.json() == {"success": True}
+        # It says so with its next step (vLLM 0.32).
+        step = await self.http.post(
+            f"{url}/v1/completions", json={"model": "small", "prompt": [5], "max_tokens": 1}
+        )
+        assert step.status_code == 200, step.text
+
+    async def clear_l1(self, worker: str) -> None:
+        """Empty the memory of its LMCache server."""
+        url = f"{self.told(self.server_of(worker)).url}/cache/clear"
+        (await self.http.post(url, json={"tier": "l1", "force": True})).raise_for_status()
+
+    async def until_healthy(self) -> None:
+        async with asyncio.timeout(60):
+            while (await self.http.get(f"{self.url}/ready")).text.count('"healthy"') < 2:
+                await asyncio.sleep(0.1)
+
+    async def kill(self, name: str) -> None:
+        """SIGKILL it, and wait until it serves again."""
+        before = self.told(name).restarts
+        self.shoot(name)
+        await self.until_restarted(name, before)
+
+    def shoot(self, name: str) -> None:
+        """SIGKILL it."""
+        (command,) = children(self.told(name).pid)
+        os.kill(command, signal.SIGKILL)
+
+    async def until_restarted(self, name: str, before: int) -> None:
+        async with asyncio.timeout(BACK_S):
+            while self.told(name).restarts == before or self.told(name).phase != "ready":
+                await asyncio.sleep(0.1)
+
+
+Run = Callable[..., AbstractAsyncContextManager[Endpoint]]
+
+
+def children(parent: int) -> list[int]:
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            # pid (comm) state ppid ...
+            if int(stat.read_text().rpartition(")")[2].split()[1]) == parent:
+                found.append(int(stat.parent.name))
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+    return found
+
+
+def segments() -> set[str]:
+    """Shared memory of engines and caches."""
+    names = [file.name for file in Path("/dev/shm").iterdir()]
+    return {name for name in names if "lmcache" in name or "tierd" in name}
+
+
+def endpoints(engine: Path, logs: Path, new_folder: Callable[[str], Path]) -> Run:
+    """`(spec, *options of up, settings of the gateway, **changes to kvCacheSpec)` -> an async context
+    manager: one of our specs, running. Nothing of it may be left at the end."""
+
+    @asynccontextmanager
+    async def run(
+        spec: str, *options: str, settings: dict[str, Any] | None = None, **changes: object
+    ) -> AsyncIterator[Endpoint]:
+        folder = new_folder("endpoint")
+        file = ROOT / "configs" / spec
+        if changes or settings:
+            document = yaml.safe_load(file.read_text())
+            document["spec"]["kvCacheSpec"] |= changes
+            document["x-kvroute"]["gateway"] = {"settings": settings or {}}
+            file = folder / spec
+            file.write_text(yaml.safe_dump(document))
+        (port,) = free_ports(1)
+        argv = [sys.executable, "-m", "kvroute", "up", "-f", str(file), "--port", str(port), *options]
+        argv += ["--engine-venv", str(engine)]
+        # Engines inherit it, and can be told to forget.
+        env = {**os.environ, "VLLM_SERVER_DEV_MODE": "1"}
+        child = ChildSpec("up", tuple(argv), env, logs / f"{folder.name}.log", folder, stop_grace_s=90.0)
+        limits = httpx.Limits(max_keepalive_connections=0)
+        with nothing_is_left() as left:
+            async with (
+                httpx.AsyncClient(timeout=REQUEST_TIMEOUT_S, trust_env=False, limits=limits) as http,
+                ChildProcess(child, SystemClock()) as process,
+            ):
+                url = f"http://127.0.0.1:{port}"
+                await process.wait_ready(f"{url}/ready", timeout_s=READY_S)
+                endpoint = Endpoint(url, StateFolder(folder / ".kvroute"), process, http)
+                await endpoint.until_healthy()
+                yield endpoint
+                left += endpoint.pids()
+            assert endpoint.state.read() is None
+
+    return run
+
+
+@contextmanager
+def nothing_is_left() -> Iterator[list[int]]:
+    """Takes process ids; afterwards none of them runs, and no shared memory is there that was not before."""
+    before, pids = segments(), list[int]()
+    yield pids
+    assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+    assert segments() <= before
+
+
+def prompts(folder: Path) -> Callable[[int], str]:
+    """`(seed)` -> a prompt of `PROMPT_TOKENS` tokens that has nothing in common with another seed's."""
+    model = write_tiny_model("small", folder)
+    vocabulary = json.loads((model / "tokenizer.json").read_text())["model"]["vocab"]
+    words = sorted(entry.replace("Ġ", " ") for entry in vocabulary if re.fullmatch("Ġ[a-z]{4,}", entry))
+    return lambda seed: "".join(random.Random(seed).choices(words, k=PROMPT_TOKENS))
+
+
+async def passed_on_through_l2(endpoint: Endpoint, prompt: str, *, l2_name: str, say) -> Answer:
+    """Compute on one worker, ask the other; what came from where, by everybody's own account."""
+    first = await endpoint.ask(prompt)
+    assert first.cached_tokens == 0
+    await endpoint.until_stored(first.worker, SHARED_TOKENS // CHUNK_TOKENS)
+    other = next(name for name in workers(endpoint) if name != first.worker)
+    hits = ("vllm:external_prefix_cache_hits_total", "vllm:prompt_tokens_by_source_total")
+    before = [
+        await endpoint.metric(other, hits[0]),
+        await endpoint.metric(other, hits[1], source="external_kv_transfer"),
+        await endpoint.metric(endpoint.server_of(other), "lmcache_mp_lookup_hit_l2_tokens_total"),
+    ]
+
+    second = await endpoint.ask_the_other(prompt, than=first.worker)
+
+    after = [
+        await endpoint.metric(other, hits[0]),
+        await endpoint.metric(other, hits[1], source="external_kv_transfer"),
+        await endpoint.metric(endpoint.server_of(other), "lmcache_mp_lookup_hit_l2_tokens_total"),
+    ]
+    found = f"{second.worker} found {second.cached_tokens} of {PROMPT_TOKENS} tokens"
+    say(f"{l2_name}: computed on {first.worker}; {found}")
+    assert second.worker == other
+    assert second.cached_tokens == SHARED_TOKENS
+    assert [now - then for now, then in zip(after, before, strict=True)] == [SHARED_TOKENS] * 3
+    loads = "lmcache_mp_l2_load_completed_requests_total"
+    assert await endpoint.metric(endpoint.server_of(other), loads, l2_name=l2_name) >= 1
+    assert second.text == first.text
+    return first
+
+
+def workers(endpoint: Endpoint) -> list[str]:
+    state = endpoint.state.read()
+    assert state is not None
+    return [each.name for each in state.processes if re.fullmatch(rf"{state.name}-[ab]", each.name)]
+
+
+async def hits(endpoint: Endpoint, worker: str) -> Counter[str]:
+    """Tokens that were found so far: by the engine outside of its GPU, as it counts hits and as it counts
+    transfers, and by its LMCache server in either tier."""
+    server = endpoint.server_of(worker)
+    return Counter(
+        engine=int(await endpoint.metric(worker, "vllm:external_prefix_cache_hits_total")),
+        transfer=int(
+            await endpoint.metric(worker, "vllm:prompt_tokens_by_source_total", source="external_kv_transfer")
+        ),
+        l1=int(await endpoint.metric(server, "lmcache_mp_lookup_hit_l1_tokens_total")),
+        l2=int(await endpoint.metric(server, "lmcache_mp_lookup_hit_l2_tokens_total")),
+    )
+
+
+async def served_by_l1(endpoint: Endpoint, prompt: str, worker: str, expected: str) -> None:
+    """After the engine has forgotten, its server's own memory has the prompt."""
+    hit = "lmcache_mp_lookup_hit_l1_tokens_total"
+    before = await endpoint.metric(endpoint.server_of(worker), hit)
+    await endpoint.forget(worker)
+    other = next(name for name in workers(endpoint) if name != worker)
+
+    answer = await endpoint.ask_the_other(prompt, than=other)
+
+    assert answer.worker == worker
+    assert answer.cached_tokens == SHARED_TOKENS
+    assert await endpoint.metric(endpoint.server_of(worker), hit) - before == SHARED_TOKENS
+    assert answer.text == expected

@@ -1,0 +1,155 @@
+"""`kvaware` over a whole endpoint of engines, LMCache servers and Redis: each tier is known and priced.
+
+One start of `kvroute up -f configs/redis-l2.yaml --strategy kvaware` for all tests here, in their order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+
+import pytest
+import pytest_asyncio
+from tests.engine.endpoints import (
+    SHARED_TOKENS,
+    Answer,
+    Endpoint,
+    Run,
+    hits,
+    passed_on_through_l2,
+    served_by_l1,
+    workers,
+)
+
+pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(1200)]
+
+Prompts = Callable[[int], str]
+Say = Callable[[str], None]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def endpoint(run_endpoint: Run, prompt: Prompts) -> AsyncIterator[Endpoint]:
+    # Two engines keep a small machine's cores busy: neither Redis nor the tokenizer shall be given up for it.
+    patient = {"lmcache": {"l2": {"deadline_ms": 2000}}, "tokens": {"deadline_ms": 2000}}
+    async with run_endpoint("redis-l2.yaml", "--strategy", "kvaware", settings=patient) as endpoint:
+        for worker in workers(endpoint):
+            # Tokens are exact and both maps whole.
+            await endpoint.until_known(prompt(0), worker)
+        yield endpoint
+
+
+async def computed_on(endpoint: Endpoint, worker: str, prompt: str) -> Answer:
+    """The prompt's first answer, by this worker; known to be on its GPU, in its L1, and in Redis."""
+    (other,) = (name for name in workers(endpoint) if name != worker)
+    first = await endpoint.ask_the_other(prompt, than=other)
+    assert (first.worker, first.cached_tokens, first.predicted) == (worker, 0, 0)
+    await endpoint.until_known(prompt, worker, gpu=SHARED_TOKENS)
+    await endpoint.until_known(prompt, other, l2=SHARED_TOKENS)
+    return first
+
+
+async def test_a_prefix_in_a_workers_l1_is_sent_there_and_not_to_the_empty_one(
+    endpoint: Endpoint, prompt: Prompts, say: Say
+) -> None:
+    first = {}
+    for seed in range(10, 14):
+        first[seed] = await computed_on(endpoint, workers(endpoint)[seed % 2], prompt(seed))
+    for worker in workers(endpoint):
+        await endpoint.forget(worker)
+    for seed, answer in first.items():
+        await endpoint.until_known(prompt(seed), answer.worker, l1=SHARED_TOKENS)
+
+    for seed, before in first.items():
+        counted = await hits(endpoint, before.worker)
+
+        answer = await endpoint.ask(prompt(seed))
+
+        assert answer.worker == before.worker
+        assert answer.tiers == {"gpu": 0, "l1": SHARED_TOKENS, "l2": 0}
+        assert answer.predicted == answer.cached_tokens == SHARED_TOKENS
+        assert answer.text == before.text
+        assert await hits(endpoint, before.worker) - counted == {
+            "engine": SHARED_TOKENS,
+            "transfer": SHARED_TOKENS,
+            "l1": SHARED_TOKENS,
+        }
+    say(f"4 of 4 went to the worker whose L1 had them; {SHARED_TOKENS} tokens predicted and reported")
+
+
+async def test_a_prefix_that_only_redis_has_is_priced_as_such(
+    endpoint: Endpoint, prompt: Prompts, say: Say
+) -> None:
+    first = await computed_on(endpoint, workers(endpoint)[0], prompt(20))
+    for worker in workers(endpoint):
+        await endpoint.clear_l1(worker)
+        await endpoint.forget(worker)
+    for worker in workers(endpoint):
+        await endpoint.until_known(prompt(20), worker, l2=SHARED_TOKENS)
+
+    there, nowhere = await endpoint.explain(prompt(20)), await endpoint.explain(prompt(21))
+    assert {each["terms_s"]["load"] > 0 for each in there} == {True}
+    assert {each["terms_s"]["load"] for each in nowhere} == {0.0}
+    assert max(each["score_s"] for each in there) < min(each["score_s"] for each in nowhere)
+    counted = {worker: await hits(endpoint, worker) for worker in workers(endpoint)}
+
+    answer = await endpoint.ask(prompt(20))
+
+    assert answer.tiers == {"gpu": 0, "l1": 0, "l2": SHARED_TOKENS}
+    assert answer.predicted == answer.cached_tokens == SHARED_TOKENS
+    assert answer.text == first.text
+    assert await hits(endpoint, answer.worker) - counted[answer.worker] == {
+        "engine": SHARED_TOKENS,
+        "transfer": SHARED_TOKENS,
+        "l2": SHARED_TOKENS,
+    }
+    load = max(each["terms_s"]["load"] for each in there)
+    say(f"in Redis alone: {load * 1e3:.1f} ms to load, {SHARED_TOKENS} tokens predicted and reported")
+
+
+async def test_what_a_killed_worker_had_is_found_in_redis_by_the_other(
+    endpoint: Endpoint, prompt: Prompts, say: Say
+) -> None:
+    lost, other = workers(endpoint)
+    first = await computed_on(endpoint, lost, prompt(30))
+    names = (lost, endpoint.server_of(lost))
+    before = {name: endpoint.told(name).restarts for name in names}
+    counted = await hits(endpoint, other)
+    for name in names:
+        endpoint.shoot(name)
+
+    answer = await endpoint.ask(prompt(30))
+
+    say(f"while {lost} was dead: {answer}")
+    assert answer.worker == other
+    assert answer.tiers == {"gpu": 0, "l1": 0, "l2": SHARED_TOKENS}
+    assert answer.predicted == answer.cached_tokens == SHARED_TOKENS
+    assert answer.text == first.text
+    assert await hits(endpoint, other) - counted == {
+        "engine": SHARED_TOKENS,
+        "transfer": SHARED_TOKENS,
+        "l2": SHARED_TOKENS,
+    }
+    for name, restarts in before.items():
+        await endpoint.until_restarted(name, restarts)
+    await endpoint.until_healthy()
+    # Its memory is gone and known to be; what it finds now lies in Redis.
+    await endpoint.until_known(prompt(30), lost, l2=SHARED_TOKENS)
+    again = await endpoint.ask_the_other(prompt(30), than=other)
+    assert (again.worker, again.tiers) == (lost, {"gpu": 0, "l1": 0, "l2": SHARED_TOKENS})
+    assert again.predicted == again.cached_tokens == SHARED_TOKENS
+    say("after SIGKILL of engine and LMCache: found in Redis by the other, and by the restarted one")
+
+
+async def test_redis_passes_on_what_one_worker_has_computed(
+    endpoint: Endpoint, prompt: Prompts, say: Say
+) -> None:
+    """Any process may die: nothing is lost but time and cache, and the tiers work again afterwards."""
+    first = await passed_on_through_l2(endpoint, prompt(1), l2_name="resp", say=say)
+    await served_by_l1(endpoint, prompt(1), first.worker, first.text)
+    servers = {name: endpoint.told(name).restarts for name in ("lmcache-a", "lmcache-b")}
+    await endpoint.kill("redis")
+    for name, before in servers.items():
+        await endpoint.until_restarted(name, before)
+    assert (await endpoint.ask(prompt(2))).text
+    await passed_on_through_l2(endpoint, prompt(3), l2_name="resp", say=say)
+    await endpoint.kill("lmcache-a")
+    await passed_on_through_l2(endpoint, prompt(4), l2_name="resp", say=say)
