@@ -243,10 +243,11 @@ class Metrics(Collector):
             series = self._series[outcome] = _OutcomeSeries(
                 self._requests.labels(*outcome), self._duration.labels(*pool), self._first_byte.labels(*pool)
             )
-        series.requests.inc()
-        series.duration.observe(duration_s)
+        requests, duration, first_byte = series
+        requests.value += 1.0
+        duration.observe(duration_s)
         if first_byte_s is not None:
-            series.first_byte.observe(first_byte_s)
+            first_byte.observe(first_byte_s)
 
     def routed(self, model: str, strategy: str, prompt_tokens: int, hit_tokens: int) -> None:
         """Count what was predicted for one dispatched request."""

@@ -82,3 +82,40 @@ def test_no_number_of_different_lines_fills_the_memory():
         assert requests.read(head(b"content-length: 2", b"x-trace: %d" % number))
 
     assert len(requests._known) <= 4096
+
+
+def test_a_head_that_came_before_is_read_again_with_its_own_length():
+    requests = PlainRequests(ENDPOINTS.values(), hidden_fields=frozenset(), added_fields=b"")
+    lines = (b"host: g", b"x-request-id: mine", b"content-length: %d", b"x-a: 1")
+    first, *others = (requests.read(head(*lines) % length) for length in (2, 3, 40, 500))
+
+    assert first is not None
+    assert requests._heads
+    assert [other.body_bytes for other in others if other] == [3, 40, 500]
+    for other, length in zip(others, (3, 40, 500), strict=True):
+        assert other is not None
+        assert other[:5] == first[:5]
+        assert other.request_id == b"mine"
+        assert other.body_at == len(head(*lines) % length)
+
+
+def test_a_head_that_came_before_is_not_plain_with_an_odd_length():
+    requests = PlainRequests(ENDPOINTS.values(), hidden_fields=frozenset(), added_fields=b"")
+    for _ in range(3):
+        assert requests.read(head(b"x-a: 1", b"content-length: 2"))
+    assert requests._heads
+
+    for odd in (b"0", b"02", b"+2", b"2 ", b"", b"1" * 17):
+        assert requests.read(head(b"x-a: 1", b"content-length: " + odd)) is None
+    assert requests.read(head(b"x-a: 1", b"content-length: 2", b"content-length: 2")) is None
+
+
+def test_no_number_of_different_heads_fills_the_memory():
+    requests = PlainRequests(ENDPOINTS.values(), hidden_fields=frozenset(), added_fields=b"")
+    names = [b"x-%d: 1" % number for number in range(60)]
+    for _ in range(2):
+        for one in names:
+            for other in names:
+                requests.read(head(one, other, b"content-length: 2"))
+
+    assert 0 < len(requests._heads) <= 1024

@@ -68,7 +68,8 @@ class WorkerLoad:
         `streamed` is False for an answer that comes in one piece. It shows no first token, so once it
         heads the queue its prefill is taken to last what was estimated.
         """
-        self._run_out(now)
+        if self._head is not None:
+            self._run_out(now)
         reservation = Reservation(self, now, round(prefill_s * 1e9), tokens, streamed)
         if self._since is None:
             self._since = self._at = now
@@ -101,10 +102,13 @@ class WorkerLoad:
         dispatch: a burst is no utilisation yet, and what fails never was. The warm-up is
         1 - exp(-t / 30 s), t since the first dispatch.
         """
-        if self._since is None:
+        since = self._since
+        if since is None:
             return 0.0, 0.0
-        self._run_out(now)
-        share = -WINDOW_S * expm1(-max(now - self._since, WARM_UP_S) / WINDOW_S)
+        if self._head is not None:
+            self._run_out(now)
+        age_s = now - since
+        share = -WINDOW_S * expm1((-age_s if age_s > WARM_UP_S else -WARM_UP_S) / WINDOW_S)
         weight = exp((self._at - now) / WINDOW_S) / share
         return self._recent_s * weight, self._recent_requests * weight
 

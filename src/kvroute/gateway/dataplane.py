@@ -25,7 +25,7 @@ from kvroute.gateway.pending import Going, Pending
 from kvroute.gateway.planner import Plan, Planner
 from kvroute.gateway.preparation import Prepared, Preparer
 from kvroute.gateway.stored import StoredResponses
-from kvroute.openai.endpoints import Endpoint, ErrorShape
+from kvroute.openai.endpoints import BodyKind, Endpoint, ErrorShape
 from kvroute.openai.request import InferenceRequest, parse_request
 from kvroute.routing.decision import RouteDecision
 from kvroute.upstream.headers import relayed_fields
@@ -114,10 +114,9 @@ class DataPlane:
                 retry_after_s=1,
             )
 
-    def record(self, headers: Headers, path: str) -> Record:
-        """For a request that just came: under the client's own `x-request-id` if that is short and
+    def record(self, sent: bytes, path: str) -> Record:
+        """For a request that just came: under the client's own `x-request-id`, `sent`, if that is short and
         printable, else under a new one."""
-        sent = header(headers, b"x-request-id")
         if 0 < len(sent) <= 256 and sent.isascii() and (text := sent.decode("ascii")).isprintable():
             return Record(text, path, self.clock.now())
         return Record(f"{self._id_prefix}{next(self._ids):016x}", path, self.clock.now())
@@ -126,7 +125,10 @@ class DataPlane:
         """The complete body, decoded; the request's time counts from here. Raises InvalidRequest."""
         self.metrics.request_bytes.observe(len(body))
         record.started = self.clock.now()
-        return parse_request(endpoint, body, header(headers, b"content-type").decode("latin-1"))
+        is_form = endpoint.body is BodyKind.MULTIPART
+        return parse_request(
+            endpoint, body, header(headers, b"content-type").decode("latin-1") if is_form else ""
+        )
 
     def relay(
         self,
@@ -258,7 +260,7 @@ class InferenceEndpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         plane, endpoint = self._plane, self._endpoint
         headers: Headers = scope["headers"]
-        record = plane.record(headers, endpoint.path)
+        record = plane.record(header(headers, b"x-request-id"), endpoint.path)
         answer = AsgiAnswer(plane.held_bytes)
         try:
             plane.admit()
@@ -291,7 +293,7 @@ class StoredResponseEndpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         plane = self._plane
         headers: Headers = scope["headers"]
-        record = plane.record(headers, "/v1/responses/{id}")
+        record = plane.record(header(headers, b"x-request-id"), "/v1/responses/{id}")
         answer = AsgiAnswer(plane.held_bytes)
         try:
             plane.admit()

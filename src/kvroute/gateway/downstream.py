@@ -9,8 +9,8 @@ from kvroute.gateway.asgi import Headers, Message, Send
 
 
 class Downstream(Protocol):
-    """Takes one answer, and never waits: `start`, then `write` any number of times, then `finish`; or
-    `cut`, at any point, when there will be no whole answer.
+    """Takes one answer, and never waits: `start` or `start_relayed`, then `write` any number of times, then
+    `finish`; or `cut`, at any point, when there will be no whole answer.
 
     Calls after `finish`, `cut`, or the client's leaving are ignored. The owner calls `Exchange.go_on`
     when `is_paused` falls.
@@ -23,6 +23,11 @@ class Downstream(Protocol):
 
     def start(self, status: int, headers: Headers) -> None:
         """The head. Names are lower-case; `headers` has no hop-by-hop ones."""
+        ...
+
+    def start_relayed(self, status: int, fields: bytes, *, is_sized: bool) -> None:
+        """As `start`, from ready header lines, each `name: value` with its end; `is_sized` when one of them
+        is Content-Length. Saves making pairs of them and lines again."""
         ...
 
     def write(self, chunk: bytes) -> None:
@@ -65,6 +70,13 @@ class AsgiAnswer:
     def start(self, status: int, headers: Headers) -> None:
         self._head = {"type": "http.response.start", "status": status, "headers": headers}
         self._wake()
+
+    def start_relayed(self, status: int, fields: bytes, *, is_sized: bool) -> None:
+        headers: Headers = []
+        for line in fields.split(b"\r\n")[:-1]:
+            name, _, value = line.partition(b": ")
+            headers.append((name, value))
+        self.start(status, headers)
 
     def write(self, chunk: bytes) -> None:
         if not self._is_over:

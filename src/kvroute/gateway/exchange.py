@@ -40,7 +40,7 @@ from kvroute.routing.decision import Candidate
 from kvroute.routing.router import Dispatch, Router
 from kvroute.tokens.estimate import TokenEstimator
 from kvroute.upstream.head import relayed_head
-from kvroute.upstream.headers import HOP_BY_HOP, response_headers
+from kvroute.upstream.headers import ANSWERED_HERE, HOP_BY_HOP, response_headers
 from kvroute.upstream.response import UpstreamResponse
 from kvroute.upstream.retry import RetryBudget
 from kvroute.upstream.transports import Transports
@@ -49,14 +49,7 @@ log = logging.getLogger(__name__)
 
 _RETRYABLE = (ConnectRefused, ConnectTimeout, ConnectionLost, PoolExhausted)
 _WITHOUT_BODY = (204, 304)
-_DROPPED = HOP_BY_HOP | {
-    b"x-request-id",
-    b"x-kvroute-worker",
-    b"x-kvroute-strategy",
-    b"x-kvroute-reason",
-    b"x-kvroute-hit-tokens",
-    b"x-kvroute-hit-tiers",
-}
+_DROPPED = HOP_BY_HOP | ANSWERED_HERE
 _PREDICTING = frozenset({"prefixaware", "kvaware"})
 _RANK_FIELD = b"x-data-parallel-rank:"
 _DROPPED_WITHOUT_BODY = _DROPPED | {b"content-length"}
@@ -282,43 +275,51 @@ class Exchange:
         use.metrics.routed(plan.model, decision.strategy, plan.query.tokens, candidate.matched_tokens)
         record.status, record.error = status, ""  # what earlier attempts met is in the retry counters
         record.first_byte = now = use.clock.now()
-        self._is_event_stream = header(response.headers, b"content-type").startswith(b"text/event-stream")
-        if self._is_event_stream:
-            dispatch.first_token(now)
+        fields, is_sized = response.fields, True
+        if fields is None:
+            headers = response_headers(
+                response.headers, _DROPPED if status not in _WITHOUT_BODY else _DROPPED_WITHOUT_BODY
+            )
+            fields = b"".join([b"%b: %b\r\n" % pair for pair in headers])
+            is_sized = any(name == b"content-length" for name, _ in headers)
+            self._is_event_stream = header(headers, b"content-type").startswith(b"text/event-stream")
+            if self._is_event_stream:
+                dispatch.first_token(now)
         if plan.stores_response and (response_id := response_id_in(b"".join(response.parts))):
             use.owners.remember(response_id, candidate.worker.id)
-        headers = response_headers(
-            response.headers, _DROPPED if status not in _WITHOUT_BODY else _DROPPED_WITHOUT_BODY
-        )
-        headers += (
-            (b"x-request-id", record.request_id.encode("latin-1")),
-            (b"x-kvroute-worker", candidate.worker.id.encode()),
-            (b"x-kvroute-strategy", decision.strategy.encode()),
-            (b"x-kvroute-reason", decision.reason.encode()),
+        fields = b"%bx-request-id: %b\r\nx-kvroute-worker: %b\r\nx-kvroute-strategy: %b\r\n%b" % (
+            fields,
+            record.request_id.encode("latin-1"),
+            candidate.worker.id.encode(),
+            decision.strategy.encode(),
+            b"x-kvroute-reason: %b\r\n" % decision.reason.encode(),
         )
         if decision.strategy in _PREDICTING:
-            headers += _hits(candidate)
+            fields += _hits(candidate)
         self._is_started = True
-        self._client.start(status, headers)
+        self._client.start_relayed(status, fields, is_sized=is_sized)
         self._relay()
 
     def _relay(self) -> None:
         """Pass on what has arrived."""
         response = self._response
         assert response is not None
-        chunk = response.take()
+        client, chunk = self._client, response.take()
         if chunk:
             self._before_last, self._last = self._last, chunk
-        if response.is_over and response.error is None:
-            self._client.finish(chunk)
-            self._learn(response)
-            self._end()
+        if response.is_over:
+            if response.error is None:
+                client.finish(chunk)
+                self._learn(response)
+                self._end()
+            else:
+                if chunk:
+                    client.write(chunk)
+                self._broken(response.error)
             return
         if chunk:
-            self._client.write(chunk)
-        if response.error is not None:
-            self._broken(response.error)
-        elif self._client.is_paused:
+            client.write(chunk)
+        if client.is_paused:
             response.hold()
 
     def _learn(self, response: UpstreamResponse) -> None:
@@ -359,14 +360,11 @@ class Exchange:
         self._ended(self)
 
 
-def _hits(candidate: Candidate) -> tuple[tuple[bytes, bytes], ...]:
-    """The predicted `cached_tokens` of the worker that answers, in all and by tier."""
+def _hits(candidate: Candidate) -> bytes:
+    """Header lines: the predicted `cached_tokens` of the worker that answers, in all and by tier."""
     held, tokens = candidate.held, candidate.matched_tokens
     gpu, l1, l2 = (tokens, 0, 0) if held is None else held.tokens
-    return (
-        (b"x-kvroute-hit-tokens", b"%d" % tokens),
-        (b"x-kvroute-hit-tiers", b"gpu=%d;l1=%d;l2=%d" % (gpu, l1, l2)),
-    )
+    return b"x-kvroute-hit-tokens: %d\r\nx-kvroute-hit-tiers: gpu=%d;l1=%d;l2=%d\r\n" % (tokens, gpu, l1, l2)
 
 
 def refuse(

@@ -37,6 +37,10 @@ class _Lane(Enum):
     """A request is being answered. What its client sends meanwhile waits."""
 
 
+# A member asked of its class costs 80 ns each time (CPython 3.11), these almost nothing.
+_FREE, _COLLECTING, _BUSY = _Lane.FREE, _Lane.COLLECTING, _Lane.BUSY
+
+
 def fast_lane(plane: DataPlane) -> type[FastLaneProtocol]:
     """The protocol class for uvicorn's `http=`, bound to one data plane."""
     requests = PlainRequests(
@@ -63,7 +67,7 @@ class FastLaneProtocol(HttpToolsProtocol):
         _loop: AbstractEventLoop | None = None,
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
-        self._lane = _Lane.FREE
+        self._lane = _FREE
         self._is_within_message = False
         self._was_upgraded = False
         self._idle = Deadline(self.loop, self.timeout_keep_alive_handler)
@@ -81,11 +85,11 @@ class FastLaneProtocol(HttpToolsProtocol):
     # What the socket tells.
 
     def data_received(self, data: bytes) -> None:
-        if self._lane is _Lane.FREE:
+        if self._lane is _FREE:
             self._idle.clear()
             if not self._take(data):
                 super().data_received(data)
-        elif self._lane is _Lane.COLLECTING:
+        elif self._lane is _COLLECTING:
             self._collect(data)
         else:
             self._ahead += data
@@ -99,7 +103,7 @@ class FastLaneProtocol(HttpToolsProtocol):
         self._idle.close()
         if exchange is not None:
             exchange.end("client")
-        elif lane is _Lane.COLLECTING and record is not None:
+        elif lane is _COLLECTING and record is not None:
             left(self.plane, record)
 
     def resume_writing(self) -> None:
@@ -109,7 +113,7 @@ class FastLaneProtocol(HttpToolsProtocol):
 
     def shutdown(self) -> None:
         """No further request on this connection; the one under way is finished."""
-        if self._lane is _Lane.FREE:
+        if self._lane is _FREE:
             super().shutdown()
         else:
             self._closes_after = True
@@ -151,10 +155,10 @@ class FastLaneProtocol(HttpToolsProtocol):
             return False  # the complete way says the same, with what belongs to it
         self._unset_keepalive_if_required()
         self._request = request
-        self._record = plane.record(request.headers, request.endpoint.path)
+        self._record = plane.record(request.request_id, request.endpoint.path)
         missing = request.body_at + request.body_bytes - len(data)
         if missing:
-            self._lane = _Lane.COLLECTING
+            self._lane = _COLLECTING
             self._segments.append(data)
             self._missing_bytes = missing
         else:
@@ -169,7 +173,7 @@ class FastLaneProtocol(HttpToolsProtocol):
             return
         self._segments = []
         if self._missing_bytes < 0:
-            self._lane = _Lane.FREE
+            self._lane = _FREE
             self._request = self._record = None
             for segment in segments:
                 super().data_received(segment)
@@ -181,7 +185,7 @@ class FastLaneProtocol(HttpToolsProtocol):
         request, record, plane = self._request, self._record, self.plane
         assert request is not None
         assert record is not None
-        self._lane = _Lane.BUSY
+        self._lane = _BUSY
         self._request = self._record = None
         try:
             parsed = plane.read(request.endpoint, body, request.headers, record)
@@ -201,24 +205,33 @@ class FastLaneProtocol(HttpToolsProtocol):
         return self.flow.write_paused
 
     def start(self, status: int, headers: Headers) -> None:
-        lines = [STATUS_LINE[status]]
-        is_chunked = status not in _WITHOUT_BODY
-        for name, value in self.server_state.default_headers + headers:
-            if name == b"content-length":
-                is_chunked = False
-            lines.append(b"%b: %b\r\n" % (name, value))
+        is_sized = any(name == b"content-length" for name, _ in headers)
+        self.start_relayed(status, b"".join([b"%b: %b\r\n" % pair for pair in headers]), is_sized=is_sized)
+
+    def start_relayed(self, status: int, fields: bytes, *, is_sized: bool) -> None:
+        own = b"".join([b"%b: %b\r\n" % pair for pair in self.server_state.default_headers])
         if self._closes_after:
-            lines.append(b"connection: close\r\n")
-        lines.append(b"transfer-encoding: chunked\r\n\r\n" if is_chunked else b"\r\n")
-        self._is_chunked = is_chunked
-        self._head = b"".join(lines)
+            fields += b"connection: close\r\n"
+        self._is_chunked = is_chunked = not is_sized and status not in _WITHOUT_BODY
+        self._head = b"%b%b%b%b" % (
+            STATUS_LINE[status],
+            own,
+            fields,
+            b"transfer-encoding: chunked\r\n\r\n" if is_chunked else b"\r\n",
+        )
 
     def write(self, chunk: bytes) -> None:
-        if self._lane is _Lane.BUSY:
-            self._send(b"%x\r\n%b\r\n" % (len(chunk), chunk) if self._is_chunked else chunk)
+        if self._lane is not _BUSY:
+            return
+        if self._is_chunked:
+            chunk = b"%x\r\n%b\r\n" % (len(chunk), chunk)
+        if self._head:
+            self._send(chunk)
+        else:
+            self.transport.write(chunk)
 
     def finish(self, chunk: bytes = b"") -> None:
-        if self._lane is not _Lane.BUSY:
+        if self._lane is not _BUSY:
             return
         if self._is_chunked:
             chunk = b"%x\r\n%b\r\n0\r\n\r\n" % (len(chunk), chunk) if chunk else b"0\r\n\r\n"
@@ -226,17 +239,17 @@ class FastLaneProtocol(HttpToolsProtocol):
         self._exchange = None
         self.server_state.total_requests += 1
         if self._closes_after or self.transport.is_closing():
-            self._lane = _Lane.FREE
+            self._lane = _FREE
             self.transport.close()
         elif self._ahead:
             self.loop.call_soon(self._next_in_line)
         else:
-            self._lane = _Lane.FREE
+            self._lane = _FREE
             self._idle.set(self.timeout_keep_alive)
 
     def cut(self) -> None:
         self._exchange = None
-        self._lane = _Lane.FREE
+        self._lane = _FREE
         self.transport.close()
 
     def _send(self, data: bytes) -> None:
@@ -252,7 +265,7 @@ class FastLaneProtocol(HttpToolsProtocol):
 
     def _next_in_line(self) -> None:
         data, self._ahead = self._ahead, b""
-        self._lane = _Lane.FREE
+        self._lane = _FREE
         if not self.transport.is_closing():
             self.flow.resume_reading()
             self.data_received(data)

@@ -61,14 +61,10 @@ class Journal:
         duration = self._clock.now() - record.started
         decision = record.decision
         first_byte = record.first_byte
+        strategy, reason, _ = decision or ("-", record.error or "-", ())
         self._metrics.finished(
-            Outcome(
-                record.model,
-                record.worker,
-                decision.strategy if decision else "-",
-                decision.reason if decision else record.error or "-",
-                str(record.status),
-            ),
+            # As `Outcome(...)`, without its Python-level constructor.
+            tuple.__new__(Outcome, (record.model, record.worker, strategy, reason, str(record.status))),
             duration,
             None if first_byte is None else first_byte - record.started,
         )
@@ -98,7 +94,7 @@ class Journal:
 
 def _line(duration: float, record: Record) -> str:
     decision = record.decision
-    strategy, reason = (decision.strategy, decision.reason.value) if decision else ("-", record.error or "-")
+    strategy, reason, _ = decision or ("-", record.error or "-", ())
     ttfb = "-" if record.first_byte is None else f"{record.first_byte - record.started:.4f}"
     return (
         f"{record.request_id} {record.path} {record.status} worker={record.worker} model={record.model}"

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 from msgspec import UNSET, Raw, UnsetType
+from msgspec.structs import astuple
 
 from kvroute.errors import InvalidRequest
 from kvroute.openai.endpoints import BodyKind, Endpoint
@@ -40,7 +41,8 @@ class Message(msgspec.Struct):
 
 
 class _Body(msgspec.Struct):
-    """What every request is read for; of a body with messages these too, in the same pass."""
+    """What every request is read for; of a body with messages these too, in the same pass. The first four,
+    then what templates render before messages, in their order."""
 
     model: Raw | UnsetType = UNSET
     stream: Raw | UnsetType = UNSET
@@ -55,6 +57,7 @@ class _Body(msgspec.Struct):
 
 
 _decode_body = msgspec.json.Decoder(_Body).decode
+_NO_HEAD = [UNSET] * 6
 
 
 class InferenceRequest:
@@ -151,27 +154,17 @@ def parse_request(endpoint: Endpoint, body: bytes, content_type: str = "") -> In
         model = _model(found.model)
     except UNREADABLE:
         return _loosely(endpoint, body)
-    head = [
-        raw
-        for raw in (
-            found.tools,
-            found.functions,
-            found.documents,
-            found.chat_template_kwargs,
-            found.system,
-            found.instructions,
-        )
-        if raw is not UNSET
-    ]
+    _, stream, messages, salt, *rest = astuple(found)
+    head = [] if rest == _NO_HEAD else [raw for raw in rest if raw is not UNSET]
     return InferenceRequest(
         endpoint,
         body,
         model,
-        found.stream is not UNSET and bytes(found.stream) == b"true",
+        stream is not UNSET and bytes(stream) == b"true",
         is_read=True,
-        messages=None if found.messages is UNSET else found.messages,
+        messages=None if messages is UNSET else messages,
         head=head,
-        cache_salt=None if found.cache_salt is UNSET else found.cache_salt,
+        cache_salt=None if salt is UNSET else salt,
     )
 
 

@@ -9,6 +9,7 @@ import httptools
 
 from kvroute.errors import ConnectionLost, ProtocolViolation, ResponseTimeout, UpstreamError
 from kvroute.upstream.deadline import Deadline
+from kvroute.upstream.plain_answer import PlainAnswers
 from kvroute.upstream.response import UpstreamResponse
 
 MAX_HEAD_BYTES = 65_536
@@ -53,9 +54,12 @@ class UpstreamConnection(asyncio.Protocol):
         "_is_head_request",
         "_is_paused",
         "_keeps_alive",
+        "_may_be_plain",
+        "_missing_bytes",
         "_origin",
         "_owner",
         "_parser",
+        "_plain",
         "_reason",
         "_transport",
         "_unread_limit",
@@ -68,8 +72,15 @@ class UpstreamConnection(asyncio.Protocol):
     )
 
     def __init__(
-        self, owner: ConnectionOwner, loop: asyncio.AbstractEventLoop, *, origin: str, read_buffer_bytes: int
+        self,
+        owner: ConnectionOwner,
+        loop: asyncio.AbstractEventLoop,
+        *,
+        origin: str,
+        read_buffer_bytes: int,
+        plain: PlainAnswers | None = None,
     ) -> None:
+        """`plain` may be shared by all connections to one worker."""
         self.loop = loop
         self.is_open = False
         self.idle_since = 0.0
@@ -77,6 +88,7 @@ class UpstreamConnection(asyncio.Protocol):
         """Exchanges begun so far."""
         self.deadline = Deadline(loop, self._timed_out)
         self._owner = owner
+        self._plain = plain or PlainAnswers()
         self._origin = origin
         self._unread_limit = read_buffer_bytes
         self._transport: asyncio.Transport | None = None
@@ -86,6 +98,10 @@ class UpstreamConnection(asyncio.Protocol):
         self._is_head_request = self._done = self._keeps_alive = self._until_eof = False
         self._body: list[bytes] | None = None
         self._head_read_bytes = self._header_bytes = 0
+        self._may_be_plain = False
+        """Nothing of the answer has come, or it is plain and passes the parser by."""
+        self._missing_bytes = 0
+        """Of the body of a plain answer."""
         # Of the message being parsed, set by `on_message_begin`:
         self._headers: list[tuple[bytes, bytes]] = []
         self._reason = self._coding = b""
@@ -102,6 +118,7 @@ class UpstreamConnection(asyncio.Protocol):
         self.exchanges += 1
         self._exchange = response
         self._is_head_request = is_head_request
+        self._may_be_plain = not is_head_request
         self._done = self._keeps_alive = self._until_eof = False
         self._body = None
         self._head_read_bytes = self._header_bytes = 0
@@ -151,6 +168,8 @@ class UpstreamConnection(asyncio.Protocol):
             self.close()  # bytes nobody asked for, or late ones of an aborted exchange
             return
         size = len(data)
+        if self._may_be_plain and self._passes_by(exchange, data, size):
+            return
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as exc:
@@ -166,6 +185,34 @@ class UpstreamConnection(asyncio.Protocol):
                 self._fail(self._head_too_large())
         elif exchange.received(size) > self._unread_limit:
             self.pause_reading()
+
+    def _passes_by(self, exchange: UpstreamResponse, data: bytes, size: int) -> bool:
+        """Take a read that belongs to a plain answer; False, once and for all, where it is for the parser."""
+        if not exchange.status:
+            plain = self._plain.read(data)
+            if plain is None:
+                self._may_be_plain = False
+                return False
+            exchange.begin_plain(plain)
+            self._missing_bytes = plain.body_bytes
+            data = data[plain.body_at :]
+        missing = self._missing_bytes = self._missing_bytes - len(data)
+        if missing > 0:
+            if data:
+                exchange.parts.append(data)
+            if exchange.received(size) > self._unread_limit:
+                self.pause_reading()
+            return True
+        self._done = self._keeps_alive = True
+        if missing:
+            try:
+                self._parser.feed_data(data[missing:])  # whatever it is, it was not asked for
+            except httptools.HttpParserError:
+                self._keeps_alive = False
+            data = data[:missing]
+        exchange.parts.append(data)
+        self._complete(exchange)
+        return True
 
     def eof_received(self) -> None:
         self._closed_by_worker(None)

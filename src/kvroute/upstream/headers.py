@@ -31,6 +31,18 @@ REWRITTEN = frozenset({b"host", b"content-length", b"x-request-id"})
 NOT_RELAYED = HOP_BY_HOP | REWRITTEN | {b"expect"}
 """`expect` is answered by our own server: the body is already here."""
 
+ANSWERED_HERE = frozenset(
+    {
+        b"x-request-id",
+        b"x-kvroute-worker",
+        b"x-kvroute-strategy",
+        b"x-kvroute-reason",
+        b"x-kvroute-hit-tokens",
+        b"x-kvroute-hit-tiers",
+    }
+)
+"""Headers of an answer that the gateway writes itself."""
+
 
 def relayed_fields(
     raw: Sequence[tuple[bytes, bytes]], *, without: frozenset[bytes] = frozenset(), added: bytes = b""

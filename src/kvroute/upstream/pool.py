@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from kvroute.errors import ConnectRefused, ConnectTimeout, PoolExhausted, UpstreamError
 from kvroute.upstream.connection import UpstreamConnection
 from kvroute.upstream.options import UpstreamOptions
+from kvroute.upstream.plain_answer import PlainAnswers
 
 # What opening a connection may raise, most special first. UnicodeError: a host that IDNA refuses.
 _CONNECT_ERRORS: tuple[tuple[type[Exception], type[UpstreamError], str], ...] = (
@@ -55,6 +56,7 @@ class ConnectionPool:
         self._permits = asyncio.Semaphore(options.max_connections) if options.max_connections else None
         self._expiry: asyncio.TimerHandle | None = None
         self._is_retired = False
+        self._plain = PlainAnswers()
         self._all_closed = asyncio.Event()
         self._all_closed.set()
 
@@ -148,7 +150,11 @@ class ConnectionPool:
     async def _connect(self, timeout_s: float) -> UpstreamConnection:
         loop = asyncio.get_running_loop()
         connection = UpstreamConnection(
-            self, loop, origin=str(self.origin), read_buffer_bytes=self._options.read_buffer_bytes
+            self,
+            loop,
+            origin=str(self.origin),
+            read_buffer_bytes=self._options.read_buffer_bytes,
+            plain=self._plain,
         )
         try:
             if not self._is_retired:

@@ -6,6 +6,7 @@ import asyncio
 from typing import TYPE_CHECKING, Protocol
 
 from kvroute.errors import UpstreamError
+from kvroute.upstream.plain_answer import PlainAnswer
 
 if TYPE_CHECKING:
     from kvroute.upstream.connection import UpstreamConnection
@@ -35,7 +36,6 @@ class UpstreamResponse:
 
     __slots__ = (
         "_connection",
-        "_error",
         "_idle_timeout_s",
         "_is_held",
         "_listener",
@@ -43,9 +43,12 @@ class UpstreamResponse:
         "_unread_bytes",
         "_waiter",
         "content_length",
+        "error",
+        "fields",
         "headers",
         "http_version",
         "is_chunked",
+        "is_over",
         "parts",
         "reason",
         "reused",
@@ -57,6 +60,8 @@ class UpstreamResponse:
         self.reason = b""
         self.headers: list[tuple[bytes, bytes]] = []
         """As sent: order, case and duplicates kept, hop-by-hop ones included."""
+        self.fields: bytes | None = None
+        """Of a plain answer the header lines as clients get them; see `PlainAnswer`."""
         self.http_version = b"HTTP/1.1"
         self.content_length: int | None = None
         self.is_chunked = False
@@ -70,23 +75,16 @@ class UpstreamResponse:
         self._listener = listener
         self._is_held = False
         self._waiter: asyncio.Future[None] | None = None
-        self._error: UpstreamError | None = None
-        self._idle_timeout_s = idle_timeout_s
-
-    @property
-    def error(self) -> UpstreamError | None:
-        """Why the answer broke off; None while it has not."""
-        return self._error
-
-    @property
-    def is_over(self) -> bool:
+        self.is_over = False
         """Nothing more will arrive: it is complete, or `error` says why not."""
-        return self._connection is None and self._opening is None
+        self.error: UpstreamError | None = None
+        """Why the answer broke off; None while it has not."""
+        self._idle_timeout_s = idle_timeout_s
 
     @property
     def at_end(self) -> bool:
         """True when the answer is complete and read: `next_chunk` would give b"" at once."""
-        return self._connection is None and self._error is None and not self.parts
+        return self._connection is None and self.error is None and not self.parts
 
     async def head(self, timeout_s: float) -> None:
         """Return once the head of the final answer is here; `timeout_s` 0 waits for ever.
@@ -94,8 +92,8 @@ class UpstreamResponse:
         Raises ConnectionLost, ResponseTimeout or ProtocolViolation. Called by the transport.
         """
         while not self.status:
-            if self._error is not None:
-                raise self._error
+            if self.error is not None:
+                raise self.error
             await self._wait(timeout_s)
 
     async def next_chunk(self) -> bytes:
@@ -109,8 +107,8 @@ class UpstreamResponse:
         parts = self.parts
         while not parts:
             if self._connection is None:
-                if self._error is not None:
-                    raise self._error
+                if self.error is not None:
+                    raise self.error
                 return b""
             await self._wait(self._idle_timeout_s)
         chunk = self.take()
@@ -156,6 +154,7 @@ class UpstreamResponse:
         if self._opening is not None:
             self._opening.cancel()
             self._opening = None
+            self.is_over = True
         if self._connection is not None:
             self._connection.abort_exchange()
 
@@ -204,6 +203,10 @@ class UpstreamResponse:
         if is_http_1_0:
             self.http_version = b"HTTP/1.0"
 
+    def begin_plain(self, plain: PlainAnswer) -> None:
+        """The final head is complete, and plain."""
+        self.status, self.reason, self.headers, self.fields, _, self.content_length = plain
+
     def received(self, size: int) -> int:
         """A read of `size` bytes has been parsed: wake the reader. Returns the bytes held unread.
 
@@ -225,7 +228,8 @@ class UpstreamResponse:
     def end(self, error: UpstreamError | None = None) -> None:
         """The exchange is over, whole or (with `error`) not; the connection is no longer ours."""
         self._connection = self._opening = None
-        self._error = error
+        self.is_over = True
+        self.error = error
         listener = self._listener
         if listener is not None:
             self._listener = None

@@ -1,0 +1,72 @@
+"""Prompts made exact before they are routed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, cast
+
+from kvroute.fleet.fleet import Fleet
+from kvroute.gateway.preparation import Preparer
+from kvroute.metrics import Metrics
+from kvroute.openai.endpoints import ENDPOINTS
+from kvroute.openai.request import InferenceRequest, parse_request
+from kvroute.tokens.exact import ExactPrompts, ExactTokens, Mode
+from kvroute.tokens.reason import Reason
+
+
+@dataclass
+class Workers:
+    """Workers that tokenize, but for those that are dead; in place of a fleet and of its tokenizer."""
+
+    urls: list[str]
+    dead: set[str] = field(default_factory=set)
+    why: Reason = Reason.WORKER_FAILED
+    asked: list[str] = field(default_factory=list)
+
+    def view(self, model: str) -> Any:
+        workers = [
+            SimpleNamespace(spec=SimpleNamespace(url=url), facts=SimpleNamespace(adapters=()))
+            for url in self.urls
+        ]
+        return SimpleNamespace(workers=workers)
+
+    async def prompts(self, request: InferenceRequest, *, model: str, url: str) -> ExactPrompts | Reason:
+        self.asked.append(url)
+        return self.why if url in self.dead else ExactPrompts(((5, 6, 7),), Mode.REMOTE)
+
+
+def request() -> InferenceRequest:
+    return parse_request(ENDPOINTS["/v1/completions"], b'{"model": "m", "prompt": "Hello"}')
+
+
+async def prepared(workers: Workers) -> Any:
+    preparer = Preparer(cast(ExactTokens, workers), cast(Fleet, workers), Metrics())
+    return await preparer.prepare(request(), "m")
+
+
+async def test_another_worker_is_asked_when_the_first_has_just_died() -> None:
+    workers = Workers(["http://a", "http://b", "http://c"], dead={"http://a"})
+
+    result = await prepared(workers)
+
+    assert [prompt.tokens for prompt in result.prompts] == [3]
+    assert workers.asked == ["http://a", "http://b"]
+
+
+async def test_a_request_does_not_wait_for_worker_after_worker() -> None:
+    workers = Workers(["http://a", "http://b", "http://c"], dead={"http://a", "http://b"})
+
+    result = await prepared(workers)
+
+    assert (result.prompts, result.why_not) == ((), "worker_failed")
+    assert workers.asked == ["http://a", "http://b"]
+
+
+async def test_what_another_worker_would_not_do_better_is_not_tried_again() -> None:
+    workers = Workers(["http://a", "http://b"], dead={"http://a"}, why=Reason.LATE)
+
+    result = await prepared(workers)
+
+    assert result.why_not == "late"
+    assert workers.asked == ["http://a"]

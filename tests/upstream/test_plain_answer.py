@@ -1,0 +1,88 @@
+import pytest
+
+from kvroute.upstream.connection import MAX_HEAD_BYTES
+from kvroute.upstream.plain_answer import PlainAnswers
+
+ANSWERS = PlainAnswers()
+
+
+def head(*lines: bytes, start: bytes = b"HTTP/1.1 200 OK") -> bytes:
+    return b"\r\n".join([start, *lines, b"", b""])
+
+
+def test_a_plain_answer_is_read_with_what_clients_get():
+    lines = (
+        b"Server: v",
+        b"X-Request-Id: w",
+        b"Connection: keep-alive",
+        b"x-a:  1",
+        b"x-a: 2",
+        b"Content-Length: 2",
+    )
+    for _ in range(2):  # the second time from memory
+        answer = ANSWERS.read(head(*lines) + b"{}")
+
+        assert answer is not None
+        assert (answer.status, answer.reason, answer.body_bytes) == (200, b"OK", 2)
+        assert answer.headers[0] == (b"Server", b"v")
+        assert len(answer.headers) == len(lines)
+        assert answer.fields == b"server: v\r\nx-a: 1\r\nx-a: 2\r\ncontent-length: 2\r\n"
+        assert (head(*lines) + b"{}")[answer.body_at :] == b"{}"
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        (),
+        (b"x: 1",),
+        (b"content-length: 0",),
+        (b"content-length: 02",),
+        (b"content-length: 2", b"content-length: 2"),
+        (b"content-length: 2", b"Content-Length: 3"),
+        (b"content-length: 2, 2",),
+        (b"content-length: 2", b"transfer-encoding: chunked"),
+        (b"content-length: 2", b"connection: close"),
+        (b"content-length: 2", b"connection: keep-alive, x"),
+        (b"content-length: 2", b"keep-alive: timeout=5"),
+        (b"content-length: 2", b"content-type: Text/event-stream"),
+        (b"content-length: 2", b"x : 1"),
+        (b"content-length: 2", b" folded"),
+        (b"content-length: 2", b"x: 1\n"),
+        (b"content-length: 2", b"x: 1\x00"),
+        (b"content-length: 2", b"x:"),
+        (b"content-length: 2", b"x: " + b"y" * MAX_HEAD_BYTES),
+    ],
+)
+def test_anything_unusual_is_not_plain(lines):
+    assert ANSWERS.read(head(*lines) + b"{}") is None
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        b"HTTP/1.0 200 OK",
+        b"HTTP/1.1 100 Continue",
+        b"HTTP/1.1 204 No Content",
+        b"HTTP/1.1 304 Not Modified",
+        b"HTTP/1.1 200",
+        b"HTTP/1.1  200 OK",
+        b"http/1.1 200 OK",
+        b"HTTP/1.1 2000 OK",
+    ],
+)
+def test_only_final_answers_with_a_body_are_plain(start):
+    assert ANSWERS.read(head(b"content-length: 2", start=start) + b"{}") is None
+
+
+def test_an_incomplete_head_is_not_plain():
+    assert ANSWERS.read(head(b"content-length: 2")[:-1]) is None
+
+
+def test_no_number_of_different_lines_fills_the_memory():
+    answers = PlainAnswers()
+    for number in range(3000):
+        line = b"x-trace: %d" % number
+        assert answers.read(head(b"content-length: 2", line, start=b"HTTP/1.1 200 OK%d" % number))
+
+    assert len(answers._known) <= 1024
+    assert len(answers._statuses) <= 1024
