@@ -19,7 +19,7 @@ up: $(VENV)/.installed ## run the gateway on 127.0.0.1:8080 with two workers [EN
 
 test: check ## lint, types, import layers, and every test but the engines'
 	@$(BIN)/coverage erase
-	$(BIN)/pytest -n $(JOBS) --dist worksteal -m "not engine and not load" --cov --cov-report= --cov-fail-under=0
+	$(BIN)/pytest -n $(JOBS) --dist worksteal -m "not engine and not load" --durations=40 --durations-min=2 --cov --cov-report= --cov-fail-under=0
 	$(BIN)/pytest -m "load and not engine" --cov --cov-append --cov-report= --cov-fail-under=0
 	$(BIN)/coverage report
 
