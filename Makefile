@@ -2,8 +2,9 @@
 
 VENV ?= .venv
 BIN := $(VENV)/bin
-# Test processes at a time. The `load` tests run alone, after the others.
-JOBS ?= 2
+# Test processes at a time: many tests wait for a process or a timer. The `load` tests run alone, after the
+# others.
+JOBS ?= 3
 # Bytecode is compiled at installation even where the environment says not to write it: starts are
 # several times faster with it.
 PIP := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pip --disable-pip-version-check
@@ -19,7 +20,8 @@ up: $(VENV)/.installed ## run the gateway on 127.0.0.1:8080 with two workers [EN
 
 test: check ## lint, types, import layers, and every test but the engines'
 	@$(BIN)/coverage erase
-	$(BIN)/pytest -n $(JOBS) --dist worksteal -m "not engine and not load" --durations=40 --durations-min=2 --cov --cov-report= --cov-fail-under=0
+	$(BIN)/pytest -n $(JOBS) --dist worksteal -m "not engine and not load and not heavy" --durations=20 --durations-min=3 --cov --cov-report= --cov-fail-under=0
+	$(BIN)/pytest -n $(JOBS) --dist worksteal -m heavy
 	$(BIN)/pytest -m "load and not engine" --cov --cov-append --cov-report= --cov-fail-under=0
 	$(BIN)/coverage report
 

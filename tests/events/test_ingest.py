@@ -128,16 +128,17 @@ async def test_a_place_is_nobody_elses_until_its_worker_has_another(
         setup.fleet.apply("test", [A])
         a = setup.fleet.get("a")
         await until(lambda: setup.match(tokens_of(1, 100)) != {})
-        known = asyncio.Event()
+        asked, known = asyncio.Event(), asyncio.Event()
 
         async def wait(_: object) -> None:
+            asked.set()
             await known.wait()
 
         setup.ingest._incarnation_known = wait  # type: ignore[assignment,method-assign]
         setup.pages = {"a.example": new.publisher.sources()}
         setup.fleet.update_facts(a, WorkerFacts(start_time=2.0), restarted=True)
         (shown,) = setup.ingest.streams(a)
-        await until(lambda: shown.ledger._closed)
+        await until(lambda: shown.ledger._closed and asked.is_set())
         assert setup.ingest.trust(a) is Trust.NONE
         setup.ingest._incarnation_known = lambda _: asyncio.sleep(0)  # type: ignore[assignment,method-assign]
         setup.pages["b.example"] = other.publisher.sources()

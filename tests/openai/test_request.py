@@ -135,6 +135,7 @@ def test_a_body_that_is_no_form_is_refused(body, content_type):
         parse_request(AUDIO, body, content_type)
 
 
+@pytest.mark.heavy
 @given(
     st.dictionaries(
         st.text(), st.recursive(st.none() | st.booleans() | st.integers() | st.text(), st.lists), max_size=5

@@ -10,6 +10,8 @@ import pytest
 from kvroute.routing.registry import STRATEGIES
 from kvroute.sim.workload import ChatClients, ChatShape, imbalance, returned_share
 
+pytestmark = pytest.mark.heavy
+
 
 @pytest.mark.parametrize("gap_s", [0.0, 0.001, 0.005])
 @pytest.mark.parametrize("prefix", [256, 1024, 4096, 16_384])

@@ -16,6 +16,8 @@ from kvroute.sim.timing import TimingModel
 from kvroute.sim.workload import ChatClients, ChatShape, imbalance, returned_share
 from kvroute.wire.events import KvEvent
 
+pytestmark = pytest.mark.heavy
+
 
 class RouterPlacement:
     """A `Placement` that asks the router as the gateway does. Mutable: what is under way."""

@@ -12,6 +12,8 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+import pytest
+
 from kvroute.openai.endpoints import ENDPOINTS, BodyKind
 from kvroute.sim.faults import Fault
 
@@ -340,6 +342,7 @@ class Generator:
         ]
 
 
+@pytest.mark.heavy
 async def test_500_generated_requests_are_the_same_direct_and_through_kvroute(pair) -> None:
     outcomes: Counter[bool] = Counter()
     for number, request in enumerate(Generator(seed=20).requests(500)):
