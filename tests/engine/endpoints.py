@@ -131,7 +131,7 @@ class Endpoint:
     async def until_stored(self, worker: str, chunks: int) -> None:
         """Until the server of `worker` has stored so many chunks in the second tier."""
         name = "lmcache_mp_l2_store_completed_objects_chunks_total"
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(180):
             while await self.metric(self.server_of(worker), name) < chunks:
                 await asyncio.sleep(0.1)
 

@@ -44,7 +44,7 @@ BLOCK = 32
 PROMPT_TOKENS = 600
 CACHED = PROMPT_TOKENS // CHUNK * CHUNK
 READY_S = 300.0
-QUIET_S = 60.0
+QUIET_S = 150.0
 FILLERS = 16
 """Prompts that are more than L1 holds."""
 
