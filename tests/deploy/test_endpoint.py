@@ -127,6 +127,15 @@ def test_nothing_shares_a_port_and_everybody_finds_the_others() -> None:
     assert option(redis, "--bind") == "127.0.0.1"
 
 
+def test_engines_miss_an_lmcache_server_that_ended() -> None:
+    """They register with it again only when a ping has failed: one in the interval, and its own wait."""
+    plan = here().plan
+
+    for server, worker in zip(plan.caches[1], plan.workers, strict=True):
+        transfer = json.loads(option(worker, "--kv-transfer-config"))["kv_connector_extra_config"]
+        assert server.rest_s >= 2 * transfer["lmcache.mp.heartbeat_interval"] > 0
+
+
 def test_one_server_for_all_serves_every_worker() -> None:
     plan = here({"x-kvroute.lmcache.servers": "per-node"}).plan
     (server,) = plan.caches[1]

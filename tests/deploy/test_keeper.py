@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvroute.clock import SystemClock
+from kvroute.clock import Clock, SystemClock
 from kvroute.deploy import keeper as keeper_module
 from kvroute.deploy.keeper import Keeper, Phase
 from kvroute.deploy.plan import PlannedProcess
@@ -44,10 +44,10 @@ def watcher() -> Watcher:
 
 @pytest.fixture
 def keeper(tmp_path: Path, clock: SystemClock, watcher: Watcher) -> Callable[..., Keeper]:
-    def make(argv: tuple[str, ...], port: int) -> Keeper:
+    def make(argv: tuple[str, ...], port: int, *, rest_s: float = 0.0, clock: Clock = clock) -> Keeper:
         child = ChildSpec("worker-0", argv, dict(os.environ), tmp_path / "log", stop_grace_s=5.0)
         url = f"http://127.0.0.1:{port}"
-        planned = PlannedProcess(child, url, f"{url}/health", 30.0)
+        planned = PlannedProcess(child, url, f"{url}/health", 30.0, rest_s=rest_s)
         return Keeper(planned, clock=clock, report=watcher.reports.append, changed=watcher.changed)
 
     return make
@@ -155,6 +155,38 @@ async def test_a_renewed_process_starts_again_at_once_and_is_no_failure(
 
     assert watcher.reports == ["worker-0 starts again, because redis has"]
     assert kept.status.restarts == 1
+    keeping.cancel()
+    await asyncio.wait({keeping})
+    await kept.stop()
+
+
+@pytest.mark.parametrize("killed", [True, False])
+async def test_a_process_that_must_be_missed_stays_away_for_its_rest(
+    killed: bool, keeper: Callable[..., Keeper], server_argv: ServerArgv, watcher: Watcher
+) -> None:
+    class Impatient(SystemClock):
+        """Skips the waits of an hour, and remembers that they were asked for."""
+
+        def __init__(self) -> None:
+            self.rests = 0
+
+        async def sleep(self, seconds: float) -> None:
+            self.rests += seconds == 3600.0
+            await asyncio.sleep(min(seconds, 0.01))
+
+    clock = Impatient()
+    (port,) = free_ports(1)
+    kept = keeper(server_argv(port), port, rest_s=3600.0, clock=clock)
+    await kept.bring_up()
+    keeping = asyncio.create_task(kept.keep_up())
+
+    if killed:
+        kept.kill()
+    else:
+        kept.renew("redis")
+    await watcher.until(Phase.STARTING, Phase.READY, Phase.DOWN, Phase.STARTING, Phase.READY)
+
+    assert clock.rests == 1
     keeping.cancel()
     await asyncio.wait({keeping})
     await kept.stop()

@@ -26,6 +26,7 @@ from kvroute.deploy.render.config import gateway_config, merged
 from kvroute.deploy.render.lmcache import (
     PASSWORD,
     PASSWORD_REFERENCE,
+    UNNOTICED_S,
     password_name,
     server_argv,
     server_environment,
@@ -189,7 +190,7 @@ def _lmcache(
     child = ChildSpec(name, argv, env, _log(host, name), stop_grace_s=LMCACHE_STOP_S)
     services = site.tier.services if site.tier else ()
     lost = tuple(service.name for service in services if not service.is_found_again)
-    return PlannedProcess(child, url, f"{url}/healthcheck", LMCACHE_READY_S, renewed_with=lost)
+    return PlannedProcess(child, url, f"{url}/healthcheck", LMCACHE_READY_S, lost, UNNOTICED_S)
 
 
 def _gateway_secrets(endpoint: EndpointPlan, site: Site, host: EndpointHost) -> dict[str, str]:

@@ -106,10 +106,13 @@ class Keeper:
             while True:
                 self._renewed_for = None
                 self._enter(Phase.DOWN)
+                wait_s = self.planned.rest_s
                 if failure is not None:
-                    self._report(f"{failure}\n  starting it again in {backoff_s:.0f} s")
-                    await self._clock.sleep(backoff_s)
+                    wait_s = max(wait_s, backoff_s)
+                    self._report(f"{failure}\n  starting it again in {wait_s:.0f} s")
                     backoff_s = min(2 * backoff_s, LAST_BACKOFF_S)
+                if wait_s > 0:
+                    await self._clock.sleep(wait_s)
                 await asyncio.to_thread(sweep)
                 self.status = Status(self.status.phase, self.status.since, self.status.restarts + 1)
                 try:
@@ -119,8 +122,8 @@ class Keeper:
                     failure = exc
 
     def renew(self, because_of: str) -> None:
-        """End the process, so that `keep_up` starts it again; without waiting, and without a back-off
-        if it was serving."""
+        """End the process, so that `keep_up` starts it again; without waiting, and with its rest but no
+        back-off if it was serving."""
         if self.status.phase is Phase.READY:
             self._renewed_for = because_of
         self._child.terminate()

@@ -93,6 +93,8 @@ class PlannedProcess:
     ready_timeout_s: float
     renewed_with: tuple[str, ...] = ()
     """Processes that it does not find again: when one of them has been restarted, so is this one."""
+    rest_s: float = 0.0
+    """For how long it stays away once it has ended, so that nobody misses that it did."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,6 +64,7 @@ def test_workers_are_told_their_own_server(own, plan):
             "lmcache.mp.host": "tcp://127.0.0.1",
             "lmcache.mp.port": int(port),
             "lmcache.mp.mp_transfer_mode": "lmcache_driven",
+            "lmcache.mp.heartbeat_interval": 2,
         }
 
 

@@ -14,6 +14,12 @@ from kvroute.deploy.render.site import ServerSite, Site, WorkerSite, local_site
 PASSWORD = "L2_PASSWORD"
 PASSWORD_REFERENCE = f"$({PASSWORD})"
 """Where the second tier's password goes, as Kubernetes writes it; others put their own reference here."""
+HEARTBEAT_S = 2
+"""How often an engine pings its LMCache server, and how long it waits for an answer. It registers its KV
+cache again only after a ping has failed: a server that was restarted between two pings refuses the engine's
+blocks for ever (LMCache 0.5.6, whose own default is 10 s)."""
+UNNOTICED_S = 2 * HEARTBEAT_S
+"""A server that is away for longer is missed by every engine."""
 CLASSIC_HEARTBEAT_S = 10
 """Also how soon a worker hears that the gateway wants all of its keys once more."""
 
@@ -85,6 +91,7 @@ def connector(plan: EndpointPlan, worker: WorkerSite) -> dict[str, object] | Non
             "lmcache.mp.host": f"tcp://{worker.lmcache_host}",
             "lmcache.mp.port": worker.lmcache_port,
             "lmcache.mp.mp_transfer_mode": "lmcache_driven",
+            "lmcache.mp.heartbeat_interval": HEARTBEAT_S,
         },
     }
 
