@@ -35,6 +35,19 @@ def test_the_pieces_of_a_batch_say_what_it_says(dialect: str, count: int) -> Non
         assert max(map(len, pieces)) < SMALL_BYTES + 1000
 
 
+@pytest.mark.parametrize("prompts", [1, 2, 15, 16])
+def test_long_prompts_are_told_apart(prompts: int) -> None:
+    tokens = [70_000] * 65_536
+    stored = [BlockStored(list(range(n, n + 4096)), None, tokens, 16) for n in range(prompts)]
+    payload = DIALECTS["map-0.30"].encode(1.5, stored, 3)
+    assert len(payload) > LARGE_BYTES
+
+    batches = [decode_batch(piece) for piece in split_batch(payload)]
+
+    assert [batch.events for batch in batches] == [[event] for event in stored]
+    assert batches[-1].dp_rank == 3
+
+
 def test_text_that_looks_like_the_beginning_of_an_event_misleads_nobody() -> None:
     payload = DIALECTS["map-0.30"].encode(1.5, events(3000, session="\xa4type"), 0)
     assert len(payload) > LARGE_BYTES

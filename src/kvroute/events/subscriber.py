@@ -27,6 +27,7 @@ from kvroute.events.sequence import Verdict
 from kvroute.events.trust import Reason, Silence, Standing, trust_for
 from kvroute.events.trust import Trust as Trust
 from kvroute.index.snapshot import Frame, StreamHead, decode, encode
+from kvroute.wire.events import EventBatch
 from kvroute.wire.framing import EventMessage, unpack_live
 from kvroute.wire.splitting import split_batch
 from kvroute.wire.vllm import decode_batch
@@ -255,17 +256,24 @@ class KvEventSubscriber:
     async def _apply(self, message: EventMessage, digest: int) -> bool:
         """Take in one batch; False, and nothing of it is believed, if it cannot be read."""
         epoch, cleared, refused = self._epoch, self._ledger.counts.cleared, self._ledger.counts.refused
-        batches = []
+        pieces: list[bytes] = []
+        first: EventBatch | None = None
         try:
+            # All of it is read before anything is believed, but not kept: what is decoded of a burst would
+            # keep the garbage collector busy.
             for piece in split_batch(message.payload):
-                batches.append(decode_batch(piece))
+                batch = decode_batch(piece)
+                if not pieces:
+                    first = batch
+                pieces.append(piece)
                 await self._breathe()
         except WireError:
             self.counts.unreadable += 1
             return False
         if epoch != self._epoch:
             return True
-        for batch in batches:
+        for piece in pieces:
+            batch, first = first or decode_batch(piece), None
             self.counts.unknown_events += batch.unknown_events
             self.counts.unknown_fields += batch.unknown_fields
             for _ in self._ledger.apply(batch):

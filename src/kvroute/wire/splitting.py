@@ -57,11 +57,19 @@ def _stepwise(payload: bytes) -> Iterator[tuple[bytes, int | None]]:
     """Pieces and how many events each has, None for the last; ends early where events cannot be told apart
     by their beginnings: arrays, or something that only looks like one."""
     start = _HEAD_BYTES
-    if payload[0] not in (0x92, 0x93) or payload[1] != 0xCB or payload[start] not in (0xDC, 0xDD):
+    if payload[0] not in (0x92, 0x93) or payload[1] != 0xCB:
         return
-    width = 3 if payload[start] == 0xDC else 5
-    left = int.from_bytes(payload[start + 1 : start + width], "big")
+    if payload[start] & 0xF0 == 0x90:
+        left, width = payload[start] & 0x0F, 1
+    elif payload[start] in (0xDC, 0xDD):
+        width = 3 if payload[start] == 0xDC else 5
+        left = int.from_bytes(payload[start + 1 : start + width], "big")
+    else:
+        return
     start += width
+    if left == 1:
+        yield payload, None
+        return
     while True:
         found = payload.find(_TAG, start + SMALL_BYTES)
         stop = found - 1 if found >= 0 else len(payload)
