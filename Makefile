@@ -53,8 +53,10 @@ docs: $(VENV)/.installed ## regenerate configs/reference.yaml and the tables in 
 compose: $(VENV)/.installed ## render docker-compose.yml anew from configs/compose.yaml
 	$(BIN)/python -m kvroute render -f configs/compose.yaml --to compose -o .
 
-bench: $(VENV)/.installed-dev ## the micro benchmarks
-	@set -e; for file in bench/micro_*.py; do echo "== $$file"; $(BIN)/python $$file; done
+bench: $(VENV)/.installed-dev ## what each part costs, then the gateway beside others (ten minutes) [ARGS=--scenarios=a,c]
+	@failed=; for bench in bench/micro_*.py 'bench/gateway.py --quick $(ARGS)'; do \
+	  echo "== $$bench"; $(BIN)/python $$bench || failed="$$failed $$bench"; \
+	done; test -z "$$failed" || { echo "failed:$$failed" >&2; exit 1; }
 
 bench-routing: $(VENV)/.installed-dev ## routing quality in virtual time: goals, figures, verdicts (minutes) [ARGS=--quick]
 	@$(BIN)/python bench/routing.py $(ARGS)
@@ -64,7 +66,7 @@ clean: ## remove caches and build products
 	find src tests bench -name __pycache__ -type d -exec rm -rf {} +
 
 distclean: clean ## also remove the virtual environments
-	rm -rf $(VENV) .venv-engine
+	rm -rf $(VENV) .venv-engine bench/.venv-peers
 
 # --- installation -----------------------------------------------------------------------------------------
 

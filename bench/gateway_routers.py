@@ -1,0 +1,193 @@
+"""Which routers the gateway bench compares, where they come from, and how each is started."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from gateway_goals import COMPLETE, DIRECT, KV_AWARE, KV_PREFIX, OURS, SESSION, THEIRS
+
+PEERS = {"sglang-router": "0.3.2", "vllm-router": "0.1.17"}
+"""From PyPI; the versions that the goals were set against."""
+
+NGINX_CONFIGURATION = """\
+daemon off;
+worker_processes 1;
+pid {folder}/nginx.pid;
+error_log {folder}/nginx.log;
+events {{ worker_connections 8192; }}
+http {{
+  access_log off;
+  client_max_body_size 64m;
+  client_body_buffer_size 1m;
+  keepalive_requests 10000000;
+  client_body_temp_path {folder}/nginx-body;
+  proxy_temp_path {folder}/nginx-proxy;
+  fastcgi_temp_path {folder}/nginx-fastcgi;
+  uwsgi_temp_path {folder}/nginx-uwsgi;
+  scgi_temp_path {folder}/nginx-scgi;
+  upstream workers {{
+    {servers}
+    keepalive 64;
+    keepalive_requests 10000000;
+  }}
+  server {{
+    listen 127.0.0.1:{port};
+    location / {{
+      proxy_pass http://workers;
+      proxy_http_version 1.1;
+      proxy_set_header Connection "";
+      proxy_buffering off;
+    }}
+  }}
+}}
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """What a router's command line is made of. `side_port` is free too, for metrics of its own."""
+
+    folder: Path
+    peers: Path
+    workers: Sequence[str]
+    port: int
+    side_port: int
+    model_folder: Path
+
+
+Command = Callable[[Launch], list[str]]
+
+
+def nginx(launch: Launch) -> list[str]:
+    servers = " ".join(f"server {worker.removeprefix('http://')};" for worker in launch.workers)
+    path = launch.folder / "nginx.conf"
+    path.write_text(NGINX_CONFIGURATION.format(folder=launch.folder, servers=servers, port=launch.port))
+    return [nginx_binary() or "nginx", "-e", f"{launch.folder}/nginx.log", "-c", str(path)]
+
+
+def sglang_router(launch: Launch) -> list[str]:
+    command = [str(launch.peers / "bin" / "sglang-router"), "launch", "--host", "127.0.0.1"]
+    command += ["--port", str(launch.port), "--worker-urls", *launch.workers, "--policy", "cache_aware"]
+    return [
+        *command,
+        "--prometheus-host",
+        "127.0.0.1",
+        "--prometheus-port",
+        str(launch.side_port),
+        "--log-level",
+        "warn",
+    ]
+
+
+def vllm_router(launch: Launch) -> list[str]:
+    command = [str(launch.peers / "bin" / "vllm-router"), "--host", "127.0.0.1", "--port", str(launch.port)]
+    command += ["--worker-urls", *launch.workers, "--policy", "cache_aware", "--log-level", "warning"]
+    return [
+        *command,
+        "--prometheus-port",
+        str(launch.side_port),
+        "--max-concurrent-requests",
+        "4096",
+    ]
+
+
+def kvroute(strategy: str, *settings: str) -> Command:
+    """With metrics, request lines and retries, as it comes."""
+
+    def command(launch: Launch) -> list[str]:
+        line = [sys.executable, "-m", "kvroute", "serve", "--host", "127.0.0.1", "--port", str(launch.port)]
+        for worker in launch.workers:
+            line += ["--worker", worker]
+        line += ["--strategy", strategy]
+        for setting in settings:
+            line += ["--set", setting.format(folder=launch.model_folder)]
+        return line
+
+    return command
+
+
+@dataclass(frozen=True, slots=True)
+class Router:
+    """`command` None: no router, requests go straight to a worker. `workers` is "plain" or "events"."""
+
+    name: str
+    command: Command | None
+    workers: str = "plain"
+    peer: str | None = None
+    """What must be installed for it."""
+
+
+ROUTERS = (
+    Router(DIRECT, None),
+    Router("nginx", nginx, peer="nginx"),
+    Router(THEIRS, sglang_router, peer="sglang-router"),
+    Router("vllm-router", vllm_router, peer="vllm-router"),
+    Router(OURS, kvroute("prefixaware")),
+    Router(COMPLETE, kvroute("prefixaware", "server.fast_lane=off")),
+    Router(SESSION, kvroute("session")),
+    Router(KV_PREFIX, kvroute("prefixaware"), workers="events"),
+    Router(KV_AWARE, kvroute("kvaware", "tokens.deadline_ms=2000", "tokens.models.bench={folder}"), "events"),
+)
+
+
+def nginx_binary() -> str | None:
+    """Debian has it in a folder that is not on everybody's path."""
+    return shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin")
+
+
+def _run(*command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def install_peers(folder: Path, *, allow_install: bool) -> tuple[dict[str, str], dict[str, str]]:
+    """Versions of the peers that are there, and why the others are not. Installs what is missing from PyPI
+    into a virtual environment at `folder`, one by one, so that one that fails keeps no other away."""
+    versions, missing = {}, {}
+    if binary := nginx_binary():
+        versions["nginx"] = _run(binary, "-v").stderr.strip().rpartition("/")[2]
+    else:
+        missing["nginx"] = "not installed (Debian: apt install nginx-light)"
+    for name, wanted in PEERS.items():
+        why = None
+        if allow_install:
+            why = install_package(folder, name, wanted)
+        found = package_version(str(folder / "bin" / "python"), name)
+        if found is not None:
+            versions[name] = found
+        else:
+            missing[name] = why or f"not installed in {folder}"
+    return versions, missing
+
+
+def install_package(folder: Path, name: str, version: str) -> str | None:
+    """Install this version of a package from PyPI into the virtual environment at `folder`, which is made
+    if need be; nothing if it is there. Why it could not be done, or None."""
+    python = str(folder / "bin" / "python")
+    if package_version(python, name) == version:
+        return None
+    if not Path(python).exists():
+        made = _run(sys.executable, "-m", "venv", str(folder))
+        if made.returncode:
+            return f"no virtual environment: {_last(made)}"
+    print(f"installing {name} {version} into {folder}", file=sys.stderr)
+    pip = _run(python, "-m", "pip", "--disable-pip-version-check", "install", "-q", f"{name}=={version}")
+    return f"pip could not install it: {_last(pip)}" if pip.returncode else None
+
+
+def package_version(python: str, package: str) -> str | None:
+    """None where it is not installed, or there is no such Python."""
+    if not Path(python).exists():
+        return None
+    code = "import importlib.metadata, sys; print(importlib.metadata.version(sys.argv[1]))"
+    asked = _run(python, "-c", code, package)
+    return asked.stdout.strip() if asked.returncode == 0 else None
+
+
+def _last(process: subprocess.CompletedProcess[str]) -> str:
+    lines = (process.stderr or process.stdout).strip().splitlines()
+    return lines[-1] if lines else f"exit code {process.returncode}"

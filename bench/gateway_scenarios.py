@@ -1,0 +1,263 @@
+"""The scenarios of the gateway bench: what is sent, through which routers, and what is read afterwards."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import random
+import statistics
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from gateway_goals import COMPLETE, DIRECT, KV_AWARE, KV_PREFIX, OURS, SESSION, THEIRS, Measurement
+from gateway_machine import CpuSpent, busy_s, cpu_sample, memory_mib, process_tree, spent
+from gateway_requests import conversation, text
+from gateway_running import Bed, Started
+
+OTHERS = ("nginx", "vllm-router")
+LOAD_TIMEOUT_S = 180
+BUSY_CORES = 0.35
+TURNS = 8
+TURN_TOKENS = 64_000
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """`most` is a cap on requests per run. `file` empty: `kind` knows what it sends."""
+
+    name: str
+    title: str
+    kind: str
+    file: str = ""
+    connections: int = 1
+    most: int = 0
+    routers: tuple[str, ...] = ()
+
+
+PLAIN = (*OTHERS, THEIRS, OURS, COMPLETE)
+SCENARIOS = {
+    each.name: each
+    for each in (
+        Scenario("a", "200 B prompts, 16 connections", "closed", "a", 16, 40_000, (*PLAIN, SESSION)),
+        Scenario("b", "32 KB bodies, 16 connections", "closed", "b", 16, 8_000, (*PLAIN, SESSION)),
+        Scenario("c", "256 KB bodies, 8 turns, 8 connections", "closed", "c", 8, 1_536, PLAIN),
+        Scenario("d", "32 streams", "streams", "d", 32, 64, (*OTHERS, THEIRS, OURS)),
+        Scenario("e", "192 streams", "streams", "d", 192, 192, (*OTHERS, THEIRS, OURS)),
+        Scenario("f", "640 streams", "streams", "d", 640, 640, (*OTHERS, THEIRS, OURS)),
+        Scenario("l", "one connection; 16 streams", "latency", routers=(DIRECT, *OTHERS, THEIRS, OURS)),
+        Scenario("ka", "a over event workers", "closed", "a", 16, 40_000, (KV_PREFIX, KV_AWARE)),
+        Scenario("kb", "b over event workers", "closed", "b", 16, 8_000, (KV_PREFIX, KV_AWARE)),
+        Scenario("t", "64K-token turns, exact tokens", "tokens", routers=(KV_AWARE,)),
+    )
+}
+
+
+class Runner:
+    """Makes single runs. Mutable: how many requests fill a run, by router and scenario, found at first.
+
+    `run_again`: make a run again, once, during which others used more than `BUSY_CORES`.
+    """
+
+    def __init__(self, bed: Bed, files: dict[str, Path], seconds: float, *, run_again: bool) -> None:
+        self._bed = bed
+        self._files = files
+        self._seconds = seconds
+        self._run_again = run_again
+        self._totals: dict[tuple[str, str], int] = {}
+
+    def run(self, scenario: Scenario, started: Started, repeat: int) -> Measurement:
+        """One run, the better one of two where the machine was busy with something else."""
+        kinds = {
+            "closed": self._closed,
+            "streams": self._streams,
+            "latency": self._latency,
+            "tokens": self._tokens,
+        }
+        work = partial(kinds[scenario.kind], scenario, started, repeat)
+        first = self._watched(scenario, started, repeat, work)
+        if first.foreign_cores <= BUSY_CORES or not self._run_again:
+            return first
+        second = self._watched(scenario, started, repeat, work)
+        return min(first, second, key=lambda one: (one.errors, one.foreign_cores))
+
+    def warm_up(self, scenario: Scenario, started: Started) -> None:
+        """Fill caches and pools, and find how many requests a run takes."""
+        if scenario.kind == "closed":
+            self._load(started, scenario.file, scenario.connections, 64)
+            rate = self._load(started, scenario.file, scenario.connections, 256)
+            more = max(64, int(rate["requests"] / rate["seconds"] * 0.25))
+            rate = self._load(started, scenario.file, scenario.connections, min(more, scenario.most))
+            total = int(rate["requests"] / rate["seconds"] * self._seconds)
+            self._totals[started.router.name, scenario.name] = min(max(total, 128), scenario.most)
+        elif scenario.kind in ("streams", "latency"):
+            self._load(started, "d", 8, 8)
+            self._load(started, "a", 1, 64)
+
+    def _watched(
+        self,
+        scenario: Scenario,
+        started: Started,
+        repeat: int,
+        work: Callable[[], tuple[dict[str, float], int]],
+    ) -> Measurement:
+        own_before, busy_before, began = self._own_s(), busy_s(), time.monotonic()
+        figures, errors = work()
+        foreign = (busy_s() - busy_before) - (self._own_s() - own_before)
+        cores = max(0.0, foreign / (time.monotonic() - began))
+        figures |= memory_mib(started.tree())
+        return Measurement(started.router.name, scenario.name, repeat, figures, errors, round(cores, 3))
+
+    def _own_s(self) -> float:
+        """CPU seconds of everything that belongs to the bench, children that have ended included."""
+        times = os.times()
+        mine = times.user + times.system + times.children_user + times.children_system
+        pids = [pid for root in self._bed.own_pids for pid in process_tree(root)]
+        return mine + sum(cpu_sample(pids).processes.values()) / 1e9
+
+    def _load(self, started: Started, file: str, connections: int, total: int) -> dict[str, Any]:
+        command = [str(self._bed.tools["load"]), str(started.port), str(self._files[file])]
+        done = subprocess.run(
+            [*command, str(connections), str(total)],
+            capture_output=True,
+            text=True,
+            timeout=LOAD_TIMEOUT_S,
+            check=False,
+            preexec_fn=partial(os.sched_setaffinity, 0, self._bed.cores.rest),
+        )
+        if done.returncode:
+            raise RuntimeError(f"load through {started.router.name}: {done.stderr.strip()}")
+        result: dict[str, Any] = json.loads(done.stdout)
+        return result
+
+    def _timed_load(
+        self, started: Started, file: str, connections: int, total: int
+    ) -> tuple[dict[str, Any], CpuSpent]:
+        before = cpu_sample(started.tree())
+        result = self._load(started, file, connections, total)
+        return result, spent(before, cpu_sample(started.tree()))
+
+    def _over(self, started: Started, work: Callable[[], None]) -> tuple[CpuSpent, float]:
+        """What the router spent while `work` went on, and seconds."""
+        before, began = cpu_sample(started.tree()), time.monotonic()
+        work()
+        return spent(before, cpu_sample(started.tree())), time.monotonic() - began
+
+    def _closed(self, scenario: Scenario, started: Started, repeat: int) -> tuple[dict[str, float], int]:
+        total = self._totals[started.router.name, scenario.name]
+        result, cpu = self._timed_load(started, scenario.file, scenario.connections, total)
+        figures = {
+            "cpu_us_request": cpu.all_ns / 1000 / result["requests"],
+            "main_us_request": cpu.main_ns / 1000 / result["requests"],
+            "requests_s": result["requests"] / result["seconds"],
+            "utilisation": cpu.all_ns / 1e9 / result["seconds"],
+            "p50_us": result["latency"]["p50"],
+            "p99_us": result["latency"]["p99"],
+            "sticky": result["sticky"],
+        }
+        return figures, result["errors"]
+
+    def _streams(self, scenario: Scenario, started: Started, repeat: int) -> tuple[dict[str, float], int]:
+        result, cpu = self._timed_load(started, scenario.file, scenario.connections, scenario.most)
+        chunks = max(1, result["events"])
+        figures = {
+            "cpu_us_chunk": cpu.all_ns / 1000 / chunks,
+            "chunks_s": chunks / result["seconds"],
+            "chunks_a_read": chunks / result["reads"],
+            "utilisation": cpu.all_ns / 1e9 / result["seconds"],
+            **_tail("first_byte", result),
+            **_tail("transit", result),
+        }
+        return figures, result["errors"]
+
+    def _latency(self, scenario: Scenario, started: Started, repeat: int) -> tuple[dict[str, float], int]:
+        short, medium = self._load(started, "a", 1, 600), self._load(started, "b", 1, 300)
+        streams = self._load(started, "d", 16, 32)
+        figures = {
+            "a_p50_us": short["latency"]["p50"],
+            "a_p99_us": short["latency"]["p99"],
+            "b_p50_us": medium["latency"]["p50"],
+            "b_p99_us": medium["latency"]["p99"],
+            **_tail("first_byte", streams),
+            **_tail("transit", streams),
+        }
+        return figures, short["errors"] + medium["errors"] + streams["errors"]
+
+    def _tokens(self, scenario: Scenario, started: Started, repeat: int) -> tuple[dict[str, float], int]:
+        """A conversation of 64K tokens whose first turn is known goes on for some turns. CPU is that of
+        all threads from the second turn on, cache events included, less what an idle gateway spends."""
+        turns = token_turns(random.Random(repeat), self._bed.model_folder)
+        connection = http.client.HTTPConnection("127.0.0.1", started.port, timeout=60)
+        try:
+            _ask_turn(connection, turns[0])
+            time.sleep(0.5)  # its cache events arrive
+            idle, idle_s = self._over(started, lambda: time.sleep(1.0))
+            answers: list[TurnAnswer] = []
+
+            def go_on() -> None:
+                for turn in turns[1:]:
+                    answers.append(_ask_turn(connection, turn))
+                    time.sleep(0.05)
+
+            cpu, window_s = self._over(started, go_on)
+        finally:
+            connection.close()
+        figures = {
+            "cpu_us_request": (cpu.all_ns - idle.all_ns * window_s / idle_s) / 1000 / len(answers),
+            "main_us_request": (cpu.main_ns - idle.main_ns * window_s / idle_s) / 1000 / len(answers),
+            "idle_us_s": idle.all_ns / 1000 / idle_s,
+            "prompt_tokens": statistics.median(answer.prompt_tokens for answer in answers),
+            "p50_us": statistics.median(answer.took_us for answer in answers),
+        }
+        return figures, sum(not answer.is_known for answer in answers)
+
+
+def _tail(what: str, result: dict[str, Any]) -> dict[str, float]:
+    return {f"{what}_{share}_us": result[what][share] for share in ("p50", "p99")}
+
+
+@dataclass(frozen=True, slots=True)
+class TurnAnswer:
+    prompt_tokens: int
+    predicted_tokens: int
+    reason: str
+    took_us: float
+
+    @property
+    def is_known(self) -> bool:
+        """Whether exact tokens were found to be cached, but for the new turn and the answer before it."""
+        return self.reason == "kv_hit" and self.predicted_tokens >= 0.95 * self.prompt_tokens
+
+
+def _ask_turn(connection: http.client.HTTPConnection, body: bytes) -> TurnAnswer:
+    began = time.perf_counter_ns()
+    connection.request("POST", "/v1/chat/completions", body, {"content-type": "application/json"})
+    answer = connection.getresponse()
+    content = answer.read()
+    took_us = (time.perf_counter_ns() - began) / 1000
+    if answer.status != http.client.OK:
+        raise RuntimeError(f"a turn of 64K tokens was answered {answer.status}: {content[:300]!r}")
+    usage = json.loads(content)["usage"]
+    return TurnAnswer(
+        usage["prompt_tokens"],
+        int(answer.headers.get("x-kvroute-hit-tokens", 0)),
+        answer.headers.get("x-kvroute-reason", ""),
+        took_us,
+    )
+
+
+def token_turns(rng: random.Random, model_folder: Path) -> list[bytes]:
+    """Bodies of the turns, of which the middle one has about `TURN_TOKENS` tokens."""
+    from tokenizers import Tokenizer
+
+    sample = text(rng, 50_000)
+    encoding = Tokenizer.from_file(str(model_folder / "tokenizer.json")).encode(sample)
+    chars = round(TURN_TOKENS * len(sample) / len(encoding.ids))
+    history = (chars - 32_000) // 4_100 - TURNS // 2
+    turns = conversation(rng, text(rng, 32_000), history, 1 + TURNS)
+    return [json.dumps(body | {"max_tokens": 16}).encode() for body in turns]
