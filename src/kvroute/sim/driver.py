@@ -10,6 +10,9 @@ from kvroute.clock import Clock
 from kvroute.sim.engine import EngineRequest, Phase, SimEngine
 from kvroute.wire.events import KvEvent
 
+MOST_LATE_S = 1.0
+"""What an engine that runs late makes up for at most; beyond it the machine is too slow, or was suspended."""
+
 _ENDED = {Phase.ABORTED: "abort", Phase.REFUSED: "error"}
 
 
@@ -116,10 +119,12 @@ class EngineDriver:
             if duration is None:
                 self._work.clear()
                 await self._work.wait()
+                due = self._clock.now()
                 continue
-            # Time that Python took counts as part of the iteration, so that speed does not drift.
+            # Counted from when the iteration before should have ended: neither Python's time nor waking up
+            # late slows the engine down.
             now = self._clock.now()
-            due = max(due, now) + duration if duration else now
+            due = max(due, now - MOST_LATE_S) + duration if duration else now
             await self._clock.sleep(max(0.0, due - now))
             if engine is self.engine:
                 self._finish(engine)

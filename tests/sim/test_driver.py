@@ -1,0 +1,81 @@
+"""The engine in real time: as fast as its timing model says, whatever the event loop does."""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+
+import pytest
+
+from kvroute.sim.cache import Chain, PagedCache
+from kvroute.sim.driver import MOST_LATE_S, EngineDriver
+from kvroute.sim.engine import EngineRequest, SimEngine
+from kvroute.sim.timing import TimingModel
+
+TIMING = TimingModel()
+ITERATION_S = TIMING.iteration_s(0, 0.0, 0)
+
+
+class LateClock:
+    """Time passes only in `sleep`, which always takes `late_s` longer than it was asked for."""
+
+    def __init__(self, late_s: float) -> None:
+        self.late_s = late_s
+        self.time = 0.0
+
+    def now(self) -> float:
+        return self.time
+
+    def wall(self) -> float:
+        return self.time
+
+    async def sleep(self, seconds: float) -> None:
+        self.time += seconds + self.late_s
+        await asyncio.sleep(0)
+
+
+async def taken_s(clock: LateClock, tokens: int, idle_s: float = 0.0) -> float:
+    """How long a worker with this clock takes for an answer, when it was idle for so long before."""
+    driver = EngineDriver(SimEngine(PagedCache(100, 16), TIMING), clock)
+    running = asyncio.create_task(driver.run())
+    await asyncio.sleep(0)
+    clock.time += idle_s
+    request = EngineRequest(Chain([], array("I")), prompt_tokens=16, output_tokens=tokens)
+    began = clock.now()
+    generation = driver.submit([request], ["length"], streamed=False)
+    async with asyncio.timeout(10):
+        while not generation.done:
+            await generation.wait()
+    took = clock.now() - began
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    return took
+
+
+async def test_waking_up_late_each_time_delays_an_answer_only_once() -> None:
+    punctual = await taken_s(LateClock(0.0), 100)
+
+    late = await taken_s(LateClock(0.01), 100)
+
+    assert punctual == pytest.approx(100 * ITERATION_S, rel=0.01)
+    assert late - punctual < 0.011
+
+
+async def test_an_idle_engine_makes_up_for_nothing() -> None:
+    assert await taken_s(LateClock(0.0), 10, idle_s=0.5) == pytest.approx(10 * ITERATION_S, rel=0.01)
+
+
+class SuspendedOnce(LateClock):
+    """Only the first sleep takes longer."""
+
+    async def sleep(self, seconds: float) -> None:
+        await super().sleep(seconds)
+        self.late_s = 0.0
+
+
+async def test_of_what_a_suspended_machine_lost_little_is_made_up_for() -> None:
+    lost = 10 * MOST_LATE_S
+
+    took = await taken_s(SuspendedOnce(lost), 100)
+
+    assert took == pytest.approx(lost + 100 * ITERATION_S - MOST_LATE_S, abs=2 * ITERATION_S)
