@@ -111,7 +111,7 @@ class RequestLines:
                 self._logger.info("%s", message)
             return
         is_json = isinstance(handler.formatter, JsonFormatter)
-        second, prefix, written = -1, "", []
+        second, prefix, start, written = -1, "", f" INFO    {ACCESS} ", []
         for created, message in lines:
             if int(created) != second:
                 second = int(created)
@@ -121,7 +121,7 @@ class RequestLines:
                 fields = {"time": when, "level": "info", "logger": ACCESS, "message": message}
                 written.append(json.dumps(fields, ensure_ascii=False))
             else:
-                written.append(f"{when} INFO    {ACCESS} {message}")
+                written.append(f"{when}{start}{message}")
         written.append("")
         with handler.lock or nullcontext():
             try:

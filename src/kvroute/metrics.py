@@ -20,6 +20,7 @@ from prometheus_client.utils import floatToGoString
 from kvroute import __version__
 
 _LATENCY_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+_GAP_S = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 10.0)
 _ROUTING_S = (25e-6, 50e-6, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.05)
 _ERROR_TOKENS = (0, 16, 32, 64, 128, 256, 512, 1024, 4096, 16384, 65536)
 _BYTES = (256, 1024, 4096, 16384, 65536, 262144, 1048576, 4194304, 16777216, 67108864)
@@ -165,6 +166,12 @@ class Metrics(Collector):
             _LATENCY_S,
             pool,
         )
+        self._gaps = self._histogram(
+            "kvroute_inter_token_seconds",
+            "Between two chunks of a streamed answer, as they came from the worker; one token each, mostly.",
+            _GAP_S,
+            pool,
+        )
         self.in_flight = self._gauge(
             "kvroute_requests_in_flight", "Inference requests being served now."
         ).labels()
@@ -245,9 +252,16 @@ class Metrics(Collector):
             )
         requests, duration, first_byte = series
         requests.value += 1.0
-        duration.observe(duration_s)
+        # As `Spread.observe`, without its calls.
+        duration.counts[bisect_left(_LATENCY_S, duration_s)] += 1
+        duration.sum += duration_s
         if first_byte_s is not None:
-            first_byte.observe(first_byte_s)
+            first_byte.counts[bisect_left(_LATENCY_S, first_byte_s)] += 1
+            first_byte.sum += first_byte_s
+
+    def gaps(self, model: str, worker: str, strategy: str) -> Spread:
+        """Where the times between the chunks of one stream are counted, in seconds."""
+        return self._gaps.labels(model, worker, strategy)
 
     def routed(self, model: str, strategy: str, prompt_tokens: int, hit_tokens: int) -> None:
         """Count what was predicted for one dispatched request."""
@@ -255,8 +269,9 @@ class Metrics(Collector):
         if pair is None:
             pair = self._prompt_tokens.labels(model, strategy), self._hit_tokens.labels(model, strategy)
             self._tokens[model, strategy] = pair
-        pair[0].inc(prompt_tokens)
-        pair[1].inc(hit_tokens)
+        prompts, hits = pair
+        prompts.value += prompt_tokens
+        hits.value += hit_tokens
 
     def reported(self, model: str, worker: str, prompt_tokens: int, cached_tokens: int | None) -> None:
         """Count what a worker's `usage` said."""
@@ -267,9 +282,10 @@ class Metrics(Collector):
                 self._cached_tokens.labels(model, worker),
             )
             self._reported[model, worker] = pair
-        pair[0].inc(prompt_tokens)
+        prompts, cached = pair
+        prompts.value += prompt_tokens
         if cached_tokens:
-            pair[1].inc(cached_tokens)
+            cached.value += cached_tokens
 
     def predicted(self, strategy: str, worker: str, tier: str, outcome: str, error_tokens: int) -> None:
         """Count how a prediction did."""

@@ -12,10 +12,14 @@ class FakeExchange:
         self.is_over = False
         self.ended_by: list[str] = []
         self.resumed = 0
+        self.held = 0
 
     def end(self, by: str) -> None:
         self.is_over = True
         self.ended_by.append(by)
+
+    def hold(self) -> None:
+        self.held += 1
 
     def go_on(self) -> None:
         self.resumed += 1
@@ -38,12 +42,14 @@ async def test_stands_for_its_exchange_once_there_is_one(pend, left) -> None:
         return exchange
 
     pending = pend(prepare)
+    pending.hold()
     pending.go_on()
     await pending.task
+    pending.hold()
     pending.go_on()
 
     assert not pending.is_over
-    assert exchange.resumed == 1
+    assert (exchange.held, exchange.resumed) == (1, 1)
     pending.end("client")
     assert pending.is_over
     assert (exchange.ended_by, left) == (["client"], [])

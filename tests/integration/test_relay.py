@@ -54,6 +54,25 @@ async def test_the_very_bytes_go_upstream(run_gateway, instant_sim):
     assert (b"x-odd", b"a, b") in [(key.lower(), value) for key, value in request.headers]
 
 
+async def test_the_times_between_chunks_and_the_last_usage_of_a_stream_are_counted(run_gateway):
+    body = {**CHAT, "stream": True, "max_tokens": 6, "ignore_eos": True}
+    async with (
+        run_sim(SimOptions(fixed_s=0.02)) as sim,
+        run_gateway([sim.url]) as gateway,
+    ):
+        answer = await gateway.client.post(
+            "/v1/chat/completions", json={**body, "stream_options": {"include_usage": True}}
+        )
+        prompt_tokens = json.loads(answer.text.split("data: ")[-2])["usage"]["prompt_tokens"]
+
+        await gateway.until(lambda: gateway.metric("kvroute_requests_total") == 1)
+        name = "kvroute_inter_token_seconds"
+        pool = {"model": "sim-model", "worker": "w0", "strategy": "prefixaware"}
+        assert gateway.metric(f"{name}_count", **pool) >= 4
+        assert gateway.metric(f"{name}_sum", **pool) >= 0.06
+        assert gateway.metric("kvroute_reported_prompt_tokens_total") == prompt_tokens
+
+
 async def test_hop_by_hop_headers_stay_here(run_gateway, instant_sim):
     hop = {
         "connection": "keep-alive, x-private",

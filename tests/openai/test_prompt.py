@@ -144,3 +144,26 @@ def test_the_cache_salt_is_found():
     assert cache_salt_of(parse_request(endpoint, b'{"cache_salt": "t1"}')) == "t1"
     assert cache_salt_of(parse_request(endpoint, b'{"cache_salt": null}')) == ""
     assert cache_salt_of(parse_request(endpoint, b"{}")) == ""
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        user("more"),
+        user(["a part"]),
+        user(None),
+        {"role": "user"},
+        {"content": "no role"},
+        {"role": "tool", "tool_call_id": "c1", "content": "4"},
+        {"role": "assistant", "content": None, "tool_calls": [{"id": "c1"}]},
+    ],
+)
+def test_a_long_conversation_is_rendered_as_its_messages_are(odd):
+    plain = [user(f"turn {number}") for number in range(20)]
+    for messages in ([odd, *plain], [*plain, odd], [*plain[:9], odd, *plain[9:]]):
+        whole = prompts("/v1/chat/completions", {"messages": messages})[0].data
+        one_by_one = [
+            prompts("/v1/chat/completions", {"messages": [message]})[0].data for message in messages
+        ]
+
+        assert whole == b"".join(one_by_one)

@@ -86,3 +86,42 @@ def test_no_number_of_different_lines_fills_the_memory():
 
     assert len(answers._known) <= 1024
     assert len(answers._statuses) <= 1024
+
+
+def test_a_head_that_came_before_is_read_again_with_its_own_length():
+    answers = PlainAnswers()
+    lines = (b"a: content-length: 2", b"Content-Length: %d", b"x-a: 1", b"server: v")
+    first, *others = (answers.read(head(*lines) % length) for length in (2, 3, 40, 500))
+
+    assert answers._heads
+    for answer, length in zip((first, *others), (2, 3, 40, 500), strict=True):
+        assert answer is not None
+        assert answer.body_bytes == length
+        assert (
+            answer.fields == b"a: content-length: 2\r\ncontent-length: %d\r\nx-a: 1\r\nserver: v\r\n" % length
+        )
+        assert answer.headers[1] == (b"Content-Length", b"%d" % length)
+        assert [name for name, _ in answer.headers] == [b"a", b"Content-Length", b"x-a", b"server"]
+        assert answer.body_at == len(head(*lines) % length)
+
+
+def test_a_head_that_came_before_is_not_plain_with_an_odd_length():
+    answers = PlainAnswers()
+    for _ in range(3):
+        assert answers.read(head(b"x-a: 1", b"content-length: 2"))
+    assert answers._heads
+
+    for odd in (b"0", b"02", b"+2", b"2 ", b"", b"1" * 17):
+        assert answers.read(head(b"x-a: 1", b"content-length: " + odd)) is None
+    assert answers.read(head(b"x-a: 1", b"content-length: 2", b"content-length: 2")) is None
+
+
+def test_no_number_of_different_heads_fills_the_memory():
+    answers = PlainAnswers()
+    names = [b"x-%d: 1" % number for number in range(40)]
+    for _ in range(2):
+        for one in names:
+            for other in names:
+                answers.read(head(one, other, b"content-length: 2"))
+
+    assert 0 < len(answers._heads) <= 1024

@@ -40,7 +40,8 @@ class CacheSpace:
         object.__setattr__(self, "seed", xxh3_64_intdigest(f"{self.model}\0{self.salt}".encode()))
 
 
-_ANCHOR_BLOCKS = 32
+GROUP_BLOCKS = 32
+"""Blocks between two anchors."""
 
 
 class BlockKeys(Sequence[BlockKey]):
@@ -81,17 +82,26 @@ class BlockKeys(Sequence[BlockKey]):
             place += self._size
         if not 0 <= place < self._size:
             raise IndexError(place)
-        group = place // _ANCHOR_BLOCKS
+        size = self._block_bytes
+        if place < GROUP_BLOCKS:
+            return xxh3_64_intdigest(self._data[: (place + 1) * size], self._anchors[0])  # type: ignore[return-value]
+        group = place // GROUP_BLOCKS
         anchors = self._anchors
         if group >= len(anchors):
             self._anchor(group)
-        size = self._block_bytes
-        return BlockKey(
-            xxh3_64_intdigest(self._data[group * _ANCHOR_BLOCKS * size : (place + 1) * size], anchors[group])
+        return xxh3_64_intdigest(  # type: ignore[return-value]  # a `NewType` is a call
+            self._data[group * GROUP_BLOCKS * size : (place + 1) * size], anchors[group]
         )
 
     def __iter__(self) -> Iterator[BlockKey]:
         return iter(self._some(0, self._size))
+
+    def group_ends(self) -> Sequence[BlockKey]:
+        """Every 32nd key, from the 32nd on: the anchors, which cost less than other keys."""
+        groups = self._size // GROUP_BLOCKS
+        if groups >= len(self._anchors):
+            self._anchor(groups)
+        return cast("list[BlockKey]", self._anchors[1 : groups + 1])
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Sequence):
@@ -105,7 +115,7 @@ class BlockKeys(Sequence[BlockKey]):
 
     def _anchor(self, group: int) -> None:
         """Make the anchors up to `group`."""
-        anchors, data, size = self._anchors, self._data, _ANCHOR_BLOCKS * self._block_bytes
+        anchors, data, size = self._anchors, self._data, GROUP_BLOCKS * self._block_bytes
         key = anchors[-1]
         for start in range((len(anchors) - 1) * size, group * size, size):
             key = xxh3_64_intdigest(data[start : start + size], key)
@@ -116,13 +126,13 @@ class BlockKeys(Sequence[BlockKey]):
         keys: list[int] = []
         if start >= stop:
             return []
-        self._anchor((stop - 1) // _ANCHOR_BLOCKS)
+        self._anchor((stop - 1) // GROUP_BLOCKS)
         append, data, size, hashed = keys.append, self._data, self._block_bytes, xxh3_64_intdigest
         while start < stop:
-            group = start // _ANCHOR_BLOCKS
-            first = group * _ANCHOR_BLOCKS
+            group = start // GROUP_BLOCKS
+            first = group * GROUP_BLOCKS
             begin, seed = first * size, self._anchors[group]
-            until = min(stop, first + _ANCHOR_BLOCKS)
+            until = min(stop, first + GROUP_BLOCKS)
             for end in range((start + 1) * size, (until + 1) * size, size):
                 append(hashed(data[begin:end], seed))
             start = until

@@ -78,11 +78,12 @@ class DataPlane:
         )
         """Ready header lines that workers see instead."""
         self._max_in_flight = max_in_flight
+        self._in_flight = use.metrics.in_flight
         self._running: set[Going] = set()
         self._preparing: set[asyncio.Task[None]] = set()
         self._watchers: set[asyncio.Task[None]] = set()
         self._is_open = True
-        self._id_prefix = secrets.token_hex(8)
+        self._id_prefix = secrets.token_hex(8).encode()
         self._ids = count(1)
 
     @property
@@ -117,9 +118,9 @@ class DataPlane:
     def record(self, sent: bytes, path: str) -> Record:
         """For a request that just came: under the client's own `x-request-id`, `sent`, if that is short and
         printable, else under a new one."""
-        if 0 < len(sent) <= 256 and sent.isascii() and (text := sent.decode("ascii")).isprintable():
-            return Record(text, path, self.clock.now())
-        return Record(f"{self._id_prefix}{next(self._ids):016x}", path, self.clock.now())
+        if sent and len(sent) <= 256 and sent.isascii() and sent.decode("ascii").isprintable():
+            return Record(sent, path, self.clock.now())
+        return Record(b"%b%016x" % (self._id_prefix, next(self._ids)), path, self.clock.now())
 
     def read(self, endpoint: Endpoint, body: bytes, headers: Headers, record: Record) -> InferenceRequest:
         """The complete body, decoded; the request's time counts from here. Raises InvalidRequest."""
@@ -142,9 +143,11 @@ class DataPlane:
     ) -> Going:
         """Plan the request and begin its exchange, at once or, where its tokens are wanted first, soon.
         Raises what `Planner.plan` raises."""
-        model = self.planner.unprepared(request, headers)
-        if model is not None and self.preparer is not None:
-            return self._later(self.preparer, model, request, target, headers, fields, record, client, owner)
+        preparer = self.preparer
+        if preparer is not None and self.planner.may_need_tokens:
+            model = self.planner.unprepared(request, headers)
+            if model is not None:
+                return self._later(preparer, model, request, target, headers, fields, record, client, owner)
         return self._now(request, target, headers, fields, record, client, owner, None)
 
     def _now(
@@ -158,7 +161,9 @@ class DataPlane:
         owner: WorkerId | None,
         prepared: Prepared | None,
     ) -> Exchange:
-        now = self.clock.now()
+        # Time must not fall from one plan to the next: others may have come while this one waited.
+        has_waited = prepared is not None or request.endpoint.stores_response
+        now = self.clock.now() if has_waited else record.started
         plan = self.planner.plan(request, target, headers, now, owner, prepared=prepared)
         record.model, record.tokens, record.decision = plan.model, plan.query.tokens, plan.decision
         self.metrics.routing_time.observe(self.clock.now() - record.started)
@@ -199,7 +204,7 @@ class DataPlane:
             if by == "client":
                 client.cut()
                 record.status = CLIENT_LEFT
-                self.journal.finished(record)
+                self.journal.finished(record, self.clock.now())
             else:
                 self.refuse(record, ShuttingDown("The gateway is shutting down."), client, shape)
 
@@ -214,14 +219,14 @@ class DataPlane:
         """Start an exchange; it ends by itself, or by `Exchange.end`."""
         exchange = Exchange(self.use, plan, record, fields, client, self._ended)
         self._running.add(exchange)
-        self.metrics.in_flight.inc()
+        self._in_flight.value += 1.0
         exchange.begin()
         return exchange
 
     def refuse(self, record: Record, error: GatewayError, client: Downstream, shape: ErrorShape) -> None:
         """Answer a request that has no exchange, and write it down."""
         refuse(self.metrics, record, error, client, shape)
-        self.journal.finished(record)
+        self.journal.finished(record, self.clock.now())
 
     def failed(self, record: Record, client: Downstream, shape: ErrorShape) -> None:
         """Answer a request on which the gateway itself failed. Called while its exception is handled."""
@@ -247,7 +252,7 @@ class DataPlane:
 
     def _ended(self, exchange: Going) -> None:
         self._running.discard(exchange)
-        self.metrics.in_flight.dec()
+        self._in_flight.value -= 1.0
 
 
 class InferenceEndpoint:
@@ -299,8 +304,9 @@ class StoredResponseEndpoint:
             plane.admit()
             plane.keys.check(headers)
             body = await read_body(receive, headers, plane.max_body_bytes)
-            record.started = now = plane.clock.now()
+            record.started = plane.clock.now()
             owner = await plane.stored.find(scope["path_params"]["response_id"])
+            now = plane.clock.now()
             plan = plane.stored.plan(scope["method"].encode(), target_of(scope), body, owner, now)
             record.decision = plan.decision
             exchange = plane.begin(plan, _fields(plane, headers), record, answer)
@@ -319,7 +325,7 @@ class StoredResponseEndpoint:
 def left(plane: DataPlane, record: Record) -> None:
     """The client left before its request was complete."""
     record.status = CLIENT_LEFT
-    plane.journal.finished(record)
+    plane.journal.finished(record, plane.clock.now())
 
 
 def target_of(scope: Scope) -> bytes:

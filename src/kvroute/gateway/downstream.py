@@ -34,6 +34,11 @@ class Downstream(Protocol):
         """The next bytes of the body, at least one."""
         ...
 
+    def write_framed(self, framed: bytes) -> bool:
+        """As `write`, of one chunk in the framing of a chunked answer. False, and nothing done, where the
+        answer is not passed on in that framing. Who takes it calls `Exchange.hold` when `is_paused` rises."""
+        ...
+
     def finish(self, chunk: bytes = b"") -> None:
         """The last bytes of the body, if any; the answer is complete."""
         ...
@@ -83,6 +88,9 @@ class AsgiAnswer:
             self._parts.append(chunk)
             self._held_bytes += len(chunk)
             self._wake()
+
+    def write_framed(self, framed: bytes) -> bool:
+        return False
 
     def finish(self, chunk: bytes = b"") -> None:
         if not self._is_over:

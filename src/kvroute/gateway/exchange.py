@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvroute.clock import Clock
 from kvroute.errors import (
@@ -27,6 +27,7 @@ from kvroute.errors import (
 )
 from kvroute.fleet.health import HealthMonitor
 from kvroute.gateway.asgi import Headers, header
+from kvroute.gateway.attribution import Attribution
 from kvroute.gateway.audit import PredictionAudit
 from kvroute.gateway.downstream import Downstream
 from kvroute.gateway.failures import InternalError, answer_error, error_event
@@ -34,13 +35,14 @@ from kvroute.gateway.journal import Journal, Record
 from kvroute.gateway.planner import Plan
 from kvroute.gateway.stored import ResponseOwners, response_id_in
 from kvroute.gateway.usage import usage_in
-from kvroute.metrics import Metrics
+from kvroute.metrics import Metrics, Spread
 from kvroute.openai.endpoints import ErrorShape
 from kvroute.routing.decision import Candidate
 from kvroute.routing.router import Dispatch, Router
 from kvroute.tokens.estimate import TokenEstimator
 from kvroute.upstream.head import relayed_head
 from kvroute.upstream.headers import ANSWERED_HERE, HOP_BY_HOP, response_headers
+from kvroute.upstream.plain_answer import unframed
 from kvroute.upstream.response import UpstreamResponse
 from kvroute.upstream.retry import RetryBudget
 from kvroute.upstream.transports import Transports
@@ -50,7 +52,6 @@ log = logging.getLogger(__name__)
 _RETRYABLE = (ConnectRefused, ConnectTimeout, ConnectionLost, PoolExhausted)
 _WITHOUT_BODY = (204, 304)
 _DROPPED = HOP_BY_HOP | ANSWERED_HERE
-_PREDICTING = frozenset({"prefixaware", "kvaware"})
 _RANK_FIELD = b"x-data-parallel-rank:"
 _DROPPED_WITHOUT_BODY = _DROPPED | {b"content-length"}
 CLIENT_LEFT = 499
@@ -72,6 +73,7 @@ class Collaborators:
     audit: PredictionAudit
     clock: Clock
     retry_statuses: frozenset[int]
+    attribution: Attribution = field(default_factory=Attribution)
 
 
 class Exchange:
@@ -84,10 +86,12 @@ class Exchange:
         "_dispatch",
         "_ended",
         "_fields",
+        "_gaps",
         "_is_event_stream",
         "_is_over",
         "_is_started",
         "_last",
+        "_last_chunk_at",
         "_plan",
         "_record",
         "_response",
@@ -117,6 +121,9 @@ class Exchange:
         self._dispatch: Dispatch | None = None
         self._response: UpstreamResponse | None = None
         self._is_started = self._is_event_stream = self._is_over = False
+        self._gaps: Spread | None = None
+        """Of an event stream, where the times between its chunks are counted."""
+        self._last_chunk_at = 0.0
         self._before_last = self._last = b""
 
     @property
@@ -148,6 +155,11 @@ class Exchange:
         else:
             self._give_up(ShuttingDown("The gateway is shutting down."))
 
+    def hold(self) -> None:
+        """The client takes what was written too slowly: read no more until `go_on`."""
+        if self._response is not None:
+            self._response.hold()
+
     def go_on(self) -> None:
         """The client has taken what was written."""
         if self._response is not None:
@@ -171,6 +183,18 @@ class Exchange:
             log.exception("an exchange failed")
             self._give_up(InternalError("Internal error."))
 
+    def chunk_arrived(self, response: UpstreamResponse, framed: bytes, begin: int) -> bool:
+        """As `upstream.response.AnswerListener`."""
+        gaps = self._gaps  # None before the answer has begun
+        if gaps is None or not self._client.write_framed(framed):
+            return False
+        self._before_last = self._last
+        self._last = framed
+        now = self._use.clock.now()
+        gaps.observe(now - self._last_chunk_at)
+        self._last_chunk_at = now
+        return True
+
     # Towards the worker.
 
     def _next(self) -> None:
@@ -178,8 +202,10 @@ class Exchange:
         use, plan, record = self._use, self._plan, self._record
         candidate = self._candidate = plan.decision.ranking[self._tried]
         self._tried += 1
-        self._dispatch = use.router.dispatch(plan.query, plan.decision, candidate, use.clock.now())
-        record.worker = candidate.worker.id
+        # The first attempt is dispatched at the moment for which it was planned.
+        now = use.clock.now() if record.attempts else plan.query.now
+        self._dispatch = use.router.dispatch(plan.query, plan.decision, candidate, now)
+        record.worker = candidate.worker.spec.id
         record.matched_tokens = candidate.matched_tokens
         record.attempts += 1
         self._submit(candidate)
@@ -187,7 +213,7 @@ class Exchange:
     def _submit(self, candidate: Candidate, *, fresh: bool = False) -> None:
         plan, fields = self._plan, self._fields
         transport = self._use.transports.of(candidate.worker)
-        rank = candidate.rank
+        rank = None if candidate.held is None else candidate.held.rank
         if rank is not None and _RANK_FIELD not in fields.lower():
             fields += b"%b %d\r\n" % (_RANK_FIELD, rank)
         try:
@@ -196,21 +222,21 @@ class Exchange:
                 plan.target,
                 transport.host,
                 fields,
-                self._record.request_id.encode("latin-1"),
+                self._record.request_id,
                 len(plan.body),
             )
         except ValueError as error:
             raise InvalidRequest(f"The request cannot be forwarded: {error}.") from error
         self._response = transport.submit(head, plan.body, self, fresh=fresh)
 
-    def _give_back(self) -> None:
+    def _give_back(self, now: float) -> None:
         """The attempt is over."""
         response, dispatch = self._response, self._dispatch
         self._response = self._dispatch = None
         if response is not None:
             response.abort()  # a no-op when the answer was complete and its connection went back
         if dispatch is not None:
-            dispatch.finish(self._use.clock.now())
+            dispatch.finish(now)
 
     def _failed(self) -> None:
         """No byte of an answer came. Tell health; the next worker, or what the client sees."""
@@ -230,7 +256,7 @@ class Exchange:
             use.health.report_failure(worker, error.cause)
         can_retry = self._tried < len(self._plan.decision.ranking)
         if isinstance(error, _RETRYABLE) and can_retry and self._spend(error.cause):
-            self._give_back()
+            self._give_back(use.clock.now())
             self._next()
             return
         raise self._visible(error, worker.id, can_retry) from error
@@ -268,45 +294,49 @@ class Exchange:
             and self._tried < len(plan.decision.ranking)
             and self._spend("status")
         ):
-            self._give_back()
+            self._give_back(use.clock.now())
             self._next()
             return
         decision = plan.decision
         use.metrics.routed(plan.model, decision.strategy, plan.query.tokens, candidate.matched_tokens)
         record.status, record.error = status, ""  # what earlier attempts met is in the retry counters
         record.first_byte = now = use.clock.now()
-        fields, is_sized = response.fields, True
-        if fields is None:
+        fields, is_sized = response.fields, response.content_length is not None
+        if fields is not None:
+            self._is_event_stream = response.is_event_stream
+        else:
             headers = response_headers(
                 response.headers, _DROPPED if status not in _WITHOUT_BODY else _DROPPED_WITHOUT_BODY
             )
             fields = b"".join([b"%b: %b\r\n" % pair for pair in headers])
             is_sized = any(name == b"content-length" for name, _ in headers)
             self._is_event_stream = header(headers, b"content-type").startswith(b"text/event-stream")
-            if self._is_event_stream:
-                dispatch.first_token(now)
+        if self._is_event_stream:
+            dispatch.first_token(now)
+            self._gaps = use.metrics.gaps(plan.model, record.worker, decision.strategy)
+            self._last_chunk_at = now
         if plan.stores_response and (response_id := response_id_in(b"".join(response.parts))):
             use.owners.remember(response_id, candidate.worker.id)
-        fields = b"%bx-request-id: %b\r\nx-kvroute-worker: %b\r\nx-kvroute-strategy: %b\r\n%b" % (
+        fields = b"%bx-request-id: %b\r\n%b" % (
             fields,
-            record.request_id.encode("latin-1"),
-            candidate.worker.id.encode(),
-            decision.strategy.encode(),
-            b"x-kvroute-reason: %b\r\n" % decision.reason.encode(),
+            record.request_id,
+            use.attribution.lines(candidate, decision),
         )
-        if decision.strategy in _PREDICTING:
-            fields += _hits(candidate)
         self._is_started = True
         self._client.start_relayed(status, fields, is_sized=is_sized)
-        self._relay()
+        self._relay(is_first=True)
 
-    def _relay(self) -> None:
+    def _relay(self, *, is_first: bool = False) -> None:
         """Pass on what has arrived."""
         response = self._response
         assert response is not None
         client, chunk = self._client, response.take()
         if chunk:
             self._before_last, self._last = self._last, chunk
+            if not is_first and self._gaps is not None:
+                now = self._use.clock.now()
+                self._gaps.observe(now - self._last_chunk_at)
+                self._last_chunk_at = now
         if response.is_over:
             if response.error is None:
                 client.finish(chunk)
@@ -324,7 +354,12 @@ class Exchange:
 
     def _learn(self, response: UpstreamResponse) -> None:
         use, plan, record = self._use, self._plan, self._record
-        if response.status == 200 and (usage := usage_in(self._before_last, self._last)):
+        if response.status != 200:
+            return
+        before_last, last = self._before_last, self._last
+        if self._is_event_stream:
+            before_last, last = unframed(before_last), unframed(last)
+        if usage := usage_in(before_last, last):
             use.metrics.reported(plan.model, record.worker, usage.prompt_tokens, usage.cached_tokens)
             use.estimator.observe(plan.model, plan.prompts, usage.prompt_tokens)
             assert self._candidate is not None
@@ -355,16 +390,10 @@ class Exchange:
 
     def _end(self) -> None:
         self._is_over = True
-        self._give_back()
-        self._use.journal.finished(self._record)
+        now = self._use.clock.now()
+        self._give_back(now)
+        self._use.journal.finished(self._record, now)
         self._ended(self)
-
-
-def _hits(candidate: Candidate) -> bytes:
-    """Header lines: the predicted `cached_tokens` of the worker that answers, in all and by tier."""
-    held, tokens = candidate.held, candidate.matched_tokens
-    gpu, l1, l2 = (tokens, 0, 0) if held is None else held.tokens
-    return b"x-kvroute-hit-tokens: %d\r\nx-kvroute-hit-tiers: gpu=%d;l1=%d;l2=%d\r\n" % (tokens, gpu, l1, l2)
 
 
 def refuse(
@@ -374,5 +403,5 @@ def refuse(
     record.status = error.status
     record.error = record.error or error.error_code or error.type
     metrics.rejected.labels(error.error_code or error.type).inc()
-    added: Headers = [(b"x-request-id", record.request_id.encode("latin-1"))]
+    added: Headers = [(b"x-request-id", record.request_id)]
     answer_error(client, error, added, shape)

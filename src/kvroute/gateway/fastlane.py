@@ -54,6 +54,9 @@ class FastLaneProtocol(HttpToolsProtocol):
 
     Both never work at a time: the lane takes a request only while uvicorn is between two messages and
     has answered the last one, and hands nothing to uvicorn while its own request is under way.
+
+    A slow client makes it hold at most the transport's mark (64 KiB) and one read from the worker (256 KB)
+    of an answer.
     """
 
     plane: ClassVar[DataPlane]
@@ -80,6 +83,8 @@ class FastLaneProtocol(HttpToolsProtocol):
         self._exchange: Going | None = None
         self._head = b""
         self._is_chunked = False
+        self._takes_framed = False
+        """The head of a chunked answer is out, and its end is not."""
         self._ahead = b""
 
     # What the socket tells.
@@ -99,12 +104,18 @@ class FastLaneProtocol(HttpToolsProtocol):
         lane, exchange, record = self._lane, self._exchange, self._record
         self._exchange = self._record = self._request = None
         self._segments = []
+        self._takes_framed = False
         super().connection_lost(exc)
         self._idle.close()
         if exchange is not None:
             exchange.end("client")
         elif lane is _COLLECTING and record is not None:
             left(self.plane, record)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        if self._exchange is not None:
+            self._exchange.hold()
 
     def resume_writing(self) -> None:
         super().resume_writing()
@@ -209,7 +220,9 @@ class FastLaneProtocol(HttpToolsProtocol):
         self.start_relayed(status, b"".join([b"%b: %b\r\n" % pair for pair in headers]), is_sized=is_sized)
 
     def start_relayed(self, status: int, fields: bytes, *, is_sized: bool) -> None:
-        own = b"".join([b"%b: %b\r\n" % pair for pair in self.server_state.default_headers])
+        own = b""
+        if self.server_state.default_headers:
+            own = b"".join([b"%b: %b\r\n" % pair for pair in self.server_state.default_headers])
         if self._closes_after:
             fields += b"connection: close\r\n"
         self._is_chunked = is_chunked = not is_sized and status not in _WITHOUT_BODY
@@ -230,6 +243,11 @@ class FastLaneProtocol(HttpToolsProtocol):
         else:
             self.transport.write(chunk)
 
+    def write_framed(self, framed: bytes) -> bool:
+        if self._takes_framed:
+            self.transport.write(framed)
+        return self._takes_framed
+
     def finish(self, chunk: bytes = b"") -> None:
         if self._lane is not _BUSY:
             return
@@ -237,6 +255,7 @@ class FastLaneProtocol(HttpToolsProtocol):
             chunk = b"%x\r\n%b\r\n0\r\n\r\n" % (len(chunk), chunk) if chunk else b"0\r\n\r\n"
         self._send(chunk)
         self._exchange = None
+        self._takes_framed = False
         self.server_state.total_requests += 1
         if self._closes_after or self.transport.is_closing():
             self._lane = _FREE
@@ -249,6 +268,7 @@ class FastLaneProtocol(HttpToolsProtocol):
 
     def cut(self) -> None:
         self._exchange = None
+        self._takes_framed = False
         self._lane = _FREE
         self.transport.close()
 
@@ -256,6 +276,7 @@ class FastLaneProtocol(HttpToolsProtocol):
         head = self._head
         if head:
             self._head = b""
+            self._takes_framed = self._is_chunked
             if len(data) <= _JOIN_BYTES:
                 data = head + data
             else:

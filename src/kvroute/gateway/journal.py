@@ -14,14 +14,18 @@ from kvroute.routing.decision import RouteDecision
 
 _GATHER_S = 0.1
 _MOST_WAITING = 1000
+_LINE = (
+    "%s %s %d worker=%s model=%s strategy=%s reason=%s matched=%d tokens=%d attempts=%d ttfb=%s duration=%.4f"
+)
 
 
 @dataclass(slots=True)
 class Record:
     """One request as it went, without its body. Mutable: its exchange fills it in until
-    `Journal.finished` takes it. `decision` is None where none was reached."""
+    `Journal.finished` takes it. `request_id` is printable ASCII; `decision` is None where none was
+    reached."""
 
-    request_id: str
+    request_id: bytes
     path: str
     started: float
     model: str = "-"
@@ -56,9 +60,10 @@ class Journal:
         self._timer: asyncio.TimerHandle | None = None
         self._ring: deque[_Entry] = deque(maxlen=kept)
 
-    def finished(self, record: Record) -> None:
-        """Count `record` and log it soon. 499 stands for a client that left before an answer, as in nginx."""
-        duration = self._clock.now() - record.started
+    def finished(self, record: Record, now: float) -> None:
+        """Count `record`, which ended at `now`, and log it soon. 499 stands for a client that left before an
+        answer, as in nginx."""
+        duration = now - record.started
         decision = record.decision
         first_byte = record.first_byte
         strategy, reason, _ = decision or ("-", record.error or "-", ())
@@ -93,22 +98,32 @@ class Journal:
 
 
 def _line(duration: float, record: Record) -> str:
-    decision = record.decision
-    strategy, reason, _ = decision or ("-", record.error or "-", ())
-    ttfb = "-" if record.first_byte is None else f"{record.first_byte - record.started:.4f}"
-    return (
-        f"{record.request_id} {record.path} {record.status} worker={record.worker} model={record.model}"
-        f" strategy={strategy} reason={reason} matched={record.matched_tokens} tokens={record.tokens}"
-        f" attempts={record.attempts} ttfb={ttfb} duration={duration:.4f}"
-        f"{f' error={record.error}' if record.error else ''}"
-        f"{f' ended_by={record.ended_by}' if record.ended_by else ''}"
+    strategy, reason, _ = record.decision or ("-", record.error or "-", ())
+    line = _LINE % (
+        record.request_id.decode(),
+        record.path,
+        record.status,
+        record.worker,
+        record.model,
+        strategy,
+        reason,
+        record.matched_tokens,
+        record.tokens,
+        record.attempts,
+        "-" if record.first_byte is None else "%.4f" % (record.first_byte - record.started),
+        duration,
     )
+    if record.error:
+        line += f" error={record.error}"
+    if record.ended_by:
+        line += f" ended_by={record.ended_by}"
+    return line
 
 
 def _described(wall: float, duration: float, record: Record) -> dict[str, Any]:
     entry: dict[str, Any] = {
         "time": wall,
-        "request_id": record.request_id,
+        "request_id": record.request_id.decode(),
         "path": record.path,
         "model": record.model,
         "worker": record.worker,

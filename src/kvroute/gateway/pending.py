@@ -13,6 +13,7 @@ class Going(Protocol):
     @property
     def is_over(self) -> bool: ...
     def end(self, by: str) -> None: ...
+    def hold(self) -> None: ...
     def go_on(self) -> None: ...
 
 
@@ -48,6 +49,11 @@ class Pending:
             self._is_over = True
             self._task.cancel()
             self._left(self, by)
+
+    def hold(self) -> None:
+        """As `Exchange.hold`."""
+        if self._exchange is not None:
+            self._exchange.hold()
 
     def go_on(self) -> None:
         """As `Exchange.go_on`."""

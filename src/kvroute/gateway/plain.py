@@ -96,7 +96,8 @@ class PlainRequests:
         around = data[:at], data[after:end]
         head = self._heads.get(around)
         if head is not None and _LENGTH(digits):
-            return PlainRequest(*head, end + 4, int(digits))
+            # As `PlainRequest(...)`, without its Python-level constructor.
+            return tuple.__new__(PlainRequest, (*head, end + 4, int(digits)))
         known = self._known
         without_new = len(known) + (data[at + 2 : after] not in known)
         request = self._read(data, end)

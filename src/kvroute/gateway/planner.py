@@ -21,9 +21,14 @@ from kvroute.openai.request import InferenceRequest
 from kvroute.routing.caches import ExactPrompt
 from kvroute.routing.decision import Needs, RouteDecision, RouteQuery
 from kvroute.routing.router import Router
+from kvroute.routing.strategy import Strategy
 from kvroute.tokens.estimate import TokenEstimator
 
 STRATEGY_HEADER = b"x-kvroute-strategy"
+
+
+_ANCHORED_BYTES = 16_384
+"""Longer prompts have most of their keys made while they are routed, shorter ones are hashed as quickly."""
 
 
 @dataclass(slots=True)
@@ -61,9 +66,12 @@ class Planner:
         self._router = router
         self._estimator = estimator
         self._session_keys = tuple(session_keys)
-        self._spaces: dict[str, CacheSpace] = {}  # of models that exist: their names come from workers
+        # Of models that exist: their names come from workers.
+        self._spaces: dict[str, CacheSpace] = {}
+        self._strategies: dict[str, Strategy] = {}
         self._allow_strategy_header = allow_strategy_header
-        self._may_need_tokens = allow_strategy_header or router.may_need(Needs.TOKENS)
+        self.may_need_tokens = allow_strategy_header or router.may_need(Needs.TOKENS)
+        """Whether `unprepared` has ever anything to say."""
 
     def plan(
         self,
@@ -92,13 +100,14 @@ class Planner:
             raise NoRoutableWorker(
                 f"No routable worker serves the model {model!r} at the moment.", retry_after_s=1
             )
-        strategy = self._router.strategy(model, self._asked_strategy(headers))
+        strategy = self._strategy(model, headers)
         needs = strategy.needs
         session = None
         if with_session or needs is Needs.SESSION_KEY:
             session = session_key(self._session_keys, request, headers)
         wants_prompt = needs is Needs.PROMPT or needs is Needs.TOKENS
-        prompts, query = self._query(request, model, now, session, wants_prompt, prepared)
+        prompts = prompts_of(request) if wants_prompt else ()
+        query = self._query(request, model, now, prompts, session, prepared)
         decision = None
         if owner is not None:
             decision = self._router.pinned(query, view, owner)
@@ -112,15 +121,21 @@ class Planner:
     def unprepared(self, request: InferenceRequest, headers: Headers) -> str | None:
         """The model whose tokenizer the request's strategy wants to hear before `plan`; None where it can
         be planned at once, or fails to be. Raises what `plan` raises about names."""
-        if not self._may_need_tokens or not request.endpoint.fills_kv_cache:
+        if not self.may_need_tokens or not request.endpoint.fills_kv_cache:
             return None
         model = self._fleet.resolve(request.model)
-        strategy = self._router.strategy(model, self._asked_strategy(headers))
+        strategy = self._strategy(model, headers)
         return model if strategy.needs is Needs.TOKENS else None
 
+    def _strategy(self, model: str, headers: Headers) -> Strategy:
+        if self._allow_strategy_header and (asked := self._asked_strategy(headers)) is not None:
+            return self._router.strategy(model, asked)
+        strategy = self._strategies.get(model)
+        if strategy is None:
+            strategy = self._strategies[model] = self._router.strategy(model)
+        return strategy
+
     def _asked_strategy(self, headers: Headers) -> str | None:
-        if not self._allow_strategy_header:
-            return None
         name = header(headers, STRATEGY_HEADER).decode("latin-1")
         if name and not self._router.knows(name):
             known = ", ".join(self._router.strategies)
@@ -142,41 +157,37 @@ class Planner:
         request: InferenceRequest,
         model: str,
         now: float,
+        prompts: Sequence[Prompt],
         session: str | None,
-        wants_prompt: bool,
         prepared: Prepared | None,
-    ) -> tuple[Sequence[Prompt], RouteQuery]:
-        prompts: Sequence[Prompt] = ()
+    ) -> RouteQuery:
+        keys: tuple[PromptKeys, ...] = ()
         exact: tuple[ExactPrompt, ...] = ()
-        if wants_prompt:
-            prompts = prompts_of(request)
         if prompts:
-            space = self._space(model, cache_salt_of(request))
-            keys = tuple([self._estimator.prompt_keys(prompt, space) for prompt in prompts])
+            salt = request.cache_salt
+            space = self._space(model, "" if salt is None else cache_salt_of(request))
+            if len(prompts) == 1:
+                keys = (self._estimator.prompt_keys(prompts[0], space),)
+            else:
+                keys = tuple([self._estimator.prompt_keys(prompt, space) for prompt in prompts])
             if prepared is not None and len(prepared.prompts) == len(keys):
                 exact = prepared.prompts
                 keys = tuple(map(_measured, keys, prompts, exact))
-            tokens = sum([entry.tokens for entry in keys])
-            fingerprint = space.seed
-            for prompt, entry in zip(prompts, keys, strict=True):
-                blocks = len(entry.keys)
-                fingerprint ^= xxh3_64_intdigest(
-                    prompt.data[blocks * BLOCK_BYTES :], entry.keys[-1] if blocks else fingerprint
-                )
+            fingerprint, tokens = space.seed, 0
+            for (data, _), (chain, estimate, _) in zip(prompts, keys, strict=True):
+                tokens += estimate
+                if len(data) > _ANCHORED_BYTES:
+                    blocks = len(chain)
+                    fingerprint ^= xxh3_64_intdigest(data[blocks * BLOCK_BYTES :], chain[blocks - 1])
+                else:
+                    fingerprint ^= xxh3_64_intdigest(data, fingerprint)
         else:
-            keys = ()
             tokens = int(len(request.body) / BYTES_PER_TOKEN) if request.endpoint.fills_kv_cache else 1
             fingerprint = xxh3_64_intdigest(request.body)
-        return prompts, RouteQuery(
-            model=model,
-            now=now,
-            prompts=keys,
-            tokens=tokens,
-            session_key=session,
-            streamed=request.stream,
-            fingerprint=fingerprint,
-            exact=exact,
-            inexact="" if exact or prepared is None else prepared.why_not or "unreadable",
+        inexact = "" if exact or prepared is None else prepared.why_not or "unreadable"
+        # As `RouteQuery(...)`, without its Python-level constructor.
+        return tuple.__new__(
+            RouteQuery, (model, now, keys, tokens, session, request.stream, fingerprint, exact, inexact)
         )
 
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from operator import itemgetter
+from typing import Any, NamedTuple
 
 import msgspec
 from msgspec import UNSET, Raw, UnsetType
@@ -23,6 +24,7 @@ from kvroute.openai.request import InferenceRequest, Message
 _AFTER_MESSAGES = ("query", "text_1", "queries", "text_2", "suffix")
 _NOTHING_ELSE = [UNSET] * 8
 _LIST = ord("[")
+_MANY_MESSAGES = 8
 _FEW_BYTES = 1024
 """A content part above this is taken for media or a file and counted by its hash unless it is text."""
 
@@ -31,6 +33,7 @@ class _Part(msgspec.Struct):
     text: str | UnsetType = UNSET
 
 
+_first = itemgetter(0)
 _decode_messages = msgspec.json.Decoder(list[Message]).decode
 _decode_items = msgspec.json.Decoder(list[Raw]).decode
 _decode_part = msgspec.json.Decoder(_Part).decode
@@ -81,11 +84,13 @@ def cache_salt_of(request: InferenceRequest) -> str:
 
 
 def _rendered(messages: Sequence[Message]) -> list[bytes | Raw]:
-    """What templates render of the messages, about 0.4 us each."""
+    """What templates render of the messages, about 0.4 us each; less where they all are role and text."""
+    fields = list(map(astuple, messages))
+    if len(fields) >= _MANY_MESSAGES and (plain := _all_plain(fields)) is not None:
+        return plain
     parts: list[bytes | Raw] = []
     add = parts.append
-    for message in messages:
-        role, content, *others = astuple(message)
+    for role, content, *others in fields:
         add(b"\x1e")
         if role is not UNSET:
             add(role)
@@ -99,6 +104,22 @@ def _rendered(messages: Sequence[Message]) -> list[bytes | Raw]:
                 add(data)
         if others != _NOTHING_ELSE:
             parts += [value for value in others[3:] if value is not UNSET]
+    return parts
+
+
+def _all_plain(fields: list[tuple[Any, ...]]) -> list[bytes | Raw] | None:
+    """As `_rendered`, by loops that are not Python's; None unless every message is a role and a content that
+    is no list."""
+    count = len(fields)
+    roles, contents, *others = zip(*fields, strict=True)
+    if UNSET in roles or UNSET in contents or any(column.count(UNSET) != count for column in others):
+        return None
+    texts = list(map(bytes, contents))
+    if _LIST in map(_first, texts):
+        return None
+    parts: list[bytes | Raw] = [b"\x1e"] * (3 * count)
+    parts[1::3] = roles
+    parts[2::3] = texts
     return parts
 
 

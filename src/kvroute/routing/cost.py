@@ -19,7 +19,7 @@ from kvroute.index.history import RouteHistory
 from kvroute.options import Options, option
 from kvroute.routing.caches import Held
 from kvroute.routing.decision import Candidate, CostTerms, RouteQuery
-from kvroute.routing.learning import Learned
+from kvroute.routing.learning import Fit, Learned
 
 RESIDENCE_S = 5.0
 """How long a request is taken to hold its memory on a worker that has not finished one yet."""
@@ -181,7 +181,8 @@ class Pressure(NamedTuple):
 
 
 class CostModel:
-    """Ranks workers by cost. Stateless but for the history it reads; one for all models and strategies."""
+    """Ranks workers by cost. Stateless but for the history it reads and what it remembers of fits; one for
+    all models and strategies."""
 
     def __init__(
         self,
@@ -194,22 +195,28 @@ class CostModel:
         self._default = Costs.of(default or CostOptions())
         self._models = {model: Costs.of(options) for model, options in (models or {}).items()}
         self._learned = learned
+        self._derived: dict[str, tuple[Fit, Costs]] = {}
+        """What `costs` made of each model's last fit."""
 
     def configured(self, model: str) -> Costs:
         return self._models.get(model, self._default)
 
     def costs(self, model: str) -> Costs:
         """As configured; what first tokens have taught takes the place of the times, where there is any."""
-        costs = self.configured(model)
-        if self._learned is not None and (fit := self._learned.fit(model)) is not None:
+        costs = self._models.get(model, self._default)
+        if self._learned is None or (fit := self._learned.fit(model)) is None:
+            return costs
+        derived = self._derived.get(model)
+        if derived is None or derived[0] is not fit:
             share = costs.active_token_s / costs.token_s
-            return costs._replace(
+            learned = costs._replace(
                 token_s=fit.token_s,
                 context_token_s=fit.context_token_s,
                 iteration_s=fit.iteration_s,
                 active_token_s=share * fit.token_s,
             )
-        return costs
+            derived = self._derived[model] = fit, learned
+        return derived[1]
 
     def pressure(self, queues: Sequence[WorkerLoad], now: float) -> Pressure:
         busy: list[float] = []
@@ -257,7 +264,7 @@ class CostModel:
         else:
             queues = [worker.load for worker in workers]
         utilisation, mean_own_s, busy = self.pressure(queues, now)
-        rho = min(utilisation, MAX_UTILISATION)
+        rho = utilisation if utilisation < MAX_UTILISATION else MAX_UTILISATION
         delay_factor = 0.5 * rho / (1 - rho) / mean_own_s if rho else 0.0
         prompts = len(query.prompts) or 1
         block_tokens = _block_tokens(query)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvroute.fleet.worker import Worker
+from kvroute.fleet.worker import ASSUMED_BLOCK_TOKENS, Worker
 from kvroute.index.history import RouteHistory
 from kvroute.routing.decision import RouteQuery
 
@@ -16,14 +16,15 @@ def matched_tokens(history: RouteHistory, query: RouteQuery, workers: Sequence[W
     own size. Blocks of unfinished requests count: they are there, or will be before this request runs.
     """
     totals = [0] * len(workers)
-    for prompt in query.prompts:
-        held = history.match(prompt.keys)
+    for keys, length, block_tokens in query.prompts:
+        held = history.match(keys)
         if not held:
             continue
-        most = prompt.tokens - 1
         for place, worker in enumerate(workers):
             blocks = held.get(worker.index)
             if blocks:
-                tokens = min(int(blocks * prompt.block_tokens), most)
-                totals[place] += tokens - tokens % worker.block_size
+                tokens = int(blocks * block_tokens)
+                if tokens >= length:
+                    tokens = length - 1
+                totals[place] += tokens - tokens % (worker.facts.block_size or ASSUMED_BLOCK_TOKENS)
     return totals

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvroute.blocks.keys import BLOCK_BYTES, BYTES_PER_TOKEN, CacheSpace, PromptKeys, block_keys
+from kvroute.blocks.keys import BLOCK_BYTES, BYTES_PER_TOKEN, BlockKeys, CacheSpace, PromptKeys
 from kvroute.openai.prompt import Prompt
 
 _WEIGHT = 0.05
@@ -41,9 +41,14 @@ class TokenEstimator:
     def prompt_keys(self, prompt: Prompt, space: CacheSpace) -> PromptKeys:
         """The prompt's chained keys with its estimated length. The keys are made as they are
         asked for."""
-        ratio = _TOKEN_ID_BYTES if prompt.is_token_ids else self.bytes_per_token(space.model)
-        return PromptKeys(
-            keys=block_keys(prompt.data, seed=space.seed),
-            tokens=max(1, round(len(prompt.data) / ratio)),
-            block_tokens=BLOCK_BYTES / ratio,
+        data, is_token_ids = prompt
+        ratio = _TOKEN_ID_BYTES if is_token_ids else self._ratio.get(space.model, self._initial)
+        # As `PromptKeys(...)`, without its Python-level constructor.
+        return tuple.__new__(
+            PromptKeys,
+            (
+                BlockKeys(data, BLOCK_BYTES, space.seed),
+                round(len(data) / ratio) or 1,
+                BLOCK_BYTES / ratio,
+            ),
         )

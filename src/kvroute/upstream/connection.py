@@ -9,7 +9,7 @@ import httptools
 
 from kvroute.errors import ConnectionLost, ProtocolViolation, ResponseTimeout, UpstreamError
 from kvroute.upstream.deadline import Deadline
-from kvroute.upstream.plain_answer import PlainAnswers
+from kvroute.upstream.plain_answer import CHUNK, LAST_CHUNK, PlainAnswers
 from kvroute.upstream.response import UpstreamResponse
 
 MAX_HEAD_BYTES = 65_536
@@ -44,6 +44,7 @@ class UpstreamConnection(asyncio.Protocol):
 
     __slots__ = (
         "_body",
+        "_chunk_bytes",
         "_coding",
         "_content_length",
         "_done",
@@ -53,6 +54,7 @@ class UpstreamConnection(asyncio.Protocol):
         "_headers",
         "_is_head_request",
         "_is_paused",
+        "_is_plain_stream",
         "_keeps_alive",
         "_may_be_plain",
         "_missing_bytes",
@@ -89,6 +91,7 @@ class UpstreamConnection(asyncio.Protocol):
         self.deadline = Deadline(loop, self._timed_out)
         self._owner = owner
         self._plain = plain or PlainAnswers()
+        self._chunk_bytes = self._plain.chunk_bytes
         self._origin = origin
         self._unread_limit = read_buffer_bytes
         self._transport: asyncio.Transport | None = None
@@ -102,6 +105,8 @@ class UpstreamConnection(asyncio.Protocol):
         """Nothing of the answer has come, or it is plain and passes the parser by."""
         self._missing_bytes = 0
         """Of the body of a plain answer."""
+        self._is_plain_stream = False
+        """The answer is plain and chunked, and what comes next is the beginning of a chunk."""
         # Of the message being parsed, set by `on_message_begin`:
         self._headers: list[tuple[bytes, bytes]] = []
         self._reason = self._coding = b""
@@ -114,11 +119,12 @@ class UpstreamConnection(asyncio.Protocol):
         transport = self._transport
         if transport is None or not self.is_open or self._exchange is not None:
             raise RuntimeError("the connection is closed or in use")
-        response.attach(self, reused=self.exchanges > 0)
+        response.attach(self, self.exchanges > 0)
         self.exchanges += 1
         self._exchange = response
         self._is_head_request = is_head_request
         self._may_be_plain = not is_head_request
+        self._is_plain_stream = False
         self._done = self._keeps_alive = self._until_eof = False
         self._body = None
         self._head_read_bytes = self._header_bytes = 0
@@ -167,9 +173,21 @@ class UpstreamConnection(asyncio.Protocol):
         if exchange is None:
             self.close()  # bytes nobody asked for, or late ones of an aborted exchange
             return
-        size = len(data)
-        if self._may_be_plain and self._passes_by(exchange, data, size):
+        if self._is_plain_stream:
+            # A chunk that comes alone and whole, as most tokens do, goes to whom takes it as it is.
+            line = data.find(b"\r\n", 1, 5)
+            if self._chunk_bytes.get(data[:line]) == len(data) and data.endswith(b"\r\n"):
+                begin = line + 2
+            else:
+                begin = self._plain.learn_chunk(data)
+            if not begin or not exchange.chunk(data, begin):
+                self._stream(exchange, data)
             return
+        size = len(data)
+        if not self._may_be_plain or not self._passes_by(exchange, data, size):
+            self._parse(exchange, data, size)
+
+    def _parse(self, exchange: UpstreamResponse, data: bytes, size: int) -> None:
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as exc:
@@ -194,8 +212,16 @@ class UpstreamConnection(asyncio.Protocol):
                 self._may_be_plain = False
                 return False
             exchange.begin_plain(plain)
-            self._missing_bytes = plain.body_bytes
             data = data[plain.body_at :]
+            if plain.body_bytes is None:
+                self._may_be_plain = False
+                self._is_plain_stream = True
+                if data:
+                    self._stream(exchange, data)  # nobody takes a first chunk as it is: the head is to come
+                else:
+                    exchange.received(size)
+                return True
+            self._missing_bytes = plain.body_bytes
         missing = self._missing_bytes = self._missing_bytes - len(data)
         if missing > 0:
             if data:
@@ -213,6 +239,32 @@ class UpstreamConnection(asyncio.Protocol):
         exchange.parts.append(data)
         self._complete(exchange)
         return True
+
+    def _stream(self, exchange: UpstreamResponse, data: bytes) -> None:
+        """Take a read of a plain stream. Chunks that come whole pass the parser by; it gets the rest of the
+        answer from the first one that does not."""
+        at, end = 0, len(data)
+        parts = exchange.parts
+        while (line := CHUNK(data, at)) is not None:
+            begin = line.end()
+            after = begin + int(line[1], 16) + 2
+            if after > end or data[after - 2 : after] != b"\r\n":
+                break
+            parts.append(data[begin : after - 2])
+            at = after
+            if at == end:
+                if exchange.received(end) > self._unread_limit:
+                    self.pause_reading()
+                return
+        rest = data[at:]
+        if rest == LAST_CHUNK:
+            self._done = self._keeps_alive = True
+            self._complete(exchange)
+            return
+        self._is_plain_stream = False
+        # In the parser's eyes this is all of the head; what it says of it is not listened to.
+        self._parser.feed_data(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")
+        self._parse(exchange, rest, end)
 
     def eof_received(self) -> None:
         self._closed_by_worker(None)
@@ -262,6 +314,10 @@ class UpstreamConnection(asyncio.Protocol):
             # The header is hop-by-hop: passed on without it, any other coding would be unreadable.
             raise ProtocolViolation(f"{self._origin}: answered in a transfer coding other than chunked")
         exchange = cast(UpstreamResponse, self._exchange)
+        if exchange.status:  # of a plain stream that is plain no more
+            self._body = exchange.parts
+            self._keeps_alive = True
+            return
         exchange.begin(
             status, self._reason, self._headers, self._content_length, bool(self._coding), version == "1.0"
         )
@@ -295,7 +351,8 @@ class UpstreamConnection(asyncio.Protocol):
         self._exchange = self._body = None
         self.deadline.clear()
         if self.is_open:
-            self.resume_reading()
+            if self._is_paused:
+                self.resume_reading()
         elif transport is not None:
             transport.abort()
         self._owner.exchange_ended(self)

@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 
 _BODY_EXPECTED = frozenset({b"POST", b"PUT", b"PATCH"})
+_ORDINARY = frozenset({b"GET", b"POST", b"DELETE"})
 _not_a_target = re.compile(rb"[^\x21-\xff]|\x7f").search
 _not_a_method = re.compile(rb"[^A-Za-z!#$%&'*+.^_`|~0-9-]").search
 
@@ -60,7 +61,7 @@ def relayed_head(
 
     Raises ValueError for a method or target that does not fit into a request line.
     """
-    if _not_a_target(target) or _not_a_method(method):
+    if _not_a_target(target) or (method not in _ORDINARY and _not_a_method(method)):
         raise ValueError("method or target is not valid in an HTTP/1.1 request line")
     if body_bytes or method in _BODY_EXPECTED:
         return b"%b %b HTTP/1.1\r\nhost: %b\r\n%bx-request-id: %b\r\ncontent-length: %d\r\n\r\n" % (

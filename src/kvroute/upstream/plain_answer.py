@@ -1,7 +1,7 @@
 """Which answers are plain: so ordinary in their framing that one look at their first bytes decides it.
 
 The test is strict rather than complete: what is not plain goes to the parser, byte for byte as it came.
-It saves the parser's callbacks, one Python call per header, on most answers that are not streamed. Pure.
+It saves the parser's callbacks, one Python call per header and one per chunk, on most answers. Pure.
 """
 
 from __future__ import annotations
@@ -18,24 +18,41 @@ FIELD = re.compile(
 """A header line: a token, then a value without control characters that neither begins nor ends with white
 space. Nothing else (folded lines, a blank before the colon, bare CR or LF, NUL) matches as a whole."""
 
+CHUNK = re.compile(rb"([1-9a-f][0-9a-f]{0,6})\r\n").match
+"""The line before a chunk, as most workers write it: no zeros in front, small letters, no extensions."""
+
+LAST_CHUNK = b"0\r\n\r\n"
+
 _STATUS = re.compile(rb"HTTP/1\.1 ([2-5][0-9]{2}) ([\x21-\x7e][\x20-\x7e]*)").fullmatch
 _LENGTH = re.compile(rb"[1-9][0-9]{0,14}").fullmatch
 _WITHOUT_BODY = (204, 304)
 _MOST_HEAD_BYTES = 16_384
 _MOST_LINES = 1024
+_MOST_HEADS = 1024
 _LONGEST_REMEMBERED = 1024
+_LARGEST_REMEMBERED = 4096
+_CHUNKED = -1
+
+
+def unframed(part: bytes) -> bytes:
+    """The body of `part` if it is one chunk of the plain kind with its framing, else `part` itself."""
+    line = CHUNK(part)
+    if line is None or line.end() + int(line[1], 16) + 2 != len(part):
+        return part
+    return part[line.end() : -2]
 
 
 class PlainAnswer(NamedTuple):
     """The head of one. `fields` are the header lines that clients get, names in lower case, each with its
-    end; `body_at` is where its body begins."""
+    end; `body_at` is where its body begins, and `body_bytes` its length, None when it is chunked."""
 
     status: int
     reason: bytes
     headers: RawHeaders
     fields: bytes
+    is_event_stream: bool
     body_at: int
-    body_bytes: int
+    body_bytes: int | None
 
 
 class _Status(NamedTuple):
@@ -47,26 +64,102 @@ class _Field(NamedTuple):
     header: tuple[bytes, bytes]
     relayed: bytes
     length: int
-    """Of the body, for a Content-Length; else 0."""
+    """Of the body, for a Content-Length; -1 for `transfer-encoding: chunked`; else 0."""
+    is_event_stream: bool
+
+
+class _Head(NamedTuple):
+    """All of a sized `PlainAnswer` but its length, and the parts around that."""
+
+    status: _Status
+    headers_before: RawHeaders
+    length_name: bytes
+    headers_after: RawHeaders
+    fields_before: bytes
+    fields_after: bytes
 
 
 class PlainAnswers:
-    """Recognises answers with a final status, one Content-Length above 0 and no other framing, that are no
-    event streams.
+    """Recognises answers with a final status and either one Content-Length above 0, if they are no event
+    streams, or `transfer-encoding: chunked`, and no other framing.
 
-    Mutable: remembers lines it has judged, because a worker sends the same ones again and again: at most
-    1024, of 1 KB each at most.
+    Mutable: remembers lines it has judged, and heads made of nothing else but their Content-Length, because
+    a worker sends the same ones again and again: at most 1024 each, of 1 KB and 4 KB at most.
     """
 
     def __init__(self) -> None:
         self._statuses: dict[bytes, _Status] = {}
         self._known: dict[bytes, _Field] = {}
+        self._heads: dict[tuple[bytes, bytes], _Head] = {}
+        self.chunk_bytes: dict[bytes, int] = {}
+        """Lines before chunks that were seen, without their end, and how long such a chunk is with both; by
+        `learn_chunk`."""
 
     def read(self, data: bytes) -> PlainAnswer | None:
-        """The head at the start of `data`; None unless it is there as a whole and plain. About 3 us."""
+        """The head at the start of `data`; None unless it is there as a whole and plain. About 3 us, 1 for
+        a sized one that has come before."""
         end = data.find(b"\r\n\r\n", 0, _MOST_HEAD_BYTES)
         if end < 0:
             return None
+        # The line of the length as most workers write it; any other spelling is read line by line each time.
+        at = data.find(b"\r\ncontent-length: ", 0, end)
+        if at < 0:
+            at = data.find(b"\r\nContent-Length: ", 0, end)
+        if at < 0:
+            return self._read(data, end)
+        after = data.find(b"\r\n", at + 2, end + 2)
+        around = data[:at], data[after:end]
+        head = self._heads.get(around)
+        digits = data[at + 18 : after]
+        if head is None or not _LENGTH(digits):
+            known = len(self._known) + (data[at + 2 : after] not in self._known)
+            answer = self._read(data, end)
+            if answer is not None and known == len(self._known) and end <= _LARGEST_REMEMBERED:
+                # No line was new but, at most, that of the length: such a head may well come again.
+                self._remember(around, answer, data.count(b"\r\n", 0, at))
+            return answer
+        (status, reason), before, name, behind, fields, rest = head
+        # As `PlainAnswer(...)`, without its Python-level constructor.
+        return tuple.__new__(
+            PlainAnswer,
+            (
+                status,
+                reason,
+                [*before, (name, digits), *behind],
+                b"%bcontent-length: %b\r\n%b" % (fields, digits, rest),
+                False,
+                end + 4,
+                int(digits),
+            ),
+        )
+
+    def learn_chunk(self, framed: bytes) -> int:
+        """Where the body of `framed` begins if that is one chunk of the plain kind, else 0."""
+        line = CHUNK(framed)
+        if line is None or line.end() + int(line[1], 16) + 2 != len(framed) or framed[-2:] != b"\r\n":
+            return 0
+        if len(line[1]) <= 3:
+            self.chunk_bytes[line[1]] = len(framed)  # at most 4095
+        return line.end()
+
+    def _remember(self, around: tuple[bytes, bytes], answer: PlainAnswer, place: int) -> None:
+        """Keep a sized answer's head, whose Content-Length is the header at `place`."""
+        if len(self._heads) >= _MOST_HEADS:
+            self._heads.clear()
+        headers = answer.headers
+        name, value = headers[place]
+        line = b"\r\ncontent-length: %b\r\n" % value
+        before, _, after = (b"\r\n" + answer.fields).partition(line)
+        self._heads[around] = _Head(
+            _Status(answer.status, answer.reason),
+            headers[:place],
+            name,
+            headers[place + 1 :],
+            (before + b"\r\n")[2:],
+            after,
+        )
+
+    def _read(self, data: bytes, end: int) -> PlainAnswer | None:
         first, *lines = data[:end].split(b"\r\n")
         status = self._statuses.get(first) or self._judged_status(first)
         if status is None:
@@ -81,10 +174,20 @@ class PlainAnswers:
                 return None
         if not fields:
             return None
-        headers, relayed, lengths = zip(*fields, strict=True)
+        headers, relayed, lengths, streams = zip(*fields, strict=True)
         if lengths.count(0) != len(lengths) - 1:
             return None
-        return PlainAnswer(*status, list(headers), b"".join(relayed), end + 4, sum(lengths))
+        length, is_event_stream = sum(lengths), any(streams)
+        if is_event_stream and length != _CHUNKED:
+            return None
+        return PlainAnswer(
+            *status,
+            list(headers),
+            b"".join(relayed),
+            is_event_stream,
+            end + 4,
+            None if length == _CHUNKED else length,
+        )
 
     def _judged_status(self, line: bytes) -> _Status | None:
         match = _STATUS(line)
@@ -100,17 +203,18 @@ class PlainAnswers:
         if match is None:
             return None
         name, value = match[1].lower(), match[2]
-        if name in HOP_BY_HOP and not (name == b"connection" and value.lower() == b"keep-alive"):
-            return None
-        if name == b"content-type" and value.lower().startswith(b"text/event-stream"):
-            return None
         length = 0
+        if name == b"transfer-encoding" and value.lower() == b"chunked":
+            length = _CHUNKED
+        elif name in HOP_BY_HOP and not (name == b"connection" and value.lower() == b"keep-alive"):
+            return None
+        is_event_stream = name == b"content-type" and value.lower().startswith(b"text/event-stream")
         if name == b"content-length":
             if not _LENGTH(value):
                 return None
             length = int(value)
         relayed = b"" if name in HOP_BY_HOP or name in ANSWERED_HERE else b"%b: %b\r\n" % (name, value)
-        field = _Field((match[1], value), relayed, length)
+        field = _Field((match[1], value), relayed, length, is_event_stream)
         if len(line) <= _LONGEST_REMEMBERED:
             if len(self._known) >= _MOST_LINES:
                 self._known.clear()

@@ -50,6 +50,7 @@ class ConnectionPool:
     def __init__(self, origin: Origin, options: UpstreamOptions, tls: ssl.SSLContext | None) -> None:
         self.origin = origin
         self._options = options
+        self._most_idle = options.max_idle
         self._tls = tls
         self._open: set[UpstreamConnection] = set()
         self._idle: dict[UpstreamConnection, None] = {}  # oldest first: a stack with cheap removal
@@ -126,20 +127,23 @@ class ConnectionPool:
         self._all_closed.clear()
 
     def exchange_ended(self, connection: UpstreamConnection) -> None:
-        self._return_permit()
+        if self._permits is not None:
+            self._permits.release()
         if not connection.is_open:
             return
-        options = self._options
-        if self._is_retired or not options.max_idle:
+        most_idle = self._most_idle
+        if self._is_retired or not most_idle:
             connection.close()
             return
         idle = self._idle
-        if len(idle) >= options.max_idle:
+        if len(idle) >= most_idle:
             self._close_idle(next(iter(idle)))
         connection.idle_since = connection.loop.time()
         idle[connection] = None
         if self._expiry is None:
-            self._expiry = connection.loop.call_later(options.keepalive_s, self._expire, connection.loop)
+            self._expiry = connection.loop.call_later(
+                self._options.keepalive_s, self._expire, connection.loop
+            )
 
     def connection_closed(self, connection: UpstreamConnection) -> None:
         self._idle.pop(connection, None)

@@ -22,6 +22,11 @@ class AnswerListener(Protocol):
         """
         ...
 
+    def chunk_arrived(self, response: UpstreamResponse, framed: bytes, begin: int) -> bool:
+        """A read that is one chunk of a chunked answer, framing and all: its body lies from `begin` to two
+        bytes before the end. True: taken. False: it comes by `answer_arrived`, as any other."""
+        ...
+
 
 class UpstreamResponse:
     """One exchange on a connection: head, then body chunk by chunk. For one reader at a time.
@@ -48,6 +53,7 @@ class UpstreamResponse:
         "headers",
         "http_version",
         "is_chunked",
+        "is_event_stream",
         "is_over",
         "parts",
         "reason",
@@ -65,6 +71,7 @@ class UpstreamResponse:
         self.http_version = b"HTTP/1.1"
         self.content_length: int | None = None
         self.is_chunked = False
+        self.is_event_stream = False
         self.reused = False
         """Whether the connection had served an exchange before."""
         self.parts: list[bytes] = []
@@ -179,7 +186,7 @@ class UpstreamResponse:
         """A connection for it is being opened."""
         self._opening = opening
 
-    def attach(self, connection: UpstreamConnection, *, reused: bool) -> None:
+    def attach(self, connection: UpstreamConnection, reused: bool) -> None:
         """The request has been written to `connection`."""
         self._opening = None
         self._connection = connection
@@ -205,7 +212,25 @@ class UpstreamResponse:
 
     def begin_plain(self, plain: PlainAnswer) -> None:
         """The final head is complete, and plain."""
-        self.status, self.reason, self.headers, self.fields, _, self.content_length = plain
+        (
+            self.status,
+            self.reason,
+            self.headers,
+            self.fields,
+            self.is_event_stream,
+            _,
+            self.content_length,
+        ) = plain
+        self.is_chunked = self.content_length is None
+
+    def chunk(self, framed: bytes, begin: int) -> bool:
+        """One chunk came, as of `AnswerListener.chunk_arrived`; whether somebody took it as it is."""
+        listener, connection = self._listener, self._connection
+        if listener is None or connection is None or self.parts:
+            return False
+        if self._idle_timeout_s > 0:
+            connection.deadline.set(self._idle_timeout_s)
+        return listener.chunk_arrived(self, framed, begin)
 
     def received(self, size: int) -> int:
         """A read of `size` bytes has been parsed: wake the reader. Returns the bytes held unread.

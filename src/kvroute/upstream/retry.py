@@ -7,6 +7,8 @@ import math
 from kvroute.upstream.retry_options import RetryOptions
 
 _WINDOW_S = 10.0
+_STEP_S = 0.01
+"""The account decays in steps of at least this: a thousandth of what it holds, no exponential a request."""
 
 
 class RetryBudget:
@@ -38,7 +40,7 @@ class RetryBudget:
 
     def _decay(self, now: float) -> None:
         elapsed = now - self._at
-        if elapsed > 0.0:
+        if elapsed > _STEP_S:
             factor = math.exp(-elapsed / _WINDOW_S)
             self._requests *= factor
             self._retries *= factor

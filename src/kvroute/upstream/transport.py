@@ -51,6 +51,8 @@ class WorkerTransport(httpx.AsyncBaseTransport):
         self.host = self.origin.host_header
         """Value of the Host header."""
         self._options = options
+        self._idle_timeout_s = options.idle_timeout_s
+        self._first_byte_timeout_s = options.first_byte_timeout_s
         if self.origin.scheme == "http":
             tls = None
         elif tls is None:
@@ -120,10 +122,12 @@ class WorkerTransport(httpx.AsyncBaseTransport):
         option's deadlines apply; errors, `fresh` and who ends the response are as in `send`. The
         listener is not called before this returns.
         """
-        response = UpstreamResponse(idle_timeout_s=self._options.idle_timeout_s, listener=listener)
+        response = UpstreamResponse(idle_timeout_s=self._idle_timeout_s, listener=listener)
         connection = None if fresh else self._pool.take_idle()
         if connection is not None:
-            self._start(connection, head, body, response)
+            connection.start(head, body, response)
+            if self._first_byte_timeout_s > 0:
+                connection.deadline.set(self._first_byte_timeout_s)
             return response
         opening = asyncio.create_task(self._open(head, body, response, fresh))
         self._openings.add(opening)
@@ -135,8 +139,8 @@ class WorkerTransport(httpx.AsyncBaseTransport):
         self, connection: UpstreamConnection, head: bytes, body: bytes, response: UpstreamResponse
     ) -> None:
         connection.start(head, body, response)
-        if self._options.first_byte_timeout_s > 0:
-            connection.deadline.set(self._options.first_byte_timeout_s)
+        if self._first_byte_timeout_s > 0:
+            connection.deadline.set(self._first_byte_timeout_s)
 
     async def _open(self, head: bytes, body: bytes, response: UpstreamResponse, fresh: bool) -> None:
         try:

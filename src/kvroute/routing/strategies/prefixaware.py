@@ -14,6 +14,10 @@ from kvroute.routing.cost import CostModel
 from kvroute.routing.decision import Candidate, Needs, Reason, RouteDecision, RouteQuery
 from kvroute.routing.matching import matched_tokens
 
+_NAME = "prefixaware"
+# A member asked of its class costs 80 ns each time (CPython 3.11), these almost nothing.
+_HIT, _SPILL, _MISS = Reason.PREFIX_HIT, Reason.PREFIX_SPILL, Reason.PREFIX_MISS
+
 
 class PrefixAwareOptions(Options):
     """Routing on the prompts that kvroute itself has sent, each worker's part as large as its KV cache."""
@@ -34,7 +38,7 @@ class PrefixAwareOptions(Options):
 class PrefixAware:
     """Stateless but for the shared history, which every dispatch changes; implements `Strategy`."""
 
-    name: ClassVar[str] = "prefixaware"
+    name: ClassVar[str] = _NAME
     needs: ClassVar[Needs] = Needs.PROMPT
 
     def __init__(self, options: PrefixAwareOptions, costs: CostModel, history: RouteHistory) -> None:
@@ -49,12 +53,12 @@ class PrefixAware:
         ranking = self._costs.rank(query, workers, matched)
         most = max(matched)
         if not most:
-            reason = Reason.PREFIX_MISS
+            reason = _MISS
         elif ranking[0].matched_tokens == most:
-            reason = Reason.PREFIX_HIT
+            reason = _HIT
         else:
-            reason = Reason.PREFIX_SPILL
-        return RouteDecision(self.name, reason, tuple(ranking))
+            reason = _SPILL
+        return tuple.__new__(RouteDecision, (_NAME, reason, tuple(ranking)))
 
     def routed(self, query: RouteQuery, decision: RouteDecision, candidate: Candidate) -> None:
         """Nothing: the router's lease has recorded the prompt."""
