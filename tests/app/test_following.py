@@ -12,15 +12,21 @@ import pytest
 
 from kvroute.app.config import Config
 from kvroute.app.following import Following
+from kvroute.blocks.tokens import Tier
 from kvroute.clock import SystemClock
 from kvroute.errors import ConfigError
 from kvroute.fleet.fleet import Fleet
+from kvroute.fleet.worker import Worker, WorkerId, WorkerSpec
 from kvroute.metrics import Metrics
 
 
-def following(**sections: Any) -> Following:
+def following(rates: list[Any] | None = None, **sections: Any) -> Following:
+    """`rates` collects what is measured."""
     config = Config.model_validate({"routing": {"strategy": "kvaware"}, **sections})
-    return Following(config, Fleet(), Metrics(), SystemClock(), lambda _: None)
+    measured = [] if rates is None else rates
+    return Following(
+        config, Fleet(), Metrics(), SystemClock(), lambda _: None, lambda *rate: measured.append(rate)
+    )
 
 
 @pytest.fixture
@@ -111,3 +117,37 @@ async def test_who_registers_as_an_lmcache_server_is_not_shown_the_workers_key()
     assert asked[0].startswith(b"GET /status ")
     assert b"a-secret" not in asked[0]
     assert made._client.headers["authorization"] == "Bearer a-secret"
+
+
+async def test_bandwidths_are_asked_of_each_workers_own_lmcache_server() -> None:
+    loads = 0
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal loads
+        request = await reader.readuntil(b"\r\n\r\n")
+        loads += request.startswith(b"GET /metrics ")
+        name = b"lmcache_mp_l2_load_throughput_GB_per_second"
+        page = b"%s_count %d.0\n%s_sum %d.0\n" % (name, loads, name, 3 * loads)
+        head = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(page)
+        writer.write(head + page)
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    rates: list[Any] = []
+    made = following(
+        rates,
+        lmcache={"coordinator": {"enabled": True, "listen": "127.0.0.1:0", "rates_interval_s": 0.01}},
+    )
+    for name, slot in (("x", 5), ("y", 6)):
+        made.lmcache.places_changed(Worker(WorkerSpec(WorkerId(name), f"http://{name}")), {0: slot})
+    async with made, httpx.AsyncClient(trust_env=False) as client:
+        told = {"instance_id": "x", "ip": "127.0.0.1", "http_port": port}
+        url = f"http://{made.lmcache.coordinator_address}/instances"
+        assert (await client.post(url, json=told)).status_code == 200
+        await until(lambda: rates)
+    server.close()
+    await server.wait_closed()
+
+    assert rates[0] == (5, Tier.L2, 3.0, 1)
+    assert {slot for slot, *_ in rates} == {5}

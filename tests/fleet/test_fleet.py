@@ -7,6 +7,7 @@ import pytest
 
 from kvroute.errors import InvalidRequest, ModelNotFound, NotFound
 from kvroute.fleet.fleet import Fleet, FleetChange
+from kvroute.fleet.wanted import ByHand
 from kvroute.fleet.worker import Ejection, HealthState, Worker, WorkerFacts, WorkerId, WorkerSpec
 
 FACTS = WorkerFacts(models=frozenset({"m"}), capacity_tokens=1600, block_size=16, start_time=1.0)
@@ -421,3 +422,44 @@ def test_a_worker_may_join_draining() -> None:
     assert changes == [(FleetChange.JOINED, "a")]
     fleet.apply("static", [spec("a")])
     assert fleet.get("a").state is HealthState.HEALTHY
+
+
+def test_what_is_done_by_hand_is_told_and_stands_in_another_fleet() -> None:
+    there, here = fleet_of("a", "b"), fleet_of("a", "b")
+    told: list[ByHand] = []
+    there.subscribe_by_hand(told.append)
+
+    there.drain("a")
+    there.add(spec("c"))
+    there.remove("b")
+    here.follow_hand(told[-1])
+
+    assert [(w.id, w.state) for w in here.workers()] == [(w.id, w.state) for w in there.workers()]
+    assert here.get("a").state is HealthState.DRAINING
+
+    there.undrain("a")
+    here.follow_hand(told[-1])
+
+    assert len(told) == 4
+    assert here.get("a").state is there.get("a").state is not HealthState.DRAINING
+
+
+def test_a_drain_elsewhere_of_a_worker_that_is_not_known_yet_waits_for_it() -> None:
+    here = Fleet()
+    heard_here = heard(here)
+    here.follow_hand(ByHand(drained=frozenset({WorkerId("a")})))
+
+    here.apply("file", [spec("a")])
+
+    assert here.get("a").state is HealthState.DRAINING
+    assert heard_here == [(FleetChange.JOINED, "a")]
+
+
+def test_following_another_fleets_hand_tells_nobody() -> None:
+    here = fleet_of("a")
+    told: list[ByHand] = []
+    here.subscribe_by_hand(told.append)
+
+    here.follow_hand(ByHand(drained=frozenset({WorkerId("a")})))
+
+    assert told == []

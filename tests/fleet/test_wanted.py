@@ -88,3 +88,32 @@ def test_what_was_added_by_hand_alone_is_forgotten_when_removed() -> None:
 
     assert set(wanted.merged()) == {"a"}
     assert ADMIN == "admin"
+
+
+def test_what_was_done_by_hand_elsewhere_stands_here() -> None:
+    there, here = WantedWorkers(), WantedWorkers()
+    for wanted in (there, here):
+        wanted.replace("file", [spec("a"), spec("b")])
+    there.remove(WorkerId("a"))
+    there.add(spec("c"))
+
+    here.follow_hand(there.by_hand(frozenset()))
+    assert here.merged() == there.merged()
+
+    there.add(spec("a"))
+    there.remove(WorkerId("c"))
+    here.follow_hand(there.by_hand(frozenset()))
+    assert set(here.merged()) == set(there.merged()) == {"a", "b"}
+
+
+def test_what_was_removed_elsewhere_stays_out_when_its_source_is_read_later() -> None:
+    there, here = WantedWorkers(), WantedWorkers()
+    there.replace("dns", [spec("b")])
+    there.replace("file", [spec("a")])
+    there.remove(WorkerId("a"))
+
+    here.follow_hand(there.by_hand(frozenset()))
+    here.replace("dns", [spec("b")])
+    here.replace("file", [spec("a")])
+
+    assert set(here.merged()) == {"b"}

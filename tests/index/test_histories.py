@@ -399,3 +399,30 @@ def test_agrees_with_sets_and_a_list_over_a_long_life(seed, make_history, plain_
         if rng.random() < 0.01:
             pair.apply(("forget", rng.choice(WORKERS), None))
         pair.compare()
+
+
+def test_another_history_learns_what_is_recent(history, make_history, sent, chain) -> None:
+    history.set_capacity(A, 14)
+    for name in ("gone", "aaab", "aaacd", "aaae", "zz"):
+        sent(A, chain(name * 1))
+    sent(A, chain("aaab"))
+
+    other = make_history(14)
+    for keys in history.recent(A, 1000):
+        other.acquire(A, keys).release()
+
+    for name in ("gone", "aaab", "aaacd", "aaae", "zz"):
+        assert other.match(chain(name)) == history.match(chain(name))
+    for name in ("new", "newer", "newest"):
+        for each in (history, other):
+            each.acquire(A, chain(name)).release()
+        for old in ("aaab", "aaacd", "aaae", "zz"):
+            assert other.match(chain(old)) == history.match(chain(old)), (name, old)
+
+
+def test_what_is_told_is_bounded_and_the_newest_is_told(history, sent, chain) -> None:
+    sent(A, chain("older"))
+    sent(A, chain("newer"))
+
+    assert [list(keys) for keys in history.recent(A, 9)] == [chain("newer")]
+    assert history.recent(B, 9) == []

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 
+from kvroute.blocks.tokens import Tier
 from kvroute.routing.caches import Tokens
 from kvroute.routing.cost import TierLoad
 from kvroute.routing.transfers import TransferOptions, Transfers
@@ -42,9 +43,47 @@ def test_the_store_is_one_queue_for_all(transfers) -> None:
     assert transfers.load(A, Tokens(l2=1000), 0.0).ready_s == pytest.approx(0.1 + 0.105)
 
 
+def test_what_was_measured_takes_the_place_of_what_was_configured(transfers) -> None:
+    transfers.learn(A, Tier.L1, 1.0, 8)
+    assert transfers.load(A, Tokens(l1=1000), 0.0).own_s == pytest.approx((0.01 + 0.1) / 2)
+
+    transfers.learn(A, Tier.L1, 1.0, 1000)
+    transfers.learn(A, Tier.L2, 4.0, 1000)
+
+    assert transfers.load(A, Tokens(l1=1000), 0.0).own_s == pytest.approx(0.1)
+    assert transfers.load(A, Tokens(l2=1000), 0.0).own_s == pytest.approx(0.025)
+    assert (transfers.gb_s(A, Tier.L1), transfers.gb_s(A, Tier.L2)) == (pytest.approx(1), pytest.approx(4))
+    assert (transfers.gb_s(B, Tier.L1), transfers.gb_s(B, Tier.L2)) == (pytest.approx(10), pytest.approx(1))
+    transfers.start(A, Tokens(l1=1000), 0.0)
+    assert transfers.load(A, Tokens(l1=1), 0.0).ready_s == pytest.approx(0.1001)
+
+
+def test_old_measurements_fade(transfers) -> None:
+    transfers.learn(A, Tier.L1, 1.0, 1000)
+    for _ in range(400):
+        transfers.learn(A, Tier.L1, 20.0, 1)
+
+    assert transfers.gb_s(A, Tier.L1) == pytest.approx(20.0, rel=0.05)
+
+
+@pytest.mark.parametrize(("tier", "gb_s", "loads"), [(Tier.GPU, 1, 1), (Tier.L1, 0, 1), (Tier.L1, 1, 0)])
+def test_what_measures_nothing_changes_nothing(transfers, tier, gb_s, loads) -> None:
+    transfers.learn(A, tier, gb_s, loads)
+
+    assert transfers.gb_s(A, Tier.L1) == pytest.approx(10)
+
+
 def test_a_place_that_left_leaves_no_queue_behind(transfers) -> None:
     transfers.start(A, Tokens(l1=1000), 0.0)
+    transfers.learn(A, Tier.L1, 1.0, 1000)
 
     transfers.forget(A)
 
     assert transfers.load(A, Tokens(l1=1000), 0.0).ready_s == pytest.approx(0.01)
+
+
+def test_what_another_process_has_learnt_is_taken_as_it_is(transfers) -> None:
+    transfers.adopt(A, Tier.L1, 5.0)
+    transfers.adopt(A, Tier.L2, 3.0)
+
+    assert (transfers.gb_s(A, Tier.L1), transfers.gb_s(A, Tier.L2)) == (pytest.approx(5), pytest.approx(3))

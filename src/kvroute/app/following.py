@@ -12,8 +12,9 @@ from prometheus_client.core import Metric
 from kvroute.app.config import Config
 from kvroute.app.lmcache import LMCache
 from kvroute.app.map_metrics import stream_metrics
-from kvroute.app.token_sources import TokenSources
+from kvroute.app.tokenizing import Tokenizing
 from kvroute.app.upkeep import Upkeep
+from kvroute.blocks.tokens import Tier
 from kvroute.clock import Clock
 from kvroute.errors import ConfigError
 from kvroute.events.ingest import EventIngest
@@ -23,12 +24,10 @@ from kvroute.events.trust import Reason
 from kvroute.fleet.fleet import Fleet, FleetChange
 from kvroute.fleet.worker import Worker
 from kvroute.gateway.caches import LiveCaches
-from kvroute.gateway.preparation import Preparer
+from kvroute.index.chunk_index import ChunkIndex
 from kvroute.index.prefix_index import PrefixIndex
 from kvroute.metrics import Metrics, counter, gauge
 from kvroute.routing.caches import ExactPrompt
-from kvroute.tokens.exact import ExactTokens, Mode
-from kvroute.tokens.threads import TokenThreads
 
 
 class Following:
@@ -45,36 +44,35 @@ class Following:
         metrics: Metrics,
         clock: Clock,
         places_left: Callable[[int], None],
+        rate_measured: Callable[[int, Tier, float, int], None],
+        indexes: tuple[PrefixIndex, ChunkIndex] | None = None,
     ) -> None:
-        """`places_left` hears of each slot of the map that is no more."""
+        """`places_left` hears of each slot of the map that is no more, `rate_measured` of the mean bandwidth
+        in GB/s of so many loads from a tier to a slot; `indexes` are what is to be drawn on, where others
+        look on (`replicas.maps`)."""
         self._fleet = fleet
-        self._client = _worker_client(config)
-        self._index = PrefixIndex(max_blocks=config.kv_events.max_index_blocks)
+        self._client = worker_client(config)
+        self._index, chunks = indexes or (
+            PrefixIndex(max_blocks=config.kv_events.max_index_blocks),
+            ChunkIndex(max_chunks=config.lmcache.coordinator.max_chunks),
+        )
         self._places_left = places_left
         self._upkeep = Upkeep(clock)
         self._ingest = EventIngest(self._index, self._client, clock, config.kv_events, self._streams_changed)
         # Whoever registers as an LMCache server is asked for its status: without the workers' key.
         self._keyless = _client({})
         self.lmcache = LMCache(
+            chunks,
             self._keyless,
             clock,
             config.lmcache,
             self._upkeep,
+            rate_measured,
             hyperpod_lines=config.logging.hyperpod_lines,
         )
         self.caches = LiveCaches(self._index, self.lmcache.chunks, self._ingest, self.lmcache.tells_of)
-        tokens = config.tokens
-        self._threads = TokenThreads(tokens.threads, deadline_s=tokens.deadline_ms * 1e-3)
-        self._tokens = ExactTokens(
-            self._threads,
-            self._client,
-            flags=tokens.flags(),
-            cache_bytes=tokens.cache_mib * 1024 * 1024,
-            remote_deadline_s=tokens.deadline_ms * 1e-3,
-            allow_fastokens=tokens.fastokens,
-        )
-        self._sources = TokenSources(self._tokens, fleet, clock, tokens)
-        self.preparer = Preparer(self._tokens, fleet, metrics, self.lmcache.probe)
+        self._tokens = Tokenizing(config.tokens, self._client, fleet, metrics, clock, self.lmcache.probe)
+        self.preparer = self._tokens.preparer
 
     async def __aenter__(self) -> Self:
         """Raises ConfigError if an address to listen on cannot be had."""
@@ -88,9 +86,8 @@ class Following:
             await self._client.aclose()
             await self._keyless.aclose()
             raise
-        await self._threads.__aenter__()
         self._upkeep.begin("KV events", self._ingest.run)
-        self._upkeep.begin("token sources", self._sources.run)
+        await self._tokens.open(self._upkeep)
         return self
 
     async def __aexit__(
@@ -98,13 +95,13 @@ class Following:
     ) -> None:
         await self._upkeep.aclose()
         await self.lmcache.aclose()
-        await self._threads.__aexit__(kind, error, trace)
+        await self._tokens.aclose()
         await self._client.aclose()
         await self._keyless.aclose()
 
     def fleet_changed(self, change: FleetChange, worker: Worker) -> None:
         self._ingest.fleet_changed(change, worker)
-        self._sources.fleet_changed(change, worker)
+        self._tokens.fleet_changed(change, worker)
         if change is FleetChange.LEFT:
             self.lmcache.worker_left(worker)
         elif change is FleetChange.MODELS:
@@ -159,12 +156,7 @@ class Following:
             if not places:
                 notes.append(f"kvaware: worker {worker.id!r}: {Reason.NO_EVENTS}")
             notes += [f"kvaware: worker {worker.id!r}: {place.why}" for place in places if place.why]
-        for model in self._fleet.catalog.bases:
-            source = self._tokens.sources.get(model)
-            if source is None or source.mode is Mode.NONE:
-                why = "not checked yet" if source is None else source.why
-                notes.append(f"kvaware: no exact tokens of {model!r}: {why}")
-        return notes + self.lmcache.notes() + self._upkeep.notes()
+        return notes + self._tokens.notes() + self.lmcache.notes() + self._upkeep.notes()
 
     def describe(self) -> dict[str, object]:
         """For the admin API."""
@@ -174,10 +166,7 @@ class Following:
             "held_blocks": size.held,
             "dropped_blocks": size.dropped,
             "bytes": size.bytes,
-            "tokens": {
-                model: {"told_by": source.mode.value, "through": source.through, "why": source.why}
-                for model, source in self._tokens.sources.items()
-            },
+            "tokens": self._tokens.describe(),
             "workers": {
                 worker.id: [
                     {"rank": place.rank, "standing": place.standing.value, "why": place.why or None}
@@ -208,7 +197,7 @@ class Following:
         yield from self.lmcache.metrics()
 
 
-def _worker_client(config: Config) -> httpx.AsyncClient:
+def worker_client(config: Config) -> httpx.AsyncClient:
     """For tokenizer and event-source calls: with the workers' key."""
     key = config.fleet.worker_api_key
     return _client({"authorization": f"Bearer {key.get_secret_value()}"} if key else {})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from ipaddress import ip_address
 from urllib.parse import urlsplit
 
@@ -11,14 +11,16 @@ import httpx
 from prometheus_client.core import Metric
 
 from kvroute.app.upkeep import Upkeep
+from kvroute.blocks.tokens import Tier
 from kvroute.clock import Clock
 from kvroute.events.controller import Controller
 from kvroute.events.controller_sockets import ControllerSockets
 from kvroute.events.coordinator import Coordinator
 from kvroute.events.coordinator_http import CoordinatorApp, CoordinatorServer
-from kvroute.events.l2_redis import L2Target, RedisL2, targets_of
+from kvroute.events.l2_redis import L2Counts, L2Target, RedisL2, targets_of
 from kvroute.events.lmcache_joins import served_worker
 from kvroute.events.lmcache_options import LMCacheOptions
+from kvroute.events.lmcache_rates import RateWatch
 from kvroute.events.lmcache_status import StatusWatch
 from kvroute.fleet.worker import Worker
 from kvroute.gateway import hyperpod
@@ -35,16 +37,20 @@ class LMCache:
 
     def __init__(
         self,
+        chunks: ChunkIndex,
         client: httpx.AsyncClient,
         clock: Clock,
         options: LMCacheOptions,
         upkeep: Upkeep,
+        measured: Callable[[int, Tier, float, int], None],
         *,
         hyperpod_lines: bool,
     ) -> None:
-        self.chunks = ChunkIndex(max_chunks=options.coordinator.max_chunks)
+        """`measured` hears of the mean bandwidth in GB/s of so many loads from a tier to a slot."""
+        self.chunks = chunks
         self._options = options
         self._upkeep = upkeep
+        self._measured = measured
         announce = hyperpod.worker_registered if hyperpod_lines else None
         self._coordinator: Coordinator | None = None
         if options.coordinator.enabled:
@@ -52,6 +58,14 @@ class LMCache:
             self._app = CoordinatorApp(self._coordinator, clock, options.coordinator)
             self._server = CoordinatorServer(self._app, self._coordinator, self.chunks, options.coordinator)
             self._watch = StatusWatch(self._coordinator, client, clock, options.coordinator)
+            self._rates = RateWatch(
+                self._coordinator,
+                client,
+                clock,
+                self._rate_measured,
+                interval_s=options.coordinator.rates_interval_s,
+                timeout_s=options.coordinator.status_timeout_s,
+            )
         self._controller: Controller | None = None
         if options.controller.enabled:
             self._controller = Controller(
@@ -80,6 +94,8 @@ class LMCache:
         if self._coordinator is not None:
             self._upkeep.begin("LMCache coordinator", self._server.run)
             self._upkeep.begin("LMCache status", lambda: self._watch.run(self._app.registered))
+            if self._options.coordinator.rates_interval_s:
+                self._upkeep.begin("LMCache bandwidths", self._rates.run)
 
     async def aclose(self) -> None:
         """Close what `open` took, if it did not come to be served."""
@@ -121,22 +137,34 @@ class LMCache:
             and self._coordinator.instance_of(worker) is not None
         )
 
+    def _rate_measured(self, instance_id: str, tier: Tier, gb_s: float, loads: int) -> None:
+        """An LMCache server measured how fast it loads: that holds for every place behind it."""
+        assert self._coordinator is not None
+        for slot, worker in self._worker_of.items():
+            instance = self._coordinator.instance_of(worker)
+            if instance is not None and instance.id == instance_id:
+                self._measured(slot, tier, gb_s, loads)
+
     # Requests
 
     async def probe(self, prompts: Sequence[ExactPrompt]) -> Sequence[Probed]:
         """What the shared store has of each prompt, as far as it can be asked; in their order."""
-        if self._redis is None or self._coordinator is None:
-            return [None] * len(prompts)
-        if self._targets_of != self._coordinator.changes:
-            self._targets_of = self._coordinator.changes
-            self._targets = targets_of(self._coordinator, self._options.l2.redis_pool)
-        redis, targets = self._redis, self._targets
-        if not targets:
+        redis, targets = self._redis, self.targets()
+        if redis is None or not targets:
             return [None] * len(prompts)
         answers = await asyncio.gather(
             *(redis.lookup(prompt.chunks, prompt.salt, targets) for prompt in prompts)
         )
         return [answer.held for answer in answers]
+
+    def targets(self) -> Sequence[L2Target]:
+        """Where the shared store is asked now."""
+        if self._redis is None or self._coordinator is None:
+            return ()
+        if self._targets_of != self._coordinator.changes:
+            self._targets_of = self._coordinator.changes
+            self._targets = targets_of(self._coordinator, self._options.l2.redis_pool)
+        return self._targets
 
     def answered(self, slot: int, token_ids: Sequence[int]) -> None:
         """A prompt was computed there: an in-process LMCache will have stored it."""
@@ -172,16 +200,7 @@ class LMCache:
         if self._coordinator is not None:
             yield from self._coordinator_metrics(self._coordinator)
         if self._redis is not None:
-            counts = self._redis.counts
-            yield counter(
-                "kvroute_l2_lookups", "Prompts looked for in L2's Redis.", (), [((), float(counts.lookups))]
-            )
-            yield counter(
-                "kvroute_l2_failures",
-                "Of those, the ones that got no answer, by why.",
-                ("cause",),
-                [((reason.value,), float(number)) for reason, number in counts.failures.items()],
-            )
+            yield from l2_metrics(self._redis.counts)
 
     def _coordinator_metrics(self, coordinator: Coordinator) -> Iterable[Metric]:
         counts = coordinator.counts
@@ -204,11 +223,30 @@ class LMCache:
             [((), float(counts.gaps))],
         )
         yield counter(
+            "kvroute_lmcache_rate_failures",
+            "Questions to LMCache servers how fast they load that got no answer.",
+            (),
+            [((), float(self._rates.failures))],
+        )
+        yield counter(
             "kvroute_lmcache_malformed",
             "Messages to the coordinator that could not be read.",
             (),
             [((), float(self._app.malformed))],
         )
+
+
+def l2_metrics(counts: L2Counts) -> Iterable[Metric]:
+    """Of lookups in the shared store."""
+    yield counter(
+        "kvroute_l2_lookups", "Prompts looked for in L2's Redis.", (), [((), float(counts.lookups))]
+    )
+    yield counter(
+        "kvroute_l2_failures",
+        "Of those, the ones that got no answer, by why.",
+        ("cause",),
+        [((reason.value,), float(number)) for reason, number in counts.failures.items()],
+    )
 
 
 def _nobody(_: str) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from prometheus_client.core import HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from kvroute.clock import Clock
 from kvroute.fleet.fleet import Fleet
@@ -84,8 +85,13 @@ class VllmRouterMetrics:
         self._host = _HostUse()
 
     def __call__(self) -> Iterator[Metric]:
+        return self.of(self._metrics)
+
+    def of(self, metrics: Collector) -> Iterator[Metric]:
+        """The same of other figures under kvroute's names: of all processes, where there are several. Asked
+        for one kind only, always."""
         servers: dict[str, str] = {worker.id: worker.spec.url for worker in self._fleet.workers()}
-        seen = _read(self._metrics.collect())
+        seen = _read(metrics.collect())
         yield from self._loads()
         yield from self._averages(servers, seen)
         yield from _caches(servers, seen)

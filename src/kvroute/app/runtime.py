@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AsyncExitStack
 from types import TracebackType
 from typing import Self
 
 from fastapi import FastAPI
 from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
 
 from kvroute.app.config import Config, masked
 from kvroute.app.following import Following
+from kvroute.app.map_teller import MapTeller
 from kvroute.app.metrics_compat import VllmRouterMetrics
+from kvroute.app.mirroring import Mirroring
+from kvroute.app.replica import FOLLOWS, Replica
+from kvroute.blocks.tokens import Tier
 from kvroute.clock import Clock, SystemClock
 from kvroute.fleet.discovery.registry import sources_of
 from kvroute.fleet.discovery.source import Discoverer
@@ -35,6 +40,8 @@ from kvroute.gateway.planner import Planner
 from kvroute.gateway.session_key import session_key_sources
 from kvroute.gateway.stored import ResponseOwners, StoredResponses
 from kvroute.metrics import Gauges, Metrics, counter, gauge
+from kvroute.replicas.pages import PageCollector, read
+from kvroute.replicas.scrape import Scrape
 from kvroute.routing.audit import Audit
 from kvroute.routing.router import Router
 from kvroute.tokens.estimate import TokenEstimator
@@ -43,15 +50,20 @@ from kvroute.upstream.transports import Transports
 
 log = logging.getLogger("kvroute.runtime")
 
+_LEVEL_S = 5.0
+"""Longest wait of a process that joins others, for each thing it waits for."""
+_LOOK_S = 0.01
+
 
 class Runtime:
     """Everything that one gateway consists of. Use as an async context manager inside its event loop:
     entering starts discovery and probes, leaving stops every task and closes every connection.
 
-    `application` is the ASGI app, `plane` what a server needs for an orderly shutdown.
+    `application` is the ASGI app, `plane` what a server needs for an orderly shutdown. `replica` is this
+    process among several; entering then waits until it knows what they know.
     """
 
-    def __init__(self, config: Config, clock: Clock | None = None) -> None:
+    def __init__(self, config: Config, clock: Clock | None = None, replica: Replica | None = None) -> None:
         self._config = config
         self._clock = clock = clock or SystemClock()
         self.metrics = Metrics()
@@ -59,10 +71,14 @@ class Runtime:
         self._client = probe_client()
         worker_key = config.fleet.worker_api_key
         follows = "kvaware" in config.routing.strategies_used() or config.server.allow_strategy_header
-        self.following: Following | None = None
-        if follows:
-            self.following = Following(config, self.fleet, self.metrics, clock, self._place_left)
-        self.router = Router(config.routing, caches=self.following.caches if self.following else None)
+        self._replica = replica
+        self._teller: MapTeller | None = None
+        self.following = self._follower() if follows else None
+        self.router = Router(
+            config.routing,
+            caches=self.following.caches if self.following else None,
+            observer=replica.own if replica else None,
+        )
         self._estimator = TokenEstimator()
         self.audit = Audit(config.routing.kvaware.audit)
         prober = Prober(
@@ -74,21 +90,26 @@ class Runtime:
         self.health = HealthMonitor(self.fleet, prober, clock, config.fleet.health)
         self._discoverer = Discoverer(self.fleet, sources_of(config.fleet, clock), clock)
         self._transports = Transports(config.upstream)
-        self._owners = ResponseOwners()
+        self._owners = replica.owners if replica else ResponseOwners()
         self._journal = Journal(
             self.metrics, clock, log_requests=config.logging.requests, kept=config.server.decisions_kept
         )
+        self._scrape: Scrape | None = None
+        self._compat: VllmRouterMetrics | None = None
         self.plane = self._data_plane()
         self.application = self._application()
         self.fleet.subscribe(self._fleet_changed)
         self.metrics.registry.register(Gauges(self._fleet_gauges, self._index_gauges))
         if self.following is not None:
-            self.metrics.registry.register(Gauges(self.following.gauges))
+            self.metrics.registry.register(Gauges(self.following.gauges, self._tier_gauges))
         if config.metrics.compat == "vllm-router":
-            compat = VllmRouterMetrics(
+            self._compat = VllmRouterMetrics(
                 self.metrics, self.fleet, clock, window_s=config.metrics.compat_window_s
             )
-            self.metrics.registry.register(Gauges(compat))
+        if replica is not None:
+            self._take_part(replica)
+        elif self._compat is not None:
+            self.metrics.registry.register(Gauges(self._compat))
         self._tasks: list[asyncio.Task[None]] = []
         self._stack = AsyncExitStack()
 
@@ -99,6 +120,8 @@ class Runtime:
             asyncio.create_task(self._discoverer.run(), name="discovery"),
             asyncio.create_task(self.health.run(), name="health"),
         ]
+        if self._replica is not None:
+            await self._join(self._replica)
         return self
 
     async def __aexit__(
@@ -110,9 +133,70 @@ class Runtime:
             if isinstance(outcome, Exception):
                 log.error("a background task failed", exc_info=outcome)
         await self.plane.aclose()
+        if self._replica is not None and self._scrape is not None:
+            await self._scrape.save()
+            await self._replica.aclose()
         await self._stack.aclose()
         await self._transports.aclose()
         await self._client.aclose()
+
+    def _follower(self) -> Following | Mirroring:
+        """What keeps the map of the workers' caches: one process follows them, others have it told."""
+        config, clock, replica = self._config, self._clock, self._replica
+        known = (config, self.fleet, self.metrics, clock, self._place_left)
+        if replica is None:
+            return Following(*known, self._rate_measured)
+        mesh = replica.mesh
+        if replica.number != FOLLOWS:
+            return Mirroring(*known, self._rate_known, lambda message: mesh.send(FOLLOWS, message))
+        most = config.lmcache.coordinator.max_chunks
+        self._teller = teller = MapTeller(mesh.publish, clock, config.kv_events, max_chunks=most)
+        following = Following(*known, self._rate_measured, (teller.blocks, teller.chunks))
+        teller.follow(following, self.fleet)
+        return following
+
+    def _take_part(self, replica: Replica) -> None:
+        mirroring = self.following if isinstance(self.following, Mirroring) else None
+        replica.take_part(self.fleet, self.router, self.health, self._clock, self._teller, mirroring)
+        replica.answers(self._journal.decisions, self.audit.describe)
+        registry = self.metrics.registry
+        self._scrape = Scrape(replica.mesh, registry, replica.folder, generation=replica.generation)
+        registry.register(Gauges(self._scrape.figures))
+
+    async def _join(self, replica: Replica) -> None:
+        assert self._scrape is not None
+        await self._scrape.begin()
+        if replica.generation:
+            await self._until(lambda: self.fleet.workers(), "no workers are known yet")
+        await replica.start()
+        self._tasks.append(asyncio.create_task(self._scrape.run(), name="counters for a successor"))
+        if self._teller is not None:
+            self._tasks.append(asyncio.create_task(self._teller.run(), name="places of the map"))
+        await replica.until_level(_LEVEL_S)
+        if replica.generation:
+            # Its predecessor's clients come back at once: to a process that knows its workers.
+            await self._until(
+                lambda: not self.fleet.states()[HealthState.UNKNOWN],
+                "some workers have not answered a probe yet",
+            )
+
+    async def _until(self, condition: Callable[[], object], else_: str) -> None:
+        """Wait for it, `_LEVEL_S` at most."""
+        try:
+            async with asyncio.timeout(_LEVEL_S):
+                while not condition():
+                    await self._clock.sleep(_LOOK_S)
+        except TimeoutError:
+            log.warning("joining the other processes: %s", else_)
+
+    async def _scraped(self) -> Collector:
+        """The figures of all processes."""
+        assert self._scrape is not None
+        gathered = await self._scrape.gathered()
+        if self._compat is None:
+            return gathered
+        compat = self._compat
+        return PageCollector([*read(gathered), *read(Gauges(lambda: compat.of(gathered)))])
 
     def _data_plane(self) -> DataPlane:
         config = self._config
@@ -173,13 +257,30 @@ class Runtime:
             lambda: masked(self._config),
             self.audit,
             self.following.describe if self.following else dict,
+            self._replica,
         )
-        notes = self.following.notes if self.following else list
-        control = control_routes(self.plane, self.fleet, self.router, notes)
+        scrape = None if self._replica is None else self._scraped
+        control = control_routes(self.plane, self.fleet, self.router, self._notes, scrape)
         return build_application(self.plane, control, admin)
+
+    def _notes(self) -> list[str]:
+        return [
+            *(self.following.notes() if self.following else ()),
+            *(self._replica.notes() if self._replica else ()),
+        ]
 
     def _place_left(self, slot: int) -> None:
         self.router.slot_left(slot)
+        if self._teller is not None:
+            self._teller.place_left(slot)
+
+    def _rate_measured(self, slot: int, tier: Tier, gb_s: float, loads: int) -> None:
+        self.router.rate_measured(slot, tier, gb_s, loads)
+        if self._teller is not None:
+            self._teller.rate_learnt(slot, tier, self.router.rate(slot, tier))
+
+    def _rate_known(self, slot: int, tier: Tier, gb_s: float) -> None:
+        self.router.rate_known(slot, tier, gb_s)
 
     def _fleet_changed(self, change: FleetChange, worker: Worker) -> None:
         """Let what hangs on a worker follow it."""
@@ -236,6 +337,22 @@ class Runtime:
             "Worker lists that could not be read or applied.",
             ("source",),
             [((source,), float(n)) for source, n in self._discoverer.errors().items()],
+        )
+
+    def _tier_gauges(self) -> Iterable[Metric]:
+        assert self.following is not None
+        caches = self.following.caches
+        yield gauge(
+            "kvroute_tier_bandwidth_bytes_per_second",
+            "Bandwidth reckoned with from slower tiers to each worker: as its LMCache server measured "
+            "it, else as configured.",
+            ("worker", "rank", "tier"),
+            [
+                ((worker.id, str(place.rank), tier.name.lower()), 1e9 * self.router.rate(place.slot, tier))
+                for worker in self.fleet.workers()
+                for place in caches.places(worker)
+                for tier in (Tier.L1, Tier.L2)
+            ],
         )
 
     def _index_gauges(self) -> Iterable[Metric]:

@@ -9,12 +9,15 @@ import resource
 import signal
 import socket
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from kvroute import __version__
 from kvroute.app.config import Config
+from kvroute.app.memory import keep_freed_memory
+from kvroute.app.replica import Replica
 from kvroute.app.runtime import Runtime
 from kvroute.gateway.fastlane import fast_lane
 from kvroute.gateway.fastlane_check import fast_lane_trouble
@@ -23,7 +26,7 @@ from kvroute.logs import configure
 
 log = logging.getLogger("kvroute.server")
 
-_AFTER_CUT_S = 5
+AFTER_CUT_S = 5
 """What is left to write error events and close connections once running answers were cut."""
 
 _GC_THRESHOLDS = (20_000, 20, 50)
@@ -33,13 +36,24 @@ _FEW_DESCRIPTORS = 8192
 class GatewayServer(uvicorn.Server):
     """uvicorn's server with the gateway's shutdown: refuse, let finish, cut, close."""
 
-    def __init__(self, config: uvicorn.Config, runtime: Runtime, drain_timeout_s: float) -> None:
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        runtime: Runtime,
+        drain_timeout_s: float,
+        part: Part | None = None,
+    ) -> None:
         super().__init__(config)
+        self._part = part
         self._runtime = runtime
         self._drain_timeout_s = drain_timeout_s
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
+        if self._part is not None:
+            self._part.ready()
+            if self._part.replica.number:
+                return  # one of them says it
         for server in self.servers:
             for listening in server.sockets:
                 host, port, *_ = listening.getsockname()
@@ -65,12 +79,31 @@ class GatewayServer(uvicorn.Server):
             log.warning("cut %d requests after %.0f s (server.drain_timeout_s)", cut, self._drain_timeout_s)
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One of several processes: what it listens on, and what it calls when it does."""
+
+    replica: Replica
+    sockets: list[socket.socket]
+    ready: Callable[[], None]
+
+
 def run(config: Config) -> int:
     """Serve until SIGTERM or SIGINT. Exit code: 0 after an orderly shutdown, 1 if it could not start."""
     configure(config.logging)
     raise_descriptor_limit()
+    if config.server.processes > 1:
+        from kvroute.app.processes import run_processes  # one process alone needs nothing of it
+
+        return run_processes(config)
+    return run_one(config)
+
+
+def run_one(config: Config, make_part: Callable[[], Part] | None = None) -> int:
+    """Serve as a process of its own, or as a part of several; `make_part` is called within the loop."""
+    keep_freed_memory()
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        return runner.run(_serve(config))
+        return runner.run(_serve(config, make_part))
 
 
 def raise_descriptor_limit() -> int:
@@ -86,9 +119,15 @@ def raise_descriptor_limit() -> int:
     return hard
 
 
-async def _serve(config: Config) -> int:
-    async with Runtime(config) as runtime:
-        server = GatewayServer(uvicorn_config(config, runtime), runtime, config.server.drain_timeout_s)
+async def _serve(config: Config, make_part: Callable[[], Part] | None) -> int:
+    part = make_part() if make_part is not None else None
+    async with Runtime(config, replica=part.replica if part else None) as runtime:
+        server = GatewayServer(
+            uvicorn_config(config, runtime),
+            runtime,
+            config.server.drain_timeout_s,
+            part,
+        )
         # uvicorn raises a caught signal again after its shutdown; with this handler that is no second death.
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, server.handle_exit)
@@ -97,7 +136,7 @@ async def _serve(config: Config) -> int:
         gc.freeze()
         gc.set_threshold(*_GC_THRESHOLDS)
         try:
-            await server.serve()
+            await server.serve(part.sockets if part else None)
         except SystemExit:  # uvicorn's word for a socket that cannot be bound; it has logged why
             return 1
     return 0 if server.started else 1
@@ -130,7 +169,7 @@ def uvicorn_config(config: Config, runtime: Runtime) -> uvicorn.Config:
         date_header=False,
         proxy_headers=False,
         timeout_keep_alive=round(options.keep_alive_s),
-        timeout_graceful_shutdown=round(options.drain_timeout_s) + _AFTER_CUT_S,
+        timeout_graceful_shutdown=round(options.drain_timeout_s) + AFTER_CUT_S,
     )
 
 

@@ -18,6 +18,7 @@ from kvroute.errors import ConfigError
 FLAGS: dict[str, Path] = {
     "host": ("server", "host"),
     "port": ("server", "port"),
+    "processes": ("server", "processes"),
     "strategy": ("routing", "strategy"),
     "workers": ("fleet", "workers"),
     "log_level": ("logging", "level"),
@@ -65,6 +66,7 @@ def configured(
         @click.option("--strategy", metavar="NAME", help="How workers are chosen.")
         @click.option("--host", help="Address to listen on.")
         @click.option("--port", help="Port to listen on.")
+        @click.option("--processes", metavar="N", help="Processes that share the port, one a core.")
         @click.option("--log-level", metavar="LEVEL", help="debug, info, warning or error.")
         @click.option("--log-format", metavar="FORMAT", help="text or json.")
         @click.option(

@@ -43,6 +43,15 @@ class CoordinatorOptions(Options):
     status_timeout_s: float = option(
         2.0, "Longest wait for such an answer.", unit="s", gt=0, higher="suits busy servers"
     )
+    rates_interval_s: float = option(
+        10.0,
+        "Pause between questions to each server how fast it loads (`/metrics`): that takes the place of the "
+        "bandwidths under `routing.kvaware.tiers`. 0: never.",
+        unit="s",
+        ge=0,
+        higher="fewer questions",
+        lower="changes of bandwidth are noticed sooner",
+    )
     max_chunks: int = option(
         2_000_000,
         "Different chunks in the map; about 115 bytes each.",

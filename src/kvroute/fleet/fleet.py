@@ -12,7 +12,7 @@ from kvroute.errors import InvalidRequest, NotFound
 from kvroute.fleet.catalog import ModelCatalog, catalog_of
 from kvroute.fleet.draining import DrainProgress, progress_of
 from kvroute.fleet.facts import same_cards
-from kvroute.fleet.wanted import WantedWorkers
+from kvroute.fleet.wanted import ByHand, WantedWorkers
 from kvroute.fleet.worker import (
     Ejection,
     FleetView,
@@ -70,6 +70,7 @@ class Fleet:
         self._assumed: set[WorkerId] = set()
         """Workers whose assumed capacity has been logged."""
         self._listeners: list[FleetListener] = []
+        self._hand_listeners: list[Callable[[ByHand], None]] = []
         self._views: dict[str, FleetView] = {}
         self._version = 0
         self._catalog = catalog_of((), self._aliases)
@@ -156,6 +157,7 @@ class Fleet:
                 raise InvalidRequest(f"The worker {worker.id!r} has this URL already.", param="url")
         self._wanted.add(spec)
         self._reconcile()
+        self._tell_by_hand()
         return self.get(spec.id)
 
     def remove(self, worker_id: str) -> None:
@@ -163,6 +165,32 @@ class Fleet:
         or it is added by hand. Raises NotFound."""
         self._wanted.remove(self.get(worker_id).id)
         self._reconcile()
+        self._tell_by_hand()
+
+    # What was done by hand, for other processes that have the same workers
+
+    def subscribe_by_hand(self, listener: Callable[[ByHand], None]) -> None:
+        """Hear what stands done by hand after each `add`, `remove`, `drain` and `undrain`."""
+        self._hand_listeners.append(listener)
+
+    def by_hand(self) -> ByHand:
+        """All that stands done by hand."""
+        return self._wanted.by_hand(frozenset(self._drained))
+
+    def follow_hand(self, done: ByHand) -> None:
+        """Make what another process has been told by hand stand here, and nothing else; listeners of
+        `subscribe_by_hand` do not hear of it. Drains of workers that are not known (yet) are kept."""
+        before = self._drained
+        self._drained = set(done.drained)
+        self._wanted.follow_hand(done)
+        self._reconcile()
+        for worker in [w for w in self.workers() if (w.id in before) != (w.id in self._drained)]:
+            if self._follow_drain(worker):
+                self._changed((FleetChange.STATE, worker))
+
+    def _tell_by_hand(self) -> None:
+        for listener in self._hand_listeners:
+            listener(self.by_hand())
 
     def _reconcile(self) -> None:
         wanted = self._wanted.merged()
@@ -266,6 +294,7 @@ class Fleet:
         self._drained.add(worker.id)
         if self._follow_drain(worker):
             self._changed((FleetChange.STATE, worker))
+        self._tell_by_hand()
         return progress_of(worker)
 
     def undrain(self, worker_id: str) -> None:
@@ -275,6 +304,7 @@ class Fleet:
         self._drained.discard(worker.id)
         if self._follow_drain(worker):
             self._changed((FleetChange.STATE, worker))
+        self._tell_by_hand()
 
     def _follow_drain(self, worker: Worker) -> bool:
         """Let the state follow what was said by hand and by the source; whether it changed."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from kvroute.fleet.worker import WorkerId, WorkerSpec
 
@@ -11,6 +12,15 @@ log = logging.getLogger(__name__)
 
 ADMIN = "admin"
 """The source of workers added by hand; it wins over what any other source says of the same id."""
+
+
+@dataclass(frozen=True, slots=True)
+class ByHand:
+    """What the admin API has changed about a fleet: workers added and removed by hand, and draining ones."""
+
+    added: tuple[WorkerSpec, ...] = ()
+    removed: frozenset[WorkerId] = frozenset()
+    drained: frozenset[WorkerId] = frozenset()
 
 
 class WantedWorkers:
@@ -25,13 +35,17 @@ class WantedWorkers:
         self._sources: dict[str, dict[WorkerId, WorkerSpec]] = {ADMIN: {}}
         self._removed: set[WorkerId] = set()
         """Removed by hand while a source still lists them."""
+        self._awaited: set[WorkerId] = set()
+        """Of those, the ones that were removed elsewhere and are not listed here yet."""
         self._shadowed: set[tuple[str, WorkerId]] = set()
         """Entries left out for another one of the same URL: remembered to log each once."""
 
     def replace(self, source: str, specs: Iterable[WorkerSpec]) -> None:
         """All that `source` wants."""
         self._sources[source] = {spec.id: spec for spec in specs}
-        self._removed &= {worker_id for listed in self._sources.values() for worker_id in listed}
+        listed = {worker_id for each in self._sources.values() for worker_id in each}
+        self._awaited -= listed
+        self._removed &= listed | self._awaited
 
     def add(self, spec: WorkerSpec) -> None:
         """Wanted by hand, whatever was removed before."""
@@ -43,6 +57,20 @@ class WantedWorkers:
         self._sources[ADMIN].pop(worker_id, None)
         if any(worker_id in listed for listed in self._sources.values()):
             self._removed.add(worker_id)
+
+    def by_hand(self, drained: frozenset[WorkerId]) -> ByHand:
+        """What `add` and `remove` have left standing, with what the fleet adds to it."""
+        return ByHand(tuple(self._sources[ADMIN].values()), frozenset(self._removed), drained)
+
+    def follow_hand(self, done: ByHand) -> None:
+        """Make what another process has been told by hand stand here."""
+        self._sources[ADMIN] = {spec.id: spec for spec in done.added}
+        self._removed = set(done.removed)
+        self._awaited = {
+            worker_id
+            for worker_id in self._removed
+            if not any(worker_id in listed for listed in self._sources.values())
+        }
 
     def merged(self) -> dict[WorkerId, WorkerSpec]:
         """The outcome; ids and URLs are unique. O(all entries)."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from fastapi import APIRouter, Depends, Query, Request
 from pydantic import ValidationError
@@ -24,6 +24,18 @@ from kvroute.routing.router import Router
 _MAX_BODY_BYTES = 64 * 1024
 
 
+class Elsewhere(Protocol):
+    """Other gateway processes that serve the same address: what each of them alone knows."""
+
+    async def decisions(self, limit: int, own: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The last decisions of all, newest first."""
+        ...
+
+    async def predictions(self, own: dict[str, Any]) -> dict[str, Any]:
+        """`Audit.describe` of all together."""
+        ...
+
+
 def admin_routes(
     fleet: Fleet,
     router: Router,
@@ -33,9 +45,11 @@ def admin_routes(
     masked_config: Callable[[], Mapping[str, Any]],
     audit: Audit,
     caches: Callable[[], Mapping[str, Any]],
+    elsewhere: Elsewhere | None = None,
 ) -> APIRouter:
     """Routes under /admin. `masked_config` gives the resolved configuration without its secrets, `caches`
-    what is known of the workers' caches beside what was sent there."""
+    what is known of the workers' caches beside what was sent there; `elsewhere` is where else requests
+    are routed, if anywhere."""
 
     def guard(request: Request) -> None:
         check_admin(keys, request.scope["headers"], request.client.host if request.client else None)
@@ -97,11 +111,13 @@ def admin_routes(
 
     @routes.get("/audit", summary="Predicted against reported cached tokens, by strategy, worker and tier")
     async def predictions() -> dict[str, Any]:
-        return audit.describe()
+        own = audit.describe()
+        return own if elsewhere is None else await elsewhere.predictions(own)
 
     @routes.get("/decisions", summary="The last routing decisions, newest first, with their arithmetic")
     async def decisions(limit: int = Query(100, ge=1, le=1000)) -> dict[str, Any]:
-        return {"decisions": journal.decisions(limit)}
+        own = journal.decisions(limit)
+        return {"decisions": own if elsewhere is None else await elsewhere.decisions(limit, own)}
 
     @routes.get("/config", summary="The resolved configuration, secrets masked")
     async def config() -> Mapping[str, Any]:

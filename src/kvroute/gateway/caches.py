@@ -49,18 +49,24 @@ class LiveCaches:
         return places
 
     def match(self, prompt: ExactPrompt) -> Mapping[int, Tokens]:
-        blocks = self._index.match(prompt.keys)
-        starts = {slot: match.gpu for slot, match in blocks.items()}
-        chunks = self._chunks.match(prompt.chunks, prompt.salt, starts, prompt.probed)
-        twice = self._told_by_lmcache
-        found = {
-            slot: Tokens(match.gpu) if match.l1 and twice(slot) else Tokens(*match)
-            for slot, match in blocks.items()
-        }
-        for slot, (l1, l2) in chunks.items():
-            known = found.get(slot)
-            if known is None:
-                found[slot] = Tokens(0, l1, l2)
-            elif l1 + l2 > known.l1 + known.l2:
-                found[slot] = Tokens(known.gpu, l1, l2)
-        return found
+        return held_tokens(self._index, self._chunks, self._told_by_lmcache, prompt)
+
+
+def held_tokens(
+    index: PrefixIndex, chunks: ChunkIndex, told_by_lmcache: Callable[[int], bool], prompt: ExactPrompt
+) -> Mapping[int, Tokens]:
+    """Per slot: the leading tokens of the prompt that both maps together say it can use."""
+    blocks = index.match(prompt.keys)
+    starts = {slot: match.gpu for slot, match in blocks.items()}
+    behind = chunks.match(prompt.chunks, prompt.salt, starts, prompt.probed)
+    found = {
+        slot: Tokens(match.gpu) if match.l1 and told_by_lmcache(slot) else Tokens(*match)
+        for slot, match in blocks.items()
+    }
+    for slot, (l1, l2) in behind.items():
+        known = found.get(slot)
+        if known is None:
+            found[slot] = Tokens(0, l1, l2)
+        elif l1 + l2 > known.l1 + known.l2:
+            found[slot] = Tokens(known.gpu, l1, l2)
+    return found

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
 from prometheus_client.exposition import choose_encoder
+from prometheus_client.registry import Collector
 
 from kvroute import __version__
 from kvroute.errors import NotFound
@@ -23,10 +24,14 @@ _EXPLAINED = ENDPOINTS["/invocations"]
 
 
 def control_routes(
-    plane: DataPlane, fleet: Fleet, router: Router, notes: Callable[[], list[str]] = list
+    plane: DataPlane,
+    fleet: Fleet,
+    router: Router,
+    notes: Callable[[], list[str]] = list,
+    scrape: Callable[[], Awaitable[Collector]] | None = None,
 ) -> APIRouter:
     """Everything but the relayed endpoints and the admin API. `notes` is what `/ready` says beside its
-    verdict."""
+    verdict, `scrape` gives the figures of all gateway processes, where there are several."""
     routes = APIRouter()
 
     def with_key(request: Request) -> None:
@@ -62,7 +67,8 @@ def control_routes(
     @routes.get("/metrics", tags=["gateway"], summary="Prometheus metrics", response_class=PlainTextResponse)
     async def metrics(request: Request) -> Response:
         encode, content_type = choose_encoder(request.headers.get("accept", ""))
-        return Response(encode(plane.metrics.registry), media_type=content_type)
+        figures = plane.metrics.registry if scrape is None else await scrape()
+        return Response(encode(figures), media_type=content_type)
 
     @routes.get(
         "/v1/models",

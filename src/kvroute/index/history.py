@@ -101,4 +101,10 @@ class RouteHistory(Protocol):
         """Drop all of the worker's blocks; its capacity stays, leases still out become void."""
         ...
 
+    def recent(self, worker: int, most_blocks: int) -> list[Sequence[BlockKey]]:
+        """The prompts behind what is tracked of the worker and not pinned, so that acquiring and releasing
+        them in this order gives another history the same part, as good as. Beginnings that prompts share
+        are repeated, and counted each time; what exceeds `most_blocks` is left out, the oldest first."""
+        ...
+
     def size(self) -> HistorySize: ...

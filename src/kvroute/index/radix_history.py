@@ -128,6 +128,27 @@ class RadixHistory:
             del run.holds[worker]
             self._shrink(run, part.bit)
 
+    def recent(self, worker: int, most_blocks: int) -> list[Sequence[BlockKey]]:
+        part, found = self._parts.get(worker), list[Sequence[BlockKey]]()
+        if part is None:
+            return found
+        # A run that goes on is told by what comes behind it.
+        inner = {run.parent for run in part.runs}
+        hold = part.free.older
+        while hold is not part.free:
+            if hold.run not in inner:
+                keys = array("Q", hold.run.keys[: hold.blocks])
+                before = hold.run.parent
+                while before is not None:
+                    keys = before.keys + keys
+                    before = before.parent
+                most_blocks -= len(keys)
+                if most_blocks < 0:
+                    break
+                found.append(keys)  # type: ignore[arg-type]
+            hold = hold.older
+        return found[::-1]
+
     def size(self) -> HistorySize:
         runs = self._heads.values()
         blocks = sum(len(run.keys) for run in runs)

@@ -86,6 +86,19 @@ class TrieHistory:
         self._parts[worker] = _TriePart(worker, part.capacity_blocks)
         self._drop(worker, part.all)
 
+    def recent(self, worker: int, most_blocks: int) -> list[Sequence[BlockKey]]:
+        part, found = self._own_part(worker), list[Sequence[BlockKey]]()
+        # A block that goes on is told by what comes behind it.
+        inner = {block.path[: block.depth - 1] for block in part.all}
+        for block in reversed(part.free):
+            path = block.path[: block.depth]
+            if path not in inner:
+                most_blocks -= len(path)
+                if most_blocks < 0:
+                    break
+                found.append(path)
+        return found[::-1]
+
     def size(self) -> HistorySize:
         blocks = len(self._trie)
         tracked = sum(part.blocks for part in self._parts.values())

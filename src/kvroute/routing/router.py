@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple, Protocol
 
+from kvroute.blocks.keys import BlockKey
+from kvroute.blocks.tokens import Tier
 from kvroute.fleet.load import Reservation
 from kvroute.fleet.worker import ASSUMED_BLOCK_TOKENS, ASSUMED_CAPACITY_TOKENS, FleetView, Worker, WorkerId
 from kvroute.index.history import HistorySize, Lease, RouteHistory
@@ -23,10 +25,27 @@ from kvroute.routing.strategy import Strategy
 from kvroute.routing.transfers import Transfers
 
 
-class Dispatch:
-    """One attempt of one request on one worker. Whoever dispatched it finishes it, in a `finally`."""
+class Followed(Protocol):
+    """What an `Observer` hears of one attempt; each at most once."""
 
-    __slots__ = ("_leases", "_lesson", "_reservations", "worker")
+    def first_token(self) -> None: ...
+
+    def finished(self) -> None: ...
+
+
+class Observer(Protocol):
+    """Hears of every attempt that this router accounts, and of sessions that it is told to forget."""
+
+    def dispatched(self, query: RouteQuery, decision: RouteDecision, candidate: Candidate) -> Followed: ...
+
+    def session_forgotten(self, session_key: str) -> None: ...
+
+
+class Dispatch:
+    """One attempt of one request on one worker. Whoever dispatched it finishes it, in a `finally`.
+    `followed` is told, if somebody observes."""
+
+    __slots__ = ("_leases", "_lesson", "_reservations", "followed", "worker")
 
     def __init__(
         self,
@@ -39,9 +58,12 @@ class Dispatch:
         self._reservations = reservations
         self._leases = leases
         self._lesson = lesson
+        self.followed: Followed | None = None
 
     def first_token(self, now: float) -> None:
         """The first token of a streamed answer came: the prefill is done. Later calls do nothing."""
+        if self.followed is not None and self._reservations[0].is_queued:
+            self.followed.first_token()
         for reservation in self._reservations:
             reservation.first_token(now)
         if self._lesson is not None:
@@ -51,6 +73,9 @@ class Dispatch:
     def finish(self, now: float) -> None:
         """The attempt is over, however it ended: its load and its pinned blocks are given back. Later
         calls do nothing."""
+        if self.followed is not None:
+            self.followed.finished()
+            self.followed = None
         for reservation in self._reservations:
             reservation.finish(now)
         for lease in self._leases:
@@ -94,11 +119,13 @@ class Router:
         options: RoutingOptions | None = None,
         history: RouteHistory | None = None,
         caches: CacheMap | None = None,
+        observer: Observer | None = None,
     ) -> None:
         options = options or RoutingOptions()
         if history is None:
             history = HISTORIES[options.prefixaware.index](ASSUMED_CAPACITY_TOKENS // ASSUMED_BLOCK_TOKENS)
         self._options = options
+        self._observer = observer
         self._history = history
         self._sizes = PartSizes(history)
         self._learned = Learned() if options.learning else None
@@ -151,19 +178,50 @@ class Router:
     ) -> Dispatch:
         """Account an attempt on `candidate`, one of the decision's ranking: its prefill joins the worker's
         queue, its blocks count as held and stay pinned until `Dispatch.finish`."""
-        worker = candidate.worker
         lesson = self._lesson(query, candidate, now) if self._learned is not None else None
-        reservations = [
-            queue.reserve(now, prefill_s=candidate.prefill_s, tokens=query.tokens, streamed=query.streamed)
-            for queue in ((worker.load,) if candidate.rank is None else (worker.load, candidate.queue))
-        ]
+        dispatch = self._account(query, decision, candidate, now, lesson)
+        if self._observer is not None:
+            dispatch.followed = self._observer.dispatched(query, decision, candidate)
+        return dispatch
+
+    def dispatched_elsewhere(
+        self, query: RouteQuery, decision: RouteDecision, candidate: Candidate, now: float
+    ) -> Dispatch:
+        """Account an attempt that another gateway process has made: as `dispatch`, but nothing is learnt
+        from it and the observer does not hear of it."""
+        return self._account(query, decision, candidate, now, None)
+
+    def sent_before(self, worker: Worker, keys: Sequence[BlockKey]) -> None:
+        """The worker was sent this prompt some time ago, and more recently than what was told before."""
+        self._history.acquire(worker.index, keys).release()
+
+    def recent(self, worker: Worker, most_blocks: int) -> list[Sequence[BlockKey]]:
+        """What `sent_before` would have to be told of the worker, `most_blocks` of it: the last ones."""
+        return self._history.recent(worker.index, most_blocks)
+
+    def _account(
+        self,
+        query: RouteQuery,
+        decision: RouteDecision,
+        candidate: Candidate,
+        now: float,
+        lesson: _Lesson | None,
+    ) -> Dispatch:
+        worker = candidate.worker
+        held, prefill_s, tokens = candidate.held, candidate.prefill_s, query.tokens
+        reservations = [worker.load.reserve(now, prefill_s=prefill_s, tokens=tokens, streamed=query.streamed)]
+        if held is not None and held.rank is not None:
+            queue = candidate.queue
+            reservations.append(
+                queue.reserve(now, prefill_s=prefill_s, tokens=tokens, streamed=query.streamed)
+            )
         leases: list[Lease] = []
         if query.prompts:
             self._sizes.sending(worker, query)
-            leases = [self._history.acquire(worker.index, prompt.keys) for prompt in query.prompts]
-        if candidate.held is not None and candidate.held.slot is not None:
-            slot = candidate.held.slot
-            leases += [self._in_flight.acquire(slot, prompt.keys) for prompt in query.exact]
+            for prompt in query.prompts:
+                leases.append(self._history.acquire(worker.index, prompt.keys))
+        if held is not None and held.slot is not None:
+            leases += [self._in_flight.acquire(held.slot, prompt.keys) for prompt in query.exact]
         strategy = self._strategies.get(decision.strategy)
         if strategy is not None:
             strategy.routed(query, decision, candidate)
@@ -192,6 +250,18 @@ class Router:
         if self._learned is not None:
             self._learned.forget(worker.index)
 
+    def rate_measured(self, slot: int, tier: Tier, gb_s: float, loads: int) -> None:
+        """So many loads from a slower tier to this place of the cache map had this mean, in GB/s."""
+        self._transfers.learn(slot, tier, gb_s, loads)
+
+    def rate(self, slot: int, tier: Tier) -> float:
+        """The bandwidth in GB/s that is reckoned with, from a slower tier to this place."""
+        return self._transfers.gb_s(slot, tier)
+
+    def rate_known(self, slot: int, tier: Tier, gb_s: float) -> None:
+        """Reckon with this bandwidth, as another gateway process does."""
+        self._transfers.adopt(slot, tier, gb_s)
+
     def slot_left(self, slot: int) -> None:
         """A place of the cache map is no more; its number may come to stand for another one."""
         self._in_flight.forget(slot)
@@ -211,6 +281,12 @@ class Router:
         The session strategy forgets where load had moved it, so it returns to its home on the ring. KV
         blocks are the worker's own and age out there.
         """
+        if self._observer is not None:
+            self._observer.session_forgotten(session_key)
+        return self.session_forgotten_elsewhere(session_key)
+
+    def session_forgotten_elsewhere(self, session_key: str) -> bool:
+        """`forget_session`, as another gateway process was told."""
         forgotten = [strategy.forget(session_key) for strategy in self._strategies.values()]
         return any(forgotten)
 

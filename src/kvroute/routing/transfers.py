@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Final
+
+from kvroute.blocks.tokens import Tier
 from kvroute.options import Options, option
 from kvroute.routing.caches import Tokens
 from kvroute.routing.cost import TierLoad
 
-_GIGA = 1e9
+_GIGA: Final = 1e9
+_CONFIGURED_LOADS: Final = 8
+"""Measured loads that weigh as much as the configured bandwidth."""
+_REMEMBERED_LOADS: Final = 64
 
 
 class TransferOptions(Options):
     """How fast KV blocks come from slower tiers. As bandwidth counts what a request really gets: the
-    default of L2 is Redis over a 25 Gbit/s network."""
+    default of L2 is Redis over a 25 Gbit/s network. What a worker's LMCache server has measured takes their
+    place (`lmcache.coordinator.rates_interval_s`)."""
 
     token_bytes: int = option(
         131_072,
@@ -56,14 +63,29 @@ class TransferOptions(Options):
     )
 
 
+class _Link:
+    """What a token takes from one tier to one worker, in seconds. Mutable: `learn`."""
+
+    __slots__ = ("token_s", "weight")
+
+    def __init__(self, token_s: float) -> None:
+        self.token_s = token_s
+        self.weight = _CONFIGURED_LOADS
+
+    def learn(self, token_s: float, loads: int) -> None:
+        self.weight = min(self.weight + loads, _REMEMBERED_LOADS)
+        self.token_s += (token_s - self.token_s) * min(1.0, loads / self.weight)
+
+
 class Transfers:
     """Links as queues: one per worker and slower tier, one for the shared store.
 
-    Mutable: `start` makes links busy. Times are `Clock.now()` seconds.
+    Mutable: `start` makes links busy, `learn` changes how fast they are. Times are `Clock.now()` seconds.
     """
 
     def __init__(self, options: TransferOptions | None = None) -> None:
         options = options or TransferOptions()
+        self._token_bytes = options.token_bytes
         self._l1_token_s = options.token_bytes / (options.l1_gb_s * _GIGA)
         self._l2_token_s = options.token_bytes / (options.l2_gb_s * _GIGA)
         self._store_token_s = options.token_bytes / (options.l2_store_gb_s * _GIGA)
@@ -71,6 +93,37 @@ class Transfers:
         self._l1_busy: dict[int, float] = {}
         self._l2_busy: dict[int, float] = {}
         self._store_busy = 0.0
+        self._l1_learned: dict[int, _Link] = {}
+        self._l2_learned: dict[int, _Link] = {}
+
+    def learn(self, slot: int, tier: Tier, gb_s: float, loads: int) -> None:
+        """`loads` loads from this tier to `slot` had a mean of `gb_s` GB/s, waiting at the store included.
+        The configured bandwidth counts as eight loads; the last 64 decide."""
+        if tier is Tier.GPU or gb_s <= 0 or loads <= 0:
+            return
+        learned, configured_s = (
+            (self._l1_learned, self._l1_token_s) if tier is Tier.L1 else (self._l2_learned, self._l2_token_s)
+        )
+        link = learned.get(slot)
+        if link is None:
+            link = learned[slot] = _Link(configured_s)
+        link.learn(self._token_bytes / (gb_s * _GIGA), loads)
+
+    def adopt(self, slot: int, tier: Tier, gb_s: float) -> None:
+        """Reckon with this bandwidth, which was learnt elsewhere."""
+        learned = self._l1_learned if tier is Tier.L1 else self._l2_learned
+        learned[slot] = _Link(self._token_bytes / (gb_s * _GIGA))
+
+    def gb_s(self, slot: int, tier: Tier) -> float:
+        """The bandwidth that is reckoned with, from a slower tier to `slot`."""
+        return self._token_bytes / (self._token_s(slot, tier) * _GIGA)
+
+    def _token_s(self, slot: int, tier: Tier) -> float:
+        if tier is Tier.L1:
+            link = self._l1_learned.get(slot)
+            return self._l1_token_s if link is None else link.token_s
+        link = self._l2_learned.get(slot)
+        return self._l2_token_s if link is None else link.token_s
 
     def load(self, slot: int, tokens: Tokens, now: float) -> TierLoad:
         """What fetching the slower tiers' part of `tokens` to `slot` takes from now on."""
@@ -78,10 +131,10 @@ class Transfers:
             return TierLoad()
         ready_s = own_s = 0.0
         if tokens.l1:
-            own_s = tokens.l1 * self._l1_token_s
+            own_s = tokens.l1 * self._token_s(slot, Tier.L1)
             ready_s = max(0.0, self._l1_busy.get(slot, 0.0) - now) + own_s
         if tokens.l2:
-            l2_s = tokens.l2 * self._l2_token_s
+            l2_s = tokens.l2 * self._token_s(slot, Tier.L2)
             busy = max(self._l2_busy.get(slot, 0.0), self._store_busy)
             ready_s = max(ready_s, max(0.0, busy - now) + l2_s + self._latency_s)
             own_s += l2_s
@@ -90,11 +143,13 @@ class Transfers:
     def start(self, slot: int, tokens: Tokens, now: float) -> None:
         """A request that fetches was sent to `slot`."""
         if tokens.l1:
-            self._l1_busy[slot] = max(now, self._l1_busy.get(slot, 0.0)) + tokens.l1 * self._l1_token_s
+            l1_s = tokens.l1 * self._token_s(slot, Tier.L1)
+            self._l1_busy[slot] = max(now, self._l1_busy.get(slot, 0.0)) + l1_s
         if tokens.l2:
-            self._l2_busy[slot] = max(now, self._l2_busy.get(slot, 0.0)) + tokens.l2 * self._l2_token_s
+            l2_s = tokens.l2 * self._token_s(slot, Tier.L2)
+            self._l2_busy[slot] = max(now, self._l2_busy.get(slot, 0.0)) + l2_s
             self._store_busy = max(now, self._store_busy) + tokens.l2 * self._store_token_s
 
     def forget(self, slot: int) -> None:
-        self._l1_busy.pop(slot, None)
-        self._l2_busy.pop(slot, None)
+        for known in (self._l1_busy, self._l2_busy, self._l1_learned, self._l2_learned):
+            known.pop(slot, None)

@@ -1,0 +1,70 @@
+"""Exact tokens of every model that the fleet serves: threads, tokenizers and what keeps them up to date."""
+
+from __future__ import annotations
+
+import httpx
+
+from kvroute.app.token_sources import TokenSources
+from kvroute.app.upkeep import Upkeep
+from kvroute.clock import Clock
+from kvroute.fleet.fleet import Fleet, FleetChange
+from kvroute.fleet.worker import Worker
+from kvroute.gateway.preparation import Preparer, Probe
+from kvroute.metrics import Metrics
+from kvroute.tokens.exact import ExactTokens, Mode
+from kvroute.tokens.options import TokensOptions
+from kvroute.tokens.threads import TokenThreads
+
+
+class Tokenizing:
+    """`preparer` gives a request's prompts token by token. Mutable: `open` begins its work in `upkeep`, whose
+    owner ends it before `aclose`. The client belongs to the caller and knows the workers' key."""
+
+    def __init__(
+        self,
+        options: TokensOptions,
+        client: httpx.AsyncClient,
+        fleet: Fleet,
+        metrics: Metrics,
+        clock: Clock,
+        probe: Probe,
+    ) -> None:
+        self._fleet = fleet
+        self._threads = TokenThreads(options.threads, deadline_s=options.deadline_ms * 1e-3)
+        self._tokens = ExactTokens(
+            self._threads,
+            client,
+            flags=options.flags(),
+            cache_bytes=options.cache_mib * 1024 * 1024,
+            remote_deadline_s=options.deadline_ms * 1e-3,
+            allow_fastokens=options.fastokens,
+        )
+        self._sources = TokenSources(self._tokens, fleet, clock, options)
+        self.preparer = Preparer(self._tokens, fleet, metrics, probe)
+
+    async def open(self, upkeep: Upkeep) -> None:
+        await self._threads.__aenter__()
+        upkeep.begin("token sources", self._sources.run)
+
+    async def aclose(self) -> None:
+        await self._threads.__aexit__(None, None, None)
+
+    def fleet_changed(self, change: FleetChange, worker: Worker) -> None:
+        self._sources.fleet_changed(change, worker)
+
+    def notes(self) -> list[str]:
+        """Models without exact tokens, and why."""
+        notes = []
+        for model in self._fleet.catalog.bases:
+            source = self._tokens.sources.get(model)
+            if source is None or source.mode is Mode.NONE:
+                why = "not checked yet" if source is None else source.why
+                notes.append(f"kvaware: no exact tokens of {model!r}: {why}")
+        return notes
+
+    def describe(self) -> dict[str, object]:
+        """For the admin API."""
+        return {
+            model: {"told_by": source.mode.value, "through": source.through, "why": source.why}
+            for model, source in self._tokens.sources.items()
+        }

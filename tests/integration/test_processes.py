@@ -1,0 +1,413 @@
+"""Several gateway processes on one port: real processes and sockets in front of simulated workers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import re
+import signal
+import socket
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from kvroute.sim.options import SimOptions
+from kvroute.sim.running import RunningSim, run_sim
+
+MODEL = "sim-model"
+LONG_ANSWER = {"max_tokens": 60, "ignore_eos": True, "stream": True}
+DEADLINE_S = 60
+PROMPT_TOKENS = 400
+
+
+def prompt(seed: int) -> str:
+    chooser = random.Random(seed)
+    return " ".join(f"{chooser.getrandbits(40):x}" for _ in range(PROMPT_TOKENS))
+
+
+@dataclass
+class Processes:
+    """A gateway of two processes. `clients` has one client for each, which keeps its one connection."""
+
+    parent: asyncio.subprocess.Process
+    url: str
+    folder: Path
+    log: list[str]
+    clients: list[httpx.AsyncClient]
+
+    def pids(self) -> list[int]:
+        """By process number, the newest ones."""
+        told = dict(re.findall(r"process (\d) of 2 has the id (\d+)", "\n".join(self.log)))
+        return [int(told[number]) for number in sorted(told)]
+
+    async def fresh_client(self, stack: AsyncExitStack) -> httpx.AsyncClient:
+        limits = httpx.Limits(max_connections=1, keepalive_expiry=600)
+        client = httpx.AsyncClient(base_url=self.url, limits=limits, timeout=DEADLINE_S, trust_env=False)
+        return await stack.enter_async_context(client)
+
+    async def connect(self, stack: AsyncExitStack) -> None:
+        """Connections go to whichever process the kernel likes: open some until both were met."""
+        met: dict[str, httpx.AsyncClient] = {}
+        async with asyncio.timeout(DEADLINE_S):
+            while len(met) < 2:
+                client = await self.fresh_client(stack)
+                answer = await chat(client, "Who are you?", max_tokens=1)
+                met.setdefault(process_of(answer), client)
+        self.clients = list(met.values())
+
+
+def process_of(answer: httpx.Response) -> str:
+    """Request ids begin alike within a process."""
+    return answer.headers["x-request-id"][:16]
+
+
+async def chat(client: httpx.AsyncClient, content: str, **fields: Any) -> httpx.Response:
+    answer = await client.post("/v1/chat/completions", json=body(content, **fields))
+    assert answer.status_code == 200, answer.text
+    return answer
+
+
+def body(content: str, **fields: Any) -> dict[str, Any]:
+    return {"model": MODEL, "messages": [{"role": "user", "content": content}], "max_tokens": 4, **fields}
+
+
+async def explain(client: httpx.AsyncClient, content: str) -> dict[str, Any]:
+    answer = await client.post("/v1/route/explain", json=body(content))
+    assert answer.status_code == 200, answer.text
+    told: dict[str, Any] = answer.json()
+    return told
+
+
+async def until(condition: Callable[[], Awaitable[Any]]) -> Any:
+    """Poll another process."""
+    async with asyncio.timeout(DEADLINE_S):
+        while not (found := await condition()):
+            await asyncio.sleep(0.02)
+        return found
+
+
+async def counted(client: httpx.AsyncClient, name: str) -> float:
+    """The sum of a family's samples on `/metrics`."""
+    page = (await client.get("/metrics")).text
+    return sum(float(line.rsplit(" ", 1)[1]) for line in page.splitlines() if re.match(name + r"[ {]", line))
+
+
+@asynccontextmanager
+async def processes(workers: list[str], *arguments: str) -> AsyncIterator[Processes]:
+    with tempfile.TemporaryDirectory() as folder:
+        named = [flag for number, url in enumerate(workers) for flag in ("--worker", f"w{number}={url}")]
+        parent = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "kvroute", "serve", "--port", "0", "--processes", "2", *named),
+            *("--set", "logging.format=json", "--set", "fleet.health.interval_s=0.2", *arguments),
+            stderr=asyncio.subprocess.PIPE,
+            env={**os.environ, "PYTHONUNBUFFERED": "1", "TMPDIR": folder},
+        )
+        running = Processes(parent, "", Path(folder), [], [])
+        reading = asyncio.create_task(read_log(parent, running.log))
+        try:
+            async with asyncio.timeout(DEADLINE_S):
+                while not running.url:
+                    found = re.search(r"listens on (\S+)", "\n".join(running.log))
+                    running.url = found[1] if found else ""
+                    assert parent.returncode is None, running.log
+                    await asyncio.sleep(0.02)
+            async with AsyncExitStack() as stack:
+                client = await running.fresh_client(stack)
+
+                async def is_ready() -> bool:
+                    try:
+                        return (await client.get("/ready")).status_code == 200
+                    except httpx.TransportError:
+                        return False
+
+                await until(is_ready)
+                await running.connect(stack)
+                yield running
+        finally:
+            if parent.returncode is None:
+                parent.terminate()
+            await parent.wait()
+            await reading
+
+
+async def read_log(parent: asyncio.subprocess.Process, log: list[str]) -> None:
+    assert parent.stderr is not None
+    async for line in parent.stderr:
+        log.append(json.loads(line)["message"] if line.startswith(b"{") else line.decode())
+
+
+@pytest.fixture
+async def sims() -> AsyncIterator[list[RunningSim]]:
+    async with AsyncExitStack() as stack:
+        yield [await stack.enter_async_context(run_sim(SimOptions(time_scale=0))) for _ in range(2)]
+
+
+@pytest.fixture
+async def slow_sims() -> AsyncIterator[list[RunningSim]]:
+    """An answer of 60 tokens takes about two seconds."""
+    async with AsyncExitStack() as stack:
+        yield [await stack.enter_async_context(run_sim(SimOptions(time_scale=2))) for _ in range(2)]
+
+
+async def test_what_one_process_sends_the_other_knows(sims):
+    async with processes([sim.url for sim in sims]) as running:
+        one, other = running.clients
+        sent = await chat(one, prompt(1))
+
+        async def is_known() -> dict[str, Any] | None:
+            told = await explain(other, prompt(1))
+            return told if told["ranking"][0]["matched_tokens"] else None
+
+        told = await until(is_known)
+        followed = await chat(other, prompt(1))
+
+        assert told["worker"] == sent.headers["x-kvroute-worker"]
+        assert process_of(followed) != process_of(sent)
+        assert followed.headers["x-kvroute-reason"] == "prefix_hit"
+        assert followed.headers["x-kvroute-worker"] == sent.headers["x-kvroute-worker"]
+
+
+async def test_load_admin_and_metrics_are_those_of_both(slow_sims):
+    compat = ("--set", "metrics.compat=vllm-router")
+    async with processes([sim.url for sim in slow_sims], *compat) as running:
+        one, other = running.clients
+
+        async def in_flight(client: httpx.AsyncClient) -> int:
+            workers = (await client.get("/admin/workers")).json()["workers"]
+            return sum(worker["running_requests"] for worker in workers)
+
+        async with one.stream("POST", "/v1/chat/completions", json=body("Go on.", **LONG_ANSWER)) as answer:
+            chunks = answer.aiter_raw()
+            await anext(chunks)
+
+            async def is_seen() -> bool:
+                return await in_flight(other) == 1
+
+            await until(is_seen)
+            assert await counted(other, "kvroute_requests_in_flight") == 1
+            assert await counted(other, "vllm:num_requests_running") == 1
+            async for _ in chunks:
+                pass
+
+        async def is_over() -> bool:
+            return await in_flight(other) == 0
+
+        await until(is_over)
+        mine, yours = await chat(one, prompt(1)), await chat(other, prompt(2))
+        pages = [await counted(client, "kvroute_requests_total") for client in (one, other)]
+        assert pages[0] == pages[1] >= 5
+        assert await counted(one, "kvroute_time_to_first_byte_seconds_count") == pages[0]
+        assert await counted(one, "vllm:request_latency_seconds_count") == pages[0]
+        decisions = (await one.get("/admin/decisions")).json()["decisions"]
+        assert {mine.headers["x-request-id"], yours.headers["x-request-id"]} <= {
+            each["request_id"] for each in decisions
+        }
+        assert [each["time"] for each in decisions] == sorted(
+            (each["time"] for each in decisions), reverse=True
+        )
+
+        await one.post("/admin/workers/w0/drain")
+
+        async def state(client: httpx.AsyncClient, worker: str) -> str | None:
+            answer = await client.get(f"/admin/workers/{worker}")
+            return answer.json()["state"] if answer.status_code == 200 else None
+
+        async def is_drained() -> bool:
+            return await state(other, "w0") == "draining"
+
+        await until(is_drained)
+        assert (await explain(other, "x"))["worker"] == "w1"
+        await other.delete("/admin/workers/w0/drain")
+
+        async def is_back() -> bool:
+            return await state(one, "w0") == "healthy"
+
+        await until(is_back)
+        await other.delete("/admin/workers/w1")
+
+        async def is_gone() -> bool:
+            return await state(one, "w1") is None
+
+        await until(is_gone)
+
+
+async def test_a_killed_process_takes_its_own_streams_only_and_its_successor_is_level(slow_sims):
+    async with processes([sim.url for sim in slow_sims]) as running, AsyncExitStack() as stack:
+        sent = await chat(running.clients[0], prompt(1))
+        drained = "w1" if sent.headers["x-kvroute-worker"] == "w0" else "w0"
+        await running.clients[0].post(f"/admin/workers/{drained}/drain")
+        before = await counted(running.clients[1], "kvroute_requests_total")
+        first = running.pids()
+
+        async def stream(client: httpx.AsyncClient, begun: asyncio.Event) -> bool:
+            """Whether it came to its end."""
+            received = b""
+            try:
+                async with client.stream(
+                    "POST", "/v1/chat/completions", json=body("Go on.", **LONG_ANSWER)
+                ) as answer:
+                    async for chunk in answer.aiter_raw():
+                        received += chunk
+                        begun.set()
+            except httpx.TransportError:
+                return False
+            return received.endswith(b"data: [DONE]\n\n")
+
+        begun = [asyncio.Event(), asyncio.Event()]
+        streams = [
+            asyncio.create_task(stream(client, event))
+            for client, event in zip(running.clients, begun, strict=True)
+        ]
+        for event in begun:
+            await event.wait()
+        os.kill(first[0], signal.SIGKILL)
+        outcomes = await asyncio.gather(*streams)
+
+        assert sorted(outcomes) == [False, True]
+        survivor = running.clients[outcomes.index(True)]
+        assert await counted(survivor, "kvroute_requests_total") >= before
+
+        async def is_replaced() -> bool:
+            return await counted(survivor, "kvroute_process_links") == 2
+
+        await until(is_replaced)
+        await running.connect(stack)
+        assert running.pids()[0] != first[0]
+        assert running.pids()[1] == first[1]
+        for client in running.clients:
+            told = await explain(client, prompt(1))
+            assert told["ranking"][0]["matched_tokens"] > PROMPT_TOKENS
+            assert told["filtered"] == [{"worker": drained, "filter": "draining"}]
+            assert await counted(client, "kvroute_requests_total") > before
+            assert await counted(client, "kvroute_process_restarts_total") == 1
+            assert await counted(client, "kvroute_process_link_breaks_total") == 1
+
+
+async def test_sigterm_lets_both_finish_and_nothing_is_left(slow_sims):
+    async with processes([sim.url for sim in slow_sims]) as running:
+
+        async def stream(client: httpx.AsyncClient, begun: asyncio.Event) -> bytes:
+            received = b""
+            async with client.stream(
+                "POST", "/v1/chat/completions", json=body("Go on.", **LONG_ANSWER)
+            ) as answer:
+                async for chunk in answer.aiter_raw():
+                    received += chunk
+                    begun.set()
+            return received
+
+        begun = [asyncio.Event(), asyncio.Event()]
+        streams = [
+            asyncio.create_task(stream(client, event))
+            for client, event in zip(running.clients, begun, strict=True)
+        ]
+        for event in begun:
+            await event.wait()
+        running.parent.terminate()
+
+        assert [received[-14:] for received in await asyncio.gather(*streams)] == [b"data: [DONE]\n\n"] * 2
+        async with asyncio.timeout(DEADLINE_S):
+            assert await running.parent.wait() == 0
+        assert list(running.folder.iterdir()) == []
+        assert "broke" not in "\n".join(running.log)
+
+
+async def test_processes_end_with_a_killed_parent(sims):
+    async with processes([sim.url for sim in sims]) as running:
+        running.parent.kill()
+        await running.parent.wait()
+
+        async def are_gone() -> bool:
+            return not any(Path(f"/proc/{pid}").exists() for pid in running.pids())
+
+        await until(are_gone)
+        assert list(running.folder.iterdir()) == []
+
+
+KVAWARE = ("--strategy", "kvaware", "--set", "tokens.deadline_ms=10000")
+
+
+async def until_nothing_is_noted(client: httpx.AsyncClient) -> None:
+    async def has_no_notes() -> bool:
+        return not (await client.get("/ready")).json()["notes"]
+
+    await until(has_no_notes)
+
+
+async def until_mapped(client: httpx.AsyncClient, content: str) -> str:
+    """The worker that the map says to hold it."""
+
+    async def is_mapped() -> str | None:
+        best = (await explain(client, content))["ranking"][0]
+        mapped = best["believed_from"] == "cache events" and best["map"] == "whole"
+        held = best["matched_tokens"] > PROMPT_TOKENS and not best["requests_in_flight"]
+        return str(best["worker"]) if mapped and held else None
+
+    return str(await until(is_mapped))
+
+
+async def test_events_of_the_workers_reach_the_process_that_does_not_follow_them(sims):
+    async with processes([sim.url for sim in sims], *KVAWARE) as running:
+        for client in running.clients:
+            await until_nothing_is_noted(client)
+        sent = await chat(running.clients[0], prompt(1))
+
+        for client in running.clients:
+            assert await until_mapped(client, prompt(1)) == sent.headers["x-kvroute-worker"]
+
+        async def are_level() -> bool:
+            told = [(await client.get("/admin/index")).json()["caches"] for client in running.clients]
+            return bool(told[0]["held_blocks"] == told[1]["held_blocks"] > PROMPT_TOKENS // 16)
+
+        await until(are_level)
+
+
+async def test_the_process_that_follows_events_can_be_replaced(sims):
+    async with processes([sim.url for sim in sims], *KVAWARE) as running, AsyncExitStack() as stack:
+        for client in running.clients:
+            await until_nothing_is_noted(client)
+        sent = await chat(running.clients[0], prompt(1))
+        for client in running.clients:
+            await until_mapped(client, prompt(1))
+        first = running.pids()
+
+        os.kill(first[0], signal.SIGKILL)
+        client = await running.fresh_client(stack)
+
+        async def is_replaced() -> bool:
+            try:
+                return await counted(client, "kvroute_process_restarts_total") == 1
+            except httpx.TransportError:  # it had got to the one that was killed
+                return False
+
+        await until(is_replaced)
+        await running.connect(stack)
+        for client in running.clients:
+            await until_nothing_is_noted(client)
+            assert await until_mapped(client, prompt(1)) == sent.headers["x-kvroute-worker"]
+        assert running.pids()[1] == first[1]
+
+
+async def test_an_address_in_use_is_told_and_nothing_starts():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "kvroute", "serve", "--worker", "http://127.0.0.1:9", "--processes", "2"),
+            *("--port", str(taken.getsockname()[1])),
+            stderr=asyncio.subprocess.PIPE,
+        )
+        _, said = await process.communicate()
+
+    assert process.returncode == 2
+    assert b"server.port" in said
+    assert b"Traceback" not in said

@@ -1,0 +1,30 @@
+from kvroute.replicas.asked import merged_decisions, merged_predictions
+from kvroute.routing.audit import Audit, Prediction
+
+
+def test_the_newest_decisions_of_all_come_first():
+    found = merged_decisions([[{"time": 3}, {"time": 1}], [{"time": 2}]], 2)
+
+    assert found == [{"time": 3}, {"time": 2}]
+
+
+def audit(worker: str, *cached: int) -> Audit:
+    made = Audit()
+    for tokens in cached:
+        made.reported(Prediction("kvaware", worker, 0, "gpu", 64, 16, judged=True), tokens)
+    return made
+
+
+def test_predictions_are_summed_by_strategy_worker_and_tier():
+    found = merged_predictions(
+        [audit("a", 64, 0).describe(), audit("a", 64).describe(), audit("b", 64).describe()]
+    )
+
+    rows = {row["worker"]: row for row in found["predictions"]}
+    assert (rows["a"]["exact"], rows["a"]["over"], rows["a"]["predicted_tokens"]) == (2, 1, 192)
+    assert rows["b"]["exact"] == 1
+    assert found["latest"] == [
+        {"worker": "a", "rank": 0, "judged": 3, "wrong": 1},
+        {"worker": "b", "rank": 0, "judged": 1, "wrong": 0},
+    ]
+    assert found["demotions"] == {}

@@ -1,0 +1,145 @@
+"""A mirror that hears of every change has what the told indexes have, whenever it began to listen."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from kvroute.blocks.chunks import BUILTIN, ChunkScheme, ChunkSpace, PromptChunks
+from kvroute.blocks.keys import block_keys
+from kvroute.blocks.tokens import KEY_TOKENS, Tier
+from kvroute.index.chunk_index import ChunkHolder
+from kvroute.index.prefix_index import Holder
+from kvroute.replicas.maps import Mirror, ToldChunkIndex, ToldPrefixIndex
+from kvroute.replicas.messages import Finished, Frames, frame
+
+SCHEMES = [ChunkScheme(), ChunkScheme(BUILTIN, 256, 3)]
+
+
+def travelled(messages):
+    """As they come out at the other end."""
+    return Frames().take(frame(list(messages)))
+
+
+def mirror() -> Mirror:
+    return Mirror(max_blocks=100_000, max_chunks=100_000)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_blocks_are_mirrored_from_the_start_and_from_the_middle(seed):
+    rng, told = random.Random(seed), []
+    index = ToldPrefixIndex(told.append, max_blocks=100_000)
+    early, late = mirror(), None
+    prompts = [block_keys(f"prompt {n % 4} ".encode() * 90 + b"%d" % n * 400) for n in range(12)]
+    holders = {slot: [Holder(tier) for tier in (Tier.GPU, Tier.L1)] for slot in range(4)}
+    for slot, owned in holders.items():
+        for holder in owned:
+            index.attach(slot, holder)
+    for step in range(160):
+        if step == 80:
+            late = mirror()
+            for message in travelled(index.as_messages()):
+                assert late.apply(message)
+        holder = rng.choice(holders[rng.randrange(4)])
+        keys = rng.choice(prompts)
+        blocks = len(keys) // 2 * 2
+        place = rng.randrange(blocks)
+        kind = rng.random()
+        if kind < 0.5:
+            stride = rng.choice((1, 2))
+            ends = keys[stride - 1 : blocks : stride]
+            at = place // stride
+            parent = ends[at - 1] if at else None
+            index.store(holder, stride * KEY_TOKENS, parent, list(ends[at : at + 9]))
+        elif kind < 0.6 and place:
+            index.store_one(holder, 1, keys[place - 1], keys[place])
+        elif kind < 0.97:
+            index.remove(holder, keys[place])
+        elif kind < 0.985:
+            index.clear(holder)
+        else:
+            slot = rng.randrange(4)
+            index.forget(slot)
+            holders[slot] = [Holder(tier) for tier in (Tier.GPU, Tier.L1)]
+            for fresh in holders[slot]:
+                index.attach(slot, fresh)
+        for message in travelled(told):
+            for each in (early, late):
+                assert each is None or each.apply(message)
+        told.clear()
+        if step % 7 == 0:
+            early.sweep()
+            index.sweep()
+
+        for keys in prompts:
+            matches = index.match(keys)
+            assert early.blocks.match(keys) == matches
+            assert late is None or late.blocks.match(keys) == matches
+    assert late is not None
+    assert index.size().held == early.blocks.size().held == late.blocks.size().held > 100
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=["blake3", "signed keys"])
+def test_chunks_are_mirrored_from_the_start_and_from_the_middle(scheme):
+    rng, told = random.Random(1), []
+    index = ToldChunkIndex(told.append, max_chunks=100_000)
+    early, late = mirror(), None
+    prompts = [PromptChunks([n] * 300 + [rng.randrange(9000) for _ in range(1500)]) for n in range(8)]
+    spaces = [ChunkSpace(scheme, "m"), ChunkSpace(scheme, "m", "salt")]
+    shared = ChunkHolder(Tier.L2, shared=True)
+    own = {slot: ChunkHolder(Tier.L1) for slot in range(3)}
+    for slot, holder in own.items():
+        index.attach(slot, holder, [(scheme, "m")])
+        index.attach(slot, shared, [(scheme, "m")])
+    for step in range(100):
+        if step == 50:
+            late = mirror()
+            for message in travelled(index.as_messages()):
+                assert late.apply(message)
+        holder = rng.choice([shared, *own.values()])
+        keys = list(rng.choice(prompts).keys(scheme))
+        space, some = rng.choice(spaces), keys[: rng.randrange(1, len(keys))]
+        kind = rng.random()
+        if kind < 0.6:
+            index.store(holder, space, iter(some))
+        elif kind < 0.9:
+            index.remove_all(holder, space, iter(some[-2:]))
+        elif kind < 0.95:
+            index.clear(holder)
+        else:
+            slot = rng.randrange(3)
+            index.detach(slot, shared)
+            index.attach(slot, shared, [(scheme, "m")])
+        for message in travelled(told):
+            for each in (early, late):
+                assert each is None or each.apply(message)
+        told.clear()
+        if step % 7 == 0:
+            early.sweep()
+
+        for prompt in prompts:
+            for salt in ("", "salt"):
+                matches = index.match(prompt, salt, {})
+                assert early.chunks.match(prompt, salt, {}) == matches
+                assert late is None or late.chunks.match(prompt, salt, {}) == matches
+    assert late is not None
+    assert index.size().held == early.chunks.size().held == late.chunks.size().held > 10
+
+
+def test_a_full_index_tells_what_it_took_in():
+    told = []
+    index, far = ToldPrefixIndex(told.append, max_blocks=3), mirror()
+    holder, keys = Holder(Tier.GPU), block_keys(b"x" * 640)
+    index.attach(0, holder)
+
+    index.store(holder, KEY_TOKENS, None, list(keys))
+    for message in told:
+        far.apply(message)
+
+    assert far.blocks.match(keys) == index.match(keys)
+    assert far.blocks.size().blocks == 3
+
+
+def test_what_is_not_of_the_map_is_left_to_others():
+    assert not mirror().apply(Finished(1))

@@ -1,0 +1,112 @@
+"""Counters outlive the processes that counted them: two processes' scrapes in one loop."""
+
+from __future__ import annotations
+
+from contextlib import AsyncExitStack
+
+import pytest
+
+from kvroute.metrics import Gauges, Metrics
+from kvroute.replicas.mesh import Mesh
+from kvroute.replicas.scrape import Scrape
+
+
+class Nobody:
+    is_level = True
+
+    def greeting(self, number):
+        return ()
+
+    def linked(self, number, *, is_level):
+        pass
+
+    def heard(self, number, message):
+        raise AssertionError(message)
+
+    def lost(self, number):
+        pass
+
+
+class Process:
+    """What a process counts, and its scrape."""
+
+    def __init__(self, number, folder, generation=0):
+        self.mesh = Mesh(number, 2, folder)
+        self.metrics = Metrics()
+        self.scrape = Scrape(self.mesh, self.metrics.registry, folder, generation=generation)
+        self.metrics.registry.register(Gauges(self.scrape.figures))
+
+    async def __aenter__(self):
+        await self.scrape.begin()
+        await self.mesh.start(Nobody())
+        return self
+
+    async def __aexit__(self, *_):
+        await self.mesh.aclose()
+
+    def count(self, times):
+        for _ in range(times):
+            self.metrics.retries.labels("refused").inc()
+
+    async def shown(self, name="kvroute_retries_total"):
+        page = await self.scrape.gathered()
+        return sum(
+            sample.value for family in page.collect() for sample in family.samples if sample.name == name
+        )
+
+
+@pytest.fixture
+async def two(tmp_path):
+    async with AsyncExitStack() as stack:
+        made = [await stack.enter_async_context(Process(number, tmp_path)) for number in range(2)]
+        for process in made:
+            await process.mesh.all_linked()
+        yield made
+
+
+async def test_any_process_shows_the_sum(two):
+    two[0].count(3)
+    two[1].count(4)
+
+    assert await two[0].shown() == await two[1].shown() == 7
+
+
+async def test_what_was_shown_stays_when_a_process_is_gone(two):
+    two[1].count(4)
+    assert await two[0].shown() == 4
+
+    await two[1].mesh.aclose()
+
+    assert await two[0].shown() == 4
+    assert await two[0].shown("kvroute_processes_missing_total") == 1
+
+
+async def test_a_successor_counts_on(two, tmp_path):
+    two[1].count(4)
+    assert await two[0].shown() == 4
+    await two[1].mesh.aclose()
+
+    async with Process(1, tmp_path, generation=1) as successor:
+        await successor.mesh.all_linked()
+        await two[0].mesh.all_linked()
+        successor.count(2)
+
+        assert await two[0].shown() == await successor.shown() == 6
+        assert await two[0].shown("kvroute_process_restarts_total") == 1
+        await successor.mesh.aclose()
+
+    async with Process(1, tmp_path, generation=2) as next_one:
+        assert await next_one.shown() == 6
+        assert await next_one.shown("kvroute_process_restarts_total") == 2
+
+
+async def test_a_file_that_cannot_be_read_costs_what_was_in_it_and_no_more(two, tmp_path, caplog):
+    two[1].count(4)
+    await two[1].scrape.save()
+    (tmp_path / "1.counters").write_bytes(b"\xc1")
+
+    async with Process(1, tmp_path, generation=1) as successor:
+        successor.count(1)
+
+        assert await successor.shown() == 1
+    assert "are lost" in caplog.text
