@@ -11,7 +11,8 @@ from kvroute.sim.fleet import FleetRequest
 from kvroute.sim.tiers import GPU_ONLY, TieredFleet, TierOptions, make_tiered_engines
 from kvroute.sim.timing import TimingModel
 from kvroute.sim.workload import imbalance
-from routing_policies import POLICIES, Kvroute, KvrouteAware, Policy
+from routing_baselines import BASELINES, Policy
+from routing_kvroute import Kvroute, KvrouteAware
 from routing_workloads import Load, chat, conversation, l2post, tool
 
 INFINITE = TierOptions(
@@ -34,6 +35,8 @@ WORKLOADS: dict[str, Callable[[float], Load]] = {
     "l2post": l2post,
 }
 
+SUBJECTS: dict[str, type[Kvroute]] = {"prefixaware": Kvroute, "kvaware": KvrouteAware}
+
 WARM_UP = 0.15
 """Share of the arrivals, the first ones, that no figure counts."""
 
@@ -54,6 +57,9 @@ class Case:
     """How many times as long everything takes on the first worker."""
     options: tuple[tuple[str, float | bool], ...] = ()
     """Paths under `routing`, such as ("costs.token_us", 80.0)."""
+    replicas: int = 1
+    """Gateways side by side, and how late they hear of each other."""
+    sync_s: float = 0.05
 
     def with_seed(self, seed: int) -> Case:
         return replace(self, seed=seed)
@@ -94,10 +100,11 @@ def run(case: Case) -> Figures:
 
 
 def make_policy(case: Case) -> Policy:
-    made = POLICIES[case.policy]
-    if made in (Kvroute, KvrouteAware):
-        return made(case.seed, routing_options(case.options))  # type: ignore[call-arg]
-    return made(case.seed)
+    subject = SUBJECTS.get(case.policy)
+    if subject is None:
+        return BASELINES[case.policy](case.seed)
+    options = routing_options(case.options)
+    return subject(case.seed, options, replicas=case.replicas, sync_s=case.sync_s)
 
 
 def routing_options(paths: Sequence[tuple[str, float | bool]]) -> RoutingOptions:

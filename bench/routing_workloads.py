@@ -146,7 +146,8 @@ def chat(context: int, clients: int, *, system: int = 1024, private: int | None 
 
 
 def l2post(rate: float = 8.0, seconds: float = 180.0) -> Load:
-    """100 sessions in turn, the worst order for LRU: 2,048 common tokens, 10,240 own, 50 in, 200 out."""
+    """100 conversations in turn, the worst order for LRU: 2,048 common tokens and 10,240 own ones, then 50 of
+    question and 200 of answer a turn, which stay."""
 
     def load(fleet: Fleet, seed: int) -> None:
         random, at = Random(seed), 0.0
@@ -154,10 +155,12 @@ def l2post(rate: float = 8.0, seconds: float = 180.0) -> Load:
             at += random.expovariate(rate)
             if at > seconds:
                 return
-            session = number % 100
+            turn, session = divmod(number, 100)
+            prompt = 12_288 + 50 + 250 * turn
             keys = [
-                place + 1 if place < 4 else (session + 1) << 32 | place for place in range(12_288 // BLOCK)
+                place + 1 if place < 4 else (session + 1) << 32 | place
+                for place in range((prompt + 200) // BLOCK)
             ]
-            fleet.submit(FleetRequest(keys, 12_338, 200, conversation=session), at)
+            fleet.submit(FleetRequest(keys, prompt, 200, conversation=session), at)
 
     return load

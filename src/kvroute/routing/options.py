@@ -39,7 +39,7 @@ class RoutingOptions(Options):
     strategy: str = option("prefixaware", "How a worker is chosen: " + ", ".join(STRATEGIES) + ".")
     costs: CostOptions = option(default_factory=CostOptions)
     learning: Annotated[bool, Switch] = option(
-        False,
+        True,
         "Learn the times of `costs`, and each worker's speed, from first tokens of streamed answers. The "
         "configured ones hold until 50 prefills of different lengths explain what is seen.",
     )

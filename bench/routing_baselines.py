@@ -1,7 +1,7 @@
-"""Placements for the routing benchmark: kvroute's own router, and other routers' published policies.
+"""Placements for the routing benchmark: other routers' published policies.
 
-The others are plain re-implementations from their descriptions, at their default settings, on blocks of
-512 tokens; where they read engine figures, they read them without delay.
+Plain re-implementations from their descriptions, at their default settings, on blocks of 512 tokens; where
+they read engine figures, they read them without delay.
 """
 
 from __future__ import annotations
@@ -12,23 +12,13 @@ from typing import Any
 
 from xxhash import xxh3_64_intdigest
 
-from kvroute.blocks.chunks import PromptChunks
-from kvroute.blocks.keys import BlockKey, PromptKeys
 from kvroute.fleet.load import Reservation, WorkerLoad
-from kvroute.fleet.worker import FleetView, HealthState, Worker, WorkerFacts, WorkerId, WorkerSpec
-from kvroute.routing.caches import CachePlace, ExactPrompt, Standing, Tokens
 from kvroute.routing.cost import TierLoad
-from kvroute.routing.decision import RouteDecision, RouteQuery
-from kvroute.routing.options import RoutingOptions
-from kvroute.routing.router import Dispatch, Router
 from kvroute.sim.fleet import FleetRequest
 from kvroute.sim.tiers import TieredEngine, TierOptions
 from kvroute.wire.events import BlockRemoved, BlockStored, KvEvent
 
 BLOCK = 512
-
-TRUE_COSTS = {"token_us": 40.0, "context_token_ns": 0.75, "iteration_ms": 10.0}
-"""The simulated engines' own."""
 
 
 class Policy:
@@ -207,6 +197,33 @@ class Events(Policy):
         self.gpu.hear(worker, events)
 
 
+class SmgEvents(Events, Least):
+    """The same over gRPC, where workers publish events: matches are what the GPUs hold."""
+
+    def choose(self, request: FleetRequest, now: float) -> int:
+        loads = self.in_flight
+        if max(loads) - min(loads) > 64 and max(loads) > 1.5 * min(loads):
+            return self.least(loads)
+        held = self.gpu.extents(request.keys, _limit(request), self.size)
+        deepest = max(held)
+        if not deepest:
+            return self.least(loads)
+        holders = [worker for worker in range(self.size) if held[worker] == deepest]
+        few = min(loads[worker] for worker in holders)
+        return self.random.choice([worker for worker in holders if loads[worker] == few])
+
+
+class StackKv(SessionHash):
+    """production-stack's kvaware: the first whose CPU tier has all but 2,000 tokens, else the session's."""
+
+    def place(self, request: FleetRequest, now: float) -> int:
+        limit = _limit(request)
+        for worker, engine in enumerate(self.engines):
+            if engine.l1.run(request.keys, 0, limit) * BLOCK >= request.prompt_tokens - 2000:
+                return worker
+        return super().place(request, now)
+
+
 class LlmD(Events):
     """llm-d's precise prefix scorer with prefix 2, queue 1, KV utilisation 1."""
 
@@ -331,121 +348,16 @@ def tier_loads(
     return extents, loads
 
 
-class Kvroute(Events):
-    """kvroute's router as the gateway drives it."""
-
-    wants_events = False
-
-    def __init__(self, seed: int, options: RoutingOptions | None = None) -> None:
-        super().__init__(seed)
-        self.options = options or RoutingOptions()
-        self.router = Router(self.options)
-        self.open: dict[FleetRequest, Dispatch] = {}
-        self.number = seed << 32
-
-    def attach(self, engines: Sequence[TieredEngine], tiers: TierOptions) -> None:
-        super().attach(engines, tiers)
-        self.workers = [
-            Worker(
-                WorkerSpec(WorkerId(f"w{number}"), f"http://w{number}"),
-                state=HealthState.HEALTHY,
-                facts=WorkerFacts(capacity_tokens=engine.cache.capacity * BLOCK, block_size=BLOCK),
-                index=number,
-            )
-            for number, engine in enumerate(engines)
-        ]
-        for worker in self.workers:
-            self.router.worker_joined(worker)
-        self.view = FleetView("model", tuple(self.workers), 1)
-
-    def query(self, request: FleetRequest, now: float) -> RouteQuery:
-        self.number += 1
-        keys = [BlockKey(key) for key in request.keys[: request.prompt_tokens // BLOCK]]
-        return RouteQuery(
-            "model",
-            now,
-            (PromptKeys(keys, request.prompt_tokens, float(BLOCK)),),
-            request.prompt_tokens,
-            session_key=str(request.conversation),
-            fingerprint=xxh3_64_intdigest(self.number.to_bytes(8, "little")),
-        )
-
-    def decide(self, request: FleetRequest, query: RouteQuery) -> RouteDecision:
-        return self.router.decide(query, self.view)
-
-    def place(self, request: FleetRequest, now: float) -> int:
-        query = self.query(request, now)
-        decision = self.decide(request, query)
-        first = decision.ranking[0]
-        self.open[request] = self.router.dispatch(query, decision, first, now)
-        return first.worker.index
-
-    def first_token(self, request: FleetRequest, now: float) -> None:
-        self.open[request].first_token(now)
-
-    def finished(self, request: FleetRequest, now: float) -> None:
-        self.open.pop(request).finish(now)
-
-
-class KvrouteAware(Kvroute):
-    """kvroute's `kvaware`, told what every tier holds: the GPU by events, the slower ones as they are.
-
-    Strategy, costs, transfers, in-flight blocks and reservations are the gateway's own; this is its
-    `CacheMap`.
-    """
-
-    wants_events = True
-
-    def __init__(self, seed: int, options: RoutingOptions | None = None) -> None:
-        super().__init__(seed, options)
-
-    def attach(self, engines: Sequence[TieredEngine], tiers: TierOptions) -> None:
-        kvaware = {
-            "tiers": {
-                "token_bytes": tiers.token_bytes,
-                "l1_gb_s": tiers.l1_bytes_s / 1e9,
-                "l2_gb_s": tiers.l2_worker_bytes_s / 1e9,
-                "l2_store_gb_s": tiers.l2_bytes_s / 1e9,
-                "l2_latency_ms": tiers.l2_latency_s * 1e3,
-            }
-        }
-        options = self.options.model_dump(exclude_unset=True) | {"strategy": "kvaware", "kvaware": kvaware}
-        self.router = Router(RoutingOptions.model_validate(options), caches=self)
-        super().attach(engines, tiers)
-
-    def query(self, request: FleetRequest, now: float) -> RouteQuery:
-        query = super().query(request, now)
-        keys = [BlockKey(key) for key in request.keys[: _limit(request)]]
-        exact = ExactPrompt(request.prompt_tokens, keys, PromptChunks(()), key_tokens=BLOCK)
-        return query._replace(exact=(exact,))
-
-    def places(self, worker: Worker) -> Sequence[CachePlace]:
-        return (CachePlace(worker.index, 0, Standing.WHOLE),)
-
-    def match(self, prompt: ExactPrompt) -> dict[int, Tokens]:
-        keys, limit = prompt.keys, len(prompt.keys)
-        gpu = self.gpu.extents(keys, limit, self.size, None)
-        found = {}
-        for number, engine in enumerate(self.engines):
-            middle = engine.l1.run(keys, gpu[number], limit)
-            stop = engine.store.tier.run(keys, middle, limit)
-            if stop:
-                found[number] = Tokens(
-                    gpu[number] * BLOCK, (middle - gpu[number]) * BLOCK, (stop - middle) * BLOCK
-                )
-        return found
-
-
-POLICIES: dict[str, Callable[[int], Policy]] = {
+BASELINES: dict[str, Callable[[int], Policy]] = {
     "roundrobin": RoundRobin,
     "least": Least,
     "session": SessionHash,
     "stack-prefix": StackPrefix,
+    "stack-kv": StackKv,
     "smg-tree": SmgTree,
+    "smg-events": SmgEvents,
     "llm-d": LlmD,
     "dynamo": Dynamo,
     "conductor": Conductor,
     "shared": Shared,
-    "kvroute": Kvroute,
-    "kvroute-aware": KvrouteAware,
 }

@@ -1,0 +1,196 @@
+"""What the routing benchmark holds kvroute to: each goal as bounds on figures that it asks for.
+
+A goal is called with `ask`, which gives a task's figures (means over seeds), and the subject's name. It is
+called once more beforehand with an `ask` that only notes what is wanted, so which tasks it asks for must not
+depend on figures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+
+from routing_kvroute import TRUE_COSTS
+from routing_runs import Case, Figures
+
+CONV, TOOL = Case("conv", 10.5, ""), Case("tool", 29.0, "")
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """The highest rate at which the case's p90 stays within 5 s, as `throughput`, to 1.5%."""
+
+    case: Case
+
+
+@dataclass(frozen=True)
+class Bound:
+    """One figure and what it must be; `most` unless `least` is set. `ideal`: what least backlog before one
+    infinite cache reaches, which no router in front of real caches can expect to beat."""
+
+    name: str
+    value: float
+    most: float | None = None
+    least: float | None = None
+    ideal: float | None = None
+
+    @property
+    def is_met(self) -> bool:
+        return (self.most is None or self.value <= self.most) and (
+            self.least is None or self.value >= self.least
+        )
+
+    def __str__(self) -> str:
+        sign, limit = ("<=", self.most) if self.least is None else (">=", self.least)
+        judged = f"{self.name} {self.value:.3g} ({sign} {limit:g})"
+        if self.is_met:
+            return judged
+        return f"{judged} MISSED" + ("" if self.ideal is None else f" [infinite cache: {self.ideal:.3g}]")
+
+
+Task = Case | Capacity
+Ask = Callable[[Task], Figures]
+Goal = Callable[[Ask, str], list[Bound]]
+
+
+def against(base: Case, other: str, p50: float, p90: float, ask: Ask, subject: str) -> list[Bound]:
+    ours, theirs, ideal = (ask(replace(base, policy=policy)) for policy in (subject, other, "shared"))
+    return [
+        Bound(f"{base.workload} p50", ours.p50 / theirs.p50, p50, ideal=ideal.p50 / theirs.p50),
+        Bound(f"{base.workload} p90", ours.p90 / theirs.p90, p90, ideal=ideal.p90 / theirs.p90),
+    ]
+
+
+def mean_against(base: Case, other: str, most: float, ask: Ask, subject: str) -> list[Bound]:
+    ours, theirs, ideal = (ask(replace(base, policy=policy)) for policy in (subject, other, "shared"))
+    name, ideal_mean = f"{base.workload} mean", ideal.mean / theirs.mean
+    return [Bound(name, ours.mean / theirs.mean, most, ideal=None if other == "shared" else ideal_mean)]
+
+
+def both(*goals: Goal) -> Goal:
+    return lambda ask, subject: [bound for goal in goals for bound in goal(ask, subject)]
+
+
+def against_roundrobin(
+    base: Case, limits: tuple[float, float, float, float], ask: Ask, subject: str
+) -> list[Bound]:
+    """The set-up of published claims: against round robin with the GPU's cache only. In percent."""
+    ours = ask(replace(base, policy=subject))
+    theirs = ask(replace(base, policy="roundrobin", tiers="gpu"))
+    return [
+        Bound("p50 %", 100 * (ours.p50 / theirs.p50 - 1), limits[0]),
+        Bound("p90 %", 100 * (ours.p90 / theirs.p90 - 1), limits[1]),
+        Bound("throughput %", 100 * (ours.throughput / theirs.throughput - 1), least=limits[2]),
+        Bound("cost %", 100 * (theirs.throughput / ours.throughput - 1), limits[3]),
+    ]
+
+
+def no_collapse(ask: Ask, subject: str) -> list[Bound]:
+    ours, theirs = ask(replace(CONV, policy=subject)), ask(replace(CONV, policy="stack-prefix"))
+    apart = Case("chat64k_nosys", 4, "")
+    our_chats, their_chats = ask(replace(apart, policy=subject)), ask(replace(apart, policy="stack-prefix"))
+    return [
+        Bound("conv imbalance", ours.imbalance, 1.15),
+        Bound("conv p90", ours.p90 / theirs.p90, 0.05),
+        Bound("chat64k_nosys p90", our_chats.p90 / their_chats.p90, 0.90),
+        Bound("throughput", our_chats.throughput / their_chats.throughput, least=1.05),
+    ]
+
+
+def capacity(base: Case, roundrobin: float, ask: Ask, subject: str) -> list[Bound]:
+    ours, even, llmd = (
+        ask(Capacity(replace(base, policy=policy))).throughput for policy in (subject, "roundrobin", "llm-d")
+    )
+    return [
+        Bound(f"{base.workload} of roundrobin's", ours / even, least=roundrobin),
+        Bound(f"{base.workload} of llm-d's", ours / llmd, least=0.97),
+    ]
+
+
+def second_tier(ask: Ask, subject: str) -> list[Bound]:
+    base = Case("l2post", 8.0, "", tiers="l2post", workers=2, capacity_tokens=650_000)
+    ours, theirs = ask(replace(base, policy=subject)), ask(replace(base, policy="session"))
+    return [Bound("output tokens/s", ours.throughput / theirs.throughput, least=1.05)]
+
+
+def costs(factor: float) -> tuple[tuple[str, float | bool], ...]:
+    return tuple((f"costs.{name}", value * factor) for name, value in TRUE_COSTS.items())
+
+
+def robust(base: Case, slow: float, ask: Ask, subject: str) -> list[Bound]:
+    """Wrong costs are compared with right ones, all else with the case itself."""
+    name, ours = base.workload, replace(base, policy=subject)
+    usual, right = ask(ours).mean, ask(replace(ours, options=costs(1.0))).mean
+    aware = replace(base, policy="kvaware")
+    lame = replace(ours, slow_worker=2.0)
+    if subject == "kvaware":
+        events = Bound(f"{name} late events", ask(replace(aware, event_delay_s=0.5)).mean / usual, 1.05)
+    else:
+        events = Bound(f"{name} no events", usual / ask(aware).mean, 1.15)
+    return [
+        events,
+        Bound(f"{name} costs x2", ask(replace(ours, options=costs(2.0))).mean / right, 1.08),
+        Bound(f"{name} costs x0.5", ask(replace(ours, options=costs(0.5))).mean / right, 1.08),
+        Bound(f"{name} 2 replicas", ask(replace(ours, replicas=2)).mean / usual, 1.12),
+        Bound(
+            f"{name} slow worker",
+            ask(lame).mean / usual,
+            slow,
+            ideal=ask(replace(lame, policy="shared")).mean / ask(replace(base, policy="shared")).mean,
+        ),
+        Bound(
+            f"{name} slow worker, of Dynamo's",
+            ask(lame).mean / ask(replace(lame, policy="dynamo")).mean,
+            0.85,
+        ),
+    ]
+
+
+def itl(base: Case, ask: Ask, subject: str) -> list[Bound]:
+    ours, theirs = ask(replace(base, policy=subject)), ask(replace(base, policy="llm-d"))
+    return [
+        Bound(f"{base.workload} p50", ours.itl50 / theirs.itl50, 1.05),
+        Bound(f"{base.workload} p90", ours.itl90 / theirs.itl90, 1.05),
+    ]
+
+
+GOALS: dict[int, tuple[str, Goal]] = {
+    1: ("of roundrobin's TTFT", partial(against, CONV, "roundrobin", 0.30, 0.20)),
+    2: (
+        "of smg's tree's TTFT",
+        both(
+            partial(against, CONV, "smg-tree", 0.55, 0.45),
+            partial(against, TOOL, "smg-tree", 0.40, 0.35),
+        ),
+    ),
+    3: (
+        "of llm-d's TTFT",
+        both(partial(against, CONV, "llm-d", 0.75, 0.75), partial(against, TOOL, "llm-d", 0.88, 0.85)),
+    ),
+    4: (
+        "of Dynamo's TTFT",
+        both(partial(against, CONV, "dynamo", 0.65, 0.85), partial(against, TOOL, "dynamo", 0.70, 0.72)),
+    ),
+    5: (
+        "of the TTFT of Mooncake's conductor",
+        both(partial(mean_against, CONV, "conductor", 0.97), partial(mean_against, TOOL, "conductor", 0.85)),
+    ),
+    6: ("no collapse; of production-stack's prefixaware", no_collapse),
+    7: (
+        "of the TTFT of one infinite shared cache",
+        both(partial(mean_against, CONV, "shared", 1.6), partial(mean_against, TOOL, "shared", 1.25)),
+    ),
+    8: ("capacity at p90 <= 5 s", both(partial(capacity, CONV, 1.45), partial(capacity, TOOL, 1.15))),
+    9: (
+        "8K chats, 32 clients a worker, against roundrobin with the GPU's cache only",
+        partial(against_roundrobin, Case("chat8k", 32, ""), (-80, -50, 30, -23)),
+    ),
+    10: (
+        "64K chats, 4 clients a worker, against roundrobin with the GPU's cache only",
+        partial(against_roundrobin, Case("chat64k", 4, ""), (-95, -42, 50, -33)),
+    ),
+    11: ("100 sessions in turn, 650K tokens a worker, of session routing", second_tier),
+    12: ("robustness, mean TTFT", both(partial(robust, CONV, 1.35), partial(robust, TOOL, 1.8))),
+    13: ("of llm-d's inter-token latency", both(partial(itl, CONV), partial(itl, TOOL))),
+}

@@ -1,0 +1,262 @@
+"""kvroute's own router as a placement of the routing benchmark: what the gateway runs, in virtual time.
+
+Strategies, costs, history, reservations and learning are the gateway's; with `kvaware` so are the event
+ledgers and the block index. `replicas` gateways side by side take requests at random and hear of each other's
+dispatches, first tokens and ends `sync_s` later.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import inf
+from typing import Any
+
+from xxhash import xxh3_64_intdigest
+
+from kvroute.blocks.chunks import PromptChunks
+from kvroute.blocks.keys import BlockKey, PromptKeys
+from kvroute.blocks.tokens import KEY_TOKENS, adapter_space, token_keys
+from kvroute.events.ledger import Ledger
+from kvroute.fleet.worker import FleetView, HealthState, Worker, WorkerFacts, WorkerId, WorkerSpec
+from kvroute.index.prefix_index import PrefixIndex
+from kvroute.routing.caches import CacheMap, CachePlace, ExactPrompt, NoMap, Standing, Tokens
+from kvroute.routing.decision import Candidate, RouteDecision, RouteQuery
+from kvroute.routing.options import RoutingOptions
+from kvroute.routing.router import Dispatch, Router
+from kvroute.sim.fleet import FleetRequest
+from kvroute.sim.tiers import TieredEngine, TierOptions
+from kvroute.wire.events import BlockRemoved, BlockStored, EventBatch, KvEvent
+from routing_baselines import BLOCK, Policy
+
+TRUE_COSTS = {"token_us": 40.0, "context_token_ns": 0.75, "iteration_ms": 10.0}
+"""The simulated engines' own."""
+
+_SCALE = BLOCK // KEY_TOKENS
+"""A block of the simulation goes through ledger and index as a block of this many times fewer tokens."""
+
+
+def _token_ids(keys: Sequence[int]) -> array[int]:
+    """`KEY_TOKENS` token ids for each block, which no other block's content has."""
+    words = array("Q", (key for key in keys for _ in range(KEY_TOKENS // 2)))
+    return array("I", words.tobytes())
+
+
+@dataclass(slots=True, eq=False)
+class Told:
+    """One request on its way through one gateway."""
+
+    dispatch: Dispatch
+    others: list[Dispatch] = field(default_factory=list)
+    """The same request in the other gateways' books."""
+
+
+class Gateway:
+    """One gateway's router, with its own idea of every worker's load."""
+
+    def __init__(
+        self, options: RoutingOptions, engines: Sequence[TieredEngine], caches: CacheMap | None = None
+    ) -> None:
+        self.router = Router(options, caches=caches or NoMap())
+        self.workers = [
+            Worker(
+                WorkerSpec(WorkerId(f"w{number}"), f"http://w{number}"),
+                state=HealthState.HEALTHY,
+                facts=WorkerFacts(capacity_tokens=engine.cache.capacity * BLOCK, block_size=BLOCK),
+                index=number,
+            )
+            for number, engine in enumerate(engines)
+        ]
+        for worker in self.workers:
+            self.router.worker_joined(worker)
+        self.view = FleetView("model", tuple(self.workers), 1)
+
+    def hear(self, query: RouteQuery, decision: RouteDecision, chosen: Candidate, now: float) -> Dispatch:
+        """Account what another gateway has dispatched."""
+        own = chosen._replace(worker=self.workers[chosen.worker.index])
+        return self.router.dispatched_elsewhere(query, decision, own, now)
+
+
+class Kvroute(Policy):
+    """kvroute with `prefixaware`, its default."""
+
+    def __init__(
+        self,
+        seed: int,
+        options: RoutingOptions | None = None,
+        *,
+        replicas: int = 1,
+        sync_s: float = 0.0,
+    ) -> None:
+        super().__init__(seed)
+        self.options = options or RoutingOptions()
+        self.replicas = replicas
+        self.sync_s = sync_s
+        self.gateways: list[Gateway] = []
+        self.open: dict[FleetRequest, Told] = {}
+        self.number = seed << 32
+        self._news: deque[tuple[float, Callable[[float], None]]] = deque()
+
+    def attach(self, engines: Sequence[TieredEngine], tiers: TierOptions) -> None:
+        super().attach(engines, tiers)
+        options, caches = self.routing_options(), self.cache_map()
+        self.gateways = [Gateway(options, engines, caches) for _ in range(self.replicas)]
+
+    def routing_options(self) -> RoutingOptions:
+        return self.options
+
+    def cache_map(self) -> CacheMap | None:
+        return None
+
+    def query(self, request: FleetRequest, now: float) -> RouteQuery:
+        self.number += 1
+        keys = [BlockKey(key) for key in request.keys[: request.prompt_tokens // BLOCK]]
+        return RouteQuery(
+            "model",
+            now,
+            (PromptKeys(keys, request.prompt_tokens, float(BLOCK)),),
+            request.prompt_tokens,
+            session_key=str(request.conversation),
+            fingerprint=xxh3_64_intdigest(self.number.to_bytes(8, "little")),
+        )
+
+    def place(self, request: FleetRequest, now: float) -> int:
+        self._hear(now)
+        gateway = self.random.choice(self.gateways) if self.replicas > 1 else self.gateways[0]
+        query = self.query(request, now)
+        decision = gateway.router.decide(query, gateway.view)
+        first = decision.ranking[0]
+        told = self.open[request] = Told(gateway.router.dispatch(query, decision, first, now))
+        if self._tells:
+            others = [other for other in self.gateways if other is not gateway]
+
+            def heard(then: float) -> None:
+                told.others = [other.hear(query, decision, first, then) for other in others]
+
+            self._news.append((now + self.sync_s, heard))
+        return first.worker.index
+
+    def first_token(self, request: FleetRequest, now: float) -> None:
+        self._hear(now)
+        told = self.open[request]
+        told.dispatch.first_token(now)
+        if self._tells:
+            self._news.append((now + self.sync_s, lambda then: _first_tokens(told, then)))
+
+    def finished(self, request: FleetRequest, now: float) -> None:
+        self._hear(now)
+        told = self.open.pop(request)
+        told.dispatch.finish(now)
+        if self._tells:
+            self._news.append((now + self.sync_s, lambda then: _finish(told, then)))
+
+    @property
+    def _tells(self) -> bool:
+        return self.replicas > 1 and self.sync_s < inf
+
+    def _hear(self, now: float) -> None:
+        news = self._news
+        while news and news[0][0] <= now:
+            due, heard = news.popleft()
+            heard(due)
+
+
+def _first_tokens(told: Told, now: float) -> None:
+    for dispatch in told.others:
+        dispatch.first_token(now)
+
+
+def _finish(told: Told, now: float) -> None:
+    for dispatch in told.others:
+        dispatch.finish(now)
+
+
+class SimulatedCaches:
+    """What `kvaware` knows of the tiers. GPU blocks come by events, through the gateway's ledgers into its
+    index; the slower tiers are read as they are. Mutable: by `hear` and `look_at`."""
+
+    def __init__(self, engines: Sequence[TieredEngine]) -> None:
+        self._engines = engines
+        self._index = PrefixIndex()
+        self._ledgers = [Ledger(self._index, number) for number in range(len(engines))]
+        self._raw: Sequence[int] = ()
+        self._limit = 0
+
+    def hear(self, worker: int, events: Sequence[KvEvent], now: float) -> None:
+        for _ in self._ledgers[worker].apply(EventBatch(now, list(_in_small_blocks(events)))):
+            pass
+
+    def look_at(self, request: FleetRequest) -> ExactPrompt:
+        """The prompt token by token, for the `match` that follows."""
+        self._raw, self._limit = request.keys, (request.prompt_tokens - 1) // BLOCK
+        keys = token_keys(_token_ids(self._raw[: self._limit]), adapter_space(None).seed)
+        return ExactPrompt(request.prompt_tokens, keys, PromptChunks(()), key_tokens=BLOCK)
+
+    def places(self, worker: Worker) -> Sequence[CachePlace]:
+        return (CachePlace(worker.index, 0, Standing.WHOLE),)
+
+    def match(self, prompt: ExactPrompt) -> Mapping[int, Tokens]:
+        keys, limit = self._raw, self._limit
+        gpu = self._index.match(prompt.keys)
+        found = {}
+        for number, engine in enumerate(self._engines):
+            start = gpu[number].gpu // KEY_TOKENS if number in gpu else 0
+            middle = engine.l1.run(keys, start, limit)
+            stop = engine.store.tier.run(keys, middle, limit)
+            if stop:
+                found[number] = Tokens(start * BLOCK, (middle - start) * BLOCK, (stop - middle) * BLOCK)
+        return found
+
+
+def _in_small_blocks(events: Sequence[KvEvent]) -> Iterator[KvEvent]:
+    for event in events:
+        if isinstance(event, BlockStored):
+            names = [_number(name) for name in event.block_hashes]
+            yield BlockStored(
+                block_hashes=list(event.block_hashes),
+                parent_block_hash=event.parent_block_hash,
+                token_ids=list(_token_ids(names)),
+                block_size=KEY_TOKENS,
+                medium=event.medium,
+            )
+        elif isinstance(event, BlockRemoved):
+            yield BlockRemoved(list(event.block_hashes), medium=event.medium)
+        else:
+            yield event
+
+
+def _number(name: object) -> int:
+    assert isinstance(name, int)
+    return name
+
+
+class KvrouteAware(Kvroute):
+    """kvroute with `kvaware`."""
+
+    wants_events = True
+
+    def routing_options(self) -> RoutingOptions:
+        tiers = self.tiers
+        kvaware = {
+            "tiers": {
+                "token_bytes": tiers.token_bytes,
+                "l1_gb_s": tiers.l1_bytes_s / 1e9,
+                "l2_gb_s": tiers.l2_worker_bytes_s / 1e9,
+                "l2_store_gb_s": tiers.l2_bytes_s / 1e9,
+                "l2_latency_ms": tiers.l2_latency_s * 1e3,
+            }
+        }
+        told: dict[str, Any] = self.options.model_dump(exclude_unset=True)
+        return RoutingOptions.model_validate(told | {"strategy": "kvaware", "kvaware": kvaware})
+
+    def cache_map(self) -> CacheMap:
+        self.caches = SimulatedCaches(self.engines)
+        return self.caches
+
+    def events(self, worker: int, events: Sequence[KvEvent], now: float) -> None:
+        self.caches.hear(worker, events, now)
+
+    def query(self, request: FleetRequest, now: float) -> RouteQuery:
+        return super().query(request, now)._replace(exact=(self.caches.look_at(request),))

@@ -1,0 +1,192 @@
+"""The routing benchmark in virtual time (bench/routing*.py), on little of its traffic."""
+
+from __future__ import annotations
+
+from math import inf
+from statistics import fmean
+
+import pytest
+
+from kvroute.sim.fleet import FleetRequest
+from kvroute.sim.tiers import TieredFleet, TierOptions, make_tiered_engines
+from routing import judge, report, report_json, tasks_of
+from routing_baselines import BASELINES, BLOCK, Policy
+from routing_goals import GOALS, Bound
+from routing_kvroute import Kvroute, KvrouteAware, SimulatedCaches
+from routing_runs import Case, Figures, figures, routing_options
+from routing_workloads import l2post, tool
+
+REQUESTS = 300
+
+
+def run(policy: Policy, *, workers: int = 3, tokens: int = 200_000, requests: int = REQUESTS) -> TieredFleet:
+    """Agents' calls, more of them than the GPUs' memory holds."""
+    tiers = TierOptions(l1_tokens=100_000)
+    engines = make_tiered_engines(
+        workers, capacity_tokens=tokens, tiers=tiers, record_events=policy.wants_events
+    )
+    policy.attach(engines, tiers)
+    fleet = TieredFleet(engines, policy)
+    tool(10.0, requests)(fleet, 0)
+    fleet.run()
+    return fleet
+
+
+class Listed:
+    """Stands for a fleet: keeps what is submitted."""
+
+    def __init__(self) -> None:
+        self.requests: list[tuple[float, FleetRequest]] = []
+
+    def submit(self, request: FleetRequest, at: float) -> None:
+        self.requests.append((at, request))
+
+
+@pytest.mark.parametrize("name", BASELINES)
+def test_every_baseline_answers_all_requests(name) -> None:
+    fleet = run(BASELINES[name](0), requests=100)
+
+    assert len(fleet.done) == 100
+    assert {request.worker for request in fleet.done} <= set(range(3))
+
+
+def test_agents_come_at_the_rate_that_was_asked_for_and_share_their_prompts() -> None:
+    listed = Listed()
+
+    tool(29.0)(listed, 3)  # type: ignore[arg-type]
+
+    times = sorted(at for at, _ in listed.requests)
+    steady = [at for at in times if at > 40]
+    assert len(listed.requests) == 6000
+    assert len(steady) / (steady[-1] - steady[0]) == pytest.approx(29.0, rel=0.1)
+    calls = [request for _, request in listed.requests]
+    assert len({call.keys[0] for call in calls}) == 1
+    assert len({tuple(call.keys[:5]) for call in calls}) == 24
+    assert fmean(len(call.keys) for call in calls) == pytest.approx(20, rel=0.2)
+
+
+def test_the_conversations_of_the_second_tier_come_in_turn_and_grow() -> None:
+    listed = Listed()
+
+    l2post(8.0, 60.0)(listed, 0)  # type: ignore[arg-type]
+
+    calls = [request for _, request in listed.requests]
+    assert [call.conversation for call in calls[:101]] == [*range(100), 0]
+    first, second = calls[0], calls[100]
+    assert (first.prompt_tokens, second.prompt_tokens) == (12_338, 12_588)
+    assert second.keys[: len(first.keys)] == first.keys
+
+
+def test_kvaware_knows_by_events_what_every_tier_holds() -> None:
+    policy = KvrouteAware(0)
+    fleet = run(policy)
+    fleet.now += 1.0
+    fleet._tell()
+
+    for request in fleet.done[-50:]:
+        found = policy.caches.match(policy.caches.look_at(request))
+        limit = (request.prompt_tokens - 1) // BLOCK
+        for worker, engine in enumerate(policy.engines):
+            gpu = engine.cache.match(request.keys, limit)
+            l1 = engine.l1.run(request.keys, gpu, limit)
+            total = engine.store.tier.run(request.keys, l1, limit)
+            told = found[worker]
+            assert (told.gpu, told.l1, told.l2) == (gpu * BLOCK, (l1 - gpu) * BLOCK, (total - l1) * BLOCK)
+
+
+def test_a_turn_finds_the_answer_before_it_by_events() -> None:
+    """The blocks that decoding filled are on the map as well as those of the prompt."""
+    engines = make_tiered_engines(1, tiers=TierOptions(), record_events=True)
+    caches = SimulatedCaches(engines)
+    policy = KvrouteAware(0)
+    policy.attach(engines, TierOptions())
+    fleet = TieredFleet(engines, policy)
+    keys = list(range(1, 13))
+    fleet.submit(FleetRequest(keys, 4 * BLOCK, 8 * BLOCK), 0.0)
+    fleet.run()
+    fleet._tell()
+    fleet.now += 1.0
+    fleet._tell()
+
+    found = policy.caches.match(policy.caches.look_at(FleetRequest(keys, 12 * BLOCK, 1)))
+
+    assert found[0].gpu == 11 * BLOCK
+    assert not caches.match(caches.look_at(FleetRequest(keys, 12 * BLOCK, 1)))[0].gpu, "it has heard nothing"
+
+
+@pytest.mark.parametrize("made", [Kvroute, KvrouteAware])
+def test_replicas_hear_of_each_other_and_end_at_rest(made) -> None:
+    policy = made(0, replicas=3, sync_s=0.05)
+
+    fleet = run(policy)
+    policy._hear(fleet.now + 1.0)
+
+    assert len(fleet.done) == REQUESTS
+    for gateway in policy.gateways:
+        loads = [worker.load for worker in gateway.workers]
+        assert {(load.in_flight, load.active_tokens, load.queued) for load in loads} == {(0, 0, 0)}
+        assert sum(load.recent(fleet.now + 1.0)[1] for load in loads) > 0, (
+            "it has heard of the others' requests"
+        )
+
+
+def test_replicas_that_hear_at_once_do_as_well_as_one_and_blind_ones_worse() -> None:
+    def mean(**replicas: float) -> float:
+        done = run(Kvroute(0, **replicas), tokens=1_200_000, requests=600).done  # type: ignore[arg-type]
+        return fmean(request.ttft_s for request in done)
+
+    one, told, blind = mean(), mean(replicas=4, sync_s=0.0), mean(replicas=4, sync_s=inf)
+
+    assert told <= 1.1 * one
+    assert blind > 1.1 * told
+
+
+def test_goals_ask_for_the_same_whatever_the_figures() -> None:
+    numbers = list(GOALS)
+    wanted = tasks_of(numbers)
+    asked = []
+
+    def ask(task: object) -> Figures:
+        asked.append(task)
+        return Figures(*[float(len(asked))] * 9)
+
+    judge(numbers, ask)
+
+    assert set(asked) == set(wanted)
+
+
+def test_a_goal_is_printed_with_its_figure_and_its_verdict(capsys) -> None:
+    judged = {
+        3: {"prefixaware": [Bound("conv p50", 0.7, 0.75)], "kvaware": [Bound("conv p50", 0.76, most=0.75)]}
+    }
+
+    report(judged)
+    lines = capsys.readouterr().out.splitlines()
+    report_json(judged)
+
+    assert "of llm-d's TTFT" in lines[0]
+    assert lines[1].split() == ["prefixaware", "met", "conv", "p50", "0.7", "(<=", "0.75)"]
+    assert "MISSED" in lines[2]
+    assert '"met": false' in capsys.readouterr().out
+
+
+def test_figures_leave_the_first_arrivals_out() -> None:
+    done = []
+    for number in range(100):
+        request = FleetRequest([], 100, 11, arrival_s=float(number))
+        request.first_token_s = number + (50.0 if number < 15 else 2.0)
+        request.finished_s = request.first_token_s + 1.0
+        done.append(request)
+
+    found = figures(done, [300, 100])
+
+    assert (found.p50, found.mean, found.itl50) == (2.0, 2.0, pytest.approx(0.1))
+    assert found.imbalance == 1.5
+
+
+def test_options_of_a_case_are_paths() -> None:
+    case = Case("conv", 10.5, "kvaware", options=(("costs.token_us", 80.0), ("learning", False)))
+
+    options = routing_options(case.options)
+
+    assert (options.costs.token_us, options.learning) == (80.0, False)
