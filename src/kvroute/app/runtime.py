@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from types import TracebackType
 from typing import Self
 
 from fastapi import FastAPI
-from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from kvroute.app.config import Config, masked
 from kvroute.app.following import Following
+from kvroute.app.gauges import fleet_gauges, index_gauges, tier_gauges
 from kvroute.app.map_teller import MapTeller
 from kvroute.app.metrics_compat import VllmRouterMetrics
 from kvroute.app.mirroring import Mirroring
@@ -39,7 +39,7 @@ from kvroute.gateway.journal import Journal
 from kvroute.gateway.planner import Planner
 from kvroute.gateway.session_key import session_key_sources
 from kvroute.gateway.stored import ResponseOwners, StoredResponses
-from kvroute.metrics import Gauges, Metrics, counter, gauge
+from kvroute.metrics import Gauges, Metrics
 from kvroute.replicas.pages import PageCollector, read
 from kvroute.replicas.scrape import Scrape
 from kvroute.routing.audit import Audit
@@ -99,9 +99,17 @@ class Runtime:
         self.plane = self._data_plane()
         self.application = self._application()
         self.fleet.subscribe(self._fleet_changed)
-        self.metrics.registry.register(Gauges(self._fleet_gauges, self._index_gauges))
+        self.metrics.registry.register(
+            Gauges(
+                lambda: fleet_gauges(self.fleet, self.health, self._discoverer),
+                lambda: index_gauges(self.fleet, self.router),
+            )
+        )
         if self.following is not None:
-            self.metrics.registry.register(Gauges(self.following.gauges, self._tier_gauges))
+            caches = self.following.caches
+            self.metrics.registry.register(
+                Gauges(self.following.gauges, lambda: tier_gauges(self.fleet, self.router, caches))
+            )
         if config.metrics.compat == "vllm-router":
             self._compat = VllmRouterMetrics(
                 self.metrics, self.fleet, clock, window_s=config.metrics.compat_window_s
@@ -305,70 +313,3 @@ class Runtime:
                 self.metrics.ejections.labels(worker.id, worker.ejection.value).inc()
             case _:
                 pass
-
-    def _fleet_gauges(self) -> Iterable[Metric]:
-        workers = self.fleet.workers()
-        yield gauge(
-            "kvroute_worker_state",
-            "1 for the state that each worker is in.",
-            ("worker", "state"),
-            [((w.id, state.value), float(w.state is state)) for w in workers for state in HealthState],
-        )
-        yield gauge(
-            "kvroute_worker_capacity_tokens",
-            "KV cache of each worker.",
-            ("worker",),
-            [((w.id,), float(w.capacity_tokens)) for w in workers],
-        )
-        yield counter(
-            "kvroute_worker_probe_failures",
-            "Health probes that failed.",
-            ("worker",),
-            [((worker,), float(n)) for worker, n in self.health.counts.probe_failures.items()],
-        )
-        yield counter(
-            "kvroute_worker_ejections_held_back",
-            "Ejections that fleet.health.max_ejected_share prevented.",
-            (),
-            [((), float(self.health.counts.held_back))],
-        )
-        yield counter(
-            "kvroute_discovery_errors",
-            "Worker lists that could not be read or applied.",
-            ("source",),
-            [((source,), float(n)) for source, n in self._discoverer.errors().items()],
-        )
-
-    def _tier_gauges(self) -> Iterable[Metric]:
-        assert self.following is not None
-        caches = self.following.caches
-        yield gauge(
-            "kvroute_tier_bandwidth_bytes_per_second",
-            "Bandwidth reckoned with from slower tiers to each worker: as its LMCache server measured "
-            "it, else as configured.",
-            ("worker", "rank", "tier"),
-            [
-                ((worker.id, str(place.rank), tier.name.lower()), 1e9 * self.router.rate(place.slot, tier))
-                for worker in self.fleet.workers()
-                for place in caches.places(worker)
-                for tier in (Tier.L1, Tier.L2)
-            ],
-        )
-
-    def _index_gauges(self) -> Iterable[Metric]:
-        size = self.router.index_size()
-        yield gauge(
-            "kvroute_index_blocks", "Different blocks in the prefix index.", (), [((), float(size.blocks))]
-        )
-        yield gauge(
-            "kvroute_index_bytes", "Estimated memory of the prefix index.", (), [((), float(size.bytes))]
-        )
-        yield gauge(
-            "kvroute_worker_index_blocks",
-            "Blocks that the prefix index believes each worker to hold.",
-            ("worker",),
-            [
-                ((w.id,), float(self.router.describe_worker(w)["tracked_blocks"]))
-                for w in self.fleet.workers()
-            ],
-        )
