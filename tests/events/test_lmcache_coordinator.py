@@ -581,19 +581,33 @@ def test_a_server_of_no_worker_gets_no_traffic(fleet: Fleet) -> None:
     assert fleet.coordinator.instance_of("b") is None
 
 
-@pytest.mark.parametrize("was_told", [True, False])
-def test_a_server_that_has_not_registered_gets_no_traffic(server: Server, was_told: bool) -> None:
+@pytest.mark.parametrize("told", ["before", "after", "never"])
+def test_a_server_that_has_not_registered_gets_no_traffic(server: Server, told: str) -> None:
+    """Its reports may come between being told to register and doing so."""
     fleet = Fleet()
     fleet.serve("a", 0)
+    if told == "before":
+        assert not fleet.coordinator.heartbeat("a")
     fleet.send(server.batch("store", "l1", NAMES))
     assert fleet.match(PROMPT) == {}
-    if was_told:
+    if told == "after":
         assert not fleet.coordinator.heartbeat("a")
 
     fleet.register("a")
 
     # Who registers unasked may have been restarted.
-    assert fleet.match(PROMPT) == ({0: (40, 0)} if was_told else {})
+    assert fleet.match(PROMPT) == ({} if told == "never" else {0: (40, 0)})
+    fleet.register("a")
+    assert fleet.match(PROMPT) == {}
+
+
+def test_names_that_were_told_to_register_do_not_pile_up() -> None:
+    fleet = Fleet()
+
+    for number in range(5000):
+        assert not fleet.coordinator.heartbeat(f"x{number}")
+
+    assert len(fleet.coordinator._told) <= 1024
 
 
 def test_workers_are_joined_by_address_where_it_is_the_only_server_there(server: Server) -> None:

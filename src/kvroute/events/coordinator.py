@@ -28,6 +28,7 @@ from kvroute.wire.lmcache_mp import CacheEvents, Registration, ServerStatus
 log = logging.getLogger(__name__)
 
 _KINDS: Final = frozenset({"store", "delete", "access", "config"})
+_MOST_TOLD: Final = 1024
 _POOL_KEPT_S: Final = 3600.0
 """What a server's own L2 held is remembered this long after it was last heard of."""
 
@@ -73,6 +74,8 @@ class Coordinator:
         self._instances: dict[str, Instance] = {}
         self._pools: dict[tuple[str, str], Pool] = {}
         """By owner and name."""
+        self._told: set[str] = set()
+        """Servers of which nothing else is known but that they were told to register."""
         self._joins = Joins(index, options)
         self._numbers = count(1)
 
@@ -135,6 +138,11 @@ class Coordinator:
             self.counts.unknown_heartbeats += 1
             if instance is not None:
                 instance.was_told = True
+            else:
+                # Its next batch may come before it registers.
+                if len(self._told) >= _MOST_TOLD:
+                    self._told.clear()
+                self._told.add(instance_id)
             return False
         instance.last_heard = self._clock.now()
         return True
@@ -222,6 +230,8 @@ class Coordinator:
         scheme = ChunkScheme(BLAKE3, self._options.coordinator.chunk_tokens)
         instance = Instance(instance_id, HeldChunks(self._index, Tier.L1), scheme)
         instance.last_heard = self._clock.now()
+        instance.was_told = instance_id in self._told
+        self._told.discard(instance_id)
         instance.pools = {pool.backend: pool for pool in self._pools.values() if pool.owner == instance_id}
         self._instances[instance_id] = instance
         return instance
