@@ -22,6 +22,8 @@ THINKS_S = (0.12, 0.2)
 RACES_S = 0.1
 """A request races those on its worker that are under way, or ended so shortly before that their events may
 still be on their way (under load, vLLM's publisher was seen to take 90 ms)."""
+LATE_S = 0.5
+"""Where others are racing, events of those that ended may take longer still."""
 SEEDS = (1, 2, 3)
 TOOLS = [
     {
@@ -52,8 +54,8 @@ class Asked:
     def error(self) -> int:
         return abs(self.predicted - self.reported)
 
-    def races(self, other: Asked) -> bool:
-        return other.worker == self.worker and other.sent < self.done and self.sent < other.done + RACES_S
+    def races(self, other: Asked, late_s: float = RACES_S) -> bool:
+        return other.worker == self.worker and other.sent < self.done and self.sent < other.done + late_s
 
 
 class Mixture:
@@ -151,10 +153,10 @@ async def test_predictions_are_the_engines_own_figures(engines, start_gateway, w
 
     alone, racing = [], []
     for asked in log:
-        others = [each for each in log if each is not asked and asked.races(each)]
-        if others:
+        others = [each for each in log if each is not asked]
+        if any(asked.races(each) for each in others):
             racing.append(asked)
-            assert asked.error <= BLOCK * sum(each.blocks for each in others)
+            assert asked.error <= BLOCK * sum(each.blocks for each in others if asked.races(each, LATE_S))
         else:
             alone.append(asked)
     exact = [sum(asked.error < BLOCK for asked in some) / len(some) for some in (alone, racing)]
