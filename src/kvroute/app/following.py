@@ -12,6 +12,7 @@ from prometheus_client.core import Metric
 from kvroute.app.config import Config
 from kvroute.app.lmcache import LMCache
 from kvroute.app.map_metrics import stream_metrics
+from kvroute.app.map_view import describe_map, map_notes
 from kvroute.app.tokenizing import Tokenizing
 from kvroute.app.upkeep import Upkeep
 from kvroute.blocks.tokens import Tier
@@ -150,31 +151,12 @@ class Following:
     def notes(self) -> list[str]:
         """What `/ready` says beside its verdict: workers whose map is not whole, and models without exact
         tokens."""
-        notes = []
-        for worker in self._fleet.workers():
-            places = self.caches.places(worker)
-            if not places:
-                notes.append(f"kvaware: worker {worker.id!r}: {Reason.NO_EVENTS}")
-            notes += [f"kvaware: worker {worker.id!r}: {place.why}" for place in places if place.why]
+        notes = map_notes(self._fleet, self.caches)
         return notes + self._tokens.notes() + self.lmcache.notes() + self._upkeep.notes()
 
     def describe(self) -> dict[str, object]:
         """For the admin API."""
-        size = self._index.size()
-        return {
-            "blocks": size.blocks,
-            "held_blocks": size.held,
-            "dropped_blocks": size.dropped,
-            "bytes": size.bytes,
-            "tokens": self._tokens.describe(),
-            "workers": {
-                worker.id: [
-                    {"rank": place.rank, "standing": place.standing.value, "why": place.why or None}
-                    for place in self.caches.places(worker)
-                ]
-                for worker in self._fleet.workers()
-            },
-        }
+        return describe_map(self._fleet, self.caches, self._index, self._tokens.describe())
 
     def gauges(self) -> Iterable[Metric]:
         size = self._index.size()

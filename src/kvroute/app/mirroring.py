@@ -13,6 +13,7 @@ from prometheus_client.core import Metric
 from kvroute.app.config import Config
 from kvroute.app.following import worker_client
 from kvroute.app.lmcache import l2_metrics
+from kvroute.app.map_view import describe_map, map_notes
 from kvroute.app.tokenizing import Tokenizing
 from kvroute.app.upkeep import Upkeep
 from kvroute.blocks.chunks import ChunkScheme
@@ -196,30 +197,11 @@ class Mirroring:
         self._tell(Distrusted(worker.id, rank, why))
 
     def notes(self) -> list[str]:
-        notes = []
-        for worker in self._fleet.workers():
-            places = self.caches.places(worker)
-            if not places:
-                notes.append(f"kvaware: worker {worker.id!r}: no_events")
-            notes += [f"kvaware: worker {worker.id!r}: {place.why}" for place in places if place.why]
+        notes = map_notes(self._fleet, self.caches)
         return notes + self._tokens.notes() + self._upkeep.notes()
 
     def describe(self) -> dict[str, object]:
-        size = self.caches.mirror.blocks.size()
-        return {
-            "blocks": size.blocks,
-            "held_blocks": size.held,
-            "dropped_blocks": size.dropped,
-            "bytes": size.bytes,
-            "tokens": self._tokens.describe(),
-            "workers": {
-                worker.id: [
-                    {"rank": place.rank, "standing": place.standing.value, "why": place.why or None}
-                    for place in self.caches.places(worker)
-                ]
-                for worker in self._fleet.workers()
-            },
-        }
+        return describe_map(self._fleet, self.caches, self.caches.mirror.blocks, self._tokens.describe())
 
     def gauges(self) -> Iterable[Metric]:
         size = self.caches.mirror.blocks.size()
