@@ -10,11 +10,13 @@ import signal
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import cast
 
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from kvroute import __version__
+from kvroute.app.backlog import Backlog
 from kvroute.app.config import Config
 from kvroute.app.memory import keep_freed_memory
 from kvroute.app.replica import Replica
@@ -47,9 +49,11 @@ class GatewayServer(uvicorn.Server):
         self._part = part
         self._runtime = runtime
         self._drain_timeout_s = drain_timeout_s
+        self._backlog = Backlog(self._client_protocol)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
+        self._backlog.begin(listening for server in self.servers for listening in server.sockets)
         if self._part is not None:
             self._part.ready()
             if self._part.replica.number:
@@ -64,6 +68,7 @@ class GatewayServer(uvicorn.Server):
         """SIGTERM: not ready, no new connections, running answers may finish, the rest is cut."""
         plane = self._runtime.plane
         plane.close_admission()
+        self._backlog.close()
         log.info("shutting down: %d requests are running", plane.in_flight)
         cutter = asyncio.create_task(self._cut_late())
         try:
@@ -71,6 +76,11 @@ class GatewayServer(uvicorn.Server):
         finally:
             cutter.cancel()
             await asyncio.gather(cutter, return_exceptions=True)
+
+    def _client_protocol(self) -> asyncio.Protocol:
+        """As uvicorn makes one for a connection that it accepts."""
+        make = cast(Callable[..., asyncio.Protocol], self.config.http_protocol_class)
+        return make(config=self.config, server_state=self.server_state, app_state=self.lifespan.state)
 
     async def _cut_late(self) -> None:
         await asyncio.sleep(self._drain_timeout_s)

@@ -1,0 +1,138 @@
+"""Accepting clients that come together, on asyncio's loop and on uvloop."""
+
+import asyncio
+import socket
+
+import pytest
+
+from kvroute.app.backlog import Backlog
+from kvroute.app.config import Config
+from kvroute.app.runtime import Runtime
+from kvroute.app.server import GatewayServer, uvicorn_config
+
+CLIENTS = 100
+ROUNDS = 20  # four to accept a hundred, and some in which their protocols are told
+
+
+class Protocol(asyncio.Protocol):
+    def __init__(self, opened: list[asyncio.BaseTransport], received: list[bytes]) -> None:
+        self.opened, self.received = opened, received
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.opened.append(transport)
+
+    def data_received(self, data: bytes) -> None:
+        self.received.append(data)
+
+
+@pytest.fixture
+def listening():
+    with socket.create_server(("127.0.0.1", 0), backlog=CLIENTS) as listening:
+        listening.setblocking(False)
+        yield listening
+
+
+@pytest.fixture
+def dial(listening):
+    clients = []
+
+    def dial(count: int) -> list[socket.socket]:
+        for _ in range(count):
+            clients.append(socket.create_connection(listening.getsockname(), timeout=10))
+        return clients
+
+    yield dial
+    for client in clients:
+        client.close()
+
+
+async def rounds(count: int) -> None:
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+async def test_clients_that_come_together_do_not_wait_for_a_round_of_the_loop_each(listening, dial):
+    opened: list[asyncio.BaseTransport] = []
+    backlog = Backlog(lambda: Protocol(opened, []))
+    backlog.begin([listening])
+    dial(CLIENTS)
+
+    await rounds(ROUNDS)
+
+    assert len(opened) == CLIENTS
+    backlog.close()
+    for transport in opened:
+        transport.close()
+    await rounds(2)
+
+
+async def test_what_it_accepts_is_served_and_left_open_when_it_ends(listening, dial):
+    opened: list[asyncio.BaseTransport] = []
+    received: list[bytes] = []
+    backlog = Backlog(lambda: Protocol(opened, received))
+    backlog.begin([listening])
+    (client,) = dial(1)
+    async with asyncio.timeout(10):
+        while not opened:
+            await asyncio.sleep(0)
+        backlog.close()
+        client.sendall(b"hello")
+        while not received:
+            await asyncio.sleep(0)
+
+    assert received == [b"hello"]
+    opened[0].close()
+    await rounds(2)
+
+
+async def test_once_closed_it_accepts_nobody(listening, dial):
+    opened: list[asyncio.BaseTransport] = []
+    backlog = Backlog(lambda: Protocol(opened, []))
+    backlog.begin([listening])
+    backlog.close()
+    backlog.close()
+    address = listening.getsockname()
+    dial(1)
+
+    await rounds(ROUNDS)
+
+    assert opened == []
+    listening.close()
+    with pytest.raises(ConnectionRefusedError):  # it holds no descriptor that would keep the port open
+        socket.create_connection(address)
+
+
+async def test_a_connection_that_cannot_be_set_up_is_closed_and_logged(listening, dial, caplog):
+    def fails() -> asyncio.Protocol:
+        raise RuntimeError("no protocol")
+
+    backlog = Backlog(fails)
+    backlog.begin([listening])
+    (client,) = dial(1)
+
+    await rounds(ROUNDS)
+
+    assert client.recv(1) == b""
+    assert "could not be set up" in caplog.text
+    backlog.close()
+
+
+async def test_the_gateway_accepts_them_so_and_refuses_once_it_shuts_down():
+    config = Config.model_validate({"server": {"port": 0}})
+    async with Runtime(config) as runtime:
+        settings = uvicorn_config(config, runtime)
+        server = GatewayServer(settings, runtime, config.server.drain_timeout_s)
+        settings.load()
+        server.lifespan = settings.lifespan_class(settings)
+        await server.startup()
+        address = server.servers[0].sockets[0].getsockname()
+        clients = [socket.create_connection(address, timeout=10) for _ in range(CLIENTS)]
+
+        await rounds(ROUNDS)
+
+        assert len(server.server_state.connections) == CLIENTS
+        for client in clients:
+            client.close()
+        await server.shutdown()
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(address)
