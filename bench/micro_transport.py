@@ -44,15 +44,23 @@ TICK_S = 0.01
 
 
 class Server(asyncio.Protocol):
-    """Answers each head as it comes: plain, or (target /s/N) N chunks, one a tick."""
+    """Answers each request whose body is `BODY`: plain, or (target /s/N) N chunks, one a tick."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)  # uvloop's are no subclass
+        self.unread = b""
 
     def data_received(self, data: bytes) -> None:
-        if not data.startswith(b"POST "):
-            return  # httpx's default transport writes the body by itself
-        target = data.split(b" ", 2)[1]
+        # httpx's default transport writes head and body apart, and any two writes may come as one read.
+        self.unread += data
+        while True:
+            head, end, rest = self.unread.partition(b"\r\n\r\n")
+            if not end or len(rest) < len(BODY):
+                return
+            self.unread = rest[len(BODY) :]
+            self.answer(head.split(b" ", 2)[1])
+
+    def answer(self, target: bytes) -> None:
         if target == b"/":
             self.transport.write(PLAIN)
         else:
