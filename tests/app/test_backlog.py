@@ -81,6 +81,8 @@ async def test_what_it_accepts_is_served_and_left_open_when_it_ends(listening, d
             await asyncio.sleep(0)
 
     assert received == [b"hello"]
+    accepted = opened[0].get_extra_info("socket")
+    assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) == 1
     opened[0].close()
     await rounds(2)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import socket
 from collections.abc import Callable, Iterable
 
@@ -32,7 +33,8 @@ class Backlog:
         """Watch these, through descriptors of its own."""
         loop = asyncio.get_running_loop()
         for each in listening:
-            own = socket.fromfd(each.fileno(), each.family, each.type)
+            # Told no protocol, Python asks the descriptor; asyncio sets TCP_NODELAY by it.
+            own = socket.socket(fileno=os.dup(each.fileno()))
             own.setblocking(False)
             self._sockets.append(own)
             loop.add_reader(own, self._accept, loop, own)
