@@ -6,12 +6,10 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from kvroute.app.map_teller import MapTeller
-from kvroute.app.mirroring import Mirroring
 from kvroute.clock import Clock
 from kvroute.errors import NotFound
 from kvroute.fleet.fleet import Fleet, FleetChange
@@ -38,6 +36,10 @@ from kvroute.replicas.messages import (
     Wanted,
 )
 from kvroute.routing.router import Router
+
+if TYPE_CHECKING:
+    from kvroute.app.map_teller import MapTeller
+    from kvroute.app.mirroring import Mirroring
 
 log = logging.getLogger(__name__)
 

@@ -7,18 +7,14 @@ import logging
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from fastapi import FastAPI
 from prometheus_client.registry import Collector
 
 from kvroute.app.config import Config, masked
-from kvroute.app.following import Following
 from kvroute.app.gauges import fleet_gauges, index_gauges, tier_gauges
-from kvroute.app.map_teller import MapTeller
 from kvroute.app.metrics_compat import VllmRouterMetrics
-from kvroute.app.mirroring import Mirroring
-from kvroute.app.replica import FOLLOWS, Replica
 from kvroute.blocks.tokens import Tier
 from kvroute.clock import Clock, SystemClock
 from kvroute.fleet.discovery.registry import sources_of
@@ -48,6 +44,12 @@ from kvroute.tokens.estimate import TokenEstimator
 from kvroute.upstream.retry import RetryBudget
 from kvroute.upstream.transports import Transports
 
+if TYPE_CHECKING:
+    from kvroute.app.following import Following
+    from kvroute.app.map_teller import MapTeller
+    from kvroute.app.mirroring import Mirroring
+    from kvroute.app.replica import Replica
+
 log = logging.getLogger("kvroute.runtime")
 
 _LEVEL_S = 5.0
@@ -73,6 +75,7 @@ class Runtime:
         follows = "kvaware" in config.routing.strategies_used() or config.server.allow_strategy_header
         self._replica = replica
         self._teller: MapTeller | None = None
+        self._mirroring: Mirroring | None = None
         self.following = self._follower() if follows else None
         self.router = Router(
             config.routing,
@@ -149,14 +152,25 @@ class Runtime:
         await self._client.aclose()
 
     def _follower(self) -> Following | Mirroring:
-        """What keeps the map of the workers' caches: one process follows them, others have it told."""
+        """What keeps the map of the workers' caches: one process follows them, others have it told.
+
+        Tokenizers, templates, ZMQ and Redis are loaded here: 17 MiB that a gateway without a map spares."""
+        from kvroute.app.following import Following
+
         config, clock, replica = self._config, self._clock, self._replica
         known = (config, self.fleet, self.metrics, clock, self._place_left)
         if replica is None:
             return Following(*known, self._rate_measured)
+        from kvroute.app.map_teller import MapTeller
+        from kvroute.app.mirroring import Mirroring
+        from kvroute.app.replica import FOLLOWS
+
         mesh = replica.mesh
         if replica.number != FOLLOWS:
-            return Mirroring(*known, self._rate_known, lambda message: mesh.send(FOLLOWS, message))
+            self._mirroring = mirroring = Mirroring(
+                *known, self._rate_known, lambda message: mesh.send(FOLLOWS, message)
+            )
+            return mirroring
         most = config.lmcache.coordinator.max_chunks
         self._teller = teller = MapTeller(mesh.publish, clock, config.kv_events, max_chunks=most)
         following = Following(*known, self._rate_measured, (teller.blocks, teller.chunks))
@@ -164,8 +178,7 @@ class Runtime:
         return following
 
     def _take_part(self, replica: Replica) -> None:
-        mirroring = self.following if isinstance(self.following, Mirroring) else None
-        replica.take_part(self.fleet, self.router, self.health, self._clock, self._teller, mirroring)
+        replica.take_part(self.fleet, self.router, self.health, self._clock, self._teller, self._mirroring)
         replica.answers(self._journal.decisions, self.audit.describe)
         registry = self.metrics.registry
         self._scrape = Scrape(replica.mesh, registry, replica.folder, generation=replica.generation)

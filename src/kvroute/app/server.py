@@ -10,7 +10,7 @@ import signal
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -19,12 +19,14 @@ from kvroute import __version__
 from kvroute.app.backlog import Backlog
 from kvroute.app.config import Config
 from kvroute.app.memory import keep_freed_memory
-from kvroute.app.replica import Replica
 from kvroute.app.runtime import Runtime
 from kvroute.gateway.fastlane import fast_lane
 from kvroute.gateway.fastlane_check import fast_lane_trouble
 from kvroute.gateway.front import Front
 from kvroute.logs import configure
+
+if TYPE_CHECKING:
+    from kvroute.app.replica import Replica
 
 log = logging.getLogger("kvroute.server")
 

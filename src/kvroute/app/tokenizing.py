@@ -11,6 +11,7 @@ from kvroute.fleet.fleet import Fleet, FleetChange
 from kvroute.fleet.worker import Worker
 from kvroute.gateway.preparation import Preparer, Probe
 from kvroute.metrics import Metrics
+from kvroute.tokens.chat import EngineFlags
 from kvroute.tokens.exact import ExactTokens, Mode
 from kvroute.tokens.options import TokensOptions
 from kvroute.tokens.threads import TokenThreads
@@ -34,7 +35,11 @@ class Tokenizing:
         self._tokens = ExactTokens(
             self._threads,
             client,
-            flags=options.flags(),
+            flags=EngineFlags(
+                chat_template_kwargs=options.chat_template_kwargs,
+                content_format=options.content_format,
+                tools_dropped_for_none=options.tools_dropped_for_none,
+            ),
             cache_bytes=options.cache_mib * 1024 * 1024,
             remote_deadline_s=options.deadline_ms * 1e-3,
             allow_fastokens=options.fastokens,

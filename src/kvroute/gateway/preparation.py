@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Generator, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from kvroute.blocks.chunks import PromptChunks
 from kvroute.blocks.key_memory import KeyMemory
@@ -17,8 +17,10 @@ from kvroute.metrics import Metrics
 from kvroute.openai.prompt import cache_salt_of
 from kvroute.openai.request import InferenceRequest
 from kvroute.routing.caches import ExactPrompt, Probed
-from kvroute.tokens.exact import ExactPrompts, ExactTokens
 from kvroute.tokens.reason import Reason
+
+if TYPE_CHECKING:  # it loads tokenizers, which most gateways do without
+    from kvroute.tokens.exact import ExactPrompts, ExactTokens
 
 Probe: TypeAlias = Callable[[Sequence[ExactPrompt]], Awaitable[Sequence[Probed]]]
 

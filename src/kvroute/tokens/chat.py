@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvroute.tokens.content_format import ContentFormat
+from kvroute.tokens.options import ContentFormat
 from kvroute.tokens.reason import Inexact, Reason
 from kvroute.tokens.template import ChatTemplate, Message
 

@@ -8,11 +8,10 @@ changes the tokens, so the same loops count here, in the same order.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Literal
 
 from jinja2 import nodes
 
-ContentFormat = Literal["string", "openai"]
+from kvroute.tokens.options import ContentFormat
 
 
 class _UnknownShape(Exception):

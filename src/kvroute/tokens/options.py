@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from kvroute.options import Options, Switch, option
-from kvroute.tokens.chat import EngineFlags
-from kvroute.tokens.content_format import ContentFormat
+
+ContentFormat = Literal["string", "openai"]
+"""What a chat template gets as the content of a message: one string, or a list of parts."""
 
 
 class TokensOptions(Options):
@@ -59,10 +60,3 @@ class TokensOptions(Options):
         higher="fewer attempts",
         lower="exact routing begins sooner",
     )
-
-    def flags(self) -> EngineFlags:
-        return EngineFlags(
-            chat_template_kwargs=self.chat_template_kwargs,
-            content_format=self.content_format,
-            tools_dropped_for_none=self.tools_dropped_for_none,
-        )

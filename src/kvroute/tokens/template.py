@@ -16,7 +16,8 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from kvroute.tokens.content_format import ContentFormat, content_format
+from kvroute.tokens.content_format import content_format
+from kvroute.tokens.options import ContentFormat
 from kvroute.tokens.reason import Inexact, Reason
 
 Message = dict[str, Any]
