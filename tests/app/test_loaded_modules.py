@@ -6,7 +6,7 @@ import sys
 import pytest
 
 HEAVY = {"jinja2", "redis", "tokenizers", "zmq"}
-"""What following the workers' caches needs: some 14 MiB."""
+"""What following the workers' caches needs: some 16 MiB."""
 
 SHOW = """
 import sys

@@ -18,12 +18,12 @@ class ProbeFailure:
     refused: bool = False
 
 
-def probe_client() -> httpx.AsyncClient:
+def probe_client(transport: httpx.AsyncBaseTransport | None = None) -> httpx.AsyncClient:
     """A client fit for probing: no proxy from the environment, no redirects, no limit on connections
     (a hanging worker must not keep others from being asked), none kept for as long as uvicorn's servers
-    keep theirs (5 s). The caller closes it."""
+    keep theirs (5 s). `transport` in place of httpx's own promises the last two. The caller closes it."""
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=4.0)
-    return httpx.AsyncClient(trust_env=False, limits=limits)
+    return httpx.AsyncClient(trust_env=False, limits=limits, transport=transport)
 
 
 class Prober:

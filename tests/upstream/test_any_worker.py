@@ -1,0 +1,95 @@
+"""One httpx client for all workers."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from typing import Any
+
+import httpx
+import pytest
+
+from kvroute.fleet.probe import ProbeFailure, Prober, probe_client
+from kvroute.upstream.any_worker import AnyWorkerTransport
+from kvroute.upstream.options import UpstreamOptions
+
+
+def answers(text: bytes, read_request: Any) -> Any:
+    async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while True:
+            try:
+                await read_request(reader)
+            except asyncio.IncompleteReadError:
+                return
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(text), text))
+
+    return script
+
+
+async def test_each_worker_is_asked_over_its_own_kept_connection(serve: Any, read_request: Any) -> None:
+    one, other = await serve(answers(b"one", read_request)), await serve(answers(b"other", read_request))
+
+    async with httpx.AsyncClient(transport=AnyWorkerTransport(UpstreamOptions())) as client:
+        told = [(await client.get(f"{server.url}/health")).text for server in (one, other, one, other)]
+
+    assert told == ["one", "other", "one", "other"]
+    assert (one.accepted, other.accepted) == (1, 1)
+
+
+async def test_a_refused_connection_is_known_as_one(serve: Any, read_request: Any) -> None:
+    server = await serve(answers(b"", read_request))
+    await server.close()
+
+    async with probe_client(AnyWorkerTransport(UpstreamOptions())) as client:
+        failure = await Prober(client, timeout_s=5.0).health(server.url)
+
+    assert failure == ProbeFailure("connection refused", refused=True)
+
+
+async def test_a_worker_that_hangs_fails_at_the_deadline_and_keeps_no_other(
+    serve: Any, read_request: Any
+) -> None:
+    async def hangs(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+
+    hanging, well = await serve(hangs), await serve(answers(b"", read_request))
+    async with probe_client(AnyWorkerTransport(UpstreamOptions(max_connections=1))) as client:
+        prober = Prober(client, timeout_s=0.2)
+        failures = await asyncio.gather(
+            *(prober.health(hanging.url) for _ in range(2)), prober.health(well.url)
+        )
+
+    assert failures == [
+        *[ProbeFailure("/health gave no answer within 0.2 s")] * 2,
+        None,
+    ]
+
+
+async def test_workers_without_connections_are_forgotten(serve: Any, read_request: Any) -> None:
+    server = await serve(answers(b"", read_request))
+    transport = AnyWorkerTransport(UpstreamOptions())
+    async with httpx.AsyncClient(transport=transport) as client:
+        await client.get(server.url)
+        for port in (1, 2, 3):
+            with pytest.raises(httpx.ConnectError):
+                await client.get(f"http://127.0.0.1:{port}")
+
+        assert transport.origins == 2
+
+
+async def test_no_worker_has_another_scheme() -> None:
+    async with httpx.AsyncClient(transport=AnyWorkerTransport(UpstreamOptions())) as client:
+        with pytest.raises(httpx.UnsupportedProtocol):
+            await client.get("ftp://127.0.0.1:1/")
+
+
+async def test_certificates_are_checked_as_for_answers_to_clients(
+    serve: Any, read_request: Any, server_tls: ssl.SSLContext
+) -> None:
+    server = await serve(answers(b"well", read_request), tls=server_tls)
+
+    async with httpx.AsyncClient(transport=AnyWorkerTransport(UpstreamOptions(verify_tls=False))) as client:
+        assert (await client.get(server.url)).text == "well"
+    async with httpx.AsyncClient(transport=AnyWorkerTransport(UpstreamOptions())) as client:
+        with pytest.raises(httpx.ConnectError):
+            await client.get(server.url)
