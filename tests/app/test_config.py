@@ -367,3 +367,20 @@ def test_every_secret_can_also_come_from_a_file():
             twin = (*path[:-1], f"{path[-1]}_file")
 
             assert shape_at(Config, twin), f"{dotted(twin)} is missing"
+
+
+@pytest.mark.parametrize(
+    ("settings", "wanted"),
+    [
+        (["lmcache.prefetch.enabled=true"], "set coordinator.enabled too"),
+        (
+            ["lmcache.prefetch.enabled=true", "lmcache.coordinator.enabled=true", "server.processes=2"],
+            "set server.processes to 1",
+        ),
+    ],
+)
+def test_prefetching_needs_the_one_process_that_knows_lmcaches_servers(settings, wanted):
+    (problem,) = problems(assignments=settings)
+
+    assert "prefetch.enabled" in problem
+    assert wanted in problem

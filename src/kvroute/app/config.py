@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
 from kvroute.app import config_paths as paths
@@ -50,6 +50,15 @@ class Config(Options):
     retries: RetryOptions = option(default_factory=RetryOptions)
     logging: LoggingOptions = option(default_factory=LoggingOptions)
     metrics: MetricsOptions = option(default_factory=MetricsOptions)
+
+    @model_validator(mode="after")
+    def _one_prefetches(self) -> Config:
+        if self.lmcache.prefetch.enabled and self.server.processes > 1:
+            raise ValueError(
+                "lmcache.prefetch.enabled: only one of several processes knows LMCache's servers: set "
+                "server.processes to 1"
+            )
+        return self
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,6 +29,7 @@ from kvroute.index.chunk_index import ChunkIndex
 from kvroute.index.prefix_index import PrefixIndex
 from kvroute.metrics import Metrics, counter, gauge
 from kvroute.routing.caches import ExactPrompt
+from kvroute.routing.decision import Candidate, RouteQuery
 
 
 class Following:
@@ -118,6 +119,11 @@ class Following:
     def _tell_lmcache(self, worker: Worker, streams: Sequence[Stream]) -> None:
         if streams:
             self.lmcache.places_changed(worker, {stream.rank: stream.slot for stream in streams})
+
+    @property
+    def sent(self) -> Callable[[RouteQuery, Candidate], None] | None:
+        """What wants to hear of each attempt, if anything does."""
+        return self.lmcache.sent if self.lmcache.prefetches else None
 
     # What answers tell.
 

@@ -20,6 +20,7 @@ from kvroute.events.coordinator_http import CoordinatorApp, CoordinatorServer
 from kvroute.events.l2_redis import L2Counts, L2Target, RedisL2, targets_of
 from kvroute.events.lmcache_joins import served_worker
 from kvroute.events.lmcache_options import LMCacheOptions
+from kvroute.events.lmcache_prefetch import Prefetcher
 from kvroute.events.lmcache_rates import RateWatch
 from kvroute.events.lmcache_status import StatusWatch
 from kvroute.fleet.worker import Worker
@@ -27,6 +28,8 @@ from kvroute.gateway import hyperpod
 from kvroute.index.chunk_index import ChunkIndex
 from kvroute.metrics import counter, gauge
 from kvroute.routing.caches import ExactPrompt, Probed
+from kvroute.routing.decision import Candidate, RouteQuery
+from kvroute.routing.prefetch import prefetch_of
 
 
 class LMCache:
@@ -66,6 +69,9 @@ class LMCache:
                 interval_s=options.coordinator.rates_interval_s,
                 timeout_s=options.coordinator.status_timeout_s,
             )
+        self._prefetcher: Prefetcher | None = None
+        if self._coordinator is not None and options.prefetch.enabled:
+            self._prefetcher = Prefetcher(self._coordinator, client, clock, options.prefetch)
         self._controller: Controller | None = None
         if options.controller.enabled:
             self._controller = Controller(
@@ -96,6 +102,8 @@ class LMCache:
             self._upkeep.begin("LMCache status", lambda: self._watch.run(self._app.registered))
             if self._options.coordinator.rates_interval_s:
                 self._upkeep.begin("LMCache bandwidths", self._rates.run)
+        if self._prefetcher is not None:
+            self._upkeep.begin("LMCache prefetches", self._prefetcher.run)
 
     async def aclose(self) -> None:
         """Close what `open` took, if it did not come to be served."""
@@ -171,6 +179,24 @@ class LMCache:
         if self._controller is not None:
             self._controller.saw_prompt(slot, token_ids)
 
+    @property
+    def prefetches(self) -> bool:
+        """Whether `sent` may have something to do."""
+        return self._prefetcher is not None
+
+    def sent(self, query: RouteQuery, candidate: Candidate) -> None:
+        """A request was sent to a worker: where it will wait for longer than its blocks take to come from L2,
+        let them set out. Returns at once."""
+        prefetcher = self._prefetcher
+        if prefetcher is None or len(query.exact) != 1:
+            return
+        worker = str(candidate.worker.id)
+        wanted = prefetch_of(candidate, server_known=prefetcher.knows(worker))
+        if wanted is not None:
+            prompt = query.exact[0]
+            token_ids = prompt.chunks.token_ids[: wanted.tokens]
+            prefetcher.ask(worker, token_ids, prompt.salt, wanted.spare_s)
+
     # What is shown
 
     def notes(self) -> list[str]:
@@ -199,6 +225,13 @@ class LMCache:
         )
         if self._coordinator is not None:
             yield from self._coordinator_metrics(self._coordinator)
+        if self._prefetcher is not None:
+            yield counter(
+                "kvroute_lmcache_prefetches",
+                "Loads from L2 that LMCache servers were asked for while a request waits, by outcome.",
+                ("outcome",),
+                [((outcome.value,), float(times)) for outcome, times in self._prefetcher.counts.items()],
+            )
         if self._redis is not None:
             yield from l2_metrics(self._redis.counts)
 

@@ -123,6 +123,9 @@ class Mirroring:
     """A mirror of the map, and tokenizers of this process's own. What answers tell goes to the process that
     follows the caches. An async context manager, a listener of the fleet, and `Feedback`, as `Following`."""
 
+    sent = None
+    """This process knows no LMCache servers to have anything prefetched by."""
+
     def __init__(
         self,
         config: Config,

@@ -236,6 +236,7 @@ class Runtime:
             audit=PredictionAudit(self.audit, self.metrics, self.following),
             clock=self._clock,
             retry_statuses=frozenset(config.retries.statuses),
+            sent=self.following.sent if self.following else None,
         )
         worker_authorization = (
             f"Bearer {worker_key.get_secret_value()}".encode() if keys and worker_key else None

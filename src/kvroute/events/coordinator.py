@@ -98,6 +98,10 @@ class Coordinator:
         """Models whose chunks workers of this server read from this pool."""
         return self._joins.models_of(instance, pool)
 
+    def model_of(self, worker_id: str) -> StoredModel | None:
+        """A worker's model as its server's stores know it; None where that is not clear."""
+        return self._joins.model_of(worker_id)
+
     # Workers
 
     def worker_changed(self, worker: ServedWorker) -> None:

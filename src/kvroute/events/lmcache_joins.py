@@ -80,6 +80,16 @@ class Joins:
             found.update(dict.fromkeys(models or [StoredModel(name, 1) for name in sorted(worker.models)]))
         return list(found)
 
+    def model_of(self, worker_id: str) -> StoredModel | None:
+        """A worker's model as its server's stores know it; None where nothing of it was seen there yet."""
+        worker, instance = self._workers.get(worker_id), self._joined.get(worker_id)
+        if worker is None or instance is None:
+            return None
+        for held in (instance.memory, *(pool.held for pool in instance.pools.values())):
+            if models := self._models(worker, instance, held):
+                return models[0]
+        return None
+
     def join(self, instances: Mapping[str, Instance]) -> None:
         """Make attachments what they should be now. Costs a few microseconds a worker."""
         at: dict[str, list[Instance]] = {}

@@ -130,12 +130,40 @@ class L2Options(Options):
         return value
 
 
+class PrefetchOptions(Options):
+    """Having a worker's LMCache server (0.5.6 or later) load a request's chunks from L2 into L1 while the
+    request waits in the worker's queue (`POST /cache/prefetches`): with `kvaware`, for requests of one
+    prompt, where the expected wait is longer than the load."""
+
+    enabled: Annotated[bool, Switch] = option(
+        False, "Do so; needs `lmcache.coordinator.enabled`, and a gateway of one process."
+    )
+    timeout_s: float = option(
+        1.0,
+        "Longest wait for a server's answer; no request waits for it.",
+        unit="s",
+        gt=0,
+        higher="suits busy servers",
+    )
+    connections: int = option(
+        8, "Questions under way at a time.", ge=1, le=256, higher="a slow server delays the others' less"
+    )
+    max_waiting: int = option(
+        64,
+        "Questions that wait for their turn; further ones are dropped and counted.",
+        ge=1,
+        higher="bridges longer bursts",
+        lower="less memory",
+    )
+
+
 class LMCacheOptions(Options):
     """LMCache beside the workers: who reports what, and which server belongs to which worker."""
 
     coordinator: CoordinatorOptions = option(default_factory=CoordinatorOptions)
     controller: ControllerOptions = option(default_factory=ControllerOptions)
     l2: L2Options = option(default_factory=L2Options)
+    prefetch: PrefetchOptions = option(default_factory=PrefetchOptions)
     instance: str = option(
         "",
         "Instance id of a worker's LMCache server, such as `node-{host}`; may use `{id}` (of the worker), "
@@ -159,6 +187,15 @@ class LMCacheOptions(Options):
         except (KeyError, IndexError, ValueError) as error:
             raise ValueError("only {id}, {host} and {node} can be filled in") from error
         return value
+
+    @model_validator(mode="after")
+    def _servers_to_ask(self) -> LMCacheOptions:
+        if self.prefetch.enabled and not self.coordinator.enabled:
+            raise ValueError(
+                "prefetch.enabled: which server is whose is known to the coordinator only: set "
+                "coordinator.enabled too"
+            )
+        return self
 
     @model_validator(mode="after")
     def _no_empty_names(self) -> LMCacheOptions:

@@ -37,7 +37,7 @@ from kvroute.gateway.stored import ResponseOwners, response_id_in
 from kvroute.gateway.usage import usage_in
 from kvroute.metrics import Metrics, Spread
 from kvroute.openai.endpoints import ErrorShape
-from kvroute.routing.decision import Candidate
+from kvroute.routing.decision import Candidate, RouteQuery
 from kvroute.routing.router import Dispatch, Router
 from kvroute.tokens.estimate import TokenEstimator
 from kvroute.upstream.head import relayed_head
@@ -74,6 +74,8 @@ class Collaborators:
     clock: Clock
     retry_statuses: frozenset[int]
     attribution: Attribution = field(default_factory=Attribution)
+    sent: Callable[[RouteQuery, Candidate], None] | None = None
+    """Hears of every attempt, once it is on its way; returns at once."""
 
 
 class Exchange:
@@ -209,6 +211,8 @@ class Exchange:
         record.matched_tokens = candidate.matched_tokens
         record.attempts += 1
         self._submit(candidate)
+        if use.sent is not None:
+            use.sent(plan.query, candidate)
 
     def _submit(self, candidate: Candidate, *, fresh: bool = False) -> None:
         plan, fields = self._plan, self._fields

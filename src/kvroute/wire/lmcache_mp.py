@@ -6,7 +6,7 @@ kinds of events and tiers are left to the reader, fields that kvroute does not u
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Annotated, Final, TypeVar
 
 import msgspec
@@ -18,6 +18,9 @@ PIECE_BYTES: Final = 65_536
 """Aimed-at size of a piece of a large body: about 0.2 ms to decode."""
 _LOOKED_BYTES: Final = 1_048_576
 """Searched in one go: about 0.3 ms."""
+
+_PIECE_TOKENS: Final = 8192
+"""Of a prompt, encoded in one go."""
 
 _Count = Annotated[int, Meta(ge=0)]
 
@@ -51,6 +54,35 @@ class ObjectKey(Struct, frozen=True, gc=False):
     @property
     def rank(self) -> int:
         return self.kv_rank >> 16 & 0xFF
+
+
+def prefetch_body(model_name: str, world: int, token_ids: Sequence[int], cache_salt: str) -> Iterator[bytes]:
+    """The pieces of a `POST /cache/prefetches` to a server: to load into its memory what L2 has of the full
+    chunks of `token_ids`, and keep it (v1/multiprocess/http_apis/schemas.py). About 0.4 ms a piece."""
+    fields = {
+        "model_name": model_name,
+        "world_size": world,
+        "cache_salt": cache_salt,
+        "source_tier": "l2",
+        "target_tier": "l1",
+    }
+    yield msgspec.json.encode(fields)[:-1] + b',"token_ids":['
+    for start in range(0, len(token_ids), _PIECE_TOKENS):
+        piece = msgspec.json.encode(list(token_ids[start : start + _PIECE_TOKENS]))
+        yield piece[1:-1] if start + _PIECE_TOKENS >= len(token_ids) else piece[1:-1] + b","
+    yield b"]}"
+
+
+class _PrefetchAnswer(Struct):
+    chunks: _Count
+
+
+def read_prefetch_answer(body: bytes) -> int:
+    """How many chunks a 202 says were asked for: 0 where the prompt has no full one. Raises WireError."""
+    try:
+        return msgspec.json.decode(body, type=_PrefetchAnswer).chunks
+    except msgspec.MsgspecError as error:
+        raise WireError(f"not an answer to a prefetch: {error}") from error
 
 
 class EventEntry(Struct, frozen=True, gc=False):

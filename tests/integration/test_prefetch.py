@@ -1,0 +1,143 @@
+"""While a request waits in its worker's queue, its blocks in L2 set out for L1: real sockets throughout."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from kvroute.blocks.chunks import ChunkScheme, chunk_names
+from kvroute.sim.faults import Fault
+
+MODEL = "sim-model"
+CHUNK = 16
+PROMPT = list(range(1000, 1200))
+IN_L2 = len(PROMPT) // CHUNK * CHUNK
+
+
+class LMCacheServer:
+    """Stands in for a worker's LMCache server: reports one prompt's chunks in L2, and keeps what it is asked.
+    `begin` it; `told` is set once it was asked to prefetch."""
+
+    def __init__(self, status: int) -> None:
+        self.told = asyncio.Event()
+        self.asked: list[dict[str, Any]] = []
+        self._status = status
+
+    async def begin(self, coordinator: str) -> None:
+        self._server = await asyncio.start_server(self._answer, "127.0.0.1", 0)
+        port = self._server.sockets[0].getsockname()[1]
+        key = {"model_name": MODEL, "kv_rank": 0x01000100, "object_group_id": 0, "cache_salt": ""}
+        entries = [
+            {"key": key | {"chunk_hash_hex": name.hex()}, "size_bytes": 1}
+            for name in chunk_names(PROMPT, ChunkScheme(chunk_tokens=CHUNK))
+        ]
+        batch = {
+            "instance_id": "w0",
+            "incarnation": 1000,
+            "seq": 1,
+            "event_type": "store",
+            "tier": "l2",
+            "backend": "resp",
+            "entries": entries,
+            "shared": True,
+        }
+        async with httpx.AsyncClient(base_url=f"http://{coordinator}", trust_env=False) as client:
+            told = {"instance_id": "w0", "ip": "127.0.0.1", "http_port": port}
+            assert (await client.post("/instances", json=told)).status_code == 200
+            assert (await client.post("/events", json={"batches": [batch]})).json()["applied"] == 1
+
+    async def aclose(self) -> None:
+        self._server.close()
+        await self._server.wait_closed()
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        status, body = 404, b"{}"
+        if head.startswith(b"POST /cache/prefetches "):
+            length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
+            self.asked.append(json.loads(await reader.readexactly(length)))
+            status, body = self._status, b'{"request_id": "r", "chunks": 12, "status": "submitted"}'
+        lines = b"HTTP/1.1 %d X\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % (status, len(body))
+        writer.write(lines + body)
+        writer.close()
+        if head.startswith(b"POST"):
+            self.told.set()
+
+
+def sections(*, prefetch: bool) -> dict[str, Any]:
+    return {
+        # Whoever is before a request keeps it waiting for minutes, as far as the gateway can tell.
+        "routing": {"strategy": "kvaware", "costs": {"token_us": 1e6}},
+        "tokens": {"deadline_ms": 10_000},
+        "lmcache": {
+            "coordinator": {"enabled": True, "listen": "127.0.0.1:0", "chunk_tokens": CHUNK},
+            "prefetch": {"enabled": prefetch, "timeout_s": 20},
+        },
+    }
+
+
+async def complete(client: httpx.AsyncClient, prompt: list[int]) -> httpx.Response:
+    return await client.post("/v1/completions", json={"model": MODEL, "prompt": prompt, "max_tokens": 4})
+
+
+def counted(running, outcome: str) -> float:
+    metrics = running.runtime.metrics.registry
+    return metrics.get_sample_value("kvroute_lmcache_prefetches_total", {"outcome": outcome}) or 0.0
+
+
+@pytest.mark.parametrize(("status", "outcome"), [(202, "submitted"), (503, "refused")])
+async def test_a_request_that_waits_has_its_blocks_brought(run_gateway, instant_sim, status, outcome) -> None:
+    server = LMCacheServer(status)
+    async with run_gateway([instant_sim.url], **sections(prefetch=True)) as running:
+        await running.until(lambda: not running.runtime.following.notes())
+        await server.begin(running.runtime.following.lmcache.coordinator_address)
+        instant_sim.worker.faults.add(Fault(kind="hang", path="/v1/completions"))
+        before = asyncio.create_task(complete(running.client, list(range(5000, 5100))))
+        await running.until(lambda: running.runtime.fleet.workers()[0].load.in_flight)
+
+        answer = await complete(running.client, PROMPT)
+        await running.until(lambda: counted(running, outcome) == 1)
+        before.cancel()
+    await server.aclose()
+
+    assert answer.status_code == 200
+    assert answer.headers["x-kvroute-hit-tiers"] == f"gpu=0;l1=0;l2={IN_L2}"
+    assert server.asked == [
+        {
+            "model_name": MODEL,
+            "world_size": 1,
+            "token_ids": PROMPT[:IN_L2],
+            "cache_salt": "",
+            "source_tier": "l2",
+            "target_tier": "l1",
+        }
+    ]
+
+
+@pytest.mark.parametrize("prefetch", [False, True])
+async def test_nothing_is_asked_for_without_a_queue_or_without_the_option(
+    run_gateway, instant_sim, prefetch
+) -> None:
+    server = LMCacheServer(202)
+    async with run_gateway([instant_sim.url], **sections(prefetch=prefetch)) as running:
+        await running.until(lambda: not running.runtime.following.notes())
+        await server.begin(running.runtime.following.lmcache.coordinator_address)
+        if not prefetch:
+            instant_sim.worker.faults.add(Fault(kind="hang", path="/v1/completions"))
+            before = asyncio.create_task(complete(running.client, list(range(5000, 5100))))
+            await running.until(lambda: running.runtime.fleet.workers()[0].load.in_flight)
+
+        answer = await complete(running.client, PROMPT)
+        if not prefetch:
+            before.cancel()
+        else:
+            following = running.runtime.following
+            assert not any(following.lmcache._prefetcher.counts.values())
+    await server.aclose()
+
+    assert answer.headers["x-kvroute-hit-tiers"] == f"gpu=0;l1=0;l2={IN_L2}"
+    assert server.asked == []
