@@ -43,6 +43,9 @@ class CacheSpace:
 GROUP_BLOCKS = 32
 """Blocks between two anchors."""
 
+_SHORT_BLOCKS = 16
+"""Below it, and so before the first anchor, keys are made at once."""
+
 
 class BlockKeys(Sequence[BlockKey]):
     """One key per full block of `data`, each made when it is first asked for.
@@ -139,8 +142,12 @@ class BlockKeys(Sequence[BlockKey]):
         return cast("list[BlockKey]", keys)
 
 
-def block_keys(data: bytes, *, block_bytes: int = BLOCK_BYTES, seed: int = 0) -> BlockKeys:
-    """`data` as chained block keys."""
+def block_keys(data: bytes, *, block_bytes: int = BLOCK_BYTES, seed: int = 0) -> BlockKeys | list[BlockKey]:
+    """`data` as chained block keys: of a short prompt a list, because making its few keys costs less than
+    being asked for some of them; of a longer one `BlockKeys`, which has the same."""
+    if len(data) < _SHORT_BLOCKS * block_bytes:
+        hashed = xxh3_64_intdigest
+        return [hashed(data[:end], seed) for end in range(block_bytes, len(data) + 1, block_bytes)]  # type: ignore[misc]
     return BlockKeys(data, block_bytes, seed)
 
 

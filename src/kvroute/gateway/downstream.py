@@ -30,6 +30,10 @@ class Downstream(Protocol):
         is Content-Length. Saves making pairs of them and lines again."""
         ...
 
+    def answer(self, status: int, fields: bytes, body: bytes, is_sized: bool) -> None:
+        """`start_relayed` and `finish` in one: a whole answer."""
+        ...
+
     def write(self, chunk: bytes) -> None:
         """The next bytes of the body, at least one."""
         ...
@@ -82,6 +86,10 @@ class AsgiAnswer:
             name, _, value = line.partition(b": ")
             headers.append((name, value))
         self.start(status, headers)
+
+    def answer(self, status: int, fields: bytes, body: bytes, is_sized: bool) -> None:
+        self.start_relayed(status, fields, is_sized=is_sized)
+        self.finish(body)
 
     def write(self, chunk: bytes) -> None:
         if not self._is_over:

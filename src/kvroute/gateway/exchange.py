@@ -11,6 +11,8 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from msgspec import Struct
+
 from kvroute.clock import Clock
 from kvroute.errors import (
     ConnectionLost,
@@ -78,59 +80,31 @@ class Collaborators:
     """Hears of every attempt, once it is on its way; returns at once."""
 
 
-class Exchange:
-    """Mutable: by what it is told. Belongs to one event loop; every method returns at once."""
+class Exchange(Struct, eq=False):
+    """Mutable: by what it is told. Belongs to one event loop; every method returns at once.
 
-    __slots__ = (
-        "_before_last",
-        "_candidate",
-        "_client",
-        "_dispatch",
-        "_ended",
-        "_fields",
-        "_gaps",
-        "_is_event_stream",
-        "_is_over",
-        "_is_started",
-        "_last",
-        "_last_chunk_at",
-        "_plan",
-        "_record",
-        "_response",
-        "_tried",
-        "_use",
-    )
+    `_fields` are the client's headers as `upstream.headers.relayed_fields` gives them; `_ended` is called
+    once, at the end.
+    """
 
-    def __init__(
-        self,
-        use: Collaborators,
-        plan: Plan,
-        record: Record,
-        fields: bytes,
-        client: Downstream,
-        ended: Callable[[Exchange], None],
-    ) -> None:
-        """`fields` are the client's headers as `upstream.headers.relayed_fields` gives them; `ended` is
-        called once, at the end."""
-        self._use = use
-        self._plan = plan
-        self._record = record
-        self._fields = fields
-        self._client = client
-        self._ended = ended
-        self._tried = 0
-        self._candidate: Candidate | None = None
-        self._dispatch: Dispatch | None = None
-        self._response: UpstreamResponse | None = None
-        self._is_started = self._is_event_stream = self._is_over = False
-        self._gaps: Spread | None = None
-        """Of an event stream, where the times between its chunks are counted."""
-        self._last_chunk_at = 0.0
-        self._before_last = self._last = b""
-
-    @property
-    def is_over(self) -> bool:
-        return self._is_over
+    _use: Collaborators
+    _plan: Plan
+    _record: Record
+    _fields: bytes
+    _client: Downstream
+    _ended: Callable[[Exchange], None]
+    _tried: int = 0
+    _candidate: Candidate | None = None
+    _dispatch: Dispatch | None = None
+    _response: UpstreamResponse | None = None
+    _is_started: bool = False
+    _is_event_stream: bool = False
+    _gaps: Spread | None = None
+    """Of an event stream, where the times between its chunks are counted."""
+    _last_chunk_at: float = 0.0
+    _before_last: bytes = b""
+    _last: bytes = b""
+    is_over: bool = False
 
     def begin(self) -> None:
         """Send the request to the first worker of the ranking."""
@@ -146,7 +120,7 @@ class Exchange:
     def end(self, by: str) -> None:
         """Stop now: the client left ("client") or the gateway must stop ("shutdown"). Later calls change
         nothing."""
-        if self._is_over:
+        if self.is_over:
             return
         self._record.ended_by = by
         self._use.metrics.streams_aborted.labels(by).inc()
@@ -237,8 +211,8 @@ class Exchange:
         """The attempt is over."""
         response, dispatch = self._response, self._dispatch
         self._response = self._dispatch = None
-        if response is not None:
-            response.abort()  # a no-op when the answer was complete and its connection went back
+        if response is not None and not response.is_over:
+            response.abort()
         if dispatch is not None:
             dispatch.finish(now)
 
@@ -321,14 +295,17 @@ class Exchange:
             self._last_chunk_at = now
         if plan.stores_response and (response_id := response_id_in(b"".join(response.parts))):
             use.owners.remember(response_id, candidate.worker.id)
-        fields = b"%bx-request-id: %b\r\n%b" % (
-            fields,
-            record.request_id,
-            use.attribution.lines(candidate, decision),
-        )
+        own = use.attribution.lines(candidate, decision)
+        fields = b"%bx-request-id: %b\r\n%b" % (fields, record.request_id, own)
         self._is_started = True
-        self._client.start_relayed(status, fields, is_sized=is_sized)
-        self._relay(is_first=True)
+        if response.is_over and response.error is None:
+            self._last = whole = response.take()
+            self._client.answer(status, fields, whole, is_sized)
+            self._learn(response)
+            self._end()
+        else:
+            self._client.start_relayed(status, fields, is_sized=is_sized)
+            self._relay(is_first=True)
 
     def _relay(self, *, is_first: bool = False) -> None:
         """Pass on what has arrived."""
@@ -381,7 +358,7 @@ class Exchange:
     def _give_up(self, error: GatewayError) -> None:
         """End as the protocol allows: an error answer while nothing has been sent, an error event in an
         event stream, else by breaking off."""
-        if self._is_over:
+        if self.is_over:
             return
         client = self._client
         if not self._is_started:
@@ -393,7 +370,7 @@ class Exchange:
         self._end()
 
     def _end(self) -> None:
-        self._is_over = True
+        self.is_over = True
         now = self._use.clock.now()
         self._give_back(now)
         self._use.journal.finished(self._record, now)

@@ -153,58 +153,59 @@ class FastLaneProtocol(HttpToolsProtocol):
             or self.pipeline
         ):
             return False
-        request = self.plain.read(data)
-        plane = self.plane
-        if request is None or request.body_bytes > plane.max_body_bytes:
+        request, plane = self.plain.read(data), self.plane
+        if request is None:
             return False
-        if len(data) > request.body_at + request.body_bytes:
-            return False  # more follows at once; uvicorn looks at it before this one is answered
+        endpoint, _, headers, _, request_id, body_at, body_bytes = request
+        # More may follow at once; uvicorn looks at it before this one is answered.
+        if body_bytes > plane.max_body_bytes or len(data) > body_at + body_bytes:
+            return False
         try:
             plane.admit()
-            plane.keys.check(request.headers)
+            plane.keys.check(headers)
         except GatewayError:
             return False  # the complete way says the same, with what belongs to it
-        self._unset_keepalive_if_required()
-        self._request = request
-        self._record = plane.record(request.request_id, request.endpoint.path)
-        missing = request.body_at + request.body_bytes - len(data)
+        if self.timeout_keep_alive_task is not None:
+            self._unset_keepalive_if_required()
+        record = plane.record(request_id, endpoint.path)
+        missing = body_at + body_bytes - len(data)
         if missing:
             self._lane = _COLLECTING
+            self._request = request
+            self._record = record
             self._segments.append(data)
             self._missing_bytes = missing
         else:
-            self._begin(data[request.body_at :])
+            self._begin(request, record, data[body_at:])
         return True
 
     def _collect(self, data: bytes) -> None:
-        segments, request = self._segments, self._request
+        segments, request, record = self._segments, self._request, self._record
         segments.append(data)
         self._missing_bytes -= len(data)
-        if self._missing_bytes > 0 or request is None:
+        if self._missing_bytes > 0 or request is None or record is None:
             return
         self._segments = []
+        self._request = self._record = None
         if self._missing_bytes < 0:
             self._lane = _FREE
-            self._request = self._record = None
             for segment in segments:
                 super().data_received(segment)
             return
         segments[0] = segments[0][request.body_at :]
-        self._begin(b"".join(segments))
+        self._begin(request, record, b"".join(segments))
 
-    def _begin(self, body: bytes) -> None:
-        request, record, plane = self._request, self._record, self.plane
-        assert request is not None
-        assert record is not None
+    def _begin(self, request: PlainRequest, record: Record, body: bytes) -> None:
+        plane = self.plane
+        endpoint, target, headers, fields, *_ = request
         self._lane = _BUSY
-        self._request = self._record = None
         try:
-            parsed = plane.read(request.endpoint, body, request.headers, record)
-            exchange = plane.relay(parsed, request.target, request.headers, request.fields, record, self)
+            parsed = plane.read(endpoint, body, headers, record)
+            exchange = plane.relay(parsed, target, headers, fields, record, self)
         except GatewayError as error:
-            plane.refuse(record, error, self, request.endpoint.errors)
+            plane.refuse(record, error, self, endpoint.errors)
         except Exception:  # noqa: BLE001 - logged by `failed`
-            plane.failed(record, self, request.endpoint.errors)
+            plane.failed(record, self, endpoint.errors)
         else:
             if not exchange.is_over:
                 self._exchange = exchange
@@ -220,18 +221,17 @@ class FastLaneProtocol(HttpToolsProtocol):
         self.start_relayed(status, b"".join([b"%b: %b\r\n" % pair for pair in headers]), is_sized=is_sized)
 
     def start_relayed(self, status: int, fields: bytes, *, is_sized: bool) -> None:
-        own = b""
         if self.server_state.default_headers:
-            own = b"".join([b"%b: %b\r\n" % pair for pair in self.server_state.default_headers])
+            fields = b"".join([b"%b: %b\r\n" % pair for pair in self.server_state.default_headers]) + fields
         if self._closes_after:
             fields += b"connection: close\r\n"
         self._is_chunked = is_chunked = not is_sized and status not in _WITHOUT_BODY
-        self._head = b"%b%b%b%b" % (
-            STATUS_LINE[status],
-            own,
-            fields,
-            b"transfer-encoding: chunked\r\n\r\n" if is_chunked else b"\r\n",
-        )
+        end = b"transfer-encoding: chunked\r\n\r\n" if is_chunked else b"\r\n"
+        self._head = STATUS_LINE[status] + fields + end
+
+    def answer(self, status: int, fields: bytes, body: bytes, is_sized: bool) -> None:
+        self.start_relayed(status, fields, is_sized=is_sized)
+        self.finish(body)
 
     def write(self, chunk: bytes) -> None:
         if self._lane is not _BUSY:
@@ -253,7 +253,15 @@ class FastLaneProtocol(HttpToolsProtocol):
             return
         if self._is_chunked:
             chunk = b"%x\r\n%b\r\n0\r\n\r\n" % (len(chunk), chunk) if chunk else b"0\r\n\r\n"
-        self._send(chunk)
+        head = self._head
+        if not head:
+            if chunk:
+                self.transport.write(chunk)
+        elif len(chunk) <= _JOIN_BYTES:
+            self._head = b""
+            self.transport.write(head + chunk)
+        else:
+            self._send(chunk)
         self._exchange = None
         self._takes_framed = False
         self.server_state.total_requests += 1

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from kvroute.clock import Clock
 from kvroute.logs import RequestLines
@@ -19,8 +20,7 @@ _LINE = (
 )
 
 
-@dataclass(slots=True)
-class Record:
+class Record(Struct, eq=False):
     """One request as it went, without its body. Mutable: its exchange fills it in until
     `Journal.finished` takes it. `request_id` is printable ASCII; `decision` is None where none was
     reached."""

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import msgspec
-from msgspec import UNSET, Raw, UnsetType
+from msgspec import UNSET, Raw, Struct, UnsetType
 from msgspec.structs import astuple
 
 from kvroute.errors import InvalidRequest
@@ -21,11 +22,12 @@ from kvroute.openai.multipart import form_fields
 BEFORE_MESSAGES = ("tools", "functions", "documents", "chat_template_kwargs", "system", "instructions")
 """Fields that chat templates render before the messages, in their order."""
 
+_MULTIPART = BodyKind.MULTIPART  # a member asked of its class costs 80 ns each time
 _decode_fields = msgspec.json.Decoder(dict[str, Raw]).decode
 _decode_string = msgspec.json.Decoder(str).decode
 
 
-class Message(msgspec.Struct):
+class Message(Struct, gc=False):
     """The fields of a message that templates render, and of items of the Responses API that are none."""
 
     role: Raw | UnsetType = UNSET
@@ -40,11 +42,11 @@ class Message(msgspec.Struct):
     output: Raw | UnsetType = UNSET
 
 
-class _Body(msgspec.Struct):
+class _Body(Struct, gc=False):
     """What every request is read for; of a body with messages these too, in the same pass. The first four,
     then what templates render before messages, in their order."""
 
-    model: Raw | UnsetType = UNSET
+    model: str | None = None
     stream: Raw | UnsetType = UNSET
     messages: list[Message] | UnsetType = UNSET
     cache_salt: Raw | UnsetType = UNSET
@@ -58,9 +60,10 @@ class _Body(msgspec.Struct):
 
 _decode_body = msgspec.json.Decoder(_Body).decode
 _NO_HEAD = [UNSET] * 6
+_NO_FORM: Mapping[str, str] = MappingProxyType({})
 
 
-class InferenceRequest:
+class InferenceRequest(Struct, eq=False):
     """One request to an inference endpoint.
 
     `model` is None when the body names none. `messages` are there when the body has a list of objects
@@ -68,45 +71,18 @@ class InferenceRequest:
     Mutable: `fields` is decoded when first asked for.
     """
 
-    __slots__ = (
-        "_fields",
-        "body",
-        "cache_salt",
-        "endpoint",
-        "form",
-        "head",
-        "is_read",
-        "messages",
-        "model",
-        "stream",
-    )
-
-    def __init__(
-        self,
-        endpoint: Endpoint,
-        body: bytes,
-        model: str | None,
-        stream: bool = False,
-        *,
-        is_read: bool = False,
-        fields: Mapping[str, Raw] | None = None,
-        messages: Sequence[Message] | None = None,
-        head: Sequence[Raw] = (),
-        cache_salt: Raw | None = None,
-        form: Mapping[str, str] | None = None,
-    ) -> None:
-        self.endpoint = endpoint
-        self.body = body
-        self.model = model
-        self.stream = stream
-        self.is_read = is_read
-        """False where the body was not understood (Python's json takes it, our parser does not) and
-        travels unread, or is not JSON at all."""
-        self.messages = messages
-        self.head = head
-        self.cache_salt = cache_salt
-        self.form = form or {}
-        self._fields = fields
+    endpoint: Endpoint
+    body: bytes
+    model: str | None
+    stream: bool = False
+    is_read: bool = False
+    """False where the body was not understood (Python's json takes it, our parser does not) and
+    travels unread, or is not JSON at all."""
+    messages: Sequence[Message] | None = None
+    head: Sequence[Raw] = ()
+    cache_salt: Raw | None = None
+    form: Mapping[str, str] = _NO_FORM
+    _fields: Mapping[str, Raw] | None = None
 
     @property
     def fields(self) -> Mapping[str, Raw] | None:
@@ -144,27 +120,24 @@ def parse_request(endpoint: Endpoint, body: bytes, content_type: str = "") -> In
     Raises InvalidRequest when the body is not a JSON object or its `model` is not a string; every
     other mistake is the worker's to report. About 1 us for small bodies, 60 us for a 256 KB chat.
     """
-    if endpoint.body is BodyKind.MULTIPART:
+    if endpoint.body is _MULTIPART:
         form = form_fields(body, content_type)
         return InferenceRequest(
             endpoint, body, form.get("model") or None, form.get("stream") == "true", form=form
         )
     try:
-        found = _decode_body(body)
-        model = _model(found.model)
-    except UNREADABLE:
+        model, stream, messages, salt, *rest = astuple(_decode_body(body))
+    except UNREADABLE:  # also for a model that is no string
         return _loosely(endpoint, body)
-    _, stream, messages, salt, *rest = astuple(found)
-    head = [] if rest == _NO_HEAD else [raw for raw in rest if raw is not UNSET]
     return InferenceRequest(
         endpoint,
         body,
-        model,
+        model or None,
         stream is not UNSET and bytes(stream) == b"true",
-        is_read=True,
-        messages=None if messages is UNSET else messages,
-        head=head,
-        cache_salt=None if salt is UNSET else salt,
+        True,
+        None if messages is UNSET else messages,
+        () if rest == _NO_HEAD else [raw for raw in rest if raw is not UNSET],
+        None if salt is UNSET else salt,
     )
 
 
@@ -182,7 +155,7 @@ def _loosely(endpoint: Endpoint, body: bytes) -> InferenceRequest:
         model,
         stream is not None and bytes(stream) == b"true",
         is_read=True,
-        fields=fields,
+        _fields=fields,
         head=[fields[name] for name in BEFORE_MESSAGES if name in fields],
         cache_salt=fields.get("cache_salt"),
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvroute.blocks.keys import BLOCK_BYTES, BYTES_PER_TOKEN, BlockKeys, CacheSpace, PromptKeys
+from kvroute.blocks.keys import BLOCK_BYTES, BYTES_PER_TOKEN, CacheSpace, PromptKeys, block_keys
 from kvroute.openai.prompt import Prompt
 
 _WEIGHT = 0.05
@@ -39,15 +39,15 @@ class TokenEstimator:
         self._ratio[model] = seen if known is None else known + _WEIGHT * (seen - known)
 
     def prompt_keys(self, prompt: Prompt, space: CacheSpace) -> PromptKeys:
-        """The prompt's chained keys with its estimated length. The keys are made as they are
-        asked for."""
+        """The prompt's chained keys with its estimated length. Those of a long one are
+        made as they are asked for."""
         data, is_token_ids = prompt
         ratio = _TOKEN_ID_BYTES if is_token_ids else self._ratio.get(space.model, self._initial)
         # As `PromptKeys(...)`, without its Python-level constructor.
         return tuple.__new__(
             PromptKeys,
             (
-                BlockKeys(data, BLOCK_BYTES, space.seed),
+                block_keys(data, seed=space.seed),
                 round(len(data) / ratio) or 1,
                 BLOCK_BYTES / ratio,
             ),
