@@ -5,9 +5,9 @@
 All times are CPU time of one core. `ingest` decodes vLLM 0.32 payloads and applies them: `prompts` are 64
 blocks of 16 tokens in one event, `decoding` one block in one event, `evictions` one hash in one event; the
 share of the first step, decoding alone, is `decode`. `slice` is the longest time between two chances for
-others (the best of some runs): a batch of 100,000 one-block
-events, one event of 4,096 blocks (a 64K-token prompt), 8,192 removals in one batch. `snapshot` writes and
-reads the map of one worker.
+others (the best of some runs; a stream takes the chance when `slice_ms` are over): a batch
+of 100,000 one-block events, a prompt in one event, 8,192 removals in one batch. `snapshot` writes and reads
+the map of one worker.
 `match` is after hashing: every worker holds a different share of the prompt; `with L1` each has memory of
 its own behind it. `masks` is a dict from key to the bitmask of its holders, walked block by block; `pygtrie`
 a trie of keys whose nodes carry such a mask, stored and walked for one worker.
@@ -108,12 +108,18 @@ def slices() -> dict[str, float]:
             BlockStored([start + place], start + place - 1 if place else None, tokens[place * 16 :][:16], 16)
             for place in range(100)
         )
-    prompt: list[KvEvent] = [BlockStored(list(range(4096)), None, ids(rng, 65536), 16)]
+
+    def prompt(tokens: int) -> list[KvEvent]:
+        names = [rng.getrandbits(64) for _ in range(tokens // 16)]
+        return [BlockStored(names, None, ids(rng, tokens), 16)]
+
     gone: list[KvEvent] = [BlockRemoved([name]) for name in range(8192)]
     longest: dict[str, float] = {}
     for kind, events, before in (
         ("100,000 one-block events", singles, []),
-        ("one 64K-token prompt", prompt, []),
+        ("one 64K-token prompt", prompt(65_536), []),
+        ("one 256K-token prompt", prompt(262_144), []),
+        ("one 1M-token prompt", prompt(1_048_576), []),
         ("8,192 removals", gone, singles[:8192]),
     ):
         payload = encode(1.0, events, 0)
@@ -133,11 +139,13 @@ def slices() -> dict[str, float]:
 
             pieces = []
             for piece in split_batch(payload):
-                decode_batch(piece)
-                pieces.append(piece)
+                if piece is not None:
+                    if not piece.is_checked:
+                        decode_batch(piece.payload)
+                    pieces.append(piece)
                 pause()
             for piece in pieces:
-                for _ in ledger.apply(decode_batch(piece)):
+                for _ in ledger.apply(decode_batch(piece.payload), from_root=piece.from_root):
                     pause()
                 pause()
             longest[f"{kind} ms"] = min(longest.get(f"{kind} ms", 1e9), worst * 1e3)

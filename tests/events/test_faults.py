@@ -386,10 +386,10 @@ async def test_a_failure_of_our_own_drops_the_map_which_is_then_read_anew(
         await until(lambda: follower.is_right)
         apply = follower.ledger.apply
 
-        def fails(batch: Any) -> Any:
+        def fails(batch: Any, **how: Any) -> Any:
             if failing:
                 raise KeyError("a defect")
-            return apply(batch)
+            return apply(batch, **how)
 
         monkeypatch.setattr(follower.ledger, "apply", fails, raising=False)
         busy(engine, range(2, 4))
@@ -514,6 +514,25 @@ async def test_a_burst_is_taken_in_whole_and_in_slices(
 
     assert len(engine.truth) > 99_000
     assert turns > 100
+
+
+@pytest.mark.parametrize("dialect", ["array-0.20", "map-0.30"])
+async def test_a_long_prompt_announced_as_one_event_is_learnt_and_evicted(
+    engine_of: Make, until: Until, tokens_of: Tokens, dialect: str
+) -> None:
+    engine = engine_of(capacity_tokens=80_000, event_dialect=dialect)
+    async with followed(engine) as follower:
+        engine.serve(tokens_of(1, 65_536))
+        await until(lambda: follower.is_right)
+        if dialect == "map-0.30":
+            engine.serve(tokens_of(1, 65_536), report=True)  # announces all of it again
+            await until(lambda: follower.last == 1)
+            # The last block was computed again: that one is a copy.
+            assert (follower.ledger.counts.repeated, follower.ledger.counts.copies) == (4095, 1)
+        engine.serve(tokens_of(20, 40_000))
+        await until(lambda: follower.is_right)
+
+    assert follower.subscriber.counts.undivided == 0
 
 
 async def test_an_endpoint_that_comes_up_late_is_followed(

@@ -391,3 +391,22 @@ def test_any_traffic_leaves_the_index_with_what_the_engine_holds(
             assert held <= cache.held_keys
             if not ledger.counts.repeated:
                 assert held == cache.held_keys
+
+
+def test_a_later_part_of_a_repeated_prompt_is_no_copy(run_ledger: Run) -> None:
+    ledger = Ledger(PrefixIndex(), 0)
+    run_ledger(ledger, [batch(store([1, 2, 3, 4]))])
+    for from_root in (True, False):
+        for _ in ledger.apply(batch(store([3, 4], 2, 2)), from_root=from_root):
+            pass
+    assert (ledger.counts.repeated, ledger.counts.copies) == (2, 2)
+
+
+def test_of_a_long_announcement_that_does_not_fit_its_hashes_nothing_is_believed(run_ledger: Run) -> None:
+    """Its parts would fit, were they cut off from the front."""
+    blocks = 3 * PIECE_BLOCKS
+    tokens = [7] * (16 * blocks + 16)
+    ledger = Ledger(PrefixIndex(), 0)
+    run_ledger(ledger, [batch(BlockStored(list(range(blocks)), None, tokens, 16))])
+    assert ledger.held_blocks(Tier.GPU) == 0
+    assert ledger.counts.unusable == blocks

@@ -14,6 +14,7 @@ _STREAM_COUNTS = {
     "duplicates": "Event batches that had come before.",
     "unreadable": "Messages that are no event batch.",
     "unknown_events": "Events of a type that is not known, skipped.",
+    "undivided": "Large events unlike what vLLM writes, taken in as one: they may hold the loop.",
     "gaps": "Event batches that did not follow the one before.",
     "replays": "Replays asked for.",
     "replay_failures": "Replays that failed.",

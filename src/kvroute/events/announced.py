@@ -27,6 +27,11 @@ def tier_of(medium: str | None) -> Tier | None:
     return _TIERS.get(medium_of(medium)) if tier is None else tier
 
 
+def is_divisible(event: BlockStored) -> bool:
+    """Do its token ids fit its hashes, or are there none? Else nothing can be made of any part of it."""
+    return not event.token_ids or event.block_size * len(event.block_hashes) == len(event.token_ids)
+
+
 def pieces_of(event: BlockStored, blocks: int) -> Iterator[BlockStored]:
     """A long announcement as several of at most `blocks` that say the same."""
     hashes, size = event.block_hashes, event.block_size

@@ -16,6 +16,8 @@ class StreamCounts:
     """Numbers that the worker's own replay does not know."""
     unknown_events: int = 0
     unknown_fields: int = 0
+    undivided: int = 0
+    """Large events that had to be taken in as one: those may hold the loop for as long as they are large."""
     gaps: int = 0
     """Messages that did not follow the one before."""
     replays: int = 0

@@ -17,7 +17,7 @@ from xxhash import xxh3_64_intdigest
 
 from kvroute.blocks.keys import BlockKey
 from kvroute.blocks.tokens import KEY_TOKENS, Tier
-from kvroute.events.announced import keys_of, pieces_of, root_seed, tier_of
+from kvroute.events.announced import is_divisible, keys_of, pieces_of, root_seed, tier_of
 from kvroute.events.aside import Aside
 from kvroute.events.counts import LedgerCounts
 from kvroute.events.holdings import Holdings
@@ -36,6 +36,9 @@ PIECE_BLOCKS: Final = 128
 
 _REMOVAL_WEIGHT: Final = 4
 """What a removal costs, in stored blocks."""
+
+_EVENT_WEIGHT: Final = 2
+"""What any event costs besides."""
 
 _NOTHING: Final[list[list[object] | None]] = [None]
 """Extra keys of one block that has none."""
@@ -111,10 +114,11 @@ class Ledger:
             blocks += 1
         return blocks * size
 
-    def apply(self, batch: EventBatch) -> Iterator[None]:
+    def apply(self, batch: EventBatch, *, from_root: bool = False) -> Iterator[None]:
         """Take in one batch, in order. Yields after every `PIECE_BLOCKS` or so, when what is believed is
         true of some moment of the engine step or before it; abandoning the iterator leaves it there, and
-        then only `drop` makes it right."""
+        then only `drop` makes it right. `from_root`: the batch is a later part of an announcement that
+        began with a prompt (`wire.splitting`)."""
         # Releases that write arrays cannot repeat announcements (kv_cache_report_mode is of 0.32).
         may_repeat = batch.dialect != "array"
         work = 0
@@ -123,9 +127,9 @@ class Ledger:
                 return
             if isinstance(event, BlockStored):
                 blocks = len(event.block_hashes)
-                work += blocks
-                repeats = may_repeat and event.parent_block_hash is None
-                if blocks > PIECE_BLOCKS:
+                work += blocks + _EVENT_WEIGHT
+                repeats = may_repeat and (from_root or event.parent_block_hash is None)
+                if blocks > PIECE_BLOCKS and is_divisible(event):
                     for piece in pieces_of(event, PIECE_BLOCKS):
                         self._stored(piece, repeats)
                         yield
@@ -133,7 +137,7 @@ class Ledger:
                     self._stored(event, repeats)
             elif isinstance(event, BlockRemoved):
                 names, some = event.block_hashes, PIECE_BLOCKS // _REMOVAL_WEIGHT
-                work += _REMOVAL_WEIGHT * len(names)
+                work += _REMOVAL_WEIGHT * len(names) + _EVENT_WEIGHT
                 if len(names) <= some:
                     certain = self._removed(event, names)
                 else:

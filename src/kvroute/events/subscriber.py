@@ -29,7 +29,7 @@ from kvroute.events.trust import Trust as Trust
 from kvroute.index.snapshot import Frame, StreamHead, decode, encode
 from kvroute.wire.events import EventBatch
 from kvroute.wire.framing import EventMessage, unpack_live
-from kvroute.wire.splitting import split_batch
+from kvroute.wire.splitting import Piece, split_batch
 from kvroute.wire.vllm import decode_batch
 
 log = logging.getLogger(__name__)
@@ -256,16 +256,18 @@ class KvEventSubscriber:
     async def _apply(self, message: EventMessage, digest: int) -> bool:
         """Take in one batch; False, and nothing of it is believed, if it cannot be read."""
         epoch, cleared, refused = self._epoch, self._ledger.counts.cleared, self._ledger.counts.refused
-        pieces: list[bytes] = []
+        pieces: list[Piece] = []
         first: EventBatch | None = None
         try:
             # All of it is read before anything is believed, but not kept: what is decoded of a burst would
             # keep the garbage collector busy.
             for piece in split_batch(message.payload):
-                batch = decode_batch(piece)
-                if not pieces:
-                    first = batch
-                pieces.append(piece)
+                if piece is not None:
+                    if not piece.is_checked:
+                        batch = decode_batch(piece.payload)
+                        if not pieces:
+                            first = batch
+                    pieces.append(piece)
                 await self._breathe()
         except WireError:
             self.counts.unreadable += 1
@@ -273,10 +275,12 @@ class KvEventSubscriber:
         if epoch != self._epoch:
             return True
         for piece in pieces:
-            batch, first = first or decode_batch(piece), None
-            self.counts.unknown_events += batch.unknown_events
-            self.counts.unknown_fields += batch.unknown_fields
-            for _ in self._ledger.apply(batch):
+            batch, first = first or decode_batch(piece.payload), None
+            if not piece.continues:
+                self.counts.unknown_events += batch.unknown_events
+                self.counts.unknown_fields += batch.unknown_fields
+                self.counts.undivided += piece.is_whole
+            for _ in self._ledger.apply(batch, from_root=piece.from_root):
                 await self._breathe()
                 if epoch != self._epoch:
                     return True

@@ -49,7 +49,7 @@ def medium_of(name: str | None) -> Medium:
     return _MEDIA.get(name.lower(), Medium.OTHER)
 
 
-class BlockStored(Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+class BlockStored(Struct, frozen=True, tag=True, forbid_unknown_fields=True, gc=False):
     """Blocks that the worker now holds, in order: each is the parent of the next.
 
     `parent_block_hash` is None at the start of a prompt. `token_ids` has `block_size` tokens per hash,
@@ -74,7 +74,7 @@ class BlockStored(Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     session_id: str | None = None
 
 
-class BlockRemoved(Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+class BlockRemoved(Struct, frozen=True, tag=True, forbid_unknown_fields=True, gc=False):
     """One copy of each of these blocks is gone. A hash that was stored twice has to be removed twice."""
 
     block_hashes: list[ExternalBlockHash]
@@ -84,7 +84,7 @@ class BlockRemoved(Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     ownership: str | None = None
 
 
-class AllBlocksCleared(Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+class AllBlocksCleared(Struct, frozen=True, tag=True, forbid_unknown_fields=True, gc=False):
     """The worker's prefix cache in GPU memory is empty. Other media stay as they are: what LMCache drops it
     withdraws itself (seen with vLLM 0.32 and LMCache 0.5.6: a hit in its memory right after a reset)."""
 
@@ -92,7 +92,7 @@ class AllBlocksCleared(Struct, frozen=True, tag=True, forbid_unknown_fields=True
 KvEvent: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
 
 
-class EventBatch(Struct, frozen=True):
+class EventBatch(Struct, frozen=True, gc=False):
     """What one engine step changed, in order.
 
     `ts` is the engine's wall clock in seconds, `dp_rank` its data-parallel rank if it said so.

@@ -1,90 +1,186 @@
-"""Large event batches as several small ones, so that no single decoding takes long."""
+"""Large event batches as several small ones, so that nothing that is done with one takes long.
+
+What a step costs does not depend on the size of the batch nor on that of its largest event: events are told
+apart a window at a time, and a large one is divided (`kvroute.wire.dividing`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass
 from typing import Final
 
 import msgspec
 
-SMALL_BYTES: Final = 32_768
-"""Payloads up to this size are not split: about 0.1 ms to decode."""
+from kvroute.errors import WireError
+from kvroute.wire.dividing import Layout, layout_of, parts_of
+from kvroute.wire.walking import array_at, map_at, skip, text_at
 
-LARGE_BYTES: Final = 262_144
-"""Beyond this even finding where the events of a batch end takes too long in one go (0.7 ms)."""
+SMALL_BYTES: Final = 32_768
+"""Payloads up to this size are not split: about 0.2 ms to decode."""
+
+LARGE_BYTES: Final = 131_072
+"""Beyond this even finding where the events of a batch end takes too long in one go (0.3 ms)."""
 
 _decode_rows = msgspec.msgpack.Decoder(list[msgspec.Raw]).decode
-_decode_events = msgspec.msgpack.Decoder(list[msgspec.Raw]).decode
-_encode = msgspec.msgpack.encode
 
 _TAG: Final = b"\xa4type"
 """The first key of an event that is a map (vLLM 0.24 and later), behind one byte that says how many."""
-_HEAD_BYTES: Final = 1 + 9
-"""An array of up to 15, and the time as a 64-bit float."""
 
 
-def split_batch(payload: bytes) -> Iterator[bytes]:
-    """The batch as payloads of about `SMALL_BYTES`, in order, each a batch of the same shape; all but the
-    last may lack the rank.
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A batch of the same shape as the whole; only the last one surely has the rank.
 
-    An event is never divided. What is not an array of time, events and rank comes back whole.
+    `continues`: its only event goes on with that of the piece before; `from_root` then says that the
+    announcement begins with a prompt, `is_checked` that it can be read if the piece before can. `is_whole`:
+    larger than it should be, since its event is unlike what vLLM writes.
+    """
+
+    payload: bytes
+    continues: bool = False
+    from_root: bool = False
+    is_checked: bool = False
+    is_whole: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """`head` is what lies before the events, `least` the same for a batch of time and events alone."""
+
+    head: bytes
+    least: bytes
+    events: int
+    start: int
+
+
+def split_batch(payload: bytes) -> Iterator[Piece | None]:
+    """The batch as pieces of about `SMALL_BYTES`, in order; None is a chance to pause.
+
+    Raises `WireError` for what is no batch, though not for all of it: pieces that are not `is_checked` may
+    turn out to be unreadable.
     """
     if len(payload) <= SMALL_BYTES:
-        yield payload
+        yield Piece(payload)
         return
-    done = 0
-    if len(payload) > LARGE_BYTES:
-        for piece, events in _stepwise(payload):
-            yield piece
-            if events is None:
-                return
-            done += events
-    try:
-        ts, packed, *rest = _decode_rows(payload)
-        events_left = _decode_events(packed)[done:]
-    except (msgspec.MsgspecError, ValueError):
-        yield payload
-        return
-    start, size = 0, 0
-    for stop, event in enumerate(events_left, 1):
-        size += len(event)
-        if size > SMALL_BYTES or stop == len(events_left):
-            yield _encode([ts, events_left[start:stop], *rest])
-            start, size = stop, 0
+    batch = yield from _batch_at(payload)
+    ends = _small_ends(payload, batch) if len(payload) <= LARGE_BYTES else None
+    group = at = batch.start
+    left, events, tagged = batch.events, 0, ends is None
+    while left and len(payload) - at > SMALL_BYTES:
+        count, stop, event = 0, at, None
+        if tagged:
+            count, stop = _tagged(payload, at, left)
+            tagged = count >= 0
+        elif ends is not None:
+            count, stop = 1, ends[batch.events - left]
+        if count <= 0 or stop - at > SMALL_BYTES:
+            event = yield from layout_of(payload, at)
+            count, stop = 1, event.end
+            yield None
+        if events and stop - group > SMALL_BYTES:
+            yield _piece(batch, payload[group:at], events)
+            group, events = at, 0
+        left -= count
+        if event is not None and stop - at > SMALL_BYTES:
+            yield from _divided(payload, batch, event, is_last=not left)
+            group = stop
+        else:
+            events += count
+        at = stop
+    if left and events and len(payload) - group > SMALL_BYTES:
+        yield _piece(batch, payload[group:at], events)
+        group, events = at, 0
+    if left or events or not batch.events:
+        yield _piece(batch, payload[group:], events + left, is_last=True)
 
 
-def _stepwise(payload: bytes) -> Iterator[tuple[bytes, int | None]]:
-    """Pieces and how many events each has, None for the last; ends early where events cannot be told apart
-    by their beginnings: arrays, or something that only looks like one."""
-    start = _HEAD_BYTES
-    if payload[0] not in (0x92, 0x93) or payload[1] != 0xCB:
-        return
-    if payload[start] & 0xF0 == 0x90:
-        left, width = payload[start] & 0x0F, 1
-    elif payload[start] in (0xDC, 0xDD):
-        width = 3 if payload[start] == 0xDC else 5
-        left = int.from_bytes(payload[start + 1 : start + width], "big")
+def _batch_at(payload: bytes) -> Generator[None, None, _Batch]:
+    """An array of time, events and more, or a map of them."""
+    rows = array_at(payload, 0)
+    if rows is not None and rows[0] >= 2:
+        time = rows[1]
+        at = yield from skip(payload, time)
+        least = b"\x92" + payload[time:at]
+        head = payload[:at]
     else:
+        pairs = map_at(payload, 0)
+        if pairs is None:
+            raise WireError("a batch is an array or a map")
+        count, at = pairs
+        least = b""
+        for _ in range(count):
+            start = at
+            name, at = text_at(payload, at)
+            if name == b"events":
+                break
+            at = yield from skip(payload, at)
+            if name == b"ts":
+                least = payload[start:at]
+        else:
+            raise WireError("a batch has events")
+        if not least:
+            raise WireError("a batch has its time before its events")
+        least, head = b"\x82" + least + payload[start:at], payload[:at]
+    found = array_at(payload, at)
+    if found is None:
+        raise WireError("events are an array")
+    return _Batch(head, least, *found)
+
+
+def _small_ends(payload: bytes, batch: _Batch) -> list[int] | None:
+    """Where each event ends, of a batch that is not large; None for a map."""
+    if batch.head[0] & 0xF0 == 0x80:
+        return None
+    try:
+        events = _decode_rows(_decode_rows(payload)[1])
+    except (msgspec.MsgspecError, ValueError) as error:
+        raise WireError("no batch") from error
+    at, ends = batch.start, []
+    for event in events:
+        at += len(event)
+        ends.append(at)
+    return ends
+
+
+def _tagged(payload: bytes, at: int, left: int) -> tuple[int, int]:
+    """How many of the events that follow can be told apart by their beginnings, and where they end. None of
+    them if the next is large; less than none if they only look like events."""
+    stop = payload.rfind(_TAG, at + 2, at + SMALL_BYTES) - 1
+    if stop <= at:
+        return 0, at
+    count = payload.count(_TAG, at, stop)
+    try:
+        _decode_rows(b"\xdd" + count.to_bytes(4, "big") + payload[at:stop])
+    except (msgspec.MsgspecError, ValueError):
+        return -1, at
+    return (count, stop) if count < left else (-1, at)
+
+
+def _divided(payload: bytes, batch: _Batch, event: Layout, *, is_last: bool) -> Iterator[Piece | None]:
+    """A large event's pieces; the last of them ends the batch if it `is_last`."""
+    tail = payload[event.end :] if is_last else b""
+    if not event.is_divisible:
+        yield _piece(batch, payload[event.start : event.end] + tail, 1, is_last=is_last, is_whole=True)
         return
-    start += width
-    if left == 1:
-        yield payload, None
-        return
-    while True:
-        found = payload.find(_TAG, start + SMALL_BYTES)
-        stop = found - 1 if found >= 0 else len(payload)
-        events = payload.count(_TAG, start, stop)
-        head = payload[:1] if found < 0 else b"\x92"
-        piece = head + payload[1:_HEAD_BYTES] + b"\xdd" + events.to_bytes(4, "big") + payload[start:stop]
-        try:
-            _decode_rows(piece)
-        except (msgspec.MsgspecError, ValueError):
-            return
-        if events > left or (found < 0 and events != left):
-            return
-        if found < 0:
-            yield piece, None
-            return
-        yield piece, events
-        left -= events
-        start = stop
+    for part in parts_of(payload, event):
+        if part is None:
+            yield None
+            continue
+        ends = is_last and part.is_last
+        yield Piece(
+            _packed(batch, part.event + tail if ends else part.event, 1, is_last=ends),
+            continues=not part.is_first,
+            from_root=part.from_root,
+            is_checked=not (part.is_first or ends),
+        )
+
+
+def _piece(
+    batch: _Batch, events: bytes, count: int, *, is_last: bool = False, is_whole: bool = False
+) -> Piece:
+    return Piece(_packed(batch, events, count, is_last=is_last), is_whole=is_whole)
+
+
+def _packed(batch: _Batch, events: bytes, count: int, *, is_last: bool) -> bytes:
+    return (batch.head if is_last else batch.least) + b"\xdd" + count.to_bytes(4, "big") + events

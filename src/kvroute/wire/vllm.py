@@ -42,11 +42,12 @@ _STORED: Final = (
     "session_id",
 )
 _REMOVED: Final = ("block_hashes", "medium", "group_idx", "locality", "ownership")
-_FIELDS: Final[Mapping[str, tuple[str, ...]]] = {
+FIELDS: Final[Mapping[str, tuple[str, ...]]] = {
     "BlockStored": _STORED,
     "BlockRemoved": _REMOVED,
     "AllBlocksCleared": (),
 }
+"""Fields of an event in the order of the array that it may be, behind its type."""
 _TYPES: Final[Mapping[str, type[KvEvent]]] = {
     "BlockStored": BlockStored,
     "BlockRemoved": BlockRemoved,
@@ -171,7 +172,7 @@ def _by_hand(message: Any) -> EventBatch:
             tag = row["type"]
             kind = _TYPES.get(tag)
             if kind is not None:
-                names = _FIELDS[tag]
+                names = FIELDS[tag]
                 fields = {name: row[name] for name in names if name in row}
                 unknown_fields += len(row) - 1 - len(fields)
         else:
@@ -179,7 +180,7 @@ def _by_hand(message: Any) -> EventBatch:
             shape = "array" if shape == "map" else shape
             kind = _TYPES.get(tag)
             if kind is not None:
-                names = _FIELDS[tag]
+                names = FIELDS[tag]
                 fields = dict(zip(names, values, strict=False))
                 unknown_fields += max(0, len(values) - len(names))
         if kind is None:
