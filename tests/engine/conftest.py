@@ -12,7 +12,7 @@ import os
 import random
 import re
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,7 +30,6 @@ from kvroute.deploy.processes import ChildProcess, ChildSpec
 from kvroute.deploy.tiny_model import write_tiny_model
 from kvroute.deploy.vllm_command import (
     CpuPlacement,
-    KvEventsEndpoint,
     VllmSpec,
     vllm_argv,
     vllm_environment,
@@ -111,6 +110,12 @@ class Engine:
         answer = await self.http.post(f"{self.url}/reset_prefix_cache")
         assert answer.json() == {"success": True}
 
+    async def events(self) -> str:
+        """Where it publishes its KV events."""
+        sources = (await self.http.get(f"{self.url}/kv_event_sources")).json()
+        endpoint: str = sources["0"]["endpoint"]
+        return endpoint.replace("*", "127.0.0.1")
+
     async def metric(self, name: str, **labels: str) -> float:
         """The sum of a metric's samples that carry `labels`."""
         text = (await self.http.get(f"{self.url}/metrics")).text
@@ -158,29 +163,40 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def start_engine(engine_venv: EngineVenv, model_folder: Path, logs: Path) -> AsyncIterator[StartEngine]:
-    """`(name, core, blocks)` -> an engine with that many KV blocks; stopped when the session ends."""
+    """`(name, core, blocks)` -> an engine with that many KV blocks; stopped when the session ends.
+    `buffer_steps`: how many batches of events it keeps for a replay."""
     cores = sorted(os.sched_getaffinity(0))
     started: list[ChildProcess] = []
 
-    async def start(name: str, *, core: int, blocks: int) -> Engine:
+    async def start(name: str, *, core: int, blocks: int, buffer_steps: int = 10_000) -> Engine:
         port, events, replay = free_ports(3)
+        kv_events: dict[str, object] = {
+            "enable_kv_cache_events": True,
+            "publisher": "zmq",
+            "endpoint": f"tcp://*:{events}",
+            "replay_endpoint": f"tcp://*:{replay}",
+            "topic": "kv",
+            "buffer_steps": buffer_steps,
+        }
         spec = VllmSpec(
             model=str(model_folder),
             served_name=MODEL,
             host="127.0.0.1",
             port=port,
-            kv_events=KvEventsEndpoint(f"tcp://*:{events}", f"tcp://*:{replay}"),
             placement=CpuPlacement((cores[core % len(cores)],), kv_cache_gib=1),
             block_size=BLOCK_SIZE,
             num_gpu_blocks=blocks + 1,  # the engine keeps one for itself
-            max_model_len=4096,
+            max_model_len=min(4096, blocks * BLOCK_SIZE),
             random_weights=True,
             offline=True,
             eager=True,
             tool_call_parser="hermes",
             store_responses=True,
             development_mode=True,
-            extra_args=("--structured-outputs-config", STRUCTURED),
+            extra_args=(
+                *("--structured-outputs-config", STRUCTURED),
+                *("--kv-events-config", json.dumps(kv_events)),
+            ),
         )
         argv = vllm_argv(spec, (str(engine_venv.script("vllm")),))
         env = vllm_environment(spec, separate_environment(os.environ))
@@ -206,22 +222,34 @@ async def engines(start_engine: StartEngine) -> list[Engine]:
 
 
 @pytest.fixture(scope="session")
-def start_gateway(engines: list[Engine], logs: Path) -> StartGateway:
-    """`(strategy, *options)` -> an async context manager: a gateway in front of `engines`."""
+def run_gateway(logs: Path) -> StartGateway:
+    """`(workers, strategy, *options)` -> an async context manager: a gateway in front of them, ready."""
 
     @asynccontextmanager
-    async def start(strategy: str = "prefixaware", *options: str) -> AsyncIterator[Gateway]:
+    async def run(workers: Sequence[Engine], strategy: str, *options: str) -> AsyncIterator[Gateway]:
         (port,) = free_ports(1)
         argv = [sys.executable, "-m", "kvroute", "serve", "--host", "127.0.0.1", "--port", str(port)]
         argv += ["--strategy", strategy, *options]
-        for engine in engines:
+        for engine in workers:
             argv += ["--worker", f"{engine.name}={engine.url}"]
         spec = ChildSpec("gateway", tuple(argv), dict(os.environ), logs / f"gateway-{port}.log")
         async with ChildProcess(spec, SystemClock()) as process:
             url = f"http://127.0.0.1:{port}"
             await process.wait_ready(f"{url}/ready", timeout_s=GATEWAY_READY_S)
-            await both_routable(url, len(engines))
             yield Gateway(url, process)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def start_gateway(engines: list[Engine], run_gateway: StartGateway) -> StartGateway:
+    """`(strategy, *options)` -> an async context manager: a gateway in front of `engines`."""
+
+    @asynccontextmanager
+    async def start(strategy: str = "prefixaware", *options: str) -> AsyncIterator[Gateway]:
+        async with run_gateway(engines, strategy, *options) as gateway:
+            await both_routable(gateway.url, len(engines))
+            yield gateway
 
     return start
 
