@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+import json
+from array import array
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
+from kvroute.blocks.chunks import PromptChunks
+from kvroute.blocks.tokens import Tier, adapter_space, prompt_keys, token_keys
+from kvroute.clock import SystemClock
+from kvroute.events.coordinator import Coordinator
+from kvroute.events.lmcache_joins import ServedWorker
+from kvroute.events.lmcache_options import LMCacheOptions
 from kvroute.events.trust import Reason
 from kvroute.gateway.caches import LiveCaches
 from kvroute.index.chunk_index import ChunkIndex
-from kvroute.index.prefix_index import PrefixIndex
-from kvroute.routing.caches import CachePlace, Standing
+from kvroute.index.prefix_index import Holder, PrefixIndex
+from kvroute.routing.caches import CachePlace, ExactPrompt, Standing, Tokens
+from kvroute.wire.lmcache_mp import CacheEvents, Registration
+
+LORA = Path(__file__).parent.parent / "data" / "captures" / "lmcache-mp-lora.coordinator.jsonl"
 
 
 class FakeIngest:
@@ -58,3 +71,48 @@ def test_a_slot_that_is_anothers_now_has_its_rank(caches: Any, ingest: FakeInges
     ingest.told = {"b": [(4, 0, Reason.GAP)]}
 
     assert caches.places("b") == [CachePlace(4, 0, Standing.PARTIAL, "gap")]
+
+
+def reports() -> list[CacheEvents]:
+    """What LMCache told: nothing yet; a prompt's chunks by the base model; by an adapter, with a salt."""
+    bodies = [json.loads(line)["body"]["batches"] for line in LORA.read_text().splitlines()]
+    return [
+        batch for body in bodies for batch in msgspec.json.decode(json.dumps(body), type=list[CacheEvents])
+    ]
+
+
+def test_lmcache_gives_an_adapter_whatever_was_computed_of_its_tokens(ingest: Any) -> None:
+    """A chunk's name does not say which adapter computed it, so a LoRA request finds those of others (LMCache
+    0.5.6, seen on a real engine); only a salt keeps them apart. vLLM's own blocks are never shared."""
+    empty, base, salted = reports()
+    ids = array("I", [token for entry in base.entries for token in json.loads(bytes(entry.token_ids))])
+    blocks, chunks = PrefixIndex(), ChunkIndex()
+    coordinator = Coordinator(chunks, SystemClock(), LMCacheOptions(coordinator={"chunk_tokens": 64}))
+    coordinator.worker_changed(ServedWorker("a", "127.0.0.1", (0,), frozenset({"/models/tiny"})))
+    caches = LiveCaches(blocks, chunks, ingest, lambda _: True)
+
+    def found(adapter: str | None, salt: str) -> Tokens:
+        keys = prompt_keys([*ids, 5], adapter_space(adapter, salt))
+        prompt = ExactPrompt(len(ids) + 1, keys, PromptChunks(ids), salt, adapter)
+        return caches.match(prompt).get(0, Tokens())
+
+    def told(batch: CacheEvents) -> None:
+        coordinator.admit(batch)
+        coordinator.apply(batch)
+
+    coordinator.register(Registration("127.0.0.1", 8080, "a"))
+    told(empty)
+    assert {found(adapter, salt) for adapter in (None, "ada") for salt in ("", "ada")} == {Tokens()}
+
+    told(base)
+    assert found(None, "") == found("ada", "") == Tokens(l1=320)
+    assert found(None, "ada") == found("ada", "ada") == Tokens()
+
+    told(salted)
+    assert found("ada", "ada") == Tokens(l1=320)
+    # What the base model holds on the GPU is of no use to the adapter.
+    holder = Holder(Tier.GPU)
+    blocks.attach(0, holder)
+    blocks.store(holder, 64, None, token_keys(ids, adapter_space(None).seed)[3::4])
+    assert found(None, "") == Tokens(gpu=320)
+    assert found("ada", "") == Tokens(l1=320)
