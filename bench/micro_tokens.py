@@ -4,10 +4,11 @@
 
 A conversation of ten turns that ends at the stated length, half of it in a system prompt, the rest spread
 over the turns; text is source code of the standard library. `cold` tokenizes turn 10 with nothing known,
-`turn 10` after turns 1 to 9 went before (the request's JSON to an array of ids: decoding, rendering,
-cutting, encoding what is new), `again` the same request once more. `3 specials` is the tiny model's
-tokenizer, `259 specials` the same with 256 reserved tokens more. Times are wall milliseconds on
-one thread, median of the repeats.
+`turn 10` after turns 1 to 9 went before with their texts remembered (the request's JSON to an array of ids:
+decoding, rendering, cutting, encoding what is new), `goes on` the same with conversations remembered too
+(nothing of that for what is known, where the template allows it), `again` as `turn 10` once more.
+`3 specials` is the tiny model's tokenizer, `259 specials` the same with 256 reserved tokens more. Times are
+wall milliseconds on one thread, median of the repeats.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from pathlib import Path
 from kvroute.deploy.tiny_model import write_tiny_model
 from kvroute.openai.endpoints import ENDPOINTS
 from kvroute.openai.request import InferenceRequest, parse_request
+from kvroute.tokens.conversations import Conversations
 from kvroute.tokens.local import LocalTokenizer
 from kvroute.tokens.model import load_model
 from kvroute.tokens.segments import SegmentCache
@@ -84,7 +86,7 @@ def with_reserved(folder: Path, count: int) -> Path:
 def measure(folder: Path, tokens: int, repeats: int, *, allow_fastokens: bool) -> dict[str, object]:
     files = load_model(folder, allow_fastokens=allow_fastokens)
     lines = text_source()
-    cold, turn, again = [], [], []
+    cold, turn, again, goes_on = [], [], [], []
     length = 0
     for _ in range(repeats):
         requests = conversation(lines, tokens)
@@ -95,11 +97,17 @@ def measure(folder: Path, tokens: int, repeats: int, *, allow_fastokens: bool) -
         spent, length = timed(warm, requests[-1])
         turn.append(spent)
         again.append(timed(warm, requests[-1])[0])
+        cache, conversations = SegmentCache(64 * 1024 * 1024), Conversations(64 * 1024 * 1024)
+        remembering = LocalTokenizer(files, cache, None, conversations)
+        for request in requests[:-1]:
+            remembering.prompts(request)
+        goes_on.append(timed(remembering, requests[-1])[0])
     return {
         "library": files.encoder.name,
         "tokens": length,
         "cold": statistics.median(cold),
         "turn 10": statistics.median(turn),
+        "goes on": statistics.median(goes_on),
         "again": statistics.median(again),
     }
 
@@ -130,10 +138,10 @@ def main() -> None:
     if options.json:
         print(json.dumps(results, indent=2))
         return
-    print(f"{'model':14}{'library':12}{'tokens':>8}{'cold ms':>10}{'turn 10 ms':>12}{'again ms':>10}")
+    print(f"{'model':14}{'library':12}{'tokens':>8}{'cold ms':>10}{'turn 10':>9}{'goes on':>9}{'again':>9}")
     for row in results:
         print(f"{row['model']:14}{row['library']:12}{row['tokens']:>8}", end="")
-        print(f"{row['cold']:10.2f}{row['turn 10']:12.2f}{row['again']:10.2f}")
+        print(f"{row['cold']:10.2f}{row['turn 10']:9.2f}{row['goes on']:9.2f}{row['again']:9.2f}")
 
 
 if __name__ == "__main__":

@@ -13,14 +13,14 @@ from kvroute.blocks.key_memory import PIECE_TOKENS, KeyMemory
 from kvroute.blocks.tokens import token_keys
 
 
-def run(steps: Generator[None, None, Any]) -> tuple[Any, int]:
+def run(steps: Generator[None, None, Any]) -> tuple[list[int], int]:
     """What it returns, and how often it was interrupted."""
     turns = 0
     while True:
         try:
             next(steps)
         except StopIteration as end:
-            return end.value, turns
+            return list(end.value), turns
         turns += 1
 
 

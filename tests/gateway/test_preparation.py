@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, cast
+
+import pytest
 
 from kvroute.fleet.fleet import Fleet
 from kvroute.gateway.preparation import Preparer
 from kvroute.metrics import Metrics
 from kvroute.openai.endpoints import ENDPOINTS
 from kvroute.openai.request import InferenceRequest, parse_request
+from kvroute.routing.caches import ExactPrompt, Probed
 from kvroute.tokens.exact import ExactPrompts, ExactTokens, Mode
 from kvroute.tokens.reason import Reason
 
@@ -70,3 +75,54 @@ async def test_what_another_worker_would_not_do_better_is_not_tried_again() -> N
 
     assert result.why_not == "late"
     assert workers.asked == ["http://a"]
+
+
+@dataclass
+class Quick(Workers):
+    """A tokenizer that knows at once, or says why not, or needs time (None)."""
+
+    answer: ExactPrompts | Reason | None = None
+
+    def prompts_at_once(self, request: InferenceRequest, *, model: str) -> ExactPrompts | Reason | None:
+        return self.answer
+
+    async def prompts(self, request: InferenceRequest, *, model: str, url: str) -> ExactPrompts | Reason:
+        assert self.answer is not None
+        return self.answer
+
+
+async def nothing_stored(prompts: Sequence[ExactPrompt]) -> Sequence[Probed]:
+    return [None] * len(prompts)
+
+
+@pytest.mark.parametrize("answer", [ExactPrompts((array("I", range(40)),) * 2, Mode.LOCAL), Reason.MEDIA])
+async def test_what_is_known_at_once_is_what_waiting_gives(answer: ExactPrompts | Reason) -> None:
+    workers = Quick(["http://a"], answer=answer)
+    preparer = Preparer(
+        cast(ExactTokens, workers), cast(Fleet, workers), Metrics(), nothing_stored, lambda: False
+    )
+
+    at_once, waited = preparer.at_once(request(), "m"), await preparer.prepare(request(), "m")
+
+    assert at_once is not None
+    assert at_once.why_not == waited.why_not
+    assert [(each.tokens, list(each.keys), each.chunks.token_ids) for each in at_once.prompts] == [
+        (each.tokens, list(each.keys), each.chunks.token_ids) for each in waited.prompts
+    ]
+
+
+@pytest.mark.parametrize(
+    ("answer", "is_probing"),
+    [
+        (None, False),
+        (ExactPrompts((array("I", range(40)),), Mode.LOCAL), True),
+        (ExactPrompts((array("I", range(2**16)),), Mode.LOCAL), False),  # its keys take several steps
+    ],
+)
+def test_nothing_is_known_at_once_where_it_takes_time(answer: ExactPrompts | None, is_probing: bool) -> None:
+    workers = Quick(["http://a"], answer=answer)
+    preparer = Preparer(
+        cast(ExactTokens, workers), cast(Fleet, workers), Metrics(), nothing_stored, lambda: is_probing
+    )
+
+    assert preparer.at_once(request(), "m") is None

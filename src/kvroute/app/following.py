@@ -73,7 +73,15 @@ class Following:
             hyperpod_lines=config.logging.hyperpod_lines,
         )
         self.caches = LiveCaches(self._index, self.lmcache.chunks, self._ingest, self.lmcache.tells_of)
-        self._tokens = Tokenizing(config.tokens, self._client, fleet, metrics, clock, self.lmcache.probe)
+        self._tokens = Tokenizing(
+            config.tokens,
+            self._client,
+            fleet,
+            metrics,
+            clock,
+            self.lmcache.probe,
+            lambda: bool(self.lmcache.targets()),
+        )
         self.preparer = self._tokens.preparer
 
     async def __aenter__(self) -> Self:

@@ -151,7 +151,10 @@ class Mirroring:
             rate_known,
         )
         self._redis = RedisL2(config.lmcache.l2, clock) if config.lmcache.l2.redis_url else None
-        self._tokens = Tokenizing(config.tokens, self._client, fleet, metrics, clock, self._probe)
+        is_probing = self._redis is not None
+        self._tokens = Tokenizing(
+            config.tokens, self._client, fleet, metrics, clock, self._probe, lambda: is_probing
+        )
         self.preparer = self._tokens.preparer
 
     async def __aenter__(self) -> Self:

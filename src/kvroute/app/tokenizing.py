@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import httpx
 
 from kvroute.app.token_sources import TokenSources
@@ -29,6 +31,7 @@ class Tokenizing:
         metrics: Metrics,
         clock: Clock,
         probe: Probe,
+        is_probing: Callable[[], bool],
     ) -> None:
         self._fleet = fleet
         self._threads = TokenThreads(options.threads, deadline_s=options.deadline_ms * 1e-3)
@@ -45,7 +48,7 @@ class Tokenizing:
             allow_fastokens=options.fastokens,
         )
         self._sources = TokenSources(self._tokens, fleet, clock, options)
-        self.preparer = Preparer(self._tokens, fleet, metrics, probe)
+        self.preparer = Preparer(self._tokens, fleet, metrics, probe, is_probing)
 
     async def open(self, upkeep: Upkeep) -> None:
         await self._threads.__aenter__()

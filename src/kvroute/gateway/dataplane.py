@@ -145,14 +145,18 @@ class DataPlane:
         client: Downstream,
         owner: WorkerId | None = None,
     ) -> Going:
-        """Plan the request and begin its exchange, at once or, where its tokens are wanted first, soon.
-        Raises what `Planner.plan` raises."""
-        preparer = self.preparer
+        """Plan the request and begin its exchange, at once or, where its tokens are wanted first and take
+        time, soon. Raises what `Planner.plan` raises."""
+        preparer, prepared = self.preparer, None
         if preparer is not None and self.planner.may_need_tokens:
             model = self.planner.unprepared(request, headers)
             if model is not None:
-                return self._later(preparer, model, request, target, headers, fields, record, client, owner)
-        return self._now(request, target, headers, fields, record, client, owner, None)
+                prepared = preparer.at_once(request, model)
+                if prepared is None:
+                    return self._later(
+                        preparer, model, request, target, headers, fields, record, client, owner
+                    )
+        return self._now(request, target, headers, fields, record, client, owner, prepared)
 
     def _now(
         self,

@@ -21,6 +21,7 @@ from kvroute.tokens.reason import Reason
 
 if TYPE_CHECKING:  # it loads tokenizers, which most gateways do without
     from kvroute.tokens.exact import ExactPrompts, ExactTokens
+    from kvroute.tokens.reading import TokenIds
 
 Probe: TypeAlias = Callable[[Sequence[ExactPrompt]], Awaitable[Sequence[Probed]]]
 
@@ -37,50 +38,99 @@ class Preparer:
     """One for all requests. Mutable: remembers the keys of recent prompts."""
 
     def __init__(
-        self, tokens: ExactTokens, fleet: Fleet, metrics: Metrics, probe: Probe | None = None
+        self,
+        tokens: ExactTokens,
+        fleet: Fleet,
+        metrics: Metrics,
+        probe: Probe | None = None,
+        is_probing: Callable[[], bool] = lambda: True,
     ) -> None:
-        """`probe` asks a shared store what it has of prompts."""
+        """`probe` asks a shared store what it has of prompts, if there is one now (`is_probing`)."""
         self._tokens = tokens
         self._probe = probe
+        self._is_probing = is_probing
         self._fleet = fleet
         self._metrics = metrics
         self._keys = KeyMemory()
 
+    def at_once(self, request: InferenceRequest, model: str) -> Prepared | None:
+        """What `prepare` gives, where there is nothing to wait for and it takes about a millisecond at most;
+        else None."""
+        if self._probe is not None and self._is_probing():
+            return None
+        base = self._base(model)
+        found = self._tokens.prompts_at_once(request, model=base or model)
+        if found is None:
+            return None
+        if isinstance(found, Reason):
+            return self._inexact(model, found)
+        salt = cache_salt_of(request)
+        adapter = model if base else None
+        prompts = []
+        for ids in found.prompts:
+            keys = self._known_keys(ids, adapter, salt)
+            if keys is None:
+                return None
+            prompts.append(_exact(ids, keys, adapter, salt))
+        return Prepared(tuple(prompts))
+
     async def prepare(self, request: InferenceRequest, model: str) -> Prepared:
         """Waits no longer than the tokenizer's deadlines; never raises but for cancellation. `model` is the
         name its workers know it by."""
-        workers = self._fleet.view(model).workers
-        base = _base_of(workers[0], model) if workers else None
+        base = self._base(model)
         found: ExactPrompts | Reason = Reason.NO_SOURCE
-        for worker in workers[:2]:
+        for worker in self._fleet.view(model).workers[:2]:
             found = await self._tokens.prompts(request, model=base or model, url=worker.spec.url)
             if found is not Reason.WORKER_FAILED:
                 break  # else: it may have died just now
         if isinstance(found, Reason):
-            self._metrics.inexact.labels(model, found.value).inc()
-            return Prepared(why_not=found.value)
+            return self._inexact(model, found)
         salt = cache_salt_of(request)
-        seed = adapter_space(model if base else None, salt).seed
         adapter = model if base else None
         prompts = []
         for ids in found.prompts:
-            # The last token is always computed: no cache can serve it.
-            usable = ids[: max(0, len(ids) - 1)]
-            keys = await _in_turns(self._keys.steps(usable, seed))
-            prompts.append(ExactPrompt(len(ids), keys, PromptChunks(usable), salt, adapter))
+            keys = await _in_turns(self._keys.steps(_usable(ids), adapter_space(adapter, salt).seed))
+            prompts.append(_exact(ids, keys, adapter, salt))
         if self._probe is not None:
             answers = await self._probe(prompts)
             prompts = [each._replace(probed=held) for each, held in zip(prompts, answers, strict=True)]
         return Prepared(tuple(prompts))
 
+    def _base(self, model: str) -> str | None:
+        """The model that `model` adapts, where it is a LoRA adapter."""
+        workers = self._fleet.view(model).workers
+        return _base_of(workers[0], model) if workers else None
 
-async def _in_turns(steps: Generator[None, None, list[BlockKey]]) -> list[BlockKey]:
+    def _inexact(self, model: str, reason: Reason) -> Prepared:
+        self._metrics.inexact.labels(model, reason.value).inc()
+        return Prepared(why_not=reason.value)
+
+    def _known_keys(self, ids: TokenIds, adapter: str | None, salt: str) -> Sequence[BlockKey] | None:
+        """The prompt's keys; None if making them takes several steps."""
+        try:
+            next(self._keys.steps(_usable(ids), adapter_space(adapter, salt).seed))
+        except StopIteration as end:
+            keys: Sequence[BlockKey] = end.value
+            return keys
+        return None
+
+
+def _usable(ids: TokenIds) -> TokenIds:
+    """The last token is always computed: no cache can serve it."""
+    return ids[: max(0, len(ids) - 1)]
+
+
+def _exact(ids: TokenIds, keys: Sequence[BlockKey], adapter: str | None, salt: str) -> ExactPrompt:
+    return ExactPrompt(len(ids), keys, PromptChunks(_usable(ids)), salt, adapter)
+
+
+async def _in_turns(steps: Generator[None, None, Sequence[BlockKey]]) -> Sequence[BlockKey]:
     """Run to the end, with a turn for others between the steps."""
     while True:
         try:
             next(steps)
         except StopIteration as end:
-            keys: list[BlockKey] = end.value
+            keys: Sequence[BlockKey] = end.value
             return keys
         await asyncio.sleep(0)
 

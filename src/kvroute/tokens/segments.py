@@ -53,6 +53,8 @@ class Cutter:
         known = {token.text: token.is_cut for token in tokens if token.text}
         self._cuts = frozenset(text for text, cuts in known.items() if cuts)
         self._pattern = re.compile(_longest_of(known)) if self._cuts else None
+        self.reach = max(map(len, known), default=0)
+        """Characters of the longest token: which tokens a place begins is decided by no more of the text."""
 
     def segments(self, text: str) -> Iterator[str]:
         """Parts of `text`, in order, that join to it. Each but the first begins with a cut token."""

@@ -11,7 +11,7 @@ from copy import deepcopy
 from datetime import datetime
 from typing import Any
 
-from jinja2 import TemplateError, nodes
+from jinja2 import Template, TemplateError, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -19,6 +19,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from kvroute.tokens.content_format import content_format
 from kvroute.tokens.options import ContentFormat
 from kvroute.tokens.reason import Inexact, Reason
+from kvroute.tokens.separable import head_of
 
 Message = dict[str, Any]
 
@@ -52,6 +53,8 @@ class ChatTemplate:
         self._source = source
         self._variables = dict(variables)
         self._template = environment.from_string(source)
+        head = head_of(environment.parse(source))
+        self._head = None if head is None else environment.from_string(head)
         self.content_format: ContentFormat = format_override or content_format(environment.parse(source))
         self.knows_developer = '"developer"' in source or "'developer'" in source
         self.wants_system_first = not self._takes_later_system()
@@ -74,12 +77,46 @@ class ChatTemplate:
         if continue_final_message:
             field = continue_final_message if isinstance(continue_final_message, str) else "content"
             chat, continued = self._marked(chat, field)
+        text = self._rendered(self._template, kwargs, chat, tools, documents, add_generation_prompt)
+        return _cut_at_tag(text, continued) if continue_final_message else text
+
+    @property
+    def is_separable(self) -> bool:
+        """Whether the text of every chat is a head, then each message's own text, then a tail, where head and
+        tail depend on everything but the messages."""
+        return self._head is not None
+
+    def around(
+        self,
+        *,
+        tools: Sequence[Any] | None = None,
+        documents: Sequence[Any] | None = None,
+        add_generation_prompt: bool = True,
+        **kwargs: Any,
+    ) -> tuple[str, str]:
+        """Head and tail of chats with these arguments; of a separable template only. Raises Inexact."""
+        assert self._head is not None
+        head, whole = (
+            self._rendered(template, kwargs, [], tools, documents, add_generation_prompt)
+            for template in (self._head, self._template)
+        )
+        return head, whole[len(head) :]
+
+    def _rendered(
+        self,
+        template: Template,
+        kwargs: Mapping[str, Any],
+        messages: Sequence[Message],
+        tools: Sequence[Any] | None,
+        documents: Sequence[Any] | None,
+        add_generation_prompt: bool,
+    ) -> str:
         try:
-            text = self._template.render(
+            return template.render(
                 {
                     **self._variables,
                     **kwargs,
-                    "messages": chat,
+                    "messages": messages,
                     "tools": tools,
                     "documents": documents,
                     "add_generation_prompt": add_generation_prompt,
@@ -87,7 +124,6 @@ class ChatTemplate:
             )
         except (*_RENDER_ERRORS, RecursionError):
             raise Inexact(Reason.TEMPLATE_REFUSED) from None
-        return _cut_at_tag(text, continued) if continue_final_message else text
 
     def _marked(self, chat: list[Message], field: str) -> tuple[list[Message], str]:
         """The chat with a tag behind its last text, and that text."""

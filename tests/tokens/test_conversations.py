@@ -1,0 +1,265 @@
+"""Chats that go on: with what is remembered of them the ids are what they are without."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kvroute.openai.endpoints import ENDPOINTS
+from kvroute.openai.request import InferenceRequest, parse_request
+from kvroute.tokens.conversations import Conversations, continued
+from kvroute.tokens.local import LocalTokenizer
+from kvroute.tokens.model import ModelFiles, load_model
+from kvroute.tokens.reason import Inexact
+from kvroute.tokens.segments import SegmentCache
+
+CHAT = ENDPOINTS["/v1/chat/completions"]
+
+# A variable that is set for some messages only, a macro, an inner loop that asks which turn it is, a tail.
+ODD = """{%- macro shown(text) %}{{ text | trim }}{% endmacro -%}
+{%- set name = 'tools' if tools else 'none' -%}
+<|turn|>{{ name }}<|end|>
+{%- for message in messages -%}
+{%- if message.role == 'user' %}{% set mark = '!' %}{% continue %}{% endif -%}
+<|turn|>{{ message.role }}{{ mark }}{% for part in message.tool_calls or [] %}{{ loop.index }}{% endfor %}
+{{ shown(message.content) }}<|end|>
+{%- endfor -%}
+<|end|>{{ name }}{% if add_generation_prompt %}<|turn|>{% endif %}"""
+# A longer token may begin where a shorter one was seen at the end of what is known.
+OPEN = "{% for message in messages %}<|turn|>{{ message.content }}{% endfor %}"
+
+words = st.sampled_from(
+    [
+        "<|end|>",
+        "<|turn|>",
+        "<|",
+        " ",
+        "\n",
+        "a",
+        "def f(x):",
+        "é",
+        "你好",
+        "👍",
+        '"',
+        "]",
+        "}",
+        "|>",
+        "\\u0000",
+    ]
+)
+texts = st.lists(words, max_size=8).map("".join)
+contents = texts | st.none() | st.lists(texts.map(lambda text: {"type": "text", "text": text}), max_size=3)
+calls = texts.map(
+    lambda text: [
+        {"id": "1", "type": "function", "function": {"name": "f", "arguments": json.dumps({"q": text})}}
+    ]
+)
+messages = st.builds(
+    lambda role, content, calls: {
+        "role": role,
+        "content": content,
+        **({"tool_calls": calls} if calls else {}),
+    },
+    st.sampled_from(["user", "user", "assistant", "assistant", "tool", "developer"]),
+    contents,
+    st.none() | calls,
+)
+fields = st.fixed_dictionaries(
+    {},
+    optional={
+        "tools": st.sampled_from([[], [{"type": "function", "function": {"name": "f"}}]]),
+        "temperature": st.sampled_from([0, 0.5]),
+        "add_generation_prompt": st.booleans(),
+        "messages_": st.just([]),
+        "add_special_tokens": st.just(True),
+        "reasoning_effort": st.sampled_from(["low", "high"]),
+    },
+)
+steps = st.lists(
+    st.tuples(
+        st.sampled_from(["on", "on", "on", "cut", "change", "again"]),
+        st.integers(0, 9),
+        st.lists(messages, min_size=1, max_size=3),
+        fields,
+        fields,
+        st.sampled_from([None, 1]),
+    ),
+    min_size=2,
+    max_size=8,
+)
+
+
+@pytest.fixture(scope="session")
+def files(write_model: Callable[..., Any]) -> Callable[[str], ModelFiles]:
+    return functools.cache(lambda template: load_model(write_model(template)))
+
+
+def request(body: str | bytes) -> InferenceRequest:
+    return parse_request(CHAT, body if isinstance(body, bytes) else body.encode())
+
+
+def written(messages: list[Any], before: Any = (), after: Any = (), indent: int | None = None) -> str:
+    """A body with fields on both sides of its messages."""
+    return json.dumps(
+        {**dict(before), "messages": messages, **dict(after)}, indent=indent, ensure_ascii=False
+    )
+
+
+def outcome(tokenizer: LocalTokenizer, asked: InferenceRequest, *, at_once: bool = False) -> Any:
+    try:
+        return (tokenizer.prompts_at_once if at_once else tokenizer.prompts)(asked)
+    except Inexact as error:
+        return error.reason
+
+
+@pytest.mark.parametrize("template", ["plain", "parts", "trim", ODD, OPEN])
+@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(steps=steps)
+def test_ids_are_the_same_with_and_without_memory(files: Any, template: str, steps: list[Any]) -> None:
+    """Chats that go on, are cut, changed and sent again, with other fields; small memories too."""
+    model = files(template)
+    bare = LocalTokenizer(model, SegmentCache(0))
+    memories = [Conversations(size, least_bytes=0) for size in (1_500, 1_000_000)]
+    remembering = [LocalTokenizer(model, SegmentCache(0), None, memory) for memory in memories]
+    chat: list[Any] = [{"role": "system", "content": "You are."}]
+    for what, place, more, before, after, indent in steps:
+        if what == "on":
+            chat = chat + more
+        elif what == "cut":
+            chat = chat[: 1 + place]
+        elif what == "change":
+            chat = [*chat[: place % len(chat)], *more, *chat[place % len(chat) + 1 :]]
+        asked = request(written(chat, before, after, indent))
+        expected = outcome(bare, asked)
+        for number, tokenizer in enumerate(remembering):
+            assert outcome(tokenizer, asked, at_once=number == 1) == expected
+    assert memories[0].bytes <= 1_500
+
+
+def turns(count: int, start: str = "a") -> list[dict[str, str]]:
+    return [{"role": "user", "content": f"{start} {number} " * 600} for number in range(count)]
+
+
+@pytest.fixture
+def memory() -> Conversations:
+    return Conversations(1_000_000)
+
+
+@pytest.fixture
+def tokenizer(files: Any, memory: Conversations) -> LocalTokenizer:
+    return LocalTokenizer(files("plain"), SegmentCache(0), None, memory)
+
+
+def test_a_turn_is_found_to_continue_the_one_before_and_takes_its_place(
+    tokenizer: LocalTokenizer, memory: Conversations
+) -> None:
+    first, second = (request(written(turns(count), {"model": "m"})) for count in (3, 5))
+    tokenizer.prompts(first)
+
+    known = memory.find(second)
+
+    assert known is not None
+    found = continued(second, known)
+    assert found is not None
+    assert len(found.fields["messages"]) == 2
+    assert known.body == first.body[: -len("]}")]
+    tokenizer.prompts(second)
+    assert len(memory) == 1
+    assert memory.find(first) is None
+
+
+def test_only_what_is_new_is_tokenized(files: Any, memory: Conversations) -> None:
+    seen: list[str] = []
+    model: ModelFiles = files("plain")
+
+    class Cache(SegmentCache):
+        def encode(self, segments: Any, encode: Any) -> Any:
+            seen.extend(segments)
+            return super().encode(seen[-len(segments) :] if segments else [], encode)
+
+    tokenizer = LocalTokenizer(model, Cache(0), None, memory)
+    tokenizer.prompts(request(written(turns(8))))
+    seen.clear()
+
+    tokenizer.prompts(request(written(turns(9))))
+
+    assert sum("user" in segment for segment in seen) == 1
+
+
+def test_long_new_text_is_not_tokenized_at_once(tokenizer: LocalTokenizer) -> None:
+    quick = 8192
+    short, long = request(written(turns(2))), request(written(turns(40)))
+    assert len(short.body) < quick < len(long.body)
+    more = request(written(turns(41)))
+    much_more = request(written([*turns(41), {"role": "user", "content": "b " * quick}]))
+
+    assert outcome(tokenizer, short, at_once=True) is not None
+    assert outcome(tokenizer, long, at_once=True) is None
+    tokenizer.prompts(long)
+    assert outcome(tokenizer, more, at_once=True) == tokenizer.prompts(more)
+    assert outcome(tokenizer, much_more, at_once=True) is None
+
+
+def test_many_short_messages_are_not_rendered_at_once(tokenizer: LocalTokenizer) -> None:
+    many = request(written([{"role": "user", "content": "a"}] * 40))
+
+    assert outcome(tokenizer, many, at_once=True) is None
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        '{"messages": %s, "messages": %s}',
+        '{"messages": [{"role": "user", "content": "other"}], "x": %s, "messages": %s}',
+        '{"x": {"messages": %s}, "messages": %s}',
+        '{"\\u0000": %s, "messages": %s}',
+    ],
+)
+def test_bodies_in_which_it_is_in_doubt_where_messages_stand_are_not_remembered(
+    tokenizer: LocalTokenizer, memory: Conversations, body: str
+) -> None:
+    chat = json.dumps(turns(3))
+
+    tokenizer.prompts(request(body % (chat, chat)))
+
+    assert len(memory) == 0
+
+
+@pytest.mark.parametrize("rest", ['"messages": []', '"\\u0000": []', '"m\\u0065ssages": []'])
+def test_a_continuation_with_messages_twice_is_read_in_full(
+    files: Any, tokenizer: LocalTokenizer, rest: str
+) -> None:
+    tokenizer.prompts(request(written(turns(3))))
+    asked = request(written(turns(4))[:-1] + f", {rest}}}")
+
+    assert outcome(tokenizer, asked) == outcome(LocalTokenizer(files("plain"), SegmentCache(0)), asked)
+
+
+def test_other_tools_or_settings_are_no_continuation(files: Any, tokenizer: LocalTokenizer) -> None:
+    """They come behind the messages here: what stands before them is the same."""
+    bare = LocalTokenizer(files("plain"), SegmentCache(0))
+    tool = {"type": "function", "function": {"name": "f"}}
+    for after in ({}, {"tools": [tool]}, {"tools": [tool, tool]}, {"add_generation_prompt": False}):
+        for count in (3, 4):
+            asked = request(written(turns(count), after=after))
+            assert tokenizer.prompts(asked) == bare.prompts(asked)
+
+
+def test_the_least_recently_continued_are_forgotten(files: Any) -> None:
+    memory = Conversations(150_000)
+    tokenizer = LocalTokenizer(files("plain"), SegmentCache(0), None, memory)
+    chats = [request(written(turns(3, start))) for start in "abcdefgh"]
+    for chat in chats:
+        tokenizer.prompts(chat)
+        tokenizer.prompts(chats[0])
+
+    assert memory.bytes <= 150_000
+    assert memory.find(chats[0]) is not None
+    assert memory.find(chats[1]) is None
+    assert memory.find(chats[-1]) is not None
