@@ -116,6 +116,38 @@ def test_a_head_that_came_before_is_not_plain_with_an_odd_length():
     assert answers.read(head(b"x-a: 1", b"content-length: 2", b"content-length: 2")) is None
 
 
+def test_a_head_like_the_last_one_is_read_with_care():
+    answers = PlainAnswers()
+    lines = (b"server: v", b"Content-Length: %d", b"x-a: 1")
+    for length in (2, 3, 4):
+        whole = head(*lines) % length
+        assert answers.read(whole)
+    assert answers._last
+
+    assert all(answers.read(whole[:size]) is None for size in range(len(whole)))
+    for other in ((*lines[:2], b"x-a: 2"), lines[:2], (b"server: w", *lines[1:]), (*lines, b"x-b: 1")):
+        for length in (7, 123456789012345):
+            answer = answers.read(head(*other) % length + b"1\r\n\r\n")
+            fresh = PlainAnswers().read(head(*other) % length)
+            assert answer == fresh
+            assert answer is not None
+            assert answer.headers == fresh.headers
+    assert answers.read(head(*lines) % 1234567890123456) is None
+
+
+def test_the_head_of_a_stream_that_came_before_is_read_again():
+    answers = PlainAnswers()
+    whole = head(b"server: v", b"Content-Type: text/event-stream", b"Transfer-Encoding: chunked")
+    first, second, third = (answers.read(whole + rest) for rest in (b"", b"1\r\n", b"1\r\nx\r\n"))
+
+    assert first == second == third
+    assert second is third
+    assert third is not None
+    assert (third.body_at, third.body_bytes, third.is_event_stream) == (len(whole), None, True)
+    assert third.fields == b"server: v\r\ncontent-type: text/event-stream\r\n"
+    assert third.headers[2] == (b"Transfer-Encoding", b"chunked")
+
+
 def test_no_number_of_different_heads_fills_the_memory():
     answers = PlainAnswers()
     names = [b"x-%d: 1" % number for number in range(40)]
@@ -123,5 +155,7 @@ def test_no_number_of_different_heads_fills_the_memory():
         for one in names:
             for other in names:
                 answers.read(head(one, other, b"content-length: 2"))
+                answers.read(head(one, other, b"transfer-encoding: chunked"))
 
     assert 0 < len(answers._heads) <= 1024
+    assert 0 < len(answers._streamed) <= 1024

@@ -10,7 +10,7 @@ import httptools
 from kvroute.errors import ConnectionLost, ProtocolViolation, ResponseTimeout, UpstreamError
 from kvroute.upstream.deadline import Deadline
 from kvroute.upstream.plain_answer import CHUNK, LAST_CHUNK, PlainAnswers
-from kvroute.upstream.response import UpstreamResponse
+from kvroute.upstream.response import ParsedHead, UpstreamResponse
 
 MAX_HEAD_BYTES = 65_536
 """Limit of an answer's head, interim (1xx) answers before it and trailers after it included."""
@@ -55,6 +55,7 @@ class UpstreamConnection(asyncio.Protocol):
         "_is_head_request",
         "_is_paused",
         "_is_plain_stream",
+        "_is_touched",
         "_keeps_alive",
         "_may_be_plain",
         "_missing_bytes",
@@ -97,11 +98,14 @@ class UpstreamConnection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._is_paused = False
         self._exchange: UpstreamResponse | None = None
-        # Of the exchange, set by `start`:
+        # Of the exchange:
+        self._is_touched = True
+        """Something below is not as an exchange begins with it; a plain answer that is not chunked leaves it
+        so. For `start`."""
         self._is_head_request = self._done = self._keeps_alive = self._until_eof = False
         self._body: list[bytes] | None = None
         self._head_read_bytes = self._header_bytes = 0
-        self._may_be_plain = False
+        self._may_be_plain = True
         """Nothing of the answer has come, or it is plain and passes the parser by."""
         self._missing_bytes = 0
         """Of the body of a plain answer."""
@@ -119,15 +123,16 @@ class UpstreamConnection(asyncio.Protocol):
         transport = self._transport
         if transport is None or not self.is_open or self._exchange is not None:
             raise RuntimeError("the connection is closed or in use")
-        response.attach(self, self.exchanges > 0)
-        self.exchanges += 1
+        begun = self.exchanges
+        self.exchanges = begun + 1
+        response.attach(self, begun > 0)
         self._exchange = response
-        self._is_head_request = is_head_request
-        self._may_be_plain = not is_head_request
-        self._is_plain_stream = False
-        self._done = self._keeps_alive = self._until_eof = False
-        self._body = None
-        self._head_read_bytes = self._header_bytes = 0
+        if self._is_touched or is_head_request:
+            self._is_touched = self._is_head_request = is_head_request
+            self._may_be_plain = not is_head_request
+            self._is_plain_stream = self._done = self._keeps_alive = self._until_eof = False
+            self._body = None
+            self._head_read_bytes = self._header_bytes = 0
         if len(body) <= _JOIN_BODY_BYTES:
             transport.write(head + body)
         else:
@@ -196,7 +201,7 @@ class UpstreamConnection(asyncio.Protocol):
                 self._fail(self._violation(exc))
                 return
         if self._done:
-            self._complete(exchange)
+            self._complete(exchange, self._keeps_alive)
         elif not exchange.status:
             self._head_read_bytes += size
             if self._head_read_bytes > MAX_HEAD_BYTES:
@@ -210,34 +215,38 @@ class UpstreamConnection(asyncio.Protocol):
             plain = self._plain.read(data)
             if plain is None:
                 self._may_be_plain = False
+                self._is_touched = True
                 return False
-            exchange.begin_plain(plain)
-            data = data[plain.body_at :]
-            if plain.body_bytes is None:
+            body_at, body_bytes = exchange.begin_plain(plain)
+            data = data[body_at:]
+            if body_bytes is None:
                 self._may_be_plain = False
-                self._is_plain_stream = True
+                self._is_plain_stream = self._is_touched = True
                 if data:
                     self._stream(exchange, data)  # nobody takes a first chunk as it is: the head is to come
                 else:
                     exchange.received(size)
                 return True
-            self._missing_bytes = plain.body_bytes
-        missing = self._missing_bytes = self._missing_bytes - len(data)
+            missing = body_bytes - len(data)
+        else:
+            missing = self._missing_bytes - len(data)
         if missing > 0:
+            self._missing_bytes = missing
             if data:
                 exchange.parts.append(data)
             if exchange.received(size) > self._unread_limit:
                 self.pause_reading()
             return True
-        self._done = self._keeps_alive = True
+        keeps_alive = True
         if missing:
+            self._done = self._is_touched = True
             try:
                 self._parser.feed_data(data[missing:])  # whatever it is, it was not asked for
             except httptools.HttpParserError:
-                self._keeps_alive = False
+                keeps_alive = False
             data = data[:missing]
         exchange.parts.append(data)
-        self._complete(exchange)
+        self._complete(exchange, keeps_alive)
         return True
 
     def _stream(self, exchange: UpstreamResponse, data: bytes) -> None:
@@ -258,8 +267,7 @@ class UpstreamConnection(asyncio.Protocol):
                 return
         rest = data[at:]
         if rest == LAST_CHUNK:
-            self._done = self._keeps_alive = True
-            self._complete(exchange)
+            self._complete(exchange, True)
             return
         self._is_plain_stream = False
         # In the parser's eyes this is all of the head; what it says of it is not listened to.
@@ -318,9 +326,8 @@ class UpstreamConnection(asyncio.Protocol):
             self._body = exchange.parts
             self._keeps_alive = True
             return
-        exchange.begin(
-            status, self._reason, self._headers, self._content_length, bool(self._coding), version == "1.0"
-        )
+        coding, length = bool(self._coding), self._content_length
+        exchange.begin(ParsedHead(status, self._reason, self._headers, length, coding, version == "1.0"))
         self._headers = []  # trailers go here, and nowhere
         if self._is_head_request:
             # The parser expects a body that will not come, so the connection cannot go on either.
@@ -340,17 +347,17 @@ class UpstreamConnection(asyncio.Protocol):
 
     # How an exchange ends: exactly one of these, once.
 
-    def _complete(self, exchange: UpstreamResponse) -> None:
+    def _complete(self, exchange: UpstreamResponse, keeps_alive: bool) -> None:
         transport = self._transport
-        self.is_open = (
-            self._keeps_alive
+        self.is_open = is_open = (
+            keeps_alive
             and transport is not None
             and not transport.is_closing()
             and transport.get_write_buffer_size() == 0  # answered before it had read the whole request
         )
         self._exchange = self._body = None
         self.deadline.clear()
-        if self.is_open:
+        if is_open:
             if self._is_paused:
                 self.resume_reading()
         elif transport is not None:
@@ -376,8 +383,7 @@ class UpstreamConnection(asyncio.Protocol):
         if exchange is None:
             return
         if exc is None and exchange.status and self._until_eof:
-            self._keeps_alive = False
-            self._complete(exchange)
+            self._complete(exchange, False)
             return
         has_begun = exchange.status != 0 or self._head_read_bytes > 0
         lost = ConnectionLost(

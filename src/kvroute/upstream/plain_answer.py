@@ -25,6 +25,7 @@ LAST_CHUNK = b"0\r\n\r\n"
 
 _STATUS = re.compile(rb"HTTP/1\.1 ([2-5][0-9]{2}) ([\x21-\x7e][\x20-\x7e]*)").fullmatch
 _LENGTH = re.compile(rb"[1-9][0-9]{0,14}").fullmatch
+_LONGEST_LENGTH = 15
 _WITHOUT_BODY = (204, 304)
 _MOST_HEAD_BYTES = 16_384
 _MOST_LINES = 1024
@@ -32,6 +33,7 @@ _MOST_HEADS = 1024
 _LONGEST_REMEMBERED = 1024
 _LARGEST_REMEMBERED = 4096
 _CHUNKED = -1
+_new = tuple.__new__
 
 
 def unframed(part: bytes) -> bytes:
@@ -43,16 +45,23 @@ def unframed(part: bytes) -> bytes:
 
 
 class PlainAnswer(NamedTuple):
-    """The head of one. `fields` are the header lines that clients get, names in lower case, each with its
-    end; `body_at` is where its body begins, and `body_bytes` its length, None when it is chunked."""
+    """The head of one. `lines` is all of it but its end, `fields` are the header lines that clients get,
+    names in lower case, each with its end; `body_at` is where its body begins, and `body_bytes` its
+    length, None when it is chunked."""
 
     status: int
     reason: bytes
-    headers: RawHeaders
+    lines: bytes
     fields: bytes
     is_event_stream: bool
     body_at: int
     body_bytes: int | None
+
+    @property
+    def headers(self) -> RawHeaders:
+        """As the worker wrote them. Found anew each time: relaying an answer does not take them."""
+        matches = [FIELD(line) for line in self.lines.split(b"\r\n")[1:]]
+        return [(match[1], match[2]) for match in matches if match is not None]  # all of them: it is plain
 
 
 class _Status(NamedTuple):
@@ -61,7 +70,6 @@ class _Status(NamedTuple):
 
 
 class _Field(NamedTuple):
-    header: tuple[bytes, bytes]
     relayed: bytes
     length: int
     """Of the body, for a Content-Length; -1 for `transfer-encoding: chunked`; else 0."""
@@ -71,12 +79,28 @@ class _Field(NamedTuple):
 class _Head(NamedTuple):
     """All of a sized `PlainAnswer` but its length, and the parts around that."""
 
-    status: _Status
-    headers_before: RawHeaders
-    length_name: bytes
-    headers_after: RawHeaders
+    status: int
+    reason: bytes
     fields_before: bytes
+    """With the name of the length's header."""
     fields_after: bytes
+
+    def answer(self, data: bytes, digits: bytes, body_at: int) -> PlainAnswer:
+        """The answer in `data` that has this head, with that Content-Length."""
+        status, reason, before, after = self
+        # As `PlainAnswer(...)`, without its Python-level constructor.
+        return _new(
+            PlainAnswer,
+            (
+                status,
+                reason,
+                data[: body_at - 4],
+                b"".join((before, digits, after)),
+                False,
+                body_at,
+                int(digits),
+            ),
+        )
 
 
 class PlainAnswers:
@@ -84,13 +108,19 @@ class PlainAnswers:
     streams, or `transfer-encoding: chunked`, and no other framing.
 
     Mutable: remembers lines it has judged, and heads made of nothing else but their Content-Length, because
-    a worker sends the same ones again and again: at most 1024 each, of 1 KB and 4 KB at most.
+    a worker sends the same ones again and again: at most 1024 each, of 1 KB and 4 KB at most, and as many
+    of chunked ones.
     """
 
     def __init__(self) -> None:
         self._statuses: dict[bytes, _Status] = {}
         self._known: dict[bytes, _Field] = {}
         self._heads: dict[tuple[bytes, bytes], _Head] = {}
+        self._streamed: dict[bytes, PlainAnswer] = {}
+        """Chunked ones, by their lines."""
+        self._last: tuple[bytes, bytes, _Head] | None = None
+        """What stood before and behind the length of the last head that was remembered or known, with the
+        name of the header and the end of the head."""
         self.chunk_bytes: dict[bytes, int] = {}
         """Lines before chunks that were seen, without their end, and how long such a chunk is with both; by
         `learn_chunk`."""
@@ -98,6 +128,14 @@ class PlainAnswers:
     def read(self, data: bytes) -> PlainAnswer | None:
         """The head at the start of `data`; None unless it is there as a whole and plain. About 3 us, 1 for
         a sized one that has come before."""
+        if (last := self._last) is not None and data.startswith(last[0]):
+            # Such as the last one: most answers of one worker within a second.
+            before, behind, like = last
+            at = len(before)
+            after = data.find(b"\r\n", at, at + _LONGEST_LENGTH + 2)
+            digits = data[at:after]
+            if digits.isdigit() and digits[0] != 0x30 and data.startswith(behind, after):
+                return like.answer(data, digits, after + len(behind))
         end = data.find(b"\r\n\r\n", 0, _MOST_HEAD_BYTES)
         if end < 0:
             return None
@@ -106,7 +144,7 @@ class PlainAnswers:
         if at < 0:
             at = data.find(b"\r\nContent-Length: ", 0, end)
         if at < 0:
-            return self._read(data, end)
+            return self._read_streamed(data, end)
         after = data.find(b"\r\n", at + 2, end + 2)
         around = data[:at], data[after:end]
         head = self._heads.get(around)
@@ -116,22 +154,10 @@ class PlainAnswers:
             answer = self._read(data, end)
             if answer is not None and known == len(self._known) and end <= _LARGEST_REMEMBERED:
                 # No line was new but, at most, that of the length: such a head may well come again.
-                self._remember(around, answer, data.count(b"\r\n", 0, at))
+                self._remember(around, answer)
             return answer
-        (status, reason), before, name, behind, fields, rest = head
-        # As `PlainAnswer(...)`, without its Python-level constructor.
-        return tuple.__new__(
-            PlainAnswer,
-            (
-                status,
-                reason,
-                [*before, (name, digits), *behind],
-                b"%bcontent-length: %b\r\n%b" % (fields, digits, rest),
-                False,
-                end + 4,
-                int(digits),
-            ),
-        )
+        self._last = data[: at + 18], data[after : end + 4], head
+        return head.answer(data, digits, end + 4)
 
     def learn_chunk(self, framed: bytes) -> int:
         """Where the body of `framed` begins if that is one chunk of the plain kind, else 0."""
@@ -142,22 +168,32 @@ class PlainAnswers:
             self.chunk_bytes[line[1]] = len(framed)  # at most 4095
         return line.end()
 
-    def _remember(self, around: tuple[bytes, bytes], answer: PlainAnswer, place: int) -> None:
-        """Keep a sized answer's head, whose Content-Length is the header at `place`."""
+    def _remember(self, around: tuple[bytes, bytes], answer: PlainAnswer) -> None:
+        """Keep a sized answer's head."""
         if len(self._heads) >= _MOST_HEADS:
             self._heads.clear()
-        headers = answer.headers
-        name, value = headers[place]
-        line = b"\r\ncontent-length: %b\r\n" % value
-        before, _, after = (b"\r\n" + answer.fields).partition(line)
+        before, name, after = (b"\r\n" + answer.fields).partition(b"\r\ncontent-length: ")
+        digits, _, _ = after.partition(b"\r\n")
         self._heads[around] = _Head(
-            _Status(answer.status, answer.reason),
-            headers[:place],
-            name,
-            headers[place + 1 :],
-            (before + b"\r\n")[2:],
-            after,
+            answer.status, answer.reason, (before + name)[2:], after.removeprefix(digits)
         )
+
+    def _read_streamed(self, data: bytes, end: int) -> PlainAnswer | None:
+        answer = self._streamed.get(data[:end])
+        if answer is not None:
+            return answer
+        known = len(self._known)
+        answer = self._read(data, end)
+        if (
+            answer is not None
+            and answer.body_bytes is None
+            and known == len(self._known)
+            and end <= _LARGEST_REMEMBERED
+        ):
+            if len(self._streamed) >= _MOST_HEADS:
+                self._streamed.clear()
+            self._streamed[answer.lines] = answer
+        return answer
 
     def _read(self, data: bytes, end: int) -> PlainAnswer | None:
         first, *lines = data[:end].split(b"\r\n")
@@ -174,7 +210,7 @@ class PlainAnswers:
                 return None
         if not fields:
             return None
-        headers, relayed, lengths, streams = zip(*fields, strict=True)
+        relayed, lengths, streams = zip(*fields, strict=True)
         if lengths.count(0) != len(lengths) - 1:
             return None
         length, is_event_stream = sum(lengths), any(streams)
@@ -182,7 +218,7 @@ class PlainAnswers:
             return None
         return PlainAnswer(
             *status,
-            list(headers),
+            data[:end],
             b"".join(relayed),
             is_event_stream,
             end + 4,
@@ -214,7 +250,7 @@ class PlainAnswers:
                 return None
             length = int(value)
         relayed = b"" if name in HOP_BY_HOP or name in ANSWERED_HERE else b"%b: %b\r\n" % (name, value)
-        field = _Field((match[1], value), relayed, length, is_event_stream)
+        field = _Field(relayed, length, is_event_stream)
         if len(line) <= _LONGEST_REMEMBERED:
             if len(self._known) >= _MOST_LINES:
                 self._known.clear()

@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from kvroute.errors import UpstreamError
+from kvroute.upstream.headers import RawHeaders
 from kvroute.upstream.plain_answer import PlainAnswer
 
 if TYPE_CHECKING:
     from kvroute.upstream.connection import UpstreamConnection
+
+
+class ParsedHead(NamedTuple):
+    """The head of an answer that is not plain."""
+
+    status: int
+    reason: bytes
+    headers: RawHeaders
+    content_length: int | None
+    is_chunked: bool
+    is_http_1_0: bool
 
 
 class AnswerListener(Protocol):
@@ -41,6 +53,7 @@ class UpstreamResponse:
 
     __slots__ = (
         "_connection",
+        "_head",
         "_idle_timeout_s",
         "_is_held",
         "_listener",
@@ -50,27 +63,19 @@ class UpstreamResponse:
         "content_length",
         "error",
         "fields",
-        "headers",
-        "http_version",
-        "is_chunked",
         "is_event_stream",
         "is_over",
         "parts",
-        "reason",
         "reused",
         "status",
     )
 
-    def __init__(self, *, idle_timeout_s: float, listener: AnswerListener | None = None) -> None:
+    def __init__(self, idle_timeout_s: float, listener: AnswerListener | None = None) -> None:
         self.status = 0
-        self.reason = b""
-        self.headers: list[tuple[bytes, bytes]] = []
-        """As sent: order, case and duplicates kept, hop-by-hop ones included."""
+        self._head: ParsedHead | PlainAnswer | None = None
         self.fields: bytes | None = None
         """Of a plain answer the header lines as clients get them; see `PlainAnswer`."""
-        self.http_version = b"HTTP/1.1"
         self.content_length: int | None = None
-        self.is_chunked = False
         self.is_event_stream = False
         self.reused = False
         """Whether the connection had served an exchange before."""
@@ -87,6 +92,27 @@ class UpstreamResponse:
         self.error: UpstreamError | None = None
         """Why the answer broke off; None while it has not."""
         self._idle_timeout_s = idle_timeout_s
+
+    @property
+    def reason(self) -> bytes:
+        """b"" before the head has come."""
+        return b"" if self._head is None else self._head.reason
+
+    @property
+    def headers(self) -> RawHeaders:
+        """As sent: order, case and duplicates kept, hop-by-hop ones included."""
+        return [] if self._head is None else self._head.headers
+
+    @property
+    def is_chunked(self) -> bool:
+        head = self._head
+        return (
+            head.is_chunked if isinstance(head, ParsedHead) else head is not None and head.body_bytes is None
+        )
+
+    @property
+    def http_version(self) -> bytes:
+        return b"HTTP/1.0" if isinstance(self._head, ParsedHead) and self._head.is_http_1_0 else b"HTTP/1.1"
 
     @property
     def at_end(self) -> bool:
@@ -192,36 +218,18 @@ class UpstreamResponse:
         self._connection = connection
         self.reused = reused
 
-    def begin(
-        self,
-        status: int,
-        reason: bytes,
-        headers: list[tuple[bytes, bytes]],
-        content_length: int | None,
-        is_chunked: bool,
-        is_http_1_0: bool,
-    ) -> None:
+    def begin(self, head: ParsedHead) -> None:
         """The final head is complete."""
-        self.status = status
-        self.reason = reason
-        self.headers = headers
-        self.content_length = content_length
-        self.is_chunked = is_chunked
-        if is_http_1_0:
-            self.http_version = b"HTTP/1.0"
+        self._head = head
+        self.status = head.status
+        self.content_length = head.content_length
 
-    def begin_plain(self, plain: PlainAnswer) -> None:
-        """The final head is complete, and plain."""
-        (
-            self.status,
-            self.reason,
-            self.headers,
-            self.fields,
-            self.is_event_stream,
-            _,
-            self.content_length,
-        ) = plain
-        self.is_chunked = self.content_length is None
+    def begin_plain(self, plain: PlainAnswer) -> tuple[int, int | None]:
+        """The final head is complete, and plain; where its body begins, and how long that is."""
+        self._head = plain
+        self.status, _, _, self.fields, self.is_event_stream, body_at, body_bytes = plain
+        self.content_length = body_bytes
+        return body_at, body_bytes
 
     def chunk(self, framed: bytes, begin: int) -> bool:
         """One chunk came, as of `AnswerListener.chunk_arrived`; whether somebody took it as it is."""

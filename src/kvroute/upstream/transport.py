@@ -100,9 +100,7 @@ class WorkerTransport(httpx.AsyncBaseTransport):
             connect_timeout_s=options.connect_timeout_s if connect_timeout_s is None else connect_timeout_s,
             fresh=fresh,
         )
-        response = UpstreamResponse(
-            idle_timeout_s=options.idle_timeout_s if idle_timeout_s is None else idle_timeout_s
-        )
+        response = UpstreamResponse(options.idle_timeout_s if idle_timeout_s is None else idle_timeout_s)
         connection.start(head, body, response, is_head_request=method == b"HEAD")
         try:
             await response.head(
@@ -122,7 +120,7 @@ class WorkerTransport(httpx.AsyncBaseTransport):
         option's deadlines apply; errors, `fresh` and who ends the response are as in `send`. The
         listener is not called before this returns.
         """
-        response = UpstreamResponse(idle_timeout_s=self._idle_timeout_s, listener=listener)
+        response = UpstreamResponse(self._idle_timeout_s, listener)
         connection = None if fresh else self._pool.take_idle()
         if connection is not None:
             connection.start(head, body, response)
