@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvroute.fleet.load import WorkerLoad
+from kvroute.fleet.load import WorkerLoad, survey
 
 
 @pytest.fixture
@@ -208,3 +208,44 @@ def test_any_mix_of_events_returns_to_exactly_zero(steps) -> None:
     for reservation in reservations:
         reservation.finish(now)
     assert is_at_rest(load, now)
+
+
+fleets = st.lists(
+    st.tuples(
+        st.integers(0, 2),
+        st.sampled_from(["reserve", "first_token", "finish"]),
+        st.integers(0, 7),
+        st.booleans(),
+        st.floats(0, 3, allow_nan=False),
+    ),
+    max_size=60,
+)
+
+
+@given(fleets, st.sampled_from([0.0, 0.001, 0.5, 40.0, 1300.0, 1e6]))
+def test_many_loads_at_once_say_what_each_says(steps, later) -> None:
+    """To the last bit. The twins are asked one by one and in different orders."""
+    loads, twins = [WorkerLoad() for _ in range(3)], [WorkerLoad() for _ in range(3)]
+    now, reservations = 0.0, []
+    for number, action, which, streamed, seconds in steps:
+        now += seconds / 7
+        if action == "reserve":
+            reservations.append(
+                [each[number].reserve(now, seconds, which, streamed) for each in (loads, twins)]
+            )
+        elif reservations:
+            for reservation in reservations[which % len(reservations)]:
+                getattr(reservation, action)(now)
+    now += later
+
+    waits, busy, seconds, requests = survey(loads, now)
+
+    assert waits == [twin.wait(now) for twin in twins]
+    own_s = all_requests = 0.0
+    for twin, share in zip(twins, busy, strict=True):
+        its_s, its_requests = twin.recent(now)
+        assert share == its_s
+        own_s += its_s
+        all_requests += its_requests
+    assert (seconds, requests) == (own_s, all_requests)
+    assert [load.queued for load in loads] == [twin.queued for twin in twins]

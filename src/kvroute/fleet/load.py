@@ -8,6 +8,7 @@ no mix of reservations leaves a remainder.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from math import exp, expm1
 
 WINDOW_S = 30.0
@@ -18,6 +19,11 @@ WARM_UP_S = 1.0
 
 RESIDENCE_WEIGHT = 0.05
 """Weight of one finished request in the average residence."""
+
+_WARM_S = 40 * WINDOW_S
+"""From this age on the warm-up is 1 to the last bit of a float."""
+
+_new = object.__new__
 
 
 class WorkerLoad:
@@ -62,22 +68,32 @@ class WorkerLoad:
         """Requests without a first token, as of the last call that brought the time."""
         return len(self._queue)
 
-    def reserve(self, now: float, *, prefill_s: float, tokens: int, streamed: bool = True) -> Reservation:
+    def reserve(self, now: float, prefill_s: float, tokens: int, streamed: bool = True) -> Reservation:
         """Account one dispatch: `prefill_s` of estimated prefill, `tokens` of prompt.
 
         `streamed` is False for an answer that comes in one piece. It shows no first token, so once it
         heads the queue its prefill is taken to last what was estimated.
         """
-        if self._head is not None:
+        head = self._head
+        if head is not None and not head.streamed:
             self._run_out(now)
-        reservation = Reservation(self, now, round(prefill_s * 1e9), tokens, streamed)
+            head = self._head
+        # As `Reservation(...)`: a constructor in Python costs more than its fields.
+        reservation = _new(Reservation)
+        reservation._load = self
+        reservation._start = now
+        reservation.prefill_ns = prefill_ns = round(prefill_s * 1e9)
+        reservation.tokens = tokens
+        reservation.streamed = streamed
+        reservation.is_queued = True
+        reservation.is_finished = False
         if self._since is None:
             self._since = self._at = now
         self.in_flight += 1
         self.active_tokens += tokens
-        self._queued_ns += reservation.prefill_ns
+        self._queued_ns += prefill_ns
         self._queue[reservation] = None
-        if self._head is None:
+        if head is None:
             self._head = reservation
             self._head_start = now
         return reservation
@@ -112,7 +128,17 @@ class WorkerLoad:
         weight = exp((self._at - now) / WINDOW_S) / share
         return self._recent_s * weight, self._recent_requests * weight
 
-    def _count(self, reservation: Reservation, now: float) -> None:
+    def _through(self, reservation: Reservation, now: float, counts: bool = True) -> None:
+        """Out of the queue: its prefill is done, or (`counts` is False) never will be."""
+        queue = self._queue
+        del queue[reservation]
+        self._queued_ns -= reservation.prefill_ns
+        reservation.is_queued = False
+        if reservation is self._head:
+            self._head = next(iter(queue)) if queue else None
+            self._head_start = now
+        if not counts:
+            return
         if now > self._at:
             decay = exp((self._at - now) / WINDOW_S)
             self._recent_s *= decay
@@ -127,31 +153,22 @@ class WorkerLoad:
             end = self._head_start + head.prefill_ns / 1e9
             if end > now:
                 return
-            self._unqueue(head, end)
-            self._count(head, end)
-
-    def _unqueue(self, reservation: Reservation, now: float) -> None:
-        del self._queue[reservation]
-        self._queued_ns -= reservation.prefill_ns
-        reservation.is_queued = False
-        if reservation is self._head:
-            self._head = next(iter(self._queue), None)
-            self._head_start = now
+            self._through(head, end)
 
 
 class Reservation:
-    """One dispatched request's share of its worker's load. Mutable: by its own methods and its load."""
+    """One dispatched request's share of its worker's load, made by `WorkerLoad.reserve`. Mutable: by its own
+    methods and its load."""
 
     __slots__ = ("_load", "_start", "is_finished", "is_queued", "prefill_ns", "streamed", "tokens")
 
-    def __init__(self, load: WorkerLoad, start: float, prefill_ns: int, tokens: int, streamed: bool) -> None:
-        self._load = load
-        self._start = start
-        self.prefill_ns = prefill_ns
-        self.tokens = tokens
-        self.streamed = streamed
-        self.is_queued = True
-        self.is_finished = False
+    _load: WorkerLoad
+    _start: float
+    prefill_ns: int
+    tokens: int
+    streamed: bool
+    is_queued: bool
+    is_finished: bool
 
     def first_token(self, now: float) -> None:
         """Its prefill is done. Does nothing after the first time, or after `finish`."""
@@ -161,10 +178,8 @@ class Reservation:
         # First come, first served: what stands before it without being able to show a first token has
         # been computed too.
         while (head := load._head) is not None and head is not self and not head.streamed:
-            load._unqueue(head, now)
-            load._count(head, now)
-        load._unqueue(self, now)
-        load._count(self, now)
+            load._through(head, now)
+        load._through(self, now)
 
     def finish(self, now: float) -> None:
         """Return everything: the request ended, failed or was abandoned. Does nothing the second time."""
@@ -172,14 +187,58 @@ class Reservation:
             return
         self.is_finished = True
         load = self._load
-        load._run_out(now)
+        head = load._head
+        if head is not None and not head.streamed:
+            load._run_out(now)
         load.in_flight -= 1
         load.active_tokens -= self.tokens
         if self.is_queued:
-            load._unqueue(self, now)
+            load._through(self, now, not self.streamed)
             if self.streamed:
                 return  # without a first token it was no prefill and no residence
-            load._count(self, now)
         stay = now - self._start
         before = load.residence_s
         load.residence_s = stay if before is None else before + RESIDENCE_WEIGHT * (stay - before)
+
+
+def survey(loads: Iterable[WorkerLoad], now: float) -> tuple[list[float], list[float], float, float]:
+    """Of many loads at once: each one's `wait`; its utilisation as of `recent`; the sums of both of
+    `recent`'s figures.
+
+    The same to the last bit as asking each load, which is the plain form. Every request asks all workers of
+    its model, and two calls and a pair a worker would be most of what ranking costs.
+    """
+    waits: list[float] = []
+    busy: list[float] = []
+    seconds = requests = 0.0
+    for load in loads:
+        since = load._since
+        if since is None:
+            waits.append(0.0)
+            busy.append(0.0)
+            continue
+        head = load._head
+        if head is not None and not head.streamed and load._head_start + head.prefill_ns / 1e9 <= now:
+            load._run_out(now)
+            head = load._head
+        if head is None:
+            waits.append(0.0)
+        else:
+            had_ns, prefill_ns = (now - load._head_start) * 1e9, head.prefill_ns
+            left_ns = load._queued_ns - (had_ns if had_ns <= prefill_ns else prefill_ns)
+            waits.append(left_ns / 1e9 if left_ns > 0 else 0.0)
+        recent_s, recent_requests = load._recent_s, load._recent_requests
+        if recent_requests or recent_s:
+            age_s = now - since
+            if age_s > _WARM_S:
+                share = WINDOW_S
+            else:
+                share = -WINDOW_S * expm1((-age_s if age_s > WARM_UP_S else -WARM_UP_S) / WINDOW_S)
+            weight = exp((load._at - now) / WINDOW_S) / share
+            own_s = recent_s * weight
+            seconds += own_s
+            requests += recent_requests * weight
+            busy.append(own_s)
+        else:
+            busy.append(0.0)
+    return waits, busy, seconds, requests

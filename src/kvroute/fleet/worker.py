@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 from typing import NewType
@@ -159,3 +160,12 @@ class FleetView:
     model: str
     workers: tuple[Worker, ...]
     version: int
+    loads: tuple[WorkerLoad, ...] = field(init=False, repr=False, compare=False)
+    """Each worker's `load`, in order."""
+    places: Mapping[int, int] = field(init=False, repr=False, compare=False)
+    """Where in `workers` the one of an index is."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "loads", tuple(worker.load for worker in self.workers))
+        places = {worker.index: place for place, worker in enumerate(self.workers)}
+        object.__setattr__(self, "places", places)
