@@ -8,6 +8,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from kvroute.blocks.keys import BlockKeys, block_keys
+
 A, B = 0, 5
 
 
@@ -398,6 +400,37 @@ def test_agrees_with_sets_and_a_list_over_a_long_life(seed, make_history, plain_
             pair.apply(("release", rng.randrange(99), None))
         if rng.random() < 0.01:
             pair.apply(("forget", rng.choice(WORKERS), None))
+        pair.compare()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_what_a_match_found_holds_only_until_something_changes(seed, make_history, plain_history) -> None:
+    """A request is matched and then sent with the same keys. What the match came by may be used again, but
+    not after other requests were sent, ended or evicted in between."""
+    rng = random.Random(seed)
+    made: dict[tuple[int, ...], BlockKeys] = {}
+
+    def chain(content) -> BlockKeys:
+        """The same object for the same content."""
+        return made.setdefault(tuple(content), block_keys(b"".join(b"%064d" % block for block in content)))
+
+    pair = Pair(make_history(20), plain_history(20, WORKERS), chain)
+    for _ in range(700):
+        content = [0] * rng.randrange(9) + [rng.randrange(2) for _ in range(rng.randrange(4))]
+        other = [0] * rng.randrange(9) + [rng.randrange(2) for _ in range(rng.randrange(4))]
+        assert pair.history.match(chain(content)) == pair.model.match(chain(content))
+        between = [
+            ("send", rng.choice(WORKERS), other),
+            ("release", rng.randrange(99), None),
+            ("extend", rng.randrange(99), other),
+            ("forget", rng.choice(WORKERS), None),
+            ("capacity", rng.choice(WORKERS), rng.randrange(1, 25)),
+        ]
+        for step in rng.choices(between, weights=(6, 6, 3, 1, 2), k=rng.randrange(3)):
+            pair.apply(step)
+        pair.apply(("send", rng.choice(WORKERS), content))
+        while len(pair.leases) > 4 or (pair.leases and rng.random() < 0.4):
+            pair.apply(("release", rng.randrange(99), None))
         pair.compare()
 
 

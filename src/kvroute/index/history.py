@@ -11,7 +11,7 @@ all of them. Workers are small integers (`Worker.index`), because sets of worker
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from kvroute.blocks.keys import BlockKey
@@ -76,6 +76,11 @@ class RouteHistory(Protocol):
     Keys must be chained (`blocks.keys.block_keys`): an implementation may take two prompts that agree
     in key *i* to agree in every key before it.
     """
+
+    @property
+    def parts(self) -> Mapping[int, Part]:
+        """Each worker's live figures, of those that have been heard of; `part` gives any worker's."""
+        ...
 
     def match(self, keys: Sequence[BlockKey]) -> dict[int, int]:
         """Leading blocks of `keys` per worker, for workers that hold at least one. Changes nothing."""

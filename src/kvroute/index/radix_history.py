@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Final, TypeAlias
 
-from kvroute.blocks.keys import BlockKey
+from kvroute.blocks.keys import BlockKey, BlockKeys
 from kvroute.index.history import HistorySize, Lease, Part
+
+_MOST_MASKS: Final = 1024
+
+_new = object.__new__
 
 
 class _Run:
@@ -51,6 +56,9 @@ class _Hold:
         other.older = self
 
 
+_Found: TypeAlias = tuple[list[_Run], _Run | None, int, int]
+
+
 class _RadixPart(Part):
     __slots__ = ("bit", "free", "is_forgotten", "runs")
 
@@ -75,43 +83,59 @@ class RadixHistory:
     def __init__(self, default_capacity_blocks: int) -> None:
         self._default_capacity = default_capacity_blocks
         self._heads: dict[int, _Run] = {}
-        self._parts: dict[int, _RadixPart] = {}
+        self.parts: dict[int, _RadixPart] = {}
+        self._members: dict[int, tuple[int, ...]] = {}
+        """What is in bitmasks that were seen."""
+        self._walked: Sequence[BlockKey] | None = None
+        self._found: _Found = [], None, 0, 0
+        """What the last match came by, until something changes: the request that asked goes the same way when
+        it is sent."""
 
     def match(self, keys: Sequence[BlockKey]) -> dict[int, int]:
+        whole, beyond, shared, _ = found = self._walk(keys)
+        if type(keys) is BlockKeys:  # of which each key costs a hash, and which cannot change
+            self._walked, self._found = keys, found
         held: dict[int, int] = {}
-        heads = self._heads
-        end, pos, alive = len(keys), 0, -1
-        while pos < end:
-            run = heads.get(keys[pos])
-            if run is None:
-                break
+        pos, alive = 0, -1
+        for run in whole:
             size = len(run.keys)
-            if pos + size > end or keys[pos + size - 1] != run.last:
-                shared = _shared(run.keys, keys, pos)
-                for worker, hold in run.holds.items():
-                    held[worker] = pos + min(hold.blocks, shared)
-                if pos:
-                    _add(held, alive & ~_mask(run.holds), pos)
-                return held
             if alive != run.full:
-                for worker, hold in run.holds.items():
-                    if hold.blocks < size:
-                        held[worker] = pos + hold.blocks
+                if run.full.bit_count() != len(run.holds):
+                    for worker, hold in run.holds.items():
+                        if hold.blocks < size:
+                            held[worker] = pos + hold.blocks
                 if pos:
-                    _add(held, alive & ~_mask(run.holds), pos)
+                    self._add(held, alive & ~_mask(run.holds), pos)
                 alive = run.full
             pos += size
-        if pos:
-            _add(held, alive, pos)
+        if beyond is not None:
+            for worker, hold in beyond.holds.items():
+                blocks = hold.blocks
+                held[worker] = pos + (blocks if blocks < shared else shared)
+            if pos:
+                self._add(held, alive & ~_mask(beyond.holds), pos)
+        elif pos:
+            members = self._members.get(alive)
+            if members is None:
+                self._add(held, alive, pos)
+            else:
+                for worker in members:
+                    held[worker] = pos
         return held
 
     def acquire(self, worker: int, keys: Sequence[BlockKey]) -> Lease:
-        part = self._own_part(worker)
-        end, new_blocks = self._pin(part, keys, None)
-        return _RadixLease(self, part, end, new_blocks)
+        part = self.parts.get(worker)
+        if part is None:
+            part = self._own_part(worker)
+        # As `_RadixLease(...)`: a constructor in Python costs more than its fields.
+        lease = _new(_RadixLease)
+        lease._history = self
+        lease._part = part
+        lease._end, lease.new_blocks = self._pin(part, keys, None)
+        return lease
 
     def part(self, worker: int) -> Part:
-        return self._parts.get(worker) or self._own_part(worker)
+        return self.parts.get(worker) or self._own_part(worker)
 
     def set_capacity(self, worker: int, blocks: int) -> None:
         part = self._own_part(worker)
@@ -119,17 +143,17 @@ class RadixHistory:
         self._trim(part)
 
     def forget(self, worker: int) -> None:
-        part = self._parts.pop(worker, None)
+        part = self.parts.pop(worker, None)
         if part is None:
             return
         part.is_forgotten = True
-        self._parts[worker] = _RadixPart(worker, part.capacity_blocks)
+        self.parts[worker] = _RadixPart(worker, part.capacity_blocks)
         for run in part.runs:
             del run.holds[worker]
             self._shrink(run, part.bit)
 
     def recent(self, worker: int, most_blocks: int) -> list[Sequence[BlockKey]]:
-        part, found = self._parts.get(worker), list[Sequence[BlockKey]]()
+        part, found = self.parts.get(worker), list[Sequence[BlockKey]]()
         if part is None:
             return found
         # A run that goes on is told by what comes behind it.
@@ -153,15 +177,42 @@ class RadixHistory:
         runs = self._heads.values()
         blocks = sum(len(run.keys) for run in runs)
         holds = sum(len(run.holds) for run in runs)
-        tracked = sum(part.blocks for part in self._parts.values())
+        tracked = sum(part.blocks for part in self.parts.values())
         # Seen with sys.getsizeof: 8 a key; a run with its array and dict about 550; a hold about 150.
         return HistorySize(blocks, tracked, 8 * blocks + 550 * len(self._heads) + 150 * holds)
 
     def _own_part(self, worker: int) -> _RadixPart:
-        part = self._parts.get(worker)
+        part = self.parts.get(worker)
         if part is None:
-            part = self._parts[worker] = _RadixPart(worker, self._default_capacity)
+            part = self.parts[worker] = _RadixPart(worker, self._default_capacity)
         return part
+
+    def _walk(self, keys: Sequence[BlockKey]) -> _Found:
+        """The runs that `keys` begin with, each in full; one that they share the first so many keys with; how
+        many keys there are."""
+        heads = self._heads
+        whole: list[_Run] = []
+        end, pos = len(keys), 0
+        while pos < end:
+            run = heads.get(keys[pos])
+            if run is None:
+                break
+            behind = pos + len(run.keys)
+            if behind > end or keys[behind - 1] != run.last:
+                return whole, run, _shared(run.keys, keys, pos), end
+            whole.append(run)
+            pos = behind
+        return whole, None, 0, end
+
+    def _add(self, held: dict[int, int], workers: int, blocks: int) -> None:
+        """Put `blocks` for every worker in the bitmask."""
+        members = self._members.get(workers)
+        if members is None:
+            if len(self._members) >= _MOST_MASKS:
+                self._members.clear()
+            members = self._members[workers] = tuple(_members(workers))
+        for worker in members:
+            held[worker] = blocks
 
     def _pin(
         self, part: _RadixPart, keys: Sequence[BlockKey], leased: _Run | None
@@ -170,17 +221,18 @@ class RadixHistory:
 
         `leased` is where the lease being extended ends, whose pin is about to go.
         """
-        heads, worker, bit = self._heads, part.worker, part.bit
-        end, pos, new_blocks = len(keys), 0, 0
+        if keys is self._walked:
+            whole, beyond, shared, end = self._found
+        else:
+            whole, beyond, shared, end = self._walk(keys)
+        self._walked = None
+        worker, bit = part.worker, part.bit
+        pos = new_blocks = 0
         last: _Run | None = None
-        while pos < end:
-            run = heads.get(keys[pos])
-            if run is None:
-                break
+        if beyond is not None:
+            whole.append(self._split(beyond, shared))
+        for run in whole:
             size = len(run.keys)
-            if pos + size > end or keys[pos + size - 1] != run.last:
-                size = _shared(run.keys, keys, pos)
-                run = self._split(run, size)
             hold = run.holds.get(worker)
             if hold is None:
                 hold = self._hold(part, run)
@@ -208,7 +260,7 @@ class RadixHistory:
             else:
                 if last:
                     last.children += 1
-                last = heads[fresh[0]] = _Run(fresh, last)
+                last = self._heads[fresh[0]] = _Run(fresh, last)
                 last.full = bit
                 hold = self._hold(part, last)
                 hold.blocks = added
@@ -217,7 +269,8 @@ class RadixHistory:
             part.active_blocks += added
         if new_blocks:
             part.blocks += new_blocks
-            self._trim(part)
+            if part.blocks > part.capacity_blocks:
+                self._trim(part)
         return last, new_blocks
 
     def _unpin(self, part: _RadixPart, run: _Run | None) -> None:
@@ -231,7 +284,8 @@ class RadixHistory:
                 part.active_blocks -= hold.blocks
                 hold.link_before(queue)
             run = run.parent
-        self._trim(part)
+        if part.blocks > part.capacity_blocks:
+            self._trim(part)
 
     def _hold(self, part: _RadixPart, run: _Run) -> _Hold:
         hold = run.holds[part.worker] = _Hold()
@@ -248,7 +302,7 @@ class RadixHistory:
         self._heads[head.keys[0]] = head
         self._heads[run.keys[0]] = run
         for worker, hold in list(run.holds.items()):
-            part = self._parts[worker]
+            part = self.parts[worker]
             if hold.blocks <= size:
                 del run.holds[worker]
                 part.runs.remove(run)
@@ -286,6 +340,7 @@ class RadixHistory:
     def _shrink(self, run: _Run, bit: int) -> None:
         """Drop what of `run` no worker holds any more, after the hold behind `bit` went or became shorter."""
         run.full &= ~bit
+        self._walked = None
         if run.full:
             return
         if not run.holds:
@@ -302,11 +357,10 @@ class RadixHistory:
 class _RadixLease:
     __slots__ = ("_end", "_history", "_part", "new_blocks")
 
-    def __init__(self, history: RadixHistory, part: _RadixPart, end: _Run | None, new_blocks: int) -> None:
-        self._history = history
-        self._part: _RadixPart | None = part
-        self._end = end
-        self.new_blocks = new_blocks
+    _history: RadixHistory
+    _part: _RadixPart | None
+    _end: _Run | None
+    new_blocks: int
 
     def extend(self, keys: Sequence[BlockKey]) -> None:
         part, before = self._part, self._end
@@ -352,9 +406,9 @@ def _mask(holds: dict[int, _Hold]) -> int:
     return mask
 
 
-def _add(held: dict[int, int], workers: int, blocks: int) -> None:
-    """Put `blocks` for every worker in the bitmask."""
+def _members(workers: int) -> Iterator[int]:
+    """The numbers in a bitmask."""
     while workers:
         lowest = workers & -workers
-        held[lowest.bit_length() - 1] = blocks
+        yield lowest.bit_length() - 1
         workers ^= lowest

@@ -44,7 +44,7 @@ class TrieHistory:
     def __init__(self, default_capacity_blocks: int) -> None:
         self._default_capacity = default_capacity_blocks
         self._trie: pygtrie.Trie[tuple[BlockKey, ...], _Block, BlockKey] = pygtrie.Trie()
-        self._parts: dict[int, _TriePart] = {}
+        self.parts: dict[int, _TriePart] = {}
 
     def match(self, keys: Sequence[BlockKey]) -> dict[int, int]:
         held: dict[int, int] = {}
@@ -79,11 +79,11 @@ class TrieHistory:
         self._trim(part)
 
     def forget(self, worker: int) -> None:
-        part = self._parts.pop(worker, None)
+        part = self.parts.pop(worker, None)
         if part is None:
             return
         part.is_forgotten = True
-        self._parts[worker] = _TriePart(worker, part.capacity_blocks)
+        self.parts[worker] = _TriePart(worker, part.capacity_blocks)
         self._drop(worker, part.all)
 
     def recent(self, worker: int, most_blocks: int) -> list[Sequence[BlockKey]]:
@@ -101,14 +101,14 @@ class TrieHistory:
 
     def size(self) -> HistorySize:
         blocks = len(self._trie)
-        tracked = sum(part.blocks for part in self._parts.values())
+        tracked = sum(part.blocks for part in self.parts.values())
         # Seen with sys.getsizeof: trie node, child table, block, holders' dict and queue entry.
         return HistorySize(blocks, tracked, 550 * blocks + 200 * tracked)
 
     def _own_part(self, worker: int) -> _TriePart:
-        part = self._parts.get(worker)
+        part = self.parts.get(worker)
         if part is None:
-            part = self._parts[worker] = _TriePart(worker, self._default_capacity)
+            part = self.parts[worker] = _TriePart(worker, self._default_capacity)
         return part
 
     def _pin(self, part: _TriePart, keys: Sequence[BlockKey]) -> tuple[list[_Block], int]:
