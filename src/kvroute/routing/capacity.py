@@ -26,15 +26,17 @@ class PartSizes:
     def sending(self, worker: Worker, query: RouteQuery) -> None:
         """A prompt is about to go to the worker: weigh its blocks' tokens by their number."""
         index = worker.index
-        for prompt in query.prompts:
+        for keys, _, block_tokens in query.prompts:
             known = self._block_tokens.get(index)
             if known is None:
-                self._block_tokens[index] = prompt.block_tokens
+                self._block_tokens[index] = block_tokens
                 self.resize(worker)
-            elif abs(prompt.block_tokens - known) > _TOLERANCE * known:
-                keys = len(prompt.keys)
-                weight = max(_LEAST_WEIGHT, keys / (keys + self._history.part(index).blocks + 1))
-                self._block_tokens[index] = known + weight * (prompt.block_tokens - known)
+                continue
+            change, bearable = block_tokens - known, _TOLERANCE * known
+            if change > bearable or -change > bearable:
+                blocks = len(keys)
+                weight = max(_LEAST_WEIGHT, blocks / (blocks + self._history.part(index).blocks + 1))
+                self._block_tokens[index] = known + weight * change
                 self.resize(worker)
 
     def forget(self, worker: Worker) -> None:

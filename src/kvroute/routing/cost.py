@@ -7,19 +7,20 @@ history, changes nothing.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import repeat
-from operator import attrgetter
+from math import inf
 from typing import NamedTuple
 
 from xxhash import xxh3_64_intdigest
 
-from kvroute.fleet.load import WorkerLoad
+from kvroute.blocks.keys import PromptKeys
+from kvroute.fleet.load import WorkerLoad, survey
 from kvroute.fleet.worker import Worker
 from kvroute.index.history import RouteHistory
 from kvroute.options import Options, option
 from kvroute.routing.caches import Held
-from kvroute.routing.decision import Candidate, CostTerms, RouteQuery
-from kvroute.routing.learning import Fit, Learned
+from kvroute.routing.decision import RouteQuery, Row
+from kvroute.routing.learning import Fit, Learned, Lessons
+from kvroute.routing.ranking import Ranking
 
 RESIDENCE_S = 5.0
 """How long a request is taken to hold its memory on a worker that has not finished one yet."""
@@ -180,6 +181,23 @@ class Pressure(NamedTuple):
     """Each worker's own utilisation, in order."""
 
 
+_new = object.__new__
+
+
+class _Settled:
+    """One model's costs as of the last fit, and their figures as a plain tuple, which unpacks in a third of
+    the instructions that a named one takes."""
+
+    __slots__ = ("capacity_blocks", "costs", "figures", "fit", "free_blocks")
+
+    def __init__(self, costs: Costs, fit: Fit | None) -> None:
+        self.costs = costs
+        self.figures = tuple(costs)
+        self.fit = fit
+        self.capacity_blocks = self.free_blocks = -1
+        """What running requests may fill, in whole blocks, of a part of this size: the last that was seen."""
+
+
 class CostModel:
     """Ranks workers by cost. Stateless but for the history it reads and what it remembers of fits; one for
     all models and strategies."""
@@ -194,38 +212,34 @@ class CostModel:
         self._history = history
         self._default = Costs.of(default or CostOptions())
         self._models = {model: Costs.of(options) for model, options in (models or {}).items()}
-        self._learned = learned
-        self._derived: dict[str, tuple[Fit, Costs]] = {}
-        """What `costs` made of each model's last fit."""
+        self._lessons: Mapping[str, Lessons] = {} if learned is None else learned.lessons
+        self._settled: dict[str, _Settled] = {}
 
     def configured(self, model: str) -> Costs:
         return self._models.get(model, self._default)
 
     def costs(self, model: str) -> Costs:
         """As configured; what first tokens have taught takes the place of the times, where there is any."""
-        costs = self._models.get(model, self._default)
-        if self._learned is None or (fit := self._learned.fit(model)) is None:
-            return costs
-        derived = self._derived.get(model)
-        if derived is None or derived[0] is not fit:
-            share = costs.active_token_s / costs.token_s
-            learned = costs._replace(
-                token_s=fit.token_s,
-                context_token_s=fit.context_token_s,
-                iteration_s=fit.iteration_s,
-                active_token_s=share * fit.token_s,
-            )
-            derived = self._derived[model] = fit, learned
-        return derived[1]
+        lessons = self._lessons.get(model)
+        return self._settle(model, None if lessons is None else lessons.prefills.fit).costs
+
+    def _settle(self, model: str, fit: Fit | None) -> _Settled:
+        settled = self._settled.get(model)
+        if settled is None or settled.fit is not fit:
+            costs = self.configured(model)
+            if fit is not None:
+                share = costs.active_token_s / costs.token_s
+                costs = costs._replace(
+                    token_s=fit.token_s,
+                    context_token_s=fit.context_token_s,
+                    iteration_s=fit.iteration_s,
+                    active_token_s=share * fit.token_s,
+                )
+            settled = self._settled[model] = _Settled(costs, fit)
+        return settled
 
     def pressure(self, queues: Sequence[WorkerLoad], now: float) -> Pressure:
-        busy: list[float] = []
-        seconds = requests = 0.0
-        for queue in queues:
-            own_s, arrivals = queue.recent(now)
-            busy.append(own_s)
-            seconds += own_s
-            requests += arrivals
+        _, busy, seconds, requests = survey(queues, now)
         return Pressure(seconds / len(busy), seconds / requests if requests else 0.0, busy)
 
     def rank(
@@ -235,17 +249,27 @@ class CostModel:
         matched_tokens: Sequence[int] | None = None,
         loads: Sequence[TierLoad] | None = None,
         held_where: Sequence[Held] | None = None,
-    ) -> list[Candidate]:
+        queues: Sequence[WorkerLoad] | None = None,
+    ) -> Ranking:
         """Every worker, cheapest first; ties by active tokens, then by prefill done lately, then by a hash
         of prompt and worker.
 
         `matched_tokens` says per worker how much of the prompt need not be computed there, `loads` what
         fetching that from slower tiers takes, `held_where` goes into the candidates as it is. A worker may
-        come several times, as its ranks. About 2 us a worker.
+        come several times, as its ranks. `queues` may bring the workers' loads, where they are at hand
+        (`FleetView.loads`).
+
+        The plain formula stands in docs/routing.md under "Cost", and worker by worker in
+        tests/routing/test_cost_formula.py, with which this agrees to the last bit. Here it is one loop over
+        floats, because it runs for every worker and request: what several workers have in common is
+        computed once, a term that is zero not at all, and objects are left to `Ranking`.
         """
-        now, tokens = query.now, query.tokens
-        costs = self.costs(query.model)
-        # Names instead of a named tuple's fields: those cost 15 to 30 ns each time.
+        now, tokens, prompts, model = query.now, query.tokens, query.prompts, query.model
+        lessons = self._lessons.get(model)
+        fit = None if lessons is None else lessons.prefills.fit
+        settled = self._settled.get(model)
+        if settled is None or settled.fit is not fit:
+            settled = self._settle(model, fit)
         (
             token_s,
             context_token_s,
@@ -258,123 +282,139 @@ class CostModel:
             balance,
             tie_share,
             tie_s,
-        ) = costs
+        ) = settled.figures
         if held_where:
             queues = [worker.load_of(held.rank) for worker, held in zip(workers, held_where, strict=True)]
-        else:
+        elif queues is None:
             queues = [worker.load for worker in workers]
-        utilisation, mean_own_s, busy = self.pressure(queues, now)
+        waits, busy, seconds, requests = survey(queues, now)
+        utilisation = seconds / len(busy)
         rho = utilisation if utilisation < MAX_UTILISATION else MAX_UTILISATION
-        delay_factor = 0.5 * rho / (1 - rho) / mean_own_s if rho else 0.0
-        prompts = len(query.prompts) or 1
-        block_tokens = _block_tokens(query)
-        part_of, new = self._history.part, tuple.__new__
-        speeds = self._learned.speeds(query.model) if self._learned is not None else None
-        ranking: list[Candidate] = []
-        for worker, load, busy_s, held, (ready_s, transfer_s), where in zip(
-            workers,
-            queues,
-            busy,
-            matched_tokens or repeat(0),
-            loads or repeat(_NO_LOAD),
-            held_where or repeat(None),
-            strict=False,
-        ):
-            miss = tokens - held
-            # As `Costs.prefill_s`, without its call.
-            chunks = -(-miss // max_batched_tokens)
-            context = (held + miss / 2) / prompts
-            prefill_s = miss * (token_s + context_token_s * context) + iteration_s * (
-                chunks if chunks > 1 else 1
-            )
-            if speeds is not None:
-                prefill_s *= speeds.of(worker.index)
-            wait_s = load.wait(now)
-            own_s = prefill_s + transfer_s
-            delay = delay_factor * (wait_s + own_s)
-            marginal_s = (delay if delay < lambda_cap else lambda_cap) * own_s
-            excess = busy_s - utilisation
-            if excess > 0.0:
-                marginal_s += balance * excess * own_s
-            memory_s = eviction_s = 0.0
-            if block_tokens:
-                part = part_of(worker.index)
-                new_blocks = int(miss / block_tokens)
+        delay_factor = 0.5 * rho / (1 - rho) / (seconds / requests) if rho and requests else 0.0
+        is_busy, listed = utilisation > 0.0, len(prompts)
+        block_tokens = prompts[0].block_tokens if listed == 1 else _block_tokens(prompts)
+        has_blocks, parts = block_tokens > 0.0, self._history.parts
+        matched = matched_tokens or None
+        tiers = loads or None
+        factors = None if lessons is None else lessons.speeds.factors or None
+        rows: list[Row] = []
+        ready_s = transfer_s = 0.0
+        held, known_held, most, first = 0, -1, 0, 0
+        most_blocks = int(tokens / block_tokens) if has_blocks else 0
+        known_capacity, free_blocks = settled.capacity_blocks, settled.free_blocks
+        best = second = inf
+        for worker in workers:
+            place = len(rows)
+            load, wait_s = queues[place], waits[place]
+            if matched is not None:
+                held = matched[place]
+            if held != known_held:  # else as for the worker before
+                known_held, miss = held, tokens - held
+                # As `Costs.prefill_s`, without its call, and without dividing by one.
+                context = held + miss / 2 if listed < 2 else (held + miss / 2) / listed
+                mean_s = miss * (token_s + context_token_s * context)
+                mean_s += (
+                    iteration_s
+                    if miss <= max_batched_tokens
+                    else iteration_s * -(-miss // max_batched_tokens)
+                )
+                if held > most:
+                    most = held
+            own_s = prefill_s = mean_s if factors is None else mean_s * factors.get(worker.index, 1.0)
+            if tiers is not None:
+                ready_s, transfer_s = tiers[place]
+                own_s = prefill_s + transfer_s
+            score = (wait_s if wait_s > ready_s else ready_s) + prefill_s
+            memory_s = eviction_s = marginal_s = decode_s = ramp_s = 0.0
+            if has_blocks:
+                try:
+                    part = parts[worker.index]
+                except KeyError:
+                    part = self._history.part(worker.index)
                 capacity = part.capacity_blocks
-                if part.blocks + new_blocks > capacity:
+                if capacity != known_capacity:
+                    known_capacity, free_blocks = capacity, int(memory_limit * capacity)
+                    settled.capacity_blocks, settled.free_blocks = known_capacity, free_blocks
+                # Most requests fit wherever they go, even if nothing of them is held.
+                needed = part.active_blocks + load.in_flight
+                if needed + most_blocks > free_blocks or part.blocks + most_blocks > capacity:
+                    new_blocks = int(miss / block_tokens)
+                    over = needed + new_blocks - memory_limit * capacity
+                    if over > 0:
+                        residence_s = load.residence_s
+                        memory_s = (RESIDENCE_S if residence_s is None else residence_s) * over / capacity
+                        score += memory_s
                     evicted = part.evicted_by(new_blocks)
-                    eviction_s = eviction_weight * evicted * block_tokens * token_s
-                over = part.active_blocks + new_blocks + load.in_flight - memory_limit * capacity
-                if over > 0:
-                    residence_s = load.residence_s
-                    memory_s = (RESIDENCE_S if residence_s is None else residence_s) * over / capacity
-            decode_s = active_token_s * load.active_tokens
-            score = (
-                (wait_s if wait_s > ready_s else ready_s)
-                + prefill_s
-                + memory_s
-                + eviction_s
-                + marginal_s
-                + decode_s
-            )
-            ramp_s = 0.0
+                    if evicted:
+                        eviction_s = eviction_weight * evicted * block_tokens * token_s
+                        score += eviction_s
+            if is_busy:
+                delay = delay_factor * (wait_s + own_s)
+                marginal_s = (delay if delay < lambda_cap else lambda_cap) * own_s
+                excess = busy[place] - utilisation
+                if excess > 0.0:
+                    marginal_s += balance * excess * own_s
+                score += marginal_s
+            if load.in_flight:
+                decode_s = active_token_s * load.active_tokens
+                score += decode_s
             if worker.ramp < 1.0:
                 ramp_s = score / worker.ramp_at(now) - score
                 score += ramp_s
-            # As `CostTerms(...)`, without its Python-level constructor: half a microsecond a worker.
-            terms = new(
-                CostTerms, (wait_s, ready_s, prefill_s, memory_s, eviction_s, marginal_s, decode_s, ramp_s)
+            rows.append(
+                (score, wait_s, ready_s, prefill_s, memory_s, eviction_s, marginal_s, decode_s, ramp_s)
             )
-            ranking.append(new(Candidate, (worker, score, held, prefill_s, terms, where)))
-        ranking.sort(key=_score)
-        best = ranking[0].score
+            if score < best:
+                second, best, first = best, score, place
+            elif score < second:
+                second = score
         limit = best + best * tie_share + tie_s
-        if len(ranking) > 1 and ranking[1].score <= limit:
-            _break_tie(ranking, limit, query.fingerprint, dict(zip(queues, busy, strict=True)))
+        if second <= limit:
+            first = _tie_winner(workers, rows, limit, query.fingerprint, queues, busy)
+        # As `Ranking(...)`: a constructor in Python costs more than its fields.
+        ranking = _new(Ranking)
+        ranking.most_matched = most
+        ranking._workers, ranking._rows = workers, rows
+        ranking._cheapest = ranking._first = first
+        ranking._matched, ranking._where = matched, held_where or None
+        ranking._made_first = ranking._all = None
         return ranking
 
 
-_NO_LOAD = TierLoad()
-
-
-_score = attrgetter("score")
-
-
-def bring_forward(ranking: list[Candidate], chosen: Worker) -> None:
-    """Put the candidate of `chosen` first, leaving the others in their order."""
-    for place, candidate in enumerate(ranking):
-        if candidate.worker is chosen:
-            ranking.insert(0, ranking.pop(place))
-            return
-
-
-def _block_tokens(query: RouteQuery) -> float:
-    """Tokens in one block of the query's prompts, on average; 0 when it has none."""
-    if len(query.prompts) == 1:
-        return query.prompts[0].block_tokens
-    blocks = sum(len(prompt.keys) for prompt in query.prompts)
+def _block_tokens(prompts: Sequence[PromptKeys]) -> float:
+    """Tokens in one block of the prompts, on average; 0 when there are none."""
+    blocks = sum(len(prompt.keys) for prompt in prompts)
     if not blocks:
-        return query.prompts[0].block_tokens if query.prompts else 0.0
-    return sum(len(prompt.keys) * prompt.block_tokens for prompt in query.prompts) / blocks
+        return prompts[0].block_tokens if prompts else 0.0
+    return sum(len(prompt.keys) * prompt.block_tokens for prompt in prompts) / blocks
 
 
-def _break_tie(
-    ranking: list[Candidate], limit: float, fingerprint: int, busy: Mapping[WorkerLoad, float]
-) -> None:
-    """Bring the candidate to the front that wins among those up to `limit`, which come first."""
-    winner, least = 0, (0, 0.0)
-    for place, candidate in enumerate(ranking):
-        if candidate.score > limit:
-            break
-        load = candidate.worker.load if candidate.held is None else candidate.queue
-        figures = (load.active_tokens, busy[load])
-        if not place or figures < least:
-            winner, least = place, figures
-        elif figures == least and _lot(candidate, fingerprint) < _lot(ranking[winner], fingerprint):
-            winner = place
-    if winner:
-        ranking.insert(0, ranking.pop(winner))
+def _tie_winner(
+    workers: Sequence[Worker],
+    rows: Sequence[Row],
+    limit: float,
+    fingerprint: int,
+    queues: Sequence[WorkerLoad],
+    busy: Sequence[float],
+) -> int:
+    """The place that wins among those whose scores are at most `limit`; if all else is even, the least
+    score, then the first."""
+    winner, active, done, score = -1, 0, 0.0, 0.0
+    lot: int | None = None
+    for place, row in enumerate(rows):
+        if row[0] > limit:
+            continue
+        its_active, its_done = queues[place].active_tokens, busy[place]
+        if winner < 0 or its_active < active or (its_active == active and its_done < done):
+            winner, active, done, score, lot = place, its_active, its_done, row[0], None
+        elif its_active == active and its_done == done:
+            if lot is None:
+                lot = _lot(workers[winner], fingerprint)
+            its_lot = _lot(workers[place], fingerprint)
+            if its_lot < lot or (its_lot == lot and row[0] < score):
+                winner, score, lot = place, row[0], its_lot
+    return winner
 
 
-def _lot(candidate: Candidate, fingerprint: int) -> int:
-    return xxh3_64_intdigest(candidate.worker.id.encode(), fingerprint)
+def _lot(worker: Worker, fingerprint: int) -> int:
+    return xxh3_64_intdigest(worker.spec.id.encode(), fingerprint)

@@ -56,27 +56,48 @@ class PrefillFit:
         self._prefills = 0
         self._least = float("inf")
         self._most = 0.0
-        self._products = [[0.0] * 3 for _ in range(3)]
-        self._targets = [0.0] * 3
+        self._products = (0.0,) * 9
+        """Decayed sums of each column times each, row by row."""
+        self._targets = (0.0,) * 3
         # Decayed sums for the variance that is explained: 1, x, y, xx, xy, yy.
-        self._moments = [0.0] * 6
+        self._moments = (0.0,) * 6
 
     def saw(self, miss: int, context: float, chunks: int, took_s: float, estimated_s: float) -> None:
         """A prefill of `miss` tokens, with `context` tokens before each on average, took `took_s`."""
-        row = (miss / _SCALES[0], miss * context / _SCALES[1], chunks / _SCALES[2])
-        weight = 1.0 / max(estimated_s, 1e-3)
-        for i in range(3):
-            products = self._products[i]
-            for j in range(3):
-                products[j] = MEMORY * products[j] + weight * row[i] * row[j]
-            self._targets[i] = MEMORY * self._targets[i] + weight * row[i] * took_s
-        x, y = row[0], took_s
-        for place, value in enumerate((1.0, x, y, x * x, x * y, y * y)):
-            self._moments[place] = MEMORY * self._moments[place] + value
+        # Spelled out: loops over three columns cost more than the arithmetic in them, and this runs for every
+        # streamed request that finds its worker idle.
+        x, y, z = miss / _SCALES[0], miss * context / _SCALES[1], chunks / _SCALES[2]
+        weight = 1.0 / (estimated_s if estimated_s > 1e-3 else 1e-3)
+        wx, wy, wz = weight * x, weight * y, weight * z
+        xx, xy, xz, yx, yy, yz, zx, zy, zz = self._products
+        self._products = (
+            MEMORY * xx + wx * x,
+            MEMORY * xy + wx * y,
+            MEMORY * xz + wx * z,
+            MEMORY * yx + wy * x,
+            MEMORY * yy + wy * y,
+            MEMORY * yz + wy * z,
+            MEMORY * zx + wz * x,
+            MEMORY * zy + wz * y,
+            MEMORY * zz + wz * z,
+        )
+        tx, ty, tz = self._targets
+        self._targets = MEMORY * tx + wx * took_s, MEMORY * ty + wy * took_s, MEMORY * tz + wz * took_s
+        n, sx, st, sxx, sxt, stt = self._moments
+        self._moments = (
+            MEMORY * n + 1.0,
+            MEMORY * sx + x,
+            MEMORY * st + took_s,
+            MEMORY * sxx + x * x,
+            MEMORY * sxt + x * took_s,
+            MEMORY * stt + took_s * took_s,
+        )
         self._prefills += 1
-        self._least = min(self._least, max(1, miss))
-        self._most = max(self._most, miss)
-        if self._prefills >= LEAST_PREFILLS and self._prefills % REFIT_EVERY == 0:
+        if miss < self._least:
+            self._least = miss if miss > 1 else 1
+        if miss > self._most:
+            self._most = miss
+        if self._prefills % REFIT_EVERY == 0 and self._prefills >= LEAST_PREFILLS:
             self.fit = self._refit()
 
     @property
@@ -102,7 +123,7 @@ class PrefillFit:
         """Per column, none below zero; columns that would be, or that repeat others, are left out."""
         while used:
             values = _solve(
-                [[self._products[i][j] for j in used] for i in used], [self._targets[i] for i in used]
+                [[self._products[3 * i + j] for j in used] for i in used], [self._targets[i] for i in used]
             )
             if values is None:
                 used = used[:-1]
@@ -121,7 +142,8 @@ class Speeds:
         self._prefills: dict[int, int] = {}
         self._took: dict[int, float] = {}
         self._estimated: dict[int, float] = {}
-        self._factors: dict[int, float] = {}
+        self.factors: dict[int, float] = {}
+        """Of the workers that are known: above 1 for a slow one."""
 
     def saw(self, worker: int, miss: int, took_s: float, estimated_s: float) -> None:
         """`estimated_s` is for a worker of the fleet's mean speed."""
@@ -140,39 +162,49 @@ class Speeds:
         mean = sum(ratios.values()) / len(ratios)
         low, high = SPEED_LIMITS
         # Half the way from the fleet's mean: what a worker just happened to do is not believed in full.
-        self._factors = {
+        self.factors = {
             index: 0.5 + 0.5 * min(high, max(low, ratio / mean)) for index, ratio in ratios.items()
         }
 
     def of(self, worker: int) -> float:
         """Above 1 for a slow worker; 1 while nothing is known."""
-        return self._factors.get(worker, 1.0)
+        return self.factors.get(worker, 1.0)
 
     def forget(self, worker: int) -> None:
         self._prefills.pop(worker, None)
-        for figures in (self._took, self._estimated, self._factors):
+        for figures in (self._took, self._estimated, self.factors):
             figures.pop(worker, None)
+
+
+class Lessons:
+    """Of one model. Mutable: by `Learned`."""
+
+    __slots__ = ("prefills", "speeds")
+
+    def __init__(self) -> None:
+        self.prefills = PrefillFit()
+        self.speeds = Speeds()
 
 
 class Learned:
     """What first tokens have taught: costs per model, speeds per model and worker."""
 
     def __init__(self) -> None:
-        self._fits: dict[str, PrefillFit] = {}
-        self._speeds: dict[str, Speeds] = {}
+        self.lessons: dict[str, Lessons] = {}
+        """By model, of those that have been heard of."""
 
     def fit(self, model: str) -> Fit | None:
-        known = self._fits.get(model)
-        return known.fit if known else None
+        known = self.lessons.get(model)
+        return known.prefills.fit if known else None
 
     def speeds(self, model: str) -> Speeds | None:
-        return self._speeds.get(model)
+        known = self.lessons.get(model)
+        return known.speeds if known else None
 
     def saw(
         self,
         model: str,
         worker: int,
-        *,
         miss: int,
         context: float,
         chunks: int,
@@ -180,23 +212,22 @@ class Learned:
         configured_s: float,
     ) -> None:
         """A prefill that stood alone took `took_s`; by the configured costs it should take `configured_s`."""
-        if model not in self._fits:
-            self._fits[model] = PrefillFit()
-            self._speeds[model] = Speeds()
-        known = self._fits[model]
+        known = self.lessons.get(model)
+        if known is None:
+            known = self.lessons[model] = Lessons()
         # Speeds are told by the learned costs only: a worker whose times were mixed with those of wrong
         # ones would look faster than the rest and draw their work.
-        if known.fit is not None:
-            estimated_s = known.fit.prefill_s(miss, context, chunks)
-            self._speeds[model].saw(worker, miss, took_s, estimated_s)
-        known.saw(miss, context, chunks, took_s, configured_s)
-        if known.fit is None:
-            self._speeds[model] = Speeds()
+        fit = known.prefills.fit
+        if fit is not None:
+            known.speeds.saw(worker, miss, took_s, fit.prefill_s(miss, context, chunks))
+        known.prefills.saw(miss, context, chunks, took_s, configured_s)
+        if fit is not None and known.prefills.fit is None:
+            known.speeds = Speeds()
 
     def forget(self, worker: int) -> None:
         """The worker left, or its index stands for another one now."""
-        for speeds in self._speeds.values():
-            speeds.forget(worker)
+        for known in self.lessons.values():
+            known.speeds.forget(worker)
 
 
 def _solve(matrix: list[list[float]], target: list[float]) -> list[float] | None:

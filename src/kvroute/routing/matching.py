@@ -2,29 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from kvroute.fleet.worker import ASSUMED_BLOCK_TOKENS, Worker
 from kvroute.index.history import RouteHistory
 from kvroute.routing.decision import RouteQuery
 
 
-def matched_tokens(history: RouteHistory, query: RouteQuery, workers: Sequence[Worker]) -> list[int]:
+def matched_tokens(
+    history: RouteHistory,
+    query: RouteQuery,
+    workers: Sequence[Worker],
+    places: Mapping[int, int] | None = None,
+) -> list[int]:
     """Tokens of the query's prompts per worker, summed over the prompts, in the order of `workers`.
 
     Per prompt at most all but its last token, which is always computed, in whole blocks of the worker's
     own size. Blocks of unfinished requests count: they are there, or will be before this request runs.
+    `places` says where in `workers` the one of an index is, where that is at hand (`FleetView.places`):
+    then only workers that hold something are looked at.
     """
     totals = [0] * len(workers)
     for keys, length, block_tokens in query.prompts:
         held = history.match(keys)
         if not held:
             continue
-        for place, worker in enumerate(workers):
-            blocks = held.get(worker.index)
-            if blocks:
-                tokens = int(blocks * block_tokens)
+        if places is None:
+            places = {worker.index: place for place, worker in enumerate(workers)}
+        tokens = known = 0
+        for index, blocks in held.items():
+            place = places.get(index)
+            if place is None:
+                continue
+            if blocks != known:  # else as for the worker before
+                known, tokens = blocks, int(blocks * block_tokens)
                 if tokens >= length:
                     tokens = length - 1
-                totals[place] += tokens - tokens % (worker.facts.block_size or ASSUMED_BLOCK_TOKENS)
+            totals[place] += tokens - tokens % (workers[place].facts.block_size or ASSUMED_BLOCK_TOKENS)
     return totals

@@ -47,18 +47,11 @@ class Dispatch:
 
     __slots__ = ("_leases", "_lesson", "_reservations", "followed", "worker")
 
-    def __init__(
-        self,
-        worker: Worker,
-        reservations: list[Reservation],
-        leases: list[Lease],
-        lesson: _Lesson | None = None,
-    ) -> None:
-        self.worker = worker
-        self._reservations = reservations
-        self._leases = leases
-        self._lesson = lesson
-        self.followed: Followed | None = None
+    worker: Worker
+    followed: Followed | None
+    _reservations: Sequence[Reservation]
+    _leases: Sequence[Lease]
+    _lesson: _Lesson | None
 
     def first_token(self, now: float) -> None:
         """The first token of a streamed answer came: the prefill is done. Later calls do nothing."""
@@ -82,6 +75,9 @@ class Dispatch:
             lease.release()
 
 
+_new = object.__new__
+
+
 class _Lesson(NamedTuple):
     """A prefill that had its worker to itself when it was sent: its time says what prefill costs."""
 
@@ -95,15 +91,9 @@ class _Lesson(NamedTuple):
     def learn(self, now: float) -> None:
         query, costs, held = self.query, self.costs, self.held
         miss, prompts = query.tokens - held, len(query.prompts) or 1
-        self.learned.saw(
-            query.model,
-            self.worker,
-            miss=miss,
-            context=(held + miss / 2) / prompts,
-            chunks=max(1, -(-miss // costs.max_batched_tokens)),
-            took_s=now - self.start,
-            configured_s=costs.prefill_s(miss, held, prompts),
-        )
+        context, chunks = (held + miss / 2) / prompts, max(1, -(-miss // costs.max_batched_tokens))
+        configured_s = costs.prefill_s(miss, held, prompts)
+        self.learned.saw(query.model, self.worker, miss, context, chunks, now - self.start, configured_s)
 
 
 class Router:
@@ -161,7 +151,7 @@ class Router:
     def decide(self, query: RouteQuery, view: FleetView, strategy: Strategy | None = None) -> RouteDecision:
         """Rank the view's workers (one at least), by the model's strategy unless another is given."""
         decision = (strategy or self.strategy(query.model)).rank(query, view)
-        if len(decision.ranking) == 1:
+        if len(view.workers) == 1:
             return RouteDecision(decision.strategy, Reason.ONLY_WORKER, decision.ranking)
         return decision
 
@@ -171,15 +161,16 @@ class Router:
         if not workers:
             return None
         ranking = self._costs.rank(query, workers, matched_tokens(self._history, query, workers))
-        return RouteDecision(self.strategy(query.model).name, Reason.RESPONSE_OWNER, tuple(ranking))
+        return RouteDecision(self.strategy(query.model).name, Reason.RESPONSE_OWNER, ranking)
 
     def dispatch(
         self, query: RouteQuery, decision: RouteDecision, candidate: Candidate, now: float
     ) -> Dispatch:
         """Account an attempt on `candidate`, one of the decision's ranking: its prefill joins the worker's
         queue, its blocks count as held and stay pinned until `Dispatch.finish`."""
-        lesson = self._lesson(query, candidate, now) if self._learned is not None else None
-        dispatch = self._account(query, decision, candidate, now, lesson)
+        lesson = self._lesson(query, candidate, now) if query.streamed else None
+        dispatch = self._account(query, decision, candidate, now)
+        dispatch._lesson = lesson
         if self._observer is not None:
             dispatch.followed = self._observer.dispatched(query, decision, candidate)
         return dispatch
@@ -189,7 +180,7 @@ class Router:
     ) -> Dispatch:
         """Account an attempt that another gateway process has made: as `dispatch`, but nothing is learnt
         from it and the observer does not hear of it."""
-        return self._account(query, decision, candidate, now, None)
+        return self._account(query, decision, candidate, now)
 
     def sent_before(self, worker: Worker, keys: Sequence[BlockKey]) -> None:
         """The worker was sent this prompt some time ago, and more recently than what was told before."""
@@ -200,39 +191,39 @@ class Router:
         return self._history.recent(worker.index, most_blocks)
 
     def _account(
-        self,
-        query: RouteQuery,
-        decision: RouteDecision,
-        candidate: Candidate,
-        now: float,
-        lesson: _Lesson | None,
+        self, query: RouteQuery, decision: RouteDecision, candidate: Candidate, now: float
     ) -> Dispatch:
-        worker = candidate.worker
-        held, prefill_s, tokens = candidate.held, candidate.prefill_s, query.tokens
-        reservations = [worker.load.reserve(now, prefill_s=prefill_s, tokens=tokens, streamed=query.streamed)]
+        worker, held, prefill_s = candidate.worker, candidate.held, candidate.prefill_s
+        prompts, tokens, streamed = query.prompts, query.tokens, query.streamed
+        # As `Dispatch(...)`: a constructor in Python costs more than its fields.
+        dispatch = _new(Dispatch)
+        dispatch.worker = worker
+        dispatch.followed = dispatch._lesson = None
+        reservation = worker.load.reserve(now, prefill_s, tokens, streamed)
         if held is not None and held.rank is not None:
-            queue = candidate.queue
-            reservations.append(
-                queue.reserve(now, prefill_s=prefill_s, tokens=tokens, streamed=query.streamed)
-            )
+            also = candidate.queue.reserve(now, prefill_s, tokens, streamed)
+            dispatch._reservations = reservation, also
+        else:
+            dispatch._reservations = (reservation,)
         leases: list[Lease] = []
-        if query.prompts:
+        if prompts:
             self._sizes.sending(worker, query)
-            for prompt in query.prompts:
+            for prompt in prompts:
                 leases.append(self._history.acquire(worker.index, prompt.keys))
         if held is not None and held.slot is not None:
             leases += [self._in_flight.acquire(held.slot, prompt.keys) for prompt in query.exact]
+        dispatch._leases = leases
         strategy = self._strategies.get(decision.strategy)
         if strategy is not None:
             strategy.routed(query, decision, candidate)
-        return Dispatch(worker, reservations, leases, lesson)
+        return dispatch
 
     def _lesson(self, query: RouteQuery, candidate: Candidate, now: float) -> _Lesson | None:
-        """What this attempt may teach: nothing unless its first token will show and is due to it alone."""
+        """What this attempt may teach, once its first token shows: nothing unless that is due to it alone."""
         worker = candidate.worker
-        if self._learned is None or not query.streamed or not query.prompts:
+        if self._learned is None or worker.load.queued or not query.prompts:
             return None
-        if worker.load.queued or candidate.terms.load:
+        if candidate.held is not None and candidate.terms.load:  # no other candidate has slower tiers
             return None
         costs = self._costs.configured(query.model)
         return _Lesson(self._learned, query, worker.index, candidate.matched_tokens, costs, now)

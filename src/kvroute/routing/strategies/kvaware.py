@@ -149,7 +149,7 @@ def _believed(place: CachePlace, rank: int | None, mapped: Tokens, sent: int) ->
     return Held(Tokens(sent), place.slot, rank, mapped=False, why=place.why)
 
 
-def _best_ranks(ranking: list[Candidate]) -> list[Candidate]:
+def _best_ranks(ranking: Sequence[Candidate]) -> Sequence[Candidate]:
     """Each worker once, with its best rank: a second attempt goes to another worker."""
     if len({id(candidate.worker) for candidate in ranking}) == len(ranking):
         return ranking

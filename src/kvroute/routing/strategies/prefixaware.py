@@ -48,17 +48,18 @@ class PrefixAware:
     def rank(self, query: RouteQuery, view: FleetView) -> RouteDecision:
         workers = view.workers
         if not query.prompts:
-            return RouteDecision(self.name, Reason.NO_PROMPT, tuple(self._costs.rank(query, workers)))
-        matched = matched_tokens(self._history, query, workers)
-        ranking = self._costs.rank(query, workers, matched)
-        most = max(matched)
+            ranking = self._costs.rank(query, workers, queues=view.loads)
+            return RouteDecision(self.name, Reason.NO_PROMPT, ranking)
+        matched = matched_tokens(self._history, query, workers, view.places)
+        ranking = self._costs.rank(query, workers, matched, None, None, view.loads)
+        most = ranking.most_matched
         if not most:
             reason = _MISS
         elif ranking[0].matched_tokens == most:
             reason = _HIT
         else:
             reason = _SPILL
-        return tuple.__new__(RouteDecision, (_NAME, reason, tuple(ranking)))
+        return tuple.__new__(RouteDecision, (_NAME, reason, ranking))
 
     def routed(self, query: RouteQuery, decision: RouteDecision, candidate: Candidate) -> None:
         """Nothing: the router's lease has recorded the prompt."""

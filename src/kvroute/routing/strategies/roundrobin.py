@@ -7,7 +7,7 @@ from typing import ClassVar
 from kvroute.fleet.worker import FleetView, WorkerId
 from kvroute.index.history import RouteHistory
 from kvroute.options import Options
-from kvroute.routing.cost import CostModel, bring_forward
+from kvroute.routing.cost import CostModel
 from kvroute.routing.decision import Candidate, Needs, Reason, RouteDecision, RouteQuery
 
 
@@ -41,11 +41,11 @@ class RoundRobin:
         self._turns: dict[str, _Turns] = {}
 
     def rank(self, query: RouteQuery, view: FleetView) -> RouteDecision:
-        ranking = self._costs.rank(query, view.workers)
+        ranking = self._costs.rank(query, view.workers, queues=view.loads)
         turns = self._turns.get(view.model) or _Turns()
         chosen = min(view.workers, key=lambda worker: turns.start(worker.id))
-        bring_forward(ranking, chosen)
-        return RouteDecision(self.name, Reason.ROUND_ROBIN, tuple(ranking))
+        ranking.put_first(chosen)
+        return RouteDecision(self.name, Reason.ROUND_ROBIN, ranking)
 
     def routed(self, query: RouteQuery, decision: RouteDecision, candidate: Candidate) -> None:
         turns = self._turns.get(query.model)

@@ -13,7 +13,7 @@ from xxhash import xxh3_64_intdigest
 from kvroute.fleet.worker import FleetView, WorkerId
 from kvroute.index.history import RouteHistory
 from kvroute.options import Options, option
-from kvroute.routing.cost import CostModel, bring_forward
+from kvroute.routing.cost import CostModel
 from kvroute.routing.decision import Candidate, Needs, Reason, RouteDecision, RouteQuery
 
 
@@ -114,9 +114,9 @@ class Session:
         self._seats: OrderedDict[tuple[str, int], _Seat] = OrderedDict()
 
     def rank(self, query: RouteQuery, view: FleetView) -> RouteDecision:
-        ranking = self._costs.rank(query, view.workers)
+        ranking = self._costs.rank(query, view.workers, queues=view.loads)
         if query.session_key is None:
-            return RouteDecision(self.name, Reason.NO_SESSION_KEY, tuple(ranking))
+            return RouteDecision(self.name, Reason.NO_SESSION_KEY, ranking)
         place = _place(query.session_key)
         ring = self._ring(view)
         workers = {worker.id: worker for worker in view.workers}
@@ -129,8 +129,8 @@ class Session:
         if workers[wanted].load.in_flight >= bound:
             reason = Reason.SESSION_SPILL
             chosen = next(id_ for id_ in ring.walk(place) if workers[id_].load.in_flight < bound)
-        bring_forward(ranking, workers[chosen])
-        return RouteDecision(self.name, reason, tuple(ranking))
+        ranking.put_first(workers[chosen])
+        return RouteDecision(self.name, reason, ranking)
 
     def routed(self, query: RouteQuery, decision: RouteDecision, candidate: Candidate) -> None:
         if query.session_key is None or candidate is not decision.ranking[0]:

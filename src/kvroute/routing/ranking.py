@@ -1,0 +1,103 @@
+"""All workers in the order of their cost, as arithmetic that becomes candidates when somebody asks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import overload
+
+from kvroute.fleet.worker import Worker
+from kvroute.routing.caches import Held
+from kvroute.routing.decision import Candidate, Row
+
+_new = object.__new__
+
+
+class Ranking(Sequence[Candidate]):
+    """Candidates, best first; from the second on by cost.
+
+    What is asked of every worker is done once a request, so it is done in as few objects as possible: a row
+    of floats each. The first candidate is made when it is asked for, and the others, with their order, when
+    one of them is: for a retry or for explain. A candidate is the same object each time.
+
+    Made by `CostModel.rank`. Mutable: `put_first`, by the strategy that ranks.
+    """
+
+    __slots__ = (
+        "_all",
+        "_cheapest",
+        "_first",
+        "_made_first",
+        "_matched",
+        "_rows",
+        "_where",
+        "_workers",
+        "most_matched",
+    )
+
+    most_matched: int
+    """The most that any worker holds of the prompt, in tokens."""
+    _workers: Sequence[Worker]
+    _rows: Sequence[Row]
+    """By worker, as `_matched` and `_where`; none of them changes any more."""
+    _matched: Sequence[int] | None
+    _where: Sequence[Held] | None
+    _cheapest: int
+    """Place in `_workers` of the one to go to by cost alone."""
+    _first: int
+    _made_first: Candidate | None
+    _all: list[Candidate] | None
+
+    def put_first(self, worker: Worker) -> None:
+        """Put `worker` first, leaving the others in their order."""
+        self._first = self._workers.index(worker)
+        self._made_first = self._all = None
+
+    @overload
+    def __getitem__(self, place: int) -> Candidate: ...
+    @overload
+    def __getitem__(self, place: slice) -> Sequence[Candidate]: ...
+    def __getitem__(self, place: int | slice) -> Candidate | Sequence[Candidate]:
+        if place == 0:
+            first = self._made_first
+            if first is None:
+                first = self._made_first = self._candidate(self._first)
+            return first
+        return self._in_full()[place]
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __iter__(self) -> Iterator[Candidate]:
+        return iter(self._in_full())
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Sequence):
+            return NotImplemented
+        return list(self) == list(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"Ranking({self._in_full()!r})"
+
+    def _in_full(self) -> list[Candidate]:
+        if self._all is None:
+            rows = self._rows
+            order = sorted(range(len(rows)), key=lambda place: rows[place][0])
+            for leader in (self._cheapest, self._first):
+                order.remove(leader)
+                order.insert(0, leader)
+            self._all = [self[0], *map(self._candidate, order[1:])]
+        return self._all
+
+    def _candidate(self, place: int) -> Candidate:
+        row, matched, where = self._rows[place], self._matched, self._where
+        # As `Candidate(...)`: a constructor in Python costs more than its fields.
+        candidate = _new(Candidate)
+        candidate.worker = self._workers[place]
+        candidate.score = row[0]
+        candidate.matched_tokens = 0 if matched is None else matched[place]
+        candidate.prefill_s = row[3]
+        candidate._terms = row
+        candidate.held = None if where is None else where[place]
+        return candidate
