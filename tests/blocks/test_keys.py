@@ -50,3 +50,10 @@ def test_spaces_differ_by_model_and_by_salt():
     seeds = {CacheSpace("a").seed, CacheSpace("b").seed, CacheSpace("a", "s").seed, CacheSpace("as").seed}
 
     assert len(seeds) == 4
+
+
+@given(st.integers(0, 3000))
+def test_a_short_prompt_has_the_keys_that_begin_a_longer_one(size):
+    data = bytes(range(256)) * 12
+
+    assert list(block_keys(data[:size], seed=5)) == list(block_keys(data, seed=5))[: size // 64]

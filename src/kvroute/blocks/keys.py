@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from struct import iter_unpack
 from typing import NamedTuple, NewType, cast, overload
 
 from xxhash import xxh3_64_intdigest
@@ -118,11 +119,9 @@ class BlockKeys(Sequence[BlockKey]):
 
     def _anchor(self, group: int) -> None:
         """Make the anchors up to `group`."""
-        anchors, data, size = self._anchors, self._data, GROUP_BLOCKS * self._block_bytes
-        key = anchors[-1]
-        for start in range((len(anchors) - 1) * size, group * size, size):
-            key = xxh3_64_intdigest(data[start : start + size], key)
-            anchors.append(key)
+        anchors, size, hashed = self._anchors, GROUP_BLOCKS * self._block_bytes, xxh3_64_intdigest
+        key, groups = anchors[-1], memoryview(self._data)[(len(anchors) - 1) * size : group * size]
+        anchors += [key := hashed(part, key) for (part,) in iter_unpack(f"{size}s", groups)]
 
     def _some(self, start: int, stop: int) -> list[BlockKey]:
         """The keys from `start` to before `stop`."""

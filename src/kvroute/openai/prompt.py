@@ -9,7 +9,7 @@ base64. Nothing here is the engine's own text: `kvaware` needs exact tokens, `pr
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -34,6 +34,7 @@ class _Part(msgspec.Struct):
 
 
 _first = itemgetter(0)
+_view: Callable[[Any], Any] = memoryview
 _decode_messages = msgspec.json.Decoder(list[Message]).decode
 _decode_items = msgspec.json.Decoder(list[Raw]).decode
 _decode_part = msgspec.json.Decoder(_Part).decode
@@ -58,7 +59,8 @@ def prompts_of(request: InferenceRequest) -> tuple[Prompt, ...]:
     head = request.head
     try:
         if request.messages is not None:
-            return (Prompt(b"".join([*head, *_rendered(request.messages)])),)
+            # As `Prompt(...)`, without its Python-level constructor.
+            return (tuple.__new__(Prompt, (b"".join([*head, *_rendered(request.messages)]), False)),)
         return _prompts(head, request.fields or {})
     except UNREADABLE:
         return ()
@@ -97,11 +99,10 @@ def _rendered(messages: Sequence[Message]) -> list[bytes | Raw]:
         if others != _NOTHING_ELSE:
             parts += [value for value in others[:3] if value is not UNSET]
         if content is not UNSET:
-            data = bytes(content)
-            if data[0] == _LIST:
-                parts += _content(data)
+            if memoryview(content)[0] == _LIST:
+                parts += _content(bytes(content))
             else:
-                add(data)
+                add(content)
         if others != _NOTHING_ELSE:
             parts += [value for value in others[3:] if value is not UNSET]
     return parts
@@ -114,12 +115,11 @@ def _all_plain(fields: list[tuple[Any, ...]]) -> list[bytes | Raw] | None:
     roles, contents, *others = zip(*fields, strict=True)
     if UNSET in roles or UNSET in contents or any(column.count(UNSET) != count for column in others):
         return None
-    texts = list(map(bytes, contents))
-    if _LIST in map(_first, texts):
+    if _LIST in map(_first, map(_view, contents)):  # a copy of each would cost as much as the rest
         return None
     parts: list[bytes | Raw] = [b"\x1e"] * (3 * count)
     parts[1::3] = roles
-    parts[2::3] = texts
+    parts[2::3] = contents
     return parts
 
 
