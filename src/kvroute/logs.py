@@ -18,6 +18,8 @@ from kvroute.options import Options, Switch, option
 ACCESS = "kvroute.access"
 """Logger of the one line per request, written at its end."""
 
+_REQUEST_LINE = f"%s.%03dZ INFO    {ACCESS} %s"
+
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "color_message", "taskName"}
 
 
@@ -111,17 +113,18 @@ class RequestLines:
                 self._logger.info("%s", message)
             return
         is_json = isinstance(handler.formatter, JsonFormatter)
-        second, prefix, start, written = -1, "", f" INFO    {ACCESS} ", []
+        start, until, prefix, written = 0, 0, "", list[str]()
         for created, message in lines:
-            if int(created) != second:
-                second = int(created)
-                prefix = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(second))
-            when = f"{prefix}.{int(created % 1 * 1000):03d}Z"
+            if not start <= created < until:
+                start = int(created)
+                until, prefix = start + 1, time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(start))
+            milliseconds = (created - start) * 1000
             if is_json:
+                when = f"{prefix}.{int(milliseconds):03d}Z"
                 fields = {"time": when, "level": "info", "logger": ACCESS, "message": message}
                 written.append(json.dumps(fields, ensure_ascii=False))
             else:
-                written.append(f"{when}{start}{message}")
+                written.append(_REQUEST_LINE % (prefix, milliseconds, message))
         written.append("")
         with handler.lock or nullcontext():
             try:

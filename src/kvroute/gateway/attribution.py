@@ -18,7 +18,7 @@ class Attribution:
     def lines(self, candidate: Candidate, decision: RouteDecision) -> bytes:
         """Of an answer by `candidate`; with a strategy that predicts hits also its predicted
         `cached_tokens`, in all and by tier."""
-        strategy, reason, _ = decision
+        strategy, reason = decision.strategy, decision.reason
         worker_id = candidate.worker.spec.id
         known = self._known.get((worker_id, strategy, reason))
         if known is None:

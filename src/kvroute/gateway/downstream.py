@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from typing import Protocol
 
 from kvroute.gateway.asgi import Headers, Message, Send
@@ -52,6 +53,10 @@ class Downstream(Protocol):
         ...
 
 
+_pairs = re.compile(rb"([^:]*): ([^\r]*)\r\n").findall
+"""Name and value of each of some header lines; a name holds no colon, a value no line break."""
+
+
 class Resumable(Protocol):
     def go_on(self) -> None: ...
 
@@ -81,11 +86,7 @@ class AsgiAnswer:
         self._wake()
 
     def start_relayed(self, status: int, fields: bytes, *, is_sized: bool) -> None:
-        headers: Headers = []
-        for line in fields.split(b"\r\n")[:-1]:
-            name, _, value = line.partition(b": ")
-            headers.append((name, value))
-        self.start(status, headers)
+        self.start(status, _pairs(fields))
 
     def answer(self, status: int, fields: bytes, body: bytes, is_sized: bool) -> None:
         self.start_relayed(status, fields, is_sized=is_sized)

@@ -176,11 +176,12 @@ class Exchange(Struct, eq=False):
     def _next(self) -> None:
         """Dispatch to the next worker of the ranking."""
         use, plan, record = self._use, self._plan, self._record
-        candidate = self._candidate = plan.decision.ranking[self._tried]
-        self._tried += 1
+        query, decision, tried = plan.query, plan.decision, self._tried
+        candidate = self._candidate = decision.ranking[tried]
+        self._tried = tried + 1
         # The first attempt is dispatched at the moment for which it was planned.
-        now = use.clock.now() if record.attempts else plan.query.now
-        self._dispatch = use.router.dispatch(plan.query, plan.decision, candidate, now)
+        now = use.clock.now() if record.attempts else query.now
+        self._dispatch = use.router.dispatch(query, decision, candidate, now)
         record.worker = candidate.worker.spec.id
         record.matched_tokens = candidate.matched_tokens
         record.attempts += 1
@@ -190,22 +191,17 @@ class Exchange(Struct, eq=False):
 
     def _submit(self, candidate: Candidate, *, fresh: bool = False) -> None:
         plan, fields = self._plan, self._fields
+        held, body = candidate.held, plan.body
         transport = self._use.transports.of(candidate.worker)
-        rank = None if candidate.held is None else candidate.held.rank
+        rank = None if held is None else held.rank
         if rank is not None and _RANK_FIELD not in fields.lower():
             fields += b"%b %d\r\n" % (_RANK_FIELD, rank)
+        request_id = self._record.request_id
         try:
-            head = relayed_head(
-                plan.method,
-                plan.target,
-                transport.host,
-                fields,
-                self._record.request_id,
-                len(plan.body),
-            )
+            head = relayed_head(plan.method, plan.target, transport.host, fields, request_id, len(body))
         except ValueError as error:
             raise InvalidRequest(f"The request cannot be forwarded: {error}.") from error
-        self._response = transport.submit(head, plan.body, self, fresh=fresh)
+        self._response = transport.submit(head, body, self, fresh=fresh)
 
     def _give_back(self, now: float) -> None:
         """The attempt is over."""
@@ -337,12 +333,13 @@ class Exchange(Struct, eq=False):
         use, plan, record = self._use, self._plan, self._record
         if response.status != 200:
             return
-        before_last, last = self._before_last, self._last
+        before_last, last, model = self._before_last, self._last, plan.model
         if self._is_event_stream:
             before_last, last = unframed(before_last), unframed(last)
         if usage := usage_in(before_last, last):
-            use.metrics.reported(plan.model, record.worker, usage.prompt_tokens, usage.cached_tokens)
-            use.estimator.observe(plan.model, plan.prompts, usage.prompt_tokens)
+            prompt_tokens, cached_tokens = usage.prompt_tokens, usage.cached_tokens
+            use.metrics.reported(model, record.worker, prompt_tokens, cached_tokens)
+            use.estimator.observe(model, plan.prompts, prompt_tokens)
             assert self._candidate is not None
             use.audit.answered(plan, self._candidate, usage)
 

@@ -156,18 +156,18 @@ class FastLaneProtocol(HttpToolsProtocol):
         request, plane = self.plain.read(data), self.plane
         if request is None:
             return False
-        endpoint, _, headers, _, request_id, body_at, body_bytes = request
+        body_at, body_bytes = request.body_at, request.body_bytes
         # More may follow at once; uvicorn looks at it before this one is answered.
         if body_bytes > plane.max_body_bytes or len(data) > body_at + body_bytes:
             return False
         try:
             plane.admit()
-            plane.keys.check(headers)
+            plane.keys.check(request.headers)
         except GatewayError:
             return False  # the complete way says the same, with what belongs to it
         if self.timeout_keep_alive_task is not None:
             self._unset_keepalive_if_required()
-        record = plane.record(request_id, endpoint.path)
+        record = plane.record(request.request_id, request.endpoint.path)
         missing = body_at + body_bytes - len(data)
         if missing:
             self._lane = _COLLECTING
@@ -192,16 +192,16 @@ class FastLaneProtocol(HttpToolsProtocol):
             for segment in segments:
                 super().data_received(segment)
             return
-        segments[0] = segments[0][request.body_at :]
-        self._begin(request, record, b"".join(segments))
+        first, *others = segments
+        self._begin(request, record, b"".join([memoryview(first)[request.body_at :], *others]))
 
     def _begin(self, request: PlainRequest, record: Record, body: bytes) -> None:
         plane = self.plane
-        endpoint, target, headers, fields, *_ = request
+        endpoint, headers = request.endpoint, request.headers
         self._lane = _BUSY
         try:
             parsed = plane.read(endpoint, body, headers, record)
-            exchange = plane.relay(parsed, target, headers, fields, record, self)
+            exchange = plane.relay(parsed, request.target, headers, request.fields, record, self)
         except GatewayError as error:
             plane.refuse(record, error, self, endpoint.errors)
         except Exception:  # noqa: BLE001 - logged by `failed`
@@ -230,8 +230,13 @@ class FastLaneProtocol(HttpToolsProtocol):
         self._head = STATUS_LINE[status] + fields + end
 
     def answer(self, status: int, fields: bytes, body: bytes, is_sized: bool) -> None:
-        self.start_relayed(status, fields, is_sized=is_sized)
-        self.finish(body)
+        is_short = self._lane is _BUSY and is_sized and len(body) <= _JOIN_BYTES
+        if is_short and not self._closes_after and not self.server_state.default_headers:
+            self.transport.write(b"%b%b\r\n%b" % (STATUS_LINE[status], fields, body))
+            self._finished()
+        else:
+            self.start_relayed(status, fields, is_sized=is_sized)
+            self.finish(body)
 
     def write(self, chunk: bytes) -> None:
         if self._lane is not _BUSY:
@@ -253,15 +258,11 @@ class FastLaneProtocol(HttpToolsProtocol):
             return
         if self._is_chunked:
             chunk = b"%x\r\n%b\r\n0\r\n\r\n" % (len(chunk), chunk) if chunk else b"0\r\n\r\n"
-        head = self._head
-        if not head:
-            if chunk:
-                self.transport.write(chunk)
-        elif len(chunk) <= _JOIN_BYTES:
-            self._head = b""
-            self.transport.write(head + chunk)
-        else:
-            self._send(chunk)
+        self._send(chunk)
+        self._finished()
+
+    def _finished(self) -> None:
+        """The whole answer is written: what is next on this connection."""
         self._exchange = None
         self._takes_framed = False
         self.server_state.total_requests += 1

@@ -13,6 +13,7 @@ from kvroute.logs import RequestLines
 from kvroute.metrics import Metrics, Outcome
 from kvroute.routing.decision import RouteDecision
 
+_new = tuple.__new__
 _GATHER_S = 0.1
 _MOST_WAITING = 1000
 _LINE = (
@@ -54,7 +55,7 @@ class Journal:
 
     def __init__(self, metrics: Metrics, clock: Clock, *, log_requests: bool, kept: int) -> None:
         self._metrics = metrics
-        self._clock = clock
+        self._wall = clock.wall
         self._lines = RequestLines() if log_requests else None
         self._waiting: list[_Entry] = []
         self._timer: asyncio.TimerHandle | None = None
@@ -63,17 +64,17 @@ class Journal:
     def finished(self, record: Record, now: float) -> None:
         """Count `record`, which ended at `now`, and log it soon. 499 stands for a client that left before an
         answer, as in nginx."""
-        duration = now - record.started
-        decision = record.decision
-        first_byte = record.first_byte
-        strategy, reason, _ = decision or ("-", record.error or "-", ())
+        started, first_byte, decision = record.started, record.first_byte, record.decision
+        duration = now - started
+        strategy = "-" if decision is None else decision.strategy
+        reason = record.error or "-" if decision is None else decision.reason
         self._metrics.finished(
             # As `Outcome(...)`, without its Python-level constructor.
-            tuple.__new__(Outcome, (record.model, record.worker, strategy, reason, str(record.status))),
+            _new(Outcome, (record.model, record.worker, strategy, reason, str(record.status))),
             duration,
-            None if first_byte is None else first_byte - record.started,
+            None if first_byte is None else first_byte - started,
         )
-        entry = (self._clock.wall(), duration, record)
+        entry = (self._wall(), duration, record)
         self._ring.append(entry)
         if self._lines is not None:
             self._waiting.append(entry)
@@ -98,19 +99,19 @@ class Journal:
 
 
 def _line(duration: float, record: Record) -> str:
-    strategy, reason, _ = record.decision or ("-", record.error or "-", ())
+    decision, first_byte = record.decision, record.first_byte
     line = _LINE % (
         record.request_id.decode(),
         record.path,
         record.status,
         record.worker,
         record.model,
-        strategy,
-        reason,
+        "-" if decision is None else decision.strategy,
+        record.error or "-" if decision is None else decision.reason,
         record.matched_tokens,
         record.tokens,
         record.attempts,
-        "-" if record.first_byte is None else "%.4f" % (record.first_byte - record.started),
+        "-" if first_byte is None else "%.4f" % (first_byte - record.started),
         duration,
     )
     if record.error:

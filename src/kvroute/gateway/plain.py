@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
+
+from msgspec import Struct
 
 from kvroute.gateway.asgi import Headers
 from kvroute.openai.endpoints import BodyKind, Endpoint
@@ -34,7 +36,7 @@ class _Field(NamedTuple):
     """The line as workers get it, b"" when they do not."""
 
 
-class PlainRequest(NamedTuple):
+class PlainRequest(Struct, eq=False, gc=False):
     """The head of one. `headers` are all but Content-Length, shared with requests like it and never changed;
     `fields` are those that workers get, `request_id` is the client's own or b"", `body_at` is where its body
     begins."""
@@ -48,14 +50,8 @@ class PlainRequest(NamedTuple):
     body_bytes: int
 
 
-class _Head(NamedTuple):
-    """All of a `PlainRequest` but its length."""
-
-    endpoint: Endpoint
-    target: bytes
-    headers: Headers
-    fields: bytes
-    request_id: bytes
+_Head: TypeAlias = tuple[Endpoint, bytes, Headers, bytes, bytes]
+"""The first five of a `PlainRequest`'s fields, which is all but its length."""
 
 
 class PlainRequests:
@@ -96,8 +92,8 @@ class PlainRequests:
         around = data[:at], data[after:end]
         head = self._heads.get(around)
         if head is not None and _LENGTH(digits):
-            # As `PlainRequest(...)`, without its Python-level constructor.
-            return tuple.__new__(PlainRequest, (*head, end + 4, int(digits)))
+            row, target, headers, fields, request_id = head
+            return PlainRequest(row, target, headers, fields, request_id, end + 4, int(digits))
         known = self._known
         without_new = len(known) + (data[at + 2 : after] not in known)
         request = self._read(data, end)
@@ -105,7 +101,13 @@ class PlainRequests:
             # No line was new but, at most, that of the length: such a head may well come again.
             if len(self._heads) >= _MOST_HEADS:
                 self._heads.clear()
-            self._heads[around] = _Head(*request[:5])
+            self._heads[around] = (
+                request.endpoint,
+                request.target,
+                request.headers,
+                request.fields,
+                request.request_id,
+            )
         return request
 
     def _read(self, data: bytes, end: int) -> PlainRequest | None:

@@ -174,8 +174,9 @@ class Planner:
                 exact = prepared.prompts
                 keys = tuple(map(_measured, keys, prompts, exact))
             fingerprint, tokens = space.seed, 0
-            for (data, _), (chain, estimate, _) in zip(prompts, keys, strict=True):
-                tokens += estimate
+            for place, measured in enumerate(keys):
+                data, chain = prompts[place].data, measured.keys
+                tokens += measured.tokens
                 if len(data) > _ANCHORED_BYTES:
                     blocks = len(chain)
                     fingerprint ^= xxh3_64_intdigest(data[blocks * BLOCK_BYTES :], chain[blocks - 1])

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 _TAIL_BYTES = 4096
 # Inside generated text the quotes would be escaped, so these match only the worker's own fields.
-_PROMPT_TOKENS = re.compile(rb'"(?:prompt|input)_tokens"\s*:\s*(\d+)')
-_CACHED_TOKENS = re.compile(rb'"cached_tokens"\s*:\s*(\d+)')
+_prompt_tokens = re.compile(rb'"(?:prompt|input)_tokens"\s*:\s*(\d+)').search
+_cached_tokens = re.compile(rb'"cached_tokens"\s*:\s*(\d+)').search
 
 
 class Usage(NamedTuple):
@@ -24,8 +24,9 @@ def usage_in(before_last: bytes, last: bytes) -> Usage | None:
     start = tail.rfind(b'"usage"')
     if start < 0:
         return None
-    prompt = _PROMPT_TOKENS.search(tail, start)
+    prompt = _prompt_tokens(tail, start)
     if prompt is None:
         return None
-    cached = _CACHED_TOKENS.search(tail, start)
-    return Usage(int(prompt[1]), int(cached[1]) if cached else None)
+    # Most engines do not tell by default, and to find a literal absent costs less than a pattern.
+    cached = _cached_tokens(tail, start) if tail.find(b'"cached_tokens"', start) >= 0 else None
+    return tuple.__new__(Usage, (int(prompt[1]), int(cached[1]) if cached else None))
