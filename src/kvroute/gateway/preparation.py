@@ -68,10 +68,11 @@ class Preparer:
         adapter = model if base else None
         prompts = []
         for ids in found.prompts:
-            keys = self._known_keys(ids, adapter, salt)
+            usable = _usable(ids)
+            keys = self._known_keys(usable, adapter, salt)
             if keys is None:
                 return None
-            prompts.append(_exact(ids, keys, adapter, salt))
+            prompts.append(ExactPrompt(len(ids), keys, PromptChunks(usable), salt, adapter))
         return Prepared(tuple(prompts))
 
     async def prepare(self, request: InferenceRequest, model: str) -> Prepared:
@@ -89,8 +90,9 @@ class Preparer:
         adapter = model if base else None
         prompts = []
         for ids in found.prompts:
-            keys = await _in_turns(self._keys.steps(_usable(ids), adapter_space(adapter, salt).seed))
-            prompts.append(_exact(ids, keys, adapter, salt))
+            usable = _usable(ids)
+            keys = await _in_turns(self._keys.steps(usable, adapter_space(adapter, salt).seed))
+            prompts.append(ExactPrompt(len(ids), keys, PromptChunks(usable), salt, adapter))
         if self._probe is not None:
             answers = await self._probe(prompts)
             prompts = [each._replace(probed=held) for each, held in zip(prompts, answers, strict=True)]
@@ -105,10 +107,10 @@ class Preparer:
         self._metrics.inexact.labels(model, reason.value).inc()
         return Prepared(why_not=reason.value)
 
-    def _known_keys(self, ids: TokenIds, adapter: str | None, salt: str) -> Sequence[BlockKey] | None:
+    def _known_keys(self, usable: TokenIds, adapter: str | None, salt: str) -> Sequence[BlockKey] | None:
         """The prompt's keys; None if making them takes several steps."""
         try:
-            next(self._keys.steps(_usable(ids), adapter_space(adapter, salt).seed))
+            next(self._keys.steps(usable, adapter_space(adapter, salt).seed))
         except StopIteration as end:
             keys: Sequence[BlockKey] = end.value
             return keys
@@ -118,10 +120,6 @@ class Preparer:
 def _usable(ids: TokenIds) -> TokenIds:
     """The last token is always computed: no cache can serve it."""
     return ids[: max(0, len(ids) - 1)]
-
-
-def _exact(ids: TokenIds, keys: Sequence[BlockKey], adapter: str | None, salt: str) -> ExactPrompt:
-    return ExactPrompt(len(ids), keys, PromptChunks(_usable(ids)), salt, adapter)
 
 
 async def _in_turns(steps: Generator[None, None, Sequence[BlockKey]]) -> Sequence[BlockKey]:
