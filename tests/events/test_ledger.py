@@ -179,6 +179,55 @@ def test_what_was_never_heard_by_name_is_doubted_with_the_first_unknown_removal(
     assert matched(index) == TierMatch(16)
 
 
+@pytest.mark.parametrize("others", [0, 15])
+def test_an_answer_may_come_before_the_events_of_what_it_computed(run_ledger: Run, others: int) -> None:
+    index = PrefixIndex()
+    ledger = Ledger(index, 0)
+    run_ledger(ledger, [batch(store([3, 4, 5], 3, 2))])
+    assert confirm(ledger, 6 * 16) == 0
+    # Before it, other prompts' events; and one of the blocks that nobody has heard of is gone by then.
+    run_ledger(ledger, [batch(BlockRemoved([100 + number])) for number in range(others)])
+    assert matched(index) == TierMatch()
+
+    run_ledger(ledger, [batch(store([6], 6, 5))])
+
+    assert matched(index) == TierMatch(7 * 16)
+    assert (ledger.aside_blocks, ledger.held_blocks(Tier.GPU)) == (0, 7)
+    assert ledger.counts.confirmed == 7
+    run_ledger(ledger, [batch(BlockRemoved([1]))])
+    assert matched(index) == TierMatch()
+    run_ledger(ledger, [batch(store([0, 1, 2]))])
+    assert matched(index) == TierMatch(7 * 16)
+
+
+def test_its_block_may_be_the_first_that_is_set_aside(run_ledger: Run) -> None:
+    index = PrefixIndex()
+    ledger = Ledger(index, 0)
+    run_ledger(ledger, [batch(store([90]))])
+    assert confirm(ledger, 6 * 16) == 0
+
+    run_ledger(ledger, [batch(store([6], 6, 5))])
+
+    assert matched(index) == TierMatch(7 * 16)
+
+
+def test_an_early_answer_is_not_waited_for_for_ever(run_ledger: Run) -> None:
+    for between in (
+        [batch(BlockRemoved([100 + number])) for number in range(16)],
+        [batch(AllBlocksCleared())],
+        # Another's block with these tokens: from then on it cannot be told whose is whose.
+        [batch(store([66], 6, 50, extra_keys=[["image"]]))],
+    ):
+        index = PrefixIndex()
+        ledger = Ledger(index, 0)
+        run_ledger(ledger, [batch(store([3, 4, 5], 3, 2))])
+        confirm(ledger, 6 * 16)
+
+        run_ledger(ledger, [*between, batch(store([6], 6, 5))])
+
+        assert matched(index) == TierMatch()
+
+
 def test_orphans_stay_aside_without_proof(run_ledger: Run) -> None:
     other = [*IDS[:100], 7777, *IDS[101:]]
     index, ledger = lost_head(run_ledger)
@@ -206,7 +255,7 @@ def test_orphans_that_are_evicted_are_not_placed(run_ledger: Run) -> None:
 
     assert confirm(ledger, 6 * 16) == 0
     run_ledger(ledger, [batch(store([6], 6, 5))])
-    assert confirm(ledger, 6 * 16) == 6
+    assert ledger.counts.confirmed == 6
     assert matched(index) == TierMatch(4 * 16)
 
 

@@ -150,7 +150,7 @@ class Following:
         ids = prompt.chunks.token_ids
         stream.served(prompt.tokens - (cached_tokens or 0), sent)
         stream.note_prompt(KnownPrompt(model, ids, prompt.keys, prompt.salt))
-        if cached_tokens and stream.ledger.aside_blocks:
+        if cached_tokens and stream.reason is not None:
             stream.ledger.confirm(prompt.keys, ids, cached_tokens, adapter=prompt.adapter)
         self.lmcache.answered(stream.slot, ids)
 

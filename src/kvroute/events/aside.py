@@ -102,6 +102,11 @@ class Aside:
         for fragments in self._by_parent.values():
             yield from fragments
 
+    def has_block(self, token_ids: Sequence[int], size: int, number: int) -> bool:
+        """Whether any block set aside has the tokens of a prompt's block `number` (of `size` tokens each)."""
+        wanted = token_ids[number * size : (number + 1) * size] if self._by_tokens else ()
+        return len(wanted) == size and token_keys(wanted, 0)[-1] in self._by_tokens
+
     def branch(
         self, token_ids: Sequence[int], size: int, number: int, adapter: str | None = None
     ) -> Branch | None:

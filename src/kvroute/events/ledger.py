@@ -20,6 +20,7 @@ from kvroute.blocks.tokens import KEY_TOKENS, Tier
 from kvroute.events.announced import is_divisible, keys_of, pieces_of, root_seed, tier_of
 from kvroute.events.aside import Aside
 from kvroute.events.counts import LedgerCounts
+from kvroute.events.early import Answer, EarlyAnswers
 from kvroute.events.holdings import Holdings
 from kvroute.index.prefix_index import PrefixIndex
 from kvroute.index.snapshot import Part, Runs
@@ -66,6 +67,7 @@ class Ledger:
         self._holdings = Holdings(index, slot, self.counts, max_remembered)
         self._aside = Aside(max_aside)
         self._waiting = self._aside.names
+        self._early = EarlyAnswers()
         self._nameless: dict[BlockKey, None] = {}
         """Held as a request has shown, but under names that were never heard."""
         self._group: int | None = None
@@ -121,7 +123,7 @@ class Ledger:
         began with a prompt (`wire.splitting`)."""
         # Releases that write arrays cannot repeat announcements (kv_cache_report_mode is of 0.32).
         may_repeat = batch.dialect != "array"
-        work = 0
+        work, set_aside = 0, self.counts.set_aside
         for event in batch.events:
             if self._closed:
                 return
@@ -153,6 +155,8 @@ class Ledger:
             if work >= PIECE_BLOCKS:
                 work = 0
                 yield
+        if self._early:
+            self._hear_of_early(new_aside=self.counts.set_aside > set_aside)
 
     def confirm(
         self,
@@ -167,15 +171,37 @@ class Ledger:
         it runs through; returns how many blocks are believed that were not before.
 
         They are placed only if the request has computed a full block behind its cached ones, so that the
-        parents' names lead from that block back to them, and no other block aside has the same tokens.
+        parents' names lead from that block back to them, and no other block aside has the same tokens. If
+        that block has not been announced yet, they are placed when it is, by one of the next batches.
         What lies before them is then held as well, under names that we have not heard: it is believed until
         a block is removed that could be one of these. `since` is `forgotten` as of when the answer began;
-        if it has changed since, nothing is done. Costs nothing unless blocks are aside, else 0.5 us for
-        each block of the prompt.
+        if it has changed since, nothing is done. To be called where something is not known of the worker;
+        costs 0.5 us for each block of the prompt.
         """
         size = self._block_tokens
-        if not size or not len(self._aside) or self._closed or since not in (None, self.forgotten):
+        if not size or self._closed or since not in (None, self.forgotten):
             return 0
+        answer = Answer(keys, token_ids, cached_tokens, adapter)
+        number = cached_tokens // size
+        if self._aside.has_block(token_ids, size, number):
+            return self._place_by(answer)
+        if (number + 1) * size <= len(token_ids) and self.reach(keys) <= number * size:
+            self._early.add(answer)
+        return 0
+
+    def _hear_of_early(self, *, new_aside: bool) -> None:
+        """A batch was taken in. What it has stored has its beginning in the cache now, whatever was removed
+        since the answer."""
+        answers, size = self._early.tick(), self._block_tokens
+        for answer in answers if new_aside else ():
+            if self._aside.has_block(answer.token_ids, size, answer.cached_tokens // size):
+                self._early.drop(answer)
+                self._place_by(answer)
+
+    def _place_by(self, answer: Answer) -> int:
+        """How many blocks are believed by this answer that were not before."""
+        keys, token_ids, cached_tokens, adapter = answer
+        size = self._block_tokens
         branch = self._aside.branch(token_ids, size, cached_tokens // size, adapter)
         if branch is None:
             return 0
@@ -205,6 +231,7 @@ class Ledger:
         """Believe nothing any more, at once; `sweep` returns the memory."""
         self._holdings.forget_all()
         self._aside.clear()
+        self._early.clear()
         self._nameless = {}
         self.forgotten += 1
         self._group = None
@@ -352,6 +379,7 @@ class Ledger:
         self._holdings.forget(Tier.GPU)
         self._nameless = {}
         self._aside.clear(Tier.GPU)
+        self._early.clear()
 
     def _doubt_nameless(self, blocks: int) -> None:
         """Believe `blocks` of them no longer, the last first."""
