@@ -128,6 +128,19 @@ class Endpoint:
         wanted = [f'{label}="{value}"' for label, value in labels.items()]
         return sum(float(value) for shown, value in found if all(each in shown for each in wanted))
 
+    async def learned(self, worker: str, tier: str, *, other_than: float) -> float:
+        """The gateway's bandwidth in GB/s from a tier to a worker, once it is not this one any more."""
+        name = "kvroute_tier_bandwidth_bytes_per_second"
+        seen = other_than
+        async with asyncio.timeout(30):
+            while seen == other_than:
+                await asyncio.sleep(0.1)
+                text = (await self.http.get(f"{self.url}/metrics")).text
+                shown = rf'^{name}\{{(?=.*worker="{worker}")(?=.*tier="{tier}").*\}} (\S+)$'
+                (figure,) = re.findall(shown, text, re.MULTILINE)
+                seen = float(figure) / 1e9
+        return seen
+
     async def until_stored(self, worker: str, chunks: int) -> None:
         """Until the server of `worker` has stored so many chunks in the second tier."""
         name = "lmcache_mp_l2_store_completed_objects_chunks_total"

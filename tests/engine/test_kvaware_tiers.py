@@ -20,6 +20,9 @@ from tests.engine.endpoints import (
     workers,
 )
 
+from kvroute.routing.transfers import TransferOptions
+from kvroute.wire.lmcache_metrics import read_load_rates
+
 pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(1200)]
 
 Prompts = Callable[[int], str]
@@ -103,6 +106,38 @@ async def test_a_prefix_that_only_redis_has_is_priced_as_such(
     }
     load = max(each["terms_s"]["load"] for each in there)
     say(f"in Redis alone: {load * 1e3:.1f} ms to load, {SHARED_TOKENS} tokens predicted and reported")
+
+
+async def test_how_fast_the_tiers_are_is_learned_from_the_servers(
+    endpoint: Endpoint, prompt: Prompts, say: Say
+) -> None:
+    """Each worker loads once from either tier; its server says how fast, at `/metrics`."""
+    for seed, worker in enumerate(workers(endpoint), start=40):
+        (other,) = (name for name in workers(endpoint) if name != worker)
+        await computed_on(endpoint, worker, prompt(seed))
+        await endpoint.forget(worker)
+        await endpoint.until_known(prompt(seed), worker, l1=SHARED_TOKENS)
+        loaded = await endpoint.ask_the_other(prompt(seed), than=other)
+        assert loaded.tiers == {"gpu": 0, "l1": SHARED_TOKENS, "l2": 0}
+        await endpoint.clear_l1(worker)
+        await endpoint.forget(worker)
+        await endpoint.until_known(prompt(seed), worker, l2=SHARED_TOKENS)
+        loaded = await endpoint.ask_the_other(prompt(seed), than=other)
+        assert loaded.tiers == {"gpu": 0, "l1": 0, "l2": SHARED_TOKENS}
+
+    configured = {"l1": TransferOptions().l1_gb_s, "l2": TransferOptions().l2_gb_s}
+    for worker in workers(endpoint):
+        page = await endpoint.http.get(f"{endpoint.told(endpoint.server_of(worker)).url}/metrics")
+        rates = read_load_rates(page.text)
+        for tier, gb_s in configured.items():
+            mean = rates.gb_s[tier] / rates.loads[tier]
+            learned = await endpoint.learned(worker, tier, other_than=gb_s)
+            say(
+                f"{worker} from {tier}: {rates.loads[tier]} loads with {mean:.3f} GB/s by its server, "
+                f"reckoned with {learned:.3f} instead of {gb_s:.1f}"
+            )
+            assert 0 < mean < gb_s
+            assert 0 < learned < gb_s
 
 
 async def test_what_a_killed_worker_had_is_found_in_redis_by_the_other(
