@@ -77,6 +77,41 @@ class _Link:
         self.token_s += (token_s - self.token_s) * min(1.0, loads / self.weight)
 
 
+class _Links:
+    """One tier's, to all workers. A worker that nothing is known of is taken to be as the others are, else
+    one that was measured to be slow would lose to any that was never tried. Mutable: `learn`, `adopt`,
+    `forget`."""
+
+    __slots__ = ("_by_slot", "_configured_s", "_usual_s")
+
+    def __init__(self, configured_s: float) -> None:
+        self._configured_s = self._usual_s = configured_s
+        self._by_slot: dict[int, _Link] = {}
+
+    def token_s(self, slot: int) -> float:
+        link = self._by_slot.get(slot)
+        return self._usual_s if link is None else link.token_s
+
+    def learn(self, slot: int, token_s: float, loads: int) -> None:
+        link = self._by_slot.get(slot)
+        if link is None:
+            link = self._by_slot[slot] = _Link(self._usual_s)
+        link.learn(token_s, loads)
+        self._survey()
+
+    def adopt(self, slot: int, token_s: float) -> None:
+        self._by_slot[slot] = _Link(token_s)
+        self._survey()
+
+    def forget(self, slot: int) -> None:
+        if self._by_slot.pop(slot, None) is not None:
+            self._survey()
+
+    def _survey(self) -> None:
+        known = [link.token_s for link in self._by_slot.values()]
+        self._usual_s = sum(known) / len(known) if known else self._configured_s
+
+
 class Transfers:
     """Links as queues: one per worker and slower tier, one for the shared store.
 
@@ -86,44 +121,38 @@ class Transfers:
     def __init__(self, options: TransferOptions | None = None) -> None:
         options = options or TransferOptions()
         self._token_bytes = options.token_bytes
-        self._l1_token_s = options.token_bytes / (options.l1_gb_s * _GIGA)
-        self._l2_token_s = options.token_bytes / (options.l2_gb_s * _GIGA)
+        self._l1 = _Links(options.token_bytes / (options.l1_gb_s * _GIGA))
+        self._l2 = _Links(options.token_bytes / (options.l2_gb_s * _GIGA))
         self._store_token_s = options.token_bytes / (options.l2_store_gb_s * _GIGA)
         self._latency_s = options.l2_latency_ms * 1e-3
         self._l1_busy: dict[int, float] = {}
         self._l2_busy: dict[int, float] = {}
         self._store_busy = 0.0
-        self._l1_learned: dict[int, _Link] = {}
-        self._l2_learned: dict[int, _Link] = {}
 
     def learn(self, slot: int, tier: Tier, gb_s: float, loads: int) -> None:
-        """`loads` loads from this tier to `slot` had a mean of `gb_s` GB/s, waiting at the store included.
-        The configured bandwidth counts as eight loads; the last 64 decide."""
+        """`loads` loads from this tier to `slot` had a mean of `gb_s` GB/s, waiting at the store included;
+        those from L2 as LMCache counts them, into L1, from where it loads them as any others.
+        What was expected before counts as eight loads; the last 64 decide."""
         if tier is Tier.GPU or gb_s <= 0 or loads <= 0:
             return
-        learned, configured_s = (
-            (self._l1_learned, self._l1_token_s) if tier is Tier.L1 else (self._l2_learned, self._l2_token_s)
-        )
-        link = learned.get(slot)
-        if link is None:
-            link = learned[slot] = _Link(configured_s)
-        link.learn(self._token_bytes / (gb_s * _GIGA), loads)
+        token_s = self._token_bytes / (gb_s * _GIGA)
+        if tier is Tier.L1:
+            self._l1.learn(slot, token_s, loads)
+        else:
+            self._l2.learn(slot, token_s + self._l1.token_s(slot), loads)
 
     def adopt(self, slot: int, tier: Tier, gb_s: float) -> None:
         """Reckon with this bandwidth, which was learnt elsewhere."""
-        learned = self._l1_learned if tier is Tier.L1 else self._l2_learned
-        learned[slot] = _Link(self._token_bytes / (gb_s * _GIGA))
+        (self._l1 if tier is Tier.L1 else self._l2).adopt(slot, self._token_bytes / (gb_s * _GIGA))
 
     def gb_s(self, slot: int, tier: Tier) -> float:
         """The bandwidth that is reckoned with, from a slower tier to `slot`."""
         return self._token_bytes / (self._token_s(slot, tier) * _GIGA)
 
     def _token_s(self, slot: int, tier: Tier) -> float:
-        if tier is Tier.L1:
-            link = self._l1_learned.get(slot)
-            return self._l1_token_s if link is None else link.token_s
-        link = self._l2_learned.get(slot)
-        return self._l2_token_s if link is None else link.token_s
+        """To the GPU: what comes from L2 passes through L1."""
+        l1_s = self._l1.token_s(slot)
+        return l1_s if tier is Tier.L1 else max(l1_s, self._l2.token_s(slot))
 
     def load(self, slot: int, tokens: Tokens, now: float) -> TierLoad:
         """What fetching the slower tiers' part of `tokens` to `slot` takes from now on."""
@@ -151,5 +180,7 @@ class Transfers:
             self._store_busy = max(now, self._store_busy) + tokens.l2 * self._store_token_s
 
     def forget(self, slot: int) -> None:
-        for known in (self._l1_busy, self._l2_busy, self._l1_learned, self._l2_learned):
-            known.pop(slot, None)
+        for busy in (self._l1_busy, self._l2_busy):
+            busy.pop(slot, None)
+        for links in (self._l1, self._l2):
+            links.forget(slot)
