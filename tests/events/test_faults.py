@@ -17,6 +17,7 @@ from kvroute.events.ledger import Ledger
 from kvroute.events.options import KvEventsOptions
 from kvroute.events.subscriber import KvEventSubscriber
 from kvroute.events.trust import Reason, Trust
+from kvroute.events.turns import Turns
 from kvroute.index.prefix_index import PrefixIndex
 from kvroute.wire.framing import EventMessage, pack_live
 from kvroute.wire.vllm import DIALECTS
@@ -47,6 +48,7 @@ class Followed:
             context,
             SystemClock(),
             options,
+            Turns(SystemClock(), options.slice_ms),
             pool_blocks=lambda: pool,
         )
         self.task = asyncio.create_task(self.subscriber.run())
@@ -551,6 +553,7 @@ async def test_an_endpoint_that_comes_up_late_is_followed(
         context,
         SystemClock(),
         QUICK.model_copy(update={"replay_timeout_s": 0.1}),
+        Turns(SystemClock(), 0.5),
     )
     task = asyncio.create_task(subscriber.run())
     try:

@@ -12,6 +12,8 @@ from typing import Protocol
 import zmq
 import zmq.asyncio
 
+from kvroute.events.turns import Turns
+
 log = logging.getLogger(__name__)
 
 
@@ -154,9 +156,12 @@ class Listener:
         if self._inboxes.get(topic) is inbox:
             del self._inboxes[topic]
 
-    async def run(self) -> None:
-        """Receive; ends only by cancellation."""
+    async def run(self, turns: Turns) -> None:
+        """Receive; ends only by cancellation. As long as messages are there, receiving them does not wait:
+        that has to stop for `turns`."""
         while True:
+            if turns.are_over():
+                await turns.next()
             frames = await self._socket.recv_multipart()
             inbox = self._inboxes.get(frames[0])
             if inbox is None:

@@ -23,6 +23,7 @@ from kvroute.events.sources import KvEventSource, find_sources
 from kvroute.events.streams import Stream, StreamFigures
 from kvroute.events.subscriber import KvEventSubscriber
 from kvroute.events.trust import Reason, Trust
+from kvroute.events.turns import Turns
 from kvroute.fleet.fleet import FleetChange
 from kvroute.fleet.worker import Worker
 from kvroute.index.prefix_index import PrefixIndex
@@ -62,6 +63,7 @@ class EventIngest:
         self._options = options
         self._streams_changed = streams_changed
         self._snapshot = SnapshotFile(options.snapshot.path) if options.snapshot.path else None
+        self._turns = Turns(clock, options.slice_ms)
         self._streams: dict[Worker, list[Stream]] = {}
         self._mute: set[Worker] = set()
         """Workers that publish no events."""
@@ -215,7 +217,8 @@ class EventIngest:
         while self._left:
             if not self._left[-1].sweep():
                 self._left.pop()
-            await asyncio.sleep(0)
+            if self._turns.are_over():
+                await self._turns.next()
 
     async def bound(self) -> None:
         """Returns when workers can connect."""
@@ -224,7 +227,7 @@ class EventIngest:
     async def _listen(self, listener: Listener) -> None:
         while True:
             try:
-                await listener.run()
+                await listener.run(self._turns)
             except Exception:
                 log.exception("receiving KV events at %s failed", listener.endpoint)
             await self._clock.sleep(self._options.retry_s)
@@ -313,6 +316,7 @@ class EventIngest:
                 context,
                 self._clock,
                 self._options,
+                self._turns,
                 pool_blocks=_pool_of(worker, ledger),
                 resumed=None if self._snapshot is None else self._snapshot.take(worker, source.rank),
             )

@@ -150,7 +150,7 @@ class KvEventsOptions(Options):
     )
     slice_ms: float = option(
         0.5,
-        "Longest time spent on events in one go before other work gets its turn.",
+        "Longest time spent on the events of all workers in one go before other work gets its turn.",
         unit="ms",
         gt=0,
         higher="more events per second",

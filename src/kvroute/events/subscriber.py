@@ -26,6 +26,7 @@ from kvroute.events.sequence import Sequence as EventSequence
 from kvroute.events.sequence import Verdict
 from kvroute.events.trust import Reason, Silence, Standing, trust_for
 from kvroute.events.trust import Trust as Trust
+from kvroute.events.turns import Turns
 from kvroute.index.snapshot import Frame, StreamHead, decode, encode
 from kvroute.wire.events import EventBatch
 from kvroute.wire.framing import EventMessage, unpack_live
@@ -45,8 +46,8 @@ class KvEventSubscriber:
     at any time from the same event loop.
 
     `pool_blocks` says how many blocks the worker's GPU memory has, if that is known: once as many have been
-    computed, nothing is left of a history that was lost. `resumed` is what another process knew of this
-    very stream; a replay has to bear it out.
+    computed, nothing is left of a history that was lost. `turns` are shared by all streams of the loop.
+    `resumed` is what another process knew of this very stream; a replay has to bear it out.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class KvEventSubscriber:
         context: zmq.asyncio.Context,
         clock: Clock,
         options: KvEventsOptions,
+        turns: Turns,
         *,
         pool_blocks: Callable[[], int | None] = lambda: None,
         resumed: tuple[StreamHead, Sequence[Frame]] | None = None,
@@ -74,6 +76,7 @@ class KvEventSubscriber:
         self._context = context
         self._clock = clock
         self._options = options
+        self._turns = turns
         self._pool_blocks = pool_blocks
         self._resumed = resumed if replay_endpoint is not None else None
         self._sequence = EventSequence()
@@ -85,7 +88,6 @@ class KvEventSubscriber:
         self._refused_at: int | None = None
         """Blocks computed when one was last refused; None when nothing is missing for that."""
         self._reread_at: float | None = None
-        self._turn_started = 0.0
 
     @property
     def trust(self) -> Trust:
@@ -137,7 +139,7 @@ class KvEventSubscriber:
         """The map as frames of a snapshot, and their head without the worker; None if it cannot be trusted
         to go on from. Waits for the batch that is being taken in; none is while this runs."""
         async with self._applying:
-            self._turn_started = self._clock.now()
+            await self._breathe()
             position, ledger = self._sequence.position, self._ledger
             if position is None or self._standing.doubt is not None:
                 return None
@@ -182,7 +184,7 @@ class KvEventSubscriber:
         if self._resumed is None:
             return
         (head, frames), self._resumed = self._resumed, None
-        epoch, self._turn_started = self._epoch, self._clock.now()
+        epoch = self._epoch
         self._ledger.begin_restore(head.group, head.block_tokens)
         try:
             for frame in frames:
@@ -201,7 +203,6 @@ class KvEventSubscriber:
         self.counts.resumed += 1
 
     async def _follow(self, inbox: Inbox) -> None:
-        self._turn_started = self._clock.now()
         while True:
             async with self._applying:
                 if self._standing.doubt is not None:
@@ -211,12 +212,12 @@ class KvEventSubscriber:
             self._standing.report(self.reason)
             arrived = await inbox.wait(self._options.idle_check_s)
             async with self._applying:
-                self._turn_started = self._clock.now()
                 if inbox.interrupted():
                     self._sequence.doubt()
                 elif not arrived:
                     await self._replay()
                 for _ in range(_MESSAGES_A_TURN):
+                    await self._breathe()
                     frames = inbox.take()
                     if frames is None:
                         break
@@ -334,6 +335,7 @@ class KvEventSubscriber:
             self._context, endpoint, sequence.begin(), self._options.replay_timeout_s
         ) as messages:
             async for message in messages:
+                await self._breathe()
                 if epoch != self._epoch:
                     return False
                 digest = xxh3_64_intdigest(message.payload)
@@ -396,12 +398,11 @@ class KvEventSubscriber:
             self._refused_at = None
 
     async def _breathe(self) -> None:
-        """Let others run if our turn has lasted for long enough."""
-        now = self._clock.now()
-        if now - self._turn_started >= self._options.slice_ms / 1000:
-            await asyncio.sleep(0)
-            self._turn_started = self._clock.now()
+        """Let others run if all streams together have had their slice of this turn."""
+        if self._turns.are_over():
+            await self._turns.next()
 
     async def _tidy(self) -> None:
+        await self._breathe()
         while self._ledger.sweep(1000):
             await self._breathe()

@@ -1,0 +1,144 @@
+"""All who read events share one slice of each turn of the loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from typing import Any
+
+import uvloop
+import zmq.asyncio
+
+from kvroute.events.inbox import Listener
+from kvroute.events.turns import Turns
+
+
+class WorkClock:
+    """Time passes by work alone, in pieces whose sums are exact."""
+
+    def __init__(self) -> None:
+        self.pieces = 0
+
+    def now(self) -> float:
+        return self.pieces / 1024
+
+
+class Loop:
+    """Counts the loop's turns, and what was done in each of them."""
+
+    def __init__(self) -> None:
+        self.clock: Any = WorkClock()
+        self.turns = Turns(self.clock, 5 * 1000 / 1024)
+        self.number = 0
+        self.done: Counter[int] = Counter()
+        self.by_worker: list[int] = []
+        self._turn()
+
+    def _turn(self) -> None:
+        self.number += 1
+        self._handle = asyncio.get_running_loop().call_soon(self._turn)
+
+    def stop(self) -> None:
+        self._handle.cancel()
+
+    async def work(self, worker: int, pieces: int) -> None:
+        """A slice is five pieces."""
+        for _ in range(pieces):
+            if self.turns.are_over():
+                await self.turns.next()
+            self.clock.pieces += 1
+            self.done[self.number] += 1
+            self.by_worker.append(worker)
+
+
+async def _many_in_bulk() -> None:
+    loop = Loop()
+    async with asyncio.TaskGroup() as group:
+        for worker in range(64):
+            group.create_task(loop.work(worker, 50))
+    loop.stop()
+
+    assert sum(loop.done.values()) == 64 * 50
+    assert max(loop.done.values()) <= 5
+    assert loop.number <= 64 * 50 // 5 + 70
+    # In line: all have had a slice before anybody has a second, but for the first, who stood there alone.
+    assert [worker for worker in range(64) if loop.by_worker[: 65 * 5].count(worker) > 5] == [0]
+    assert set(loop.by_worker[: 65 * 5]) == set(range(64))
+
+
+async def test_many_streams_in_bulk_take_one_slice_of_a_turn_together() -> None:
+    await _many_in_bulk()
+
+
+def test_they_do_so_on_the_loop_that_is_served_with() -> None:
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_many_in_bulk())
+
+
+async def test_little_work_of_many_is_done_in_the_turn_in_which_it_comes() -> None:
+    loop = Loop()
+    await asyncio.gather(*(loop.work(worker, 1) for worker in range(5)))
+    loop.stop()
+    assert list(loop.done.values()) == [5]
+
+
+async def test_who_has_little_waits_no_longer_than_those_before_in_line() -> None:
+    loop = Loop()
+    bulk = [asyncio.create_task(loop.work(worker, 1000)) for worker in range(3)]
+    for _ in range(20):
+        await asyncio.sleep(0)
+    before = loop.number
+    await loop.work(99, 1)
+    assert loop.number - before <= 4
+    for task in bulk:
+        task.cancel()
+    await asyncio.gather(*bulk, return_exceptions=True)
+    loop.stop()
+
+
+async def test_who_leaves_the_line_keeps_nobody_waiting() -> None:
+    """Whether still in line, or told to go on in the very turn."""
+    for leaving in range(6):
+        for pauses in range(8):
+            loop = Loop()
+            tasks = [asyncio.create_task(loop.work(worker, 20)) for worker in range(6)]
+            for _ in range(pauses):
+                await asyncio.sleep(0)
+            tasks[leaving].cancel()
+            async with asyncio.timeout(10):
+                await asyncio.gather(*tasks, return_exceptions=True)
+                await loop.work(7, 20)
+            loop.stop()
+            assert [loop.by_worker.count(worker) for worker in range(6) if worker != leaving] == [20] * 5
+            assert max(loop.done.values()) <= 5
+
+
+class FullSocket:
+    """As pyzmq's where messages are there: receiving one does not wait."""
+
+    async def recv_multipart(self) -> list[bytes]:
+        return [b"kv", b"\0" * 8, b""]
+
+
+async def test_a_listener_that_finds_many_messages_stops_for_others() -> None:
+    context = zmq.asyncio.Context()
+    loop = Loop()
+    listener = Listener(context, "tcp://127.0.0.1:0", 10)
+    listener.close()
+    listener._socket = FullSocket()  # type: ignore[assignment]
+    inbox = listener.inbox("kv")
+
+    def count(frames: Any) -> None:
+        loop.clock.pieces += 1
+        loop.done[loop.number] += 1
+
+    inbox.put = count  # type: ignore[method-assign]
+    task = asyncio.create_task(listener.run(loop.turns))
+    for _ in range(50):
+        await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    loop.stop()
+    context.destroy(linger=0)
+    assert sum(loop.done.values()) > 100
+    assert max(loop.done.values()) <= 5
