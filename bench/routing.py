@@ -72,7 +72,11 @@ def report(judged: Judged) -> None:
     for number, subjects in judged.items():
         print(f"{number:2}  {GOALS[number][0]}")
         for subject, bounds in subjects.items():
+            if not bounds:
+                continue
             verdict = "met" if all(bound.is_met for bound in bounds) else "MISSED"
+            if not any(bound.is_goal for bound in bounds):
+                verdict = "shown"
             print(f"    {subject:12} {verdict:7}", "; ".join(map(str, bounds)))
 
 

@@ -15,6 +15,7 @@ from xxhash import xxh3_64_intdigest
 from kvroute.fleet.load import Reservation, WorkerLoad
 from kvroute.routing.cost import TierLoad
 from kvroute.sim.fleet import FleetRequest
+from kvroute.sim.tier_memory import TierChange
 from kvroute.sim.tiers import TieredEngine, TierOptions
 from kvroute.wire.events import BlockRemoved, BlockStored, KvEvent
 
@@ -25,6 +26,8 @@ class Policy:
     """A placement that ignores what it does not need. `attach` is called once, before the first request."""
 
     wants_events = False
+    wants_tiers = False
+    """Hears what LMCache reports; the others look into the tiers themselves."""
 
     def __init__(self, seed: int) -> None:
         self.random = Random(seed)
@@ -49,6 +52,9 @@ class Policy:
         """Not needed."""
 
     def events(self, worker: int, events: Sequence[KvEvent], now: float) -> None:
+        """Not needed."""
+
+    def tier_changed(self, worker: int, change: TierChange, now: float) -> None:
         """Not needed."""
 
     def least(self, costs: Sequence[float]) -> int:
@@ -219,7 +225,7 @@ class StackKv(SessionHash):
     def place(self, request: FleetRequest, now: float) -> int:
         limit = _limit(request)
         for worker, engine in enumerate(self.engines):
-            if engine.l1.run(request.keys, 0, limit) * BLOCK >= request.prompt_tokens - 2000:
+            if engine.tiers.l1.run(request.keys, 0, limit) * BLOCK >= request.prompt_tokens - 2000:
                 return worker
         return super().place(request, now)
 
@@ -318,7 +324,7 @@ class Shared(_Backlog):
     wants_events = False
 
     def place(self, request: FleetRequest, now: float) -> int:
-        held = self.engines[0].store.tier.run(request.keys, 0, _limit(request))
+        held = self.engines[0].tiers.store.tier.run(request.keys, 0, _limit(request))
         worker = self.least([load.wait(now) for load in self.loads])
         return self.send(request, worker, self.prefill_s(request, held), now)
 
@@ -332,18 +338,18 @@ def tier_loads(
     block = BLOCK * tiers.token_bytes
     gpu = policy.gpu.extents(keys, limit, policy.size, in_flight)
     for worker, engine in enumerate(policy.engines):
-        middle = engine.l1.run(keys, gpu[worker], limit)
-        stop = engine.store.tier.run(keys, middle, limit)
+        slow = engine.tiers
+        near, far = slow.found(keys, gpu[worker], limit)
         ready = own = 0.0
-        if middle > gpu[worker]:
-            own = (middle - gpu[worker]) * block / tiers.l1_bytes_s
-            ready = max(0.0, engine.l1_link.busy_until_s - now) + own
-        if stop > middle:
-            l2 = (stop - middle) * block / tiers.l2_worker_bytes_s
-            busy = max(engine.l2_link.busy_until_s, engine.store.link.busy_until_s)
+        if near:
+            own = near * block / tiers.l1_bytes_s
+            ready = max(0.0, slow.from_l1.busy_until_s - now) + own
+        if far:
+            l2 = far * block / tiers.l2_worker_bytes_s
+            busy = max(slow.from_store.busy_until_s, slow.store.link.busy_until_s)
             ready = max(ready, max(0.0, busy - now) + l2 + tiers.l2_latency_s)
             own += l2
-        extents.append(stop)
+        extents.append(gpu[worker] + near + far)
         loads.append(TierLoad(ready, own))
     return extents, loads
 

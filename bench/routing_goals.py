@@ -26,8 +26,9 @@ class Capacity:
 
 @dataclass(frozen=True)
 class Bound:
-    """One figure and what it must be; `most` unless `least` is set. `ideal`: what least backlog before one
-    infinite cache reaches, which no router in front of real caches can expect to beat."""
+    """One figure and what it must be; `most` unless `least` is set, nothing if neither is. `ideal`: what
+    least backlog before one infinite cache reaches, which no router in front of real caches can expect to
+    beat."""
 
     name: str
     value: float
@@ -36,12 +37,18 @@ class Bound:
     ideal: float | None = None
 
     @property
+    def is_goal(self) -> bool:
+        return self.most is not None or self.least is not None
+
+    @property
     def is_met(self) -> bool:
         return (self.most is None or self.value <= self.most) and (
             self.least is None or self.value >= self.least
         )
 
     def __str__(self) -> str:
+        if not self.is_goal:
+            return f"{self.name} {self.value:.3g}"
         sign, limit = ("<=", self.most) if self.least is None else (">=", self.least)
         judged = f"{self.name} {self.value:.3g} ({sign} {limit:g})"
         if self.is_met:
@@ -155,6 +162,21 @@ def itl(base: Case, ask: Ask, subject: str) -> list[Bound]:
     ]
 
 
+def prefetching(ask: Ask, subject: str) -> list[Bound]:
+    """What `lmcache.prefetch` does, which is off by default: no goal, figures only. Needs a map of L2."""
+    if subject != "kvaware":
+        return []
+    bounds = []
+    for base in (CONV, TOOL, Case("chat64k", 8, "")):
+        usual = replace(base, policy=subject)
+        without, with_it = ask(usual), ask(replace(usual, prefetch=True))
+        bounds += [
+            Bound(f"{base.workload} mean", with_it.mean / without.mean),
+            Bound(f"{base.workload} p90", with_it.p90 / without.p90),
+        ]
+    return bounds
+
+
 GOALS: dict[int, tuple[str, Goal]] = {
     1: ("of roundrobin's TTFT", partial(against, CONV, "roundrobin", 0.30, 0.20)),
     2: (
@@ -193,4 +215,5 @@ GOALS: dict[int, tuple[str, Goal]] = {
     11: ("100 sessions in turn, 650K tokens a worker, of session routing", second_tier),
     12: ("robustness, mean TTFT", both(partial(robust, CONV, 1.35), partial(robust, TOOL, 1.8))),
     13: ("of llm-d's inter-token latency", both(partial(itl, CONV), partial(itl, TOOL))),
+    14: ("no goal: prefetching while queued, of the TTFT without", prefetching),
 }

@@ -16,17 +16,21 @@ from typing import Any
 
 from xxhash import xxh3_64_intdigest
 
-from kvroute.blocks.chunks import PromptChunks
+from kvroute.blocks.chunks import ChunkKey, ChunkScheme, ChunkSpace, PromptChunks
 from kvroute.blocks.keys import BlockKey, PromptKeys
-from kvroute.blocks.tokens import KEY_TOKENS, adapter_space, token_keys
+from kvroute.blocks.tokens import KEY_TOKENS, Tier, adapter_space, token_keys
 from kvroute.events.ledger import Ledger
 from kvroute.fleet.worker import FleetView, HealthState, Worker, WorkerFacts, WorkerId, WorkerSpec
+from kvroute.gateway.caches import held_tokens
+from kvroute.index.chunk_index import ChunkHolder, ChunkIndex
 from kvroute.index.prefix_index import PrefixIndex
 from kvroute.routing.caches import CacheMap, CachePlace, ExactPrompt, NoMap, Standing, Tokens
 from kvroute.routing.decision import Candidate, RouteDecision, RouteQuery
 from kvroute.routing.options import RoutingOptions
+from kvroute.routing.prefetch import prefetch_of
 from kvroute.routing.router import Dispatch, Router
 from kvroute.sim.fleet import FleetRequest
+from kvroute.sim.tier_memory import TierChange
 from kvroute.sim.tiers import TieredEngine, TierOptions
 from kvroute.wire.events import BlockRemoved, BlockStored, EventBatch, KvEvent
 from routing_baselines import BLOCK, Policy
@@ -35,7 +39,10 @@ TRUE_COSTS = {"token_us": 40.0, "context_token_ns": 0.75, "iteration_ms": 10.0}
 """The simulated engines' own."""
 
 _SCALE = BLOCK // KEY_TOKENS
-"""A block of the simulation goes through ledger and index as a block of this many times fewer tokens."""
+"""A block of the simulation goes through ledger and indexes as a block of this many times fewer tokens."""
+_SCHEME = ChunkScheme(chunk_tokens=KEY_TOKENS)
+_SPACE = ChunkSpace(_SCHEME)
+_DOMAIN = (_SCHEME, "")
 
 
 def _token_ids(keys: Sequence[int]) -> array[int]:
@@ -89,8 +96,11 @@ class Kvroute(Policy):
         *,
         replicas: int = 1,
         sync_s: float = 0.0,
+        prefetch: bool = False,
     ) -> None:
         super().__init__(seed)
+        self.prefetch = prefetch
+        self.prefetches = 0
         self.options = options or RoutingOptions()
         self.replicas = replicas
         self.sync_s = sync_s
@@ -129,6 +139,10 @@ class Kvroute(Policy):
         decision = gateway.router.decide(query, gateway.view)
         first = decision.ranking[0]
         told = self.open[request] = Told(gateway.router.dispatch(query, decision, first, now))
+        if self.prefetch and (wanted := prefetch_of(first, server_known=True)) is not None:
+            self.prefetches += 1
+            tiers = self.engines[first.worker.index].tiers
+            tiers.prefetch(request.keys[: wanted.tokens // BLOCK], now)
         if self._tells:
             others = [other for other in self.gateways if other is not gateway]
 
@@ -174,40 +188,47 @@ def _finish(told: Told, now: float) -> None:
 
 
 class SimulatedCaches:
-    """What `kvaware` knows of the tiers. GPU blocks come by events, through the gateway's ledgers into its
-    index; the slower tiers are read as they are. Mutable: by `hear` and `look_at`."""
+    """What `kvaware` knows of the tiers, by what the gateway knows it by: GPU blocks by events, through its
+    ledgers, in its index; LMCache's chunks by what the servers report, in its other index. Mutable: by
+    `hear`, `tier_changed` and `look_at`."""
 
     def __init__(self, engines: Sequence[TieredEngine]) -> None:
-        self._engines = engines
         self._index = PrefixIndex()
         self._ledgers = [Ledger(self._index, number) for number in range(len(engines))]
-        self._raw: Sequence[int] = ()
-        self._limit = 0
+        self._chunks = ChunkIndex()
+        self._pool = ChunkHolder(Tier.L2, shared=True)
+        self._memories = [ChunkHolder(Tier.L1) for _ in engines]
+        self._chunk_of: dict[int, ChunkKey] = {}
+        """What LMCache calls a block; known before it can be stored, from the first prompt with it."""
+        for number, memory in enumerate(self._memories):
+            self._chunks.attach(number, memory, (_DOMAIN,))
+            self._chunks.attach(number, self._pool, (_DOMAIN,))
 
     def hear(self, worker: int, events: Sequence[KvEvent], now: float) -> None:
         for _ in self._ledgers[worker].apply(EventBatch(now, list(_in_small_blocks(events)))):
             pass
 
+    def tier_changed(self, worker: int, change: TierChange) -> None:
+        holder = self._pool if change.is_shared else self._memories[worker]
+        named = self._chunk_of
+        self._chunks.store(holder, _SPACE, [named[key] for key in change.stored])
+        self._chunks.remove_all(holder, _SPACE, [named[key] for key in change.removed])
+
     def look_at(self, request: FleetRequest) -> ExactPrompt:
         """The prompt token by token, for the `match` that follows."""
-        self._raw, self._limit = request.keys, (request.prompt_tokens - 1) // BLOCK
-        keys = token_keys(_token_ids(self._raw[: self._limit]), adapter_space(None).seed)
-        return ExactPrompt(request.prompt_tokens, keys, PromptChunks(()), key_tokens=BLOCK)
+        raw = request.keys[: request.prompt_tokens // BLOCK]
+        ids = _token_ids(raw)
+        self._chunk_of.update(zip(raw, PromptChunks(ids).keys(_SCHEME), strict=True))
+        ids = ids[: (request.prompt_tokens - 1) // BLOCK * KEY_TOKENS]
+        keys = token_keys(ids, adapter_space(None).seed)
+        return ExactPrompt(request.prompt_tokens, keys, PromptChunks(ids), key_tokens=BLOCK)
 
     def places(self, worker: Worker) -> Sequence[CachePlace]:
         return (CachePlace(worker.index, 0, Standing.WHOLE),)
 
     def match(self, prompt: ExactPrompt) -> Mapping[int, Tokens]:
-        keys, limit = self._raw, self._limit
-        gpu = self._index.match(prompt.keys)
-        found = {}
-        for number, engine in enumerate(self._engines):
-            start = gpu[number].gpu // KEY_TOKENS if number in gpu else 0
-            middle = engine.l1.run(keys, start, limit)
-            stop = engine.store.tier.run(keys, middle, limit)
-            if stop:
-                found[number] = Tokens(start * BLOCK, (middle - start) * BLOCK, (stop - middle) * BLOCK)
-        return found
+        found = held_tokens(self._index, self._chunks, lambda _: True, prompt)
+        return {slot: Tokens(*(tokens * _SCALE for tokens in held)) for slot, held in found.items()}
 
 
 def _in_small_blocks(events: Sequence[KvEvent]) -> Iterator[KvEvent]:
@@ -236,6 +257,7 @@ class KvrouteAware(Kvroute):
     """kvroute with `kvaware`."""
 
     wants_events = True
+    wants_tiers = True
 
     def routing_options(self) -> RoutingOptions:
         tiers = self.tiers
@@ -257,6 +279,9 @@ class KvrouteAware(Kvroute):
 
     def events(self, worker: int, events: Sequence[KvEvent], now: float) -> None:
         self.caches.hear(worker, events, now)
+
+    def tier_changed(self, worker: int, change: TierChange, now: float) -> None:
+        self.caches.tier_changed(worker, change)
 
     def query(self, request: FleetRequest, now: float) -> RouteQuery:
         return super().query(request, now)._replace(exact=(self.caches.look_at(request),))

@@ -60,6 +60,8 @@ class Case:
     replicas: int = 1
     """Gateways side by side, and how late they hear of each other."""
     sync_s: float = 0.05
+    prefetch: bool = False
+    """What `lmcache.prefetch.enabled` does."""
 
     def with_seed(self, seed: int) -> Case:
         return replace(self, seed=seed)
@@ -93,7 +95,12 @@ def run(case: Case) -> Figures:
         record_events=policy.wants_events,
     )
     policy.attach(engines, tiers)
-    fleet = TieredFleet(engines, policy, event_delay_s=case.event_delay_s)
+    fleet = TieredFleet(
+        engines,
+        policy,
+        event_delay_s=case.event_delay_s,
+        on_tiers=policy.tier_changed if policy.wants_tiers else None,
+    )
     WORKLOADS[case.workload](case.rate)(fleet, case.seed)
     fleet.run()
     return figures(fleet.done, fleet.computed_tokens())
@@ -104,7 +111,7 @@ def make_policy(case: Case) -> Policy:
     if subject is None:
         return BASELINES[case.policy](case.seed)
     options = routing_options(case.options)
-    return subject(case.seed, options, replicas=case.replicas, sync_s=case.sync_s)
+    return subject(case.seed, options, replicas=case.replicas, sync_s=case.sync_s, prefetch=case.prefetch)
 
 
 def routing_options(paths: Sequence[tuple[str, float | bool]]) -> RoutingOptions:

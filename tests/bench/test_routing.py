@@ -26,7 +26,7 @@ def run(policy: Policy, *, workers: int = 3, tokens: int = 200_000, requests: in
         workers, capacity_tokens=tokens, tiers=tiers, record_events=policy.wants_events
     )
     policy.attach(engines, tiers)
-    fleet = TieredFleet(engines, policy)
+    fleet = TieredFleet(engines, policy, on_tiers=policy.tier_changed if policy.wants_tiers else None)
     tool(10.0, requests)(fleet, 0)
     fleet.run()
     return fleet
@@ -80,7 +80,9 @@ def test_the_conversations_of_the_second_tier_come_in_turn_and_grow() -> None:
 def test_kvaware_knows_by_events_what_every_tier_holds() -> None:
     policy = KvrouteAware(0)
     fleet = run(policy)
-    fleet.now += 1.0
+    fleet.now += 60.0
+    fleet._tell()
+    fleet.now += 60.0
     fleet._tell()
 
     for request in fleet.done[-50:]:
@@ -88,10 +90,8 @@ def test_kvaware_knows_by_events_what_every_tier_holds() -> None:
         limit = (request.prompt_tokens - 1) // BLOCK
         for worker, engine in enumerate(policy.engines):
             gpu = engine.cache.match(request.keys, limit)
-            l1 = engine.l1.run(request.keys, gpu, limit)
-            total = engine.store.tier.run(request.keys, l1, limit)
-            told = found[worker]
-            assert (told.gpu, told.l1, told.l2) == (gpu * BLOCK, (l1 - gpu) * BLOCK, (total - l1) * BLOCK)
+            near, far = engine.tiers.found(request.keys, gpu, limit)
+            assert found[worker] == (gpu * BLOCK, near * BLOCK, far * BLOCK)
 
 
 def test_a_turn_finds_the_answer_before_it_by_events() -> None:
@@ -111,7 +111,16 @@ def test_a_turn_finds_the_answer_before_it_by_events() -> None:
     found = policy.caches.match(policy.caches.look_at(FleetRequest(keys, 12 * BLOCK, 1)))
 
     assert found[0].gpu == 11 * BLOCK
-    assert not caches.match(caches.look_at(FleetRequest(keys, 12 * BLOCK, 1)))[0].gpu, "it has heard nothing"
+    assert not caches.match(caches.look_at(FleetRequest(keys, 12 * BLOCK, 1))), "it has heard nothing"
+
+
+def test_with_prefetching_blocks_of_requests_that_wait_set_out_from_the_store() -> None:
+    asking, silent = KvrouteAware(0, prefetch=True), KvrouteAware(0)
+    asked, unasked = run(asking, workers=2), run(silent, workers=2)
+
+    assert (len(asked.done), len(unasked.done)) == (REQUESTS, REQUESTS)
+    assert asking.prefetches > 0
+    assert silent.prefetches == 0
 
 
 @pytest.mark.parametrize("made", [Kvroute, KvrouteAware])
@@ -157,7 +166,8 @@ def test_goals_ask_for_the_same_whatever_the_figures() -> None:
 
 def test_a_goal_is_printed_with_its_figure_and_its_verdict(capsys) -> None:
     judged = {
-        3: {"prefixaware": [Bound("conv p50", 0.7, 0.75)], "kvaware": [Bound("conv p50", 0.76, most=0.75)]}
+        3: {"prefixaware": [Bound("conv p50", 0.7, 0.75)], "kvaware": [Bound("conv p50", 0.76, most=0.75)]},
+        14: {"prefixaware": [], "kvaware": [Bound("conv mean", 0.99)]},
     }
 
     report(judged)
@@ -167,6 +177,7 @@ def test_a_goal_is_printed_with_its_figure_and_its_verdict(capsys) -> None:
     assert "of llm-d's TTFT" in lines[0]
     assert lines[1].split() == ["prefixaware", "met", "conv", "p50", "0.7", "(<=", "0.75)"]
     assert "MISSED" in lines[2]
+    assert lines[4].split() == ["kvaware", "shown", "conv", "mean", "0.99"]
     assert '"met": false' in capsys.readouterr().out
 
 

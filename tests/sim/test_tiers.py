@@ -5,7 +5,8 @@ from collections.abc import Sequence
 import pytest
 
 from kvroute.sim.fleet import FleetRequest
-from kvroute.sim.tiers import GPU_ONLY, LruTier, TieredFleet, TierOptions, make_tiered_engines
+from kvroute.sim.tier_memory import LruTier, TierChange, TierReports
+from kvroute.sim.tiers import GPU_ONLY, TieredFleet, TierOptions, make_tiered_engines
 from kvroute.sim.timing import TimingModel
 from kvroute.wire.events import KvEvent
 
@@ -116,20 +117,149 @@ def test_a_fetch_holds_up_nobody_else() -> None:
     assert fetching.ttft_s == pytest.approx(4.0, abs=0.1)
 
 
-@pytest.mark.parametrize("prefetch", [False, True])
-def test_prefetching_loads_while_the_request_waits(prefetch) -> None:
+def test_what_is_being_written_cannot_be_loaded_yet() -> None:
+    """4 blocks need 2.05 s to compute, 0.4 s into L1 and then 4 s into the store."""
     tiers = TierOptions(
-        l1_tokens=0, l2_worker_bytes_s=bytes_s(2.0), l2_bytes_s=1e12, token_bytes=100, prefetch=prefetch
+        l1_bytes_s=bytes_s(0.1), l2_worker_bytes_s=bytes_s(1.0), l2_bytes_s=1e12, token_bytes=100
     )
+    for at, cached in ((6.3, 0), (6.5, 4 * BLOCK)):
+        fleet = fleet_of(tiers)
+        ask(fleet, 0.0, 0, 1)
+        other = ask(fleet, at, 1, 1)
+
+        fleet.run()
+
+        assert other.cached_tokens == cached
+
+
+def test_each_chunk_of_a_long_prompt_is_stored_when_it_is_computed() -> None:
+    """The first 8,192 tokens are in the store while the engine is at the next ones."""
+    tiers = TierOptions(l1_tokens=0, l2_worker_bytes_s=1e12, l2_bytes_s=1e12, token_bytes=100)
     fleet = fleet_of(tiers)
-    ask(fleet, 0.0, 0, 1)
-    long = ask(fleet, 10.0, 1, 50, blocks=40)
-    behind = ask(fleet, 10.1, 1, 1)
+    ask(fleet, 0.0, 0, 1, blocks=32)
+    other = ask(fleet, 10.0, 1, 1, blocks=32)
 
     fleet.run()
 
-    assert long.ttft_s == pytest.approx((40 * BLOCK + 1) * TOKEN_S, rel=0.3)
-    assert (behind.first_token_s < long.first_token_s + 1.0) == prefetch
+    assert other.cached_tokens == 16 * BLOCK
+
+
+@pytest.mark.parametrize(("stores_answers", "cached"), [(False, 4 * BLOCK), (True, 7 * BLOCK)])
+def test_answers_are_stored_only_where_that_is_switched_on(stores_answers, cached) -> None:
+    tiers = TierOptions(l1_tokens=0, token_bytes=100, stores_answers=stores_answers)
+    fleet = fleet_of(tiers)
+    keys = list(range(1, 9))
+    fleet.submit(FleetRequest(keys, 4 * BLOCK, 4 * BLOCK, conversation=0), 0.0)
+    next_turn = FleetRequest(keys, 8 * BLOCK, 1, conversation=1)
+    fleet.submit(next_turn, 10.0 + 4 * BLOCK)
+
+    fleet.run()
+
+    assert next_turn.cached_tokens == cached
+
+
+@pytest.mark.parametrize("keeps_loaded", [False, True])
+def test_what_came_from_the_store_stays_in_l1_only_where_that_is_switched_on(keeps_loaded) -> None:
+    fleet = fleet_of(TierOptions(token_bytes=100, keeps_loaded=keeps_loaded))
+    ask(fleet, 0.0, 0, 1)
+    ask(fleet, 10.0, 1, 1)
+
+    fleet.run()
+
+    engine = fleet._tiered(1)
+    engine.tiers.store.settle(fleet.now)
+    assert engine.tiers.found([1, 2, 3, 4], 0, 4) == ((4, 0) if keeps_loaded else (0, 4))
+
+
+def test_blocks_are_read_from_l1_where_it_has_them_and_from_the_store_between() -> None:
+    fleet = fleet_of(TierOptions(token_bytes=100))
+    tiers = fleet._tiered(0).tiers
+    tiers.l1.put([1, 3])
+    tiers.store.tier.put([1, 2, 3, 4, 6])
+
+    assert tiers.found([1, 2, 3, 4, 5, 6], 0, 6) == (2, 2)
+    assert tiers.found([1, 2, 3, 4, 5, 6], 1, 6) == (1, 2)
+
+
+def test_stores_wait_for_each_other_at_the_shared_store() -> None:
+    tiers = TierOptions(
+        l1_tokens=0, l2_worker_bytes_s=1e12, l2_bytes_s=bytes_s(1.0), l2_latency_s=0.0, token_bytes=100
+    )
+    fleet = fleet_of(tiers)
+    for worker, first in ((0, 1), (1, 50)):
+        fleet._tiered(worker).tiers.write(range(first, first + 4), 0.0)
+    store = fleet._tiered(0).tiers.store
+
+    store.settle(7.0)
+    held = 50 in store.tier
+    store.settle(8.0)
+
+    assert 1 in store.tier
+    assert (held, 50 in store.tier) == (False, True)
+
+
+def test_prefetching_brings_the_stores_blocks_into_l1_while_a_request_waits() -> None:
+    """Loading takes 8 s. Else it begins with the last chunk of the prompt in front, 4 s before that ends."""
+
+    def last_first_token(*, prefetch: bool) -> float:
+        fleet = fleet_of(TierOptions(l2_worker_bytes_s=bytes_s(2.0), l2_bytes_s=1e12, token_bytes=100))
+        ask(fleet, 0.0, 0, 1)
+        ask(fleet, 30.0, 1, 50, blocks=40)
+        behind = ask(fleet, 30.1, 1, 1)
+        fleet.run(until=30.1)
+        if prefetch:
+            fleet._tiered(1).tiers.prefetch([1, 2, 3, 4], 30.1)
+        fleet.run()
+        assert behind.cached_tokens == 4 * BLOCK
+        return behind.ttft_s
+
+    assert last_first_token(prefetch=True) < last_first_token(prefetch=False) - 3.5
+
+
+def test_a_lookup_before_its_prefetch_is_through_loads_the_same_again() -> None:
+    fleet = fleet_of(TierOptions(l2_worker_bytes_s=bytes_s(1.0), l2_bytes_s=1e12, token_bytes=100))
+    tiers = fleet._tiered(0).tiers
+    tiers.store.tier.put([1, 2, 3, 4])
+    tiers.prefetch([1, 2, 3, 4], 0.0)
+
+    ready = tiers.load([1, 2, 3, 4], 0, *tiers.found([1, 2, 3, 4], 0, 4), now=1.0)
+
+    assert ready == pytest.approx(8.0, abs=0.1)
+
+
+def test_a_server_reports_at_once_but_no_more_than_once_in_its_interval() -> None:
+    reports = TierReports(1.0)
+
+    assert [reports.told_at(at) for at in (5.0, 5.1, 5.9, 6.0, 6.5, 9.0, 9.5)] == [
+        5.0,
+        6.0,
+        6.0,
+        7.0,
+        7.0,
+        9.0,
+        10.0,
+    ]
+
+
+def test_what_the_tiers_hold_is_heard_of_when_the_server_reports_it() -> None:
+    heard: list[tuple[float, int, TierChange]] = []
+    engines = make_tiered_engines(
+        2, capacity_tokens=100 * BLOCK, timing=PLAIN, tiers=TierOptions(token_bytes=100)
+    )
+    fleet = TieredFleet(
+        engines,
+        Fixed(),
+        event_delay_s=0.25,
+        on_tiers=lambda worker, change, now: heard.append((now, worker, change)),
+    )
+    for at in (0.0, 3.0, 3.3, 4.5):  # the second and the third ask when nothing, and when L1, is told
+        ask(fleet, at, 0, 1 + int(at) * 50)
+
+    fleet.run()
+
+    first = [(now, change.is_shared) for now, worker, change in heard if 1 in change.stored]
+    assert first == [(3.0, False), (3.3, True)]
+    assert all(list(change.stored) and not change.removed for _, _, change in heard)
 
 
 def test_events_come_late_and_in_order() -> None:

@@ -1,28 +1,35 @@
 """Engines with slower cache tiers in virtual time: a CPU tier per worker (L1), one store for all (L2).
 
-As LMCache works: what has been computed is written through to both tiers; a prompt's lookup goes on
-where the GPU's own hit ends, first in L1, then in L2; what is found is always fetched, from the moment
-the request's turn has come, or from its arrival with `prefetch`. Stores and fetches take no GPU time. A
-fetch occupies the worker's L1 or L2 link, one after another, and those from L2 the store's own bandwidth.
+As LMCache works (0.5.6, multiprocess mode, and its connector in vLLM, lmcache_mp_connector.py):
+
+- After each iteration the prompt's blocks that are full by then set out for L1 and from there for L2
+  (`GetStoreMetadata`, `wait_for_save`). Generated tokens do not, unless `stores_answers` (`lmcache.mp.
+  save_decode_cache`, off by default); they do as part of the next turn's prompt.
+- A prompt's lookup goes on where the GPU's own hit ends. What is found is always fetched, from the moment
+  the request's turn has come: vLLM asks `get_num_new_matched_tokens` then.
+- Stores and fetches take no GPU time, but a fetch occupies the worker's link from L1 or L2, one after
+  another, and those from L2 the store's own bandwidth; likewise stores in the other direction.
+- Who follows LMCache's events hears of changes when the server reports them, every `report_s`.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from kvroute.sim.cache import Chain, PagedCache
 from kvroute.sim.engine import EngineRequest, Phase, Progress, SimEngine
 from kvroute.sim.fleet import Fleet, FleetRequest
+from kvroute.sim.tier_memory import Link, LruTier, SharedStore, TierChange, TierReports, WorkerTiers
 from kvroute.sim.timing import TimingModel
 from kvroute.wire.events import KvEvent
 
 
 @dataclass(frozen=True, slots=True)
 class TierOptions:
-    """Sizes in tokens, bandwidths in bytes per second; 0 tokens is a tier that is not there.
+    """Sizes in tokens, bandwidths in bytes per second and direction; 0 tokens is a tier that is not there.
 
     The defaults stand for Llama-3.1-70B (320 KiB of KV cache a token) with 400 GB of CPU memory a
     worker and a 4 TB store.
@@ -35,85 +42,39 @@ class TierOptions:
     l2_bytes_s: float = 50e9
     l2_latency_s: float = 2e-3
     token_bytes: int = 327_680
-    prefetch: bool = False
+    stores_answers: bool = False
+    keeps_loaded: bool = False
+    """What was loaded from L2 stays in L1 (`--l2-prefetch-policy retain`; LMCache's default drops it)."""
+    report_s: float = 1.0
 
 
 GPU_ONLY = TierOptions(l1_tokens=0, l2_tokens=0)
 
 
 @dataclass(slots=True, eq=False)
-class LruTier:
-    """Keys, least recently used first, ends of prompts before their beginnings. Mutable."""
-
-    capacity: int
-    _held: OrderedDict[int, None] = field(default_factory=OrderedDict)
-
-    def run(self, keys: Sequence[int], start: int, stop: int) -> int:
-        """Where the keys held from `start` on without a hole end, `stop` at most."""
-        held = self._held
-        while start < stop and keys[start] in held:
-            start += 1
-        return start
-
-    def put(self, keys: Sequence[int]) -> None:
-        held = self._held
-        if not self.capacity:
-            return
-        for key in reversed(keys):
-            held[key] = None
-            held.move_to_end(key)
-        while len(held) > self.capacity:
-            held.popitem(last=False)
-
-
-@dataclass(slots=True)
-class Link:
-    """Something that carries one transfer after another. Mutable: `busy_until_s`."""
-
-    bytes_s: float
-    busy_until_s: float = 0.0
-
-    def carry(self, size: float, now: float) -> float:
-        """When a transfer that is asked for now is through."""
-        self.busy_until_s = max(now, self.busy_until_s) + size / self.bytes_s
-        return self.busy_until_s
-
-
-@dataclass(slots=True, eq=False)
-class SharedStore:
-    """L2: one for all workers."""
-
-    tier: LruTier
-    link: Link
-    latency_s: float
-
-
-@dataclass(slots=True, eq=False)
 class _Staged(EngineRequest):
-    """`staged_from` to `staged_to` are the blocks that slower tiers bring."""
+    """`staged_from` to `staged_to` are the blocks that slower tiers bring; those before `written` are in
+    them, or on their way."""
 
     order: int = 0
     is_fetched: bool = False
     staged_from: int = 0
     staged_to: int = 0
+    written: int = 0
 
 
 @dataclass(slots=True, eq=False)
 class TieredEngine(SimEngine):
     """An engine whose requests join the queue once their blocks from slower tiers have come."""
 
-    l1: LruTier = field(default_factory=lambda: LruTier(0))
-    l1_link: Link = field(default_factory=lambda: Link(float("inf")))
-    l2_link: Link = field(default_factory=lambda: Link(float("inf")))
-    store: SharedStore = field(
-        default_factory=lambda: SharedStore(LruTier(0), Link(float("inf")), latency_s=0.0)
-    )
-    token_bytes: int = 0
-    prefetch: bool = False
+    tiers: WorkerTiers = field(kw_only=True)
+    options: TierOptions = field(default_factory=TierOptions)
     loaded_tokens: int = 0
     """Prompt tokens that came from slower tiers."""
     _staging: list[tuple[float, int, _Staged]] = field(default_factory=list)
     _order: int = 0
+    _ends_s: float = 0.0
+    """When the iteration under way ends."""
 
     @property
     def waiting(self) -> int:
@@ -124,18 +85,18 @@ class TieredEngine(SimEngine):
         """When the next fetch is through; None when none is under way."""
         return self._staging[0][0] if self._staging else None
 
-    def arrive(self, request: FleetRequest, now: float) -> None:
-        """Queue a request; with `prefetch` its blocks in slower tiers set out at once."""
+    def arrive(self, request: FleetRequest) -> None:
+        """Queue a request."""
         self._order += 1
-        staged = _Staged(
-            Chain(request.keys),
-            request.prompt_tokens,
-            request.output_tokens,
-            owner=request,
-            order=self._order,
+        self._waiting.append(
+            _Staged(
+                Chain(request.keys),
+                request.prompt_tokens,
+                request.output_tokens,
+                owner=request,
+                order=self._order,
+            )
         )
-        if not (self.prefetch and self._fetch(staged, now)):
-            self._waiting.append(staged)
 
     def begin_at(self, now: float) -> float | None:
         """`begin` at a moment: what has been fetched by then may run, in order of arrival."""
@@ -146,9 +107,11 @@ class TieredEngine(SimEngine):
             while place and _staged(waiting[place - 1]).order > staged.order:
                 place -= 1
             waiting.insert(place, staged)
-        if waiting and not self.prefetch:
+        if waiting:
             self._fetch_next(now)
-        return self.begin()
+        duration = self.begin()
+        self._ends_s = now + (duration or 0.0)
+        return duration
 
     def _fetch_next(self, now: float) -> None:
         """Start fetching for those whose turn has come: the batch would have room for them."""
@@ -172,37 +135,34 @@ class TieredEngine(SimEngine):
         staged.is_fetched = True
         keys, size = staged.chain.keys, self.cache.block_size
         limit = min(len(keys), (staged.prompt_tokens - 1) // size)
+        tiers = self.tiers
+        tiers.store.settle(now)
         start = self.cache.match(keys, limit)
-        middle = self.l1.run(keys, start, limit)
-        stop = self.store.tier.run(keys, middle, limit)
-        ready = now
-        if middle > start:
-            ready = self.l1_link.carry((middle - start) * size * self.token_bytes, now)
-        if stop > middle:
-            fetched = (stop - middle) * size * self.token_bytes
-            through = max(self.l2_link.carry(fetched, now), self.store.link.carry(fetched, now))
-            ready = max(ready, through + self.store.latency_s)
-            self.store.tier.put(keys[:stop])
-        staged.staged_from, staged.staged_to = start, stop
-        if stop > start:
-            self.l1.put(keys[:stop])
+        near, far = tiers.found(keys, start, limit)
+        ready = tiers.load(keys, start, near, far, now)
+        staged.staged_from, staged.staged_to = start, start + near + far
+        # What LMCache's own lookup found, which starts at the prompt's beginning, is not stored again.
+        staged.written = sum(tiers.found(keys, 0, limit))
         if ready <= now:
             return False
         heapq.heappush(self._staging, (ready, staged.order, staged))
         return True
 
     def finish(self) -> Progress:
+        prefilling = list(self._prefilling)
         progress = SimEngine.finish(self)
-        size = self.cache.block_size
-        for item in progress.first:
-            self._write(item.chain.keys[: item.prompt_tokens // size])
-        for item in progress.finished:
-            self._write(item.chain.keys[: (item.prompt_tokens + item.output_tokens - 1) // size])
+        for item in prefilling:
+            self._write(item, min(item.computed, item.prompt_tokens))
+        if self.options.stores_answers:
+            for item in progress.finished:
+                self._write(item, item.prompt_tokens + item.output_tokens - 1)
         return progress
 
-    def _write(self, keys: Sequence[int]) -> None:
-        self.l1.put(keys)
-        self.store.tier.put(keys)
+    def _write(self, request: EngineRequest, tokens: int) -> None:
+        staged, full = _staged(request), tokens // self.cache.block_size
+        if full > staged.written:
+            self.tiers.write(request.chain.keys[staged.written : full], self._ends_s)
+            staged.written = full
 
     def _admit(self, request: EngineRequest) -> bool:
         if not SimEngine._admit(self, request):
@@ -228,16 +188,33 @@ def _staged(request: EngineRequest) -> _Staged:
 
 @dataclass(slots=True, eq=False)
 class TieredFleet(Fleet):
-    """A fleet of `TieredEngine`s. Events reach the placement `event_delay_s` after the fact."""
+    """A fleet of `TieredEngine`s. Events reach the placement `event_delay_s` after the fact, what LMCache
+    tells of its tiers reaches `on_tiers` that much after it was reported."""
 
     event_delay_s: float = 0.0
+    on_tiers: Callable[[int, TierChange, float], None] | None = None
+    """(worker, change, now); called before a request is placed."""
     _news: list[tuple[float, int, list[KvEvent]]] = field(default_factory=list)
+    _reports: list[tuple[float, int, int, TierChange]] = field(default_factory=list)
+    _reported: int = 0
+
+    def __post_init__(self) -> None:
+        Fleet.__post_init__(self)
+        if self.on_tiers is not None:
+            for worker in range(len(self.engines)):
+                engine = self._tiered(worker)
+                engine.tiers.told = partial(self._report, worker, TierReports(engine.options.report_s))
+
+    def _report(self, worker: int, reports: TierReports, change: TierChange, at: float) -> None:
+        self._reported += 1
+        due = reports.told_at(at) + self.event_delay_s
+        heapq.heappush(self._reports, (due, self._reported, worker, change))
 
     def _arrive(self, request: FleetRequest) -> None:
         self._tell()
         request.worker = worker = self.placement.place(request, self.now)
         engine = self._tiered(worker)
-        engine.arrive(request, self.now)
+        engine.arrive(request)
         if not self._busy[worker]:
             self._begin(worker)
 
@@ -266,6 +243,7 @@ class TieredFleet(Fleet):
 
     def _tell(self) -> None:
         """Pass on what is old enough. A placement looks at it in `place` only."""
+        self._tiered(0).tiers.store.settle(self.now)
         news = self._news
         told = 0
         for due, worker, events in news:
@@ -274,6 +252,11 @@ class TieredFleet(Fleet):
             self.placement.events(worker, events, self.now)
             told += 1
         del news[:told]
+        reports = self._reports
+        while reports and reports[0][0] <= self.now:
+            _, _, worker, change = heapq.heappop(reports)
+            assert self.on_tiers is not None
+            self.on_tiers(worker, change, self.now)
 
     def _tiered(self, worker: int) -> TieredEngine:
         engine = self.engines[worker]
@@ -294,17 +277,27 @@ def make_tiered_engines(
     tiers = tiers or TierOptions()
     if timing is None or isinstance(timing, TimingModel):
         timing = [timing or TimingModel()] * count
-    store = SharedStore(LruTier(tiers.l2_tokens // block_size), Link(tiers.l2_bytes_s), tiers.l2_latency_s)
+    store = SharedStore(
+        LruTier(tiers.l2_tokens // block_size),
+        Link(tiers.l2_bytes_s),
+        tiers.l2_latency_s,
+        Link(tiers.l2_bytes_s),
+    )
     return [
         TieredEngine(
             PagedCache(capacity_tokens // block_size, block_size, record=record_events),
             timing[number],
-            l1=LruTier(tiers.l1_tokens // block_size),
-            l1_link=Link(tiers.l1_bytes_s),
-            l2_link=Link(tiers.l2_worker_bytes_s),
-            store=store,
-            token_bytes=tiers.token_bytes,
-            prefetch=tiers.prefetch,
+            tiers=WorkerTiers(
+                LruTier(tiers.l1_tokens // block_size),
+                store,
+                block_size * tiers.token_bytes,
+                from_l1=Link(tiers.l1_bytes_s),
+                in_l1=Link(tiers.l1_bytes_s),
+                from_store=Link(tiers.l2_worker_bytes_s),
+                in_store=Link(tiers.l2_worker_bytes_s),
+                keeps_loaded=tiers.keeps_loaded,
+            ),
+            options=tiers,
         )
         for number in range(count)
     ]
