@@ -82,7 +82,10 @@ class Gateway:
 
     def hear(self, query: RouteQuery, decision: RouteDecision, chosen: Candidate, now: float) -> Dispatch:
         """Account what another gateway has dispatched."""
-        own = chosen._replace(worker=self.workers[chosen.worker.index])
+        worker = self.workers[chosen.worker.index]
+        own = Candidate(
+            worker, chosen.score, chosen.matched_tokens, chosen.prefill_s, chosen.terms, chosen.held
+        )
         return self.router.dispatched_elsewhere(query, decision, own, now)
 
 
