@@ -283,7 +283,7 @@ class CostModel:
             tie_share,
             tie_s,
         ) = settled.figures
-        if held_where:
+        if queues is None and held_where:
             queues = [worker.load_of(held.rank) for worker, held in zip(workers, held_where, strict=True)]
         elif queues is None:
             queues = [worker.load for worker in workers]

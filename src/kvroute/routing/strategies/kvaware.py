@@ -49,13 +49,26 @@ class KvAware:
         self._views = views
 
     def rank(self, query: RouteQuery, view: FleetView) -> RouteDecision:
+        workers, now = view.workers, query.now
         if not query.prompts:
-            return RouteDecision(self.name, Reason.NO_PROMPT, tuple(self._costs.rank(query, view.workers)))
-        targets, held = self._held(query, view.workers)
-        totals = [each.tokens.total for each in held]
-        loads = [self._load(each, worker, query.now) for worker, each in zip(targets, held, strict=True)]
-        ranking = _best_ranks(self._costs.rank(query, targets, totals, loads, held))
-        return RouteDecision(self.name, _reason(query, ranking, max(totals)), tuple(ranking))
+            ranking = self._costs.rank(query, workers, queues=view.loads)
+            return RouteDecision(self.name, Reason.NO_PROMPT, ranking)
+        targets, held = self._held(query, workers)
+        totals: list[int] = []
+        is_far = False
+        for each in held:
+            gpu, l1, l2 = each.tokens
+            totals.append(gpu + l1 + l2)
+            is_far = is_far or l1 + l2 > 0
+        loads = None
+        if is_far:
+            loads = [self._load(each, worker, now) for worker, each in zip(targets, held, strict=True)]
+        if len(targets) > len(workers):
+            ranks = self._costs.rank(query, targets, totals, loads, held)
+            return RouteDecision(self.name, _reason(query, ranks[0], ranks.most_matched), _best_ranks(ranks))
+        # Each worker once: there are no ranks to choose from.
+        ranking = self._costs.rank(query, workers, totals, loads, held, view.loads)
+        return RouteDecision(self.name, _reason(query, ranking[0], ranking.most_matched), ranking)
 
     def routed(self, query: RouteQuery, decision: RouteDecision, candidate: Candidate) -> None:
         """Its blocks are on their way from slower tiers."""
@@ -151,8 +164,6 @@ def _believed(place: CachePlace, rank: int | None, mapped: Tokens, sent: int) ->
 
 def _best_ranks(ranking: Sequence[Candidate]) -> Sequence[Candidate]:
     """Each worker once, with its best rank: a second attempt goes to another worker."""
-    if len({id(candidate.worker) for candidate in ranking}) == len(ranking):
-        return ranking
     seen: set[int] = set()
     best = []
     for candidate in ranking:
@@ -162,9 +173,9 @@ def _best_ranks(ranking: Sequence[Candidate]) -> Sequence[Candidate]:
     return best
 
 
-def _reason(query: RouteQuery, ranking: Sequence[Candidate], most: int) -> Reason:
+def _reason(query: RouteQuery, first: Candidate, most: int) -> Reason:
     if not query.exact:
         return Reason.KV_APPROXIMATE
     if not most:
         return Reason.KV_MISS
-    return Reason.KV_HIT if ranking[0].matched_tokens == most else Reason.KV_SPILL
+    return Reason.KV_HIT if first.matched_tokens == most else Reason.KV_SPILL
