@@ -113,6 +113,13 @@ async def next_of(found: AsyncGenerator[tuple[WorkerSpec, ...], None]) -> list[s
         return ids(await anext(found))
 
 
+def replace_file(path: Path, text: str) -> None:
+    """As editors do it: a new file under the old name. Written in place, a look may find it empty."""
+    fresh = path.with_suffix(".new")
+    fresh.write_text(text)
+    fresh.replace(path)
+
+
 async def after_complaint(source: FileDiscovery, found: AsyncGenerator[Any, None]) -> list[str]:
     """Watch on until the source has complained, and for some looks more; then mend the file and return
     what comes."""
@@ -124,15 +131,8 @@ async def after_complaint(source: FileDiscovery, found: AsyncGenerator[Any, None
     await clock.until(lambda: clock.looks >= enough)
     assert source.errors == 1
     assert not waiting.done()
-    source._path.write_text(TWO)
+    replace_file(source._path, TWO)
     return await waiting
-
-
-def replace_file(path: Path, text: str) -> None:
-    """As editors do it: a new file under the old name."""
-    fresh = path.with_suffix(".new")
-    fresh.write_text(text)
-    fresh.replace(path)
 
 
 @pytest.mark.parametrize("write", [Path.write_text, replace_file], ids=["in place", "replaced"])
@@ -173,7 +173,6 @@ async def test_a_malformed_file_is_logged_and_counted_once_and_yields_nothing(
     source, found = watching(path)
     await next_of(found)
 
-    # In one step: between emptying a file and filling it anew there is a look's time.
     fresh = tmp_path / "fresh"
     fresh.write_bytes(bad)
     fresh.replace(path)
@@ -193,9 +192,9 @@ async def test_each_malformed_version_of_a_file_is_counted(tmp_path: Path) -> No
     waiting = asyncio.ensure_future(next_of(found))
     await clock.until(lambda: source.errors == 1)
 
-    path.write_text("more nonsense")
+    replace_file(path, "more nonsense")
     await clock.until(lambda: source.errors == 2)
-    path.write_text(ONE)
+    replace_file(path, ONE)
 
     assert await waiting == ["one:1"]
     await found.aclose()
