@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from kvroute.tokens.conversations import Conversations, continued
 from kvroute.tokens.local import LocalTokenizer
 from kvroute.tokens.model import ModelFiles, load_model
 from kvroute.tokens.reason import Inexact
-from kvroute.tokens.segments import SegmentCache
+from kvroute.tokens.segments import Cutter, RawToken, SegmentCache
 
 CHAT = ENDPOINTS["/v1/chat/completions"]
 
@@ -116,6 +117,24 @@ def outcome(tokenizer: LocalTokenizer, asked: InferenceRequest, *, at_once: bool
         return (tokenizer.prompts_at_once if at_once else tokenizer.prompts)(asked)
     except Inexact as error:
         return error.reason
+
+
+def test_a_token_that_only_what_follows_makes_is_not_cut_apart(files: Any) -> None:
+    """What is known ends with `nt`, a token; what follows makes it the end of a longer one that begins
+    before it. Text before it was not settled."""
+    cutter = Cutter([RawToken("nt", True), RawToken("int<|turn|>", True), RawToken("<|turn|>", True)])
+    model = replace(files(OPEN), cutter=cutter)
+    chat = [{"role": "user", "content": "def print"}]
+    longer = [*chat, {"role": "user", "content": "x"}]
+    remembering = LocalTokenizer(model, SegmentCache(0), None, Conversations(100_000, least_bytes=0))
+
+    remembering.prompts(request(written(chat)))
+    ids = remembering.prompts(request(written(longer)))
+
+    assert ids == LocalTokenizer(model, SegmentCache(0)).prompts(request(written(longer)))
+    encode = model.encoder.encode
+    apart = encode("<|turn|>def pri") + encode("nt") + encode("<|turn|>x")
+    assert apart != encode("<|turn|>def pr") + encode("int<|turn|>x")  # else it would not show
 
 
 @pytest.mark.parametrize("template", ["plain", "parts", "trim", ODD, OPEN])
