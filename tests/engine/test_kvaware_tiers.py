@@ -126,18 +126,23 @@ async def test_how_fast_the_tiers_are_is_learned_from_the_servers(
         assert loaded.tiers == {"gpu": 0, "l1": 0, "l2": SHARED_TOKENS}
 
     configured = {"l1": TransferOptions().l1_gb_s, "l2": TransferOptions().l2_gb_s}
+    measured: dict[str, list[float]] = {"l1": [], "l2": []}
+    learned: dict[str, list[float]] = {"l1": [], "l2": []}
     for worker in workers(endpoint):
         page = await endpoint.http.get(f"{endpoint.told(endpoint.server_of(worker)).url}/metrics")
         rates = read_load_rates(page.text)
         for tier, gb_s in configured.items():
-            mean = rates.gb_s[tier] / rates.loads[tier]
-            learned = await endpoint.learned(worker, tier, other_than=gb_s)
+            measured[tier].append(rates.gb_s[tier] / rates.loads[tier])
+            learned[tier].append(await endpoint.learned(worker, tier, other_than=gb_s))
             say(
-                f"{worker} from {tier}: {rates.loads[tier]} loads with {mean:.3f} GB/s by its server, "
-                f"reckoned with {learned:.3f} instead of {gb_s:.1f}"
+                f"{worker} from {tier}: {rates.loads[tier]} loads with {measured[tier][-1]:.3f} GB/s by its "
+                f"server, reckoned with {learned[tier][-1]:.3f} instead of {gb_s:.1f}"
             )
-            assert 0 < mean < gb_s
-            assert 0 < learned < gb_s
+    # How fast a machine is, is not for a test to say. That a belief has moved, `learned` waited for; it is a
+    # mean of times per byte, so it never becomes faster than what was believed and what was measured.
+    for tier, gb_s in configured.items():
+        assert min(measured[tier]) > 0
+        assert all(0 < each <= max(gb_s, *measured[tier]) for each in learned[tier])
 
 
 async def test_what_a_killed_worker_had_is_found_in_redis_by_the_other(
