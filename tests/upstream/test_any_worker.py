@@ -9,6 +9,8 @@ from typing import Any
 import httpx
 import pytest
 
+from kvroute.app.config import Config
+from kvroute.app.following import worker_client
 from kvroute.fleet.probe import ProbeFailure, Prober, probe_client
 from kvroute.upstream.any_worker import AnyWorkerTransport
 from kvroute.upstream.options import UpstreamOptions
@@ -91,5 +93,17 @@ async def test_certificates_are_checked_as_for_answers_to_clients(
     async with httpx.AsyncClient(transport=AnyWorkerTransport(UpstreamOptions(verify_tls=False))) as client:
         assert (await client.get(server.url)).text == "well"
     async with httpx.AsyncClient(transport=AnyWorkerTransport(UpstreamOptions())) as client:
+        with pytest.raises(httpx.ConnectError):
+            await client.get(server.url)
+
+
+async def test_tokenizer_calls_check_certificates_as_answers_to_clients_do(
+    serve: Any, read_request: Any, server_tls: ssl.SSLContext
+) -> None:
+    server = await serve(answers(b"well", read_request), tls=server_tls)
+
+    async with worker_client(Config.model_validate({"upstream": {"verify_tls": False}})) as client:
+        assert (await client.get(server.url)).text == "well"
+    async with worker_client(Config()) as client:
         with pytest.raises(httpx.ConnectError):
             await client.get(server.url)

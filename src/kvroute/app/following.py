@@ -30,6 +30,7 @@ from kvroute.index.prefix_index import PrefixIndex
 from kvroute.metrics import Metrics, counter, gauge
 from kvroute.routing.caches import ExactPrompt
 from kvroute.routing.decision import Candidate, RouteQuery
+from kvroute.upstream.any_worker import AnyWorkerTransport
 
 
 class Following:
@@ -62,7 +63,7 @@ class Following:
         self._upkeep = Upkeep(clock)
         self._ingest = EventIngest(self._index, self._client, clock, config.kv_events, self._streams_changed)
         # Whoever registers as an LMCache server is asked for its status: without the workers' key.
-        self._keyless = _client({})
+        self._keyless = _keyless_client()
         self.lmcache = LMCache(
             chunks,
             self._keyless,
@@ -194,12 +195,15 @@ class Following:
 
 
 def worker_client(config: Config) -> httpx.AsyncClient:
-    """For tokenizer and event-source calls: with the workers' key."""
+    """For tokenizer and event-source calls: with the workers' key, over connections as the gateway's own."""
     key = config.fleet.worker_api_key
-    return _client({"authorization": f"Bearer {key.get_secret_value()}"} if key else {})
+    return httpx.AsyncClient(
+        transport=AnyWorkerTransport(config.upstream),
+        headers={"authorization": f"Bearer {key.get_secret_value()}"} if key else {},
+    )
 
 
-def _client(headers: dict[str, str]) -> httpx.AsyncClient:
+def _keyless_client() -> httpx.AsyncClient:
     """Without proxies."""
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=4.0)
-    return httpx.AsyncClient(trust_env=False, limits=limits, headers=headers)
+    return httpx.AsyncClient(trust_env=False, limits=limits)
