@@ -159,7 +159,7 @@ def _rows() -> list[Goal]:
         rows += [
             Goal(
                 f"{scenario}: kvaware / prefixaware",
-                _ratio(KV_AWARE, KV_PREFIX, kv, "main_us_request"),
+                _ratio(KV_AWARE, KV_PREFIX, kv, "untokenized_us_request"),
                 1.5,
                 1.5,
             ),

@@ -18,11 +18,12 @@ from typing import Any
 from gateway_goals import COMPLETE, DIRECT, KV_AWARE, KV_PREFIX, OURS, SESSION, THEIRS, Measurement
 from gateway_machine import CpuSpent, busy_s, cpu_sample, memory_mib, process_tree, spent
 from gateway_requests import conversation, text
-from gateway_running import Bed, Started
+from gateway_running import Bed, Started, ask
 
 OTHERS = ("nginx", "vllm-router")
 LOAD_TIMEOUT_S = 180
 BUSY_CORES = 0.35
+TOKENIZING = 'kvroute_tokenizing_cpu_seconds_total{thread="loop"}'
 TURNS = 8
 TURN_TOKENS = 64_000
 
@@ -150,10 +151,14 @@ class Runner:
 
     def _closed(self, scenario: Scenario, started: Started, repeat: int) -> tuple[dict[str, float], int]:
         total = self._totals[started.router.name, scenario.name]
+        tokenized_s = self._tokenizing_s(started)
         result, cpu = self._timed_load(started, scenario.file, scenario.connections, total)
+        tokenized_us = (self._tokenizing_s(started) - tokenized_s) * 1e6 / result["requests"]
+        main_us = cpu.main_ns / 1000 / result["requests"]
         figures = {
             "cpu_us_request": cpu.all_ns / 1000 / result["requests"],
-            "main_us_request": cpu.main_ns / 1000 / result["requests"],
+            "main_us_request": main_us,
+            "untokenized_us_request": main_us - tokenized_us,
             "requests_s": result["requests"] / result["seconds"],
             "utilisation": cpu.all_ns / 1e9 / result["seconds"],
             "p50_us": result["latency"]["p50"],
@@ -161,6 +166,14 @@ class Runner:
             "sticky": result["sticky"],
         }
         return figures, result["errors"]
+
+    def _tokenizing_s(self, started: Started) -> float:
+        """CPU seconds that the main thread has spent on exact tokens; 0 where nothing asks for any."""
+        if started.router.workers != "events":
+            return 0.0
+        _, _, page = ask(started.port, "/metrics")
+        rows = (line.rpartition(" ") for line in page.decode().splitlines())
+        return sum(float(value) for name, _, value in rows if name == TOKENIZING)
 
     def _streams(self, scenario: Scenario, started: Started, repeat: int) -> tuple[dict[str, float], int]:
         result, cpu = self._timed_load(started, scenario.file, scenario.connections, scenario.most)

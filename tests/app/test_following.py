@@ -151,3 +151,12 @@ async def test_bandwidths_are_asked_of_each_workers_own_lmcache_server() -> None
 
     assert rates[0] == (5, Tier.L2, 3.0, 1)
     assert {slot for slot, *_ in rates} == {5}
+
+
+def test_what_exact_tokens_cost_is_shown_by_thread() -> None:
+    made = following()
+    made.preparer.cpu_s = 0.25
+
+    (shown,) = [each for each in made.gauges() if each.name == "kvroute_tokenizing_cpu_seconds"]
+
+    assert {each.labels["thread"]: each.value for each in shown.samples} == {"loop": 0.25, "tokenizer": 0.0}

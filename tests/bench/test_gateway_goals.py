@@ -6,6 +6,7 @@ from gateway_goals import (
     DIRECT,
     GOALS,
     KV_AWARE,
+    KV_PREFIX,
     OURS,
     THEIRS,
     Goal,
@@ -108,3 +109,14 @@ def test_a_goal_without_a_stretch_of_its_own_is_met_or_missed() -> None:
     [one] = judge(Results([]), [Goal("only", lambda results: 1.0, 1.5, 1.5)])
 
     assert one.verdict == "met"
+
+
+def test_kvaware_is_judged_without_token_work_and_nothing_but_that() -> None:
+    found = verdicts(
+        [
+            Measurement(router, "ka", 0, {"main_us_request": whole, "untokenized_us_request": rest})
+            for router, whole, rest in ((KV_PREFIX, 100.0, 100.0), (KV_AWARE, 300.0, 140.0))
+        ]
+    )
+
+    assert found["a: kvaware / prefixaware"] == (1.4, "met")

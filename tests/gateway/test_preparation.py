@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -75,6 +76,30 @@ async def test_what_another_worker_would_not_do_better_is_not_tried_again() -> N
 
     assert result.why_not == "late"
     assert workers.asked == ["http://a"]
+
+
+@dataclass
+class Busy(Workers):
+    """Each question takes some CPU time."""
+
+    spent_s: float = 0.0
+
+    def prompts_at_once(self, request: InferenceRequest, *, model: str) -> None:
+        began = time.thread_time()
+        sum(range(10_000))
+        self.spent_s += time.thread_time() - began
+
+
+async def test_what_exact_tokens_cost_the_loop_is_counted_whether_or_not_they_are_had_at_once() -> None:
+    workers = Busy(["http://a"])
+    preparer = Preparer(cast(ExactTokens, workers), cast(Fleet, workers), Metrics())
+
+    assert preparer.at_once(request(), "m") is None
+    before = preparer.cpu_s
+    await preparer.prepare(request(), "m")
+
+    assert before >= workers.spent_s > 0
+    assert preparer.cpu_s > before
 
 
 @dataclass

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 
 import pytest
 
@@ -14,6 +15,20 @@ async def test_work_runs_beside_the_loop_and_gives_its_result() -> None:
         name = await threads.run(lambda: threading.current_thread().name)
 
     assert name.startswith("tokens")
+
+
+async def test_what_prompts_cost_is_counted_and_what_is_done_once_is_not() -> None:
+    def work() -> float:
+        began = time.thread_time()
+        sum(range(10_000))
+        return time.thread_time() - began
+
+    async with TokenThreads(2, deadline_s=30) as threads:
+        await threads.run_long(work)
+        assert threads.cpu_s == 0
+        spent = [await threads.run(work) for _ in range(3)]
+
+    assert threads.cpu_s >= sum(spent) > 0
 
 
 async def test_whoever_waits_too_long_is_told_so_while_the_work_goes_on() -> None:

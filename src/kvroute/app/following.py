@@ -191,6 +191,7 @@ class Following:
             [((name,), float(failures)) for name, failures in self._upkeep.failures.items()],
         )
         yield from stream_metrics(self._ingest.figures())
+        yield from self._tokens.metrics()
         yield from self.lmcache.metrics()
 
 

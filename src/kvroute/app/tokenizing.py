@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import httpx
+from prometheus_client.core import Metric
 
 from kvroute.app.token_sources import TokenSources
 from kvroute.app.upkeep import Upkeep
@@ -12,7 +13,7 @@ from kvroute.clock import Clock
 from kvroute.fleet.fleet import Fleet, FleetChange
 from kvroute.fleet.worker import Worker
 from kvroute.gateway.preparation import Preparer, Probe
-from kvroute.metrics import Metrics
+from kvroute.metrics import Metrics, counter
 from kvroute.tokens.chat import EngineFlags
 from kvroute.tokens.exact import ExactTokens, Mode
 from kvroute.tokens.options import TokensOptions
@@ -69,6 +70,15 @@ class Tokenizing:
                 why = "not checked yet" if source is None else source.why
                 notes.append(f"kvaware: no exact tokens of {model!r}: {why}")
         return notes
+
+    def metrics(self) -> Iterable[Metric]:
+        yield counter(
+            "kvroute_tokenizing_cpu_seconds",
+            "CPU time spent on making prompts exact (reading, rendering, tokenizing, hashing the ids), by "
+            "whose thread it was: the event loop's or the tokenizer's own.",
+            ("thread",),
+            [(("loop",), self.preparer.cpu_s), (("tokenizer",), self._threads.cpu_s)],
+        )
 
     def describe(self) -> dict[str, object]:
         """For the admin API."""

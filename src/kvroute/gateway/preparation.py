@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
@@ -35,7 +36,8 @@ class Prepared:
 
 
 class Preparer:
-    """One for all requests. Mutable: remembers the keys of recent prompts."""
+    """One for all requests. Mutable: remembers the keys of recent prompts, and counts `cpu_s`, what making
+    prompts exact has cost the event loop's thread in CPU seconds."""
 
     def __init__(
         self,
@@ -52,12 +54,19 @@ class Preparer:
         self._fleet = fleet
         self._metrics = metrics
         self._keys = KeyMemory()
+        self.cpu_s = 0.0
 
     def at_once(self, request: InferenceRequest, model: str) -> Prepared | None:
         """What `prepare` gives, where there is nothing to wait for and it takes about a millisecond at most;
         else None."""
         if self._probe is not None and self._is_probing():
             return None
+        began = time.thread_time()
+        prepared = self._at_once(request, model)
+        self.cpu_s += time.thread_time() - began
+        return prepared
+
+    def _at_once(self, request: InferenceRequest, model: str) -> Prepared | None:
         base = self._base(model)
         found = self._tokens.prompts_at_once(request, model=base or model)
         if found is None:
@@ -91,7 +100,7 @@ class Preparer:
         prompts = []
         for ids in found.prompts:
             usable = _usable(ids)
-            keys = await _in_turns(self._keys.steps(usable, adapter_space(adapter, salt).seed))
+            keys = await self._in_turns(self._keys.steps(usable, adapter_space(adapter, salt).seed))
             prompts.append(ExactPrompt(len(ids), keys, PromptChunks(usable), salt, adapter))
         if self._probe is not None:
             answers = await self._probe(prompts)
@@ -116,21 +125,23 @@ class Preparer:
             return keys
         return None
 
+    async def _in_turns(self, steps: Generator[None, None, Sequence[BlockKey]]) -> Sequence[BlockKey]:
+        """Run to the end, with a turn for others between the steps."""
+        while True:
+            began = time.thread_time()
+            try:
+                next(steps)
+            except StopIteration as end:
+                keys: Sequence[BlockKey] = end.value
+                return keys
+            finally:
+                self.cpu_s += time.thread_time() - began
+            await asyncio.sleep(0)
+
 
 def _usable(ids: TokenIds) -> TokenIds:
     """The last token is always computed: no cache can serve it."""
     return ids[: max(0, len(ids) - 1)]
-
-
-async def _in_turns(steps: Generator[None, None, Sequence[BlockKey]]) -> Sequence[BlockKey]:
-    """Run to the end, with a turn for others between the steps."""
-    while True:
-        try:
-            next(steps)
-        except StopIteration as end:
-            keys: Sequence[BlockKey] = end.value
-            return keys
-        await asyncio.sleep(0)
 
 
 def _base_of(worker: Worker, model: str) -> str | None:

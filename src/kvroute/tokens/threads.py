@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
@@ -17,8 +18,8 @@ T = TypeVar("T")
 class TokenThreads:
     """Runs blocking work beside the event loop. An async context manager.
 
-    Mutable: the count of unfinished work. Work whose waiter has given up is dropped if it has not
-    begun, and finished for the caches' sake if it has.
+    Mutable: the count of unfinished work, and `cpu_s`, the threads' CPU seconds for `run`. Work whose waiter
+    has given up is dropped if it has not begun, and finished for the caches' sake if it has.
     """
 
     def __init__(self, threads: int = 2, *, deadline_s: float = 0.05, max_waiting: int = 64) -> None:
@@ -26,23 +27,36 @@ class TokenThreads:
         self._deadline_s = deadline_s
         self._most = threads + max_waiting
         self._unfinished = 0
+        self._cpu_s = 0.0
         self._lock = threading.Lock()
 
     @property
     def unfinished(self) -> int:
         return self._unfinished
 
+    @property
+    def cpu_s(self) -> float:
+        return self._cpu_s
+
     async def run(self, work: Callable[..., T], *args: Any) -> T:
         """`work(*args)` in a thread. Raises Inexact: BUSY at once, LATE after the deadline."""
         try:
             async with asyncio.timeout(self._deadline_s):
-                return await self._result(work, *args)
+                return await self._result(self._counted, work, *args)
         except TimeoutError:
             raise Inexact(Reason.LATE) from None
 
     async def run_long(self, work: Callable[..., T], *args: Any) -> T:
         """The same without a deadline, for what is done once, such as loading a model."""
         return await self._result(work, *args)
+
+    def _counted(self, work: Callable[..., T], *args: Any) -> T:
+        began = time.thread_time()
+        try:
+            return work(*args)
+        finally:
+            with self._lock:
+                self._cpu_s += time.thread_time() - began
 
     def _submitted(self, work: Callable[..., T], *args: Any) -> asyncio.Future[T]:
         with self._lock:
