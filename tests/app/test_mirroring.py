@@ -2,12 +2,16 @@ from __future__ import annotations
 
 import pytest
 
-from kvroute.app.mirroring import ALONE, MirroredCaches
+from kvroute.app.config import Config
+from kvroute.app.mirroring import ALONE, MirroredCaches, Mirroring
 from kvroute.blocks.chunks import PromptChunks
 from kvroute.blocks.keys import block_keys
 from kvroute.blocks.tokens import KEY_TOKENS, Tier
+from kvroute.clock import SystemClock
+from kvroute.fleet.fleet import Fleet
 from kvroute.fleet.worker import Worker, WorkerId, WorkerSpec
 from kvroute.index.prefix_index import Holder
+from kvroute.metrics import Metrics
 from kvroute.replicas.map_messages import (
     MapBegins,
     Place,
@@ -104,3 +108,20 @@ def test_bandwidths_that_are_told_are_reckoned_with(caches, rates):
     assert caches.heard(Rate(3, int(Tier.L2), 1.5))
 
     assert rates == [(3, Tier.L2, 1.5)]
+
+
+def test_a_process_that_looks_on_counts_its_own_tokenizing():
+    made = Mirroring(
+        Config.model_validate({"routing": {"strategy": "kvaware"}}),
+        Fleet(),
+        Metrics(),
+        SystemClock(),
+        lambda _: None,
+        lambda *_: None,
+        lambda _: None,
+    )
+    made.preparer.cpu_s = 0.25
+
+    (shown,) = [each for each in made.gauges() if each.name == "kvroute_tokenizing_cpu_seconds"]
+
+    assert {each.labels["thread"]: each.value for each in shown.samples} == {"loop": 0.25, "tokenizer": 0.0}

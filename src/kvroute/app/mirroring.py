@@ -224,6 +224,7 @@ class Mirroring:
             ("work",),
             [((name,), float(failures)) for name, failures in self._upkeep.failures.items()],
         )
+        yield from self._tokens.metrics()
         if self._redis is not None:
             yield from l2_metrics(self._redis.counts)
 
