@@ -113,13 +113,31 @@ class Endpoint:
 
     async def ask_the_other(self, prompt: str, than: str) -> Answer:
         """The answer of the other worker, while this one is drained."""
-        drain = f"{self.url}/admin/workers/{than}/drain"
+        async with self.drained(than):
+            return await self.ask(prompt)
+
+    @asynccontextmanager
+    async def drained(self, worker: str) -> AsyncIterator[None]:
+        """Meanwhile the gateway sends this worker nothing."""
+        drain = f"{self.url}/admin/workers/{worker}/drain"
         drained = (await self.http.post(drain, params={"wait_s": 30})).json()
         assert drained["drained"], drained
         try:
-            return await self.ask(prompt)
+            yield
         finally:
             await self.http.delete(drain)
+
+    async def until_queued(self, worker: str) -> None:
+        """Until the gateway has sent this worker a request whose prefill is not done, as it reckons."""
+        async with asyncio.timeout(30):
+            while not (await self.place("anything", worker))["terms_s"]["wait"]:
+                await asyncio.sleep(0.01)
+
+    async def prefetches(self) -> dict[str, int]:
+        """What became of the prefetches that the gateway asked for, by outcome."""
+        text = (await self.http.get(f"{self.url}/metrics")).text
+        found = re.findall(r'^kvroute_lmcache_prefetches_total\{outcome="(\w+)"\} (\S+)$', text, re.MULTILINE)
+        return {outcome: int(float(times)) for outcome, times in found if float(times)}
 
     async def metric(self, process: str, name: str, **labels: str) -> float:
         """The sum of the samples of a metric that carry `labels`."""

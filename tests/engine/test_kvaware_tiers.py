@@ -5,6 +5,7 @@ One start of `kvroute up -f configs/redis-l2.yaml --strategy kvaware` for all te
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable
 
 import pytest
@@ -32,8 +33,15 @@ Say = Callable[[str], None]
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def endpoint(run_endpoint: Run, prompt: Prompts) -> AsyncIterator[Endpoint]:
     # Two engines keep a small machine's cores busy: neither Redis nor the tokenizer shall be given up for it.
-    patient = {"lmcache": {"l2": {"deadline_ms": 2000}}, "tokens": {"deadline_ms": 2000}}
-    async with run_endpoint("redis-l2.yaml", "--strategy", "kvaware", settings=patient) as endpoint:
+    settings = {
+        "lmcache": {
+            "coordinator": {"enabled": True},
+            "l2": {"deadline_ms": 2000},
+            "prefetch": {"enabled": True, "timeout_s": 20},
+        },
+        "tokens": {"deadline_ms": 2000},
+    }
+    async with run_endpoint("redis-l2.yaml", "--strategy", "kvaware", settings=settings) as endpoint:
         for worker in workers(endpoint):
             # Tokens are exact and both maps whole.
             await endpoint.until_known(prompt(0), worker)
@@ -143,6 +151,39 @@ async def test_how_fast_the_tiers_are_is_learned_from_the_servers(
     for tier, gb_s in configured.items():
         assert min(measured[tier]) > 0
         assert all(0 < each <= max(gb_s, *measured[tier]) for each in learned[tier])
+
+
+async def test_what_waits_in_a_queue_is_asked_for_from_redis_meanwhile(
+    endpoint: Endpoint, prompt: Prompts, say: Say
+) -> None:
+    """A server takes the request as we write it, loads what it names, and the engine finds it."""
+    worker, other = workers(endpoint)
+    server = endpoint.server_of(worker)
+    first = await computed_on(endpoint, worker, prompt(50))
+    await endpoint.clear_l1(worker)
+    await endpoint.forget(worker)
+    await endpoint.until_known(prompt(50), worker, l2=SHARED_TOKENS)
+    counted = await hits(endpoint, worker)
+    loads = "lmcache_mp_l2_load_completed_requests_total"
+    loaded = await endpoint.metric(server, loads)
+
+    async with endpoint.drained(other), asyncio.TaskGroup() as asking:
+        # As the gateway reckons, all of them are through after half a second.
+        before = [asking.create_task(endpoint.ask(prompt(seed))) for seed in range(51, 59)]
+        await endpoint.until_queued(worker)
+        answer = await endpoint.ask(prompt(50))
+
+    assert [each.result().cached_tokens for each in before] == [0] * 8
+    assert answer.tiers == {"gpu": 0, "l1": 0, "l2": SHARED_TOKENS}
+    assert answer.predicted == answer.cached_tokens == SHARED_TOKENS
+    assert answer.text == first.text
+    assert await endpoint.prefetches() == {"submitted": 1}
+    found = await hits(endpoint, worker) - counted
+    assert found["engine"] == found["l1"] + found["l2"] == SHARED_TOKENS
+    times = await endpoint.metric(server, loads) - loaded
+    say(
+        f"asked for ahead, loaded {times:.0f} times: {found['l1']} tokens found in L1, {found['l2']} in Redis"
+    )
 
 
 async def test_what_a_killed_worker_had_is_found_in_redis_by_the_other(
