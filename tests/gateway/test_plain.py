@@ -120,3 +120,49 @@ def test_no_number_of_different_heads_fills_the_memory():
                 requests.read(head(one, other, b"content-length: 2"))
 
     assert 0 < len(requests._heads) <= 1024
+
+
+def known(*lines: bytes):
+    requests = PlainRequests(ENDPOINTS.values(), hidden_fields=frozenset(), added_fields=b"")
+    *_, request = (requests.read(head(*lines)) for _ in range(3))
+    assert request is not None
+    return request
+
+
+@pytest.mark.parametrize("name", [b"content-length", b"Content-Length"])
+def test_the_same_head_again_is_known_by_its_client(name):
+    lines = (b"host: g", b"x-a: 1", name + b": %d", b"x-b: 2")
+    request = known(*lines[:2], name + b": 2", b"x-b: 2")
+
+    for length in (3, 40, 10**15):
+        data = head(*lines) % length
+        assert request.again(data + b"{}")
+        assert (request.body_bytes, request.body_at) == (length, len(data))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        head(b"x-a: 1", b"content-length: 0"),
+        head(b"x-a: 1", b"content-length: 02"),
+        head(b"x-a: 1", b"content-length: +2"),
+        head(b"x-a: 1", b"content-length: 2 "),
+        head(b"x-a: 1", b"content-length: "),
+        head(b"x-a: 1", b"content-length: " + b"1" * 17),
+        head(b"x-a: 1", b"content-length: 2", b"content-length: 2"),
+        head(b"x-a: 1", b"content-length: 2")[:-1],
+        head(b"x-a: 1", b"content-length: 2")[:-4],
+        head(b"x-a: 2", b"content-length: 2"),
+        head(b"content-length: 2"),
+        b"POST",
+    ],
+)
+def test_another_head_is_read_anew(other):
+    request = known(b"x-a: 1", b"content-length: 2")
+
+    assert not request.again(other)
+    assert request.body_bytes == 2
+
+
+def test_a_head_whose_length_is_spelt_otherwise_is_read_anew():
+    assert not known(b"CONTENT-LENGTH: 2").again(head(b"CONTENT-LENGTH: 2"))

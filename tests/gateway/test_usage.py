@@ -33,6 +33,12 @@ def test_generated_text_that_looks_like_usage_is_not():
     assert usage_in(b"", body) is None
 
 
+def test_fields_may_come_in_any_order():
+    body = b'{"usage": {"total_tokens": 9, "prompt_tokens_details": {"cached_tokens": 4},"prompt_tokens": 5}}'
+
+    assert usage_in(b"", body) == Usage(5, 4)
+
+
 def test_null_usage_and_missing_details_are_none():
     assert usage_in(b"", b'{"usage":null}') is None
     assert usage_in(b"", b'{"usage":{"prompt_tokens":3,"prompt_tokens_details":null}}') == Usage(3, None)

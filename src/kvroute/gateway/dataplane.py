@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import count
 
 from kvroute.errors import GatewayError, InvalidRequest, ShuttingDown, TooManyRequests
@@ -34,6 +34,7 @@ log = logging.getLogger(__name__)
 
 _MULTIPART = BodyKind.MULTIPART  # a member asked of its class costs 80 ns each time
 _AUTHORIZATION = frozenset({b"authorization"})
+_LOW_DIGITS = tuple(b"%02x" % low for low in range(256))
 
 
 class DataPlane:
@@ -79,6 +80,7 @@ class DataPlane:
         )
         """Ready header lines that workers see instead."""
         self._max_in_flight = max_in_flight
+        self._needs_key = not keys.is_open
         # Asked for once, not on each request.
         self._time = use.clock.now
         self._in_flight = use.metrics.in_flight
@@ -88,8 +90,7 @@ class DataPlane:
         self._preparing: set[asyncio.Task[None]] = set()
         self._watchers: set[asyncio.Task[None]] = set()
         self._is_open = True
-        self._id_prefix = secrets.token_hex(8).encode()
-        self._ids = count(1)
+        self._ids = _request_ids()
 
     @property
     def in_flight(self) -> int:
@@ -120,12 +121,21 @@ class DataPlane:
                 retry_after_s=1,
             )
 
+    def admits(self, headers: Headers) -> bool:
+        """Whether neither `admit` nor the check of keys would raise."""
+        most = self._max_in_flight
+        return (
+            self._is_open
+            and (not most or len(self._running) < most)
+            and (not self._needs_key or self.keys.matches(headers))
+        )
+
     def record(self, sent: bytes, path: str) -> Record:
         """For a request that just came: under the client's own `x-request-id`, `sent`, if that is short and
         printable, else under a new one."""
         if sent and len(sent) <= 256 and sent.isascii() and sent.decode("ascii").isprintable():
             return Record(sent, path, self._time())
-        return Record(b"%b%016x" % (self._id_prefix, next(self._ids)), path, self._time())
+        return Record(next(self._ids), path, self._time())
 
     def read(self, endpoint: Endpoint, body: bytes, headers: Headers, record: Record) -> InferenceRequest:
         """The complete body, decoded; the request's time counts from here. Raises InvalidRequest."""
@@ -328,6 +338,15 @@ class StoredResponseEndpoint:
             await answer.deliver(send, None)
         else:
             await plane.deliver(exchange, answer, receive, send)
+
+
+def _request_ids() -> Iterator[bytes]:
+    """32 hexadecimal digits each: 16 of chance, and a count. Only the last two are new each time."""
+    chance = secrets.token_hex(8).encode()
+    for high in count():
+        start = b"%b%014x" % (chance, high)
+        for low in _LOW_DIGITS:
+            yield start + low
 
 
 def left(plane: DataPlane, record: Record) -> None:

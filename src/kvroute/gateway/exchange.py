@@ -42,7 +42,6 @@ from kvroute.openai.endpoints import ErrorShape
 from kvroute.routing.decision import Candidate, RouteQuery
 from kvroute.routing.router import Dispatch, Router
 from kvroute.tokens.estimate import TokenEstimator
-from kvroute.upstream.head import relayed_head
 from kvroute.upstream.headers import ANSWERED_HERE, HOP_BY_HOP, response_headers
 from kvroute.upstream.plain_answer import unframed
 from kvroute.upstream.response import UpstreamResponse
@@ -198,7 +197,7 @@ class Exchange(Struct, eq=False):
             fields += b"%b %d\r\n" % (_RANK_FIELD, rank)
         request_id = self._record.request_id
         try:
-            head = relayed_head(plan.method, plan.target, transport.host, fields, request_id, len(body))
+            head = transport.heads.head(plan.method, plan.target, fields, request_id, len(body))
         except ValueError as error:
             raise InvalidRequest(f"The request cannot be forwarded: {error}.") from error
         self._response = transport.submit(head, body, self, fresh=fresh)

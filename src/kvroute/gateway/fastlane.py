@@ -75,8 +75,9 @@ class FastLaneProtocol(HttpToolsProtocol):
         self._was_upgraded = False
         self._idle = Deadline(self.loop, self.timeout_keep_alive_handler)
         self._closes_after = False
-        # Of the request that is under way here:
         self._request: PlainRequest | None = None
+        """The last plain one, or the one that is under way."""
+        # Of the request that is under way here:
         self._record: Record | None = None
         self._segments: list[bytes] = []
         self._missing_bytes = 0
@@ -153,25 +154,23 @@ class FastLaneProtocol(HttpToolsProtocol):
             or self.pipeline
         ):
             return False
-        request, plane = self.plain.read(data), self.plane
-        if request is None:
+        request, plane = self._request, self.plane
+        if request is None or not request.again(data):
+            request = self.plain.read(data)
+            if request is None:
+                return False
+            self._request = request
+        body_at = request.body_at
+        missing = body_at + request.body_bytes - len(data)
+        # More may follow at once; uvicorn looks at it before this one is answered. Of what is refused the
+        # complete way says why, with what belongs to it.
+        if missing < 0 or request.body_bytes > plane.max_body_bytes or not plane.admits(request.headers):
             return False
-        body_at, body_bytes = request.body_at, request.body_bytes
-        # More may follow at once; uvicorn looks at it before this one is answered.
-        if body_bytes > plane.max_body_bytes or len(data) > body_at + body_bytes:
-            return False
-        try:
-            plane.admit()
-            plane.keys.check(request.headers)
-        except GatewayError:
-            return False  # the complete way says the same, with what belongs to it
         if self.timeout_keep_alive_task is not None:
             self._unset_keepalive_if_required()
         record = plane.record(request.request_id, request.endpoint.path)
-        missing = body_at + body_bytes - len(data)
         if missing:
             self._lane = _COLLECTING
-            self._request = request
             self._record = record
             self._segments.append(data)
             self._missing_bytes = missing
@@ -186,7 +185,7 @@ class FastLaneProtocol(HttpToolsProtocol):
         if self._missing_bytes > 0 or request is None or record is None:
             return
         self._segments = []
-        self._request = self._record = None
+        self._record = None
         if self._missing_bytes < 0:
             self._lane = _FREE
             for segment in segments:

@@ -22,6 +22,7 @@ _MOST_LINES = 4096
 _MOST_HEADS = 1024
 _LONGEST_REMEMBERED = 1024
 _LARGEST_REMEMBERED = 4096
+_LONGEST_LENGTH = 16
 
 _LENGTH = re.compile(rb"[1-9][0-9]{0,15}").fullmatch
 
@@ -39,7 +40,10 @@ class _Field(NamedTuple):
 class PlainRequest(Struct, eq=False, gc=False):
     """The head of one. `headers` are all but Content-Length, shared with requests like it and never changed;
     `fields` are those that workers get, `request_id` is the client's own or b"", `body_at` is where its body
-    begins."""
+    begins.
+
+    Mutable: `again` takes over the length of the next request of the same client.
+    """
 
     endpoint: Endpoint
     target: bytes
@@ -48,6 +52,25 @@ class PlainRequest(Struct, eq=False, gc=False):
     request_id: bytes
     body_at: int
     body_bytes: int
+    _before: bytes = b""
+    """What stood before the digits of the length, b"" where it was not spelt as most clients do."""
+    _behind: bytes = b""
+    """What stood behind them, with the end of the head."""
+
+    def again(self, data: bytes) -> bool:
+        """Whether `data` begins with this head but for its length, as most requests of one connection do.
+        About 0.5 us."""
+        before, behind = self._before, self._behind
+        if not before or not data.startswith(before):
+            return False
+        at = len(before)
+        after = data.find(b"\r\n", at, at + _LONGEST_LENGTH + 2)
+        digits = data[at:after]
+        if not digits.isdigit() or digits[0] == 0x30 or not data.startswith(behind, after):
+            return False
+        self.body_at = after + len(behind)
+        self.body_bytes = int(digits)
+        return True
 
 
 _Head: TypeAlias = tuple[Endpoint, bytes, Headers, bytes, bytes]
@@ -93,7 +116,10 @@ class PlainRequests:
         head = self._heads.get(around)
         if head is not None and _LENGTH(digits):
             row, target, headers, fields, request_id = head
-            return PlainRequest(row, target, headers, fields, request_id, end + 4, int(digits))
+            before, behind = data[: at + 18], data[after : end + 4]
+            return PlainRequest(
+                row, target, headers, fields, request_id, end + 4, int(digits), before, behind
+            )
         known = self._known
         without_new = len(known) + (data[at + 2 : after] not in known)
         request = self._read(data, end)

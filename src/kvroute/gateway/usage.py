@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 _TAIL_BYTES = 4096
 # Inside generated text the quotes would be escaped, so these match only the worker's own fields.
+_first_prompt_tokens = re.compile(rb'"usage"\s*:\s*\{\s*"(?:prompt|input)_tokens"\s*:\s*(\d+)').match
 _prompt_tokens = re.compile(rb'"(?:prompt|input)_tokens"\s*:\s*(\d+)').search
 _cached_tokens = re.compile(rb'"cached_tokens"\s*:\s*(\d+)').search
 
@@ -24,7 +25,8 @@ def usage_in(before_last: bytes, last: bytes) -> Usage | None:
     start = tail.rfind(b'"usage"')
     if start < 0:
         return None
-    prompt = _prompt_tokens(tail, start)
+    # It is the first field of all engines' usage; to search for it costs three times as much.
+    prompt = _first_prompt_tokens(tail, start) or _prompt_tokens(tail, start)
     if prompt is None:
         return None
     # Most engines do not tell by default, and to find a literal absent costs less than a pattern.

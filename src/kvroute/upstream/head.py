@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 _BODY_EXPECTED = frozenset({b"POST", b"PUT", b"PATCH"})
 _ORDINARY = frozenset({b"GET", b"POST", b"DELETE"})
+_MOST_STARTS = 256
+_LONGEST_REMEMBERED = 1024
 _not_a_target = re.compile(rb"[^\x21-\xff]|\x7f").search
 _not_a_method = re.compile(rb"[^A-Za-z!#$%&'*+.^_`|~0-9-]").search
 
@@ -54,28 +56,40 @@ def encode_head(
     return head
 
 
-def relayed_head(
-    method: bytes, target: bytes, host: bytes, fields: bytes, request_id: bytes, body_bytes: int
-) -> bytes:
-    """The head of a relayed request from `headers.relayed_fields`; about 0.5 us.
+class RelayedHeads:
+    """Heads of the requests that are relayed to one worker, whose Host is `host`.
 
-    Raises ValueError for a method or target that does not fit into a request line.
+    Mutable: remembers the first two lines of POSTs by their target, as the endpoints are few; at most 256 of
+    at most 1 KB.
     """
-    if _not_a_target(target) or (method not in _ORDINARY and _not_a_method(method)):
-        raise ValueError("method or target is not valid in an HTTP/1.1 request line")
-    if body_bytes or method in _BODY_EXPECTED:
-        return b"%b %b HTTP/1.1\r\nhost: %b\r\n%bx-request-id: %b\r\ncontent-length: %d\r\n\r\n" % (
-            method,
-            target,
-            host,
-            fields,
-            request_id,
-            body_bytes,
-        )
-    return b"%b %b HTTP/1.1\r\nhost: %b\r\n%bx-request-id: %b\r\n\r\n" % (
-        method,
-        target,
-        host,
-        fields,
-        request_id,
-    )
+
+    def __init__(self, host: bytes) -> None:
+        self._host = host
+        self._posts: dict[bytes, bytes] = {}
+
+    def head(self, method: bytes, target: bytes, fields: bytes, request_id: bytes, body_bytes: int) -> bytes:
+        """From `headers.relayed_fields`; about 0.3 us.
+
+        Raises ValueError for a method or target that does not fit into a request line.
+        """
+        start = self._posts.get(target) if method == b"POST" else None
+        if start is None:
+            start = self._start(method, target)
+        if body_bytes or method in _BODY_EXPECTED:
+            return b"%b%bx-request-id: %b\r\ncontent-length: %d\r\n\r\n" % (
+                start,
+                fields,
+                request_id,
+                body_bytes,
+            )
+        return b"%b%bx-request-id: %b\r\n\r\n" % (start, fields, request_id)
+
+    def _start(self, method: bytes, target: bytes) -> bytes:
+        if _not_a_target(target) or (method not in _ORDINARY and _not_a_method(method)):
+            raise ValueError("method or target is not valid in an HTTP/1.1 request line")
+        start = b"%b %b HTTP/1.1\r\nhost: %b\r\n" % (method, target, self._host)
+        if method == b"POST" and len(start) <= _LONGEST_REMEMBERED:
+            if len(self._posts) >= _MOST_STARTS:
+                self._posts.clear()
+            self._posts[target] = start
+        return start

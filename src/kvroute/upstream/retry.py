@@ -26,7 +26,8 @@ class RetryBudget:
 
     def request(self, now: float) -> None:
         """Count one request of a client."""
-        self._decay(now)
+        if now - self._at > _STEP_S:
+            self._decay(now)
         self._requests += 1.0
 
     def take(self, now: float) -> bool:

@@ -20,7 +20,7 @@ from kvroute.errors import (
     UpstreamError,
 )
 from kvroute.upstream.connection import UpstreamConnection
-from kvroute.upstream.head import encode_head
+from kvroute.upstream.head import RelayedHeads, encode_head
 from kvroute.upstream.options import UpstreamOptions
 from kvroute.upstream.pool import ConnectionPool, Origin
 from kvroute.upstream.response import AnswerListener, UpstreamResponse
@@ -50,6 +50,8 @@ class WorkerTransport(httpx.AsyncBaseTransport):
         self.origin = _origin(url)
         self.host = self.origin.host_header
         """Value of the Host header."""
+        self.heads = RelayedHeads(self.host)
+        """For `submit`."""
         self._options = options
         self._idle_timeout_s = options.idle_timeout_s
         self._first_byte_timeout_s = options.first_byte_timeout_s
@@ -116,7 +118,7 @@ class WorkerTransport(httpx.AsyncBaseTransport):
     ) -> UpstreamResponse:
         """Send one request without waiting for anything: `listener` hears of its answer or its failure.
 
-        For the data plane. `head` is complete (see `head.relayed_head`), the request is no HEAD. The
+        For the data plane. `head` is complete (see `heads`), the request is no HEAD. The
         option's deadlines apply; errors, `fresh` and who ends the response are as in `send`. The
         listener is not called before this returns.
         """
