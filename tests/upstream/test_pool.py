@@ -34,7 +34,7 @@ def echo_until_told(read_request: Any) -> Any:
 
 async def test_an_unused_connection_is_closed_after_its_time(serve: Any, connect: Any, answers: Any) -> None:
     server = await serve(answers(OK, OK))
-    transport = connect(server.url, keepalive_s=0.03)
+    transport = connect(server.url, keepalive_s=0.03, spare_connections=0)
     await asyncio.gather(*[transport.send(b"GET", b"/", []) for _ in range(2)])
     assert server.accepted == 2
 
@@ -46,7 +46,7 @@ async def test_an_unused_connection_is_closed_after_its_time(serve: Any, connect
 async def test_the_time_starts_anew_with_each_use(serve: Any, connect: Any, answers: Any) -> None:
     """The timer set after the first use finds nothing to close, and looks again later."""
     server = await serve(answers(*[OK] * 100_000))
-    transport = connect(server.url, keepalive_s=0.1)
+    transport = connect(server.url, keepalive_s=0.1, spare_connections=0)
     loop = asyncio.get_running_loop()
     first_use = loop.time()
 

@@ -28,8 +28,9 @@ class AnyWorkerTransport(httpx.AsyncBaseTransport):
     """
 
     def __init__(self, options: UpstreamOptions) -> None:
-        """Of the options only `verify_tls` counts: the others are meant for answers to clients."""
-        self._options = UpstreamOptions(verify_tls=options.verify_tls)
+        """Of the options only `verify_tls` counts: the others are meant for answers to clients. Probes come
+        one at a time and need no spare connections."""
+        self._options = UpstreamOptions(verify_tls=options.verify_tls, spare_connections=0)
         self._asked: dict[tuple[str, str, int | None], _Asked] = {}
 
     @property

@@ -125,7 +125,7 @@ class UpstreamConnection(asyncio.Protocol):
             raise RuntimeError("the connection is closed or in use")
         begun = self.exchanges
         self.exchanges = begun + 1
-        response.attach(self, begun > 0)
+        response.attach(self, begun > 0 or self.idle_since > 0.0)
         self._exchange = response
         if self._is_touched or is_head_request:
             self._is_touched = self._is_head_request = is_head_request

@@ -61,6 +61,16 @@ class UpstreamOptions(Options):
         lower="fewer sockets at rest; bursts open new connections",
         ge=0,
     )
+    spare_connections: int = option(
+        16,
+        "Most connections per worker that are kept open ahead of need: one that expires unused is replaced "
+        "by a fresh one for the five minutes after it was needed. None are with `max_connections`.",
+        unit="connections",
+        higher="larger bursts after a pause find open connections",
+        lower="fewer sockets at rest and no connections without requests; the first requests after a pause "
+        "wait for connects",
+        ge=0,
+    )
     read_buffer_bytes: int = option(
         262_144,
         "Unread answer bytes per request above which reading from the worker pauses until the client has "

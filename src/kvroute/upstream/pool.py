@@ -10,6 +10,7 @@ from kvroute.errors import ConnectRefused, ConnectTimeout, PoolExhausted, Upstre
 from kvroute.upstream.connection import UpstreamConnection
 from kvroute.upstream.options import UpstreamOptions
 from kvroute.upstream.plain_answer import PlainAnswers
+from kvroute.upstream.spares import Spares
 
 # What opening a connection may raise, most special first. UnicodeError: a host that IDNA refuses.
 _CONNECT_ERRORS: tuple[tuple[type[Exception], type[UpstreamError], str], ...] = (
@@ -43,7 +44,8 @@ class Origin:
 class ConnectionPool:
     """Open connections of one worker; the last one used is the next one used.
 
-    Needs no task: connections come back through their callbacks, and one timer closes the idle ones.
+    Needs no task: connections come back through their callbacks, and one timer closes the idle ones, which
+    spares replace for a while.
     Mutable; changed on the loop by `acquire`, `retire`, `aclose` and the connections' callbacks.
     """
 
@@ -58,6 +60,8 @@ class ConnectionPool:
         self._expiry: asyncio.TimerHandle | None = None
         self._is_retired = False
         self._plain = PlainAnswers()
+        most_spares = 0 if options.max_connections else min(options.spare_connections, options.max_idle)
+        self._spares = Spares(most_spares, lambda: self._connect(options.connect_timeout_s))
         self._all_closed = asyncio.Event()
         self._all_closed.set()
 
@@ -68,7 +72,7 @@ class ConnectionPool:
 
     @property
     def idle_connections(self) -> int:
-        return len(self._idle)
+        return len(self._idle) + len(self._spares)
 
     async def acquire(self, *, connect_timeout_s: float, fresh: bool = False) -> UpstreamConnection:
         """An open connection without an exchange; `start` one on it before the next await.
@@ -86,6 +90,8 @@ class ConnectionPool:
                     connection = idle.popitem()[0]
                     if connection.is_open:
                         return connection
+                if spare := self._spares.take():
+                    return spare
             elif self._permits is not None and len(self._open) >= self._options.max_connections and idle:
                 self._close_idle(next(iter(idle)))
             return await self._connect(connect_timeout_s)
@@ -101,6 +107,7 @@ class ConnectionPool:
                 connection = idle.popitem()[0]
                 if connection.is_open:
                     return connection
+            return self._spares.take()
         return None
 
     def retire(self) -> None:
@@ -112,10 +119,12 @@ class ConnectionPool:
         for connection in list(self._idle):
             connection.close()
         self._idle.clear()
+        self._spares.close()
 
     async def aclose(self) -> None:
         """Retire, break off what is under way with ConnectionLost, and return once all sockets are closed."""
         self.retire()
+        await self._spares.aclose()
         for connection in list(self._open):
             connection.close()
         await self._all_closed.wait()
@@ -147,6 +156,7 @@ class ConnectionPool:
 
     def connection_closed(self, connection: UpstreamConnection) -> None:
         self._idle.pop(connection, None)
+        self._spares.forget(connection)
         self._open.discard(connection)
         if not self._open:
             self._all_closed.set()
@@ -193,6 +203,7 @@ class ConnectionPool:
                 self._expiry = loop.call_later(left_s, self._expire, loop)
                 return
             self._close_idle(oldest)
+            self._spares.replace(oldest)
 
     async def _take_permit(self, permits: asyncio.Semaphore, timeout_s: float) -> None:
         if permits.locked():
