@@ -6,11 +6,12 @@ is ours, and the two are never mixed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from struct import iter_unpack
 from typing import NamedTuple, NewType, cast, overload
 
+from msgspec import Struct
 from xxhash import xxh3_64_intdigest
 
 BlockKey = NewType("BlockKey", int)
@@ -43,6 +44,8 @@ class CacheSpace:
 
 GROUP_BLOCKS = 32
 """Blocks between two anchors."""
+ANCHOR_BYTES = GROUP_BLOCKS * BLOCK_BYTES
+"""Bytes of prompt between two anchors."""
 
 _SHORT_BLOCKS = 16
 """Below it, and so before the first anchor, keys are made at once."""
@@ -62,6 +65,9 @@ class BlockKeys(Sequence[BlockKey]):
     """
 
     __slots__ = ("_anchors", "_block_bytes", "_data", "_size")
+
+    _skipped = 0
+    """Bytes of the prompt before `_data`."""
 
     def __init__(self, data: bytes, block_bytes: int = BLOCK_BYTES, seed: int = 0) -> None:
         self._data = data
@@ -120,7 +126,8 @@ class BlockKeys(Sequence[BlockKey]):
     def _anchor(self, group: int) -> None:
         """Make the anchors up to `group`."""
         anchors, size, hashed = self._anchors, GROUP_BLOCKS * self._block_bytes, xxh3_64_intdigest
-        key, groups = anchors[-1], memoryview(self._data)[(len(anchors) - 1) * size : group * size]
+        key, start, skipped = anchors[-1], (len(anchors) - 1) * size, self._skipped
+        groups = memoryview(self._data)[start - skipped : group * size - skipped]
         anchors += [key := hashed(part, key) for (part,) in iter_unpack(f"{size}s", groups)]
 
     def _some(self, start: int, stop: int) -> list[BlockKey]:
@@ -130,15 +137,126 @@ class BlockKeys(Sequence[BlockKey]):
             return []
         self._anchor((stop - 1) // GROUP_BLOCKS)
         append, data, size, hashed = keys.append, self._data, self._block_bytes, xxh3_64_intdigest
+        skipped = self._skipped
         while start < stop:
             group = start // GROUP_BLOCKS
             first = group * GROUP_BLOCKS
-            begin, seed = first * size, self._anchors[group]
+            begin, seed = first * size - skipped, self._anchors[group]
             until = min(stop, first + GROUP_BLOCKS)
-            for end in range((start + 1) * size, (until + 1) * size, size):
+            for end in range((start + 1) * size - skipped, (until + 1) * size - skipped, size):
                 append(hashed(data[begin:end], seed))
             start = until
         return cast("list[BlockKey]", keys)
+
+
+_MOST_NOTED = 64
+
+
+class KnownKeys(Struct, eq=False):
+    """What is kept of the keys of a prompt's first `blocks` blocks, whole groups, for prompts that begin
+    alike.
+
+    `anchors` begin with the seed. `some` are other keys that were asked for, by place: most requests ask for
+    those that the one before them asked for. Mutable: they are at most 64 and change; of those not before
+    `blocks` nothing follows, they are one prompt's.
+    """
+
+    anchors: list[int]
+    some: dict[int, int]
+
+    @property
+    def blocks(self) -> int:
+        return (len(self.anchors) - 1) * GROUP_BLOCKS
+
+
+class ContinuedKeys(BlockKeys):
+    """The same keys of a prompt that begins like one whose keys are known: what is known is not hashed again,
+    and its bytes are not there. `tail` are those behind it, `whole` gives all of them, for a key that nobody
+    asked for before. With `notes_more`, what is asked for is kept in what is `known` of these."""
+
+    __slots__ = ("_known", "_known_blocks", "_noted", "_skipped", "_whole")
+
+    def __init__(
+        self,
+        known: KnownKeys,
+        tail: bytes,
+        whole: Callable[[], bytes],
+        notes_more: bool = False,
+    ) -> None:
+        self._known = known
+        self._known_blocks = blocks = known.blocks
+        self._skipped = blocks * BLOCK_BYTES
+        self._data = tail
+        self._whole = whole
+        self._noted = (
+            {place: key for place, key in known.some.items() if place < blocks} if notes_more else None
+        )
+        self._block_bytes = BLOCK_BYTES
+        self._size = blocks + len(tail) // BLOCK_BYTES
+        self._anchors = known.anchors.copy()
+
+    def known(self, blocks: int) -> KnownKeys:
+        """What to keep of the first `blocks` keys, rounded down to whole groups; keys asked for later, too,
+        where they are noted."""
+        groups = blocks // GROUP_BLOCKS
+        if groups >= len(self._anchors):
+            self._anchor(groups)
+        return KnownKeys(self._anchors[: groups + 1], {} if self._noted is None else self._noted)
+
+    def __getitem__(self, place):  # type: ignore[no-untyped-def]
+        if isinstance(place, slice):
+            return super().__getitem__(place)
+        if place < 0:
+            place += self._size
+        if not 0 <= place < self._size:
+            raise IndexError(place)
+        if place < self._known_blocks:
+            key = self._before(place)
+        else:
+            group = place // GROUP_BLOCKS
+            anchors, skipped = self._anchors, self._skipped
+            if group >= len(anchors):
+                self._anchor(group)
+            begin = group * ANCHOR_BYTES - skipped
+            key = xxh3_64_intdigest(self._data[begin : (place + 1) * BLOCK_BYTES - skipped], anchors[group])
+        self._note(place, key)
+        return key
+
+    def _before(self, place: int) -> int:
+        """A key of what is known."""
+        group, after = divmod(place + 1, GROUP_BLOCKS)
+        if not after:
+            return self._anchors[group]
+        some = self._known.some
+        key = some.get(place)
+        if key is None:
+            self._read_whole()
+            begin = group * ANCHOR_BYTES
+            key = xxh3_64_intdigest(self._data[begin : (place + 1) * BLOCK_BYTES], self._anchors[group])
+            if len(some) >= _MOST_NOTED:
+                del some[next(iter(some))]
+            some[place] = key
+        return key
+
+    def _note(self, place: int, key: int) -> None:
+        noted = self._noted
+        if noted is not None:
+            if len(noted) >= _MOST_NOTED:
+                del noted[next(iter(noted))]
+            noted[place] = key
+
+    def _read_whole(self) -> None:
+        if self._skipped:
+            self._data = self._whole()
+            self._skipped = 0
+
+    def _some(self, start: int, stop: int) -> list[BlockKey]:
+        if start < min(stop, self._known_blocks):
+            self._read_whole()
+        keys = super()._some(start, stop)
+        if keys:
+            self._note(stop - 1, keys[-1])  # where a prompt that continues this one will be compared
+        return keys
 
 
 def block_keys(data: bytes, *, block_bytes: int = BLOCK_BYTES, seed: int = 0) -> BlockKeys | list[BlockKey]:

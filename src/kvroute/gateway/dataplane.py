@@ -13,6 +13,7 @@ import secrets
 from collections.abc import Callable, Iterator
 from itertools import count
 
+from kvroute.blocks.keys import ANCHOR_BYTES
 from kvroute.errors import GatewayError, InvalidRequest, ShuttingDown, TooManyRequests
 from kvroute.fleet.worker import WorkerId
 from kvroute.gateway.access import KeyCheck
@@ -27,6 +28,7 @@ from kvroute.gateway.preparation import Prepared, Preparer
 from kvroute.gateway.stored import StoredResponses
 from kvroute.openai.endpoints import BodyKind, Endpoint, ErrorShape
 from kvroute.openai.request import InferenceRequest, parse_request
+from kvroute.openai.seen import SeenBodies
 from kvroute.routing.decision import RouteDecision
 from kvroute.upstream.headers import relayed_fields
 
@@ -91,6 +93,7 @@ class DataPlane:
         self._watchers: set[asyncio.Task[None]] = set()
         self._is_open = True
         self._ids = _request_ids()
+        self._bodies = SeenBodies(seed=secrets.randbits(64), cut_bytes=ANCHOR_BYTES)
 
     @property
     def in_flight(self) -> int:
@@ -143,7 +146,7 @@ class DataPlane:
         record.started = self._time()
         if endpoint.body is _MULTIPART:
             return parse_request(endpoint, body, header(headers, b"content-type").decode("latin-1"))
-        return parse_request(endpoint, body)
+        return self._bodies.read(endpoint, body)
 
     def relay(
         self,

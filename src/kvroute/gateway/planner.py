@@ -16,7 +16,7 @@ from kvroute.gateway.preparation import Prepared
 from kvroute.gateway.session_key import SessionKeySource, session_key
 from kvroute.openai.alias import with_model
 from kvroute.openai.endpoints import ErrorShape
-from kvroute.openai.prompt import Prompt, cache_salt_of, prompts_of
+from kvroute.openai.prompt import AnyPrompt, cache_salt_of, prompts_of
 from kvroute.openai.request import InferenceRequest
 from kvroute.routing.caches import ExactPrompt
 from kvroute.routing.decision import Needs, RouteDecision, RouteQuery
@@ -45,7 +45,7 @@ class Plan(Struct, eq=False):
     target: bytes
     body: bytes
     model: str
-    prompts: Sequence[Prompt]
+    prompts: Sequence[AnyPrompt]
     query: RouteQuery
     decision: RouteDecision
     stores_response: bool = False
@@ -160,7 +160,7 @@ class Planner:
         request: InferenceRequest,
         model: str,
         now: float,
-        prompts: Sequence[Prompt],
+        prompts: Sequence[AnyPrompt],
         session: str | None,
         prepared: Prepared | None,
     ) -> RouteQuery:
@@ -175,13 +175,13 @@ class Planner:
                 keys = tuple(map(_measured, keys, prompts, exact))
             fingerprint, tokens = space.seed, 0
             for place, measured in enumerate(keys):
-                data, chain = prompts[place].data, measured.keys
+                prompt, chain = prompts[place], measured.keys
                 tokens += measured.tokens
-                if len(data) > _ANCHORED_BYTES:
+                if prompt.size > _ANCHORED_BYTES:
                     blocks = len(chain)
-                    fingerprint ^= xxh3_64_intdigest(data[blocks * BLOCK_BYTES :], chain[blocks - 1])
+                    fingerprint ^= xxh3_64_intdigest(prompt.after(blocks * BLOCK_BYTES), chain[blocks - 1])
                 else:
-                    fingerprint ^= xxh3_64_intdigest(data, fingerprint)
+                    fingerprint ^= xxh3_64_intdigest(prompt.data, fingerprint)
         else:
             tokens = int(len(request.body) / BYTES_PER_TOKEN) if request.endpoint.fills_kv_cache else 1
             fingerprint = xxh3_64_intdigest(request.body)
@@ -192,7 +192,7 @@ class Planner:
         )
 
 
-def _measured(keys: PromptKeys, prompt: Prompt, exact: ExactPrompt) -> PromptKeys:
+def _measured(keys: PromptKeys, prompt: AnyPrompt, exact: ExactPrompt) -> PromptKeys:
     """The approximate view of a prompt whose tokens are known: its length is no estimate any more."""
-    share = BLOCK_BYTES / max(1, len(prompt.data))
+    share = BLOCK_BYTES / max(1, prompt.size)
     return PromptKeys(keys.keys, exact.tokens, exact.tokens * share)

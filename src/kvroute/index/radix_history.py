@@ -93,7 +93,7 @@ class RadixHistory:
 
     def match(self, keys: Sequence[BlockKey]) -> dict[int, int]:
         whole, beyond, shared, _ = found = self._walk(keys)
-        if type(keys) is BlockKeys:  # of which each key costs a hash, and which cannot change
+        if isinstance(keys, BlockKeys):  # of which each key costs a hash, and which cannot change
             self._walked, self._found = keys, found
         held: dict[int, int] = {}
         pos, alive = 0, -1

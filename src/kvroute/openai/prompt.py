@@ -11,15 +11,15 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import msgspec
-from msgspec import UNSET, Raw, UnsetType
+from msgspec import UNSET, Raw, Struct, UnsetType
 from msgspec.structs import astuple
 from xxhash import xxh3_128_digest
 
 from kvroute.openai.json import UNREADABLE
-from kvroute.openai.request import InferenceRequest, Message
+from kvroute.openai.request import InferenceRequest, Message, decode_body, head_of
 
 _AFTER_MESSAGES = ("query", "text_1", "queries", "text_2", "suffix")
 _NOTHING_ELSE = [UNSET] * 8
@@ -29,7 +29,7 @@ _FEW_BYTES = 1024
 """A content part above this is taken for media or a file and counted by its hash unless it is text."""
 
 
-class _Part(msgspec.Struct):
+class _Part(Struct):
     text: str | UnsetType = UNSET
 
 
@@ -48,19 +48,79 @@ class Prompt(NamedTuple):
     data: bytes
     is_token_ids: bool = False
 
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return len(self.data)
 
-def prompts_of(request: InferenceRequest) -> tuple[Prompt, ...]:
+    def after(self, begin: int) -> bytes:
+        """What begins there."""
+        return self.data[begin:]
+
+
+class Beginning(Struct, eq=False):
+    """What is known of bodies that begin alike, up to the end of one of their messages.
+
+    Their first message begins at `opened`, the next one at `end`; `head` is what the prompt has before the
+    messages. Of the prompt up to there the first `whole_bytes` are not kept, and `rest` has the others.
+    `notes` are those of who reads the prompt, under keys of theirs. Mutable: they are added, and forgotten
+    with it.
+    """
+
+    opened: int
+    end: int
+    head: bytes
+    rest: bytes
+    whole_bytes: int = 0
+    notes: dict[int, Any] = {}
+
+
+class SeenPrompt(Struct, eq=False):
+    """The prompt of a chat whose beginning came before: `tail` is what follows the beginning's
+    `whole_bytes`. It is also the beginning of what may come, where there is `becomes`."""
+
+    body: bytes
+    beginning: Beginning
+    tail: bytes
+    becomes: Beginning | None = None
+    is_token_ids: bool = False
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return self.beginning.whole_bytes + len(self.tail)
+
+    def after(self, begin: int) -> bytes:
+        """What begins there."""
+        skipped = self.beginning.whole_bytes
+        return self.tail[begin - skipped :] if begin >= skipped else self.data[begin:]
+
+    @property
+    def data(self) -> bytes:
+        """All of it, made from the body as if nothing of it had been seen."""
+        if not self.beginning.whole_bytes:
+            return self.tail
+        decoded = decode_body(self.body)
+        return b"".join([*head_of(decoded), *rendered(cast("list[Message]", decoded.messages))])
+
+
+AnyPrompt: TypeAlias = Prompt | SeenPrompt
+
+
+def prompts_of(request: InferenceRequest) -> tuple[AnyPrompt, ...]:
     """The prompts that a worker would compute for this request, most often one; none if they cannot be read.
 
     About 40 us for a 256 KB chat of 100 messages.
     """
     if not request.is_read or not request.endpoint.fills_kv_cache:
         return ()
+    if request.seen is not None:
+        return (request.seen,)
     head = request.head
     try:
         if request.messages is not None:
             # As `Prompt(...)`, without its Python-level constructor.
-            return (tuple.__new__(Prompt, (b"".join([*head, *_rendered(request.messages)]), False)),)
+            return (tuple.__new__(Prompt, (b"".join([*head, *rendered(request.messages)]), False)),)
         return _prompts(head, request.fields or {})
     except UNREADABLE:
         return ()
@@ -85,7 +145,7 @@ def cache_salt_of(request: InferenceRequest) -> str:
     return bytes(raw).decode("utf-8", "replace").strip('"')
 
 
-def _rendered(messages: Sequence[Message]) -> list[bytes | Raw]:
+def rendered(messages: Sequence[Message]) -> list[bytes | Raw]:
     """What templates render of the messages, about 0.4 us each; less where they all are role and text."""
     fields = list(map(astuple, messages))
     if len(fields) >= _MANY_MESSAGES and (plain := _all_plain(fields)) is not None:
@@ -109,7 +169,7 @@ def _rendered(messages: Sequence[Message]) -> list[bytes | Raw]:
 
 
 def _all_plain(fields: list[tuple[Any, ...]]) -> list[bytes | Raw] | None:
-    """As `_rendered`, by loops that are not Python's; None unless every message is a role and a content that
+    """As `rendered`, by loops that are not Python's; None unless every message is a role and a content that
     is no list."""
     count = len(fields)
     roles, contents, *others = zip(*fields, strict=True)
@@ -168,7 +228,7 @@ def _inputs(head: Sequence[Raw], raw: Raw) -> tuple[Prompt, ...]:
             items = _decode_messages(raw)
         except UNREADABLE:
             return _listed(raw)
-        return (Prompt(b"".join([*head, *_rendered(items)])),)
+        return (Prompt(b"".join([*head, *rendered(items)])),)
     return (Prompt(b"".join([*head, b'\x1e"user"', data])),)
 
 

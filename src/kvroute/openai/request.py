@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 import msgspec
 from msgspec import UNSET, Raw, Struct, UnsetType
@@ -18,6 +19,9 @@ from kvroute.errors import InvalidRequest
 from kvroute.openai.endpoints import BodyKind, Endpoint
 from kvroute.openai.json import UNREADABLE
 from kvroute.openai.multipart import form_fields
+
+if TYPE_CHECKING:
+    from kvroute.openai.prompt import SeenPrompt
 
 BEFORE_MESSAGES = ("tools", "functions", "documents", "chat_template_kwargs", "system", "instructions")
 """Fields that chat templates render before the messages, in their order."""
@@ -42,7 +46,7 @@ class Message(Struct, gc=False):
     output: Raw | UnsetType = UNSET
 
 
-class _Body(Struct, gc=False):
+class Body(Struct, gc=False):
     """What every request is read for; of a body with messages these too, in the same pass. The first four,
     then what templates render before messages, in their order."""
 
@@ -58,7 +62,7 @@ class _Body(Struct, gc=False):
     instructions: Raw | UnsetType = UNSET
 
 
-_decode_body = msgspec.json.Decoder(_Body).decode
+decode_body = msgspec.json.Decoder(Body).decode
 _NO_HEAD = [UNSET] * 6
 _NO_FORM: Mapping[str, str] = MappingProxyType({})
 
@@ -67,8 +71,9 @@ class InferenceRequest(Struct, eq=False):
     """One request to an inference endpoint.
 
     `model` is None when the body names none. `messages` are there when the body has a list of objects
-    under that name. `head` holds what a chat template renders before them, in its order.
-    Mutable: `fields` is decoded when first asked for.
+    under that name. `head` holds what a chat template renders before them, in its order. `seen` is its one
+    prompt where that was made of a beginning that came before; then `messages` are decoded when first asked
+    for. Mutable: `fields` is, too.
     """
 
     endpoint: Endpoint
@@ -78,11 +83,19 @@ class InferenceRequest(Struct, eq=False):
     is_read: bool = False
     """False where the body was not understood (Python's json takes it, our parser does not) and
     travels unread, or is not JSON at all."""
-    messages: Sequence[Message] | None = None
+    _messages: Sequence[Message] | None = None
     head: Sequence[Raw] = ()
     cache_salt: Raw | None = None
     form: Mapping[str, str] = _NO_FORM
+    seen: SeenPrompt | None = None
     _fields: Mapping[str, Raw] | None = None
+
+    @property
+    def messages(self) -> Sequence[Message] | None:
+        if self.seen is not None and self._messages is None:
+            messages = decode_body(self.body).messages
+            self._messages = None if messages is UNSET else messages
+        return self._messages
 
     @property
     def fields(self) -> Mapping[str, Raw] | None:
@@ -126,9 +139,20 @@ def parse_request(endpoint: Endpoint, body: bytes, content_type: str = "") -> In
             endpoint, body, form.get("model") or None, form.get("stream") == "true", form=form
         )
     try:
-        model, stream, messages, salt, *rest = astuple(_decode_body(body))
+        decoded = decode_body(body)
     except UNREADABLE:  # also for a model that is no string
         return _loosely(endpoint, body)
+    return as_request(endpoint, body, decoded)
+
+
+def head_of(decoded: Body) -> Sequence[Raw]:
+    """What a chat template renders before the messages, in its order."""
+    return [raw for raw in astuple(decoded)[4:] if raw is not UNSET]
+
+
+def as_request(endpoint: Endpoint, body: bytes, decoded: Body) -> InferenceRequest:
+    """`decoded` is what `body` says."""
+    model, stream, messages, salt, *rest = astuple(decoded)
     return InferenceRequest(
         endpoint,
         body,

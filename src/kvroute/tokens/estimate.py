@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
-from kvroute.blocks.keys import BLOCK_BYTES, BYTES_PER_TOKEN, CacheSpace, PromptKeys, block_keys
-from kvroute.openai.prompt import Prompt
+from kvroute.blocks.keys import (
+    ANCHOR_BYTES,
+    BLOCK_BYTES,
+    BYTES_PER_TOKEN,
+    BlockKey,
+    CacheSpace,
+    ContinuedKeys,
+    KnownKeys,
+    PromptKeys,
+    block_keys,
+)
+from kvroute.openai.prompt import AnyPrompt, Beginning, Prompt, SeenPrompt
 
 _WEIGHT = 0.05
 """Share of a new observation in the moving average: about the last 20 prompts count."""
 _MIN_BYTES = 256
 """Shorter prompts say more about the template around them than about the text."""
 _TOKEN_ID_BYTES = 4.0
+_MOST_NOTES = 2
+"""Seeds for which the keys of one beginning are known: its models and cache salts."""
 
 
 class TokenEstimator:
@@ -24,13 +37,13 @@ class TokenEstimator:
     def bytes_per_token(self, model: str) -> float:
         return self._ratio.get(model, self._initial)
 
-    def observe(self, model: str, prompts: Sequence[Prompt], prompt_tokens: int) -> None:
+    def observe(self, model: str, prompts: Sequence[AnyPrompt], prompt_tokens: int) -> None:
         """Learn from one answer's `usage.prompt_tokens`. Token-id prompts and short ones teach nothing."""
         size = 0
         for prompt in prompts:
             if prompt.is_token_ids:
                 return
-            size += len(prompt.data)
+            size += prompt.size
         if size < _MIN_BYTES or prompt_tokens <= 0:
             return
         seen = min(max(size / prompt_tokens, 0.5), 16.0)
@@ -38,17 +51,40 @@ class TokenEstimator:
         # The first answer replaces the default at once: a wrong ratio mis-sizes every worker's part.
         self._ratio[model] = seen if known is None else known + _WEIGHT * (seen - known)
 
-    def prompt_keys(self, prompt: Prompt, space: CacheSpace) -> PromptKeys:
+    def prompt_keys(self, prompt: AnyPrompt, space: CacheSpace) -> PromptKeys:
         """The prompt's chained keys with its estimated length. Those of a long one are
         made as they are asked for."""
-        data, is_token_ids = prompt
+        if type(prompt) is SeenPrompt:
+            size, is_token_ids = prompt.size, False
+            keys: Sequence[BlockKey] = _seen_keys(prompt, space.seed)
+        else:
+            data, is_token_ids = cast("Prompt", prompt)
+            size = len(data)
+            keys = block_keys(data, seed=space.seed)
         ratio = _TOKEN_ID_BYTES if is_token_ids else self._ratio.get(space.model, self._initial)
         # As `PromptKeys(...)`, without its Python-level constructor.
-        return tuple.__new__(
-            PromptKeys,
-            (
-                block_keys(data, seed=space.seed),
-                round(len(data) / ratio) or 1,
-                BLOCK_BYTES / ratio,
-            ),
-        )
+        return tuple.__new__(PromptKeys, (keys, round(size / ratio) or 1, BLOCK_BYTES / ratio))
+
+
+def _seen_keys(prompt: SeenPrompt, seed: int) -> Sequence[BlockKey]:
+    """The keys of a prompt whose beginning was seen before. What is known of that, and what this one adds to
+    it, is noted with the beginnings."""
+    beginning, grown = prompt.beginning, prompt.becomes
+    known: KnownKeys | None = beginning.notes.get(seed)
+    if known is None:
+        if prompt.size < ANCHOR_BYTES:
+            return block_keys(prompt.data, seed=seed)
+        known = KnownKeys([seed], {})
+        if beginning.whole_bytes:
+            known = ContinuedKeys(known, prompt.data, lambda: b"").known(beginning.whole_bytes // BLOCK_BYTES)
+            _note(beginning, seed, known)
+    keys = ContinuedKeys(known, prompt.tail, lambda: prompt.data, grown is not None)
+    if grown is not None:
+        _note(grown, seed, keys.known(grown.whole_bytes // BLOCK_BYTES))
+    return keys
+
+
+def _note(beginning: Beginning, seed: int, known: KnownKeys) -> None:
+    if len(beginning.notes) >= _MOST_NOTES:
+        beginning.notes.clear()
+    beginning.notes[seed] = known
