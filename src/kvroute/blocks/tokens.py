@@ -31,6 +31,8 @@ class Tier(IntEnum):
     """A slower or shared store behind it."""
 
 
+_PLAIN: Final = CacheSpace("")
+
 _blocks = Struct(f"{KEY_TOKENS * 4}s").iter_unpack
 
 
@@ -59,7 +61,7 @@ def adapter_space(adapter: str | None, salt: str = "") -> CacheSpace:
     A worker has one base model and its blocks are its own, so the model need not be in the keys; and its
     events do not say it.
     """
-    return CacheSpace(adapter or "", salt)
+    return CacheSpace(adapter or "", salt) if adapter or salt else _PLAIN
 
 
 def mixed_seed(key: int, extra: bytes) -> int:

@@ -24,25 +24,36 @@ class Inbox(Protocol):
         """True as soon as there is a message; False if none came in time."""
         ...
 
-    def take(self) -> Sequence[bytes] | None:
-        """The next message's frames, None if there is none."""
+    def take(self, most: int) -> Sequence[Sequence[bytes]]:
+        """The frames of up to `most` messages that are there; fewer only if there are no more."""
         ...
 
     def interrupted(self) -> bool:
-        """True once after the connection was lost or messages were thrown away."""
+        """True once after the connection was lost or messages were thrown away, before any message that was
+        taken by now."""
         ...
 
     def close(self) -> None: ...
 
 
 class SubscribedInbox:
-    """A SUB socket connected to one worker's PUB. Raises zmq.ZMQError if the endpoint cannot be used."""
+    """A SUB socket connected to one worker's PUB. Raises zmq.ZMQError if the endpoint cannot be used; to be
+    made where an event loop runs.
+
+    Read without `zmq.asyncio`, which makes a future and a timer of every wait and asks libzmq what it knows
+    before and after each: one reader stays with the loop, one timer goes on from wait to wait.
+    """
 
     def __init__(self, context: zmq.asyncio.Context, endpoint: str, topic: str, queue: int) -> None:
-        # Taking messages is synchronous, only waiting for them is not.
+        self._loop = asyncio.get_running_loop()
         self._socket: zmq.Socket[bytes] = zmq.Context.shadow(context.underlying).socket(zmq.SUB)
-        self._waiting = zmq.asyncio.Socket.from_socket(self._socket)
         self._monitor: zmq.Socket[bytes] | None = None
+        self._descriptor: int | None = None
+        self._is_empty = False
+        """Nothing was left when messages were last taken, and the loop has told of none since."""
+        self._waiter: asyncio.Future[bool] | None = None
+        self._until = 0.0
+        self._timer: asyncio.TimerHandle | None = None
         try:
             self._socket.setsockopt(zmq.LINGER, 0)
             self._socket.setsockopt(zmq.RCVHWM, queue)
@@ -51,23 +62,65 @@ class SubscribedInbox:
             self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
             self._socket.setsockopt(zmq.SUBSCRIBE, topic.encode())
             self._socket.connect(endpoint)
+            descriptor: int = self._socket.fileno()
+            self._loop.add_reader(descriptor, self._told)
+            self._descriptor = descriptor
         except zmq.ZMQError:
             self.close()
             raise
 
     async def wait(self, timeout_s: float) -> bool:
-        return bool(await self._waiting.poll(int(timeout_s * 1000)))
-
-    def take(self) -> Sequence[bytes] | None:
+        if not self._is_empty:
+            return True
+        self._until = self._loop.time() + timeout_s
+        if self._timer is None:
+            self._timer = self._loop.call_at(self._until, self._late)
+        waiter = self._waiter = self._loop.create_future()
         try:
-            return self._socket.recv_multipart(zmq.NOBLOCK)
+            has_any: bool = await waiter
+        finally:
+            self._waiter = None
+        return has_any
+
+    def _told(self) -> None:
+        """Something has happened to the socket. Asking what it was makes libzmq wait for the next."""
+        if _has_any(self._socket):
+            self._is_empty = False
+            if self._waiter is not None and not self._waiter.done():
+                self._waiter.set_result(True)
+
+    def _late(self) -> None:
+        self._timer = None
+        waiter = self._waiter
+        if waiter is None or waiter.done():
+            return
+        if self._loop.time() >= self._until:
+            waiter.set_result(False)
+        else:
+            self._timer = self._loop.call_at(self._until, self._late)
+
+    def take(self, most: int) -> Sequence[Sequence[bytes]]:
+        messages: list[list[bytes]] = []
+        receive = self._socket.recv
+        try:
+            while len(messages) < most:
+                # A frame knows whether more follow; asking the socket costs more than making one.
+                frame = receive(zmq.NOBLOCK, copy=False)
+                frames = [frame.bytes]
+                while frame.more:
+                    frame = receive(zmq.NOBLOCK, copy=False)
+                    frames.append(frame.bytes)
+                messages.append(frames)
         except zmq.Again:
-            return None
+            self._is_empty = True
+        return messages
 
     def interrupted(self) -> bool:
         """ZMQ reconnects by itself and says so only here; the notice comes before any later message."""
         lost = False
         assert self._monitor is not None
+        if not _has_any(self._monitor):
+            return False
         with contextlib.suppress(zmq.Again):
             while True:
                 self._monitor.recv_multipart(zmq.NOBLOCK)
@@ -75,12 +128,22 @@ class SubscribedInbox:
         return lost
 
     def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._descriptor is not None:
+            self._loop.remove_reader(self._descriptor)
+            self._descriptor = None
         if self._monitor is not None:
             self._socket.disable_monitor()
             self._monitor.close(linger=0)
             self._monitor = None
-        self._waiting.close()
         self._socket.close(linger=0)
+
+
+def _has_any(socket: zmq.Socket[bytes]) -> bool:
+    events = socket.get(zmq.EVENTS)
+    return isinstance(events, int) and bool(events & zmq.POLLIN)
 
 
 class SharedInbox:
@@ -109,8 +172,9 @@ class SharedInbox:
                     await self._arrived.wait()
         return bool(self._waiting)
 
-    def take(self) -> Sequence[bytes] | None:
-        return self._waiting.popleft() if self._waiting else None
+    def take(self, most: int) -> Sequence[Sequence[bytes]]:
+        waiting = self._waiting
+        return [waiting.popleft() for _ in range(min(most, len(waiting)))]
 
     def interrupted(self) -> bool:
         lost, self._lost = self._lost, False

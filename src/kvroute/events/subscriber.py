@@ -37,6 +37,9 @@ log = logging.getLogger(__name__)
 
 _RESTARTS = 3
 _MESSAGES_A_TURN = 1000
+_MESSAGES_A_TAKE = 50
+_QUICK_BYTES = 2048
+"""A batch of at most as many is taken in in one go: about 0.2 ms if it is full of removals."""
 _LARGE_BLOCK = 256
 """Taken for the worker's block size until it is known."""
 
@@ -216,21 +219,46 @@ class KvEventSubscriber:
                     self._sequence.doubt()
                 elif not arrived:
                     await self._replay()
-                for _ in range(_MESSAGES_A_TURN):
-                    await self._breathe()
-                    frames = inbox.take()
-                    if frames is None:
-                        break
+                for _ in range(_MESSAGES_A_TURN // _MESSAGES_A_TAKE):
+                    taken = inbox.take(_MESSAGES_A_TAKE)
                     if inbox.interrupted():
                         self._sequence.doubt()
-                    try:
-                        message = unpack_live(frames)
-                    except WireError:
-                        self.counts.unreadable += 1
-                        self._sequence.doubt()
-                        continue
-                    await self._live(message)
+                    for frames in taken:
+                        await self._breathe()
+                        try:
+                            message = unpack_live(frames)
+                        except WireError:
+                            self.counts.unreadable += 1
+                            self._sequence.doubt()
+                            continue
+                        if not self._quickly(message):
+                            await self._live(message)
+                    if len(taken) < _MESSAGES_A_TAKE:
+                        break
             await self._tidy()
+
+    def _quickly(self, message: EventMessage) -> bool:
+        """What `_live` does with a small batch that follows the last one, as nearly all do, in a fraction of
+        the time; False, and nothing is done, for any other."""
+        payload = message.payload
+        if len(payload) > _QUICK_BYTES:
+            return False
+        digest = xxh3_64_intdigest(payload)
+        if self._sequence.live(message.seq, digest) is not Verdict.APPLY:
+            return False
+        try:
+            batch = decode_batch(payload)
+        except WireError:
+            self.counts.unreadable += 1
+            self._sequence.doubt()
+            return True
+        before = self._ledger.counts.cleared, self._ledger.counts.refused
+        self.counts.unknown_events += batch.unknown_events
+        self.counts.unknown_fields += batch.unknown_fields
+        for _ in self._ledger.apply(batch):
+            pass
+        self._applied(message.seq, digest, *before)
+        return True
 
     async def _live(self, message: EventMessage) -> None:
         digest = xxh3_64_intdigest(message.payload)
@@ -285,6 +313,12 @@ class KvEventSubscriber:
                 await self._breathe()
                 if epoch != self._epoch:
                     return True
+        self._applied(message.seq, digest, cleared, refused)
+        await self._breathe()
+        return True
+
+    def _applied(self, seq: int, digest: int, cleared: int, refused: int) -> None:
+        """A batch has been taken in; `cleared` and `refused` are the ledger's counts as of before it."""
         self.counts.messages += 1
         self.last_message = self._clock.now()
         self._standing.silence.heard(self.last_message)
@@ -294,17 +328,15 @@ class KvEventSubscriber:
             self._made_up_for_refusals()
         if self._ledger.counts.cleared > cleared:
             self._standing.fresh()
-            self._sequence.applied(message.seq, digest, cleared=True)
+            self._sequence.applied(seq, digest, cleared=True)
             if self._ledger.counts.refused == refused:
                 self._refused_at = None
         else:
-            self._sequence.applied(message.seq, digest)
+            self._sequence.applied(seq, digest)
         if self._sequence.whole:
             self.was_whole = True
         else:
             self._turned_over()
-        await self._breathe()
-        return True
 
     async def _replay(self) -> bool:
         """Repair, or make sure that there is nothing to repair; False if the worker did not answer or

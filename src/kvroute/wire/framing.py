@@ -9,16 +9,14 @@ from 0, the end marker is -1 as a signed one.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from kvroute.errors import WireError
 
 _END: Final = b"\xff" * 8
 
 
-@dataclass(frozen=True, slots=True)
-class EventMessage:
+class EventMessage(NamedTuple):
     """One batch before decoding. `topic` is empty where a replay of an old release does not say it."""
 
     topic: bytes
