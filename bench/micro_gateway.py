@@ -17,7 +17,7 @@ import pstats
 import random
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import uvicorn
@@ -51,6 +51,10 @@ class Socket(asyncio.Transport):
 
     def write(self, data: Any) -> None:
         self._told(data)
+
+    def writelines(self, list_of_data: Iterable[Any]) -> None:
+        for data in list_of_data:
+            self._told(data)
 
     def pause_reading(self) -> None:
         pass

@@ -15,7 +15,7 @@ from kvroute.upstream.response import ParsedHead, UpstreamResponse
 MAX_HEAD_BYTES = 65_536
 """Limit of an answer's head, interim (1xx) answers before it and trailers after it included."""
 
-_JOIN_BODY_BYTES = 65_536  # below it head and body go out in one write; above it copying costs more
+_JOIN_BODY_BYTES = 65_536  # above it joining head and body costs more than a write of two parts
 
 
 class ConnectionOwner(Protocol):
@@ -136,8 +136,7 @@ class UpstreamConnection(asyncio.Protocol):
         if len(body) <= _JOIN_BODY_BYTES:
             transport.write(head + body)
         else:
-            transport.write(head)
-            transport.write(body)
+            transport.writelines((head, body))
 
     def abort_exchange(self) -> None:
         """Give the answer under way up and close the socket."""
