@@ -202,7 +202,7 @@ class SimulatedCaches:
         self._pool = ChunkHolder(Tier.L2, shared=True)
         self._memories = [ChunkHolder(Tier.L1) for _ in engines]
         self._chunk_of: dict[int, ChunkKey] = {}
-        """What LMCache calls a block; known before it can be stored, from the first prompt with it."""
+        """What LMCache calls a block; known before it can be stored, from the first request with it."""
         for number, memory in enumerate(self._memories):
             self._chunks.attach(number, memory, (_DOMAIN,))
             self._chunks.attach(number, self._pool, (_DOMAIN,))
@@ -219,9 +219,8 @@ class SimulatedCaches:
 
     def look_at(self, request: FleetRequest) -> ExactPrompt:
         """The prompt token by token, for the `match` that follows."""
-        raw = request.keys[: request.prompt_tokens // BLOCK]
-        ids = _token_ids(raw)
-        self._chunk_of.update(zip(raw, PromptChunks(ids).keys(_SCHEME), strict=True))
+        ids = _token_ids(request.keys)
+        self._chunk_of.update(zip(request.keys, PromptChunks(ids).keys(_SCHEME), strict=True))
         ids = ids[: (request.prompt_tokens - 1) // BLOCK * KEY_TOKENS]
         keys = token_keys(ids, adapter_space(None).seed)
         return ExactPrompt(request.prompt_tokens, keys, PromptChunks(ids), key_tokens=BLOCK)

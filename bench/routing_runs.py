@@ -8,7 +8,7 @@ from statistics import fmean
 
 from kvroute.routing.options import RoutingOptions
 from kvroute.sim.fleet import FleetRequest
-from kvroute.sim.tiers import GPU_ONLY, TieredFleet, TierOptions, make_tiered_engines
+from kvroute.sim.tiers import GPU_ONLY, Filling, TieredFleet, TierOptions, make_tiered_engines
 from kvroute.sim.timing import TimingModel
 from kvroute.sim.workload import imbalance
 from routing_baselines import BASELINES, Policy
@@ -22,7 +22,6 @@ INFINITE = TierOptions(
 TIERS: dict[str, TierOptions] = {
     "full": TierOptions(),
     "gpu": GPU_ONLY,
-    "infinite": INFINITE,
     "l2post": TierOptions(l1_tokens=61_000),
 }
 
@@ -52,6 +51,8 @@ class Case:
     tiers: str = "full"
     workers: int = 7
     capacity_tokens: int = 1_200_000
+    filling: Filling = Filling.COMPUTED
+    """Of the slower tiers. The infinite cache always gets what has been computed."""
     event_delay_s: float = 0.005
     slow_worker: float = 1.0
     """How many times as long everything takes on the first worker."""
@@ -62,9 +63,6 @@ class Case:
     sync_s: float = 0.05
     prefetch: bool = False
     """What `lmcache.prefetch.enabled` does."""
-
-    def with_seed(self, seed: int) -> Case:
-        return replace(self, seed=seed)
 
 
 @dataclass
@@ -84,7 +82,10 @@ class Figures:
 
 def run(case: Case) -> Figures:
     """Run one case to its end."""
-    tiers = TIERS["infinite" if case.policy == "shared" else case.tiers]
+    if case.policy == "shared":
+        tiers = INFINITE
+    else:
+        tiers = replace(TIERS[case.tiers], filling=case.filling)
     timing = [TimingModel(scale=case.slow_worker if number == 0 else 1.0) for number in range(case.workers)]
     policy = make_policy(case)
     engines = make_tiered_engines(

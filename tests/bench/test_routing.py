@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import inf
 from statistics import fmean
 
 import pytest
 
 from kvroute.sim.fleet import FleetRequest
-from kvroute.sim.tiers import TieredFleet, TierOptions, make_tiered_engines
-from routing import judge, report, report_json, tasks_of
+from kvroute.sim.tiers import Filling, TieredFleet, TierOptions, make_tiered_engines
+from routing import LOADS, Setting, judge, report, report_json, tasks_of
 from routing_baselines import BASELINES, BLOCK, Policy
-from routing_goals import GOALS, Bound
+from routing_goals import GOALS, Bound, Capacity
 from routing_kvroute import Kvroute, KvrouteAware, SimulatedCaches
 from routing_runs import Case, Figures, figures, routing_options
 from routing_workloads import l2post, tool
@@ -112,6 +113,34 @@ def test_a_turn_finds_the_answer_before_it_by_events() -> None:
 
     assert found[0].gpu == 11 * BLOCK
     assert not caches.match(caches.look_at(FleetRequest(keys, 12 * BLOCK, 1))), "it has heard nothing"
+
+
+def test_kvaware_hears_of_answers_that_no_prompt_has_had_yet() -> None:
+    tiers = TierOptions(filling=Filling.ENDED)
+    engines = make_tiered_engines(2, tiers=tiers, record_events=True)
+    policy = KvrouteAware(0)
+    policy.attach(engines, tiers)
+    fleet = TieredFleet(engines, policy, on_tiers=policy.tier_changed)
+    keys = list(range(1, 13))
+    fleet.submit(FleetRequest(keys, 4 * BLOCK, 8 * BLOCK), 0.0)
+    fleet.run()
+    fleet.now += 2.0
+    fleet._tell()
+
+    found = policy.caches.match(policy.caches.look_at(FleetRequest(keys, 12 * BLOCK, 1)))
+
+    assert sorted(sum(held) for held in found.values()) == [11 * BLOCK, 11 * BLOCK]
+
+
+def test_a_setting_changes_filling_and_rates_and_nothing_else() -> None:
+    case = Case("conv", 10.5, "kvaware", workers=3)
+    chats = Case("chat8k", 32, "kvaware")
+
+    usual, other = Setting(), Setting(Filling.ENDED, LOADS["equal"])
+
+    assert usual.seeded(case, 2) == replace(case, seed=2)
+    assert other.seeded(case, 2) == replace(case, seed=2, rate=9.6, filling=Filling.ENDED)
+    assert other.seeded(Capacity(chats), 1) == Capacity(replace(chats, seed=1, filling=Filling.ENDED))
 
 
 def test_with_prefetching_blocks_of_requests_that_wait_set_out_from_the_store() -> None:

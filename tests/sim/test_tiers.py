@@ -6,7 +6,7 @@ import pytest
 
 from kvroute.sim.fleet import FleetRequest
 from kvroute.sim.tier_memory import LruTier, TierChange, TierReports
-from kvroute.sim.tiers import GPU_ONLY, TieredFleet, TierOptions, make_tiered_engines
+from kvroute.sim.tiers import GPU_ONLY, Filling, TieredFleet, TierOptions, make_tiered_engines
 from kvroute.sim.timing import TimingModel
 from kvroute.wire.events import KvEvent
 
@@ -156,6 +156,31 @@ def test_answers_are_stored_only_where_that_is_switched_on(stores_answers, cache
     fleet.run()
 
     assert next_turn.cached_tokens == cached
+
+
+@pytest.mark.parametrize(("filling", "during", "after"), [("computed", 4, 4), ("ended", 0, 7)])
+def test_filled_when_requests_end_the_store_has_nothing_before_and_the_answer_too(
+    filling: str, during: int, after: int
+) -> None:
+    """The prompt takes 2 s, its way into the store 1 s, the answer 2 s; an answer has no way to go."""
+    tiers = TierOptions(
+        l1_tokens=0,
+        l2_bytes_s=bytes_s(0.25),
+        l2_worker_bytes_s=1e12,
+        token_bytes=100,
+        filling=Filling(filling),
+    )
+    fleet = fleet_of(tiers)
+    keys = list(range(1, 9))
+    answered_s = (4 * BLOCK + 4 * BLOCK - 1) * TOKEN_S
+    fleet.submit(FleetRequest(keys, 4 * BLOCK, 4 * BLOCK, conversation=0), 0.0)
+    seen = []
+    for at in (answered_s - 0.01, answered_s + 0.01):
+        fleet.run(until=at)
+        fleet._tiered(1).tiers.store.settle(at)
+        seen.append(sum(fleet._tiered(1).tiers.found(keys, 0, 8)))
+
+    assert seen == [during, after]
 
 
 @pytest.mark.parametrize("keeps_loaded", [False, True])

@@ -168,6 +168,13 @@ class WorkerTiers:
             written = self.in_l1.carry(len(fresh) * self.block_bytes, now)
             self.store.later(written, lambda at: self._written(fresh, at))
 
+    def put(self, keys: Sequence[int], now: float) -> None:
+        """Have blocks in L1 and L2 at once, whatever links and store are doing (`Filling.ENDED`)."""
+        if self.l1.capacity:
+            self._into_l1(keys, now)
+        if self.store.tier.capacity:
+            self._stored(keys, now)
+
     def _from_store(self, blocks: int, now: float) -> float:
         size, store = blocks * self.block_bytes, self.store
         return max(self.from_store.carry(size, now), store.link.carry(size, now)) + store.latency_s

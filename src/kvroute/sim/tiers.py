@@ -10,6 +10,8 @@ As LMCache works (0.5.6, multiprocess mode, and its connector in vLLM, lmcache_m
 - Stores and fetches take no GPU time, but a fetch occupies the worker's link from L1 or L2, one after
   another, and those from L2 the store's own bandwidth; likewise stores in the other direction.
 - Who follows LMCache's events hears of changes when the server reports them, every `report_s`.
+
+`Filling.ENDED` replaces the first of these by a simpler model that real servers do not follow.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from functools import partial
 
 from kvroute.sim.cache import Chain, PagedCache
@@ -25,6 +28,16 @@ from kvroute.sim.fleet import Fleet, FleetRequest
 from kvroute.sim.tier_memory import Link, LruTier, SharedStore, TierChange, TierReports, WorkerTiers
 from kvroute.sim.timing import TimingModel
 from kvroute.wire.events import KvEvent
+
+
+class Filling(Enum):
+    """When slower tiers take in what a request leaves."""
+
+    COMPUTED = "computed"
+    """Its prompt, block by block as it is computed, over links that take time: LMCache 0.5.6."""
+    ENDED = "ended"
+    """Prompt and answer, all at once and in no time, when the request ends. No LMCache does this. It is for
+    comparison with models that do: requests that run at the same time find nothing of each other's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +55,9 @@ class TierOptions:
     l2_bytes_s: float = 50e9
     l2_latency_s: float = 2e-3
     token_bytes: int = 327_680
+    filling: Filling = Filling.COMPUTED
     stores_answers: bool = False
+    """With `Filling.COMPUTED`; the other one always does."""
     keeps_loaded: bool = False
     """What was loaded from L2 stays in L1 (`--l2-prefetch-policy retain`; LMCache's default drops it)."""
     report_s: float = 1.0
@@ -151,6 +166,11 @@ class TieredEngine(SimEngine):
     def finish(self) -> Progress:
         prefilling = list(self._prefilling)
         progress = SimEngine.finish(self)
+        if self.options.filling is Filling.ENDED:
+            for item in progress.finished:
+                full = (item.prompt_tokens + max(0, item.output_tokens - 1)) // self.cache.block_size
+                self.tiers.put(item.chain.keys[:full], self._ends_s)
+            return progress
         for item in prefilling:
             self._write(item, min(item.computed, item.prompt_tokens))
         if self.options.stores_answers:
