@@ -48,14 +48,15 @@ class SeenBodies:
     """Reads the bodies of requests as `parse_request` does, with the same result.
 
     Mutable: remembers hashes of what came, at most `most_blocks` (about 150 B each), and what the beginnings
-    hold that came twice, an estimated `max_bytes` in all; the least recently used are forgotten first. Of the
-    prompts it keeps the end of a beginning, less than `cut_bytes`, and what is before the messages.
+    hold that came twice, an estimated `max_bytes` in all; the least recently used are forgotten first. Of
+    prompts it keeps no more than the end of a beginning, less than `cut_bytes`, and what is before messages.
 
     `seed` makes the hashes this object's own: who does not know it cannot make two beginnings that are taken
     for one another. `cut_bytes` is where readers of a prompt can begin. Bodies below `least_bytes` are parsed
-    as they are: looking for their beginning costs as much. Of 256 KB that continue a known chat reading takes
-    a third of the time, with the prompt's keys a quarter; the second time that a beginning comes costs more
-    than a plain reading, the first one an eighth more.
+    as they are: looking for their beginning costs as much.
+
+    Where a plain reading of a 256 KB turn, its keys and a match in the history took 250 us, this took 70 for
+    the next turn of a known chat, 320 where a beginning came for the second time, 12 more at first.
     """
 
     def __init__(
