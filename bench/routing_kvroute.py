@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Any
 
+from msgspec.structs import replace
 from xxhash import xxh3_64_intdigest
 
 from kvroute.blocks.chunks import ChunkKey, ChunkScheme, ChunkSpace, PromptChunks
@@ -286,4 +287,4 @@ class KvrouteAware(Kvroute):
         self.caches.tier_changed(worker, change)
 
     def query(self, request: FleetRequest, now: float) -> RouteQuery:
-        return super().query(request, now)._replace(exact=(self.caches.look_at(request),))
+        return replace(super().query(request, now), exact=(self.caches.look_at(request),))

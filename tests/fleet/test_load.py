@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import random
 
 import pytest
 from hypothesis import given
@@ -155,6 +156,29 @@ def test_utilisation_fades_with_a_time_constant_of_thirty_seconds(load) -> None:
     assert later / busy == pytest.approx(math.exp(-1), rel=0.01)
 
 
+def test_utilisation_is_what_it_is_by_definition_however_long_the_worker_runs(load) -> None:
+    """Summed up anew from what was done, with pauses long enough that nothing is left of what was before."""
+    rng, now, done = random.Random(5), 50.0, []
+    load.reserve(now, prefill_s=0.0, tokens=1).first_token(now)
+    done.append((now, 0.0))
+    for pause_s in (1.0, 600.0, 1190.0, 1210.0, 30_000.0, 20.0):
+        now += pause_s
+        for _ in range(40):
+            now += rng.expovariate(2.0)
+            took_s = rng.randrange(1000) / 1024
+            load.reserve(now, took_s, tokens=1).first_token(now)
+            done.append((now, took_s))
+
+            age_s = max(1.0, now - done[0][0])
+            share = 30.0 * (1.0 - math.exp(-age_s / 30.0))
+            weights = [math.exp((at - now) / 30.0) / share for at, _ in done]
+            by_definition = (
+                sum(w * took_s for w, (_, took_s) in zip(weights, done, strict=True)),
+                sum(weights),
+            )
+            assert load.recent(now) == pytest.approx(by_definition, rel=1e-9)
+
+
 def test_a_burst_is_no_utilisation_before_it_is_computed(load) -> None:
     reservations = [load.reserve(0.0, prefill_s=1.0, tokens=1) for _ in range(60)]
 
@@ -238,13 +262,13 @@ def test_many_loads_at_once_say_what_each_says(steps, later) -> None:
                 getattr(reservation, action)(now)
     now += later
 
-    waits, busy, seconds, requests = survey(loads, now)
+    seconds, requests = survey(loads, now)
 
-    assert waits == [twin.wait(now) for twin in twins]
+    assert [load.wait_s for load in loads] == [twin.wait(now) for twin in twins]
     own_s = all_requests = 0.0
-    for twin, share in zip(twins, busy, strict=True):
+    for load, twin in zip(loads, twins, strict=True):
         its_s, its_requests = twin.recent(now)
-        assert share == its_s
+        assert load.utilisation == its_s
         own_s += its_s
         all_requests += its_requests
     assert (seconds, requests) == (own_s, all_requests)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
 from kvroute.blocks.keys import PromptKeys
 from kvroute.index.radix_history import RadixHistory
@@ -209,7 +210,7 @@ def test_blocks_of_several_prompts_are_averaged(model, history, workers, query, 
     history.acquire(A, keys_of(rng, 160)).release()
     short = PromptKeys(keys_of(rng, 16), 20, 10.0)
     long = PromptKeys(keys_of(rng, 48), 64, 18.0)
-    several = query()._replace(prompts=(short, long), tokens=84)
+    several = replace(query(), prompts=(short, long), tokens=84)
 
     candidate = model.rank(several, workers[:1])[0]
 
@@ -217,7 +218,7 @@ def test_blocks_of_several_prompts_are_averaged(model, history, workers, query, 
 
 
 def test_prompts_too_short_for_a_block_count_no_blocks(model, workers, query) -> None:
-    several = query()._replace(prompts=(PromptKeys([], 3, 16.0), PromptKeys([], 4, 16.0)), tokens=7)
+    several = replace(query(), prompts=(PromptKeys([], 3, 16.0), PromptKeys([], 4, 16.0)), tokens=7)
 
     assert model.rank(several, workers)[0].terms.eviction == 0.0
 

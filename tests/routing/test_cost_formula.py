@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 
 import pytest
+from msgspec.structs import replace
 from xxhash import xxh3_64_intdigest
 
 from kvroute.blocks.keys import PromptKeys
@@ -144,7 +145,8 @@ class Scene:
         ]
         tokens = sum(prompt.tokens for prompt in asked) or rng.randrange(1, 3000)
         now = seconds + rng.choice((0.0, 0.01, 5.0, 2000.0, 100_000.0))
-        self.query = query(now, tokens=tokens, fingerprint=rng.getrandbits(64))._replace(prompts=tuple(asked))
+        made = query(now, tokens=tokens, fingerprint=rng.getrandbits(64))
+        self.query = replace(made, prompts=tuple(asked))
         self.matched = matched_tokens(self.history, self.query, self.workers)
         self.rng = rng
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 from pydantic import ValidationError
 
 from kvroute.blocks.keys import PromptKeys
@@ -113,7 +114,7 @@ def test_listed_prompts_are_matched_one_by_one(history, view, query, keys_of, rn
     history.acquire(B, second).release()
     prompts = tuple(PromptKeys(keys, len(keys) * 16 + 1, 16.0) for keys in (first, second, third))
 
-    asked = query()._replace(prompts=prompts, tokens=963)
+    asked = replace(query(), prompts=prompts, tokens=963)
 
     assert matched_tokens(history, asked, view.workers) == [320, 320]
 

@@ -2,14 +2,16 @@
 
 The one place where load is counted. A worker takes requests in order (vLLM's default scheduler is first
 come, first served), so what a new request waits for is the prefill of those before it that have not
-shown a first token. Everything that must return to zero is an integer (nanoseconds, tokens, counts):
-no mix of reservations leaves a remainder.
+shown a first token. Everything that must return to zero is an integer, or seconds in whole multiples of
+2**-30, which floats below 2**23 add and take off exactly: no mix of reservations leaves a remainder.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from math import exp, expm1
+from math import exp, inf
+
+from msgspec import Struct
 
 WINDOW_S = 30.0
 """Time constant of the averages below."""
@@ -20,30 +22,38 @@ WARM_UP_S = 1.0
 RESIDENCE_WEIGHT = 0.05
 """Weight of one finished request in the average residence."""
 
+_COARSE_S = 2.0**22
+"""Added and taken off again, it leaves whole multiples of 2**-30 s: floats from here on are no finer."""
+
 _WARM_S = 40 * WINDOW_S
 """From this age on the warm-up is 1 to the last bit of a float."""
 
-_new = object.__new__
+_YOUNG = exp(-WARM_UP_S / WINDOW_S)
+_LEAST_SHARE = WINDOW_S - WINDOW_S * _YOUNG
 
 
 class WorkerLoad:
-    """Live load of one worker, or of one data-parallel rank. Mutable: changed by its reservations only.
+    """Live load of one worker, or of one data-parallel rank. Mutable: changed by its reservations only, but
+    for what `survey` leaves.
 
     `now` is `Clock.now()` and must not fall from one call to the next.
     """
 
     __slots__ = (
-        "_at",
+        "_behind",
         "_head",
+        "_head_end",
         "_head_start",
-        "_queue",
-        "_queued_ns",
+        "_is_warm",
+        "_origin",
+        "_queued_s",
         "_recent_requests",
         "_recent_s",
-        "_since",
         "active_tokens",
         "in_flight",
         "residence_s",
+        "utilisation",
+        "wait_s",
     )
 
     def __init__(self) -> None:
@@ -53,20 +63,30 @@ class WorkerLoad:
         """Prompt tokens of those, shared prefixes counted once each time."""
         self.residence_s: float | None = None
         """Average time from dispatch to end of the requests that were answered; None before the first."""
-        self._queue: dict[Reservation, None] = {}
-        """Requests without a first token, in order of dispatch."""
-        self._queued_ns = 0
+        self.wait_s = 0.0
+        """`wait` as of the last `survey`."""
+        self.utilisation = 0.0
+        """By prefill, the first figure of `recent`, as of the last `survey`."""
         self._head: Reservation | None = None
+        """The first of the requests without a first token."""
+        self._behind: dict[Reservation, None] = {}
+        """The others, in order of dispatch."""
+        self._queued_s = 0.0
         self._head_start = 0.0
+        self._head_end = inf
+        """When the head is taken to be through; never, if it will show a first token."""
+        # Averages decay forwards (Cormode et al., "Forward decay", 2009): what comes later weighs more, and
+        # one factor for all of it makes that a decay. What is added at `_origin` weighs 1.
         self._recent_s = 0.0
         self._recent_requests = 0.0
-        self._at = 0.0
-        self._since: float | None = None
+        self._origin: float | None = None
+        """The first dispatch; later on, so that weights stay small, some time when all was warm."""
+        self._is_warm = False
 
     @property
     def queued(self) -> int:
         """Requests without a first token, as of the last call that brought the time."""
-        return len(self._queue)
+        return 0 if self._head is None else 1 + len(self._behind)
 
     def reserve(self, now: float, prefill_s: float, tokens: int, streamed: bool = True) -> Reservation:
         """Account one dispatch: `prefill_s` of estimated prefill, `tokens` of prompt.
@@ -74,42 +94,30 @@ class WorkerLoad:
         `streamed` is False for an answer that comes in one piece. It shows no first token, so once it
         heads the queue its prefill is taken to last what was estimated.
         """
-        head = self._head
-        if head is not None and not head.streamed:
+        if self._head_end <= now:
             self._run_out(now)
-            head = self._head
-        # As `Reservation(...)`: a constructor in Python costs more than its fields.
-        reservation = _new(Reservation)
-        reservation._load = self
-        reservation._start = now
-        reservation.prefill_ns = prefill_ns = round(prefill_s * 1e9)
-        reservation.tokens = tokens
-        reservation.streamed = streamed
-        reservation.is_queued = True
-        reservation.is_finished = False
-        if self._since is None:
-            self._since = self._at = now
+        prefill_s = prefill_s + _COARSE_S - _COARSE_S
+        reservation = Reservation(self, now, prefill_s, tokens, streamed)
         self.in_flight += 1
         self.active_tokens += tokens
-        self._queued_ns += prefill_ns
-        self._queue[reservation] = None
-        if head is None:
-            self._head = reservation
-            self._head_start = now
+        self._queued_s += prefill_s
+        if self._head is not None:
+            self._behind[reservation] = None
+            return reservation
+        self._head = reservation
+        self._head_start = now
+        self._head_end = inf if streamed else now + prefill_s
+        if self._origin is None:
+            self._origin = now
         return reservation
 
     def wait(self, now: float) -> float:
         """Seconds of prefill in front of a request sent now, less what the first in line has had."""
+        self._run_out(now)
         head = self._head
         if head is None:
             return 0.0
-        if not head.streamed:
-            self._run_out(now)
-            head = self._head
-            if head is None:
-                return 0.0
-        had_ns = (now - self._head_start) * 1e9
-        return max(0.0, self._queued_ns - min(had_ns, head.prefill_ns)) / 1e9
+        return max(0.0, self._queued_s - min(now - self._head_start, head.prefill_s))
 
     def recent(self, now: float) -> tuple[float, float]:
         """Prefill seconds and prefills done per second: a 30 s average, divided by its warm-up.
@@ -118,57 +126,59 @@ class WorkerLoad:
         dispatch: a burst is no utilisation yet, and what fails never was. The warm-up is
         1 - exp(-t / 30 s), t since the first dispatch.
         """
-        since = self._since
-        if since is None:
+        self._run_out(now)
+        if self._origin is None:
             return 0.0, 0.0
-        if self._head is not None:
-            self._run_out(now)
-        age_s = now - since
-        share = -WINDOW_S * expm1((-age_s if age_s > WARM_UP_S else -WARM_UP_S) / WINDOW_S)
-        weight = exp((self._at - now) / WINDOW_S) / share
-        return self._recent_s * weight, self._recent_requests * weight
+        decay = exp((self._origin - now) / WINDOW_S)
+        share = WINDOW_S if self._is_warm else max(_LEAST_SHARE, WINDOW_S - WINDOW_S * decay)
+        return self._recent_s * (decay / share), self._recent_requests * (decay / share)
 
     def _through(self, reservation: Reservation, now: float, counts: bool = True) -> None:
         """Out of the queue: its prefill is done, or (`counts` is False) never will be."""
-        queue = self._queue
-        del queue[reservation]
-        self._queued_ns -= reservation.prefill_ns
+        prefill_s, behind = reservation.prefill_s, self._behind
         reservation.is_queued = False
-        if reservation is self._head:
-            self._head = next(iter(queue)) if queue else None
+        self._queued_s -= prefill_s
+        if reservation is not self._head:
+            del behind[reservation]
+        elif behind:
+            self._head = head = next(iter(behind))
+            del behind[head]
             self._head_start = now
-        if not counts:
+            self._head_end = inf if head.streamed else now + head.prefill_s
+        else:
+            self._head = None
+            self._head_end = inf
+        origin = self._origin
+        if not counts or origin is None:
             return
-        if now > self._at:
-            decay = exp((self._at - now) / WINDOW_S)
+        age_s = now - origin
+        if age_s > _WARM_S:
+            decay = exp(-age_s / WINDOW_S)
             self._recent_s *= decay
             self._recent_requests *= decay
-            self._at = now
-        self._recent_s += reservation.prefill_ns / 1e9
-        self._recent_requests += 1.0
+            self._origin, self._is_warm, age_s = now, True, 0.0
+        weight = exp(age_s / WINDOW_S)
+        self._recent_s += prefill_s * weight
+        self._recent_requests += weight
 
     def _run_out(self, now: float) -> None:
         """Take off the front what is not streamed and has had its estimated time."""
-        while (head := self._head) is not None and not head.streamed:
-            end = self._head_start + head.prefill_ns / 1e9
-            if end > now:
-                return
-            self._through(head, end)
+        while (end := self._head_end) <= now and self._head is not None:
+            self._through(self._head, end)
 
 
-class Reservation:
+class Reservation(Struct, eq=False):
     """One dispatched request's share of its worker's load, made by `WorkerLoad.reserve`. Mutable: by its own
     methods and its load."""
 
-    __slots__ = ("_load", "_start", "is_finished", "is_queued", "prefill_ns", "streamed", "tokens")
-
     _load: WorkerLoad
     _start: float
-    prefill_ns: int
+    prefill_s: float
+    """In whole multiples of 2**-30 s."""
     tokens: int
     streamed: bool
-    is_queued: bool
-    is_finished: bool
+    is_queued: bool = True
+    is_finished: bool = False
 
     def first_token(self, now: float) -> None:
         """Its prefill is done. Does nothing after the first time, or after `finish`."""
@@ -187,8 +197,7 @@ class Reservation:
             return
         self.is_finished = True
         load = self._load
-        head = load._head
-        if head is not None and not head.streamed:
+        if load._head_end <= now:
             load._run_out(now)
         load.in_flight -= 1
         load.active_tokens -= self.tokens
@@ -201,44 +210,34 @@ class Reservation:
         load.residence_s = stay if before is None else before + RESIDENCE_WEIGHT * (stay - before)
 
 
-def survey(loads: Iterable[WorkerLoad], now: float) -> tuple[list[float], list[float], float, float]:
-    """Of many loads at once: each one's `wait`; its utilisation as of `recent`; the sums of both of
+def survey(loads: Iterable[WorkerLoad], now: float) -> tuple[float, float]:
+    """Of many loads at once: leaves `wait_s` and `utilisation` in each; returns the sums of both of
     `recent`'s figures.
 
     The same to the last bit as asking each load, which is the plain form. Every request asks all workers of
     its model, and two calls and a pair a worker would be most of what ranking costs.
     """
-    waits: list[float] = []
-    busy: list[float] = []
     seconds = requests = 0.0
     for load in loads:
-        since = load._since
-        if since is None:
-            waits.append(0.0)
-            busy.append(0.0)
-            continue
-        head = load._head
-        if head is not None and not head.streamed and load._head_start + head.prefill_ns / 1e9 <= now:
+        if load._head_end <= now:
             load._run_out(now)
-            head = load._head
+        head = load._head
         if head is None:
-            waits.append(0.0)
+            load.wait_s = 0.0
         else:
-            had_ns, prefill_ns = (now - load._head_start) * 1e9, head.prefill_ns
-            left_ns = load._queued_ns - (had_ns if had_ns <= prefill_ns else prefill_ns)
-            waits.append(left_ns / 1e9 if left_ns > 0 else 0.0)
-        recent_s, recent_requests = load._recent_s, load._recent_requests
-        if recent_requests or recent_s:
-            age_s = now - since
-            if age_s > _WARM_S:
-                share = WINDOW_S
+            had_s, prefill_s = now - load._head_start, head.prefill_s
+            left_s = load._queued_s - (had_s if had_s < prefill_s else prefill_s)
+            load.wait_s = left_s if left_s > 0.0 else 0.0
+        origin = load._origin
+        if origin is not None:
+            decay = exp((origin - now) / WINDOW_S)
+            if load._is_warm:
+                weight = decay / WINDOW_S
+            elif decay < _YOUNG:
+                weight = decay / (WINDOW_S - WINDOW_S * decay)
             else:
-                share = -WINDOW_S * expm1((-age_s if age_s > WARM_UP_S else -WARM_UP_S) / WINDOW_S)
-            weight = exp((load._at - now) / WINDOW_S) / share
-            own_s = recent_s * weight
+                weight = decay / _LEAST_SHARE
+            load.utilisation = own_s = load._recent_s * weight
             seconds += own_s
-            requests += recent_requests * weight
-            busy.append(own_s)
-        else:
-            busy.append(0.0)
-    return waits, busy, seconds, requests
+            requests += load._recent_requests * weight
+    return seconds, requests

@@ -186,10 +186,7 @@ class Planner:
             tokens = int(len(request.body) / BYTES_PER_TOKEN) if request.endpoint.fills_kv_cache else 1
             fingerprint = xxh3_64_intdigest(request.body)
         inexact = "" if exact or prepared is None else prepared.why_not or "unreadable"
-        # As `RouteQuery(...)`, without its Python-level constructor.
-        return tuple.__new__(
-            RouteQuery, (model, now, keys, tokens, session, request.stream, fingerprint, exact, inexact)
-        )
+        return RouteQuery(model, now, keys, tokens, session, request.stream, fingerprint, exact, inexact)
 
 
 def _measured(keys: PromptKeys, prompt: AnyPrompt, exact: ExactPrompt) -> PromptKeys:

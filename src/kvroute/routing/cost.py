@@ -177,25 +177,21 @@ class Pressure(NamedTuple):
     """rho: seconds of prefill dispatched per second and worker."""
     mean_own_s: float
     """Mean prefill of one request."""
-    busy: Sequence[float]
-    """Each worker's own utilisation, in order."""
-
-
-_new = object.__new__
 
 
 class _Settled:
     """One model's costs as of the last fit, and their figures as a plain tuple, which unpacks in a third of
     the instructions that a named one takes."""
 
-    __slots__ = ("capacity_blocks", "costs", "figures", "fit", "free_blocks")
+    __slots__ = ("capacity_blocks", "costs", "figures", "fit", "fitting_blocks")
 
     def __init__(self, costs: Costs, fit: Fit | None) -> None:
         self.costs = costs
         self.figures = tuple(costs)
         self.fit = fit
-        self.capacity_blocks = self.free_blocks = -1
-        """What running requests may fill, in whole blocks, of a part of this size: the last that was seen."""
+        self.capacity_blocks = self.fitting_blocks = -1
+        """Of a part of this size, the last that was seen: how far it can be filled at no cost, in whole
+        blocks."""
 
 
 class CostModel:
@@ -220,11 +216,10 @@ class CostModel:
 
     def costs(self, model: str) -> Costs:
         """As configured; what first tokens have taught takes the place of the times, where there is any."""
-        lessons = self._lessons.get(model)
-        return self._settle(model, None if lessons is None else lessons.prefills.fit).costs
+        return self._settle(model, self._lessons.get(model)).costs
 
-    def _settle(self, model: str, fit: Fit | None) -> _Settled:
-        settled = self._settled.get(model)
+    def _settle(self, model: str, lessons: Lessons | None) -> _Settled:
+        settled, fit = self._settled.get(model), None if lessons is None else lessons.prefills.fit
         if settled is None or settled.fit is not fit:
             costs = self.configured(model)
             if fit is not None:
@@ -239,8 +234,8 @@ class CostModel:
         return settled
 
     def pressure(self, queues: Sequence[WorkerLoad], now: float) -> Pressure:
-        _, busy, seconds, requests = survey(queues, now)
-        return Pressure(seconds / len(busy), seconds / requests if requests else 0.0, busy)
+        seconds, requests = survey(queues, now)
+        return Pressure(seconds / len(queues), seconds / requests if requests else 0.0)
 
     def rank(
         self,
@@ -265,11 +260,10 @@ class CostModel:
         computed once, a term that is zero not at all, and objects are left to `Ranking`.
         """
         now, tokens, prompts, model = query.now, query.tokens, query.prompts, query.model
-        lessons = self._lessons.get(model)
-        fit = None if lessons is None else lessons.prefills.fit
         settled = self._settled.get(model)
-        if settled is None or settled.fit is not fit:
-            settled = self._settle(model, fit)
+        lessons = self._lessons.get(model) if self._lessons else None
+        if settled is None or (lessons is not None and lessons.prefills.fit is not settled.fit):
+            settled = self._settle(model, lessons)
         (
             token_s,
             context_token_s,
@@ -283,31 +277,30 @@ class CostModel:
             tie_share,
             tie_s,
         ) = settled.figures
+        factors = None if lessons is None else lessons.speeds.factors or None
         if queues is None and held_where:
             queues = [worker.load_of(held.rank) for worker, held in zip(workers, held_where, strict=True)]
         elif queues is None:
             queues = [worker.load for worker in workers]
-        waits, busy, seconds, requests = survey(queues, now)
-        utilisation = seconds / len(busy)
+        seconds, requests = survey(queues, now)
+        utilisation = seconds / len(queues)
         rho = utilisation if utilisation < MAX_UTILISATION else MAX_UTILISATION
-        delay_factor = 0.5 * rho / (1 - rho) / (seconds / requests) if rho and requests else 0.0
+        delay_factor = 0.5 * rho / (1.0 - rho) / (seconds / requests) if rho and requests else 0.0
         is_busy, listed = utilisation > 0.0, len(prompts)
         block_tokens = prompts[0].block_tokens if listed == 1 else _block_tokens(prompts)
         has_blocks, parts = block_tokens > 0.0, self._history.parts
-        matched = matched_tokens or None
-        tiers = loads or None
-        factors = None if lessons is None else lessons.speeds.factors or None
-        rows: list[Row] = []
-        ready_s = transfer_s = 0.0
-        held, known_held, most, first = 0, -1, 0, 0
         most_blocks = int(tokens / block_tokens) if has_blocks else 0
-        known_capacity, free_blocks = settled.capacity_blocks, settled.free_blocks
+        known_capacity, fitting_blocks = settled.capacity_blocks, settled.fitting_blocks
+        rows: list[Row] = []
+        held, known_held, most, first, place = 0, -1, 0, 0, -1
+        miss, mean_s, ready_s, transfer_s = tokens, 0.0, 0.0, 0.0
         best = second = inf
         for worker in workers:
-            place = len(rows)
-            load, wait_s = queues[place], waits[place]
-            if matched is not None:
-                held = matched[place]
+            place += 1
+            load = queues[place]
+            wait_s = load.wait_s
+            if matched_tokens:
+                held = matched_tokens[place]
             if held != known_held:  # else as for the worker before
                 known_held, miss = held, tokens - held
                 # As `Costs.prefill_s`, without its call, and without dividing by one.
@@ -321,62 +314,65 @@ class CostModel:
                 if held > most:
                     most = held
             own_s = prefill_s = mean_s if factors is None else mean_s * factors.get(worker.index, 1.0)
-            if tiers is not None:
-                ready_s, transfer_s = tiers[place]
+            if loads:
+                ready_s, transfer_s = loads[place]
                 own_s = prefill_s + transfer_s
             score = (wait_s if wait_s > ready_s else ready_s) + prefill_s
             memory_s = eviction_s = marginal_s = decode_s = ramp_s = 0.0
+            in_flight = load.in_flight
             if has_blocks:
                 try:
                     part = parts[worker.index]
                 except KeyError:
                     part = self._history.part(worker.index)
-                capacity = part.capacity_blocks
+                capacity, tracked = part.capacity_blocks, part.blocks
                 if capacity != known_capacity:
-                    known_capacity, free_blocks = capacity, int(memory_limit * capacity)
-                    settled.capacity_blocks, settled.free_blocks = known_capacity, free_blocks
-                # Most requests fit wherever they go, even if nothing of them is held.
-                needed = part.active_blocks + load.in_flight
-                if needed + most_blocks > free_blocks or part.blocks + most_blocks > capacity:
+                    known_capacity, fitting_blocks = capacity, int(min(memory_limit, 1.0) * capacity)
+                    settled.capacity_blocks, settled.fitting_blocks = known_capacity, fitting_blocks
+                # Most requests fit wherever they go, even if nothing of them is held and nothing is evicted.
+                if tracked + in_flight + most_blocks > fitting_blocks:
                     new_blocks = int(miss / block_tokens)
-                    over = needed + new_blocks - memory_limit * capacity
+                    active = part.active_blocks
+                    over = active + new_blocks + in_flight - memory_limit * capacity
                     if over > 0:
                         residence_s = load.residence_s
                         memory_s = (RESIDENCE_S if residence_s is None else residence_s) * over / capacity
                         score += memory_s
-                    evicted = part.evicted_by(new_blocks)
-                    if evicted:
+                    # As `Part.evicted_by`.
+                    excess = tracked + new_blocks - capacity
+                    if excess > 0:
+                        evicted = excess if excess < tracked - active else tracked - active
                         eviction_s = eviction_weight * evicted * block_tokens * token_s
                         score += eviction_s
             if is_busy:
                 delay = delay_factor * (wait_s + own_s)
                 marginal_s = (delay if delay < lambda_cap else lambda_cap) * own_s
-                excess = busy[place] - utilisation
-                if excess > 0.0:
-                    marginal_s += balance * excess * own_s
+                ahead = load.utilisation - utilisation
+                if ahead > 0.0:
+                    marginal_s += balance * ahead * own_s
                 score += marginal_s
-            if load.in_flight:
+            if in_flight:
                 decode_s = active_token_s * load.active_tokens
                 score += decode_s
             if worker.ramp < 1.0:
                 ramp_s = score / worker.ramp_at(now) - score
                 score += ramp_s
-            rows.append(
-                (score, wait_s, ready_s, prefill_s, memory_s, eviction_s, marginal_s, decode_s, ramp_s)
-            )
             if score < best:
                 second, best, first = best, score, place
             elif score < second:
                 second = score
+            rows.append(
+                (score, wait_s, ready_s, prefill_s, memory_s, eviction_s, marginal_s, decode_s, ramp_s)
+            )
         limit = best + best * tie_share + tie_s
         if second <= limit:
-            first = _tie_winner(workers, rows, limit, query.fingerprint, queues, busy)
-        # As `Ranking(...)`: a constructor in Python costs more than its fields.
-        ranking = _new(Ranking)
+            first = _tie_winner(workers, rows, limit, query.fingerprint, queues)
+        # A constructor in Python would cost more than its fields.
+        ranking = Ranking()
         ranking.most_matched = most
         ranking._workers, ranking._rows = workers, rows
-        ranking._cheapest = ranking._first = first
-        ranking._matched, ranking._where = matched, held_where or None
+        ranking._cheapest = ranking.first_place = first
+        ranking._matched, ranking._where = matched_tokens, held_where
         ranking._made_first = ranking._all = None
         return ranking
 
@@ -395,16 +391,18 @@ def _tie_winner(
     limit: float,
     fingerprint: int,
     queues: Sequence[WorkerLoad],
-    busy: Sequence[float],
 ) -> int:
     """The place that wins among those whose scores are at most `limit`; if all else is even, the least
     score, then the first."""
     winner, active, done, score = -1, 0, 0.0, 0.0
     lot: int | None = None
-    for place, row in enumerate(rows):
+    place = -1
+    for row in rows:
+        place += 1
         if row[0] > limit:
             continue
-        its_active, its_done = queues[place].active_tokens, busy[place]
+        load = queues[place]
+        its_active, its_done = load.active_tokens, load.utilisation
         if winner < 0 or its_active < active or (its_active == active and its_done < done):
             winner, active, done, score, lot = place, its_active, its_done, row[0], None
         elif its_active == active and its_done == done:

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from enum import StrEnum
 from typing import Any, NamedTuple, TypeAlias
 
+from msgspec import Struct
+
 from kvroute.blocks.keys import PromptKeys
 from kvroute.fleet.load import WorkerLoad
 from kvroute.fleet.worker import Worker
@@ -50,7 +52,7 @@ class Reason(StrEnum):
     ONLY_WORKER = "only_worker"
 
 
-class RouteQuery(NamedTuple):
+class RouteQuery(Struct, frozen=True):
     """One request as a strategy sees it. `now` is `Clock.now()`; times are seconds, lengths tokens.
 
     `prompts` has one entry per listed prompt (completions take several), `tokens` is their sum, or an
@@ -102,36 +104,21 @@ Row: TypeAlias = tuple[float, float, float, float, float, float, float, float, f
 """A score and the eight `CostTerms` behind it."""
 
 
-class Candidate:
+class Candidate(Struct, frozen=True, eq=False):
     """One routable worker in a ranking. `matched_tokens` is what of the prompt it is believed to hold;
-    `held` says where, for strategies that know.
+    `held` says where, for strategies that know. `terms` are made when somebody asks."""
 
-    Never changed once it is made. Its fields are read a dozen times a request: slots are read in a third of
-    the instructions that a named tuple's fields take, and `terms` are made when somebody asks.
-    """
-
-    __slots__ = ("_terms", "held", "matched_tokens", "prefill_s", "score", "worker")
-
-    def __init__(
-        self,
-        worker: Worker,
-        score: float,
-        matched_tokens: int,
-        prefill_s: float,
-        terms: CostTerms,
-        held: Held | None = None,
-    ) -> None:
-        self.worker = worker
-        self.score = score
-        self.matched_tokens = matched_tokens
-        self.prefill_s = prefill_s
-        self.held = held
-        self._terms: CostTerms | Row = terms
+    worker: Worker
+    score: float
+    matched_tokens: int
+    prefill_s: float
+    terms_or_row: CostTerms | Row
+    held: Held | None = None
 
     @property
     def terms(self) -> CostTerms:
         """The arithmetic behind the score."""
-        terms = self._terms
+        terms = self.terms_or_row
         return terms if isinstance(terms, CostTerms) else CostTerms(*terms[1:])
 
     def __eq__(self, other: object) -> bool:
@@ -139,9 +126,6 @@ class Candidate:
 
     def __hash__(self) -> int:
         return hash(self._fields())
-
-    def __repr__(self) -> str:
-        return f"Candidate{self._fields()!r}"
 
     def _fields(self) -> tuple[object, ...]:
         return self.worker, self.score, self.matched_tokens, self.prefill_s, self.terms, self.held
@@ -157,7 +141,7 @@ class Candidate:
         return self.worker.load_of(self.rank)
 
 
-class RouteDecision(NamedTuple):
+class RouteDecision(Struct, frozen=True):
     """Every routable worker, best first. `reason` says why the first one is first."""
 
     strategy: str

@@ -31,8 +31,9 @@ def matched_tokens(
             places = {worker.index: place for place, worker in enumerate(workers)}
         tokens = known = 0
         for index, blocks in held.items():
-            place = places.get(index)
-            if place is None:
+            try:
+                place = places[index]
+            except KeyError:  # a holder that is not asked about
                 continue
             if blocks != known:  # else as for the worker before
                 known, tokens = blocks, int(blocks * block_tokens)

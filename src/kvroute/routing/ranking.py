@@ -9,8 +9,6 @@ from kvroute.fleet.worker import Worker
 from kvroute.routing.caches import Held
 from kvroute.routing.decision import Candidate, Row
 
-_new = object.__new__
-
 
 class Ranking(Sequence[Candidate]):
     """Candidates, best first; from the second on by cost.
@@ -25,17 +23,19 @@ class Ranking(Sequence[Candidate]):
     __slots__ = (
         "_all",
         "_cheapest",
-        "_first",
         "_made_first",
         "_matched",
         "_rows",
         "_where",
         "_workers",
+        "first_place",
         "most_matched",
     )
 
     most_matched: int
     """The most that any worker holds of the prompt, in tokens."""
+    first_place: int
+    """Where the first candidate's worker is among those that were ranked."""
     _workers: Sequence[Worker]
     _rows: Sequence[Row]
     """By worker, as `_matched` and `_where`; none of them changes any more."""
@@ -43,13 +43,12 @@ class Ranking(Sequence[Candidate]):
     _where: Sequence[Held] | None
     _cheapest: int
     """Place in `_workers` of the one to go to by cost alone."""
-    _first: int
     _made_first: Candidate | None
     _all: list[Candidate] | None
 
     def put_first(self, worker: Worker) -> None:
         """Put `worker` first, leaving the others in their order."""
-        self._first = self._workers.index(worker)
+        self.first_place = self._workers.index(worker)
         self._made_first = self._all = None
 
     @overload
@@ -60,7 +59,7 @@ class Ranking(Sequence[Candidate]):
         if place == 0:
             first = self._made_first
             if first is None:
-                first = self._made_first = self._candidate(self._first)
+                first = self._made_first = self._candidate(self.first_place)
             return first
         return self._in_full()[place]
 
@@ -84,7 +83,7 @@ class Ranking(Sequence[Candidate]):
         if self._all is None:
             rows = self._rows
             order = sorted(range(len(rows)), key=lambda place: rows[place][0])
-            for leader in (self._cheapest, self._first):
+            for leader in (self._cheapest, self.first_place):
                 order.remove(leader)
                 order.insert(0, leader)
             self._all = [self[0], *map(self._candidate, order[1:])]
@@ -92,12 +91,11 @@ class Ranking(Sequence[Candidate]):
 
     def _candidate(self, place: int) -> Candidate:
         row, matched, where = self._rows[place], self._matched, self._where
-        # As `Candidate(...)`: a constructor in Python costs more than its fields.
-        candidate = _new(Candidate)
-        candidate.worker = self._workers[place]
-        candidate.score = row[0]
-        candidate.matched_tokens = 0 if matched is None else matched[place]
-        candidate.prefill_s = row[3]
-        candidate._terms = row
-        candidate.held = None if where is None else where[place]
-        return candidate
+        return Candidate(
+            self._workers[place],
+            row[0],
+            matched[place] if matched else 0,
+            row[3],
+            row,
+            where[place] if where else None,
+        )

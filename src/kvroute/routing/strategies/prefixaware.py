@@ -55,11 +55,11 @@ class PrefixAware:
         most = ranking.most_matched
         if not most:
             reason = _MISS
-        elif ranking[0].matched_tokens == most:
+        elif matched[ranking.first_place] == most:
             reason = _HIT
         else:
             reason = _SPILL
-        return tuple.__new__(RouteDecision, (_NAME, reason, ranking))
+        return RouteDecision(_NAME, reason, ranking)
 
     def routed(self, query: RouteQuery, decision: RouteDecision, candidate: Candidate) -> None:
         """Nothing: the router's lease has recorded the prompt."""
