@@ -72,15 +72,11 @@ class Fleet:
         self._listeners: list[FleetListener] = []
         self._hand_listeners: list[Callable[[ByHand], None]] = []
         self._views: dict[str, FleetView] = {}
-        self._version = 0
+        self.version = 0
+        """Rises whenever membership, states or models change. Read only."""
         self._catalog = catalog_of((), self._aliases)
 
     # What routing and the HTTP edge read
-
-    @property
-    def version(self) -> int:
-        """Rises whenever membership, states or models change."""
-        return self._version
 
     @property
     def catalog(self) -> ModelCatalog:
@@ -101,7 +97,7 @@ class Fleet:
         view = self._views.get(model)
         if view is None:
             routable = tuple(w for w in self.workers() if w.is_routable and w.serves(model))
-            view = FleetView(model, routable, self._version)
+            view = FleetView(model, routable, self.version)
             if routable:  # names come from clients: only those that exist may take up memory
                 self._views[model] = view
         return view
@@ -355,7 +351,7 @@ class Fleet:
             )
 
     def _changed(self, *changes: tuple[FleetChange, Worker]) -> None:
-        self._version += 1
+        self.version += 1
         self._views.clear()
         self._catalog = catalog_of(self._workers.values(), self._aliases, self._created)
         for change, worker in changes:

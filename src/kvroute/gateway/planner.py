@@ -10,7 +10,7 @@ from xxhash import xxh3_64_intdigest
 from kvroute.blocks.keys import BLOCK_BYTES, BYTES_PER_TOKEN, CacheSpace, PromptKeys
 from kvroute.errors import InvalidRequest, NoRoutableWorker
 from kvroute.fleet.fleet import Fleet
-from kvroute.fleet.worker import WorkerId
+from kvroute.fleet.worker import FleetView, WorkerId
 from kvroute.gateway.asgi import Headers, header
 from kvroute.gateway.preparation import Prepared
 from kvroute.gateway.session_key import SessionKeySource, session_key
@@ -52,6 +52,15 @@ class Plan(Struct, eq=False):
     errors: ErrorShape = ErrorShape.OPENAI
 
 
+class _Known(Struct, eq=False):
+    """What all requests for one name have in common until the fleet changes."""
+
+    model: str
+    view: FleetView
+    strategy: Strategy
+    space: CacheSpace
+
+
 class Planner:
     """Reads fleet, router and estimator, changes none of them. `plan` is a pure function of their state."""
 
@@ -68,9 +77,10 @@ class Planner:
         self._router = router
         self._estimator = estimator
         self._session_keys = tuple(session_keys)
-        # Of models that exist: their names come from workers.
-        self._spaces: dict[str, CacheSpace] = {}
-        self._strategies: dict[str, Strategy] = {}
+        self._version = -1
+        self._known: dict[str | None, _Known] = {}
+        """By the name asked for, as of this version of the fleet: of models that exist, as clients name
+        them."""
         self._allow_strategy_header = allow_strategy_header
         self.may_need_tokens = allow_strategy_header or router.may_need(Needs.TOKENS)
         """Whether `unprepared` has ever anything to say."""
@@ -94,23 +104,24 @@ class Planner:
         strategy asked for) and NoRoutableWorker.
         """
         asked, body = request.model, request.body
-        model = self._fleet.resolve(asked)
+        known = self._known.get(asked) if self._version == self._fleet.version else None
+        if known is None:
+            known = self._look_up(asked)
+        model, view, strategy = known.model, known.view, known.strategy
         if asked is not None and model != asked:
             body = with_model(request, model)
-        view = self._fleet.view(model)
         if not view.workers:
             raise NoRoutableWorker(
                 f"No routable worker serves the model {model!r} at the moment.", retry_after_s=1
             )
-        strategy = None if self._allow_strategy_header else self._strategies.get(model)
-        if strategy is None:
+        if self._allow_strategy_header:
             strategy = self._strategy(model, headers)
         needs = strategy.needs
         session = None
         if with_session or needs is _SESSION_KEY:
             session = session_key(self._session_keys, request, headers)
         prompts = prompts_of(request) if needs is _PROMPT or needs is _TOKENS else ()
-        query = self._query(request, model, now, prompts, session, prepared)
+        query = self._query(request, known, now, prompts, session, prepared)
         decision = None
         if owner is not None:
             decision = self._router.pinned(query, view, owner)
@@ -130,13 +141,18 @@ class Planner:
         strategy = self._strategy(model, headers)
         return model if strategy.needs is _TOKENS else None
 
+    def _look_up(self, asked: str | None) -> _Known:
+        if self._version != self._fleet.version:
+            self._version = self._fleet.version
+            self._known.clear()
+        model = self._fleet.resolve(asked)
+        view = self._fleet.view(model)
+        known = self._known[asked] = _Known(model, view, self._router.strategy(model), CacheSpace(model))
+        return known
+
     def _strategy(self, model: str, headers: Headers) -> Strategy:
-        if self._allow_strategy_header and (asked := self._asked_strategy(headers)) is not None:
-            return self._router.strategy(model, asked)
-        strategy = self._strategies.get(model)
-        if strategy is None:
-            strategy = self._strategies[model] = self._router.strategy(model)
-        return strategy
+        asked = self._asked_strategy(headers) if self._allow_strategy_header else None
+        return self._router.strategy(model, asked)
 
     def _asked_strategy(self, headers: Headers) -> str | None:
         name = header(headers, STRATEGY_HEADER).decode("latin-1")
@@ -147,18 +163,10 @@ class Planner:
             )
         return name or None
 
-    def _space(self, model: str, salt: str) -> CacheSpace:
-        if salt:
-            return CacheSpace(model, salt)
-        space = self._spaces.get(model)
-        if space is None:
-            space = self._spaces[model] = CacheSpace(model)
-        return space
-
     def _query(
         self,
         request: InferenceRequest,
-        model: str,
+        known: _Known,
         now: float,
         prompts: Sequence[AnyPrompt],
         session: str | None,
@@ -167,8 +175,9 @@ class Planner:
         keys: tuple[PromptKeys, ...] = ()
         exact: tuple[ExactPrompt, ...] = ()
         if prompts:
-            salt = request.cache_salt
-            space = self._space(model, "" if salt is None else cache_salt_of(request))
+            space = known.space
+            if request.cache_salt is not None and (salt := cache_salt_of(request)):
+                space = CacheSpace(space.model, salt)
             keys = tuple([self._estimator.prompt_keys(prompt, space) for prompt in prompts])
             if prepared is not None and len(prepared.prompts) == len(keys):
                 exact = prepared.prompts
@@ -186,7 +195,9 @@ class Planner:
             tokens = int(len(request.body) / BYTES_PER_TOKEN) if request.endpoint.fills_kv_cache else 1
             fingerprint = xxh3_64_intdigest(request.body)
         inexact = "" if exact or prepared is None else prepared.why_not or "unreadable"
-        return RouteQuery(model, now, keys, tokens, session, request.stream, fingerprint, exact, inexact)
+        return RouteQuery(
+            known.model, now, keys, tokens, session, request.stream, fingerprint, exact, inexact
+        )
 
 
 def _measured(keys: PromptKeys, prompt: AnyPrompt, exact: ExactPrompt) -> PromptKeys:

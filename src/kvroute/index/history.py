@@ -74,7 +74,8 @@ class RouteHistory(Protocol):
     """Which worker holds which leading blocks, judged by what was sent to it.
 
     Keys must be chained (`blocks.keys.block_keys`): an implementation may take two prompts that agree
-    in key *i* to agree in every key before it.
+    in key *i* to agree in every key before it. It may also remember what it found for a sequence until that
+    is acquired: one that was given is not changed any more.
     """
 
     @property

@@ -6,12 +6,12 @@ from array import array
 from collections.abc import Iterator, Sequence
 from typing import Final, TypeAlias
 
-from kvroute.blocks.keys import BlockKey, BlockKeys
+from msgspec import Struct
+
+from kvroute.blocks.keys import BlockKey
 from kvroute.index.history import HistorySize, Lease, Part
 
 _MOST_MASKS: Final = 1024
-
-_new = object.__new__
 
 
 class _Run:
@@ -92,9 +92,8 @@ class RadixHistory:
         it is sent."""
 
     def match(self, keys: Sequence[BlockKey]) -> dict[int, int]:
-        whole, beyond, shared, _ = found = self._walk(keys)
-        if isinstance(keys, BlockKeys):  # of which each key costs a hash, and which cannot change
-            self._walked, self._found = keys, found
+        whole, beyond, shared, _ = self._found = self._walk(keys)
+        self._walked = keys
         held: dict[int, int] = {}
         pos, alive = 0, -1
         for run in whole:
@@ -127,12 +126,8 @@ class RadixHistory:
         part = self.parts.get(worker)
         if part is None:
             part = self._own_part(worker)
-        # As `_RadixLease(...)`: a constructor in Python costs more than its fields.
-        lease = _new(_RadixLease)
-        lease._history = self
-        lease._part = part
-        lease._end, lease.new_blocks = self._pin(part, keys, None)
-        return lease
+        end, new_blocks = self._pin(part, keys, None)
+        return _RadixLease(self, part, end, new_blocks)
 
     def part(self, worker: int) -> Part:
         return self.parts.get(worker) or self._own_part(worker)
@@ -236,8 +231,10 @@ class RadixHistory:
             hold = run.holds.get(worker)
             if hold is None:
                 hold = self._hold(part, run)
-            elif not hold.pins:
-                hold.unlink()
+            elif not hold.pins:  # as `hold.unlink()`, which every request would call
+                older, newer = hold.older, hold.newer
+                older.newer = newer
+                newer.older = older
             if hold.blocks < size:
                 new_blocks += size - hold.blocks
                 hold.blocks = size
@@ -279,10 +276,13 @@ class RadixHistory:
         worker, queue = part.worker, part.free
         while run is not None:
             hold = run.holds[worker]
-            hold.pins -= 1
-            if not hold.pins:
+            pins = hold.pins = hold.pins - 1
+            if not pins:
                 part.active_blocks -= hold.blocks
-                hold.link_before(queue)
+                # As `hold.link_before(queue)`.
+                hold.older = older = queue.older
+                hold.newer = queue
+                older.newer = queue.older = hold
             run = run.parent
         if part.blocks > part.capacity_blocks:
             self._trim(part)
@@ -354,9 +354,7 @@ class RadixHistory:
         run.full = _full(run)
 
 
-class _RadixLease:
-    __slots__ = ("_end", "_history", "_part", "new_blocks")
-
+class _RadixLease(Struct, eq=False):
     _history: RadixHistory
     _part: _RadixPart | None
     _end: _Run | None

@@ -16,29 +16,30 @@ class PartSizes:
 
     def __init__(self, history: RouteHistory) -> None:
         self._history = history
-        self._block_tokens: dict[int, float] = {}
+        self.block_tokens: dict[int, float] = {}
+        """By worker's index; what `sending` would change nothing about need not be told to it."""
 
     def resize(self, worker: Worker) -> None:
         """The worker joined, or its capacity changed."""
-        block_tokens = self._block_tokens.setdefault(worker.index, float(ASSUMED_BLOCK_TOKENS))
+        block_tokens = self.block_tokens.setdefault(worker.index, float(ASSUMED_BLOCK_TOKENS))
         self._history.set_capacity(worker.index, max(1, int(worker.capacity_tokens / block_tokens)))
 
     def sending(self, worker: Worker, query: RouteQuery) -> None:
         """A prompt is about to go to the worker: weigh its blocks' tokens by their number."""
         index = worker.index
         for keys, _, block_tokens in query.prompts:
-            known = self._block_tokens.get(index)
+            known = self.block_tokens.get(index)
             if known is None:
-                self._block_tokens[index] = block_tokens
+                self.block_tokens[index] = block_tokens
                 self.resize(worker)
                 continue
             change, bearable = block_tokens - known, _TOLERANCE * known
             if change > bearable or -change > bearable:
                 blocks = len(keys)
                 weight = max(_LEAST_WEIGHT, blocks / (blocks + self._history.part(index).blocks + 1))
-                self._block_tokens[index] = known + weight * change
+                self.block_tokens[index] = known + weight * change
                 self.resize(worker)
 
     def forget(self, worker: Worker) -> None:
         """The worker left; its index may come to stand for another one."""
-        self._block_tokens.pop(worker.index, None)
+        self.block_tokens.pop(worker.index, None)

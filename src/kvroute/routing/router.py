@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
+from msgspec import Struct
+
 from kvroute.blocks.keys import BlockKey
 from kvroute.blocks.tokens import Tier
 from kvroute.fleet.load import Reservation
@@ -41,24 +43,27 @@ class Observer(Protocol):
     def session_forgotten(self, session_key: str) -> None: ...
 
 
-class Dispatch:
+class Dispatch(Struct, eq=False):
     """One attempt of one request on one worker. Whoever dispatched it finishes it, in a `finally`.
-    `followed` is told, if somebody observes."""
-
-    __slots__ = ("_leases", "_lesson", "_reservations", "followed", "worker")
+    `followed` is told, if somebody observes. Mutable: by the router and by itself."""
 
     worker: Worker
-    followed: Followed | None
-    _reservations: Sequence[Reservation]
-    _leases: Sequence[Lease]
-    _lesson: _Lesson | None
+    _reservation: Reservation
+    _of_rank: Reservation | None = None
+    """Of its data-parallel rank, where it was sent to one."""
+    _lease: Lease | None = None
+    _more_leases: Sequence[Lease] = ()
+    """Where the request has several prompts, or exact ones."""
+    _lesson: _Lesson | None = None
+    followed: Followed | None = None
 
     def first_token(self, now: float) -> None:
         """The first token of a streamed answer came: the prefill is done. Later calls do nothing."""
-        if self.followed is not None and self._reservations[0].is_queued:
+        if self.followed is not None and self._reservation.is_queued:
             self.followed.first_token()
-        for reservation in self._reservations:
-            reservation.first_token(now)
+        self._reservation.first_token(now)
+        if self._of_rank is not None:
+            self._of_rank.first_token(now)
         if self._lesson is not None:
             self._lesson.learn(now)
             self._lesson = None
@@ -69,13 +74,14 @@ class Dispatch:
         if self.followed is not None:
             self.followed.finished()
             self.followed = None
-        for reservation in self._reservations:
-            reservation.finish(now)
-        for lease in self._leases:
-            lease.release()
-
-
-_new = object.__new__
+        self._reservation.finish(now)
+        if self._of_rank is not None:
+            self._of_rank.finish(now)
+        if self._lease is not None:
+            self._lease.release()
+        if self._more_leases:
+            for lease in self._more_leases:
+                lease.release()
 
 
 class _Lesson(NamedTuple):
@@ -195,24 +201,21 @@ class Router:
     ) -> Dispatch:
         worker, held, prefill_s = candidate.worker, candidate.held, candidate.prefill_s
         prompts, tokens, streamed = query.prompts, query.tokens, query.streamed
-        # As `Dispatch(...)`: a constructor in Python costs more than its fields.
-        dispatch = _new(Dispatch)
-        dispatch.worker = worker
-        dispatch.followed = dispatch._lesson = None
-        reservation = worker.load.reserve(now, prefill_s, tokens, streamed)
-        if held is not None and held.rank is not None:
-            also = candidate.queue.reserve(now, prefill_s, tokens, streamed)
-            dispatch._reservations = reservation, also
-        else:
-            dispatch._reservations = (reservation,)
-        leases: list[Lease] = []
+        dispatch = Dispatch(worker, worker.load.reserve(now, prefill_s, tokens, streamed))
         if prompts:
-            self._sizes.sending(worker, query)
-            for prompt in prompts:
-                leases.append(self._history.acquire(worker.index, prompt.keys))
-        if held is not None and held.slot is not None:
-            leases += [self._in_flight.acquire(held.slot, prompt.keys) for prompt in query.exact]
-        dispatch._leases = leases
+            sizes, acquire, index = self._sizes, self._history.acquire, worker.index
+            first = prompts[0]
+            if len(prompts) > 1 or sizes.block_tokens.get(index) != first.block_tokens:
+                sizes.sending(worker, query)
+            dispatch._lease = acquire(index, first.keys)
+            if len(prompts) > 1:
+                dispatch._more_leases = [acquire(index, prompt.keys) for prompt in prompts[1:]]
+        if held is not None:
+            if held.rank is not None:
+                dispatch._of_rank = candidate.queue.reserve(now, prefill_s, tokens, streamed)
+            if held.slot is not None and query.exact:
+                exact = [self._in_flight.acquire(held.slot, prompt.keys) for prompt in query.exact]
+                dispatch._more_leases = [*dispatch._more_leases, *exact]
         strategy = self._strategies.get(decision.strategy)
         if strategy is not None:
             strategy.routed(query, decision, candidate)
