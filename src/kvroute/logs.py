@@ -18,7 +18,8 @@ from kvroute.options import Options, Switch, option
 ACCESS = "kvroute.access"
 """Logger of the one line per request, written at its end."""
 
-_REQUEST_LINE = f"%s.%03dZ INFO    {ACCESS} %s"
+_THOUSANDTHS = tuple(f".{number:03d}Z" for number in range(1000))
+"""To look a number up costs a tenth of formatting it."""
 
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "color_message", "taskName"}
 
@@ -118,13 +119,12 @@ class RequestLines:
             if not start <= created < until:
                 start = int(created)
                 until, prefix = start + 1, time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(start))
-            milliseconds = (created - start) * 1000
+            when = prefix + _THOUSANDTHS[int((created - start) * 1000)]
             if is_json:
-                when = f"{prefix}.{int(milliseconds):03d}Z"
                 fields = {"time": when, "level": "info", "logger": ACCESS, "message": message}
                 written.append(json.dumps(fields, ensure_ascii=False))
             else:
-                written.append(_REQUEST_LINE % (prefix, milliseconds, message))
+                written.append(f"{when} INFO    {ACCESS} {message}")
         written.append("")
         with handler.lock or nullcontext():
             try:

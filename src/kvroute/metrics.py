@@ -94,10 +94,55 @@ class Family(Generic[_Child]):
         return child
 
 
-class _OutcomeSeries(NamedTuple):
-    requests: Tally
-    duration: Spread
-    first_byte: Spread
+class Series:
+    """Everywhere that the requests of one `Outcome` are counted, found with one lookup for a request.
+
+    Mutable: `text` is the journal's, for the words of a request line that all of them have in common.
+    """
+
+    __slots__ = ("_metrics", "_outcome", "_reported", "_routed", "_seconds", "text")
+
+    def __init__(self, metrics: Metrics, outcome: Outcome) -> None:
+        self.text = ""
+        self._metrics = metrics
+        self._outcome = outcome
+        # Children are made when they first count: one that has nothing to say shows nowhere.
+        self._routed: tuple[Tally, Tally] | None = None
+        self._reported: tuple[Tally, Tally] | None = None
+        self._seconds: tuple[Tally, Spread, Spread] | None = None
+
+    def routed(self, prompt_tokens: int, hit_tokens: int) -> None:
+        """Count what was predicted for one dispatched request."""
+        if self._routed is None:
+            self._routed = self._metrics.routed_tokens(self._outcome)
+        prompts, hits = self._routed
+        prompts.value += prompt_tokens
+        hits.value += hit_tokens
+
+    def reported(self, prompt_tokens: int, cached_tokens: int | None) -> None:
+        """Count what a worker's `usage` said."""
+        if self._reported is None:
+            self._reported = self._metrics.reported_tokens(self._outcome)
+        prompts, cached = self._reported
+        prompts.value += prompt_tokens
+        if cached_tokens:
+            cached.value += cached_tokens
+
+    def finished(self, duration_s: float, first_byte_s: float | None) -> None:
+        """Count one finished request; `first_byte_s` is None where no body byte came."""
+        if self._seconds is None:
+            self._seconds = self._metrics.seconds(self._outcome)
+        requests, duration, first_byte = self._seconds
+        requests.value += 1.0
+        # As `Spread.observe`, without its calls.
+        place = bisect_left(_LATENCY_S, duration_s)
+        duration.counts[place] += 1
+        duration.sum += duration_s
+        if first_byte_s is not None:
+            if first_byte_s != duration_s:  # of a whole answer both are one
+                place = bisect_left(_LATENCY_S, first_byte_s)
+            first_byte.counts[place] += 1
+            first_byte.sum += first_byte_s
 
 
 class Gauges(Collector):
@@ -237,55 +282,35 @@ class Metrics(Collector):
         ).labels()
         for by in ("client", "worker", "shutdown"):
             self.streams_aborted.labels(by)
-        self._series: dict[tuple[str, ...], _OutcomeSeries] = {}
-        self._tokens: dict[tuple[str, str], tuple[Tally, Tally]] = {}
-        self._reported: dict[tuple[str, str], tuple[Tally, Tally]] = {}
+        self._series: dict[tuple[str, str, str, str, int], Series] = {}
         registry.register(self)
 
-    def finished(self, outcome: Outcome, duration_s: float, first_byte_s: float | None) -> None:
-        """Count one finished request; `first_byte_s` is None where no body byte came."""
-        series = self._series.get(outcome)
+    def series(self, model: str, worker: str, strategy: str, reason: str, status: int) -> Series:
+        """Where requests that went so are counted; "-" stands for what they did not come to."""
+        key = (model, worker, strategy, reason, status)
+        series = self._series.get(key)
         if series is None:
-            pool = (outcome.model, outcome.worker, outcome.strategy)
-            series = self._series[outcome] = _OutcomeSeries(
-                self._requests.labels(*outcome), self._duration.labels(*pool), self._first_byte.labels(*pool)
-            )
-        requests, duration, first_byte = series
-        requests.value += 1.0
-        # As `Spread.observe`, without its calls.
-        duration.counts[bisect_left(_LATENCY_S, duration_s)] += 1
-        duration.sum += duration_s
-        if first_byte_s is not None:
-            first_byte.counts[bisect_left(_LATENCY_S, first_byte_s)] += 1
-            first_byte.sum += first_byte_s
+            series = self._series[key] = Series(self, Outcome(model, worker, strategy, reason, str(status)))
+        return series
+
+    def seconds(self, outcome: Outcome) -> tuple[Tally, Spread, Spread]:
+        """Finished requests, what they took, and the time to their first bytes. For `Series`."""
+        pool = (outcome.model, outcome.worker, outcome.strategy)
+        return self._requests.labels(*outcome), self._duration.labels(*pool), self._first_byte.labels(*pool)
+
+    def routed_tokens(self, outcome: Outcome) -> tuple[Tally, Tally]:
+        """Prompt tokens, and those of them that were predicted to be held. For `Series`."""
+        pair = (outcome.model, outcome.strategy)
+        return self._prompt_tokens.labels(*pair), self._hit_tokens.labels(*pair)
+
+    def reported_tokens(self, outcome: Outcome) -> tuple[Tally, Tally]:
+        """Prompt tokens, and the cached ones, by the workers' word. For `Series`."""
+        pair = (outcome.model, outcome.worker)
+        return self._reported_prompt_tokens.labels(*pair), self._cached_tokens.labels(*pair)
 
     def gaps(self, model: str, worker: str, strategy: str) -> Spread:
         """Where the times between the chunks of one stream are counted, in seconds."""
         return self._gaps.labels(model, worker, strategy)
-
-    def routed(self, model: str, strategy: str, prompt_tokens: int, hit_tokens: int) -> None:
-        """Count what was predicted for one dispatched request."""
-        pair = self._tokens.get((model, strategy))
-        if pair is None:
-            pair = self._prompt_tokens.labels(model, strategy), self._hit_tokens.labels(model, strategy)
-            self._tokens[model, strategy] = pair
-        prompts, hits = pair
-        prompts.value += prompt_tokens
-        hits.value += hit_tokens
-
-    def reported(self, model: str, worker: str, prompt_tokens: int, cached_tokens: int | None) -> None:
-        """Count what a worker's `usage` said."""
-        pair = self._reported.get((model, worker))
-        if pair is None:
-            pair = (
-                self._reported_prompt_tokens.labels(model, worker),
-                self._cached_tokens.labels(model, worker),
-            )
-            self._reported[model, worker] = pair
-        prompts, cached = pair
-        prompts.value += prompt_tokens
-        if cached_tokens:
-            cached.value += cached_tokens
 
     def predicted(self, strategy: str, worker: str, tier: str, outcome: str, error_tokens: int) -> None:
         """Count how a prediction did."""
@@ -295,7 +320,6 @@ class Metrics(Collector):
     def forget_worker(self, worker: str) -> None:
         """Drop the remembered children of a worker that left; its series stay until the process ends."""
         self._series = {key: series for key, series in self._series.items() if key[1] != worker}
-        self._reported = {key: pair for key, pair in self._reported.items() if key[1] != worker}
 
     def collect(self) -> Iterable[Metric]:
         for counted in self._counters:

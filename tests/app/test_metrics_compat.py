@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvroute.app.metrics_compat import VllmRouterMetrics, _HostUse
 from kvroute.fleet.fleet import Fleet
 from kvroute.fleet.worker import Worker, WorkerId, WorkerSpec
-from kvroute.metrics import Gauges, Metrics, Outcome
+from kvroute.metrics import Gauges, Metrics
 
 DOCS = Path(__file__).parents[2] / "docs" / "migration.md"
 
@@ -50,7 +50,11 @@ class Gateway:
         self, worker: str = "a", *, seconds: float = 1.0, first: float | None = 0.5, **more: str
     ) -> None:
         labels = {"model": "m", "strategy": "session", "reason": "session", "status": "200", **more}
-        self.metrics.finished(Outcome(worker=worker, **labels), seconds, first)
+        status = int(labels.pop("status"))
+        self.metrics.series(worker=worker, status=status, **labels).finished(seconds, first)
+
+    def reported(self, model: str, worker: str, prompt_tokens: int, cached_tokens: int | None) -> None:
+        self.metrics.series(model, worker, "session", "session", 200).reported(prompt_tokens, cached_tokens)
 
     def scrape(self) -> dict[str, float]:
         """Samples by name and labels, as in the text."""
@@ -115,8 +119,8 @@ def test_frequent_scrapes_are_not_all_remembered(gateway):
 
 
 def test_cache_and_token_figures_are_the_workers_own(gateway):
-    gateway.metrics.reported("m", "a", 100, 80)
-    gateway.metrics.reported("n", "a", 100, None)
+    gateway.reported("m", "a", 100, 80)
+    gateway.reported("n", "a", 100, None)
 
     found = gateway.scrape()
 
@@ -158,7 +162,7 @@ def test_requests_errors_and_latencies_are_counted_by_server_and_model(gateway):
 def test_a_worker_that_left_has_no_series(gateway):
     gateway.finished("a")
     gateway.finished("b", status="500")
-    gateway.metrics.reported("m", "b", 1, 1)
+    gateway.reported("m", "b", 1, 1)
     gateway.fleet.apply("static", [WorkerSpec(WorkerId("a"), "http://a:1")])
 
     found = gateway.scrape()
@@ -169,7 +173,7 @@ def test_a_worker_that_left_has_no_series(gateway):
 
 def test_the_documentation_has_every_name_and_no_other(gateway):
     gateway.finished(status="500")
-    gateway.metrics.reported("m", "a", 1, 1)
+    gateway.reported("m", "a", 1, 1)
     gateway.scrape()  # CPU use needs two
     exported = {re.sub(r"_(bucket|sum|count)\{", "{", key).partition("{")[0] for key in gateway.scrape()}
     exported = {name for name in exported if not name.startswith(("kvroute_", "process_", "python_"))}

@@ -1,5 +1,7 @@
 import json
 
+import pytest
+
 from kvroute.gateway.usage import Usage, usage_in
 
 
@@ -37,6 +39,26 @@ def test_fields_may_come_in_any_order():
     body = b'{"usage": {"total_tokens": 9, "prompt_tokens_details": {"cached_tokens": 4},"prompt_tokens": 5}}'
 
     assert usage_in(b"", body) == Usage(5, 4)
+
+
+@pytest.mark.parametrize("size", [1, 3000])
+def test_small_answers_and_large_ones_are_read_alike(size):
+    text = {"id": "x", "choices": [{"text": 'say "usage": {"prompt_tokens": 99}' * size}]}
+    for usage, expected in (
+        ({"prompt_tokens": 12, "prompt_tokens_details": {"cached_tokens": 8}}, Usage(12, 8)),
+        ({"prompt_tokens": 12, "prompt_tokens_details": None, "total_tokens": 13}, Usage(12, None)),
+        ({"input_tokens": 5, "input_tokens_details": {"cached_tokens": 0}}, Usage(5, 0)),
+        ({"prompt_tokens": 5, "cached_tokens": 4}, Usage(5, 4)),
+        ({"prompt_tokens": -5}, None),
+        ({"prompt_tokens": 5, "prompt_tokens_details": {"cached_tokens": -4}}, Usage(5, None)),
+        ({"prompt_tokens": "5"}, None),
+        ({}, None),
+        (None, None),
+    ):
+        assert usage_in(b"", json.dumps({**text, "usage": usage}).encode()) == expected
+    assert usage_in(b"", json.dumps(text).encode()) is None
+    broken = json.dumps({**text, "usage": {"prompt_tokens": 6, "completion_tokens": 2}}).encode()[:-1]
+    assert usage_in(b"", broken) == Usage(6, None)
 
 
 def test_null_usage_and_missing_details_are_none():

@@ -4,7 +4,7 @@ import pytest
 from prometheus_client.exposition import generate_latest
 
 from kvroute.errors import WireError
-from kvroute.metrics import Gauges, Metrics, Outcome, counter, gauge
+from kvroute.metrics import Gauges, Metrics, counter, gauge
 from kvroute.replicas.pages import (
     Family,
     Page,
@@ -40,7 +40,7 @@ def test_histograms_are_summed_bucket_by_bucket():
     pages = []
     for seconds in (0.02, 3.0, 3.0):
         metrics = Metrics()
-        metrics.finished(Outcome("m", "w", "s", "r", "200"), seconds, None)
+        metrics.series("m", "w", "s", "r", 200).finished(seconds, None)
         pages.append(read(metrics))
 
     lines = generate_latest(PageCollector(merged(pages))).decode().splitlines()
@@ -101,7 +101,7 @@ def test_bytes_that_are_no_page_are_an_error():
 
 def test_the_exposition_of_one_page_is_that_of_its_registry():
     metrics = Metrics()
-    metrics.finished(Outcome("m", "w", "s", "r", "200"), 0.1, 0.01)
+    metrics.series("m", "w", "s", "r", 200).finished(0.1, 0.01)
 
     shown = generate_latest(PageCollector(read(metrics))).decode().splitlines()
 

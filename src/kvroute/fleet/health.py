@@ -110,10 +110,13 @@ class HealthMonitor:
 
     def report_status(self, worker: Worker, status: int) -> None:
         """It answered a client's request. Only 5xx speak against it, and only in bursts."""
-        watch = self._watch_of(worker)
-        if watch is not None:
-            failed = status >= 500 and status != _NOT_IMPLEMENTED
-            self._count_answer(watch, failed, f"a burst of failures, the last one HTTP {status}")
+        watch = self._watches.get(worker.id)
+        if watch is None or watch.worker is not worker:
+            return
+        if status < 500 or status == _NOT_IMPLEMENTED:
+            watch.answers.add(self._clock.now(), False)  # which completes no burst
+        else:
+            self._count_failure(watch, f"a burst of failures, the last one HTTP {status}")
 
     def report_refused(self, worker: Worker) -> None:
         """It refused a connection: out at once, back with the next passed probe."""
@@ -138,15 +141,15 @@ class HealthMonitor:
         if kind == "connect_timeout" and self._may_lose(worker):
             self._eject(watch, Ejection.CONNECT_TIMEOUT, trouble)
         else:
-            self._count_answer(watch, True, f"a burst of failures, the last one: {trouble}")
+            self._count_failure(watch, f"a burst of failures, the last one: {trouble}")
         if self._fleet.health(worker) is HealthState.HEALTHY:
             watch.metrics_due = -math.inf
             watch.due = min(watch.due, self._clock.now() + self._options.recheck_s)
             self._wake(watch)
 
-    def _count_answer(self, watch: _Watch, failed: bool, trouble: str) -> None:
+    def _count_failure(self, watch: _Watch, trouble: str) -> None:
         now = self._clock.now()
-        if not watch.answers.add(now, failed) or self._fleet.health(watch.worker) is not HealthState.HEALTHY:
+        if not watch.answers.add(now, True) or self._fleet.health(watch.worker) is not HealthState.HEALTHY:
             return
         watch.answers.clear()
         if not self._may_lose(watch.worker):

@@ -271,8 +271,9 @@ class Exchange(Struct, eq=False):
             self._next()
             return
         decision = plan.decision
-        use.metrics.routed(plan.model, decision.strategy, plan.query.tokens, candidate.matched_tokens)
         record.status, record.error = status, ""  # what earlier attempts met is in the retry counters
+        record.series = series = use.journal.series(record)
+        series.routed(plan.query.tokens, candidate.matched_tokens)
         record.first_byte = now = use.clock.now()
         fields, is_sized = response.fields, response.content_length is not None
         if fields is not None:
@@ -297,7 +298,7 @@ class Exchange(Struct, eq=False):
             self._last = whole = response.take()
             self._client.answer(status, fields, whole, is_sized)
             self._learn(response)
-            self._end()
+            self._end(now)
         else:
             self._client.start_relayed(status, fields, is_sized=is_sized)
             self._relay(is_first=True)
@@ -337,7 +338,8 @@ class Exchange(Struct, eq=False):
             before_last, last = unframed(before_last), unframed(last)
         if usage := usage_in(before_last, last):
             prompt_tokens, cached_tokens = usage.prompt_tokens, usage.cached_tokens
-            use.metrics.reported(model, record.worker, prompt_tokens, cached_tokens)
+            if record.series is not None:
+                record.series.reported(prompt_tokens, cached_tokens)
             use.estimator.observe(model, plan.prompts, prompt_tokens)
             assert self._candidate is not None
             use.audit.answered(plan, self._candidate, usage)
@@ -365,9 +367,11 @@ class Exchange(Struct, eq=False):
             client.cut()
         self._end()
 
-    def _end(self) -> None:
+    def _end(self, now: float | None = None) -> None:
+        """`now` where it has just been asked for."""
         self.is_over = True
-        now = self._use.clock.now()
+        if now is None:
+            now = self._use.clock.now()
         self._give_back(now)
         self._use.journal.finished(self._record, now)
         self._ended(self)
@@ -378,6 +382,7 @@ def refuse(
 ) -> None:
     """Answer with the gateway's own error and note it in `record`."""
     record.status = error.status
+    record.series = None  # it counts as what was answered
     record.error = record.error or error.error_code or error.type
     metrics.rejected.labels(error.error_code or error.type).inc()
     added: Headers = [(b"x-request-id", record.request_id)]

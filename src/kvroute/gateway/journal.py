@@ -10,15 +10,11 @@ from msgspec import Struct
 
 from kvroute.clock import Clock
 from kvroute.logs import RequestLines
-from kvroute.metrics import Metrics, Outcome
+from kvroute.metrics import Metrics, Series
 from kvroute.routing.decision import RouteDecision
 
-_new = tuple.__new__
 _GATHER_S = 0.1
 _MOST_WAITING = 1000
-_LINE = (
-    "%s %s %d worker=%s model=%s strategy=%s reason=%s matched=%d tokens=%d attempts=%d ttfb=%s duration=%.4f"
-)
 
 
 class Record(Struct, eq=False):
@@ -39,6 +35,8 @@ class Record(Struct, eq=False):
     first_byte: float | None = None
     ended_by: str = ""
     error: str = ""
+    series: Series | None = None
+    """Where it counts, once that is settled: from the beginning of its answer."""
 
 
 _Entry = tuple[float, float, Record]
@@ -64,16 +62,11 @@ class Journal:
     def finished(self, record: Record, now: float) -> None:
         """Count `record`, which ended at `now`, and log it soon. 499 stands for a client that left before an
         answer, as in nginx."""
-        started, first_byte, decision = record.started, record.first_byte, record.decision
+        started, first_byte, series = record.started, record.first_byte, record.series
         duration = now - started
-        strategy = "-" if decision is None else decision.strategy
-        reason = record.error or "-" if decision is None else decision.reason
-        self._metrics.finished(
-            # As `Outcome(...)`, without its Python-level constructor.
-            _new(Outcome, (record.model, record.worker, strategy, reason, str(record.status))),
-            duration,
-            None if first_byte is None else first_byte - started,
-        )
+        if series is None:
+            series = record.series = self.series(record)
+        series.finished(duration, None if first_byte is None else first_byte - started)
         entry = (self._wall(), duration, record)
         self._ring.append(entry)
         if self._lines is not None:
@@ -82,6 +75,15 @@ class Journal:
                 self._timer = asyncio.get_running_loop().call_later(_GATHER_S, self.flush)
             elif len(self._waiting) >= _MOST_WAITING:
                 self.flush()
+
+    def series(self, record: Record) -> Series:
+        """Where `record` counts, as it stands now."""
+        decision = record.decision
+        if decision is None:
+            strategy, reason = "-", record.error or "-"
+        else:
+            strategy, reason = decision.strategy, decision.reason
+        return self._metrics.series(record.model, record.worker, strategy, reason, record.status)
 
     def flush(self) -> None:
         """Write the lines that wait."""
@@ -99,26 +101,33 @@ class Journal:
 
 
 def _line(duration: float, record: Record) -> str:
-    decision, first_byte = record.decision, record.first_byte
-    line = _LINE % (
-        record.request_id.decode(),
-        record.path,
-        record.status,
-        record.worker,
-        record.model,
-        "-" if decision is None else decision.strategy,
-        record.error or "-" if decision is None else decision.reason,
-        record.matched_tokens,
-        record.tokens,
-        record.attempts,
-        "-" if first_byte is None else "%.4f" % (first_byte - record.started),
-        duration,
+    first_byte, series = record.first_byte, record.series
+    assert series is not None  # it is finished
+    if not series.text:
+        series.text = _text(record)
+    took = f"{duration:.4f}"
+    if first_byte is None:
+        waited = "-"
+    else:
+        first_s = first_byte - record.started
+        waited = took if first_s == duration else f"{first_s:.4f}"
+    line = (
+        f"{record.request_id.decode()} {record.path} {series.text} matched={record.matched_tokens}"
+        f" tokens={record.tokens} attempts={record.attempts} ttfb={waited} duration={took}"
     )
     if record.error:
         line += f" error={record.error}"
     if record.ended_by:
         line += f" ended_by={record.ended_by}"
     return line
+
+
+def _text(record: Record) -> str:
+    """What the lines of one series have in common."""
+    decision = record.decision
+    strategy = "-" if decision is None else decision.strategy
+    reason = record.error or "-" if decision is None else decision.reason
+    return f"{record.status} worker={record.worker} model={record.model} strategy={strategy} reason={reason}"
 
 
 def _described(wall: float, duration: float, record: Record) -> dict[str, Any]:
