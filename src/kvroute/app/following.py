@@ -149,8 +149,8 @@ class Following:
         if stream is None:
             return
         ids = prompt.chunks.token_ids
-        stream.served(prompt.tokens - (cached_tokens or 0), sent)
-        stream.note_prompt(KnownPrompt(model, ids, prompt.keys, prompt.salt))
+        stream.subscriber.served(prompt.tokens - (cached_tokens or 0), sent)
+        stream.prompts.note(KnownPrompt(model, ids, prompt.keys, prompt.salt))
         if cached_tokens and stream.reason is not None:
             stream.ledger.confirm(prompt.keys, ids, cached_tokens, adapter=prompt.adapter)
         self.lmcache.answered(stream.slot, ids)
@@ -159,7 +159,10 @@ class Following:
         self._ingest.distrust(worker, rank, Reason(why))
 
     def _stream(self, worker: Worker, rank: int) -> Stream | None:
-        return next((stream for stream in self._ingest.streams(worker) if stream.rank == rank), None)
+        for stream in self._ingest.streams(worker):
+            if stream.rank == rank:
+                return stream
+        return None
 
     # What is shown.
 

@@ -39,13 +39,9 @@ class Sequence:
         self.expected = 0
         self.whole = False
         self._digests: dict[int, int] = {}
-        self._unsure = True
+        self.is_sure = False
+        """No gap is known, and the stream has been found to be the one we knew. For reading."""
         self._verified = False
-
-    @property
-    def is_sure(self) -> bool:
-        """No gap is known, and the stream has been found to be the one we knew."""
-        return not self._unsure
 
     @property
     def replay_start(self) -> int:
@@ -54,21 +50,21 @@ class Sequence:
 
     def doubt(self) -> None:
         """The connection was lost, or a message could not be read: check before believing more."""
-        self._unsure = True
+        self.is_sure = False
 
     def reset(self) -> None:
         """The engine is a new one: its numbers start at 0."""
         self.expected = 0
         self.whole = False
         self._digests.clear()
-        self._unsure = True
+        self.is_sure = False
 
     @property
     def position(self) -> tuple[int, int] | None:
         """The next number and the digest of the batch before it; None before the first batch, or while it
         is not sure."""
         digest = self._digests.get(self.expected - 1)
-        return None if self._unsure or digest is None else (self.expected, digest)
+        return None if not self.is_sure or digest is None else (self.expected, digest)
 
     def resume(self, next_seq: int, digest: int, *, whole: bool) -> None:
         """What was taken in by another process up to here is believed again. To be checked by a replay,
@@ -84,7 +80,7 @@ class Sequence:
 
     def live(self, seq: int, digest: int) -> Verdict:
         """APPLY, SKIP or REPLAY."""
-        if self._unsure or seq > self.expected:
+        if not self.is_sure or seq > self.expected:
             return Verdict.REPLAY
         if seq == self.expected:
             return Verdict.APPLY
@@ -125,11 +121,11 @@ class Sequence:
             return Verdict.RESTART
         if not self.expected:
             self.whole = True
-        self._unsure = False
+        self.is_sure = True
         return Verdict.APPLY
 
     def lost(self, next_seq: int) -> None:
         """What is missing cannot be had. Drop what is believed; history begins with `next_seq`."""
         self.reset()
         self.expected = next_seq
-        self._unsure = False
+        self.is_sure = True

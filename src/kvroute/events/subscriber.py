@@ -99,7 +99,18 @@ class KvEventSubscriber:
     @property
     def reason(self) -> Reason | None:
         """Why the map is not whole; None if it is."""
-        return self._standing.reason(
+        standing, sequence = self._standing, self._sequence
+        if (
+            sequence.is_sure
+            and sequence.whole
+            and not self._failures
+            and standing.doubt is None
+            and not standing.silence.answers
+            and self._refused_at is None
+            and not self._ledger.aside_blocks
+        ):
+            return None  # nearly always, and asked several times for each request
+        return standing.reason(
             is_sure=self._sequence.is_sure and self._failures < self._options.replay_attempts,
             is_whole=self._sequence.whole,
             aside_blocks=self._ledger.aside_blocks,

@@ -58,7 +58,8 @@ class Silence:
     def __init__(self, requests: int, seconds: float, now: float) -> None:
         self._requests = requests
         self._seconds = seconds
-        self._answers = 0
+        self.answers = 0
+        """That must have stored a block, since the last batch."""
         self._heard = now
         self._quiet_s = 0.0
 
@@ -66,17 +67,17 @@ class Silence:
         """Such an answer, asked for at `started`, has ended; without that, what counts is whether it ended
         `seconds` after the last batch."""
         if now - self._heard >= self._seconds if started is None else started > self._heard:
-            self._answers += 1
+            self.answers += 1
             self._quiet_s = now - self._heard
 
     def heard(self, now: float) -> None:
         """A batch has come."""
         self._heard = now
-        self._answers = 0
+        self.answers = 0
 
     @property
     def is_silent(self) -> bool:
-        return self._answers >= self._requests and self._quiet_s >= self._seconds
+        return self.answers >= self._requests and self._quiet_s >= self._seconds
 
 
 class Standing:

@@ -69,7 +69,7 @@ class PredictionAudit:
         )
         outcome, is_wrong = self.audit.reported(prediction, usage.cached_tokens)
         error = abs(candidate.matched_tokens - usage.cached_tokens)
-        self._metrics.predicted(prediction.strategy, worker.id, prediction.tier, outcome.value, error)
+        self._metrics.predicted(prediction.strategy, worker.id, prediction.tier, outcome, error)
         if is_wrong and feedback is not None:
             log.warning(
                 "worker %s: its predicted hits fail too often; its map is not believed now", worker.id

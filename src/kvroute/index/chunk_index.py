@@ -215,9 +215,14 @@ class ChunkIndex:
         the prompt's chunks that it has (in whatever space they were asked for; pass a set). Costs what is
         found, not the prompt: bench/micro_chunks.py.
         """
-        asked = [(holder.bit or self._open(holder), keys) for holder, keys in (probed or {}).items()]
-        if self._plans is None:
-            self._plans = self._plan()
+        asked = (
+            [(holder.bit or self._open(holder), keys) for holder, keys in probed.items()] if probed else []
+        )
+        plans = self._plans
+        if plans is None:
+            plans = self._plans = self._plan()
+        if not (plans.simple or plans.several):
+            return {}
         lines: dict[ChunkDomain, ChunkLine] = {}
         found: dict[int, tuple[int, int]] = {}
 
@@ -231,13 +236,13 @@ class ChunkIndex:
                 )
             return line
 
-        for domain, members in self._plans.simple.items():
+        for domain, members in plans.simple.items():
             line = line_of(domain)
             for slot, l1, l2 in members:
                 reached = line.follow(starts.get(slot, 0), l1, l2)
                 if reached is not None:
                     found[slot] = reached
-        for slot, l1_steps, l2_steps in self._plans.several:
+        for slot, l1_steps, l2_steps in plans.several:
             reached = reach_in_several(line_of, starts.get(slot, 0), l1_steps, l2_steps)
             if reached != (0, 0):
                 found[slot] = reached

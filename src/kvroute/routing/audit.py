@@ -109,6 +109,9 @@ class Audit:
         if latest is None:
             latest = self._latest[place] = deque(maxlen=max(options.window, options.least))
         latest.append(failed)
+        # What did not fail makes none wrong, unless it is what there have to be enough of.
+        if not failed and len(latest) != options.least:
+            return False
         if len(latest) < options.least or sum(latest) <= options.most_wrong * len(latest):
             return False
         del self._latest[place]

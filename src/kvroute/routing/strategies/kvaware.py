@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, Final, NamedTuple
 
 from kvroute.fleet.worker import FleetView, Worker
 from kvroute.index.history import RouteHistory
@@ -96,9 +96,7 @@ class KvAware:
         held: list[Held] = []
         for number, worker in enumerate(workers):
             places = views.caches.places(worker)
-            if not sent and not (
-                found and places and all(place.standing is Standing.WHOLE for place in places)
-            ):
+            if not sent and not (found and places and _are_whole(places)):
                 sent = matched_tokens(self._history, query, workers)
             if not places:
                 targets.append(worker)
@@ -117,6 +115,16 @@ class KvAware:
         return targets, held
 
 
+_NONE: Final = Tokens()
+
+
+def _are_whole(places: Sequence[CachePlace]) -> bool:
+    for place in places:  # noqa: SIM110 - `all` would make a generator for the one or few that there are
+        if place.standing is not Standing.WHOLE:
+            return False
+    return True
+
+
 class _Found(NamedTuple):
     """Of one prompt, by slot: tokens in caches, keys that unfinished requests pin."""
 
@@ -127,7 +135,14 @@ class _Found(NamedTuple):
 
 def _total(found: Sequence[_Found], slot: int, block_tokens: int) -> Tokens:
     """What `slot` has of all prompts, with what unfinished requests bring."""
-    totals = Tokens()
+    if len(found) == 1:
+        caches, in_flight, key_tokens = found[0]
+        tokens, flying = caches.get(slot), in_flight.get(slot)
+        if flying:
+            flying *= key_tokens
+            tokens = _with_flying(tokens, flying - flying % block_tokens)
+        return _NONE if tokens is None else tokens
+    totals = _NONE
     for caches, in_flight, key_tokens in found:
         tokens = caches.get(slot)
         flying = in_flight.get(slot)
