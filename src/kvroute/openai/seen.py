@@ -65,9 +65,9 @@ class SeenBodies:
         seed: int,
         cut_bytes: int,
         max_bytes: int = 16 << 20,
-        most_blocks: int = 16_384,
-        least_bytes: int = 65_536,
-        block_bytes: int = 16_384,
+        most_blocks: int = 32_768,
+        least_bytes: int = 32_768,
+        block_bytes: int = 8_192,
     ) -> None:
         self._seed = seed
         self._cut_bytes = cut_bytes
