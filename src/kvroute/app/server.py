@@ -20,6 +20,8 @@ from kvroute.app.backlog import Backlog
 from kvroute.app.config import Config
 from kvroute.app.memory import keep_freed_memory
 from kvroute.app.runtime import Runtime
+from kvroute.gateway.complete import CompleteProtocol
+from kvroute.gateway.complete_check import complete_trouble
 from kvroute.gateway.fastlane import fast_lane
 from kvroute.gateway.fastlane_check import fast_lane_trouble
 from kvroute.gateway.front import Front
@@ -155,24 +157,14 @@ async def _serve(config: Config, make_part: Callable[[], Part] | None) -> int:
 
 
 def uvicorn_config(config: Config, runtime: Runtime) -> uvicorn.Config:
-    """uvicorn set up for a relay: no header of its own, no lifespan, no access log.
-
-    The fast lane is left off, and a line logged, where uvicorn is not as the lane expects it.
-    """
+    """uvicorn set up for a relay: no header of its own, no lifespan, no access log."""
     options = config.server
-    protocol: type[HttpToolsProtocol] = HttpToolsProtocol
-    if options.fast_lane:
-        trouble = fast_lane_trouble()
-        if trouble:
-            log.warning("the fast lane is off: uvicorn %s %s", uvicorn.__version__, trouble)
-        else:
-            protocol = fast_lane(runtime.plane)
     return uvicorn.Config(
         Front(runtime.application, runtime.plane, options.trusted_proxies),
         host=options.host,
         port=options.port,
         backlog=options.backlog,
-        http=protocol,
+        http=_protocol(config, runtime),
         ws="none",
         lifespan="off",
         log_config=None,
@@ -183,6 +175,22 @@ def uvicorn_config(config: Config, runtime: Runtime) -> uvicorn.Config:
         timeout_keep_alive=round(options.keep_alive_s),
         timeout_graceful_shutdown=round(options.drain_timeout_s) + AFTER_CUT_S,
     )
+
+
+def _protocol(config: Config, runtime: Runtime) -> type[HttpToolsProtocol]:
+    """What speaks with clients. Where uvicorn is not as a part of it expects, a line is logged and the part
+    left out; without any, it is uvicorn's own."""
+    parts: list[type[HttpToolsProtocol]] = []
+    if config.server.fast_lane:
+        if trouble := fast_lane_trouble():
+            log.warning("the fast lane is off: uvicorn %s %s", uvicorn.__version__, trouble)
+        else:
+            parts.append(fast_lane(runtime.plane))
+    if trouble := complete_trouble():
+        log.warning("the complete path costs more than it must: uvicorn %s %s", uvicorn.__version__, trouble)
+    else:
+        parts.append(CompleteProtocol)
+    return type("ClientProtocol", tuple(parts), {}) if parts else HttpToolsProtocol
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:

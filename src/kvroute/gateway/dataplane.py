@@ -17,7 +17,16 @@ from kvroute.blocks.keys import ANCHOR_BYTES
 from kvroute.errors import GatewayError, InvalidRequest, ShuttingDown, TooManyRequests
 from kvroute.fleet.worker import WorkerId
 from kvroute.gateway.access import KeyCheck
-from kvroute.gateway.asgi import ClientDisconnected, Headers, Receive, Scope, Send, header, read_body
+from kvroute.gateway.asgi import (
+    ClientDisconnected,
+    Headers,
+    Receive,
+    Scope,
+    Send,
+    departure_of,
+    header,
+    read_body,
+)
 from kvroute.gateway.downstream import AsgiAnswer, Downstream
 from kvroute.gateway.exchange import CLIENT_LEFT, Collaborators, Exchange, refuse
 from kvroute.gateway.failures import InternalError
@@ -254,8 +263,19 @@ class DataPlane:
         log.exception("a request failed")
         self.refuse(record, InternalError("Internal error."), client, shape)
 
-    async def deliver(self, exchange: Going, answer: AsgiAnswer, receive: Receive, send: Send) -> None:
+    async def deliver(
+        self, exchange: Going, answer: AsgiAnswer, scope: Scope, receive: Receive, send: Send
+    ) -> None:
         """See an exchange through ASGI, while watching for its client to leave."""
+        departure = departure_of(scope)
+        if departure is not None:
+            departure.tell(exchange.end)
+            try:
+                await answer.deliver(send, exchange)
+            finally:
+                departure.tell(None)
+                exchange.end("shutdown")  # as below
+            return
         watcher = asyncio.create_task(_watch(receive, exchange.end))
         self._watchers.add(watcher)
         watcher.add_done_callback(self._watchers.discard)
@@ -287,7 +307,7 @@ class InferenceEndpoint:
         plane, endpoint = self._plane, self._endpoint
         headers: Headers = scope["headers"]
         record = plane.record(header(headers, b"x-request-id"), endpoint.path)
-        answer = AsgiAnswer(plane.held_bytes)
+        answer = AsgiAnswer(plane.held_bytes, takes_fields=departure_of(scope) is not None)
         try:
             plane.admit()
             plane.keys.check(headers)
@@ -307,7 +327,7 @@ class InferenceEndpoint:
             plane.failed(record, answer, endpoint.errors)
             await answer.deliver(send, None)
         else:
-            await plane.deliver(exchange, answer, receive, send)
+            await plane.deliver(exchange, answer, scope, receive, send)
 
 
 class StoredResponseEndpoint:
@@ -320,7 +340,7 @@ class StoredResponseEndpoint:
         plane = self._plane
         headers: Headers = scope["headers"]
         record = plane.record(header(headers, b"x-request-id"), "/v1/responses/{id}")
-        answer = AsgiAnswer(plane.held_bytes)
+        answer = AsgiAnswer(plane.held_bytes, takes_fields=departure_of(scope) is not None)
         try:
             plane.admit()
             plane.keys.check(headers)
@@ -340,7 +360,7 @@ class StoredResponseEndpoint:
             plane.failed(record, answer, ErrorShape.RESPONSES)
             await answer.deliver(send, None)
         else:
-            await plane.deliver(exchange, answer, receive, send)
+            await plane.deliver(exchange, answer, scope, receive, send)
 
 
 def _request_ids() -> Iterator[bytes]:

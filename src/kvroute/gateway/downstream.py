@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import re
 from typing import Protocol
 
-from kvroute.gateway.asgi import Headers, Message, Send
+from kvroute.gateway.asgi import FIELDS, IS_SIZED, Headers, Message, Send, field_pairs
 
 
 class Downstream(Protocol):
@@ -53,10 +52,6 @@ class Downstream(Protocol):
         ...
 
 
-_pairs = re.compile(rb"([^:]*): ([^\r]*)\r\n").findall
-"""Name and value of each of some header lines; a name holds no colon, a value no line break."""
-
-
 class Resumable(Protocol):
     def go_on(self) -> None: ...
 
@@ -65,11 +60,13 @@ class AsgiAnswer:
     """An answer on its way through ASGI's `send`, which `deliver` awaits.
 
     Mutable: written to by the exchange, emptied by `deliver`. Above `limit_bytes` it is paused, so that
-    a slow client makes the gateway hold at most that and one socket read more.
+    a slow client makes the gateway hold at most that and one socket read more. `takes_fields`: the server
+    knows ready header lines (`asgi.FIELDS`).
     """
 
-    def __init__(self, limit_bytes: int) -> None:
+    def __init__(self, limit_bytes: int, *, takes_fields: bool = False) -> None:
         self._limit = limit_bytes
+        self._takes_fields = takes_fields
         self._head: Message | None = None
         self._parts: list[bytes] = []
         self._held_bytes = 0
@@ -86,7 +83,11 @@ class AsgiAnswer:
         self._wake()
 
     def start_relayed(self, status: int, fields: bytes, *, is_sized: bool) -> None:
-        self.start(status, _pairs(fields))
+        if self._takes_fields:
+            self._head = {"type": "http.response.start", "status": status, FIELDS: fields, IS_SIZED: is_sized}
+            self._wake()
+        else:
+            self.start(status, field_pairs(fields))
 
     def answer(self, status: int, fields: bytes, body: bytes, is_sized: bool) -> None:
         self.start_relayed(status, fields, is_sized=is_sized)
