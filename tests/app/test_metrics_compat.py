@@ -73,9 +73,8 @@ def gateway() -> Gateway:
 
 def test_load_is_as_the_fleet_has_it_now(gateway):
     a = gateway.worker("a").load
-    for _ in range(3):
-        a.reserve(1000.0, prefill_s=1.0, tokens=10)
-    next(iter(a._queue)).first_token(1000.5)
+    first, *_ = [a.reserve(1000.0, prefill_s=1.0, tokens=10) for _ in range(3)]
+    first.first_token(1000.5)
     gateway.fleet.mark_healthy(gateway.worker("a"), 0.0)
 
     found = gateway.scrape()
