@@ -1,5 +1,7 @@
+import inspect
 import json
 import random
+import sys
 
 import pytest
 from hypothesis import given, settings
@@ -257,6 +259,35 @@ def test_what_is_remembered_is_bounded():
             assert seen.kept_bytes <= 30_000
             assert len(seen) <= 300
     assert seen.kept_bytes > 10_000
+
+
+def test_a_beginning_is_continued_though_what_it_continues_is_forgotten():
+    seen, were_seen = bodies(most_blocks=20), []
+    for turn in range(3, 25):
+        body = dumped(said(turn))
+        read, was_seen = read_by(seen.read, body)
+        were_seen.append(was_seen)
+
+        assert read == read_by(parse_request, body)[0]
+    assert any(were_seen)
+
+
+def test_a_body_that_is_nested_as_deeply_as_can_be_fails_nowhere():
+    seen, turns = bodies(), [said(7), said(8), said(9)]
+    for number, messages in enumerate(turns):
+        nested = b', "content": ' + b"[" * 600 + b"]" * 600 if number == 2 else b""
+        body = dumped(messages)[:-3] + nested + b"}]}"
+        for _ in range(2):
+            request = seen.read(CHAT, body)
+    (prompt,) = prompts_of(request)
+
+    def within(frames, work):
+        return within(frames - 1, work) if frames else work()
+
+    free = sys.getrecursionlimit() - len(inspect.stack()) - 300
+    assert isinstance(prompt, SeenPrompt)
+    assert within(free, lambda: prompt.data)
+    within(free, lambda: request.messages)
 
 
 def test_of_a_small_body_or_one_that_fills_no_cache_nothing_is_remembered():

@@ -100,7 +100,10 @@ class SeenPrompt(Struct, eq=False):
         """All of it, made from the body as if nothing of it had been seen."""
         if not self.beginning.whole_bytes:
             return self.tail
-        decoded = decode_body(self.body)
+        try:
+            decoded = decode_body(self.body)
+        except UNREADABLE:  # was readable from a place with more stack left: nested as deeply as can be
+            return self.body
         return b"".join([*head_of(decoded), *rendered(cast("list[Message]", decoded.messages))])
 
 

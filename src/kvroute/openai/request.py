@@ -93,7 +93,10 @@ class InferenceRequest(Struct, eq=False):
     @property
     def messages(self) -> Sequence[Message] | None:
         if self.seen is not None and self._messages is None:
-            messages = decode_body(self.body).messages
+            try:
+                messages = decode_body(self.body).messages
+            except UNREADABLE:  # was readable from a place with more stack left: nested as deeply as can be
+                return None
             self._messages = None if messages is UNSET else messages
         return self._messages
 

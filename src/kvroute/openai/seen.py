@@ -9,6 +9,7 @@ what is before its messages and what is behind the beginning is decoded.
 from __future__ import annotations
 
 import re
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -47,7 +48,7 @@ _decode_messages = msgspec.json.Decoder(list[Message]).decode
 class SeenBodies:
     """Reads the bodies of requests as `parse_request` does, with the same result.
 
-    Mutable: remembers hashes of what came, at most `most_blocks` (about 150 B each), and what the beginnings
+    Mutable: remembers hashes of what came, at most `most_blocks` (about 200 B each), and what the beginnings
     hold that came twice, an estimated `max_bytes` in all; the least recently used are forgotten first. Of
     prompts it keeps no more than the end of a beginning, less than `cut_bytes`, and what is before messages.
 
@@ -79,7 +80,8 @@ class SeenBodies:
         self._stand_in_role = Raw(role)
         self._stand_in = b'{"role":%b},' % role
         """Stands for the messages that are left out. No client knows it."""
-        self._known: dict[int, Beginning | None] = {}
+        # Of a plain dict the oldest of many is found slowly.
+        self._known: OrderedDict[int, Beginning | None] = OrderedDict()
         """By the hash of all that is before a block's end; None where that came once."""
         self._kept_bytes = 0
 
@@ -113,7 +115,8 @@ class SeenBodies:
         request = None
         if deepest:
             latest = digests[deepest - 1]
-            found = known[latest] = known.pop(latest)
+            found = known[latest]
+            known.move_to_end(latest)
             if found is not None:
                 request = self._continue(endpoint, body, found)
             else:
@@ -139,7 +142,7 @@ class SeenBodies:
         of `digests`. What that holds is kept from now on."""
         latest, before = digests[-1], _NOTHING
         for digest in reversed(digests[:-1]):
-            found = self._known[digest]
+            found = self._known.get(digest)  # that of a shorter beginning may be forgotten before
             if found is not None:
                 before = found
                 break
