@@ -7,6 +7,7 @@ they read engine figures, they read them without delay.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -167,8 +168,17 @@ class StackPrefix(Policy):
         return worker
 
 
+def _first(node: int, worker: int) -> int:
+    """The order of a node's hash map."""
+    return xxh3_64_intdigest(f"{node}/{worker}".encode())
+
+
 class SmgTree(Least):
-    """sglang's gateway, cache_aware over HTTP: 0.3 / 64 / 1.5; its tree never evicts here."""
+    """sglang's gateway, cache_aware over HTTP: 0.3 / 64 / 1.5; its tree never evicts here.
+
+    Of several workers at the node where a match ends it takes the first in that node's hash map
+    (`prefix_match` in tree.rs): the same one each time, but another at another node.
+    """
 
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
@@ -183,7 +193,8 @@ class SmgTree(Least):
             held = self.where.extents(keys, len(keys), self.size)
             deepest = max(held)
             if deepest * BLOCK > 0.3 * request.prompt_tokens:
-                worker = self.random.choice([w for w in range(self.size) if held[w] == deepest])
+                node = keys[deepest - 1]
+                worker = min((w for w in range(self.size) if held[w] == deepest), key=partial(_first, node))
             else:
                 worker = self.least(loads)
         self.where.add(worker, keys)

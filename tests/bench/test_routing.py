@@ -33,6 +33,20 @@ def run(policy: Policy, *, workers: int = 3, tokens: int = 200_000, requests: in
     return fleet
 
 
+def test_smg_sends_one_prompt_to_one_of_its_holders_however_many_there_are() -> None:
+    policy = BASELINES["smg-tree"](0)
+    policy.attach(make_tiered_engines(3), TierOptions())
+    prompts = [list(range(first, first + 8)) for first in range(0, 800, 8)]
+    for keys in prompts:
+        for worker in range(3):
+            policy.where.add(worker, keys)  # type: ignore[attr-defined]
+
+    places = [[policy.place(FleetRequest(keys, 8 * BLOCK, 1), 0.0) for keys in prompts] for _ in range(2)]
+
+    assert places[0] == places[1]
+    assert set(places[0]) == {0, 1, 2}
+
+
 class Listed:
     """Stands for a fleet: keeps what is submitted."""
 
