@@ -262,9 +262,14 @@ class ContinuedKeys(BlockKeys):
 def block_keys(data: bytes, *, block_bytes: int = BLOCK_BYTES, seed: int = 0) -> BlockKeys | list[BlockKey]:
     """`data` as chained block keys: of a short prompt a list, because making its few keys costs less than
     being asked for some of them; of a longer one `BlockKeys`, which has the same."""
-    if len(data) < _SHORT_BLOCKS * block_bytes:
-        hashed = xxh3_64_intdigest
-        return [hashed(data[:end], seed) for end in range(block_bytes, len(data) + 1, block_bytes)]  # type: ignore[misc]
+    size = len(data)
+    if size < _SHORT_BLOCKS * block_bytes:
+        hashed, end = xxh3_64_intdigest, block_bytes
+        keys: list[BlockKey] = []
+        while end <= size:  # `range` and a comprehension cost as much as two keys
+            keys.append(hashed(data[:end], seed))  # type: ignore[arg-type]
+            end += block_bytes
+        return keys
     return BlockKeys(data, block_bytes, seed)
 
 

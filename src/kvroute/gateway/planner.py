@@ -178,14 +178,19 @@ class Planner:
             space = known.space
             if request.cache_salt is not None and (salt := cache_salt_of(request)):
                 space = CacheSpace(space.model, salt)
-            keys = tuple([self._estimator.prompt_keys(prompt, space) for prompt in prompts])
+            estimated = self._estimator.prompt_keys
+            if len(prompts) == 1:
+                keys = (estimated(prompts[0], space),)
+            else:
+                keys = tuple([estimated(prompt, space) for prompt in prompts])
             if prepared is not None and len(prepared.prompts) == len(keys):
                 exact = prepared.prompts
                 keys = tuple(map(_measured, keys, prompts, exact))
-            fingerprint, tokens = space.seed, 0
-            for place, measured in enumerate(keys):
+            fingerprint, tokens, place = space.seed, 0, 0
+            for measured in keys:
                 prompt, chain = prompts[place], measured.keys
                 tokens += measured.tokens
+                place += 1  # `enumerate` costs more than all of this
                 if prompt.size > _ANCHORED_BYTES:
                     blocks = len(chain)
                     fingerprint ^= xxh3_64_intdigest(prompt.after(blocks * BLOCK_BYTES), chain[blocks - 1])

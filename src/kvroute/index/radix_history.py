@@ -97,15 +97,16 @@ class RadixHistory:
         held: dict[int, int] = {}
         pos, alive = 0, -1
         for run in whole:
-            size = len(run.keys)
-            if alive != run.full:
-                if run.full.bit_count() != len(run.holds):
-                    for worker, hold in run.holds.items():
+            size, full = len(run.keys), run.full
+            if alive != full:
+                holds = run.holds
+                if full.bit_count() != len(holds):
+                    for worker, hold in holds.items():
                         if hold.blocks < size:
                             held[worker] = pos + hold.blocks
                 if pos:
-                    self._add(held, alive & ~_mask(run.holds), pos)
-                alive = run.full
+                    self._add(held, alive & ~_mask(holds), pos)
+                alive = full
             pos += size
         if beyond is not None:
             for worker, hold in beyond.holds.items():

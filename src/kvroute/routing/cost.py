@@ -283,13 +283,15 @@ class CostModel:
         elif queues is None:
             queues = [worker.load for worker in workers]
         seconds, requests = survey(queues, now)
-        utilisation = seconds / len(queues)
-        rho = utilisation if utilisation < MAX_UTILISATION else MAX_UTILISATION
-        delay_factor = 0.5 * rho / (1.0 - rho) / (seconds / requests) if rho and requests else 0.0
+        utilisation, delay_factor = seconds / len(queues), 0.0
         is_busy, listed = utilisation > 0.0, len(prompts)
+        if is_busy and requests:
+            rho = utilisation if utilisation < MAX_UTILISATION else MAX_UTILISATION
+            delay_factor = 0.5 * rho / (1.0 - rho) / (seconds / requests)
         block_tokens = prompts[0].block_tokens if listed == 1 else _block_tokens(prompts)
         has_blocks, parts = block_tokens > 0.0, self._history.parts
-        most_blocks = int(tokens / block_tokens) if has_blocks else 0
+        # At most so many blocks are new anywhere; `int` of a quotient would cost as much as two terms.
+        most_blocks = tokens >> 2 if block_tokens >= 4.0 else tokens
         known_capacity, fitting_blocks = settled.capacity_blocks, settled.fitting_blocks
         rows: list[Row] = []
         held, known_held, most, first, place = 0, -1, 0, 0, -1

@@ -174,9 +174,12 @@ class Router:
     ) -> Dispatch:
         """Account an attempt on `candidate`, one of the decision's ranking: its prefill joins the worker's
         queue, its blocks count as held and stay pinned until `Dispatch.finish`."""
-        lesson = self._lesson(query, candidate, now) if query.streamed else None
-        dispatch = self._account(query, decision, candidate, now)
-        dispatch._lesson = lesson
+        if query.streamed:
+            lesson = self._lesson(query, candidate, now)
+            dispatch = self._account(query, decision, candidate, now)
+            dispatch._lesson = lesson
+        else:
+            dispatch = self._account(query, decision, candidate, now)
         if self._observer is not None:
             dispatch.followed = self._observer.dispatched(query, decision, candidate)
         return dispatch
