@@ -190,7 +190,7 @@ class Planner:
             for measured in keys:
                 prompt, chain = prompts[place], measured.keys
                 tokens += measured.tokens
-                place += 1  # `enumerate` costs more than all of this
+                place += 1  # noqa: SIM113 - `enumerate` costs more than all of this
                 if prompt.size > _ANCHORED_BYTES:
                     blocks = len(chain)
                     fingerprint ^= xxh3_64_intdigest(prompt.after(blocks * BLOCK_BYTES), chain[blocks - 1])
