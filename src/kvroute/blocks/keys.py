@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from struct import iter_unpack
-from typing import NamedTuple, NewType, cast, overload
+from typing import NewType, cast, overload
 
 from msgspec import Struct
 from xxhash import xxh3_64_intdigest
@@ -273,7 +273,7 @@ def block_keys(data: bytes, *, block_bytes: int = BLOCK_BYTES, seed: int = 0) ->
     return BlockKeys(data, block_bytes, seed)
 
 
-class PromptKeys(NamedTuple):
+class PromptKeys(Struct, frozen=True):
     """One prompt as the approximate view sees it.
 
     `tokens` is the estimated length of the whole prompt, `block_tokens` the estimated tokens in one

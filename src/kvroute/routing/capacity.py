@@ -27,7 +27,8 @@ class PartSizes:
     def sending(self, worker: Worker, query: RouteQuery) -> None:
         """A prompt is about to go to the worker: weigh its blocks' tokens by their number."""
         index = worker.index
-        for keys, _, block_tokens in query.prompts:
+        for prompt in query.prompts:
+            block_tokens = prompt.block_tokens
             known = self.block_tokens.get(index)
             if known is None:
                 self.block_tokens[index] = block_tokens
@@ -35,7 +36,7 @@ class PartSizes:
                 continue
             change, bearable = block_tokens - known, _TOLERANCE * known
             if change > bearable or -change > bearable:
-                blocks = len(keys)
+                blocks = len(prompt.keys)
                 weight = max(_LEAST_WEIGHT, blocks / (blocks + self._history.part(index).blocks + 1))
                 self.block_tokens[index] = known + weight * change
                 self.resize(worker)

@@ -23,13 +23,13 @@ def matched_tokens(
     then only workers that hold something are looked at.
     """
     totals = [0] * len(workers)
-    for keys, length, block_tokens in query.prompts:
-        held = history.match(keys)
+    for prompt in query.prompts:
+        held = history.match(prompt.keys)
         if not held:
             continue
         if places is None:
             places = {worker.index: place for place, worker in enumerate(workers)}
-        tokens = known = 0
+        tokens, known, length, block_tokens = 0, 0, prompt.tokens, prompt.block_tokens
         for index, blocks in held.items():
             try:
                 place = places[index]

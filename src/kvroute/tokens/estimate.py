@@ -62,8 +62,7 @@ class TokenEstimator:
             size = len(data)
             keys = block_keys(data, seed=space.seed)
         ratio = _TOKEN_ID_BYTES if is_token_ids else self._ratio.get(space.model, self._initial)
-        # As `PromptKeys(...)`, without its Python-level constructor.
-        return tuple.__new__(PromptKeys, (keys, round(size / ratio) or 1, BLOCK_BYTES / ratio))
+        return PromptKeys(keys, round(size / ratio) or 1, BLOCK_BYTES / ratio)
 
 
 def _seen_keys(prompt: SeenPrompt, seed: int) -> Sequence[BlockKey]:
