@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import sysconfig
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -141,4 +142,5 @@ def describe() -> dict[str, object]:
         "memory_gib": round(parse_kib((PROC / "meminfo").read_text(), "MemTotal") / 1024 / 1024, 1),
         "kernel": platform.release(),
         "python": platform.python_version(),
+        "python_is_shared_library": bool(sysconfig.get_config_var("Py_ENABLE_SHARED")),
     }
