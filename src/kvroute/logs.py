@@ -114,17 +114,23 @@ class RequestLines:
                 self._logger.info("%s", message)
             return
         is_json = isinstance(handler.formatter, JsonFormatter)
-        start, until, prefix, written = 0, 0, "", list[str]()
+        start, prefix, written = 0, "", list[str]()
+        since = until = 0.0
+        when = begin = ""
         for created, message in lines:
-            if not start <= created < until:
-                start = int(created)
-                until, prefix = start + 1, time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(start))
-            when = prefix + _THOUSANDTHS[int((created - start) * 1000)]
+            if not since <= created < until:  # of many at once most came within one thousandth
+                second = int(created)
+                if second != start:
+                    start, prefix = second, time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(second))
+                thousandth = int((created - second) * 1000)
+                since, until = second + thousandth / 1000, second + (thousandth + 1) / 1000
+                when = prefix + _THOUSANDTHS[thousandth]
+                begin = f"{when} INFO    {ACCESS} "
             if is_json:
                 fields = {"time": when, "level": "info", "logger": ACCESS, "message": message}
                 written.append(json.dumps(fields, ensure_ascii=False))
             else:
-                written.append(f"{when} INFO    {ACCESS} {message}")
+                written.append(begin + message)
         written.append("")
         with handler.lock or nullcontext():
             try:

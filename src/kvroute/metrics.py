@@ -8,7 +8,7 @@ several gateways can live in one process.
 from __future__ import annotations
 
 import platform
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
@@ -52,23 +52,53 @@ class Tally:
 
 
 class Spread:
-    """A histogram's counts. `observe` costs a bisection: about 0.2 us."""
+    """A histogram's counts. `observe` costs a bisection: about 0.2 us.
 
-    __slots__ = ("_bounds", "counts", "sum")
+    `later` puts the bisection off, until somebody looks or whoever uses it calls `settle`: it only appends
+    to a list, and many values are counted together by sorting them.
+    """
+
+    __slots__ = ("_bounds", "_counts", "_sum", "_waiting", "later")
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self._bounds = bounds
-        self.counts = [0] * (len(bounds) + 1)
-        self.sum = 0.0
+        self._counts = [0] * (len(bounds) + 1)
+        self._sum = 0.0
+        self._waiting: list[float] = []
+        self.later: Callable[[float], None] = self._waiting.append
 
     def observe(self, value: float) -> None:
-        self.counts[bisect_left(self._bounds, value)] += 1
-        self.sum += value
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._sum += value
+
+    def settle(self) -> None:
+        """Count what waits."""
+        waiting = self._waiting
+        if len(waiting) <= len(self._bounds):
+            for value in waiting:
+                self.observe(value)
+        else:
+            self._sum += sum(waiting)
+            waiting.sort()
+            counts, before = self._counts, 0
+            for place, bound in enumerate(self._bounds):
+                upto = bisect_right(waiting, bound, before)
+                counts[place] += upto - before
+                before = upto
+            counts[-1] += len(waiting) - before
+        waiting.clear()
+
+    @property
+    def sum(self) -> float:
+        """Of all values."""
+        self.settle()
+        return self._sum
 
     def cumulative(self) -> list[tuple[str, float]]:
         """Prometheus's buckets: upper bound, observations up to it."""
+        self.settle()
         total, rows = 0, []
-        for bound, count in zip((*self._bounds, float("inf")), self.counts, strict=True):
+        for bound, count in zip((*self._bounds, float("inf")), self._counts, strict=True):
             total += count
             rows.append((str(floatToGoString(bound)), float(total)))  # type: ignore[no-untyped-call]
         return rows
@@ -100,24 +130,28 @@ class Series:
     Mutable: `text` is the journal's, for the words of a request line that all of them have in common.
     """
 
-    __slots__ = ("_metrics", "_outcome", "_reported", "_routed", "_seconds", "text")
+    __slots__ = ("_answered", "_metrics", "_outcome", "_reported", "_seconds", "text")
 
     def __init__(self, metrics: Metrics, outcome: Outcome) -> None:
         self.text = ""
         self._metrics = metrics
         self._outcome = outcome
         # Children are made when they first count: one that has nothing to say shows nowhere.
-        self._routed: tuple[Tally, Tally] | None = None
+        self._answered: tuple[Tally, Tally, Tally, Spread, Spread] | None = None
         self._reported: tuple[Tally, Tally] | None = None
         self._seconds: tuple[Tally, Spread, Spread] | None = None
 
-    def routed(self, prompt_tokens: int, hit_tokens: int) -> None:
-        """Count what was predicted for one dispatched request."""
-        if self._routed is None:
-            self._routed = self._metrics.routed_tokens(self._outcome)
-        prompts, hits = self._routed
+    def answered(self, duration_s: float, first_byte_s: float, prompt_tokens: int, hit_tokens: int) -> None:
+        """`finished`, of a request of whose answer something came, and what was predicted for it."""
+        if self._answered is None:
+            metrics, outcome = self._metrics, self._outcome
+            self._answered = (*metrics.routed_tokens(outcome), *metrics.seconds(outcome))
+        prompts, hits, requests, duration, first_byte = self._answered
         prompts.value += prompt_tokens
         hits.value += hit_tokens
+        requests.value += 1.0
+        duration.later(duration_s)
+        first_byte.later(first_byte_s)
 
     def reported(self, prompt_tokens: int, cached_tokens: int | None) -> None:
         """Count what a worker's `usage` said."""
@@ -134,15 +168,9 @@ class Series:
             self._seconds = self._metrics.seconds(self._outcome)
         requests, duration, first_byte = self._seconds
         requests.value += 1.0
-        # As `Spread.observe`, without its calls.
-        place = bisect_left(_LATENCY_S, duration_s)
-        duration.counts[place] += 1
-        duration.sum += duration_s
+        duration.later(duration_s)
         if first_byte_s is not None:
-            if first_byte_s != duration_s:  # of a whole answer both are one
-                place = bisect_left(_LATENCY_S, first_byte_s)
-            first_byte.counts[place] += 1
-            first_byte.sum += first_byte_s
+            first_byte.later(first_byte_s)
 
 
 class Gauges(Collector):
@@ -283,6 +311,8 @@ class Metrics(Collector):
         for by in ("client", "worker", "shutdown"):
             self.streams_aborted.labels(by)
         self._series: dict[tuple[str, str, str, str, int], Series] = {}
+        self.before_collect: Callable[[], None] | None = None
+        """Whoever has requests that are over and not counted yet counts them now."""
         registry.register(self)
 
     def series(self, model: str, worker: str, strategy: str, reason: str, status: int) -> Series:
@@ -321,7 +351,15 @@ class Metrics(Collector):
         """Drop the remembered children of a worker that left; its series stay until the process ends."""
         self._series = {key: series for key, series in self._series.items() if key[1] != worker}
 
+    def settle(self) -> None:
+        """Count what `Spread.later` was told. Who tells much calls it now and then."""
+        for family in self._histograms:
+            for spread in family.children.values():
+                spread.settle()
+
     def collect(self) -> Iterable[Metric]:
+        if self.before_collect is not None:
+            self.before_collect()
         for counted in self._counters:
             total = CounterMetricFamily(counted.name, counted.help_text, labels=counted.label_names)
             for values, tally in counted.children.items():

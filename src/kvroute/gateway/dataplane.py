@@ -95,8 +95,8 @@ class DataPlane:
         # Asked for once, not on each request.
         self._time = use.clock.now
         self._in_flight = use.metrics.in_flight
-        self._request_bytes = use.metrics.request_bytes
-        self._routing_time = use.metrics.routing_time
+        self._request_bytes = use.metrics.request_bytes.later
+        self._routing_time = use.metrics.routing_time.later
         self._running: set[Going] = set()
         self._preparing: set[asyncio.Task[None]] = set()
         self._watchers: set[asyncio.Task[None]] = set()
@@ -151,7 +151,7 @@ class DataPlane:
 
     def read(self, endpoint: Endpoint, body: bytes, headers: Headers, record: Record) -> InferenceRequest:
         """The complete body, decoded; the request's time counts from here. Raises InvalidRequest."""
-        self._request_bytes.observe(len(body))
+        self._request_bytes(len(body))
         record.started = self._time()
         if endpoint.body is _MULTIPART:
             return parse_request(endpoint, body, header(headers, b"content-type").decode("latin-1"))
@@ -196,7 +196,7 @@ class DataPlane:
         now = self._time() if has_waited else record.started
         plan = self.planner.plan(request, target, headers, now, owner, prepared)
         record.model, record.tokens, record.decision = plan.model, plan.query.tokens, plan.decision
-        self._routing_time.observe(self._time() - record.started)
+        self._routing_time(self._time() - record.started)
         if self._announce is not None:
             self._announce(plan.decision)
         return self.begin(plan, fields, record, client)

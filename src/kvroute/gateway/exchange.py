@@ -272,8 +272,6 @@ class Exchange(Struct, eq=False):
             return
         decision = plan.decision
         record.status, record.error = status, ""  # what earlier attempts met is in the retry counters
-        record.series = series = use.journal.series(record)
-        series.routed(plan.query.tokens, candidate.matched_tokens)
         record.first_byte = now = use.clock.now()
         fields, is_sized = response.fields, response.content_length is not None
         if fields is not None:
@@ -337,10 +335,8 @@ class Exchange(Struct, eq=False):
         if self._is_event_stream:
             before_last, last = unframed(before_last), unframed(last)
         if usage := usage_in(before_last, last):
-            prompt_tokens, cached_tokens = usage.prompt_tokens, usage.cached_tokens
-            if record.series is not None:
-                record.series.reported(prompt_tokens, cached_tokens)
-            use.estimator.observe(model, plan.prompts, prompt_tokens)
+            record.usage = usage
+            use.estimator.observe(model, plan.prompts, usage.prompt_tokens)
             assert self._candidate is not None
             use.audit.answered(plan, self._candidate, usage)
 
@@ -382,7 +378,6 @@ def refuse(
 ) -> None:
     """Answer with the gateway's own error and note it in `record`."""
     record.status = error.status
-    record.series = None  # it counts as what was answered
     record.error = record.error or error.error_code or error.type
     metrics.rejected.labels(error.error_code or error.type).inc()
     added: Headers = [(b"x-request-id", record.request_id)]

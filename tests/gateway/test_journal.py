@@ -1,0 +1,110 @@
+"""The journal: what is counted and written of a request, and that it may come late but not too late."""
+
+from __future__ import annotations
+
+import io
+import logging
+
+import pytest
+
+from kvroute.gateway.journal import Journal, Record
+from kvroute.gateway.usage import Usage
+from kvroute.logs import ACCESS, TextFormatter
+from kvroute.metrics import Metrics
+
+
+class FixedClock:
+    """Shows 10 s, and an epoch 1000 s ahead of that."""
+
+    def now(self) -> float:
+        return 10.0
+
+    def wall(self) -> float:
+        return 1010.0
+
+    async def sleep(self, seconds: float) -> None:
+        raise AssertionError("nothing sleeps here")
+
+
+def figures(metrics: Metrics, name: str) -> float:
+    return sum(
+        sample.value
+        for family in metrics.registry.collect()
+        for sample in family.samples
+        if sample.name == name
+    )
+
+
+async def journal_of(metrics: Metrics, *, log_requests: bool = False) -> Journal:
+    return Journal(metrics, FixedClock(), log_requests=log_requests, kept=100)
+
+
+async def test_figures_that_are_asked_for_have_the_request_that_has_just_ended() -> None:
+    metrics = Metrics()
+    journal = await journal_of(metrics)
+
+    record = Record(b"1", "/p", 9.0, "m", 30, worker="w", matched_tokens=20, status=200, first_byte=9.5)
+    record.usage = Usage(40, 16)
+    journal.finished(record, 9.75)
+
+    assert figures(metrics, "kvroute_requests_total") == 1
+    assert figures(metrics, "kvroute_request_duration_seconds_sum") == 0.75
+    assert figures(metrics, "kvroute_time_to_first_byte_seconds_sum") == 0.5
+    assert figures(metrics, "kvroute_prompt_tokens_total") == 30
+    assert figures(metrics, "kvroute_predicted_hit_tokens_total") == 20
+    assert figures(metrics, "kvroute_reported_prompt_tokens_total") == 40
+    assert figures(metrics, "kvroute_reported_cached_tokens_total") == 16
+    journal.flush()
+
+
+async def test_a_request_without_an_answer_has_no_first_byte_and_predicts_nothing() -> None:
+    metrics = Metrics()
+    journal = await journal_of(metrics)
+
+    journal.finished(Record(b"1", "/p", 9.0, tokens=30, status=503, error="full"), 9.25)
+
+    assert figures(metrics, "kvroute_requests_total") == 1
+    assert figures(metrics, "kvroute_time_to_first_byte_seconds_count") == 0
+    assert figures(metrics, "kvroute_prompt_tokens_total") == 0
+    journal.flush()
+
+
+async def test_the_last_decisions_have_the_request_that_has_just_ended_and_when_it_ended() -> None:
+    journal = await journal_of(Metrics())
+
+    journal.finished(Record(b"1", "/p", 8.0), 9.5)
+
+    assert [(entry["time"], entry["duration_s"]) for entry in journal.decisions(5)] == [(1009.5, 1.5)]
+    journal.flush()
+
+
+async def test_many_requests_do_not_wait_for_the_time_to_write_them() -> None:
+    journal = await journal_of(Metrics())
+
+    for _ in range(10_000):
+        journal.finished(Record(b"1", "/p", 9.0), 9.5)
+
+    assert len(journal._waiting) < 1_000
+    journal.flush()
+
+
+async def test_lines_come_in_order_with_the_time_at_which_each_request_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    written = io.StringIO()
+    handler = logging.StreamHandler(written)
+    handler.setFormatter(TextFormatter())
+    monkeypatch.setattr(logging.getLogger(ACCESS), "handlers", [handler])
+    monkeypatch.setattr(logging.getLogger(ACCESS), "propagate", False)
+    monkeypatch.setattr(logging.getLogger(ACCESS), "level", logging.INFO)
+    monkeypatch.setattr(logging.getLogger(ACCESS), "_cache", {})
+    journal = await journal_of(Metrics(), log_requests=True)
+
+    for number, ended in enumerate((8.0, 8.0004, 8.0625, 9.25)):
+        journal.finished(Record(b"%d" % number, "/p", 7.0), ended)
+    journal.flush()
+
+    lines = [line.split(" ") for line in written.getvalue().splitlines()]
+    stamps = ["48.000Z", "48.000Z", "48.062Z", "49.250Z"]
+    assert [line[0] for line in lines] == [f"1970-01-01T00:16:{stamp}" for stamp in stamps]
+    assert [line[6] for line in lines] == ["0", "1", "2", "3"]
