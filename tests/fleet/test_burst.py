@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvroute.fleet.burst import Backoff, BurstWindow
 
@@ -27,6 +29,17 @@ def test_rare_failures_are_no_burst(answers: str) -> None:
 def test_failures_far_apart_are_no_burst() -> None:
     assert bursts("xxxxxx", window_s=10.0, pace_s=6.0) == []
     assert bursts("xxx", window_s=10.0, pace_s=5.0) == [2]
+
+
+@given(st.text(".x", max_size=60), st.integers(1, 4))
+def test_sees_what_a_list_of_all_answers_shows(answers: str, failures: int) -> None:
+    def is_burst(at: int) -> bool:
+        recent = range(max(0, at + 1 - 2 * failures), at + 1)
+        return answers[at] == "x" and sum(answers[n] == "x" and n >= at - 5 for n in recent) >= failures
+
+    seen = bursts(answers, failures=failures, window_s=5.0, pace_s=1.0)
+
+    assert seen == [at for at in range(len(answers)) if is_burst(at)]
 
 
 def test_clearing_begins_anew() -> None:

@@ -9,7 +9,8 @@ class BurstWindow:
     """A worker's latest answers. Mutable: the window moves with each answer.
 
     A burst is `failures` failures among the last 2 x `failures` answers, none older than `window_s`:
-    five in a row are one, as is half of what a busy worker says, while a rare error never is.
+    five in a row are one, as is half of what a busy worker says, while a rare error never is. Good answers
+    before the first failure tell nothing and are not kept.
     """
 
     def __init__(self, failures: int, window_s: float) -> None:
@@ -19,11 +20,21 @@ class BurstWindow:
 
     def add(self, now: float, failed: bool) -> bool:
         """Count one answer; True if it completes a burst. A good answer costs O(1)."""
-        self._answers.append((now, failed))
+        answers = self._answers
         if not failed:
+            if answers:
+                answers.append((now, False))
+                if not any(bad for _, bad in answers):
+                    answers.clear()
             return False
+        answers.append((now, True))
         oldest = now - self._window_s
-        return sum(bad for at, bad in self._answers if at >= oldest) >= self._failures
+        return sum(bad for at, bad in answers if at >= oldest) >= self._failures
+
+    @property
+    def is_clean(self) -> bool:
+        """No failure is in it, so that another good answer changes nothing."""
+        return not self._answers
 
     def clear(self) -> None:
         """Forget all of it: a new life begins."""

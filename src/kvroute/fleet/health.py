@@ -91,6 +91,8 @@ class HealthMonitor:
         self._rng = rng or random.Random()
         self._group: asyncio.TaskGroup | None = None
         self._watches: dict[WorkerId, _Watch] = {}
+        self._suspects: set[WorkerId] = set()
+        """Whose last answers have a failure among them, all of them and perhaps more."""
         for worker in fleet.workers():
             self._joined(worker)
         fleet.subscribe(self._on_change)
@@ -110,11 +112,15 @@ class HealthMonitor:
 
     def report_status(self, worker: Worker, status: int) -> None:
         """It answered a client's request. Only 5xx speak against it, and only in bursts."""
-        watch = self._watches.get(worker.id)
-        if watch is None or watch.worker is not worker:
+        if status < 500 and not self._suspects:
+            return
+        watch = self._watch_of(worker)
+        if watch is None:
             return
         if status < 500 or status == _NOT_IMPLEMENTED:
             watch.answers.add(self._clock.now(), False)  # which completes no burst
+            if watch.answers.is_clean:
+                self._suspects.discard(worker.id)
         else:
             self._count_failure(watch, f"a burst of failures, the last one HTTP {status}")
 
@@ -149,6 +155,7 @@ class HealthMonitor:
 
     def _count_failure(self, watch: _Watch, trouble: str) -> None:
         now = self._clock.now()
+        self._suspects.add(watch.worker.id)
         if not watch.answers.add(now, True) or self._fleet.health(watch.worker) is not HealthState.HEALTHY:
             return
         watch.answers.clear()
@@ -290,6 +297,7 @@ class HealthMonitor:
             self._joined(worker)
         elif change is FleetChange.LEFT:
             watch = self._watches.pop(worker.id)
+            self._suspects.discard(worker.id)
             self.counts.forget(worker.id)
             if watch.task is not None:
                 watch.task.cancel()
