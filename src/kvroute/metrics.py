@@ -311,8 +311,8 @@ class Metrics(Collector):
         for by in ("client", "worker", "shutdown"):
             self.streams_aborted.labels(by)
         self._series: dict[tuple[str, str, str, str, int], Series] = {}
-        self.before_collect: Callable[[], None] | None = None
-        """Whoever has requests that are over and not counted yet counts them now."""
+        self.before_collect: list[Callable[[], None]] = []
+        """Who counts only when somebody looks does it now."""
         registry.register(self)
 
     def series(self, model: str, worker: str, strategy: str, reason: str, status: int) -> Series:
@@ -358,8 +358,8 @@ class Metrics(Collector):
                 spread.settle()
 
     def collect(self) -> Iterable[Metric]:
-        if self.before_collect is not None:
-            self.before_collect()
+        for count in self.before_collect:
+            count()
         for counted in self._counters:
             total = CounterMetricFamily(counted.name, counted.help_text, labels=counted.label_names)
             for values, tally in counted.children.items():

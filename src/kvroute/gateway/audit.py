@@ -49,9 +49,11 @@ class PredictionAudit:
 
     def answered(self, plan: Plan, candidate: Candidate, usage: Usage) -> None:
         """An answer is complete, and told what it used. Costs a few us; never raises for what it says."""
+        feedback = self._feedback
+        if feedback is None and usage.cached_tokens is None:
+            return
         query, worker, held = plan.query, candidate.worker, candidate.held
         rank = 0 if held is None or held.rank is None else held.rank
-        feedback = self._feedback
         if feedback is not None and len(query.exact) == 1:
             feedback.answered(worker, rank, plan.model, query.exact[0], query.now, usage.cached_tokens)
         # Several prompts are several engine requests, of which vLLM 0.32 reports one.

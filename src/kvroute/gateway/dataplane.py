@@ -76,6 +76,7 @@ class DataPlane:
         self.planner = planner
         self.stored = stored
         self.preparer = preparer
+        self._preparer = preparer if planner.may_need_tokens else None
         self._announce = announce
         self.use = use
         self.journal = use.journal
@@ -94,7 +95,6 @@ class DataPlane:
         self._needs_key = not keys.is_open
         # Asked for once, not on each request.
         self._time = use.clock.now
-        self._in_flight = use.metrics.in_flight
         self._request_bytes = use.metrics.request_bytes.later
         self._routing_time = use.metrics.routing_time.later
         self._running: set[Going] = set()
@@ -103,6 +103,7 @@ class DataPlane:
         self._is_open = True
         self._ids = _request_ids()
         self._bodies = SeenBodies(seed=secrets.randbits(64), cut_bytes=ANCHOR_BYTES)
+        use.metrics.before_collect.append(self._show)
 
     @property
     def in_flight(self) -> int:
@@ -169,8 +170,8 @@ class DataPlane:
     ) -> Going:
         """Plan the request and begin its exchange, at once or, where its tokens are wanted first and take
         time, soon. Raises what `Planner.plan` raises."""
-        preparer, prepared = self.preparer, None
-        if preparer is not None and self.planner.may_need_tokens:
+        preparer, prepared = self._preparer, None
+        if preparer is not None:
             model = self.planner.unprepared(request, headers)
             if model is not None:
                 prepared = preparer.at_once(request, model)
@@ -224,11 +225,11 @@ class DataPlane:
                 self.refuse(record, error, client, shape)
             except Exception:  # noqa: BLE001 - logged by `failed`
                 self.failed(record, client, shape)
-            self._ended(pending)
+            self._running.discard(pending)
             return exchange
 
         def left(pending: Pending, by: str) -> None:
-            self._ended(pending)
+            self._running.discard(pending)
             record.ended_by = by
             self.metrics.streams_aborted.labels(by).inc()
             if by == "client":
@@ -242,14 +243,13 @@ class DataPlane:
         self._preparing.add(pending.task)
         pending.task.add_done_callback(self._preparing.discard)
         self._running.add(pending)
-        self.metrics.in_flight.inc()
         return pending
 
     def begin(self, plan: Plan, fields: bytes, record: Record, client: Downstream) -> Exchange:
         """Start an exchange; it ends by itself, or by `Exchange.end`."""
-        exchange = Exchange(self.use, plan, record, fields, client, self._ended)
-        self._running.add(exchange)
-        self._in_flight.value += 1.0
+        running = self._running
+        exchange = Exchange(self.use, plan, record, fields, client, running.discard)
+        running.add(exchange)
         exchange.begin()
         return exchange
 
@@ -291,9 +291,8 @@ class DataPlane:
         await asyncio.gather(*self._watchers, *self._preparing, return_exceptions=True)
         self.journal.flush()
 
-    def _ended(self, exchange: Going) -> None:
-        self._running.discard(exchange)
-        self._in_flight.value -= 1.0
+    def _show(self) -> None:
+        self.metrics.in_flight.value = float(len(self._running))
 
 
 class InferenceEndpoint:

@@ -91,7 +91,7 @@ class Exchange(Struct, eq=False):
     _record: Record
     _fields: bytes
     _client: Downstream
-    _ended: Callable[[Exchange], None]
+    _ended: Callable[[Exchange], object]
     _tried: int = 0
     _candidate: Candidate | None = None
     _dispatch: Dispatch | None = None
@@ -179,28 +179,26 @@ class Exchange(Struct, eq=False):
         candidate = self._candidate = decision.ranking[tried]
         self._tried = tried + 1
         # The first attempt is dispatched at the moment for which it was planned.
-        now = use.clock.now() if record.attempts else query.now
+        now = use.clock.now() if tried else query.now
         self._dispatch = use.router.dispatch(query, decision, candidate, now)
         record.worker = candidate.worker.spec.id
         record.matched_tokens = candidate.matched_tokens
-        record.attempts += 1
+        record.attempts = tried + 1
         self._submit(candidate)
         if use.sent is not None:
-            use.sent(plan.query, candidate)
+            use.sent(query, candidate)
 
     def _submit(self, candidate: Candidate, *, fresh: bool = False) -> None:
-        plan, fields = self._plan, self._fields
-        held, body = candidate.held, plan.body
+        plan, fields, held = self._plan, self._fields, candidate.held
+        if held is not None and held.rank is not None and _RANK_FIELD not in fields.lower():
+            fields += b"%b %d\r\n" % (_RANK_FIELD, held.rank)
+        body = plan.body
         transport = self._use.transports.of(candidate.worker)
-        rank = None if held is None else held.rank
-        if rank is not None and _RANK_FIELD not in fields.lower():
-            fields += b"%b %d\r\n" % (_RANK_FIELD, rank)
-        request_id = self._record.request_id
         try:
-            head = transport.heads.head(plan.method, plan.target, fields, request_id, len(body))
+            head = transport.heads.head(plan.method, plan.target, fields, self._record.request_id, len(body))
         except ValueError as error:
             raise InvalidRequest(f"The request cannot be forwarded: {error}.") from error
-        self._response = transport.submit(head, body, self, fresh=fresh)
+        self._response = transport.submit(head, body, self, fresh)
 
     def _give_back(self, now: float) -> None:
         """The attempt is over."""
@@ -274,16 +272,16 @@ class Exchange(Struct, eq=False):
         record.status, record.error = status, ""  # what earlier attempts met is in the retry counters
         record.first_byte = now = use.clock.now()
         fields, is_sized = response.fields, response.content_length is not None
-        if fields is not None:
-            self._is_event_stream = response.is_event_stream
-        else:
+        is_event_stream = response.is_event_stream
+        if fields is None:
             headers = response_headers(
                 response.headers, _DROPPED if status not in _WITHOUT_BODY else _DROPPED_WITHOUT_BODY
             )
             fields = b"".join([b"%b: %b\r\n" % pair for pair in headers])
             is_sized = any(name == b"content-length" for name, _ in headers)
-            self._is_event_stream = header(headers, b"content-type").startswith(b"text/event-stream")
-        if self._is_event_stream:
+            is_event_stream = header(headers, b"content-type").startswith(b"text/event-stream")
+        if is_event_stream:
+            self._is_event_stream = True
             dispatch.first_token(now)
             self._gaps = use.metrics.gaps(plan.model, record.worker, decision.strategy)
             self._last_chunk_at = now
@@ -293,9 +291,10 @@ class Exchange(Struct, eq=False):
         fields = b"%bx-request-id: %b\r\n%b" % (fields, record.request_id, own)
         self._is_started = True
         if response.is_over and response.error is None:
-            self._last = whole = response.take()
+            whole = response.take()
             self._client.answer(status, fields, whole, is_sized)
-            self._learn(response)
+            if status == 200:
+                self._learn(candidate, b"", unframed(whole) if is_event_stream else whole)
             self._end(now)
         else:
             self._client.start_relayed(status, fields, is_sized=is_sized)
@@ -315,7 +314,7 @@ class Exchange(Struct, eq=False):
         if response.is_over:
             if response.error is None:
                 client.finish(chunk)
-                self._learn(response)
+                self._learn_from_last()
                 self._end()
             else:
                 if chunk:
@@ -327,18 +326,20 @@ class Exchange(Struct, eq=False):
         if client.is_paused:
             response.hold()
 
-    def _learn(self, response: UpstreamResponse) -> None:
-        use, plan, record = self._use, self._plan, self._record
-        if response.status != 200:
-            return
-        before_last, last, model = self._before_last, self._last, plan.model
-        if self._is_event_stream:
-            before_last, last = unframed(before_last), unframed(last)
-        if usage := usage_in(before_last, last):
-            record.usage = usage
-            use.estimator.observe(model, plan.prompts, usage.prompt_tokens)
-            assert self._candidate is not None
-            use.audit.answered(plan, self._candidate, usage)
+    def _learn_from_last(self) -> None:
+        if self._record.status == 200 and self._candidate is not None:
+            before_last, last = self._before_last, self._last
+            if self._is_event_stream:
+                before_last, last = unframed(before_last), unframed(last)
+            self._learn(self._candidate, before_last, last)
+
+    def _learn(self, candidate: Candidate, before_last: bytes, last: bytes) -> None:
+        usage = usage_in(before_last, last)
+        if usage is not None:
+            use, plan = self._use, self._plan
+            self._record.usage = usage
+            use.estimator.observe(plan.model, plan.prompts, usage.prompt_tokens)
+            use.audit.answered(plan, candidate, usage)
 
     def _broken(self, error: UpstreamError) -> None:
         """The worker broke off its answer."""
@@ -368,7 +369,12 @@ class Exchange(Struct, eq=False):
         self.is_over = True
         if now is None:
             now = self._use.clock.now()
-        self._give_back(now)
+        response, dispatch = self._response, self._dispatch  # as `_give_back`
+        self._response = self._dispatch = None
+        if response is not None and not response.is_over:
+            response.abort()
+        if dispatch is not None:
+            dispatch.finish(now)
         self._use.journal.finished(self._record, now)
         self._ended(self)
 

@@ -35,7 +35,6 @@ class _Answer(Struct, gc=False):
     usage: _Usage | None = None
 
 
-_BRACE = ord("{")
 _decode_answer = msgspec.json.Decoder(_Answer).decode
 
 
@@ -48,7 +47,7 @@ class Usage(NamedTuple):
 
 def usage_in(before_last: bytes, last: bytes) -> Usage | None:
     """The usage in an answer's last two chunks, None where it has none. A few us, once an answer."""
-    if not before_last and 0 < len(last) <= _SMALL_BYTES and last[0] == _BRACE:
+    if not before_last and len(last) <= _SMALL_BYTES and last.startswith(b"{"):
         usage = _decoded(last)
         if usage is not None:
             return usage

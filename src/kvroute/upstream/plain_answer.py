@@ -77,30 +77,32 @@ class _Field(NamedTuple):
 
 
 class _Head(NamedTuple):
-    """All of a sized `PlainAnswer` but its length, and the parts around that."""
+    """All of a sized `PlainAnswer` but its length: what stands before and behind that as the worker wrote it,
+    with the name of the header and the end of the head, and as clients get it."""
 
+    before: bytes
+    before_bytes: int
+    behind: bytes
+    behind_bytes: int
     status: int
     reason: bytes
     fields_before: bytes
-    """With the name of the length's header."""
-    fields_after: bytes
+    fields_behind: bytes
 
-    def answer(self, data: bytes, digits: bytes, body_at: int) -> PlainAnswer:
-        """The answer in `data` that has this head, with that Content-Length."""
-        status, reason, before, after = self
-        # As `PlainAnswer(...)`, without its Python-level constructor.
-        return _new(
-            PlainAnswer,
-            (
-                status,
-                reason,
-                data[: body_at - 4],
-                b"".join((before, digits, after)),
-                False,
-                body_at,
-                int(digits),
-            ),
-        )
+
+def _read_like(head: _Head, data: bytes) -> PlainAnswer | None:
+    """The answer in `data`, if that begins with `head`."""
+    before, at, behind, behind_bytes, status, reason, fields_before, fields_behind = head
+    if not data.startswith(before):
+        return None
+    after = data.find(b"\r\n", at, at + _LONGEST_LENGTH + 2)
+    digits = data[at:after]
+    if not digits.isdigit() or digits[0] == 0x30 or not data.startswith(behind, after):
+        return None
+    body_at = after + behind_bytes
+    fields = b"%b%b%b" % (fields_before, digits, fields_behind)
+    # As `PlainAnswer(...)`, without its Python-level constructor.
+    return _new(PlainAnswer, (status, reason, data[: body_at - 4], fields, False, body_at, int(digits)))
 
 
 class PlainAnswers:
@@ -118,9 +120,8 @@ class PlainAnswers:
         self._heads: dict[tuple[bytes, bytes], _Head] = {}
         self._streamed: dict[bytes, PlainAnswer] = {}
         """Chunked ones, by their lines."""
-        self._last: tuple[bytes, bytes, _Head] | None = None
-        """What stood before and behind the length of the last head that was remembered or known, with the
-        name of the header and the end of the head."""
+        self._last: _Head | None = None
+        """The last one that was known."""
         self.chunk_bytes: dict[bytes, int] = {}
         """Lines before chunks that were seen, without their end, and how long such a chunk is with both; by
         `learn_chunk`."""
@@ -128,14 +129,9 @@ class PlainAnswers:
     def read(self, data: bytes) -> PlainAnswer | None:
         """The head at the start of `data`; None unless it is there as a whole and plain. About 3 us, 1 for
         a sized one that has come before."""
-        if (last := self._last) is not None and data.startswith(last[0]):
-            # Such as the last one: most answers of one worker within a second.
-            before, behind, like = last
-            at = len(before)
-            after = data.find(b"\r\n", at, at + _LONGEST_LENGTH + 2)
-            digits = data[at:after]
-            if digits.isdigit() and digits[0] != 0x30 and data.startswith(behind, after):
-                return like.answer(data, digits, after + len(behind))
+        # Most answers of one worker within a second are such as the last one.
+        if (last := self._last) is not None and (answer := _read_like(last, data)) is not None:
+            return answer
         end = data.find(b"\r\n\r\n", 0, _MOST_HEAD_BYTES)
         if end < 0:
             return None
@@ -154,10 +150,10 @@ class PlainAnswers:
             answer = self._read(data, end)
             if answer is not None and known == len(self._known) and end <= _LARGEST_REMEMBERED:
                 # No line was new but, at most, that of the length: such a head may well come again.
-                self._remember(around, answer)
+                self._remember(around, data[: at + 18], data[after : end + 4], answer)
             return answer
-        self._last = data[: at + 18], data[after : end + 4], head
-        return head.answer(data, digits, end + 4)
+        self._last = head
+        return _read_like(head, data)
 
     def learn_chunk(self, framed: bytes) -> int:
         """Where the body of `framed` begins if that is one chunk of the plain kind, else 0."""
@@ -168,14 +164,23 @@ class PlainAnswers:
             self.chunk_bytes[line[1]] = len(framed)  # at most 4095
         return line.end()
 
-    def _remember(self, around: tuple[bytes, bytes], answer: PlainAnswer) -> None:
+    def _remember(
+        self, around: tuple[bytes, bytes], before: bytes, behind: bytes, answer: PlainAnswer
+    ) -> None:
         """Keep a sized answer's head."""
         if len(self._heads) >= _MOST_HEADS:
             self._heads.clear()
-        before, name, after = (b"\r\n" + answer.fields).partition(b"\r\ncontent-length: ")
+        fields_before, name, after = (b"\r\n" + answer.fields).partition(b"\r\ncontent-length: ")
         digits, _, _ = after.partition(b"\r\n")
         self._heads[around] = _Head(
-            answer.status, answer.reason, (before + name)[2:], after.removeprefix(digits)
+            before,
+            len(before),
+            behind,
+            len(behind),
+            answer.status,
+            answer.reason,
+            (fields_before + name)[2:],
+            after.removeprefix(digits),
         )
 
     def _read_streamed(self, data: bytes, end: int) -> PlainAnswer | None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from msgspec import Struct, field
+
 from kvroute.errors import UpstreamError
 from kvroute.upstream.headers import RawHeaders
 from kvroute.upstream.plain_answer import PlainAnswer
@@ -40,7 +42,7 @@ class AnswerListener(Protocol):
         ...
 
 
-class UpstreamResponse:
+class UpstreamResponse(Struct, eq=False):
     """One exchange on a connection: head, then body chunk by chunk. For one reader at a time.
 
     It is read by awaiting `head` and `next_chunk`, or pushed to a listener. Whoever holds it reads it to
@@ -51,47 +53,27 @@ class UpstreamResponse:
     Mutable: the connection fills it on the loop (`begin`, `received`, `end`), the reader takes out.
     """
 
-    __slots__ = (
-        "_connection",
-        "_head",
-        "_idle_timeout_s",
-        "_is_held",
-        "_listener",
-        "_opening",
-        "_unread_bytes",
-        "_waiter",
-        "content_length",
-        "error",
-        "fields",
-        "is_event_stream",
-        "is_over",
-        "parts",
-        "reused",
-        "status",
-    )
-
-    def __init__(self, idle_timeout_s: float, listener: AnswerListener | None = None) -> None:
-        self.status = 0
-        self._head: ParsedHead | PlainAnswer | None = None
-        self.fields: bytes | None = None
-        """Of a plain answer the header lines as clients get them; see `PlainAnswer`."""
-        self.content_length: int | None = None
-        self.is_event_stream = False
-        self.reused = False
-        """Whether the connection had served an exchange before."""
-        self.parts: list[bytes] = []
-        """Body bytes that have arrived and are not read yet; the connection appends."""
-        self._unread_bytes = 0
-        self._connection: UpstreamConnection | None = None
-        self._opening: asyncio.Task[None] | None = None
-        self._listener = listener
-        self._is_held = False
-        self._waiter: asyncio.Future[None] | None = None
-        self.is_over = False
-        """Nothing more will arrive: it is complete, or `error` says why not."""
-        self.error: UpstreamError | None = None
-        """Why the answer broke off; None while it has not."""
-        self._idle_timeout_s = idle_timeout_s
+    idle_timeout_s: float
+    listener: AnswerListener | None = None
+    status: int = 0
+    fields: bytes | None = None
+    """Of a plain answer the header lines as clients get them; see `PlainAnswer`."""
+    content_length: int | None = None
+    is_event_stream: bool = False
+    reused: bool = False
+    """Whether the connection had served an exchange before."""
+    parts: list[bytes] = field(default_factory=list)
+    """Body bytes that have arrived and are not read yet; the connection appends."""
+    is_over: bool = False
+    """Nothing more will arrive: it is complete, or `error` says why not."""
+    error: UpstreamError | None = None
+    """Why the answer broke off; None while it has not."""
+    _head: ParsedHead | PlainAnswer | None = None
+    _unread_bytes: int = 0
+    _connection: UpstreamConnection | None = None
+    _opening: asyncio.Task[None] | None = None
+    _is_held: bool = False
+    _waiter: asyncio.Future[None] | None = None
 
     @property
     def reason(self) -> bytes:
@@ -143,7 +125,7 @@ class UpstreamResponse:
                 if self.error is not None:
                     raise self.error
                 return b""
-            await self._wait(self._idle_timeout_s)
+            await self._wait(self.idle_timeout_s)
         chunk = self.take()
         if self._connection is not None:
             self._connection.resume_reading()
@@ -152,12 +134,11 @@ class UpstreamResponse:
     def take(self) -> bytes:
         """All body bytes that have arrived since the last call, b"" if none have."""
         parts = self.parts
-        if len(parts) == 1:
-            chunk = parts.pop()
-        else:
-            chunk = b"".join(parts)
-            parts.clear()
         self._unread_bytes = 0
+        if len(parts) == 1:
+            return parts.pop()
+        chunk = b"".join(parts)
+        parts.clear()
         return chunk
 
     def hold(self) -> None:
@@ -173,8 +154,8 @@ class UpstreamResponse:
         connection = self._connection
         if connection is not None and self._is_held:
             self._is_held = False
-            if self._idle_timeout_s > 0:
-                connection.deadline.set(self._idle_timeout_s)
+            if self.idle_timeout_s > 0:
+                connection.deadline.set(self.idle_timeout_s)
             connection.resume_reading()
 
     def abort(self) -> None:
@@ -183,7 +164,7 @@ class UpstreamResponse:
         A reader that waits gets ConnectionLost, a listener hears nothing more. Safe in every state, any
         number of times.
         """
-        self._listener = None
+        self.listener = None
         if self._opening is not None:
             self._opening.cancel()
             self._opening = None
@@ -233,11 +214,11 @@ class UpstreamResponse:
 
     def chunk(self, framed: bytes, begin: int) -> bool:
         """One chunk came, as of `AnswerListener.chunk_arrived`; whether somebody took it as it is."""
-        listener, connection = self._listener, self._connection
+        listener, connection = self.listener, self._connection
         if listener is None or connection is None or self.parts:
             return False
-        if self._idle_timeout_s > 0:
-            connection.deadline.set(self._idle_timeout_s)
+        if self.idle_timeout_s > 0:
+            connection.deadline.set(self.idle_timeout_s)
         return listener.chunk_arrived(self, framed, begin)
 
     def received(self, size: int) -> int:
@@ -245,10 +226,10 @@ class UpstreamResponse:
 
         Framing counts too, but only beside body bytes: reading must not pause when nothing can be taken.
         """
-        listener = self._listener
+        listener = self.listener
         if listener is not None:
-            if self._idle_timeout_s > 0 and self._connection is not None:
-                self._connection.deadline.set(self._idle_timeout_s)
+            if self.idle_timeout_s > 0 and self._connection is not None:
+                self._connection.deadline.set(self.idle_timeout_s)
             listener.answer_arrived(self)
             return 0
         waiter = self._waiter
@@ -263,9 +244,9 @@ class UpstreamResponse:
         self._connection = self._opening = None
         self.is_over = True
         self.error = error
-        listener = self._listener
+        listener = self.listener
         if listener is not None:
-            self._listener = None
+            self.listener = None
             listener.answer_arrived(self)
             return
         waiter = self._waiter

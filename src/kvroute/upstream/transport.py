@@ -114,7 +114,7 @@ class WorkerTransport(httpx.AsyncBaseTransport):
         return response
 
     def submit(
-        self, head: bytes, body: bytes, listener: AnswerListener, *, fresh: bool = False
+        self, head: bytes, body: bytes, listener: AnswerListener, fresh: bool = False
     ) -> UpstreamResponse:
         """Send one request without waiting for anything: `listener` hears of its answer or its failure.
 
