@@ -1,7 +1,13 @@
+from __future__ import annotations
+
+import random
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from xxhash import xxh3_64_intdigest
 
-from kvroute.blocks.keys import CacheSpace, block_keys
+from kvroute.blocks.keys import GROUP_BLOCKS, CacheSpace, block_keys
 
 
 @given(st.binary(max_size=400), st.binary(max_size=400), st.binary(max_size=400))
@@ -57,3 +63,40 @@ def test_a_short_prompt_has_the_keys_that_begin_a_longer_one(size):
     data = bytes(range(256)) * 12
 
     assert list(block_keys(data[:size], seed=5)) == list(block_keys(data, seed=5))[: size // 64]
+
+
+def plain_keys(data: bytes, block_bytes: int, seed: int) -> list[int]:
+    """The definition, block by block: what lies between the last anchor and a block's end, seeded with it."""
+    keys, anchor = [], seed
+    for place in range(len(data) // block_bytes):
+        begin = place // GROUP_BLOCKS * GROUP_BLOCKS
+        keys.append(xxh3_64_intdigest(data[begin * block_bytes : (place + 1) * block_bytes], anchor))
+        if (place + 1) % GROUP_BLOCKS == 0:
+            anchor = keys[-1]
+    return keys
+
+
+@pytest.mark.parametrize("block_bytes", [16, 64])
+@pytest.mark.parametrize("size", [0, 63, 64, 1023, 1024, 1025, 2048, 33_000, 262_144 + 2048, 300_001])
+def test_keys_are_as_they_are_defined(size, block_bytes):
+    rng = random.Random(size)
+    data = rng.randbytes(size)
+    plain = plain_keys(data, block_bytes, 11)
+    asked = block_keys(data, block_bytes=block_bytes, seed=11)
+
+    for place in rng.choices(range(len(plain)), k=20) if plain else ():
+        assert asked[place] == asked[place] == asked[place - len(plain)] == plain[place]
+    assert list(asked) == plain
+
+
+@pytest.mark.parametrize("size", [40, 5000])
+def test_there_is_no_key_outside(size):
+    keys = block_keys(bytes(size))
+
+    for place in (len(keys), -len(keys) - 1):
+        with pytest.raises(IndexError):
+            keys[place]
+    if keys:
+        assert keys[-1] == keys[len(keys) - 1]
+        with pytest.raises(IndexError):
+            keys[len(keys)]

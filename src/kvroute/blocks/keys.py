@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from struct import iter_unpack
 from typing import NewType, cast, overload
 
 from msgspec import Struct
@@ -47,8 +46,26 @@ GROUP_BLOCKS = 32
 ANCHOR_BYTES = GROUP_BLOCKS * BLOCK_BYTES
 """Bytes of prompt between two anchors."""
 
+
+def _slices(size: int, count: int) -> list[slice]:
+    """`count` parts of `size`, one after the other."""
+    return [slice(start, start + size) for start in range(0, count * size, size)]
+
+
+_READY_GROUPS = 128
+_GROUPS = _slices(ANCHOR_BYTES, _READY_GROUPS)
+
 _SHORT_BLOCKS = 16
 """Below it, and so before the first anchor, keys are made at once."""
+
+
+def _beginnings(block_bytes: int, count: int) -> list[slice]:
+    """The first block, the first two, and so on."""
+    return [slice(0, block_bytes * (block + 1)) for block in range(count)]
+
+
+_BEGINNINGS = [_beginnings(BLOCK_BYTES, blocks) for blocks in range(_SHORT_BLOCKS)]
+"""By the number of blocks."""
 
 
 class BlockKeys(Sequence[BlockKey]):
@@ -61,19 +78,23 @@ class BlockKeys(Sequence[BlockKey]):
     The chain has an anchor every 32 blocks; a key is the hash of what lies between its anchor and its
     end, seeded with the anchor's own key. So one key of a 256 KB prompt costs the anchors before it
     (about 15 us for all of them, once) and 0.3 us, and a history that looks at a few keys pays for those.
-    Equality is that of the keys. Holds `data`: for the time of one decision.
+    Equality is that of the keys. Holds `data`: for the time of one decision. Remembers the key that was asked
+    for last, because a prompt's own last one names it and is asked for several times.
     """
 
-    __slots__ = ("_anchors", "_block_bytes", "_data", "_size")
+    __slots__ = ("_anchors", "_block_bytes", "_data", "_latest", "_latest_key", "_size")
 
     _skipped = 0
     """Bytes of the prompt before `_data`."""
+    _latest: int | None
+    _latest_key: BlockKey
 
     def __init__(self, data: bytes, block_bytes: int = BLOCK_BYTES, seed: int = 0) -> None:
         self._data = data
         self._block_bytes = block_bytes
         self._size = len(data) // block_bytes
         self._anchors = [seed]
+        self._latest = None
 
     def __len__(self) -> int:
         return self._size
@@ -90,18 +111,19 @@ class BlockKeys(Sequence[BlockKey]):
             )
         if place < 0:
             place += self._size
+        if place == self._latest:
+            return self._latest_key
         if not 0 <= place < self._size:
             raise IndexError(place)
-        size = self._block_bytes
-        if place < GROUP_BLOCKS:
-            return xxh3_64_intdigest(self._data[: (place + 1) * size], self._anchors[0])  # type: ignore[return-value]
-        group = place // GROUP_BLOCKS
-        anchors = self._anchors
+        size, group, anchors = self._block_bytes, place // GROUP_BLOCKS, self._anchors
         if group >= len(anchors):
             self._anchor(group)
-        return xxh3_64_intdigest(  # type: ignore[return-value]  # a `NewType` is a call
+        key: BlockKey = xxh3_64_intdigest(  # type: ignore[assignment]  # a `NewType` is a call
             self._data[group * GROUP_BLOCKS * size : (place + 1) * size], anchors[group]
         )
+        self._latest = place
+        self._latest_key = key
+        return key
 
     def __iter__(self) -> Iterator[BlockKey]:
         return iter(self._some(0, self._size))
@@ -126,9 +148,13 @@ class BlockKeys(Sequence[BlockKey]):
     def _anchor(self, group: int) -> None:
         """Make the anchors up to `group`."""
         anchors, size, hashed = self._anchors, GROUP_BLOCKS * self._block_bytes, xxh3_64_intdigest
-        key, start, skipped = anchors[-1], (len(anchors) - 1) * size, self._skipped
-        groups = memoryview(self._data)[start - skipped : group * size - skipped]
-        anchors += [key := hashed(part, key) for (part,) in iter_unpack(f"{size}s", groups)]
+        key, known, append = anchors[-1], len(anchors) - 1, anchors.append
+        # A view: to copy a group costs more than to hash it, and its slice as much.
+        rest, groups = memoryview(self._data)[known * size - self._skipped :], group - known
+        ready = size == ANCHOR_BYTES and groups <= _READY_GROUPS
+        for part in _GROUPS[:groups] if ready else _slices(size, groups):
+            key = hashed(rest[part], key)
+            append(key)
 
     def _some(self, start: int, stop: int) -> list[BlockKey]:
         """The keys from `start` to before `stop`."""
@@ -136,7 +162,7 @@ class BlockKeys(Sequence[BlockKey]):
         if start >= stop:
             return []
         self._anchor((stop - 1) // GROUP_BLOCKS)
-        append, data, size, hashed = keys.append, self._data, self._block_bytes, xxh3_64_intdigest
+        append, data, size, hashed = keys.append, memoryview(self._data), self._block_bytes, xxh3_64_intdigest
         skipped = self._skipped
         while start < stop:
             group = start // GROUP_BLOCKS
@@ -194,6 +220,7 @@ class ContinuedKeys(BlockKeys):
         self._block_bytes = BLOCK_BYTES
         self._size = blocks + len(tail) // BLOCK_BYTES
         self._anchors = known.anchors.copy()
+        self._latest = None
 
     def known(self, blocks: int) -> KnownKeys:
         """What to keep of the first `blocks` keys, rounded down to whole groups; keys asked for later, too,
@@ -208,6 +235,8 @@ class ContinuedKeys(BlockKeys):
             return super().__getitem__(place)
         if place < 0:
             place += self._size
+        if place == self._latest:
+            return self._latest_key
         if not 0 <= place < self._size:
             raise IndexError(place)
         if place < self._known_blocks:
@@ -220,6 +249,8 @@ class ContinuedKeys(BlockKeys):
             begin = group * ANCHOR_BYTES - skipped
             key = xxh3_64_intdigest(self._data[begin : (place + 1) * BLOCK_BYTES - skipped], anchors[group])
         self._note(place, key)
+        self._latest = place
+        self._latest_key = key
         return key
 
     def _before(self, place: int) -> int:
@@ -262,15 +293,15 @@ class ContinuedKeys(BlockKeys):
 def block_keys(data: bytes, *, block_bytes: int = BLOCK_BYTES, seed: int = 0) -> BlockKeys | list[BlockKey]:
     """`data` as chained block keys: of a short prompt a list, because making its few keys costs less than
     being asked for some of them; of a longer one `BlockKeys`, which has the same."""
-    size = len(data)
-    if size < _SHORT_BLOCKS * block_bytes:
-        hashed, end = xxh3_64_intdigest, block_bytes
-        keys: list[BlockKey] = []
-        while end <= size:  # `range` and a comprehension cost as much as two keys
-            keys.append(hashed(data[:end], seed))  # type: ignore[arg-type]
-            end += block_bytes
-        return keys
-    return BlockKeys(data, block_bytes, seed)
+    blocks = len(data) // block_bytes
+    if blocks >= _SHORT_BLOCKS:
+        return BlockKeys(data, block_bytes, seed)
+    hashed = xxh3_64_intdigest
+    keys: list[BlockKey] = []
+    beginnings = _BEGINNINGS[blocks] if block_bytes == BLOCK_BYTES else _beginnings(block_bytes, blocks)
+    for beginning in beginnings:  # a comprehension costs as much as two keys
+        keys.append(hashed(data[beginning], seed))  # type: ignore[arg-type]
+    return keys
 
 
 class PromptKeys(Struct, frozen=True):

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
-from typing import Final, TypeAlias
+from collections.abc import Sequence
+from typing import TypeAlias
 
 from msgspec import Struct
 
 from kvroute.blocks.keys import BlockKey
-from kvroute.index.history import HistorySize, Lease, Part
-
-_MOST_MASKS: Final = 1024
+from kvroute.index.history import HistorySize, Part
 
 
 class _Run:
@@ -21,12 +19,16 @@ class _Run:
     a leading part. Whoever holds any block of a child holds this run in full.
     """
 
-    __slots__ = ("children", "full", "holds", "keys", "last", "parent")
+    __slots__ = ("begin", "children", "full", "holds", "keys", "last", "parent")
+
+    begin: int
+    """How many keys stand before it."""
 
     def __init__(self, keys: array[int], parent: _Run | None) -> None:
         self.keys = keys
         self.last = keys[-1]
         self.parent = parent
+        self.begin = 0 if parent is None else parent.begin + len(parent.keys)
         self.children = 0
         self.full = 0
         self.holds: dict[int, _Hold] = {}
@@ -56,7 +58,7 @@ class _Hold:
         other.older = self
 
 
-_Found: TypeAlias = tuple[list[_Run], _Run | None, int, int]
+_Found: TypeAlias = tuple[_Run | None, _Run | None, int, int]
 
 
 class _RadixPart(Part):
@@ -74,61 +76,83 @@ class _RadixPart(Part):
 class RadixHistory:
     """The default history. Mutable, touched from the event loop only; implements `RouteHistory`.
 
-    Because keys are chained, one comparison of a run's last key stands for all of its keys, the place
-    where two prompts part is found by bisection, and a flat table from first key to run replaces child
-    tables. A match costs about 0.3 us a run plus 0.15 us a worker, whatever the prompt's length;
-    acquiring copies new keys only (bench/micro_index.py). A conversation stays one run as it grows.
+    Because keys are chained, one comparison of a run's last key stands for all of its keys and all before
+    them, so a prompt that was sent before is found by its own last key. The place where two prompts part is
+    found by bisection, and a flat table from first key to run replaces child tables. A match costs about
+    0.3 us a run, whatever the prompt's length; acquiring copies new keys only (bench/micro_index.py). A
+    conversation stays one run as it grows.
     """
 
     def __init__(self, default_capacity_blocks: int) -> None:
         self._default_capacity = default_capacity_blocks
         self._heads: dict[int, _Run] = {}
+        self._ends: dict[int, _Run] = {}
+        """By last key."""
         self.parts: dict[int, _RadixPart] = {}
-        self._members: dict[int, tuple[int, ...]] = {}
-        """What is in bitmasks that were seen."""
         self._walked: Sequence[BlockKey] | None = None
-        self._found: _Found = [], None, 0, 0
+        self._found: _Found = None, None, 0, 0
         """What the last match came by, until something changes: the request that asked goes the same way when
         it is sent."""
 
     def match(self, keys: Sequence[BlockKey]) -> dict[int, int]:
-        whole, beyond, shared, _ = self._found = self._walk(keys)
+        run, beyond, shared, _ = self._found = self._walk(keys)
         self._walked = keys
         held: dict[int, int] = {}
-        pos, alive = 0, -1
-        for run in whole:
-            size, full = len(run.keys), run.full
-            if alive != full:
-                holds = run.holds
-                if full.bit_count() != len(holds):
-                    for worker, hold in holds.items():
-                        if hold.blocks < size:
-                            held[worker] = pos + hold.blocks
-                if pos:
-                    self._add(held, alive & ~_mask(holds), pos)
-                alive = full
-            pos += size
         if beyond is not None:
+            begin = beyond.begin
             for worker, hold in beyond.holds.items():
                 blocks = hold.blocks
-                held[worker] = pos + (blocks if blocks < shared else shared)
-            if pos:
-                self._add(held, alive & ~_mask(beyond.holds), pos)
-        elif pos:
-            members = self._members.get(alive)
-            if members is None:
-                self._add(held, alive, pos)
-            else:
-                for worker in members:
-                    held[worker] = pos
+                held[worker] = begin + (blocks if blocks < shared else shared)
+        # Upwards: each holder of a run holds all before it, so what is new has ended here.
+        while run is not None:
+            holds = run.holds
+            if len(holds) != len(held):
+                begin = run.begin
+                if run.full.bit_count() == len(holds):
+                    further, held = held, dict.fromkeys(holds, begin + len(run.keys))
+                    held |= further
+                else:
+                    for worker, hold in holds.items():
+                        if worker not in held:
+                            held[worker] = begin + hold.blocks
+            run = run.parent
         return held
 
-    def acquire(self, worker: int, keys: Sequence[BlockKey]) -> Lease:
+    def acquire(self, worker: int, keys: Sequence[BlockKey], extended: _Run | None = None) -> _RadixLease:
+        """`extended` is where the lease ends that the new one will take the place of."""
         part = self.parts.get(worker)
         if part is None:
             part = self._own_part(worker)
-        end, new_blocks = self._pin(part, keys, None)
-        return _RadixLease(self, part, end, new_blocks)
+        last, beyond, shared, end = self._found if keys is self._walked else self._walk(keys)
+        self._walked = None
+        if beyond is not None:
+            last = self._split(beyond, shared)
+        bit, new_blocks, run = part.bit, 0, last
+        while run is not None:
+            if run.full & bit:
+                hold = run.holds[worker]
+            else:
+                hold, size = run.holds.get(worker) or self._hold(part, run), len(run.keys)
+                new_blocks += size - hold.blocks
+                hold.blocks = size
+                run.full |= bit
+            pins = hold.pins
+            if not pins:
+                part.active_blocks += hold.blocks
+                # As `hold.unlink()`, which every request would call.
+                older, newer = hold.older, hold.newer
+                older.newer = newer
+                newer.older = older
+            hold.pins = pins + 1
+            run = run.parent
+        if end:
+            last, added = self._grow(part, keys, last, end, extended)
+            new_blocks += added
+        if new_blocks:
+            part.blocks += new_blocks
+            if part.blocks > part.capacity_blocks:
+                self._trim(part)
+        return _RadixLease(self, part, last, new_blocks)
 
     def part(self, worker: int) -> Part:
         return self.parts.get(worker) or self._own_part(worker)
@@ -174,8 +198,8 @@ class RadixHistory:
         blocks = sum(len(run.keys) for run in runs)
         holds = sum(len(run.holds) for run in runs)
         tracked = sum(part.blocks for part in self.parts.values())
-        # Seen with sys.getsizeof: 8 a key; a run with its array and dict about 550; a hold about 150.
-        return HistorySize(blocks, tracked, 8 * blocks + 550 * len(self._heads) + 150 * holds)
+        # Seen with sys.getsizeof: 8 a key; a run with its array and dicts about 700; a hold about 150.
+        return HistorySize(blocks, tracked, 8 * blocks + 700 * len(self._heads) + 150 * holds)
 
     def _own_part(self, worker: int) -> _RadixPart:
         part = self.parts.get(worker)
@@ -184,10 +208,16 @@ class RadixHistory:
         return part
 
     def _walk(self, keys: Sequence[BlockKey]) -> _Found:
-        """The runs that `keys` begin with, each in full; one that they share the first so many keys with; how
-        many keys there are."""
+        """The last run that `keys` have in full; one behind it that they share the first so many keys with;
+        how many keys there are, or 0 where the last run ends with them."""
+        try:
+            run = self._ends.get(keys[-1])
+        except IndexError:  # a prompt shorter than a block
+            return None, None, 0, 0
+        if run is not None:
+            return run, None, 0, 0
         heads = self._heads
-        whole: list[_Run] = []
+        whole: _Run | None = None
         end, pos = len(keys), 0
         while pos < end:
             run = heads.get(keys[pos])
@@ -196,97 +226,39 @@ class RadixHistory:
             behind = pos + len(run.keys)
             if behind > end or keys[behind - 1] != run.last:
                 return whole, run, _shared(run.keys, keys, pos), end
-            whole.append(run)
+            whole = run
             pos = behind
         return whole, None, 0, end
 
-    def _add(self, held: dict[int, int], workers: int, blocks: int) -> None:
-        """Put `blocks` for every worker in the bitmask."""
-        members = self._members.get(workers)
-        if members is None:
-            if len(self._members) >= _MOST_MASKS:
-                self._members.clear()
-            members = self._members[workers] = tuple(_members(workers))
-        for worker in members:
-            held[worker] = blocks
-
-    def _pin(
-        self, part: _RadixPart, keys: Sequence[BlockKey], leased: _Run | None
+    def _grow(
+        self, part: _RadixPart, keys: Sequence[BlockKey], last: _Run | None, end: int, extended: _Run | None
     ) -> tuple[_Run | None, int]:
-        """Hold and pin all of `keys`; the last run and how many blocks are new.
-
-        `leased` is where the lease being extended ends, whose pin is about to go.
-        """
-        if keys is self._walked:
-            whole, beyond, shared, end = self._found
+        """Hold and pin what `keys`, `end` of them, have behind `last`, which is pinned; where they end now,
+        and how many those are."""
+        worker, pos = part.worker, 0 if last is None else last.begin + len(last.keys)
+        if pos == end:
+            return last, 0
+        added = end - pos
+        fresh = array("Q", keys[pos:] if pos else keys)
+        own_pins = 2 if last is extended else 1
+        if last and not last.children and len(last.holds) == 1 and last.holds[worker].pins == own_pins:
+            # Nobody else holds this run and only this request pins it: let it grow, so that a
+            # conversation does not become a chain of one run a turn.
+            del self._ends[last.last]
+            last.keys.extend(fresh)
+            last.last = fresh[-1]
+            last.holds[worker].blocks += added
         else:
-            whole, beyond, shared, end = self._walk(keys)
-        self._walked = None
-        worker, bit = part.worker, part.bit
-        pos = new_blocks = 0
-        last: _Run | None = None
-        if beyond is not None:
-            whole.append(self._split(beyond, shared))
-        for run in whole:
-            size = len(run.keys)
-            hold = run.holds.get(worker)
-            if hold is None:
-                hold = self._hold(part, run)
-            elif not hold.pins:  # as `hold.unlink()`, which every request would call
-                older, newer = hold.older, hold.newer
-                older.newer = newer
-                newer.older = older
-            if hold.blocks < size:
-                new_blocks += size - hold.blocks
-                hold.blocks = size
-                run.full |= bit
-            if not hold.pins:
-                part.active_blocks += size
-            hold.pins += 1
-            last = run
-            pos += size
-        if pos < end:
-            added = end - pos
-            fresh = array("Q", keys[pos:] if pos else keys)
-            own_pins = 2 if last is leased else 1
-            if last and not last.children and len(last.holds) == 1 and last.holds[worker].pins == own_pins:
-                # Nobody else holds this run and only this request pins it: let it grow, so that a
-                # conversation does not become a chain of one run a turn.
-                last.keys.extend(fresh)
-                last.last = fresh[-1]
-                last.holds[worker].blocks += added
-            else:
-                if last:
-                    last.children += 1
-                last = self._heads[fresh[0]] = _Run(fresh, last)
-                last.full = bit
-                hold = self._hold(part, last)
-                hold.blocks = added
-                hold.pins = 1
-            new_blocks += added
-            part.active_blocks += added
-        if new_blocks:
-            part.blocks += new_blocks
-            if part.blocks > part.capacity_blocks:
-                self._trim(part)
-        return last, new_blocks
-
-    def _unpin(self, part: _RadixPart, run: _Run | None) -> None:
-        if part.is_forgotten:
-            return
-        worker, queue = part.worker, part.free
-        while run is not None:
-            hold = run.holds[worker]
-            pins = hold.pins = hold.pins - 1
-            if not pins:
-                part.active_blocks -= hold.blocks
-                # As `hold.link_before(queue)`.
-                hold.older = older = queue.older
-                hold.newer = queue
-                older.newer = queue.older = hold
-            run = run.parent
-        if part.blocks > part.capacity_blocks:
-            self._trim(part)
+            if last:
+                last.children += 1
+            last = self._heads[fresh[0]] = _Run(fresh, last)
+            last.full = part.bit
+            hold = self._hold(part, last)
+            hold.blocks = added
+            hold.pins = 1
+        self._ends[last.last] = last
+        part.active_blocks += added
+        return last, added
 
     def _hold(self, part: _RadixPart, run: _Run) -> _Hold:
         hold = run.holds[part.worker] = _Hold()
@@ -300,7 +272,8 @@ class RadixHistory:
         head.children = 1
         run.keys = run.keys[size:]
         run.parent = head
-        self._heads[head.keys[0]] = head
+        run.begin += size
+        self._heads[head.keys[0]] = self._ends[head.last] = head
         self._heads[run.keys[0]] = run
         for worker, hold in list(run.holds.items()):
             part = self.parts[worker]
@@ -345,13 +318,15 @@ class RadixHistory:
         if run.full:
             return
         if not run.holds:
-            del self._heads[run.keys[0]]
+            del self._heads[run.keys[0]], self._ends[run.last]
             if run.parent:
                 run.parent.children -= 1
             return
         # No full holder, so no children either.
         del run.keys[max(hold.blocks for hold in run.holds.values()) :]
+        del self._ends[run.last]
         run.last = run.keys[-1]
+        self._ends[run.last] = run
         run.full = _full(run)
 
 
@@ -362,18 +337,35 @@ class _RadixLease(Struct, eq=False):
     new_blocks: int
 
     def extend(self, keys: Sequence[BlockKey]) -> None:
-        part, before = self._part, self._end
+        part, history = self._part, self._history
         if part is None or part.is_forgotten:
             return
-        self._end, new_blocks = self._history._pin(part, keys, before)
-        self.new_blocks += new_blocks
-        self._history._unpin(part, before)
+        before = _RadixLease(history, part, self._end, 0)
+        after = history.acquire(part.worker, keys, self._end)
+        self._end = after._end
+        self.new_blocks += after.new_blocks
+        before.release()
 
     def release(self) -> None:
         part = self._part
-        if part is not None:
-            self._part = None
-            self._history._unpin(part, self._end)
+        if part is None:
+            return
+        self._part = None
+        if part.is_forgotten:
+            return
+        worker, queue, run = part.worker, part.free, self._end
+        while run is not None:
+            hold = run.holds[worker]
+            pins = hold.pins = hold.pins - 1
+            if not pins:
+                part.active_blocks -= hold.blocks
+                # As `hold.link_before(queue)`.
+                hold.older = older = queue.older
+                hold.newer = queue
+                older.newer = queue.older = hold
+            run = run.parent
+        if part.blocks > part.capacity_blocks:
+            self._history._trim(part)
 
 
 def _shared(run: array[int], keys: Sequence[BlockKey], pos: int) -> int:
@@ -396,18 +388,3 @@ def _full(run: _Run) -> int:
         if hold.blocks == size:
             mask |= 1 << worker
     return mask
-
-
-def _mask(holds: dict[int, _Hold]) -> int:
-    mask = 0
-    for worker in holds:
-        mask |= 1 << worker
-    return mask
-
-
-def _members(workers: int) -> Iterator[int]:
-    """The numbers in a bitmask."""
-    while workers:
-        lowest = workers & -workers
-        yield lowest.bit_length() - 1
-        workers ^= lowest
