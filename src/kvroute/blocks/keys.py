@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
+from operator import itemgetter
 from typing import NewType, cast, overload
 
 from msgspec import Struct
@@ -52,8 +54,9 @@ def _slices(size: int, count: int) -> list[slice]:
     return [slice(start, start + size) for start in range(0, count * size, size)]
 
 
-_READY_GROUPS = 128
-_GROUPS = _slices(ANCHOR_BYTES, _READY_GROUPS)
+_READY_GROUPS = 32
+_GROUPS = [itemgetter(*_slices(ANCHOR_BYTES, groups or 1)) for groups in range(_READY_GROUPS + 1)]
+"""By their number: what takes so many groups from the beginning of something, two at least."""
 
 _SHORT_BLOCKS = 16
 """Below it, and so before the first anchor, keys are made at once."""
@@ -148,13 +151,15 @@ class BlockKeys(Sequence[BlockKey]):
     def _anchor(self, group: int) -> None:
         """Make the anchors up to `group`."""
         anchors, size, hashed = self._anchors, GROUP_BLOCKS * self._block_bytes, xxh3_64_intdigest
-        key, known, append = anchors[-1], len(anchors) - 1, anchors.append
-        # A view: to copy a group costs more than to hash it, and its slice as much.
+        known = len(anchors) - 1
+        # Views: to copy a group costs more than to hash it.
         rest, groups = memoryview(self._data)[known * size - self._skipped :], group - known
-        ready = size == ANCHOR_BYTES and groups <= _READY_GROUPS
-        for part in _GROUPS[:groups] if ready else _slices(size, groups):
-            key = hashed(rest[part], key)
-            append(key)
+        if 1 < groups <= _READY_GROUPS and size == ANCHOR_BYTES:
+            parts = _GROUPS[groups](rest)
+        else:
+            parts = [rest[part] for part in _slices(size, groups)]
+        # Each is seeded with the one before it: `anchors` are read as they grow.
+        anchors.extend(map(hashed, parts, islice(anchors, known, None)))
 
     def _some(self, start: int, stop: int) -> list[BlockKey]:
         """The keys from `start` to before `stop`."""
@@ -250,7 +255,7 @@ class ContinuedKeys(BlockKeys):
             key = xxh3_64_intdigest(self._data[begin : (place + 1) * BLOCK_BYTES - skipped], anchors[group])
         self._note(place, key)
         self._latest = place
-        self._latest_key = key
+        self._latest_key = key  # type: ignore[assignment]
         return key
 
     def _before(self, place: int) -> int:
