@@ -18,7 +18,7 @@ from kvroute.fleet.worker import Worker
 from kvroute.index.history import RouteHistory
 from kvroute.options import Options, option
 from kvroute.routing.caches import Held
-from kvroute.routing.decision import RouteQuery, Row
+from kvroute.routing.decision import Candidate, RouteQuery, Row
 from kvroute.routing.learning import Fit, Learned, Lessons
 from kvroute.routing.ranking import Ranking
 
@@ -181,17 +181,14 @@ class Pressure(NamedTuple):
 
 class _Settled:
     """One model's costs as of the last fit, and their figures as a plain tuple, which unpacks in a third of
-    the instructions that a named one takes."""
+    the instructions that a named one takes; behind them the share of a part that can be filled at no cost."""
 
-    __slots__ = ("capacity_blocks", "costs", "figures", "fit", "fitting_blocks")
+    __slots__ = ("costs", "figures", "fit")
 
     def __init__(self, costs: Costs, fit: Fit | None) -> None:
         self.costs = costs
-        self.figures = tuple(costs)
+        self.figures = *tuple(costs), min(costs.memory_limit, 1.0)
         self.fit = fit
-        self.capacity_blocks = self.fitting_blocks = -1
-        """Of a part of this size, the last that was seen: how far it can be filled at no cost, in whole
-        blocks."""
 
 
 class CostModel:
@@ -276,33 +273,27 @@ class CostModel:
             balance,
             tie_share,
             tie_s,
+            fitting_share,
         ) = settled.figures
         factors = None if lessons is None else lessons.speeds.factors or None
-        if queues is None and held_where:
-            queues = [worker.load_of(held.rank) for worker, held in zip(workers, held_where, strict=True)]
-        elif queues is None:
-            queues = [worker.load for worker in workers]
+        if queues is None:
+            queues = _queues(workers, held_where)
         seconds, requests = survey(queues, now)
         utilisation, delay_factor = seconds / len(queues), 0.0
-        is_busy, listed = utilisation > 0.0, len(prompts)
+        is_busy = utilisation > 0.0
         if is_busy and requests:
             rho = utilisation if utilisation < MAX_UTILISATION else MAX_UTILISATION
             delay_factor = 0.5 * rho / (1.0 - rho) / (seconds / requests)
+        listed, parts = len(prompts), self._history.parts
         block_tokens = prompts[0].block_tokens if listed == 1 else _block_tokens(prompts)
-        has_blocks, parts = block_tokens > 0.0, self._history.parts
         # At most so many blocks are new anywhere; `int` of a quotient would cost as much as two terms.
         most_blocks = tokens >> 2 if block_tokens >= 4.0 else tokens
-        known_capacity, fitting_blocks = settled.capacity_blocks, settled.fitting_blocks
         rows: list[Row] = []
-        held, known_held, most, first, place = 0, -1, 0, 0, -1
-        miss, mean_s, ready_s, transfer_s = tokens, 0.0, 0.0, 0.0
+        known_held = first = -1
+        miss, most = tokens, 0
+        mean_s = ready_s = marginal_s = 0.0
         best = second = inf
-        for worker in workers:
-            place += 1
-            load = queues[place]
-            wait_s = load.wait_s
-            if matched_tokens:
-                held = matched_tokens[place]
+        for worker, load, held in zip(workers, queues, matched_tokens or [0] * len(workers), strict=True):
             if held != known_held:  # else as for the worker before
                 known_held, miss = held, tokens - held
                 # As `Costs.prefill_s`, without its call, and without dividing by one.
@@ -315,24 +306,23 @@ class CostModel:
                 )
                 if held > most:
                     most = held
+            wait_s, in_flight = load.wait_s, load.in_flight
             own_s = prefill_s = mean_s if factors is None else mean_s * factors.get(worker.index, 1.0)
             if loads:
-                ready_s, transfer_s = loads[place]
+                ready_s, transfer_s = loads[len(rows)]
                 own_s = prefill_s + transfer_s
-            score = (wait_s if wait_s > ready_s else ready_s) + prefill_s
-            memory_s = eviction_s = marginal_s = decode_s = ramp_s = 0.0
-            in_flight = load.in_flight
-            if has_blocks:
+                score = (wait_s if wait_s > ready_s else ready_s) + prefill_s
+            else:
+                score = wait_s + prefill_s
+            memory_s = eviction_s = decode_s = ramp_s = 0.0
+            if block_tokens:
                 try:
                     part = parts[worker.index]
                 except KeyError:
                     part = self._history.part(worker.index)
                 capacity, tracked = part.capacity_blocks, part.blocks
-                if capacity != known_capacity:
-                    known_capacity, fitting_blocks = capacity, int(min(memory_limit, 1.0) * capacity)
-                    settled.capacity_blocks, settled.fitting_blocks = known_capacity, fitting_blocks
                 # Most requests fit wherever they go, even if nothing of them is held and nothing is evicted.
-                if tracked + in_flight + most_blocks > fitting_blocks:
+                if tracked + in_flight + most_blocks > fitting_share * capacity:
                     new_blocks = int(miss / block_tokens)
                     active = part.active_blocks
                     over = active + new_blocks + in_flight - memory_limit * capacity
@@ -360,7 +350,7 @@ class CostModel:
                 ramp_s = score / worker.ramp_at(now) - score
                 score += ramp_s
             if score < best:
-                second, best, first = best, score, place
+                second, best, first = best, score, len(rows)
             elif score < second:
                 second = score
             rows.append(
@@ -375,8 +365,24 @@ class CostModel:
         ranking._workers, ranking._rows = workers, rows
         ranking._cheapest = ranking.first_place = first
         ranking._matched, ranking._where = matched_tokens, held_where
-        ranking._made_first = ranking._all = None
+        row = rows[first]
+        ranking._made_first = Candidate(
+            workers[first],
+            row[0],
+            matched_tokens[first] if matched_tokens else 0,
+            row[3],
+            row,
+            held_where[first] if held_where else None,
+        )
+        ranking._all = None
         return ranking
+
+
+def _queues(workers: Sequence[Worker], held_where: Sequence[Held] | None) -> Sequence[WorkerLoad]:
+    """The loads that the request would join."""
+    if held_where:
+        return [worker.load_of(held.rank) for worker, held in zip(workers, held_where, strict=True)]
+    return [worker.load for worker in workers]
 
 
 def _block_tokens(prompts: Sequence[PromptKeys]) -> float:

@@ -14,8 +14,8 @@ class Ranking(Sequence[Candidate]):
     """Candidates, best first; from the second on by cost.
 
     What is asked of every worker is done once a request, so it is done in as few objects as possible: a row
-    of floats each. The first candidate is made when it is asked for, and the others, with their order, when
-    one of them is: for a retry or for explain. A candidate is the same object each time.
+    of floats each. The first candidate by cost is made with it, and the others, with their order, when one of
+    them is asked for: for a retry or for explain. A candidate is the same object each time.
 
     Made by `CostModel.rank`. Mutable: `put_first`, by the strategy that ranks.
     """
@@ -48,8 +48,11 @@ class Ranking(Sequence[Candidate]):
 
     def put_first(self, worker: Worker) -> None:
         """Put `worker` first, leaving the others in their order."""
-        self.first_place = self._workers.index(worker)
-        self._made_first = self._all = None
+        place = self._workers.index(worker)
+        if place != self.first_place:
+            self.first_place = place
+            self._made_first = None
+        self._all = None
 
     @overload
     def __getitem__(self, place: int) -> Candidate: ...
