@@ -309,7 +309,7 @@ def block_keys(data: bytes, *, block_bytes: int = BLOCK_BYTES, seed: int = 0) ->
     return keys
 
 
-class PromptKeys(Struct, frozen=True):
+class PromptKeys(Struct, frozen=True, gc=False):
     """One prompt as the approximate view sees it.
 
     `tokens` is the estimated length of the whole prompt, `block_tokens` the estimated tokens in one

@@ -94,22 +94,26 @@ class WorkerLoad:
         `streamed` is False for an answer that comes in one piece. It shows no first token, so once it
         heads the queue its prefill is taken to last what was estimated.
         """
+        reservation = Reservation(self, now, prefill_s, tokens, streamed)
+        self.enter(reservation, now)
+        return reservation
+
+    def enter(self, reservation: Reservation, now: float) -> None:
+        """As `reserve`, with a new reservation of this load that starts `now`."""
         if self._head_end <= now:
             self._run_out(now)
-        prefill_s = prefill_s + _COARSE_S - _COARSE_S
-        reservation = Reservation(self, now, prefill_s, tokens, streamed)
+        prefill_s = reservation.prefill_s = reservation.prefill_s + _COARSE_S - _COARSE_S
         self.in_flight += 1
-        self.active_tokens += tokens
+        self.active_tokens += reservation.tokens
         self._queued_s += prefill_s
         if self._head is not None:
             self._behind[reservation] = None
-            return reservation
+            return
         self._head = reservation
         self._head_start = now
-        self._head_end = inf if streamed else now + prefill_s
+        self._head_end = inf if reservation.streamed else now + prefill_s
         if self._origin is None:
             self._origin = now
-        return reservation
 
     def wait(self, now: float) -> float:
         """Seconds of prefill in front of a request sent now, less what the first in line has had."""
@@ -168,13 +172,13 @@ class WorkerLoad:
 
 
 class Reservation(Struct, eq=False):
-    """One dispatched request's share of its worker's load, made by `WorkerLoad.reserve`. Mutable: by its own
-    methods and its load."""
+    """One dispatched request's share of its worker's load, made by `WorkerLoad.reserve` or given to `enter`.
+    Mutable: by its own methods and its load."""
 
     _load: WorkerLoad
     _start: float
     prefill_s: float
-    """In whole multiples of 2**-30 s."""
+    """In whole multiples of 2**-30 s, once its load has it."""
     tokens: int
     streamed: bool
     is_queued: bool = True

@@ -330,7 +330,7 @@ class RadixHistory:
         run.full = _full(run)
 
 
-class _RadixLease(Struct, eq=False):
+class _RadixLease(Struct, eq=False, gc=False):
     _history: RadixHistory
     _part: _RadixPart | None
     _end: _Run | None

@@ -52,7 +52,7 @@ class Reason(StrEnum):
     ONLY_WORKER = "only_worker"
 
 
-class RouteQuery(Struct, frozen=True):
+class RouteQuery(Struct, frozen=True, gc=False):
     """One request as a strategy sees it. `now` is `Clock.now()`; times are seconds, lengths tokens.
 
     `prompts` has one entry per listed prompt (completions take several), `tokens` is their sum, or an
@@ -104,7 +104,7 @@ Row: TypeAlias = tuple[float, float, float, float, float, float, float, float, f
 """A score and the eight `CostTerms` behind it."""
 
 
-class Candidate(Struct, frozen=True, eq=False):
+class Candidate(Struct, frozen=True, eq=False, gc=False):
     """One routable worker in a ranking. `matched_tokens` is what of the prompt it is believed to hold;
     `held` says where, for strategies that know. `terms` are made when somebody asks."""
 
@@ -141,7 +141,7 @@ class Candidate(Struct, frozen=True, eq=False):
         return self.worker.load_of(self.rank)
 
 
-class RouteDecision(Struct, frozen=True):
+class RouteDecision(Struct, frozen=True, gc=False):
     """Every routable worker, best first. `reason` says why the first one is first."""
 
     strategy: str

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from msgspec import Struct
-
 from kvroute.blocks.keys import BlockKey
 from kvroute.blocks.tokens import Tier
 from kvroute.fleet.load import Reservation
@@ -23,6 +21,7 @@ from kvroute.routing.matching import matched_tokens
 from kvroute.routing.options import RoutingOptions
 from kvroute.routing.registry import STRATEGIES
 from kvroute.routing.strategies.kvaware import CacheViews
+from kvroute.routing.strategies.prefixaware import PrefixAware
 from kvroute.routing.strategy import Strategy
 from kvroute.routing.transfers import Transfers
 
@@ -43,12 +42,12 @@ class Observer(Protocol):
     def session_forgotten(self, session_key: str) -> None: ...
 
 
-class Dispatch(Struct, eq=False):
-    """One attempt of one request on one worker. Whoever dispatched it finishes it, in a `finally`.
-    `followed` is told, if somebody observes. Mutable: by the router and by itself."""
+class Dispatch(Reservation, eq=False, kw_only=True):
+    """One attempt of one request on one worker: its share of the worker's load, and what else is given back.
+    Whoever dispatched it finishes it, in a `finally`. `followed` is told, if somebody observes. Mutable: by
+    the router and by itself."""
 
     worker: Worker
-    _reservation: Reservation
     _of_rank: Reservation | None = None
     """Of its data-parallel rank, where it was sent to one."""
     _lease: Lease | None = None
@@ -59,9 +58,9 @@ class Dispatch(Struct, eq=False):
 
     def first_token(self, now: float) -> None:
         """The first token of a streamed answer came: the prefill is done. Later calls do nothing."""
-        if self.followed is not None and self._reservation.is_queued:
+        if self.followed is not None and self.is_queued:
             self.followed.first_token()
-        self._reservation.first_token(now)
+        Reservation.first_token(self, now)
         if self._of_rank is not None:
             self._of_rank.first_token(now)
         if self._lesson is not None:
@@ -74,7 +73,7 @@ class Dispatch(Struct, eq=False):
         if self.followed is not None:
             self.followed.finished()
             self.followed = None
-        self._reservation.finish(now)
+        Reservation.finish(self, now)
         if self._of_rank is not None:
             self._of_rank.finish(now)
         if self._lease is not None:
@@ -134,6 +133,11 @@ class Router:
             name: registered.make(getattr(options, name), self._costs, history, views)
             for name, registered in STRATEGIES.items()
         }
+        self._told = {
+            name: strategy.routed
+            for name, strategy in self._strategies.items()
+            if not isinstance(strategy, PrefixAware)  # to which it means nothing
+        }
 
     @property
     def strategies(self) -> tuple[str, ...]:
@@ -174,12 +178,9 @@ class Router:
     ) -> Dispatch:
         """Account an attempt on `candidate`, one of the decision's ranking: its prefill joins the worker's
         queue, its blocks count as held and stay pinned until `Dispatch.finish`."""
-        if query.streamed:
-            lesson = self._lesson(query, candidate, now)
-            dispatch = self._account(query, decision, candidate, now)
-            dispatch._lesson = lesson
-        else:
-            dispatch = self._account(query, decision, candidate, now)
+        lesson = self._lesson(query, candidate, now) if query.streamed else None
+        dispatch = self._account(query, decision, candidate, now)
+        dispatch._lesson = lesson
         if self._observer is not None:
             dispatch.followed = self._observer.dispatched(query, decision, candidate)
         return dispatch
@@ -202,9 +203,10 @@ class Router:
     def _account(
         self, query: RouteQuery, decision: RouteDecision, candidate: Candidate, now: float
     ) -> Dispatch:
-        worker, held, prefill_s = candidate.worker, candidate.held, candidate.prefill_s
-        prompts, tokens, streamed = query.prompts, query.tokens, query.streamed
-        dispatch = Dispatch(worker, worker.load.reserve(now, prefill_s, tokens, streamed))
+        worker, held, prompts = candidate.worker, candidate.held, query.prompts
+        load = worker.load
+        dispatch = Dispatch(load, now, candidate.prefill_s, query.tokens, query.streamed, worker=worker)
+        load.enter(dispatch, now)
         if prompts:
             sizes, acquire, index = self._sizes, self._history.acquire, worker.index
             first = prompts[0]
@@ -215,13 +217,15 @@ class Router:
                 dispatch._more_leases = [acquire(index, prompt.keys) for prompt in prompts[1:]]
         if held is not None:
             if held.rank is not None:
-                dispatch._of_rank = candidate.queue.reserve(now, prefill_s, tokens, streamed)
+                dispatch._of_rank = candidate.queue.reserve(
+                    now, candidate.prefill_s, query.tokens, query.streamed
+                )
             if held.slot is not None and query.exact:
                 exact = [self._in_flight.acquire(held.slot, prompt.keys) for prompt in query.exact]
                 dispatch._more_leases = [*dispatch._more_leases, *exact]
-        strategy = self._strategies.get(decision.strategy)
-        if strategy is not None:
-            strategy.routed(query, decision, candidate)
+        routed = self._told.get(decision.strategy)
+        if routed is not None:
+            routed(query, decision, candidate)
         return dispatch
 
     def _lesson(self, query: RouteQuery, candidate: Candidate, now: float) -> _Lesson | None:
