@@ -313,6 +313,7 @@ class Metrics(Collector):
         self._series: dict[tuple[str, str, str, str, int], Series] = {}
         self.before_collect: list[Callable[[], None]] = []
         """Who counts only when somebody looks does it now."""
+        self._predicted: dict[tuple[str, str, str, str], tuple[Tally, Spread]] = {}
         registry.register(self)
 
     def series(self, model: str, worker: str, strategy: str, reason: str, status: int) -> Series:
@@ -344,12 +345,19 @@ class Metrics(Collector):
 
     def predicted(self, strategy: str, worker: str, tier: str, outcome: str, error_tokens: int) -> None:
         """Count how a prediction did."""
-        self._predictions.labels(strategy, worker, tier, outcome).inc()
-        self._prediction_error.labels(strategy, worker, tier).observe(error_tokens)
+        key = strategy, worker, tier, outcome
+        known = self._predicted.get(key)
+        if known is None:
+            place = self._prediction_error.labels(strategy, worker, tier)
+            known = self._predicted[key] = self._predictions.labels(*key), place
+        counted, errors = known
+        counted.value += 1.0
+        errors.observe(error_tokens)
 
     def forget_worker(self, worker: str) -> None:
         """Drop the remembered children of a worker that left; its series stay until the process ends."""
         self._series = {key: series for key, series in self._series.items() if key[1] != worker}
+        self._predicted = {key: known for key, known in self._predicted.items() if key[1] != worker}
 
     def settle(self) -> None:
         """Count what `Spread.later` was told. Who tells much calls it now and then."""

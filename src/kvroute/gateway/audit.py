@@ -10,7 +10,7 @@ from kvroute.gateway.planner import Plan
 from kvroute.gateway.usage import Usage
 from kvroute.metrics import Metrics
 from kvroute.routing.audit import Audit, Prediction
-from kvroute.routing.caches import ExactPrompt, Tokens
+from kvroute.routing.caches import ExactPrompt
 from kvroute.routing.decision import Candidate
 
 log = logging.getLogger(__name__)
@@ -57,24 +57,21 @@ class PredictionAudit:
         if feedback is not None and len(query.exact) == 1:
             feedback.answered(worker, rank, plan.model, query.exact[0], query.now, usage.cached_tokens)
         # Several prompts are several engine requests, of which vLLM 0.32 reports one.
-        if usage.cached_tokens is None or len(query.prompts) != 1:
+        cached_tokens = usage.cached_tokens
+        if cached_tokens is None or len(query.prompts) != 1:
             return
-        tokens = Tokens(candidate.matched_tokens) if held is None else held.tokens
-        prediction = Prediction(
-            plan.decision.strategy,
-            worker.id,
-            rank,
-            tokens.tier(),
-            candidate.matched_tokens,
-            worker.block_size,
-            judged=held is not None and held.mapped and not held.why,
+        strategy, worker_id, tokens = plan.decision.strategy, worker.spec.id, candidate.matched_tokens
+        if held is None:
+            tier, judged = "gpu" if tokens else "none", False  # as `Tokens.tier`
+        else:
+            tier, judged = held.tokens.tier(), held.mapped and not held.why
+        outcome, is_wrong = self.audit.reported(
+            Prediction(strategy, worker_id, rank, tier, tokens, worker.block_size, judged), cached_tokens
         )
-        outcome, is_wrong = self.audit.reported(prediction, usage.cached_tokens)
-        error = abs(candidate.matched_tokens - usage.cached_tokens)
-        self._metrics.predicted(prediction.strategy, worker.id, prediction.tier, outcome, error)
+        self._metrics.predicted(strategy, worker_id, tier, outcome, abs(tokens - cached_tokens))
         if is_wrong and feedback is not None:
             log.warning(
-                "worker %s: its predicted hits fail too often; its map is not believed now", worker.id
+                "worker %s: its predicted hits fail too often; its map is not believed now", worker_id
             )
-            self._metrics.map_demotions.labels(worker.id, _AUDIT).inc()
+            self._metrics.map_demotions.labels(worker_id, _AUDIT).inc()
             feedback.distrust(worker, rank, _AUDIT)

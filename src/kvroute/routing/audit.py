@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections import deque
 from enum import StrEnum
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
+
+from msgspec import Struct
 
 from kvroute.options import Options, option
 
@@ -46,7 +48,11 @@ class Outcome(StrEnum):
     UNDER = "under"
 
 
-class Prediction(NamedTuple):
+# A member asked of its class costs 80 ns each time (CPython 3.11), these almost nothing.
+_EXACT, _OVER, _UNDER = Outcome.EXACT, Outcome.OVER, Outcome.UNDER
+
+
+class Prediction(Struct, frozen=True, gc=False):
     """What was said of one request before it was sent. `tier` is the slowest one that had a part;
     `judged`: the worker's map said it, and was taken to be whole."""
 
@@ -86,11 +92,13 @@ class Audit:
     def reported(self, prediction: Prediction, cached_tokens: int) -> tuple[Outcome, bool]:
         """A worker has told `usage.prompt_tokens_details.cached_tokens`: how the prediction did, and whether
         that place's map should not be believed any more. Its verdicts begin anew then."""
-        error = prediction.tokens - cached_tokens
-        if abs(error) < prediction.block_tokens:
-            outcome = Outcome.EXACT
+        tokens = prediction.tokens
+        error = tokens - cached_tokens
+        distance = error if error > 0 else -error
+        if distance < prediction.block_tokens:
+            outcome = _EXACT
         else:
-            outcome = Outcome.OVER if error > 0 else Outcome.UNDER
+            outcome = _OVER if error > 0 else _UNDER
         key = prediction.strategy, prediction.worker, prediction.tier
         tally = self._tallies.get(key)
         if tally is None:
@@ -98,10 +106,10 @@ class Audit:
                 del self._tallies[next(iter(self._tallies))]
             tally = self._tallies[key] = _Tally()
         tally.outcomes[outcome] += 1
-        tally.predicted += prediction.tokens
+        tally.predicted += tokens
         tally.reported += cached_tokens
-        tally.error_tokens += abs(error)
-        return outcome, prediction.judged and self._is_wrong(prediction, outcome is not Outcome.EXACT)
+        tally.error_tokens += distance
+        return outcome, prediction.judged and self._is_wrong(prediction, outcome is not _EXACT)
 
     def _is_wrong(self, prediction: Prediction, failed: bool) -> bool:
         options, place = self._options, (prediction.worker, prediction.rank)
