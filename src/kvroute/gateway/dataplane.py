@@ -93,6 +93,8 @@ class DataPlane:
         """Ready header lines that workers see instead."""
         self._max_in_flight = max_in_flight
         self._needs_key = not keys.is_open
+        self.reads_headers = self._needs_key or planner.may_need_headers
+        """Whether the headers of JSON requests matter here, beside those that are relayed."""
         # Asked for once, not on each request.
         self._time = use.clock.now
         self._request_bytes = use.metrics.request_bytes.later
@@ -137,23 +139,20 @@ class DataPlane:
     def admits(self, headers: Headers) -> bool:
         """Whether neither `admit` nor the check of keys would raise."""
         most = self._max_in_flight
-        return (
-            self._is_open
-            and (not most or len(self._running) < most)
-            and (not self._needs_key or self.keys.matches(headers))
-        )
+        if not self._is_open or (most and len(self._running) >= most):
+            return False
+        return not self._needs_key or self.keys.matches(headers)
 
     def record(self, sent: bytes, path: str) -> Record:
         """For a request that just came: under the client's own `x-request-id`, `sent`, if that is short and
-        printable, else under a new one."""
+        printable, else under a new one. Its time counts from here; who waits for its body sets it anew."""
         if sent and len(sent) <= 256 and sent.isascii() and sent.decode("ascii").isprintable():
             return Record(sent, path, self._time())
         return Record(next(self._ids), path, self._time())
 
-    def read(self, endpoint: Endpoint, body: bytes, headers: Headers, record: Record) -> InferenceRequest:
-        """The complete body, decoded; the request's time counts from here. Raises InvalidRequest."""
+    def read(self, endpoint: Endpoint, body: bytes, headers: Headers) -> InferenceRequest:
+        """The complete body, decoded. Raises InvalidRequest."""
         self._request_bytes(len(body))
-        record.started = self._time()
         if endpoint.body is _MULTIPART:
             return parse_request(endpoint, body, header(headers, b"content-type").decode("latin-1"))
         return self._bodies.read(endpoint, body)
@@ -167,11 +166,12 @@ class DataPlane:
         record: Record,
         client: Downstream,
         owner: WorkerId | None = None,
+        prepared: Prepared | None = None,
     ) -> Going:
         """Plan the request and begin its exchange, at once or, where its tokens are wanted first and take
-        time, soon. Raises what `Planner.plan` raises."""
-        preparer, prepared = self._preparer, None
-        if preparer is not None:
+        time, soon: then with `prepared`. Raises what `Planner.plan` raises."""
+        preparer = self._preparer
+        if preparer is not None and prepared is None:
             model = self.planner.unprepared(request, headers)
             if model is not None:
                 prepared = preparer.at_once(request, model)
@@ -179,25 +179,13 @@ class DataPlane:
                     return self._later(
                         preparer, model, request, target, headers, fields, record, client, owner
                     )
-        return self._now(request, target, headers, fields, record, client, owner, prepared)
-
-    def _now(
-        self,
-        request: InferenceRequest,
-        target: bytes,
-        headers: Headers,
-        fields: bytes,
-        record: Record,
-        client: Downstream,
-        owner: WorkerId | None,
-        prepared: Prepared | None,
-    ) -> Exchange:
         # Time must not fall from one plan to the next: others may have come while this one waited.
-        has_waited = prepared is not None or request.endpoint.stores_response
-        now = self._time() if has_waited else record.started
+        now = started = record.started
+        if prepared is not None or request.endpoint.stores_response:
+            now = self._time()
         plan = self.planner.plan(request, target, headers, now, owner, prepared)
         record.model, record.tokens, record.decision = plan.model, plan.query.tokens, plan.decision
-        self._routing_time(self._time() - record.started)
+        self._routing_time(self._time() - started)
         if self._announce is not None:
             self._announce(plan.decision)
         return self.begin(plan, fields, record, client)
@@ -216,11 +204,11 @@ class DataPlane:
     ) -> Pending:
         shape = request.endpoint.errors
 
-        async def prepare() -> Exchange | None:
+        async def prepare() -> Going | None:
             exchange = None
             try:
                 prepared = await preparer.prepare(request, model)
-                exchange = self._now(request, target, headers, fields, record, client, owner, prepared)
+                exchange = self.relay(request, target, headers, fields, record, client, owner, prepared)
             except GatewayError as error:
                 self.refuse(record, error, client, shape)
             except Exception:  # noqa: BLE001 - logged by `failed`
@@ -311,7 +299,8 @@ class InferenceEndpoint:
             plane.admit()
             plane.keys.check(headers)
             body = await read_body(receive, headers, plane.max_body_bytes)
-            request = plane.read(endpoint, body, headers, record)
+            record.started = plane.clock.now()
+            request = plane.read(endpoint, body, headers)
             owner = None
             if endpoint.stores_response and (previous := request.text("previous_response_id")):
                 owner = await plane.stored.find(previous)

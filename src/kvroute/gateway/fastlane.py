@@ -19,13 +19,16 @@ from kvroute.errors import GatewayError
 from kvroute.gateway.asgi import Headers
 from kvroute.gateway.dataplane import DataPlane, left
 from kvroute.gateway.journal import Record
+from kvroute.gateway.kinds import PlainRequest
 from kvroute.gateway.pending import Going
-from kvroute.gateway.plain import PlainRequest, PlainRequests
+from kvroute.gateway.plain import PlainRequests
 from kvroute.openai.endpoints import ENDPOINTS
 from kvroute.upstream.deadline import Deadline
 
 _JOIN_BYTES = 65_536  # a head and a chunk go out in one write below it; above, copying costs more
 _WITHOUT_BODY = (204, 304)
+_UNREAD: Headers = []
+"""In place of headers that nobody looks at."""
 
 
 class _Lane(Enum):
@@ -71,12 +74,14 @@ class FastLaneProtocol(HttpToolsProtocol):
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
         self._lane = _FREE
+        self._is_shared = False
+        """uvicorn had a request on this connection."""
         self._is_within_message = False
         self._was_upgraded = False
         self._idle = Deadline(self.loop, self.timeout_keep_alive_handler)
         self._closes_after = False
         self._request: PlainRequest | None = None
-        """The last plain one, or the one that is under way."""
+        """The last plain one that was taken, or the one that is under way."""
         # Of the request that is under way here:
         self._record: Record | None = None
         self._segments: list[bytes] = []
@@ -133,7 +138,7 @@ class FastLaneProtocol(HttpToolsProtocol):
     # What uvicorn's parser tells.
 
     def on_message_begin(self) -> None:
-        self._is_within_message = True
+        self._is_shared = self._is_within_message = True
         super().on_message_begin()
 
     def on_message_complete(self) -> None:
@@ -146,27 +151,21 @@ class FastLaneProtocol(HttpToolsProtocol):
 
     def _take(self, data: bytes) -> bool:
         """Whether `data` begins a request that is the lane's."""
-        cycle = self.cycle
-        if (
-            self._is_within_message
-            or self._was_upgraded
-            or (cycle is not None and not cycle.response_complete)
-            or self.pipeline
-        ):
+        if self._is_shared and self._is_others():
             return False
-        request, plane = self._request, self.plane
-        if request is None or not request.again(data):
-            request = self.plain.read(data)
-            if request is None:
-                return False
-            self._request = request
+        request = self.plain.read(data, self._request)
+        if request is None:
+            return False
+        plane = self.plane
         body_at = request.body_at
         missing = body_at + request.body_bytes - len(data)
+        headers = request.headers if plane.reads_headers else _UNREAD
         # More may follow at once; uvicorn looks at it before this one is answered. Of what is refused the
         # complete way says why, with what belongs to it.
-        if missing < 0 or request.body_bytes > plane.max_body_bytes or not plane.admits(request.headers):
+        if missing < 0 or request.body_bytes > plane.max_body_bytes or not plane.admits(headers):
             return False
-        if self.timeout_keep_alive_task is not None:
+        self._request = request
+        if self._is_shared:
             self._unset_keepalive_if_required()
         record = plane.record(request.request_id, request.endpoint.path)
         if missing:
@@ -175,8 +174,18 @@ class FastLaneProtocol(HttpToolsProtocol):
             self._segments.append(data)
             self._missing_bytes = missing
         else:
-            self._begin(request, record, data[body_at:])
+            self._begin(request, headers, record, data[body_at:])
         return True
+
+    def _is_others(self) -> bool:
+        """Whether uvicorn is at work on this connection, or its client speaks no HTTP any more."""
+        cycle = self.cycle
+        return (
+            self._is_within_message
+            or self._was_upgraded
+            or (cycle is not None and not cycle.response_complete)
+            or bool(self.pipeline)
+        )
 
     def _collect(self, data: bytes) -> None:
         segments, request, record = self._segments, self._request, self._record
@@ -191,15 +200,16 @@ class FastLaneProtocol(HttpToolsProtocol):
             for segment in segments:
                 super().data_received(segment)
             return
+        record.started = self.plane.clock.now()
         first, *others = segments
-        self._begin(request, record, b"".join([memoryview(first)[request.body_at :], *others]))
+        headers = request.headers if self.plane.reads_headers else _UNREAD
+        self._begin(request, headers, record, b"".join([memoryview(first)[request.body_at :], *others]))
 
-    def _begin(self, request: PlainRequest, record: Record, body: bytes) -> None:
-        plane = self.plane
-        endpoint, headers = request.endpoint, request.headers
+    def _begin(self, request: PlainRequest, headers: Headers, record: Record, body: bytes) -> None:
+        plane, endpoint = self.plane, request.endpoint
         self._lane = _BUSY
         try:
-            parsed = plane.read(endpoint, body, headers, record)
+            parsed = plane.read(endpoint, body, headers)
             exchange = plane.relay(parsed, request.target, headers, request.fields, record, self)
         except GatewayError as error:
             plane.refuse(record, error, self, endpoint.errors)

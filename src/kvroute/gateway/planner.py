@@ -84,6 +84,8 @@ class Planner:
         self._allow_strategy_header = allow_strategy_header
         self.may_need_tokens = allow_strategy_header or router.may_need(Needs.TOKENS)
         """Whether `unprepared` has ever anything to say."""
+        self.may_need_headers = allow_strategy_header or router.may_need(Needs.SESSION_KEY)
+        """Whether the requests' headers matter to `plan`; with none of its options else."""
 
     def plan(
         self,
