@@ -174,37 +174,46 @@ class Planner:
         session: str | None,
         prepared: Prepared | None,
     ) -> RouteQuery:
-        keys: tuple[PromptKeys, ...] = ()
+        model, stream = known.model, request.stream
         exact: tuple[ExactPrompt, ...] = ()
         if prompts:
             space = known.space
             if request.cache_salt is not None and (salt := cache_salt_of(request)):
                 space = CacheSpace(space.model, salt)
             estimated = self._estimator.prompt_keys
-            if len(prompts) == 1:
-                keys = (estimated(prompts[0], space),)
-            else:
-                keys = tuple([estimated(prompt, space) for prompt in prompts])
+            if prepared is None and len(prompts) == 1:  # what is below, for what most requests are
+                own, seed = estimated(prompts[0], space), space.seed
+                return RouteQuery(
+                    model,
+                    now,
+                    (own,),
+                    own.tokens,
+                    session,
+                    stream,
+                    seed ^ _fingerprint(prompts[0], own, seed),
+                )
+            keys = tuple([estimated(prompt, space) for prompt in prompts])
             if prepared is not None and len(prepared.prompts) == len(keys):
                 exact = prepared.prompts
                 keys = tuple(map(_measured, keys, prompts, exact))
-            fingerprint, tokens, place = space.seed, 0, 0
-            for measured in keys:
-                prompt, chain = prompts[place], measured.keys
+            fingerprint, tokens = space.seed, 0
+            for prompt, measured in zip(prompts, keys, strict=True):
                 tokens += measured.tokens
-                place += 1  # noqa: SIM113 - `enumerate` costs more than all of this
-                if prompt.size > _ANCHORED_BYTES:
-                    blocks = len(chain)
-                    fingerprint ^= xxh3_64_intdigest(prompt.after(blocks * BLOCK_BYTES), chain[blocks - 1])
-                else:
-                    fingerprint ^= xxh3_64_intdigest(prompt.data, fingerprint)
+                fingerprint ^= _fingerprint(prompt, measured, fingerprint)
         else:
+            keys = ()
             tokens = int(len(request.body) / BYTES_PER_TOKEN) if request.endpoint.fills_kv_cache else 1
             fingerprint = xxh3_64_intdigest(request.body)
         inexact = "" if exact or prepared is None else prepared.why_not or "unreadable"
-        return RouteQuery(
-            known.model, now, keys, tokens, session, request.stream, fingerprint, exact, inexact
-        )
+        return RouteQuery(model, now, keys, tokens, session, stream, fingerprint, exact, inexact)
+
+
+def _fingerprint(prompt: AnyPrompt, measured: PromptKeys, seed: int) -> int:
+    if prompt.size <= _ANCHORED_BYTES:
+        return xxh3_64_intdigest(prompt.data, seed)
+    chain = measured.keys
+    blocks = len(chain)
+    return xxh3_64_intdigest(prompt.after(blocks * BLOCK_BYTES), chain[blocks - 1])
 
 
 def _measured(keys: PromptKeys, prompt: AnyPrompt, exact: ExactPrompt) -> PromptKeys:
