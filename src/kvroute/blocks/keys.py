@@ -295,7 +295,7 @@ class ContinuedKeys(BlockKeys):
         return keys
 
 
-def block_keys(data: bytes, *, block_bytes: int = BLOCK_BYTES, seed: int = 0) -> BlockKeys | list[BlockKey]:
+def block_keys(data: bytes, block_bytes: int = BLOCK_BYTES, seed: int = 0) -> BlockKeys | list[BlockKey]:
     """`data` as chained block keys: of a short prompt a list, because making its few keys costs less than
     being asked for some of them; of a longer one `BlockKeys`, which has the same."""
     blocks = len(data) // block_bytes

@@ -22,7 +22,8 @@ from kvroute.openai.json import UNREADABLE
 from kvroute.openai.request import InferenceRequest, Message, decode_body, head_of
 
 _AFTER_MESSAGES = ("query", "text_1", "queries", "text_2", "suffix")
-_NOTHING_ELSE = [UNSET] * 8
+_OTHERS = slice(2, None)
+_NOTHING_ELSE = (UNSET,) * 8
 _LIST = ord("[")
 _MANY_MESSAGES = 8
 _FEW_BYTES = 1024
@@ -119,11 +120,14 @@ def prompts_of(request: InferenceRequest) -> tuple[AnyPrompt, ...]:
         return ()
     if request.seen is not None:
         return (request.seen,)
-    head = request.head
+    head, messages = request.head, request.messages
     try:
-        if request.messages is not None:
+        if messages is not None:
+            parts = rendered(messages)
+            if head:
+                parts[:0] = head
             # As `Prompt(...)`, without its Python-level constructor.
-            return (tuple.__new__(Prompt, (b"".join([*head, *rendered(request.messages)]), False)),)
+            return (tuple.__new__(Prompt, (b"".join(parts), False)),)
         return _prompts(head, request.fields or {})
     except UNREADABLE:
         return ()
@@ -155,18 +159,20 @@ def rendered(messages: Sequence[Message]) -> list[bytes | Raw]:
         return plain
     parts: list[bytes | Raw] = []
     add = parts.append
-    for role, content, *others in fields:
+    for message in fields:
+        role, content, others = message[0], message[1], message[_OTHERS]
         add(b"\x1e")
         if role is not UNSET:
             add(role)
-        if others != _NOTHING_ELSE:
+        is_plain = others == _NOTHING_ELSE
+        if not is_plain:
             parts += [value for value in others[:3] if value is not UNSET]
         if content is not UNSET:
             if memoryview(content)[0] == _LIST:
                 parts += _content(bytes(content))
             else:
                 add(content)
-        if others != _NOTHING_ELSE:
+        if not is_plain:
             parts += [value for value in others[3:] if value is not UNSET]
     return parts
 

@@ -6,7 +6,7 @@ from kvroute.fleet.worker import ASSUMED_BLOCK_TOKENS, Worker
 from kvroute.index.history import RouteHistory
 from kvroute.routing.decision import RouteQuery
 
-_TOLERANCE = 0.02
+TOLERANCE = 0.02
 _LEAST_WEIGHT = 0.1
 
 
@@ -34,7 +34,7 @@ class PartSizes:
                 self.block_tokens[index] = block_tokens
                 self.resize(worker)
                 continue
-            change, bearable = block_tokens - known, _TOLERANCE * known
+            change, bearable = block_tokens - known, TOLERANCE * known
             if change > bearable or -change > bearable:
                 blocks = len(prompt.keys)
                 weight = max(_LEAST_WEIGHT, blocks / (blocks + self._history.part(index).blocks + 1))

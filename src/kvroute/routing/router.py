@@ -13,7 +13,7 @@ from kvroute.index.history import HistorySize, Lease, RouteHistory
 from kvroute.index.radix_history import RadixHistory
 from kvroute.index.registry import HISTORIES
 from kvroute.routing.caches import CacheMap, NoMap
-from kvroute.routing.capacity import PartSizes
+from kvroute.routing.capacity import TOLERANCE, PartSizes
 from kvroute.routing.cost import CostModel, Costs
 from kvroute.routing.decision import Candidate, Needs, Reason, RouteDecision, RouteQuery
 from kvroute.routing.learning import Learned
@@ -208,13 +208,16 @@ class Router:
         dispatch = Dispatch(load, now, candidate.prefill_s, query.tokens, query.streamed, worker=worker)
         load.enter(dispatch, now)
         if prompts:
-            sizes, acquire, index = self._sizes, self._history.acquire, worker.index
-            first = prompts[0]
-            if len(prompts) > 1 or sizes.block_tokens.get(index) != first.block_tokens:
-                sizes.sending(worker, query)
-            dispatch._lease = acquire(index, first.keys)
-            if len(prompts) > 1:
-                dispatch._more_leases = [acquire(index, prompt.keys) for prompt in prompts[1:]]
+            index, first, acquire = worker.index, prompts[0], self._history.acquire
+            if len(prompts) == 1:
+                known, block_tokens = self._sizes.block_tokens.get(index), first.block_tokens
+                # What would change nothing, as of `sending`.
+                if known is None or not abs(block_tokens - known) <= TOLERANCE * known:
+                    self._sizes.sending(worker, query)
+                dispatch._lease = acquire(index, first.keys)
+            else:
+                self._sizes.sending(worker, query)
+                dispatch._more_leases = [acquire(index, prompt.keys) for prompt in prompts]
         if held is not None:
             if held.rank is not None:
                 dispatch._of_rank = candidate.queue.reserve(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
 
 from kvroute.blocks.keys import (
     ANCHOR_BYTES,
@@ -16,7 +15,7 @@ from kvroute.blocks.keys import (
     PromptKeys,
     block_keys,
 )
-from kvroute.openai.prompt import AnyPrompt, Beginning, Prompt, SeenPrompt
+from kvroute.openai.prompt import AnyPrompt, Beginning, SeenPrompt
 
 _WEIGHT = 0.05
 """Share of a new observation in the moving average: about the last 20 prompts count."""
@@ -58,9 +57,9 @@ class TokenEstimator:
             size, is_token_ids = prompt.size, False
             keys: Sequence[BlockKey] = _seen_keys(prompt, space.seed)
         else:
-            data, is_token_ids = cast("Prompt", prompt)
+            data, is_token_ids = prompt  # type: ignore[misc]  # a `Prompt`; `cast` is a call
             size = len(data)
-            keys = block_keys(data, seed=space.seed)
+            keys = block_keys(data, BLOCK_BYTES, space.seed)
         ratio = _TOKEN_ID_BYTES if is_token_ids else self._ratio.get(space.model, self._initial)
         return PromptKeys(keys, round(size / ratio) or 1, BLOCK_BYTES / ratio)
 

@@ -54,12 +54,8 @@ class PrefixAware:
         ranking = self._costs.rank(query, workers, matched, None, None, view.loads)
         most = ranking.most_matched
         if not most:
-            reason = _MISS
-        elif matched[ranking.first_place] == most:
-            reason = _HIT
-        else:
-            reason = _SPILL
-        return RouteDecision(_NAME, reason, ranking)
+            return RouteDecision(_NAME, _MISS, ranking)
+        return RouteDecision(_NAME, _HIT if matched[ranking.first_place] == most else _SPILL, ranking)
 
     def routed(self, query: RouteQuery, decision: RouteDecision, candidate: Candidate) -> None:
         """Nothing: the router's lease has recorded the prompt."""
