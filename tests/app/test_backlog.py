@@ -11,7 +11,7 @@ from kvroute.app.runtime import Runtime
 from kvroute.app.server import GatewayServer, uvicorn_config
 
 CLIENTS = 100
-ROUNDS = 20  # four to accept a hundred, and some in which their protocols are told
+ROUNDS = 20  # thirteen to accept a hundred, and some in which their protocols are told
 
 
 class Protocol(asyncio.Protocol):
@@ -53,8 +53,8 @@ async def rounds(count: int) -> None:
 
 async def test_clients_that_come_together_do_not_wait_for_a_round_of_the_loop_each(listening, dial):
     opened: list[asyncio.BaseTransport] = []
-    backlog = Backlog(lambda: Protocol(opened, []))
-    backlog.begin([listening])
+    backlog = Backlog(lambda: Protocol(opened, []), CLIENTS)
+    await backlog.begin([listening])
     dial(CLIENTS)
 
     await rounds(ROUNDS)
@@ -69,8 +69,8 @@ async def test_clients_that_come_together_do_not_wait_for_a_round_of_the_loop_ea
 async def test_what_it_accepts_is_served_and_left_open_when_it_ends(listening, dial):
     opened: list[asyncio.BaseTransport] = []
     received: list[bytes] = []
-    backlog = Backlog(lambda: Protocol(opened, received))
-    backlog.begin([listening])
+    backlog = Backlog(lambda: Protocol(opened, received), CLIENTS)
+    await backlog.begin([listening])
     (client,) = dial(1)
     async with asyncio.timeout(10):
         while not opened:
@@ -89,8 +89,8 @@ async def test_what_it_accepts_is_served_and_left_open_when_it_ends(listening, d
 
 async def test_once_closed_it_accepts_nobody(listening, dial):
     opened: list[asyncio.BaseTransport] = []
-    backlog = Backlog(lambda: Protocol(opened, []))
-    backlog.begin([listening])
+    backlog = Backlog(lambda: Protocol(opened, []), CLIENTS)
+    await backlog.begin([listening])
     backlog.close()
     backlog.close()
     address = listening.getsockname()
@@ -108,8 +108,8 @@ async def test_a_connection_that_cannot_be_set_up_is_closed_and_logged(listening
     def fails() -> asyncio.Protocol:
         raise RuntimeError("no protocol")
 
-    backlog = Backlog(fails)
-    backlog.begin([listening])
+    backlog = Backlog(fails, CLIENTS)
+    await backlog.begin([listening])
     (client,) = dial(1)
 
     await rounds(ROUNDS)

@@ -25,6 +25,8 @@ from kvroute.gateway.complete_check import complete_trouble
 from kvroute.gateway.fastlane import fast_lane
 from kvroute.gateway.fastlane_check import fast_lane_trouble
 from kvroute.gateway.front import Front
+from kvroute.gateway.opening import ClientProtocols
+from kvroute.gateway.opening_check import opening_trouble
 from kvroute.logs import configure
 
 if TYPE_CHECKING:
@@ -53,11 +55,11 @@ class GatewayServer(uvicorn.Server):
         self._part = part
         self._runtime = runtime
         self._drain_timeout_s = drain_timeout_s
-        self._backlog = Backlog(self._client_protocol)
+        self._backlog = Backlog(self._client_protocol, config.backlog)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        self._backlog.begin(listening for server in self.servers for listening in server.sockets)
+        await self._backlog.begin(listening for server in self.servers for listening in server.sockets)
         if self._part is not None:
             self._part.ready()
             if self._part.replica.number:
@@ -164,7 +166,7 @@ def uvicorn_config(config: Config, runtime: Runtime) -> uvicorn.Config:
         host=options.host,
         port=options.port,
         backlog=options.backlog,
-        http=_protocol(config, runtime),
+        http=_protocols(_protocol(config, runtime)),
         ws="none",
         lifespan="off",
         log_config=None,
@@ -191,6 +193,14 @@ def _protocol(config: Config, runtime: Runtime) -> type[HttpToolsProtocol]:
     else:
         parts.append(CompleteProtocol)
     return type("ClientProtocol", tuple(parts), {}) if parts else HttpToolsProtocol
+
+
+def _protocols(protocol_class: type[HttpToolsProtocol]) -> type[HttpToolsProtocol]:
+    """What uvicorn calls for each connection."""
+    if trouble := opening_trouble(protocol_class):
+        log.warning("connections cost more than they must: uvicorn %s %s", uvicorn.__version__, trouble)
+        return protocol_class
+    return cast(type[HttpToolsProtocol], ClientProtocols(protocol_class))
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:

@@ -78,13 +78,14 @@ class FastLaneProtocol(HttpToolsProtocol):
         """uvicorn had a request on this connection."""
         self._is_within_message = False
         self._was_upgraded = False
-        self._idle = Deadline(self.loop, self.timeout_keep_alive_handler)
+        self._idle: Deadline | None = None
+        """From the first answer on."""
         self._closes_after = False
         self._request: PlainRequest | None = None
         """The last plain one that was taken, or the one that is under way."""
         # Of the request that is under way here:
         self._record: Record | None = None
-        self._segments: list[bytes] = []
+        self._segments: list[bytes] | None = None
         self._missing_bytes = 0
         self._exchange: Going | None = None
         self._head = b""
@@ -97,7 +98,8 @@ class FastLaneProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         if self._lane is _FREE:
-            self._idle.clear()
+            if self._idle is not None:
+                self._idle.clear()
             if not self._take(data):
                 super().data_received(data)
         elif self._lane is _COLLECTING:
@@ -108,11 +110,11 @@ class FastLaneProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         lane, exchange, record = self._lane, self._exchange, self._record
-        self._exchange = self._record = self._request = None
-        self._segments = []
+        self._exchange = self._record = self._request = self._segments = None
         self._takes_framed = False
         super().connection_lost(exc)
-        self._idle.close()
+        if self._idle is not None:
+            self._idle.close()
         if exchange is not None:
             exchange.end("client")
         elif lane is _COLLECTING and record is not None:
@@ -171,7 +173,7 @@ class FastLaneProtocol(HttpToolsProtocol):
         if missing:
             self._lane = _COLLECTING
             self._record = record
-            self._segments.append(data)
+            self._segments = [data]
             self._missing_bytes = missing
         else:
             self._begin(request, headers, record, data[body_at:])
@@ -189,12 +191,12 @@ class FastLaneProtocol(HttpToolsProtocol):
 
     def _collect(self, data: bytes) -> None:
         segments, request, record = self._segments, self._request, self._record
+        assert segments is not None
         segments.append(data)
         self._missing_bytes -= len(data)
         if self._missing_bytes > 0 or request is None or record is None:
             return
-        self._segments = []
-        self._record = None
+        self._segments = self._record = None
         if self._missing_bytes < 0:
             self._lane = _FREE
             for segment in segments:
@@ -282,7 +284,10 @@ class FastLaneProtocol(HttpToolsProtocol):
             self.loop.call_soon(self._next_in_line)
         else:
             self._lane = _FREE
-            self._idle.set(self.timeout_keep_alive)
+            idle = self._idle
+            if idle is None:
+                self._idle = idle = Deadline(self.loop, self.timeout_keep_alive_handler)
+            idle.set(self.timeout_keep_alive)
 
     def cut(self) -> None:
         self._exchange = None
