@@ -1,3 +1,5 @@
+import logging
+
 import pytest
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
@@ -7,6 +9,16 @@ from kvroute.gateway.complete_check import complete_trouble
 
 def test_this_uvicorn_is_as_expected():
     assert complete_trouble() == ""
+
+
+def test_its_requests_are_nobodys_and_not_logged(caplog):
+    access = logging.getLogger("uvicorn.access")
+    access.addHandler(caplog.handler)
+    with caplog.at_level(logging.INFO, access.name):
+        complete_trouble()
+    access.removeHandler(caplog.handler)
+
+    assert caplog.messages == []
 
 
 class LosesBody(CompleteProtocol):

@@ -43,6 +43,7 @@ def _play(protocol_class: type[HttpToolsProtocol], application: _Application) ->
     )
     config.load()
     protocol: Any = protocol_class(config, state, {}, cast(asyncio.AbstractEventLoop, loop))
+    protocol.access_log = False  # as a gateway serves; what is answered here is no request of anybody's
     protocol.connection_made(transport)
     for _ in range(3):
         protocol.data_received(_POST)
