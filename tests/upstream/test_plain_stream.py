@@ -68,14 +68,17 @@ class Listener:
     def answer_arrived(self, response: UpstreamResponse) -> None:
         self.body += response.take()
         self.is_over, self.error = response.is_over, response.error
+        if not response.is_over:
+            self._decide(response)
 
-    def chunk_arrived(self, response: UpstreamResponse, framed: bytes, begin: int) -> bool:
-        if not self._takes():
-            return False
-        self.taken_framed += 1
-        self.body += framed[begin:-2]
-        assert unframed(framed) == framed[begin:-2]
-        return True
+    def _decide(self, response: UpstreamResponse) -> None:
+        def take(framed: bytes) -> None:
+            self.taken_framed += 1
+            self.body += unframed(framed)
+            assert unframed(framed) != framed
+            self._decide(response)
+
+        response.take_framed = take if self._takes() else None
 
 
 async def feed(listener: Listener, *segments: bytes) -> UpstreamConnection:

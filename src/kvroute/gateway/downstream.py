@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Protocol
 
 from kvroute.gateway.asgi import FIELDS, IS_SIZED, Headers, Message, Send, field_pairs
@@ -38,9 +39,10 @@ class Downstream(Protocol):
         """The next bytes of the body, at least one."""
         ...
 
-    def write_framed(self, framed: bytes) -> bool:
-        """As `write`, of one chunk in the framing of a chunked answer. False, and nothing done, where the
-        answer is not passed on in that framing. Who takes it calls `Exchange.hold` when `is_paused` rises."""
+    def framed_writer(self) -> Callable[[bytes], None] | None:
+        """What takes the next chunks in the framing of a chunked answer, each as `write` does, until the
+        answer ends; who gives it calls `Exchange.hold` when `is_paused` rises. None where the answer is not
+        passed on in that framing. Asked for after the first `write`."""
         ...
 
     def finish(self, chunk: bytes = b"") -> None:
@@ -99,8 +101,8 @@ class AsgiAnswer:
             self._held_bytes += len(chunk)
             self._wake()
 
-    def write_framed(self, framed: bytes) -> bool:
-        return False
+    def framed_writer(self) -> None:
+        return None
 
     def finish(self, chunk: bytes = b"") -> None:
         if not self._is_over:

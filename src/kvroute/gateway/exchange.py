@@ -100,6 +100,8 @@ class Exchange(Struct, eq=False):
     _is_event_stream: bool = False
     _gaps: Spread | None = None
     """Of an event stream, where the times between its chunks are counted."""
+    _write_framed: Callable[[bytes], None] | None = None
+    """Where the chunks of an event stream go that come one by one."""
     _last_chunk_at: float = 0.0
     _before_last: bytes = b""
     _last: bytes = b""
@@ -158,17 +160,17 @@ class Exchange(Struct, eq=False):
             log.exception("an exchange failed")
             self._give_up(InternalError("Internal error."))
 
-    def chunk_arrived(self, response: UpstreamResponse, framed: bytes, begin: int) -> bool:
-        """As `upstream.response.AnswerListener`."""
-        gaps = self._gaps  # None before the answer has begun
-        if gaps is None or not self._client.write_framed(framed):
-            return False
+    def _take_framed(self, framed: bytes) -> None:
+        """As `UpstreamResponse.take_framed`: one chunk of an event stream, passed on as it is."""
+        write, gaps = self._write_framed, self._gaps
+        assert write is not None
+        assert gaps is not None
+        write(framed)
         self._before_last = self._last
         self._last = framed
         now = self._use.clock.now()
         gaps.observe(now - self._last_chunk_at)
         self._last_chunk_at = now
-        return True
 
     # Towards the worker.
 
@@ -299,6 +301,10 @@ class Exchange(Struct, eq=False):
         else:
             self._client.start_relayed(status, fields, is_sized=is_sized)
             self._relay(is_first=True)
+            if self._is_event_stream and not self.is_over:
+                self._write_framed = write = self._client.framed_writer()
+                if write is not None:
+                    response.take_framed = self._take_framed
 
     def _relay(self, *, is_first: bool = False) -> None:
         """Pass on what has arrived."""

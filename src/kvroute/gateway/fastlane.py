@@ -8,6 +8,7 @@ sees the same bytes as if the lane were not there. docs/architecture.md says wha
 from __future__ import annotations
 
 from asyncio import AbstractEventLoop
+from collections.abc import Callable
 from enum import Enum
 from typing import Any, ClassVar
 
@@ -90,8 +91,6 @@ class FastLaneProtocol(HttpToolsProtocol):
         self._exchange: Going | None = None
         self._head = b""
         self._is_chunked = False
-        self._takes_framed = False
-        """The head of a chunked answer is out, and its end is not."""
         self._ahead = b""
 
     # What the socket tells.
@@ -111,7 +110,6 @@ class FastLaneProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         lane, exchange, record = self._lane, self._exchange, self._record
         self._exchange = self._record = self._request = self._segments = None
-        self._takes_framed = False
         super().connection_lost(exc)
         if self._idle is not None:
             self._idle.close()
@@ -259,10 +257,9 @@ class FastLaneProtocol(HttpToolsProtocol):
         else:
             self.transport.write(chunk)
 
-    def write_framed(self, framed: bytes) -> bool:
-        if self._takes_framed:
-            self.transport.write(framed)
-        return self._takes_framed
+    def framed_writer(self) -> Callable[[bytes], None] | None:
+        is_under_way = self._lane is _BUSY and not self._head
+        return self.transport.write if self._is_chunked and is_under_way else None
 
     def finish(self, chunk: bytes = b"") -> None:
         if self._lane is not _BUSY:
@@ -275,7 +272,6 @@ class FastLaneProtocol(HttpToolsProtocol):
     def _finished(self) -> None:
         """The whole answer is written: what is next on this connection."""
         self._exchange = None
-        self._takes_framed = False
         self.server_state.total_requests += 1
         if self._closes_after or self.transport.is_closing():
             self._lane = _FREE
@@ -291,7 +287,6 @@ class FastLaneProtocol(HttpToolsProtocol):
 
     def cut(self) -> None:
         self._exchange = None
-        self._takes_framed = False
         self._lane = _FREE
         self.transport.close()
 
@@ -299,7 +294,6 @@ class FastLaneProtocol(HttpToolsProtocol):
         head = self._head
         if head:
             self._head = b""
-            self._takes_framed = self._is_chunked
             if len(data) <= _JOIN_BYTES:
                 data = head + data
             else:

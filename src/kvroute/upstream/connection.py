@@ -179,12 +179,19 @@ class UpstreamConnection(asyncio.Protocol):
             return
         if self._is_plain_stream:
             # A chunk that comes alone and whole, as most tokens do, goes to whom takes it as it is.
-            line = data.find(b"\r\n", 1, 5)
-            if self._chunk_bytes.get(data[:line]) == len(data) and data.endswith(b"\r\n"):
-                begin = line + 2
+            take = exchange.take_framed
+            if take is not None and (
+                (
+                    self._chunk_bytes.get(data[: data.find(b"\r\n", 1, 5)]) == len(data)
+                    and data.endswith(b"\r\n")
+                )
+                or self._plain.learn_chunk(data)
+            ):
+                after_s = exchange.idle_timeout_s
+                if after_s > 0:
+                    self.deadline.set(after_s)
+                take(data)
             else:
-                begin = self._plain.learn_chunk(data)
-            if not begin or not exchange.chunk(data, begin):
                 self._stream(exchange, data)
             return
         size = len(data)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from msgspec import Struct, field
@@ -33,12 +34,8 @@ class AnswerListener(Protocol):
         """The head is here, or body bytes, or the end, or several of them: look and `take`.
 
         Called on the loop, once for each read from the socket; never after `abort`, nor after the end.
+        May set `response.take_framed`, and then not hear of what goes there.
         """
-        ...
-
-    def chunk_arrived(self, response: UpstreamResponse, framed: bytes, begin: int) -> bool:
-        """A read that is one chunk of a chunked answer, framing and all: its body lies from `begin` to two
-        bytes before the end. True: taken. False: it comes by `answer_arrived`, as any other."""
         ...
 
 
@@ -60,6 +57,9 @@ class UpstreamResponse(Struct, eq=False):
     """Of a plain answer the header lines as clients get them; see `PlainAnswer`."""
     content_length: int | None = None
     is_event_stream: bool = False
+    take_framed: Callable[[bytes], None] | None = None
+    """Of a plain chunked answer, where each read goes that is exactly one chunk, framing and all. None
+    from the end on."""
     reused: bool = False
     """Whether the connection had served an exchange before."""
     parts: list[bytes] = field(default_factory=list)
@@ -164,7 +164,7 @@ class UpstreamResponse(Struct, eq=False):
         A reader that waits gets ConnectionLost, a listener hears nothing more. Safe in every state, any
         number of times.
         """
-        self.listener = None
+        self.listener = self.take_framed = None
         if self._opening is not None:
             self._opening.cancel()
             self._opening = None
@@ -212,15 +212,6 @@ class UpstreamResponse(Struct, eq=False):
         self.content_length = body_bytes
         return body_at, body_bytes
 
-    def chunk(self, framed: bytes, begin: int) -> bool:
-        """One chunk came, as of `AnswerListener.chunk_arrived`; whether somebody took it as it is."""
-        listener, connection = self.listener, self._connection
-        if listener is None or connection is None or self.parts:
-            return False
-        if self.idle_timeout_s > 0:
-            connection.deadline.set(self.idle_timeout_s)
-        return listener.chunk_arrived(self, framed, begin)
-
     def received(self, size: int) -> int:
         """A read of `size` bytes has been parsed: wake the reader. Returns the bytes held unread.
 
@@ -241,7 +232,7 @@ class UpstreamResponse(Struct, eq=False):
 
     def end(self, error: UpstreamError | None = None) -> None:
         """The exchange is over, whole or (with `error`) not; the connection is no longer ours."""
-        self._connection = self._opening = None
+        self._connection = self._opening = self.take_framed = None
         self.is_over = True
         self.error = error
         listener = self.listener
