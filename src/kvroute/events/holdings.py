@@ -8,7 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import islice
+from struct import Struct
 from typing import Final
+
+from xxhash import xxh3_64_intdigest
 
 from kvroute.blocks.keys import BlockKey
 from kvroute.blocks.tokens import KEY_TOKENS, Tier
@@ -20,6 +23,8 @@ from kvroute.wire.events import ExternalBlockHash
 
 CHUNK_BLOCKS: Final = 512
 """Blocks in one part of a snapshot."""
+
+_packed = Struct(f"={KEY_TOKENS}I").pack
 
 
 class Holdings:
@@ -72,10 +77,6 @@ class Holdings:
                     break
         return key
 
-    def gpu_key_of(self, name: ExternalBlockHash) -> BlockKey | None:
-        """The key of a block that is held in GPU memory; quick."""
-        return self._gpu.shard(name).get(name)
-
     def hold(
         self,
         tier: Tier,
@@ -118,20 +119,24 @@ class Holdings:
         held.put(names, keys)
         return names
 
-    def grow(self, stride: int, parent: BlockKey, name: ExternalBlockHash, key: BlockKey) -> bool:
-        """As `hold` for one block of GPU memory behind `parent`, in a fraction of the time; False if nothing
-        is new."""
-        shard = self._gpu.shard(name)
+    def grow(self, parent: ExternalBlockHash, name: ExternalBlockHash, token_ids: Sequence[int]) -> bool:
+        """As `hold` for one block of `KEY_TOKENS` in GPU memory behind `parent`, which is held there too, in
+        a fraction of the time; False, and nothing is done, if it is not."""
+        parent_key = self._gpu.shard(parent).get(parent)
+        if parent_key is None:
+            return False
+        shard, counts = self._gpu.shard(name), self._counts
         if name in shard:
-            self._counts.copies += 1
+            counts.copies += 1
             more = self._more[Tier.GPU]
             more[name] = more.get(name, 0) + 1
-            return False
-        if not self._index.store_one(self._gpu_holder, stride, parent, key):
-            self._counts.refused += 1
-            return False
-        self._counts.stored += 1
-        shard[name] = key
+            return True
+        key = BlockKey(xxh3_64_intdigest(_packed(*token_ids), parent_key))
+        if self._index.store_one(self._gpu_holder, 1, parent_key, key):
+            counts.stored += 1
+            shard[name] = key
+        else:
+            counts.refused += 1
         return True
 
     def release(self, tier: Tier, name: ExternalBlockHash) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import select
 from collections import deque
 from collections.abc import Sequence
 from typing import Protocol
@@ -21,7 +22,7 @@ class Inbox(Protocol):
     """Messages of one stream in the order of their arrival."""
 
     async def wait(self, timeout_s: float) -> bool:
-        """True as soon as there is a message; False if none came in time."""
+        """True as soon as there may be a message; False if there was none for so long."""
         ...
 
     def take(self, most: int) -> Sequence[Sequence[bytes]]:
@@ -41,16 +42,21 @@ class SubscribedInbox:
     made where an event loop runs.
 
     Read without `zmq.asyncio`, which makes a future and a timer of every wait and asks libzmq what it knows
-    before and after each: one reader stays with the loop, one timer goes on from wait to wait.
+    before and after each: one reader stays with the loop, one timer goes on from wait to wait. What libzmq
+    is asked takes 10 to 20 us on a busy core, so it is told to give messages until it has none, and asked
+    nothing else.
     """
 
     def __init__(self, context: zmq.asyncio.Context, endpoint: str, topic: str, queue: int) -> None:
         self._loop = asyncio.get_running_loop()
         self._socket: zmq.Socket[bytes] = zmq.Context.shadow(context.underlying).socket(zmq.SUB)
         self._monitor: zmq.Socket[bytes] | None = None
+        self._monitored = select.poll()
         self._descriptor: int | None = None
         self._is_empty = False
         """Nothing was left when messages were last taken, and the loop has told of none since."""
+        self._is_quiet = False
+        """No message was taken since this wait began: it goes on."""
         self._waiter: asyncio.Future[bool] | None = None
         self._until = 0.0
         self._timer: asyncio.TimerHandle | None = None
@@ -62,6 +68,7 @@ class SubscribedInbox:
             self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
             self._socket.setsockopt(zmq.SUBSCRIBE, topic.encode())
             self._socket.connect(endpoint)
+            self._monitored.register(self._monitor.fileno(), select.POLLIN)
             descriptor: int = self._socket.fileno()
             self._loop.add_reader(descriptor, self._told)
             self._descriptor = descriptor
@@ -72,7 +79,9 @@ class SubscribedInbox:
     async def wait(self, timeout_s: float) -> bool:
         if not self._is_empty:
             return True
-        self._until = self._loop.time() + timeout_s
+        if not self._is_quiet:
+            self._is_quiet = True
+            self._until = self._loop.time() + timeout_s
         if self._timer is None:
             self._timer = self._loop.call_at(self._until, self._late)
         waiter = self._waiter = self._loop.create_future()
@@ -80,14 +89,18 @@ class SubscribedInbox:
             has_any: bool = await waiter
         finally:
             self._waiter = None
+        self._is_quiet = has_any
         return has_any
 
     def _told(self) -> None:
-        """Something has happened to the socket. Asking what it was makes libzmq wait for the next."""
-        if _has_any(self._socket):
+        """Something has happened to the socket. Taking messages until there are none makes libzmq tell of
+        the next; where nobody is about to, asking does, else the loop would be told again at once."""
+        waiter = self._waiter
+        if waiter is not None and not waiter.done():
             self._is_empty = False
-            if self._waiter is not None and not self._waiter.done():
-                self._waiter.set_result(True)
+            waiter.set_result(True)
+        elif _has_any(self._socket):
+            self._is_empty = False
 
     def _late(self) -> None:
         self._timer = None
@@ -113,14 +126,18 @@ class SubscribedInbox:
                 messages.append(frames)
         except zmq.Again:
             self._is_empty = True
+        if messages:
+            self._is_quiet = False
         return messages
 
     def interrupted(self) -> bool:
-        """ZMQ reconnects by itself and says so only here; the notice comes before any later message."""
+        """ZMQ reconnects by itself and says so only to its monitor; the notice comes before any later
+        message. The monitor's descriptor can be read as soon as there is one: looking at that is much
+        cheaper than asking libzmq."""
         lost = False
-        assert self._monitor is not None
-        if not _has_any(self._monitor):
+        if not self._monitored.poll(0):
             return False
+        assert self._monitor is not None
         with contextlib.suppress(zmq.Again):
             while True:
                 self._monitor.recv_multipart(zmq.NOBLOCK)

@@ -9,11 +9,8 @@ holds, never more.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterator, Sequence
 from typing import Final
-
-from xxhash import xxh3_64_intdigest
 
 from kvroute.blocks.keys import BlockKey
 from kvroute.blocks.tokens import KEY_TOKENS, Tier
@@ -158,6 +155,24 @@ class Ledger:
         if self._early:
             self._hear_of_early(new_aside=self.counts.set_aside > set_aside)
 
+    def grow(self, batch: EventBatch) -> bool:
+        """What `apply` does with a small batch of single blocks, as decoding announces them, at once; False,
+        and nothing is done, if there is anything else in it."""
+        grown: list[BlockStored] = []
+        for event in batch.events:
+            if not isinstance(event, BlockStored) or len(event.block_hashes) != 1:
+                return False
+            grown.append(event)
+        if self._closed:
+            return False
+        set_aside = self.counts.set_aside
+        for event in grown:
+            if not self._grown(event):
+                self._stored(event, event.parent_block_hash is None and batch.dialect != "array")
+        if self._early:
+            self._hear_of_early(new_aside=self.counts.set_aside > set_aside)
+        return True
+
     def confirm(
         self,
         keys: Sequence[BlockKey],
@@ -295,12 +310,7 @@ class Ledger:
         group = event.group_idx
         if (group is not None and group != self._group) or self._nameless or self._waiting:
             return False
-        parent_key = self._holdings.gpu_key_of(parent)
-        if parent_key is None:
-            return False
-        key = BlockKey(xxh3_64_intdigest(array("I", tokens).tobytes(), parent_key))
-        self._holdings.grow(1, parent_key, event.block_hashes[0], key)
-        return True
+        return self._holdings.grow(parent, event.block_hashes[0], tokens)
 
     def _stored(self, event: BlockStored, repeats: bool) -> None:
         hashes = event.block_hashes

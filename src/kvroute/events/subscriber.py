@@ -39,7 +39,9 @@ _RESTARTS = 3
 _MESSAGES_A_TURN = 1000
 _MESSAGES_A_TAKE = 50
 _QUICK_BYTES = 2048
-"""A batch of at most as many is taken in in one go: about 0.2 ms if it is full of removals."""
+"""Batches of at most as many together are taken in in one go: about 0.2 ms if they are full of removals."""
+_FRAMES = 3
+_NUMBER_BYTES = 8
 _LARGE_BLOCK = 256
 """Taken for the worker's block size until it is known."""
 
@@ -218,58 +220,90 @@ class KvEventSubscriber:
 
     async def _follow(self, inbox: Inbox) -> None:
         while True:
-            async with self._applying:
-                if self._standing.doubt is not None:
-                    self._read_anew()
-                if not self._sequence.is_sure and not await self._replay() and self._replay_endpoint is None:
-                    self._give_up_history()
+            if self._standing.doubt is not None or not self._sequence.is_sure:
+                await self._make_sure()
             self._standing.report(self.reason)
             arrived = await inbox.wait(self._options.idle_check_s)
             async with self._applying:
-                if inbox.interrupted():
-                    self._sequence.doubt()
-                elif not arrived:
-                    await self._replay()
+                if not arrived:
+                    if inbox.interrupted():
+                        self._sequence.doubt()
+                    else:
+                        await self._replay()
                 for _ in range(_MESSAGES_A_TURN // _MESSAGES_A_TAKE):
                     taken = inbox.take(_MESSAGES_A_TAKE)
                     if inbox.interrupted():
                         self._sequence.doubt()
-                    for frames in taken:
-                        await self._breathe()
-                        try:
-                            message = unpack_live(frames)
-                        except WireError:
-                            self.counts.unreadable += 1
-                            self._sequence.doubt()
-                            continue
-                        if not self._quickly(message):
-                            await self._live(message)
+                    place = 0
+                    while place < len(taken):
+                        if self._turns.are_over():
+                            await self._turns.next()
+                        done = self._quickly(taken, place)
+                        if done == place:
+                            await self._one(taken[place])
+                            done += 1
+                        place = done
                     if len(taken) < _MESSAGES_A_TAKE:
                         break
             await self._tidy()
 
-    def _quickly(self, message: EventMessage) -> bool:
-        """What `_live` does with a small batch that follows the last one, as nearly all do, in a fraction of
-        the time; False, and nothing is done, for any other."""
-        payload = message.payload
-        if len(payload) > _QUICK_BYTES:
-            return False
-        digest = xxh3_64_intdigest(payload)
-        if self._sequence.live(message.seq, digest) is not Verdict.APPLY:
-            return False
+    async def _make_sure(self) -> None:
+        """Read anew what is not believed, and repair what may be missing."""
+        async with self._applying:
+            if self._standing.doubt is not None:
+                self._read_anew()
+            if not self._sequence.is_sure and not await self._replay() and self._replay_endpoint is None:
+                self._give_up_history()
+
+    def _quickly(self, taken: Sequence[Sequence[bytes]], place: int) -> int:
+        """What `_one` does with small batches that follow each other, as nearly all do, in a fraction of the
+        time. From `place` on, as long as they are of that kind and together no longer than the longest of
+        them may be; returns the place of the first that was left."""
+        sequence, ledger, left, heard = self._sequence, self._ledger, _QUICK_BYTES, False
+        while place < len(taken):
+            frames = taken[place]
+            if len(frames) != _FRAMES or len(frames[1]) != _NUMBER_BYTES:
+                break
+            payload, seq = frames[2], int.from_bytes(frames[1])
+            left -= len(payload)
+            if left < 0 or seq != sequence.expected or not sequence.is_sure:
+                break
+            digest = xxh3_64_intdigest(payload)
+            try:
+                batch = decode_batch(payload)
+            except WireError:
+                break
+            counts = ledger.counts
+            cleared, refused = counts.cleared, counts.refused
+            if batch.unknown_events or batch.unknown_fields:
+                self.counts.unknown_events += batch.unknown_events
+                self.counts.unknown_fields += batch.unknown_fields
+            if not ledger.grow(batch):
+                for _ in ledger.apply(batch):
+                    pass
+            place += 1
+            is_usual = counts.cleared == cleared and counts.refused == refused
+            if is_usual and sequence.whole and self._refused_at is None:
+                # As `_applied`, but for what can wait until the last of them.
+                self.counts.messages += 1
+                sequence.applied(seq, digest)
+                heard = True
+            else:
+                self._applied(seq, digest, cleared, refused)
+        if heard:
+            self.was_whole = True
+            self.last_message = self._clock.now()
+            self._standing.silence.heard(self.last_message)
+        return place
+
+    async def _one(self, frames: Sequence[bytes]) -> None:
         try:
-            batch = decode_batch(payload)
+            message = unpack_live(frames)
         except WireError:
             self.counts.unreadable += 1
             self._sequence.doubt()
-            return True
-        before = self._ledger.counts.cleared, self._ledger.counts.refused
-        self.counts.unknown_events += batch.unknown_events
-        self.counts.unknown_fields += batch.unknown_fields
-        for _ in self._ledger.apply(batch):
-            pass
-        self._applied(message.seq, digest, *before)
-        return True
+            return
+        await self._live(message)
 
     async def _live(self, message: EventMessage) -> None:
         digest = xxh3_64_intdigest(message.payload)
