@@ -1,10 +1,15 @@
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from kvroute.fleet.worker import WorkerFacts
 from kvroute.index.radix_history import RadixHistory
 from kvroute.routing.capacity import PartSizes
+from kvroute.routing.decision import Candidate, Reason, RouteDecision
+from kvroute.routing.options import RoutingOptions
+from kvroute.routing.router import Router
 
 
 @pytest.fixture
@@ -79,3 +84,44 @@ def test_no_part_is_smaller_than_a_block(sizes, history, make_worker) -> None:
     sizes.resize(make_worker(3, capacity_tokens=5))
 
     assert history.part(3).capacity_blocks == 1
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_router_sizes_parts_as_if_it_told_of_every_prompt(
+    seed, sizes, history, worker, query, keys_of
+) -> None:
+    """It leaves out what would change nothing. And its dispatches load a worker as plain reservations do."""
+    rng, own = random.Random(seed), RadixHistory(7)
+    router, other = Router(RoutingOptions(), own), type(worker.load)()
+    for told in (sizes.resize, router.worker_joined):
+        told(worker)
+    now, running = 0.0, []
+    for _ in range(60):
+        now += rng.choice((0.0, 0.01, 0.3))
+        streamed = rng.random() < 0.5
+        block_tokens = rng.choice((16.0, 16.0, 16.32, 16.3201, 15.6, rng.uniform(8, 40)))
+        asked = query(now, keys=keys_of(rng, 160), block_tokens=block_tokens, streamed=streamed)
+        sizes.sending(worker, asked)
+        lease = history.acquire(worker.index, asked.prompts[0].keys)
+        candidate = Candidate(worker, 0.1, 0, 0.1 * rng.random(), (0.0,) * 9)
+        decision = RouteDecision("prefixaware", Reason.PREFIX_MISS, [candidate])
+        plain = other.reserve(now, candidate.prefill_s, asked.tokens, streamed)
+        running.append((router.dispatch(asked, decision, candidate, now), plain, lease))
+        if rng.random() < 0.7:
+            dispatch, plain, lease = running.pop(rng.randrange(len(running)))
+            if rng.random() < 0.5:
+                dispatch.first_token(now)
+                plain.first_token(now)
+            dispatch.finish(now)
+            plain.finish(now)
+            lease.release()
+
+        assert own.part(worker.index).capacity_blocks == history.part(worker.index).capacity_blocks
+        assert own.part(worker.index).active_blocks == history.part(worker.index).active_blocks
+        assert worker.load.recent(now) == other.recent(now)
+        assert worker.load.wait(now) == other.wait(now)
+        assert (worker.load.in_flight, worker.load.active_tokens, worker.load.residence_s) == (
+            other.in_flight,
+            other.active_tokens,
+            other.residence_s,
+        )

@@ -139,12 +139,12 @@ class WorkerLoad:
 
     def _through(self, reservation: Reservation, now: float, counts: bool = True) -> None:
         """Out of the queue: its prefill is done, or (`counts` is False) never will be."""
-        prefill_s, behind = reservation.prefill_s, self._behind
+        prefill_s = reservation.prefill_s
         reservation.is_queued = False
         self._queued_s -= prefill_s
         if reservation is not self._head:
-            del behind[reservation]
-        elif behind:
+            del self._behind[reservation]
+        elif behind := self._behind:
             self._head = head = next(iter(behind))
             del behind[head]
             self._head_start = now

@@ -22,8 +22,7 @@ from kvroute.openai.json import UNREADABLE
 from kvroute.openai.request import InferenceRequest, Message, decode_body, head_of
 
 _AFTER_MESSAGES = ("query", "text_1", "queries", "text_2", "suffix")
-_OTHERS = slice(2, None)
-_NOTHING_ELSE = (UNSET,) * 8
+_NOTHING_ELSE = [UNSET] * 8
 _LIST = ord("[")
 _MANY_MESSAGES = 8
 _FEW_BYTES = 1024
@@ -159,8 +158,7 @@ def rendered(messages: Sequence[Message]) -> list[bytes | Raw]:
         return plain
     parts: list[bytes | Raw] = []
     add = parts.append
-    for message in fields:
-        role, content, others = message[0], message[1], message[_OTHERS]
+    for role, content, *others in fields:
         add(b"\x1e")
         if role is not UNSET:
             add(role)

@@ -29,7 +29,8 @@ def matched_tokens(
             continue
         if places is None:
             places = {worker.index: place for place, worker in enumerate(workers)}
-        tokens, known, length, block_tokens = 0, 0, prompt.tokens, prompt.block_tokens
+        length, block_tokens = prompt.tokens, prompt.block_tokens
+        tokens = known = 0
         for index, blocks in held.items():
             try:
                 place = places[index]

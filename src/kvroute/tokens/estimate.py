@@ -45,7 +45,8 @@ class TokenEstimator:
             size += prompt.size
         if size < _MIN_BYTES or prompt_tokens <= 0:
             return
-        seen = min(max(size / prompt_tokens, 0.5), 16.0)
+        seen = size / prompt_tokens
+        seen = 0.5 if seen < 0.5 else 16.0 if seen > 16.0 else seen
         known = self._ratio.get(model)
         # The first answer replaces the default at once: a wrong ratio mis-sizes every worker's part.
         self._ratio[model] = seen if known is None else known + _WEIGHT * (seen - known)
