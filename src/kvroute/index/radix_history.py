@@ -198,8 +198,8 @@ class RadixHistory:
         blocks = sum(len(run.keys) for run in runs)
         holds = sum(len(run.holds) for run in runs)
         tracked = sum(part.blocks for part in self.parts.values())
-        # Seen with sys.getsizeof: 8 a key; a run with its array and dicts about 700; a hold about 150.
-        return HistorySize(blocks, tracked, 8 * blocks + 700 * len(self._heads) + 150 * holds)
+        # Seen with sys.getsizeof: 8 a key; a run with its array and dicts about 650; a hold about 150.
+        return HistorySize(blocks, tracked, 8 * blocks + 650 * len(self._heads) + 150 * holds)
 
     def _own_part(self, worker: int) -> _RadixPart:
         part = self.parts.get(worker)
