@@ -2,11 +2,7 @@ import resource
 
 import pytest
 
-from kvroute.app import server
-from kvroute.app.config import Config
-from kvroute.app.runtime import Runtime
-from kvroute.app.server import raise_descriptor_limit, uvicorn_config
-from kvroute.gateway.opening import ClientProtocols
+from kvroute.app.server import raise_descriptor_limit
 
 
 @pytest.fixture
@@ -29,14 +25,3 @@ def test_a_low_limit_is_said(monkeypatch, caplog):
 
     assert raise_descriptor_limit() == 1024
     assert "about 512 streams" in caplog.text
-
-
-@pytest.mark.parametrize("trouble", ["", "does it otherwise"])
-async def test_connections_open_as_ever_where_uvicorn_is_not_as_expected(trouble, monkeypatch, caplog):
-    monkeypatch.setattr(server, "opening_trouble", lambda _: trouble)
-    config = Config.model_validate({})
-    async with Runtime(config) as runtime:
-        protocols = uvicorn_config(config, runtime).http
-
-    assert isinstance(protocols, ClientProtocols) is not bool(trouble)
-    assert ("does it otherwise" in caplog.text) is bool(trouble)

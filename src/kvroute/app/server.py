@@ -25,8 +25,6 @@ from kvroute.gateway.complete_check import complete_trouble
 from kvroute.gateway.fastlane import fast_lane
 from kvroute.gateway.fastlane_check import fast_lane_trouble
 from kvroute.gateway.front import Front
-from kvroute.gateway.opening import ClientProtocols
-from kvroute.gateway.opening_check import opening_trouble
 from kvroute.logs import configure
 
 if TYPE_CHECKING:
@@ -166,7 +164,7 @@ def uvicorn_config(config: Config, runtime: Runtime) -> uvicorn.Config:
         host=options.host,
         port=options.port,
         backlog=options.backlog,
-        http=_protocols(_protocol(config, runtime)),
+        http=_protocol(config, runtime),
         ws="none",
         lifespan="off",
         log_config=None,
@@ -193,14 +191,6 @@ def _protocol(config: Config, runtime: Runtime) -> type[HttpToolsProtocol]:
     else:
         parts.append(CompleteProtocol)
     return type("ClientProtocol", tuple(parts), {}) if parts else HttpToolsProtocol
-
-
-def _protocols(protocol_class: type[HttpToolsProtocol]) -> type[HttpToolsProtocol]:
-    """What uvicorn calls for each connection."""
-    if trouble := opening_trouble(protocol_class):
-        log.warning("connections cost more than they must: uvicorn %s %s", uvicorn.__version__, trouble)
-        return protocol_class
-    return cast(type[HttpToolsProtocol], ClientProtocols(protocol_class))
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
