@@ -21,7 +21,6 @@ from kvroute.routing.matching import matched_tokens
 from kvroute.routing.options import RoutingOptions
 from kvroute.routing.registry import STRATEGIES
 from kvroute.routing.strategies.kvaware import CacheViews
-from kvroute.routing.strategies.prefixaware import PrefixAware
 from kvroute.routing.strategy import Strategy
 from kvroute.routing.transfers import Transfers
 
@@ -133,11 +132,7 @@ class Router:
             name: registered.make(getattr(options, name), self._costs, history, views)
             for name, registered in STRATEGIES.items()
         }
-        self._told = {
-            name: strategy.routed
-            for name, strategy in self._strategies.items()
-            if not isinstance(strategy, PrefixAware)  # to which it means nothing
-        }
+        self._told = {name: strategy.routed for name, strategy in self._strategies.items()}
 
     @property
     def strategies(self) -> tuple[str, ...]:
