@@ -375,12 +375,7 @@ class Exchange(Struct, eq=False):
         self.is_over = True
         if now is None:
             now = self._use.clock.now()
-        response, dispatch = self._response, self._dispatch  # as `_give_back`
-        self._response = self._dispatch = None
-        if response is not None and not response.is_over:
-            response.abort()
-        if dispatch is not None:
-            dispatch.finish(now)
+        self._give_back(now)
         self._use.journal.finished(self._record, now)
         self._ended(self)
 

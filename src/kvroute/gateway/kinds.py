@@ -14,9 +14,9 @@ from msgspec import Struct
 
 from kvroute.gateway.asgi import Headers
 from kvroute.openai.endpoints import Endpoint
+from kvroute.upstream.plain_answer import VALUE
 
 MOST_HEAD_BYTES = 16_384
-VALUE = rb"[\x21-\x7e\x80-\xff](?:[\t\x20-\x7e\x80-\xff]*[\x21-\x7e\x80-\xff])?"  # as in `plain_answer.FIELD`
 LENGTH = rb"[1-9][0-9]{0,15}"
 
 _ENOUGH = 16

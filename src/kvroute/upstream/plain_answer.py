@@ -11,10 +11,8 @@ from typing import NamedTuple
 
 from kvroute.upstream.headers import ANSWERED_HERE, HOP_BY_HOP, RawHeaders
 
-FIELD = re.compile(
-    rb"([!#$%&'*+\-.^_`|~0-9A-Za-z]+):[ \t]*"
-    rb"([\x21-\x7e\x80-\xff](?:[\t\x20-\x7e\x80-\xff]*[\x21-\x7e\x80-\xff])?)"
-).fullmatch
+VALUE = rb"[\x21-\x7e\x80-\xff](?:[\t\x20-\x7e\x80-\xff]*[\x21-\x7e\x80-\xff])?"
+FIELD = re.compile(rb"([!#$%%&'*+\-.^_`|~0-9A-Za-z]+):[ \t]*(%b)" % VALUE).fullmatch
 """A header line: a token, then a value without control characters that neither begins nor ends with white
 space. Nothing else (folded lines, a blank before the colon, bare CR or LF, NUL) matches as a whole."""
 
