@@ -27,12 +27,12 @@ def test_without_keys_everyone_may():
     KeyCheck([]).check([])
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "127.8.8.8", None])
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "127.8.8.8"])
 def test_admin_without_a_key_is_for_loopback(host):
     check_admin(KeyCheck([]), [], host)
 
 
-@pytest.mark.parametrize("host", ["10.0.0.1", "unix", "::2"])
+@pytest.mark.parametrize("host", ["10.0.0.1", "unix", "::2", None])
 def test_admin_without_a_key_is_not_for_others(host):
     with pytest.raises(Forbidden):
         check_admin(KeyCheck([]), [], host)

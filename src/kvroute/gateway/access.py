@@ -36,7 +36,8 @@ class KeyCheck:
 
 
 def check_admin(keys: KeyCheck, headers: Headers, client_host: str | None) -> None:
-    """The admin API: its own key; without one configured, loopback clients only.
+    """The admin API: its own key; without one configured, loopback clients only. A client whose address is
+    not known, because it has gone already, is none.
 
     Raises Unauthorized or Forbidden.
     """
@@ -47,9 +48,7 @@ def check_admin(keys: KeyCheck, headers: Headers, client_host: str | None) -> No
 
 
 def _is_loopback(host: str | None) -> bool:
-    if host is None:
-        return True  # a Unix socket
     try:
-        return ip_address(host).is_loopback
+        return host is not None and ip_address(host).is_loopback
     except ValueError:
         return False
