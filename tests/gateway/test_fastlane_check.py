@@ -36,6 +36,12 @@ class Forgetful(HttpToolsProtocol):
         self.connections.clear()
 
 
-@pytest.mark.parametrize("changed", [NoBegin, OtherCycle, NoTimer, StaysOpen, Forgetful])
+class CountsConnections(HttpToolsProtocol):
+    def connection_made(self, transport):
+        super().connection_made(transport)
+        self.number = 1
+
+
+@pytest.mark.parametrize("changed", [NoBegin, OtherCycle, NoTimer, StaysOpen, Forgetful, CountsConnections])
 def test_a_uvicorn_that_works_otherwise_is_found_out(changed):
     assert fast_lane_trouble(changed)

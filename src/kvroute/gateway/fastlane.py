@@ -7,13 +7,15 @@ sees the same bytes as if the lane were not there. docs/architecture.md says wha
 
 from __future__ import annotations
 
-from asyncio import AbstractEventLoop
+from asyncio import AbstractEventLoop, BaseTransport, Transport
 from collections.abc import Callable
 from enum import Enum
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 from uvicorn.config import Config
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.utils import get_local_addr, get_remote_addr, is_ssl
 from uvicorn.server import ServerState
 
 from kvroute.errors import GatewayError
@@ -95,6 +97,14 @@ class FastLaneProtocol(HttpToolsProtocol):
 
     # What the socket tells.
 
+    def connection_made(self, transport: BaseTransport) -> None:
+        """As uvicorn does, but for the addresses: they take seven system calls, and only requests that the
+        lane leaves to uvicorn ask for them."""
+        self.connections.add(self)
+        self.transport = opened = cast(Transport, transport)
+        self.flow = FlowControl(opened)
+        self.scheme = "https" if is_ssl(opened) else "http"
+
     def data_received(self, data: bytes) -> None:
         if self._lane is _FREE:
             if self._idle is not None:
@@ -138,6 +148,8 @@ class FastLaneProtocol(HttpToolsProtocol):
     # What uvicorn's parser tells.
 
     def on_message_begin(self) -> None:
+        if not self._is_shared:
+            self.server, self.client = get_local_addr(self.transport), get_remote_addr(self.transport)
         self._is_shared = self._is_within_message = True
         super().on_message_begin()
 

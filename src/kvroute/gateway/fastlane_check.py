@@ -14,6 +14,9 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.server import ServerState
 
+_OF_A_CONNECTION = {"transport", "flow", "server", "client", "scheme"}
+"""What uvicorn's `connection_made` sets, which the lane's own does in its place."""
+
 
 def fast_lane_trouble(protocol_class: type[HttpToolsProtocol] = HttpToolsProtocol) -> str:
     """What is not as expected, in words; "" when everything is. Takes about a millisecond."""
@@ -46,7 +49,11 @@ def _play(protocol_class: type[HttpToolsProtocol]) -> str:
     config = Config(application, http=Probe, ws="none", lifespan="off", log_config=None, proxy_headers=False)
     config.load()
     protocol: Any = Probe(config, state, {}, cast(asyncio.AbstractEventLoop, loop))
+    before = dict(vars(protocol))
     protocol.connection_made(transport)
+    changed = {name for name, value in vars(protocol).items() if before.get(name, before) is not value}
+    if not changed <= _OF_A_CONNECTION:
+        return "sets up a connection in a way of its own"
     if protocol not in state.connections or protocol.transport is not transport or protocol.cycle is not None:
         return "does not register a new connection as expected"
     protocol.data_received(b"GET /x HTTP/1.1\r\n")
@@ -66,9 +73,9 @@ def _play(protocol_class: type[HttpToolsProtocol]) -> str:
         return "does not control the flow as expected"
     protocol.resume_writing()
     cycle.response_complete = True
-    before = state.total_requests
+    answered = state.total_requests
     protocol.on_response_complete()
-    if state.total_requests != before + 1 or transport.is_reading_paused or protocol.flow.write_paused:
+    if state.total_requests != answered + 1 or transport.is_reading_paused or protocol.flow.write_paused:
         return "does not end a request as expected"
     if protocol.timeout_keep_alive_task is None or loop.delay_s != protocol.timeout_keep_alive:
         return "does not time idle connections as expected"
