@@ -89,7 +89,9 @@ class Bench:
         self.client.connection_made(Socket(self._to_client))
         for worker in runtime.fleet.workers():
             pool: Any = runtime._transports.of(worker)._pool
-            connection = UpstreamConnection(pool, self.loop, origin="bench", read_buffer_bytes=262144)
+            connection = UpstreamConnection(
+                pool, self.loop, origin="bench", read_buffer_bytes=262144, outbox=runtime.plane.outbox
+            )
             connection.connection_made(Socket(lambda data, c=connection: self._to_worker(c, data)))
             pool._idle[connection] = None
 

@@ -42,6 +42,7 @@ from kvroute.routing.audit import Audit
 from kvroute.routing.router import Router
 from kvroute.tokens.estimate import TokenEstimator
 from kvroute.upstream.any_worker import AnyWorkerTransport
+from kvroute.upstream.outbox import Outbox
 from kvroute.upstream.retry import RetryBudget
 from kvroute.upstream.transports import Transports
 
@@ -93,7 +94,8 @@ class Runtime:
         )
         self.health = HealthMonitor(self.fleet, prober, clock, config.fleet.health)
         self._discoverer = Discoverer(self.fleet, sources_of(config.fleet, clock), clock)
-        self._transports = Transports(config.upstream)
+        self._outbox = Outbox()
+        self._transports = Transports(config.upstream, self._outbox)
         self._owners = replica.owners if replica else ResponseOwners()
         self._journal = Journal(
             self.metrics, clock, log_requests=config.logging.requests, kept=config.server.decisions_kept
@@ -260,6 +262,7 @@ class Runtime:
             stored,
             use,
             KeyCheck(keys),
+            self._outbox,
             preparer=self.following.preparer if self.following else None,
             announce=hyperpod.routed if config.logging.hyperpod_lines else None,
             worker_authorization=worker_authorization,

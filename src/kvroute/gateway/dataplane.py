@@ -40,6 +40,7 @@ from kvroute.openai.request import InferenceRequest, parse_request
 from kvroute.openai.seen import SeenBodies
 from kvroute.routing.decision import RouteDecision
 from kvroute.upstream.headers import relayed_fields
+from kvroute.upstream.outbox import Outbox
 
 log = logging.getLogger(__name__)
 
@@ -64,6 +65,7 @@ class DataPlane:
         stored: StoredResponses,
         use: Collaborators,
         keys: KeyCheck,
+        outbox: Outbox,
         *,
         preparer: Preparer | None = None,
         announce: Callable[[RouteDecision], None] | None = None,
@@ -83,6 +85,7 @@ class DataPlane:
         self.clock = use.clock
         self.metrics = use.metrics
         self.keys = keys
+        self.outbox = outbox
         self.max_body_bytes = max_body_bytes
         self.held_bytes = held_bytes
         self.hidden_fields = _AUTHORIZATION if drops_authorization or worker_authorization else frozenset()

@@ -84,6 +84,8 @@ class FastLaneProtocol(HttpToolsProtocol):
         self._idle: Deadline | None = None
         """From the first answer on."""
         self._closes_after = False
+        self._answered_round = -1
+        """Of the outbox, when the last answer was given to it: while it lasts, the answer is not written."""
         self._request: PlainRequest | None = None
         """The last plain one that was taken, or the one that is under way."""
         # Of the request that is under way here:
@@ -109,6 +111,7 @@ class FastLaneProtocol(HttpToolsProtocol):
         if self._lane is _FREE:
             if self._idle is not None:
                 self._idle.clear()
+            self._write_answer()
             if not self._take(data):
                 super().data_received(data)
         elif self._lane is _COLLECTING:
@@ -141,6 +144,7 @@ class FastLaneProtocol(HttpToolsProtocol):
     def shutdown(self) -> None:
         """No further request on this connection; the one under way is finished."""
         if self._lane is _FREE:
+            self._write_answer()
             super().shutdown()
         else:
             self._closes_after = True
@@ -253,11 +257,19 @@ class FastLaneProtocol(HttpToolsProtocol):
     def answer(self, status: int, fields: bytes, body: bytes, is_sized: bool) -> None:
         is_short = self._lane is _BUSY and is_sized and len(body) <= _JOIN_BYTES
         if is_short and not self._closes_after and not self.server_state.default_headers:
-            self.transport.write(b"%b%b\r\n%b" % (STATUS_LINE[status], fields, body))
+            outbox = self.plane.outbox
+            self._answered_round = outbox.rounds
+            outbox.send(self.transport, b"%b%b\r\n%b" % (STATUS_LINE[status], fields, body))
             self._finished()
         else:
             self.start_relayed(status, fields, is_sized=is_sized)
             self.finish(body)
+
+    def _write_answer(self) -> None:
+        """What was answered goes before anything else that happens to this connection."""
+        outbox = self.plane.outbox
+        if self._answered_round == outbox.rounds:
+            outbox.flush()
 
     def write(self, chunk: bytes) -> None:
         if self._lane is not _BUSY:

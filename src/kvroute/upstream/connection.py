@@ -9,6 +9,7 @@ import httptools
 
 from kvroute.errors import ConnectionLost, ProtocolViolation, ResponseTimeout, UpstreamError
 from kvroute.upstream.deadline import Deadline
+from kvroute.upstream.outbox import Outbox, send_at_once
 from kvroute.upstream.plain_answer import CHUNK, LAST_CHUNK, PlainAnswers
 from kvroute.upstream.response import ParsedHead, UpstreamResponse
 
@@ -64,6 +65,7 @@ class UpstreamConnection(asyncio.Protocol):
         "_parser",
         "_plain",
         "_reason",
+        "_send",
         "_transport",
         "_unread_limit",
         "_until_eof",
@@ -82,8 +84,10 @@ class UpstreamConnection(asyncio.Protocol):
         origin: str,
         read_buffer_bytes: int,
         plain: PlainAnswers | None = None,
+        outbox: Outbox | None = None,
     ) -> None:
-        """`plain` may be shared by all connections to one worker."""
+        """`plain` may be shared by all connections to one worker, `outbox` by all of the loop; without one
+        requests are written at once."""
         self.loop = loop
         self.is_open = False
         self.idle_since = 0.0
@@ -92,6 +96,7 @@ class UpstreamConnection(asyncio.Protocol):
         self.deadline = Deadline(loop, self._timed_out)
         self._owner = owner
         self._plain = plain or PlainAnswers()
+        self._send = send_at_once if outbox is None else outbox.send
         self._chunk_bytes = self._plain.chunk_bytes
         self._origin = origin
         self._unread_limit = read_buffer_bytes
@@ -134,9 +139,9 @@ class UpstreamConnection(asyncio.Protocol):
             self._body = None
             self._head_read_bytes = self._header_bytes = 0
         if len(body) <= _JOIN_BODY_BYTES:
-            transport.write(head + body)
+            self._send(transport, head + body)
         else:
-            transport.writelines((head, body))
+            self._send(transport, head, body)
 
     def abort_exchange(self) -> None:
         """Give the answer under way up and close the socket."""

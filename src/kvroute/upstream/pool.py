@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from kvroute.errors import ConnectRefused, ConnectTimeout, PoolExhausted, UpstreamError
 from kvroute.upstream.connection import UpstreamConnection
 from kvroute.upstream.options import UpstreamOptions
+from kvroute.upstream.outbox import Outbox
 from kvroute.upstream.plain_answer import PlainAnswers
 from kvroute.upstream.spares import Spares
 
@@ -49,7 +50,13 @@ class ConnectionPool:
     Mutable; changed on the loop by `acquire`, `retire`, `aclose` and the connections' callbacks.
     """
 
-    def __init__(self, origin: Origin, options: UpstreamOptions, tls: ssl.SSLContext | None) -> None:
+    def __init__(
+        self,
+        origin: Origin,
+        options: UpstreamOptions,
+        tls: ssl.SSLContext | None,
+        outbox: Outbox | None = None,
+    ) -> None:
         self.origin = origin
         self._options = options
         self._most_idle = options.max_idle
@@ -60,6 +67,7 @@ class ConnectionPool:
         self._expiry: asyncio.TimerHandle | None = None
         self._is_retired = False
         self._plain = PlainAnswers()
+        self._outbox = outbox
         most_spares = 0 if options.max_connections else min(options.spare_connections, options.max_idle)
         self._spares = Spares(most_spares, lambda: self._connect(options.connect_timeout_s))
         self._all_closed = asyncio.Event()
@@ -169,6 +177,7 @@ class ConnectionPool:
             origin=str(self.origin),
             read_buffer_bytes=self._options.read_buffer_bytes,
             plain=self._plain,
+            outbox=self._outbox,
         )
         try:
             if not self._is_retired:

@@ -22,6 +22,7 @@ from kvroute.errors import (
 from kvroute.upstream.connection import UpstreamConnection
 from kvroute.upstream.head import RelayedHeads, encode_head
 from kvroute.upstream.options import UpstreamOptions
+from kvroute.upstream.outbox import Outbox
 from kvroute.upstream.pool import ConnectionPool, Origin
 from kvroute.upstream.response import AnswerListener, UpstreamResponse
 
@@ -42,11 +43,19 @@ class WorkerTransport(httpx.AsyncBaseTransport):
 
     `send` is for requests that are relayed: raw headers in, raw headers and chunks out. The same pool
     serves an `httpx.AsyncClient(transport=...)`. Belongs to one event loop; `aclose` it there.
-    `tls` replaces the context that an https `url` otherwise gets from `options.verify_tls`.
+    `tls` replaces the context that an https `url` otherwise gets from `options.verify_tls`; with an `outbox`
+    requests go out at the end of the loop's round.
     Raises ValueError for a URL that is not http(s)://host[:port].
     """
 
-    def __init__(self, url: str, options: UpstreamOptions, *, tls: ssl.SSLContext | None = None) -> None:
+    def __init__(
+        self,
+        url: str,
+        options: UpstreamOptions,
+        *,
+        tls: ssl.SSLContext | None = None,
+        outbox: Outbox | None = None,
+    ) -> None:
         self.origin = _origin(url)
         self.host = self.origin.host_header
         """Value of the Host header."""
@@ -60,7 +69,7 @@ class WorkerTransport(httpx.AsyncBaseTransport):
         elif tls is None:
             tls = httpx.create_ssl_context(verify=options.verify_tls)
             tls.set_alpn_protocols(["http/1.1"])
-        self._pool = ConnectionPool(self.origin, options, tls)
+        self._pool = ConnectionPool(self.origin, options, tls, outbox)
         self._openings: set[asyncio.Task[None]] = set()
 
     @property

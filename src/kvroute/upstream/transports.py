@@ -6,6 +6,7 @@ import asyncio
 
 from kvroute.fleet.worker import Worker
 from kvroute.upstream.options import UpstreamOptions
+from kvroute.upstream.outbox import Outbox
 from kvroute.upstream.transport import WorkerTransport
 
 
@@ -16,8 +17,9 @@ class Transports:
     close as soon as they are idle; running exchanges on them go on.
     """
 
-    def __init__(self, options: UpstreamOptions) -> None:
+    def __init__(self, options: UpstreamOptions, outbox: Outbox) -> None:
         self._options = options
+        self._outbox = outbox
         self._transports: dict[Worker, WorkerTransport] = {}
         self._retired: list[WorkerTransport] = []
 
@@ -25,7 +27,8 @@ class Transports:
         """One dict lookup. Workers hash by identity: a new URL under an old id has a new transport."""
         transport = self._transports.get(worker)
         if transport is None:
-            transport = self._transports[worker] = WorkerTransport(worker.spec.url, self._options)
+            transport = WorkerTransport(worker.spec.url, self._options, outbox=self._outbox)
+            self._transports[worker] = transport
         return transport
 
     def forget(self, worker: Worker) -> None:

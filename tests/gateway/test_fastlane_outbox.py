@@ -1,0 +1,105 @@
+"""An answer that waits for the end of the loop's round goes before all else on its connection."""
+
+import asyncio
+from typing import Any
+
+import pytest
+from uvicorn.config import Config
+from uvicorn.server import ServerState
+
+from kvroute.gateway.fastlane import FastLaneProtocol
+from kvroute.gateway.plain import PlainRequests
+from kvroute.openai.endpoints import ENDPOINTS
+from kvroute.upstream.outbox import Outbox
+
+REQUEST = b"POST /v1/chat/completions HTTP/1.1\r\nhost: g\r\ncontent-length: 2\r\n\r\n{}"
+
+
+class Transport(asyncio.Transport):
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent: list[bytes] = []
+
+    def write(self, data):
+        self.sent.append(bytes(data))
+
+    def is_closing(self):
+        return self.sent[-1:] == [b"closed"]
+
+    def close(self):
+        self.sent.append(b"closed")
+
+    def pause_reading(self):
+        pass
+
+    def resume_reading(self):
+        pass
+
+
+class Plane:
+    """Takes every request and answers none by itself."""
+
+    def __init__(self) -> None:
+        self.outbox = Outbox()
+        self.max_body_bytes, self.reads_headers = 1000, False
+        self.asked: list[Any] = []
+
+    def admits(self, _headers):
+        return True
+
+    def record(self, *_):
+        return None
+
+    def read(self, *_):
+        return None
+
+    def relay(self, *arguments):
+        self.asked.append(arguments[-1])
+        return self
+
+    is_over = False
+
+
+@pytest.fixture
+async def lane():
+    async def application(_scope, _receive, _send):
+        """Never run."""
+
+    plane = Plane()
+    requests = PlainRequests(ENDPOINTS.values(), hidden_fields=frozenset(), added_fields=b"")
+    bound = type("Bound", (FastLaneProtocol,), {"plane": plane, "plain": requests})
+    config = Config(application, http=bound, ws="none", lifespan="off", log_config=None)
+    config.load()
+    protocol = bound(config, ServerState(), {}, asyncio.get_running_loop())
+    protocol.connection_made(Transport())
+    protocol.data_received(REQUEST)
+    assert plane.asked == [protocol]
+    yield protocol
+    protocol.connection_lost(None)
+
+
+def answer(protocol) -> None:
+    protocol.answer(200, b"content-length: 2\r\n", b"{}", True)
+    assert protocol.transport.sent == []
+
+
+def beginnings(protocol) -> list[bytes]:
+    return [data[:12] for data in protocol.transport.sent]
+
+
+async def test_it_is_written_at_the_end_of_the_round(lane):
+    answer(lane)
+    await asyncio.sleep(0)
+    assert beginnings(lane) == [b"HTTP/1.1 200"]
+
+
+async def test_the_next_request_in_the_same_round_is_answered_after_it(lane):
+    answer(lane)
+    lane.data_received(b"no HTTP at all\r\n\r\n")
+    assert beginnings(lane)[:2] == [b"HTTP/1.1 200", b"HTTP/1.1 400"]
+
+
+async def test_a_shutdown_in_the_same_round_closes_after_it(lane):
+    answer(lane)
+    lane.shutdown()
+    assert beginnings(lane) == [b"HTTP/1.1 200", b"closed"]

@@ -1,0 +1,103 @@
+import asyncio
+
+import pytest
+
+from kvroute.upstream.outbox import Outbox, send_at_once
+
+
+class Transport(asyncio.Transport):
+    def __init__(self, log: list[tuple[str, bytes]], name: str = "a") -> None:
+        super().__init__()
+        self.log, self.name, self.closed = log, name, False
+
+    def write(self, data):
+        self.log.append((self.name, data))
+
+    def writelines(self, list_of_data):
+        self.log.extend((self.name, data) for data in list_of_data)
+
+    def is_closing(self):
+        return self.closed
+
+
+@pytest.fixture
+def log() -> list[tuple[str, bytes]]:
+    return []
+
+
+async def a_round() -> None:
+    """Returns when everything that the loop had to do by now is done."""
+    done = asyncio.get_running_loop().create_future()
+    asyncio.get_running_loop().call_soon(done.set_result, None)
+    await done
+
+
+async def test_what_a_round_writes_is_written_at_its_end_and_in_order(log):
+    outbox, a, b = Outbox(), Transport(log), Transport(log, "b")
+    outbox.send(a, b"1")
+    outbox.send(b, b"2", b"body")
+    outbox.send(a, b"3")
+    assert not log
+    await a_round()
+    assert log == [("a", b"1"), ("b", b"2"), ("b", b"body"), ("a", b"3")]
+
+
+async def test_every_round_has_an_end(log):
+    outbox, a = Outbox(), Transport(log)
+    for number in (b"1", b"2"):
+        outbox.send(a, number)
+        await a_round()
+    assert log == [("a", b"1"), ("a", b"2")]
+    assert outbox.rounds == 2
+
+
+async def test_the_first_does_not_wait_for_very_many(log):
+    outbox, a = Outbox(), Transport(log)
+    for number in range(40):
+        outbox.send(a, b"%d" % number)
+    assert 30 < len(log) < 40
+    await a_round()
+    assert [data for _, data in log] == [b"%d" % number for number in range(40)]
+
+
+async def test_what_waits_can_be_written_before_the_round_ends(log):
+    outbox, a = Outbox(), Transport(log)
+    outbox.send(a, b"1")
+    began = outbox.rounds
+    outbox.flush()
+    assert log == [("a", b"1")]
+    assert outbox.rounds == began + 1
+    await a_round()
+    outbox.flush()
+    assert log == [("a", b"1")]
+    assert outbox.rounds == began + 1
+
+
+async def test_nothing_is_written_to_what_was_closed_meanwhile(log):
+    outbox, a, b = Outbox(), Transport(log), Transport(log, "b")
+    outbox.send(a, b"1")
+    outbox.send(b, b"2")
+    a.closed = True
+    await a_round()
+    assert log == [("b", b"2")]
+
+
+async def test_a_write_may_lead_to_another_one(log):
+    outbox = Outbox()
+
+    class Answers(Transport):
+        def write(self, data):
+            super().write(data)
+            if data == b"1":
+                outbox.send(self, b"2")
+
+    outbox.send(Answers(log), b"1")
+    await a_round()
+    await a_round()
+    assert log == [("a", b"1"), ("a", b"2")]
+
+
+def test_without_an_outbox_it_is_written_at_once(log):
+    send_at_once(Transport(log), b"1")
+    send_at_once(Transport(log), b"2", b"3")
+    assert [data for _, data in log] == [b"1", b"2", b"3"]
