@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import islice, repeat
 from operator import itemgetter
-from typing import NewType, cast, overload
+from typing import NewType, TypeAlias, cast, overload
 
 from msgspec import Struct
 from xxhash import xxh3_64_intdigest
@@ -54,9 +54,19 @@ def _slices(size: int, count: int) -> list[slice]:
     return [slice(start, start + size) for start in range(0, count * size, size)]
 
 
+_Bytes: TypeAlias = "bytes | memoryview[int]"
+
+
+def _taking(parts: list[slice]) -> Callable[[_Bytes], Sequence[_Bytes]]:
+    """What takes these parts of something."""
+    if len(parts) > 1:
+        return itemgetter(*parts)
+    return lambda data: [data[part] for part in parts]
+
+
 _READY_GROUPS = 32
-_GROUPS = [itemgetter(*_slices(ANCHOR_BYTES, groups or 1)) for groups in range(_READY_GROUPS + 1)]
-"""By their number: what takes so many groups from the beginning of something, two at least."""
+_GROUPS = [_taking(_slices(ANCHOR_BYTES, groups)) for groups in range(_READY_GROUPS + 1)]
+"""By their number: what takes so many groups from the beginning of something."""
 
 _SHORT_BLOCKS = 16
 """Below it, and so before the first anchor, keys are made at once."""
@@ -67,12 +77,13 @@ def _beginnings(block_bytes: int, count: int) -> list[slice]:
     return [slice(0, block_bytes * (block + 1)) for block in range(count)]
 
 
-_BEGINNINGS = [_beginnings(BLOCK_BYTES, blocks) for blocks in range(_SHORT_BLOCKS)]
-"""By the number of blocks."""
+_BEGINNINGS = [_taking(_beginnings(BLOCK_BYTES, blocks)) for blocks in range(_SHORT_BLOCKS)]
+"""By the number of blocks: what takes the beginnings of something."""
 
 
 class BlockKeys(Sequence[BlockKey]):
-    """One key per full block of `data`, each made when it is first asked for.
+    """One key per full block of `data`, which has one at least. The last is made at once: a prompt's own last
+    key names it, and everybody asks for it. The others are made when they are first asked for.
 
     Key *i* depends on every byte before it, so two prompts share key *i* exactly when they share their
     first `(i + 1) * block_bytes` bytes (and the seed). A trailing partial block gets no key: engines
@@ -82,7 +93,7 @@ class BlockKeys(Sequence[BlockKey]):
     end, seeded with the anchor's own key. So one key of a 256 KB prompt costs the anchors before it
     (about 15 us for all of them, once) and 0.3 us, and a history that looks at a few keys pays for those.
     Equality is that of the keys. Holds `data`: for the time of one decision. Remembers the key that was asked
-    for last, because a prompt's own last one names it and is asked for several times.
+    for last: most are asked for twice.
     """
 
     __slots__ = ("_anchors", "_block_bytes", "_data", "_latest", "_latest_key", "_size")
@@ -95,9 +106,18 @@ class BlockKeys(Sequence[BlockKey]):
     def __init__(self, data: bytes, block_bytes: int = BLOCK_BYTES, seed: int = 0) -> None:
         self._data = data
         self._block_bytes = block_bytes
-        self._size = len(data) // block_bytes
-        self._anchors = [seed]
-        self._latest = None
+        self._size = size = len(data) // block_bytes
+        self._anchors = anchors = [seed]
+        self._latest = last = size - 1
+        groups = last // GROUP_BLOCKS
+        if 0 < groups <= _READY_GROUPS and block_bytes == BLOCK_BYTES:
+            # As `_anchor`. Each is seeded with the one before it: `anchors` are read as they grow.
+            anchors.extend(map(xxh3_64_intdigest, _GROUPS[groups](memoryview(data)), anchors))
+        elif groups:
+            self._anchor(groups)
+        self._latest_key = xxh3_64_intdigest(  # type: ignore[assignment]  # a `NewType` is a call
+            data[groups * GROUP_BLOCKS * block_bytes : size * block_bytes], anchors[groups]
+        )
 
     def __len__(self) -> int:
         return self._size
@@ -107,6 +127,10 @@ class BlockKeys(Sequence[BlockKey]):
     @overload
     def __getitem__(self, place: slice) -> Sequence[BlockKey]: ...
     def __getitem__(self, place: int | slice) -> BlockKey | Sequence[BlockKey]:
+        if place == -1:
+            place = self._size - 1
+        if place == self._latest:
+            return self._latest_key
         if isinstance(place, slice):
             start, stop, step = place.indices(self._size)
             return (
@@ -114,8 +138,6 @@ class BlockKeys(Sequence[BlockKey]):
             )
         if place < 0:
             place += self._size
-        if place == self._latest:
-            return self._latest_key
         if not 0 <= place < self._size:
             raise IndexError(place)
         size, group, anchors = self._block_bytes, place // GROUP_BLOCKS, self._anchors
@@ -154,7 +176,7 @@ class BlockKeys(Sequence[BlockKey]):
         known = len(anchors) - 1
         # Views: to copy a group costs more than to hash it.
         rest, groups = memoryview(self._data)[known * size - self._skipped :], group - known
-        if 1 < groups <= _READY_GROUPS and size == ANCHOR_BYTES:
+        if 0 < groups <= _READY_GROUPS and size == ANCHOR_BYTES:
             parts = _GROUPS[groups](rest)
         else:
             parts = [rest[part] for part in _slices(size, groups)]
@@ -236,12 +258,14 @@ class ContinuedKeys(BlockKeys):
         return KnownKeys(self._anchors[: groups + 1], {} if self._noted is None else self._noted)
 
     def __getitem__(self, place):  # type: ignore[no-untyped-def]
+        if place == -1:
+            place = self._size - 1
+        if place == self._latest:
+            return self._latest_key
         if isinstance(place, slice):
             return super().__getitem__(place)
         if place < 0:
             place += self._size
-        if place == self._latest:
-            return self._latest_key
         if not 0 <= place < self._size:
             raise IndexError(place)
         if place < self._known_blocks:
@@ -301,12 +325,11 @@ def block_keys(data: bytes, block_bytes: int = BLOCK_BYTES, seed: int = 0) -> Bl
     blocks = len(data) // block_bytes
     if blocks >= _SHORT_BLOCKS:
         return BlockKeys(data, block_bytes, seed)
-    hashed = xxh3_64_intdigest
-    keys: list[BlockKey] = []
-    beginnings = _BEGINNINGS[blocks] if block_bytes == BLOCK_BYTES else _beginnings(block_bytes, blocks)
-    for beginning in beginnings:  # a comprehension costs as much as two keys
-        keys.append(hashed(data[beginning], seed))  # type: ignore[arg-type]
-    return keys
+    if block_bytes == BLOCK_BYTES:
+        beginnings = _BEGINNINGS[blocks](data)
+    else:
+        beginnings = [data[part] for part in _beginnings(block_bytes, blocks)]
+    return list(map(xxh3_64_intdigest, beginnings, repeat(seed)))  # type: ignore[arg-type]
 
 
 class PromptKeys(Struct, frozen=True, gc=False):
