@@ -50,6 +50,22 @@ def test_matching_changes_nothing(history, sent, chain) -> None:
     assert history.match(chain("new")) == {A: 3}
 
 
+def test_what_a_match_gave_is_not_changed_later(history, sent, chain) -> None:
+    sent(A, chain("abcdef"))
+    sent(B, chain("abcx"))
+    prompts = [chain(name) for name in ("abcdef", "abcx", "abc", "abcde", "abz")]
+    given = [history.match(prompt) for prompt in prompts]
+    told = [dict(held) for held in given]
+
+    sent(A, chain("abcdefgh"))
+    sent(B, chain("abcdex"))
+    history.set_capacity(A, 2)
+    history.forget(B)
+
+    assert given == told
+    assert [history.match(prompt) for prompt in prompts] == [{A: 2}] * 5
+
+
 def test_keys_may_be_any_sequence(history, sent, chain) -> None:
     sent(A, tuple(chain("abc")))
     sent(A, chain("abcd"))

@@ -83,8 +83,9 @@ class RouteHistory(Protocol):
         """Each worker's live figures, of those that have been heard of; `part` gives any worker's."""
         ...
 
-    def match(self, keys: Sequence[BlockKey]) -> dict[int, int]:
-        """Leading blocks of `keys` per worker, for workers that hold at least one. Changes nothing."""
+    def match(self, keys: Sequence[BlockKey]) -> Mapping[int, int]:
+        """Leading blocks of `keys` per worker, for workers that hold at least one. Changes nothing, and
+        nothing changes it later."""
         ...
 
     def acquire(self, worker: int, keys: Sequence[BlockKey]) -> Lease:

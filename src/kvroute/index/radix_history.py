@@ -3,62 +3,16 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
 from msgspec import Struct
 
 from kvroute.blocks.keys import BlockKey
 from kvroute.index.history import HistorySize, Part
+from kvroute.index.radix_runs import Hold, Run, full_holders, shared_keys
 
-
-class _Run:
-    """An edge of the tree: consecutive keys with no branch between them.
-
-    At least one worker holds all of it. `full` is the bitmask of those workers; others in `holds` hold
-    a leading part. Whoever holds any block of a child holds this run in full.
-    """
-
-    __slots__ = ("begin", "children", "full", "holds", "keys", "last", "parent")
-
-    begin: int
-    """How many keys stand before it."""
-
-    def __init__(self, keys: array[int], parent: _Run | None) -> None:
-        self.keys = keys
-        self.last = keys[-1]
-        self.parent = parent
-        self.begin = 0 if parent is None else parent.begin + len(parent.keys)
-        self.children = 0
-        self.full = 0
-        self.holds: dict[int, _Hold] = {}
-
-
-class _Hold:
-    """One worker's leading `blocks` of one run. Unpinned holds form the part's free queue."""
-
-    __slots__ = ("blocks", "newer", "older", "pins", "run")
-
-    run: _Run
-
-    def __init__(self) -> None:
-        self.blocks = 0
-        self.pins = 0
-        self.older = self
-        self.newer = self
-
-    def unlink(self) -> None:
-        self.older.newer = self.newer
-        self.newer.older = self.older
-
-    def link_before(self, other: _Hold) -> None:
-        self.older = other.older
-        self.newer = other
-        other.older.newer = self
-        other.older = self
-
-
-_Found: TypeAlias = tuple[_Run | None, _Run | None, int, int]
+_Found: TypeAlias = tuple[Run | None, Run | None, int, int]
 
 
 class _RadixPart(Part):
@@ -67,8 +21,8 @@ class _RadixPart(Part):
     def __init__(self, worker: int, capacity_blocks: int) -> None:
         super().__init__(worker, capacity_blocks)
         self.bit = 1 << worker
-        self.runs: set[_Run] = set()
-        self.free = _Hold()
+        self.runs: set[Run] = set()
+        self.free = Hold()
         """Ends of the circular queue: `free.newer` is evicted first, `free.older` last."""
         self.is_forgotten = False
 
@@ -85,8 +39,8 @@ class RadixHistory:
 
     def __init__(self, default_capacity_blocks: int) -> None:
         self._default_capacity = default_capacity_blocks
-        self._heads: dict[int, _Run] = {}
-        self._ends: dict[int, _Run] = {}
+        self._heads: dict[int, Run] = {}
+        self._ends: dict[int, Run] = {}
         """By last key."""
         self.parts: dict[int, _RadixPart] = {}
         self._walked: Sequence[BlockKey] | None = None
@@ -94,31 +48,31 @@ class RadixHistory:
         """What the last match came by, until something changes: the request that asked goes the same way when
         it is sent."""
 
-    def match(self, keys: Sequence[BlockKey]) -> dict[int, int]:
-        run, beyond, shared, _ = self._found = self._walk(keys)
+    def match(self, keys: Sequence[BlockKey]) -> Mapping[int, int]:
+        try:
+            run = self._ends.get(keys[-1])
+        except IndexError:  # a prompt shorter than a block
+            return {}
         self._walked = keys
-        held: dict[int, int] = {}
-        if beyond is not None:
-            begin = beyond.begin
-            for worker, hold in beyond.holds.items():
-                blocks = hold.blocks
-                held[worker] = begin + (blocks if blocks < shared else shared)
+        held: Mapping[int, int]
+        if run is not None:
+            self._found = run, None, 0, 0
+            held = run.depths or run.look()
+            run = run.parent
+        else:
+            run, beyond, shared, _ = self._found = self._descend(keys)
+            held = {} if beyond is None else beyond.at_most(shared)
+        known = len(held)
         # Upwards: each holder of a run holds all before it, so what is new has ended here.
         while run is not None:
-            holds = run.holds
-            if len(holds) != len(held):
-                begin = run.begin
-                if run.full.bit_count() == len(holds):
-                    further, held = held, dict.fromkeys(holds, begin + len(run.keys))
-                    held |= further
-                else:
-                    for worker, hold in holds.items():
-                        if worker not in held:
-                            held[worker] = begin + hold.blocks
+            if len(run.holds) != known:
+                depths = run.depths or run.look()
+                held = {**depths, **held} if known else depths
+                known = len(held)
             run = run.parent
         return held
 
-    def acquire(self, worker: int, keys: Sequence[BlockKey], extended: _Run | None = None) -> _RadixLease:
+    def acquire(self, worker: int, keys: Sequence[BlockKey], extended: Hold | None = None) -> _RadixLease:
         """`extended` is where the lease ends that the new one will take the place of."""
         part = self.parts.get(worker)
         if part is None:
@@ -127,32 +81,31 @@ class RadixHistory:
         self._walked = None
         if beyond is not None:
             last = self._split(beyond, shared)
-        bit, new_blocks, run = part.bit, 0, last
-        while run is not None:
-            if run.full & bit:
-                hold = run.holds[worker]
+        new_blocks, final = 0, None
+        if last is not None:
+            if last.full & part.bit:
+                final = last.holds[worker]
             else:
-                hold, size = run.holds.get(worker) or self._hold(part, run), len(run.keys)
-                new_blocks += size - hold.blocks
-                hold.blocks = size
-                run.full |= bit
-            pins = hold.pins
-            if not pins:
-                part.active_blocks += hold.blocks
-                # As `hold.unlink()`, which every request would call.
-                older, newer = hold.older, hold.newer
-                older.newer = newer
-                newer.older = older
-            hold.pins = pins + 1
-            run = run.parent
+                final, new_blocks = self._fill(part, last)
+            hold: Hold | None = final
+            while hold is not None:
+                pins = hold.pins
+                if not pins:
+                    part.active_blocks += hold.blocks
+                    # As `hold.unlink()`, which every request would call.
+                    older, newer = hold.older, hold.newer
+                    older.newer = newer
+                    newer.older = older
+                hold.pins = pins + 1
+                hold = hold.before
         if end:
-            last, added = self._grow(part, keys, last, end, extended)
+            final, added = self._grow(part, keys, final, end, extended)
             new_blocks += added
         if new_blocks:
             part.blocks += new_blocks
             if part.blocks > part.capacity_blocks:
                 self._trim(part)
-        return _RadixLease(self, part, last, new_blocks)
+        return _RadixLease(self, part, final, new_blocks)
 
     def part(self, worker: int) -> Part:
         return self.parts.get(worker) or self._own_part(worker)
@@ -214,10 +167,12 @@ class RadixHistory:
             run = self._ends.get(keys[-1])
         except IndexError:  # a prompt shorter than a block
             return None, None, 0, 0
-        if run is not None:
-            return run, None, 0, 0
+        return self._descend(keys) if run is None else (run, None, 0, 0)
+
+    def _descend(self, keys: Sequence[BlockKey]) -> _Found:
+        """As `_walk`, of keys that no run ends with."""
         heads = self._heads
-        whole: _Run | None = None
+        whole: Run | None = None
         end, pos = len(keys), 0
         while pos < end:
             run = heads.get(keys[pos])
@@ -225,54 +180,83 @@ class RadixHistory:
                 break
             behind = pos + len(run.keys)
             if behind > end or keys[behind - 1] != run.last:
-                return whole, run, _shared(run.keys, keys, pos), end
+                return whole, run, shared_keys(run.keys, keys, pos), end
             whole = run
             pos = behind
         return whole, None, 0, end
 
+    def _fill(self, part: _RadixPart, run: Run) -> tuple[Hold, int]:
+        """Hold `run` in full, and all before it; the hold, and how many blocks are new."""
+        worker, bit, new_blocks = part.worker, part.bit, 0
+        final: Hold | None = None
+        behind: Hold | None = None
+        upwards: Run | None = run
+        while upwards is not None:
+            if upwards.full & bit:
+                hold = upwards.holds[worker]
+            else:
+                hold, size = upwards.holds.get(worker) or self._hold(part, upwards), len(upwards.keys)
+                new_blocks += size - hold.blocks
+                hold.blocks = size
+                upwards.full |= bit
+                upwards.depths = None
+            if behind is None:
+                final = hold
+            else:
+                if behind.before is hold:
+                    break
+                behind.before = hold
+            behind, upwards = hold, upwards.parent
+        assert final is not None
+        return final, new_blocks
+
     def _grow(
-        self, part: _RadixPart, keys: Sequence[BlockKey], last: _Run | None, end: int, extended: _Run | None
-    ) -> tuple[_Run | None, int]:
-        """Hold and pin what `keys`, `end` of them, have behind `last`, which is pinned; where they end now,
-        and how many those are."""
-        worker, pos = part.worker, 0 if last is None else last.begin + len(last.keys)
+        self, part: _RadixPart, keys: Sequence[BlockKey], hold: Hold | None, end: int, extended: Hold | None
+    ) -> tuple[Hold | None, int]:
+        """Hold and pin what `keys`, `end` of them, have behind the run of `hold`, which is pinned; the hold
+        of their end, and how many those are."""
+        last = None if hold is None else hold.run
+        pos = 0 if last is None else last.begin + len(last.keys)
         if pos == end:
-            return last, 0
+            return hold, 0
         added = end - pos
         fresh = array("Q", keys[pos:] if pos else keys)
-        own_pins = 2 if last is extended else 1
-        if last and not last.children and len(last.holds) == 1 and last.holds[worker].pins == own_pins:
+        own_pins = 2 if hold is extended else 1
+        if hold and last and not last.children and len(last.holds) == 1 and hold.pins == own_pins:
             # Nobody else holds this run and only this request pins it: let it grow, so that a
             # conversation does not become a chain of one run a turn.
             del self._ends[last.last]
             last.keys.extend(fresh)
             last.last = fresh[-1]
-            last.holds[worker].blocks += added
+            hold.blocks += added
+            last.depths = None
         else:
             if last:
                 last.children += 1
-            last = self._heads[fresh[0]] = _Run(fresh, last)
+            last = self._heads[fresh[0]] = Run(fresh, last)
             last.full = part.bit
-            hold = self._hold(part, last)
+            before, hold = hold, self._hold(part, last)
+            hold.before = before
             hold.blocks = added
             hold.pins = 1
         self._ends[last.last] = last
         part.active_blocks += added
-        return last, added
+        return hold, added
 
-    def _hold(self, part: _RadixPart, run: _Run) -> _Hold:
-        hold = run.holds[part.worker] = _Hold()
+    def _hold(self, part: _RadixPart, run: Run) -> Hold:
+        hold = run.holds[part.worker] = Hold()
         hold.run = run
         part.runs.add(run)
         return hold
 
-    def _split(self, run: _Run, size: int) -> _Run:
+    def _split(self, run: Run, size: int) -> Run:
         """Cut `run` after `size` keys; the new head. The tail keeps its identity: leases end there."""
-        head = _Run(run.keys[:size], run.parent)
+        head = Run(run.keys[:size], run.parent)
         head.children = 1
         run.keys = run.keys[size:]
         run.parent = head
         run.begin += size
+        run.depths = None
         self._heads[head.keys[0]] = self._ends[head.last] = head
         self._heads[run.keys[0]] = run
         for worker, hold in list(run.holds.items()):
@@ -287,10 +271,12 @@ class RadixHistory:
                 front = self._hold(part, head)
                 front.blocks = size
                 front.pins = hold.pins
+                front.before = hold.before
+                hold.before = front
                 hold.blocks -= size
                 if not hold.pins:
                     front.link_before(hold.newer)  # the tail is evicted first
-        head.full = _full(head)
+        head.full = full_holders(head)
         return head
 
     def _trim(self, part: _RadixPart) -> None:
@@ -311,9 +297,10 @@ class RadixHistory:
                 part.runs.remove(run)
             self._shrink(run, part.bit)
 
-    def _shrink(self, run: _Run, bit: int) -> None:
+    def _shrink(self, run: Run, bit: int) -> None:
         """Drop what of `run` no worker holds any more, after the hold behind `bit` went or became shorter."""
         run.full &= ~bit
+        run.depths = None
         self._walked = None
         if run.full:
             return
@@ -327,13 +314,13 @@ class RadixHistory:
         del self._ends[run.last]
         run.last = run.keys[-1]
         self._ends[run.last] = run
-        run.full = _full(run)
+        run.full = full_holders(run)
 
 
 class _RadixLease(Struct, eq=False, gc=False):
     _history: RadixHistory
     _part: _RadixPart | None
-    _end: _Run | None
+    _end: Hold | None
     new_blocks: int
 
     def extend(self, keys: Sequence[BlockKey]) -> None:
@@ -353,38 +340,18 @@ class _RadixLease(Struct, eq=False, gc=False):
         self._part = None
         if part.is_forgotten:
             return
-        worker, queue, run = part.worker, part.free, self._end
-        while run is not None:
-            hold = run.holds[worker]
+        queue, hold = part.free, self._end
+        newest = queue.older
+        while hold is not None:
             pins = hold.pins = hold.pins - 1
             if not pins:
                 part.active_blocks -= hold.blocks
-                # As `hold.link_before(queue)`.
-                hold.older = older = queue.older
-                hold.newer = queue
-                older.newer = queue.older = hold
-            run = run.parent
+                # As `hold.link_before(queue)`; the queue itself is closed behind the last one.
+                hold.older = newest
+                newest.newer = hold
+                newest = hold
+            hold = hold.before
+        newest.newer = queue
+        queue.older = newest
         if part.blocks > part.capacity_blocks:
             self._history._trim(part)
-
-
-def _shared(run: array[int], keys: Sequence[BlockKey], pos: int) -> int:
-    """How many leading keys of `run` equal `keys` from `pos` on; the first does."""
-    low, high = 1, min(len(run), len(keys) - pos)
-    if run[high - 1] == keys[pos + high - 1]:
-        return high
-    while low < high:
-        middle = (low + high + 1) // 2
-        if run[middle - 1] == keys[pos + middle - 1]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
-
-
-def _full(run: _Run) -> int:
-    size, mask = len(run.keys), 0
-    for worker, hold in run.holds.items():
-        if hold.blocks == size:
-            mask |= 1 << worker
-    return mask
