@@ -74,6 +74,14 @@ def test_asking_again_gives_the_same_answer_until_something_is_routed(strategy, 
     assert all(strategy.rank(asked, view) == first for _ in range(5))
 
 
+def test_one_that_need_not_be_told_answers_the_same_after_it_was(strategy, asked, view) -> None:
+    decision = strategy.rank(asked, view)
+
+    strategy.routed(asked, decision, decision.ranking[0])
+
+    assert strategy.is_told or strategy.rank(asked, view) == decision
+
+
 def test_the_arithmetic_adds_up(strategy, asked, view) -> None:
     view.workers[1].load.reserve(0.0, prefill_s=0.4, tokens=300)
 

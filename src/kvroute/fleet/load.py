@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from math import exp, inf
+from typing import Protocol
 
 from msgspec import Struct
 
@@ -171,9 +172,23 @@ class WorkerLoad:
             self._through(self._head, end)
 
 
+class Held(Protocol):
+    """Something that a request holds until it is over."""
+
+    def release(self) -> None: ...
+
+
+class Followers(Protocol):
+    """What goes the same way as a reservation."""
+
+    def first_token(self, now: float, is_first: bool) -> None: ...
+
+    def finish(self, now: float) -> None: ...
+
+
 class Reservation(Struct, eq=False):
     """One dispatched request's share of its worker's load, made by `WorkerLoad.reserve` or given to `enter`.
-    Mutable: by its own methods and its load."""
+    Mutable: by its own methods and its load; whoever made it may give it what ends with it."""
 
     _load: WorkerLoad
     _start: float
@@ -183,6 +198,8 @@ class Reservation(Struct, eq=False):
     streamed: bool
     is_queued: bool = True
     is_finished: bool = False
+    lease: Held | None = None
+    followers: Followers | None = None
 
     def first_token(self, now: float) -> None:
         """Its prefill is done. Does nothing after the first time, or after `finish`."""
@@ -205,13 +222,20 @@ class Reservation(Struct, eq=False):
             load._run_out(now)
         load.in_flight -= 1
         load.active_tokens -= self.tokens
+        # Without a first token it was no prefill and no residence.
+        is_answered = True
         if self.is_queued:
-            load._through(self, now, not self.streamed)
-            if self.streamed:
-                return  # without a first token it was no prefill and no residence
-        stay = now - self._start
-        before = load.residence_s
-        load.residence_s = stay if before is None else before + RESIDENCE_WEIGHT * (stay - before)
+            is_answered = not self.streamed
+            load._through(self, now, is_answered)
+        if is_answered:
+            stay = now - self._start
+            before = load.residence_s
+            load.residence_s = stay if before is None else before + RESIDENCE_WEIGHT * (stay - before)
+        lease, followers = self.lease, self.followers
+        if lease is not None:
+            lease.release()
+        if followers is not None:
+            followers.finish(now)
 
 
 def survey(loads: Iterable[WorkerLoad], now: float) -> tuple[float, float]:

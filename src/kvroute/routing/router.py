@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Protocol
 
 from kvroute.blocks.keys import BlockKey
 from kvroute.blocks.tokens import Tier
-from kvroute.fleet.load import Reservation
+from kvroute.fleet.load import Followers, Reservation
 from kvroute.fleet.worker import ASSUMED_BLOCK_TOKENS, ASSUMED_CAPACITY_TOKENS, FleetView, Worker, WorkerId
 from kvroute.index.history import HistorySize, Lease, RouteHistory
 from kvroute.index.radix_history import RadixHistory
@@ -42,44 +42,56 @@ class Observer(Protocol):
 
 
 class Dispatch(Reservation, eq=False, kw_only=True):
-    """One attempt of one request on one worker: its share of the worker's load, and what else is given back.
-    Whoever dispatched it finishes it, in a `finally`. `followed` is told, if somebody observes. Mutable: by
-    the router and by itself."""
+    """One attempt of one request on one worker: its share of the worker's load, and what else is given back
+    when it is over, however it ended. Whoever dispatched it finishes it, in a `finally`. Mutable: by the
+    router and by itself."""
 
     worker: Worker
-    _of_rank: Reservation | None = None
-    """Of its data-parallel rank, where it was sent to one."""
-    _lease: Lease | None = None
-    _more_leases: Sequence[Lease] = ()
-    """Where the request has several prompts, or exact ones."""
     _lesson: _Lesson | None = None
-    followed: Followed | None = None
 
     def first_token(self, now: float) -> None:
         """The first token of a streamed answer came: the prefill is done. Later calls do nothing."""
-        if self.followed is not None and self.is_queued:
-            self.followed.first_token()
+        if self.followers is not None:
+            self.followers.first_token(now, self.is_queued)
         Reservation.first_token(self, now)
-        if self._of_rank is not None:
-            self._of_rank.first_token(now)
         if self._lesson is not None:
             self._lesson.learn(now)
             self._lesson = None
 
+
+class _More(NamedTuple):
+    """What some attempts have besides: their data-parallel rank, several prompts or exact ones."""
+
+    of_rank: Reservation | None
+    leases: Sequence[Lease]
+
+    def first_token(self, now: float, is_first: bool) -> None:
+        if self.of_rank is not None:
+            self.of_rank.first_token(now)
+
     def finish(self, now: float) -> None:
-        """The attempt is over, however it ended: its load and its pinned blocks are given back. Later
-        calls do nothing."""
-        if self.followed is not None:
-            self.followed.finished()
-            self.followed = None
-        Reservation.finish(self, now)
-        if self._of_rank is not None:
-            self._of_rank.finish(now)
-        if self._lease is not None:
-            self._lease.release()
-        if self._more_leases:
-            for lease in self._more_leases:
-                lease.release()
+        if self.of_rank is not None:
+            self.of_rank.finish(now)
+        for lease in self.leases:
+            lease.release()
+
+
+class _Observed(NamedTuple):
+    """What an attempt has besides, and who observes it."""
+
+    more: Followers | None
+    followed: Followed
+
+    def first_token(self, now: float, is_first: bool) -> None:
+        if is_first:
+            self.followed.first_token()
+        if self.more is not None:
+            self.more.first_token(now, is_first)
+
+    def finish(self, now: float) -> None:
+        self.followed.finished()
+        if self.more is not None:
+            self.more.finish(now)
 
 
 class _Lesson(NamedTuple):
@@ -132,7 +144,7 @@ class Router:
             name: registered.make(getattr(options, name), self._costs, history, views)
             for name, registered in STRATEGIES.items()
         }
-        self._told = {name: strategy.routed for name, strategy in self._strategies.items()}
+        self._told = {name: each.routed for name, each in self._strategies.items() if each.is_told}
 
     @property
     def strategies(self) -> tuple[str, ...]:
@@ -169,15 +181,40 @@ class Router:
         return RouteDecision(self.strategy(query.model).name, Reason.RESPONSE_OWNER, ranking)
 
     def dispatch(
-        self, query: RouteQuery, decision: RouteDecision, candidate: Candidate, now: float
+        self,
+        query: RouteQuery,
+        decision: RouteDecision,
+        candidate: Candidate,
+        now: float,
+        *,
+        is_own: bool = True,
     ) -> Dispatch:
         """Account an attempt on `candidate`, one of the decision's ranking: its prefill joins the worker's
-        queue, its blocks count as held and stay pinned until `Dispatch.finish`."""
-        lesson = self._lesson(query, candidate, now) if query.streamed else None
-        dispatch = self._account(query, decision, candidate, now)
-        dispatch._lesson = lesson
-        if self._observer is not None:
-            dispatch.followed = self._observer.dispatched(query, decision, candidate)
+        queue, its blocks count as held and stay pinned until `Dispatch.finish`. For what is not this
+        process's own see `dispatched_elsewhere`."""
+        worker, held, prompts, streamed = candidate.worker, candidate.held, query.prompts, query.streamed
+        load = worker.load
+        lesson = self._lesson(query, candidate, now) if streamed and is_own else None
+        dispatch = Dispatch(
+            load, now, candidate.prefill_s, query.tokens, streamed, worker=worker, _lesson=lesson
+        )
+        load.enter(dispatch, now)
+        has_more = held is not None or len(prompts) > 1
+        if prompts:
+            index, first = worker.index, prompts[0]
+            known = self._sizes.block_tokens.get(index)
+            # What would change nothing, as of `sending`.
+            if has_more or known is None or not abs(first.block_tokens - known) <= TOLERANCE * known:
+                self._sizes.sending(worker, query)
+            dispatch.lease = self._history.acquire(index, first.keys)
+        if has_more:
+            dispatch.followers = self._more(query, candidate, now)
+        routed = self._told.get(decision.strategy)
+        if routed is not None:
+            routed(query, decision, candidate)
+        if self._observer is not None and is_own:
+            followed = self._observer.dispatched(query, decision, candidate)
+            dispatch.followers = _Observed(dispatch.followers, followed)
         return dispatch
 
     def dispatched_elsewhere(
@@ -185,7 +222,18 @@ class Router:
     ) -> Dispatch:
         """Account an attempt that another gateway process has made: as `dispatch`, but nothing is learnt
         from it and the observer does not hear of it."""
-        return self._account(query, decision, candidate, now)
+        return self.dispatch(query, decision, candidate, now, is_own=False)
+
+    def _more(self, query: RouteQuery, candidate: Candidate, now: float) -> _More:
+        """What goes on in the rank and in the caches, and of the prompts behind the first one."""
+        held, index, of_rank = candidate.held, candidate.worker.index, None
+        leases = [self._history.acquire(index, prompt.keys) for prompt in query.prompts[1:]]
+        if held is not None:
+            if held.rank is not None:
+                of_rank = candidate.queue.reserve(now, candidate.prefill_s, query.tokens, query.streamed)
+            if held.slot is not None:
+                leases += [self._in_flight.acquire(held.slot, prompt.keys) for prompt in query.exact]
+        return _More(of_rank, leases)
 
     def sent_before(self, worker: Worker, keys: Sequence[BlockKey]) -> None:
         """The worker was sent this prompt some time ago, and more recently than what was told before."""
@@ -194,37 +242,6 @@ class Router:
     def recent(self, worker: Worker, most_blocks: int) -> list[Sequence[BlockKey]]:
         """What `sent_before` would have to be told of the worker, `most_blocks` of it: the last ones."""
         return self._history.recent(worker.index, most_blocks)
-
-    def _account(
-        self, query: RouteQuery, decision: RouteDecision, candidate: Candidate, now: float
-    ) -> Dispatch:
-        worker, held, prompts = candidate.worker, candidate.held, query.prompts
-        load = worker.load
-        dispatch = Dispatch(load, now, candidate.prefill_s, query.tokens, query.streamed, worker=worker)
-        load.enter(dispatch, now)
-        if prompts:
-            index, first, acquire = worker.index, prompts[0], self._history.acquire
-            if len(prompts) == 1:
-                known, block_tokens = self._sizes.block_tokens.get(index), first.block_tokens
-                # What would change nothing, as of `sending`.
-                if known is None or not abs(block_tokens - known) <= TOLERANCE * known:
-                    self._sizes.sending(worker, query)
-                dispatch._lease = acquire(index, first.keys)
-            else:
-                self._sizes.sending(worker, query)
-                dispatch._more_leases = [acquire(index, prompt.keys) for prompt in prompts]
-        if held is not None:
-            if held.rank is not None:
-                dispatch._of_rank = candidate.queue.reserve(
-                    now, candidate.prefill_s, query.tokens, query.streamed
-                )
-            if held.slot is not None and query.exact:
-                exact = [self._in_flight.acquire(held.slot, prompt.keys) for prompt in query.exact]
-                dispatch._more_leases = [*dispatch._more_leases, *exact]
-        routed = self._told.get(decision.strategy)
-        if routed is not None:
-            routed(query, decision, candidate)
-        return dispatch
 
     def _lesson(self, query: RouteQuery, candidate: Candidate, now: float) -> _Lesson | None:
         """What this attempt may teach, once its first token shows: nothing unless that is due to it alone."""

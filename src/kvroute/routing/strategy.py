@@ -18,6 +18,8 @@ class Strategy(Protocol):
 
     name: ClassVar[str]
     needs: ClassVar[Needs]
+    is_told: ClassVar[bool]
+    """Whether `routed` changes anything; else it is not called."""
 
     def rank(self, query: RouteQuery, view: FleetView) -> RouteDecision:
         """Order `view.workers` (never empty), best first; from the second on by cost."""

@@ -40,6 +40,7 @@ class KvAware:
 
     name: ClassVar[str] = "kvaware"
     needs: ClassVar[Needs] = Needs.TOKENS
+    is_told: ClassVar[bool] = True
 
     def __init__(
         self, options: KvAwareOptions, costs: CostModel, history: RouteHistory, views: CacheViews

@@ -40,6 +40,7 @@ class PrefixAware:
 
     name: ClassVar[str] = _NAME
     needs: ClassVar[Needs] = Needs.PROMPT
+    is_told: ClassVar[bool] = False
 
     def __init__(self, options: PrefixAwareOptions, costs: CostModel, history: RouteHistory) -> None:
         self._costs = costs

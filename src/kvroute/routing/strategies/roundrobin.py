@@ -35,6 +35,7 @@ class RoundRobin:
 
     name: ClassVar[str] = "roundrobin"
     needs: ClassVar[Needs] = Needs.NOTHING
+    is_told: ClassVar[bool] = True
 
     def __init__(self, options: RoundRobinOptions, costs: CostModel, history: RouteHistory) -> None:
         self._costs = costs

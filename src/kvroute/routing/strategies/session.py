@@ -106,6 +106,7 @@ class Session:
 
     name: ClassVar[str] = "session"
     needs: ClassVar[Needs] = Needs.SESSION_KEY
+    is_told: ClassVar[bool] = True
 
     def __init__(self, options: SessionOptions, costs: CostModel, history: RouteHistory) -> None:
         self._options = options
