@@ -5,7 +5,8 @@ from msgspec.structs import replace
 
 from kvroute.blocks.keys import PromptKeys
 from kvroute.index.radix_history import RadixHistory
-from kvroute.routing.cost import RESIDENCE_S, CostModel, CostOptions, Costs, TierLoad
+from kvroute.routing.cost import RESIDENCE_S, CostModel, TierLoad
+from kvroute.routing.cost_options import CostOptions, Costs
 
 A, B, C = 0, 1, 2
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
-from kvroute.routing.cost import CostOptions
+from kvroute.routing.cost_options import CostOptions
 from kvroute.routing.options import RoutingOptions
 
 

@@ -29,6 +29,9 @@ _COARSE_S = 2.0**22
 _WARM_S = 40 * WINDOW_S
 """From this age on the warm-up is 1 to the last bit of a float."""
 
+_NEVER = -inf
+"""What began then has decayed to nothing."""
+
 _YOUNG = exp(-WARM_UP_S / WINDOW_S)
 _LEAST_SHARE = WINDOW_S - WINDOW_S * _YOUNG
 
@@ -80,7 +83,7 @@ class WorkerLoad:
         # one factor for all of it makes that a decay. What is added at `_origin` weighs 1.
         self._recent_s = 0.0
         self._recent_requests = 0.0
-        self._origin: float | None = None
+        self._origin = _NEVER
         """The first dispatch; later on, so that weights stay small, some time when all was warm."""
         self._is_warm = False
 
@@ -113,7 +116,7 @@ class WorkerLoad:
         self._head = reservation
         self._head_start = now
         self._head_end = inf if reservation.streamed else now + prefill_s
-        if self._origin is None:
+        if self._origin == _NEVER:
             self._origin = now
 
     def wait(self, now: float) -> float:
@@ -132,8 +135,6 @@ class WorkerLoad:
         1 - exp(-t / 30 s), t since the first dispatch.
         """
         self._run_out(now)
-        if self._origin is None:
-            return 0.0, 0.0
         decay = exp((self._origin - now) / WINDOW_S)
         share = WINDOW_S if self._is_warm else max(_LEAST_SHARE, WINDOW_S - WINDOW_S * decay)
         return self._recent_s * (decay / share), self._recent_requests * (decay / share)
@@ -153,10 +154,9 @@ class WorkerLoad:
         else:
             self._head = None
             self._head_end = inf
-        origin = self._origin
-        if not counts or origin is None:
+        if not counts:
             return
-        age_s = now - origin
+        age_s = now - self._origin
         if age_s > _WARM_S:
             decay = exp(-age_s / WINDOW_S)
             self._recent_s *= decay
@@ -253,19 +253,18 @@ def survey(loads: Iterable[WorkerLoad], now: float) -> tuple[float, float]:
         if head is None:
             load.wait_s = 0.0
         else:
-            had_s, prefill_s = now - load._head_start, head.prefill_s
-            left_s = load._queued_s - (had_s if had_s < prefill_s else prefill_s)
-            load.wait_s = left_s if left_s > 0.0 else 0.0
-        origin = load._origin
-        if origin is not None:
-            decay = exp((origin - now) / WINDOW_S)
-            if load._is_warm:
-                weight = decay / WINDOW_S
-            elif decay < _YOUNG:
-                weight = decay / (WINDOW_S - WINDOW_S * decay)
-            else:
-                weight = decay / _LEAST_SHARE
-            load.utilisation = own_s = load._recent_s * weight
-            seconds += own_s
-            requests += load._recent_requests * weight
+            had_s = now - load._head_start
+            if had_s > head.prefill_s:
+                had_s = head.prefill_s
+            load.wait_s = load._queued_s - had_s  # at least zero: the head is queued itself
+        decay = exp((load._origin - now) / WINDOW_S)
+        if load._is_warm:
+            weight = decay / WINDOW_S
+        elif decay < _YOUNG:
+            weight = decay / (WINDOW_S - WINDOW_S * decay)
+        else:
+            weight = decay / _LEAST_SHARE
+        load.utilisation = own_s = load._recent_s * weight
+        seconds += own_s
+        requests += load._recent_requests * weight
     return seconds, requests

@@ -16,8 +16,8 @@ from kvroute.blocks.keys import PromptKeys
 from kvroute.fleet.load import WorkerLoad, survey
 from kvroute.fleet.worker import Worker
 from kvroute.index.history import RouteHistory
-from kvroute.options import Options, option
 from kvroute.routing.caches import Held
+from kvroute.routing.cost_options import CostOptions, Costs
 from kvroute.routing.decision import Candidate, RouteQuery, Row
 from kvroute.routing.learning import Fit, Learned, Lessons
 from kvroute.routing.ranking import Ranking
@@ -29,136 +29,6 @@ MAX_UTILISATION = 0.9
 """Where rho / (1 - rho) stops rising. Costs that are too high show as a utilisation above what is possible:
 at 0.98, costs believed four times too high kept agents' hot prefixes on single workers until their mean
 time to first token was three times that of right costs; at 0.9 they are within 3% (bench/routing.py)."""
-
-
-class CostOptions(Options):
-    """What a model's work costs on one worker. The defaults are meant to be too high for most models: work
-    that is taken for cheaper than it is leaves its cache too easily, which costs more than the opposite."""
-
-    token_us: float = option(
-        160.0,
-        "Prefill time of one token.",
-        unit="us",
-        higher="keeps conversations where their cache is",
-        lower="spreads requests sooner",
-        gt=0,
-    )
-    context_token_ns: float = option(
-        3.0,
-        "Prefill time of one token per token of context before it (attention).",
-        unit="ns",
-        higher="long prompts count for more",
-        lower="long prompts count like many short ones",
-        ge=0,
-    )
-    iteration_ms: float = option(
-        20.0,
-        "Fixed time of one engine iteration; a prefill takes at least one.",
-        unit="ms",
-        higher="counts requests rather than tokens",
-        lower="counts tokens rather than requests",
-        ge=0,
-    )
-    max_batched_tokens: int = option(
-        8192,
-        "Tokens that the engine computes in one iteration (vLLM's --max-num-batched-tokens).",
-        unit="tokens",
-        higher="fewer iterations in a long prefill",
-        lower="more iterations in a long prefill",
-        ge=1,
-    )
-    lambda_cap: float = option(
-        64.0,
-        "Most seconds of other requests' delay that one second of own work is charged.",
-        higher="more affinity near saturation",
-        lower="more spreading near saturation; 0 looks at the request's own wait only",
-        ge=0,
-    )
-    memory_limit: float = option(
-        0.95,
-        "Share of a worker's KV capacity that running requests may fill before sending more costs extra.",
-        higher="packs workers tighter, at the risk of preemption",
-        lower="spreads memory sooner",
-        gt=0,
-    )
-    eviction_weight: float = option(
-        1.0,
-        "How much of the time to recompute the tracked blocks that a request pushes out it is charged.",
-        higher="protects what a full worker holds",
-        lower="0 lets any request push out anything",
-        ge=0,
-    )
-    active_share: float = option(
-        0.03,
-        "What each prompt token of the requests in flight costs, as a share of `token_us`: about what "
-        "reading it in every iteration adds to an answer. A prefix in use is computed again elsewhere "
-        "once its worker has about 1 / `active_share` more requests of its size in flight.",
-        higher="evens out running requests, copies hot prefixes sooner",
-        lower="looks at the time to first token only; 0.001 merely breaks ties",
-        ge=0,
-    )
-    balance_weight: float = option(
-        8.0,
-        "Seconds charged per second of own work, for each unit by which the worker's utilisation by prefill "
-        "is above the fleet's mean: what a conversation begins on a worker, it goes on with there.",
-        higher="new conversations leave a common prefix sooner for a worker that has done less",
-        lower="0: a common prefix is followed as long as its holder looks idle",
-        ge=0,
-    )
-    tie_share: float = option(
-        0.02,
-        "Scores within this share of the best, plus `tie_ms`, are equal: fewest active tokens goes first, "
-        "then least prefill done lately.",
-        higher="evens out load where costs differ little",
-        lower="follows small differences in cost",
-        ge=0,
-    )
-    tie_ms: float = option(
-        1.0,
-        "See `tie_share`.",
-        unit="ms",
-        higher="evens out load where costs differ little",
-        lower="follows small differences in cost",
-        ge=0,
-    )
-
-
-class Costs(NamedTuple):
-    """`CostOptions` in seconds and tokens."""
-
-    token_s: float
-    context_token_s: float
-    iteration_s: float
-    max_batched_tokens: int
-    lambda_cap: float
-    memory_limit: float
-    eviction_weight: float
-    active_token_s: float
-    balance_weight: float
-    tie_share: float
-    tie_s: float
-
-    @classmethod
-    def of(cls, options: CostOptions) -> Costs:
-        return cls(
-            options.token_us * 1e-6,
-            options.context_token_ns * 1e-9,
-            options.iteration_ms * 1e-3,
-            options.max_batched_tokens,
-            options.lambda_cap,
-            options.memory_limit,
-            options.eviction_weight,
-            options.active_share * options.token_us * 1e-6,
-            options.balance_weight,
-            options.tie_share,
-            options.tie_ms * 1e-3,
-        )
-
-    def prefill_s(self, miss: int, held: int, prompts: int = 1) -> float:
-        """Seconds to compute `miss` tokens after `held` ones, both summed over `prompts` equal prompts."""
-        chunks = max(1, -(-miss // self.max_batched_tokens))
-        context = (held + miss / 2) / prompts
-        return miss * (self.token_s + self.context_token_s * context) + self.iteration_s * chunks
 
 
 class TierLoad(NamedTuple):
@@ -257,10 +127,14 @@ class CostModel:
         computed once, a term that is zero not at all, and objects are left to `Ranking`.
         """
         now, tokens, prompts, model = query.now, query.tokens, query.prompts, query.model
-        settled = self._settled.get(model)
+        settled, factors = self._settled.get(model), None
         lessons = self._lessons.get(model) if self._lessons else None
-        if settled is None or (lessons is not None and lessons.prefills.fit is not settled.fit):
-            settled = self._settle(model, lessons)
+        if lessons is not None:
+            factors = lessons.speeds.factors or None
+            if settled is None or lessons.prefills.fit is not settled.fit:
+                settled = self._settle(model, lessons)
+        elif settled is None:
+            settled = self._settle(model, None)
         (
             token_s,
             context_token_s,
@@ -275,7 +149,6 @@ class CostModel:
             tie_s,
             fitting_share,
         ) = settled.figures
-        factors = None if lessons is None else lessons.speeds.factors or None
         if queues is None:
             queues = _queues(workers, held_where)
         seconds, requests = survey(queues, now)
@@ -284,93 +157,108 @@ class CostModel:
         if is_busy and requests:
             rho = utilisation if utilisation < MAX_UTILISATION else MAX_UTILISATION
             delay_factor = 0.5 * rho / (1.0 - rho) / (seconds / requests)
-        listed, parts = len(prompts), self._history.parts
-        block_tokens = prompts[0].block_tokens if listed == 1 else _block_tokens(prompts)
+        if len(prompts) == 1:
+            block_tokens, twice = prompts[0].block_tokens, 2
+        else:
+            block_tokens, twice = _block_tokens(prompts), 2 * len(prompts) or 2
+        parts = self._history.parts
         # At most so many blocks are new anywhere; `int` of a quotient would cost as much as two terms.
         most_blocks = tokens >> 2 if block_tokens >= 4.0 else tokens
         rows: list[Row] = []
         known_held = first = -1
         miss, most = tokens, 0
-        mean_s = ready_s = marginal_s = 0.0
+        mean_s = own_s = prefill_s = ready_s = memory_s = eviction_s = marginal_s = ramp_s = 0.0
         best = second = inf
+        is_special = False
         for worker, load, held in zip(workers, queues, matched_tokens or [0] * len(workers), strict=True):
             if held != known_held:  # else as for the worker before
                 known_held, miss = held, tokens - held
-                # As `Costs.prefill_s`, without its call, and without dividing by one.
-                context = held + miss / 2 if listed < 2 else (held + miss / 2) / listed
-                mean_s = miss * (token_s + context_token_s * context)
+                # As `Costs.prefill_s`, without its call: half of what is missing goes before a token.
+                mean_s = miss * (token_s + context_token_s * ((tokens + held) / twice))
                 mean_s += (
                     iteration_s
                     if miss <= max_batched_tokens
                     else iteration_s * -(-miss // max_batched_tokens)
                 )
+                own_s = prefill_s = mean_s
                 if held > most:
                     most = held
+            if factors is not None:
+                own_s = prefill_s = mean_s * factors.get(worker.index, 1.0)
             wait_s, in_flight = load.wait_s, load.in_flight
-            own_s = prefill_s = mean_s if factors is None else mean_s * factors.get(worker.index, 1.0)
+            score = done_s = wait_s + prefill_s
             if loads:
+                is_special = True
                 ready_s, transfer_s = loads[len(rows)]
+                if ready_s > wait_s:
+                    score = ready_s + prefill_s
                 own_s = prefill_s + transfer_s
-                score = (wait_s if wait_s > ready_s else ready_s) + prefill_s
-            else:
-                score = wait_s + prefill_s
-            memory_s = eviction_s = decode_s = ramp_s = 0.0
+                done_s = wait_s + own_s
             if block_tokens:
                 try:
                     part = parts[worker.index]
                 except KeyError:
                     part = self._history.part(worker.index)
-                capacity, tracked = part.capacity_blocks, part.blocks
                 # Most requests fit wherever they go, even if nothing of them is held and nothing is evicted.
-                if tracked + in_flight + most_blocks > fitting_share * capacity:
-                    new_blocks = int(miss / block_tokens)
+                if part.blocks + in_flight + most_blocks > fitting_share * part.capacity_blocks:
+                    capacity, tracked, new_blocks = (
+                        part.capacity_blocks,
+                        part.blocks,
+                        int(miss / block_tokens),
+                    )
                     active = part.active_blocks
                     over = active + new_blocks + in_flight - memory_limit * capacity
                     if over > 0:
-                        residence_s = load.residence_s
+                        is_special, residence_s = True, load.residence_s
                         memory_s = (RESIDENCE_S if residence_s is None else residence_s) * over / capacity
                         score += memory_s
                     # As `Part.evicted_by`.
                     excess = tracked + new_blocks - capacity
                     if excess > 0:
+                        is_special = True
                         evicted = excess if excess < tracked - active else tracked - active
                         eviction_s = eviction_weight * evicted * block_tokens * token_s
                         score += eviction_s
             if is_busy:
-                delay = delay_factor * (wait_s + own_s)
+                delay = delay_factor * done_s
                 marginal_s = (delay if delay < lambda_cap else lambda_cap) * own_s
                 ahead = load.utilisation - utilisation
                 if ahead > 0.0:
                     marginal_s += balance * ahead * own_s
                 score += marginal_s
+            decode_s = 0.0
             if in_flight:
                 decode_s = active_token_s * load.active_tokens
                 score += decode_s
             if worker.ramp < 1.0:
+                is_special = True
                 ramp_s = score / worker.ramp_at(now) - score
                 score += ramp_s
             if score < best:
                 second, best, first = best, score, len(rows)
             elif score < second:
                 second = score
-            rows.append(
-                (score, wait_s, ready_s, prefill_s, memory_s, eviction_s, marginal_s, decode_s, ramp_s)
-            )
+            if is_special:
+                rows.append(
+                    (score, prefill_s, wait_s, marginal_s, decode_s, ready_s, memory_s, eviction_s, ramp_s)
+                )
+                is_special, ready_s, memory_s, eviction_s, ramp_s = False, 0.0, 0.0, 0.0, 0.0
+            else:
+                rows.append((score, prefill_s, wait_s, marginal_s, decode_s))
         limit = best + best * tie_share + tie_s
         if second <= limit:
             first = _tie_winner(workers, rows, limit, query.fingerprint, queues)
+        row = rows[first]
         # A constructor in Python would cost more than its fields.
         ranking = Ranking()
+        ranking._ranked = workers, rows, matched_tokens, held_where, first
+        ranking.first_place = first
         ranking.most_matched = most
-        ranking._workers, ranking._rows = workers, rows
-        ranking._cheapest = ranking.first_place = first
-        ranking._matched, ranking._where = matched_tokens, held_where
-        row = rows[first]
         ranking._made_first = Candidate(
             workers[first],
             row[0],
             matched_tokens[first] if matched_tokens else 0,
-            row[3],
+            row[1],
             row,
             held_where[first] if held_where else None,
         )

@@ -100,8 +100,15 @@ class CostTerms(NamedTuple):
         return max(self.wait, self.load) + sum(self[2:])
 
 
-Row: TypeAlias = tuple[float, float, float, float, float, float, float, float, float]
-"""A score and the eight `CostTerms` behind it."""
+Row: TypeAlias = (
+    tuple[float, float, float, float, float]
+    | tuple[float, float, float, float, float, float, float, float, float]
+)
+"""A score and the `CostTerms` behind it: prefill, wait, marginal, decode; then load, memory, eviction and
+ramp, where one of them may not be zero."""
+
+
+_NO_OTHERS = [0.0] * 4
 
 
 class Candidate(Struct, frozen=True, eq=False, gc=False):
@@ -119,7 +126,11 @@ class Candidate(Struct, frozen=True, eq=False, gc=False):
     def terms(self) -> CostTerms:
         """The arithmetic behind the score."""
         terms = self.terms_or_row
-        return terms if isinstance(terms, CostTerms) else CostTerms(*terms[1:])
+        if isinstance(terms, CostTerms):
+            return terms
+        _, prefill, wait, marginal, decode, *others = terms
+        load, memory, eviction, ramp = others or _NO_OTHERS
+        return CostTerms(wait, load, prefill, memory, eviction, marginal, decode, ramp)
 
     def __eq__(self, other: object) -> bool:
         return self._fields() == other._fields() if isinstance(other, Candidate) else NotImplemented

@@ -7,7 +7,7 @@ from typing import Annotated
 from pydantic import field_validator
 
 from kvroute.options import Options, Switch, option
-from kvroute.routing.cost import CostOptions
+from kvroute.routing.cost_options import CostOptions
 from kvroute.routing.registry import STRATEGIES
 from kvroute.routing.strategies.kvaware import KvAwareOptions
 from kvroute.routing.strategies.prefixaware import PrefixAwareOptions

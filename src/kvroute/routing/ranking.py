@@ -22,12 +22,8 @@ class Ranking(Sequence[Candidate]):
 
     __slots__ = (
         "_all",
-        "_cheapest",
         "_made_first",
-        "_matched",
-        "_rows",
-        "_where",
-        "_workers",
+        "_ranked",
         "first_place",
         "most_matched",
     )
@@ -36,19 +32,15 @@ class Ranking(Sequence[Candidate]):
     """The most that any worker holds of the prompt, in tokens."""
     first_place: int
     """Where the first candidate's worker is among those that were ranked."""
-    _workers: Sequence[Worker]
-    _rows: Sequence[Row]
-    """By worker, as `_matched` and `_where`; none of them changes any more."""
-    _matched: Sequence[int] | None
-    _where: Sequence[Held] | None
-    _cheapest: int
-    """Place in `_workers` of the one to go to by cost alone."""
+    _ranked: tuple[Sequence[Worker], Sequence[Row], Sequence[int] | None, Sequence[Held] | None, int]
+    """The workers; by worker the arithmetic, what it holds of the prompt, and where; the place of the one to
+    go to by cost alone. None of them changes any more."""
     _made_first: Candidate | None
     _all: list[Candidate] | None
 
     def put_first(self, worker: Worker) -> None:
         """Put `worker` first, leaving the others in their order."""
-        place = self._workers.index(worker)
+        place = self._ranked[0].index(worker)
         if place != self.first_place:
             self.first_place = place
             self._made_first = None
@@ -67,7 +59,7 @@ class Ranking(Sequence[Candidate]):
         return self._in_full()[place]
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self._ranked[1])
 
     def __iter__(self) -> Iterator[Candidate]:
         return iter(self._in_full())
@@ -84,21 +76,22 @@ class Ranking(Sequence[Candidate]):
 
     def _in_full(self) -> list[Candidate]:
         if self._all is None:
-            rows = self._rows
+            rows, cheapest = self._ranked[1], self._ranked[4]
             order = sorted(range(len(rows)), key=lambda place: rows[place][0])
-            for leader in (self._cheapest, self.first_place):
+            for leader in (cheapest, self.first_place):
                 order.remove(leader)
                 order.insert(0, leader)
             self._all = [self[0], *map(self._candidate, order[1:])]
         return self._all
 
     def _candidate(self, place: int) -> Candidate:
-        row, matched, where = self._rows[place], self._matched, self._where
+        workers, rows, matched, where, _ = self._ranked
+        row = rows[place]
         return Candidate(
-            self._workers[place],
+            workers[place],
             row[0],
             matched[place] if matched else 0,
-            row[3],
+            row[1],
             row,
             where[place] if where else None,
         )

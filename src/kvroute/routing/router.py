@@ -14,7 +14,8 @@ from kvroute.index.radix_history import RadixHistory
 from kvroute.index.registry import HISTORIES
 from kvroute.routing.caches import CacheMap, NoMap
 from kvroute.routing.capacity import TOLERANCE, PartSizes
-from kvroute.routing.cost import CostModel, Costs
+from kvroute.routing.cost import CostModel
+from kvroute.routing.cost_options import Costs
 from kvroute.routing.decision import Candidate, Needs, Reason, RouteDecision, RouteQuery
 from kvroute.routing.learning import Learned
 from kvroute.routing.matching import matched_tokens
