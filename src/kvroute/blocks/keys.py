@@ -70,6 +70,8 @@ _GROUPS = [_taking(_slices(ANCHOR_BYTES, groups)) for groups in range(_READY_GRO
 
 _SHORT_BLOCKS = 16
 """Below it, and so before the first anchor, keys are made at once."""
+LONG_BYTES = _SHORT_BLOCKS * BLOCK_BYTES
+"""From here on `block_keys` gives `BlockKeys`."""
 
 
 def _beginnings(block_bytes: int, count: int) -> list[slice]:

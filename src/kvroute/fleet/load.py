@@ -222,12 +222,11 @@ class Reservation(Struct, eq=False):
             load._run_out(now)
         load.in_flight -= 1
         load.active_tokens -= self.tokens
-        # Without a first token it was no prefill and no residence.
-        is_answered = True
-        if self.is_queued:
-            is_answered = not self.streamed
-            load._through(self, now, is_answered)
-        if is_answered:
+        if self.is_queued and self.streamed:  # without a first token it was no prefill and no residence
+            load._through(self, now, False)
+        else:
+            if self.is_queued:
+                load._through(self, now)
             stay = now - self._start
             before = load.residence_s
             load.residence_s = stay if before is None else before + RESIDENCE_WEIGHT * (stay - before)

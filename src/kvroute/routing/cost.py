@@ -166,7 +166,7 @@ class CostModel:
         most_blocks = tokens >> 2 if block_tokens >= 4.0 else tokens
         rows: list[Row] = []
         known_held = first = -1
-        miss, most = tokens, 0
+        miss = tokens
         mean_s = own_s = prefill_s = ready_s = memory_s = eviction_s = marginal_s = ramp_s = 0.0
         best = second = inf
         is_special = False
@@ -181,8 +181,6 @@ class CostModel:
                     else iteration_s * -(-miss // max_batched_tokens)
                 )
                 own_s = prefill_s = mean_s
-                if held > most:
-                    most = held
             if factors is not None:
                 own_s = prefill_s = mean_s * factors.get(worker.index, 1.0)
             wait_s, in_flight = load.wait_s, load.in_flight
@@ -253,7 +251,6 @@ class CostModel:
         ranking = Ranking()
         ranking._ranked = workers, rows, matched_tokens, held_where, first
         ranking.first_place = first
-        ranking.most_matched = most
         ranking._made_first = Candidate(
             workers[first],
             row[0],

@@ -25,11 +25,8 @@ class Ranking(Sequence[Candidate]):
         "_made_first",
         "_ranked",
         "first_place",
-        "most_matched",
     )
 
-    most_matched: int
-    """The most that any worker holds of the prompt, in tokens."""
     first_place: int
     """Where the first candidate's worker is among those that were ranked."""
     _ranked: tuple[Sequence[Worker], Sequence[Row], Sequence[int] | None, Sequence[Held] | None, int]

@@ -8,7 +8,9 @@ from kvroute.blocks.keys import (
     ANCHOR_BYTES,
     BLOCK_BYTES,
     BYTES_PER_TOKEN,
+    LONG_BYTES,
     BlockKey,
+    BlockKeys,
     CacheSpace,
     ContinuedKeys,
     KnownKeys,
@@ -60,7 +62,8 @@ class TokenEstimator:
         else:
             data, is_token_ids = prompt  # type: ignore[misc]  # a `Prompt`; `cast` is a call
             size = len(data)
-            keys = block_keys(data, BLOCK_BYTES, space.seed)
+            # As `block_keys`, which every request would call.
+            keys = (BlockKeys if size >= LONG_BYTES else block_keys)(data, BLOCK_BYTES, space.seed)
         ratio = _TOKEN_ID_BYTES if is_token_ids else self._ratio.get(space.model, self._initial)
         return PromptKeys(keys, round(size / ratio) or 1, BLOCK_BYTES / ratio)
 

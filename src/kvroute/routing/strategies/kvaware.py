@@ -66,10 +66,10 @@ class KvAware:
             loads = [self._load(each, worker, now) for worker, each in zip(targets, held, strict=True)]
         if len(targets) > len(workers):
             ranks = self._costs.rank(query, targets, totals, loads, held)
-            return RouteDecision(self.name, _reason(query, ranks[0], ranks.most_matched), _best_ranks(ranks))
+            return RouteDecision(self.name, _reason(query, ranks[0], max(totals)), _best_ranks(ranks))
         # Each worker once: there are no ranks to choose from.
         ranking = self._costs.rank(query, workers, totals, loads, held, view.loads)
-        return RouteDecision(self.name, _reason(query, ranking[0], ranking.most_matched), ranking)
+        return RouteDecision(self.name, _reason(query, ranking[0], max(totals)), ranking)
 
     def routed(self, query: RouteQuery, decision: RouteDecision, candidate: Candidate) -> None:
         """Its blocks are on their way from slower tiers."""

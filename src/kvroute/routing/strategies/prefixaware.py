@@ -53,7 +53,7 @@ class PrefixAware:
             return RouteDecision(self.name, Reason.NO_PROMPT, ranking)
         matched = matched_tokens(self._history, query, workers, view.places)
         ranking = self._costs.rank(query, workers, matched, None, None, view.loads)
-        most = ranking.most_matched
+        most = max(matched)
         if not most:
             return RouteDecision(_NAME, _MISS, ranking)
         return RouteDecision(_NAME, _HIT if matched[ranking.first_place] == most else _SPILL, ranking)
