@@ -187,7 +187,7 @@ def test_a_turn_is_found_to_continue_the_one_before_and_takes_its_place(
     found = continued(second, known)
     assert found is not None
     assert len(found.fields["messages"]) == 2
-    assert known.body == first.body[: -len("]}")]
+    assert b"".join(known.body) == first.body[: -len("]}")]
     tokenizer.prompts(second)
     assert len(memory) == 1
     assert memory.find(first) is None
@@ -198,9 +198,9 @@ def test_only_what_is_new_is_tokenized(files: Any, memory: Conversations) -> Non
     model: ModelFiles = files("plain")
 
     class Cache(SegmentCache):
-        def encode(self, segments: Any, encode: Any) -> Any:
+        def encode_each(self, segments: Any, encode: Any) -> Any:
             seen.extend(segments)
-            return super().encode(seen[-len(segments) :] if segments else [], encode)
+            return super().encode_each(segments, encode)
 
     tokenizer = LocalTokenizer(model, Cache(0), None, memory)
     tokenizer.prompts(request(written(turns(8))))
@@ -282,3 +282,50 @@ def test_the_least_recently_continued_are_forgotten(files: Any) -> None:
     assert memory.find(chats[0]) is not None
     assert memory.find(chats[1]) is None
     assert memory.find(chats[-1]) is not None
+
+
+def test_bodies_of_other_endpoints_are_not_taken_for_chats(
+    tokenizer: LocalTokenizer, memory: Conversations
+) -> None:
+    tokenizer.prompts(request(written(turns(3))))
+    body = written(turns(4)).encode()
+
+    assert memory.find(request(body)) is not None
+    assert memory.find(parse_request(ENDPOINTS["/v1/messages"], body)) is None
+
+
+@pytest.mark.parametrize("filler", ["}]", "}, {", '"}, {"', "x"])
+def test_a_chat_is_found_behind_text_that_looks_like_the_end_of_a_message(
+    tokenizer: LocalTokenizer, memory: Conversations, filler: str
+) -> None:
+    tokenizer.prompts(request(written(turns(3))))
+    asked = request(written([*turns(3), {"role": "user", "content": filler * 20_000}]))
+
+    known = memory.find(asked)
+
+    assert known is not None
+    assert known.begins(asked.body)
+
+
+def test_a_body_is_kept_in_few_parts_and_once(tokenizer: LocalTokenizer, memory: Conversations) -> None:
+    for count in range(3, 60):
+        asked = request(written(turns(count)))
+        tokenizer.prompts(asked)
+    known = memory.find(asked)
+
+    assert known is not None
+    assert b"".join(known.body) == asked.body[: -len("]}")]
+    assert len(known.body) <= 8
+
+
+def test_chats_that_end_alike_are_told_apart(files: Any, memory: Conversations) -> None:
+    """The same length, the same end: where one is looked for, the other is found, and not taken for it."""
+    tokenizer, bare = (
+        LocalTokenizer(files("plain"), SegmentCache(0), None, kept) for kept in (memory, Conversations(0))
+    )
+    chats = [[{"role": "system", "content": start * 100}, *turns(3)] for start in "ab"]
+    for _ in range(2):
+        for chat in chats:
+            asked = request(written([*chat, {"role": "user", "content": "go on"}]))
+            tokenizer.prompts(request(written(chat)))
+            assert tokenizer.prompts(asked) == bare.prompts(asked)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Final, Self
@@ -17,6 +16,7 @@ from kvroute.app.map_view import describe_map, map_notes
 from kvroute.app.tokenizing import Tokenizing
 from kvroute.app.upkeep import Upkeep
 from kvroute.blocks.chunks import ChunkScheme
+from kvroute.blocks.prompt_ids import id_array
 from kvroute.blocks.tokens import Tier
 from kvroute.clock import Clock
 from kvroute.events.l2_redis import L2Target, RedisL2
@@ -183,14 +183,13 @@ class Mirroring:
         sent: float,
         cached_tokens: int | None,
     ) -> None:
-        ids = prompt.chunks.token_ids
         self._tell(
             PromptAnswered(
                 worker.id,
                 rank,
                 model,
                 prompt.tokens,
-                (ids if isinstance(ids, array) and ids.typecode == "I" else array("I", ids)).tobytes(),
+                id_array(prompt.chunks.token_ids).tobytes(),
                 packed(prompt.keys),
                 prompt.salt,
                 prompt.adapter,

@@ -16,6 +16,8 @@ from typing import Final, NamedTuple, TypeAlias, overload
 
 from blake3 import blake3
 
+from kvroute.blocks.prompt_ids import PromptIds
+
 ChunkKey: TypeAlias = int
 """How maps know a chunk: 64 bits of its hash, which depend on every token before its end. With `blake3` the
 last 8 bytes of the name, unsigned (what vLLM's CPU events call the same chunk, LMCache 0.5.6); with the
@@ -153,7 +155,10 @@ class PromptChunks:
         """Raises ValueError for an unknown algorithm or a chunk without tokens."""
         made = self._made.get(scheme)
         if made is None:
-            made = self._made[scheme] = ChunkKeys(self.token_ids, scheme)
+            ids = self.token_ids
+            if isinstance(ids, PromptIds):  # of which every slice costs as much as a chunk's hash
+                ids = ids.flat()
+            made = self._made[scheme] = ChunkKeys(ids, scheme)
         return made
 
 

@@ -9,6 +9,7 @@ from typing import Final, cast
 from xxhash import xxh3_64_intdigest
 
 from kvroute.blocks.keys import BlockKey
+from kvroute.blocks.prompt_ids import PromptIds, id_array
 from kvroute.blocks.tokens import KEY_TOKENS, token_keys
 
 PIECE_TOKENS: Final = 4096
@@ -36,10 +37,12 @@ class KeyMemory:
     def steps(self, token_ids: Sequence[int], seed: int) -> Generator[None, None, Sequence[BlockKey]]:
         """Work that returns the keys at its end and is interrupted wherever it has taken long. They come as
         an array of 64-bit numbers: known ones are copied as bytes, and no number is made of them. Ids are
-        unsigned 32-bit; others raise OverflowError."""
-        ids = (
-            token_ids if isinstance(token_ids, array) and token_ids.typecode == "I" else array("I", token_ids)
-        )
+        unsigned 32-bit; others raise OverflowError. `PromptIds` have keys of their own, where it is known how
+        they begin."""
+        prompt = token_ids if isinstance(token_ids, PromptIds) else None
+        if prompt is not None and (own := prompt.keys(seed)) is not None:
+            return own
+        ids = id_array(token_ids)
         known, keys, digest, hashed = self._known, array("Q"), seed, 0
         whole = len(ids) - len(ids) % PIECE_TOKENS
         view = memoryview(ids)
@@ -60,4 +63,6 @@ class KeyMemory:
         rest = ids[whole:]
         if len(rest) >= KEY_TOKENS:
             keys.extend(token_keys(rest, keys[-1] if keys else seed))
+        if prompt is not None:
+            prompt.note(seed, keys)
         return cast("Sequence[BlockKey]", keys)

@@ -22,7 +22,6 @@ from kvroute.tokens.reason import Reason
 
 if TYPE_CHECKING:  # it loads tokenizers, which most gateways do without
     from kvroute.tokens.exact import ExactPrompts, ExactTokens
-    from kvroute.tokens.reading import TokenIds
 
 Probe: TypeAlias = Callable[[Sequence[ExactPrompt]], Awaitable[Sequence[Probed]]]
 
@@ -116,7 +115,7 @@ class Preparer:
         self._metrics.inexact.labels(model, reason.value).inc()
         return Prepared(why_not=reason.value)
 
-    def _known_keys(self, usable: TokenIds, adapter: str | None, salt: str) -> Sequence[BlockKey] | None:
+    def _known_keys(self, usable: Sequence[int], adapter: str | None, salt: str) -> Sequence[BlockKey] | None:
         """The prompt's keys; None if making them takes several steps."""
         try:
             next(self._keys.steps(usable, adapter_space(adapter, salt).seed))
@@ -139,7 +138,7 @@ class Preparer:
             await asyncio.sleep(0)
 
 
-def _usable(ids: TokenIds) -> TokenIds:
+def _usable(ids: Sequence[int]) -> Sequence[int]:
     """The last token is always computed: no cache can serve it."""
     return ids[: max(0, len(ids) - 1)]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -10,10 +10,9 @@ import msgspec
 from kvroute.openai.endpoints import ENDPOINTS
 from kvroute.openai.request import InferenceRequest, parse_request
 from kvroute.tokens.encoders import SAMPLES
-from kvroute.tokens.reading import TokenIds
 from kvroute.tokens.reason import Inexact
 
-Tokenize = Callable[[InferenceRequest], Awaitable[tuple[TokenIds, ...]]]
+Tokenize = Callable[[InferenceRequest], Awaitable[tuple[Sequence[int], ...]]]
 
 _TEXT = "\n".join(SAMPLES).replace("\x00", "")
 _WEATHER = {
@@ -96,7 +95,7 @@ async def compare(model: str, ours: Tokenize, reference: Tokenize) -> Agreement:
     return Agreement(agreed, tuple(differing), unanswered)
 
 
-async def _ids(tokenize: Tokenize, request: InferenceRequest) -> tuple[TokenIds, ...] | None:
+async def _ids(tokenize: Tokenize, request: InferenceRequest) -> tuple[Sequence[int], ...] | None:
     try:
         return await tokenize(request)
     except Inexact:

@@ -9,24 +9,33 @@ last special token that nothing behind it could change (`tokens.segments`).
 from __future__ import annotations
 
 import json
+import re
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import msgspec
-from msgspec import UNSET, Raw
+from msgspec import Raw
 from xxhash import xxh3_64_intdigest
 
+from kvroute.blocks.prompt_ids import KnownIds
 from kvroute.openai.json import UNREADABLE
-from kvroute.openai.request import InferenceRequest, Message
+from kvroute.openai.request import InferenceRequest
 from kvroute.tokens.chat import Chat
-from kvroute.tokens.reading import TokenIds
 
-_LOOKED_AT: Final = 16
-"""Messages that a turn may add and still be found to continue the one before."""
-_OVERHEAD_BYTES: Final = 600
+CHAT_PATH: Final = "/v1/chat/completions"
+"""Whose bodies are remembered."""
+
+_WINDOW_BYTES: Final = 8192
+"""In which the last messages' ends are looked for; then in four times as much before it, and so on."""
+_MARKED_BYTES: Final = 1024
+_TOKEN_BYTES: Final = 4.5
+"""A token's id, and its part of a key."""
+_OVERHEAD_BYTES: Final = 1000
+_message_ends = re.compile(rb"}[ \t\r\n]*(?=]|,[ \t\r\n]*{)").finditer
+"""Where messages may end. It may be something else that ends there."""
 _ARRAY: Final = b'{"\\u0000":'
 """Stands before what remains of `messages`, under a name that is nobody's."""
 _NAME: Final = b'"\\u0000"'
@@ -35,43 +44,66 @@ _BLANK: Final = b" \t\r\n"
 _decode_fields = msgspec.json.Decoder(dict[str, Raw]).decode
 _decode = msgspec.json.Decoder().decode
 Mark: TypeAlias = tuple[int, int]
-"""How many messages, and a digest of the last two: where to look, which proves nothing."""
+"""Where in the body its last message ends, and a digest of what is before: where to look, which proves
+nothing."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Known:
-    """A chat that was tokenized. `body` ends behind its last message, `before` are the fields in front of
-    its messages; `signature` is what else the template saw, `head` and `tail` the lengths of its texts around
-    the messages. `ids` are those of the text before `carry`, which ends with the last message's text."""
+    """A chat that was tokenized. `body` is what its body is up to the end of its last message, in parts;
+    `before` are the fields in front of its messages; `signature` is what else the template saw, `head` and
+    `tail` the lengths of its texts around the messages. `ids` are those of the text before `carry`, which
+    ends with the last message's text."""
 
     mark: Mark
-    body: bytes
+    body: tuple[bytes, ...]
     before: Mapping[str, Any]
     signature: bytes
     head: int
     tail: int
     carry: str
-    ids: TokenIds
+    ids: KnownIds
+
+    @property
+    def end(self) -> int:
+        """Bytes of `body`."""
+        return self.mark[0]
 
     @property
     def size(self) -> int:
         return (
-            len(self.body)
+            self.end
             + len(self.signature)
             + sys.getsizeof(self.carry)
-            + len(self.ids) * self.ids.itemsize
+            + int(self.ids.size * _TOKEN_BYTES)
             + _OVERHEAD_BYTES
         )
+
+    def begins(self, body: bytes) -> bool:
+        """Whether it is what `body` begins with."""
+        place = 0
+        for part in self.body:
+            if not body.startswith(part, place):
+                return False
+            place += len(part)
+        return True
+
+    def body_to(self, end: int, body: bytes) -> tuple[bytes, ...]:
+        """The first `end` bytes of `body`, which begins with this one's, in parts. All but the last few parts
+        are this one's own: each has at least twice as many bytes as the next."""
+        parts, start = list(self.body), self.end
+        while parts and len(parts[-1]) < 2 * (end - start):
+            start -= len(parts.pop())
+        return (*parts, body[start:end])
 
 
 class Continued(NamedTuple):
     """What a body adds to a chat. `fields` are those of the whole body, but that `messages` are the new ones
-    only; `end` is where in the body its last message ends, `mark` where it would be looked for."""
+    only; `mark` is where it would be looked for."""
 
     known: Known
     fields: dict[str, Any]
     mark: Mark
-    end: int
 
 
 class Conversations:
@@ -86,6 +118,8 @@ class Conversations:
         self._max_bytes = max_bytes
         self._bytes = 0
         self._known: dict[Mark, Known] = {}
+        self._ends: dict[int, int] = {}
+        """How many of them end there."""
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -98,13 +132,15 @@ class Conversations:
     def find(self, request: InferenceRequest) -> Known | None:
         """The chat that the request continues, if it is known; its very body, up to the last message, is
         what the request's begins with."""
-        messages, body = request.messages, request.body
-        if not messages or not self._known or len(body) < self.least_bytes:
+        body, ends = request.body, self._ends
+        if not ends or len(body) < self.least_bytes or request.endpoint.path != CHAT_PATH:
             return None
-        for count in range(len(messages), max(0, len(messages) - _LOOKED_AT), -1):
-            mark = _mark(messages, count)
+        for end in _ends(body):
+            if end not in ends:
+                continue
+            mark = _mark(body, end)
             known = self._known.get(mark)
-            if known is not None and body.startswith(known.body):
+            if known is not None and known.begins(body):
                 with self._lock:
                     if self._known.get(mark) is known:
                         self._known[mark] = self._known.pop(mark)
@@ -117,21 +153,28 @@ class Conversations:
             return
         with self._lock:
             if instead is not None and self._known.get(instead.mark) is instead:
-                self._bytes -= self._known.pop(instead.mark).size
-            if (before := self._known.pop(known.mark, None)) is not None:
-                self._bytes -= before.size
+                self._forget(instead.mark)
+            if known.mark in self._known:
+                self._forget(known.mark)
             self._known[known.mark] = known
+            self._ends[known.end] = self._ends.get(known.end, 0) + 1
             self._bytes += known.size
             while self._bytes > self._max_bytes:
-                oldest = next(iter(self._known))
-                self._bytes -= self._known.pop(oldest).size
+                self._forget(next(iter(self._known)))
+
+    def _forget(self, mark: Mark) -> None:
+        known, ends = self._known.pop(mark), self._ends
+        self._bytes -= known.size
+        if ends[known.end] == 1:
+            del ends[known.end]
+        else:
+            ends[known.end] -= 1
 
 
 def continued(request: InferenceRequest, known: Known) -> Continued | None:
     """What the request adds to a chat that it was found to continue; None where that is in doubt."""
-    body, messages = request.body, request.messages
-    assert messages is not None
-    rest = body[len(known.body) :].lstrip(_BLANK)
+    body = request.body
+    rest = body[known.end :].lstrip(_BLANK)
     if rest.startswith(b","):
         rest = rest[1:]
     elif not rest.startswith(b"]"):
@@ -146,8 +189,8 @@ def continued(request: InferenceRequest, known: Known) -> Continued | None:
     if "messages" in fields:  # twice: the last one counts
         return None
     fields["messages"] = fields.pop("\0")
-    end = len(body) - len(rest) + len(bytes(raw["\0"])) - 2
-    return Continued(known, {**known.before, **fields}, _mark(messages, len(messages)), _trimmed(body, end))
+    end = _trimmed(body, len(body) - len(rest) + len(bytes(raw["\0"])) - 2)
+    return Continued(known, {**known.before, **fields}, _mark(body, end))
 
 
 class Opening(NamedTuple):
@@ -155,13 +198,12 @@ class Opening(NamedTuple):
 
     before: Mapping[str, Any]
     mark: Mark
-    end: int
 
 
 def opening(request: InferenceRequest) -> Opening | None:
     """None where it is in doubt what stands where."""
-    fields, messages, body = request.fields, request.messages, request.body
-    if fields is None or not messages:
+    fields, body = request.fields, request.body
+    if fields is None or "messages" not in fields:
         return None
     array = bytes(fields["messages"])
     start = body.find(array)
@@ -177,7 +219,7 @@ def opening(request: InferenceRequest) -> Opening | None:
         return None
     if before.pop("messages", 0) is not None:
         return None
-    return Opening(before, _mark(messages, len(messages)), _trimmed(body, start + len(array) - 1))
+    return Opening(before, _mark(body, _trimmed(body, start + len(array) - 1)))
 
 
 def signature_of(chat: Chat) -> bytes | None:
@@ -198,11 +240,19 @@ def _trimmed(body: bytes, end: int) -> int:
     return end
 
 
-def _mark(messages: Sequence[Message], count: int) -> Mark:
-    digest = _digest(messages[count - 2], 0) if count > 1 else 0
-    return count, _digest(messages[count - 1], digest)
+def _ends(body: bytes) -> Iterator[int]:
+    """Where in it messages may end, the last ones first."""
+    stop, size = len(body), _WINDOW_BYTES
+    while stop > 0:
+        start = max(0, stop - size)
+        # Blanks, a comma and more may stand behind `stop`.
+        found = [match.start() for match in _message_ends(body, start, stop + _WINDOW_BYTES)]
+        for end in reversed(found):
+            if end < stop:
+                yield end + 1
+        stop = start
+        size *= 4
 
 
-def _digest(message: Message, seed: int) -> int:
-    content = message.content if message.content is not UNSET else message.tool_calls
-    return seed if content is UNSET else xxh3_64_intdigest(content, seed)
+def _mark(body: bytes, end: int) -> Mark:
+    return end, xxh3_64_intdigest(body[max(0, end - _MARKED_BYTES) : end])

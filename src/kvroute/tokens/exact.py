@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -16,7 +16,6 @@ from kvroute.tokens.check import compare, sample_requests
 from kvroute.tokens.conversations import Conversations
 from kvroute.tokens.local import LocalTokenizer
 from kvroute.tokens.model import ModelFiles, load_model
-from kvroute.tokens.reading import TokenIds
 from kvroute.tokens.reason import Inexact, Reason, UnusableModel
 from kvroute.tokens.remote import RemoteEndpoint, RemoteTokenizer
 from kvroute.tokens.segments import SegmentCache
@@ -47,7 +46,7 @@ class TokenSource:
 class ExactPrompts:
     """Token ids of each prompt of a request, in order."""
 
-    prompts: tuple[TokenIds, ...]
+    prompts: tuple[Sequence[int], ...]
     mode: Mode
 
 
@@ -142,10 +141,10 @@ class ExactTokens:
         share = self._cache_bytes // 2
         local = LocalTokenizer(files, SegmentCache(share), self._flags, Conversations(share))
 
-        async def ours(request: InferenceRequest) -> tuple[TokenIds, ...]:
+        async def ours(request: InferenceRequest) -> tuple[Sequence[int], ...]:
             return await self._threads.run_long(local.prompts, request)
 
-        async def worker(request: InferenceRequest) -> tuple[TokenIds, ...]:
+        async def worker(request: InferenceRequest) -> tuple[Sequence[int], ...]:
             return await self._asked(request, model, url, RemoteEndpoint.TOKENIZE)
 
         found = await compare(model, ours, worker)
@@ -176,7 +175,7 @@ class ExactTokens:
 
     async def _asked(
         self, request: InferenceRequest, model: str, url: str, endpoint: RemoteEndpoint
-    ) -> tuple[TokenIds, ...]:
+    ) -> tuple[Sequence[int], ...]:
         deadline_s = self._check_deadline_s
         return await self._remote.prompts(
             request, model=model, url=url, endpoint=endpoint, deadline_s=deadline_s

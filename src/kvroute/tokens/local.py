@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
 from typing import Any, Final
 
+from kvroute.blocks.prompt_ids import KnownIds, PromptIds
 from kvroute.openai.request import InferenceRequest
 from kvroute.tokens.chat import Chat, EngineFlags, chat_completion, render_chat
 from kvroute.tokens.conversations import (
-    Continued,
+    CHAT_PATH,
     Conversations,
     Known,
     Mark,
@@ -20,12 +20,11 @@ from kvroute.tokens.conversations import (
 from kvroute.tokens.model import ModelFiles
 from kvroute.tokens.reading import Plain, TokenIds, read, truncated
 from kvroute.tokens.reason import Inexact, Reason
-from kvroute.tokens.segments import SegmentCache
+from kvroute.tokens.segments import SegmentCache, joined
 from kvroute.tokens.template import ChatTemplate
 
 _QUICK_MESSAGES: Final = 32
 """More of them take long to render, however short they are."""
-_CHAT_PATH: Final = "/v1/chat/completions"
 
 
 class LocalTokenizer:
@@ -54,7 +53,7 @@ class LocalTokenizer:
     def cache(self) -> SegmentCache:
         return self._cache
 
-    def prompts(self, request: InferenceRequest) -> tuple[TokenIds, ...]:
+    def prompts(self, request: InferenceRequest) -> tuple[Sequence[int], ...]:
         """The ids of each of the request's prompts, in order.
 
         Raises Inexact. What is new of a chat that is known but for its last turn decides what that takes,
@@ -67,21 +66,19 @@ class LocalTokenizer:
             return (ids,)
         return self._all(request)
 
-    def prompts_at_once(self, request: InferenceRequest) -> tuple[TokenIds, ...] | None:
+    def prompts_at_once(self, request: InferenceRequest) -> tuple[Sequence[int], ...] | None:
         """The same where it takes well under a millisecond, else None: `Encoder.quick_bytes` of JSON are
         new. May be called from the event loop's thread. Raises Inexact."""
-        body, messages = request.body, request.messages
-        quick = self._files.encoder.quick_bytes
+        body, quick = request.body, self._files.encoder.quick_bytes
         if len(body) <= quick:
+            messages = request.messages
             if messages is not None and len(messages) > _QUICK_MESSAGES:
                 return None
             return self.prompts(request)
         known = self._conversations.find(request)
-        if known is None or messages is None or len(messages) - known.mark[0] > _QUICK_MESSAGES:
+        if known is None or len(body) - known.end + len(known.carry) > quick:
             return None
-        if len(body) - len(known.body) + len(known.carry) > quick:
-            return None
-        ids = self._continued(request, known)
+        ids = self._continued(request, known, most=_QUICK_MESSAGES)
         return None if ids is None else (ids,)
 
     def text_of(self, chat: Chat) -> str:
@@ -94,7 +91,7 @@ class LocalTokenizer:
             raise Inexact(Reason.NO_TEMPLATE)
         return template
 
-    def _all(self, request: InferenceRequest) -> tuple[TokenIds, ...]:
+    def _all(self, request: InferenceRequest) -> tuple[Sequence[int], ...]:
         """Without looking for what it continues."""
         prompt = read(request, self._flags, self._files.template)
         if isinstance(prompt, Chat):
@@ -105,33 +102,37 @@ class LocalTokenizer:
             return tuple(truncated(ids, prompt.truncate_to, prompt.truncation_side) for ids in prompt.ids)
         return tuple(self._encoded(text, prompt) for text in prompt.texts)
 
-    def _begun(self, request: InferenceRequest, chat: Chat, text: str) -> TokenIds | None:
+    def _begun(self, request: InferenceRequest, chat: Chat, text: str) -> Sequence[int] | None:
         """The ids of a chat that is kept to be continued; None if it cannot be."""
-        if request.endpoint.path != _CHAT_PATH or len(request.body) < self._conversations.least_bytes:
+        if request.endpoint.path != CHAT_PATH or len(request.body) < self._conversations.least_bytes:
             return None
         template = self._template(chat)
         signature = signature_of(chat) if _is_separable(chat.messages, template) else None
         if signature is None or (found := opening(request)) is None:
             return None
         head, tail = template.around(**_arguments(chat))
-        before = Known(found.mark, b"", found.before, signature, len(head), len(tail), "", array("I"))
-        return self._kept(before, found.mark, request.body[: found.end], text, None)
+        nothing = Known((0, 0), (), found.before, signature, len(head), len(tail), "", KnownIds())
+        return self._kept(nothing, found.mark, request.body, text, None)
 
-    def _continued(self, request: InferenceRequest, known: Known) -> TokenIds | None:
-        """The ids of a chat that continues a known one; None if it does not, after all."""
-        found: Continued | None = continued(request, known)
+    def _continued(
+        self, request: InferenceRequest, known: Known, most: int | None = None
+    ) -> Sequence[int] | None:
+        """The ids of a chat that continues a known one; None if it does not, after all, or has more than
+        `most` new messages."""
+        found = continued(request, known)
         if found is None:
             return None
         chat = chat_completion(found.fields, self._flags)
+        if most is not None and len(chat.messages) > most:
+            return None
         template = self._template(chat)
         if not _is_separable(chat.messages, template) or signature_of(chat) != known.signature:
             return None
         # As many messages as there are new ones: their text stands between the same head and tail.
         text = render_chat(chat, template) if chat.messages else "".join(template.around(**_arguments(chat)))
-        text = known.carry + text[known.head :]
-        return self._kept(known, found.mark, request.body[: found.end], text, known)
+        return self._kept(known, found.mark, request.body, known.carry + text[known.head :], known)
 
-    def _kept(self, known: Known, mark: Mark, body: bytes, text: str, instead: Known | None) -> TokenIds:
+    def _kept(self, known: Known, mark: Mark, body: bytes, text: str, instead: Known | None) -> PromptIds:
         """The ids of `known.ids` and `text`, which ends with the template's tail; what nothing that may
         follow can change of them is remembered."""
         segments = list(self._files.cutter.segments(text))
@@ -144,11 +145,12 @@ class LocalTokenizer:
                 break
             settled, start = number, place
             place += len(segment)
-        first = known.ids + self._ids(segments[:settled]) if settled else known.ids
+        parts = self._parts(segments)
+        first = known.ids.followed_by(joined(parts[:settled])) if settled else known.ids
         if instead is None or mark != instead.mark:
             kept = Known(
                 mark,
-                body,
+                known.body_to(mark[0], body),
                 known.before,
                 known.signature,
                 known.head,
@@ -157,16 +159,16 @@ class LocalTokenizer:
                 first,
             )
             self._conversations.keep(kept, instead)
-        return first + self._ids(segments[settled:])
+        return PromptIds(first, joined(parts[settled:]), known.ids)
 
-    def _ids(self, segments: Sequence[str]) -> TokenIds:
+    def _parts(self, segments: Sequence[str]) -> list[TokenIds]:
         try:
-            return self._cache.encode(segments, self._files.encoder.encode)
+            return self._cache.encode_each(segments, self._files.encoder.encode)
         except (UnicodeEncodeError, TypeError):  # a lone surrogate, from an escape inside arguments
             raise Inexact(Reason.UNREADABLE) from None
 
     def _encoded(self, text: str, how: Chat | Plain) -> TokenIds:
-        ids = self._ids(list(self._files.cutter.segments(text)))
+        ids = joined(self._parts(list(self._files.cutter.segments(text))))
         if not how.add_special_tokens:
             return truncated(ids, how.truncate_to, how.truncation_side)
         if self._files.added_around is None:

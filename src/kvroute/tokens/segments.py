@@ -19,7 +19,7 @@ import re
 import sys
 import threading
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvroute.tokens.reading import TokenIds
@@ -115,17 +115,20 @@ class SegmentCache:
 
     def encode(self, segments: Iterable[str], encode: Encode) -> TokenIds:
         """The ids of the joined segments. `encode` is called once for each one not known."""
-        wanted = list(segments)
-        ids = array("I")
+        return joined(self.encode_each(list(segments), encode))
+
+    def encode_each(self, segments: Sequence[str], encode: Encode) -> list[TokenIds]:
+        """The same, of each of them; the arrays are the cache's own."""
         with self._lock:
-            found = [self._touched(segment) for segment in wanted]
+            found = [self._touched(segment) for segment in segments]
         new: dict[str, TokenIds] = {}
-        for segment, known in zip(wanted, found, strict=True):
+        ids: list[TokenIds] = []
+        for segment, known in zip(segments, found, strict=True):
             if known is None:
                 known = new.get(segment)
                 if known is None:
                     known = new[segment] = encode(segment)
-            ids += known
+            ids.append(known)
         if new:
             with self._lock:
                 for segment, known in new.items():
@@ -147,6 +150,14 @@ class SegmentCache:
         while self._bytes > self._max_bytes:
             oldest = next(iter(self._known))
             self._bytes -= _size(oldest, self._known.pop(oldest))
+
+
+def joined(parts: Iterable[TokenIds]) -> TokenIds:
+    """All of them in a new array."""
+    ids = array("I")
+    for part in parts:
+        ids += part
+    return ids
 
 
 def _size(segment: str, ids: TokenIds) -> int:
