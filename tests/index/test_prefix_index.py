@@ -170,6 +170,17 @@ def test_a_hole_ends_the_match_although_later_blocks_are_held() -> None:
     assert index.match(keys)[0].gpu == 40 * 16
 
 
+def test_the_place_where_a_prompt_leaves_a_long_run_is_found_wherever_it_is() -> None:
+    index, path = PrefixIndex(), list(range(200))
+    gpu = one_gpu(index)
+    index.store(gpu, 16, None, chain(path))
+
+    for place in range(1, 201):
+        for more in (0, 1, 70):
+            matched = index.match(chain([*path[:place], *range(1000, 1000 + more)]))
+            assert matched[0].gpu == place * 16
+
+
 def test_a_full_index_takes_no_more_and_says_so() -> None:
     index, keys = PrefixIndex(max_blocks=10), chain(list(range(16)))
     gpu, other = one_gpu(index), one_gpu(index, 1)

@@ -243,7 +243,10 @@ class PrefixIndex:
             alive |= bit
         position, total, find = 0, len(ends), table.find
         while alive:
-            run = find(ends[position]) if position < total else None
+            run, key = None, 0
+            if position < total:
+                key = ends[position]
+                run = find(key)
             still = 0 if run is None else run.mask & alive
             if still != alive:
                 if position:
@@ -256,7 +259,12 @@ class PrefixIndex:
                                 matched[slot] = tokens
                 alive = still
             if run is not None:
-                position += run.common(run.offset(ends[position]), ends, position)
+                known = run.keys
+                behind = position + len(known)
+                if known[0] == key and behind <= total and known[-1] == ends[behind - 1]:
+                    position = behind
+                else:
+                    position += run.common(run.offset(key), ends, position)
 
 
 class _Spans:

@@ -50,7 +50,12 @@ class Run:
         high = min(len(keys) - offset, len(prompt) - position)
         if keys[offset + high - 1] == prompt[position + high - 1]:
             return high
-        low = 1
+        # Most part near the end: what was generated is not quite what the next turn brings.
+        low, step = high - 1, 1
+        while low > 1 and keys[offset + low - 1] != prompt[position + low - 1]:
+            high = low
+            step *= 2
+            low = max(1, high - step)
         while high - low > 1:
             middle = (low + high) // 2
             if keys[offset + middle - 1] == prompt[position + middle - 1]:
@@ -255,15 +260,14 @@ class RunTable:
                 left.next = run.id
         run_id, where = run.id, self._where
         stop = min(len(keys), position + min(room, RUN_BLOCKS - len(run.keys)))
-        end = stop
-        for place in range(position, stop):
-            key = keys[place]
+        added = keys[position:stop]
+        for count, key in enumerate(added):
             if where[key & _MASK].setdefault(key, run_id) != run_id:
-                end = place
+                added = added[:count]
                 break
-        run.keys.extend(keys[position:end])
-        self.blocks += end - position
-        return run, end - position
+        run.keys.extend(added)
+        self.blocks += len(added)
+        return run, len(added)
 
     def _new(self, keys: array[int], mask: int) -> Run:
         """A run of blocks that are known already: they now belong to it."""
