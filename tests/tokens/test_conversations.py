@@ -12,6 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import kvroute.tokens.local as local
 from kvroute.openai.endpoints import ENDPOINTS
 from kvroute.openai.request import InferenceRequest, parse_request
 from kvroute.tokens.conversations import Conversations, continued
@@ -329,3 +330,40 @@ def test_chats_that_end_alike_are_told_apart(files: Any, memory: Conversations) 
             asked = request(written([*chat, {"role": "user", "content": "go on"}]))
             tokenizer.prompts(request(written(chat)))
             assert tokenizer.prompts(asked) == bare.prompts(asked)
+
+
+@pytest.mark.parametrize(
+    "rest",
+    [
+        ', {"role": "user", "content": "b"}], "x": [{"role": "user", "content": "c"}], "n": 1}',
+        ', {"role": "user", "content": "b"}], "tools": [], "n": 1}',
+        ', "b"], "n": 1}',
+        ', {"role": "user", "content": "b"}  ], "n": 1}',
+        ', {"role": "user", "content": "b"}], "n": 2}',
+        '], "n": 1}',
+    ],
+)
+def test_what_follows_the_messages_may_only_look_as_before(
+    files: Any, memory: Conversations, rest: str
+) -> None:
+    chat = turns(3)
+    tokenizer, bare = (
+        LocalTokenizer(files("plain"), SegmentCache(0), None, kept) for kept in (memory, Conversations(0))
+    )
+    tokenizer.prompts(request(written(chat, after={"n": 1})))
+    asked = request(json.dumps({"messages": chat})[:-2] + rest)
+
+    assert outcome(tokenizer, asked) == outcome(bare, asked)
+
+
+def test_where_only_messages_are_new_nothing_else_is_read(
+    files: Any, memory: Conversations, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = LocalTokenizer(files("plain"), SegmentCache(0), None, memory)
+    after = {"tools": [{"type": "function", "function": {"name": "f"}}], "temperature": 0}
+    tokenizer.prompts(request(written(turns(3), {"model": "m"}, after)))
+    asked = request(written(turns(5), {"model": "m"}, after))
+    expected = LocalTokenizer(files("plain"), SegmentCache(0)).prompts(asked)
+    monkeypatch.setattr(local, "continued", None)
+
+    assert tokenizer.prompts(asked) == expected

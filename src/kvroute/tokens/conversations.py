@@ -23,7 +23,7 @@ from xxhash import xxh3_64_intdigest
 from kvroute.blocks.prompt_ids import KnownIds
 from kvroute.openai.json import UNREADABLE
 from kvroute.openai.request import InferenceRequest
-from kvroute.tokens.chat import Chat
+from kvroute.tokens.chat import Chat, objects, validated
 
 CHAT_PATH: Final = "/v1/chat/completions"
 """Whose bodies are remembered."""
@@ -33,6 +33,8 @@ _WINDOW_BYTES: Final = 8192
 _MARKED_BYTES: Final = 1024
 _TOKEN_BYTES: Final = 4.5
 """A token's id, and its part of a key."""
+_OBJECTS: Final = 5
+"""So many times as large as in bytes are tools and other arguments as objects, with their bytes."""
 _OVERHEAD_BYTES: Final = 1000
 _message_ends = re.compile(rb"}[ \t\r\n]*(?=]|,[ \t\r\n]*{)").finditer
 """Where messages may end. It may be something else that ends there."""
@@ -51,13 +53,16 @@ nothing."""
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Known:
     """A chat that was tokenized. `body` is what its body is up to the end of its last message, in parts;
-    `before` are the fields in front of its messages; `signature` is what else the template saw, `head` and
-    `tail` the lengths of its texts around the messages. `ids` are those of the text before `carry`, which
-    ends with the last message's text."""
+    `after` is what follows. `before` are the fields in front of its messages; `chat` is what else the
+    template saw, without messages, and `signature` the same in bytes; `head` and `tail` are the lengths of
+    its texts around the messages. `ids` are those of the text before `carry`, which ends with the last
+    message's text."""
 
     mark: Mark
     body: tuple[bytes, ...]
+    after: bytes
     before: Mapping[str, Any]
+    chat: Chat
     signature: bytes
     head: int
     tail: int
@@ -73,7 +78,8 @@ class Known:
     def size(self) -> int:
         return (
             self.end
-            + len(self.signature)
+            + len(self.after)
+            + _OBJECTS * len(self.signature)
             + sys.getsizeof(self.carry)
             + int(self.ids.size * _TOKEN_BYTES)
             + _OVERHEAD_BYTES
@@ -169,6 +175,28 @@ class Conversations:
             del ends[known.end]
         else:
             ends[known.end] -= 1
+
+
+def with_more_messages(request: InferenceRequest, known: Known) -> tuple[Chat, Mark] | None:
+    """What the request adds to a chat that it was found to continue, and where it would be looked for, if it
+    adds messages and nothing else has changed; else None. Raises Inexact."""
+    body, after, end = request.body, known.after, known.end
+    stop = len(body) - len(after)
+    if body[end : end + 1] != b"," or stop <= end or not body.endswith(after):
+        return None
+    try:
+        # What can stand between brackets here can also stand where it does: behind a message, before `after`.
+        messages = _decode(b"[" + body[end + 1 : stop] + b"]")
+    except UNREADABLE:
+        return None
+    if not messages:
+        return None
+    chat = Chat(
+        messages=[validated(message) for message in objects(messages)],
+        tools=known.chat.tools,
+        kwargs=known.chat.kwargs,
+    )
+    return chat, _mark(body, _trimmed(body, stop))
 
 
 def continued(request: InferenceRequest, known: Known) -> Continued | None:

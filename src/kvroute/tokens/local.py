@@ -16,6 +16,7 @@ from kvroute.tokens.conversations import (
     continued,
     opening,
     signature_of,
+    with_more_messages,
 )
 from kvroute.tokens.model import ModelFiles
 from kvroute.tokens.reading import Plain, TokenIds, read, truncated
@@ -111,7 +112,8 @@ class LocalTokenizer:
         if signature is None or (found := opening(request)) is None:
             return None
         head, tail = template.around(**_arguments(chat))
-        nothing = Known((0, 0), (), found.before, signature, len(head), len(tail), "", KnownIds())
+        bare = Chat(messages=(), tools=chat.tools, kwargs=chat.kwargs)
+        nothing = Known((0, 0), (), b"", found.before, bare, signature, len(head), len(tail), "", KnownIds())
         return self._kept(nothing, found.mark, request.body, text, None)
 
     def _continued(
@@ -119,18 +121,24 @@ class LocalTokenizer:
     ) -> Sequence[int] | None:
         """The ids of a chat that continues a known one; None if it does not, after all, or has more than
         `most` new messages."""
-        found = continued(request, known)
-        if found is None:
-            return None
-        chat = chat_completion(found.fields, self._flags)
+        grown = with_more_messages(request, known)
+        if grown is not None:
+            chat, mark = grown
+        else:
+            found = continued(request, known)
+            if found is None:
+                return None
+            chat, mark = chat_completion(found.fields, self._flags), found.mark
+            if signature_of(chat) != known.signature:
+                return None
         if most is not None and len(chat.messages) > most:
             return None
         template = self._template(chat)
-        if not _is_separable(chat.messages, template) or signature_of(chat) != known.signature:
+        if not _is_separable(chat.messages, template):
             return None
         # As many messages as there are new ones: their text stands between the same head and tail.
         text = render_chat(chat, template) if chat.messages else "".join(template.around(**_arguments(chat)))
-        return self._kept(known, found.mark, request.body, known.carry + text[known.head :], known)
+        return self._kept(known, mark, request.body, known.carry + text[known.head :], known)
 
     def _kept(self, known: Known, mark: Mark, body: bytes, text: str, instead: Known | None) -> PromptIds:
         """The ids of `known.ids` and `text`, which ends with the template's tail; what nothing that may
@@ -151,7 +159,9 @@ class LocalTokenizer:
             kept = Known(
                 mark,
                 known.body_to(mark[0], body),
+                body[mark[0] :],
                 known.before,
+                known.chat,
                 known.signature,
                 known.head,
                 known.tail,
