@@ -181,6 +181,23 @@ def test_the_place_where_a_prompt_leaves_a_long_run_is_found_wherever_it_is() ->
             assert matched[0].gpu == place * 16
 
 
+def test_a_conversation_does_not_become_a_run_a_turn() -> None:
+    """The worker holds what it generated, the next turn brings something else."""
+    index, gpu, path = PrefixIndex(), Holder(Tier.GPU), list[int]()
+    index.attach(0, gpu)
+    for turn in range(20):
+        before, path = path, [*path, *range(1000 * turn, 1000 * turn + 10)]
+        keys, generated = chain(path), chain([*path, 900_000 + turn])
+        index.store(gpu, 16, keys[len(before) - 1] if before else None, keys[len(before) :])
+        index.store(gpu, 16, keys[-1], generated[-1:])
+        assert index.match(generated)[0].gpu == len(generated) * 16
+
+    assert index.match(chain(path))[0].gpu == 200 * 16
+    assert index.size().blocks == 220
+    # All that the turns have in common, and 19 ends.
+    assert index.size().runs == 20
+
+
 def test_a_full_index_takes_no_more_and_says_so() -> None:
     index, keys = PrefixIndex(max_blocks=10), chain(list(range(16)))
     gpu, other = one_gpu(index), one_gpu(index, 1)

@@ -16,6 +16,9 @@ from kvroute.blocks.keys import BlockKey
 RUN_BLOCKS: Final = 256
 """Longest run: bounds what moving a run's border costs."""
 
+_END_BLOCKS: Final = 8
+"""Blocks at a run's end that are moved to let the run go on before them."""
+
 _SHARDS: Final = 256
 """Hash tables per size: one of ten million entries would stop the process for as long as it grows."""
 
@@ -137,7 +140,7 @@ class RunTable:
         position, total, fresh = 0, len(keys), 0
         left = None if parent is None else self.find(parent)
         if left is not None and left.keys[-1] != parent:
-            left = None
+            left = self._without_end(left, bit, parent) if total and self.find(keys[0]) is None else None
         while position < total:
             run = self.find(keys[position])
             if run is None:
@@ -243,6 +246,23 @@ class RunTable:
         piece = self._new(array("Q", (key,)), mask)
         piece.next = run.next
         run.next = piece.id
+
+    def _without_end(self, run: Run, bit: int, key: int | None) -> Run | None:
+        """`run`, which is to go on behind `key`, without the few blocks that it has there: they become a run
+        of their own. None, and nothing is done, where that would be of no use.
+
+        What was generated is often not quite what the next turn brings. A conversation would else become a
+        chain of one run a turn.
+        """
+        keys = run.keys
+        start = keys.index(key) + 1  # type: ignore[arg-type]  # known to be there
+        if len(keys) - start > _END_BLOCKS or run.mask & self.live != bit:
+            return None
+        end = self._new(keys[start:], run.mask)
+        end.next = run.next
+        run.next = end.id
+        del keys[start:]
+        return run
 
     def _add(
         self, left: Run | None, bit: int, keys: Sequence[int], position: int, room: int
