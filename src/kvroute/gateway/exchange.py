@@ -273,9 +273,11 @@ class Exchange(Struct, eq=False):
         decision = plan.decision
         record.status, record.error = status, ""  # what earlier attempts met is in the retry counters
         record.first_byte = now = use.clock.now()
-        fields, is_sized = response.fields, response.content_length is not None
-        is_event_stream = response.is_event_stream
-        if fields is None:
+        plain = response.plain
+        if plain is not None:
+            _, _, _, fields, is_event_stream, _, body_bytes = plain
+            is_sized = body_bytes is not None
+        else:
             headers = response_headers(
                 response.headers, _DROPPED if status not in _WITHOUT_BODY else _DROPPED_WITHOUT_BODY
             )

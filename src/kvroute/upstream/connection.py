@@ -122,16 +122,29 @@ class UpstreamConnection(asyncio.Protocol):
         self._content_length: int | None = None
 
     def start(
-        self, head: bytes, body: bytes, response: UpstreamResponse, *, is_head_request: bool = False
+        self,
+        head: bytes,
+        body: bytes,
+        response: UpstreamResponse,
+        timeout_s: float = 0.0,
+        is_head_request: bool = False,
     ) -> None:
-        """Write a request; its answer fills `response`. Needs an open connection without an exchange."""
+        """Write a request; its answer fills `response`, and begins within `timeout_s`, 0 for ever. Needs an
+        open connection without an exchange."""
         transport = self._transport
         if transport is None or not self.is_open or self._exchange is not None:
             raise RuntimeError("the connection is closed or in use")
         begun = self.exchanges
         self.exchanges = begun + 1
-        response.attach(self, begun > 0 or self.idle_since > 0.0)
+        response.connection = self
+        if begun or self.idle_since > 0.0:
+            response.reused = True
         self._exchange = response
+        # What the last exchange has left of its deadline finds nobody, or is put off here.
+        if timeout_s > 0:
+            self.deadline.set(timeout_s)
+        else:
+            self.deadline.clear()
         if self._is_touched or is_head_request:
             self._is_touched = self._is_head_request = is_head_request
             self._may_be_plain = not is_head_request
@@ -228,7 +241,8 @@ class UpstreamConnection(asyncio.Protocol):
                 self._may_be_plain = False
                 self._is_touched = True
                 return False
-            body_at, body_bytes = exchange.begin_plain(plain)
+            exchange.plain = plain
+            exchange.status, _, _, _, _, body_at, body_bytes = plain
             data = data[body_at:]
             if body_bytes is None:
                 self._may_be_plain = False
@@ -367,7 +381,6 @@ class UpstreamConnection(asyncio.Protocol):
             and transport.get_write_buffer_size() == 0  # answered before it had read the whole request
         )
         self._exchange = self._body = None
-        self.deadline.clear()
         if is_open:
             if self._is_paused:
                 self.resume_reading()
@@ -382,7 +395,6 @@ class UpstreamConnection(asyncio.Protocol):
             return
         self.is_open = False
         self._exchange = self._body = None
-        self.deadline.clear()
         if self._transport is not None:
             self._transport.abort()
         self._owner.exchange_ended(self)

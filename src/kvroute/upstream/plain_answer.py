@@ -31,6 +31,7 @@ _MOST_HEADS = 1024
 _LONGEST_REMEMBERED = 1024
 _LARGEST_REMEMBERED = 4096
 _CHUNKED = -1
+_ZERO = ord("0")
 _new = tuple.__new__
 
 
@@ -76,31 +77,33 @@ class _Field(NamedTuple):
 
 class _Head(NamedTuple):
     """All of a sized `PlainAnswer` but its length: what stands before and behind that as the worker wrote it,
-    with the name of the header and the end of the head, and as clients get it."""
+    with the name of the header and the end of the head, where these end at most, and what clients get, with a
+    place for the length."""
 
     before: bytes
     before_bytes: int
+    most_bytes: int
     behind: bytes
     behind_bytes: int
     status: int
     reason: bytes
-    fields_before: bytes
-    fields_behind: bytes
+    fields: bytes
 
 
 def _read_like(head: _Head, data: bytes) -> PlainAnswer | None:
     """The answer in `data`, if that begins with `head`."""
-    before, at, behind, behind_bytes, status, reason, fields_before, fields_behind = head
+    before, at, most, behind, behind_bytes, status, reason, fields = head
     if not data.startswith(before):
         return None
-    after = data.find(b"\r\n", at, at + _LONGEST_LENGTH + 2)
+    after = data.find(behind, at, most)
     digits = data[at:after]
-    if not digits.isdigit() or digits[0] == 0x30 or not data.startswith(behind, after):
+    if after < 0 or not digits.isdigit() or digits[0] == _ZERO:
         return None
     body_at = after + behind_bytes
-    fields = b"%b%b%b" % (fields_before, digits, fields_behind)
     # As `PlainAnswer(...)`, without its Python-level constructor.
-    return _new(PlainAnswer, (status, reason, data[: body_at - 4], fields, False, body_at, int(digits)))
+    return _new(
+        PlainAnswer, (status, reason, data[: body_at - 4], fields % digits, False, body_at, int(digits))
+    )
 
 
 class PlainAnswers:
@@ -173,12 +176,16 @@ class PlainAnswers:
         self._heads[around] = _Head(
             before,
             len(before),
+            len(before) + _LONGEST_LENGTH + len(behind),
             behind,
             len(behind),
             answer.status,
             answer.reason,
-            (fields_before + name)[2:],
-            after.removeprefix(digits),
+            b"%b%%b%b"
+            % (
+                (fields_before + name)[2:].replace(b"%", b"%%"),
+                after.removeprefix(digits).replace(b"%", b"%%"),
+            ),
         )
 
     def _read_streamed(self, data: bytes, end: int) -> PlainAnswer | None:

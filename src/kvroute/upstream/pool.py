@@ -121,6 +121,7 @@ class ConnectionPool:
     def retire(self) -> None:
         """Open and keep no more connections; exchanges under way finish. Idempotent."""
         self._is_retired = True
+        self._most_idle = 0
         if self._expiry is not None:
             self._expiry.cancel()
             self._expiry = None
@@ -148,12 +149,11 @@ class ConnectionPool:
             self._permits.release()
         if not connection.is_open:
             return
-        most_idle = self._most_idle
-        if self._is_retired or not most_idle:
-            connection.close()
-            return
         idle = self._idle
-        if len(idle) >= most_idle:
+        if len(idle) >= self._most_idle:
+            if not self._most_idle:
+                connection.close()
+                return
             self._close_idle(next(iter(idle)))
         connection.idle_since = connection.loop.time()
         idle[connection] = None

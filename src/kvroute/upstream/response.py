@@ -47,16 +47,16 @@ class UpstreamResponse(Struct, eq=False):
     itself once the whole answer has arrived, even if it has not been read yet; from then on this
     object only holds what is unread.
 
-    Mutable: the connection fills it on the loop (`begin`, `received`, `end`), the reader takes out.
+    Mutable: the connection fills it on the loop (`status`, `plain`, `parts`, `begin`, `received`, `end`), the
+    reader takes out.
     """
 
     idle_timeout_s: float
     listener: AnswerListener | None = None
     status: int = 0
-    fields: bytes | None = None
-    """Of a plain answer the header lines as clients get them; see `PlainAnswer`."""
-    content_length: int | None = None
-    is_event_stream: bool = False
+    """0 until the final head is complete."""
+    plain: PlainAnswer | None = None
+    """That head, if it is plain."""
     take_framed: Callable[[bytes], None] | None = None
     """Of a plain chunked answer, where each read goes that is exactly one chunk, framing and all. None
     from the end on."""
@@ -68,9 +68,10 @@ class UpstreamResponse(Struct, eq=False):
     """Nothing more will arrive: it is complete, or `error` says why not."""
     error: UpstreamError | None = None
     """Why the answer broke off; None while it has not."""
-    _head: ParsedHead | PlainAnswer | None = None
+    connection: UpstreamConnection | None = None
+    """Until the end."""
+    _head: ParsedHead | None = None
     _unread_bytes: int = 0
-    _connection: UpstreamConnection | None = None
     _opening: asyncio.Task[None] | None = None
     _is_held: bool = False
     _waiter: asyncio.Future[None] | None = None
@@ -78,28 +79,35 @@ class UpstreamResponse(Struct, eq=False):
     @property
     def reason(self) -> bytes:
         """b"" before the head has come."""
-        return b"" if self._head is None else self._head.reason
+        head = self._head or self.plain
+        return b"" if head is None else head.reason
 
     @property
     def headers(self) -> RawHeaders:
         """As sent: order, case and duplicates kept, hop-by-hop ones included."""
-        return [] if self._head is None else self._head.headers
+        head = self._head or self.plain
+        return [] if head is None else head.headers
+
+    @property
+    def content_length(self) -> int | None:
+        if self.plain is not None:
+            return self.plain.body_bytes
+        return None if self._head is None else self._head.content_length
 
     @property
     def is_chunked(self) -> bool:
-        head = self._head
-        return (
-            head.is_chunked if isinstance(head, ParsedHead) else head is not None and head.body_bytes is None
-        )
+        if self.plain is not None:
+            return self.plain.body_bytes is None
+        return self._head is not None and self._head.is_chunked
 
     @property
     def http_version(self) -> bytes:
-        return b"HTTP/1.0" if isinstance(self._head, ParsedHead) and self._head.is_http_1_0 else b"HTTP/1.1"
+        return b"HTTP/1.0" if self._head is not None and self._head.is_http_1_0 else b"HTTP/1.1"
 
     @property
     def at_end(self) -> bool:
         """True when the answer is complete and read: `next_chunk` would give b"" at once."""
-        return self._connection is None and self.error is None and not self.parts
+        return self.connection is None and self.error is None and not self.parts
 
     async def head(self, timeout_s: float) -> None:
         """Return once the head of the final answer is here; `timeout_s` 0 waits for ever.
@@ -121,14 +129,14 @@ class UpstreamResponse(Struct, eq=False):
         """
         parts = self.parts
         while not parts:
-            if self._connection is None:
+            if self.connection is None:
                 if self.error is not None:
                     raise self.error
                 return b""
             await self._wait(self.idle_timeout_s)
         chunk = self.take()
-        if self._connection is not None:
-            self._connection.resume_reading()
+        if self.connection is not None:
+            self.connection.resume_reading()
         return chunk
 
     def take(self) -> bytes:
@@ -143,7 +151,7 @@ class UpstreamResponse(Struct, eq=False):
 
     def hold(self) -> None:
         """Read no more from the worker until `go_on`; its silence does not count meanwhile."""
-        connection = self._connection
+        connection = self.connection
         if connection is not None and not self._is_held:
             self._is_held = True
             connection.deadline.clear()
@@ -151,7 +159,7 @@ class UpstreamResponse(Struct, eq=False):
 
     def go_on(self) -> None:
         """Read on after `hold`; else nothing."""
-        connection = self._connection
+        connection = self.connection
         if connection is not None and self._is_held:
             self._is_held = False
             if self.idle_timeout_s > 0:
@@ -169,11 +177,11 @@ class UpstreamResponse(Struct, eq=False):
             self._opening.cancel()
             self._opening = None
             self.is_over = True
-        if self._connection is not None:
-            self._connection.abort_exchange()
+        if self.connection is not None:
+            self.connection.abort_exchange()
 
     async def _wait(self, timeout_s: float) -> None:
-        connection = self._connection
+        connection = self.connection
         if connection is None or self._waiter is not None:
             raise RuntimeError("a response has one reader at a time")
         self._waiter = waiter = connection.loop.create_future()
@@ -183,34 +191,20 @@ class UpstreamResponse(Struct, eq=False):
             await waiter
         finally:
             self._waiter = None
-            if self._connection is not None:
+            if self.connection is not None:
                 # Once detached, the deadline may already be another exchange's.
                 connection.deadline.clear()
 
     # What the transport and the connection call, on the loop.
 
-    def opens(self, opening: asyncio.Task[None]) -> None:
-        """A connection for it is being opened."""
+    def opens(self, opening: asyncio.Task[None] | None) -> None:
+        """A connection for it is being opened, or not any more."""
         self._opening = opening
-
-    def attach(self, connection: UpstreamConnection, reused: bool) -> None:
-        """The request has been written to `connection`."""
-        self._opening = None
-        self._connection = connection
-        self.reused = reused
 
     def begin(self, head: ParsedHead) -> None:
         """The final head is complete."""
         self._head = head
         self.status = head.status
-        self.content_length = head.content_length
-
-    def begin_plain(self, plain: PlainAnswer) -> tuple[int, int | None]:
-        """The final head is complete, and plain; where its body begins, and how long that is."""
-        self._head = plain
-        self.status, _, _, self.fields, self.is_event_stream, body_at, body_bytes = plain
-        self.content_length = body_bytes
-        return body_at, body_bytes
 
     def received(self, size: int) -> int:
         """A read of `size` bytes has been parsed: wake the reader. Returns the bytes held unread.
@@ -219,8 +213,8 @@ class UpstreamResponse(Struct, eq=False):
         """
         listener = self.listener
         if listener is not None:
-            if self.idle_timeout_s > 0 and self._connection is not None:
-                self._connection.deadline.set(self.idle_timeout_s)
+            if self.idle_timeout_s > 0 and self.connection is not None:
+                self.connection.deadline.set(self.idle_timeout_s)
             listener.answer_arrived(self)
             return 0
         waiter = self._waiter
@@ -232,12 +226,16 @@ class UpstreamResponse(Struct, eq=False):
 
     def end(self, error: UpstreamError | None = None) -> None:
         """The exchange is over, whole or (with `error`) not; the connection is no longer ours."""
-        self._connection = self._opening = self.take_framed = None
+        # To look costs less than to store, and there is seldom anything.
+        if self.take_framed is not None:
+            self.take_framed = None
+        if error is not None:
+            self.error = error
+            self._opening = None
+        self.connection = None
         self.is_over = True
-        self.error = error
         listener = self.listener
         if listener is not None:
-            self.listener = None
             listener.answer_arrived(self)
             return
         waiter = self._waiter

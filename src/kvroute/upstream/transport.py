@@ -19,7 +19,6 @@ from kvroute.errors import (
     ResponseTimeout,
     UpstreamError,
 )
-from kvroute.upstream.connection import UpstreamConnection
 from kvroute.upstream.head import RelayedHeads, encode_head
 from kvroute.upstream.options import UpstreamOptions
 from kvroute.upstream.outbox import Outbox
@@ -112,7 +111,7 @@ class WorkerTransport(httpx.AsyncBaseTransport):
             fresh=fresh,
         )
         response = UpstreamResponse(options.idle_timeout_s if idle_timeout_s is None else idle_timeout_s)
-        connection.start(head, body, response, is_head_request=method == b"HEAD")
+        connection.start(head, body, response, 0.0, method == b"HEAD")
         try:
             await response.head(
                 options.first_byte_timeout_s if first_byte_timeout_s is None else first_byte_timeout_s
@@ -134,22 +133,13 @@ class WorkerTransport(httpx.AsyncBaseTransport):
         response = UpstreamResponse(self._idle_timeout_s, listener)
         connection = None if fresh else self._pool.take_idle()
         if connection is not None:
-            connection.start(head, body, response)
-            if self._first_byte_timeout_s > 0:
-                connection.deadline.set(self._first_byte_timeout_s)
+            connection.start(head, body, response, self._first_byte_timeout_s)
             return response
         opening = asyncio.create_task(self._open(head, body, response, fresh))
         self._openings.add(opening)
         opening.add_done_callback(self._openings.discard)
         response.opens(opening)
         return response
-
-    def _start(
-        self, connection: UpstreamConnection, head: bytes, body: bytes, response: UpstreamResponse
-    ) -> None:
-        connection.start(head, body, response)
-        if self._first_byte_timeout_s > 0:
-            connection.deadline.set(self._first_byte_timeout_s)
 
     async def _open(self, head: bytes, body: bytes, response: UpstreamResponse, fresh: bool) -> None:
         try:
@@ -162,7 +152,8 @@ class WorkerTransport(httpx.AsyncBaseTransport):
             log.exception("opening a connection to %s failed", self.origin)
             response.end(ConnectRefused(f"{self.origin}: {type(error).__name__}"))
         else:
-            self._start(connection, head, body, response)
+            response.opens(None)
+            connection.start(head, body, response, self._first_byte_timeout_s)
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         """httpx's contract. A streamed request body is read whole first. Raises httpx's exceptions.
