@@ -43,6 +43,8 @@ class PredictionAudit:
     """One for all exchanges. Mutable: `audit`'s counts."""
 
     def __init__(self, audit: Audit, metrics: Metrics, feedback: Feedback | None) -> None:
+        self.hears_all = feedback is not None
+        """Whether `answered` has something to do even where a worker does not tell its cached tokens."""
         self.audit = audit
         self._metrics = metrics
         self._feedback = feedback

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Callable, Iterator
-from itertools import count
+from itertools import chain, count
 
 from kvroute.blocks.keys import ANCHOR_BYTES
 from kvroute.errors import GatewayError, InvalidRequest, ShuttingDown, TooManyRequests
@@ -103,6 +103,7 @@ class DataPlane:
         self._request_bytes = use.metrics.request_bytes.later
         self._routing_time = use.metrics.routing_time.later
         self._running: set[Going] = set()
+        self._ended = self._running.discard
         self._preparing: set[asyncio.Task[None]] = set()
         self._watchers: set[asyncio.Task[None]] = set()
         self._is_open = True
@@ -139,12 +140,16 @@ class DataPlane:
                 retry_after_s=1,
             )
 
-    def admits(self, headers: Headers) -> bool:
-        """Whether neither `admit` nor the check of keys would raise."""
+    def admitted(self, headers: Headers, sent: bytes, path: str) -> Record | None:
+        """The `record` of a request that neither `admit` nor the check of keys would refuse; else None."""
         most = self._max_in_flight
-        if not self._is_open or (most and len(self._running) >= most):
-            return False
-        return not self._needs_key or self.keys.matches(headers)
+        if (
+            not self._is_open
+            or (most and len(self._running) >= most)
+            or (self._needs_key and not self.keys.matches(headers))
+        ):
+            return None
+        return self.record(sent, path) if sent else Record(next(self._ids), path, self._time())
 
     def record(self, sent: bytes, path: str) -> Record:
         """For a request that just came: under the client's own `x-request-id`, `sent`, if that is short and
@@ -191,7 +196,10 @@ class DataPlane:
         self._routing_time(self._time() - started)
         if self._announce is not None:
             self._announce(plan.decision)
-        return self.begin(plan, fields, record, client)
+        exchange = Exchange(self.use, plan, record, fields, client, self._ended)  # as `begin`
+        self._running.add(exchange)
+        exchange.begin()
+        return exchange
 
     def _later(
         self,
@@ -238,9 +246,8 @@ class DataPlane:
 
     def begin(self, plan: Plan, fields: bytes, record: Record, client: Downstream) -> Exchange:
         """Start an exchange; it ends by itself, or by `Exchange.end`."""
-        running = self._running
-        exchange = Exchange(self.use, plan, record, fields, client, running.discard)
-        running.add(exchange)
+        exchange = Exchange(self.use, plan, record, fields, client, self._ended)
+        self._running.add(exchange)
         exchange.begin()
         return exchange
 
@@ -357,10 +364,8 @@ class StoredResponseEndpoint:
 def _request_ids() -> Iterator[bytes]:
     """32 hexadecimal digits each: 16 of chance, and a count. Only the last two are new each time."""
     chance = secrets.token_hex(8).encode()
-    for high in count():
-        start = b"%b%014x" % (chance, high)
-        for low in _LOW_DIGITS:
-            yield start + low
+    starts = (b"%b%014x" % (chance, high) for high in count())
+    return chain.from_iterable(map(start.__add__, _LOW_DIGITS) for start in starts)
 
 
 def left(plane: DataPlane, record: Record) -> None:

@@ -77,6 +77,11 @@ class Collaborators:
     attribution: Attribution = field(default_factory=Attribution)
     sent: Callable[[RouteQuery, Candidate], None] | None = None
     """Hears of every attempt, once it is on its way; returns at once."""
+    now: Callable[[], float] = field(init=False)
+    """`clock.now`, asked for once: to find it costs more than to call it."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "now", self.clock.now)
 
 
 class Exchange(Struct, eq=False):
@@ -92,7 +97,6 @@ class Exchange(Struct, eq=False):
     _fields: bytes
     _client: Downstream
     _ended: Callable[[Exchange], object]
-    _tried: int = 0
     _candidate: Candidate | None = None
     _dispatch: Dispatch | None = None
     _response: UpstreamResponse | None = None
@@ -109,8 +113,8 @@ class Exchange(Struct, eq=False):
 
     def begin(self) -> None:
         """Send the request to the first worker of the ranking."""
-        self._use.budget.request(self._plan.query.now)
         try:
+            self._use.budget.request(self._plan.query.now)
             self._next()
         except GatewayError as error:
             self._give_up(error)
@@ -151,7 +155,7 @@ class Exchange(Struct, eq=False):
                 self._relay()
             # The head waits for the first body byte: until then another worker can still answer.
             elif response.parts or (response.is_over and response.error is None):
-                self._start()
+                self._start(response)
             elif response.is_over:
                 self._failed()
         except GatewayError as error:
@@ -168,7 +172,7 @@ class Exchange(Struct, eq=False):
         write(framed)
         self._before_last = self._last
         self._last = framed
-        now = self._use.clock.now()
+        now = self._use.now()
         gaps.observe(now - self._last_chunk_at)
         self._last_chunk_at = now
 
@@ -177,11 +181,10 @@ class Exchange(Struct, eq=False):
     def _next(self) -> None:
         """Dispatch to the next worker of the ranking."""
         use, plan, record = self._use, self._plan, self._record
-        query, decision, tried = plan.query, plan.decision, self._tried
+        query, decision, tried = plan.query, plan.decision, record.attempts
         candidate = self._candidate = decision.ranking[tried]
-        self._tried = tried + 1
         # The first attempt is dispatched at the moment for which it was planned.
-        now = use.clock.now() if tried else query.now
+        now = use.now() if tried else query.now
         self._dispatch = use.router.dispatch(query, decision, candidate, now)
         record.worker = candidate.worker.spec.id
         record.matched_tokens = candidate.matched_tokens
@@ -190,7 +193,7 @@ class Exchange(Struct, eq=False):
         if use.sent is not None:
             use.sent(query, candidate)
 
-    def _submit(self, candidate: Candidate, *, fresh: bool = False) -> None:
+    def _submit(self, candidate: Candidate, fresh: bool = False) -> None:
         plan, fields, held = self._plan, self._fields, candidate.held
         if held is not None and held.rank is not None and _RANK_FIELD not in fields.lower():
             fields += b"%b %d\r\n" % (_RANK_FIELD, held.rank)
@@ -205,11 +208,12 @@ class Exchange(Struct, eq=False):
     def _give_back(self, now: float) -> None:
         """The attempt is over."""
         response, dispatch = self._response, self._dispatch
-        self._response = self._dispatch = None
-        if response is not None and not response.is_over:
-            response.abort()
+        if response is not None:
+            self._response = None
+            if not response.is_over:
+                response.abort()
         if dispatch is not None:
-            dispatch.finish(now)
+            dispatch.finish(now)  # a second time does nothing
 
     def _failed(self) -> None:
         """No byte of an answer came. Tell health; the next worker, or what the client sees."""
@@ -227,9 +231,9 @@ class Exchange(Struct, eq=False):
             use.health.report_refused(worker)
         elif not isinstance(error, PoolExhausted):  # that is our own limit, not the worker's failure
             use.health.report_failure(worker, error.cause)
-        can_retry = self._tried < len(self._plan.decision.ranking)
+        can_retry = self._record.attempts < len(self._plan.decision.ranking)
         if isinstance(error, _RETRYABLE) and can_retry and self._spend(error.cause):
-            self._give_back(use.clock.now())
+            self._give_back(use.now())
             self._next()
             return
         raise self._visible(error, worker.id, can_retry) from error
@@ -245,7 +249,7 @@ class Exchange(Struct, eq=False):
     def _spend(self, cause: str) -> bool:
         """Whether an attempt may be repeated; refused connections cost nothing of the budget."""
         use = self._use
-        if cause != ConnectRefused.cause and not use.budget.take(use.clock.now()):
+        if cause != ConnectRefused.cause and not use.budget.take(use.now()):
             use.metrics.retries_denied.inc()
             return False
         use.metrics.retries.labels(cause).inc()
@@ -253,26 +257,20 @@ class Exchange(Struct, eq=False):
 
     # Towards the client.
 
-    def _start(self) -> None:
+    def _start(self, response: UpstreamResponse) -> None:
         """The first body byte is here, or the whole of an answer without a body."""
-        use, plan, record, response = self._use, self._plan, self._record, self._response
-        candidate, dispatch = self._candidate, self._dispatch
+        use, plan, record, candidate = self._use, self._plan, self._record, self._candidate
         assert candidate is not None
-        assert response is not None
-        assert dispatch is not None
-        status = response.status
+        decision, status = plan.decision, response.status
         use.health.report_status(candidate.worker, status)
-        if (
-            status in use.retry_statuses
-            and self._tried < len(plan.decision.ranking)
-            and self._spend("status")
-        ):
-            self._give_back(use.clock.now())
+        if status in use.retry_statuses and record.attempts < len(decision.ranking) and self._spend("status"):
+            self._give_back(use.now())
             self._next()
             return
-        decision = plan.decision
-        record.status, record.error = status, ""  # what earlier attempts met is in the retry counters
-        record.first_byte = now = use.clock.now()
+        record.status = status
+        if record.error:
+            record.error = ""  # what earlier attempts met is in the retry counters
+        record.first_byte = now = use.now()
         plain = response.plain
         if plain is not None:
             _, _, _, fields, is_event_stream, _, body_bytes = plain
@@ -284,18 +282,16 @@ class Exchange(Struct, eq=False):
             fields = b"".join([b"%b: %b\r\n" % pair for pair in headers])
             is_sized = any(name == b"content-length" for name, _ in headers)
             is_event_stream = header(headers, b"content-type").startswith(b"text/event-stream")
-        if is_event_stream:
-            self._is_event_stream = True
-            dispatch.first_token(now)
-            self._gaps = use.metrics.gaps(plan.model, record.worker, decision.strategy)
-            self._last_chunk_at = now
         if plan.stores_response and (response_id := response_id_in(b"".join(response.parts))):
             use.owners.remember(response_id, candidate.worker.id)
         own = use.attribution.lines(candidate, decision)
         fields = b"%bx-request-id: %b\r\n%b" % (fields, record.request_id, own)
         self._is_started = True
+        if is_event_stream:
+            self._start_events(decision.strategy, now)
         if response.is_over and response.error is None:
-            whole = response.take()
+            parts = response.parts
+            whole = parts[0] if len(parts) == 1 else b"".join(parts)
             self._client.answer(status, fields, whole, is_sized)
             if status == 200:
                 self._learn(candidate, b"", unframed(whole) if is_event_stream else whole)
@@ -303,10 +299,18 @@ class Exchange(Struct, eq=False):
         else:
             self._client.start_relayed(status, fields, is_sized=is_sized)
             self._relay(is_first=True)
-            if self._is_event_stream and not self.is_over:
+            if is_event_stream and not self.is_over:
                 self._write_framed = write = self._client.framed_writer()
                 if write is not None:
                     response.take_framed = self._take_framed
+
+    def _start_events(self, strategy: str, now: float) -> None:
+        """The first event is the first token."""
+        self._is_event_stream = True
+        if self._dispatch is not None:
+            self._dispatch.first_token(now)
+        self._gaps = self._use.metrics.gaps(self._plan.model, self._record.worker, strategy)
+        self._last_chunk_at = now
 
     def _relay(self, *, is_first: bool = False) -> None:
         """Pass on what has arrived."""
@@ -316,7 +320,7 @@ class Exchange(Struct, eq=False):
         if chunk:
             self._before_last, self._last = self._last, chunk
             if not is_first and self._gaps is not None:
-                now = self._use.clock.now()
+                now = self._use.now()
                 self._gaps.observe(now - self._last_chunk_at)
                 self._last_chunk_at = now
         if response.is_over:
@@ -346,8 +350,10 @@ class Exchange(Struct, eq=False):
         if usage is not None:
             use, plan = self._use, self._plan
             self._record.usage = usage
-            use.estimator.observe(plan.model, plan.prompts, usage.prompt_tokens)
-            use.audit.answered(plan, candidate, usage)
+            prompt_tokens, cached_tokens = usage
+            use.estimator.observe(plan.model, plan.prompts, prompt_tokens)
+            if cached_tokens is not None or use.audit.hears_all:
+                use.audit.answered(plan, candidate, usage)
 
     def _broken(self, error: UpstreamError) -> None:
         """The worker broke off its answer."""
@@ -375,11 +381,12 @@ class Exchange(Struct, eq=False):
     def _end(self, now: float | None = None) -> None:
         """`now` where it has just been asked for."""
         self.is_over = True
+        use, ended = self._use, self._ended
         if now is None:
-            now = self._use.clock.now()
+            now = use.now()
         self._give_back(now)
-        self._use.journal.finished(self._record, now)
-        self._ended(self)
+        use.journal.finished(self._record, now)
+        ended(self)
 
 
 def refuse(

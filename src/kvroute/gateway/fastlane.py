@@ -76,6 +76,7 @@ class FastLaneProtocol(HttpToolsProtocol):
         _loop: AbstractEventLoop | None = None,
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
+        self._plane, self._plain = self.plane, self.plain  # a class's own are found slowly
         self._lane = _FREE
         self._is_shared = False
         """uvicorn had a request on this connection."""
@@ -109,10 +110,10 @@ class FastLaneProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         if self._lane is _FREE:
-            if self._idle is not None:
-                self._idle.clear()
             self._write_answer()
             if not self._take(data):
+                if self._idle is not None:
+                    self._idle.clear()
                 super().data_received(data)
         elif self._lane is _COLLECTING:
             self._collect(data)
@@ -129,7 +130,7 @@ class FastLaneProtocol(HttpToolsProtocol):
         if exchange is not None:
             exchange.end("client")
         elif lane is _COLLECTING and record is not None:
-            left(self.plane, record)
+            left(self._plane, record)
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -169,21 +170,26 @@ class FastLaneProtocol(HttpToolsProtocol):
         """Whether `data` begins a request that is the lane's."""
         if self._is_shared and self._is_others():
             return False
-        request = self.plain.read(data, self._request)
+        last, plane = self._request, self._plane
+        kind = None if last is None else last.kind
+        request = None if kind is None else kind.read(data)
         if request is None:
-            return False
-        plane = self.plane
+            request = self._plain.read(data)
+            if request is None:
+                return False
         body_at = request.body_at
         missing = body_at + request.body_bytes - len(data)
         headers = request.headers if plane.reads_headers else _UNREAD
         # More may follow at once; uvicorn looks at it before this one is answered. Of what is refused the
         # complete way says why, with what belongs to it.
-        if missing < 0 or request.body_bytes > plane.max_body_bytes or not plane.admits(headers):
+        if missing < 0 or request.body_bytes > plane.max_body_bytes:
+            return False
+        record = plane.admitted(headers, request.request_id, request.endpoint.path)
+        if record is None:
             return False
         self._request = request
         if self._is_shared:
             self._unset_keepalive_if_required()
-        record = plane.record(request.request_id, request.endpoint.path)
         if missing:
             self._lane = _COLLECTING
             self._record = record
@@ -216,13 +222,14 @@ class FastLaneProtocol(HttpToolsProtocol):
             for segment in segments:
                 super().data_received(segment)
             return
-        record.started = self.plane.clock.now()
+        plane = self._plane
+        record.started = plane.clock.now()
         first, *others = segments
-        headers = request.headers if self.plane.reads_headers else _UNREAD
+        headers = request.headers if plane.reads_headers else _UNREAD
         self._begin(request, headers, record, b"".join([memoryview(first)[request.body_at :], *others]))
 
     def _begin(self, request: PlainRequest, headers: Headers, record: Record, body: bytes) -> None:
-        plane, endpoint = self.plane, request.endpoint
+        plane, endpoint = self._plane, request.endpoint
         self._lane = _BUSY
         try:
             parsed = plane.read(endpoint, body, headers)
@@ -306,8 +313,13 @@ class FastLaneProtocol(HttpToolsProtocol):
             self._lane = _FREE
             idle = self._idle
             if idle is None:
-                self._idle = idle = Deadline(self.loop, self.timeout_keep_alive_handler)
+                self._idle = idle = Deadline(self.loop, self._idle_for_long)
             idle.set(self.timeout_keep_alive)
+
+    def _idle_for_long(self) -> None:
+        # Set at the end of each request, not cleared by the next: it may come while that is under way.
+        if self._lane is _FREE:
+            self.timeout_keep_alive_handler()
 
     def cut(self) -> None:
         self._exchange = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from msgspec import Struct
 from xxhash import xxh3_64_intdigest
@@ -16,7 +17,7 @@ from kvroute.gateway.preparation import Prepared
 from kvroute.gateway.session_key import SessionKeySource, session_key
 from kvroute.openai.alias import with_model
 from kvroute.openai.endpoints import ErrorShape
-from kvroute.openai.prompt import AnyPrompt, cache_salt_of, prompts_of
+from kvroute.openai.prompt import AnyPrompt, Prompt, cache_salt_of, prompts_of
 from kvroute.openai.request import InferenceRequest
 from kvroute.routing.caches import ExactPrompt
 from kvroute.routing.decision import Needs, RouteDecision, RouteQuery
@@ -52,12 +53,13 @@ class Plan(Struct, eq=False):
     errors: ErrorShape = ErrorShape.OPENAI
 
 
-class _Known(Struct, eq=False):
+class _Known(NamedTuple):
     """What all requests for one name have in common until the fleet changes."""
 
     model: str
     view: FleetView
     strategy: Strategy
+    needs: Needs
     space: CacheSpace
 
 
@@ -109,7 +111,7 @@ class Planner:
         known = self._known.get(asked) if self._version == self._fleet.version else None
         if known is None:
             known = self._look_up(asked)
-        model, view, strategy = known.model, known.view, known.strategy
+        model, view, strategy, needs, space = known
         if asked is not None and model != asked:
             body = with_model(request, model)
         if not view.workers:
@@ -118,12 +120,20 @@ class Planner:
             )
         if self._allow_strategy_header:
             strategy = self._strategy(model, headers)
-        needs = strategy.needs
+            needs = strategy.needs
         session = None
         if with_session or needs is _SESSION_KEY:
             session = session_key(self._session_keys, request, headers)
         prompts = prompts_of(request) if needs is _PROMPT or needs is _TOKENS else ()
-        query = self._query(request, known, now, prompts, session, prepared)
+        if request.cache_salt is not None and (salt := cache_salt_of(request)):
+            space = CacheSpace(model, salt)
+        if prepared is None and len(prompts) == 1:  # what `_query` does, for what most requests are
+            prompt, seed = prompts[0], space.seed
+            keys = self._estimator.prompt_keys(prompt, space)
+            fingerprint = seed ^ _fingerprint(prompt, keys, seed)
+            query = RouteQuery(model, now, (keys,), keys.tokens, session, request.stream, fingerprint)
+        else:
+            query = self._query(request, space, now, prompts, session, prepared)
         decision = None
         if owner is not None:
             decision = self._router.pinned(query, view, owner)
@@ -149,7 +159,8 @@ class Planner:
             self._known.clear()
         model = self._fleet.resolve(asked)
         view = self._fleet.view(model)
-        known = self._known[asked] = _Known(model, view, self._router.strategy(model), CacheSpace(model))
+        strategy = self._router.strategy(model)
+        known = self._known[asked] = _Known(model, view, strategy, strategy.needs, CacheSpace(model))
         return known
 
     def _strategy(self, model: str, headers: Headers) -> Strategy:
@@ -168,31 +179,16 @@ class Planner:
     def _query(
         self,
         request: InferenceRequest,
-        known: _Known,
+        space: CacheSpace,
         now: float,
         prompts: Sequence[AnyPrompt],
         session: str | None,
         prepared: Prepared | None,
     ) -> RouteQuery:
-        model, stream = known.model, request.stream
+        model, stream = space.model, request.stream
         exact: tuple[ExactPrompt, ...] = ()
         if prompts:
-            space = known.space
-            if request.cache_salt is not None and (salt := cache_salt_of(request)):
-                space = CacheSpace(space.model, salt)
-            estimated = self._estimator.prompt_keys
-            if prepared is None and len(prompts) == 1:  # what is below, for what most requests are
-                own, seed = estimated(prompts[0], space), space.seed
-                return RouteQuery(
-                    model,
-                    now,
-                    (own,),
-                    own.tokens,
-                    session,
-                    stream,
-                    seed ^ _fingerprint(prompts[0], own, seed),
-                )
-            keys = tuple([estimated(prompt, space) for prompt in prompts])
+            keys = tuple([self._estimator.prompt_keys(prompt, space) for prompt in prompts])
             if prepared is not None and len(prepared.prompts) == len(keys):
                 exact = prepared.prompts
                 keys = tuple(map(_measured, keys, prompts, exact))
@@ -209,8 +205,9 @@ class Planner:
 
 
 def _fingerprint(prompt: AnyPrompt, measured: PromptKeys, seed: int) -> int:
-    if prompt.size <= _ANCHORED_BYTES:
-        return xxh3_64_intdigest(prompt.data, seed)
+    whole = prompt[0] if type(prompt) is Prompt else None
+    if (prompt.size if whole is None else len(whole)) <= _ANCHORED_BYTES:
+        return xxh3_64_intdigest(prompt.data if whole is None else whole, seed)
     chain = measured.keys
     blocks = len(chain)
     return xxh3_64_intdigest(prompt.after(blocks * BLOCK_BYTES), chain[blocks - 1])
