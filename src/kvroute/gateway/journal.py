@@ -26,7 +26,7 @@ _SECONDS = "%.4f".__mod__
 _strategy_and_reason: Callable[[Any], tuple[str, str]] = attrgetter("strategy", "reason")
 
 
-class Record(Struct, eq=False):
+class Record(Struct, eq=False, gc=False):
     """One request as it went, without its body. Mutable: its exchange fills it in until
     `Journal.finished` takes it. `request_id` is printable ASCII; `decision` is None where none was
     reached."""

@@ -35,7 +35,7 @@ _ANCHORED_BYTES = 16_384
 """Longer prompts have most of their keys made while they are routed, shorter ones are hashed as quickly."""
 
 
-class Plan(Struct, eq=False):
+class Plan(Struct, eq=False, gc=False):
     """What is going to happen to one request; not changed once made.
 
     `model` is the name its workers know it by, `target` path and query as they came; `stores_response`
@@ -205,12 +205,14 @@ class Planner:
 
 
 def _fingerprint(prompt: AnyPrompt, measured: PromptKeys, seed: int) -> int:
-    whole = prompt[0] if type(prompt) is Prompt else None
+    whole = prompt[0] if type(prompt) is Prompt else None  # its own members are found slowly
     if (prompt.size if whole is None else len(whole)) <= _ANCHORED_BYTES:
         return xxh3_64_intdigest(prompt.data if whole is None else whole, seed)
     chain = measured.keys
     blocks = len(chain)
-    return xxh3_64_intdigest(prompt.after(blocks * BLOCK_BYTES), chain[blocks - 1])
+    hashed = blocks * BLOCK_BYTES
+    rest = prompt.after(hashed) if whole is None else whole[hashed:]
+    return xxh3_64_intdigest(rest, chain[blocks - 1])
 
 
 def _measured(keys: PromptKeys, prompt: AnyPrompt, exact: ExactPrompt) -> PromptKeys:

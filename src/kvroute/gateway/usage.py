@@ -35,6 +35,7 @@ class _Answer(Struct, gc=False):
     usage: _Usage | None = None
 
 
+_new = tuple.__new__
 _decode_answer = msgspec.json.Decoder(_Answer).decode
 
 
@@ -61,7 +62,7 @@ def usage_in(before_last: bytes, last: bytes) -> Usage | None:
         return None
     # Most engines do not tell by default, and to find a literal absent costs less than a pattern.
     cached = _cached_tokens(tail, start) if tail.find(b'"cached_tokens"', start) >= 0 else None
-    return tuple.__new__(Usage, (int(prompt[1]), int(cached[1]) if cached else None))
+    return _new(Usage, (int(prompt[1]), int(cached[1]) if cached else None))
 
 
 def _decoded(answer: bytes) -> Usage | None:
@@ -81,4 +82,4 @@ def _decoded(answer: bytes) -> Usage | None:
     if cached is not None and cached < 0:
         cached = None
     # As `Usage(...)`, without its Python-level constructor.
-    return tuple.__new__(Usage, (tokens, cached))
+    return _new(Usage, (tokens, cached))

@@ -33,6 +33,7 @@ class _Part(Struct):
     text: str | UnsetType = UNSET
 
 
+_new = tuple.__new__
 _first = itemgetter(0)
 _view: Callable[[Any], Any] = memoryview
 _decode_messages = msgspec.json.Decoder(list[Message]).decode
@@ -119,14 +120,14 @@ def prompts_of(request: InferenceRequest) -> tuple[AnyPrompt, ...]:
         return ()
     if request.seen is not None:
         return (request.seen,)
-    head, messages = request.head, request.messages
+    head, messages = request.head, request.read_messages  # all there are, where nothing was seen
     try:
         if messages is not None:
             parts = rendered(messages)
             if head:
                 parts[:0] = head
             # As `Prompt(...)`, without its Python-level constructor.
-            return (tuple.__new__(Prompt, (b"".join(parts), False)),)
+            return (_new(Prompt, (b"".join(parts), False)),)
         return _prompts(head, request.fields or {})
     except UNREADABLE:
         return ()
@@ -180,7 +181,7 @@ def _all_plain(fields: list[tuple[Any, ...]]) -> list[bytes | Raw] | None:
     is no list."""
     count = len(fields)
     roles, contents, *others = zip(*fields, strict=True)
-    if UNSET in roles or UNSET in contents or any(column.count(UNSET) != count for column in others):
+    if others.count((UNSET,) * count) != len(others) or UNSET in roles or UNSET in contents:
         return None
     if _LIST in map(_first, map(_view, contents)):  # a copy of each would cost as much as the rest
         return None

@@ -67,13 +67,13 @@ _NO_HEAD = [UNSET] * 6
 _NO_FORM: Mapping[str, str] = MappingProxyType({})
 
 
-class InferenceRequest(Struct, eq=False):
+class InferenceRequest(Struct, eq=False, gc=False):
     """One request to an inference endpoint.
 
     `model` is None when the body names none. `messages` are there when the body has a list of objects
     under that name. `head` holds what a chat template renders before them, in its order. `seen` is its one
     prompt where that was made of a beginning that came before; then `messages` are decoded when first asked
-    for. Mutable: `fields` is, too.
+    for, and `read_messages` are those that have been. Mutable: `fields` is, too.
     """
 
     endpoint: Endpoint
@@ -83,7 +83,7 @@ class InferenceRequest(Struct, eq=False):
     is_read: bool = False
     """False where the body was not understood (Python's json takes it, our parser does not) and
     travels unread, or is not JSON at all."""
-    _messages: Sequence[Message] | None = None
+    read_messages: Sequence[Message] | None = None
     head: Sequence[Raw] = ()
     cache_salt: Raw | None = None
     form: Mapping[str, str] = _NO_FORM
@@ -92,13 +92,13 @@ class InferenceRequest(Struct, eq=False):
 
     @property
     def messages(self) -> Sequence[Message] | None:
-        if self.seen is not None and self._messages is None:
+        if self.seen is not None and self.read_messages is None:
             try:
                 messages = decode_body(self.body).messages
             except UNREADABLE:  # was readable from a place with more stack left: nested as deeply as can be
                 return None
-            self._messages = None if messages is UNSET else messages
-        return self._messages
+            self.read_messages = None if messages is UNSET else messages
+        return self.read_messages
 
     @property
     def fields(self) -> Mapping[str, Raw] | None:

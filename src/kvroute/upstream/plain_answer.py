@@ -131,7 +131,8 @@ class PlainAnswers:
         """The head at the start of `data`; None unless it is there as a whole and plain. About 3 us, 1 for
         a sized one that has come before."""
         # Most answers of one worker within a second are such as the last one.
-        if (last := self._last) is not None and (answer := _read_like(last, data)) is not None:
+        last = self._last
+        if last is not None and (answer := _read_like(last, data)) is not None:
             return answer
         end = data.find(b"\r\n\r\n", 0, _MOST_HEAD_BYTES)
         if end < 0:
