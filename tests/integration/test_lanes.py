@@ -323,6 +323,22 @@ async def test_an_idle_connection_is_closed_after_its_time(run_gateway, raw_work
             writer.close()
 
 
+async def test_a_connection_is_not_idle_while_its_next_request_is_answered(run_gateway, raw_worker):
+    async with both(run_gateway, raw_worker.url) as (fast, _):
+        reader, writer = await opened(fast)
+        writer.write(PLAIN)
+        await reader.readuntil(b"{}")
+        raw_worker.answer = b""
+        writer.write(PLAIN)
+        await fast.until(lambda: len(raw_worker.requests) == 2)
+        (protocol,) = fast.server.server_state.connections
+
+        protocol._idle._expired()  # the time that ran since the first answer is over
+
+        assert not protocol.transport.is_closing()
+        writer.close()
+
+
 async def test_a_client_that_does_not_read_holds_the_worker_back(run_gateway, raw_worker):
     size = 64 * 1024 * 1024
     raw_worker.answer = OK + b"content-length: %d\r\n\r\n" % size + bytes(size)

@@ -43,10 +43,10 @@ class PlainRequests:
         self._known: dict[bytes, Line] = {}
         self._kinds = Kinds(added_fields)
 
-    def read(self, data: bytes, last: PlainRequest | None = None) -> PlainRequest | None:
-        """The head at the start of `data`; None unless it is there as a whole and plain. `last` is the one
-        that came before it from the same client. About 9 us, 1.5 where its kind is known."""
-        kind = self._kinds.latest if last is None or last.kind is None else last.kind
+    def read(self, data: bytes) -> PlainRequest | None:
+        """The head at the start of `data`; None unless it is there as a whole and plain. About 9 us, 1.5
+        where its kind is the latest that became known; who knows a better one asks that first."""
+        kind = self._kinds.latest
         if kind is not None and (request := kind.read(data)) is not None:
             return request
         end = data.find(b"\r\n\r\n", 0, MOST_HEAD_BYTES)
