@@ -264,7 +264,7 @@ class FastLaneProtocol(HttpToolsProtocol):
     def answer(self, status: int, fields: bytes, body: bytes, is_sized: bool) -> None:
         is_short = self._lane is _BUSY and is_sized and len(body) <= _JOIN_BYTES
         if is_short and not self._closes_after and not self.server_state.default_headers:
-            outbox = self.plane.outbox
+            outbox = self._plane.outbox
             self._answered_round = outbox.rounds
             outbox.send(self.transport, b"%b%b\r\n%b" % (STATUS_LINE[status], fields, body))
             self._finished()
@@ -274,7 +274,7 @@ class FastLaneProtocol(HttpToolsProtocol):
 
     def _write_answer(self) -> None:
         """What was answered goes before anything else that happens to this connection."""
-        outbox = self.plane.outbox
+        outbox = self._plane.outbox
         if self._answered_round == outbox.rounds:
             outbox.flush()
 
