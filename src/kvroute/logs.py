@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
-from operator import add
 from typing import Annotated, Literal, TextIO
 
 from kvroute.options import Options, Switch, option
@@ -106,23 +105,32 @@ class RequestLines:
     def is_on(self) -> bool:
         return self._logger.isEnabledFor(logging.INFO)
 
-    def write(self, times: Sequence[float], messages: Sequence[str]) -> None:
-        """`times` are seconds since the epoch, one for each message, oldest first. Raises nothing: as any
-        handler, it reports a broken stream on stderr."""
+    def write(self, lines: Sequence[tuple[float, str]]) -> None:
+        """`lines` are time since the epoch and message, oldest first. Raises nothing: as any handler,
+        it reports a broken stream on stderr."""
         handler = self._own_handler()
         if handler is None:
-            for message in messages:
+            for _, message in lines:
                 self._logger.info("%s", message)
             return
-        if isinstance(handler.formatter, JsonFormatter):
-            written = [
-                json.dumps(
-                    {"time": when, "level": "info", "logger": ACCESS, "message": message}, ensure_ascii=False
-                )
-                for when, message in zip(_timestamps(times, ""), messages, strict=True)
-            ]
-        else:
-            written = list(map(add, _timestamps(times, f" INFO    {ACCESS} "), messages))
+        is_json = isinstance(handler.formatter, JsonFormatter)
+        start, prefix, written = 0, "", list[str]()
+        since = until = 0.0
+        when = begin = ""
+        for created, message in lines:
+            if not since <= created < until:  # of many at once most came within one thousandth
+                second = int(created)
+                if second != start:
+                    start, prefix = second, time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(second))
+                thousandth = int((created - second) * 1000)
+                since, until = second + thousandth / 1000, second + (thousandth + 1) / 1000
+                when = prefix + _THOUSANDTHS[thousandth]
+                begin = f"{when} INFO    {ACCESS} "
+            if is_json:
+                fields = {"time": when, "level": "info", "logger": ACCESS, "message": message}
+                written.append(json.dumps(fields, ensure_ascii=False))
+            else:
+                written.append(begin + message)
         written.append("")
         with handler.lock or nullcontext():
             try:
@@ -149,23 +157,6 @@ class RequestLines:
 
 def _timestamp(seconds: float) -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(seconds)) + f".{int(seconds % 1 * 1000):03d}Z"
-
-
-def _timestamps(times: Sequence[float], end: str) -> list[str]:
-    """`_timestamp` of each, followed by `end`."""
-    start, prefix = 0, ""
-    since = until = 0.0
-    stamp, stamps = "", list[str]()
-    for created in times:
-        if not since <= created < until:  # of many at once most came within one thousandth
-            second = int(created)
-            if second != start:
-                start, prefix = second, time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(second))
-            thousandth = int((created - second) * 1000)
-            since, until = second + thousandth / 1000, second + (thousandth + 1) / 1000
-            stamp = prefix + _THOUSANDTHS[thousandth] + end
-        stamps.append(stamp)
-    return stamps
 
 
 def _extra(record: logging.LogRecord) -> dict[str, object]:

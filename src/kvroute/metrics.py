@@ -10,7 +10,7 @@ from __future__ import annotations
 import platform
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
-from typing import Generic, NamedTuple, TypeAlias, TypeVar, cast
+from typing import Generic, NamedTuple, TypeVar
 
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -54,11 +54,11 @@ class Tally:
 class Spread:
     """A histogram's counts. `observe` costs a bisection: about 0.2 us.
 
-    `later`, and `later_all` for many values, put the bisection off, until somebody looks or whoever uses it
-    calls `settle`: they only add to a list, and many values are counted together by sorting them.
+    `later` puts the bisection off, until somebody looks or whoever uses it calls `settle`: it only appends
+    to a list, and many values are counted together by sorting them.
     """
 
-    __slots__ = ("_bounds", "_counts", "_sum", "_waiting", "later", "later_all")
+    __slots__ = ("_bounds", "_counts", "_sum", "_waiting", "later")
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self._bounds = bounds
@@ -66,7 +66,6 @@ class Spread:
         self._sum = 0.0
         self._waiting: list[float] = []
         self.later: Callable[[float], None] = self._waiting.append
-        self.later_all: Callable[[Iterable[float]], None] = self._waiting.extend
 
     def observe(self, value: float) -> None:
         self._counts[bisect_left(self._bounds, value)] += 1
@@ -125,65 +124,48 @@ class Family(Generic[_Child]):
         return child
 
 
-Answered: TypeAlias = tuple[float, float, int, int, tuple[int, int | None] | None]
-"""A request of whose answer something came: seconds to its end and to the first byte, prompt tokens, those of
-them that were predicted to be held, and the worker's own count of prompt and cached tokens, if it told."""
-
-
 class Series:
     """Everywhere that the requests of one `Outcome` are counted, found with one lookup for a request.
 
     Mutable: `text` is the journal's, for the words of a request line that all of them have in common.
     """
 
-    __slots__ = ("_answered", "_metrics", "_places", "_reported", "_seconds", "answered", "outcome", "text")
+    __slots__ = ("_answered", "_metrics", "_outcome", "_reported", "_seconds", "text")
 
     def __init__(self, metrics: Metrics, outcome: Outcome) -> None:
         self.text = ""
-        self.outcome = outcome
         self._metrics = metrics
-        self._answered: list[Answered] = []
-        self.answered: Callable[[Answered], None] = self._answered.append
-        """Tell of one that `count` will count."""
+        self._outcome = outcome
         # Children are made when they first count: one that has nothing to say shows nowhere.
-        self._places: tuple[Tally, Tally, Tally, Spread, Spread] | None = None
+        self._answered: tuple[Tally, Tally, Tally, Spread, Spread] | None = None
         self._reported: tuple[Tally, Tally] | None = None
         self._seconds: tuple[Tally, Spread, Spread] | None = None
 
-    def count(self) -> None:
-        """Count what `answered` was told. By columns: no loop here is Python's."""
-        if not self._answered:
-            return
-        if self._places is None:
-            metrics, outcome = self._metrics, self.outcome
-            self._places = (*metrics.routed_tokens(outcome), *metrics.seconds(outcome))
-        prompts, hits, requests, duration, first_byte = self._places
-        durations_s, first_bytes_s, prompt_tokens, hit_tokens, usages = zip(*self._answered, strict=True)
-        self._answered.clear()
-        prompts.value += sum(prompt_tokens)
-        hits.value += sum(hit_tokens)
-        requests.value += len(durations_s)
-        duration.later_all(durations_s)
-        first_byte.later_all(first_bytes_s)
-        told = list(filter(None, usages))
-        if told:
-            reported, cached = zip(*told, strict=True)
-            self.reported(sum(reported), sum(filter(None, cached)))
+    def answered(self, duration_s: float, first_byte_s: float, prompt_tokens: int, hit_tokens: int) -> None:
+        """`finished`, of a request of whose answer something came, and what was predicted for it."""
+        if self._answered is None:
+            metrics, outcome = self._metrics, self._outcome
+            self._answered = (*metrics.routed_tokens(outcome), *metrics.seconds(outcome))
+        prompts, hits, requests, duration, first_byte = self._answered
+        prompts.value += prompt_tokens
+        hits.value += hit_tokens
+        requests.value += 1.0
+        duration.later(duration_s)
+        first_byte.later(first_byte_s)
 
     def reported(self, prompt_tokens: int, cached_tokens: int | None) -> None:
         """Count what a worker's `usage` said."""
         if self._reported is None:
-            self._reported = self._metrics.reported_tokens(self.outcome)
+            self._reported = self._metrics.reported_tokens(self._outcome)
         prompts, cached = self._reported
         prompts.value += prompt_tokens
         if cached_tokens:
             cached.value += cached_tokens
 
     def finished(self, duration_s: float, first_byte_s: float | None) -> None:
-        """Count one finished request of which nothing was predicted; `first_byte_s` is None where no body
-        byte came."""
+        """Count one finished request; `first_byte_s` is None where no body byte came."""
         if self._seconds is None:
-            self._seconds = self._metrics.seconds(self.outcome)
+            self._seconds = self._metrics.seconds(self._outcome)
         requests, duration, first_byte = self._seconds
         requests.value += 1.0
         duration.later(duration_s)
@@ -341,13 +323,6 @@ class Metrics(Collector):
         if series is None:
             series = self._series[key] = Series(self, Outcome(model, worker, strategy, reason, str(status)))
         return series
-
-    def series_of(self, outcomes: Sequence[tuple[str, str, str, str, int]]) -> list[Series]:
-        """`series` of each."""
-        found = list(map(self._series.get, outcomes))
-        if None in found:
-            return [self.series(*outcome) for outcome in outcomes]
-        return cast(list[Series], found)
 
     def seconds(self, outcome: Outcome) -> tuple[Tally, Spread, Spread]:
         """Finished requests, what they took, and the time to their first bytes. For `Series`."""
