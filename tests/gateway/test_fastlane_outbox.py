@@ -67,6 +67,9 @@ async def lane():
     bound = type("Bound", (FastLaneProtocol,), {"plane": plane, "plain": requests})
     config = Config(application, http=bound, ws="none", lifespan="off", log_config=None)
     config.load()
+    for _ in range(20):
+        plane.outbox.send(Transport(), b"x")
+    await asyncio.sleep(0)  # a round of several writes: the next ones wait
     protocol = bound(config, ServerState(), {}, asyncio.get_running_loop())
     protocol.connection_made(Transport())
     protocol.data_received(REQUEST)

@@ -25,6 +25,16 @@ def log() -> list[tuple[str, bytes]]:
     return []
 
 
+@pytest.fixture
+async def outbox(log) -> Outbox:
+    """One that has seen rounds of several writes."""
+    outbox, nobody = Outbox(), Transport([])
+    for _ in range(20):
+        outbox.send(nobody, b"x")
+    await a_round()
+    return outbox
+
+
 async def a_round() -> None:
     """Returns when everything that the loop had to do by now is done."""
     done = asyncio.get_running_loop().create_future()
@@ -32,8 +42,8 @@ async def a_round() -> None:
     await done
 
 
-async def test_what_a_round_writes_is_written_at_its_end_and_in_order(log):
-    outbox, a, b = Outbox(), Transport(log), Transport(log, "b")
+async def test_what_a_round_writes_is_written_at_its_end_and_in_order(log, outbox):
+    a, b = Transport(log), Transport(log, "b")
     outbox.send(a, b"1")
     outbox.send(b, b"2", b"body")
     outbox.send(a, b"3")
@@ -42,17 +52,17 @@ async def test_what_a_round_writes_is_written_at_its_end_and_in_order(log):
     assert log == [("a", b"1"), ("b", b"2"), ("b", b"body"), ("a", b"3")]
 
 
-async def test_every_round_has_an_end(log):
-    outbox, a = Outbox(), Transport(log)
+async def test_every_round_has_an_end(log, outbox):
+    a, began = Transport(log), outbox.rounds
     for number in (b"1", b"2"):
         outbox.send(a, number)
         await a_round()
     assert log == [("a", b"1"), ("a", b"2")]
-    assert outbox.rounds == 2
+    assert outbox.rounds == began + 2
 
 
-async def test_the_first_does_not_wait_for_very_many(log):
-    outbox, a = Outbox(), Transport(log)
+async def test_the_first_does_not_wait_for_very_many(log, outbox):
+    a = Transport(log)
     for number in range(40):
         outbox.send(a, b"%d" % number)
     assert 30 < len(log) < 40
@@ -60,8 +70,8 @@ async def test_the_first_does_not_wait_for_very_many(log):
     assert [data for _, data in log] == [b"%d" % number for number in range(40)]
 
 
-async def test_what_waits_can_be_written_before_the_round_ends(log):
-    outbox, a = Outbox(), Transport(log)
+async def test_what_waits_can_be_written_before_the_round_ends(log, outbox):
+    a = Transport(log)
     outbox.send(a, b"1")
     began = outbox.rounds
     outbox.flush()
@@ -73,8 +83,8 @@ async def test_what_waits_can_be_written_before_the_round_ends(log):
     assert outbox.rounds == began + 1
 
 
-async def test_nothing_is_written_to_what_was_closed_meanwhile(log):
-    outbox, a, b = Outbox(), Transport(log), Transport(log, "b")
+async def test_nothing_is_written_to_what_was_closed_meanwhile(log, outbox):
+    a, b = Transport(log), Transport(log, "b")
     outbox.send(a, b"1")
     outbox.send(b, b"2")
     a.closed = True
@@ -82,9 +92,7 @@ async def test_nothing_is_written_to_what_was_closed_meanwhile(log):
     assert log == [("b", b"2")]
 
 
-async def test_a_write_may_lead_to_another_one(log):
-    outbox = Outbox()
-
+async def test_a_write_may_lead_to_another_one(log, outbox):
     class Answers(Transport):
         def write(self, data):
             super().write(data)
@@ -101,3 +109,35 @@ def test_without_an_outbox_it_is_written_at_once(log):
     send_at_once(Transport(log), b"1")
     send_at_once(Transport(log), b"2", b"3")
     assert [data for _, data in log] == [b"1", b"2", b"3"]
+
+
+async def test_one_write_a_round_does_not_wait(log):
+    outbox, a = Outbox(), Transport(log)
+    for number in range(100):
+        outbox.send(a, b"%d" % number)
+        assert len(log) == number + 1
+        await a_round()
+    assert outbox.rounds == 0
+
+
+async def test_when_rounds_have_several_they_wait(log):
+    outbox, a = Outbox(), Transport(log)
+    waited = 0
+    for _ in range(40):
+        before = len(log)
+        for _ in range(2):
+            outbox.send(a, b"x")
+        waited += len(log) == before
+        await a_round()
+        assert len(log) == before + 2
+    assert waited > 20
+
+
+async def test_after_some_rounds_of_one_they_wait_no_more(log, outbox):
+    a, waited = Transport(log), 0
+    for number in range(20):
+        outbox.send(a, b"%d" % number)
+        waited += len(log) == number
+        await a_round()
+        assert len(log) == number + 1
+    assert 0 < waited < 10

@@ -8,13 +8,21 @@ _MOST = 16
 """Writes that wait for the end of a round; one more sends them at once, so that the first does not wait for
 more than about 1 ms of other requests."""
 
+_LOOK_EVERY = 16
+"""Writes at once, until the next of them looks how many there are in its round."""
+
+_LONELY_ROUNDS = 4
+"""Rounds of one write each, one after another, after which the next is written at once."""
+
 
 class Outbox:
     """Keeps what is to be written until the loop has heard of everything that it was woken for.
 
     A write wakes whoever reads the other end. With the work for the next request in between, that one has
     gone back to sleep by the next write and is woken once for each; the writes of a round together wake it
-    once.
+    once. To wait for the end of a round makes the loop ask the kernel once more, so it is done only while
+    rounds do have several writes; where they have one, it is sent at once, and a look at one round in some
+    tells when that changes.
 
     Mutable, touched from one event loop only. `rounds` tells whether something sent before may still be
     waiting: whoever writes to a transport himself, or closes it, after `send` in the same round calls
@@ -22,23 +30,33 @@ class Outbox:
     with what it has not written.
     """
 
-    __slots__ = ("_is_due", "_waiting", "rounds")
+    __slots__ = ("_gathers", "_is_due", "_lonely", "_sent", "_waiting", "rounds")
 
     def __init__(self) -> None:
         self.rounds = 0
         """How often what waited was written."""
         self._waiting: list[tuple[asyncio.Transport, bytes, bytes]] = []
+        self._gathers = False
         self._is_due = False
+        """The end of this round is waited for."""
+        self._sent = 0
+        """In the round whose end is waited for; else writes at once since the last look."""
+        self._lonely = 0
 
     def send(self, transport: asyncio.Transport, data: bytes, body: bytes = b"") -> None:
-        """Write `data`, then `body` (they are not joined), at the end of this round. Needs a running loop."""
-        waiting = self._waiting
-        waiting.append((transport, data, body))
-        if not self._is_due:
-            self._is_due = True
-            asyncio.get_running_loop().call_soon(self._end_round)
-        elif len(waiting) > _MOST:
-            self.flush()
+        """Write `data`, then `body` (they are not joined), by the end of this round. Needs a running loop."""
+        self._sent += 1
+        if self._gathers:
+            waiting = self._waiting
+            waiting.append((transport, data, body))
+            if not self._is_due:
+                self._wait()
+            elif len(waiting) > _MOST:
+                self.flush()
+            return
+        send_at_once(transport, data, body)
+        if self._sent > _LOOK_EVERY and not self._is_due:
+            self._wait()
 
     def flush(self) -> None:
         """Write what waits, now."""
@@ -48,20 +66,26 @@ class Outbox:
         self._waiting = []
         self.rounds += 1
         for transport, data, body in waiting:
-            if transport.is_closing():
-                continue
-            if body:
-                transport.writelines((data, body))
-            else:
-                transport.write(data)
+            if not transport.is_closing():
+                send_at_once(transport, data, body)
+
+    def _wait(self) -> None:
+        self._is_due, self._sent = True, 1
+        asyncio.get_running_loop().call_soon(self._end_round)
 
     def _end_round(self) -> None:
         self._is_due = False
+        if self._sent > 1:
+            self._gathers, self._lonely = True, 0
+        else:
+            self._lonely += 1
+            self._gathers = self._gathers and self._lonely < _LONELY_ROUNDS
+        self._sent = 0
         self.flush()
 
 
 def send_at_once(transport: asyncio.Transport, data: bytes, body: bytes = b"") -> None:
-    """In place of `Outbox.send` where there is none."""
+    """Write both, without joining them."""
     if body:
         transport.writelines((data, body))
     else:
