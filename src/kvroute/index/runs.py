@@ -258,10 +258,7 @@ class RunTable:
         start = keys.index(key) + 1  # type: ignore[arg-type]  # known to be there
         if len(keys) - start > _END_BLOCKS or run.mask & self.live != bit:
             return None
-        end = self._new(keys[start:], run.mask)
-        end.next = run.next
-        run.next = end.id
-        del keys[start:]
+        self._part(run, start)
         return run
 
     def _add(
@@ -314,17 +311,16 @@ class RunTable:
                 piece.next = run.id
                 left.next = piece.id
                 return piece
-            rest = self._new(keys[stop:], run.mask)
-            rest.next = run.next
-            run.next = rest.id
-            del keys[stop:]
-        if not start:
-            return run
-        piece = self._new(keys[start:], run.mask)
-        piece.next = run.next
-        run.next = piece.id
-        del keys[start:]
-        return piece
+            self._part(run, stop)
+        return self._part(run, start) if start else run
+
+    def _part(self, run: Run, start: int) -> Run:
+        """What `run` has from `start` on becomes a run of its own, behind it."""
+        rest = self._new(run.keys[start:], run.mask)
+        rest.next = run.next
+        run.next = rest.id
+        del run.keys[start:]
+        return rest
 
     def _joined(self, left: Run | None, piece: Run) -> Run:
         """`left` with `piece` appended if they may be one, else `piece`."""
