@@ -149,7 +149,7 @@ class DataPlane:
             or (self._needs_key and not self.keys.matches(headers))
         ):
             return None
-        return self.record(sent, path) if sent else Record(next(self._ids), path, self._time())
+        return self.record(sent, path)
 
     def record(self, sent: bytes, path: str) -> Record:
         """For a request that just came: under the client's own `x-request-id`, `sent`, if that is short and
@@ -196,10 +196,7 @@ class DataPlane:
         self._routing_time(self._time() - started)
         if self._announce is not None:
             self._announce(plan.decision)
-        exchange = Exchange(self.use, plan, record, fields, client, self._ended)  # as `begin`
-        self._running.add(exchange)
-        exchange.begin()
-        return exchange
+        return self.begin(plan, fields, record, client)
 
     def _later(
         self,
