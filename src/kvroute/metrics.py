@@ -311,8 +311,7 @@ class Metrics(Collector):
         for by in ("client", "worker", "shutdown"):
             self.streams_aborted.labels(by)
         self._series: dict[tuple[str, str, str, str, int], Series] = {}
-        self.before_collect: list[Callable[[], None]] = []
-        """Who counts only when somebody looks does it now."""
+        self._late: list[Callable[[], None]] = []
         self._predicted: dict[tuple[str, str, str, str], tuple[Tally, Spread]] = {}
         registry.register(self)
 
@@ -359,6 +358,10 @@ class Metrics(Collector):
         self._series = {key: series for key, series in self._series.items() if key[1] != worker}
         self._predicted = {key: known for key, known in self._predicted.items() if key[1] != worker}
 
+    def call_before_collect(self, count: Callable[[], None]) -> None:
+        """Have `count` called whenever somebody looks, just before: for those who count only then."""
+        self._late.append(count)
+
     def settle(self) -> None:
         """Count what `Spread.later` was told. Who tells much calls it now and then."""
         for family in self._histograms:
@@ -366,7 +369,7 @@ class Metrics(Collector):
                 spread.settle()
 
     def collect(self) -> Iterable[Metric]:
-        for count in self.before_collect:
+        for count in self._late:
             count()
         for counted in self._counters:
             total = CounterMetricFamily(counted.name, counted.help_text, labels=counted.label_names)

@@ -109,7 +109,7 @@ class DataPlane:
         self._is_open = True
         self._ids = _request_ids()
         self._bodies = SeenBodies(seed=secrets.randbits(64), cut_bytes=ANCHOR_BYTES)
-        use.metrics.before_collect.append(self._show)
+        use.metrics.call_before_collect(self._show)
 
     @property
     def in_flight(self) -> int:

@@ -65,7 +65,7 @@ class Journal:
         self._uncounted = 0
         """Records since the metrics were settled."""
         self._ring: deque[_Entry] = deque(maxlen=kept)
-        metrics.before_collect.append(self._take_down)
+        metrics.call_before_collect(self._take_down)
 
     def finished(self, record: Record, now: float) -> None:
         """Count `record`, which ended at `now`, and log it, soon. 499 stands for a client that left before an
