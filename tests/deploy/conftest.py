@@ -1,4 +1,5 @@
-"""Stand-in commands: small Python programs in the place of engines, LMCache and gateways."""
+"""Stand-in commands: small Python programs in the place of engines, LMCache and gateways; docker-compose, the
+real one."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import json
 import os
 import select
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -119,3 +121,29 @@ def redis_server() -> str:
             pytest.fail("redis-server is not installed")
         pytest.skip("redis-server is not installed")
     return program
+
+
+@pytest.fixture
+def docker_compose() -> Callable[..., str]:
+    """What docker-compose prints in a folder when asked so, with no variable set."""
+    program = shutil.which("docker-compose")
+    if program is None:
+        if os.environ.get("CI"):
+            pytest.fail("docker-compose is not installed")
+        pytest.skip("docker-compose is not installed")
+
+    def ask(folder: Path, *arguments: str) -> str:
+        done = subprocess.run(
+            [program, *arguments],
+            cwd=folder,
+            env={"PATH": os.defpath},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        assert "variable is not set" not in done.stderr
+        return done.stdout
+
+    return ask

@@ -4,10 +4,7 @@ Specification."""
 from __future__ import annotations
 
 import json
-import os
 import re
-import shutil
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -32,27 +29,6 @@ PROFILES = ("sim", "gpu")
 WORKERS = {"sim": {"sim-a", "sim-b"}, "gpu": {"vllm-a", "vllm-b"}}
 GATEWAYS = {"sim": "kvroute", "gpu": "kvroute-gpu"}
 ALWAYS = {"redis", "prometheus"}
-
-
-def docker_compose(*arguments: str) -> str:
-    """What docker-compose prints with no variable set."""
-    program = shutil.which("docker-compose")
-    if program is None:
-        if os.environ.get("CI"):
-            pytest.fail("docker-compose is not installed")
-        pytest.skip("docker-compose is not installed")
-    done = subprocess.run(
-        [program, *arguments],
-        cwd=ROOT,
-        env={"PATH": os.defpath},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "variable is not set" not in done.stderr
-    return done.stdout
 
 
 def test_it_is_rendered_from_its_spec():
@@ -91,14 +67,14 @@ def started(command: list[str]) -> click.Context:
 
 
 @pytest.mark.parametrize("arguments", [(), *(("--profile", profile) for profile in PROFILES)])
-def test_debians_docker_compose_accepts_every_profile_with_no_variable_set(arguments):
-    resolved = yaml.safe_load(docker_compose(*arguments, "config"))
+def test_debians_docker_compose_accepts_every_profile_with_no_variable_set(docker_compose, arguments):
+    resolved = yaml.safe_load(docker_compose(ROOT, *arguments, "config"))
 
     assert set(resolved["services"]) >= ALWAYS | WORKERS["sim"] | WORKERS["gpu"] | set(GATEWAYS.values())
 
 
-def test_debians_docker_compose_resolves_what_the_other_tests_read(written):
-    resolved = yaml.safe_load(docker_compose("config"))["services"]
+def test_debians_docker_compose_resolves_what_the_other_tests_read(docker_compose, written):
+    resolved = yaml.safe_load(docker_compose(ROOT, "config"))["services"]
 
     for name, service in written["services"].items():
         assert resolved[name].get("command") == service.get("command")

@@ -1,11 +1,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import shutil
-import subprocess
-from pathlib import Path
 from typing import Any
 
 import click
@@ -20,27 +16,6 @@ from kvroute.deploy.render.compose import render_compose
 from kvroute.deploy.spec.loading import fix_layout
 
 S3 = {"endpoint": "s3://b.s3.eu-central-1.amazonaws.com", "region": "eu-central-1"}
-
-
-def docker_compose(folder: Path, *arguments: str) -> dict[str, Any]:
-    """What docker-compose makes of the folder's file, with no variable set."""
-    program = shutil.which("docker-compose")
-    if program is None:
-        if os.environ.get("CI"):
-            pytest.fail("docker-compose is not installed")
-        pytest.skip("docker-compose is not installed")
-    done = subprocess.run(
-        [program, *arguments],
-        cwd=folder,
-        env={"PATH": os.defpath},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "variable is not set" not in done.stderr
-    return yaml.safe_load(done.stdout)
 
 
 def rendered(plan) -> dict[str, Any]:
@@ -78,7 +53,7 @@ def variants(own, hyperpod) -> dict[str, dict[str, Any]]:
     "variant",
     [*BACKENDS, "classic", "per-worker", "cpu", "sim", "none", "no-metrics", "hyperpod", "fsx"],
 )
-def test_debians_docker_compose_accepts_every_profile(variant, own, hyperpod, plan, tmp_path):
+def test_debians_docker_compose_accepts_every_profile(docker_compose, variant, own, hyperpod, plan, tmp_path):
     files = render_compose(plan(variants(own, hyperpod)[variant]))
     for name, text in files.items():
         (tmp_path / name).write_text(text)
@@ -87,26 +62,26 @@ def test_debians_docker_compose_accepts_every_profile(variant, own, hyperpod, pl
 
     # All at once: each profile's services, and what they depend on, are then checked together.
     flags = [word for profile in sorted(profiles) for word in ("--profile", profile)]
-    resolved = docker_compose(tmp_path, *flags, "config")
+    resolved = yaml.safe_load(docker_compose(tmp_path, *flags, "config"))
 
     assert set(resolved["services"]) == set(services)
     assert "sim" in profiles
 
 
-def test_the_announcements_spec_passes_docker_compose_too(sample, fill_in, plan, tmp_path):
+def test_the_announcements_spec_passes_docker_compose_too(docker_compose, sample, fill_in, plan, tmp_path):
     for name, text in render_compose(plan(fill_in(fix_layout(sample).text))).items():
         (tmp_path / name).write_text(text)
 
-    resolved = docker_compose(tmp_path, "--profile", "gpu", "--profile", "sim", "config")
+    resolved = yaml.safe_load(docker_compose(tmp_path, "--profile", "gpu", "--profile", "sim", "config"))
 
     assert {"vllm-a", "sim-a"} <= set(resolved["services"])
 
 
-def test_dollars_of_the_users_reach_the_container(own, hyperpod, plan, tmp_path):
+def test_dollars_of_the_users_reach_the_container(docker_compose, own, hyperpod, plan, tmp_path):
     files = render_compose(plan(variants(own, hyperpod)["dollar"]))
     (tmp_path / "docker-compose.yml").write_text(files["docker-compose.yml"])
 
-    resolved = docker_compose(tmp_path, "--profile", "gpu", "config")["services"]["vllm-a"]
+    resolved = yaml.safe_load(docker_compose(tmp_path, "--profile", "gpu", "config"))["services"]["vllm-a"]
 
     # docker-compose prints what it would have to read again.
     assert resolved["environment"]["A"].replace("$$", "$") == "$B $(D)"
