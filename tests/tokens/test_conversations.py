@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,9 +13,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import kvroute.tokens.conversations as conversations
 import kvroute.tokens.local as local
 from kvroute.openai.endpoints import ENDPOINTS
+from kvroute.openai.prompt import Beginning
 from kvroute.openai.request import InferenceRequest, parse_request
+from kvroute.openai.seen import SeenBodies
 from kvroute.tokens.conversations import Conversations, continued
 from kvroute.tokens.local import LocalTokenizer
 from kvroute.tokens.model import ModelFiles, load_model
@@ -113,6 +117,10 @@ def written(messages: list[Any], before: Any = (), after: Any = (), indent: int 
     )
 
 
+def seen_bodies() -> SeenBodies:
+    return SeenBodies(seed=3, cut_bytes=256, least_bytes=64, block_bytes=32)
+
+
 def outcome(tokenizer: LocalTokenizer, asked: InferenceRequest, *, at_once: bool = False) -> Any:
     try:
         return (tokenizer.prompts_at_once if at_once else tokenizer.prompts)(asked)
@@ -146,7 +154,9 @@ def test_ids_are_the_same_with_and_without_memory(files: Any, template: str, ste
     model = files(template)
     bare = LocalTokenizer(model, SegmentCache(0))
     memories = [Conversations(size, least_bytes=0) for size in (1_500, 1_000_000)]
+    memories.append(memories[1])  # of requests that are read by what was seen before, too
     remembering = [LocalTokenizer(model, SegmentCache(0), None, memory) for memory in memories]
+    bodies = seen_bodies()
     chat: list[Any] = [{"role": "system", "content": "You are."}]
     for what, place, more, before, after, indent in steps:
         if what == "on":
@@ -158,6 +168,7 @@ def test_ids_are_the_same_with_and_without_memory(files: Any, template: str, ste
         asked = request(written(chat, before, after, indent))
         expected = outcome(bare, asked)
         for number, tokenizer in enumerate(remembering):
+            asked = bodies.read(CHAT, asked.body) if number == 2 else asked
             assert outcome(tokenizer, asked, at_once=number == 1) == expected
     assert memories[0].bytes <= 1_500
 
@@ -306,6 +317,84 @@ def test_a_chat_is_found_behind_text_that_looks_like_the_end_of_a_message(
 
     assert known is not None
     assert known.begins(asked.body)
+
+
+@pytest.fixture
+def went_on(tokenizer: LocalTokenizer) -> tuple[SeenBodies, InferenceRequest]:
+    """A chat of some turns, tokenized, whose beginning was seen before; and its next turn."""
+    bodies = seen_bodies()
+    for count in range(3, 8):
+        tokenizer.prompts(bodies.read(CHAT, written(turns(count)).encode()))
+    return bodies, bodies.read(CHAT, written(turns(8)).encode())
+
+
+def test_a_chat_whose_beginning_was_seen_is_found_without_a_search(
+    went_on: tuple[SeenBodies, InferenceRequest], memory: Conversations, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, asked = went_on
+    monkeypatch.setattr(conversations, "_ends", lambda body: pytest.fail("searched"))
+
+    known = memory.find(asked)
+
+    assert known is not None
+    assert known.begins(asked.body)
+    assert known.end == len(written(turns(7))) - len("]}")
+
+
+def test_only_what_is_behind_a_beginning_that_was_seen_is_compared(
+    went_on: tuple[SeenBodies, InferenceRequest], memory: Conversations
+) -> None:
+    _, asked = went_on
+    known, seen = memory.find(asked), asked.seen
+    assert known is not None
+    assert seen is not None
+    begun = seen.beginning
+    behind = asked.body[begun.end :]
+    other_before = b"x" * begun.end + behind
+    place = (known.end + begun.end) // 2
+    other_behind = asked.body[:place] + b"?" + asked.body[place + 1 :]
+    other = Beginning(begun.opened, begun.end, begun.head, begun.rest)
+
+    assert 0 < begun.end < known.end
+    assert known.begins(other_before, begun)
+    assert not known.begins(other_before, other)
+    assert not known.begins(other_before)
+    assert not known.begins(other_behind, begun)
+    assert not known.begins(asked.body[: known.end - 1], begun)
+
+
+def test_chats_with_one_beginning_are_told_apart(
+    files: Any, went_on: tuple[SeenBodies, InferenceRequest], tokenizer: LocalTokenizer
+) -> None:
+    """Of those that go on from one beginning only the last one is noted with it."""
+    bodies, _ = went_on
+    bare = LocalTokenizer(files("plain"), SegmentCache(0))
+    chats = [[*turns(7), {"role": "user", "content": f"{branch} goes on"}] for branch in "abc"]
+    for _ in range(3):
+        for chat in chats:
+            asked = bodies.read(CHAT, written(chat).encode())
+            assert asked.seen is not None
+            assert tokenizer.prompts(asked) == bare.prompts(asked)
+            chat.append({"role": "user", "content": "and on"})
+
+
+def test_a_beginning_that_was_forgotten_is_kept_by_no_chat(
+    tokenizer: LocalTokenizer, memory: Conversations
+) -> None:
+    bodies = seen_bodies()
+    for count in range(3, 8):
+        asked = bodies.read(CHAT, written(turns(count)).encode())
+        tokenizer.prompts(asked)
+    known = memory.find(asked)
+    assert known is not None
+    assert known.beginning is not None
+    assert known.beginning() is not None
+
+    del bodies, asked
+    gc.collect()
+
+    assert known.beginning() is None
+    assert memory.find(request(written(turns(8)))) is known
 
 
 def test_a_body_is_kept_in_few_parts_and_once(tokenizer: LocalTokenizer, memory: Conversations) -> None:

@@ -34,6 +34,17 @@ class KeyMemory:
     def __len__(self) -> int:
         return len(self._known)
 
+    def at_once(self, token_ids: Sequence[int], seed: int) -> Sequence[BlockKey] | None:
+        """What `steps` gives, where that takes one step; else None."""
+        if isinstance(token_ids, PromptIds) and (own := token_ids.keys(seed)) is not None:
+            return own
+        try:
+            next(self.steps(token_ids, seed))
+        except StopIteration as end:
+            keys: Sequence[BlockKey] = end.value
+            return keys
+        return None
+
     def steps(self, token_ids: Sequence[int], seed: int) -> Generator[None, None, Sequence[BlockKey]]:
         """Work that returns the keys at its end and is interrupted wherever it has taken long. They come as
         an array of 64-bit numbers: known ones are copied as bytes, and no number is made of them. Ids are

@@ -79,15 +79,16 @@ class PromptIds(Sequence[int]):
     `known` when they are made. A slice is an `array("I")`, or shares `known` if it has all of it. Read-only.
     """
 
-    __slots__ = ("_before", "_known", "_rest")
+    __slots__ = ("_before", "_known", "_rest", "_size")
 
     def __init__(self, known: KnownIds, rest: array[int], before: KnownIds | None = None) -> None:
         self._known = known
         self._rest = rest
         self._before = before or known
+        self._size = known.size + len(rest)
 
     def __len__(self) -> int:
-        return self._known.size + len(self._rest)
+        return self._size
 
     @overload
     def __getitem__(self, place: int) -> int: ...
@@ -96,7 +97,7 @@ class PromptIds(Sequence[int]):
     def __getitem__(self, place: int | slice) -> int | Sequence[int]:
         shared = self._known.size
         if isinstance(place, slice):
-            start, stop, step = place.indices(len(self))
+            start, stop, step = place.indices(self._size)
             if not start and step == 1 and stop >= shared:
                 return PromptIds(self._known, self._rest[: stop - shared], self._before)
             return self._some(start, stop) if step == 1 else self.flat()[place]
@@ -121,18 +122,18 @@ class PromptIds(Sequence[int]):
 
     def flat(self) -> array[int]:
         """A copy in one piece."""
-        return self._some(0, len(self))
+        return self._some(0, self._size)
 
     def keys(self, seed: int) -> Sequence[BlockKey] | None:
         """Its keys where those of what it begins with are known and the others quickly made, else None."""
-        before = self._before
-        keys = before.keys(seed)
-        if keys is None or len(self) - before.size > _NEW_TOKENS:
+        before, size = self._before, self._size
+        keys = before.keys(seed) if size - before.size <= _NEW_TOKENS else None
+        if keys is None:
             return None
         # What was noted may be of a prompt that ended with `before`, and its last id.
         start = len(keys) * KEY_TOKENS
-        keys.extend(token_keys(self._some(start, len(self)), keys[-1] if keys else seed))
-        self.note(seed, keys)
+        keys.extend(token_keys(self._some(start, size), keys[-1] if keys else seed))
+        self._known.note(seed, keys)
         return keys  # type: ignore[return-value]  # of 64-bit numbers, as keys are
 
     def note(self, seed: int, keys: array[int]) -> None:

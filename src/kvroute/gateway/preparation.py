@@ -77,7 +77,7 @@ class Preparer:
         prompts = []
         for ids in found.prompts:
             usable = _usable(ids)
-            keys = self._known_keys(usable, adapter, salt)
+            keys = self._keys.at_once(usable, adapter_space(adapter, salt).seed)
             if keys is None:
                 return None
             prompts.append(ExactPrompt(len(ids), keys, PromptChunks(usable), salt, adapter))
@@ -114,15 +114,6 @@ class Preparer:
     def _inexact(self, model: str, reason: Reason) -> Prepared:
         self._metrics.inexact.labels(model, reason.value).inc()
         return Prepared(why_not=reason.value)
-
-    def _known_keys(self, usable: Sequence[int], adapter: str | None, salt: str) -> Sequence[BlockKey] | None:
-        """The prompt's keys; None if making them takes several steps."""
-        try:
-            next(self._keys.steps(usable, adapter_space(adapter, salt).seed))
-        except StopIteration as end:
-            keys: Sequence[BlockKey] = end.value
-            return keys
-        return None
 
     async def _in_turns(self, steps: Generator[None, None, Sequence[BlockKey]]) -> Sequence[BlockKey]:
         """Run to the end, with a turn for others between the steps."""

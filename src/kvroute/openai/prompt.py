@@ -59,7 +59,7 @@ class Prompt(NamedTuple):
         return self.data[begin:]
 
 
-class Beginning(Struct, eq=False):
+class Beginning(Struct, eq=False, weakref=True):
     """What is known of bodies that begin alike, up to the end of one of their messages.
 
     Their first message begins at `opened`, the next one at `end`; `head` is what the prompt has before the

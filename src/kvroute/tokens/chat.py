@@ -10,7 +10,9 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
+
+import msgspec
 
 from kvroute.tokens.options import ContentFormat
 from kvroute.tokens.reason import Inexact, Reason
@@ -28,6 +30,8 @@ _TEXT_FIELDS = {
     "thinking": "thinking",
 }
 _SKIPPED_IF_NULL = ("text", "refusal")
+_OF_THEIR_OWN: Final = ("system", "developer")
+"""Roles whose messages are more than role and text to a template, or less."""
 # Fields of parts that vLLM knows; others are handed to templates that take parts.
 _PART_FIELDS = frozenset(
     (
@@ -51,13 +55,12 @@ class EngineFlags:
     tools_dropped_for_none: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Chat:
+class Chat(msgspec.Struct, frozen=True):
     """What a body asks to be rendered. `messages` are the client's, not yet the template's."""
 
     messages: Sequence[Any]
     tools: list[Message] | None = None
-    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    kwargs: Mapping[str, Any] = msgspec.field(default_factory=dict)
     """Everything for the template but messages and tools, the client's `chat_template_kwargs` included."""
     add_special_tokens: bool = False
     truncate_to: int | None = None
@@ -154,8 +157,11 @@ def tool_schema(function: Any) -> Message:
 
 
 def objects(values: Any) -> list[dict[str, Any]]:
-    if not isinstance(values, list) or not all(isinstance(value, dict) for value in values):
+    if not isinstance(values, list):
         raise Inexact(Reason.UNREADABLE)
+    for value in values:
+        if not isinstance(value, dict):
+            raise Inexact(Reason.UNREADABLE)
     return values
 
 
@@ -169,10 +175,9 @@ def refuse_media(messages: Sequence[Any]) -> None:
 
 def render_chat(chat: Chat, template: ChatTemplate) -> str:
     """The text of a chat. Raises Inexact."""
-    messages: list[Message] = []
-    for message in objects(chat.messages):
-        messages.append(_message(message, template.content_format))
-    if not template.knows_developer and any(message["role"] == "developer" for message in messages):
+    form = template.content_format
+    messages = [_message(message, form) for message in objects(chat.messages)]
+    if not template.knows_developer and "developer" in [message["role"] for message in messages]:
         messages = _without_developer(messages)
     kwargs = dict(chat.kwargs)
     return template.render(
@@ -189,6 +194,9 @@ def _message(message: Message, form: ContentFormat) -> Message:
     role, content = message.get("role"), message.get("content")
     if not isinstance(role, str):
         raise Inexact(Reason.UNREADABLE)
+    # What follows, for what most messages are.
+    if len(message) == 2 and form == "string" and isinstance(content, str) and role not in _OF_THEIR_OWN:
+        return {"role": role, "content": content}
     parts = [] if content is None else [content] if isinstance(content, str) else content
     if not isinstance(parts, list):
         raise Inexact(Reason.UNREADABLE)

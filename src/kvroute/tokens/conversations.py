@@ -13,17 +13,18 @@ import re
 import sys
 import threading
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, TypeAlias
+from weakref import ref
 
 import msgspec
-from msgspec import Raw
+from msgspec import Raw, Struct
 from xxhash import xxh3_64_intdigest
 
 from kvroute.blocks.prompt_ids import KnownIds
 from kvroute.openai.json import UNREADABLE
+from kvroute.openai.prompt import Beginning
 from kvroute.openai.request import InferenceRequest
-from kvroute.tokens.chat import Chat, objects, validated
+from kvroute.tokens.chat import Chat, validated
 
 CHAT_PATH: Final = "/v1/chat/completions"
 """Whose bodies are remembered."""
@@ -42,21 +43,23 @@ _ARRAY: Final = b'{"\\u0000":'
 """Stands before what remains of `messages`, under a name that is nobody's."""
 _NAME: Final = b'"\\u0000"'
 _BLANK: Final = b" \t\r\n"
+_NOTE: Final = -1
+"""Under which a beginning has the mark of the last chat that was kept with it."""
 
 _decode_fields = msgspec.json.Decoder(dict[str, Raw]).decode
 _decode = msgspec.json.Decoder().decode
+_decode_objects = msgspec.json.Decoder(list[dict[str, Any]]).decode
 Mark: TypeAlias = tuple[int, int]
 """Where in the body its last message ends, and a digest of what is before: where to look, which proves
 nothing."""
 
 
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
-class Known:
+class Known(Struct, frozen=True, eq=False, gc=False):
     """A chat that was tokenized. `body` is what its body is up to the end of its last message, in parts;
     `after` is what follows. `before` are the fields in front of its messages; `chat` is what else the
-    template saw, without messages, and `signature` the same in bytes; `head` and `tail` are the lengths of
-    its texts around the messages. `ids` are those of the text before `carry`, which ends with the last
-    message's text."""
+    template saw, without messages, and `signature` the same in bytes; `head` is the length of its text before
+    the messages, `tail` the one behind. `ids` are those of the text before `carry`, which ends with the last
+    message's text. `beginning` is what `openai.seen` knew the body by, if it did, for as long as it does."""
 
     mark: Mark
     body: tuple[bytes, ...]
@@ -65,9 +68,12 @@ class Known:
     chat: Chat
     signature: bytes
     head: int
-    tail: int
+    tail: str
     carry: str
     ids: KnownIds
+    beginning: ref[Beginning] | None = None
+
+    __repr__ = object.__repr__  # prompts are in no log
 
     @property
     def end(self) -> int:
@@ -80,18 +86,26 @@ class Known:
             self.end
             + len(self.after)
             + _OBJECTS * len(self.signature)
+            + len(self.tail)
             + sys.getsizeof(self.carry)
             + int(self.ids.size * _TOKEN_BYTES)
             + _OVERHEAD_BYTES
         )
 
-    def begins(self, body: bytes) -> bool:
-        """Whether it is what `body` begins with."""
-        place = 0
+    def begins(self, body: bytes, beginning: Beginning | None = None) -> bool:
+        """Whether it is what `body` begins with. Where both are known by the same `beginning`, only what is
+        behind that is compared: that much of a long body is in no cache any more."""
+        own, start, place = self.beginning, 0, 0
+        if beginning is not None and own is not None and own() is beginning:
+            start = beginning.end
         for part in self.body:
-            if not body.startswith(part, place):
+            behind = place + len(part)
+            if start <= place:
+                if not body.startswith(part, place):
+                    return False
+            elif start < behind and body[start:behind] != part[start - place :]:
                 return False
-            place += len(part)
+            place = behind
         return True
 
     def body_to(self, end: int, body: bytes) -> tuple[bytes, ...]:
@@ -137,25 +151,33 @@ class Conversations:
 
     def find(self, request: InferenceRequest) -> Known | None:
         """The chat that the request continues, if it is known; its very body, up to the last message, is
-        what the request's begins with."""
+        what the request's begins with: by itself, or as surely as `openai.seen` knows it."""
         body, ends = request.body, self._ends
         if not ends or len(body) < self.least_bytes or request.endpoint.path != CHAT_PATH:
             return None
+        if request.seen is not None:
+            noted: Mark | None = request.seen.beginning.notes.get(_NOTE)
+            if noted is not None and (known := self._at(noted, request)) is not None:
+                return known
         for end in _ends(body):
-            if end not in ends:
-                continue
-            mark = _mark(body, end)
-            known = self._known.get(mark)
-            if known is not None and known.begins(body):
-                with self._lock:
-                    if self._known.get(mark) is known:
-                        self._known[mark] = self._known.pop(mark)
+            if end in ends and (known := self._at(_mark(body, end), request)) is not None:
                 return known
         return None
 
+    def _at(self, mark: Mark, request: InferenceRequest) -> Known | None:
+        """The chat that would be looked for there, if it is what the request's begins with."""
+        known, seen = self._known.get(mark), request.seen
+        if known is None or not known.begins(request.body, None if seen is None else seen.beginning):
+            return None
+        with self._lock:
+            if self._known.get(mark) is known:
+                self._known[mark] = self._known.pop(mark)
+        return known
+
     def keep(self, known: Known, instead: Known | None = None) -> None:
         """Remember a chat, `instead` of the one that it continues."""
-        if known.size > self._max_bytes:
+        size = known.size
+        if size > self._max_bytes:
             return
         with self._lock:
             if instead is not None and self._known.get(instead.mark) is instead:
@@ -164,9 +186,12 @@ class Conversations:
                 self._forget(known.mark)
             self._known[known.mark] = known
             self._ends[known.end] = self._ends.get(known.end, 0) + 1
-            self._bytes += known.size
+            self._bytes += size
             while self._bytes > self._max_bytes:
                 self._forget(next(iter(self._known)))
+        beginning = None if known.beginning is None else known.beginning()
+        if beginning is not None:
+            beginning.notes[_NOTE] = known.mark
 
     def _forget(self, mark: Mark) -> None:
         known, ends = self._known.pop(mark), self._ends
@@ -186,16 +211,13 @@ def with_more_messages(request: InferenceRequest, known: Known) -> tuple[Chat, M
         return None
     try:
         # What can stand between brackets here can also stand where it does: behind a message, before `after`.
-        messages = _decode(b"[" + body[end + 1 : stop] + b"]")
+        messages = _decode_objects(b"[" + body[end + 1 : stop] + b"]")
     except UNREADABLE:
         return None
     if not messages:
         return None
-    chat = Chat(
-        messages=[validated(message) for message in objects(messages)],
-        tools=known.chat.tools,
-        kwargs=known.chat.kwargs,
-    )
+    said = known.chat
+    chat = Chat([validated(message) for message in messages], said.tools, said.kwargs)
     return chat, _mark(body, _trimmed(body, stop))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any, Final
+from weakref import ref
 
 from kvroute.blocks.prompt_ids import KnownIds, PromptIds
 from kvroute.openai.request import InferenceRequest
@@ -113,8 +114,8 @@ class LocalTokenizer:
             return None
         head, tail = template.around(**_arguments(chat))
         bare = Chat(messages=(), tools=chat.tools, kwargs=chat.kwargs)
-        nothing = Known((0, 0), (), b"", found.before, bare, signature, len(head), len(tail), "", KnownIds())
-        return self._kept(nothing, found.mark, request.body, text, None)
+        nothing = Known((0, 0), (), b"", found.before, bare, signature, len(head), tail, "", KnownIds())
+        return self._kept(nothing, found.mark, request, text, None)
 
     def _continued(
         self, request: InferenceRequest, known: Known, most: int | None = None
@@ -136,15 +137,19 @@ class LocalTokenizer:
         template = self._template(chat)
         if not _is_separable(chat.messages, template):
             return None
+        if template.content_format == "string" and (said := template.between(chat.messages)) is not None:
+            return self._kept(known, mark, request, known.carry + said + known.tail, known)
         # As many messages as there are new ones: their text stands between the same head and tail.
         text = render_chat(chat, template) if chat.messages else "".join(template.around(**_arguments(chat)))
-        return self._kept(known, mark, request.body, known.carry + text[known.head :], known)
+        return self._kept(known, mark, request, known.carry + text[known.head :], known)
 
-    def _kept(self, known: Known, mark: Mark, body: bytes, text: str, instead: Known | None) -> PromptIds:
+    def _kept(
+        self, known: Known, mark: Mark, request: InferenceRequest, text: str, instead: Known | None
+    ) -> PromptIds:
         """The ids of `known.ids` and `text`, which ends with the template's tail; what nothing that may
         follow can change of them is remembered."""
-        segments = list(self._files.cutter.segments(text))
-        end = len(text) - known.tail
+        segments = self._files.cutter.segments(text)
+        end = len(text) - len(known.tail)
         # A segment begins where it does whatever follows `end`, if that is too far away to be looked at.
         limit, settled, start = end - self._files.cutter.reach, 0, 0
         place = 0
@@ -156,6 +161,7 @@ class LocalTokenizer:
         parts = self._parts(segments)
         first = known.ids.followed_by(joined(parts[:settled])) if settled else known.ids
         if instead is None or mark != instead.mark:
+            body, seen = request.body, request.seen
             kept = Known(
                 mark,
                 known.body_to(mark[0], body),
@@ -167,6 +173,7 @@ class LocalTokenizer:
                 known.tail,
                 text[start:end],
                 first,
+                None if seen is None else ref(seen.becomes or seen.beginning),
             )
             self._conversations.keep(kept, instead)
         return PromptIds(first, joined(parts[settled:]), known.ids)
@@ -178,7 +185,7 @@ class LocalTokenizer:
             raise Inexact(Reason.UNREADABLE) from None
 
     def _encoded(self, text: str, how: Chat | Plain) -> TokenIds:
-        ids = joined(self._parts(list(self._files.cutter.segments(text))))
+        ids = joined(self._parts(self._files.cutter.segments(text)))
         if not how.add_special_tokens:
             return truncated(ids, how.truncate_to, how.truncation_side)
         if self._files.added_around is None:

@@ -19,8 +19,9 @@ import re
 import sys
 import threading
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 from kvroute.tokens.reading import TokenIds
 
@@ -56,15 +57,17 @@ class Cutter:
         self.reach = max(map(len, known), default=0)
         """Characters of the longest token: which tokens a place begins is decided by no more of the text."""
 
-    def segments(self, text: str) -> Iterator[str]:
+    def segments(self, text: str) -> list[str]:
         """Parts of `text`, in order, that join to it. Each but the first begins with a cut token."""
-        start = 0
+        segments, start, cuts = [], 0, self._cuts
         if self._pattern is not None:
             for found in self._pattern.finditer(text):
-                if found.start() > start and found.group() in self._cuts:
-                    yield text[start : found.start()]
-                    start = found.start()
-        yield text[start:]
+                place = found.start()
+                if place > start and found[0] in cuts:
+                    segments.append(text[start:place])
+                    start = place
+        segments.append(text[start:])
+        return segments
 
 
 def _longest_of(texts: Iterable[str]) -> str:
@@ -119,27 +122,27 @@ class SegmentCache:
 
     def encode_each(self, segments: Sequence[str], encode: Encode) -> list[TokenIds]:
         """The same, of each of them; the arrays are the cache's own."""
+        known = self._known
+        ids: list[TokenIds | None] = []
         with self._lock:
-            found = [self._touched(segment) for segment in segments]
-        new: dict[str, TokenIds] = {}
-        ids: list[TokenIds] = []
-        for segment, known in zip(segments, found, strict=True):
-            if known is None:
-                known = new.get(segment)
-                if known is None:
-                    known = new[segment] = encode(segment)
-            ids.append(known)
-        if new:
+            for segment in segments:
+                found = known.pop(segment, None)
+                if found is not None:
+                    known[segment] = found
+                ids.append(found)
+        if None in ids:
+            new: dict[str, TokenIds] = {}
+            for place, found in enumerate(ids):
+                if found is None:
+                    segment = segments[place]
+                    found = new.get(segment)
+                    if found is None:
+                        found = new[segment] = encode(segment)
+                    ids[place] = found
             with self._lock:
-                for segment, known in new.items():
-                    self._keep(segment, known)
-        return ids
-
-    def _touched(self, segment: str) -> TokenIds | None:
-        ids = self._known.pop(segment, None)
-        if ids is not None:
-            self._known[segment] = ids
-        return ids
+                for segment, found in new.items():
+                    self._keep(segment, found)
+        return cast("list[TokenIds]", ids)
 
     def _keep(self, segment: str, ids: TokenIds) -> None:
         size = _size(segment, ids)

@@ -45,7 +45,7 @@ def head_of(template: nodes.Template) -> nodes.Template | None:
     """What the template does before its loop over `messages`, as a template of its own; None unless it
     renders message by message. `template` stays as it is."""
     body = list(template.body)
-    loops = [node for node in body if _is_message_loop(node)]
+    loops = message_loops(template)
     if len(loops) != 1:
         return None
     (loop,) = loops
@@ -59,6 +59,11 @@ def head_of(template: nodes.Template) -> nodes.Template | None:
     if template.environment is not None:
         head.set_environment(template.environment)
     return head
+
+
+def message_loops(template: nodes.Template) -> list[nodes.For]:
+    """The loops over `messages` that are in no other block; a template with a head has one."""
+    return [node for node in template.body if isinstance(node, nodes.For) and _is_message_loop(node)]
 
 
 def _is_message_loop(node: nodes.Node) -> bool:

@@ -15,15 +15,18 @@ from jinja2 import Template, TemplateError, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import missing
 
 from kvroute.tokens.content_format import content_format
 from kvroute.tokens.options import ContentFormat
 from kvroute.tokens.reason import Inexact, Reason
-from kvroute.tokens.separable import head_of
+from kvroute.tokens.separable import head_of, message_loops
+from kvroute.tokens.verbatim import Around, around_texts, is_verbatim
 
 Message = dict[str, Any]
 
 _TAG = "CONTINUE_FINAL_MESSAGE_TAG "
+_OF_DICTS = frozenset(dir(dict))
 # What rendering can raise besides jinja's own errors: templates index, add and call what clients sent.
 _RENDER_ERRORS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
 
@@ -44,17 +47,21 @@ class ChatTemplate:
         format_override: ContentFormat | None = None,
         now: Callable[[], datetime] = datetime.now,
     ) -> None:
-        environment = ImmutableSandboxedEnvironment(
+        environment = _Environment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
         )
         environment.filters["tojson"] = _tojson
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = lambda form: now().strftime(form)
         self._source = source
-        self._variables = dict(variables)
-        self._template = environment.from_string(source)
-        head = head_of(environment.parse(source))
-        self._head = None if head is None else environment.from_string(head)
+        self._variables = {**environment.globals, **variables}
+        self._template = _from_string(environment, source)
+        tree = environment.parse(source)
+        head = head_of(tree)
+        self._head = None if head is None else _from_string(environment, head)
+        self._around: dict[str, Around] = {}
+        if head is not None and is_verbatim(*message_loops(tree)):
+            self._around = around_texts(self._body_of)
         self.content_format: ContentFormat = format_override or content_format(environment.parse(source))
         self.knows_developer = '"developer"' in source or "'developer'" in source
         self.wants_system_first = not self._takes_later_system()
@@ -102,6 +109,23 @@ class ChatTemplate:
         )
         return head, whole[len(head) :]
 
+    def between(self, messages: Sequence[Message]) -> str | None:
+        """What `render` has of these messages between head and tail, where they are of a role and a text that
+        is shown as it is; None where it is not known to be. Of a separable template only."""
+        parts: list[str] = []
+        for message in messages:
+            role, text = message.get("role"), message.get("content")
+            around = self._around.get(role) if isinstance(role, str) and len(message) == 2 else None
+            if around is None or not text or not isinstance(text, str):
+                return None
+            parts += (around.before, text.strip() if around.is_trimmed else text, around.behind)
+        return "".join(parts)
+
+    def _body_of(self, message: Message) -> str:
+        head, tail = self.around(add_generation_prompt=False)
+        text = self.render([message], add_generation_prompt=False)
+        return text[len(head) : len(text) - len(tail)]
+
     def _rendered(
         self,
         template: Template,
@@ -111,17 +135,18 @@ class ChatTemplate:
         documents: Sequence[Any] | None,
         add_generation_prompt: bool,
     ) -> str:
+        variables = {
+            **self._variables,
+            **kwargs,
+            "messages": messages,
+            "tools": tools,
+            "documents": documents,
+            "add_generation_prompt": add_generation_prompt,
+        }
         try:
-            return template.render(
-                {
-                    **self._variables,
-                    **kwargs,
-                    "messages": messages,
-                    "tools": tools,
-                    "documents": documents,
-                    "add_generation_prompt": add_generation_prompt,
-                }
-            )
+            # As `template.render`, without a copy of them and its own way to tell where an error is.
+            context = template.new_context(variables, shared=True)
+            return "".join(template.root_render_func(context))
         except (*_RENDER_ERRORS, RecursionError):
             raise Inexact(Reason.TEMPLATE_REFUSED) from None
 
@@ -180,6 +205,31 @@ def _tojson(
 
 def _raise_exception(message: str) -> None:
     raise TemplateError(message)
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    """Looks names up in messages and their parts, of which most ask for some that are not there, without two
+    exceptions for each of those. With the same result."""
+
+    def getitem(self, obj: Any, argument: Any) -> Any:
+        if type(obj) is dict and type(argument) is str and argument not in _OF_DICTS:
+            value = obj.get(argument, missing)
+            return self.undefined(obj=obj, name=argument) if value is missing else value
+        return super().getitem(obj, argument)
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        if type(obj) is dict and attribute not in _OF_DICTS:
+            value = obj.get(attribute, missing)
+            return self.undefined(obj=obj, name=attribute) if value is missing else value
+        return super().getattr(obj, attribute)
+
+
+def _from_string(environment: ImmutableSandboxedEnvironment, source: str | nodes.Template) -> Template:
+    """A template whose names that are everybody's are in one dict: jinja's chain of them is walked in Python
+    for each rendering."""
+    template = environment.from_string(source)
+    template.globals = dict(template.globals)
+    return template
 
 
 class _GenerationBlock(Extension):
