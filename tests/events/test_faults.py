@@ -12,7 +12,8 @@ import zmq.asyncio
 
 from kvroute.blocks.tokens import Tier
 from kvroute.clock import SystemClock
-from kvroute.events.inbox import SubscribedInbox
+from kvroute.events.arrivals import Arrivals
+from kvroute.events.connected import ConnectedInbox
 from kvroute.events.ledger import Ledger
 from kvroute.events.options import KvEventsOptions
 from kvroute.events.subscriber import KvEventSubscriber
@@ -40,15 +41,17 @@ class Followed:
         self.engine = engine
         self.index = PrefixIndex(max_blocks=max_blocks)
         self.ledger = Ledger(self.index, 0)
+        turns = Turns(SystemClock(), options.slice_ms)
+        self.arrivals = Arrivals(SystemClock(), options.slice_ms, turns)
         self.subscriber = KvEventSubscriber(
             "w",
             self.ledger,
-            lambda: SubscribedInbox(context, engine.publisher.endpoint, "kv", 1000),
+            lambda: ConnectedInbox(self.arrivals, engine.publisher.endpoint, "kv", 1000),
             engine.publisher.replay_endpoint if replays else None,
             context,
             SystemClock(),
             options,
-            Turns(SystemClock(), options.slice_ms),
+            turns,
             pool_blocks=lambda: pool,
         )
         self.task = asyncio.create_task(self.subscriber.run())
@@ -386,14 +389,15 @@ async def test_a_failure_of_our_own_drops_the_map_which_is_then_read_anew(
     async with followed(engine) as follower:
         busy(engine, range(2))
         await until(lambda: follower.is_right)
-        apply = follower.ledger.apply
+        for way in ("apply", "store"):
+            works = getattr(follower.ledger, way)
 
-        def fails(batch: Any, **how: Any) -> Any:
-            if failing:
-                raise KeyError("a defect")
-            return apply(batch, **how)
+            def fails(batch: Any, *, works: Any = works, **how: Any) -> Any:
+                if failing:
+                    raise KeyError("a defect")
+                return works(batch, **how)
 
-        monkeypatch.setattr(follower.ledger, "apply", fails, raising=False)
+            monkeypatch.setattr(follower.ledger, way, fails, raising=False)
         busy(engine, range(2, 4))
         await until(lambda: follower.subscriber.counts.failures >= 2)
         assert follower.subscriber.trust is Trust.NONE
@@ -545,15 +549,17 @@ async def test_an_endpoint_that_comes_up_late_is_followed(
     await first.stop()
     context = zmq.asyncio.Context()
     ledger = Ledger(PrefixIndex(), 0)
+    turns = Turns(SystemClock(), 0.5)
+    arrivals = Arrivals(SystemClock(), 0.5, turns)
     subscriber = KvEventSubscriber(
         "w",
         ledger,
-        lambda: SubscribedInbox(context, endpoint, "kv", 1000),
+        lambda: ConnectedInbox(arrivals, endpoint, "kv", 1000),
         replay,
         context,
         SystemClock(),
         QUICK.model_copy(update={"replay_timeout_s": 0.1}),
-        Turns(SystemClock(), 0.5),
+        turns,
     )
     task = asyncio.create_task(subscriber.run())
     try:

@@ -9,7 +9,7 @@ from typing import Any
 import uvloop
 import zmq.asyncio
 
-from kvroute.events.inbox import Listener
+from kvroute.events.listener import Listener
 from kvroute.events.turns import Turns
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from array import array
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,6 +33,11 @@ class FakeIngest:
 
     def __init__(self) -> None:
         self.told: dict[str, list[tuple[int, int, Reason | None]]] = {}
+        self.arrives: Callable[[], object] = lambda: None
+
+    def look(self, at_once: bool) -> bool:
+        self.arrives()
+        return True
 
     def streams(self, worker: Any) -> list[Any]:
         return [
@@ -60,7 +66,7 @@ def test_a_place_follows_its_streams_standing(caches: Any, ingest: FakeIngest) -
         (None, Standing.WHOLE, ""),
     ):
         ingest.told = {"a": [(3, 0, reason)]}
-        assert caches.places("a") == [CachePlace(3, 0, standing, why)]
+        assert list(caches.places("a")) == [CachePlace(3, 0, standing, why)]
     assert caches.places("b") == []
 
 
@@ -70,7 +76,21 @@ def test_a_slot_that_is_anothers_now_has_its_rank(caches: Any, ingest: FakeInges
 
     ingest.told = {"b": [(4, 0, Reason.GAP)]}
 
-    assert caches.places("b") == [CachePlace(4, 0, Standing.PARTIAL, "gap")]
+    assert list(caches.places("b")) == [CachePlace(4, 0, Standing.PARTIAL, "gap")]
+
+
+def test_a_look_takes_in_what_has_come(ingest: Any) -> None:
+    index, holder, ids = PrefixIndex(), Holder(Tier.GPU), array("I", range(33))
+    index.attach(0, holder)
+    keys = prompt_keys(ids, adapter_space(None))
+    ingest.arrives = lambda: index.store(holder, 16, None, keys)
+    caches = LiveCaches(index, ChunkIndex(), ingest, lambda _: False)
+    prompt = ExactPrompt(len(ids), keys, PromptChunks(ids), "", None)
+    assert caches.match(prompt) == {}
+
+    assert caches.look(True)
+
+    assert caches.match(prompt) == {0: Tokens(gpu=32)}
 
 
 def reports() -> list[CacheEvents]:

@@ -45,6 +45,9 @@ def plain_match(
 class IndexAgainstSets(RuleBasedStateMachine):
     """Three slots with GPU and L1 of their own, one L2 that the first two share."""
 
+    tiers = tuple(Tier)
+    """That slots read."""
+
     def __init__(self) -> None:
         super().__init__()
         self.index = PrefixIndex()
@@ -55,8 +58,9 @@ class IndexAgainstSets(RuleBasedStateMachine):
             for tier in Tier
         }
         self.held: dict[int, set[BlockKey]] = {id(holder): set() for holder in self.holders.values()}
-        for (slot, _), holder in self.holders.items():
-            self.index.attach(slot, holder)
+        for (slot, tier), holder in self.holders.items():
+            if tier in self.tiers:
+                self.index.attach(slot, holder)
 
     @rule(slot=st.sampled_from(SLOTS), tier=st.sampled_from(Tier), path=PATHS, start=st.integers(0, 5))
     def store(self, slot: int, tier: Tier, path: list[int], start: int) -> None:
@@ -95,12 +99,20 @@ class IndexAgainstSets(RuleBasedStateMachine):
         keys = chain(path)
         expected = {}
         for slot in SLOTS:
-            parts = [(STRIDES[tier][slot], self.held[id(self.holders[slot, tier])]) for tier in Tier]
+            parts = [
+                (
+                    STRIDES[tier][slot],
+                    self.held[id(self.holders[slot, tier])] if tier in self.tiers else set(),
+                )
+                for tier in Tier
+            ]
             found = plain_match(keys, *parts)  # type: ignore[arg-type]
             if found.tokens:
                 expected[slot] = found
 
         assert self.index.match(keys) == expected
+        gpu = {slot: found.gpu for slot, found in expected.items()}
+        assert self.index.match_gpu(keys) == (gpu if self.tiers == (Tier.GPU,) else None)
 
     @invariant()
     def holds_exactly_the_sets(self) -> None:
@@ -132,10 +144,18 @@ class ShortRuns(IndexAgainstSets):
         super().teardown()
 
 
+class OnlyGpus(ShortRuns):
+    """Nobody reads a slower tier."""
+
+    tiers = (Tier.GPU,)
+
+
 TestIndexAgainstSets = IndexAgainstSets.TestCase
 TestIndexAgainstSets.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
 TestShortRuns = ShortRuns.TestCase
 TestShortRuns.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+TestOnlyGpus = OnlyGpus.TestCase
+TestOnlyGpus.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
 
 
 def one_gpu(index: PrefixIndex, slot: int = 0) -> Holder:

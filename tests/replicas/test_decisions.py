@@ -21,7 +21,7 @@ from kvroute.replicas.messages import (
     ToldAnew,
     frame,
 )
-from kvroute.routing.caches import CachePlace, ExactPrompt, Standing, Tokens
+from kvroute.routing.caches import CachePlace, ExactPrompt, NoMap, Standing, Tokens
 from kvroute.routing.decision import RouteQuery
 from kvroute.routing.options import RoutingOptions
 from kvroute.routing.router import Router
@@ -221,7 +221,7 @@ def test_a_forgotten_session_is_forgotten_everywhere(clock):
     assert not one.router.forget_session("s")
 
 
-class OnePlaceEach:
+class OnePlaceEach(NoMap):
     """A map that is whole and has nothing: what is in flight is all that counts."""
 
     def places(self, worker):

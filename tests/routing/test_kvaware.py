@@ -7,6 +7,7 @@ import pytest
 from kvroute.blocks.chunks import PromptChunks
 from kvroute.blocks.keys import PromptKeys
 from kvroute.blocks.tokens import prompt_keys, token_keys
+from kvroute.index.in_flight import InFlight
 from kvroute.index.radix_history import RadixHistory
 from kvroute.routing.caches import CachePlace, ExactPrompt, Standing, Tokens
 from kvroute.routing.cost import CostModel
@@ -27,6 +28,12 @@ class FakeMap:
         self.held: dict[int, Tokens] = {}
         self.standings: dict[int, Standing] = {}
         self.slots: dict[int, list[int]] = {}
+        self.looks: list[bool] = []
+        self.is_read = True
+
+    def look(self, at_once):
+        self.looks.append(at_once)
+        return at_once or self.is_read
 
     def places(self, worker):
         slots = self.slots.get(worker.index, [worker.index])
@@ -52,7 +59,7 @@ def history():
 
 @pytest.fixture
 def in_flight():
-    return RadixHistory(0)
+    return InFlight()
 
 
 @pytest.fixture
@@ -156,6 +163,39 @@ def test_in_flight_blocks_take_the_place_of_slower_tiers(strategy, caches, in_fl
     held = candidate_of(strategy.rank(query, view), B).held
 
     assert held.tokens == Tokens(gpu=320, l1=160, l2=256)
+
+
+def test_what_workers_announced_is_taken_in_before_a_decision(strategy, caches, view) -> None:
+    strategy.rank(asked(), view)
+    strategy.rank(asked(inexact="late"), view)
+
+    assert caches.looks == [False]
+
+
+def test_a_finished_prompt_counts_until_events_have_been_read(strategy, caches, in_flight, view) -> None:
+    query = asked()
+    in_flight.acquire(B, query.exact[0].keys).release()
+    caches.is_read = False
+    assert candidate_of(strategy.rank(query, view), B).held.tokens.gpu == 992
+
+    caches.is_read = True
+    assert candidate_of(strategy.rank(query, view), B).held.tokens.gpu == 0
+
+
+def test_the_next_turn_is_decided_on_all_that_was_announced_of_the_last(
+    strategy, caches, in_flight, view
+) -> None:
+    """The blocks of its answer are not in the prompt that was in flight."""
+    query = asked()
+    keys = query.exact[0].keys
+    in_flight.acquire(B, keys[: len(keys) // 2]).release()
+    caches.is_read = False
+    caches.match = lambda prompt: {B: Tokens(gpu=800)} if caches.looks[-1] else {}
+
+    decision = strategy.rank(query, view)
+
+    assert caches.looks == [False, True]
+    assert candidate_of(decision, B).held.tokens.gpu == 800
 
 
 def test_in_flight_tokens_are_whole_blocks_of_the_worker(

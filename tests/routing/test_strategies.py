@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from kvroute.index.in_flight import InFlight
 from kvroute.index.radix_history import RadixHistory
 from kvroute.options import Options
 from kvroute.routing.caches import NoMap
@@ -14,7 +15,7 @@ from kvroute.routing.registry import STRATEGIES
 from kvroute.routing.strategies.kvaware import CacheViews
 from kvroute.routing.transfers import Transfers
 
-NO_VIEWS = CacheViews(NoMap(), RadixHistory(0), Transfers())
+NO_VIEWS = CacheViews(NoMap(), InFlight(), Transfers())
 
 
 @pytest.fixture

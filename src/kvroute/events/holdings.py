@@ -6,17 +6,17 @@ copies of it there are, because each is removed by itself.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from struct import Struct
-from typing import Final
+from typing import Final, cast
 
 from xxhash import xxh3_64_intdigest
 
 from kvroute.blocks.keys import BlockKey
 from kvroute.blocks.tokens import KEY_TOKENS, Tier
 from kvroute.events.counts import LedgerCounts
-from kvroute.events.names import Names
+from kvroute.events.names import SHARD_MASK, Names
 from kvroute.index.prefix_index import Holder, PrefixIndex
 from kvroute.index.snapshot import Blocks, Copies, Runs
 from kvroute.wire.events import ExternalBlockHash
@@ -25,6 +25,8 @@ CHUNK_BLOCKS: Final = 512
 """Blocks in one part of a snapshot."""
 
 _packed = Struct(f"={KEY_TOKENS}I").pack
+_hashed = cast("Callable[[bytes, int], BlockKey]", xxh3_64_intdigest)
+"""A block's key from its tokens and its parent's: to name the type in a call would cost as much."""
 
 
 class Holdings:
@@ -42,7 +44,7 @@ class Holdings:
         self._max_remembered = max_remembered
         self._holders = {tier: Holder(tier) for tier in Tier}
         self._held = {tier: Names() for tier in Tier}
-        self._gpu, self._gpu_holder = self._held[Tier.GPU], self._holders[Tier.GPU]
+        self._gpu_shards, self._gpu_holder = self._held[Tier.GPU].shards(), self._holders[Tier.GPU]
         self._more: dict[Tier, dict[ExternalBlockHash, int]] = {tier: {} for tier in Tier}
         """Further copies of held blocks."""
         self._gone: dict[ExternalBlockHash, BlockKey] = {}
@@ -122,16 +124,17 @@ class Holdings:
     def grow(self, parent: ExternalBlockHash, name: ExternalBlockHash, token_ids: Sequence[int]) -> bool:
         """As `hold` for one block of `KEY_TOKENS` in GPU memory behind `parent`, which is held there too, in
         a fraction of the time; False, and nothing is done, if it is not."""
-        parent_key = self._gpu.shard(parent).get(parent)
+        shards = self._gpu_shards
+        parent_key = shards[hash(parent) & SHARD_MASK].get(parent)
         if parent_key is None:
             return False
-        shard, counts = self._gpu.shard(name), self._counts
+        shard, counts = shards[hash(name) & SHARD_MASK], self._counts
         if name in shard:
             counts.copies += 1
             more = self._more[Tier.GPU]
             more[name] = more.get(name, 0) + 1
             return True
-        key = BlockKey(xxh3_64_intdigest(_packed(*token_ids), parent_key))
+        key = _hashed(_packed(*token_ids), parent_key)
         if self._index.store_one(self._gpu_holder, 1, parent_key, key):
             counts.stored += 1
             shard[name] = key
@@ -173,7 +176,7 @@ class Holdings:
         self._index.clear(self._holders[tier])
         self._garbage.append(self._held[tier])
         self._held[tier] = Names()
-        self._gpu = self._held[Tier.GPU]
+        self._gpu_shards = self._held[Tier.GPU].shards()
         self._more[tier] = {}
 
     def forget_all(self) -> None:

@@ -14,8 +14,11 @@ import zmq.asyncio
 from kvroute.blocks.tokens import Tier
 from kvroute.clock import Clock
 from kvroute.errors import ConfigError
-from kvroute.events.inbox import Inbox, Listener, SubscribedInbox
+from kvroute.events.arrivals import Arrivals
+from kvroute.events.connected import ConnectedInbox
+from kvroute.events.inbox import Inbox
 from kvroute.events.ledger import Ledger
+from kvroute.events.listener import Listener
 from kvroute.events.options import KvEventsOptions
 from kvroute.events.repair import PromptMemory, Repairer
 from kvroute.events.snapshot import Captured, SnapshotFile
@@ -64,6 +67,9 @@ class EventIngest:
         self._streams_changed = streams_changed
         self._snapshot = SnapshotFile(options.snapshot.path) if options.snapshot.path else None
         self._turns = Turns(clock, options.slice_ms)
+        self._arrivals = Arrivals(clock, options.slice_ms, self._turns)
+        self.look = self._arrivals.look
+        """Take in what has come by now, so that a decision is made on it."""
         self._streams: dict[Worker, list[Stream]] = {}
         self._mute: set[Worker] = set()
         """Workers that publish no events."""
@@ -311,7 +317,7 @@ class EventIngest:
             subscriber = KvEventSubscriber(
                 f"{worker.id} rank {source.rank}",
                 ledger,
-                self._inbox_of(context, source),
+                self._inbox_of(source),
                 source.replay_endpoint,
                 context,
                 self._clock,
@@ -340,10 +346,10 @@ class EventIngest:
         if not any(stream.slot == slot for streams in self._streams.values() for stream in streams):
             self._slots.discard(slot)
 
-    def _inbox_of(self, context: zmq.asyncio.Context, source: KvEventSource) -> Callable[[], Inbox]:
+    def _inbox_of(self, source: KvEventSource) -> Callable[[], Inbox]:
         place, queue = source.comes_to, self._options.queue_messages
         if place is None:
-            return lambda: SubscribedInbox(context, source.endpoint, source.topic, queue)
+            return lambda: ConnectedInbox(self._arrivals, source.endpoint, source.topic, queue)
         return lambda: self._listeners[place].inbox(source.topic)
 
 

@@ -10,7 +10,7 @@ holds, never more.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Final
+from typing import Final, cast
 
 from kvroute.blocks.keys import BlockKey
 from kvroute.blocks.tokens import KEY_TOKENS, Tier
@@ -27,6 +27,7 @@ from kvroute.wire.events import (
     BlockStored,
     EventBatch,
     ExternalBlockHash,
+    KvEvent,
 )
 
 PIECE_BLOCKS: Final = 128
@@ -63,7 +64,8 @@ class Ledger:
         self._index = index
         self._holdings = Holdings(index, slot, self.counts, max_remembered)
         self._aside = Aside(max_aside)
-        self._waiting = self._aside.names
+        self.aside_names = self._aside.names
+        """Blocks that the worker holds and we cannot place. Always the same mapping; to be read only."""
         self._early = EarlyAnswers()
         self._nameless: dict[BlockKey, None] = {}
         """Held as a request has shown, but under names that were never heard."""
@@ -132,7 +134,7 @@ class Ledger:
                     for piece in pieces_of(event, PIECE_BLOCKS):
                         self._stored(piece, repeats)
                         yield
-                elif blocks != 1 or not self._grown(event):
+                elif not self._grown(event):
                     self._stored(event, repeats)
             elif isinstance(event, BlockRemoved):
                 names, some = event.block_hashes, PIECE_BLOCKS // _REMOVAL_WEIGHT
@@ -155,20 +157,18 @@ class Ledger:
         if self._early:
             self._hear_of_early(new_aside=self.counts.set_aside > set_aside)
 
-    def grow(self, batch: EventBatch) -> bool:
-        """What `apply` does with a small batch of single blocks, as decoding announces them, at once; False,
-        and nothing is done, if there is anything else in it."""
-        grown: list[BlockStored] = []
-        for event in batch.events:
-            if not isinstance(event, BlockStored) or len(event.block_hashes) != 1:
+    def store(self, events: Sequence[KvEvent]) -> bool:
+        """What `apply` does with a small batch of the newest shape that only stores, as nearly all do, at
+        once; False, and nothing is done, if there is anything else in it."""
+        for event in events:
+            if type(event) is not BlockStored:
                 return False
-            grown.append(event)
         if self._closed:
             return False
-        set_aside = self.counts.set_aside
-        for event in grown:
-            if not self._grown(event):
-                self._stored(event, event.parent_block_hash is None and batch.dialect != "array")
+        set_aside, grown = self.counts.set_aside, self._grown
+        for event in cast("Sequence[BlockStored]", events):
+            if not grown(event):
+                self._stored(event, event.parent_block_hash is None)
         if self._early:
             self._hear_of_early(new_aside=self.counts.set_aside > set_aside)
         return True
@@ -297,20 +297,15 @@ class Ledger:
     def _grown(self, event: BlockStored) -> bool:
         """What decoding announces, one block behind another, and nearly all events are: as `_stored`, in
         half the time. False, and nothing is done, if this is not of that kind."""
-        parent, tokens, medium, extra = (
-            event.parent_block_hash,
-            event.token_ids,
-            event.medium,
-            event.extra_keys,
-        )
-        if parent is None or len(tokens) != KEY_TOKENS or event.block_size != KEY_TOKENS:
+        parent, names, tokens = event.parent_block_hash, event.block_hashes, event.token_ids
+        if parent is None or len(names) != 1 or len(tokens) != KEY_TOKENS or event.block_size != KEY_TOKENS:
             return False
+        medium, extra, group = event.medium, event.extra_keys, event.group_idx
         if (medium is not None and medium != "GPU") or (extra is not None and extra != _NOTHING):
             return False
-        group = event.group_idx
-        if (group is not None and group != self._group) or self._nameless or self._waiting:
+        if (group is not None and group != self._group) or self._nameless or self.aside_names:
             return False
-        return self._holdings.grow(parent, event.block_hashes[0], tokens)
+        return self._holdings.grow(parent, names[0], tokens)
 
     def _stored(self, event: BlockStored, repeats: bool) -> None:
         hashes = event.block_hashes

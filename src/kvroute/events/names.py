@@ -9,7 +9,7 @@ from kvroute.blocks.keys import BlockKey
 from kvroute.wire.events import ExternalBlockHash
 
 _SHARDS: Final = 64
-_MASK: Final = _SHARDS - 1
+SHARD_MASK: Final = _SHARDS - 1
 
 
 class Names:
@@ -25,30 +25,27 @@ class Names:
         return sum(map(len, self._shards))
 
     def __contains__(self, name: ExternalBlockHash) -> bool:
-        return name in self._shards[hash(name) & _MASK]
-
-    def shard(self, name: ExternalBlockHash) -> dict[ExternalBlockHash, BlockKey]:
-        """Where `name` is, or would be."""
-        return self._shards[hash(name) & _MASK]
+        return name in self._shards[hash(name) & SHARD_MASK]
 
     def shards(self) -> Sequence[dict[ExternalBlockHash, BlockKey]]:
+        """A name is, or would be, in that of number `hash(name) & SHARD_MASK`."""
         return self._shards
 
     def get(self, name: ExternalBlockHash) -> BlockKey | None:
-        return self._shards[hash(name) & _MASK].get(name)
+        return self._shards[hash(name) & SHARD_MASK].get(name)
 
     def pop(self, name: ExternalBlockHash) -> BlockKey | None:
-        return self._shards[hash(name) & _MASK].pop(name, None)
+        return self._shards[hash(name) & SHARD_MASK].pop(name, None)
 
     def put(self, names: Sequence[ExternalBlockHash], keys: Sequence[BlockKey]) -> None:
         shards = self._shards
         for name, key in zip(names, keys, strict=True):
-            shards[hash(name) & _MASK][name] = key
+            shards[hash(name) & SHARD_MASK][name] = key
 
     def among(self, names: Sequence[ExternalBlockHash]) -> list[ExternalBlockHash]:
         """Those of `names` that are known."""
         shards = self._shards
-        return [name for name in names if name in shards[hash(name) & _MASK]]
+        return [name for name in names if name in shards[hash(name) & SHARD_MASK]]
 
     def keys(self) -> Iterator[BlockKey]:
         """Our keys of all of them. Walks them."""

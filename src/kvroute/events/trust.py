@@ -58,6 +58,8 @@ class Silence:
     def __init__(self, requests: int, seconds: float, now: float) -> None:
         self._requests = requests
         self._seconds = seconds
+        self.may_be = False
+        """False: it is not silent. For reading."""
         self.answers = 0
         """That must have stored a block, since the last batch."""
         self._heard = now
@@ -68,16 +70,18 @@ class Silence:
         `seconds` after the last batch."""
         if now - self._heard >= self._seconds if started is None else started > self._heard:
             self.answers += 1
+            self.may_be = self.answers >= self._requests
             self._quiet_s = now - self._heard
 
     def heard(self, now: float) -> None:
         """A batch has come."""
         self._heard = now
         self.answers = 0
+        self.may_be = False
 
     @property
     def is_silent(self) -> bool:
-        return self.answers >= self._requests and self._quiet_s >= self._seconds
+        return self.may_be and self._quiet_s >= self._seconds
 
 
 class Standing:
@@ -88,7 +92,8 @@ class Standing:
         self.silence = silence
         self.doubt: Reason | None = None
         self._name = name
-        self._reported: Reason | None = Reason.REPLAYING
+        self.reported: Reason | None = Reason.REPLAYING
+        """For reading: what was logged last."""
 
     def distrust(self, reason: Reason) -> None:
         """Do not believe the map until it is another one."""
@@ -116,9 +121,9 @@ class Standing:
 
     def report(self, reason: Reason | None) -> None:
         """Log a change."""
-        if reason is self._reported:
+        if reason is self.reported:
             return
-        before, self._reported = self._reported, reason
+        before, self.reported = self.reported, reason
         if reason is None:
             log.info("KV events of %s: its map is whole again (was: %s)", self._name, before)
         elif trust_for(reason) is Trust.NONE:

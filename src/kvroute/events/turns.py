@@ -38,6 +38,11 @@ class Turns:
         self._begin()
         return False
 
+    @property
+    def until(self) -> float:
+        """When this turn's slice is used up, if it has begun; by the clock."""
+        return (self._clock.now() if self._began is None else self._began) + self._slice_s
+
     async def next(self) -> None:
         """Wait in line for a turn of the loop with a slice of its own; it has begun when this returns."""
         mine = asyncio.get_running_loop().create_future()

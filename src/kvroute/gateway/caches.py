@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Final
 
 from kvroute.events.ingest import EventIngest
+from kvroute.events.streams import Stream
 from kvroute.events.trust import Reason, Trust, trust_for
 from kvroute.fleet.worker import Worker
 from kvroute.index.chunk_index import ChunkIndex
 from kvroute.index.prefix_index import PrefixIndex
 from kvroute.routing.caches import CachePlace, ExactPrompt, Standing, Tokens
 
+_new: Final = tuple.__new__
 _STANDINGS = {Trust.WHOLE: Standing.WHOLE, Trust.PARTIAL: Standing.PARTIAL, Trust.NONE: Standing.NONE}
 
 
 class LiveCaches:
     """A `routing.caches.CacheMap`: vLLM's blocks from its own events, LMCache's chunks from its.
 
-    Reads the two indexes and what the ingest says of its streams; changes nothing of them. Mutable:
-    remembers the places that it last gave, as they are asked for with every request.
+    Reads the two indexes and what the ingest says of its streams. Mutable: remembers the places that it last
+    gave, as they are asked for with every request.
     """
 
     def __init__(
@@ -32,21 +35,25 @@ class LiveCaches:
         self._index = index
         self._chunks = chunks
         self._ingest = ingest
+        self.look = ingest.look
         self._told_by_lmcache = told_by_lmcache
-        self._given: dict[int, tuple[Reason | None, CachePlace]] = {}
+        self._given: dict[int, tuple[Reason | None, tuple[CachePlace]]] = {}
         """By slot."""
 
     def places(self, worker: Worker) -> Sequence[CachePlace]:
-        places = []
-        for stream in self._ingest.streams(worker):
-            reason, slot = stream.subscriber.reason, stream.slot
-            given = self._given.get(slot)
-            if given is None or given[0] is not reason or given[1].rank != stream.rank:
-                why = "" if reason is None else reason.value
-                place = CachePlace(slot, stream.rank, _STANDINGS[trust_for(reason)], why)
-                given = self._given[slot] = reason, place
-            places.append(given[1])
-        return places
+        streams = self._ingest.streams(worker)
+        if len(streams) == 1:
+            return self._place(streams[0])
+        return [self._place(stream)[0] for stream in streams]
+
+    def _place(self, stream: Stream) -> tuple[CachePlace]:
+        reason, slot = stream.subscriber.reason, stream.slot
+        given = self._given.get(slot)
+        if given is None or given[0] is not reason or given[1][0].rank != stream.rank:
+            why = "" if reason is None else reason.value
+            place = CachePlace(slot, stream.rank, _STANDINGS[trust_for(reason)], why)
+            given = self._given[slot] = reason, (place,)
+        return given[1]
 
     def match(self, prompt: ExactPrompt) -> Mapping[int, Tokens]:
         return held_tokens(self._index, self._chunks, self._told_by_lmcache, prompt)
@@ -56,6 +63,11 @@ def held_tokens(
     index: PrefixIndex, chunks: ChunkIndex, told_by_lmcache: Callable[[int], bool], prompt: ExactPrompt
 ) -> Mapping[int, Tokens]:
     """Per slot: the leading tokens of the prompt that both maps together say it can use."""
+    if not prompt.probed and not chunks.is_read:
+        gpu = index.match_gpu(prompt.keys)
+        if gpu is not None:  # as below, for fleets without slower tiers
+            # As `Tokens(...)`, without its Python-level constructor.
+            return {slot: _new(Tokens, (tokens, 0, 0)) for slot, tokens in gpu.items()}
     blocks = index.match(prompt.keys)
     starts = {slot: match.gpu for slot, match in blocks.items()}
     behind = chunks.match(prompt.chunks, prompt.salt, starts, prompt.probed)

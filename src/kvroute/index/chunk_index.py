@@ -200,6 +200,14 @@ class ChunkIndex:
 
     # Reading
 
+    @property
+    def is_read(self) -> bool:
+        """Whether `match` may find anything for any slot, as long as nothing is `probed`."""
+        plans = self._plans
+        if plans is None:
+            plans = self._plans = self._plan()
+        return bool(plans.simple or plans.several)
+
     def match(
         self,
         chunks: PromptChunks,

@@ -9,13 +9,13 @@ may share. Blocks are known by exact keys (`blocks.tokens`), each under the key 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvroute.blocks.keys import BlockKey
 from kvroute.blocks.tokens import KEY_TOKENS, Tier
-from kvroute.index.runs import RunTable
+from kvroute.index.runs import Run, RunTable
 
 
 class TierMatch(NamedTuple):
@@ -75,8 +75,9 @@ class PrefixIndex:
         self._max_blocks = max_blocks
         self._tables: dict[int, RunTable] = {}
         self._slots: dict[int, _Slot] = {}
-        self._gpu_lanes: dict[int, dict[int, list[int]]] = {}
-        """Stride -> bit -> slots that read this GPU."""
+        self._gpu_lanes: list[_GpuLanes] = []
+        self._has_slower = False
+        """Somebody reads a slower tier."""
         self._dropped = 0
         self._held = 0
         self._spare = 0
@@ -200,8 +201,8 @@ class PrefixIndex:
         with the same holders, not for each block: bench/micro_events.py.
         """
         gpu: dict[int, int] = {}
-        for stride, slots_of in self._gpu_lanes.items():
-            self._match_gpu(self._tables[stride], keys, slots_of, gpu)
+        for lanes in self._gpu_lanes:
+            lanes.match(keys, gpu)
         spans = _Spans(self._tables, keys)
         matches: dict[int, TierMatch] = {}
         for slot, known in self._slots.items():
@@ -215,6 +216,16 @@ class PrefixIndex:
                 matches[slot] = TierMatch(start, l1, l2)
         return matches
 
+    def match_gpu(self, keys: Sequence[BlockKey]) -> dict[int, int] | None:
+        """The same in less time as long as no slot reads slower tiers: tokens in GPU memory of each slot that
+        has any. None where one does."""
+        if self._has_slower:
+            return None
+        gpu: dict[int, int] = {}
+        for lanes in self._gpu_lanes:
+            lanes.match(keys, gpu)
+        return gpu
+
     def size(self) -> IndexSize:
         blocks = self._blocks()
         runs = sum(len(table.runs) for table in self._tables.values())
@@ -224,47 +235,71 @@ class PrefixIndex:
         return sum(table.blocks for table in self._tables.values())
 
     def _map_gpu_lanes(self) -> None:
-        lanes: dict[int, dict[int, list[int]]] = {}
+        """Holders or lanes have changed."""
+        by_stride: dict[int, dict[int, list[int]]] = {}
+        has_slower = False
         for slot, known in self._slots.items():
             for holder in known.holders[Tier.GPU]:
                 for stride, bit in holder.lanes.items():
-                    lanes.setdefault(stride, {}).setdefault(bit, []).append(slot)
-        self._gpu_lanes = lanes
+                    by_stride.setdefault(stride, {}).setdefault(bit, []).append(slot)
+            has_slower = has_slower or bool(known.holders[Tier.L1] or known.holders[Tier.L2])
+        self._gpu_lanes = [_GpuLanes(self._tables[stride], slots) for stride, slots in by_stride.items()]
+        self._has_slower = has_slower
 
-    @staticmethod
-    def _match_gpu(
-        table: RunTable, keys: Sequence[BlockKey], slots_of: dict[int, list[int]], matched: dict[int, int]
-    ) -> None:
-        """Raise `matched` (tokens by slot) to what these lanes hold from the start on."""
-        stride = table.stride
-        ends = keys if stride == 1 else keys[stride - 1 :: stride]
-        alive = 0
+
+class _GpuLanes:
+    """Who reads which GPU's blocks of one size. Not changed once made."""
+
+    __slots__ = ("_bits", "_slots_of", "_table")
+
+    def __init__(self, table: RunTable, slots_of: Mapping[int, Sequence[int]]) -> None:
+        self._table = table
+        self._slots_of = slots_of
+        self._bits = 0
         for bit in slots_of:
-            alive |= bit
-        position, total, find = 0, len(ends), table.find
-        while alive:
-            run, key = None, 0
-            if position < total:
-                key = ends[position]
-                run = find(key)
-            still = 0 if run is None else run.mask & alive
+            self._bits |= bit
+
+    def match(self, keys: Sequence[BlockKey], matched: dict[int, int]) -> None:
+        """Raise `matched` (tokens by slot) to what these lanes hold from the start on."""
+        table, alive = self._table, self._bits
+        stride, find, runs = table.stride, table.find, table.runs
+        ends = keys if stride == 1 else keys[stride - 1 :: stride]
+        position, total = 0, len(ends)
+        run: Run | None = None
+        while position < total:
+            key = ends[position]
+            behind = None if run is None else runs.get(run.next)  # found sooner than by the key
+            run = behind if behind is not None and behind.keys[0] == key else find(key)
+            if run is None:
+                break
+            still = run.mask & alive
             if still != alive:
                 if position:
-                    tokens, ended = position * stride * KEY_TOKENS, alive & ~still
-                    while ended:
-                        bit = ended & -ended
-                        ended ^= bit
-                        for slot in slots_of[bit]:
-                            if matched.get(slot, 0) < tokens:
-                                matched[slot] = tokens
+                    self._end(alive & ~still, position, matched)
                 alive = still
-            if run is not None:
-                known = run.keys
-                behind = position + len(known)
-                if known[0] == key and behind <= total and known[-1] == ends[behind - 1]:
-                    position = behind
-                else:
-                    position += run.common(run.offset(key), ends, position)
+                if not alive:
+                    return
+            known = run.keys
+            if known[0] == key:
+                size = len(known)
+                if size > total - position:
+                    size = total - position
+                if known[size - 1] == ends[position + size - 1]:
+                    position += size
+                    continue
+            position += run.common(run.offset(key), ends, position)
+        if position:
+            self._end(alive, position, matched)
+
+    def _end(self, bits: int, blocks: int, matched: dict[int, int]) -> None:
+        """These lanes hold so many blocks."""
+        tokens = blocks * self._table.stride * KEY_TOKENS
+        while bits:
+            bit = bits & -bits
+            bits ^= bit
+            for slot in self._slots_of[bit]:
+                if matched.get(slot, 0) < tokens:
+                    matched[slot] = tokens
 
 
 class _Spans:

@@ -90,6 +90,11 @@ class Held(NamedTuple):
 class CacheMap(Protocol):
     """The live map of which blocks lie where. Read synchronously, never across an await."""
 
+    def look(self, at_once: bool) -> bool:
+        """Take in what has come, unless that was done a moment ago and it need not be `at_once`. True if
+        all that had come by now is known then."""
+        ...
+
     def places(self, worker: Worker) -> Sequence[CachePlace]:
         """The worker's places by rank; empty as long as none is known."""
         ...
@@ -101,6 +106,9 @@ class CacheMap(Protocol):
 
 class NoMap:
     """For a gateway that follows no caches."""
+
+    def look(self, at_once: bool) -> bool:
+        return True
 
     def places(self, worker: Worker) -> Sequence[CachePlace]:
         return ()

@@ -18,10 +18,13 @@ class PartSizes:
         self._history = history
         self.block_tokens: dict[int, float] = {}
         """By worker's index; what `sending` would change nothing about need not be told to it."""
+        self._sized_by: dict[int, float] = {}
+        """By worker's index: what its part has its capacity by, which follows `block_tokens` in steps."""
 
     def resize(self, worker: Worker) -> None:
         """The worker joined, or its capacity changed."""
         block_tokens = self.block_tokens.setdefault(worker.index, float(ASSUMED_BLOCK_TOKENS))
+        self._sized_by[worker.index] = block_tokens
         self._history.set_capacity(worker.index, max(1, int(worker.capacity_tokens / block_tokens)))
 
     def sending(self, worker: Worker, query: RouteQuery) -> None:
@@ -38,9 +41,12 @@ class PartSizes:
             if change > bearable or -change > bearable:
                 blocks = len(prompt.keys)
                 weight = max(_LEAST_WEIGHT, blocks / (blocks + self._history.part(index).blocks + 1))
-                self.block_tokens[index] = known + weight * change
-                self.resize(worker)
+                estimate = self.block_tokens[index] = known + weight * change
+                sized_by = self._sized_by[index]
+                if abs(estimate - sized_by) > TOLERANCE * sized_by:
+                    self.resize(worker)
 
     def forget(self, worker: Worker) -> None:
         """The worker left; its index may come to stand for another one."""
         self.block_tokens.pop(worker.index, None)
+        self._sized_by.pop(worker.index, None)

@@ -10,7 +10,7 @@ from kvroute.blocks.tokens import Tier
 from kvroute.fleet.load import Followers, Reservation
 from kvroute.fleet.worker import ASSUMED_BLOCK_TOKENS, ASSUMED_CAPACITY_TOKENS, FleetView, Worker, WorkerId
 from kvroute.index.history import HistorySize, Lease, RouteHistory
-from kvroute.index.radix_history import RadixHistory
+from kvroute.index.in_flight import Flight, InFlight
 from kvroute.index.registry import HISTORIES
 from kvroute.routing.caches import CacheMap, NoMap
 from kvroute.routing.capacity import TOLERANCE, PartSizes
@@ -64,7 +64,7 @@ class _More(NamedTuple):
     """What some attempts have besides: their data-parallel rank, several prompts or exact ones."""
 
     of_rank: Reservation | None
-    leases: Sequence[Lease]
+    leases: Sequence[Lease | Flight]
 
     def first_token(self, now: float, is_first: bool) -> None:
         if self.of_rank is not None:
@@ -137,8 +137,7 @@ class Router:
         self._sizes = PartSizes(history)
         self._learned = Learned() if options.learning else None
         self._costs = CostModel(history, options.costs, options.costs_of_models(), self._learned)
-        # Of no capacity: nothing stays in it that is not pinned by an unfinished request.
-        self._in_flight: RouteHistory = RadixHistory(0)
+        self._in_flight = InFlight()
         self._transfers = Transfers(options.kvaware.tiers)
         views = CacheViews(caches or NoMap(), self._in_flight, self._transfers)
         self._strategies: dict[str, Strategy] = {
@@ -200,16 +199,19 @@ class Router:
             load, now, candidate.prefill_s, query.tokens, streamed, worker=worker, _lesson=lesson
         )
         load.enter(dispatch, now)
-        has_more = held is not None or len(prompts) > 1
         if prompts:
             index, first = worker.index, prompts[0]
             known = self._sizes.block_tokens.get(index)
             # What would change nothing, as of `sending`.
-            if has_more or known is None or not abs(first.block_tokens - known) <= TOLERANCE * known:
+            if len(prompts) > 1 or known is None or not abs(first.block_tokens - known) <= TOLERANCE * known:
                 self._sizes.sending(worker, query)
             dispatch.lease = self._history.acquire(index, first.keys)
-        if has_more:
-            dispatch.followers = self._more(query, candidate, now)
+        if held is not None or len(prompts) > 1:
+            slot, exact = None if held is None else held.slot, query.exact
+            if slot is not None and len(prompts) == len(exact) == 1 and candidate.rank is None:
+                dispatch.followers = self._in_flight.acquire(slot, exact[0].keys)  # as `_more` would
+            else:
+                dispatch.followers = self._more(query, candidate, now)
         routed = self._told.get(decision.strategy)
         if routed is not None:
             routed(query, decision, candidate)
@@ -228,7 +230,9 @@ class Router:
     def _more(self, query: RouteQuery, candidate: Candidate, now: float) -> _More:
         """What goes on in the rank and in the caches, and of the prompts behind the first one."""
         held, index, of_rank = candidate.held, candidate.worker.index, None
-        leases = [self._history.acquire(index, prompt.keys) for prompt in query.prompts[1:]]
+        leases: list[Lease | Flight] = [
+            self._history.acquire(index, prompt.keys) for prompt in query.prompts[1:]
+        ]
         if held is not None:
             if held.rank is not None:
                 of_rank = candidate.queue.reserve(now, candidate.prefill_s, query.tokens, query.streamed)

@@ -153,6 +153,15 @@ def decode_batch(payload: bytes) -> EventBatch:
         raise WireError(f"not a vLLM event batch: {type(exc).__name__}") from exc
 
 
+def decode_newest(payload: bytes) -> list[KvEvent] | None:
+    """The events of a batch in the newest shape, with nothing in it that is unknown here; None for any
+    other, which `decode_batch` can tell more of."""
+    try:
+        return _decode_maps(payload).events
+    except _FAILURES:
+        return None
+
+
 def _by_hand(message: Any) -> EventBatch:
     unknown_fields = unknown_events = 0
     if isinstance(message, Mapping):

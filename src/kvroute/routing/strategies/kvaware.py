@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import ClassVar, Final, NamedTuple
+from typing import ClassVar, Final, NamedTuple, TypeAlias
 
 from kvroute.fleet.worker import FleetView, Worker
 from kvroute.index.history import RouteHistory
+from kvroute.index.in_flight import InFlight
 from kvroute.options import Options, option
 from kvroute.routing.audit import AuditOptions
-from kvroute.routing.caches import CacheMap, CachePlace, Held, Standing, Tokens
+from kvroute.routing.caches import CacheMap, CachePlace, ExactPrompt, Held, Standing, Tokens
 from kvroute.routing.cost import CostModel, TierLoad
 from kvroute.routing.decision import Candidate, Needs, Reason, RouteDecision, RouteQuery
 from kvroute.routing.matching import matched_tokens
@@ -30,8 +31,12 @@ class CacheViews(NamedTuple):
     worker has announced them yet."""
 
     caches: CacheMap
-    in_flight: RouteHistory
+    in_flight: InFlight
     transfers: Transfers
+
+
+_Found: TypeAlias = tuple[ExactPrompt, Mapping[int, Tokens], Mapping[int, int]]
+"""A prompt, and by slot: its tokens in caches, its leading keys that unfinished requests have too."""
 
 
 class KvAware:
@@ -47,20 +52,30 @@ class KvAware:
     ) -> None:
         self._costs = costs
         self._history = history
-        self._views = views
+        self._caches, self._in_flight, self._transfers = views
+        self._nothing: dict[int, Held] = {}
+        """By slot: what is said of a place that holds nothing of a prompt."""
 
     def rank(self, query: RouteQuery, view: FleetView) -> RouteDecision:
         workers, now = view.workers, query.now
         if not query.prompts:
             ranking = self._costs.rank(query, workers, queues=view.loads)
             return RouteDecision(self.name, Reason.NO_PROMPT, ranking)
-        targets, held = self._held(query, workers)
-        totals: list[int] = []
-        is_far = False
-        for each in held:
-            gpu, l1, l2 = each.tokens
-            totals.append(gpu + l1 + l2)
-            is_far = is_far or l1 + l2 > 0
+        exact, simple = query.exact, None
+        if exact and self._caches.look(False):
+            self._in_flight.settle()
+        if len(exact) == 1:
+            found = [self._find(exact[0])]
+            simple = self._mapped(found[0], workers)
+        else:
+            found = [self._find(prompt) for prompt in exact]
+        if simple is not None:
+            targets: Sequence[Worker] = workers
+            held, totals, is_far = simple
+        else:
+            targets, held = self._held(query, workers, found)
+            totals = [each.tokens.total for each in held]
+            is_far = any(each.tokens.l1 or each.tokens.l2 for each in held)
         loads = None
         if is_far:
             loads = [self._load(each, worker, now) for worker, each in zip(targets, held, strict=True)]
@@ -76,27 +91,65 @@ class KvAware:
         held = candidate.held
         if held is not None:
             slot = candidate.worker.index if held.slot is None else held.slot
-            self._views.transfers.start(slot, held.tokens, query.now)
+            self._transfers.start(slot, held.tokens, query.now)
 
     def forget(self, session_key: str) -> bool:
         return False
 
     def _load(self, held: Held, worker: Worker, now: float) -> TierLoad:
         slot = worker.index if held.slot is None else held.slot
-        return self._views.transfers.load(slot, held.tokens, now)
+        return self._transfers.load(slot, held.tokens, now)
 
-    def _held(self, query: RouteQuery, workers: Sequence[Worker]) -> tuple[list[Worker], list[Held]]:
+    def _find(self, prompt: ExactPrompt) -> _Found:
+        in_flight, goes_on = self._in_flight.match(prompt.keys)
+        if goes_on and self._caches.look(True):  # its last answer's blocks may have come since
+            self._in_flight.settle()
+            in_flight, _ = self._in_flight.match(prompt.keys)
+        return prompt, self._caches.match(prompt), in_flight
+
+    def _mapped(self, found: _Found, workers: Sequence[Worker]) -> tuple[list[Held], list[int], bool] | None:
+        """What `_held` gives, with the tokens of each and whether any lie in slower tiers, for what nearly
+        all requests meet: one prompt, and workers of one rank each whose maps are whole. Else None."""
+        prompt, cached, in_flight = found
+        places_of = self._caches.places
+        held: list[Held] = []
+        totals: list[int] = []
+        is_far = False
+        for worker in workers:
+            places = places_of(worker)
+            if len(places) != 1:
+                return None
+            slot, _, standing, _ = places[0]
+            if standing is not _WHOLE:
+                return None
+            tokens = cached.get(slot)
+            if in_flight and slot in in_flight:
+                tokens = _with_flying(tokens, in_flight[slot], prompt, worker)
+            if tokens is None:
+                totals.append(0)
+                held.append(self._nothing.get(slot) or self._nothing_at(slot))
+                continue
+            gpu, l1, l2 = tokens
+            if l1 or l2:
+                is_far = True
+            totals.append(gpu + l1 + l2)
+            # As `Held(...)`, without its Python-level constructor.
+            held.append(_new(Held, (tokens, slot, None, True, "")))
+        return held, totals, is_far
+
+    def _nothing_at(self, slot: int) -> Held:
+        held = self._nothing[slot] = Held(_NONE, slot, None, mapped=True)
+        return held
+
+    def _held(
+        self, query: RouteQuery, workers: Sequence[Worker], found: Sequence[_Found]
+    ) -> tuple[list[Worker], list[Held]]:
         """Every place that the request could go to, and what is there."""
-        views = self._views
-        found = [
-            _Found(views.caches.match(prompt), views.in_flight.match(prompt.keys), prompt.key_tokens)
-            for prompt in query.exact
-        ]
         sent: Sequence[int] = ()
         targets: list[Worker] = []
         held: list[Held] = []
         for number, worker in enumerate(workers):
-            places = views.caches.places(worker)
+            places = self._caches.places(worker)
             if not sent and not (found and places and _are_whole(places)):
                 sent = matched_tokens(self._history, query, workers)
             if not places:
@@ -111,12 +164,14 @@ class KvAware:
                         Held(Tokens(sent[number]), place.slot, rank, why=query.inexact or "no_events")
                     )
                     continue
-                tokens = _total(found, place.slot, worker.block_size)
+                tokens = _total(found, place.slot, worker)
                 held.append(_believed(place, rank, tokens, sent[number] if sent else 0))
         return targets, held
 
 
 _NONE: Final = Tokens()
+_WHOLE: Final = Standing.WHOLE
+_new: Final = tuple.__new__
 
 
 def _are_whole(places: Sequence[CachePlace]) -> bool:
@@ -126,38 +181,23 @@ def _are_whole(places: Sequence[CachePlace]) -> bool:
     return True
 
 
-class _Found(NamedTuple):
-    """Of one prompt, by slot: tokens in caches, keys that unfinished requests pin."""
-
-    caches: Mapping[int, Tokens]
-    in_flight: Mapping[int, int]
-    key_tokens: int
-
-
-def _total(found: Sequence[_Found], slot: int, block_tokens: int) -> Tokens:
-    """What `slot` has of all prompts, with what unfinished requests bring."""
-    if len(found) == 1:
-        caches, in_flight, key_tokens = found[0]
-        tokens, flying = caches.get(slot), in_flight.get(slot)
-        if flying:
-            flying *= key_tokens
-            tokens = _with_flying(tokens, flying - flying % block_tokens)
-        return _NONE if tokens is None else tokens
+def _total(found: Sequence[_Found], slot: int, worker: Worker) -> Tokens:
+    """What `slot` has of all prompts together."""
     totals = _NONE
-    for caches, in_flight, key_tokens in found:
-        tokens = caches.get(slot)
-        flying = in_flight.get(slot)
-        if flying:
-            flying *= key_tokens
-            tokens = _with_flying(tokens, flying - flying % block_tokens)
+    for prompt, cached, in_flight in found:
+        tokens = cached.get(slot)
+        if slot in in_flight:
+            tokens = _with_flying(tokens, in_flight[slot], prompt, worker)
         if tokens is not None:
             totals = Tokens(totals.gpu + tokens.gpu, totals.l1 + tokens.l1, totals.l2 + tokens.l2)
     return totals
 
 
-def _with_flying(found: Tokens | None, flying: int) -> Tokens:
-    """Blocks that an unfinished request pins are on the GPU, or will be: they take the place of those in
-    slower tiers."""
+def _with_flying(found: Tokens | None, keys: int, prompt: ExactPrompt, worker: Worker) -> Tokens:
+    """Blocks of an unfinished request, which has so many of the prompt's keys, are on the GPU, or will be:
+    they take the place of those in slower tiers."""
+    flying = keys * prompt.key_tokens
+    flying -= flying % worker.block_size
     if found is None:
         return Tokens(flying)
     gpu, l1, l2 = found

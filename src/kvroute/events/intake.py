@@ -1,0 +1,275 @@
+"""Taking in one stream's batches: what each does to the ledger, and what is then to be thought of the map.
+
+Pure bookkeeping without sockets. Who follows the stream (`kvroute.events.subscriber`) brings the messages
+and repairs what is missing.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from math import inf
+
+from xxhash import xxh3_64_intdigest
+
+from kvroute.clock import Clock
+from kvroute.errors import WireError
+from kvroute.events.counts import StreamCounts
+from kvroute.events.inbox import Frames
+from kvroute.events.ledger import Ledger
+from kvroute.events.options import KvEventsOptions
+from kvroute.events.sequence import Sequence as EventSequence
+from kvroute.events.trust import Reason, Silence, Standing
+from kvroute.events.turns import Turns
+from kvroute.wire.events import AllBlocksCleared, EventBatch
+from kvroute.wire.framing import EventMessage
+from kvroute.wire.splitting import Piece, split_batch
+from kvroute.wire.vllm import decode_batch, decode_newest
+
+log = logging.getLogger(__name__)
+
+_QUICK_BYTES = 2048
+"""A batch of at most as many is taken in in one go: about 0.2 ms if it is full of removals."""
+_FRAMES = 3
+_NUMBER_BYTES = 8
+
+
+class Intake:
+    """One stream's map as its batches change it. Mutable: by `at_once` and `take_in`, and by its subscriber,
+    which also moves `sequence` on, `standing`, and counts what it does itself into `counts`.
+
+    `pool_blocks` says how many blocks the worker's GPU memory has, if that is known: once as many have been
+    computed, nothing is left of a history that was lost.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        ledger: Ledger,
+        clock: Clock,
+        options: KvEventsOptions,
+        turns: Turns,
+        pool_blocks: Callable[[], int | None],
+    ) -> None:
+        self.counts = StreamCounts()
+        self.sequence = EventSequence()
+        self.standing = Standing(name, Silence(options.silent_requests, options.silent_s, clock.now()))
+        self.epoch = 0
+        """Rises when what is being taken in is of a process that is no more."""
+        self.failures = 0
+        """Replays that failed in a row."""
+        self.was_whole = False
+        self.last_message: float | None = None
+        self._name = name
+        self._ledger = ledger
+        self._aside = ledger.aside_names
+        self._clock = clock
+        self._max_failures = options.replay_attempts
+        self._turns = turns
+        self._pool_blocks = pool_blocks
+        self._computed_before = 0
+        self._refused_at: int | None = None
+        """Blocks computed when one was last refused; None when nothing is missing for that."""
+
+    @property
+    def reason(self) -> Reason | None:
+        """Why the map is not whole; None if it is."""
+        standing, sequence = self.standing, self.sequence
+        if (
+            sequence.is_sure
+            and sequence.whole
+            and not self.failures
+            and standing.doubt is None
+            and not standing.silence.may_be
+            and self._refused_at is None
+            and not self._aside
+        ):
+            return None  # nearly always, and asked several times for each request
+        return standing.reason(
+            is_sure=sequence.is_sure and self.failures < self._max_failures,
+            is_whole=sequence.whole,
+            aside_blocks=self._ledger.aside_blocks,
+            is_full=self._refused_at is not None,
+        )
+
+    @property
+    def _computed(self) -> int:
+        return self._ledger.counts.computed
+
+    # What comes
+
+    def at_once(self, messages: Sequence[Frames], until: float = inf) -> int:
+        """Take in small batches that follow the ones before, as nearly all do: the first of these messages,
+        and further ones until this time of the clock. Returns how many; of what comes behind them nothing is
+        done."""
+        sequence, standing = self.sequence, self.standing
+        if not sequence.is_sure or standing.doubt is not None:
+            return 0
+        ledger, now = self._ledger, self._clock.now()
+        counts, taken = ledger.counts, 0
+        for frames in messages:
+            if taken:
+                now = self._clock.now()
+                if now >= until:
+                    break
+            if len(frames) != _FRAMES:
+                break
+            _, number, payload = frames
+            if len(number) != _NUMBER_BYTES or len(payload) > _QUICK_BYTES:
+                break
+            seq = int.from_bytes(number)
+            if seq != sequence.expected:
+                break
+            refused = counts.refused
+            events = decode_newest(payload)
+            if (events is None or not ledger.store(events)) and not self._small(payload):
+                break
+            taken += 1
+            if counts.refused == refused and sequence.whole and self._refused_at is None:
+                # As `_applied`, without what is for others.
+                sequence.applied(seq, xxh3_64_intdigest(payload))
+                self.was_whole = True
+            else:
+                self._applied(seq, xxh3_64_intdigest(payload), counts.cleared, refused)
+        if taken:
+            self.counts.messages += taken
+            self._heard(now)
+            if standing.reported is not None or self._aside or self._refused_at is not None:
+                standing.report(self.reason)
+        return taken
+
+    def _small(self, payload: bytes) -> bool:
+        """Take in a batch of which `Ledger.store` knows less; False if it is for `take_in`."""
+        try:
+            batch = decode_batch(payload)
+        except WireError:
+            return False
+        if AllBlocksCleared in map(type, batch.events):
+            return False  # there will be memory to return
+        for _ in self._ledger.apply(batch):
+            pass
+        self._count_unknown(batch)
+        return True
+
+    async def take_in(self, message: EventMessage, digest: int) -> bool:
+        """Take in one batch; False, and nothing of it is believed, if it cannot be read."""
+        epoch, cleared, refused = self.epoch, self._ledger.counts.cleared, self._ledger.counts.refused
+        pieces: list[Piece] = []
+        first: EventBatch | None = None
+        try:
+            # All of it is read before anything is believed, but not kept: what is decoded of a burst would
+            # keep the garbage collector busy.
+            for piece in split_batch(message.payload):
+                if piece is not None:
+                    if not piece.is_checked:
+                        batch = decode_batch(piece.payload)
+                        if not pieces:
+                            first = batch
+                    pieces.append(piece)
+                await self.breathe()
+        except WireError:
+            self.counts.unreadable += 1
+            return False
+        if epoch != self.epoch:
+            return True
+        for piece in pieces:
+            batch, first = first or decode_batch(piece.payload), None
+            if not piece.continues:
+                self._count_unknown(batch)
+                self.counts.undivided += piece.is_whole
+            for _ in self._ledger.apply(batch, from_root=piece.from_root):
+                await self.breathe()
+                if epoch != self.epoch:
+                    return True
+        self.counts.messages += 1
+        self._heard(self._clock.now())
+        self._applied(message.seq, digest, cleared, refused)
+        await self.breathe()
+        return True
+
+    def _heard(self, now: float) -> None:
+        self.last_message = now
+        self.standing.silence.heard(now)
+
+    def _applied(self, seq: int, digest: int, cleared: int, refused: int) -> None:
+        """A batch has been taken in; `cleared` and `refused` are the ledger's counts as of before it."""
+        if self._ledger.counts.refused > refused:
+            self._refused_at = self._computed
+        elif self._refused_at is not None:
+            self._made_up_for_refusals()
+        if self._ledger.counts.cleared > cleared:
+            self.standing.fresh()
+            self.sequence.applied(seq, digest, cleared=True)
+            if self._ledger.counts.refused == refused:
+                self._refused_at = None
+        else:
+            self.sequence.applied(seq, digest)
+        if self.sequence.whole:
+            self.was_whole = True
+        else:
+            self._turned_over()
+
+    def _count_unknown(self, batch: EventBatch) -> None:
+        self.counts.unknown_events += batch.unknown_events
+        self.counts.unknown_fields += batch.unknown_fields
+
+    def _turned_over(self) -> None:
+        """A lost history ends when as many blocks have been computed as the worker has: the least recently
+        used ones make room. What is still held of it has been hit since, and then its continuation is set
+        aside."""
+        pool = self._pool_blocks()
+        if pool is not None and self._computed - self._computed_before >= pool:
+            self.heal()
+
+    def _made_up_for_refusals(self) -> None:
+        """Blocks that were refused are gone by the same rule, or were announced again."""
+        pool, refused_at = self._pool_blocks(), self._refused_at
+        if pool is not None and refused_at is not None and self._computed - refused_at >= pool:
+            self._refused_at = None
+
+    # What is no more believed, and what is again
+
+    def begin_anew(self) -> None:
+        """The stream is another one."""
+        self.epoch += 1
+        self.give_up_history()
+
+    def give_up_history(self) -> None:
+        """Believe nothing; the stream is to be read from its start."""
+        self.forget()
+        self.sequence.reset()
+
+    def lose(self, next_seq: int) -> None:
+        """What lies before `next_seq` cannot be had any more."""
+        self.counts.losses += 1
+        log.warning("KV events of %s: a gap cannot be filled: its map is dropped", self._name)
+        self.forget()
+        self.sequence.lost(next_seq)
+        self.failures = 0
+
+    def forget(self) -> None:
+        """Believe nothing of what was taken in."""
+        self._ledger.drop()
+        self.standing.fresh()
+        self._computed_before = self._computed
+        self._refused_at = None
+
+    def heal(self) -> None:
+        """What lost events had announced was announced again, or is gone."""
+        self.sequence.heal()
+        self.counts.healed += 1
+
+    def resumed(self) -> None:
+        """What another process knew has been believed again."""
+        if self._ledger.counts.refused:
+            self._refused_at = self._computed
+        self.counts.resumed += 1
+
+    def repetition_asked(self, blocks: int) -> None:
+        """As many may be announced again: they take no room that they do not have already."""
+        self._computed_before += blocks
+
+    async def breathe(self) -> None:
+        """Let others run if all streams together have had their slice of this turn."""
+        if self._turns.are_over():
+            await self._turns.next()

@@ -1,0 +1,181 @@
+"""Who sees that something has come: the loop while that is seldom, whoever looks while it is often."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from kvroute.events.arrivals import PAUSE_S, Arrivals
+from kvroute.events.turns import Turns
+
+Until = Callable[[Callable[[], bool]], Any]
+
+
+class SetClock:
+    def __init__(self) -> None:
+        self.time = 100.0
+
+    def now(self) -> float:
+        return self.time
+
+
+class Stream:
+    """One end of a pair; what is sent to it is taken in when its reader is called. Mutable: what came."""
+
+    def __init__(self, arrivals: Arrivals, clock: SetClock) -> None:
+        self.far, self.near = socket.socketpair()
+        self.near.setblocking(False)
+        self.came = b""
+        self.reads = 0
+        self.at_most, self.takes_s = 100, 0.0
+        self._arrivals, self._clock = arrivals, clock
+        arrivals.add(self.near.fileno(), self.read)
+
+    def read(self, until: float) -> bool | None:
+        self.reads += 1
+        self._clock.time += self.takes_s
+        try:
+            data = self.near.recv(self.at_most)
+        except BlockingIOError:
+            return None
+        self.came += data
+        return len(data) == self.at_most
+
+    def close(self) -> None:
+        self._arrivals.remove(self.near.fileno())
+        self.near.close()
+        self.far.close()
+
+
+class Setup:
+    def __init__(self) -> None:
+        self.clock: Any = SetClock()
+        self.arrivals = Arrivals(self.clock, 0.5, Turns(self.clock, 0.5))
+        self.streams = [Stream(self.arrivals, self.clock) for _ in range(3)]
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether the loop looks for itself."""
+        return self.arrivals._timer is None
+
+    async def busy(self, until: Until) -> None:
+        """Something has come twice within a moment."""
+        first = self.streams[0]
+        for number in range(2):
+            first.far.send(b"x")
+            await until(lambda number=number: len(first.came) > number)
+        first.came = b""
+        assert not self.is_watched
+
+
+@pytest.fixture
+async def setup() -> Any:
+    made = Setup()
+    yield made
+    for stream in made.streams:
+        stream.close()
+
+
+async def test_what_comes_seldom_is_read_as_it_comes(setup: Setup, until: Until) -> None:
+    for stream in setup.streams:
+        stream.far.send(b"x")
+        await until(lambda stream=stream: stream.came == b"x")
+        assert setup.is_watched
+        setup.clock.time += PAUSE_S
+
+
+async def test_what_comes_often_is_read_when_somebody_looks(setup: Setup, until: Until) -> None:
+    await setup.busy(until)
+    for stream in setup.streams:
+        stream.far.send(b"y")
+    setup.arrivals.look()
+    assert [stream.came for stream in setup.streams] == [b"y"] * 3
+
+
+async def test_what_comes_often_is_read_soon_though_nobody_looks(setup: Setup, until: Until) -> None:
+    await setup.busy(until)
+    setup.streams[1].far.send(b"y")
+    await until(lambda: setup.streams[1].came == b"y")
+
+
+async def test_the_loop_watches_again_when_nothing_comes_any_more(setup: Setup, until: Until) -> None:
+    await setup.busy(until)
+    await until(lambda: setup.is_watched)
+    setup.clock.time += PAUSE_S
+
+    setup.streams[2].far.send(b"y")
+
+    await until(lambda: setup.streams[2].came == b"y")
+    assert setup.is_watched
+
+
+async def test_looking_where_nothing_has_come_reads_nothing(setup: Setup, until: Until) -> None:
+    await setup.busy(until)
+    before = [stream.reads for stream in setup.streams]
+    setup.arrivals.look()
+    assert [stream.reads for stream in setup.streams] == before
+
+
+async def test_a_look_takes_no_longer_than_a_slice_and_the_loop_does_the_rest(
+    setup: Setup, until: Until
+) -> None:
+    await setup.busy(until)
+    for stream in setup.streams:
+        stream.far.send(b"y")
+        stream.takes_s = 0.0003
+
+    setup.arrivals.look()
+
+    assert [stream.came for stream in setup.streams] == [b"y", b"y", b""]
+    setup.arrivals.look()  # no more of it before the loop has been through
+    assert setup.streams[2].came == b""
+    await until(lambda: setup.streams[2].came == b"y")
+    setup.streams[0].far.send(b"z")
+    await until(lambda: setup.streams[0].came == b"yz")
+
+
+async def test_much_of_one_stream_is_read_in_the_turns_of_the_loop(setup: Setup, until: Until) -> None:
+    await setup.busy(until)
+    first = setup.streams[0]
+    first.far.send(b"y" * 1000)
+
+    setup.arrivals.look()
+
+    assert len(first.came) == 100
+    assert setup.is_watched
+    await until(lambda: len(first.came) == 1000)
+
+
+async def test_streams_come_and_go_whoever_watches(setup: Setup, until: Until) -> None:
+    await setup.busy(until)
+    late = Stream(setup.arrivals, setup.clock)
+    late.far.send(b"y")
+    setup.arrivals.look()
+    assert late.came == b"y"
+    setup.streams[0].far.send(b"y")
+    setup.streams[0].close()
+    setup.arrivals.look()
+
+    late.close()
+    for stream in setup.streams:
+        stream.close()
+
+    assert setup.is_watched
+    setup.arrivals.look()
+    setup.streams = [Stream(setup.arrivals, setup.clock)]
+    setup.streams[0].far.send(b"z")
+    await until(lambda: setup.streams[0].came == b"z")
+
+
+async def test_one_that_leaves_while_others_are_read_is_left_alone(setup: Setup, until: Until) -> None:
+    await setup.busy(until)
+    first, second, _ = setup.streams
+    first.far.send(b"y")
+    second.far.send(b"y")
+    read, setup.arrivals._reads[first.near.fileno()] = first.read, lambda _: bool(second.close())
+    setup.arrivals.look()
+    assert second.came == b""
+    setup.arrivals._reads[first.near.fileno()] = read

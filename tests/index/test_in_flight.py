@@ -1,0 +1,118 @@
+"""What is in flight answers as a plain list of prompts per slot would."""
+
+from __future__ import annotations
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from kvroute.blocks.keys import BlockKey
+from kvroute.blocks.tokens import KEY_TOKENS, token_keys
+from kvroute.index.in_flight import Flight, InFlight
+
+PATHS = st.lists(st.integers(0, 1), max_size=12)
+SLOTS = st.integers(0, 2)
+
+
+def chain(path: list[int]) -> list[BlockKey]:
+    return token_keys([number for number in path for _ in range(KEY_TOKENS)], 0)
+
+
+def common(one: list[BlockKey], other: list[BlockKey]) -> int:
+    return next(
+        (place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b),
+        min(len(one), len(other)),
+    )
+
+
+class InFlightAgainstLists(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.in_flight = InFlight()
+        self.flights: list[tuple[Flight, int, list[BlockKey]]] = []
+        self.of_forgotten: list[Flight] = []
+        self.ended: list[tuple[int, list[BlockKey]]] = []
+
+    @rule(slot=SLOTS, path=PATHS)
+    def acquire(self, slot: int, path: list[int]) -> None:
+        keys = chain(path)
+        self.flights.append((self.in_flight.acquire(slot, keys), slot, keys))
+
+    @rule(number=st.integers(0, 100), twice=st.booleans())
+    def release(self, number: int, twice: bool) -> None:
+        if self.flights:
+            flight, slot, keys = self.flights.pop(number % len(self.flights))
+            flight.release()
+            self.ended.append((slot, keys))
+            if twice:
+                flight.release()
+
+    @rule()
+    def settle(self) -> None:
+        self.in_flight.settle()
+        self.ended.clear()
+
+    @rule(slot=SLOTS)
+    def forget(self, slot: int) -> None:
+        self.in_flight.forget(slot)
+        self.of_forgotten += [flight for flight, of, _ in self.flights if of == slot]
+        self.flights = [each for each in self.flights if each[1] != slot]
+        self.ended = [each for each in self.ended if each[0] != slot]
+
+    @rule()
+    def release_what_was_forgotten(self) -> None:
+        """The number may be another's by then."""
+        for flight in self.of_forgotten:
+            flight.release()
+        self.of_forgotten.clear()
+
+    @rule(path=PATHS)
+    def match(self, path: list[int]) -> None:
+        keys, expected = chain(path), dict[int, int]()
+        for slot, others in [*self.ended, *((slot, others) for _, slot, others in self.flights)]:
+            if shared := common(keys, others):
+                expected[slot] = max(shared, expected.get(slot, 0))
+
+        found, goes_on = self.in_flight.match(keys)
+
+        assert found == expected
+        assert goes_on or not any(
+            others and len(keys) > len(others) == common(keys, others) for _, others in self.ended
+        )
+        if not self.in_flight.ended:
+            assert not goes_on
+
+    @invariant()
+    def keeps_only_what_is_in_flight(self) -> None:
+        blocks = {key for _, keys in self.ended for key in keys}
+        blocks |= {key for _, _, keys in self.flights for key in keys}
+        assert len(self.in_flight) <= len(blocks)
+
+
+TestInFlightAgainstLists = InFlightAgainstLists.TestCase
+TestInFlightAgainstLists.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+
+
+def test_a_finished_prompt_stays_until_what_was_announced_has_been_read() -> None:
+    in_flight, keys = InFlight(), chain([1, 2, 3])
+    flight = in_flight.acquire(7, keys)
+
+    flight.first_token(1.0, True)
+    assert in_flight.match(chain([1, 2, 3, 4])) == ({7: 3}, False)
+
+    flight.finish(2.0)
+    assert in_flight.match(chain([1, 2, 3, 4])) == ({7: 3}, True)
+    assert in_flight.match(keys) == ({7: 3}, False)  # there is no more of it to be known
+    assert in_flight.match(chain([1, 2, 4])) == ({7: 2}, False)
+
+    in_flight.settle()
+    assert in_flight.match(keys) == ({}, False)
+    assert len(in_flight) == 0
+
+
+def test_where_nobody_settles_only_so_many_finished_prompts_stay() -> None:
+    in_flight, keys = InFlight(), chain([1])
+    for _ in range(5000):
+        in_flight.acquire(0, keys).release()
+
+    assert len(in_flight.ended) <= 4096
