@@ -42,6 +42,14 @@ class CountsConnections(HttpToolsProtocol):
         self.number = 1
 
 
-@pytest.mark.parametrize("changed", [NoBegin, OtherCycle, NoTimer, StaysOpen, Forgetful, CountsConnections])
+class KeepsMore(HttpToolsProtocol):
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.seen: list[bytes] = []
+
+
+@pytest.mark.parametrize(
+    "changed", [NoBegin, OtherCycle, NoTimer, StaysOpen, Forgetful, CountsConnections, KeepsMore]
+)
 def test_a_uvicorn_that_works_otherwise_is_found_out(changed):
     assert fast_lane_trouble(changed)

@@ -7,6 +7,7 @@ import pytest
 from uvicorn.config import Config
 from uvicorn.server import ServerState
 
+from kvroute.gateway.beginning import Beginning
 from kvroute.gateway.fastlane import FastLaneProtocol
 from kvroute.gateway.plain import PlainRequests
 from kvroute.openai.endpoints import ENDPOINTS
@@ -64,7 +65,7 @@ async def lane():
 
     plane = Plane()
     requests = PlainRequests(ENDPOINTS.values(), hidden_fields=frozenset(), added_fields=b"")
-    bound = type("Bound", (FastLaneProtocol,), {"plane": plane, "plain": requests})
+    bound = type("Bound", (FastLaneProtocol,), {"plane": plane, "plain": requests, "beginning": Beginning()})
     config = Config(application, http=bound, ws="none", lifespan="off", log_config=None)
     config.load()
     for _ in range(20):

@@ -28,8 +28,8 @@ from kvroute.gateway.asgi import (
     read_body,
 )
 from kvroute.gateway.downstream import AsgiAnswer, Downstream
-from kvroute.gateway.exchange import CLIENT_LEFT, Collaborators, Exchange, refuse
-from kvroute.gateway.failures import InternalError
+from kvroute.gateway.exchange import CLIENT_LEFT, Collaborators, Exchange
+from kvroute.gateway.failures import InternalError, refuse
 from kvroute.gateway.journal import Record
 from kvroute.gateway.pending import Going, Pending
 from kvroute.gateway.planner import Plan, Planner

@@ -28,17 +28,16 @@ from kvroute.errors import (
     WorkerUnreachable,
 )
 from kvroute.fleet.health import HealthMonitor
-from kvroute.gateway.asgi import Headers, header
+from kvroute.gateway.asgi import header
 from kvroute.gateway.attribution import Attribution
 from kvroute.gateway.audit import PredictionAudit
 from kvroute.gateway.downstream import Downstream
-from kvroute.gateway.failures import InternalError, answer_error, error_event
+from kvroute.gateway.failures import InternalError, error_event, refuse
 from kvroute.gateway.journal import Journal, Record
 from kvroute.gateway.planner import Plan
 from kvroute.gateway.stored import ResponseOwners, response_id_in
 from kvroute.gateway.usage import usage_in
 from kvroute.metrics import Metrics, Spread
-from kvroute.openai.endpoints import ErrorShape
 from kvroute.routing.decision import Candidate, RouteQuery
 from kvroute.routing.router import Dispatch, Router
 from kvroute.tokens.estimate import TokenEstimator
@@ -185,11 +184,12 @@ class Exchange(Struct, eq=False):
         candidate = self._candidate = decision.ranking[tried]
         # The first attempt is dispatched at the moment for which it was planned.
         now = use.now() if tried else query.now
-        self._dispatch = use.router.dispatch(query, decision, candidate, now)
         record.worker = candidate.worker.spec.id
         record.matched_tokens = candidate.matched_tokens
         record.attempts = tried + 1
+        # The worker reads while it is accounted here; the next decision comes after both.
         self._submit(candidate)
+        self._dispatch = use.router.dispatch(query, decision, candidate, now)
         if use.sent is not None:
             use.sent(query, candidate)
 
@@ -203,7 +203,7 @@ class Exchange(Struct, eq=False):
             head = transport.heads.head(plan.method, plan.target, fields, self._record.request_id, len(body))
         except ValueError as error:
             raise InvalidRequest(f"The request cannot be forwarded: {error}.") from error
-        self._response = transport.submit(head, body, self, fresh)
+        self._response = transport.submit(head, body, self, fresh, plan.query.streamed)
 
     def _give_back(self, now: float) -> None:
         """The attempt is over."""
@@ -287,39 +287,49 @@ class Exchange(Struct, eq=False):
         own = use.attribution.lines(candidate, decision)
         fields = b"%bx-request-id: %b\r\n%b" % (fields, record.request_id, own)
         self._is_started = True
-        if is_event_stream:
-            self._start_events(decision.strategy, now)
+        self._is_event_stream = is_event_stream
+        client = self._client
         if response.is_over and response.error is None:
             parts = response.parts
             whole = parts[0] if len(parts) == 1 else b"".join(parts)
-            self._client.answer(status, fields, whole, is_sized)
+            client.answer(status, fields, whole, is_sized)
+            if is_event_stream:
+                self._first_token(now)
             if status == 200:
                 self._learn(candidate, b"", unframed(whole) if is_event_stream else whole)
             self._end(now)
         else:
-            self._client.start_relayed(status, fields, is_sized=is_sized)
-            self._relay(is_first=True)
-            if is_event_stream and not self.is_over:
-                self._write_framed = write = self._client.framed_writer()
+            client.start_relayed(status, fields, is_sized=is_sized)
+            self._last = chunk = response.take()
+            client.write(chunk)
+            if is_event_stream:
+                self._first_token(now)
+            if response.error is not None:
+                self._broken(response.error)
+                return
+            if client.is_paused:
+                response.hold()
+            if is_event_stream:
+                self._write_framed = write = client.framed_writer()
                 if write is not None:
                     response.take_framed = self._take_framed
 
-    def _start_events(self, strategy: str, now: float) -> None:
-        """The first event is the first token."""
-        self._is_event_stream = True
+    def _first_token(self, now: float) -> None:
+        """The first event was the first token."""
         if self._dispatch is not None:
             self._dispatch.first_token(now)
-        self._gaps = self._use.metrics.gaps(self._plan.model, self._record.worker, strategy)
+        plan = self._plan
+        self._gaps = self._use.metrics.gaps(plan.model, self._record.worker, plan.decision.strategy)
         self._last_chunk_at = now
 
-    def _relay(self, *, is_first: bool = False) -> None:
-        """Pass on what has arrived."""
+    def _relay(self) -> None:
+        """Pass on what has arrived since the first bytes."""
         response = self._response
         assert response is not None
         client, chunk = self._client, response.take()
         if chunk:
             self._before_last, self._last = self._last, chunk
-            if not is_first and self._gaps is not None:
+            if self._gaps is not None:
                 now = self._use.now()
                 self._gaps.observe(now - self._last_chunk_at)
                 self._last_chunk_at = now
@@ -387,14 +397,3 @@ class Exchange(Struct, eq=False):
         self._give_back(now)
         use.journal.finished(self._record, now)
         ended(self)
-
-
-def refuse(
-    metrics: Metrics, record: Record, error: GatewayError, client: Downstream, shape: ErrorShape
-) -> None:
-    """Answer with the gateway's own error and note it in `record`."""
-    record.status = error.status
-    record.error = record.error or error.error_code or error.type
-    metrics.rejected.labels(error.error_code or error.type).inc()
-    added: Headers = [(b"x-request-id", record.request_id)]
-    answer_error(client, error, added, shape)

@@ -7,6 +7,8 @@ import json
 from kvroute.errors import GatewayError
 from kvroute.gateway.asgi import Headers
 from kvroute.gateway.downstream import Downstream
+from kvroute.gateway.journal import Record
+from kvroute.metrics import Metrics
 from kvroute.openai.endpoints import ErrorShape
 
 
@@ -59,3 +61,14 @@ def answer_error(
         headers.append((b"www-authenticate", b"Bearer"))
     client.start(error.status, headers)
     client.finish(body)
+
+
+def refuse(
+    metrics: Metrics, record: Record, error: GatewayError, client: Downstream, shape: ErrorShape
+) -> None:
+    """Answer with the gateway's own error and note it in `record`."""
+    record.status = error.status
+    record.error = record.error or error.error_code or error.type
+    metrics.rejected.labels(error.error_code or error.type).inc()
+    added: Headers = [(b"x-request-id", record.request_id)]
+    answer_error(client, error, added, shape)

@@ -20,6 +20,7 @@ from uvicorn.server import ServerState
 
 from kvroute.errors import GatewayError
 from kvroute.gateway.asgi import Headers
+from kvroute.gateway.beginning import Beginning
 from kvroute.gateway.dataplane import DataPlane, left
 from kvroute.gateway.journal import Record
 from kvroute.gateway.kinds import PlainRequest
@@ -52,7 +53,8 @@ def fast_lane(plane: DataPlane) -> type[FastLaneProtocol]:
     requests = PlainRequests(
         ENDPOINTS.values(), hidden_fields=plane.hidden_fields, added_fields=plane.added_fields
     )
-    return type("BoundFastLane", (FastLaneProtocol,), {"plane": plane, "plain": requests})
+    members = {"plane": plane, "plain": requests, "beginning": Beginning()}
+    return type("BoundFastLane", (FastLaneProtocol,), members)
 
 
 class FastLaneProtocol(HttpToolsProtocol):
@@ -67,6 +69,7 @@ class FastLaneProtocol(HttpToolsProtocol):
 
     plane: ClassVar[DataPlane]
     plain: ClassVar[PlainRequests]
+    beginning: ClassVar[Beginning]
 
     def __init__(
         self,
@@ -75,9 +78,15 @@ class FastLaneProtocol(HttpToolsProtocol):
         app_state: dict[str, Any],
         _loop: AbstractEventLoop | None = None,
     ) -> None:
+        known = self.beginning.members(config, server_state, app_state, _loop)
+        if known:
+            self.__dict__.update(known)
+            return
         super().__init__(config, server_state, app_state, _loop)
         self._plane, self._plain = self.plane, self.plain  # a class's own are found slowly
         self._lane = _FREE
+        self._is_set_up = False
+        """uvicorn has what it needs to read from this connection."""
         self._is_shared = False
         """uvicorn had a request on this connection."""
         self._is_within_message = False
@@ -97,16 +106,17 @@ class FastLaneProtocol(HttpToolsProtocol):
         self._head = b""
         self._is_chunked = False
         self._ahead = b""
+        self.beginning.learn(vars(self), config, server_state, app_state, _loop)
+        self._is_set_up = True
 
     # What the socket tells.
 
     def connection_made(self, transport: BaseTransport) -> None:
-        """As uvicorn does, but for the addresses: they take seven system calls, and only requests that the
-        lane leaves to uvicorn ask for them."""
+        """As uvicorn does, but for the scheme and the addresses: these take seven system calls, and only
+        requests that the lane leaves to uvicorn ask for them."""
         self.connections.add(self)
         self.transport = opened = cast(Transport, transport)
         self.flow = FlowControl(opened)
-        self.scheme = "https" if is_ssl(opened) else "http"
 
     def data_received(self, data: bytes) -> None:
         if self._lane is _FREE:
@@ -114,12 +124,22 @@ class FastLaneProtocol(HttpToolsProtocol):
             if not self._take(data):
                 if self._idle is not None:
                     self._idle.clear()
-                super().data_received(data)
+                self._leave_to_uvicorn(data)
         elif self._lane is _COLLECTING:
             self._collect(data)
         else:
             self._ahead += data
             self.flow.pause_reading()
+
+    def _leave_to_uvicorn(self, data: bytes) -> None:
+        """What comes is no request of the lane's. Only from here on uvicorn needs what it makes for each
+        connection."""
+        if not self._is_set_up:
+            self._is_set_up = True
+            opened, flow = self.transport, self.flow
+            super().__init__(self.config, self.server_state, self.app_state, self.loop)
+            self.transport, self.flow = opened, flow
+        super().data_received(data)
 
     def connection_lost(self, exc: Exception | None) -> None:
         lane, exchange, record = self._lane, self._exchange, self._record
@@ -155,6 +175,7 @@ class FastLaneProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         if not self._is_shared:
             self.server, self.client = get_local_addr(self.transport), get_remote_addr(self.transport)
+            self.scheme = "https" if is_ssl(self.transport) else "http"
         self._is_shared = self._is_within_message = True
         super().on_message_begin()
 
@@ -220,7 +241,7 @@ class FastLaneProtocol(HttpToolsProtocol):
         if self._missing_bytes < 0:
             self._lane = _FREE
             for segment in segments:
-                super().data_received(segment)
+                self._leave_to_uvicorn(segment)
             return
         plane = self._plane
         record.started = plane.clock.now()
@@ -327,6 +348,7 @@ class FastLaneProtocol(HttpToolsProtocol):
         self.transport.close()
 
     def _send(self, data: bytes) -> None:
+        self._plane.outbox.flush()  # whoever reads it is woken now, and what is left to do here takes time
         head = self._head
         if head:
             self._head = b""

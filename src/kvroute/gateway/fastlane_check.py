@@ -14,6 +14,8 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.server import ServerState
 
+from kvroute.gateway.beginning import ITS_OWN
+
 _OF_A_CONNECTION = {"transport", "flow", "server", "client", "scheme"}
 """What uvicorn's `connection_made` sets, which the lane's own does in its place."""
 
@@ -50,6 +52,10 @@ def _play(protocol_class: type[HttpToolsProtocol]) -> str:
     config.load()
     protocol: Any = Probe(config, state, {}, cast(asyncio.AbstractEventLoop, loop))
     before = dict(vars(protocol))
+    another = vars(Probe(config, state, protocol.app_state, cast(asyncio.AbstractEventLoop, loop)))
+    differing = {name for name, value in another.items() if before.get(name, another) is not value}
+    if another.keys() != before.keys() or not differing <= ITS_OWN:
+        return "makes connections in a way of its own"
     protocol.connection_made(transport)
     changed = {name for name, value in vars(protocol).items() if before.get(name, before) is not value}
     if not changed <= _OF_A_CONNECTION:

@@ -127,11 +127,14 @@ class Planner:
         prompts = prompts_of(request) if needs is _PROMPT or needs is _TOKENS else ()
         if request.cache_salt is not None and (salt := cache_salt_of(request)):
             space = CacheSpace(model, salt)
-        if prepared is None and len(prompts) == 1:  # what `_query` does, for what most requests are
+        exact = () if prepared is None else prepared.prompts
+        if len(prompts) == 1 and (prepared is None or len(exact) == 1):  # as `_query`, for most requests
             prompt, seed = prompts[0], space.seed
             keys = self._estimator.prompt_keys(prompt, space)
+            if exact:
+                keys = _measured(keys, prompt, exact[0])
             fingerprint = seed ^ _fingerprint(prompt, keys, seed)
-            query = RouteQuery(model, now, (keys,), keys.tokens, session, request.stream, fingerprint)
+            query = RouteQuery(model, now, (keys,), keys.tokens, session, request.stream, fingerprint, exact)
         else:
             query = self._query(request, space, now, prompts, session, prepared)
         decision = None

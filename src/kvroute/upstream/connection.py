@@ -66,6 +66,7 @@ class UpstreamConnection(asyncio.Protocol):
         "_plain",
         "_reason",
         "_send",
+        "_send_soon",
         "_transport",
         "_unread_limit",
         "_until_eof",
@@ -97,6 +98,7 @@ class UpstreamConnection(asyncio.Protocol):
         self._owner = owner
         self._plain = plain or PlainAnswers()
         self._send = send_at_once if outbox is None else outbox.send
+        self._send_soon = send_at_once if outbox is None else outbox.send_soon
         self._chunk_bytes = self._plain.chunk_bytes
         self._origin = origin
         self._unread_limit = read_buffer_bytes
@@ -128,9 +130,10 @@ class UpstreamConnection(asyncio.Protocol):
         response: UpstreamResponse,
         timeout_s: float = 0.0,
         is_head_request: bool = False,
+        is_streamed: bool = False,
     ) -> None:
         """Write a request; its answer fills `response`, and begins within `timeout_s`, 0 for ever. Needs an
-        open connection without an exchange."""
+        open connection without an exchange. `is_streamed` as in `Outbox.send_soon`."""
         transport = self._transport
         if transport is None or not self.is_open or self._exchange is not None:
             raise RuntimeError("the connection is closed or in use")
@@ -151,10 +154,11 @@ class UpstreamConnection(asyncio.Protocol):
             self._is_plain_stream = self._done = self._keeps_alive = self._until_eof = False
             self._body = None
             self._head_read_bytes = self._header_bytes = 0
+        send = self._send_soon if is_streamed else self._send
         if len(body) <= _JOIN_BODY_BYTES:
-            self._send(transport, head + body)
+            send(transport, head + body)
         else:
-            self._send(transport, head, body)
+            send(transport, head, body)
 
     def abort_exchange(self) -> None:
         """Give the answer under way up and close the socket."""

@@ -122,26 +122,33 @@ class WorkerTransport(httpx.AsyncBaseTransport):
         return response
 
     def submit(
-        self, head: bytes, body: bytes, listener: AnswerListener, fresh: bool = False
+        self,
+        head: bytes,
+        body: bytes,
+        listener: AnswerListener,
+        fresh: bool = False,
+        is_streamed: bool = False,
     ) -> UpstreamResponse:
         """Send one request without waiting for anything: `listener` hears of its answer or its failure.
 
-        For the data plane. `head` is complete (see `heads`), the request is no HEAD. The
-        option's deadlines apply; errors, `fresh` and who ends the response are as in `send`. The
-        listener is not called before this returns.
+        For the data plane. `head` is complete (see `heads`), the request is no HEAD, and `is_streamed` says
+        that it asks for a stream. The option's deadlines apply; errors, `fresh` and who ends the response
+        are as in `send`. The listener is not called before this returns.
         """
         response = UpstreamResponse(self._idle_timeout_s, listener)
         connection = None if fresh else self._pool.take_idle()
         if connection is not None:
-            connection.start(head, body, response, self._first_byte_timeout_s)
+            connection.start(head, body, response, self._first_byte_timeout_s, False, is_streamed)
             return response
-        opening = asyncio.create_task(self._open(head, body, response, fresh))
+        opening = asyncio.create_task(self._open(head, body, response, fresh, is_streamed))
         self._openings.add(opening)
         opening.add_done_callback(self._openings.discard)
         response.opens(opening)
         return response
 
-    async def _open(self, head: bytes, body: bytes, response: UpstreamResponse, fresh: bool) -> None:
+    async def _open(
+        self, head: bytes, body: bytes, response: UpstreamResponse, fresh: bool, is_streamed: bool
+    ) -> None:
         try:
             connection = await self._pool.acquire(
                 connect_timeout_s=self._options.connect_timeout_s, fresh=fresh
@@ -153,7 +160,7 @@ class WorkerTransport(httpx.AsyncBaseTransport):
             response.end(ConnectRefused(f"{self.origin}: {type(error).__name__}"))
         else:
             response.opens(None)
-            connection.start(head, body, response, self._first_byte_timeout_s)
+            connection.start(head, body, response, self._first_byte_timeout_s, False, is_streamed)
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         """httpx's contract. A streamed request body is read whole first. Raises httpx's exceptions.
