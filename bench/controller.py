@@ -64,7 +64,7 @@ def process(argv: list[str], env: dict[str, str]) -> Iterator[subprocess.Popen[b
 async def serve(addresses: dict[str, str], report: Path) -> None:
     """Be our controller; write down ten times a second how much was taken in."""
     index, clock = ChunkIndex(), SystemClock()
-    options = ControllerOptions(**addresses)
+    options = ControllerOptions.model_validate(addresses)
     controller = Controller(index, clock, options)
     for slot in range(INSTANCES):
         controller.follow(slot, f"instance_p0_{slot}")

@@ -32,7 +32,7 @@ from kvroute.blocks.tokens import Tier, token_keys
 from kvroute.events.ledger import Ledger
 from kvroute.index import snapshot as snapshots
 from kvroute.index.prefix_index import Holder, PrefixIndex
-from kvroute.wire.events import BlockRemoved, BlockStored, EventBatch, KvEvent
+from kvroute.wire.events import BlockRemoved, BlockStored, EventBatch, ExternalBlockHash, KvEvent
 from kvroute.wire.splitting import split_batch
 from kvroute.wire.vllm import DIALECTS, decode_batch
 
@@ -61,7 +61,7 @@ def ingest(blocks: int) -> dict[str, float]:
     decoding: list[bytes] = []
     evictions: list[bytes] = []
     for _ in range(blocks // 128):
-        names = [rng.getrandbits(64) for _ in range(128)]
+        names: list[ExternalBlockHash] = [rng.getrandbits(64) for _ in range(128)]
         tokens = ids(rng, 128 * 16)
         prompts.append(encode(1.0, [BlockStored(names[:64], None, tokens[:1024], 16, medium="GPU")], 0))
         steps: list[KvEvent] = [
@@ -110,7 +110,7 @@ def slices() -> dict[str, float]:
         )
 
     def prompt(tokens: int) -> list[KvEvent]:
-        names = [rng.getrandbits(64) for _ in range(tokens // 16)]
+        names: list[ExternalBlockHash] = [rng.getrandbits(64) for _ in range(tokens // 16)]
         return [BlockStored(names, None, ids(rng, tokens), 16)]
 
     gone: list[KvEvent] = [BlockRemoved([name]) for name in range(8192)]
@@ -157,7 +157,7 @@ def snapshot(blocks: int) -> dict[str, float]:
     rng = random.Random(5)
     ledger = Ledger(PrefixIndex(), 0)
     for _ in range(blocks // 64):
-        names = [rng.getrandbits(64) for _ in range(64)]
+        names: list[ExternalBlockHash] = [rng.getrandbits(64) for _ in range(64)]
         for _ in ledger.apply(EventBatch(1.0, [BlockStored(names, None, ids(rng, 1024), 16)], 0, "map")):
             pass
     frames, longest, start = [], 0.0, time.process_time()
@@ -254,7 +254,7 @@ def memory(blocks: int) -> dict[str, float]:
     index = PrefixIndex()
     ledgers = [Ledger(index, slot) for slot in range(8)]
     for number in range(blocks // 64):
-        names = [rng.getrandbits(64) for _ in range(64)]
+        names: list[ExternalBlockHash] = [rng.getrandbits(64) for _ in range(64)]
         batch = decode_batch(encode(1.0, [BlockStored(names, None, ids(rng, 1024), 16)], 0))
         for _ in ledgers[number % 8].apply(batch):
             pass

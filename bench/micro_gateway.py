@@ -18,6 +18,7 @@ import random
 import sys
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import uvicorn
@@ -92,7 +93,7 @@ class Bench:
             connection = UpstreamConnection(
                 pool, self.loop, origin="bench", read_buffer_bytes=262144, outbox=runtime.plane.outbox
             )
-            connection.connection_made(Socket(lambda data, c=connection: self._to_worker(c, data)))
+            connection.connection_made(Socket(partial(self._to_worker, connection)))
             pool._idle[connection] = None
 
     def _to_client(self, data: bytes) -> None:

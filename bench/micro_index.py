@@ -15,7 +15,7 @@ import json
 import random
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from kvroute.blocks.keys import BlockKey, block_keys
 from kvroute.index.history import RouteHistory
@@ -28,7 +28,7 @@ COMMON = random.Random(0).randbytes(64 * 64)
 """A system prompt that all share: 64 blocks."""
 
 
-def prompt(rng: random.Random, blocks: int) -> list[BlockKey]:
+def prompt(rng: random.Random, blocks: int) -> Sequence[BlockKey]:
     return block_keys(COMMON + rng.randbytes(64 * (blocks - 64)))
 
 
