@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvroute.events.arrivals import PAUSE_S, Arrivals
+from kvroute.events.arrivals import OFTEN, PAUSE_S, Arrivals
 from kvroute.events.turns import Turns
 
 Until = Callable[[Callable[[], bool]], Any]
@@ -62,9 +62,10 @@ class Setup:
         return self.arrivals._timer is None
 
     async def busy(self, until: Until) -> None:
-        """Something has come twice within a moment."""
+        """Something has come as often as it takes within a moment."""
         first = self.streams[0]
-        for number in range(2):
+        for number in range(1 + OFTEN):
+            assert self.is_watched
             first.far.send(b"x")
             await until(lambda number=number: len(first.came) > number)
         first.came = b""

@@ -20,6 +20,10 @@ from kvroute.events.turns import Turns
 PAUSE_S: Final = 0.01
 """The longest that a batch may stay unread while batches come often: with less than that between them."""
 
+OFTEN: Final = 4
+"""Batches with less than `PAUSE_S` between them are often. One request has two or three: to stop watching and
+to begin again costs as much as being woken for three."""
+
 LOOK_S: Final = 0.005
 """As long ago what a decision is made on may have been read, where nothing says that there is more."""
 
@@ -45,6 +49,8 @@ class Arrivals:
         """Those of which something was left: the loop watches them and reads them in its turns."""
         self._looked = self._last = clock.now() - PAUSE_S
         """When something came at last."""
+        self._short = 0
+        """Pauses of less than `PAUSE_S` in a row."""
         self._any = False
         """Something has come since the timer was set."""
 
@@ -111,7 +117,8 @@ class Arrivals:
         if more is None:
             return
         last, self._last = self._last, self.clock.now()
-        if self._last - last < PAUSE_S and not self._behind and self._reads:
+        self._short = self._short + 1 if self._last - last < PAUSE_S else 0
+        if self._short >= OFTEN and not self._behind and self._reads:
             loop = asyncio.get_running_loop()
             for each in self._reads:
                 loop.remove_reader(each)

@@ -30,6 +30,8 @@ log = logging.getLogger(__name__)
 
 _QUICK_BYTES = 2048
 """A batch of at most as many is taken in in one go: about 0.2 ms if it is full of removals."""
+_QUICK_STORE_BYTES = 8192
+"""As many if it only stores: the blocks of about 2,000 tokens, in about 0.2 ms."""
 _FRAMES = 3
 _NUMBER_BYTES = 8
 
@@ -115,14 +117,15 @@ class Intake:
             if len(frames) != _FRAMES:
                 break
             _, number, payload = frames
-            if len(number) != _NUMBER_BYTES or len(payload) > _QUICK_BYTES:
+            if len(number) != _NUMBER_BYTES or len(payload) > _QUICK_STORE_BYTES:
                 break
             seq = int.from_bytes(number)
             if seq != sequence.expected:
                 break
             refused = counts.refused
             events = decode_newest(payload)
-            if (events is None or not ledger.store(events)) and not self._small(payload):
+            is_stored = events is not None and ledger.store(events)
+            if not is_stored and (len(payload) > _QUICK_BYTES or not self._small(payload)):
                 break
             taken += 1
             if counts.refused == refused and sequence.whole and self._refused_at is None:

@@ -14,7 +14,7 @@ from kvroute.logs import RequestLines
 from kvroute.metrics import Metrics
 from kvroute.routing.decision import RouteDecision
 
-_GATHER_S = 0.1
+_GATHER_S = 0.5
 _MOST_WAITING = 256
 """To take them down holds the loop up for 0.7 ms."""
 _MOST_UNCOUNTED = 4096
@@ -51,7 +51,7 @@ class Journal:
     """Writes records. Mutable: those that wait to be counted and written, and the ring of the last decisions;
     touched from the loop only.
 
-    Records are gathered for a tenth of a second, unless somebody asks for figures or decisions before: one
+    Records are gathered for half a second, unless somebody asks for figures or decisions before: one
     write for many requests, and neither counting nor formatting between an answer's last byte and the next
     request. One of 256 costs 2.5 us, one by itself 10.
     """

@@ -1,0 +1,63 @@
+"""Which batches are taken in at once, in the middle of something else."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvroute.clock import SystemClock
+from kvroute.events.intake import Intake
+from kvroute.events.ledger import Ledger
+from kvroute.events.options import KvEventsOptions
+from kvroute.events.turns import Turns
+from kvroute.index.prefix_index import PrefixIndex
+from kvroute.wire.events import BlockRemoved, BlockStored, KvEvent
+from kvroute.wire.vllm import DIALECTS
+
+
+def stored(blocks: int) -> BlockStored:
+    return BlockStored(list(range(1, blocks + 1)), None, list(range(16 * blocks)), 16)
+
+
+@pytest.fixture
+def intake() -> Intake:
+    """A stream that has been read to its end and is empty."""
+    clock = SystemClock()
+    ledger = Ledger(PrefixIndex(), 0)
+    made = Intake("w", ledger, clock, KvEventsOptions(), Turns(clock, 0.5), lambda: None)
+    made.sequence.begin()
+    made.sequence.ended()
+    return made
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+@pytest.mark.parametrize(
+    ("events", "newest_only"),
+    [
+        pytest.param([stored(8), BlockRemoved([3])], False, id="few of any kind"),
+        pytest.param([stored(75)], True, id="the blocks of a turn"),
+    ],
+)
+def test_small_batches_are_taken_in_at_once(
+    intake: Intake, dialect: str, events: list[KvEvent], newest_only: bool
+) -> None:
+    payload = DIALECTS[dialect].encode(1.0, events)
+    frames = (b"", (0).to_bytes(8), payload)
+
+    taken = intake.at_once([frames])
+
+    assert taken == (dialect.startswith("map-") or not newest_only)
+    assert intake.sequence.expected == taken
+
+
+@pytest.mark.parametrize(
+    "events",
+    [
+        pytest.param([stored(200)], id="too many blocks"),
+        pytest.param([stored(75), BlockRemoved([3])], id="many and a removal"),
+    ],
+)
+def test_of_larger_ones_nothing_is_done(intake: Intake, events: list[KvEvent]) -> None:
+    payload = DIALECTS["map-0.30"].encode(1.0, events)
+
+    assert intake.at_once([(b"", (0).to_bytes(8), payload)]) == 0
+    assert (intake.sequence.expected, intake._ledger.counts.stored) == (0, 0)
