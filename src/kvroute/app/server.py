@@ -18,7 +18,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from kvroute import __version__
 from kvroute.app.backlog import Backlog
 from kvroute.app.config import Config
-from kvroute.app.memory import keep_freed_memory
+from kvroute.app.memory import keep_freed_memory, use_huge_pages
 from kvroute.app.runtime import Runtime
 from kvroute.gateway.complete import CompleteProtocol
 from kvroute.gateway.complete_check import complete_trouble
@@ -149,6 +149,8 @@ async def _serve(config: Config, make_part: Callable[[], Part] | None) -> int:
         gc.collect()
         gc.freeze()
         gc.set_threshold(*_GC_THRESHOLDS)
+        if part is None:  # several share what start-up made, as long as nobody moves it
+            log.debug("%d MiB are in huge pages", use_huge_pages() >> 20)
         try:
             await server.serve(part.sockets if part else None)
         except SystemExit:  # uvicorn's word for a socket that cannot be bound; it has logged why
