@@ -85,7 +85,7 @@ async def test_what_comes_seldom_is_read_as_it_comes(setup: Setup, until: Until)
         stream.far.send(b"x")
         await until(lambda stream=stream: stream.came == b"x")
         assert setup.is_watched
-        setup.clock.time += PAUSE_S
+        setup.clock.time += 2 * PAUSE_S
 
 
 async def test_what_comes_often_is_read_when_somebody_looks(setup: Setup, until: Until) -> None:
@@ -105,7 +105,7 @@ async def test_what_comes_often_is_read_soon_though_nobody_looks(setup: Setup, u
 async def test_the_loop_watches_again_when_nothing_comes_any_more(setup: Setup, until: Until) -> None:
     await setup.busy(until)
     await until(lambda: setup.is_watched)
-    setup.clock.time += PAUSE_S
+    setup.clock.time += 2 * PAUSE_S
 
     setup.streams[2].far.send(b"y")
 

@@ -61,3 +61,16 @@ def test_of_larger_ones_nothing_is_done(intake: Intake, events: list[KvEvent]) -
 
     assert intake.at_once([(b"", (0).to_bytes(8), payload)]) == 0
     assert (intake.sequence.expected, intake._ledger.counts.stored) == (0, 0)
+
+
+def test_it_ends_soon_when_time_is_up(intake: Intake) -> None:
+    encode = DIALECTS["map-0.30"].encode
+    messages = [
+        (b"", seq.to_bytes(8), encode(1.0, [BlockStored([seq + 1], seq or None, list(range(16)), 16)]))
+        for seq in range(200)
+    ]
+
+    taken = intake.at_once(messages, until=0.0)
+
+    assert 0 < taken * len(messages[-1][2]) < 4096
+    assert intake.at_once(messages[taken:]) == len(messages) - taken

@@ -12,19 +12,20 @@ from __future__ import annotations
 import asyncio
 import select
 from collections.abc import Callable
+from math import inf
 from typing import Final
 
 from kvroute.clock import Clock
 from kvroute.events.turns import Turns
 
-PAUSE_S: Final = 0.01
+PAUSE_S: Final = 0.02
 """The longest that a batch may stay unread while batches come often: with less than that between them."""
 
 OFTEN: Final = 4
 """Batches with less than `PAUSE_S` between them are often. One request has two or three: to stop watching and
 to begin again costs as much as being woken for three."""
 
-LOOK_S: Final = 0.005
+LOOK_S: Final = 0.01
 """As long ago what a decision is made on may have been read, where nothing says that there is more."""
 
 Read = Callable[[float], bool | None]
@@ -47,7 +48,7 @@ class Arrivals:
         """While it runs the loop watches none of them."""
         self._behind: set[int] = set()
         """Those of which something was left: the loop watches them and reads them in its turns."""
-        self._looked = self._last = clock.now() - PAUSE_S
+        self._looked = self._last = -inf
         """When something came at last."""
         self._short = 0
         """Pauses of less than `PAUSE_S` in a row."""

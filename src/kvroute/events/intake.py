@@ -102,16 +102,16 @@ class Intake:
 
     def at_once(self, messages: Sequence[Frames], until: float = inf) -> int:
         """Take in small batches that follow the ones before, as nearly all do: the first of these messages,
-        and further ones until this time of the clock. Returns how many; of what comes behind them nothing is
-        done."""
+        and further ones until this time of the clock, which is read every 2 KB. Returns how many; of what
+        comes behind them nothing is done."""
         sequence, standing = self.sequence, self.standing
         if not sequence.is_sure or standing.doubt is not None:
             return 0
         ledger, now = self._ledger, self._clock.now()
-        counts, taken = ledger.counts, 0
+        counts, taken, work = ledger.counts, 0, 0
         for frames in messages:
-            if taken:
-                now = self._clock.now()
+            if work >= _QUICK_BYTES:
+                work, now = 0, self._clock.now()
                 if now >= until:
                     break
             if len(frames) != _FRAMES:
@@ -128,6 +128,7 @@ class Intake:
             if not is_stored and (len(payload) > _QUICK_BYTES or not self._small(payload)):
                 break
             taken += 1
+            work += len(payload)
             if counts.refused == refused and sequence.whole and self._refused_at is None:
                 # As `_applied`, without what is for others.
                 sequence.applied(seq, xxh3_64_intdigest(payload))
