@@ -4,7 +4,8 @@
 
 One core is the router's; load (native/load.c) and two workers (native/worker.c) have another one. All
 routers run during the whole bench and take turns: a repeat of a scenario is one run through each of them,
-right after one another, in an order that moves on from repeat to repeat. CPU is that of the router's whole
+right after one another, in an order that moves on from repeat to repeat. Only a scenario that compares
+nothing comes before them, alone. CPU is that of the router's whole
 process tree, from /proc. Figures are medians of the repeats, ratios medians of the repeats' ratios to
 sglang-router with its cache_aware policy. sglang-router and vllm-router are installed from PyPI into
 bench/.venv-peers; what is missing is named. docs/benchmarks.md says how to read the output.
@@ -161,17 +162,21 @@ def run(options: argparse.Namespace) -> dict[str, object]:
     peers, missing = install_peers(options.peers, allow_install=not options.no_install)
     for name, why in missing.items():
         say(f"without {name}: {why}")
-    with tempfile.TemporaryDirectory(prefix="kvroute-bench-") as scratch, ExitStack() as stack:
+    measurements: list[Measurement] = []
+    with tempfile.TemporaryDirectory(prefix="kvroute-bench-") as scratch:
         folder = Path(scratch)
         folder.chmod(0o755)  # nginx's workers are somebody else
         tools, cores = build(folder), choose_cores()
         model_folder = write_tiny_model("tiny", folder / "model")
         files = {each.file for each in scenarios if each.file} | {"a", "b", "d"}
         requests = write_all(folder, files)
-        bed = Bed(stack, folder, cores, tools, options.peers, model_folder, [])
-        started = start_all(bed, wanted_routers(scenarios, missing), missing)
-        runner = Runner(bed, requests, options.seconds, run_again=not options.quick)
-        measurements = measure(scenarios, started, runner, options)
+        alone = [scenario for scenario in scenarios if len(scenario.routers) == 1]
+        for some in (alone, [scenario for scenario in scenarios if scenario not in alone]):
+            with ExitStack() as stack:
+                bed = Bed(stack, folder, cores, tools, options.peers, model_folder, [])
+                started = start_all(bed, wanted_routers(some, missing), missing)
+                runner = Runner(bed, requests, options.seconds, run_again=not options.quick)
+                measurements += measure(some, started, runner, options)
     return document(
         measurements,
         judge(Results(measurements)),
