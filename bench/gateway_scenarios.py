@@ -9,7 +9,7 @@ import random
 import statistics
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,6 +26,7 @@ BUSY_CORES = 0.35
 TOKENIZING = 'kvroute_tokenizing_cpu_seconds_total{thread="loop"}'
 TURNS = 8
 TURN_TOKENS = 64_000
+WARMING_CONVERSATIONS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +100,9 @@ class Runner:
         elif scenario.kind in ("streams", "latency"):
             self._load(started, "d", 8, 8)
             self._load(started, "a", 1, 64)
+        else:
+            for number in range(WARMING_CONVERSATIONS):
+                self._converse(started, token_turns(random.Random(f"warm {number}"), self._bed.model_folder))
 
     def _watched(
         self,
@@ -205,21 +209,11 @@ class Runner:
         """A conversation of 64K tokens whose first turn is known goes on for some turns. CPU is that of
         all threads from the second turn on, cache events included, less what an idle gateway spends."""
         turns = token_turns(random.Random(repeat), self._bed.model_folder)
-        connection = http.client.HTTPConnection("127.0.0.1", started.port, timeout=60)
-        try:
-            _ask_turn(connection, turns[0])
-            time.sleep(0.5)  # its cache events arrive
-            idle, idle_s = self._over(started, lambda: time.sleep(1.0))
-            answers: list[TurnAnswer] = []
-
-            def go_on() -> None:
-                for turn in turns[1:]:
-                    answers.append(_ask_turn(connection, turn))
-                    time.sleep(0.05)
-
-            cpu, window_s = self._over(started, go_on)
-        finally:
-            connection.close()
+        self._converse(started, turns[:1])
+        time.sleep(0.5)  # its cache events arrive
+        idle, idle_s = self._over(started, lambda: time.sleep(1.0))
+        answers: list[TurnAnswer] = []
+        cpu, window_s = self._over(started, lambda: answers.extend(self._converse(started, turns[1:])))
         figures = {
             "cpu_us_request": (cpu.all_ns - idle.all_ns * window_s / idle_s) / 1000 / len(answers),
             "main_us_request": (cpu.main_ns - idle.main_ns * window_s / idle_s) / 1000 / len(answers),
@@ -228,6 +222,18 @@ class Runner:
             "p50_us": statistics.median(answer.took_us for answer in answers),
         }
         return figures, sum(not answer.is_known for answer in answers)
+
+    def _converse(self, started: Started, turns: Sequence[bytes]) -> list[TurnAnswer]:
+        """One after the other, over one connection."""
+        connection = http.client.HTTPConnection("127.0.0.1", started.port, timeout=60)
+        answers = []
+        try:
+            for turn in turns:
+                answers.append(_ask_turn(connection, turn))
+                time.sleep(0.05)
+        finally:
+            connection.close()
+        return answers
 
 
 def _tail(what: str, result: dict[str, Any]) -> dict[str, float]:
