@@ -166,6 +166,17 @@ class Endpoint:
             while await self.metric(self.server_of(worker), name) < chunks:
                 await asyncio.sleep(0.1)
 
+    async def until_used_again(self, server: str, prompts: Iterator[str]) -> None:
+        """Until the engine beside this LMCache server has noticed that it was restarted: it stores there
+        what it computes. Takes prompts that it has not had."""
+        worker = next(name for name in workers(self) if self.server_of(name) == server)
+        stored = "lmcache_mp_l2_store_completed_objects_chunks_total"
+        while not await self.metric(server, stored):
+            body = {"model": "small", "prompt": next(prompts), "max_tokens": 1}
+            reply = await self.http.post(f"{self.told(worker).url}/v1/completions", json=body)
+            assert reply.status_code == 200, reply.text
+            await asyncio.sleep(0.5)
+
     async def forget(self, worker: str) -> None:
         """Empty the engine's own cache, and leave LMCache's."""
         url = self.told(worker).url

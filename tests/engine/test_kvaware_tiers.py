@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from itertools import count
 
 import pytest
 import pytest_asyncio
 from tests.engine.endpoints import (
+    BACK_S,
     SHARED_TOKENS,
     Answer,
     Endpoint,
@@ -233,4 +235,6 @@ async def test_redis_passes_on_what_one_worker_has_computed(
     assert (await endpoint.ask(prompt(2))).text
     await passed_on_through_l2(endpoint, prompt(3), l2_name="resp", say=say)
     await endpoint.kill("lmcache-a")
+    async with asyncio.timeout(BACK_S):
+        await endpoint.until_used_again("lmcache-a", map(prompt, count(100)))
     await passed_on_through_l2(endpoint, prompt(4), l2_name="resp", say=say)
