@@ -5,10 +5,10 @@
 One core is the router's; load (native/load.c) and two workers (native/worker.c) have another one. All
 routers run during the whole bench and take turns: a repeat of a scenario is one run through each of them,
 right after one another, in an order that moves on from repeat to repeat. Only a scenario that compares
-nothing comes before them, alone. CPU is that of the router's whole
-process tree, from /proc. Figures are medians of the repeats, ratios medians of the repeats' ratios to
-sglang-router with its cache_aware policy. sglang-router and vllm-router are installed from PyPI into
-bench/.venv-peers; what is missing is named. docs/benchmarks.md says how to read the output.
+nothing comes before them, alone. CPU is that of the router's whole process tree, from /proc. Figures are
+medians of the repeats, ratios medians of the repeats' ratios to sglang-router with its cache_aware policy.
+sglang-router and vllm-router are installed from PyPI into bench/.venv-peers; what is missing is named.
+docs/benchmarks.md says how to read the output.
 Exit code 1 when a goal is missed, but for --quick.
 """
 

@@ -150,7 +150,8 @@ async def _serve(config: Config, make_part: Callable[[], Part] | None) -> int:
         gc.freeze()
         gc.set_threshold(*_GC_THRESHOLDS)
         if part is None:  # several share what start-up made, as long as nobody moves it
-            log.debug("%d MiB are in huge pages", use_huge_pages() >> 20)
+            moved = use_huge_pages()
+            log.debug("%d MiB are in huge pages", moved >> 20)
         try:
             await server.serve(part.sockets if part else None)
         except SystemExit:  # uvicorn's word for a socket that cannot be bound; it has logged why

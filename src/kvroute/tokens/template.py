@@ -21,12 +21,11 @@ from kvroute.tokens.content_format import content_format
 from kvroute.tokens.options import ContentFormat
 from kvroute.tokens.reason import Inexact, Reason
 from kvroute.tokens.separable import head_of, message_loops
-from kvroute.tokens.verbatim import Around, around_texts, is_verbatim
+from kvroute.tokens.verbatim import OF_DICTS, Around, around_texts, is_verbatim
 
 Message = dict[str, Any]
 
 _TAG = "CONTINUE_FINAL_MESSAGE_TAG "
-_OF_DICTS = frozenset(dir(dict))
 # What rendering can raise besides jinja's own errors: templates index, add and call what clients sent.
 _RENDER_ERRORS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
 
@@ -212,13 +211,13 @@ class _Environment(ImmutableSandboxedEnvironment):
     exceptions for each of those. With the same result."""
 
     def getitem(self, obj: Any, argument: Any) -> Any:
-        if type(obj) is dict and type(argument) is str and argument not in _OF_DICTS:
+        if type(obj) is dict and type(argument) is str and argument not in OF_DICTS:
             value = obj.get(argument, missing)
             return self.undefined(obj=obj, name=argument) if value is missing else value
         return super().getitem(obj, argument)
 
     def getattr(self, obj: Any, attribute: str) -> Any:
-        if type(obj) is dict and attribute not in _OF_DICTS:
+        if type(obj) is dict and attribute not in OF_DICTS:
             value = obj.get(attribute, missing)
             return self.undefined(obj=obj, name=attribute) if value is missing else value
         return super().getattr(obj, attribute)

@@ -18,7 +18,7 @@ from kvroute.tokens.reason import Inexact
 
 ROLES: Final = ("user", "assistant", "tool")
 _CONTENT: Final = "content"
-_OF_DICTS: Final = frozenset(dir(dict))
+OF_DICTS: Final = frozenset(dir(dict))
 """Through which more of a message can be had than one field of it."""
 _OF_A_TYPE: Final = frozenset(
     ("defined", "undefined", "none", "string", "mapping", "iterable", "sequence", "number")
@@ -78,7 +78,7 @@ def _is_plain(node: nodes.Node, message: str, bound: frozenset[str], use: _Use) 
     be in it, if it is for this `use`. `bound` are names of loops inside."""
     if isinstance(node, (nodes.Getattr, nodes.Getitem)) and _is_name(node.node, message):
         field = node.attr if isinstance(node, nodes.Getattr) else _constant(node.arg)
-        if not isinstance(field, str) or field in _OF_DICTS:
+        if not isinstance(field, str) or field in OF_DICTS:
             return False
         return field != _CONTENT or use is not _Use.OTHER
     if isinstance(node, nodes.Name):
