@@ -28,7 +28,6 @@ from kvroute.wire.lmcache_mp import CacheEvents, Registration, ServerStatus
 log = logging.getLogger(__name__)
 
 _KINDS: Final = frozenset({"store", "delete", "access", "config"})
-_MOST_TOLD: Final = 1024
 _POOL_KEPT_S: Final = 3600.0
 """What a server's own L2 held is remembered this long after it was last heard of."""
 
@@ -74,8 +73,6 @@ class Coordinator:
         self._instances: dict[str, Instance] = {}
         self._pools: dict[tuple[str, str], Pool] = {}
         """By owner and name."""
-        self._told: set[str] = set()
-        """Servers of which nothing else is known but that they were told to register."""
         self._joins = Joins(index, options)
         self._numbers = count(1)
 
@@ -122,11 +119,12 @@ class Coordinator:
         known = self._instances.get(instance_id)
         again = known is not None and known.registered
         instance = known or self._add(instance_id)
-        if instance.memory.objects and not instance.was_told:
-            # A server that is known registers because it was restarted, and then its memory is empty; or
-            # because our answer was lost, and then it is not.
+        if again and instance.memory.objects:
+            # It was restarted, and then its memory is empty; or our answer was lost, and then it is not.
+            # Events that come before the first registration say nothing of the sort: a server tries to
+            # register every 5 s, and reports meanwhile.
             self._void(instance, Doubt.REGISTERED_AGAIN)
-        instance.registered, instance.was_told = True, False
+        instance.registered = True
         instance.address, instance.http_port = message.ip.strip(), message.http_port
         instance.last_heard = self._clock.now()
         log.info(
@@ -140,13 +138,6 @@ class Coordinator:
         instance = self._instances.get(instance_id)
         if instance is None or not instance.registered:
             self.counts.unknown_heartbeats += 1
-            if instance is not None:
-                instance.was_told = True
-            else:
-                # Its next batch may come before it registers.
-                if len(self._told) >= _MOST_TOLD:
-                    self._told.clear()
-                self._told.add(instance_id)
             return False
         instance.last_heard = self._clock.now()
         return True
@@ -234,8 +225,6 @@ class Coordinator:
         scheme = ChunkScheme(BLAKE3, self._options.coordinator.chunk_tokens)
         instance = Instance(instance_id, HeldChunks(self._index, Tier.L1), scheme)
         instance.last_heard = self._clock.now()
-        instance.was_told = instance_id in self._told
-        self._told.discard(instance_id)
         instance.pools = {pool.backend: pool for pool in self._pools.values() if pool.owner == instance_id}
         self._instances[instance_id] = instance
         return instance

@@ -29,6 +29,10 @@ _T = TypeVar("_T")
 _TICK_S: Final = 1.0
 _SWEPT_CHUNKS: Final = 4000
 _CLOSE_S: Final = 1
+_KEEP_ALIVE_S: Final = 75
+"""An idle connection is the client's to close. A server's heartbeats come every 5 s and its client gives up
+connections after as long (LMCache 0.5.6, httpx): closed by us at that moment, one takes a batch of events
+with it, and that batch is lost for good."""
 
 
 class CoordinatorApp:
@@ -236,6 +240,7 @@ class CoordinatorServer:
             server_header=False,
             date_header=False,
             proxy_headers=False,
+            timeout_keep_alive=_KEEP_ALIVE_S,
             timeout_graceful_shutdown=_CLOSE_S,
         )
         server = _EmbeddedServer(config)

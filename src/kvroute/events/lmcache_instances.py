@@ -49,8 +49,6 @@ class Instance:
     address: str = ""
     http_port: int = 0
     registered: bool = False
-    was_told: bool = False
-    """To register: it will, without having been restarted."""
     last_heard: float = 0.0
     incarnation: int | None = None
     last_seq: int = 0
