@@ -116,16 +116,9 @@ class Endpoint:
         async with self.drained(than):
             return await self.ask(prompt)
 
-    @asynccontextmanager
-    async def drained(self, worker: str) -> AsyncIterator[None]:
+    def drained(self, worker: str) -> AbstractAsyncContextManager[None]:
         """Meanwhile the gateway sends this worker nothing."""
-        drain = f"{self.url}/admin/workers/{worker}/drain"
-        drained = (await self.http.post(drain, params={"wait_s": 30})).json()
-        assert drained["drained"], drained
-        try:
-            yield
-        finally:
-            await self.http.delete(drain)
+        return drained(self.http, self.url, worker)
 
     async def until_queued(self, worker: str) -> None:
         """Until the gateway has sent this worker a request whose prefill is not done, as it reckons."""
@@ -216,6 +209,18 @@ class Endpoint:
 
 
 Run = Callable[..., AbstractAsyncContextManager[Endpoint]]
+
+
+@asynccontextmanager
+async def drained(http: httpx.AsyncClient, gateway: str, worker: str) -> AsyncIterator[None]:
+    """Meanwhile the gateway at this URL sends this worker nothing."""
+    drain = f"{gateway}/admin/workers/{worker}/drain"
+    told = (await http.post(drain, params={"wait_s": 30})).json()
+    assert told["drained"], told
+    try:
+        yield
+    finally:
+        await http.delete(drain)
 
 
 def children(parent: int) -> list[int]:
