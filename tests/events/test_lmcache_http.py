@@ -90,6 +90,28 @@ def batch(seq: int, chunks: list[bytes], event_type: str = "store") -> dict[str,
     }
 
 
+async def test_an_idle_connection_is_the_servers_to_close(served: Served) -> None:
+    """Its client keeps one for 5 s, just the time between two heartbeats, and sends a batch only once."""
+    host, port = served.server.address.split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+
+    async def heartbeat() -> bytes:
+        writer.write(b"PUT /instances/a/heartbeat HTTP/1.1\r\nhost: x\r\ncontent-length: 0\r\n\r\n")
+        return await reader.readuntil(b're-register"}')
+
+    await heartbeat()
+    loop = asyncio.get_running_loop()
+    now = loop.time
+    # For good, as what is set from now on counts by it; the loop is this test's own.
+    loop.time = lambda: now() + 60  # type: ignore[method-assign]
+    late = asyncio.Event()
+    loop.call_later(0, late.set)  # behind all that has come due in this minute
+    await late.wait()
+
+    assert (await heartbeat()).startswith(b"HTTP/1.1 404")
+    writer.close()
+
+
 async def test_the_calls_of_a_servers_life(served: Served) -> None:
     http = served.http
     answer = await served.register("a")
