@@ -21,6 +21,7 @@ from kvroute.blocks.chunks import ChunkKey, ChunkScheme, ChunkSpace, PromptChunk
 from kvroute.blocks.keys import BlockKey, PromptKeys
 from kvroute.blocks.tokens import KEY_TOKENS, Tier, adapter_space, token_keys
 from kvroute.events.ledger import Ledger
+from kvroute.events.lmcache_options import PrefetchOptions
 from kvroute.fleet.worker import FleetView, HealthState, Worker, WorkerFacts, WorkerId, WorkerSpec
 from kvroute.gateway.caches import held_tokens
 from kvroute.index.chunk_index import ChunkHolder, ChunkIndex
@@ -143,10 +144,8 @@ class Kvroute(Policy):
         decision = gateway.router.decide(query, gateway.view)
         first = decision.ranking[0]
         told = self.open[request] = Told(gateway.router.dispatch(query, decision, first, now))
-        if self.prefetch and (wanted := prefetch_of(first, server_known=True)) is not None:
-            self.prefetches += 1
-            tiers = self.engines[first.worker.index].tiers
-            tiers.prefetch(request.keys[: wanted.tokens // BLOCK], now)
+        if self.prefetch:
+            self._prefetch(request, first, now)
         if self._tells:
             others = [other for other in self.gateways if other is not gateway]
 
@@ -155,6 +154,14 @@ class Kvroute(Policy):
 
             self._news.append((now + self.sync_s, heard))
         return first.worker.index
+
+    def _prefetch(self, request: FleetRequest, chosen: Candidate, now: float) -> None:
+        delay_s = PrefetchOptions().delay_s
+        wanted = prefetch_of(chosen, server_known=True, delay_s=delay_s)
+        if wanted is not None:
+            self.prefetches += 1
+            tiers, keys = self.engines[chosen.worker.index].tiers, request.keys[: wanted.tokens // BLOCK]
+            tiers.store.later(now + delay_s, lambda at: tiers.prefetch(keys, at))
 
     def first_token(self, request: FleetRequest, now: float) -> None:
         self._hear(now)

@@ -33,7 +33,9 @@ class ManualClock:
         return self.time
 
     async def sleep(self, seconds: float) -> None:
-        raise AssertionError("nothing sleeps here")
+        end = self.time + seconds
+        await asyncio.sleep(0)
+        self.time = max(self.time, end)
 
 
 def stored(model: str, world: int) -> CacheEvents:
@@ -150,6 +152,27 @@ async def test_a_server_that_does_not_answer_is_given_up() -> None:
         asking.ask()
 
         assert await asking.done() == {"failed": 1}
+    await asking.client.aclose()
+
+
+@respx.mock
+async def test_it_is_asked_for_after_the_delay() -> None:
+    """An engine with room has looked into LMCache by then; chunks that came meanwhile it would not find."""
+    asking = Asking(connections=1)
+    asking.join()
+    asked: list[float] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        asked.append(asking.clock.now())
+        return httpx.Response(202, json={"chunks": 1})
+
+    respx.post(URL).mock(side_effect=answer)
+    asking.ask()
+    asking.clock.time += 0.05
+    asking.ask(spare_s=0.2)
+
+    assert await asking.done(2) == {"submitted": 2}
+    assert asked == pytest.approx([100.2, 100.25], abs=1e-6)
     await asking.client.aclose()
 
 

@@ -21,6 +21,15 @@ def test_blocks_in_l2_set_out_where_the_wait_is_longer_than_the_load() -> None:
     assert prefetch_of(waiting, server_known=True) == Prefetch(1792, 2.0)
 
 
+def test_there_is_time_for_them_before_and_after() -> None:
+    """The engine may look into LMCache when the request comes, and does so at its turn."""
+    held = Tokens(0, 0, 1024)
+    short, long = (candidate(wait=wait, load=1.0, tokens=held) for wait in (2.0, 2.5))
+
+    assert prefetch_of(short, server_known=True, delay_s=0.5) is None
+    assert prefetch_of(long, server_known=True, delay_s=0.5) == Prefetch(1024, 1.0)
+
+
 @pytest.mark.parametrize(
     ("wait", "load", "tokens", "server_known"),
     [

@@ -191,7 +191,9 @@ class LMCache:
         if prefetcher is None or len(query.exact) != 1:
             return
         worker = str(candidate.worker.id)
-        wanted = prefetch_of(candidate, server_known=prefetcher.knows(worker))
+        wanted = prefetch_of(
+            candidate, server_known=prefetcher.knows(worker), delay_s=self._options.prefetch.delay_s
+        )
         if wanted is not None:
             prompt = query.exact[0]
             token_ids = prompt.chunks.token_ids[: wanted.tokens]

@@ -133,10 +133,19 @@ class L2Options(Options):
 class PrefetchOptions(Options):
     """Having a worker's LMCache server (0.5.6 or later) load a request's chunks from L2 into L1 while the
     request waits in the worker's queue (`POST /cache/prefetches`): with `kvaware`, for requests of one
-    prompt, where the expected wait is longer than the load."""
+    prompt, where the expected wait is longer than the load and `delay_s` before and after it."""
 
     enabled: Annotated[bool, Switch] = option(
         False, "Do so; needs `lmcache.coordinator.enabled`, and a gateway of one process."
+    )
+    delay_s: float = option(
+        0.2,
+        "Time from sending a request to asking for its chunks. An engine that has room looks into LMCache at "
+        "once, and would find nothing if the chunks came at that moment (LMCache 0.5.6).",
+        unit="s",
+        ge=0,
+        higher="an engine that looks at once is left alone, also where it is slow to look",
+        lower="shorter waits are used too",
     )
     timeout_s: float = option(
         1.0,

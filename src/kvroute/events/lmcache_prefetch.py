@@ -47,6 +47,7 @@ class _Order(NamedTuple):
     model: StoredModel
     token_ids: Sequence[int]
     salt: str
+    due: float
     useful_until: float
 
 
@@ -71,8 +72,8 @@ class Prefetcher:
         return self._coordinator.instance_of(worker_id) is not None
 
     def ask(self, worker_id: str, token_ids: Sequence[int], salt: str, spare_s: float) -> None:
-        """Have the worker's server load these leading tokens of a prompt, if it can be asked within
-        `spare_s`. Returns at once."""
+        """Have the worker's server load these leading tokens of a prompt: after `delay_s` of the options, if
+        it can be asked within `spare_s` from now. Returns at once."""
         instance = self._coordinator.instance_of(worker_id)
         if instance is None:
             return
@@ -81,13 +82,15 @@ class Prefetcher:
             self.counts[PrefetchOutcome.UNKNOWN_MODEL] += 1
             return
         host = f"[{instance.address}]" if ":" in instance.address else instance.address
+        now = self._clock.now()
         order = _Order(
             f"http://{host}:{instance.http_port}/cache/prefetches",
             instance.id,
             model,
             token_ids,
             salt,
-            self._clock.now() + spare_s,
+            now + self._options.delay_s,
+            now + spare_s,
         )
         try:
             self._orders.put_nowait(order)
@@ -107,6 +110,8 @@ class Prefetcher:
             self.counts[await self._send(order)] += 1
 
     async def _send(self, order: _Order) -> PrefetchOutcome:
+        # All wait for the same time, so that none in the queue is due before one that is waited for here.
+        await self._clock.sleep(max(order.due - self._clock.now(), 0.0))
         if self._clock.now() > order.useful_until:
             return PrefetchOutcome.LATE
         pieces = []
