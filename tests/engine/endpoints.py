@@ -120,10 +120,10 @@ class Endpoint:
         """Meanwhile the gateway sends this worker nothing."""
         return drained(self.http, self.url, worker)
 
-    async def until_queued(self, worker: str) -> None:
-        """Until the gateway has sent this worker a request whose prefill is not done, as it reckons."""
+    async def until_queued(self, worker: str, for_s: float) -> None:
+        """Until the gateway has sent this worker what a request would wait for so long, as it reckons."""
         async with asyncio.timeout(30):
-            while not (await self.place("anything", worker))["terms_s"]["wait"]:
+            while (await self.place("anything", worker))["terms_s"]["wait"] < for_s:
                 await asyncio.sleep(0.01)
 
     async def prefetches(self) -> dict[str, int]:
