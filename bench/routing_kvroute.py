@@ -105,6 +105,7 @@ class Kvroute(Policy):
     ) -> None:
         super().__init__(seed)
         self.prefetch = prefetch
+        self.prefetch_delay_s = PrefetchOptions().delay_s
         self.prefetches = 0
         self.options = options or RoutingOptions()
         self.replicas = replicas
@@ -156,7 +157,7 @@ class Kvroute(Policy):
         return first.worker.index
 
     def _prefetch(self, request: FleetRequest, chosen: Candidate, now: float) -> None:
-        delay_s = PrefetchOptions().delay_s
+        delay_s = self.prefetch_delay_s
         wanted = prefetch_of(chosen, server_known=True, delay_s=delay_s)
         if wanted is not None:
             self.prefetches += 1

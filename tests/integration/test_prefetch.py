@@ -75,7 +75,7 @@ def sections(*, prefetch: bool) -> dict[str, Any]:
         "tokens": {"deadline_ms": 10_000},
         "lmcache": {
             "coordinator": {"enabled": True, "listen": "127.0.0.1:0", "chunk_tokens": CHUNK},
-            "prefetch": {"enabled": prefetch, "delay_s": 0.01, "timeout_s": 20},
+            "prefetch": {"enabled": prefetch, "delay_s": 0, "timeout_s": 20},
         },
     }
 

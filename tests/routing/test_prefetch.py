@@ -18,7 +18,7 @@ def candidate(*, wait: float, load: float, tokens: Tokens | None) -> Candidate:
 def test_blocks_in_l2_set_out_where_the_wait_is_longer_than_the_load() -> None:
     waiting = candidate(wait=3.0, load=1.0, tokens=Tokens(512, 256, 1024))
 
-    assert prefetch_of(waiting, server_known=True) == Prefetch(1792, 2.0)
+    assert prefetch_of(waiting, server_known=True, delay_s=0.0) == Prefetch(1792, 2.0)
 
 
 def test_there_is_time_for_them_before_and_after() -> None:
@@ -43,4 +43,4 @@ def test_there_is_time_for_them_before_and_after() -> None:
 def test_nothing_sets_out_without_need_or_without_a_server(wait, load, tokens, server_known) -> None:
     asked = candidate(wait=wait, load=load, tokens=tokens)
 
-    assert prefetch_of(asked, server_known=server_known) is None
+    assert prefetch_of(asked, server_known=server_known, delay_s=0.0) is None

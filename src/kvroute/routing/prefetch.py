@@ -15,7 +15,7 @@ class Prefetch(NamedTuple):
     spare_s: float
 
 
-def prefetch_of(candidate: Candidate, *, server_known: bool, delay_s: float = 0.0) -> Prefetch | None:
+def prefetch_of(candidate: Candidate, *, server_known: bool, delay_s: float) -> Prefetch | None:
     """A prefetch for a request that is sent to `candidate`; None where there is nothing to gain.
 
     Engines look into LMCache when a request's turn comes, and load then. That can be done before if the wait
