@@ -152,19 +152,21 @@ class Endpoint:
                 seen = float(figure) / 1e9
         return seen
 
-    async def until_stored(self, worker: str, chunks: int) -> None:
+    async def stored(self, worker: str) -> float:
+        """How many chunks the server of `worker` has stored in the second tier since it started."""
+        return await self.metric(self.server_of(worker), "lmcache_mp_l2_store_completed_objects_chunks_total")
+
+    async def until_stored(self, worker: str, chunks: float) -> None:
         """Until the server of `worker` has stored so many chunks in the second tier."""
-        name = "lmcache_mp_l2_store_completed_objects_chunks_total"
         async with asyncio.timeout(180):
-            while await self.metric(self.server_of(worker), name) < chunks:
+            while await self.stored(worker) < chunks:
                 await asyncio.sleep(0.1)
 
     async def until_used_again(self, server: str, prompts: Iterator[str]) -> None:
         """Until the engine beside this LMCache server has noticed that it was restarted: it stores there
         what it computes. Takes prompts that it has not had."""
         worker = next(name for name in workers(self) if self.server_of(name) == server)
-        stored = "lmcache_mp_l2_store_completed_objects_chunks_total"
-        while not await self.metric(server, stored):
+        while await self.stored(worker) < SHARED_TOKENS // CHUNK_TOKENS:
             body = {"model": "small", "prompt": next(prompts), "max_tokens": 1}
             reply = await self.http.post(f"{self.told(worker).url}/v1/completions", json=body)
             assert reply.status_code == 200, reply.text
@@ -299,9 +301,10 @@ def prompts(folder: Path) -> Callable[[int], str]:
 
 async def passed_on_through_l2(endpoint: Endpoint, prompt: str, *, l2_name: str, say) -> Answer:
     """Compute on one worker, ask the other; what came from where, by everybody's own account."""
+    stored = {worker: await endpoint.stored(worker) for worker in workers(endpoint)}
     first = await endpoint.ask(prompt)
     assert first.cached_tokens == 0
-    await endpoint.until_stored(first.worker, SHARED_TOKENS // CHUNK_TOKENS)
+    await endpoint.until_stored(first.worker, stored[first.worker] + SHARED_TOKENS // CHUNK_TOKENS)
     other = next(name for name in workers(endpoint) if name != first.worker)
     hits = ("vllm:external_prefix_cache_hits_total", "vllm:prompt_tokens_by_source_total")
     before = [

@@ -229,13 +229,17 @@ async def test_redis_passes_on_what_one_worker_has_computed(
     """Any process may die: nothing is lost but time and cache, and the tiers work again afterwards."""
     first = await passed_on_through_l2(endpoint, prompt(1), l2_name="resp", say=say)
     await served_by_l1(endpoint, prompt(1), first.worker, first.text)
+    prompts = map(prompt, count(100))
     servers = {name: endpoint.told(name).restarts for name in ("lmcache-a", "lmcache-b")}
     await endpoint.kill("redis")
     for name, before in servers.items():
         await endpoint.until_restarted(name, before)
     assert (await endpoint.ask(prompt(2))).text
+    async with asyncio.timeout(BACK_S):
+        for name in servers:
+            await endpoint.until_used_again(name, prompts)
     await passed_on_through_l2(endpoint, prompt(3), l2_name="resp", say=say)
     await endpoint.kill("lmcache-a")
     async with asyncio.timeout(BACK_S):
-        await endpoint.until_used_again("lmcache-a", map(prompt, count(100)))
+        await endpoint.until_used_again("lmcache-a", prompts)
     await passed_on_through_l2(endpoint, prompt(4), l2_name="resp", say=say)
