@@ -20,6 +20,8 @@ KvrouteError
     ├── ModelNotFound        404
     ├── NotFound             404
     ├── BodyTooLarge         413
+    ├── UnsupportedMediaType 415
+    ├── MisdirectedRequest   421
     ├── TooManyRequests      429
     ├── WorkerUnreachable    502  every routable worker was tried
     ├── NoRoutableWorker     503
@@ -161,6 +163,14 @@ class BodyTooLarge(GatewayError):
 
     def __init__(self, limit_bytes: int) -> None:
         super().__init__(f"The request body is larger than {limit_bytes} bytes (server.max_body_bytes).")
+
+
+class UnsupportedMediaType(GatewayError):
+    status, type, code = 415, "invalid_request_error", "unsupported_media_type"
+
+
+class MisdirectedRequest(GatewayError):
+    status, type, code = 421, "invalid_request_error", "wrong_host"
 
 
 class TooManyRequests(GatewayError):

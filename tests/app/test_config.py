@@ -337,6 +337,44 @@ class TestSecrets:
             f"admin.api_key_file: {tmp_path / 'empty'} is empty (--set admin.api_key_file)",
         ]
 
+    def test_a_file_of_comments_is_not_open_to_everybody(self, tmp_path):
+        file = tmp_path / "keys"
+        file.write_text("# none yet\n")
+
+        assert problems(assignments=[f"server.api_keys_file={file}"]) == [
+            f"server.api_keys_file: {file} holds no key (--set server.api_keys_file)"
+        ]
+        assert problems(assignments=[f"admin.api_key_file={file}"]) == [
+            f"admin.api_key: holds no key ({file})"
+        ]
+
+    def test_several_admin_keys_are_one_a_line(self, tmp_path):
+        file = tmp_path / "keys"
+        file.write_text("# newest first\nnew\nold\n")
+
+        assert load(assignments=[f"admin.api_key_file={file}"]).config.admin.keys == ("new", "old")
+        assert load(environ={"KVROUTE__ADMIN__API_KEY": "one,key"}).config.admin.keys == ("one,key",)
+        assert load().config.admin.keys == ()
+
+    def test_blank_keys_are_errors(self, write):
+        for text in ("server: {api_keys: ['']}", "server: {api_keys: [a, ' ']}", "admin: {api_key: ''}"):
+            assert len(problems(file=write(text))) == 1, text
+
+    def test_a_clients_key_cannot_be_the_admin_key(self, write):
+        text = "server: {api_keys: [hidden]}\nadmin: {api_key: hidden}\n"
+
+        (found,) = problems(file=write(text))
+
+        assert "every client has it" in found
+        assert "hidden" not in found
+
+    def test_allowed_hosts_are_names_and_addresses(self):
+        hosts = "admin.allowed_hosts=[gw.example, '::1', 10.0.0.1]"
+
+        assert len(load(assignments=[hosts]).config.admin.allowed_hosts) == 3
+        for wrong in ("https://gw", "gw:80", "*", "a b"):
+            assert problems(assignments=[f"admin.allowed_hosts={wrong}"])
+
     def test_a_secret_file_that_is_not_text_is_an_error(self, tmp_path):
         (tmp_path / "key").write_bytes(b"\xff\xfe")
 

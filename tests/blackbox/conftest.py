@@ -191,3 +191,13 @@ def sim(processes: AsyncExitStack) -> StartSim:
         return line.split("ready at ")[1].split()[0]
 
     return start
+
+
+@pytest.fixture
+def run(processes: AsyncExitStack) -> StartServe:
+    """`await run("serve", ..., env={...})` starts any command and waits for nothing."""
+
+    async def start(*arguments: str, env: Mapping[str, str] | None = None) -> Process:
+        return await spawn(processes, *arguments, env=env)
+
+    return start

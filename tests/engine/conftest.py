@@ -21,7 +21,7 @@ import httpx
 import openai
 import pytest
 import pytest_asyncio
-from tests.engine.endpoints import Run, endpoints, prompts
+from tests.engine.endpoints import ADMIN_KEY, Run, endpoints, prompts
 
 from kvroute.clock import SystemClock
 from kvroute.deploy.engine_install import DEFAULT_PATH, EngineVenv, separate_environment
@@ -232,7 +232,8 @@ def run_gateway(logs: Path) -> StartGateway:
         argv += ["--strategy", strategy, *options]
         for engine in workers:
             argv += ["--worker", f"{engine.name}={engine.url}"]
-        spec = ChildSpec("gateway", tuple(argv), dict(os.environ), logs / f"gateway-{port}.log")
+        env = {**os.environ, "KVROUTE__ADMIN__API_KEY": ADMIN_KEY}
+        spec = ChildSpec("gateway", tuple(argv), env, logs / f"gateway-{port}.log")
         async with ChildProcess(spec, SystemClock()) as process:
             url = f"http://127.0.0.1:{port}"
             await process.wait_ready(f"{url}/ready", timeout_s=GATEWAY_READY_S)

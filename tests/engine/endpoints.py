@@ -25,6 +25,7 @@ from kvroute.deploy.processes import ChildProcess, ChildSpec
 from kvroute.deploy.state import StateFolder
 from kvroute.deploy.tiny_model import write_tiny_model
 
+ADMIN_KEY = "admin-key"
 ROOT = Path(__file__).parents[2]
 READY_S = 600.0
 BACK_S = 240.0
@@ -217,12 +218,13 @@ Run = Callable[..., AbstractAsyncContextManager[Endpoint]]
 async def drained(http: httpx.AsyncClient, gateway: str, worker: str) -> AsyncIterator[None]:
     """Meanwhile the gateway at this URL sends this worker nothing."""
     drain = f"{gateway}/admin/workers/{worker}/drain"
-    told = (await http.post(drain, params={"wait_s": 30})).json()
+    key = {"authorization": f"Bearer {ADMIN_KEY}"}
+    told = (await http.post(drain, params={"wait_s": 30}, headers=key)).json()
     assert told["drained"], told
     try:
         yield
     finally:
-        await http.delete(drain)
+        await http.delete(drain, headers=key)
 
 
 def children(parent: int) -> list[int]:
@@ -263,7 +265,7 @@ def endpoints(engine: Path, logs: Path, new_folder: Callable[[str], Path]) -> Ru
         argv = [sys.executable, "-m", "kvroute", "up", "-f", str(file), "--port", str(port), *options]
         argv += ["--engine-venv", str(engine)]
         # Engines inherit it, and can be told to forget.
-        env = {**os.environ, "VLLM_SERVER_DEV_MODE": "1"}
+        env = {**os.environ, "VLLM_SERVER_DEV_MODE": "1", "KVROUTE__ADMIN__API_KEY": ADMIN_KEY}
         child = ChildSpec("up", tuple(argv), env, logs / f"{folder.name}.log", folder, stop_grace_s=90.0)
         limits = httpx.Limits(max_keepalive_connections=0)
         with nothing_is_left() as left:

@@ -20,6 +20,16 @@ from kvroute.fleet.worker import HealthState
 from kvroute.sim.options import SimOptions
 from kvroute.sim.running import RunningSim, run_sim
 
+ADMIN_KEY = "admin-key"
+"""The admin key of a gateway whose test does not set one."""
+
+
+def admin_key(request: httpx.Request) -> httpx.Request:
+    """An httpx `auth`: requests under /admin without a key get the usual one."""
+    if request.url.path.startswith("/admin"):
+        request.headers.setdefault("authorization", f"Bearer {ADMIN_KEY}")
+    return request
+
 
 @dataclass
 class Gateway:
@@ -62,7 +72,13 @@ async def gateway(config: Config) -> AsyncIterator[Gateway]:
         host, port = server.servers[0].sockets[0].getsockname()[:2]
         limits = httpx.Limits(max_connections=None)
         client = await stack.enter_async_context(
-            httpx.AsyncClient(base_url=f"http://{host}:{port}", limits=limits, timeout=30, trust_env=False)
+            httpx.AsyncClient(
+                base_url=f"http://{host}:{port}",
+                limits=limits,
+                timeout=30,
+                trust_env=False,
+                auth=admin_key,
+            )
         )
         running = Gateway(f"http://{host}:{port}", runtime, client, server)
         try:
@@ -86,7 +102,7 @@ def run_gateway(lane: str) -> Callable[..., AbstractAsyncContextManager[Gateway]
 
     Workers are called w0, w1, ...: ties break by a hash of the name, and tests should not depend on their
     ports. Sections are those of the configuration; health checks are quick, and all workers are waited
-    for unless `wait=False`.
+    for unless `wait=False`. Its `client` brings the admin key.
     """
 
     @asynccontextmanager
@@ -101,7 +117,8 @@ def run_gateway(lane: str) -> Callable[..., AbstractAsyncContextManager[Gateway]
         fleet["health"] = {"interval_s": 0.2, "recheck_s": 0.05, **fleet.get("health", {})}
         lane_options = {"fast_lane": lane == "fast lane"}
         server = {"port": 0, "drain_timeout_s": 5, **lane_options, **sections.pop("server", {})}
-        config = Config.model_validate({"fleet": fleet, "server": server, **sections})
+        admin = {"api_key": ADMIN_KEY, **sections.pop("admin", {})}
+        config = Config.model_validate({"fleet": fleet, "server": server, "admin": admin, **sections})
         async with gateway(config) as running:
             if wait:
                 await running.until_healthy(len(workers))

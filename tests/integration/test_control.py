@@ -270,9 +270,11 @@ async def test_the_configuration_is_shown_without_secrets(run_gateway, instant_s
         [instant_sim.url], server={"api_keys": ["hidden-key"]}, admin={"api_key": "hidden-too"}
     ) as gateway:
         refused = await gateway.client.get("/admin/config")
+        client = await gateway.client.get("/admin/config", headers={"authorization": "Bearer hidden-key"})
         answer = await gateway.client.get("/admin/config", headers={"authorization": "Bearer hidden-too"})
 
-    assert refused.status_code == 401
+    assert (refused.status_code, client.status_code) == (401, 401)
+    assert gateway.metric("kvroute_requests_rejected_total", code="invalid_admin_key") == 2
     assert answer.json()["routing"]["strategy"] == "prefixaware"
     assert "hidden" not in answer.text
 

@@ -18,6 +18,7 @@ import httptools
 import httpx
 import pytest
 
+ADMIN = {"authorization": "Bearer admin-key"}
 ROUNDS = 3
 STREAMS = 2000
 TOKENS = 100
@@ -153,6 +154,7 @@ async def test_rounds_of_2000_streams_all_finish_and_leave_nothing_behind(tmp_pa
             tmp_path / "gateway",
             r"listens on (\S+)",
             *("serve", "--port", "0", "--worker", one_url, "--worker", two_url),
+            *("--set", "admin.api_key=admin-key"),
             *("--set", "fleet.health.interval_s=60"),  # a worker that stands still is not to be ejected
         ) as (gateway, url),
         httpx.AsyncClient(base_url=url, timeout=30, trust_env=False) as client,
@@ -169,7 +171,7 @@ async def test_rounds_of_2000_streams_all_finish_and_leave_nothing_behind(tmp_pa
             async with asyncio.timeout(30):
                 while not at_rest(
                     (await client.get("/metrics")).text,
-                    (await client.get("/admin/workers")).json()["workers"],
+                    (await client.get("/admin/workers", headers=ADMIN)).json()["workers"],
                 ):
                     await asyncio.sleep(0.05)
             resident.append(resident_bytes(gateway.pid))

@@ -25,6 +25,7 @@ from kvroute.sim.running import RunningSim, run_sim
 
 MODEL = "sim-model"
 LONG_ANSWER = {"max_tokens": 60, "ignore_eos": True, "stream": True}
+ADMIN = {"authorization": "Bearer admin-key"}
 DEADLINE_S = 60
 PROMPT_TOKENS = 400
 
@@ -51,7 +52,9 @@ class Processes:
 
     async def fresh_client(self, stack: AsyncExitStack) -> httpx.AsyncClient:
         limits = httpx.Limits(max_connections=1, keepalive_expiry=600)
-        client = httpx.AsyncClient(base_url=self.url, limits=limits, timeout=DEADLINE_S, trust_env=False)
+        client = httpx.AsyncClient(
+            base_url=self.url, limits=limits, timeout=DEADLINE_S, trust_env=False, headers=ADMIN
+        )
         return await stack.enter_async_context(client)
 
     async def connect(self, stack: AsyncExitStack) -> None:
@@ -109,7 +112,12 @@ async def processes(workers: list[str], *arguments: str) -> AsyncIterator[Proces
             *(sys.executable, "-m", "kvroute", "serve", "--port", "0", "--processes", "2", *named),
             *("--set", "logging.format=json", "--set", "fleet.health.interval_s=0.2", *arguments),
             stderr=asyncio.subprocess.PIPE,
-            env={**os.environ, "PYTHONUNBUFFERED": "1", "TMPDIR": folder},
+            env={
+                **os.environ,
+                "PYTHONUNBUFFERED": "1",
+                "TMPDIR": folder,
+                "KVROUTE__ADMIN__API_KEY": ADMIN["authorization"].removeprefix("Bearer "),
+            },
         )
         running = Processes(parent, "", Path(folder), [], [])
         reading = asyncio.create_task(read_log(parent, running.log))

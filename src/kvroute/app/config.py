@@ -52,6 +52,12 @@ class Config(Options):
     metrics: MetricsOptions = option(default_factory=MetricsOptions)
 
     @model_validator(mode="after")
+    def _clients_are_no_administrators(self) -> Config:
+        if {key.get_secret_value() for key in self.server.api_keys} & set(self.admin.keys):
+            raise ValueError("admin.api_key: is one of server.api_keys too, so that every client has it")
+        return self
+
+    @model_validator(mode="after")
     def _one_prefetches(self) -> Config:
         if self.lmcache.prefetch.enabled and self.server.processes > 1:
             raise ValueError(
@@ -157,6 +163,9 @@ def _read_secrets(data: dict[str, Any], origins: dict[Path, str]) -> list[Config
         if any(paths.is_list(plain) for plain in shape):
             lines = [line.strip() for line in text.splitlines()]
             secret = [line for line in lines if line and not line.startswith("#")]
+            if not secret:
+                problems.append(ConfigError(dotted(path), f"{file} holds no key ({origins[path]})"))
+                continue
         _put(data, origins, Setting(target, secret, file))
     return problems
 

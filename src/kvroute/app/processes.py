@@ -11,6 +11,7 @@ import tempfile
 from pathlib import Path
 from typing import Final
 
+from kvroute.app.admin_access import AdminAccess
 from kvroute.app.config import Config
 from kvroute.app.replica import Replica
 from kvroute.app.server import AFTER_CUT_S, Part, run_one
@@ -25,13 +26,18 @@ log = logging.getLogger("kvroute.server")
 _BEYOND_DRAIN_S: Final = 5.0
 
 
-def run_processes(config: Config) -> int:
+def run_processes(config: Config, access: AdminAccess) -> int:
     """Serve with `server.processes` processes until SIGTERM or SIGINT. Exit code as `server.run`.
 
     Raises ConfigError if the address cannot be had. Call it with one thread running and no event loop.
     """
     options = config.server
     port = SharedPort(options.host, options.port)
+    try:
+        access.listens_on(port.port)  # before the processes are forked, which all take the same key
+    except ConfigError:
+        port.close()
+        raise
     try:
         folder = folder_of_links(Path(tempfile.gettempdir()))
     except OSError as error:
@@ -47,7 +53,7 @@ def run_processes(config: Config) -> int:
             return Part(replica, port.sockets(), birth.ready)
 
         try:
-            code = run_one(config, part)
+            code = run_one(config, access, part)
         except ConfigError as error:
             log.error("process %d cannot start: %s", birth.number, error)
             code = 2

@@ -24,8 +24,9 @@ from kvroute.fleet.health import HealthMonitor
 from kvroute.fleet.probe import Prober, probe_client
 from kvroute.fleet.worker import HealthState, Worker
 from kvroute.gateway import hyperpod
-from kvroute.gateway.access import KeyCheck
+from kvroute.gateway.access import AdminKeys, KeyCheck
 from kvroute.gateway.admin import admin_routes
+from kvroute.gateway.admin_guard import AdminGuard
 from kvroute.gateway.application import build_application
 from kvroute.gateway.audit import PredictionAudit
 from kvroute.gateway.control import control_routes
@@ -64,11 +65,19 @@ class Runtime:
     entering starts discovery and probes, leaving stops every task and closes every connection.
 
     `application` is the ASGI app, `plane` what a server needs for an orderly shutdown. `replica` is this
-    process among several; entering then waits until it knows what they know.
+    process among several; entering then waits until it knows what they know. `admin_keys` are by default the
+    configured ones; without any, nobody may use the admin API.
     """
 
-    def __init__(self, config: Config, clock: Clock | None = None, replica: Replica | None = None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        clock: Clock | None = None,
+        replica: Replica | None = None,
+        admin_keys: AdminKeys | None = None,
+    ) -> None:
         self._config = config
+        self._admin_keys = admin_keys if admin_keys is not None else AdminKeys(config.admin.keys)
         self._clock = clock = clock or SystemClock()
         self.metrics = Metrics()
         self.fleet = Fleet(config.fleet.aliases, created=int(clock.wall()))
@@ -273,12 +282,12 @@ class Runtime:
         )
 
     def _application(self) -> FastAPI:
-        admin_key = self._config.admin.api_key
+        config = self._config
+        guard = AdminGuard(self._admin_keys, config.server.host, config.admin.allowed_hosts, self.metrics)
         admin = admin_routes(
             self.fleet,
             self.router,
             self._journal,
-            KeyCheck([admin_key.get_secret_value()] if admin_key else []),
             self._clock,
             lambda: masked(self._config),
             self.audit,
@@ -287,7 +296,7 @@ class Runtime:
         )
         scrape = None if self._replica is None else self._scraped
         control = control_routes(self.plane, self.fleet, self.router, self._notes, scrape)
-        return build_application(self.plane, control, admin)
+        return build_application(self.plane, guard, control, admin)
 
     def _notes(self) -> list[str]:
         return [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import os
 import resource
 import signal
 import socket
@@ -16,6 +17,7 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from kvroute import __version__
+from kvroute.app.admin_access import AdminAccess
 from kvroute.app.backlog import Backlog
 from kvroute.app.config import Config
 from kvroute.app.memory import keep_freed_memory, use_huge_pages
@@ -48,8 +50,10 @@ class GatewayServer(uvicorn.Server):
         runtime: Runtime,
         drain_timeout_s: float,
         part: Part | None = None,
+        access: AdminAccess | None = None,
     ) -> None:
         super().__init__(config)
+        self._access = access
         self._part = part
         self._runtime = runtime
         self._drain_timeout_s = drain_timeout_s
@@ -65,6 +69,8 @@ class GatewayServer(uvicorn.Server):
         for server in self.servers:
             for listening in server.sockets:
                 host, port, *_ = listening.getsockname()
+                if self._access is not None:
+                    self._access.listens_on(port)
                 shown = f"[{host}]" if ":" in host else host
                 log.info("kvroute %s listens on http://%s:%d", __version__, shown, port)
 
@@ -106,18 +112,26 @@ def run(config: Config) -> int:
     """Serve until SIGTERM or SIGINT. Exit code: 0 after an orderly shutdown, 1 if it could not start."""
     configure(config.logging)
     raise_descriptor_limit()
-    if config.server.processes > 1:
-        from kvroute.app.processes import run_processes  # one process alone needs nothing of it
+    access = AdminAccess(config, os.environ)
+    try:
+        if config.server.processes > 1:
+            from kvroute.app.processes import run_processes  # one process alone needs nothing of it
 
-        return run_processes(config)
-    return run_one(config)
+            return run_processes(config, access)
+        if config.server.port:
+            access.listens_on(
+                config.server.port
+            )  # what is wrong with the key file shows before anybody connects
+        return run_one(config, access)
+    finally:
+        access.close()
 
 
-def run_one(config: Config, make_part: Callable[[], Part] | None = None) -> int:
+def run_one(config: Config, access: AdminAccess, make_part: Callable[[], Part] | None = None) -> int:
     """Serve as a process of its own, or as a part of several; `make_part` is called within the loop."""
     keep_freed_memory()
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        return runner.run(_serve(config, make_part))
+        return runner.run(_serve(config, access, make_part))
 
 
 def raise_descriptor_limit() -> int:
@@ -133,14 +147,16 @@ def raise_descriptor_limit() -> int:
     return hard
 
 
-async def _serve(config: Config, make_part: Callable[[], Part] | None) -> int:
+async def _serve(config: Config, access: AdminAccess, make_part: Callable[[], Part] | None) -> int:
     part = make_part() if make_part is not None else None
-    async with Runtime(config, replica=part.replica if part else None) as runtime:
+    replica = part.replica if part else None
+    async with Runtime(config, replica=replica, admin_keys=access.keys) as runtime:
         server = GatewayServer(
             uvicorn_config(config, runtime),
             runtime,
             config.server.drain_timeout_s,
             part,
+            None if part else access,  # the parent of several has seen to it
         )
         # uvicorn raises a caught signal again after its shutdown; with this handler that is no second death.
         for number in (signal.SIGTERM, signal.SIGINT):

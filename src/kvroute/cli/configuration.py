@@ -19,6 +19,8 @@ FLAGS: dict[str, Path] = {
     "host": ("server", "host"),
     "port": ("server", "port"),
     "processes": ("server", "processes"),
+    "state_dir": ("server", "state_dir"),
+    "admin_key_file": ("admin", "api_key_file"),
     "strategy": ("routing", "strategy"),
     "workers": ("fleet", "workers"),
     "log_level": ("logging", "level"),
@@ -67,6 +69,12 @@ def configured(
         @click.option("--host", help="Address to listen on.")
         @click.option("--port", help="Port to listen on.")
         @click.option("--processes", metavar="N", help="Processes that share the port, one a core.")
+        @click.option(
+            "--state-dir", metavar="DIR", help="Where the gateway keeps the admin key that it makes."
+        )
+        @click.option(
+            "--admin-key-file", metavar="FILE", help="The file with the admin key; without one, it is made."
+        )
         @click.option("--log-level", metavar="LEVEL", help="debug, info, warning or error.")
         @click.option("--log-format", metavar="FORMAT", help="text or json.")
         @click.option(

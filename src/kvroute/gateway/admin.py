@@ -1,11 +1,14 @@
-"""The admin API: workers, index, decisions, configuration. Own key, or loopback only."""
+"""The admin API: workers, index, decisions, configuration. `AdminGuard` has let its requests in."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
+from ipaddress import ip_address
 from typing import Any, Protocol
 
 from fastapi import APIRouter, Depends, Query, Request
+from fastapi.security import HTTPBearer
 from pydantic import ValidationError
 
 from kvroute.clock import Clock
@@ -14,12 +17,15 @@ from kvroute.fleet.draining import DrainProgress, progress_of, until_drained
 from kvroute.fleet.fleet import Fleet
 from kvroute.fleet.options import WorkerEntry
 from kvroute.fleet.worker import Worker
-from kvroute.gateway.access import KeyCheck, check_admin
+from kvroute.gateway.admin_guard import ADMIN, KEY_FINGERPRINT
 from kvroute.gateway.asgi import read_body
 from kvroute.gateway.journal import Journal
 from kvroute.openai.json import parse_object
 from kvroute.routing.audit import Audit
 from kvroute.routing.router import Router
+
+audit_log = logging.getLogger("kvroute.admin")
+"""One line for each change: what, to which worker, from which address and with which key's fingerprint."""
 
 _MAX_BODY_BYTES = 64 * 1024
 
@@ -40,7 +46,6 @@ def admin_routes(
     fleet: Fleet,
     router: Router,
     journal: Journal,
-    keys: KeyCheck,
     clock: Clock,
     masked_config: Callable[[], Mapping[str, Any]],
     audit: Audit,
@@ -51,10 +56,9 @@ def admin_routes(
     what is known of the workers' caches beside what was sent there; `elsewhere` is where else requests
     are routed, if anywhere."""
 
-    def guard(request: Request) -> None:
-        check_admin(keys, request.scope["headers"], request.client.host if request.client else None)
-
-    routes = APIRouter(prefix="/admin", tags=["admin"], dependencies=[Depends(guard)])
+    # Only declares the key, for /docs.
+    bearer = Depends(HTTPBearer(auto_error=False, scheme_name="admin key"))
+    routes = APIRouter(prefix=ADMIN, tags=["admin"], dependencies=[bearer])
 
     @routes.get("/workers", summary="Every worker with its state, facts and load")
     async def workers() -> dict[str, Any]:
@@ -76,23 +80,29 @@ def admin_routes(
             first = error.errors()[0]
             where = ".".join(str(part) for part in first["loc"])
             raise InvalidRequest(f"{where or 'body'}: {first['msg']}", param=where or None) from None
-        return _described(fleet.add(entry.spec()), router)
+        added = fleet.add(entry.spec())
+        _audit(request, "added", added)
+        return _described(added, router)
 
     @routes.get("/workers/{worker_id}", summary="One worker")
     async def worker(worker_id: str) -> dict[str, Any]:
         return _described(fleet.get(worker_id), router)
 
     @routes.delete("/workers/{worker_id}", summary="Remove a worker at once; its running requests go on")
-    async def remove(worker_id: str) -> dict[str, Any]:
+    async def remove(worker_id: str, request: Request) -> dict[str, Any]:
         removed = fleet.get(worker_id)
         fleet.remove(removed.id)
+        _audit(request, "removed", removed)
         return {"removed": removed.id, "running_requests": removed.load.in_flight}
 
     @routes.post(
         "/workers/{worker_id}/drain", summary="Send it nothing new, wait for what runs, report progress"
     )
-    async def drain(worker_id: str, wait_s: float = Query(0.0, ge=0, le=3600)) -> dict[str, Any]:
+    async def drain(
+        worker_id: str, request: Request, wait_s: float = Query(0.0, ge=0, le=3600)
+    ) -> dict[str, Any]:
         fleet.drain(worker_id)
+        _audit(request, "drained", fleet.get(worker_id))
         return _progress(await until_drained(fleet.get(worker_id), clock, timeout_s=wait_s))
 
     @routes.get("/workers/{worker_id}/drain", summary="Progress of a drain")
@@ -100,9 +110,10 @@ def admin_routes(
         return _progress(progress_of(fleet.get(worker_id)))
 
     @routes.delete("/workers/{worker_id}/drain", summary="Take a draining worker back")
-    async def undrain(worker_id: str) -> dict[str, Any]:
+    async def undrain(worker_id: str, request: Request) -> dict[str, Any]:
         returned = fleet.get(worker_id)
         fleet.undrain(returned.id)
+        _audit(request, "undrained", returned)
         return _described(returned, router)
 
     @routes.get("/index", summary="What the prefix index holds, per worker")
@@ -124,6 +135,29 @@ def admin_routes(
         return masked_config()
 
     return routes
+
+
+def _audit(request: Request, change: str, worker: Worker) -> None:
+    audit_log.info(
+        "worker %s %s through the admin API",
+        worker.id,
+        change,
+        extra={
+            "worker_url": worker.spec.url,
+            "client": _client_address(request),
+            "key_fingerprint": request.scope[KEY_FINGERPRINT],
+        },
+    )
+
+
+def _client_address(request: Request) -> str:
+    """Where the change comes from, or what a trusted proxy says; "unknown" if that is no address, so that
+    nobody writes fields of their own into an audit line."""
+    client = request.client
+    try:
+        return str(ip_address(client.host)) if client is not None else "unknown"
+    except ValueError:
+        return "unknown"
 
 
 def _progress(progress: DrainProgress) -> dict[str, Any]:

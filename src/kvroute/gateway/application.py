@@ -12,7 +12,8 @@ from starlette.routing import Route
 
 from kvroute import __version__
 from kvroute.errors import GatewayError, InvalidRequest, NotFound
-from kvroute.gateway.asgi import ClientDisconnected
+from kvroute.gateway.admin_guard import AdminGuard
+from kvroute.gateway.asgi import Application, ClientDisconnected, Receive, Scope, Send
 from kvroute.gateway.dataplane import DataPlane, InferenceEndpoint, StoredResponseEndpoint
 from kvroute.gateway.failures import error_body
 from kvroute.gateway.openapi import relayed_paths
@@ -29,9 +30,13 @@ class _OtherError(GatewayError):
         self.error_code = {405: "method_not_allowed"}.get(status)
 
 
-def build_application(plane: DataPlane, *routers: APIRouter) -> FastAPI:
-    """Put the routes together. The application has no lifespan: its collaborators are the caller's."""
+def build_application(plane: DataPlane, guard: AdminGuard, *routers: APIRouter) -> FastAPI:
+    """Put the routes together; `guard` stands in front of all of them.
+
+    The application has no lifespan: its collaborators are the caller's.
+    """
     app = _Application(title="kvroute", version=__version__, redirect_slashes=False)
+    app.add_middleware(_Guarded, guard=guard)
     for path, row in ENDPOINTS.items():
         app.router.routes.append(Route(path, InferenceEndpoint(row, plane), methods=["POST"]))
     stored = StoredResponseEndpoint(plane)
@@ -46,6 +51,24 @@ def build_application(plane: DataPlane, *routers: APIRouter) -> FastAPI:
     return app
 
 
+class _Guarded:
+    """Lets `guard` see each request first. Not a dependency of the routes: those have no say about paths that
+    no route has."""
+
+    def __init__(self, app: Application, guard: AdminGuard) -> None:
+        self._app = app
+        self._guard = guard
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            try:
+                self._guard.check(scope)
+            except GatewayError as error:
+                await _answer(error)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
 class _Application(FastAPI):
     def openapi(self) -> dict[str, Any]:
         if self.openapi_schema is None:
@@ -55,7 +78,9 @@ class _Application(FastAPI):
 
 
 def _answer(error: GatewayError) -> Response:
-    headers = {"retry-after": str(error.retry_after_s)} if error.retry_after_s is not None else None
+    headers = {"retry-after": str(error.retry_after_s)} if error.retry_after_s is not None else {}
+    if error.status == 401:
+        headers["www-authenticate"] = "Bearer"
     return Response(error_body(error), error.status, headers, media_type="application/json")
 
 

@@ -16,8 +16,8 @@ from kvroute.openai.endpoints import ENDPOINTS
 
 
 class Front:
-    """An ASGI application. `X-Forwarded-*` is read for the control plane only (its admin API looks at the
-    client's address), and believed from `trusted_proxies`."""
+    """An ASGI application. `X-Forwarded-For` is read for the control plane only, from `trusted_proxies`:
+    audit lines name the client by it. It never gives access."""
 
     def __init__(self, application: Application, plane: DataPlane, trusted_proxies: Sequence[str]) -> None:
         self._endpoints = {path: InferenceEndpoint(row, plane) for path, row in ENDPOINTS.items()}

@@ -8,6 +8,8 @@ from typing import Annotated
 
 from pydantic import SecretStr, field_validator
 
+from kvroute.gateway.hosts import host_name
+from kvroute.gateway.key_file import key_lines
 from kvroute.options import Options, Switch, option
 
 MIB = 1024 * 1024
@@ -68,7 +70,13 @@ class ServerOptions(Options):
     )
     trusted_proxies: tuple[str, ...] = option(
         ("127.0.0.1",),
-        "Addresses or networks whose `X-Forwarded-For` and `-Proto` are believed; `*` believes everyone.",
+        "Addresses or networks of proxies whose `X-Forwarded-For` names the client in the audit lines of the "
+        "admin API; `*` believes everyone. It never gives access.",
+    )
+    state_dir: Path | None = option(
+        None,
+        "Folder for the admin key that the gateway makes where none is set, one file for each port. Unset: "
+        "`$XDG_STATE_HOME/kvroute`, by default `~/.local/state/kvroute`.",
     )
     allow_strategy_header: Annotated[bool, Switch] = option(
         False,
@@ -99,6 +107,13 @@ class ServerOptions(Options):
         ge=0,
     )
 
+    @field_validator("api_keys")
+    @classmethod
+    def _are_not_empty(cls, value: tuple[SecretStr, ...]) -> tuple[SecretStr, ...]:
+        if not all(key.get_secret_value().strip() for key in value):
+            raise ValueError("a key is empty: requests without any key would have it")
+        return value
+
     @field_validator("processes")
     @classmethod
     def _only_on_linux(cls, value: int) -> int:
@@ -108,7 +123,40 @@ class ServerOptions(Options):
 
 
 class AdminOptions(Options):
-    """The admin API. Without a key it answers to loopback addresses only."""
+    """The admin API, `/admin/*`, and who may use it."""
 
-    api_key: SecretStr | None = option(None, "Key for `/admin/*`, sent as `Authorization: Bearer KEY`.")
-    api_key_file: Path | None = option(None, "File that holds the admin key.")
+    api_key: SecretStr | None = option(
+        None,
+        "Key for `/admin/*`, sent as `Authorization: Bearer KEY`. Of several, one a line, each is valid: "
+        "so one can replace another. Unset: the gateway makes a key, and logs in which file it is.",
+    )
+    api_key_file: Path | None = option(
+        None,
+        "File with that key, or several, one a line; blank lines and lines that begin with `#` do not count.",
+    )
+    allowed_hosts: tuple[str, ...] = option(
+        (),
+        "Names and addresses, without ports, that the headers Host and Origin may have under `/admin` and "
+        "`/ui`, such as a proxy's. `localhost`, loopback addresses and the address that the client has "
+        "connected to are always among them. Another Host is answered 421, another Origin 403.",
+    )
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The keys that are set."""
+        return key_lines(self.api_key.get_secret_value()) if self.api_key is not None else ()
+
+    @field_validator("api_key")
+    @classmethod
+    def _holds_a_key(cls, value: SecretStr | None) -> SecretStr | None:
+        if value is not None and not key_lines(value.get_secret_value()):
+            raise ValueError("holds no key")
+        return value
+
+    @field_validator("allowed_hosts")
+    @classmethod
+    def _are_names(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for each in value:
+            if host_name(each) is None:
+                raise ValueError(f"{each!r} is not a name or an address without scheme and port")
+        return value
