@@ -19,12 +19,15 @@ COPY src src
 RUN pip --python /opt/kvroute/bin/python install --no-deps .
 
 FROM python:3.12-slim-bookworm
-RUN useradd --system --uid 10001 --user-group --no-create-home --shell /usr/sbin/nologin kvroute
+# Its state folder holds the admin key that the gateway makes where none is set.
+RUN useradd --system --uid 10001 --user-group --no-create-home --shell /usr/sbin/nologin kvroute \
+ && install -d -o kvroute -g kvroute -m 0700 /var/lib/kvroute
 COPY --from=build /opt/kvroute /opt/kvroute
 ENV PATH=/opt/kvroute/bin:$PATH \
     PYTHONUNBUFFERED=1 \
     PYTHONDONTWRITEBYTECODE=1 \
-    KVROUTE__SERVER__HOST=0.0.0.0
+    KVROUTE__SERVER__HOST=0.0.0.0 \
+    XDG_STATE_HOME=/var/lib
 USER kvroute
 EXPOSE 8080
 # Alive, not ready: a gateway without a routable worker must not be restarted for it.

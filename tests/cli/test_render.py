@@ -65,6 +65,21 @@ def test_the_folder_is_made_and_what_else_is_in_it_stays(spec, tmp_path):
     assert str(folder / "docker-compose.yml") in result.stdout
 
 
+def test_the_admin_key_is_its_owners_alone_and_stays(spec, tmp_path):
+    file = tmp_path / "gateway-secret.yaml"
+    run("render", "-f", spec, "--to", "kubernetes", "-o", tmp_path)
+    first = file.read_text()
+
+    run("render", "-f", spec, "--to", "kubernetes", "-o", tmp_path)
+
+    assert file.read_text() == first
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert not list(tmp_path.glob(".*"))
+    file.write_text("kind: Secret\n")
+    refused = run("render", "-f", spec, "--to", "kubernetes", "-o", tmp_path, code=1)
+    assert "remove it to make a new key" in refused.stderr
+
+
 def test_without_a_folder_the_result_is_all_of_standard_output(spec):
     compose = run("render", "-f", spec, "--to", "compose")
     manifests = run("render", "-f", spec, "--to", "kubernetes")

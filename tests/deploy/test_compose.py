@@ -123,6 +123,19 @@ def test_the_gateway_routes_to_the_workers_of_its_profile_and_accepts_its_settin
     }
 
 
+@pytest.mark.parametrize("profile", PROFILES)
+def test_the_admin_key_that_is_made_lies_in_a_volume(written, profile):
+    gateway = written["services"][GATEWAYS[profile]]
+    command = gateway["command"]
+    folder = command[command.index("--state-dir") + 1]
+
+    assert gateway["read_only"]
+    assert gateway["volumes"] == [f"kvroute-state:{folder}"]
+    assert "kvroute-state" in written["volumes"]
+    # A new volume gets what the image has there, its owner among it.
+    assert f"install -d -o kvroute -g kvroute -m 0700 {folder}" in (ROOT / "Dockerfile").read_text()
+
+
 def test_the_simulated_workers_commands_are_understood(written):
     for name in WORKERS["sim"]:
         parsed = started(written["services"][name]["command"])

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from kvroute.deploy.endpoint import EndpointHost, LocalEndpoint, plan_endpoint_here, site_here
-from kvroute.deploy.plan import Plan, PlannedProcess
+from kvroute.deploy.plan import AdminKeyPlace, Plan, PlannedProcess
 from kvroute.deploy.render.lmcache import server_argv
 from kvroute.deploy.render.plan import EndpointPlan, plan_endpoint
 from kvroute.deploy.render.site import local_site
@@ -67,6 +67,7 @@ def here(
         gpus=tuple(gpus),
         programs=PROGRAMS,
         state_dir=Path("/state"),
+        admin_key=AdminKeyPlace(folder=Path("/keys")),
     )
     return plan_endpoint_here(endpoint(changes), host, lambda _: next(ports))
 
@@ -155,7 +156,8 @@ def test_the_gateway_knows_the_workers_and_takes_the_spec_s_port_unless_told_oth
     ]
     assert made.config["server"] == {"host": "127.0.0.1", "port": 8123}
     assert made.plan.gateway.ready_url == "http://127.0.0.1:8123/ready"
-    assert made.plan.gateway.child.argv[-2:] == ("-c", "/state/gateway.yaml")
+    assert made.plan.gateway.child.argv[-4:] == ("-c", "/state/gateway.yaml", "--state-dir", "/keys")
+    assert made.plan.admin_key_file == Path("/keys/admin-key-8123")
     assert made.config_path == Path("/state/gateway.yaml")
 
     ports = count(20000)

@@ -48,6 +48,9 @@ def test_the_printed_curl_is_answered_and_ctrl_c_ends_everything(
     name, _, value = header.partition(": ")
     with httpx.Client(trust_env=False, timeout=30) as http:
         answer = http.post(url, headers={name: value}, content=body)
+        (admin_key,) = [line.split()[-1] for line in printed.splitlines() if line.startswith("  admin key")]
+        authorization = {"authorization": f"Bearer {Path(admin_key).read_text().strip()}"}
+        admin = http.get(url.replace("/v1/chat/completions", "/admin/workers"), headers=authorization)
         found = [http.get(page).status_code for page in pages]
 
     assert answer.status_code == 200
@@ -56,6 +59,8 @@ def test_the_printed_curl_is_answered_and_ctrl_c_ends_everything(
     assert answer.headers["x-kvroute-worker"] in {"worker-0", "worker-1"}
     assert "SIMULATED" in printed
     assert found == [200, 200]
+    assert admin.status_code == 200
+    assert Path(admin_key).parent == Path(os.environ["XDG_STATE_HOME"]) / "kvroute"
 
     os.kill(process.pid, signal.SIGINT)
 

@@ -30,6 +30,8 @@ def ps(state_dir: Path, as_json: bool) -> None:
     else:
         click.echo(f"{state.name or 'starting'}, supervised by process {state.pid}")
         Console().print(_table(state, SystemClock().wall()))
+        if state.admin_key_file:
+            click.echo(f"the gateway's admin key: {state.admin_key_file}")
 
 
 def _table(state: UpState, now: float) -> Table:

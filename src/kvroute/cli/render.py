@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import click
 
 from kvroute.cli.specs import WrongSpec, count, read_text, reading_of, tell
 from kvroute.deploy.model_shape import with_model_at_hand
+from kvroute.deploy.render.kubernetes import SECRET_FILE, with_its_key
 from kvroute.deploy.render.plan import plan_endpoint
 from kvroute.deploy.render.reach import findings_for
 from kvroute.deploy.render.registry import TARGETS
@@ -64,7 +66,24 @@ def write(folder: Path, files: dict[str, str]) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in files.items():
-            (folder / name).write_text(text, encoding="utf-8")
+            if name == SECRET_FILE:
+                _write_secret(folder / name, text)
+            else:
+                (folder / name).write_text(text, encoding="utf-8")
             click.echo(folder / name)
     except OSError as exc:
         raise WrongSpec(f"cannot write to {folder}: {exc.strerror}") from None
+
+
+def _write_secret(path: Path, text: str) -> None:
+    """Write a file that only its owner may read; a key that is there already stays. Raises OSError."""
+    if path.exists():
+        try:
+            text = with_its_key(text, path.read_text(encoding="utf-8"))
+        except ValueError as exc:
+            raise WrongSpec(f"{path} is not what was rendered: {exc}; remove it to make a new key") from None
+    new = path.with_name(f".{path.name}.new")
+    new.unlink(missing_ok=True)
+    with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
+        file.write(text)
+    new.replace(path)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 from rich.console import Console
 
 from kvroute.cli.specs import WrongSpec, count, read_text, reading_of, tell
@@ -16,7 +17,7 @@ from kvroute.clock import SystemClock
 from kvroute.deploy.endpoint import simulated
 from kvroute.deploy.local_reach import local_findings
 from kvroute.deploy.model_shape import with_model_at_hand
-from kvroute.deploy.plan import Engine, UpSpec
+from kvroute.deploy.plan import AdminKeyPlace, Engine, UpSpec
 from kvroute.deploy.prepare import EndpointUp, prepare, prepare_endpoint
 from kvroute.deploy.render.plan import EndpointPlan, plan_endpoint
 from kvroute.deploy.spec.fields import Verdict
@@ -67,7 +68,12 @@ IN_THE_SPEC = {
     type=click.Path(file_okay=False, path_type=Path),
     default=STATE_DIR,
     show_default=True,
-    help="Logs, made-up models, and what `kvroute ps` reads.",
+    help="Logs, made-up models, and what `kvroute ps` reads; the gateway's admin key too, if given.",
+)
+@click.option(
+    "--admin-key-file",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="The file with the gateway's admin key; without one, it is made.",
 )
 @click.option(
     "--engine-venv",
@@ -78,21 +84,35 @@ IN_THE_SPEC = {
 )
 @click.option("--logs/--no-logs", default=True, help="Show what the processes write. Default: --logs.")
 @click.argument("engine_args", nargs=-1, type=click.UNPROCESSED)
-def up(file: Path | None, state_dir: Path, engine_venv: Path, logs: bool, **wanted: Any) -> None:
+@click.pass_context
+def up(
+    context: click.Context,
+    /,
+    file: Path | None,
+    state_dir: Path,
+    admin_key_file: Path | None,
+    engine_venv: Path,
+    logs: bool,
+    **wanted: Any,
+) -> None:
     """Run workers and the gateway, or the endpoint of a spec, on this machine until Ctrl-C.
 
     ENGINE_ARGS, after a `--`, are appended to every worker's command line.
     """
     console, clock = Console(), SystemClock()
     making: Prepare
+    is_given = context.get_parameter_source("state_dir") is not ParameterSource.DEFAULT
+    admin_key = AdminKeyPlace(admin_key_file, state_dir if is_given else None)
     if file is not None:
         endpoint = _endpoint(file, wanted)
-        wish = EndpointUp(endpoint, wanted["host"], wanted["port"], state_dir, engine_venv)
+        wish = EndpointUp(endpoint, wanted["host"], wanted["port"], state_dir, engine_venv, admin_key)
         making = partial(prepare_endpoint, wish, console=console, clock=clock)
     else:
         given = {name: value for name, value in wanted.items() if value is not None}
         engine = Engine(given.pop("engine", Engine.SIM.value))
-        spec = UpSpec(engine=engine, state_dir=state_dir, engine_venv=engine_venv, **given)
+        spec = UpSpec(
+            engine=engine, state_dir=state_dir, engine_venv=engine_venv, admin_key=admin_key, **given
+        )
         making = partial(prepare, spec, console=console, clock=clock)
     try:
         asyncio.run(run_up(making, StateFolder(state_dir), console=console, clock=clock, show_logs=logs))

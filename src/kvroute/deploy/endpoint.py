@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from kvroute.deploy.plan import (
     ENGINE_STOP_S,
     GATEWAY,
     SIM_READY_S,
+    AdminKeyPlace,
     Plan,
     PlannedProcess,
     cpu_kv_cache_gib,
@@ -61,6 +62,7 @@ class EndpointHost:
     programs: Mapping[str, tuple[str, ...]]
     """A command's first word -> what stands for it here."""
     state_dir: Path
+    admin_key: AdminKeyPlace = field(default_factory=AdminKeyPlace)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +144,7 @@ def plan_endpoint_here(
     plan = Plan(
         workers=tuple(_worker(endpoint, each, site, at, host) for at, each in enumerate(site.workers)),
         gateway=gateway_process(
-            (sys.executable, "-m", "kvroute", "serve", "-c", str(config_path)),
+            (sys.executable, "-m", "kvroute", "serve", "-c", str(config_path), *host.admin_key.arguments),
             {**host.environ, **_gateway_secrets(endpoint, site, host)},
             host=config["server"]["host"],
             port=config["server"]["port"],
@@ -159,6 +161,9 @@ def plan_endpoint_here(
             else (),
         ),
         name=endpoint.name,
+        admin_key_file=host.admin_key.made_file(
+            host.environ, config.get("admin", {}), config["server"]["port"]
+        ),
     )
     _require_different_names(plan)
     folders = tuple(map(Path, tier.host_paths if tier else ()))

@@ -22,6 +22,7 @@ from kvroute.deploy.vllm_command import (
     vllm_environment,
 )
 from kvroute.errors import ConfigError
+from kvroute.gateway.key_file import key_path, user_state_folder
 
 DEFAULT_WORKERS = 2
 DEFAULT_TINY_MODEL = "small"
@@ -50,6 +51,34 @@ class Engine(Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class AdminKeyPlace:
+    """Where the user wants the gateway's admin key to be: in `file`, or in one that is made in `folder`.
+    Without both: configured, or in the user's state folder."""
+
+    file: Path | None = None
+    folder: Path | None = None
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """What says so to `kvroute serve`."""
+        of_file = ("--admin-key-file", str(self.file.absolute())) if self.file is not None else ()
+        of_folder = ("--state-dir", str(self.folder.absolute())) if self.folder is not None else ()
+        return (*of_file, *of_folder)
+
+    def made_file(self, environ: Mapping[str, str], settings: Mapping[str, object], port: int) -> Path | None:
+        """The file with the key that the gateway makes; None where a key is configured: in `file`, in the
+        environment or in `settings`, the `admin` section of its configuration."""
+        names = ("api_key", "api_key_file")
+        configured = [settings.get(name) or environ.get(f"KVROUTE__ADMIN__{name.upper()}") for name in names]
+        if self.file is not None or any(configured):
+            return None
+        try:
+            return key_path(self.folder.absolute() if self.folder else user_state_folder(environ), port)
+        except ConfigError:
+            return None  # the gateway itself says what is wrong
+
+
+@dataclass(frozen=True, slots=True)
 class UpSpec:
     """What the user asked for. None means: decide by what the host offers."""
 
@@ -66,6 +95,7 @@ class UpSpec:
     """Where vLLM for CPUs is installed, or will be."""
     engine_args: tuple[str, ...] = ()
     """Appended to every worker's command line."""
+    admin_key: AdminKeyPlace = AdminKeyPlace()
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +142,8 @@ class Plan:
     caches: tuple[tuple[PlannedProcess, ...], ...] = ()
     """What the workers need, in stages: each needs the one before."""
     name: str = "kvroute"
+    admin_key_file: Path | None = None
+    """Where the gateway keeps the admin key that it makes; None: one is configured."""
 
     @property
     def stages(self) -> tuple[tuple[PlannedProcess, ...], ...]:
@@ -161,6 +193,7 @@ def plan_up(spec: UpSpec, host: HostFacts) -> Plan:
         simulated=spec.engine is Engine.SIM,
         tiny_model=tiny,
         model_folder=folder,
+        admin_key_file=spec.admin_key.made_file(host.environ, {}, spec.port),
     )
 
 
@@ -244,6 +277,7 @@ def _gateway(spec: UpSpec, host: HostFacts, workers: tuple[PlannedProcess, ...])
         argv += ["--worker", f"{worker.child.name}={worker.url}"]
     if spec.strategy is not None:
         argv += ["--strategy", spec.strategy]
+    argv += spec.admin_key.arguments
     return gateway_process(
         tuple(argv), host.environ, host=spec.host, port=spec.port, log_path=_log(spec, GATEWAY)
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -14,7 +14,7 @@ from kvroute.clock import Clock
 from kvroute.deploy.endpoint import EndpointHost, LocalEndpoint, plan_endpoint_here
 from kvroute.deploy.engine_install import EngineVenv, install_engine, separate_environment
 from kvroute.deploy.placement import find_gpus
-from kvroute.deploy.plan import Engine, HostFacts, Plan, UpSpec, plan_up, port_count, uses_gpus
+from kvroute.deploy.plan import AdminKeyPlace, Engine, HostFacts, Plan, UpSpec, plan_up, port_count, uses_gpus
 from kvroute.deploy.ports import FreePorts, free_ports, require_free_port
 from kvroute.deploy.render.config import config_text
 from kvroute.deploy.render.plan import EndpointPlan
@@ -54,6 +54,7 @@ class EndpointUp:
     port: int | None = None
     state_dir: Path = Path(".kvroute")
     engine_venv: Path = Path(".venv-engine")
+    admin_key: AdminKeyPlace = field(default_factory=AdminKeyPlace)
 
 
 async def prepare_endpoint(wanted: EndpointUp, *, console: Console, clock: Clock) -> Plan:
@@ -69,6 +70,7 @@ async def prepare_endpoint(wanted: EndpointUp, *, console: Console, clock: Clock
         gpus=gpus,
         programs={},
         state_dir=wanted.state_dir,
+        admin_key=wanted.admin_key,
     )
     # Before the engine's installation, which takes minutes: what cannot run here says so now.
     draft = plan_endpoint_here(endpoint, host, FreePorts().run, bind=wanted.host, port=wanted.port)

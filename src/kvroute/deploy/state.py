@@ -48,6 +48,8 @@ class UpState:
     """Of the supervisor: SIGTERM ends everything."""
     gateway: str
     processes: tuple[ProcessState, ...] = ()
+    admin_key_file: str = ""
+    """Of the gateway, where it makes its own key."""
 
 
 class StateFolder:

@@ -120,6 +120,7 @@ def told_of(plan: Plan, keepers: list[Keeper], clock: Clock) -> UpState:
             )
             for keeper in keepers
         ),
+        admin_key_file=str(plan.admin_key_file or ""),
     )
 
 
@@ -140,6 +141,7 @@ def welcome(plan: Plan) -> str:
         kind = "The workers are real vLLM engines; the model has random weights and answers with noise."
     else:
         kind = f"The workers are vLLM engines that serve {plan.model}."
+    key = str(plan.admin_key_file or "as configured")
     return f"""
 kvroute is ready at {url} with {len(plan.workers)} worker(s). {kind}
 
@@ -147,6 +149,7 @@ kvroute is ready at {url} with {len(plan.workers)} worker(s). {kind}
 
   API documentation  {url}/docs
   metrics            {url}/metrics
+  admin key          {key}
 
 Ctrl-C ends everything.
 """

@@ -13,7 +13,7 @@ from referencing import Registry, Resource
 
 from kvroute.app.config import load
 from kvroute.deploy.l2.registry import BACKENDS
-from kvroute.deploy.render.kubernetes import kubernetes_objects, render_kubernetes
+from kvroute.deploy.render.kubernetes import SECRET_FILE, kubernetes_objects, render_kubernetes, with_its_key
 from kvroute.deploy.spec.loading import fix_layout
 
 SCHEMAS = Path(__file__).parents[2] / "data" / "schemas"
@@ -117,9 +117,10 @@ def test_the_announcements_spec_gives_valid_manifests(sample, fill_in, plan):
 def test_what_is_written_is_what_was_checked(own, plan):
     made = plan(own(KVAWARE))
 
-    assert {
-        name: list(yaml.safe_load_all(text)) for name, text in render_kubernetes(made).items()
-    } == kubernetes_objects(made)
+    files = {name: list(yaml.safe_load_all(text)) for name, text in render_kubernetes(made).items()}
+    (secret,) = files.pop(SECRET_FILE)
+    assert files == kubernetes_objects(made)
+    check(secret)
 
 
 def test_a_wrong_manifest_would_be_noticed(own, plan):
@@ -141,7 +142,9 @@ def test_a_wrong_manifest_would_be_noticed(own, plan):
 
 def gateway_config(found, tmp_path) -> Any:
     file = tmp_path / "kvroute.yaml"
-    file.write_text(found["ConfigMap", "demo-gateway"]["data"]["kvroute.yaml"])
+    text = found["ConfigMap", "demo-gateway"]["data"]["kvroute.yaml"]
+    (tmp_path / "admin-key").write_text("a-key")
+    file.write_text(text.replace("/run/secrets/kvroute", str(tmp_path)))
     return load(file=file).config
 
 
@@ -223,6 +226,50 @@ def test_keys_come_from_secrets_by_reference(own, plan):
         {"key": "admin", "path": "admin-key"},
     ]
     assert not [key for key in found if key[0] == "Secret"]
+
+
+def test_without_a_secret_for_the_admin_key_one_is_made(own, plan):
+    made = plan(own())
+    found = objects_of(made)
+    (secret,) = yaml.safe_load_all(render_kubernetes(made)[SECRET_FILE])
+    config = yaml.safe_load(found["ConfigMap", "demo-gateway"]["data"]["kvroute.yaml"])
+    volumes = pod(found, "Deployment", "demo-gateway")["volumes"]
+    (keys,) = [volume["projected"]["sources"] for volume in volumes if volume["name"] == "keys"]
+
+    check(secret)
+    assert (secret["metadata"]["name"], secret["metadata"]["namespace"]) == ("demo-gateway-admin", "default")
+    assert keys == [
+        {"secret": {"name": "demo-gateway-admin", "items": [{"key": "admin-key", "path": "admin-key"}]}}
+    ]
+    assert config["admin"]["api_key_file"] == "/run/secrets/kvroute/admin-key"
+    assert len(secret["stringData"]["admin-key"]) >= 43
+    assert secret["stringData"]["admin-key"] not in render_kubernetes(made)[SECRET_FILE]
+
+
+def test_a_rendered_key_is_kept(own, plan):
+    earlier, later = (render_kubernetes(plan(own()))[SECRET_FILE] for _ in range(2))
+
+    assert with_its_key(later, earlier) == earlier
+    for wrong in ("", "- list", "kind: Secret", "{"):
+        with pytest.raises(ValueError, match="not a Secret"):
+            with_its_key(later, wrong)
+
+
+def test_settings_with_a_key_of_their_own_get_no_secret(own, plan):
+    made = plan(own({"x-kvroute.gateway.settings": {"admin": {"api_key_file": "/mnt/key"}}}))
+    config = yaml.safe_load(objects_of(made)["ConfigMap", "demo-gateway"]["data"]["kvroute.yaml"])
+
+    assert config["admin"]["api_key_file"] == "/mnt/key"
+    assert SECRET_FILE not in render_kubernetes(made)
+
+
+def test_the_admin_api_is_served_under_the_services_names(own, plan):
+    found = objects_of(plan(own()))
+    config = yaml.safe_load(found["ConfigMap", "demo-gateway"]["data"]["kvroute.yaml"])
+    service = found["Service", "demo-gateway"]["metadata"]
+
+    assert service["name"] in config["admin"]["allowed_hosts"]
+    assert f"{service['name']}.{service['namespace']}.svc.cluster.local" in config["admin"]["allowed_hosts"]
 
 
 def test_the_gateway_may_watch_pods_and_nothing_else(own, plan):

@@ -35,6 +35,8 @@ from kvroute.deploy.spec.worker import S3Storage
 SIM_PROFILE = "sim"
 HUB_CACHE = "/root/.cache/huggingface"
 PROMETHEUS_FILE = "prometheus.yml"
+STATE = "/var/lib/kvroute"
+"""Where the gateway keeps the admin key that it makes; the image has the folder, and its user owns it."""
 BY_NAME = frozenset({"fleet.aliases", "tokens.models"})
 """Options whose keys are names, which may have dots in them."""
 
@@ -49,6 +51,7 @@ def render_compose(plan: EndpointPlan) -> dict[str, str]:
         gateway = "kvroute" if profile == SIM_PROFILE else f"kvroute-{profile}"
         site = compose_site(each, gateway)
         services[gateway] = _gateway(each, site, profile)
+        volumes["kvroute-state"] = None
         for worker in site.workers:
             services[worker.name] = _worker(each, worker, site, profile, volumes)
         if each.cache is not None and not each.is_simulated:
@@ -86,6 +89,7 @@ def _head(plan: EndpointPlan, profiles: list[str]) -> str:
     lines = [f"# {plan.name}, made by `kvroute render --to compose`: change the spec, not this file.", "#"]
     lines += [f"#   docker compose --profile {profile} up" for profile in profiles]
     lines += ["#", f"# The gateway is on http://127.0.0.1:{plan.extension.gateway.port}."]
+    lines += [f"# Its admin key is in {STATE} of its container, unless KVROUTE_ADMIN_KEY is set."]
     lines += ["# Run one profile at a time. Every variable has a default."]
     return "\n".join(lines) + "\n\n"
 
@@ -106,9 +110,9 @@ def _own_image(plan: EndpointPlan) -> Service:
 
 
 def _gateway(plan: EndpointPlan, site: Site, profile: str) -> Service:
-    config = gateway_config(plan, site)
+    config = gateway_config(plan, site, names=tuple(dict.fromkeys(("kvroute", site.gateway_host))))
     port = config["server"]["port"]
-    command = ["serve", "--host", site.gateway_bind, "--port", str(port)]
+    command = ["serve", "--host", site.gateway_bind, "--port", str(port), "--state-dir", STATE]
     command += [f"--worker={worker.name}={worker.url}" for worker in site.workers]
     command += [f"--set={path}={value}" for path, value in _assignments(plan, config)]
     environment = {
@@ -126,6 +130,7 @@ def _gateway(plan: EndpointPlan, site: Site, profile: str) -> Service:
         "ports": [f"${{KVROUTE_BIND:-127.0.0.1}}:${{KVROUTE_PORT:-{port}}}:{port}"],
         # For LMCache; not for anything outside of this network.
         **({"expose": [str(each) for each in reports.values()]} if reports else {}),
+        "volumes": [f"kvroute-state:{STATE}"],
         "networks": {"default": {"aliases": ["kvroute"]}},
         # Longer than server.drain_timeout_s (30 s) and the seconds that cutting the rest takes.
         "stop_grace_period": "45s",
@@ -240,7 +245,7 @@ def _model_mounts(plan: EndpointPlan, volumes: dict[str, None]) -> list[str]:
 
 def _give_model(gateway: Service, plan: EndpointPlan, volumes: dict[str, None]) -> None:
     """The tokenizer's files, from the volume that the workers read."""
-    gateway["volumes"] = _model_mounts(plan, volumes)
+    gateway["volumes"] += _model_mounts(plan, volumes)
     if isinstance(plan.model.store, S3Storage):
         gateway["depends_on"] = {"model": {"condition": "service_completed_successfully"}}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import yaml
@@ -11,14 +11,18 @@ from kvroute.deploy.render.manifest import WORKER, selector
 from kvroute.deploy.render.plan import EndpointPlan
 from kvroute.deploy.render.reports import L2_PASSWORD_OPTION, cache_reports, l2_password
 from kvroute.deploy.render.site import Site, local_site
+from kvroute.deploy.spec.extension import SecretKey
 
 SECRETS = "/run/secrets/kvroute"
 L2_PASSWORD_FILE = f"{SECRETS}/l2-password"
+ADMIN_KEY = "admin-key"
 
 
-def gateway_config(plan: EndpointPlan, site: Site, *, secrets: bool = False) -> dict[str, Any]:
+def gateway_config(
+    plan: EndpointPlan, site: Site, *, secrets: bool = False, names: Sequence[str] = ()
+) -> dict[str, Any]:
     """What `kvroute serve -c` reads. `secrets`: in Kubernetes, where keys are files below SECRETS and
-    workers are found by their pods' labels."""
+    workers are found by their pods' labels. `names` are those by which others know the gateway."""
     gateway, routing = plan.extension.gateway, plan.extension.routing
     server: dict[str, Any] = {"host": site.gateway_bind, "port": gateway.port}
     limits = plan.limits
@@ -43,14 +47,28 @@ def gateway_config(plan: EndpointPlan, site: Site, *, secrets: bool = False) -> 
         config["logging"] = {"format": "json"}
         if gateway.api_keys_secret is not None:
             server["api_keys_file"] = f"{SECRETS}/api-keys"
-        if gateway.admin_key_secret is not None:
-            config["admin"] = {"api_key_file": f"{SECRETS}/admin-key"}
+        if admin_key_secret(plan) is not None:
+            config["admin"] = {"api_key_file": f"{SECRETS}/{ADMIN_KEY}"}
+    if names:
+        config["admin"] = {**config.get("admin", {}), "allowed_hosts": list(names)}
     if plan.is_hyperpods:
         config["logging"] = {**config.get("logging", {}), "hyperpod_lines": True}
     by_file = L2_PASSWORD_FILE if secrets and plan.l2_password is not None else None
     config = merged(config, cache_reports(plan, site, password_file=by_file))
     config = merged(config, {"routing": routing.options or {}})
     return merged(config, gateway.settings or {})
+
+
+def admin_key_secret(plan: EndpointPlan) -> SecretKey | None:
+    """Where Kubernetes keeps the admin key: the user's Secret, or else the one that is rendered beside the
+    gateway. None where the gateway's own settings have a key."""
+    gateway = plan.extension.gateway
+    if gateway.admin_key_secret is not None:
+        return gateway.admin_key_secret
+    own = (gateway.settings or {}).get("admin") or {}
+    if own.get("api_key") or own.get("api_key_file"):
+        return None
+    return SecretKey(name=f"{plan.name}-gateway-admin", key=ADMIN_KEY)
 
 
 def _by_label(plan: EndpointPlan) -> dict[str, Any]:

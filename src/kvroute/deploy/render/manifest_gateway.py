@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from kvroute.deploy.render.config import L2_PASSWORD_FILE, SECRETS, config_text, gateway_config
+from kvroute.deploy.render.config import (
+    ADMIN_KEY,
+    L2_PASSWORD_FILE,
+    SECRETS,
+    admin_key_secret,
+    config_text,
+    gateway_config,
+)
 from kvroute.deploy.render.manifest import (
     GATEWAY,
     LOCKED_DOWN,
@@ -29,7 +36,9 @@ USER = 10001
 def gateway_manifests(plan: EndpointPlan, site: Site) -> Iterator[Manifest]:
     """Deployment, Service, configuration, and what it may ask of the cluster."""
     name = f"{plan.name}-gateway"
-    config = gateway_config(plan, site, secrets=True)
+    service = f"{name}.{plan.namespace}"
+    names = [name, service, f"{service}.svc", f"{service}.svc.cluster.local"]
+    config = gateway_config(plan, site, secrets=True, names=names)
     yield manifest("v1", "ServiceAccount", plan, name, GATEWAY, automountServiceAccountToken=True)
     yield manifest(
         "rbac.authorization.k8s.io/v1",
@@ -86,6 +95,14 @@ def gateway_manifests(plan: EndpointPlan, site: Site) -> Iterator[Manifest]:
     yield disruption_budget(plan, GATEWAY)
 
 
+def admin_secret(plan: EndpointPlan, key: str) -> Manifest | None:
+    """The Secret with the admin key; None where the user has one, or the gateway's settings have the key."""
+    secret = admin_key_secret(plan)
+    if secret is None or secret is plan.extension.gateway.admin_key_secret:
+        return None
+    return manifest("v1", "Secret", plan, secret.name, GATEWAY, type="Opaque", stringData={secret.key: key})
+
+
 def _port(config: dict[str, Any]) -> int:
     return int(config["server"]["port"])
 
@@ -103,7 +120,7 @@ def _deployment(plan: EndpointPlan, site: Site, name: str, config: dict[str, Any
         {"secret": {"name": secret.name, "items": [{"key": secret.key, "path": path}]}}
         for secret, path in (
             (gateway.api_keys_secret, "api-keys"),
-            (gateway.admin_key_secret, "admin-key"),
+            (admin_key_secret(plan), ADMIN_KEY),
             (l2_secret, L2_PASSWORD_FILE.rpartition("/")[2]),
         )
         if secret is not None

@@ -95,7 +95,9 @@ BECAUSE: Final[dict[str, dict[str, str]]] = {
     },
     "x-kvroute.l2.sizeGb": {LMCACHE: "the store is started by hand, with a size of its own"},
     "x-kvroute.gateway.apiKeysSecret": {COMPOSE: "the keys are read from the variable KVROUTE_API_KEYS"},
-    "x-kvroute.gateway.adminKeySecret": {COMPOSE: "the key is read from the variable KVROUTE_ADMIN_KEY"},
+    "x-kvroute.gateway.adminKeySecret": {
+        COMPOSE: "the key is read from the variable KVROUTE_ADMIN_KEY, and made without it"
+    },
     "spec.modelSourceConfig.huggingFaceModel.tokenSecretRef": {
         COMPOSE: "the token is read from the variable HF_TOKEN",
         WORKER_ARGS: "the workers read the token from HF_TOKEN of the shell",
