@@ -96,11 +96,11 @@ def vllm_router(launch: Launch) -> list[str]:
     ]
 
 
-def kvroute(strategy: str, *settings: str) -> Command:
-    """With metrics, request lines and retries, as it comes."""
+def kvroute(strategy: str, *settings: str, python: str = sys.executable) -> Command:
+    """With metrics, request lines and retries, as it comes. `python` has kvroute installed."""
 
     def command(launch: Launch) -> list[str]:
-        line = [sys.executable, "-m", "kvroute", "serve", "--host", "127.0.0.1", "--port", str(launch.port)]
+        line = [python, "-m", "kvroute", "serve", "--host", "127.0.0.1", "--port", str(launch.port)]
         for worker in launch.workers:
             line += ["--worker", worker]
         line += ["--strategy", strategy]

@@ -63,15 +63,25 @@ SCENARIOS = {
 class Runner:
     """Makes single runs. Mutable: how many requests fill a run, by router and scenario, found at first.
 
-    `run_again`: make a run again, once, during which others used more than `BUSY_CORES`.
+    `run_again`: make a run again, once, during which others used more than `BUSY_CORES`. `totals`: requests
+    of a run by scenario, the same for every router; the first router that is warmed up sets what is missing.
     """
 
-    def __init__(self, bed: Bed, files: dict[str, Path], seconds: float, *, run_again: bool) -> None:
+    def __init__(
+        self,
+        bed: Bed,
+        files: dict[str, Path],
+        seconds: float,
+        *,
+        run_again: bool,
+        totals: dict[str, int] | None = None,
+    ) -> None:
         self._bed = bed
         self._files = files
         self._seconds = seconds
         self._run_again = run_again
         self._totals: dict[tuple[str, str], int] = {}
+        self._common_totals = totals
 
     def run(self, scenario: Scenario, started: Started, repeat: int) -> Measurement:
         """One run, the better one of two where the machine was busy with something else."""
@@ -95,8 +105,10 @@ class Runner:
             rate = self._load(started, scenario.file, scenario.connections, 256)
             more = max(64, int(rate["requests"] / rate["seconds"] * 0.25))
             rate = self._load(started, scenario.file, scenario.connections, min(more, scenario.most))
-            total = int(rate["requests"] / rate["seconds"] * self._seconds)
-            self._totals[started.router.name, scenario.name] = min(max(total, 128), scenario.most)
+            total = min(max(int(rate["requests"] / rate["seconds"] * self._seconds), 128), scenario.most)
+            if self._common_totals is not None:
+                total = self._common_totals.setdefault(scenario.name, total)
+            self._totals[started.router.name, scenario.name] = total
         elif scenario.kind in ("streams", "latency"):
             self._load(started, "d", 8, 8)
             self._load(started, "a", 1, 64)
