@@ -94,7 +94,12 @@ def _blank_run(size: int, model: str) -> Shot:
 
 
 def _part(name: bytes, value: bytes, file: bytes = b"") -> bytes:
-    return b'--%b\r\nContent-Disposition: form-data; name="%b"%b\r\n\r\n%b\r\n' % (_BOUNDARY, name, file, value)
+    return b'--%b\r\nContent-Disposition: form-data; name="%b"%b\r\n\r\n%b\r\n' % (
+        _BOUNDARY,
+        name,
+        file,
+        value,
+    )
 
 
 def _form(parts: bytes, model: str, *, is_legitimate: bool = False) -> Shot:
@@ -108,7 +113,7 @@ def _form_parts(size: int, model: str) -> Shot:
 
 
 def _form_header(size: int, model: str) -> Shot:
-    part = b"--%b\r\nContent-Disposition: form-data; name=\"%b\"\r\n\r\nx\r\n" % (_BOUNDARY, b"a" * size)
+    part = b'--%b\r\nContent-Disposition: form-data; name="%b"\r\n\r\nx\r\n' % (_BOUNDARY, b"a" * size)
     return _form(part, model)
 
 
