@@ -278,6 +278,16 @@ class Metrics(Collector):
             "Requests routed on the approximate view because their tokens were not known, by why.",
             ["model", "cause"],
         )
+        self.exact = self._counter(
+            "kvroute_exact_prompts",
+            "Requests whose prompts were known token by token when routed.",
+            ["model"],
+        )
+        self.token_wait = self._histogram(
+            "kvroute_token_wait_seconds",
+            "Time that requests waited for their prompts' tokens, where these were not known immediately.",
+            _LATENCY_S,
+        ).labels()
         self._predictions = self._counter(
             "kvroute_predictions",
             "Predicted cached tokens, once the worker reported its own, by the slowest tier predicted.",

@@ -25,7 +25,13 @@ def following(rates: list[Any] | None = None, **sections: Any) -> Following:
     config = Config.model_validate({"routing": {"strategy": "kvaware"}, **sections})
     measured = [] if rates is None else rates
     return Following(
-        config, Fleet(), Metrics(), SystemClock(), lambda _: None, lambda *rate: measured.append(rate)
+        config,
+        Fleet(),
+        Metrics(),
+        SystemClock(),
+        lambda _: None,
+        lambda *_: 0.05,
+        lambda *rate: measured.append(rate),
     )
 
 

@@ -117,6 +117,7 @@ def test_a_process_that_looks_on_counts_its_own_tokenizing():
         Metrics(),
         SystemClock(),
         lambda _: None,
+        lambda *_: 0.05,
         lambda *_: None,
         lambda _: None,
     )

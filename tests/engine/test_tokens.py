@@ -142,9 +142,9 @@ async def test_the_choice_is_local_with_the_models_files_and_remote_without(
 ) -> None:
     request = request_of("chat/completions", {"messages": [SYSTEM, USER, ASKED, TOLD], "tools": [TOOL]})
     found = []
-    async with httpx.AsyncClient(trust_env=False) as http, TokenThreads(deadline_s=10) as threads:
+    async with httpx.AsyncClient(trust_env=False) as http, TokenThreads() as threads:
         for folder in (model_folder, None):
-            exact = ExactTokens(threads, http, remote_deadline_s=10)
+            exact = ExactTokens(threads, http)
             source = await exact.prepare(MODEL, folder=folder, url=engines[0].url)
             assert source.mode is (Mode.LOCAL if folder else Mode.REMOTE), source.why
             found.append(await exact.prompts(request, model=MODEL, url=engines[0].url))

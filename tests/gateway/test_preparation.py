@@ -10,8 +10,10 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from prometheus_client import generate_latest
 
 from kvroute.fleet.fleet import Fleet
+from kvroute.gateway.approximate import WINDOW
 from kvroute.gateway.preparation import Preparer
 from kvroute.metrics import Metrics
 from kvroute.openai.endpoints import ENDPOINTS
@@ -29,6 +31,7 @@ class Workers:
     dead: set[str] = field(default_factory=set)
     why: Reason = Reason.WORKER_FAILED
     asked: list[str] = field(default_factory=list)
+    deadlines_s: list[float | None] = field(default_factory=list)
 
     def view(self, model: str) -> Any:
         workers = [
@@ -37,8 +40,11 @@ class Workers:
         ]
         return SimpleNamespace(workers=workers)
 
-    async def prompts(self, request: InferenceRequest, *, model: str, url: str) -> ExactPrompts | Reason:
+    async def prompts(
+        self, request: InferenceRequest, *, model: str, url: str, deadline_s: float | None = None
+    ) -> ExactPrompts | Reason:
         self.asked.append(url)
+        self.deadlines_s.append(deadline_s)
         return self.why if url in self.dead else ExactPrompts(((5, 6, 7),), Mode.REMOTE)
 
 
@@ -46,8 +52,12 @@ def request() -> InferenceRequest:
     return parse_request(ENDPOINTS["/v1/completions"], b'{"model": "m", "prompt": "Hello"}')
 
 
+def fixed(model: str, body_bytes: int) -> float:
+    return 30.0
+
+
 async def prepared(workers: Workers) -> Any:
-    preparer = Preparer(cast(ExactTokens, workers), cast(Fleet, workers), Metrics())
+    preparer = Preparer(cast(ExactTokens, workers), cast(Fleet, workers), Metrics(), fixed)
     return await preparer.prepare(request(), "m")
 
 
@@ -92,7 +102,7 @@ class Busy(Workers):
 
 async def test_what_exact_tokens_cost_the_loop_is_counted_whether_or_not_they_are_had_at_once() -> None:
     workers = Busy(["http://a"])
-    preparer = Preparer(cast(ExactTokens, workers), cast(Fleet, workers), Metrics())
+    preparer = Preparer(cast(ExactTokens, workers), cast(Fleet, workers), Metrics(), fixed)
 
     assert preparer.at_once(request(), "m") is None
     before = preparer.cpu_s
@@ -111,7 +121,9 @@ class Quick(Workers):
     def prompts_at_once(self, request: InferenceRequest, *, model: str) -> ExactPrompts | Reason | None:
         return self.answer
 
-    async def prompts(self, request: InferenceRequest, *, model: str, url: str) -> ExactPrompts | Reason:
+    async def prompts(
+        self, request: InferenceRequest, *, model: str, url: str, deadline_s: float | None = None
+    ) -> ExactPrompts | Reason:
         assert self.answer is not None
         return self.answer
 
@@ -124,7 +136,7 @@ async def nothing_stored(prompts: Sequence[ExactPrompt]) -> Sequence[Probed]:
 async def test_what_is_known_at_once_is_what_waiting_gives(answer: ExactPrompts | Reason) -> None:
     workers = Quick(["http://a"], answer=answer)
     preparer = Preparer(
-        cast(ExactTokens, workers), cast(Fleet, workers), Metrics(), nothing_stored, lambda: False
+        cast(ExactTokens, workers), cast(Fleet, workers), Metrics(), fixed, nothing_stored, lambda: False
     )
 
     at_once, waited = preparer.at_once(request(), "m"), await preparer.prepare(request(), "m")
@@ -147,7 +159,67 @@ async def test_what_is_known_at_once_is_what_waiting_gives(answer: ExactPrompts 
 def test_nothing_is_known_at_once_where_it_takes_time(answer: ExactPrompts | None, is_probing: bool) -> None:
     workers = Quick(["http://a"], answer=answer)
     preparer = Preparer(
-        cast(ExactTokens, workers), cast(Fleet, workers), Metrics(), nothing_stored, lambda: is_probing
+        cast(ExactTokens, workers), cast(Fleet, workers), Metrics(), fixed, nothing_stored, lambda: is_probing
     )
 
     assert preparer.at_once(request(), "m") is None
+
+
+async def test_the_deadline_is_that_of_the_model_and_the_body_and_both_workers_share_it() -> None:
+    workers, asked = Workers(["http://a", "http://b"], dead={"http://a"}), []
+
+    def deadline_s(model: str, body_bytes: int) -> float:
+        asked.append((model, body_bytes))
+        return 30.0
+
+    preparer = Preparer(cast(ExactTokens, workers), cast(Fleet, workers), Metrics(), deadline_s)
+    await preparer.prepare(request(), "m")
+
+    assert asked == [("m", len(request().body))]
+    first, second = workers.deadlines_s
+    assert first == 30.0
+    assert second is not None
+    assert second < 30.0
+
+
+async def test_exact_and_approximate_prompts_are_counted_so_that_their_share_is_known() -> None:
+    metrics = Metrics()
+    good, late = Workers(["http://a"]), Workers(["http://a"], dead={"http://a"}, why=Reason.LATE)
+
+    for workers in (good, good, good, late):
+        await Preparer(cast(ExactTokens, workers), cast(Fleet, workers), metrics, fixed).prepare(
+            request(), "m"
+        )
+
+    page = generate_latest(metrics.registry).decode()
+    assert 'kvroute_exact_prompts_total{model="m"} 3.0' in page
+    assert 'kvroute_inexact_prompts_total{cause="late",model="m"} 1.0' in page
+    assert "kvroute_token_wait_seconds_count 4.0" in page
+
+
+async def test_a_high_share_of_late_prompts_is_logged_once_and_so_is_its_end(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO")
+    workers = Workers(["http://a"], why=Reason.LATE)
+    preparer = Preparer(cast(ExactTokens, workers), cast(Fleet, workers), Metrics(), fixed)
+
+    for late in (10, 10, 0, 0):
+        for number in range(WINDOW):
+            workers.dead = {"http://a"} if number < late else set()
+            await preparer.prepare(request(), "m")
+
+    assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
+    assert "10 of the last 200 prompts for m" in caplog.text
+
+
+async def test_prompts_that_never_have_exact_tokens_are_not_called_late(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    workers = Workers(["http://a"], dead={"http://a"}, why=Reason.MEDIA)
+    preparer = Preparer(cast(ExactTokens, workers), cast(Fleet, workers), Metrics(), fixed)
+
+    for _ in range(WINDOW):
+        await preparer.prepare(request(), "m")
+
+    assert not caplog.records

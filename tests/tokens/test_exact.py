@@ -67,7 +67,7 @@ def make_worker(write_model: Callable[..., Any]) -> Callable[..., Worker]:
 
 @pytest.fixture
 async def threads() -> AsyncIterator[TokenThreads]:
-    async with TokenThreads(1, deadline_s=30) as pool:
+    async with TokenThreads(1) as pool:
         yield pool
 
 
@@ -98,7 +98,7 @@ async def test_files_that_disagree_leave_it_to_the_worker_and_say_where(
 ) -> None:
     worker = make_worker("parts")
     async with client(worker) as http:
-        exact = ExactTokens(threads, http, remote_deadline_s=30)
+        exact = ExactTokens(threads, http)
         source = await exact.prepare("tiny", folder=write_model("plain"), url=URL)
         request = make_request(messages=[USER])
         found = await exact.prompts(request, model="tiny", url=URL)
@@ -190,7 +190,7 @@ async def test_workers_are_asked_for_every_kind_of_body(
 ) -> None:
     worker = make_worker("parts", renders=True, adds_bos=True)
     async with client(worker) as http:
-        remote = RemoteTokenizer(http, deadline_s=30)
+        remote = RemoteTokenizer(http)
         for path, body in bodies:
             request = make_request(path, **body)
             ids = await remote.prompts(request, model="tiny", url=URL, endpoint=endpoint)
@@ -201,7 +201,7 @@ async def test_workers_are_asked_for_every_kind_of_body(
 async def test_an_alias_is_asked_under_the_workers_name(make_worker: Any, make_request: Any) -> None:
     worker = make_worker(renders=True)
     async with client(worker) as http:
-        remote = RemoteTokenizer(http, deadline_s=30)
+        remote = RemoteTokenizer(http)
         for endpoint in RemoteEndpoint:
             await remote.prompts(make_request(messages=[USER]), model="real", url=URL, endpoint=endpoint)
 
@@ -232,9 +232,7 @@ async def test_what_tokenize_cannot_tell_says_why(
 ) -> None:
     async with client(make_worker()) as http:
         with pytest.raises(Inexact) as refused:
-            await RemoteTokenizer(http, deadline_s=30).prompts(
-                make_request(path, **body), model="tiny", url=URL
-            )
+            await RemoteTokenizer(http).prompts(make_request(path, **body), model="tiny", url=URL)
 
     assert refused.value.reason is reason
 
@@ -244,7 +242,7 @@ async def test_rendered_media_say_nothing(make_worker: Any, make_request: Any) -
     worker.features = {"mm_hashes": {}}
     async with client(worker) as http:
         with pytest.raises(Inexact) as refused:
-            await RemoteTokenizer(http, deadline_s=30).prompts(
+            await RemoteTokenizer(http).prompts(
                 make_request(messages=[USER]), model="tiny", url=URL, endpoint=RemoteEndpoint.RENDER
             )
 
@@ -256,8 +254,8 @@ async def test_a_slow_worker_is_late(make_worker: Any, make_request: Any) -> Non
     worker.delay_s = 30
     async with client(worker) as http:
         with pytest.raises(Inexact) as refused:
-            await RemoteTokenizer(http, deadline_s=0.001).prompts(
-                make_request("completions", prompt=["a", "b"]), model="tiny", url=URL
+            await RemoteTokenizer(http).prompts(
+                make_request("completions", prompt=["a", "b"]), model="tiny", url=URL, deadline_s=0.001
             )
 
     assert refused.value.reason is Reason.LATE

@@ -25,6 +25,7 @@ from kvroute.events.trust import Reason
 from kvroute.fleet.fleet import Fleet, FleetChange
 from kvroute.fleet.worker import Worker
 from kvroute.gateway.caches import LiveCaches
+from kvroute.gateway.preparation import DeadlineOf
 from kvroute.index.chunk_index import ChunkIndex
 from kvroute.index.prefix_index import PrefixIndex
 from kvroute.metrics import Metrics, counter, gauge
@@ -47,6 +48,7 @@ class Following:
         metrics: Metrics,
         clock: Clock,
         places_left: Callable[[int], None],
+        token_deadline_s: DeadlineOf,
         rate_measured: Callable[[int, Tier, float, int], None],
         indexes: tuple[PrefixIndex, ChunkIndex] | None = None,
     ) -> None:
@@ -82,6 +84,7 @@ class Following:
             clock,
             self.lmcache.probe,
             lambda: bool(self.lmcache.targets()),
+            token_deadline_s,
         )
         self.preparer = self._tokens.preparer
 

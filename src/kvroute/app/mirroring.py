@@ -23,6 +23,7 @@ from kvroute.events.l2_redis import L2Target, RedisL2
 from kvroute.fleet.fleet import Fleet, FleetChange
 from kvroute.fleet.worker import Worker
 from kvroute.gateway.caches import held_tokens
+from kvroute.gateway.preparation import DeadlineOf
 from kvroute.metrics import Metrics, counter, gauge
 from kvroute.replicas.map_messages import (
     Distrusted,
@@ -137,6 +138,7 @@ class Mirroring:
         metrics: Metrics,
         clock: Clock,
         places_left: Callable[[int], None],
+        token_deadline_s: DeadlineOf,
         rate_known: Callable[[int, Tier, float], None],
         tell: Callable[[Message], object],
     ) -> None:
@@ -157,7 +159,14 @@ class Mirroring:
         self._redis = RedisL2(config.lmcache.l2, clock) if config.lmcache.l2.redis_url else None
         is_probing = self._redis is not None
         self._tokens = Tokenizing(
-            config.tokens, self._client, fleet, metrics, clock, self._probe, lambda: is_probing
+            config.tokens,
+            self._client,
+            fleet,
+            metrics,
+            clock,
+            self._probe,
+            lambda: is_probing,
+            token_deadline_s,
         )
         self.preparer = self._tokens.preparer
 

@@ -41,6 +41,7 @@ from kvroute.replicas.pages import PageCollector, read
 from kvroute.replicas.scrape import Scrape
 from kvroute.routing.audit import Audit
 from kvroute.routing.router import Router
+from kvroute.routing.token_deadline import TokenPatience, token_deadline_s
 from kvroute.tokens.estimate import TokenEstimator
 from kvroute.upstream.any_worker import AnyWorkerTransport
 from kvroute.upstream.outbox import Outbox
@@ -83,6 +84,10 @@ class Runtime:
         self.fleet = Fleet(config.fleet.aliases, created=int(clock.wall()))
         self._client = probe_client(AnyWorkerTransport(config.upstream))
         worker_key = config.fleet.worker_api_key
+        tokens = config.tokens
+        self._patience = TokenPatience(
+            tokens.deadline_ms * 1e-3, tokens.max_deadline_ms * 1e-3, tokens.deadline_share
+        )
         follows = "kvaware" in config.routing.strategies_used() or config.server.allow_strategy_header
         self._replica = replica
         self._teller: MapTeller | None = None
@@ -170,7 +175,7 @@ class Runtime:
         from kvroute.app.following import Following
 
         config, clock, replica = self._config, self._clock, self._replica
-        known = (config, self.fleet, self.metrics, clock, self._place_left)
+        known = (config, self.fleet, self.metrics, clock, self._place_left, self._token_deadline_s)
         if replica is None:
             return Following(*known, self._rate_measured)
         from kvroute.app.map_teller import MapTeller
@@ -303,6 +308,11 @@ class Runtime:
             *(self.following.notes() if self.following else ()),
             *(self._replica.notes() if self._replica else ()),
         ]
+
+    def _token_deadline_s(self, model: str, body_bytes: int) -> float:
+        tokens = round(body_bytes / self._estimator.bytes_per_token(model))
+        workers = len(self.fleet.view(model).workers)
+        return token_deadline_s(tokens, workers, self.router.costs(model), self._patience)
 
     def _place_left(self, slot: int) -> None:
         self.router.slot_left(slot)

@@ -12,7 +12,7 @@ from kvroute.app.upkeep import Upkeep
 from kvroute.clock import Clock
 from kvroute.fleet.fleet import Fleet, FleetChange
 from kvroute.fleet.worker import Worker
-from kvroute.gateway.preparation import Preparer, Probe
+from kvroute.gateway.preparation import DeadlineOf, Preparer, Probe
 from kvroute.metrics import Metrics, counter
 from kvroute.tokens.chat import EngineFlags
 from kvroute.tokens.exact import ExactTokens, Mode
@@ -33,9 +33,10 @@ class Tokenizing:
         clock: Clock,
         probe: Probe,
         is_probing: Callable[[], bool],
+        deadline_s: DeadlineOf,
     ) -> None:
         self._fleet = fleet
-        self._threads = TokenThreads(options.threads, deadline_s=options.deadline_ms * 1e-3)
+        self._threads = TokenThreads(options.threads)
         self._tokens = ExactTokens(
             self._threads,
             client,
@@ -45,11 +46,10 @@ class Tokenizing:
                 tools_dropped_for_none=options.tools_dropped_for_none,
             ),
             cache_bytes=options.cache_mib * 1024 * 1024,
-            remote_deadline_s=options.deadline_ms * 1e-3,
             allow_fastokens=options.fastokens,
         )
         self._sources = TokenSources(self._tokens, fleet, clock, options)
-        self.preparer = Preparer(self._tokens, fleet, metrics, probe, is_probing)
+        self.preparer = Preparer(self._tokens, fleet, metrics, deadline_s, probe, is_probing)
 
     async def open(self, upkeep: Upkeep) -> None:
         await self._threads.__aenter__()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Awaitable, Callable, Generator, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from kvroute.blocks.keys import BlockKey
 from kvroute.blocks.tokens import adapter_space
 from kvroute.fleet.fleet import Fleet
 from kvroute.fleet.worker import Worker
+from kvroute.gateway.approximate import WINDOW, LateShare
 from kvroute.metrics import Metrics
 from kvroute.openai.prompt import cache_salt_of
 from kvroute.openai.request import InferenceRequest
@@ -23,7 +25,14 @@ from kvroute.tokens.reason import Reason
 if TYPE_CHECKING:  # it loads tokenizers, which most gateways do without
     from kvroute.tokens.exact import ExactPrompts, ExactTokens
 
+log = logging.getLogger(__name__)
+
 Probe: TypeAlias = Callable[[Sequence[ExactPrompt]], Awaitable[Sequence[Probed]]]
+DeadlineOf: TypeAlias = Callable[[str, int], float]
+"""Seconds that a request may wait for its tokens, by model and bytes of its body."""
+
+_OVERLOADED = (Reason.LATE, Reason.BUSY)
+"""Reasons that say that tokenizing is too slow, and nothing about the request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +52,7 @@ class Preparer:
         tokens: ExactTokens,
         fleet: Fleet,
         metrics: Metrics,
+        deadline_s: DeadlineOf,
         probe: Probe | None = None,
         is_probing: Callable[[], bool] = lambda: True,
     ) -> None:
@@ -52,6 +62,8 @@ class Preparer:
         self._is_probing = is_probing
         self._fleet = fleet
         self._metrics = metrics
+        self._deadline_s = deadline_s
+        self._late = LateShare()
         self._keys = KeyMemory()
         self.cpu_s = 0.0
 
@@ -81,17 +93,23 @@ class Preparer:
             if keys is None:
                 return None
             prompts.append(ExactPrompt(len(ids), keys, PromptChunks(usable), salt, adapter))
-        return Prepared(tuple(prompts))
+        return self._exact(model, prompts)
 
     async def prepare(self, request: InferenceRequest, model: str) -> Prepared:
-        """Waits no longer than the tokenizer's deadlines; never raises but for cancellation. `model` is the
-        name its workers know it by."""
+        """Waits for tokens no longer than the request's deadline; never raises but for cancellation. `model`
+        is the name its workers know it by."""
         base = self._base(model)
         found: ExactPrompts | Reason = Reason.NO_SOURCE
+        began = now = time.monotonic()
+        until = began + self._deadline_s(model, len(request.body))
         for worker in self._fleet.view(model).workers[:2]:
-            found = await self._tokens.prompts(request, model=base or model, url=worker.spec.url)
+            found = await self._tokens.prompts(
+                request, model=base or model, url=worker.spec.url, deadline_s=max(0.0, until - now)
+            )
+            now = time.monotonic()
             if found is not Reason.WORKER_FAILED:
                 break  # else: it may have died just now
+        self._metrics.token_wait.observe(now - began)
         if isinstance(found, Reason):
             return self._inexact(model, found)
         salt = cache_salt_of(request)
@@ -104,16 +122,38 @@ class Preparer:
         if self._probe is not None:
             answers = await self._probe(prompts)
             prompts = [each._replace(probed=held) for each, held in zip(prompts, answers, strict=True)]
-        return Prepared(tuple(prompts))
+        return self._exact(model, prompts)
 
     def _base(self, model: str) -> str | None:
         """The model that `model` adapts, where it is a LoRA adapter."""
         workers = self._fleet.view(model).workers
         return _base_of(workers[0], model) if workers else None
 
+    def _exact(self, model: str, prompts: Sequence[ExactPrompt]) -> Prepared:
+        self._metrics.exact.labels(model).inc()
+        self._count(model, is_late=False)
+        return Prepared(tuple(prompts))
+
     def _inexact(self, model: str, reason: Reason) -> Prepared:
         self._metrics.inexact.labels(model, reason.value).inc()
+        self._count(model, is_late=reason in _OVERLOADED)
         return Prepared(why_not=reason.value)
+
+    def _count(self, model: str, *, is_late: bool) -> None:
+        changed = self._late.count(model, is_late=is_late)
+        if changed is None:
+            return
+        is_high, late = changed
+        if is_high:
+            log.warning(
+                "kvaware: %d of the last %d prompts for %s were routed without their exact tokens, because "
+                "tokenizing took too long",
+                late,
+                WINDOW,
+                model,
+            )
+        else:
+            log.info("kvaware: prompts for %s get their exact tokens in time again", model)
 
     async def _in_turns(self, steps: Generator[None, None, Sequence[BlockKey]]) -> Sequence[BlockKey]:
         """Run to the end, with a turn for others between the steps."""

@@ -165,6 +165,10 @@ class Router:
             name = (override and override.strategy) or self._options.strategy
         return self._strategies[name]
 
+    def costs(self, model: str) -> Costs:
+        """What the model's work costs now, learned figures included."""
+        return self._costs.costs(model)
+
     def decide(self, query: RouteQuery, view: FleetView, strategy: Strategy | None = None) -> RouteDecision:
         """Rank the view's workers (one at least), by the model's strategy unless another is given."""
         decision = (strategy or self.strategy(query.model)).rank(query, view)

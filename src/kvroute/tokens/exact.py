@@ -64,12 +64,11 @@ class ExactTokens:
         *,
         flags: EngineFlags | None = None,
         cache_bytes: int = 64 * 1024 * 1024,
-        remote_deadline_s: float = 0.05,
         check_deadline_s: float = 5.0,
         allow_fastokens: bool = True,
     ) -> None:
         self._threads = threads
-        self._remote = RemoteTokenizer(client, flags, deadline_s=remote_deadline_s)
+        self._remote = RemoteTokenizer(client, flags)
         self._flags = flags or EngineFlags()
         self._cache_bytes = cache_bytes
         self._check_deadline_s = check_deadline_s
@@ -111,8 +110,10 @@ class ExactTokens:
             return _reason(model, error)
         return None if ids is None else ExactPrompts(ids, Mode.LOCAL)
 
-    async def prompts(self, request: InferenceRequest, *, model: str, url: str) -> ExactPrompts | Reason:
-        """The request's token ids, or why there are none. Waits no longer than the deadlines.
+    async def prompts(
+        self, request: InferenceRequest, *, model: str, url: str, deadline_s: float | None = None
+    ) -> ExactPrompts | Reason:
+        """The request's token ids, or why there are none. Waits no longer than `deadline_s`, if given.
 
         `url` is a worker of `model` that may be asked. Never raises but for cancellation.
         """
@@ -121,10 +122,12 @@ class ExactTokens:
             return Reason.NO_SOURCE
         try:
             if source.mode is Mode.LOCAL:
-                ids = await self._threads.run(self._local[model].prompts, request)
+                ids = await self._threads.run(self._local[model].prompts, request, deadline_s=deadline_s)
             else:
                 endpoint = RemoteEndpoint(source.through)
-                ids = await self._remote.prompts(request, model=model, url=url, endpoint=endpoint)
+                ids = await self._remote.prompts(
+                    request, model=model, url=url, endpoint=endpoint, deadline_s=deadline_s
+                )
         except Exception as error:  # noqa: BLE001 - a worse choice of worker, and never a failed request
             return _reason(model, error)
         return ExactPrompts(ids, source.mode)

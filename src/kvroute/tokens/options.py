@@ -26,11 +26,29 @@ class TokensOptions(Options):
     )
     deadline_ms: float = option(
         50.0,
-        "Longest wait for a prompt's tokens; after it the request is routed on the approximate view.",
+        "How long every request may wait for its prompt's tokens; after its deadline a request is routed on "
+        "the approximate view. Long prompts may wait longer: see `deadline_share`.",
         unit="ms",
         gt=0,
-        higher="long new prompts are routed exactly",
-        lower="first tokens are never late for it",
+        higher="more prompts are routed exactly on a busy machine",
+        lower="first tokens of short prompts are never late because of tokenizing",
+    )
+    max_deadline_ms: float = option(
+        1000.0,
+        "Longest wait for a prompt's tokens, however long the prompt is; `deadline_ms` where that is longer.",
+        unit="ms",
+        gt=0,
+        higher="very long new prompts are routed exactly",
+        lower="a stuck tokenizer delays long prompts less",
+    )
+    deadline_share: float = option(
+        0.25,
+        "A request may wait for its tokens for this share of its prompt's prefill time (`routing.costs`), "
+        "which is what routing it without them is taken to cost on average. 0: all wait for `deadline_ms`.",
+        ge=0,
+        le=1,
+        higher="long prompts wait longer before the approximate view decides",
+        lower="long prompts are routed on the approximate view sooner",
     )
     cache_mib: int = option(
         64,

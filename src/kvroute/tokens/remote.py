@@ -53,12 +53,9 @@ _decode_rendered_list = msgspec.json.Decoder(list[_Rendered]).decode
 class RemoteTokenizer:
     """Asks workers. Stateless; `client` belongs to the caller."""
 
-    def __init__(
-        self, client: httpx.AsyncClient, flags: EngineFlags | None = None, *, deadline_s: float = 0.05
-    ) -> None:
+    def __init__(self, client: httpx.AsyncClient, flags: EngineFlags | None = None) -> None:
         self._client = client
         self._flags = flags or EngineFlags()
-        self._deadline_s = deadline_s
 
     async def prompts(
         self,
@@ -69,12 +66,12 @@ class RemoteTokenizer:
         endpoint: RemoteEndpoint = RemoteEndpoint.TOKENIZE,
         deadline_s: float | None = None,
     ) -> tuple[TokenIds, ...]:
-        """The ids of each of the request's prompts, in order. Raises Inexact.
+        """The ids of each of the request's prompts, in order. Raises Inexact: LATE after `deadline_s`.
 
         `model` is the name that the worker at `url` knows.
         """
         try:
-            async with asyncio.timeout(self._deadline_s if deadline_s is None else deadline_s):
+            async with asyncio.timeout(deadline_s):
                 if endpoint is RemoteEndpoint.RENDER and request.endpoint.path in _RENDERED:
                     return await self._render(request, model, url)
                 prompt = read(request, self._flags, lambda _: None)

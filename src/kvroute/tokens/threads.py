@@ -1,4 +1,4 @@
-"""A few threads for tokenizing, with a deadline for whoever waits."""
+"""A few threads for tokenizing; each caller waits under its own deadline."""
 
 from __future__ import annotations
 
@@ -22,9 +22,8 @@ class TokenThreads:
     has given up is dropped if it has not begun, and finished for the caches' sake if it has.
     """
 
-    def __init__(self, threads: int = 2, *, deadline_s: float = 0.05, max_waiting: int = 64) -> None:
+    def __init__(self, threads: int = 2, *, max_waiting: int = 64) -> None:
         self._executor = ThreadPoolExecutor(threads, thread_name_prefix="tokens")
-        self._deadline_s = deadline_s
         self._most = threads + max_waiting
         self._unfinished = 0
         self._cpu_s = 0.0
@@ -38,17 +37,21 @@ class TokenThreads:
     def cpu_s(self) -> float:
         return self._cpu_s
 
-    async def run(self, work: Callable[..., T], *args: Any) -> T:
-        """`work(*args)` in a thread. Raises Inexact: BUSY at once, LATE after the deadline."""
+    async def run(self, work: Callable[..., T], *args: Any, deadline_s: float | None = None) -> T:
+        """`work(*args)` in a thread. Raises Inexact: BUSY immediately, LATE after `deadline_s`, if given."""
+        future: Future[T] = self._submitted(self._counted, work, *args)
         try:
-            async with asyncio.timeout(self._deadline_s):
-                return await self._result(self._counted, work, *args)
+            async with asyncio.timeout(deadline_s):
+                return await self._result(future)
         except TimeoutError:
+            # A loop that was busy handles the timer before the result, even if the result came in time.
+            if future.done() and not future.cancelled():
+                return future.result()
             raise Inexact(Reason.LATE) from None
 
     async def run_long(self, work: Callable[..., T], *args: Any) -> T:
-        """The same without a deadline, for what is done once, such as loading a model."""
-        return await self._result(work, *args)
+        """`work(*args)` without a deadline and not counted: for work done once, such as loading a model."""
+        return await self._result(self._submitted(work, *args))
 
     def _counted(self, work: Callable[..., T], *args: Any) -> T:
         began = time.thread_time()
@@ -58,7 +61,7 @@ class TokenThreads:
             with self._lock:
                 self._cpu_s += time.thread_time() - began
 
-    def _submitted(self, work: Callable[..., T], *args: Any) -> asyncio.Future[T]:
+    def _submitted(self, work: Callable[..., T], *args: Any) -> Future[T]:
         with self._lock:
             if self._unfinished >= self._most:
                 raise Inexact(Reason.BUSY)
@@ -69,12 +72,11 @@ class TokenThreads:
             self._finished()
             raise Inexact(Reason.BUSY) from None
         future.add_done_callback(self._finished)
-        return asyncio.wrap_future(future)
+        return future
 
-    async def _result(self, work: Callable[..., T], *args: Any) -> T:
-        future = self._submitted(work, *args)
+    async def _result(self, future: Future[T]) -> T:
         try:
-            return await future
+            return await asyncio.wrap_future(future)
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if task is not None and task.cancelling():

@@ -1,0 +1,94 @@
+"""How long a request waits for its exact tokens, where a worker that is slow tells them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack
+
+import httpx
+import pytest
+
+TOKENIZE_S = 0.15
+"""Three times the 50 ms that every request waits; far below what a long prompt takes to compute."""
+MODEL = "sim-model"
+SHORT, LONG = "word " * 20, "word " * 20_000
+
+Slow = Callable[[str], Awaitable[str]]
+
+
+@pytest.fixture
+async def slow_to_tokenize(processes: AsyncExitStack) -> AsyncIterator[Slow]:
+    """`await slow_to_tokenize(URL)` is a proxy before a worker; it holds back each `/tokenize`."""
+    tasks: set[asyncio.Task[None]] = set()
+
+    async def start(url: str) -> str:
+        worker = httpx.URL(url)
+
+        async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, hold: bool) -> None:
+            try:
+                while data := await reader.read(1 << 20):
+                    if hold and data.startswith(b"POST /tokenize"):
+                        await asyncio.sleep(TOKENIZE_S)  # the worker is slow
+                    writer.write(data)
+                    await writer.drain()
+            except ConnectionError:
+                pass
+            finally:
+                writer.close()
+
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            upstream = await asyncio.open_connection(worker.host, worker.port, limit=1 << 20)
+            for task in (relay(reader, upstream[1], True), relay(upstream[0], writer, False)):
+                tasks.add(asyncio.create_task(task))
+
+        server = await asyncio.start_server(serve, "127.0.0.1", 0, limit=1 << 20)
+        processes.callback(server.close)
+        return f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+    yield start
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@pytest.fixture
+async def gateway(serve, sim, slow_to_tokenize) -> str:
+    """A `kvaware` gateway before two such workers, which has found out how to get exact tokens."""
+    workers = [await slow_to_tokenize(await sim("--time-scale", "0")) for _ in range(2)]
+    running = await serve("--worker", workers[0], "--worker", workers[1], "--strategy", "kvaware")
+    async with httpx.AsyncClient(base_url=running.url, timeout=60, trust_env=False) as client:
+        async with asyncio.timeout(60):
+            while "no exact tokens" in (await client.get("/ready")).text:
+                await asyncio.sleep(0.05)
+    return running.url
+
+
+async def reason(url: str, prompt: str) -> str:
+    """Why the gateway chose the worker that it chose for this prompt."""
+    async with httpx.AsyncClient(base_url=url, timeout=60, trust_env=False) as client:
+        answer = await client.post(
+            "/v1/completions", json={"model": MODEL, "prompt": prompt, "max_tokens": 1}
+        )
+    assert answer.status_code == 200, answer.text
+    return answer.headers["x-kvroute-reason"]
+
+
+async def test_a_long_prompt_waits_for_its_tokens_since_a_wrong_choice_costs_far_more(gateway):
+    assert await reason(gateway, LONG) != "kv_approximate"
+
+
+async def test_a_short_prompt_is_routed_at_the_deadline_without_its_tokens(gateway):
+    assert await reason(gateway, SHORT) == "kv_approximate"
+
+
+async def test_the_share_of_approximate_decisions_can_be_read_from_the_metrics(gateway):
+    await reason(gateway, LONG)
+    await reason(gateway, SHORT)
+
+    async with httpx.AsyncClient(trust_env=False) as client:
+        page = (await client.get(f"{gateway}/metrics")).text
+
+    counters = dict(line.rsplit(" ", 1) for line in page.splitlines() if not line.startswith("#"))
+    assert counters[f'kvroute_exact_prompts_total{{model="{MODEL}"}}'] == "1.0"
+    assert counters[f'kvroute_inexact_prompts_total{{cause="late",model="{MODEL}"}}'] == "1.0"
