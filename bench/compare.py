@@ -171,10 +171,9 @@ def gateway_command(checkout: Checkout, scenario: Scenario, settings: Sequence[s
     return make
 
 
-def compare_gateways(options: argparse.Namespace, sides: tuple[Checkout, Checkout]) -> Samples:
+def compare_gateways(options: argparse.Namespace, sides: tuple[Checkout, Checkout], samples: Samples) -> None:
     from kvroute.deploy.tiny_model import write_tiny_model
 
-    samples = Samples()
     scenarios = [SCENARIOS[name] for name in SCENARIOS if name in options.scenarios]
     # Scenarios with the same workers share the gateways of a pair.
     groups = [
@@ -189,36 +188,44 @@ def compare_gateways(options: argparse.Namespace, sides: tuple[Checkout, Checkou
         requests = write_all(folder, {each.file for each in scenarios if each.file} | {"a", "b", "d"})
         totals: dict[str, int] = {}
         for group in filter(None, groups):
-            with ExitStack() as stack:
-                bed = Bed(stack, folder, cores, tools, folder, model_folder, [])
-                kind = "events" if group[0].name in EVENT_SCENARIOS else "plain"
-                workers = bed.start_workers(kind)
-                for number in range(options.pairs):
-                    with ExitStack() as gateways:
-                        pair_bed = Bed(gateways, folder, cores, tools, folder, model_folder, [*bed.own_pids])
-                        runner = Runner(pair_bed, requests, options.seconds, run_again=False, totals=totals)
-                        started = {
-                            side.name: pair_bed.start(
-                                Router(
-                                    f"{side.name} kvaware" if kind == "events" else side.name,
-                                    gateway_command(side, group[0], options.set),
-                                    kind,
-                                ),
-                                workers,
-                            )
-                            for side in (sides if number % 2 == 0 else sides[::-1])
-                        }
-                        for scenario in group:
-                            one_pair(runner, scenario, started, number, samples, options.runs)
-    return samples
+            for number in range(options.pairs):
+                # Workers are new, too: those with events would replay all pairs so far to each gateway.
+                with ExitStack() as stack:
+                    bed = Bed(stack, folder, cores, tools, folder, model_folder, [])
+                    try:
+                        started = start_pair(bed, sides, group[0], number, options.set)
+                    except (OSError, RuntimeError) as error:
+                        say(f"pair {number} of {group[0].name} is left out: {error}")
+                        continue
+                    runner = Runner(bed, requests, options.seconds, run_again=False, totals=totals)
+                    for scenario in group:
+                        one_pair(runner, scenario, started, number, samples, options.runs)
+
+
+def start_pair(
+    bed: Bed, sides: tuple[Checkout, Checkout], scenario: Scenario, number: int, settings: Sequence[str]
+) -> dict[str, Started]:
+    """Both gateways by the checkout's name, before workers of their own. Raises RuntimeError, OSError."""
+    kind = "events" if scenario.name in EVENT_SCENARIOS else "plain"
+    workers = bed.start_workers(kind)
+    started = {}
+    for side in sides if number % 2 == 0 else sides[::-1]:
+        name = f"{side.name} kvaware" if kind == "events" else side.name  # the name says what ready means
+        router = Router(name, gateway_command(side, scenario, settings), kind)
+        started[side.name] = bed.start(router, workers)
+    return started
 
 
 def one_pair(
     runner: Runner, scenario: Scenario, started: dict[str, Started], number: int, samples: Samples, runs: int
 ) -> None:
-    for name in order(number, 1):
-        runner.warm_up(scenario, started[name])
     errors = 0
+    try:
+        for name in order(number, 1):
+            runner.warm_up(scenario, started[name])
+    except (OSError, RuntimeError, subprocess.TimeoutExpired) as error:
+        say(f"{scenario.name} {number} is left out: {error}")
+        return
     for name in order(number, runs if scenario.kind == "closed" else max(1, runs // 3)):
         try:
             one = runner.run(scenario, started[name], number)
@@ -249,9 +256,9 @@ def gateway_figures(samples: Samples, scenarios: Sequence[str]) -> list[Compared
 # --- micro benchmarks -------------------------------------------------------------------------------------
 
 
-def compare_scripts(options: argparse.Namespace, sides: tuple[Checkout, Checkout]) -> Samples:
+def compare_scripts(options: argparse.Namespace, sides: tuple[Checkout, Checkout], samples: Samples) -> None:
     script = options.micro if options.micro.endswith(".py") else f"{options.micro}.py"
-    samples, cores = Samples(), choose_cores()
+    cores = choose_cores()
     paths = {
         side.name: (sides[0] if options.same_script else side).folder / "bench" / script for side in sides
     }
@@ -263,7 +270,6 @@ def compare_scripts(options: argparse.Namespace, sides: tuple[Checkout, Checkout
             figures = run_script(by_name[name], paths[name], options.rest, frozenset({cores.router}))
             samples.add(script.removesuffix(".py"), number, name, as_costs(flatten(figures)))
         say(f"  {script} {number}")
-    return samples
 
 
 def run_script(checkout: Checkout, script: Path, rest: Sequence[str], cores: frozenset[int]) -> Any:
@@ -296,14 +302,18 @@ def script_figures(samples: Samples, script: str, judged: Sequence[str]) -> list
 
 def main() -> None:
     options = arguments()
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that children end
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # children end, and the pairs so far count
     began = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     sides = checkouts(options)
+    samples, was_ended = Samples(), False
+    try:
+        (compare_scripts if options.micro else compare_gateways)(options, sides, samples)
+    except KeyboardInterrupt:
+        was_ended = True
+        say("ended early: these are the pairs so far")
     if options.micro:
-        samples = compare_scripts(options, sides)
         compared = script_figures(samples, options.micro, options.judge)
     else:
-        samples = compare_gateways(options, sides)
         compared = gateway_figures(samples, options.scenarios)
     if options.output:
         document = {
@@ -334,6 +344,8 @@ def main() -> None:
         options.output.write_text(json.dumps(document, indent=1) + "\n")
     print("\n".join(f"{side.name}: {side.commit()}" for side in sides))
     print("\n".join(lines(compared, options.limit)))
+    if was_ended:
+        sys.exit(130)
     judges_nothing = options.micro and not options.judge
     sys.exit(0 if judges_nothing or passes(compared, options.limit) else 1)
 

@@ -60,7 +60,8 @@ def test_micro_benchmarks_of_both_checkouts_take_turns_and_are_compared_number_b
         (side.folder / "bench" / "micro_x.py").write_text(SCRIPT.format(cost=cost, rate=rate))
     options = type("Options", (), {"micro": "micro_x", "same_script": False, "pairs": 2, "rest": ["--few"]})
 
-    samples = compare_scripts(options, sides)
+    samples = Samples()
+    compare_scripts(options, sides, samples)
 
     assert (tmp_path / "order").read_text().split() == [THIS, OTHER, OTHER, THIS]
     assert samples.pairs("micro_x", "cost us") == [Pair(30, 10), Pair(30, 10)]
