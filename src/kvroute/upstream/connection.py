@@ -340,6 +340,8 @@ class UpstreamConnection(asyncio.Protocol):
     def on_headers_complete(self) -> None:
         parser = self._parser
         status = parser.get_status_code()
+        if not 100 <= status < 600:
+            raise ProtocolViolation(f"{self._origin}: answered with the status {status}")
         if status < 200:
             if status == 101:
                 raise ProtocolViolation(f"{self._origin}: switched protocols without being asked")
