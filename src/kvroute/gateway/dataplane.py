@@ -34,7 +34,7 @@ from kvroute.gateway.journal import Record
 from kvroute.gateway.pending import Going, Pending
 from kvroute.gateway.planner import Plan, Planner
 from kvroute.gateway.preparation import Prepared, Preparer
-from kvroute.gateway.stored import StoredResponses
+from kvroute.gateway.stored import StoredResponses, check_response_id
 from kvroute.openai.endpoints import BodyKind, Endpoint, ErrorShape
 from kvroute.openai.request import InferenceRequest, parse_request
 from kvroute.openai.seen import SeenBodies
@@ -46,6 +46,8 @@ log = logging.getLogger(__name__)
 
 _MULTIPART = BodyKind.MULTIPART  # a member asked of its class costs 80 ns each time
 _AUTHORIZATION = frozenset({b"authorization"})
+_OWN_KEYS = frozenset({b"authorization", b"x-api-key"})
+"""Headers that may hold a key of this gateway: see `KeyCheck`."""
 _LOW_DIGITS = tuple(b"%02x" % low for low in range(256))
 
 
@@ -53,10 +55,10 @@ class DataPlane:
     """Admission, the set of running exchanges, and what each of them needs.
 
     `worker_authorization` replaces the client's Authorization header towards workers;
-    `drops_authorization` takes that header out, because it is a key of this gateway. `held_bytes` is how
-    much of an answer is kept for a slow client; `preparer` is for strategies that want a prompt's tokens;
-    `announce` hears each decision. Mutable: `_running`, `_preparing` and `_watchers` hold what is under way;
-    `close_admission` and `cut` end it.
+    `drops_authorization` takes that header and `x-api-key` out, because they hold a key of this gateway.
+    `held_bytes` is how much of an answer is kept for a slow client; `preparer` is for strategies that want a
+    prompt's tokens; `announce` hears each decision. Mutable: `_running`, `_preparing` and `_watchers` hold
+    what is under way; `close_admission` and `cut` end it.
     """
 
     def __init__(
@@ -88,8 +90,12 @@ class DataPlane:
         self.outbox = outbox
         self.max_body_bytes = max_body_bytes
         self.held_bytes = held_bytes
-        self.hidden_fields = _AUTHORIZATION if drops_authorization or worker_authorization else frozenset()
+        self.hidden_fields: frozenset[bytes] = frozenset()
         """Request headers that workers do not see, beside those that nobody relays."""
+        if drops_authorization:
+            self.hidden_fields = _OWN_KEYS
+        elif worker_authorization is not None:
+            self.hidden_fields = _AUTHORIZATION
         self.added_fields = (
             b"authorization: %b\r\n" % worker_authorization if worker_authorization is not None else b""
         )
@@ -295,6 +301,7 @@ class InferenceEndpoint:
 
     def __init__(self, endpoint: Endpoint, plane: DataPlane) -> None:
         self._endpoint = endpoint
+        self._path = endpoint.path.encode()
         self._plane = plane
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -312,7 +319,8 @@ class InferenceEndpoint:
             if endpoint.stores_response and (previous := request.text("previous_response_id")):
                 owner = await plane.stored.find(previous)
             fields = _fields(plane, headers)
-            exchange = plane.relay(request, target_of(scope), headers, fields, record, answer, owner)
+            target = target_of(scope, self._path)
+            exchange = plane.relay(request, target, headers, fields, record, answer, owner)
         except ClientDisconnected:
             left(plane, record)
         except GatewayError as error:
@@ -341,9 +349,12 @@ class StoredResponseEndpoint:
             plane.keys.check(headers)
             body = await read_body(receive, headers, plane.max_body_bytes)
             record.started = plane.clock.now()
-            owner = await plane.stored.find(scope["path_params"]["response_id"])
+            response_id = scope["path_params"]["response_id"]
+            check_response_id(response_id)
+            owner = await plane.stored.find(response_id)
             now = plane.clock.now()
-            plan = plane.stored.plan(scope["method"].encode(), target_of(scope), body, owner, now)
+            target = target_of(scope, scope["path"].encode())
+            plan = plane.stored.plan(scope["method"].encode(), target, body, owner, now)
             record.decision = plan.decision
             exchange = plane.begin(plan, _fields(plane, headers), record, answer)
         except ClientDisconnected:
@@ -371,9 +382,8 @@ def left(plane: DataPlane, record: Record) -> None:
     plane.journal.finished(record, plane.clock.now())
 
 
-def target_of(scope: Scope) -> bytes:
-    """Path and query as they came over the wire."""
-    path: bytes = scope["raw_path"]
+def target_of(scope: Scope, path: bytes) -> bytes:
+    """What workers are asked for: `path`, and the query as it came over the wire."""
     query: bytes = scope["query_string"]
     return path + b"?" + query if query else path
 

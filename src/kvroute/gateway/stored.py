@@ -8,13 +8,14 @@ from collections import OrderedDict
 
 import httpx
 
-from kvroute.errors import NoRoutableWorker
+from kvroute.errors import InvalidRequest, NoRoutableWorker
 from kvroute.fleet.fleet import Fleet
 from kvroute.fleet.worker import Worker, WorkerId
 from kvroute.gateway.planner import Plan
 from kvroute.openai.endpoints import ErrorShape
 from kvroute.routing.decision import Candidate, CostTerms, Reason, RouteDecision, RouteQuery
 
+_ANY_ID = re.compile(r"[A-Za-z0-9_.~-]*[A-Za-z0-9_~-][A-Za-z0-9_.~-]*").fullmatch
 _RESPONSE_ID = re.compile(rb'"id"\s*:\s*"(resp_[A-Za-z0-9_-]{1,128})"')
 
 
@@ -101,6 +102,13 @@ class StoredResponses:
         query = RouteQuery(model="-", now=now, streamed=False)
         decision = RouteDecision("-", Reason.RESPONSE_OWNER, ranking)
         return Plan(method, target, body, "-", (), query, decision, errors=ErrorShape.RESPONSES)
+
+
+def check_response_id(response_id: str) -> None:
+    """Raises InvalidRequest for what is no segment of a path as it stands: with dots alone, or a character
+    that workers might read in another way than this gateway."""
+    if not _ANY_ID(response_id):
+        raise InvalidRequest("A response's id has letters, digits, `-`, `_`, `.` and `~` only.", param="id")
 
 
 def response_id_in(first_bytes: bytes) -> str | None:
