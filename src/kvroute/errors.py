@@ -19,14 +19,18 @@ KvrouteError
     ├── Forbidden            403
     ├── ModelNotFound        404
     ├── NotFound             404
+    ├── RequestTimeout       408
     ├── BodyTooLarge         413
     ├── UnsupportedMediaType 415
     ├── MisdirectedRequest   421
     ├── TooManyRequests      429
+    ├── HeadTooLarge         431
+    ├── NotImplementedHere   501
     ├── WorkerUnreachable    502  every routable worker was tried
     ├── NoRoutableWorker     503
     ├── ShuttingDown         503
-    └── WorkerTimeout        504
+    ├── WorkerTimeout        504
+    └── VersionNotSupported  505
 
 A `GatewayError` knows what the client sees; `gateway/failures.py` is the only place that writes it.
 Messages never carry prompts, keys or credentials.
@@ -158,6 +162,10 @@ class ModelNotFound(GatewayError):
         super().__init__(f"The model {model!r} does not exist on this gateway.", param="model")
 
 
+class RequestTimeout(GatewayError):
+    status, type, code = 408, "invalid_request_error", "request_timeout"
+
+
 class BodyTooLarge(GatewayError):
     status, type, code = 413, "invalid_request_error", "body_too_large"
 
@@ -177,6 +185,14 @@ class TooManyRequests(GatewayError):
     status, type, code = 429, "rate_limit_error", "too_many_requests"
 
 
+class HeadTooLarge(GatewayError):
+    status, type, code = 431, "invalid_request_error", "head_too_large"
+
+
+class NotImplementedHere(GatewayError):
+    status, type, code = 501, "invalid_request_error", "not_implemented"
+
+
 class WorkerUnreachable(GatewayError):
     status, type, code = 502, "bad_gateway", "worker_unreachable"
 
@@ -191,3 +207,7 @@ class ShuttingDown(GatewayError):
 
 class WorkerTimeout(GatewayError):
     status, type, code = 504, "gateway_timeout", "worker_timeout"
+
+
+class VersionNotSupported(GatewayError):
+    status, type, code = 505, "invalid_request_error", "http_version_not_supported"

@@ -315,6 +315,14 @@ class Metrics(Collector):
         self.rejected = self._counter(
             "kvroute_requests_rejected", "Requests that the gateway answered itself, by error code.", ["code"]
         )
+        self.client_timeouts = self._counter(
+            "kvroute_client_timeouts",
+            "Client connections that were closed because nothing or too little came: no request (idle), half "
+            "a head (head), half a body (body).",
+            ["wait"],
+        )
+        for wait in ("idle", "head", "body"):
+            self.client_timeouts.labels(wait)
         self.request_bytes = self._histogram(
             "kvroute_request_body_bytes", "Size of request bodies.", _BYTES
         ).labels()

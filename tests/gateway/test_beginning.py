@@ -6,7 +6,10 @@ from uvicorn.config import Config
 from uvicorn.server import ServerState
 
 from kvroute.gateway.beginning import ITS_OWN, Beginning
+from kvroute.gateway.edge import ClientBounds
 from kvroute.gateway.fastlane import FastLaneProtocol
+from kvroute.gateway.options import ServerOptions
+from kvroute.metrics import Metrics
 
 
 def test_nothing_is_known_before_the_first_one():
@@ -30,7 +33,8 @@ async def test_every_connection_can_be_left_to_uvicorn():
     async def application(_scope, _receive, _send):
         """Never answers."""
 
-    members = {"plane": None, "plain": None, "beginning": Beginning()}
+    bounds = ClientBounds(ServerOptions(), Metrics())
+    members = {"plane": None, "plain": None, "beginning": Beginning(), "bounds": bounds}
     bound = type("Bound", (FastLaneProtocol,), members)
     config, state, app_state = Config(application, http=bound, ws="none", lifespan="off"), ServerState(), {}
     config.load()

@@ -8,8 +8,11 @@ from uvicorn.config import Config
 from uvicorn.server import ServerState
 
 from kvroute.gateway.beginning import Beginning
+from kvroute.gateway.edge import ClientBounds
 from kvroute.gateway.fastlane import FastLaneProtocol
+from kvroute.gateway.options import ServerOptions
 from kvroute.gateway.plain import PlainRequests
+from kvroute.metrics import Metrics
 from kvroute.openai.endpoints import ENDPOINTS
 from kvroute.upstream.outbox import Outbox
 
@@ -29,6 +32,9 @@ class Transport(asyncio.Transport):
 
     def close(self):
         self.sent.append(b"closed")
+
+    def write_eof(self):
+        raise NotImplementedError
 
     def pause_reading(self):
         pass
@@ -65,7 +71,9 @@ async def lane():
 
     plane = Plane()
     requests = PlainRequests(ENDPOINTS.values(), hidden_fields=frozenset(), added_fields=b"")
-    bound = type("Bound", (FastLaneProtocol,), {"plane": plane, "plain": requests, "beginning": Beginning()})
+    bounds = ClientBounds(ServerOptions(), Metrics())
+    members = {"plane": plane, "plain": requests, "beginning": Beginning(), "bounds": bounds}
+    bound = type("Bound", (FastLaneProtocol,), members)
     config = Config(application, http=bound, ws="none", lifespan="off", log_config=None)
     config.load()
     for _ in range(20):

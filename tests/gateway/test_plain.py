@@ -13,7 +13,9 @@ REQUESTS = PlainRequests(
 
 
 def head(*lines: bytes, start: bytes = b"POST /v1/chat/completions HTTP/1.1") -> bytes:
-    return b"\r\n".join([start, *lines, b"", b""])
+    """With a Host line where `lines` have none."""
+    host = () if any(line.lower().startswith(b"host:") for line in lines) else (b"host: g",)
+    return b"\r\n".join([start, *host, *lines, b"", b""])
 
 
 def test_a_plain_request_is_read_with_what_workers_get():
@@ -74,6 +76,50 @@ def test_anything_unusual_is_not_plain(lines):
 )
 def test_only_posts_of_json_endpoints_are_plain(start):
     assert REQUESTS.read(head(b"content-length: 2", start=start) + b"{}") is None
+
+
+@pytest.mark.parametrize(
+    "host", [b"", b"host:\r\n", b"host: a b\r\n", b"host: a/b\r\n", b"host: a\r\nHost: a\r\n"]
+)
+def test_without_one_valid_host_nothing_is_plain(host):
+    whole = b"POST /v1/chat/completions HTTP/1.1\r\n%bcontent-length: 2\r\n\r\n{}"
+
+    assert REQUESTS.read(whole % host) is None
+    assert REQUESTS.read(whole % b"host: a:80\r\n") is not None
+
+
+def test_a_host_that_varies_is_valid_in_every_head_of_its_kind():
+    requests = fresh()
+    for number in range(60):
+        request = requests.read(head(b"host: g%d:80" % number, b"content-length: 2"))
+    assert request is not None
+    assert request.kind is not None
+
+    assert requests.read(head(b"host: g 1", b"content-length: 2")) is None
+
+
+def bounded(**bounds: int) -> PlainRequests:
+    return PlainRequests(ENDPOINTS.values(), hidden_fields=frozenset(), added_fields=b"", **bounds)
+
+
+def test_a_head_beyond_the_limits_is_not_plain():
+    lines = [b"x-%d: 1" % number for number in range(8)]
+    whole = head(*lines, b"content-length: 2")
+
+    assert bounded(max_header_lines=10).read(whole) is not None
+    assert bounded(max_header_lines=9).read(whole) is None
+    assert bounded(max_head_bytes=len(whole)).read(whole) is not None
+    assert bounded(max_head_bytes=len(whole) - 1).read(whole) is None
+
+
+def test_a_head_of_a_known_kind_keeps_to_the_limits_too():
+    requests = bounded(max_head_bytes=200)
+    for number in range(60):
+        request = requests.read(head(b"x-a: %d" % number, b"content-length: 2"))
+    assert request is not None
+    assert request.kind is not None
+
+    assert requests.read(head(b"x-a: " + b"1" * 200, b"content-length: 2")) is None
 
 
 def test_an_incomplete_head_is_not_plain():

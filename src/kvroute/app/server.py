@@ -24,6 +24,7 @@ from kvroute.app.memory import keep_freed_memory, use_huge_pages
 from kvroute.app.runtime import Runtime
 from kvroute.gateway.complete import CompleteProtocol
 from kvroute.gateway.complete_check import complete_trouble
+from kvroute.gateway.edge import ClientBounds, EdgeProtocol
 from kvroute.gateway.fastlane import fast_lane
 from kvroute.gateway.fastlane_check import fast_lane_trouble
 from kvroute.gateway.front import Front
@@ -191,25 +192,26 @@ def uvicorn_config(config: Config, runtime: Runtime) -> uvicorn.Config:
         server_header=False,
         date_header=False,
         proxy_headers=False,
-        timeout_keep_alive=round(options.keep_alive_s),
+        timeout_keep_alive=options.keep_alive_s,  # type: ignore[arg-type] # a timer's, which takes fractions
         timeout_graceful_shutdown=round(options.drain_timeout_s) + AFTER_CUT_S,
     )
 
 
 def _protocol(config: Config, runtime: Runtime) -> type[HttpToolsProtocol]:
     """What speaks with clients. Where uvicorn is not as a part of it expects, a line is logged and the part
-    left out; without any, it is uvicorn's own."""
-    parts: list[type[HttpToolsProtocol]] = []
+    left out; without any, it is uvicorn's own under the edge's bounds."""
+    bounds = ClientBounds(config.server, runtime.metrics)
+    parts: list[type[HttpToolsProtocol]] = [EdgeProtocol]
     if config.server.fast_lane:
         if trouble := fast_lane_trouble():
             log.warning("the fast lane is off: uvicorn %s %s", uvicorn.__version__, trouble)
         else:
-            parts.append(fast_lane(runtime.plane))
+            parts = [fast_lane(runtime.plane, bounds)]
     if trouble := complete_trouble():
         log.warning("the complete path costs more than it must: uvicorn %s %s", uvicorn.__version__, trouble)
     else:
         parts.append(CompleteProtocol)
-    return type("ClientProtocol", tuple(parts), {}) if parts else HttpToolsProtocol
+    return type("ClientProtocol", tuple(parts), {"bounds": bounds})
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:

@@ -45,6 +45,9 @@ class Departure:
             whom("client")
 
     def happened(self) -> None:
+        """The client left. Later calls change nothing."""
+        if self.is_past:
+            return
         self.is_past = True
         if self._tell is not None:
             self._tell("client")

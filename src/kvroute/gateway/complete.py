@@ -61,6 +61,8 @@ class TrimmedCycle(RequestResponseCycle):
     async def send(self, message: Any) -> None:
         if self.flow.write_paused and not self.disconnected:
             await self.flow.drain()
+        if self.transport.is_closing():
+            self.disconnected = True  # uvicorn says so only a round of the loop later
         if self.disconnected:
             return
         kind = message["type"]
@@ -109,7 +111,7 @@ class TrimmedCycle(RequestResponseCycle):
 
     def _write_head(self) -> None:
         head, self.head = self.head, b""
-        if head and not self.disconnected:
+        if head and not self.disconnected and not self.transport.is_closing():
             self.transport.write(head)
 
     def _send_body(self, body: bytes, more: bool) -> None:
@@ -121,6 +123,7 @@ class TrimmedCycle(RequestResponseCycle):
             body = b"%x\r\n%b\r\n%b" % (len(body), body, end) if body else end
         elif self.expected_content_length != _UNKNOWN:
             if len(body) > self.expected_content_length:
+                self._write_head()  # the connection is closed next
                 raise RuntimeError("Response content longer than Content-Length")
             self.expected_content_length -= len(body)
         if self.head:

@@ -13,8 +13,7 @@ from enum import Enum
 from typing import Any, ClassVar, cast
 
 from uvicorn.config import Config
-from uvicorn.protocols.http.flow_control import FlowControl
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 from uvicorn.protocols.utils import get_local_addr, get_remote_addr, is_ssl
 from uvicorn.server import ServerState
 
@@ -22,6 +21,7 @@ from kvroute.errors import GatewayError
 from kvroute.gateway.asgi import Headers
 from kvroute.gateway.beginning import Beginning
 from kvroute.gateway.dataplane import DataPlane, left
+from kvroute.gateway.edge import ClientBounds, EdgeProtocol
 from kvroute.gateway.journal import Record
 from kvroute.gateway.kinds import PlainRequest
 from kvroute.gateway.pending import Going
@@ -48,16 +48,21 @@ class _Lane(Enum):
 _FREE, _COLLECTING, _BUSY = _Lane.FREE, _Lane.COLLECTING, _Lane.BUSY
 
 
-def fast_lane(plane: DataPlane) -> type[FastLaneProtocol]:
+def fast_lane(plane: DataPlane, bounds: ClientBounds) -> type[FastLaneProtocol]:
     """The protocol class for uvicorn's `http=`, bound to one data plane."""
     requests = PlainRequests(
-        ENDPOINTS.values(), hidden_fields=plane.hidden_fields, added_fields=plane.added_fields
+        ENDPOINTS.values(),
+        hidden_fields=plane.hidden_fields,
+        added_fields=plane.added_fields,
+        # A whole head that is no longer than a line may be has no line that is too long.
+        max_head_bytes=min(bounds.max_head_bytes, bounds.max_line_bytes),
+        max_header_lines=bounds.max_header_lines,
     )
     members = {"plane": plane, "plain": requests, "beginning": Beginning()}
     return type("BoundFastLane", (FastLaneProtocol,), members)
 
 
-class FastLaneProtocol(HttpToolsProtocol):
+class FastLaneProtocol(EdgeProtocol):
     """One client connection: uvicorn's protocol, and the `Downstream` of the exchanges that it skips.
 
     Both never work at a time: the lane takes a request only while uvicorn is between two messages and
@@ -89,7 +94,6 @@ class FastLaneProtocol(HttpToolsProtocol):
         """uvicorn has what it needs to read from this connection."""
         self._is_shared = False
         """uvicorn had a request on this connection."""
-        self._is_within_message = False
         self._was_upgraded = False
         self._idle: Deadline | None = None
         """From the first answer on."""
@@ -115,8 +119,8 @@ class FastLaneProtocol(HttpToolsProtocol):
         """As uvicorn does, but for the scheme and the addresses: these take seven system calls, and only
         requests that the lane leaves to uvicorn ask for them."""
         self.connections.add(self)
-        self.transport = opened = cast(Transport, transport)
-        self.flow = FlowControl(opened)
+        self.transport = cast(Transport, transport)
+        self.opened()
 
     def data_received(self, data: bytes) -> None:
         if self._lane is _FREE:
@@ -176,11 +180,10 @@ class FastLaneProtocol(HttpToolsProtocol):
         if not self._is_shared:
             self.server, self.client = get_local_addr(self.transport), get_remote_addr(self.transport)
             self.scheme = "https" if is_ssl(self.transport) else "http"
-        self._is_shared = self._is_within_message = True
+        self._is_shared = True
         super().on_message_begin()
 
     def on_message_complete(self) -> None:
-        self._is_within_message = False
         if self.parser.should_upgrade():
             self._was_upgraded = True  # what follows need not be HTTP
         super().on_message_complete()
@@ -211,11 +214,14 @@ class FastLaneProtocol(HttpToolsProtocol):
         self._request = request
         if self._is_shared:
             self._unset_keepalive_if_required()
+        if self._waiting is not None:
+            self._wait(None)
         if missing:
             self._lane = _COLLECTING
             self._record = record
             self._segments = [data]
             self._missing_bytes = missing
+            self._wait(self.bounds.body)
         else:
             self._begin(request, headers, record, data[body_at:])
         return True
@@ -238,6 +244,7 @@ class FastLaneProtocol(HttpToolsProtocol):
         if self._missing_bytes > 0 or request is None or record is None:
             return
         self._segments = self._record = None
+        self._wait(None)
         if self._missing_bytes < 0:
             self._lane = _FREE
             for segment in segments:
@@ -248,6 +255,17 @@ class FastLaneProtocol(HttpToolsProtocol):
         first, *others = segments
         headers = request.headers if plane.reads_headers else _UNREAD
         self._begin(request, headers, record, b"".join([memoryview(first)[request.body_at :], *others]))
+
+    def _refuse(self, error: GatewayError) -> None:
+        record = self._record
+        self._record = self._segments = None
+        self._lane, self._is_shared = _FREE, True  # nothing more is taken here
+        if record is not None:
+            left(self._plane, record)
+        super()._refuse(error)
+
+    def _arrived(self) -> int:
+        return -self._missing_bytes if self._lane is _COLLECTING else super()._arrived()
 
     def _begin(self, request: PlainRequest, headers: Headers, record: Record, body: bytes) -> None:
         plane, endpoint = self._plane, request.endpoint

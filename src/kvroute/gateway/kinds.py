@@ -13,6 +13,7 @@ from typing import NamedTuple
 from msgspec import Struct
 
 from kvroute.gateway.asgi import Headers
+from kvroute.gateway.edge import HOST
 from kvroute.openai.endpoints import Endpoint
 from kvroute.upstream.plain_answer import VALUE
 
@@ -75,17 +76,25 @@ class Kind:
         "_id",
         "_id_place",
         "_length_place",
+        "_most_bytes",
         "_places",
         "_rest",
         "_target",
     )
 
     def __init__(
-        self, endpoint: Endpoint, first: bytes, lines: Sequence[Line], varying: set[int], added: bytes
+        self,
+        endpoint: Endpoint,
+        first: bytes,
+        lines: Sequence[Line],
+        varying: set[int],
+        added: bytes,
+        most_bytes: int = MOST_HEAD_BYTES,
     ) -> None:
         """`first` is the request line; `varying` are places in `lines`, that of Content-Length among them."""
         self._endpoint = endpoint
         self._target = endpoint.path.encode()
+        self._most_bytes = most_bytes
         self._headers: Headers = []
         self._places: list[tuple[int, bytes] | None] = []
         """For each line that varies where it belongs among the headers, and its name."""
@@ -116,7 +125,7 @@ class Kind:
         before, *between = fixed
         self._before = before
         self._before_bytes = len(before)
-        groups = [b"(%b)" % (LENGTH if place is None else VALUE) for place in self._places]
+        groups = [b"(%b)" % _pattern(place) for place in self._places]
         pairs = zip(groups, between, strict=True)
         self._rest = re.compile(b"".join([group + re.escape(after) for group, after in pairs])).match
         self._fields = b"".join(fields) + _verbatim(added)
@@ -125,7 +134,7 @@ class Kind:
         """The head at the start of `data`, if it is one of these."""
         if not data.startswith(self._before):
             return None
-        match = self._rest(data, self._before_bytes, MOST_HEAD_BYTES)
+        match = self._rest(data, self._before_bytes, self._most_bytes)
         if match is None:
             return None
         values = match.groups()
@@ -166,8 +175,10 @@ class Kinds:
     """Learns the kinds of the heads that it is told. Mutable: remembers at most 256, of heads of at most 2 KB
     each. `added` are the header lines that workers get from the gateway."""
 
-    def __init__(self, added: bytes) -> None:
+    def __init__(self, added: bytes, most_bytes: int = MOST_HEAD_BYTES) -> None:
+        """Heads of more than `most_bytes` are of no kind."""
         self._added = added
+        self._most_bytes = most_bytes
         self._kindred: dict[tuple[bytes, ...], _Kindred] = {}
         self.latest: Kind | None = None
         """The last one that became known, for who knows no better."""
@@ -196,8 +207,17 @@ class Kinds:
                 kindred.is_odd = not line.may_vary
         kindred.seen += 1
         if kindred.kind is None and kindred.seen >= _ENOUGH and not kindred.is_odd:
-            self.latest = kindred.kind = Kind(endpoint, first, lines, kindred.varying, self._added)
+            self.latest = kindred.kind = Kind(
+                endpoint, first, lines, kindred.varying, self._added, self._most_bytes
+            )
         return kindred.kind
+
+
+def _pattern(place: tuple[int, bytes] | None) -> bytes:
+    """What the value of a line that varies must match."""
+    if place is None:
+        return LENGTH
+    return HOST if place[1] == b"host" else VALUE
 
 
 def _verbatim(text: bytes) -> bytes:

@@ -39,11 +39,63 @@ class ServerOptions(Options):
     )
     keep_alive_s: float = option(
         75.0,
-        "How long an idle client connection is kept.",
+        "How long an idle client connection is kept, before its first request and between two requests.",
         unit="s",
         higher="fewer reconnects; keep it above the idle timeout of a load balancer in front",
         lower="fewer idle sockets",
         gt=0,
+    )
+    max_head_bytes: int = option(
+        65_536,
+        "Largest head of a request, its request line and its header lines together; trailers count as a head "
+        "of their own. A larger one is answered 431 and the connection is closed, while it arrives.",
+        unit="bytes",
+        higher="more headers pass",
+        lower="less memory one connection can take",
+        ge=256,
+    )
+    max_head_line_bytes: int = option(
+        16_384,
+        "Longest line of a request's head, the request line included; a longer one is answered 431.",
+        unit="bytes",
+        higher="longer cookies, tokens and query strings pass",
+        lower="less memory one connection can take",
+        ge=64,
+    )
+    max_header_lines: int = option(
+        128,
+        "Most header lines of a request; more are answered 431.",
+        unit="lines",
+        higher="clients behind many proxies pass",
+        lower="less work one request can cause",
+        ge=4,
+    )
+    head_timeout_s: float = option(
+        10.0,
+        "How long the head of a request may take, from its first byte; then 408, and the connection is "
+        "closed. 0: no limit.",
+        unit="s",
+        higher="clients on very slow networks are served",
+        lower="half requests hold connections for a shorter time",
+        ge=0,
+    )
+    body_timeout_s: float = option(
+        30.0,
+        "Over how long the rate at which a request's body arrives is averaged: a body that is slower than "
+        "`body_bytes_per_s` for so long is answered 408, and the connection is closed. While the gateway "
+        "itself does not read, this time stands still. 0: no limit.",
+        unit="s",
+        higher="uploads may pause for longer",
+        lower="half requests hold connections and memory for a shorter time",
+        ge=0,
+    )
+    body_bytes_per_s: int = option(
+        1000,
+        "Least rate at which a request's body has to arrive.",
+        unit="bytes/s",
+        higher="slow uploads are refused earlier",
+        lower="uploads over slower networks pass",
+        ge=1,
     )
     max_body_bytes: int = option(
         64 * MIB,

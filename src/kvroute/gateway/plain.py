@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
+from kvroute.gateway.edge import HOST
 from kvroute.gateway.kinds import LENGTH, MOST_HEAD_BYTES, Kinds, Line, PlainRequest
 from kvroute.openai.endpoints import BodyKind, Endpoint
 from kvroute.upstream.headers import HOP_BY_HOP, NOT_RELAYED
@@ -18,6 +19,7 @@ _MOST_LINES = 4096
 _LONGEST_REMEMBERED = 1024
 
 _LENGTH = re.compile(LENGTH).fullmatch
+_HOST = re.compile(HOST).fullmatch
 
 _UNUSUAL = HOP_BY_HOP | {b"expect", b"content-encoding"}
 """Headers that change framing or the connection. Of these only `connection: keep-alive` is plain."""
@@ -31,7 +33,13 @@ class PlainRequests:
     """
 
     def __init__(
-        self, endpoints: Iterable[Endpoint], *, hidden_fields: frozenset[bytes], added_fields: bytes
+        self,
+        endpoints: Iterable[Endpoint],
+        *,
+        hidden_fields: frozenset[bytes],
+        added_fields: bytes,
+        max_head_bytes: int = MOST_HEAD_BYTES,
+        max_header_lines: int = 128,
     ) -> None:
         self._rows = {
             b"POST %b HTTP/1.1" % row.path.encode(): (row, row.path.encode())
@@ -41,7 +49,9 @@ class PlainRequests:
         self._kept_here = NOT_RELAYED | hidden_fields
         self._added = added_fields
         self._known: dict[bytes, Line] = {}
-        self._kinds = Kinds(added_fields)
+        self._most_bytes = min(max_head_bytes, MOST_HEAD_BYTES)
+        self._most_lines = max_header_lines
+        self._kinds = Kinds(added_fields, self._most_bytes)
 
     def read(self, data: bytes) -> PlainRequest | None:
         """The head at the start of `data`; None unless it is there as a whole and plain. About 9 us, 1.5
@@ -49,12 +59,12 @@ class PlainRequests:
         kind = self._kinds.latest
         if kind is not None and (request := kind.read(data)) is not None:
             return request
-        end = data.find(b"\r\n\r\n", 0, MOST_HEAD_BYTES)
+        end = data.find(b"\r\n\r\n", 0, self._most_bytes)
         if end < 0:
             return None
         first, *rest = data[:end].split(b"\r\n")
         row = self._rows.get(first)
-        if row is None:
+        if row is None or len(rest) > self._most_lines:
             return None
         known = self._known
         found: dict[bytes, bytes] = {}
@@ -66,7 +76,7 @@ class PlainRequests:
             found[line.name] = line.value
             lines.append(line)
         length = found.pop(b"content-length", None)
-        if length is None or len(found) != len(lines) - 1:
+        if length is None or b"host" not in found or len(found) != len(lines) - 1:
             return None
         return PlainRequest(
             *row,
@@ -88,6 +98,8 @@ class PlainRequests:
             return None
         is_length = name == b"content-length"
         if is_length and not _LENGTH(value):
+            return None
+        if name == b"host" and not _HOST(value):
             return None
         relayed = b"" if name in self._kept_here else b"%b: %b\r\n" % (name, value)
         line = Line(name, value, text[: match.start(2)], relayed, not is_unusual)

@@ -1,0 +1,504 @@
+"""What the gateway promises at its edge: bounds on heads and on time, and HTTP by the letter.
+
+A layer over uvicorn's protocol that is there whichever parts serve above and below it: the fast lane passes
+it what it does not take, and uvicorn's own protocol works without the trimmed one in between.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from typing import Any, ClassVar, cast
+
+import httptools
+from uvicorn._types import ASGI3Application
+from uvicorn.protocols.http.flow_control import FlowControl
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+
+from kvroute.errors import (
+    GatewayError,
+    HeadTooLarge,
+    InvalidRequest,
+    NotImplementedHere,
+    RequestTimeout,
+    VersionNotSupported,
+)
+from kvroute.gateway.asgi import departure_of
+from kvroute.gateway.failures import error_body
+from kvroute.gateway.options import ServerOptions
+from kvroute.gateway.waits import WaitQueue
+from kvroute.metrics import Metrics
+
+log = logging.getLogger(__name__)
+
+HOST = rb"(?:\[[0-9A-Fa-f:.]{2,45}\]|(?:[0-9A-Za-z._~!$&'()*+,;=-]|%[0-9A-Fa-f]{2}){0,255})(?::[0-9]{0,5})?"
+"""A Host header's value, as RFC 9110 7.2 has it."""
+
+_host = re.compile(HOST).fullmatch
+_LINGER_S = 1.0
+_LINGER_BYTES = 262_144
+"""After a refusal, for how long the connection stays open, and how much of what still comes is read and
+dropped: to close a socket with unread bytes resets the connection, and a client that still sends might never
+see the answer."""
+_VERSIONS = ("1.1", "1.0")
+
+
+class ClientBounds:
+    """Limits on what client connections may send, and on how long they may take. One for all connections
+    of a server. Mutable: the queues."""
+
+    __slots__ = (
+        "body",
+        "body_bytes_per_s",
+        "body_window_s",
+        "closing",
+        "head",
+        "idle",
+        "max_head_bytes",
+        "max_header_lines",
+        "max_line_bytes",
+        "metrics",
+    )
+
+    def __init__(self, options: ServerOptions, metrics: Metrics) -> None:
+        self.max_head_bytes = options.max_head_bytes
+        self.max_line_bytes = options.max_head_line_bytes
+        self.max_header_lines = options.max_header_lines
+        self.body_window_s = options.body_timeout_s
+        self.body_bytes_per_s = options.body_bytes_per_s
+        self.idle = WaitQueue("idle", options.keep_alive_s)
+        self.head = WaitQueue("head", options.head_timeout_s)
+        self.body = WaitQueue("body", options.body_timeout_s)
+        self.closing = WaitQueue("closing", _LINGER_S)
+        self.metrics = metrics
+
+
+class TimedFlow(FlowControl):
+    """uvicorn's flow control, which knows for how long reading was paused."""
+
+    def __init__(self, transport: Any, time: Any) -> None:
+        super().__init__(transport)
+        self._time = time
+        self._paused_at = 0.0
+        self._paused_s = 0.0
+        self.is_held = False
+        """Reading is not resumed, whoever asks for it."""
+
+    def pause_reading(self) -> None:
+        if not self.read_paused:
+            self._paused_at = self._time()
+            super().pause_reading()
+
+    def resume_reading(self) -> None:
+        if self.read_paused and not self.is_held:
+            self._paused_s += self._time() - self._paused_at
+            super().resume_reading()
+
+    @property
+    def paused_s(self) -> float:
+        """In all, up to now."""
+        return self._paused_s + (self._time() - self._paused_at if self.read_paused else 0.0)
+
+
+class EdgeProtocol(HttpToolsProtocol):
+    """One client connection. Members begin with their class's values, which a connection on which only plain
+    requests come never changes."""
+
+    bounds: ClassVar[ClientBounds]
+
+    _waiting: WaitQueue | None = None
+    """The queue that the connection is in."""
+    _is_within_message = False
+    _is_within_body = False
+    _is_refused = False
+    """Nothing that comes is read any more."""
+    _refusal: GatewayError | None = None
+    """What is to be answered once the requests before it are."""
+    _answering: RequestResponseCycle | None = None
+    """The last request whose application was started."""
+    # Of the head that is being read:
+    _head_bytes = 0
+    _tail_bytes = 0
+    """Of its last line, as far as that has come."""
+    _tail: list[bytes] | None = None
+    """What the parser has not seen of that."""
+    # Of the body that is being read:
+    _trailers = 0
+    _body_bytes = 0
+    _framing_bytes = 0
+    """Read since the last byte of a body."""
+    _window_bytes = 0
+    """`_arrived` when its time began to count."""
+    _window_paused_s = 0.0
+    _window_began = 0.0
+
+    # The socket's callbacks.
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self.opened()
+
+    def opened(self) -> None:
+        """The transport is known."""
+        self.flow = TimedFlow(self.transport, self.loop.time)
+        self._wait(self.bounds.idle)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._wait(None)
+        self._tail = None
+        self._abandon()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._is_refused:
+            self._framing_bytes += len(data)
+            if self._framing_bytes > _LINGER_BYTES:
+                self._hold_reading(True)
+            return
+        self._unset_keepalive_if_required()
+        if self._is_within_body:
+            self._body_bytes += len(data)
+            self._framing_bytes += len(data)
+        elif self._is_within_message and b"\n" not in data:
+            # The parser would copy what it has of the line with each further part of it.
+            self._tail_bytes += len(data)
+            if self._tail is None:
+                self._tail = []
+            self._tail.append(data)
+            self._check_head()
+            return
+        elif self._tail is not None:
+            self._tail.append(data)
+            data, self._tail = b"".join(self._tail), None
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserError as error:
+            self._refuse(_reason(error))
+            return
+        except httptools.HttpParserUpgrade:
+            pass  # refused by going on in HTTP/1.1: see `on_headers_complete`
+        if self._is_within_message and not self._is_within_body:
+            line_at = data.rfind(b"\n") + 1
+            self._tail_bytes = len(data) - line_at if line_at else self._tail_bytes + len(data)
+            if not self._check_head():
+                return
+        elif self._framing_bytes > self.bounds.max_head_bytes:
+            self._refuse(HeadTooLarge("The framing or the trailers of the request's body are too large."))
+            return
+        if self.pipeline:
+            self._hold_reading(True)  # each of these has an answer to come first
+        self._wait(self._awaited())
+
+    def _hold_reading(self, is_held: bool) -> None:
+        flow = cast(TimedFlow, self.flow)
+        if is_held:
+            flow.pause_reading()
+        flow.is_held = is_held
+
+    def _check_head(self) -> bool:
+        """Whether what has come of a head is within its limits; if not it is refused."""
+        bounds = self.bounds
+        if self._tail_bytes > bounds.max_line_bytes:
+            self._refuse(_long_line(bounds))
+        elif self._head_bytes + self._tail_bytes > bounds.max_head_bytes:
+            self._refuse(_long_head(bounds))
+        else:
+            return True
+        return False
+
+    # The parser's callbacks. What they raise stops the parser and comes out of `feed_data`.
+
+    def on_message_begin(self) -> None:
+        self._is_within_message = True
+        self._head_bytes = self._tail_bytes = 0
+        super().on_message_begin()
+
+    def on_url(self, url: bytes) -> None:
+        self._head_bytes += len(url)
+        bounds = self.bounds
+        if self._head_bytes > bounds.max_line_bytes:
+            raise _long_line(bounds)
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        # uvicorn's own is not called: a call for each header is much of what a request costs here.
+        size = len(name) + len(value) + 4
+        self._head_bytes = head_bytes = self._head_bytes + size
+        if self._is_within_body:  # a trailer is no header: it came after these were looked at
+            self._trailers = lines = self._trailers + 1
+        else:
+            name = name.lower()
+            if name == b"expect" and value.lower() == b"100-continue":
+                self.expect_100_continue = True
+            headers = self.headers
+            headers.append((name, value))
+            lines = len(headers)
+        bounds = self.bounds
+        if (
+            size > bounds.max_line_bytes
+            or head_bytes > bounds.max_head_bytes
+            or lines > bounds.max_header_lines
+        ):
+            if lines > bounds.max_header_lines:
+                raise _many_lines(bounds)
+            raise _long_line(bounds) if size > bounds.max_line_bytes else _long_head(bounds)
+
+    def on_headers_complete(self) -> None:
+        self._check_request()
+        super().on_headers_complete()
+        # Trailers are a head of their own.
+        self._head_bytes = self._trailers = self._framing_bytes = 0
+        self._is_within_body = True
+        if self.parser.should_upgrade():  # the parser reads nothing behind it
+            self.cycle.keep_alive = False
+
+    def _check_request(self) -> None:
+        """Raises what the parser lets pass and RFC 9112 does not."""
+        version = self.parser.get_http_version()
+        if version not in _VERSIONS:
+            raise VersionNotSupported(f"HTTP/{version} is not spoken here, but HTTP/1.1.")
+        hosts: list[bytes] = []
+        codings: list[bytes] = []
+        for name, value in self.headers:
+            if name == b"host":
+                hosts.append(value)
+            elif name == b"transfer-encoding":
+                codings.append(value)
+        if len(hosts) != 1 and (hosts or version == "1.1"):
+            count = "more than one" if hosts else "no"
+            raise InvalidRequest(f"The request has {count} Host header.")
+        if hosts and _host(hosts[0]) is None:
+            raise InvalidRequest("The request's Host header is not valid.")
+        if codings:
+            _check_codings(codings, version)
+        url = self.url
+        if not url.isascii() or (url[:1] != b"/" and not _path_of(url)):
+            raise InvalidRequest("The request's target is not valid.")
+
+    def on_body(self, body: bytes) -> None:
+        self._framing_bytes = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._is_within_message = self._is_within_body = False
+        self._framing_bytes = 0
+        super().on_message_complete()
+
+    # Requests and their answers, as uvicorn calls them.
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        self._answering = cycle
+        super()._start_asgi_task(cycle, app)
+
+    def on_response_complete(self) -> None:
+        self._hold_reading(False)
+        super().on_response_complete()
+        if self.transport.is_closing():
+            return
+        if self.pipeline:
+            self._hold_reading(True)  # or a segment more is read and kept for each answer
+        elif self._refusal is None:
+            awaited = self._awaited()
+            if awaited is not self.bounds.idle:  # for that uvicorn has a timer
+                self._wait(awaited)
+        elif self._unanswered() is None:
+            self._write_refusal(self._refusal)
+
+    def timeout_keep_alive_handler(self) -> None:
+        if not self.transport.is_closing():
+            self.bounds.metrics.client_timeouts.labels("idle").inc()
+        super().timeout_keep_alive_handler()
+
+    def _unanswered(self) -> RequestResponseCycle | None:
+        """The request that is being answered."""
+        cycle = self._answering
+        return None if cycle is None or cycle.response_complete or cycle.disconnected else cycle
+
+    # What is waited for, and until when.
+
+    def _awaited(self) -> WaitQueue | None:
+        """The queue for what the client has to send next; None while it is the gateway's turn."""
+        bounds, unanswered = self.bounds, self._unanswered()
+        if unanswered is not None:
+            is_its_body = self._is_within_body and unanswered is self.cycle
+            return bounds.body if is_its_body and not unanswered.response_started else None
+        if self._is_within_body:
+            return bounds.body
+        return bounds.head if self._is_within_message else bounds.idle
+
+    def _wait(self, queue: WaitQueue | None) -> None:
+        """In `queue`, where the time of what is waited for already goes on counting."""
+        before = self._waiting
+        if before is queue:
+            return
+        if before is not None:
+            before.discard(self)
+        self._waiting = queue
+        if queue is not None:
+            if queue is self.bounds.body:
+                self._begin_window()
+            queue.add(self)
+
+    def _begin_window(self) -> None:
+        self._window_bytes = self._arrived()
+        self._window_began = self.loop.time()
+        self._window_paused_s = cast(TimedFlow, self.flow).paused_s
+
+    def _arrived(self) -> int:
+        """Bytes of bodies so far; only differences count."""
+        return self._body_bytes
+
+    def wait_ended(self, queue: WaitQueue) -> None:
+        """As `Waiter`."""
+        self._waiting = None
+        bounds, transport = self.bounds, self.transport
+        if transport.is_closing():
+            if queue is bounds.closing:
+                transport.abort()  # the client takes too long to read the last of an answer
+            return
+        if queue is bounds.body and self._is_fast_enough():
+            self._waiting = queue
+            queue.add(self)
+        elif queue is bounds.closing:
+            transport.abort()
+        else:
+            bounds.metrics.client_timeouts.labels(queue.name).inc()
+            if queue is bounds.idle:
+                transport.close()
+            else:
+                self._refuse(_late(queue, bounds))
+
+    def _is_fast_enough(self) -> bool:
+        """Whether a body may take longer. Its time counts while the gateway reads; when it has hardly read,
+        this is looked at later."""
+        bounds = self.bounds
+        paused_s = cast(TimedFlow, self.flow).paused_s - self._window_paused_s
+        counted_s = self.loop.time() - self._window_began - paused_s
+        if counted_s * 2 < bounds.body_window_s:
+            return True
+        if self._arrived() - self._window_bytes < counted_s * bounds.body_bytes_per_s:
+            return False
+        self._begin_window()
+        return True
+
+    # How a connection ends that is refused.
+
+    def _refuse(self, error: GatewayError) -> None:
+        """Read no more; answer what came before, then this."""
+        self._is_refused = True
+        self._is_within_message = True  # and this message never ends
+        self._tail = None
+        self._framing_bytes = 0
+        self.bounds.metrics.rejected.labels(error.error_code or error.type).inc()
+        log.debug("a client's connection is closed: %s", error.message)
+        unanswered = self._unanswered()
+        if self._is_within_body:
+            broken = self.cycle
+            if broken in (queued := [cycle for cycle, _ in self.pipeline]):
+                del self.pipeline[queued.index(broken)]
+                broken.disconnected = True
+            elif unanswered is not broken or broken.response_started:
+                self._wait(None)
+                self._abandon()
+                self.transport.close()  # it has its answer already, or a part of one
+                return
+            else:
+                unanswered = None
+        if unanswered is not None:
+            self._wait(None)
+            self._refusal = error
+        else:
+            self._write_refusal(error)
+
+    def _write_refusal(self, error: GatewayError) -> None:
+        self._refusal = None
+        self._abandon()
+        body = error_body(error)
+        head = [STATUS_LINE[error.status]]
+        head += [b"%b: %b\r\n" % header for header in self.server_state.default_headers]
+        head.append(b"content-type: application/json\r\ncontent-length: %d\r\n" % len(body))
+        head.append(b"connection: close\r\n\r\n")
+        transport = self.transport
+        transport.write(b"".join([*head, body]))
+        self._hold_reading(False)
+        self.flow.resume_reading()
+        try:
+            transport.write_eof()
+        except (OSError, NotImplementedError):  # the client has reset the connection; or it is TLS
+            self._wait(None)
+            transport.close()
+        else:
+            self._wait(self.bounds.closing)
+
+    def _abandon(self) -> None:
+        """Requests that are not answered never will be: their applications are told that the client left."""
+        if self._answering is None:
+            return  # none was begun, and the fast lane's connections may have no pipeline yet
+        for cycle in (self._answering, *[cycle for cycle, _ in self.pipeline]):
+            if cycle.response_complete or cycle.disconnected:
+                continue
+            cycle.disconnected = True
+            cycle.message_event.set()
+            departure = departure_of(cast(Any, cycle.scope))
+            if departure is not None:
+                departure.happened()
+        self.pipeline.clear()
+
+
+def _reason(error: httptools.HttpParserError) -> GatewayError:
+    """What to answer to bytes that the parser, or one of its callbacks, does not take."""
+    cause = error.__context__
+    if isinstance(cause, GatewayError):
+        return cause
+    if isinstance(error, httptools.HttpParserInvalidURLError) or isinstance(
+        cause, httptools.HttpParserInvalidURLError
+    ):
+        return InvalidRequest("The request's target is not valid.")
+    if isinstance(error, httptools.HttpParserCallbackError):
+        log.error("reading a request failed", exc_info=error)
+        return InvalidRequest("The request could not be read.")
+    text = str(error)
+    if "HTTP version" in text:
+        return VersionNotSupported("Another version than HTTP/1.1 is not spoken here.")
+    return InvalidRequest(f"The request is not valid HTTP/1.1: {text}.")  # a fixed text of the parser's
+
+
+def _check_codings(values: list[bytes], version: str) -> None:
+    if version == "1.0":
+        raise InvalidRequest("HTTP/1.0 has no Transfer-Encoding.")
+    named = [coding.strip(b" \t").lower() for coding in b",".join(values).split(b",")]
+    if any(coding not in (b"chunked", b"") for coding in named):
+        raise NotImplementedHere("Of transfer codings only `chunked` is implemented.")
+    if len(named) > 1:
+        raise InvalidRequest("The request's Transfer-Encoding is not valid.")
+
+
+def _path_of(url: bytes) -> bytes | None:
+    """Of a target that is no path; None of one that names none. Raises HttpParserInvalidURLError."""
+    path: bytes | None = httptools.parse_url(url).path
+    return path
+
+
+def _long_line(bounds: ClientBounds) -> HeadTooLarge:
+    limit = bounds.max_line_bytes
+    return HeadTooLarge(
+        f"A line of the request's head is longer than {limit} bytes (server.max_head_line_bytes)."
+    )
+
+
+def _many_lines(bounds: ClientBounds) -> HeadTooLarge:
+    return HeadTooLarge(
+        f"The request has more than {bounds.max_header_lines} header lines (server.max_header_lines)."
+    )
+
+
+def _long_head(bounds: ClientBounds) -> HeadTooLarge:
+    return HeadTooLarge(
+        f"The request's head is larger than {bounds.max_head_bytes} bytes (server.max_head_bytes)."
+    )
+
+
+def _late(queue: WaitQueue, bounds: ClientBounds) -> RequestTimeout:
+    if queue is bounds.head:
+        return RequestTimeout("The request's head did not come in time (server.head_timeout_s).")
+    return RequestTimeout("The request's body came too slowly (server.body_timeout_s, body_bytes_per_s).")
