@@ -1,0 +1,104 @@
+"""Clients that say nothing, or half of something, are given up; slow ones and slow answers are not."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import httpx
+import pytest
+from tests.blackbox.raw import BODY, connected, post, raw_worker, statuses
+
+MANY = 50
+PATIENCE_S = 60.0
+"""How long a test waits for what takes 30 s at most, on a machine with other work."""
+
+
+@pytest.fixture
+async def worker():
+    async with raw_worker() as running:
+        yield running
+
+
+async def given_up(address: tuple[str, int], *segments: bytes) -> list[list[int]]:
+    """What is answered to connections that send these segments and then nothing, once all of them ended."""
+
+    async def one() -> list[int]:
+        async with connected(address) as client:
+            for segment in segments:
+                await client.send(segment)
+                await asyncio.sleep(0.05)
+            return statuses(await client.read_all(PATIENCE_S))
+
+    return await asyncio.gather(*(one() for _ in range(MANY)))
+
+
+async def dripping(address: tuple[str, int]) -> list[int]:
+    """A head of which a byte comes each half second."""
+    async with connected(address) as client:
+        reading = asyncio.create_task(client.read_all(PATIENCE_S))
+        await client.send(b"GET /health HTTP/1.1\r\nhost: g\r\nx-a: ")
+        while not reading.done():
+            await client.send(b"a")
+            await asyncio.wait([reading], timeout=0.5)
+        return statuses(await reading)
+
+
+async def uploading(address: tuple[str, int], size: int, bytes_per_s: int) -> list[int]:
+    """A body that comes at this rate, ten times a second."""
+    body = BODY[:-1] + b" " * (size - len(BODY)) + BODY[-1:]
+    async with connected(address) as client:
+        whole = post(b"connection: close", body=body)
+        await client.send(whole[: -len(body)])
+        part, began = bytes_per_s // 10, time.monotonic()
+        for number, at in enumerate(range(0, len(body), part)):
+            await client.send(body[at : at + part])
+            await asyncio.sleep(max(0.0, began + number / 10 - time.monotonic()))
+        return statuses(await client.read_all())
+
+
+async def kept_waiting(worker, address: tuple[str, int]) -> list[int]:
+    """A request whose answer takes longer than any wait for a client may."""
+    async with connected(address) as client:
+        await client.send(post(b"connection: close"))
+        async with asyncio.timeout(PATIENCE_S):
+            while not worker.asked:
+                await asyncio.sleep(0.05)
+        await asyncio.sleep(12)
+        worker.go_on.set()
+        return statuses(await client.read_all())
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("lane", ["true", "false"], ids=["fast lane", "complete path"])
+async def test_who_waits_for_whom(serve, worker, lane):
+    gateway = await serve(
+        "--worker", worker.url, "--set", f"server.fast_lane={lane}", "--set", "server.keep_alive_s=5"
+    )
+    address = gateway.address
+    chunked = post(b"transfer-encoding: chunked", length=False, body=b"5\r\nhel")
+    worker.go_on.clear()
+
+    seen = await asyncio.gather(
+        given_up(address),
+        given_up(address, b"\r\n"),
+        given_up(address, b"POST /v1/comple"),
+        given_up(address, post()[:-8]),
+        given_up(address, post()[:60], post()[60:-8]),
+        given_up(address, chunked),
+        dripping(address),
+        uploading(address, 600_000, 50_000),
+        kept_waiting(worker, address),
+        return_exceptions=True,
+    )
+
+    silent, blank, head, body, parts, chunks, drip, upload, answer = seen
+    assert silent == blank == [[]] * MANY
+    assert head == body == parts == chunks == [[408]] * MANY
+    assert drip == [408]
+    assert upload == answer == [200]
+    async with httpx.AsyncClient(trust_env=False) as client:
+        metrics = (await client.get(f"{gateway.url}/metrics")).text
+    assert f'kvroute_client_timeouts_total{{wait="head"}} {MANY + 1}.0' in metrics
+    assert f'kvroute_client_timeouts_total{{wait="body"}} {3 * MANY}.0' in metrics
+    assert "Traceback" not in gateway.log
