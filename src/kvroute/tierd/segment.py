@@ -1,187 +1,301 @@
-"""The POSIX shared memory segment: made before anybody connects, never reused, never taken from others.
+"""The POSIX shared memory segment, which stays readable through every mapping that a client ever made of it.
 
-Three files in `/dev/shm`: NAME, which LMCache maps; `.NAME.kept`, a second link to it, because a Python
-process that opened NAME through `multiprocessing` before 3.13 unlinks it when it ends (LMCache's in-process
-connector does); and `.NAME.guard`, which is locked while a daemon lives and holds until when leases run.
+LMCache 0.5.6's in-process connector (`SageMakerHyperPodConnector`) maps the segment by its name at its start
+and never again. A lease names only offsets, so what such a client reads is whatever its own, perhaps very old
+mapping has there. Two rules keep that right or a miss, whatever restarts in whatever order and size:
 
-That date matters to the next daemon. LMCache reads a lease's offsets from whatever segment has the name at
-that moment (0.5.6, `sagemaker_hyperpod_client.py`, `copy_from_lease`), so a new segment must not appear
-before the last lease of the old one has ended: what it would read then is another object.
+1. Every daemon of a name uses the same inode, as long as the inode can be found. So old mappings show what is
+   written today. The file is as long as this machine's memory, most of it a hole, so that a daemon with more
+   memory still lies inside old mappings. It never gets shorter: an access beyond the end is a SIGBUS.
+2. Where the inode is lost, the new one hands out only offsets beyond the end of every earlier one. An old
+   mapping does not reach them, and the client takes that for a miss.
+
+Bytes of a killed daemon are not overwritten before its last lease has ended; the next one waits for that.
+
+Three files in `/dev/shm` outlive the daemon: NAME, which LMCache maps; `.NAME.kept`, a second link to the same
+inode, because a Python process that opened NAME through `multiprocessing` before 3.13 unlinks it when it ends;
+and `.NAME.guard`, which a living daemon locks and which holds the record of both rules. After a clean end they
+have no memory but that of running leases.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import fcntl
 import logging
 import mmap
 import os
-import struct
+import stat
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from kvroute.clock import Clock
 from kvroute.errors import ConfigError
+from kvroute.tierd.extents import PAGE_BYTES, Extents
+from kvroute.tierd.guard import Guard, GuardTaken, Layout
+from kvroute.tierd.mappings import foreign_end
 
 log = logging.getLogger("kvroute.tierd")
 
 FOLDER = Path("/dev/shm")
 MODE = 0o644
-_DATE = struct.Struct("<d")
+UNKNOWN_LEASE_S = 30.0
+"""How long a lease may still run when no record says it: LMCache's default lifetime."""
 _RESERVE_BYTES = 256 << 20
 """Reserved at a time, so that an interrupted start ends soon."""
+_ROUNDED_BYTES = 1 << 30
 
 
 class SegmentError(ConfigError):
     """The segment cannot be made; the message says why and what to do."""
 
 
-class Guard:
-    """The locked file beside a segment. Mutable: the date in it, which outlives a SIGKILL."""
-
-    def __init__(self, path: Path, name: str) -> None:
-        """Take the lock. Raises SegmentError when a living daemon has it."""
-        self._path = path
-        while True:
-            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            try:
-                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                os.close(self._file)
-                text = f"another daemon has the shared memory {name!r}: end it or choose another name"
-                raise SegmentError("shared_memory_name", text) from None
-            if _is_same(path, os.fstat(self._file)):
-                break
-            os.close(self._file)  # removed by the daemon that ended just now
-        os.ftruncate(self._file, _DATE.size)
-        self._date = mmap.mmap(self._file, _DATE.size)
-        (self.until,) = _DATE.unpack_from(self._date)
-        """When the last lease ends, by the system's monotonic clock, which all processes share; 0: none."""
-
-    def hold_until(self, moment: float) -> None:
-        """Note a lease that ends at `moment`."""
-        if moment > self.until:
-            self.until = moment
-            _DATE.pack_into(self._date, 0, moment)
-
-    def lift(self) -> None:
-        """No lease runs any more."""
-        if self.until:
-            self.until = 0.0
-            _DATE.pack_into(self._date, 0, 0.0)
-
-    def close(self) -> None:
-        """Unlock; the file stays only while it has a date."""
-        if not self.until:
-            self._path.unlink(missing_ok=True)
-        self._date.close()
-        os.close(self._file)
-
-
 class Segment:
-    """A mapped segment of `size_bytes`, made by `open_segment`."""
+    """The locked and mapped memory of a daemon: `size_bytes` of the file from `start` on.
 
-    def __init__(self, path: Path, kept: Path, file: int, size_bytes: int) -> None:
-        self._path = path
-        self._kept = kept
+    Made by `open_segment`. Offsets of `memory` are those of the file less `start`.
+    """
+
+    def __init__(self, paths: Paths, file: int, layout: Layout, size_bytes: int, guard: Guard) -> None:
+        self.start = layout.start
+        self.size_bytes = size_bytes
+        self._paths = paths
+        self._file = file
         self._identity = os.fstat(file)
-        self._mapped = mmap.mmap(file, size_bytes)
+        self._guard = guard
+        self._is_lost = False
+        self._mapped = mmap.mmap(file, size_bytes, offset=layout.start)
         with contextlib.suppress(OSError, AttributeError):
             self._mapped.madvise(mmap.MADV_HUGEPAGE)
         self.memory = memoryview(self._mapped)
-        self.size_bytes = size_bytes
 
-    def restore_name(self) -> bool:
-        """Link the segment again if somebody has removed its name; whether that was so. Two system calls."""
-        if os.path.lexists(self._path):
-            return False
+    def restore_names(self) -> int:
+        """Link the segment again where a name was removed; how many were. A few system calls."""
+        restored = int(self._guard.restore())
+        path, kept = (_is_same(each, self._identity) for each in (self._paths.name, self._paths.kept))
+        if path and kept:
+            return restored
+        if self._is_lost:
+            return restored
+        missing, source = (self._paths.name, self._paths.kept) if kept else (self._paths.kept, self._paths.name)
         try:
-            os.link(self._kept, self._path)
+            if not path and not kept:
+                raise FileNotFoundError(errno.ENOENT, "both names were removed")
+            os.link(source, missing)
         except OSError as exc:
-            log.error("the shared memory %s has lost its name for good: %s", self._path.name, exc)
-            return False
-        log.warning("somebody removed the shared memory %s; it is back", self._path.name)
-        return True
+            # An inode without a name cannot get one again. Who has it mapped reads on.
+            self._is_lost = True
+            text = "the shared memory %s cannot be found by new clients until this daemon restarts: %s"
+            log.error(text, self._paths.name.name, exc.strerror)
+            return restored
+        log.warning("the shared memory %s was removed by another process; it is back", missing.name)
+        return restored + 1
 
-    def close(self) -> None:
-        """Remove the names. The memory goes when the last client unmaps it."""
-        for path in (self._path, self._kept):
-            if _is_same(path, self._identity):
-                path.unlink(missing_ok=True)
+    def close(self, leased: Iterable[Extents] = ()) -> None:
+        """Unmap the memory and give it back to the machine, but for the `leased` extents; names stay."""
         self.memory.release()
+        held = [(self.start + offset, length) for extents in leased for offset, length in extents]
         with contextlib.suppress(BufferError):  # a transport still has a piece to send
             self._mapped.close()
+        with contextlib.suppress(OSError):
+            _free_all_but(self._file, held)
+        os.close(self._file)
+
+
+class Paths:
+    """The files of a segment."""
+
+    def __init__(self, name: str) -> None:
+        """Raises SegmentError when `name` is not one of a segment."""
+        plain = name.removeprefix("/")
+        if not plain or "/" in plain or plain.startswith("."):
+            raise SegmentError("shared_memory_name", f"{name!r} is not the name of a shared memory segment")
+        self.name = FOLDER / plain
+        self.kept = FOLDER / f".{plain}.kept"
+        self.guard = FOLDER / f".{plain}.guard"
 
 
 async def open_segment(
     name: str, size_bytes: int, clock: Clock, *, mode: int = MODE, longest_lease_s: float
 ) -> tuple[Segment, Guard]:
-    """Make the segment, and the guard that must be closed after it.
+    """The segment of that name with `size_bytes` of reserved memory, and the guard, to be closed after it.
 
-    Waits until the leases of a daemon that had the name before have ended, `longest_lease_s` at most. Raises
-    SegmentError when the name is wrong or another's, or when there is not enough memory.
+    Waits until the leases of an earlier daemon have ended. Raises SegmentError when the name is wrong or
+    another program's, or when there is not enough memory.
     """
-    plain = name.removeprefix("/")
-    if not plain or "/" in plain or plain.startswith("."):
-        raise SegmentError("shared_memory_name", f"{name!r} is not the name of a shared memory segment")
-    path, kept = FOLDER / plain, FOLDER / f".{plain}.kept"
-    guard = Guard(FOLDER / f".{plain}.guard", plain)
+    paths = Paths(name)
     try:
-        if path.exists() and not (kept.exists() and path.samefile(kept)):
-            text = f"{path} exists and is not of kvroute tierd: remove it or choose another name"
-            raise SegmentError("shared_memory_name", text)
-        wait_s = min(guard.until - clock.now(), longest_lease_s)
-        if wait_s > 0:
-            log.warning("the daemon before left leases that end in %.1f s: waiting for them", wait_s)
-            await clock.sleep(wait_s)
-        guard.lift()
-        path.unlink(missing_ok=True)
-        kept.unlink(missing_ok=True)
-        return await _make(path, kept, size_bytes, mode), guard
+        guard = Guard(paths.guard, longest_lease_s)
+    except GuardTaken:
+        text = f"another daemon has the shared memory {paths.name.name!r}: end it or choose another name"
+        raise SegmentError("shared_memory_name", text) from None
+    except OSError as exc:
+        raise SegmentError("shared_memory_name", f"{paths.guard}: {exc.strerror}") from exc
+    try:
+        return await _open(paths, size_bytes, clock, mode, guard), guard
     except BaseException:
         guard.close()
         raise
 
 
-async def _make(path: Path, kept: Path, size_bytes: int, mode: int) -> Segment:
-    room_bytes = _available_bytes()
+async def _open(paths: Paths, size_bytes: int, clock: Clock, mode: int, guard: Guard) -> Segment:
+    file = _find(paths, guard)
+    found = None if file is None else os.fstat(file)
+    try:
+        layout = await _layout(paths, guard, found)
+        wait_s = guard.wait_s(clock.now())
+        if not guard.is_known and layout.start:
+            wait_s = max(wait_s, UNKNOWN_LEASE_S)
+        if wait_s > 0:
+            log.warning("an earlier daemon left leases that end in %.1f s: waiting for them", wait_s)
+            await clock.sleep(wait_s)
+        guard.lift()
+        if file is None:
+            file = os.open(paths.kept, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            _lock(file, paths)
+        await _reserve(file, layout.start, size_bytes)
+        end = _rounded(layout.start + max(size_bytes, _machine_bytes()))
+        seen = os.fstat(file)
+        layout = Layout(layout.start, max(layout.end, end, seen.st_size), seen.st_dev, seen.st_ino)
+        # Noted before a client can map it: a daemon that starts after a crash must know the end.
+        guard.note(layout)
+        if seen.st_size < layout.end:
+            os.ftruncate(file, layout.end)
+        os.fchmod(file, mode)
+        segment = Segment(paths, file, layout, size_bytes, guard)
+        for path in (paths.name, paths.kept):
+            if not _is_same(path, seen):
+                os.link(paths.kept if path is paths.name else paths.name, path)
+    except BaseException as exc:
+        if file is not None:
+            if found is None:
+                paths.kept.unlink(missing_ok=True)  # nobody has seen it
+            with contextlib.suppress(OSError):
+                _free_all_but(file, ())
+            os.close(file)
+        if isinstance(exc, OSError):
+            text = f"cannot reserve {size_bytes} bytes in {FOLDER}: {exc.strerror}"
+            raise SegmentError("size_gb", text) from exc
+        raise
+    return segment
+
+
+def _find(paths: Paths, guard: Guard) -> int | None:
+    """The inode that earlier daemons used, open and locked; None if there is none."""
+    kept, name = _identity(paths.kept), _identity(paths.name)
+    noted = guard.layout.identity
+    if name is not None and name != (kept or noted):
+        text = f"{paths.name} exists and is not of kvroute tierd: remove it or choose another name"
+        raise SegmentError("shared_memory_name", text)
+    path = paths.kept if kept is not None else paths.name if name is not None else None
+    if path is None:
+        return None
+    try:
+        file = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError as exc:
+        raise SegmentError("shared_memory_name", f"{path}: {exc.strerror}") from exc
+    seen = os.fstat(file)
+    if not stat.S_ISREG(seen.st_mode) or seen.st_uid != os.geteuid():
+        os.close(file)
+        text = f"{path} belongs to another user: remove it or choose another name"
+        raise SegmentError("shared_memory_name", text)
+    _lock(file, paths)
+    if path is paths.name:
+        os.link(paths.name, paths.kept)
+    elif name is None:
+        os.link(paths.kept, paths.name)
+    return file
+
+
+def _lock(file: int, paths: Paths) -> None:
+    """The guard may have been removed and made anew by a second daemon; the inode is the same."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(file)
+        text = f"another daemon has the shared memory {paths.name.name!r}: end it or choose another name"
+        raise SegmentError("shared_memory_name", text) from None
+
+
+async def _layout(paths: Paths, guard: Guard, found: os.stat_result | None) -> Layout:
+    """Where this daemon may hand out offsets: `start` and what is known of `end`."""
+    noted = guard.layout
+    if guard.is_known and found is not None and noted.identity == (found.st_dev, found.st_ino):
+        return noted
+    if guard.is_known and found is None:
+        start = noted.end
+    else:
+        # The record is lost or older than rule 2. What can be seen of old mappings counts, and all that
+        # the inode had: it was made beyond the end of earlier ones.
+        names = {paths.name.name, paths.kept.name}
+        inode = 0 if found is None else found.st_ino
+        mapped = await asyncio.to_thread(foreign_end, FOLDER.stat().st_dev, names, inode)
+        start = max(noted.end, mapped, 0 if found is None else found.st_size)
+    if start:
+        log.warning("clients of an earlier %s miss until they map it again", paths.name.name)
+    start = _rounded(start)
+    return Layout(start, start, 0, 0)
+
+
+async def _reserve(file: int, start: int, size_bytes: int) -> None:
+    """Give the file memory from `start` on, and take all other memory from it."""
+    _free_all_but(file, [(start, size_bytes)])
+    room_bytes = _available_bytes() + os.fstat(file).st_blocks * 512
     if size_bytes > room_bytes:
         text = f"{size_bytes} bytes do not fit: {FOLDER} and this machine's memory have {room_bytes} left"
         raise SegmentError("size_gb", text)
-    file = os.open(kept, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    try:
-        os.ftruncate(file, size_bytes)
-        # Reserved now: a full /dev/shm is an error at the start, not a SIGBUS in the middle of a request.
-        for start in range(0, size_bytes, _RESERVE_BYTES):
-            length = min(_RESERVE_BYTES, size_bytes - start)
-            await asyncio.to_thread(os.posix_fallocate, file, start, length)
-        os.fchmod(file, mode)
-        segment = Segment(path, kept, file, size_bytes)
-        os.link(kept, path)  # it appears with its full size
-    except OSError as exc:
-        os.unlink(kept)
-        text = f"cannot reserve {size_bytes} bytes in {FOLDER}: {exc.strerror}"
-        raise SegmentError("size_gb", text) from exc
-    except BaseException:
-        os.unlink(kept)
-        raise
-    finally:
-        os.close(file)
-    return segment
+    # Reserved now: a full /dev/shm is an error at the start, not a SIGBUS in the middle of a request.
+    for offset in range(start, start + size_bytes, _RESERVE_BYTES):
+        length = min(_RESERVE_BYTES, start + size_bytes - offset)
+        await asyncio.to_thread(os.posix_fallocate, file, offset, length)
+
+
+def _free_all_but(file: int, held: Sequence[tuple[int, int]]) -> None:
+    """Make holes of the whole file, except for `held` (offset, length). Its size stays."""
+    size_bytes = os.fstat(file).st_size
+    if not size_bytes or not os.fstat(file).st_blocks:
+        return
+    with mmap.mmap(file, size_bytes) as mapped:
+        position = 0
+        for offset, length in [*sorted(held), (size_bytes, 0)]:
+            until = min(offset, size_bytes) // PAGE_BYTES * PAGE_BYTES
+            if until > position:
+                mapped.madvise(mmap.MADV_REMOVE, position, until - position)
+            position = max(position, -(-(offset + length) // PAGE_BYTES) * PAGE_BYTES)
+
+
+def _rounded(size_bytes: int) -> int:
+    return -(-size_bytes // _ROUNDED_BYTES) * _ROUNDED_BYTES
 
 
 def _available_bytes() -> int:
     """What can be reserved: beyond it the kernel would end processes, perhaps not this one."""
     room = os.statvfs(FOLDER)
-    with open("/proc/meminfo", encoding="ascii") as lines:
-        memory = next((line for line in lines if line.startswith("MemAvailable:")), None)
     room_bytes = room.f_bavail * room.f_frsize
-    return room_bytes if memory is None else min(room_bytes, int(memory.split()[1]) * 1024)
+    memory = _memory_figure("MemAvailable:")
+    return room_bytes if memory is None else min(room_bytes, memory)
+
+
+def _machine_bytes() -> int:
+    """More memory than this a daemon cannot have."""
+    return _memory_figure("MemTotal:") or 0
+
+
+def _memory_figure(name: str) -> int | None:
+    with open("/proc/meminfo", encoding="ascii") as lines:
+        line = next((line for line in lines if line.startswith(name)), None)
+    return None if line is None else int(line.split()[1]) * 1024
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    try:
+        found = path.lstat()
+    except FileNotFoundError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 def _is_same(path: Path, identity: os.stat_result) -> bool:
-    try:
-        found = path.stat()
-    except FileNotFoundError:
-        return False
-    return (found.st_dev, found.st_ino) == (identity.st_dev, identity.st_ino)
+    return _identity(path) == (identity.st_dev, identity.st_ino)
