@@ -29,7 +29,11 @@ def write_weights(folder: Path, seed: int = 0) -> None:
         if len(shape) == 2:
             numbers[0::2] = chooser.randbytes(count)
             numbers[1::2] = chooser.randbytes(count).translate(UPPER)
-        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [len(data), len(data) + len(numbers)]}
+        header[name] = {
+            "dtype": "BF16",
+            "shape": shape,
+            "data_offsets": [len(data), len(data) + len(numbers)],
+        }
         data += numbers
     encoded = json.dumps(header).encode()
     (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(encoded)) + encoded + data)

@@ -18,7 +18,9 @@ import pytest
 from kvroute.clock import Clock, SystemClock
 from kvroute.tierd.daemon import RunningTierd, run_tierd
 from kvroute.tierd.extents import PAGE_BYTES
+from kvroute.tierd.guard import Guard
 from kvroute.tierd.options import GB, TierdOptions
+from kvroute.tierd.segment import Segment
 
 _NUMBERS = itertools.count()
 
@@ -32,6 +34,15 @@ def remove_files(memory: str) -> None:
     """What a daemon leaves that was killed, or that ended before its leases did."""
     for path in (memory, f".{memory}.kept", f".{memory}.guard"):
         (Path("/dev/shm") / path).unlink(missing_ok=True)
+
+
+def crash(segment: Segment, guard: Guard) -> None:
+    """What the kernel does with a segment and its guard when the daemon is killed."""
+    segment.memory.release()
+    segment._mapped.close()
+    os.close(segment._file)
+    guard._mapped.close()
+    os.close(guard._file)
 
 
 class Client:

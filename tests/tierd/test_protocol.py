@@ -269,6 +269,7 @@ async def test_a_client_that_takes_no_answers_is_not_answered_on(node: Node) -> 
         SystemClock(),
         incarnation="x",
         longest_lease_s=60,
+        start=0,
         peer_key=None,
         page=lambda name: (200, "text/plain", name.encode()),
     )

@@ -35,9 +35,11 @@ def error(status: int, param: str, message: str, *, extra: str = "", is_head: bo
     return answer(status, _JSON, error_body(param, message), extra=extra, is_head=is_head)
 
 
-def leased(lease: Lease) -> bytes:
-    """A lease and where its bytes are."""
-    offsets = ",".join(f'{{"offset":{offset},"len":{length}}}' for offset, length in lease.entry.extents)
+def leased(lease: Lease, start: int) -> bytes:
+    """A lease and where its bytes are in the segment, in which the pool begins at `start`."""
+    offsets = ",".join(
+        f'{{"offset":{start + offset},"len":{length}}}' for offset, length in lease.entry.extents
+    )
     return answer(200, _JSON, f'{{"id":"{lease.id}","offsets":[{offsets}]}}'.encode())
 
 

@@ -17,7 +17,7 @@ from kvroute.tierd.peers import Peers
 from kvroute.tierd.pool import Pool
 from kvroute.tierd.protocol import Connection
 from kvroute.tierd.segment import Segment, open_segment
-from kvroute.tierd.site import Site
+from kvroute.tierd.site import Site, StallLimits
 from kvroute.tierd.store import Store
 
 log = logging.getLogger("kvroute.tierd")
@@ -39,6 +39,8 @@ class RunningTierd:
 @asynccontextmanager
 async def run_tierd(options: TierdOptions, clock: Clock) -> AsyncIterator[RunningTierd]:
     """Run a daemon until the block ends. Raises ConfigError when it cannot start."""
+    incarnation = secrets.token_hex(6)
+    pool = Pool(options.size_bytes, incarnation)
     async with AsyncExitStack() as stack:
         segment, guard = await open_segment(
             options.shared_memory_name,
@@ -48,14 +50,12 @@ async def run_tierd(options: TierdOptions, clock: Clock) -> AsyncIterator[Runnin
             longest_lease_s=options.longest_lease_s,
         )
         stack.callback(guard.close)
-        stack.callback(segment.close)
-        incarnation = secrets.token_hex(6)
+        stack.callback(_close, segment, pool)
         counts = Counts()
         peers = None
         if options.peers.urls or options.peers.dns is not None:
             peers = Peers(options.peers, incarnation, counts, clock)
             stack.push_async_callback(peers.close)
-        pool = Pool(options.size_bytes, incarnation)
         store = Store(options, pool, segment.memory, guard, counts, clock, peers=peers)
         stack.push_async_callback(store.close)
         if store.disk is not None:
@@ -66,6 +66,7 @@ async def run_tierd(options: TierdOptions, clock: Clock) -> AsyncIterator[Runnin
             clock,
             incarnation=incarnation,
             longest_lease_s=options.longest_lease_s,
+            start=segment.start,
             peer_key=None if key is None else key.get_secret_value().encode(),
             page=Exposition(store, incarnation).page,
         )
@@ -93,11 +94,16 @@ async def run_tierd(options: TierdOptions, clock: Clock) -> AsyncIterator[Runnin
 
 async def _sweep(site: Site, segment: Segment, options: TierdOptions, clock: Clock) -> None:
     """What must happen also while nobody asks for anything."""
+    limits = StallLimits(options.stall_timeout_s, options.put_grace_s, options.put_least_rate)
     while True:
         await clock.sleep(_SWEEP_S)
         site.store.tick()
-        site.sweep(options.stall_timeout_s)
-        site.store.counts.names_restored += segment.restore_name()
+        site.sweep(limits)
+        site.store.counts.names_restored += segment.restore_names()
+
+
+def _close(segment: Segment, pool: Pool) -> None:
+    segment.close([lease.entry.extents for lease in pool.leases.values()])
 
 
 async def _end(tasks: list[asyncio.Task[None]]) -> None:

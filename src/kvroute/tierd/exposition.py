@@ -17,7 +17,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from kvroute import __version__
 from kvroute.metrics import Gauges, counter, gauge
-from kvroute.tierd.store import Store
+from kvroute.tierd.store import Refusal, Store
 
 
 class Exposition:
@@ -67,7 +67,10 @@ class Exposition:
         yield _one("kvroute_tierd_leases", "Leases that run now.", len(pool.leases))
         yield _sum("kvroute_tierd_evictions", "Objects that left memory.", pool.evicted_entries)
         yield _sum("kvroute_tierd_evicted_bytes", "Their bytes.", pool.evicted_bytes)
-        yield _sum("kvroute_tierd_lost", "Objects that left memory and no disk had.", pool.lost_entries)
+        puts = self._store.counts.puts
+        lost = pool.lost_entries + puts[Refusal.NO_ROOM.value] + puts[Refusal.TOO_LARGE.value]
+        text = "Objects that left memory and no disk had, or that memory had no room for."
+        yield _sum("kvroute_tierd_lost", text, lost)
         yield _sum("kvroute_tierd_expired_leases", "Leases that nobody released.", pool.expired_leases)
 
     def _calls(self) -> Iterable[Metric]:

@@ -22,6 +22,14 @@ class Extent(NamedTuple):
 Extents = tuple[Extent, ...]
 
 
+def joined(first: Extents, second: Extents) -> Extents:
+    """The extents of an object whose bytes go on in `second`; pieces that touch become one."""
+    if first and second and first[-1].offset + first[-1].length == second[0].offset:
+        middle = Extent(first[-1].offset, first[-1].length + second[0].length)
+        return (*first[:-1], middle, *second[1:])
+    return (*first, *second)
+
+
 class FreeSpace:
     """The gaps of a range of `size_bytes`, merged with their neighbours when they touch.
 
@@ -42,14 +50,18 @@ class FreeSpace:
         """What an object of that size takes: whole pages."""
         return -(-size_bytes // self.page_bytes) * self.page_bytes
 
-    def take(self, size_bytes: int) -> Extents | None:
+    def take(self, size_bytes: int, *, after: int | None = None) -> Extents | None:
         """Extents of together exactly `size_bytes`, each from the start of a page; None if there is less.
 
-        The smallest gap that holds all of it; if none does, the largest gaps, the largest first.
+        The gap that begins at `after` if it holds all of it, else the smallest gap that does; if none does,
+        the largest gaps, the largest first.
         """
         wanted = self.footprint(size_bytes)
         if wanted > self.free_bytes or size_bytes <= 0:
             return None
+        if after is not None and self._length_at.get(after, 0) >= wanted:
+            self._cut(after, wanted)
+            return (Extent(after, size_bytes),)
         place = bisect_left(self._by_size, (wanted, -1))
         if place < len(self._by_size):
             _, start = self._by_size[place]

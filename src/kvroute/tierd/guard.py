@@ -1,4 +1,7 @@
-"""The locked file beside a segment: one daemon for each name, and what the next one must know after a SIGKILL."""
+"""The locked file beside a segment.
+
+It keeps a second daemon away from the name, and tells the next one what a killed daemon cannot tell.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +56,9 @@ class Guard:
         self.is_known = magic == _MAGIC
         """Whether `layout` is an earlier daemon's record. False: no record, or one of version 0.1."""
         self.layout = Layout(start, end, device, inode) if self.is_known else Layout(0, 0, 0, 0)
-        self.until: float = until if written >= _OLD_RECORD.size else 0.0
+        self.has_date = written >= _OLD_RECORD.size
+        """Whether `until` is an earlier daemon's word. Without it leases may run that nobody noted."""
+        self.until: float = until if self.has_date else 0.0
         """When the last lease ends, by the system's monotonic clock, which all processes share; 0: none."""
         # The earlier daemon's own limit counts: this one may be configured to a shorter one.
         self._earlier_longest_s = longest_s if self.is_known else longest_lease_s
@@ -97,7 +102,9 @@ class Guard:
         return True
 
     def close(self) -> None:
-        """Unlock; the file stays."""
+        """Unlock. The file stays, unless there has never been a segment that it could tell of."""
+        if not self.is_known and not self.until:
+            self._path.unlink(missing_ok=True)
         self._mapped.close()
         os.close(self._file)
 

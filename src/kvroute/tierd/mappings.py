@@ -9,12 +9,13 @@ from pathlib import Path
 _DELETED = " (deleted)"
 
 
-def foreign_end(device: int, names: set[str], inode: int) -> int:
-    """The furthest end of all mappings of files that were called so, except for `inode`; 0: there is none.
+def foreign_end(folder: Path, names: set[str], inode: int) -> int:
+    """The furthest end of all mappings of files of these names in `folder`, also of removed ones, except for
+    `inode`; 0: there is none.
 
     Sees the processes that this user may look into and this PID namespace has. Milliseconds to a second.
     """
-    end = 0
+    end, device = 0, folder.stat().st_dev
     for process in Path("/proc").iterdir():
         if process.name.isdigit():
             try:
@@ -26,7 +27,7 @@ def foreign_end(device: int, names: set[str], inode: int) -> int:
 
 
 def mapped_end(lines: Iterable[str], device: int, names: set[str], inode: int) -> int:
-    """The same for one process: the lines of its `maps`."""
+    """The same for one process, by the lines of its `maps`."""
     end = 0
     wanted = f"{os.major(device):02x}:{os.minor(device):02x}"
     for line in lines:

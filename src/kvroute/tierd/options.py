@@ -12,6 +12,7 @@ from kvroute.options import Options, option
 from kvroute.tierd.extents import PAGE_BYTES
 
 GB = 1 << 30
+MB = 1 << 20
 
 
 def _origin(value: str) -> str:
@@ -90,7 +91,26 @@ class TierdOptions(Options):
         lower="misses are told at once",
     )
     stall_timeout_s: float = option(
-        30.0, "How long a client may pause in the middle of a request.", unit="s", gt=0
+        10.0, "How long a client may pause in the middle of a request.", unit="s", gt=0
+    )
+    put_grace_s: float = option(
+        5.0, "How long a new entry may take before its average rate counts.", unit="s", ge=0
+    )
+    put_least_rate: float = option(
+        256 * 1024,
+        "Least average rate of a new entry after that time; slower connections are cut.",
+        unit="bytes/s",
+        higher="a slow sender holds memory for a shorter time",
+        lower="slower senders are served",
+        ge=0,
+    )
+    put_step_mb: float = option(
+        1.0,
+        "Memory that a new entry reserves at first; each time it is full, as much again.",
+        unit="MB",
+        higher="entries are in fewer pieces; senders that stop hold more memory",
+        lower="senders that stop hold less memory",
+        gt=0,
     )
     peers: PeerOptions = option(description="The other daemons.", default_factory=PeerOptions)
 
@@ -98,6 +118,11 @@ class TierdOptions(Options):
     def size_bytes(self) -> int:
         """Whole pages."""
         return int(self.size_gb * GB) // PAGE_BYTES * PAGE_BYTES
+
+    @property
+    def put_step_bytes(self) -> int:
+        """Whole pages, at least the 64 KB that can come with a request's head."""
+        return max(int(self.put_step_mb * MB) // PAGE_BYTES * PAGE_BYTES, 64 << 10)
 
     @model_validator(mode="after")
     def _fits_together(self) -> TierdOptions:

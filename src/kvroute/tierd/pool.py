@@ -23,7 +23,7 @@ class ObjectName(NamedTuple):
 class Entry:
     """An object in memory. Mutable: the pool counts holders and stamps uses."""
 
-    __slots__ = ("extents", "holders", "is_kept_below", "name", "size_bytes", "used")
+    __slots__ = ("extents", "holders", "is_kept_below", "is_refused_below", "name", "size_bytes", "used")
 
     def __init__(self, name: ObjectName, extents: Extents, size_bytes: int) -> None:
         self.name = name
@@ -32,7 +32,9 @@ class Entry:
         self.holders = 0
         self.used = 0
         self.is_kept_below = False
-        """A level below has the same bytes (or has refused them): evicting this one loses nothing more."""
+        """A level below has the same bytes, or has refused them: waiting for it would change nothing."""
+        self.is_refused_below = False
+        """It has refused them, so evicting this one loses it."""
 
 
 class Lease(NamedTuple):
@@ -70,11 +72,19 @@ class Pool:
         self._uses = 0
         self._lease_number = 0
 
-    def allocate(self, size_bytes: int, now: float, *, may_lose: bool = True) -> Extents | None:
-        """Room for an object, evicting for it what is used least recently; None when too much is held.
+    def could_allocate(self, size_bytes: int, now: float) -> bool:
+        """Whether evicting what nobody holds would make room for that much."""
+        self.expire(now)
+        return self.space.footprint(size_bytes) <= self.space.free_bytes + self.evictable_bytes
+
+    def allocate(
+        self, size_bytes: int, now: float, *, may_lose: bool = True, after: int | None = None
+    ) -> Extents | None:
+        """Room for an object or the next part of one, evicting for it what is used least recently; None when
+        too much is held.
 
         Nothing is evicted if that would not be enough. Without `may_lose`, None also when the next entry
-        to evict is not kept by a level below.
+        to evict is not kept by a level below. Room at the offset `after` is preferred.
         """
         self.expire(now)
         wanted = self.space.footprint(size_bytes)
@@ -85,7 +95,7 @@ class Pool:
             if not victim.is_kept_below and not may_lose:
                 return None
             self._evict(victim)
-        return self.space.take(size_bytes)
+        return self.space.take(size_bytes, after=after)
 
     def free(self, extents: Extents) -> None:
         """Give back what `allocate` gave and nothing was admitted into."""
@@ -148,6 +158,7 @@ class Pool:
             if entry.holders == 0:
                 self._take_out(entry)
             entry.is_kept_below = is_kept
+            entry.is_refused_below = False
             if entry.holders == 0:
                 self._let_go(entry, was_used=False)
 
@@ -185,4 +196,4 @@ class Pool:
         self.space.give_back(entry.extents)
         self.evicted_entries += 1
         self.evicted_bytes += entry.size_bytes
-        self.lost_entries += not entry.is_kept_below
+        self.lost_entries += not entry.is_kept_below or entry.is_refused_below

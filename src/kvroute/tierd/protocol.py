@@ -14,10 +14,11 @@ from collections.abc import Coroutine
 from typing import Any, cast
 
 from kvroute.tierd import answers
+from kvroute.tierd.extents import Extents
 from kvroute.tierd.head import END_OF_HEAD, Head, parse_head
 from kvroute.tierd.pool import Entry, Lease
 from kvroute.tierd.request import BadRequest, Call, Get, Page, Put, Release, Take, parse_call
-from kvroute.tierd.site import Site
+from kvroute.tierd.site import Site, StallLimits
 from kvroute.tierd.store import Arrival, Refusal
 
 log = logging.getLogger("kvroute.tierd")
@@ -47,6 +48,8 @@ class Connection(asyncio.BufferedProtocol):
         self._task: asyncio.Task[None] | None = None
         self._can_write: asyncio.Future[None] | None = None
         self._moved = site.clock.now()
+        self._began = self._moved  # when the body did, and how much of it has come
+        self._received = 0
         self._is_last = False
         self._is_paused = False
         self._is_lost = False
@@ -105,10 +108,14 @@ class Connection(asyncio.BufferedProtocol):
 
     # --- the site's calls -------------------------------------------------------------------------------
 
-    def cut_if_stalled(self, limit: float) -> None:
-        """Abort the connection when something is under way and nothing has moved since `limit`."""
+    def cut_if_stalled(self, now: float, limits: StallLimits) -> None:
+        """Abort the connection when something is under way that has stopped or is too slow."""
         is_reading = bool(self._pieces or self._scrap_left or self._filled) and self._task is None
-        if (is_reading or self._can_write is not None) and self._moved < limit:
+        is_slow = False
+        if self._arrival is not None and self._task is None:
+            is_slow = self._received < (now - self._began - limits.grace_s) * limits.least_rate
+        is_stopped = (is_reading or self._can_write is not None) and self._moved < now - limits.pause_s
+        if is_stopped or is_slow:
             log.warning("a client stopped in the middle of a request: its connection is cut")
             self._transport.abort()
 
@@ -159,7 +166,7 @@ class Connection(asyncio.BufferedProtocol):
         if not isinstance(call, Put):
             self._answer(call, head)
             return 0
-        arrival = self._store.begin(call.name, length)
+        arrival = self._store.begin(call.name, length, in_steps=True)
         if arrival is Refusal.NO_ROOM and self._store.can_wait_for_room:
             self._pause()
             early = bytes(received[:length])
@@ -168,7 +175,7 @@ class Connection(asyncio.BufferedProtocol):
         return self._receive(arrival, head, received)
 
     async def _put_later(self, call: Put, head: Head, early: bytes) -> None:
-        arrival = await self._store.wait_for_room(call.name, head.length or 0)
+        arrival = await self._store.wait_for_room(call.name, head.length or 0, in_steps=True)
         self._receive(arrival, head, memoryview(early))
 
     def _receive(self, arrival: Arrival | Refusal, head: Head, received: memoryview) -> int:
@@ -177,8 +184,8 @@ class Connection(asyncio.BufferedProtocol):
             self._store.counts.puts[arrival.value] += 1
             return self._skip_body(head, head.length or 0, received, answers.REFUSALS[arrival])
         self._arrival = arrival
-        self._pieces = self._store.pieces(arrival.extents)
-        self._pieces.reverse()
+        self._began, self._received = self._site.clock.now(), 0
+        self._fill(arrival.extents)
         if head.expects and not received:
             self._transport.write(answers.CONTINUE)
         taken = 0
@@ -208,17 +215,52 @@ class Connection(asyncio.BufferedProtocol):
             if not self._scrap_left:
                 self._write(answers.error(*self._after_scrap))
             return
+        self._received += count
         piece = self._pieces[-1]
         if count < len(piece):
             self._pieces[-1] = piece[count:]
             return
         self._pieces.pop()
-        if not self._pieces and self._arrival is not None:
-            arrival, self._arrival = self._arrival, None
-            self._store.admit(arrival)
-            self._store.counts.puts["stored"] += 1
-            self._store.counts.put_bytes += sum(length for _, length in arrival.extents)
-            self._write(answers.STORED)
+        if self._pieces or self._arrival is None:
+            return
+        arrival = self._arrival
+        if arrival.reserved_bytes < arrival.size_bytes:
+            self._grow(arrival)
+            return
+        self._arrival = None
+        self._store.admit(arrival)
+        self._store.counts.puts["stored"] += 1
+        self._store.counts.put_bytes += arrival.size_bytes
+        self._write(answers.STORED)
+
+    def _fill(self, extents: Extents) -> None:
+        """Let the kernel write what comes next into `extents`."""
+        self._pieces = self._store.pieces(extents)
+        self._pieces.reverse()
+
+    def _grow(self, arrival: Arrival) -> None:
+        """Reserve memory for the next part of the body."""
+        extents = self._store.grow(arrival)
+        if extents is None and self._store.can_wait_for_room:
+            self._pause()
+            self._work(self._grow_later(arrival))
+        else:
+            self._go_on_with(arrival, extents)
+
+    async def _grow_later(self, arrival: Arrival) -> None:
+        self._go_on_with(arrival, await self._store.wait_to_grow(arrival))
+
+    def _go_on_with(self, arrival: Arrival, extents: Extents | None) -> None:
+        if self._is_lost:
+            return  # given up when the connection was lost
+        if extents is not None:
+            self._fill(extents)
+            return
+        self._arrival = None
+        self._store.give_up(arrival)
+        self._store.counts.puts[Refusal.NO_ROOM.value] += 1
+        self._scrap_left = arrival.size_bytes - arrival.reserved_bytes
+        self._after_scrap = answers.REFUSALS[Refusal.NO_ROOM]
 
     # --- answers ----------------------------------------------------------------------------------------
 
@@ -248,7 +290,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def _tell(self, lease: Lease | None, outcome: str) -> None:
         self._store.counts.leases["miss" if lease is None else outcome] += 1
-        self._write(answers.MISSED if lease is None else answers.leased(lease))
+        self._write(answers.MISSED if lease is None else answers.leased(lease, self._site.start))
 
     async def _send(self, call: Get, *, is_head: bool) -> None:
         """To a peer: what memory or the disk holds. A HEAD leaves what is on the disk there."""

@@ -12,10 +12,10 @@ mapping has there. Two rules keep that right or a miss, whatever restarts in wha
 
 Bytes of a killed daemon are not overwritten before its last lease has ended; the next one waits for that.
 
-Three files in `/dev/shm` outlive the daemon: NAME, which LMCache maps; `.NAME.kept`, a second link to the same
-inode, because a Python process that opened NAME through `multiprocessing` before 3.13 unlinks it when it ends;
-and `.NAME.guard`, which a living daemon locks and which holds the record of both rules. After a clean end they
-have no memory but that of running leases.
+Three files in `/dev/shm` outlive the daemon. NAME is what LMCache maps. `.NAME.kept` is a second link to the
+same inode, because a Python process that opened NAME through `multiprocessing` before 3.13 unlinks it when it
+ends. `.NAME.guard` is locked by a living daemon and holds the record that both rules need. After a clean end
+they have no memory but that of running leases.
 """
 
 from __future__ import annotations
@@ -79,7 +79,9 @@ class Segment:
             return restored
         if self._is_lost:
             return restored
-        missing, source = (self._paths.name, self._paths.kept) if kept else (self._paths.kept, self._paths.name)
+        missing, source = (
+            (self._paths.name, self._paths.kept) if kept else (self._paths.kept, self._paths.name)
+        )
         try:
             if not path and not kept:
                 raise FileNotFoundError(errno.ENOENT, "both names were removed")
@@ -129,8 +131,7 @@ async def open_segment(
     try:
         guard = Guard(paths.guard, longest_lease_s)
     except GuardTaken:
-        text = f"another daemon has the shared memory {paths.name.name!r}: end it or choose another name"
-        raise SegmentError("shared_memory_name", text) from None
+        raise _taken(paths) from None
     except OSError as exc:
         raise SegmentError("shared_memory_name", f"{paths.guard}: {exc.strerror}") from exc
     try:
@@ -143,18 +144,20 @@ async def open_segment(
 async def _open(paths: Paths, size_bytes: int, clock: Clock, mode: int, guard: Guard) -> Segment:
     file = _find(paths, guard)
     found = None if file is None else os.fstat(file)
+    is_ours = False
     try:
         layout = await _layout(paths, guard, found)
         wait_s = guard.wait_s(clock.now())
-        if not guard.is_known and layout.start:
-            wait_s = max(wait_s, UNKNOWN_LEASE_S)
+        if not guard.has_date and layout.start:
+            wait_s = UNKNOWN_LEASE_S
         if wait_s > 0:
             log.warning("an earlier daemon left leases that end in %.1f s: waiting for them", wait_s)
             await clock.sleep(wait_s)
         guard.lift()
+        is_ours = True
         if file is None:
             file = os.open(paths.kept, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            _lock(file, paths)
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         await _reserve(file, layout.start, size_bytes)
         end = _rounded(layout.start + max(size_bytes, _machine_bytes()))
         seen = os.fstat(file)
@@ -172,8 +175,9 @@ async def _open(paths: Paths, size_bytes: int, clock: Clock, mode: int, guard: G
         if file is not None:
             if found is None:
                 paths.kept.unlink(missing_ok=True)  # nobody has seen it
-            with contextlib.suppress(OSError):
-                _free_all_but(file, ())
+            if is_ours:  # before that an earlier daemon's leases may still be read
+                with contextlib.suppress(OSError):
+                    _free_all_but(file, ())
             os.close(file)
         if isinstance(exc, OSError):
             text = f"cannot reserve {size_bytes} bytes in {FOLDER}: {exc.strerror}"
@@ -196,27 +200,29 @@ def _find(paths: Paths, guard: Guard) -> int | None:
         file = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError as exc:
         raise SegmentError("shared_memory_name", f"{path}: {exc.strerror}") from exc
-    seen = os.fstat(file)
-    if not stat.S_ISREG(seen.st_mode) or seen.st_uid != os.geteuid():
+    try:
+        seen = os.fstat(file)
+        if not stat.S_ISREG(seen.st_mode) or seen.st_uid != os.geteuid():
+            text = f"{path} belongs to another user: remove it or choose another name"
+            raise SegmentError("shared_memory_name", text)
+        try:
+            # The guard may have been removed, and made anew by this daemon; the inode is the same.
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise _taken(paths) from None
+        if kept is None:
+            os.link(paths.name, paths.kept)
+        elif name is None:
+            os.link(paths.kept, paths.name)
+    except BaseException:
         os.close(file)
-        text = f"{path} belongs to another user: remove it or choose another name"
-        raise SegmentError("shared_memory_name", text)
-    _lock(file, paths)
-    if path is paths.name:
-        os.link(paths.name, paths.kept)
-    elif name is None:
-        os.link(paths.kept, paths.name)
+        raise
     return file
 
 
-def _lock(file: int, paths: Paths) -> None:
-    """The guard may have been removed and made anew by a second daemon; the inode is the same."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(file)
-        text = f"another daemon has the shared memory {paths.name.name!r}: end it or choose another name"
-        raise SegmentError("shared_memory_name", text) from None
+def _taken(paths: Paths) -> SegmentError:
+    text = f"another daemon has the shared memory {paths.name.name!r}: end it or choose another name"
+    return SegmentError("shared_memory_name", text)
 
 
 async def _layout(paths: Paths, guard: Guard, found: os.stat_result | None) -> Layout:
@@ -231,7 +237,7 @@ async def _layout(paths: Paths, guard: Guard, found: os.stat_result | None) -> L
         # the inode had: it was made beyond the end of earlier ones.
         names = {paths.name.name, paths.kept.name}
         inode = 0 if found is None else found.st_ino
-        mapped = await asyncio.to_thread(foreign_end, FOLDER.stat().st_dev, names, inode)
+        mapped = await asyncio.to_thread(foreign_end, FOLDER, names, inode)
         start = max(noted.end, mapped, 0 if found is None else found.st_size)
     if start:
         log.warning("clients of an earlier %s miss until they map it again", paths.name.name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from kvroute.clock import Clock
 from kvroute.tierd.peers import INCARNATION_HEADER
@@ -13,11 +13,22 @@ from kvroute.tierd.store import Store
 _SCRAP_BYTES = 256 << 10
 
 
+class StallLimits(NamedTuple):
+    """What a client may take for a request."""
+
+    pause_s: float
+    """Without a byte moving."""
+    grace_s: float
+    """Before the average rate of a new entry counts."""
+    least_rate: float
+    """Bytes a second after that."""
+
+
 class Client(Protocol):
     """A connection, as the site sees it."""
 
-    def cut_if_stalled(self, limit: float) -> None:
-        """Abort when something is under way and nothing has moved since `limit`."""
+    def cut_if_stalled(self, now: float, limits: StallLimits) -> None:
+        """Abort when something is under way that has stopped or is too slow."""
         ...
 
     def close(self) -> asyncio.Task[None] | None:
@@ -35,15 +46,18 @@ class Site:
         *,
         incarnation: str,
         longest_lease_s: float,
+        start: int,
         peer_key: bytes | None,
         page: Callable[[str], tuple[int, str, bytes]],
     ) -> None:
-        """`page(name)` is status, content type and body of `health` or `metrics`."""
+        """`start` is the segment's first offset. `page(name)` is status, content type and body of `health` or
+        `metrics`."""
         self.store = store
         self.clock = clock
         self.for_peers = f"{INCARNATION_HEADER}: {incarnation}\r\n"
         """A header line that tells a peer whom it has asked."""
         self.longest_lease_s = longest_lease_s
+        self.start = start
         self.authorization = None if peer_key is None else b"Bearer " + peer_key
         self.page = page
         self.scrap = memoryview(bytearray(_SCRAP_BYTES))
@@ -63,11 +77,11 @@ class Site:
         if not self._clients:
             self._is_empty.set()
 
-    def sweep(self, stall_timeout_s: float) -> None:
+    def sweep(self, limits: StallLimits) -> None:
         """Cut the connections that have stopped in the middle of a request or an answer."""
-        limit = self.clock.now() - stall_timeout_s
+        now = self.clock.now()
         for client in list(self._clients):
-            client.cut_if_stalled(limit)
+            client.cut_if_stalled(now, limits)
 
     async def hang_up(self) -> None:
         """Abort all connections and wait until their tasks have ended."""

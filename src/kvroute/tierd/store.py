@@ -8,18 +8,22 @@ from __future__ import annotations
 import asyncio
 import enum
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from kvroute.clock import Clock
 from kvroute.tierd.counts import Counts
 from kvroute.tierd.disk import DiskLevel
-from kvroute.tierd.extents import Extents
+from kvroute.tierd.extents import Extents, joined
+from kvroute.tierd.guard import Guard
 from kvroute.tierd.options import TierdOptions
 from kvroute.tierd.peers import Peers
 from kvroute.tierd.pool import Entry, Lease, ObjectName, Pool
-from kvroute.tierd.segment import Guard
 
 log = logging.getLogger("kvroute.tierd")
+
+
+_Room = TypeVar("_Room")
 
 
 class Refusal(enum.Enum):
@@ -33,14 +37,18 @@ class Refusal(enum.Enum):
 class Arrival:
     """An object on its way into memory: nobody else uses its extents, and nobody can lease it yet.
 
-    Ends by `Store.admit` or `Store.give_up`, which resolve `done`.
+    Mutable: `extents` grow to `size_bytes`. Ends by `Store.admit` or `Store.give_up`, which resolve `done`.
     """
 
-    __slots__ = ("done", "extents", "name")
+    __slots__ = ("done", "extents", "name", "reserved_bytes", "size_bytes")
 
-    def __init__(self, name: ObjectName, extents: Extents, done: asyncio.Future[None]) -> None:
+    def __init__(
+        self, name: ObjectName, size_bytes: int, extents: Extents, done: asyncio.Future[None]
+    ) -> None:
         self.name = name
+        self.size_bytes = size_bytes
         self.extents = extents
+        self.reserved_bytes = sum(length for _, length in extents)
         self.done = done
 
 
@@ -69,6 +77,7 @@ class Store:
         self._memory = memory
         self._guard = guard
         self._clock = clock
+        self._step_bytes = options.put_step_bytes
         self._spare_bytes = int(options.spare_share * pool.space.size_bytes)
         self._arriving: dict[ObjectName, Arrival] = {}
         self._awaited: dict[ObjectName, list[asyncio.Future[None]]] = {}
@@ -85,40 +94,84 @@ class Store:
 
     # --- new objects ------------------------------------------------------------------------------------
 
-    def begin(self, name: ObjectName, size_bytes: int, *, may_lose: bool = False) -> Arrival | Refusal:
-        """Room for a new object. NO_ROOM may change: see `wait_for_room`."""
+    def begin(
+        self, name: ObjectName, size_bytes: int, *, may_lose: bool = False, in_steps: bool = False
+    ) -> Arrival | Refusal:
+        """Room for a new object. NO_ROOM may change: see `wait_for_room`.
+
+        With `in_steps` only the first part is reserved, and `grow` reserves the next ones: a sender that
+        stops holds little memory.
+        """
         if name in self.pool.entries or name in self._arriving:
             return Refusal.EXISTS
         if self.pool.space.footprint(size_bytes) > self.pool.space.size_bytes:
             return Refusal.TOO_LARGE
-        extents = self.pool.allocate(size_bytes, self._clock.now(), may_lose=may_lose or self.disk is None)
-        if self._is_short:
-            self._short_of_room.set()
+        first_bytes = min(size_bytes, self._step_bytes) if in_steps else size_bytes
+        extents = None
+        if self.pool.could_allocate(size_bytes, self._clock.now()):
+            extents = self._allocate(first_bytes, may_lose)
         if extents is None:
             return Refusal.NO_ROOM
-        arrival = Arrival(name, extents, asyncio.get_running_loop().create_future())
+        arrival = Arrival(name, size_bytes, extents, asyncio.get_running_loop().create_future())
         self._arriving[name] = arrival
         return arrival
+
+    def grow(self, arrival: Arrival, *, may_lose: bool = False) -> Extents | None:
+        """Room for the next part of an object, as much as it has already; None when there is none."""
+        left = arrival.size_bytes - arrival.reserved_bytes
+        last = arrival.extents[-1]
+        step = min(left, max(self._step_bytes, arrival.reserved_bytes))
+        extents = self._allocate(step, may_lose, after=last.offset + last.length)
+        if extents is not None:
+            arrival.extents = joined(arrival.extents, extents)
+            arrival.reserved_bytes += step
+        return extents
+
+    def _allocate(self, size_bytes: int, may_lose: bool, *, after: int | None = None) -> Extents | None:
+        is_allowed = may_lose or self.disk is None
+        extents = self.pool.allocate(size_bytes, self._clock.now(), may_lose=is_allowed, after=after)
+        if self._is_short:
+            self._short_of_room.set()
+        return extents
 
     @property
     def can_wait_for_room(self) -> bool:
         """Whether NO_ROOM may only mean that the disk is slow."""
         return self.disk is not None
 
-    async def wait_for_room(self, name: ObjectName, size_bytes: int) -> Arrival | Refusal:
+    async def wait_for_room(
+        self, name: ObjectName, size_bytes: int, *, in_steps: bool = False
+    ) -> Arrival | Refusal:
         """`begin`, once the disk has what must make room, or without it when that takes too long."""
+
+        def attempt(may_lose: bool) -> Arrival | Refusal | None:
+            answer = self.begin(name, size_bytes, may_lose=may_lose, in_steps=in_steps)
+            return None if answer is Refusal.NO_ROOM else answer
+
+        return await self._once_there_is_room(size_bytes, attempt) or Refusal.NO_ROOM
+
+    async def wait_to_grow(self, arrival: Arrival) -> Extents | None:
+        """`grow`, once the disk has what must make room, or without it when that takes too long."""
+        return await self._once_there_is_room(
+            self._step_bytes, lambda may_lose: self.grow(arrival, may_lose=may_lose)
+        )
+
+    async def _once_there_is_room(
+        self, size_bytes: int, attempt: Callable[[bool], _Room | None]
+    ) -> _Room | None:
+        """`attempt(may_lose)`, again and again until it succeeds, or cannot."""
         self._waiting_for_room += 1
         try:
             async with asyncio.timeout(self._options.room_timeout_s):
-                while (answer := self.begin(name, size_bytes)) is Refusal.NO_ROOM:
+                while (answer := attempt(False)) is None:
                     if not self._can_make_room(size_bytes):
-                        return answer
+                        return None
                     self._room_made.clear()
                     self._short_of_room.set()
                     await self._room_made.wait()
                 return answer
         except TimeoutError:
-            return self.begin(name, size_bytes, may_lose=True)
+            return attempt(True)
         finally:
             self._waiting_for_room -= 1
 
@@ -304,10 +357,10 @@ class Store:
         self.pool.pin(entry)
         self._writing_bytes = self.pool.space.footprint(entry.size_bytes)
         try:
-            if entry.name not in disk:
-                await disk.write(entry.name, self.pieces(entry.extents))
+            is_kept = entry.name in disk or await disk.write(entry.name, self.pieces(entry.extents))
             # One that the disk refuses counts as kept, too: it could only block the others.
             self.pool.keep_below(entry, True)
+            entry.is_refused_below = not is_kept
         finally:
             self._writing_bytes = 0
             self.pool.unpin(entry, was_used=False)
