@@ -32,11 +32,13 @@ ENVIRONMENT = {"LMCACHE_DISABLE_BANNER": "1", "DO_NOT_TRACK": "1", "CUDA_VISIBLE
 
 @dataclass
 class Daemon:
-    """A `kvroute tierd` process. `restart` after a kill: the same port and shared memory."""
+    """A `kvroute tierd` process. Started again, it has the same port and shared memory."""
 
     port: int
     memory: str
     process: ChildProcess
+    flags: tuple[str, ...]
+    folder: Path
 
     @property
     def adapter(self) -> dict[str, object]:
@@ -48,14 +50,35 @@ class Daemon:
             "lease_ttl_ms": LEASE_TTL_MS,
         }
 
+    @classmethod
+    def of(cls, folder: Path, *flags: str) -> Daemon:
+        """Not started yet."""
+        (port,) = free_ports(1)
+        memory = f"kvroute_test_{os.getpid()}_{port}"
+        daemon = cls(port, memory, None, flags, folder)  # type: ignore[arg-type]
+        daemon.configure(0.5)
+        return daemon
+
+    def configure(self, size_gb: float) -> None:
+        executable = os.environ.get("KVROUTE_EXECUTABLE")
+        argv = [executable] if executable else [sys.executable, "-m", "kvroute"]
+        argv += ["tierd", "--port", str(self.port), "--size-gb", str(size_gb)]
+        argv += ["--shared-memory-name", self.memory, *self.flags]
+        name = f"tierd-{self.port}"
+        spec = ChildSpec(name, tuple(argv), dict(os.environ), self.folder / f"{name}.log")
+        self.process = ChildProcess(spec, SystemClock())
+
     async def start(self) -> None:
         await self.process.start()
         await self.process.wait_ready(f"http://127.0.0.1:{self.port}/health", timeout_s=READY_S)
 
-    async def kill(self) -> None:
+    async def end(self, number: int) -> None:
         assert self.process.pid is not None
-        os.kill(self.process.pid, signal.SIGKILL)
+        os.kill(self.process.pid, number)
         await self.process.wait()
+
+    async def kill(self) -> None:
+        await self.end(signal.SIGKILL)
 
 
 StartDaemon = Callable[..., Awaitable[Daemon]]
@@ -67,16 +90,16 @@ async def start_daemon(tmp_path: Path) -> AsyncIterator[StartDaemon]:
     async with AsyncExitStack() as stack:
 
         async def start(*flags: str) -> Daemon:
-            (port,) = free_ports(1)
-            memory = f"kvroute_test_{os.getpid()}_{port}"
-            argv = [sys.executable, "-m", "kvroute", "tierd", "--port", str(port), "--size-gb", "0.5"]
-            argv += ["--shared-memory-name", memory, *flags]
-            spec = ChildSpec(f"tierd-{port}", tuple(argv), dict(os.environ), tmp_path / f"tierd-{port}.log")
-            for name in (memory, f".{memory}.kept", f".{memory}.guard"):
+            daemon = Daemon.of(tmp_path, *flags)
+            for name in (daemon.memory, f".{daemon.memory}.kept", f".{daemon.memory}.guard"):
                 stack.callback((Path("/dev/shm") / name).unlink, missing_ok=True)
-            process = await stack.enter_async_context(ChildProcess(spec, SystemClock()))
-            daemon = Daemon(port, memory, process)
-            await daemon.process.wait_ready(f"http://127.0.0.1:{port}/health", timeout_s=READY_S)
+
+            async def end() -> None:
+                if daemon.process.running:
+                    await daemon.process.stop()
+
+            stack.push_async_callback(end)
+            await daemon.start()
             return daemon
 
         yield start
@@ -109,47 +132,64 @@ def operations(document: Any) -> list[dict[str, Any]]:
     return [found for value in document for found in operations(value)] if isinstance(document, list) else []
 
 
+class Commanded:
+    """A script in the engine's environment that answers commands, line by line."""
+
+    def __init__(self, *argv: str) -> None:
+        self._argv = argv
+        self.said: list[str] = []
+
+    async def __aenter__(self) -> Commanded:
+        self._process = await asyncio.create_subprocess_exec(
+            *self._argv,
+            env=separate_environment(os.environ) | ENVIRONMENT,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+        )
+        assert await self._answer() == "ready"
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._process.returncode is None:
+            self._process.kill()
+        await self._process.communicate()
+
+    async def end(self) -> None:
+        """Let it end by itself, so that Python's resource tracker cleans up after it."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        await self._process.communicate()
+
+    async def ask(self, do: str, fill: int = 0, **more: int) -> Any:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps({"do": do, "fill": fill, **more}).encode() + b"\n")
+        return await self._answer()
+
+    async def _answer(self) -> Any:
+        assert self._process.stdout is not None
+        async with asyncio.timeout(ANSWER_S):
+            while line := (await self._process.stdout.readline()).decode():
+                if line.startswith("answer "):
+                    return json.loads(line.removeprefix("answer "))
+                self.said.append(line)
+        raise AssertionError("".join(self.said[-40:]))
+
+
 @pytest.fixture
-def lmcache(engine_venv: EngineVenv) -> Callable[..., Any]:
-    """`(adapter)` -> an async context manager: a process with that adapter, as `ask(do, fill)`."""
+def lmcache(engine_venv: EngineVenv) -> Callable[[dict[str, object]], Commanded]:
+    """`(settings)` -> an async context manager: a process with the MP server's adapter."""
     script = Path(__file__).with_name("tierd_adapter.py")
+    return lambda adapter: Commanded(str(engine_venv.python), str(script), json.dumps(adapter), str(KEYS))
 
-    class Adapter:
-        def __init__(self, settings: dict[str, object]) -> None:
-            self._argv = (str(engine_venv.python), str(script), json.dumps(settings), str(KEYS))
-            self.said: list[str] = []
 
-        async def __aenter__(self) -> Adapter:
-            self._process = await asyncio.create_subprocess_exec(
-                *self._argv,
-                env=separate_environment(os.environ) | ENVIRONMENT,
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.STDOUT,
-            )
-            assert await self._answer() == "ready"
-            return self
-
-        async def __aexit__(self, *_: object) -> None:
-            if self._process.returncode is None:
-                self._process.kill()
-            await self._process.communicate()
-
-        async def ask(self, do: str, fill: int = 0) -> Any:
-            assert self._process.stdin is not None
-            self._process.stdin.write(json.dumps({"do": do, "fill": fill}).encode() + b"\n")
-            return await self._answer()
-
-        async def _answer(self) -> Any:
-            assert self._process.stdout is not None
-            async with asyncio.timeout(ANSWER_S):
-                while line := (await self._process.stdout.readline()).decode():
-                    if line.startswith("answer "):
-                        return json.loads(line.removeprefix("answer "))
-                    self.said.append(line)
-            raise AssertionError("".join(self.said[-40:]))
-
-    return Adapter
+@pytest.fixture
+def classic(engine_venv: EngineVenv) -> Callable[[Daemon], Commanded]:
+    """`(daemon)` -> an async context manager: a process with the in-process connector."""
+    script = Path(__file__).with_name("tierd_classic.py")
+    return lambda daemon: Commanded(
+        str(engine_venv.python), str(script), f"http://127.0.0.1:{daemon.port}", daemon.memory
+    )
 
 
 async def test_lmcache_verifies_every_byte(start_daemon: StartDaemon, bench: Any) -> None:
@@ -201,3 +241,56 @@ async def test_lmcache_survives_the_end_of_the_daemon_and_its_return(
         assert await adapter.ask("lookup") == everything
         assert await adapter.ask("load", fill=2) == {"loaded": everything, "right": everything}
         assert (await adapter.ask("status"))["is_healthy"]
+
+
+RESTARTS = [
+    (signal.SIGKILL, 0.6),
+    (signal.SIGKILL, 0.1),
+    (signal.SIGTERM, 0.5),
+    (signal.SIGTERM, 0.1),
+]
+"""How a daemon ends, and how large the next one is."""
+
+
+async def test_the_in_process_connector_reads_its_own_bytes_over_restarts(
+    start_daemon: StartDaemon, classic: Callable[[Daemon], Commanded]
+) -> None:
+    """It maps the shared memory once. New keys after each restart, at offsets that others had."""
+    daemon, everything = await start_daemon(), list(range(32))
+    async with classic(daemon) as connector:
+        for fill, restart in enumerate([None, *RESTARTS], 1):
+            if restart is not None:
+                number, size_gb = restart
+                await daemon.end(number)
+                daemon.configure(size_gb)
+                await daemon.start()
+                assert (await connector.ask("get", fill - 1, keys=32))["found"] == []
+            assert await connector.ask("put", fill, keys=32) == 0
+            assert await connector.ask("get", fill, keys=32) == {"found": everything, "right": everything}
+        await connector.end()
+
+    # Python's resource tracker has removed the name of what it attached; a second engine finds it again.
+    async with asyncio.timeout(ANSWER_S):
+        while not (Path("/dev/shm") / daemon.memory).exists():
+            await asyncio.sleep(0.1)
+    async with classic(daemon) as connector:
+        assert await connector.ask("get", 5, keys=32) == {"found": everything, "right": everything}
+
+
+async def test_the_adapter_reads_its_own_bytes_over_restarts(
+    start_daemon: StartDaemon, lmcache: Callable[[dict[str, object]], Commanded]
+) -> None:
+    daemon, everything = await start_daemon(), list(range(KEYS))
+    async with lmcache({**daemon.adapter, "lease_ttl_ms": 2000}) as adapter:
+        for fill, restart in enumerate([None, *RESTARTS], 1):
+            if restart is not None:
+                number, size_gb = restart
+                await daemon.end(number)
+                daemon.configure(size_gb)
+                await daemon.start()
+            async with asyncio.timeout(ANSWER_S):
+                while not await adapter.ask("store", fill=fill):  # its circuit breaker tries every 5 s
+                    await asyncio.sleep(0.2)
+            assert await adapter.ask("lookup") == everything
+            assert await adapter.ask("load", fill=fill) == {"loaded": everything, "right": everything}
+            assert await adapter.ask("lookup") == everything  # leased when the daemon ends

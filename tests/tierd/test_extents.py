@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvroute.tierd.extents import Extent, FreeSpace
+from kvroute.tierd.extents import Extent, FreeSpace, joined
 
 PAGE = 8
 PAGES = 24
@@ -44,6 +44,21 @@ def test_what_is_given_back_merges_with_its_neighbours() -> None:
         space.give_back(taken[number] or ())
 
     assert space.take(4 * PAGE) == (Extent(0, 4 * PAGE),)
+
+
+def test_an_object_goes_on_where_it_ended_if_there_is_room() -> None:
+    space = FreeSpace(8 * PAGE, page_bytes=PAGE)
+    first = space.take(2 * PAGE)
+    assert first == (Extent(0, 2 * PAGE),)
+
+    second = space.take(3 * PAGE, after=2 * PAGE)
+    assert second == (Extent(2 * PAGE, 3 * PAGE),)
+    assert joined(first, second) == (Extent(0, 5 * PAGE),)
+
+    space.give_back(first)
+    third = space.take(PAGE, after=3 * PAGE)
+    assert third == (Extent(0, PAGE),)
+    assert joined(second, third) == (*second, *third)
 
 
 def test_too_much_and_nothing_are_refused() -> None:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
 
 import pytest
 from tests.tierd.conftest import Client, Node, StartNode
@@ -372,6 +373,104 @@ async def test_a_client_that_stops_in_the_middle_is_cut(
     await until(lambda: node.running.store.arriving == 0)
     await idle.send(b"HEAD /health HTTP/1.1\r\n\r\n")
     assert (await idle.reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
+
+
+STEP = 64 << 10
+
+
+async def begin_put(raw: Raw, key: str, length: int, sent: bytes) -> None:
+    await raw.send(f"PUT /v1/kv/b/{key} HTTP/1.1\r\ncontent-length: {length}\r\n\r\n".encode() + sent)
+
+
+async def test_a_put_holds_memory_as_its_bytes_arrive(
+    start_node: StartNode, connect: Connect, until: Until
+) -> None:
+    """At most twice what has come, and one step."""
+    node = await start_node(pages=256, put_step_mb=STEP / (1 << 20))
+    space = node.running.store.pool.space
+    raw = await connect(node)
+    data = bytes(range(251)) * 4000
+
+    await begin_put(raw, "k", len(data), data[:1])
+    await until(lambda: node.running.store.arriving == 1)
+    assert space.size_bytes - space.free_bytes == STEP
+    await raw.send(data[1 : STEP + 1])
+    await until(lambda: space.size_bytes - space.free_bytes == 2 * STEP)
+    await raw.send(data[STEP + 1 :])
+
+    assert (await raw.answer())[0] == 200
+    lease = await node.client.lease("k")
+    assert len(lease["offsets"]) == 1
+    assert node.client.read(lease) == data
+
+
+async def test_puts_that_grow_at_the_same_time_keep_their_bytes(
+    start_node: StartNode, connect: Connect
+) -> None:
+    node = await start_node(pages=256, put_step_mb=STEP / (1 << 20))
+    parts = {key: [key.encode() * STEP, key.upper().encode() * STEP * 2] for key in "abc"}
+    raws = {key: await connect(node) for key in parts}
+    for number in (0, 1):
+        for key, raw in raws.items():
+            if number == 0:
+                await begin_put(raw, key, STEP * 3, b"")
+            await raw.send(parts[key][number])
+
+    assert [(await raw.answer())[0] for raw in raws.values()] == [200] * 3
+    assert {key: await node.client.get(key) for key in parts} == {
+        key: b"".join(part) for key, part in parts.items()
+    }
+
+
+async def test_a_put_that_finds_no_more_room_is_refused_and_read_to_its_end(
+    start_node: StartNode, connect: Connect, until: Until
+) -> None:
+    node = await start_node(pages=64, put_step_mb=STEP / (1 << 20))
+    store, raw = node.running.store, await connect(node)
+    await begin_put(raw, "k", 3 * STEP, b"x")
+    await until(lambda: store.arriving == 1)
+    assert await node.client.put("held", bytes(2 * STEP)) == 200
+    assert await node.client.lease("held") is not None
+
+    await raw.send(b"x" * (3 * STEP - 1) + b"HEAD /health HTTP/1.1\r\n\r\n")
+
+    status, body = await raw.answer()
+    assert (status, json.loads(body)["error"]["param"]) == (507, "Content-Length")
+    assert (await raw.reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
+    assert store.pool.space.free_bytes == 2 * STEP
+    assert await node.client.metric("kvroute_tierd_lost_total") == 1
+    assert await node.client.metric('kvroute_tierd_puts_total{outcome="no_room"}') == 1
+
+
+async def test_a_put_waits_for_the_disk_in_the_middle(
+    start_node: StartNode, tmp_path: Path, connect: Connect
+) -> None:
+    """So nothing is lost, although all memory is in use."""
+    node = await start_node(
+        pages=64, put_step_mb=STEP / (1 << 20), disk_dir=tmp_path, disk_gb=0.01, room_timeout_s=100
+    )
+    for number in range(4):
+        assert await node.client.put(str(number), bytes([number]) * STEP) == 200
+    raw = await connect(node)
+
+    await begin_put(raw, "k", 3 * STEP, b"k" * 3 * STEP)
+
+    assert (await raw.answer())[0] == 200
+    assert await node.client.get("k") == b"k" * 3 * STEP
+    assert await node.client.metric("kvroute_tierd_lost_total") == 0
+    assert await node.client.get("0", wait_ms=10_000) == bytes(STEP)
+
+
+async def test_a_sender_that_is_too_slow_is_cut(
+    start_node: StartNode, connect: Connect, until: Until
+) -> None:
+    node = await start_node(put_grace_s=0, put_least_rate=1e12)
+    raw = await connect(node)
+
+    await begin_put(raw, "k", 8, b"half")
+
+    assert await raw.is_closed()
+    await until(lambda: node.running.store.arriving == 0)
 
 
 async def test_health_and_metrics_tell_the_figures(client: Client) -> None:

@@ -58,6 +58,7 @@ async def test_a_disk_that_fails_loses_entries_and_no_request(start_node: StartN
     assert await node.client.get("11") == content(11)
     assert await node.client.get("0", wait_ms=10_000) is None
     assert node.running.store.counts.disk["write_failed"] > 0
+    assert await node.client.metric("kvroute_tierd_lost_total") == 8
 
 
 async def test_a_disk_that_is_slow_loses_entries_after_a_while(start_node: StartNode, tmp_path: Path) -> None:
