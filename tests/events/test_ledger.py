@@ -459,3 +459,26 @@ def test_of_a_long_announcement_that_does_not_fit_its_hashes_nothing_is_believed
     run_ledger(ledger, [batch(BlockStored(list(range(blocks)), None, tokens, 16))])
     assert ledger.held_blocks(Tier.GPU) == 0
     assert ledger.counts.unusable == blocks
+
+
+@pytest.mark.parametrize(
+    "second",
+    [
+        pytest.param([store([1, 2, 3], start=5)], id="in a later event"),
+        pytest.param([store([7, 7, 8], start=5)], id="twice in one event"),
+        pytest.param([store([4], start=5), store([4, 6], start=8)], id="beside a new one"),
+    ],
+)
+def test_an_engine_that_contradicts_itself_leaves_nothing_in_the_index(
+    run_ledger: Run, second: list[KvEvent]
+) -> None:
+    """Its names stand for one content each; a block whose name means another one now has no name any more,
+    and would be believed for ever."""
+    index = PrefixIndex()
+    ledger = Ledger(index, 0)
+
+    run_ledger(ledger, [batch(store([1, 2])), batch(*second)])
+
+    assert set(ledger.believed(Tier.GPU)) <= set(ledger.held(Tier.GPU))
+    run_ledger(ledger, [batch(BlockRemoved([name])) for name in range(1, 9) for _ in range(2)])
+    assert list(ledger.believed(Tier.GPU)) == []

@@ -101,3 +101,8 @@ def test_a_start_time_that_is_no_number_is_absent() -> None:
 )
 def test_no_page_breaks_the_scan(parts: list[bytes]) -> None:
     parse_metrics(b"".join(parts))
+
+
+def test_a_model_list_that_is_nested_too_deeply_is_none() -> None:
+    with pytest.raises(ValueError, match="nested"):
+        parse_models(b'{"data":' + b"[" * 100_000)

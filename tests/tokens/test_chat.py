@@ -183,6 +183,10 @@ def test_a_final_message_can_be_continued(rendered: Render, template: str, conte
         ({"messages": [{"role": "user", "content": [3]}]}, Reason.UNREADABLE),
         ({"messages": [{"role": "user", "content": [{"type": "input_text"}]}]}, Reason.UNREADABLE),
         ({"messages": [{"role": "assistant", "tool_calls": [{"type": "custom"}]}]}, Reason.UNREADABLE),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [call(name="f", arguments="[" * 100_000)]}]},
+            Reason.UNREADABLE,
+        ),
         ({"messages": []}, Reason.TEMPLATE_REFUSED),
         ({"messages": [USER], "continue_final_message": True}, Reason.TEMPLATE_REFUSED),
         (

@@ -189,3 +189,22 @@ def test_a_status_says_how_chunks_are_named_and_how_many_there_are() -> None:
     assert decode_status(b'{"chunk_size":256}').l1_objects is None
     with pytest.raises(WireError, match="chunk_size"):
         decode_status(b"{}")
+
+
+DEEP = b'{"instance_id":' + b"[" * 100_000
+
+
+@pytest.mark.parametrize(
+    "decode",
+    [
+        lmcache_mp.decode_registration,
+        lmcache_mp.decode_status,
+        lmcache_mp.read_prefetch_answer,
+        lambda body: list(lmcache_mp.decode_events(body)),
+    ],
+)
+def test_what_is_nested_too_deeply_is_refused(decode: Any) -> None:
+    with pytest.raises(WireError):
+        decode(b'{"unknown":' + DEEP)
+    with pytest.raises(WireError):
+        decode(DEEP)

@@ -287,3 +287,10 @@ def test_what_is_no_batch_is_refused(payload: bytes) -> None:
 
 def test_a_small_payload_comes_back_whatever_it_is() -> None:
     assert split(b"") == [Piece(b"")]
+
+
+def test_what_is_nested_too_deeply_is_refused() -> None:
+    nested = b"\x91" * SMALL_BYTES + b"\xc0"
+
+    with pytest.raises(WireError):
+        list(split_batch(b"\x92\xcb" + bytes(8) + b"\x91" + nested))

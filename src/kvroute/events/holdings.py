@@ -118,7 +118,9 @@ class Holdings:
         counts.stored += fresh
         if tier is not Tier.GPU:
             counts.elsewhere += fresh
-        held.put(names, keys)
+        for before in held.put(names, keys):
+            # No removal would ever name it: it would be believed for as long as the worker lives.
+            self._index.remove(holder, before)
         return names
 
     def grow(self, parent: ExternalBlockHash, name: ExternalBlockHash, token_ids: Sequence[int]) -> bool:

@@ -37,10 +37,17 @@ class Names:
     def pop(self, name: ExternalBlockHash) -> BlockKey | None:
         return self._shards[hash(name) & SHARD_MASK].pop(name, None)
 
-    def put(self, names: Sequence[ExternalBlockHash], keys: Sequence[BlockKey]) -> None:
-        shards = self._shards
+    def put(self, names: Sequence[ExternalBlockHash], keys: Sequence[BlockKey]) -> Sequence[BlockKey]:
+        """Each name has this key from now on. Returns the other keys that some of them had before: none, unless
+        an engine contradicts itself, because its names are hashes of what our keys are hashes of."""
+        shards, replaced = self._shards, list[BlockKey]()
         for name, key in zip(names, keys, strict=True):
-            shards[hash(name) & SHARD_MASK][name] = key
+            shard = shards[hash(name) & SHARD_MASK]
+            known = shard.setdefault(name, key)
+            if known is not key and known != key:
+                replaced.append(known)
+                shard[name] = key
+        return replaced
 
     def among(self, names: Sequence[ExternalBlockHash]) -> list[ExternalBlockHash]:
         """Those of `names` that are known."""

@@ -57,7 +57,10 @@ def parse_sources(body: bytes, options: KvEventsOptions, spec: WorkerSpec) -> li
 
     Raises ValueError for anything else. Ranks without ZMQ events are left out.
     """
-    page = json.loads(body)
+    try:
+        page = json.loads(body)
+    except RecursionError as error:
+        raise ValueError("too deeply nested") from error
     if not isinstance(page, dict):
         raise ValueError("not a map of event sources")
     host = urlsplit(spec.url).hostname or ""

@@ -35,7 +35,10 @@ def parse_models(body: bytes) -> ModelsPage:
 
     Raises ValueError for anything else. Cards without a name are skipped.
     """
-    page = json.loads(body)
+    try:
+        page = json.loads(body)
+    except RecursionError as error:
+        raise ValueError("too deeply nested") from error
     listed = page.get("data") if isinstance(page, dict) else None
     if not isinstance(listed, list):
         raise ValueError("not a model list")

@@ -171,7 +171,7 @@ def split(data: bytes) -> list[tuple[StreamHead, list[Frame]]]:
             else:
                 streams[-1][1].append(frame)
             count += 1
-    except (msgspec.MsgspecError, ValueError, IndexError) as error:
+    except (msgspec.MsgspecError, ValueError, IndexError, RecursionError) as error:
         raise WireError("a damaged snapshot") from error
     raise WireError("a snapshot that is damaged or cut off")
 
@@ -195,7 +195,7 @@ def decode(frame: Frame) -> Part:
             return Blocks(told.tier, told.stride, names, blocks)
         if frame.kind is Kind.COPIES:
             return _decode_copies(frame.payload)
-    except (msgspec.MsgspecError, ValueError) as error:
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise WireError("a damaged snapshot") from error
     raise WireError("a damaged snapshot")
 

@@ -256,6 +256,8 @@ def _tool_call(call: Message) -> Message:
             arguments = json.loads(arguments)
         except ValueError:
             arguments = None
+        except RecursionError:
+            raise Inexact(Reason.UNREADABLE) from None
     return {**call, "function": {**function, "arguments": arguments if isinstance(arguments, dict) else {}}}
 
 

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 
+from kvroute.openai.json import UNREADABLE
 from kvroute.openai.request import InferenceRequest
 from kvroute.tokens.anthropic import messages_request
 from kvroute.tokens.chat import Chat, EngineFlags, chat_completion
@@ -42,7 +43,7 @@ def read(request: InferenceRequest, flags: EngineFlags, pick: PickTemplate) -> C
         raise Inexact(Reason.UNSUPPORTED)
     try:
         body = msgspec.json.decode(request.body)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except UNREADABLE:
         raise Inexact(Reason.UNREADABLE) from None
     return reader(body, flags, pick)
 

@@ -80,7 +80,7 @@ class RemoteTokenizer:
                 return await self._tokenize_all(prompt, model, url)
         except TimeoutError:
             raise Inexact(Reason.LATE) from None
-        except (httpx.HTTPError, httpx.InvalidURL, msgspec.DecodeError, OverflowError):
+        except (httpx.HTTPError, httpx.InvalidURL, msgspec.DecodeError, OverflowError, RecursionError):
             raise Inexact(Reason.WORKER_FAILED) from None
 
     async def _render(self, request: InferenceRequest, model: str, url: str) -> tuple[TokenIds, ...]:

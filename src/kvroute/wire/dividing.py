@@ -201,7 +201,7 @@ def _extra_parts(data: bytes, event: Layout) -> Generator[None, None, list[bytes
             part = _array(some) + data[at:stop]
             try:
                 _check_extra(part)
-            except msgspec.MsgspecError as error:
+            except (msgspec.MsgspecError, ValueError, RecursionError) as error:
                 raise WireError("no extra keys") from error
             yield
         parts.append(part)

@@ -24,6 +24,9 @@ _PIECE_TOKENS: Final = 8192
 
 _Count = Annotated[int, Meta(ge=0)]
 
+_UNREADABLE: Final = (msgspec.MsgspecError, ValueError, RecursionError)
+"""What decoding raises: no JSON or another shape, no UTF-8 or a number out of range, too deep."""
+
 
 class Registration(Struct, frozen=True):
     """`POST /instances`: a server says where it is. An empty `instance_id` asks for one."""
@@ -81,7 +84,7 @@ def read_prefetch_answer(body: bytes) -> int:
     """How many chunks a 202 says were asked for: 0 where the prompt has no full one. Raises WireError."""
     try:
         return msgspec.json.decode(body, type=_PrefetchAnswer).chunks
-    except msgspec.MsgspecError as error:
+    except _UNREADABLE as error:
         raise WireError(f"not an answer to a prefetch: {error}") from error
 
 
@@ -98,7 +101,7 @@ class EventEntry(Struct, frozen=True, gc=False):
         """How many tokens it names: 0 where the server did not know them. Raises WireError."""
         try:
             return len(_decode_ids(self.token_ids))
-        except (msgspec.MsgspecError, ValueError) as error:
+        except _UNREADABLE as error:
             raise WireError(f"token_ids of a chunk: {error}") from error
 
 
@@ -170,7 +173,7 @@ def decode_registration(body: bytes) -> Registration:
     """Raises WireError that names the field."""
     try:
         return _decode_registration(body)
-    except (msgspec.MsgspecError, ValueError) as error:
+    except _UNREADABLE as error:
         raise WireError(f"registration: {error}") from error
 
 
@@ -178,7 +181,7 @@ def decode_status(body: bytes) -> ServerStatus:
     """Raises WireError that names the field."""
     try:
         return _decode_status(body)
-    except (msgspec.MsgspecError, ValueError) as error:
+    except _UNREADABLE as error:
         raise WireError(f"status: {error}") from error
 
 
@@ -205,7 +208,7 @@ _T = TypeVar("_T")
 def _checked(decode: Callable[[bytes | bytearray], _T], data: bytes | bytearray) -> _T:
     try:
         return decode(data)
-    except (msgspec.MsgspecError, ValueError) as error:
+    except _UNREADABLE as error:
         raise WireError(f"events: {error}") from error
 
 

@@ -22,6 +22,8 @@ SMALL_BYTES: Final = 32_768
 LARGE_BYTES: Final = 131_072
 """Beyond this even finding where the events of a batch end takes too long in one go (0.3 ms)."""
 
+_UNREADABLE: Final = (msgspec.MsgspecError, ValueError, RecursionError)
+
 _decode_rows = msgspec.msgpack.Decoder(list[msgspec.Raw]).decode
 
 _TAG: Final = b"\xa4type"
@@ -134,7 +136,7 @@ def _small_ends(payload: bytes, batch: _Batch) -> list[int] | None:
         return None
     try:
         events = _decode_rows(_decode_rows(payload)[1])
-    except (msgspec.MsgspecError, ValueError) as error:
+    except _UNREADABLE as error:
         raise WireError("no batch") from error
     at, ends = batch.start, []
     for event in events:
@@ -152,7 +154,7 @@ def _tagged(payload: bytes, at: int, left: int) -> tuple[int, int]:
     count = payload.count(_TAG, at, stop)
     try:
         _decode_rows(b"\xdd" + count.to_bytes(4, "big") + payload[at:stop])
-    except (msgspec.MsgspecError, ValueError):
+    except _UNREADABLE:
         return -1, at
     return (count, stop) if count < left else (-1, at)
 
