@@ -38,8 +38,8 @@ class Names:
         return self._shards[hash(name) & SHARD_MASK].pop(name, None)
 
     def put(self, names: Sequence[ExternalBlockHash], keys: Sequence[BlockKey]) -> Sequence[BlockKey]:
-        """Each name has this key from now on. Returns the other keys that some of them had before: none, unless
-        an engine contradicts itself, because its names are hashes of what our keys are hashes of."""
+        """Each name has this key from now on. Returns the other keys that some of them had before: none,
+        unless an engine contradicts itself: its names are hashes of what our keys are hashes of."""
         shards, replaced = self._shards, list[BlockKey]()
         for name, key in zip(names, keys, strict=True):
             shard = shards[hash(name) & SHARD_MASK]

@@ -16,7 +16,7 @@ from kvroute.gateway.admin_guard import AdminGuard
 from kvroute.gateway.asgi import Application, ClientDisconnected, Receive, Scope, Send
 from kvroute.gateway.dataplane import DataPlane, InferenceEndpoint, StoredResponseEndpoint
 from kvroute.gateway.failures import error_body
-from kvroute.gateway.openapi import relayed_paths
+from kvroute.gateway.openapi import completed
 from kvroute.openai.endpoints import ENDPOINTS
 
 
@@ -44,6 +44,7 @@ def build_application(plane: DataPlane, guard: AdminGuard, *routers: APIRouter) 
     app.router.routes.append(Route("/v1/responses/{response_id}/cancel", stored, methods=["POST"]))
     for router in routers:
         app.include_router(router)
+    app.needs_key = not plane.keys.is_open
     app.add_exception_handler(GatewayError, _gateway_error)
     app.add_exception_handler(ClientDisconnected, _client_left)
     app.add_exception_handler(HTTPException, _http_error)
@@ -70,11 +71,12 @@ class _Guarded:
 
 
 class _Application(FastAPI):
+    needs_key = False
+
     def openapi(self) -> dict[str, Any]:
         if self.openapi_schema is None:
-            schema = super().openapi()
-            schema["paths"] = {**relayed_paths(), **schema["paths"]}
-        return super().openapi()
+            self.openapi_schema = completed(super().openapi(), needs_key=self.needs_key)
+        return self.openapi_schema
 
 
 def _answer(error: GatewayError) -> Response:

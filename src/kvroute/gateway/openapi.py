@@ -1,4 +1,4 @@
-"""The relayed endpoints in the OpenAPI schema, so that `/docs` shows everything there is."""
+"""What FastAPI does not know of the OpenAPI schema: the relayed endpoints, the errors, and the keys."""
 
 from __future__ import annotations
 
@@ -14,12 +14,53 @@ _ERROR = {
             "properties": {
                 "message": {"type": "string"},
                 "type": {"type": "string"},
-                "param": {"type": "string", "nullable": True},
-                "code": {"type": "string", "nullable": True},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "null"]},
             },
+            "required": ["message", "type", "param", "code"],
         }
     },
+    "required": ["error"],
 }
+_OWN_ERROR = {
+    "description": "What is wrong with the request, in OpenAI's shape",
+    "content": {"application/json": {"schema": _ERROR}},
+}
+_OPEN = ("/health", "/ping", "/ready", "/version", "/metrics")
+_METHODS = ("get", "put", "post", "delete")
+
+
+def completed(schema: dict[str, Any], *, needs_key: bool) -> dict[str, Any]:
+    """The schema of the control plane with the relayed endpoints, the errors that are answered, and which
+    key each operation takes; those of clients take one if the gateway `needs_key`.
+
+    A validation error is a 400 here, not FastAPI's 422.
+    """
+    paths: dict[str, Any] = {**relayed_paths(), **schema["paths"]}
+    for path, item in paths.items():
+        for operation in (item[method] for method in _METHODS if method in item):
+            if "relayed" not in operation["tags"]:
+                responses = {
+                    status: told for status, told in operation["responses"].items() if status != "422"
+                }
+                operation["responses"] = responses | {"4XX": _OWN_ERROR}
+                if path == "/ready":
+                    operation["responses"]["503"] = {
+                        "description": "No worker is routable, and why",
+                        "content": {"application/json": {"schema": {"type": "object"}}},
+                    }
+            if path.startswith("/admin"):
+                operation["security"] = [{"adminKey": []}]
+            elif needs_key and path not in _OPEN:
+                operation["security"] = [{"clientKey": []}]
+    components = schema.setdefault("components", {})
+    for unused in ("HTTPValidationError", "ValidationError"):
+        components.get("schemas", {}).pop(unused, None)
+    components["securitySchemes"] = {
+        "clientKey": {"type": "http", "scheme": "bearer", "description": "One of server.api_keys"},
+        "adminKey": {"type": "http", "scheme": "bearer", "description": "admin.api_key"},
+    }
+    return schema | {"paths": paths}
 
 
 def relayed_paths() -> dict[str, Any]:
