@@ -10,7 +10,7 @@ JOBS ?= 3
 PIP := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help up test coverage test-engine check lint types layers format docs compose bench bench-routing clean distclean
+.PHONY: help up test coverage test-engine check lint types layers format docs compose bench bench-routing fuzz clean distclean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -30,6 +30,9 @@ coverage: $(VENV)/.installed-dev ## lines and branches that the quick tests reac
 test-engine: $(VENV)/.installed-dev ## the tests against real vLLM workers (CPU); installs the engine into .venv-engine
 	$(BIN)/python -m kvroute.deploy.engine_install
 	$(BIN)/pytest -m engine tests/engine
+
+fuzz: $(VENV)/.installed-dev ## a million mutated requests and a million event frames [ARGS='--seed 2 --seconds 600']
+	$(BIN)/python -m tests.fuzz.run $(ARGS)
 
 check: lint types layers ## lint, types and import layers
 

@@ -16,6 +16,9 @@ PLACE = b"@markmarkmark@"
 MARK = re.compile(rb"@[0-9a-f]{12}@")
 KEY = b"client-key-of-the-fuzzer"
 ADMIN_KEY = b"admin-key-of-the-fuzzer"
+OWN_KEYS = re.compile(rb"%b|%b" % (KEY, ADMIN_KEY))
+MARKED_KEYS = re.compile(rb"(?i)(?:bearer |x-api-key: )(?:%b|%b)" % (KEY, ADMIN_KEY))
+"""Where keys belong; what a mutation has put elsewhere may come back in a refusal."""
 BOUNDARY = "fuzzBoundary"
 
 

@@ -1,58 +1,126 @@
-"""The long form of the fuzz tests: `make fuzz`, or `python -m tests.fuzz.run --help`."""
+"""The long form of the fuzz tests: `make fuzz`, or `python -m tests.fuzz.run --help`.
+
+Parts run in processes of their own, some thousand inputs each. Every part is a function of its seed; what
+shows a defect is saved. Exit code 1 if anything does.
+"""
 
 from __future__ import annotations
 
 import argparse
+import logging
+import multiprocessing
+import os
+import resource
 import sys
 import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from itertools import count
 from pathlib import Path
 
 import uvloop
-from tests.fuzz.cases import Cases
-from tests.fuzz.lanes import PROFILES, Recorder, Report, lanes
+from tests.fuzz.control import fuzz_control
+from tests.fuzz.documents import fuzz_documents
+from tests.fuzz.frames import fuzz_frames
+from tests.fuzz.lanes import PROFILES, Report, fuzz_requests
+from tests.fuzz.served import fuzz_served
 
-_BATCH = 64
-_ROUND = 4096
-"""Requests with one gateway, before the next one is made."""
+_REQUESTS, _SERVED, _FRAMES, _DOCUMENTS = 4096, 2048, 25_000, 2000
+"""Inputs in one process's turn."""
+_SERVED_SHARE = 0.02
+_PARTS = ("requests", "served", "frames", "documents", "control")
 
 
-async def fuzz_requests(count: int, seed: int, seconds: float, folder: Path) -> Report:
-    report = Report()
-    recorder = Recorder(folder, report)
-    started = said = time.monotonic()
-    profiles = list(PROFILES)
-    number = 0
-    while report.inputs < count and time.monotonic() - started < seconds:
-        cases = Cases(seed * 1_000_003 + number)
-        async with lanes(profiles[number % len(profiles)]) as target:
-            end = min(count, report.inputs + _ROUND)
-            while report.inputs < end and time.monotonic() - started < seconds:
-                await recorder.batch(target, [cases.case() for _ in range(min(_BATCH, end - report.inputs))])
-                if time.monotonic() - said > 10:
-                    said = time.monotonic()
-                    rate = report.inputs / (said - started)
-                    print(f"requests: {report.inputs:,}, {rate:,.0f}/s, {dict(report.findings)}", flush=True)
-        number += 1
-    took = time.monotonic() - started
-    print(f"requests: {report.inputs:,} over both lanes in {took:.0f} s ({report.inputs / took:,.0f}/s)")
-    for outcome, times in report.outcomes.most_common():
-        print(f"  {outcome:>12} {times:>10,}")
-    return report
+def turn(part: str, inputs: int, seed: int, folder: Path) -> tuple[Report, int]:
+    """One part of the work, and the most memory (KB) that this process has had."""
+    logging.getLogger().addHandler(logging.NullHandler())
+    profile = list(PROFILES)[seed % len(PROFILES)]
+    match part:
+        case "requests":
+            report = uvloop.run(fuzz_requests(inputs, seed, profile, folder))
+        case "served":
+            report = uvloop.run(fuzz_served(inputs, seed, profile, folder=folder))
+        case "frames":
+            report = uvloop.run(fuzz_frames(inputs, seed, folder=folder))
+        case "documents":
+            report = fuzz_documents(inputs, seed, folder=folder)
+        case _:
+            report = uvloop.run(fuzz_control(inputs, seed))
+    sys.stdout.flush()
+    return report, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def turns(options: argparse.Namespace) -> Iterator[tuple[str, int, int]]:
+    """(part, inputs, seed) of all that is to be done."""
+    seeds = count(options.seed * 1_000_003)
+    totals = {
+        "control": (options.examples, options.examples),
+        "served": (int(options.requests * _SERVED_SHARE), _SERVED),
+        "documents": (options.documents, _DOCUMENTS),
+        "requests": (options.requests, _REQUESTS),
+        "frames": (options.frames, _FRAMES),
+    }
+    for part, (total, size) in totals.items():
+        if part in options.parts:
+            for start in range(0, total, size or 1):
+                yield part, min(size, total - start), next(seeds)
+
+
+def run(options: argparse.Namespace, say: Callable[[str], None]) -> dict[str, Report]:
+    started, reports = time.monotonic(), dict[str, Report]()
+    waiting, peak, said = turns(options), 0, 0.0
+    context = multiprocessing.get_context("spawn")
+    # A process ends after some turns, so that what one leaves behind is not taken for another's.
+    with ProcessPoolExecutor(options.jobs, mp_context=context, max_tasks_per_child=10) as pool:
+        running: dict[Future[tuple[Report, int]], str] = {}
+        while True:
+            while len(running) < options.jobs and time.monotonic() - started < options.seconds:
+                if (following := next(waiting, None)) is None:
+                    break
+                running[pool.submit(turn, *following, options.folder)] = following[0]
+            if not running:
+                return reports
+            for done in wait(running, return_when=FIRST_COMPLETED).done:
+                part = running.pop(done)
+                report, most = done.result()
+                reports.setdefault(part, Report()).add(report)
+                peak = max(peak, most)
+                now = time.monotonic()
+                if now - said > 10:
+                    said = now
+                    counts = ", ".join(f"{name} {each.inputs:,}" for name, each in reports.items())
+                    found = sum(sum(each.findings.values()) for each in reports.values())
+                    say(f"{now - started:5.0f} s: {counts}; {found} findings; {peak // 1024} MiB at most")
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--requests", type=int, default=1_000_000)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--seconds", type=float, default=1e9, help="at most, for each part")
-    parser.add_argument(
-        "--folder", type=Path, default=Path("fuzz-findings"), help="where inputs are saved that show a defect"
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--requests", type=int, default=1_000_000, help="through both lanes; 2%% more by TCP")
+    parser.add_argument("--frames", type=int, default=1_000_000, help="event frames and LMCache's messages")
+    parser.add_argument("--documents", type=int, default=20_000, help="specs, configurations, bodies")
+    parser.add_argument("--examples", type=int, default=50, help="schemathesis: for each operation")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="nothing new is begun after that")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes at a time")
+    parser.add_argument("--parts", nargs="+", choices=_PARTS, default=_PARTS)
+    parser.add_argument("--folder", type=Path, default=Path("fuzz-findings"), help="for what shows a defect")
     options = parser.parse_args()
-    report = uvloop.run(fuzz_requests(options.requests, options.seed, options.seconds, options.folder))
-    for kind, times in report.findings.most_common():
-        print(f"FINDING {kind}: {times}")
-    return 1 if report.findings else 0
+    started = time.monotonic()
+    reports = run(options, lambda text: print(text, flush=True))
+    for part, report in reports.items():
+        print(f"{part}: {report.inputs:,} inputs")
+        for outcome, times in report.outcomes.most_common():
+            print(f"  {outcome:<28} {times:>10,}")
+    print(f"seed {options.seed}, {time.monotonic() - started:.0f} s")
+    findings = [
+        f"FINDING in {part}: {kind}: {times}"
+        for part, report in reports.items()
+        for kind, times in report.findings.most_common()
+    ]
+    print("\n".join(findings or ["no findings"]))
+    return 1 if findings else 0
 
 
 if __name__ == "__main__":

@@ -17,7 +17,8 @@ from tests.fuzz.cases import ADMIN_KEY, KEY, MARK
 _FIELD = re.compile(rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+:[ \t]*[\t\x20-\x7e\x80-\xff]*")
 _START = re.compile(rb"[A-Z]+ /[\x21-\x7e\x80-\xff]* HTTP/1\.1")
 _HOSTILE = re.compile(rb"\r\nx-fuzz-worker: *(\d+)(?=\r|$)")  # names come in lower case
-_LENGTH = re.compile(rb"\r\ncontent-length: *(\d+)(?=\r|$)")
+_LENGTH = re.compile(rb"(?i)\r\ncontent-length: *(\d+)(?=\r|$)")
+_KEYS = re.compile(rb"(?i)\r\n(?:authorization|x-api-key):[^\r]*(?:%b|%b)" % (KEY, ADMIN_KEY))
 _MODELS = b'{"object":"list","data":[{"id":"m","object":"model","max_model_len":4096}]}'
 _METRICS = (
     b'process_start_time_seconds 1.0\nvllm:cache_config_info{block_size="16",num_gpu_blocks="1000"} 1.0\n'
@@ -73,8 +74,8 @@ class _Connection(asyncio.Protocol):
                 or names.count(b"host") != 1
             ):
                 fault = fault or f"framing: {sorted(names)!r}"
-            if self._worker.hides_keys and (KEY in head or ADMIN_KEY in head):
-                fault = fault or "a client's key"
+            if self._worker.hides_keys and _KEYS.search(head):
+                fault = fault or "key of a client"
             length = _LENGTH.search(head)
             size = int(length[1]) if length else 0
             if len(self._data) < end + 4 + size:
