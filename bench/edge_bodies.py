@@ -131,7 +131,8 @@ def _token_ids(count: int, model: str) -> Shot:
 def _image(size: int, model: str) -> Shot:
     data = base64.b64encode(bytes(range(256)) * (size * 3 // 4 // 256))
     part = b'{"type":"image_url","image_url":{"url":"data:image/png;base64,%b"}}' % data
-    return _chat(b'[{"type":"text","text":"What is this?"},' + part + b"]", model, is_legitimate=True)
+    text = b"What is this? " * 100  # enough for blocks of its own
+    return _chat(b'[{"type":"text","text":"%b"},' % text + part + b"]", model, is_legitimate=True)
 
 
 def _long_chat(messages: int, model: str) -> Shot:
@@ -148,7 +149,7 @@ def _text(size: int, model: str, words: bytes = b"a,[{b}],c: ") -> Shot:
 
 
 def _utf16(size: int, model: str) -> Shot:
-    text = '{"model":%s,"prompt":"%s"}' % (json.dumps(model), "a" * (size // 2))
+    text = json.dumps({"model": model, "prompt": "a" * (size // 2)})
     return Shot(COMPLETIONS, _JSON, text.encode("utf-16"))
 
 
