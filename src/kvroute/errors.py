@@ -21,6 +21,7 @@ KvrouteError
     ├── NotFound             404
     ├── RequestTimeout       408
     ├── BodyTooLarge         413
+    ├── OverLimit            413  the body has more of something than is read
     ├── UnsupportedMediaType 415
     ├── MisdirectedRequest   421
     ├── TooManyRequests      429
@@ -179,6 +180,17 @@ class UnsupportedMediaType(GatewayError):
 
 class MisdirectedRequest(GatewayError):
     status, type, code = 421, "invalid_request_error", "wrong_host"
+
+
+class OverLimit(GatewayError):
+    """A body has more of something than the gateway reads. `limit` names it in metrics and logs: an option of
+    `server`, or what has none (`nesting`, `plain_json`)."""
+
+    status, type, code = 413, "invalid_request_error", "body_over_limit"
+
+    def __init__(self, limit: str, message: str, *, param: str | None = None) -> None:
+        super().__init__(message, param=param)
+        self.limit = limit
 
 
 class TooManyRequests(GatewayError):

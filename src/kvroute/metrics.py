@@ -323,6 +323,12 @@ class Metrics(Collector):
         )
         for wait in ("idle", "head", "body"):
             self.client_timeouts.labels(wait)
+        self.bodies_over_limit = self._counter(
+            "kvroute_bodies_over_limit",
+            "Request bodies that were not read because they are over a limit, by the limit's name (`nesting` "
+            "and `plain_json` have no option) and by what became of them: `forwarded` unread, or `refused`.",
+            ["limit", "outcome"],
+        )
         self.request_bytes = self._histogram(
             "kvroute_request_body_bytes", "Size of request bodies.", _BYTES
         ).labels()

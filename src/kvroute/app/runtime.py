@@ -34,9 +34,10 @@ from kvroute.gateway.dataplane import DataPlane
 from kvroute.gateway.exchange import Collaborators
 from kvroute.gateway.journal import Journal
 from kvroute.gateway.planner import Planner
-from kvroute.gateway.session_key import session_key_sources
+from kvroute.gateway.session_key import session_fields, session_key_sources
 from kvroute.gateway.stored import ResponseOwners, StoredResponses
 from kvroute.metrics import Gauges, Metrics
+from kvroute.openai.bounded import Bounded
 from kvroute.replicas.pages import PageCollector, read
 from kvroute.replicas.scrape import Scrape
 from kvroute.routing.audit import Audit
@@ -257,12 +258,14 @@ class Runtime:
         worker_authorization = (
             f"Bearer {worker_key.get_secret_value()}".encode() if keys and worker_key else None
         )
+        in_bodies = session_fields(config.routing.session.keys)
         planner = Planner(
             self.fleet,
             self.router,
             self._estimator,
             session_key_sources(config.routing.session.keys),
             allow_strategy_header=config.server.allow_strategy_header,
+            session_fields=in_bodies,
         )
         stored = StoredResponses(
             self._owners,
@@ -279,6 +282,7 @@ class Runtime:
             self._outbox,
             preparer=self.following.preparer if self.following else None,
             announce=hyperpod.routed if config.logging.hyperpod_lines else None,
+            bounded=Bounded(config.server.body_limits, also=in_bodies),
             worker_authorization=worker_authorization,
             drops_authorization=bool(keys),
             held_bytes=config.upstream.read_buffer_bytes,

@@ -105,7 +105,7 @@ class BlockKeys(Sequence[BlockKey]):
     _latest: int | None
     _latest_key: BlockKey
 
-    def __init__(self, data: bytes, block_bytes: int = BLOCK_BYTES, seed: int = 0) -> None:
+    def __init__(self, data: bytes | memoryview, block_bytes: int = BLOCK_BYTES, seed: int = 0) -> None:
         self._data = data
         self._block_bytes = block_bytes
         self._size = size = len(data) // block_bytes

@@ -16,7 +16,6 @@ from kvroute.fleet.fleet import Fleet
 from kvroute.gateway.asgi import read_body
 from kvroute.gateway.dataplane import DataPlane
 from kvroute.openai.endpoints import ENDPOINTS
-from kvroute.openai.request import parse_request
 from kvroute.routing.router import Router
 
 _EXPLAINED = ENDPOINTS["/invocations"]
@@ -102,7 +101,7 @@ def control_routes(
     async def explain(request: Request) -> dict[str, Any]:
         headers = request.scope["headers"]
         body = await read_body(request.receive, headers, plane.max_body_bytes)
-        parsed = parse_request(_EXPLAINED, body)
+        parsed = await plane.read_in_turns(_EXPLAINED, body, headers)
         previous = parsed.text("previous_response_id")
         owner = await plane.stored.find(previous) if previous else None
         model = plane.planner.unprepared(parsed, headers)

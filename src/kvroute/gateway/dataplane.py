@@ -10,11 +10,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from itertools import chain, count
 
 from kvroute.blocks.keys import ANCHOR_BYTES
-from kvroute.errors import GatewayError, InvalidRequest, ShuttingDown, TooManyRequests
+from kvroute.errors import (
+    GatewayError,
+    InvalidRequest,
+    ModelNotFound,
+    OverLimit,
+    ShuttingDown,
+    TooManyRequests,
+)
 from kvroute.fleet.worker import WorkerId
 from kvroute.gateway.access import KeyCheck
 from kvroute.gateway.asgi import (
@@ -35,7 +42,9 @@ from kvroute.gateway.pending import Going, Pending
 from kvroute.gateway.planner import Plan, Planner
 from kvroute.gateway.preparation import Prepared, Preparer
 from kvroute.gateway.stored import StoredResponses, check_response_id
+from kvroute.openai.bounded import STEPWISE_BYTES, Bounded
 from kvroute.openai.endpoints import BodyKind, Endpoint, ErrorShape
+from kvroute.openai.large import large_request
 from kvroute.openai.request import InferenceRequest, parse_request
 from kvroute.openai.seen import SeenBodies
 from kvroute.routing.decision import RouteDecision
@@ -45,6 +54,7 @@ from kvroute.upstream.outbox import Outbox
 log = logging.getLogger(__name__)
 
 _MULTIPART = BodyKind.MULTIPART  # a member asked of its class costs 80 ns each time
+_LONGEST_MODEL = 4_096
 _AUTHORIZATION = frozenset({b"authorization"})
 _OWN_KEYS = frozenset({b"authorization", b"x-api-key"})
 """Headers that may hold a key of this gateway: see `KeyCheck`."""
@@ -57,8 +67,8 @@ class DataPlane:
     `worker_authorization` replaces the client's Authorization header towards workers;
     `drops_authorization` takes that header and `x-api-key` out, because they hold a key of this gateway.
     `held_bytes` is how much of an answer is kept for a slow client; `preparer` is for strategies that want a
-    prompt's tokens; `announce` hears each decision. Mutable: `_running`, `_preparing` and `_watchers` hold
-    what is under way; `close_admission` and `cut` end it.
+    prompt's tokens; `announce` hears each decision; `bounded` decodes bodies, within its limits. Mutable:
+    `_running`, `_preparing` and `_watchers` hold what is under way; `close_admission` and `cut` end it.
     """
 
     def __init__(
@@ -71,6 +81,7 @@ class DataPlane:
         *,
         preparer: Preparer | None = None,
         announce: Callable[[RouteDecision], None] | None = None,
+        bounded: Bounded | None = None,
         worker_authorization: bytes | None,
         drops_authorization: bool,
         max_body_bytes: int,
@@ -114,7 +125,9 @@ class DataPlane:
         self._watchers: set[asyncio.Task[None]] = set()
         self._is_open = True
         self._ids = _request_ids()
-        self._bodies = SeenBodies(seed=secrets.randbits(64), cut_bytes=ANCHOR_BYTES)
+        self._bounded = bounded or Bounded()
+        self._most_messages = self._bounded.limits.max_messages
+        self._bodies = SeenBodies(seed=secrets.randbits(64), cut_bytes=ANCHOR_BYTES, bounded=self._bounded)
         use.metrics.call_before_collect(self._show)
 
     @property
@@ -165,11 +178,57 @@ class DataPlane:
         return Record(next(self._ids), path, self._time())
 
     def read(self, endpoint: Endpoint, body: bytes, headers: Headers) -> InferenceRequest:
-        """The complete body, decoded. Raises InvalidRequest."""
+        """The complete body of at most `STEPWISE_BYTES`, decoded. Raises InvalidRequest and OverLimit."""
         self._request_bytes(len(body))
-        if endpoint.body is _MULTIPART:
-            return parse_request(endpoint, body, header(headers, b"content-type").decode("latin-1"))
-        return self._bodies.read(endpoint, body)
+        try:
+            if endpoint.body is _MULTIPART:
+                kind = header(headers, b"content-type").decode("latin-1")
+                return parse_request(endpoint, body, kind, self._bounded)
+            request = self._bodies.read(endpoint, body)
+            messages, model = request.read_messages, request.model
+            if messages is not None and len(messages) > self._most_messages:
+                raise self._bounded.over("max_messages", "messages", "messages")
+        except OverLimit as error:
+            return self._unread(endpoint, body, error)
+        if model is not None and len(model) > _LONGEST_MODEL:
+            raise ModelNotFound(model[:64] + "...")  # it would be repeated as a whole
+        request.bounded = self._bounded
+        return request
+
+    async def read_in_turns(self, endpoint: Endpoint, body: bytes, headers: Headers) -> InferenceRequest:
+        """As `read`, of a body of any size: between steps of reading a large one others have a turn."""
+        if len(body) <= STEPWISE_BYTES:
+            return self.read(endpoint, body, headers)
+        self._request_bytes(len(body))
+        kind = header(headers, b"content-type").decode("latin-1")
+        steps = large_request(endpoint, body, kind, self._bounded, self._bodies)
+        try:
+            while True:
+                next(steps)
+                await asyncio.sleep(0)
+        except StopIteration as end:
+            request: InferenceRequest = end.value
+        except OverLimit as error:
+            return self._unread(endpoint, body, error)
+        await asyncio.sleep(0)
+        return request
+
+    def _unread(self, endpoint: Endpoint, body: bytes, error: OverLimit) -> InferenceRequest:
+        """The request of a body that is over a limit, where nothing depends on what it says. Raises `error`
+        otherwise."""
+        why = self.planner.why_read(endpoint)
+        outcome = "refused" if why else "forwarded"
+        self.metrics.bodies_over_limit.labels(error.limit, outcome).inc()
+        log.warning(
+            "a body of %d bytes for %s is over the limit %s and %s",
+            len(body),
+            endpoint.path,
+            error.limit,
+            f"refused, because {why}" if why else "forwarded unread: nothing depends on its content",
+        )
+        if why:
+            raise error
+        return InferenceRequest(endpoint, body, None, over=error.limit)
 
     def relay(
         self,
@@ -190,39 +249,59 @@ class DataPlane:
             if model is not None:
                 prepared = preparer.at_once(request, model)
                 if prepared is None:
-                    return self._later(
-                        preparer, model, request, target, headers, fields, record, client, owner
-                    )
+                    prepare, name = preparer.prepare, model
+
+                    async def begin() -> Going:
+                        found = await prepare(request, name)
+                        return self.relay(request, target, headers, fields, record, client, owner, found)
+
+                    return self._later(request.endpoint.errors, record, client, begin)
         # Time must not fall from one plan to the next: others may have come while this one waited.
         now = started = record.started
         if prepared is not None or request.endpoint.stores_response:
             now = self._time()
-        plan = self.planner.plan(request, target, headers, now, owner, prepared)
+        try:
+            plan = self.planner.plan(request, target, headers, now, owner, prepared)
+        except OverLimit as error:  # of its prompts, which are not looked at before
+            request = self._unread(request.endpoint, request.body, error)
+            plan = self.planner.plan(request, target, headers, now, owner)
         record.model, record.tokens, record.decision = plan.model, plan.query.tokens, plan.decision
         self._routing_time(self._time() - started)
         if self._announce is not None:
             self._announce(plan.decision)
         return self.begin(plan, fields, record, client)
 
-    def _later(
+    def relay_large(
         self,
-        preparer: Preparer,
-        model: str,
-        request: InferenceRequest,
+        endpoint: Endpoint,
+        body: bytes,
         target: bytes,
         headers: Headers,
         fields: bytes,
         record: Record,
         client: Downstream,
-        owner: WorkerId | None,
+    ) -> Going:
+        """`read_in_turns` and `relay`, soon."""
+
+        async def begin() -> Going:
+            request = await self.read_in_turns(endpoint, body, headers)
+            return self.relay(request, target, headers, fields, record, client)
+
+        return self._later(endpoint.errors, record, client, begin)
+
+    def _later(
+        self,
+        shape: ErrorShape,
+        record: Record,
+        client: Downstream,
+        begin: Callable[[], Coroutine[None, None, Going]],
     ) -> Pending:
-        shape = request.endpoint.errors
+        """What `begin` begins after a while."""
 
         async def prepare() -> Going | None:
             exchange = None
             try:
-                prepared = await preparer.prepare(request, model)
-                exchange = self.relay(request, target, headers, fields, record, client, owner, prepared)
+                exchange = await begin()
             except GatewayError as error:
                 self.refuse(record, error, client, shape)
             except Exception:  # noqa: BLE001 - logged by `failed`
@@ -314,7 +393,7 @@ class InferenceEndpoint:
             plane.keys.check(headers)
             body = await read_body(receive, headers, plane.max_body_bytes)
             record.started = plane.clock.now()
-            request = plane.read(endpoint, body, headers)
+            request = await plane.read_in_turns(endpoint, body, headers)
             owner = None
             if endpoint.stores_response and (previous := request.text("previous_response_id")):
                 owner = await plane.stored.find(previous)

@@ -26,6 +26,7 @@ from kvroute.gateway.journal import Record
 from kvroute.gateway.kinds import PlainRequest
 from kvroute.gateway.pending import Going
 from kvroute.gateway.plain import PlainRequests
+from kvroute.openai.bounded import STEPWISE_BYTES
 from kvroute.openai.endpoints import ENDPOINTS
 from kvroute.upstream.deadline import Deadline
 
@@ -252,9 +253,11 @@ class FastLaneProtocol(EdgeProtocol):
             return
         plane = self._plane
         record.started = plane.clock.now()
-        first, *others = segments
+        segments[0] = segments[0][request.body_at :]
+        body = b"".join(segments)
+        segments.clear()  # else a large body would be held twice while it is read
         headers = request.headers if plane.reads_headers else _UNREAD
-        self._begin(request, headers, record, b"".join([memoryview(first)[request.body_at :], *others]))
+        self._begin(request, headers, record, body)
 
     def _refuse(self, error: GatewayError) -> None:
         record = self._record
@@ -270,9 +273,15 @@ class FastLaneProtocol(EdgeProtocol):
     def _begin(self, request: PlainRequest, headers: Headers, record: Record, body: bytes) -> None:
         plane, endpoint = self._plane, request.endpoint
         self._lane = _BUSY
+        exchange: Going
         try:
-            parsed = plane.read(endpoint, body, headers)
-            exchange = plane.relay(parsed, request.target, headers, request.fields, record, self)
+            if len(body) > STEPWISE_BYTES:
+                exchange = plane.relay_large(
+                    endpoint, body, request.target, headers, request.fields, record, self
+                )
+            else:
+                parsed = plane.read(endpoint, body, headers)
+                exchange = plane.relay(parsed, request.target, headers, request.fields, record, self)
         except GatewayError as error:
             plane.refuse(record, error, self, endpoint.errors)
         except Exception:  # noqa: BLE001 - logged by `failed`

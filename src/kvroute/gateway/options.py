@@ -10,9 +10,11 @@ from pydantic import SecretStr, field_validator
 
 from kvroute.gateway.hosts import host_name
 from kvroute.gateway.key_file import key_lines
+from kvroute.openai.bounded import BodyLimits
 from kvroute.options import Options, Switch, option
 
 MIB = 1024 * 1024
+LIMITS = BodyLimits()
 
 
 class ServerOptions(Options):
@@ -105,6 +107,62 @@ class ServerOptions(Options):
         lower="less memory one client can take",
         ge=1,
     )
+    max_messages: int = option(
+        LIMITS.max_messages,
+        "Most messages of a chat, or items of a `/v1/responses` input. This and the next five limit how much "
+        "of a body is read. A body above one is forwarded unread where nothing depends on its content (one "
+        "model name and no alias in the fleet, no session key in bodies, not `/v1/responses`); else it is "
+        "answered 413.",
+        unit="messages",
+        higher="longer chats are routed by their content",
+        lower="less time that one request can take from others: about 1 us a message",
+        ge=1,
+        le=1_000_000,
+    )
+    max_prompts: int = option(
+        LIMITS.max_prompts,
+        "Most prompts of a completion, or inputs of an embedding.",
+        unit="prompts",
+        higher="larger batches are routed by their content",
+        lower="less time that one request can take from others: about 5 us a prompt",
+        ge=1,
+        le=16_384,
+    )
+    max_content_parts: int = option(
+        LIMITS.max_content_parts,
+        "Most parts (texts, images) in the messages of a chat.",
+        unit="parts",
+        higher="chats of more parts are routed by their content",
+        lower="less time that one request can take from others: about 0.5 us a part",
+        ge=1,
+        le=1_000_000,
+    )
+    max_token_ids: int = option(
+        LIMITS.max_token_ids,
+        "Most token ids in the prompts of a completion.",
+        unit="tokens",
+        higher="longer prompts of ids are routed by their content",
+        lower="less time that one request can take: about 30 ms for a million",
+        ge=1,
+    )
+    max_json_values: int = option(
+        LIMITS.max_json_values,
+        "Most JSON values of a body above 4 MiB, in all of its fields.",
+        unit="values",
+        higher="bodies of more structure are routed by their content",
+        lower="less time that one request can take from others: about 10 ms for a million",
+        ge=1,
+        le=8_388_608,
+    )
+    max_form_parts: int = option(
+        LIMITS.max_form_parts,
+        "Most parts of a multipart form (vLLM takes 1000 files and 1000 fields).",
+        unit="parts",
+        higher="larger forms are read",
+        lower="less time that one request can take from others: about 5 us a part",
+        ge=1,
+        le=10_000,
+    )
     max_in_flight: int = option(
         0,
         "Inference requests that each process serves at once; more are answered 429 with Retry-After. "
@@ -165,6 +223,10 @@ class ServerOptions(Options):
         if not all(key.get_secret_value().strip() for key in value):
             raise ValueError("a key is empty: requests without any key would have it")
         return value
+
+    @property
+    def body_limits(self) -> BodyLimits:
+        return BodyLimits(*(getattr(self, name) for name in BodyLimits._fields))
 
     @field_validator("processes")
     @classmethod

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeAlias
 
 from msgspec import Struct
 from xxhash import xxh3_64_intdigest
@@ -16,7 +16,7 @@ from kvroute.gateway.asgi import Headers, header
 from kvroute.gateway.preparation import Prepared
 from kvroute.gateway.session_key import SessionKeySource, session_key
 from kvroute.openai.alias import with_model
-from kvroute.openai.endpoints import ErrorShape
+from kvroute.openai.endpoints import Endpoint, ErrorShape
 from kvroute.openai.prompt import AnyPrompt, Prompt, cache_salt_of, prompts_of
 from kvroute.openai.request import InferenceRequest
 from kvroute.routing.caches import ExactPrompt
@@ -63,8 +63,14 @@ class _Known(NamedTuple):
     space: CacheSpace
 
 
+ContentRule: TypeAlias = Callable[[], str]
+"""Says what of the gateway depends on what a body says, "" where nothing does at the moment."""
+
+
 class Planner:
-    """Reads fleet, router and estimator, changes none of them. `plan` is a pure function of their state."""
+    """Reads fleet, router and estimator, changes none of them. `plan` is a pure function of their state.
+    `content_rules` are asked before a body travels unread; `session_fields` are fields of bodies that
+    `session_keys` look at."""
 
     def __init__(
         self,
@@ -74,11 +80,15 @@ class Planner:
         session_keys: Sequence[SessionKeySource],
         *,
         allow_strategy_header: bool,
+        session_fields: Sequence[str] = (),
+        content_rules: Sequence[ContentRule] = (),
     ) -> None:
         self._fleet = fleet
         self._router = router
         self._estimator = estimator
         self._session_keys = tuple(session_keys)
+        self._reads_session = bool(session_fields)
+        self._content_rules = tuple(content_rules)
         self._version = -1
         self._known: dict[str | None, _Known] = {}
         """By the name asked for, as of this version of the fleet: of models that exist, as clients name
@@ -147,10 +157,21 @@ class Planner:
             b"POST", target, body, model, prompts, query, decision, endpoint.stores_response, endpoint.errors
         )
 
+    def why_read(self, endpoint: Endpoint) -> str:
+        """Why a body must be read before it is forwarded; "" where nothing depends on what it says, so that
+        one which is over a limit may travel unread."""
+        if len(self._fleet.catalog.names) > 1:
+            return "the model decides where it goes: there are several names"
+        if endpoint.stores_response:
+            return "it may continue a stored response"
+        if self._reads_session and self._router.may_need(Needs.SESSION_KEY):
+            return "it may hold the session key"
+        return next((why for rule in self._content_rules if (why := rule())), "")
+
     def unprepared(self, request: InferenceRequest, headers: Headers) -> str | None:
         """The model whose tokenizer the request's strategy wants to hear before `plan`; None where it can
         be planned at once, or fails to be. Raises what `plan` raises about names."""
-        if not self.may_need_tokens or not request.endpoint.fills_kv_cache:
+        if not self.may_need_tokens or not request.endpoint.fills_kv_cache or request.over:
             return None
         model = self._fleet.resolve(request.model)
         strategy = self._strategy(model, headers)
@@ -214,7 +235,7 @@ def _fingerprint(prompt: AnyPrompt, measured: PromptKeys, seed: int) -> int:
     chain = measured.keys
     blocks = len(chain)
     hashed = blocks * BLOCK_BYTES
-    rest = prompt.after(hashed) if whole is None else whole[hashed:]
+    rest = prompt.after(hashed) if whole is None else memoryview(whole)[hashed:]
     return xxh3_64_intdigest(rest, chain[blocks - 1])
 
 

@@ -20,6 +20,12 @@ def session_key_sources(declared: Sequence[str]) -> tuple[SessionKeySource, ...]
     return tuple(_source(text) for text in declared)
 
 
+def session_fields(declared: Sequence[str]) -> tuple[str, ...]:
+    """The top-level fields of bodies that `declared` sources look at."""
+    places = [text.partition(":") for text in declared]
+    return tuple(name.partition(".")[0] for kind, _, name in places if kind == "body")
+
+
 def session_key(
     sources: Sequence[SessionKeySource], request: InferenceRequest, headers: Headers
 ) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import islice
 
 import msgspec
 
@@ -11,7 +12,15 @@ from kvroute.openai.endpoints import BodyKind
 from kvroute.openai.json import UNREADABLE
 from kvroute.openai.request import InferenceRequest
 
-_decode_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+_MOST_PLACES = 1_000
+"""Of fields in a body that are called `model` and have the alias as their value."""
+
+
+class _Named(msgspec.Struct):
+    model: msgspec.Raw
+
+
+_decode_model = msgspec.json.Decoder(_Named).decode
 
 
 def with_model(request: InferenceRequest, model: str) -> bytes:
@@ -24,27 +33,33 @@ def with_model(request: InferenceRequest, model: str) -> bytes:
         return _in_form(request, model)
     if request.fields is None or "model" not in request.fields:
         raise InvalidRequest("A body that is not plain JSON cannot use a model alias.", param="model")
-    old = bytes(request.fields["model"])
-    wanted = {name: bytes(raw) for name, raw in request.fields.items()}
-    new = wanted["model"] = msgspec.json.encode(model)
-    # The same bytes may also stand inside a message: the splice that changes exactly this field is right.
-    for found in re.finditer(rb'"model"\s*:\s*(' + re.escape(old) + rb")", request.body):
-        body = request.body[: found.start(1)] + new + request.body[found.end(1) :]
-        try:
-            if {name: bytes(raw) for name, raw in _decode_fields(body).items()} == wanted:
-                return body
-        except UNREADABLE:
-            continue
-    raise InvalidRequest("The `model` field of this body cannot be replaced by its alias.", param="model")
+    body, old = request.body, bytes(request.fields["model"])
+    found = list(islice(re.finditer(rb'"model"\s*:\s*(' + re.escape(old) + rb")", body), _MOST_PLACES + 1))
+    if len(found) > _MOST_PLACES:
+        raise _not_replaced()
+    # Other objects in the body may have such a field, too. Each gets a number in its place; the one that is
+    # read back is the request's own: of several, the last.
+    parts, at = list[bytes | memoryview](), 0
+    view = memoryview(body)
+    for number, match in enumerate(found):
+        parts += (view[at : match.start(1)], b"%d" % number)
+        at = match.end(1)
+    try:
+        chosen = bytes(_decode_model(b"".join([*parts, view[at:]])).model)
+    except UNREADABLE:
+        raise _not_replaced() from None
+    if not chosen.isdigit():  # its name is written with escapes
+        raise _not_replaced()
+    start, end = found[int(chosen)].span(1)
+    return b"".join([view[:start], msgspec.json.encode(model), view[end:]])
+
+
+def _not_replaced() -> InvalidRequest:
+    return InvalidRequest("The `model` field of this body cannot be replaced by its alias.", param="model")
 
 
 def _in_form(request: InferenceRequest, model: str) -> bytes:
-    pattern = (
-        rb'(name="?model"?[ \t]*\r\n(?:[^\r\n]+\r\n)*\r\n)'
-        + re.escape((request.model or "").encode())
-        + rb"(?=\r\n--)"
-    )
-    body, count = re.subn(pattern, lambda found: found.group(1) + model.encode(), request.body, count=1)
-    if not count:
+    place = request.model_place
+    if place is None:
         raise InvalidRequest("The `model` field of this form cannot be replaced by its alias.", param="model")
-    return body
+    return b"".join([request.body[: place.start], model.encode(), request.body[place.stop :]])

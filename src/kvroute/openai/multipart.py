@@ -1,76 +1,76 @@
-"""The small text fields of a multipart form, for the audio endpoints."""
+"""The small text fields of a multipart form, for the audio endpoints.
+
+Parts are found by their boundary and their heads are read; nothing else of a form is looked at, so that the
+work grows with the parts, which are bounded, and not with the bytes of a file.
+"""
 
 from __future__ import annotations
 
-from python_multipart.exceptions import MultipartParseError
-from python_multipart.multipart import MultipartParser, parse_options_header
+from typing import Final
 
-from kvroute.errors import InvalidRequest
+from python_multipart.multipart import parse_options_header
 
-_MAX_FIELD_BYTES = 64 * 1024
+from kvroute.errors import InvalidRequest, OverLimit
+
+MOST_FORM_PARTS: Final = 1_000
+_MAX_FIELD_BYTES: Final = 64 * 1024
+_MAX_HEAD_BYTES: Final = 16 * 1024
+_MAX_BOUNDARY_BYTES: Final = 256
+"""RFC 2046 allows 70."""
 
 
-def form_fields(body: bytes, content_type: str) -> dict[str, str]:
-    """Name -> value of every part that is not a file and is below 64 KiB.
+def form_places(body: bytes, content_type: str, most_parts: int = MOST_FORM_PARTS) -> dict[str, slice]:
+    """Where in the body the value of every part is that is not a file and is below 64 KiB, by its name; the
+    last of equal names wins.
 
-    Raises InvalidRequest when the body is not the multipart form its content type says.
+    Raises InvalidRequest when the body is not the multipart form its content type says, and OverLimit for
+    too many parts.
     """
     kind, params = parse_options_header(content_type)
     boundary = params.get(b"boundary")
-    if kind != b"multipart/form-data" or not boundary:
+    if kind != b"multipart/form-data" or not boundary or len(boundary) > _MAX_BOUNDARY_BYTES:
         raise InvalidRequest("This endpoint takes a multipart/form-data body.", param="content-type")
-    parts = _Parts()
-    try:
-        parser = MultipartParser(boundary, parts.callbacks())  # type: ignore[arg-type]
-        parser.write(body)
-        parser.finalize()
-    except MultipartParseError:
-        raise InvalidRequest("The request body is not a valid multipart form.") from None
-    return parts.fields
+    delimiter = b"\r\n--" + boundary
+    found: dict[str, slice] = {}
+    # As python-multipart, with which vLLM reads forms: nothing but line breaks stands before the first
+    # boundary, and nothing between a boundary and its line's end.
+    at = len(body[:_MAX_HEAD_BYTES]) - len(body[:_MAX_HEAD_BYTES].lstrip(b"\r\n"))
+    if not body.startswith(delimiter[2:], at):
+        raise _not_a_form()
+    at += len(delimiter) - 2
+    parts = 0
+    while not body.startswith(b"--", at):
+        if not body.startswith(b"\r\n", at):
+            raise _not_a_form()
+        parts += 1
+        if parts > most_parts:
+            raise OverLimit(
+                "max_form_parts", f"The form has more than {most_parts} parts (server.max_form_parts)."
+            )
+        head = body.find(b"\r\n\r\n", at, at + _MAX_HEAD_BYTES)
+        if head < 0 and len(body) - at > _MAX_HEAD_BYTES:
+            raise InvalidRequest(f"The head of a form's part is larger than {_MAX_HEAD_BYTES} bytes.")
+        begin = head + 4
+        end = body.find(delimiter, begin) if head >= 0 else -1
+        if end < 0:
+            break  # what is cut off is the worker's to report
+        name = _name(body[at + 2 : head])
+        if name is not None and end - begin <= _MAX_FIELD_BYTES:
+            found[name] = slice(begin, end)
+        at = end + len(delimiter)
+    return found
 
 
-class _Parts:
-    """Collects text parts. Mutable: only the parser's callbacks change it."""
-
-    def __init__(self) -> None:
-        self.fields: dict[str, str] = {}
-        self._header = bytearray()
-        self._header_value = bytearray()
-        self._name: str | None = None
-        self._value = bytearray()
-
-    def callbacks(self) -> dict[str, object]:
-        return {
-            "on_part_begin": self._begin,
-            "on_header_field": self._on_header_field,
-            "on_header_value": self._on_header_value,
-            "on_header_end": self._on_header_end,
-            "on_part_data": self._on_data,
-            "on_part_end": self._end,
-        }
-
-    def _begin(self) -> None:
-        self._name = None
-        self._value.clear()
-
-    def _on_header_field(self, data: bytes, start: int, end: int) -> None:
-        self._header += data[start:end]
-
-    def _on_header_value(self, data: bytes, start: int, end: int) -> None:
-        self._header_value += data[start:end]
-
-    def _on_header_end(self) -> None:
-        if bytes(self._header).lower() == b"content-disposition":
-            _, params = parse_options_header(bytes(self._header_value))
+def _name(head: bytes) -> str | None:
+    """Of a part that is no file."""
+    for line in head.split(b"\r\n"):
+        name, _, value = line.partition(b":")
+        if name.strip().lower() == b"content-disposition":
+            _, params = parse_options_header(value.strip())
             if b"name" in params and b"filename" not in params:
-                self._name = params[b"name"].decode("utf-8", "replace")
-        self._header.clear()
-        self._header_value.clear()
+                return params[b"name"].decode("utf-8", "replace")
+    return None
 
-    def _on_data(self, data: bytes, start: int, end: int) -> None:
-        if self._name is not None and len(self._value) + end - start <= _MAX_FIELD_BYTES:
-            self._value += data[start:end]
 
-    def _end(self) -> None:
-        if self._name is not None:
-            self.fields[self._name] = self._value.decode("utf-8", "replace")
+def _not_a_form() -> InvalidRequest:
+    return InvalidRequest("The request body is not a valid multipart form.")

@@ -8,8 +8,10 @@ base64. Nothing here is the engine's own text: `kvaware` needs exact tokens, `pr
 
 from __future__ import annotations
 
+import sys
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from itertools import pairwise
 from operator import itemgetter
 from typing import Any, NamedTuple, TypeAlias, cast
 
@@ -18,19 +20,22 @@ from msgspec import UNSET, Raw, Struct, UnsetType
 from msgspec.structs import astuple
 from xxhash import xxh3_128_digest
 
+from kvroute.errors import InvalidRequest
+from kvroute.openai.bounded import SMALL_BYTES, Bounded
 from kvroute.openai.json import UNREADABLE
 from kvroute.openai.request import InferenceRequest, Message, decode_body, head_of
 
 _AFTER_MESSAGES = ("query", "text_1", "queries", "text_2", "suffix")
 _NOTHING_ELSE = [UNSET] * 8
-_LIST = ord("[")
+_LIST, _QUOTE = b'["'
 _MANY_MESSAGES = 8
+_LONGEST_SALT = 4096
 _FEW_BYTES = 1024
 """A content part above this is taken for media or a file and counted by its hash unless it is text."""
 
 
-class _Part(Struct):
-    text: str | UnsetType = UNSET
+class _Part(Struct, gc=False):
+    text: Raw | UnsetType = UNSET
 
 
 _new = tuple.__new__
@@ -74,6 +79,8 @@ class Beginning(Struct, eq=False, weakref=True):
     rest: bytes
     whole_bytes: int = 0
     notes: dict[int, Any] = {}
+    messages: int = 0
+    """How many there are up to `end`."""
 
 
 class SeenPrompt(Struct, eq=False):
@@ -114,46 +121,73 @@ AnyPrompt: TypeAlias = Prompt | SeenPrompt
 def prompts_of(request: InferenceRequest) -> tuple[AnyPrompt, ...]:
     """The prompts that a worker would compute for this request, most often one; none if they cannot be read.
 
-    About 40 us for a 256 KB chat of 100 messages.
+    About 40 us for a 256 KB chat of 100 messages. Raises OverLimit.
     """
     if not request.is_read or not request.endpoint.fills_kv_cache:
         return ()
     if request.seen is not None:
         return (request.seen,)
+    if request.prompts is not None:
+        return request.prompts
     head, messages = request.head, request.read_messages  # all there are, where nothing was seen
     try:
         if messages is not None:
-            parts = rendered(messages)
+            parts = rendered(messages, request.bounded)
             if head:
                 parts[:0] = head
             # As `Prompt(...)`, without its Python-level constructor.
             return (_new(Prompt, (b"".join(parts), False)),)
-        return _prompts(head, request.fields or {})
+        steps = _prompts(head, request.fields or {}, request.bounded)
+        while True:
+            next(steps)
+    except StopIteration as end:
+        prompts: tuple[AnyPrompt, ...] = end.value
+        return prompts
     except UNREADABLE:
         return ()
 
 
-def _prompts(head: Sequence[Raw], fields: Mapping[str, Raw]) -> tuple[Prompt, ...]:
+def prompt_steps(request: InferenceRequest) -> Generator[None, None, tuple[AnyPrompt, ...]]:
+    """The same of a large body, of which the work is interrupted wherever it has taken long."""
+    if request.seen is not None or request.read_messages is not None or not request.fields:
+        return prompts_of(request)
+    try:
+        return (yield from _prompts(request.head, request.fields, request.bounded))
+    except UNREADABLE:
+        return ()
+
+
+_Steps: TypeAlias = Generator[None, None, tuple[Prompt, ...]]
+
+
+def _prompts(head: Sequence[Raw], fields: Mapping[str, Raw], bounded: Bounded | None) -> _Steps:
     if "messages" in fields:
         return (Prompt(b"".join([*head, fields["messages"]])),)
     if "prompt" in fields:
-        return _listed(fields["prompt"])
+        return (yield from _listed(fields["prompt"], bounded, "prompt"))
     if "input" in fields:
-        return _inputs(head, fields["input"])
+        return (yield from _inputs(head, fields["input"], bounded))
     rest = [fields[name] for name in _AFTER_MESSAGES if name in fields]
     return (Prompt(b"".join([*rest, *head])),) if rest else ()
 
 
 def cache_salt_of(request: InferenceRequest) -> str:
-    """The `cache_salt` that keeps this request's blocks apart, "" for none."""
+    """The `cache_salt` that keeps this request's blocks apart, "" for none. Raises InvalidRequest."""
     raw = request.cache_salt
-    if raw is None or bytes(raw) == b"null":
+    if raw is None:
         return ""
-    return bytes(raw).decode("utf-8", "replace").strip('"')
+    if len(memoryview(raw)) > _LONGEST_SALT:
+        raise InvalidRequest(f"`cache_salt` is longer than {_LONGEST_SALT} bytes.", param="cache_salt")
+    data = bytes(raw)
+    return "" if data == b"null" else data.decode("utf-8", "replace").strip('"')
 
 
-def rendered(messages: Sequence[Message]) -> list[bytes | Raw]:
-    """What templates render of the messages, about 0.4 us each; less where they all are role and text."""
+def rendered(messages: Sequence[Message], bounded: Bounded | None = None) -> list[bytes | Raw]:
+    """What templates render of the messages, about 0.4 us each; less where they all are role and text.
+
+    Raises OverLimit where their contents have more parts than is `bounded`.
+    """
+    left = sys.maxsize if bounded is None else bounded.limits.max_content_parts
     fields = list(map(astuple, messages))
     if len(fields) >= _MANY_MESSAGES and (plain := _all_plain(fields)) is not None:
         return plain
@@ -168,7 +202,11 @@ def rendered(messages: Sequence[Message]) -> list[bytes | Raw]:
             parts += [value for value in others[:3] if value is not UNSET]
         if content is not UNSET:
             if memoryview(content)[0] == _LIST:
-                parts += _content(bytes(content))
+                if bounded is not None and len(memoryview(content)) > left:
+                    bounded.parts(content, left)
+                found = _content(content)
+                left -= len(found)
+                parts += found
             else:
                 add(content)
         if not is_plain:
@@ -191,53 +229,91 @@ def _all_plain(fields: list[tuple[Any, ...]]) -> list[bytes | Raw] | None:
     return parts
 
 
-def _content(data: bytes) -> Iterator[bytes]:
-    """Of a list of parts the text, and anything large by its hash."""
+def _content(content: Raw) -> list[bytes | Raw]:
+    """Of a list of parts the text, as it is written, and anything large by its hash."""
     try:
-        parts = _decode_items(data)
+        items = _decode_items(content)
     except UNREADABLE:
-        yield data
-        return
-    for item in parts:
-        part = bytes(item)
+        return [content]
+    parts: list[bytes | Raw] = []
+    for part in items:
         try:
             text = _decode_part(part).text
         except UNREADABLE:
             text = UNSET
-        if text is not UNSET:
-            yield msgspec.json.encode(text)
-        elif len(part) > _FEW_BYTES:
-            yield xxh3_128_digest(part)
+        if text is not UNSET and memoryview(text)[0] == _QUOTE:
+            parts.append(text)
+        elif len(memoryview(part)) > _FEW_BYTES:
+            parts.append(xxh3_128_digest(part))
         else:
-            yield part
+            parts.append(part)
+    return parts
 
 
-def _listed(raw: Raw) -> tuple[Prompt, ...]:
+def _listed(raw: Raw, bounded: Bounded | None, name: str) -> _Steps:
     """`prompt` of completions: a text, a list of texts, token ids, or a list of token-id lists."""
     data = bytes(raw)
     if not data.startswith(b"["):
         return (Prompt(data),)
+    if len(data) > SMALL_BYTES:
+        return (yield from _many_listed(data, bounded or Bounded(), name))
+    found: tuple[Prompt, ...]
     try:
         return (_ids(_decode_ids(raw)),)
     except UNREADABLE:
         pass
     try:
-        return tuple(_ids(ids) for ids in _decode_id_lists(raw))
+        found = tuple(_ids(ids) for ids in _decode_id_lists(raw))
     except UNREADABLE:
-        pass
-    return tuple(Prompt(bytes(item)) for item in _decode_items(raw))
+        found = tuple(Prompt(bytes(item)) for item in _decode_items(raw))
+    if bounded is not None and len(found) > bounded.limits.max_prompts:
+        raise bounded.over("max_prompts", "prompts", name)
+    return found
 
 
-def _inputs(head: Sequence[Raw], raw: Raw) -> tuple[Prompt, ...]:
-    """`input`: of embeddings as `prompt`; of responses a text or a list of items that are one prompt."""
-    data = bytes(raw)
-    if data.startswith(b"["):
+def _many_listed(data: bytes, bounded: Bounded, name: str) -> _Steps:
+    """The same of a list that is not small."""
+    first = data[1:1025].lstrip()[:1]
+    if first not in (b"[", b'"', b"{"):
+        ids = array("I")
         try:
-            items = _decode_messages(raw)
+            yield from bounded.token_ids(data, ids, name)
+            return (Prompt(ids.tobytes(), is_token_ids=True),)
+        except OverflowError:  # not token ids after all; the worker will say so
+            return (Prompt(data),)
         except UNREADABLE:
-            return _listed(raw)
-        return (Prompt(b"".join([*head, *rendered(items)])),)
-    return (Prompt(b"".join([*head, b'\x1e"user"', data])),)
+            pass
+    items = bounded.prompts(data, name)
+    yield
+    if first != b"[":
+        return tuple(Prompt(bytes(item)) for item in items)
+    ids, ends = array("I"), [0]
+    try:
+        for item in items:
+            yield from bounded.token_ids(bytes(item), ids, name)
+            ends.append(len(ids))
+    except (OverflowError, *UNREADABLE):
+        return tuple(Prompt(bytes(item)) for item in items)
+    all_ids = memoryview(ids)
+    return tuple(Prompt(all_ids[start:end].tobytes(), True) for start, end in pairwise(ends))
+
+
+def _inputs(head: Sequence[Raw], raw: Raw, bounded: Bounded | None) -> _Steps:
+    """`input`: of embeddings as `prompt`; of responses a text or a list of items that are one prompt."""
+    view = memoryview(raw)
+    if view[0] != _LIST:
+        return (Prompt(b"".join([*head, b'\x1e"user"', raw])),)
+    try:
+        if len(view) <= SMALL_BYTES or bounded is None:
+            items = _decode_messages(raw)
+        else:
+            items = bounded.messages(raw, "input")
+    except UNREADABLE:
+        return (yield from _listed(raw, bounded, "input"))
+    if bounded is not None and len(items) > bounded.limits.max_messages:
+        raise bounded.over("max_messages", "items", "input")
+    yield
+    return (Prompt(b"".join([*head, *rendered(items, bounded)])),)
 
 
 def _ids(ids: list[int]) -> Prompt:

@@ -9,19 +9,20 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import msgspec
 from msgspec import UNSET, Raw, Struct, UnsetType
 from msgspec.structs import astuple
 
-from kvroute.errors import InvalidRequest
+from kvroute.errors import InvalidRequest, ModelNotFound
 from kvroute.openai.endpoints import BodyKind, Endpoint
 from kvroute.openai.json import UNREADABLE
-from kvroute.openai.multipart import form_fields
+from kvroute.openai.multipart import MOST_FORM_PARTS, form_places
 
 if TYPE_CHECKING:
-    from kvroute.openai.prompt import SeenPrompt
+    from kvroute.openai.bounded import Bounded
+    from kvroute.openai.prompt import AnyPrompt, SeenPrompt
 
 BEFORE_MESSAGES = ("tools", "functions", "documents", "chat_template_kwargs", "system", "instructions")
 """Fields that chat templates render before the messages, in their order."""
@@ -64,6 +65,10 @@ class Body(Struct, gc=False):
 
 decode_body = msgspec.json.Decoder(Body).decode
 _NO_HEAD = [UNSET] * 6
+_QUOTE, _OBJECT = b'"{'
+_SMALL_BYTES = 65_536
+_LONGEST_TEXT = 4_096
+"""Of a model's name, and of what else is asked for as a text."""
 _NO_FORM: Mapping[str, str] = MappingProxyType({})
 
 
@@ -87,7 +92,15 @@ class InferenceRequest(Struct, eq=False, gc=False):
     head: Sequence[Raw] = ()
     cache_salt: Raw | None = None
     form: Mapping[str, str] = _NO_FORM
+    model_place: slice | None = None
+    """Of a form's `model`, in the body."""
     seen: SeenPrompt | None = None
+    prompts: tuple[AnyPrompt, ...] | None = None
+    """Where they were worked out while the body was read."""
+    over: str = ""
+    """The limit that the body is over, where it travels unread for that."""
+    bounded: Bounded | None = None
+    """What decodes the parts of a body that is not small."""
     _fields: Mapping[str, Raw] | None = None
 
     @property
@@ -117,32 +130,43 @@ class InferenceRequest(Struct, eq=False, gc=False):
             return self.form.get(path)
         head, _, rest = path.partition(".")
         raw = fields.get(head)
-        if raw is None:
+        for key in rest.split(".") if rest else ():
+            if raw is None:
+                return None
+            raw = _member(raw, key)
+        if raw is None or memoryview(raw)[0] != _QUOTE:
             return None
+        if len(memoryview(raw)) > _LONGEST_TEXT:
+            raise InvalidRequest(f"`{path}` is longer than {_LONGEST_TEXT} bytes.", param=path)
         try:
-            value = msgspec.json.decode(raw)
+            return _decode_string(raw) or None
         except UNREADABLE:
             return None
-        for key in rest.split(".") if rest else ():
-            if not isinstance(value, dict):
-                return None
-            value = value.get(key)
-        return value if isinstance(value, str) and value else None
 
 
-def parse_request(endpoint: Endpoint, body: bytes, content_type: str = "") -> InferenceRequest:
-    """Read `body` as far as routing needs it.
+def parse_request(
+    endpoint: Endpoint, body: bytes, content_type: str = "", bounded: Bounded | None = None
+) -> InferenceRequest:
+    """Read `body` as far as routing needs it. `bounded` decodes what is not small: the work for a body of up
+    to 1 MiB is bounded then (`gateway` reads larger ones in steps).
 
-    Raises InvalidRequest when the body is not a JSON object or its `model` is not a string; every
-    other mistake is the worker's to report. About 1 us for small bodies, 60 us for a 256 KB chat.
+    Raises InvalidRequest when the body is not a JSON object or its `model` is not a string, and OverLimit;
+    every other mistake is the worker's to report. About 1 us for small bodies, 60 us for a 256 KB chat.
     """
     if endpoint.body is _MULTIPART:
-        form = form_fields(body, content_type)
+        most = MOST_FORM_PARTS if bounded is None else bounded.limits.max_form_parts
+        places = form_places(body, content_type, most)
+        form = {name: body[place].decode("utf-8", "replace") for name, place in places.items()}
         return InferenceRequest(
-            endpoint, body, form.get("model") or None, form.get("stream") == "true", form=form
+            endpoint,
+            body,
+            form.get("model") or None,
+            form.get("stream") == "true",
+            form=form,
+            model_place=places.get("model"),
         )
     try:
-        decoded = decode_body(body)
+        decoded = decode_body(body) if bounded is None or len(body) <= _SMALL_BYTES else bounded.body(body)
     except UNREADABLE:  # also for a model that is no string
         return _loosely(endpoint, body)
     return as_request(endpoint, body, decoded)
@@ -171,16 +195,19 @@ def as_request(endpoint: Endpoint, body: bytes, decoded: Body) -> InferenceReque
 def _loosely(endpoint: Endpoint, body: bytes) -> InferenceRequest:
     """A body whose `messages` are no list of objects, or which is no JSON object."""
     try:
-        fields = _decode_fields(body)
-        model = _model(fields.get("model", UNSET))
+        return loose_request(endpoint, body, _decode_fields(body))
     except UNREADABLE:
         return _unread(endpoint, body)
+
+
+def loose_request(endpoint: Endpoint, body: bytes, fields: Mapping[str, Raw]) -> InferenceRequest:
+    """The request of a body with these fields; its `messages` are left as they are."""
     stream = fields.get("stream")
     return InferenceRequest(
         endpoint,
         body,
-        model,
-        stream is not None and bytes(stream) == b"true",
+        _model(fields.get("model", UNSET)),
+        stream is not None and len(memoryview(stream)) == 4 and bytes(stream) == b"true",
         is_read=True,
         _fields=fields,
         head=[fields[name] for name in BEFORE_MESSAGES if name in fields],
@@ -188,11 +215,31 @@ def _loosely(endpoint: Endpoint, body: bytes) -> InferenceRequest:
     )
 
 
+def _member(raw: Raw, key: str) -> Raw | None:
+    """The member `key` of an object, of which nothing else is decoded; None where there is none."""
+    if memoryview(raw)[0] != _OBJECT:
+        return None
+    try:
+        if len(memoryview(raw)) <= _SMALL_BYTES:
+            return _decode_fields(raw).get(key)
+        # It may have millions of members; those of other names are skipped here.
+        kind = msgspec.defstruct("Member", [("value", Raw | UnsetType, UNSET)], rename={"value": key})
+        (member,) = astuple(msgspec.json.decode(raw, type=kind))
+    except UNREADABLE:
+        return None
+    return None if member is UNSET else cast("Raw", member)
+
+
 def _model(raw: Raw | UnsetType) -> str | None:
     """The name, None where none is given; an empty one is none to vLLM too. Raises what is in UNREADABLE
     for a string that only Python's json takes."""
     if raw is UNSET:
         return None
+    if len(memoryview(raw)) > _LONGEST_TEXT:
+        start = bytes(memoryview(raw)[:64])
+        if start[:1] != b'"':
+            raise InvalidRequest("`model` must be a string.", param="model")
+        raise ModelNotFound(start[1:].decode("utf-8", "replace") + "...")
     data = bytes(raw)
     if data.startswith(b'"'):
         return _decode_string(raw) or None

@@ -13,10 +13,10 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, Final
 
-import msgspec
 from msgspec import UNSET, Raw
 from xxhash import xxh3_64_intdigest
 
+from kvroute.openai.bounded import Bounded
 from kvroute.openai.endpoints import Endpoint
 from kvroute.openai.json import UNREADABLE
 from kvroute.openai.prompt import Beginning, SeenPrompt, rendered
@@ -25,7 +25,6 @@ from kvroute.openai.request import (
     InferenceRequest,
     Message,
     as_request,
-    decode_body,
     head_of,
     parse_request,
 )
@@ -39,10 +38,11 @@ _COMMA: Final = ord(",")
 _LOOKED_AT_BYTES: Final = 65_536
 """Where `messages` begin later, or a message is longer, a body is parsed as a whole."""
 _TRIES: Final = 3
+_MOST_BLANKS: Final = 1024
+"""Between two messages."""
 _OVERHEAD_BYTES: Final = 2_000
 _NOTHING: Final = Beginning(0, 0, b"", b"")
 _view: Callable[[Any], Any] = memoryview
-_decode_messages = msgspec.json.Decoder(list[Message]).decode
 
 
 class SeenBodies:
@@ -54,7 +54,7 @@ class SeenBodies:
 
     `seed` makes the hashes this object's own: who does not know it cannot make two beginnings that are taken
     for one another. `cut_bytes` is where readers of a prompt can begin. Bodies below `least_bytes` are parsed
-    as they are: looking for their beginning costs as much.
+    as they are: looking for their beginning costs as much. `bounded` decodes.
 
     Where a plain reading of a 256 KB turn, its keys and a match in the history took 250 us, this took 70 for
     the next turn of a known chat, 320 where a beginning came for the second time, 12 more at first.
@@ -65,12 +65,14 @@ class SeenBodies:
         *,
         seed: int,
         cut_bytes: int,
+        bounded: Bounded | None = None,
         max_bytes: int = 16 << 20,
         most_blocks: int = 32_768,
         least_bytes: int = 32_768,
         block_bytes: int = 8_192,
     ) -> None:
         self._seed = seed
+        self._bounded = bounded or Bounded()
         self._cut_bytes = cut_bytes
         self._max_bytes = max_bytes
         self._most_blocks = most_blocks
@@ -98,9 +100,10 @@ class SeenBodies:
         """A JSON body. Raises InvalidRequest as `parse_request` does."""
         if len(body) < self._least_bytes or not endpoint.fills_kv_cache:
             return parse_request(endpoint, body)
-        return self._read(endpoint, body) or parse_request(endpoint, body)
+        return self.continued(endpoint, body) or parse_request(endpoint, body, bounded=self._bounded)
 
-    def _read(self, endpoint: Endpoint, body: bytes) -> InferenceRequest | None:
+    def continued(self, endpoint: Endpoint, body: bytes) -> InferenceRequest | None:
+        """The same where the body's beginning came before, else None: nothing of it has been decoded then."""
         known, hashed, view = self._known, xxh3_64_intdigest, memoryview(body)
         digest, size = self._seed, self._block_bytes
         digests = [
@@ -133,7 +136,8 @@ class SeenBodies:
         decoded, messages = rest
         if b"".join(head_of(decoded)) != base.head:
             return None
-        request, tail = _seen(endpoint, body, decoded, base, rendered(messages))
+        self._check(base.messages + len(messages))
+        request, tail = _seen(endpoint, body, decoded, base, rendered(messages, self._bounded))
         request.seen = SeenPrompt(body, base, tail)
         return request
 
@@ -171,11 +175,14 @@ class SeenBodies:
             base = Beginning(opened, opened, head, head)
         elif head != base.head:
             return None
-        added = rendered(said)
-        request, tail = _seen(endpoint, body, decoded, base, [*added, *rendered(messages)])
+        count = base.messages + len(said)
+        self._check(count + len(messages))
+        added = rendered(said, self._bounded)
+        others = rendered(messages, self._bounded)
+        request, tail = _seen(endpoint, body, decoded, base, [*added, *others])
         size = len(base.rest) + sum(map(len, map(_view, added)))
         cut = size - size % self._cut_bytes
-        grown = Beginning(opened, end, head, tail[cut:size], base.whole_bytes + cut)
+        grown = Beginning(opened, end, head, tail[cut:size], base.whole_bytes + cut, messages=count)
         self._keep(digest, grown)
         request.seen = SeenPrompt(body, base, tail, grown)
         return request
@@ -191,12 +198,12 @@ class SeenBodies:
             end = stop = body.rfind(match[0], least, end)
             if end < 0:
                 break
-            while body[stop - 1] in _BLANK:
+            while body[stop - 1] in _BLANK and end - stop < _MOST_BLANKS:
                 stop -= 1
             if body[stop - 1] == _COMMA:
                 try:
                     # Nothing but the elements of one array can stand here.
-                    said = _decode_messages(b"".join([b"[", memoryview(body)[start : stop - 1], b"]"]))
+                    said = self._bounded.messages(b"".join([b"[", memoryview(body)[start : stop - 1], b"]"]))
                 except UNREADABLE:
                     continue
                 return said, end
@@ -209,7 +216,7 @@ class SeenBodies:
             return None
         view = memoryview(body)
         try:
-            decoded = decode_body(b"".join([view[:opened], self._stand_in, view[end:]]))
+            decoded = self._bounded.body(b"".join([view[:opened], self._stand_in, view[end:]]))
         except UNREADABLE:
             return None
         messages = decoded.messages
@@ -217,6 +224,10 @@ class SeenBodies:
         if messages is UNSET or not messages or messages[0].role != self._stand_in_role:
             return None
         return decoded, messages[1:]
+
+    def _check(self, messages: int) -> None:
+        if messages > self._bounded.limits.max_messages:
+            raise self._bounded.over("max_messages", "messages", "messages")
 
     def _keep(self, digest: int, beginning: Beginning | None) -> None:
         """Put `beginning` for what is known under `digest`; with None forget that."""

@@ -31,6 +31,8 @@ CHAT_PATH: Final = "/v1/chat/completions"
 
 _WINDOW_BYTES: Final = 8192
 """In which the last messages' ends are looked for; then in four times as much before it, and so on."""
+_SEARCHED_BYTES: Final = 524_288
+"""Of a body's end. What adds more to a chat is tokenized as a whole."""
 _MARKED_BYTES: Final = 1024
 _TOKEN_BYTES: Final = 4.5
 """A token's id, and its part of a key."""
@@ -285,15 +287,20 @@ def signature_of(chat: Chat) -> bytes | None:
 
 def _trimmed(body: bytes, end: int) -> int:
     """`end`, or where the blanks before it begin."""
-    while body[end - 1] in _BLANK:
-        end -= 1
+    while end > 0:
+        window = body[max(0, end - _WINDOW_BYTES) : end]
+        blanks = len(window) - len(window.rstrip(_BLANK))
+        end -= blanks
+        if blanks < len(window):
+            break
     return end
 
 
 def _ends(body: bytes) -> Iterator[int]:
     """Where in it messages may end, the last ones first."""
     stop, size = len(body), _WINDOW_BYTES
-    while stop > 0:
+    least = stop - _SEARCHED_BYTES
+    while stop > max(0, least):
         start = max(0, stop - size)
         # Blanks, a comma and more may stand behind `stop`.
         found = [match.start() for match in _message_ends(body, start, stop + _WINDOW_BYTES)]

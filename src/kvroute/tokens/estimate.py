@@ -24,6 +24,9 @@ _WEIGHT = 0.05
 _MIN_BYTES = 256
 """Shorter prompts say more about the template around them than about the text."""
 _TOKEN_ID_BYTES = 4.0
+_KEYED_BYTES = 4_194_304
+"""Of a prompt that is longer, only so much has keys: a million tokens. To remember where the blocks of 64 MB
+went takes half a second."""
 _MOST_NOTES = 2
 """Seeds for which the keys of one beginning are known: its models and cache salts."""
 
@@ -62,6 +65,8 @@ class TokenEstimator:
         else:
             data, is_token_ids = prompt  # type: ignore[misc]  # a `Prompt`; `cast` is a call
             size = len(data)
+            if size > _KEYED_BYTES:
+                data = memoryview(data)[:_KEYED_BYTES]
             # As `block_keys`, which every request would call.
             keys = (BlockKeys if size >= LONG_BYTES else block_keys)(data, BLOCK_BYTES, space.seed)
         ratio = _TOKEN_ID_BYTES if is_token_ids else self._ratio.get(space.model, self._initial)

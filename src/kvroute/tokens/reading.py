@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 
+from kvroute.openai.bounded import STEPWISE_BYTES, separators
 from kvroute.openai.json import UNREADABLE
 from kvroute.openai.request import InferenceRequest
 from kvroute.tokens.anthropic import messages_request
@@ -19,6 +20,8 @@ from kvroute.tokens.template import ChatTemplate
 
 TokenIds: TypeAlias = "array[int]"
 """Of type code "I": 4 bytes a token, ready to be hashed."""
+_MOST_VALUES = 262_144
+_OF_IDS = ("suffix", "prompt_embeds", "truncate_prompt_tokens", "truncation_side")
 PickTemplate = Callable[[bool], ChatTemplate | None]
 """The template for a chat with (True) or without tools."""
 
@@ -42,10 +45,43 @@ def read(request: InferenceRequest, flags: EngineFlags, pick: PickTemplate) -> C
     if reader is None:
         raise Inexact(Reason.UNSUPPORTED)
     try:
-        body = msgspec.json.decode(request.body)
+        if len(request.body) <= STEPWISE_BYTES:
+            body = msgspec.json.decode(request.body)
+        elif request.prompts and request.prompts[0].is_token_ids and reader is _completion:
+            return _known_ids(request)
+        elif _is_simple(request):
+            body = msgspec.json.decode(request.body)
+        else:
+            raise Inexact(Reason.STRUCTURE)
     except UNREADABLE:
         raise Inexact(Reason.UNREADABLE) from None
     return reader(body, flags, pick)
+
+
+def _is_simple(request: InferenceRequest) -> bool:
+    """Whether a large body is decoded in some 30 ms, in which no other thread runs: what it has much of is
+    text."""
+    values = separators(request.body)
+    if values <= _MOST_VALUES:
+        return True
+    contents = [message.content for message in request.messages or ()]
+    texts = [content for content in contents if content is not msgspec.UNSET and bytes(content)[:1] == b'"']
+    prompt = (request.fields or {}).get("prompt")
+    if prompt is not None and bytes(prompt)[:1] == b'"':
+        texts.append(prompt)
+    return values - sum(map(separators, texts)) <= _MOST_VALUES
+
+
+def _known_ids(request: InferenceRequest) -> Plain:
+    """The same as `_completion` of a large body, whose ids have been read already."""
+    fields = request.fields or {}
+    body = {name: msgspec.json.decode(fields[name]) for name in _OF_IDS if name in fields}
+    _refuse_embeds(body)
+    return Plain(
+        ids=tuple(array("I", prompt.data) for prompt in request.prompts or ()),
+        truncate_to=body.get("truncate_prompt_tokens"),
+        truncation_side=body.get("truncation_side"),
+    )
 
 
 def _chat(body: Mapping[str, Any], flags: EngineFlags, _: PickTemplate) -> Chat:
@@ -61,10 +97,7 @@ def _responses(body: Mapping[str, Any], flags: EngineFlags, _: PickTemplate) -> 
 
 
 def _completion(body: Mapping[str, Any], _flags: EngineFlags, _pick: PickTemplate) -> Plain:
-    if body.get("suffix") is not None:
-        raise Inexact(Reason.UNSUPPORTED)
-    if body.get("prompt_embeds") is not None:
-        raise Inexact(Reason.MEDIA)
+    _refuse_embeds(body)
     texts, ids = _prompts(body.get("prompt"))
     return Plain(
         texts=texts,
@@ -73,6 +106,13 @@ def _completion(body: Mapping[str, Any], _flags: EngineFlags, _pick: PickTemplat
         truncate_to=body.get("truncate_prompt_tokens"),
         truncation_side=body.get("truncation_side"),
     )
+
+
+def _refuse_embeds(body: Mapping[str, Any]) -> None:
+    if body.get("suffix") is not None:
+        raise Inexact(Reason.UNSUPPORTED)
+    if body.get("prompt_embeds") is not None:
+        raise Inexact(Reason.MEDIA)
 
 
 def _invocation(body: Mapping[str, Any], flags: EngineFlags, pick: PickTemplate) -> Chat | Plain:

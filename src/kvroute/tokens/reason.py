@@ -18,6 +18,8 @@ class Reason(StrEnum):
     """The worker that was asked refused or broke off."""
     UNREADABLE = "unreadable"
     """The body is not what its endpoint takes."""
+    STRUCTURE = "structure"
+    """A large body of too many JSON values, beside its texts, to be decoded as a whole."""
     MEDIA = "media"
     """Images, audio, video or embeddings: their token ids are placeholders that say nothing."""
     REQUEST_TEMPLATE = "request_template"

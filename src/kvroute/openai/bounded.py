@@ -1,0 +1,276 @@
+"""Reading bodies with bounded work: decoders that stop where a limit is passed.
+
+A decoder makes an object for each element of what it reads, and holds the interpreter while it does. What
+has too many elements is therefore recognised by what makes none: counts of characters, decoders that end
+with an error at the first element too many, and `msgspec.Raw`, which skips a value about as fast as its bytes
+can be counted.
+"""
+
+from __future__ import annotations
+
+import re
+from array import array
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, Final, NamedTuple, TypeAlias, cast
+
+import msgspec
+from msgspec import UNSET, Raw, Struct, UnsetType
+from msgspec.structs import astuple, fields
+
+from kvroute.errors import InvalidRequest, OverLimit
+from kvroute.openai.json import UNREADABLE
+from kvroute.openai.request import BEFORE_MESSAGES, Body, Message
+
+SMALL_BYTES: Final = 65_536
+"""A body up to this size is decoded without a look at its structure: at worst some 20,000 objects."""
+STEPWISE_BYTES: Final = 1_048_576
+"""A larger body is read in steps, with a turn for other requests between them."""
+_COUNTED_BYTES: Final = 4_194_304
+"""Of a larger body the values are counted before it is decoded at all."""
+_WINDOW_BYTES: Final = 4_194_304
+"""Of a body, counted in one step."""
+_SCANNED_BYTES: Final = 262_144
+"""The same, without what is within strings."""
+_PIECE_BYTES: Final = 131_072
+"""Of a list of token ids, decoded in one go."""
+_NAMES: Final = (
+    *("model", "stream", "messages", "cache_salt", "prompt", "input", "query", "text_1", "queries", "text_2"),
+    *("suffix", "previous_response_id", "kv_transfer_params", *BEFORE_MESSAGES),
+    *("prompt_embeds", "truncate_prompt_tokens", "truncation_side"),
+)
+"""Fields of a large body that the gateway looks at."""
+_BYTE_ORDERS: Final = (b"\xff\xfe", b"\xfe\xff", b"\xef\xbb\xbf")
+_NOT_A_NUMBER: Final = (b"NaN", b"Infinity", b"-Infinity")
+
+_Match: TypeAlias = Callable[[bytes, int, int], re.Match[bytes]]
+"""Of a pattern that matches anything."""
+Steps: TypeAlias = Generator[None, None, Any]
+
+
+class BodyLimits(NamedTuple):
+    """The most of each that is read of one body. The names are those of the options in `server`."""
+
+    max_messages: int = 16_384
+    max_prompts: int = 4_096
+    max_content_parts: int = 16_384
+    max_token_ids: int = 2_097_152
+    max_json_values: int = 4_194_304
+    max_form_parts: int = 1_000
+
+
+class Bounded:
+    """Decoders for one set of limits. Mutable: the count of the decoding that is under way; so it belongs to
+    one thread. `also` are top-level fields of large bodies to keep beside those that are always read."""
+
+    def __init__(self, limits: BodyLimits | None = None, *, also: Sequence[str] = ()) -> None:
+        self.limits = limits = limits or BodyLimits()
+        self._left = 0
+        bounded = self
+
+        class Counted(Message, gc=False):
+            def __post_init__(self) -> None:
+                bounded._left -= 1
+                if bounded._left < 0:
+                    raise ValueError  # ends the decoding
+
+        class CountedObject(Struct, gc=False):
+            def __post_init__(self) -> None:
+                bounded._left -= 1
+                if bounded._left < 0:
+                    raise ValueError
+
+        messages: Any = list[Counted]
+        body: Any = msgspec.defstruct(
+            "CountedBody",
+            [
+                (each.name, messages | UnsetType if each.name == "messages" else each.type, each.default)
+                for each in fields(Body)
+            ],
+            gc=False,
+        )
+        self._names = tuple(dict.fromkeys((*_NAMES, *also)))
+        known: Any = msgspec.defstruct(
+            "Fields",
+            [(f"f{place}", Raw | UnsetType, UNSET) for place in range(len(self._names))],
+            rename={f"f{place}": name for place, name in enumerate(self._names)},
+            gc=False,
+        )
+        self._decode_body = msgspec.json.Decoder(body).decode
+        self._decode_messages = msgspec.json.Decoder(messages).decode
+        self._decode_fields = msgspec.json.Decoder(known).decode
+        self._decode_objects = msgspec.json.Decoder(list[CountedObject]).decode
+        self._decode_prompts: Callable[[Any], Struct] | None = None
+
+    def over(self, limit: str, what: str, param: str | None = None) -> OverLimit:
+        most: int = getattr(self.limits, limit)
+        return OverLimit(
+            limit, f"The request body has more than {most} {what} (server.{limit}).", param=param
+        )
+
+    def body(self, data: bytes) -> Body:
+        """As `decode_body`. Raises OverLimit, and what is in UNREADABLE."""
+        self._left = self.limits.max_messages
+        try:
+            decoded: Body = self._decode_body(data)
+        except UNREADABLE:
+            self._refuse_many("messages")
+            raise
+        return decoded
+
+    def messages(self, data: bytes | Raw, param: str = "messages") -> list[Message]:
+        """A list of objects. Raises OverLimit, and what is in UNREADABLE."""
+        self._left = self.limits.max_messages
+        try:
+            decoded: list[Message] = self._decode_messages(data)
+        except UNREADABLE:
+            self._refuse_many(param)
+            raise
+        return decoded
+
+    def _refuse_many(self, param: str) -> None:
+        if self._left < 0:
+            raise self.over("max_messages", "messages" if param == "messages" else "items", param)
+
+    def fields(self, data: bytes) -> dict[str, Raw]:
+        """The fields of a large body that are looked at. Raises InvalidRequest, and OverLimit for what is not
+        read at this size."""
+        try:
+            found = self._decode_fields(data)
+        except RecursionError:
+            raise OverLimit("nesting", "The request body is nested too deeply to be read.") from None
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise _unreadable(data, error) from None
+        values = zip(self._names, astuple(found), strict=True)
+        return {name: value for name, value in values if value is not UNSET}
+
+    def parts(self, content: Raw, left: int) -> None:
+        """Raises OverLimit where a message's content has more than `left` parts."""
+        data = bytes(content)
+        if data.count(b",") < left:
+            return
+        self._left = left
+        try:
+            self._decode_objects(data)
+        except UNREADABLE:  # too many, or of a kind that no endpoint takes
+            raise self.over("max_content_parts", "content parts", "messages") from None
+
+    def prompts(self, data: bytes, param: str) -> list[Raw]:
+        """The elements of a list. Raises OverLimit."""
+        if self._decode_prompts is None:
+            # A struct that is written as an array ends its decoding at the first element too many.
+            each = [(f"f{place}", Raw | UnsetType, UNSET) for place in range(self.limits.max_prompts)]
+            kind = msgspec.defstruct(
+                "Prompts", each, array_like=True, forbid_unknown_fields=True, gc=False
+            )  # some 5 us a field
+            self._decode_prompts = msgspec.json.Decoder(kind).decode
+        try:
+            found = astuple(self._decode_prompts(data))
+        except msgspec.ValidationError:
+            raise self.over("max_prompts", "prompts", param) from None
+        return [item for item in found if item is not UNSET]
+
+    def token_ids(self, data: bytes, ids: array[int], param: str) -> Steps:
+        """Append the numbers of a list to `ids`. Raises OverLimit; what is in UNREADABLE or OverflowError
+        where they are no token ids."""
+        at, end, most = 1, len(data) - 1, self.limits.max_token_ids
+        while at < end:
+            stop = min(at + _PIECE_BYTES, end)
+            if stop < end:
+                found = data.find(b",", stop, end)
+                stop = end if found < 0 else found
+            # A number holds no comma, so that each piece of a list of numbers is one.
+            ids.extend(_decode_ids(b"[%b]" % data[at:stop]))
+            if len(ids) > most:
+                raise self.over("max_token_ids", "token ids", param)
+            at = stop + 1
+            yield
+
+    def values(self, body: bytes) -> Steps:
+        """Count the JSON values of a large body as far as the limit. Raises OverLimit.
+
+        Characters are counted first, which is quick and never gives too few; only where they are too many
+        those outside of strings are counted.
+        """
+        if len(body) <= _COUNTED_BYTES:
+            return
+        most = self.limits.max_json_values
+        separators = quotes = 0
+        for start in range(0, len(body), _WINDOW_BYTES):
+            separators += _separators(body, start, start + _WINDOW_BYTES)
+            yield
+            if separators > most:
+                break
+        else:
+            return
+        for start in range(0, len(body), _WINDOW_BYTES):
+            stop = start + _WINDOW_BYTES
+            quotes += body.count(b'"', start, stop) - body.count(b'\\"', max(0, start - 1), stop)
+            yield
+            if quotes > 2 * most:  # two unescaped ones for each string
+                break
+        if quotes > 2 * most or (yield from self._many_outside_strings(body)):
+            raise self.over("max_json_values", "JSON values")
+
+    def _many_outside_strings(self, body: bytes) -> Steps:
+        left, at, end = self.limits.max_json_values, 0, len(body)
+        while at < end and left >= 0:
+            ahead = min(at + _SCANNED_BYTES, end)
+            stop = _closed(body, at, ahead).end()
+            if stop > at:
+                outside, strings = _strings(b"", body[at:stop])
+                left -= strings + _separators(outside, 0, len(outside))
+                at = stop
+                yield
+                continue
+            # A string that is longer than what is looked at in one step.
+            at += 1
+            left -= 1
+            while at < end:
+                stop = _within(body, at, min(at + _SCANNED_BYTES, end)).end()
+                if body[stop : stop + 1] == b'"':
+                    at = stop + 1
+                    break
+                at = stop if stop > at else at + 2  # an escape that the step's end cuts in two
+                yield
+        return left < 0
+
+
+_strings = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL).subn
+_closed = cast("_Match", re.compile(rb'(?:[^"]++|"[^"\\]*+(?:\\.[^"\\]*+)*+")*+', re.DOTALL).match)
+"""As far as no string is open."""
+_within = cast("_Match", re.compile(rb'[^"\\]*+(?:\\.[^"\\]*+)*+', re.DOTALL).match)
+"""To the end of a string that is open."""
+_decode_ids = msgspec.json.Decoder(list[int]).decode
+
+
+def separators(body: bytes | Raw) -> int:
+    """The commas and opening brackets in it: at least as many as it has values, less one."""
+    data = bytes(body)
+    return sum(_separators(data, at, at + _WINDOW_BYTES) for at in range(0, len(data), _WINDOW_BYTES))
+
+
+def _separators(body: bytes, start: int, stop: int) -> int:
+    count = body.count
+    return count(b",", start, stop) + count(b"[", start, stop) + count(b"{", start, stop)
+
+
+_error_place = re.compile(r"\(byte (\d+)\)$").search
+
+
+def not_plain_json() -> OverLimit:
+    """For a large body that Python's json may take, and our parser does not."""
+    return OverLimit(
+        "plain_json",
+        f"Above {STEPWISE_BYTES} bytes a request body must be JSON in UTF-8, without NaN and Infinity.",
+    )
+
+
+def _unreadable(body: bytes, error: Exception) -> InvalidRequest | OverLimit:
+    """What a large body is that our parser refuses."""
+    place = _error_place(str(error))
+    at = int(place[1]) if place else 0
+    if b"\0" in body[:4] or body.startswith(_BYTE_ORDERS) or body.startswith(_NOT_A_NUMBER, at):
+        return not_plain_json()
+    if isinstance(error, msgspec.ValidationError):
+        return InvalidRequest("The request body must be a JSON object.")
+    return InvalidRequest("The request body is not valid JSON.")
