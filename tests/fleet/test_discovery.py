@@ -240,6 +240,54 @@ async def test_a_file_caught_in_the_middle_of_being_written_is_read_again(
     await found.aclose()
 
 
+async def test_a_far_shorter_list_is_believed_at_the_second_look(tmp_path: Path) -> None:
+    """A program that writes the file line by line may be at its beginning."""
+    path = tmp_path / "workers.yaml"
+    path.write_text("workers: [http://a:1, http://b:1, http://c:1]")
+    source, found = watching(path)
+    clock = source._clock
+    assert isinstance(clock, CountingClock)
+    await next_of(found)
+
+    replace_file(path, ONE)
+    looks = clock.looks
+    assert await next_of(found) == ["one:1"]
+    assert clock.looks == looks + 2
+
+    replace_file(path, "workers: []")
+    assert await next_of(found) == []
+    await found.aclose()
+
+
+@pytest.mark.parametrize("second", ["workers: [http://a:1, http://b:1, http://d:1]", "workers: ["])
+async def test_a_shorter_list_that_changes_again_is_not_believed(tmp_path: Path, second: str) -> None:
+    path = tmp_path / "workers.yaml"
+    path.write_text("workers: [http://a:1, http://b:1, http://c:1]")
+
+    class Writer(CountingClock):
+        """Goes on with the file as soon as its beginning has been read."""
+
+        async def sleep(self, seconds: float) -> None:
+            if path.read_text() == ONE:
+                replace_file(path, second)
+            await super().sleep(seconds)
+
+    clock = Writer()
+    source = FileDiscovery(path, clock)
+    found = source.watch()
+    await next_of(found)
+
+    replace_file(path, ONE)
+    waiting = asyncio.ensure_future(next_of(found))
+    if second.endswith("["):
+        await clock.until(lambda: source.errors == 1)
+        replace_file(path, "workers: [http://a:1, http://b:1, http://d:1]")
+
+    # The file's clock has looked at ONE before the first sleep, or the change was never seen.
+    assert await waiting in (["a:1", "b:1", "d:1"],)
+    await found.aclose()
+
+
 # Sources and the fleet
 
 
@@ -270,8 +318,11 @@ async def test_a_static_set_is_found_once() -> None:
 class Scripted:
     """Yields what it is given; raises what is an exception."""
 
+    is_explicit = False
+
     def __init__(self, *script: tuple[WorkerSpec, ...] | Exception) -> None:
         self.errors = 2
+        self.recheck_s: float | None = None
         self.script = list(script)
 
     async def watch(self) -> AsyncGenerator[tuple[WorkerSpec, ...], None]:

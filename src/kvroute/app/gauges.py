@@ -49,6 +49,18 @@ def fleet_gauges(fleet: Fleet, health: HealthMonitor, discoverer: Discoverer) ->
         ("source",),
         [((source,), float(n)) for source, n in discoverer.errors().items()],
     )
+    yield counter(
+        "kvroute_discovery_shrinks_held_back",
+        "Worker lists that named far fewer workers than answer, and were not believed until repeated.",
+        ("source",),
+        [((source,), float(discoverer.shrinks[source])) for source in discoverer.kept()],
+    )
+    yield gauge(
+        "kvroute_discovery_kept_workers",
+        "Workers that a source no longer names and that stay until it has repeated that.",
+        ("source",),
+        [((source,), float(n)) for source, n in discoverer.kept().items()],
+    )
 
 
 def index_gauges(fleet: Fleet, router: Router) -> Iterable[Metric]:

@@ -18,7 +18,7 @@ from kvroute.app.metrics_compat import VllmRouterMetrics
 from kvroute.blocks.tokens import Tier
 from kvroute.clock import Clock, SystemClock
 from kvroute.fleet.discovery.registry import sources_of
-from kvroute.fleet.discovery.source import Discoverer
+from kvroute.fleet.discovery.source import Discoverer, ShrinkLimits
 from kvroute.fleet.fleet import Fleet, FleetChange
 from kvroute.fleet.health import HealthMonitor
 from kvroute.fleet.probe import Prober, probe_client
@@ -108,7 +108,8 @@ class Runtime:
             api_key=worker_key.get_secret_value() if worker_key else None,
         )
         self.health = HealthMonitor(self.fleet, prober, clock, config.fleet.health)
-        self._discoverer = Discoverer(self.fleet, sources_of(config.fleet, clock), clock)
+        shrink = ShrinkLimits(config.fleet.shrink_share, config.fleet.shrink_confirm_s)
+        self._discoverer = Discoverer(self.fleet, sources_of(config.fleet, clock), clock, shrink)
         self._outbox = Outbox()
         self._transports = Transports(config.upstream, self._outbox)
         self._owners = replica.owners if replica else ResponseOwners()
@@ -309,6 +310,7 @@ class Runtime:
 
     def _notes(self) -> list[str]:
         return [
+            *self._discoverer.notes(),
             *(self.following.notes() if self.following else ()),
             *(self._replica.notes() if self._replica else ()),
         ]

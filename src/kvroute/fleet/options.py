@@ -224,6 +224,24 @@ class FleetOptions(Options):
         higher="fewer file system calls",
         lower="changes apply sooner",
     )
+    shrink_share: float = option(
+        0.5,
+        "Kubernetes and DNS are doubted when they suddenly name no worker, or when more than this share of "
+        "the workers that answer would leave. Those workers stay, and the source is read again.",
+        ge=0,
+        lt=1,
+        higher="only an emptier answer is doubted",
+        lower="smaller losses are doubted, too",
+    )
+    shrink_confirm_s: float = option(
+        30.0,
+        "How long a doubted source has to repeat itself until the workers leave; those that stop answering, "
+        "or that it calls terminating, get no requests anyway. 0: every answer is believed.",
+        unit="s",
+        ge=0,
+        higher="longer failures of an API server or name server do no harm",
+        lower="workers that were taken away while they still answer leave sooner",
+    )
     kubernetes: KubernetesOptions = option(default_factory=KubernetesOptions)
     dns: DnsOptions = option(default_factory=DnsOptions)
     aliases: dict[str, str] = option(

@@ -12,6 +12,8 @@ from pydantic import ValidationError
 from kvroute.clock import SystemClock
 from kvroute.fleet.discovery.dns import DnsDiscovery, counted, system_addresses
 from kvroute.fleet.discovery.options import DnsOptions
+from kvroute.fleet.discovery.source import Discoverer, ShrinkLimits
+from kvroute.fleet.fleet import Fleet
 
 NOBODY = socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 
@@ -157,3 +159,42 @@ async def test_the_systems_resolver_is_asked():
 def test_a_name_is_host_and_port(name):
     with pytest.raises(ValidationError, match="host:port"):
         DnsOptions(names=(name,))
+
+
+async def test_a_name_with_far_fewer_addresses_is_looked_up_sooner_and_believed_when_it_lasts(clock, running):
+    addresses = [f"10.0.0.{number}" for number in range(1, 6)]
+    names, fleet = FakeNames(vllm=addresses), Fleet()
+    source = looking_up(names, clock)
+    discoverer = Discoverer(fleet, {"dns": source}, clock, ShrinkLimits(confirm_s=12))
+    running(discoverer.run())
+    await clock.settle()
+    for worker in fleet.workers():
+        fleet.mark_healthy(worker, 0.0)
+
+    names["vllm"] = addresses[:2]
+    await clock.advance(5)
+    assert (len(fleet.workers()), discoverer.kept()) == (5, {"dns": 3})
+    asked = len(names.asked)
+    await clock.advance(11)
+    assert len(names.asked) == asked + 5
+    assert len(fleet.workers()) == 5
+    await clock.advance(2)
+
+    assert [worker.id for worker in fleet.workers()] == ["10.0.0.1:8000", "10.0.0.2:8000"]
+
+
+async def test_a_failed_look_up_does_not_repeat_the_doubted_set(clock, running):
+    addresses = [f"10.0.0.{number}" for number in range(1, 6)]
+    names, fleet = FakeNames(vllm=addresses), Fleet()
+    discoverer = Discoverer(fleet, {"dns": looking_up(names, clock)}, clock, ShrinkLimits(confirm_s=12))
+    running(discoverer.run())
+    await clock.settle()
+    for worker in fleet.workers():
+        fleet.mark_healthy(worker, 0.0)
+    names["vllm"] = addresses[:2]
+    await clock.advance(5)
+
+    names["vllm"] = NOBODY
+    await clock.advance(50)
+
+    assert (len(fleet.workers()), discoverer.kept()) == (5, {"dns": 3})

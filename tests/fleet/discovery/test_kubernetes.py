@@ -17,10 +17,10 @@ from kvroute.fleet.discovery.kubernetes import KubernetesDiscovery
 from kvroute.fleet.discovery.kubernetes_api import access_of
 from kvroute.fleet.discovery.options import KubernetesOptions
 from kvroute.fleet.discovery.registry import sources_of
-from kvroute.fleet.discovery.source import Discoverer
+from kvroute.fleet.discovery.source import Discoverer, ShrinkLimits
 from kvroute.fleet.fleet import Fleet
 from kvroute.fleet.options import FleetOptions
-from kvroute.fleet.worker import HealthState, WorkerSpec
+from kvroute.fleet.worker import Ejection, HealthState, WorkerSpec
 
 CERTIFICATE = Path(__file__).parents[2] / "data" / "tls" / "localhost.pem"
 
@@ -511,3 +511,118 @@ async def test_the_fleet_follows_a_pod_from_ready_to_gone(api, pod, running):
     api.delete("a")
     await until(lambda: fleet.workers() == ())
     assert discoverer.errors() == {"kubernetes": 0}
+
+
+def answer_lists_with(api, objects):
+    """Every list is `objects` from now on, and every watch has to list anew, as after a restart of the API
+    server."""
+    api.objects = objects
+    api.version += 1
+    api.forget_history()
+    api.end_watches()
+
+
+@pytest.fixture
+async def fleet_of_four(api, pod, running):
+    """A fleet that follows four pods, each of them healthy; the discoverer and its clock."""
+    settings = {"enabled": True, "api_url": api.url, "namespace": "llm"}
+    clock = QuickClock()
+    fleet = Fleet()
+    discoverer = Discoverer(
+        fleet,
+        sources_of(FleetOptions.model_validate({"kubernetes": settings}), clock),
+        clock,
+        ShrinkLimits(confirm_s=600),
+    )
+    api.put(*(pod(name, f"10.0.0.{number}") for number, name in enumerate("abcd", 1)))
+    running(discoverer.run())
+    await until(lambda: len(fleet.workers()) == 4 and api.watches == 1)
+    for worker in fleet.workers():
+        fleet.mark_healthy(worker, 0.0)
+    return fleet, discoverer, clock
+
+
+async def test_an_empty_list_leaves_the_workers_and_is_asked_for_again(api, fleet_of_four, caplog):
+    caplog.set_level("INFO")
+    fleet, discoverer, _clock = fleet_of_four
+    everything, lists = api.objects, api.lists
+
+    answer_lists_with(api, {})
+    await until(lambda: api.lists >= lists + 3)
+    assert len(fleet.workers()) == 4
+    assert discoverer.kept() == {"kubernetes": 4}
+    assert "kubernetes no longer names 4 workers" in discoverer.notes()[0]
+
+    answer_lists_with(api, everything)
+    await until(lambda: discoverer.kept() == {"kubernetes": 0} and api.watches == 1)
+    assert len(fleet.workers()) == 4
+    assert discoverer.notes() == []
+    assert discoverer.shrinks == {"kubernetes": 1}
+    assert discoverer.errors() == {"kubernetes": 0}
+    assert caplog.text.count("names 0 workers and no longer 4 that answer") == 1
+    assert "no longer doubted" in caplog.text
+
+
+async def test_an_empty_list_that_lasts_is_believed(api, fleet_of_four, caplog):
+    fleet, _discoverer, clock = fleet_of_four
+    lists = api.lists
+
+    answer_lists_with(api, {})
+    await until(lambda: api.lists >= lists + 3)
+    clock.jump += 600
+
+    await until(lambda: fleet.workers() == ())
+    await until(lambda: api.watches == 1)  # and it goes on watching
+    assert "has not named 4 workers for 600 s: they leave" in caplog.text
+
+
+async def test_workers_missing_from_the_list_leave_when_they_stop_answering(api, fleet_of_four):
+    fleet, _discoverer, _clock = fleet_of_four
+    lists = api.lists
+
+    answer_lists_with(api, {})
+    await until(lambda: api.lists >= lists + 3)
+    for worker in fleet.workers()[1:]:
+        fleet.mark_unhealthy(worker, Ejection.REFUSED, "connection refused")
+
+    await until(lambda: [worker.id for worker in fleet.workers()] == ["a"])
+
+
+async def test_an_outage_of_the_api_server_confirms_nothing(api, fleet_of_four):
+    fleet, discoverer, clock = fleet_of_four
+    lists = api.lists
+    answer_lists_with(api, {})
+    await until(lambda: api.lists >= lists + 3)
+
+    api.fails = (500, "etcd leader changed")
+    await until(lambda: discoverer.errors()["kubernetes"] >= 1)  # no answer is on its way any more
+    clock.jump += 6000
+    await until(lambda: discoverer.errors()["kubernetes"] >= 3)
+
+    assert len(fleet.workers()) == 4
+
+
+async def test_a_worker_removed_by_hand_goes_at_once_even_while_a_set_is_doubted(api, fleet_of_four):
+    fleet, _discoverer, _clock = fleet_of_four
+    lists = api.lists
+    answer_lists_with(api, {})
+    await until(lambda: api.lists >= lists + 3)
+
+    fleet.remove("b")
+
+    assert [worker.id for worker in fleet.workers()] == ["a", "c", "d"]
+    lists = api.lists
+    await until(lambda: api.lists >= lists + 3)
+    assert [worker.id for worker in fleet.workers()] == ["a", "c", "d"]
+
+
+async def test_pods_deleted_in_a_scale_down_leave_as_they_are_deleted(api, pod, fleet_of_four):
+    fleet, discoverer, _clock = fleet_of_four
+
+    for number, name in enumerate("abcd", 1):
+        api.put(pod(name, f"10.0.0.{number}", terminating=True))
+    for name in "abcd":
+        api.delete(name)
+
+    await until(lambda: fleet.workers() == ())
+    assert discoverer.shrinks == {}

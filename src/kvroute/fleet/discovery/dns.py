@@ -44,10 +44,14 @@ class _Name:
 
 
 class DnsDiscovery:
-    """Looks each name up every `interval_s`. Mutable: `errors` counts failed look-ups."""
+    """Looks each name up every `interval_s`. Mutable: `errors` counts failed look-ups; the Discoverer sets
+    `recheck_s`."""
+
+    is_explicit = False
 
     def __init__(self, options: DnsOptions, clock: Clock, resolve: Resolve = system_addresses) -> None:
         self.errors = 0
+        self.recheck_s: float | None = None
         self._options = options
         self._clock = clock
         self._resolve = resolve
@@ -63,12 +67,17 @@ class DnsDiscovery:
         told: tuple[WorkerSpec, ...] | None = None
         try:
             while True:
+                errors = self.errors
                 await asyncio.gather(*(self._look_up(name) for name in self._names))
                 specs = self._specs()
-                if specs != told:
+                # A look-up that failed repeats nothing.
+                if specs != told or (self.recheck_s is not None and self.errors == errors):
                     told = specs
                     yield specs
-                await self._clock.sleep(self._options.interval_s)
+                interval_s = self._options.interval_s
+                await self._clock.sleep(
+                    interval_s if self.recheck_s is None else min(interval_s, self.recheck_s)
+                )
         finally:
             for name in self._names:
                 if name.lookup is not None:

@@ -87,7 +87,15 @@ class _Look:
 
 
 class FileDiscovery:
-    """Looks at a file every `poll_s`. Mutable: `errors` counts."""
+    """Looks at a file every `poll_s`. Mutable: `errors` counts.
+
+    A list of fewer than half as many workers is believed at the second look that finds the file unchanged: a
+    program that writes the file in place may have written only a part of it. What then stands there is the
+    operator's decision.
+    """
+
+    is_explicit = True
+    recheck_s: float | None = None
 
     def __init__(self, path: Path, clock: Clock, *, poll_s: float = 1.0) -> None:
         self.errors = 0
@@ -104,6 +112,9 @@ class FileDiscovery:
         """Polls instead of asking the kernel: that also works on network file systems and on mounted
         ConfigMaps, whose files are symbolic links that are swapped."""
         seen: _Signature | None = None
+        known = 0
+        # A far smaller list that waits for its second look.
+        shrunk: tuple[WorkerSpec, ...] | None = None
         complaint = ""
         while True:
             # In a thread: a stat may hang for long on a file system of another machine.
@@ -114,8 +125,16 @@ class FileDiscovery:
                 complaint = look.trouble
                 self.errors += 1
                 log.error("%s: %s; the workers known so far stay", self._path, look.trouble)
-            if look.specs is not None:
-                yield look.specs
+            specs, confirmed = look.specs, False
+            if specs is None and look.signature is not None and not look.trouble:
+                specs, confirmed = shrunk, True
+            shrunk = None
+            if specs is not None:
+                if confirmed or len(specs) >= known / 2:
+                    known = len(specs)
+                    yield specs
+                else:
+                    shrunk = specs
             await self._clock.sleep(self._poll_s)
 
 

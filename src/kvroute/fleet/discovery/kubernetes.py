@@ -40,9 +40,11 @@ _READERS: Final[dict[str, Callable[[Object, Reader], Reading]]] = {
 class KubernetesDiscovery:
     """Lists once, then follows the changes; lists anew when told to (410 Gone) and every `resync_s`.
 
-    Mutable: `errors` counts failed questions and objects that cannot be used. While the API server is away
-    the last known set stays.
+    Mutable: `errors` counts failed questions and objects that cannot be used; the Discoverer sets
+    `recheck_s`. While the API server is away the last known set stays.
     """
+
+    is_explicit = False
 
     def __init__(
         self,
@@ -54,6 +56,7 @@ class KubernetesDiscovery:
         rng: random.Random | None = None,
     ) -> None:
         self.errors = 0
+        self.recheck_s: float | None = None
         self._api = api
         self._options = options
         self._clock = clock
@@ -85,7 +88,7 @@ class KubernetesDiscovery:
         try:
             async with aclosing(self._changes()) as changes:
                 async for specs in changes:
-                    if specs != told:
+                    if specs != told or self.recheck_s is not None:
                         told = specs
                         yield specs
         finally:
@@ -95,6 +98,10 @@ class KubernetesDiscovery:
         """The set after each list and each event, whether it changed or not."""
         version, resync_at = "", 0.0
         while True:
+            if self.recheck_s is not None:
+                # No watch corrects a list that was wrong: without events, the wrong set would stay.
+                version = ""
+                await self._clock.sleep(self.recheck_s)
             asked = self._clock.now()
             try:
                 if not version or asked >= resync_at:
@@ -103,6 +110,9 @@ class KubernetesDiscovery:
                     version, resync_at = listing.version, asked + self._options.resync_s
                     self._note(self._workers.replace(listing))
                     yield self._workers.specs()
+                    if self.recheck_s is not None:
+                        self._recovered()
+                        continue
                 async with self._api.watching(version) as events:
                     self._recovered()
                     async for event in events:
@@ -111,6 +121,8 @@ class KubernetesDiscovery:
                         if event.item is not None:
                             self._note(self._workers.change(event.item, is_deleted=event.is_deleted))
                             yield self._workers.specs()
+                            if self.recheck_s is not None:
+                                break
                 failed = False
             except WatchExpired as error:
                 failed = True
@@ -119,6 +131,8 @@ class KubernetesDiscovery:
             except DiscoveryError as error:
                 failed = True
                 self._failed(str(error))
+            if self.recheck_s is not None and not failed:
+                continue
             lasted = self._clock.now() - asked >= _LASTED_S
             if lasted:
                 self._fruitless = 0

@@ -13,6 +13,8 @@ class StaticDiscovery:
     """Yields its set once. Stateless."""
 
     errors = 0
+    is_explicit = True
+    recheck_s: float | None = None
 
     def __init__(self, specs: tuple[WorkerSpec, ...]) -> None:
         self._specs = specs
