@@ -123,7 +123,7 @@ async def test_the_gateway_accepts_them_so_and_refuses_once_it_shuts_down():
     config = Config.model_validate({"server": {"port": 0}})
     async with Runtime(config) as runtime:
         settings = uvicorn_config(config, runtime)
-        server = GatewayServer(settings, runtime, config.server.drain_timeout_s)
+        server = GatewayServer(settings, runtime, config.server)
         settings.load()
         server.lifespan = settings.lifespan_class(settings)
         await server.startup()

@@ -64,7 +64,7 @@ async def gateway(config: Config) -> AsyncIterator[Gateway]:
     async with AsyncExitStack() as stack:
         runtime = await stack.enter_async_context(Runtime(config))
         settings = uvicorn_config(config, runtime)
-        server = GatewayServer(settings, runtime, config.server.drain_timeout_s)
+        server = GatewayServer(settings, runtime, config.server)
         settings.load()
         server.lifespan = settings.lifespan_class(settings)
         await server.startup()

@@ -9,12 +9,11 @@ import os
 import shutil
 import tempfile
 from pathlib import Path
-from typing import Final
 
 from kvroute.app.admin_access import AdminAccess
 from kvroute.app.config import Config
 from kvroute.app.replica import Replica
-from kvroute.app.server import AFTER_CUT_S, Part, run_one
+from kvroute.app.server import Part, run_one
 from kvroute.clock import SystemClock
 from kvroute.errors import ConfigError
 from kvroute.replicas.mesh import folder_of_links
@@ -22,8 +21,6 @@ from kvroute.replicas.ports import SharedPort
 from kvroute.replicas.supervisor import Birth, Supervisor
 
 log = logging.getLogger("kvroute.server")
-
-_BEYOND_DRAIN_S: Final = 5.0
 
 
 def run_processes(config: Config, access: AdminAccess) -> int:
@@ -61,8 +58,7 @@ def run_processes(config: Config, access: AdminAccess) -> int:
             shutil.rmtree(folder, ignore_errors=True)
         return code
 
-    grace_s = options.drain_timeout_s + AFTER_CUT_S + _BEYOND_DRAIN_S
-    supervisor = Supervisor(options.processes, work, SystemClock(), grace_s=grace_s)
+    supervisor = Supervisor(options.processes, work, SystemClock(), grace_s=options.longest_shutdown_s)
     gc.freeze()  # what all of them share stays untouched, and so shared
     try:
         return supervisor.run()

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import logging
+import math
 import os
 import resource
 import signal
 import socket
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
@@ -28,28 +31,37 @@ from kvroute.gateway.edge import ClientBounds, EdgeProtocol
 from kvroute.gateway.fastlane import fast_lane
 from kvroute.gateway.fastlane_check import fast_lane_trouble
 from kvroute.gateway.front import Front
+from kvroute.gateway.options import AFTER_CUT_S, ServerOptions
 from kvroute.logs import configure
 
 if TYPE_CHECKING:
     from kvroute.app.replica import Replica
 
-log = logging.getLogger("kvroute.server")
+NEXT_STAGE = signal.SIGUSR1  # `NEXT_STAGE` of replicas/supervisor.py, which one process alone does not load
 
-AFTER_CUT_S = 5
-"""What is left to write error events and close connections once running answers were cut."""
+log = logging.getLogger("kvroute.server")
 
 _GC_THRESHOLDS = (20_000, 20, 50)
 _FEW_DESCRIPTORS = 8192
 
 
 class GatewayServer(uvicorn.Server):
-    """uvicorn's server with the gateway's shutdown: refuse, let finish, cut, close."""
+    """uvicorn's server with the gateway's shutdown, in stages:
+
+    1. delay: not ready, but everything is served on; `server.shutdown_delay_s`.
+    2. drain: no new connections or requests, running answers may finish; `server.drain_timeout_s`.
+    3. cut: running answers end with an error, connections are closed.
+
+    The first SIGTERM or SIGINT begins it. Each further SIGINT ends the present stage. A further SIGTERM
+    changes nothing: service managers send it to each process of a group, and a parent passes it on besides.
+    SIGHUP is only logged.
+    """
 
     def __init__(
         self,
         config: uvicorn.Config,
         runtime: Runtime,
-        drain_timeout_s: float,
+        options: ServerOptions,
         part: Part | None = None,
         access: AdminAccess | None = None,
     ) -> None:
@@ -57,7 +69,9 @@ class GatewayServer(uvicorn.Server):
         self._access = access
         self._part = part
         self._runtime = runtime
-        self._drain_timeout_s = drain_timeout_s
+        self._delay_s = options.shutdown_delay_s
+        self._drain_timeout_s = options.drain_timeout_s
+        self._next_stage = asyncio.Event()
         self._backlog = Backlog(self._client_protocol, config.backlog)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -75,9 +89,41 @@ class GatewayServer(uvicorn.Server):
                 shown = f"[{host}]" if ":" in host else host
                 log.info("kvroute %s listens on http://%s:%d", __version__, shown, port)
 
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """uvicorn's place for its signal handlers. These run in the loop, so they may log; and no signal is
+        raised again after the shutdown, which would change the exit code."""
+        if threading.current_thread() is not threading.main_thread():  # which alone gets signals
+            yield
+            return
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGTERM, self._begin_shutdown)
+        # Of several processes, the parent alone listens to SIGINT, and passes it on.
+        further = signal.SIGINT if self._part is None else NEXT_STAGE
+        loop.add_signal_handler(further, self._interrupted)
+        yield
+
+    def _begin_shutdown(self) -> None:
+        self._runtime.plane.announce_shutdown()
+        self.should_exit = True
+
+    def _interrupted(self) -> None:
+        if self.should_exit:
+            self._next_stage.set()
+        else:
+            self._begin_shutdown()
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """SIGTERM: not ready, no new connections, running answers may finish, the rest is cut."""
         plane = self._runtime.plane
+        plane.announce_shutdown()
+        if self._delay_s:
+            log.info(
+                "shutting down in %g s (server.shutdown_delay_s): not ready, still serving", self._delay_s
+            )
+            # uvicorn and the fast lane put these into every answer and close the connection after it. The
+            # next one may go elsewhere, so none is in use when the delay is over. Idle ones stay open.
+            self.server_state.default_headers = [(b"connection", b"close")]
+            await self._wait(self._delay_s)
         plane.close_admission()
         self._backlog.close()
         log.info("shutting down: %d requests are running", plane.in_flight)
@@ -88,16 +134,30 @@ class GatewayServer(uvicorn.Server):
             cutter.cancel()
             await asyncio.gather(cutter, return_exceptions=True)
 
+    async def _wait(self, seconds: float) -> None:
+        """Let a stage last that long, or until it is ended by a signal."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._next_stage.wait()
+        self._next_stage.clear()
+
     def _client_protocol(self) -> asyncio.Protocol:
         """As uvicorn makes one for a connection that it accepts."""
         make = cast(Callable[..., asyncio.Protocol], self.config.http_protocol_class)
         return make(config=self.config, server_state=self.server_state, app_state=self.lifespan.state)
 
     async def _cut_late(self) -> None:
-        await asyncio.sleep(self._drain_timeout_s)
+        clock = self._runtime.plane.clock
+        began = clock.now()
+        await self._wait(self._drain_timeout_s)
         cut = self._runtime.plane.cut()
         if cut:
-            log.warning("cut %d requests after %.0f s (server.drain_timeout_s)", cut, self._drain_timeout_s)
+            log.warning(
+                "cut %d requests after %.0f s (server.drain_timeout_s, or SIGINT)", cut, clock.now() - began
+            )
+        # Who does not read its error event keeps its connection open.
+        await self._wait(AFTER_CUT_S)
+        self.force_exit = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,9 +170,11 @@ class Part:
 
 
 def run(config: Config) -> int:
-    """Serve until SIGTERM or SIGINT. Exit code: 0 after an orderly shutdown, 1 if it could not start."""
+    """Serve until SIGTERM or SIGINT (see `GatewayServer`). Exit code: 0 after an orderly shutdown, 1 if it
+    could not start."""
     configure(config.logging)
     raise_descriptor_limit()
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until there is a loop that logs it
     access = AdminAccess(config, os.environ)
     try:
         if config.server.processes > 1:
@@ -149,19 +211,17 @@ def raise_descriptor_limit() -> int:
 
 
 async def _serve(config: Config, access: AdminAccess, make_part: Callable[[], Part] | None) -> int:
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, _hung_up)
     part = make_part() if make_part is not None else None
     replica = part.replica if part else None
     async with Runtime(config, replica=replica, admin_keys=access.keys) as runtime:
         server = GatewayServer(
             uvicorn_config(config, runtime),
             runtime,
-            config.server.drain_timeout_s,
+            config.server,
             part,
             None if part else access,  # the parent of several has seen to it
         )
-        # uvicorn raises a caught signal again after its shutdown; with this handler that is no second death.
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, server.handle_exit)
         # What start-up made stays. A request leaves few cycles behind, so collections can be rare.
         gc.collect()
         gc.freeze()
@@ -174,6 +234,10 @@ async def _serve(config: Config, access: AdminAccess, make_part: Callable[[], Pa
         except SystemExit:  # uvicorn's word for a socket that cannot be bound; it has logged why
             return 1
     return 0 if server.started else 1
+
+
+def _hung_up() -> None:
+    log.info("SIGHUP: there is nothing to reload yet; the gateway goes on")
 
 
 def uvicorn_config(config: Config, runtime: Runtime) -> uvicorn.Config:
@@ -193,7 +257,7 @@ def uvicorn_config(config: Config, runtime: Runtime) -> uvicorn.Config:
         date_header=False,
         proxy_headers=False,
         timeout_keep_alive=options.keep_alive_s,  # type: ignore[arg-type] # a timer's, which takes fractions
-        timeout_graceful_shutdown=round(options.drain_timeout_s) + AFTER_CUT_S,
+        timeout_graceful_shutdown=math.ceil(options.drain_timeout_s + AFTER_CUT_S),
     )
 
 

@@ -48,7 +48,7 @@ def control_routes(
     )
     async def ready() -> JSONResponse:
         reasons = list(fleet.reasons_not_ready())
-        if not plane.is_open:
+        if plane.is_shutting_down:
             reasons = ["the gateway is shutting down"]
         workers = {worker.id: worker.state.value for worker in fleet.workers()}
         body: dict[str, Any] = {

@@ -124,6 +124,7 @@ class DataPlane:
         self._preparing: set[asyncio.Task[None]] = set()
         self._watchers: set[asyncio.Task[None]] = set()
         self._is_open = True
+        self._is_shutting_down = False
         self._ids = _request_ids()
         self._bounded = bounded or Bounded()
         self._most_messages = self._bounded.limits.max_messages
@@ -138,8 +139,18 @@ class DataPlane:
     def is_open(self) -> bool:
         return self._is_open
 
+    @property
+    def is_shutting_down(self) -> bool:
+        """The gateway is not ready any more; requests are served for as long as `is_open`."""
+        return self._is_shutting_down
+
+    def announce_shutdown(self) -> None:
+        """From now on `/ready` answers 503. Requests are served on."""
+        self._is_shutting_down = True
+
     def close_admission(self) -> None:
         """From now on new requests get 503."""
+        self._is_shutting_down = True
         self._is_open = False
 
     def cut(self) -> int:

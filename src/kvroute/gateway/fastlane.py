@@ -301,8 +301,11 @@ class FastLaneProtocol(EdgeProtocol):
         self.start_relayed(status, b"".join([b"%b: %b\r\n" % pair for pair in headers]), is_sized=is_sized)
 
     def start_relayed(self, status: int, fields: bytes, *, is_sized: bool) -> None:
-        if self.server_state.default_headers:
-            fields = b"".join([b"%b: %b\r\n" % pair for pair in self.server_state.default_headers]) + fields
+        for name, value in self.server_state.default_headers:
+            if name == b"connection":  # the server shuts down, and asks for each connection to be closed
+                self._closes_after = True
+            else:
+                fields = b"%b: %b\r\n%b" % (name, value, fields)
         if self._closes_after:
             fields += b"connection: close\r\n"
         self._is_chunked = is_chunked = not is_sized and status not in _WITHOUT_BODY

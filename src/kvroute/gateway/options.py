@@ -16,6 +16,11 @@ from kvroute.options import Options, Switch, option
 MIB = 1024 * 1024
 LIMITS = BodyLimits()
 
+AFTER_CUT_S = 5.0
+"""What is left to write error events and close connections once running answers were cut."""
+_PARENT_S = 5.0
+"""How much longer the parent of several processes waits before it kills them."""
+
 
 class ServerOptions(Options):
     """The listening socket, limits on what clients may send, and shutdown."""
@@ -208,14 +213,30 @@ class ServerOptions(Options):
         lower="less memory",
         ge=0,
     )
+    shutdown_delay_s: float = option(
+        0.0,
+        "After SIGTERM, how long everything is served on, new connections included, while `/ready` answers "
+        "503 and each answer has `Connection: close`. Then no more connections are accepted.",
+        unit="s",
+        higher="load balancers and Kubernetes have more time to stop sending traffic",
+        lower="a faster restart; 0 suits a gateway with nothing in front of it",
+        ge=0,
+    )
     drain_timeout_s: float = option(
         30.0,
-        "After SIGTERM, how long running answers may take to finish before they are cut.",
+        "After SIGTERM and `shutdown_delay_s`, how long running answers may take to finish before they are "
+        "cut.",
         unit="s",
         higher="fewer answers are cut",
         lower="a faster restart; keep it below the supervisor's own kill timeout",
         ge=0,
     )
+
+    @property
+    def longest_shutdown_s(self) -> float:
+        """From SIGTERM to the exit of the last process, at most: what a supervisor must allow."""
+        parent_s = _PARENT_S if self.processes > 1 else 0.0
+        return self.shutdown_delay_s + self.drain_timeout_s + AFTER_CUT_S + parent_s
 
     @field_validator("api_keys")
     @classmethod

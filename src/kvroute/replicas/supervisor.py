@@ -26,7 +26,10 @@ _LONGEST_PAUSE_S: Final = 30.0
 _STEADY_S: Final = 60.0
 """A process that has lived for so long is well: the next pause is the first one again."""
 _ENDING: Final = frozenset({signal.SIGTERM, signal.SIGINT})
-_WATCHED: Final = _ENDING | {signal.SIGCHLD}
+_WATCHED: Final = _ENDING | {signal.SIGCHLD, signal.SIGHUP}
+NEXT_STAGE: Final = signal.SIGUSR1
+"""What the processes get for each SIGINT after the first signal. They ignore SIGINT itself: a terminal sends
+it to the whole process group, so one Ctrl-C would come twice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,21 +71,30 @@ class Supervisor:
         self._code = 0
 
     def run(self) -> int:
-        """Until SIGTERM or SIGINT, which all processes get; 0 after an orderly end. A process that ends
-        before it has ever served is a start that failed: the others are ended, and its code is ours."""
+        """Until SIGTERM or SIGINT: then all processes get SIGTERM, and NEXT_STAGE for each further SIGINT. 0
+        after an orderly end. A process that ends before it has ever served is a start that failed: the others
+        are ended, and its code is ours. SIGHUP is only logged."""
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED)
         try:
             while self._kill_at is None or any(child.pid is not None for child in self._children):
                 self._start_due(mask)
                 told = signal.sigtimedwait(_WATCHED, self._until_next())
-                if told is not None and told.si_signo in _ENDING:
-                    log.info("ending %d processes", len(self._children))
-                    self._end()
+                if told is not None:
+                    self._signalled(told.si_signo)
                 self._reap()
                 self._kill_late()
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         return self._code
+
+    def _signalled(self, number: int) -> None:
+        if number == signal.SIGHUP:
+            log.info("SIGHUP: there is nothing to reload yet; the gateway goes on")
+        elif number in _ENDING and self._kill_at is None:
+            log.info("ending %d processes", len(self._children))
+            self._end()
+        elif number == signal.SIGINT:
+            self._send(NEXT_STAGE)
 
     def _start_due(self, mask: set[int | signal.Signals]) -> None:
         now = self._clock.now()
@@ -105,6 +117,7 @@ class Supervisor:
         try:
             os.close(reading)
             _end_with_parent(parent)
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             code = self._work(Birth(child.number, child.generation, lambda: _say(writing)))
         except SystemExit as ended:
@@ -137,7 +150,8 @@ class Supervisor:
         served = _has_said(child.ready)
         os.close(child.ready)
         if self._kill_at is not None:
-            if code not in (0, -signal.SIGTERM) and not self._code:  # SIGTERM: it had hardly begun
+            # Those signals: it had hardly begun.
+            if code not in (0, -signal.SIGTERM, -NEXT_STAGE) and not self._code:
                 self._code = 1
             return
         if not served and child.generation == 0:
@@ -156,9 +170,12 @@ class Supervisor:
     def _end(self) -> None:
         if self._kill_at is None:
             self._kill_at = self._clock.now() + self._grace_s
+        self._send(signal.SIGTERM)
+
+    def _send(self, number: signal.Signals) -> None:
         for child in self._children:
             if child.pid is not None:
-                os.kill(child.pid, signal.SIGTERM)
+                os.kill(child.pid, number)
 
     def _kill_late(self) -> None:
         if self._kill_at is None or self._clock.now() < self._kill_at:
