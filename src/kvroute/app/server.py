@@ -106,6 +106,13 @@ class GatewayServer(uvicorn.Server):
     def _begin_shutdown(self) -> None:
         self._runtime.plane.announce_shutdown()
         self.should_exit = True
+        if self._delay_s:
+            self._close_after_answers()
+
+    def _close_after_answers(self) -> None:
+        # uvicorn and the fast lane put these into every answer and close the connection after it. The next
+        # one may go elsewhere, so none is in use when the delay is over. Idle ones stay open.
+        self.server_state.default_headers = [(b"connection", b"close")]
 
     def _interrupted(self) -> None:
         if self.should_exit:
@@ -120,9 +127,7 @@ class GatewayServer(uvicorn.Server):
             log.info(
                 "shutting down in %g s (server.shutdown_delay_s): not ready, still serving", self._delay_s
             )
-            # uvicorn and the fast lane put these into every answer and close the connection after it. The
-            # next one may go elsewhere, so none is in use when the delay is over. Idle ones stay open.
-            self.server_state.default_headers = [(b"connection", b"close")]
+            self._close_after_answers()  # again: uvicorn sets them anew every second, until now
             await self._wait(self._delay_s)
         plane.close_admission()
         self._backlog.close()
