@@ -93,8 +93,9 @@ class Load:
             writer.write(REQUEST)
             head = (await reader.readuntil(b"\r\n\r\n")).lower()
             length = int(head.partition(b"content-length:")[2].split(None, 1)[0])
-            await reader.readexactly(length)
-            self.seen[head.split(b" ", 2)[1].decode()] += 1
+            body = await reader.readexactly(length)
+            status = head.split(b" ", 2)[1].decode()
+            self.seen[status if status == "200" else f"{status}: {body[:80]!r}"] += 1
             if b"\r\nconnection: close\r\n" in head:
                 return
 
@@ -163,12 +164,15 @@ async def haproxy(gateways: Gateways, tmp_path: Path) -> AsyncIterator[int]:
         "  timeout connect 10s\n  timeout client 30s\n  timeout server 30s\n"
         f"frontend clients\n  bind 127.0.0.1:{port}\n  default_backend gateways\n"
         "backend gateways\n  balance roundrobin\n  option httpchk GET /ready\n"
-        f"  default-server check inter 200ms fall 1 rise 1\n{servers}"
+        f"  timeout check 10s\n  default-server check inter 200ms fall 1 rise 1\n{servers}"
     )
     process = await asyncio.create_subprocess_exec(
         program, "-db", "-q", "-f", str(configuration), stderr=asyncio.subprocess.DEVNULL
     )
     try:
+        async with asyncio.timeout(DEADLINE_S):
+            while not await is_ready(port):
+                await asyncio.sleep(0.05)
         yield port
     finally:
         process.terminate()
@@ -200,11 +204,15 @@ class Forwarder:
         self._turn += 1
         target = self.targets[self._turn % len(self.targets)]
         try:
-            there = await asyncio.open_connection("127.0.0.1", target)
+            from_there, to_there = await asyncio.open_connection("127.0.0.1", target)
         except OSError:
             writer.transport.abort()
             return
-        await asyncio.gather(_pump(reader, there[1]), _pump(there[0], writer))
+        try:
+            await asyncio.gather(_pump(reader, to_there), _pump(from_there, writer))
+        finally:
+            to_there.close()
+            writer.close()
 
 
 async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

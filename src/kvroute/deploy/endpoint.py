@@ -36,6 +36,7 @@ from kvroute.deploy.render.plan import Cache, EndpointPlan, suffix
 from kvroute.deploy.render.reports import L2_PASSWORD_OPTION, l2_password
 from kvroute.deploy.render.site import LOOPBACK, ReportPorts, ServerSite, Site, WorkerSite, local_site
 from kvroute.deploy.render.worker_args import vllm_spec, worker_argv
+from kvroute.deploy.shutdown import gateway_stop_s
 from kvroute.deploy.state import LOGS
 from kvroute.deploy.vllm_command import KV_CACHE_SPACE, vllm_environment
 from kvroute.errors import ConfigError
@@ -149,6 +150,7 @@ def plan_endpoint_here(
             host=config["server"]["host"],
             port=config["server"]["port"],
             log_path=_log(host, GATEWAY),
+            stop_s=gateway_stop_s(config["server"]),
         ),
         model=endpoint.model.served_name,
         simulated=endpoint.is_simulated,

@@ -284,12 +284,16 @@ def _gateway(spec: UpSpec, host: HostFacts, workers: tuple[PlannedProcess, ...])
 
 
 def gateway_process(
-    argv: tuple[str, ...], environ: Mapping[str, str], *, host: str, port: int, log_path: Path
+    argv: tuple[str, ...],
+    environ: Mapping[str, str],
+    *,
+    host: str,
+    port: int,
+    log_path: Path,
+    stop_s: float = GATEWAY_STOP_S,
 ) -> PlannedProcess:
-    """`kvroute serve` on that address."""
-    child = ChildSpec(
-        name=GATEWAY, argv=argv, env=dict(environ), log_path=log_path, stop_grace_s=GATEWAY_STOP_S
-    )
+    """`kvroute serve` on that address. `stop_s`: from SIGTERM to SIGKILL."""
+    child = ChildSpec(name=GATEWAY, argv=argv, env=dict(environ), log_path=log_path, stop_grace_s=stop_s)
     # A gateway on every interface is asked on the loopback one.
     visible = "127.0.0.1" if host in ("0.0.0.0", "::", "") else host
     visible = f"[{visible}]" if ":" in visible else visible

@@ -30,6 +30,7 @@ from kvroute.deploy.render.reports import (
 )
 from kvroute.deploy.render.site import LMCACHE_HTTP_PORT, ServerSite, Site, WorkerSite, compose_site
 from kvroute.deploy.render.worker_args import container_environment, worker_argv
+from kvroute.deploy.shutdown import gateway_stop_s, worker_grace_s
 from kvroute.deploy.spec.worker import S3Storage
 
 SIM_PROFILE = "sim"
@@ -132,8 +133,8 @@ def _gateway(plan: EndpointPlan, site: Site, profile: str) -> Service:
         **({"expose": [str(each) for each in reports.values()]} if reports else {}),
         "volumes": [f"kvroute-state:{STATE}"],
         "networks": {"default": {"aliases": ["kvroute"]}},
-        # Longer than server.drain_timeout_s (30 s) and the seconds that cutting the rest takes.
-        "stop_grace_period": "45s",
+        # Covers server.shutdown_delay_s, server.drain_timeout_s and cutting the rest.
+        "stop_grace_period": f"{gateway_stop_s(config['server'])}s",
     }
 
 
@@ -183,7 +184,7 @@ def _worker(
         "healthcheck": http_health(
             plan.port, "python3", start_period=f"{plan.spec.max_deploy_time_in_seconds}s", interval="10s"
         ),
-        "stop_grace_period": "60s",
+        "stop_grace_period": f"{worker_grace_s(plan)}s",
         **_event_ports(plan),
     }
     mounts = _mounts(plan, volumes)

@@ -11,6 +11,7 @@ from kvroute.deploy.render.manifest import WORKER, selector
 from kvroute.deploy.render.plan import EndpointPlan
 from kvroute.deploy.render.reports import L2_PASSWORD_OPTION, cache_reports, l2_password
 from kvroute.deploy.render.site import Site, local_site
+from kvroute.deploy.shutdown import DRAIN_S, GATEWAY_DELAY_S
 from kvroute.deploy.spec.extension import SecretKey
 
 SECRETS = "/run/secrets/kvroute"
@@ -45,6 +46,8 @@ def gateway_config(
         config["routing"]["session"] = {"keys": list(routing.session_keys)}
     if secrets:
         config["logging"] = {"format": "json"}
+        server["shutdown_delay_s"] = GATEWAY_DELAY_S
+        server["drain_timeout_s"] = DRAIN_S
         if gateway.api_keys_secret is not None:
             server["api_keys_file"] = f"{SECRETS}/api-keys"
         if admin_key_secret(plan) is not None:

@@ -28,6 +28,7 @@ from kvroute.deploy.render.manifest import (
 from kvroute.deploy.render.plan import EndpointPlan
 from kvroute.deploy.render.reports import L2_PASSWORD_OPTION, l2_password, report_ports
 from kvroute.deploy.render.site import Site
+from kvroute.deploy.shutdown import gateway_stop_s
 
 USER = 10001
 """The image's user."""
@@ -147,8 +148,13 @@ def _deployment(plan: EndpointPlan, site: Site, name: str, config: dict[str, Any
     if given:
         # It stands in the spec, and so with LMCache's servers.
         container["env"] = [{"name": L2_PASSWORD_OPTION, "value": given}]
+    routing = plan.spec.intelligent_routing_spec
+    scales = routing is not None and routing.auto_scaling_spec is not None
     return {
-        "replicas": gateway.replicas,
+        # Beside an autoscaler, each `kubectl apply` would undo what it has decided.
+        **({} if scales else {"replicas": gateway.replicas}),
+        # A gateway goes when its successor is ready.
+        "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxUnavailable": 0, "maxSurge": 1}},
         "selector": matching(plan, GATEWAY),
         "template": {
             "metadata": {"labels": labels(plan, GATEWAY)},
@@ -156,8 +162,8 @@ def _deployment(plan: EndpointPlan, site: Site, name: str, config: dict[str, Any
                 "serviceAccountName": name,
                 # A Service named kvroute would put KVROUTE_PORT and its like into every pod beside it.
                 "enableServiceLinks": False,
-                # Longer than server.drain_timeout_s (30 s) and the seconds that cutting the rest takes.
-                "terminationGracePeriodSeconds": 45,
+                # Covers server.shutdown_delay_s, server.drain_timeout_s and cutting the rest.
+                "terminationGracePeriodSeconds": gateway_stop_s(config["server"]),
                 "securityContext": {
                     "runAsNonRoot": True,
                     "runAsUser": USER,

@@ -31,6 +31,7 @@ from kvroute.deploy.render.plan import GPU, EndpointPlan, Model
 from kvroute.deploy.render.reports import event_ports
 from kvroute.deploy.render.site import LMCACHE_HTTP_PORT, Site
 from kvroute.deploy.render.worker_args import container_environment, worker_argv
+from kvroute.deploy.shutdown import pre_stop, worker_grace_s
 from kvroute.deploy.spec.worker import FsxStorage, Probe, S3Storage
 
 HUB_CACHE = "/root/.cache/huggingface"
@@ -65,7 +66,8 @@ def worker_manifests(plan: EndpointPlan, site: Site) -> Iterator[Manifest]:
         f"{plan.name}-worker",
         WORKER,
         spec={
-            "replicas": plan.replicas,
+            # Beside an autoscaler, each `kubectl apply` would undo what it has decided.
+            **({} if plan.spec.auto_scaling_spec is not None else {"replicas": plan.replicas}),
             "serviceName": name,
             "podManagementPolicy": "Parallel",
             "selector": matching(plan, WORKER),
@@ -81,7 +83,7 @@ def _pod(plan: EndpointPlan, site: Site) -> dict[str, Any]:
     pod: dict[str, Any] = {
         "enableServiceLinks": False,
         "automountServiceAccountToken": "serviceAccountName" in extra,
-        "terminationGracePeriodSeconds": 60,
+        "terminationGracePeriodSeconds": worker_grace_s(plan),
     }
     for key in ("schedulerName", "serviceAccountName"):
         if key in extra:
@@ -130,6 +132,7 @@ def _container(plan: EndpointPlan, site: Site, host_ipc: bool) -> dict[str, Any]
         "env": _environment(plan, site),
         "ports": [{"name": name, "containerPort": number} for name, number in ports],
         **_probes(plan),
+        "lifecycle": {"preStop": pre_stop(plan)},
         "resources": _resources(plan),
     }
     mounts = _mounts(plan, host_ipc)

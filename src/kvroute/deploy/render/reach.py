@@ -148,9 +148,22 @@ def _why_not(target: str, document: Document, path: Path) -> str:
         reached = _ENGINE | {CONFIG}
     if _is_kvaware(document) and _longest(name, TOLD_TO_GATEWAY):
         reached = reached | {CONFIG}
+    if target == KUBERNETES and name in _COUNTS and _scales(document, name):
+        return "the autoscaler decides how many there are"
     if target in reached:
         return ""
     return BECAUSE.get(_longest(name, BECAUSE), {}).get(target, OF_TARGET[target])
+
+
+_COUNTS: Final = ("spec.replicas", "spec.InitialReplicaCount", "x-kvroute.gateway.replicas")
+
+
+def _scales(document: Document, name: str) -> bool:
+    """Whether an autoscaler decides the count `name`."""
+    if name.startswith("spec."):
+        return document.spec.auto_scaling_spec is not None
+    routing = document.spec.intelligent_routing_spec
+    return routing is not None and routing.auto_scaling_spec is not None
 
 
 def _is_theirs(document: Document, path: Path) -> bool:

@@ -9,6 +9,7 @@ from kvroute.deploy.plan import TINY_BLOCK_SIZE, TINY_BLOCKS, TINY_KV_CACHE_GIB,
 from kvroute.deploy.render.lmcache import compact, connector, worker_environment
 from kvroute.deploy.render.plan import EndpointPlan
 from kvroute.deploy.render.site import Site, WorkerSite, local_site
+from kvroute.deploy.shutdown import shutdown_arguments
 from kvroute.deploy.vllm_command import (
     CpuPlacement,
     GpuPlacement,
@@ -30,6 +31,8 @@ def vllm_spec(plan: EndpointPlan, worker: WorkerSite, site: Site, *, core: int =
     transfer = connector(plan, worker)
     if transfer is not None:
         extra += ["--kv-transfer-config", compact(transfer)]
+    if not site.is_local:  # there the image does not say which engine it is
+        extra += shutdown_arguments(plan)
     own = {
         variable.name: variable.value
         for variable in plan.environment
