@@ -301,16 +301,21 @@ class FastLaneProtocol(EdgeProtocol):
         self.start_relayed(status, b"".join([b"%b: %b\r\n" % pair for pair in headers]), is_sized=is_sized)
 
     def start_relayed(self, status: int, fields: bytes, *, is_sized: bool) -> None:
-        for name, value in self.server_state.default_headers:
-            if name == b"connection":  # the server shuts down, and asks for each connection to be closed
-                self._closes_after = True
-            else:
-                fields = b"%b: %b\r\n%b" % (name, value, fields)
+        if self.server_state.default_headers:
+            fields = self._with_defaults(fields)
         if self._closes_after:
             fields += b"connection: close\r\n"
         self._is_chunked = is_chunked = not is_sized and status not in _WITHOUT_BODY
         end = b"transfer-encoding: chunked\r\n\r\n" if is_chunked else b"\r\n"
         self._head = STATUS_LINE[status] + fields + end
+
+    def _with_defaults(self, fields: bytes) -> bytes:
+        for name, value in self.server_state.default_headers:
+            if name == b"connection":  # the server shuts down, and asks for each connection to be closed
+                self._closes_after = True
+            else:
+                fields = b"%b: %b\r\n%b" % (name, value, fields)
+        return fields
 
     def answer(self, status: int, fields: bytes, body: bytes, is_sized: bool) -> None:
         is_short = self._lane is _BUSY and is_sized and len(body) <= _JOIN_BYTES
