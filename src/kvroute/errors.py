@@ -15,6 +15,7 @@ KvrouteError
 │   └── ProtocolViolation    the worker's bytes are not HTTP/1.1
 └── GatewayError             the gateway answers the client itself, with `status`, `type`, `code`
     ├── InvalidRequest       400
+    │   └── AdapterNotIsolated   an adapter's request that LMCache could answer from another model's KV
     ├── Unauthorized         401
     ├── Forbidden            403
     ├── ModelNotFound        404
@@ -142,6 +143,10 @@ class GatewayError(KvrouteError):
 
 class InvalidRequest(GatewayError):
     status, type, code = 400, "invalid_request_error", "invalid_request"
+
+
+class AdapterNotIsolated(InvalidRequest):
+    code = "adapter_not_isolated"
 
 
 class Unauthorized(GatewayError):

@@ -329,6 +329,11 @@ class Metrics(Collector):
             "and `plain_json` have no option) and by what became of them: `forwarded` unread, or `refused`.",
             ["limit", "outcome"],
         )
+        self.isolated = self._counter(
+            "kvroute_isolated_requests",
+            "Requests for LoRA adapters that got a key space of their own in LMCache.",
+            ["model"],
+        )
         self.request_bytes = self._histogram(
             "kvroute_request_body_bytes", "Size of request bodies.", _BYTES
         ).labels()

@@ -17,6 +17,7 @@ from kvroute.clock import SystemClock
 from kvroute.errors import ConfigError
 from kvroute.fleet.fleet import Fleet
 from kvroute.fleet.worker import Worker, WorkerId, WorkerSpec
+from kvroute.gateway.isolation import AdapterIsolation
 from kvroute.metrics import Metrics
 
 
@@ -24,11 +25,14 @@ def following(rates: list[Any] | None = None, **sections: Any) -> Following:
     """`rates` collects what is measured."""
     config = Config.model_validate({"routing": {"strategy": "kvaware"}, **sections})
     measured = [] if rates is None else rates
+    fleet = Fleet()
+    isolation = AdapterIsolation(fleet, enabled=True)
     return Following(
         config,
-        Fleet(),
+        fleet,
         Metrics(),
         SystemClock(),
+        isolation,
         lambda _: None,
         lambda *_: 0.05,
         lambda *rate: measured.append(rate),

@@ -10,6 +10,7 @@ from kvroute.blocks.tokens import KEY_TOKENS, Tier
 from kvroute.clock import SystemClock
 from kvroute.fleet.fleet import Fleet
 from kvroute.fleet.worker import Worker, WorkerId, WorkerSpec
+from kvroute.gateway.isolation import AdapterIsolation
 from kvroute.index.prefix_index import Holder
 from kvroute.metrics import Metrics
 from kvroute.replicas.map_messages import (
@@ -116,6 +117,7 @@ def test_a_process_that_looks_on_counts_its_own_tokenizing():
         Fleet(),
         Metrics(),
         SystemClock(),
+        AdapterIsolation(Fleet(), enabled=True),
         lambda _: None,
         lambda *_: 0.05,
         lambda *_: None,

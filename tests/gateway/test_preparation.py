@@ -14,6 +14,7 @@ from prometheus_client import generate_latest
 
 from kvroute.fleet.fleet import Fleet
 from kvroute.gateway.approximate import WINDOW
+from kvroute.gateway.isolation import AdapterIsolation
 from kvroute.gateway.preparation import Preparer
 from kvroute.metrics import Metrics
 from kvroute.openai.endpoints import ENDPOINTS
@@ -56,8 +57,13 @@ def fixed(model: str, body_bytes: int) -> float:
     return 30.0
 
 
+def nobody() -> AdapterIsolation:
+    """A fleet without adapters."""
+    return AdapterIsolation(Fleet(), enabled=True)
+
+
 async def prepared(workers: Workers) -> Any:
-    preparer = Preparer(cast(ExactTokens, workers), cast(Fleet, workers), Metrics(), fixed)
+    preparer = Preparer(cast(ExactTokens, workers), cast(Fleet, workers), Metrics(), nobody(), fixed)
     return await preparer.prepare(request(), "m")
 
 
@@ -102,7 +108,7 @@ class Busy(Workers):
 
 async def test_what_exact_tokens_cost_the_loop_is_counted_whether_or_not_they_are_had_at_once() -> None:
     workers = Busy(["http://a"])
-    preparer = Preparer(cast(ExactTokens, workers), cast(Fleet, workers), Metrics(), fixed)
+    preparer = Preparer(cast(ExactTokens, workers), cast(Fleet, workers), Metrics(), nobody(), fixed)
 
     assert preparer.at_once(request(), "m") is None
     before = preparer.cpu_s
@@ -136,7 +142,13 @@ async def nothing_stored(prompts: Sequence[ExactPrompt]) -> Sequence[Probed]:
 async def test_what_is_known_at_once_is_what_waiting_gives(answer: ExactPrompts | Reason) -> None:
     workers = Quick(["http://a"], answer=answer)
     preparer = Preparer(
-        cast(ExactTokens, workers), cast(Fleet, workers), Metrics(), fixed, nothing_stored, lambda: False
+        cast(ExactTokens, workers),
+        cast(Fleet, workers),
+        Metrics(),
+        nobody(),
+        fixed,
+        nothing_stored,
+        lambda: False,
     )
 
     at_once, waited = preparer.at_once(request(), "m"), await preparer.prepare(request(), "m")
@@ -159,7 +171,13 @@ async def test_what_is_known_at_once_is_what_waiting_gives(answer: ExactPrompts 
 def test_nothing_is_known_at_once_where_it_takes_time(answer: ExactPrompts | None, is_probing: bool) -> None:
     workers = Quick(["http://a"], answer=answer)
     preparer = Preparer(
-        cast(ExactTokens, workers), cast(Fleet, workers), Metrics(), fixed, nothing_stored, lambda: is_probing
+        cast(ExactTokens, workers),
+        cast(Fleet, workers),
+        Metrics(),
+        nobody(),
+        fixed,
+        nothing_stored,
+        lambda: is_probing,
     )
 
     assert preparer.at_once(request(), "m") is None
@@ -172,7 +190,7 @@ async def test_the_deadline_is_that_of_the_model_and_the_body_and_both_workers_s
         asked.append((model, body_bytes))
         return 30.0
 
-    preparer = Preparer(cast(ExactTokens, workers), cast(Fleet, workers), Metrics(), deadline_s)
+    preparer = Preparer(cast(ExactTokens, workers), cast(Fleet, workers), Metrics(), nobody(), deadline_s)
     await preparer.prepare(request(), "m")
 
     assert asked == [("m", len(request().body))]
@@ -202,7 +220,7 @@ async def test_a_high_share_of_late_prompts_is_logged_once_and_so_is_its_end(
 ) -> None:
     caplog.set_level("INFO")
     workers = Workers(["http://a"], why=Reason.LATE)
-    preparer = Preparer(cast(ExactTokens, workers), cast(Fleet, workers), Metrics(), fixed)
+    preparer = Preparer(cast(ExactTokens, workers), cast(Fleet, workers), Metrics(), nobody(), fixed)
 
     for late in (10, 10, 0, 0):
         for number in range(WINDOW):
@@ -217,7 +235,7 @@ async def test_prompts_that_never_have_exact_tokens_are_not_called_late(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     workers = Workers(["http://a"], dead={"http://a"}, why=Reason.MEDIA)
-    preparer = Preparer(cast(ExactTokens, workers), cast(Fleet, workers), Metrics(), fixed)
+    preparer = Preparer(cast(ExactTokens, workers), cast(Fleet, workers), Metrics(), nobody(), fixed)
 
     for _ in range(WINDOW):
         await preparer.prepare(request(), "m")

@@ -25,6 +25,7 @@ from kvroute.events.trust import Reason
 from kvroute.fleet.fleet import Fleet, FleetChange
 from kvroute.fleet.worker import Worker
 from kvroute.gateway.caches import LiveCaches
+from kvroute.gateway.isolation import AdapterIsolation
 from kvroute.gateway.preparation import DeadlineOf
 from kvroute.index.chunk_index import ChunkIndex
 from kvroute.index.prefix_index import PrefixIndex
@@ -47,6 +48,7 @@ class Following:
         fleet: Fleet,
         metrics: Metrics,
         clock: Clock,
+        isolation: AdapterIsolation,
         places_left: Callable[[int], None],
         token_deadline_s: DeadlineOf,
         rate_measured: Callable[[int, Tier, float, int], None],
@@ -62,6 +64,7 @@ class Following:
             ChunkIndex(max_chunks=config.lmcache.coordinator.max_chunks),
         )
         self._places_left = places_left
+        self._isolation = isolation
         self._upkeep = Upkeep(clock)
         self._ingest = EventIngest(self._index, self._client, clock, config.kv_events, self._streams_changed)
         # Whoever registers as an LMCache server is asked for its status: without the workers' key.
@@ -82,6 +85,7 @@ class Following:
             fleet,
             metrics,
             clock,
+            isolation,
             self.lmcache.probe,
             lambda: bool(self.lmcache.targets()),
             token_deadline_s,
@@ -153,9 +157,10 @@ class Following:
             return
         ids = prompt.chunks.token_ids
         stream.subscriber.served(prompt.tokens - (cached_tokens or 0), sent)
-        stream.prompts.note(KnownPrompt(model, ids, prompt.keys, prompt.salt))
-        if cached_tokens and stream.reason is not None:
-            stream.ledger.confirm(prompt.keys, ids, cached_tokens, adapter=prompt.adapter)
+        if self._isolation.predicts(worker.id, model):  # else it was sent with another salt
+            stream.prompts.note(KnownPrompt(model, ids, prompt.keys, prompt.salt))
+            if cached_tokens and stream.reason is not None:
+                stream.ledger.confirm(prompt.keys, ids, cached_tokens, adapter=prompt.adapter)
         self.lmcache.answered(stream.slot, ids)
 
     def distrust(self, worker: Worker, rank: int, why: str) -> None:

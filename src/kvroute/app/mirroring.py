@@ -23,6 +23,7 @@ from kvroute.events.l2_redis import L2Target, RedisL2
 from kvroute.fleet.fleet import Fleet, FleetChange
 from kvroute.fleet.worker import Worker
 from kvroute.gateway.caches import held_tokens
+from kvroute.gateway.isolation import AdapterIsolation
 from kvroute.gateway.preparation import DeadlineOf
 from kvroute.metrics import Metrics, counter, gauge
 from kvroute.replicas.map_messages import (
@@ -137,6 +138,7 @@ class Mirroring:
         fleet: Fleet,
         metrics: Metrics,
         clock: Clock,
+        isolation: AdapterIsolation,
         places_left: Callable[[int], None],
         token_deadline_s: DeadlineOf,
         rate_known: Callable[[int, Tier, float], None],
@@ -164,6 +166,7 @@ class Mirroring:
             fleet,
             metrics,
             clock,
+            isolation,
             self._probe,
             lambda: is_probing,
             token_deadline_s,

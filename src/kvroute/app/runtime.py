@@ -32,6 +32,7 @@ from kvroute.gateway.audit import PredictionAudit
 from kvroute.gateway.control import control_routes
 from kvroute.gateway.dataplane import DataPlane
 from kvroute.gateway.exchange import Collaborators
+from kvroute.gateway.isolation import AdapterIsolation
 from kvroute.gateway.journal import Journal
 from kvroute.gateway.planner import Planner
 from kvroute.gateway.session_key import session_fields, session_key_sources
@@ -83,6 +84,7 @@ class Runtime:
         self._clock = clock = clock or SystemClock()
         self.metrics = Metrics()
         self.fleet = Fleet(config.fleet.aliases, created=int(clock.wall()))
+        self._isolation = AdapterIsolation(self.fleet, enabled=config.lmcache.isolate_adapters)
         self._client = probe_client(AnyWorkerTransport(config.upstream))
         worker_key = config.fleet.worker_api_key
         tokens = config.tokens
@@ -177,7 +179,15 @@ class Runtime:
         from kvroute.app.following import Following
 
         config, clock, replica = self._config, self._clock, self._replica
-        known = (config, self.fleet, self.metrics, clock, self._place_left, self._token_deadline_s)
+        known = (
+            config,
+            self.fleet,
+            self.metrics,
+            clock,
+            self._isolation,
+            self._place_left,
+            self._token_deadline_s,
+        )
         if replica is None:
             return Following(*known, self._rate_measured)
         from kvroute.app.map_teller import MapTeller
@@ -267,6 +277,7 @@ class Runtime:
             session_key_sources(config.routing.session.keys),
             allow_strategy_header=config.server.allow_strategy_header,
             session_fields=in_bodies,
+            isolation=self._isolation,
         )
         stored = StoredResponses(
             self._owners,

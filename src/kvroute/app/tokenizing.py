@@ -12,6 +12,7 @@ from kvroute.app.upkeep import Upkeep
 from kvroute.clock import Clock
 from kvroute.fleet.fleet import Fleet, FleetChange
 from kvroute.fleet.worker import Worker
+from kvroute.gateway.isolation import AdapterIsolation
 from kvroute.gateway.preparation import DeadlineOf, Preparer, Probe
 from kvroute.metrics import Metrics, counter
 from kvroute.tokens.chat import EngineFlags
@@ -31,6 +32,7 @@ class Tokenizing:
         fleet: Fleet,
         metrics: Metrics,
         clock: Clock,
+        isolation: AdapterIsolation,
         probe: Probe,
         is_probing: Callable[[], bool],
         deadline_s: DeadlineOf,
@@ -49,7 +51,7 @@ class Tokenizing:
             allow_fastokens=options.fastokens,
         )
         self._sources = TokenSources(self._tokens, fleet, clock, options)
-        self.preparer = Preparer(self._tokens, fleet, metrics, deadline_s, probe, is_probing)
+        self.preparer = Preparer(self._tokens, fleet, metrics, isolation, deadline_s, probe, is_probing)
 
     async def open(self, upkeep: Upkeep) -> None:
         await self._threads.__aenter__()

@@ -173,6 +173,14 @@ class LMCacheOptions(Options):
     controller: ControllerOptions = option(default_factory=ControllerOptions)
     l2: L2Options = option(default_factory=L2Options)
     prefetch: PrefetchOptions = option(default_factory=PrefetchOptions)
+    isolate_adapters: Annotated[bool, Switch] = option(
+        True,
+        "Give each LoRA adapter's requests a key space of its own in LMCache: a `cache_salt` and a tag in "
+        "`kv_transfer_params`, made of the client's own salt, the adapter's name and the path it was loaded "
+        "from. Requests for other models are not changed.",
+        higher="on: LMCache (0.5.6) does not serve an adapter what another model computed",
+        lower="off: requests stay as they came; with LMCache and adapters answers become wrong",
+    )
     instance: str = option(
         "",
         "Instance id of a worker's LMCache server, such as `node-{host}`; may use `{id}` (of the worker), "

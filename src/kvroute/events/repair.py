@@ -28,6 +28,7 @@ from kvroute.events.options import ProbeOptions
 from kvroute.events.subscriber import KvEventSubscriber
 from kvroute.events.trust import Trust
 from kvroute.fleet.worker import Worker
+from kvroute.openai.isolation import is_key_space, transfer_params
 
 log = logging.getLogger(__name__)
 
@@ -202,6 +203,8 @@ class Repairer:
         }
         if prompt.salt:
             body["cache_salt"] = prompt.salt
+            if is_key_space(prompt.salt):
+                body["kv_transfer_params"] = transfer_params(prompt.salt)
         headers = {"content-type": "application/json"}
         if len(self.streams) > 1:
             headers["x-data-parallel-rank"] = str(stream.rank)

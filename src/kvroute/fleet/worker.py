@@ -66,7 +66,8 @@ class WorkerFacts:
     `capacity_tokens` and `block_size` come from `vllm:cache_config_info` (`kv_cache_size_tokens`
     where present, else num_gpu_blocks x block_size; summed over data-parallel ranks); `start_time`
     is `process_start_time_seconds`, a change of which means a restart with an empty cache;
-    `adapters` maps a LoRA name to its parent, and its names are among `models` too.
+    `adapters` maps a LoRA name to its parent, and its names are among `models` too; `model_cards` are the
+    entries of `/v1/models`.
     """
 
     models: frozenset[str] = frozenset()
@@ -136,6 +137,16 @@ class Worker:
 
     def serves(self, model: str) -> bool:
         return model in self.models
+
+    def adapter_revision(self, model: str) -> str | None:
+        """Which LoRA adapter it serves as `model`: the path that it was loaded from ("" where that is not
+        known), None where the model is no adapter. vLLM says nothing else that outlives a request: `created`
+        and the permission's id are made up for each one (0.32)."""
+        facts = self.facts
+        if not any(name == model for name, _ in facts.adapters):
+            return None
+        roots = (card.get("root") for card in facts.model_cards if card["id"] == model)
+        return next((root for root in roots if isinstance(root, str)), "")
 
     def ramp_at(self, now: float) -> float:
         """`ramp` at the time `now`: rises linearly from its value at `ramp_since` to 1 at `ramp_until`."""

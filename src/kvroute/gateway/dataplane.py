@@ -15,6 +15,7 @@ from itertools import chain, count
 
 from kvroute.blocks.keys import ANCHOR_BYTES
 from kvroute.errors import (
+    AdapterNotIsolated,
     GatewayError,
     InvalidRequest,
     ModelNotFound,
@@ -123,6 +124,8 @@ class DataPlane:
         self._ended = self._running.discard
         self._preparing: set[asyncio.Task[None]] = set()
         self._watchers: set[asyncio.Task[None]] = set()
+        self._not_isolated_on: set[str] = set()
+        """Endpoints on which a request was refused because its adapter could not be isolated."""
         self._is_open = True
         self._is_shutting_down = False
         self._ids = _request_ids()
@@ -277,6 +280,8 @@ class DataPlane:
             request = self._unread(request.endpoint, request.body, error)
             plan = self.planner.plan(request, target, headers, now, owner)
         record.model, record.tokens, record.decision = plan.model, plan.query.tokens, plan.decision
+        if plan.is_isolated:
+            self.metrics.isolated.labels(plan.model).inc()
         self._routing_time(self._time() - started)
         if self._announce is not None:
             self._announce(plan.decision)
@@ -346,8 +351,16 @@ class DataPlane:
 
     def refuse(self, record: Record, error: GatewayError, client: Downstream, shape: ErrorShape) -> None:
         """Answer a request that has no exchange, and write it down."""
+        if isinstance(error, AdapterNotIsolated):
+            self._not_isolated(error, record.path)
         refuse(self.metrics, record, error, client, shape)
         self.journal.finished(record, self.clock.now())
+
+    def _not_isolated(self, error: AdapterNotIsolated, path: str) -> None:
+        """Once for each endpoint: a client can send any number."""
+        if path not in self._not_isolated_on:
+            self._not_isolated_on.add(path)
+            log.warning("a request for a LoRA adapter was refused: %s", error)
 
     def failed(self, record: Record, client: Downstream, shape: ErrorShape) -> None:
         """Answer a request on which the gateway itself failed. Called while its exception is handled."""

@@ -197,7 +197,7 @@ class Exchange(Struct, eq=False):
         plan, fields, held = self._plan, self._fields, candidate.held
         if held is not None and held.rank is not None and _RANK_FIELD not in fields.lower():
             fields += b"%b %d\r\n" % (_RANK_FIELD, held.rank)
-        body = plan.body
+        body = plan.body if plan.other_bodies is None else plan.body_for(candidate.worker.id)
         transport = self._use.transports.of(candidate.worker)
         try:
             head = transport.heads.head(plan.method, plan.target, fields, self._record.request_id, len(body))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 from msgspec import Struct
@@ -13,10 +13,12 @@ from kvroute.errors import InvalidRequest, NoRoutableWorker
 from kvroute.fleet.fleet import Fleet
 from kvroute.fleet.worker import FleetView, WorkerId
 from kvroute.gateway.asgi import Headers, header
+from kvroute.gateway.isolation import Adapter, AdapterIsolation
 from kvroute.gateway.preparation import Prepared
 from kvroute.gateway.session_key import SessionKeySource, session_key
 from kvroute.openai.alias import with_model
 from kvroute.openai.endpoints import Endpoint, ErrorShape
+from kvroute.openai.isolation import check_uses_no_key_space
 from kvroute.openai.prompt import AnyPrompt, Prompt, cache_salt_of, prompts_of
 from kvroute.openai.request import InferenceRequest
 from kvroute.routing.caches import ExactPrompt
@@ -51,6 +53,14 @@ class Plan(Struct, eq=False, gc=False):
     decision: RouteDecision
     stores_response: bool = False
     errors: ErrorShape = ErrorShape.OPENAI
+    other_bodies: Mapping[WorkerId, bytes] | None = None
+    """What these workers are sent instead of `body`: they have another revision of the adapter."""
+    is_isolated: bool = False
+    """Whether `body` was put into a LoRA adapter's key space."""
+
+    def body_for(self, worker: WorkerId) -> bytes:
+        """What the worker is sent."""
+        return self.body if self.other_bodies is None else self.other_bodies.get(worker, self.body)
 
 
 class _Known(NamedTuple):
@@ -61,6 +71,9 @@ class _Known(NamedTuple):
     strategy: Strategy
     needs: Needs
     space: CacheSpace
+    isolates: bool
+    """Whether the fleet has adapters that are isolated."""
+    adapter: Adapter | None
 
 
 ContentRule: TypeAlias = Callable[[], str]
@@ -82,8 +95,10 @@ class Planner:
         allow_strategy_header: bool,
         session_fields: Sequence[str] = (),
         content_rules: Sequence[ContentRule] = (),
+        isolation: AdapterIsolation,
     ) -> None:
         self._fleet = fleet
+        self._isolation = isolation
         self._router = router
         self._estimator = estimator
         self._session_keys = tuple(session_keys)
@@ -98,6 +113,11 @@ class Planner:
         """Whether `unprepared` has ever anything to say."""
         self.may_need_headers = allow_strategy_header or router.may_need(Needs.SESSION_KEY)
         """Whether the requests' headers matter to `plan`; with none of its options else."""
+
+    @property
+    def isolates_adapters(self) -> bool:
+        """Whether the fleet has LoRA adapters whose requests are changed: then a body has to be read."""
+        return self._isolation.is_active
 
     def plan(
         self,
@@ -121,9 +141,16 @@ class Planner:
         known = self._known.get(asked) if self._version == self._fleet.version else None
         if known is None:
             known = self._look_up(asked)
-        model, view, strategy, needs, space = known
+        model, view, strategy, needs, space, isolates, adapter = known
         if asked is not None and model != asked:
             body = with_model(request, model)
+        others, is_isolated = None, False
+        if isolates:
+            check_uses_no_key_space(request)
+            if adapter is not None:
+                plain = body
+                body, others = self._isolation.bodies(request, body, adapter)
+                is_isolated = body is not plain
         if not view.workers:
             raise NoRoutableWorker(
                 f"No routable worker serves the model {model!r} at the moment.", retry_after_s=1
@@ -135,7 +162,9 @@ class Planner:
         if with_session or needs is _SESSION_KEY:
             session = session_key(self._session_keys, request, headers)
         prompts = prompts_of(request) if needs is _PROMPT or needs is _TOKENS else ()
-        if request.cache_salt is not None and (salt := cache_salt_of(request)):
+        if is_isolated:
+            space = CacheSpace(model, self._isolation.salt(request, model))
+        elif request.cache_salt is not None and (salt := cache_salt_of(request)):
             space = CacheSpace(model, salt)
         exact = () if prepared is None else prepared.prompts
         if len(prompts) == 1 and (prepared is None or len(exact) == 1):  # as `_query`, for most requests
@@ -154,7 +183,17 @@ class Planner:
             decision = self._router.decide(query, view, strategy)
         endpoint = request.endpoint
         return Plan(
-            b"POST", target, body, model, prompts, query, decision, endpoint.stores_response, endpoint.errors
+            b"POST",
+            target,
+            body,
+            model,
+            prompts,
+            query,
+            decision,
+            endpoint.stores_response,
+            endpoint.errors,
+            others,
+            is_isolated,
         )
 
     def why_read(self, endpoint: Endpoint) -> str:
@@ -184,7 +223,16 @@ class Planner:
         model = self._fleet.resolve(asked)
         view = self._fleet.view(model)
         strategy = self._router.strategy(model)
-        known = self._known[asked] = _Known(model, view, strategy, strategy.needs, CacheSpace(model))
+        isolation = self._isolation
+        known = self._known[asked] = _Known(
+            model,
+            view,
+            strategy,
+            strategy.needs,
+            CacheSpace(model),
+            isolation.is_active,
+            isolation.adapter(model),
+        )
         return known
 
     def _strategy(self, model: str, headers: Headers) -> Strategy:

@@ -16,8 +16,8 @@ from kvroute.blocks.tokens import adapter_space
 from kvroute.fleet.fleet import Fleet
 from kvroute.fleet.worker import Worker
 from kvroute.gateway.approximate import WINDOW, LateShare
+from kvroute.gateway.isolation import AdapterIsolation
 from kvroute.metrics import Metrics
-from kvroute.openai.prompt import cache_salt_of
 from kvroute.openai.request import InferenceRequest
 from kvroute.routing.caches import ExactPrompt, Probed
 from kvroute.tokens.reason import Reason
@@ -52,6 +52,7 @@ class Preparer:
         tokens: ExactTokens,
         fleet: Fleet,
         metrics: Metrics,
+        isolation: AdapterIsolation,
         deadline_s: DeadlineOf,
         probe: Probe | None = None,
         is_probing: Callable[[], bool] = lambda: True,
@@ -64,6 +65,7 @@ class Preparer:
         self._metrics = metrics
         self._deadline_s = deadline_s
         self._late = LateShare()
+        self._isolation = isolation
         self._keys = KeyMemory()
         self.cpu_s = 0.0
 
@@ -84,7 +86,7 @@ class Preparer:
             return None
         if isinstance(found, Reason):
             return self._inexact(model, found)
-        salt = cache_salt_of(request)
+        salt = self._isolation.salt(request, model)
         adapter = model if base else None
         prompts = []
         for ids in found.prompts:
@@ -112,7 +114,7 @@ class Preparer:
         self._metrics.token_wait.observe(now - began)
         if isinstance(found, Reason):
             return self._inexact(model, found)
-        salt = cache_salt_of(request)
+        salt = self._isolation.salt(request, model)
         adapter = model if base else None
         prompts = []
         for ids in found.prompts:

@@ -22,6 +22,17 @@ class ErrorShape(Enum):
     ANTHROPIC = "anthropic"
 
 
+class Isolation(Enum):
+    """How an endpoint's requests for a LoRA adapter can be kept apart in LMCache (`openai.isolation`)."""
+
+    SALT_AND_TAG = "salt and tag"
+    SALT = "salt"
+    """Pooling requests have no `kv_transfer_params`."""
+    NOT_NEEDED = "not needed"
+    """The engine computes nothing."""
+    IMPOSSIBLE = "impossible"
+
+
 @dataclass(frozen=True, slots=True)
 class Endpoint:
     """One relayed POST endpoint.
@@ -36,12 +47,15 @@ class Endpoint:
     stores_response: bool = False
     body: BodyKind = BodyKind.JSON
     errors: ErrorShape = ErrorShape.OPENAI
+    isolation: Isolation = Isolation.SALT_AND_TAG
 
+
+_SALT, _NOT_NEEDED = Isolation.SALT, Isolation.NOT_NEEDED
 
 _ROWS = (
     Endpoint("/v1/chat/completions", "Chat completion"),
     Endpoint("/v1/completions", "Completion of one or several texts or token-id prompts"),
-    Endpoint("/v1/embeddings", "Embeddings"),
+    Endpoint("/v1/embeddings", "Embeddings", isolation=_SALT),
     Endpoint("/v1/responses", "Responses API", stores_response=True, errors=ErrorShape.RESPONSES),
     Endpoint("/v1/messages", "Anthropic Messages API", errors=ErrorShape.ANTHROPIC),
     Endpoint(
@@ -49,18 +63,31 @@ _ROWS = (
         "Token count of an Anthropic message list",
         fills_kv_cache=False,
         errors=ErrorShape.ANTHROPIC,
+        isolation=_NOT_NEEDED,
     ),
-    Endpoint("/tokenize", "Token ids of a prompt or chat", fills_kv_cache=False),
-    Endpoint("/detokenize", "Text of token ids", fills_kv_cache=False),
-    Endpoint("/v1/rerank", "Rerank documents"),
-    Endpoint("/rerank", "Rerank documents"),
-    Endpoint("/v2/rerank", "Rerank documents"),
-    Endpoint("/score", "Score text pairs"),
-    Endpoint("/v1/score", "Score text pairs"),
-    Endpoint("/classify", "Classify texts"),
-    Endpoint("/pooling", "Pooling model outputs"),
-    Endpoint("/v1/audio/transcriptions", "Transcribe audio", fills_kv_cache=False, body=BodyKind.MULTIPART),
-    Endpoint("/v1/audio/translations", "Translate audio", fills_kv_cache=False, body=BodyKind.MULTIPART),
+    Endpoint("/tokenize", "Token ids of a prompt or chat", fills_kv_cache=False, isolation=_NOT_NEEDED),
+    Endpoint("/detokenize", "Text of token ids", fills_kv_cache=False, isolation=_NOT_NEEDED),
+    Endpoint("/v1/rerank", "Rerank documents", isolation=_SALT),
+    Endpoint("/rerank", "Rerank documents", isolation=_SALT),
+    Endpoint("/v2/rerank", "Rerank documents", isolation=_SALT),
+    Endpoint("/score", "Score text pairs", isolation=_SALT),
+    Endpoint("/v1/score", "Score text pairs", isolation=_SALT),
+    Endpoint("/classify", "Classify texts", isolation=_SALT),
+    Endpoint("/pooling", "Pooling model outputs", isolation=_SALT),
+    Endpoint(
+        "/v1/audio/transcriptions",
+        "Transcribe audio",
+        fills_kv_cache=False,
+        body=BodyKind.MULTIPART,
+        isolation=Isolation.IMPOSSIBLE,
+    ),
+    Endpoint(
+        "/v1/audio/translations",
+        "Translate audio",
+        fills_kv_cache=False,
+        body=BodyKind.MULTIPART,
+        isolation=Isolation.IMPOSSIBLE,
+    ),
     Endpoint("/invocations", "SageMaker invocation: any of the JSON bodies above"),
 )
 

@@ -1,7 +1,7 @@
 """A request's body, decoded once and only as deep as routing needs.
 
 The body is forwarded as the bytes that came; nothing here is ever serialised again, but for an
-alias's `model` field.
+alias's `model` field and a LoRA adapter's key space (`isolation.py`).
 """
 
 from __future__ import annotations
@@ -48,13 +48,14 @@ class Message(Struct, gc=False):
 
 
 class Body(Struct, gc=False):
-    """What every request is read for; of a body with messages these too, in the same pass. The first four,
+    """What every request is read for; of a body with messages these too, in the same pass. The first five,
     then what templates render before messages, in their order."""
 
     model: str | None = None
     stream: Raw | UnsetType = UNSET
     messages: list[Message] | UnsetType = UNSET
     cache_salt: Raw | UnsetType = UNSET
+    kv_transfer_params: Raw | UnsetType = UNSET
     tools: Raw | UnsetType = UNSET
     functions: Raw | UnsetType = UNSET
     documents: Raw | UnsetType = UNSET
@@ -91,6 +92,7 @@ class InferenceRequest(Struct, eq=False, gc=False):
     read_messages: Sequence[Message] | None = None
     head: Sequence[Raw] = ()
     cache_salt: Raw | None = None
+    kv_transfer_params: Raw | None = None
     form: Mapping[str, str] = _NO_FORM
     model_place: slice | None = None
     """Of a form's `model`, in the body."""
@@ -174,12 +176,12 @@ def parse_request(
 
 def head_of(decoded: Body) -> Sequence[Raw]:
     """What a chat template renders before the messages, in its order."""
-    return [raw for raw in astuple(decoded)[4:] if raw is not UNSET]
+    return [raw for raw in astuple(decoded)[5:] if raw is not UNSET]
 
 
 def as_request(endpoint: Endpoint, body: bytes, decoded: Body) -> InferenceRequest:
     """`decoded` is what `body` says."""
-    model, stream, messages, salt, *rest = astuple(decoded)
+    model, stream, messages, salt, params, *rest = astuple(decoded)
     return InferenceRequest(
         endpoint,
         body,
@@ -189,6 +191,7 @@ def as_request(endpoint: Endpoint, body: bytes, decoded: Body) -> InferenceReque
         None if messages is UNSET else messages,
         () if rest == _NO_HEAD else [raw for raw in rest if raw is not UNSET],
         None if salt is UNSET else salt,
+        None if params is UNSET else params,
     )
 
 
@@ -212,6 +215,7 @@ def loose_request(endpoint: Endpoint, body: bytes, fields: Mapping[str, Raw]) ->
         _fields=fields,
         head=[fields[name] for name in BEFORE_MESSAGES if name in fields],
         cache_salt=fields.get("cache_salt"),
+        kv_transfer_params=fields.get("kv_transfer_params"),
     )
 
 
@@ -259,4 +263,15 @@ def _unread(endpoint: Endpoint, body: bytes) -> InferenceRequest:
     model = value.get("model")
     if model is not None and not isinstance(model, str):
         raise InvalidRequest("`model` must be a string.", param="model")
-    return InferenceRequest(endpoint, body, model or None, value.get("stream") is True)
+    return InferenceRequest(
+        endpoint,
+        body,
+        model or None,
+        value.get("stream") is True,
+        cache_salt=_raw(value, "cache_salt"),
+        kv_transfer_params=_raw(value, "kv_transfer_params"),
+    )
+
+
+def _raw(value: Mapping[str, object], name: str) -> Raw | None:
+    return Raw(json.dumps(value[name]).encode()) if name in value else None
