@@ -270,9 +270,3 @@ async def test_pooling_takes_the_salt_and_counting_tokens_nothing(
     ):
         plain = json.dumps(body).encode()
         assert await sent(gateway.url, worker, path, plain) == plain
-
-
-async def test_it_can_be_turned_off(serve: StartServe, worker: FakeWorker) -> None:
-    gateway = await serve("--worker", worker.url, "--set", "lmcache.isolate_adapters=false")
-    body = json.dumps({"model": "ada", "prompt": PROMPT}).encode()
-    assert await sent(gateway.url, worker, "/v1/completions", body) == body

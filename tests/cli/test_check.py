@@ -67,3 +67,12 @@ def test_a_missing_workers_file_is_an_error(tmp_path):
 
     assert result.exit_code == 1
     assert "No such file" in result.output
+
+
+def test_adapters_that_are_not_isolated_are_a_finding():
+    assert invoke().stderr == ""
+
+    result = invoke("--set", "lmcache.isolate_adapters=false")
+
+    assert result.exit_code == 0
+    assert "answers become wrong" in result.stderr

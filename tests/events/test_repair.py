@@ -20,6 +20,7 @@ from kvroute.events.trust import Reason, Trust
 from kvroute.fleet.fleet import Fleet
 from kvroute.fleet.worker import HealthState, Worker, WorkerId, WorkerSpec
 from kvroute.index.prefix_index import PrefixIndex
+from kvroute.openai.isolation import TAG, key_space
 
 QUICK = KvEventsOptions(
     idle_check_s=0.05,
@@ -134,6 +135,30 @@ async def test_after_a_gap_beyond_the_buffer_the_worker_is_asked_and_the_map_is_
         await until(lambda: len(engine.truth - setup.believed) == 1)
         assert setup.stream.ledger.aside_blocks == 0
     assert len(setup.asked) == asked
+
+
+async def test_an_adapters_prompt_is_asked_in_its_key_space_for_both_modes_of_lmcache(
+    engine_of: Make, until: Until, tokens_of: Tokens
+) -> None:
+    """Without the tag, LMCache inside the engine would serve what the base model computed."""
+    engine = engine_of(capacity_tokens=2000, event_buffer_steps=4)
+    space = key_space("", "ada", "/a")
+    async with repaired(engine) as setup:
+        engine.serve([1] * 17)
+        await until(lambda: setup.ingest.trust(setup.worker) is Trust.WHOLE and len(setup.believed) == 1)
+        setup.worker.state = HealthState.DRAINING
+        prompt = tokens_of(1, 100)
+        setup.stream.note_prompt(known(prompt, space))
+        engine.serve(prompt, salt=space, hold_back=True)
+        for filler in range(3):
+            engine.serve([100 + filler] * 17, hold_back=True)
+        engine.serve(tokens_of(9, 50))
+        await until(lambda: setup.ingest.reason(setup.worker) is Reason.GAP)
+        setup.worker.state = HealthState.HEALTHY
+        await until(lambda: len(setup.asked) > 0)
+
+    asked = setup.asked[0]
+    assert (asked["cache_salt"], asked["kv_transfer_params"]) == (space, {TAG: space})
 
 
 async def test_orphans_of_a_known_prompt_are_placed_and_of_unknown_ones_are_not(

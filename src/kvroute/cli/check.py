@@ -55,6 +55,12 @@ def check(loaded: Loaded) -> None:
     from. Exit code 0: valid, 1: not. With --fix 0 means that every line has found its place.
     """
     check_workers_file(loaded)
+    if not loaded.config.lmcache.isolate_adapters:
+        click.echo(
+            "kvroute: lmcache.isolate_adapters is off: behind LMCache, LoRA adapters and their base model "
+            "are served each other's KV, and answers become wrong",
+            err=True,
+        )
     click.echo(resolved_yaml(loaded), nl=False)
 
 

@@ -18,6 +18,7 @@ from kvroute.sim.http import ApiError
 from kvroute.sim.tokenizer import IM_END, IM_START, IMAGE, TOOLS, VOCABULARY, encode
 
 Json = Mapping[str, Any]
+_FORBIDDEN_IN_SALTS = frozenset("@/\\\0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +185,17 @@ def sampling(
     salt = body.get("cache_salt")
     if salt is not None and (not isinstance(salt, str) or not salt):
         raise ApiError.invalid("Parameter 'cache_salt' must be a non-empty string if provided.", "cache_salt")
+    if salt is not None and (len(salt) > 128 or not _FORBIDDEN_IN_SALTS.isdisjoint(salt)):
+        raise ApiError.invalid(
+            "Parameter 'cache_salt' must be at most 128 characters and must not contain '@', '/', '\\\\', "
+            "or NUL.",
+            "cache_salt",
+        )
+    params = body.get("kv_transfer_params")
+    if params is not None and not isinstance(params, dict):
+        raise ApiError.validation(
+            "dict_type", "body.kv_transfer_params", "Input should be a valid dictionary"
+        )
     extra = body.get("vllm_xargs")
     extra = extra if isinstance(extra, dict) else {}
     session = body.get("session_id") or session or extra.get("session_id")

@@ -467,3 +467,22 @@ def test_the_folder_of_a_file_system_is_named_to_vllm_itself(hyperpod, read):
 
     assert verdict == Verdict.NOTED.value
     assert "--model" in says
+
+
+# --- adapters behind LMCache ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("args", [["--enable-lora"], ["--max-model-len", "8", "--lora-modules=a=/a"]])
+def test_adapters_behind_lmcache_are_a_finding(own, read, args):
+    place = f"spec.worker.args[{len(args) - 1}]"
+    verdict, text = found(read(own({"spec.worker.args": args})))[place]
+    assert verdict == "noted"
+    assert "key space of its own" in text
+
+    settings = {"lmcache": {"isolate_adapters": False}}
+    reading = read(own({"spec.worker.args": args, "x-kvroute.gateway.settings": settings}))
+    assert "answers become wrong" in found(reading)[place][1]
+
+    no_cache = {"spec.worker.args": args, "spec.kvCacheSpec.enableL1Cache": False}
+    no_cache["spec.kvCacheSpec.enableL2Cache"] = False
+    assert place not in found(read(own(no_cache)))

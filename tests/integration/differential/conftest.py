@@ -197,7 +197,11 @@ async def pair(run_gateway):
     options = SimOptions(
         models=("sim-model", "second-name"), loras={"ada": "sim-model"}, time_scale=0, kv_events=False
     )
-    sections = {"server": {"max_body_bytes": LIMIT_BYTES}, "fleet": {"health": {"burst_failures": 1_000_000}}}
+    sections = {
+        "server": {"max_body_bytes": LIMIT_BYTES},
+        "fleet": {"health": {"burst_failures": 1_000_000}},
+        "lmcache": {"isolate_adapters": False},  # the one thing that would change what workers get
+    }
     async with (
         run_sim(options) as alone,
         run_sim(options) as behind,

@@ -25,6 +25,8 @@ OURS = {
     "--kv-events-config": "follows from routingStrategy",
 }
 """Arguments of vLLM that follow from other fields, and from which."""
+OF_ADAPTERS = frozenset({"--enable-lora", "--lora-modules", "--default-mm-loras"})
+"""Arguments of vLLM that bring LoRA adapters."""
 REQUIRED_OF_TRIGGERS = {
     "cloudWatchTrigger": ("namespace", "metric_name", "target_value", "dimensions"),
     "prometheusTrigger": ("server_address", "query", "target_value"),
@@ -250,6 +252,7 @@ def _worker(document: Document) -> Iterator[Judgement]:
         option = argument.split("=", 1)[0]
         if option in OURS:
             yield _wrong((*_WORKER, "args", number), f"{option} {OURS[option]}: leave it out here")
+    yield from _adapters(document, worker.args or [])
     tag = _VLLM_TAG.search(worker.image or "")
     is_too_old = tag is not None and tuple(map(int, tag.groups())) < OLDEST_MP_VLLM
     if tag is not None and is_too_old and caches(document) and extension.lmcache.mode == "mp":
@@ -260,6 +263,22 @@ def _worker(document: Document) -> Iterator[Judgement]:
             "take an image of vLLM 0.19.1 or newer, or set x-kvroute.lmcache.mode: classic",
             bare=True,
         )
+
+
+def _adapters(document: Document, arguments: list[str]) -> Iterator[Judgement]:
+    """LoRA adapters behind LMCache, which does not tell them apart."""
+    places = [place for place, each in enumerate(arguments) if each.split("=", 1)[0] in OF_ADAPTERS]
+    if not places or not caches(document):
+        return
+    settings = (document.x_kvroute.gateway.settings or {}).get("lmcache")
+    is_off = isinstance(settings, dict) and settings.get("isolate_adapters") is False
+    what = (
+        "x-kvroute.gateway.settings.lmcache.isolate_adapters is false: answers become wrong"
+        if is_off
+        else "the gateway gives each adapter a key space of its own: send no request past it"
+    )
+    why = f"applied, but LMCache serves a LoRA adapter what another model computed; {what}"
+    yield _noted((*_WORKER, "args", places[0]), why, bare=True)
 
 
 def caches(document: Document) -> bool:

@@ -1,0 +1,267 @@
+"""A base model and two LoRA adapters behind LMCache, interleaved: every answer is the one without LMCache.
+
+Both modes of LMCache, with one engine each, and a third one without LMCache for comparison. The executable
+under test is that of the environment variable KVROUTE_EXECUTABLE, where it is set.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import shutil
+import sys
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import pytest_asyncio
+from tests.engine.adapters import write_adapter
+from tests.engine.weights import write_weights
+
+from kvroute.clock import SystemClock
+from kvroute.deploy.engine_install import EngineVenv, separate_environment
+from kvroute.deploy.ports import free_ports
+from kvroute.deploy.processes import ChildProcess, ChildSpec
+from kvroute.deploy.tiny_model import write_tiny_model
+from kvroute.deploy.vllm_command import CpuPlacement, VllmSpec, vllm_argv, vllm_environment
+
+pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(900)]
+
+MODEL, ADAPTERS = "tiny", ("ada", "org/bob")
+MODELS = (MODEL, *ADAPTERS)
+BLOCK, CHUNK = 32, 64
+PROMPT_TOKENS = 600
+CACHED = PROMPT_TOKENS // CHUNK * CHUNK
+ON_GPU = PROMPT_TOKENS // BLOCK * BLOCK
+PROMPTS = 2
+READY_S, ANSWER_S = 300.0, 60.0
+SHIM = Path(__file__).with_name("classic_shim")
+
+
+@dataclass
+class Answer:
+    tokens: list[int]
+    cached: int
+    predicted: int
+
+
+@dataclass
+class Site:
+    """The engines, by LMCache's mode ("none", "mp", "classic"), and a gateway before the last two each."""
+
+    http: httpx.AsyncClient
+    model: Path
+    logs: Path
+    venv: EngineVenv
+    adapters: dict[str, Path]
+    engines: dict[str, str] = field(default_factory=dict)
+    gateways: dict[str, str] = field(default_factory=dict)
+
+    async def ask(self, url: str, model: str, prompt: list[int], **more: Any) -> Answer:
+        body = {"model": model, "prompt": prompt, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+        answer = await self.http.post(
+            f"{url}/v1/completions", json={**body, "return_token_ids": True, **more}
+        )
+        assert answer.status_code == 200, answer.text
+        found = answer.json()
+        cached = (found["usage"]["prompt_tokens_details"] or {}).get("cached_tokens") or 0
+        predicted = int(answer.headers.get("x-kvroute-hit-tokens", 0))
+        return Answer(found["choices"][0]["token_ids"], cached, predicted)
+
+    async def forget(self, mode: str) -> None:
+        """Empty the engine's own cache; LMCache's stays."""
+        answer = await self.http.post(f"{self.engines[mode]}/reset_prefix_cache")
+        assert answer.json() == {"success": True}
+        # It says so with its next step (vLLM 0.32).
+        await self.ask(self.engines[mode], MODEL, [5])
+
+    async def known(self, mode: str, model: str, prompt: list[int], **tiers: int) -> None:
+        """Wait until the gateway knows that just this much of the prompt is cached."""
+        body = {"model": model, "prompt": prompt, "max_tokens": 8}
+        seen: dict[str, Any] = {}
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                while seen.get("tiers") != {"gpu": 0, "l1": 0, "l2": 0, **tiers}:
+                    answer = await self.http.post(f"{self.gateways[mode]}/v1/route/explain", json=body)
+                    (seen,) = answer.json()["ranking"]
+                    await asyncio.sleep(0.05)
+        except TimeoutError:
+            pytest.fail(f"{mode}, {model}: {tiers} should be known, the gateway thinks {seen}")
+
+    def child(self, name: str, argv: list[str], env: dict[str, str]) -> ChildProcess:
+        return ChildProcess(ChildSpec(name, tuple(argv), env, self.logs / f"{name}.log"), SystemClock())
+
+    def engine(
+        self, mode: str, core: int, transfer: dict[str, Any] | None, env: dict[str, str]
+    ) -> ChildProcess:
+        port, events, replay = free_ports(3)
+        kv_events = {
+            "enable_kv_cache_events": True,
+            "publisher": "zmq",
+            "endpoint": f"tcp://*:{events}",
+            "replay_endpoint": f"tcp://*:{replay}",
+            "topic": "kv",
+        }
+        extra = ["--enable-lora", "--max-loras", "2", "--max-lora-rank", "8", "--lora-modules"]
+        extra += [f"{name}={folder}" for name, folder in self.adapters.items()]
+        extra += ["--kv-events-config", json.dumps(kv_events)]
+        if transfer is not None:
+            extra += ["--kv-transfer-config", json.dumps({"kv_role": "kv_both", **transfer})]
+        cores = sorted(os.sched_getaffinity(0))
+        spec = VllmSpec(
+            model=str(self.model),
+            served_name=MODEL,
+            host="127.0.0.1",
+            port=port,
+            placement=CpuPlacement((cores[core % len(cores)],), kv_cache_gib=1),
+            block_size=BLOCK,
+            num_gpu_blocks=200,
+            max_model_len=1024,
+            offline=True,
+            eager=True,
+            development_mode=True,
+            extra_args=tuple(extra),
+        )
+        self.engines[mode] = spec.url
+        argv = vllm_argv(spec, (str(self.venv.script("vllm")),))
+        environ = vllm_environment(spec, separate_environment(os.environ)) | env
+        return self.child(f"adapters-{mode}", list(argv), environ)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def site(
+    engine_venv: EngineVenv, logs: Path, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Site]:
+    redis_server = shutil.which("redis-server")
+    if redis_server is None:
+        pytest.fail("no redis-server: apt-get install redis-server")
+    folder = tmp_path_factory.mktemp("adapters")
+    model = write_tiny_model(MODEL, folder / MODEL)
+    write_weights(model)
+    adapters = {
+        name: write_adapter(model, folder / f"adapter-{seed}", seed) for seed, name in enumerate(ADAPTERS)
+    }
+    redis, zmq, lmcache_http, coordinator, *gateways = free_ports(6)
+    quiet = {"LMCACHE_DISABLE_BANNER": "1", "DO_NOT_TRACK": "1"}
+    limits = httpx.Limits(max_keepalive_connections=0)  # vLLM closes a connection that was idle for 5 s
+    async with (
+        httpx.AsyncClient(timeout=ANSWER_S, trust_env=False, limits=limits) as http,
+        AsyncExitStack() as stack,
+    ):
+        site = Site(http, model, logs, engine_venv, adapters)
+        argv = [redis_server, "--port", str(redis), "--save", "", "--dir", str(folder)]
+        await stack.enter_async_context(site.child("adapters-redis", argv, dict(os.environ)))
+
+        executable = os.environ.get("KVROUTE_EXECUTABLE")
+        command = [executable] if executable else [sys.executable, "-m", "kvroute"]
+        settings = ["tokens.deadline_ms=2000", "fleet.health.interval_s=0.5"]
+        of_mp = ["lmcache.coordinator.enabled=true", f"lmcache.coordinator.listen=127.0.0.1:{coordinator}"]
+
+        server = [
+            str(engine_venv.script("lmcache")), "server", "--instance-id", "mp",
+            "--host", "127.0.0.1", "--port", str(zmq),
+            "--http-host", "127.0.0.1", "--http-port", str(lmcache_http),
+            "--chunk-size", str(CHUNK), "--l1-size-gb", "0.2", "--eviction-policy", "LRU",
+            "--supported-transfer-mode", "auto",
+            "--coordinator-url", f"http://127.0.0.1:{coordinator}", "--coordinator-event-reporting",
+            "--coordinator-advertise-ip", "127.0.0.1", "--coordinator-heartbeat-interval", "1",
+            "--coordinator-event-flush-interval", "0.2",
+        ]  # fmt: skip
+        mp_settings = {"lmcache.mp.host": "tcp://127.0.0.1", "lmcache.mp.port": zmq}
+        mp = {"kv_connector": "LMCacheMPConnector", "kv_connector_extra_config": mp_settings}
+        of_classic = quiet | {
+            "PYTHONPATH": str(SHIM),
+            "PYTHONHASHSEED": "0",
+            "LMCACHE_CHUNK_SIZE": str(CHUNK),
+            "LMCACHE_LOCAL_CPU": "False",
+            "LMCACHE_MAX_LOCAL_CPU_SIZE": "0.2",
+            "LMCACHE_REMOTE_URL": f"redis://127.0.0.1:{redis}",
+            "LMCACHE_REMOTE_SERDE": "naive",
+        }
+        engines = {
+            "none": site.engine("none", 0, None, {}),
+            "mp": site.engine("mp", 1, mp, quiet),
+            "classic": site.engine("classic", 0, {"kv_connector": "LMCacheConnectorV1"}, of_classic),
+        }
+        for mode, port in zip(("mp", "classic"), gateways, strict=True):
+            argv = [*command, "serve", "--port", str(port), "--strategy", "kvaware"]
+            argv += ["--worker", f"{mode}={site.engines[mode]}"]
+            for setting in [*settings, *(of_mp if mode == "mp" else ())]:
+                argv += ["--set", setting]
+            env = {**os.environ, "XDG_STATE_HOME": str(folder / "state")}
+            site.gateways[mode] = f"http://127.0.0.1:{port}"
+            await stack.enter_async_context(site.child(f"adapters-gateway-{mode}", argv, env))
+        lmcache = site.child("adapters-lmcache", server, separate_environment(os.environ) | quiet)
+        await stack.enter_async_context(lmcache)
+        await lmcache.wait_ready(f"http://127.0.0.1:{lmcache_http}/healthcheck", timeout_s=READY_S)
+        for engine in engines.values():
+            await stack.enter_async_context(engine)
+        for mode, engine in engines.items():
+            await engine.wait_ready(f"{site.engines[mode]}/health", timeout_s=READY_S)
+        for url in site.gateways.values():
+            async with asyncio.timeout(READY_S):
+                while True:
+                    ready = (await http.get(f"{url}/ready")).json()
+                    if ready["ready"] and not ready["notes"]:
+                        break
+                    await asyncio.sleep(0.1)
+        yield site
+
+
+def prompts(seed: str) -> list[list[int]]:
+    chooser = random.Random(seed)
+    return [[chooser.randrange(1000, 7000) for _ in range(PROMPT_TOKENS)] for _ in range(PROMPTS)]
+
+
+@pytest.mark.parametrize("mode", ["mp", "classic"])
+async def test_every_answer_is_the_one_without_lmcache_and_each_model_finds_its_own_kv(
+    site: Site, mode: str
+) -> None:
+    url = site.gateways[mode]
+    asked = [(model, prompt) for prompt in prompts(mode) for model in MODELS]
+    right = [(await site.ask(site.engines["none"], model, prompt)).tokens for model, prompt in asked]
+    assert len({tuple(tokens) for tokens in right}) == len(right)
+
+    first = [await site.ask(url, model, prompt) for model, prompt in asked]
+    assert [answer.tokens for answer in first] == right
+    assert {(answer.cached, answer.predicted) for answer in first} == {(0, 0)}
+
+    # From the engine's own cache.
+    behind = {"l1": 0, "l2": 0}
+    for model, prompt in asked:
+        await site.known(mode, model, prompt, gpu=ON_GPU, **behind)
+    second = [await site.ask(url, model, prompt) for model, prompt in asked]
+    assert [answer.tokens for answer in second] == right
+    assert {(answer.cached, answer.predicted) for answer in second} == {(ON_GPU, ON_GPU)}
+
+    # From LMCache, in another order. What its in-process connector has in Redis, it tells nobody.
+    await site.forget(mode)
+    known = {"l1": CACHED} if mode == "mp" else {}
+    backwards = [*reversed([*zip(asked, right, strict=True)])]
+    for (model, prompt), _ in backwards:
+        await site.known(mode, model, prompt, **known)
+    for (model, prompt), tokens in backwards:
+        answer = await site.ask(url, model, prompt)
+        assert answer.tokens == tokens, model
+        assert answer.cached == CACHED
+        assert answer.predicted == known.get("l1", 0)
+
+
+@pytest.mark.parametrize("mode", ["mp", "classic"])
+async def test_two_clients_salts_are_apart_for_an_adapter_too(site: Site, mode: str) -> None:
+    url = site.gateways[mode]
+    (prompt, _), model = prompts(f"{mode} tenants"), ADAPTERS[1]
+    right = (await site.ask(site.engines["none"], model, prompt)).tokens
+    for tenant in ("T1", "T2"):
+        answer = await site.ask(url, model, prompt, cache_salt=tenant)
+        assert (answer.tokens, answer.cached) == (right, 0)
+    for tenant in ("T1", "T2"):
+        await site.forget(mode)
+        answer = await site.ask(url, model, prompt, cache_salt=tenant)
+        assert (answer.tokens, answer.cached) == (right, CACHED)
