@@ -4,6 +4,7 @@ import re
 import pytest
 
 from kvroute.errors import AdapterNotIsolated, InvalidRequest
+from kvroute.openai import members
 from kvroute.openai.endpoints import ENDPOINTS, Isolation
 from kvroute.openai.isolation import (
     PREFIX,
@@ -64,6 +65,18 @@ def test_parameters_that_say_nothing_become_the_tag(params):
     body = f'{{"model":"ada","kv_transfer_params":{params}}}'.encode()
 
     assert json.loads(isolated(body, request(body), SPACE))["kv_transfer_params"] == {TAG: SPACE}
+
+
+def test_a_body_without_the_two_members_is_copied_and_not_read_again(monkeypatch):
+    def decode(_):
+        raise AssertionError("read again")
+
+    body = b'{"model":"ada","prompt":"' + b"x" * 1_000_000 + b'"}'
+    asked = request(body)
+    monkeypatch.setattr(members, "_decode_fields", decode)
+
+    assert isolated(body, asked, SPACE).startswith(body[:-1] + b',"cache_salt":"' + SPACE.encode())
+    assert asked._fields is None
 
 
 def test_pooling_requests_have_no_transfer_parameters():

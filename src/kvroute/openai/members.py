@@ -17,16 +17,18 @@ _BLANK = b" \t\r\n"
 _decode_fields = msgspec.json.Decoder(dict[str, Raw]).decode
 
 
-def with_members(body: bytes, fields: Mapping[str, Raw], members: Mapping[str, bytes]) -> bytes:
+def with_members(body: bytes, there: Mapping[str, Raw | None], members: Mapping[str, bytes]) -> bytes:
     """`body` with each of `members` (name to JSON text) set; every other byte stays.
 
-    `fields` are the members of `body`, which is a JSON object and not empty. A member that is there gets its
-    value replaced. One that is not, or whose place is not found, is appended: of members with one name the
-    last one counts, for Python's json (so for vLLM) and for msgspec alike. Names need no escaping.
+    `body` is a JSON object and not empty, `there` has the values of those `members` that are in it (None as a
+    value says that one is not). A member that is there gets its value replaced. One that is not, or whose
+    place is not found, is appended: of members with one name the last one counts, for Python's json (so for
+    vLLM) and for msgspec alike. Names need no escaping.
     """
     added = []
     for name, value in members.items():
-        replaced = replaced_member(body, name, fields[name], value) if name in fields else None
+        old = there.get(name)
+        replaced = None if old is None else replaced_member(body, name, old, value)
         if replaced is None:
             added.append(b'"%b":%b' % (name.encode(), value))
         else:
