@@ -12,13 +12,17 @@ import pytest
 
 from kvroute.app.config import Config
 from kvroute.app.following import Following
+from kvroute.blocks.chunks import PromptChunks
 from kvroute.blocks.tokens import Tier
 from kvroute.clock import SystemClock
 from kvroute.errors import ConfigError
+from kvroute.events.repair import KnownPrompt
 from kvroute.fleet.fleet import Fleet
-from kvroute.fleet.worker import Worker, WorkerId, WorkerSpec
+from kvroute.fleet.worker import Worker, WorkerFacts, WorkerId, WorkerSpec
 from kvroute.gateway.isolation import AdapterIsolation
 from kvroute.metrics import Metrics
+from kvroute.openai.isolation import key_space
+from kvroute.routing.caches import ExactPrompt
 
 
 def following(rates: list[Any] | None = None, **sections: Any) -> Following:
@@ -170,3 +174,34 @@ def test_what_exact_tokens_cost_is_shown_by_thread() -> None:
     (shown,) = [each for each in made.gauges() if each.name == "kvroute_tokenizing_cpu_seconds"]
 
     assert {each.labels["thread"]: each.value for each in shown.samples} == {"loop": 0.25, "tokenizer": 0.0}
+
+
+def test_a_prompt_is_not_asked_for_again_where_it_was_sent_in_another_key_space():
+    """A worker with another revision of the adapter would store its own KV under the first one's salt."""
+
+    class Stream:
+        slot, reason = 0, None
+
+        def __init__(self) -> None:
+            self.noted: list[KnownPrompt] = []
+            self.prompts = self.subscriber = self
+
+        def note(self, prompt: KnownPrompt) -> None:
+            self.noted.append(prompt)
+
+        def served(self, *_: object) -> None:
+            pass
+
+    made, stream = following(), Stream()
+    made._stream = lambda *_: stream  # type: ignore[assignment, method-assign, return-value]
+    fleet = made._fleet
+    fleet.apply("test", [WorkerSpec(WorkerId(name), f"http://{name}:1") for name in "abc"])
+    for worker, root in zip(fleet.workers(), ("/1", "/2", "/2"), strict=True):
+        cards = ({"id": "ada", "root": root, "parent": "base"},)
+        fleet.update_facts(worker, WorkerFacts(frozenset({"ada"}), (("ada", "base"),), cards))
+        fleet.mark_healthy(worker, 0.0)
+    prompt = ExactPrompt(33, [], PromptChunks(range(32)), key_space("", "ada", "/2"), "ada")
+    for worker in fleet.workers():
+        made.answered(worker, 0, "ada", prompt, 0.0, 0)
+
+    assert len(stream.noted) == 2
