@@ -205,7 +205,7 @@ async def test_exact_and_approximate_prompts_are_counted_so_that_their_share_is_
     good, late = Workers(["http://a"]), Workers(["http://a"], dead={"http://a"}, why=Reason.LATE)
 
     for workers in (good, good, good, late):
-        await Preparer(cast(ExactTokens, workers), cast(Fleet, workers), metrics, fixed).prepare(
+        await Preparer(cast(ExactTokens, workers), cast(Fleet, workers), metrics, nobody(), fixed).prepare(
             request(), "m"
         )
 
