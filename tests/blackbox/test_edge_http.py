@@ -57,6 +57,8 @@ REFUSED = {
     "a blank before the colon": (post(b"x-a : 1", CLOSE), 400),
     "a chunk beyond 64 bits": (
         post(b"transfer-encoding: chunked", length=False, body=b"fffffffffffffffff\r\n"), 400),
+    "a body in very many tiny chunks": (
+        post(b"transfer-encoding: chunked", length=False, body=b"1\r\n \r\n" * 20_000), 400),
     "no method": (post(CLOSE).replace(b"POST", b"PO(ST", 1), 400),
     "a target without a path": (post(CLOSE, target=b"http://g"), 400),
 }  # fmt: skip

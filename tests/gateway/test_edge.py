@@ -348,3 +348,20 @@ async def test_after_a_refusal_little_is_read(connect: Any) -> None:
 
     assert connection.transport.is_paused
     assert connection.transport.written.count(b"HTTP/1.1 400") == 1
+
+
+@pytest.mark.parametrize(
+    ("chunk", "is_refused"), [(b"1\r\na\r\n", True), (b"10\r\n%b\r\n" % (b"a" * 16), False)]
+)
+async def test_a_body_in_very_many_tiny_chunks_is_refused(
+    connect: Any, chunk: bytes, is_refused: bool
+) -> None:
+    connection = connect()
+    await connection.take(b"POST /x HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n")
+    await connection.take(chunk * 8_192)
+    assert connection.transport.written == b""
+
+    await connection.take(chunk * 10)
+
+    assert (b" 400 " in connection.transport.written) is is_refused
+    await connection.end()

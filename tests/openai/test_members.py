@@ -60,3 +60,16 @@ def test_python_and_our_parser_agree_on_what_was_set():
 
     assert json.loads(result) == {"s": "new", "x": [2], "y": None}
     assert {name: json.loads(bytes(raw)) for name, raw in members(result).items()} == json.loads(result)
+
+
+def test_a_large_body_is_not_decoded_for_the_place_of_a_member(monkeypatch):
+    import kvroute.openai.members as module
+
+    body = b'{"s":"old","a":"%b"}' % (b"x" * (1 << 20))
+    fields = members(body)
+    monkeypatch.setattr(module, "_decode_fields", lambda body: pytest.fail("decoded"))
+
+    result = with_members(body, fields, {"s": b'"new"'})
+
+    assert result == body[:-1] + b',"s":"new"}'
+    assert json.loads(result)["s"] == "new"

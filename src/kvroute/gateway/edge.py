@@ -40,6 +40,10 @@ _LINGER_BYTES = 262_144
 """After a refusal, for how long the connection stays open, and how much of what still comes is read and
 dropped: to close a socket with unread bytes resets the connection, and a client that still sends might never
 see the answer."""
+_FREE_CHUNKS = 8_192
+_LEAST_CHUNK_BYTES = 16
+"""A body in more chunks than that must have as many bytes in each on average. Each chunk costs about 1 us and
+an object; no client that sends a prompt has so many smaller ones."""
 _VERSIONS = ("1.1", "1.0")
 
 
@@ -127,6 +131,9 @@ class EdgeProtocol(HttpToolsProtocol):
     _body_bytes = 0
     _framing_bytes = 0
     """Read since the last byte of a body."""
+    _chunks = 0
+    _chunk_bytes = 0
+    """Of this body, in so many pieces from the parser."""
     _window_bytes = 0
     """`_arrived` when its time began to count."""
     _window_paused_s = 0.0
@@ -247,7 +254,7 @@ class EdgeProtocol(HttpToolsProtocol):
         self._check_request()
         super().on_headers_complete()
         # Trailers are a head of their own.
-        self._head_bytes = self._trailers = self._framing_bytes = 0
+        self._head_bytes = self._trailers = self._framing_bytes = self._chunks = self._chunk_bytes = 0
         self._is_within_body = True
         if self.parser.should_upgrade():  # the parser reads nothing behind it
             self.cycle.keep_alive = False
@@ -277,6 +284,12 @@ class EdgeProtocol(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         self._framing_bytes = 0
+        self._chunks = chunks = self._chunks + 1
+        self._chunk_bytes += len(body)
+        if chunks > _FREE_CHUNKS and self._chunk_bytes < chunks * _LEAST_CHUNK_BYTES:
+            raise InvalidRequest(
+                f"The request's body comes in too many chunks of less than {_LEAST_CHUNK_BYTES} bytes."
+            )
         super().on_body(body)
 
     def on_message_complete(self) -> None:

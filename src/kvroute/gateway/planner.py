@@ -201,6 +201,8 @@ class Planner:
         one which is over a limit may travel unread."""
         if len(self._fleet.catalog.names) > 1:
             return "the model decides where it goes: there are several names"
+        if self._isolation.is_active:
+            return "an adapter's request gets a key space of its own"
         if endpoint.stores_response:
             return "it may continue a stored response"
         if self._reads_session and self._router.may_need(Needs.SESSION_KEY):

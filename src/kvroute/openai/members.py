@@ -13,6 +13,8 @@ from kvroute.openai.json import UNREADABLE
 
 _TRIES = 4
 """Each one decodes the whole body, and a client can put any number of them into a string."""
+_LARGE_BYTES = 1 << 20
+"""In a larger body no member is searched for: to decode it twice would hold the event loop for too long."""
 _BLANK = b" \t\r\n"
 _decode_fields = msgspec.json.Decoder(dict[str, Raw]).decode
 
@@ -28,7 +30,9 @@ def with_members(body: bytes, there: Mapping[str, Raw | None], members: Mapping[
     added = []
     for name, value in members.items():
         old = there.get(name)
-        replaced = None if old is None else replaced_member(body, name, old, value)
+        replaced = None
+        if old is not None and len(body) <= _LARGE_BYTES:
+            replaced = replaced_member(body, name, old, value)
         if replaced is None:
             added.append(b'"%b":%b' % (name.encode(), value))
         else:
