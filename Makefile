@@ -39,6 +39,7 @@ check: lint types layers ## lint, types and import layers
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python scripts/plain_words.py
 
 types: $(VENV)/.installed-dev
 	$(BIN)/mypy
