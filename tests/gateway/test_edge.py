@@ -28,7 +28,7 @@ class Transport(asyncio.Transport):
 
     def write(self, data: Any) -> None:
         assert not self.is_closed, "uvloop raises here"
-        self.written += data
+        self.written += data  # after write_eof uvloop raises, too; that a test sees by the bytes behind `|`
 
     def write_eof(self) -> None:
         if self.is_reset:
@@ -364,4 +364,15 @@ async def test_a_body_in_very_many_tiny_chunks_is_refused(
     await connection.take(chunk * 10)
 
     assert (b" 400 " in connection.transport.written) is is_refused
+    await connection.end()
+
+
+async def test_a_refused_request_is_not_told_to_continue(connect: Any) -> None:
+    connection = connect()
+    head = b"POST /x HTTP/1.1\r\nhost: x\r\nexpect: 100-continue\r\ntransfer-encoding: chunked\r\n\r\n"
+
+    await connection.take(head + b"no chunk\r\n")
+
+    assert connection.transport.written.startswith(b"HTTP/1.1 400 ")
+    assert connection.transport.written.endswith(b"|")
     await connection.end()

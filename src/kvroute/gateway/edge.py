@@ -451,6 +451,7 @@ class EdgeProtocol(HttpToolsProtocol):
             if cycle.response_complete or cycle.disconnected:
                 continue
             cycle.disconnected = True
+            cycle.waiting_for_100_continue = False  # an application that begins now would write it
             cycle.message_event.set()
             departure = departure_of(cast(Any, cycle.scope))
             if departure is not None:
