@@ -167,6 +167,7 @@ MISLEADING = [
     b"/v1/responses/.%2E",
     b"/v1/responses/..%2fmodels",
     b"/v1/responses/a%2fb",
+    b"/v1/models/..%2fa",
     b"/v1/responses/a%00",
     b"/v1/responses/a%0d%0ab",
     b"/v1/responses/a\\b",
@@ -220,3 +221,14 @@ async def test_without_keys_the_header_is_the_workers(start, worker):
     assert statuses(await said(gateway.address, post(b"x-api-key: theirs", CLOSE))) == [200]
 
     assert b"x-api-key: theirs" in worker.asked[0]
+
+
+async def test_a_models_name_may_have_an_encoded_slash(start, worker):
+    gateway = await start()
+
+    answers = await said(
+        gateway.address, b"GET /v1/models/some%2Fmodel HTTP/1.1\r\nhost: g\r\nconnection: close\r\n\r\n"
+    )
+
+    assert statuses(answers) == [404]
+    assert b"model_not_found" in answers

@@ -22,6 +22,9 @@ _may_mislead = re.compile(
 ).search
 """Paths that a proxy before the gateway, the gateway and a worker may take for different ones."""
 
+_MODELS = b"/v1/models/"
+_encoded_slash = re.compile(rb"%2f", re.IGNORECASE)
+
 
 class Front:
     """An ASGI application. `X-Forwarded-For` is read for the control plane only, from `trusted_proxies`:
@@ -36,7 +39,11 @@ class Front:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            if _may_mislead(scope["raw_path"]):
+            path: bytes = scope["raw_path"]
+            if path.startswith(_MODELS):
+                # Models have slashes in their names, which OpenAI's clients encode. No worker sees this path.
+                path = _encoded_slash.sub(b"/", path)
+            if _may_mislead(path):
                 await self._refuse(send)
                 return
             if scope["method"] == "POST":
