@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 # Test processes at a time: many tests wait for a process or a timer. The `load` tests run alone, after the
 # others.
 JOBS ?= 3
+# Not traced: tests that bound the CPU time and memory of whole processes, and generated input.
+UNTRACED := --ignore=tests/blackbox --ignore=tests/fuzz
 # Bytecode is compiled at installation even where the environment says not to write it: starts are
 # several times faster with it.
 PIP := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pip --disable-pip-version-check
@@ -24,7 +26,7 @@ test: check ## lint, types, import layers, and every test but the engines'
 
 coverage: $(VENV)/.installed-dev ## lines and branches that the quick tests reach: 90% or more
 	@$(BIN)/coverage erase
-	$(BIN)/pytest -n $(JOBS) --dist worksteal -m "not engine and not load and not heavy" --cov --cov-report= --cov-fail-under=0
+	$(BIN)/pytest -n $(JOBS) --dist worksteal -m "not engine and not load and not heavy" $(UNTRACED) --cov --cov-report= --cov-fail-under=0
 	$(BIN)/coverage report
 
 test-engine: $(VENV)/.installed-dev ## the tests against real vLLM workers (CPU); installs the engine into .venv-engine
