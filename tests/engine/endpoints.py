@@ -245,6 +245,12 @@ def segments() -> set[str]:
     return {name for name in names if "lmcache" in name or "tierd" in name}
 
 
+def kept_by_tierd(names: set[str]) -> set[str]:
+    """Those of `names` that a daemon leaves for the next one (docs/tierd.md, "Restarts")."""
+    daemons = {name for name in names if re.fullmatch(r"kvroute_tierd_\d+", name)}
+    return names & {file for name in daemons for file in (name, f".{name}.kept", f".{name}.guard")}
+
+
 def endpoints(engine: Path, logs: Path, new_folder: Callable[[str], Path]) -> Run:
     """`(spec, *options of up, settings of the gateway, **changes to kvCacheSpec)` -> an async context
     manager: one of our specs, running. Nothing of it may be left at the end."""
@@ -286,11 +292,16 @@ def endpoints(engine: Path, logs: Path, new_folder: Callable[[str], Path]) -> Ru
 
 @contextmanager
 def nothing_is_left() -> Iterator[list[int]]:
-    """Takes process ids; afterwards none of them runs, and no shared memory is there that was not before."""
+    """Takes process ids; afterwards none of them runs, and no shared memory is there that was not before, but
+    for the files of a daemon that has ended, which are removed here."""
     before, pids = segments(), list[int]()
     yield pids
     assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
-    assert segments() <= before
+    new = segments() - before
+    kept = kept_by_tierd(new)
+    for name in kept:
+        (Path("/dev/shm") / name).unlink()
+    assert new == kept
 
 
 def prompts(folder: Path) -> Callable[[int], str]:
