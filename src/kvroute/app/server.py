@@ -52,8 +52,8 @@ class GatewayServer(uvicorn.Server):
     2. drain: no new connections or requests, running answers may finish; `server.drain_timeout_s`.
     3. cut: running answers end with an error, connections are closed.
 
-    The first SIGTERM or SIGINT begins it. Each further SIGINT ends the present stage. A further SIGTERM
-    changes nothing: service managers send it to each process of a group, and a parent passes it on besides.
+    The first SIGTERM or SIGINT starts the shutdown. Each further SIGINT ends the current stage. A further
+    SIGTERM changes nothing, because a process may get it twice: from the service manager and from its parent.
     SIGHUP is only logged.
     """
 
@@ -110,8 +110,8 @@ class GatewayServer(uvicorn.Server):
             self._close_after_answers()
 
     def _close_after_answers(self) -> None:
-        # uvicorn and the fast lane put these into every answer and close the connection after it. The next
-        # one may go elsewhere, so none is in use when the delay is over. Idle ones stay open.
+        # uvicorn and the fast lane add these headers to every answer and close the connection after it. The
+        # client may connect to another gateway next, so no connection is in use when the delay ends.
         self.server_state.default_headers = [(b"connection", b"close")]
 
     def _interrupted(self) -> None:
@@ -175,8 +175,8 @@ class Part:
 
 
 def run(config: Config) -> int:
-    """Serve until SIGTERM or SIGINT (see `GatewayServer`). Exit code: 0 after an orderly shutdown, 1 if it
-    could not start."""
+    """Serve until SIGTERM or SIGINT (see `GatewayServer`). Return the exit code: 0 after an orderly shutdown, 1
+    if the gateway could not start."""
     configure(config.logging)
     raise_descriptor_limit()
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until there is a loop that logs it

@@ -37,13 +37,13 @@ HOST = rb"(?:\[[0-9A-Fa-f:.]{2,45}\]|(?:[0-9A-Za-z._~!$&'()*+,;=-]|%[0-9A-Fa-f]{
 _host = re.compile(HOST).fullmatch
 _LINGER_S = 1.0
 _LINGER_BYTES = 262_144
-"""After a refusal, for how long the connection stays open, and how much of what still comes is read and
-dropped: to close a socket with unread bytes resets the connection, and a client that still sends might never
+"""After a refusal the connection stays open for this long, and this many further bytes are read and dropped.
+Closing a socket with unread bytes resets the connection, and a client that is still sending might then never
 see the answer."""
 _FREE_CHUNKS = 8_192
 _LEAST_CHUNK_BYTES = 16
-"""A body in more chunks than that must have as many bytes in each on average. Each chunk costs about 1 us and
-an object; no client that sends a prompt has so many smaller ones."""
+"""Above `_FREE_CHUNKS` chunks, the mean size of a body's chunks must be at least `_LEAST_CHUNK_BYTES`. Each
+chunk costs about 1 us and an object, and no ordinary client sends that many tiny chunks."""
 _VERSIONS = ("1.1", "1.0")
 
 
@@ -133,7 +133,7 @@ class EdgeProtocol(HttpToolsProtocol):
     """Read since the last byte of a body."""
     _chunks = 0
     _chunk_bytes = 0
-    """Of this body, in so many pieces from the parser."""
+    """Bytes of this body so far, and the number of pieces in which the parser delivered them."""
     _window_bytes = 0
     """`_arrived` when its time began to count."""
     _window_paused_s = 0.0
@@ -451,7 +451,7 @@ class EdgeProtocol(HttpToolsProtocol):
             if cycle.response_complete or cycle.disconnected:
                 continue
             cycle.disconnected = True
-            cycle.waiting_for_100_continue = False  # an application that begins now would write it
+            cycle.waiting_for_100_continue = False  # an application that starts now would write to the socket
             cycle.message_event.set()
             departure = departure_of(cast(Any, cycle.scope))
             if departure is not None:

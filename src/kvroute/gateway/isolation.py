@@ -1,4 +1,4 @@
-"""Which requests are for LoRA adapters, and the key space in LMCache that each of them gets."""
+"""Finds requests for LoRA adapters and gives each adapter a key space of its own in LMCache."""
 
 from __future__ import annotations
 
@@ -18,8 +18,11 @@ _NOT_NEEDED = Isolation.NOT_NEEDED  # a member asked of its class costs 80 ns ea
 
 
 class Adapter(NamedTuple):
-    """A LoRA adapter of the fleet. `revision` is what most of its workers have loaded; `others` are the
-    workers that have another one, or under whose name of it there is a model that is no adapter (None)."""
+    """A LoRA adapter of the fleet.
+
+    `revision` is the one that most of its workers have loaded. `others` maps each other worker to its own
+    revision, or to None if the name is not an adapter there.
+    """
 
     name: str
     revision: str
@@ -27,11 +30,11 @@ class Adapter(NamedTuple):
 
 
 class AdapterIsolation:
-    """Reads the fleet. Mutable: remembers what it read, until the fleet changes. With `enabled` False there
-    are no adapters for it.
+    """Reads the adapters of the fleet. Mutable: caches them until the fleet changes. With `enabled` False it
+    finds no adapter.
 
-    Whether a worker has LMCache cannot be known from outside with certainty (its metrics show it in some
-    releases only), so every adapter is isolated: without LMCache that costs nothing but the bytes.
+    A worker's metrics show LMCache in some releases only, so every adapter is isolated. Without LMCache the
+    only cost is the added bytes.
     """
 
     def __init__(self, fleet: Fleet, *, enabled: bool) -> None:
@@ -48,7 +51,7 @@ class AdapterIsolation:
         return self._any
 
     def adapter(self, model: str) -> Adapter | None:
-        """`model` is the name that workers know; None where it is no adapter of any of its workers."""
+        """The adapter with this name (as workers know it); None if it is an adapter on no worker."""
         self._refresh()
         if not self._any:
             return None
@@ -60,8 +63,8 @@ class AdapterIsolation:
         return self._adapters[model]
 
     def salt(self, request: InferenceRequest, model: str) -> str:
-        """The `cache_salt` that the request is sent with ("" for none), but to `Adapter.others`. `model` is
-        the name that workers know. Of a request that `bodies` refuses, any."""
+        """The `cache_salt` of the request as most workers get it, "" for none. `model` is the name that
+        workers know. The value has no meaning for a request that `bodies` refuses."""
         adapter = self.adapter(model)
         if adapter is None or request.endpoint.isolation is _NOT_NEEDED:
             return cache_salt_of(request)
@@ -71,14 +74,14 @@ class AdapterIsolation:
             return ""
 
     def predicts(self, worker: WorkerId, model: str) -> bool:
-        """Whether requests for `model` go to the worker with the `salt` that predictions are made for."""
+        """Return True if the worker gets requests for `model` with the salt that predictions assume."""
         adapter = self.adapter(model)
         return adapter is None or worker not in adapter.others
 
     def bodies(
         self, request: InferenceRequest, body: bytes, adapter: Adapter
     ) -> tuple[bytes, Mapping[WorkerId, bytes] | None]:
-        """What is sent instead of `body`, and to which workers something else (None: to none).
+        """The body to send instead of `body`, and the bodies for workers that need another one (or None).
 
         Raises InvalidRequest; AdapterNotIsolated if the body cannot be changed.
         """

@@ -65,7 +65,7 @@ def kept_key(path: Path) -> str:
 
 
 def _create(path: Path, text: str) -> None:
-    """Put a complete file at `path` unless there is one by now. Raises OSError."""
+    """Create a complete file at `path`, unless another process has created it. Raises OSError."""
     new = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     try:

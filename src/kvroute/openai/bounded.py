@@ -22,7 +22,7 @@ from kvroute.openai.json import UNREADABLE
 from kvroute.openai.request import BEFORE_MESSAGES, Body, Message
 
 SMALL_BYTES: Final = 65_536
-"""A body up to this size is decoded without a look at its structure: at worst some 20,000 objects."""
+"""A body up to this size is decoded without counting its values first: at most about 20,000 objects."""
 STEPWISE_BYTES: Final = 1_048_576
 """A larger body is read in steps, with a turn for other requests between them."""
 _COUNTED_BYTES: Final = 4_194_304

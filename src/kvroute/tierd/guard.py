@@ -27,7 +27,7 @@ class GuardTaken(Exception):
 
 
 class Layout(NamedTuple):
-    """Where a segment's offsets lie. Numbers of bytes, and the inode that they hold for."""
+    """The range of offsets that a segment uses, in bytes, and the inode for which it is valid."""
 
     start: int
     """The first offset that its daemons hand out."""

@@ -252,14 +252,14 @@ async def _reserve(file: int, start: int, size_bytes: int) -> None:
     if size_bytes > room_bytes:
         text = f"{size_bytes} bytes do not fit: {FOLDER} and this machine's memory have {room_bytes} left"
         raise SegmentError("size_gb", text)
-    # Reserved now: a full /dev/shm is an error at the start, not a SIGBUS in the middle of a request.
+    # Reserve all memory at the start: a full /dev/shm is then an error here, not a SIGBUS during a request.
     for offset in range(start, start + size_bytes, _RESERVE_BYTES):
         length = min(_RESERVE_BYTES, start + size_bytes - offset)
         await asyncio.to_thread(os.posix_fallocate, file, offset, length)
 
 
 def _free_all_but(file: int, held: Sequence[tuple[int, int]]) -> None:
-    """Make holes of the whole file, except for `held` (offset, length). Its size stays."""
+    """Free the memory of the whole file except the `held` ranges (offset, length). Keeps the file's size."""
     size_bytes = os.fstat(file).st_size
     if not size_bytes or not os.fstat(file).st_blocks:
         return

@@ -63,8 +63,8 @@ def gateway_config(
 
 
 def admin_key_secret(plan: EndpointPlan) -> SecretKey | None:
-    """Where Kubernetes keeps the admin key: the user's Secret, or else the one that is rendered beside the
-    gateway. None where the gateway's own settings have a key."""
+    """The Secret with the admin key: the user's, or else the rendered one. None if the gateway's settings
+    have a key."""
     gateway = plan.extension.gateway
     if gateway.admin_key_secret is not None:
         return gateway.admin_key_secret

@@ -16,7 +16,7 @@ from kvroute.deploy.render.plan import EndpointPlan
 from kvroute.deploy.render.site import kubernetes_site
 
 SECRET_FILE: Final = "gateway-secret.yaml"
-"""Has the admin key in it."""
+"""The manifest that contains the admin key."""
 
 
 def kubernetes_objects(plan: EndpointPlan) -> dict[str, list[Manifest]]:

@@ -97,7 +97,7 @@ def gateway_manifests(plan: EndpointPlan, site: Site) -> Iterator[Manifest]:
 
 
 def admin_secret(plan: EndpointPlan, key: str) -> Manifest | None:
-    """The Secret with the admin key; None where the user has one, or the gateway's settings have the key."""
+    """The Secret with the admin key; None if the user names a Secret or the gateway's settings have a key."""
     secret = admin_key_secret(plan)
     if secret is None or secret is plan.extension.gateway.admin_key_secret:
         return None
