@@ -175,8 +175,8 @@ class Part:
 
 
 def run(config: Config) -> int:
-    """Serve until SIGTERM or SIGINT (see `GatewayServer`). Return the exit code: 0 after an orderly shutdown, 1
-    if the gateway could not start."""
+    """Serve until SIGTERM or SIGINT (see `GatewayServer`). Return the exit code: 0 after an orderly
+    shutdown, 1 if the gateway could not start."""
     configure(config.logging)
     raise_descriptor_limit()
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until there is a loop that logs it
