@@ -20,7 +20,7 @@ from msgspec import Raw
 from kvroute.errors import AdapterNotIsolated, InvalidRequest
 from kvroute.openai.endpoints import Isolation
 from kvroute.openai.json import UNREADABLE
-from kvroute.openai.members import with_members
+from kvroute.openai.members import Member, with_members
 from kvroute.openai.request import InferenceRequest
 
 PREFIX: Final = "kvroute-lora-"
@@ -28,8 +28,8 @@ PREFIX: Final = "kvroute-lora-"
 TAG: Final = "lmcache.tag.kvroute"
 _decode_params = msgspec.json.Decoder(dict[str, Raw]).decode
 _decode_string = msgspec.json.Decoder(str).decode
-_SALT: Final = "cache_salt"
-_PARAMS: Final = "kv_transfer_params"
+_SALT: Final = Member("cache_salt")
+_PARAMS: Final = Member("kv_transfer_params")
 
 
 def key_space(salt: str, adapter: str, revision: str) -> str:
@@ -65,18 +65,18 @@ def client_salt(request: InferenceRequest) -> str:
     except UNREADABLE:
         salt = ""
     if not salt:
-        raise InvalidRequest("`cache_salt` must be a non-empty string.", param=_SALT)
+        raise InvalidRequest("`cache_salt` must be a non-empty string.", param=_SALT.name)
     return salt
 
 
 def isolated(body: bytes, request: InferenceRequest, space: str) -> bytes:
     """`body`, which is that of `request` but perhaps for its model's name, in the key space `space`.
 
-    Raises InvalidRequest if `kv_transfer_params` is no object. Costs a copy of the body; where the client set
-    one of the two members itself, a few readings of it.
+    Raises InvalidRequest if `kv_transfer_params` is no object. Costs a copy of the body, and one decoding for
+    each of the two members that the client itself has set.
     """
     params = request.kv_transfer_params
-    there = {_SALT: request.cache_salt, _PARAMS: params}
+    there: dict[Member, Raw | None] = {_SALT: request.cache_salt, _PARAMS: params}
     members = {_SALT: b'"%b"' % space.encode()}
     if request.endpoint.isolation is Isolation.SALT_AND_TAG:
         members[_PARAMS] = _tagged(params, space)
@@ -102,10 +102,12 @@ def check_uses_no_key_space(request: InferenceRequest) -> None:
     """Raises InvalidRequest for a request that a client wrote into, or next to, an adapter's key space."""
     salt = request.cache_salt
     if salt is not None and _mentions(salt):
-        raise InvalidRequest(f"`cache_salt` must not contain {PREFIX!r}.", param=_SALT)
+        raise InvalidRequest(f"`cache_salt` must not contain {PREFIX!r}.", param=_SALT.name)
     params = request.kv_transfer_params
     if params is not None and _mentions(params):
-        raise InvalidRequest(f"`kv_transfer_params` must not contain {TAG!r} or {PREFIX!r}.", param=_PARAMS)
+        raise InvalidRequest(
+            f"`kv_transfer_params` must not contain {TAG!r} or {PREFIX!r}.", param=_PARAMS.name
+        )
 
 
 def _mentions(raw: Raw) -> bool:
@@ -125,6 +127,6 @@ def _tagged(params: Raw | None, space: str) -> bytes:
         try:
             members = _decode_params(params)
         except UNREADABLE:
-            raise InvalidRequest("`kv_transfer_params` must be an object.", param=_PARAMS) from None
+            raise InvalidRequest("`kv_transfer_params` must be an object.", param=_PARAMS.name) from None
     members[TAG] = Raw(b'"%b"' % space.encode())
     return msgspec.json.encode(members)

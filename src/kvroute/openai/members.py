@@ -1,70 +1,82 @@
-"""Top-level members of a JSON object, replaced or added without serialising the rest."""
+"""Finds, replaces and adds top-level members of a JSON object without serialising the rest."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
 from itertools import islice
+from typing import Any
 
 import msgspec
 from msgspec import Raw
 
 from kvroute.openai.json import UNREADABLE
 
-_TRIES = 4
-"""Each one decodes the whole body, and a client can put any number of them into a string."""
+_MAX_CANDIDATES = 1_000
+"""Members of one name and value, nested ones included, among which the top-level one is searched."""
 _LARGE_BYTES = 1 << 20
-"""In a larger body no member is searched for: to decode it twice would hold the event loop for too long."""
+"""`with_members` does not search a larger body: decoding it would hold the event loop for too long."""
 _BLANK = b" \t\r\n"
-_decode_fields = msgspec.json.Decoder(dict[str, Raw]).decode
 
 
-def with_members(body: bytes, there: Mapping[str, Raw | None], members: Mapping[str, bytes]) -> bytes:
-    """`body` with each of `members` (name to JSON text) set; every other byte stays.
+class Member:
+    """A member of a JSON object, by its name, which needs no escaping."""
 
-    `body` is a JSON object and not empty, `there` has the values of those `members` that are in it (None as a
-    value says that one is not). A member that is there gets its value replaced. One that is not, or whose
-    place is not found, is appended: of members with one name the last one counts, for Python's json (so for
-    vLLM) and for msgspec alike. Names need no escaping.
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._key = b'"%b"' % name.encode()
+        only: Any = msgspec.defstruct("Only", [("value", Raw)], rename={"value": name})
+        self._decode = msgspec.json.Decoder(only).decode
+
+    def place(self, body: bytes, value: bytes) -> slice | None:
+        """Where `value`, the member's value, is in the object `body`; None if that cannot be decided.
+
+        Of several members with this name it is the last one, as for Python's json and msgspec. Costs one
+        decoding of the body.
+        """
+        pattern = re.escape(self._key) + rb"\s*:\s*(" + re.escape(value) + rb")"
+        found = list(islice(re.finditer(pattern, body), _MAX_CANDIDATES + 1))
+        if len(found) > _MAX_CANDIDATES:
+            return None
+        # Nested objects may have equal members. A number replaces each value, and the number that is read
+        # back belongs to the member at the top.
+        parts: list[bytes | memoryview] = []
+        view, at = memoryview(body), 0
+        for number, match in enumerate(found):
+            parts += (view[at : match.start(1)], b"%d" % number)
+            at = match.end(1)
+        try:
+            read = bytes(self._decode(b"".join([*parts, view[at:]])).value)
+        except UNREADABLE:
+            return None
+        if not read.isdigit() or int(read) >= len(found):  # the member's name is written with escapes
+            return None
+        return slice(*found[int(read)].span(1))
+
+
+def with_value(body: bytes, place: slice, value: bytes) -> bytes:
+    """`body` with other bytes at `place`. Copies the body once."""
+    view = memoryview(body)
+    return b"".join([view[: place.start], value, view[place.stop :]])
+
+
+def with_members(body: bytes, there: Mapping[Member, Raw | None], members: Mapping[Member, bytes]) -> bytes:
+    """`body` with each of `members` (to JSON text) set; every other byte stays.
+
+    `body` is a JSON object and not empty; `there` has the present values of `members`, None for an absent
+    one. A present member gets its value replaced. An absent one, or one whose place is not found, is
+    appended: of members with one name the last one counts, for Python's json (and so for vLLM) and msgspec.
     """
     added = []
-    for name, value in members.items():
-        old = there.get(name)
-        replaced = None
-        if old is not None and len(body) <= _LARGE_BYTES:
-            replaced = replaced_member(body, name, old, value)
-        if replaced is None:
-            added.append(b'"%b":%b' % (name.encode(), value))
+    for member, value in members.items():
+        old = there.get(member)
+        place = member.place(body, bytes(old)) if old is not None and len(body) <= _LARGE_BYTES else None
+        if place is None:
+            added.append(b'"%b":%b' % (member.name.encode(), value))
         else:
-            body = replaced
+            body = with_value(body, place, value)
     if not added:
         return body
     end = len(body.rstrip(_BLANK)) - 1
     view = memoryview(body)
     return b"".join([view[:end], b",", b",".join(added), view[end:]])
-
-
-def replaced_member(body: bytes, name: str, old: Raw, new: bytes) -> bytes | None:
-    """`body` with the value of its member `name`, which is `old`, replaced; None where its place is not
-    found.
-
-    The same bytes may also stand inside a string or a nested object: the change that is right changes
-    exactly this member.
-    """
-    wanted: dict[str, bytes] | None = None
-    pattern = re.escape(b'"%b"' % name.encode()) + rb"\s*:\s*(" + re.escape(bytes(old)) + rb")"
-    for found in islice(re.finditer(pattern, body), _TRIES):
-        changed = body[: found.start(1)] + new + body[found.end(1) :]
-        try:
-            if wanted is None:
-                wanted = _values(body)
-                wanted[name] = new
-            if _values(changed) == wanted:
-                return changed
-        except UNREADABLE:
-            continue
-    return None
-
-
-def _values(body: bytes) -> dict[str, bytes]:
-    return {name: bytes(raw) for name, raw in _decode_fields(body).items()}
