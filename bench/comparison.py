@@ -21,7 +21,7 @@ import httpx
 from gateway_machine import busy_s, cpu_sample, process_tree, spent
 from gateway_routers import Command, Launch, kvroute, sglang_router, vllm_router
 from kvroute.clock import SystemClock
-from kvroute.deploy.ports import free_ports
+from kvroute.deploy.prepare import free_ports
 from kvroute.deploy.processes import ChildProcess, ChildSpec
 
 PEERS_FOLDER = Path(__file__).parent / ".venv-peers"

@@ -31,11 +31,11 @@ from typing import Any
 
 from kvroute.clock import SystemClock
 from kvroute.deploy.engine_install import DEFAULT_PATH, EngineVenv, separate_environment
-from kvroute.deploy.ports import free_ports
-from kvroute.events.controller import Controller
-from kvroute.events.controller_options import ControllerOptions
-from kvroute.events.controller_sockets import ControllerSockets
+from kvroute.deploy.prepare import free_ports
 from kvroute.index.chunk_index import ChunkIndex
+from kvroute.lmcache.controller import Controller
+from kvroute.lmcache.controller_sockets import ControllerSockets
+from kvroute.lmcache.options import ControllerOptions
 
 MIXES = (
     "admit:100",

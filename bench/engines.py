@@ -46,7 +46,7 @@ from gateway_machine import describe
 from gateway_routers import install_peers
 from kvroute.clock import SystemClock
 from kvroute.deploy.engine_install import DEFAULT_PATH, EngineVenv, separate_environment
-from kvroute.deploy.ports import free_ports
+from kvroute.deploy.prepare import free_ports
 from kvroute.deploy.processes import ChildProcess, ChildSpec
 from kvroute.deploy.tiny_model import TINY_MODELS, write_tiny_model
 from kvroute.deploy.vllm_command import (

@@ -20,16 +20,16 @@ from typing import Any
 
 import uvloop
 
+import kvroute.sim.app as sim_text
 import kvroute.sim.chat
-import kvroute.sim.text
 from kvroute.openai.endpoints import ENDPOINTS
 from kvroute.openai.request import parse_request
+from kvroute.sim.app import run_sim
 from kvroute.sim.http import ApiError
 from kvroute.sim.options import SimOptions
-from kvroute.sim.running import run_sim
 from kvroute.tokens.local import LocalTokenizer
 from kvroute.tokens.model import load_model
-from kvroute.tokens.reason import Inexact
+from kvroute.tokens.options import Inexact
 from kvroute.tokens.segments import SegmentCache
 
 
@@ -84,8 +84,8 @@ def main() -> None:
     # The simulator has no seam for a tokenizer: nothing else needs one.
     for module, name, replacement in (
         (kvroute.sim.chat, "chat_tokens", tokens.chat),
-        (kvroute.sim.text, "chat_tokens", tokens.chat),
-        (kvroute.sim.text, "encode", tokens.text),
+        (sim_text, "chat_tokens", tokens.chat),
+        (sim_text, "encode", tokens.text),
     ):
         setattr(module, name, replacement)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

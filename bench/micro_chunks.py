@@ -19,12 +19,12 @@ import time
 from collections.abc import Callable
 
 from kvroute.blocks.chunks import ChunkScheme, ChunkSpace, PromptChunks, chunk_keys, chunk_names
-from kvroute.blocks.tokens import Tier
+from kvroute.blocks.keys import Tier
 from kvroute.clock import SystemClock
-from kvroute.events.coordinator import Coordinator
-from kvroute.events.lmcache_options import LMCacheOptions
 from kvroute.index.chunk_index import ChunkHolder, ChunkIndex
-from kvroute.wire.lmcache_mp import Registration, decode_events
+from kvroute.lmcache.coordinator import Coordinator
+from kvroute.lmcache.options import LMCacheOptions
+from kvroute.wire.lmcache_server import Registration, decode_events
 
 LENGTHS = {"8K": 8192, "64K": 65536}
 SLOTS = (8, 64)

@@ -26,15 +26,21 @@ from collections.abc import Callable
 
 import pygtrie
 
-from kvroute.blocks.key_memory import KeyMemory
-from kvroute.blocks.keys import BlockKey
-from kvroute.blocks.tokens import Tier, token_keys
+from kvroute.blocks.keys import BlockKey, Tier, token_keys
+from kvroute.blocks.known_prompts import KeyMemory
 from kvroute.events.ledger import Ledger
 from kvroute.index import snapshot as snapshots
 from kvroute.index.prefix_index import Holder, PrefixIndex
-from kvroute.wire.events import BlockRemoved, BlockStored, EventBatch, ExternalBlockHash, KvEvent
-from kvroute.wire.splitting import split_batch
-from kvroute.wire.vllm import DIALECTS, decode_batch
+from kvroute.wire.batch_split import split_batch
+from kvroute.wire.vllm import (
+    DIALECTS,
+    BlockRemoved,
+    BlockStored,
+    EventBatch,
+    ExternalBlockHash,
+    KvEvent,
+    decode_batch,
+)
 
 LENGTHS = {"8K": 8192, "64K": 65536}
 WORKERS = (8, 64)

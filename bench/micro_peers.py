@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from gateway_routers import install_package, package_version
-from kvroute.blocks.tokens import KEY_TOKENS, Tier, token_keys
+from kvroute.blocks.keys import KEY_TOKENS, Tier, token_keys
 from kvroute.index.prefix_index import Holder, PrefixIndex
 
 HERE = Path(__file__).parent

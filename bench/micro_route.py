@@ -16,9 +16,9 @@ import time
 
 from kvroute.blocks.keys import PromptKeys, block_keys
 from kvroute.fleet.worker import FleetView, HealthState, Worker, WorkerFacts, WorkerId, WorkerSpec
-from kvroute.routing.decision import RouteQuery
-from kvroute.routing.options import RoutingOptions
+from kvroute.routing.registry import RoutingOptions
 from kvroute.routing.router import Router
+from kvroute.routing.strategy import RouteQuery
 
 PROMPTS = {"short": 8, "8K": 512, "64K": 4096}
 FLEETS = (2, 8, 64)

@@ -32,8 +32,8 @@ from statistics import fmean, median
 from urllib.parse import urlsplit
 
 import processes_virtual
+from kvroute.sim.app import RunningSim, run_sim
 from kvroute.sim.options import SimOptions
-from kvroute.sim.running import RunningSim, run_sim
 
 WORKERS = 4
 CAPACITY_TOKENS = 150_000

@@ -17,11 +17,11 @@ from kvroute.fleet.fleet import Fleet as Workers
 from kvroute.fleet.worker import WorkerFacts, WorkerId, WorkerSpec
 from kvroute.replicas.decisions import OthersDecisions, OwnDecisions
 from kvroute.replicas.messages import Finished, FirstToken, Frames, Message, Sent, frame
-from kvroute.routing.decision import RouteQuery
-from kvroute.routing.options import RoutingOptions
+from kvroute.routing.registry import RoutingOptions
 from kvroute.routing.router import Dispatch, Router
+from kvroute.routing.strategy import RouteQuery
 from kvroute.sim.fleet import Fleet, FleetRequest, make_engines
-from kvroute.wire.events import KvEvent
+from kvroute.wire.vllm import KvEvent
 
 MODEL = "m"
 BLOCK = 16

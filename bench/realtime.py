@@ -50,7 +50,7 @@ from comparison import (
 from gateway_machine import describe
 from gateway_routers import install_peers
 from kvroute.clock import SystemClock
-from kvroute.deploy.ports import free_ports
+from kvroute.deploy.prepare import free_ports
 from kvroute.deploy.processes import ChildProcess, ChildSpec
 from routing_workloads import BLOCK, TRACE
 

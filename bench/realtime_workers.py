@@ -14,8 +14,8 @@ from contextlib import AsyncExitStack
 
 import uvloop
 
+from kvroute.sim.app import run_sim
 from kvroute.sim.options import SimOptions
-from kvroute.sim.running import run_sim
 
 
 async def serve(model: str, ports: list[int]) -> None:

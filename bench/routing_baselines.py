@@ -18,7 +18,7 @@ from kvroute.routing.cost import TierLoad
 from kvroute.sim.fleet import FleetRequest
 from kvroute.sim.tier_memory import TierChange
 from kvroute.sim.tiers import TieredEngine, TierOptions
-from kvroute.wire.events import BlockRemoved, BlockStored, KvEvent
+from kvroute.wire.vllm import BlockRemoved, BlockStored, KvEvent
 
 BLOCK = 512
 

@@ -18,23 +18,31 @@ from msgspec.structs import replace
 from xxhash import xxh3_64_intdigest
 
 from kvroute.blocks.chunks import ChunkKey, ChunkScheme, ChunkSpace, PromptChunks
-from kvroute.blocks.keys import BlockKey, PromptKeys
-from kvroute.blocks.tokens import KEY_TOKENS, Tier, adapter_space, token_keys
+from kvroute.blocks.keys import KEY_TOKENS, BlockKey, PromptKeys, Tier, adapter_space, token_keys
 from kvroute.events.ledger import Ledger
-from kvroute.events.lmcache_options import PrefetchOptions
 from kvroute.fleet.worker import FleetView, HealthState, Worker, WorkerFacts, WorkerId, WorkerSpec
 from kvroute.gateway.caches import held_tokens
 from kvroute.index.chunk_index import ChunkHolder, ChunkIndex
 from kvroute.index.prefix_index import PrefixIndex
-from kvroute.routing.caches import CacheMap, CachePlace, ExactPrompt, NoMap, Standing, Tokens
-from kvroute.routing.decision import Candidate, RouteDecision, RouteQuery
-from kvroute.routing.options import RoutingOptions
-from kvroute.routing.prefetch import prefetch_of
+from kvroute.lmcache.options import PrefetchOptions
+from kvroute.routing.registry import RoutingOptions
 from kvroute.routing.router import Dispatch, Router
+from kvroute.routing.strategy import (
+    CacheMap,
+    CachePlace,
+    Candidate,
+    ExactPrompt,
+    NoMap,
+    RouteDecision,
+    RouteQuery,
+    Standing,
+    Tokens,
+    prefetch_of,
+)
 from kvroute.sim.fleet import FleetRequest
 from kvroute.sim.tier_memory import TierChange
 from kvroute.sim.tiers import TieredEngine, TierOptions
-from kvroute.wire.events import BlockRemoved, BlockStored, EventBatch, KvEvent
+from kvroute.wire.vllm import BlockRemoved, BlockStored, EventBatch, KvEvent
 from routing_baselines import BLOCK, Policy
 
 TRUE_COSTS = {"token_us": 40.0, "context_token_ns": 0.75, "iteration_ms": 10.0}

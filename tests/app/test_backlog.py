@@ -5,10 +5,9 @@ import socket
 
 import pytest
 
-from kvroute.app.backlog import Backlog
 from kvroute.app.config import Config
 from kvroute.app.runtime import Runtime
-from kvroute.app.server import GatewayServer, uvicorn_config
+from kvroute.app.server import Backlog, GatewayServer, uvicorn_config
 
 CLIENTS = 100
 ROUNDS = 20  # thirteen to accept a hundred, and some in which their protocols are told

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from kvroute.app.config import Config, Loaded, load
+from kvroute.app.config_loading import Setting
 from kvroute.app.config_paths import dotted, is_secret, options_of, shape_at, split, walk
-from kvroute.app.config_sources import Setting
 from kvroute.errors import InvalidConfig
 
 

@@ -2,8 +2,7 @@ from __future__ import annotations
 
 import yaml
 
-from kvroute.app.config import Config, load, masked
-from kvroute.app.config_dump import flow, resolved_yaml
+from kvroute.app.config import Config, flow, load, masked, resolved_yaml
 
 SECRETS = ["server.api_keys=hidden1,hidden2", "admin.api_key=hidden3"]
 

@@ -10,19 +10,19 @@ from typing import Any
 import httpx
 import pytest
 
+from kvroute.app.cache_tracker import Following
 from kvroute.app.config import Config
-from kvroute.app.following import Following
 from kvroute.blocks.chunks import PromptChunks
-from kvroute.blocks.tokens import Tier
+from kvroute.blocks.keys import Tier
 from kvroute.clock import SystemClock
 from kvroute.errors import ConfigError
 from kvroute.events.repair import KnownPrompt
 from kvroute.fleet.fleet import Fleet
 from kvroute.fleet.worker import Worker, WorkerFacts, WorkerId, WorkerSpec
-from kvroute.gateway.isolation import AdapterIsolation
+from kvroute.gateway.preparation import AdapterIsolation
 from kvroute.metrics import Metrics
 from kvroute.openai.isolation import key_space
-from kvroute.routing.caches import ExactPrompt
+from kvroute.routing.strategy import ExactPrompt
 
 
 def following(rates: list[Any] | None = None, **sections: Any) -> Following:

@@ -11,8 +11,8 @@ import yaml
 from pydantic import BaseModel
 
 from kvroute.app.config import Config
-from kvroute.events.lmcache_instances import Doubt
-from kvroute.events.trust import Reason
+from kvroute.index.trust import Reason
+from kvroute.lmcache.membership import Doubt
 
 ROOT = Path(__file__).parents[2]
 GUIDE = (ROOT / "docs" / "kvaware.md").read_text(encoding="utf-8")

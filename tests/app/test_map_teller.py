@@ -6,17 +6,18 @@ from array import array
 
 import pytest
 
-from kvroute.app.map_teller import MapTeller
+from kvroute.app.replica import MapTeller
 from kvroute.blocks.chunks import ChunkScheme
-from kvroute.blocks.tokens import Tier
+from kvroute.blocks.keys import Tier
 from kvroute.clock import SystemClock
-from kvroute.events.l2_redis import L2Target
 from kvroute.events.options import KvEventsOptions
 from kvroute.fleet.fleet import Fleet
 from kvroute.fleet.worker import WorkerId, WorkerSpec
 from kvroute.index.chunk_index import ChunkHolder
-from kvroute.replicas.map_messages import (
+from kvroute.lmcache.l2_redis import L2Target
+from kvroute.replicas.messages import (
     Distrusted,
+    Finished,
     MapBegins,
     Place,
     Places,
@@ -24,9 +25,9 @@ from kvroute.replicas.map_messages import (
     Rate,
     Target,
     Targets,
+    packed,
 )
-from kvroute.replicas.messages import Finished, packed
-from kvroute.routing.caches import CachePlace, Standing
+from kvroute.routing.strategy import CachePlace, Standing
 
 POOL = ChunkHolder(Tier.L2, shared=True)
 

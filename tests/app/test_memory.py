@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from kvroute.app.memory import keep_freed_memory, use_huge_pages
+from kvroute.app.collectors import keep_freed_memory, use_huge_pages
 
 BODY_BYTES = 1 << 20
 
@@ -27,7 +27,7 @@ def test_large_bodies_are_made_of_kept_memory():
 
 
 MOVED = """
-from kvroute.app.memory import keep_freed_memory, use_huge_pages
+from kvroute.app.collectors import keep_freed_memory, use_huge_pages
 
 def in_huge_pages():
     with open("/proc/self/smaps_rollup") as areas:

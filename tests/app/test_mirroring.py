@@ -2,28 +2,19 @@ from __future__ import annotations
 
 import pytest
 
+from kvroute.app.cache_tracker_mirror import ALONE, MirroredCaches, Mirroring
 from kvroute.app.config import Config
-from kvroute.app.mirroring import ALONE, MirroredCaches, Mirroring
 from kvroute.blocks.chunks import PromptChunks
-from kvroute.blocks.keys import block_keys
-from kvroute.blocks.tokens import KEY_TOKENS, Tier
+from kvroute.blocks.keys import KEY_TOKENS, Tier, block_keys
 from kvroute.clock import SystemClock
 from kvroute.fleet.fleet import Fleet
 from kvroute.fleet.worker import Worker, WorkerId, WorkerSpec
-from kvroute.gateway.isolation import AdapterIsolation
+from kvroute.gateway.preparation import AdapterIsolation
 from kvroute.index.prefix_index import Holder
 from kvroute.metrics import Metrics
-from kvroute.replicas.map_messages import (
-    MapBegins,
-    Place,
-    Places,
-    Rate,
-)
 from kvroute.replicas.maps import Mirror, ToldPrefixIndex
-from kvroute.replicas.messages import (
-    Finished,
-)
-from kvroute.routing.caches import ExactPrompt, Standing, Tokens
+from kvroute.replicas.messages import Finished, MapBegins, Place, Places, Rate
+from kvroute.routing.strategy import ExactPrompt, Standing, Tokens
 
 WORKER = Worker(WorkerSpec(WorkerId("w"), "http://w"))
 KEYS = list(block_keys(b"x" * 256))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvroute.app.token_sources import TokenSources
+from kvroute.app.tokenizing import TokenSources
 from kvroute.clock import SystemClock
 from kvroute.fleet.fleet import Fleet, FleetChange
 from kvroute.fleet.worker import WorkerFacts, WorkerId, WorkerSpec

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from kvroute.app.upkeep import Upkeep
+from kvroute.app.background_tasks import Upkeep
 
 
 class Clock:

@@ -21,9 +21,9 @@ from comparison import (
     verdicts,
 )
 from gateway_routers import Launch
-from kvroute.sim.faults import Fault
+from kvroute.sim.app import run_sim
 from kvroute.sim.options import SimOptions
-from kvroute.sim.running import run_sim
+from kvroute.sim.publisher import Fault
 
 ONE = Figures(
     requests=10, failed=0, mean=1.0, p50=1.0, p90=2.0, p99=3.0, hit=0.5, cached_tokens=50, prompt_tokens=100

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from kvroute.sim.tokenizer import encode
+from kvroute.sim.prompts import encode
 from realtime import BLOCK, plan, prompt_text, trace_rows
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from kvroute.blocks.key_memory import PIECE_TOKENS, KeyMemory
-from kvroute.blocks.tokens import token_keys
+from kvroute.blocks.keys import token_keys
+from kvroute.blocks.known_prompts import PIECE_TOKENS, KeyMemory
 
 
 def run(steps: Generator[None, None, Any]) -> tuple[list[int], int]:

@@ -10,11 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import kvroute.blocks.prompt_ids as module
+import kvroute.blocks.known_prompts as module
 from kvroute.blocks.chunks import ChunkScheme, PromptChunks, chunk_keys
-from kvroute.blocks.key_memory import KeyMemory
-from kvroute.blocks.prompt_ids import SHARED_TOKENS, KnownIds, PromptIds, id_array
-from kvroute.blocks.tokens import token_keys
+from kvroute.blocks.keys import token_keys
+from kvroute.blocks.known_prompts import SHARED_TOKENS, KeyMemory, KnownIds, PromptIds, id_array
 
 lengths = st.one_of(st.integers(0, 40), st.sampled_from([SHARED_TOKENS - 1, SHARED_TOKENS, 9000]))
 turns = st.lists(st.tuples(st.integers(0, 9), lengths, lengths, st.sampled_from([7, 8])), max_size=8)

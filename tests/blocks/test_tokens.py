@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvroute.blocks.keys import CacheSpace
-from kvroute.blocks.tokens import KEY_TOKENS, adapter_space, mixed_seed, prompt_keys, token_keys
+from kvroute.blocks.keys import KEY_TOKENS, CacheSpace, adapter_space, mixed_seed, prompt_keys, token_keys
 
 IDS = st.lists(st.integers(0, 2**32 - 1), max_size=100)
 

@@ -8,7 +8,7 @@ import pytest
 
 from kvroute.app.config import Config, load
 from kvroute.app.config_paths import shape_at, split
-from kvroute.cli.vllm_router_flags import CONTROLLER, FLAGS, LOG_LEVELS, Given, dynamic_flags, translate
+from kvroute.cli.vllm_router import CONTROLLER, FLAGS, LOG_LEVELS, Given, dynamic_flags, translate
 from kvroute.errors import ConfigError
 
 DOCS = Path(__file__).parents[2] / "docs" / "migration.md"

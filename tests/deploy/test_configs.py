@@ -12,11 +12,11 @@ import pytest
 
 from kvroute.app.config import load
 from kvroute.deploy.endpoint import EndpointHost, plan_endpoint_here, simulated
-from kvroute.deploy.local_reach import local_findings
+from kvroute.deploy.plan import local_findings
 from kvroute.deploy.render.config import config_text
 from kvroute.deploy.render.plan import plan_endpoint
-from kvroute.deploy.spec.fields import Verdict, dotted
 from kvroute.deploy.spec.loading import Finding, Reading, read_spec
+from kvroute.deploy.spec.source import Verdict, dotted
 from kvroute.routing.registry import STRATEGIES
 
 CONFIGS = Path(__file__).parents[2] / "configs"

@@ -19,9 +19,9 @@ import httpx
 import pytest
 from click.testing import CliRunner
 
-from kvroute.cli.logs import logs
-from kvroute.cli.up import up as up_command
-from kvroute.deploy.ports import free_ports
+from kvroute.cli.deployments import logs
+from kvroute.cli.deployments import up as up_command
+from kvroute.deploy.prepare import free_ports
 from kvroute.deploy.state import StateFolder, supervisor
 
 ROOT = Path(__file__).parents[2]

@@ -8,8 +8,8 @@ import pytest
 from rich.console import Console
 
 from kvroute.clock import SystemClock
-from kvroute.deploy import following as following_module
-from kvroute.deploy.following import GrowingFile, Screen, following, last_lines
+from kvroute.deploy import up as following_module
+from kvroute.deploy.up import GrowingFile, Screen, following, last_lines
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from kvroute.clock import Clock, SystemClock
 from kvroute.deploy import keeper as keeper_module
 from kvroute.deploy.keeper import Keeper, Phase
 from kvroute.deploy.plan import PlannedProcess
-from kvroute.deploy.ports import free_ports
+from kvroute.deploy.prepare import free_ports
 from kvroute.deploy.processes import ChildSpec, ProcessFailed
 
 ServerArgv = Callable[..., tuple[str, ...]]

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
-from kvroute.deploy.model_shape import token_bytes, with_model_at_hand
-from kvroute.deploy.render.plan import plan_endpoint
+from kvroute.deploy.render.plan import plan_endpoint, token_bytes, with_model_at_hand
 from kvroute.deploy.spec.loading import read_spec
 from kvroute.deploy.tiny_model import TINY_MODELS, write_tiny_model
 

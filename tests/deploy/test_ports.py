@@ -4,8 +4,8 @@ import socket
 
 import pytest
 
-from kvroute.deploy import ports as ports_module
-from kvroute.deploy.ports import FreePorts, free_ports, require_free_port
+from kvroute.deploy import prepare as ports_module
+from kvroute.deploy.prepare import FreePorts, free_ports, require_free_port
 from kvroute.errors import ConfigError
 
 

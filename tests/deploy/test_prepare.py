@@ -17,8 +17,7 @@ from kvroute.deploy import prepare as prepare_module
 from kvroute.deploy.endpoint import simulated
 from kvroute.deploy.engine_install import EngineVenv
 from kvroute.deploy.plan import Engine, UpSpec
-from kvroute.deploy.ports import free_ports
-from kvroute.deploy.prepare import EndpointUp, prepare, prepare_endpoint
+from kvroute.deploy.prepare import EndpointUp, free_ports, prepare, prepare_endpoint
 from kvroute.deploy.render.plan import EndpointPlan, plan_endpoint
 from kvroute.deploy.spec.loading import read_spec
 from kvroute.errors import ConfigError

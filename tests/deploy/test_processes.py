@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvroute.clock import SystemClock
-from kvroute.deploy.ports import free_ports
+from kvroute.deploy.prepare import free_ports
 from kvroute.deploy.processes import ChildProcess, ChildSpec, ProcessFailed, describe_exit
 
 MakeChild = Callable[..., ChildProcess]

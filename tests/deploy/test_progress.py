@@ -8,11 +8,10 @@ import pytest
 from rich.console import Console
 
 from kvroute.clock import SystemClock
-from kvroute.deploy import progress
-from kvroute.deploy.keeper import Keeper, Phase, Status
+from kvroute.deploy import keeper as progress
+from kvroute.deploy.keeper import Keeper, Phase, Status, showing
 from kvroute.deploy.plan import PlannedProcess
 from kvroute.deploy.processes import ChildSpec
-from kvroute.deploy.progress import showing
 
 
 class Ticks(SystemClock):

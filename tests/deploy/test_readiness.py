@@ -6,9 +6,9 @@ from collections.abc import AsyncIterator, Callable
 import httpx
 import pytest
 
-from kvroute.deploy import readiness
-from kvroute.deploy.ports import free_ports
-from kvroute.deploy.readiness import is_ready
+from kvroute.deploy import processes as readiness
+from kvroute.deploy.prepare import free_ports
+from kvroute.deploy.processes import is_ready
 
 
 @pytest.fixture

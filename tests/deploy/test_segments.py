@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvroute.deploy.segments import sweep
+from kvroute.deploy.keeper import sweep
 
 
 @pytest.fixture

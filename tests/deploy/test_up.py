@@ -17,7 +17,7 @@ from rich.console import Console
 from kvroute.clock import SystemClock
 from kvroute.deploy.keeper import Keeper, Phase
 from kvroute.deploy.plan import Plan, PlannedProcess
-from kvroute.deploy.ports import free_ports, require_free_port
+from kvroute.deploy.prepare import free_ports, require_free_port
 from kvroute.deploy.processes import ChildSpec, ProcessFailed
 from kvroute.deploy.state import StateFolder
 from kvroute.deploy.up import run_plan, run_up, welcome

@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from kvroute.deploy.ports import free_ports, require_free_port
+from kvroute.deploy.prepare import free_ports, require_free_port
 
 
 @pytest.fixture

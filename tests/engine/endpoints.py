@@ -20,7 +20,7 @@ import httpx
 import yaml
 
 from kvroute.clock import SystemClock
-from kvroute.deploy.ports import free_ports
+from kvroute.deploy.prepare import free_ports
 from kvroute.deploy.processes import ChildProcess, ChildSpec
 from kvroute.deploy.state import StateFolder
 from kvroute.deploy.tiny_model import write_tiny_model

@@ -17,12 +17,12 @@ import pytest
 from kvroute.blocks.chunks import PromptChunks, chunk_keys
 from kvroute.clock import SystemClock
 from kvroute.deploy.engine_install import EngineVenv, separate_environment
-from kvroute.deploy.ports import free_ports
-from kvroute.events.controller import Controller
-from kvroute.events.controller_options import ControllerOptions
-from kvroute.events.controller_sockets import ControllerSockets
-from kvroute.events.trust import Trust
+from kvroute.deploy.prepare import free_ports
 from kvroute.index.chunk_index import ChunkIndex
+from kvroute.index.trust import Trust
+from kvroute.lmcache.controller import Controller
+from kvroute.lmcache.controller_sockets import ControllerSockets
+from kvroute.lmcache.options import ControllerOptions
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 

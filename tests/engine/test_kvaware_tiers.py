@@ -24,7 +24,7 @@ from tests.engine.endpoints import (
 )
 
 from kvroute.routing.transfers import TransferOptions
-from kvroute.wire.lmcache_metrics import read_load_rates
+from kvroute.wire.lmcache_server import read_load_rates
 
 pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(1200)]
 

@@ -22,19 +22,18 @@ import redis.asyncio
 from kvroute.blocks.chunks import ChunkScheme, PromptChunks, chunk_names
 from kvroute.clock import SystemClock
 from kvroute.deploy.engine_install import EngineVenv, separate_environment
-from kvroute.deploy.ports import free_ports
+from kvroute.deploy.prepare import free_ports
 from kvroute.deploy.processes import ChildProcess, ChildSpec
 from kvroute.deploy.vllm_command import CpuPlacement, VllmSpec, vllm_argv, vllm_environment
-from kvroute.events.coordinator import Coordinator
-from kvroute.events.coordinator_http import CoordinatorApp, CoordinatorServer
-from kvroute.events.l2_redis import RedisL2, object_name, targets_of
-from kvroute.events.lmcache_chunks import SINGLE_RANK
-from kvroute.events.lmcache_instances import Doubt, Instance
-from kvroute.events.lmcache_joins import ServedWorker
-from kvroute.events.lmcache_options import LMCacheOptions
-from kvroute.events.lmcache_status import StatusWatch
-from kvroute.events.trust import Trust
 from kvroute.index.chunk_index import ChunkIndex
+from kvroute.index.trust import Trust
+from kvroute.lmcache.coordinator import Coordinator
+from kvroute.lmcache.coordinator_http import CoordinatorApp, CoordinatorServer
+from kvroute.lmcache.l2_redis import RedisL2, object_name, targets_of
+from kvroute.lmcache.membership import Doubt, Instance, ServedWorker
+from kvroute.lmcache.options import LMCacheOptions
+from kvroute.lmcache.polling import StatusWatch
+from kvroute.lmcache.stored_chunks import SINGLE_RANK
 
 pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(900)]
 

@@ -18,7 +18,7 @@ import pytest_asyncio
 
 from kvroute.clock import SystemClock
 from kvroute.deploy.engine_install import EngineVenv, separate_environment
-from kvroute.deploy.ports import free_ports
+from kvroute.deploy.prepare import free_ports
 from kvroute.deploy.processes import ChildProcess, ChildSpec
 
 pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(600)]

@@ -14,11 +14,10 @@ import pytest
 
 from kvroute.openai.endpoints import ENDPOINTS
 from kvroute.openai.request import InferenceRequest, parse_request
-from kvroute.tokens.exact import ExactPrompts, ExactTokens, Mode
+from kvroute.tokens.exact import ExactPrompts, ExactTokens, Mode, TokenThreads
 from kvroute.tokens.local import LocalTokenizer
 from kvroute.tokens.model import load_model
 from kvroute.tokens.segments import SegmentCache
-from kvroute.tokens.threads import TokenThreads
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600), pytest.mark.asyncio(loop_scope="session")]
 

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from kvroute.blocks.tokens import KEY_TOKENS, Tier, adapter_space, token_keys
+from kvroute.blocks.keys import KEY_TOKENS, Tier, adapter_space, token_keys
 from kvroute.clock import SystemClock
 from kvroute.events.ledger import Ledger
 from kvroute.sim.cache import Chain, PagedCache
 from kvroute.sim.options import SimOptions
 from kvroute.sim.publisher import EventPublisher
-from kvroute.wire.framing import EventMessage, pack_live
-from kvroute.wire.framing import unpack_live as unpack
+from kvroute.wire.zmq import EventMessage, pack_live
+from kvroute.wire.zmq import unpack_live as unpack
 
 CAPTURES = Path(__file__).parent.parent / "data" / "captures"
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from kvroute.events.arrivals import OFTEN, PAUSE_S, Arrivals
-from kvroute.events.turns import Turns
+from kvroute.events.poller import OFTEN, PAUSE_S, Arrivals
+from kvroute.loop_slices import Turns
 
 Until = Callable[[Callable[[], bool]], Any]
 

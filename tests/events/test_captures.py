@@ -9,13 +9,20 @@ from typing import Any
 import pytest
 from xxhash import xxh3_64_intdigest
 
-from kvroute.blocks.tokens import Tier, adapter_space, prompt_keys, token_keys
+from kvroute.blocks.keys import Tier, adapter_space, prompt_keys, token_keys
 from kvroute.events.ledger import Ledger
 from kvroute.events.sequence import Sequence, Verdict
 from kvroute.index.prefix_index import PrefixIndex, TierMatch
-from kvroute.wire.events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, Medium, medium_of
-from kvroute.wire.framing import EventMessage
-from kvroute.wire.vllm import decode_batch
+from kvroute.wire.vllm import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    EventBatch,
+    Medium,
+    decode_batch,
+    medium_of,
+)
+from kvroute.wire.zmq import EventMessage
 
 Messages = Callable[[str], list[tuple[float, str, EventMessage]]]
 Requests = Callable[[str], list[dict[str, Any]]]

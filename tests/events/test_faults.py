@@ -10,18 +10,18 @@ from typing import Any
 import pytest
 import zmq.asyncio
 
-from kvroute.blocks.tokens import Tier
+from kvroute.blocks.keys import Tier
 from kvroute.clock import SystemClock
-from kvroute.events.arrivals import Arrivals
-from kvroute.events.connected import ConnectedInbox
 from kvroute.events.ledger import Ledger
 from kvroute.events.options import KvEventsOptions
+from kvroute.events.poller import Arrivals
 from kvroute.events.subscriber import KvEventSubscriber
-from kvroute.events.trust import Reason, Trust
-from kvroute.events.turns import Turns
+from kvroute.events.zmtp_inbox import ConnectedInbox
 from kvroute.index.prefix_index import PrefixIndex
-from kvroute.wire.framing import EventMessage, pack_live
+from kvroute.index.trust import Reason, Trust
+from kvroute.loop_slices import Turns
 from kvroute.wire.vllm import DIALECTS
+from kvroute.wire.zmq import EventMessage, pack_live
 
 QUICK = KvEventsOptions(idle_check_s=0.05, replay_timeout_s=0.5, replay_attempts=1, retry_s=0.05)
 

@@ -11,17 +11,17 @@ import httpx
 import pytest
 import zmq
 
-from kvroute.blocks.tokens import Tier, adapter_space, prompt_keys
+from kvroute.blocks.keys import Tier, adapter_space, prompt_keys
 from kvroute.clock import SystemClock
 from kvroute.errors import ConfigError
 from kvroute.events.ingest import EventIngest
 from kvroute.events.options import KvEventsOptions
 from kvroute.events.sources import KvEventSource, configured_sources, parse_sources
-from kvroute.events.trust import Reason, Trust
 from kvroute.fleet.fleet import Fleet
 from kvroute.fleet.worker import WorkerFacts, WorkerId, WorkerSpec
 from kvroute.index.prefix_index import PrefixIndex, TierMatch
-from kvroute.wire.events import BlockStored
+from kvroute.index.trust import Reason, Trust
+from kvroute.wire.vllm import BlockStored
 
 QUICK = KvEventsOptions(idle_check_s=0.05, replay_timeout_s=0.5, retry_s=0.02)
 A = WorkerSpec(WorkerId("a"), "http://a.example:8000")
@@ -209,8 +209,8 @@ async def test_figures_are_told_by_worker_and_rank(engine_of: Make, until: Until
 
 
 async def test_workers_that_connect_to_us_are_told_apart_by_topic(until: Until, tokens_of: Tokens) -> None:
-    from kvroute.wire.framing import EventMessage, pack_live
     from kvroute.wire.vllm import DIALECTS
+    from kvroute.wire.zmq import EventMessage, pack_live
 
     options = QUICK.model_copy(update={"bind": ("tcp://127.0.0.1:0",), "topic": "kv@{id}"})
     prompt = tokens_of(1, 32)

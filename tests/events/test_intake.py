@@ -8,10 +8,9 @@ from kvroute.clock import SystemClock
 from kvroute.events.intake import Intake
 from kvroute.events.ledger import Ledger
 from kvroute.events.options import KvEventsOptions
-from kvroute.events.turns import Turns
 from kvroute.index.prefix_index import PrefixIndex
-from kvroute.wire.events import BlockRemoved, BlockStored, KvEvent
-from kvroute.wire.vllm import DIALECTS
+from kvroute.loop_slices import Turns
+from kvroute.wire.vllm import DIALECTS, BlockRemoved, BlockStored, KvEvent
 
 
 def stored(blocks: int) -> BlockStored:

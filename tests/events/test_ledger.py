@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvroute.blocks.tokens import Tier, adapter_space, prompt_keys, token_keys
+from kvroute.blocks.keys import Tier, adapter_space, prompt_keys, token_keys
 from kvroute.events.ledger import PIECE_BLOCKS, Ledger
 from kvroute.index.prefix_index import PrefixIndex, TierMatch
 from kvroute.sim.cache import Chain, PagedCache
-from kvroute.wire.events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, KvEvent
+from kvroute.wire.vllm import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, KvEvent
 
 Run = Callable[[Ledger, Iterable[EventBatch]], None]
 IDS = list(range(1, 200))

@@ -14,15 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvroute.blocks.chunks import ChunkKey, ChunkScheme, ChunkSpace, PromptChunks, chunk_key, chunk_names
-from kvroute.blocks.tokens import Tier
-from kvroute.events.coordinator import Coordinator, Outcome
-from kvroute.events.lmcache_instances import Doubt
-from kvroute.events.lmcache_joins import ServedWorker, served_worker
-from kvroute.events.lmcache_options import LMCacheOptions
-from kvroute.events.trust import Trust
+from kvroute.blocks.keys import Tier
 from kvroute.fleet.worker import Worker, WorkerFacts, WorkerId, WorkerSpec
 from kvroute.index.chunk_index import ChunkHolder, ChunkIndex
-from kvroute.wire.lmcache_mp import CacheEvents, Registration, ServerStatus, decode_registration
+from kvroute.index.trust import Trust
+from kvroute.lmcache.coordinator import Coordinator, Outcome
+from kvroute.lmcache.membership import Doubt, ServedWorker, served_worker
+from kvroute.lmcache.options import LMCacheOptions
+from kvroute.wire.lmcache_server import CacheEvents, Registration, ServerStatus, decode_registration
 
 CAPTURES = Path(__file__).parent.parent / "data" / "captures"
 MODEL = "/models/tiny"
@@ -420,7 +419,7 @@ def test_a_map_is_whole_again_when_it_counts_as_many_objects_as_the_server(
 
 
 def _storage(count: int) -> Any:
-    from kvroute.wire.lmcache_mp import L1Status, StorageStatus
+    from kvroute.wire.lmcache_server import L1Status, StorageStatus
 
     return StorageStatus({"_default": L1Status(count + 2, 2)})
 

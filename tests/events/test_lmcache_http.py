@@ -13,13 +13,12 @@ import pytest
 from kvroute.blocks.chunks import ChunkScheme, PromptChunks, chunk_names
 from kvroute.clock import SystemClock
 from kvroute.errors import ConfigError
-from kvroute.events.coordinator import Coordinator
-from kvroute.events.coordinator_http import CoordinatorApp, CoordinatorServer
-from kvroute.events.lmcache_instances import Doubt
-from kvroute.events.lmcache_joins import ServedWorker
-from kvroute.events.lmcache_options import CoordinatorOptions, LMCacheOptions
-from kvroute.events.lmcache_status import StatusWatch
 from kvroute.index.chunk_index import ChunkIndex
+from kvroute.lmcache.coordinator import Coordinator
+from kvroute.lmcache.coordinator_http import CoordinatorApp, CoordinatorServer
+from kvroute.lmcache.membership import Doubt, ServedWorker
+from kvroute.lmcache.options import CoordinatorOptions, LMCacheOptions
+from kvroute.lmcache.polling import StatusWatch
 
 MODEL = "/models/tiny"
 CHUNK = 16

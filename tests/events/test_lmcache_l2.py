@@ -14,11 +14,11 @@ import pytest
 import redis.asyncio
 
 from kvroute.blocks.chunks import ChunkScheme, ChunkSpace, PromptChunks, chunk_keys, chunk_names
-from kvroute.blocks.tokens import Tier
+from kvroute.blocks.keys import Tier
 from kvroute.clock import SystemClock
-from kvroute.events.l2_redis import L2Answer, L2Reason, L2Target, RedisL2, object_name, targets_of
-from kvroute.events.lmcache_options import L2Options
 from kvroute.index.chunk_index import ChunkHolder, ChunkIndex
+from kvroute.lmcache.l2_redis import L2Answer, L2Reason, L2Target, RedisL2, object_name, targets_of
+from kvroute.lmcache.options import L2Options
 
 SCHEME = ChunkScheme(chunk_tokens=4)
 MODEL = "/models/tiny"
@@ -289,10 +289,10 @@ async def test_a_lookup_that_is_cancelled_leaves_the_connection_usable(
 
 
 def test_targets_are_what_joined_workers_may_read() -> None:
-    from kvroute.events.coordinator import Coordinator
-    from kvroute.events.lmcache_joins import ServedWorker
-    from kvroute.events.lmcache_options import LMCacheOptions
-    from kvroute.wire.lmcache_mp import CacheEvents, EventEntry, ObjectKey, Registration
+    from kvroute.lmcache.coordinator import Coordinator
+    from kvroute.lmcache.membership import ServedWorker
+    from kvroute.lmcache.options import LMCacheOptions
+    from kvroute.wire.lmcache_server import CacheEvents, EventEntry, ObjectKey, Registration
 
     coordinator = Coordinator(ChunkIndex(), SystemClock(), LMCacheOptions(pools={"resp": "resp"}))
     coordinator.register(Registration("10.0.0.1", 8080, "a"))

@@ -11,12 +11,12 @@ import httpx
 import pytest
 import respx
 
-from kvroute.events.coordinator import Coordinator
-from kvroute.events.lmcache_joins import ServedWorker
-from kvroute.events.lmcache_options import LMCacheOptions, PrefetchOptions
-from kvroute.events.lmcache_prefetch import Prefetcher, PrefetchOutcome
 from kvroute.index.chunk_index import ChunkIndex
-from kvroute.wire.lmcache_mp import CacheEvents, EventEntry, ObjectKey, Registration
+from kvroute.lmcache.coordinator import Coordinator
+from kvroute.lmcache.membership import ServedWorker
+from kvroute.lmcache.options import LMCacheOptions, PrefetchOptions
+from kvroute.lmcache.prefetch import Prefetcher, PrefetchOutcome
+from kvroute.wire.lmcache_server import CacheEvents, EventEntry, ObjectKey, Registration
 
 URL = "http://10.0.0.1:8080/cache/prefetches"
 TOKENS = array("I", range(20_000))

@@ -2,13 +2,13 @@ from __future__ import annotations
 
 import httpx
 
-from kvroute.blocks.tokens import Tier
+from kvroute.blocks.keys import Tier
 from kvroute.clock import SystemClock
-from kvroute.events.coordinator import Coordinator
-from kvroute.events.lmcache_options import LMCacheOptions
-from kvroute.events.lmcache_rates import RateWatch
 from kvroute.index.chunk_index import ChunkIndex
-from kvroute.wire.lmcache_mp import Registration
+from kvroute.lmcache.coordinator import Coordinator
+from kvroute.lmcache.options import LMCacheOptions
+from kvroute.lmcache.polling import RateWatch
+from kvroute.wire.lmcache_server import Registration
 
 
 def page(loads: int, gb_s: float) -> str:

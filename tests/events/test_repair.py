@@ -11,15 +11,15 @@ from typing import Any
 import httpx
 import pytest
 
-from kvroute.blocks.tokens import Tier, adapter_space, prompt_keys
+from kvroute.blocks.keys import Tier, adapter_space, prompt_keys
 from kvroute.clock import SystemClock
 from kvroute.events.ingest import EventIngest
 from kvroute.events.options import KvEventsOptions, ProbeOptions
 from kvroute.events.repair import KnownPrompt, PromptMemory
-from kvroute.events.trust import Reason, Trust
 from kvroute.fleet.fleet import Fleet
 from kvroute.fleet.worker import HealthState, Worker, WorkerId, WorkerSpec
 from kvroute.index.prefix_index import PrefixIndex
+from kvroute.index.trust import Reason, Trust
 from kvroute.openai.isolation import TAG, key_space
 
 QUICK = KvEventsOptions(

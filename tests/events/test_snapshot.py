@@ -13,19 +13,19 @@ from typing import Any
 import httpx
 import pytest
 
-from kvroute.blocks.tokens import Tier
+from kvroute.blocks.keys import Tier
 from kvroute.clock import SystemClock
 from kvroute.events import snapshot
 from kvroute.events.ingest import EventIngest
 from kvroute.events.ledger import Ledger
 from kvroute.events.options import KvEventsOptions, ProbeOptions, SnapshotOptions
 from kvroute.events.snapshot import Captured, SnapshotFile
-from kvroute.events.trust import Trust
 from kvroute.fleet.fleet import Fleet
 from kvroute.fleet.worker import Worker, WorkerFacts, WorkerId, WorkerSpec
 from kvroute.index.prefix_index import PrefixIndex
 from kvroute.index.snapshot import Blocks, Copies, Kind, Runs, decode, encode, split
-from kvroute.wire.events import BlockRemoved, BlockStored, EventBatch
+from kvroute.index.trust import Trust
+from kvroute.wire.vllm import BlockRemoved, BlockStored, EventBatch
 
 Make = Callable[..., Any]
 Until = Callable[[Callable[[], bool]], Any]

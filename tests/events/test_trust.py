@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from kvroute.events.trust import Reason, Silence, Standing, Trust, trust_for
+from kvroute.index.trust import Reason, Silence, Standing, Trust, trust_for
 
 
 def standing() -> Standing:

@@ -9,8 +9,8 @@ from typing import Any
 import uvloop
 import zmq.asyncio
 
-from kvroute.events.listener import Listener
-from kvroute.events.turns import Turns
+from kvroute.events.inbox import Listener
+from kvroute.loop_slices import Turns
 
 
 class WorkClock:

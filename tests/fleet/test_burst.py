@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvroute.fleet.burst import Backoff, BurstWindow
+from kvroute.fleet.health import Backoff, BurstWindow
 
 
 def bursts(answers: str, *, failures: int = 3, window_s: float = 10.0, pace_s: float = 0.1) -> list[int]:

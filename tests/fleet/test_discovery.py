@@ -9,10 +9,9 @@ import pytest
 
 from kvroute.clock import SystemClock
 from kvroute.errors import ConfigError
+from kvroute.fleet.discovery.base import Discoverer, Discovery, StaticDiscovery
 from kvroute.fleet.discovery.file import FileDiscovery, parse_workers_file, read_workers_file
 from kvroute.fleet.discovery.registry import DISCOVERY, sources_of
-from kvroute.fleet.discovery.source import Discoverer, Discovery
-from kvroute.fleet.discovery.static import StaticDiscovery
 from kvroute.fleet.fleet import Fleet, FleetChange
 from kvroute.fleet.options import FleetOptions
 from kvroute.fleet.worker import Worker, WorkerFacts, WorkerId, WorkerSpec

@@ -3,7 +3,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from kvroute.fleet.draining import DrainProgress, progress_of, until_drained
+from kvroute.fleet.fleet import DrainProgress, progress_of, until_drained
 from kvroute.fleet.worker import Worker, WorkerId, WorkerSpec
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvroute.fleet.facts import MetricsPage, parse_metrics, parse_models, same_cards
+from kvroute.fleet.worker import MetricsPage, parse_metrics, parse_models, same_cards
 
 PAGE = b"""\
 # HELP python_info Python platform information

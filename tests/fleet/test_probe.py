@@ -6,8 +6,8 @@ from typing import Any
 import httpx
 import pytest
 
-from kvroute.fleet.facts import MetricsPage, ModelsPage
 from kvroute.fleet.probe import ProbeFailure, Prober, probe_client
+from kvroute.fleet.worker import MetricsPage, ModelsPage
 
 MODELS = b'{"object": "list", "data": [{"id": "m"}]}'
 

@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from kvroute.fleet.wanted import ADMIN, WantedWorkers
+from kvroute.fleet.membership import ADMIN, WantedWorkers
 from kvroute.fleet.worker import WorkerId, WorkerSpec
 
 

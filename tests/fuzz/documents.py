@@ -19,7 +19,7 @@ from kvroute.errors import ConfigError, InvalidRequest
 from kvroute.openai.endpoints import ENDPOINTS
 from kvroute.openai.request import parse_request
 from kvroute.routing.registry import STRATEGIES
-from kvroute.tierd.request import BadRequest, parse_call
+from kvroute.tierd.http import BadRequest, parse_call
 
 _CONFIGS = Path(__file__).parents[2] / "configs"
 _DEADLINE_S = 5.0

@@ -21,25 +21,36 @@ from typing import Any
 import msgspec
 from tests.fuzz.lanes import Finding, Report
 
-from kvroute.blocks.tokens import Tier
+from kvroute.blocks.keys import Tier
 from kvroute.clock import SystemClock
 from kvroute.errors import WireError
-from kvroute.events.controller import Controller
-from kvroute.events.controller_options import ControllerOptions
-from kvroute.events.controller_sockets import ControllerSockets
-from kvroute.events.coordinator import Coordinator
-from kvroute.events.coordinator_http import CoordinatorApp
 from kvroute.events.intake import Intake
 from kvroute.events.ledger import Ledger
-from kvroute.events.lmcache_options import LMCacheOptions
 from kvroute.events.options import KvEventsOptions
-from kvroute.events.turns import Turns
-from kvroute.fleet.facts import parse_metrics, parse_models
+from kvroute.fleet.worker import parse_metrics, parse_models
 from kvroute.index.chunk_index import ChunkIndex
 from kvroute.index.prefix_index import PrefixIndex
-from kvroute.wire import lmcache_controller, lmcache_mp, zmtp
-from kvroute.wire.events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
-from kvroute.wire.framing import (
+from kvroute.lmcache.controller import Controller
+from kvroute.lmcache.controller_sockets import ControllerSockets
+from kvroute.lmcache.coordinator import Coordinator
+from kvroute.lmcache.coordinator_http import CoordinatorApp
+from kvroute.lmcache.options import ControllerOptions, LMCacheOptions
+from kvroute.loop_slices import Turns
+from kvroute.wire import lmcache_controller
+from kvroute.wire import lmcache_server as lmcache_mp
+from kvroute.wire import zmq as zmtp
+from kvroute.wire.batch_split import split_batch
+from kvroute.wire.lmcache_server import read_load_rates
+from kvroute.wire.vllm import (
+    DIALECTS,
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    KvEvent,
+    decode_batch,
+    decode_newest,
+)
+from kvroute.wire.zmq import (
     EventMessage,
     pack_live,
     pack_replay,
@@ -48,9 +59,6 @@ from kvroute.wire.framing import (
     unpack_replay,
     unpack_replay_request,
 )
-from kvroute.wire.lmcache_metrics import read_load_rates
-from kvroute.wire.splitting import split_batch
-from kvroute.wire.vllm import DIALECTS, decode_batch, decode_newest
 
 CAPTURES = Path(__file__).parent.parent / "data" / "captures"
 DEADLINE_S = 5.0

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from kvroute.gateway.approximate import HIGH, LOW, WINDOW, LateShare
+from kvroute.gateway.preparation import HIGH, LOW, WINDOW, LateShare
 
 
 def windows(share: LateShare, model: str, *late: int) -> list[tuple[bool, int] | None]:

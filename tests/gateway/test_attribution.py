@@ -1,9 +1,8 @@
 import pytest
 
 from kvroute.fleet.worker import Worker, WorkerId, WorkerSpec
-from kvroute.gateway.attribution import Attribution
-from kvroute.routing.caches import Held, Tokens
-from kvroute.routing.decision import Candidate, CostTerms, Reason, RouteDecision
+from kvroute.gateway.accuracy import Attribution
+from kvroute.routing.strategy import Candidate, CostTerms, Held, Reason, RouteDecision, Tokens
 
 
 def candidate(worker_id: str = "w0", matched: int = 0, held: Held | None = None) -> Candidate:

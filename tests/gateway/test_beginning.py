@@ -5,10 +5,10 @@ import asyncio
 from uvicorn.config import Config
 from uvicorn.server import ServerState
 
-from kvroute.gateway.beginning import ITS_OWN, Beginning
 from kvroute.gateway.edge import ClientBounds
 from kvroute.gateway.fastlane import FastLaneProtocol
 from kvroute.gateway.options import ServerOptions
+from kvroute.gateway.request_heads import ITS_OWN, Beginning
 from kvroute.metrics import Metrics
 
 

@@ -13,17 +13,17 @@ import msgspec
 import pytest
 
 from kvroute.blocks.chunks import PromptChunks
-from kvroute.blocks.tokens import Tier, adapter_space, prompt_keys, token_keys
+from kvroute.blocks.keys import Tier, adapter_space, prompt_keys, token_keys
 from kvroute.clock import SystemClock
-from kvroute.events.coordinator import Coordinator
-from kvroute.events.lmcache_joins import ServedWorker
-from kvroute.events.lmcache_options import LMCacheOptions
-from kvroute.events.trust import Reason
 from kvroute.gateway.caches import LiveCaches
 from kvroute.index.chunk_index import ChunkIndex
 from kvroute.index.prefix_index import Holder, PrefixIndex
-from kvroute.routing.caches import CachePlace, ExactPrompt, Standing, Tokens
-from kvroute.wire.lmcache_mp import CacheEvents, Registration
+from kvroute.index.trust import Reason
+from kvroute.lmcache.coordinator import Coordinator
+from kvroute.lmcache.membership import ServedWorker
+from kvroute.lmcache.options import LMCacheOptions
+from kvroute.routing.strategy import CachePlace, ExactPrompt, Standing, Tokens
+from kvroute.wire.lmcache_server import CacheEvents, Registration
 
 LORA = Path(__file__).parent.parent / "data" / "captures" / "lmcache-mp-lora.coordinator.jsonl"
 

@@ -10,8 +10,8 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
-from kvroute.gateway.asgi import FIELDS, IS_SIZED, departure_of
 from kvroute.gateway.complete import CompleteProtocol
+from kvroute.gateway.downstream import FIELDS, IS_SIZED, departure_of
 
 GET = b"GET /x HTTP/1.1\r\nhost: x\r\n\r\n"
 JSON = (b"content-type", b"application/json")

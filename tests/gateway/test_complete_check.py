@@ -4,7 +4,7 @@ import pytest
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from kvroute.gateway.complete import CompleteProtocol
-from kvroute.gateway.complete_check import complete_trouble
+from kvroute.gateway.selftest import complete_trouble
 
 
 def test_this_uvicorn_is_as_expected():

@@ -7,7 +7,7 @@ from kvroute.errors import ConnectionLost
 from kvroute.gateway.exchange import Exchange
 from kvroute.gateway.journal import Record
 from kvroute.gateway.planner import Plan
-from kvroute.routing.decision import Candidate, CostTerms, Reason, RouteDecision, RouteQuery
+from kvroute.routing.strategy import Candidate, CostTerms, Reason, RouteDecision, RouteQuery
 from kvroute.upstream.plain_answer import PlainAnswer
 from kvroute.upstream.response import UpstreamResponse
 

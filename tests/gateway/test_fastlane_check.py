@@ -1,7 +1,7 @@
 import pytest
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from kvroute.gateway.fastlane_check import fast_lane_trouble
+from kvroute.gateway.selftest import fast_lane_trouble
 
 
 def test_the_installed_uvicorn_is_as_expected():

@@ -7,14 +7,14 @@ import pytest
 from uvicorn.config import Config
 from uvicorn.server import ServerState
 
-from kvroute.gateway.beginning import Beginning
+from kvroute.gateway.application import PlainRequests
 from kvroute.gateway.edge import ClientBounds
 from kvroute.gateway.fastlane import FastLaneProtocol
 from kvroute.gateway.options import ServerOptions
-from kvroute.gateway.plain import PlainRequests
+from kvroute.gateway.request_heads import Beginning
 from kvroute.metrics import Metrics
 from kvroute.openai.endpoints import ENDPOINTS
-from kvroute.upstream.outbox import Outbox
+from kvroute.upstream.writes import Outbox
 
 REQUEST = b"POST /v1/chat/completions HTTP/1.1\r\nhost: g\r\ncontent-length: 2\r\n\r\n{}"
 

@@ -1,6 +1,6 @@
 import pytest
 
-from kvroute.gateway.hosts import authority, host_name, is_loopback
+from kvroute.gateway.admin_guard import authority, host_name, is_loopback
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 from kvroute.errors import AdapterNotIsolated, InvalidRequest
 from kvroute.fleet.fleet import Fleet
 from kvroute.fleet.worker import WorkerFacts, WorkerId, WorkerSpec
-from kvroute.gateway.isolation import AdapterIsolation
+from kvroute.gateway.preparation import AdapterIsolation
 from kvroute.openai.endpoints import ENDPOINTS
 from kvroute.openai.isolation import key_space
 from kvroute.openai.request import InferenceRequest, parse_request

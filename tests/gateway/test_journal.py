@@ -7,8 +7,8 @@ import logging
 
 import pytest
 
+from kvroute.gateway.accuracy import Usage
 from kvroute.gateway.journal import Journal, Record
-from kvroute.gateway.usage import Usage
 from kvroute.logs import ACCESS, TextFormatter
 from kvroute.metrics import Metrics
 

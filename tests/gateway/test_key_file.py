@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvroute.errors import ConfigError
-from kvroute.gateway.key_file import kept_key, key_lines, key_path, user_state_folder
+from kvroute.gateway.admin_guard import kept_key, key_lines, key_path, user_state_folder
 
 
 def test_keys_are_lines():

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvroute.gateway.openapi import completed
+from kvroute.gateway.control import completed
 
 
 def described(needs_key: bool) -> dict[str, Any]:

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from kvroute.gateway.pending import Pending
+from kvroute.gateway.journal import Pending
 
 
 class FakeExchange:

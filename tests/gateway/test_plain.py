@@ -3,8 +3,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import astuple
 
-from kvroute.gateway.kinds import PlainRequest
-from kvroute.gateway.plain import PlainRequests
+from kvroute.gateway.application import PlainRequests
+from kvroute.gateway.request_heads import PlainRequest
 from kvroute.openai.endpoints import ENDPOINTS
 
 REQUESTS = PlainRequests(

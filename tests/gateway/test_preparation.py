@@ -13,15 +13,13 @@ import pytest
 from prometheus_client import generate_latest
 
 from kvroute.fleet.fleet import Fleet
-from kvroute.gateway.approximate import WINDOW
-from kvroute.gateway.isolation import AdapterIsolation
-from kvroute.gateway.preparation import Preparer
+from kvroute.gateway.preparation import WINDOW, AdapterIsolation, Preparer
 from kvroute.metrics import Metrics
 from kvroute.openai.endpoints import ENDPOINTS
 from kvroute.openai.request import InferenceRequest, parse_request
-from kvroute.routing.caches import ExactPrompt, Probed
+from kvroute.routing.strategy import ExactPrompt, Probed
 from kvroute.tokens.exact import ExactPrompts, ExactTokens, Mode
-from kvroute.tokens.reason import Reason
+from kvroute.tokens.options import Reason
 
 
 @dataclass

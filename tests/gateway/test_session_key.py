@@ -1,7 +1,7 @@
 import pytest
 
 from kvroute.errors import ConfigError
-from kvroute.gateway.session_key import session_key, session_key_sources
+from kvroute.gateway.access import session_key, session_key_sources
 from kvroute.openai.endpoints import ENDPOINTS
 from kvroute.openai.request import parse_request
 

@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from kvroute.gateway.usage import Usage, usage_in
+from kvroute.gateway.accuracy import Usage, usage_in
 
 
 def test_a_plain_answers_usage_is_read():

@@ -7,9 +7,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvroute.blocks.chunks import BUILTIN, ChunkKey, ChunkScheme, ChunkSpace, PromptChunks, chunk_keys
-from kvroute.blocks.tokens import Tier
-from kvroute.index.chunk_index import ChunkHolder, ChunkIndex
-from kvroute.index.chunk_lines import ChunkDomain
+from kvroute.blocks.keys import Tier
+from kvroute.index.chunk_index import ChunkDomain, ChunkHolder, ChunkIndex
 
 TWO = ChunkScheme(BUILTIN, 2)
 THREE = ChunkScheme(BUILTIN, 3)

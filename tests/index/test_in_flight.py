@@ -6,8 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from kvroute.blocks.keys import BlockKey
-from kvroute.blocks.tokens import KEY_TOKENS, token_keys
+from kvroute.blocks.keys import KEY_TOKENS, BlockKey, token_keys
 from kvroute.index.in_flight import Flight, InFlight
 
 PATHS = st.lists(st.integers(0, 1), max_size=12)

@@ -6,8 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from kvroute.blocks.keys import BlockKey
-from kvroute.blocks.tokens import KEY_TOKENS, Tier, token_keys
+from kvroute.blocks.keys import KEY_TOKENS, BlockKey, Tier, token_keys
 from kvroute.index import runs
 from kvroute.index.prefix_index import Holder, PrefixIndex, TierMatch
 

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvroute.blocks.keys import BlockKey
-from kvroute.blocks.tokens import Tier
+from kvroute.blocks.keys import BlockKey, Tier
 from kvroute.errors import WireError
 from kvroute.index.snapshot import (
     HEAD,

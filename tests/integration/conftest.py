@@ -17,8 +17,8 @@ from kvroute.app.config import Config
 from kvroute.app.runtime import Runtime
 from kvroute.app.server import GatewayServer, uvicorn_config
 from kvroute.fleet.worker import HealthState
+from kvroute.sim.app import RunningSim, run_sim
 from kvroute.sim.options import SimOptions
-from kvroute.sim.running import RunningSim, run_sim
 
 ADMIN_KEY = "admin-key"
 """The admin key of a gateway whose test does not set one."""

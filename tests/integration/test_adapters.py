@@ -10,8 +10,8 @@ from typing import Any
 import httpx
 import pytest
 
+from kvroute.sim.app import RunningSim, run_sim
 from kvroute.sim.options import SimOptions
-from kvroute.sim.running import RunningSim, run_sim
 
 BASE, ADAPTERS = "sim-model", ("ada", "org/bob")
 MODELS = (BASE, *ADAPTERS)

@@ -5,9 +5,9 @@ import openai
 import pytest
 from pydantic import BaseModel
 
-from kvroute.sim.faults import Fault
+from kvroute.sim.app import run_sim
 from kvroute.sim.options import SimOptions
-from kvroute.sim.running import run_sim
+from kvroute.sim.publisher import Fault
 
 TOOL = {
     "type": "function",

@@ -6,8 +6,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvroute.openai.endpoints import ENDPOINTS
+from kvroute.sim.app import run_sim
 from kvroute.sim.options import SimOptions
-from kvroute.sim.running import run_sim
 
 LONG = "It was the best of times, it was the worst of times. " * 40
 CHAT = {"model": "sim-model", "messages": [{"role": "user", "content": LONG}], "max_tokens": 4}

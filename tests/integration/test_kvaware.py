@@ -11,8 +11,8 @@ from typing import Any
 import httpx
 import pytest
 
+from kvroute.sim.app import RunningSim, run_sim
 from kvroute.sim.options import SimOptions
-from kvroute.sim.running import RunningSim, run_sim
 
 MODEL = "sim-model"
 SECTIONS: dict[str, Any] = {"routing": {"strategy": "kvaware"}, "tokens": {"deadline_ms": 10_000}}

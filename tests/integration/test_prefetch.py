@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from kvroute.blocks.chunks import ChunkScheme, chunk_names
-from kvroute.sim.faults import Fault
+from kvroute.sim.publisher import Fault
 
 MODEL = "sim-model"
 CHUNK = 16

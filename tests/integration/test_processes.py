@@ -20,8 +20,8 @@ from typing import Any
 import httpx
 import pytest
 
+from kvroute.sim.app import RunningSim, run_sim
 from kvroute.sim.options import SimOptions
-from kvroute.sim.running import RunningSim, run_sim
 
 MODEL = "sim-model"
 LONG_ANSWER = {"max_tokens": 60, "ignore_eos": True, "stream": True}

@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from kvroute.sim.faults import Fault
+from kvroute.sim.app import run_sim
 from kvroute.sim.options import SimOptions
-from kvroute.sim.running import run_sim
+from kvroute.sim.publisher import Fault
 
 CHAT = {"model": "sim-model", "messages": [{"role": "user", "content": "Hello there."}], "max_tokens": 8}
 

@@ -5,9 +5,9 @@ import asyncio
 import pytest
 
 from kvroute.fleet.worker import HealthState
-from kvroute.sim.faults import Fault
+from kvroute.sim.app import run_sim
 from kvroute.sim.options import SimOptions
-from kvroute.sim.running import run_sim
+from kvroute.sim.publisher import Fault
 
 CHAT = {"model": "sim-model", "messages": [{"role": "user", "content": "Hi."}], "max_tokens": 4}
 STREAM = {**CHAT, "stream": True}

@@ -9,8 +9,8 @@ import sys
 import httpx
 import pytest
 
+from kvroute.sim.app import run_sim
 from kvroute.sim.options import SimOptions
-from kvroute.sim.running import run_sim
 
 STREAM = {
     "model": "sim-model",

@@ -10,8 +10,8 @@ from itertools import pairwise
 
 import pytest
 
+from kvroute.sim.app import run_sim
 from kvroute.sim.options import SimOptions
-from kvroute.sim.running import run_sim
 
 
 def words(rng: random.Random, tokens: int) -> str:

@@ -3,8 +3,8 @@ import json
 import pytest
 
 from kvroute.errors import InvalidRequest
-from kvroute.openai.alias import with_model
 from kvroute.openai.endpoints import ENDPOINTS
+from kvroute.openai.members import with_model
 from kvroute.openai.request import parse_request
 
 CHAT = ENDPOINTS["/v1/chat/completions"]

@@ -1,7 +1,7 @@
 import pytest
 
 from kvroute.errors import InvalidRequest, OverLimit
-from kvroute.openai.multipart import form_places
+from kvroute.openai.request import form_places
 
 KIND = "multipart/form-data; boundary=b0"
 

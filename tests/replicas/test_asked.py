@@ -1,4 +1,4 @@
-from kvroute.replicas.asked import merged_decisions, merged_predictions
+from kvroute.replicas.metrics import merged_decisions, merged_predictions
 from kvroute.routing.audit import Audit, Prediction
 
 

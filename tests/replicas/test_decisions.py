@@ -21,10 +21,9 @@ from kvroute.replicas.messages import (
     ToldAnew,
     frame,
 )
-from kvroute.routing.caches import CachePlace, ExactPrompt, NoMap, Standing, Tokens
-from kvroute.routing.decision import RouteQuery
-from kvroute.routing.options import RoutingOptions
+from kvroute.routing.registry import RoutingOptions
 from kvroute.routing.router import Router
+from kvroute.routing.strategy import CachePlace, ExactPrompt, NoMap, RouteQuery, Standing, Tokens
 
 MODEL = "m"
 

@@ -7,8 +7,7 @@ import random
 import pytest
 
 from kvroute.blocks.chunks import BUILTIN, ChunkScheme, ChunkSpace, PromptChunks
-from kvroute.blocks.keys import block_keys
-from kvroute.blocks.tokens import KEY_TOKENS, Tier
+from kvroute.blocks.keys import KEY_TOKENS, Tier, block_keys
 from kvroute.index.chunk_index import ChunkHolder
 from kvroute.index.prefix_index import Holder
 from kvroute.replicas.maps import Mirror, ToldChunkIndex, ToldPrefixIndex

@@ -5,15 +5,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvroute.errors import WireError
-from kvroute.replicas.map_messages import (
-    Stored,
-)
 from kvroute.replicas.messages import (
     ExactSent,
     Finished,
     Frames,
     PromptSent,
     Sent,
+    Stored,
     frame,
     packed,
     unpacked,

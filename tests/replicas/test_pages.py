@@ -5,7 +5,7 @@ from prometheus_client.exposition import generate_latest
 
 from kvroute.errors import WireError
 from kvroute.metrics import Gauges, Metrics, counter, gauge
-from kvroute.replicas.pages import (
+from kvroute.replicas.metrics import (
     Family,
     Page,
     PageCollector,

@@ -5,7 +5,7 @@ import socket
 import pytest
 
 from kvroute.errors import ConfigError
-from kvroute.replicas.ports import SharedPort
+from kvroute.replicas.mesh import SharedPort
 
 
 def test_several_listen_on_one_port():

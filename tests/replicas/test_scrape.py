@@ -8,7 +8,7 @@ import pytest
 
 from kvroute.metrics import Gauges, Metrics
 from kvroute.replicas.mesh import Mesh
-from kvroute.replicas.scrape import Scrape
+from kvroute.replicas.metrics import Scrape
 
 
 class Nobody:

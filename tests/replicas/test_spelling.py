@@ -6,8 +6,8 @@ import pytest
 
 from kvroute.blocks.keys import block_keys
 from kvroute.errors import WireError
-from kvroute.replicas import spelling
-from kvroute.replicas.spelling import GROUP, Reader, Teller
+from kvroute.replicas import messages as spelling
+from kvroute.replicas.messages import GROUP, Reader, Teller
 
 
 @pytest.mark.parametrize("as_list", [False, True], ids=["lazy keys", "a list"])

@@ -9,9 +9,9 @@ from xxhash import xxh3_64_intdigest
 
 from kvroute.blocks.keys import BlockKey, PromptKeys
 from kvroute.fleet.worker import FleetView, HealthState, Worker, WorkerFacts, WorkerId, WorkerSpec
-from kvroute.routing.decision import RouteQuery
-from kvroute.routing.options import RoutingOptions
+from kvroute.routing.registry import RoutingOptions
 from kvroute.routing.router import Dispatch, Router
+from kvroute.routing.strategy import RouteQuery
 from kvroute.sim.fleet import Fleet, FleetRequest, make_engines
 
 MODEL = "model"

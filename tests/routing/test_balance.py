@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 
 from kvroute.routing.registry import STRATEGIES
-from kvroute.sim.workload import ChatClients, ChatShape, imbalance, returned_share
+from kvroute.sim.fleet import ChatClients, ChatShape, imbalance, returned_share
 
 pytestmark = pytest.mark.heavy
 

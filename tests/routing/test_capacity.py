@@ -6,10 +6,9 @@ import pytest
 
 from kvroute.fleet.worker import WorkerFacts
 from kvroute.index.radix_history import RadixHistory
-from kvroute.routing.capacity import PartSizes
-from kvroute.routing.decision import Candidate, Reason, RouteDecision
-from kvroute.routing.options import RoutingOptions
-from kvroute.routing.router import Router
+from kvroute.routing.registry import RoutingOptions
+from kvroute.routing.router import PartSizes, Router
+from kvroute.routing.strategy import Candidate, Reason, RouteDecision
 
 
 @pytest.fixture

@@ -12,12 +12,10 @@ from xxhash import xxh3_64_intdigest
 from kvroute.blocks.keys import PromptKeys
 from kvroute.fleet.worker import WorkerFacts
 from kvroute.index.radix_history import RadixHistory
-from kvroute.routing.caches import Held, Tokens
 from kvroute.routing.cost import MAX_UTILISATION, RESIDENCE_S, CostModel, TierLoad
 from kvroute.routing.cost_options import CostOptions
-from kvroute.routing.decision import Candidate, CostTerms
 from kvroute.routing.learning import Learned
-from kvroute.routing.matching import matched_tokens
+from kvroute.routing.strategy import Candidate, CostTerms, Held, Tokens, matched_tokens
 
 
 def block_tokens(query) -> float:

@@ -5,16 +5,14 @@ from array import array
 import pytest
 
 from kvroute.blocks.chunks import PromptChunks
-from kvroute.blocks.keys import PromptKeys
-from kvroute.blocks.tokens import prompt_keys, token_keys
+from kvroute.blocks.keys import PromptKeys, prompt_keys, token_keys
 from kvroute.index.in_flight import InFlight
 from kvroute.index.radix_history import RadixHistory
-from kvroute.routing.caches import CachePlace, ExactPrompt, Standing, Tokens
 from kvroute.routing.cost import CostModel
-from kvroute.routing.decision import Reason, RouteQuery
-from kvroute.routing.options import RoutingOptions
+from kvroute.routing.registry import RoutingOptions
 from kvroute.routing.router import Router
 from kvroute.routing.strategies.kvaware import CacheViews, KvAware, KvAwareOptions
+from kvroute.routing.strategy import CachePlace, ExactPrompt, Reason, RouteQuery, Standing, Tokens
 from kvroute.routing.transfers import TransferOptions, Transfers
 
 A, B, C = range(3)

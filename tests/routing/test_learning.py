@@ -5,9 +5,9 @@ import random
 import pytest
 
 from kvroute.routing.learning import LEAST_PREFILLS, PrefillFit, Speeds
-from kvroute.routing.options import RoutingOptions
+from kvroute.routing.registry import RoutingOptions
 from kvroute.routing.router import Router
-from kvroute.sim.workload import ChatClients, ChatShape
+from kvroute.sim.fleet import ChatClients, ChatShape
 
 TOKEN_S, CONTEXT_S, ITERATION_S = 40e-6, 0.75e-9, 14e-3
 

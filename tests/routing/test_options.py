@@ -4,7 +4,7 @@ import pytest
 from pydantic import ValidationError
 
 from kvroute.routing.cost_options import CostOptions
-from kvroute.routing.options import RoutingOptions
+from kvroute.routing.registry import RoutingOptions
 
 
 def test_the_default_is_prefixaware() -> None:

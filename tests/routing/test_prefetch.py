@@ -3,9 +3,7 @@ from __future__ import annotations
 import pytest
 
 from kvroute.fleet.worker import Worker, WorkerId, WorkerSpec
-from kvroute.routing.caches import Held, Tokens
-from kvroute.routing.decision import Candidate, CostTerms
-from kvroute.routing.prefetch import Prefetch, prefetch_of
+from kvroute.routing.strategy import Candidate, CostTerms, Held, Prefetch, Tokens, prefetch_of
 
 
 def candidate(*, wait: float, load: float, tokens: Tokens | None) -> Candidate:

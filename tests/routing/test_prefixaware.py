@@ -7,9 +7,8 @@ from pydantic import ValidationError
 from kvroute.blocks.keys import PromptKeys
 from kvroute.index.radix_history import RadixHistory
 from kvroute.routing.cost import CostModel
-from kvroute.routing.decision import Reason
-from kvroute.routing.matching import matched_tokens
 from kvroute.routing.strategies.prefixaware import PrefixAware, PrefixAwareOptions
+from kvroute.routing.strategy import Reason, matched_tokens
 
 A, B = 0, 1
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from kvroute.index.radix_history import RadixHistory
 from kvroute.routing.cost import CostModel
-from kvroute.routing.decision import Reason, RouteQuery
 from kvroute.routing.strategies.roundrobin import RoundRobin, RoundRobinOptions
+from kvroute.routing.strategy import Reason, RouteQuery
 
 
 def new_strategy() -> RoundRobin:

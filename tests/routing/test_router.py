@@ -6,10 +6,9 @@ from hypothesis import strategies as st
 
 from kvroute.blocks.keys import PromptKeys
 from kvroute.fleet.worker import WorkerFacts
-from kvroute.routing.decision import Candidate, CostTerms, Reason, RouteDecision, RouteQuery
-from kvroute.routing.options import RoutingOptions
-from kvroute.routing.registry import STRATEGIES
+from kvroute.routing.registry import STRATEGIES, RoutingOptions
 from kvroute.routing.router import Router
+from kvroute.routing.strategy import Candidate, CostTerms, Reason, RouteDecision, RouteQuery
 
 A, B = 0, 1
 

@@ -6,8 +6,8 @@ import pytest
 
 from kvroute.index.radix_history import RadixHistory
 from kvroute.routing.cost import CostModel
-from kvroute.routing.decision import Reason
 from kvroute.routing.strategies.session import Ring, Session, SessionOptions
+from kvroute.routing.strategy import Reason
 
 
 @pytest.fixture

@@ -7,12 +7,10 @@ import pytest
 from kvroute.index.in_flight import InFlight
 from kvroute.index.radix_history import RadixHistory
 from kvroute.options import Options
-from kvroute.routing.caches import NoMap
 from kvroute.routing.cost import CostModel
-from kvroute.routing.decision import Needs
-from kvroute.routing.options import RoutingOptions
-from kvroute.routing.registry import STRATEGIES
+from kvroute.routing.registry import STRATEGIES, RoutingOptions
 from kvroute.routing.strategies.kvaware import CacheViews
+from kvroute.routing.strategy import Needs, NoMap
 from kvroute.routing.transfers import Transfers
 
 NO_VIEWS = CacheViews(NoMap(), InFlight(), Transfers())

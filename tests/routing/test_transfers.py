@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from kvroute.blocks.tokens import Tier
-from kvroute.routing.caches import Tokens
+from kvroute.blocks.keys import Tier
 from kvroute.routing.cost import TierLoad
+from kvroute.routing.strategy import Tokens
 from kvroute.routing.transfers import TransferOptions, Transfers
 
 A, B = 0, 1

@@ -9,8 +9,8 @@ import httpx
 import openai
 import pytest
 
+from kvroute.sim.app import RunningSim, run_sim
 from kvroute.sim.options import SimOptions
-from kvroute.sim.running import RunningSim, run_sim
 
 
 @pytest.fixture

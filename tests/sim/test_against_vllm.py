@@ -11,8 +11,7 @@ from typing import Any
 from kvroute.blocks.keys import CacheSpace, block_keys
 from kvroute.sim.cache import Chain, PagedCache
 from kvroute.sim.engine import EngineRequest, SimEngine
-from kvroute.wire.events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
-from kvroute.wire.vllm import decode_batch
+from kvroute.wire.vllm import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent, decode_batch
 
 CAPTURES = Path(__file__).parent.parent / "data" / "captures"
 NAMES = ("vllm-0.32-stores", "vllm-0.32-evict-clear")

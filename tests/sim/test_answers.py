@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from kvroute.sim.answers import document, fingerprint, fixed, plain
-from kvroute.sim.tokenizer import encode
+from kvroute.sim.prompts import encode
 
 
 def test_the_same_seed_gives_the_same_answer_and_another_seed_another() -> None:

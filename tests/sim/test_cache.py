@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvroute.sim.cache import Block, Chain, PagedCache
-from kvroute.wire.events import AllBlocksCleared, BlockRemoved, BlockStored
+from kvroute.wire.vllm import AllBlocksCleared, BlockRemoved, BlockStored
 
 
 def held(cache: PagedCache, keys: list[int]) -> list[Block]:

@@ -10,7 +10,7 @@ import openai
 import pytest
 from pydantic import BaseModel
 
-from kvroute.sim.running import RunningSim
+from kvroute.sim.app import RunningSim
 
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]
 

@@ -9,8 +9,8 @@ import httpx
 import openai
 import pytest
 
-from kvroute.sim.running import RunningSim
-from kvroute.sim.tokenizer import encode
+from kvroute.sim.app import RunningSim
+from kvroute.sim.prompts import encode
 
 IDS = list(encode("hello there"))
 

@@ -10,7 +10,7 @@ import pytest
 from kvroute.sim.cache import Chain, PagedCache
 from kvroute.sim.driver import MOST_LATE_S, EngineDriver
 from kvroute.sim.engine import EngineRequest, SimEngine
-from kvroute.sim.timing import TimingModel
+from kvroute.sim.options import TimingModel
 
 TIMING = TimingModel()
 ITERATION_S = TIMING.iteration_s(0, 0.0, 0)

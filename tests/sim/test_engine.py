@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 
 from kvroute.sim.cache import Chain, PagedCache
 from kvroute.sim.engine import EngineRequest, Phase, SimEngine
-from kvroute.sim.timing import TimingModel
-from kvroute.wire.events import BlockRemoved, BlockStored
+from kvroute.sim.options import TimingModel
+from kvroute.wire.vllm import BlockRemoved, BlockStored
 
 
 def engine(capacity: int = 64, size: int = 4, **timing: int) -> SimEngine:

@@ -11,9 +11,9 @@ import httpx
 import pytest
 
 from kvroute.clock import SystemClock
-from kvroute.sim.faults import Fault, Faults
+from kvroute.sim.app import RunningSim, run_sim
 from kvroute.sim.options import SimOptions
-from kvroute.sim.running import RunningSim, run_sim
+from kvroute.sim.publisher import Fault, Faults
 
 ASK = {"prompt": "hello", "max_tokens": 6}
 

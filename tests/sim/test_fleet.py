@@ -5,9 +5,16 @@ from itertools import pairwise
 
 import pytest
 
-from kvroute.sim.fleet import Fleet, FleetRequest, make_engines
-from kvroute.sim.workload import ChatClients, ChatShape, imbalance, returned_share
-from kvroute.wire.events import BlockStored, KvEvent
+from kvroute.sim.fleet import (
+    ChatClients,
+    ChatShape,
+    Fleet,
+    FleetRequest,
+    imbalance,
+    make_engines,
+    returned_share,
+)
+from kvroute.wire.vllm import BlockStored, KvEvent
 
 
 class Listening:

@@ -10,7 +10,7 @@ import httpx
 import openai
 import pytest
 
-from kvroute.sim.running import RunningSim
+from kvroute.sim.app import RunningSim
 
 
 async def test_embeddings_follow_from_the_text_and_have_length_one(client: openai.AsyncOpenAI) -> None:

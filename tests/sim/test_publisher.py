@@ -11,13 +11,12 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from kvroute.sim.faults import Fault
+from kvroute.sim.app import RunningSim, run_sim
 from kvroute.sim.options import SimOptions
-from kvroute.sim.running import RunningSim, run_sim
-from kvroute.sim.tokenizer import encode
-from kvroute.wire.events import AllBlocksCleared, BlockRemoved, BlockStored
-from kvroute.wire.framing import EventMessage, pack_replay_request, unpack_live, unpack_replay
-from kvroute.wire.vllm import DIALECTS, decode_batch
+from kvroute.sim.prompts import encode
+from kvroute.sim.publisher import Fault
+from kvroute.wire.vllm import DIALECTS, AllBlocksCleared, BlockRemoved, BlockStored, decode_batch
+from kvroute.wire.zmq import EventMessage, pack_replay_request, unpack_live, unpack_replay
 
 
 @asynccontextmanager

@@ -11,9 +11,9 @@ import openai
 import pytest
 from pydantic import BaseModel
 
-from kvroute.sim.faults import Fault
+from kvroute.sim.app import RunningSim, run_sim
 from kvroute.sim.options import SimOptions
-from kvroute.sim.running import RunningSim, run_sim
+from kvroute.sim.publisher import Fault
 
 
 async def test_an_answer_is_stored_and_can_be_continued(client: openai.AsyncOpenAI) -> None:

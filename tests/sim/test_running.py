@@ -9,8 +9,8 @@ import pytest
 from pydantic import ValidationError
 
 from kvroute.clock import SystemClock
+from kvroute.sim.app import run_sim
 from kvroute.sim.options import SimOptions
-from kvroute.sim.running import run_sim
 
 FAST = SimOptions(time_scale=0, kv_events=False)
 ENDLESS = {"prompt": "x", "max_tokens": 100_000, "stream": True}

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 import pytest
 
 from kvroute.sim.fleet import FleetRequest
+from kvroute.sim.options import TimingModel
 from kvroute.sim.tier_memory import LruTier, TierChange, TierReports
 from kvroute.sim.tiers import GPU_ONLY, Filling, TieredFleet, TierOptions, make_tiered_engines
-from kvroute.sim.timing import TimingModel
-from kvroute.wire.events import KvEvent
+from kvroute.wire.vllm import KvEvent
 
 BLOCK = 512
 TOKEN_S = 1e-3

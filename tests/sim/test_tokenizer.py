@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvroute.sim.tokenizer import IM_START, VOCABULARY, decode, encode, token_bytes
+from kvroute.sim.prompts import IM_START, VOCABULARY, decode, encode, token_bytes
 
 TEXT = st.text(st.characters(exclude_categories=("Cs",)))
 

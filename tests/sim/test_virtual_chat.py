@@ -8,13 +8,20 @@ import pytest
 
 from kvroute.blocks.keys import PromptKeys
 from kvroute.fleet.worker import FleetView, HealthState, Worker, WorkerFacts, WorkerId, WorkerSpec
-from kvroute.routing.decision import RouteQuery
-from kvroute.routing.options import RoutingOptions
+from kvroute.routing.registry import RoutingOptions
 from kvroute.routing.router import Dispatch, Router
-from kvroute.sim.fleet import Fleet, FleetRequest, make_engines
-from kvroute.sim.timing import TimingModel
-from kvroute.sim.workload import ChatClients, ChatShape, imbalance, returned_share
-from kvroute.wire.events import KvEvent
+from kvroute.routing.strategy import RouteQuery
+from kvroute.sim.fleet import (
+    ChatClients,
+    ChatShape,
+    Fleet,
+    FleetRequest,
+    imbalance,
+    make_engines,
+    returned_share,
+)
+from kvroute.sim.options import TimingModel
+from kvroute.wire.vllm import KvEvent
 
 pytestmark = pytest.mark.heavy
 

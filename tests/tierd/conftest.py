@@ -17,10 +17,9 @@ import pytest
 
 from kvroute.clock import Clock, SystemClock
 from kvroute.tierd.daemon import RunningTierd, run_tierd
-from kvroute.tierd.extents import PAGE_BYTES
-from kvroute.tierd.guard import Guard
 from kvroute.tierd.options import GB, TierdOptions
-from kvroute.tierd.segment import Segment
+from kvroute.tierd.pool import PAGE_BYTES
+from kvroute.tierd.segment import Guard, Segment
 
 _NUMBERS = itertools.count()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvroute.tierd.extents import Extent, FreeSpace, joined
+from kvroute.tierd.pool import Extent, FreeSpace, joined
 
 PAGE = 8
 PAGES = 24

@@ -4,7 +4,7 @@ import mmap
 import os
 from pathlib import Path
 
-from kvroute.tierd.mappings import foreign_end, mapped_end
+from kvroute.tierd.segment import foreign_end, mapped_end
 
 FOLDER = Path("/dev/shm")
 DEVICE = os.makedev(0, 0x1A)

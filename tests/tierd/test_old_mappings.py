@@ -18,11 +18,8 @@ from hypothesis import strategies as st
 from tests.tierd.conftest import crash, remove_files, unused_name
 
 from kvroute.clock import SystemClock
-from kvroute.tierd.extents import PAGE_BYTES
-from kvroute.tierd.guard import Guard
-from kvroute.tierd.mappings import mapped_end
-from kvroute.tierd.pool import Lease, ObjectName, Pool
-from kvroute.tierd.segment import Segment, open_segment
+from kvroute.tierd.pool import PAGE_BYTES, Lease, ObjectName, Pool
+from kvroute.tierd.segment import Guard, Segment, mapped_end, open_segment
 
 FOLDER = Path("/dev/shm")
 LEASE_S = 10.0

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Iterator
 import pytest
 from tests.tierd.conftest import StartNode
 
-from kvroute.tierd.extents import PAGE_BYTES
+from kvroute.tierd.pool import PAGE_BYTES
 
 DATA = bytes(range(256)) * 50
 

@@ -9,8 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvroute.tierd.extents import Extents
-from kvroute.tierd.pool import Lease, ObjectName, Pool
+from kvroute.tierd.pool import Extents, Lease, ObjectName, Pool
 
 PAGE = 16
 PAGES = 12

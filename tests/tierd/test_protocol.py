@@ -12,9 +12,8 @@ import pytest
 from tests.tierd.conftest import Client, Node, StartNode
 
 from kvroute.clock import SystemClock
-from kvroute.tierd.extents import PAGE_BYTES
-from kvroute.tierd.protocol import Connection
-from kvroute.tierd.site import Site
+from kvroute.tierd.pool import PAGE_BYTES
+from kvroute.tierd.protocol import Connection, Site
 
 Until = Callable[[Callable[[], bool]], Awaitable[None]]
 

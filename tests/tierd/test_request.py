@@ -4,8 +4,8 @@ import json
 
 import pytest
 
+from kvroute.tierd.http import BadRequest, Get, Page, Put, Release, Take, error_body, parse_call
 from kvroute.tierd.pool import ObjectName
-from kvroute.tierd.request import BadRequest, Get, Page, Put, Release, Take, error_body, parse_call
 
 
 def test_names_are_what_the_client_means_not_how_it_quotes_them() -> None:

@@ -10,9 +10,8 @@ import pytest
 from tests.tierd.conftest import crash
 
 from kvroute.clock import SystemClock
-from kvroute.tierd.extents import Extent
-from kvroute.tierd.guard import Guard
-from kvroute.tierd.segment import UNKNOWN_LEASE_S, Segment, SegmentError, open_segment
+from kvroute.tierd.pool import Extent
+from kvroute.tierd.segment import UNKNOWN_LEASE_S, Guard, Segment, SegmentError, open_segment
 
 FOLDER = Path("/dev/shm")
 SIZE = 8192

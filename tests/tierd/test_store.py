@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tests.tierd.conftest import Client, Node, StartNode
 
-from kvroute.tierd.extents import PAGE_BYTES
+from kvroute.tierd.pool import PAGE_BYTES
 
 
 def content(number: int, pages: int = 1) -> bytes:

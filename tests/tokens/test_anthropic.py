@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from kvroute.tokens.anthropic import messages_request
 from kvroute.tokens.chat import EngineFlags
-from kvroute.tokens.reason import Inexact, Reason
+from kvroute.tokens.options import Inexact, Reason
+from kvroute.tokens.other_apis import messages_request
 
 Render = Callable[..., str]
 TURN, END = "<|turn|>", "<|end|>\n"

@@ -10,7 +10,7 @@ import pytest
 from kvroute.tokens.chat import EngineFlags
 from kvroute.tokens.local import LocalTokenizer
 from kvroute.tokens.model import load_model
-from kvroute.tokens.reason import Inexact, Reason
+from kvroute.tokens.options import Inexact, Reason
 from kvroute.tokens.segments import SegmentCache
 
 Render = Callable[..., str]

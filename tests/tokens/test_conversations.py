@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 import kvroute.tokens.conversations as conversations
 import kvroute.tokens.local as local
 from kvroute.openai.endpoints import ENDPOINTS
+from kvroute.openai.prefix_cache import SeenBodies
 from kvroute.openai.prompt import Beginning
 from kvroute.openai.request import InferenceRequest, parse_request
-from kvroute.openai.seen import SeenBodies
 from kvroute.tokens.conversations import Conversations, continued
 from kvroute.tokens.local import LocalTokenizer
 from kvroute.tokens.model import ModelFiles, load_model
-from kvroute.tokens.reason import Inexact
+from kvroute.tokens.options import Inexact
 from kvroute.tokens.segments import Cutter, RawToken, SegmentCache
 
 CHAT = ENDPOINTS["/v1/chat/completions"]

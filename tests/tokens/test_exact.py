@@ -13,13 +13,12 @@ import pytest
 
 from kvroute.openai.endpoints import ENDPOINTS
 from kvroute.openai.request import parse_request
-from kvroute.tokens.exact import ExactPrompts, ExactTokens, Mode
+from kvroute.tokens.exact import ExactPrompts, ExactTokens, Mode, TokenThreads
 from kvroute.tokens.local import LocalTokenizer
 from kvroute.tokens.model import load_model
-from kvroute.tokens.reason import Inexact, Reason
+from kvroute.tokens.options import Inexact, Reason
 from kvroute.tokens.remote import RemoteEndpoint, RemoteTokenizer
 from kvroute.tokens.segments import SegmentCache
-from kvroute.tokens.threads import TokenThreads
 
 URL = "http://worker"
 USER = {"role": "user", "content": "Hi there"}

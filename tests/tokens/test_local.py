@@ -16,8 +16,8 @@ from kvroute.openai.request import parse_request
 from kvroute.tokens.chat import Chat, EngineFlags
 from kvroute.tokens.local import LocalTokenizer
 from kvroute.tokens.model import ModelFiles, load_model
+from kvroute.tokens.options import Inexact, Reason
 from kvroute.tokens.reading import read
-from kvroute.tokens.reason import Inexact, Reason
 from kvroute.tokens.segments import SegmentCache
 
 Write = Callable[..., Any]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kvroute.tokens.model import load_model
-from kvroute.tokens.reason import Inexact, Reason, UnusableModel
+from kvroute.tokens.options import Inexact, Reason, UnusableModel
 
 Write = Callable[..., Path]
 

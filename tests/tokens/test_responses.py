@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from kvroute.tokens.reason import Inexact, Reason
+from kvroute.tokens.options import Inexact, Reason
 
 Render = Callable[..., str]
 TURN, END = "<|turn|>", "<|end|>\n"

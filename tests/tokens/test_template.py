@@ -9,7 +9,7 @@ from jinja2 import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from kvroute.tokens.chat import Chat, render_chat
-from kvroute.tokens.reason import Inexact
+from kvroute.tokens.options import Inexact
 from kvroute.tokens.template import ChatTemplate
 
 MESSAGES = [

@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from kvroute.tokens.reason import Inexact, Reason
-from kvroute.tokens.threads import TokenThreads
+from kvroute.tokens.exact import TokenThreads
+from kvroute.tokens.options import Inexact, Reason
 
 
 async def test_work_runs_beside_the_loop_and_gives_its_result() -> None:

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvroute.deploy.tiny_model import CHAT_TEMPLATE
-from kvroute.tokens.template import ChatTemplate
-from kvroute.tokens.verbatim import ROLES
+from kvroute.tokens.template import ROLES, ChatTemplate
 
 CHATML = (
     "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n' + message['content']"

@@ -9,11 +9,11 @@ from typing import Any
 import httpx
 import pytest
 
+from kvroute.app.cache_tracker import worker_client
 from kvroute.app.config import Config
-from kvroute.app.following import worker_client
 from kvroute.fleet.probe import ProbeFailure, Prober, probe_client
-from kvroute.upstream.any_worker import AnyWorkerTransport
 from kvroute.upstream.options import UpstreamOptions
+from kvroute.upstream.transport import AnyWorkerTransport
 
 
 def answers(text: bytes, read_request: Any) -> Any:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from kvroute.upstream.deadline import Deadline
+from kvroute.upstream.connection import Deadline
 
 
 class Timer:

@@ -2,7 +2,7 @@ import asyncio
 
 import pytest
 
-from kvroute.upstream.outbox import Outbox, send_at_once
+from kvroute.upstream.writes import Outbox, send_at_once
 
 
 class Transport(asyncio.Transport):

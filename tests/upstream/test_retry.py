@@ -1,5 +1,4 @@
-from kvroute.upstream.retry import RetryBudget
-from kvroute.upstream.retry_options import RetryOptions
+from kvroute.upstream.options import RetryBudget, RetryOptions
 
 
 def test_a_quiet_gateway_may_retry_up_to_its_floor():

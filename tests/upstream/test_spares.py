@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvroute.errors import ConnectionLost
-from kvroute.upstream import spares
+from kvroute.upstream import pool as spares
 
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nhi"
 KEEPALIVE_S = 0.02

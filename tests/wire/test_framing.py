@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvroute.errors import WireError
-from kvroute.wire.framing import (
+from kvroute.wire.vllm import decode_batch
+from kvroute.wire.zmq import (
     EventMessage,
     pack_live,
     pack_replay,
@@ -17,7 +18,6 @@ from kvroute.wire.framing import (
     unpack_replay,
     unpack_replay_request,
 )
-from kvroute.wire.vllm import decode_batch
 
 Capture = Callable[[str], list[list[bytes]]]
 MESSAGES = st.builds(EventMessage, st.binary(max_size=8), st.integers(0, 2**63 - 1), st.binary(max_size=8))

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvroute.wire.lmcache_metrics import LoadRates, read_load_rates
+from kvroute.wire.lmcache_server import LoadRates, read_load_rates
 
 PAGE = """\
 # HELP lmcache_mp_l2_load_throughput_GB_per_second Histogram of L2->L1 load throughput in GB/s

@@ -9,13 +9,8 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from kvroute.errors import WireError
-from kvroute.wire import lmcache_mp
-from kvroute.wire.lmcache_mp import (
-    CacheEvents,
-    decode_events,
-    decode_registration,
-    decode_status,
-)
+from kvroute.wire import lmcache_server as lmcache_mp
+from kvroute.wire.lmcache_server import CacheEvents, decode_events, decode_registration, decode_status
 
 CAPTURES = Path(__file__).parent.parent / "data" / "captures"
 NAMES = ("lmcache-mp-engine-driven", "lmcache-mp-lmcache-driven")

@@ -6,9 +6,16 @@ import msgspec
 import pytest
 
 from kvroute.errors import WireError
-from kvroute.wire.events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, KvEvent
-from kvroute.wire.splitting import LARGE_BYTES, SMALL_BYTES, Piece, split_batch
-from kvroute.wire.vllm import DIALECTS, decode_batch
+from kvroute.wire.batch_split import LARGE_BYTES, SMALL_BYTES, Piece, split_batch
+from kvroute.wire.vllm import (
+    DIALECTS,
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    EventBatch,
+    KvEvent,
+    decode_batch,
+)
 
 MAP = DIALECTS["map-0.30"]
 
@@ -106,7 +113,8 @@ def test_a_long_prompt_in_one_event_comes_in_parts_of_bounded_size(
 @pytest.mark.parametrize("tokens", [65_536, 1_000_000])
 def test_between_two_chances_to_pause_little_is_walked(tokens: int) -> None:
     """By what is walked, not by time: every kind of step is counted where it is done."""
-    from kvroute.wire import dividing, walking
+    from kvroute.wire import batch_split as dividing
+    from kvroute.wire import msgpack_walk as walking
 
     walked: list[int] = [0]
     after_ids, after_names = dividing.after_ids, dividing.after_names

@@ -11,16 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvroute.errors import WireError
-from kvroute.wire.events import (
+from kvroute.wire.vllm import (
+    DIALECTS,
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
     KvEvent,
     Medium,
+    decode_batch,
     medium_of,
 )
-from kvroute.wire.framing import unpack_live
-from kvroute.wire.vllm import DIALECTS, decode_batch
+from kvroute.wire.zmq import unpack_live
 
 Capture = Callable[[str], list[list[bytes]]]
 

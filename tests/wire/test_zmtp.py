@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvroute.errors import WireError
-from kvroute.wire.zmtp import (
+from kvroute.wire.zmq import (
     GREETING,
     MAX_MESSAGE_BYTES,
     MessageReader,

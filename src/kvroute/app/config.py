@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import pathlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import yaml
 from pydantic import ValidationError, model_validator
+from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from kvroute.app import config_paths as paths
-from kvroute.app.config_paths import Path, dotted
-from kvroute.app.config_sources import (
+from kvroute.app.config_loading import (
     Setting,
     Settings,
     from_assignments,
@@ -20,18 +21,18 @@ from kvroute.app.config_sources import (
     from_file,
     unknown,
 )
-from kvroute.app.metrics_options import MetricsOptions
+from kvroute.app.config_paths import Path, dotted
+from kvroute.app.metrics_compat import MetricsOptions
 from kvroute.errors import ConfigError, InvalidConfig
-from kvroute.events.lmcache_options import LMCacheOptions
 from kvroute.events.options import KvEventsOptions
 from kvroute.fleet.options import FleetOptions
 from kvroute.gateway.options import AdminOptions, ServerOptions
+from kvroute.lmcache.options import LMCacheOptions
 from kvroute.logs import LoggingOptions
 from kvroute.options import Options, option
-from kvroute.routing.options import RoutingOptions
+from kvroute.routing.registry import RoutingOptions
 from kvroute.tokens.options import TokensOptions
-from kvroute.upstream.options import UpstreamOptions
-from kvroute.upstream.retry_options import RetryOptions
+from kvroute.upstream.options import RetryOptions, UpstreamOptions
 
 _MOST_SECRET_BYTES = 1024 * 1024
 
@@ -242,3 +243,76 @@ def _came_from(path: Path, origins: Mapping[Path, str]) -> str:
             return f" ({origins[path]})"
         path = path[:-1]
     return ""
+
+
+Note = Callable[[Path, FieldInfo, bool], Sequence[str]]
+"""Comment lines to stand above an option; the flag tells a section from a plain option."""
+
+INDENT = "  "
+LINE = 110
+"""Longest line of a list."""
+
+
+def resolved_yaml(loaded: Loaded) -> str:
+    """Every option with the value in force; behind a value that somebody set: who."""
+    lines = ["# Resolved configuration. Secrets are masked; a comment says where a value came from."]
+    lines += yaml_lines(
+        type(loaded.config),
+        masked(loaded.config),
+        trailing=lambda path: ", ".join(
+            dict.fromkeys(origin for place, origin in loaded.origins.items() if place[: len(path)] == path)
+        ),
+    )
+    return "\n".join(lines) + "\n"
+
+
+def yaml_lines(
+    owner: type[Options],
+    values: Mapping[str, Any],
+    *,
+    above: Note = lambda path, field, is_section: (),
+    trailing: Callable[[Path], str] = lambda path: "",
+    prefix: Path = (),
+) -> Iterator[str]:
+    """`values`, a JSON dump of `owner`, as YAML lines with comments, in order of declaration."""
+    indent = INDENT * len(prefix)
+    for name, field in owner.model_fields.items():
+        path = (*prefix, name)
+        section = section_of(field, values[name])
+        if not prefix:
+            yield ""
+        yield from (f"{indent}# {line}".rstrip() for line in above(path, field, section is not None))
+        if section is not None:
+            yield f"{indent}{name}:"
+            yield from yaml_lines(section, values[name], above=above, trailing=trailing, prefix=path)
+            continue
+        first, *rest = _entry(name, values[name], LINE - len(indent))
+        comment = trailing(path)
+        yield indent + first + (f"  # {comment}" if comment else "")
+        yield from (indent + line for line in rest)
+
+
+def section_of(field: FieldInfo, value: object) -> type[Options] | None:
+    """The option class whose fields `value` has, if it is one with options of its own."""
+    if not isinstance(value, Mapping):
+        return None
+    classes = paths.options_of(paths.shape_of(field.annotation))
+    return next((cls for cls in classes if value and value.keys() == cls.model_fields.keys()), None)
+
+
+def _entry(name: str, value: object, width: int) -> list[str]:
+    """`name: value`; lists and mappings of plain values on one line if they fit, all others as a block."""
+    is_deep = isinstance(value, (list, dict)) and any(
+        isinstance(inner, (list, dict)) for inner in (value.values() if isinstance(value, dict) else value)
+    )
+    line = f"{name}: {flow(value)}"
+    if is_deep or (len(line) > width and isinstance(value, (list, dict))):
+        block = yaml.safe_dump({name: value}, sort_keys=False, allow_unicode=True, width=10**6)
+        return block.rstrip("\n").split("\n")
+    return [line]
+
+
+def flow(value: object) -> str:
+    """`value` on one line of YAML."""
+    text = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, allow_unicode=True, width=10**6)
+    return text.removesuffix("\n").removesuffix("\n...")

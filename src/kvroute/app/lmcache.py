@@ -10,26 +10,23 @@ from urllib.parse import urlsplit
 import httpx
 from prometheus_client.core import Metric
 
-from kvroute.app.upkeep import Upkeep
-from kvroute.blocks.tokens import Tier
+from kvroute.app.background_tasks import Upkeep
+from kvroute.blocks.keys import Tier
 from kvroute.clock import Clock
-from kvroute.events.controller import Controller
-from kvroute.events.controller_sockets import ControllerSockets
-from kvroute.events.coordinator import Coordinator
-from kvroute.events.coordinator_http import CoordinatorApp, CoordinatorServer
-from kvroute.events.l2_redis import L2Counts, L2Target, RedisL2, targets_of
-from kvroute.events.lmcache_joins import served_worker
-from kvroute.events.lmcache_options import LMCacheOptions
-from kvroute.events.lmcache_prefetch import Prefetcher
-from kvroute.events.lmcache_rates import RateWatch
-from kvroute.events.lmcache_status import StatusWatch
 from kvroute.fleet.worker import Worker
-from kvroute.gateway import hyperpod
+from kvroute.gateway import admin as hyperpod
 from kvroute.index.chunk_index import ChunkIndex
+from kvroute.lmcache.controller import Controller
+from kvroute.lmcache.controller_sockets import ControllerSockets
+from kvroute.lmcache.coordinator import Coordinator
+from kvroute.lmcache.coordinator_http import CoordinatorApp, CoordinatorServer
+from kvroute.lmcache.l2_redis import L2Counts, L2Target, RedisL2, targets_of
+from kvroute.lmcache.membership import served_worker
+from kvroute.lmcache.options import LMCacheOptions
+from kvroute.lmcache.polling import RateWatch, StatusWatch
+from kvroute.lmcache.prefetch import Prefetcher
 from kvroute.metrics import counter, gauge
-from kvroute.routing.caches import ExactPrompt, Probed
-from kvroute.routing.decision import Candidate, RouteQuery
-from kvroute.routing.prefetch import prefetch_of
+from kvroute.routing.strategy import Candidate, ExactPrompt, Probed, RouteQuery, prefetch_of
 
 
 class LMCache:

@@ -13,7 +13,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 from prometheus_client.core import HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -21,6 +21,7 @@ from prometheus_client.registry import Collector
 from kvroute.clock import Clock
 from kvroute.fleet.fleet import Fleet
 from kvroute.metrics import Metrics, counter, gauge
+from kvroute.options import Options, option
 
 _BUCKETS: Final = ("0.05", "0.1", "0.25", "0.5", "1.0", "2.5", "5.0", "10.0", "30.0", "60.0", "120.0", "+Inf")
 """That router's; all of them are bounds of ours as well."""
@@ -301,3 +302,19 @@ class _HostUse:
 
 def _percent(name: str, text: str, share: float) -> Metric:
     return gauge(name, text, (), [((), 100.0 * min(1.0, max(0.0, share)))])
+
+
+class MetricsOptions(Options):
+    """What `/metrics` says beside kvroute's own figures."""
+
+    compat: Literal["none", "vllm-router"] = option(
+        "none", "Also export the metric names of this router: `vllm-router` is production-stack's."
+    )
+    compat_window_s: float = option(
+        60.0,
+        "What its rates and averages are taken over, from one scrape to another.",
+        unit="s",
+        gt=0,
+        higher="smoother",
+        lower="more current",
+    )

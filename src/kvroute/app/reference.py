@@ -18,8 +18,7 @@ import annotated_types
 from pydantic.fields import FieldInfo
 
 from kvroute.app import config_paths as paths
-from kvroute.app.config import Config
-from kvroute.app.config_dump import INDENT, LINE, flow, section_of, yaml_lines
+from kvroute.app.config import INDENT, LINE, Config, flow, section_of, yaml_lines
 from kvroute.app.config_paths import Path, dotted
 from kvroute.options import Options
 

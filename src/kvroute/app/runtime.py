@@ -12,49 +12,45 @@ from typing import TYPE_CHECKING, Self
 from fastapi import FastAPI
 from prometheus_client.registry import Collector
 
+from kvroute.app.collectors import fleet_gauges, index_gauges, tier_gauges
 from kvroute.app.config import Config, masked
-from kvroute.app.gauges import fleet_gauges, index_gauges, tier_gauges
 from kvroute.app.metrics_compat import VllmRouterMetrics
-from kvroute.blocks.tokens import Tier
+from kvroute.blocks.keys import Tier
 from kvroute.clock import Clock, SystemClock
+from kvroute.fleet.discovery.base import Discoverer, ShrinkLimits
 from kvroute.fleet.discovery.registry import sources_of
-from kvroute.fleet.discovery.source import Discoverer, ShrinkLimits
 from kvroute.fleet.fleet import Fleet, FleetChange
 from kvroute.fleet.health import HealthMonitor
 from kvroute.fleet.probe import Prober, probe_client
 from kvroute.fleet.worker import HealthState, Worker
-from kvroute.gateway import hyperpod
-from kvroute.gateway.access import AdminKeys, KeyCheck
+from kvroute.gateway import admin as hyperpod
+from kvroute.gateway.access import AdminKeys, KeyCheck, session_fields, session_key_sources
+from kvroute.gateway.accuracy import PredictionAudit
 from kvroute.gateway.admin import admin_routes
 from kvroute.gateway.admin_guard import AdminGuard
 from kvroute.gateway.application import build_application
-from kvroute.gateway.audit import PredictionAudit
 from kvroute.gateway.control import control_routes
 from kvroute.gateway.dataplane import DataPlane
 from kvroute.gateway.exchange import Collaborators
-from kvroute.gateway.isolation import AdapterIsolation
 from kvroute.gateway.journal import Journal
 from kvroute.gateway.planner import Planner
-from kvroute.gateway.session_key import session_fields, session_key_sources
+from kvroute.gateway.preparation import AdapterIsolation
 from kvroute.gateway.stored import ResponseOwners, StoredResponses
 from kvroute.metrics import Gauges, Metrics
 from kvroute.openai.bounded import Bounded
-from kvroute.replicas.pages import PageCollector, read
-from kvroute.replicas.scrape import Scrape
+from kvroute.replicas.metrics import PageCollector, Scrape, read
 from kvroute.routing.audit import Audit
 from kvroute.routing.router import Router
-from kvroute.routing.token_deadline import TokenPatience, token_deadline_s
+from kvroute.routing.strategy import TokenPatience, token_deadline_s
 from kvroute.tokens.estimate import TokenEstimator
-from kvroute.upstream.any_worker import AnyWorkerTransport
-from kvroute.upstream.outbox import Outbox
-from kvroute.upstream.retry import RetryBudget
-from kvroute.upstream.transports import Transports
+from kvroute.upstream.options import RetryBudget
+from kvroute.upstream.transport import AnyWorkerTransport, Transports
+from kvroute.upstream.writes import Outbox
 
 if TYPE_CHECKING:
-    from kvroute.app.following import Following
-    from kvroute.app.map_teller import MapTeller
-    from kvroute.app.mirroring import Mirroring
-    from kvroute.app.replica import Replica
+    from kvroute.app.cache_tracker import Following
+    from kvroute.app.cache_tracker_mirror import Mirroring
+    from kvroute.app.replica import MapTeller, Replica
 
 log = logging.getLogger("kvroute.runtime")
 
@@ -176,7 +172,7 @@ class Runtime:
         """What keeps the map of the workers' caches: one process follows them, others have it told.
 
         Tokenizers, templates, ZMQ and Redis are loaded here: 16 MiB that a gateway without a map spares."""
-        from kvroute.app.following import Following
+        from kvroute.app.cache_tracker import Following
 
         config, clock, replica = self._config, self._clock, self._replica
         known = (
@@ -190,9 +186,8 @@ class Runtime:
         )
         if replica is None:
             return Following(*known, self._rate_measured)
-        from kvroute.app.map_teller import MapTeller
-        from kvroute.app.mirroring import Mirroring
-        from kvroute.app.replica import FOLLOWS
+        from kvroute.app.cache_tracker_mirror import Mirroring
+        from kvroute.app.replica import FOLLOWS, MapTeller
 
         mesh = replica.mesh
         if replica.number != FOLLOWS:

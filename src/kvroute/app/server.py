@@ -9,37 +9,139 @@ import logging
 import math
 import os
 import resource
+import shutil
 import signal
 import socket
+import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from pathlib import Path
+from typing import cast
 
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from kvroute import __version__
-from kvroute.app.admin_access import AdminAccess
-from kvroute.app.backlog import Backlog
+from kvroute.app.collectors import keep_freed_memory, use_huge_pages
 from kvroute.app.config import Config
-from kvroute.app.memory import keep_freed_memory, use_huge_pages
+from kvroute.app.replica import Replica
 from kvroute.app.runtime import Runtime
+from kvroute.clock import SystemClock
+from kvroute.errors import ConfigError
+from kvroute.gateway.access import AdminKeys
+from kvroute.gateway.admin_guard import kept_key, key_lines, key_path, user_state_folder
+from kvroute.gateway.application import Front
 from kvroute.gateway.complete import CompleteProtocol
-from kvroute.gateway.complete_check import complete_trouble
 from kvroute.gateway.edge import ClientBounds, EdgeProtocol
 from kvroute.gateway.fastlane import fast_lane
-from kvroute.gateway.fastlane_check import fast_lane_trouble
-from kvroute.gateway.front import Front
 from kvroute.gateway.options import AFTER_CUT_S, ServerOptions
+from kvroute.gateway.selftest import complete_trouble, fast_lane_trouble
 from kvroute.logs import configure
+from kvroute.replicas.mesh import SharedPort, folder_of_links
+from kvroute.replicas.supervisor import Birth, Supervisor
 
-if TYPE_CHECKING:
-    from kvroute.app.replica import Replica
+log = logging.getLogger(__name__)
+
+_SERVERS = 8
+"""For each listening socket. One that finds nobody waiting any more costs 3 us, hence no more of them."""
+
+
+class Backlog:
+    """Further servers of the loop on sockets that listen, beside the one that is there.
+
+    libuv accepts one connection in each round of the loop, for each server. A round that relays some
+    hundred streams lasts milliseconds, and so of 640 clients that come together the last ones waited 2
+    seconds to be accepted. (asyncio's own loop accepts all that wait at once.)
+    Mutable: `begin` and `close`. Belongs to one event loop.
+    """
+
+    def __init__(self, make_protocol: Callable[[], asyncio.Protocol], length: int) -> None:
+        """`length` is how many connections the kernel holds, as the sockets were told before."""
+        self._make_protocol = make_protocol
+        self._length = length
+        self._servers: list[asyncio.Server] = []
+
+    async def begin(self, listening: Iterable[socket.SocketType]) -> None:
+        """Accept from these, through descriptors of its own."""
+        loop = asyncio.get_running_loop()
+        for each in listening:
+            for _ in range(_SERVERS):
+                own = socket.socket(fileno=os.dup(each.fileno()))
+                own.setblocking(False)
+                server = await loop.create_server(self._protocol, sock=own, backlog=self._length)
+                self._servers.append(server)
+
+    def close(self) -> None:
+        """Accept no more; what was accepted stays open. Idempotent."""
+        for server in self._servers:
+            server.close()
+        self._servers.clear()
+
+    def _protocol(self) -> asyncio.Protocol:
+        try:
+            return self._make_protocol()
+        except Exception:  # uvloop would end the server
+            log.exception("a client's connection could not be set up")
+            return _Refused()
+
+
+class _Refused(asyncio.Protocol):
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        transport.close()
+
+
+class AdminAccess:
+    """`keys` are those of `config`; without any, `listens_on` adds the one in the port's key file.
+
+    Mutable: by `listens_on`, before the gateway takes requests on that port.
+    """
+
+    def __init__(self, config: Config, environ: Mapping[str, str]) -> None:
+        self.keys = AdminKeys(config.admin.keys)
+        self._config = config
+        self._environ = environ
+        self._is_configured = bool(config.admin.keys)
+        self._files: dict[int, Path] = {}
+        self._is_logged = False
+
+    def listens_on(self, port: int) -> None:
+        """The gateway listens on `port`, or is about to. Logs where the key is, once for each file.
+
+        Raises ConfigError where a key is needed and cannot be kept. Blocks: call it at the start only.
+        """
+        if self._is_configured:
+            if not self._is_logged:
+                self._is_logged = True
+                file = self._config.admin.api_key_file
+                where = (
+                    "the configured one (admin.api_key)"
+                    if file is None
+                    else f"in {file} (admin.api_key_file)"
+                )
+                log.info("the admin key is %s", where)
+            return
+        if port in self._files:
+            return
+        path = key_path(self._folder(), port)
+        self.keys.add(key_lines(kept_key(path)))
+        self._files[port] = path
+        log.info("the admin key is in %s", path)
+
+    def close(self) -> None:
+        """Remove the files of ports that the system has chosen: nobody will listen there again."""
+        if self._config.server.port == 0:
+            for path in self._files.values():
+                with contextlib.suppress(OSError):
+                    path.unlink()
+
+    def _folder(self) -> Path:
+        folder = self._config.server.state_dir
+        return folder.absolute() if folder is not None else user_state_folder(self._environ)
+
 
 NEXT_STAGE = signal.SIGUSR1  # `NEXT_STAGE` of replicas/supervisor.py, which one process alone does not load
 
-log = logging.getLogger("kvroute.server")
 
 _GC_THRESHOLDS = (20_000, 20, 50)
 _FEW_DESCRIPTORS = 8192
@@ -183,7 +285,7 @@ def run(config: Config) -> int:
     access = AdminAccess(config, os.environ)
     try:
         if config.server.processes > 1:
-            from kvroute.app.processes import run_processes  # one process alone needs nothing of it
+            # one process alone needs nothing of it
 
             return run_processes(config, access)
         if config.server.port:
@@ -291,3 +393,48 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
         return asyncio.new_event_loop
     factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
     return factory
+
+
+def run_processes(config: Config, access: AdminAccess) -> int:
+    """Serve with `server.processes` processes until SIGTERM or SIGINT. Exit code as `server.run`.
+
+    Raises ConfigError if the address cannot be had. Call it with one thread running and no event loop.
+    """
+    options = config.server
+    port = SharedPort(options.host, options.port)
+    try:
+        access.listens_on(port.port)  # before the processes are forked, which all take the same key
+    except ConfigError:
+        port.close()
+        raise
+    try:
+        folder = folder_of_links(Path(tempfile.gettempdir()))
+    except OSError as error:
+        port.close()
+        raise ConfigError("server.processes", f"no place for their sockets: {error.strerror}") from error
+    parent = os.getpid()
+
+    def work(birth: Birth) -> int:
+        log.info("process %d of %d has the id %d", birth.number, options.processes, os.getpid())
+
+        def part() -> Part:
+            replica = Replica(birth.number, options.processes, folder, generation=birth.generation)
+            return Part(replica, port.sockets(), birth.ready)
+
+        try:
+            code = run_one(config, access, part)
+        except ConfigError as error:
+            log.error("process %d cannot start: %s", birth.number, error)
+            code = 2
+        if os.getppid() != parent:  # it was killed, and cannot tidy up
+            shutil.rmtree(folder, ignore_errors=True)
+        return code
+
+    supervisor = Supervisor(options.processes, work, SystemClock(), grace_s=options.longest_shutdown_s)
+    gc.freeze()  # what all of them share stays untouched, and so shared
+    try:
+        return supervisor.run()
+    finally:
+        port.close()
+        with contextlib.suppress(OSError):
+            shutil.rmtree(folder)

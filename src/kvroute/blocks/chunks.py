@@ -16,7 +16,7 @@ from typing import Final, NamedTuple, TypeAlias, overload
 
 from blake3 import blake3
 
-from kvroute.blocks.prompt_ids import PromptIds
+from kvroute.blocks.known_prompts import PromptIds
 
 ChunkKey: TypeAlias = int
 """How maps know a chunk: 64 bits of its hash, which depend on every token before its end. With `blake3` the

@@ -10,13 +10,13 @@ from kvroute import __version__
 
 COMMANDS = {
     "serve": ("kvroute.cli.serve", "Run the gateway."),
-    "up": ("kvroute.cli.up", "Run the gateway and its workers as local processes."),
-    "ps": ("kvroute.cli.ps", "List what `kvroute up` runs."),
-    "logs": ("kvroute.cli.logs", "Show the logs of what `kvroute up` runs."),
-    "down": ("kvroute.cli.down", "End what `kvroute up` runs."),
+    "up": ("kvroute.cli.deployments", "Run the gateway and its workers as local processes."),
+    "ps": ("kvroute.cli.deployments", "List what `kvroute up` runs."),
+    "logs": ("kvroute.cli.deployments", "Show the logs of what `kvroute up` runs."),
+    "down": ("kvroute.cli.deployments", "End what `kvroute up` runs."),
     "sim": ("kvroute.cli.sim", "Run one simulated worker."),
     "tierd": ("kvroute.cli.tierd", "Run a node's cache daemon: LMCache's second tier in shared memory."),
-    "render": ("kvroute.cli.render", "Make compose, Kubernetes and other files from an endpoint spec."),
+    "render": ("kvroute.cli.deployments", "Make compose, Kubernetes and other files from an endpoint spec."),
     "check": ("kvroute.cli.check", "Validate a configuration or an endpoint spec."),
 }
 """Name -> the module that has the command under that name, and its line in `kvroute --help`."""

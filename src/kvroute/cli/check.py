@@ -6,8 +6,7 @@ from pathlib import Path
 
 import click
 
-from kvroute.app.config import Loaded
-from kvroute.app.config_dump import resolved_yaml
+from kvroute.app.config import Loaded, resolved_yaml
 from kvroute.cli.configuration import InvalidConfiguration, configured
 from kvroute.errors import ConfigError
 from kvroute.fleet.discovery.file import read_workers_file
@@ -77,20 +76,20 @@ def check_workers_file(loaded: Loaded) -> None:
 
 def check_spec(file: Path) -> int:
     """Print a finding for each field of a spec; the exit code."""
-    from kvroute.cli import specs  # a configuration is checked without loading what deploys
+    from kvroute.cli import deployments  # a configuration is checked without loading what deploys
 
-    reading = specs.reading_of(specs.read_text(file))
-    specs.tell(file, reading.findings, err=False)
-    click.echo(f"{file}: {specs.count(reading.findings)}")
+    reading = deployments.reading_of(deployments.read_text(file))
+    deployments.tell(file, reading.findings, err=False)
+    click.echo(f"{file}: {deployments.count(reading.findings)}")
     return 0 if reading.document is not None else 1
 
 
 def fix_spec(file: Path) -> int:
     """Print a spec with its lines where they belong, and what is still wrong with it; the exit code."""
-    from kvroute.cli import specs
+    from kvroute.cli import deployments
     from kvroute.deploy.spec.loading import fix_layout
 
-    layout = fix_layout(specs.read_text(file))
+    layout = fix_layout(deployments.read_text(file))
     click.echo(layout.text, nl=False)
-    specs.tell(file, specs.reading_of(layout.text).wrong, err=True)
+    deployments.tell(file, deployments.reading_of(layout.text).wrong, err=True)
     return 0 if layout.is_sound else 1

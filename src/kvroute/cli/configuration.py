@@ -11,8 +11,8 @@ from typing import Any
 import click
 
 from kvroute.app.config import Loaded, load
+from kvroute.app.config_loading import Setting
 from kvroute.app.config_paths import Path
-from kvroute.app.config_sources import Setting
 from kvroute.errors import ConfigError
 
 FLAGS: dict[str, Path] = {

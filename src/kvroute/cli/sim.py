@@ -10,8 +10,8 @@ import uvicorn
 import zmq
 from pydantic import ValidationError
 
+from kvroute.sim.app import run_sim
 from kvroute.sim.options import SimOptions
-from kvroute.sim.running import run_sim
 from kvroute.wire.vllm import DIALECTS
 
 _DEFAULTS = SimOptions()

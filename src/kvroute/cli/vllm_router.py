@@ -3,25 +3,345 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import click
 import yaml
 
-from kvroute.app.config_paths import split
-from kvroute.app.config_sources import ENVIRONMENT_PREFIX, Setting
-from kvroute.cli.vllm_router_flags import (
-    DEFAULTS,
-    FLAGS,
-    LOG_LEVELS,
-    dynamic_flags,
-    known_values,
-    parameter,
-    translate,
-)
+from kvroute.app.config import Config
+from kvroute.app.config_loading import ENVIRONMENT_PREFIX, Setting
+from kvroute.app.config_paths import shape_at, split, without_userinfo
 from kvroute.errors import ConfigError
+
+Given = Mapping[str, str]
+"""Flags with their values, without dashes in front: `k8s-port`. A switch that is on has the value "true"."""
+
+DEFAULTS: Final[dict[str, object]] = {"server.host": "0.0.0.0", "server.port": 8001}
+"""Where that router listens unless told otherwise."""
+
+CONTROLLER: Final = "lmcache.controller"
+"""The options of the controller that workers with LMCache's in-process connector report to."""
+
+LOG_LEVELS: Final = {"critical": "error", "trace": "debug"}
+"""Levels that kvroute does not have."""
+
+
+@dataclass(frozen=True, slots=True)
+class Became:
+    """What a flag became: values by dotted path, and what else there is to know about it."""
+
+    options: Mapping[str, object]
+    note: str = ""
+    is_used: bool = False
+    """It has an effect, though another flag sets the options."""
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """One flag. `become` gets its value and all flags; raises ConfigError."""
+
+    become: Callable[[str, Given], Became]
+    is_switch: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Translation:
+    """Settings for the configuration, and a line for each flag."""
+
+    settings: tuple[Setting, ...]
+    lines: tuple[str, ...]
+
+
+def translate(given: Given) -> Translation:
+    """Turn the flags of a command line (and of its dynamic configuration file) into settings. Pure.
+
+    Raises ConfigError, whose path is the flag.
+    """
+    settings: list[Setting] = []
+    lines: list[str] = []
+    for name in given:
+        became = FLAGS[name].become(given[name], given)
+        settings += [Setting(split(path), value, f"--{name}") for path, value in became.options.items()]
+        parts = [f"{path}={_shown(value)}" for path, value in became.options.items()]
+        if became.note:
+            parts.append(became.note if parts or became.is_used else f"no effect: {became.note}")
+        lines.append(f"--{name}: {'; '.join(parts)}")
+    return Translation(tuple(settings), tuple(lines))
+
+
+def dynamic_flags(document: object) -> tuple[dict[str, str], tuple[str, ...]]:
+    """The flags in a dynamic configuration file, and its keys that are none. Pure.
+
+    There, `static_models` may be a mapping that has each model's backends and type. Raises ConfigError.
+    """
+    if not isinstance(document, dict):
+        raise ConfigError("", "must be a mapping, such as {service_discovery: static, ...}")
+    flags: dict[str, str] = {}
+    unknown: list[str] = []
+    for key, value in document.items():
+        name = str(key).replace("_", "-")
+        if name == "static-models" and isinstance(value, dict):
+            flags.update(_static_models(value))
+        elif name == "static-aliases" and isinstance(value, dict):
+            flags[name] = ",".join(f"{alias}:{model}" for alias, model in value.items())
+        elif name not in FLAGS:
+            unknown.append(str(key))
+        elif FLAGS[name].is_switch:
+            if value:
+                flags[name] = "true"
+        elif value is not None:
+            flags[name] = ",".join(map(str, value)) if isinstance(value, list) else str(value)
+    return flags, tuple(unknown)
+
+
+def _static_models(models: Mapping[object, object]) -> dict[str, str]:
+    backends: list[str] = []
+    names: list[str] = []
+    for name, details in models.items():
+        urls = details.get("static_backends", []) if isinstance(details, dict) else None
+        if not isinstance(urls, list):
+            raise ConfigError(f"static_models.{name}", "must have a list static_backends")
+        backends += map(str, urls)
+        names += [str(name)] * len(urls)
+    return {"static-backends": ",".join(backends), "static-models": ",".join(names)}
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, str):
+        return without_userinfo(value)
+    text = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=10**6)
+    return without_userinfo(text.removesuffix("\n").removesuffix("\n..."))
+
+
+# --- what flags become ------------------------------------------------------------------------------------
+
+
+def _sets(path: str) -> Callable[[str, Given], Became]:
+    return lambda value, _: Became({path: value})
+
+
+def _noted(why: str) -> Callable[[str, Given], Became]:
+    return lambda _value, _given: Became({}, why)
+
+
+def _in_kubernetes(become: Callable[[str, Given], Became]) -> Callable[[str, Given], Became]:
+    """Only with `--service-discovery k8s`."""
+    aside = Became({}, "only with --service-discovery k8s")
+    return lambda value, given: become(value, given) if given.get("service-discovery") == "k8s" else aside
+
+
+def _one_of(flag: str, value: str, known: Sequence[str]) -> ConfigError:
+    return ConfigError(f"--{flag}", f"{value!r} is none of {', '.join(known)}")
+
+
+def _service_discovery(value: str, given: Given) -> Became:
+    if value == "static":
+        return Became({}, "workers are those of --static-backends and --worker", is_used=True)
+    if value != "k8s":
+        raise _one_of("service-discovery", value, ("static", "k8s"))
+    options: dict[str, object] = {"fleet.kubernetes.enabled": True}
+    # That router's defaults.
+    if "k8s-namespace" not in given:
+        options["fleet.kubernetes.namespace"] = "default"
+    if "k8s-port" not in given:
+        options["fleet.kubernetes.port"] = 8000
+    return Became(options)
+
+
+def _kubernetes_kind(value: str, _: Given) -> Became:
+    if value == "pod-ip":
+        return Became({"fleet.kubernetes.resource": "pods"})
+    if value != "service-name":
+        raise _one_of("k8s-service-discovery-type", value, ("pod-ip", "service-name"))
+    return Became(
+        {"fleet.kubernetes.resource": "endpointslices"},
+        "the pods behind the Services are asked directly; --k8s-port is theirs",
+    )
+
+
+def _watch_timeout(value: str, _: Given) -> Became:
+    return Became({}, "0 means none there") if value == "0" else Became({"fleet.kubernetes.watch_s": value})
+
+
+def _backends(value: str, given: Given) -> Became:
+    if given.get("service-discovery") == "k8s":
+        return Became({}, "--service-discovery is k8s")
+    urls, models = _list(value), _list(given.get("static-models", ""))
+    if models and len(models) != len(urls):
+        raise ConfigError("--static-models", f"has {len(models)} models for {len(urls)} backends")
+    served: dict[str, list[str]] = {url: [] for url in urls}
+    for url, model in zip(urls, models, strict=False):
+        served[url].append(model)
+    return Became({"fleet.workers": [{"url": url, "models": names} for url, names in served.items()]})
+
+
+def _models(_: str, given: Given) -> Became:
+    if "static-backends" not in given or given.get("service-discovery") == "k8s":
+        return Became({}, "there are no --static-backends")
+    why = "each worker's /v1/models tells; this is for workers where it cannot be read"
+    return Became({}, why, is_used=True)
+
+
+def _aliases(value: str, _: Given) -> Became:
+    aliases: dict[str, object] = {}
+    for pair in _list(value):
+        alias, colon, model = pair.partition(":")
+        if not colon or not alias or not model:
+            raise ConfigError("--static-aliases", f"{pair!r} is not alias:model")
+        aliases[f'fleet.aliases."{alias}"'] = model
+    return Became(aliases)
+
+
+def _routing_logic(value: str, given: Given) -> Became:
+    if value in ("roundrobin", "session", "prefixaware"):
+        return Became({"routing.strategy": value})
+    if value == "kvaware":
+        # There, kvaware is asking the controller that workers report to.
+        controller: dict[str, object] = {}
+        if _has_controller():
+            controller[f"{CONTROLLER}.enabled"] = True
+            if "lmcache-controller-port" not in given:
+                controller[f"{CONTROLLER}.pull"] = "0.0.0.0:9000"
+        return Became({"routing.strategy": value, **controller})
+    if value == "loadaware":
+        return Became(
+            {"routing.strategy": "prefixaware"}, "whose cost counts load as well as cached prefixes"
+        )
+    if value.startswith("disaggregated_prefill"):
+        raise ConfigError(
+            "--routing-logic", f"{value!r} has no counterpart: kvroute does not split prefill from decode"
+        )
+    raise _one_of("routing-logic", value, ("roundrobin", "session", "prefixaware", "kvaware", "loadaware"))
+
+
+def _has_controller() -> bool:
+    return bool(shape_at(Config, split(CONTROLLER)))
+
+
+def _controller(key: str, form: str = "{}") -> Callable[[str, Given], Became]:
+    """An option of the controller that workers with LMCache report to, with `--routing-logic kvaware`."""
+
+    def become(value: str, given: Given) -> Became:
+        if given.get("routing-logic") != "kvaware":
+            return Became({}, "only with --routing-logic kvaware")
+        if not _has_controller():
+            return Became(
+                {}, "kvroute is no controller of LMCache; it learns what workers hold in other ways"
+            )
+        return Became({f"{CONTROLLER}.{key}": form.format(value)})
+
+    return become
+
+
+def _session_key(value: str, _: Given) -> Became:
+    return Became({"routing.session.keys": [f"header:{value}", f"body:{value}"]})
+
+
+def _retries(_: str, __: Given) -> Became:
+    statuses = [408, 429, 500, 502, 503, 504]
+    return Became({"retries.statuses": statuses}, "on another worker; a lost connection is retried anyway")
+
+
+def _rewriter(value: str, _: Given) -> Became:
+    if value != "noop":
+        raise ConfigError("--request-rewriter", "has no counterpart: requests are forwarded as they are")
+    return Became({}, "requests are forwarded as they are")
+
+
+def _list(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+_RETRY_BUDGET = "retries go to the next best worker, within retries.budget_percent and without a pause"
+_NO_BATCH = "kvroute has no batch API; requests to /v1/files and /v1/batches are answered 404"
+_NO_TRACES = "kvroute exports no traces; metrics and logs have each request's decision"
+_NO_SENTRY = "kvroute reports to no Sentry; errors are in the log"
+_NO_SEMANTIC = "kvroute has no semantic cache"
+_NO_ROLES = "kvroute does not split prefill from decode"
+
+FLAGS: Final[dict[str, Flag]] = {
+    # Workers
+    "service-discovery": Flag(_service_discovery),
+    "static-backends": Flag(_backends),
+    "static-models": Flag(_models),
+    "static-aliases": Flag(_aliases),
+    "static-model-types": Flag(_noted("every endpoint is forwarded, and probes need no model type")),
+    "static-model-labels": Flag(_noted(_NO_ROLES)),
+    "static-backend-health-checks": Flag(_noted("every worker is probed, always"), is_switch=True),
+    "backend-health-check-timeout-seconds": Flag(_sets("fleet.health.timeout_s")),
+    "k8s-service-discovery-type": Flag(_in_kubernetes(_kubernetes_kind)),
+    "k8s-port": Flag(_in_kubernetes(_sets("fleet.kubernetes.port"))),
+    "k8s-namespace": Flag(_in_kubernetes(_sets("fleet.kubernetes.namespace"))),
+    "k8s-label-selector": Flag(_in_kubernetes(_sets("fleet.kubernetes.selector"))),
+    "k8s-watcher-timeout-seconds": Flag(_in_kubernetes(_watch_timeout)),
+    "external-providers-config": Flag(
+        _noted("kvroute routes to vLLM workers only; their models are not served")
+    ),
+    # Routing
+    "routing-logic": Flag(_routing_logic),
+    "session-key": Flag(_session_key),
+    "kv-aware-threshold": Flag(_noted("what is cached is weighed as a cost, without a threshold")),
+    "prefix-min-match-length": Flag(_noted("what is cached is weighed as a cost, however short")),
+    "prefill-model-labels": Flag(_noted(_NO_ROLES)),
+    "decode-model-labels": Flag(_noted(_NO_ROLES)),
+    "lmcache-controller-port": Flag(_controller("pull", "0.0.0.0:{}")),
+    "lmcache-controller-reply-port": Flag(_controller("reply", "0.0.0.0:{}")),
+    "lmcache-controller-heartbeat-port": Flag(_controller("heartbeat", "0.0.0.0:{}")),
+    "lmcache-worker-timeout": Flag(_controller("worker_timeout_s")),
+    "lmcache-health-check-interval": Flag(_noted("heartbeats are watched as they come")),
+    # Failures
+    "max-instance-failover-reroute-attempts": Flag(_noted(_RETRY_BUDGET)),
+    "enable-retries": Flag(_retries, is_switch=True),
+    "max-retries": Flag(_noted(_RETRY_BUDGET)),
+    "initial-backoff-ms": Flag(_noted(_RETRY_BUDGET)),
+    "max-backoff-ms": Flag(_noted(_RETRY_BUDGET)),
+    "backoff-multiplier": Flag(_noted(_RETRY_BUDGET)),
+    "jitter-factor": Flag(_noted(_RETRY_BUDGET)),
+    # Figures, logs, traces
+    "engine-stats-interval": Flag(_sets("fleet.health.metrics_interval_s")),
+    "request-stats-window": Flag(_sets("metrics.compat_window_s")),
+    "log-stats": Flag(_noted("the figures are on /metrics"), is_switch=True),
+    "log-stats-interval": Flag(_noted("the figures are on /metrics")),
+    "otel-endpoint": Flag(_noted(_NO_TRACES)),
+    "otel-service-name": Flag(_noted(_NO_TRACES)),
+    "otel-secure": Flag(_noted(_NO_TRACES), is_switch=True),
+    "sentry-dsn": Flag(_noted(_NO_SENTRY)),
+    "sentry-traces-sample-rate": Flag(_noted(_NO_SENTRY)),
+    "sentry-profile-session-sample-rate": Flag(_noted(_NO_SENTRY)),
+    # Extensions
+    "enable-batch-api": Flag(_noted(_NO_BATCH), is_switch=True),
+    "file-storage-class": Flag(_noted(_NO_BATCH)),
+    "file-storage-path": Flag(_noted(_NO_BATCH)),
+    "batch-processor": Flag(_noted(_NO_BATCH)),
+    "callbacks": Flag(_noted("kvroute runs no code of others")),
+    "request-rewriter": Flag(_rewriter),
+    "feature-gates": Flag(_noted("what they switch on does not exist here")),
+    "semantic-cache-model": Flag(_noted(_NO_SEMANTIC)),
+    "semantic-cache-dir": Flag(_noted(_NO_SEMANTIC)),
+    "semantic-cache-threshold": Flag(_noted(_NO_SEMANTIC)),
+    # Read by the command, which puts what they say among these flags
+    "dynamic-config-yaml": Flag(_noted("read once, at the start; to change workers later, use fleet.file")),
+    "dynamic-config-json": Flag(_noted("read once, at the start; to change workers later, use fleet.file")),
+}
+"""`--host`, `--port`, `--log-level` and `--log-format` are kvroute's own flags as well."""
+
+
+def known_values(flags: Mapping[str, Any]) -> dict[str, str]:
+    """Click's values of the flags that were given, by flag."""
+    return {
+        name: "true" if FLAGS[name].is_switch else str(flags[parameter(name)])
+        for name in FLAGS
+        if flags.get(parameter(name)) not in (None, False)
+    }
+
+
+def parameter(name: str) -> str:
+    """The name under which click hands a flag over."""
+    return "router_" + name.replace("-", "_")
+
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 _DYNAMIC = ("dynamic-config-yaml", "dynamic-config-json")

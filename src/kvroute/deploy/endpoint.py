@@ -33,7 +33,7 @@ from kvroute.deploy.render.lmcache import (
     server_environment,
 )
 from kvroute.deploy.render.plan import Cache, EndpointPlan, suffix
-from kvroute.deploy.render.reports import L2_PASSWORD_OPTION, l2_password
+from kvroute.deploy.render.reach import L2_PASSWORD_OPTION, l2_password
 from kvroute.deploy.render.site import LOOPBACK, ReportPorts, ServerSite, Site, WorkerSite, local_site
 from kvroute.deploy.render.worker_args import vllm_spec, worker_argv
 from kvroute.deploy.shutdown import gateway_stop_s

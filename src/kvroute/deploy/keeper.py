@@ -3,15 +3,73 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import os
+import re
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
 from typing import NoReturn
+
+from rich.console import Console
+from rich.live import Live
+from rich.spinner import Spinner
+from rich.table import Table
+from rich.text import Text
 
 from kvroute.clock import Clock
 from kvroute.deploy.plan import PlannedProcess
 from kvroute.deploy.processes import ChildProcess, ProcessFailed, describe_exit
-from kvroute.deploy.segments import sweep
+
+SHARED_MEMORY = Path("/dev/shm")
+OF_AN_ENGINE = re.compile(r"lmcache_kv_(\d+)_\d+")
+
+
+def sweep(folder: Path = SHARED_MEMORY) -> int:
+    """Remove what ended engines have left; the bytes that are free again.
+
+    Only segments of this user, whose creator has ended and that no process maps. Blocking; a listing
+    of one folder where there is nothing to remove.
+    """
+    freed = 0
+    for segment in _orphans(folder):
+        try:
+            size = segment.stat().st_size
+            segment.unlink()
+        except OSError:
+            continue  # gone already, or not to be had: what is swept must not end what runs
+        freed += size
+    return freed
+
+
+def _orphans(folder: Path) -> list[Path]:
+    found = []
+    for segment in folder.glob("lmcache_kv_*"):
+        name = OF_AN_ENGINE.fullmatch(segment.name)
+        try:
+            if name and segment.stat().st_uid == os.getuid() and not Path(f"/proc/{name[1]}").exists():
+                found.append(segment)
+        except FileNotFoundError:
+            continue
+    if not found:
+        return []
+    mapped = _mapped(folder)
+    return [segment for segment in found if str(segment) not in mapped]
+
+
+def _mapped(folder: Path) -> set[str]:
+    """Files of `folder` that a process of this user maps."""
+    mapped = set()
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        try:
+            # address perms offset dev inode pathname
+            lines = maps.read_text().splitlines()
+        except OSError:
+            continue  # it has ended, or is another user's
+        mapped |= {line.split(maxsplit=5)[5] for line in lines if str(folder) in line}
+    return mapped
+
 
 FIRST_BACKOFF_S = 1.0
 LAST_BACKOFF_S = 30.0
@@ -141,3 +199,60 @@ class Keeper:
     def _enter(self, phase: Phase) -> None:
         self.status = Status(phase, self._clock.now(), self.status.restarts)
         self._changed(self)
+
+
+REFRESH_S = 0.25
+LINE_EVERY_S = 15.0
+
+
+@asynccontextmanager
+async def showing(console: Console, keepers: Sequence[Keeper], *, clock: Clock) -> AsyncIterator[None]:
+    """Show `keepers` for as long as the block runs."""
+    show = _live if console.is_terminal else _lines
+    task = asyncio.create_task(show(console, keepers, clock))
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.wait({task})
+        if not task.cancelled() and (error := task.exception()) is not None:
+            raise error
+
+
+async def _live(console: Console, keepers: Sequence[Keeper], clock: Clock) -> None:
+    spinner = Spinner("dots")
+    with Live(console=console, auto_refresh=False) as live:
+        try:
+            while True:
+                live.update(_table(keepers, clock.now(), spinner, console.width), refresh=True)
+                await clock.sleep(REFRESH_S)
+        finally:
+            live.update(_table(keepers, clock.now(), spinner, console.width), refresh=True)
+
+
+async def _lines(console: Console, keepers: Sequence[Keeper], clock: Clock) -> None:
+    while True:
+        await clock.sleep(LINE_EVERY_S)
+        for keeper in keepers:
+            if keeper.status.phase is Phase.STARTING:
+                waited = clock.now() - keeper.status.since
+                line = f"{keeper.name}: starting, {waited:.0f} s: {_plain(keeper.last_line)[:90]}"
+                console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _table(keepers: Sequence[Keeper], now: float, spinner: Spinner, width: int) -> Table:
+    table = Table.grid(padding=(0, 1))
+    for keeper in keepers:
+        phase = keeper.status.phase
+        mark: Spinner | Text = (
+            spinner if phase is Phase.STARTING else Text("✓" if phase is Phase.READY else "·")
+        )
+        waited = f"{now - keeper.status.since:.0f} s" if phase is Phase.STARTING else ""
+        line = _plain(keeper.last_line)[: max(20, width - 40)] if phase is Phase.STARTING else ""
+        table.add_row(mark, keeper.name, phase.value, waited, Text(line, style="dim", no_wrap=True))
+    return table
+
+
+def _plain(line: str) -> str:
+    """`line` without what terminals read as colours and movements."""
+    return Text.from_ansi(line).plain

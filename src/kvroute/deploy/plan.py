@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
+from typing import Final
 
 from kvroute.deploy.placement import assign_cores, assign_gpus
 from kvroute.deploy.processes import ChildSpec
+from kvroute.deploy.render.reach import CONFIG, LMCACHE, WORKER_ARGS, findings_for
+from kvroute.deploy.spec.endpoint import Document
+from kvroute.deploy.spec.loading import Finding
+from kvroute.deploy.spec.source import Verdict, dotted
 from kvroute.deploy.state import LOGS
 from kvroute.deploy.tiny_model import TINY_MODELS
 from kvroute.deploy.vllm_command import (
@@ -22,7 +28,7 @@ from kvroute.deploy.vllm_command import (
     vllm_environment,
 )
 from kvroute.errors import ConfigError
-from kvroute.gateway.key_file import key_path, user_state_folder
+from kvroute.gateway.admin_guard import key_path, user_state_folder
 
 DEFAULT_WORKERS = 2
 DEFAULT_TINY_MODEL = "small"
@@ -306,3 +312,22 @@ def _serving(child: ChildSpec, url: str, ready_path: str, ready_timeout_s: float
 
 def _log(spec: UpSpec, name: str) -> Path:
     return (spec.state_dir / LOGS / f"{name}.log").absolute()
+
+
+MADE_OF: Final = (WORKER_ARGS, LMCACHE, CONFIG)
+ALSO: Final = {"x-kvroute.l2.sizeGb", "spec.maxDeployTimeInSeconds"}
+"""Fields that only starting something gives an effect."""
+SAYS = "has no effect in up because it is a setting of containers or of Kubernetes"
+
+
+def local_findings(document: Document, findings: Iterable[Finding]) -> Iterator[Finding]:
+    """`findings`, where what is applied in general and has no effect here is noted with the reason."""
+    findings = list(findings)
+    rendered = [list(findings_for(target, document, findings)) for target in MADE_OF]
+    for finding, *outcomes in zip(findings, *rendered, strict=True):
+        if finding in outcomes or dotted(finding.path) in ALSO:
+            yield finding
+            continue
+        # "applied, but ...": what is said of a field that does have an effect.
+        but = [outcome for outcome in outcomes if outcome.text.startswith("applied")]
+        yield but[0] if but else dataclasses.replace(finding, verdict=Verdict.NOTED, text=SAYS)

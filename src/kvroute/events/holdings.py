@@ -7,19 +7,143 @@ copies of it there are, because each is removed by itself.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from struct import Struct
 from typing import Final, cast
 
 from xxhash import xxh3_64_intdigest
 
-from kvroute.blocks.keys import BlockKey
-from kvroute.blocks.tokens import KEY_TOKENS, Tier
-from kvroute.events.counts import LedgerCounts
-from kvroute.events.names import SHARD_MASK, Names
+from kvroute.blocks.keys import KEY_TOKENS, BlockKey, Tier
 from kvroute.index.prefix_index import Holder, PrefixIndex
 from kvroute.index.snapshot import Blocks, Copies, Runs
-from kvroute.wire.events import ExternalBlockHash
+from kvroute.wire.vllm import ExternalBlockHash
+
+_SHARDS: Final = 64
+SHARD_MASK: Final = _SHARDS - 1
+
+
+class Names:
+    """External hash -> our key. Mutable. Split into many small dicts: one of 100,000 entries takes several
+    milliseconds whenever it grows."""
+
+    __slots__ = ("_shards",)
+
+    def __init__(self) -> None:
+        self._shards: list[dict[ExternalBlockHash, BlockKey]] = [{} for _ in range(_SHARDS)]
+
+    def __len__(self) -> int:
+        return sum(map(len, self._shards))
+
+    def __contains__(self, name: ExternalBlockHash) -> bool:
+        return name in self._shards[hash(name) & SHARD_MASK]
+
+    def shards(self) -> Sequence[dict[ExternalBlockHash, BlockKey]]:
+        """A name is, or would be, in that of number `hash(name) & SHARD_MASK`."""
+        return self._shards
+
+    def get(self, name: ExternalBlockHash) -> BlockKey | None:
+        return self._shards[hash(name) & SHARD_MASK].get(name)
+
+    def pop(self, name: ExternalBlockHash) -> BlockKey | None:
+        return self._shards[hash(name) & SHARD_MASK].pop(name, None)
+
+    def put(self, names: Sequence[ExternalBlockHash], keys: Sequence[BlockKey]) -> Sequence[BlockKey]:
+        """Each name has this key from now on. Returns the other keys that some of them had before: none,
+        unless an engine contradicts itself: its names are hashes of what our keys are hashes of."""
+        shards, replaced = self._shards, list[BlockKey]()
+        for name, key in zip(names, keys, strict=True):
+            shard = shards[hash(name) & SHARD_MASK]
+            known = shard.setdefault(name, key)
+            if known is not key and known != key:
+                replaced.append(known)
+                shard[name] = key
+        return replaced
+
+    def among(self, names: Sequence[ExternalBlockHash]) -> list[ExternalBlockHash]:
+        """Those of `names` that are known."""
+        shards = self._shards
+        return [name for name in names if name in shards[hash(name) & SHARD_MASK]]
+
+    def keys(self) -> Iterator[BlockKey]:
+        """Our keys of all of them. Walks them."""
+        for shard in self._shards:
+            yield from shard.values()
+
+    def shrink(self, steps: int) -> int:
+        """Let go of up to `steps` entries; returns how many of the steps are left."""
+        for shard in self._shards:
+            for _ in range(min(steps, len(shard))):
+                shard.popitem()
+                steps -= 1
+            if not steps:
+                break
+        return steps
+
+
+@dataclass(slots=True)
+class StreamCounts:
+    """What happened on the stream. Mutable; counted by its subscriber."""
+
+    messages: int = 0
+    duplicates: int = 0
+    unreadable: int = 0
+    foreign: int = 0
+    """Numbers that the worker's own replay does not know."""
+    unknown_events: int = 0
+    unknown_fields: int = 0
+    undivided: int = 0
+    """Large events that had to be taken in as one: those may hold the loop for as long as they are large."""
+    gaps: int = 0
+    """Messages that did not follow the one before."""
+    replays: int = 0
+    replay_failures: int = 0
+    restarts: int = 0
+    """The stream was another one than before: the engine restarted, or the buffer was overrun."""
+    losses: int = 0
+    """Gaps that could not be filled: the map was dropped."""
+    rereads: int = 0
+    """Maps that were distrusted and read anew."""
+    healed: int = 0
+    """Lost histories that were made up for, by re-announcement or because nothing is left of them."""
+    resumed: int = 0
+    """Maps begun with a snapshot."""
+    failures: int = 0
+    """Times that following failed on our side: a defect, which the log has; the map was begun anew."""
+
+
+@dataclass(slots=True)
+class LedgerCounts:
+    """What came, in blocks, since the stream was first read. Mutable; counted by its ledger."""
+
+    stored: int = 0
+    elsewhere: int = 0
+    """Of those, the copies and the set aside: such as are not in GPU memory."""
+    removed: int = 0
+    copies: int = 0
+    """Stored again while held: counted, each has to be removed."""
+    repeated: int = 0
+    """Announced again from the start of a prompt: may be no copy, so not counted as one."""
+    set_aside: int = 0
+    """Their parent was not known."""
+    confirmed: int = 0
+    """Placed by a request that continued them."""
+    unknown_removed: int = 0
+    """Removed without having been known."""
+    passed_over: int = 0
+    """Of other groups of a hybrid model, which say nothing about the whole prefix."""
+    unusable: int = 0
+    """Unknown medium, a block size that is no multiple of `KEY_TOKENS`, or no tokens and an unknown hash."""
+    refused: int = 0
+    """The index was full, or too many blocks were set aside."""
+    cleared: int = 0
+    """How often everything was cleared."""
+
+    @property
+    def computed(self) -> int:
+        """Blocks that took room in GPU memory just then."""
+        return self.stored + self.copies + self.set_aside - self.elsewhere
+
 
 CHUNK_BLOCKS: Final = 512
 """Blocks in one part of a snapshot."""

@@ -4,32 +4,83 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import count
 
 import httpx
 import zmq
 import zmq.asyncio
 
-from kvroute.blocks.tokens import Tier
+from kvroute.blocks.keys import Tier
 from kvroute.clock import Clock
 from kvroute.errors import ConfigError
-from kvroute.events.arrivals import Arrivals
-from kvroute.events.connected import ConnectedInbox
-from kvroute.events.inbox import Inbox
+from kvroute.events.holdings import LedgerCounts, StreamCounts
+from kvroute.events.inbox import Inbox, Listener
 from kvroute.events.ledger import Ledger
-from kvroute.events.listener import Listener
 from kvroute.events.options import KvEventsOptions
-from kvroute.events.repair import PromptMemory, Repairer
+from kvroute.events.poller import Arrivals
+from kvroute.events.repair import KnownPrompt, PromptMemory, Repairer
 from kvroute.events.snapshot import Captured, SnapshotFile
 from kvroute.events.sources import KvEventSource, find_sources
-from kvroute.events.streams import Stream, StreamFigures
 from kvroute.events.subscriber import KvEventSubscriber
-from kvroute.events.trust import Reason, Trust
-from kvroute.events.turns import Turns
+from kvroute.events.zmtp_inbox import ConnectedInbox
 from kvroute.fleet.fleet import FleetChange
-from kvroute.fleet.worker import Worker
+from kvroute.fleet.worker import Worker, WorkerId
 from kvroute.index.prefix_index import PrefixIndex
+from kvroute.index.trust import Reason, Trust
+from kvroute.loop_slices import Turns
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Stream:
+    """One worker's rank being followed. `slot` is its place in the index."""
+
+    worker: Worker
+    rank: int
+    slot: int
+    ledger: Ledger
+    subscriber: KvEventSubscriber
+    prompts: PromptMemory
+
+    @property
+    def trust(self) -> Trust:
+        return self.subscriber.trust
+
+    @property
+    def reason(self) -> Reason | None:
+        """Why the map is not whole; None if it is."""
+        return self.subscriber.reason
+
+    @property
+    def why(self) -> str:
+        """The same in a word, empty if it is whole."""
+        return self.subscriber.reason or ""
+
+    def served(self, new_tokens: int, started: float | None = None) -> None:
+        """The worker's rank has answered a request and had to compute `new_tokens` for it (of its prompt,
+        or of prompt and answer): see `KvEventSubscriber.served`."""
+        self.subscriber.served(new_tokens, started)
+
+    def note_prompt(self, prompt: KnownPrompt) -> None:
+        """The worker's rank has computed this prompt: it can be asked for it again. Keeps it, bounded by
+        `ProbeOptions.memory_tokens`."""
+        self.prompts.note(prompt)
+
+
+@dataclass(frozen=True, slots=True)
+class StreamFigures:
+    """One stream's figures, as of now; `counts` and `blocks` go on counting."""
+
+    worker: WorkerId
+    rank: int
+    trust: Trust
+    reason: Reason | None
+    held_blocks: Mapping[Tier, int]
+    aside_blocks: int
+    counts: StreamCounts
+    blocks: LedgerCounts
+
 
 log = logging.getLogger(__name__)
 

@@ -14,17 +14,16 @@ from xxhash import xxh3_64_intdigest
 
 from kvroute.clock import Clock
 from kvroute.errors import WireError
-from kvroute.events.counts import StreamCounts
+from kvroute.events.holdings import StreamCounts
 from kvroute.events.inbox import Frames
 from kvroute.events.ledger import Ledger
 from kvroute.events.options import KvEventsOptions
 from kvroute.events.sequence import Sequence as EventSequence
-from kvroute.events.trust import Reason, Silence, Standing
-from kvroute.events.turns import Turns
-from kvroute.wire.events import AllBlocksCleared, EventBatch
-from kvroute.wire.framing import EventMessage
-from kvroute.wire.splitting import Piece, split_batch
-from kvroute.wire.vllm import decode_batch, decode_newest
+from kvroute.index.trust import Reason, Silence, Standing
+from kvroute.loop_slices import Turns
+from kvroute.wire.batch_split import Piece, split_batch
+from kvroute.wire.vllm import AllBlocksCleared, EventBatch, decode_batch, decode_newest
+from kvroute.wire.zmq import EventMessage
 
 log = logging.getLogger(__name__)
 

@@ -12,16 +12,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Final, cast
 
-from kvroute.blocks.keys import BlockKey
-from kvroute.blocks.tokens import KEY_TOKENS, Tier
-from kvroute.events.announced import is_divisible, keys_of, pieces_of, root_seed, tier_of
-from kvroute.events.aside import Aside
-from kvroute.events.counts import LedgerCounts
-from kvroute.events.early import Answer, EarlyAnswers
-from kvroute.events.holdings import Holdings
+from kvroute.blocks.keys import KEY_TOKENS, BlockKey, Tier
+from kvroute.events.holdings import Holdings, LedgerCounts
+from kvroute.events.orphans import Answer, Aside, EarlyAnswers
+from kvroute.events.sources import is_divisible, keys_of, pieces_of, root_seed, tier_of
 from kvroute.index.prefix_index import PrefixIndex
 from kvroute.index.snapshot import Part, Runs
-from kvroute.wire.events import (
+from kvroute.wire.vllm import (
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,

@@ -20,14 +20,13 @@ from typing import Final, NamedTuple, Protocol
 import httpx
 import msgspec
 
-from kvroute.blocks.keys import BlockKey
-from kvroute.blocks.tokens import KEY_TOKENS
+from kvroute.blocks.keys import KEY_TOKENS, BlockKey
 from kvroute.clock import Clock
 from kvroute.events.ledger import Ledger
 from kvroute.events.options import ProbeOptions
 from kvroute.events.subscriber import KvEventSubscriber
-from kvroute.events.trust import Trust
 from kvroute.fleet.worker import Worker
+from kvroute.index.trust import Trust
 from kvroute.openai.isolation import is_key_space, transfer_params
 
 log = logging.getLogger(__name__)

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 
 import zmq
 import zmq.asyncio
@@ -22,13 +23,44 @@ from kvroute.events.inbox import Frames, Inbox
 from kvroute.events.intake import Intake
 from kvroute.events.ledger import Ledger
 from kvroute.events.options import KvEventsOptions
-from kvroute.events.replay import replay
 from kvroute.events.sequence import Verdict
-from kvroute.events.trust import Reason, trust_for
-from kvroute.events.trust import Trust as Trust
-from kvroute.events.turns import Turns
 from kvroute.index.snapshot import Frame, StreamHead, decode, encode
-from kvroute.wire.framing import EventMessage, unpack_live
+from kvroute.index.trust import Reason, trust_for
+from kvroute.index.trust import Trust as Trust
+from kvroute.loop_slices import Turns
+from kvroute.wire.zmq import EventMessage, pack_replay_request, unpack_live, unpack_replay
+
+
+@asynccontextmanager
+async def replay(
+    context: zmq.asyncio.Context, endpoint: str, start_seq: int, timeout_s: float
+) -> AsyncIterator[AsyncIterator[EventMessage]]:
+    """All buffered batches from `start_seq` on, in order, as they come.
+
+    Each has `timeout_s`. Raises TimeoutError, WireError, zmq.ZMQError; so does the iterator.
+    """
+    socket = context.socket(zmq.DEALER)
+    try:
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.IPV6, 1)
+        socket.setsockopt(zmq.RCVHWM, 0)
+        socket.connect(endpoint)
+        async with asyncio.timeout(timeout_s):
+            await socket.send_multipart(pack_replay_request(start_seq))
+        yield _messages(socket, timeout_s)
+    finally:
+        socket.close(linger=0)
+
+
+async def _messages(socket: zmq.asyncio.Socket, timeout_s: float) -> AsyncIterator[EventMessage]:
+    while True:
+        async with asyncio.timeout(timeout_s):
+            frames = await socket.recv_multipart()
+        message = unpack_replay(frames)
+        if message is None:
+            return
+        yield message
+
 
 log = logging.getLogger(__name__)
 

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import count
 
+from kvroute.clock import Clock
 from kvroute.errors import InvalidRequest, NotFound
-from kvroute.fleet.catalog import ModelCatalog, catalog_of
-from kvroute.fleet.draining import DrainProgress, progress_of
-from kvroute.fleet.facts import same_cards
-from kvroute.fleet.wanted import ByHand, WantedWorkers
+from kvroute.fleet.membership import ByHand, WantedWorkers
+from kvroute.fleet.probe import ModelCatalog, catalog_of
 from kvroute.fleet.worker import (
     Ejection,
     FleetView,
@@ -21,7 +20,40 @@ from kvroute.fleet.worker import (
     WorkerFacts,
     WorkerId,
     WorkerSpec,
+    same_cards,
 )
+
+_POLL_S = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class DrainProgress:
+    """`is_done`: nothing runs on the worker any more."""
+
+    worker: WorkerId
+    in_flight: int
+
+    @property
+    def is_done(self) -> bool:
+        return self.in_flight == 0
+
+
+def progress_of(worker: Worker) -> DrainProgress:
+    """As of now; also for a worker that has left the fleet."""
+    return DrainProgress(worker.id, worker.load.in_flight)
+
+
+async def until_drained(worker: Worker, clock: Clock, *, timeout_s: float) -> DrainProgress:
+    """Wait until nothing runs on `worker`, but no longer than `timeout_s`; the answer tells which it was.
+
+    Looks ten times a second: a drain takes as long as the longest answer, and requests should not pay
+    for a notification that hardly ever has a listener.
+    """
+    end = clock.now() + timeout_s
+    while not (progress := progress_of(worker)).is_done and (left := end - clock.now()) > 0:
+        await clock.sleep(min(_POLL_S, left))
+    return progress
+
 
 log = logging.getLogger(__name__)
 

@@ -13,16 +13,16 @@ from pydantic import ValidationError
 
 from kvroute.clock import Clock
 from kvroute.errors import InvalidRequest
-from kvroute.fleet.draining import DrainProgress, progress_of, until_drained
-from kvroute.fleet.fleet import Fleet
+from kvroute.fleet.fleet import DrainProgress, Fleet, progress_of, until_drained
 from kvroute.fleet.options import WorkerEntry
 from kvroute.fleet.worker import Worker
 from kvroute.gateway.admin_guard import ADMIN, KEY_FINGERPRINT
-from kvroute.gateway.asgi import read_body
+from kvroute.gateway.downstream import read_body
 from kvroute.gateway.journal import Journal
-from kvroute.openai.json import parse_object
+from kvroute.openai.request import parse_object
 from kvroute.routing.audit import Audit
 from kvroute.routing.router import Router
+from kvroute.routing.strategy import Reason, RouteDecision
 
 audit_log = logging.getLogger("kvroute.admin")
 """One line for each change: what, to which worker, from which address and with which key's fingerprint."""
@@ -180,3 +180,23 @@ def _described(worker: Worker, router: Router) -> dict[str, Any]:
         "active_tokens": worker.load.active_tokens,
         **router.describe_worker(worker),
     }
+
+
+log = logging.getLogger("kvroute.hyperpod")
+
+_KVAWARE = "kvaware"
+
+
+def worker_registered(instance: str) -> None:
+    """An LMCache instance, or a worker that publishes events, has made itself known."""
+    log.info("Worker registered: %s", instance)
+
+
+def routed(decision: RouteDecision) -> None:
+    """A request is about to be sent. Says nothing of other strategies than kvaware."""
+    if decision.strategy != _KVAWARE:
+        return
+    if decision.reason is Reason.KV_HIT or decision.ranking[0].matched_tokens:
+        log.info("Routing request to %s found by kvaware router", decision.ranking[0].worker.id)
+    else:
+        log.info("Matched instance url None")

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
-from kvroute.events.ingest import EventIngest
-from kvroute.events.streams import Stream
-from kvroute.events.trust import Reason, Trust, trust_for
+from kvroute.events.ingest import EventIngest, Stream
 from kvroute.fleet.worker import Worker
 from kvroute.index.chunk_index import ChunkIndex
 from kvroute.index.prefix_index import PrefixIndex
-from kvroute.routing.caches import CachePlace, ExactPrompt, Standing, Tokens
+from kvroute.index.trust import Reason, Trust, trust_for
+from kvroute.routing.strategy import CachePlace, ExactPrompt, Standing, Tokens
 
 _new: Final = tuple.__new__
 _STANDINGS = {Trust.WHOLE: Standing.WHOLE, Trust.PARTIAL: Standing.PARTIAL, Trust.NONE: Standing.NONE}

@@ -14,7 +14,7 @@ from typing import Any, cast
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
-from kvroute.gateway.asgi import DEPARTURE, FIELDS, IS_SIZED, Departure, Headers, field_pairs
+from kvroute.gateway.downstream import DEPARTURE, FIELDS, IS_SIZED, Departure, Headers, field_pairs
 
 _PIECE_BYTES = 1_048_576
 """Who waits for a body gets it whole, or in pieces of at least this size."""

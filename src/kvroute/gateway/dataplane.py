@@ -25,8 +25,10 @@ from kvroute.errors import (
 )
 from kvroute.fleet.worker import WorkerId
 from kvroute.gateway.access import KeyCheck
-from kvroute.gateway.asgi import (
+from kvroute.gateway.downstream import (
+    AsgiAnswer,
     ClientDisconnected,
+    Downstream,
     Headers,
     Receive,
     Scope,
@@ -35,22 +37,19 @@ from kvroute.gateway.asgi import (
     header,
     read_body,
 )
-from kvroute.gateway.downstream import AsgiAnswer, Downstream
 from kvroute.gateway.exchange import CLIENT_LEFT, Collaborators, Exchange
 from kvroute.gateway.failures import InternalError, refuse
-from kvroute.gateway.journal import Record
-from kvroute.gateway.pending import Going, Pending
+from kvroute.gateway.journal import Going, Pending, Record
 from kvroute.gateway.planner import Plan, Planner
 from kvroute.gateway.preparation import Prepared, Preparer
 from kvroute.gateway.stored import StoredResponses, check_response_id
 from kvroute.openai.bounded import STEPWISE_BYTES, Bounded
 from kvroute.openai.endpoints import BodyKind, Endpoint, ErrorShape
-from kvroute.openai.large import large_request
+from kvroute.openai.prefix_cache import SeenBodies, large_request
 from kvroute.openai.request import InferenceRequest, parse_request
-from kvroute.openai.seen import SeenBodies
-from kvroute.routing.decision import RouteDecision
+from kvroute.routing.strategy import RouteDecision
 from kvroute.upstream.headers import relayed_fields
-from kvroute.upstream.outbox import Outbox
+from kvroute.upstream.writes import Outbox
 
 log = logging.getLogger(__name__)
 

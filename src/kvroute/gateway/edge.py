@@ -23,7 +23,7 @@ from kvroute.errors import (
     RequestTimeout,
     VersionNotSupported,
 )
-from kvroute.gateway.asgi import departure_of
+from kvroute.gateway.downstream import departure_of
 from kvroute.gateway.failures import error_body
 from kvroute.gateway.options import ServerOptions
 from kvroute.gateway.waits import WaitQueue

@@ -28,24 +28,21 @@ from kvroute.errors import (
     WorkerUnreachable,
 )
 from kvroute.fleet.health import HealthMonitor
-from kvroute.gateway.asgi import header
-from kvroute.gateway.attribution import Attribution
-from kvroute.gateway.audit import PredictionAudit
-from kvroute.gateway.downstream import Downstream
+from kvroute.gateway.accuracy import Attribution, PredictionAudit, usage_in
+from kvroute.gateway.downstream import Downstream, header
 from kvroute.gateway.failures import InternalError, error_event, refuse
 from kvroute.gateway.journal import Journal, Record
 from kvroute.gateway.planner import Plan
 from kvroute.gateway.stored import ResponseOwners, response_id_in
-from kvroute.gateway.usage import usage_in
 from kvroute.metrics import Metrics, Spread
-from kvroute.routing.decision import Candidate, RouteQuery
 from kvroute.routing.router import Dispatch, Router
+from kvroute.routing.strategy import Candidate, RouteQuery
 from kvroute.tokens.estimate import TokenEstimator
 from kvroute.upstream.headers import ANSWERED_HERE, HOP_BY_HOP, response_headers
+from kvroute.upstream.options import RetryBudget
 from kvroute.upstream.plain_answer import unframed
 from kvroute.upstream.response import UpstreamResponse
-from kvroute.upstream.retry import RetryBudget
-from kvroute.upstream.transports import Transports
+from kvroute.upstream.transport import Transports
 
 log = logging.getLogger(__name__)
 

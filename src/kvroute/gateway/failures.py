@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 
 from kvroute.errors import GatewayError
-from kvroute.gateway.asgi import Headers
-from kvroute.gateway.downstream import Downstream
+from kvroute.gateway.downstream import Downstream, Headers
 from kvroute.gateway.journal import Record
 from kvroute.metrics import Metrics
 from kvroute.openai.endpoints import ErrorShape

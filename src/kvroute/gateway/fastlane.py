@@ -18,17 +18,15 @@ from uvicorn.protocols.utils import get_local_addr, get_remote_addr, is_ssl
 from uvicorn.server import ServerState
 
 from kvroute.errors import GatewayError
-from kvroute.gateway.asgi import Headers
-from kvroute.gateway.beginning import Beginning
+from kvroute.gateway.application import PlainRequests
 from kvroute.gateway.dataplane import DataPlane, left
+from kvroute.gateway.downstream import Headers
 from kvroute.gateway.edge import ClientBounds, EdgeProtocol
-from kvroute.gateway.journal import Record
-from kvroute.gateway.kinds import PlainRequest
-from kvroute.gateway.pending import Going
-from kvroute.gateway.plain import PlainRequests
+from kvroute.gateway.journal import Going, Record
+from kvroute.gateway.request_heads import Beginning, PlainRequest
 from kvroute.openai.bounded import STEPWISE_BYTES
 from kvroute.openai.endpoints import ENDPOINTS
-from kvroute.upstream.deadline import Deadline
+from kvroute.upstream.connection import Deadline
 
 _JOIN_BYTES = 65_536  # a head and a chunk go out in one write below it; above, copying costs more
 _WITHOUT_BODY = (204, 304)

@@ -8,8 +8,7 @@ from typing import Annotated
 
 from pydantic import SecretStr, field_validator
 
-from kvroute.gateway.hosts import host_name
-from kvroute.gateway.key_file import key_lines
+from kvroute.gateway.admin_guard import host_name, key_lines
 from kvroute.openai.bounded import BodyLimits
 from kvroute.options import Options, Switch, option
 

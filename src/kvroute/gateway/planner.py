@@ -12,19 +12,16 @@ from kvroute.blocks.keys import BLOCK_BYTES, BYTES_PER_TOKEN, CacheSpace, Prompt
 from kvroute.errors import InvalidRequest, NoRoutableWorker
 from kvroute.fleet.fleet import Fleet
 from kvroute.fleet.worker import FleetView, WorkerId
-from kvroute.gateway.asgi import Headers, header
-from kvroute.gateway.isolation import Adapter, AdapterIsolation
-from kvroute.gateway.preparation import Prepared
-from kvroute.gateway.session_key import SessionKeySource, session_key
-from kvroute.openai.alias import with_model
+from kvroute.gateway.access import SessionKeySource, session_key
+from kvroute.gateway.downstream import Headers, header
+from kvroute.gateway.preparation import Adapter, AdapterIsolation, Prepared
 from kvroute.openai.endpoints import Endpoint, ErrorShape
 from kvroute.openai.isolation import check_uses_no_key_space
+from kvroute.openai.members import with_model
 from kvroute.openai.prompt import AnyPrompt, Prompt, cache_salt_of, prompts_of
 from kvroute.openai.request import InferenceRequest
-from kvroute.routing.caches import ExactPrompt
-from kvroute.routing.decision import Needs, RouteDecision, RouteQuery
 from kvroute.routing.router import Router
-from kvroute.routing.strategy import Strategy
+from kvroute.routing.strategy import ExactPrompt, Needs, RouteDecision, RouteQuery, Strategy
 from kvroute.tokens.estimate import TokenEstimator
 
 STRATEGY_HEADER = b"x-kvroute-strategy"

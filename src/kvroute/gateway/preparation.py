@@ -5,25 +5,167 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Generator, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from kvroute.blocks.chunks import PromptChunks
-from kvroute.blocks.key_memory import KeyMemory
-from kvroute.blocks.keys import BlockKey
-from kvroute.blocks.tokens import adapter_space
+from kvroute.blocks.keys import BlockKey, adapter_space
+from kvroute.blocks.known_prompts import KeyMemory
+from kvroute.errors import InvalidRequest
 from kvroute.fleet.fleet import Fleet
-from kvroute.fleet.worker import Worker
-from kvroute.gateway.approximate import WINDOW, LateShare
-from kvroute.gateway.isolation import AdapterIsolation
+from kvroute.fleet.worker import Worker, WorkerId
 from kvroute.metrics import Metrics
+from kvroute.openai.endpoints import Isolation
+from kvroute.openai.isolation import check_can_be_isolated, client_salt, isolated, key_space
+from kvroute.openai.prompt import cache_salt_of
 from kvroute.openai.request import InferenceRequest
-from kvroute.routing.caches import ExactPrompt, Probed
-from kvroute.tokens.reason import Reason
+from kvroute.routing.strategy import ExactPrompt, Probed
+from kvroute.tokens.options import Reason
 
-if TYPE_CHECKING:  # it loads tokenizers, which most gateways do without
+if TYPE_CHECKING:
     from kvroute.tokens.exact import ExactPrompts, ExactTokens
+
+WINDOW = 200
+"""Prompts of one model that a share is taken of."""
+HIGH, LOW = 0.05, 0.02
+"""Shares at which the warning begins and ends. Apart, so that a share in between does not log each time."""
+
+
+@dataclass(slots=True)
+class _Window:
+    prompts: int = 0
+    late: int = 0
+    is_high: bool = False
+
+
+class LateShare:
+    """Mutable: counts prompts per model in windows of `WINDOW`."""
+
+    def __init__(self) -> None:
+        self._windows: dict[str, _Window] = {}
+
+    def count(self, model: str, *, is_late: bool) -> tuple[bool, int] | None:
+        """Whether the share is high now and how many of the last `WINDOW` prompts were late, if that has
+        just changed; else None."""
+        window = self._windows.get(model)
+        if window is None:
+            window = self._windows[model] = _Window()
+        window.prompts += 1
+        window.late += is_late
+        if window.prompts < WINDOW:
+            return None
+        late, window.prompts, window.late = window.late, 0, 0
+        is_high = late / WINDOW >= (LOW if window.is_high else HIGH)
+        if is_high is window.is_high:
+            return None
+        window.is_high = is_high
+        return is_high, late
+
+
+_NOT_NEEDED = Isolation.NOT_NEEDED  # a member asked of its class costs 80 ns each time
+
+
+class Adapter(NamedTuple):
+    """A LoRA adapter of the fleet.
+
+    `revision` is the one that most of its workers have loaded. `others` maps each other worker to its own
+    revision, or to None if the name is not an adapter there.
+    """
+
+    name: str
+    revision: str
+    others: Mapping[WorkerId, str | None]
+
+
+class AdapterIsolation:
+    """Reads the adapters of the fleet. Mutable: caches them until the fleet changes. With `enabled` False it
+    finds no adapter.
+
+    A worker's metrics show LMCache in some releases only, so every adapter is isolated. Without LMCache the
+    only cost is the added bytes.
+    """
+
+    def __init__(self, fleet: Fleet, *, enabled: bool) -> None:
+        self._fleet = fleet
+        self._enabled = enabled
+        self._version = -1
+        self._any = False
+        self._adapters: dict[str, Adapter | None] = {}
+
+    @property
+    def is_active(self) -> bool:
+        """Whether the fleet has adapters now, so that a request's content decides whether it is changed."""
+        self._refresh()
+        return self._any
+
+    def adapter(self, model: str) -> Adapter | None:
+        """The adapter with this name (as workers know it); None if it is an adapter on no worker."""
+        self._refresh()
+        if not self._any:
+            return None
+        if model not in self._adapters:
+            found = self._read(model)
+            if found is None and not self._fleet.view(model).workers:
+                return None  # names come from clients: only those that exist may take up memory
+            self._adapters[model] = found
+        return self._adapters[model]
+
+    def salt(self, request: InferenceRequest, model: str) -> str:
+        """The `cache_salt` of the request as most workers get it, "" for none. `model` is the name that
+        workers know. The value has no meaning for a request that `bodies` refuses."""
+        adapter = self.adapter(model)
+        if adapter is None or request.endpoint.isolation is _NOT_NEEDED:
+            return cache_salt_of(request)
+        try:
+            return key_space(client_salt(request), adapter.name, adapter.revision)
+        except InvalidRequest:
+            return ""
+
+    def predicts(self, worker: WorkerId, model: str) -> bool:
+        """Return True if the worker gets requests for `model` with the salt that predictions assume."""
+        adapter = self.adapter(model)
+        return adapter is None or worker not in adapter.others
+
+    def bodies(
+        self, request: InferenceRequest, body: bytes, adapter: Adapter
+    ) -> tuple[bytes, Mapping[WorkerId, bytes] | None]:
+        """The body to send instead of `body`, and the bodies for workers that need another one (or None).
+
+        Raises InvalidRequest; AdapterNotIsolated if the body cannot be changed.
+        """
+        if request.endpoint.isolation is _NOT_NEEDED:
+            return body, None
+        check_can_be_isolated(request)
+        salt = client_salt(request)
+        made: dict[str | None, bytes] = {None: body}
+        for revision in {adapter.revision, *adapter.others.values()} - {None}:
+            assert revision is not None
+            made[revision] = isolated(body, request, key_space(salt, adapter.name, revision))
+        others = {worker: made[revision] for worker, revision in adapter.others.items()}
+        return made[adapter.revision], others or None
+
+    def _refresh(self) -> None:
+        if self._version != self._fleet.version:
+            self._version = self._fleet.version
+            self._adapters.clear()
+            self._any = self._enabled and any(worker.facts.adapters for worker in self._fleet.workers())
+
+    def _read(self, model: str) -> Adapter | None:
+        revisions = {
+            worker.id: worker.adapter_revision(model)
+            for worker in self._fleet.workers()
+            if worker.serves(model)
+        }
+        counts = Counter(revision for revision in revisions.values() if revision is not None)
+        if not counts:
+            return None
+        # Of equally many the first by name: every gateway must choose alike to predict alike.
+        usual = min(counts, key=lambda revision: (-counts[revision], revision))
+        others = {worker: revision for worker, revision in revisions.items() if revision != usual}
+        return Adapter(model, usual, others)
+
 
 log = logging.getLogger(__name__)
 

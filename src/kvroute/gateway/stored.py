@@ -13,7 +13,7 @@ from kvroute.fleet.fleet import Fleet
 from kvroute.fleet.worker import Worker, WorkerId
 from kvroute.gateway.planner import Plan
 from kvroute.openai.endpoints import ErrorShape
-from kvroute.routing.decision import Candidate, CostTerms, Reason, RouteDecision, RouteQuery
+from kvroute.routing.strategy import Candidate, CostTerms, Reason, RouteDecision, RouteQuery
 
 _ANY_ID = re.compile(r"[A-Za-z0-9_.~-]*[A-Za-z0-9_~-][A-Za-z0-9_.~-]*").fullmatch
 _RESPONSE_ID = re.compile(rb'"id"\s*:\s*"(resp_[A-Za-z0-9_-]{1,128})"')

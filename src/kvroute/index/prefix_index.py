@@ -13,8 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from kvroute.blocks.keys import BlockKey
-from kvroute.blocks.tokens import KEY_TOKENS, Tier
+from kvroute.blocks.keys import KEY_TOKENS, BlockKey, Tier
 from kvroute.index.runs import Run, RunTable
 
 

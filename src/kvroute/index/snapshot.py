@@ -17,10 +17,9 @@ from typing import Final, NamedTuple, TypeAlias
 import msgspec
 from xxhash import xxh3_64_intdigest
 
-from kvroute.blocks.keys import BlockKey
-from kvroute.blocks.tokens import Tier
+from kvroute.blocks.keys import BlockKey, Tier
 from kvroute.errors import WireError
-from kvroute.wire.events import ExternalBlockHash
+from kvroute.wire.vllm import ExternalBlockHash
 
 VERSION: Final = 2
 

@@ -18,8 +18,7 @@ from msgspec import UNSET, Raw, Struct, UnsetType
 from msgspec.structs import astuple, fields
 
 from kvroute.errors import InvalidRequest, OverLimit
-from kvroute.openai.json import UNREADABLE
-from kvroute.openai.request import BEFORE_MESSAGES, Body, Message
+from kvroute.openai.request import BEFORE_MESSAGES, UNREADABLE, Body, Message
 
 SMALL_BYTES: Final = 65_536
 """A body up to this size is decoded without counting its values first: at most about 20,000 objects."""

@@ -19,9 +19,8 @@ from msgspec import Raw
 
 from kvroute.errors import AdapterNotIsolated, InvalidRequest
 from kvroute.openai.endpoints import Isolation
-from kvroute.openai.json import UNREADABLE
 from kvroute.openai.members import Member, with_members
-from kvroute.openai.request import InferenceRequest
+from kvroute.openai.request import UNREADABLE, InferenceRequest
 
 PREFIX: Final = "kvroute-lora-"
 """How every key space begins. Clients may not use such salts: they could put other KV there."""

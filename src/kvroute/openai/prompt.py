@@ -22,8 +22,7 @@ from xxhash import xxh3_128_digest
 
 from kvroute.errors import InvalidRequest
 from kvroute.openai.bounded import SMALL_BYTES, Bounded
-from kvroute.openai.json import UNREADABLE
-from kvroute.openai.request import InferenceRequest, Message, decode_body, head_of
+from kvroute.openai.request import UNREADABLE, InferenceRequest, Message, decode_body, head_of
 
 _AFTER_MESSAGES = ("query", "text_1", "queries", "text_2", "suffix")
 _NOTHING_ELSE = [UNSET] * 8

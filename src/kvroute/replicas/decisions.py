@@ -22,17 +22,26 @@ from kvroute.replicas.messages import (
     FirstToken,
     Message,
     PromptSent,
+    Reader,
     Recent,
     Sent,
     SessionForgotten,
+    Teller,
     ToldAnew,
     packed,
     unpacked,
 )
-from kvroute.replicas.spelling import Reader, Teller
-from kvroute.routing.caches import ExactPrompt, Held, Tokens
-from kvroute.routing.decision import Candidate, CostTerms, Reason, RouteDecision, RouteQuery
 from kvroute.routing.router import Dispatch, Followed, Router
+from kvroute.routing.strategy import (
+    Candidate,
+    CostTerms,
+    ExactPrompt,
+    Held,
+    Reason,
+    RouteDecision,
+    RouteQuery,
+    Tokens,
+)
 
 _RECENT_BLOCKS: Final = 4_000_000
 """Of all workers together, that a process which joins is told: 32 MB."""

@@ -11,12 +11,10 @@ from itertools import count
 from typing import Final, Generic, TypeVar, cast
 
 from kvroute.blocks.chunks import ChunkKey, ChunkScheme, ChunkSpace
-from kvroute.blocks.keys import BlockKey
-from kvroute.blocks.tokens import KEY_TOKENS, Tier
-from kvroute.index.chunk_index import ChunkHolder, ChunkIndex
-from kvroute.index.chunk_lines import SHARD_MASK, ChunkDomain
+from kvroute.blocks.keys import KEY_TOKENS, BlockKey, Tier
+from kvroute.index.chunk_index import SHARD_MASK, ChunkDomain, ChunkHolder, ChunkIndex
 from kvroute.index.prefix_index import Holder, PrefixIndex
-from kvroute.replicas.map_messages import (
+from kvroute.replicas.messages import (
     Attached,
     ChunksAttached,
     ChunksCleared,
@@ -27,14 +25,12 @@ from kvroute.replicas.map_messages import (
     ChunksStored,
     Cleared,
     Detached,
+    Message,
     Removed,
     RunHeld,
     SlotForgotten,
     Space,
     Stored,
-)
-from kvroute.replicas.messages import (
-    Message,
     packed,
     unpacked,
 )

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Final
 
-from kvroute.blocks.tokens import Tier
+from kvroute.blocks.keys import Tier
 from kvroute.options import Options, option
-from kvroute.routing.caches import Tokens
 from kvroute.routing.cost import TierLoad
+from kvroute.routing.strategy import Tokens
 
 _GIGA: Final = 1e9
 _CONFIGURED_LOADS: Final = 8

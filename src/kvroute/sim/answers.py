@@ -10,7 +10,7 @@ from typing import Any
 
 from xxhash import xxh3_64_intdigest
 
-from kvroute.sim.tokenizer import encode
+from kvroute.sim.prompts import encode
 
 _WORDS = [
     "the",

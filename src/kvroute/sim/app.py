@@ -2,19 +2,160 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Final
+import asyncio
+import contextlib
+import socket
+import struct
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from typing import Any, Final
 
+import msgspec
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.server import ServerState
+
+from kvroute.clock import Clock, SystemClock
 from kvroute.sim import control
 from kvroute.sim.chat import chat_completions
 from kvroute.sim.completions import completions
-from kvroute.sim.faults import Fault
-from kvroute.sim.http import ApiError, Call, Gone, Receive, Scope, Send
-from kvroute.sim.messages import count_tokens, create_message
+from kvroute.sim.engine import SimEngine
+from kvroute.sim.http import SSE, ApiError, Call, Gone, Receive, Scope, Send
+from kvroute.sim.options import SimOptions
+from kvroute.sim.other_apis import (
+    cancel_response,
+    count_tokens,
+    create_message,
+    create_response,
+    retrieve_response,
+)
 from kvroute.sim.pooling import classify, embeddings, pooling, rerank, score
-from kvroute.sim.responses import cancel_response, create_response, retrieve_response
-from kvroute.sim.text import detokenize, invocations, tokenize, transcriptions, translations
+from kvroute.sim.prompts import VOCABULARY, chat_tokens, decode, encode, messages_of, token_bytes
+from kvroute.sim.publisher import EventPublisher, Fault
 from kvroute.sim.worker import ReceivedRequest, Worker
+
+_json = msgspec.json.Encoder().encode
+
+
+async def tokenize(call: Call, worker: Worker) -> None:
+    """POST /tokenize: a text or a chat, to the very ids that the engine would use."""
+    body = call.json()
+    worker.model(body)
+    if "messages" in body:
+        open_end = bool(body.get("continue_final_message"))
+        generate = body.get("add_generation_prompt", True) is not False
+        ids = chat_tokens(messages_of(body), body.get("tools"), generate=generate, open_end=open_end)
+    elif isinstance(body.get("prompt"), str):
+        ids = encode(body["prompt"])
+    else:
+        kind = "string_type" if "prompt" in body else "missing"
+        raise ApiError.validation(kind, "body.prompt", "Input should be a valid string")
+    strings = None
+    if body.get("return_token_strs"):
+        strings = [token_bytes(token).decode("utf-8", "replace") for token in ids]
+    await call.respond(
+        {"count": len(ids), "max_model_len": worker.max_model_len, "tokens": list(ids), "token_strs": strings}
+    )
+
+
+async def detokenize(call: Call, worker: Worker) -> None:
+    """POST /detokenize."""
+    body = call.json()
+    worker.model(body)
+    tokens = body.get("tokens")
+    if not isinstance(tokens, list) or not all(
+        type(token) is int and 0 <= token < VOCABULARY for token in tokens
+    ):
+        kind = "missing" if tokens is None else "int_type"
+        raise ApiError.validation(kind, "body.tokens", "Input should be a valid integer")
+    await call.respond({"prompt": decode(tokens)})
+
+
+async def transcriptions(call: Call, worker: Worker) -> None:
+    """POST /v1/audio/transcriptions."""
+    await _audio(call, worker, "transcription")
+
+
+async def translations(call: Call, worker: Worker) -> None:
+    """POST /v1/audio/translations."""
+    await _audio(call, worker, "translation")
+
+
+async def _audio(call: Call, worker: Worker, kind: str) -> None:
+    form = _form(call)
+    model = worker.model({"model": form["model"].decode("utf-8", "replace")} if "model" in form else {})
+    if "file" not in form:
+        raise ApiError.validation("missing", "body.file", "Field required")
+    text = f"Simulated {kind} of {len(form['file'])} bytes."
+    wanted = form.get("response_format", b"json")
+    if form.get("stream") in (b"true", b"True", b"1"):
+        await _stream_text(call, worker, kind, model, text)
+    elif wanted == b"text":
+        await call.respond_raw(_json(text), 200, [(b"content-type", b"text/plain; charset=utf-8")])
+    elif wanted == b"verbose_json":
+        await call.respond({"duration": 1.0, "language": "en", "text": text, "segments": [], "words": None})
+    elif kind == "translation":
+        await call.respond({"text": text})
+    else:
+        await call.respond({"text": text, "usage": {"type": "duration", "seconds": 1}})
+
+
+async def _stream_text(call: Call, worker: Worker, kind: str, model: str, text: str) -> None:
+    prefix = {"transcription": "trsc-", "translation": "trsl-"}[kind]
+    head = {"id": worker.new_id(prefix), "object": f"{kind}.chunk", "created": int(worker.clock.wall())}
+    await call.start(200, [SSE])
+    words = text.split(" ")
+    for position, word in enumerate(words):
+        last = position == len(words) - 1
+        delta: dict[str, Any] = {"content": word if last else f"{word} "}
+        choice = {"delta": delta, "finish_reason": "stop" if last else None}
+        await call.chunk(b"data: " + _json({**head, "model": model, "choices": [choice]}) + b"\n\n")
+    await call.chunk(b"data: [DONE]\n\n")
+    await call.end()
+
+
+def _form(call: Call) -> dict[str, bytes]:
+    """The parts of a multipart body by name, contents only."""
+    content_type = call.header(b"content-type") or ""
+    kind, _, parameters = content_type.partition(";")
+    if kind.strip().lower() != "multipart/form-data":
+        raise ApiError.validation("missing", "body.file", "Field required")
+    boundary = ""
+    for parameter in parameters.split(";"):
+        name, _, value = parameter.strip().partition("=")
+        if name.lower() == "boundary":
+            boundary = value.strip('"')
+    if not boundary:
+        raise ApiError(400, "Bad Request", "Missing boundary in multipart.")
+    form: dict[str, bytes] = {}
+    for part in (b"\r\n" + call.body).split(b"\r\n--" + boundary.encode("latin-1"))[1:]:
+        head, found, content = part.partition(b"\r\n\r\n")
+        if not found:
+            continue
+        for field in head.decode("utf-8", "replace").split(";"):
+            key, _, value = field.strip().partition("=")
+            if key.lower() == "name":
+                form[value.split("\r\n")[0].strip('"')] = content
+    return form
+
+
+async def invocations(call: Call, worker: Worker) -> None:
+    """POST /invocations: whatever endpoint the body fits, in vLLM's order."""
+    body = call.json()
+    for field, handler in (
+        ("messages", chat_completions),
+        ("prompt", completions),
+        ("input", embeddings),
+        ("query", rerank),
+        ("text_1", score),
+        ("queries", score),
+        ("data_1", score),
+    ):
+        if field in body:
+            await handler(call, worker)
+            return
+    raise ApiError.invalid("Cannot find suitable handler for request.")
+
 
 Handler = Callable[[Call, Worker], Awaitable[None]]
 
@@ -144,3 +285,117 @@ async def _read(receive: Receive) -> bytes | None:
         parts.append(message.get("body", b""))
         if not message.get("more_body", False):
             return b"".join(parts)
+
+
+class RunningSim:
+    """One worker with its listener and tasks. Made by `run_sim`; mutable through its methods.
+
+    uvicorn's protocol class is served by a listener of our own, because `uvicorn.Server` polls for its
+    shutdown and takes the process's signals.
+    """
+
+    def __init__(self, options: SimOptions, clock: Clock) -> None:
+        publisher = EventPublisher(options, clock) if options.kv_events else None
+        self.worker = Worker(options, clock, publisher)
+        self._options = options
+        self._state = ServerState()
+        self._config = uvicorn.Config(
+            SimApp(self.worker, self._reset),
+            http=HttpToolsProtocol,
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            log_level="critical",
+            access_log=False,
+            timeout_keep_alive=600,
+        )
+        self._config.load()
+        self._state.default_headers = self._config.encoded_headers
+        self._listener: asyncio.Server | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self.port = 0
+
+    @property
+    def url(self) -> str:
+        """Base URL without a trailing slash."""
+        return f"http://{self._options.host}:{self.port}"
+
+    @property
+    def engine(self) -> SimEngine:
+        """The engine of the present process; another one after `restart`."""
+        return self.worker.engine
+
+    async def start(self) -> None:
+        """Listen, on the same port as before if there was one. Returns when connections are accepted."""
+        if not self._tasks:
+            self._tasks.append(asyncio.create_task(self.worker.driver.run()))
+            if self.worker.publisher is not None:
+                self._tasks.append(asyncio.create_task(self.worker.publisher.serve()))
+        if self._listener is None:
+            self._listener = await asyncio.get_running_loop().create_server(
+                lambda: HttpToolsProtocol(self._config, self._state, {}),
+                host=self._options.host,
+                port=self.port or self._options.port,
+                backlog=4096,
+            )
+            self.port = self._listener.sockets[0].getsockname()[1]
+
+    async def refuse(self) -> None:
+        """Stop listening: new connections are refused, those that exist go on. `start` undoes it."""
+        if self._listener is not None:
+            listener, self._listener = self._listener, None
+            listener.close()
+
+    async def kill(self) -> None:
+        """As SIGKILL does it: every connection is reset, nothing listens. `restart` brings it back."""
+        await self.refuse()
+        for protocol in list(self._state.connections):
+            _abort(protocol.transport)
+        self.worker.restart()
+
+    async def restart(self) -> None:
+        """Kill and start again on the same port: empty cache, event numbers from 0, a new start time."""
+        await self.kill()
+        await self.start()
+
+    async def stop(self) -> None:
+        """End everything that `start` began."""
+        await self.kill()
+        tasks = [*self._tasks, *self.worker.tasks]
+        for task in tasks:
+            task.cancel()
+        ends = await asyncio.gather(*tasks, *self._state.tasks, return_exceptions=True)
+        self._tasks.clear()
+        if self.worker.publisher is not None:
+            self.worker.publisher.close()
+        for end in ends:
+            if isinstance(end, Exception):
+                raise end  # a mistake of the simulator itself: let its test fail
+
+    def _reset(self, scope: Scope) -> None:
+        client = tuple(scope["client"]) if scope["client"] else None
+        for protocol in list(self._state.connections):
+            if isinstance(protocol, HttpToolsProtocol) and protocol.client == client:
+                _abort(protocol.transport)
+
+
+def _abort(transport: asyncio.Transport) -> None:
+    """Close with a TCP reset."""
+    raw = transport.get_extra_info("socket")
+    if raw is not None:
+        with contextlib.suppress(OSError):
+            raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    transport.abort()
+
+
+@asynccontextmanager
+async def run_sim(
+    options: SimOptions | None = None, *, clock: Clock | None = None
+) -> AsyncIterator[RunningSim]:
+    """A simulated worker that listens while the context lasts, in this event loop."""
+    running = RunningSim(options or SimOptions(), clock or SystemClock())
+    try:
+        await running.start()
+        yield running
+    finally:
+        await running.stop()

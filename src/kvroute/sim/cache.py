@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvroute.wire.events import AllBlocksCleared, BlockRemoved, BlockStored, ExternalBlockHash, KvEvent
+from kvroute.wire.vllm import AllBlocksCleared, BlockRemoved, BlockStored, ExternalBlockHash, KvEvent
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -11,11 +11,10 @@ import msgspec
 
 from kvroute.sim import answers as make
 from kvroute.sim.answers import Answer
-from kvroute.sim.completions import alternatives, token_logprob
+from kvroute.sim.completions import alternatives, stream, token_logprob
 from kvroute.sim.driver import Generation
 from kvroute.sim.http import ApiError, Call
 from kvroute.sim.prompts import Sampling, chat_tokens, messages_of, sampling
-from kvroute.sim.streams import stream
 from kvroute.sim.worker import Worker
 
 _json = msgspec.json.Encoder().encode

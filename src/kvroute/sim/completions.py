@@ -3,18 +3,51 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
 
 from kvroute.sim import answers as make
 from kvroute.sim.answers import Answer
-from kvroute.sim.http import ApiError, Call
-from kvroute.sim.prompts import Sampling, completion_prompts, sampling
-from kvroute.sim.streams import stream
-from kvroute.sim.tokenizer import decode
+from kvroute.sim.driver import Generation
+from kvroute.sim.http import SSE, ApiError, Call
+from kvroute.sim.prompts import Sampling, completion_prompts, decode, sampling
 from kvroute.sim.worker import Worker
+
+Event = Callable[[int, int], bytes]
+"""(sequence, token position) -> the bytes of the events that this token makes."""
+
+
+async def stream(
+    call: Call, worker: Worker, generation: Generation, event: Event, opening: bytes = b""
+) -> None:
+    """Send the head with the first token and then every token as it comes; the caller ends the answer.
+
+    `opening` goes before the first token. Raises `Gone` when the client leaves, which aborts the
+    generation.
+    """
+    sent = [0] * len(generation.requests)
+    parts = [opening] if opening else []
+    async with worker.attended(call, generation):
+        done = False
+        while not done:
+            await generation.wait()
+            worker.check(generation)
+            done = generation.done
+            iteration = worker.engine.iteration
+            for sequence, request in enumerate(generation.requests):
+                produced = request.produced(iteration)
+                for position in range(sent[sequence], produced):
+                    parts.append(event(sequence, position))
+                sent[sequence] = max(sent[sequence], produced)
+            if parts:
+                if not call.started:
+                    await call.start(200, [SSE])
+                await call.chunk(b"".join(parts), len(parts))
+                worker.counters.chunks += len(parts)
+                parts = []
+
 
 _json = msgspec.json.Encoder().encode
 

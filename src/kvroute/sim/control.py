@@ -7,8 +7,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from kvroute.sim.faults import Fault
 from kvroute.sim.http import ApiError, Call
+from kvroute.sim.publisher import Fault
 from kvroute.sim.worker import Worker
 
 VERSION = "0.32.0"

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from kvroute.clock import Clock
 from kvroute.sim.engine import EngineRequest, Phase, SimEngine
-from kvroute.wire.events import KvEvent
+from kvroute.wire.vllm import KvEvent
 
 MOST_LATE_S = 1.0
 """What an engine that runs late makes up for at most; beyond it the machine is too slow, or was suspended."""

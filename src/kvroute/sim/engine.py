@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from kvroute.sim.cache import Block, Chain, PagedCache
-from kvroute.sim.timing import TimingModel
-from kvroute.wire.events import KvEvent
+from kvroute.sim.options import TimingModel
+from kvroute.wire.vllm import KvEvent
 
 
 class Phase(Enum):

@@ -11,8 +11,7 @@ from typing import Any
 
 from kvroute.sim.answers import fingerprint
 from kvroute.sim.http import ApiError, Call
-from kvroute.sim.prompts import chat_tokens, completion_prompts, messages_of
-from kvroute.sim.tokenizer import encode
+from kvroute.sim.prompts import chat_tokens, completion_prompts, encode, messages_of
 from kvroute.sim.worker import Worker
 
 DIMENSIONS = 32

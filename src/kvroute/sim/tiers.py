@@ -25,9 +25,9 @@ from functools import partial
 from kvroute.sim.cache import Chain, PagedCache
 from kvroute.sim.engine import EngineRequest, Phase, Progress, SimEngine
 from kvroute.sim.fleet import Fleet, FleetRequest
+from kvroute.sim.options import TimingModel
 from kvroute.sim.tier_memory import Link, LruTier, SharedStore, TierChange, TierReports, WorkerTiers
-from kvroute.sim.timing import TimingModel
-from kvroute.wire.events import KvEvent
+from kvroute.wire.vllm import KvEvent
 
 
 class Filling(Enum):

@@ -17,11 +17,10 @@ from kvroute.sim.answers import Answer
 from kvroute.sim.cache import Chain, PagedCache
 from kvroute.sim.driver import EngineDriver, Generation
 from kvroute.sim.engine import EngineRequest, SimEngine
-from kvroute.sim.faults import Faults
 from kvroute.sim.http import ApiError, Call, Gone
 from kvroute.sim.options import SimOptions
 from kvroute.sim.prompts import Sampling
-from kvroute.sim.publisher import EventPublisher
+from kvroute.sim.publisher import EventPublisher, Faults
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,9 +15,8 @@ from kvroute.tierd.exposition import Exposition
 from kvroute.tierd.options import TierdOptions
 from kvroute.tierd.peers import Peers
 from kvroute.tierd.pool import Pool
-from kvroute.tierd.protocol import Connection
+from kvroute.tierd.protocol import Connection, Site, StallLimits
 from kvroute.tierd.segment import Segment, open_segment
-from kvroute.tierd.site import Site, StallLimits
 from kvroute.tierd.store import Store
 
 log = logging.getLogger("kvroute.tierd")

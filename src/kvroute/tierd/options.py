@@ -9,7 +9,7 @@ from typing import Annotated
 from pydantic import AfterValidator, SecretStr, model_validator
 
 from kvroute.options import Options, option
-from kvroute.tierd.extents import PAGE_BYTES
+from kvroute.tierd.pool import PAGE_BYTES
 
 GB = 1 << 30
 MB = 1 << 20

@@ -14,11 +14,10 @@ from typing import TypeVar
 from kvroute.clock import Clock
 from kvroute.tierd.counts import Counts
 from kvroute.tierd.disk import DiskLevel
-from kvroute.tierd.extents import Extents, joined
-from kvroute.tierd.guard import Guard
 from kvroute.tierd.options import TierdOptions
 from kvroute.tierd.peers import Peers
-from kvroute.tierd.pool import Entry, Lease, ObjectName, Pool
+from kvroute.tierd.pool import Entry, Extents, Lease, ObjectName, Pool, joined
+from kvroute.tierd.segment import Guard
 
 log = logging.getLogger("kvroute.tierd")
 

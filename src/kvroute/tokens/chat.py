@@ -14,8 +14,7 @@ from typing import Any, Final
 
 import msgspec
 
-from kvroute.tokens.options import ContentFormat
-from kvroute.tokens.reason import Inexact, Reason
+from kvroute.tokens.options import ContentFormat, Inexact, Reason
 from kvroute.tokens.template import ChatTemplate, Message
 
 _BILLING_LINE = "x-anthropic-billing-header"

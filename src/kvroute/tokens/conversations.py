@@ -20,10 +20,9 @@ import msgspec
 from msgspec import Raw, Struct
 from xxhash import xxh3_64_intdigest
 
-from kvroute.blocks.prompt_ids import KnownIds
-from kvroute.openai.json import UNREADABLE
+from kvroute.blocks.known_prompts import KnownIds
 from kvroute.openai.prompt import Beginning
-from kvroute.openai.request import InferenceRequest
+from kvroute.openai.request import UNREADABLE, InferenceRequest
 from kvroute.tokens.chat import Chat, validated
 
 CHAT_PATH: Final = "/v1/chat/completions"

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 from weakref import ref
 
-from kvroute.blocks.prompt_ids import KnownIds, PromptIds
+from kvroute.blocks.known_prompts import KnownIds, PromptIds
 from kvroute.openai.request import InferenceRequest
 from kvroute.tokens.chat import Chat, EngineFlags, chat_completion, render_chat
 from kvroute.tokens.conversations import (
@@ -20,8 +20,8 @@ from kvroute.tokens.conversations import (
     with_more_messages,
 )
 from kvroute.tokens.model import ModelFiles
+from kvroute.tokens.options import Inexact, Reason
 from kvroute.tokens.reading import Plain, TokenIds, read, truncated
-from kvroute.tokens.reason import Inexact, Reason
 from kvroute.tokens.segments import SegmentCache, joined
 from kvroute.tokens.template import ChatTemplate
 

@@ -20,8 +20,8 @@ from tokenizers import AddedToken, Tokenizer
 
 from kvroute.tokens.chat import EngineFlags
 from kvroute.tokens.encoders import Encoder, added_around, choose_encoder, cuts_are_exact, tokenizer_json
+from kvroute.tokens.options import UnusableModel
 from kvroute.tokens.reading import TokenIds
-from kvroute.tokens.reason import UnusableModel
 from kvroute.tokens.segments import Cutter, RawToken, is_cut
 from kvroute.tokens.template import ChatTemplate
 

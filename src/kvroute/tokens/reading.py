@@ -10,12 +10,10 @@ from typing import Any, TypeAlias
 import msgspec
 
 from kvroute.openai.bounded import STEPWISE_BYTES, separators
-from kvroute.openai.json import UNREADABLE
-from kvroute.openai.request import InferenceRequest
-from kvroute.tokens.anthropic import messages_request
+from kvroute.openai.request import UNREADABLE, InferenceRequest
 from kvroute.tokens.chat import Chat, EngineFlags, chat_completion
-from kvroute.tokens.reason import Inexact, Reason
-from kvroute.tokens.responses import responses_request
+from kvroute.tokens.options import Inexact, Reason
+from kvroute.tokens.other_apis import messages_request, responses_request
 from kvroute.tokens.template import ChatTemplate
 
 TokenIds: TypeAlias = "array[int]"

@@ -15,11 +15,11 @@ from typing import Any
 import httpx
 import msgspec
 
-from kvroute.openai.alias import with_model
+from kvroute.openai.members import with_model
 from kvroute.openai.request import InferenceRequest
 from kvroute.tokens.chat import Chat, EngineFlags, refuse_media
+from kvroute.tokens.options import Inexact, Reason
 from kvroute.tokens.reading import Plain, TokenIds, read, truncated
-from kvroute.tokens.reason import Inexact, Reason
 
 _MOST_TEXTS = 32
 _RENDERED = ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses")

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated
+
+from pydantic import Field
 
 from kvroute.options import Options, Switch, option
 
@@ -86,3 +89,70 @@ class UpstreamOptions(Options):
         higher="on: only trusted workers are spoken to",
         lower="off: any certificate is accepted",
     )
+
+
+class RetryOptions(Options):
+    """Retries while no byte of the answer has come. The next worker is the next best by cost."""
+
+    statuses: tuple[Annotated[int, Field(ge=400, le=599)], ...] = option(
+        (), "Statuses of a worker's answer that are retried on another worker, such as [429, 503]."
+    )
+    budget_percent: float = option(
+        20.0,
+        "Retries allowed, as a share of recent requests. Refused connections do not spend it.",
+        unit="%",
+        higher="more requests survive a partial outage",
+        lower="less extra load on the workers that are left",
+        ge=0,
+        le=100,
+    )
+    budget_min_per_s: float = option(
+        20.0,
+        "Retries allowed every second whatever the request rate.",
+        unit="retries/s",
+        higher="small gateways retry freely",
+        lower="the percentage alone decides",
+        ge=0,
+    )
+
+
+_WINDOW_S = 10.0
+_STEP_S = 0.01
+"""The account decays in steps of at least this: a thousandth of what it holds, no exponential a request."""
+
+
+class RetryBudget:
+    """A leaky account of retries against requests (as in Finagle's RetryBudget and Envoy's retry budget).
+
+    Both decay with a time constant of 10 s. Mutable: `request` and `take`; touched from the loop only.
+    """
+
+    def __init__(self, options: RetryOptions) -> None:
+        self._share = options.budget_percent / 100.0
+        self._floor = options.budget_min_per_s * _WINDOW_S
+        self._requests = 0.0
+        self._retries = 0.0
+        self._at = 0.0
+
+    def request(self, now: float) -> None:
+        """Count one request of a client."""
+        if now - self._at > _STEP_S:
+            self._decay(now)
+        self._requests += 1.0
+
+    def take(self, now: float) -> bool:
+        """Spend one retry; False when none is left."""
+        self._decay(now)
+        # Half a retry of slack: what decays never quite reaches zero again.
+        if self._retries + 0.5 > max(self._floor, self._share * self._requests):
+            return False
+        self._retries += 1.0
+        return True
+
+    def _decay(self, now: float) -> None:
+        elapsed = now - self._at
+        if elapsed > _STEP_S:
+            factor = math.exp(-elapsed / _WINDOW_S)
+            self._requests *= factor
+            self._retries *= factor
+            self._at = now

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import ssl
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 import httpx
@@ -19,11 +20,11 @@ from kvroute.errors import (
     ResponseTimeout,
     UpstreamError,
 )
-from kvroute.upstream.head import RelayedHeads, encode_head
+from kvroute.fleet.worker import Worker
 from kvroute.upstream.options import UpstreamOptions
-from kvroute.upstream.outbox import Outbox
 from kvroute.upstream.pool import ConnectionPool, Origin
-from kvroute.upstream.response import AnswerListener, UpstreamResponse
+from kvroute.upstream.response import AnswerListener, RelayedHeads, UpstreamResponse, encode_head
+from kvroute.upstream.writes import Outbox
 
 log = logging.getLogger(__name__)
 
@@ -240,3 +241,98 @@ def _port(scheme: str, port: int | None) -> int:
     if port is not None:
         return port
     return 443 if scheme == "https" else 80
+
+
+@dataclass(slots=True)
+class _Asked:
+    """Mutable: `asking` counts requests whose head has not come."""
+
+    transport: WorkerTransport
+    asking: int = 0
+
+
+class AnyWorkerTransport(httpx.AsyncBaseTransport):
+    """Sends each request over connections of its origin, opened on first use.
+
+    For an `httpx.AsyncClient` that asks workers about themselves: a third of what the default transport
+    costs. A worker that hangs keeps no other from being asked. Mutable: an origin without connections is
+    dropped when the next new one comes. Belongs to one event loop; `aclose` it there.
+    """
+
+    def __init__(self, options: UpstreamOptions) -> None:
+        """Of the options only `verify_tls` counts: the others are meant for answers to clients. Probes come
+        one at a time and need no spare connections."""
+        self._options = UpstreamOptions(verify_tls=options.verify_tls, spare_connections=0)
+        self._asked: dict[tuple[str, str, int | None], _Asked] = {}
+
+    @property
+    def origins(self) -> int:
+        """How many are remembered."""
+        return len(self._asked)
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        """As `WorkerTransport.handle_async_request`. Raises httpx's exceptions."""
+        url = request.url
+        asked = self._asked.get((url.scheme, url.host, url.port)) or self._added(request)
+        asked.asking += 1
+        try:
+            return await asked.transport.handle_async_request(request)
+        finally:
+            asked.asking -= 1
+
+    def _added(self, request: httpx.Request) -> _Asked:
+        url = request.url
+        host = f"[{url.host}]" if ":" in url.host else url.host
+        port = "" if url.port is None else f":{url.port}"
+        try:
+            added = _Asked(WorkerTransport(f"{url.scheme}://{host}{port}", self._options))
+        except ValueError as error:
+            raise httpx.UnsupportedProtocol(str(error), request=request) from error
+        self._asked = {
+            origin: each
+            for origin, each in self._asked.items()
+            if each.asking or each.transport.open_connections
+        }
+        self._asked[url.scheme, url.host, url.port] = added
+        return added
+
+    async def aclose(self) -> None:
+        """Close every connection; what is under way breaks off."""
+        await asyncio.gather(*(each.transport.aclose() for each in self._asked.values()))
+        self._asked.clear()
+
+
+class Transports:
+    """Worker -> its connections, opened on first use.
+
+    Mutable: `of` adds, `forget` takes out; touched from the loop only. Connections of a forgotten worker
+    close as soon as they are idle; running exchanges on them go on.
+    """
+
+    def __init__(self, options: UpstreamOptions, outbox: Outbox) -> None:
+        self._options = options
+        self._outbox = outbox
+        self._transports: dict[Worker, WorkerTransport] = {}
+        self._retired: list[WorkerTransport] = []
+
+    def of(self, worker: Worker) -> WorkerTransport:
+        """One dict lookup. Workers hash by identity: a new URL under an old id has a new transport."""
+        transport = self._transports.get(worker)
+        if transport is None:
+            transport = WorkerTransport(worker.spec.url, self._options, outbox=self._outbox)
+            self._transports[worker] = transport
+        return transport
+
+    def forget(self, worker: Worker) -> None:
+        """Keep no more idle connections to a worker that left."""
+        transport = self._transports.pop(worker, None)
+        if transport is not None:
+            transport.retire()
+            self._retired = [t for t in self._retired if t.open_connections] + [transport]
+
+    async def aclose(self) -> None:
+        """Close every connection; exchanges under way break off."""
+        every = [*self._transports.values(), *self._retired]
+        await asyncio.gather(*(transport.aclose() for transport in every))
+        self._transports.clear()
+        self._retired.clear()

@@ -14,9 +14,9 @@ from kvroute.deploy.render.plan import plan_endpoint
 from kvroute.deploy.render.reach import findings_for
 from kvroute.deploy.render.registry import TARGETS
 from kvroute.deploy.spec.endpoint import KINDS, InferenceEndpointConfig, shape_of_kind
-from kvroute.deploy.spec.fields import Kind, Path, Verdict, dotted, walk
 from kvroute.deploy.spec.loading import Finding, read_spec
 from kvroute.deploy.spec.rules import judge
+from kvroute.deploy.spec.source import Kind, Path, Verdict, dotted, walk
 
 STRATEGIES = {"roundrobin", "session", "prefixaware", "kvaware"}
 CLOUD_WATCH = (

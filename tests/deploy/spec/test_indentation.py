@@ -5,8 +5,8 @@ import textwrap
 import pytest
 import yaml
 
-from kvroute.deploy.spec.fields import dotted
 from kvroute.deploy.spec.loading import fix_layout
+from kvroute.deploy.spec.source import dotted
 
 PROPER = """\
     apiVersion: inference.sagemaker.aws.amazon.com/v1

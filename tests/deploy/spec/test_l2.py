@@ -4,8 +4,7 @@ import json
 
 import pytest
 
-from kvroute.deploy.l2.address import has_password, masked, parse_address
-from kvroute.deploy.l2.backend import Scope, Setting
+from kvroute.deploy.l2.backend import Scope, Setting, has_password, masked, parse_address
 from kvroute.deploy.l2.registry import BACKENDS, backend_named
 from kvroute.deploy.spec.extension import Extension
 

@@ -5,8 +5,8 @@ import yaml
 
 from kvroute.deploy.spec.aliases import ALIASES, SAME_NAME
 from kvroute.deploy.spec.endpoint import KINDS, shape_of_kind
-from kvroute.deploy.spec.fields import Kind, Verdict, declared, dotted, shape_at, walk
 from kvroute.deploy.spec.loading import fix_layout, read_spec
+from kvroute.deploy.spec.source import Kind, Verdict, declared, dotted, shape_at, walk
 from kvroute.errors import InvalidConfig
 
 

@@ -5,7 +5,7 @@ import pytest
 from kvroute.deploy.render.reach import BECAUSE, REACHED, findings_for
 from kvroute.deploy.render.registry import TARGETS
 from kvroute.deploy.spec.endpoint import KINDS, shape_of_kind
-from kvroute.deploy.spec.fields import Verdict, dotted, walk
+from kvroute.deploy.spec.source import Verdict, dotted, walk
 
 SECRET = {"name": "redis", "key": "password"}
 URL = {"spec.kvCacheSpec.l2CacheSpec.l2CacheLocalUrl": "redis://cache:6379"}

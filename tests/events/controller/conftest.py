@@ -9,9 +9,9 @@ from typing import Any, Literal
 import pytest
 
 from kvroute.blocks.chunks import ChunkSpace, PromptChunks, chunk_keys
-from kvroute.events.controller import Controller
-from kvroute.events.controller_options import ControllerOptions
 from kvroute.index.chunk_index import ChunkIndex
+from kvroute.lmcache.controller import Controller
+from kvroute.lmcache.options import ControllerOptions
 from kvroute.wire import lmcache_controller as wire
 
 CHUNK = 64

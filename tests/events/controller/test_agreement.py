@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvroute.events.trust import Trust
+from kvroute.index.trust import Trust
 
 CHUNK = 64
 CPU = "LocalCPUBackend"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvroute.events.trust import Trust
+from kvroute.index.trust import Trust
 from kvroute.wire import lmcache_controller as wire
 
 CPU = "LocalCPUBackend"

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvroute.events.trust import Trust
+from kvroute.index.trust import Trust
 from kvroute.wire import lmcache_controller as wire
 
 CAPTURE = Path(__file__).parents[2] / "data" / "captures" / "lmcache-classic-controller.jsonl"

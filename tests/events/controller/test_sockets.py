@@ -12,8 +12,8 @@ import zmq.asyncio
 
 from kvroute.clock import SystemClock
 from kvroute.errors import ConfigError
-from kvroute.events.controller_options import ControllerOptions
-from kvroute.events.controller_sockets import ControllerSockets
+from kvroute.lmcache.controller_sockets import ControllerSockets
+from kvroute.lmcache.options import ControllerOptions
 from kvroute.wire import lmcache_controller as wire
 
 CHUNK = 64

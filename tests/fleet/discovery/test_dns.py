@@ -10,9 +10,9 @@ import pytest
 from pydantic import ValidationError
 
 from kvroute.clock import SystemClock
+from kvroute.fleet.discovery.base import Discoverer, ShrinkLimits
 from kvroute.fleet.discovery.dns import DnsDiscovery, counted, system_addresses
 from kvroute.fleet.discovery.options import DnsOptions
-from kvroute.fleet.discovery.source import Discoverer, ShrinkLimits
 from kvroute.fleet.fleet import Fleet
 
 NOBODY = socket.gaierror(socket.EAI_NONAME, "Name or service not known")

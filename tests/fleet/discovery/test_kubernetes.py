@@ -13,11 +13,11 @@ import pytest
 
 from kvroute.clock import SystemClock
 from kvroute.errors import ConfigError
+from kvroute.fleet.discovery.base import Discoverer, ShrinkLimits
 from kvroute.fleet.discovery.kubernetes import KubernetesDiscovery
 from kvroute.fleet.discovery.kubernetes_api import access_of
 from kvroute.fleet.discovery.options import KubernetesOptions
 from kvroute.fleet.discovery.registry import sources_of
-from kvroute.fleet.discovery.source import Discoverer, ShrinkLimits
 from kvroute.fleet.fleet import Fleet
 from kvroute.fleet.options import FleetOptions
 from kvroute.fleet.worker import Ejection, HealthState, WorkerSpec

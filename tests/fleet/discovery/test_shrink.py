@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvroute.fleet.discovery.shrink import Judged, ShrinkGuard
+from kvroute.fleet.discovery.base import Judged, ShrinkGuard
 from kvroute.fleet.worker import WorkerId, WorkerSpec
 
 CONFIRM_S = 30.0

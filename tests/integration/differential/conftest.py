@@ -12,9 +12,9 @@ from urllib.parse import unquote
 import httptools
 import pytest
 
-from kvroute.sim.faults import Fault
+from kvroute.sim.app import run_sim
 from kvroute.sim.options import SimOptions
-from kvroute.sim.running import run_sim
+from kvroute.sim.publisher import Fault
 
 LIMIT_BYTES = 17 * 1024 * 1024
 

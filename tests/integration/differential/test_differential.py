@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from kvroute.openai.endpoints import ENDPOINTS, BodyKind
-from kvroute.sim.faults import Fault
+from kvroute.sim.publisher import Fault
 
 MODELS = ("sim-model", "second-name", "ada")
 

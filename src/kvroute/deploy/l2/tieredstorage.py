@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from kvroute.deploy.l2.backend import Scope, ServiceSpec, Setting, Tier
 from kvroute.deploy.spec.extension import Extension
-from kvroute.deploy.spec.fields import Path
+from kvroute.deploy.spec.source import Path
 
 PORT = 9200
 HYPERPOD_MEMORY = "ai_toolkit_cache"

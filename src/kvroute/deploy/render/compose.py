@@ -9,8 +9,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import yaml
+
 from kvroute.deploy.l2.backend import ServiceSpec
-from kvroute.deploy.render.compose_text import Service, byte_count, http_health, literal, yaml_text
 from kvroute.deploy.render.config import gateway_config
 from kvroute.deploy.render.lmcache import (
     PASSWORD,
@@ -21,7 +22,7 @@ from kvroute.deploy.render.lmcache import (
     server_environment,
 )
 from kvroute.deploy.render.plan import Cache, EndpointPlan, identifier, suffix
-from kvroute.deploy.render.reports import (
+from kvroute.deploy.render.reach import (
     L2_PASSWORD_OPTION,
     event_ports,
     l2_password,
@@ -32,6 +33,62 @@ from kvroute.deploy.render.site import LMCACHE_HTTP_PORT, ServerSite, Site, Work
 from kvroute.deploy.render.worker_args import container_environment, worker_argv
 from kvroute.deploy.shutdown import gateway_stop_s, worker_grace_s
 from kvroute.deploy.spec.worker import S3Storage
+
+Service = dict[str, Any]
+
+
+def http_health(
+    port: int, python: str, *, path: str = "/health", start_period: str, interval: str = "5s"
+) -> dict[str, Any]:
+    """A check by the container's own Python, which every image here has."""
+    code = f"import urllib.request as r; r.urlopen('http://127.0.0.1:{port}{path}', timeout=3)"
+    return {
+        "test": ["CMD", python, "-c", code],
+        "interval": interval,
+        "timeout": "5s",
+        "retries": 3,
+        "start_period": start_period,
+    }
+
+
+def literal(text: str) -> str:
+    """`text` where compose would look for variables."""
+    return text.replace("$", "$$")
+
+
+def byte_count(quantity: str) -> str:
+    """A Kubernetes quantity of memory as compose writes it, in bytes."""
+    units = {"Ki": 1024, "Mi": 1024**2, "Gi": 1024**3, "Ti": 1024**4, "k": 10**3, "M": 10**6, "G": 10**9}
+    for unit, factor in units.items():
+        if quantity.endswith(unit):
+            return str(round(float(quantity.removesuffix(unit)) * factor))
+    return quantity
+
+
+def yaml_text(value: object) -> str:
+    """A document in block style, `${VARIABLES}` in quotes."""
+    text: str = yaml.dump(
+        value, Dumper=_NoAliases, sort_keys=False, allow_unicode=True, width=10**6, default_flow_style=False
+    )
+    return text
+
+
+class _NoAliases(yaml.SafeDumper):
+    """Writes what occurs twice twice, and text with variables in quotes: their values are text."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+    def represent_none(self, data: None) -> yaml.ScalarNode:
+        return self.represent_scalar("tag:yaml.org,2002:null", "")
+
+    def represent_text(self, data: str) -> yaml.ScalarNode:
+        return self.represent_scalar("tag:yaml.org,2002:str", data, style='"' if "${" in data else None)
+
+
+_NoAliases.add_representer(type(None), _NoAliases.represent_none)
+_NoAliases.add_representer(str, _NoAliases.represent_text)
+
 
 SIM_PROFILE = "sim"
 HUB_CACHE = "/root/.cache/huggingface"

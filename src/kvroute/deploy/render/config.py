@@ -9,7 +9,7 @@ import yaml
 
 from kvroute.deploy.render.manifest import WORKER, selector
 from kvroute.deploy.render.plan import EndpointPlan
-from kvroute.deploy.render.reports import L2_PASSWORD_OPTION, cache_reports, l2_password
+from kvroute.deploy.render.reach import L2_PASSWORD_OPTION, cache_reports, l2_password
 from kvroute.deploy.render.site import Site, local_site
 from kvroute.deploy.shutdown import DRAIN_S, GATEWAY_DELAY_S
 from kvroute.deploy.spec.extension import SecretKey

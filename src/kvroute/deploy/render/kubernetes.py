@@ -3,17 +3,186 @@
 from __future__ import annotations
 
 import secrets
-from typing import Final
+from collections.abc import Iterator
+from typing import Any, Final
 
 import yaml
 
-from kvroute.deploy.render.manifest import Manifest
+from kvroute.deploy.render.config import (
+    ADMIN_KEY,
+    L2_PASSWORD_FILE,
+    SECRETS,
+    admin_key_secret,
+    config_text,
+    gateway_config,
+)
+from kvroute.deploy.render.manifest import (
+    GATEWAY,
+    LOCKED_DOWN,
+    Manifest,
+    disruption_budget,
+    http_get,
+    labels,
+    manifest,
+    matching,
+    selector,
+    service_port,
+)
 from kvroute.deploy.render.manifest_cache import cache_manifests, tier_manifests
-from kvroute.deploy.render.manifest_gateway import admin_secret, gateway_manifests
 from kvroute.deploy.render.manifest_policy import monitoring_manifests, network_manifests, scaling_manifests
 from kvroute.deploy.render.manifest_workers import worker_manifests
 from kvroute.deploy.render.plan import EndpointPlan
-from kvroute.deploy.render.site import kubernetes_site
+from kvroute.deploy.render.reach import L2_PASSWORD_OPTION, l2_password, report_ports
+from kvroute.deploy.render.site import Site, kubernetes_site
+from kvroute.deploy.shutdown import gateway_stop_s
+
+USER = 10001
+"""The image's user."""
+
+
+def gateway_manifests(plan: EndpointPlan, site: Site) -> Iterator[Manifest]:
+    """Deployment, Service, configuration, and what it may ask of the cluster."""
+    name = f"{plan.name}-gateway"
+    service = f"{name}.{plan.namespace}"
+    names = [name, service, f"{service}.svc", f"{service}.svc.cluster.local"]
+    config = gateway_config(plan, site, secrets=True, names=names)
+    yield manifest("v1", "ServiceAccount", plan, name, GATEWAY, automountServiceAccountToken=True)
+    yield manifest(
+        "rbac.authorization.k8s.io/v1",
+        "Role",
+        plan,
+        name,
+        GATEWAY,
+        rules=[
+            # Finding workers by label.
+            {"apiGroups": [""], "resources": ["pods"], "verbs": ["get", "list", "watch"]},
+            {
+                "apiGroups": ["discovery.k8s.io"],
+                "resources": ["endpointslices"],
+                "verbs": ["get", "list", "watch"],
+            },
+        ],
+    )
+    yield manifest(
+        "rbac.authorization.k8s.io/v1",
+        "RoleBinding",
+        plan,
+        name,
+        GATEWAY,
+        roleRef={"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": name},
+        subjects=[{"kind": "ServiceAccount", "name": name, "namespace": plan.namespace}],
+    )
+    yield manifest("v1", "ConfigMap", plan, name, GATEWAY, data={"kvroute.yaml": config_text(config)})
+    yield manifest("apps/v1", "Deployment", plan, name, GATEWAY, spec=_deployment(plan, site, name, config))
+    yield manifest(
+        "v1",
+        "Service",
+        plan,
+        name,
+        GATEWAY,
+        spec={"selector": selector(plan, GATEWAY), "ports": [service_port("http", _port(config))]},
+    )
+    reports = report_ports(plan, site)
+    if reports:
+        yield manifest(
+            "v1",
+            "Service",
+            plan,
+            site.gateway_host,
+            GATEWAY,
+            spec={
+                "selector": selector(plan, GATEWAY),
+                "ports": [service_port(port, number) for port, number in reports.items()],
+                # Were there several gateways: all that one server reports belongs together.
+                "sessionAffinity": "ClientIP",
+                # Servers report to a gateway that is not ready yet, too.
+                "publishNotReadyAddresses": True,
+            },
+        )
+    yield disruption_budget(plan, GATEWAY)
+
+
+def admin_secret(plan: EndpointPlan, key: str) -> Manifest | None:
+    """The Secret with the admin key; None if the user names a Secret or the gateway's settings have a key."""
+    secret = admin_key_secret(plan)
+    if secret is None or secret is plan.extension.gateway.admin_key_secret:
+        return None
+    return manifest("v1", "Secret", plan, secret.name, GATEWAY, type="Opaque", stringData={secret.key: key})
+
+
+def _port(config: dict[str, Any]) -> int:
+    return int(config["server"]["port"])
+
+
+def _deployment(plan: EndpointPlan, site: Site, name: str, config: dict[str, Any]) -> dict[str, Any]:
+    gateway = plan.extension.gateway
+    mounts = [{"name": "config", "mountPath": "/etc/kvroute", "readOnly": True}]
+    mounts.append({"name": "tmp", "mountPath": "/tmp"})
+    volumes: list[dict[str, Any]] = [
+        {"name": "config", "configMap": {"name": name}},
+        {"name": "tmp", "emptyDir": {}},
+    ]
+    l2_secret = plan.l2_password if l2_password(plan, site) else None
+    secrets = [
+        {"secret": {"name": secret.name, "items": [{"key": secret.key, "path": path}]}}
+        for secret, path in (
+            (gateway.api_keys_secret, "api-keys"),
+            (admin_key_secret(plan), ADMIN_KEY),
+            (l2_secret, L2_PASSWORD_FILE.rpartition("/")[2]),
+        )
+        if secret is not None
+    ]
+    if secrets:
+        volumes.append({"name": "keys", "projected": {"sources": secrets}})
+        mounts.append({"name": "keys", "mountPath": SECRETS, "readOnly": True})
+    ports = [("http", _port(config)), *report_ports(plan, site).items()]
+    container = {
+        "name": "kvroute",
+        "image": plan.extension.images.gateway,
+        "args": ["serve", "-c", "/etc/kvroute/kvroute.yaml"],
+        "ports": [{"name": port, "containerPort": number} for port, number in ports],
+        # Alive and ready are two things: a gateway without a worker must not be restarted for it.
+        "startupProbe": http_get("/health", "http") | {"periodSeconds": 1, "failureThreshold": 60},
+        "livenessProbe": http_get("/health", "http") | {"periodSeconds": 10, "timeoutSeconds": 3},
+        "readinessProbe": http_get("/ready", "http") | {"periodSeconds": 2, "timeoutSeconds": 2},
+        "resources": gateway.resources
+        or {"requests": {"cpu": "1", "memory": "512Mi"}, "limits": {"memory": "2Gi"}},
+        "securityContext": LOCKED_DOWN,
+        "volumeMounts": mounts,
+    }
+    given = site.tier.password if site.tier is not None and l2_password(plan, site) else ""
+    if given:
+        # It stands in the spec, and so with LMCache's servers.
+        container["env"] = [{"name": L2_PASSWORD_OPTION, "value": given}]
+    routing = plan.spec.intelligent_routing_spec
+    scales = routing is not None and routing.auto_scaling_spec is not None
+    return {
+        # Beside an autoscaler, each `kubectl apply` would undo what it has decided.
+        **({} if scales else {"replicas": gateway.replicas}),
+        # A gateway goes when its successor is ready.
+        "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxUnavailable": 0, "maxSurge": 1}},
+        "selector": matching(plan, GATEWAY),
+        "template": {
+            "metadata": {"labels": labels(plan, GATEWAY)},
+            "spec": {
+                "serviceAccountName": name,
+                # A Service named kvroute would put KVROUTE_PORT and its like into every pod beside it.
+                "enableServiceLinks": False,
+                # Covers server.shutdown_delay_s, server.drain_timeout_s and cutting the rest.
+                "terminationGracePeriodSeconds": gateway_stop_s(config["server"]),
+                "securityContext": {
+                    "runAsNonRoot": True,
+                    "runAsUser": USER,
+                    "runAsGroup": USER,
+                    "fsGroup": USER,
+                    "seccompProfile": {"type": "RuntimeDefault"},
+                },
+                "containers": [container],
+                "volumes": volumes,
+            },
+        },
+    }
+
 
 SECRET_FILE: Final = "gateway-secret.yaml"
 """The manifest that contains the admin key."""

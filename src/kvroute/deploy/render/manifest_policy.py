@@ -15,14 +15,14 @@ from kvroute.deploy.render.manifest import (
 )
 from kvroute.deploy.render.manifest_cache import has_sidecar
 from kvroute.deploy.render.plan import EndpointPlan
-from kvroute.deploy.render.reports import asks_l2, event_ports, report_ports
+from kvroute.deploy.render.reach import asks_l2, event_ports, report_ports
 from kvroute.deploy.render.site import (
     CLASSIC_WORKER_PORT,
     LMCACHE_HTTP_PORT,
     LMCACHE_PORT,
     Site,
 )
-from kvroute.deploy.spec.scaling import AutoScaling, CloudWatchTrigger, PrometheusTrigger
+from kvroute.deploy.spec.worker import AutoScaling, CloudWatchTrigger, PrometheusTrigger
 
 CPU_USE_PERCENT = 70
 PROMETHEUS = {

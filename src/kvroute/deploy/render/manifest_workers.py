@@ -28,7 +28,7 @@ from kvroute.deploy.render.manifest_cache import (
     tier_volumes,
 )
 from kvroute.deploy.render.plan import GPU, EndpointPlan, Model
-from kvroute.deploy.render.reports import event_ports
+from kvroute.deploy.render.reach import event_ports
 from kvroute.deploy.render.site import LMCACHE_HTTP_PORT, Site
 from kvroute.deploy.render.worker_args import container_environment, worker_argv
 from kvroute.deploy.shutdown import pre_stop, worker_grace_s

@@ -7,11 +7,17 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from kvroute.deploy.spec.cache import IntelligentRouting, KvCache
 from kvroute.deploy.spec.extension import Extension
-from kvroute.deploy.spec.fields import Fields, Kind, Shape, applied, noted, section
-from kvroute.deploy.spec.scaling import AutoScaling, PrefillDecode
-from kvroute.deploy.spec.worker import EndpointWorker, ModelSource, Worker
+from kvroute.deploy.spec.source import Fields, Kind, Shape, applied, noted, section
+from kvroute.deploy.spec.worker import (
+    AutoScaling,
+    EndpointWorker,
+    IntelligentRouting,
+    KvCache,
+    ModelSource,
+    PrefillDecode,
+    Worker,
+)
 
 HYPERPOD_API, HYPERPOD_KIND = "inference.sagemaker.aws.amazon.com/v1", "InferenceEndpointConfig"
 OWN_API, OWN_KIND = "kvroute.dev/v1", "Endpoint"

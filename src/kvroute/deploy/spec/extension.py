@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from kvroute.deploy.spec.fields import Fields, applied, section
+from kvroute.deploy.spec.source import Fields, applied, section
 
 ON_GATEWAY = "the gateway"
 

@@ -7,14 +7,18 @@ from collections.abc import Collection, Iterator
 
 from pydantic.alias_generators import to_camel, to_snake
 
-from kvroute.deploy.l2.address import has_password, masked
-from kvroute.deploy.l2.backend import Backend
+from kvroute.deploy.l2.backend import Backend, has_password, masked
 from kvroute.deploy.l2.registry import BACKENDS, backend_named
-from kvroute.deploy.spec.cache import IntelligentRouting, KvCache
 from kvroute.deploy.spec.endpoint import Document, InferenceEndpointConfig
-from kvroute.deploy.spec.fields import Path, Verdict
-from kvroute.deploy.spec.scaling import AutoScaling
-from kvroute.deploy.spec.worker import EndpointWorker, ModelSource, Worker
+from kvroute.deploy.spec.source import Path, Verdict
+from kvroute.deploy.spec.worker import (
+    AutoScaling,
+    EndpointWorker,
+    IntelligentRouting,
+    KvCache,
+    ModelSource,
+    Worker,
+)
 
 Judgement = tuple[Path, Verdict, str]
 

@@ -3,12 +3,168 @@
 from __future__ import annotations
 
 import re
+import types
+import typing
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
 import yaml
+from pydantic import BaseModel, ConfigDict, Field
+from pydantic.alias_generators import to_camel
+from pydantic.fields import FieldInfo
 
-from kvroute.deploy.spec.fields import Path, dotted
+Path = tuple[str | int, ...]
+"""Keys from the root of the document, `("spec", "worker", "args", 0)`."""
+
+
+class Fields(BaseModel):
+    """Base of every mapping of the spec: camelCase in YAML, unknown keys are errors, types are strict."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, alias_generator=to_camel)
+
+
+class Verdict(Enum):
+    """What becomes of a field."""
+
+    APPLIED = "applied"
+    NOTED = "noted"
+    WRONG = "wrong"
+
+
+def applied(default: Any = None, *, becomes: str, **constraints: Any) -> Any:
+    """A field with an effect; `becomes` says which, in a few words. `...` as default: required."""
+    return Field(
+        default, json_schema_extra={"verdict": Verdict.APPLIED.value, "says": becomes}, **constraints
+    )
+
+
+def noted(default: Any = None, *, because: str, **constraints: Any) -> Any:
+    """A field that is accepted and has no effect, because of `because`."""
+    return Field(default, json_schema_extra={"verdict": Verdict.NOTED.value, "says": because}, **constraints)
+
+
+def section(default: Any = None, **constraints: Any) -> Any:
+    """A field that only holds others."""
+    return Field(default, **constraints)
+
+
+class Kind(Enum):
+    """What a value is made of."""
+
+    SCALAR = "scalar"
+    MODEL = "model"
+    FREE = "free"
+    """A mapping with keys of the user's own and plain values."""
+    ANYTHING = "anything"
+    """Taken over as it stands, however deep."""
+    LIST = "list"
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What is allowed at one place of the document."""
+
+    kind: Kind
+    model: type[Fields] | None = None
+    item: Shape | None = None
+
+    def children(self) -> dict[str, Shape]:
+        """The fields of a model by their YAML names; empty for everything else."""
+        if self.model is None:
+            return {}
+        return {
+            yaml_name(name, field.alias): shape_of(field.annotation)
+            for name, field in self.model.model_fields.items()
+        }
+
+    def child(self, key: str) -> Shape | None:
+        """The field of a model with that YAML name."""
+        found = self.field(key)
+        return shape_of(found.annotation) if found is not None else None
+
+    def field(self, key: str) -> FieldInfo | None:
+        """How a model declares the field with that YAML name."""
+        fields = self.model.model_fields if self.model is not None else {}
+        return next((each for name, each in fields.items() if yaml_name(name, each.alias) == key), None)
+
+
+def yaml_name(name: str, alias: str | None) -> str:
+    return alias or name
+
+
+def shape_of(annotation: object) -> Shape:
+    """The shape that a type annotation of the models allows."""
+    origin, args = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Annotated:
+        return shape_of(args[0])
+    if origin in (typing.Union, types.UnionType):
+        shapes = [shape_of(part) for part in args if part is not type(None)]
+        return next((shape for shape in shapes if shape.kind is not Kind.SCALAR), shapes[0])
+    if origin is list:
+        return Shape(Kind.LIST, item=shape_of(args[0]))
+    if origin is dict:
+        return Shape(Kind.ANYTHING if args[1] is Any else Kind.FREE)
+    if annotation is Any:
+        return Shape(Kind.ANYTHING)
+    if isinstance(annotation, type) and issubclass(annotation, Fields):
+        return Shape(Kind.MODEL, model=annotation)
+    return Shape(Kind.SCALAR)
+
+
+def shape_at(root: Shape, path: Path) -> Shape | None:
+    """What is allowed at `path`; None when there is no such field."""
+    shape: Shape | None = root
+    for key in path:
+        if shape is None:
+            return None
+        if shape.kind is Kind.ANYTHING:
+            return shape
+        if shape.kind is Kind.LIST:
+            shape = shape.item if isinstance(key, int) else None
+        elif shape.kind is Kind.FREE:
+            shape = Shape(Kind.SCALAR)
+        else:
+            shape = shape.child(str(key))
+    return shape
+
+
+def declared(root: Shape, path: Path) -> tuple[Verdict, str] | None:
+    """The verdict that the innermost field around `path` was declared with; None within sections alone."""
+    found = None
+    shape: Shape | None = root
+    for key in path:
+        if shape is None:
+            break
+        field = shape.field(str(key))
+        extra = field.json_schema_extra if field is not None else None
+        if isinstance(extra, dict) and "verdict" in extra:
+            found = Verdict(extra["verdict"]), str(extra["says"])
+        shape = shape_at(shape, (key,))
+    return found
+
+
+def walk(shape: Shape, path: Path = ()) -> Iterator[tuple[Path, Shape]]:
+    """Every field of the models below `shape`, lists entered at item 0."""
+    for name, child in shape.children().items():
+        yield (*path, name), child
+        if child.kind is Kind.LIST and child.item is not None:
+            yield from walk(child.item, (*path, name, 0))
+        else:
+            yield from walk(child, (*path, name))
+
+
+def dotted(path: Path) -> str:
+    """`path` as people write it: `spec.worker.args[0]`, a key with a dot in quotes."""
+    text = ""
+    for key in path:
+        if isinstance(key, int):
+            text += f"[{key}]"
+        else:
+            text += ("." if text else "") + (f'"{key}"' if "." in key else key)
+    return text
+
 
 VARIABLE = re.compile(r"\$\{[A-Za-z_][A-Za-z0-9_]*(?::?-[^}]*)?\}")
 """A shell variable that nobody has filled in; `$(NAME)`, which Kubernetes expands, is another thing."""

@@ -6,11 +6,10 @@ from collections.abc import Callable
 from typing import Final
 
 from kvroute.clock import Clock
+from kvroute.fleet.discovery.base import Discovery, StaticDiscovery
 from kvroute.fleet.discovery.dns import DnsDiscovery
 from kvroute.fleet.discovery.file import FileDiscovery
 from kvroute.fleet.discovery.kubernetes import KubernetesDiscovery
-from kvroute.fleet.discovery.source import Discovery
-from kvroute.fleet.discovery.static import StaticDiscovery
 from kvroute.fleet.options import FleetOptions
 
 DISCOVERY: Final[dict[str, Callable[[FleetOptions, Clock], Discovery | None]]] = {

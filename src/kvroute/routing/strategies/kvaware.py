@@ -10,10 +10,21 @@ from kvroute.index.history import RouteHistory
 from kvroute.index.in_flight import InFlight
 from kvroute.options import Options, option
 from kvroute.routing.audit import AuditOptions
-from kvroute.routing.caches import CacheMap, CachePlace, ExactPrompt, Held, Standing, Tokens
 from kvroute.routing.cost import CostModel, TierLoad
-from kvroute.routing.decision import Candidate, Needs, Reason, RouteDecision, RouteQuery
-from kvroute.routing.matching import matched_tokens
+from kvroute.routing.strategy import (
+    CacheMap,
+    CachePlace,
+    Candidate,
+    ExactPrompt,
+    Held,
+    Needs,
+    Reason,
+    RouteDecision,
+    RouteQuery,
+    Standing,
+    Tokens,
+    matched_tokens,
+)
 from kvroute.routing.transfers import TransferOptions, Transfers
 
 

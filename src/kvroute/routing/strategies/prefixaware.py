@@ -11,8 +11,7 @@ from kvroute.index.history import RouteHistory
 from kvroute.index.registry import HISTORIES
 from kvroute.options import Options, option
 from kvroute.routing.cost import CostModel
-from kvroute.routing.decision import Candidate, Needs, Reason, RouteDecision, RouteQuery
-from kvroute.routing.matching import matched_tokens
+from kvroute.routing.strategy import Candidate, Needs, Reason, RouteDecision, RouteQuery, matched_tokens
 
 _NAME = "prefixaware"
 # A member asked of its class costs 80 ns each time (CPython 3.11), these almost nothing.

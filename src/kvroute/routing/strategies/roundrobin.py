@@ -8,7 +8,7 @@ from kvroute.fleet.worker import FleetView, WorkerId
 from kvroute.index.history import RouteHistory
 from kvroute.options import Options
 from kvroute.routing.cost import CostModel
-from kvroute.routing.decision import Candidate, Needs, Reason, RouteDecision, RouteQuery
+from kvroute.routing.strategy import Candidate, Needs, Reason, RouteDecision, RouteQuery
 
 
 class RoundRobinOptions(Options):

@@ -1,0 +1,133 @@
+"""A folder that every LMCache server sees: adapter `fs`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvroute.deploy.l2.backend import ServiceSpec, Setting, Tier
+from kvroute.deploy.spec.extension import Extension, FileStore, MooncakeStore
+from kvroute.deploy.spec.source import Path
+
+
+class FileSystem:
+    """Local disk of one node, or a mounted file system of many."""
+
+    name = "fs"
+    says = "a folder"
+    takes_url = False
+    takes_password = False
+    has_classic = True
+    service_name = ""
+
+    def url_problem(self, url: str) -> str:
+        return ""
+
+    def missing(self, extension: Extension, url: str | None) -> Sequence[tuple[Path, str]]:
+        store = extension.l2.fs or FileStore()
+        if not store.path.startswith("/"):
+            return ((("x-kvroute", "l2", "fs", "path"), "must be an absolute path"),)
+        return ()
+
+    def what_runs(self, extension: Extension, url: str | None) -> str:
+        store = extension.l2.fs or FileStore()
+        return f"the folder {store.path}" + (
+            f" of the claim {store.claim}" if store.claim else " of the node"
+        )
+
+    def tier(self, setting: Setting) -> Tier:
+        store = setting.extension.l2.fs or FileStore()
+        return Tier(
+            adapter={"type": "fs", "base_path": store.path, "shared": store.claim is not None},
+            remote_url=f"fs://localhost:0{store.path}",
+            host_paths=(store.path,),
+            claim=store.claim,
+        )
+
+
+class S3:
+    """A bucket, or what speaks like one."""
+
+    name = "s3"
+    says = "an S3 bucket"
+    takes_url = False
+    takes_password = False
+    has_classic = True
+    service_name = ""
+
+    def url_problem(self, url: str) -> str:
+        return ""
+
+    def missing(self, extension: Extension, url: str | None) -> Sequence[tuple[Path, str]]:
+        if extension.l2.s3 is None:
+            return ((("x-kvroute", "l2", "s3"), "is required for l2CacheBackend: s3 (endpoint and region)"),)
+        return ()
+
+    def what_runs(self, extension: Extension, url: str | None) -> str:
+        return f"the bucket {extension.l2.s3.endpoint}" if extension.l2.s3 else self.says
+
+    def tier(self, setting: Setting) -> Tier:
+        store = setting.extension.l2.s3
+        if store is None:
+            raise ValueError("x-kvroute.l2.s3 is not given")
+        return Tier(
+            adapter={
+                "type": "s3",
+                "s3_endpoint": store.endpoint,
+                "s3_region": store.region,
+                "shared": True,
+            },
+            remote_url=store.endpoint if "://" in store.endpoint else f"s3://{store.endpoint}",
+            extra_config={"s3_region": store.region},
+        )
+
+
+PORT = 50051
+
+
+class Mooncake:
+    """One master for all; or the one behind a URL, `mooncake://HOST:PORT`."""
+
+    name = "mooncake"
+    says = "Mooncake"
+    takes_url = True
+    takes_password = False
+    has_classic = False
+    service_name = "mooncake-master"
+
+    def url_problem(self, url: str) -> str:
+        host, separator, port = url.removeprefix("mooncake://").rpartition(":")
+        return "" if host and separator and port.isdigit() else "expected mooncake://HOST:PORT of the master"
+
+    def missing(self, extension: Extension, url: str | None) -> Sequence[tuple[Path, str]]:
+        return ()
+
+    def what_runs(self, extension: Extension, url: str | None) -> str:
+        return "Mooncake behind the master at l2CacheLocalUrl" if url else "Mooncake with a master of its own"
+
+    def tier(self, setting: Setting) -> Tier:
+        store = setting.extension.l2.mooncake or MooncakeStore()
+        master = (setting.url or f"{setting.host}:{setting.port or PORT}").removeprefix("mooncake://")
+        return Tier(
+            adapter={
+                "type": "mooncake_store",
+                "master_server_address": master,
+                "metadata_server": store.metadata_server or "P2PHANDSHAKE",
+                "protocol": store.protocol,
+                "device_name": store.device_name,
+                "global_segment_size": str(round(store.segment_gb * 1024**3)),
+                "shared": True,
+            },
+            remote_url="",
+            services=() if setting.url else (self._master(setting, setting.port or PORT),),
+        )
+
+    def _master(self, setting: Setting, port: int) -> ServiceSpec:
+        return ServiceSpec(
+            name=self.service_name,
+            image=setting.extension.images.mooncake,
+            command=("mooncake_master", f"--rpc_port={port}"),
+            port=port,
+            probe=("sh", "-c", f"grep -q ':{port:04X} ' /proc/net/tcp /proc/net/tcp6"),
+            memory_gb=1.0,
+            ready_url=f"tcp://{setting.host}:{port}",
+        )

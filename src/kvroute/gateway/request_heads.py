@@ -1,0 +1,251 @@
+"""Kinds of plain heads: clients send the same lines again and again, but for a length, an id, a key.
+
+Once many heads with the same names have come, what is the same in all of them is known, and what varies. A
+head of a known kind is read by one comparison and one match, whatever stands in the lines that vary.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from operator import is_
+from typing import Any, NamedTuple
+
+from msgspec import Struct
+
+from kvroute.gateway.downstream import Headers
+from kvroute.gateway.edge import HOST
+from kvroute.openai.endpoints import Endpoint
+from kvroute.upstream.plain_answer import VALUE
+
+MOST_HEAD_BYTES = 16_384
+LENGTH = rb"[1-9][0-9]{0,15}"
+
+_ENOUGH = 16
+"""Heads without a line that varies for the first time, after which a kind is taken for known: to compile its
+pattern costs about a millisecond."""
+_MOST_KINDS = 256
+_MOST_LINES = 64
+_LARGEST_HEAD = 2048
+_LENGTH_NAME = b"content-length"
+_ID_NAME = b"x-request-id"
+
+
+class Line(NamedTuple):
+    """A header line that was judged. `before` is what stands before the value, `relayed` the line as workers
+    get it, b"" when they do not."""
+
+    name: bytes
+    value: bytes
+    before: bytes
+    relayed: bytes
+    may_vary: bool
+
+
+class PlainRequest(Struct, eq=False, gc=False):
+    """The head of one. `fields` are the header lines that workers get, `request_id` is the client's own or
+    b"", `body_at` is where its body begins, `kind` what it was recognised by, if it was."""
+
+    endpoint: Endpoint
+    target: bytes
+    fields: bytes
+    request_id: bytes
+    body_at: int
+    body_bytes: int
+    kind: Kind | None = None
+    _values: tuple[bytes, ...] = ()
+    _headers: Headers | None = None
+
+    @property
+    def headers(self) -> Headers:
+        """All but Content-Length."""
+        if self._headers is None:
+            assert self.kind is not None
+            self._headers = self.kind.headers(self._values)
+        return self._headers
+
+
+class Kind:
+    """Heads that differ in the values of `varying` lines only. Not changed once made."""
+
+    __slots__ = (
+        "_before",
+        "_before_bytes",
+        "_endpoint",
+        "_fields",
+        "_headers",
+        "_id",
+        "_id_place",
+        "_length_place",
+        "_most_bytes",
+        "_places",
+        "_rest",
+        "_target",
+    )
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        first: bytes,
+        lines: Sequence[Line],
+        varying: set[int],
+        added: bytes,
+        most_bytes: int = MOST_HEAD_BYTES,
+    ) -> None:
+        """`first` is the request line; `varying` are places in `lines`, that of Content-Length among them."""
+        self._endpoint = endpoint
+        self._target = endpoint.path.encode()
+        self._most_bytes = most_bytes
+        self._headers: Headers = []
+        self._places: list[tuple[int, bytes] | None] = []
+        """For each line that varies where it belongs among the headers, and its name."""
+        self._id, self._id_place = b"", -1
+        fixed, fields, text = [first + b"\r\n"], list[bytes](), b""
+        for place, line in enumerate(lines):
+            if place not in varying:
+                fields.append(_verbatim(line.relayed))
+                text += line.before + line.value + b"\r\n"
+                self._headers.append((line.name, line.value))
+                if line.name == _ID_NAME:
+                    self._id = line.value
+                continue
+            fixed[-1] += text + line.before
+            text = b"\r\n"
+            fixed.append(b"")
+            if line.name == _LENGTH_NAME:
+                self._length_place = len(self._places)
+                self._places.append(None)
+                fields.append(b"%.0b")  # is told, and not relayed
+                continue
+            if line.name == _ID_NAME:
+                self._id_place = len(self._places)
+            self._places.append((len(self._headers), line.name))
+            self._headers.append((line.name, b""))
+            fields.append(_verbatim(line.name + b": ") + b"%b\r\n" if line.relayed else b"%.0b")
+        fixed[-1] += text + b"\r\n"
+        before, *between = fixed
+        self._before = before
+        self._before_bytes = len(before)
+        groups = [b"(%b)" % _pattern(place) for place in self._places]
+        pairs = zip(groups, between, strict=True)
+        self._rest = re.compile(b"".join([group + re.escape(after) for group, after in pairs])).match
+        self._fields = b"".join(fields) + _verbatim(added)
+
+    def read(self, data: bytes) -> PlainRequest | None:
+        """The head at the start of `data`, if it is one of these."""
+        if not data.startswith(self._before):
+            return None
+        match = self._rest(data, self._before_bytes, self._most_bytes)
+        if match is None:
+            return None
+        values = match.groups()
+        place = self._id_place
+        return PlainRequest(
+            self._endpoint,
+            self._target,
+            self._fields % values,
+            self._id if place < 0 else values[place],
+            match.end(),
+            int(values[self._length_place]),
+            self,
+            values,
+        )
+
+    def headers(self, values: tuple[bytes, ...]) -> Headers:
+        """All but Content-Length, with what varies."""
+        headers = self._headers.copy()
+        for place, value in zip(self._places, values, strict=True):
+            if place is not None:
+                at, name = place
+                headers[at] = (name, value)
+        return headers
+
+
+class _Kindred(Struct):
+    """Heads with the same names, while it shows what varies in them. Mutable: by each of them."""
+
+    lines: Sequence[Line]
+    varying: set[int]
+    seen: int = 0
+    kind: Kind | None = None
+    is_odd: bool = False
+    """A line varies that must not."""
+
+
+class Kinds:
+    """Learns the kinds of the heads that it is told. Mutable: remembers at most 256, of heads of at most 2 KB
+    each. `added` are the header lines that workers get from the gateway."""
+
+    def __init__(self, added: bytes, most_bytes: int = MOST_HEAD_BYTES) -> None:
+        """Heads of more than `most_bytes` are of no kind."""
+        self._added = added
+        self._most_bytes = most_bytes
+        self._kindred: dict[tuple[bytes, ...], _Kindred] = {}
+        self.latest: Kind | None = None
+        """The last one that became known, for who knows no better."""
+
+    def __len__(self) -> int:
+        return len(self._kindred)
+
+    def learn(self, endpoint: Endpoint, first: bytes, lines: Sequence[Line], size: int) -> Kind | None:
+        """A plain head came, of so many bytes; its kind, once that is known."""
+        if size > _LARGEST_HEAD or len(lines) > _MOST_LINES:
+            return None
+        names = (first, *[line.before for line in lines])
+        kindred = self._kindred.get(names)
+        if kindred is None:
+            if len(self._kindred) >= _MOST_KINDS:
+                self._kindred.clear()
+            length = {place for place, line in enumerate(lines) if line.name == _LENGTH_NAME}
+            self._kindred[names] = _Kindred(lines, length)
+            return None
+        if kindred.is_odd:
+            return None
+        for place, (line, other) in enumerate(zip(lines, kindred.lines, strict=True)):
+            if line.value != other.value and place not in kindred.varying:
+                kindred.varying.add(place)
+                kindred.seen, kindred.kind = 0, None
+                kindred.is_odd = not line.may_vary
+        kindred.seen += 1
+        if kindred.kind is None and kindred.seen >= _ENOUGH and not kindred.is_odd:
+            self.latest = kindred.kind = Kind(
+                endpoint, first, lines, kindred.varying, self._added, self._most_bytes
+            )
+        return kindred.kind
+
+
+def _pattern(place: tuple[int, bytes] | None) -> bytes:
+    """What the value of a line that varies must match."""
+    if place is None:
+        return LENGTH
+    return HOST if place[1] == b"host" else VALUE
+
+
+def _verbatim(text: bytes) -> bytes:
+    return text.replace(b"%", b"%%")
+
+
+ITS_OWN = frozenset({"parser", "pipeline"})
+"""Members that uvicorn makes anew for each connection. All others begin as the same objects, which
+`fastlane_check` makes sure of."""
+
+
+class Beginning:
+    """The members of a connection as its making leaves them, but for `ITS_OWN`.
+
+    Clients come together, and to make a connection step by step takes as long as a good part of a request;
+    copying takes a tenth of that. Mutable: learnt from the first connection.
+    """
+
+    def __init__(self) -> None:
+        self._of: tuple[object, ...] = ()
+        self._members: dict[str, Any] = {}
+
+    def members(self, *of: object) -> dict[str, Any]:
+        """Of connections that are made of these very objects; empty while nothing is known of them."""
+        return self._members if all(map(is_, self._of, of)) else {}
+
+    def learn(self, members: dict[str, Any], *of: object) -> None:
+        """A connection was made of these objects, and has these members."""
+        self._members = {name: value for name, value in members.items() if name not in ITS_OWN}
+        self._of = of

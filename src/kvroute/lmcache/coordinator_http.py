@@ -1,0 +1,258 @@
+"""The coordinator's own listener: HTTP in, calls of `Coordinator` out."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import Awaitable, Callable, Generator, Iterator, MutableMapping
+from contextlib import contextmanager
+from typing import Any, Final, TypeVar
+
+import msgspec
+import uvicorn
+
+from kvroute.clock import Clock
+from kvroute.errors import ConfigError, WireError
+from kvroute.index.chunk_index import ChunkIndex
+from kvroute.lmcache.coordinator import Coordinator, Outcome
+from kvroute.lmcache.options import CoordinatorOptions
+from kvroute.wire.lmcache_server import CacheEvents, decode_events, decode_registration
+
+log = logging.getLogger(__name__)
+
+_Message = MutableMapping[str, Any]
+_Receive = Callable[[], Awaitable[_Message]]
+_Send = Callable[[_Message], Awaitable[None]]
+_T = TypeVar("_T")
+
+_TICK_S: Final = 1.0
+_SWEPT_CHUNKS: Final = 4000
+_CLOSE_S: Final = 1
+_KEEP_ALIVE_S: Final = 75
+"""An idle connection is the client's to close. A server's heartbeats come every 5 s and its client gives up
+connections after as long (LMCache 0.5.6, httpx): closed by us at that moment, one takes a batch of events
+with it, and that batch is lost for good."""
+
+
+class CoordinatorApp:
+    """An ASGI application: what LMCache 0.5.6's servers call (v1/mp_coordinator/http_apis).
+
+    Reports are taken in one after the other, in the order in which they came, and never hold the event loop
+    for longer than about `slice_ms`. Mutable: `malformed` counts what could not be read.
+    """
+
+    def __init__(self, coordinator: Coordinator, clock: Clock, options: CoordinatorOptions) -> None:
+        self.malformed = 0
+        self._coordinator = coordinator
+        self._clock = clock
+        self._options = options
+        self._order = asyncio.Lock()
+        self.registered = asyncio.Event()
+        """Set when a server registers; for who wants to ask it something."""
+
+    async def __call__(self, scope: _Message, receive: _Receive, send: _Send) -> None:
+        if scope["type"] != "http":
+            return
+        status, body = await self._answer(scope["method"], scope["path"].rstrip("/"), receive)
+        payload = b"" if body is None else msgspec.json.encode(body)
+        headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(payload))]
+        if status == 204:
+            headers = []
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        await send({"type": "http.response.body", "body": payload})
+
+    async def _answer(self, method: str, path: str, receive: _Receive) -> tuple[int, object]:
+        instance_id = path.removeprefix("/instances/")
+        match method, path:
+            case "POST", "/events":
+                return await self._events(receive)
+            case "POST", "/instances":
+                return await self._register(receive)
+            case "GET", "/instances":
+                return 200, {"instances": self._listed()}
+            case "PUT", _ if path.startswith("/instances/") and path.endswith("/heartbeat"):
+                instance_id = instance_id.removesuffix("/heartbeat")
+                if self._coordinator.heartbeat(instance_id):
+                    return 200, {"instance_id": instance_id}
+                return 404, {"error": f"unknown instance {instance_id}; re-register"}
+            case "DELETE", _ if path.startswith("/instances/"):
+                self._coordinator.deregister(instance_id)
+                return 204, None
+            case "GET", "/healthz" | "/healthcheck" | "/health":
+                return 200, {"status": "healthy"}
+            case "POST", "/directory/blend-lookup":
+                return 200, {"matches": []}
+        return 404, {"error": f"{method} {path} is not served here"}
+
+    async def _register(self, receive: _Receive) -> tuple[int, object]:
+        body = await self._read(receive)
+        if body is None:
+            return self._too_large()
+        try:
+            instance_id, again = self._coordinator.register(decode_registration(bytes(body)))
+        except WireError as error:
+            return self._unreadable(error)
+        self.registered.set()
+        return 200, {"instance_id": instance_id, "re_registered": again}
+
+    async def _events(self, receive: _Receive) -> tuple[int, object]:
+        body = await self._read(receive)
+        if body is None:
+            return self._too_large()
+        outcomes = dict.fromkeys(Outcome, 0)
+        async with self._order:
+            try:
+                batches = await self._in_slices(decode_events(body))
+            except WireError as error:
+                return self._unreadable(error)
+            await self._in_slices(self._apply(batches, outcomes))
+        return 200, {
+            "applied": outcomes[Outcome.APPLIED],
+            "duplicates": outcomes[Outcome.DUPLICATE],
+            "stale": outcomes[Outcome.STALE],
+        }
+
+    def _apply(self, batches: list[CacheEvents], outcomes: dict[Outcome, int]) -> Generator[None, None, None]:
+        last: tuple[str, int, int] | None = None
+        outcome = Outcome.STALE
+        for batch in batches:
+            number = batch.instance_id, batch.incarnation, batch.seq
+            if number != last:
+                last, outcome = number, self._coordinator.admit(batch)
+                outcomes[outcome] += 1
+            if outcome is Outcome.APPLIED:
+                self._coordinator.apply(batch)
+            yield
+
+    async def _in_slices(self, steps: Generator[None, None, _T]) -> _T:
+        """Run to the end, letting others have their turn every `slice_ms`."""
+        now, slice_s = self._clock.now, self._options.slice_ms / 1000
+        until = now() + slice_s
+        while True:
+            try:
+                next(steps)
+            except StopIteration as end:
+                result: _T = end.value
+                return result
+            if now() >= until:
+                await asyncio.sleep(0)
+                until = now() + slice_s
+
+    async def _read(self, receive: _Receive) -> bytearray | None:
+        """The whole body; None if it is too large."""
+        body = bytearray()
+        while True:
+            message = await receive()
+            body += message.get("body", b"")
+            if len(body) > self._options.max_body_bytes:
+                return None
+            if not message.get("more_body"):
+                return body
+
+    def _listed(self) -> list[dict[str, object]]:
+        return [
+            {
+                "instance_id": each.id,
+                "ip": each.address,
+                "http_port": each.http_port,
+                "registration_time": 0.0,
+                "metadata": {},
+                "p2p_advertised_url": "",
+                "mq_port": 0,
+            }
+            for each in self._coordinator.instances()
+            if each.registered
+        ]
+
+    def _unreadable(self, error: WireError) -> tuple[int, object]:
+        self.malformed += 1
+        log.warning("a message to LMCache's coordinator was refused: %s", error)
+        return 422, {"error": str(error)}
+
+    def _too_large(self) -> tuple[int, object]:
+        self.malformed += 1
+        log.warning("a report to LMCache's coordinator was larger than lmcache.coordinator.max_body_bytes")
+        return 413, {"error": "the body is too large"}
+
+
+class _EmbeddedServer(uvicorn.Server):
+    """uvicorn without its hands on the process's signals, which the gateway's own server has."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class CoordinatorServer:
+    """The listener and the coordinator's clockwork. `bind` first, then own the task of `run`. Mutable:
+    `address` is known once bound."""
+
+    def __init__(
+        self, app: CoordinatorApp, coordinator: Coordinator, index: ChunkIndex, options: CoordinatorOptions
+    ) -> None:
+        self.address = ""
+        self._app = app
+        self._coordinator = coordinator
+        self._index = index
+        self._options = options
+        self._socket: socket.socket | None = None
+
+    def bind(self) -> str:
+        """Take the address of `lmcache.coordinator.listen`; returns it as bound, `host:port`. Raises
+        ConfigError if it cannot be had."""
+        host, _, port = self._options.listen.rpartition(":")
+        host = host.strip("[]")
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listening = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listening.bind((host, int(port)))
+            listening.listen(128)
+        except OSError as error:
+            listening.close()
+            raise ConfigError(
+                "lmcache.coordinator.listen", f"cannot listen on {self._options.listen}: {error.strerror}"
+            ) from error
+        self._socket = listening
+        host, port, *_ = listening.getsockname()
+        self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        return self.address
+
+    def close(self) -> None:
+        """Undo `bind`; `run` does so at its end."""
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+    async def run(self) -> None:
+        """Serve until cancelled; can be run again. Raises ConfigError as `bind` does, which it calls if
+        nobody did."""
+        if self._socket is None:
+            self.bind()
+        assert self._socket is not None
+        config = uvicorn.Config(
+            self._app,
+            lifespan="off",
+            ws="none",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            date_header=False,
+            proxy_headers=False,
+            timeout_keep_alive=_KEEP_ALIVE_S,
+            timeout_graceful_shutdown=_CLOSE_S,
+        )
+        server = _EmbeddedServer(config)
+        serving = asyncio.create_task(server.serve(sockets=[self._socket]), name="LMCache coordinator")
+        log.info("LMCache servers may report to http://%s", self.address)
+        try:
+            while not serving.done():
+                self._coordinator.expire()
+                more = self._index.sweep(_SWEPT_CHUNKS)
+                await asyncio.wait((serving,), timeout=0 if more else _TICK_S)
+            await serving
+        finally:
+            server.should_exit = True
+            await asyncio.gather(serving, return_exceptions=True)
+            self.close()

@@ -1,0 +1,469 @@
+"""/v1/messages and its count_tokens: Anthropic's API as vLLM 0.32 maps it onto a chat."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+
+from kvroute.sim.answers import Answer
+from kvroute.sim.chat import Chat, prepare
+from kvroute.sim.completions import stream
+from kvroute.sim.driver import Generation
+from kvroute.sim.http import JSON, SSE, ApiError, Call, Gone
+from kvroute.sim.prompts import sampling
+from kvroute.sim.worker import StoredResponse, Worker
+
+_json = msgspec.json.Encoder().encode
+
+
+async def create_message(call: Call, worker: Worker) -> None:
+    """POST /v1/messages. Errors of the engine come in Anthropic's shape, of the form in OpenAI's."""
+    try:
+        await _create(call, worker)
+    except ApiError as error:
+        await _refuse(call, error)
+
+
+async def count_tokens(call: Call, worker: Worker) -> None:
+    """POST /v1/messages/count_tokens."""
+    try:
+        body = call.json()
+        model = worker.model(body)
+        chat = prepare(worker, _as_chat(body), model, sampling({}, limits=()))
+    except ApiError as error:
+        await _refuse(call, error)
+        return
+    tokens = len(chat.prompt)
+    context = {"original_input_tokens": tokens}
+    await call.respond({"input_tokens": tokens, "context_management": context})
+
+
+async def _refuse(call: Call, error: ApiError) -> None:
+    if call.started or error.kind == "Bad Request":
+        raise error
+    body = {"type": "error", "error": {"type": error.kind, "message": error.message}}
+    await call.respond_raw(_json(body), error.status, [JSON])
+
+
+async def _create(call: Call, worker: Worker) -> None:
+    body = call.json()
+    if "max_tokens" not in body:
+        raise ApiError.validation("missing", "body.max_tokens", "Field required")
+    model = worker.model(body)
+    stops = body.get("stop_sequences")
+    asked = sampling({**body, "stop": stops, "stream_options": None}, limits=("max_tokens",))
+    chat = prepare(worker, _as_chat(body), model, asked)
+    generation = worker.submit([chat.prompt], [chat.answers], asked, model)
+    message_id = worker.new_id("chatcmpl-", call)
+    if asked.stream:
+        await _stream(call, worker, generation, chat, message_id, model)
+        return
+    await worker.complete(call, generation)
+    answer = chat.answers[0]
+    block: dict[str, Any] = {"type": "text", "text": answer.text}
+    if chat.tool is not None:
+        block = {"type": "tool_use", "id": worker.new_id("chatcmpl-tool-"), "name": chat.tool}
+        block["input"] = _parsed(answer.text)
+    reason, sequence = _stop_reason(chat)
+    message = {
+        "id": message_id,
+        "type": "message",
+        "role": "assistant",
+        "content": [block],
+        "model": model,
+        "stop_reason": reason,
+        "usage": _usage(worker, generation, chat),
+    }
+    if sequence is not None:
+        message["stop_sequence"] = sequence
+    await call.respond(message)
+
+
+async def _stream(
+    call: Call, worker: Worker, generation: Generation, chat: Chat, message_id: str, model: str
+) -> None:
+    answer = chat.answers[0]
+
+    def send(kind: str, **fields: Any) -> bytes:
+        return b"event: " + kind.encode() + b"\ndata: " + _json({"type": kind, **fields}) + b"\n\n"
+
+    start: dict[str, Any] = {"id": message_id, "type": "message", "role": "assistant", "content": []}
+    start |= {"model": model, "stop_reason": None, "stop_sequence": None}
+    start["usage"] = {"input_tokens": len(chat.prompt), "output_tokens": 0}
+    block: dict[str, Any] = {"type": "text", "text": ""}
+    if chat.tool is not None:
+        block = {"type": "tool_use", "id": worker.new_id("chatcmpl-tool-"), "name": chat.tool, "input": {}}
+    opening = send("message_start", message=start) + send("content_block_start", index=0, content_block=block)
+
+    def event(_: int, position: int) -> bytes:
+        piece = answer.pieces[position] if position < len(answer.pieces) else ""
+        if chat.tool is None:
+            delta = {"type": "text_delta", "text": piece}
+        else:
+            delta = {"type": "input_json_delta", "partial_json": piece}
+        return send("content_block_delta", index=0, delta=delta)
+
+    await stream(call, worker, generation, event, opening)
+    reason, sequence = _stop_reason(chat)
+    ended = {"stop_reason": reason, "stop_sequence": sequence}
+    await call.chunk(
+        send("content_block_stop", index=0)
+        + send("message_delta", delta=ended, usage=_usage(worker, generation, chat))
+        + send("message_stop")
+    )
+    await call.end()
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return {}  # cut by max_tokens
+
+
+def _usage(worker: Worker, generation: Generation, chat: Chat) -> dict[str, int]:
+    request = generation.requests[0]
+    tokens = {"input_tokens": len(chat.prompt), "output_tokens": len(chat.answers[0].token_ids)}
+    if worker.options.report_cached_tokens:
+        tokens["input_tokens"] -= request.cached_tokens + request.stored_tokens
+        tokens["cache_creation_input_tokens"] = request.stored_tokens
+        tokens["cache_read_input_tokens"] = request.cached_tokens
+    return tokens
+
+
+def _stop_reason(chat: Chat) -> tuple[str, str | None]:
+    answer = chat.answers[0]
+    if answer.finish_reason == "length":
+        return "max_tokens", None
+    if chat.tool is not None:
+        return "tool_use", None
+    if answer.stop_reason is not None:
+        return "stop_sequence", answer.stop_reason
+    return "end_turn", None
+
+
+def _as_chat(body: Mapping[str, Any]) -> dict[str, Any]:
+    """The chat request that vLLM would make of it."""
+    messages: list[Any] = []
+    if body.get("system"):
+        messages.append({"role": "system", "content": body["system"]})
+    given = body.get("messages")
+    if not isinstance(given, list):
+        kind = "missing" if given is None else "list_type"
+        raise ApiError.validation(kind, "body.messages", "Input should be a valid list")
+    for message in given:
+        messages += _messages(message) if isinstance(message, dict) else [message]
+    chat: dict[str, Any] = {"messages": messages}
+    tools = body.get("tools")
+    if isinstance(tools, list):
+        chat["tools"] = [
+            {"type": "function", "function": _function(tool)} for tool in tools if isinstance(tool, dict)
+        ]
+    choice = body.get("tool_choice")
+    if isinstance(choice, dict):
+        named = {"type": "function", "function": {"name": choice.get("name")}}
+        wanted = choice.get("type")
+        chat["tool_choice"] = named if wanted == "tool" else "required" if wanted == "any" else wanted
+    return chat
+
+
+def _function(tool: Mapping[str, Any]) -> dict[str, Any]:
+    function = {"name": tool.get("name"), "parameters": tool.get("input_schema") or {"type": "object"}}
+    return function | ({"description": tool["description"]} if tool.get("description") else {})
+
+
+def _messages(message: dict[str, Any]) -> list[dict[str, Any]]:
+    """One Anthropic message; tool results become messages of their own."""
+    content = message.get("content")
+    if not isinstance(content, list) or not all(isinstance(block, dict) for block in content):
+        return [message]
+    results = [
+        {"role": "tool", "content": block.get("content")}
+        for block in content
+        if block.get("type") == "tool_result"
+    ]
+    calls = [
+        {"function": {"name": block.get("name"), "arguments": json.dumps(block.get("input"))}}
+        for block in content
+        if block.get("type") == "tool_use"
+    ]
+    rest = [block for block in content if block.get("type") not in ("tool_result", "tool_use")]
+    own = {**message, "content": rest or None, **({"tool_calls": calls} if calls else {})}
+    return results + ([own] if rest or calls else [])
+
+
+_response_json = msgspec.json.Encoder().encode
+
+
+async def create_response(call: Call, worker: Worker) -> None:
+    """POST /v1/responses: at once, streamed, or in the background."""
+    body = call.json()
+    model = worker.model(body)
+    asked = sampling(body, limits=("max_output_tokens",), session=call.header(b"x-session-id"))
+    messages = _conversation(body, worker)
+    chat = prepare(worker, _responses_chat(body, messages), model, asked)
+    response_id = body.get("request_id") or worker.new_id("resp_")
+    record = _record(body, model, response_id, int(worker.clock.wall()))
+    stored = StoredResponse(record, messages)
+    store = body.get("store") is not False
+    if store:
+        worker.responses[response_id] = stored
+    generation = worker.submit([chat.prompt], [chat.answers], asked, model)
+    items = [_item(worker, chat)]
+    if asked.stream:
+        await _response_stream(call, worker, generation, chat, stored, items[0])
+        return
+    if body.get("background") and store:
+        record["status"] = "queued"
+        stored.generation = generation
+        worker.background(_finish_later(worker, generation, chat, stored, items))
+        await call.respond(record)
+        return
+    await worker.complete(call, generation)
+    _finish(worker, generation, chat, stored, items)
+    await call.respond(record)
+
+
+async def retrieve_response(call: Call, worker: Worker) -> None:
+    """GET /v1/responses/{id}."""
+    await call.respond(_stored(call.path.rpartition("/")[2], worker).record)
+
+
+async def cancel_response(call: Call, worker: Worker) -> None:
+    """POST /v1/responses/{id}/cancel: only what runs in the background can be cancelled."""
+    stored = _stored(call.path.removesuffix("/cancel").rpartition("/")[2], worker)
+    if stored.record["status"] not in ("queued", "in_progress") or stored.generation is None:
+        raise ApiError(400, "invalid_request_error", "Cannot cancel a synchronous response.", "response_id")
+    stored.record["status"] = "cancelled"
+    worker.driver.close(stored.generation)
+    await call.respond(stored.record)
+
+
+def _stored(response_id: str, worker: Worker) -> StoredResponse:
+    stored = worker.responses.get(response_id)
+    if stored is None:
+        message = f"Response with id '{response_id}' not found."
+        raise ApiError(404, "invalid_request_error", message, "response_id")
+    return stored
+
+
+async def _finish_later(
+    worker: Worker, generation: Generation, chat: Chat, stored: StoredResponse, items: list[dict[str, Any]]
+) -> None:
+    try:
+        while not generation.done:
+            await generation.wait()
+        worker.check(generation)
+        _finish(worker, generation, chat, stored, items)
+    except Gone:
+        pass  # cancelled: the status says so already
+    except ApiError:
+        stored.record["status"] = "failed"
+    finally:
+        worker.driver.close(generation)
+
+
+def _finish(
+    worker: Worker, generation: Generation, chat: Chat, stored: StoredResponse, items: list[dict[str, Any]]
+) -> None:
+    answer, record = chat.answers[0], stored.record
+    cut = answer.finish_reason == "length"
+    record["status"] = "incomplete" if cut else "completed"
+    record["incomplete_details"] = {"reason": "max_output_tokens"} if cut else None
+    record["output"] = items
+    prompt, output = len(chat.prompt), len(answer.token_ids)
+    record["usage"] = {
+        "input_tokens": prompt,
+        "input_tokens_details": {
+            "cached_tokens": generation.requests[0].cached_tokens,
+            "cache_write_tokens": generation.requests[0].stored_tokens,
+            "input_tokens_per_turn": [],
+            "cached_tokens_per_turn": [],
+        },
+        "output_tokens": output,
+        "output_tokens_details": {
+            "reasoning_tokens": 0,
+            "tool_output_tokens": 0,
+            "output_tokens_per_turn": [],
+            "tool_output_tokens_per_turn": [],
+        },
+        "total_tokens": prompt + output,
+    }
+    stored.messages.append(_said(chat, answer))
+
+
+def _said(chat: Chat, answer: Answer) -> dict[str, Any]:
+    if chat.tool is None:
+        return {"role": "assistant", "content": answer.text}
+    function = {"name": chat.tool, "arguments": answer.text}
+    return {"role": "assistant", "content": None, "tool_calls": [{"function": function}]}
+
+
+async def _response_stream(
+    call: Call,
+    worker: Worker,
+    generation: Generation,
+    chat: Chat,
+    stored: StoredResponse,
+    item: dict[str, Any],
+) -> None:
+    answer, sequence = chat.answers[0], iter(range(1 << 62))
+    where = {"output_index": 0, "item_id": item["id"]}
+
+    def send(kind: str, **fields: Any) -> bytes:
+        event = {"type": kind, "sequence_number": next(sequence), **fields}
+        return b"event: " + kind.encode() + b"\ndata: " + _response_json(event) + b"\n\n"
+
+    await call.start(200, [SSE])
+    stored.record["status"] = "in_progress"
+    await call.chunk(
+        send("response.created", response=stored.record)
+        + send("response.in_progress", response=stored.record)
+    )
+    text = chat.tool is None
+    kinds = "response.output_text" if text else "response.function_call_arguments"
+    empty = {**item, "status": "in_progress"}
+    empty["content" if text else "arguments"] = [] if text else ""
+    opening = send("response.output_item.added", output_index=0, item=empty)
+    part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+    inside = {**where, "content_index": 0} if text else where
+    if text:
+        opening += send("response.content_part.added", **inside, part=part)
+
+    def event(_: int, position: int) -> bytes:
+        piece = answer.pieces[position] if position < len(answer.pieces) else ""
+        return send(f"{kinds}.delta", **inside, delta=piece, **({"logprobs": []} if text else {}))
+
+    await stream(call, worker, generation, event, opening)
+    if text:
+        tail = send(f"{kinds}.done", **inside, text=answer.text, logprobs=[])
+        tail += send("response.content_part.done", **inside, part={**part, "text": answer.text})
+    else:
+        tail = send(f"{kinds}.done", **inside, name=chat.tool, arguments=answer.text)
+    tail += send("response.output_item.done", output_index=0, item=item)
+    _finish(worker, generation, chat, stored, [item])
+    kind = "response.completed" if stored.record["status"] == "completed" else "response.incomplete"
+    await call.chunk(tail + send(kind, response=stored.record))
+    await call.end()
+
+
+def _item(worker: Worker, chat: Chat) -> dict[str, Any]:
+    answer = chat.answers[0]
+    if chat.tool is not None:
+        return {
+            "type": "function_call",
+            "id": worker.new_id("fc_"),
+            "call_id": worker.new_id("call_"),
+            "name": chat.tool,
+            "arguments": answer.text,
+            "status": "completed",
+        }
+    return {
+        "type": "message",
+        "id": worker.new_id("msg_"),
+        "role": "assistant",
+        "status": "completed",
+        "content": [{"type": "output_text", "text": answer.text, "annotations": [], "logprobs": None}],
+    }
+
+
+def _record(body: Mapping[str, Any], model: str, response_id: str, created: int) -> dict[str, Any]:
+    return {
+        "id": response_id,
+        "created_at": created,
+        "incomplete_details": None,
+        "instructions": body.get("instructions"),
+        "metadata": body.get("metadata"),
+        "model": model,
+        "object": "response",
+        "output": [],
+        "parallel_tool_calls": body.get("parallel_tool_calls", True),
+        "temperature": body.get("temperature") or 1.0,
+        "tool_choice": body.get("tool_choice") or "auto",
+        "tools": body.get("tools") or [],
+        "top_p": body.get("top_p") or 1.0,
+        "background": bool(body.get("background")),
+        "max_output_tokens": body.get("max_output_tokens"),
+        "max_tool_calls": body.get("max_tool_calls"),
+        "previous_response_id": body.get("previous_response_id"),
+        "prompt": None,
+        "reasoning": body.get("reasoning"),
+        "service_tier": body.get("service_tier") or "auto",
+        "status": "in_progress",
+        "text": body.get("text"),
+        "top_logprobs": body.get("top_logprobs"),
+        "truncation": body.get("truncation") or "disabled",
+        "usage": None,
+        "user": body.get("user"),
+    }
+
+
+def _conversation(body: Mapping[str, Any], worker: Worker) -> list[dict[str, Any]]:
+    """Everything before the answer, the stored conversation first (its old instructions do not count)."""
+    messages: list[dict[str, Any]] = []
+    if isinstance(body.get("instructions"), str):
+        messages.append({"role": "system", "content": body["instructions"]})
+    if (previous := body.get("previous_response_id")) is not None:
+        messages += [m for m in _stored(str(previous), worker).messages if m["role"] != "system"]
+    given = body.get("input")
+    if isinstance(given, str):
+        return [*messages, {"role": "user", "content": given}]
+    if not isinstance(given, list):
+        kind = "missing" if given is None else "string_type"
+        raise ApiError.validation(kind, "body.input", "Input should be a valid string")
+    for position, item in enumerate(given):
+        convert = _ITEMS.get(item.get("type", "message")) if isinstance(item, dict) else None
+        if convert is None or (convert is _message and not isinstance(item.get("role"), str)):
+            raise ApiError.validation("model_type", f"body.input.{position}", "Input should be a valid item")
+        messages.append(convert(item))
+    return messages
+
+
+def _message(item: Mapping[str, Any]) -> dict[str, Any]:
+    return {"role": item["role"], "content": item.get("content")}
+
+
+def _function_call(item: Mapping[str, Any]) -> dict[str, Any]:
+    function = {"name": item.get("name"), "arguments": item.get("arguments")}
+    return {"role": "assistant", "content": None, "tool_calls": [{"function": function}]}
+
+
+def _function_output(item: Mapping[str, Any]) -> dict[str, Any]:
+    output = item.get("output")
+    return {
+        "role": "tool",
+        "content": output if isinstance(output, str) else str(_response_json(output), "utf-8"),
+    }
+
+
+_ITEMS: Mapping[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
+    "message": _message,
+    "function_call": _function_call,
+    "function_call_output": _function_output,
+}
+
+
+def _responses_chat(body: Mapping[str, Any], messages: list[dict[str, Any]]) -> dict[str, Any]:
+    chat: dict[str, Any] = {"messages": messages}
+    tools = body.get("tools")
+    if isinstance(tools, list):
+        chat["tools"] = [
+            {"type": "function", "function": {k: v for k, v in tool.items() if k != "type"}}
+            for tool in tools
+            if isinstance(tool, dict) and tool.get("type") == "function"
+        ]
+    choice = body.get("tool_choice")
+    if isinstance(choice, dict):
+        chat["tool_choice"] = {"type": "function", "function": {"name": choice.get("name")}}
+    else:
+        chat["tool_choice"] = choice
+    text = body.get("text")
+    form = text.get("format") if isinstance(text, dict) else None
+    if isinstance(form, dict) and form.get("type") == "json_schema":
+        chat["response_format"] = {"type": "json_schema", "json_schema": form}
+    elif isinstance(form, dict):
+        chat["response_format"] = form
+    return chat

@@ -1,0 +1,259 @@
+"""What a request asks for: method and target to one of the daemon's calls, or what is wrong with them."""
+
+from __future__ import annotations
+
+import json
+import math
+from http import HTTPStatus
+from typing import NamedTuple
+from urllib.parse import parse_qsl, unquote_to_bytes
+
+import httptools
+
+from kvroute.tierd.pool import Lease, ObjectName
+from kvroute.tierd.store import Refusal
+
+MAX_NAME_BYTES = 4096
+DEFAULT_TTL_S = 30.0
+
+
+class BadRequest(Exception):
+    """Answered with `status`; `param` names the part of the request that is wrong."""
+
+    def __init__(self, status: int, param: str, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+        self.param = param
+
+
+class Put(NamedTuple):
+    """Store an object; its bytes are the body."""
+
+    name: ObjectName
+
+
+class Get(NamedTuple):
+    """An object's bytes, for a peer."""
+
+    name: ObjectName
+
+
+class Take(NamedTuple):
+    """Lease an object for `ttl_s`, waiting up to `wait_s` for it."""
+
+    name: ObjectName
+    ttl_s: float
+    wait_s: float
+
+
+class Release(NamedTuple):
+    """End a lease."""
+
+    lease_id: str
+
+
+class Page(NamedTuple):
+    """`health` or `metrics`."""
+
+    name: str
+
+
+Call = Put | Get | Take | Release | Page
+
+
+def parse_call(method: bytes, target: bytes, longest_lease_s: float) -> Call:
+    """Raises BadRequest. Microseconds: this is on every request's way."""
+    path, _, query = target.partition(b"?")
+    parts = path.split(b"/")
+    match parts:
+        case [b"", b"v1", b"kv", bucket, key]:
+            name = _object_name(bucket, key)
+            if method == b"PUT":
+                return Put(name)
+            _require(method, b"GET", b"HEAD", b"PUT")
+            return Get(name)
+        case [b"", b"v1", b"kv", bucket, key, b"leases"]:
+            _require(method, b"POST")
+            name = _object_name(bucket, key)
+            values = _query(query)
+            ttl_s = _number(values, "ttl_s", DEFAULT_TTL_S)
+            if not 0 < ttl_s <= longest_lease_s:
+                text = f"ttl_s must be above 0 and at most {longest_lease_s:g} seconds"
+                raise BadRequest(400, "ttl_s", text)
+            wait_ms = _number(values, "timeout_ms", 0.0)
+            if wait_ms < 0:
+                raise BadRequest(400, "timeout_ms", "timeout_ms must not be negative")
+            return Take(name, ttl_s, min(wait_ms / 1000, longest_lease_s))
+        case [b"", b"v1", b"leases", lease_id, b"release"]:
+            _require(method, b"POST")
+            return Release(_lease_id(lease_id))
+        case [b"", (b"health" | b"metrics") as page]:
+            _require(method, b"GET", b"HEAD")
+            return Page(page.decode())
+    shown = path[:200].decode("ascii", "replace")
+    raise BadRequest(404, "path", f"there is no {shown} here")
+
+
+def error_body(param: str, message: str) -> bytes:
+    """The JSON of every error."""
+    return json.dumps({"error": {"message": message, "param": param}}).encode()
+
+
+def _require(method: bytes, *allowed: bytes) -> None:
+    if method not in allowed:
+        names = ", ".join(each.decode() for each in allowed)
+        raise BadRequest(405, "method", f"this path takes {names}")
+
+
+def _object_name(bucket: bytes, key: bytes) -> ObjectName:
+    return ObjectName(_name(bucket, "bucket"), _name(key, "key"))
+
+
+def _name(quoted: bytes, what: str) -> bytes:
+    name = unquote_to_bytes(quoted) if b"%" in quoted else quoted
+    if not name:
+        raise BadRequest(400, what, f"the {what} is empty")
+    if len(name) > MAX_NAME_BYTES or b"\0" in name:
+        raise BadRequest(400, what, f"the {what} must have at most {MAX_NAME_BYTES} bytes, none of them zero")
+    return name
+
+
+def _query(query: bytes) -> dict[str, str]:
+    try:
+        return dict(parse_qsl(query.decode("ascii"), keep_blank_values=True, max_num_fields=16))
+    except ValueError:
+        raise BadRequest(400, "query", "the query cannot be read") from None
+
+
+def _number(values: dict[str, str], name: str, default: float) -> float:
+    text = values.get(name)
+    if text is None:
+        return default
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number):
+        raise BadRequest(400, name, f"{name} must be a number, not {text[:40]!r}")
+    return number
+
+
+def _lease_id(quoted: bytes) -> str:
+    incarnation, _, number = quoted.partition(b"-")
+    if not (incarnation.isalnum() and number.isdigit() and len(quoted) <= 64):
+        raise BadRequest(404, "id", "this is not the id of a lease")
+    return quoted.decode("ascii")
+
+
+END_OF_HEAD = b"\r\n\r\n"
+
+
+class Head(NamedTuple):
+    """A request without its body."""
+
+    method: bytes
+    target: bytes
+    length: int | None
+    """Of the body; None when the head does not say it."""
+    expects: bool
+    """The client waits for `100 Continue` before it sends the body."""
+    authorization: bytes
+    is_last: bool
+    """The connection ends with the answer."""
+
+
+class _Fields:
+    """What httptools calls. Mutable: fills while a head is parsed."""
+
+    def __init__(self) -> None:
+        self.target = b""
+        self.length: int | None = None
+        self.is_chunked = False
+        self.expects = False
+        self.authorization = b""
+
+    def on_url(self, url: bytes) -> None:
+        self.target += url
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        name = name.lower()
+        if name == b"content-length":
+            self.length = int(value)
+        elif name == b"transfer-encoding":
+            self.is_chunked = True
+        elif name == b"expect":
+            self.expects = value.lower() == b"100-continue"
+        elif name == b"authorization":
+            self.authorization = value
+
+
+def parse_head(data: bytes) -> Head:
+    """Parse what ends with an empty line. Raises BadRequest when the end of the request is not known then."""
+    fields = _Fields()
+    parser = httptools.HttpRequestParser(fields)
+    try:
+        parser.feed_data(data)
+    except httptools.HttpParserUpgrade:
+        raise BadRequest(400, "Upgrade", "there is no other protocol here") from None
+    except httptools.HttpParserError as exc:
+        raise BadRequest(400, "head", f"this is not an HTTP request: {type(exc).__name__}") from None
+    method = parser.get_method()
+    if fields.is_chunked:
+        raise BadRequest(411, "Content-Length", "a body needs a Content-Length")
+    if method == b"PUT" and fields.length is None:
+        raise BadRequest(411, "Content-Length", "an object needs a Content-Length")
+    return Head(
+        method,
+        fields.target,
+        fields.length,
+        fields.expects,
+        fields.authorization,
+        not parser.should_keep_alive(),
+    )
+
+
+_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus}
+_JSON = "application/json"
+
+CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+
+
+def answer(
+    status: int,
+    content_type: str,
+    body: bytes,
+    *,
+    extra: str = "",
+    length: int | None = None,
+    is_head: bool = False,
+) -> bytes:
+    """A whole answer, or only its head. `length` is the body's when that follows by itself; `extra` header
+    lines end with CRLF."""
+    size = len(body) if length is None else length
+    head = f"content-type: {content_type}\r\ncontent-length: {size}\r\n{extra}\r\n".encode()
+    return _LINES[status] + head + (b"" if is_head else body)
+
+
+def error(status: int, param: str, message: str, *, extra: str = "", is_head: bool = False) -> bytes:
+    """`param` names the part of the request that is wrong."""
+    return answer(status, _JSON, error_body(param, message), extra=extra, is_head=is_head)
+
+
+def leased(lease: Lease, start: int) -> bytes:
+    """A lease and where its bytes are in the segment, in which the pool begins at `start`."""
+    offsets = ",".join(
+        f'{{"offset":{start + offset},"len":{length}}}' for offset, length in lease.entry.extents
+    )
+    return answer(200, _JSON, f'{{"id":"{lease.id}","offsets":[{offsets}]}}'.encode())
+
+
+STORED = answer(200, _JSON, b"{}")
+RELEASED = answer(200, _JSON, b'{"released":true}')
+ENDED = answer(200, _JSON, b'{"released":false}')
+MISSED = error(504, "key", "the object is not here and did not come in time")
+
+REFUSALS = {
+    Refusal.EXISTS: (409, "key", "there is an object of this name"),
+    Refusal.TOO_LARGE: (413, "Content-Length", "the object is larger than the memory of this daemon"),
+    Refusal.NO_ROOM: (507, "Content-Length", "no room: too much of the memory is leased"),
+}

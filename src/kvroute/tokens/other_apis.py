@@ -1,0 +1,289 @@
+"""Anthropic Messages bodies as chats, by vLLM 0.32's rules (entrypoints/anthropic/serving.py)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from kvroute.tokens.chat import Chat, EngineFlags, objects, template_kwargs, tool_schema
+from kvroute.tokens.options import Inexact, Reason
+from kvroute.tokens.template import ChatTemplate, Message
+
+_BILLING_LINE = "x-anthropic-billing-header"
+_EFFORTS = ("low", "medium", "high", "xhigh", "max")
+
+
+def messages_request(body: Mapping[str, Any], flags: EngineFlags, template: ChatTemplate | None) -> Chat:
+    """The chat that vLLM makes of the body.
+
+    Two of its rules look at the chat template; without one, bodies that they concern are not told.
+    Raises Inexact.
+    """
+    turns = objects(body.get("messages"))
+    system = [text for text in _system_texts(body.get("system")) if text]
+    later = [text for turn in turns if turn.get("role") == "system" for text in [_joined(turn)] if text]
+    if later and template is None:
+        raise Inexact(Reason.UNSUPPORTED)
+    moved = template is not None and template.wants_system_first
+    messages: list[Message] = []
+    if moved:
+        system += later
+    if system:
+        messages.append({"role": "system", "content": "".join(system)})
+    for turn in turns:
+        if turn.get("role") == "system":
+            if not moved and (text := _joined(turn)):
+                messages.append({"role": "system", "content": text})
+        else:
+            messages.extend(_turn(turn))
+    tools = body.get("tools")
+    choice = body.get("tool_choice")
+    if isinstance(choice, dict) and choice.get("type") == "none" and flags.tools_dropped_for_none:
+        tools = None
+    return Chat(
+        messages=messages,
+        tools=None if tools is None else [_tool(tool) for tool in objects(tools)],
+        kwargs=template_kwargs(
+            body.get("chat_template_kwargs"),
+            {"add_generation_prompt": True, "continue_final_message": False},
+            _effort(body, template),
+            flags,
+        ),
+    )
+
+
+def _effort(body: Mapping[str, Any], template: ChatTemplate | None) -> str | None:
+    thinking, output = body.get("thinking"), body.get("output_config")
+    if isinstance(thinking, dict) and thinking.get("type") == "disabled":
+        if template is None:
+            raise Inexact(Reason.UNSUPPORTED)
+        return _least_effort(template)
+    return output.get("effort") if isinstance(output, dict) else None
+
+
+def _least_effort(template: ChatTemplate) -> str:
+    """What vLLM sends for disabled thinking: "low" where the template does not know "none"."""
+
+    def probe(effort: str) -> str | None:
+        message: Message = {"role": "user", "content": "Hi"}
+        if template.content_format == "openai":
+            message["content"] = [{"type": "text", "text": "Hi"}]
+        try:
+            return template.render([message], reasoning_effort=effort, enable_thinking=effort != "none")
+        except Inexact:
+            return None
+
+    none = probe("none")
+    return "low" if none is None or any(probe(effort) == none for effort in _EFFORTS) else "none"
+
+
+def _system_texts(system: Any) -> Iterator[str]:
+    if isinstance(system, str):
+        yield system
+    elif system is not None:
+        yield from _block_texts(system)
+
+
+def _block_texts(blocks: Any) -> Iterator[str]:
+    for block in objects(blocks):
+        if block.get("type") in ("tool_addition", "tool_removal"):
+            raise Inexact(Reason.UNSUPPORTED)
+        text = block.get("text")
+        if block.get("type") == "text" and isinstance(text, str) and not text.startswith(_BILLING_LINE):
+            yield text
+
+
+def _joined(turn: Message) -> str:
+    """The text of a system message in the middle of a conversation."""
+    content = turn.get("content")
+    if isinstance(content, str):
+        return "" if content.startswith(_BILLING_LINE) else content
+    return "".join(_block_texts(content))
+
+
+def _turn(turn: Message) -> Iterator[Message]:
+    """The messages of one turn: its tool results first, each a message of its own."""
+    role, content = turn.get("role"), turn.get("content")
+    if isinstance(content, str):
+        yield {"role": role, "content": content}
+        return
+    parts: list[Message] = []
+    calls: list[Message] = []
+    thoughts: list[str] = []
+    for block in objects(content):
+        match block.get("type"):
+            case "text":
+                if block.get("text"):
+                    parts.append({"type": "text", "text": block["text"]})
+            case "thinking":
+                if block.get("thinking") is not None:
+                    thoughts.append(block["thinking"])
+            case "tool_use":
+                function = {
+                    "arguments": json.dumps(block.get("input") or {}),
+                    "name": block.get("name") or "",
+                }
+                # An id is made up where there is none; few templates show it.
+                calls.append({"id": block.get("id") or "", "function": function, "type": "function"})
+            case "tool_result" if role == "user":
+                yield from _tool_result(block)
+            case "tool_result":
+                parts.append({"type": "text", "text": f"Tool result: {block.get('content') or ''}"})
+            case "redacted_thinking" | "tool_reference":
+                pass
+            case "image":
+                raise Inexact(Reason.MEDIA)
+            case _:
+                raise Inexact(Reason.UNSUPPORTED)
+    message: Message = {"role": role}
+    if thoughts:
+        message["reasoning"] = "".join(thoughts)
+    if calls:
+        message["tool_calls"] = calls
+    if parts:
+        message["content"] = parts[0]["text"] if len(parts) == 1 else parts
+    if role != "user" or parts:
+        yield message
+
+
+def _tool_result(block: Message) -> Iterator[Message]:
+    content, call = block.get("content"), block.get("tool_use_id") or ""
+    references: list[Message] = []
+    texts: list[str] = []
+    if isinstance(content, str):
+        texts.append(content)
+    for item in content if isinstance(content, list) else ():
+        match item.get("type"):
+            case "text":
+                texts.append(item.get("text", ""))
+            case "image":
+                raise Inexact(Reason.MEDIA)
+            case "tool_reference" if name := item.get("tool_name") or item.get("name"):
+                references.append({"type": "tool_reference", "name": name})
+    yield {"role": "tool", "tool_call_id": call, "content": "\n".join(texts)}
+    if references:
+        yield {"role": "tool", "tool_call_id": call, "content": references}
+
+
+def _tool(tool: Message) -> Message:
+    schema = tool.get("input_schema")
+    if not isinstance(schema, dict):
+        raise Inexact(Reason.UNREADABLE)
+    # The default goes to the end, as vLLM adds it to what the client sent.
+    parameters = schema if "type" in schema else {**schema, "type": "object"}
+    return tool_schema({**tool, "parameters": parameters})
+
+
+_UNFINISHED = ("in_progress", "incomplete")
+_SHIMMED_TOOLS = ("namespace", "custom")
+"""Tools that vLLM rewrites into functions of its own making."""
+
+
+def responses_request(body: Mapping[str, Any], flags: EngineFlags) -> Chat:
+    """The chat that vLLM makes of the body. Raises Inexact."""
+    if body.get("previous_response_id") is not None:
+        raise Inexact(Reason.STORED_RESPONSE)
+    if body.get("truncation") not in (None, "disabled"):
+        raise Inexact(Reason.TRUNCATION)
+    if body.get("previous_input_messages") is not None:
+        raise Inexact(Reason.UNSUPPORTED)
+    messages: list[Message] = []
+    if instructions := body.get("instructions"):
+        messages.append({"role": "system", "content": instructions})
+    given = body.get("input")
+    unfinished = False
+    if isinstance(given, str):
+        messages.append({"role": "user", "content": given})
+    else:
+        items = objects(given)
+        for item in items:
+            _add(item, messages)
+        unfinished = bool(items) and _is_unfinished(items[-1])
+    reasoning = body.get("reasoning")
+    return Chat(
+        messages=messages,
+        tools=_tools(body, flags),
+        kwargs=template_kwargs(
+            body.get("chat_template_kwargs"),
+            {"add_generation_prompt": not unfinished, "continue_final_message": unfinished},
+            reasoning.get("effort") if isinstance(reasoning, dict) else None,
+            flags,
+        ),
+        # Unlike the other chat endpoints; a template's BOS is followed by another one.
+        add_special_tokens=True,
+    )
+
+
+def _is_unfinished(item: Message) -> bool:
+    return item.get("type", "message") in ("message", "reasoning") and item.get("status") in _UNFINISHED
+
+
+def _tools(body: Mapping[str, Any], flags: EngineFlags) -> list[Message] | None:
+    tools = body.get("tools")
+    if not tools or (body.get("tool_choice") == "none" and flags.tools_dropped_for_none):
+        return None
+    shown = []
+    for tool in objects(tools):
+        if tool.get("type") in _SHIMMED_TOOLS:
+            raise Inexact(Reason.UNSUPPORTED)
+        if tool.get("type") == "function":
+            shown.append(tool_schema(tool.get("function", tool)))
+    return shown
+
+
+def _add(item: Message, messages: list[Message]) -> None:
+    """Append the item's message, or complete the assistant's message before it."""
+    before = messages[-1] if messages and messages[-1]["role"] == "assistant" else None
+    kind = item.get("type", "message")
+    if kind == "function_call":
+        if item.get("namespace"):
+            raise Inexact(Reason.UNSUPPORTED)
+        function = {"name": item.get("name"), "arguments": item.get("arguments")}
+        call = {"id": item.get("call_id"), "function": function, "type": "function"}
+        if before is not None:
+            before.setdefault("tool_calls", []).append(call)
+        else:
+            messages.append({"role": "assistant", "tool_calls": [call]})
+    elif kind == "function_call_output":
+        output, call_id = item.get("output"), item.get("call_id")
+        messages.append({"role": "tool", "content": output, "tool_call_id": call_id})
+    elif kind == "reasoning":
+        _complete(before, messages, "reasoning", _thought(item))
+    elif kind == "message" and isinstance(item.get("role"), str):
+        content = item.get("content")
+        if item["role"] != "assistant":
+            messages.append({**item, "content": _as_chat_parts(content)})
+        elif isinstance(content, str):
+            _complete(before, messages, "content", content)
+        elif parts := objects(content):
+            _complete(before, messages, "content", parts[0].get("text"))
+        else:
+            raise Inexact(Reason.UNREADABLE)
+    else:
+        raise Inexact(Reason.UNSUPPORTED)
+
+
+def _as_chat_parts(content: Any) -> Any:
+    """Parts under the name that chat completions know too; both are text and nothing else."""
+    if not isinstance(content, list):
+        return content
+    return [
+        {**part, "type": "text"} if part.get("type") == "input_text" else part for part in objects(content)
+    ]
+
+
+def _thought(item: Message) -> str:
+    if item.get("encrypted_content"):
+        raise Inexact(Reason.UNSUPPORTED)
+    texts = objects(item.get("content") or item.get("summary") or [])
+    return str(texts[0].get("text", "")) if texts else ""
+
+
+def _complete(before: Message | None, messages: list[Message], name: str, text: Any) -> None:
+    if not isinstance(text, str):
+        raise Inexact(Reason.UNREADABLE)
+    if before is not None and before.get(name) is None:
+        before[name] = text
+    else:
+        messages.append({"role": "assistant", name: text})

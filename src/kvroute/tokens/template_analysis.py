@@ -1,0 +1,210 @@
+"""Does a chat template want a message's content as one string, or as a list of parts?
+
+vLLM 0.32 (renderers/hf.py) decides by the template's syntax tree: a template that loops over the
+content of a message gets parts ("openai"), all others a string. Deciding otherwise than the engine
+changes the tokens, so the same loops count here, in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Final
+
+from jinja2 import nodes
+
+from kvroute.tokens.options import ContentFormat
+
+
+class _UnknownShape(Exception):
+    """A loop or an assignment with several targets, which the engine takes as no answer at all."""
+
+
+def content_format(template: nodes.Template) -> ContentFormat:
+    try:
+        return "openai" if any(True for _ in _content_loops(template)) else "string"
+    except _UnknownShape:
+        return "string"
+
+
+def _reads(node: nodes.Node, name: str) -> bool:
+    return isinstance(node, nodes.Name) and node.ctx == "load" and node.name == name
+
+
+def _reads_key(node: nodes.Node, name: str, key: str) -> bool:
+    if isinstance(node, nodes.Getitem):
+        return _reads(node.node, name) and isinstance(node.arg, nodes.Const) and node.arg.value == key
+    return isinstance(node, nodes.Getattr) and _reads(node.node, name) and node.attr == key
+
+
+def _stems_from(node: nodes.Node | None, name: str, key: str | None = None) -> bool:
+    """`name` (or its `key`), also behind filters, tests and slices."""
+    while True:
+        if isinstance(node, nodes.Filter | nodes.Test) or (
+            isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice)
+        ):
+            node = node.node
+        elif node is None:
+            return False
+        else:
+            return _reads_key(node, name, key) if key else _reads(node, name)
+
+
+def _target(node: nodes.Node) -> str:
+    if not isinstance(node, nodes.Name):
+        raise _UnknownShape
+    return node.name
+
+
+def _names_of(template: nodes.Template, variable: str) -> Iterator[str]:
+    """`variable` and every name that it or a part of it is assigned to."""
+    yield variable
+    waiting = [variable]
+    while waiting:
+        name = waiting.pop(0)
+        for assignment in template.find_all(nodes.Assign):
+            if _stems_from(assignment.node, name):
+                alias = _target(assignment.target)
+                yield alias
+                if alias != name:
+                    waiting.append(alias)
+
+
+def _message_names(template: nodes.Template) -> Iterator[str]:
+    lists = list(_names_of(template, "messages"))
+    for loop in template.find_all(nodes.For):
+        if any(_stems_from(loop.iter, name) for name in lists):
+            yield _target(loop.target)
+
+
+def _content_loops(template: nodes.Template) -> Iterator[nodes.For]:
+    messages = list(_message_names(template))
+
+    def is_content(node: nodes.Node) -> bool:
+        return any(_stems_from(node, name, "content") for name in messages)
+
+    inside_macros: set[int] = set()
+    given_content: dict[int, set[str]] = {}
+    for macro in template.find_all(nodes.Macro):
+        parameters = _content_parameters(template, macro, is_content)
+        for loop in macro.find_all(nodes.For):
+            inside_macros.add(id(loop))
+            if parameters:
+                given_content[id(loop)] = parameters
+
+    for loop in template.find_all(nodes.For):
+        by_name = isinstance(loop.iter, nodes.Name) and (
+            loop.iter.name in given_content.get(id(loop), ())
+            or (id(loop) not in inside_macros and loop.iter.name == "content")
+        )
+        if by_name or is_content(loop.iter):
+            _target(loop.target)
+            yield loop
+
+
+def _content_parameters(
+    template: nodes.Template, macro: nodes.Macro, is_content: Callable[[nodes.Node], bool]
+) -> set[str]:
+    """The parameters of `macro` that are given a message's content anywhere in the template."""
+    names = [argument.name for argument in macro.args]
+    found: set[str] = set()
+    for call in template.find_all(nodes.Call):
+        if isinstance(call.node, nodes.Name) and call.node.name == macro.name:
+            found.update(name for name, value in zip(names, call.args, strict=False) if is_content(value))
+            found.update(
+                keyword.key
+                for keyword in call.kwargs
+                if isinstance(keyword, nodes.Keyword) and keyword.key in names and is_content(keyword.value)
+            )
+    return found
+
+
+_MESSAGES: Final = "messages"
+# All that may occur anywhere. Not here, among others: `break` (it ends the loop over messages), attributes
+# that are assigned to (namespaces carry what one message left to the next), blocks and other templates.
+_UNDERSTOOD: Final = frozenset(
+    (
+        *(
+            nodes.Output,
+            nodes.TemplateData,
+            nodes.If,
+            nodes.For,
+            nodes.Assign,
+            nodes.AssignBlock,
+            nodes.Macro,
+        ),
+        *(nodes.Continue, nodes.Name, nodes.Const, nodes.List, nodes.Tuple, nodes.Dict, nodes.Pair),
+        *(nodes.Getattr, nodes.Getitem, nodes.Slice, nodes.Filter, nodes.Test, nodes.Call, nodes.Keyword),
+        *(nodes.CondExpr, nodes.Compare, nodes.Operand, nodes.And, nodes.Or, nodes.Not, nodes.Concat),
+        *(nodes.Add, nodes.Sub, nodes.Mul, nodes.Div, nodes.FloorDiv, nodes.Mod, nodes.Pow),
+        *(nodes.Neg, nodes.Pos),
+    )
+)
+# Not the same whenever they are asked (the time, chance), or with a memory of their own.
+_UNSTEADY_NAMES: Final = frozenset(
+    ("strftime_now", "cycler", "joiner", "namespace", "lipsum", "self", "caller", "varargs", "kwargs")
+)
+_UNSTEADY_FILTERS: Final = frozenset(("random",))
+
+
+def head_of(template: nodes.Template) -> nodes.Template | None:
+    """What the template does before its loop over `messages`, as a template of its own; None unless it
+    renders message by message. `template` stays as it is."""
+    body = list(template.body)
+    loops = message_loops(template)
+    if len(loops) != 1:
+        return None
+    (loop,) = loops
+    if not all(_is_understood(node) for node in template.find_all(nodes.Node)):
+        return None
+    if sum(name.name == _MESSAGES for name in template.find_all(nodes.Name)) != 1:
+        return None
+    if any(_of_this_loop(node) for node in body):
+        return None
+    head = nodes.Template(body[: body.index(loop)], lineno=1)
+    if template.environment is not None:
+        head.set_environment(template.environment)
+    return head
+
+
+def message_loops(template: nodes.Template) -> list[nodes.For]:
+    """The loops over `messages` that are in no other block; a template with a head has one."""
+    return [node for node in template.body if isinstance(node, nodes.For) and _is_message_loop(node)]
+
+
+def _is_message_loop(node: nodes.Node) -> bool:
+    return (
+        isinstance(node, nodes.For)
+        and isinstance(node.iter, nodes.Name)
+        and node.iter.name == _MESSAGES
+        and isinstance(node.target, nodes.Name)
+        and not node.else_
+        and node.test is None
+        and not node.recursive
+    )
+
+
+def _is_understood(node: nodes.Node) -> bool:
+    if type(node) not in _UNDERSTOOD:
+        return False
+    if isinstance(node, nodes.Name):
+        return node.name not in _UNSTEADY_NAMES
+    return not (isinstance(node, nodes.Filter) and node.name in _UNSTEADY_FILTERS)
+
+
+def _of_this_loop(node: nodes.Node) -> bool:
+    """Whether `loop` stands for the loop over messages in `node` or below: how many there are, which one it
+    is. In a loop inside the body the name is that loop's, but not in what is looped over."""
+    return any(name.name == "loop" for name in _outer_names(node))
+
+
+def _outer_names(node: nodes.Node) -> Iterator[nodes.Name]:
+    """Names in `node` and below, but for those in the bodies of other loops than the one over messages."""
+    if isinstance(node, nodes.Name):
+        yield node
+    if isinstance(node, nodes.For) and not _is_message_loop(node):
+        for part in (node.iter, node.test, *node.else_):
+            if part is not None:
+                yield from _outer_names(part)
+        return
+    for child in node.iter_child_nodes():
+        yield from _outer_names(child)

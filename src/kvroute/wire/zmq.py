@@ -1,0 +1,219 @@
+"""ZMTP 3.0 as a SUB socket speaks it (rfc.zeromq.org/spec/23): greeting, handshake, frames. Pure.
+
+Only what reading a PUB or XPUB socket without security takes. A *frame* is flags, a length and a body; a
+*message* is as many frames as say that more follow. Commands go between messages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+from kvroute.errors import WireError
+
+_SIGNATURE: Final = b"\xff" + bytes(8) + b"\x7f"
+_MECHANISM: Final = b"NULL".ljust(20, b"\0")
+GREETING: Final = _SIGNATURE + b"\x03\x00" + _MECHANISM + bytes(32)
+"""What either side says first."""
+
+_MORE, _LONG, _COMMAND, _ALL = 1, 2, 4, 7
+_EIGHT: Final = 8
+_SHORT_BYTES: Final = 255
+MAX_MESSAGE_BYTES: Final = 256 * 1024 * 1024
+_MAX_FRAMES: Final = 64
+
+
+def command(name: bytes, body: bytes = b"") -> bytes:
+    """One command as a frame."""
+    return _frame(_COMMAND, bytes((len(name),)) + name + body)
+
+
+def ready() -> bytes:
+    """What a SUB socket says of itself once it has the other's greeting."""
+    return command(b"READY", _property(b"Socket-Type", b"SUB"))
+
+
+def subscription(topic: bytes) -> bytes:
+    """Asks for messages whose first frame begins with `topic`."""
+    return _frame(0, b"\x01" + topic)
+
+
+def check_greeting(greeting: bytes) -> None:
+    """Raises WireError if this is nobody whom we can read."""
+    if greeting[0] != _SIGNATURE[0] or greeting[9] != _SIGNATURE[9]:
+        raise WireError("no ZMTP greeting")
+    if greeting[10] < 3:
+        raise WireError(f"ZMTP {greeting[10]} is too old: 3 is needed")
+    if greeting[12:32] != _MECHANISM:
+        mechanism = greeting[12:32].rstrip(b"\0")
+        raise WireError(f"the publisher wants the security mechanism {mechanism!r}: only NULL is spoken")
+
+
+def split_command(body: bytes) -> tuple[bytes, bytes]:
+    """(name, what follows it). Raises WireError."""
+    if not body or len(body) < 1 + body[0]:
+        raise WireError("a ZMTP command without a name")
+    end = 1 + body[0]
+    return body[1:end], body[end:]
+
+
+def _property(name: bytes, value: bytes) -> bytes:
+    return bytes((len(name),)) + name + len(value).to_bytes(4) + value
+
+
+def _frame(flags: int, body: bytes) -> bytes:
+    if len(body) > _SHORT_BYTES:
+        return bytes((flags | _LONG,)) + len(body).to_bytes(8) + body
+    return bytes((flags, len(body))) + body
+
+
+class MessageReader:
+    """Puts messages together from what comes of a stream, behind its greeting. Mutable: keeps what is not
+    complete, and `commands` until somebody has taken them."""
+
+    def __init__(self) -> None:
+        self.commands: list[bytes] = []
+        """Bodies of those that came, oldest first."""
+        self._rest = bytearray()
+        self._needed = 0
+        """Bytes of `_rest` before which there is nothing to be done with it."""
+        self._frames: list[bytes] = []
+        """Of the message that is not complete."""
+        self._alike = b""
+        """How messages begin of which one has come already: a short first frame, and the head of a second one
+        of eight bytes; two more frames in all. What publishes events begins all its messages in one way."""
+
+    def feed(self, data: bytes) -> Sequence[Sequence[bytes]]:
+        """The messages that are complete now. Raises WireError for what is no ZMTP, or a message of more
+        than `MAX_MESSAGE_BYTES`; nothing may be fed after that."""
+        rest = self._rest
+        if rest:
+            rest += data
+            if len(rest) < self._needed:
+                return ()
+            data = bytes(rest)
+            rest.clear()
+        messages: list[Sequence[bytes]] = []
+        frames, place, size = self._frames, 0, len(data)
+        needed, alike = 2, self._alike
+        alike_bytes = len(alike)
+        while (body := place + 2) <= size:
+            if alike and not frames and data.startswith(alike, place):  # in one step what else takes three
+                second = place + alike_bytes
+                third = second + _EIGHT
+                if third + 1 < size and not data[third]:
+                    body, end = third + 2, third + 2 + data[third + 1]
+                elif third + 8 < size and data[third] == _LONG:
+                    body = third + 9
+                    end = body + int.from_bytes(data[third + 1 : body])
+                else:
+                    end = size + 1
+                if end <= size:
+                    messages.append([alike[2:-2], data[second:third], data[body:end]])
+                    place = end
+                    continue
+                body = place + 2
+            flags, length = data[place], data[place + 1]
+            if flags > _ALL:
+                raise WireError("no ZMTP frame")
+            if flags & _LONG:
+                body = place + 9
+                if body > size:
+                    needed = 9
+                    break
+                length = int.from_bytes(data[place + 1 : body])
+                if length > MAX_MESSAGE_BYTES:
+                    raise WireError(f"a ZMTP frame of {length} bytes")
+            end = body + length
+            if end > size:
+                needed = end - place
+                break
+            frame = data[body:end]
+            place = end
+            if flags & _COMMAND:
+                self.commands.append(frame)
+                continue
+            frames.append(frame)
+            if flags & _MORE:
+                if len(frames) > 2:
+                    self._check(frames)
+                continue
+            messages.append(frames)
+            if len(frames) == 3 and len(frames[1]) == _EIGHT and len(frames[0]) <= _SHORT_BYTES:
+                head = bytes((_MORE, len(frames[0])))
+                alike = self._alike = head + frames[0] + bytes((_MORE, _EIGHT))
+                alike_bytes = len(alike)
+            frames = []
+        self._frames = frames
+        if place < size:
+            rest += data[place:]
+            self._needed = needed
+        return messages
+
+    def _check(self, frames: Sequence[bytes]) -> None:
+        if len(frames) > _MAX_FRAMES or sum(map(len, frames)) > MAX_MESSAGE_BYTES:
+            raise WireError("a ZMTP message that does not end")
+
+
+_END: Final = b"\xff" * 8
+
+
+class EventMessage(NamedTuple):
+    """One batch before decoding. `topic` is empty where a replay of an old release does not say it."""
+
+    topic: bytes
+    seq: int
+    payload: bytes
+
+
+def pack_live(message: EventMessage) -> list[bytes]:
+    """Frames for the PUB socket."""
+    return [message.topic, message.seq.to_bytes(8, "big"), message.payload]
+
+
+def unpack_live(frames: Sequence[bytes]) -> EventMessage:
+    """A message as a SUB socket receives it. Raises `WireError`."""
+    if len(frames) != 3:
+        raise WireError(f"a live event message has 3 frames, not {len(frames)}")
+    topic, seq, payload = frames
+    return EventMessage(topic, _sequence(seq), payload)
+
+
+def pack_replay_request(start_seq: int) -> list[bytes]:
+    """Frames for a DEALER socket: everything buffered from `start_seq` on, please."""
+    return [b"", start_seq.to_bytes(8, "big")]
+
+
+def unpack_replay_request(frames: Sequence[bytes]) -> tuple[bytes, int]:
+    """(client identity, start sequence) as the ROUTER socket receives them. Raises `WireError`."""
+    if len(frames) != 3:
+        raise WireError(f"a replay request has 3 frames at the ROUTER, not {len(frames)}")
+    return frames[0], _sequence(frames[2])
+
+
+def pack_replay(message: EventMessage, *, with_topic: bool) -> list[bytes]:
+    """Frames of one replayed batch, without the ROUTER's client identity."""
+    head = [b"", message.topic] if with_topic else [b""]
+    return [*head, message.seq.to_bytes(8, "big"), message.payload]
+
+
+def pack_replay_end(*, with_topic: bool) -> list[bytes]:
+    """Frames that end a replay, without the ROUTER's client identity."""
+    return [b"", b"", _END, b""] if with_topic else [b"", _END, b""]
+
+
+def unpack_replay(frames: Sequence[bytes]) -> EventMessage | None:
+    """A replayed batch as a DEALER receives it, None for the end marker. Raises `WireError`."""
+    if len(frames) not in (3, 4):
+        raise WireError(f"a replay answer has 3 or 4 frames, not {len(frames)}")
+    topic = frames[1] if len(frames) == 4 else b""
+    seq, payload = frames[-2:]
+    if seq == _END:
+        return None
+    return EventMessage(topic, _sequence(seq), payload)
+
+
+def _sequence(frame: bytes) -> int:
+    if len(frame) != 8:
+        raise WireError(f"a sequence number has 8 bytes, not {len(frame)}")
+    return int.from_bytes(frame, "big")
