@@ -46,7 +46,7 @@ def test_options_that_the_gateway_would_refuse_are_wrong_where_the_spec_has_them
     for line in (
         "wrong: x-kvroute.gateway.settings: server.prot: unknown option; did you mean server.port?",
         "wrong: x-kvroute.gateway.settings: logging.level: should be",
-        "wrong: x-kvroute.routing.registry: routing.kvaware.nothing: unknown option",
+        "wrong: x-kvroute.routing.options: routing.kvaware.nothing: unknown option",
     ):
         assert line in result.output
     assert "kvroute.yaml" not in result.output
