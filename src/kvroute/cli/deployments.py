@@ -44,7 +44,7 @@ OPTIONS: Field = ("x-kvroute", "routing", "options")
 
 
 def problems_of(document: Document) -> Iterator[tuple[Field, str]]:
-    """What is wrong with `x-kvroute.gateway.settings` and `x-kvroute.routing.registry`, by field.
+    """What is wrong with `x-kvroute.gateway.settings` and `x-kvroute.routing.options`, by field.
 
     Files that secrets are in are not looked for: they are where the gateway will run.
     """
