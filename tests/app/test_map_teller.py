@@ -6,7 +6,7 @@ from array import array
 
 import pytest
 
-from kvroute.app.replica import MapTeller
+from kvroute.app.cache_tracker import MapTeller
 from kvroute.blocks.chunks import ChunkScheme
 from kvroute.blocks.keys import Tier
 from kvroute.clock import SystemClock

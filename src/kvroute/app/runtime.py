@@ -48,9 +48,9 @@ from kvroute.upstream.transport import AnyWorkerTransport, Transports
 from kvroute.upstream.writes import Outbox
 
 if TYPE_CHECKING:
-    from kvroute.app.cache_tracker import Following
+    from kvroute.app.cache_tracker import Following, MapTeller
     from kvroute.app.cache_tracker_mirror import Mirroring
-    from kvroute.app.replica import MapTeller, Replica
+    from kvroute.app.replica import Replica
 
 log = logging.getLogger("kvroute.runtime")
 
@@ -186,8 +186,9 @@ class Runtime:
         )
         if replica is None:
             return Following(*known, self._rate_measured)
+        from kvroute.app.cache_tracker import MapTeller
         from kvroute.app.cache_tracker_mirror import Mirroring
-        from kvroute.app.replica import FOLLOWS, MapTeller
+        from kvroute.app.replica import FOLLOWS
 
         mesh = replica.mesh
         if replica.number != FOLLOWS:
