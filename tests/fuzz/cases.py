@@ -18,6 +18,19 @@ KEY = b"client-key-of-the-fuzzer"
 ADMIN_KEY = b"admin-key-of-the-fuzzer"
 OWN_KEYS = re.compile(rb"%b|%b" % (KEY, ADMIN_KEY))
 MARKED_KEYS = re.compile(rb"(?i)(?:bearer |x-api-key: )(?:%b|%b)" % (KEY, ADMIN_KEY))
+
+
+def strange_marks(written: bytes, data: bytes, mark: bytes) -> set[bytes]:
+    """The marks of other clients in an answer to `data`.
+
+    An operator who asks for the last decisions with the admin key is answered with the request ids of all
+    clients, which the marks are part of.
+    """
+    if b"/admin/decisions" in data and ADMIN_KEY in data:
+        return set()
+    return {each for each in MARK.findall(written) if each != mark and each not in data}
+
+
 """Where keys belong; what a mutation has put elsewhere may come back in a refusal."""
 BOUNDARY = "fuzzBoundary"
 

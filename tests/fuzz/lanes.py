@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from tests.fuzz.answers import Answer, Unreadable, read_answers
-from tests.fuzz.cases import ADMIN_KEY, KEY, MARK, MARKED_KEYS, OWN_KEYS, Case, Cases, marked
+from tests.fuzz.cases import ADMIN_KEY, KEY, MARKED_KEYS, OWN_KEYS, Case, Cases, marked, strange_marks
 from tests.fuzz.worker import EchoWorker
 from uvicorn.server import ServerState
 
@@ -336,7 +336,7 @@ class Lanes:
         read: list[list[Answer]] = []
         for lane, client in zip(LANES, pair, strict=True):
             written = bytes(client.written)
-            strange = {each for each in MARK.findall(written) if each != mark and each not in data}
+            strange = strange_marks(written, data, mark)
             if strange or _STRAY in written:
                 findings.append(Finding("another's bytes", f"{lane}: {strange!r} in {written[:2000]!r}"))
             if OWN_KEYS.search(written) and not OWN_KEYS.search(MARKED_KEYS.sub(b"", data)):

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.fuzz.answers import Unreadable, read_answers
-from tests.fuzz.cases import MARK, MARKED_KEYS, OWN_KEYS, Case, Cases, marked
+from tests.fuzz.cases import MARKED_KEYS, OWN_KEYS, Case, Cases, marked, strange_marks
 from tests.fuzz.lanes import Finding, Report, configuration
 from tests.fuzz.worker import EchoWorker
 
@@ -173,7 +173,7 @@ async def ask(to: Served, case: Case, number: int) -> tuple[list[Finding], list[
     finally:
         transport.abort()
     written = bytes(client.data)
-    strange = {each for each in MARK.findall(written) if each != mark and each not in data}
+    strange = strange_marks(written, data, mark)
     if strange or _STRAY in written:
         return [Finding("another's bytes", f"{strange!r} in {written[:2000]!r}")], []
     if OWN_KEYS.search(written) and not OWN_KEYS.search(MARKED_KEYS.sub(b"", data)):
