@@ -159,11 +159,13 @@ def send(port: int, pieces: Iterator[bytes], *, answer_s: float = ANSWER_S) -> t
     """Send until all is sent or the gateway closes; the status of its answer and how many bytes it took."""
     sent = 0
     with socket.create_connection(("127.0.0.1", port), ANSWER_S) as connection:
+        answered = select.poll()  # not `select`, which takes no file descriptor above 1023
+        answered.register(connection, select.POLLIN)
         with contextlib.suppress(ConnectionError):
             for piece in pieces:
                 connection.sendall(piece)
                 sent += len(piece)
-                if select.select([connection], [], [], 0)[0]:
+                if answered.poll(0):
                     break  # answered before the end
         connection.settimeout(answer_s)
         return status(connection), sent
