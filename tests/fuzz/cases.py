@@ -17,7 +17,8 @@ MARK = re.compile(rb"@[0-9a-f]{12}@")
 KEY = b"client-key-of-the-fuzzer"
 ADMIN_KEY = b"admin-key-of-the-fuzzer"
 OWN_KEYS = re.compile(rb"%b|%b" % (KEY, ADMIN_KEY))
-MARKED_KEYS = re.compile(rb"(?i)(?:bearer |x-api-key: )(?:%b|%b)" % (KEY, ADMIN_KEY))
+MARKED_KEYS = re.compile(rb"(?im)^(?:authorization: bearer |x-api-key: )(?:%b|%b)" % (KEY, ADMIN_KEY))
+"""Keys where they belong. A key elsewhere, such as in a request's id, may come back to its client."""
 
 
 def strange_marks(written: bytes, data: bytes, mark: bytes) -> set[bytes]:
