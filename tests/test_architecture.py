@@ -1,0 +1,55 @@
+"""The ways in docs/architecture.md name files and functions that exist."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGE = (ROOT / "docs" / "architecture.md").read_text()
+STEP = re.compile(r"^(\d+)\. ", re.MULTILINE)
+PLACE = re.compile(r"`([\w/]+\.py)`(?: `([\w.]+)`)?")
+
+
+def section(title):
+    _, _, rest = PAGE.partition(f"\n## {title}\n")
+    assert rest, f"no section {title!r}"
+    return rest.partition("\n## ")[0]
+
+
+def defined(path):
+    """The names of a module's functions, classes and methods (`Class.method`)."""
+    names = set()
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            names |= {
+                f"{node.name}.{each.name}"
+                for each in node.body
+                if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)
+            }
+    return names
+
+
+@pytest.mark.parametrize("title", ["The way of a request", "The way of a KV event"])
+def test_a_way_has_at_most_fifteen_steps_and_each_names_a_file(title):
+    steps = STEP.split(section(title))[2::2]
+
+    assert 5 <= len(steps) <= 15
+    assert all(PLACE.search(step) for step in steps)
+
+
+@pytest.mark.parametrize("title", ["The way of a request", "The way of a KV event"])
+def test_each_function_of_a_way_exists(title):
+    for file, name in PLACE.findall(section(title)):
+        path = ROOT / "src" / "kvroute" / file
+        assert path.is_file(), file
+        assert not name or name in defined(path), f"{file} has no {name}"
+
+
+def test_each_file_that_the_page_names_exists():
+    for file, _ in PLACE.findall(PAGE):
+        known = [*(ROOT / "src" / "kvroute").rglob(Path(file).name)]
+        assert any(path.as_posix().endswith(file) for path in known), file
