@@ -24,7 +24,7 @@ from kvroute.clock import SystemClock
 from kvroute.index.chunk_index import ChunkHolder, ChunkIndex
 from kvroute.lmcache.coordinator import Coordinator
 from kvroute.lmcache.options import LMCacheOptions
-from kvroute.wire.lmcache_server import Registration, decode_events
+from kvroute.wire.lmcache_server import ServerRegistration, decode_events
 
 LENGTHS = {"8K": 8192, "64K": 65536}
 SLOTS = (8, 64)
@@ -162,7 +162,7 @@ def reports(count: int) -> dict[str, float]:
             separators=(",", ":"),
         ).encode()
         coordinator = Coordinator(ChunkIndex(), SystemClock(), LMCacheOptions())
-        coordinator.register(Registration("10.0.0.1", 8080, "a"))
+        coordinator.register(ServerRegistration("10.0.0.1", 8080, "a"))
         gc.collect()
         gc.freeze()  # as the gateway does, see app/server.py
         longest, spent = 0.0, 0.0

@@ -13,14 +13,14 @@ from random import Random
 from statistics import fmean
 
 from kvroute.blocks.keys import BlockKey, PromptKeys
-from kvroute.fleet.fleet import Fleet as Workers
+from kvroute.fleet.fleet import SimFleet as Workers
 from kvroute.fleet.worker import WorkerFacts, WorkerId, WorkerSpec
 from kvroute.replicas.decisions import OthersDecisions, OwnDecisions
 from kvroute.replicas.messages import Finished, FirstToken, Frames, Message, Sent, frame
 from kvroute.routing.registry import RoutingOptions
 from kvroute.routing.router import Dispatch, Router
 from kvroute.routing.strategy import RouteQuery
-from kvroute.sim.fleet import Fleet, FleetRequest, make_engines
+from kvroute.sim.fleet import SimFleet, FleetRequest, make_engines
 from kvroute.wire.vllm import KvEvent
 
 MODEL = "m"
@@ -150,7 +150,7 @@ class _Traffic:
 
 def capacity(seed: int = 1, requests: int = 1500) -> float:
     """Requests per second of one gateway with `SATURATING` of them at once."""
-    fleet = Fleet(make_engines(WORKERS, capacity_tokens=CAPACITY_TOKENS), Gateways(1, None, seed))
+    fleet = SimFleet(make_engines(WORKERS, capacity_tokens=CAPACITY_TOKENS), Gateways(1, None, seed))
     traffic, left = _Traffic(Random(seed)), requests
 
     def again(_: FleetRequest, now: float) -> None:
@@ -170,7 +170,7 @@ def capacity(seed: int = 1, requests: int = 1500) -> float:
 
 def mean_ttft_s(count: int, delay_s: float | None, rate: float, seed: int, requests: int = 1500) -> float:
     """Of `requests` Poisson arrivals, the first ones left out."""
-    fleet = Fleet(make_engines(WORKERS, capacity_tokens=CAPACITY_TOKENS), Gateways(count, delay_s, seed))
+    fleet = SimFleet(make_engines(WORKERS, capacity_tokens=CAPACITY_TOKENS), Gateways(count, delay_s, seed))
     traffic, random, at_s = _Traffic(Random(seed)), Random(seed + 1), 0.0
     for _ in range(requests):
         at_s += random.expovariate(rate)

@@ -1,7 +1,7 @@
 """The traffic of the routing benchmark, as requests of the virtual fleet. Lengths are tokens, times seconds.
 
 Each `load` is called with a fleet and a seed, submits its requests, and lets closed-loop clients go on by
-`Fleet.on_finish`. Blocks have 512 tokens; a key is unique for a block's content and all before it.
+`SimFleet.on_finish`. Blocks have 512 tokens; a key is unique for a block's content and all before it.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from itertools import count
 from pathlib import Path
 from random import Random
 
-from kvroute.sim.fleet import Fleet, FleetRequest
+from kvroute.sim.fleet import SimFleet, FleetRequest
 
 BLOCK = 512
 TRACE = Path(__file__).parent / "data" / "mooncake_conversation_first30min.jsonl.gz"
 
-Load = Callable[[Fleet, int], None]
+Load = Callable[[SimFleet, int], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ def _rows() -> tuple[_Row, ...]:
 def conversation(rate: float) -> Load:
     """The conversation trace, scaled in time to `rate` requests per second, quanta of 3 s spread evenly."""
 
-    def load(fleet: Fleet, seed: int) -> None:
+    def load(fleet: SimFleet, seed: int) -> None:
         rows, random = _rows(), Random(seed)
         scale = len(rows) / (rows[-1].quantum_s + 3.0) / rate
         for row in rows:
@@ -66,7 +66,7 @@ def conversation(rate: float) -> Load:
 def tool(rate: float, requests: int = 6000) -> Load:
     """Agents whose calls share a hot tool prompt: few, popular prefixes, short own parts, bursts."""
 
-    def load(fleet: Fleet, seed: int) -> None:
+    def load(fleet: SimFleet, seed: int) -> None:
         random = Random(seed)
         keys = count(1)
         common = next(keys)
@@ -100,7 +100,7 @@ def tool(rate: float, requests: int = 6000) -> Load:
 def chat(context: int, clients: int, *, system: int = 1024, private: int | None = None) -> Load:
     """`clients` people a worker, who read the answer, think, ask on, and start anew; 14 requests each."""
 
-    def load(fleet: Fleet, seed: int) -> None:
+    def load(fleet: SimFleet, seed: int) -> None:
         random = Random(seed)
         people = clients * len(fleet.engines)
         left = 14 * people
@@ -149,7 +149,7 @@ def l2post(rate: float = 8.0, seconds: float = 180.0) -> Load:
     """100 conversations in turn, the worst order for LRU: 2,048 common tokens and 10,240 own ones, then 50 of
     question and 200 of answer a turn, which stay."""
 
-    def load(fleet: Fleet, seed: int) -> None:
+    def load(fleet: SimFleet, seed: int) -> None:
         random, at = Random(seed), 0.0
         for number in count():
             at += random.expovariate(rate)

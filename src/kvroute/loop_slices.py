@@ -13,7 +13,7 @@ from collections import deque
 from kvroute.clock import Clock
 
 
-class Turns:
+class TimeSlicer:
     """Mutable; for one event loop at a time. Work comes in small pieces; before each of them:
 
     if turns.are_over():

@@ -26,7 +26,7 @@ _ERROR_TOKENS = (0, 16, 32, 64, 128, 256, 512, 1024, 4096, 16384, 65536)
 _BYTES = (256, 1024, 4096, 16384, 65536, 262144, 1048576, 4194304, 16777216, 67108864)
 
 
-class Outcome(NamedTuple):
+class RequestLabels(NamedTuple):
     """The labels that a finished request is counted under; "-" where there is none."""
 
     model: str
@@ -125,14 +125,14 @@ class Family(Generic[_Child]):
 
 
 class Series:
-    """Everywhere that the requests of one `Outcome` are counted, found with one lookup for a request.
+    """Everywhere that the requests of one `RequestLabels` are counted, found with one lookup for a request.
 
     Mutable: `text` is the journal's, for the words of a request line that all of them have in common.
     """
 
     __slots__ = ("_answered", "_metrics", "_outcome", "_reported", "_seconds", "text")
 
-    def __init__(self, metrics: Metrics, outcome: Outcome) -> None:
+    def __init__(self, metrics: Metrics, outcome: RequestLabels) -> None:
         self.text = ""
         self._metrics = metrics
         self._outcome = outcome
@@ -225,7 +225,9 @@ class Metrics(Collector):
         info = self._gauge("kvroute_build_info", "Version of kvroute; always 1.", ["version", "python"])
         info.labels(__version__, platform.python_version()).inc()
 
-        self._requests = self._counter("kvroute_requests", "Finished inference requests.", Outcome._fields)
+        self._requests = self._counter(
+            "kvroute_requests", "Finished inference requests.", RequestLabels._fields
+        )
         pool = ["model", "worker", "strategy"]
         self._duration = self._histogram(
             "kvroute_request_duration_seconds",
@@ -349,20 +351,22 @@ class Metrics(Collector):
         key = (model, worker, strategy, reason, status)
         series = self._series.get(key)
         if series is None:
-            series = self._series[key] = Series(self, Outcome(model, worker, strategy, reason, str(status)))
+            series = self._series[key] = Series(
+                self, RequestLabels(model, worker, strategy, reason, str(status))
+            )
         return series
 
-    def seconds(self, outcome: Outcome) -> tuple[Tally, Spread, Spread]:
+    def seconds(self, outcome: RequestLabels) -> tuple[Tally, Spread, Spread]:
         """Finished requests, what they took, and the time to their first bytes. For `Series`."""
         pool = (outcome.model, outcome.worker, outcome.strategy)
         return self._requests.labels(*outcome), self._duration.labels(*pool), self._first_byte.labels(*pool)
 
-    def routed_tokens(self, outcome: Outcome) -> tuple[Tally, Tally]:
+    def routed_tokens(self, outcome: RequestLabels) -> tuple[Tally, Tally]:
         """Prompt tokens, and those of them that were predicted to be held. For `Series`."""
         pair = (outcome.model, outcome.strategy)
         return self._prompt_tokens.labels(*pair), self._hit_tokens.labels(*pair)
 
-    def reported_tokens(self, outcome: Outcome) -> tuple[Tally, Tally]:
+    def reported_tokens(self, outcome: RequestLabels) -> tuple[Tally, Tally]:
         """Prompt tokens, and the cached ones, by the workers' word. For `Series`."""
         pair = (outcome.model, outcome.worker)
         return self._reported_prompt_tokens.labels(*pair), self._cached_tokens.labels(*pair)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from kvroute.app.config import Config, Loaded, load
-from kvroute.app.config_loading import Setting
+from kvroute.app.config_loading import ConfigSetting
 from kvroute.app.config_paths import dotted, is_secret, options_of, shape_at, split, walk
 from kvroute.errors import InvalidConfig
 
@@ -38,7 +38,7 @@ class TestPrecedence:
             "KVROUTE__SERVER__MAX_IN_FLIGHT": "2",
         }
         assignments = ["server.port=3", "server.backlog=3"]
-        flags = [Setting(("server", "port"), 4, "--port")]
+        flags = [ConfigSetting(("server", "port"), 4, "--port")]
 
         loaded = load(file=file, environ=environ, assignments=assignments, flags=flags)
 

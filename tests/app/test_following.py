@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from kvroute.app.cache_tracker import Following
+from kvroute.app.cache_tracker import CacheTracker
 from kvroute.app.config import Config
 from kvroute.blocks.chunks import PromptChunks
 from kvroute.blocks.keys import Tier
@@ -25,13 +25,13 @@ from kvroute.openai.isolation import key_space
 from kvroute.routing.strategy import ExactPrompt
 
 
-def following(rates: list[Any] | None = None, **sections: Any) -> Following:
+def following(rates: list[Any] | None = None, **sections: Any) -> CacheTracker:
     """`rates` collects what is measured."""
     config = Config.model_validate({"routing": {"strategy": "kvaware"}, **sections})
     measured = [] if rates is None else rates
     fleet = Fleet()
     isolation = AdapterIsolation(fleet, enabled=True)
-    return Following(
+    return CacheTracker(
         config,
         fleet,
         Metrics(),

@@ -11,7 +11,7 @@ import yaml
 from pydantic import BaseModel
 
 from kvroute.app.config import Config
-from kvroute.index.trust import Reason
+from kvroute.index.trust import TrustReason
 from kvroute.lmcache.membership import Doubt
 
 ROOT = Path(__file__).parents[2]
@@ -44,5 +44,5 @@ def test_every_metric_and_reason_exists() -> None:
     metrics = {name.removesuffix("_total") for name in re.findall(r"\bkvroute_[a-z_]+\b", GUIDE)}
     streams = {f"kvroute_kv_events_{name}" for name in re.findall(r'^    "(\w+)": "', source, re.MULTILINE)}
     assert {name for name in metrics if f'"{name}' not in source} <= streams
-    for reason in (*Reason, *Doubt):
+    for reason in (*TrustReason, *Doubt):
         assert f"`{reason}`" in GUIDE or f": {reason}`" in GUIDE, reason

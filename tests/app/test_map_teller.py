@@ -6,7 +6,7 @@ from array import array
 
 import pytest
 
-from kvroute.app.cache_tracker import MapTeller
+from kvroute.app.cache_tracker import CacheMapPublisher
 from kvroute.blocks.chunks import ChunkScheme
 from kvroute.blocks.keys import Tier
 from kvroute.clock import SystemClock
@@ -18,13 +18,13 @@ from kvroute.lmcache.l2_redis import L2Target
 from kvroute.replicas.messages import (
     Distrusted,
     Finished,
+    L2TargetMessage,
     MapBegins,
     Place,
-    Places,
     PromptAnswered,
     Rate,
-    Target,
     Targets,
+    WorkerPlaces,
     packed,
 )
 from kvroute.routing.strategy import CachePlace, Standing
@@ -76,7 +76,7 @@ def fleet():
 
 @pytest.fixture
 def teller(said, followed, fleet):
-    made = MapTeller(said.append, SystemClock(), KvEventsOptions(), max_chunks=10)
+    made = CacheMapPublisher(said.append, SystemClock(), KvEventsOptions(), max_chunks=10)
     made.follow(followed, fleet)
     return made
 
@@ -84,15 +84,15 @@ def teller(said, followed, fleet):
 def test_places_are_said_when_they_change(teller, said, followed, fleet):
     teller.look()
     teller.look()
-    assert said == [Places("w", [Place(3, 0, "whole", "", False)])]
+    assert said == [WorkerPlaces("w", [Place(3, 0, "whole", "", False)])]
 
     followed.known = [CachePlace(4, 0, Standing.PARTIAL, "gap")]
     teller.look()
-    assert said[1:] == [Places("w", [Place(4, 0, "partial", "gap", True)])]
+    assert said[1:] == [WorkerPlaces("w", [Place(4, 0, "partial", "gap", True)])]
 
     fleet.apply("test", [])
     teller.look()
-    assert said[2:] == [Places("w", [])]
+    assert said[2:] == [WorkerPlaces("w", [])]
 
 
 def test_pools_are_said_when_they_change(teller, said, followed):
@@ -103,7 +103,7 @@ def test_pools_are_said_when_they_change(teller, said, followed):
     teller.look()
 
     number = teller.chunks.number_of(POOL)
-    assert said[1:] == [Targets([Target(number, ChunkScheme(), "m", [(0, 0)])])]
+    assert said[1:] == [Targets([L2TargetMessage(number, ChunkScheme(), "m", [(0, 0)])])]
 
 
 def test_a_greeting_begins_from_nothing_and_has_what_was_said(teller, said):

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvroute.app.cache_tracker_mirror import ALONE, MirroredCaches, Mirroring
+from kvroute.app.cache_tracker_mirror import ALONE, CacheTrackerMirror, MirroredCaches
 from kvroute.app.config import Config
 from kvroute.blocks.chunks import PromptChunks
 from kvroute.blocks.keys import KEY_TOKENS, Tier, block_keys
@@ -12,8 +12,8 @@ from kvroute.fleet.worker import Worker, WorkerId, WorkerSpec
 from kvroute.gateway.preparation import AdapterIsolation
 from kvroute.index.prefix_index import Holder
 from kvroute.metrics import Metrics
-from kvroute.replicas.maps import Mirror, ToldPrefixIndex
-from kvroute.replicas.messages import Finished, MapBegins, Place, Places, Rate
+from kvroute.replicas.maps import Mirror, PublishingPrefixIndex
+from kvroute.replicas.messages import Finished, MapBegins, Place, Rate, WorkerPlaces
 from kvroute.routing.strategy import ExactPrompt, Standing, Tokens
 
 WORKER = Worker(WorkerSpec(WorkerId("w"), "http://w"))
@@ -25,12 +25,12 @@ PROMPT = ExactPrompt(len(KEYS) * KEY_TOKENS, KEYS, PromptChunks(()))
 def told():
     """What a process says that has a worker with four blocks on its GPU and some in host memory."""
     said = [MapBegins()]
-    index = ToldPrefixIndex(said.append, max_blocks=100)
+    index = PublishingPrefixIndex(said.append, max_blocks=100)
     for tier, blocks in ((Tier.GPU, 2), (Tier.L1, 4)):
         holder = Holder(tier)
         index.attach(3, holder)
         index.store(holder, KEY_TOKENS, None, KEYS[:blocks])
-    said.append(Places("w", [Place(3, 0, "whole", "", by_lmcache=False)]))
+    said.append(WorkerPlaces("w", [Place(3, 0, "whole", "", by_lmcache=False)]))
     return said
 
 
@@ -62,7 +62,7 @@ def test_what_is_told_is_believed(caches):
 
 
 def test_host_memory_that_lmcache_tells_of_does_not_count_twice(caches):
-    caches.heard(Places("w", [Place(3, 0, "whole", "", by_lmcache=True)]))
+    caches.heard(WorkerPlaces("w", [Place(3, 0, "whole", "", by_lmcache=True)]))
 
     assert caches.match(PROMPT) == {3: Tokens(2 * KEY_TOKENS)}
 
@@ -86,7 +86,7 @@ def test_a_map_that_begins_anew_leaves_nothing_of_the_old_one(caches, told, left
 
 
 def test_a_place_that_is_no_more_is_said(caches, left):
-    caches.heard(Places("w", [Place(4, 0, "none", "replaying", by_lmcache=False)]))
+    caches.heard(WorkerPlaces("w", [Place(4, 0, "none", "replaying", by_lmcache=False)]))
 
     assert left == [3]
     assert caches.places(WORKER)[0].why == "replaying"
@@ -103,7 +103,7 @@ def test_bandwidths_that_are_told_are_reckoned_with(caches, rates):
 
 
 def test_a_process_that_looks_on_counts_its_own_tokenizing():
-    made = Mirroring(
+    made = CacheTrackerMirror(
         Config.model_validate({"routing": {"strategy": "kvaware"}}),
         Fleet(),
         Metrics(),

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from kvroute.app.background_tasks import Upkeep
+from kvroute.app.background_tasks import BackgroundTasks
 
 
 class Clock:
@@ -32,7 +32,7 @@ async def test_what_fails_or_ends_is_logged_at_once_and_begun_again(
     raises: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     clock, begun, again = Clock(), [], asyncio.Event()
-    upkeep = Upkeep(clock)
+    upkeep = BackgroundTasks(clock)
 
     async def work() -> None:
         begun.append(clock.now())
@@ -57,7 +57,7 @@ async def test_what_fails_or_ends_is_logged_at_once_and_begun_again(
 
 
 async def test_what_goes_on_is_ended_and_waited_for(caplog: pytest.LogCaptureFixture) -> None:
-    upkeep, ended = Upkeep(Clock()), []
+    upkeep, ended = BackgroundTasks(Clock()), []
 
     async def work() -> None:
         try:
@@ -76,7 +76,7 @@ async def test_what_goes_on_is_ended_and_waited_for(caplog: pytest.LogCaptureFix
 
 async def test_what_keeps_failing_is_tried_less_and_less_often() -> None:
     clock, begun, enough = Clock(), [], asyncio.Event()
-    upkeep = Upkeep(clock)
+    upkeep = BackgroundTasks(clock)
 
     async def work() -> None:
         begun.append(clock.now())

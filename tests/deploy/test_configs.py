@@ -15,15 +15,15 @@ from kvroute.deploy.endpoint import EndpointHost, plan_endpoint_here, simulated
 from kvroute.deploy.plan import local_findings
 from kvroute.deploy.render.config import config_text
 from kvroute.deploy.render.plan import plan_endpoint
-from kvroute.deploy.spec.loading import Finding, Reading, read_spec
-from kvroute.deploy.spec.source import Verdict, dotted
+from kvroute.deploy.spec.loading import Finding, SpecReading, read_spec
+from kvroute.deploy.spec.source import FieldVerdict, dotted
 from kvroute.routing.registry import STRATEGIES
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 SPECS = sorted(file.name for file in CONFIGS.glob("*.yaml") if re.search(r"^kind:", file.read_text(), re.M))
 
 
-def reading(file: str) -> Reading:
+def reading(file: str) -> SpecReading:
     return read_spec((CONFIGS / file).read_text(), strategies=frozenset(STRATEGIES))
 
 
@@ -32,7 +32,7 @@ def noted(file: str) -> dict[str, str]:
     read = reading(file)
     assert read.document is not None
     findings = local_findings(read.document, read.findings)
-    return {dotted(each.path): each.text for each in findings if each.verdict is Verdict.NOTED}
+    return {dotted(each.path): each.text for each in findings if each.verdict is FieldVerdict.NOTED}
 
 
 @pytest.mark.parametrize("as_simulated", [False, True])
@@ -74,9 +74,9 @@ def test_what_is_wrong_or_said_with_a_reservation_stays() -> None:
     assert document is not None
     path = ("spec", "replicas")
     given = [
-        Finding(path, 1, Verdict.WRONG, "is wrong"),
-        Finding(path, 1, Verdict.NOTED, "has no effect here because"),
-        Finding(path, 1, Verdict.NOTED, "applied, but slowly"),
+        Finding(path, 1, FieldVerdict.WRONG, "is wrong"),
+        Finding(path, 1, FieldVerdict.NOTED, "has no effect here because"),
+        Finding(path, 1, FieldVerdict.NOTED, "applied, but slowly"),
     ]
 
     assert list(local_findings(document, given)) == given

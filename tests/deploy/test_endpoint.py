@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from kvroute.deploy.endpoint import EndpointHost, LocalEndpoint, plan_endpoint_here, site_here
-from kvroute.deploy.plan import AdminKeyPlace, Plan, PlannedProcess
+from kvroute.deploy.plan import AdminKeyPlace, PlannedProcess, ProcessPlan
 from kvroute.deploy.render.lmcache import server_argv
 from kvroute.deploy.render.plan import EndpointPlan, plan_endpoint
 from kvroute.deploy.render.site import local_site
@@ -77,7 +77,7 @@ def option(process: PlannedProcess, name: str) -> str:
     return argv[argv.index(name) + 1]
 
 
-def words(plan: Plan) -> list[str]:
+def words(plan: ProcessPlan) -> list[str]:
     """Of every command line."""
     return [word for stage in plan.stages for each in stage for word in each.child.argv]
 

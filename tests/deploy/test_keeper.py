@@ -10,7 +10,7 @@ import pytest
 
 from kvroute.clock import Clock, SystemClock
 from kvroute.deploy import keeper as keeper_module
-from kvroute.deploy.keeper import Keeper, Phase
+from kvroute.deploy.keeper import Keeper, ProcessPhase
 from kvroute.deploy.plan import PlannedProcess
 from kvroute.deploy.prepare import free_ports
 from kvroute.deploy.processes import ChildSpec, ProcessFailed
@@ -22,7 +22,7 @@ class Watcher:
     """Keeps what a keeper tells, and lets a test wait for a phase."""
 
     def __init__(self) -> None:
-        self.phases: list[Phase] = []
+        self.phases: list[ProcessPhase] = []
         self.reports: list[str] = []
         self._changed = asyncio.Event()
 
@@ -30,7 +30,7 @@ class Watcher:
         self.phases.append(keeper.status.phase)
         self._changed.set()
 
-    async def until(self, *phases: Phase) -> None:
+    async def until(self, *phases: ProcessPhase) -> None:
         async with asyncio.timeout(30):
             while self.phases != list(phases):
                 self._changed.clear()
@@ -63,7 +63,7 @@ async def test_a_process_is_ready_when_it_answers(
     assert kept.last_line == "serving"
     await kept.stop()
 
-    assert watcher.phases == [Phase.STARTING, Phase.READY, Phase.STOPPED]
+    assert watcher.phases == [ProcessPhase.STARTING, ProcessPhase.READY, ProcessPhase.STOPPED]
 
 
 async def test_a_process_that_cannot_start_is_stopped_and_told(
@@ -75,7 +75,7 @@ async def test_a_process_that_cannot_start_is_stopped_and_told(
     with pytest.raises(ProcessFailed, match="no memory"):
         await kept.bring_up()
 
-    assert watcher.phases == [Phase.STARTING, Phase.STOPPED]
+    assert watcher.phases == [ProcessPhase.STARTING, ProcessPhase.STOPPED]
 
 
 async def test_a_dead_process_is_reported_and_started_again(
@@ -91,7 +91,13 @@ async def test_a_dead_process_is_reported_and_started_again(
     keeping = asyncio.create_task(kept.keep_up())
 
     kept.kill()
-    await watcher.until(Phase.STARTING, Phase.READY, Phase.DOWN, Phase.STARTING, Phase.READY)
+    await watcher.until(
+        ProcessPhase.STARTING,
+        ProcessPhase.READY,
+        ProcessPhase.DOWN,
+        ProcessPhase.STARTING,
+        ProcessPhase.READY,
+    )
 
     assert kept.status.restarts == 1
     assert "worker-0 ended with SIGKILL\n  | serving my last words" in watcher.reports[0]
@@ -135,7 +141,7 @@ server.handle_request()
 
     assert kept.status.restarts >= 2
     assert "broken" in watcher.reports[-1]
-    assert Phase.READY not in watcher.phases[2:]
+    assert ProcessPhase.READY not in watcher.phases[2:]
 
 
 async def test_a_renewed_process_starts_again_at_once_and_is_no_failure(
@@ -151,7 +157,13 @@ async def test_a_renewed_process_starts_again_at_once_and_is_no_failure(
     keeping = asyncio.create_task(kept.keep_up())
 
     kept.renew("redis")
-    await watcher.until(Phase.STARTING, Phase.READY, Phase.DOWN, Phase.STARTING, Phase.READY)
+    await watcher.until(
+        ProcessPhase.STARTING,
+        ProcessPhase.READY,
+        ProcessPhase.DOWN,
+        ProcessPhase.STARTING,
+        ProcessPhase.READY,
+    )
 
     assert watcher.reports == ["worker-0 starts again, because redis has"]
     assert kept.status.restarts == 1
@@ -184,7 +196,13 @@ async def test_a_process_that_must_be_missed_stays_away_for_its_rest(
         kept.kill()
     else:
         kept.renew("redis")
-    await watcher.until(Phase.STARTING, Phase.READY, Phase.DOWN, Phase.STARTING, Phase.READY)
+    await watcher.until(
+        ProcessPhase.STARTING,
+        ProcessPhase.READY,
+        ProcessPhase.DOWN,
+        ProcessPhase.STARTING,
+        ProcessPhase.READY,
+    )
 
     assert clock.rests == 1
     keeping.cancel()
@@ -198,7 +216,7 @@ async def test_stopping_a_stopped_process_is_harmless(keeper: Callable[..., Keep
     await kept.stop()
     kept.kill()
 
-    assert kept.status.phase is Phase.STOPPED
+    assert kept.status.phase is ProcessPhase.STOPPED
 
 
 async def test_a_process_that_cannot_even_be_made_is_a_failure_like_others(
@@ -211,4 +229,4 @@ async def test_a_process_that_cannot_even_be_made_is_a_failure_like_others(
     with pytest.raises(ProcessFailed, match="worker-0 could not be started: Is a directory"):
         await kept.bring_up()
 
-    assert watcher.phases == [Phase.STOPPED]
+    assert watcher.phases == [ProcessPhase.STOPPED]

@@ -10,7 +10,7 @@ from kvroute.deploy.plan import (
     AdminKeyPlace,
     Engine,
     HostFacts,
-    Plan,
+    ProcessPlan,
     UpSpec,
     plan_up,
     port_count,
@@ -22,12 +22,12 @@ ENV = {"PATH": "/bin", "PYTHONPATH": "src"}
 ENGINE_ENV = {"PATH": "/bin"}
 
 
-def plan(gpus: tuple[str, ...] = (), **wanted: object) -> Plan:
+def plan(gpus: tuple[str, ...] = (), **wanted: object) -> ProcessPlan:
     host = HostFacts(ENV, ENGINE_ENV, (0, 1), gpus, (9001, 9002, 9003, 9004), ("/venv/bin/vllm",))
     return plan_up(UpSpec(**wanted), host)  # type: ignore[arg-type]
 
 
-def command(plan: Plan, worker: int) -> str:
+def command(plan: ProcessPlan, worker: int) -> str:
     return " ".join(plan.workers[worker].child.argv)
 
 

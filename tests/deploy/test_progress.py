@@ -9,7 +9,7 @@ from rich.console import Console
 
 from kvroute.clock import SystemClock
 from kvroute.deploy import keeper as progress
-from kvroute.deploy.keeper import Keeper, Phase, Status, showing
+from kvroute.deploy.keeper import Keeper, ProcessPhase, Status, showing
 from kvroute.deploy.plan import PlannedProcess
 from kvroute.deploy.processes import ChildSpec
 
@@ -29,7 +29,7 @@ class Ticks(SystemClock):
 def keepers(tmp_path: Path) -> list[Keeper]:
     """One that is starting, one that is ready."""
     made = []
-    for name, phase in (("worker-0", Phase.STARTING), ("worker-1", Phase.READY)):
+    for name, phase in (("worker-0", ProcessPhase.STARTING), ("worker-1", ProcessPhase.READY)):
         child = ChildSpec(name, ("true",), {}, tmp_path / f"{name}.log")
         child.log_path.write_text("loading [weights]\n")
         planned = PlannedProcess(child, "http://127.0.0.1:1", "http://127.0.0.1:1/health", 1.0)

@@ -15,15 +15,15 @@ import pytest
 from rich.console import Console
 
 from kvroute.clock import SystemClock
-from kvroute.deploy.keeper import Keeper, Phase
-from kvroute.deploy.plan import Plan, PlannedProcess
+from kvroute.deploy.keeper import Keeper, ProcessPhase
+from kvroute.deploy.plan import PlannedProcess, ProcessPlan
 from kvroute.deploy.prepare import free_ports, require_free_port
 from kvroute.deploy.processes import ChildSpec, ProcessFailed
 from kvroute.deploy.state import StateFolder
 from kvroute.deploy.up import run_plan, run_up, welcome
 
 ServerArgv = Callable[..., tuple[str, ...]]
-MakePlan = Callable[..., Plan]
+MakePlan = Callable[..., ProcessPlan]
 FAILS = (1, (sys.executable, "-c", "raise SystemExit('out of memory')"))
 
 
@@ -44,7 +44,7 @@ def make_plan(tmp_path: Path, server_argv: ServerArgv) -> MakePlan:
     """A plan of a cache, two stand-in workers and a gateway; a port and command given by name replaces
     one."""
 
-    def make(**commands: tuple[int, tuple[str, ...]]) -> Plan:
+    def make(**commands: tuple[int, tuple[str, ...]]) -> ProcessPlan:
         planned = []
         names = ("cache", "worker-0", "worker-1", "gateway")
         for name, free in zip(names, free_ports(len(names)), strict=True):
@@ -55,7 +55,9 @@ def make_plan(tmp_path: Path, server_argv: ServerArgv) -> MakePlan:
             url = f"http://127.0.0.1:{port}"
             planned.append(PlannedProcess(child, url, f"{url}/health", 30.0))
         cache, *workers, gateway = planned
-        return Plan(tuple(workers), gateway, "m", True, None, tmp_path, caches=((cache,),), name="demo")
+        return ProcessPlan(
+            tuple(workers), gateway, "m", True, None, tmp_path, caches=((cache,),), name="demo"
+        )
 
     return make
 
@@ -129,7 +131,7 @@ async def test_a_worker_that_does_not_come_up_ends_everything(
     with pytest.raises(ProcessFailed, match="worker-1 ended with exit code 1 before it was ready"):
         await run_plan(make_plan(worker_1=FAILS), keepers, state, console=console, clock=clock)
 
-    assert {keeper.status.phase for keeper in keepers} == {Phase.STOPPED}
+    assert {keeper.status.phase for keeper in keepers} == {ProcessPhase.STOPPED}
 
 
 async def test_a_gateway_that_does_not_come_up_ends_everything(
@@ -140,7 +142,7 @@ async def test_a_gateway_that_does_not_come_up_ends_everything(
     with pytest.raises(ProcessFailed, match="out of memory"):
         await run_plan(make_plan(gateway=FAILS), keepers, state, console=console, clock=clock)
 
-    assert {keeper.status.phase for keeper in keepers} == {Phase.STOPPED}
+    assert {keeper.status.phase for keeper in keepers} == {ProcessPhase.STOPPED}
 
 
 async def test_a_worker_that_dies_is_reported_and_comes_back(
@@ -189,8 +191,8 @@ async def test_what_does_not_find_a_restarted_process_is_started_again(
 
 def test_the_welcome_says_what_to_try_and_what_is_real(make_plan: MakePlan) -> None:
     plan = make_plan()
-    real = Plan(plan.workers, plan.gateway, "small", False, "small", plan.model_folder)
-    served = Plan(plan.workers, plan.gateway, "org/model", False, None, plan.model_folder)
+    real = ProcessPlan(plan.workers, plan.gateway, "small", False, "small", plan.model_folder)
+    served = ProcessPlan(plan.workers, plan.gateway, "org/model", False, None, plan.model_folder)
 
     assert "SIMULATED" in welcome(plan)
     assert "random weights" in welcome(real)

@@ -19,7 +19,7 @@ from kvroute.clock import SystemClock
 from kvroute.deploy.engine_install import EngineVenv, separate_environment
 from kvroute.deploy.prepare import free_ports
 from kvroute.index.chunk_index import ChunkIndex
-from kvroute.index.trust import Trust
+from kvroute.index.trust import MapTrust
 from kvroute.lmcache.controller import Controller
 from kvroute.lmcache.controller_sockets import ControllerSockets
 from kvroute.lmcache.options import ControllerOptions
@@ -169,7 +169,7 @@ async def test_a_worker_registers_stores_evicts_and_leaves(start_worker: StartWo
         await until(lambda: to.controller.counts.operations == 16)
         assert to.matched(prompt, 0) == 5 * CHUNK
         assert to.believed("w0") == first.held
-        assert to.controller.trust(0) is to.controller.trust(1) is Trust.WHOLE
+        assert to.controller.trust(0) is to.controller.trust(1) is MapTrust.WHOLE
 
         await first.do("leave")
         await until(lambda: "w0" not in to.controller._roster.known)
@@ -188,7 +188,7 @@ async def test_a_worker_that_was_there_before_us_tells_all_it_holds(start_worker
         await until(lambda: again.controller.counts.syncs_done == 1)
 
         assert again.believed("w0") == worker.held
-        assert again.controller.trust(0) is Trust.WHOLE
+        assert again.controller.trust(0) is MapTrust.WHOLE
         # It goes on when it is told that it may.
         while worker.frozen[-1:] != [False]:
             await worker.said("frozen")
@@ -210,7 +210,7 @@ async def test_a_lost_message_is_made_good_by_a_full_sync(start_worker: StartWor
 
         await until(lambda: to.controller.counts.syncs_done == 1)
         assert to.believed("w0") == worker.held
-        assert to.controller.trust(0) is Trust.WHOLE
+        assert to.controller.trust(0) is MapTrust.WHOLE
 
 
 async def test_a_worker_without_peer_to_peer_is_nobodys_peer(start_worker: StartWorker) -> None:

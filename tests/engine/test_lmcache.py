@@ -26,11 +26,11 @@ from kvroute.deploy.prepare import free_ports
 from kvroute.deploy.processes import ChildProcess, ChildSpec
 from kvroute.deploy.vllm_command import CpuPlacement, VllmSpec, vllm_argv, vllm_environment
 from kvroute.index.chunk_index import ChunkIndex
-from kvroute.index.trust import Trust
+from kvroute.index.trust import MapTrust
 from kvroute.lmcache.coordinator import Coordinator
 from kvroute.lmcache.coordinator_http import CoordinatorApp, CoordinatorServer
 from kvroute.lmcache.l2_redis import RedisL2, object_name, targets_of
-from kvroute.lmcache.membership import Doubt, Instance, ServedWorker
+from kvroute.lmcache.membership import Doubt, LMCacheServer, ServedWorker
 from kvroute.lmcache.options import LMCacheOptions
 from kvroute.lmcache.polling import StatusWatch
 from kvroute.lmcache.stored_chunks import SINGLE_RANK
@@ -84,7 +84,7 @@ class Stack:
         await asyncio.gather(*self.tasks, return_exceptions=True)
 
     @property
-    def instance(self) -> Instance:
+    def instance(self) -> LMCacheServer:
         instance = self.coordinator.instance("w")
         assert instance is not None
         return instance
@@ -239,7 +239,7 @@ async def test_what_is_in_memory_is_predicted_and_then_found_there(stack: Stack)
 
     l1, l2 = await stack.hits()
     assert (l1 - before[0], l2 - before[1]) == (CACHED, 0)
-    assert stack.instance.trust is Trust.WHOLE
+    assert stack.instance.trust is MapTrust.WHOLE
 
 
 async def test_what_memory_evicts_is_predicted_from_redis_and_found_there(stack: Stack) -> None:
@@ -321,7 +321,7 @@ async def test_reports_that_are_lost_leave_nothing_false_and_a_clear_makes_it_wh
 
     answer = await stack.http.post(f"{stack.lmcache_url}/cache/clear", json={"tier": "l1", "force": True})
     answer.raise_for_status()
-    await until(lambda: stack.instance.trust is Trust.WHOLE)
+    await until(lambda: stack.instance.trust is MapTrust.WHOLE)
     assert stack.instance.memory.objects == await stack.l1_objects() == 0
 
 
@@ -344,5 +344,5 @@ async def test_a_server_that_is_killed_loses_its_memory_and_comes_back_whole(sta
     await stack.lmcache.wait_ready(f"{stack.lmcache_url}/healthcheck", timeout_s=READY_S)
     await until(lambda: stack.knows)
     await until(lambda: stack.instance.incarnation is not None and stack.instance.incarnation != before)
-    assert stack.instance.trust is Trust.WHOLE
+    assert stack.instance.trust is MapTrust.WHOLE
     await until(lambda: stack.predicted(prompt(400)) == (0, CACHED))

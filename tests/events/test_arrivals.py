@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from kvroute.events.poller import OFTEN, PAUSE_S, Arrivals
-from kvroute.loop_slices import Turns
+from kvroute.events.poller import OFTEN, PAUSE_S, SocketPoller
+from kvroute.loop_slices import TimeSlicer
 
 Until = Callable[[Callable[[], bool]], Any]
 
@@ -25,7 +25,7 @@ class SetClock:
 class Stream:
     """One end of a pair; what is sent to it is taken in when its reader is called. Mutable: what came."""
 
-    def __init__(self, arrivals: Arrivals, clock: SetClock) -> None:
+    def __init__(self, arrivals: SocketPoller, clock: SetClock) -> None:
         self.far, self.near = socket.socketpair()
         self.near.setblocking(False)
         self.came = b""
@@ -53,7 +53,7 @@ class Stream:
 class Setup:
     def __init__(self) -> None:
         self.clock: Any = SetClock()
-        self.arrivals = Arrivals(self.clock, 0.5, Turns(self.clock, 0.5))
+        self.arrivals = SocketPoller(self.clock, 0.5, TimeSlicer(self.clock, 0.5))
         self.streams = [Stream(self.arrivals, self.clock) for _ in range(3)]
 
     @property

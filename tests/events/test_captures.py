@@ -11,7 +11,7 @@ from xxhash import xxh3_64_intdigest
 
 from kvroute.blocks.keys import Tier, adapter_space, prompt_keys, token_keys
 from kvroute.events.ledger import Ledger
-from kvroute.events.sequence import Sequence, Verdict
+from kvroute.events.sequence import Sequence, SequenceVerdict
 from kvroute.index.prefix_index import PrefixIndex, TierMatch
 from kvroute.wire.vllm import (
     AllBlocksCleared,
@@ -164,9 +164,11 @@ def test_a_restart_shows_in_the_sequence_and_only_the_new_process_counts(
     for _, _, message in messages:
         digest = xxh3_64_intdigest(message.payload)
         verdict = sequence.live(message.seq, digest)
-        if verdict is Verdict.REPLAY:  # the new engine's replay does not know the batch that we took in last
+        if (
+            verdict is SequenceVerdict.REPLAY
+        ):  # the new engine's replay does not know the batch that we took in last
             sequence.begin()
-            assert sequence.replayed(message.seq, digest) is Verdict.RESTART
+            assert sequence.replayed(message.seq, digest) is SequenceVerdict.RESTART
             ledger.drop()
             sequence.reset()
             sequence.begin()
@@ -180,7 +182,12 @@ def test_a_restart_shows_in_the_sequence_and_only_the_new_process_counts(
     expected = [
         key for r in after for key in token_keys(r["prompt_token_ids"][:96], adapter_space(None).seed)
     ]
-    assert verdicts == [Verdict.APPLY, Verdict.APPLY, Verdict.BEGIN, Verdict.APPLY]
+    assert verdicts == [
+        SequenceVerdict.APPLY,
+        SequenceVerdict.APPLY,
+        SequenceVerdict.BEGIN,
+        SequenceVerdict.APPLY,
+    ]
     assert sorted(ledger.held(Tier.GPU)) == sorted(expected[1::2])
 
 

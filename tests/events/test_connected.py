@@ -17,9 +17,9 @@ import zmq
 from kvroute.clock import SystemClock
 from kvroute.errors import WireError
 from kvroute.events.inbox import Frames
-from kvroute.events.poller import Arrivals
+from kvroute.events.poller import SocketPoller
 from kvroute.events.zmtp_inbox import ConnectedInbox
-from kvroute.loop_slices import Turns
+from kvroute.loop_slices import TimeSlicer
 from kvroute.wire.zmq import GREETING, command, ready
 
 Until = Callable[[Callable[[], bool]], Any]
@@ -49,9 +49,9 @@ class Publisher:
         self._context.destroy(linger=0)
 
 
-def arrivals() -> Arrivals:
+def arrivals() -> SocketPoller:
     clock = SystemClock()
-    return Arrivals(clock, 0.5, Turns(clock, 0.5))
+    return SocketPoller(clock, 0.5, TimeSlicer(clock, 0.5))
 
 
 @pytest.fixture

@@ -14,12 +14,12 @@ from kvroute.blocks.keys import Tier
 from kvroute.clock import SystemClock
 from kvroute.events.ledger import Ledger
 from kvroute.events.options import KvEventsOptions
-from kvroute.events.poller import Arrivals
+from kvroute.events.poller import SocketPoller
 from kvroute.events.subscriber import KvEventSubscriber
 from kvroute.events.zmtp_inbox import ConnectedInbox
 from kvroute.index.prefix_index import PrefixIndex
-from kvroute.index.trust import Reason, Trust
-from kvroute.loop_slices import Turns
+from kvroute.index.trust import MapTrust, TrustReason
+from kvroute.loop_slices import TimeSlicer
 from kvroute.wire.vllm import DIALECTS
 from kvroute.wire.zmq import EventMessage, pack_live
 
@@ -41,8 +41,8 @@ class Followed:
         self.engine = engine
         self.index = PrefixIndex(max_blocks=max_blocks)
         self.ledger = Ledger(self.index, 0)
-        turns = Turns(SystemClock(), options.slice_ms)
-        self.arrivals = Arrivals(SystemClock(), options.slice_ms, turns)
+        turns = TimeSlicer(SystemClock(), options.slice_ms)
+        self.arrivals = SocketPoller(SystemClock(), options.slice_ms, turns)
         self.subscriber = KvEventSubscriber(
             "w",
             self.ledger,
@@ -64,7 +64,7 @@ class Followed:
     def is_right(self) -> bool:
         if self.task.done():
             self.task.result()
-        return self.subscriber.trust is Trust.WHOLE and self.believed == self.engine.truth
+        return self.subscriber.trust is MapTrust.WHOLE and self.believed == self.engine.truth
 
     @property
     def last(self) -> int:
@@ -250,7 +250,7 @@ async def test_the_fleets_word_of_a_restart_empties_the_map_at_once(
         follower.subscriber.restarted()
 
         assert follower.believed == set()
-        assert follower.subscriber.trust is Trust.NONE
+        assert follower.subscriber.trust is MapTrust.NONE
         await until(lambda: follower.is_right)
 
 
@@ -264,10 +264,10 @@ async def test_a_gap_beyond_the_buffer_drops_the_map_until_a_clear(
         for number in range(1, 6):
             engine.serve(tokens_of(number, 100), hold_back=True)
         engine.serve(tokens_of(6, 100))
-        await until(lambda: follower.last == 6 and follower.subscriber.trust is Trust.PARTIAL)
+        await until(lambda: follower.last == 6 and follower.subscriber.trust is MapTrust.PARTIAL)
 
         assert follower.believed < engine.truth
-        assert follower.subscriber.reason is Reason.GAP
+        assert follower.subscriber.reason is TrustReason.GAP
         engine.cache.clear()
         engine.serve(tokens_of(7, 100))
         await until(lambda: follower.is_right)
@@ -284,11 +284,11 @@ async def test_a_lost_history_ends_when_the_cache_has_turned_over(
         for number in range(1, 6):
             engine.serve(tokens_of(number, 100), hold_back=True)
         engine.serve(tokens_of(6, 100))
-        await until(lambda: follower.last == 6 and follower.subscriber.reason is Reason.GAP)
+        await until(lambda: follower.last == 6 and follower.subscriber.reason is TrustReason.GAP)
         for number in range(10, 14):
             engine.serve(tokens_of(number, 200))
             await until(lambda number=number: follower.last == number - 3)
-        assert follower.subscriber.trust is Trust.PARTIAL
+        assert follower.subscriber.trust is MapTrust.PARTIAL
 
         engine.serve(tokens_of(14, 200))
         await until(lambda: follower.is_right)
@@ -304,15 +304,15 @@ async def test_a_distrusted_map_is_replayed_from_the_start(
         await until(lambda: follower.is_right)
         # What it believes is wrong, however that came about.
         follower.ledger.drop()
-        follower.subscriber.distrust(Reason.AUDIT)
-        assert follower.subscriber.reason is Reason.AUDIT
+        follower.subscriber.distrust(TrustReason.AUDIT)
+        assert follower.subscriber.reason is TrustReason.AUDIT
 
         await until(lambda: follower.is_right)
         # The next reading waits.
-        follower.subscriber.distrust(Reason.AUDIT)
+        follower.subscriber.distrust(TrustReason.AUDIT)
         busy(engine, range(7, 9))
         await until(lambda: follower.last == 8)
-        assert follower.subscriber.reason is Reason.AUDIT
+        assert follower.subscriber.reason is TrustReason.AUDIT
         engine.cache.clear()
         engine.serve(tokens_of(10, 100))
         await until(lambda: follower.is_right)
@@ -330,13 +330,13 @@ async def test_a_distrusted_map_that_cannot_be_replayed_begins_from_nothing(
             number += 1
             await asyncio.sleep(0.01)
 
-        follower.subscriber.distrust(Reason.AUDIT)
+        follower.subscriber.distrust(TrustReason.AUDIT)
         await until(lambda: not follower.believed)
         engine.serve(tokens_of(50, 100))
         last = engine.sent[-1].seq
         await until(lambda: follower.last == last)
 
-        assert follower.subscriber.reason is Reason.GAP
+        assert follower.subscriber.reason is TrustReason.GAP
         assert len(follower.believed) == 6
         assert follower.believed <= engine.truth
 
@@ -349,8 +349,8 @@ async def test_a_map_without_room_is_not_called_whole(
         engine.serve(tokens_of(0, 400))
         await until(lambda: follower.is_right)
         engine.serve(tokens_of(1, 400))
-        await until(lambda: follower.subscriber.reason is Reason.FULL)
-        assert follower.subscriber.trust is Trust.PARTIAL
+        await until(lambda: follower.subscriber.reason is TrustReason.FULL)
+        assert follower.subscriber.trust is MapTrust.PARTIAL
         assert len(follower.believed) == 40
         assert follower.believed < engine.truth
 
@@ -368,7 +368,7 @@ async def test_what_was_refused_is_forgotten_once_everything_was_computed_anew(
     engine = engine_of(capacity_tokens=800)
     async with followed(engine, pool=50, max_blocks=45) as follower:
         engine.serve(tokens_of(0, 800))
-        await until(lambda: follower.subscriber.reason is Reason.FULL)
+        await until(lambda: follower.subscriber.reason is TrustReason.FULL)
         assert len(follower.believed) == 45
         follower.index._max_blocks = 1000  # another worker has left
 
@@ -400,13 +400,13 @@ async def test_a_failure_of_our_own_drops_the_map_which_is_then_read_anew(
             monkeypatch.setattr(follower.ledger, way, fails, raising=False)
         busy(engine, range(2, 4))
         await until(lambda: follower.subscriber.counts.failures >= 2)
-        assert follower.subscriber.trust is Trust.NONE
+        assert follower.subscriber.trust is MapTrust.NONE
         assert follower.believed == set()
 
         failing = False
         await until(lambda: follower.is_right)
     assert "following them failed" in caplog.text
-    assert follower.subscriber.trust is Trust.NONE  # nobody follows it any more
+    assert follower.subscriber.trust is MapTrust.NONE  # nobody follows it any more
 
 
 async def test_a_worker_that_serves_without_announcing_it_is_not_believed(
@@ -425,7 +425,7 @@ async def test_a_worker_that_serves_without_announcing_it_is_not_believed(
         follower.subscriber.served(17, now)
         assert follower.is_right
         follower.subscriber.served(17, now)
-        assert follower.subscriber.reason is Reason.SILENT
+        assert follower.subscriber.reason is TrustReason.SILENT
 
         engine.serve(tokens_of(1, 100))
         await until(lambda: follower.is_right)
@@ -442,10 +442,10 @@ async def test_blocks_with_unknown_parents_wait_for_their_re_announcement(
     engine.serve(first + tokens_of(4, 60))
     async with followed(engine) as follower:
         await until(lambda: follower.subscriber.last_message is not None and follower.last == 3)
-        await until(lambda: follower.subscriber.trust is Trust.PARTIAL)
+        await until(lambda: follower.subscriber.trust is MapTrust.PARTIAL)
         assert follower.ledger.aside_blocks == 4
         assert len(follower.believed) == 3
-        assert follower.subscriber.reason is Reason.GAP
+        assert follower.subscriber.reason is TrustReason.GAP
 
         engine.serve(first, report=True)
         await until(lambda: follower.last == 4)
@@ -469,7 +469,7 @@ async def test_without_a_replay_socket_a_gap_costs_the_map(
             engine.serve(tokens_of(number, 100))
             number += 1
             await asyncio.sleep(0.01)
-        assert follower.subscriber.trust is Trust.PARTIAL
+        assert follower.subscriber.trust is MapTrust.PARTIAL
         assert follower.believed <= engine.truth
         engine.serve(tokens_of(50, 900), hold_back=True)
         engine.serve(tokens_of(51, 100))
@@ -492,7 +492,7 @@ async def test_a_replay_socket_that_does_not_answer_costs_the_map_and_no_more(
         engine.serve(tokens_of(0, 100))
         await until(lambda: follower.is_right)
         engine._server.cancel()
-        await until(lambda: follower.subscriber.trust is Trust.NONE)
+        await until(lambda: follower.subscriber.trust is MapTrust.NONE)
         engine.serve(tokens_of(1, 900), hold_back=True)
         engine.serve(tokens_of(2, 100))
         await until(lambda: follower.last == 2)
@@ -549,8 +549,8 @@ async def test_an_endpoint_that_comes_up_late_is_followed(
     await first.stop()
     context = zmq.asyncio.Context()
     ledger = Ledger(PrefixIndex(), 0)
-    turns = Turns(SystemClock(), 0.5)
-    arrivals = Arrivals(SystemClock(), 0.5, turns)
+    turns = TimeSlicer(SystemClock(), 0.5)
+    arrivals = SocketPoller(SystemClock(), 0.5, turns)
     subscriber = KvEventSubscriber(
         "w",
         ledger,
@@ -564,11 +564,11 @@ async def test_an_endpoint_that_comes_up_late_is_followed(
     task = asyncio.create_task(subscriber.run())
     try:
         await until(lambda: subscriber.counts.replay_failures > 0)
-        assert subscriber.trust is Trust.NONE
+        assert subscriber.trust is MapTrust.NONE
         engine = engine_of(event_endpoint=endpoint, replay_endpoint=replay)
         engine.serve(tokens_of(1, 100))
 
-        await until(lambda: subscriber.trust is Trust.WHOLE and set(ledger.held(Tier.GPU)) == engine.truth)
+        await until(lambda: subscriber.trust is MapTrust.WHOLE and set(ledger.held(Tier.GPU)) == engine.truth)
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)

@@ -20,7 +20,7 @@ from kvroute.events.sources import KvEventSource, configured_sources, parse_sour
 from kvroute.fleet.fleet import Fleet
 from kvroute.fleet.worker import WorkerFacts, WorkerId, WorkerSpec
 from kvroute.index.prefix_index import PrefixIndex, TierMatch
-from kvroute.index.trust import Reason, Trust
+from kvroute.index.trust import MapTrust, TrustReason
 from kvroute.wire.vllm import BlockStored
 
 QUICK = KvEventsOptions(idle_check_s=0.05, replay_timeout_s=0.5, retry_s=0.02)
@@ -78,9 +78,9 @@ async def test_workers_are_followed_from_joining_to_leaving(
     async with running() as setup:
         setup.fleet.apply("test", [A, B])
         a, b = setup.fleet.get("a"), setup.fleet.get("b")
-        assert setup.ingest.trust(a) is Trust.NONE
+        assert setup.ingest.trust(a) is MapTrust.NONE
         setup.pages = {"a.example": one.publisher.sources(), "b.example": two.publisher.sources()}
-        await until(lambda: all(setup.ingest.trust(worker) is Trust.WHOLE for worker in (a, b)))
+        await until(lambda: all(setup.ingest.trust(worker) is MapTrust.WHOLE for worker in (a, b)))
         slot = setup.ingest.streams(a)[0].slot
 
         assert setup.match(prompt) == {slot: TierMatch(96)}
@@ -139,7 +139,7 @@ async def test_a_place_is_nobody_elses_until_its_worker_has_another(
         setup.fleet.update_facts(a, WorkerFacts(start_time=2.0), restarted=True)
         (shown,) = setup.ingest.streams(a)
         await until(lambda: shown.ledger._closed and asked.is_set())
-        assert setup.ingest.trust(a) is Trust.NONE
+        assert setup.ingest.trust(a) is MapTrust.NONE
         setup.ingest._incarnation_known = lambda _: asyncio.sleep(0)  # type: ignore[assignment,method-assign]
         setup.pages["b.example"] = other.publisher.sources()
         setup.fleet.apply("test", [A, B])
@@ -174,15 +174,18 @@ async def test_a_worker_without_events_is_named_once_and_asked_again(
     async with running() as setup:
         setup.fleet.apply("test", [A])
         worker = setup.fleet.get("a")
-        assert (setup.ingest.trust(worker), setup.ingest.reason(worker)) == (Trust.NONE, Reason.REPLAYING)
+        assert (setup.ingest.trust(worker), setup.ingest.reason(worker)) == (
+            MapTrust.NONE,
+            TrustReason.REPLAYING,
+        )
         setup.pages = {"a.example": {}}
-        await until(lambda: setup.ingest.reason(worker) is Reason.NO_EVENTS)
-        assert setup.ingest.trust(worker) is Trust.NONE
+        await until(lambda: setup.ingest.reason(worker) is TrustReason.NO_EVENTS)
+        assert setup.ingest.trust(worker) is MapTrust.NONE
 
         setup.pages = {"a.example": engine.publisher.sources()}
 
         await until(lambda: setup.ingest.reason(worker) is None)
-        assert setup.ingest.trust(worker) is Trust.WHOLE
+        assert setup.ingest.trust(worker) is MapTrust.WHOLE
     assert sum("publishes no KV events" in record.getMessage() for record in caplog.records) == 1
 
 
@@ -194,16 +197,16 @@ async def test_figures_are_told_by_worker_and_rank(engine_of: Make, until: Until
         setup.pages = {"a.example": engine.publisher.sources()}
         setup.fleet.apply("test", [A])
         worker = setup.fleet.get("a")
-        await until(lambda: setup.ingest.trust(worker) is Trust.WHOLE)
+        await until(lambda: setup.ingest.trust(worker) is MapTrust.WHOLE)
 
         setup.ingest.distrust(worker, 1, "audit")
-        assert setup.ingest.trust(worker) is Trust.WHOLE
+        assert setup.ingest.trust(worker) is MapTrust.WHOLE
         setup.ingest.distrust(worker, 0, "audit")
 
         (figures,) = setup.ingest.figures()
-        assert (figures.worker, figures.rank, figures.reason) == ("a", 0, Reason.AUDIT)
+        assert (figures.worker, figures.rank, figures.reason) == ("a", 0, TrustReason.AUDIT)
         assert (figures.held_blocks[Tier.GPU], figures.blocks.stored, figures.counts.messages) == (6, 6, 1)
-        await until(lambda: setup.ingest.trust(worker) is Trust.WHOLE)
+        await until(lambda: setup.ingest.trust(worker) is MapTrust.WHOLE)
         with pytest.raises(ValueError, match="nonsense"):
             setup.ingest.distrust(worker, 0, "nonsense")
 
@@ -231,7 +234,7 @@ async def test_workers_that_connect_to_us_are_told_apart_by_topic(until: Until, 
                 await asyncio.sleep(0.01)
 
             assert setup.match([*prompt, 1]) == {setup.ingest.streams(b)[0].slot: TierMatch(32)}
-            assert setup.ingest.trust(b) is Trust.PARTIAL
+            assert setup.ingest.trust(b) is MapTrust.PARTIAL
 
 
 async def test_an_address_that_is_taken_is_an_error() -> None:

@@ -9,7 +9,7 @@ from kvroute.events.intake import Intake
 from kvroute.events.ledger import Ledger
 from kvroute.events.options import KvEventsOptions
 from kvroute.index.prefix_index import PrefixIndex
-from kvroute.loop_slices import Turns
+from kvroute.loop_slices import TimeSlicer
 from kvroute.wire.vllm import DIALECTS, BlockRemoved, BlockStored, KvEvent
 
 
@@ -22,7 +22,7 @@ def intake() -> Intake:
     """A stream that has been read to its end and is empty."""
     clock = SystemClock()
     ledger = Ledger(PrefixIndex(), 0)
-    made = Intake("w", ledger, clock, KvEventsOptions(), Turns(clock, 0.5), lambda: None)
+    made = Intake("w", ledger, clock, KvEventsOptions(), TimeSlicer(clock, 0.5), lambda: None)
     made.sequence.begin()
     made.sequence.ended()
     return made

@@ -17,11 +17,11 @@ from kvroute.blocks.chunks import ChunkKey, ChunkScheme, ChunkSpace, PromptChunk
 from kvroute.blocks.keys import Tier
 from kvroute.fleet.worker import Worker, WorkerFacts, WorkerId, WorkerSpec
 from kvroute.index.chunk_index import ChunkHolder, ChunkIndex
-from kvroute.index.trust import Trust
-from kvroute.lmcache.coordinator import Coordinator, Outcome
+from kvroute.index.trust import MapTrust
+from kvroute.lmcache.coordinator import BatchOutcome, Coordinator
 from kvroute.lmcache.membership import Doubt, ServedWorker, served_worker
 from kvroute.lmcache.options import LMCacheOptions
-from kvroute.wire.lmcache_server import CacheEvents, Registration, ServerStatus, decode_registration
+from kvroute.wire.lmcache_server import CacheEvents, ServerRegistration, ServerStatus, decode_registration
 
 CAPTURES = Path(__file__).parent.parent / "data" / "captures"
 MODEL = "/models/tiny"
@@ -118,18 +118,18 @@ class Fleet:
         )
 
     def register(self, name: str, ip: str = "10.0.0.1") -> None:
-        self.coordinator.register(Registration(ip, 8080, name))
+        self.coordinator.register(ServerRegistration(ip, 8080, name))
 
     def serve(
         self, worker: str, *slots: int, host: str = "10.0.0.1", models: Iterable[str] = (MODEL,)
     ) -> None:
         self.coordinator.worker_changed(ServedWorker(worker, host, slots, frozenset(models)))
 
-    def send(self, *batches: CacheEvents) -> list[Outcome]:
+    def send(self, *batches: CacheEvents) -> list[BatchOutcome]:
         outcomes = []
         for batch in batches:
             outcomes.append(self.coordinator.admit(batch))
-            if outcomes[-1] is Outcome.APPLIED:
+            if outcomes[-1] is BatchOutcome.APPLIED:
                 self.coordinator.apply(batch)
         return outcomes
 
@@ -207,7 +207,7 @@ def test_captures_replay_to_the_ground_truth(name: str) -> None:
             coordinator.register(decode_registration(body))
             coordinator.status(call["body"]["instance_id"], ServerStatus(64))
         elif call["path"] == "/events":
-            assert set(fleet.send(*_decode(json.dumps(call["body"]["batches"])))) == {Outcome.APPLIED}
+            assert set(fleet.send(*_decode(json.dumps(call["body"]["batches"])))) == {BatchOutcome.APPLIED}
         elif call["method"] == "PUT":
             assert coordinator.heartbeat(call["path"].split("/")[2])
 
@@ -223,7 +223,7 @@ def test_captures_replay_to_the_ground_truth(name: str) -> None:
 
     for instance in coordinator.instances():
         assert held(instance.memory.holder, memory[instance.id])
-        assert instance.trust is Trust.WHOLE
+        assert instance.trust is MapTrust.WHOLE
     (pool,) = coordinator.pools()
     assert held(pool.held.holder, store)
     assert len(store) > 100
@@ -256,8 +256,8 @@ def test_what_the_captured_servers_held_is_what_their_engines_then_found_cached(
 
 
 def test_an_id_is_made_for_a_server_without_one(fleet: Fleet) -> None:
-    first, again = fleet.coordinator.register(Registration("10.0.0.3", 1))
-    second, _ = fleet.coordinator.register(Registration("10.0.0.4", 1, " "))
+    first, again = fleet.coordinator.register(ServerRegistration("10.0.0.3", 1))
+    second, _ = fleet.coordinator.register(ServerRegistration("10.0.0.4", 1, " "))
 
     assert not again
     assert len({first, second, "a"}) == 3
@@ -340,11 +340,15 @@ def test_a_store_whose_server_never_comes_back_is_forgotten_in_the_end() -> None
 def test_duplicates_and_stale_batches_change_nothing(fleet: Fleet, server: Server) -> None:
     stored = server.batch("store", "l1", NAMES)
     gone = server.batch("delete", "l1", NAMES[5:])
-    assert fleet.send(stored, gone, stored) == [Outcome.APPLIED, Outcome.APPLIED, Outcome.DUPLICATE]
+    assert fleet.send(stored, gone, stored) == [
+        BatchOutcome.APPLIED,
+        BatchOutcome.APPLIED,
+        BatchOutcome.DUPLICATE,
+    ]
     assert fleet.match(PROMPT) == {0: (20, 0)}
 
     old = Server("a", incarnation=999)
-    assert fleet.send(old.batch("store", "l1", NAMES)) == [Outcome.STALE]
+    assert fleet.send(old.batch("store", "l1", NAMES)) == [BatchOutcome.STALE]
     assert fleet.match(PROMPT) == {0: (20, 0)}
 
 
@@ -355,7 +359,7 @@ def test_a_restart_voids_memory_and_nothing_else(fleet: Fleet, server: Server) -
     fleet.send(server.batch("config", "l1", []))
 
     assert fleet.match(PROMPT) == {0: (0, 8)}
-    assert fleet.coordinator.instance("a").trust is Trust.WHOLE  # type: ignore[union-attr]
+    assert fleet.coordinator.instance("a").trust is MapTrust.WHOLE  # type: ignore[union-attr]
 
 
 def test_a_lost_batch_leaves_nothing_that_it_may_have_taken_away(fleet: Fleet, server: Server) -> None:
@@ -367,7 +371,7 @@ def test_a_lost_batch_leaves_nothing_that_it_may_have_taken_away(fleet: Fleet, s
 
     instance = fleet.coordinator.instance("a")
     assert instance is not None
-    assert (instance.trust, instance.doubt) == (Trust.PARTIAL, Doubt.LOST_EVENTS)
+    assert (instance.trust, instance.doubt) == (MapTrust.PARTIAL, Doubt.LOST_EVENTS)
     assert fleet.match(PROMPT) == {0: (4, 0)}
     assert fleet.coordinator.counts.gaps == 1
 
@@ -414,7 +418,7 @@ def test_a_map_is_whole_again_when_it_counts_as_many_objects_as_the_server(
     assert instance.doubt is Doubt.LOST_EVENTS  # not quiet in between
     fleet.coordinator.status("a", page(0))
 
-    assert instance.trust is Trust.WHOLE
+    assert instance.trust is MapTrust.WHOLE
     assert fleet.believed(server) == server.memory == set()
 
 
@@ -462,10 +466,10 @@ def test_whatever_happens_to_reports_nothing_false_is_believed(seed: int) -> Non
             last = fleet.coordinator.instance("a")
             if last is not None and last.last_seq == server.seq:
                 assert fleet.believed(server) <= server.memory
-                if last.trust is Trust.WHOLE:
+                if last.trust is MapTrust.WHOLE:
                     assert fleet.believed(server) == server.memory
                 if not harmed:
-                    assert last.trust is Trust.WHOLE
+                    assert last.trust is MapTrust.WHOLE
 
 
 # Parts of chunks
@@ -554,8 +558,8 @@ def test_the_chunk_size_may_be_known_after_the_chunks(fleet: Fleet, server: Serv
 
 
 def test_kinds_of_events_that_are_not_known_are_counted(fleet: Fleet, server: Server) -> None:
-    assert fleet.send(server.batch("pin", "l1", NAMES)) == [Outcome.APPLIED]
-    assert fleet.send(server.batch("store", "l3", NAMES)) == [Outcome.APPLIED]
+    assert fleet.send(server.batch("pin", "l1", NAMES)) == [BatchOutcome.APPLIED]
+    assert fleet.send(server.batch("store", "l3", NAMES)) == [BatchOutcome.APPLIED]
 
     assert fleet.coordinator.counts.unknown == 2
     assert fleet.match(PROMPT) == {}

@@ -292,10 +292,10 @@ def test_targets_are_what_joined_workers_may_read() -> None:
     from kvroute.lmcache.coordinator import Coordinator
     from kvroute.lmcache.membership import ServedWorker
     from kvroute.lmcache.options import LMCacheOptions
-    from kvroute.wire.lmcache_server import CacheEvents, EventEntry, ObjectKey, Registration
+    from kvroute.wire.lmcache_server import CacheEvents, EventEntry, ObjectKey, ServerRegistration
 
     coordinator = Coordinator(ChunkIndex(), SystemClock(), LMCacheOptions(pools={"resp": "resp"}))
-    coordinator.register(Registration("10.0.0.1", 8080, "a"))
+    coordinator.register(ServerRegistration("10.0.0.1", 8080, "a"))
     config = CacheEvents("a", 5, 1, "config", "l2", "resp")
     coordinator.admit(config)
     coordinator.apply(config)

@@ -16,7 +16,7 @@ from kvroute.lmcache.coordinator import Coordinator
 from kvroute.lmcache.membership import ServedWorker
 from kvroute.lmcache.options import LMCacheOptions, PrefetchOptions
 from kvroute.lmcache.prefetch import Prefetcher, PrefetchOutcome
-from kvroute.wire.lmcache_server import CacheEvents, EventEntry, ObjectKey, Registration
+from kvroute.wire.lmcache_server import CacheEvents, EventEntry, ObjectKey, ServerRegistration
 
 URL = "http://10.0.0.1:8080/cache/prefetches"
 TOKENS = array("I", range(20_000))
@@ -58,7 +58,7 @@ class Asking:
         )
 
     def join(self, *, model: str = "/models/m", world: int = 2, address: str = "10.0.0.1") -> None:
-        self.coordinator.register(Registration(address, 8080, "a"))
+        self.coordinator.register(ServerRegistration(address, 8080, "a"))
         self.coordinator.worker_changed(ServedWorker("a", "10.0.0.9", (0,), frozenset({"/models/m"})))
         batch = stored(model, world)
         self.coordinator.admit(batch)
@@ -200,7 +200,7 @@ async def test_a_worker_whose_server_or_model_is_not_known_is_left_alone() -> No
     assert not asking.prefetcher.knows("a")
     assert not any(asking.prefetcher.counts.values())
 
-    asking.coordinator.register(Registration("10.0.0.1", 8080, "a"))
+    asking.coordinator.register(ServerRegistration("10.0.0.1", 8080, "a"))
     asking.coordinator.worker_changed(ServedWorker("a", "10.0.0.9", (0,), frozenset({"/models/m"})))
     asking.ask()
 

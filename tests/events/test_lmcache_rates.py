@@ -8,7 +8,7 @@ from kvroute.index.chunk_index import ChunkIndex
 from kvroute.lmcache.coordinator import Coordinator
 from kvroute.lmcache.options import LMCacheOptions
 from kvroute.lmcache.polling import RateWatch
-from kvroute.wire.lmcache_server import Registration
+from kvroute.wire.lmcache_server import ServerRegistration
 
 
 def page(loads: int, gb_s: float) -> str:
@@ -41,7 +41,7 @@ class Servers:
         return httpx.Response(500) if page is None else httpx.Response(200, text=page)
 
     def register(self, name: str, address: str) -> None:
-        self.coordinator.register(Registration(address, 8080, name))
+        self.coordinator.register(ServerRegistration(address, 8080, name))
 
 
 async def test_what_is_new_since_the_last_look_is_reported() -> None:

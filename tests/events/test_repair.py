@@ -19,7 +19,7 @@ from kvroute.events.repair import KnownPrompt, PromptMemory
 from kvroute.fleet.fleet import Fleet
 from kvroute.fleet.worker import HealthState, Worker, WorkerId, WorkerSpec
 from kvroute.index.prefix_index import PrefixIndex
-from kvroute.index.trust import Reason, Trust
+from kvroute.index.trust import MapTrust, TrustReason
 from kvroute.openai.isolation import TAG, key_space
 
 QUICK = KvEventsOptions(
@@ -101,7 +101,7 @@ async def lose_history(
     be had, `last` is known."""
     engine = setup.engine
     engine.serve([1] * 17)
-    await until(lambda: setup.ingest.trust(setup.worker) is Trust.WHOLE and len(setup.believed) == 1)
+    await until(lambda: setup.ingest.trust(setup.worker) is MapTrust.WHOLE and len(setup.believed) == 1)
     for prompt in prompts:
         setup.stream.note_prompt(known(prompt))
         engine.serve(prompt, hold_back=True)
@@ -110,7 +110,7 @@ async def lose_history(
     for filler in range(3):
         engine.serve([100 + filler] * 17, hold_back=True)
     engine.serve(last)
-    await until(lambda: setup.ingest.reason(setup.worker) is Reason.GAP)
+    await until(lambda: setup.ingest.reason(setup.worker) is TrustReason.GAP)
 
 
 async def test_after_a_gap_beyond_the_buffer_the_worker_is_asked_and_the_map_is_whole_again(
@@ -123,7 +123,7 @@ async def test_after_a_gap_beyond_the_buffer_the_worker_is_asked_and_the_map_is_
         await lose_history(setup, until, prompts, tokens_of(9, 50))
         assert len(setup.believed) == 6
         setup.worker.state = HealthState.HEALTHY
-        await until(lambda: setup.ingest.trust(setup.worker) is Trust.WHOLE)
+        await until(lambda: setup.ingest.trust(setup.worker) is MapTrust.WHOLE)
 
         # The very first block was never sent through here.
         assert setup.believed < engine.truth
@@ -145,7 +145,7 @@ async def test_an_adapters_prompt_is_asked_in_its_key_space_for_both_modes_of_lm
     space = key_space("", "ada", "/a")
     async with repaired(engine) as setup:
         engine.serve([1] * 17)
-        await until(lambda: setup.ingest.trust(setup.worker) is Trust.WHOLE and len(setup.believed) == 1)
+        await until(lambda: setup.ingest.trust(setup.worker) is MapTrust.WHOLE and len(setup.believed) == 1)
         setup.worker.state = HealthState.DRAINING
         prompt = tokens_of(1, 100)
         setup.stream.note_prompt(known(prompt, space))
@@ -153,7 +153,7 @@ async def test_an_adapters_prompt_is_asked_in_its_key_space_for_both_modes_of_lm
         for filler in range(3):
             engine.serve([100 + filler] * 17, hold_back=True)
         engine.serve(tokens_of(9, 50))
-        await until(lambda: setup.ingest.reason(setup.worker) is Reason.GAP)
+        await until(lambda: setup.ingest.reason(setup.worker) is TrustReason.GAP)
         setup.worker.state = HealthState.HEALTHY
         await until(lambda: len(setup.asked) > 0)
 
@@ -177,7 +177,7 @@ async def test_orphans_of_a_known_prompt_are_placed_and_of_unknown_ones_are_not(
         await until(lambda: setup.stream.ledger.aside_blocks == 4)
 
         # There is no telling what the others continue: the map stays partial.
-        assert setup.ingest.trust(setup.worker) is Trust.PARTIAL
+        assert setup.ingest.trust(setup.worker) is MapTrust.PARTIAL
         assert setup.believed < engine.truth
 
 
@@ -191,7 +191,7 @@ async def test_a_release_that_does_not_announce_again_is_left_alone(
         await until(lambda: any("does not announce again" in r.getMessage() for r in caplog.records))
 
         assert len(setup.asked) == 3
-        assert setup.ingest.trust(setup.worker) is Trust.PARTIAL
+        assert setup.ingest.trust(setup.worker) is MapTrust.PARTIAL
 
 
 async def test_what_the_worker_has_lost_ends_the_asking(
@@ -203,7 +203,7 @@ async def test_what_the_worker_has_lost_ends_the_asking(
         prompts = [tokens_of(number, 300) for number in range(1, 12)]
         await lose_history(setup, until, prompts, [2] * 17)
         setup.worker.state = HealthState.HEALTHY
-        await until(lambda: setup.ingest.trust(setup.worker) is Trust.WHOLE)
+        await until(lambda: setup.ingest.trust(setup.worker) is MapTrust.WHOLE)
 
         assert setup.believed <= engine.truth
     # Those that were still held, and two that were not.

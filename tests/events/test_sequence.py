@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from kvroute.events.sequence import Sequence, Verdict
+from kvroute.events.sequence import Sequence, SequenceVerdict
 
 
 def following(*seqs: int) -> Sequence:
@@ -17,53 +17,53 @@ def following(*seqs: int) -> Sequence:
 def test_nothing_is_believed_before_the_first_replay() -> None:
     sequence = Sequence()
 
-    assert sequence.live(0, 0) is Verdict.REPLAY
-    assert (sequence.begin(), sequence.ended(), sequence.whole) == (0, Verdict.APPLY, True)
-    assert sequence.live(0, 0) is Verdict.APPLY
+    assert sequence.live(0, 0) is SequenceVerdict.REPLAY
+    assert (sequence.begin(), sequence.ended(), sequence.whole) == (0, SequenceVerdict.APPLY, True)
+    assert sequence.live(0, 0) is SequenceVerdict.APPLY
 
 
 def test_next_is_applied_known_is_skipped_all_else_is_checked() -> None:
     sequence = following(0, 1, 2)
 
-    assert sequence.live(3, 3) is Verdict.APPLY
-    assert sequence.live(1, 1) is Verdict.SKIP
-    assert sequence.live(1, 99) is Verdict.REPLAY
-    assert sequence.live(5, 5) is Verdict.REPLAY
+    assert sequence.live(3, 3) is SequenceVerdict.APPLY
+    assert sequence.live(1, 1) is SequenceVerdict.SKIP
+    assert sequence.live(1, 99) is SequenceVerdict.REPLAY
+    assert sequence.live(5, 5) is SequenceVerdict.REPLAY
     sequence.doubt()
-    assert sequence.live(3, 3) is Verdict.REPLAY
+    assert sequence.live(3, 3) is SequenceVerdict.REPLAY
 
 
 def test_a_replay_begins_with_a_batch_that_is_known() -> None:
     sequence = following(0, 1, 2)
 
     assert sequence.begin() == 2
-    assert sequence.replayed(2, 2) is Verdict.SKIP
-    assert sequence.replayed(3, 3) is Verdict.APPLY
+    assert sequence.replayed(2, 2) is SequenceVerdict.SKIP
+    assert sequence.replayed(3, 3) is SequenceVerdict.APPLY
 
 
 def test_another_batch_under_a_known_number_is_another_stream() -> None:
     sequence = following(0, 1, 2)
     sequence.begin()
 
-    assert sequence.replayed(2, 77) is Verdict.RESTART
+    assert sequence.replayed(2, 77) is SequenceVerdict.RESTART
 
 
 def test_a_replay_that_lacks_the_known_batch_is_a_restart_or_an_overrun() -> None:
     sequence = following(0, 1, 2)
     sequence.begin()
-    assert sequence.ended() is Verdict.RESTART
+    assert sequence.ended() is SequenceVerdict.RESTART
     sequence.begin()
-    assert sequence.replayed(4, 4) is Verdict.RESTART
+    assert sequence.replayed(4, 4) is SequenceVerdict.RESTART
 
 
 def test_history_without_its_beginning_is_not_whole_until_a_clear() -> None:
     sequence = Sequence()
     sequence.begin()
 
-    assert sequence.replayed(7, 7) is Verdict.BEGIN
+    assert sequence.replayed(7, 7) is SequenceVerdict.BEGIN
     sequence.applied(7, 7)
     assert not sequence.whole
-    assert sequence.replayed(8, 8) is Verdict.APPLY
+    assert sequence.replayed(8, 8) is SequenceVerdict.APPLY
     sequence.applied(8, 8, cleared=True)
     assert sequence.whole
 
@@ -73,12 +73,12 @@ def test_a_hole_inside_a_replay_begins_anew() -> None:
     sequence.begin()
     sequence.replayed(0, 0)
 
-    assert sequence.replayed(2, 2) is Verdict.RESTART
+    assert sequence.replayed(2, 2) is SequenceVerdict.RESTART
 
 
 def test_what_is_lost_leaves_history_to_begin_with_the_next() -> None:
     sequence = following(0, 1)
     sequence.lost(9)
 
-    assert sequence.live(9, 9) is Verdict.APPLY
+    assert sequence.live(9, 9) is SequenceVerdict.APPLY
     assert not sequence.whole

@@ -23,8 +23,8 @@ from kvroute.events.snapshot import Captured, SnapshotFile
 from kvroute.fleet.fleet import Fleet
 from kvroute.fleet.worker import Worker, WorkerFacts, WorkerId, WorkerSpec
 from kvroute.index.prefix_index import PrefixIndex
-from kvroute.index.snapshot import Blocks, Copies, Kind, Runs, decode, encode, split
-from kvroute.index.trust import Trust
+from kvroute.index.snapshot import Blocks, Copies, FrameKind, Runs, decode, encode, split
+from kvroute.index.trust import MapTrust
 from kvroute.wire.vllm import BlockRemoved, BlockStored, EventBatch
 
 Make = Callable[..., Any]
@@ -56,7 +56,7 @@ class Gateway:
     @property
     def is_right(self) -> bool:
         return (
-            self.ingest.trust(self.worker) is Trust.WHOLE
+            self.ingest.trust(self.worker) is MapTrust.WHOLE
             and set(self.stream.ledger.believed(Tier.GPU)) == self.engine.truth
         )
 
@@ -128,7 +128,7 @@ async def test_another_process_or_too_long_a_time_is_begun_anew(
         engine.serve(tokens_of(number, 20))
 
     async with gateway(engine, path, start_time) as setup:
-        await until(lambda: setup.ingest.trust(setup.worker) is Trust.PARTIAL)
+        await until(lambda: setup.ingest.trust(setup.worker) is MapTrust.PARTIAL)
         believed = set(setup.stream.ledger.believed(Tier.GPU))
 
     assert len(believed) == 4
@@ -146,7 +146,7 @@ async def test_a_snapshot_is_written_on_a_timer(
     ((head, frames),) = split(path.read_bytes())
     assert (head.worker, head.url, head.rank, head.incarnation) == ("a", "http://a.example", 0, 5.0)
     assert (head.next_seq, head.whole, head.block_tokens) == (1, True, 16)
-    assert [frame.kind for frame in frames] == [Kind.RUNS, *[Kind.BLOCKS] * (len(frames) - 1)]
+    assert [frame.kind for frame in frames] == [FrameKind.RUNS, *[FrameKind.BLOCKS] * (len(frames) - 1)]
     assert not list(tmp_path.glob("*.new"))
 
 

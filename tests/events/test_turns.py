@@ -10,7 +10,7 @@ import uvloop
 import zmq.asyncio
 
 from kvroute.events.inbox import Listener
-from kvroute.loop_slices import Turns
+from kvroute.loop_slices import TimeSlicer
 
 
 class WorkClock:
@@ -28,7 +28,7 @@ class Loop:
 
     def __init__(self) -> None:
         self.clock: Any = WorkClock()
-        self.turns = Turns(self.clock, 5 * 1000 / 1024)
+        self.turns = TimeSlicer(self.clock, 5 * 1000 / 1024)
         self.number = 0
         self.done: Counter[int] = Counter()
         self.by_worker: list[int] = []

@@ -7,7 +7,7 @@ import pytest
 
 from kvroute.errors import InvalidRequest, ModelNotFound, NotFound
 from kvroute.fleet.fleet import Fleet, FleetChange
-from kvroute.fleet.membership import ByHand
+from kvroute.fleet.membership import AdminOverrides
 from kvroute.fleet.worker import Ejection, HealthState, Worker, WorkerFacts, WorkerId, WorkerSpec
 
 FACTS = WorkerFacts(models=frozenset({"m"}), capacity_tokens=1600, block_size=16, start_time=1.0)
@@ -426,7 +426,7 @@ def test_a_worker_may_join_draining() -> None:
 
 def test_what_is_done_by_hand_is_told_and_stands_in_another_fleet() -> None:
     there, here = fleet_of("a", "b"), fleet_of("a", "b")
-    told: list[ByHand] = []
+    told: list[AdminOverrides] = []
     there.subscribe_by_hand(told.append)
 
     there.drain("a")
@@ -447,7 +447,7 @@ def test_what_is_done_by_hand_is_told_and_stands_in_another_fleet() -> None:
 def test_a_drain_elsewhere_of_a_worker_that_is_not_known_yet_waits_for_it() -> None:
     here = Fleet()
     heard_here = heard(here)
-    here.follow_hand(ByHand(drained=frozenset({WorkerId("a")})))
+    here.follow_hand(AdminOverrides(drained=frozenset({WorkerId("a")})))
 
     here.apply("file", [spec("a")])
 
@@ -457,9 +457,9 @@ def test_a_drain_elsewhere_of_a_worker_that_is_not_known_yet_waits_for_it() -> N
 
 def test_following_another_fleets_hand_tells_nobody() -> None:
     here = fleet_of("a")
-    told: list[ByHand] = []
+    told: list[AdminOverrides] = []
     here.subscribe_by_hand(told.append)
 
-    here.follow_hand(ByHand(drained=frozenset({WorkerId("a")})))
+    here.follow_hand(AdminOverrides(drained=frozenset({WorkerId("a")})))
 
     assert told == []

@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from kvroute.fleet.membership import ADMIN, WantedWorkers
+from kvroute.fleet.membership import ADMIN, DesiredWorkers
 from kvroute.fleet.worker import WorkerId, WorkerSpec
 
 
@@ -13,7 +13,7 @@ def spec(worker_id: str, url: str = "") -> WorkerSpec:
 
 
 def test_each_source_replaces_only_its_own_entries() -> None:
-    wanted = WantedWorkers()
+    wanted = DesiredWorkers()
     wanted.replace("static", [spec("a")])
     wanted.replace("file", [spec("b"), spec("c")])
 
@@ -23,7 +23,7 @@ def test_each_source_replaces_only_its_own_entries() -> None:
 
 
 def test_a_worker_stays_while_any_source_wants_it() -> None:
-    wanted = WantedWorkers()
+    wanted = DesiredWorkers()
     wanted.replace("static", [spec("a")])
     wanted.replace("file", [spec("a")])
 
@@ -33,7 +33,7 @@ def test_a_worker_stays_while_any_source_wants_it() -> None:
 
 
 def test_the_first_source_to_name_an_id_wins_and_one_added_by_hand_wins_over_all() -> None:
-    wanted = WantedWorkers()
+    wanted = DesiredWorkers()
     wanted.replace("static", [spec("a", "http://one:1")])
     wanted.replace("file", [spec("a", "http://two:1")])
 
@@ -43,7 +43,7 @@ def test_the_first_source_to_name_an_id_wins_and_one_added_by_hand_wins_over_all
 
 
 def test_a_second_id_for_one_url_is_left_out_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    wanted = WantedWorkers()
+    wanted = DesiredWorkers()
     wanted.replace("static", [spec("a", "http://same:1")])
     wanted.replace("file", [spec("b", "http://same:1")])
 
@@ -57,7 +57,7 @@ def test_a_second_id_for_one_url_is_left_out_and_logged_once(caplog: pytest.LogC
 
 
 def test_removed_by_hand_stays_removed_while_its_source_lists_it() -> None:
-    wanted = WantedWorkers()
+    wanted = DesiredWorkers()
     wanted.replace("file", [spec("a"), spec("b")])
     wanted.remove(WorkerId("a"))
 
@@ -70,7 +70,7 @@ def test_removed_by_hand_stays_removed_while_its_source_lists_it() -> None:
 
 
 def test_adding_by_hand_undoes_removing_by_hand() -> None:
-    wanted = WantedWorkers()
+    wanted = DesiredWorkers()
     wanted.replace("file", [spec("a")])
     wanted.remove(WorkerId("a"))
 
@@ -80,7 +80,7 @@ def test_adding_by_hand_undoes_removing_by_hand() -> None:
 
 
 def test_what_was_added_by_hand_alone_is_forgotten_when_removed() -> None:
-    wanted = WantedWorkers()
+    wanted = DesiredWorkers()
     wanted.add(spec("a"))
     wanted.remove(WorkerId("a"))
 
@@ -91,7 +91,7 @@ def test_what_was_added_by_hand_alone_is_forgotten_when_removed() -> None:
 
 
 def test_what_was_done_by_hand_elsewhere_stands_here() -> None:
-    there, here = WantedWorkers(), WantedWorkers()
+    there, here = DesiredWorkers(), DesiredWorkers()
     for wanted in (there, here):
         wanted.replace("file", [spec("a"), spec("b")])
     there.remove(WorkerId("a"))
@@ -107,7 +107,7 @@ def test_what_was_done_by_hand_elsewhere_stands_here() -> None:
 
 
 def test_what_was_removed_elsewhere_stays_out_when_its_source_is_read_later() -> None:
-    there, here = WantedWorkers(), WantedWorkers()
+    there, here = DesiredWorkers(), DesiredWorkers()
     there.replace("dns", [spec("b")])
     there.replace("file", [spec("a")])
     there.remove(WorkerId("a"))

@@ -35,7 +35,7 @@ from kvroute.lmcache.controller_sockets import ControllerSockets
 from kvroute.lmcache.coordinator import Coordinator
 from kvroute.lmcache.coordinator_http import CoordinatorApp
 from kvroute.lmcache.options import ControllerOptions, LMCacheOptions
-from kvroute.loop_slices import Turns
+from kvroute.loop_slices import TimeSlicer
 from kvroute.wire import lmcache_controller
 from kvroute.wire import lmcache_server as lmcache_mp
 from kvroute.wire import zmq as zmtp
@@ -156,7 +156,7 @@ class _Streams:
     def make(cls) -> _Streams:
         clock = SystemClock()
         subject, reference = Ledger(PrefixIndex(), 0), Ledger(PrefixIndex(), 0)
-        intake = Intake("w", subject, clock, KvEventsOptions(), Turns(clock, 0.5), lambda: None)
+        intake = Intake("w", subject, clock, KvEventsOptions(), TimeSlicer(clock, 0.5), lambda: None)
         intake.sequence.begin()
         intake.sequence.ended()
         return cls(intake, subject, reference)

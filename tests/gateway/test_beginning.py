@@ -8,23 +8,23 @@ from uvicorn.server import ServerState
 from kvroute.gateway.edge import ClientBounds
 from kvroute.gateway.fastlane import FastLaneProtocol
 from kvroute.gateway.options import ServerOptions
-from kvroute.gateway.request_heads import ITS_OWN, Beginning
+from kvroute.gateway.request_heads import ITS_OWN, ConnectionTemplate
 from kvroute.metrics import Metrics
 
 
 def test_nothing_is_known_before_the_first_one():
-    assert Beginning().members({}, []) == {}
+    assert ConnectionTemplate().members({}, []) == {}
 
 
 def test_what_is_each_ones_own_is_not_passed_on():
-    beginning = Beginning()
+    beginning = ConnectionTemplate()
     of = {}
     beginning.learn({"parser": 1, "pipeline": 2, "flow": None}, of)
     assert beginning.members(of) == {"flow": None}
 
 
 def test_connections_of_other_objects_begin_anew_even_if_these_are_equal():
-    beginning, of = Beginning(), {}
+    beginning, of = ConnectionTemplate(), {}
     beginning.learn({"flow": None}, of)
     assert beginning.members({}) == {}
 
@@ -34,7 +34,7 @@ async def test_every_connection_can_be_left_to_uvicorn():
         """Never answers."""
 
     bounds = ClientBounds(ServerOptions(), Metrics())
-    members = {"plane": None, "plain": None, "beginning": Beginning(), "bounds": bounds}
+    members = {"plane": None, "plain": None, "beginning": ConnectionTemplate(), "bounds": bounds}
     bound = type("Bound", (FastLaneProtocol,), members)
     config, state, app_state = Config(application, http=bound, ws="none", lifespan="off"), ServerState(), {}
     config.load()

@@ -18,12 +18,12 @@ from kvroute.clock import SystemClock
 from kvroute.gateway.caches import LiveCaches
 from kvroute.index.chunk_index import ChunkIndex
 from kvroute.index.prefix_index import Holder, PrefixIndex
-from kvroute.index.trust import Reason
+from kvroute.index.trust import TrustReason
 from kvroute.lmcache.coordinator import Coordinator
 from kvroute.lmcache.membership import ServedWorker
 from kvroute.lmcache.options import LMCacheOptions
 from kvroute.routing.strategy import CachePlace, ExactPrompt, Standing, Tokens
-from kvroute.wire.lmcache_server import CacheEvents, Registration
+from kvroute.wire.lmcache_server import CacheEvents, ServerRegistration
 
 LORA = Path(__file__).parent.parent / "data" / "captures" / "lmcache-mp-lora.coordinator.jsonl"
 
@@ -32,7 +32,7 @@ class FakeIngest:
     """Streams by worker, as `(slot, rank, reason)`."""
 
     def __init__(self) -> None:
-        self.told: dict[str, list[tuple[int, int, Reason | None]]] = {}
+        self.told: dict[str, list[tuple[int, int, TrustReason | None]]] = {}
         self.arrives: Callable[[], object] = lambda: None
 
     def look(self, at_once: bool) -> bool:
@@ -58,11 +58,11 @@ def caches(ingest: Any) -> LiveCaches:
 
 def test_a_place_follows_its_streams_standing(caches: Any, ingest: FakeIngest) -> None:
     for reason, standing, why in (
-        (Reason.REPLAYING, Standing.NONE, "replaying"),
+        (TrustReason.REPLAYING, Standing.NONE, "replaying"),
         (None, Standing.WHOLE, ""),
         (None, Standing.WHOLE, ""),
-        (Reason.GAP, Standing.PARTIAL, "gap"),
-        (Reason.FULL, Standing.PARTIAL, "full"),
+        (TrustReason.GAP, Standing.PARTIAL, "gap"),
+        (TrustReason.FULL, Standing.PARTIAL, "full"),
         (None, Standing.WHOLE, ""),
     ):
         ingest.told = {"a": [(3, 0, reason)]}
@@ -71,10 +71,10 @@ def test_a_place_follows_its_streams_standing(caches: Any, ingest: FakeIngest) -
 
 
 def test_a_slot_that_is_anothers_now_has_its_rank(caches: Any, ingest: FakeIngest) -> None:
-    ingest.told = {"a": [(3, 0, None), (4, 1, Reason.GAP)]}
+    ingest.told = {"a": [(3, 0, None), (4, 1, TrustReason.GAP)]}
     assert [place.rank for place in caches.places("a")] == [0, 1]
 
-    ingest.told = {"b": [(4, 0, Reason.GAP)]}
+    ingest.told = {"b": [(4, 0, TrustReason.GAP)]}
 
     assert list(caches.places("b")) == [CachePlace(4, 0, Standing.PARTIAL, "gap")]
 
@@ -120,7 +120,7 @@ def test_lmcache_gives_an_adapter_whatever_was_computed_of_its_tokens(ingest: An
         coordinator.admit(batch)
         coordinator.apply(batch)
 
-    coordinator.register(Registration("127.0.0.1", 8080, "a"))
+    coordinator.register(ServerRegistration("127.0.0.1", 8080, "a"))
     told(empty)
     assert {found(adapter, salt) for adapter in (None, "ada") for salt in ("", "ada")} == {Tokens()}
 

@@ -6,8 +6,8 @@ from typing import Any
 from kvroute.errors import ConnectionLost
 from kvroute.gateway.exchange import Exchange
 from kvroute.gateway.journal import Record
-from kvroute.gateway.planner import Plan
-from kvroute.routing.strategy import Candidate, CostTerms, Reason, RouteDecision, RouteQuery
+from kvroute.gateway.planner import RequestPlan
+from kvroute.routing.strategy import Candidate, CostTerms, RouteDecision, RouteQuery, RouteReason
 from kvroute.upstream.plain_answer import PlainAnswer
 from kvroute.upstream.response import UpstreamResponse
 
@@ -61,8 +61,8 @@ class Told:
 def began(told: Any) -> Exchange:
     worker: Any = SimpleNamespace(id="w", spec=SimpleNamespace(id="w"))
     candidate = Candidate(worker, 0.0, 0, 0.0, CostTerms())
-    decision = RouteDecision("prefixaware", Reason.PREFIX_MISS, (candidate,))
-    plan = Plan(b"POST", b"/", b"", "m", (), RouteQuery("m", 0.0), decision)
+    decision = RouteDecision("prefixaware", RouteReason.PREFIX_MISS, (candidate,))
+    plan = RequestPlan(b"POST", b"/", b"", "m", (), RouteQuery("m", 0.0), decision)
     labelled = SimpleNamespace(labels=lambda *_: told)
     use: Any = SimpleNamespace(
         router=told,

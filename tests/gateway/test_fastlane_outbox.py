@@ -11,7 +11,7 @@ from kvroute.gateway.application import PlainRequests
 from kvroute.gateway.edge import ClientBounds
 from kvroute.gateway.fastlane import FastLaneProtocol
 from kvroute.gateway.options import ServerOptions
-from kvroute.gateway.request_heads import Beginning
+from kvroute.gateway.request_heads import ConnectionTemplate
 from kvroute.metrics import Metrics
 from kvroute.openai.endpoints import ENDPOINTS
 from kvroute.upstream.writes import Outbox
@@ -72,7 +72,7 @@ async def lane():
     plane = Plane()
     requests = PlainRequests(ENDPOINTS.values(), hidden_fields=frozenset(), added_fields=b"")
     bounds = ClientBounds(ServerOptions(), Metrics())
-    members = {"plane": plane, "plain": requests, "beginning": Beginning(), "bounds": bounds}
+    members = {"plane": plane, "plain": requests, "beginning": ConnectionTemplate(), "bounds": bounds}
     bound = type("Bound", (FastLaneProtocol,), members)
     config = Config(application, http=bound, ws="none", lifespan="off", log_config=None)
     config.load()

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from kvroute.gateway.journal import Pending
+from kvroute.gateway.journal import PendingExchange
 
 
 class FakeExchange:
@@ -32,7 +32,7 @@ def left() -> list[str]:
 
 @pytest.fixture
 def pend(left):
-    return lambda prepare: Pending(prepare, lambda _, by: left.append(by))
+    return lambda prepare: PendingExchange(prepare, lambda _, by: left.append(by))
 
 
 async def test_stands_for_its_exchange_once_there_is_one(pend, left) -> None:

@@ -19,7 +19,7 @@ from kvroute.openai.endpoints import ENDPOINTS
 from kvroute.openai.request import InferenceRequest, parse_request
 from kvroute.routing.strategy import ExactPrompt, Probed
 from kvroute.tokens.exact import ExactPrompts, ExactTokens, Mode
-from kvroute.tokens.options import Reason
+from kvroute.tokens.options import TokensReason
 
 
 @dataclass
@@ -28,7 +28,7 @@ class Workers:
 
     urls: list[str]
     dead: set[str] = field(default_factory=set)
-    why: Reason = Reason.WORKER_FAILED
+    why: TokensReason = TokensReason.WORKER_FAILED
     asked: list[str] = field(default_factory=list)
     deadlines_s: list[float | None] = field(default_factory=list)
 
@@ -41,7 +41,7 @@ class Workers:
 
     async def prompts(
         self, request: InferenceRequest, *, model: str, url: str, deadline_s: float | None = None
-    ) -> ExactPrompts | Reason:
+    ) -> ExactPrompts | TokensReason:
         self.asked.append(url)
         self.deadlines_s.append(deadline_s)
         return self.why if url in self.dead else ExactPrompts(((5, 6, 7),), Mode.REMOTE)
@@ -84,7 +84,7 @@ async def test_a_request_does_not_wait_for_worker_after_worker() -> None:
 
 
 async def test_what_another_worker_would_not_do_better_is_not_tried_again() -> None:
-    workers = Workers(["http://a", "http://b"], dead={"http://a"}, why=Reason.LATE)
+    workers = Workers(["http://a", "http://b"], dead={"http://a"}, why=TokensReason.LATE)
 
     result = await prepared(workers)
 
@@ -120,14 +120,14 @@ async def test_what_exact_tokens_cost_the_loop_is_counted_whether_or_not_they_ar
 class Quick(Workers):
     """A tokenizer that knows at once, or says why not, or needs time (None)."""
 
-    answer: ExactPrompts | Reason | None = None
+    answer: ExactPrompts | TokensReason | None = None
 
-    def prompts_at_once(self, request: InferenceRequest, *, model: str) -> ExactPrompts | Reason | None:
+    def prompts_at_once(self, request: InferenceRequest, *, model: str) -> ExactPrompts | TokensReason | None:
         return self.answer
 
     async def prompts(
         self, request: InferenceRequest, *, model: str, url: str, deadline_s: float | None = None
-    ) -> ExactPrompts | Reason:
+    ) -> ExactPrompts | TokensReason:
         assert self.answer is not None
         return self.answer
 
@@ -136,8 +136,10 @@ async def nothing_stored(prompts: Sequence[ExactPrompt]) -> Sequence[Probed]:
     return [None] * len(prompts)
 
 
-@pytest.mark.parametrize("answer", [ExactPrompts((array("I", range(40)),) * 2, Mode.LOCAL), Reason.MEDIA])
-async def test_what_is_known_at_once_is_what_waiting_gives(answer: ExactPrompts | Reason) -> None:
+@pytest.mark.parametrize(
+    "answer", [ExactPrompts((array("I", range(40)),) * 2, Mode.LOCAL), TokensReason.MEDIA]
+)
+async def test_what_is_known_at_once_is_what_waiting_gives(answer: ExactPrompts | TokensReason) -> None:
     workers = Quick(["http://a"], answer=answer)
     preparer = Preparer(
         cast(ExactTokens, workers),
@@ -200,7 +202,7 @@ async def test_the_deadline_is_that_of_the_model_and_the_body_and_both_workers_s
 
 async def test_exact_and_approximate_prompts_are_counted_so_that_their_share_is_known() -> None:
     metrics = Metrics()
-    good, late = Workers(["http://a"]), Workers(["http://a"], dead={"http://a"}, why=Reason.LATE)
+    good, late = Workers(["http://a"]), Workers(["http://a"], dead={"http://a"}, why=TokensReason.LATE)
 
     for workers in (good, good, good, late):
         await Preparer(cast(ExactTokens, workers), cast(Fleet, workers), metrics, nobody(), fixed).prepare(
@@ -217,7 +219,7 @@ async def test_a_high_share_of_late_prompts_is_logged_once_and_so_is_its_end(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level("INFO")
-    workers = Workers(["http://a"], why=Reason.LATE)
+    workers = Workers(["http://a"], why=TokensReason.LATE)
     preparer = Preparer(cast(ExactTokens, workers), cast(Fleet, workers), Metrics(), nobody(), fixed)
 
     for late in (10, 10, 0, 0):
@@ -232,7 +234,7 @@ async def test_a_high_share_of_late_prompts_is_logged_once_and_so_is_its_end(
 async def test_prompts_that_never_have_exact_tokens_are_not_called_late(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    workers = Workers(["http://a"], dead={"http://a"}, why=Reason.MEDIA)
+    workers = Workers(["http://a"], dead={"http://a"}, why=TokensReason.MEDIA)
     preparer = Preparer(cast(ExactTokens, workers), cast(Fleet, workers), Metrics(), nobody(), fixed)
 
     for _ in range(WINDOW):

@@ -7,7 +7,7 @@ import pytest
 from xxhash import xxh3_64_intdigest
 
 from kvroute.blocks.keys import BlockKey
-from kvroute.index.history import Lease, RouteHistory
+from kvroute.index.history import PinnedBlocks, RouteHistory
 from kvroute.index.registry import HISTORIES
 
 Chain = Callable[[Iterable[object]], list[BlockKey]]
@@ -95,10 +95,10 @@ def plain_history() -> type[PlainHistory]:
 
 
 @pytest.fixture
-def sent(history: RouteHistory) -> Callable[[int, Sequence[BlockKey]], Lease]:
+def sent(history: RouteHistory) -> Callable[[int, Sequence[BlockKey]], PinnedBlocks]:
     """Send a prompt and let it finish."""
 
-    def send(worker: int, keys: Sequence[BlockKey]) -> Lease:
+    def send(worker: int, keys: Sequence[BlockKey]) -> PinnedBlocks:
         lease = history.acquire(worker, keys)
         lease.release()
         return lease

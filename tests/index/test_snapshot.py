@@ -13,7 +13,7 @@ from kvroute.index.snapshot import (
     VERSION,
     Blocks,
     Copies,
-    Kind,
+    FrameKind,
     Runs,
     StreamHead,
     decode,
@@ -51,7 +51,7 @@ def test_blocks_come_back(names: list[int | bytes], keys: list[BlockKey], tier: 
     (first, frames), (second, others) = split(data)
 
     assert (first, second, others) == (A, B, [])
-    assert [frame.kind for frame in frames] == [Kind.RUNS, Kind.BLOCKS, Kind.COPIES]
+    assert [frame.kind for frame in frames] == [FrameKind.RUNS, FrameKind.BLOCKS, FrameKind.COPIES]
     told, blocks, copies = map(decode, frames)
     assert isinstance(told, Runs)
     assert [list(run) for run in told.runs] == runs

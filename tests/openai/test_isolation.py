@@ -73,7 +73,7 @@ def test_a_body_without_the_two_members_is_copied_and_not_read_again(monkeypatch
 
     body = b'{"model":"ada","prompt":"' + b"x" * 1_000_000 + b'"}'
     asked = request(body)
-    monkeypatch.setattr(members.Member, "place", place)
+    monkeypatch.setattr(members.TopLevelMember, "place", place)
 
     assert isolated(body, asked, SPACE).startswith(body[:-1] + b',"cache_salt":"' + SPACE.encode())
     assert asked._fields is None

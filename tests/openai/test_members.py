@@ -3,7 +3,7 @@ import json
 import msgspec
 import pytest
 
-from kvroute.openai.members import Member, with_members
+from kvroute.openai.members import TopLevelMember, with_members
 
 
 def members(body):
@@ -12,7 +12,7 @@ def members(body):
 
 def changed(body, **values):
     fields = members(body)
-    named = {Member(name): json.dumps(value).encode() for name, value in values.items()}
+    named = {TopLevelMember(name): json.dumps(value).encode() for name, value in values.items()}
     return with_members(body, {member: fields.get(member.name) for member in named}, named)
 
 
@@ -38,7 +38,7 @@ def test_several_are_set_in_one_go():
     assert changed(b'{"a":1,"s":2}', s="x", t=[1]) == b'{"a":1,"s":"x","t":[1]}'
 
 
-class CountedMember(Member):
+class CountedMember(TopLevelMember):
     """Counts the bodies that it decodes."""
 
     def __init__(self, name):

@@ -18,7 +18,7 @@ from kvroute.replicas.messages import (
     Recent,
     Sent,
     SessionForgotten,
-    ToldAnew,
+    SnapshotFollows,
     frame,
 )
 from kvroute.routing.registry import RoutingOptions
@@ -75,7 +75,7 @@ class Gateway:
         for message in Frames().take(frame(other.said)):
             if isinstance(message, Sent):
                 self.others.sent(1, message)
-            elif isinstance(message, ToldAnew):
+            elif isinstance(message, SnapshotFollows):
                 self.others.begin_anew(1)
             elif isinstance(message, FirstToken):
                 self.others.first_token(1, message.id)

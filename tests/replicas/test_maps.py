@@ -10,7 +10,7 @@ from kvroute.blocks.chunks import BUILTIN, ChunkScheme, ChunkSpace, PromptChunks
 from kvroute.blocks.keys import KEY_TOKENS, Tier, block_keys
 from kvroute.index.chunk_index import ChunkHolder
 from kvroute.index.prefix_index import Holder
-from kvroute.replicas.maps import Mirror, ToldChunkIndex, ToldPrefixIndex
+from kvroute.replicas.maps import Mirror, PublishingChunkIndex, PublishingPrefixIndex
 from kvroute.replicas.messages import Finished, Frames, frame
 
 SCHEMES = [ChunkScheme(), ChunkScheme(BUILTIN, 256, 3)]
@@ -28,7 +28,7 @@ def mirror() -> Mirror:
 @pytest.mark.parametrize("seed", range(3))
 def test_blocks_are_mirrored_from_the_start_and_from_the_middle(seed):
     rng, told = random.Random(seed), []
-    index = ToldPrefixIndex(told.append, max_blocks=100_000)
+    index = PublishingPrefixIndex(told.append, max_blocks=100_000)
     early, late = mirror(), None
     prompts = [block_keys(f"prompt {n % 4} ".encode() * 90 + b"%d" % n * 400) for n in range(12)]
     holders = {slot: [Holder(tier) for tier in (Tier.GPU, Tier.L1)] for slot in range(4)}
@@ -82,7 +82,7 @@ def test_blocks_are_mirrored_from_the_start_and_from_the_middle(seed):
 @pytest.mark.parametrize("scheme", SCHEMES, ids=["blake3", "signed keys"])
 def test_chunks_are_mirrored_from_the_start_and_from_the_middle(scheme):
     rng, told = random.Random(1), []
-    index = ToldChunkIndex(told.append, max_chunks=100_000)
+    index = PublishingChunkIndex(told.append, max_chunks=100_000)
     early, late = mirror(), None
     prompts = [PromptChunks([n] * 300 + [rng.randrange(9000) for _ in range(1500)]) for n in range(8)]
     spaces = [ChunkSpace(scheme, "m"), ChunkSpace(scheme, "m", "salt")]
@@ -128,7 +128,7 @@ def test_chunks_are_mirrored_from_the_start_and_from_the_middle(scheme):
 
 def test_a_full_index_tells_what_it_took_in():
     told = []
-    index, far = ToldPrefixIndex(told.append, max_blocks=3), mirror()
+    index, far = PublishingPrefixIndex(told.append, max_blocks=3), mirror()
     holder, keys = Holder(Tier.GPU), block_keys(b"x" * 640)
     index.attach(0, holder)
 

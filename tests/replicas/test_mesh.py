@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 import pytest
 
 from kvroute.replicas.mesh import Mesh, folder_of_links
-from kvroute.replicas.messages import Finished, FirstToken, Level
+from kvroute.replicas.messages import Finished, FirstToken, InSync
 
 
 class Listening:
@@ -162,11 +162,11 @@ async def test_who_fails_or_does_not_know_the_question_is_left_out(three, caplog
 async def test_a_message_for_one_goes_to_that_one(three):
     meshes, members = three
 
-    assert meshes[0].send(2, Level())
-    await members[2].until(lambda: (0, Level()) in members[2].told)
+    assert meshes[0].send(2, InSync())
+    await members[2].until(lambda: (0, InSync()) in members[2].told)
 
-    assert (0, Level()) not in members[1].told
-    assert not meshes[0].send(7, Level())
+    assert (0, InSync()) not in members[1].told
+    assert not meshes[0].send(7, InSync())
 
 
 async def test_a_stranger_is_not_listened_to(three, tmp_path, caplog):

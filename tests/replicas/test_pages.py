@@ -6,9 +6,9 @@ from prometheus_client.exposition import generate_latest
 from kvroute.errors import WireError
 from kvroute.metrics import Gauges, Metrics, counter, gauge
 from kvroute.replicas.metrics import (
-    Family,
     Page,
     PageCollector,
+    ParsedFamily,
     Sample,
     counted,
     decode,
@@ -19,7 +19,7 @@ from kvroute.replicas.metrics import (
 
 
 def page(kind: str, name: str, *samples: tuple[str, float], label: str = "worker") -> Page:
-    return [Family(name, "Help.", kind, [Sample(name, ((label, value),), n) for value, n in samples])]
+    return [ParsedFamily(name, "Help.", kind, [Sample(name, ((label, value),), n) for value, n in samples])]
 
 
 def values(page: Page) -> dict[tuple[str, str], float]:

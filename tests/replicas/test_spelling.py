@@ -7,13 +7,13 @@ import pytest
 from kvroute.blocks.keys import block_keys
 from kvroute.errors import WireError
 from kvroute.replicas import messages as spelling
-from kvroute.replicas.messages import GROUP, Reader, Teller
+from kvroute.replicas.messages import GROUP, KeyGroupDecoder, KeyGroupEncoder
 
 
 @pytest.mark.parametrize("as_list", [False, True], ids=["lazy keys", "a list"])
 def test_a_reader_gets_what_was_told_even_where_both_forget(as_list, monkeypatch):
     monkeypatch.setattr(spelling, "MOST_GROUPS", 20)
-    rng, teller, reader = random.Random(3), Teller(), Reader()
+    rng, teller, reader = random.Random(3), KeyGroupEncoder(), KeyGroupDecoder()
     texts = [rng.randbytes(50) for _ in range(5)]
 
     for _ in range(120):
@@ -29,7 +29,7 @@ def test_a_reader_gets_what_was_told_even_where_both_forget(as_list, monkeypatch
 
 
 def test_what_was_told_before_takes_a_few_bytes():
-    teller, text = Teller(), random.Random(1).randbytes(256 * 1024)
+    teller, text = KeyGroupEncoder(), random.Random(1).randbytes(256 * 1024)
 
     first = sum(map(len, teller.tell(block_keys(text))))
     again = sum(map(len, teller.tell(block_keys(text + b"x" * 640))))
@@ -39,20 +39,20 @@ def test_what_was_told_before_takes_a_few_bytes():
 
 
 def test_who_has_not_read_all_says_so():
-    teller, keys = Teller(), block_keys(bytes(64 * GROUP))
+    teller, keys = KeyGroupEncoder(), block_keys(bytes(64 * GROUP))
     teller.tell(keys)
 
     with pytest.raises(WireError):
-        Reader().read(*teller.tell(keys))
+        KeyGroupDecoder().read(*teller.tell(keys))
 
 
 def test_both_can_begin_anew():
-    teller, keys = Teller(), block_keys(bytes(64 * GROUP))
+    teller, keys = KeyGroupEncoder(), block_keys(bytes(64 * GROUP))
     teller.tell(keys)
     teller.begin_anew()
 
-    assert list(Reader().read(*teller.tell(keys))) == list(keys)
+    assert list(KeyGroupDecoder().read(*teller.tell(keys))) == list(keys)
 
 
 def test_no_keys_are_no_bytes():
-    assert Teller().tell([]) == (b"", b"")
+    assert KeyGroupEncoder().tell([]) == (b"", b"")

@@ -12,7 +12,7 @@ from kvroute.fleet.worker import FleetView, HealthState, Worker, WorkerFacts, Wo
 from kvroute.routing.registry import RoutingOptions
 from kvroute.routing.router import Dispatch, Router
 from kvroute.routing.strategy import RouteQuery
-from kvroute.sim.fleet import Fleet, FleetRequest, make_engines
+from kvroute.sim.fleet import SimFleet, FleetRequest, make_engines
 
 MODEL = "model"
 
@@ -46,7 +46,7 @@ class VirtualFleet:
         for worker in self.workers:
             self.router.worker_joined(worker)
         self.view = fleet_of(*self.workers)
-        self.fleet = Fleet(make_engines(workers, capacity_tokens=capacity_tokens), self)
+        self.fleet = SimFleet(make_engines(workers, capacity_tokens=capacity_tokens), self)
         self.matched_tokens = 0
         self.streamed = True
         self._open: dict[FleetRequest, Dispatch] = {}

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvroute.routing.audit import Audit, AuditOptions, Outcome, Prediction
+from kvroute.routing.audit import Audit, AuditOptions, Prediction, PredictionOutcome
 
 
 @pytest.fixture
@@ -17,11 +17,11 @@ def prediction(tokens: int, *, judged: bool = True, worker: str = "a", rank: int
 @pytest.mark.parametrize(
     ("predicted", "reported", "outcome"),
     [
-        (160, 160, Outcome.EXACT),
-        (160, 145, Outcome.EXACT),
-        (160, 144, Outcome.OVER),
-        (0, 16, Outcome.UNDER),
-        (0, 0, Outcome.EXACT),
+        (160, 160, PredictionOutcome.EXACT),
+        (160, 145, PredictionOutcome.EXACT),
+        (160, 144, PredictionOutcome.OVER),
+        (0, 16, PredictionOutcome.UNDER),
+        (0, 0, PredictionOutcome.EXACT),
     ],
 )
 def test_a_prediction_is_judged_to_the_block(audit, predicted, reported, outcome) -> None:

@@ -7,8 +7,8 @@ import pytest
 from kvroute.fleet.worker import WorkerFacts
 from kvroute.index.radix_history import RadixHistory
 from kvroute.routing.registry import RoutingOptions
-from kvroute.routing.router import PartSizes, Router
-from kvroute.routing.strategy import Candidate, Reason, RouteDecision
+from kvroute.routing.router import HistoryCapacity, Router
+from kvroute.routing.strategy import Candidate, RouteDecision, RouteReason
 
 
 @pytest.fixture
@@ -18,7 +18,7 @@ def history():
 
 @pytest.fixture
 def sizes(history):
-    return PartSizes(history)
+    return HistoryCapacity(history)
 
 
 @pytest.fixture
@@ -103,7 +103,7 @@ def test_a_router_sizes_parts_as_if_it_told_of_every_prompt(
         sizes.sending(worker, asked)
         lease = history.acquire(worker.index, asked.prompts[0].keys)
         candidate = Candidate(worker, 0.1, 0, 0.1 * rng.random(), (0.0,) * 9)
-        decision = RouteDecision("prefixaware", Reason.PREFIX_MISS, [candidate])
+        decision = RouteDecision("prefixaware", RouteReason.PREFIX_MISS, [candidate])
         plain = other.reserve(now, candidate.prefill_s, asked.tokens, streamed)
         running.append((router.dispatch(asked, decision, candidate, now), plain, lease))
         if rng.random() < 0.7:

@@ -15,7 +15,7 @@ from kvroute.index.radix_history import RadixHistory
 from kvroute.routing.cost import MAX_UTILISATION, RESIDENCE_S, CostModel, TierLoad
 from kvroute.routing.cost_options import CostOptions
 from kvroute.routing.learning import Learned
-from kvroute.routing.strategy import Candidate, CostTerms, Held, Tokens, matched_tokens
+from kvroute.routing.strategy import Candidate, CandidateMatch, CostTerms, Tokens, matched_tokens
 
 
 def block_tokens(query) -> float:
@@ -156,7 +156,7 @@ class Scene:
             for rank in range(self.ranks):
                 targets.append(worker)
                 matched.append(held)
-                where.append(Held(Tokens(held), worker.index, rank if self.ranks > 1 else None))
+                where.append(CandidateMatch(Tokens(held), worker.index, rank if self.ranks > 1 else None))
                 loads.append(
                     TierLoad(rng.random() / 10, rng.random() / 10) if rng.random() < 0.5 else TierLoad()
                 )

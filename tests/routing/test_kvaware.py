@@ -12,7 +12,7 @@ from kvroute.routing.cost import CostModel
 from kvroute.routing.registry import RoutingOptions
 from kvroute.routing.router import Router
 from kvroute.routing.strategies.kvaware import CacheViews, KvAware, KvAwareOptions
-from kvroute.routing.strategy import CachePlace, ExactPrompt, Reason, RouteQuery, Standing, Tokens
+from kvroute.routing.strategy import CachePlace, ExactPrompt, RouteQuery, RouteReason, Standing, Tokens
 from kvroute.routing.transfers import TransferOptions, Transfers
 
 A, B, C = range(3)
@@ -102,7 +102,7 @@ def test_goes_where_the_map_has_most(strategy, caches, view) -> None:
     decision = strategy.rank(asked(), view)
 
     assert order(decision) == [B, C, A]
-    assert decision.reason is Reason.KV_HIT
+    assert decision.reason is RouteReason.KV_HIT
     assert [candidate.matched_tokens for candidate in decision.ranking] == [800, 400, 0]
 
 
@@ -138,7 +138,7 @@ def test_a_busy_holder_loses_the_request(strategy, caches, view, workers) -> Non
     decision = strategy.rank(asked(), view)
 
     assert order(decision)[-1] == A
-    assert decision.reason is Reason.KV_SPILL
+    assert decision.reason is RouteReason.KV_SPILL
 
 
 def test_blocks_of_unfinished_requests_are_held_before_their_events_come(strategy, in_flight, view) -> None:
@@ -150,7 +150,7 @@ def test_blocks_of_unfinished_requests_are_held_before_their_events_come(strateg
     assert order(decision)[0] == B
     assert decision.ranking[0].matched_tokens == 992
     lease.release()
-    assert strategy.rank(query, view).reason is Reason.KV_MISS
+    assert strategy.rank(query, view).reason is RouteReason.KV_MISS
 
 
 def test_in_flight_blocks_take_the_place_of_slower_tiers(strategy, caches, in_flight, view) -> None:
@@ -217,7 +217,7 @@ def test_without_tokens_what_was_sent_decides(strategy, caches, history, view) -
     decision = strategy.rank(query, view)
 
     assert order(decision)[0] == C
-    assert decision.reason is Reason.KV_APPROXIMATE
+    assert decision.reason is RouteReason.KV_APPROXIMATE
     assert (decision.ranking[0].held.mapped, decision.ranking[0].held.why) == (False, "late")
 
 

@@ -3,11 +3,11 @@ from __future__ import annotations
 import pytest
 
 from kvroute.fleet.worker import Worker, WorkerId, WorkerSpec
-from kvroute.routing.strategy import Candidate, CostTerms, Held, Prefetch, Tokens, prefetch_of
+from kvroute.routing.strategy import Candidate, CandidateMatch, CostTerms, Prefetch, Tokens, prefetch_of
 
 
 def candidate(*, wait: float, load: float, tokens: Tokens | None) -> Candidate:
-    held = None if tokens is None else Held(tokens, slot=0, rank=0, mapped=True)
+    held = None if tokens is None else CandidateMatch(tokens, slot=0, rank=0, mapped=True)
     return Candidate(
         Worker(WorkerSpec(WorkerId("w"), "http://w")), 1.0, 0, 1.0, CostTerms(wait=wait, load=load), held
     )

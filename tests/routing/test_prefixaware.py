@@ -8,7 +8,7 @@ from kvroute.blocks.keys import PromptKeys
 from kvroute.index.radix_history import RadixHistory
 from kvroute.routing.cost import CostModel
 from kvroute.routing.strategies.prefixaware import PrefixAware, PrefixAwareOptions
-from kvroute.routing.strategy import Reason, matched_tokens
+from kvroute.routing.strategy import RouteReason, matched_tokens
 
 A, B = 0, 1
 
@@ -38,7 +38,7 @@ def test_goes_where_the_prefix_was_sent(strategy, history, view, query, keys_of,
 
     decision = strategy.rank(query(keys=keys, tokens=1600), view)
 
-    assert decision.reason is Reason.PREFIX_HIT
+    assert decision.reason is RouteReason.PREFIX_HIT
     assert decision.ranking[0].worker.index == B
     assert matched(decision) == {A: 0, B: 960}
 
@@ -47,7 +47,7 @@ def test_a_prefix_in_flight_is_a_hit(strategy, history, view, query, keys_of, rn
     keys = keys_of(rng, 1600)
     lease = history.acquire(B, keys)
 
-    assert strategy.rank(query(keys=keys, tokens=1600), view).reason is Reason.PREFIX_HIT
+    assert strategy.rank(query(keys=keys, tokens=1600), view).reason is RouteReason.PREFIX_HIT
     lease.release()
 
 
@@ -58,7 +58,7 @@ def test_leaves_a_holder_that_is_too_busy(strategy, history, view, query, keys_o
 
     decision = strategy.rank(query(keys=keys, tokens=1600), view)
 
-    assert decision.reason is Reason.PREFIX_SPILL
+    assert decision.reason is RouteReason.PREFIX_SPILL
     assert decision.ranking[0].worker.index == A
 
 
@@ -67,7 +67,7 @@ def test_an_unknown_prompt_goes_to_the_least_load(strategy, view, query, keys_of
 
     decision = strategy.rank(query(keys=keys_of(rng, 1600), tokens=1600), view)
 
-    assert decision.reason is Reason.PREFIX_MISS
+    assert decision.reason is RouteReason.PREFIX_MISS
     assert decision.ranking[0].worker.index == B
 
 
@@ -76,7 +76,7 @@ def test_without_a_prompt_it_is_least_load(strategy, view, query) -> None:
 
     decision = strategy.rank(query(), view)
 
-    assert decision.reason is Reason.NO_PROMPT
+    assert decision.reason is RouteReason.NO_PROMPT
     assert decision.ranking[0].worker.index == A
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from kvroute.index.radix_history import RadixHistory
 from kvroute.routing.cost import CostModel
 from kvroute.routing.strategies.roundrobin import RoundRobin, RoundRobinOptions
-from kvroute.routing.strategy import Reason, RouteQuery
+from kvroute.routing.strategy import RouteQuery, RouteReason
 
 
 def new_strategy() -> RoundRobin:
@@ -34,7 +34,7 @@ def route(strategy, view, count: int, model: str = "model") -> list[int]:
     for _ in range(count):
         query = RouteQuery(model, 0.0, tokens=10)
         decision = strategy.rank(query, view)
-        assert decision.reason is Reason.ROUND_ROBIN
+        assert decision.reason is RouteReason.ROUND_ROBIN
         strategy.routed(query, decision, decision.ranking[0])
         chosen.append(decision.ranking[0].worker.index)
     return chosen

@@ -8,7 +8,7 @@ from kvroute.blocks.keys import PromptKeys
 from kvroute.fleet.worker import WorkerFacts
 from kvroute.routing.registry import STRATEGIES, RoutingOptions
 from kvroute.routing.router import Router
-from kvroute.routing.strategy import Candidate, CostTerms, Reason, RouteDecision, RouteQuery
+from kvroute.routing.strategy import Candidate, CostTerms, RouteDecision, RouteQuery, RouteReason
 
 A, B = 0, 1
 
@@ -60,7 +60,7 @@ def test_the_next_request_of_a_conversation_follows_it(router, view, query, send
 
     decision = router.decide(query(2.0, keys=keys, tokens=3200, fingerprint=77), view)
 
-    assert decision.reason is Reason.PREFIX_HIT
+    assert decision.reason is RouteReason.PREFIX_HIT
     assert decision.ranking[0].matched_tokens == 1584 + 16
 
 
@@ -121,11 +121,11 @@ def test_strategies_are_chosen_per_request_then_per_model_then_by_default() -> N
 def test_a_strategy_given_by_the_caller_counts(router, view, query) -> None:
     decision = router.decide(query(), view, router.strategy("model", "roundrobin"))
 
-    assert (decision.strategy, decision.reason) == ("roundrobin", Reason.ROUND_ROBIN)
+    assert (decision.strategy, decision.reason) == ("roundrobin", RouteReason.ROUND_ROBIN)
 
 
 def test_where_there_is_no_choice_the_reason_says_so(router, workers, make_view, query) -> None:
-    assert router.decide(query(), make_view(workers[0])).reason is Reason.ONLY_WORKER
+    assert router.decide(query(), make_view(workers[0])).reason is RouteReason.ONLY_WORKER
 
 
 def test_what_continues_a_stored_response_goes_to_its_owner_alone(
@@ -138,7 +138,7 @@ def test_what_continues_a_stored_response_goes_to_its_owner_alone(
     decision = router.pinned(query(2.0, keys=keys, tokens=1600), view, first.worker.id)
 
     assert decision is not None
-    assert decision.reason is Reason.RESPONSE_OWNER
+    assert decision.reason is RouteReason.RESPONSE_OWNER
     assert [(c.worker, c.matched_tokens) for c in decision.ranking] == [(first.worker, 1584)]
     assert router.pinned(query(), view, "worker-9") is None
 
@@ -146,7 +146,7 @@ def test_what_continues_a_stored_response_goes_to_its_owner_alone(
 def test_a_decision_made_elsewhere_can_be_dispatched(router, workers) -> None:
     """The gateway sends reads of a stored response where they must go, without asking a strategy."""
     candidate = Candidate(workers[A], 0.0, 0, 0.0, CostTerms())
-    decision = RouteDecision("-", Reason.RESPONSE_OWNER, (candidate,))
+    decision = RouteDecision("-", RouteReason.RESPONSE_OWNER, (candidate,))
 
     dispatch = router.dispatch(RouteQuery("-", 0.0, streamed=False), decision, candidate, 0.0)
 
@@ -178,7 +178,7 @@ def test_a_restarted_worker_has_an_empty_part_of_the_same_size(
 
     router.worker_restarted(dispatch.worker)
 
-    assert router.decide(query(keys=keys, tokens=1600), view).reason is Reason.PREFIX_MISS
+    assert router.decide(query(keys=keys, tokens=1600), view).reason is RouteReason.PREFIX_MISS
     described = router.describe_worker(dispatch.worker)
     assert (described["tracked_blocks"], described["capacity_blocks"]) == (0, 75_000)
     dispatch.finish(1.0)
@@ -230,7 +230,7 @@ def test_keeps_its_history_in_the_index_that_was_configured(view, query, send, k
     keys = keys_of(rng, 1600)
     send(router, query(keys=keys, tokens=1600), view).finish(1.0)
 
-    assert router.decide(query(2.0, keys=keys, tokens=1600), view).reason is Reason.PREFIX_HIT
+    assert router.decide(query(2.0, keys=keys, tokens=1600), view).reason is RouteReason.PREFIX_HIT
 
 
 def test_forgetting_a_session_frees_what_its_strategy_remembers(view, query, send) -> None:

@@ -7,7 +7,7 @@ import pytest
 from kvroute.index.radix_history import RadixHistory
 from kvroute.routing.cost import CostModel
 from kvroute.routing.strategies.session import Ring, Session, SessionOptions
-from kvroute.routing.strategy import Reason
+from kvroute.routing.strategy import RouteReason
 
 
 @pytest.fixture
@@ -91,13 +91,13 @@ def test_when_it_returns_they_come_back(strategy, workers, view, make_view, rout
 
 def test_a_worker_over_its_bound_passes_a_session_on(strategy, view, route) -> None:
     home, reason = route(strategy, view, "alice")
-    assert reason is Reason.SESSION
+    assert reason is RouteReason.SESSION
     fill(home, 20)
 
     spilled, reason = route(strategy, view, "alice")
 
     assert spilled is not home
-    assert reason is Reason.SESSION_SPILL
+    assert reason is RouteReason.SESSION_SPILL
 
 
 def test_a_session_that_was_passed_on_stays_there(strategy, view, route) -> None:
@@ -107,7 +107,7 @@ def test_a_session_that_was_passed_on_stays_there(strategy, view, route) -> None
     for reservation in running:
         reservation.finish(1.0)
 
-    assert route(strategy, view, "alice") == (spilled, Reason.SESSION)
+    assert route(strategy, view, "alice") == (spilled, RouteReason.SESSION)
 
 
 def test_a_session_that_was_passed_on_stays_when_its_home_leaves_and_returns(
@@ -165,7 +165,7 @@ def test_few_requests_are_no_reason_to_move(strategy, view, route) -> None:
     home, _ = route(strategy, view, "alice")
     fill(home, 3)
 
-    assert route(strategy, view, "alice") == (home, Reason.SESSION)
+    assert route(strategy, view, "alice") == (home, RouteReason.SESSION)
 
 
 def test_without_slack_the_bound_alone_decides(make_strategy, view, route) -> None:
@@ -173,7 +173,7 @@ def test_without_slack_the_bound_alone_decides(make_strategy, view, route) -> No
     home, _ = route(strategy, view, "alice")
     fill(home, 1)
 
-    assert route(strategy, view, "alice")[1] is Reason.SESSION_SPILL
+    assert route(strategy, view, "alice")[1] is RouteReason.SESSION_SPILL
 
 
 def test_no_key_means_least_load(strategy, workers, view, query) -> None:
@@ -186,7 +186,7 @@ def test_no_key_means_least_load(strategy, workers, view, query) -> None:
     strategy.routed(asked, decision, decision.ranking[0])
 
     assert decision.ranking[0].worker.index == 3
-    assert decision.reason is Reason.NO_SESSION_KEY
+    assert decision.reason is RouteReason.NO_SESSION_KEY
 
 
 def test_a_retry_does_not_move_the_session(strategy, view, query, route) -> None:

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvroute.sim.cache import Chain, PagedCache
-from kvroute.sim.engine import EngineRequest, Phase, SimEngine
+from kvroute.sim.engine import EngineRequest, RequestPhase, SimEngine
 from kvroute.sim.options import TimingModel
 from kvroute.wire.vllm import BlockRemoved, BlockStored
 
@@ -44,7 +44,7 @@ def test_a_request_produces_its_first_token_with_its_prefill_and_one_each_iterat
             assert progress.finished == []
 
     assert produced == [1, 2, 3]
-    assert item.phase is Phase.FINISHED
+    assert item.phase is RequestPhase.FINISHED
     assert not sim.has_work
 
 
@@ -171,7 +171,7 @@ def test_a_request_waits_until_its_whole_answer_has_room() -> None:
     sim.add(second)
 
     sim.begin()
-    assert (first.phase, second.phase) == (Phase.PREFILL, Phase.WAITING)
+    assert (first.phase, second.phase) == (RequestPhase.PREFILL, RequestPhase.WAITING)
     sim.finish()
 
     assert drain(sim) == [first, second]
@@ -196,7 +196,7 @@ def test_what_can_never_fit_is_refused_and_the_next_goes_on() -> None:
     sim.add(small)
 
     assert drain(sim) == [small, big]
-    assert big.phase is Phase.REFUSED
+    assert big.phase is RequestPhase.REFUSED
 
 
 def test_a_request_without_output_ends_with_its_prefill() -> None:
@@ -249,7 +249,7 @@ def test_an_abort_in_any_phase_frees_everything(iterations: int) -> None:
     sim.abort(item)
     sim.abort(item)
 
-    assert item.phase is Phase.ABORTED
+    assert item.phase is RequestPhase.ABORTED
     assert sim.cache.available == 64
     assert sim.counters.aborted == 1
     assert not sim.has_work
@@ -310,7 +310,7 @@ def test_any_traffic_ends_with_everything_returned(data: st.DataObject) -> None:
 
     assert not sim.has_work
     assert sim.cache.available == 12
-    assert {item.phase for item in live} <= {Phase.FINISHED, Phase.ABORTED}
+    assert {item.phase for item in live} <= {RequestPhase.FINISHED, RequestPhase.ABORTED}
     assert all(item.produced(sim.iteration) in (0, item.output_tokens) for item in live)
     assert {key for key, count in counts.items() if count} == sim.cache.held_keys
 

@@ -8,7 +8,7 @@ import pytest
 from kvroute.sim.fleet import (
     ChatClients,
     ChatShape,
-    Fleet,
+    SimFleet,
     FleetRequest,
     imbalance,
     make_engines,
@@ -42,7 +42,7 @@ class Listening:
 def test_one_request_takes_what_the_timing_model_says() -> None:
     engines = make_engines(1)
     placement = Listening(1)
-    fleet = Fleet(engines, placement)
+    fleet = SimFleet(engines, placement)
     request = FleetRequest(list(range(70)), 1000, 3)
 
     fleet.submit(request, 5.0)
@@ -58,7 +58,7 @@ def test_one_request_takes_what_the_timing_model_says() -> None:
 
 
 def test_time_can_be_stopped_and_goes_on() -> None:
-    fleet = Fleet(make_engines(1), Listening(1))
+    fleet = SimFleet(make_engines(1), Listening(1))
     late, early = FleetRequest([1], 20, 1), FleetRequest([2], 20, 1)
     fleet.submit(late, 10.0)
     fleet.submit(early, 1.0)
@@ -71,7 +71,7 @@ def test_time_can_be_stopped_and_goes_on() -> None:
 
 
 def test_a_repeat_on_the_same_worker_hits_and_elsewhere_does_not() -> None:
-    fleet = Fleet(make_engines(2), Listening(2))
+    fleet = SimFleet(make_engines(2), Listening(2))
     keys = list(range(6))
     requests = [FleetRequest(keys, 96, 1, conversation=n) for n in (0, 0, 1)]
     for at, request in enumerate(requests):
@@ -85,7 +85,7 @@ def test_a_repeat_on_the_same_worker_hits_and_elsewhere_does_not() -> None:
 def test_events_reach_the_placement_when_recorded() -> None:
     for record, stored in ((True, 6), (False, 0)):
         placement = Listening(1)
-        fleet = Fleet(make_engines(1, record_events=record), placement)
+        fleet = SimFleet(make_engines(1, record_events=record), placement)
         fleet.submit(FleetRequest(list(range(6)), 96, 1), 0.0)
         fleet.run()
 
@@ -93,7 +93,7 @@ def test_events_reach_the_placement_when_recorded() -> None:
 
 
 def test_a_request_that_never_fits_is_the_callers_mistake() -> None:
-    fleet = Fleet(make_engines(1, capacity_tokens=64), Listening(1))
+    fleet = SimFleet(make_engines(1, capacity_tokens=64), Listening(1))
     fleet.submit(FleetRequest(list(range(6)), 96, 1), 0.0)
 
     with pytest.raises(ValueError, match="does not fit"):
@@ -102,7 +102,7 @@ def test_a_request_that_never_fits_is_the_callers_mistake() -> None:
 
 def test_chat_clients_send_what_they_were_asked_and_turns_follow_each_other() -> None:
     placement = Listening(3)
-    fleet = Fleet(make_engines(3, block_size=64), placement)
+    fleet = SimFleet(make_engines(3, block_size=64), placement)
     shape = ChatShape(system_tokens=256, context_tokens=1024, output_tokens=32, think_s=1.0)
     ChatClients(fleet, clients=6, requests=90, shape=shape, seed=3).start()
     fleet.run()
@@ -123,7 +123,7 @@ def test_chat_clients_send_what_they_were_asked_and_turns_follow_each_other() ->
 
 def test_a_seed_repeats_exactly() -> None:
     def ends(seed: int) -> list[float]:
-        fleet = Fleet(make_engines(2, block_size=64), Listening(2))
+        fleet = SimFleet(make_engines(2, block_size=64), Listening(2))
         ChatClients(fleet, clients=4, requests=20, shape=ChatShape(context_tokens=2048), seed=seed).start()
         fleet.run()
         return [request.finished_s for request in fleet.done]

@@ -14,7 +14,7 @@ from kvroute.routing.strategy import RouteQuery
 from kvroute.sim.fleet import (
     ChatClients,
     ChatShape,
-    Fleet,
+    SimFleet,
     FleetRequest,
     imbalance,
     make_engines,
@@ -78,10 +78,10 @@ def run_chats(
     requests: int,
     capacity_tokens: int = 1_200_000,
     seed: int = 0,
-) -> tuple[Fleet, RouterPlacement]:
+) -> tuple[SimFleet, RouterPlacement]:
     """`clients` per worker, closed loop, until `requests` requests are answered."""
     placement = RouterPlacement(workers, capacity_tokens=capacity_tokens, strategy=strategy)
-    fleet = Fleet(make_engines(workers, capacity_tokens=capacity_tokens), placement)
+    fleet = SimFleet(make_engines(workers, capacity_tokens=capacity_tokens), placement)
     ChatClients(fleet, clients=workers * clients, requests=requests, shape=ChatShape(), seed=seed).start()
     fleet.run()
     assert len(fleet.done) == requests
@@ -128,7 +128,7 @@ def test_a_few_chats_over_a_short_common_prompt_do_not_follow_it_to_one_worker()
     ratios = []
     for seed in range(20):
         placement = RouterPlacement(2, capacity_tokens=8_800, strategy="prefixaware")
-        fleet = Fleet(make_engines(2, capacity_tokens=8_800, timing=fast), placement)
+        fleet = SimFleet(make_engines(2, capacity_tokens=8_800, timing=fast), placement)
         ChatClients(fleet, clients=12, requests=96, shape=shape, seed=seed).start()
         fleet.run()
         computed = fleet.computed_tokens()

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from tests.tierd.conftest import crash, remove_files, unused_name
 
 from kvroute.clock import SystemClock
-from kvroute.tierd.pool import PAGE_BYTES, Lease, ObjectName, Pool
-from kvroute.tierd.segment import Guard, Segment, mapped_end, open_segment
+from kvroute.tierd.pool import PAGE_BYTES, EntryLease, MemoryPool, ObjectName
+from kvroute.tierd.segment import Guard, SharedSegment, mapped_end, open_segment
 
 FOLDER = Path("/dev/shm")
 LEASE_S = 10.0
@@ -32,12 +32,12 @@ class Machine(SystemClock):
         self._name = name
         self._time = 1000.0
         self._stored = 0
-        self._segment: Segment | None = None
+        self._segment: SharedSegment | None = None
         self._guard: Guard | None = None
-        self._pool = Pool(0, "x")
+        self._pool = MemoryPool(0, "x")
         self._bytes: dict[ObjectName, bytes] = {}
         self._mappings: list[mmap.mmap] = []
-        self._leased: list[tuple[Lease, int]] = []
+        self._leased: list[tuple[EntryLease, int]] = []
         """And where the segment started."""
 
     def now(self) -> float:  # type: ignore[override]
@@ -52,7 +52,7 @@ class Machine(SystemClock):
         self._segment, self._guard = await open_segment(
             self._name, pages * PAGE_BYTES, self, longest_lease_s=LEASE_S
         )
-        self._pool = Pool(pages * PAGE_BYTES, "x")
+        self._pool = MemoryPool(pages * PAGE_BYTES, "x")
         self._bytes = {}
 
     async def end(self, is_killed: bool) -> None:

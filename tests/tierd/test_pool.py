@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvroute.tierd.pool import Extents, Lease, ObjectName, Pool
+from kvroute.tierd.pool import EntryLease, Extents, MemoryPool, ObjectName
 
 PAGE = 16
 PAGES = 12
@@ -19,17 +19,17 @@ def name(number: int) -> ObjectName:
     return ObjectName(b"b", str(number).encode())
 
 
-def admitted(pool: Pool, number: int, pages: int = 1, now: float = 0.0) -> None:
+def admitted(pool: MemoryPool, number: int, pages: int = 1, now: float = 0.0) -> None:
     extents = pool.allocate(pages * PAGE, now)
     assert extents is not None
     pool.admit(name(number), extents)
 
 
-def pool_of(pages: int) -> Pool:
-    return Pool(pages * PAGE, "i", page_bytes=PAGE)
+def pool_of(pages: int) -> MemoryPool:
+    return MemoryPool(pages * PAGE, "i", page_bytes=PAGE)
 
 
-def held(pool: Pool) -> list[int]:
+def held(pool: MemoryPool) -> list[int]:
     return sorted(int(each.key) for each in pool.entries)
 
 
@@ -125,7 +125,7 @@ def test_an_entry_that_the_level_below_loses_is_written_again_before_it_goes() -
 class Granted:
     """A lease and what its reader must see until it ends."""
 
-    lease: Lease
+    lease: EntryLease
     content: bytes
 
 
@@ -135,7 +135,7 @@ class PoolAgainstDictionaries(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.memory = memoryview(mmap.mmap(-1, PAGES * PAGE))
-        self.pool = Pool(PAGES * PAGE, "i", page_bytes=PAGE)
+        self.pool = MemoryPool(PAGES * PAGE, "i", page_bytes=PAGE)
         self.contents: dict[ObjectName, bytes] = {}
         self.granted: list[Granted] = []
         self.arriving: list[tuple[ObjectName, Extents]] = []

@@ -13,7 +13,7 @@ from tests.tierd.conftest import Client, Node, StartNode
 
 from kvroute.clock import SystemClock
 from kvroute.tierd.pool import PAGE_BYTES
-from kvroute.tierd.protocol import Connection, Site
+from kvroute.tierd.protocol import Connection, Connections
 
 Until = Callable[[Callable[[], bool]], Awaitable[None]]
 
@@ -264,7 +264,7 @@ async def test_a_client_that_takes_no_answers_is_not_answered_on(node: Node) -> 
             return False
 
     store = node.running.store
-    site = Site(
+    site = Connections(
         store,
         SystemClock(),
         incarnation="x",

@@ -11,7 +11,7 @@ from tests.tierd.conftest import crash
 
 from kvroute.clock import SystemClock
 from kvroute.tierd.pool import Extent
-from kvroute.tierd.segment import UNKNOWN_LEASE_S, Guard, Segment, SegmentError, open_segment
+from kvroute.tierd.segment import UNKNOWN_LEASE_S, Guard, SegmentError, SharedSegment, open_segment
 
 FOLDER = Path("/dev/shm")
 SIZE = 8192
@@ -34,7 +34,7 @@ class StoppedClock(SystemClock):
 
 async def opened(
     name: str, size_bytes: int = SIZE, clock: SystemClock | None = None, longest: float = 300.0
-) -> tuple[Segment, Guard]:
+) -> tuple[SharedSegment, Guard]:
     return await open_segment(name, size_bytes, clock or SystemClock(), longest_lease_s=longest)
 
 

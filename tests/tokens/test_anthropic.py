@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from kvroute.tokens.chat import EngineFlags
-from kvroute.tokens.options import Inexact, Reason
+from kvroute.tokens.options import Inexact, TokensReason
 from kvroute.tokens.other_apis import messages_request
 
 Render = Callable[..., str]
@@ -76,12 +76,14 @@ def test_thinking_sets_the_effort(rendered: Render, fields: dict[str, Any], show
 @pytest.mark.parametrize(
     ("block", "reason"),
     [
-        ({"type": "image", "source": {}}, Reason.MEDIA),
-        ({"type": "tool_result", "content": [{"type": "image"}]}, Reason.MEDIA),
-        ({"type": "document"}, Reason.UNSUPPORTED),
+        ({"type": "image", "source": {}}, TokensReason.MEDIA),
+        ({"type": "tool_result", "content": [{"type": "image"}]}, TokensReason.MEDIA),
+        ({"type": "document"}, TokensReason.UNSUPPORTED),
     ],
 )
-def test_blocks_that_are_no_text_say_so(rendered: Render, block: dict[str, Any], reason: Reason) -> None:
+def test_blocks_that_are_no_text_say_so(
+    rendered: Render, block: dict[str, Any], reason: TokensReason
+) -> None:
     with pytest.raises(Inexact) as refused:
         rendered("plain", "messages", messages=[{"role": "user", "content": [block]}])
 
@@ -100,7 +102,7 @@ def test_rules_that_need_the_template_are_not_guessed(body: dict[str, Any]) -> N
     with pytest.raises(Inexact) as refused:
         messages_request(body, EngineFlags(), None)
 
-    assert refused.value.reason is Reason.UNSUPPORTED
+    assert refused.value.reason is TokensReason.UNSUPPORTED
 
 
 def test_tool_references_and_odd_results_are_rendered_as_the_engine_does(rendered: Render) -> None:

@@ -10,7 +10,7 @@ import pytest
 from kvroute.tokens.chat import EngineFlags
 from kvroute.tokens.local import LocalTokenizer
 from kvroute.tokens.model import load_model
-from kvroute.tokens.options import Inexact, Reason
+from kvroute.tokens.options import Inexact, TokensReason
 from kvroute.tokens.segments import SegmentCache
 
 Render = Callable[..., str]
@@ -161,47 +161,47 @@ def test_a_final_message_can_be_continued(rendered: Render, template: str, conte
     [
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
-            Reason.MEDIA,
+            TokensReason.MEDIA,
         ),
         (
             {"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "uuid": "1"}]}]},
-            Reason.MEDIA,
+            TokensReason.MEDIA,
         ),
-        ({"messages": [USER], "chat_template": "x"}, Reason.REQUEST_TEMPLATE),
-        ({"messages": [USER], "chat_template_kwargs": {"chat_template": "x"}}, Reason.REQUEST_TEMPLATE),
-        ({"messages": [USER], "chat_template_kwargs": {"tokenize": True}}, Reason.UNSUPPORTED),
-        ({"messages": [USER], "chat_template_kwargs": 3}, Reason.UNREADABLE),
-        ({"messages": [USER], "kv_transfer_params": {"prompt_token_ids": [1]}}, Reason.UNSUPPORTED),
+        ({"messages": [USER], "chat_template": "x"}, TokensReason.REQUEST_TEMPLATE),
+        ({"messages": [USER], "chat_template_kwargs": {"chat_template": "x"}}, TokensReason.REQUEST_TEMPLATE),
+        ({"messages": [USER], "chat_template_kwargs": {"tokenize": True}}, TokensReason.UNSUPPORTED),
+        ({"messages": [USER], "chat_template_kwargs": 3}, TokensReason.UNREADABLE),
+        ({"messages": [USER], "kv_transfer_params": {"prompt_token_ids": [1]}}, TokensReason.UNSUPPORTED),
         (
             {"messages": [USER], "tools": [{"function": {"name": "f", "defer_loading": True}}]},
-            Reason.UNSUPPORTED,
+            TokensReason.UNSUPPORTED,
         ),
-        ({"messages": [USER], "tools": ["f"]}, Reason.UNREADABLE),
-        ({"messages": "Hi"}, Reason.UNREADABLE),
-        ({"messages": [{"content": "Hi"}]}, Reason.UNREADABLE),
-        ({"messages": [{"role": "user", "content": 3}]}, Reason.UNREADABLE),
-        ({"messages": [{"role": "user", "content": [3]}]}, Reason.UNREADABLE),
-        ({"messages": [{"role": "user", "content": [{"type": "input_text"}]}]}, Reason.UNREADABLE),
-        ({"messages": [{"role": "assistant", "tool_calls": [{"type": "custom"}]}]}, Reason.UNREADABLE),
+        ({"messages": [USER], "tools": ["f"]}, TokensReason.UNREADABLE),
+        ({"messages": "Hi"}, TokensReason.UNREADABLE),
+        ({"messages": [{"content": "Hi"}]}, TokensReason.UNREADABLE),
+        ({"messages": [{"role": "user", "content": 3}]}, TokensReason.UNREADABLE),
+        ({"messages": [{"role": "user", "content": [3]}]}, TokensReason.UNREADABLE),
+        ({"messages": [{"role": "user", "content": [{"type": "input_text"}]}]}, TokensReason.UNREADABLE),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"type": "custom"}]}]}, TokensReason.UNREADABLE),
         (
             {"messages": [{"role": "assistant", "tool_calls": [call(name="f", arguments="[" * 100_000)]}]},
-            Reason.UNREADABLE,
+            TokensReason.UNREADABLE,
         ),
-        ({"messages": []}, Reason.TEMPLATE_REFUSED),
-        ({"messages": [USER], "continue_final_message": True}, Reason.TEMPLATE_REFUSED),
+        ({"messages": []}, TokensReason.TEMPLATE_REFUSED),
+        ({"messages": [USER], "continue_final_message": True}, TokensReason.TEMPLATE_REFUSED),
         (
             {
                 "messages": [{"role": "assistant", "content": None}],
                 "add_generation_prompt": False,
                 "continue_final_message": "reasoning",
             },
-            Reason.TEMPLATE_REFUSED,
+            TokensReason.TEMPLATE_REFUSED,
         ),
-        ({"messages": [USER, {"role": "system", "content": "late"}]}, Reason.TEMPLATE_REFUSED),
-        ({"messages": [USER], "truncate_prompt_tokens": -1}, Reason.TRUNCATION),
+        ({"messages": [USER, {"role": "system", "content": "late"}]}, TokensReason.TEMPLATE_REFUSED),
+        ({"messages": [USER], "truncate_prompt_tokens": -1}, TokensReason.TRUNCATION),
     ],
 )
-def test_what_cannot_be_told_says_why(rendered: Render, body: dict[str, Any], reason: Reason) -> None:
+def test_what_cannot_be_told_says_why(rendered: Render, body: dict[str, Any], reason: TokensReason) -> None:
     with pytest.raises(Inexact) as refused:
         rendered("trim", **body)
 

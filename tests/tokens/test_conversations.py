@@ -17,7 +17,7 @@ import kvroute.tokens.conversations as conversations
 import kvroute.tokens.local as local
 from kvroute.openai.endpoints import ENDPOINTS
 from kvroute.openai.prefix_cache import SeenBodies
-from kvroute.openai.prompt import Beginning
+from kvroute.openai.prompt import PromptPrefix
 from kvroute.openai.request import InferenceRequest, parse_request
 from kvroute.tokens.conversations import Conversations, continued
 from kvroute.tokens.local import LocalTokenizer
@@ -353,7 +353,7 @@ def test_only_what_is_behind_a_beginning_that_was_seen_is_compared(
     other_before = b"x" * begun.end + behind
     place = (known.end + begun.end) // 2
     other_behind = asked.body[:place] + b"?" + asked.body[place + 1 :]
-    other = Beginning(begun.opened, begun.end, begun.head, begun.rest)
+    other = PromptPrefix(begun.opened, begun.end, begun.head, begun.rest)
 
     assert 0 < begun.end < known.end
     assert known.begins(other_before, begun)

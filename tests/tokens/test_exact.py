@@ -16,7 +16,7 @@ from kvroute.openai.request import parse_request
 from kvroute.tokens.exact import ExactPrompts, ExactTokens, Mode, TokenThreads
 from kvroute.tokens.local import LocalTokenizer
 from kvroute.tokens.model import load_model
-from kvroute.tokens.options import Inexact, Reason
+from kvroute.tokens.options import Inexact, TokensReason
 from kvroute.tokens.remote import RemoteEndpoint, RemoteTokenizer
 from kvroute.tokens.segments import SegmentCache
 
@@ -131,7 +131,7 @@ async def test_a_worker_that_answers_nothing_leaves_no_source(
 
     assert source.mode is Mode.NONE
     assert "answered no sample" in source.why
-    assert found is Reason.NO_SOURCE
+    assert found is TokensReason.NO_SOURCE
 
 
 async def test_what_cannot_be_told_is_a_reason_and_no_error(
@@ -142,7 +142,7 @@ async def test_what_cannot_be_told_is_a_reason_and_no_error(
         await exact.prepare("tiny", folder=write_model(), url=URL)
         found = await exact.prompts(make_request("embeddings", input="Hi"), model="tiny", url=URL)
 
-    assert found is Reason.UNSUPPORTED
+    assert found is TokensReason.UNSUPPORTED
 
 
 async def test_a_tokenizer_that_fails_is_a_reason_and_its_text_is_not_logged(
@@ -164,7 +164,7 @@ async def test_a_tokenizer_that_fails_is_a_reason_and_its_text_is_not_logged(
         request = make_request(messages=[{"role": "user", "content": "a secret"}])
         found = await exact.prompts(request, model="tiny", url=URL)
 
-    assert found is Reason.FAILED
+    assert found is TokensReason.FAILED
     assert "tokenizing for tiny failed: KeyError" in caplog.text
     assert "a secret" not in caplog.text
 
@@ -210,24 +210,24 @@ async def test_an_alias_is_asked_under_the_workers_name(make_worker: Any, make_r
 @pytest.mark.parametrize(
     ("path", "body", "reason"),
     [
-        ("completions", {"prompt": ["a"] * 33}, Reason.BUSY),
-        ("completions", {"prompt": "a", "truncate_prompt_tokens": 1}, Reason.TRUNCATION),
+        ("completions", {"prompt": ["a"] * 33}, TokensReason.BUSY),
+        ("completions", {"prompt": "a", "truncate_prompt_tokens": 1}, TokensReason.TRUNCATION),
         (
             "chat/completions",
             {"messages": [USER], "truncate_prompt_tokens": 1, "add_special_tokens": True},
-            Reason.TRUNCATION,
+            TokensReason.TRUNCATION,
         ),
         (
             "chat/completions",
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-            Reason.MEDIA,
+            TokensReason.MEDIA,
         ),
-        ("responses", {"input": [{"type": "function_call", "name": "f"}]}, Reason.UNSUPPORTED),
-        ("chat/completions", {"messages": []}, Reason.WORKER_FAILED),
+        ("responses", {"input": [{"type": "function_call", "name": "f"}]}, TokensReason.UNSUPPORTED),
+        ("chat/completions", {"messages": []}, TokensReason.WORKER_FAILED),
     ],
 )
 async def test_what_tokenize_cannot_tell_says_why(
-    make_worker: Any, make_request: Any, path: str, body: dict[str, Any], reason: Reason
+    make_worker: Any, make_request: Any, path: str, body: dict[str, Any], reason: TokensReason
 ) -> None:
     async with client(make_worker()) as http:
         with pytest.raises(Inexact) as refused:
@@ -245,7 +245,7 @@ async def test_rendered_media_say_nothing(make_worker: Any, make_request: Any) -
                 make_request(messages=[USER]), model="tiny", url=URL, endpoint=RemoteEndpoint.RENDER
             )
 
-    assert refused.value.reason is Reason.MEDIA
+    assert refused.value.reason is TokensReason.MEDIA
 
 
 async def test_a_slow_worker_is_late(make_worker: Any, make_request: Any) -> None:
@@ -257,4 +257,4 @@ async def test_a_slow_worker_is_late(make_worker: Any, make_request: Any) -> Non
                 make_request("completions", prompt=["a", "b"]), model="tiny", url=URL, deadline_s=0.001
             )
 
-    assert refused.value.reason is Reason.LATE
+    assert refused.value.reason is TokensReason.LATE

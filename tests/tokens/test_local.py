@@ -16,7 +16,7 @@ from kvroute.openai.request import parse_request
 from kvroute.tokens.chat import Chat, EngineFlags
 from kvroute.tokens.local import LocalTokenizer
 from kvroute.tokens.model import ModelFiles, load_model
-from kvroute.tokens.options import Inexact, Reason
+from kvroute.tokens.options import Inexact, TokensReason
 from kvroute.tokens.reading import read
 from kvroute.tokens.segments import SegmentCache
 
@@ -147,22 +147,22 @@ def test_truncation_keeps_what_the_engine_keeps(
 @pytest.mark.parametrize(
     ("path", "fields", "reason"),
     [
-        ("completions", {"prompt": "Hi", "suffix": "x"}, Reason.UNSUPPORTED),
-        ("completions", {"prompt": "Hi", "prompt_embeds": "x"}, Reason.MEDIA),
-        ("completions", {"prompt": []}, Reason.UNREADABLE),
-        ("completions", {"prompt": [1, "x"]}, Reason.UNREADABLE),
-        ("completions", {"prompt": [-1]}, Reason.UNREADABLE),
-        ("completions", {"prompt": "Hi", "truncate_prompt_tokens": 1}, Reason.TRUNCATION),
+        ("completions", {"prompt": "Hi", "suffix": "x"}, TokensReason.UNSUPPORTED),
+        ("completions", {"prompt": "Hi", "prompt_embeds": "x"}, TokensReason.MEDIA),
+        ("completions", {"prompt": []}, TokensReason.UNREADABLE),
+        ("completions", {"prompt": [1, "x"]}, TokensReason.UNREADABLE),
+        ("completions", {"prompt": [-1]}, TokensReason.UNREADABLE),
+        ("completions", {"prompt": "Hi", "truncate_prompt_tokens": 1}, TokensReason.TRUNCATION),
         (
             "completions",
             {"prompt": "Hi", "truncate_prompt_tokens": 2, "truncation_side": "up"},
-            Reason.UNREADABLE,
+            TokensReason.UNREADABLE,
         ),
-        ("embeddings", {"input": "Hi"}, Reason.UNSUPPORTED),
+        ("embeddings", {"input": "Hi"}, TokensReason.UNSUPPORTED),
     ],
 )
 def test_what_cannot_be_told_says_why(
-    with_bos: LocalTokenizer, make_request: Any, path: str, fields: dict[str, Any], reason: Reason
+    with_bos: LocalTokenizer, make_request: Any, path: str, fields: dict[str, Any], reason: TokensReason
 ) -> None:
     with pytest.raises(Inexact) as refused:
         with_bos.prompts(make_request(path, **fields))
@@ -175,7 +175,7 @@ def test_a_body_that_only_python_reads_is_not_tokenized(plain: LocalTokenizer, b
     with pytest.raises(Inexact) as refused:
         plain.prompts(parse_request(ENDPOINTS["/v1/completions"], body))
 
-    assert refused.value.reason is Reason.UNREADABLE
+    assert refused.value.reason is TokensReason.UNREADABLE
 
 
 def test_a_lone_surrogate_in_arguments_is_unreadable(plain: LocalTokenizer, make_request: Any) -> None:
@@ -184,7 +184,7 @@ def test_a_lone_surrogate_in_arguments_is_unreadable(plain: LocalTokenizer, make
     with pytest.raises(Inexact) as refused:
         plain.prompts(make_request(messages=[{"role": "assistant", "tool_calls": [call]}]))
 
-    assert refused.value.reason is Reason.UNREADABLE
+    assert refused.value.reason is TokensReason.UNREADABLE
 
 
 def test_an_invocation_is_the_request_that_its_fields_say(plain: LocalTokenizer, make_request: Any) -> None:
@@ -205,5 +205,5 @@ def test_a_model_without_a_template_has_no_chats(write_model: Write, make_reques
     with pytest.raises(Inexact) as refused:
         bare.prompts(make_request(messages=[{"role": "user", "content": "Hi"}]))
 
-    assert refused.value.reason is Reason.NO_TEMPLATE
+    assert refused.value.reason is TokensReason.NO_TEMPLATE
     assert bare.cache.bytes == 0

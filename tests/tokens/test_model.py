@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kvroute.tokens.model import load_model
-from kvroute.tokens.options import Inexact, Reason, UnusableModel
+from kvroute.tokens.options import Inexact, TokensReason, UnusableModel
 
 Write = Callable[..., Path]
 
@@ -126,7 +126,7 @@ def test_a_template_that_fails_refuses(write_model: Write, body: str) -> None:
     assert template is not None
     with pytest.raises(Inexact) as refused:
         template.render([{"role": "user"}])
-    assert refused.value.reason is Reason.TEMPLATE_REFUSED
+    assert refused.value.reason is TokensReason.TEMPLATE_REFUSED
 
 
 @pytest.mark.parametrize(

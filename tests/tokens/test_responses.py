@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from kvroute.tokens.options import Inexact, Reason
+from kvroute.tokens.options import Inexact, TokensReason
 
 Render = Callable[..., str]
 TURN, END = "<|turn|>", "<|end|>\n"
@@ -59,20 +59,23 @@ def test_an_unfinished_answer_is_continued(rendered: Render) -> None:
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({"input": "Hi", "previous_response_id": "resp_1"}, Reason.STORED_RESPONSE),
-        ({"input": "Hi", "truncation": "auto"}, Reason.TRUNCATION),
-        ({"input": "Hi", "previous_input_messages": []}, Reason.UNSUPPORTED),
-        ({"input": "Hi", "tools": [{"type": "custom", "name": "f"}]}, Reason.UNSUPPORTED),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, Reason.UNSUPPORTED),
-        ({"input": [{"type": "function_call", "namespace": "n", "name": "f"}]}, Reason.UNSUPPORTED),
-        ({"input": [{"type": "reasoning", "encrypted_content": "x"}]}, Reason.UNSUPPORTED),
-        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, Reason.MEDIA),
-        ({"input": [{"role": "assistant", "content": []}]}, Reason.UNREADABLE),
-        ({"input": [{"role": "assistant", "content": [{"type": "refusal"}]}]}, Reason.UNREADABLE),
-        ({}, Reason.UNREADABLE),
+        ({"input": "Hi", "previous_response_id": "resp_1"}, TokensReason.STORED_RESPONSE),
+        ({"input": "Hi", "truncation": "auto"}, TokensReason.TRUNCATION),
+        ({"input": "Hi", "previous_input_messages": []}, TokensReason.UNSUPPORTED),
+        ({"input": "Hi", "tools": [{"type": "custom", "name": "f"}]}, TokensReason.UNSUPPORTED),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, TokensReason.UNSUPPORTED),
+        ({"input": [{"type": "function_call", "namespace": "n", "name": "f"}]}, TokensReason.UNSUPPORTED),
+        ({"input": [{"type": "reasoning", "encrypted_content": "x"}]}, TokensReason.UNSUPPORTED),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
+            TokensReason.MEDIA,
+        ),
+        ({"input": [{"role": "assistant", "content": []}]}, TokensReason.UNREADABLE),
+        ({"input": [{"role": "assistant", "content": [{"type": "refusal"}]}]}, TokensReason.UNREADABLE),
+        ({}, TokensReason.UNREADABLE),
     ],
 )
-def test_what_cannot_be_told_says_why(rendered: Render, fields: dict[str, Any], reason: Reason) -> None:
+def test_what_cannot_be_told_says_why(rendered: Render, fields: dict[str, Any], reason: TokensReason) -> None:
     with pytest.raises(Inexact) as refused:
         rendered("plain", "responses", **fields)
 

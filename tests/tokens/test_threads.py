@@ -7,7 +7,7 @@ import time
 import pytest
 
 from kvroute.tokens.exact import TokenThreads
-from kvroute.tokens.options import Inexact, Reason
+from kvroute.tokens.options import Inexact, TokensReason
 
 
 async def test_work_runs_beside_the_loop_and_gives_its_result() -> None:
@@ -43,7 +43,7 @@ async def test_whoever_waits_too_long_is_told_so_while_the_work_goes_on() -> Non
             await threads.run(work, deadline_s=0.001)
         gate.set()
 
-    assert refused.value.reason is Reason.LATE
+    assert refused.value.reason is TokensReason.LATE
     assert finished.is_set()
     assert threads.unfinished == 0
 
@@ -78,7 +78,7 @@ async def test_work_beyond_the_limit_is_refused_at_once() -> None:
         gate.set()
         await asyncio.gather(*waiting)
 
-    assert refused.value.reason is Reason.BUSY
+    assert refused.value.reason is TokensReason.BUSY
 
 
 async def test_a_cancelled_waiter_leaves_nothing_behind() -> None:
@@ -114,7 +114,7 @@ async def test_closing_drops_what_has_not_begun_and_tells_its_waiter() -> None:
     await running
     with pytest.raises(Inexact) as refused:
         await waiting
-    assert refused.value.reason is Reason.BUSY
+    assert refused.value.reason is TokensReason.BUSY
     with pytest.raises(Inexact):
         await threads.run(work)
 

@@ -15,7 +15,7 @@ _STEADY_S = 60.0
 """Work that has gone on for so long is well again; also the longest pause."""
 
 
-class Upkeep:
+class BackgroundTasks:
     """Runs work that is to end by cancellation only. Mutable: `begin` starts tasks, `aclose` ends them;
     `failures` counts by name of the work."""
 

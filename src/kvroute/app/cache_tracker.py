@@ -9,7 +9,7 @@ from typing import Final, Self
 import httpx
 from prometheus_client.core import Metric
 
-from kvroute.app.background_tasks import Upkeep
+from kvroute.app.background_tasks import BackgroundTasks
 from kvroute.app.config import Config
 from kvroute.app.lmcache import LMCache
 from kvroute.app.tokenizing import Tokenizing
@@ -26,19 +26,19 @@ from kvroute.gateway.caches import LiveCaches
 from kvroute.gateway.preparation import AdapterIsolation, DeadlineOf
 from kvroute.index.chunk_index import ChunkIndex
 from kvroute.index.prefix_index import PrefixIndex
-from kvroute.index.trust import Reason
+from kvroute.index.trust import TrustReason
 from kvroute.metrics import Metrics, counter, gauge
-from kvroute.replicas.maps import Publish, ToldChunkIndex, ToldPrefixIndex
+from kvroute.replicas.maps import Publish, PublishingChunkIndex, PublishingPrefixIndex
 from kvroute.replicas.messages import (
     Distrusted,
+    L2TargetMessage,
     MapBegins,
     Message,
     Place,
-    Places,
     PromptAnswered,
     Rate,
-    Target,
     Targets,
+    WorkerPlaces,
     unpacked,
     unpacked_ids,
 )
@@ -52,7 +52,7 @@ def map_notes(fleet: Fleet, caches: CacheMap) -> list[str]:
     for worker in fleet.workers():
         places = caches.places(worker)
         if not places:
-            notes.append(f"kvaware: worker {worker.id!r}: {Reason.NO_EVENTS}")
+            notes.append(f"kvaware: worker {worker.id!r}: {TrustReason.NO_EVENTS}")
         notes += [f"kvaware: worker {worker.id!r}: {place.why}" for place in places if place.why]
     return notes
 
@@ -138,7 +138,7 @@ def stream_metrics(streams: Sequence[StreamFigures]) -> Iterable[Metric]:
         )
 
 
-class Following:
+class CacheTracker:
     """The workers' events, the map that they draw, and the tokens to read it with.
 
     An async context manager: entering begins to follow, leaving ends all of it. A
@@ -168,7 +168,7 @@ class Following:
         )
         self._places_left = places_left
         self._isolation = isolation
-        self._upkeep = Upkeep(clock)
+        self._upkeep = BackgroundTasks(clock)
         self._ingest = EventIngest(self._index, self._client, clock, config.kv_events, self._streams_changed)
         # Whoever registers as an LMCache server is asked for its status: without the workers' key.
         self._keyless = _keyless_client()
@@ -267,7 +267,7 @@ class Following:
         self.lmcache.answered(stream.slot, ids)
 
     def distrust(self, worker: Worker, rank: int, why: str) -> None:
-        self._ingest.distrust(worker, rank, Reason(why))
+        self._ingest.distrust(worker, rank, TrustReason(why))
 
     def _stream(self, worker: Worker, rank: int) -> Stream | None:
         for stream in self._ingest.streams(worker):
@@ -328,24 +328,24 @@ _LOOK_EVERY_S: Final = 0.02
 """How late the others learn that a map is believed, or no more; its blocks come at once."""
 
 
-class MapTeller:
+class CacheMapPublisher:
     """Publishes every change of `blocks` and `chunks` by itself, and by `run` how far they are believed.
 
     Mutable: `follow` names the follower whose indexes these are, `run` is a task of its owner.
     """
 
     def __init__(self, publish: Publish, clock: Clock, options: KvEventsOptions, *, max_chunks: int) -> None:
-        self.blocks = ToldPrefixIndex(publish, max_blocks=options.max_index_blocks)
-        self.chunks = ToldChunkIndex(publish, max_chunks=max_chunks)
+        self.blocks = PublishingPrefixIndex(publish, max_blocks=options.max_index_blocks)
+        self.chunks = PublishingChunkIndex(publish, max_chunks=max_chunks)
         self._publish = publish
         self._clock = clock
-        self._following: Following | None = None
+        self._following: CacheTracker | None = None
         self._fleet: Fleet | None = None
-        self._places: dict[str, Places] = {}
+        self._places: dict[str, WorkerPlaces] = {}
         self._rates: dict[tuple[int, Tier], Rate] = {}
         self._targets = Targets([])
 
-    def follow(self, following: Following, fleet: Fleet) -> None:
+    def follow(self, following: CacheTracker, fleet: Fleet) -> None:
         """`following` draws on these indexes, for the workers of `fleet`."""
         self._following, self._fleet = following, fleet
 
@@ -369,20 +369,20 @@ class MapTeller:
         following, fleet = self._following, self._fleet
         if following is None or fleet is None:
             return
-        seen: dict[str, Places] = {}
+        seen: dict[str, WorkerPlaces] = {}
         for worker in fleet.workers():
             places = self._places_of(following, worker)
             if places.places or worker.id in self._places:
                 seen[worker.id] = places
         for name in self._places.keys() - seen.keys():
-            self._publish(Places(name, []))
+            self._publish(WorkerPlaces(name, []))
         for name, places in seen.items():
             if self._places.get(name) != places:
                 self._publish(places)
         self._places = seen
         targets = Targets(
             [
-                Target(self.chunks.number_of(each.holder), each.scheme, each.model, list(each.parts))
+                L2TargetMessage(self.chunks.number_of(each.holder), each.scheme, each.model, list(each.parts))
                 for each in following.lmcache.targets()
             ]
         )
@@ -427,9 +427,9 @@ class MapTeller:
             )
         return True
 
-    def _places_of(self, following: Following, worker: Worker) -> Places:
+    def _places_of(self, following: CacheTracker, worker: Worker) -> WorkerPlaces:
         tells = following.lmcache.tells_of
-        return Places(
+        return WorkerPlaces(
             worker.id,
             [
                 Place(place.slot, place.rank, place.standing.value, place.why, tells(place.slot))

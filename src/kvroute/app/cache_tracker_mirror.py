@@ -9,7 +9,7 @@ from typing import Final, Self
 
 from prometheus_client.core import Metric
 
-from kvroute.app.background_tasks import Upkeep
+from kvroute.app.background_tasks import BackgroundTasks
 from kvroute.app.cache_tracker import describe_map, map_notes, worker_client
 from kvroute.app.config import Config
 from kvroute.app.lmcache import l2_metrics
@@ -29,10 +29,10 @@ from kvroute.replicas.messages import (
     Distrusted,
     MapBegins,
     Message,
-    Places,
     PromptAnswered,
     Rate,
     Targets,
+    WorkerPlaces,
     packed,
 )
 from kvroute.routing.strategy import CachePlace, ExactPrompt, Probed, Standing, Tokens
@@ -80,7 +80,7 @@ class MirroredCaches:
                 self.targets = []
                 for worker in list(self._places):
                     self._set_places(worker, ())
-            case Places(worker, places):
+            case WorkerPlaces(worker, places):
                 self._by_lmcache |= {place.slot for place in places if place.by_lmcache}
                 self._by_lmcache -= {place.slot for place in places if not place.by_lmcache}
                 self._set_places(
@@ -121,7 +121,7 @@ class MirroredCaches:
             self._place_left(slot)
 
 
-class Mirroring:
+class CacheTrackerMirror:
     """A mirror of the map, and tokenizers of this process's own. What answers tell goes to the process that
     follows the caches. An async context manager, a listener of the fleet, and `Feedback`, as `Following`."""
 
@@ -145,7 +145,7 @@ class Mirroring:
         self._clock = clock
         self._tell = tell
         self._client = worker_client(config)
-        self._upkeep = Upkeep(clock)
+        self._upkeep = BackgroundTasks(clock)
         self.caches = MirroredCaches(
             lambda: Mirror(
                 max_blocks=config.kv_events.max_index_blocks,

@@ -14,7 +14,7 @@ from pydantic_core import ErrorDetails
 
 from kvroute.app import config_paths as paths
 from kvroute.app.config_loading import (
-    Setting,
+    ConfigSetting,
     Settings,
     from_assignments,
     from_environment,
@@ -81,7 +81,7 @@ def load(
     file: pathlib.Path | None = None,
     environ: Mapping[str, str] | None = None,
     assignments: Iterable[str] = (),
-    flags: Sequence[Setting] = (),
+    flags: Sequence[ConfigSetting] = (),
 ) -> Loaded:
     """Build the configuration: the file, then the environment, then `--set`, then flags; the last one wins.
 
@@ -124,7 +124,7 @@ def _mask(value: Any) -> Any:
     return paths.without_userinfo(value) if isinstance(value, str) else value
 
 
-def _put(data: dict[str, Any], origins: dict[Path, str], setting: Setting) -> None:
+def _put(data: dict[str, Any], origins: dict[Path, str], setting: ConfigSetting) -> None:
     """Set one leaf; what an earlier source said at, above or below it is forgotten."""
     *above, last = setting.path
     for depth in range(1, len(setting.path)):
@@ -167,7 +167,7 @@ def _read_secrets(data: dict[str, Any], origins: dict[Path, str]) -> list[Config
             if not secret:
                 problems.append(ConfigError(dotted(path), f"{file} holds no key ({origins[path]})"))
                 continue
-        _put(data, origins, Setting(target, secret, file))
+        _put(data, origins, ConfigSetting(target, secret, file))
     return problems
 
 

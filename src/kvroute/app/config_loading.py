@@ -1,6 +1,6 @@
 """Where settings come from: a YAML file, the environment, `--set`, named flags.
 
-Each source yields `Setting`s, one per leaf, in the order in which they win: the last one counts.
+Each source yields `ConfigSetting`s, one per leaf, in the order in which they win: the last one counts.
 What is wrong with a source is collected as `ConfigError`s, so that one run reports all of it.
 """
 
@@ -22,7 +22,7 @@ ENVIRONMENT_PREFIX = "KVROUTE__"
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class ConfigSetting:
     """One value at one path. `origin` is what a person would look for: `kvroute.yaml:12`, a variable's name.
 
     `inner` has the origins of what lies inside a list.
@@ -38,7 +38,7 @@ class Setting:
 class Settings:
     """What a source said, and what was wrong with it."""
 
-    settings: tuple[Setting, ...] = ()
+    settings: tuple[ConfigSetting, ...] = ()
     problems: tuple[ConfigError, ...] = ()
 
 
@@ -80,7 +80,7 @@ def from_file(root: type[Options], file: pathlib.Path) -> Settings:
             for place, origin in origins.items()
             if len(place) > len(path) and place[: len(path)] == path
         }
-        settings.append(Setting(path, value, _origin_of(path, origins, file.name), inner))
+        settings.append(ConfigSetting(path, value, _origin_of(path, origins, file.name), inner))
     return Settings(tuple(settings), tuple(problems))
 
 
@@ -140,7 +140,7 @@ def from_environment(root: type[Options], environ: Mapping[str, str]) -> Setting
     are. Other names are none of ours: Kubernetes puts `KVROUTE_PORT` and its like into every pod
     beside a Service named kvroute.
     """
-    settings: list[Setting] = []
+    settings: list[ConfigSetting] = []
     problems: list[ConfigError] = []
     for name in sorted(environ):
         if not name.startswith(ENVIRONMENT_PREFIX):
@@ -161,7 +161,7 @@ def _environment_path(root: type[Options], segments: Sequence[str]) -> Path:
 
 def from_assignments(root: type[Options], assignments: Iterable[str]) -> Settings:
     """Read `path=value` texts, as `--set` takes them."""
-    settings: list[Setting] = []
+    settings: list[ConfigSetting] = []
     problems: list[ConfigError] = []
     for text in assignments:
         name, equals, value = text.partition("=")
@@ -181,7 +181,7 @@ def _from_text(
     path: Path,
     text: str,
     origin: str,
-    settings: list[Setting],
+    settings: list[ConfigSetting],
     problems: list[ConfigError],
 ) -> None:
     shape = paths.shape_at(root, path)
@@ -193,7 +193,7 @@ def _from_text(
     except ValueError as exc:
         problems.append(ConfigError(dotted(path), f"{exc} ({origin})"))
         return
-    settings.extend(Setting(leaf, item, origin) for leaf, item in _leaves(root, path, value))
+    settings.extend(ConfigSetting(leaf, item, origin) for leaf, item in _leaves(root, path, value))
 
 
 def unknown(root: type[Options], path: Path) -> str:

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 import httpx
 from prometheus_client.core import Metric
 
-from kvroute.app.background_tasks import Upkeep
+from kvroute.app.background_tasks import BackgroundTasks
 from kvroute.blocks.keys import Tier
 from kvroute.clock import Clock
 from kvroute.fleet.worker import Worker
@@ -41,7 +41,7 @@ class LMCache:
         client: httpx.AsyncClient,
         clock: Clock,
         options: LMCacheOptions,
-        upkeep: Upkeep,
+        upkeep: BackgroundTasks,
         measured: Callable[[int, Tier, float, int], None],
         *,
         hyperpod_lines: bool,

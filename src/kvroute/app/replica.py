@@ -14,32 +14,32 @@ from kvroute.clock import Clock
 from kvroute.errors import NotFound
 from kvroute.fleet.fleet import Fleet, FleetChange
 from kvroute.fleet.health import HealthMonitor
-from kvroute.fleet.membership import ByHand as HandDone
+from kvroute.fleet.membership import AdminOverrides
 from kvroute.fleet.worker import Worker, WorkerId, WorkerSpec
 from kvroute.gateway.stored import ResponseOwners
 from kvroute.replicas.decisions import OthersDecisions, OwnDecisions, recent_prompts, take_recent
 from kvroute.replicas.mesh import Mesh
 from kvroute.replicas.messages import (
-    ByHand,
     Ejected,
     Finished,
     FirstToken,
     HandSpec,
-    Level,
+    InSync,
     Message,
+    OverridesChanged,
     Owner,
     Recent,
     Sent,
     SessionForgotten,
-    ToldAnew,
-    Wanted,
+    SnapshotFollows,
+    SnapshotRequest,
 )
 from kvroute.replicas.metrics import merged_decisions, merged_predictions
 from kvroute.routing.router import Router
 
 if TYPE_CHECKING:
-    from kvroute.app.cache_tracker import MapTeller
-    from kvroute.app.cache_tracker_mirror import Mirroring
+    from kvroute.app.cache_tracker import CacheMapPublisher
+    from kvroute.app.cache_tracker_mirror import CacheTrackerMirror
 
 log = logging.getLogger(__name__)
 
@@ -81,8 +81,8 @@ class Replica:
         self.mesh = Mesh(number, processes, folder)
         self.own = OwnDecisions(self.mesh.publish)
         self.owners = SharedOwners(self.mesh.publish)
-        self.teller: MapTeller | None = None
-        self._mirroring: Mirroring | None = None
+        self.teller: CacheMapPublisher | None = None
+        self._mirroring: CacheTrackerMirror | None = None
         # Those that start together know all there is: nothing was sent yet.
         self._is_level = generation == 0
         self._level = asyncio.Event()
@@ -95,8 +95,8 @@ class Replica:
         router: Router,
         health: HealthMonitor,
         clock: Clock,
-        teller: MapTeller | None,
-        mirroring: Mirroring | None,
+        teller: CacheMapPublisher | None,
+        mirroring: CacheTrackerMirror | None,
     ) -> None:
         """What the others' messages change here."""
         self._fleet, self._router, self._health = fleet, router, health
@@ -104,16 +104,16 @@ class Replica:
         self.teller, self._mirroring = teller, mirroring
         self._handlers = {
             Sent: others.sent,
-            ToldAnew: lambda number, _: others.begin_anew(number),
+            SnapshotFollows: lambda number, _: others.begin_anew(number),
             FirstToken: lambda number, told: others.first_token(number, told.id),
             Finished: lambda number, told: others.finished(number, told.id),
             Owner: lambda _, told: self.owners.remembered_elsewhere(told.response_id, WorkerId(told.worker)),
             SessionForgotten: lambda _, told: router.session_forgotten_elsewhere(told.session_key),
-            ByHand: lambda _, told: fleet.follow_hand(_done(told)),
+            OverridesChanged: lambda _, told: fleet.follow_hand(_done(told)),
             Ejected: self._ejected_elsewhere,
-            Wanted: self._wanted,
+            SnapshotRequest: self._wanted,
             Recent: lambda _, told: take_recent(router, fleet, told),
-            Level: self._became_level,
+            InSync: self._became_level,
         }
         fleet.subscribe_by_hand(lambda done: self.mesh.publish(_told(done)))
         fleet.subscribe(self._fleet_changed)
@@ -184,7 +184,7 @@ class Replica:
         self.own.begin_anew()
         if not self._is_level and is_level and self._asked is None:
             self._asked = number
-            self.mesh.send(number, Wanted())
+            self.mesh.send(number, SnapshotRequest())
 
     def heard(self, number: int, message: Message) -> None:
         handler = self._handlers.get(type(message))
@@ -204,7 +204,7 @@ class Replica:
 
     # Inside
 
-    def _wanted(self, number: int, _: Wanted) -> None:
+    def _wanted(self, number: int, _: SnapshotRequest) -> None:
         self.mesh.own(self._tell_recent(number), f"what process {number} missed")
 
     async def _tell_recent(self, number: int) -> None:
@@ -212,9 +212,9 @@ class Replica:
         for recent in recent_prompts(self._router, self._fleet.workers()):
             self.mesh.send(number, recent)
             await asyncio.sleep(0)
-        self.mesh.send(number, Level())
+        self.mesh.send(number, InSync())
 
-    def _became_level(self, number: int, _: Level) -> None:
+    def _became_level(self, number: int, _: InSync) -> None:
         self._is_level = True
         self._level.set()
         log.info("process %d knows what process %d knew", self.number, number)
@@ -230,8 +230,8 @@ class Replica:
             self.mesh.publish(Ejected(worker.id, worker.ejection.value))
 
 
-def _told(done: HandDone) -> ByHand:
-    return ByHand(
+def _told(done: AdminOverrides) -> OverridesChanged:
+    return OverridesChanged(
         [
             HandSpec(
                 each.id, each.url, each.models, each.capacity_tokens, each.role, each.draining, each.node
@@ -243,8 +243,8 @@ def _told(done: HandDone) -> ByHand:
     )
 
 
-def _done(told: ByHand) -> HandDone:
-    return HandDone(
+def _done(told: OverridesChanged) -> AdminOverrides:
+    return AdminOverrides(
         tuple(
             WorkerSpec(
                 WorkerId(each.id),

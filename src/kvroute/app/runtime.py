@@ -31,7 +31,7 @@ from kvroute.gateway.admin_guard import AdminGuard
 from kvroute.gateway.application import build_application
 from kvroute.gateway.control import control_routes
 from kvroute.gateway.dataplane import DataPlane
-from kvroute.gateway.exchange import Collaborators
+from kvroute.gateway.exchange import ExchangeDeps
 from kvroute.gateway.journal import Journal
 from kvroute.gateway.planner import Planner
 from kvroute.gateway.preparation import AdapterIsolation
@@ -48,8 +48,8 @@ from kvroute.upstream.transport import AnyWorkerTransport, Transports
 from kvroute.upstream.writes import Outbox
 
 if TYPE_CHECKING:
-    from kvroute.app.cache_tracker import Following, MapTeller
-    from kvroute.app.cache_tracker_mirror import Mirroring
+    from kvroute.app.cache_tracker import CacheMapPublisher, CacheTracker
+    from kvroute.app.cache_tracker_mirror import CacheTrackerMirror
     from kvroute.app.replica import Replica
 
 log = logging.getLogger("kvroute.runtime")
@@ -89,8 +89,8 @@ class Runtime:
         )
         follows = "kvaware" in config.routing.strategies_used() or config.server.allow_strategy_header
         self._replica = replica
-        self._teller: MapTeller | None = None
-        self._mirroring: Mirroring | None = None
+        self._teller: CacheMapPublisher | None = None
+        self._mirroring: CacheTrackerMirror | None = None
         self.following = self._follower() if follows else None
         self.router = Router(
             config.routing,
@@ -168,11 +168,11 @@ class Runtime:
         await self._transports.aclose()
         await self._client.aclose()
 
-    def _follower(self) -> Following | Mirroring:
+    def _follower(self) -> CacheTracker | CacheTrackerMirror:
         """What keeps the map of the workers' caches: one process follows them, others have it told.
 
         Tokenizers, templates, ZMQ and Redis are loaded here: 16 MiB that a gateway without a map spares."""
-        from kvroute.app.cache_tracker import Following
+        from kvroute.app.cache_tracker import CacheTracker
 
         config, clock, replica = self._config, self._clock, self._replica
         known = (
@@ -185,20 +185,20 @@ class Runtime:
             self._token_deadline_s,
         )
         if replica is None:
-            return Following(*known, self._rate_measured)
-        from kvroute.app.cache_tracker import MapTeller
-        from kvroute.app.cache_tracker_mirror import Mirroring
+            return CacheTracker(*known, self._rate_measured)
+        from kvroute.app.cache_tracker import CacheMapPublisher
+        from kvroute.app.cache_tracker_mirror import CacheTrackerMirror
         from kvroute.app.replica import FOLLOWS
 
         mesh = replica.mesh
         if replica.number != FOLLOWS:
-            self._mirroring = mirroring = Mirroring(
+            self._mirroring = mirroring = CacheTrackerMirror(
                 *known, self._rate_known, lambda message: mesh.send(FOLLOWS, message)
             )
             return mirroring
         most = config.lmcache.coordinator.max_chunks
-        self._teller = teller = MapTeller(mesh.publish, clock, config.kv_events, max_chunks=most)
-        following = Following(*known, self._rate_measured, (teller.blocks, teller.chunks))
+        self._teller = teller = CacheMapPublisher(mesh.publish, clock, config.kv_events, max_chunks=most)
+        following = CacheTracker(*known, self._rate_measured, (teller.blocks, teller.chunks))
         teller.follow(following, self.fleet)
         return following
 
@@ -248,7 +248,7 @@ class Runtime:
         config = self._config
         worker_key = config.fleet.worker_api_key
         keys = [key.get_secret_value() for key in config.server.api_keys]
-        use = Collaborators(
+        use = ExchangeDeps(
             router=self.router,
             transports=self._transports,
             health=self.health,

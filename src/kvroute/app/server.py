@@ -39,7 +39,7 @@ from kvroute.gateway.options import AFTER_CUT_S, ServerOptions
 from kvroute.gateway.selftest import complete_trouble, fast_lane_trouble
 from kvroute.logs import configure
 from kvroute.replicas.mesh import SharedPort, folder_of_links
-from kvroute.replicas.supervisor import Birth, Supervisor
+from kvroute.replicas.supervisor import ProcessSpec, Supervisor
 
 log = logging.getLogger(__name__)
 
@@ -164,7 +164,7 @@ class GatewayServer(uvicorn.Server):
         config: uvicorn.Config,
         runtime: Runtime,
         options: ServerOptions,
-        part: Part | None = None,
+        part: ListeningProcess | None = None,
         access: AdminAccess | None = None,
     ) -> None:
         super().__init__(config)
@@ -268,7 +268,7 @@ class GatewayServer(uvicorn.Server):
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ListeningProcess:
     """One of several processes: what it listens on, and what it calls when it does."""
 
     replica: Replica
@@ -297,7 +297,9 @@ def run(config: Config) -> int:
         access.close()
 
 
-def run_one(config: Config, access: AdminAccess, make_part: Callable[[], Part] | None = None) -> int:
+def run_one(
+    config: Config, access: AdminAccess, make_part: Callable[[], ListeningProcess] | None = None
+) -> int:
     """Serve as a process of its own, or as a part of several; `make_part` is called within the loop."""
     keep_freed_memory()
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
@@ -317,7 +319,9 @@ def raise_descriptor_limit() -> int:
     return hard
 
 
-async def _serve(config: Config, access: AdminAccess, make_part: Callable[[], Part] | None) -> int:
+async def _serve(
+    config: Config, access: AdminAccess, make_part: Callable[[], ListeningProcess] | None
+) -> int:
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, _hung_up)
     part = make_part() if make_part is not None else None
     replica = part.replica if part else None
@@ -414,12 +418,12 @@ def run_processes(config: Config, access: AdminAccess) -> int:
         raise ConfigError("server.processes", f"no place for their sockets: {error.strerror}") from error
     parent = os.getpid()
 
-    def work(birth: Birth) -> int:
+    def work(birth: ProcessSpec) -> int:
         log.info("process %d of %d has the id %d", birth.number, options.processes, os.getpid())
 
-        def part() -> Part:
+        def part() -> ListeningProcess:
             replica = Replica(birth.number, options.processes, folder, generation=birth.generation)
-            return Part(replica, port.sockets(), birth.ready)
+            return ListeningProcess(replica, port.sockets(), birth.ready)
 
         try:
             code = run_one(config, access, part)

@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 from prometheus_client.core import Metric
 
-from kvroute.app.background_tasks import Upkeep
+from kvroute.app.background_tasks import BackgroundTasks
 from kvroute.clock import Clock
 from kvroute.fleet.fleet import Fleet, FleetChange
 from kvroute.fleet.worker import HealthState, Worker
@@ -144,7 +144,7 @@ class Tokenizing:
         self._sources = TokenSources(self._tokens, fleet, clock, options)
         self.preparer = Preparer(self._tokens, fleet, metrics, isolation, deadline_s, probe, is_probing)
 
-    async def open(self, upkeep: Upkeep) -> None:
+    async def open(self, upkeep: BackgroundTasks) -> None:
         await self._threads.__aenter__()
         upkeep.begin("token sources", self._sources.run)
 

@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from kvroute.app.config import Loaded, load
-from kvroute.app.config_loading import Setting
+from kvroute.app.config_loading import ConfigSetting
 from kvroute.app.config_paths import Path
 from kvroute.errors import ConfigError
 
@@ -41,7 +41,7 @@ class InvalidConfiguration(click.ClickException):
 
 def configured(
     failure: type[InvalidConfiguration] = InvalidConfiguration,
-    more: Callable[[dict[str, Any]], list[Setting]] = lambda flags: [],
+    more: Callable[[dict[str, Any]], list[ConfigSetting]] = lambda flags: [],
 ) -> Callable[[Callable[[Loaded], None]], Callable[..., None]]:
     """Give a command the configuration flags and call it with what they, file and environment amount to.
 
@@ -98,7 +98,7 @@ def configured(
     return decorate
 
 
-def flag_settings(flags: dict[str, Any]) -> list[Setting]:
+def flag_settings(flags: dict[str, Any]) -> list[ConfigSetting]:
     """The flags that were given, as settings."""
     settings = []
     for name, path in FLAGS.items():
@@ -107,7 +107,7 @@ def flag_settings(flags: dict[str, Any]) -> list[Setting]:
             continue
         origin = "--worker" if name == "workers" else f"--{name.replace('_', '-')}"
         settings.append(
-            Setting(path, [worker(text) for text in value] if name == "workers" else value, origin)
+            ConfigSetting(path, [worker(text) for text in value] if name == "workers" else value, origin)
         )
     return settings
 

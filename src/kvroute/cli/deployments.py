@@ -31,9 +31,9 @@ from kvroute.deploy.render.reach import findings_for
 from kvroute.deploy.render.registry import TARGETS
 from kvroute.deploy.render.site import local_site
 from kvroute.deploy.spec.endpoint import Document
-from kvroute.deploy.spec.loading import Finding, Reading, read_spec
+from kvroute.deploy.spec.loading import Finding, SpecReading, read_spec
+from kvroute.deploy.spec.source import FieldVerdict, dotted
 from kvroute.deploy.spec.source import Path as Field
-from kvroute.deploy.spec.source import Verdict, dotted
 from kvroute.deploy.state import StateFolder, UpState
 from kvroute.deploy.up import GrowingFile, Prepare, Screen, follow, last_lines, run_up
 from kvroute.errors import ConfigError, InvalidConfig, KvrouteError
@@ -97,7 +97,7 @@ def read_text(file: Path) -> str:
         raise WrongSpec(f"cannot read {file}: {reason}") from None
 
 
-def reading_of(text: str) -> Reading:
+def reading_of(text: str) -> SpecReading:
     """The spec, with what the gateway says about the options that the spec passes on to it."""
     reading = read_spec(text, strategies=frozenset(STRATEGIES))
     if reading.document is None:
@@ -106,10 +106,10 @@ def reading_of(text: str) -> Reading:
     if not problems:
         return reading
     lines = {finding.path: finding.line for finding in reading.findings}
-    wrong = [Finding(path, lines.get(path), Verdict.WRONG, text) for path, text in problems]
+    wrong = [Finding(path, lines.get(path), FieldVerdict.WRONG, text) for path, text in problems]
     fields = {finding.path for finding in wrong}
     kept = [finding for finding in reading.findings if finding.path not in fields]
-    return Reading(None, tuple(sorted([*kept, *wrong], key=lambda each: each.line or 0)))
+    return SpecReading(None, tuple(sorted([*kept, *wrong], key=lambda each: each.line or 0)))
 
 
 def line_about(file: Path, finding: Finding) -> str:
@@ -127,7 +127,7 @@ def tell(file: Path, findings: Iterable[Finding], *, err: bool) -> None:
 def count(findings: Iterable[Finding]) -> str:
     """How many fields are applied, noted and wrong."""
     verdicts = [finding.verdict for finding in findings]
-    return ", ".join(f"{verdicts.count(verdict)} {verdict.value}" for verdict in Verdict)
+    return ", ".join(f"{verdicts.count(verdict)} {verdict.value}" for verdict in FieldVerdict)
 
 
 state_dir_option = click.option(
@@ -243,7 +243,7 @@ def _endpoint(file: Path, wanted: dict[str, Any]) -> EndpointPlan:
     findings = list(reading.findings)
     if reading.document is not None:
         findings = list(local_findings(reading.document, findings))
-    tell(file, (each for each in findings if each.verdict is not Verdict.APPLIED), err=True)
+    tell(file, (each for each in findings if each.verdict is not FieldVerdict.APPLIED), err=True)
     if reading.document is None:
         raise WrongSpec(f"{file} is wrong: {count(findings)}")
     endpoint = with_model_at_hand(plan_endpoint(reading.document))
@@ -416,7 +416,7 @@ def render(file: Path, target: str, folder: Path | None) -> None:
     findings = list(reading.findings)
     if reading.document is not None:
         findings = list(findings_for(target, reading.document, findings))
-    tell(file, (each for each in findings if each.verdict is not Verdict.APPLIED), err=True)
+    tell(file, (each for each in findings if each.verdict is not FieldVerdict.APPLIED), err=True)
     if reading.document is None:
         raise WrongSpec(f"{file} is wrong: {count(findings)}")
     files = TARGETS[target].render(with_model_at_hand(plan_endpoint(reading.document)))

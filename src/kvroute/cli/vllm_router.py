@@ -12,7 +12,7 @@ import click
 import yaml
 
 from kvroute.app.config import Config
-from kvroute.app.config_loading import ENVIRONMENT_PREFIX, Setting
+from kvroute.app.config_loading import ENVIRONMENT_PREFIX, ConfigSetting
 from kvroute.app.config_paths import shape_at, split, without_userinfo
 from kvroute.errors import ConfigError
 
@@ -30,7 +30,7 @@ LOG_LEVELS: Final = {"critical": "error", "trace": "debug"}
 
 
 @dataclass(frozen=True, slots=True)
-class Became:
+class MappedFlag:
     """What a flag became: values by dotted path, and what else there is to know about it."""
 
     options: Mapping[str, object]
@@ -43,7 +43,7 @@ class Became:
 class Flag:
     """One flag. `become` gets its value and all flags; raises ConfigError."""
 
-    become: Callable[[str, Given], Became]
+    become: Callable[[str, Given], MappedFlag]
     is_switch: bool = False
 
 
@@ -51,7 +51,7 @@ class Flag:
 class Translation:
     """Settings for the configuration, and a line for each flag."""
 
-    settings: tuple[Setting, ...]
+    settings: tuple[ConfigSetting, ...]
     lines: tuple[str, ...]
 
 
@@ -60,11 +60,11 @@ def translate(given: Given) -> Translation:
 
     Raises ConfigError, whose path is the flag.
     """
-    settings: list[Setting] = []
+    settings: list[ConfigSetting] = []
     lines: list[str] = []
     for name in given:
         became = FLAGS[name].become(given[name], given)
-        settings += [Setting(split(path), value, f"--{name}") for path, value in became.options.items()]
+        settings += [ConfigSetting(split(path), value, f"--{name}") for path, value in became.options.items()]
         parts = [f"{path}={_shown(value)}" for path, value in became.options.items()]
         if became.note:
             parts.append(became.note if parts or became.is_used else f"no effect: {became.note}")
@@ -119,17 +119,17 @@ def _shown(value: object) -> str:
 # --- what flags become ------------------------------------------------------------------------------------
 
 
-def _sets(path: str) -> Callable[[str, Given], Became]:
-    return lambda value, _: Became({path: value})
+def _sets(path: str) -> Callable[[str, Given], MappedFlag]:
+    return lambda value, _: MappedFlag({path: value})
 
 
-def _noted(why: str) -> Callable[[str, Given], Became]:
-    return lambda _value, _given: Became({}, why)
+def _noted(why: str) -> Callable[[str, Given], MappedFlag]:
+    return lambda _value, _given: MappedFlag({}, why)
 
 
-def _in_kubernetes(become: Callable[[str, Given], Became]) -> Callable[[str, Given], Became]:
+def _in_kubernetes(become: Callable[[str, Given], MappedFlag]) -> Callable[[str, Given], MappedFlag]:
     """Only with `--service-discovery k8s`."""
-    aside = Became({}, "only with --service-discovery k8s")
+    aside = MappedFlag({}, "only with --service-discovery k8s")
     return lambda value, given: become(value, given) if given.get("service-discovery") == "k8s" else aside
 
 
@@ -137,9 +137,9 @@ def _one_of(flag: str, value: str, known: Sequence[str]) -> ConfigError:
     return ConfigError(f"--{flag}", f"{value!r} is none of {', '.join(known)}")
 
 
-def _service_discovery(value: str, given: Given) -> Became:
+def _service_discovery(value: str, given: Given) -> MappedFlag:
     if value == "static":
-        return Became({}, "workers are those of --static-backends and --worker", is_used=True)
+        return MappedFlag({}, "workers are those of --static-backends and --worker", is_used=True)
     if value != "k8s":
         raise _one_of("service-discovery", value, ("static", "k8s"))
     options: dict[str, object] = {"fleet.kubernetes.enabled": True}
@@ -148,56 +148,60 @@ def _service_discovery(value: str, given: Given) -> Became:
         options["fleet.kubernetes.namespace"] = "default"
     if "k8s-port" not in given:
         options["fleet.kubernetes.port"] = 8000
-    return Became(options)
+    return MappedFlag(options)
 
 
-def _kubernetes_kind(value: str, _: Given) -> Became:
+def _kubernetes_kind(value: str, _: Given) -> MappedFlag:
     if value == "pod-ip":
-        return Became({"fleet.kubernetes.resource": "pods"})
+        return MappedFlag({"fleet.kubernetes.resource": "pods"})
     if value != "service-name":
         raise _one_of("k8s-service-discovery-type", value, ("pod-ip", "service-name"))
-    return Became(
+    return MappedFlag(
         {"fleet.kubernetes.resource": "endpointslices"},
         "the pods behind the Services are asked directly; --k8s-port is theirs",
     )
 
 
-def _watch_timeout(value: str, _: Given) -> Became:
-    return Became({}, "0 means none there") if value == "0" else Became({"fleet.kubernetes.watch_s": value})
+def _watch_timeout(value: str, _: Given) -> MappedFlag:
+    return (
+        MappedFlag({}, "0 means none there")
+        if value == "0"
+        else MappedFlag({"fleet.kubernetes.watch_s": value})
+    )
 
 
-def _backends(value: str, given: Given) -> Became:
+def _backends(value: str, given: Given) -> MappedFlag:
     if given.get("service-discovery") == "k8s":
-        return Became({}, "--service-discovery is k8s")
+        return MappedFlag({}, "--service-discovery is k8s")
     urls, models = _list(value), _list(given.get("static-models", ""))
     if models and len(models) != len(urls):
         raise ConfigError("--static-models", f"has {len(models)} models for {len(urls)} backends")
     served: dict[str, list[str]] = {url: [] for url in urls}
     for url, model in zip(urls, models, strict=False):
         served[url].append(model)
-    return Became({"fleet.workers": [{"url": url, "models": names} for url, names in served.items()]})
+    return MappedFlag({"fleet.workers": [{"url": url, "models": names} for url, names in served.items()]})
 
 
-def _models(_: str, given: Given) -> Became:
+def _models(_: str, given: Given) -> MappedFlag:
     if "static-backends" not in given or given.get("service-discovery") == "k8s":
-        return Became({}, "there are no --static-backends")
+        return MappedFlag({}, "there are no --static-backends")
     why = "each worker's /v1/models tells; this is for workers where it cannot be read"
-    return Became({}, why, is_used=True)
+    return MappedFlag({}, why, is_used=True)
 
 
-def _aliases(value: str, _: Given) -> Became:
+def _aliases(value: str, _: Given) -> MappedFlag:
     aliases: dict[str, object] = {}
     for pair in _list(value):
         alias, colon, model = pair.partition(":")
         if not colon or not alias or not model:
             raise ConfigError("--static-aliases", f"{pair!r} is not alias:model")
         aliases[f'fleet.aliases."{alias}"'] = model
-    return Became(aliases)
+    return MappedFlag(aliases)
 
 
-def _routing_logic(value: str, given: Given) -> Became:
+def _routing_logic(value: str, given: Given) -> MappedFlag:
     if value in ("roundrobin", "session", "prefixaware"):
-        return Became({"routing.strategy": value})
+        return MappedFlag({"routing.strategy": value})
     if value == "kvaware":
         # There, kvaware is asking the controller that workers report to.
         controller: dict[str, object] = {}
@@ -205,9 +209,9 @@ def _routing_logic(value: str, given: Given) -> Became:
             controller[f"{CONTROLLER}.enabled"] = True
             if "lmcache-controller-port" not in given:
                 controller[f"{CONTROLLER}.pull"] = "0.0.0.0:9000"
-        return Became({"routing.strategy": value, **controller})
+        return MappedFlag({"routing.strategy": value, **controller})
     if value == "loadaware":
-        return Became(
+        return MappedFlag(
             {"routing.strategy": "prefixaware"}, "whose cost counts load as well as cached prefixes"
         )
     if value.startswith("disaggregated_prefill"):
@@ -221,34 +225,36 @@ def _has_controller() -> bool:
     return bool(shape_at(Config, split(CONTROLLER)))
 
 
-def _controller(key: str, form: str = "{}") -> Callable[[str, Given], Became]:
+def _controller(key: str, form: str = "{}") -> Callable[[str, Given], MappedFlag]:
     """An option of the controller that workers with LMCache report to, with `--routing-logic kvaware`."""
 
-    def become(value: str, given: Given) -> Became:
+    def become(value: str, given: Given) -> MappedFlag:
         if given.get("routing-logic") != "kvaware":
-            return Became({}, "only with --routing-logic kvaware")
+            return MappedFlag({}, "only with --routing-logic kvaware")
         if not _has_controller():
-            return Became(
+            return MappedFlag(
                 {}, "kvroute is no controller of LMCache; it learns what workers hold in other ways"
             )
-        return Became({f"{CONTROLLER}.{key}": form.format(value)})
+        return MappedFlag({f"{CONTROLLER}.{key}": form.format(value)})
 
     return become
 
 
-def _session_key(value: str, _: Given) -> Became:
-    return Became({"routing.session.keys": [f"header:{value}", f"body:{value}"]})
+def _session_key(value: str, _: Given) -> MappedFlag:
+    return MappedFlag({"routing.session.keys": [f"header:{value}", f"body:{value}"]})
 
 
-def _retries(_: str, __: Given) -> Became:
+def _retries(_: str, __: Given) -> MappedFlag:
     statuses = [408, 429, 500, 502, 503, 504]
-    return Became({"retries.statuses": statuses}, "on another worker; a lost connection is retried anyway")
+    return MappedFlag(
+        {"retries.statuses": statuses}, "on another worker; a lost connection is retried anyway"
+    )
 
 
-def _rewriter(value: str, _: Given) -> Became:
+def _rewriter(value: str, _: Given) -> MappedFlag:
     if value != "noop":
         raise ConfigError("--request-rewriter", "has no counterpart: requests are forwarded as they are")
-    return Became({}, "requests are forwarded as they are")
+    return MappedFlag({}, "requests are forwarded as they are")
 
 
 def _list(text: str) -> list[str]:
@@ -355,7 +361,7 @@ def router_flags(command: _Command) -> _Command:
     return command
 
 
-def router_settings(flags: dict[str, Any]) -> list[Setting]:
+def router_settings(flags: dict[str, Any]) -> list[ConfigSetting]:
     """What the flags of that router amount to, told on stderr line by line; none given: nothing, silently.
 
     Changes `flags` where one of kvroute's own has values of that router. Raises ConfigError. Reads the
@@ -385,13 +391,13 @@ def router_settings(flags: dict[str, Any]) -> list[Setting]:
     return [*defaults, *translation.settings]
 
 
-def _defaults(flags: dict[str, Any]) -> list[Setting]:
+def _defaults(flags: dict[str, Any]) -> list[ConfigSetting]:
     """Where that router listens, unless anything at all may say otherwise."""
     context = click.get_current_context()
     if context.params.get("file") is not None:
         return []
     return [
-        Setting(split(path), value, "that router's default")
+        ConfigSetting(split(path), value, "that router's default")
         for path, value in DEFAULTS.items()
         if flags[path.rpartition(".")[2]] is None
         and ENVIRONMENT_PREFIX + path.upper().replace(".", "__") not in os.environ

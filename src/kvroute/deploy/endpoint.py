@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from kvroute.deploy.l2.backend import ServiceSpec, Setting
+from kvroute.deploy.l2.backend import L2Location, ServiceSpec
 from kvroute.deploy.placement import assign_gpus
 from kvroute.deploy.plan import (
     CPU_ENGINE_READY_S,
@@ -17,8 +17,8 @@ from kvroute.deploy.plan import (
     GATEWAY,
     SIM_READY_S,
     AdminKeyPlace,
-    Plan,
     PlannedProcess,
+    ProcessPlan,
     cpu_kv_cache_gib,
     gateway_process,
 )
@@ -34,7 +34,14 @@ from kvroute.deploy.render.lmcache import (
 )
 from kvroute.deploy.render.plan import Cache, EndpointPlan, suffix
 from kvroute.deploy.render.reach import L2_PASSWORD_OPTION, l2_password
-from kvroute.deploy.render.site import LOOPBACK, ReportPorts, ServerSite, Site, WorkerSite, local_site
+from kvroute.deploy.render.site import (
+    LOOPBACK,
+    DeploymentSite,
+    ReportPorts,
+    ServerSite,
+    WorkerSite,
+    local_site,
+)
 from kvroute.deploy.render.worker_args import vllm_spec, worker_argv
 from kvroute.deploy.shutdown import gateway_stop_s
 from kvroute.deploy.state import LOGS
@@ -70,7 +77,7 @@ class EndpointHost:
 class LocalEndpoint:
     """What to run, and the gateway's configuration, which it reads from `config_path`."""
 
-    plan: Plan
+    plan: ProcessPlan
     config: Mapping[str, Any]
     config_path: Path
     folders: tuple[Path, ...]
@@ -84,7 +91,7 @@ def simulated(endpoint: EndpointPlan) -> EndpointPlan:
 
 
 def local_config(
-    endpoint: EndpointPlan, site: Site, *, host: str | None = None, port: int | None = None
+    endpoint: EndpointPlan, site: DeploymentSite, *, host: str | None = None, port: int | None = None
 ) -> dict[str, Any]:
     """The gateway's configuration; `host` and `port` win over the spec's."""
     address = {"host": host, "port": port}
@@ -97,7 +104,7 @@ def local_config(
     return merged(config, {"server": {key: value for key, value in address.items() if value is not None}})
 
 
-def site_here(endpoint: EndpointPlan, find_port: FindPort, gpus: tuple[str, ...]) -> Site:
+def site_here(endpoint: EndpointPlan, find_port: FindPort, gpus: tuple[str, ...]) -> DeploymentSite:
     """`local_site` on free ports and the GPUs that are there. Raises `ConfigError` when there are too few."""
     usual = local_site(endpoint)
     shares = _gpu_shares(endpoint, gpus)
@@ -122,7 +129,7 @@ def site_here(endpoint: EndpointPlan, find_port: FindPort, gpus: tuple[str, ...]
     cache = endpoint.cache
     tier = None
     if cache is not None and cache.l2 is not None:
-        tier = cache.l2.tier(Setting(cache.l2_url, endpoint.extension, LOOPBACK, False, find_port(1)))
+        tier = cache.l2.tier(L2Location(cache.l2_url, endpoint.extension, LOOPBACK, False, find_port(1)))
     reports = ReportPorts(*(find_port(1) for _ in range(4)))
     return replace(usual, workers=tuple(workers), servers=servers, tier=tier, reports=reports)
 
@@ -142,7 +149,7 @@ def plan_endpoint_here(
     config = local_config(endpoint, site, host=bind, port=port)
     config_path = (host.state_dir / GATEWAY_CONFIG).absolute()
     cache, tier = endpoint.cache, site.tier
-    plan = Plan(
+    plan = ProcessPlan(
         workers=tuple(_worker(endpoint, each, site, at, host) for at, each in enumerate(site.workers)),
         gateway=gateway_process(
             (sys.executable, "-m", "kvroute", "serve", "-c", str(config_path), *host.admin_key.arguments),
@@ -179,7 +186,12 @@ def _service(service: ServiceSpec, host: EndpointHost) -> PlannedProcess:
 
 
 def _lmcache(
-    endpoint: EndpointPlan, cache: Cache, server: ServerSite, site: Site, number: int, host: EndpointHost
+    endpoint: EndpointPlan,
+    cache: Cache,
+    server: ServerSite,
+    site: DeploymentSite,
+    number: int,
+    host: EndpointHost,
 ) -> PlannedProcess:
     name = f"lmcache-{suffix(number)}" if len(site.servers) > 1 else "lmcache"
     argv = _here(server_argv(endpoint, cache, server, site), host)
@@ -200,7 +212,7 @@ def _lmcache(
     return PlannedProcess(child, url, f"{url}/healthcheck", LMCACHE_READY_S, lost, UNNOTICED_S)
 
 
-def _gateway_secrets(endpoint: EndpointPlan, site: Site, host: EndpointHost) -> dict[str, str]:
+def _gateway_secrets(endpoint: EndpointPlan, site: DeploymentSite, host: EndpointHost) -> dict[str, str]:
     """What the gateway needs to ask the second tier itself: never in its configuration."""
     if not l2_password(endpoint, site):
         return {}
@@ -216,7 +228,7 @@ def _password(host: EndpointHost) -> str:
 
 
 def _worker(
-    endpoint: EndpointPlan, worker: WorkerSite, site: Site, number: int, host: EndpointHost
+    endpoint: EndpointPlan, worker: WorkerSite, site: DeploymentSite, number: int, host: EndpointHost
 ) -> PlannedProcess:
     argv = _here(worker_argv(endpoint, worker, site), host)
     if endpoint.is_simulated:
@@ -257,7 +269,7 @@ def _gpu_shares(endpoint: EndpointPlan, gpus: tuple[str, ...]) -> tuple[tuple[st
         raise ConfigError("spec.replicas", str(exc).removeprefix(f"{exc.path}: ")) from None
 
 
-def _require_different_names(plan: Plan) -> None:
+def _require_different_names(plan: ProcessPlan) -> None:
     names = [process.child.name for stage in plan.stages for process in stage]
     twice = {name for name in names if names.count(name) > 1}
     if twice:

@@ -77,7 +77,7 @@ LAST_BACKOFF_S = 30.0
 STABLE_S = 60.0
 
 
-class Phase(Enum):
+class ProcessPhase(Enum):
     """Where a kept process is in its life."""
 
     WAITING = "waiting"
@@ -91,7 +91,7 @@ class Phase(Enum):
 class Status:
     """What to show about a kept process."""
 
-    phase: Phase = Phase.WAITING
+    phase: ProcessPhase = ProcessPhase.WAITING
     since: float = 0.0
     """When the phase began, by the keeper's clock."""
     restarts: int = 0
@@ -138,7 +138,7 @@ class Keeper:
         """Start it and wait until it serves. Raises `ProcessFailed`; the process is then stopped."""
         try:
             await self._child.start()
-            self._enter(Phase.STARTING)
+            self._enter(ProcessPhase.STARTING)
             await self._child.wait_ready(self.planned.ready_url, timeout_s=self.planned.ready_timeout_s)
         except BaseException as exc:
             await self.stop()
@@ -146,7 +146,7 @@ class Keeper:
                 # No process could be made, or its log not be written: it may go better later.
                 raise ProcessFailed(f"{self.name} could not be started: {exc.strerror or exc}") from exc
             raise
-        self._enter(Phase.READY)
+        self._enter(ProcessPhase.READY)
 
     async def keep_up(self) -> NoReturn:
         """From `bring_up` on: report each death with its last words, start again after a back-off
@@ -163,7 +163,7 @@ class Keeper:
                 backoff_s = FIRST_BACKOFF_S
             while True:
                 self._renewed_for = None
-                self._enter(Phase.DOWN)
+                self._enter(ProcessPhase.DOWN)
                 wait_s = self.planned.rest_s
                 if failure is not None:
                     wait_s = max(wait_s, backoff_s)
@@ -182,7 +182,7 @@ class Keeper:
     def renew(self, because_of: str) -> None:
         """End the process, so that `keep_up` starts it again; without waiting, and with its rest but no
         back-off if it was serving."""
-        if self.status.phase is Phase.READY:
+        if self.status.phase is ProcessPhase.READY:
             self._renewed_for = because_of
         self._child.terminate()
 
@@ -190,13 +190,13 @@ class Keeper:
         """End the process if it runs: SIGTERM, then SIGKILL after its grace."""
         if self._child.started:
             await self._child.stop()
-        self._enter(Phase.STOPPED)
+        self._enter(ProcessPhase.STOPPED)
 
     def kill(self) -> None:
         """SIGKILL the process if it runs, without waiting."""
         self._child.kill()
 
-    def _enter(self, phase: Phase) -> None:
+    def _enter(self, phase: ProcessPhase) -> None:
         self.status = Status(phase, self._clock.now(), self.status.restarts)
         self._changed(self)
 
@@ -234,7 +234,7 @@ async def _lines(console: Console, keepers: Sequence[Keeper], clock: Clock) -> N
     while True:
         await clock.sleep(LINE_EVERY_S)
         for keeper in keepers:
-            if keeper.status.phase is Phase.STARTING:
+            if keeper.status.phase is ProcessPhase.STARTING:
                 waited = clock.now() - keeper.status.since
                 line = f"{keeper.name}: starting, {waited:.0f} s: {_plain(keeper.last_line)[:90]}"
                 console.print(line, markup=False, highlight=False, soft_wrap=True)
@@ -245,10 +245,10 @@ def _table(keepers: Sequence[Keeper], now: float, spinner: Spinner, width: int) 
     for keeper in keepers:
         phase = keeper.status.phase
         mark: Spinner | Text = (
-            spinner if phase is Phase.STARTING else Text("✓" if phase is Phase.READY else "·")
+            spinner if phase is ProcessPhase.STARTING else Text("✓" if phase is ProcessPhase.READY else "·")
         )
-        waited = f"{now - keeper.status.since:.0f} s" if phase is Phase.STARTING else ""
-        line = _plain(keeper.last_line)[: max(20, width - 40)] if phase is Phase.STARTING else ""
+        waited = f"{now - keeper.status.since:.0f} s" if phase is ProcessPhase.STARTING else ""
+        line = _plain(keeper.last_line)[: max(20, width - 40)] if phase is ProcessPhase.STARTING else ""
         table.add_row(mark, keeper.name, phase.value, waited, Text(line, style="dim", no_wrap=True))
     return table
 

@@ -15,7 +15,7 @@ from kvroute.deploy.processes import ChildSpec
 from kvroute.deploy.render.reach import CONFIG, LMCACHE, WORKER_ARGS, findings_for
 from kvroute.deploy.spec.endpoint import Document
 from kvroute.deploy.spec.loading import Finding
-from kvroute.deploy.spec.source import Verdict, dotted
+from kvroute.deploy.spec.source import FieldVerdict, dotted
 from kvroute.deploy.state import LOGS
 from kvroute.deploy.tiny_model import TINY_MODELS
 from kvroute.deploy.vllm_command import (
@@ -134,7 +134,7 @@ class PlannedProcess:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ProcessPlan:
     """What to start: caches, workers, then the gateway in front of them."""
 
     workers: tuple[PlannedProcess, ...]
@@ -180,7 +180,7 @@ def uses_gpus(spec: UpSpec, gpus: tuple[str, ...]) -> bool:
     return spec.engine is Engine.VLLM and bool(gpus)
 
 
-def plan_up(spec: UpSpec, host: HostFacts) -> Plan:
+def plan_up(spec: UpSpec, host: HostFacts) -> ProcessPlan:
     """The plan for `spec` on `host`. Raises `ConfigError` for what cannot be had."""
     if spec.tensor_parallel_size > 1 and not uses_gpus(spec, host.gpus):
         raise ConfigError("tensor-parallel-size", "needs --engine vllm and GPUs, and none is visible")
@@ -192,7 +192,7 @@ def plan_up(spec: UpSpec, host: HostFacts) -> Plan:
     else:
         model = tiny or spec.model or DEFAULT_TINY_MODEL
         workers = _vllm(spec, host, model, str(folder) if tiny else model, tiny=tiny is not None)
-    return Plan(
+    return ProcessPlan(
         workers=workers,
         gateway=_gateway(spec, host, workers),
         model=model,
@@ -330,4 +330,4 @@ def local_findings(document: Document, findings: Iterable[Finding]) -> Iterator[
             continue
         # "applied, but ...": what is said of a field that does have an effect.
         but = [outcome for outcome in outcomes if outcome.text.startswith("applied")]
-        yield but[0] if but else dataclasses.replace(finding, verdict=Verdict.NOTED, text=SAYS)
+        yield but[0] if but else dataclasses.replace(finding, verdict=FieldVerdict.NOTED, text=SAYS)

@@ -17,7 +17,16 @@ from kvroute.clock import Clock
 from kvroute.deploy.endpoint import EndpointHost, LocalEndpoint, plan_endpoint_here
 from kvroute.deploy.engine_install import EngineVenv, install_engine, separate_environment
 from kvroute.deploy.placement import find_gpus
-from kvroute.deploy.plan import AdminKeyPlace, Engine, HostFacts, Plan, UpSpec, plan_up, port_count, uses_gpus
+from kvroute.deploy.plan import (
+    AdminKeyPlace,
+    Engine,
+    HostFacts,
+    ProcessPlan,
+    UpSpec,
+    plan_up,
+    port_count,
+    uses_gpus,
+)
 from kvroute.deploy.render.config import config_text
 from kvroute.deploy.render.plan import EndpointPlan
 from kvroute.deploy.tiny_model import write_tiny_model
@@ -80,7 +89,7 @@ class FreePorts:
 SPEAKS_THE_SAME = {"redis-server": "valkey-server", "valkey-server": "redis-server"}
 
 
-async def prepare(spec: UpSpec, *, console: Console, clock: Clock) -> Plan:
+async def prepare(spec: UpSpec, *, console: Console, clock: Clock) -> ProcessPlan:
     """Look at the host, install the engine if it is needed, write the model; the plan to run."""
     require_free_port(spec.host, spec.port)
     environ = dict(os.environ)
@@ -113,7 +122,7 @@ class EndpointUp:
     admin_key: AdminKeyPlace = field(default_factory=AdminKeyPlace)
 
 
-async def prepare_endpoint(wanted: EndpointUp, *, console: Console, clock: Clock) -> Plan:
+async def prepare_endpoint(wanted: EndpointUp, *, console: Console, clock: Clock) -> ProcessPlan:
     """Look at the host, install the engine if it is needed, write the model and the gateway's
     configuration; the plan to run. Raises `ConfigError`, `EngineInstallError`."""
     environ = dict(os.environ)

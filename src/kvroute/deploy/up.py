@@ -15,8 +15,8 @@ from rich.console import Console
 from rich.text import Text
 
 from kvroute.clock import Clock
-from kvroute.deploy.keeper import Keeper, Phase, showing, sweep
-from kvroute.deploy.plan import Plan
+from kvroute.deploy.keeper import Keeper, ProcessPhase, showing, sweep
+from kvroute.deploy.plan import ProcessPlan
 from kvroute.deploy.state import ProcessState, StateFolder, UpState
 
 POLL_S = 0.2
@@ -128,7 +128,7 @@ def _size(path: Path) -> int:
         return 0
 
 
-Prepare = Callable[[], Awaitable[Plan]]
+Prepare = Callable[[], Awaitable[ProcessPlan]]
 
 
 async def run_up(
@@ -152,7 +152,7 @@ async def run_up(
 
 
 async def run_plan(
-    plan: Plan,
+    plan: ProcessPlan,
     keepers: list[Keeper],
     state: StateFolder,
     *,
@@ -170,7 +170,7 @@ async def run_plan(
         console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def changed(keeper: Keeper) -> None:
-        if keeper.status.phase is Phase.READY:
+        if keeper.status.phase is ProcessPhase.READY:
             again = " again" if keeper.status.restarts else ""
             report(f"{keeper.name} is ready{again}: {keeper.planned.url}")
             for other in keepers if keeper.status.restarts else ():
@@ -210,7 +210,7 @@ async def run_plan(
         await asyncio.to_thread(sweep)
 
 
-def told_of(plan: Plan, keepers: list[Keeper], clock: Clock) -> UpState:
+def told_of(plan: ProcessPlan, keepers: list[Keeper], clock: Clock) -> UpState:
     """What others are told of a running plan."""
     to_wall = clock.wall() - clock.now()
     return UpState(
@@ -240,7 +240,7 @@ def _first(error: Exception) -> Exception:
     return error
 
 
-def welcome(plan: Plan) -> str:
+def welcome(plan: ProcessPlan) -> str:
     """What to try now."""
     url = plan.gateway.url
     body = {"model": plan.model, "messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 32}

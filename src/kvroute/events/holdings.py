@@ -23,7 +23,7 @@ _SHARDS: Final = 64
 SHARD_MASK: Final = _SHARDS - 1
 
 
-class Names:
+class ShardedHashMap:
     """External hash -> our key. Mutable. Split into many small dicts: one of 100,000 entries takes several
     milliseconds whenever it grows."""
 
@@ -153,7 +153,7 @@ _hashed = cast("Callable[[bytes, int], BlockKey]", xxh3_64_intdigest)
 """A block's key from its tokens and its parent's: to name the type in a call would cost as much."""
 
 
-class Holdings:
+class HeldBlocks:
     """Mutable: `hold`, `hold_one`, `release`, `forget`, `forget_all`, `restore`. Counts into `counts`.
 
     `max_remembered` bounds the names kept of blocks that are gone (their children may still be announced).
@@ -167,13 +167,13 @@ class Holdings:
         self._counts = counts
         self._max_remembered = max_remembered
         self._holders = {tier: Holder(tier) for tier in Tier}
-        self._held = {tier: Names() for tier in Tier}
+        self._held = {tier: ShardedHashMap() for tier in Tier}
         self._gpu_shards, self._gpu_holder = self._held[Tier.GPU].shards(), self._holders[Tier.GPU]
         self._more: dict[Tier, dict[ExternalBlockHash, int]] = {tier: {} for tier in Tier}
         """Further copies of held blocks."""
         self._gone: dict[ExternalBlockHash, BlockKey] = {}
         self._gone_before: dict[ExternalBlockHash, BlockKey] = {}
-        self._garbage: list[Names] = []
+        self._garbage: list[ShardedHashMap] = []
         index.attach(slot, self._holders[Tier.GPU])
 
     def count(self, tier: Tier) -> int:
@@ -301,7 +301,7 @@ class Holdings:
         self.generation += 1
         self._index.clear(self._holders[tier])
         self._garbage.append(self._held[tier])
-        self._held[tier] = Names()
+        self._held[tier] = ShardedHashMap()
         self._gpu_shards = self._held[Tier.GPU].shards()
         self._more[tier] = {}
 

@@ -11,7 +11,7 @@ from math import inf
 import zmq
 import zmq.asyncio
 
-from kvroute.loop_slices import Turns
+from kvroute.loop_slices import TimeSlicer
 
 Frames = Sequence[bytes]
 """Of one message."""
@@ -177,7 +177,7 @@ class Listener:
         if self._inboxes.get(topic) is inbox:
             del self._inboxes[topic]
 
-    async def run(self, turns: Turns) -> None:
+    async def run(self, turns: TimeSlicer) -> None:
         """Receive; ends only by cancellation. As long as messages are there, receiving them does not wait:
         that has to stop for `turns`."""
         while True:

@@ -19,7 +19,7 @@ from kvroute.events.holdings import LedgerCounts, StreamCounts
 from kvroute.events.inbox import Inbox, Listener
 from kvroute.events.ledger import Ledger
 from kvroute.events.options import KvEventsOptions
-from kvroute.events.poller import Arrivals
+from kvroute.events.poller import SocketPoller
 from kvroute.events.repair import KnownPrompt, PromptMemory, Repairer
 from kvroute.events.snapshot import Captured, SnapshotFile
 from kvroute.events.sources import KvEventSource, find_sources
@@ -28,8 +28,8 @@ from kvroute.events.zmtp_inbox import ConnectedInbox
 from kvroute.fleet.fleet import FleetChange
 from kvroute.fleet.worker import Worker, WorkerId
 from kvroute.index.prefix_index import PrefixIndex
-from kvroute.index.trust import Reason, Trust
-from kvroute.loop_slices import Turns
+from kvroute.index.trust import MapTrust, TrustReason
+from kvroute.loop_slices import TimeSlicer
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,11 +44,11 @@ class Stream:
     prompts: PromptMemory
 
     @property
-    def trust(self) -> Trust:
+    def trust(self) -> MapTrust:
         return self.subscriber.trust
 
     @property
-    def reason(self) -> Reason | None:
+    def reason(self) -> TrustReason | None:
         """Why the map is not whole; None if it is."""
         return self.subscriber.reason
 
@@ -74,8 +74,8 @@ class StreamFigures:
 
     worker: WorkerId
     rank: int
-    trust: Trust
-    reason: Reason | None
+    trust: MapTrust
+    reason: TrustReason | None
     held_blocks: Mapping[Tier, int]
     aside_blocks: int
     counts: StreamCounts
@@ -117,8 +117,8 @@ class EventIngest:
         self._options = options
         self._streams_changed = streams_changed
         self._snapshot = SnapshotFile(options.snapshot.path) if options.snapshot.path else None
-        self._turns = Turns(clock, options.slice_ms)
-        self._arrivals = Arrivals(clock, options.slice_ms, self._turns)
+        self._turns = TimeSlicer(clock, options.slice_ms)
+        self._arrivals = SocketPoller(clock, options.slice_ms, self._turns)
         self.look = self._arrivals.look
         """Take in what has come by now, so that a decision is made on it."""
         self._streams: dict[Worker, list[Stream]] = {}
@@ -140,19 +140,19 @@ class EventIngest:
         """The worker's streams by rank; empty as long as none has been found."""
         return self._streams.get(worker, ())
 
-    def trust(self, worker: Worker) -> Trust:
+    def trust(self, worker: Worker) -> MapTrust:
         """The least trust in any of the worker's streams; NONE without one."""
         trusts = [stream.trust for stream in self.streams(worker)]
-        for trust in (Trust.NONE, Trust.PARTIAL):
+        for trust in (MapTrust.NONE, MapTrust.PARTIAL):
             if not trusts or trust in trusts:
                 return trust
-        return Trust.WHOLE
+        return MapTrust.WHOLE
 
-    def reason(self, worker: Worker) -> Reason | None:
+    def reason(self, worker: Worker) -> TrustReason | None:
         """Why `trust` is not WHOLE: that of the least trusted of its streams."""
         streams = self.streams(worker)
         if not streams:
-            return Reason.NO_EVENTS if worker in self._mute else Reason.REPLAYING
+            return TrustReason.NO_EVENTS if worker in self._mute else TrustReason.REPLAYING
         trust = self.trust(worker)
         return next(stream.reason for stream in streams if stream.trust is trust)
 
@@ -175,12 +175,12 @@ class EventIngest:
 
     # What answers tell
 
-    def distrust(self, worker: Worker, rank: int, reason: Reason | str) -> None:
+    def distrust(self, worker: Worker, rank: int, reason: TrustReason | str) -> None:
         """Predictions from this map do not come true: it is not used until it has been replayed from the
-        start, or begun from nothing. Raises ValueError for what is no `Reason`."""
+        start, or begun from nothing. Raises ValueError for what is no `TrustReason`."""
         for stream in self.streams(worker):
             if stream.rank == rank:
-                stream.subscriber.distrust(Reason(reason))
+                stream.subscriber.distrust(TrustReason(reason))
 
     @property
     def listening(self) -> tuple[str, ...]:

@@ -19,8 +19,8 @@ from kvroute.events.inbox import Frames
 from kvroute.events.ledger import Ledger
 from kvroute.events.options import KvEventsOptions
 from kvroute.events.sequence import Sequence as EventSequence
-from kvroute.index.trust import Reason, Silence, Standing
-from kvroute.loop_slices import Turns
+from kvroute.index.trust import SilenceDetector, TrustReason, TrustState
+from kvroute.loop_slices import TimeSlicer
 from kvroute.wire.batch_split import Piece, split_batch
 from kvroute.wire.vllm import AllBlocksCleared, EventBatch, decode_batch, decode_newest
 from kvroute.wire.zmq import EventMessage
@@ -49,12 +49,14 @@ class Intake:
         ledger: Ledger,
         clock: Clock,
         options: KvEventsOptions,
-        turns: Turns,
+        turns: TimeSlicer,
         pool_blocks: Callable[[], int | None],
     ) -> None:
         self.counts = StreamCounts()
         self.sequence = EventSequence()
-        self.standing = Standing(name, Silence(options.silent_requests, options.silent_s, clock.now()))
+        self.standing = TrustState(
+            name, SilenceDetector(options.silent_requests, options.silent_s, clock.now())
+        )
         self.epoch = 0
         """Rises when what is being taken in is of a process that is no more."""
         self.failures = 0
@@ -73,7 +75,7 @@ class Intake:
         """Blocks computed when one was last refused; None when nothing is missing for that."""
 
     @property
-    def reason(self) -> Reason | None:
+    def reason(self) -> TrustReason | None:
         """Why the map is not whole; None if it is."""
         standing, sequence = self.standing, self.sequence
         if (

@@ -13,8 +13,8 @@ from collections.abc import Iterator, Sequence
 from typing import Final, cast
 
 from kvroute.blocks.keys import KEY_TOKENS, BlockKey, Tier
-from kvroute.events.holdings import Holdings, LedgerCounts
-from kvroute.events.orphans import Answer, Aside, EarlyAnswers
+from kvroute.events.holdings import HeldBlocks, LedgerCounts
+from kvroute.events.orphans import OrphanBlocks, PendingConfirmations, ReportedPrompt
 from kvroute.events.sources import is_divisible, keys_of, pieces_of, root_seed, tier_of
 from kvroute.index.prefix_index import PrefixIndex
 from kvroute.index.snapshot import Part, Runs
@@ -59,11 +59,11 @@ class Ledger:
         self.forgotten = 0
         """Rises whenever the worker may have lost any block whose name is not known: see `confirm`."""
         self._index = index
-        self._holdings = Holdings(index, slot, self.counts, max_remembered)
-        self._aside = Aside(max_aside)
+        self._holdings = HeldBlocks(index, slot, self.counts, max_remembered)
+        self._aside = OrphanBlocks(max_aside)
         self.aside_names = self._aside.names
         """Blocks that the worker holds and we cannot place. Always the same mapping; to be read only."""
-        self._early = EarlyAnswers()
+        self._early = PendingConfirmations()
         self._nameless: dict[BlockKey, None] = {}
         """Held as a request has shown, but under names that were never heard."""
         self._group: int | None = None
@@ -193,7 +193,7 @@ class Ledger:
         size = self._block_tokens
         if not size or self._closed or since not in (None, self.forgotten):
             return 0
-        answer = Answer(keys, token_ids, cached_tokens, adapter)
+        answer = ReportedPrompt(keys, token_ids, cached_tokens, adapter)
         number = cached_tokens // size
         if self._aside.has_block(token_ids, size, number):
             return self._place_by(answer)
@@ -210,7 +210,7 @@ class Ledger:
                 self._early.drop(answer)
                 self._place_by(answer)
 
-    def _place_by(self, answer: Answer) -> int:
+    def _place_by(self, answer: ReportedPrompt) -> int:
         """How many blocks are believed by this answer that were not before."""
         keys, token_ids, cached_tokens, adapter = answer
         size = self._block_tokens

@@ -34,7 +34,7 @@ class Branch:
     start: int
 
 
-class Aside:
+class OrphanBlocks:
     """At most `max_blocks` of them. Mutable: `add`, `discard`, `take` and `clear`. `len` counts blocks that
     the worker still holds."""
 
@@ -168,7 +168,7 @@ _BATCHES: Final = 16
 other batches."""
 
 
-class Answer(NamedTuple):
+class ReportedPrompt(NamedTuple):
     """A prompt of which a worker reported `cached_tokens`; `keys` are its `blocks.tokens.prompt_keys`."""
 
     keys: Sequence[BlockKey]
@@ -179,11 +179,11 @@ class Answer(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Kept:
-    answer: Answer
+    answer: ReportedPrompt
     batches: int = _BATCHES
 
 
-class EarlyAnswers:
+class PendingConfirmations:
     """The newest of them, each for a few batches. Mutable: `add`, `tick`, `drop` and `clear`; keeps what it
     is given, without a copy. False if there is none."""
 
@@ -193,10 +193,10 @@ class EarlyAnswers:
     def __bool__(self) -> bool:
         return bool(self._kept)
 
-    def add(self, answer: Answer) -> None:
+    def add(self, answer: ReportedPrompt) -> None:
         self._kept.append(_Kept(answer))
 
-    def tick(self) -> list[Answer]:
+    def tick(self) -> list[ReportedPrompt]:
         """A batch has been taken in: those that may have waited for it."""
         answers = [kept.answer for kept in self._kept]
         for kept in self._kept:
@@ -204,7 +204,7 @@ class EarlyAnswers:
         self._kept = deque((kept for kept in self._kept if kept.batches), maxlen=_ANSWERS)
         return answers
 
-    def drop(self, answer: Answer) -> None:
+    def drop(self, answer: ReportedPrompt) -> None:
         """It has found its place."""
         self._kept = deque((kept for kept in self._kept if kept.answer is not answer), maxlen=_ANSWERS)
 

@@ -16,7 +16,7 @@ from math import inf
 from typing import Final
 
 from kvroute.clock import Clock
-from kvroute.loop_slices import Turns
+from kvroute.loop_slices import TimeSlicer
 
 PAUSE_S: Final = 0.02
 """The longest that a batch may stay unread while batches come often: with less than that between them."""
@@ -33,11 +33,11 @@ Read = Callable[[float], bool | None]
 be more, None if there was nothing."""
 
 
-class Arrivals:
+class SocketPoller:
     """The sockets of all streams of one event loop. Mutable: `add` and `remove`; whether the loop watches
     them changes with what comes."""
 
-    def __init__(self, clock: Clock, slice_ms: float, turns: Turns) -> None:
+    def __init__(self, clock: Clock, slice_ms: float, turns: TimeSlicer) -> None:
         """`slice_ms` is the longest that a look may take."""
         self.clock = clock
         self._slice_s = slice_ms / 1000

@@ -26,7 +26,7 @@ from kvroute.events.ledger import Ledger
 from kvroute.events.options import ProbeOptions
 from kvroute.events.subscriber import KvEventSubscriber
 from kvroute.fleet.worker import Worker
-from kvroute.index.trust import Trust
+from kvroute.index.trust import MapTrust
 from kvroute.openai.isolation import is_key_space, transfer_params
 
 log = logging.getLogger(__name__)
@@ -133,7 +133,7 @@ class Repairer:
                 continue
             try:
                 for stream in self.streams:
-                    if stream.subscriber.trust is Trust.PARTIAL and await self._step(stream):
+                    if stream.subscriber.trust is MapTrust.PARTIAL and await self._step(stream):
                         break
             except Exception:
                 self.counts.failures += 1

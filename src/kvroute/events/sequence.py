@@ -14,7 +14,7 @@ from typing import Final
 _REMEMBERED: Final = 4096
 
 
-class Verdict(Enum):
+class SequenceVerdict(Enum):
     APPLY = "apply"
     SKIP = "skip"
     """Taken in already."""
@@ -78,13 +78,13 @@ class Sequence:
         """What is missing has come another way."""
         self.whole = True
 
-    def live(self, seq: int, digest: int) -> Verdict:
+    def live(self, seq: int, digest: int) -> SequenceVerdict:
         """APPLY, SKIP or REPLAY."""
         if not self.is_sure or seq > self.expected:
-            return Verdict.REPLAY
+            return SequenceVerdict.REPLAY
         if seq == self.expected:
-            return Verdict.APPLY
-        return Verdict.SKIP if self._digests.get(seq) == digest else Verdict.REPLAY
+            return SequenceVerdict.APPLY
+        return SequenceVerdict.SKIP if self._digests.get(seq) == digest else SequenceVerdict.REPLAY
 
     def applied(self, seq: int, digest: int, *, cleared: bool = False) -> None:
         """The message has been taken in; with `cleared` it said that the cache is empty."""
@@ -101,28 +101,28 @@ class Sequence:
         self._verified = not self._digests
         return self.replay_start
 
-    def replayed(self, seq: int, digest: int) -> Verdict:
+    def replayed(self, seq: int, digest: int) -> SequenceVerdict:
         """APPLY, SKIP, BEGIN or RESTART."""
         if not self._verified:
             if self._digests.get(seq) == digest and seq == self.expected - 1:
                 self._verified = True
-                return Verdict.SKIP
-            return Verdict.RESTART
+                return SequenceVerdict.SKIP
+            return SequenceVerdict.RESTART
         if not self._digests:
             self.whole = seq == 0
-            return Verdict.BEGIN
+            return SequenceVerdict.BEGIN
         if seq == self.expected:
-            return Verdict.APPLY
-        return Verdict.SKIP if seq < self.expected else Verdict.RESTART
+            return SequenceVerdict.APPLY
+        return SequenceVerdict.SKIP if seq < self.expected else SequenceVerdict.RESTART
 
-    def ended(self) -> Verdict:
+    def ended(self) -> SequenceVerdict:
         """The replay is complete: APPLY if all is well, RESTART if this is not the stream that we knew."""
         if not self._verified:
-            return Verdict.RESTART
+            return SequenceVerdict.RESTART
         if not self.expected:
             self.whole = True
         self.is_sure = True
-        return Verdict.APPLY
+        return SequenceVerdict.APPLY
 
     def lost(self, next_seq: int) -> None:
         """What is missing cannot be had. Drop what is believed; history begins with `next_seq`."""

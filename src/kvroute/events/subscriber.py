@@ -23,11 +23,11 @@ from kvroute.events.inbox import Frames, Inbox
 from kvroute.events.intake import Intake
 from kvroute.events.ledger import Ledger
 from kvroute.events.options import KvEventsOptions
-from kvroute.events.sequence import Verdict
+from kvroute.events.sequence import SequenceVerdict
 from kvroute.index.snapshot import Frame, StreamHead, decode, encode
-from kvroute.index.trust import Reason, trust_for
-from kvroute.index.trust import Trust as Trust
-from kvroute.loop_slices import Turns
+from kvroute.index.trust import MapTrust as MapTrust
+from kvroute.index.trust import TrustReason, trust_for
+from kvroute.loop_slices import TimeSlicer
 from kvroute.wire.zmq import EventMessage, pack_replay_request, unpack_live, unpack_replay
 
 
@@ -90,7 +90,7 @@ class KvEventSubscriber:
         context: zmq.asyncio.Context,
         clock: Clock,
         options: KvEventsOptions,
-        turns: Turns,
+        turns: TimeSlicer,
         *,
         pool_blocks: Callable[[], int | None] = lambda: None,
         resumed: tuple[StreamHead, Sequence[Frame]] | None = None,
@@ -110,11 +110,11 @@ class KvEventSubscriber:
         self._reread_at: float | None = None
 
     @property
-    def trust(self) -> Trust:
+    def trust(self) -> MapTrust:
         return trust_for(self.reason)
 
     @property
-    def reason(self) -> Reason | None:
+    def reason(self) -> TrustReason | None:
         """Why the map is not whole; None if it is."""
         return self._intake.reason
 
@@ -140,7 +140,7 @@ class KvEventSubscriber:
         if new_tokens > (self._ledger.block_tokens or _LARGE_BLOCK):
             self._standing.silence.served(self._clock.now(), started)
 
-    def distrust(self, reason: Reason) -> None:
+    def distrust(self, reason: TrustReason) -> None:
         """The map does not do what it should. It is not used until it has been read anew: replayed from the
         start at once, but not again within `reread_s`; or, without a replay socket, begun from nothing."""
         self._standing.distrust(reason)
@@ -281,20 +281,20 @@ class KvEventSubscriber:
 
     async def _live(self, message: EventMessage) -> None:
         digest = xxh3_64_intdigest(message.payload)
-        while (verdict := self._sequence.live(message.seq, digest)) is Verdict.REPLAY:
+        while (verdict := self._sequence.live(message.seq, digest)) is SequenceVerdict.REPLAY:
             self.counts.gaps += self._sequence.is_sure
             if await self._replay():
                 # The worker remembers a batch before it answers a replay: what it does not know of now
                 # never came from it.
                 verdict = self._sequence.live(message.seq, digest)
-                if verdict is Verdict.REPLAY:
+                if verdict is SequenceVerdict.REPLAY:
                     self.counts.foreign += message.seq > self._sequence.expected
                     self.counts.duplicates += message.seq < self._sequence.expected
                     return
                 break
             if self._replay_endpoint is None or self._intake.failures >= self._options.replay_attempts:
                 self._intake.lose(message.seq)
-        if verdict is Verdict.SKIP:
+        if verdict is SequenceVerdict.SKIP:
             self.counts.duplicates += 1
             return
         if not await self._intake.take_in(message, digest):
@@ -335,17 +335,17 @@ class KvEventSubscriber:
                     return False
                 digest = xxh3_64_intdigest(message.payload)
                 verdict = sequence.replayed(message.seq, digest)
-                if verdict is Verdict.RESTART:
+                if verdict is SequenceVerdict.RESTART:
                     return False
-                if verdict is Verdict.SKIP:
+                if verdict is SequenceVerdict.SKIP:
                     continue
-                if verdict is Verdict.BEGIN:
+                if verdict is SequenceVerdict.BEGIN:
                     self._intake.forget()
                 if not await self._intake.take_in(message, digest):
                     self._intake.lose(message.seq + 1)
                 if epoch != self._intake.epoch:
                     return False
-        return epoch == self._intake.epoch and sequence.ended() is Verdict.APPLY
+        return epoch == self._intake.epoch and sequence.ended() is SequenceVerdict.APPLY
 
     def _read_anew(self) -> None:
         now = self._clock.now()

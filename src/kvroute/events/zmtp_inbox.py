@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 from kvroute.errors import WireError
 from kvroute.events.inbox import Frames, Inbox
-from kvroute.events.poller import Arrivals
+from kvroute.events.poller import SocketPoller
 from kvroute.wire.zmq import GREETING, MessageReader, check_greeting, command, ready, split_command
 from kvroute.wire.zmq import subscription as subscription_to
 
@@ -41,7 +41,7 @@ class ConnectedInbox(Inbox):
     connection is lost. Raises WireError for any other endpoint. No more is read while `queue` messages wait:
     further ones wait at the worker."""
 
-    def __init__(self, arrivals: Arrivals, endpoint: str, topic: str, queue: int) -> None:
+    def __init__(self, arrivals: SocketPoller, endpoint: str, topic: str, queue: int) -> None:
         super().__init__()
         self._arrivals = arrivals
         self._endpoint = endpoint
@@ -119,7 +119,7 @@ class ConnectedInbox(Inbox):
             self.lose()
 
     def _read(self, until: float) -> bool | None:
-        """Called when there may be something; `Arrivals` says when."""
+        """Called when there may be something; `SocketPoller` says when."""
         assert self._socket is not None
         came: bool | None = None
         try:

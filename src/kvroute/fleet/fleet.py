@@ -10,7 +10,7 @@ from itertools import count
 
 from kvroute.clock import Clock
 from kvroute.errors import InvalidRequest, NotFound
-from kvroute.fleet.membership import ByHand, WantedWorkers
+from kvroute.fleet.membership import AdminOverrides, DesiredWorkers
 from kvroute.fleet.probe import ModelCatalog, catalog_of
 from kvroute.fleet.worker import (
     Ejection,
@@ -93,7 +93,7 @@ class Fleet:
     def __init__(self, aliases: Mapping[str, str] | None = None, *, created: int = 0) -> None:
         self._aliases = dict(aliases or {})
         self._created = created
-        self._wanted = WantedWorkers()
+        self._wanted = DesiredWorkers()
         self._workers: dict[WorkerId, Worker] = {}
         self._below: dict[WorkerId, HealthState] = {}
         """What the state of each draining worker would be otherwise."""
@@ -102,7 +102,7 @@ class Fleet:
         self._assumed: set[WorkerId] = set()
         """Workers whose assumed capacity has been logged."""
         self._listeners: list[FleetListener] = []
-        self._hand_listeners: list[Callable[[ByHand], None]] = []
+        self._hand_listeners: list[Callable[[AdminOverrides], None]] = []
         self._views: dict[str, FleetView] = {}
         self.version = 0
         """Rises whenever membership, states or models change. Read only."""
@@ -169,7 +169,7 @@ class Fleet:
         """Make `specs` all that `source` wants; other sources' workers are untouched.
 
         New workers start UNKNOWN. A worker whose `url` changed is a new one. One that is no longer
-        wanted leaves every view at once; requests that run on it go on. `WantedWorkers` says what holds
+        wanted leaves every view at once; requests that run on it go on. `DesiredWorkers` says what holds
         where sources contradict each other.
         """
         self._wanted.replace(source, specs)
@@ -197,15 +197,15 @@ class Fleet:
 
     # What was done by hand, for other processes that have the same workers
 
-    def subscribe_by_hand(self, listener: Callable[[ByHand], None]) -> None:
+    def subscribe_by_hand(self, listener: Callable[[AdminOverrides], None]) -> None:
         """Hear what stands done by hand after each `add`, `remove`, `drain` and `undrain`."""
         self._hand_listeners.append(listener)
 
-    def by_hand(self) -> ByHand:
+    def by_hand(self) -> AdminOverrides:
         """All that stands done by hand."""
         return self._wanted.by_hand(frozenset(self._drained))
 
-    def follow_hand(self, done: ByHand) -> None:
+    def follow_hand(self, done: AdminOverrides) -> None:
         """Make what another process has been told by hand stand here, and nothing else; listeners of
         `subscribe_by_hand` do not hear of it. Drains of workers that are not known (yet) are kept."""
         before = self._drained

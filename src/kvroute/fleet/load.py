@@ -172,7 +172,7 @@ class WorkerLoad:
             self._through(self._head, end)
 
 
-class Held(Protocol):
+class Releasable(Protocol):
     """Something that a request holds until it is over."""
 
     def release(self) -> None: ...
@@ -198,7 +198,7 @@ class Reservation(Struct, eq=False):
     streamed: bool
     is_queued: bool = True
     is_finished: bool = False
-    lease: Held | None = None
+    lease: Releasable | None = None
     followers: Followers | None = None
 
     def first_token(self, now: float) -> None:

@@ -15,7 +15,7 @@ ADMIN = "admin"
 
 
 @dataclass(frozen=True, slots=True)
-class ByHand:
+class AdminOverrides:
     """What the admin API has changed about a fleet: workers added and removed by hand, and draining ones."""
 
     added: tuple[WorkerSpec, ...] = ()
@@ -23,7 +23,7 @@ class ByHand:
     drained: frozenset[WorkerId] = frozenset()
 
 
-class WantedWorkers:
+class DesiredWorkers:
     """Every source's own full set, and the one that comes out of them.
 
     Mutable: `replace`, `add` and `remove` change it. Where two sources name one id, ADMIN wins, else
@@ -58,11 +58,11 @@ class WantedWorkers:
         if any(worker_id in listed for listed in self._sources.values()):
             self._removed.add(worker_id)
 
-    def by_hand(self, drained: frozenset[WorkerId]) -> ByHand:
+    def by_hand(self, drained: frozenset[WorkerId]) -> AdminOverrides:
         """What `add` and `remove` have left standing, with what the fleet adds to it."""
-        return ByHand(tuple(self._sources[ADMIN].values()), frozenset(self._removed), drained)
+        return AdminOverrides(tuple(self._sources[ADMIN].values()), frozenset(self._removed), drained)
 
-    def follow_hand(self, done: ByHand) -> None:
+    def follow_hand(self, done: AdminOverrides) -> None:
         """Make what another process has been told by hand stand here."""
         self._sources[ADMIN] = {spec.id: spec for spec in done.added}
         self._removed = set(done.removed)

@@ -10,7 +10,7 @@ import msgspec
 from msgspec import Struct
 
 from kvroute.fleet.worker import Worker
-from kvroute.gateway.planner import Plan
+from kvroute.gateway.planner import RequestPlan
 from kvroute.metrics import Metrics
 from kvroute.openai.request import UNREADABLE
 from kvroute.routing.audit import Audit, Prediction
@@ -176,7 +176,7 @@ class PredictionAudit:
         self._metrics = metrics
         self._feedback = feedback
 
-    def answered(self, plan: Plan, candidate: Candidate, usage: Usage) -> None:
+    def answered(self, plan: RequestPlan, candidate: Candidate, usage: Usage) -> None:
         """An answer is complete, and told what it used. Costs a few us; never raises for what it says."""
         feedback = self._feedback
         if feedback is None and usage.cached_tokens is None:

@@ -22,7 +22,7 @@ from kvroute.gateway.journal import Journal
 from kvroute.openai.request import parse_object
 from kvroute.routing.audit import Audit
 from kvroute.routing.router import Router
-from kvroute.routing.strategy import Reason, RouteDecision
+from kvroute.routing.strategy import RouteDecision, RouteReason
 
 audit_log = logging.getLogger("kvroute.admin")
 """One line for each change: what, to which worker, from which address and with which key's fingerprint."""
@@ -30,7 +30,7 @@ audit_log = logging.getLogger("kvroute.admin")
 _MAX_BODY_BYTES = 64 * 1024
 
 
-class Elsewhere(Protocol):
+class PeerProcesses(Protocol):
     """Other gateway processes that serve the same address: what each of them alone knows."""
 
     async def decisions(self, limit: int, own: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -50,7 +50,7 @@ def admin_routes(
     masked_config: Callable[[], Mapping[str, Any]],
     audit: Audit,
     caches: Callable[[], Mapping[str, Any]],
-    elsewhere: Elsewhere | None = None,
+    elsewhere: PeerProcesses | None = None,
 ) -> APIRouter:
     """Routes under /admin. `masked_config` gives the resolved configuration without its secrets, `caches`
     what is known of the workers' caches beside what was sent there; `elsewhere` is where else requests
@@ -196,7 +196,7 @@ def routed(decision: RouteDecision) -> None:
     """A request is about to be sent. Says nothing of other strategies than kvaware."""
     if decision.strategy != _KVAWARE:
         return
-    if decision.reason is Reason.KV_HIT or decision.ranking[0].matched_tokens:
+    if decision.reason is RouteReason.KV_HIT or decision.ranking[0].matched_tokens:
         log.info("Routing request to %s found by kvaware router", decision.ranking[0].worker.id)
     else:
         log.info("Matched instance url None")

@@ -21,7 +21,7 @@ from kvroute.gateway.dataplane import DataPlane, InferenceEndpoint, StoredRespon
 from kvroute.gateway.downstream import Application, ClientDisconnected, Receive, Scope, Send
 from kvroute.gateway.edge import HOST
 from kvroute.gateway.failures import error_body
-from kvroute.gateway.request_heads import LENGTH, MOST_HEAD_BYTES, Kinds, Line, PlainRequest
+from kvroute.gateway.request_heads import LENGTH, MOST_HEAD_BYTES, HeadShapeCache, Line, PlainRequest
 from kvroute.openai.endpoints import ENDPOINTS, BodyKind, Endpoint
 from kvroute.upstream.headers import HOP_BY_HOP, NOT_RELAYED
 from kvroute.upstream.plain_answer import FIELD
@@ -199,7 +199,7 @@ class PlainRequests:
         self._known: dict[bytes, Line] = {}
         self._most_bytes = min(max_head_bytes, MOST_HEAD_BYTES)
         self._most_lines = max_header_lines
-        self._kinds = Kinds(added_fields, self._most_bytes)
+        self._kinds = HeadShapeCache(added_fields, self._most_bytes)
 
     def read(self, data: bytes) -> PlainRequest | None:
         """The head at the start of `data`; None unless it is there as a whole and plain. About 9 us, 1.5

@@ -9,11 +9,15 @@ from kvroute.events.ingest import EventIngest, Stream
 from kvroute.fleet.worker import Worker
 from kvroute.index.chunk_index import ChunkIndex
 from kvroute.index.prefix_index import PrefixIndex
-from kvroute.index.trust import Reason, Trust, trust_for
+from kvroute.index.trust import MapTrust, TrustReason, trust_for
 from kvroute.routing.strategy import CachePlace, ExactPrompt, Standing, Tokens
 
 _new: Final = tuple.__new__
-_STANDINGS = {Trust.WHOLE: Standing.WHOLE, Trust.PARTIAL: Standing.PARTIAL, Trust.NONE: Standing.NONE}
+_STANDINGS = {
+    MapTrust.WHOLE: Standing.WHOLE,
+    MapTrust.PARTIAL: Standing.PARTIAL,
+    MapTrust.NONE: Standing.NONE,
+}
 
 
 class LiveCaches:
@@ -36,7 +40,7 @@ class LiveCaches:
         self._ingest = ingest
         self.look = ingest.look
         self._told_by_lmcache = told_by_lmcache
-        self._given: dict[int, tuple[Reason | None, tuple[CachePlace]]] = {}
+        self._given: dict[int, tuple[TrustReason | None, tuple[CachePlace]]] = {}
         """By slot."""
 
     def places(self, worker: Worker) -> Sequence[CachePlace]:

@@ -14,7 +14,7 @@ from typing import Any, cast
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
-from kvroute.gateway.downstream import DEPARTURE, FIELDS, IS_SIZED, Departure, Headers, field_pairs
+from kvroute.gateway.downstream import DEPARTURE, FIELDS, IS_SIZED, DisconnectSignal, Headers, field_pairs
 
 _PIECE_BYTES = 1_048_576
 """Who waits for a body gets it whole, or in pieces of at least this size."""
@@ -36,7 +36,7 @@ class TrimmedCycle(RequestResponseCycle):
     """The application waits for more of the body."""
     head: bytes
     """Of the answer, not yet written."""
-    departure: Departure
+    departure: DisconnectSignal
     soon: Callable[..., object]
     """The loop's `call_soon`."""
 
@@ -159,7 +159,7 @@ class CompleteProtocol(HttpToolsProtocol):
         cycle.is_awaited = False
         cycle.head = b""
         cycle.soon = self.loop.call_soon
-        cycle.departure = Departure()
+        cycle.departure = DisconnectSignal()
         extensions: dict[str, Any] = cast(Any, cycle.scope).setdefault("extensions", {})
         extensions[DEPARTURE] = cycle.departure
 

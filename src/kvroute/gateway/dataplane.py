@@ -37,10 +37,10 @@ from kvroute.gateway.downstream import (
     header,
     read_body,
 )
-from kvroute.gateway.exchange import CLIENT_LEFT, Collaborators, Exchange
+from kvroute.gateway.exchange import CLIENT_LEFT, Exchange, ExchangeDeps
 from kvroute.gateway.failures import InternalError, refuse
-from kvroute.gateway.journal import Going, Pending, Record
-from kvroute.gateway.planner import Plan, Planner
+from kvroute.gateway.journal import InFlightRequest, PendingExchange, Record
+from kvroute.gateway.planner import Planner, RequestPlan
 from kvroute.gateway.preparation import Prepared, Preparer
 from kvroute.gateway.stored import StoredResponses, check_response_id
 from kvroute.openai.bounded import STEPWISE_BYTES, Bounded
@@ -75,7 +75,7 @@ class DataPlane:
         self,
         planner: Planner,
         stored: StoredResponses,
-        use: Collaborators,
+        use: ExchangeDeps,
         keys: KeyCheck,
         outbox: Outbox,
         *,
@@ -119,7 +119,7 @@ class DataPlane:
         self._time = use.clock.now
         self._request_bytes = use.metrics.request_bytes.later
         self._routing_time = use.metrics.routing_time.later
-        self._running: set[Going] = set()
+        self._running: set[InFlightRequest] = set()
         self._ended = self._running.discard
         self._preparing: set[asyncio.Task[None]] = set()
         self._watchers: set[asyncio.Task[None]] = set()
@@ -253,7 +253,7 @@ class DataPlane:
         client: Downstream,
         owner: WorkerId | None = None,
         prepared: Prepared | None = None,
-    ) -> Going:
+    ) -> InFlightRequest:
         """Plan the request and begin its exchange, at once or, where its tokens are wanted first and take
         time, soon: then with `prepared`. Raises what `Planner.plan` raises."""
         preparer = self._preparer
@@ -264,7 +264,7 @@ class DataPlane:
                 if prepared is None:
                     prepare, name = preparer.prepare, model
 
-                    async def begin() -> Going:
+                    async def begin() -> InFlightRequest:
                         found = await prepare(request, name)
                         return self.relay(request, target, headers, fields, record, client, owner, found)
 
@@ -295,10 +295,10 @@ class DataPlane:
         fields: bytes,
         record: Record,
         client: Downstream,
-    ) -> Going:
+    ) -> InFlightRequest:
         """`read_in_turns` and `relay`, soon."""
 
-        async def begin() -> Going:
+        async def begin() -> InFlightRequest:
             request = await self.read_in_turns(endpoint, body, headers)
             return self.relay(request, target, headers, fields, record, client)
 
@@ -309,11 +309,11 @@ class DataPlane:
         shape: ErrorShape,
         record: Record,
         client: Downstream,
-        begin: Callable[[], Coroutine[None, None, Going]],
-    ) -> Pending:
+        begin: Callable[[], Coroutine[None, None, InFlightRequest]],
+    ) -> PendingExchange:
         """What `begin` begins after a while."""
 
-        async def prepare() -> Going | None:
+        async def prepare() -> InFlightRequest | None:
             exchange = None
             try:
                 exchange = await begin()
@@ -324,7 +324,7 @@ class DataPlane:
             self._running.discard(pending)
             return exchange
 
-        def left(pending: Pending, by: str) -> None:
+        def left(pending: PendingExchange, by: str) -> None:
             self._running.discard(pending)
             record.ended_by = by
             self.metrics.streams_aborted.labels(by).inc()
@@ -335,13 +335,13 @@ class DataPlane:
             else:
                 self.refuse(record, ShuttingDown("The gateway is shutting down."), client, shape)
 
-        pending = Pending(prepare, left)
+        pending = PendingExchange(prepare, left)
         self._preparing.add(pending.task)
         pending.task.add_done_callback(self._preparing.discard)
         self._running.add(pending)
         return pending
 
-    def begin(self, plan: Plan, fields: bytes, record: Record, client: Downstream) -> Exchange:
+    def begin(self, plan: RequestPlan, fields: bytes, record: Record, client: Downstream) -> Exchange:
         """Start an exchange; it ends by itself, or by `Exchange.end`."""
         exchange = Exchange(self.use, plan, record, fields, client, self._ended)
         self._running.add(exchange)
@@ -367,7 +367,7 @@ class DataPlane:
         self.refuse(record, InternalError("Internal error."), client, shape)
 
     async def deliver(
-        self, exchange: Going, answer: AsgiAnswer, scope: Scope, receive: Receive, send: Send
+        self, exchange: InFlightRequest, answer: AsgiAnswer, scope: Scope, receive: Receive, send: Send
     ) -> None:
         """See an exchange through ASGI, while watching for its client to leave."""
         departure = departure_of(scope)

@@ -18,16 +18,16 @@ Headers = list[tuple[bytes, bytes]]
 
 
 DEPARTURE = "kvroute.departure"
-"""Key in a scope's `extensions` of its `Departure`, where the server offers one."""
+"""Key in a scope's `extensions` of its `DisconnectSignal`, where the server offers one."""
 
 FIELDS = "kvroute.fields"
 """Key in the message that begins an answer: its header lines, valid and ready, none of framing but perhaps
 Content-Length, in place of `headers`. The next key says whether that is there. For a server that offers a
-`Departure`."""
+`DisconnectSignal`."""
 IS_SIZED = "kvroute.is_sized"
 
 
-class Departure:
+class DisconnectSignal:
     """Tells of a client that leaves before its answer is complete, in place of a task that awaits `receive`.
 
     Mutable: by one who is to be told, and by the server, once.
@@ -62,7 +62,7 @@ class ClientDisconnected(KvrouteError):
     """The client left; nobody is there to be answered."""
 
 
-def departure_of(scope: Scope) -> Departure | None:
+def departure_of(scope: Scope) -> DisconnectSignal | None:
     """None where the server offers none."""
     extensions = scope.get("extensions")
     return extensions.get(DEPARTURE) if extensions else None

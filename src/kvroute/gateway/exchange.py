@@ -32,7 +32,7 @@ from kvroute.gateway.accuracy import Attribution, PredictionAudit, usage_in
 from kvroute.gateway.downstream import Downstream, header
 from kvroute.gateway.failures import InternalError, error_event, refuse
 from kvroute.gateway.journal import Journal, Record
-from kvroute.gateway.planner import Plan
+from kvroute.gateway.planner import RequestPlan
 from kvroute.gateway.stored import ResponseOwners, response_id_in
 from kvroute.metrics import Metrics, Spread
 from kvroute.routing.router import Dispatch, Router
@@ -56,7 +56,7 @@ CLIENT_LEFT = 499
 
 
 @dataclass(frozen=True, slots=True)
-class Collaborators:
+class ExchangeDeps:
     """What every exchange uses; built once by the runtime."""
 
     router: Router
@@ -87,8 +87,8 @@ class Exchange(Struct, eq=False):
     once, at the end.
     """
 
-    _use: Collaborators
-    _plan: Plan
+    _use: ExchangeDeps
+    _plan: RequestPlan
     _record: Record
     _fields: bytes
     _client: Downstream

@@ -22,8 +22,8 @@ from kvroute.gateway.application import PlainRequests
 from kvroute.gateway.dataplane import DataPlane, left
 from kvroute.gateway.downstream import Headers
 from kvroute.gateway.edge import ClientBounds, EdgeProtocol
-from kvroute.gateway.journal import Going, Record
-from kvroute.gateway.request_heads import Beginning, PlainRequest
+from kvroute.gateway.journal import InFlightRequest, Record
+from kvroute.gateway.request_heads import ConnectionTemplate, PlainRequest
 from kvroute.openai.bounded import STEPWISE_BYTES
 from kvroute.openai.endpoints import ENDPOINTS
 from kvroute.upstream.connection import Deadline
@@ -57,7 +57,7 @@ def fast_lane(plane: DataPlane, bounds: ClientBounds) -> type[FastLaneProtocol]:
         max_head_bytes=min(bounds.max_head_bytes, bounds.max_line_bytes),
         max_header_lines=bounds.max_header_lines,
     )
-    members = {"plane": plane, "plain": requests, "beginning": Beginning()}
+    members = {"plane": plane, "plain": requests, "beginning": ConnectionTemplate()}
     return type("BoundFastLane", (FastLaneProtocol,), members)
 
 
@@ -73,7 +73,7 @@ class FastLaneProtocol(EdgeProtocol):
 
     plane: ClassVar[DataPlane]
     plain: ClassVar[PlainRequests]
-    beginning: ClassVar[Beginning]
+    beginning: ClassVar[ConnectionTemplate]
 
     def __init__(
         self,
@@ -105,7 +105,7 @@ class FastLaneProtocol(EdgeProtocol):
         self._record: Record | None = None
         self._segments: list[bytes] | None = None
         self._missing_bytes = 0
-        self._exchange: Going | None = None
+        self._exchange: InFlightRequest | None = None
         self._head = b""
         self._is_chunked = False
         self._ahead = b""
@@ -271,7 +271,7 @@ class FastLaneProtocol(EdgeProtocol):
     def _begin(self, request: PlainRequest, headers: Headers, record: Record, body: bytes) -> None:
         plane, endpoint = self._plane, request.endpoint
         self._lane = _BUSY
-        exchange: Going
+        exchange: InFlightRequest
         try:
             if len(body) > STEPWISE_BYTES:
                 exchange = plane.relay_large(

@@ -172,7 +172,7 @@ def _described(wall: float, duration: float, record: Record) -> dict[str, Any]:
     return entry
 
 
-class Going(Protocol):
+class InFlightRequest(Protocol):
     """What a client's connection holds on to while its request is under way."""
 
     @property
@@ -182,18 +182,18 @@ class Going(Protocol):
     def go_on(self) -> None: ...
 
 
-Prepare: TypeAlias = Callable[[], Coroutine[None, None, Going | None]]
+Prepare: TypeAlias = Callable[[], Coroutine[None, None, InFlightRequest | None]]
 
 
-class Pending:
+class PendingExchange:
     """Stands for an exchange until there is one, then for that.
 
     `prepare` ends with the exchange, or None when the request was answered otherwise; `left` is called when
     it was told to end before, with who told it. Mutable: by its task. Belongs to one event loop.
     """
 
-    def __init__(self, prepare: Prepare, left: Callable[[Pending, str], None]) -> None:
-        self._exchange: Going | None = None
+    def __init__(self, prepare: Prepare, left: Callable[[PendingExchange, str], None]) -> None:
+        self._exchange: InFlightRequest | None = None
         self._left = left
         self._is_over = False
         self._task = asyncio.create_task(self._prepared(prepare), name="preparing a request")

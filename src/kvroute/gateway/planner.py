@@ -34,7 +34,7 @@ _ANCHORED_BYTES = 16_384
 """Longer prompts have most of their keys made while they are routed, shorter ones are hashed as quickly."""
 
 
-class Plan(Struct, eq=False, gc=False):
+class RequestPlan(Struct, eq=False, gc=False):
     """What is going to happen to one request; not changed once made.
 
     `model` is the name its workers know it by, `target` path and query as they came; `stores_response`
@@ -126,7 +126,7 @@ class Planner:
         prepared: Prepared | None = None,
         *,
         with_session: bool = False,
-    ) -> Plan:
+    ) -> RequestPlan:
         """Choose. `owner` is the worker that holds the stored response which the request continues;
         `with_session` looks for a session key even if the strategy does not ask for one; `prepared` is what
         `unprepared` asked for.
@@ -179,7 +179,7 @@ class Planner:
         if decision is None:
             decision = self._router.decide(query, view, strategy)
         endpoint = request.endpoint
-        return Plan(
+        return RequestPlan(
             b"POST",
             target,
             body,

@@ -22,7 +22,7 @@ from kvroute.openai.isolation import check_can_be_isolated, client_salt, isolate
 from kvroute.openai.prompt import cache_salt_of
 from kvroute.openai.request import InferenceRequest
 from kvroute.routing.strategy import ExactPrompt, Probed
-from kvroute.tokens.options import Reason
+from kvroute.tokens.options import TokensReason
 
 if TYPE_CHECKING:
     from kvroute.tokens.exact import ExactPrompts, ExactTokens
@@ -173,7 +173,7 @@ Probe: TypeAlias = Callable[[Sequence[ExactPrompt]], Awaitable[Sequence[Probed]]
 DeadlineOf: TypeAlias = Callable[[str, int], float]
 """Seconds that a request may wait for its tokens, by model and bytes of its body."""
 
-_OVERLOADED = (Reason.LATE, Reason.BUSY)
+_OVERLOADED = (TokensReason.LATE, TokensReason.BUSY)
 """Reasons that say that tokenizing is too slow, and nothing about the request."""
 
 
@@ -226,7 +226,7 @@ class Preparer:
         found = self._tokens.prompts_at_once(request, model=base or model)
         if found is None:
             return None
-        if isinstance(found, Reason):
+        if isinstance(found, TokensReason):
             return self._inexact(model, found)
         salt = self._isolation.salt(request, model)
         adapter = model if base else None
@@ -243,7 +243,7 @@ class Preparer:
         """Waits for tokens no longer than the request's deadline; never raises but for cancellation. `model`
         is the name its workers know it by."""
         base = self._base(model)
-        found: ExactPrompts | Reason = Reason.NO_SOURCE
+        found: ExactPrompts | TokensReason = TokensReason.NO_SOURCE
         began = now = time.monotonic()
         until = began + self._deadline_s(model, len(request.body))
         for worker in self._fleet.view(model).workers[:2]:
@@ -251,10 +251,10 @@ class Preparer:
                 request, model=base or model, url=worker.spec.url, deadline_s=max(0.0, until - now)
             )
             now = time.monotonic()
-            if found is not Reason.WORKER_FAILED:
+            if found is not TokensReason.WORKER_FAILED:
                 break  # else: it may have died just now
         self._metrics.token_wait.observe(now - began)
-        if isinstance(found, Reason):
+        if isinstance(found, TokensReason):
             return self._inexact(model, found)
         salt = self._isolation.salt(request, model)
         adapter = model if base else None
@@ -278,7 +278,7 @@ class Preparer:
         self._count(model, is_late=False)
         return Prepared(tuple(prompts))
 
-    def _inexact(self, model: str, reason: Reason) -> Prepared:
+    def _inexact(self, model: str, reason: TokensReason) -> Prepared:
         self._metrics.inexact.labels(model, reason.value).inc()
         self._count(model, is_late=reason in _OVERLOADED)
         return Prepared(why_not=reason.value)

@@ -52,7 +52,7 @@ class PlainRequest(Struct, eq=False, gc=False):
     request_id: bytes
     body_at: int
     body_bytes: int
-    kind: Kind | None = None
+    kind: HeadShape | None = None
     _values: tuple[bytes, ...] = ()
     _headers: Headers | None = None
 
@@ -65,7 +65,7 @@ class PlainRequest(Struct, eq=False, gc=False):
         return self._headers
 
 
-class Kind:
+class HeadShape:
     """Heads that differ in the values of `varying` lines only. Not changed once made."""
 
     __slots__ = (
@@ -161,18 +161,18 @@ class Kind:
         return headers
 
 
-class _Kindred(Struct):
+class _HeadShapeStats(Struct):
     """Heads with the same names, while it shows what varies in them. Mutable: by each of them."""
 
     lines: Sequence[Line]
     varying: set[int]
     seen: int = 0
-    kind: Kind | None = None
+    kind: HeadShape | None = None
     is_odd: bool = False
     """A line varies that must not."""
 
 
-class Kinds:
+class HeadShapeCache:
     """Learns the kinds of the heads that it is told. Mutable: remembers at most 256, of heads of at most 2 KB
     each. `added` are the header lines that workers get from the gateway."""
 
@@ -180,14 +180,14 @@ class Kinds:
         """Heads of more than `most_bytes` are of no kind."""
         self._added = added
         self._most_bytes = most_bytes
-        self._kindred: dict[tuple[bytes, ...], _Kindred] = {}
-        self.latest: Kind | None = None
+        self._kindred: dict[tuple[bytes, ...], _HeadShapeStats] = {}
+        self.latest: HeadShape | None = None
         """The last one that became known, for who knows no better."""
 
     def __len__(self) -> int:
         return len(self._kindred)
 
-    def learn(self, endpoint: Endpoint, first: bytes, lines: Sequence[Line], size: int) -> Kind | None:
+    def learn(self, endpoint: Endpoint, first: bytes, lines: Sequence[Line], size: int) -> HeadShape | None:
         """A plain head came, of so many bytes; its kind, once that is known."""
         if size > _LARGEST_HEAD or len(lines) > _MOST_LINES:
             return None
@@ -197,7 +197,7 @@ class Kinds:
             if len(self._kindred) >= _MOST_KINDS:
                 self._kindred.clear()
             length = {place for place, line in enumerate(lines) if line.name == _LENGTH_NAME}
-            self._kindred[names] = _Kindred(lines, length)
+            self._kindred[names] = _HeadShapeStats(lines, length)
             return None
         if kindred.is_odd:
             return None
@@ -208,7 +208,7 @@ class Kinds:
                 kindred.is_odd = not line.may_vary
         kindred.seen += 1
         if kindred.kind is None and kindred.seen >= _ENOUGH and not kindred.is_odd:
-            self.latest = kindred.kind = Kind(
+            self.latest = kindred.kind = HeadShape(
                 endpoint, first, lines, kindred.varying, self._added, self._most_bytes
             )
         return kindred.kind
@@ -230,7 +230,7 @@ ITS_OWN = frozenset({"parser", "pipeline"})
 `fastlane_check` makes sure of."""
 
 
-class Beginning:
+class ConnectionTemplate:
     """The members of a connection as its making leaves them, but for `ITS_OWN`.
 
     Clients come together, and to make a connection step by step takes as long as a good part of a request;

@@ -11,9 +11,9 @@ import httpx
 from kvroute.errors import InvalidRequest, NoRoutableWorker
 from kvroute.fleet.fleet import Fleet
 from kvroute.fleet.worker import Worker, WorkerId
-from kvroute.gateway.planner import Plan
+from kvroute.gateway.planner import RequestPlan
 from kvroute.openai.endpoints import ErrorShape
-from kvroute.routing.strategy import Candidate, CostTerms, Reason, RouteDecision, RouteQuery
+from kvroute.routing.strategy import Candidate, CostTerms, RouteDecision, RouteQuery, RouteReason
 
 _ANY_ID = re.compile(r"[A-Za-z0-9_.~-]*[A-Za-z0-9_~-][A-Za-z0-9_.~-]*").fullmatch
 _RESPONSE_ID = re.compile(rb'"id"\s*:\s*"(resp_[A-Za-z0-9_-]{1,128})"')
@@ -88,7 +88,9 @@ class StoredResponses:
             return False
         return answer.status_code == 200
 
-    def plan(self, method: bytes, target: bytes, body: bytes, owner: WorkerId | None, now: float) -> Plan:
+    def plan(
+        self, method: bytes, target: bytes, body: bytes, owner: WorkerId | None, now: float
+    ) -> RequestPlan:
         """A request for a stored response itself: its owner, else any worker, whose 404 is the answer.
 
         Raises NoRoutableWorker.
@@ -100,8 +102,8 @@ class StoredResponses:
             raise NoRoutableWorker("No routable worker at the moment.", retry_after_s=1)
         ranking = tuple(Candidate(worker, 0.0, 0, 0.0, CostTerms()) for worker in chosen)
         query = RouteQuery(model="-", now=now, streamed=False)
-        decision = RouteDecision("-", Reason.RESPONSE_OWNER, ranking)
-        return Plan(method, target, body, "-", (), query, decision, errors=ErrorShape.RESPONSES)
+        decision = RouteDecision("-", RouteReason.RESPONSE_OWNER, ranking)
+        return RequestPlan(method, target, body, "-", (), query, decision, errors=ErrorShape.RESPONSES)
 
 
 def check_response_id(response_id: str) -> None:

@@ -28,7 +28,7 @@ ChunkStep = tuple[ChunkDomain, tuple[int, ...]]
 """Where to look, and for whom: the bits of the holders."""
 
 
-class Segment(NamedTuple):
+class LookupSegment(NamedTuple):
     """Chunks of a prompt that were looked up in one go."""
 
     start: int
@@ -69,8 +69,8 @@ class ChunkLine:
         self._wanted = wanted
         self._probed = probed
         self._starts: list[int] = []
-        self._segments: list[Segment] = []
-        self._last = Segment(0, 0, {})
+        self._segments: list[LookupSegment] = []
+        self._last = LookupSegment(0, 0, {})
         self.tokens = chunk_tokens
         self.total = len(keys)
 
@@ -127,7 +127,7 @@ class ChunkLine:
             position, offset = stop, 0
         return (in_l1, in_l2) if in_l1 or in_l2 else None
 
-    def _segment(self, position: int) -> Segment:
+    def _segment(self, position: int) -> LookupSegment:
         segment = self._last
         if segment.start <= position < segment.stop:
             return segment
@@ -143,7 +143,7 @@ class ChunkLine:
         self._segments.insert(place, segment)
         return segment
 
-    def _look(self, start: int, limit: int) -> Segment:
+    def _look(self, start: int, limit: int) -> LookupSegment:
         keys, made, seed, shards, wanted = self._keys, self._keys.made, self._seed, self._shards, self._wanted
         runs: dict[int, list[int]] = {}
         last, held, at = -1, 0, start
@@ -169,7 +169,7 @@ class ChunkLine:
             bit = held & -held
             held ^= bit
             runs[bit].append(at)
-        return Segment(start, at, runs)
+        return LookupSegment(start, at, runs)
 
     def _as_probed(self, key: ChunkKey, mask: int) -> int:
         for bit, there in self._probed:

@@ -17,7 +17,7 @@ from typing import NamedTuple, Protocol
 from kvroute.blocks.keys import BlockKey
 
 
-class Part:
+class HistoryShare:
     """One worker's share of a history, in blocks. Changed by its history only; read by anyone."""
 
     __slots__ = ("active_blocks", "blocks", "capacity_blocks", "worker")
@@ -43,7 +43,7 @@ class Part:
         return min(excess, self.blocks - self.active_blocks)
 
 
-class Lease(Protocol):
+class PinnedBlocks(Protocol):
     """Blocks of one unfinished request, pinned until released."""
 
     @property
@@ -79,7 +79,7 @@ class RouteHistory(Protocol):
     """
 
     @property
-    def parts(self) -> Mapping[int, Part]:
+    def parts(self) -> Mapping[int, HistoryShare]:
         """Each worker's live figures, of those that have been heard of; `part` gives any worker's."""
         ...
 
@@ -88,7 +88,7 @@ class RouteHistory(Protocol):
         nothing changes it later."""
         ...
 
-    def acquire(self, worker: int, keys: Sequence[BlockKey]) -> Lease:
+    def acquire(self, worker: int, keys: Sequence[BlockKey]) -> PinnedBlocks:
         """Record that `keys` went to `worker`, most recently used, pinned until the lease is released.
 
         Evicts the worker's least recently used unpinned blocks when the part is full; the part grows
@@ -96,7 +96,7 @@ class RouteHistory(Protocol):
         """
         ...
 
-    def part(self, worker: int) -> Part:
+    def part(self, worker: int) -> HistoryShare:
         """The worker's live figures. A new worker starts empty at the default capacity."""
         ...
 

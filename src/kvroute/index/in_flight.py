@@ -17,14 +17,14 @@ from msgspec import Struct
 from kvroute.blocks.keys import BlockKey
 
 
-class _Stretch(Struct, eq=False, gc=False):
+class _PathSegment(Struct, eq=False, gc=False):
     """Consecutive keys of one or more prompts, none of which leaves the others between them: those of `keys`
     from `begin` to `end`. Mutable; only `InFlight` changes it."""
 
     keys: Sequence[BlockKey]
     begin: int
     end: int
-    before: _Stretch | None
+    before: _PathSegment | None
     flights: dict[int, int]
     """Slot -> its prompts that run through here."""
     ended: int = 0
@@ -38,7 +38,7 @@ class _Place(Struct, eq=False, gc=False):
     is_forgotten: bool = False
 
 
-_Stretches = dict[int, _Stretch]
+_Stretches = dict[int, _PathSegment]
 _NOTHING: Final[tuple[Mapping[int, int], bool]] = MappingProxyType({}), False
 _MOST_ENDED: Final = 4096
 """Where nobody settles: in a process that makes no decisions, but hears of others'."""
@@ -49,7 +49,7 @@ class Flight(Struct, eq=False):
 
     _stretches: _Stretches
     _place: _Place
-    _last: _Stretch | None
+    _last: _PathSegment | None
     _ended: list[Flight]
     _has_ended: bool = False
 
@@ -142,7 +142,7 @@ class InFlight:
             return Flight(stretches, place, None, self.ended)
         stretch = stretches.get(first)
         if stretch is None:
-            last = stretches[first] = _Stretch(keys, 0, len(keys), None, {slot: 1})
+            last = stretches[first] = _PathSegment(keys, 0, len(keys), None, {slot: 1})
         else:
             last = self._beside(stretch, slot, keys)
         return Flight(stretches, place, last, self.ended)
@@ -168,7 +168,7 @@ class InFlight:
         """Stretches: for inspection."""
         return len(self._stretches)
 
-    def _beside(self, stretch: _Stretch, slot: int, keys: Sequence[BlockKey]) -> _Stretch:
+    def _beside(self, stretch: _PathSegment, slot: int, keys: Sequence[BlockKey]) -> _PathSegment:
         """Lay a prompt along others, of which `stretch` is the first it shares; its last one."""
         stretches, end = self._stretches, len(keys)
         while True:
@@ -181,21 +181,21 @@ class InFlight:
                 return stretch
             following = stretches.get(keys[depth])
             if following is None:
-                own = stretches[keys[depth]] = _Stretch(keys, depth, end, stretch, {slot: 1})
+                own = stretches[keys[depth]] = _PathSegment(keys, depth, end, stretch, {slot: 1})
                 return own
             stretch = following
 
-    def _parted(self, stretch: _Stretch, place: int) -> _Stretch:
+    def _parted(self, stretch: _PathSegment, place: int) -> _PathSegment:
         """What `stretch` has before `place` becomes a stretch of its own. Flights end in the rest."""
         keys = stretch.keys
-        head = _Stretch(keys, stretch.begin, place, stretch.before, dict(stretch.flights))
+        head = _PathSegment(keys, stretch.begin, place, stretch.before, dict(stretch.flights))
         self._stretches[keys[stretch.begin]] = head
         self._stretches[keys[place]] = stretch
         stretch.begin, stretch.before = place, head
         return head
 
 
-def _shared(stretch: _Stretch, keys: Sequence[BlockKey], end: int) -> int:
+def _shared(stretch: _PathSegment, keys: Sequence[BlockKey], end: int) -> int:
     """How many leading keys of a prompt of `end` are those of `stretch`, its first at least."""
     own, high = stretch.keys, stretch.end
     if high > end:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvroute.blocks.keys import KEY_TOKENS, BlockKey, Tier
-from kvroute.index.runs import Run, RunTable
+from kvroute.index.runs import BlockRun, RunTable
 
 
 class TierMatch(NamedTuple):
@@ -264,7 +264,7 @@ class _GpuLanes:
         stride, find, runs = table.stride, table.find, table.runs
         ends = keys if stride == 1 else keys[stride - 1 :: stride]
         position, total = 0, len(ends)
-        run: Run | None = None
+        run: BlockRun | None = None
         while position < total:
             key = ends[position]
             behind = None if run is None else runs.get(run.next)  # found sooner than by the key

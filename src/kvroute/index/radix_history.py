@@ -9,10 +9,10 @@ from typing import TypeAlias
 from msgspec import Struct
 
 from kvroute.blocks.keys import BlockKey
-from kvroute.index.history import HistorySize, Part
+from kvroute.index.history import HistoryShare, HistorySize
 
 
-class Run:
+class TreeEdge:
     """An edge of the tree: consecutive keys with no branch between them.
 
     At least one worker holds all of it. `full` is the bitmask of those workers; others in `holds` hold
@@ -26,7 +26,7 @@ class Run:
     begin: int
     """How many keys stand before it."""
 
-    def __init__(self, keys: array[int], parent: Run | None) -> None:
+    def __init__(self, keys: array[int], parent: TreeEdge | None) -> None:
         self.keys = keys
         self.last = keys[-1]
         self.parent = parent
@@ -54,7 +54,7 @@ class Hold:
 
     __slots__ = ("before", "blocks", "newer", "older", "pins", "run")
 
-    run: Run
+    run: TreeEdge
 
     def __init__(self) -> None:
         self.before: Hold | None = None
@@ -88,7 +88,7 @@ def shared_keys(run: array[int], keys: Sequence[BlockKey], pos: int) -> int:
     return low
 
 
-def full_holders(run: Run) -> int:
+def full_holders(run: TreeEdge) -> int:
     size, mask = len(run.keys), 0
     for worker, hold in run.holds.items():
         if hold.blocks == size:
@@ -96,16 +96,16 @@ def full_holders(run: Run) -> int:
     return mask
 
 
-_Found: TypeAlias = tuple[Run | None, Run | None, int, int]
+_Found: TypeAlias = tuple[TreeEdge | None, TreeEdge | None, int, int]
 
 
-class _RadixPart(Part):
+class _RadixPart(HistoryShare):
     __slots__ = ("bit", "free", "is_forgotten", "runs")
 
     def __init__(self, worker: int, capacity_blocks: int) -> None:
         super().__init__(worker, capacity_blocks)
         self.bit = 1 << worker
-        self.runs: set[Run] = set()
+        self.runs: set[TreeEdge] = set()
         self.free = Hold()
         """Ends of the circular queue: `free.newer` is evicted first, `free.older` last."""
         self.is_forgotten = False
@@ -123,8 +123,8 @@ class RadixHistory:
 
     def __init__(self, default_capacity_blocks: int) -> None:
         self._default_capacity = default_capacity_blocks
-        self._heads: dict[int, Run] = {}
-        self._ends: dict[int, Run] = {}
+        self._heads: dict[int, TreeEdge] = {}
+        self._ends: dict[int, TreeEdge] = {}
         """By last key."""
         self.parts: dict[int, _RadixPart] = {}
         self._walked: Sequence[BlockKey] | None = None
@@ -191,7 +191,7 @@ class RadixHistory:
                 self._trim(part)
         return _RadixLease(self, part, final, new_blocks)
 
-    def part(self, worker: int) -> Part:
+    def part(self, worker: int) -> HistoryShare:
         return self.parts.get(worker) or self._own_part(worker)
 
     def set_capacity(self, worker: int, blocks: int) -> None:
@@ -256,7 +256,7 @@ class RadixHistory:
     def _descend(self, keys: Sequence[BlockKey]) -> _Found:
         """As `_walk`, of keys that no run ends with."""
         heads = self._heads
-        whole: Run | None = None
+        whole: TreeEdge | None = None
         end, pos = len(keys), 0
         while pos < end:
             run = heads.get(keys[pos])
@@ -269,12 +269,12 @@ class RadixHistory:
             pos = behind
         return whole, None, 0, end
 
-    def _fill(self, part: _RadixPart, run: Run) -> tuple[Hold, int]:
+    def _fill(self, part: _RadixPart, run: TreeEdge) -> tuple[Hold, int]:
         """Hold `run` in full, and all before it; the hold, and how many blocks are new."""
         worker, bit, new_blocks = part.worker, part.bit, 0
         final: Hold | None = None
         behind: Hold | None = None
-        upwards: Run | None = run
+        upwards: TreeEdge | None = run
         while upwards is not None:
             if upwards.full & bit:
                 hold = upwards.holds[worker]
@@ -317,7 +317,7 @@ class RadixHistory:
         else:
             if last:
                 last.children += 1
-            last = self._heads[fresh[0]] = Run(fresh, last)
+            last = self._heads[fresh[0]] = TreeEdge(fresh, last)
             last.full = part.bit
             before, hold = hold, self._hold(part, last)
             hold.before = before
@@ -327,15 +327,15 @@ class RadixHistory:
         part.active_blocks += added
         return hold, added
 
-    def _hold(self, part: _RadixPart, run: Run) -> Hold:
+    def _hold(self, part: _RadixPart, run: TreeEdge) -> Hold:
         hold = run.holds[part.worker] = Hold()
         hold.run = run
         part.runs.add(run)
         return hold
 
-    def _split(self, run: Run, size: int) -> Run:
+    def _split(self, run: TreeEdge, size: int) -> TreeEdge:
         """Cut `run` after `size` keys; the new head. The tail keeps its identity: leases end there."""
-        head = Run(run.keys[:size], run.parent)
+        head = TreeEdge(run.keys[:size], run.parent)
         head.children = 1
         run.keys = run.keys[size:]
         run.parent = head
@@ -381,7 +381,7 @@ class RadixHistory:
                 part.runs.remove(run)
             self._shrink(run, part.bit)
 
-    def _shrink(self, run: Run, bit: int) -> None:
+    def _shrink(self, run: TreeEdge, bit: int) -> None:
         """Drop what of `run` no worker holds any more, after the hold behind `bit` went or became shorter."""
         run.full &= ~bit
         run.depths = None

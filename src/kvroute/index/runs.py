@@ -1,7 +1,7 @@
 """Blocks of one size: which lanes hold them, as runs of consecutive blocks with the same holders.
 
 A *lane* is one bit: one holder's blocks of this size. Along a prompt the set of holders changes rarely, so
-consecutive blocks with equal masks share one `Run`. Keys are chained, hence a prompt that agrees with a
+consecutive blocks with equal masks share one `BlockRun`. Keys are chained, hence a prompt that agrees with a
 run's last key agrees with all of it: a match looks at runs, not at blocks, and is exact with any holes.
 """
 
@@ -25,7 +25,7 @@ _SHARDS: Final = 256
 _MASK: Final = _SHARDS - 1
 
 
-class Run:
+class BlockRun:
     """Consecutive blocks with one mask. Mutable; only its `RunTable` changes it.
 
     `next` is the id of the run whose first block is the child of this one's last, if known, else 0.
@@ -80,7 +80,7 @@ class RunTable:
         self.blocks = 0
         self.live = 0
         """Lanes in use. A mask may have other bits too, of closed lanes: they mean nothing."""
-        self.runs: dict[int, Run] = {}
+        self.runs: dict[int, BlockRun] = {}
         self._where: list[dict[int, int]] = [{} for _ in range(_SHARDS)]
         self._last_id = 0
         self._closed = 0
@@ -127,7 +127,7 @@ class RunTable:
 
     # Blocks
 
-    def find(self, key: int) -> Run | None:
+    def find(self, key: int) -> BlockRun | None:
         run_id = self._where[key & _MASK].get(key)
         return None if run_id is None else self.runs[run_id]
 
@@ -230,7 +230,7 @@ class RunTable:
             self._delete(run)
         return True
 
-    def _trim(self, run: Run, mask: int) -> None:
+    def _trim(self, run: BlockRun, mask: int) -> None:
         """The last block of a run of several gets another mask, or goes."""
         key = run.keys.pop()
         if not mask:
@@ -247,7 +247,7 @@ class RunTable:
         piece.next = run.next
         run.next = piece.id
 
-    def _without_end(self, run: Run, bit: int, key: int | None) -> Run | None:
+    def _without_end(self, run: BlockRun, bit: int, key: int | None) -> BlockRun | None:
         """`run`, which is to go on behind `key`, without the few blocks that it has there: they become a run
         of their own. None, and nothing is done, where that would be of no use.
 
@@ -262,8 +262,8 @@ class RunTable:
         return run
 
     def _add(
-        self, left: Run | None, bit: int, keys: Sequence[int], position: int, room: int
-    ) -> tuple[Run, int]:
+        self, left: BlockRun | None, bit: int, keys: Sequence[int], position: int, room: int
+    ) -> tuple[BlockRun, int]:
         """Put unknown keys from `position` on behind `left`, or into a new run, until one is known or the
         run is full."""
         if left is not None and left.mask & self.live == bit and len(left.keys) < RUN_BLOCKS:
@@ -272,7 +272,7 @@ class RunTable:
             run.next = 0
         else:
             self._last_id += 1
-            run = self.runs[self._last_id] = Run(self._last_id, array("Q"), bit)
+            run = self.runs[self._last_id] = BlockRun(self._last_id, array("Q"), bit)
             if left is not None:
                 left.next = run.id
         run_id, where = run.id, self._where
@@ -286,11 +286,11 @@ class RunTable:
         self.blocks += len(added)
         return run, len(added)
 
-    def _new(self, keys: array[int], mask: int) -> Run:
+    def _new(self, keys: array[int], mask: int) -> BlockRun:
         """A run of blocks that are known already: they now belong to it."""
         self._last_id += 1
         self._tainted |= mask & self._closed
-        run = self.runs[self._last_id] = Run(self._last_id, keys, mask)
+        run = self.runs[self._last_id] = BlockRun(self._last_id, keys, mask)
         self._point(keys, run.id)
         return run
 
@@ -299,7 +299,7 @@ class RunTable:
         for key in keys:
             where[key & _MASK][key] = run_id
 
-    def _cut(self, run: Run, start: int, stop: int, left: Run | None) -> Run:
+    def _cut(self, run: BlockRun, start: int, stop: int, left: BlockRun | None) -> BlockRun:
         """Make `run`'s blocks from `start` to `stop` a run of their own. `left` ends just before `start`,
         if it is known and not `run` itself."""
         keys = run.keys
@@ -314,7 +314,7 @@ class RunTable:
             self._part(run, stop)
         return self._part(run, start) if start else run
 
-    def _part(self, run: Run, start: int) -> Run:
+    def _part(self, run: BlockRun, start: int) -> BlockRun:
         """What `run` has from `start` on becomes a run of its own, behind it."""
         rest = self._new(run.keys[start:], run.mask)
         rest.next = run.next
@@ -322,7 +322,7 @@ class RunTable:
         del run.keys[start:]
         return rest
 
-    def _joined(self, left: Run | None, piece: Run) -> Run:
+    def _joined(self, left: BlockRun | None, piece: BlockRun) -> BlockRun:
         """`left` with `piece` appended if they may be one, else `piece`."""
         if (
             left is None
@@ -339,7 +339,7 @@ class RunTable:
         del self.runs[piece.id]
         return left
 
-    def _delete(self, run: Run) -> None:
+    def _delete(self, run: BlockRun) -> None:
         where = self._where
         for key in run.keys:
             del where[key & _MASK][key]

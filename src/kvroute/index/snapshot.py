@@ -30,7 +30,7 @@ _FRAME: Final = Packing("<BIQ")
 _MAX_FRAME: Final = 1 << 26
 
 
-class Kind(IntEnum):
+class FrameKind(IntEnum):
     """What a frame holds, in the order in which a stream's frames are best taken in."""
 
     STREAM = 0
@@ -41,7 +41,7 @@ class Kind(IntEnum):
 
 
 class Frame(NamedTuple):
-    kind: Kind
+    kind: FrameKind
     payload: memoryview
 
 
@@ -126,7 +126,7 @@ def encode(part: StreamHead | Part) -> bytes:
         for run in part.runs:
             keys.extend(run)
         lengths = [len(run) for run in part.runs]
-        return _framed(Kind.RUNS, _Runs(part.tier, part.stride, lengths, keys.tobytes()))
+        return _framed(FrameKind.RUNS, _Runs(part.tier, part.stride, lengths, keys.tobytes()))
     if isinstance(part, Blocks):
         packed, names = b"", []
         try:
@@ -134,13 +134,13 @@ def encode(part: StreamHead | Part) -> bytes:
         except (TypeError, OverflowError):
             names = list(part.names)
         keys = array("Q", part.keys)
-        return _framed(Kind.BLOCKS, _Blocks(part.tier, part.stride, packed, names, keys.tobytes()))
-    return _framed(Kind.COPIES if isinstance(part, Copies) else Kind.STREAM, part)
+        return _framed(FrameKind.BLOCKS, _Blocks(part.tier, part.stride, packed, names, keys.tobytes()))
+    return _framed(FrameKind.COPIES if isinstance(part, Copies) else FrameKind.STREAM, part)
 
 
 def encode_end(frames: int) -> bytes:
     """The last frame; `frames` is how many there are before it."""
-    return _framed(Kind.END, _End(frames))
+    return _framed(FrameKind.END, _End(frames))
 
 
 def split(data: bytes) -> list[tuple[StreamHead, list[Frame]]]:
@@ -158,14 +158,14 @@ def split(data: bytes) -> list[tuple[StreamHead, list[Frame]]]:
             if length > _MAX_FRAME or len(payload) < length or _checksum(kind, payload) != checksum:
                 break
             place += length
-            frame = Frame(Kind(kind), payload)
-            if frame.kind is Kind.END:
+            frame = Frame(FrameKind(kind), payload)
+            if frame.kind is FrameKind.END:
                 if _decode_end(payload).frames != count or place != len(data):
                     break
                 for _, frames in streams:
                     frames.sort(key=lambda frame: frame.kind)
                 return streams
-            if frame.kind is Kind.STREAM:
+            if frame.kind is FrameKind.STREAM:
                 streams.append((_decode_head(payload), []))
             else:
                 streams[-1][1].append(frame)
@@ -178,28 +178,28 @@ def split(data: bytes) -> list[tuple[StreamHead, list[Frame]]]:
 def decode(frame: Frame) -> Part:
     """One of a stream's frames. Raises WireError."""
     try:
-        if frame.kind is Kind.RUNS:
+        if frame.kind is FrameKind.RUNS:
             row = _decode_runs(frame.payload)
             keys, runs, start = _keys(row.keys), [], 0
             for length in row.lengths:
                 runs.append(keys[start : start + length])
                 start += length
             return Runs(row.tier, row.stride, runs)
-        if frame.kind is Kind.BLOCKS:
+        if frame.kind is FrameKind.BLOCKS:
             told = _decode_blocks(frame.payload)
             names: Sequence[ExternalBlockHash] = _keys(told.packed) if told.packed else told.names
             blocks = _keys(told.keys)
             if len(names) != len(blocks) or told.stride < 1:
                 raise ValueError("as many names as keys")
             return Blocks(told.tier, told.stride, names, blocks)
-        if frame.kind is Kind.COPIES:
+        if frame.kind is FrameKind.COPIES:
             return _decode_copies(frame.payload)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise WireError("a damaged snapshot") from error
     raise WireError("a damaged snapshot")
 
 
-def _framed(kind: Kind, part: msgspec.Struct) -> bytes:
+def _framed(kind: FrameKind, part: msgspec.Struct) -> bytes:
     payload = _encode(part)
     return _FRAME.pack(kind, len(payload), _checksum(kind, payload)) + payload
 

@@ -9,7 +9,7 @@ from itertools import islice
 import pygtrie
 
 from kvroute.blocks.keys import BlockKey
-from kvroute.index.history import HistorySize, Lease, Part
+from kvroute.index.history import HistoryShare, HistorySize, PinnedBlocks
 
 
 class _Block:
@@ -23,7 +23,7 @@ class _Block:
         self.holders: dict[int, int] = {}
 
 
-class _TriePart(Part):
+class _TriePart(HistoryShare):
     __slots__ = ("all", "free", "is_forgotten")
 
     def __init__(self, worker: int, capacity_blocks: int) -> None:
@@ -65,12 +65,12 @@ class TrieHistory:
             held[worker] = depth
         return held
 
-    def acquire(self, worker: int, keys: Sequence[BlockKey]) -> Lease:
+    def acquire(self, worker: int, keys: Sequence[BlockKey]) -> PinnedBlocks:
         part = self._own_part(worker)
         blocks, new_blocks = self._pin(part, keys)
         return _TrieLease(self, part, blocks, new_blocks)
 
-    def part(self, worker: int) -> Part:
+    def part(self, worker: int) -> HistoryShare:
         return self._own_part(worker)
 
     def set_capacity(self, worker: int, blocks: int) -> None:

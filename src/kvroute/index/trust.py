@@ -8,7 +8,7 @@ from enum import StrEnum
 log = logging.getLogger(__name__)
 
 
-class Trust(StrEnum):
+class MapTrust(StrEnum):
     """How far the map of one stream can be believed."""
 
     WHOLE = "whole"
@@ -19,8 +19,8 @@ class Trust(StrEnum):
     """Not to be used: see the reason."""
 
 
-class Reason(StrEnum):
-    """Why a stream's map is not `Trust.WHOLE`; bounded, so a metric label."""
+class TrustReason(StrEnum):
+    """Why a stream's map is not `MapTrust.WHOLE`; bounded, so a metric label."""
 
     NO_EVENTS = "no_events"
     """The worker publishes none, or none that we know of."""
@@ -38,17 +38,17 @@ class Reason(StrEnum):
     """The index had no room for what was announced."""
 
 
-_NONE = (Reason.NO_EVENTS, Reason.REPLAYING, Reason.AUDIT, Reason.SILENT)
+_NONE = (TrustReason.NO_EVENTS, TrustReason.REPLAYING, TrustReason.AUDIT, TrustReason.SILENT)
 
 
-def trust_for(reason: Reason | None) -> Trust:
+def trust_for(reason: TrustReason | None) -> MapTrust:
     """What a reason leaves of the trust; WHOLE without one."""
     if reason is None:
-        return Trust.WHOLE
-    return Trust.NONE if reason in _NONE else Trust.PARTIAL
+        return MapTrust.WHOLE
+    return MapTrust.NONE if reason in _NONE else MapTrust.PARTIAL
 
 
-class Silence:
+class SilenceDetector:
     """Whether a worker serves without announcing what it stores. Mutable: `served` and `heard`.
 
     It is silent after `requests` answers that must have stored a block and were all asked for after the
@@ -84,18 +84,18 @@ class Silence:
         return self.may_be and self._quiet_s >= self._seconds
 
 
-class Standing:
+class TrustState:
     """What speaks against one stream beside a gap that is being repaired. Mutable: `distrust` and `fresh`
     change the doubt, `report` remembers what was logged last."""
 
-    def __init__(self, name: str, silence: Silence) -> None:
+    def __init__(self, name: str, silence: SilenceDetector) -> None:
         self.silence = silence
-        self.doubt: Reason | None = None
+        self.doubt: TrustReason | None = None
         self._name = name
-        self.reported: Reason | None = Reason.REPLAYING
+        self.reported: TrustReason | None = TrustReason.REPLAYING
         """For reading: what was logged last."""
 
-    def distrust(self, reason: Reason) -> None:
+    def distrust(self, reason: TrustReason) -> None:
         """Do not believe the map until it is another one."""
         self.doubt = reason
 
@@ -105,28 +105,28 @@ class Standing:
 
     def reason(
         self, *, is_sure: bool, is_whole: bool, aside_blocks: int, is_full: bool = False
-    ) -> Reason | None:
+    ) -> TrustReason | None:
         """The first that applies; None if nothing does."""
         if not is_sure:
-            return Reason.REPLAYING
+            return TrustReason.REPLAYING
         if self.doubt is not None:
             return self.doubt
         if self.silence.is_silent:
-            return Reason.SILENT
+            return TrustReason.SILENT
         if not is_whole:
-            return Reason.GAP
+            return TrustReason.GAP
         if is_full:
-            return Reason.FULL
-        return Reason.UNKNOWN_PARENT if aside_blocks else None
+            return TrustReason.FULL
+        return TrustReason.UNKNOWN_PARENT if aside_blocks else None
 
-    def report(self, reason: Reason | None) -> None:
+    def report(self, reason: TrustReason | None) -> None:
         """Log a change."""
         if reason is self.reported:
             return
         before, self.reported = self.reported, reason
         if reason is None:
             log.info("KV events of %s: its map is whole again (was: %s)", self._name, before)
-        elif trust_for(reason) is Trust.NONE:
+        elif trust_for(reason) is MapTrust.NONE:
             log.warning("KV events of %s: its map is not used: %s", self._name, reason)
         else:
             log.warning("KV events of %s: its map may lack blocks: %s", self._name, reason)

@@ -14,9 +14,9 @@ from collections.abc import Callable, Collection, Sequence
 from kvroute.blocks.chunks import SHA256_CBOR, ChunkScheme, ChunkSpace, chunk_keys
 from kvroute.clock import Clock
 from kvroute.index.chunk_index import ChunkIndex
-from kvroute.index.trust import Trust
-from kvroute.lmcache.controller_instance import Agreement, Instance, Location, Rank, Step
-from kvroute.lmcache.controller_roster import Known, Roster, SlotPlace, find_peer
+from kvroute.index.trust import MapTrust
+from kvroute.lmcache.controller_instance import ControlledInstance, HashAgreementState, Location, Rank, Step
+from kvroute.lmcache.controller_roster import KnownInstance, Roster, SlotPlace, find_peer
 from kvroute.lmcache.controller_syncs import ControllerCounts, ControllerFigures, FullSyncs
 from kvroute.lmcache.options import ControllerOptions
 from kvroute.wire import lmcache_controller as wire
@@ -75,13 +75,13 @@ class Controller:
         """Undo `follow`."""
         self._roster.leave(slot)
 
-    def trust(self, slot: int) -> Trust:
+    def trust(self, slot: int) -> MapTrust:
         """How far what the index says of the slot's L1 can be believed. NONE: nobody reports for it, or in
         hashes that are not ours."""
         instances = self._roster.at(slot)
-        if not instances or any(known.agreement.state is Agreement.DIFFERS for known in instances):
-            return Trust.NONE
-        return Trust.WHOLE if all(known.instance.whole for known in instances) else Trust.PARTIAL
+        if not instances or any(known.agreement.state is HashAgreementState.DIFFERS for known in instances):
+            return MapTrust.NONE
+        return MapTrust.WHOLE if all(known.instance.whole for known in instances) else MapTrust.PARTIAL
 
     def saw_prompt(self, slot: int, token_ids: Sequence[int]) -> None:
         """The slot's worker has served this prompt: what it reports is compared with what it should have
@@ -89,7 +89,7 @@ class Controller:
         holds is known, the hashing of the whole prompt (5 us for 256 tokens)."""
         size = self.scheme.chunk_tokens
         for known in self._roster.at(slot):
-            if known.agreement.state is Agreement.AGREES or len(token_ids) < size:
+            if known.agreement.state is HashAgreementState.AGREES or len(token_ids) < size:
                 continue
             # The beginning may have been stored before we listened; the end is rather new.
             tokens = token_ids[:size] if known.instance.whole else token_ids
@@ -108,7 +108,7 @@ class Controller:
             chunks=sum(each.instance.chunks for each in known),
             syncing=sum(rank.is_syncing for rank in ranks),
             untrusted=sum(not rank.whole for rank in ranks),
-            mismatched=sum(each.agreement.state is Agreement.DIFFERS for each in known),
+            mismatched=sum(each.agreement.state is HashAgreementState.DIFFERS for each in known),
         )
 
     def problems(self) -> list[str]:
@@ -119,7 +119,7 @@ class Controller:
             for name in self._roster.unclear
         ]
         for known in self._roster.known.values():
-            if known.agreement.state is Agreement.DIFFERS:
+            if known.agreement.state is HashAgreementState.DIFFERS:
                 found.append(self._mismatch(known.instance))
         for known, rank in self._roster.ranks():
             if rank.needs_sync and rank.last_heartbeat is None:
@@ -240,7 +240,7 @@ class Controller:
                 known.instance.evict(rank, location, keys)
             start = stop
 
-    def _out_of_order(self, instance: Instance, location: Location, step: Step) -> bool:
+    def _out_of_order(self, instance: ControlledInstance, location: Location, step: Step) -> bool:
         """Whether the operations are to be applied all the same."""
         if step is Step.SKIP:
             self.counts.duplicates += 1
@@ -264,12 +264,12 @@ class Controller:
         else:
             known.instance.evict(rank, location, [message.key])
 
-    def _admit(self, known: Known, location: Location, keys: Sequence[wire.ChunkHash]) -> None:
+    def _admit(self, known: KnownInstance, location: Location, keys: Sequence[wire.ChunkHash]) -> None:
         known.instance.admit(location, keys)
         if known.agreement.reported(keys):
             self._agreement_changed(known)
 
-    def _begin_anew(self, instance: Instance, location: Location) -> None:
+    def _begin_anew(self, instance: ControlledInstance, location: Location) -> None:
         """Nothing is believed of what was said so far. A synchronisation that was under way tells what was
         held before what is missing: it is given up."""
         self._roster.discard(instance.forget(location))
@@ -279,14 +279,14 @@ class Controller:
 
     # Hashes
 
-    def _agreement_changed(self, known: Known) -> None:
-        if known.agreement.state is Agreement.DIFFERS:
+    def _agreement_changed(self, known: KnownInstance) -> None:
+        if known.agreement.state is HashAgreementState.DIFFERS:
             self.counts.mismatches += 1
             log.error("%s", self._mismatch(known.instance))
         else:
             log.info("LMCache instance %r: its chunk hashes are ours", known.instance.name)
 
-    def _mismatch(self, instance: Instance) -> str:
+    def _mismatch(self, instance: ControlledInstance) -> str:
         scheme, seed = self.scheme, self._options.hash_seed or "unset"
         return (
             f"LMCache instance {instance.name!r} names its chunks otherwise than we do, so that none of them "

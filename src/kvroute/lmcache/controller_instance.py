@@ -195,7 +195,7 @@ class Rank:
         return any(location.sync is not None for location in self.locations.values())
 
 
-class Instance:
+class ControlledInstance:
     """Mutable: its controller says what ranks store and drop; `holder` follows."""
 
     def __init__(self, name: str, index: ChunkIndex, space: ChunkSpace) -> None:
@@ -293,7 +293,7 @@ _GRACE_S: Final = 2.0
 _KEPT: Final = 256
 
 
-class Agreement(Enum):
+class HashAgreementState(Enum):
     UNKNOWN = auto()
     AGREES = auto()
     """A chunk of a prompt of ours was reported under the hash that we compute."""
@@ -307,7 +307,7 @@ class HashAgreement:
     __slots__ = ("_needed", "_reported", "_waiting", "state")
 
     def __init__(self, needed_prompts: int) -> None:
-        self.state = Agreement.UNKNOWN
+        self.state = HashAgreementState.UNKNOWN
         self._needed = needed_prompts
         self._waiting: dict[ChunkHash, float] = {}
         """Chunks of prompts that were not reported so far, with when they were sent."""
@@ -321,14 +321,14 @@ class HashAgreement:
         if len(self._waiting) < _KEPT:
             self._waiting.setdefault(chunk, now)
         overdue = sum(now - when >= _GRACE_S for when in self._waiting.values())
-        if self.state is Agreement.UNKNOWN and min(overdue, self._reported) >= self._needed:
-            self.state = Agreement.DIFFERS
+        if self.state is HashAgreementState.UNKNOWN and min(overdue, self._reported) >= self._needed:
+            self.state = HashAgreementState.DIFFERS
             return True
         return False
 
     def reported(self, keys: Collection[ChunkHash]) -> bool:
         """The instance has stored these; True if that has changed the state."""
-        if self.state is Agreement.AGREES or not self._waiting:
+        if self.state is HashAgreementState.AGREES or not self._waiting:
             return False
         if self._waiting.keys().isdisjoint(keys):
             self._reported += len(keys)
@@ -336,7 +336,7 @@ class HashAgreement:
         return self._agree()
 
     def _agree(self) -> bool:
-        changed = self.state is not Agreement.AGREES
-        self.state = Agreement.AGREES
+        changed = self.state is not HashAgreementState.AGREES
+        self.state = HashAgreementState.AGREES
         self._waiting.clear()
         return changed

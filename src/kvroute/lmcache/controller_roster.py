@@ -10,7 +10,7 @@ from typing import NamedTuple
 from kvroute.blocks.chunks import ChunkSpace
 from kvroute.clock import Clock
 from kvroute.index.chunk_index import ChunkHolder, ChunkIndex
-from kvroute.lmcache.controller_instance import HashAgreement, Instance, Rank
+from kvroute.lmcache.controller_instance import ControlledInstance, HashAgreement, Rank
 from kvroute.wire.lmcache_controller import ChunkHash, Sender
 
 
@@ -76,10 +76,10 @@ def _named_after(name: str, slots: Mapping[int, SlotPlace]) -> Collection[int]:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Known:
+class KnownInstance:
     """An instance, and whether its chunk hashes mean what ours mean."""
 
-    instance: Instance
+    instance: ControlledInstance
     agreement: HashAgreement
 
 
@@ -88,7 +88,7 @@ class Roster:
     slots that it is joined to, and is gone with it."""
 
     def __init__(self, index: ChunkIndex, space: ChunkSpace, clock: Clock, needed_prompts: int) -> None:
-        self.known: dict[str, Known] = {}
+        self.known: dict[str, KnownInstance] = {}
         self.unclear: list[str] = []
         """Instances that could belong to several workers."""
         self._index = index
@@ -103,17 +103,17 @@ class Roster:
 
     # Workers
 
-    def get(self, sender: Sender) -> tuple[Known, Rank] | None:
+    def get(self, sender: Sender) -> tuple[KnownInstance, Rank] | None:
         known = self.known.get(sender.instance_id)
         rank = known.instance.ranks.get(sender.worker_id) if known else None
         return (known, rank) if known and rank else None
 
-    def known_rank(self, sender: Sender) -> tuple[Known, Rank]:
+    def known_rank(self, sender: Sender) -> tuple[KnownInstance, Rank]:
         """The one who speaks; if it has not registered, it was there before us."""
         found = self.get(sender)
         return found if found else self.add(sender, unsynced=True)
 
-    def add(self, sender: Sender, *, unsynced: bool) -> tuple[Known, Rank]:
+    def add(self, sender: Sender, *, unsynced: bool) -> tuple[KnownInstance, Rank]:
         """A new process, in place of any before it. `unsynced`: it may hold chunks already."""
         known = self.known.get(sender.instance_id)
         rank = Rank(sender.worker_id, self._clock.now(), unsynced=unsynced)
@@ -124,14 +124,16 @@ class Roster:
                 self._garbage.append(location.keys)
         if known is None or not unsynced:
             # Another process may hash otherwise.
-            instance = known.instance if known else Instance(sender.instance_id, self._index, self._space)
-            known = Known(instance, HashAgreement(self._needed_prompts))
+            instance = (
+                known.instance if known else ControlledInstance(sender.instance_id, self._index, self._space)
+            )
+            known = KnownInstance(instance, HashAgreement(self._needed_prompts))
             self.known[sender.instance_id] = known
         known.instance.add(rank)
         self.join()
         return known, rank
 
-    def remove(self, known: Known, rank: Rank) -> None:
+    def remove(self, known: KnownInstance, rank: Rank) -> None:
         instance = known.instance
         self._garbage += [location.keys for location in rank.locations.values()]
         instance.remove(rank)
@@ -152,7 +154,7 @@ class Roster:
             ):
                 self.remove(known, rank)
 
-    def ranks(self) -> Iterator[tuple[Known, Rank]]:
+    def ranks(self) -> Iterator[tuple[KnownInstance, Rank]]:
         for known in list(self.known.values()):
             for rank in list(known.instance.ranks.values()):
                 yield known, rank
@@ -186,7 +188,7 @@ class Roster:
         self._slots.pop(slot, None)
         self.join()
 
-    def at(self, slot: int) -> list[Known]:
+    def at(self, slot: int) -> list[KnownInstance]:
         """The instances that a slot reads from."""
         return [self.known[name] for name in self._joined.get(slot, ()) if name in self.known]
 
@@ -208,7 +210,7 @@ class Roster:
 
 
 def find_peer(
-    instances: Iterable[Instance], asker: str, rank_number: int, hashes: Sequence[ChunkHash]
+    instances: Iterable[ControlledInstance], asker: str, rank_number: int, hashes: Sequence[ChunkHash]
 ) -> tuple[str, str, int, str] | None:
     """Instance, location, chunks from the first on, and peer URL of the location that has most of them.
 

@@ -31,7 +31,7 @@ _ANYONE = "192.0.2.1"
 """An address for documentation: it is routed as any other host is."""
 
 
-class _Door:
+class _ReplySocket:
     """One bound socket. Mutable: `waiting` is what is left of the last message."""
 
     def __init__(self, bound: zmq.Socket[bytes], handle: Callable[[Sequence[bytes]], Iterator[None]]) -> None:
@@ -66,7 +66,7 @@ class ControllerSockets:
         self._clock = clock
         self._options = options
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
-        self._doors: list[_Door] = []
+        self._doors: list[_ReplySocket] = []
         self._ready = asyncio.Event()
         self._again = False
         self.pull = self.reply = self.heartbeat = ""
@@ -122,7 +122,7 @@ class ControllerSockets:
                 loop.remove_reader(door.descriptor)
             self.close()
 
-    def _open(self, context: zmq.Context[zmq.Socket[bytes]], name: str, kind: int) -> _Door:
+    def _open(self, context: zmq.Context[zmq.Socket[bytes]], name: str, kind: int) -> _ReplySocket:
         address = getattr(self._options, name)
         bound = context.socket(kind)
         bound.setsockopt(zmq.LINGER, 0)
@@ -142,7 +142,7 @@ class ControllerSockets:
         def asked(frames: Sequence[bytes]) -> Iterator[None]:
             return self._asked(bound, frames)
 
-        self._doors.append(_Door(bound, pushed if kind == zmq.PULL else asked))
+        self._doors.append(_ReplySocket(bound, pushed if kind == zmq.PULL else asked))
         return self._doors[-1]
 
     # Taking messages

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from kvroute.clock import Clock
 from kvroute.lmcache.controller_instance import FullSync, Location, Rank
-from kvroute.lmcache.controller_roster import Known, Roster
+from kvroute.lmcache.controller_roster import KnownInstance, Roster
 from kvroute.wire import lmcache_controller as wire
 
 
@@ -65,7 +65,7 @@ class FullSyncs:
         roster: Roster,
         clock: Clock,
         counts: ControllerCounts,
-        admit: Callable[[Known, Location, Sequence[wire.ChunkHash]], None],
+        admit: Callable[[KnownInstance, Location, Sequence[wire.ChunkHash]], None],
     ) -> None:
         self._roster = roster
         self._clock = clock
@@ -134,7 +134,7 @@ class FullSyncs:
                 self.fail(location)
 
 
-def _syncing(found: tuple[Known, Rank] | None, sync_id: str) -> Location | None:
+def _syncing(found: tuple[KnownInstance, Rank] | None, sync_id: str) -> Location | None:
     """The location of which that synchronisation is under way."""
     for location in found[1].locations.values() if found else ():
         if location.sync and location.sync.sync_id == sync_id:

@@ -19,10 +19,10 @@ from kvroute.blocks.keys import Tier
 from kvroute.clock import Clock
 from kvroute.errors import WireError
 from kvroute.index.chunk_index import ChunkIndex
-from kvroute.lmcache.membership import Doubt, Instance, Joins, Pool, ServedWorker
+from kvroute.lmcache.membership import Doubt, Joins, L2Pool, LMCacheServer, ServedWorker
 from kvroute.lmcache.options import LMCacheOptions
 from kvroute.lmcache.stored_chunks import HeldChunks, StoredModel
-from kvroute.wire.lmcache_server import CacheEvents, Registration, ServerStatus
+from kvroute.wire.lmcache_server import CacheEvents, ServerRegistration, ServerStatus
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ _POOL_KEPT_S: Final = 3600.0
 """What a server's own L2 held is remembered this long after it was last heard of."""
 
 
-class Outcome(StrEnum):
+class BatchOutcome(StrEnum):
     """What becomes of a batch."""
 
     APPLIED = "applied"
@@ -47,7 +47,7 @@ class CoordinatorCounts:
     unknown_heartbeats: int = 0
     expired: int = 0
     """Servers that were silent for too long."""
-    batches: dict[Outcome, int] = field(default_factory=lambda: dict.fromkeys(Outcome, 0))
+    batches: dict[BatchOutcome, int] = field(default_factory=lambda: dict.fromkeys(BatchOutcome, 0))
     events: dict[str, int] = field(default_factory=dict)
     """Entries by kind of event."""
     gaps: int = 0
@@ -69,28 +69,28 @@ class Coordinator:
         self._index = index
         self._clock = clock
         self._options = options
-        self._instances: dict[str, Instance] = {}
-        self._pools: dict[tuple[str, str], Pool] = {}
+        self._instances: dict[str, LMCacheServer] = {}
+        self._pools: dict[tuple[str, str], L2Pool] = {}
         """By owner and name."""
         self._joins = Joins(index, options)
         self._numbers = count(1)
 
     # What others read
 
-    def instances(self) -> Sequence[Instance]:
+    def instances(self) -> Sequence[LMCacheServer]:
         return list(self._instances.values())
 
-    def instance(self, instance_id: str) -> Instance | None:
+    def instance(self, instance_id: str) -> LMCacheServer | None:
         return self._instances.get(instance_id)
 
-    def pools(self) -> Sequence[Pool]:
+    def pools(self) -> Sequence[L2Pool]:
         return list(self._pools.values())
 
-    def instance_of(self, worker_id: str) -> Instance | None:
+    def instance_of(self, worker_id: str) -> LMCacheServer | None:
         """The live server that a worker reads from, if one is known."""
         return self._joins.instance_of(worker_id)
 
-    def models_of(self, instance: Instance, pool: Pool) -> list[StoredModel]:
+    def models_of(self, instance: LMCacheServer, pool: L2Pool) -> list[StoredModel]:
         """Models whose chunks workers of this server read from this pool."""
         return self._joins.models_of(instance, pool)
 
@@ -111,7 +111,7 @@ class Coordinator:
 
     # The protocol
 
-    def register(self, message: Registration) -> tuple[str, bool]:
+    def register(self, message: ServerRegistration) -> tuple[str, bool]:
         """(id, whether it was registered before); an empty id is replaced."""
         self.counts.registrations += 1
         instance_id = message.instance_id.strip() or self._free_id()
@@ -162,7 +162,7 @@ class Coordinator:
                 pool.held.clear()
                 del self._pools[place]
 
-    def admit(self, batch: CacheEvents) -> Outcome:
+    def admit(self, batch: CacheEvents) -> BatchOutcome:
         """Whether the events of this batch count; call it once for each number, then `apply`."""
         outcome = self._admit(batch)
         self.counts.batches[outcome] += 1
@@ -220,37 +220,37 @@ class Coordinator:
     def _free_id(self) -> str:
         return next(name for number in self._numbers if (name := f"mp-{number}") not in self._instances)
 
-    def _add(self, instance_id: str) -> Instance:
+    def _add(self, instance_id: str) -> LMCacheServer:
         scheme = ChunkScheme(BLAKE3, self._options.coordinator.chunk_tokens)
-        instance = Instance(instance_id, HeldChunks(self._index, Tier.L1), scheme)
+        instance = LMCacheServer(instance_id, HeldChunks(self._index, Tier.L1), scheme)
         instance.last_heard = self._clock.now()
         instance.pools = {pool.backend: pool for pool in self._pools.values() if pool.owner == instance_id}
         self._instances[instance_id] = instance
         return instance
 
-    def _drop(self, instance: Instance) -> None:
+    def _drop(self, instance: LMCacheServer) -> None:
         instance.memory.clear()
         del self._instances[instance.id]
         self._join()
 
-    def _void(self, instance: Instance, doubt: Doubt) -> None:
+    def _void(self, instance: LMCacheServer, doubt: Doubt) -> None:
         """Nothing that its memory was believed to hold counts any more."""
         instance.memory.clear()
         self._doubted(instance, doubt)
 
-    def _doubted(self, instance: Instance, doubt: Doubt) -> None:
+    def _doubted(self, instance: LMCacheServer, doubt: Doubt) -> None:
         instance.doubt = doubt
         instance.quiet_seq = -1
         log.warning("what LMCache server %s holds is not all known: %s", instance.id, doubt)
 
-    def _admit(self, batch: CacheEvents) -> Outcome:
+    def _admit(self, batch: CacheEvents) -> BatchOutcome:
         instance = self._instances.get(batch.instance_id) or self._add(batch.instance_id)
         before, first = instance.incarnation, False
         if before is not None:
             if batch.incarnation < before:
-                return Outcome.STALE
+                return BatchOutcome.STALE
             if batch.incarnation == before and batch.seq <= instance.last_seq:
-                return Outcome.DUPLICATE
+                return BatchOutcome.DUPLICATE
         if batch.incarnation != before:
             if before is not None:
                 log.info("LMCache server %s was restarted", instance.id)
@@ -265,9 +265,9 @@ class Coordinator:
             for pool in instance.pools.values():
                 pool.held.clear()
         instance.last_seq = batch.seq
-        return Outcome.APPLIED
+        return BatchOutcome.APPLIED
 
-    def _pool(self, instance: Instance, batch: CacheEvents) -> Pool:
+    def _pool(self, instance: LMCacheServer, batch: CacheEvents) -> L2Pool:
         pool = instance.pools.get(batch.backend)
         if pool is None:
             backend, names = batch.backend, self._options.pools
@@ -276,13 +276,13 @@ class Coordinator:
             name = name or backend
             pool = self._pools.get((owner, name))
             if pool is None:
-                pool = Pool(name, backend, HeldChunks(self._index, Tier.L2), owner, self._clock.now())
+                pool = L2Pool(name, backend, HeldChunks(self._index, Tier.L2), owner, self._clock.now())
                 self._pools[owner, name] = pool
             instance.pools[backend] = pool
             self._join()
         return pool
 
-    def _learn_chunk_size(self, instance: Instance, batch: CacheEvents) -> None:
+    def _learn_chunk_size(self, instance: LMCacheServer, batch: CacheEvents) -> None:
         try:
             tokens = batch.entries[0].token_count()
         except WireError as error:
@@ -291,7 +291,7 @@ class Coordinator:
         if tokens:
             self._set_chunk_size(instance, tokens)
 
-    def _set_chunk_size(self, instance: Instance, tokens: int) -> None:
+    def _set_chunk_size(self, instance: LMCacheServer, tokens: int) -> None:
         instance.scheme_known = True
         if tokens != instance.scheme.chunk_tokens:
             instance.scheme = ChunkScheme(BLAKE3, tokens)

@@ -15,7 +15,7 @@ import uvicorn
 from kvroute.clock import Clock
 from kvroute.errors import ConfigError, WireError
 from kvroute.index.chunk_index import ChunkIndex
-from kvroute.lmcache.coordinator import Coordinator, Outcome
+from kvroute.lmcache.coordinator import BatchOutcome, Coordinator
 from kvroute.lmcache.options import CoordinatorOptions
 from kvroute.wire.lmcache_server import CacheEvents, decode_events, decode_registration
 
@@ -100,7 +100,7 @@ class CoordinatorApp:
         body = await self._read(receive)
         if body is None:
             return self._too_large()
-        outcomes = dict.fromkeys(Outcome, 0)
+        outcomes = dict.fromkeys(BatchOutcome, 0)
         async with self._order:
             try:
                 batches = await self._in_slices(decode_events(body))
@@ -108,20 +108,22 @@ class CoordinatorApp:
                 return self._unreadable(error)
             await self._in_slices(self._apply(batches, outcomes))
         return 200, {
-            "applied": outcomes[Outcome.APPLIED],
-            "duplicates": outcomes[Outcome.DUPLICATE],
-            "stale": outcomes[Outcome.STALE],
+            "applied": outcomes[BatchOutcome.APPLIED],
+            "duplicates": outcomes[BatchOutcome.DUPLICATE],
+            "stale": outcomes[BatchOutcome.STALE],
         }
 
-    def _apply(self, batches: list[CacheEvents], outcomes: dict[Outcome, int]) -> Generator[None, None, None]:
+    def _apply(
+        self, batches: list[CacheEvents], outcomes: dict[BatchOutcome, int]
+    ) -> Generator[None, None, None]:
         last: tuple[str, int, int] | None = None
-        outcome = Outcome.STALE
+        outcome = BatchOutcome.STALE
         for batch in batches:
             number = batch.instance_id, batch.incarnation, batch.seq
             if number != last:
                 last, outcome = number, self._coordinator.admit(batch)
                 outcomes[outcome] += 1
-            if outcome is Outcome.APPLIED:
+            if outcome is BatchOutcome.APPLIED:
                 self._coordinator.apply(batch)
             yield
 

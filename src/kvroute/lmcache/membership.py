@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 from kvroute.blocks.chunks import ChunkScheme
 from kvroute.fleet.worker import Worker
 from kvroute.index.chunk_index import ChunkDomain, ChunkHolder, ChunkIndex
-from kvroute.index.trust import Trust
+from kvroute.index.trust import MapTrust
 from kvroute.lmcache.options import LMCacheOptions
 from kvroute.lmcache.stored_chunks import HeldChunks, StoredModel
 
@@ -31,7 +31,7 @@ class Doubt(StrEnum):
 
 
 @dataclass(slots=True, eq=False)
-class Pool:
+class L2Pool:
     """An L2 store. Mutable: changed by the coordinator. `backend` is the adapter's type."""
 
     name: str
@@ -43,7 +43,7 @@ class Pool:
 
 
 @dataclass(slots=True, eq=False)
-class Instance:
+class LMCacheServer:
     """An LMCache server. Mutable: changed by the coordinator.
 
     `incarnation` is None until its first batch. `scheme` is how it names chunks, `scheme_known` whether it
@@ -61,15 +61,15 @@ class Instance:
     last_seq: int = 0
     scheme_known: bool = False
     doubt: Doubt | None = Doubt.LATE
-    pools: dict[str, Pool] = field(default_factory=dict)
+    pools: dict[str, L2Pool] = field(default_factory=dict)
     """By backend."""
     quiet_seq: int = -1
     """`last_seq` when its status last agreed with what is believed."""
 
     @property
-    def trust(self) -> Trust:
+    def trust(self) -> MapTrust:
         """WHOLE if all it holds is known; else PARTIAL: it holds what is believed, and perhaps more."""
-        return Trust.WHOLE if self.doubt is None else Trust.PARTIAL
+        return MapTrust.WHOLE if self.doubt is None else MapTrust.PARTIAL
 
 
 _HERE: Final = frozenset({"localhost", "127.0.0.1", "::1"})
@@ -105,8 +105,8 @@ class Joins:
         self._index = index
         self._options = options
         self._workers: dict[str, ServedWorker] = {}
-        self._joined: dict[str, Instance] = {}
-        self._readers: dict[Instance, list[str]] = {}
+        self._joined: dict[str, LMCacheServer] = {}
+        self._readers: dict[LMCacheServer, list[str]] = {}
         """The same the other way round."""
         self._attached: dict[int, dict[ChunkHolder, list[ChunkDomain]]] = {}
 
@@ -124,10 +124,10 @@ class Joins:
         if worker is not None:
             self._detach(set(worker.slots))
 
-    def instance_of(self, worker_id: str) -> Instance | None:
+    def instance_of(self, worker_id: str) -> LMCacheServer | None:
         return self._joined.get(worker_id)
 
-    def models_of(self, instance: Instance, pool: Pool) -> list[StoredModel]:
+    def models_of(self, instance: LMCacheServer, pool: L2Pool) -> list[StoredModel]:
         """Models that workers of `instance` look for in `pool`; those whose name is known count even before
         anything of them was seen there."""
         found: dict[StoredModel, None] = {}
@@ -147,9 +147,9 @@ class Joins:
                 return models[0]
         return None
 
-    def join(self, instances: Mapping[str, Instance]) -> None:
+    def join(self, instances: Mapping[str, LMCacheServer]) -> None:
         """Make attachments what they should be now. Costs a few microseconds a worker."""
-        at: dict[str, list[Instance]] = {}
+        at: dict[str, list[LMCacheServer]] = {}
         for instance in instances.values():
             if instance.registered:
                 at.setdefault(_canonical(instance.address), []).append(instance)
@@ -165,8 +165,11 @@ class Joins:
                 self._attach(slot, wanted)
 
     def _instance_for(
-        self, worker: ServedWorker, instances: Mapping[str, Instance], at: Mapping[str, Sequence[Instance]]
-    ) -> Instance | None:
+        self,
+        worker: ServedWorker,
+        instances: Mapping[str, LMCacheServer],
+        at: Mapping[str, Sequence[LMCacheServer]],
+    ) -> LMCacheServer | None:
         options = self._options
         name = options.instances.get(worker.id) or options.instance.format(
             id=worker.id, host=worker.host, node=worker.node
@@ -191,7 +194,7 @@ class Joins:
                 wanted[held.holder] = domains
         return wanted
 
-    def _models(self, worker: ServedWorker, instance: Instance, held: HeldChunks) -> list[StoredModel]:
+    def _models(self, worker: ServedWorker, instance: LMCacheServer, held: HeldChunks) -> list[StoredModel]:
         """The worker's model as this store knows it: by name, else the only one there if nobody else could
         have put it there. One that is there in several world sizes is the one in the server's memory."""
         seen = held.models

@@ -13,7 +13,7 @@ from kvroute.blocks.keys import Tier
 from kvroute.clock import Clock
 from kvroute.errors import WireError
 from kvroute.lmcache.coordinator import Coordinator
-from kvroute.lmcache.membership import Doubt, Instance
+from kvroute.lmcache.membership import Doubt, LMCacheServer
 from kvroute.lmcache.options import CoordinatorOptions
 from kvroute.wire.lmcache_server import LoadRates, decode_status, read_load_rates
 
@@ -71,7 +71,7 @@ class StatusWatch:
             pause = min(2 * self._pauses[each.id][1], _LONGEST_PAUSE * usual) if differs else 0.0
             self._pauses[each.id] = now + max(pause, usual), max(pause, usual)
 
-    async def _ask(self, instance: Instance) -> None:
+    async def _ask(self, instance: LMCacheServer) -> None:
         host = f"[{instance.address}]" if ":" in instance.address else instance.address
         try:
             async with asyncio.timeout(self._options.status_timeout_s):
@@ -83,7 +83,7 @@ class StatusWatch:
             log.debug("LMCache server %s does not tell its status: %r", instance.id, error)
 
 
-def _in_question(instance: Instance) -> bool:
+def _in_question(instance: LMCacheServer) -> bool:
     return (
         instance.registered
         and instance.doubt is not Doubt.FOREIGN_HASHES
@@ -134,7 +134,7 @@ class RateWatch:
         for start in range(0, len(asked), _CONCURRENT_RATES):
             await asyncio.gather(*(self._ask(each) for each in asked[start : start + _CONCURRENT_RATES]))
 
-    async def _ask(self, instance: Instance) -> None:
+    async def _ask(self, instance: LMCacheServer) -> None:
         host = f"[{instance.address}]" if ":" in instance.address else instance.address
         try:
             async with asyncio.timeout(self._timeout_s):

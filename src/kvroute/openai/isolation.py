@@ -19,7 +19,7 @@ from msgspec import Raw
 
 from kvroute.errors import AdapterNotIsolated, InvalidRequest
 from kvroute.openai.endpoints import Isolation
-from kvroute.openai.members import Member, with_members
+from kvroute.openai.members import TopLevelMember, with_members
 from kvroute.openai.request import UNREADABLE, InferenceRequest
 
 PREFIX: Final = "kvroute-lora-"
@@ -27,8 +27,8 @@ PREFIX: Final = "kvroute-lora-"
 TAG: Final = "lmcache.tag.kvroute"
 _decode_params = msgspec.json.Decoder(dict[str, Raw]).decode
 _decode_string = msgspec.json.Decoder(str).decode
-_SALT: Final = Member("cache_salt")
-_PARAMS: Final = Member("kv_transfer_params")
+_SALT: Final = TopLevelMember("cache_salt")
+_PARAMS: Final = TopLevelMember("kv_transfer_params")
 
 
 def key_space(salt: str, adapter: str, revision: str) -> str:
@@ -75,7 +75,7 @@ def isolated(body: bytes, request: InferenceRequest, space: str) -> bytes:
     each of the two members that the client itself has set.
     """
     params = request.kv_transfer_params
-    there: dict[Member, Raw | None] = {_SALT: request.cache_salt, _PARAMS: params}
+    there: dict[TopLevelMember, Raw | None] = {_SALT: request.cache_salt, _PARAMS: params}
     members = {_SALT: b'"%b"' % space.encode()}
     if request.endpoint.isolation is Isolation.SALT_AND_TAG:
         members[_PARAMS] = _tagged(params, space)

@@ -21,7 +21,7 @@ _LARGE_BYTES = 1 << 20
 _BLANK = b" \t\r\n"
 
 
-class Member:
+class TopLevelMember:
     """A member of a JSON object, by its name, which needs no escaping."""
 
     def __init__(self, name: str) -> None:
@@ -62,7 +62,9 @@ def with_value(body: bytes, place: slice, value: bytes) -> bytes:
     return b"".join([view[: place.start], value, view[place.stop :]])
 
 
-def with_members(body: bytes, there: Mapping[Member, Raw | None], members: Mapping[Member, bytes]) -> bytes:
+def with_members(
+    body: bytes, there: Mapping[TopLevelMember, Raw | None], members: Mapping[TopLevelMember, bytes]
+) -> bytes:
     """`body` with each of `members` (to JSON text) set; every other byte stays.
 
     `body` is a JSON object and not empty; `there` has the present values of `members`, None for an absent
@@ -84,7 +86,7 @@ def with_members(body: bytes, there: Mapping[Member, Raw | None], members: Mappi
     return b"".join([view[:end], b",", b",".join(added), view[end:]])
 
 
-_MODEL = Member("model")
+_MODEL = TopLevelMember("model")
 
 
 def with_model(request: InferenceRequest, model: str) -> bytes:

@@ -18,7 +18,7 @@ from xxhash import xxh3_64_intdigest
 
 from kvroute.openai.bounded import Bounded, not_plain_json
 from kvroute.openai.endpoints import BodyKind, Endpoint
-from kvroute.openai.prompt import Beginning, SeenPrompt, prompt_steps, rendered
+from kvroute.openai.prompt import PromptPrefix, SeenPrompt, prompt_steps, rendered
 from kvroute.openai.request import (
     UNREADABLE,
     Body,
@@ -42,7 +42,7 @@ _TRIES: Final = 3
 _MOST_BLANKS: Final = 1024
 """Between two messages."""
 _OVERHEAD_BYTES: Final = 2_000
-_NOTHING: Final = Beginning(0, 0, b"", b"")
+_NOTHING: Final = PromptPrefix(0, 0, b"", b"")
 _view: Callable[[Any], Any] = memoryview
 
 
@@ -84,7 +84,7 @@ class SeenBodies:
         self._stand_in = b'{"role":%b},' % role
         """Stands for the messages that are left out. No client knows it."""
         # Of a plain dict the oldest of many is found slowly.
-        self._known: OrderedDict[int, Beginning | None] = OrderedDict()
+        self._known: OrderedDict[int, PromptPrefix | None] = OrderedDict()
         """By the hash of all that is before a block's end; None where that came once."""
         self._kept_bytes = 0
 
@@ -129,7 +129,7 @@ class SeenBodies:
             self._keep(next(iter(known)), None)
         return request
 
-    def _continue(self, endpoint: Endpoint, body: bytes, base: Beginning) -> InferenceRequest | None:
+    def _continue(self, endpoint: Endpoint, body: bytes, base: PromptPrefix) -> InferenceRequest | None:
         """A body that begins with all of `base`."""
         rest = self._rest(body, base.opened, base.end)
         if rest is None:
@@ -164,7 +164,7 @@ class SeenBodies:
         return request
 
     def _grown(
-        self, endpoint: Endpoint, body: bytes, base: Beginning | None, opened: int, limit: int, digest: int
+        self, endpoint: Endpoint, body: bytes, base: PromptPrefix | None, opened: int, limit: int, digest: int
     ) -> InferenceRequest | None:
         said, end = self._between(body, opened if base is None else base.end, opened, limit)
         rest = self._rest(body, opened, end) if said else None
@@ -173,7 +173,7 @@ class SeenBodies:
         decoded, messages = rest
         head = b"".join(head_of(decoded))
         if base is None:
-            base = Beginning(opened, opened, head, head)
+            base = PromptPrefix(opened, opened, head, head)
         elif head != base.head:
             return None
         count = base.messages + len(said)
@@ -183,7 +183,7 @@ class SeenBodies:
         request, tail = _seen(endpoint, body, decoded, base, [*added, *others])
         size = len(base.rest) + sum(map(len, map(_view, added)))
         cut = size - size % self._cut_bytes
-        grown = Beginning(opened, end, head, tail[cut:size], base.whole_bytes + cut, messages=count)
+        grown = PromptPrefix(opened, end, head, tail[cut:size], base.whole_bytes + cut, messages=count)
         self._keep(digest, grown)
         request.seen = SeenPrompt(body, base, tail, grown)
         return request
@@ -230,7 +230,7 @@ class SeenBodies:
         if messages > self._bounded.limits.max_messages:
             raise self._bounded.over("max_messages", "messages", "messages")
 
-    def _keep(self, digest: int, beginning: Beginning | None) -> None:
+    def _keep(self, digest: int, beginning: PromptPrefix | None) -> None:
         """Put `beginning` for what is known under `digest`; with None forget that."""
         before = self._known.pop(digest, None)
         if before is not None:
@@ -239,7 +239,7 @@ class SeenBodies:
             self._known[digest] = beginning
             self._kept_bytes += self._size(beginning)
 
-    def _size(self, beginning: Beginning) -> int:
+    def _size(self, beginning: PromptPrefix) -> int:
         # Two notes of an anchor a cut, and what is asked for.
         return (
             _OVERHEAD_BYTES
@@ -250,7 +250,7 @@ class SeenBodies:
 
 
 def _seen(
-    endpoint: Endpoint, body: bytes, decoded: Body, base: Beginning, parts: list[bytes | Raw]
+    endpoint: Endpoint, body: bytes, decoded: Body, base: PromptPrefix, parts: list[bytes | Raw]
 ) -> tuple[InferenceRequest, bytes]:
     """The request without its prompt, and what of that follows the part that is not kept."""
     decoded.messages = UNSET

@@ -63,7 +63,7 @@ class Prompt(NamedTuple):
         return self.data[begin:]
 
 
-class Beginning(Struct, eq=False, weakref=True):
+class PromptPrefix(Struct, eq=False, weakref=True):
     """What is known of bodies that begin alike, up to the end of one of their messages.
 
     Their first message begins at `opened`, the next one at `end`; `head` is what the prompt has before the
@@ -87,9 +87,9 @@ class SeenPrompt(Struct, eq=False):
     `whole_bytes`. It is also the beginning of what may come, where there is `becomes`."""
 
     body: bytes
-    beginning: Beginning
+    beginning: PromptPrefix
     tail: bytes
-    becomes: Beginning | None = None
+    becomes: PromptPrefix | None = None
     is_token_ids: bool = False
 
     @property

@@ -20,26 +20,26 @@ from kvroute.replicas.messages import (
     ExactSent,
     Finished,
     FirstToken,
+    KeyGroupDecoder,
+    KeyGroupEncoder,
     Message,
     PromptSent,
-    Reader,
     Recent,
     Sent,
     SessionForgotten,
-    Teller,
-    ToldAnew,
+    SnapshotFollows,
     packed,
     unpacked,
 )
 from kvroute.routing.router import Dispatch, Followed, Router
 from kvroute.routing.strategy import (
     Candidate,
+    CandidateMatch,
     CostTerms,
     ExactPrompt,
-    Held,
-    Reason,
     RouteDecision,
     RouteQuery,
+    RouteReason,
     Tokens,
 )
 
@@ -56,11 +56,11 @@ class OwnDecisions:
     def __init__(self, publish: Callable[[Message], None]) -> None:
         self.publish = publish
         self._ids = count(1)
-        self._teller = Teller()
+        self._teller = KeyGroupEncoder()
         self._unfinished: dict[int, _OwnDispatch] = {}
 
     def dispatched(self, query: RouteQuery, decision: RouteDecision, candidate: Candidate) -> Followed:
-        """About 5 us, and what `Teller.tell` takes."""
+        """About 5 us, and what `KeyGroupEncoder.tell` takes."""
         number = next(self._ids)
         dispatch = self._unfinished[number] = _OwnDispatch(self, number, query, decision, candidate)
         self.publish(_sent(number, query, decision, candidate, self._teller.tell))
@@ -72,7 +72,7 @@ class OwnDecisions:
     def begin_anew(self) -> None:
         """Somebody begins to listen who has read no keys: nobody is taken to know any."""
         self._teller.begin_anew()
-        self.publish(ToldAnew())
+        self.publish(SnapshotFollows())
 
     def unfinished(self) -> list[Message]:
         """What a process that knows nothing of it must hear."""
@@ -127,7 +127,7 @@ class OthersDecisions:
         self._clock = clock
         self._dispatches: dict[int, dict[int, Dispatch]] = {}
         """By process and its number for it."""
-        self._readers: dict[int, Reader] = {}
+        self._readers: dict[int, KeyGroupDecoder] = {}
         self._others: dict[str, tuple[int, tuple[Candidate, ...]]] = {}
 
     @property
@@ -136,8 +136,9 @@ class OthersDecisions:
         return sum(map(len, self._dispatches.values()))
 
     def sent(self, process: int, sent: Sent) -> None:
-        """Costs what `Router.dispatch` and `Reader.read` do. A worker that is not known here is left out."""
-        read = self._readers.setdefault(process, Reader()).read
+        """Apply a dispatch of another process. Costs `Router.dispatch` plus `KeyGroupDecoder.read`. Skips unknown
+        workers."""
+        read = self._readers.setdefault(process, KeyGroupDecoder()).read
         prompts = [cast("Sequence[BlockKey]", read(prompt.ends, prompt.fresh)) for prompt in sent.prompts]
         exact = [cast("Sequence[BlockKey]", read(prompt.ends, prompt.fresh)) for prompt in sent.exact]
         try:
@@ -193,11 +194,11 @@ class OthersDecisions:
                 for keys, told in zip(exact, sent.exact, strict=True)
             ),
         )
-        held = None if sent.tiers is None else Held(Tokens(*sent.tiers), sent.slot, sent.rank)
+        held = None if sent.tiers is None else CandidateMatch(Tokens(*sent.tiers), sent.slot, sent.rank)
         candidate = Candidate(worker, 0.0, sent.matched_tokens, sent.prefill_s, CostTerms(), held)
         others = self._candidates(sent.model)
         ranking = (candidate, *others) if sent.first else (*others, candidate)
-        return query, RouteDecision(sent.strategy, Reason(sent.reason), ranking), candidate
+        return query, RouteDecision(sent.strategy, RouteReason(sent.reason), ranking), candidate
 
     def _candidates(self, model: str) -> tuple[Candidate, ...]:
         """The workers that were ranked, as far as strategies look at them again."""

@@ -63,7 +63,7 @@ class _Numbers(Generic[_Holder]):
         return self._numbers.items()
 
 
-class ToldPrefixIndex(PrefixIndex):
+class PublishingPrefixIndex(PrefixIndex):
     """A `PrefixIndex` whose changes are published. One message a change, about 1 us."""
 
     def __init__(self, publish: Publish, *, max_blocks: int) -> None:
@@ -129,7 +129,7 @@ class ToldPrefixIndex(PrefixIndex):
                     yield RunHeld(holders_of, stride * KEY_TOKENS, packed(run.keys))
 
 
-class ToldChunkIndex(ChunkIndex):
+class PublishingChunkIndex(ChunkIndex):
     """A `ChunkIndex` whose changes are published."""
 
     def __init__(self, publish: Publish, *, max_chunks: int) -> None:

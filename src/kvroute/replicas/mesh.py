@@ -2,7 +2,7 @@
 
 The process with the higher number connects, and tries again for as long as it lives; so there is one link to
 each. What is published is gathered for a moment and goes to all that are linked. A process that comes first
-hears everything that `Member.greeting` says, and from then on whatever is published: nothing is missed in
+hears everything that `MeshMember.greeting` says, and from then on whatever is published: nothing is missed in
 between and nothing said twice.
 """
 
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Final, Protocol, cast
 
 from kvroute.errors import ConfigError, WireError
-from kvroute.replicas.messages import Answer, Ask, Frames, Hello, Leaving, Message, frame
+from kvroute.replicas.messages import Ask, Frames, Hello, Leaving, Message, PeerAnswer, frame
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ _STEADY_S: Final = 5.0
 """A link that has held for so long is well: the next pause is the first one again."""
 
 
-class Member(Protocol):
+class MeshMember(Protocol):
     """Who speaks and listens over the mesh. All calls are synchronous and return soon."""
 
     @property
@@ -81,7 +81,7 @@ class Mesh:
         self.counts = MeshCounts()
         self._others = [other for other in range(processes) if other != number]
         self._folder = folder
-        self._member: Member | None = None
+        self._member: MeshMember | None = None
         self._answering: dict[str, Answering] = {}
         self._links: dict[int, _Link] = {}
         self._open: set[_Link] = set()
@@ -108,7 +108,7 @@ class Mesh:
         """Answer the others' questions called `what`."""
         self._answering[what] = answering
 
-    async def start(self, member: Member) -> None:
+    async def start(self, member: MeshMember) -> None:
         """Raises OSError if the socket cannot be made."""
         self._member = member
         loop = asyncio.get_running_loop()
@@ -237,7 +237,7 @@ class Mesh:
             link.is_leaving = True
         elif isinstance(message, Ask):
             self.own(self._answer(link, message), f"answer to process {link.number}")
-        elif isinstance(message, Answer):
+        elif isinstance(message, PeerAnswer):
             future = self._asked.get((link.number, message.id))
             if future is not None and not future.done():
                 future.set_result(message.told)
@@ -269,7 +269,7 @@ class Mesh:
         except Exception:
             log.exception("process %s asked for %s, which failed", link.number, question.what)
             return
-        link.write([Answer(question.id, told)])
+        link.write([PeerAnswer(question.id, told)])
 
     def closed(self, link: _Link) -> None:
         self._open.discard(link)

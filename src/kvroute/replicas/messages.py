@@ -132,7 +132,7 @@ class Place(msgspec.Struct, frozen=True, array_like=True):
     by_lmcache: bool
 
 
-class Places(Said, frozen=True):
+class WorkerPlaces(Said, frozen=True):
     """Where a worker's requests can go now; none: nothing is known of its cache."""
 
     worker: str
@@ -147,7 +147,7 @@ class Rate(Said, frozen=True):
     gb_s: float
 
 
-class Target(msgspec.Struct, frozen=True, array_like=True):
+class L2TargetMessage(msgspec.Struct, frozen=True, array_like=True):
     """An `L2Target`."""
 
     holder: int
@@ -159,7 +159,7 @@ class Target(msgspec.Struct, frozen=True, array_like=True):
 class Targets(Said, frozen=True):
     """Where to look for chunks in the shared store now."""
 
-    targets: list[Target]
+    targets: list[L2TargetMessage]
 
 
 class PromptAnswered(Said, frozen=True):
@@ -235,7 +235,7 @@ class Sent(Said, frozen=True):
     tiers: tuple[int, int, int] | None
 
 
-class ToldAnew(Said, frozen=True):
+class SnapshotFollows(Said, frozen=True):
     """From here on the sender takes no keys for known."""
 
 
@@ -270,7 +270,7 @@ class HandSpec(msgspec.Struct, frozen=True, array_like=True):
     node: str | None
 
 
-class ByHand(Said, frozen=True):
+class OverridesChanged(Said, frozen=True):
     """All that the admin API has changed about the fleet so far."""
 
     added: list[HandSpec]
@@ -285,7 +285,7 @@ class Ejected(Said, frozen=True):
     cause: str
 
 
-class Wanted(Said, frozen=True):
+class SnapshotRequest(Said, frozen=True):
     """Tell me what was sent before I came."""
 
 
@@ -296,7 +296,7 @@ class Recent(Said, frozen=True):
     prompts: list[bytes]
 
 
-class Level(Said, frozen=True):
+class InSync(Said, frozen=True):
     """That was all."""
 
 
@@ -306,7 +306,7 @@ class Ask(Said, frozen=True):
     how: bytes
 
 
-class Answer(Said, frozen=True):
+class PeerAnswer(Said, frozen=True):
     id: int
     told: bytes
 
@@ -315,18 +315,18 @@ Message: TypeAlias = (
     Hello
     | Leaving
     | Sent
-    | ToldAnew
+    | SnapshotFollows
     | FirstToken
     | Finished
     | Owner
     | SessionForgotten
-    | ByHand
+    | OverridesChanged
     | Ejected
-    | Wanted
+    | SnapshotRequest
     | Recent
-    | Level
+    | InSync
     | Ask
-    | Answer
+    | PeerAnswer
     | MapBegins
     | Attached
     | Detached
@@ -342,7 +342,7 @@ Message: TypeAlias = (
     | ChunksHeld
     | ChunksCleared
     | ChunkSlotForgotten
-    | Places
+    | WorkerPlaces
     | Rate
     | Targets
     | PromptAnswered
@@ -414,7 +414,7 @@ MOST_GROUPS: Final = 32_768
 """Remembered by each reader for each teller: a million keys, about 15 MB."""
 
 
-class Teller:
+class KeyGroupEncoder:
     """Mutable: remembers the groups that were told."""
 
     def __init__(self) -> None:
@@ -441,11 +441,11 @@ class Teller:
         return packed(ends), fresh.tobytes()
 
     def begin_anew(self) -> None:
-        """As `Reader.begin_anew`, which every reader must hear of before it reads on."""
+        """As `KeyGroupDecoder.begin_anew`, which every reader must hear of before it reads on."""
         self._told.clear()
 
 
-class Reader:
+class KeyGroupDecoder:
     """Of one teller. Mutable: remembers the groups that were read."""
 
     def __init__(self) -> None:

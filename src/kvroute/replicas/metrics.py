@@ -45,7 +45,7 @@ class Sample(msgspec.Struct, frozen=True, array_like=True):
     value: float
 
 
-class Family(msgspec.Struct, frozen=True, array_like=True):
+class ParsedFamily(msgspec.Struct, frozen=True, array_like=True):
     """A `prometheus_client` metric family."""
 
     name: str
@@ -54,7 +54,7 @@ class Family(msgspec.Struct, frozen=True, array_like=True):
     samples: list[Sample]
 
 
-Page: TypeAlias = list[Family]
+Page: TypeAlias = list[ParsedFamily]
 
 _encode: Final = msgspec.msgpack.Encoder().encode
 _decode: Final = msgspec.msgpack.Decoder(Page).decode
@@ -63,7 +63,7 @@ _decode: Final = msgspec.msgpack.Decoder(Page).decode
 def read(source: Collector) -> Page:
     """What `source` says now. Timestamps and exemplars are left out: kvroute has none."""
     return [
-        Family(
+        ParsedFamily(
             family.name,
             family.documentation,
             family.type,
@@ -96,7 +96,7 @@ def counted(page: Page) -> Page:
 def merged(pages: Sequence[Page]) -> Page:
     """One page of all of them; families and samples in the order in which they first come. A gauge that is
     one process's word is that of the first page that has the series. About 1 us a sample."""
-    families: dict[str, tuple[Family, dict[tuple[str, Labels], float]]] = {}
+    families: dict[str, tuple[ParsedFamily, dict[tuple[str, Labels], float]]] = {}
     for page in pages:
         for family in page:
             known = families.get(family.name)
@@ -104,7 +104,7 @@ def merged(pages: Sequence[Page]) -> Page:
                 known = families[family.name] = family, {}
             _add(family, known[1])
     return [
-        Family(
+        ParsedFamily(
             family.name,
             family.help_text,
             family.kind,
@@ -114,7 +114,7 @@ def merged(pages: Sequence[Page]) -> Page:
     ]
 
 
-def _add(family: Family, samples: dict[tuple[str, Labels], float]) -> None:
+def _add(family: ParsedFamily, samples: dict[tuple[str, Labels], float]) -> None:
     sums = family.kind in _COUNTED or family.name in _SUMMED
     takes_least = family.name in _LEAST
     for sample in family.samples:

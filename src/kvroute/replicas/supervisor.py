@@ -33,7 +33,7 @@ it to the whole process group, so one Ctrl-C would come twice."""
 
 
 @dataclass(frozen=True, slots=True)
-class Birth:
+class ProcessSpec:
     """What a process is told of itself. `generation` is 0 for the first of its number; `ready` is to be
     called when it serves."""
 
@@ -62,7 +62,9 @@ class Supervisor:
     `grace_s` is what is left for an orderly end after SIGTERM or SIGINT, before SIGKILL.
     """
 
-    def __init__(self, processes: int, work: Callable[[Birth], int], clock: Clock, *, grace_s: float) -> None:
+    def __init__(
+        self, processes: int, work: Callable[[ProcessSpec], int], clock: Clock, *, grace_s: float
+    ) -> None:
         self._work = work
         self._clock = clock
         self._grace_s = grace_s
@@ -119,7 +121,7 @@ class Supervisor:
             _end_with_parent(parent)
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-            code = self._work(Birth(child.number, child.generation, lambda: _say(writing)))
+            code = self._work(ProcessSpec(child.number, child.generation, lambda: _say(writing)))
         except SystemExit as ended:
             code = ended.code if isinstance(ended.code, int) else 1
         except BaseException:

@@ -39,7 +39,7 @@ class AuditOptions(Options):
     )
 
 
-class Outcome(StrEnum):
+class PredictionOutcome(StrEnum):
     """A prediction, once the worker has reported: bounded, so a metric label."""
 
     EXACT = "exact"
@@ -49,7 +49,7 @@ class Outcome(StrEnum):
 
 
 # A member asked of its class costs 80 ns each time (CPython 3.11), these almost nothing.
-_EXACT, _OVER, _UNDER = Outcome.EXACT, Outcome.OVER, Outcome.UNDER
+_EXACT, _OVER, _UNDER = PredictionOutcome.EXACT, PredictionOutcome.OVER, PredictionOutcome.UNDER
 
 
 class Prediction(Struct, frozen=True, gc=False):
@@ -69,7 +69,7 @@ class _Tally:
     __slots__ = ("error_tokens", "outcomes", "predicted", "reported")
 
     def __init__(self) -> None:
-        self.outcomes = dict.fromkeys(Outcome, 0)
+        self.outcomes = dict.fromkeys(PredictionOutcome, 0)
         self.predicted = self.reported = self.error_tokens = 0
 
 
@@ -89,7 +89,7 @@ class Audit:
         self._latest: dict[tuple[str, int], deque[bool]] = {}
         self._demotions: dict[str, int] = {}
 
-    def reported(self, prediction: Prediction, cached_tokens: int) -> tuple[Outcome, bool]:
+    def reported(self, prediction: Prediction, cached_tokens: int) -> tuple[PredictionOutcome, bool]:
         """A worker has told `usage.prompt_tokens_details.cached_tokens`: how the prediction did, and whether
         that place's map should not be believed any more. Its verdicts begin anew then."""
         tokens = prediction.tokens

@@ -18,7 +18,7 @@ from kvroute.fleet.worker import Worker
 from kvroute.index.history import RouteHistory
 from kvroute.routing.cost_options import CostOptions, Costs
 from kvroute.routing.learning import Fit, Learned, Lessons
-from kvroute.routing.strategy import Candidate, Held, RouteQuery, Row
+from kvroute.routing.strategy import Candidate, CandidateMatch, RouteQuery, Row
 
 
 class Ranking(Sequence[Candidate]):
@@ -40,7 +40,9 @@ class Ranking(Sequence[Candidate]):
 
     first_place: int
     """Where the first candidate's worker is among those that were ranked."""
-    _ranked: tuple[Sequence[Worker], Sequence[Row], Sequence[int] | None, Sequence[Held] | None, int]
+    _ranked: tuple[
+        Sequence[Worker], Sequence[Row], Sequence[int] | None, Sequence[CandidateMatch] | None, int
+    ]
     """The workers; by worker the arithmetic, what it holds of the prompt, and where; the place of the one to
     go to by cost alone. None of them changes any more."""
     _made_first: Candidate | None
@@ -193,7 +195,7 @@ class CostModel:
         workers: Sequence[Worker],
         matched_tokens: Sequence[int] | None = None,
         loads: Sequence[TierLoad] | None = None,
-        held_where: Sequence[Held] | None = None,
+        held_where: Sequence[CandidateMatch] | None = None,
         queues: Sequence[WorkerLoad] | None = None,
     ) -> Ranking:
         """Every worker, cheapest first; ties by active tokens, then by prefill done lately, then by a hash
@@ -346,7 +348,7 @@ class CostModel:
         return ranking
 
 
-def _queues(workers: Sequence[Worker], held_where: Sequence[Held] | None) -> Sequence[WorkerLoad]:
+def _queues(workers: Sequence[Worker], held_where: Sequence[CandidateMatch] | None) -> Sequence[WorkerLoad]:
     """The loads that the request would join."""
     if held_where:
         return [worker.load_of(held.rank) for worker, held in zip(workers, held_where, strict=True)]

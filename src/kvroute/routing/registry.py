@@ -18,7 +18,7 @@ from kvroute.routing.strategies.session import Session, SessionOptions
 from kvroute.routing.strategy import Strategy
 
 
-class Registration(NamedTuple):
+class StrategyRegistration(NamedTuple):
     """A strategy's option class, and how to make it from one of those, the costs, the history of what was
     sent, and the views of the workers' caches."""
 
@@ -30,11 +30,11 @@ def _without_views(make: Callable[[Any, CostModel, RouteHistory], Strategy]) -> 
     return lambda options, costs, history, _: make(options, costs, history)
 
 
-STRATEGIES: Final[dict[str, Registration]] = {
-    "roundrobin": Registration(RoundRobinOptions, _without_views(RoundRobin)),
-    "session": Registration(SessionOptions, _without_views(Session)),
-    "prefixaware": Registration(PrefixAwareOptions, _without_views(PrefixAware)),
-    "kvaware": Registration(KvAwareOptions, KvAware),
+STRATEGIES: Final[dict[str, StrategyRegistration]] = {
+    "roundrobin": StrategyRegistration(RoundRobinOptions, _without_views(RoundRobin)),
+    "session": StrategyRegistration(SessionOptions, _without_views(Session)),
+    "prefixaware": StrategyRegistration(PrefixAwareOptions, _without_views(PrefixAware)),
+    "kvaware": StrategyRegistration(KvAwareOptions, KvAware),
 }
 
 

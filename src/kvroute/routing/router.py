@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 from kvroute.blocks.keys import BlockKey, Tier
 from kvroute.fleet.load import Followers, Reservation
 from kvroute.fleet.worker import ASSUMED_BLOCK_TOKENS, ASSUMED_CAPACITY_TOKENS, FleetView, Worker, WorkerId
-from kvroute.index.history import HistorySize, Lease, RouteHistory
+from kvroute.index.history import HistorySize, PinnedBlocks, RouteHistory
 from kvroute.index.in_flight import Flight, InFlight
 from kvroute.index.registry import HISTORIES
 from kvroute.routing.cost import CostModel
@@ -21,9 +21,9 @@ from kvroute.routing.strategy import (
     Candidate,
     Needs,
     NoMap,
-    Reason,
     RouteDecision,
     RouteQuery,
+    RouteReason,
     Strategy,
     matched_tokens,
 )
@@ -33,7 +33,7 @@ TOLERANCE = 0.02
 _LEAST_WEIGHT = 0.1
 
 
-class PartSizes:
+class HistoryCapacity:
     """Capacities are tokens, parts are blocks of bytes, and how many tokens fill a block is an estimate
     that improves with each answer: this converts, and follows. Mutable: by its own methods."""
 
@@ -97,7 +97,7 @@ class Dispatch(Reservation, eq=False, kw_only=True):
     router and by itself."""
 
     worker: Worker
-    _lesson: _Lesson | None = None
+    _lesson: _PrefillSample | None = None
 
     def first_token(self, now: float) -> None:
         """The first token of a streamed answer came: the prefill is done. Later calls do nothing."""
@@ -109,11 +109,11 @@ class Dispatch(Reservation, eq=False, kw_only=True):
             self._lesson = None
 
 
-class _More(NamedTuple):
+class _SecondaryReservations(NamedTuple):
     """What some attempts have besides: their data-parallel rank, several prompts or exact ones."""
 
     of_rank: Reservation | None
-    leases: Sequence[Lease | Flight]
+    leases: Sequence[PinnedBlocks | Flight]
 
     def first_token(self, now: float, is_first: bool) -> None:
         if self.of_rank is not None:
@@ -144,7 +144,7 @@ class _Observed(NamedTuple):
             self.more.finish(now)
 
 
-class _Lesson(NamedTuple):
+class _PrefillSample(NamedTuple):
     """A prefill that had its worker to itself when it was sent: its time says what prefill costs."""
 
     learned: Learned
@@ -183,7 +183,7 @@ class Router:
         self._options = options
         self._observer = observer
         self._history = history
-        self._sizes = PartSizes(history)
+        self._sizes = HistoryCapacity(history)
         self._learned = Learned() if options.learning else None
         self._costs = CostModel(history, options.costs, options.costs_of_models(), self._learned)
         self._in_flight = InFlight()
@@ -222,7 +222,7 @@ class Router:
         """Rank the view's workers (one at least), by the model's strategy unless another is given."""
         decision = (strategy or self.strategy(query.model)).rank(query, view)
         if len(view.workers) == 1:
-            return RouteDecision(decision.strategy, Reason.ONLY_WORKER, decision.ranking)
+            return RouteDecision(decision.strategy, RouteReason.ONLY_WORKER, decision.ranking)
         return decision
 
     def pinned(self, query: RouteQuery, view: FleetView, owner: WorkerId) -> RouteDecision | None:
@@ -231,7 +231,7 @@ class Router:
         if not workers:
             return None
         ranking = self._costs.rank(query, workers, matched_tokens(self._history, query, workers))
-        return RouteDecision(self.strategy(query.model).name, Reason.RESPONSE_OWNER, ranking)
+        return RouteDecision(self.strategy(query.model).name, RouteReason.RESPONSE_OWNER, ranking)
 
     def dispatch(
         self,
@@ -280,10 +280,10 @@ class Router:
         from it and the observer does not hear of it."""
         return self.dispatch(query, decision, candidate, now, is_own=False)
 
-    def _more(self, query: RouteQuery, candidate: Candidate, now: float) -> _More:
+    def _more(self, query: RouteQuery, candidate: Candidate, now: float) -> _SecondaryReservations:
         """What goes on in the rank and in the caches, and of the prompts behind the first one."""
         held, index, of_rank = candidate.held, candidate.worker.index, None
-        leases: list[Lease | Flight] = [
+        leases: list[PinnedBlocks | Flight] = [
             self._history.acquire(index, prompt.keys) for prompt in query.prompts[1:]
         ]
         if held is not None:
@@ -291,7 +291,7 @@ class Router:
                 of_rank = candidate.queue.reserve(now, candidate.prefill_s, query.tokens, query.streamed)
             if held.slot is not None:
                 leases += [self._in_flight.acquire(held.slot, prompt.keys) for prompt in query.exact]
-        return _More(of_rank, leases)
+        return _SecondaryReservations(of_rank, leases)
 
     def sent_before(self, worker: Worker, keys: Sequence[BlockKey]) -> None:
         """The worker was sent this prompt some time ago, and more recently than what was told before."""
@@ -301,7 +301,7 @@ class Router:
         """What `sent_before` would have to be told of the worker, `most_blocks` of it: the last ones."""
         return self._history.recent(worker.index, most_blocks)
 
-    def _lesson(self, query: RouteQuery, candidate: Candidate, now: float) -> _Lesson | None:
+    def _lesson(self, query: RouteQuery, candidate: Candidate, now: float) -> _PrefillSample | None:
         """What this attempt may teach, once its first token shows: nothing unless that is due to it alone."""
         worker = candidate.worker
         if self._learned is None or worker.load.queued or not query.prompts:
@@ -309,7 +309,7 @@ class Router:
         if candidate.held is not None and candidate.terms.load:  # no other candidate has slower tiers
             return None
         costs = self._costs.configured(query.model)
-        return _Lesson(self._learned, query, worker.index, candidate.matched_tokens, costs, now)
+        return _PrefillSample(self._learned, query, worker.index, candidate.matched_tokens, costs, now)
 
     def worker_joined(self, worker: Worker) -> None:
         """A worker is new; its index may have been another's before."""

@@ -77,7 +77,7 @@ class Tokens(NamedTuple):
         return "l2" if self.l2 else "l1" if self.l1 else "gpu" if self.gpu else "none"
 
 
-class Held(NamedTuple):
+class CandidateMatch(NamedTuple):
     """What one candidate is believed to hold of a query's prompts, and where it lies.
 
     `rank` is the data-parallel rank to ask for, None where the worker has only one; `slot` is None where
@@ -133,7 +133,7 @@ class Needs(StrEnum):
     """`RouteQuery.exact` filled with the prompt's token ids, or `inexact` with why not; `prompts` too."""
 
 
-class Reason(StrEnum):
+class RouteReason(StrEnum):
     """Why a worker came first: one word per branch of a strategy; bounded, so a metric label."""
 
     ROUND_ROBIN = "round_robin"
@@ -227,7 +227,7 @@ class Candidate(Struct, frozen=True, eq=False, gc=False):
     matched_tokens: int
     prefill_s: float
     terms_or_row: CostTerms | Row
-    held: Held | None = None
+    held: CandidateMatch | None = None
 
     @property
     def terms(self) -> CostTerms:
@@ -263,7 +263,7 @@ class RouteDecision(Struct, frozen=True, gc=False):
     """Every routable worker, best first. `reason` says why the first one is first."""
 
     strategy: str
-    reason: Reason
+    reason: RouteReason
     ranking: Sequence[Candidate]
 
     def describe(self) -> dict[str, Any]:
@@ -284,7 +284,7 @@ class RouteDecision(Struct, frozen=True, gc=False):
         }
 
 
-def _where(held: Held | None) -> dict[str, Any]:
+def _where(held: CandidateMatch | None) -> dict[str, Any]:
     if held is None:
         return {}
     return {

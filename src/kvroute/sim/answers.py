@@ -54,7 +54,7 @@ _WORDS = [
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class Choice:
     """One choice. `pieces` is the text token by token; `finish_reason` is vLLM's stop or length."""
 
     token_ids: array[int]
@@ -72,7 +72,7 @@ def fingerprint(prompt: array[int], model: str, choice: int = 0) -> int:
     return xxh3_64_intdigest(prompt.tobytes(), xxh3_64_intdigest(model.encode(), choice))
 
 
-def plain(seed: int, limit: int | None, natural: int, stop: Sequence[str] = ()) -> Answer:
+def plain(seed: int, limit: int | None, natural: int, stop: Sequence[str] = ()) -> Choice:
     """Words that follow from `seed`: exactly `limit` tokens, or `natural` ones where there is no limit.
 
     A `stop` string that comes up ends the answer before it, as vLLM does.
@@ -81,12 +81,12 @@ def plain(seed: int, limit: int | None, natural: int, stop: Sequence[str] = ()) 
     return _cut(_words(seed, count * 3), limit, stop)
 
 
-def fixed(text: str, limit: int | None, stop: Sequence[str] = ()) -> Answer:
+def fixed(text: str, limit: int | None, stop: Sequence[str] = ()) -> Choice:
     """This ASCII text (a tool's arguments, a JSON document), cut at `limit` tokens."""
     return _cut(text, limit, stop, whole=True)
 
 
-def _cut(text: str, limit: int | None, stop: Sequence[str], *, whole: bool = False) -> Answer:
+def _cut(text: str, limit: int | None, stop: Sequence[str], *, whole: bool = False) -> Choice:
     found = min(((text.find(s), s) for s in stop if s and s in text), default=None)
     stopped = found is not None and (limit is None or found[0] < limit * 3)
     if stopped:
@@ -98,7 +98,7 @@ def _cut(text: str, limit: int | None, stop: Sequence[str], *, whole: bool = Fal
         ids = ids[:limit]
         text = text[: limit * 3]
     pieces = tuple(text[start : start + 3] for start in range(0, len(text), 3))
-    return Answer(ids, pieces, "length" if cut else "stop", found[1] if stopped and found else None)
+    return Choice(ids, pieces, "length" if cut else "stop", found[1] if stopped and found else None)
 
 
 def _words(seed: int, characters: int) -> str:

@@ -32,12 +32,12 @@ from kvroute.sim.other_apis import (
 from kvroute.sim.pooling import classify, embeddings, pooling, rerank, score
 from kvroute.sim.prompts import VOCABULARY, chat_tokens, decode, encode, messages_of, token_bytes
 from kvroute.sim.publisher import EventPublisher, Fault
-from kvroute.sim.worker import ReceivedRequest, Worker
+from kvroute.sim.worker import ReceivedRequest, SimWorker
 
 _json = msgspec.json.Encoder().encode
 
 
-async def tokenize(call: Call, worker: Worker) -> None:
+async def tokenize(call: Call, worker: SimWorker) -> None:
     """POST /tokenize: a text or a chat, to the very ids that the engine would use."""
     body = call.json()
     worker.model(body)
@@ -58,7 +58,7 @@ async def tokenize(call: Call, worker: Worker) -> None:
     )
 
 
-async def detokenize(call: Call, worker: Worker) -> None:
+async def detokenize(call: Call, worker: SimWorker) -> None:
     """POST /detokenize."""
     body = call.json()
     worker.model(body)
@@ -71,17 +71,17 @@ async def detokenize(call: Call, worker: Worker) -> None:
     await call.respond({"prompt": decode(tokens)})
 
 
-async def transcriptions(call: Call, worker: Worker) -> None:
+async def transcriptions(call: Call, worker: SimWorker) -> None:
     """POST /v1/audio/transcriptions."""
     await _audio(call, worker, "transcription")
 
 
-async def translations(call: Call, worker: Worker) -> None:
+async def translations(call: Call, worker: SimWorker) -> None:
     """POST /v1/audio/translations."""
     await _audio(call, worker, "translation")
 
 
-async def _audio(call: Call, worker: Worker, kind: str) -> None:
+async def _audio(call: Call, worker: SimWorker, kind: str) -> None:
     form = _form(call)
     model = worker.model({"model": form["model"].decode("utf-8", "replace")} if "model" in form else {})
     if "file" not in form:
@@ -100,7 +100,7 @@ async def _audio(call: Call, worker: Worker, kind: str) -> None:
         await call.respond({"text": text, "usage": {"type": "duration", "seconds": 1}})
 
 
-async def _stream_text(call: Call, worker: Worker, kind: str, model: str, text: str) -> None:
+async def _stream_text(call: Call, worker: SimWorker, kind: str, model: str, text: str) -> None:
     prefix = {"transcription": "trsc-", "translation": "trsl-"}[kind]
     head = {"id": worker.new_id(prefix), "object": f"{kind}.chunk", "created": int(worker.clock.wall())}
     await call.start(200, [SSE])
@@ -139,7 +139,7 @@ def _form(call: Call) -> dict[str, bytes]:
     return form
 
 
-async def invocations(call: Call, worker: Worker) -> None:
+async def invocations(call: Call, worker: SimWorker) -> None:
     """POST /invocations: whatever endpoint the body fits, in vLLM's order."""
     body = call.json()
     for field, handler in (
@@ -157,7 +157,7 @@ async def invocations(call: Call, worker: Worker) -> None:
     raise ApiError.invalid("Cannot find suitable handler for request.")
 
 
-Handler = Callable[[Call, Worker], Awaitable[None]]
+Handler = Callable[[Call, SimWorker], Awaitable[None]]
 
 ROUTES: Final[Mapping[tuple[str, str], Handler]] = {
     ("POST", "/v1/chat/completions"): chat_completions,
@@ -198,7 +198,7 @@ _PATHS: Final = frozenset(path for _, path in ROUTES)
 class SimApp:
     """ASGI callable for HTTP. `reset` breaks the connection that a scope came in on."""
 
-    def __init__(self, worker: Worker, reset: Callable[[Scope], None]) -> None:
+    def __init__(self, worker: SimWorker, reset: Callable[[Scope], None]) -> None:
         self.worker = worker
         self._reset = reset
 
@@ -296,7 +296,7 @@ class RunningSim:
 
     def __init__(self, options: SimOptions, clock: Clock) -> None:
         publisher = EventPublisher(options, clock) if options.kv_events else None
-        self.worker = Worker(options, clock, publisher)
+        self.worker = SimWorker(options, clock, publisher)
         self._options = options
         self._state = ServerState()
         self._config = uvicorn.Config(

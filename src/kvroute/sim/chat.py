@@ -10,18 +10,18 @@ from typing import Any
 import msgspec
 
 from kvroute.sim import answers as make
-from kvroute.sim.answers import Answer
+from kvroute.sim.answers import Choice
 from kvroute.sim.completions import alternatives, stream, token_logprob
 from kvroute.sim.driver import Generation
 from kvroute.sim.http import ApiError, Call
 from kvroute.sim.prompts import Sampling, chat_tokens, messages_of, sampling
-from kvroute.sim.worker import Worker
+from kvroute.sim.worker import SimWorker
 
 _json = msgspec.json.Encoder().encode
 
 
 @dataclass(frozen=True, slots=True)
-class Chat:
+class PreparedChat:
     """A chat ready to be answered: shared by the chat, messages and responses endpoints.
 
     `tool` is the function that the answer calls, `named` whether the request asked for that very one
@@ -29,18 +29,18 @@ class Chat:
     """
 
     prompt: array[int]
-    answers: list[Answer]
+    answers: list[Choice]
     tool: str | None
     named: bool
 
-    def reason(self, answer: Answer) -> str:
+    def reason(self, answer: Choice) -> str:
         """The choice's finish_reason."""
         if self.tool is not None and not self.named and answer.finish_reason == "stop":
             return "tool_calls"
         return answer.finish_reason
 
 
-def prepare(worker: Worker, body: Mapping[str, Any], model: str, asked: Sampling) -> Chat:
+def prepare(worker: SimWorker, body: Mapping[str, Any], model: str, asked: Sampling) -> PreparedChat:
     """Check and render a chat, and decide its answers. Raises `ApiError`."""
     messages = messages_of(body)
     tools = _tools(body)
@@ -59,10 +59,10 @@ def prepare(worker: Worker, body: Mapping[str, Any], model: str, asked: Sampling
         else make.fixed(text, limit, asked.stop)
         for choice in range(asked.n)
     ]
-    return Chat(prompt, answers, tool, named)
+    return PreparedChat(prompt, answers, tool, named)
 
 
-async def chat_completions(call: Call, worker: Worker) -> None:
+async def chat_completions(call: Call, worker: SimWorker) -> None:
     """Answer one request."""
     body = call.json()
     model = worker.model(body)
@@ -100,7 +100,9 @@ async def chat_completions(call: Call, worker: Worker) -> None:
     await call.respond({**head, "choices": choices, **tail})
 
 
-def _choice(worker: Worker, index: int, chat: Chat, answer: Answer, asked: Sampling) -> dict[str, Any]:
+def _choice(
+    worker: SimWorker, index: int, chat: PreparedChat, answer: Choice, asked: Sampling
+) -> dict[str, Any]:
     message: dict[str, Any] = {
         "role": "assistant",
         "content": answer.text if chat.tool is None else None,
@@ -122,17 +124,17 @@ def _choice(worker: Worker, index: int, chat: Chat, answer: Answer, asked: Sampl
     }
 
 
-def _tool_call(worker: Worker, name: str, arguments: str) -> dict[str, Any]:
+def _tool_call(worker: SimWorker, name: str, arguments: str) -> dict[str, Any]:
     function = {"name": name, "arguments": arguments}
     return {"id": worker.new_id("chatcmpl-tool-"), "type": "function", "function": function}
 
 
 async def _stream(
     call: Call,
-    worker: Worker,
+    worker: SimWorker,
     generation: Generation,
     head: dict[str, Any],
-    chat: Chat,
+    chat: PreparedChat,
     asked: Sampling,
 ) -> None:
     front = b"data: " + _json(head)[:-1] + b',"choices":[{"index":'
@@ -181,7 +183,7 @@ async def _stream(
     await stream(call, worker, generation, event, opening)
 
 
-def _tool_delta(worker: Worker, name: str | None, piece: str) -> bytes:
+def _tool_delta(worker: SimWorker, name: str | None, piece: str) -> bytes:
     entry: dict[str, Any] = {"index": 0, "function": {"arguments": piece}}
     if name is not None:
         entry = {"id": worker.new_id("chatcmpl-tool-"), "type": "function", **entry}
@@ -189,7 +191,7 @@ def _tool_delta(worker: Worker, name: str | None, piece: str) -> bytes:
     return b'"tool_calls":[' + _json(entry) + b"]"
 
 
-def _logprobs(answer: Answer, top: int, start: int = 0, stop: int | None = None) -> list[dict[str, Any]]:
+def _logprobs(answer: Choice, top: int, start: int = 0, stop: int | None = None) -> list[dict[str, Any]]:
     return [
         {
             **_logprob(piece, token_logprob(token)),

@@ -9,18 +9,18 @@ from typing import Any
 import msgspec
 
 from kvroute.sim import answers as make
-from kvroute.sim.answers import Answer
+from kvroute.sim.answers import Choice
 from kvroute.sim.driver import Generation
 from kvroute.sim.http import SSE, ApiError, Call
 from kvroute.sim.prompts import Sampling, completion_prompts, decode, sampling
-from kvroute.sim.worker import Worker
+from kvroute.sim.worker import SimWorker
 
 Event = Callable[[int, int], bytes]
 """(sequence, token position) -> the bytes of the events that this token makes."""
 
 
 async def stream(
-    call: Call, worker: Worker, generation: Generation, event: Event, opening: bytes = b""
+    call: Call, worker: SimWorker, generation: Generation, event: Event, opening: bytes = b""
 ) -> None:
     """Send the head with the first token and then every token as it comes; the caller ends the answer.
 
@@ -52,7 +52,7 @@ async def stream(
 _json = msgspec.json.Encoder().encode
 
 
-async def completions(call: Call, worker: Worker) -> None:
+async def completions(call: Call, worker: SimWorker) -> None:
     """Answer one request."""
     body = call.json()
     model = worker.model(body)
@@ -88,7 +88,7 @@ async def completions(call: Call, worker: Worker) -> None:
     await call.respond({**head, "choices": choices, **tail})
 
 
-def _answers(worker: Worker, prompt: array[int], model: str, asked: Sampling) -> list[Answer]:
+def _answers(worker: SimWorker, prompt: array[int], model: str, asked: Sampling) -> list[Choice]:
     limit = worker.limit(prompt, asked.limit)
     natural = worker.options.answer_tokens
     return [
@@ -97,7 +97,7 @@ def _answers(worker: Worker, prompt: array[int], model: str, asked: Sampling) ->
     ]
 
 
-def _choice(index: int, prompt: array[int], answer: Answer, asked: Sampling, *, echo: bool) -> dict[str, Any]:
+def _choice(index: int, prompt: array[int], answer: Choice, asked: Sampling, *, echo: bool) -> dict[str, Any]:
     shown = [*(decode((token,)) for token in prompt), *answer.pieces] if echo else list(answer.pieces)
     ids = [*prompt, *answer.token_ids] if echo else list(answer.token_ids)
     return {
@@ -114,10 +114,10 @@ def _choice(index: int, prompt: array[int], answer: Answer, asked: Sampling, *, 
 
 async def _stream(
     call: Call,
-    worker: Worker,
+    worker: SimWorker,
     generation: Any,
     head: dict[str, Any],
-    flat: Sequence[tuple[array[int], Answer]],
+    flat: Sequence[tuple[array[int], Choice]],
     asked: Sampling,
     *,
     echo: bool,

@@ -9,13 +9,13 @@ from pydantic import ValidationError
 
 from kvroute.sim.http import ApiError, Call
 from kvroute.sim.publisher import Fault
-from kvroute.sim.worker import Worker
+from kvroute.sim.worker import SimWorker
 
 VERSION = "0.32.0"
 """The vLLM release whose surface this is."""
 
 
-async def models(call: Call, worker: Worker) -> None:
+async def models(call: Call, worker: SimWorker) -> None:
     """GET /v1/models: the served names, then the adapters with their parents."""
     created = int(worker.start_time)
 
@@ -51,22 +51,22 @@ async def models(call: Call, worker: Worker) -> None:
     await call.respond({"object": "list", "data": cards})
 
 
-async def health(call: Call, worker: Worker) -> None:
+async def health(call: Call, worker: SimWorker) -> None:
     """GET /health and /ping: an empty 200."""
     await call.respond_raw(b"", 200, [])
 
 
-async def version(call: Call, worker: Worker) -> None:
+async def version(call: Call, worker: SimWorker) -> None:
     await call.respond({"version": VERSION})
 
 
-async def metrics(call: Call, worker: Worker) -> None:
+async def metrics(call: Call, worker: SimWorker) -> None:
     """GET /metrics: the part of vLLM's metrics that routers read, under vLLM's names."""
     kind = (b"content-type", b"text/plain; version=0.0.4; charset=utf-8")
     await call.respond_raw(exposition(worker).encode(), 200, [kind])
 
 
-def exposition(worker: Worker) -> str:
+def exposition(worker: SimWorker) -> str:
     """The metrics as text."""
     engine, options = worker.engine, worker.options
     counters, cache = engine.counters, engine.cache
@@ -121,17 +121,17 @@ def _escape(value: str) -> str:
     return value.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
 
 
-async def kv_event_sources(call: Call, worker: Worker) -> None:
+async def kv_event_sources(call: Call, worker: SimWorker) -> None:
     """GET /kv_event_sources: what was bound, by data-parallel rank (there is one)."""
     await call.respond(worker.publisher.sources() if worker.publisher is not None else {})
 
 
-async def reset_prefix_cache(call: Call, worker: Worker) -> None:
+async def reset_prefix_cache(call: Call, worker: SimWorker) -> None:
     """POST /reset_prefix_cache: like vLLM's, refused while requests run; its event waits for an iteration."""
     await call.respond({"success": worker.engine.reset_prefix_cache()})
 
 
-async def faults(call: Call, worker: Worker) -> None:
+async def faults(call: Call, worker: SimWorker) -> None:
     """POST /sim/faults switches on a fault (an object or a list of them) or acts at once:
     `{"restart": true}`, `{"capacity_tokens": n}`. GET lists, DELETE clears."""
     if call.method == "DELETE":
@@ -143,7 +143,7 @@ async def faults(call: Call, worker: Worker) -> None:
     await call.respond({"faults": worker.faults.listing()})
 
 
-def _apply(worker: Worker, item: Any) -> None:
+def _apply(worker: SimWorker, item: Any) -> None:
     if isinstance(item, dict) and item.get("restart") is True:
         worker.restart()
     elif isinstance(item, dict) and isinstance(item.get("capacity_tokens"), int):
@@ -155,7 +155,7 @@ def _apply(worker: Worker, item: Any) -> None:
             raise ApiError(400, "BadRequestError", str(exc)) from exc
 
 
-async def requests(call: Call, worker: Worker) -> None:
+async def requests(call: Call, worker: SimWorker) -> None:
     """GET /sim/requests: the last requests as they came (but those to /sim/), oldest first, and counts."""
     await call.respond(
         {
@@ -182,7 +182,7 @@ async def requests(call: Call, worker: Worker) -> None:
     )
 
 
-async def forget_requests(call: Call, worker: Worker) -> None:
+async def forget_requests(call: Call, worker: SimWorker) -> None:
     """DELETE /sim/requests: start recording anew."""
     worker.received.clear()
     await call.respond({"requests": []})

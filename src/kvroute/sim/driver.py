@@ -7,13 +7,13 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from kvroute.clock import Clock
-from kvroute.sim.engine import EngineRequest, Phase, SimEngine
+from kvroute.sim.engine import EngineRequest, RequestPhase, SimEngine
 from kvroute.wire.vllm import KvEvent
 
 MOST_LATE_S = 1.0
 """What an engine that runs late makes up for at most; beyond it the machine is too slow, or was suspended."""
 
-_ENDED = {Phase.ABORTED: "abort", Phase.REFUSED: "error"}
+_ENDED = {RequestPhase.ABORTED: "abort", RequestPhase.REFUSED: "error"}
 
 
 class Generation:
@@ -136,14 +136,14 @@ class EngineDriver:
         for request in progress.first:
             generation = request.owner
             assert isinstance(generation, Generation)
-            if generation.streamed and request.phase is not Phase.ABORTED:
+            if generation.streamed and request.phase is not RequestPhase.ABORTED:
                 self._streaming.add(generation)
         done = []
         for request in progress.finished + progress.refused:
             generation = request.owner
             assert isinstance(generation, Generation)
             generation.remaining -= 1
-            generation.refused |= request.phase is Phase.REFUSED
+            generation.refused |= request.phase is RequestPhase.REFUSED
             if generation.done:
                 done.append(generation)
         for generation in self._streaming:

@@ -17,7 +17,7 @@ from kvroute.sim.options import TimingModel
 from kvroute.wire.vllm import KvEvent
 
 
-class Phase(Enum):
+class RequestPhase(Enum):
     WAITING = "waiting"
     PREFILL = "prefill"
     DECODE = "decode"
@@ -43,7 +43,7 @@ class EngineRequest:
     report_full: bool = False
     owner: object = None
     """Whatever the caller wants to find again."""
-    phase: Phase = Phase.WAITING
+    phase: RequestPhase = RequestPhase.WAITING
     cached_tokens: int = 0
     """Prompt tokens found in the cache, once admitted."""
     stored_tokens: int = 0
@@ -56,9 +56,9 @@ class EngineRequest:
 
     def produced(self, iteration: int) -> int:
         """Output tokens that exist at the end of `iteration`."""
-        if self.phase is Phase.FINISHED:
+        if self.phase is RequestPhase.FINISHED:
             return self.output_tokens
-        if self.phase is not Phase.DECODE:
+        if self.phase is not RequestPhase.DECODE:
             return 0
         return iteration - self.first_iteration + 1
 
@@ -134,16 +134,16 @@ class SimEngine:
     def abort(self, request: EngineRequest) -> None:
         """End a request early and free its blocks; nothing happens if it has ended. O(waiting) at worst."""
         phase = request.phase
-        if phase is Phase.WAITING:
+        if phase is RequestPhase.WAITING:
             self._waiting.remove(request)
-        elif phase is Phase.PREFILL:
+        elif phase is RequestPhase.PREFILL:
             self._prefilling.remove(request)
-        elif phase is Phase.DECODE:
+        elif phase is RequestPhase.DECODE:
             self._leave_decode(request, request.produced(self.iteration))
         else:
             return
         self._release(request)
-        request.phase = Phase.ABORTED
+        request.phase = RequestPhase.ABORTED
         self.counters.aborted += 1
 
     def begin(self) -> float | None:
@@ -157,7 +157,7 @@ class SimEngine:
             return None
         upcoming = self.iteration + 1
         for request in self._fills.pop(upcoming, ()):
-            if request.phase is Phase.DECODE:
+            if request.phase is RequestPhase.DECODE:
                 self._fill(request, upcoming)
         tokens = len(self._decoding)
         budget = self.timing.max_batched_tokens - tokens
@@ -172,7 +172,7 @@ class SimEngine:
             if not self._admit(request):
                 break
             self._waiting.popleft()
-            if request.phase is Phase.REFUSED:
+            if request.phase is RequestPhase.REFUSED:
                 continue
             self._prefilling.append(request)
             chunk, cost = self._chunk(request, budget)
@@ -191,7 +191,7 @@ class SimEngine:
         self._context += len(self._decoding)
         finished = []
         for request in self._ends.pop(now, ()):
-            if request.phase is Phase.DECODE:
+            if request.phase is RequestPhase.DECODE:
                 self._leave_decode(request, request.output_tokens)
                 self._end(request)
                 finished.append(request)
@@ -218,7 +218,7 @@ class SimEngine:
         # The last sampled token is never computed, so it needs no room.
         total = -(-(request.prompt_tokens + max(0, request.output_tokens - 1)) // size)
         if total > cache.capacity:
-            request.phase = Phase.REFUSED
+            request.phase = RequestPhase.REFUSED
             self._refused.append(request)
             return True
         keys = request.chain.keys
@@ -231,7 +231,7 @@ class SimEngine:
         self._reserved += request.reserved
         request.stored_blocks = hits
         request.computed = request.cached_tokens = hits * size
-        request.phase = Phase.PREFILL
+        request.phase = RequestPhase.PREFILL
         if request.report_full:
             cache.reannounce(request.chain, hits)
         if request.reads_cache:
@@ -258,13 +258,13 @@ class SimEngine:
     def _store(self, request: EngineRequest) -> None:
         full = min(request.computed // self.cache.block_size, len(request.chain.keys))
         if full > request.stored_blocks:
-            if request.phase is Phase.PREFILL:
+            if request.phase is RequestPhase.PREFILL:
                 request.stored_tokens += (full - request.stored_blocks) * self.cache.block_size
             self.cache.store(request.blocks, request.chain, request.stored_blocks, full)
             request.stored_blocks = full
 
     def _join_decode(self, request: EngineRequest, now: int) -> None:
-        request.phase = Phase.DECODE
+        request.phase = RequestPhase.DECODE
         request.first_iteration = now
         self._decoding.add(request)
         self._context += request.prompt_tokens + 1
@@ -290,7 +290,7 @@ class SimEngine:
         self._context -= request.prompt_tokens + produced
 
     def _end(self, request: EngineRequest) -> None:
-        request.phase = Phase.FINISHED
+        request.phase = RequestPhase.FINISHED
         self.counters.finished += 1
         self._release(request)
 

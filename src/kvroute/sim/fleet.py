@@ -1,7 +1,7 @@
 """A fleet of simulated engines in virtual time: hours of traffic in seconds, no sockets, no sleeping.
 
 Whoever wants to try a placement hands in a `Placement`; this module knows nothing of routing. Network
-and router take no time here. Arrivals come as a list, from `Fleet.submit`, or from what `finished`
+and router take no time here. Arrivals come as a list, from `SimFleet.submit`, or from what `finished`
 submits (closed-loop clients, `kvroute.sim.fleet`).
 """
 
@@ -65,7 +65,7 @@ class Placement(Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class Fleet:
+class SimFleet:
     """Engines, a clock that jumps, and a placement. Mutable: everything, through `submit` and `run`."""
 
     engines: Sequence[SimEngine]
@@ -191,11 +191,11 @@ class _Chat:
 class ChatClients:
     """`clients` people who chat, think, and start anew, until `requests` requests have been sent in all.
 
-    Mutable: who is at which turn. Install with `start`; it drives itself through `Fleet.on_finish`.
+    Mutable: who is at which turn. Install with `start`; it drives itself through `SimFleet.on_finish`.
     """
 
     def __init__(
-        self, fleet: Fleet, *, clients: int, requests: int, shape: ChatShape | None = None, seed: int = 0
+        self, fleet: SimFleet, *, clients: int, requests: int, shape: ChatShape | None = None, seed: int = 0
     ) -> None:
         self._fleet = fleet
         self._shape = shape or ChatShape()

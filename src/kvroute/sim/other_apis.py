@@ -8,18 +8,18 @@ from typing import Any
 
 import msgspec
 
-from kvroute.sim.answers import Answer
-from kvroute.sim.chat import Chat, prepare
+from kvroute.sim.answers import Choice
+from kvroute.sim.chat import PreparedChat, prepare
 from kvroute.sim.completions import stream
 from kvroute.sim.driver import Generation
 from kvroute.sim.http import JSON, SSE, ApiError, Call, Gone
 from kvroute.sim.prompts import sampling
-from kvroute.sim.worker import StoredResponse, Worker
+from kvroute.sim.worker import SimWorker, StoredResponse
 
 _json = msgspec.json.Encoder().encode
 
 
-async def create_message(call: Call, worker: Worker) -> None:
+async def create_message(call: Call, worker: SimWorker) -> None:
     """POST /v1/messages. Errors of the engine come in Anthropic's shape, of the form in OpenAI's."""
     try:
         await _create(call, worker)
@@ -27,7 +27,7 @@ async def create_message(call: Call, worker: Worker) -> None:
         await _refuse(call, error)
 
 
-async def count_tokens(call: Call, worker: Worker) -> None:
+async def count_tokens(call: Call, worker: SimWorker) -> None:
     """POST /v1/messages/count_tokens."""
     try:
         body = call.json()
@@ -48,7 +48,7 @@ async def _refuse(call: Call, error: ApiError) -> None:
     await call.respond_raw(_json(body), error.status, [JSON])
 
 
-async def _create(call: Call, worker: Worker) -> None:
+async def _create(call: Call, worker: SimWorker) -> None:
     body = call.json()
     if "max_tokens" not in body:
         raise ApiError.validation("missing", "body.max_tokens", "Field required")
@@ -83,7 +83,7 @@ async def _create(call: Call, worker: Worker) -> None:
 
 
 async def _stream(
-    call: Call, worker: Worker, generation: Generation, chat: Chat, message_id: str, model: str
+    call: Call, worker: SimWorker, generation: Generation, chat: PreparedChat, message_id: str, model: str
 ) -> None:
     answer = chat.answers[0]
 
@@ -124,7 +124,7 @@ def _parsed(text: str) -> Any:
         return {}  # cut by max_tokens
 
 
-def _usage(worker: Worker, generation: Generation, chat: Chat) -> dict[str, int]:
+def _usage(worker: SimWorker, generation: Generation, chat: PreparedChat) -> dict[str, int]:
     request = generation.requests[0]
     tokens = {"input_tokens": len(chat.prompt), "output_tokens": len(chat.answers[0].token_ids)}
     if worker.options.report_cached_tokens:
@@ -134,7 +134,7 @@ def _usage(worker: Worker, generation: Generation, chat: Chat) -> dict[str, int]
     return tokens
 
 
-def _stop_reason(chat: Chat) -> tuple[str, str | None]:
+def _stop_reason(chat: PreparedChat) -> tuple[str, str | None]:
     answer = chat.answers[0]
     if answer.finish_reason == "length":
         return "max_tokens", None
@@ -198,7 +198,7 @@ def _messages(message: dict[str, Any]) -> list[dict[str, Any]]:
 _response_json = msgspec.json.Encoder().encode
 
 
-async def create_response(call: Call, worker: Worker) -> None:
+async def create_response(call: Call, worker: SimWorker) -> None:
     """POST /v1/responses: at once, streamed, or in the background."""
     body = call.json()
     model = worker.model(body)
@@ -227,12 +227,12 @@ async def create_response(call: Call, worker: Worker) -> None:
     await call.respond(record)
 
 
-async def retrieve_response(call: Call, worker: Worker) -> None:
+async def retrieve_response(call: Call, worker: SimWorker) -> None:
     """GET /v1/responses/{id}."""
     await call.respond(_stored(call.path.rpartition("/")[2], worker).record)
 
 
-async def cancel_response(call: Call, worker: Worker) -> None:
+async def cancel_response(call: Call, worker: SimWorker) -> None:
     """POST /v1/responses/{id}/cancel: only what runs in the background can be cancelled."""
     stored = _stored(call.path.removesuffix("/cancel").rpartition("/")[2], worker)
     if stored.record["status"] not in ("queued", "in_progress") or stored.generation is None:
@@ -242,7 +242,7 @@ async def cancel_response(call: Call, worker: Worker) -> None:
     await call.respond(stored.record)
 
 
-def _stored(response_id: str, worker: Worker) -> StoredResponse:
+def _stored(response_id: str, worker: SimWorker) -> StoredResponse:
     stored = worker.responses.get(response_id)
     if stored is None:
         message = f"Response with id '{response_id}' not found."
@@ -251,7 +251,11 @@ def _stored(response_id: str, worker: Worker) -> StoredResponse:
 
 
 async def _finish_later(
-    worker: Worker, generation: Generation, chat: Chat, stored: StoredResponse, items: list[dict[str, Any]]
+    worker: SimWorker,
+    generation: Generation,
+    chat: PreparedChat,
+    stored: StoredResponse,
+    items: list[dict[str, Any]],
 ) -> None:
     try:
         while not generation.done:
@@ -267,7 +271,11 @@ async def _finish_later(
 
 
 def _finish(
-    worker: Worker, generation: Generation, chat: Chat, stored: StoredResponse, items: list[dict[str, Any]]
+    worker: SimWorker,
+    generation: Generation,
+    chat: PreparedChat,
+    stored: StoredResponse,
+    items: list[dict[str, Any]],
 ) -> None:
     answer, record = chat.answers[0], stored.record
     cut = answer.finish_reason == "length"
@@ -295,7 +303,7 @@ def _finish(
     stored.messages.append(_said(chat, answer))
 
 
-def _said(chat: Chat, answer: Answer) -> dict[str, Any]:
+def _said(chat: PreparedChat, answer: Choice) -> dict[str, Any]:
     if chat.tool is None:
         return {"role": "assistant", "content": answer.text}
     function = {"name": chat.tool, "arguments": answer.text}
@@ -304,9 +312,9 @@ def _said(chat: Chat, answer: Answer) -> dict[str, Any]:
 
 async def _response_stream(
     call: Call,
-    worker: Worker,
+    worker: SimWorker,
     generation: Generation,
-    chat: Chat,
+    chat: PreparedChat,
     stored: StoredResponse,
     item: dict[str, Any],
 ) -> None:
@@ -350,7 +358,7 @@ async def _response_stream(
     await call.end()
 
 
-def _item(worker: Worker, chat: Chat) -> dict[str, Any]:
+def _item(worker: SimWorker, chat: PreparedChat) -> dict[str, Any]:
     answer = chat.answers[0]
     if chat.tool is not None:
         return {
@@ -401,7 +409,7 @@ def _record(body: Mapping[str, Any], model: str, response_id: str, created: int)
     }
 
 
-def _conversation(body: Mapping[str, Any], worker: Worker) -> list[dict[str, Any]]:
+def _conversation(body: Mapping[str, Any], worker: SimWorker) -> list[dict[str, Any]]:
     """Everything before the answer, the stored conversation first (its old instructions do not count)."""
     messages: list[dict[str, Any]] = []
     if isinstance(body.get("instructions"), str):

@@ -12,14 +12,14 @@ from typing import Any
 from kvroute.sim.answers import fingerprint
 from kvroute.sim.http import ApiError, Call
 from kvroute.sim.prompts import chat_tokens, completion_prompts, encode, messages_of
-from kvroute.sim.worker import Worker
+from kvroute.sim.worker import SimWorker
 
 DIMENSIONS = 32
 """Length of a vector unless the request asks for another."""
 _CLASSES = 2
 
 
-async def embeddings(call: Call, worker: Worker) -> None:
+async def embeddings(call: Call, worker: SimWorker) -> None:
     """POST /v1/embeddings: float or base64 vectors of length one."""
     body = call.json()
     model = worker.model(body)
@@ -42,7 +42,7 @@ async def embeddings(call: Call, worker: Worker) -> None:
     await call.respond(_listing(worker, "embd-", model, data, usage))
 
 
-async def pooling(call: Call, worker: Worker) -> None:
+async def pooling(call: Call, worker: SimWorker) -> None:
     """POST /pooling: one vector per token."""
     body = call.json()
     model = worker.model(body)
@@ -59,7 +59,7 @@ async def pooling(call: Call, worker: Worker) -> None:
     await call.respond(_listing(worker, "pool-", model, data, usage))
 
 
-async def classify(call: Call, worker: Worker) -> None:
+async def classify(call: Call, worker: SimWorker) -> None:
     """POST /classify."""
     body = call.json()
     model = worker.model(body)
@@ -74,7 +74,7 @@ async def classify(call: Call, worker: Worker) -> None:
     await call.respond(_listing(worker, "classify-", model, data, usage))
 
 
-async def score(call: Call, worker: Worker) -> None:
+async def score(call: Call, worker: SimWorker) -> None:
     """POST /score and /v1/score: one text against many, or pairs, under any of vLLM's field names."""
     body = call.json()
     model = worker.model(body)
@@ -102,7 +102,7 @@ async def score(call: Call, worker: Worker) -> None:
     await call.respond(_listing(worker, "score-", model, data, usage))
 
 
-async def rerank(call: Call, worker: Worker) -> None:
+async def rerank(call: Call, worker: SimWorker) -> None:
     """POST /rerank, /v1/rerank, /v2/rerank: best document first."""
     body = call.json()
     model = worker.model(body)
@@ -137,7 +137,7 @@ async def rerank(call: Call, worker: Worker) -> None:
 
 
 def _listing(
-    worker: Worker, prefix: str, model: str, data: list[dict[str, Any]], usage: dict[str, Any]
+    worker: SimWorker, prefix: str, model: str, data: list[dict[str, Any]], usage: dict[str, Any]
 ) -> dict[str, Any]:
     return {
         "id": worker.new_id(prefix),
@@ -149,7 +149,9 @@ def _listing(
     }
 
 
-async def _compute(call: Call, worker: Worker, prompts: Sequence[array[int]], model: str) -> dict[str, Any]:
+async def _compute(
+    call: Call, worker: SimWorker, prompts: Sequence[array[int]], model: str
+) -> dict[str, Any]:
     """Prefill every prompt and return the usage."""
     for prompt in prompts:
         worker.limit(prompt, None)

@@ -23,8 +23,8 @@ from enum import Enum
 from functools import partial
 
 from kvroute.sim.cache import Chain, PagedCache
-from kvroute.sim.engine import EngineRequest, Phase, Progress, SimEngine
-from kvroute.sim.fleet import Fleet, FleetRequest
+from kvroute.sim.engine import EngineRequest, Progress, RequestPhase, SimEngine
+from kvroute.sim.fleet import SimFleet, FleetRequest
 from kvroute.sim.options import TimingModel
 from kvroute.sim.tier_memory import Link, LruTier, SharedStore, TierChange, TierReports, WorkerTiers
 from kvroute.wire.vllm import KvEvent
@@ -190,7 +190,7 @@ class TieredEngine(SimEngine):
         staged = _staged(request)
         start, stop, size = request.stored_blocks, staged.staged_to, self.cache.block_size
         # What was on the GPU at arrival may have been evicted since: then the rest is of no use.
-        if request.phase is Phase.PREFILL and staged.staged_from <= start < stop:
+        if request.phase is RequestPhase.PREFILL and staged.staged_from <= start < stop:
             self._grow(request, stop * size)
             self.cache.store(request.blocks, request.chain, start, stop)
             request.stored_blocks = stop
@@ -207,7 +207,7 @@ def _staged(request: EngineRequest) -> _Staged:
 
 
 @dataclass(slots=True, eq=False)
-class TieredFleet(Fleet):
+class TieredFleet(SimFleet):
     """A fleet of `TieredEngine`s. Events reach the placement `event_delay_s` after the fact, what LMCache
     tells of its tiers reaches `on_tiers` that much after it was reported."""
 
@@ -219,7 +219,7 @@ class TieredFleet(Fleet):
     _reported: int = 0
 
     def __post_init__(self) -> None:
-        Fleet.__post_init__(self)
+        SimFleet.__post_init__(self)
         if self.on_tiers is not None:
             for worker in range(len(self.engines)):
                 engine = self._tiered(worker)
@@ -254,7 +254,7 @@ class TieredFleet(Fleet):
             return
         if self.event_delay_s:
             self._keep_news(worker)
-        Fleet._advance(self, worker)
+        SimFleet._advance(self, worker)
 
     def _keep_news(self, worker: int) -> None:
         events = self.engines[worker].cache.take_events()

@@ -13,7 +13,7 @@ from typing import Any
 
 from kvroute.blocks.keys import CacheSpace, block_keys
 from kvroute.clock import Clock
-from kvroute.sim.answers import Answer
+from kvroute.sim.answers import Choice
 from kvroute.sim.cache import Chain, PagedCache
 from kvroute.sim.driver import EngineDriver, Generation
 from kvroute.sim.engine import EngineRequest, SimEngine
@@ -53,7 +53,7 @@ class StoredResponse:
     """What still runs in the background."""
 
 
-class Worker:
+class SimWorker:
     """One worker process's worth of state. Mutable; `restart` puts it back to how it began."""
 
     def __init__(self, options: SimOptions, clock: Clock, publisher: EventPublisher | None) -> None:
@@ -133,7 +133,7 @@ class Worker:
         return min(left, wanted)
 
     def submit(
-        self, prompts: Sequence[array[int]], answers: Sequence[Sequence[Answer]], asked: Sampling, model: str
+        self, prompts: Sequence[array[int]], answers: Sequence[Sequence[Choice]], asked: Sampling, model: str
     ) -> Generation:
         """Queue every choice of every prompt, in order. End it with `close`."""
         requests = [

@@ -14,9 +14,9 @@ from kvroute.tierd.counts import Counts
 from kvroute.tierd.exposition import Exposition
 from kvroute.tierd.options import TierdOptions
 from kvroute.tierd.peers import Peers
-from kvroute.tierd.pool import Pool
-from kvroute.tierd.protocol import Connection, Site, StallLimits
-from kvroute.tierd.segment import Segment, open_segment
+from kvroute.tierd.pool import MemoryPool
+from kvroute.tierd.protocol import Connection, Connections, StallLimits
+from kvroute.tierd.segment import SharedSegment, open_segment
 from kvroute.tierd.store import Store
 
 log = logging.getLogger("kvroute.tierd")
@@ -28,7 +28,7 @@ _BACKLOG = 1024
 class RunningTierd:
     """A daemon that listens; made by `run_tierd`."""
 
-    def __init__(self, store: Store, segment: Segment, host: str, port: int) -> None:
+    def __init__(self, store: Store, segment: SharedSegment, host: str, port: int) -> None:
         self.store = store
         self.segment = segment
         self.port = port
@@ -39,7 +39,7 @@ class RunningTierd:
 async def run_tierd(options: TierdOptions, clock: Clock) -> AsyncIterator[RunningTierd]:
     """Run a daemon until the block ends. Raises ConfigError when it cannot start."""
     incarnation = secrets.token_hex(6)
-    pool = Pool(options.size_bytes, incarnation)
+    pool = MemoryPool(options.size_bytes, incarnation)
     async with AsyncExitStack() as stack:
         segment, guard = await open_segment(
             options.shared_memory_name,
@@ -60,7 +60,7 @@ async def run_tierd(options: TierdOptions, clock: Clock) -> AsyncIterator[Runnin
         if store.disk is not None:
             await store.disk.open()
         key = options.peers.key
-        site = Site(
+        site = Connections(
             store,
             clock,
             incarnation=incarnation,
@@ -91,7 +91,7 @@ async def run_tierd(options: TierdOptions, clock: Clock) -> AsyncIterator[Runnin
         yield RunningTierd(store, segment, options.host, port)
 
 
-async def _sweep(site: Site, segment: Segment, options: TierdOptions, clock: Clock) -> None:
+async def _sweep(site: Connections, segment: SharedSegment, options: TierdOptions, clock: Clock) -> None:
     """What must happen also while nobody asks for anything."""
     limits = StallLimits(options.stall_timeout_s, options.put_grace_s, options.put_least_rate)
     while True:
@@ -101,7 +101,7 @@ async def _sweep(site: Site, segment: Segment, options: TierdOptions, clock: Clo
         site.store.counts.names_restored += segment.restore_names()
 
 
-def _close(segment: Segment, pool: Pool) -> None:
+def _close(segment: SharedSegment, pool: MemoryPool) -> None:
     segment.close([lease.entry.extents for lease in pool.leases.values()])
 
 

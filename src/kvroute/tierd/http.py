@@ -10,7 +10,7 @@ from urllib.parse import parse_qsl, unquote_to_bytes
 
 import httptools
 
-from kvroute.tierd.pool import Lease, ObjectName
+from kvroute.tierd.pool import EntryLease, ObjectName
 from kvroute.tierd.store import Refusal
 
 MAX_NAME_BYTES = 4096
@@ -239,7 +239,7 @@ def error(status: int, param: str, message: str, *, extra: str = "", is_head: bo
     return answer(status, _JSON, error_body(param, message), extra=extra, is_head=is_head)
 
 
-def leased(lease: Lease, start: int) -> bytes:
+def leased(lease: EntryLease, start: int) -> bytes:
     """A lease and where its bytes are in the segment, in which the pool begins at `start`."""
     offsets = ",".join(
         f'{{"offset":{start + offset},"len":{length}}}' for offset, length in lease.entry.extents

@@ -27,7 +27,7 @@ INCARNATION_HEADER = "x-kvroute-tierd"
 """In every answer to a peer: whose it is. So a daemon learns which of the addresses is its own."""
 
 
-class Found(NamedTuple):
+class FoundObject(NamedTuple):
     """A peer that has an object."""
 
     url: str
@@ -50,7 +50,7 @@ class Peers:
         self._ourselves: set[str] = set()
         self._rests_until: dict[str, float] = {}
         self._turns = asyncio.Semaphore(options.questions)
-        self._asking: set[asyncio.Task[Found | None]] = set()
+        self._asking: set[asyncio.Task[FoundObject | None]] = set()
         headers = {}
         if options.key is not None:
             headers["authorization"] = f"Bearer {options.key.get_secret_value()}"
@@ -91,7 +91,7 @@ class Peers:
             self._ourselves.difference_update(set(self._resolved) - set(urls))
             self._resolved = urls
 
-    async def find(self, name: ObjectName) -> Found | None:
+    async def find(self, name: ObjectName) -> FoundObject | None:
         """Ask everyone who does not rest. None: nobody has it, or nobody said so in time."""
         async with self._turns:
             now = self._clock.now()
@@ -108,7 +108,7 @@ class Peers:
                         return found
             return None
 
-    async def _ask(self, url: str, name: ObjectName) -> Found | None:
+    async def _ask(self, url: str, name: ObjectName) -> FoundObject | None:
         target = f"{url}/v1/kv/{quote(name.bucket, safe='')}/{quote(name.key, safe='')}"
         try:
             async with asyncio.timeout(self._options.answer_timeout_s):
@@ -124,9 +124,9 @@ class Peers:
             self._failed(url, exc)
             return None
         self._counts.peer_questions[url, "yes" if has_it else "no"] += 1
-        return Found(target, size_bytes) if has_it and size_bytes > 0 else None
+        return FoundObject(target, size_bytes) if has_it and size_bytes > 0 else None
 
-    async def fetch(self, found: Found, pieces: Sequence[memoryview]) -> bool:
+    async def fetch(self, found: FoundObject, pieces: Sequence[memoryview]) -> bool:
         """Fill `pieces`, together as long as the object; False, with anything in them, if that failed."""
         try:
             async with (

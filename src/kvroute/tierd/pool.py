@@ -139,7 +139,7 @@ class Entry:
         """It has refused them, so evicting this one loses it."""
 
 
-class Lease(NamedTuple):
+class EntryLease(NamedTuple):
     """A promise that `entry` stays where it is until `expires`, in the clock's seconds."""
 
     id: str
@@ -147,7 +147,7 @@ class Lease(NamedTuple):
     expires: float
 
 
-class Pool:
+class MemoryPool:
     """The entries of `size_bytes` of memory. Mutable, touched from one event loop only.
 
     `now` is the caller's clock; leases that ended before it do not hold anything any more. `incarnation`
@@ -156,7 +156,7 @@ class Pool:
 
     def __init__(self, size_bytes: int, incarnation: str, *, page_bytes: int = PAGE_BYTES) -> None:
         self.space = FreeSpace(size_bytes, page_bytes=page_bytes)
-        self.leases: dict[str, Lease] = {}
+        self.leases: dict[str, EntryLease] = {}
         self.entries: dict[ObjectName, Entry] = {}
         self.evicted_entries = 0
         self.evicted_bytes = 0
@@ -211,13 +211,13 @@ class Pool:
         self._let_go(entry)
         return entry
 
-    def lease(self, name: ObjectName, ttl_s: float, now: float) -> Lease | None:
+    def lease(self, name: ObjectName, ttl_s: float, now: float) -> EntryLease | None:
         """Hold the object for `ttl_s`; None if it is not here."""
         entry = self.entries.get(name)
         if entry is None:
             return None
         self._lease_number += 1
-        lease = Lease(f"{self._incarnation}-{self._lease_number}", entry, now + ttl_s)
+        lease = EntryLease(f"{self._incarnation}-{self._lease_number}", entry, now + ttl_s)
         self.leases[lease.id] = lease
         heapq.heappush(self._expiries, (lease.expires, lease.id))
         self.pin(entry)

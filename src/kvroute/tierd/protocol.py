@@ -29,7 +29,7 @@ from kvroute.tierd.http import (
     parse_head,
 )
 from kvroute.tierd.peers import INCARNATION_HEADER
-from kvroute.tierd.pool import Entry, Extents, Lease
+from kvroute.tierd.pool import Entry, EntryLease, Extents
 from kvroute.tierd.store import Arrival, Refusal, Store
 
 _SCRAP_BYTES = 256 << 10
@@ -58,7 +58,7 @@ class Client(Protocol):
         ...
 
 
-class Site:
+class Connections:
     """Mutable: the set of connections, which each of them keeps up."""
 
     def __init__(
@@ -127,7 +127,7 @@ class Connection(asyncio.BufferedProtocol):
     or a task works on the answer (`_task`).
     """
 
-    def __init__(self, site: Site) -> None:
+    def __init__(self, site: Connections) -> None:
         self._site = site
         self._store = site.store
         self._transport: asyncio.Transport = None  # type: ignore[assignment]
@@ -381,7 +381,7 @@ class Connection(asyncio.BufferedProtocol):
     async def _lease_later(self, call: Take) -> None:
         self._tell(await self._store.await_lease(call.name, call.ttl_s, call.wait_s), "waited")
 
-    def _tell(self, lease: Lease | None, outcome: str) -> None:
+    def _tell(self, lease: EntryLease | None, outcome: str) -> None:
         self._store.counts.leases["miss" if lease is None else outcome] += 1
         self._write(answers.MISSED if lease is None else answers.leased(lease, self._site.start))
 

@@ -86,7 +86,7 @@ class GuardTaken(Exception):
     """A living daemon has the lock."""
 
 
-class Layout(NamedTuple):
+class SegmentLayout(NamedTuple):
     """The range of offsets that a segment uses, in bytes, and the inode for which it is valid."""
 
     start: int
@@ -115,7 +115,7 @@ class Guard:
         until, longest_s, start, end, device, inode, magic = _RECORD.unpack_from(self._mapped)
         self.is_known = magic == _MAGIC
         """Whether `layout` is an earlier daemon's record. False: no record, or one of version 0.1."""
-        self.layout = Layout(start, end, device, inode) if self.is_known else Layout(0, 0, 0, 0)
+        self.layout = SegmentLayout(start, end, device, inode) if self.is_known else SegmentLayout(0, 0, 0, 0)
         self.has_date = written >= _OLD_RECORD.size
         """Whether `until` is an earlier daemon's word. Without it leases may run that nobody noted."""
         self.until: float = until if self.has_date else 0.0
@@ -128,7 +128,7 @@ class Guard:
         """How long leases of the earlier daemon may still run; 0 or less: none does."""
         return min(self.until - now, self._earlier_longest_s) if self.until else 0.0
 
-    def note(self, layout: Layout) -> None:
+    def note(self, layout: SegmentLayout) -> None:
         """Write the record of the segment that is about to appear."""
         self.layout, self.is_known = layout, True
         _RECORD.pack_into(self._mapped, 0, self.until, self._longest_s, *layout, _MAGIC)
@@ -200,13 +200,13 @@ class SegmentError(ConfigError):
     """The segment cannot be made; the message says why and what to do."""
 
 
-class Segment:
+class SharedSegment:
     """The locked and mapped memory of a daemon: `size_bytes` of the file from `start` on.
 
     Made by `open_segment`. Offsets of `memory` are those of the file less `start`.
     """
 
-    def __init__(self, paths: Paths, file: int, layout: Layout, size_bytes: int, guard: Guard) -> None:
+    def __init__(self, paths: Paths, file: int, layout: SegmentLayout, size_bytes: int, guard: Guard) -> None:
         self.start = layout.start
         self.size_bytes = size_bytes
         self._paths = paths
@@ -269,7 +269,7 @@ class Paths:
 
 async def open_segment(
     name: str, size_bytes: int, clock: Clock, *, mode: int = MODE, longest_lease_s: float
-) -> tuple[Segment, Guard]:
+) -> tuple[SharedSegment, Guard]:
     """The segment of that name with `size_bytes` of reserved memory, and the guard, to be closed after it.
 
     Waits until the leases of an earlier daemon have ended. Raises SegmentError when the name is wrong or
@@ -289,7 +289,7 @@ async def open_segment(
         raise
 
 
-async def _open(paths: Paths, size_bytes: int, clock: Clock, mode: int, guard: Guard) -> Segment:
+async def _open(paths: Paths, size_bytes: int, clock: Clock, mode: int, guard: Guard) -> SharedSegment:
     file = _find(paths, guard)
     found = None if file is None else os.fstat(file)
     is_ours = False
@@ -309,13 +309,13 @@ async def _open(paths: Paths, size_bytes: int, clock: Clock, mode: int, guard: G
         await _reserve(file, layout.start, size_bytes)
         end = _rounded(layout.start + max(size_bytes, _machine_bytes()))
         seen = os.fstat(file)
-        layout = Layout(layout.start, max(layout.end, end, seen.st_size), seen.st_dev, seen.st_ino)
+        layout = SegmentLayout(layout.start, max(layout.end, end, seen.st_size), seen.st_dev, seen.st_ino)
         # Noted before a client can map it: a daemon that starts after a crash must know the end.
         guard.note(layout)
         if seen.st_size < layout.end:
             os.ftruncate(file, layout.end)
         os.fchmod(file, mode)
-        segment = Segment(paths, file, layout, size_bytes, guard)
+        segment = SharedSegment(paths, file, layout, size_bytes, guard)
         for path in (paths.name, paths.kept):
             if not _is_same(path, seen):
                 os.link(paths.kept if path is paths.name else paths.name, path)
@@ -373,7 +373,7 @@ def _taken(paths: Paths) -> SegmentError:
     return SegmentError("shared_memory_name", text)
 
 
-async def _layout(paths: Paths, guard: Guard, found: os.stat_result | None) -> Layout:
+async def _layout(paths: Paths, guard: Guard, found: os.stat_result | None) -> SegmentLayout:
     """Where this daemon may hand out offsets: `start` and what is known of `end`."""
     noted = guard.layout
     if guard.is_known and found is not None and noted.identity == (found.st_dev, found.st_ino):
@@ -390,7 +390,7 @@ async def _layout(paths: Paths, guard: Guard, found: os.stat_result | None) -> L
     if start:
         log.warning("clients of an earlier %s miss until they map it again", paths.name.name)
     start = _rounded(start)
-    return Layout(start, start, 0, 0)
+    return SegmentLayout(start, start, 0, 0)
 
 
 async def _reserve(file: int, start: int, size_bytes: int) -> None:

@@ -16,7 +16,7 @@ from kvroute.tierd.counts import Counts
 from kvroute.tierd.disk import DiskLevel
 from kvroute.tierd.options import TierdOptions
 from kvroute.tierd.peers import Peers
-from kvroute.tierd.pool import Entry, Extents, Lease, ObjectName, Pool, joined
+from kvroute.tierd.pool import Entry, EntryLease, Extents, MemoryPool, ObjectName, joined
 from kvroute.tierd.segment import Guard
 
 log = logging.getLogger("kvroute.tierd")
@@ -57,7 +57,7 @@ class Store:
     def __init__(
         self,
         options: TierdOptions,
-        pool: Pool,
+        pool: MemoryPool,
         memory: memoryview,
         guard: Guard,
         counts: Counts,
@@ -205,7 +205,7 @@ class Store:
 
     # --- leases -----------------------------------------------------------------------------------------
 
-    def lease(self, name: ObjectName, ttl_s: float) -> Lease | None:
+    def lease(self, name: ObjectName, ttl_s: float) -> EntryLease | None:
         """Lease what is in memory."""
         lease = self.pool.lease(name, ttl_s, self._clock.now())
         if lease is not None:
@@ -228,7 +228,7 @@ class Store:
             or self._options.holds_misses
         )
 
-    async def await_lease(self, name: ObjectName, ttl_s: float, wait_s: float) -> Lease | None:
+    async def await_lease(self, name: ObjectName, ttl_s: float, wait_s: float) -> EntryLease | None:
         """Lease it once it is in memory, within `wait_s`: it may be arriving, on the disk or with a peer."""
         is_searched = False
         try:

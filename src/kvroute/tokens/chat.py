@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import msgspec
 
-from kvroute.tokens.options import ContentFormat, Inexact, Reason
+from kvroute.tokens.options import ContentFormat, Inexact, TokensReason
 from kvroute.tokens.template import ChatTemplate, Message
 
 _BILLING_LINE = "x-anthropic-billing-header"
@@ -69,9 +69,9 @@ class Chat(msgspec.Struct, frozen=True):
 def chat_completion(body: Mapping[str, Any], flags: EngineFlags) -> Chat:
     """Raises Inexact for what cannot be rendered here."""
     if body.get("chat_template") is not None:
-        raise Inexact(Reason.REQUEST_TEMPLATE)
+        raise Inexact(TokensReason.REQUEST_TEMPLATE)
     if isinstance(transfer := body.get("kv_transfer_params"), dict) and transfer.get("prompt_token_ids"):
-        raise Inexact(Reason.UNSUPPORTED)
+        raise Inexact(TokensReason.UNSUPPORTED)
     tools = body.get("tools")
     if tools is not None and body.get("tool_choice") == "none" and flags.tools_dropped_for_none:
         tools = None
@@ -128,12 +128,12 @@ def template_kwargs(asked: Any, fields: Mapping[str, Any], effort: Any, flags: E
     """
     asked = asked or {}
     if not isinstance(asked, dict):
-        raise Inexact(Reason.UNREADABLE)
+        raise Inexact(TokensReason.UNREADABLE)
     if asked.get("chat_template") is not None:
-        raise Inexact(Reason.REQUEST_TEMPLATE)
+        raise Inexact(TokensReason.REQUEST_TEMPLATE)
     # These reach parameters of the functions around the template and not the template.
     if not asked.keys().isdisjoint(("tokenize", "tools", "messages", "return_assistant_tokens_mask")):
-        raise Inexact(Reason.UNSUPPORTED)
+        raise Inexact(TokensReason.UNSUPPORTED)
     own = {**fields, "reasoning_effort": effort}
     if effort is not None and "enable_thinking" not in asked:
         own["enable_thinking"] = effort != "none"
@@ -147,20 +147,20 @@ def _given(values: Mapping[str, Any]) -> dict[str, Any]:
 def tool_schema(function: Any) -> Message:
     """A tool as templates see it: vLLM's order of fields, and none that it does not know."""
     if not isinstance(function, dict):
-        raise Inexact(Reason.UNREADABLE)
+        raise Inexact(TokensReason.UNREADABLE)
     known: Message = {name: function.get(name) for name in ("name", "description", "parameters")}
     known.update((name, function[name]) for name in ("strict",) if function.get(name) is not None)
     if function.get("defer_loading") is not None:
-        raise Inexact(Reason.UNSUPPORTED)
+        raise Inexact(TokensReason.UNSUPPORTED)
     return {"type": "function", "function": known}
 
 
 def objects(values: Any) -> list[dict[str, Any]]:
     if not isinstance(values, list):
-        raise Inexact(Reason.UNREADABLE)
+        raise Inexact(TokensReason.UNREADABLE)
     for value in values:
         if not isinstance(value, dict):
-            raise Inexact(Reason.UNREADABLE)
+            raise Inexact(TokensReason.UNREADABLE)
     return values
 
 
@@ -192,13 +192,13 @@ def render_chat(chat: Chat, template: ChatTemplate) -> str:
 def _message(message: Message, form: ContentFormat) -> Message:
     role, content = message.get("role"), message.get("content")
     if not isinstance(role, str):
-        raise Inexact(Reason.UNREADABLE)
+        raise Inexact(TokensReason.UNREADABLE)
     # What follows, for what most messages are.
     if len(message) == 2 and form == "string" and isinstance(content, str) and role not in _OF_THEIR_OWN:
         return {"role": role, "content": content}
     parts = [] if content is None else [content] if isinstance(content, str) else content
     if not isinstance(parts, list):
-        raise Inexact(Reason.UNREADABLE)
+        raise Inexact(TokensReason.UNREADABLE)
     if role == "system":
         parts = _without_billing(parts)
     # Nothing and empty strings alike: no line of their own.
@@ -227,17 +227,17 @@ def _part(part: Any, form: ContentFormat) -> Any:
     if isinstance(part, str):
         return {"type": "text", "text": part} if form == "openai" else part
     if not isinstance(part, dict):
-        raise Inexact(Reason.UNREADABLE)
+        raise Inexact(TokensReason.UNREADABLE)
     kind = part.get("type")
     if kind == "tool_reference" and isinstance(name := part.get("name"), str):
         return {"type": kind, "name": name} if form == "openai" else name
     if kind not in _TEXT_FIELDS or part.get("uuid") is not None:
-        raise Inexact(Reason.MEDIA)
+        raise Inexact(TokensReason.MEDIA)
     text = part.get(_TEXT_FIELDS[kind])
     if text is None and kind in _SKIPPED_IF_NULL:
         return None
     if not isinstance(text, str):
-        raise Inexact(Reason.UNREADABLE)
+        raise Inexact(TokensReason.UNREADABLE)
     if form == "string":
         return text
     extra = {name: value for name, value in part.items() if name not in _PART_FIELDS}
@@ -248,7 +248,7 @@ def _tool_call(call: Message) -> Message:
     """A call with its arguments as an object."""
     function = call.get("function")
     if not isinstance(function, dict) or call.get("type", "function") != "function":
-        raise Inexact(Reason.UNREADABLE)
+        raise Inexact(TokensReason.UNREADABLE)
     arguments = function.get("arguments")
     if isinstance(arguments, str) and arguments:
         try:
@@ -256,7 +256,7 @@ def _tool_call(call: Message) -> Message:
         except ValueError:
             arguments = None
         except RecursionError:
-            raise Inexact(Reason.UNREADABLE) from None
+            raise Inexact(TokensReason.UNREADABLE) from None
     return {**call, "function": {**function, "arguments": arguments if isinstance(arguments, dict) else {}}}
 
 

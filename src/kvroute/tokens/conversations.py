@@ -21,7 +21,7 @@ from msgspec import Raw, Struct
 from xxhash import xxh3_64_intdigest
 
 from kvroute.blocks.known_prompts import KnownIds
-from kvroute.openai.prompt import Beginning
+from kvroute.openai.prompt import PromptPrefix
 from kvroute.openai.request import UNREADABLE, InferenceRequest
 from kvroute.tokens.chat import Chat, validated
 
@@ -55,7 +55,7 @@ Mark: TypeAlias = tuple[int, int]
 nothing."""
 
 
-class Known(Struct, frozen=True, eq=False, gc=False):
+class CachedConversation(Struct, frozen=True, eq=False, gc=False):
     """A chat that was tokenized. `body` is what its body is up to the end of its last message, in parts;
     `after` is what follows. `before` are the fields in front of its messages; `chat` is what else the
     template saw, without messages, and `signature` the same in bytes; `head` is the length of its text before
@@ -72,7 +72,7 @@ class Known(Struct, frozen=True, eq=False, gc=False):
     tail: str
     carry: str
     ids: KnownIds
-    beginning: ref[Beginning] | None = None
+    beginning: ref[PromptPrefix] | None = None
 
     __repr__ = object.__repr__  # prompts are in no log
 
@@ -93,7 +93,7 @@ class Known(Struct, frozen=True, eq=False, gc=False):
             + _OVERHEAD_BYTES
         )
 
-    def begins(self, body: bytes, beginning: Beginning | None = None) -> bool:
+    def begins(self, body: bytes, beginning: PromptPrefix | None = None) -> bool:
         """Whether it is what `body` begins with. Where both are known by the same `beginning`, only what is
         behind that is compared: that much of a long body is in no cache any more."""
         own, start, place = self.beginning, 0, 0
@@ -122,7 +122,7 @@ class Continued(NamedTuple):
     """What a body adds to a chat. `fields` are those of the whole body, but that `messages` are the new ones
     only; `mark` is where it would be looked for."""
 
-    known: Known
+    known: CachedConversation
     fields: dict[str, Any]
     mark: Mark
 
@@ -138,7 +138,7 @@ class Conversations:
         self.least_bytes = least_bytes
         self._max_bytes = max_bytes
         self._bytes = 0
-        self._known: dict[Mark, Known] = {}
+        self._known: dict[Mark, CachedConversation] = {}
         self._ends: dict[int, int] = {}
         """How many of them end there."""
         self._lock = threading.Lock()
@@ -150,7 +150,7 @@ class Conversations:
     def bytes(self) -> int:
         return self._bytes
 
-    def find(self, request: InferenceRequest) -> Known | None:
+    def find(self, request: InferenceRequest) -> CachedConversation | None:
         """The chat that the request continues, if it is known; its very body, up to the last message, is
         what the request's begins with: by itself, or as surely as `openai.seen` knows it."""
         body, ends = request.body, self._ends
@@ -165,7 +165,7 @@ class Conversations:
                 return known
         return None
 
-    def _at(self, mark: Mark, request: InferenceRequest) -> Known | None:
+    def _at(self, mark: Mark, request: InferenceRequest) -> CachedConversation | None:
         """The chat that would be looked for there, if it is what the request's begins with."""
         known, seen = self._known.get(mark), request.seen
         if known is None or not known.begins(request.body, None if seen is None else seen.beginning):
@@ -175,7 +175,7 @@ class Conversations:
                 self._known[mark] = self._known.pop(mark)
         return known
 
-    def keep(self, known: Known, instead: Known | None = None) -> None:
+    def keep(self, known: CachedConversation, instead: CachedConversation | None = None) -> None:
         """Remember a chat, `instead` of the one that it continues."""
         size = known.size
         if size > self._max_bytes:
@@ -203,7 +203,7 @@ class Conversations:
             ends[known.end] -= 1
 
 
-def with_more_messages(request: InferenceRequest, known: Known) -> tuple[Chat, Mark] | None:
+def with_more_messages(request: InferenceRequest, known: CachedConversation) -> tuple[Chat, Mark] | None:
     """What the request adds to a chat that it was found to continue, and where it would be looked for, if it
     adds messages and nothing else has changed; else None. Raises Inexact."""
     body, after, end = request.body, known.after, known.end
@@ -222,7 +222,7 @@ def with_more_messages(request: InferenceRequest, known: Known) -> tuple[Chat, M
     return chat, _mark(body, _trimmed(body, stop))
 
 
-def continued(request: InferenceRequest, known: Known) -> Continued | None:
+def continued(request: InferenceRequest, known: CachedConversation) -> Continued | None:
     """What the request adds to a chat that it was found to continue; None where that is in doubt."""
     body = request.body
     rest = body[known.end :].lstrip(_BLANK)

@@ -17,7 +17,7 @@ from kvroute.blocks.keys import (
     PromptKeys,
     block_keys,
 )
-from kvroute.openai.prompt import AnyPrompt, Beginning, SeenPrompt
+from kvroute.openai.prompt import AnyPrompt, PromptPrefix, SeenPrompt
 
 _WEIGHT = 0.05
 """Share of a new observation in the moving average: about the last 20 prompts count."""
@@ -91,7 +91,7 @@ def _seen_keys(prompt: SeenPrompt, seed: int) -> Sequence[BlockKey]:
     return keys
 
 
-def _note(beginning: Beginning, seed: int, known: KnownKeys) -> None:
+def _note(beginning: PromptPrefix, seed: int, known: KnownKeys) -> None:
     if len(beginning.notes) >= _MOST_NOTES:
         beginning.notes.clear()
     beginning.notes[seed] = known

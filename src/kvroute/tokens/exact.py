@@ -22,7 +22,7 @@ from kvroute.tokens.conversations import Conversations
 from kvroute.tokens.encoders import compare, sample_requests
 from kvroute.tokens.local import LocalTokenizer
 from kvroute.tokens.model import ModelFiles, load_model
-from kvroute.tokens.options import Inexact, Reason, UnusableModel
+from kvroute.tokens.options import Inexact, TokensReason, UnusableModel
 from kvroute.tokens.remote import RemoteEndpoint, RemoteTokenizer
 from kvroute.tokens.segments import SegmentCache
 
@@ -61,7 +61,7 @@ class TokenThreads:
             # A loop that was busy handles the timer before the result, even if the result came in time.
             if future.done() and not future.cancelled():
                 return future.result()
-            raise Inexact(Reason.LATE) from None
+            raise Inexact(TokensReason.LATE) from None
 
     async def run_long(self, work: Callable[..., T], *args: Any) -> T:
         """`work(*args)` without a deadline and not counted: for work done once, such as loading a model."""
@@ -78,13 +78,13 @@ class TokenThreads:
     def _submitted(self, work: Callable[..., T], *args: Any) -> Future[T]:
         with self._lock:
             if self._unfinished >= self._most:
-                raise Inexact(Reason.BUSY)
+                raise Inexact(TokensReason.BUSY)
             self._unfinished += 1
         try:
             future = self._executor.submit(work, *args)
         except RuntimeError:  # shut down
             self._finished()
-            raise Inexact(Reason.BUSY) from None
+            raise Inexact(TokensReason.BUSY) from None
         future.add_done_callback(self._finished)
         return future
 
@@ -95,7 +95,7 @@ class TokenThreads:
             task = asyncio.current_task()
             if task is not None and task.cancelling():
                 raise
-            raise Inexact(Reason.BUSY) from None  # the work was dropped at shutdown, its waiter was not
+            raise Inexact(TokensReason.BUSY) from None  # the work was dropped at shutdown, its waiter was not
 
     def _finished(self, _: Future[Any] | None = None) -> None:
         with self._lock:
@@ -190,7 +190,7 @@ class ExactTokens:
         self._sources[model] = source
         return source
 
-    def prompts_at_once(self, request: InferenceRequest, *, model: str) -> ExactPrompts | Reason | None:
+    def prompts_at_once(self, request: InferenceRequest, *, model: str) -> ExactPrompts | TokensReason | None:
         """What `prompts` gives, where that takes well under a millisecond; None where it may take longer."""
         local = self._local.get(model)
         if local is None:
@@ -203,14 +203,14 @@ class ExactTokens:
 
     async def prompts(
         self, request: InferenceRequest, *, model: str, url: str, deadline_s: float | None = None
-    ) -> ExactPrompts | Reason:
+    ) -> ExactPrompts | TokensReason:
         """The request's token ids, or why there are none. Waits no longer than `deadline_s`, if given.
 
         `url` is a worker of `model` that may be asked. Never raises but for cancellation.
         """
         source = self._sources.get(model)
         if source is None or source.mode is Mode.NONE:
-            return Reason.NO_SOURCE
+            return TokensReason.NO_SOURCE
         try:
             if source.mode is Mode.LOCAL:
                 ids = await self._threads.run(self._local[model].prompts, request, deadline_s=deadline_s)
@@ -276,10 +276,10 @@ class ExactTokens:
         )
 
 
-def _reason(model: str, error: Exception) -> Reason:
+def _reason(model: str, error: Exception) -> TokensReason:
     """Why there are no ids; a defect of ours is logged."""
     if isinstance(error, Inexact):
         return error.reason
     # Its text may quote the prompt.
     log.error("tokenizing for %s failed: %s", model, type(error).__name__)
-    return Reason.FAILED
+    return TokensReason.FAILED

@@ -11,8 +11,8 @@ from kvroute.openai.request import InferenceRequest
 from kvroute.tokens.chat import Chat, EngineFlags, chat_completion, render_chat
 from kvroute.tokens.conversations import (
     CHAT_PATH,
+    CachedConversation,
     Conversations,
-    Known,
     Mark,
     continued,
     opening,
@@ -20,7 +20,7 @@ from kvroute.tokens.conversations import (
     with_more_messages,
 )
 from kvroute.tokens.model import ModelFiles
-from kvroute.tokens.options import Inexact, Reason
+from kvroute.tokens.options import Inexact, TokensReason
 from kvroute.tokens.reading import Plain, TokenIds, read, truncated
 from kvroute.tokens.segments import SegmentCache, joined
 from kvroute.tokens.template import ChatTemplate
@@ -90,7 +90,7 @@ class LocalTokenizer:
     def _template(self, chat: Chat) -> ChatTemplate:
         template = self._files.template(chat.tools is not None)
         if template is None:
-            raise Inexact(Reason.NO_TEMPLATE)
+            raise Inexact(TokensReason.NO_TEMPLATE)
         return template
 
     def _all(self, request: InferenceRequest) -> tuple[Sequence[int], ...]:
@@ -114,11 +114,13 @@ class LocalTokenizer:
             return None
         head, tail = template.around(**_arguments(chat))
         bare = Chat(messages=(), tools=chat.tools, kwargs=chat.kwargs)
-        nothing = Known((0, 0), (), b"", found.before, bare, signature, len(head), tail, "", KnownIds())
+        nothing = CachedConversation(
+            (0, 0), (), b"", found.before, bare, signature, len(head), tail, "", KnownIds()
+        )
         return self._kept(nothing, found.mark, request, text, None)
 
     def _continued(
-        self, request: InferenceRequest, known: Known, most: int | None = None
+        self, request: InferenceRequest, known: CachedConversation, most: int | None = None
     ) -> Sequence[int] | None:
         """The ids of a chat that continues a known one; None if it does not, after all, or has more than
         `most` new messages."""
@@ -144,7 +146,12 @@ class LocalTokenizer:
         return self._kept(known, mark, request, known.carry + text[known.head :], known)
 
     def _kept(
-        self, known: Known, mark: Mark, request: InferenceRequest, text: str, instead: Known | None
+        self,
+        known: CachedConversation,
+        mark: Mark,
+        request: InferenceRequest,
+        text: str,
+        instead: CachedConversation | None,
     ) -> PromptIds:
         """The ids of `known.ids` and `text`, which ends with the template's tail; what nothing that may
         follow can change of them is remembered."""
@@ -162,7 +169,7 @@ class LocalTokenizer:
         first = known.ids.followed_by(joined(parts[:settled])) if settled else known.ids
         if instead is None or mark != instead.mark:
             body, seen = request.body, request.seen
-            kept = Known(
+            kept = CachedConversation(
                 mark,
                 known.body_to(mark[0], body),
                 body[mark[0] :],
@@ -182,21 +189,21 @@ class LocalTokenizer:
         try:
             return self._cache.encode_each(segments, self._files.encoder.encode)
         except (UnicodeEncodeError, TypeError):  # a lone surrogate, from an escape inside arguments
-            raise Inexact(Reason.UNREADABLE) from None
+            raise Inexact(TokensReason.UNREADABLE) from None
 
     def _encoded(self, text: str, how: Chat | Plain) -> TokenIds:
         ids = joined(self._parts(self._files.cutter.segments(text)))
         if not how.add_special_tokens:
             return truncated(ids, how.truncate_to, how.truncation_side)
         if self._files.added_around is None:
-            raise Inexact(Reason.UNSUPPORTED)
+            raise Inexact(TokensReason.UNSUPPORTED)
         before, after = self._files.added_around
         if how.truncate_to is None or how.truncation_side is not None:
             return truncated(before + ids + after, how.truncate_to, how.truncation_side)
         # Without a side of its own the tokenizer truncates, and it keeps what it adds.
         room = how.truncate_to - len(before) - len(after)
         if room <= 0:
-            raise Inexact(Reason.TRUNCATION)
+            raise Inexact(TokensReason.TRUNCATION)
         return before + truncated(ids, room, None) + after
 
 

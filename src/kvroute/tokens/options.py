@@ -82,7 +82,7 @@ class TokensOptions(Options):
     )
 
 
-class Reason(StrEnum):
+class TokensReason(StrEnum):
     LATE = "late"
     """The deadline passed."""
     BUSY = "busy"
@@ -115,7 +115,7 @@ class Reason(StrEnum):
 class Inexact(KvrouteError):
     """The token ids of a prompt cannot be told exactly. Raised and caught inside `tokens` only."""
 
-    def __init__(self, reason: Reason) -> None:
+    def __init__(self, reason: TokensReason) -> None:
         super().__init__(reason.value)
         self.reason = reason
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from kvroute.tokens.chat import Chat, EngineFlags, objects, template_kwargs, tool_schema
-from kvroute.tokens.options import Inexact, Reason
+from kvroute.tokens.options import Inexact, TokensReason
 from kvroute.tokens.template import ChatTemplate, Message
 
 _BILLING_LINE = "x-anthropic-billing-header"
@@ -24,7 +24,7 @@ def messages_request(body: Mapping[str, Any], flags: EngineFlags, template: Chat
     system = [text for text in _system_texts(body.get("system")) if text]
     later = [text for turn in turns if turn.get("role") == "system" for text in [_joined(turn)] if text]
     if later and template is None:
-        raise Inexact(Reason.UNSUPPORTED)
+        raise Inexact(TokensReason.UNSUPPORTED)
     moved = template is not None and template.wants_system_first
     messages: list[Message] = []
     if moved:
@@ -57,7 +57,7 @@ def _effort(body: Mapping[str, Any], template: ChatTemplate | None) -> str | Non
     thinking, output = body.get("thinking"), body.get("output_config")
     if isinstance(thinking, dict) and thinking.get("type") == "disabled":
         if template is None:
-            raise Inexact(Reason.UNSUPPORTED)
+            raise Inexact(TokensReason.UNSUPPORTED)
         return _least_effort(template)
     return output.get("effort") if isinstance(output, dict) else None
 
@@ -88,7 +88,7 @@ def _system_texts(system: Any) -> Iterator[str]:
 def _block_texts(blocks: Any) -> Iterator[str]:
     for block in objects(blocks):
         if block.get("type") in ("tool_addition", "tool_removal"):
-            raise Inexact(Reason.UNSUPPORTED)
+            raise Inexact(TokensReason.UNSUPPORTED)
         text = block.get("text")
         if block.get("type") == "text" and isinstance(text, str) and not text.startswith(_BILLING_LINE):
             yield text
@@ -133,9 +133,9 @@ def _turn(turn: Message) -> Iterator[Message]:
             case "redacted_thinking" | "tool_reference":
                 pass
             case "image":
-                raise Inexact(Reason.MEDIA)
+                raise Inexact(TokensReason.MEDIA)
             case _:
-                raise Inexact(Reason.UNSUPPORTED)
+                raise Inexact(TokensReason.UNSUPPORTED)
     message: Message = {"role": role}
     if thoughts:
         message["reasoning"] = "".join(thoughts)
@@ -158,7 +158,7 @@ def _tool_result(block: Message) -> Iterator[Message]:
             case "text":
                 texts.append(item.get("text", ""))
             case "image":
-                raise Inexact(Reason.MEDIA)
+                raise Inexact(TokensReason.MEDIA)
             case "tool_reference" if name := item.get("tool_name") or item.get("name"):
                 references.append({"type": "tool_reference", "name": name})
     yield {"role": "tool", "tool_call_id": call, "content": "\n".join(texts)}
@@ -169,7 +169,7 @@ def _tool_result(block: Message) -> Iterator[Message]:
 def _tool(tool: Message) -> Message:
     schema = tool.get("input_schema")
     if not isinstance(schema, dict):
-        raise Inexact(Reason.UNREADABLE)
+        raise Inexact(TokensReason.UNREADABLE)
     # The default goes to the end, as vLLM adds it to what the client sent.
     parameters = schema if "type" in schema else {**schema, "type": "object"}
     return tool_schema({**tool, "parameters": parameters})
@@ -183,11 +183,11 @@ _SHIMMED_TOOLS = ("namespace", "custom")
 def responses_request(body: Mapping[str, Any], flags: EngineFlags) -> Chat:
     """The chat that vLLM makes of the body. Raises Inexact."""
     if body.get("previous_response_id") is not None:
-        raise Inexact(Reason.STORED_RESPONSE)
+        raise Inexact(TokensReason.STORED_RESPONSE)
     if body.get("truncation") not in (None, "disabled"):
-        raise Inexact(Reason.TRUNCATION)
+        raise Inexact(TokensReason.TRUNCATION)
     if body.get("previous_input_messages") is not None:
-        raise Inexact(Reason.UNSUPPORTED)
+        raise Inexact(TokensReason.UNSUPPORTED)
     messages: list[Message] = []
     if instructions := body.get("instructions"):
         messages.append({"role": "system", "content": instructions})
@@ -226,7 +226,7 @@ def _tools(body: Mapping[str, Any], flags: EngineFlags) -> list[Message] | None:
     shown = []
     for tool in objects(tools):
         if tool.get("type") in _SHIMMED_TOOLS:
-            raise Inexact(Reason.UNSUPPORTED)
+            raise Inexact(TokensReason.UNSUPPORTED)
         if tool.get("type") == "function":
             shown.append(tool_schema(tool.get("function", tool)))
     return shown
@@ -238,7 +238,7 @@ def _add(item: Message, messages: list[Message]) -> None:
     kind = item.get("type", "message")
     if kind == "function_call":
         if item.get("namespace"):
-            raise Inexact(Reason.UNSUPPORTED)
+            raise Inexact(TokensReason.UNSUPPORTED)
         function = {"name": item.get("name"), "arguments": item.get("arguments")}
         call = {"id": item.get("call_id"), "function": function, "type": "function"}
         if before is not None:
@@ -259,9 +259,9 @@ def _add(item: Message, messages: list[Message]) -> None:
         elif parts := objects(content):
             _complete(before, messages, "content", parts[0].get("text"))
         else:
-            raise Inexact(Reason.UNREADABLE)
+            raise Inexact(TokensReason.UNREADABLE)
     else:
-        raise Inexact(Reason.UNSUPPORTED)
+        raise Inexact(TokensReason.UNSUPPORTED)
 
 
 def _as_chat_parts(content: Any) -> Any:
@@ -275,14 +275,14 @@ def _as_chat_parts(content: Any) -> Any:
 
 def _thought(item: Message) -> str:
     if item.get("encrypted_content"):
-        raise Inexact(Reason.UNSUPPORTED)
+        raise Inexact(TokensReason.UNSUPPORTED)
     texts = objects(item.get("content") or item.get("summary") or [])
     return str(texts[0].get("text", "")) if texts else ""
 
 
 def _complete(before: Message | None, messages: list[Message], name: str, text: Any) -> None:
     if not isinstance(text, str):
-        raise Inexact(Reason.UNREADABLE)
+        raise Inexact(TokensReason.UNREADABLE)
     if before is not None and before.get(name) is None:
         before[name] = text
     else:

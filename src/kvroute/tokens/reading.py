@@ -12,7 +12,7 @@ import msgspec
 from kvroute.openai.bounded import STEPWISE_BYTES, separators
 from kvroute.openai.request import UNREADABLE, InferenceRequest
 from kvroute.tokens.chat import Chat, EngineFlags, chat_completion
-from kvroute.tokens.options import Inexact, Reason
+from kvroute.tokens.options import Inexact, TokensReason
 from kvroute.tokens.other_apis import messages_request, responses_request
 from kvroute.tokens.template import ChatTemplate
 
@@ -38,10 +38,10 @@ class Plain:
 def read(request: InferenceRequest, flags: EngineFlags, pick: PickTemplate) -> Chat | Plain:
     """Raises Inexact. About 0.2 ms for a chat of 130 KB."""
     if request.fields is None:
-        raise Inexact(Reason.UNREADABLE)
+        raise Inexact(TokensReason.UNREADABLE)
     reader = _READERS.get(request.endpoint.path)
     if reader is None:
-        raise Inexact(Reason.UNSUPPORTED)
+        raise Inexact(TokensReason.UNSUPPORTED)
     try:
         if len(request.body) <= STEPWISE_BYTES:
             body = msgspec.json.decode(request.body)
@@ -50,9 +50,9 @@ def read(request: InferenceRequest, flags: EngineFlags, pick: PickTemplate) -> C
         elif _is_simple(request):
             body = msgspec.json.decode(request.body)
         else:
-            raise Inexact(Reason.STRUCTURE)
+            raise Inexact(TokensReason.STRUCTURE)
     except UNREADABLE:
-        raise Inexact(Reason.UNREADABLE) from None
+        raise Inexact(TokensReason.UNREADABLE) from None
     return reader(body, flags, pick)
 
 
@@ -108,9 +108,9 @@ def _completion(body: Mapping[str, Any], _flags: EngineFlags, _pick: PickTemplat
 
 def _refuse_embeds(body: Mapping[str, Any]) -> None:
     if body.get("suffix") is not None:
-        raise Inexact(Reason.UNSUPPORTED)
+        raise Inexact(TokensReason.UNSUPPORTED)
     if body.get("prompt_embeds") is not None:
-        raise Inexact(Reason.MEDIA)
+        raise Inexact(TokensReason.MEDIA)
 
 
 def _invocation(body: Mapping[str, Any], flags: EngineFlags, pick: PickTemplate) -> Chat | Plain:
@@ -118,7 +118,7 @@ def _invocation(body: Mapping[str, Any], flags: EngineFlags, pick: PickTemplate)
         return _chat(body, flags, pick)
     if "prompt" in body:
         return _completion(body, flags, pick)
-    raise Inexact(Reason.UNSUPPORTED)
+    raise Inexact(TokensReason.UNSUPPORTED)
 
 
 _READERS: Mapping[str, Callable[[Mapping[str, Any], EngineFlags, PickTemplate], Chat | Plain]] = {
@@ -134,7 +134,7 @@ def _prompts(prompt: Any) -> tuple[tuple[str, ...], tuple[TokenIds, ...]]:
     if isinstance(prompt, str):
         return (prompt,), ()
     if not isinstance(prompt, list) or not prompt:
-        raise Inexact(Reason.UNREADABLE)
+        raise Inexact(TokensReason.UNREADABLE)
     if all(isinstance(item, str) for item in prompt):
         return tuple(prompt), ()
     try:
@@ -142,7 +142,7 @@ def _prompts(prompt: Any) -> tuple[tuple[str, ...], tuple[TokenIds, ...]]:
             return (), tuple(array("I", ids) for ids in prompt)
         return (), (array("I", prompt),)
     except (TypeError, OverflowError):
-        raise Inexact(Reason.UNREADABLE) from None
+        raise Inexact(TokensReason.UNREADABLE) from None
 
 
 def truncated(ids: TokenIds, keep: Any, side: Any) -> TokenIds:
@@ -150,7 +150,7 @@ def truncated(ids: TokenIds, keep: Any, side: Any) -> TokenIds:
     if keep is None:
         return ids
     if not isinstance(keep, int) or keep <= 0:  # -1 stands for the worker's context length
-        raise Inexact(Reason.TRUNCATION)
+        raise Inexact(TokensReason.TRUNCATION)
     if side not in (None, "left", "right"):
-        raise Inexact(Reason.UNREADABLE)
+        raise Inexact(TokensReason.UNREADABLE)
     return ids if keep >= len(ids) else ids[:keep] if side == "right" else ids[-keep:]

@@ -18,7 +18,7 @@ import msgspec
 from kvroute.openai.members import with_model
 from kvroute.openai.request import InferenceRequest
 from kvroute.tokens.chat import Chat, EngineFlags, refuse_media
-from kvroute.tokens.options import Inexact, Reason
+from kvroute.tokens.options import Inexact, TokensReason
 from kvroute.tokens.reading import Plain, TokenIds, read, truncated
 
 _MOST_TEXTS = 32
@@ -41,7 +41,7 @@ class _Rendered(msgspec.Struct):
 
     def ids(self) -> TokenIds:
         if self.features is not None:
-            raise Inexact(Reason.MEDIA)
+            raise Inexact(TokensReason.MEDIA)
         return array("I", self.token_ids)
 
 
@@ -79,9 +79,9 @@ class RemoteTokenizer:
                     _refuse_tool_calls(prompt)
                 return await self._tokenize_all(prompt, model, url)
         except TimeoutError:
-            raise Inexact(Reason.LATE) from None
+            raise Inexact(TokensReason.LATE) from None
         except (httpx.HTTPError, httpx.InvalidURL, msgspec.DecodeError, OverflowError, RecursionError):
-            raise Inexact(Reason.WORKER_FAILED) from None
+            raise Inexact(TokensReason.WORKER_FAILED) from None
 
     async def _render(self, request: InferenceRequest, model: str, url: str) -> tuple[TokenIds, ...]:
         body = request.body if request.model == model else with_model(request, model)
@@ -112,15 +112,15 @@ class RemoteTokenizer:
         if kwargs:
             fields["chat_template_kwargs"] = kwargs
         if chat.add_special_tokens and chat.truncate_to is not None and chat.truncation_side is None:
-            raise Inexact(Reason.TRUNCATION)  # how many tokens are added, only the tokenizer knows
+            raise Inexact(TokensReason.TRUNCATION)  # how many tokens are added, only the tokenizer knows
         return truncated(await self._tokenize(url, fields), chat.truncate_to, chat.truncation_side)
 
     async def _tokenize_texts(self, prompt: Plain, model: str, url: str) -> tuple[TokenIds, ...]:
         if len(prompt.texts) > _MOST_TEXTS:
-            raise Inexact(Reason.BUSY)
+            raise Inexact(TokensReason.BUSY)
         special = prompt.add_special_tokens
         if special and prompt.truncate_to is not None and prompt.truncation_side is None:
-            raise Inexact(Reason.TRUNCATION)
+            raise Inexact(TokensReason.TRUNCATION)
         asked = [{"model": model, "prompt": text, "add_special_tokens": special} for text in prompt.texts]
         answers = await self._all(url, asked)
         return tuple(truncated(ids, prompt.truncate_to, prompt.truncation_side) for ids in answers)
@@ -143,11 +143,11 @@ class RemoteTokenizer:
         headers = {"content-type": "application/json"}
         answer = await self._client.post(url, content=body, headers=headers)
         if answer.status_code != httpx.codes.OK:
-            raise Inexact(Reason.WORKER_FAILED)
+            raise Inexact(TokensReason.WORKER_FAILED)
         return answer.content
 
 
 def _refuse_tool_calls(prompt: Chat | Plain) -> None:
     """`/tokenize` puts a call's fields into another order than `/v1/responses`; a template may show it."""
     if isinstance(prompt, Chat) and any("tool_calls" in message for message in prompt.messages):
-        raise Inexact(Reason.UNSUPPORTED)
+        raise Inexact(TokensReason.UNSUPPORTED)

@@ -18,7 +18,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import missing
 
-from kvroute.tokens.options import ContentFormat, Inexact, Reason
+from kvroute.tokens.options import ContentFormat, Inexact, TokensReason
 from kvroute.tokens.template_analysis import content_format, head_of, message_loops
 
 ROLES: Final = ("user", "assistant", "tool")
@@ -191,7 +191,7 @@ class ChatTemplate:
         """The prompt's text. Raises Inexact where transformers would refuse."""
         chat = list(messages)
         if not chat or (continue_final_message and add_generation_prompt):
-            raise Inexact(Reason.TEMPLATE_REFUSED)
+            raise Inexact(TokensReason.TEMPLATE_REFUSED)
         continued = ""
         if continue_final_message:
             field = continue_final_message if isinstance(continue_final_message, str) else "content"
@@ -260,14 +260,14 @@ class ChatTemplate:
             context = template.new_context(variables, shared=True)
             return "".join(template.root_render_func(context))
         except (*_RENDER_ERRORS, RecursionError):
-            raise Inexact(Reason.TEMPLATE_REFUSED) from None
+            raise Inexact(TokensReason.TEMPLATE_REFUSED) from None
 
     def _marked(self, chat: list[Message], field: str) -> tuple[list[Message], str]:
         """The chat with a tag behind its last text, and that text."""
         final = deepcopy(chat[-1])
         content = final.get(field)
         if content is None or field not in self._source:
-            raise Inexact(Reason.TEMPLATE_REFUSED)
+            raise Inexact(TokensReason.TEMPLATE_REFUSED)
         if isinstance(content, str):
             final[field] = content + _TAG
             return [*chat[:-1], final], content
@@ -276,7 +276,7 @@ class ChatTemplate:
                 text: str = part["text"]
                 part["text"] = text + _TAG
                 return [*chat[:-1], final], text
-        raise Inexact(Reason.TEMPLATE_REFUSED)
+        raise Inexact(TokensReason.TEMPLATE_REFUSED)
 
     def _takes_later_system(self) -> bool:
         """vLLM's probe for /v1/messages: system messages of later turns move to the front if this fails."""
@@ -298,7 +298,7 @@ def _cut_at_tag(text: str, continued: str) -> str:
     """What stands before the tag; transformers' rule for templates that trim the message's end."""
     tag = _TAG.strip()
     if continued.strip() not in text or tag not in text:
-        raise Inexact(Reason.TEMPLATE_REFUSED)
+        raise Inexact(TokensReason.TEMPLATE_REFUSED)
     at = text.rindex(tag)
     return text[:at] if text.startswith(_TAG, at) else text[:at].rstrip()
 

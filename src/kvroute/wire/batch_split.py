@@ -24,7 +24,7 @@ _check_extra = msgspec.msgpack.Decoder(list[list[object] | None]).decode
 
 
 @dataclass(slots=True)
-class Layout:
+class EventLayout:
     """Where the parts of one event are. Mutable while it is walked.
 
     `is_divisible` is False if it is no announcement or removal of blocks, or unlike what vLLM writes.
@@ -45,7 +45,7 @@ class Layout:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class EventPart:
     """A part of an event as an event. All but the first can be read if that can. `from_root`: the whole
     begins with a prompt."""
 
@@ -55,9 +55,9 @@ class Part:
     from_root: bool
 
 
-def layout_of(data: bytes, at: int) -> Generator[None, None, Layout]:
+def layout_of(data: bytes, at: int) -> Generator[None, None, EventLayout]:
     """Walk the event at `at`; yields after every few thousand token ids. Raises `WireError`."""
-    event = Layout(at)
+    event = EventLayout(at)
     fields = map_at(data, at)
     if fields is not None:
         count, at = fields
@@ -79,7 +79,7 @@ def layout_of(data: bytes, at: int) -> Generator[None, None, Layout]:
     return event
 
 
-def _walk_field(data: bytes, event: Layout, name: str, at: int) -> Generator[None, None, int]:
+def _walk_field(data: bytes, event: EventLayout, name: str, at: int) -> Generator[None, None, int]:
     start = at
     if name in event.fields or (name == "token_ids" and not event.names):
         event.is_divisible = False
@@ -97,7 +97,7 @@ def _walk_field(data: bytes, event: Layout, name: str, at: int) -> Generator[Non
     return at
 
 
-def _walk_names(data: bytes, event: Layout, at: int) -> Generator[None, None, int]:
+def _walk_names(data: bytes, event: EventLayout, at: int) -> Generator[None, None, int]:
     left = event.names
     while left:
         some = min(PART_NAMES, left)
@@ -111,7 +111,7 @@ def _walk_names(data: bytes, event: Layout, at: int) -> Generator[None, None, in
     return at
 
 
-def _walk_ids(data: bytes, event: Layout, at: int) -> Generator[None, None, int]:
+def _walk_ids(data: bytes, event: EventLayout, at: int) -> Generator[None, None, int]:
     """Their end; notes where parts begin if there are as many for each hash."""
     left = event.ids
     step = STEP_IDS
@@ -136,7 +136,7 @@ def _walk_ids(data: bytes, event: Layout, at: int) -> Generator[None, None, int]
     return at
 
 
-def _judge(data: bytes, event: Layout) -> None:
+def _judge(data: bytes, event: EventLayout) -> None:
     """May it be divided, and do its token ids fit its hashes?"""
     fields = event.fields
     if event.tag not in (b"BlockStored", b"BlockRemoved") or not event.names:
@@ -153,7 +153,7 @@ def _judge(data: bytes, event: Layout) -> None:
         event.part_names = PART_NAMES
 
 
-def parts_of(data: bytes, event: Layout) -> Iterator[Part | None]:
+def parts_of(data: bytes, event: EventLayout) -> Iterator[EventPart | None]:
     """The event's parts in order; None is a chance to pause. Raises `WireError` where extra keys are none.
 
     Every announcement goes on behind the last hash of the one before. Where the token ids do not fit the
@@ -184,10 +184,10 @@ def parts_of(data: bytes, event: Layout) -> Iterator[Part | None]:
                 new["extra_keys"] = extra[number] if number < len(extra) else _NIL
             parent = data[last:stop]
         at = stop
-        yield Part(_with(data, event, new), number == 0, first + count == event.names, from_root)
+        yield EventPart(_with(data, event, new), number == 0, first + count == event.names, from_root)
 
 
-def _extra_parts(data: bytes, event: Layout) -> Generator[None, None, list[bytes]]:
+def _extra_parts(data: bytes, event: EventLayout) -> Generator[None, None, list[bytes]]:
     """Its extra keys, divided as the hashes are; empty if it has none."""
     span = event.fields.get("extra_keys")
     found = None if span is None else array_at(data, span[0])
@@ -213,7 +213,7 @@ def _extra_parts(data: bytes, event: Layout) -> Generator[None, None, list[bytes
     return parts
 
 
-def _with(data: bytes, event: Layout, new: dict[str, bytes]) -> bytes:
+def _with(data: bytes, event: EventLayout, new: dict[str, bytes]) -> bytes:
     """The event with other values for some of its fields."""
     at = event.start
     pieces: list[bytes] = []
@@ -372,7 +372,7 @@ def _tagged(payload: bytes, at: int, left: int) -> tuple[int, int]:
     return (count, stop) if count < left else (-1, at)
 
 
-def _divided(payload: bytes, batch: _Batch, event: Layout, *, is_last: bool) -> Iterator[Piece | None]:
+def _divided(payload: bytes, batch: _Batch, event: EventLayout, *, is_last: bool) -> Iterator[Piece | None]:
     """A large event's pieces; the last of them ends the batch if it `is_last`."""
     tail = payload[event.end :] if is_last else b""
     if not event.is_divisible:

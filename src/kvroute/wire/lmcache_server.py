@@ -31,7 +31,7 @@ _UNREADABLE: Final = (msgspec.MsgspecError, ValueError, RecursionError)
 """What decoding raises: no JSON or another shape, no UTF-8 or a number out of range, too deep."""
 
 
-class Registration(Struct, frozen=True):
+class ServerRegistration(Struct, frozen=True):
     """`POST /instances`: a server says where it is. An empty `instance_id` asks for one."""
 
     ip: Annotated[str, Meta(min_length=1)]
@@ -161,7 +161,7 @@ class _Body(Struct, frozen=True):
 
 
 _decode_ids = msgspec.json.Decoder(list[msgspec.Raw]).decode
-_decode_registration = msgspec.json.Decoder(Registration).decode
+_decode_registration = msgspec.json.Decoder(ServerRegistration).decode
 _decode_body = msgspec.json.Decoder(_Body).decode
 _decode_batch = msgspec.json.Decoder(CacheEvents).decode
 _decode_status = msgspec.json.Decoder(ServerStatus).decode
@@ -172,7 +172,7 @@ _ENTRY: Final = b'{"key":'
 _ENTRIES: Final = b'"entries":['
 
 
-def decode_registration(body: bytes) -> Registration:
+def decode_registration(body: bytes) -> ServerRegistration:
     """Raises WireError that names the field."""
     try:
         return _decode_registration(body)

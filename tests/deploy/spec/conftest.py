@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from kvroute.deploy.render.plan import EndpointPlan, plan_endpoint
-from kvroute.deploy.spec.loading import Reading, read_spec
+from kvroute.deploy.spec.loading import SpecReading, read_spec
 
 ROOT = Path(__file__).parents[3]
 STRATEGIES = frozenset({"roundrobin", "session", "prefixaware", "kvaware"})
@@ -107,10 +107,10 @@ def hyperpod() -> Making:
 
 
 @pytest.fixture
-def read() -> Callable[[dict[str, Any] | str], Reading]:
+def read() -> Callable[[dict[str, Any] | str], SpecReading]:
     """A document, or its text -> what is found in it."""
 
-    def parse(document: dict[str, Any] | str) -> Reading:
+    def parse(document: dict[str, Any] | str) -> SpecReading:
         text = document if isinstance(document, str) else yaml.safe_dump(document, sort_keys=False)
         return read_spec(text, strategies=STRATEGIES)
 
@@ -118,7 +118,9 @@ def read() -> Callable[[dict[str, Any] | str], Reading]:
 
 
 @pytest.fixture
-def plan(read: Callable[[dict[str, Any] | str], Reading]) -> Callable[[dict[str, Any] | str], EndpointPlan]:
+def plan(
+    read: Callable[[dict[str, Any] | str], SpecReading],
+) -> Callable[[dict[str, Any] | str], EndpointPlan]:
     """A document without a wrong field -> its plan."""
     return lambda document: plan_endpoint(read(document).require("spec.yaml"))
 

@@ -16,7 +16,7 @@ from kvroute.deploy.render.registry import TARGETS
 from kvroute.deploy.spec.endpoint import KINDS, InferenceEndpointConfig, shape_of_kind
 from kvroute.deploy.spec.loading import Finding, read_spec
 from kvroute.deploy.spec.rules import judge
-from kvroute.deploy.spec.source import Kind, Path, Verdict, dotted, walk
+from kvroute.deploy.spec.source import FieldVerdict, Path, ValueKind, dotted, walk
 
 STRATEGIES = {"roundrobin", "session", "prefixaware", "kvaware"}
 CLOUD_WATCH = (
@@ -242,7 +242,9 @@ def leaves(value: Any, path: Path = ()) -> list[tuple[Path, Any]]:
 
     def enter(value: Any, path: Path) -> None:
         shape = shapes.get(dotted(tuple(0 if isinstance(key, int) else key for key in path)))
-        is_open = not path or isinstance(path[-1], int) or (shape is not None and shape.kind is Kind.MODEL)
+        is_open = (
+            not path or isinstance(path[-1], int) or (shape is not None and shape.kind is ValueKind.MODEL)
+        )
         if isinstance(value, dict) and is_open:
             for key, inner in value.items():
                 enter(inner, (*path, key))
@@ -273,7 +275,7 @@ def changed(document: dict[str, Any], path: Path, value: Any) -> dict[str, Any]:
 def rendered(document: dict[str, Any]) -> dict[str, str]:
     """What each target makes of it; manifests as they are before they are written, which takes long."""
     made = KINDS[document["kind"]].model_validate(document)
-    assert [each for each in judge(made, STRATEGIES) if each[1] is Verdict.WRONG] == []
+    assert [each for each in judge(made, STRATEGIES) if each[1] is FieldVerdict.WRONG] == []
     plan = plan_endpoint(made)
     return {
         name: repr(kubernetes_objects(plan) if name == "kubernetes" else target.render(plan))
@@ -281,9 +283,9 @@ def rendered(document: dict[str, Any]) -> dict[str, str]:
     }
 
 
-def verdict_of(findings: tuple[Finding, ...], path: Path) -> Verdict:
+def verdict_of(findings: tuple[Finding, ...], path: Path) -> FieldVerdict:
     (mine,) = [each for each in findings if path[: len(each.path)] == each.path and each.path]
-    return Verdict.APPLIED if mine.text.startswith("applied") else mine.verdict
+    return FieldVerdict.APPLIED if mine.text.startswith("applied") else mine.verdict
 
 
 DOCUMENT: dict[str, Any] = yaml.safe_load(HYPERPOD)
@@ -307,18 +309,18 @@ def by_target(findings) -> dict[str, tuple[Finding, ...]]:
 
 
 def test_the_document_has_a_wrong_field_nowhere(findings):
-    assert [each for each in findings if each.verdict is Verdict.WRONG] == []
+    assert [each for each in findings if each.verdict is FieldVerdict.WRONG] == []
 
 
 @pytest.mark.parametrize(("path", "another"), CASES, ids=[dotted(path) for path, _ in CASES])
 def test_a_field_does_in_each_target_what_is_said_of_it(path, another, before, findings, by_target):
     after = rendered(changed(DOCUMENT, path, another))
     has_effect = {name for name in TARGETS if after[name] != before[name]}
-    is_applied = {name for name in TARGETS if verdict_of(by_target[name], path) is Verdict.APPLIED}
+    is_applied = {name for name in TARGETS if verdict_of(by_target[name], path) is FieldVerdict.APPLIED}
 
     # The document has an autoscaler for the gateways.
     is_decided = dotted(path) == "x-kvroute.gateway.replicas"
-    assert bool(has_effect) == (verdict_of(findings, path) is Verdict.APPLIED and not is_decided)
+    assert bool(has_effect) == (verdict_of(findings, path) is FieldVerdict.APPLIED and not is_decided)
     assert has_effect == is_applied - COVERED_UP.get(dotted(path), set())
 
 
@@ -359,5 +361,5 @@ def test_where_a_field_is_noted_in_a_target_it_has_no_effect_there(variant, own,
             after = rendered(changed(document, path, another))
             for name in TARGETS:
                 if after[name] != before[name]:
-                    assert verdict_of(by_target[name], path) is Verdict.APPLIED, (name, path)
+                    assert verdict_of(by_target[name], path) is FieldVerdict.APPLIED, (name, path)
     assert tried > 5

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from kvroute.deploy.l2.backend import Scope, Setting, has_password, masked, parse_address
+from kvroute.deploy.l2.backend import L2Location, Scope, has_password, masked, parse_address
 from kvroute.deploy.l2.registry import BACKENDS, backend_named
 from kvroute.deploy.spec.extension import Extension
 
@@ -27,7 +27,7 @@ EXTENSION = Extension.model_validate(
 
 
 def tier(name: str, url: str | None = None, *, on_hyperpod: bool = False, host: str = "cache"):
-    return backend_named(name).tier(Setting(url, EXTENSION, host, on_hyperpod))
+    return backend_named(name).tier(L2Location(url, EXTENSION, host, on_hyperpod))
 
 
 @pytest.mark.parametrize("name", BACKENDS)

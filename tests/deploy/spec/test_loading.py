@@ -6,7 +6,7 @@ import yaml
 from kvroute.deploy.spec.aliases import ALIASES, SAME_NAME
 from kvroute.deploy.spec.endpoint import KINDS, shape_of_kind
 from kvroute.deploy.spec.loading import fix_layout, read_spec
-from kvroute.deploy.spec.source import Kind, Verdict, declared, dotted, shape_at, walk
+from kvroute.deploy.spec.source import FieldVerdict, ValueKind, declared, dotted, shape_at, walk
 from kvroute.errors import InvalidConfig
 
 
@@ -28,8 +28,8 @@ def test_every_field_that_holds_a_value_says_what_becomes_of_it(kind):
     silent = [
         dotted(path)
         for path, shape in walk(root)
-        if shape.kind is not Kind.MODEL
-        and not (shape.kind is Kind.LIST and shape.item is not None and shape.item.model is not None)
+        if shape.kind is not ValueKind.MODEL
+        and not (shape.kind is ValueKind.LIST and shape.item is not None and shape.item.model is not None)
         and declared(root, path) is None
     ]
 
@@ -356,7 +356,7 @@ def test_a_field_without_effect_beside_others_is_noted(changes, path, own, read)
     reading = read(own(changes))
 
     assert reading.document is not None, wrong(reading)
-    assert found(reading)[path][0] == Verdict.NOTED.value
+    assert found(reading)[path][0] == FieldVerdict.NOTED.value
 
 
 @pytest.mark.parametrize("policy", ["ARC", "noop"])
@@ -396,7 +396,7 @@ SECRET = {"x-kvroute.l2.passwordSecret": {"name": "redis", "key": "password"}}
 def test_a_password_by_reference_that_nothing_takes_is_noted(changes, why, own, read):
     verdict, says = found(read(own(SECRET | changes)))["x-kvroute.l2.passwordSecret"]
 
-    assert verdict == Verdict.NOTED.value
+    assert verdict == FieldVerdict.NOTED.value
     assert says.startswith(f"has no effect here because {why}")
 
 
@@ -405,7 +405,7 @@ def test_a_password_in_an_address_is_told_and_never_shown(changes, own, read):
     reading = read(own(changes | {URL: "redis://me:hunter2@cache:1"}))
     verdict, says = found(reading)[URL]
 
-    assert (reading.document is not None, verdict) == (True, Verdict.NOTED.value)
+    assert (reading.document is not None, verdict) == (True, FieldVerdict.NOTED.value)
     assert "plain text" in says
     assert "x-kvroute.l2.passwordSecret" in says
     assert not [each for each in reading.findings if "hunter2" in str(each)]
@@ -432,7 +432,7 @@ def test_the_daemon_of_the_platform_is_told(own, read):
     ours, theirs = read(own(backend)), read(own(backend | {"x-kvroute.platform": "hyperpod"}))
     (path,) = backend
 
-    assert found(ours)[path][0] == found(theirs)[path][0] == Verdict.APPLIED.value
+    assert found(ours)[path][0] == found(theirs)[path][0] == FieldVerdict.APPLIED.value
     assert "kvroute tierd on each node" in found(ours)[path][1]
     assert "HyperPod's nodes" in found(theirs)[path][1]
 
@@ -456,7 +456,7 @@ def test_the_daemon_of_the_platform_is_told(own, read):
 def test_a_size_is_applied_where_a_store_comes_up(changes, is_applied, own, read):
     verdict, _ = found(read(own({"x-kvroute.l2.sizeGb": 3.0} | changes)))["x-kvroute.l2.sizeGb"]
 
-    assert (verdict == Verdict.APPLIED.value) == is_applied
+    assert (verdict == FieldVerdict.APPLIED.value) == is_applied
 
 
 def test_the_folder_of_a_file_system_is_named_to_vllm_itself(hyperpod, read):
@@ -465,7 +465,7 @@ def test_the_folder_of_a_file_system_is_named_to_vllm_itself(hyperpod, read):
         "spec.modelSourceConfig.modelLocation"
     ]
 
-    assert verdict == Verdict.NOTED.value
+    assert verdict == FieldVerdict.NOTED.value
     assert "--model" in says
 
 

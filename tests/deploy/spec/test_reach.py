@@ -5,7 +5,7 @@ import pytest
 from kvroute.deploy.render.reach import BECAUSE, REACHED, findings_for
 from kvroute.deploy.render.registry import TARGETS
 from kvroute.deploy.spec.endpoint import KINDS, shape_of_kind
-from kvroute.deploy.spec.source import Verdict, dotted, walk
+from kvroute.deploy.spec.source import FieldVerdict, dotted, walk
 
 SECRET = {"name": "redis", "key": "password"}
 URL = {"spec.kvCacheSpec.l2CacheSpec.l2CacheLocalUrl": "redis://cache:6379"}
@@ -45,9 +45,9 @@ def test_an_environment_by_reference_is_noted_where_nothing_keeps_it(target, hyp
     findings = told(hyperpod({"spec.worker.environmentVariables": variables}), target)
     place = "spec.worker.environmentVariables"
 
-    assert findings[f"{place}[0].value"][0] is Verdict.APPLIED
+    assert findings[f"{place}[0].value"][0] is FieldVerdict.APPLIED
     assert findings[f"{place}[1].valueFrom.secretKeyRef.key"] == (
-        Verdict.NOTED,
+        FieldVerdict.NOTED,
         f"has no effect in {target} because what it refers to is kept by Kubernetes",
     )
 
@@ -56,7 +56,9 @@ def test_the_second_tiers_password_is_a_variable_outside_kubernetes(own, told):
     document = own(URL | {"x-kvroute.l2.passwordSecret": SECRET})
     said = {target: told(document, target)["x-kvroute.l2.passwordSecret.name"] for target in TARGETS}
 
-    assert [target for target, (verdict, _) in said.items() if verdict is Verdict.APPLIED] == ["kubernetes"]
+    assert [target for target, (verdict, _) in said.items() if verdict is FieldVerdict.APPLIED] == [
+        "kubernetes"
+    ]
     assert "variable L2_PASSWORD" in said["compose"][1]
     assert "lmcache-servers.sh reads the password from L2_PASSWORD" in said["lmcache"][1]
 
@@ -72,31 +74,31 @@ def test_cache_settings_reach_the_workers_command_lines_in_classic_mode_alone(ow
     changes = {"x-kvroute.l1.sizeGb": 3.0}
     classic = own(changes | {"x-kvroute.lmcache.mode": "classic"})
 
-    assert told(own(changes), "worker-args")["x-kvroute.l1.sizeGb"][0] is Verdict.NOTED
-    assert told(classic, "worker-args")["x-kvroute.l1.sizeGb"][0] is Verdict.APPLIED
+    assert told(own(changes), "worker-args")["x-kvroute.l1.sizeGb"][0] is FieldVerdict.NOTED
+    assert told(classic, "worker-args")["x-kvroute.l1.sizeGb"][0] is FieldVerdict.APPLIED
 
 
 @pytest.mark.parametrize("target", ["compose", "lmcache"])
 def test_the_daemon_of_hyperpods_nodes_is_nowhere_else(target, own, told):
     document = own({BACKEND: "tieredstorage", "x-kvroute.platform": "hyperpod"})
 
-    assert told(document, "kubernetes")[BACKEND][0] is Verdict.APPLIED
+    assert told(document, "kubernetes")[BACKEND][0] is FieldVerdict.APPLIED
     verdict, says = told(document, target)[BACKEND]
-    assert verdict is Verdict.APPLIED
+    assert verdict is FieldVerdict.APPLIED
     assert says.startswith("`kvroute tierd`")
 
 
 def test_the_size_of_our_daemon_reaches_its_command_line(own, told):
     changes = {"x-kvroute.l2.sizeGb": 3.0}
 
-    assert told(own(changes), "lmcache")["x-kvroute.l2.sizeGb"][0] is Verdict.NOTED
+    assert told(own(changes), "lmcache")["x-kvroute.l2.sizeGb"][0] is FieldVerdict.NOTED
     ours = told(own(changes | {BACKEND: "tieredstorage"}), "lmcache")
-    assert ours["x-kvroute.l2.sizeGb"][0] is Verdict.APPLIED
+    assert ours["x-kvroute.l2.sizeGb"][0] is FieldVerdict.APPLIED
 
 
 def test_a_strategy_that_needs_events_is_everyones(own, told):
     path = "spec.intelligentRoutingSpec.routingStrategy"
     document = own({path: "kvaware"})
 
-    assert {told(document, target)[path][0] for target in TARGETS} == {Verdict.APPLIED}
-    assert told(own(), "lmcache")[path][0] is Verdict.NOTED
+    assert {told(document, target)[path][0] for target in TARGETS} == {FieldVerdict.APPLIED}
+    assert told(own(), "lmcache")[path][0] is FieldVerdict.NOTED

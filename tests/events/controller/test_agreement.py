@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvroute.index.trust import Trust
+from kvroute.index.trust import MapTrust
 
 CHUNK = 64
 CPU = "LocalCPUBackend"
@@ -43,7 +43,7 @@ def test_hashes_that_are_not_ours_are_said_loudly(
 
     assert rig.counts.mismatches == 1
     assert rig.controller.figures().mismatched == 1
-    assert rig.controller.trust(1) is Trust.NONE
+    assert rig.controller.trust(1) is MapTrust.NONE
     (problem,) = rig.controller.problems()
     assert "PYTHONHASHSEED must be 0" in problem
     (said,) = [record for record in caplog.records if record.levelno == logging.ERROR]
@@ -54,7 +54,7 @@ def test_hashes_that_are_not_ours_are_said_loudly(
     right.register()
     serve(rig, right, rig.keys, 1)
     assert rig.controller.problems() == []
-    assert rig.controller.trust(1) is Trust.WHOLE
+    assert rig.controller.trust(1) is MapTrust.WHOLE
 
 
 def test_hashes_of_a_worker_from_before_our_start_are_compared_too(rig_of: Any, worker_of: Any) -> None:

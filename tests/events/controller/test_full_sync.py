@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvroute.index.trust import Trust
+from kvroute.index.trust import MapTrust
 from kvroute.wire import lmcache_controller as wire
 
 CPU = "LocalCPUBackend"
@@ -36,7 +36,7 @@ def test_a_frozen_worker_may_go_on_when_a_batch_never_comes(rig: Any, worker: An
     assert not replies[0].can_exit_freeze
     assert replies[-1].can_exit_freeze
     assert not replies[-1].is_complete
-    assert rig.controller.trust(1) is Trust.PARTIAL
+    assert rig.controller.trust(1) is MapTrust.PARTIAL
     assert worker.heartbeat() == ["operations_missing"]
 
 
@@ -48,7 +48,7 @@ def test_operations_from_before_the_freeze_may_come_during_the_sync(rig: Any, wo
         rig.say(message)
 
     assert worker.believed == worker.held[CPU]
-    assert rig.controller.trust(1) is Trust.WHOLE
+    assert rig.controller.trust(1) is MapTrust.WHOLE
 
 
 def test_a_loss_during_a_sync_ends_it(rig: Any, worker: Any) -> None:
@@ -77,7 +77,7 @@ def test_a_restart_in_the_middle_of_a_sync_leaves_nothing_of_it(
         rig.say(message)
 
     assert new.believed == set()
-    assert rig.controller.trust(1) is Trust.WHOLE
+    assert rig.controller.trust(1) is MapTrust.WHOLE
 
 
 def test_a_second_sync_takes_the_place_of_the_first(rig: Any, worker: Any) -> None:

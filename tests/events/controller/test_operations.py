@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvroute.index.trust import Trust
+from kvroute.index.trust import MapTrust
 from kvroute.wire import lmcache_controller as wire
 
 CAPTURE = Path(__file__).parents[2] / "data" / "captures" / "lmcache-classic-controller.jsonl"
@@ -65,7 +65,7 @@ def test_chunks_count_from_admission_to_eviction(rig: Any, worker: Any) -> None:
 
     worker.evict(keys[3])
     assert rig.matched(prompt) == 3 * CHUNK
-    assert rig.controller.trust(1) is Trust.WHOLE
+    assert rig.controller.trust(1) is MapTrust.WHOLE
     assert worker.heartbeat() == []
 
 
@@ -96,7 +96,7 @@ def test_a_worker_that_leaves_takes_its_chunks_along(rig: Any, worker: Any) -> N
 
     assert worker.believed == set()
     assert rig.index.size().held == rig.index.size().chunks == 0
-    assert rig.controller.trust(1) is Trust.NONE
+    assert rig.controller.trust(1) is MapTrust.NONE
     assert rig.controller.figures().instances == 0
 
 
@@ -121,14 +121,14 @@ def test_a_lost_batch_forgets_all_before_it_until_a_full_sync(rig: Any, worker: 
     worker.admit(20)
 
     assert worker.believed == {20}
-    assert rig.controller.trust(1) is Trust.PARTIAL
+    assert rig.controller.trust(1) is MapTrust.PARTIAL
     assert worker.heartbeat() == ["operations_missing"]
     assert worker.heartbeat() == []
 
     worker.sync()
 
     assert worker.believed == worker.held[CPU]
-    assert rig.controller.trust(1) is Trust.WHOLE
+    assert rig.controller.trust(1) is MapTrust.WHOLE
     assert worker.status().can_exit_freeze
     assert worker.heartbeat() == []
 
@@ -154,7 +154,7 @@ def test_a_batch_that_comes_twice_counts_once(rig: Any, worker: Any) -> None:
 
     assert worker.believed == worker.held[CPU]
     assert rig.counts.duplicates == 1
-    assert rig.controller.trust(1) is Trust.WHOLE
+    assert rig.controller.trust(1) is MapTrust.WHOLE
 
 
 def test_the_first_batch_twice_is_no_new_beginning(rig: Any, worker_of: Any) -> None:
@@ -179,7 +179,7 @@ def test_batches_out_of_order_claim_nothing_that_is_gone(rig: Any, worker: Any) 
 
     worker.admit(41)
     assert worker.believed == {41}
-    assert rig.controller.trust(1) is Trust.PARTIAL
+    assert rig.controller.trust(1) is MapTrust.PARTIAL
 
 
 def test_a_restart_that_registers_begins_anew_and_stragglers_are_left_out(
@@ -193,7 +193,7 @@ def test_a_restart_that_registers_begins_anew_and_stragglers_are_left_out(
 
     new.admit(7)
     assert new.believed == {7}
-    assert rig.controller.trust(1) is Trust.WHOLE
+    assert rig.controller.trust(1) is MapTrust.WHOLE
 
 
 def test_a_worker_from_before_our_start_is_believed_in_part_and_synced(rig: Any, worker_of: Any) -> None:
@@ -202,7 +202,7 @@ def test_a_worker_from_before_our_start_is_believed_in_part_and_synced(rig: Any,
     worker.admit(10)
     worker.evict(9)
     assert worker.believed == {10}
-    assert rig.controller.trust(1) is Trust.PARTIAL
+    assert rig.controller.trust(1) is MapTrust.PARTIAL
     assert "heartbeat" in rig.controller.problems()[0]
 
     assert worker.heartbeat() == ["controller_restart"]
@@ -211,7 +211,7 @@ def test_a_worker_from_before_our_start_is_believed_in_part_and_synced(rig: Any,
     worker.admit(11)
 
     assert worker.believed == worker.held[CPU]
-    assert rig.controller.trust(1) is Trust.WHOLE
+    assert rig.controller.trust(1) is MapTrust.WHOLE
 
 
 def test_an_unreadable_batch_of_a_known_location_is_a_loss(rig: Any, worker: Any) -> None:
@@ -223,7 +223,7 @@ def test_an_unreadable_batch_of_a_known_location_is_a_loss(rig: Any, worker: Any
     rig.controller.unreadable(payload)
 
     assert worker.believed == set()
-    assert rig.controller.trust(1) is Trust.PARTIAL
+    assert rig.controller.trust(1) is MapTrust.PARTIAL
 
 
 def test_a_worker_whose_heartbeats_end_is_forgotten_and_others_stay(

@@ -5,15 +5,15 @@ from typing import Any
 import pytest
 
 from kvroute.fleet.discovery.kubernetes_objects import (
-    Found,
-    Reader,
+    FoundWorker,
+    ObjectReader,
     one_each,
     read_endpoint_slice,
     read_pod,
 )
 from kvroute.fleet.worker import WorkerId, WorkerSpec
 
-READER = Reader("http", role_label="role", model_label="example.com/model")
+READER = ObjectReader("http", role_label="role", model_label="example.com/model")
 
 
 def slice_of(*endpoints: dict[str, Any], **fields: Any) -> dict[str, Any]:
@@ -39,13 +39,13 @@ def slice_of(*endpoints: dict[str, Any], **fields: Any) -> dict[str, Any]:
     ],
 )
 def test_a_port_is_named_or_numbered(wanted, ports, url, pod):
-    (found,) = read_pod(pod("a", ports=ports), Reader(wanted)).found
+    (found,) = read_pod(pod("a", ports=ports), ObjectReader(wanted)).found
 
     assert found.url == url
 
 
 def test_an_unknown_port_name_is_trouble(pod):
-    reading = read_pod(pod("a"), Reader("grpc"))
+    reading = read_pod(pod("a"), ObjectReader("grpc"))
 
     assert reading.found == ()
     assert "pod a" in reading.trouble
@@ -63,7 +63,7 @@ def test_a_sidecar_may_have_the_port_and_a_plain_init_container_not(pod):
 
 
 def test_an_ipv6_address_is_bracketed_and_the_scheme_is_as_configured(pod):
-    (found,) = read_pod(pod("a", "fd00::1"), Reader(1, "https")).found
+    (found,) = read_pod(pod("a", "fd00::1"), ObjectReader(1, "https")).found
 
     assert found.url == "https://[fd00::1]:1"
 
@@ -88,7 +88,7 @@ def test_models_come_from_the_label_or_the_annotation_of_its_key(labels, annotat
 
 def test_a_role_is_told_and_may_be_a_condition(pod):
     decoding, plain = pod("a", labels={"role": "decode"}), pod("b")
-    only = Reader("http", role_label="role", roles=("decode", "both"))
+    only = ObjectReader("http", role_label="role", roles=("decode", "both"))
 
     assert [found.role for found in read_pod(decoding, READER).found] == ["decode"]
     assert [found.role for found in read_pod(plain, READER).found] == [None]
@@ -101,7 +101,7 @@ def test_a_role_is_told_and_may_be_a_condition(pod):
 def test_an_object_with_parts_missing_breaks_nothing(item):
     read_pod(item, READER)
     read_endpoint_slice(item, READER)
-    read_endpoint_slice({**item, "endpoints": [{}, {"addresses": []}, None]}, Reader(1))
+    read_endpoint_slice({**item, "endpoints": [{}, {"addresses": []}, None]}, ObjectReader(1))
 
 
 # EndpointSlices
@@ -142,9 +142,9 @@ def test_conditions_of_an_endpoint(conditions, ready, terminating):
 def test_a_slice_without_the_port_is_trouble_unless_it_is_empty():
     endpoint = {"addresses": ["10.0.0.1"]}
 
-    assert "EndpointSlice s" in read_endpoint_slice(slice_of(endpoint), Reader("grpc")).trouble
-    assert read_endpoint_slice(slice_of(), Reader("grpc")).trouble == ""
-    assert read_endpoint_slice(slice_of(endpoint), Reader(99)).found[0].url == "http://10.0.0.1:99"
+    assert "EndpointSlice s" in read_endpoint_slice(slice_of(endpoint), ObjectReader("grpc")).trouble
+    assert read_endpoint_slice(slice_of(), ObjectReader("grpc")).trouble == ""
+    assert read_endpoint_slice(slice_of(endpoint), ObjectReader(99)).found[0].url == "http://10.0.0.1:99"
 
 
 def test_names_instead_of_addresses_are_left_to_dns():
@@ -161,8 +161,8 @@ def test_a_slices_labels_are_its_endpoints_role_and_model():
 
 
 def test_of_a_pod_in_several_slices_ipv4_and_the_serving_one_count():
-    def found(url: str, *, ready: bool = True, terminating: bool = False) -> Found:
-        return Found("a", url, ready, terminating)
+    def found(url: str, *, ready: bool = True, terminating: bool = False) -> FoundWorker:
+        return FoundWorker("a", url, ready, terminating)
 
     six, four = found("http://[fd00::1]:1"), found("http://10.0.0.1:1")
     gone, unready = found("http://10.0.0.2:1", terminating=True), found("http://10.0.0.0:1", ready=False)

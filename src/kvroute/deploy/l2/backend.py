@@ -46,7 +46,7 @@ class ServiceSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class Tier:
+class L2Tier:
     """LMCache's settings for a tier and what must run for it."""
 
     adapter: Mapping[str, object]
@@ -73,7 +73,7 @@ class Tier:
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class L2Location:
     """Where a tier is looked for."""
 
     url: str | None
@@ -108,7 +108,7 @@ class Backend(Protocol):
         """What the tier becomes, in a few words."""
         ...
 
-    def tier(self, setting: Setting) -> Tier:
+    def tier(self, setting: L2Location) -> L2Tier:
         """The settings; pure."""
         ...
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvroute.deploy.l2.backend import ServiceSpec, Setting, Tier
+from kvroute.deploy.l2.backend import L2Location, L2Tier, ServiceSpec
 from kvroute.deploy.spec.extension import Extension, FileStore, MooncakeStore
 from kvroute.deploy.spec.source import Path
 
@@ -34,9 +34,9 @@ class FileSystem:
             f" of the claim {store.claim}" if store.claim else " of the node"
         )
 
-    def tier(self, setting: Setting) -> Tier:
+    def tier(self, setting: L2Location) -> L2Tier:
         store = setting.extension.l2.fs or FileStore()
-        return Tier(
+        return L2Tier(
             adapter={"type": "fs", "base_path": store.path, "shared": store.claim is not None},
             remote_url=f"fs://localhost:0{store.path}",
             host_paths=(store.path,),
@@ -65,11 +65,11 @@ class S3:
     def what_runs(self, extension: Extension, url: str | None) -> str:
         return f"the bucket {extension.l2.s3.endpoint}" if extension.l2.s3 else self.says
 
-    def tier(self, setting: Setting) -> Tier:
+    def tier(self, setting: L2Location) -> L2Tier:
         store = setting.extension.l2.s3
         if store is None:
             raise ValueError("x-kvroute.l2.s3 is not given")
-        return Tier(
+        return L2Tier(
             adapter={
                 "type": "s3",
                 "s3_endpoint": store.endpoint,
@@ -104,10 +104,10 @@ class Mooncake:
     def what_runs(self, extension: Extension, url: str | None) -> str:
         return "Mooncake behind the master at l2CacheLocalUrl" if url else "Mooncake with a master of its own"
 
-    def tier(self, setting: Setting) -> Tier:
+    def tier(self, setting: L2Location) -> L2Tier:
         store = setting.extension.l2.mooncake or MooncakeStore()
         master = (setting.url or f"{setting.host}:{setting.port or PORT}").removeprefix("mooncake://")
-        return Tier(
+        return L2Tier(
             adapter={
                 "type": "mooncake_store",
                 "master_server_address": master,
@@ -121,7 +121,7 @@ class Mooncake:
             services=() if setting.url else (self._master(setting, setting.port or PORT),),
         )
 
-    def _master(self, setting: Setting, port: int) -> ServiceSpec:
+    def _master(self, setting: L2Location, port: int) -> ServiceSpec:
         return ServiceSpec(
             name=self.service_name,
             image=setting.extension.images.mooncake,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from urllib.parse import quote
 
-from kvroute.deploy.l2.backend import Address, ServiceSpec, Setting, Tier, parse_address
+from kvroute.deploy.l2.backend import Address, L2Location, L2Tier, ServiceSpec, parse_address
 from kvroute.deploy.spec.extension import Extension
 from kvroute.deploy.spec.source import Path
 
@@ -57,7 +57,7 @@ class Redis:
             return "Redis at l2CacheLocalUrl"
         return f"a Redis of its own, {extension.l2.size_gb:g} GB, least recently used out first"
 
-    def tier(self, setting: Setting) -> Tier:
+    def tier(self, setting: L2Location) -> L2Tier:
         port = setting.port or PORT
         url = setting.url or f"redis://{setting.host}:{port}"
         address = parse_address(url, schemes=SCHEMES, default_port=PORT)
@@ -65,7 +65,7 @@ class Redis:
         if address.username:
             adapter["username"] = address.username
         user = f"{address.username}:{address.password}@" if address.password else ""
-        return Tier(
+        return L2Tier(
             adapter={**adapter, "shared": True},
             # Never on a command line, which every user of the host may read.
             password_variable=PASSWORD_VARIABLE,
@@ -76,7 +76,7 @@ class Redis:
             services=() if setting.url else (self._service(setting, port),),
         )
 
-    def _service(self, setting: Setting, port: int) -> ServiceSpec:
+    def _service(self, setting: L2Location, port: int) -> ServiceSpec:
         extension = setting.extension
         # A cache: bounded, least recently used out first, nothing on disk.
         limit = memory_argument(extension.l2.size_gb)
@@ -126,7 +126,7 @@ class Valkey:
             return "Valkey at l2CacheLocalUrl"
         return f"a Valkey of its own, {extension.l2.size_gb:g} GB, least recently used out first"
 
-    def tier(self, setting: Setting) -> Tier:
+    def tier(self, setting: L2Location) -> L2Tier:
         port = setting.port or PORT
         url = setting.url or f"valkey://{setting.host}:{port}"
         address = parse_address(url, schemes=VALKEY_SCHEMES, default_port=PORT)
@@ -142,7 +142,7 @@ class Valkey:
         if address.tls:
             adapter["tls_enable"] = True
         user = f"{address.username}:{address.password}@" if address.password else ""
-        return Tier(
+        return L2Tier(
             adapter={**adapter, "shared": True},
             asked_at=asked_at(address),
             password=address.password,
@@ -150,7 +150,7 @@ class Valkey:
             services=() if setting.url else (self._service(setting, port),),
         )
 
-    def _service(self, setting: Setting, port: int) -> ServiceSpec:
+    def _service(self, setting: L2Location, port: int) -> ServiceSpec:
         extension = setting.extension
         limit = memory_argument(extension.l2.size_gb)
         return ServiceSpec(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvroute.deploy.l2.backend import Scope, ServiceSpec, Setting, Tier
+from kvroute.deploy.l2.backend import L2Location, L2Tier, Scope, ServiceSpec
 from kvroute.deploy.spec.extension import Extension
 from kvroute.deploy.spec.source import Path
 
@@ -40,14 +40,14 @@ class TieredStorage:
             return "the storage daemon of HyperPod's nodes"
         return f"kvroute tierd on each node, {extension.l2.size_gb:g} GB, least recently used out first"
 
-    def tier(self, setting: Setting) -> Tier:
+    def tier(self, setting: L2Location) -> L2Tier:
         host = NODE_IP if setting.on_hyperpod else setting.host
         port = setting.port or PORT
         # Two daemons of one host must not share a segment.
         own = TIERD_MEMORY if port == PORT else f"{TIERD_MEMORY}_{port}"
         memory = HYPERPOD_MEMORY if setting.on_hyperpod else own
         url = f"sagemaker-hyperpod://{host}:{port}"
-        return Tier(
+        return L2Tier(
             adapter={
                 "type": "sagemaker-hyperpod",
                 "url": url,
@@ -65,7 +65,7 @@ class TieredStorage:
             needs_node_ip=host == NODE_IP,
         )
 
-    def _daemon(self, setting: Setting, port: int, memory: str) -> ServiceSpec:
+    def _daemon(self, setting: L2Location, port: int, memory: str) -> ServiceSpec:
         extension = setting.extension
         host = setting.host if setting.host == "127.0.0.1" else "0.0.0.0"
         code = f"import urllib.request as r; r.urlopen('http://127.0.0.1:{port}/health', timeout=2)"

@@ -29,7 +29,7 @@ from kvroute.deploy.render.reach import (
     model_folder,
     report_ports,
 )
-from kvroute.deploy.render.site import LMCACHE_HTTP_PORT, ServerSite, Site, WorkerSite, compose_site
+from kvroute.deploy.render.site import LMCACHE_HTTP_PORT, DeploymentSite, ServerSite, WorkerSite, compose_site
 from kvroute.deploy.render.worker_args import container_environment, worker_argv
 from kvroute.deploy.shutdown import gateway_stop_s, worker_grace_s
 from kvroute.deploy.spec.worker import S3Storage
@@ -167,7 +167,7 @@ def _own_image(plan: EndpointPlan) -> Service:
     }
 
 
-def _gateway(plan: EndpointPlan, site: Site, profile: str) -> Service:
+def _gateway(plan: EndpointPlan, site: DeploymentSite, profile: str) -> Service:
     config = gateway_config(plan, site, names=tuple(dict.fromkeys(("kvroute", site.gateway_host))))
     port = config["server"]["port"]
     command = ["serve", "--host", site.gateway_bind, "--port", str(port), "--state-dir", STATE]
@@ -211,7 +211,7 @@ def _flat(path: str, value: Any) -> list[tuple[str, str]]:
 
 
 def _worker(
-    plan: EndpointPlan, worker: WorkerSite, site: Site, profile: str, volumes: dict[str, None]
+    plan: EndpointPlan, worker: WorkerSite, site: DeploymentSite, profile: str, volumes: dict[str, None]
 ) -> Service:
     if plan.is_simulated:
         command = list(worker_argv(plan, worker, site))[1:]
@@ -316,7 +316,7 @@ def _tier_mounts(plan: EndpointPlan) -> list[str]:
     return [f"${{LMCACHE_DIR:-{path}}}:{path}"]
 
 
-def _waits(plan: EndpointPlan, site: Site) -> dict[str, Any]:
+def _waits(plan: EndpointPlan, site: DeploymentSite) -> dict[str, Any]:
     waits: dict[str, Any] = {}
     if plan.cache is not None and plan.cache.has_servers:
         names = [_server_name(site, number) for number in range(len(site.servers))]
@@ -328,12 +328,12 @@ def _waits(plan: EndpointPlan, site: Site) -> dict[str, Any]:
     return waits
 
 
-def _server_name(site: Site, number: int) -> str:
+def _server_name(site: DeploymentSite, number: int) -> str:
     return f"lmcache-{suffix(number)}" if len(site.servers) > 1 else "lmcache"
 
 
 def _lmcache(
-    plan: EndpointPlan, cache: Cache, server: ServerSite, site: Site, profile: str, number: int
+    plan: EndpointPlan, cache: Cache, server: ServerSite, site: DeploymentSite, profile: str, number: int
 ) -> Service:
     reference = f"${{{PASSWORD}:-}}"
     argv = [

@@ -10,7 +10,7 @@ import yaml
 from kvroute.deploy.render.manifest import WORKER, selector
 from kvroute.deploy.render.plan import EndpointPlan
 from kvroute.deploy.render.reach import L2_PASSWORD_OPTION, cache_reports, l2_password
-from kvroute.deploy.render.site import Site, local_site
+from kvroute.deploy.render.site import DeploymentSite, local_site
 from kvroute.deploy.shutdown import DRAIN_S, GATEWAY_DELAY_S
 from kvroute.deploy.spec.extension import SecretKey
 
@@ -20,7 +20,7 @@ ADMIN_KEY = "admin-key"
 
 
 def gateway_config(
-    plan: EndpointPlan, site: Site, *, secrets: bool = False, names: Sequence[str] = ()
+    plan: EndpointPlan, site: DeploymentSite, *, secrets: bool = False, names: Sequence[str] = ()
 ) -> dict[str, Any]:
     """What `kvroute serve -c` reads. `secrets`: in Kubernetes, where keys are files below SECRETS and
     workers are found by their pods' labels. `names` are those by which others know the gateway."""

@@ -33,14 +33,14 @@ from kvroute.deploy.render.manifest_policy import monitoring_manifests, network_
 from kvroute.deploy.render.manifest_workers import worker_manifests
 from kvroute.deploy.render.plan import EndpointPlan
 from kvroute.deploy.render.reach import L2_PASSWORD_OPTION, l2_password, report_ports
-from kvroute.deploy.render.site import Site, kubernetes_site
+from kvroute.deploy.render.site import DeploymentSite, kubernetes_site
 from kvroute.deploy.shutdown import gateway_stop_s
 
 USER = 10001
 """The image's user."""
 
 
-def gateway_manifests(plan: EndpointPlan, site: Site) -> Iterator[Manifest]:
+def gateway_manifests(plan: EndpointPlan, site: DeploymentSite) -> Iterator[Manifest]:
     """Deployment, Service, configuration, and what it may ask of the cluster."""
     name = f"{plan.name}-gateway"
     service = f"{name}.{plan.namespace}"
@@ -114,7 +114,9 @@ def _port(config: dict[str, Any]) -> int:
     return int(config["server"]["port"])
 
 
-def _deployment(plan: EndpointPlan, site: Site, name: str, config: dict[str, Any]) -> dict[str, Any]:
+def _deployment(
+    plan: EndpointPlan, site: DeploymentSite, name: str, config: dict[str, Any]
+) -> dict[str, Any]:
     gateway = plan.extension.gateway
     mounts = [{"name": "config", "mountPath": "/etc/kvroute", "readOnly": True}]
     mounts.append({"name": "tmp", "mountPath": "/tmp"})

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import yaml
 
 from kvroute.deploy.render.plan import SEED, Cache, EndpointPlan
-from kvroute.deploy.render.site import ServerSite, Site, WorkerSite, local_site
+from kvroute.deploy.render.site import DeploymentSite, ServerSite, WorkerSite, local_site
 
 PASSWORD = "L2_PASSWORD"
 PASSWORD_REFERENCE = f"$({PASSWORD})"
@@ -29,7 +29,9 @@ def compact(value: object) -> str:
     return json.dumps(value, separators=(",", ":"))
 
 
-def server_argv(plan: EndpointPlan, cache: Cache, server: ServerSite, site: Site) -> tuple[str, ...]:
+def server_argv(
+    plan: EndpointPlan, cache: Cache, server: ServerSite, site: DeploymentSite
+) -> tuple[str, ...]:
     """The command line of one LMCache server."""
     extension = plan.extension
     argv = ["lmcache", "server", "--instance-id", server.instance_id]
@@ -55,7 +57,7 @@ def server_argv(plan: EndpointPlan, cache: Cache, server: ServerSite, site: Site
     return tuple(argv)
 
 
-def adapter(plan: EndpointPlan, site: Site) -> dict[str, object]:
+def adapter(plan: EndpointPlan, site: DeploymentSite) -> dict[str, object]:
     """LMCache's adapter for the second tier, with the user's own settings on top."""
     if site.tier is None:
         return {}
@@ -65,12 +67,12 @@ def adapter(plan: EndpointPlan, site: Site) -> dict[str, object]:
     return settings
 
 
-def server_environment(plan: EndpointPlan, site: Site) -> dict[str, str]:
+def server_environment(plan: EndpointPlan, site: DeploymentSite) -> dict[str, str]:
     """What an LMCache server needs besides its flags; `password_name` comes on top where there is one."""
     return {SEED: plan.hash_seed, **(site.tier.environment if site.tier is not None else {})}
 
 
-def password_name(plan: EndpointPlan, site: Site) -> str:
+def password_name(plan: EndpointPlan, site: DeploymentSite) -> str:
     """The variable that gives an LMCache server the second tier's password; empty without one."""
     if site.tier is None or plan.l2_password is None:
         return ""
@@ -96,7 +98,7 @@ def connector(plan: EndpointPlan, worker: WorkerSite) -> dict[str, object] | Non
     }
 
 
-def worker_environment(plan: EndpointPlan, worker: WorkerSite, site: Site) -> dict[str, str]:
+def worker_environment(plan: EndpointPlan, worker: WorkerSite, site: DeploymentSite) -> dict[str, str]:
     """What vLLM's environment needs for LMCache."""
     cache = plan.cache
     if cache is None:
@@ -110,7 +112,7 @@ def worker_environment(plan: EndpointPlan, worker: WorkerSite, site: Site) -> di
     return env | {f"LMCACHE_{name.upper()}": _as_text(value) for name, value in settings.items()}
 
 
-def classic_settings(plan: EndpointPlan, cache: Cache, site: Site) -> dict[str, object]:
+def classic_settings(plan: EndpointPlan, cache: Cache, site: DeploymentSite) -> dict[str, object]:
     """The classic connector's settings that all workers share, as its YAML file has them."""
     extension = plan.extension
     settings: dict[str, object] = {
@@ -128,7 +130,7 @@ def classic_settings(plan: EndpointPlan, cache: Cache, site: Site) -> dict[str, 
     return settings
 
 
-def _controller(plan: EndpointPlan, worker: WorkerSite, site: Site) -> dict[str, object]:
+def _controller(plan: EndpointPlan, worker: WorkerSite, site: DeploymentSite) -> dict[str, object]:
     if not plan.is_kvaware:
         return {}
     return {

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from kvroute.deploy.l2.backend import Tier
+from kvroute.deploy.l2.backend import L2Tier
 from kvroute.deploy.render.lmcache import PASSWORD
 from kvroute.deploy.render.plan import EndpointPlan
 
@@ -66,7 +66,7 @@ def variable(name: str, field: str) -> dict[str, Any]:
 
 
 def cache_variables(
-    plan: EndpointPlan, tier: Tier | None, password_variable: str = PASSWORD
+    plan: EndpointPlan, tier: L2Tier | None, password_variable: str = PASSWORD
 ) -> list[dict[str, Any]]:
     """What LMCache's settings refer to; must stand before them."""
     variables = [

@@ -21,7 +21,7 @@ from kvroute.deploy.render.manifest import (
     service_port,
 )
 from kvroute.deploy.render.plan import Cache, EndpointPlan
-from kvroute.deploy.render.site import LMCACHE_HTTP_PORT, LMCACHE_PORT, Site
+from kvroute.deploy.render.site import LMCACHE_HTTP_PORT, LMCACHE_PORT, DeploymentSite
 
 OVERHEAD_GB = 4.0
 """What an LMCache server takes besides its first tier."""
@@ -42,7 +42,7 @@ def has_sidecar(plan: EndpointPlan) -> bool:
     return plan.cache is not None and plan.cache.has_servers and plan.cache.per_worker
 
 
-def lmcache_container(plan: EndpointPlan, cache: Cache, site: Site) -> dict[str, Any]:
+def lmcache_container(plan: EndpointPlan, cache: Cache, site: DeploymentSite) -> dict[str, Any]:
     """An LMCache server, as a sidecar or in a pod of its own."""
     argv = list(server_argv(plan, cache, site.servers[0], site))
     size = plan.extension.l1.size_gb if cache.l1 else plan.extension.l1.staging_gb
@@ -78,17 +78,17 @@ def lmcache_container(plan: EndpointPlan, cache: Cache, site: Site) -> dict[str,
     return container
 
 
-def tier_volumes(plan: EndpointPlan, site: Site) -> list[dict[str, Any]]:
+def tier_volumes(plan: EndpointPlan, site: DeploymentSite) -> list[dict[str, Any]]:
     """Paths of the node, or the claim, that LMCache must see."""
     return [volume for volume, _ in _tier_mounts(plan, site)]
 
 
-def tier_mounts(plan: EndpointPlan, site: Site) -> list[dict[str, Any]]:
+def tier_mounts(plan: EndpointPlan, site: DeploymentSite) -> list[dict[str, Any]]:
     """The same as mounts of a container."""
     return [{"name": volume["name"], "mountPath": path} for volume, path in _tier_mounts(plan, site)]
 
 
-def _tier_mounts(plan: EndpointPlan, site: Site) -> Iterator[tuple[dict[str, Any], str]]:
+def _tier_mounts(plan: EndpointPlan, site: DeploymentSite) -> Iterator[tuple[dict[str, Any], str]]:
     tier = site.tier
     if tier is None:
         return
@@ -101,7 +101,7 @@ def _tier_mounts(plan: EndpointPlan, site: Site) -> Iterator[tuple[dict[str, Any
             yield {"name": name, "hostPath": {"path": path, "type": kind}}, path
 
 
-def cache_manifests(plan: EndpointPlan, site: Site) -> Iterator[Manifest]:
+def cache_manifests(plan: EndpointPlan, site: DeploymentSite) -> Iterator[Manifest]:
     """One LMCache server on each node, where workers do not have their own."""
     cache = plan.cache
     if cache is None or not cache.has_servers or cache.per_worker:
@@ -148,7 +148,7 @@ def cache_manifests(plan: EndpointPlan, site: Site) -> Iterator[Manifest]:
     )
 
 
-def tier_manifests(plan: EndpointPlan, site: Site) -> Iterator[Manifest]:
+def tier_manifests(plan: EndpointPlan, site: DeploymentSite) -> Iterator[Manifest]:
     """What the second tier needs to run."""
     for service in site.tier.services if site.tier else ():
         yield _tier_workload(plan, service)

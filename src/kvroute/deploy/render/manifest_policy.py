@@ -20,7 +20,7 @@ from kvroute.deploy.render.site import (
     CLASSIC_WORKER_PORT,
     LMCACHE_HTTP_PORT,
     LMCACHE_PORT,
-    Site,
+    DeploymentSite,
 )
 from kvroute.deploy.spec.worker import AutoScaling, CloudWatchTrigger, PrometheusTrigger
 
@@ -34,7 +34,7 @@ PROMETHEUS = {
 # --- network ----------------------------------------------------------------------------------------------
 
 
-def network_manifests(plan: EndpointPlan, site: Site) -> Iterator[Manifest]:
+def network_manifests(plan: EndpointPlan, site: DeploymentSite) -> Iterator[Manifest]:
     """Clients reach the gateway; all else is reached by those parts alone that need it."""
     gateway = {"podSelector": matching(plan, GATEWAY)}
     workers = {"podSelector": matching(plan, WORKER)}

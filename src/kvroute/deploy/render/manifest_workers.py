@@ -29,7 +29,7 @@ from kvroute.deploy.render.manifest_cache import (
 )
 from kvroute.deploy.render.plan import GPU, EndpointPlan, Model
 from kvroute.deploy.render.reach import event_ports
-from kvroute.deploy.render.site import LMCACHE_HTTP_PORT, Site
+from kvroute.deploy.render.site import LMCACHE_HTTP_PORT, DeploymentSite
 from kvroute.deploy.render.worker_args import container_environment, worker_argv
 from kvroute.deploy.shutdown import pre_stop, worker_grace_s
 from kvroute.deploy.spec.worker import FsxStorage, Probe, S3Storage
@@ -38,7 +38,7 @@ HUB_CACHE = "/root/.cache/huggingface"
 STARTUP_PERIOD_S = 10
 
 
-def worker_manifests(plan: EndpointPlan, site: Site) -> Iterator[Manifest]:
+def worker_manifests(plan: EndpointPlan, site: DeploymentSite) -> Iterator[Manifest]:
     """StatefulSet, its headless Service, and the model's volume where that is storage of its own."""
     name = f"{plan.name}-workers"
     ports = [service_port(plan.port_name, plan.port)]
@@ -77,7 +77,7 @@ def worker_manifests(plan: EndpointPlan, site: Site) -> Iterator[Manifest]:
     yield disruption_budget(plan, WORKER)
 
 
-def _pod(plan: EndpointPlan, site: Site) -> dict[str, Any]:
+def _pod(plan: EndpointPlan, site: DeploymentSite) -> dict[str, Any]:
     settings = plan.spec.kubernetes
     extra = settings.model_dump(by_alias=True, exclude_none=True) if settings is not None else {}
     pod: dict[str, Any] = {
@@ -112,7 +112,7 @@ def _pod(plan: EndpointPlan, site: Site) -> dict[str, Any]:
     return pod
 
 
-def _container(plan: EndpointPlan, site: Site, host_ipc: bool) -> dict[str, Any]:
+def _container(plan: EndpointPlan, site: DeploymentSite, host_ipc: bool) -> dict[str, Any]:
     worker = site.workers[0]
     argv = worker_argv(plan, worker, site)
     if plan.is_simulated:
@@ -143,7 +143,7 @@ def _container(plan: EndpointPlan, site: Site, host_ipc: bool) -> dict[str, Any]
     return container
 
 
-def _environment(plan: EndpointPlan, site: Site) -> list[dict[str, Any]]:
+def _environment(plan: EndpointPlan, site: DeploymentSite) -> list[dict[str, Any]]:
     worker = site.workers[0]
     values = container_environment(plan, worker, site)
     if "LMCACHE_LMCACHE_INSTANCE_ID" in values:

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from kvroute.deploy.l2.backend import Backend
 from kvroute.deploy.l2.registry import backend_named
-from kvroute.deploy.spec.endpoint import CommonSpec, Document, InferenceEndpointConfig, Metrics
+from kvroute.deploy.spec.endpoint import CommonSpec, Document, InferenceEndpointConfig, MetricsSpec
 from kvroute.deploy.spec.extension import Extension, SecretKey
 from kvroute.deploy.spec.rules import region_of, takes_password
 from kvroute.deploy.spec.worker import (
@@ -27,7 +27,7 @@ from kvroute.deploy.spec.worker import (
     Resources,
     S3Storage,
     VolumeMount,
-    Worker,
+    WorkerSection,
 )
 from kvroute.deploy.tiny_model import TINY_MODELS
 
@@ -107,8 +107,8 @@ class EndpointPlan:
     hash_seed: str
     strategy: str
     cache: Cache | None
-    metrics: Metrics
-    worker: Worker | EndpointWorker
+    metrics: MetricsSpec
+    worker: WorkerSection | EndpointWorker
     limits: RequestLimits | None
     region: str | None
     instance_types: tuple[str, ...] = ()
@@ -151,7 +151,7 @@ class EndpointPlan:
 def plan_endpoint(document: Document) -> EndpointPlan:
     """Resolve a document that has no wrong field. Pure."""
     spec, extension = document.spec, document.x_kvroute
-    worker: Worker | EndpointWorker = spec.worker or EndpointWorker()
+    worker: WorkerSection | EndpointWorker = spec.worker or EndpointWorker()
     args = list(worker.args or [])
     model = _model(document, _taken_out(args, "--model"))
     port = worker.model_invocation_port or InvocationPort.model_validate({"containerPort": DEFAULT_PORT})
@@ -183,7 +183,7 @@ def plan_endpoint(document: Document) -> EndpointPlan:
         hash_seed=seeds[-1] if seeds else str(extension.lmcache.hash_seed),
         strategy=routing.routing_strategy if routing.enabled else "roundrobin",
         cache=_cache(spec.kv_cache_spec, extension),
-        metrics=spec.metrics or Metrics(),
+        metrics=spec.metrics or MetricsSpec(),
         worker=worker,
         limits=worker.request_limits,
         region=region_of(document),

@@ -8,10 +8,10 @@ from typing import Any, Final
 
 from kvroute.deploy.render.lmcache import PASSWORD
 from kvroute.deploy.render.plan import Cache, EndpointPlan
-from kvroute.deploy.render.site import EVENTS_PORT, REPLAY_PORT, Site
+from kvroute.deploy.render.site import EVENTS_PORT, REPLAY_PORT, DeploymentSite
 from kvroute.deploy.spec.endpoint import Document
 from kvroute.deploy.spec.loading import Finding
-from kvroute.deploy.spec.source import Path, Verdict, dotted
+from kvroute.deploy.spec.source import FieldVerdict, Path, dotted
 
 COMPOSE, KUBERNETES, LMCACHE, WORKER_ARGS, CONFIG = (
     "compose",
@@ -123,13 +123,13 @@ _OURS = "`kvroute tierd`, which speaks the protocol of the storage daemon that o
 def findings_for(target: str, document: Document, findings: Iterable[Finding]) -> Iterator[Finding]:
     """`findings`, where what is applied in general and has no place in `target` is noted with the reason."""
     for finding in findings:
-        is_applied = finding.verdict is Verdict.APPLIED or finding.text.startswith("applied")
+        is_applied = finding.verdict is FieldVerdict.APPLIED or finding.text.startswith("applied")
         why = _why_not(target, document, finding.path) if is_applied and finding.path else ""
         if why:
             says = f"has no effect in {target} because {why}"
-            yield dataclasses.replace(finding, verdict=Verdict.NOTED, text=says)
+            yield dataclasses.replace(finding, verdict=FieldVerdict.NOTED, text=says)
         elif target != KUBERNETES and is_applied and _is_theirs(document, finding.path):
-            yield dataclasses.replace(finding, verdict=Verdict.APPLIED, text=_OURS)
+            yield dataclasses.replace(finding, verdict=FieldVerdict.APPLIED, text=_OURS)
         else:
             yield finding
 
@@ -215,7 +215,9 @@ L2_PASSWORD_OPTION = "KVROUTE__LMCACHE__L2__REDIS_PASSWORD"
 """`lmcache.l2.redis_password` as a variable of the gateway's environment."""
 
 
-def cache_reports(plan: EndpointPlan, site: Site, *, password_file: str | None = None) -> dict[str, Any]:
+def cache_reports(
+    plan: EndpointPlan, site: DeploymentSite, *, password_file: str | None = None
+) -> dict[str, Any]:
     """Sections of the gateway's configuration; nothing unless the strategy is kvaware.
 
     The second tier's password is not among them: it is in `password_file`, or the gateway's environment has
@@ -239,7 +241,7 @@ def cache_reports(plan: EndpointPlan, site: Site, *, password_file: str | None =
     return reports
 
 
-def model_folder(plan: EndpointPlan, site: Site) -> str:
+def model_folder(plan: EndpointPlan, site: DeploymentSite) -> str:
     """Where the gateway finds the model's files, to tokenize as the workers do; empty: it asks them."""
     model = plan.model
     if not plan.is_kvaware or plan.is_simulated or site.is_cluster or model.volume is None:
@@ -247,7 +249,7 @@ def model_folder(plan: EndpointPlan, site: Site) -> str:
     return model.local_source if site.is_local else model.volume.mount_path
 
 
-def asks_l2(plan: EndpointPlan, site: Site) -> bool:
+def asks_l2(plan: EndpointPlan, site: DeploymentSite) -> bool:
     """Whether the gateway asks the second tier's store itself what it has: it evicts without a word."""
     cache, tier = plan.cache, site.tier
     if not plan.is_kvaware or cache is None or cache.classic or tier is None or not tier.asked_at:
@@ -257,13 +259,13 @@ def asks_l2(plan: EndpointPlan, site: Site) -> bool:
     return not options.get("key_prefix") and not options.get("cluster_mode")
 
 
-def l2_password(plan: EndpointPlan, site: Site) -> bool:
+def l2_password(plan: EndpointPlan, site: DeploymentSite) -> bool:
     """Whether that needs a password."""
     tier = site.tier
     return asks_l2(plan, site) and tier is not None and bool(plan.l2_password is not None or tier.password)
 
 
-def report_ports(plan: EndpointPlan, site: Site) -> dict[str, int]:
+def report_ports(plan: EndpointPlan, site: DeploymentSite) -> dict[str, int]:
     """Ports of the gateway that LMCache reaches, by their names."""
     if not plan.is_kvaware or plan.cache is None:
         return {}
@@ -283,7 +285,7 @@ def event_ports(plan: EndpointPlan) -> dict[str, int]:
     return first | more
 
 
-def _streams(plan: EndpointPlan, site: Site) -> dict[str, Any]:
+def _streams(plan: EndpointPlan, site: DeploymentSite) -> dict[str, Any]:
     """Where the engines publish. On one host each has ports of its own, and the engines are asked."""
     if site.is_local:
         return {}
@@ -295,7 +297,7 @@ def _streams(plan: EndpointPlan, site: Site) -> dict[str, Any]:
     }
 
 
-def _servers(plan: EndpointPlan, cache: Cache, site: Site) -> dict[str, Any]:
+def _servers(plan: EndpointPlan, cache: Cache, site: DeploymentSite) -> dict[str, Any]:
     settings: dict[str, Any] = {
         "coordinator": {
             "enabled": True,
@@ -312,7 +314,7 @@ def _servers(plan: EndpointPlan, cache: Cache, site: Site) -> dict[str, Any]:
     return settings
 
 
-def _controller(plan: EndpointPlan, site: Site) -> dict[str, Any]:
+def _controller(plan: EndpointPlan, site: DeploymentSite) -> dict[str, Any]:
     bind, ports = site.gateway_bind, site.reports
     settings: dict[str, Any] = {
         "enabled": True,

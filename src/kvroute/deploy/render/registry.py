@@ -13,17 +13,17 @@ from kvroute.deploy.render.plan import EndpointPlan
 from kvroute.deploy.render.worker_args import render_worker_args
 
 
-class Target(NamedTuple):
+class RenderTarget(NamedTuple):
     """What renders; and whether its first file says it all, so that it alone goes to a screen."""
 
     render: Callable[[EndpointPlan], dict[str, str]]
     first_only: bool
 
 
-TARGETS: Final[dict[str, Target]] = {
-    "compose": Target(render_compose, True),
-    "kubernetes": Target(render_kubernetes, False),
-    "lmcache": Target(render_lmcache, True),
-    "worker-args": Target(render_worker_args, True),
-    "config": Target(render_config, True),
+TARGETS: Final[dict[str, RenderTarget]] = {
+    "compose": RenderTarget(render_compose, True),
+    "kubernetes": RenderTarget(render_kubernetes, False),
+    "lmcache": RenderTarget(render_lmcache, True),
+    "worker-args": RenderTarget(render_worker_args, True),
+    "config": RenderTarget(render_config, True),
 }

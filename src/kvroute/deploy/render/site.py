@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvroute.deploy.l2.backend import Setting, Tier
+from kvroute.deploy.l2.backend import L2Location, L2Tier
 from kvroute.deploy.render.plan import Cache, EndpointPlan, suffix
 
 LMCACHE_PORT, LMCACHE_HTTP_PORT = 5555, 9555
@@ -56,12 +56,12 @@ class ServerSite:
 
 
 @dataclass(frozen=True, slots=True)
-class Site:
+class DeploymentSite:
     """All addresses of one deployment."""
 
     workers: tuple[WorkerSite, ...]
     servers: tuple[ServerSite, ...]
-    tier: Tier | None
+    tier: L2Tier | None
     gateway_bind: str
     gateway_host: str
     """As workers and LMCache servers see it."""
@@ -72,18 +72,18 @@ class Site:
     """Pods, which the gateway finds by their labels."""
 
 
-def tier_of(plan: EndpointPlan, host: str, *, on_hyperpod: bool = False) -> Tier | None:
+def tier_of(plan: EndpointPlan, host: str, *, on_hyperpod: bool = False) -> L2Tier | None:
     """The second tier with its own service at `host`; None when there is no second tier."""
     cache = plan.cache
     if cache is None or cache.l2 is None:
         return None
-    return cache.l2.tier(Setting(cache.l2_url, plan.extension, host, on_hyperpod))
+    return cache.l2.tier(L2Location(cache.l2_url, plan.extension, host, on_hyperpod))
 
 
-def local_site(plan: EndpointPlan) -> Site:
+def local_site(plan: EndpointPlan) -> DeploymentSite:
     """Everything on this host, on ports of its own from the spec's upwards."""
     servers = _server_count(plan, plan.replicas)
-    return Site(
+    return DeploymentSite(
         workers=tuple(
             WorkerSite(
                 name=f"{plan.name}-{suffix(number)}",
@@ -116,14 +116,14 @@ def local_site(plan: EndpointPlan) -> Site:
     )
 
 
-def compose_site(plan: EndpointPlan, gateway: str) -> Site:
+def compose_site(plan: EndpointPlan, gateway: str) -> DeploymentSite:
     """Containers that know each other by service names."""
     prefix = "sim" if plan.is_simulated else "vllm"
     names = [f"{prefix}-{suffix(number)}" for number in range(plan.replicas)]
     servers = _server_count(plan, plan.replicas)
     server_names = [f"lmcache-{suffix(number)}" if servers > 1 else "lmcache" for number in range(servers)]
     service = plan.cache.l2.service_name if plan.cache and plan.cache.l2 else ""
-    return Site(
+    return DeploymentSite(
         workers=tuple(
             WorkerSite(
                 name=name,
@@ -154,14 +154,14 @@ def compose_site(plan: EndpointPlan, gateway: str) -> Site:
     )
 
 
-def kubernetes_site(plan: EndpointPlan, workers: int) -> Site:
+def kubernetes_site(plan: EndpointPlan, workers: int) -> DeploymentSite:
     """Pods of a StatefulSet, known by their own names; `workers` is how many there may be at most."""
     domain = f"{plan.name}-workers.{plan.namespace}.svc"
     cache = plan.cache
     per_worker = cache is not None and cache.per_worker
     on_hyperpod = plan.extension.platform == "hyperpod"
     service = f"{plan.name}-{cache.l2.service_name}" if cache and cache.l2 and cache.l2.service_name else ""
-    return Site(
+    return DeploymentSite(
         workers=tuple(
             WorkerSite(
                 name=f"{plan.name}-worker-{number}",

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from kvroute.deploy.plan import TINY_BLOCK_SIZE, TINY_BLOCKS, TINY_KV_CACHE_GIB, TINY_MAX_MODEL_LEN
 from kvroute.deploy.render.lmcache import compact, connector, worker_environment
 from kvroute.deploy.render.plan import EndpointPlan
-from kvroute.deploy.render.site import Site, WorkerSite, local_site
+from kvroute.deploy.render.site import DeploymentSite, WorkerSite, local_site
 from kvroute.deploy.shutdown import shutdown_arguments
 from kvroute.deploy.vllm_command import (
     CpuPlacement,
@@ -23,7 +23,7 @@ PER_CONTAINER = ("CUDA_VISIBLE_DEVICES", "VLLM_CPU_OMP_THREADS_BIND")
 """Placement that a container's runtime decides, not its environment."""
 
 
-def vllm_spec(plan: EndpointPlan, worker: WorkerSite, site: Site, *, core: int = 0) -> VllmSpec:
+def vllm_spec(plan: EndpointPlan, worker: WorkerSite, site: DeploymentSite, *, core: int = 0) -> VllmSpec:
     """One worker as the local starter knows it. `core` is its first on a CPU."""
     extra: list[str] = []
     if plan.model.hub is not None and plan.model.hub.commit_sha is not None:
@@ -61,7 +61,7 @@ def vllm_spec(plan: EndpointPlan, worker: WorkerSite, site: Site, *, core: int =
     )
 
 
-def worker_argv(plan: EndpointPlan, worker: WorkerSite, site: Site) -> tuple[str, ...]:
+def worker_argv(plan: EndpointPlan, worker: WorkerSite, site: DeploymentSite) -> tuple[str, ...]:
     """The command line; an option that the user gives as well is the user's."""
     if plan.is_simulated:
         return (
@@ -80,7 +80,7 @@ def worker_argv(plan: EndpointPlan, worker: WorkerSite, site: Site) -> tuple[str
     return (*ours, *plan.args)
 
 
-def container_environment(plan: EndpointPlan, worker: WorkerSite, site: Site) -> dict[str, str]:
+def container_environment(plan: EndpointPlan, worker: WorkerSite, site: DeploymentSite) -> dict[str, str]:
     """The worker's environment as far as it is the same wherever its container runs."""
     if plan.is_simulated:
         return {}
@@ -101,7 +101,7 @@ def render_worker_args(plan: EndpointPlan) -> dict[str, str]:
     return {"worker-args.sh": "".join(f"{line}\n" for line in lines)}
 
 
-def _sim_events(plan: EndpointPlan, worker: WorkerSite, site: Site) -> tuple[str, ...]:
+def _sim_events(plan: EndpointPlan, worker: WorkerSite, site: DeploymentSite) -> tuple[str, ...]:
     if not plan.has_events or site.is_local:
         # On one host it takes free ports itself, and tells them.
         return ()

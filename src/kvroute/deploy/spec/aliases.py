@@ -173,7 +173,7 @@ def _put(data: dict[str, Any], place: Path, value: object) -> bool:
     return True
 
 
-class Places:
+class FieldPlaces:
     """Every place of one kind of document, by the field's name."""
 
     def __init__(self, root: Shape) -> None:

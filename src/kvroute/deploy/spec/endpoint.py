@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from kvroute.deploy.spec.extension import Extension
-from kvroute.deploy.spec.source import Fields, Kind, Shape, applied, noted, section
+from kvroute.deploy.spec.source import Fields, Shape, ValueKind, applied, noted, section
 from kvroute.deploy.spec.worker import (
     AutoScaling,
     EndpointWorker,
@@ -16,7 +16,7 @@ from kvroute.deploy.spec.worker import (
     KvCache,
     ModelSource,
     PrefillDecode,
-    Worker,
+    WorkerSection,
 )
 
 HYPERPOD_API, HYPERPOD_KIND = "inference.sagemaker.aws.amazon.com/v1", "InferenceEndpointConfig"
@@ -44,7 +44,7 @@ class ModelMetrics(Fields):
     )
 
 
-class Metrics(Fields):
+class MetricsSpec(Fields):
     enabled: bool = applied(True, becomes="whether workers and gateway are scraped")
     metrics_scrape_interval_seconds: int = applied(15, becomes="how often they are scraped", ge=5, le=300)
     model_metrics: ModelMetrics | None = section()
@@ -109,7 +109,7 @@ class CommonSpec(Fields):
     kv_cache_spec: KvCache | None = section()
     intelligent_routing_spec: IntelligentRouting | None = section()
     auto_scaling_spec: AutoScaling | None = section()
-    metrics: Metrics | None = section()
+    metrics: MetricsSpec | None = section()
     node_affinity: NodeAffinity | None = section()
     kubernetes: PodSettings | None = section()
     pd_spec: PrefillDecode | None = section()
@@ -120,7 +120,7 @@ class InferenceEndpointSpec(CommonSpec):
 
     model_name: str = applied(..., becomes="the name that clients ask for", pattern=_NAME, max_length=63)
     model_source_config: ModelSource = section(...)
-    worker: Worker = section(...)
+    worker: WorkerSection = section(...)
     instance_type: str | None = applied(
         becomes="the workers' node affinity (Kubernetes on HyperPod)", pattern=r"^ml\..*"
     )
@@ -158,7 +158,7 @@ class InferenceEndpointConfig(Fields):
     x_kvroute: Extension = section(Extension(), alias="x-kvroute")
 
 
-class Endpoint(Fields):
+class EndpointDocument(Fields):
     """Our own document."""
 
     api_version: Literal["kvroute.dev/v1"] = applied(..., becomes="the form of this file")
@@ -168,13 +168,13 @@ class Endpoint(Fields):
     x_kvroute: Extension = section(Extension(), alias="x-kvroute")
 
 
-Document = InferenceEndpointConfig | Endpoint
-KINDS: dict[str, type[InferenceEndpointConfig] | type[Endpoint]] = {
+Document = InferenceEndpointConfig | EndpointDocument
+KINDS: dict[str, type[InferenceEndpointConfig] | type[EndpointDocument]] = {
     HYPERPOD_KIND: InferenceEndpointConfig,
-    OWN_KIND: Endpoint,
+    OWN_KIND: EndpointDocument,
 }
 
 
 def shape_of_kind(kind: object) -> Shape:
     """The shape of a document of that kind; HyperPod's when the kind is not known."""
-    return Shape(Kind.MODEL, model=KINDS.get(str(kind), InferenceEndpointConfig))
+    return Shape(ValueKind.MODEL, model=KINDS.get(str(kind), InferenceEndpointConfig))

@@ -11,17 +11,17 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from kvroute.deploy.l2.backend import masked
-from kvroute.deploy.spec.aliases import Places, unflattened
+from kvroute.deploy.spec.aliases import FieldPlaces, unflattened
 from kvroute.deploy.spec.endpoint import HYPERPOD_KIND, KINDS, Document, shape_of_kind
 from kvroute.deploy.spec.rules import judge
 from kvroute.deploy.spec.source import (
     VARIABLE,
-    Kind,
+    FieldVerdict,
     NotYaml,
     Path,
     Shape,
     Source,
-    Verdict,
+    ValueKind,
     declared,
     dotted,
     read_source,
@@ -51,7 +51,7 @@ class _Open:
     items: int = 0
 
     def accepts(self, key: str) -> bool:
-        return key in self.shape.children() or self.shape.kind in (Kind.FREE, Kind.ANYTHING)
+        return key in self.shape.children() or self.shape.kind in (ValueKind.FREE, ValueKind.ANYTHING)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class Placed:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class SpecLayout:
     """A whole spec, line by line; comments and empty lines are in `text` only."""
 
     placed: tuple[Placed, ...]
@@ -84,7 +84,7 @@ class Layout:
         return all(line.known for line in self.placed)
 
 
-def lay_out(text: str, root: Shape) -> Layout:
+def lay_out(text: str, root: Shape) -> SpecLayout:
     """Place every line of `text` in a document of shape `root`."""
     return _Layouter(root).run(text)
 
@@ -103,13 +103,13 @@ class _Layouter:
         """In a block of text or an open bracket: its key's indentation, and the shift to apply."""
         self.brackets = 0
 
-    def run(self, text: str) -> Layout:
+    def run(self, text: str) -> SpecLayout:
         lines = text.expandtabs(2).splitlines()
         self.is_lost = not any(line[:1] == " " for line in lines if line.strip())
         for number, line in enumerate(lines, start=1):
             self._line(number, line.rstrip())
         self._flush_comments(self.stack[-1].column)
-        return Layout(tuple(self.placed), "\n".join(self.output) + "\n", self.is_lost)
+        return SpecLayout(tuple(self.placed), "\n".join(self.output) + "\n", self.is_lost)
 
     def _line(self, number: int, line: str) -> None:
         content = line.lstrip()
@@ -142,7 +142,7 @@ class _Layouter:
         lists = [
             (place, node)
             for place, node in reversed(list(enumerate(self.stack)))
-            if node.shape.kind in (Kind.LIST, Kind.ANYTHING) and node.written <= indent
+            if node.shape.kind in (ValueKind.LIST, ValueKind.ANYTHING) and node.written <= indent
         ]
         fitting = [(place, node) for place, node in lists if _item_accepts(node.shape, key)]
         if not (fitting or lists):
@@ -150,11 +150,11 @@ class _Layouter:
             return
         place, node = (fitting or lists)[0]
         del self.stack[place + 1 :]
-        item = node.shape.item or Shape(Kind.ANYTHING)
+        item = node.shape.item or Shape(ValueKind.ANYTHING)
         path = (*node.path, node.items)
         node.items += 1
         column = node.column
-        if key is not None and item.kind is not Kind.SCALAR:
+        if key is not None and item.kind is not ValueKind.SCALAR:
             self.stack.append(_Open(path, item, number, indent, column + 2))
             self._field(number, indent, content, dash="- ")
             return
@@ -190,9 +190,9 @@ class _Layouter:
         moved = self.is_lost if dash else parent_as_written != node.line
         self._emit(number, column, dash + content, path, moved, repeats, known=known)
         shape = node.shape.children().get(key) or Shape(
-            Kind.ANYTHING if node.shape.kind is Kind.ANYTHING else Kind.SCALAR
+            ValueKind.ANYTHING if node.shape.kind is ValueKind.ANYTHING else ValueKind.SCALAR
         )
-        if not value and shape.kind is not Kind.SCALAR:
+        if not value and shape.kind is not ValueKind.SCALAR:
             self.stack.append(_Open(path, shape, number, indent + len(dash), node.column + 2))
         self._begin_literal(value, indent, column)
 
@@ -267,10 +267,12 @@ class _Layouter:
 
 
 def _item_accepts(shape: Shape, key: str | None) -> bool:
-    item = shape.item or Shape(Kind.ANYTHING)
-    if key is None or item.kind is Kind.SCALAR:
-        return (key is None) == (item.kind in (Kind.SCALAR, Kind.ANYTHING)) or item.kind is Kind.ANYTHING
-    return item.kind in (Kind.FREE, Kind.ANYTHING) or key in item.children()
+    item = shape.item or Shape(ValueKind.ANYTHING)
+    if key is None or item.kind is ValueKind.SCALAR:
+        return (key is None) == (
+            item.kind in (ValueKind.SCALAR, ValueKind.ANYTHING)
+        ) or item.kind is ValueKind.ANYTHING
+    return item.kind in (ValueKind.FREE, ValueKind.ANYTHING) or key in item.children()
 
 
 def _unquoted(key: str) -> str:
@@ -300,7 +302,7 @@ class Finding:
 
     path: Path
     line: int | None
-    verdict: Verdict
+    verdict: FieldVerdict
     text: str
 
     def __str__(self) -> str:
@@ -308,7 +310,7 @@ class Finding:
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class SpecReading:
     """A spec as far as it could be read; `document` is None when something is wrong with it."""
 
     document: Document | None
@@ -316,7 +318,7 @@ class Reading:
 
     @property
     def wrong(self) -> tuple[Finding, ...]:
-        return tuple(finding for finding in self.findings if finding.verdict is Verdict.WRONG)
+        return tuple(finding for finding in self.findings if finding.verdict is FieldVerdict.WRONG)
 
     def require(self, name: str) -> Document:
         """The document. Raises InvalidConfig with all that is wrong; `name` is the file's."""
@@ -329,17 +331,17 @@ def _place(name: str, finding: Finding) -> str:
     return f"{name}:{finding.line}" if finding.line is not None else name
 
 
-def read_spec(text: str, *, strategies: Collection[str]) -> Reading:
+def read_spec(text: str, *, strategies: Collection[str]) -> SpecReading:
     """Read one spec; `strategies` are those of this gateway. Pure; never raises for what is in `text`."""
     try:
         written = read_source(text)
     except NotYaml as exc:
-        return Reading(None, tuple(_in_order(_lines_in_place(text, exc))))
+        return SpecReading(None, tuple(_in_order(_lines_in_place(text, exc))))
     source, flat_names = unflattened(written)
     kind = source.data.get("kind")
-    root, places = shape_of_kind(kind), Places(shape_of_kind(kind))
+    root, places = shape_of_kind(kind), FieldPlaces(shape_of_kind(kind))
     findings = [
-        Finding(problem.path, problem.line, Verdict.WRONG, problem.text) for problem in source.problems
+        Finding(problem.path, problem.line, FieldVerdict.WRONG, problem.text) for problem in source.problems
     ]
     document: Document | None = None
     try:
@@ -352,11 +354,11 @@ def read_spec(text: str, *, strategies: Collection[str]) -> Reading:
             for path, verdict, says in judge(document, strategies)
         ]
     findings += _declared(source, root, flat_names, taken={finding.path for finding in findings})
-    is_wrong = any(finding.verdict is Verdict.WRONG for finding in findings)
-    return Reading(None if is_wrong else document, tuple(_in_order(findings)))
+    is_wrong = any(finding.verdict is FieldVerdict.WRONG for finding in findings)
+    return SpecReading(None if is_wrong else document, tuple(_in_order(findings)))
 
 
-def fix_layout(text: str) -> Layout:
+def fix_layout(text: str) -> SpecLayout:
     """`text` indented as its fields demand; needs no valid YAML."""
     return lay_out(text, _root_of(text))
 
@@ -376,21 +378,21 @@ def _lines_in_place(text: str, error: NotYaml) -> Iterator[Finding]:
         says = (
             "the indentation is lost: every line below says where it belongs; --fix prints the spec with it"
         )
-    yield Finding((), None if layout.is_lost else error.line, Verdict.WRONG, says)
+    yield Finding((), None if layout.is_lost else error.line, FieldVerdict.WRONG, says)
     lines = text.splitlines()
     for line in layout.placed:
         if not line.known:
-            yield Finding(line.path, line.number, Verdict.WRONG, "no field of the spec has this name")
+            yield Finding(line.path, line.number, FieldVerdict.WRONG, "no field of the spec has this name")
         elif line.moved:
             place = f"belongs under {parent_of(line.path)}"
             if line.repeats is not None:
                 place += f"; as written it is a duplicate of line {line.repeats}"
-            yield Finding(line.path, line.number, Verdict.WRONG, place)
+            yield Finding(line.path, line.number, FieldVerdict.WRONG, place)
         elif line.repeats is not None:
-            yield Finding(line.path, line.number, Verdict.WRONG, f"a duplicate of line {line.repeats}")
+            yield Finding(line.path, line.number, FieldVerdict.WRONG, f"a duplicate of line {line.repeats}")
         content = lines[line.number - 1]
         for name in VARIABLE.findall(content if not content.lstrip().startswith("#") else ""):
-            yield Finding(line.path, line.number, Verdict.WRONG, f"the variable {name} is not filled in")
+            yield Finding(line.path, line.number, FieldVerdict.WRONG, f"the variable {name} is not filled in")
 
 
 def _in_order(findings: Iterator[Finding] | list[Finding]) -> list[Finding]:
@@ -416,16 +418,16 @@ def _declared(
         line = source.line_of(path)
         found = declared(root, path)
         if value is None:
-            yield Finding(path, line, Verdict.NOTED, "has no effect here because nothing is given")
+            yield Finding(path, line, FieldVerdict.NOTED, "has no effect here because nothing is given")
         elif found is not None:
             verdict, says = found
-            if verdict is Verdict.NOTED:
+            if verdict is FieldVerdict.NOTED:
                 says = f"has no effect here because {says}"
             elif path in flat_names:
                 says = f"{says} (read from {flat_names[path]})"
             yield Finding(path, line, verdict, says)
         elif value in ({}, []):
-            yield Finding(path, line, Verdict.NOTED, "has no effect here because it is empty")
+            yield Finding(path, line, FieldVerdict.NOTED, "has no effect here because it is empty")
 
 
 def _leaves(value: Any, shape: Shape | None, path: Path) -> Iterator[tuple[Path, Any]]:
@@ -435,7 +437,7 @@ def _leaves(value: Any, shape: Shape | None, path: Path) -> Iterator[tuple[Path,
             yield from _leaves(inner, shape_at(shape, (str(key),)), (*path, str(key)))
     elif (
         shape is not None
-        and shape.kind is Kind.LIST
+        and shape.kind is ValueKind.LIST
         and shape.item is not None
         and shape.item.model is not None
         and isinstance(value, list)
@@ -447,7 +449,9 @@ def _leaves(value: Any, shape: Shape | None, path: Path) -> Iterator[tuple[Path,
         yield path, value
 
 
-def _translated(errors: list[ErrorDetails], source: Source, root: Shape, places: Places) -> Iterator[Finding]:
+def _translated(
+    errors: list[ErrorDetails], source: Source, root: Shape, places: FieldPlaces
+) -> Iterator[Finding]:
     """Pydantic's errors with lines, and with the right place of a field that is in a wrong one."""
     # What is not filled in breaks rules only because of that.
     seen: set[Path] = {problem.path for problem in source.problems}
@@ -465,7 +469,7 @@ def _translated(errors: list[ErrorDetails], source: Source, root: Shape, places:
             says = f"is required{_elsewhere(path, source.data)}"
         else:
             says = _said(error)
-        yield Finding(path, source.line_of(path), Verdict.WRONG, says)
+        yield Finding(path, source.line_of(path), FieldVerdict.WRONG, says)
 
 
 def _elsewhere(path: Path, data: Any, at: Path = ()) -> str:

@@ -10,17 +10,17 @@ from pydantic.alias_generators import to_camel, to_snake
 from kvroute.deploy.l2.backend import Backend, has_password, masked
 from kvroute.deploy.l2.registry import BACKENDS, backend_named
 from kvroute.deploy.spec.endpoint import Document, InferenceEndpointConfig
-from kvroute.deploy.spec.source import Path, Verdict
+from kvroute.deploy.spec.source import FieldVerdict, Path
 from kvroute.deploy.spec.worker import (
     AutoScaling,
     EndpointWorker,
     IntelligentRouting,
     KvCache,
     ModelSource,
-    Worker,
+    WorkerSection,
 )
 
-Judgement = tuple[Path, Verdict, str]
+Judgement = tuple[Path, FieldVerdict, str]
 
 HYPERPOD_BACKENDS = ("redis", "tieredstorage")
 OURS = {
@@ -72,11 +72,11 @@ def _apart(document: Document) -> str:
 
 
 def _noted(path: Path, why: str, *, bare: bool = False) -> Judgement:
-    return path, Verdict.NOTED, why if bare else f"has no effect here because {why}"
+    return path, FieldVerdict.NOTED, why if bare else f"has no effect here because {why}"
 
 
 def _wrong(path: Path, why: str) -> Judgement:
-    return path, Verdict.WRONG, why
+    return path, FieldVerdict.WRONG, why
 
 
 def _cache(document: Document) -> Iterator[Judgement]:
@@ -143,9 +143,9 @@ def _second_tier(
         yield _wrong((*_L2, "l2CacheBackend"), f"LMCache in classic mode has no {name}; mode: mp has")
     if name.lower() not in HYPERPOD_BACKENDS and isinstance(document, InferenceEndpointConfig):
         says = f"{backend.says}; HyperPod itself takes {' and '.join(HYPERPOD_BACKENDS)} only"
-        yield (*_L2, "l2CacheBackend"), Verdict.APPLIED, says
+        yield (*_L2, "l2CacheBackend"), FieldVerdict.APPLIED, says
     else:
-        yield (*_L2, "l2CacheBackend"), Verdict.APPLIED, backend.what_runs(document.x_kvroute, url)
+        yield (*_L2, "l2CacheBackend"), FieldVerdict.APPLIED, backend.what_runs(document.x_kvroute, url)
 
 
 def _has_own_store(document: Document, backend: Backend, url: str | None) -> bool:
@@ -175,7 +175,7 @@ def _config_file(cache: KvCache, *, classic: bool) -> Iterator[Judgement]:
     if classic:
         yield (
             path,
-            Verdict.APPLIED,
+            FieldVerdict.APPLIED,
             "LMCACHE_CONFIG_FILE of the workers, in place of all other cache settings",
         )
     else:
@@ -243,7 +243,7 @@ def _routing(document: Document, strategies: Collection[str]) -> Iterator[Judgem
 
 
 def _worker(document: Document) -> Iterator[Judgement]:
-    worker: Worker | EndpointWorker | None = document.spec.worker
+    worker: WorkerSection | EndpointWorker | None = document.spec.worker
     extension = document.x_kvroute
     if worker is None:
         return

@@ -25,7 +25,7 @@ class Fields(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, alias_generator=to_camel)
 
 
-class Verdict(Enum):
+class FieldVerdict(Enum):
     """What becomes of a field."""
 
     APPLIED = "applied"
@@ -36,13 +36,15 @@ class Verdict(Enum):
 def applied(default: Any = None, *, becomes: str, **constraints: Any) -> Any:
     """A field with an effect; `becomes` says which, in a few words. `...` as default: required."""
     return Field(
-        default, json_schema_extra={"verdict": Verdict.APPLIED.value, "says": becomes}, **constraints
+        default, json_schema_extra={"verdict": FieldVerdict.APPLIED.value, "says": becomes}, **constraints
     )
 
 
 def noted(default: Any = None, *, because: str, **constraints: Any) -> Any:
     """A field that is accepted and has no effect, because of `because`."""
-    return Field(default, json_schema_extra={"verdict": Verdict.NOTED.value, "says": because}, **constraints)
+    return Field(
+        default, json_schema_extra={"verdict": FieldVerdict.NOTED.value, "says": because}, **constraints
+    )
 
 
 def section(default: Any = None, **constraints: Any) -> Any:
@@ -50,7 +52,7 @@ def section(default: Any = None, **constraints: Any) -> Any:
     return Field(default, **constraints)
 
 
-class Kind(Enum):
+class ValueKind(Enum):
     """What a value is made of."""
 
     SCALAR = "scalar"
@@ -66,7 +68,7 @@ class Kind(Enum):
 class Shape:
     """What is allowed at one place of the document."""
 
-    kind: Kind
+    kind: ValueKind
     model: type[Fields] | None = None
     item: Shape | None = None
 
@@ -101,16 +103,16 @@ def shape_of(annotation: object) -> Shape:
         return shape_of(args[0])
     if origin in (typing.Union, types.UnionType):
         shapes = [shape_of(part) for part in args if part is not type(None)]
-        return next((shape for shape in shapes if shape.kind is not Kind.SCALAR), shapes[0])
+        return next((shape for shape in shapes if shape.kind is not ValueKind.SCALAR), shapes[0])
     if origin is list:
-        return Shape(Kind.LIST, item=shape_of(args[0]))
+        return Shape(ValueKind.LIST, item=shape_of(args[0]))
     if origin is dict:
-        return Shape(Kind.ANYTHING if args[1] is Any else Kind.FREE)
+        return Shape(ValueKind.ANYTHING if args[1] is Any else ValueKind.FREE)
     if annotation is Any:
-        return Shape(Kind.ANYTHING)
+        return Shape(ValueKind.ANYTHING)
     if isinstance(annotation, type) and issubclass(annotation, Fields):
-        return Shape(Kind.MODEL, model=annotation)
-    return Shape(Kind.SCALAR)
+        return Shape(ValueKind.MODEL, model=annotation)
+    return Shape(ValueKind.SCALAR)
 
 
 def shape_at(root: Shape, path: Path) -> Shape | None:
@@ -119,18 +121,18 @@ def shape_at(root: Shape, path: Path) -> Shape | None:
     for key in path:
         if shape is None:
             return None
-        if shape.kind is Kind.ANYTHING:
+        if shape.kind is ValueKind.ANYTHING:
             return shape
-        if shape.kind is Kind.LIST:
+        if shape.kind is ValueKind.LIST:
             shape = shape.item if isinstance(key, int) else None
-        elif shape.kind is Kind.FREE:
-            shape = Shape(Kind.SCALAR)
+        elif shape.kind is ValueKind.FREE:
+            shape = Shape(ValueKind.SCALAR)
         else:
             shape = shape.child(str(key))
     return shape
 
 
-def declared(root: Shape, path: Path) -> tuple[Verdict, str] | None:
+def declared(root: Shape, path: Path) -> tuple[FieldVerdict, str] | None:
     """The verdict that the innermost field around `path` was declared with; None within sections alone."""
     found = None
     shape: Shape | None = root
@@ -140,7 +142,7 @@ def declared(root: Shape, path: Path) -> tuple[Verdict, str] | None:
         field = shape.field(str(key))
         extra = field.json_schema_extra if field is not None else None
         if isinstance(extra, dict) and "verdict" in extra:
-            found = Verdict(extra["verdict"]), str(extra["says"])
+            found = FieldVerdict(extra["verdict"]), str(extra["says"])
         shape = shape_at(shape, (key,))
     return found
 
@@ -149,7 +151,7 @@ def walk(shape: Shape, path: Path = ()) -> Iterator[tuple[Path, Shape]]:
     """Every field of the models below `shape`, lists entered at item 0."""
     for name, child in shape.children().items():
         yield (*path, name), child
-        if child.kind is Kind.LIST and child.item is not None:
+        if child.kind is ValueKind.LIST and child.item is not None:
             yield from walk(child.item, (*path, name, 0))
         else:
             yield from walk(child, (*path, name))

@@ -96,7 +96,7 @@ class RequestLimits(Fields):
     overflow_status_code: int = noted(429, because="the gateway refuses with 429", ge=400, le=599)
 
 
-class Worker(Fields):
+class WorkerSection(Fields):
     """The model server."""
 
     image: str = applied(..., becomes="the workers' image", min_length=1)
@@ -111,7 +111,7 @@ class Worker(Fields):
     request_limits: RequestLimits | None = section()
 
 
-class EndpointWorker(Worker):
+class EndpointWorker(WorkerSection):
     """The same where nothing is required."""
 
     image: str | None = applied(becomes="the workers' image", min_length=1)  # type: ignore[assignment]

@@ -14,8 +14,8 @@ from kvroute.errors import DiscoveryError, WatchExpired
 from kvroute.fleet.discovery.kubernetes_api import KubernetesApi, Listing, access_of
 from kvroute.fleet.discovery.kubernetes_objects import (
     Object,
-    Reader,
-    Reading,
+    ObjectReader,
+    ObjectReading,
     name_of,
     one_each,
     read_endpoint_slice,
@@ -31,7 +31,7 @@ _FIRST_PAUSE_S: Final = 0.5
 _LASTED_S: Final = 1.0
 """A watch that ends sooner and brings nothing is no progress."""
 
-_READERS: Final[dict[str, Callable[[Object, Reader], Reading]]] = {
+_READERS: Final[dict[str, Callable[[Object, ObjectReader], ObjectReading]]] = {
     "pods": read_pod,
     "endpointslices": read_endpoint_slice,
 }
@@ -49,7 +49,7 @@ class KubernetesDiscovery:
     def __init__(
         self,
         api: KubernetesApi,
-        reader: Reader,
+        reader: ObjectReader,
         options: KubernetesOptions,
         clock: Clock,
         *,
@@ -79,7 +79,7 @@ class KubernetesDiscovery:
             timeout_s=own.timeout_s,
             watch_s=own.watch_s,
         )
-        reader = Reader(own.port, own.scheme, own.role_label, own.roles, own.model_label)
+        reader = ObjectReader(own.port, own.scheme, own.role_label, own.roles, own.model_label)
         return cls(api, reader, own, clock)
 
     async def watch(self) -> AsyncGenerator[tuple[WorkerSpec, ...], None]:
@@ -166,12 +166,16 @@ class _Workers:
     """What the objects seen so far amount to. Mutable: `replace` and `change` follow the API server."""
 
     def __init__(
-        self, read: Callable[[Object, Reader], Reading], reader: Reader, *, require_ready: bool
+        self,
+        read: Callable[[Object, ObjectReader], ObjectReading],
+        reader: ObjectReader,
+        *,
+        require_ready: bool,
     ) -> None:
         self._read = read
         self._reader = reader
         self._require_ready = require_ready
-        self._readings: dict[str, Reading] = {}
+        self._readings: dict[str, ObjectReading] = {}
         self._joined: set[tuple[str, str]] = set()
         """Name and URL of those that have been ready: they may drain, others just are not there yet."""
 
@@ -188,7 +192,7 @@ class _Workers:
     def change(self, item: Object, *, is_deleted: bool) -> list[str]:
         """This object is new, has changed or is gone. Returns what is newly wrong with it."""
         name = name_of(item)
-        before = self._readings.pop(name, Reading())
+        before = self._readings.pop(name, ObjectReading())
         if is_deleted:
             return []
         reading = self._readings[name] = self._read(item, self._reader)

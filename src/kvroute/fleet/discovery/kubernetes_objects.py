@@ -16,7 +16,7 @@ Object = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Reader:
+class ObjectReader:
     """How objects are read; see `KubernetesOptions` for the fields."""
 
     port: int | str
@@ -27,7 +27,7 @@ class Reader:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class FoundWorker:
     """One worker, as one object describes it."""
 
     name: str
@@ -45,10 +45,10 @@ class Found:
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class ObjectReading:
     """All workers of one object; `trouble` says what keeps it from being used, for an operator."""
 
-    found: tuple[Found, ...] = ()
+    found: tuple[FoundWorker, ...] = ()
     trouble: str = ""
 
 
@@ -57,23 +57,25 @@ def name_of(item: Object) -> str:
     return str(_inner(item, "metadata").get("name", ""))
 
 
-def read_pod(pod: Object, reader: Reader) -> Reading:
+def read_pod(pod: Object, reader: ObjectReader) -> ObjectReading:
     """The worker in a pod: none while it has no address and after its containers have ended."""
     metadata, status = _inner(pod, "metadata"), _inner(pod, "status")
     address = status.get("podIP")
     role = _role(metadata, reader)
     if not address or status.get("phase") in ("Succeeded", "Failed") or not _is_wanted(role, reader):
-        return Reading()
+        return ObjectReading()
     port = _pod_port(pod, reader.port)
     if port is None:
-        return Reading(trouble=f"no container of the pod {name_of(pod)} has a port named {reader.port!r}")
+        return ObjectReading(
+            trouble=f"no container of the pod {name_of(pod)} has a port named {reader.port!r}"
+        )
     ready = any(
         condition.get("type") == "Ready" and condition.get("status") == "True"
         for condition in _items(status, "conditions")
     )
-    return Reading(
+    return ObjectReading(
         (
-            Found(
+            FoundWorker(
                 name_of(pod),
                 _url(reader, address, port),
                 is_ready=ready,
@@ -86,17 +88,17 @@ def read_pod(pod: Object, reader: Reader) -> Reading:
     )
 
 
-def read_endpoint_slice(item: Object, reader: Reader) -> Reading:
+def read_endpoint_slice(item: Object, reader: ObjectReader) -> ObjectReading:
     """The workers in an EndpointSlice, which has one port of a name for all of them. Unknown readiness is
     readiness, as the API says."""
     metadata = _inner(item, "metadata")
     role = _role(metadata, reader)
     endpoints = _items(item, "endpoints")
     if item.get("addressType") == "FQDN" or not endpoints or not _is_wanted(role, reader):
-        return Reading()
+        return ObjectReading()
     port = _slice_port(item, reader.port)
     if port is None:
-        return Reading(trouble=f"the EndpointSlice {name_of(item)} has no port named {reader.port!r}")
+        return ObjectReading(trouble=f"the EndpointSlice {name_of(item)} has no port named {reader.port!r}")
     models = _models(metadata, reader)
     found = []
     for endpoint in endpoints:
@@ -107,7 +109,7 @@ def read_endpoint_slice(item: Object, reader: Reader) -> Reading:
         place = _place(addresses[0], port)  # "clients may ignore the others" (API reference)
         name = target.get("name") if target.get("kind") == "Pod" else None
         found.append(
-            Found(
+            FoundWorker(
                 str(name or place),
                 f"{reader.scheme}://{place}",
                 is_ready=conditions.get("ready") is not False,
@@ -117,12 +119,12 @@ def read_endpoint_slice(item: Object, reader: Reader) -> Reading:
                 node=_text(endpoint.get("nodeName")),
             )
         )
-    return Reading(tuple(found))
+    return ObjectReading(tuple(found))
 
 
-def one_each(found: Iterable[Found]) -> dict[str, Found]:
+def one_each(found: Iterable[FoundWorker]) -> dict[str, FoundWorker]:
     """By name. A pod may stand in several slices: one for each family of addresses, two while it moves."""
-    chosen: dict[str, Found] = {}
+    chosen: dict[str, FoundWorker] = {}
     for each in found:
         known = chosen.get(each.name)
         if known is None or _rank(each) < _rank(known):
@@ -130,20 +132,20 @@ def one_each(found: Iterable[Found]) -> dict[str, Found]:
     return dict(sorted(chosen.items()))
 
 
-def _rank(found: Found) -> tuple[object, ...]:
+def _rank(found: FoundWorker) -> tuple[object, ...]:
     return found.url.endswith("]") or "[" in found.url, found.is_terminating, not found.is_ready, found.url
 
 
-def _role(metadata: Object, reader: Reader) -> str | None:
+def _role(metadata: Object, reader: ObjectReader) -> str | None:
     role = _inner(metadata, "labels").get(reader.role_label)
     return str(role) if role else None
 
 
-def _is_wanted(role: str | None, reader: Reader) -> bool:
+def _is_wanted(role: str | None, reader: ObjectReader) -> bool:
     return not reader.roles or role in reader.roles
 
 
-def _models(metadata: Object, reader: Reader) -> tuple[str, ...]:
+def _models(metadata: Object, reader: ObjectReader) -> tuple[str, ...]:
     key = reader.model_label
     if key is None:
         return ()
@@ -176,7 +178,7 @@ def _slice_port(item: Object, wanted: int | str) -> int | None:
     return None
 
 
-def _url(reader: Reader, address: object, port: int) -> str:
+def _url(reader: ObjectReader, address: object, port: int) -> str:
     return f"{reader.scheme}://{_place(address, port)}"
 
 

@@ -15,12 +15,12 @@ from kvroute.routing.strategy import (
     CacheMap,
     CachePlace,
     Candidate,
+    CandidateMatch,
     ExactPrompt,
-    Held,
     Needs,
-    Reason,
     RouteDecision,
     RouteQuery,
+    RouteReason,
     Standing,
     Tokens,
     matched_tokens,
@@ -64,14 +64,14 @@ class KvAware:
         self._costs = costs
         self._history = history
         self._caches, self._in_flight, self._transfers = views
-        self._nothing: dict[int, Held] = {}
+        self._nothing: dict[int, CandidateMatch] = {}
         """By slot: what is said of a place that holds nothing of a prompt."""
 
     def rank(self, query: RouteQuery, view: FleetView) -> RouteDecision:
         workers, now = view.workers, query.now
         if not query.prompts:
             ranking = self._costs.rank(query, workers, queues=view.loads)
-            return RouteDecision(self.name, Reason.NO_PROMPT, ranking)
+            return RouteDecision(self.name, RouteReason.NO_PROMPT, ranking)
         exact, simple = query.exact, None
         if exact and self._caches.look(False):
             self._in_flight.settle()
@@ -107,7 +107,7 @@ class KvAware:
     def forget(self, session_key: str) -> bool:
         return False
 
-    def _load(self, held: Held, worker: Worker, now: float) -> TierLoad:
+    def _load(self, held: CandidateMatch, worker: Worker, now: float) -> TierLoad:
         slot = worker.index if held.slot is None else held.slot
         return self._transfers.load(slot, held.tokens, now)
 
@@ -118,12 +118,14 @@ class KvAware:
             in_flight, _ = self._in_flight.match(prompt.keys)
         return prompt, self._caches.match(prompt), in_flight
 
-    def _mapped(self, found: _Found, workers: Sequence[Worker]) -> tuple[list[Held], list[int], bool] | None:
+    def _mapped(
+        self, found: _Found, workers: Sequence[Worker]
+    ) -> tuple[list[CandidateMatch], list[int], bool] | None:
         """What `_held` gives, with the tokens of each and whether any lie in slower tiers, for what nearly
         all requests meet: one prompt, and workers of one rank each whose maps are whole. Else None."""
         prompt, cached, in_flight = found
         places_of = self._caches.places
-        held: list[Held] = []
+        held: list[CandidateMatch] = []
         totals: list[int] = []
         is_far = False
         for worker in workers:
@@ -144,35 +146,37 @@ class KvAware:
             if l1 or l2:
                 is_far = True
             totals.append(gpu + l1 + l2)
-            # As `Held(...)`, without its Python-level constructor.
-            held.append(_new(Held, (tokens, slot, None, True, "")))
+            # As `CandidateMatch(...)`, without its Python-level constructor.
+            held.append(_new(CandidateMatch, (tokens, slot, None, True, "")))
         return held, totals, is_far
 
-    def _nothing_at(self, slot: int) -> Held:
-        held = self._nothing[slot] = Held(_NONE, slot, None, mapped=True)
+    def _nothing_at(self, slot: int) -> CandidateMatch:
+        held = self._nothing[slot] = CandidateMatch(_NONE, slot, None, mapped=True)
         return held
 
     def _held(
         self, query: RouteQuery, workers: Sequence[Worker], found: Sequence[_Found]
-    ) -> tuple[list[Worker], list[Held]]:
+    ) -> tuple[list[Worker], list[CandidateMatch]]:
         """Every place that the request could go to, and what is there."""
         sent: Sequence[int] = ()
         targets: list[Worker] = []
-        held: list[Held] = []
+        held: list[CandidateMatch] = []
         for number, worker in enumerate(workers):
             places = self._caches.places(worker)
             if not sent and not (found and places and _are_whole(places)):
                 sent = matched_tokens(self._history, query, workers)
             if not places:
                 targets.append(worker)
-                held.append(Held(Tokens(sent[number]), why=query.inexact or "no_events"))
+                held.append(CandidateMatch(Tokens(sent[number]), why=query.inexact or "no_events"))
                 continue
             for place in places:
                 rank = place.rank if len(places) > 1 else None
                 targets.append(worker)
                 if not found:  # any rank may have it: the one with least to do
                     held.append(
-                        Held(Tokens(sent[number]), place.slot, rank, why=query.inexact or "no_events")
+                        CandidateMatch(
+                            Tokens(sent[number]), place.slot, rank, why=query.inexact or "no_events"
+                        )
                     )
                     continue
                 tokens = _total(found, place.slot, worker)
@@ -219,14 +223,14 @@ def _with_flying(found: Tokens | None, keys: int, prompt: ExactPrompt, worker: W
     return Tokens(flying, l1 - from_l1, max(0, l2 - (over - from_l1)))
 
 
-def _believed(place: CachePlace, rank: int | None, mapped: Tokens, sent: int) -> Held:
+def _believed(place: CachePlace, rank: int | None, mapped: Tokens, sent: int) -> CandidateMatch:
     """The map's word where it is whole; where it may lack something, whichever is more; else what was
     sent there."""
     if place.standing is Standing.WHOLE:
-        return Held(mapped, place.slot, rank, mapped=True)
+        return CandidateMatch(mapped, place.slot, rank, mapped=True)
     if place.standing is Standing.PARTIAL and mapped.total >= sent:
-        return Held(mapped, place.slot, rank, mapped=True, why=place.why)
-    return Held(Tokens(sent), place.slot, rank, mapped=False, why=place.why)
+        return CandidateMatch(mapped, place.slot, rank, mapped=True, why=place.why)
+    return CandidateMatch(Tokens(sent), place.slot, rank, mapped=False, why=place.why)
 
 
 def _best_ranks(ranking: Sequence[Candidate]) -> Sequence[Candidate]:
@@ -240,9 +244,9 @@ def _best_ranks(ranking: Sequence[Candidate]) -> Sequence[Candidate]:
     return best
 
 
-def _reason(query: RouteQuery, first: Candidate, most: int) -> Reason:
+def _reason(query: RouteQuery, first: Candidate, most: int) -> RouteReason:
     if not query.exact:
-        return Reason.KV_APPROXIMATE
+        return RouteReason.KV_APPROXIMATE
     if not most:
-        return Reason.KV_MISS
-    return Reason.KV_HIT if first.matched_tokens == most else Reason.KV_SPILL
+        return RouteReason.KV_MISS
+    return RouteReason.KV_HIT if first.matched_tokens == most else RouteReason.KV_SPILL

@@ -11,11 +11,11 @@ from kvroute.index.history import RouteHistory
 from kvroute.index.registry import HISTORIES
 from kvroute.options import Options, option
 from kvroute.routing.cost import CostModel
-from kvroute.routing.strategy import Candidate, Needs, Reason, RouteDecision, RouteQuery, matched_tokens
+from kvroute.routing.strategy import Candidate, Needs, RouteDecision, RouteQuery, RouteReason, matched_tokens
 
 _NAME = "prefixaware"
 # A member asked of its class costs 80 ns each time (CPython 3.11), these almost nothing.
-_HIT, _SPILL, _MISS = Reason.PREFIX_HIT, Reason.PREFIX_SPILL, Reason.PREFIX_MISS
+_HIT, _SPILL, _MISS = RouteReason.PREFIX_HIT, RouteReason.PREFIX_SPILL, RouteReason.PREFIX_MISS
 
 
 class PrefixAwareOptions(Options):
@@ -49,7 +49,7 @@ class PrefixAware:
         workers = view.workers
         if not query.prompts:
             ranking = self._costs.rank(query, workers, queues=view.loads)
-            return RouteDecision(self.name, Reason.NO_PROMPT, ranking)
+            return RouteDecision(self.name, RouteReason.NO_PROMPT, ranking)
         matched = matched_tokens(self._history, query, workers, view.places)
         ranking = self._costs.rank(query, workers, matched, None, None, view.loads)
         most = max(matched)

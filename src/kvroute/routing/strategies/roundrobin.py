@@ -8,7 +8,7 @@ from kvroute.fleet.worker import FleetView, WorkerId
 from kvroute.index.history import RouteHistory
 from kvroute.options import Options
 from kvroute.routing.cost import CostModel
-from kvroute.routing.strategy import Candidate, Needs, Reason, RouteDecision, RouteQuery
+from kvroute.routing.strategy import Candidate, Needs, RouteDecision, RouteQuery, RouteReason
 
 
 class RoundRobinOptions(Options):
@@ -46,7 +46,7 @@ class RoundRobin:
         turns = self._turns.get(view.model) or _Turns()
         chosen = min(view.workers, key=lambda worker: turns.start(worker.id))
         ranking.put_first(chosen)
-        return RouteDecision(self.name, Reason.ROUND_ROBIN, ranking)
+        return RouteDecision(self.name, RouteReason.ROUND_ROBIN, ranking)
 
     def routed(self, query: RouteQuery, decision: RouteDecision, candidate: Candidate) -> None:
         turns = self._turns.get(query.model)

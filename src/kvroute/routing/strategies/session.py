@@ -14,7 +14,7 @@ from kvroute.fleet.worker import FleetView, WorkerId
 from kvroute.index.history import RouteHistory
 from kvroute.options import Options, option
 from kvroute.routing.cost import CostModel
-from kvroute.routing.strategy import Candidate, Needs, Reason, RouteDecision, RouteQuery
+from kvroute.routing.strategy import Candidate, Needs, RouteDecision, RouteQuery, RouteReason
 
 
 class SessionOptions(Options):
@@ -117,7 +117,7 @@ class Session:
     def rank(self, query: RouteQuery, view: FleetView) -> RouteDecision:
         ranking = self._costs.rank(query, view.workers, queues=view.loads)
         if query.session_key is None:
-            return RouteDecision(self.name, Reason.NO_SESSION_KEY, ranking)
+            return RouteDecision(self.name, RouteReason.NO_SESSION_KEY, ranking)
         place = _place(query.session_key)
         ring = self._ring(view)
         workers = {worker.id: worker for worker in view.workers}
@@ -125,10 +125,10 @@ class Session:
         seat = self._seats.get((view.model, place))
         if seat is not None and seat.worker in workers and (seat.home == wanted or seat.home not in workers):
             wanted = seat.worker
-        chosen, reason = wanted, Reason.SESSION
+        chosen, reason = wanted, RouteReason.SESSION
         bound = self._bound(view)
         if workers[wanted].load.in_flight >= bound:
-            reason = Reason.SESSION_SPILL
+            reason = RouteReason.SESSION_SPILL
             chosen = next(id_ for id_ in ring.walk(place) if workers[id_].load.in_flight < bound)
         ranking.put_first(workers[chosen])
         return RouteDecision(self.name, reason, ranking)
