@@ -31,7 +31,7 @@ class UpstreamOptions(Options):
         ge=0,
     )
     idle_timeout_s: float = option(
-        300.0,
+        3600.0,
         "Longest silence within an answer that has begun; 0 waits for ever.",
         unit="s",
         higher="streams that pause for long survive",
