@@ -13,14 +13,14 @@ from random import Random
 from statistics import fmean
 
 from kvroute.blocks.keys import BlockKey, PromptKeys
-from kvroute.fleet.fleet import SimFleet as Workers
+from kvroute.fleet.fleet import Fleet as Workers
 from kvroute.fleet.worker import WorkerFacts, WorkerId, WorkerSpec
 from kvroute.replicas.decisions import OthersDecisions, OwnDecisions
 from kvroute.replicas.messages import Finished, FirstToken, Frames, Message, Sent, frame
 from kvroute.routing.registry import RoutingOptions
 from kvroute.routing.router import Dispatch, Router
 from kvroute.routing.strategy import RouteQuery
-from kvroute.sim.fleet import SimFleet, FleetRequest, make_engines
+from kvroute.sim.fleet import FleetRequest, SimFleet, make_engines
 from kvroute.wire.vllm import KvEvent
 
 MODEL = "m"

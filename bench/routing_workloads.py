@@ -16,7 +16,7 @@ from itertools import count
 from pathlib import Path
 from random import Random
 
-from kvroute.sim.fleet import SimFleet, FleetRequest
+from kvroute.sim.fleet import FleetRequest, SimFleet
 
 BLOCK = 512
 TRACE = Path(__file__).parent / "data" / "mooncake_conversation_first30min.jsonl.gz"

@@ -12,7 +12,7 @@ from kvroute.fleet.worker import FleetView, HealthState, Worker, WorkerFacts, Wo
 from kvroute.routing.registry import RoutingOptions
 from kvroute.routing.router import Dispatch, Router
 from kvroute.routing.strategy import RouteQuery
-from kvroute.sim.fleet import SimFleet, FleetRequest, make_engines
+from kvroute.sim.fleet import FleetRequest, SimFleet, make_engines
 
 MODEL = "model"
 

@@ -8,8 +8,8 @@ import pytest
 from kvroute.sim.fleet import (
     ChatClients,
     ChatShape,
-    SimFleet,
     FleetRequest,
+    SimFleet,
     imbalance,
     make_engines,
     returned_share,

@@ -14,8 +14,8 @@ from kvroute.routing.strategy import RouteQuery
 from kvroute.sim.fleet import (
     ChatClients,
     ChatShape,
-    SimFleet,
     FleetRequest,
+    SimFleet,
     imbalance,
     make_engines,
     returned_share,

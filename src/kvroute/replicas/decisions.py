@@ -136,8 +136,10 @@ class OthersDecisions:
         return sum(map(len, self._dispatches.values()))
 
     def sent(self, process: int, sent: Sent) -> None:
-        """Apply a dispatch of another process. Costs `Router.dispatch` plus `KeyGroupDecoder.read`. Skips unknown
-        workers."""
+        """Apply a dispatch of another process; unknown workers are skipped.
+
+        Costs `Router.dispatch` and `KeyGroupDecoder.read`.
+        """
         read = self._readers.setdefault(process, KeyGroupDecoder()).read
         prompts = [cast("Sequence[BlockKey]", read(prompt.ends, prompt.fresh)) for prompt in sent.prompts]
         exact = [cast("Sequence[BlockKey]", read(prompt.ends, prompt.fresh)) for prompt in sent.exact]
