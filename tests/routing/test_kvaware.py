@@ -11,9 +11,9 @@ from kvroute.index.radix_history import RadixHistory
 from kvroute.routing.cost import CostModel
 from kvroute.routing.registry import RoutingOptions
 from kvroute.routing.router import Router
-from kvroute.routing.strategies.kvaware import CacheViews, KvAware, KvAwareOptions
+from kvroute.routing.strategies.kvaware import KvAware, KvAwareOptions
 from kvroute.routing.strategy import CachePlace, ExactPrompt, RouteQuery, RouteReason, Standing, Tokens
-from kvroute.routing.transfers import TransferOptions, Transfers
+from kvroute.routing.transfers import CacheViews, TransferOptions, Transfers
 
 A, B, C = range(3)
 LENGTH = 1000
@@ -122,7 +122,7 @@ def test_transfers_under_way_are_waited_for(strategy, caches, view) -> None:
     caches.held = {A: Tokens(l2=800), B: Tokens(l2=800)}
     first = strategy.rank(asked(), view)
     chosen = first.ranking[0]
-    strategy.routed(asked(), first, chosen)
+    strategy.on_dispatch(asked(), first, chosen)
 
     loads = {c.worker.index: c.terms.load for c in strategy.rank(asked(), view).ranking}
 

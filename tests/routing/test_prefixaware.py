@@ -5,12 +5,16 @@ from msgspec.structs import replace
 from pydantic import ValidationError
 
 from kvroute.blocks.keys import PromptKeys
+from kvroute.index.in_flight import InFlight
 from kvroute.index.radix_history import RadixHistory
 from kvroute.routing.cost import CostModel
 from kvroute.routing.strategies.prefixaware import PrefixAware, PrefixAwareOptions
-from kvroute.routing.strategy import RouteReason, matched_tokens
+from kvroute.routing.strategy import NoMap, RouteReason, matched_tokens
+from kvroute.routing.transfers import CacheViews, Transfers
 
 A, B = 0, 1
+
+NO_VIEWS = CacheViews(NoMap(), InFlight(), Transfers())
 
 
 @pytest.fixture
@@ -20,7 +24,7 @@ def history():
 
 @pytest.fixture
 def strategy(history):
-    return PrefixAware(PrefixAwareOptions(), CostModel(history), history)
+    return PrefixAware(PrefixAwareOptions(), CostModel(history), history, NO_VIEWS)
 
 
 @pytest.fixture

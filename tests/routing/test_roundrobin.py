@@ -7,15 +7,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvroute.index.in_flight import InFlight
 from kvroute.index.radix_history import RadixHistory
 from kvroute.routing.cost import CostModel
 from kvroute.routing.strategies.roundrobin import RoundRobin, RoundRobinOptions
-from kvroute.routing.strategy import RouteQuery, RouteReason
+from kvroute.routing.strategy import NoMap, RouteQuery, RouteReason
+from kvroute.routing.transfers import CacheViews, Transfers
+
+NO_VIEWS = CacheViews(NoMap(), InFlight(), Transfers())
 
 
 def new_strategy() -> RoundRobin:
     history = RadixHistory(10)
-    return RoundRobin(RoundRobinOptions(), CostModel(history), history)
+    return RoundRobin(RoundRobinOptions(), CostModel(history), history, NO_VIEWS)
 
 
 @pytest.fixture
@@ -35,7 +39,7 @@ def route(strategy, view, count: int, model: str = "model") -> list[int]:
         query = RouteQuery(model, 0.0, tokens=10)
         decision = strategy.rank(query, view)
         assert decision.reason is RouteReason.ROUND_ROBIN
-        strategy.routed(query, decision, decision.ranking[0])
+        strategy.on_dispatch(query, decision, decision.ranking[0])
         chosen.append(decision.ranking[0].worker.index)
     return chosen
 
@@ -92,7 +96,7 @@ def test_a_retry_counts_for_the_worker_that_got_it(strategy, workers, make_view)
     query = RouteQuery("model", 0.0, tokens=10)
     decision = strategy.rank(query, view)
     for candidate in decision.ranking[:2]:
-        strategy.routed(query, decision, candidate)
+        strategy.on_dispatch(query, decision, candidate)
     tried = {candidate.worker.index for candidate in decision.ranking[:2]}
 
     assert set(route(strategy, view, 1)) == {0, 1, 2} - tried

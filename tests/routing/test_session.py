@@ -4,17 +4,21 @@ from collections import Counter
 
 import pytest
 
+from kvroute.index.in_flight import InFlight
 from kvroute.index.radix_history import RadixHistory
 from kvroute.routing.cost import CostModel
 from kvroute.routing.strategies.session import Ring, Session, SessionOptions
-from kvroute.routing.strategy import RouteReason
+from kvroute.routing.strategy import NoMap, RouteReason
+from kvroute.routing.transfers import CacheViews, Transfers
+
+NO_VIEWS = CacheViews(NoMap(), InFlight(), Transfers())
 
 
 @pytest.fixture
 def make_strategy():
     def make(**options) -> Session:
         history = RadixHistory(10)
-        return Session(SessionOptions(**options), CostModel(history), history)
+        return Session(SessionOptions(**options), CostModel(history), history, NO_VIEWS)
 
     return make
 
@@ -41,7 +45,7 @@ def route(query):
     def route(strategy, view, session: str):
         asked = query(session_key=session)
         decision = strategy.rank(asked, view)
-        strategy.routed(asked, decision, decision.ranking[0])
+        strategy.on_dispatch(asked, decision, decision.ranking[0])
         return decision.ranking[0].worker, decision.reason
 
     return route
@@ -155,7 +159,7 @@ def test_the_bound_holds_for_one_session_that_floods(strategy, view, query) -> N
     for _ in range(100):
         asked = query(session_key="flood")
         decision = strategy.rank(asked, view)
-        strategy.routed(asked, decision, decision.ranking[0])
+        strategy.on_dispatch(asked, decision, decision.ranking[0])
         decision.ranking[0].worker.load.reserve(0.0, prefill_s=0.0, tokens=1)
 
     assert max(worker.load.in_flight for worker in view.workers) <= 25
@@ -183,7 +187,7 @@ def test_no_key_means_least_load(strategy, workers, view, query) -> None:
 
     asked = query()
     decision = strategy.rank(asked, view)
-    strategy.routed(asked, decision, decision.ranking[0])
+    strategy.on_dispatch(asked, decision, decision.ranking[0])
 
     assert decision.ranking[0].worker.index == 3
     assert decision.reason is RouteReason.NO_SESSION_KEY
@@ -193,7 +197,7 @@ def test_a_retry_does_not_move_the_session(strategy, view, query, route) -> None
     asked = query(session_key="alice")
     decision = strategy.rank(asked, view)
     for candidate in decision.ranking[:2]:
-        strategy.routed(asked, decision, candidate)
+        strategy.on_dispatch(asked, decision, candidate)
 
     assert route(strategy, view, "alice")[0] is decision.ranking[0].worker
 
@@ -211,7 +215,7 @@ def test_models_have_rings_of_their_own(strategy, workers, view, query) -> None:
     for model, its_view in (("model", view), ("other", other), ("model", view)):
         asked = query(session_key="alice", model=model)
         decision = strategy.rank(asked, its_view)
-        strategy.routed(asked, decision, decision.ranking[0])
+        strategy.on_dispatch(asked, decision, decision.ranking[0])
         assert decision.ranking[0].worker in its_view.workers
 
 
@@ -225,7 +229,7 @@ def test_what_was_decided_without_the_ring_is_not_remembered(strategy, view, que
     asked = query(session_key="alice")
     decision = strategy.rank(query(), view)
 
-    strategy.routed(asked, decision, decision.ranking[0])
+    strategy.on_dispatch(asked, decision, decision.ranking[0])
 
     assert strategy.forget("alice") is False
 

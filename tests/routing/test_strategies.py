@@ -9,9 +9,8 @@ from kvroute.index.radix_history import RadixHistory
 from kvroute.options import Options
 from kvroute.routing.cost import CostModel
 from kvroute.routing.registry import STRATEGIES, RoutingOptions
-from kvroute.routing.strategies.kvaware import CacheViews
 from kvroute.routing.strategy import Needs, NoMap
-from kvroute.routing.transfers import Transfers
+from kvroute.routing.transfers import CacheViews, Transfers
 
 NO_VIEWS = CacheViews(NoMap(), InFlight(), Transfers())
 
@@ -24,7 +23,7 @@ def history():
 @pytest.fixture(params=STRATEGIES)
 def strategy(request, history):
     registered = STRATEGIES[request.param]
-    return registered.make(registered.options(), CostModel(history), history, NO_VIEWS)
+    return registered(registered.options(), CostModel(history), history, NO_VIEWS)
 
 
 @pytest.fixture
@@ -46,7 +45,7 @@ def test_is_registered_under_its_name_with_options_of_its_own(name, history) -> 
 
     assert issubclass(registered.options, Options)
     assert isinstance(getattr(RoutingOptions(), name), registered.options)
-    strategy = registered.make(registered.options(), CostModel(history), history, NO_VIEWS)
+    strategy = registered(registered.options(), CostModel(history), history, NO_VIEWS)
     assert strategy.name == name
     assert isinstance(strategy.needs, Needs)
 
@@ -76,9 +75,9 @@ def test_asking_again_gives_the_same_answer_until_something_is_routed(strategy, 
 def test_one_that_need_not_be_told_answers_the_same_after_it_was(strategy, asked, view) -> None:
     decision = strategy.rank(asked, view)
 
-    strategy.routed(asked, decision, decision.ranking[0])
+    strategy.on_dispatch(asked, decision, decision.ranking[0])
 
-    assert strategy.is_told or strategy.rank(asked, view) == decision
+    assert strategy.observes_dispatch or strategy.rank(asked, view) == decision
 
 
 def test_the_arithmetic_adds_up(strategy, asked, view) -> None:
@@ -92,7 +91,7 @@ def test_works_with_one_worker(strategy, asked, make_worker, make_view) -> None:
     only = make_worker(7)
 
     decision = strategy.rank(asked, make_view(only))
-    strategy.routed(asked, decision, decision.ranking[0])
+    strategy.on_dispatch(asked, decision, decision.ranking[0])
 
     assert [candidate.worker for candidate in decision.ranking] == [only]
 
@@ -101,7 +100,7 @@ def test_follows_a_fleet_that_changes(strategy, asked, view, make_worker, make_v
     for version, members in enumerate(([0, 1, 2, 3], [1, 3], [3], [0, 3, 5]), 2):
         changed = make_view(*(make_worker(index) for index in members), version=version)
         decision = strategy.rank(asked, changed)
-        strategy.routed(asked, decision, decision.ranking[0])
+        strategy.on_dispatch(asked, decision, decision.ranking[0])
         assert {candidate.worker for candidate in decision.ranking} == set(changed.workers)
 
 

@@ -41,7 +41,9 @@ from kvroute.openai.bounded import Bounded
 from kvroute.replicas.metrics import PageCollector, Scrape, read
 from kvroute.routing.audit import Audit
 from kvroute.routing.router import Router
-from kvroute.routing.strategy import TokenPatience, token_deadline_s
+from kvroute.routing.strategies.kvaware import KvAwareOptions
+from kvroute.routing.strategies.session import SessionOptions
+from kvroute.routing.strategy import Needs, TokenPatience, token_deadline_s
 from kvroute.tokens.estimate import TokenEstimator
 from kvroute.upstream.options import RetryBudget
 from kvroute.upstream.transport import AnyWorkerTransport, Transports
@@ -87,7 +89,7 @@ class Runtime:
         self._patience = TokenPatience(
             tokens.deadline_ms * 1e-3, tokens.max_deadline_ms * 1e-3, tokens.deadline_share
         )
-        follows = "kvaware" in config.routing.strategies_used() or config.server.allow_strategy_header
+        follows = config.routing.may_need(Needs.TOKENS) or config.server.allow_strategy_header
         self._replica = replica
         self._teller: CacheMapPublisher | None = None
         self._mirroring: CacheTrackerMirror | None = None
@@ -98,7 +100,7 @@ class Runtime:
             observer=replica.own if replica else None,
         )
         self._estimator = TokenEstimator()
-        self.audit = Audit(config.routing.kvaware.audit)
+        self.audit = Audit(config.routing.options_of(KvAwareOptions).audit)
         prober = Prober(
             self._client,
             timeout_s=config.fleet.health.timeout_s,
@@ -265,12 +267,13 @@ class Runtime:
         worker_authorization = (
             f"Bearer {worker_key.get_secret_value()}".encode() if keys and worker_key else None
         )
-        in_bodies = session_fields(config.routing.session.keys)
+        session_keys = config.routing.options_of(SessionOptions).keys
+        in_bodies = session_fields(session_keys)
         planner = Planner(
             self.fleet,
             self.router,
             self._estimator,
-            session_key_sources(config.routing.session.keys),
+            session_key_sources(session_keys),
             allow_strategy_header=config.server.allow_strategy_header,
             session_fields=in_bodies,
             isolation=self._isolation,

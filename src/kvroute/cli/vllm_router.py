@@ -15,6 +15,8 @@ from kvroute.app.config import Config
 from kvroute.app.config_loading import ENVIRONMENT_PREFIX, ConfigSetting
 from kvroute.app.config_paths import shape_at, split, without_userinfo
 from kvroute.errors import ConfigError
+from kvroute.routing.registry import STRATEGIES, needs_of
+from kvroute.routing.strategy import Needs
 
 Given = Mapping[str, str]
 """Flags with their values, without dashes in front: `k8s-port`. A switch that is on has the value "true"."""
@@ -200,12 +202,10 @@ def _aliases(value: str, _: Given) -> MappedFlag:
 
 
 def _routing_logic(value: str, given: Given) -> MappedFlag:
-    if value in ("roundrobin", "session", "prefixaware"):
-        return MappedFlag({"routing.strategy": value})
-    if value == "kvaware":
-        # There, kvaware is asking the controller that workers report to.
+    if value in STRATEGIES:
         controller: dict[str, object] = {}
-        if _has_controller():
+        # The vLLM router's kvaware asks the controller that workers report to.
+        if needs_of(value) is Needs.TOKENS and _has_controller():
             controller[f"{CONTROLLER}.enabled"] = True
             if "lmcache-controller-port" not in given:
                 controller[f"{CONTROLLER}.pull"] = "0.0.0.0:9000"
@@ -218,7 +218,7 @@ def _routing_logic(value: str, given: Given) -> MappedFlag:
         raise ConfigError(
             "--routing-logic", f"{value!r} has no counterpart: kvroute does not split prefill from decode"
         )
-    raise _one_of("routing-logic", value, ("roundrobin", "session", "prefixaware", "kvaware", "loadaware"))
+    raise _one_of("routing-logic", value, (*STRATEGIES, "loadaware"))
 
 
 def _has_controller() -> bool:
@@ -229,7 +229,7 @@ def _controller(key: str, form: str = "{}") -> Callable[[str, Given], MappedFlag
     """An option of the controller that workers with LMCache report to, with `--routing-logic kvaware`."""
 
     def become(value: str, given: Given) -> MappedFlag:
-        if given.get("routing-logic") != "kvaware":
+        if needs_of(given.get("routing-logic")) is not Needs.TOKENS:
             return MappedFlag({}, "only with --routing-logic kvaware")
         if not _has_controller():
             return MappedFlag(

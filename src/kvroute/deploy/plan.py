@@ -29,6 +29,8 @@ from kvroute.deploy.vllm_command import (
 )
 from kvroute.errors import ConfigError
 from kvroute.gateway.admin_guard import key_path, user_state_folder
+from kvroute.routing.registry import needs_of
+from kvroute.routing.strategy import Needs
 
 DEFAULT_WORKERS = 2
 DEFAULT_TINY_MODEL = "small"
@@ -164,7 +166,7 @@ def port_count(spec: UpSpec, gpus: tuple[str, ...]) -> int:
 
 def _publishes(spec: UpSpec) -> bool:
     """Whether engines are told to publish their cache events; simulated ones do anyway."""
-    return spec.engine is Engine.VLLM and spec.strategy == "kvaware"
+    return spec.engine is Engine.VLLM and needs_of(spec.strategy) is Needs.TOKENS
 
 
 def worker_count(spec: UpSpec, gpus: tuple[str, ...]) -> int:

@@ -371,8 +371,8 @@ class Fleet:
         log.info(
             "worker %s is healthy, serves %s", worker.id, ", ".join(sorted(worker.models)) or "nothing yet"
         )
-        is_told = worker.facts.capacity_tokens or worker.spec.capacity_tokens
-        if not is_told and worker.id not in self._assumed:
+        has_capacity = worker.facts.capacity_tokens or worker.spec.capacity_tokens
+        if not has_capacity and worker.id not in self._assumed:
             self._assumed.add(worker.id)
             log.warning(
                 "worker %s does not tell the size of its KV cache: taken to be %d tokens in blocks of %d"

@@ -14,7 +14,8 @@ from kvroute.gateway.planner import RequestPlan
 from kvroute.metrics import Metrics
 from kvroute.openai.request import UNREADABLE
 from kvroute.routing.audit import Audit, Prediction
-from kvroute.routing.strategy import Candidate, ExactPrompt, RouteDecision, Tokens
+from kvroute.routing.registry import STRATEGIES
+from kvroute.routing.strategy import Candidate, ExactPrompt, Needs, RouteDecision, Tokens
 
 _TAIL_BYTES = 4096
 _SMALL_BYTES = 2048
@@ -92,7 +93,10 @@ def _decoded(answer: bytes) -> Usage | None:
 
 
 _MOST_LINES = 4096
-_PREDICTING = frozenset({"prefixaware", "kvaware"})
+_PREDICTING = frozenset(
+    name for name, strategy in STRATEGIES.items() if strategy.needs in (Needs.PROMPT, Needs.TOKENS)
+)
+"""Strategies that predict cached tokens: those that read the prompt."""
 
 
 class Attribution:

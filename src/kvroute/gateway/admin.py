@@ -21,8 +21,9 @@ from kvroute.gateway.downstream import read_body
 from kvroute.gateway.journal import Journal
 from kvroute.openai.request import parse_object
 from kvroute.routing.audit import Audit
+from kvroute.routing.registry import STRATEGIES
 from kvroute.routing.router import Router
-from kvroute.routing.strategy import RouteDecision, RouteReason
+from kvroute.routing.strategy import Needs, RouteDecision, RouteReason
 
 audit_log = logging.getLogger("kvroute.admin")
 """One line for each change: what, to which worker, from which address and with which key's fingerprint."""
@@ -184,7 +185,7 @@ def _described(worker: Worker, router: Router) -> dict[str, Any]:
 
 log = logging.getLogger("kvroute.hyperpod")
 
-_KVAWARE = "kvaware"
+_READS_CACHES = frozenset(name for name, strategy in STRATEGIES.items() if strategy.needs is Needs.TOKENS)
 
 
 def worker_registered(instance: str) -> None:
@@ -193,8 +194,8 @@ def worker_registered(instance: str) -> None:
 
 
 def routed(decision: RouteDecision) -> None:
-    """A request is about to be sent. Says nothing of other strategies than kvaware."""
-    if decision.strategy != _KVAWARE:
+    """Log that a request is about to be sent, for strategies that read the workers' caches."""
+    if decision.strategy not in _READS_CACHES:
         return
     if decision.reason is RouteReason.KV_HIT or decision.ranking[0].matched_tokens:
         log.info("Routing request to %s found by kvaware router", decision.ranking[0].worker.id)

@@ -1,41 +1,57 @@
-"""Every strategy by the name that configuration uses. A new one is a module and a line here."""
+"""Every strategy by the name that configuration uses, and the options under `routing`.
+
+A new strategy is a module in `routing/strategies` and an entry in `STRATEGIES`. Everything else (options,
+flags, the endpoint spec, what the gateway prepares for a request) follows from the class variables of the
+strategy.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Annotated, Any, Final, NamedTuple
+from typing import Annotated, Any, Final, Protocol, TypeVar
 
-from pydantic import field_validator
+from pydantic import create_model, field_validator
 
 from kvroute.index.history import RouteHistory
 from kvroute.options import Options, Switch, option
 from kvroute.routing.cost import CostModel
 from kvroute.routing.cost_options import CostOptions
-from kvroute.routing.strategies.kvaware import CacheViews, KvAware, KvAwareOptions
-from kvroute.routing.strategies.prefixaware import PrefixAware, PrefixAwareOptions
-from kvroute.routing.strategies.roundrobin import RoundRobin, RoundRobinOptions
-from kvroute.routing.strategies.session import Session, SessionOptions
-from kvroute.routing.strategy import Strategy
+from kvroute.routing.strategies.kvaware import KvAware
+from kvroute.routing.strategies.prefixaware import PrefixAware
+from kvroute.routing.strategies.roundrobin import RoundRobin
+from kvroute.routing.strategies.session import Session
+from kvroute.routing.strategy import Needs, Strategy
+from kvroute.routing.transfers import CacheViews
 
 
-class StrategyRegistration(NamedTuple):
-    """A strategy's option class, and how to make it from one of those, the costs, the history of what was
-    sent, and the views of the workers' caches."""
+class StrategyType(Protocol):
+    """A class that implements `Strategy`, with what is known of it before an instance exists."""
 
-    options: type[Options]
-    make: Callable[[Any, CostModel, RouteHistory, CacheViews], Strategy]
+    @property
+    def needs(self) -> Needs: ...
+
+    @property
+    def options(self) -> type[Options]: ...
+
+    @property
+    def has_affinity(self) -> bool: ...
+
+    def __call__(
+        self, options: Any, costs: CostModel, history: RouteHistory, views: CacheViews
+    ) -> Strategy: ...
 
 
-def _without_views(make: Callable[[Any, CostModel, RouteHistory], Strategy]) -> Any:
-    return lambda options, costs, history, _: make(options, costs, history)
-
-
-STRATEGIES: Final[dict[str, StrategyRegistration]] = {
-    "roundrobin": StrategyRegistration(RoundRobinOptions, _without_views(RoundRobin)),
-    "session": StrategyRegistration(SessionOptions, _without_views(Session)),
-    "prefixaware": StrategyRegistration(PrefixAwareOptions, _without_views(PrefixAware)),
-    "kvaware": StrategyRegistration(KvAwareOptions, KvAware),
+STRATEGIES: Final[dict[str, StrategyType]] = {
+    "roundrobin": RoundRobin,
+    "session": Session,
+    "prefixaware": PrefixAware,
+    "kvaware": KvAware,
 }
+
+
+def needs_of(strategy: str | None) -> Needs | None:
+    """What the strategy called `strategy` needs prepared; None for an unknown name."""
+    registered = None if strategy is None else STRATEGIES.get(strategy)
+    return None if registered is None else registered.needs
 
 
 def _known_strategy(name: str) -> str:
@@ -56,6 +72,22 @@ class ModelRouting(Options):
         return value if value is None else _known_strategy(value)
 
 
+_O = TypeVar("_O", bound=Options)
+_Section = TypeVar("_Section", bound=Options)
+
+
+def _with_strategy_sections(base: type[_O]) -> type[_O]:
+    """Class decorator: give `base` one section per strategy, named as the strategy."""
+    sections: dict[str, Any] = {
+        name: (strategy.options, option(default_factory=strategy.options))
+        for name, strategy in STRATEGIES.items()
+    }
+    return create_model(
+        base.__name__, __base__=base, __doc__=base.__doc__, __module__=base.__module__, **sections
+    )
+
+
+@_with_strategy_sections
 class RoutingOptions(Options):
     """How a worker is chosen. Every strategy's retry order, and load wherever it counts, is by cost."""
 
@@ -66,10 +98,6 @@ class RoutingOptions(Options):
         "Learn the times of `costs`, and each worker's speed, from first tokens of streamed answers. The "
         "configured ones hold until 50 prefills of different lengths explain what is seen.",
     )
-    roundrobin: RoundRobinOptions = option(default_factory=RoundRobinOptions)
-    session: SessionOptions = option(default_factory=SessionOptions)
-    prefixaware: PrefixAwareOptions = option(default_factory=PrefixAwareOptions)
-    kvaware: KvAwareOptions = option(default_factory=KvAwareOptions)
     models: dict[str, ModelRouting] = option(
         description="What single models do differently, by the name that their workers know.",
         default_factory=dict,
@@ -84,6 +112,16 @@ class RoutingOptions(Options):
         """The fleet's strategy, and those of single models."""
         own = (routing.strategy for routing in self.models.values())
         return frozenset({self.strategy, *(name for name in own if name is not None)})
+
+    def may_need(self, needs: Needs) -> bool:
+        """Whether a strategy that is configured, for all models or for one, needs this prepared."""
+        return any(needs_of(name) is needs for name in self.strategies_used())
+
+    def options_of(self, options: type[_Section]) -> _Section:
+        """The section of the strategy whose option class is `options`."""
+        name = next(name for name, strategy in STRATEGIES.items() if strategy.options is options)
+        section: _Section = getattr(self, name)
+        return section
 
     def costs_of_models(self) -> dict[str, CostOptions]:
         """Full costs of the models that have their own."""

@@ -15,7 +15,8 @@ from kvroute.routing.cost import CostModel
 from kvroute.routing.cost_options import Costs
 from kvroute.routing.learning import Learned
 from kvroute.routing.registry import STRATEGIES, RoutingOptions
-from kvroute.routing.strategies.kvaware import CacheViews
+from kvroute.routing.strategies.kvaware import KvAwareOptions
+from kvroute.routing.strategies.prefixaware import PrefixAwareOptions
 from kvroute.routing.strategy import (
     CacheMap,
     Candidate,
@@ -27,7 +28,7 @@ from kvroute.routing.strategy import (
     Strategy,
     matched_tokens,
 )
-from kvroute.routing.transfers import Transfers
+from kvroute.routing.transfers import CacheViews, Transfers
 
 TOLERANCE = 0.02
 _LEAST_WEIGHT = 0.1
@@ -178,22 +179,26 @@ class Router:
         observer: Observer | None = None,
     ) -> None:
         options = options or RoutingOptions()
+        index = options.options_of(PrefixAwareOptions).index
         if history is None:
-            history = HISTORIES[options.prefixaware.index](ASSUMED_CAPACITY_TOKENS // ASSUMED_BLOCK_TOKENS)
+            history = HISTORIES[index](ASSUMED_CAPACITY_TOKENS // ASSUMED_BLOCK_TOKENS)
         self._options = options
+        self._index = index
         self._observer = observer
         self._history = history
         self._sizes = HistoryCapacity(history)
         self._learned = Learned() if options.learning else None
         self._costs = CostModel(history, options.costs, options.costs_of_models(), self._learned)
         self._in_flight = InFlight()
-        self._transfers = Transfers(options.kvaware.tiers)
+        self._transfers = Transfers(options.options_of(KvAwareOptions).tiers)
         views = CacheViews(caches or NoMap(), self._in_flight, self._transfers)
         self._strategies: dict[str, Strategy] = {
-            name: registered.make(getattr(options, name), self._costs, history, views)
-            for name, registered in STRATEGIES.items()
+            name: make(getattr(options, name), self._costs, history, views)
+            for name, make in STRATEGIES.items()
         }
-        self._told = {name: each.routed for name, each in self._strategies.items() if each.is_told}
+        self._on_dispatch = {
+            name: each.on_dispatch for name, each in self._strategies.items() if each.observes_dispatch
+        }
 
     @property
     def strategies(self) -> tuple[str, ...]:
@@ -205,7 +210,7 @@ class Router:
 
     def may_need(self, needs: Needs) -> bool:
         """Whether a strategy that is configured, for all models or for one, wants this prepared."""
-        return any(self._strategies[name].needs is needs for name in self._options.strategies_used())
+        return self._options.may_need(needs)
 
     def strategy(self, model: str, name: str | None = None) -> Strategy:
         """The strategy called `name`, else the model's; its `needs` says what a query should bring."""
@@ -265,9 +270,9 @@ class Router:
                 dispatch.followers = self._in_flight.acquire(slot, exact[0].keys)  # as `_more` would
             else:
                 dispatch.followers = self._more(query, candidate, now)
-        routed = self._told.get(decision.strategy)
-        if routed is not None:
-            routed(query, decision, candidate)
+        on_dispatch = self._on_dispatch.get(decision.strategy)
+        if on_dispatch is not None:
+            on_dispatch(query, decision, candidate)
         if self._observer is not None and is_own:
             followed = self._observer.dispatched(query, decision, candidate)
             dispatch.followers = _Observed(dispatch.followers, followed)
@@ -383,7 +388,7 @@ class Router:
         """The history's size and each worker's part."""
         size = self._history.size()
         return {
-            "index": self._options.prefixaware.index,
+            "index": self._index,
             "blocks": size.blocks,
             "tracked_blocks": size.tracked,
             "bytes": size.bytes,

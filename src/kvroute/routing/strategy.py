@@ -14,6 +14,7 @@ from kvroute.fleet.load import WorkerLoad
 from kvroute.fleet.worker import ASSUMED_BLOCK_TOKENS, FleetView, Worker
 from kvroute.index.chunk_index import ChunkHolder
 from kvroute.index.history import RouteHistory
+from kvroute.options import Options
 from kvroute.routing.cost_options import Costs
 
 Probed: TypeAlias = Mapping[ChunkHolder, Collection[ChunkKey]] | None
@@ -300,19 +301,24 @@ class Strategy(Protocol):
 
     `rank` is pure towards the outside: no I/O, no clock (the query brings `now`), and calling it any
     number of times changes no later answer, so that explain can call it freely. What a dispatch
-    changes, it changes in `routed`.
+    changes, it changes in `on_dispatch`.
     """
 
     name: ClassVar[str]
+    """Its key in `routing/registry.py`, and the name of its section under `routing`."""
     needs: ClassVar[Needs]
-    is_told: ClassVar[bool]
-    """Whether `routed` changes anything; else it is not called."""
+    options: ClassVar[type[Options]]
+    """Its own option class; the constructor gets an instance."""
+    observes_dispatch: ClassVar[bool]
+    """Whether `on_dispatch` changes anything. If False, the router does not call it."""
+    has_affinity: ClassVar[bool]
+    """Whether the turns of one conversation usually go to the same worker."""
 
     def rank(self, query: RouteQuery, view: FleetView) -> RouteDecision:
         """Order `view.workers` (never empty), best first; from the second on by cost."""
         ...
 
-    def routed(self, query: RouteQuery, decision: RouteDecision, candidate: Candidate) -> None:
+    def on_dispatch(self, query: RouteQuery, decision: RouteDecision, candidate: Candidate) -> None:
         """The request is on its way to `candidate`: advance counters such as round robin's. Costs O(1).
 
         Called once per attempt, so after a failed one again with the next candidate.

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, NamedTuple
 
 from kvroute.blocks.keys import Tier
+from kvroute.index.in_flight import InFlight
 from kvroute.options import Options, option
 from kvroute.routing.cost import TierLoad
-from kvroute.routing.strategy import Tokens
+from kvroute.routing.strategy import CacheMap, Tokens
 
 _GIGA: Final = 1e9
 _CONFIGURED_LOADS: Final = 8
@@ -184,3 +185,16 @@ class Transfers:
             busy.pop(slot, None)
         for links in (self._l1, self._l2):
             links.forget(slot)
+
+
+class CacheViews(NamedTuple):
+    """What a strategy may read of the workers' caches.
+
+    `caches` is empty (`NoMap`) unless a configured strategy needs `TOKENS`. `in_flight` has the exact
+    prompts of unfinished requests by slot: the worker holds their blocks, or will hold them before the next
+    request runs, whether or not it has announced them yet.
+    """
+
+    caches: CacheMap
+    in_flight: InFlight
+    transfers: Transfers

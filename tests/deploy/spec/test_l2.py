@@ -138,7 +138,7 @@ def test_a_folder_must_be_absolute():
 
 
 @pytest.mark.parametrize(
-    ("text", "is_told"),
+    ("text", "has_one"),
     [
         ("redis://:hunter2@cache:1", True),
         ("redis://me:hunter2@cache:1/x", True),
@@ -151,8 +151,8 @@ def test_a_folder_must_be_absolute():
         ("cache:1", False),
     ],
 )
-def test_a_login_is_masked_wherever_it_stands(text, is_told):
-    assert has_password(text) == is_told
+def test_a_login_is_masked_wherever_it_stands(text, has_one):
+    assert has_password(text) == has_one
     for secret in ("hunter2", "hun/ter2", "ter2"):
         assert secret not in masked(f"got {text!r}")
     assert "cache" in masked(text)

@@ -13,6 +13,8 @@ from kvroute.deploy.render.reach import L2_PASSWORD_OPTION, cache_reports, l2_pa
 from kvroute.deploy.render.site import DeploymentSite, local_site
 from kvroute.deploy.shutdown import DRAIN_S, GATEWAY_DELAY_S
 from kvroute.deploy.spec.extension import SecretKey
+from kvroute.routing.registry import needs_of
+from kvroute.routing.strategy import Needs
 
 SECRETS = "/run/secrets/kvroute"
 L2_PASSWORD_FILE = f"{SECRETS}/l2-password"
@@ -42,7 +44,7 @@ def gateway_config(
         if limits.max_queue_size is not None:
             each = limits.max_concurrent_requests + limits.max_queue_size
             server["max_in_flight"] = each * max(1, len(site.workers))
-    if plan.strategy == "session" and routing.session_keys:
+    if needs_of(plan.strategy) is Needs.SESSION_KEY and routing.session_keys:
         config["routing"]["session"] = {"keys": list(routing.session_keys)}
     if secrets:
         config["logging"] = {"format": "json"}

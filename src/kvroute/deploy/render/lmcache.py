@@ -49,7 +49,7 @@ def server_argv(
         store = extension.l2.store_policy or ("default" if cache.l1 else "skip_l1")
         argv += ["--l2-store-policy", store]
         argv += ["--l2-prefetch-policy", extension.l2.prefetch_policy if cache.l1 else "default"]
-    if plan.is_kvaware:
+    if plan.follows_caches:
         argv += ["--coordinator-url", f"http://{site.gateway_host}:{site.reports.coordinator}"]
         argv += ["--coordinator-event-reporting"]
         if server.advertise is not None:
@@ -102,7 +102,7 @@ def worker_environment(plan: EndpointPlan, worker: WorkerSite, site: DeploymentS
     """What vLLM's environment needs for LMCache."""
     cache = plan.cache
     if cache is None:
-        return {SEED: plan.hash_seed} if plan.is_kvaware else {}
+        return {SEED: plan.hash_seed} if plan.follows_caches else {}
     env = {SEED: plan.hash_seed}
     if not cache.classic:
         return env
@@ -125,13 +125,13 @@ def classic_settings(plan: EndpointPlan, cache: Cache, site: DeploymentSite) -> 
         settings |= {"remote_url": site.tier.remote_url, "remote_serde": "naive", "save_unfull_chunk": True}
         if site.tier.extra_config:
             settings["extra_config"] = dict(site.tier.extra_config)
-    if plan.is_kvaware:
+    if plan.follows_caches:
         settings |= {"enable_kv_events": True, "pre_caching_hash_algorithm": "builtin"}
     return settings
 
 
 def _controller(plan: EndpointPlan, worker: WorkerSite, site: DeploymentSite) -> dict[str, object]:
-    if not plan.is_kvaware:
+    if not plan.follows_caches:
         return {}
     return {
         "enable_controller": True,

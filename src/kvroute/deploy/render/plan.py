@@ -30,6 +30,8 @@ from kvroute.deploy.spec.worker import (
     WorkerSection,
 )
 from kvroute.deploy.tiny_model import TINY_MODELS
+from kvroute.routing.registry import needs_of
+from kvroute.routing.strategy import Needs
 
 GPU = "nvidia.com/gpu"
 SEED = "PYTHONHASHSEED"
@@ -122,13 +124,13 @@ class EndpointPlan:
         return self.extension.engine == "sim"
 
     @property
-    def is_kvaware(self) -> bool:
-        return self.strategy == "kvaware"
+    def follows_caches(self) -> bool:
+        return needs_of(self.strategy) is Needs.TOKENS
 
     @property
     def has_events(self) -> bool:
         """Whether the engines tell what they cache."""
-        return self.is_kvaware
+        return self.follows_caches
 
     @property
     def ranks(self) -> int:

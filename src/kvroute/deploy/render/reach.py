@@ -12,6 +12,9 @@ from kvroute.deploy.render.site import EVENTS_PORT, REPLAY_PORT, DeploymentSite
 from kvroute.deploy.spec.endpoint import Document
 from kvroute.deploy.spec.loading import Finding
 from kvroute.deploy.spec.source import FieldVerdict, Path, dotted
+from kvroute.routing.registry import needs_of
+from kvroute.routing.strategies.kvaware import KvAware
+from kvroute.routing.strategy import Needs
 
 COMPOSE, KUBERNETES, LMCACHE, WORKER_ARGS, CONFIG = (
     "compose",
@@ -148,7 +151,7 @@ def _why_not(target: str, document: Document, path: Path) -> str:
         reached = _CACHE
     elif _decides_events(document, name):
         reached = _ENGINE | {CONFIG}
-    if _is_kvaware(document) and _longest(name, TOLD_TO_GATEWAY):
+    if _follows_caches(document) and _longest(name, TOLD_TO_GATEWAY):
         reached = reached | {CONFIG}
     if target == KUBERNETES and name in _COUNTS and _scales(document, name):
         return "the autoscaler decides how many there are"
@@ -203,12 +206,12 @@ def _decides_events(document: Document, name: str) -> bool:
     """With kvaware, engines and LMCache tell the gateway what they cache."""
     routing = document.spec.intelligent_routing_spec
     fields = ("spec.intelligentRoutingSpec.enabled", "spec.intelligentRoutingSpec.routingStrategy")
-    return name in fields and routing is not None and routing.routing_strategy == "kvaware"
+    return name in fields and routing is not None and needs_of(routing.routing_strategy) is Needs.TOKENS
 
 
-def _is_kvaware(document: Document) -> bool:
+def _follows_caches(document: Document) -> bool:
     routing = document.spec.intelligent_routing_spec
-    return routing is not None and routing.enabled and routing.routing_strategy == "kvaware"
+    return routing is not None and routing.enabled and needs_of(routing.routing_strategy) is Needs.TOKENS
 
 
 L2_PASSWORD_OPTION = "KVROUTE__LMCACHE__L2__REDIS_PASSWORD"
@@ -223,7 +226,7 @@ def cache_reports(
     The second tier's password is not among them: it is in `password_file`, or the gateway's environment has
     it (`L2_PASSWORD_OPTION`).
     """
-    if not plan.is_kvaware:
+    if not plan.follows_caches:
         return {}
     reports: dict[str, Any] = {"kv_events": _streams(plan, site)}
     cache = plan.cache
@@ -237,14 +240,14 @@ def cache_reports(
     if folder:
         reports["tokens"] = {"models": {plan.model.served_name: folder}}
     if plan.token_bytes is not None and cache is not None:
-        reports["routing"] = {"kvaware": {"tiers": {"token_bytes": plan.token_bytes}}}
+        reports["routing"] = {KvAware.name: {"tiers": {"token_bytes": plan.token_bytes}}}
     return reports
 
 
 def model_folder(plan: EndpointPlan, site: DeploymentSite) -> str:
     """Where the gateway finds the model's files, to tokenize as the workers do; empty: it asks them."""
     model = plan.model
-    if not plan.is_kvaware or plan.is_simulated or site.is_cluster or model.volume is None:
+    if not plan.follows_caches or plan.is_simulated or site.is_cluster or model.volume is None:
         return ""
     return model.local_source if site.is_local else model.volume.mount_path
 
@@ -252,7 +255,7 @@ def model_folder(plan: EndpointPlan, site: DeploymentSite) -> str:
 def asks_l2(plan: EndpointPlan, site: DeploymentSite) -> bool:
     """Whether the gateway asks the second tier's store itself what it has: it evicts without a word."""
     cache, tier = plan.cache, site.tier
-    if not plan.is_kvaware or cache is None or cache.classic or tier is None or not tier.asked_at:
+    if not plan.follows_caches or cache is None or cache.classic or tier is None or not tier.asked_at:
         return False
     # Names that its settings change are not ours to guess.
     options: Mapping[str, object] = plan.extension.l2.options or {}
@@ -267,7 +270,7 @@ def l2_password(plan: EndpointPlan, site: DeploymentSite) -> bool:
 
 def report_ports(plan: EndpointPlan, site: DeploymentSite) -> dict[str, int]:
     """Ports of the gateway that LMCache reaches, by their names."""
-    if not plan.is_kvaware or plan.cache is None:
+    if not plan.follows_caches or plan.cache is None:
         return {}
     ports = site.reports
     if not plan.cache.classic:

@@ -19,6 +19,8 @@ from kvroute.deploy.spec.worker import (
     ModelSource,
     WorkerSection,
 )
+from kvroute.routing.registry import needs_of
+from kvroute.routing.strategy import Needs
 
 Judgement = tuple[Path, FieldVerdict, str]
 
@@ -63,7 +65,7 @@ def judge(document: Document, strategies: Collection[str]) -> Iterator[Judgement
 def _apart(document: Document) -> str:
     """What several gateways lack."""
     routing = document.spec.intelligent_routing_spec
-    if routing is not None and routing.enabled and routing.routing_strategy == "kvaware" and caches(document):
+    if routing is not None and routing.enabled and _reads_caches(routing) and caches(document):
         return (
             "gateways share neither what they have sent where nor what LMCache reports: "
             "each LMCache reports to one of them alone, and the others do not know its tiers"
@@ -222,24 +224,32 @@ def _routing(document: Document, strategies: Collection[str]) -> Iterator[Judgem
     routing = document.spec.intelligent_routing_spec or IntelligentRouting()
     path: Path = ("spec", "intelligentRoutingSpec", "routingStrategy")
     given = document.spec.intelligent_routing_spec is not None
+    if given and routing.routing_strategy not in strategies:
+        has = ", ".join(sorted(strategies))
+        says = f"this version of kvroute has no strategy {masked(routing.routing_strategy)} yet; it has {has}"
+        yield _wrong(path, says)
     if not routing.enabled:
         if given and "routing_strategy" in routing.model_fields_set:
             yield _noted(path, "intelligentRoutingSpec.enabled is not true")
         if document.x_kvroute.routing.session_keys:
             yield _noted(("x-kvroute", "routing", "sessionKeys"), "the strategy is not session")
         return
-    if routing.routing_strategy not in strategies:
-        has = ", ".join(sorted(strategies))
-        says = f"this version of kvroute has no strategy {routing.routing_strategy} yet; it has {has}"
-        yield _wrong(path, says)
     endpoint = document.spec.invocation_endpoint
-    if routing.routing_strategy == "kvaware" and "chat" in endpoint:
+    if _reads_caches(routing) and "chat" in endpoint:
         yield _noted(
             ("spec", "invocationEndpoint"),
-            "the gateway serves chat with kvaware like any OpenAI path; HyperPod refuses it",
+            f"the gateway serves chat with {routing.routing_strategy} like any OpenAI path;"
+            " HyperPod refuses it",
         )
-    if routing.routing_strategy != "session" and document.x_kvroute.routing.session_keys:
+    if (
+        needs_of(routing.routing_strategy) is not Needs.SESSION_KEY
+        and document.x_kvroute.routing.session_keys
+    ):
         yield _noted(("x-kvroute", "routing", "sessionKeys"), "the strategy is not session")
+
+
+def _reads_caches(routing: IntelligentRouting) -> bool:
+    return needs_of(routing.routing_strategy) is Needs.TOKENS
 
 
 def _worker(document: Document) -> Iterator[Judgement]:

@@ -273,7 +273,5 @@ class IntelligentRouting(Fields):
     """The gateway and its strategy."""
 
     enabled: bool = applied(False, becomes="the gateway's strategy; without it requests go round robin")
-    routing_strategy: Literal["prefixaware", "kvaware", "session", "roundrobin"] = applied(
-        "prefixaware", becomes="routing.strategy of the gateway"
-    )
+    routing_strategy: str = applied("prefixaware", becomes="routing.strategy of the gateway")
     auto_scaling_spec: AutoScaling | None = section()

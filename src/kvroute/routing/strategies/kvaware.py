@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import ClassVar, Final, NamedTuple, TypeAlias
+from typing import ClassVar, Final, TypeAlias
 
 from kvroute.fleet.worker import FleetView, Worker
 from kvroute.index.history import RouteHistory
-from kvroute.index.in_flight import InFlight
 from kvroute.options import Options, option
 from kvroute.routing.audit import AuditOptions
 from kvroute.routing.cost import CostModel, TierLoad
 from kvroute.routing.strategy import (
-    CacheMap,
     CachePlace,
     Candidate,
     CandidateMatch,
@@ -25,7 +23,7 @@ from kvroute.routing.strategy import (
     Tokens,
     matched_tokens,
 )
-from kvroute.routing.transfers import TransferOptions, Transfers
+from kvroute.routing.transfers import CacheViews, TransferOptions
 
 
 class KvAwareOptions(Options):
@@ -36,27 +34,19 @@ class KvAwareOptions(Options):
     audit: AuditOptions = option(default_factory=AuditOptions)
 
 
-class CacheViews(NamedTuple):
-    """What `KvAware` reads beside costs and history. `in_flight` has the exact prompts of unfinished
-    requests by slot: blocks that are held, or will be before the next request runs, whether or not the
-    worker has announced them yet."""
-
-    caches: CacheMap
-    in_flight: InFlight
-    transfers: Transfers
-
-
 _Found: TypeAlias = tuple[ExactPrompt, Mapping[int, Tokens], Mapping[int, int]]
 """A prompt, and by slot: its tokens in caches, its leading keys that unfinished requests have too."""
 
 
 class KvAware:
-    """Stateless but for the views, which others change, and the transfers that `routed` starts;
+    """Stateless but for the views, which others change, and the transfers that `on_dispatch` starts;
     implements `Strategy`."""
 
     name: ClassVar[str] = "kvaware"
     needs: ClassVar[Needs] = Needs.TOKENS
-    is_told: ClassVar[bool] = True
+    options: ClassVar[type[Options]] = KvAwareOptions
+    has_affinity: ClassVar[bool] = True
+    observes_dispatch: ClassVar[bool] = True
 
     def __init__(
         self, options: KvAwareOptions, costs: CostModel, history: RouteHistory, views: CacheViews
@@ -97,7 +87,7 @@ class KvAware:
         ranking = self._costs.rank(query, workers, totals, loads, held, view.loads)
         return RouteDecision(self.name, _reason(query, ranking[0], max(totals)), ranking)
 
-    def routed(self, query: RouteQuery, decision: RouteDecision, candidate: Candidate) -> None:
+    def on_dispatch(self, query: RouteQuery, decision: RouteDecision, candidate: Candidate) -> None:
         """Its blocks are on their way from slower tiers."""
         held = candidate.held
         if held is not None:

@@ -12,6 +12,7 @@ from kvroute.index.registry import HISTORIES
 from kvroute.options import Options, option
 from kvroute.routing.cost import CostModel
 from kvroute.routing.strategy import Candidate, Needs, RouteDecision, RouteQuery, RouteReason, matched_tokens
+from kvroute.routing.transfers import CacheViews
 
 _NAME = "prefixaware"
 # A member asked of its class costs 80 ns each time (CPython 3.11), these almost nothing.
@@ -39,9 +40,13 @@ class PrefixAware:
 
     name: ClassVar[str] = _NAME
     needs: ClassVar[Needs] = Needs.PROMPT
-    is_told: ClassVar[bool] = False
+    options: ClassVar[type[Options]] = PrefixAwareOptions
+    has_affinity: ClassVar[bool] = True
+    observes_dispatch: ClassVar[bool] = False
 
-    def __init__(self, options: PrefixAwareOptions, costs: CostModel, history: RouteHistory) -> None:
+    def __init__(
+        self, options: PrefixAwareOptions, costs: CostModel, history: RouteHistory, views: CacheViews
+    ) -> None:
         self._costs = costs
         self._history = history
 
@@ -57,7 +62,7 @@ class PrefixAware:
             return RouteDecision(_NAME, _MISS, ranking)
         return RouteDecision(_NAME, _HIT if matched[ranking.first_place] == most else _SPILL, ranking)
 
-    def routed(self, query: RouteQuery, decision: RouteDecision, candidate: Candidate) -> None:
+    def on_dispatch(self, query: RouteQuery, decision: RouteDecision, candidate: Candidate) -> None:
         """Nothing: the router's lease has recorded the prompt."""
 
     def forget(self, session_key: str) -> bool:

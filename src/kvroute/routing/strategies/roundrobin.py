@@ -9,6 +9,7 @@ from kvroute.index.history import RouteHistory
 from kvroute.options import Options
 from kvroute.routing.cost import CostModel
 from kvroute.routing.strategy import Candidate, Needs, RouteDecision, RouteQuery, RouteReason
+from kvroute.routing.transfers import CacheViews
 
 
 class RoundRobinOptions(Options):
@@ -16,7 +17,7 @@ class RoundRobinOptions(Options):
 
 
 class _Turns:
-    """One model's order. Mutable: by `RoundRobin.routed`. Start-time fair queueing: `due` is the turn at
+    """One model's order. Mutable: by `RoundRobin.on_dispatch`. Start-time fair queueing: `due` is the turn at
     which a worker is next, `turn` where the order stands. Who joins or returns starts at `turn`, so it
     neither catches up on what it missed nor waits for the others."""
 
@@ -31,13 +32,17 @@ class _Turns:
 
 
 class RoundRobin:
-    """Mutable: the turns, by `routed` only; implements `Strategy`."""
+    """Mutable: the turns, by `on_dispatch` only; implements `Strategy`."""
 
     name: ClassVar[str] = "roundrobin"
     needs: ClassVar[Needs] = Needs.NOTHING
-    is_told: ClassVar[bool] = True
+    options: ClassVar[type[Options]] = RoundRobinOptions
+    has_affinity: ClassVar[bool] = False
+    observes_dispatch: ClassVar[bool] = True
 
-    def __init__(self, options: RoundRobinOptions, costs: CostModel, history: RouteHistory) -> None:
+    def __init__(
+        self, options: RoundRobinOptions, costs: CostModel, history: RouteHistory, views: CacheViews
+    ) -> None:
         self._costs = costs
         self._turns: dict[str, _Turns] = {}
 
@@ -48,7 +53,7 @@ class RoundRobin:
         ranking.put_first(chosen)
         return RouteDecision(self.name, RouteReason.ROUND_ROBIN, ranking)
 
-    def routed(self, query: RouteQuery, decision: RouteDecision, candidate: Candidate) -> None:
+    def on_dispatch(self, query: RouteQuery, decision: RouteDecision, candidate: Candidate) -> None:
         turns = self._turns.get(query.model)
         if turns is None:
             turns = self._turns[query.model] = _Turns()

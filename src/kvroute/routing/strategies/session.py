@@ -15,6 +15,7 @@ from kvroute.index.history import RouteHistory
 from kvroute.options import Options, option
 from kvroute.routing.cost import CostModel
 from kvroute.routing.strategy import Candidate, Needs, RouteDecision, RouteQuery, RouteReason
+from kvroute.routing.transfers import CacheViews
 
 
 class SessionOptions(Options):
@@ -95,7 +96,7 @@ class _Seat(NamedTuple):
 
 
 class Session:
-    """Mutable: rings, rebuilt when a model's workers change, and the table of seats, by `routed` and
+    """Mutable: rings, rebuilt when a model's workers change, and the table of seats, by `on_dispatch` and
     `forget` only; implements `Strategy`.
 
     A session belongs to its home, the first worker on the ring. A seat remembers where it really went
@@ -106,9 +107,13 @@ class Session:
 
     name: ClassVar[str] = "session"
     needs: ClassVar[Needs] = Needs.SESSION_KEY
-    is_told: ClassVar[bool] = True
+    options: ClassVar[type[Options]] = SessionOptions
+    has_affinity: ClassVar[bool] = True
+    observes_dispatch: ClassVar[bool] = True
 
-    def __init__(self, options: SessionOptions, costs: CostModel, history: RouteHistory) -> None:
+    def __init__(
+        self, options: SessionOptions, costs: CostModel, history: RouteHistory, views: CacheViews
+    ) -> None:
         self._options = options
         self._costs = costs
         self._rings: dict[str, tuple[int, Ring]] = {}
@@ -133,7 +138,7 @@ class Session:
         ranking.put_first(workers[chosen])
         return RouteDecision(self.name, reason, ranking)
 
-    def routed(self, query: RouteQuery, decision: RouteDecision, candidate: Candidate) -> None:
+    def on_dispatch(self, query: RouteQuery, decision: RouteDecision, candidate: Candidate) -> None:
         if query.session_key is None or candidate is not decision.ranking[0]:
             return
         known = self._rings.get(query.model)
