@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[2]
 READY_S = 600.0
 BACK_S = 240.0
 # A question to an engine whose LMCache server is gone waits for it for half a minute.
-REQUEST_TIMEOUT_S = 180.0
+REQUEST_TIMEOUT_S = 420.0
 PROMPT_TOKENS, CHUNK_TOKENS, BLOCK_TOKENS = 1500, 64, 32
 # The last token is always computed; LMCache keeps whole chunks, as does the engine blocks.
 SHARED_TOKENS = (PROMPT_TOKENS - 1) // CHUNK_TOKENS * CHUNK_TOKENS
