@@ -29,7 +29,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from statistics import fmean
 
 from kvroute.sim.tiers import Filling
-from routing_goals import GOALS, Ask, Bound, Capacity, Task
+from routing_goals import GOALS, Ask, Bound, Capacity, Task, judged_for
 from routing_runs import SUBJECTS, Case, Figures, run
 
 CAPACITY_P90_S = 5.0
@@ -80,7 +80,7 @@ def averaged(results: list[Figures]) -> Figures:
 
 
 def judge(numbers: list[int], ask: Ask) -> Judged:
-    return {number: {subject: GOALS[number][1](ask, subject) for subject in SUBJECTS} for number in numbers}
+    return {number: {subject: judged_for(number, ask, subject) for subject in SUBJECTS} for number in numbers}
 
 
 def tasks_of(numbers: list[int]) -> list[Task]:

@@ -242,7 +242,7 @@ class SimulatedCaches:
         keys = token_keys(ids, adapter_space(None).seed)
         return ExactPrompt(request.prompt_tokens, keys, PromptChunks(ids), key_tokens=BLOCK)
 
-    def look(self, at_once: bool) -> bool:
+    def refresh(self, force: bool) -> bool:
         return True
 
     def places(self, worker: Worker) -> Sequence[CachePlace]:

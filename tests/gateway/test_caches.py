@@ -88,7 +88,7 @@ def test_a_look_takes_in_what_has_come(ingest: Any) -> None:
     prompt = ExactPrompt(len(ids), keys, PromptChunks(ids), "", None)
     assert caches.match(prompt) == {}
 
-    assert caches.look(True)
+    assert caches.refresh(True)
 
     assert caches.match(prompt) == {0: Tokens(gpu=32)}
 

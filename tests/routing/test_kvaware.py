@@ -29,9 +29,9 @@ class FakeMap:
         self.looks: list[bool] = []
         self.is_read = True
 
-    def look(self, at_once):
-        self.looks.append(at_once)
-        return at_once or self.is_read
+    def refresh(self, force):
+        self.looks.append(force)
+        return force or self.is_read
 
     def places(self, worker):
         slots = self.slots.get(worker.index, [worker.index])

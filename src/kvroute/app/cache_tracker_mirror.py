@@ -61,8 +61,8 @@ class MirroredCaches:
         self._places: dict[str, tuple[CachePlace, ...]] = {}
         self._by_lmcache: set[int] = set()
 
-    def look(self, at_once: bool) -> bool:
-        """What the other process tells is taken in as it comes."""
+    def refresh(self, force: bool) -> bool:
+        """True: the other process's messages are applied as they arrive."""
         return True
 
     def places(self, worker: Worker) -> Sequence[CachePlace]:

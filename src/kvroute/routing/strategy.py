@@ -95,9 +95,9 @@ class CandidateMatch(NamedTuple):
 class CacheMap(Protocol):
     """The live map of which blocks lie where. Read synchronously, never across an await."""
 
-    def look(self, at_once: bool) -> bool:
-        """Take in what has come, unless that was done a moment ago and it need not be `at_once`. True if
-        all that had come by now is known then."""
+    def refresh(self, force: bool) -> bool:
+        """Apply the events that have arrived. Without `force`, a map that was refreshed some milliseconds ago
+        is left as it is. True if every event that has arrived is in the map."""
         ...
 
     def places(self, worker: Worker) -> Sequence[CachePlace]:
@@ -112,7 +112,7 @@ class CacheMap(Protocol):
 class NoMap:
     """For a gateway that follows no caches."""
 
-    def look(self, at_once: bool) -> bool:
+    def refresh(self, force: bool) -> bool:
         return True
 
     def places(self, worker: Worker) -> Sequence[CachePlace]:

@@ -63,7 +63,7 @@ class KvAware:
             ranking = self._costs.rank(query, workers, queues=view.loads)
             return RouteDecision(self.name, RouteReason.NO_PROMPT, ranking)
         exact, simple = query.exact, None
-        if exact and self._caches.look(False):
+        if exact and self._caches.refresh(False):
             self._in_flight.settle()
         if len(exact) == 1:
             found = [self._find(exact[0])]
@@ -103,7 +103,7 @@ class KvAware:
 
     def _find(self, prompt: ExactPrompt) -> _Found:
         in_flight, goes_on = self._in_flight.match(prompt.keys)
-        if goes_on and self._caches.look(True):  # its last answer's blocks may have come since
+        if goes_on and self._caches.refresh(True):  # its last answer's blocks may have come since
             self._in_flight.settle()
             in_flight, _ = self._in_flight.match(prompt.keys)
         return prompt, self._caches.match(prompt), in_flight
