@@ -17,8 +17,8 @@ from routing_runs import Case, Figures
 CONV, TOOL = Case("conv", 10.5, ""), Case("tool", 29.0, "")
 
 SHARED = "shared"
-"""The baseline that stands beside every goal: least backlog before one infinite cache that all workers share. No
-router in front of real caches can expect to beat it."""
+"""The baseline that stands beside every goal: least backlog before one infinite cache that all workers share.
+No router in front of real caches can expect to beat it."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,8 @@ class Capacity:
 class Bound:
     """One figure and its limit: `most`, or `least` where that is set; without either it is only shown.
 
-    `goal` is the original limit where a regression bound has replaced it. `ideal` is the same figure of `SHARED`.
+    `goal` is the original limit where a regression bound has replaced it. `ideal` is the same figure of
+    `SHARED`.
     """
 
     name: str
@@ -53,7 +54,7 @@ class Bound:
         )
 
     def with_limit(self, limit: float, *, is_regression: bool) -> Bound:
-        """The same figure with another limit. With `is_regression` the original one stays beside it as `goal`."""
+        """The same figure with another limit. With `is_regression`, `goal` keeps the original one."""
         goal = (self.most if self.least is None else self.least) if is_regression else None
         if self.least is None:
             return replace(self, most=limit, goal=goal)
@@ -242,12 +243,12 @@ OWN_LIMITS: dict[tuple[int, str], dict[str, float]] = {
 """By goal and subject: stricter limits than the goal's, by the name of the figure."""
 
 REGRESSION_BOUNDS: dict[tuple[int, str], dict[str, float]] = {}
-"""By goal and subject: limits in place of goals that are missed, by the name of the figure. Each is the figure of
-seeds 0 to 2 times 1.03, or divided by it where more is better."""
+"""By goal and subject: limits in place of goals that are missed, by the name of the figure. Each is the
+figure of seeds 0 to 2 times 1.03, or divided by 1.03 where more is better."""
 
 
 def judged_for(number: int, ask: Ask, subject: str) -> list[Bound]:
-    """The goal's figures for `subject`, each with the limit that holds for it and with the figure of `SHARED`."""
+    """The figures of a goal for `subject`, each with its limit and with the figure of `SHARED`."""
     goal = GOALS[number][1]
     bounds, ideal = goal(ask, subject), {bound.name: bound.value for bound in goal(ask, SHARED)}
     own, regression = OWN_LIMITS.get((number, subject), {}), REGRESSION_BOUNDS.get((number, subject), {})

@@ -1,7 +1,7 @@
 import pytest
 
 from kvroute.fleet.worker import Worker, WorkerId, WorkerSpec
-from kvroute.gateway.accuracy import Attribution
+from kvroute.gateway.exchange import Attribution
 from kvroute.routing.strategy import Candidate, CandidateMatch, CostTerms, RouteDecision, RouteReason, Tokens
 
 

@@ -7,8 +7,7 @@ import logging
 
 import pytest
 
-from kvroute.gateway.accuracy import Usage
-from kvroute.gateway.journal import Journal, Record
+from kvroute.gateway.journal import Journal, Record, Usage
 from kvroute.logs import ACCESS, TextFormatter
 from kvroute.metrics import Metrics
 

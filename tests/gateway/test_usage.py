@@ -2,7 +2,8 @@ import json
 
 import pytest
 
-from kvroute.gateway.accuracy import Usage, usage_in
+from kvroute.gateway.exchange import usage_in
+from kvroute.gateway.journal import Usage
 
 
 def test_a_plain_answers_usage_is_read():

@@ -6,7 +6,7 @@ from msgspec.structs import replace
 from kvroute.blocks.keys import PromptKeys
 from kvroute.index.radix_history import RadixHistory
 from kvroute.routing.cost import RESIDENCE_S, CostModel, TierLoad
-from kvroute.routing.cost_options import CostOptions, Costs
+from kvroute.routing.cost_parameters import CostOptions, Costs
 
 A, B, C = 0, 1, 2
 

@@ -13,8 +13,7 @@ from kvroute.blocks.keys import PromptKeys
 from kvroute.fleet.worker import WorkerFacts
 from kvroute.index.radix_history import RadixHistory
 from kvroute.routing.cost import MAX_UTILISATION, RESIDENCE_S, CostModel, TierLoad
-from kvroute.routing.cost_options import CostOptions
-from kvroute.routing.learning import Learned
+from kvroute.routing.cost_parameters import CostOptions, Learned
 from kvroute.routing.strategy import Candidate, CandidateMatch, CostTerms, Tokens, matched_tokens
 
 

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from kvroute.routing.learning import LEAST_PREFILLS, PrefillFit, Speeds
+from kvroute.routing.cost_parameters import LEAST_PREFILLS, PrefillFit, Speeds
 from kvroute.routing.registry import RoutingOptions
 from kvroute.routing.router import Router
 from kvroute.sim.fleet import ChatClients, ChatShape

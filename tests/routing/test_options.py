@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
-from kvroute.routing.cost_options import CostOptions
+from kvroute.routing.cost_parameters import CostOptions
 from kvroute.routing.registry import RoutingOptions
 
 

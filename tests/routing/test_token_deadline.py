@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvroute.routing.cost_options import CostOptions, Costs
+from kvroute.routing.cost_parameters import CostOptions, Costs
 from kvroute.routing.strategy import TokenPatience, token_deadline_s
 
 PATIENCE = TokenPatience(least_s=0.05, most_s=1.0, loss_share=0.25)

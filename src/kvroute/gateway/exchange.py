@@ -8,9 +8,11 @@ leaves, a shutdown, a defect), it passes `_end` once, where everything that was 
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import msgspec
 from msgspec import Struct
 
 from kvroute.clock import Clock
@@ -28,15 +30,17 @@ from kvroute.errors import (
     WorkerUnreachable,
 )
 from kvroute.fleet.health import HealthMonitor
-from kvroute.gateway.accuracy import Attribution, PredictionAudit, usage_in
+from kvroute.gateway.accuracy import PredictionAudit
 from kvroute.gateway.downstream import Downstream, header
 from kvroute.gateway.failures import InternalError, error_event, refuse
-from kvroute.gateway.journal import Journal, Record
+from kvroute.gateway.journal import Journal, Record, Usage
 from kvroute.gateway.planner import RequestPlan
 from kvroute.gateway.stored import ResponseOwners, response_id_in
 from kvroute.metrics import Metrics, Spread
+from kvroute.openai.request import UNREADABLE
+from kvroute.routing.registry import STRATEGIES
 from kvroute.routing.router import Dispatch, Router
-from kvroute.routing.strategy import Candidate, RouteQuery
+from kvroute.routing.strategy import Candidate, Needs, RouteDecision, RouteQuery, Tokens
 from kvroute.tokens.estimate import TokenEstimator
 from kvroute.upstream.headers import ANSWERED_HERE, HOP_BY_HOP, response_headers
 from kvroute.upstream.options import RetryBudget
@@ -53,6 +57,126 @@ _RANK_FIELD = b"x-data-parallel-rank:"
 _DROPPED_WITHOUT_BODY = _DROPPED | {b"content-length"}
 CLIENT_LEFT = 499
 """nginx's status for a request whose client left before its answer began; only metrics and logs see it."""
+
+
+_TAIL_BYTES = 4096
+_SMALL_BYTES = 2048
+"""Up to here it costs less to decode an answer than to search it."""
+# Inside generated text the quotes would be escaped, so these match only the worker's own fields.
+_first_prompt_tokens = re.compile(rb'"usage"\s*:\s*\{\s*"(?:prompt|input)_tokens"\s*:\s*(\d+)').match
+_prompt_tokens = re.compile(rb'"(?:prompt|input)_tokens"\s*:\s*(\d+)').search
+_cached_tokens = re.compile(rb'"cached_tokens"\s*:\s*(\d+)').search
+
+
+class _Details(Struct, gc=False):
+    cached_tokens: int | None = None
+
+
+class _Usage(Struct, gc=False):
+    prompt_tokens: int | None = None
+    input_tokens: int | None = None
+    prompt_tokens_details: _Details | None = None
+    input_tokens_details: _Details | None = None
+    cached_tokens: int | None = None
+
+
+class _Answer(Struct, gc=False):
+    usage: _Usage | None = None
+
+
+_new = tuple.__new__
+_decode_answer = msgspec.json.Decoder(_Answer).decode
+
+
+def usage_in(before_last: bytes, last: bytes) -> Usage | None:
+    """The usage in an answer's last two chunks, None where it has none. A few us, once an answer."""
+    if not before_last and len(last) <= _SMALL_BYTES and last.startswith(b"{"):
+        usage = _decoded(last)
+        if usage is not None:
+            return usage
+    tail = (before_last + last if len(last) < _TAIL_BYTES else last)[-_TAIL_BYTES:]
+    start = tail.rfind(b'"usage"')
+    if start < 0:
+        return None
+    # It is the first field of all engines' usage; to search for it costs three times as much.
+    prompt = _first_prompt_tokens(tail, start) or _prompt_tokens(tail, start)
+    if prompt is None:
+        return None
+    # Most engines do not tell by default, and to find a literal absent costs less than a pattern.
+    cached = _cached_tokens(tail, start) if tail.find(b'"cached_tokens"', start) >= 0 else None
+    return _new(Usage, (int(prompt[1]), int(cached[1]) if cached else None))
+
+
+def _decoded(answer: bytes) -> Usage | None:
+    """Of a whole answer; None where it is not to be had in this way."""
+    try:
+        usage = _decode_answer(answer).usage
+    except UNREADABLE:
+        return None
+    if usage is None:
+        return None
+    tokens, details = usage.prompt_tokens, usage.prompt_tokens_details
+    if tokens is None:
+        tokens, details = usage.input_tokens, usage.input_tokens_details
+    if tokens is None or tokens < 0:
+        return None
+    cached = usage.cached_tokens if details is None else details.cached_tokens
+    if cached is not None and cached < 0:
+        cached = None
+    # As `Usage(...)`, without its Python-level constructor.
+    return _new(Usage, (tokens, cached))
+
+
+_MOST_LINES = 4096
+_PREDICTING = frozenset(
+    name for name, strategy in STRATEGIES.items() if strategy.needs in (Needs.PROMPT, Needs.TOKENS)
+)
+"""Strategies that predict cached tokens: those that read the prompt."""
+
+
+class Attribution:
+    """Mutable: remembers the lines it has made, by all that they say, as most requests hit nothing or a known
+    beginning; at most 4096, so that no coming and going of workers fills the memory."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[str, str, str, int, Tokens | None], bytes] = {}
+
+    def lines(self, candidate: Candidate, decision: RouteDecision) -> bytes:
+        """Of an answer by `candidate`; with a strategy that predicts hits also its predicted
+        `cached_tokens`, in all and by tier."""
+        held = candidate.held
+        key = (
+            candidate.worker.spec.id,
+            decision.strategy,
+            decision.reason,
+            candidate.matched_tokens,
+            None if held is None else held.tokens,
+        )
+        lines = self._known.get(key)
+        if lines is None:
+            if len(self._known) >= _MOST_LINES:
+                self._known.clear()
+            lines = self._known[key] = _lines(candidate, decision)
+        return lines
+
+
+def _lines(candidate: Candidate, decision: RouteDecision) -> bytes:
+    own = b"x-kvroute-worker: %b\r\nx-kvroute-strategy: %b\r\nx-kvroute-reason: %b\r\n" % (
+        candidate.worker.spec.id.encode(),
+        decision.strategy.encode(),
+        decision.reason.encode(),
+    )
+    if decision.strategy not in _PREDICTING:
+        return own
+    tokens, held = candidate.matched_tokens, candidate.held
+    gpu, l1, l2 = (tokens, 0, 0) if held is None else held.tokens
+    return b"%bx-kvroute-hit-tokens: %d\r\nx-kvroute-hit-tiers: gpu=%d;l1=%d;l2=%d\r\n" % (
+        own,
+        tokens,
+        gpu,
+        l1,
+        l2,
+    )
 
 
 @dataclass(frozen=True, slots=True)

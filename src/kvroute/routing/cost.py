@@ -16,8 +16,7 @@ from kvroute.blocks.keys import PromptKeys
 from kvroute.fleet.load import WorkerLoad, survey
 from kvroute.fleet.worker import Worker
 from kvroute.index.history import RouteHistory
-from kvroute.routing.cost_options import CostOptions, Costs
-from kvroute.routing.learning import Fit, Learned, Lessons
+from kvroute.routing.cost_parameters import CostOptions, Costs, Fit, Learned, Lessons
 from kvroute.routing.strategy import Candidate, CandidateMatch, RouteQuery, Row
 
 

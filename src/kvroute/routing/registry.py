@@ -14,7 +14,7 @@ from pydantic import create_model, field_validator
 from kvroute.index.history import RouteHistory
 from kvroute.options import Options, Switch, option
 from kvroute.routing.cost import CostModel
-from kvroute.routing.cost_options import CostOptions
+from kvroute.routing.cost_parameters import CostOptions
 from kvroute.routing.strategies.kvaware import KvAware
 from kvroute.routing.strategies.prefixaware import PrefixAware
 from kvroute.routing.strategies.roundrobin import RoundRobin

@@ -12,8 +12,7 @@ from kvroute.index.history import HistorySize, PinnedBlocks, RouteHistory
 from kvroute.index.in_flight import Flight, InFlight
 from kvroute.index.registry import HISTORIES
 from kvroute.routing.cost import CostModel
-from kvroute.routing.cost_options import Costs
-from kvroute.routing.learning import Learned
+from kvroute.routing.cost_parameters import Costs, Learned
 from kvroute.routing.registry import STRATEGIES, RoutingOptions
 from kvroute.routing.strategies.kvaware import KvAwareOptions
 from kvroute.routing.strategies.prefixaware import PrefixAwareOptions

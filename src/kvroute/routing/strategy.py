@@ -15,7 +15,7 @@ from kvroute.fleet.worker import ASSUMED_BLOCK_TOKENS, FleetView, Worker
 from kvroute.index.chunk_index import ChunkHolder
 from kvroute.index.history import RouteHistory
 from kvroute.options import Options
-from kvroute.routing.cost_options import Costs
+from kvroute.routing.cost_parameters import Costs
 
 Probed: TypeAlias = Mapping[ChunkHolder, Collection[ChunkKey]] | None
 """What a shared store said it has of a prompt; None where none was asked."""
