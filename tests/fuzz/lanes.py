@@ -312,7 +312,7 @@ class Lanes:
         """Whether all that was under way ends now that its clients have left."""
         plane, loop = self.runtime.plane, asyncio.get_running_loop()
         until = loop.time() + DEADLINE_S
-        while plane.in_flight or self.state.tasks or self.state.connections:
+        while plane.admission.in_flight or self.state.tasks or self.state.connections:
             if loop.time() > until:
                 return False
             await asyncio.sleep(_ROUND_S)
@@ -320,13 +320,13 @@ class Lanes:
 
     def _hang(self) -> Finding:
         state = self.state
-        text = f"{self.runtime.plane.in_flight} requests, {len(state.tasks)} tasks, "
+        text = f"{self.runtime.plane.admission.in_flight} requests, {len(state.tasks)} tasks, "
         text += f"{len(state.connections)} connections are left"
         for task in list(self.state.tasks):
             text += "\n" + repr(task.get_coro())
             task.cancel()
         self.state.connections.clear()
-        self.runtime.plane.cut()
+        self.runtime.plane.admission.cut()
         return Finding("hang", text)
 
     def _judge(

@@ -10,8 +10,8 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
+from kvroute.gateway.asgi import FIELDS, IS_SIZED, disconnect_signal_of
 from kvroute.gateway.complete import CompleteProtocol
-from kvroute.gateway.downstream import FIELDS, IS_SIZED, departure_of
 
 GET = b"GET /x HTTP/1.1\r\nhost: x\r\n\r\n"
 JSON = (b"content-type", b"application/json")
@@ -270,9 +270,9 @@ async def test_a_client_that_leaves_is_told_of_and_received() -> None:
     received: list[Any] = []
 
     async def application(scope: Any, receive: Any, _send: Any) -> None:
-        departure = departure_of(scope)
-        assert departure is not None
-        departure.tell(told.append)
+        signal = disconnect_signal_of(scope)
+        assert signal is not None
+        signal.subscribe(told.append)
         received.append(await receive())
         received.append(await receive())
 
@@ -292,9 +292,9 @@ async def test_who_asks_after_a_client_left_is_told_at_once() -> None:
 
     async def application(scope: Any, _receive: Any, _send: Any) -> None:
         await asyncio.sleep(0)
-        departure = departure_of(scope)
-        assert departure is not None
-        departure.tell(told.append)
+        signal = disconnect_signal_of(scope)
+        assert signal is not None
+        signal.subscribe(told.append)
 
     protocol = connected(application)
     protocol.data_received(GET)
@@ -308,9 +308,9 @@ async def test_a_client_that_leaves_after_its_answer_is_nobodys_matter() -> None
     told: list[str] = []
 
     async def application(scope: Any, _receive: Any, send: Any) -> None:
-        departure = departure_of(scope)
-        assert departure is not None
-        departure.tell(told.append)
+        signal = disconnect_signal_of(scope)
+        assert signal is not None
+        signal.subscribe(told.append)
         await send(start(JSON))
         await send(body(b"12"))
 

@@ -1,9 +1,10 @@
-"""What an exchange does first: the other sides get theirs before anything is accounted."""
+"""The order of an exchange's steps: worker and client get their bytes before anything is accounted."""
 
 from types import SimpleNamespace
 from typing import Any
 
 from kvroute.errors import ConnectionLost
+from kvroute.gateway.attempts import Attempts
 from kvroute.gateway.exchange import Exchange
 from kvroute.gateway.journal import Record
 from kvroute.gateway.planner import RequestPlan
@@ -15,21 +16,21 @@ EVENT = b"data: {}\n\n"
 HEAD = PlainAnswer(200, b"OK", b"", b"content-type: text/event-stream\r\n", True, 0, None)
 
 
-class Told:
-    """Everybody that an exchange speaks with. Notes what it hears, in order."""
+class Recorder:
+    """Stands for every collaborator of an exchange and notes the calls, in order."""
 
     def __init__(self, *, can_forward: bool = True) -> None:
-        self.heard: list[str] = []
+        self.calls: list[str] = []
         self.response = UpstreamResponse(0.0)
         self.heads = SimpleNamespace(head=self.head)
         self._can_forward = can_forward
         self.is_paused = False
 
     def __getattr__(self, name: str) -> Any:
-        def told(*_: Any, **__: Any) -> Any:
-            self.heard.append(name)
+        def note(*_: Any, **__: Any) -> Any:
+            self.calls.append(name)
 
-        return told
+        return note
 
     def head(self, *_: Any) -> bytes:
         if not self._can_forward:
@@ -40,12 +41,12 @@ class Told:
         return self
 
     def submit(self, *arguments: Any) -> UpstreamResponse:
-        self.heard.append("submit")
+        self.calls.append("submit")
         self.response.listener = arguments[2]
         return self.response
 
     def dispatch(self, *_: Any) -> Any:
-        self.heard.append("dispatch")
+        self.calls.append("dispatch")
         return self
 
     def gaps(self, *_: Any) -> Any:
@@ -58,69 +59,72 @@ class Told:
         return None
 
 
-def began(told: Any) -> Exchange:
+def started(recorder: Any) -> Exchange:
     worker: Any = SimpleNamespace(id="w", spec=SimpleNamespace(id="w"))
     candidate = Candidate(worker, 0.0, 0, 0.0, CostTerms())
     decision = RouteDecision("prefixaware", RouteReason.PREFIX_MISS, (candidate,))
     plan = RequestPlan(b"POST", b"/", b"", "m", (), RouteQuery("m", 0.0), decision)
-    labelled = SimpleNamespace(labels=lambda *_: told)
-    use: Any = SimpleNamespace(
-        router=told,
-        transports=told,
-        health=told,
-        budget=told,
-        metrics=SimpleNamespace(gaps=told.gaps, rejected=labelled, streams_aborted=labelled),
-        journal=told,
-        attribution=told,
-        sent=None,
+    labelled = SimpleNamespace(labels=lambda *_: recorder)
+    metrics = SimpleNamespace(gaps=recorder.gaps, rejected=labelled, streams_aborted=labelled)
+    attempts: Any = SimpleNamespace(
+        router=recorder,
+        transports=recorder,
+        health=recorder,
+        budget=recorder,
+        metrics=metrics,
+        on_sent=None,
         retry_statuses=frozenset(),
         now=lambda: 1.0,
     )
-    exchange = Exchange(use, plan, Record(b"id", "/", 0.0), b"", told, lambda _: None)
-    exchange.begin()
+    deps: Any = SimpleNamespace(
+        attempts=attempts, metrics=metrics, journal=recorder, attribution=recorder, now=lambda: 1.0
+    )
+    record = Record(b"id", "/", 0.0)
+    exchange = Exchange(deps, plan, record, Attempts(attempts, plan, record, b""), recorder, lambda _: None)
+    exchange.start()
     return exchange
 
 
-def arrives(told: Told, exchange: Exchange, error: ConnectionLost | None = None) -> list[str]:
-    told.heard.clear()
-    response = told.response
+def arrive(recorder: Recorder, exchange: Exchange, error: ConnectionLost | None = None) -> list[str]:
+    recorder.calls.clear()
+    response = recorder.response
     response.status, response.plain = 200, HEAD
     response.parts.append(EVENT)
     response.is_over, response.error = error is not None, error
     exchange.answer_arrived(response)
-    return told.heard
+    return recorder.calls
 
 
-def test_a_request_is_on_its_way_before_it_is_accounted():
-    told = Told()
+def test_a_request_is_sent_before_it_is_accounted():
+    recorder = Recorder()
 
-    began(told)
+    started(recorder)
 
-    assert told.heard == ["request", "submit", "dispatch"]
+    assert recorder.calls == ["count_request", "submit", "dispatch"]
 
 
-def test_what_cannot_be_forwarded_is_not_accounted():
-    told = Told(can_forward=False)
+def test_a_request_that_cannot_be_forwarded_is_not_accounted():
+    recorder = Recorder(can_forward=False)
 
-    assert began(told).is_over
+    assert started(recorder).is_over
 
-    assert "dispatch" not in told.heard
-    assert "finished" in told.heard
+    assert "dispatch" not in recorder.calls
+    assert "finished" in recorder.calls
 
 
 def test_a_first_event_is_passed_on_before_it_is_accounted():
-    told = Told()
+    recorder = Recorder()
 
-    heard = arrives(told, began(told))
+    calls = arrive(recorder, started(recorder))
 
-    assert heard == ["report_status", "start_relayed", "write", "first_token"]
+    assert calls == ["report_status", "start_relayed", "write", "first_token"]
 
 
 def test_a_first_event_counts_even_if_the_answer_breaks_off_behind_it():
-    told = Told()
-    exchange = began(told)
+    recorder = Recorder()
+    exchange = started(recorder)
 
-    heard = arrives(told, exchange, ConnectionLost("gone"))
+    calls = arrive(recorder, exchange, ConnectionLost("closed"))
 
     assert exchange.is_over
-    assert heard.index("write") < heard.index("first_token") < heard.index("finish")
+    assert calls.index("write") < calls.index("first_token") < calls.index("finish")

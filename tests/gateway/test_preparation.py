@@ -108,7 +108,7 @@ async def test_what_exact_tokens_cost_the_loop_is_counted_whether_or_not_they_ar
     workers = Busy(["http://a"])
     preparer = Preparer(cast(ExactTokens, workers), cast(Fleet, workers), Metrics(), nobody(), fixed)
 
-    assert preparer.at_once(request(), "m") is None
+    assert preparer.try_cached(request(), "m") is None
     before = preparer.cpu_s
     await preparer.prepare(request(), "m")
 
@@ -151,7 +151,7 @@ async def test_what_is_known_at_once_is_what_waiting_gives(answer: ExactPrompts 
         lambda: False,
     )
 
-    at_once, waited = preparer.at_once(request(), "m"), await preparer.prepare(request(), "m")
+    at_once, waited = preparer.try_cached(request(), "m"), await preparer.prepare(request(), "m")
 
     assert at_once is not None
     assert at_once.why_not == waited.why_not
@@ -180,7 +180,7 @@ def test_nothing_is_known_at_once_where_it_takes_time(answer: ExactPrompts | Non
         lambda: is_probing,
     )
 
-    assert preparer.at_once(request(), "m") is None
+    assert preparer.try_cached(request(), "m") is None
 
 
 async def test_the_deadline_is_that_of_the_model_and_the_body_and_both_workers_share_it() -> None:

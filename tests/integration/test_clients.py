@@ -117,8 +117,8 @@ async def test_streamed_responses_are_remembered_too(client):
 
 async def test_a_gateway_that_forgot_asks_the_workers(client, gateway):
     first = await client.responses.create(model="m", input="Hi.")
-    gateway.runtime.plane.use.owners.forget_worker(gateway.runtime.fleet.workers()[0].id)
-    gateway.runtime.plane.use.owners.forget_worker(gateway.runtime.fleet.workers()[1].id)
+    gateway.runtime.plane.deps.owners.forget_worker(gateway.runtime.fleet.workers()[0].id)
+    gateway.runtime.plane.deps.owners.forget_worker(gateway.runtime.fleet.workers()[1].id)
 
     again = await client.responses.create(model="m", input="More.", previous_response_id=first.id)
 

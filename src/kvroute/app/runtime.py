@@ -29,6 +29,7 @@ from kvroute.gateway.accuracy import PredictionAudit
 from kvroute.gateway.admin import admin_routes
 from kvroute.gateway.admin_guard import AdminGuard
 from kvroute.gateway.application import build_application
+from kvroute.gateway.attempts import AttemptDeps, RetryBudget
 from kvroute.gateway.control import control_routes
 from kvroute.gateway.dataplane import DataPlane
 from kvroute.gateway.exchange import ExchangeDeps
@@ -45,7 +46,6 @@ from kvroute.routing.strategies.kvaware import KvAwareOptions
 from kvroute.routing.strategies.session import SessionOptions
 from kvroute.routing.strategy import Needs, TokenPatience, token_deadline_s
 from kvroute.tokens.estimate import TokenEstimator
-from kvroute.upstream.options import RetryBudget
 from kvroute.upstream.transport import AnyWorkerTransport, Transports
 from kvroute.upstream.writes import Outbox
 
@@ -250,19 +250,24 @@ class Runtime:
         config = self._config
         worker_key = config.fleet.worker_api_key
         keys = [key.get_secret_value() for key in config.server.api_keys]
-        use = ExchangeDeps(
+        attempts = AttemptDeps(
             router=self.router,
             transports=self._transports,
             health=self.health,
             budget=RetryBudget(config.retries),
+            metrics=self.metrics,
+            clock=self._clock,
+            retry_statuses=frozenset(config.retries.statuses),
+            on_sent=self.following.sent if self.following else None,
+        )
+        deps = ExchangeDeps(
+            attempts=attempts,
             metrics=self.metrics,
             estimator=self._estimator,
             owners=self._owners,
             journal=self._journal,
             audit=PredictionAudit(self.audit, self.metrics, self.following),
             clock=self._clock,
-            retry_statuses=frozenset(config.retries.statuses),
-            sent=self.following.sent if self.following else None,
         )
         worker_authorization = (
             f"Bearer {worker_key.get_secret_value()}".encode() if keys and worker_key else None
@@ -288,7 +293,7 @@ class Runtime:
         return DataPlane(
             planner,
             stored,
-            use,
+            deps,
             KeyCheck(keys),
             self._outbox,
             preparer=self.following.preparer if self.following else None,

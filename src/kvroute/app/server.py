@@ -206,7 +206,7 @@ class GatewayServer(uvicorn.Server):
         yield
 
     def _begin_shutdown(self) -> None:
-        self._runtime.plane.announce_shutdown()
+        self._runtime.plane.admission.announce_shutdown()
         self.should_exit = True
         if self._delay_s:
             self._close_after_answers()
@@ -224,16 +224,16 @@ class GatewayServer(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         plane = self._runtime.plane
-        plane.announce_shutdown()
+        plane.admission.announce_shutdown()
         if self._delay_s:
             log.info(
                 "shutting down in %g s (server.shutdown_delay_s): not ready, still serving", self._delay_s
             )
             self._close_after_answers()  # again: uvicorn sets them anew every second, until now
             await self._wait(self._delay_s)
-        plane.close_admission()
+        plane.admission.close()
         self._backlog.close()
-        log.info("shutting down: %d requests are running", plane.in_flight)
+        log.info("shutting down: %d requests are running", plane.admission.in_flight)
         cutter = asyncio.create_task(self._cut_late())
         try:
             await super().shutdown(sockets)
@@ -257,7 +257,7 @@ class GatewayServer(uvicorn.Server):
         clock = self._runtime.plane.clock
         began = clock.now()
         await self._wait(self._drain_timeout_s)
-        cut = self._runtime.plane.cut()
+        cut = self._runtime.plane.admission.cut()
         if cut:
             log.warning(
                 "cut %d requests after %.0f s (server.drain_timeout_s, or SIGINT)", cut, clock.now() - began

@@ -17,7 +17,7 @@ from kvroute.fleet.fleet import DrainProgress, Fleet, progress_of, until_drained
 from kvroute.fleet.options import WorkerEntry
 from kvroute.fleet.worker import Worker
 from kvroute.gateway.admin_guard import ADMIN, KEY_FINGERPRINT
-from kvroute.gateway.downstream import read_body
+from kvroute.gateway.asgi import read_body
 from kvroute.gateway.journal import Journal
 from kvroute.openai.request import parse_object
 from kvroute.routing.audit import Audit

@@ -18,7 +18,8 @@ from typing import Final
 
 from kvroute.errors import ConfigError, Forbidden, GatewayError, MisdirectedRequest, UnsupportedMediaType
 from kvroute.gateway.access import AdminKeys
-from kvroute.gateway.downstream import Headers, Scope, header
+from kvroute.gateway.asgi import Scope
+from kvroute.gateway.downstream import Headers, header
 from kvroute.metrics import Metrics
 
 _AUTHORITY: Final = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(?::([0-9]{1,5}))?")

@@ -16,9 +16,17 @@ from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 from kvroute import __version__
 from kvroute.errors import GatewayError, InvalidRequest, NotFound
 from kvroute.gateway.admin_guard import AdminGuard
+from kvroute.gateway.asgi import (
+    Application,
+    ClientDisconnected,
+    InferenceEndpoint,
+    Receive,
+    Scope,
+    Send,
+    StoredResponseEndpoint,
+)
 from kvroute.gateway.control import completed
-from kvroute.gateway.dataplane import DataPlane, InferenceEndpoint, StoredResponseEndpoint
-from kvroute.gateway.downstream import Application, ClientDisconnected, Receive, Scope, Send
+from kvroute.gateway.dataplane import DataPlane
 from kvroute.gateway.edge import HOST
 from kvroute.gateway.failures import error_body
 from kvroute.gateway.request_heads import LENGTH, MOST_HEAD_BYTES, HeadShapeCache, Line, PlainRequest
@@ -51,7 +59,7 @@ def build_application(plane: DataPlane, guard: AdminGuard, *routers: APIRouter) 
     app.router.routes.append(Route("/v1/responses/{response_id}/cancel", stored, methods=["POST"]))
     for router in routers:
         app.include_router(router)
-    app.needs_key = not plane.keys.is_open
+    app.needs_key = not plane.admission.keys.is_open
     app.add_exception_handler(GatewayError, _gateway_error)
     app.add_exception_handler(ClientDisconnected, _client_left)
     app.add_exception_handler(HTTPException, _http_error)

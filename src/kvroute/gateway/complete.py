@@ -14,7 +14,8 @@ from typing import Any, cast
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
-from kvroute.gateway.downstream import DEPARTURE, FIELDS, IS_SIZED, DisconnectSignal, Headers, field_pairs
+from kvroute.gateway.asgi import DISCONNECT_SIGNAL, FIELDS, IS_SIZED, DisconnectSignal
+from kvroute.gateway.downstream import Headers, field_pairs
 
 _PIECE_BYTES = 1_048_576
 """Who waits for a body gets it whole, or in pieces of at least this size."""
@@ -36,7 +37,7 @@ class TrimmedCycle(RequestResponseCycle):
     """The application waits for more of the body."""
     head: bytes
     """Of the answer, not yet written."""
-    departure: DisconnectSignal
+    disconnect_signal: DisconnectSignal
     soon: Callable[..., object]
     """The loop's `call_soon`."""
 
@@ -159,9 +160,9 @@ class CompleteProtocol(HttpToolsProtocol):
         cycle.is_awaited = False
         cycle.head = b""
         cycle.soon = self.loop.call_soon
-        cycle.departure = DisconnectSignal()
+        cycle.disconnect_signal = DisconnectSignal()
         extensions: dict[str, Any] = cast(Any, cycle.scope).setdefault("extensions", {})
-        extensions[DEPARTURE] = cycle.departure
+        extensions[DISCONNECT_SIGNAL] = cycle.disconnect_signal
 
     def on_body(self, body: bytes) -> None:
         cycle = cast(TrimmedCycle, self.cycle)
@@ -176,4 +177,4 @@ class CompleteProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         if self.cycle is not None and self.cycle.disconnected:
-            cast(TrimmedCycle, self.cycle).departure.happened()
+            cast(TrimmedCycle, self.cycle).disconnect_signal.fire()

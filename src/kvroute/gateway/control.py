@@ -13,8 +13,8 @@ from prometheus_client.registry import Collector
 from kvroute import __version__
 from kvroute.errors import NotFound
 from kvroute.fleet.fleet import Fleet
+from kvroute.gateway.asgi import read_body
 from kvroute.gateway.dataplane import DataPlane
-from kvroute.gateway.downstream import read_body
 from kvroute.openai.endpoints import ENDPOINTS, BodyKind, Endpoint
 from kvroute.routing.router import Router
 
@@ -34,7 +34,7 @@ def control_routes(
     routes = APIRouter()
 
     def with_key(request: Request) -> None:
-        plane.keys.check(request.scope["headers"])
+        plane.admission.keys.check(request.scope["headers"])
 
     keyed = [Depends(with_key)]
 
@@ -48,7 +48,7 @@ def control_routes(
     )
     async def ready() -> JSONResponse:
         reasons = list(fleet.reasons_not_ready())
-        if plane.is_shutting_down:
+        if plane.admission.is_shutting_down:
             reasons = ["the gateway is shutting down"]
         workers = {worker.id: worker.state.value for worker in fleet.workers()}
         body: dict[str, Any] = {
@@ -101,7 +101,7 @@ def control_routes(
     async def explain(request: Request) -> dict[str, Any]:
         headers = request.scope["headers"]
         body = await read_body(request.receive, headers, plane.max_body_bytes)
-        parsed = await plane.read_in_turns(_EXPLAINED, body, headers)
+        parsed = await plane.bodies.read_in_steps(_EXPLAINED, body, headers)
         previous = parsed.text("previous_response_id")
         owner = await plane.stored.find(previous) if previous else None
         model = plane.planner.unprepared(parsed, headers)

@@ -23,7 +23,7 @@ from kvroute.errors import (
     RequestTimeout,
     VersionNotSupported,
 )
-from kvroute.gateway.downstream import departure_of
+from kvroute.gateway.asgi import disconnect_signal_of
 from kvroute.gateway.failures import error_body
 from kvroute.gateway.options import ServerOptions
 from kvroute.gateway.waits import WaitQueue
@@ -453,9 +453,9 @@ class EdgeProtocol(HttpToolsProtocol):
             cycle.disconnected = True
             cycle.waiting_for_100_continue = False  # an application that starts now would write to the socket
             cycle.message_event.set()
-            departure = departure_of(cast(Any, cycle.scope))
-            if departure is not None:
-                departure.happened()
+            signal = disconnect_signal_of(cast(Any, cycle.scope))
+            if signal is not None:
+                signal.fire()
         self.pipeline.clear()
 
 

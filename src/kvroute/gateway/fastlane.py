@@ -19,7 +19,7 @@ from uvicorn.server import ServerState
 
 from kvroute.errors import GatewayError
 from kvroute.gateway.application import PlainRequests
-from kvroute.gateway.dataplane import DataPlane, left
+from kvroute.gateway.dataplane import DataPlane
 from kvroute.gateway.downstream import Headers
 from kvroute.gateway.edge import ClientBounds, EdgeProtocol
 from kvroute.gateway.journal import InFlightRequest, Record
@@ -153,17 +153,17 @@ class FastLaneProtocol(EdgeProtocol):
         if exchange is not None:
             exchange.end("client")
         elif lane is _COLLECTING and record is not None:
-            left(self._plane, record)
+            self._plane.client_left(record)
 
     def pause_writing(self) -> None:
         super().pause_writing()
         if self._exchange is not None:
-            self._exchange.hold()
+            self._exchange.pause()
 
     def resume_writing(self) -> None:
         super().resume_writing()
         if self._exchange is not None:
-            self._exchange.go_on()
+            self._exchange.resume()
 
     def shutdown(self) -> None:
         """No further request on this connection; the one under way is finished."""
@@ -207,9 +207,9 @@ class FastLaneProtocol(EdgeProtocol):
         # complete way says why, with what belongs to it.
         if missing < 0 or request.body_bytes > plane.max_body_bytes:
             return False
-        record = plane.admitted(headers, request.request_id, request.endpoint.path)
-        if record is None:
+        if not plane.admission.admits(headers):
             return False
+        record = plane.new_record(request.request_id, request.endpoint.path)
         self._request = request
         if self._is_shared:
             self._unset_keepalive_if_required()
@@ -262,7 +262,7 @@ class FastLaneProtocol(EdgeProtocol):
         self._record = self._segments = None
         self._lane, self._is_shared = _FREE, True  # nothing more is taken here
         if record is not None:
-            left(self._plane, record)
+            self._plane.client_left(record)
         super()._refuse(error)
 
     def _arrived(self) -> int:
@@ -278,12 +278,12 @@ class FastLaneProtocol(EdgeProtocol):
                     endpoint, body, request.target, headers, request.fields, record, self
                 )
             else:
-                parsed = plane.read(endpoint, body, headers)
+                parsed = plane.bodies.read(endpoint, body, headers)
                 exchange = plane.relay(parsed, request.target, headers, request.fields, record, self)
         except GatewayError as error:
             plane.refuse(record, error, self, endpoint.errors)
-        except Exception:  # noqa: BLE001 - logged by `failed`
-            plane.failed(record, self, endpoint.errors)
+        except Exception:  # noqa: BLE001 - `report_defect` logs it; other requests are not affected
+            plane.report_defect(record, self, endpoint.errors)
         else:
             if not exchange.is_over:
                 self._exchange = exchange

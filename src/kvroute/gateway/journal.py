@@ -248,30 +248,30 @@ class RequestLines:
 
 
 class InFlightRequest(Protocol):
-    """What a client's connection holds on to while its request is under way."""
+    """A request in flight, as the client's connection sees it."""
 
     @property
     def is_over(self) -> bool: ...
     def end(self, by: str) -> None: ...
-    def hold(self) -> None: ...
-    def go_on(self) -> None: ...
+    def pause(self) -> None: ...
+    def resume(self) -> None: ...
 
 
 Prepare: TypeAlias = Callable[[], Coroutine[None, None, InFlightRequest | None]]
 
 
 class PendingExchange:
-    """Stands for an exchange until there is one, then for that.
+    """An exchange that is being prepared in a task; afterwards it passes every call on to the exchange.
 
-    `prepare` ends with the exchange, or None when the request was answered otherwise; `left` is called when
-    it was told to end before, with who told it. Mutable: by its task. Belongs to one event loop.
+    `prepare` returns the exchange, or None if it answered the request itself. `on_end` is called if `end`
+    comes before `prepare` is ready. Mutable: by its task, on one event loop.
     """
 
-    def __init__(self, prepare: Prepare, left: Callable[[PendingExchange, str], None]) -> None:
+    def __init__(self, prepare: Prepare, on_end: Callable[[PendingExchange, str], None]) -> None:
         self._exchange: InFlightRequest | None = None
-        self._left = left
+        self._on_end = on_end
         self._is_over = False
-        self._task = asyncio.create_task(self._prepared(prepare), name="preparing a request")
+        self._task = asyncio.create_task(self._run(prepare), name="prepare a request")
 
     @property
     def is_over(self) -> bool:
@@ -282,25 +282,25 @@ class PendingExchange:
         return self._task
 
     def end(self, by: str) -> None:
-        """As `Exchange.end`."""
+        """See `Exchange.end`."""
         if self._exchange is not None:
             self._exchange.end(by)
         elif not self._is_over:
             self._is_over = True
             self._task.cancel()
-            self._left(self, by)
+            self._on_end(self, by)
 
-    def hold(self) -> None:
-        """As `Exchange.hold`."""
+    def pause(self) -> None:
+        """See `Exchange.pause`."""
         if self._exchange is not None:
-            self._exchange.hold()
+            self._exchange.pause()
 
-    def go_on(self) -> None:
-        """As `Exchange.go_on`."""
+    def resume(self) -> None:
+        """See `Exchange.resume`."""
         if self._exchange is not None:
-            self._exchange.go_on()
+            self._exchange.resume()
 
-    async def _prepared(self, prepare: Prepare) -> None:
+    async def _run(self, prepare: Prepare) -> None:
         self._exchange = await prepare()
         if self._exchange is None:
             self._is_over = True

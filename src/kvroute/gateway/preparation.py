@@ -211,17 +211,17 @@ class Preparer:
         self._keys = KeyMemory()
         self.cpu_s = 0.0
 
-    def at_once(self, request: InferenceRequest, model: str) -> Prepared | None:
+    def try_cached(self, request: InferenceRequest, model: str) -> Prepared | None:
         """What `prepare` gives, where there is nothing to wait for and it takes about a millisecond at most;
         else None."""
         if self._probe is not None and self._is_probing():
             return None
         began = time.thread_time()
-        prepared = self._at_once(request, model)
+        prepared = self._try_cached(request, model)
         self.cpu_s += time.thread_time() - began
         return prepared
 
-    def _at_once(self, request: InferenceRequest, model: str) -> Prepared | None:
+    def _try_cached(self, request: InferenceRequest, model: str) -> Prepared | None:
         base = self._base(model)
         found = self._tokens.prompts_at_once(request, model=base or model)
         if found is None:
@@ -261,7 +261,7 @@ class Preparer:
         prompts = []
         for ids in found.prompts:
             usable = _usable(ids)
-            keys = await self._in_turns(self._keys.steps(usable, adapter_space(adapter, salt).seed))
+            keys = await self._in_steps(self._keys.steps(usable, adapter_space(adapter, salt).seed))
             prompts.append(ExactPrompt(len(ids), keys, PromptChunks(usable), salt, adapter))
         if self._probe is not None:
             answers = await self._probe(prompts)
@@ -299,7 +299,7 @@ class Preparer:
         else:
             log.info("kvaware: prompts for %s get their exact tokens in time again", model)
 
-    async def _in_turns(self, steps: Generator[None, None, Sequence[BlockKey]]) -> Sequence[BlockKey]:
+    async def _in_steps(self, steps: Generator[None, None, Sequence[BlockKey]]) -> Sequence[BlockKey]:
         """Run to the end, with a turn for others between the steps."""
         while True:
             began = time.thread_time()

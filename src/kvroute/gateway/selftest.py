@@ -14,8 +14,8 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.server import ServerState
 
+from kvroute.gateway.asgi import FIELDS, IS_SIZED, disconnect_signal_of
 from kvroute.gateway.complete import CompleteProtocol
-from kvroute.gateway.downstream import FIELDS, IS_SIZED, departure_of
 from kvroute.gateway.request_heads import ITS_OWN
 
 _POST = b"POST /x?y=1 HTTP/1.1\r\nhost: x\r\ncontent-length: 6\r\n\r\nabc"
@@ -34,7 +34,7 @@ def complete_trouble(protocol_class: type[HttpToolsProtocol] = CompleteProtocol)
         return "does not hand requests over as expected"
     if trimmed.written != expected.written:
         return "does not write answers as expected"
-    return "" if trimmed.departures == 1 else "does not tell of a client's leaving as expected"
+    return "" if trimmed.disconnects == 1 else "does not report a client's disconnect as expected"
 
 
 def _play_uvicorn(protocol_class: type[HttpToolsProtocol], application: _Application) -> None:
@@ -62,24 +62,24 @@ class _Application:
     def __init__(self) -> None:
         self.received: list[Any] = []
         self.written: list[bytes] = []
-        self.departures = 0
+        self.disconnects = 0
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        departure = departure_of(scope)
-        if departure is not None:
-            departure.tell(self._departed)
+        signal = disconnect_signal_of(scope)
+        if signal is not None:
+            signal.subscribe(self._on_disconnect)
         message = await receive()
         self.received.append([scope["path"], scope["headers"], message])
         headers = [(b"content-length", b"8")] if len(self.received) == 2 else [(b"content-type", b"x")]
         begin: dict[str, Any] = {"headers": headers}
-        if departure is not None and len(self.received) == 3:
+        if signal is not None and len(self.received) == 3:
             begin = {FIELDS: b"content-type: x\r\n", IS_SIZED: False}
         await send({"type": "http.response.start", "status": 200, **begin})
         await send({"type": "http.response.body", "body": b"1234", "more_body": True})
         await send({"type": "http.response.body", "body": b"5678"})
 
-    def _departed(self, _by: str) -> None:
-        self.departures += 1
+    def _on_disconnect(self, _by: str) -> None:
+        self.disconnects += 1
 
 
 class _UvicornHandle:

@@ -1,4 +1,5 @@
-from kvroute.upstream.options import RetryBudget, RetryOptions
+from kvroute.gateway.attempts import RetryBudget
+from kvroute.upstream.options import RetryOptions
 
 
 def test_a_quiet_gateway_may_retry_up_to_its_floor():
@@ -10,7 +11,7 @@ def test_a_quiet_gateway_may_retry_up_to_its_floor():
 def test_a_busy_gateway_may_retry_its_share():
     budget = RetryBudget(RetryOptions(budget_percent=20, budget_min_per_s=0))
     for _ in range(100):
-        budget.request(0.0)
+        budget.count_request(0.0)
 
     assert [budget.take(0.0) for _ in range(50)].count(True) == 20
 

@@ -12,50 +12,50 @@ class FakeExchange:
         self.is_over = False
         self.ended_by: list[str] = []
         self.resumed = 0
-        self.held = 0
+        self.paused = 0
 
     def end(self, by: str) -> None:
         self.is_over = True
         self.ended_by.append(by)
 
-    def hold(self) -> None:
-        self.held += 1
+    def pause(self) -> None:
+        self.paused += 1
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         self.resumed += 1
 
 
 @pytest.fixture
-def left() -> list[str]:
+def ended_by() -> list[str]:
     return []
 
 
 @pytest.fixture
-def pend(left):
-    return lambda prepare: PendingExchange(prepare, lambda _, by: left.append(by))
+def pend(ended_by):
+    return lambda prepare: PendingExchange(prepare, lambda _, by: ended_by.append(by))
 
 
-async def test_stands_for_its_exchange_once_there_is_one(pend, left) -> None:
+async def test_stands_for_its_exchange_once_there_is_one(pend, ended_by) -> None:
     exchange = FakeExchange()
 
     async def prepare():
         return exchange
 
     pending = pend(prepare)
-    pending.hold()
-    pending.go_on()
+    pending.pause()
+    pending.resume()
     await pending.task
-    pending.hold()
-    pending.go_on()
+    pending.pause()
+    pending.resume()
 
     assert not pending.is_over
-    assert (exchange.held, exchange.resumed) == (1, 1)
+    assert (exchange.paused, exchange.resumed) == (1, 1)
     pending.end("client")
     assert pending.is_over
-    assert (exchange.ended_by, left) == (["client"], [])
+    assert (exchange.ended_by, ended_by) == (["client"], [])
 
 
-async def test_ended_before_it_has_been_run_it_does_nothing(pend, left) -> None:
+async def test_ended_before_it_has_been_run_it_does_nothing(pend, ended_by) -> None:
     begun = []
 
     async def prepare():
@@ -68,10 +68,10 @@ async def test_ended_before_it_has_been_run_it_does_nothing(pend, left) -> None:
         await pending.task
 
     assert pending.is_over
-    assert (begun, left) == ([], ["client"])
+    assert (begun, ended_by) == ([], ["client"])
 
 
-async def test_ended_while_it_waits_it_is_cancelled(pend, left) -> None:
+async def test_ended_while_it_waits_it_is_cancelled(pend, ended_by) -> None:
     waiting, cancelled = asyncio.Event(), asyncio.Event()
 
     async def prepare():
@@ -88,10 +88,10 @@ async def test_ended_while_it_waits_it_is_cancelled(pend, left) -> None:
         await pending.task
 
     assert cancelled.is_set()
-    assert left == ["shutdown"]
+    assert ended_by == ["shutdown"]
 
 
-async def test_answered_without_an_exchange_it_is_over(pend, left) -> None:
+async def test_answered_without_an_exchange_it_is_over(pend, ended_by) -> None:
     async def prepare():
         return None
 
@@ -100,4 +100,4 @@ async def test_answered_without_an_exchange_it_is_over(pend, left) -> None:
 
     assert pending.is_over
     pending.end("client")
-    assert left == []
+    assert ended_by == []

@@ -1,0 +1,215 @@
+"""The attempts of one request: which worker gets it, and whether another one is tried after a failure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from msgspec import Struct
+
+from kvroute.clock import Clock
+from kvroute.errors import (
+    ConnectionLost,
+    ConnectRefused,
+    ConnectTimeout,
+    GatewayError,
+    InvalidRequest,
+    PoolExhausted,
+    ResponseTimeout,
+    UpstreamError,
+    WorkerTimeout,
+    WorkerUnreachable,
+)
+from kvroute.fleet.health import HealthMonitor
+from kvroute.gateway.journal import Record
+from kvroute.gateway.planner import RequestPlan
+from kvroute.metrics import Metrics
+from kvroute.routing.router import Dispatch, Router
+from kvroute.routing.strategy import Candidate, RouteQuery
+from kvroute.upstream.options import RetryOptions
+from kvroute.upstream.response import AnswerListener, UpstreamResponse
+from kvroute.upstream.transport import Transports
+
+_RETRYABLE = (ConnectRefused, ConnectTimeout, ConnectionLost, PoolExhausted)
+_RANK_FIELD = b"x-data-parallel-rank:"
+
+_WINDOW_S = 10.0
+_STEP_S = 0.01
+"""The budget decays in steps of at least this, a thousandth of its window, so that most requests pay for no
+exponential."""
+
+
+class RetryBudget:
+    """Limits retries to a share of recent requests (as Finagle's RetryBudget and Envoy's retry budget).
+
+    Both counts decay with a time constant of 10 s. Mutable: `count_request` and `take`, on the event loop
+    only.
+    """
+
+    def __init__(self, options: RetryOptions) -> None:
+        self._share = options.budget_percent / 100.0
+        self._floor = options.budget_min_per_s * _WINDOW_S
+        self._requests = 0.0
+        self._retries = 0.0
+        self._decayed_at = 0.0
+
+    def count_request(self, now: float) -> None:
+        """Count one request of a client."""
+        if now - self._decayed_at > _STEP_S:
+            self._decay(now)
+        self._requests += 1.0
+
+    def take(self, now: float) -> bool:
+        """Spend one retry; False when none is left."""
+        self._decay(now)
+        # Half a retry of slack: a count that decays never reaches zero again.
+        if self._retries + 0.5 > max(self._floor, self._share * self._requests):
+            return False
+        self._retries += 1.0
+        return True
+
+    def _decay(self, now: float) -> None:
+        elapsed = now - self._decayed_at
+        if elapsed > _STEP_S:
+            factor = math.exp(-elapsed / _WINDOW_S)
+            self._requests *= factor
+            self._retries *= factor
+            self._decayed_at = now
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptDeps:
+    """What every attempt uses; the runtime builds it once."""
+
+    router: Router
+    transports: Transports
+    health: HealthMonitor
+    budget: RetryBudget
+    metrics: Metrics
+    clock: Clock
+    retry_statuses: frozenset[int]
+    """Statuses of a worker's answer for which the exchange asks for `Attempts.retry_after_status`."""
+    on_sent: Callable[[RouteQuery, Candidate], None] | None = None
+    """Called after each attempt was sent; must return at once."""
+    now: Callable[[], float] = field(init=False)
+    """`clock.now`. To look it up costs more than to call it."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "now", self.clock.now)
+
+
+class Attempts(Struct, eq=False):
+    """The worker that has the request now, the load reserved there, and its response.
+
+    Mutable: changed by the exchange that owns it. Every method returns at once. Methods that send take the
+    listener of the response, so that exchange and attempts do not refer to each other.
+    """
+
+    _deps: AttemptDeps
+    _plan: RequestPlan
+    _record: Record
+    _fields: bytes
+    """The client's headers as `upstream.headers.relayed_fields` returns them."""
+    response: UpstreamResponse | None = None
+    candidate: Candidate | None = None
+    _dispatch: Dispatch | None = None
+
+    def start(self, listener: AnswerListener) -> None:
+        """Send the request to the first worker of the ranking. Raises InvalidRequest."""
+        self._deps.budget.count_request(self._plan.query.now)
+        self._send_to_next(listener)
+
+    def _send_to_next(self, listener: AnswerListener) -> None:
+        deps, plan, record = self._deps, self._plan, self._record
+        query, decision, tried = plan.query, plan.decision, record.attempts
+        candidate = self.candidate = decision.ranking[tried]
+        # The first attempt is sent at the moment for which it was planned.
+        now = deps.now() if tried else query.now
+        record.worker = candidate.worker.spec.id
+        record.matched_tokens = candidate.matched_tokens
+        record.attempts = tried + 1
+        # Sent before it is accounted: the worker can read meanwhile. No other decision comes in between.
+        self._send(candidate, listener)
+        self._dispatch = deps.router.dispatch(query, decision, candidate, now)
+        if deps.on_sent is not None:
+            deps.on_sent(query, candidate)
+
+    def _send(self, candidate: Candidate, listener: AnswerListener, fresh: bool = False) -> None:
+        plan, fields, held = self._plan, self._fields, candidate.held
+        if held is not None and held.rank is not None and _RANK_FIELD not in fields.lower():
+            fields += b"%b %d\r\n" % (_RANK_FIELD, held.rank)
+        body = plan.body if plan.other_bodies is None else plan.body_for(candidate.worker.id)
+        transport = self._deps.transports.of(candidate.worker)
+        try:
+            head = transport.heads.head(plan.method, plan.target, fields, self._record.request_id, len(body))
+        except ValueError as error:
+            raise InvalidRequest(f"The request cannot be forwarded: {error}.") from error
+        self.response = transport.submit(head, body, listener, fresh, plan.query.streamed)
+
+    def first_token_arrived(self, now: float) -> None:
+        if self._dispatch is not None:
+            self._dispatch.first_token(now)
+
+    def release(self, now: float) -> None:
+        """End the current attempt: abort its response and release its reservation. Idempotent."""
+        response, dispatch = self.response, self._dispatch
+        if response is not None:
+            self.response = None
+            if not response.is_over:
+                response.abort()
+        if dispatch is not None:
+            dispatch.finish(now)  # a second call changes nothing
+
+    def retry_after_failure(self, listener: AnswerListener) -> None:
+        """Report the failure of an attempt without any answer to `health`, and send the request again.
+
+        Raises the error that the client sees when no retry is possible.
+        """
+        candidate, response = self.candidate, self.response
+        assert candidate is not None
+        assert response is not None
+        assert response.error is not None
+        deps, worker, error = self._deps, candidate.worker, response.error
+        if isinstance(error, ConnectionLost) and error.reused and self._may_retry("stale_connection"):
+            # The worker closed an idle connection while the request was sent. That is no failure of the
+            # worker.
+            self._send(candidate, listener, fresh=True)
+            return
+        self._record.error = error.cause
+        if isinstance(error, ConnectRefused):
+            deps.health.report_refused(worker)
+        elif not isinstance(error, PoolExhausted):  # that is the gateway's own limit, not a failed worker
+            deps.health.report_failure(worker, error.cause)
+        has_next = self._record.attempts < len(self._plan.decision.ranking)
+        if isinstance(error, _RETRYABLE) and has_next and self._may_retry(error.cause):
+            self.release(deps.now())
+            self._send_to_next(listener)
+            return
+        raise self._client_error(error, worker.id, has_next) from error
+
+    def retry_after_status(self, listener: AnswerListener) -> bool:
+        """Send the request to the next worker because of the answer's status; False if no retry is
+        possible."""
+        if self._record.attempts >= len(self._plan.decision.ranking) or not self._may_retry("status"):
+            return False
+        self.release(self._deps.now())
+        self._send_to_next(listener)
+        return True
+
+    def _may_retry(self, cause: str) -> bool:
+        """Take a retry from the budget; a refused connection costs nothing."""
+        deps = self._deps
+        if cause != ConnectRefused.cause and not deps.budget.take(deps.now()):
+            deps.metrics.retries_denied.inc()
+            return False
+        deps.metrics.retries.labels(cause).inc()
+        return True
+
+    def _client_error(self, error: UpstreamError, worker: str, has_next: bool) -> GatewayError:
+        if isinstance(error, ResponseTimeout):
+            return WorkerTimeout(f"Worker {worker!r} did not answer in time.")
+        if not has_next and isinstance(error, _RETRYABLE):
+            tried = self._record.attempts
+            return WorkerUnreachable(f"No worker could be reached ({tried} attempts, last: {error.cause}).")
+        return WorkerUnreachable(f"Worker {worker!r} failed before it answered ({error.cause}).")
