@@ -1,6 +1,6 @@
 """The pitfalls of prefix routing, in virtual time, on the simulator's engine and its default timing.
 
-Hundreds of chats over seven workers: tests/sim/test_virtual_chat.py.
+Hundreds of chats over seven workers: tests/sim/test_fleet_chat.py.
 """
 
 from __future__ import annotations

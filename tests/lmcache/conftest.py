@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import pytest
@@ -155,3 +155,15 @@ def worker(rig: Rig) -> Worker:
     worker.register()
     worker.admit(*range(1, 10))
     return worker
+
+
+@pytest.fixture
+def until() -> Callable[[Callable[[], bool]], Any]:
+    """Let the event loop run until a condition holds, for 20 s at most."""
+
+    async def wait(condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(20):
+            while not condition():
+                await asyncio.sleep(0.001)
+
+    return wait

@@ -13,7 +13,7 @@ import pytest
 from kvroute.index.trust import MapTrust
 from kvroute.wire import lmcache_controller as wire
 
-CAPTURE = Path(__file__).parents[2] / "data" / "captures" / "lmcache-classic-controller.jsonl"
+CAPTURE = Path(__file__).parents[1] / "data" / "captures" / "lmcache-classic-controller.jsonl"
 CAPTURED_PROMPT = [2000 + place for place in range(600)]
 CHUNK = 64
 CPU = "LocalCPUBackend"

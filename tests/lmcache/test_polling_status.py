@@ -1,0 +1,155 @@
+"""What servers report about themselves (`/status`), asked over the coordinator's own HTTP application."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import httpx
+
+from kvroute.blocks.chunks import ChunkScheme, PromptChunks, chunk_names
+from kvroute.clock import SystemClock
+from kvroute.index.chunk_index import ChunkIndex
+from kvroute.lmcache.coordinator import Coordinator
+from kvroute.lmcache.coordinator_http import CoordinatorApp
+from kvroute.lmcache.membership import Doubt, ServedWorker
+from kvroute.lmcache.options import LMCacheOptions
+from kvroute.lmcache.polling import StatusWatch
+
+MODEL = "/models/tiny"
+CHUNK = 16
+
+
+def options_of(**coordinator: Any) -> LMCacheOptions:
+    return LMCacheOptions(coordinator={"listen": "127.0.0.1:0", "chunk_tokens": CHUNK, **coordinator})
+
+
+def batch(seq: int, chunks: list[bytes], event_type: str = "store") -> dict[str, Any]:
+    return {
+        "instance_id": "a",
+        "incarnation": 1795173206,
+        "seq": seq,
+        "event_type": event_type,
+        "tier": "l1",
+        "backend": "dram",
+        "entries": [
+            {
+                "key": {
+                    "chunk_hash_hex": chunk.hex(),
+                    "model_name": MODEL,
+                    "kv_rank": 16777472,
+                    "object_group_id": 0,
+                    "cache_salt": "",
+                },
+                "size_bytes": 131072,
+                "token_ids": [],
+                "token_offset": -1,
+            }
+            for chunk in chunks
+        ],
+        "shared": False,
+        "ts": 1795173206.5,
+        "capacity_bytes": 0,
+        "capacity_revision": 0,
+    }
+
+
+async def test_a_server_is_asked_for_its_chunk_size_and_what_it_holds() -> None:
+    """What it answers: the right one, then that it holds what is believed."""
+    index, options, clock = ChunkIndex(), options_of(), SystemClock()
+    coordinator = Coordinator(index, clock, options)
+    app = CoordinatorApp(coordinator, clock, options.coordinator)
+    coordinator.worker_changed(ServedWorker("a", "10.0.0.1", (0,), frozenset({MODEL})))
+    tokens = list(range(64))
+    names = chunk_names(tokens, ChunkScheme(chunk_tokens=8))
+    asked: list[str] = []
+
+    def status(request: httpx.Request) -> httpx.Response:
+        asked.append(str(request.url))
+        if len(asked) == 1:
+            return httpx.Response(503)
+        manager = {"total_object_count": len(names), "staging_object_count": 0}
+        return httpx.Response(
+            200, json={"chunk_size": 8, "storage_manager": {"l1_managers": {"_default": manager}}}
+        )
+
+    transport = httpx.ASGITransport(app)  # type: ignore[arg-type]
+    async with (
+        httpx.AsyncClient(transport=transport, base_url="http://here") as lmcache,
+        httpx.AsyncClient(transport=httpx.MockTransport(status)) as client,
+    ):
+        watch = StatusWatch(coordinator, client, clock, options.coordinator)
+        await lmcache.post("/instances", json={"instance_id": "a", "ip": "10.0.0.1", "http_port": 8080})
+        assert app.registered.is_set()
+        await lmcache.post("/events", json={"batches": [batch(7, names)]})
+        instance = coordinator.instance("a")
+        assert instance is not None
+
+        await watch.look()
+        assert (watch.failures, instance.doubt, index.match(PromptChunks(tokens), "", {})) == (
+            1,
+            Doubt.LATE,
+            {},
+        )
+        await watch.look()
+        assert index.match(PromptChunks(tokens), "", {}) == {0: (64, 0)}
+        await watch.look()
+        await watch.look()
+
+    assert instance.doubt is None
+    assert asked == ["http://10.0.0.1:8080/status"] * 3
+
+
+async def test_the_watch_looks_again_when_a_server_registers() -> None:
+    options, clock = options_of(status_interval_s=3600), SystemClock()
+    coordinator = Coordinator(ChunkIndex(), clock, options)
+    app = CoordinatorApp(coordinator, clock, options.coordinator)
+    asked = asyncio.Event()
+
+    def status(request: httpx.Request) -> httpx.Response:
+        asked.set()
+        return httpx.Response(200, content=json.dumps({"chunk_size": 512}))
+
+    async with httpx.AsyncClient(transport=httpx.MockTransport(status)) as client:
+        watch = StatusWatch(coordinator, client, clock, options.coordinator)
+        running = asyncio.create_task(watch.run(app.registered))
+        await asyncio.sleep(0)
+        lmcache = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://here")  # type: ignore[arg-type]
+        async with lmcache, asyncio.timeout(10):
+            await lmcache.post("/instances", json={"instance_id": "a", "ip": "::1", "http_port": 8080})
+            await asked.wait()
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+
+async def test_a_server_whose_count_differs_is_asked_ever_more_rarely() -> None:
+    class Time(SystemClock):
+        value = 0.0
+
+        def now(self) -> float:  # type: ignore[override]
+            return self.value
+
+    clock, options = Time(), options_of(status_interval_s=1)
+    coordinator = Coordinator(ChunkIndex(), clock, options)
+    app = CoordinatorApp(coordinator, clock, options.coordinator)
+    asked: list[float] = []
+
+    def status(request: httpx.Request) -> httpx.Response:
+        asked.append(clock.value)
+        managers = {"_default": {"total_object_count": 99}}
+        return httpx.Response(200, json={"chunk_size": 16, "storage_manager": {"l1_managers": managers}})
+
+    transport = httpx.ASGITransport(app)  # type: ignore[arg-type]
+    async with (
+        httpx.AsyncClient(transport=transport, base_url="http://here") as lmcache,
+        httpx.AsyncClient(transport=httpx.MockTransport(status)) as client,
+    ):
+        watch = StatusWatch(coordinator, client, clock, options.coordinator)
+        await lmcache.post("/instances", json={"instance_id": "a", "ip": "10.0.0.1", "http_port": 8080})
+        await lmcache.post("/events", json={"batches": [batch(7, [bytes(32)])]})
+        for _ in range(60):
+            await watch.look(due_only=True)
+            clock.value += 1
+
+    assert asked == [0, 1, 3, 7, 15, 27, 39, 51]
