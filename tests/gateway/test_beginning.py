@@ -6,9 +6,8 @@ from uvicorn.config import Config
 from uvicorn.server import ServerState
 
 from kvroute.gateway.edge import ClientBounds
-from kvroute.gateway.fastlane import FastLaneProtocol
+from kvroute.gateway.fastlane import ITS_OWN, ConnectionTemplate, FastLaneProtocol
 from kvroute.gateway.options import ServerOptions
-from kvroute.gateway.request_heads import ITS_OWN, ConnectionTemplate
 from kvroute.metrics import Metrics
 
 

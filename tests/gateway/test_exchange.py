@@ -9,8 +9,7 @@ from kvroute.gateway.exchange import Exchange
 from kvroute.gateway.journal import Record
 from kvroute.gateway.planner import RequestPlan
 from kvroute.routing.strategy import Candidate, CostTerms, RouteDecision, RouteQuery, RouteReason
-from kvroute.upstream.plain_answer import PlainAnswer
-from kvroute.upstream.response import UpstreamResponse
+from kvroute.upstream.response import PlainAnswer, UpstreamResponse
 
 EVENT = b"data: {}\n\n"
 HEAD = PlainAnswer(200, b"OK", b"", b"content-type: text/event-stream\r\n", True, 0, None)

@@ -7,11 +7,10 @@ import pytest
 from uvicorn.config import Config
 from uvicorn.server import ServerState
 
-from kvroute.gateway.application import PlainRequests
 from kvroute.gateway.edge import ClientBounds
-from kvroute.gateway.fastlane import FastLaneProtocol
+from kvroute.gateway.fastlane import ConnectionTemplate, FastLaneProtocol
 from kvroute.gateway.options import ServerOptions
-from kvroute.gateway.request_heads import ConnectionTemplate
+from kvroute.gateway.request_heads import PlainRequests
 from kvroute.metrics import Metrics
 from kvroute.openai.endpoints import ENDPOINTS
 from kvroute.upstream.writes import Outbox

@@ -3,8 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import astuple
 
-from kvroute.gateway.application import PlainRequests
-from kvroute.gateway.request_heads import PlainRequest
+from kvroute.gateway.request_heads import PlainRequest, PlainRequests
 from kvroute.openai.endpoints import ENDPOINTS
 
 REQUESTS = PlainRequests(

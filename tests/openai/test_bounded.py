@@ -11,8 +11,7 @@ from kvroute.openai import bounded as module
 from kvroute.openai.bounded import STEPWISE_BYTES, BodyLimits, Bounded
 from kvroute.openai.endpoints import ENDPOINTS
 from kvroute.openai.prefix_cache import SeenBodies, large_request
-from kvroute.openai.prompt import prompts_of
-from kvroute.openai.request import parse_request
+from kvroute.openai.request import parse_request, prompts_of
 
 CHAT, COMPLETIONS = ENDPOINTS["/v1/chat/completions"], ENDPOINTS["/v1/completions"]
 EMBEDDINGS, RESPONSES = ENDPOINTS["/v1/embeddings"], ENDPOINTS["/v1/responses"]

@@ -3,8 +3,7 @@ import json
 import pytest
 
 from kvroute.openai.endpoints import ENDPOINTS
-from kvroute.openai.prompt import cache_salt_of, prompts_of
-from kvroute.openai.request import parse_request
+from kvroute.openai.request import cache_salt_of, parse_request, prompts_of
 
 
 def prompts(path: str, body: object):

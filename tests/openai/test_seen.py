@@ -12,8 +12,8 @@ from kvroute.blocks.keys import BLOCK_BYTES, CacheSpace
 from kvroute.errors import InvalidRequest
 from kvroute.openai.endpoints import ENDPOINTS
 from kvroute.openai.prefix_cache import SeenBodies
-from kvroute.openai.prompt import Prompt, SeenPrompt, prompts_of
-from kvroute.openai.request import parse_request
+from kvroute.openai.prompt import Prompt, SeenPrompt
+from kvroute.openai.request import parse_request, prompts_of
 from kvroute.tokens.estimate import TokenEstimator
 
 CHAT = ENDPOINTS["/v1/chat/completions"]

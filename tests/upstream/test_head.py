@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvroute.upstream.response import RelayedHeads, encode_head
+from kvroute.upstream.transport import RelayedHeads, encode_head
 
 
 def test_given_headers_go_out_as_they_are() -> None:

@@ -1,7 +1,7 @@
 import pytest
 
 from kvroute.upstream.connection import MAX_HEAD_BYTES
-from kvroute.upstream.plain_answer import PlainAnswers
+from kvroute.upstream.response import PlainAnswers
 
 ANSWERS = PlainAnswers()
 

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from kvroute.errors import ConnectionLost, ProtocolViolation, UpstreamError
 from kvroute.upstream.connection import UpstreamConnection
-from kvroute.upstream.plain_answer import PlainAnswers, unframed
-from kvroute.upstream.response import UpstreamResponse
+from kvroute.upstream.response import PlainAnswers, UpstreamResponse, unframed
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 LAST = b"0\r\n\r\n"

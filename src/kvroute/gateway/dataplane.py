@@ -144,7 +144,10 @@ class BodyReader:
             if endpoint.body is _MULTIPART:
                 kind = header(headers, b"content-type").decode("latin-1")
                 return parse_request(endpoint, body, kind, self._bounded)
-            request = self._seen.read(endpoint, body)
+            if len(body) < self._seen.least_bytes:
+                request = parse_request(endpoint, body)
+            else:
+                request = self._seen.read(endpoint, body)
             messages, model = request.read_messages, request.model
             if messages is not None and len(messages) > self._max_messages:
                 raise self._bounded.over("max_messages", "messages", "messages")

@@ -29,13 +29,12 @@ from kvroute.gateway.journal import Journal, Record, Usage
 from kvroute.gateway.planner import RequestPlan
 from kvroute.gateway.stored import ResponseOwners, response_id_in
 from kvroute.metrics import Metrics, Spread
-from kvroute.openai.request import UNREADABLE
+from kvroute.openai.bounded import UNREADABLE
 from kvroute.routing.registry import STRATEGIES
 from kvroute.routing.strategy import Candidate, Needs, RouteDecision, Tokens
 from kvroute.tokens.estimate import TokenEstimator
 from kvroute.upstream.headers import ANSWERED_HERE, HOP_BY_HOP, response_headers
-from kvroute.upstream.plain_answer import unframed
-from kvroute.upstream.response import UpstreamResponse
+from kvroute.upstream.response import UpstreamResponse, unframed
 
 log = logging.getLogger(__name__)
 

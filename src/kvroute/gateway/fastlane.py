@@ -10,6 +10,7 @@ from __future__ import annotations
 from asyncio import AbstractEventLoop, BaseTransport, Transport
 from collections.abc import Callable
 from enum import Enum
+from operator import is_
 from typing import Any, ClassVar, cast
 
 from uvicorn.config import Config
@@ -18,12 +19,11 @@ from uvicorn.protocols.utils import get_local_addr, get_remote_addr, is_ssl
 from uvicorn.server import ServerState
 
 from kvroute.errors import GatewayError
-from kvroute.gateway.application import PlainRequests
 from kvroute.gateway.dataplane import DataPlane
 from kvroute.gateway.downstream import Headers
 from kvroute.gateway.edge import ClientBounds, EdgeProtocol
 from kvroute.gateway.journal import InFlightRequest, Record
-from kvroute.gateway.request_heads import ConnectionTemplate, PlainRequest
+from kvroute.gateway.request_heads import PlainRequest, PlainRequests
 from kvroute.openai.bounded import STEPWISE_BYTES
 from kvroute.openai.endpoints import ENDPOINTS
 from kvroute.upstream.connection import Deadline
@@ -45,6 +45,32 @@ class _Lane(Enum):
 
 # A member asked of its class costs 80 ns each time (CPython 3.11), these almost nothing.
 _FREE, _COLLECTING, _BUSY = _Lane.FREE, _Lane.COLLECTING, _Lane.BUSY
+
+
+ITS_OWN = frozenset({"parser", "pipeline"})
+"""Members that uvicorn makes anew for each connection. All others begin as the same objects, which
+`fastlane_check` makes sure of."""
+
+
+class ConnectionTemplate:
+    """The members of a connection as its making leaves them, but for `ITS_OWN`.
+
+    Clients come together, and to make a connection step by step takes as long as a good part of a request;
+    copying takes a tenth of that. Mutable: learnt from the first connection.
+    """
+
+    def __init__(self) -> None:
+        self._of: tuple[object, ...] = ()
+        self._members: dict[str, Any] = {}
+
+    def members(self, *of: object) -> dict[str, Any]:
+        """Of connections that are made of these very objects; empty while nothing is known of them."""
+        return self._members if all(map(is_, self._of, of)) else {}
+
+    def learn(self, members: dict[str, Any], *of: object) -> None:
+        """A connection was made of these objects, and has these members."""
+        self._members = {name: value for name, value in members.items() if name not in ITS_OWN}
+        self._of = of
 
 
 def fast_lane(plane: DataPlane, bounds: ClientBounds) -> type[FastLaneProtocol]:

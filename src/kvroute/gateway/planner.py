@@ -18,8 +18,8 @@ from kvroute.gateway.preparation import Adapter, AdapterIsolation, Prepared
 from kvroute.openai.endpoints import Endpoint, ErrorShape
 from kvroute.openai.isolation import check_uses_no_key_space
 from kvroute.openai.members import with_model
-from kvroute.openai.prompt import AnyPrompt, Prompt, cache_salt_of, prompts_of
-from kvroute.openai.request import InferenceRequest
+from kvroute.openai.prompt import AnyPrompt, Prompt
+from kvroute.openai.request import InferenceRequest, cache_salt_of, prompts_of
 from kvroute.routing.router import Router
 from kvroute.routing.strategy import ExactPrompt, Needs, RouteDecision, RouteQuery, Strategy
 from kvroute.tokens.estimate import TokenEstimator

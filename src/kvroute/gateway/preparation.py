@@ -19,8 +19,7 @@ from kvroute.fleet.worker import Worker, WorkerId
 from kvroute.metrics import Metrics
 from kvroute.openai.endpoints import Isolation
 from kvroute.openai.isolation import check_can_be_isolated, client_salt, isolated, key_space
-from kvroute.openai.prompt import cache_salt_of
-from kvroute.openai.request import InferenceRequest
+from kvroute.openai.request import InferenceRequest, cache_salt_of
 from kvroute.routing.strategy import ExactPrompt, Probed
 from kvroute.tokens.options import TokensReason
 

@@ -16,7 +16,7 @@ from uvicorn.server import ServerState
 
 from kvroute.gateway.asgi import FIELDS, IS_SIZED, disconnect_signal_of
 from kvroute.gateway.complete import CompleteProtocol
-from kvroute.gateway.request_heads import ITS_OWN
+from kvroute.gateway.fastlane import ITS_OWN
 
 _POST = b"POST /x?y=1 HTTP/1.1\r\nhost: x\r\ncontent-length: 6\r\n\r\nabc"
 

@@ -18,7 +18,53 @@ from msgspec import UNSET, Raw, Struct, UnsetType
 from msgspec.structs import astuple, fields
 
 from kvroute.errors import InvalidRequest, OverLimit
-from kvroute.openai.request import BEFORE_MESSAGES, UNREADABLE, Body, Message
+
+UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""What msgspec raises: not JSON, not UTF-8 (which it checks only in what it decodes), too deep."""
+
+BEFORE_MESSAGES = ("tools", "functions", "documents", "chat_template_kwargs", "system", "instructions")
+"""Fields that chat templates render before the messages, in their order."""
+
+
+class Message(Struct, gc=False):
+    """The fields of a message that templates render, and of items of the Responses API that are none."""
+
+    role: Raw | UnsetType = UNSET
+    content: Raw | UnsetType = UNSET
+    name: Raw | UnsetType = UNSET
+    reasoning: Raw | UnsetType = UNSET
+    reasoning_content: Raw | UnsetType = UNSET
+    tool_calls: Raw | UnsetType = UNSET
+    tool_call_id: Raw | UnsetType = UNSET
+    type: Raw | UnsetType = UNSET
+    arguments: Raw | UnsetType = UNSET
+    output: Raw | UnsetType = UNSET
+
+
+class Body(Struct, gc=False):
+    """What every request is read for; of a body with messages these too, in the same pass. The first five,
+    then what templates render before messages, in their order."""
+
+    model: str | None = None
+    stream: Raw | UnsetType = UNSET
+    messages: list[Message] | UnsetType = UNSET
+    cache_salt: Raw | UnsetType = UNSET
+    kv_transfer_params: Raw | UnsetType = UNSET
+    tools: Raw | UnsetType = UNSET
+    functions: Raw | UnsetType = UNSET
+    documents: Raw | UnsetType = UNSET
+    chat_template_kwargs: Raw | UnsetType = UNSET
+    system: Raw | UnsetType = UNSET
+    instructions: Raw | UnsetType = UNSET
+
+
+decode_body = msgspec.json.Decoder(Body).decode
+
+
+def head_of(decoded: Body) -> Sequence[Raw]:
+    """What a chat template renders before the messages, in its order."""
+    return [raw for raw in astuple(decoded)[5:] if raw is not UNSET]
+
 
 SMALL_BYTES: Final = 65_536
 """A body up to this size is decoded without counting its values first: at most about 20,000 objects."""

@@ -18,9 +18,10 @@ import msgspec
 from msgspec import Raw
 
 from kvroute.errors import AdapterNotIsolated, InvalidRequest
+from kvroute.openai.bounded import UNREADABLE
 from kvroute.openai.endpoints import Isolation
 from kvroute.openai.members import TopLevelMember, with_members
-from kvroute.openai.request import UNREADABLE, InferenceRequest
+from kvroute.openai.request import InferenceRequest
 
 PREFIX: Final = "kvroute-lora-"
 """How every key space begins. Clients may not use such salts: they could put other KV there."""

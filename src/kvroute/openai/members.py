@@ -11,8 +11,9 @@ import msgspec
 from msgspec import Raw
 
 from kvroute.errors import InvalidRequest
+from kvroute.openai.bounded import UNREADABLE
 from kvroute.openai.endpoints import BodyKind
-from kvroute.openai.request import UNREADABLE, InferenceRequest
+from kvroute.openai.request import InferenceRequest
 
 _MAX_CANDIDATES = 1_000
 """Members of one name and value, nested ones included, among which the top-level one is searched."""

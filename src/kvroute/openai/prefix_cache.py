@@ -16,19 +16,10 @@ from typing import Any, Final
 from msgspec import UNSET, Raw
 from xxhash import xxh3_64_intdigest
 
-from kvroute.openai.bounded import Bounded, not_plain_json
+from kvroute.openai.bounded import UNREADABLE, Body, Bounded, Message, head_of, not_plain_json
 from kvroute.openai.endpoints import BodyKind, Endpoint
-from kvroute.openai.prompt import PromptPrefix, SeenPrompt, prompt_steps, rendered
-from kvroute.openai.request import (
-    UNREADABLE,
-    Body,
-    InferenceRequest,
-    Message,
-    as_request,
-    head_of,
-    loose_request,
-    parse_request,
-)
+from kvroute.openai.prompt import PromptPrefix, SeenPrompt, rendered
+from kvroute.openai.request import InferenceRequest, as_request, loose_request, parse_request, prompt_steps
 
 _NAME: Final = b'"messages"'
 _OPENED = re.compile(rb'"messages"[ \t\r\n]*:[ \t\r\n]*\[[ \t\r\n]*({)').match
@@ -77,7 +68,7 @@ class SeenBodies:
         self._cut_bytes = cut_bytes
         self._max_bytes = max_bytes
         self._most_blocks = most_blocks
-        self._least_bytes = least_bytes
+        self.least_bytes = least_bytes
         self._block_bytes = block_bytes
         role = b'"%016x"' % xxh3_64_intdigest(b"role", seed)
         self._stand_in_role = Raw(role)
@@ -99,7 +90,7 @@ class SeenBodies:
 
     def read(self, endpoint: Endpoint, body: bytes) -> InferenceRequest:
         """A JSON body. Raises InvalidRequest as `parse_request` does."""
-        if len(body) < self._least_bytes or not endpoint.fills_kv_cache:
+        if len(body) < self.least_bytes or not endpoint.fills_kv_cache:
             return parse_request(endpoint, body)
         return self.continued(endpoint, body) or parse_request(endpoint, body, bounded=self._bounded)
 

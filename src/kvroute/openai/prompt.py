@@ -20,15 +20,12 @@ from msgspec import UNSET, Raw, Struct, UnsetType
 from msgspec.structs import astuple
 from xxhash import xxh3_128_digest
 
-from kvroute.errors import InvalidRequest
-from kvroute.openai.bounded import SMALL_BYTES, Bounded
-from kvroute.openai.request import UNREADABLE, InferenceRequest, Message, decode_body, head_of
+from kvroute.openai.bounded import SMALL_BYTES, UNREADABLE, Bounded, Message, decode_body, head_of
 
 _AFTER_MESSAGES = ("query", "text_1", "queries", "text_2", "suffix")
 _NOTHING_ELSE = [UNSET] * 8
 _LIST, _QUOTE = b'["'
 _MANY_MESSAGES = 8
-_LONGEST_SALT = 4096
 _FEW_BYTES = 1024
 """A content part above this is taken for media or a file and counted by its hash unless it is text."""
 
@@ -37,7 +34,6 @@ class _Part(Struct, gc=False):
     text: Raw | UnsetType = UNSET
 
 
-_new = tuple.__new__
 _first = itemgetter(0)
 _view: Callable[[Any], Any] = memoryview
 _decode_messages = msgspec.json.Decoder(list[Message]).decode
@@ -117,49 +113,10 @@ class SeenPrompt(Struct, eq=False):
 AnyPrompt: TypeAlias = Prompt | SeenPrompt
 
 
-def prompts_of(request: InferenceRequest) -> tuple[AnyPrompt, ...]:
-    """The prompts that a worker would compute for this request, most often one; none if they cannot be read.
-
-    About 40 us for a 256 KB chat of 100 messages. Raises OverLimit.
-    """
-    if not request.is_read or not request.endpoint.fills_kv_cache:
-        return ()
-    if request.seen is not None:
-        return (request.seen,)
-    if request.prompts is not None:
-        return request.prompts
-    head, messages = request.head, request.read_messages  # all there are, where nothing was seen
-    try:
-        if messages is not None:
-            parts = rendered(messages, request.bounded)
-            if head:
-                parts[:0] = head
-            # As `Prompt(...)`, without its Python-level constructor.
-            return (_new(Prompt, (b"".join(parts), False)),)
-        steps = _prompts(head, request.fields or {}, request.bounded)
-        while True:
-            next(steps)
-    except StopIteration as end:
-        prompts: tuple[AnyPrompt, ...] = end.value
-        return prompts
-    except UNREADABLE:
-        return ()
+PromptSteps: TypeAlias = Generator[None, None, tuple[Prompt, ...]]
 
 
-def prompt_steps(request: InferenceRequest) -> Generator[None, None, tuple[AnyPrompt, ...]]:
-    """The same of a large body, of which the work is interrupted wherever it has taken long."""
-    if request.seen is not None or request.read_messages is not None or not request.fields:
-        return prompts_of(request)
-    try:
-        return (yield from _prompts(request.head, request.fields, request.bounded))
-    except UNREADABLE:
-        return ()
-
-
-_Steps: TypeAlias = Generator[None, None, tuple[Prompt, ...]]
-
-
-def _prompts(head: Sequence[Raw], fields: Mapping[str, Raw], bounded: Bounded | None) -> _Steps:
+def read_prompts(head: Sequence[Raw], fields: Mapping[str, Raw], bounded: Bounded | None) -> PromptSteps:
     if "messages" in fields:
         return (Prompt(b"".join([*head, fields["messages"]])),)
     if "prompt" in fields:
@@ -168,17 +125,6 @@ def _prompts(head: Sequence[Raw], fields: Mapping[str, Raw], bounded: Bounded | 
         return (yield from _inputs(head, fields["input"], bounded))
     rest = [fields[name] for name in _AFTER_MESSAGES if name in fields]
     return (Prompt(b"".join([*rest, *head])),) if rest else ()
-
-
-def cache_salt_of(request: InferenceRequest) -> str:
-    """The `cache_salt` that keeps this request's blocks apart, "" for none. Raises InvalidRequest."""
-    raw = request.cache_salt
-    if raw is None:
-        return ""
-    if len(memoryview(raw)) > _LONGEST_SALT:
-        raise InvalidRequest(f"`cache_salt` is longer than {_LONGEST_SALT} bytes.", param="cache_salt")
-    data = bytes(raw)
-    return "" if data == b"null" else data.decode("utf-8", "replace").strip('"')
 
 
 def rendered(messages: Sequence[Message], bounded: Bounded | None = None) -> list[bytes | Raw]:
@@ -249,7 +195,7 @@ def _content(content: Raw) -> list[bytes | Raw]:
     return parts
 
 
-def _listed(raw: Raw, bounded: Bounded | None, name: str) -> _Steps:
+def _listed(raw: Raw, bounded: Bounded | None, name: str) -> PromptSteps:
     """`prompt` of completions: a text, a list of texts, token ids, or a list of token-id lists."""
     data = bytes(raw)
     if not data.startswith(b"["):
@@ -270,7 +216,7 @@ def _listed(raw: Raw, bounded: Bounded | None, name: str) -> _Steps:
     return found
 
 
-def _many_listed(data: bytes, bounded: Bounded, name: str) -> _Steps:
+def _many_listed(data: bytes, bounded: Bounded, name: str) -> PromptSteps:
     """The same of a list that is not small."""
     first = data[1:1025].lstrip()[:1]
     if first not in (b"[", b'"', b"{"):
@@ -297,7 +243,7 @@ def _many_listed(data: bytes, bounded: Bounded, name: str) -> _Steps:
     return tuple(Prompt(all_ids[start:end].tobytes(), True) for start, end in pairwise(ends))
 
 
-def _inputs(head: Sequence[Raw], raw: Raw, bounded: Bounded | None) -> _Steps:
+def _inputs(head: Sequence[Raw], raw: Raw, bounded: Bounded | None) -> PromptSteps:
     """`input`: of embeddings as `prompt`; of responses a text or a list of items that are one prompt."""
     view = memoryview(raw)
     if view[0] != _LIST:

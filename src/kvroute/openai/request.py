@@ -7,9 +7,9 @@ alias's `model` field and a LoRA adapter's key space (`isolation.py`).
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Final, cast
+from typing import Final, cast
 
 import msgspec
 from msgspec import UNSET, Raw, Struct, UnsetType
@@ -17,11 +17,9 @@ from msgspec.structs import astuple
 from python_multipart.multipart import parse_options_header
 
 from kvroute.errors import InvalidRequest, ModelNotFound, OverLimit
+from kvroute.openai.bounded import BEFORE_MESSAGES, UNREADABLE, Body, Bounded, Message, decode_body
 from kvroute.openai.endpoints import BodyKind, Endpoint
-
-if TYPE_CHECKING:
-    from kvroute.openai.bounded import Bounded
-    from kvroute.openai.prompt import AnyPrompt, SeenPrompt
+from kvroute.openai.prompt import AnyPrompt, Prompt, SeenPrompt, read_prompts, rendered
 
 MOST_FORM_PARTS: Final = 1_000
 _MAX_FIELD_BYTES: Final = 64 * 1024
@@ -87,9 +85,6 @@ def _not_a_form() -> InvalidRequest:
     return InvalidRequest("The request body is not a valid multipart form.")
 
 
-UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""What msgspec raises: not JSON, not UTF-8 (which it checks only in what it decodes), too deep."""
-
 _decode = msgspec.json.Decoder(dict[str, object]).decode
 
 
@@ -101,47 +96,13 @@ def parse_object(body: bytes) -> dict[str, object]:
         raise InvalidRequest(f"The request body must be a JSON object: {error}") from None
 
 
-BEFORE_MESSAGES = ("tools", "functions", "documents", "chat_template_kwargs", "system", "instructions")
-"""Fields that chat templates render before the messages, in their order."""
-
 _MULTIPART = BodyKind.MULTIPART  # a member asked of its class costs 80 ns each time
 _decode_fields = msgspec.json.Decoder(dict[str, Raw]).decode
 _decode_string = msgspec.json.Decoder(str).decode
 
 
-class Message(Struct, gc=False):
-    """The fields of a message that templates render, and of items of the Responses API that are none."""
-
-    role: Raw | UnsetType = UNSET
-    content: Raw | UnsetType = UNSET
-    name: Raw | UnsetType = UNSET
-    reasoning: Raw | UnsetType = UNSET
-    reasoning_content: Raw | UnsetType = UNSET
-    tool_calls: Raw | UnsetType = UNSET
-    tool_call_id: Raw | UnsetType = UNSET
-    type: Raw | UnsetType = UNSET
-    arguments: Raw | UnsetType = UNSET
-    output: Raw | UnsetType = UNSET
-
-
-class Body(Struct, gc=False):
-    """What every request is read for; of a body with messages these too, in the same pass. The first five,
-    then what templates render before messages, in their order."""
-
-    model: str | None = None
-    stream: Raw | UnsetType = UNSET
-    messages: list[Message] | UnsetType = UNSET
-    cache_salt: Raw | UnsetType = UNSET
-    kv_transfer_params: Raw | UnsetType = UNSET
-    tools: Raw | UnsetType = UNSET
-    functions: Raw | UnsetType = UNSET
-    documents: Raw | UnsetType = UNSET
-    chat_template_kwargs: Raw | UnsetType = UNSET
-    system: Raw | UnsetType = UNSET
-    instructions: Raw | UnsetType = UNSET
-
-
-decode_body = msgspec.json.Decoder(Body).decode
+_new = tuple.__new__
+_LONGEST_SALT = 4_096
 _NO_HEAD = [UNSET] * 6
 _QUOTE, _OBJECT = b'"{'
 _SMALL_BYTES = 65_536
@@ -251,11 +212,6 @@ def parse_request(
     return as_request(endpoint, body, decoded)
 
 
-def head_of(decoded: Body) -> Sequence[Raw]:
-    """What a chat template renders before the messages, in its order."""
-    return [raw for raw in astuple(decoded)[5:] if raw is not UNSET]
-
-
 def as_request(endpoint: Endpoint, body: bytes, decoded: Body) -> InferenceRequest:
     """`decoded` is what `body` says."""
     model, stream, messages, salt, params, *rest = astuple(decoded)
@@ -352,3 +308,53 @@ def _unread(endpoint: Endpoint, body: bytes) -> InferenceRequest:
 
 def _raw(value: Mapping[str, object], name: str) -> Raw | None:
     return Raw(json.dumps(value[name]).encode()) if name in value else None
+
+
+def prompts_of(request: InferenceRequest) -> tuple[AnyPrompt, ...]:
+    """The prompts that a worker would compute for this request, most often one; none if they cannot be read.
+
+    About 40 us for a 256 KB chat of 100 messages. Raises OverLimit.
+    """
+    if not request.is_read or not request.endpoint.fills_kv_cache:
+        return ()
+    if request.seen is not None:
+        return (request.seen,)
+    if request.prompts is not None:
+        return request.prompts
+    head, messages = request.head, request.read_messages  # all there are, where nothing was seen
+    try:
+        if messages is not None:
+            parts = rendered(messages, request.bounded)
+            if head:
+                parts[:0] = head
+            # As `Prompt(...)`, without its Python-level constructor.
+            return (_new(Prompt, (b"".join(parts), False)),)
+        steps = read_prompts(head, request.fields or {}, request.bounded)
+        while True:
+            next(steps)
+    except StopIteration as end:
+        prompts: tuple[AnyPrompt, ...] = end.value
+        return prompts
+    except UNREADABLE:
+        return ()
+
+
+def prompt_steps(request: InferenceRequest) -> Generator[None, None, tuple[AnyPrompt, ...]]:
+    """The same of a large body, of which the work is interrupted wherever it has taken long."""
+    if request.seen is not None or request.read_messages is not None or not request.fields:
+        return prompts_of(request)
+    try:
+        return (yield from read_prompts(request.head, request.fields, request.bounded))
+    except UNREADABLE:
+        return ()
+
+
+def cache_salt_of(request: InferenceRequest) -> str:
+    """The `cache_salt` that keeps this request's blocks apart, "" for none. Raises InvalidRequest."""
+    raw = request.cache_salt
+    if raw is None:
+        return ""
+    if len(memoryview(raw)) > _LONGEST_SALT:
+        raise InvalidRequest(f"`cache_salt` is longer than {_LONGEST_SALT} bytes.", param="cache_salt")
+    data = bytes(raw)
+    return "" if data == b"null" else data.decode("utf-8", "replace").strip('"')

@@ -21,8 +21,9 @@ from msgspec import Raw, Struct
 from xxhash import xxh3_64_intdigest
 
 from kvroute.blocks.known_prompts import KnownIds
+from kvroute.openai.bounded import UNREADABLE
 from kvroute.openai.prompt import PromptPrefix
-from kvroute.openai.request import UNREADABLE, InferenceRequest
+from kvroute.openai.request import InferenceRequest
 from kvroute.tokens.chat import Chat, validated
 
 CHAT_PATH: Final = "/v1/chat/completions"

@@ -9,8 +9,8 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from kvroute.openai.bounded import STEPWISE_BYTES, separators
-from kvroute.openai.request import UNREADABLE, InferenceRequest
+from kvroute.openai.bounded import STEPWISE_BYTES, UNREADABLE, separators
+from kvroute.openai.request import InferenceRequest
 from kvroute.tokens.chat import Chat, EngineFlags, chat_completion
 from kvroute.tokens.options import Inexact, TokensReason
 from kvroute.tokens.other_apis import messages_request, responses_request

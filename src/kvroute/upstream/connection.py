@@ -9,8 +9,7 @@ from typing import Protocol, cast
 import httptools
 
 from kvroute.errors import ConnectionLost, ProtocolViolation, ResponseTimeout, UpstreamError
-from kvroute.upstream.plain_answer import CHUNK, LAST_CHUNK, PlainAnswers
-from kvroute.upstream.response import ParsedHead, UpstreamResponse
+from kvroute.upstream.response import CHUNK, LAST_CHUNK, ParsedHead, PlainAnswers, UpstreamResponse
 from kvroute.upstream.writes import Outbox, send_at_once
 
 _NEVER = float("inf")

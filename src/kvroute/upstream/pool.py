@@ -13,7 +13,7 @@ from typing import Any
 from kvroute.errors import ConnectRefused, ConnectTimeout, PoolExhausted, UpstreamError
 from kvroute.upstream.connection import UpstreamConnection
 from kvroute.upstream.options import UpstreamOptions
-from kvroute.upstream.plain_answer import PlainAnswers
+from kvroute.upstream.response import PlainAnswers
 from kvroute.upstream.writes import Outbox
 
 log = logging.getLogger(__name__)

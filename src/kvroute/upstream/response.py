@@ -1,20 +1,278 @@
-"""A worker's answer, as it arrives."""
+"""A worker's answer, as it arrives.
+
+An answer is plain if its framing is so ordinary that its first bytes decide it. The test is strict rather
+than complete: every other answer goes to the parser, byte for byte as it came. A plain answer saves the
+parser's callbacks, one Python call for each header and each chunk.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
 
 from msgspec import Struct, field
 
 from kvroute.errors import UpstreamError
-from kvroute.upstream.headers import RawHeaders
-from kvroute.upstream.plain_answer import PlainAnswer
+from kvroute.upstream.headers import ANSWERED_HERE, HOP_BY_HOP, RawHeaders
 
-if TYPE_CHECKING:
-    from kvroute.upstream.connection import UpstreamConnection
+VALUE = rb"[\x21-\x7e\x80-\xff](?:[\t\x20-\x7e\x80-\xff]*[\x21-\x7e\x80-\xff])?"
+FIELD = re.compile(rb"([!#$%%&'*+\-.^_`|~0-9A-Za-z]+):[ \t]*(%b)" % VALUE).fullmatch
+"""A header line: a token, then a value without control characters that neither begins nor ends with white
+space. Nothing else (folded lines, a blank before the colon, bare CR or LF, NUL) matches as a whole."""
+
+CHUNK = re.compile(rb"([1-9a-f][0-9a-f]{0,6})\r\n").match
+"""The line before a chunk, as most workers write it: no zeros in front, small letters, no extensions."""
+
+LAST_CHUNK = b"0\r\n\r\n"
+
+_STATUS = re.compile(rb"HTTP/1\.1 ([2-5][0-9]{2}) ([\x21-\x7e][\x20-\x7e]*)").fullmatch
+_LENGTH = re.compile(rb"[1-9][0-9]{0,14}").fullmatch
+_LONGEST_LENGTH = 15
+_WITHOUT_BODY = (204, 304)
+_MOST_HEAD_BYTES = 16_384
+_MOST_LINES = 1024
+_MOST_HEADS = 1024
+_LONGEST_REMEMBERED = 1024
+_LARGEST_REMEMBERED = 4096
+_CHUNKED = -1
+_ZERO = ord("0")
+_new = tuple.__new__
+
+
+def unframed(part: bytes) -> bytes:
+    """The body of `part` if it is one chunk of the plain kind with its framing, else `part` itself."""
+    line = CHUNK(part)
+    if line is None or line.end() + int(line[1], 16) + 2 != len(part):
+        return part
+    return part[line.end() : -2]
+
+
+class PlainAnswer(NamedTuple):
+    """The head of one. `lines` is all of it but its end, `fields` are the header lines that clients get,
+    names in lower case, each with its end; `body_at` is where its body begins, and `body_bytes` its
+    length, None when it is chunked."""
+
+    status: int
+    reason: bytes
+    lines: bytes
+    fields: bytes
+    is_event_stream: bool
+    body_at: int
+    body_bytes: int | None
+
+    @property
+    def headers(self) -> RawHeaders:
+        """As the worker wrote them. Found anew each time: relaying an answer does not take them."""
+        matches = [FIELD(line) for line in self.lines.split(b"\r\n")[1:]]
+        return [(match[1], match[2]) for match in matches if match is not None]  # all of them: it is plain
+
+
+class _Status(NamedTuple):
+    status: int
+    reason: bytes
+
+
+class _Field(NamedTuple):
+    relayed: bytes
+    length: int
+    """Of the body, for a Content-Length; -1 for `transfer-encoding: chunked`; else 0."""
+    is_event_stream: bool
+
+
+class _Head(NamedTuple):
+    """All of a sized `PlainAnswer` but its length: what stands before and behind that as the worker wrote it,
+    with the name of the header and the end of the head, where these end at most, and what clients get, with a
+    place for the length."""
+
+    before: bytes
+    before_bytes: int
+    most_bytes: int
+    behind: bytes
+    behind_bytes: int
+    status: int
+    reason: bytes
+    fields: bytes
+
+
+def _read_like(head: _Head, data: bytes) -> PlainAnswer | None:
+    """The answer in `data`, if that begins with `head`."""
+    before, at, most, behind, behind_bytes, status, reason, fields = head
+    if not data.startswith(before):
+        return None
+    after = data.find(behind, at, most)
+    digits = data[at:after]
+    if after < 0 or not digits.isdigit() or digits[0] == _ZERO:
+        return None
+    body_at = after + behind_bytes
+    # As `PlainAnswer(...)`, without its Python-level constructor.
+    return _new(
+        PlainAnswer, (status, reason, data[: body_at - 4], fields % digits, False, body_at, int(digits))
+    )
+
+
+class PlainAnswers:
+    """Recognises answers with a final status and either one Content-Length above 0, if they are no event
+    streams, or `transfer-encoding: chunked`, and no other framing.
+
+    Mutable: remembers lines it has judged, and heads made of nothing else but their Content-Length, because
+    a worker sends the same ones again and again: at most 1024 each, of 1 KB and 4 KB at most, and as many
+    of chunked ones.
+    """
+
+    def __init__(self) -> None:
+        self._statuses: dict[bytes, _Status] = {}
+        self._known: dict[bytes, _Field] = {}
+        self._heads: dict[tuple[bytes, bytes], _Head] = {}
+        self._streamed: dict[bytes, PlainAnswer] = {}
+        """Chunked ones, by their lines."""
+        self._last: _Head | None = None
+        """The last one that was known."""
+        self.chunk_bytes: dict[bytes, int] = {}
+        """Lines before chunks that were seen, without their end, and how long such a chunk is with both; by
+        `learn_chunk`."""
+
+    def read(self, data: bytes) -> PlainAnswer | None:
+        """The head at the start of `data`; None unless it is there as a whole and plain. About 3 us, 1 for
+        a sized one that has come before."""
+        # Most answers of one worker within a second are such as the last one.
+        last = self._last
+        if last is not None and (answer := _read_like(last, data)) is not None:
+            return answer
+        end = data.find(b"\r\n\r\n", 0, _MOST_HEAD_BYTES)
+        if end < 0:
+            return None
+        # The line of the length as most workers write it; any other spelling is read line by line each time.
+        at = data.find(b"\r\ncontent-length: ", 0, end)
+        if at < 0:
+            at = data.find(b"\r\nContent-Length: ", 0, end)
+        if at < 0:
+            return self._read_streamed(data, end)
+        after = data.find(b"\r\n", at + 2, end + 2)
+        around = data[:at], data[after:end]
+        head = self._heads.get(around)
+        digits = data[at + 18 : after]
+        if head is None or not _LENGTH(digits):
+            known = len(self._known) + (data[at + 2 : after] not in self._known)
+            answer = self._read(data, end)
+            if answer is not None and known == len(self._known) and end <= _LARGEST_REMEMBERED:
+                # No line was new but, at most, that of the length: such a head may well come again.
+                self._remember(around, data[: at + 18], data[after : end + 4], answer)
+            return answer
+        self._last = head
+        return _read_like(head, data)
+
+    def learn_chunk(self, framed: bytes) -> int:
+        """Where the body of `framed` begins if that is one chunk of the plain kind, else 0."""
+        line = CHUNK(framed)
+        if line is None or line.end() + int(line[1], 16) + 2 != len(framed) or framed[-2:] != b"\r\n":
+            return 0
+        if len(line[1]) <= 3:
+            self.chunk_bytes[line[1]] = len(framed)  # at most 4095
+        return line.end()
+
+    def _remember(
+        self, around: tuple[bytes, bytes], before: bytes, behind: bytes, answer: PlainAnswer
+    ) -> None:
+        """Keep a sized answer's head."""
+        if len(self._heads) >= _MOST_HEADS:
+            self._heads.clear()
+        fields_before, name, after = (b"\r\n" + answer.fields).partition(b"\r\ncontent-length: ")
+        digits, _, _ = after.partition(b"\r\n")
+        self._heads[around] = _Head(
+            before,
+            len(before),
+            len(before) + _LONGEST_LENGTH + len(behind),
+            behind,
+            len(behind),
+            answer.status,
+            answer.reason,
+            b"%b%%b%b"
+            % (
+                (fields_before + name)[2:].replace(b"%", b"%%"),
+                after.removeprefix(digits).replace(b"%", b"%%"),
+            ),
+        )
+
+    def _read_streamed(self, data: bytes, end: int) -> PlainAnswer | None:
+        answer = self._streamed.get(data[:end])
+        if answer is not None:
+            return answer
+        known = len(self._known)
+        answer = self._read(data, end)
+        if (
+            answer is not None
+            and answer.body_bytes is None
+            and known == len(self._known)
+            and end <= _LARGEST_REMEMBERED
+        ):
+            if len(self._streamed) >= _MOST_HEADS:
+                self._streamed.clear()
+            self._streamed[answer.lines] = answer
+        return answer
+
+    def _read(self, data: bytes, end: int) -> PlainAnswer | None:
+        first, *lines = data[:end].split(b"\r\n")
+        status = self._statuses.get(first) or self._judged_status(first)
+        if status is None:
+            return None
+        known = self._known
+        try:
+            fields = [known[line] for line in lines]
+        except KeyError:
+            judged = [known.get(line) or self._judged(line) for line in lines]
+            fields = [field for field in judged if field is not None]
+            if len(fields) < len(judged):
+                return None
+        if not fields:
+            return None
+        relayed, lengths, streams = zip(*fields, strict=True)
+        if lengths.count(0) != len(lengths) - 1:
+            return None
+        length, is_event_stream = sum(lengths), any(streams)
+        if is_event_stream and length != _CHUNKED:
+            return None
+        return PlainAnswer(
+            *status,
+            data[:end],
+            b"".join(relayed),
+            is_event_stream,
+            end + 4,
+            None if length == _CHUNKED else length,
+        )
+
+    def _judged_status(self, line: bytes) -> _Status | None:
+        match = _STATUS(line)
+        if match is None or int(match[1]) in _WITHOUT_BODY:
+            return None
+        status = _Status(int(match[1]), match[2])
+        if len(line) <= _LONGEST_REMEMBERED and len(self._statuses) < _MOST_LINES:
+            self._statuses[line] = status
+        return status
+
+    def _judged(self, line: bytes) -> _Field | None:
+        match = FIELD(line)
+        if match is None:
+            return None
+        name, value = match[1].lower(), match[2]
+        length = 0
+        if name == b"transfer-encoding" and value.lower() == b"chunked":
+            length = _CHUNKED
+        elif name in HOP_BY_HOP and not (name == b"connection" and value.lower() == b"keep-alive"):
+            return None
+        is_event_stream = name == b"content-type" and value.lower().startswith(b"text/event-stream")
+        if name == b"content-length":
+            if not _LENGTH(value):
+                return None
+            length = int(value)
+        relayed = b"" if name in HOP_BY_HOP or name in ANSWERED_HERE else b"%b: %b\r\n" % (name, value)
+        field = _Field(relayed, length, is_event_stream)
+        if len(line) <= _LONGEST_REMEMBERED:
+            if len(self._known) >= _MOST_LINES:
+                self._known.clear()
+            self._known[line] = field
+        return field
 
 
 class ParsedHead(NamedTuple):
@@ -26,6 +284,28 @@ class ParsedHead(NamedTuple):
     content_length: int | None
     is_chunked: bool
     is_http_1_0: bool
+
+
+class _Deadline(Protocol):
+    def set(self, after_s: float) -> None: ...
+
+    def clear(self) -> None: ...
+
+
+class ResponseConnection(Protocol):
+    """The connection that an answer arrives on (`UpstreamConnection`)."""
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop: ...
+
+    @property
+    def deadline(self) -> _Deadline: ...
+
+    def pause_reading(self) -> None: ...
+
+    def resume_reading(self) -> None: ...
+
+    def abort_exchange(self) -> None: ...
 
 
 class AnswerListener(Protocol):
@@ -69,7 +349,7 @@ class UpstreamResponse(Struct, eq=False):
     """Nothing more will arrive: it is complete, or `error` says why not."""
     error: UpstreamError | None = None
     """Why the answer broke off; None while it has not."""
-    connection: UpstreamConnection | None = None
+    connection: ResponseConnection | None = None
     """Until the end."""
     _head: ParsedHead | None = None
     _unread_bytes: int = 0
@@ -242,93 +522,3 @@ class UpstreamResponse(Struct, eq=False):
         waiter = self._waiter
         if waiter is not None and not waiter.done():
             waiter.set_result(None)
-
-
-_BODY_EXPECTED = frozenset({b"POST", b"PUT", b"PATCH"})
-_ORDINARY = frozenset({b"GET", b"POST", b"DELETE"})
-_MOST_STARTS = 256
-_LONGEST_REMEMBERED = 1024
-_not_a_target = re.compile(rb"[^\x21-\xff]|\x7f").search
-_not_a_method = re.compile(rb"[^A-Za-z!#$%&'*+.^_`|~0-9-]").search
-
-
-def encode_head(
-    method: bytes,
-    target: bytes,
-    headers: Sequence[tuple[bytes, bytes]],
-    *,
-    host: bytes,
-    body_bytes: int,
-) -> bytes:
-    """`method target HTTP/1.1` and `headers` as given; Host and Content-Length added when absent.
-
-    Raises ValueError for what would let one request look like two: a line break or NUL anywhere, white
-    space in method or target, a Content-Length that is not `body_bytes`, any Transfer-Encoding. Header
-    names are taken as tokens, as a server's parser has left them. About 2 us for ten headers.
-    """
-    if not method or _not_a_method(method) or not target or _not_a_target(target):
-        raise ValueError("method or target is not valid in an HTTP/1.1 request line")
-    lines = [b"%b %b HTTP/1.1" % (method, target)]
-    hosts = lengths = 0
-    for name, value in headers:
-        size = len(name)
-        if size == 4:
-            hosts += name.lower() == b"host"
-        elif size == 14 and name.lower() == b"content-length":
-            lengths += 1
-            if value != b"%d" % body_bytes:
-                raise ValueError("content-length is not the length of the body")
-        elif size == 17 and name.lower() == b"transfer-encoding":
-            raise ValueError("a request body is sent with content-length, never transfer-encoding")
-        lines.append(b"%b: %b" % (name, value))
-    if hosts > 1 or lengths > 1:
-        raise ValueError("host or content-length is given twice")
-    if not hosts:
-        lines.insert(1, b"Host: %b" % host)
-    if not lengths and (body_bytes or method in _BODY_EXPECTED):
-        lines.append(b"Content-Length: %d" % body_bytes)
-    breaks = len(lines) + 1
-    lines.append(b"\r\n")
-    head = b"\r\n".join(lines)
-    if head.count(b"\n") != breaks or head.count(b"\r") != breaks or b"\0" in head:
-        raise ValueError("a header holds a line break or NUL")
-    return head
-
-
-class RelayedHeads:
-    """Heads of the requests that are relayed to one worker, whose Host is `host`.
-
-    Mutable: remembers the first two lines of POSTs by their target, as the endpoints are few; at most 256 of
-    at most 1 KB.
-    """
-
-    def __init__(self, host: bytes) -> None:
-        self._host = host
-        self._posts: dict[bytes, bytes] = {}
-
-    def head(self, method: bytes, target: bytes, fields: bytes, request_id: bytes, body_bytes: int) -> bytes:
-        """From `headers.relayed_fields`; about 0.3 us.
-
-        Raises ValueError for a method or target that does not fit into a request line.
-        """
-        start = self._posts.get(target) if method == b"POST" else None
-        if start is None:
-            start = self._start(method, target)
-        if body_bytes or method in _BODY_EXPECTED:
-            return b"%b%bx-request-id: %b\r\ncontent-length: %d\r\n\r\n" % (
-                start,
-                fields,
-                request_id,
-                body_bytes,
-            )
-        return b"%b%bx-request-id: %b\r\n\r\n" % (start, fields, request_id)
-
-    def _start(self, method: bytes, target: bytes) -> bytes:
-        if _not_a_target(target) or (method not in _ORDINARY and _not_a_method(method)):
-            raise ValueError("method or target is not valid in an HTTP/1.1 request line")
-        start = b"%b %b HTTP/1.1\r\nhost: %b\r\n" % (method, target, self._host)
-        if method == b"POST" and len(start) <= _LONGEST_REMEMBERED:
-            if len(self._posts) >= _MOST_STARTS:
-                self._posts.clear()
-            self._posts[target] = start
-        return start
