@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvroute.events.poller import OFTEN, PAUSE_S, SocketPoller
-from kvroute.loop_slices import TimeSlicer
+from kvroute.events.poller import OFTEN, PAUSE_S, SocketPoller, TimeSlicer
 
 Until = Callable[[Callable[[], bool]], Any]
 

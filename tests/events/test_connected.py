@@ -16,10 +16,8 @@ import zmq
 
 from kvroute.clock import SystemClock
 from kvroute.errors import WireError
-from kvroute.events.inbox import Frames
-from kvroute.events.poller import SocketPoller
-from kvroute.events.zmtp_inbox import ConnectedInbox
-from kvroute.loop_slices import TimeSlicer
+from kvroute.events.inbox import ConnectedInbox, Frames
+from kvroute.events.poller import SocketPoller, TimeSlicer
 from kvroute.wire.zmq import GREETING, command, ready
 
 Until = Callable[[Callable[[], bool]], Any]
@@ -160,7 +158,7 @@ async def test_what_comes_is_offered_at_once_unless_something_waits(publisher: P
         taken.extend(fit)
         return len(fit)
 
-    inbox.at_once = at_once
+    inbox.on_messages = at_once
     for number in range(6):
         publisher.send(b"kv", b"%d" % number)
 
@@ -224,7 +222,7 @@ class Peer:
 async def test_a_peer_that_is_no_publisher_is_complained_of_once_and_tried_again(
     says: bytes, why: str, until: Until, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvroute.events.zmtp_inbox._RECONNECT_S", 0.001)
+    monkeypatch.setattr("kvroute.events.inbox._RECONNECT_S", 0.001)
     if says.endswith(b"\x77"):
         says += b"\x77"
     peer = Peer(says)
@@ -242,8 +240,8 @@ async def test_a_peer_that_is_no_publisher_is_complained_of_once_and_tried_again
 async def test_a_peer_that_says_nothing_is_complained_of(
     until: Until, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvroute.events.zmtp_inbox._RECONNECT_S", 0.001)
-    monkeypatch.setattr("kvroute.events.zmtp_inbox._HANDSHAKE_S", 0.001)
+    monkeypatch.setattr("kvroute.events.inbox._RECONNECT_S", 0.001)
+    monkeypatch.setattr("kvroute.events.inbox._HANDSHAKE_S", 0.001)
     peer = Peer(b"")
     with caplog.at_level(logging.WARNING):
         async with peer as endpoint:
@@ -258,7 +256,7 @@ async def test_a_peer_that_says_nothing_is_complained_of(
 async def test_a_peer_that_is_no_publisher_behind_its_handshake_is_complained_of_once(
     until: Until, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvroute.events.zmtp_inbox._RECONNECT_S", 0.001)
+    monkeypatch.setattr("kvroute.events.inbox._RECONNECT_S", 0.001)
     peer = Peer(GREETING + ready() + b"\x77\x77")
     with caplog.at_level(logging.WARNING):
         async with peer as endpoint:
@@ -272,7 +270,7 @@ async def test_a_peer_that_is_no_publisher_behind_its_handshake_is_complained_of
 async def test_what_was_not_foreseen_is_logged_and_connecting_goes_on(
     publisher: Publisher, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvroute.events.zmtp_inbox._RECONNECT_S", 0.001)
+    monkeypatch.setattr("kvroute.events.inbox._RECONNECT_S", 0.001)
     loop = asyncio.get_running_loop()
     real, calls = loop.getaddrinfo, 0
 
@@ -297,7 +295,7 @@ async def test_an_address_that_nobody_answers_at_leaves_time_for_the_next(
     publisher: Publisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An IPv6 address, say, where there is no way for IPv6."""
-    monkeypatch.setattr("kvroute.events.zmtp_inbox._CONNECT_S", 0.1)
+    monkeypatch.setattr("kvroute.events.inbox._CONNECT_S", 0.1)
     loop = asyncio.get_running_loop()
     lookup, connect = loop.getaddrinfo, loop.sock_connect
 

@@ -12,14 +12,13 @@ import zmq.asyncio
 
 from kvroute.blocks.keys import Tier
 from kvroute.clock import SystemClock
+from kvroute.events.inbox import ConnectedInbox
 from kvroute.events.ledger import Ledger
 from kvroute.events.options import KvEventsOptions
-from kvroute.events.poller import SocketPoller
+from kvroute.events.poller import SocketPoller, TimeSlicer
 from kvroute.events.subscriber import KvEventSubscriber
-from kvroute.events.zmtp_inbox import ConnectedInbox
 from kvroute.index.prefix_index import PrefixIndex
 from kvroute.index.trust import MapTrust, TrustReason
-from kvroute.loop_slices import TimeSlicer
 from kvroute.wire.vllm import DIALECTS
 from kvroute.wire.zmq import EventMessage, pack_live
 

@@ -8,8 +8,8 @@ from kvroute.clock import SystemClock
 from kvroute.events.intake import Intake
 from kvroute.events.ledger import Ledger
 from kvroute.events.options import KvEventsOptions
+from kvroute.events.poller import TimeSlicer
 from kvroute.index.prefix_index import PrefixIndex
-from kvroute.loop_slices import TimeSlicer
 from kvroute.wire.vllm import DIALECTS, BlockRemoved, BlockStored, KvEvent
 
 
@@ -42,7 +42,7 @@ def test_small_batches_are_taken_in_at_once(
     payload = DIALECTS[dialect].encode(1.0, events)
     frames = (b"", (0).to_bytes(8), payload)
 
-    taken = intake.at_once([frames])
+    taken = intake.apply_fast([frames])
 
     assert taken == (dialect.startswith("map-") or not newest_only)
     assert intake.sequence.expected == taken
@@ -58,7 +58,7 @@ def test_small_batches_are_taken_in_at_once(
 def test_of_larger_ones_nothing_is_done(intake: Intake, events: list[KvEvent]) -> None:
     payload = DIALECTS["map-0.30"].encode(1.0, events)
 
-    assert intake.at_once([(b"", (0).to_bytes(8), payload)]) == 0
+    assert intake.apply_fast([(b"", (0).to_bytes(8), payload)]) == 0
     assert (intake.sequence.expected, intake._ledger.counts.stored) == (0, 0)
 
 
@@ -69,7 +69,7 @@ def test_it_ends_soon_when_time_is_up(intake: Intake) -> None:
         for seq in range(200)
     ]
 
-    taken = intake.at_once(messages, until=0.0)
+    taken = intake.apply_fast(messages, until=0.0)
 
     assert 0 < taken * len(messages[-1][2]) < 4096
-    assert intake.at_once(messages[taken:]) == len(messages) - taken
+    assert intake.apply_fast(messages[taken:]) == len(messages) - taken

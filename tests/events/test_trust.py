@@ -4,7 +4,8 @@ import logging
 
 import pytest
 
-from kvroute.index.trust import MapTrust, SilenceDetector, TrustReason, TrustState, trust_for
+from kvroute.events.intake import SilenceDetector, TrustState
+from kvroute.index.trust import MapTrust, TrustReason, trust_for
 
 
 def standing() -> TrustState:

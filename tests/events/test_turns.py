@@ -10,7 +10,7 @@ import uvloop
 import zmq.asyncio
 
 from kvroute.events.inbox import Listener
-from kvroute.loop_slices import TimeSlicer
+from kvroute.events.poller import TimeSlicer
 
 
 class WorkClock:

@@ -27,6 +27,7 @@ from kvroute.errors import WireError
 from kvroute.events.intake import Intake
 from kvroute.events.ledger import Ledger
 from kvroute.events.options import KvEventsOptions
+from kvroute.events.poller import TimeSlicer
 from kvroute.fleet.worker import parse_metrics, parse_models
 from kvroute.index.chunk_index import ChunkIndex
 from kvroute.index.prefix_index import PrefixIndex
@@ -35,7 +36,6 @@ from kvroute.lmcache.controller_sockets import ControllerSockets
 from kvroute.lmcache.coordinator import Coordinator
 from kvroute.lmcache.coordinator_http import CoordinatorApp
 from kvroute.lmcache.options import ControllerOptions, LMCacheOptions
-from kvroute.loop_slices import TimeSlicer
 from kvroute.wire import lmcache_controller
 from kvroute.wire import lmcache_server as lmcache_mp
 from kvroute.wire import zmq as zmtp
@@ -170,7 +170,7 @@ class _Streams:
             batch = decode_batch(payload)
         except WireError:
             batch = None
-        if not self.intake.at_once([pack_live(EventMessage(b"", seq, payload))]):
+        if not self.intake.apply_fast([pack_live(EventMessage(b"", seq, payload))]):
             await self.intake.take_in(EventMessage(b"", seq, payload), seq)
         if batch is None:
             if self.intake.counts.unreadable == unreadable:

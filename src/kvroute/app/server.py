@@ -191,6 +191,11 @@ class GatewayServer(uvicorn.Server):
                 shown = f"[{host}]" if ":" in host else host
                 log.info("kvroute %s listens on http://%s:%d", __version__, shown, port)
 
+    async def main_loop(self) -> None:
+        # uvicorn's loop wakes ten times a second. In a task of its own it resumes none of the coroutines that
+        # wait for it.
+        await asyncio.create_task(super().main_loop(), name="uvicorn's main loop")
+
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         """uvicorn's place for its signal handlers. These run in the loop, so they may log; and no signal is

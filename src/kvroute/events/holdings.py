@@ -82,37 +82,6 @@ class ShardedHashMap:
 
 
 @dataclass(slots=True)
-class StreamCounts:
-    """What happened on the stream. Mutable; counted by its subscriber."""
-
-    messages: int = 0
-    duplicates: int = 0
-    unreadable: int = 0
-    foreign: int = 0
-    """Numbers that the worker's own replay does not know."""
-    unknown_events: int = 0
-    unknown_fields: int = 0
-    undivided: int = 0
-    """Large events that had to be taken in as one: those may hold the loop for as long as they are large."""
-    gaps: int = 0
-    """Messages that did not follow the one before."""
-    replays: int = 0
-    replay_failures: int = 0
-    restarts: int = 0
-    """The stream was another one than before: the engine restarted, or the buffer was overrun."""
-    losses: int = 0
-    """Gaps that could not be filled: the map was dropped."""
-    rereads: int = 0
-    """Maps that were distrusted and read anew."""
-    healed: int = 0
-    """Lost histories that were made up for, by re-announcement or because nothing is left of them."""
-    resumed: int = 0
-    """Maps begun with a snapshot."""
-    failures: int = 0
-    """Times that following failed on our side: a defect, which the log has; the map was begun anew."""
-
-
-@dataclass(slots=True)
 class LedgerCounts:
     """What came, in blocks, since the stream was first read. Mutable; counted by its ledger."""
 

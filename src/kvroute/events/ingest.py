@@ -15,21 +15,20 @@ import zmq.asyncio
 from kvroute.blocks.keys import Tier
 from kvroute.clock import Clock
 from kvroute.errors import ConfigError
-from kvroute.events.holdings import LedgerCounts, StreamCounts
-from kvroute.events.inbox import Inbox, Listener
+from kvroute.events.holdings import LedgerCounts
+from kvroute.events.inbox import ConnectedInbox, Inbox, Listener
+from kvroute.events.intake import StreamCounts
 from kvroute.events.ledger import Ledger
 from kvroute.events.options import KvEventsOptions
-from kvroute.events.poller import SocketPoller
+from kvroute.events.poller import SocketPoller, TimeSlicer
 from kvroute.events.repair import KnownPrompt, PromptMemory, Repairer
 from kvroute.events.snapshot import Captured, SnapshotFile
 from kvroute.events.sources import KvEventSource, find_sources
 from kvroute.events.subscriber import KvEventSubscriber
-from kvroute.events.zmtp_inbox import ConnectedInbox
 from kvroute.fleet.fleet import FleetChange
 from kvroute.fleet.worker import Worker, WorkerId
 from kvroute.index.prefix_index import PrefixIndex
 from kvroute.index.trust import MapTrust, TrustReason
-from kvroute.loop_slices import TimeSlicer
 
 
 @dataclass(frozen=True, slots=True, eq=False)

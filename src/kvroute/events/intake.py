@@ -6,27 +6,30 @@ and repairs what is missing.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from math import inf
+from typing import Final
 
 from xxhash import xxh3_64_intdigest
 
 from kvroute.clock import Clock
 from kvroute.errors import WireError
-from kvroute.events.holdings import StreamCounts
 from kvroute.events.inbox import Frames
 from kvroute.events.ledger import Ledger
 from kvroute.events.options import KvEventsOptions
+from kvroute.events.poller import TimeSlicer
 from kvroute.events.sequence import Sequence as EventSequence
-from kvroute.index.trust import SilenceDetector, TrustReason, TrustState
-from kvroute.loop_slices import TimeSlicer
+from kvroute.index.trust import MapTrust, TrustReason, trust_for
 from kvroute.wire.batch_split import Piece, split_batch
 from kvroute.wire.vllm import AllBlocksCleared, EventBatch, decode_batch, decode_newest
 from kvroute.wire.zmq import EventMessage
 
 log = logging.getLogger(__name__)
 
+FOLLOWING_FAILED: Final = "KV events of %s: following them failed: its map is dropped"
 _QUICK_BYTES = 2048
 """A batch of at most as many is taken in in one go: about 0.2 ms if it is full of removals."""
 _QUICK_STORE_BYTES = 8192
@@ -35,9 +38,124 @@ _FRAMES = 3
 _NUMBER_BYTES = 8
 
 
+@dataclass(slots=True)
+class StreamCounts:
+    """What happened on the stream. Mutable; counted by its subscriber."""
+
+    messages: int = 0
+    duplicates: int = 0
+    unreadable: int = 0
+    foreign: int = 0
+    """Numbers that the worker's own replay does not know."""
+    unknown_events: int = 0
+    unknown_fields: int = 0
+    undivided: int = 0
+    """Large events that had to be taken in as one: those may hold the loop for as long as they are large."""
+    gaps: int = 0
+    """Messages that did not follow the one before."""
+    replays: int = 0
+    replay_failures: int = 0
+    restarts: int = 0
+    """The stream was another one than before: the engine restarted, or the buffer was overrun."""
+    losses: int = 0
+    """Gaps that could not be filled: the map was dropped."""
+    rereads: int = 0
+    """Maps that were distrusted and read anew."""
+    healed: int = 0
+    """Lost histories that were made up for, by re-announcement or because nothing is left of them."""
+    resumed: int = 0
+    """Maps begun with a snapshot."""
+    failures: int = 0
+    """Times that following failed on our side: a defect, which the log has; the map was begun anew."""
+
+
+class SilenceDetector:
+    """Whether a worker serves without announcing what it stores. Mutable: `served` and `heard`.
+
+    It is silent after `requests` answers that must have stored a block and were all asked for after the
+    last batch, once there has been none for `seconds`; until the next batch. Times are `Clock.now()`.
+    """
+
+    def __init__(self, requests: int, seconds: float, now: float) -> None:
+        self._requests = requests
+        self._seconds = seconds
+        self.may_be = False
+        """False: it is not silent. For reading."""
+        self.answers = 0
+        """That must have stored a block, since the last batch."""
+        self._heard = now
+        self._quiet_s = 0.0
+
+    def served(self, now: float, started: float | None = None) -> None:
+        """Such an answer, asked for at `started`, has ended; without that, what counts is whether it ended
+        `seconds` after the last batch."""
+        if now - self._heard >= self._seconds if started is None else started > self._heard:
+            self.answers += 1
+            self.may_be = self.answers >= self._requests
+            self._quiet_s = now - self._heard
+
+    def heard(self, now: float) -> None:
+        """A batch has come."""
+        self._heard = now
+        self.answers = 0
+        self.may_be = False
+
+    @property
+    def is_silent(self) -> bool:
+        return self.may_be and self._quiet_s >= self._seconds
+
+
+class TrustState:
+    """What speaks against one stream beside a gap that is being repaired. Mutable: `distrust` and `fresh`
+    change the doubt, `report` remembers what was logged last."""
+
+    def __init__(self, name: str, silence: SilenceDetector) -> None:
+        self.silence = silence
+        self.doubt: TrustReason | None = None
+        self._name = name
+        self.reported: TrustReason | None = TrustReason.REPLAYING
+        """For reading: what was logged last."""
+
+    def distrust(self, reason: TrustReason) -> None:
+        """Do not believe the map until it is another one."""
+        self.doubt = reason
+
+    def fresh(self) -> None:
+        """What was believed so far is gone: nothing speaks against what comes now."""
+        self.doubt = None
+
+    def reason(
+        self, *, is_sure: bool, is_whole: bool, aside_blocks: int, is_full: bool = False
+    ) -> TrustReason | None:
+        """The first that applies; None if nothing does."""
+        if not is_sure:
+            return TrustReason.REPLAYING
+        if self.doubt is not None:
+            return self.doubt
+        if self.silence.is_silent:
+            return TrustReason.SILENT
+        if not is_whole:
+            return TrustReason.GAP
+        if is_full:
+            return TrustReason.FULL
+        return TrustReason.UNKNOWN_PARENT if aside_blocks else None
+
+    def report(self, reason: TrustReason | None) -> None:
+        """Log a change."""
+        if reason is self.reported:
+            return
+        before, self.reported = self.reported, reason
+        if reason is None:
+            log.info("KV events of %s: its map is whole again (was: %s)", self._name, before)
+        elif trust_for(reason) is MapTrust.NONE:
+            log.warning("KV events of %s: its map is not used: %s", self._name, reason)
+        else:
+            log.warning("KV events of %s: its map may lack blocks: %s", self._name, reason)
+
+
 class Intake:
-    """One stream's map as its batches change it. Mutable: by `at_once` and `take_in`, and by its subscriber,
-    which also moves `sequence` on, `standing`, and counts what it does itself into `counts`.
+    """One stream's map as its batches change it. Mutable: by `apply_fast` and `take_in`, and by its
+    subscriber, which also moves `sequence` on, `standing`, and counts what it does itself into `counts`.
 
     `pool_blocks` says how many blocks the worker's GPU memory has, if that is known: once as many have been
     computed, nothing is left of a history that was lost.
@@ -63,6 +181,8 @@ class Intake:
         """Replays that failed in a row."""
         self.was_whole = False
         self.last_message: float | None = None
+        self.applying = asyncio.Lock()
+        """Held by the subscriber's task while it applies batches, some of them in several steps."""
         self._name = name
         self._ledger = ledger
         self._aside = ledger.aside_names
@@ -101,7 +221,19 @@ class Intake:
 
     # What comes
 
-    def at_once(self, messages: Sequence[Frames], until: float = inf) -> int:
+    def on_messages(self, messages: Sequence[Frames], until: float) -> int:
+        """For the inbox: as `apply_fast`, unless a batch is being applied. A failure of ours is logged, and
+        the stream is read from its start."""
+        if self.applying.locked():
+            return 0
+        try:
+            return self.apply_fast(messages, until)
+        except Exception:
+            log.exception(FOLLOWING_FAILED, self._name)
+            self.failed()
+            return 0  # so that the subscriber's task wakes and reads the stream again
+
+    def apply_fast(self, messages: Sequence[Frames], until: float = inf) -> int:
         """Take in small batches that follow the ones before, as nearly all do: the first of these messages,
         and further ones until this time of the clock, which is read every 2 KB. Returns how many; of what
         comes behind them nothing is done."""
@@ -238,6 +370,11 @@ class Intake:
         """The stream is another one."""
         self.epoch += 1
         self.give_up_history()
+
+    def failed(self) -> None:
+        """An error of ours was raised: believe nothing, and read the stream from its start."""
+        self.counts.failures += 1
+        self.begin_anew()
 
     def give_up_history(self) -> None:
         """Believe nothing; the stream is to be read from its start."""

@@ -13,9 +13,9 @@ from collections.abc import Iterator, Sequence
 from typing import Final, cast
 
 from kvroute.blocks.keys import KEY_TOKENS, BlockKey, Tier
+from kvroute.events.event_keys import is_divisible, keys_of, pieces_of, root_seed, tier_of
 from kvroute.events.holdings import HeldBlocks, LedgerCounts
 from kvroute.events.orphans import OrphanBlocks, PendingConfirmations, ReportedPrompt
-from kvroute.events.sources import is_divisible, keys_of, pieces_of, root_seed, tier_of
 from kvroute.index.prefix_index import PrefixIndex
 from kvroute.index.snapshot import Part, Runs
 from kvroute.wire.vllm import (
@@ -151,7 +151,7 @@ class Ledger:
             if work >= PIECE_BLOCKS:
                 work = 0
                 yield
-        if self._early:
+        if self._early.kept:
             self._hear_of_early(new_aside=self.counts.set_aside > set_aside)
 
     def store(self, events: Sequence[KvEvent]) -> bool:
@@ -166,7 +166,7 @@ class Ledger:
         for event in cast("Sequence[BlockStored]", events):
             if not grown(event):
                 self._stored(event, event.parent_block_hash is None)
-        if self._early:
+        if self._early.kept:
             self._hear_of_early(new_aside=self.counts.set_aside > set_aside)
         return True
 

@@ -185,28 +185,26 @@ class _Kept:
 
 class PendingConfirmations:
     """The newest of them, each for a few batches. Mutable: `add`, `tick`, `drop` and `clear`; keeps what it
-    is given, without a copy. False if there is none."""
+    is given, without a copy."""
 
     def __init__(self) -> None:
-        self._kept: deque[_Kept] = deque(maxlen=_ANSWERS)
-
-    def __bool__(self) -> bool:
-        return bool(self._kept)
+        self.kept: deque[_Kept] = deque(maxlen=_ANSWERS)
+        """For reading: empty while no answer waits."""
 
     def add(self, answer: ReportedPrompt) -> None:
-        self._kept.append(_Kept(answer))
+        self.kept.append(_Kept(answer))
 
     def tick(self) -> list[ReportedPrompt]:
         """A batch has been taken in: those that may have waited for it."""
-        answers = [kept.answer for kept in self._kept]
-        for kept in self._kept:
+        answers = [kept.answer for kept in self.kept]
+        for kept in self.kept:
             kept.batches -= 1
-        self._kept = deque((kept for kept in self._kept if kept.batches), maxlen=_ANSWERS)
+        self.kept = deque((kept for kept in self.kept if kept.batches), maxlen=_ANSWERS)
         return answers
 
     def drop(self, answer: ReportedPrompt) -> None:
         """It has found its place."""
-        self._kept = deque((kept for kept in self._kept if kept.answer is not answer), maxlen=_ANSWERS)
+        self.kept = deque((kept for kept in self.kept if kept.answer is not answer), maxlen=_ANSWERS)
 
     def clear(self) -> None:
-        self._kept.clear()
+        self.kept.clear()

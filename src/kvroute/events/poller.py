@@ -1,22 +1,94 @@
-"""When the sockets of the workers' streams are read.
+"""When KV events are read and applied: one time slice per iteration of the event loop, and the socket poller.
 
-To wake the event loop for a batch costs more than to read it and take it in: a process that sleeps between
-requests starts cold each time. So while batches come often the loop does not watch their sockets. They are
-looked at before decisions: every few milliseconds, because to read some batches together costs much less than
-to read each alone, and at once where what came last matters. Without decisions they are looked at a little
-later.
+A slice per stream would let 64 busy streams hold the event loop for 64 slices in a row. So all streams share
+one slice per iteration; when it is used up, the others queue, first come, first served.
+
+While batches arrive often, the event loop does not watch the sockets of the streams: to wake the loop for a
+batch costs more than to apply the batch. `SocketPoller` polls the sockets before routing decisions and from a
+timer instead.
 """
 
 from __future__ import annotations
 
 import asyncio
 import select
+from collections import deque
 from collections.abc import Callable
 from math import inf
 from typing import Final
 
 from kvroute.clock import Clock
-from kvroute.loop_slices import TimeSlicer
+
+
+class TimeSlicer:
+    """Mutable; for one event loop at a time. Work comes in small pieces; before each of them:
+
+    if turns.are_over():
+        await turns.next()
+    """
+
+    def __init__(self, clock: Clock, slice_ms: float) -> None:
+        self._clock = clock
+        self._slice_s = slice_ms / 1000
+        self._began: float | None = None
+        """When this turn's first piece of work did; None before it."""
+        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._called: asyncio.Future[None] | None = None
+        """Who has been told to go on and has not yet: the coming turn is theirs."""
+
+    def are_over(self) -> bool:
+        """Has this turn's slice been used up, or is the turn somebody else's? Else it has begun."""
+        if self._began is not None:
+            return self._clock.now() - self._began >= self._slice_s
+        if self._called is not None or self._waiting:
+            return True
+        self._begin()
+        return False
+
+    @property
+    def until(self) -> float:
+        """When this turn's slice is used up, if it has begun; by the clock."""
+        return (self._clock.now() if self._began is None else self._began) + self._slice_s
+
+    async def next(self) -> None:
+        """Wait in line for a turn of the loop with a slice of its own; it has begun when this returns."""
+        mine = asyncio.get_running_loop().create_future()
+        self._waiting.append(mine)
+        if self._called is None:
+            self._call()
+        try:
+            if mine.done():
+                await asyncio.sleep(0)  # to wait for what is done would be no wait
+            await mine
+        except asyncio.CancelledError:
+            if self._called is mine:
+                self._called = None
+                self._call()
+            elif mine in self._waiting:
+                self._waiting.remove(mine)
+            raise
+        self._called = None
+        self._begin()
+
+    def _begin(self) -> None:
+        self._began = self._clock.now()
+        # Runs in the next turn, and before what is made ready from now on.
+        asyncio.get_running_loop().call_soon(self._end)
+
+    def _end(self) -> None:
+        self._began = None
+        if self._called is None:
+            self._call()
+
+    def _call(self) -> None:
+        """Tell the first in line to go on in the coming turn."""
+        while self._waiting:
+            first = self._waiting.popleft()
+            if not first.done():
+                self._called = first
+                first.set_result(None)
+                return
+
 
 PAUSE_S: Final = 0.02
 """The longest that a batch may stay unread while batches come often: with less than that between them."""

@@ -19,15 +19,15 @@ from xxhash import xxh3_64_intdigest
 
 from kvroute.clock import Clock
 from kvroute.errors import WireError
-from kvroute.events.inbox import Frames, Inbox
-from kvroute.events.intake import Intake
+from kvroute.events.inbox import Inbox
+from kvroute.events.intake import FOLLOWING_FAILED, Intake
 from kvroute.events.ledger import Ledger
 from kvroute.events.options import KvEventsOptions
+from kvroute.events.poller import TimeSlicer
 from kvroute.events.sequence import SequenceVerdict
 from kvroute.index.snapshot import Frame, StreamHead, decode, encode
 from kvroute.index.trust import MapTrust as MapTrust
 from kvroute.index.trust import TrustReason, trust_for
-from kvroute.loop_slices import TimeSlicer
 from kvroute.wire.zmq import EventMessage, pack_replay_request, unpack_live, unpack_replay
 
 
@@ -67,7 +67,6 @@ log = logging.getLogger(__name__)
 _RESTARTS = 3
 _MESSAGES_A_TURN = 1000
 _MESSAGES_A_TAKE = 50
-_FAILED = "KV events of %s: following them failed: its map is dropped"
 _LARGE_BLOCK = 256
 """Taken for the worker's block size until it is known."""
 
@@ -106,7 +105,7 @@ class KvEventSubscriber:
         self._resumed = resumed if replay_endpoint is not None else None
         self._intake = intake = Intake(name, ledger, clock, options, turns, pool_blocks)
         self._sequence, self._standing, self.counts = intake.sequence, intake.standing, intake.counts
-        self._applying = asyncio.Lock()
+        self._applying = intake.applying
         self._reread_at: float | None = None
 
     @property
@@ -185,7 +184,7 @@ class KvEventSubscriber:
                     complaint = ""
                     try:
                         await inbox.ready(self._options.replay_timeout_s)
-                        inbox.at_once = self._at_once
+                        inbox.on_messages = self._intake.on_messages
                         inbox.interrupted()
                         self._sequence.doubt()
                         await self._follow(inbox)
@@ -196,8 +195,8 @@ class KvEventSubscriber:
                         complaint = str(error)
                         log.warning("KV events of %s: %s; trying again", self._name, error)
                 except Exception:
-                    log.exception(_FAILED, self._name)
-                    self._failed()
+                    log.exception(FOLLOWING_FAILED, self._name)
+                    self._intake.failed()
                 self._sequence.doubt()
                 self._standing.report(self.reason)
                 await self._clock.sleep(self._options.retry_s)
@@ -245,7 +244,7 @@ class KvEventSubscriber:
                     for frames in taken:
                         if self._turns.are_over():
                             await self._turns.next()
-                        if not self._intake.at_once((frames,)):
+                        if not self._intake.apply_fast((frames,)):
                             await self._one(frames)
                     if len(taken) < _MESSAGES_A_TAKE:
                         break
@@ -258,17 +257,6 @@ class KvEventSubscriber:
                 self._read_anew()
             if not self._sequence.is_sure and not await self._replay() and self._replay_endpoint is None:
                 self._intake.give_up_history()
-
-    def _at_once(self, messages: Sequence[Frames], until: float) -> int:
-        """For the inbox: take in what has just come, unless that is for the task to do."""
-        if self._applying.locked():
-            return 0
-        try:
-            return self._intake.at_once(messages, until)
-        except Exception:
-            log.exception(_FAILED, self._name)
-            self._failed()
-            return 0  # so that the task wakes and reads the stream anew
 
     async def _one(self, frames: Sequence[bytes]) -> None:
         try:
@@ -353,10 +341,6 @@ class KvEventSubscriber:
             self._reread_at = now
             self.counts.rereads += 1
             self._intake.give_up_history()
-
-    def _failed(self) -> None:
-        self.counts.failures += 1
-        self._intake.begin_anew()
 
     async def _tidy(self) -> None:
         await self._intake.breathe()
