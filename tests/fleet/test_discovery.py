@@ -300,12 +300,10 @@ def test_options_choose_the_sources(tmp_path: Path) -> None:
     clock = SystemClock()
 
     assert sources_of(FleetOptions(), clock) == {}
-    assert not FleetOptions().has_source
     assert list(sources_of(FleetOptions.model_validate(every), clock)) == list(DISCOVERY)
     for name, option in zip(DISCOVERY, every, strict=True):
         options = FleetOptions.model_validate({option: every[option]})
         assert list(sources_of(options, clock)) == [name]
-        assert options.has_source
 
 
 async def test_a_static_set_is_found_once() -> None:

@@ -9,6 +9,7 @@ import click
 from kvroute.app.config import Config, Loaded
 from kvroute.cli.configuration import configured
 from kvroute.cli.vllm_router import router_flags, router_settings
+from kvroute.clock import SystemClock
 from kvroute.errors import ConfigError
 
 
@@ -28,8 +29,10 @@ def serve(loaded: Loaded) -> None:
 
 
 def require_workers(config: Config) -> None:
-    """Raise ConfigError when nothing says where workers are."""
-    if not config.fleet.has_source:
+    """Raise ConfigError when no discovery source is configured."""
+    from kvroute.fleet.discovery.registry import sources_of
+
+    if not sources_of(config.fleet, SystemClock()):
         raise ConfigError(
             "fleet",
             "no workers: give --worker http://HOST:PORT (repeat for more), or fleet.workers or fleet.file "

@@ -254,11 +254,6 @@ class FleetOptions(Options):
     worker_api_key_file: Path | None = option(None, "File that holds that key.")
     health: HealthOptions = option(HealthOptions(), "Probes, ejection and return.")
 
-    @property
-    def has_source(self) -> bool:
-        """Whether anything says where workers are; it may say that there are none yet."""
-        return bool(self.workers or self.file is not None or self.kubernetes.enabled or self.dns.names)
-
     @model_validator(mode="after")
     def _names_are_clear(self) -> Self:
         wrong = repeated(self.workers)
