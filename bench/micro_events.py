@@ -1,16 +1,17 @@
 """What the exact map costs: blocks per second from bytes to index, match, hashing, memory; beside pygtrie.
 
-    python bench/micro_events.py [--json] [--blocks 1000000]
+    python bench/micro_events.py [--json] [--blocks 1000000] [--only intake,slice]
 
 All times are CPU time of one core. `ingest` decodes vLLM 0.32 payloads and applies them: `prompts` are 64
 blocks of 16 tokens in one event, `decoding` one block in one event, `evictions` one hash in one event; the
-share of the first step, decoding alone, is `decode`. `slice` is the longest time between two chances for
-others (the best of some runs; a stream takes the chance when `slice_ms` are over): a batch
-of 100,000 one-block events, a prompt in one event, 8,192 removals in one batch. `snapshot` writes and reads
-the map of one worker.
-`match` is after hashing: every worker holds a different share of the prompt; `with L1` each has memory of
-its own behind it. `masks` is a dict from key to the bitmask of its holders, walked block by block; `pygtrie`
-a trie of keys whose nodes carry such a mask, stored and walked for one worker.
+share of the first step, decoding alone, is `decode`. `intake` is the whole way of a message behind its socket
+(`Intake.apply_fast`), for batches of one event with one block and of eight, 8 messages read together. `slice`
+is the longest time between two chances for others (the best of some runs; a stream takes the chance when
+`slice_ms` are over): a batch of 100,000 one-block events, a prompt in one event, 8,192 removals in one batch.
+`snapshot` writes and reads the map of one worker. `match` is after hashing: every worker holds a different
+share of the prompt; `with L1` each has memory of its own behind it. `masks` is a dict from key to the bitmask
+of its holders, walked block by block; `pygtrie` a trie of keys whose nodes carry such a mask, stored and
+walked for one worker.
 """
 
 from __future__ import annotations
@@ -22,13 +23,18 @@ import random
 import resource
 import time
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import pygtrie
 
 from kvroute.blocks.keys import BlockKey, Tier, token_keys
 from kvroute.blocks.known_prompts import KeyMemory
+from kvroute.clock import SystemClock
+from kvroute.events.intake import Intake
 from kvroute.events.ledger import Ledger
+from kvroute.events.options import KvEventsOptions
+from kvroute.events.poller import TimeSlicer
 from kvroute.index import snapshot as snapshots
 from kvroute.index.prefix_index import Holder, PrefixIndex
 from kvroute.wire.batch_split import split_batch
@@ -102,6 +108,42 @@ def ingest(blocks: int) -> dict[str, float]:
 
         results[f"{kind} decode blocks/s"] = count / cpu_s(decode_all, 3)
     return results
+
+
+def intake(blocks: int) -> dict[str, float]:
+    """One event for each block that a sequence has filled, as decoding publishes them."""
+    rng = random.Random(6)
+    found = {}
+    for events in (1, 8):
+        made = Intake(
+            "worker",
+            Ledger(PrefixIndex(), 0),
+            SystemClock(),
+            KvEventsOptions(),
+            TimeSlicer(SystemClock(), 0.5),
+            lambda: None,
+        )
+        made.sequence.begin()
+        made.sequence.ended()
+        messages: list[Sequence[bytes]] = []
+        last: list[ExternalBlockHash] = [rng.getrandbits(64) for _ in range(64)]
+        for number, name in enumerate(last):
+            root = BlockStored([name], None, ids(rng, 16), 16, medium="GPU")
+            made.apply_fast([(b"", number.to_bytes(8), encode(1.0, [root], 0))])
+        for number in range(64, 64 + blocks // events):
+            steps: list[KvEvent] = []
+            for step in range(events):
+                place, name = (number * events + step) % 64, rng.getrandbits(64)
+                steps.append(BlockStored([name], last[place], ids(rng, 16), 16, medium="GPU"))
+                last[place] = name
+            messages.append((b"", number.to_bytes(8), encode(1.0, steps, 0)))
+        start = time.process_time()
+        for place in range(0, len(messages), 8):
+            made.apply_fast(messages[place : place + 8])
+        used = time.process_time() - start
+        assert made.counts.messages == len(messages) + 64
+        found[f"{events}-block batch us"] = used / len(messages) * 1e6
+    return found
 
 
 def slices() -> dict[str, float]:
@@ -280,18 +322,21 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--blocks", type=int, default=256_000)
     parser.add_argument("--snapshot-blocks", type=int, default=1_000_000)
+    parser.add_argument("--only", default="", help="groups, by the beginnings of their names")
     options = parser.parse_args()
-    results: dict[str, dict[str, float]] = {
-        "memory": memory(options.blocks),
-        "ingest": ingest(options.blocks),
-        "slice": slices(),
-        f"snapshot of {options.snapshot_blocks}": snapshot(options.snapshot_blocks),
+    groups: dict[str, Callable[[], dict[str, float]]] = {
+        "memory": lambda: memory(options.blocks),
+        "ingest": lambda: ingest(options.blocks),
+        "intake": lambda: intake(options.blocks),
+        "slice": slices,
+        f"snapshot of {options.snapshot_blocks}": lambda: snapshot(options.snapshot_blocks),
+        "hashing": lambda: hashing(array("I", ids(random.Random(3), 65536))),
     }
-    tokens = ids(random.Random(3), 65536)
-    results["hashing"] = hashing(array("I", tokens))
     for name, length in LENGTHS.items():
         for workers in WORKERS:
-            results[f"{name} x {workers} workers"] = match(length, workers)
+            groups[f"{name} x {workers} workers"] = partial(match, length, workers)
+    only = tuple(filter(None, options.only.split(",")))
+    results = {group: measure() for group, measure in groups.items() if not only or group.startswith(only)}
     if options.json:
         print(json.dumps(results, indent=2))
         return
