@@ -19,7 +19,7 @@ from kvroute.clock import Clock, SystemClock
 from kvroute.tierd.daemon import RunningTierd, run_tierd
 from kvroute.tierd.options import GB, TierdOptions
 from kvroute.tierd.pool import PAGE_BYTES
-from kvroute.tierd.segment import Guard, SharedSegment
+from kvroute.tierd.segment import GuardFile, SharedSegment
 
 _NUMBERS = itertools.count()
 
@@ -35,7 +35,7 @@ def remove_files(memory: str) -> None:
         (Path("/dev/shm") / path).unlink(missing_ok=True)
 
 
-def crash(segment: SharedSegment, guard: Guard) -> None:
+def crash(segment: SharedSegment, guard: GuardFile) -> None:
     """What the kernel does with a segment and its guard when the daemon is killed."""
     segment.memory.release()
     segment._mapped.close()

@@ -154,7 +154,7 @@ async def test_a_large_object_goes_through_uvloop(start: Start) -> None:
         (["--peer-timeout", "0"], "--peer-timeout: Input should be greater than 0"),
         (["--size-gb", "0"], "--size-gb: Input should be greater than 0"),
         (["--size-gb", "1e-9"], "size_gb: less than a page"),
-        (["--disk-dir", "/nowhere"], "disk_dir and disk_gb go together"),
+        (["--disk-dir", "/nowhere"], "disk_dir and disk_gb must be set together"),
         (["--shared-memory-mode", "9"], "'9' is not a number such as 644"),
         (["--longest-lease", "0"], "--longest-lease: Input should be greater than 0"),
         (["--port", "70000"], "--port: Input should be less than or equal to 65535"),
@@ -216,7 +216,7 @@ async def test_a_name_in_use_is_refused(start: Start, memory_name: str) -> None:
     output, _ = await process.communicate()
 
     assert process.returncode == 1
-    assert b"another daemon has the shared memory" in output
+    assert b"another daemon uses the shared memory" in output
     assert await daemon.client.put("k", b"data") == 200
 
 
@@ -227,7 +227,7 @@ async def test_a_signal_ends_a_start_that_waits(start: Start, memory_name: str) 
     await daemon.end(signal.SIGKILL)
     process = await launch("--shared-memory-name", memory_name)
     assert process.stdout is not None
-    assert b"waiting for them" in await process.stdout.readline()
+    assert b"until the leases of an earlier daemon have ended" in await process.stdout.readline()
 
     process.terminate()
     await process.communicate()

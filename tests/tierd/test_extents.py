@@ -13,13 +13,13 @@ PAGES = 24
 
 def test_the_smallest_gap_that_fits_is_taken() -> None:
     space = FreeSpace(10 * PAGE, page_bytes=PAGE)
-    first, second, third, _ = (space.take(size * PAGE) for size in (3, 1, 2, 1))
+    first, second, third, _ = (space.allocate(size * PAGE) for size in (3, 1, 2, 1))
     assert first is not None
     assert third is not None
-    space.give_back(first)
-    space.give_back(third)
+    space.free(first)
+    space.free(third)
 
-    taken = space.take(2 * PAGE)
+    taken = space.allocate(2 * PAGE)
 
     assert second == (Extent(3 * PAGE, PAGE),)
     assert taken == third
@@ -27,11 +27,11 @@ def test_the_smallest_gap_that_fits_is_taken() -> None:
 
 def test_without_a_large_gap_an_object_is_as_few_pieces_as_possible() -> None:
     space = FreeSpace(8 * PAGE, page_bytes=PAGE)
-    taken = [space.take(size * PAGE) for size in (1, 1, 3, 1, 2)]
+    taken = [space.allocate(size * PAGE) for size in (1, 1, 3, 1, 2)]
     for number in (0, 2, 4):
-        space.give_back(taken[number] or ())
+        space.free(taken[number] or ())
 
-    pieces = space.take(4 * PAGE + 3)
+    pieces = space.allocate(4 * PAGE + 3)
 
     assert pieces == (Extent(2 * PAGE, 3 * PAGE), Extent(6 * PAGE, PAGE + 3))
     assert space.free_bytes == PAGE
@@ -39,24 +39,24 @@ def test_without_a_large_gap_an_object_is_as_few_pieces_as_possible() -> None:
 
 def test_what_is_given_back_merges_with_its_neighbours() -> None:
     space = FreeSpace(4 * PAGE, page_bytes=PAGE)
-    taken = [space.take(PAGE) for _ in range(4)]
+    taken = [space.allocate(PAGE) for _ in range(4)]
     for number in (0, 2, 1, 3):
-        space.give_back(taken[number] or ())
+        space.free(taken[number] or ())
 
-    assert space.take(4 * PAGE) == (Extent(0, 4 * PAGE),)
+    assert space.allocate(4 * PAGE) == (Extent(0, 4 * PAGE),)
 
 
 def test_an_object_goes_on_where_it_ended_if_there_is_room() -> None:
     space = FreeSpace(8 * PAGE, page_bytes=PAGE)
-    first = space.take(2 * PAGE)
+    first = space.allocate(2 * PAGE)
     assert first == (Extent(0, 2 * PAGE),)
 
-    second = space.take(3 * PAGE, after=2 * PAGE)
+    second = space.allocate(3 * PAGE, after=2 * PAGE)
     assert second == (Extent(2 * PAGE, 3 * PAGE),)
     assert joined(first, second) == (Extent(0, 5 * PAGE),)
 
-    space.give_back(first)
-    third = space.take(PAGE, after=3 * PAGE)
+    space.free(first)
+    third = space.allocate(PAGE, after=3 * PAGE)
     assert third == (Extent(0, PAGE),)
     assert joined(second, third) == (*second, *third)
 
@@ -64,8 +64,8 @@ def test_an_object_goes_on_where_it_ended_if_there_is_room() -> None:
 def test_too_much_and_nothing_are_refused() -> None:
     space = FreeSpace(4 * PAGE, page_bytes=PAGE)
 
-    assert space.take(4 * PAGE + 1) is None
-    assert space.take(0) is None
+    assert space.allocate(4 * PAGE + 1) is None
+    assert space.allocate(0) is None
     assert space.free_bytes == 4 * PAGE
 
 
@@ -79,11 +79,11 @@ def test_extents_never_overlap_and_all_free_bytes_can_be_used(steps: list[int]) 
         if step < 0:
             if held:
                 key = sorted(held)[step % len(held)]
-                space.give_back(held.pop(key))
+                space.free(held.pop(key))
                 owner = [None if other == key else other for other in owner]
             continue
         free_pages = owner.count(None)
-        taken = space.take(step)
+        taken = space.allocate(step)
         assert (taken is None) == (-(-step // PAGE) > free_pages)
         if taken is None:
             continue

@@ -4,7 +4,7 @@ import mmap
 import os
 from pathlib import Path
 
-from kvroute.tierd.segment import foreign_end, mapped_end
+from kvroute.tierd.segment import furthest_foreign_mapping, furthest_mapping
 
 FOLDER = Path("/dev/shm")
 DEVICE = os.makedev(0, 0x1A)
@@ -20,10 +20,10 @@ MAPS = """\
 
 
 def test_the_furthest_end_of_the_named_files_of_a_device_counts() -> None:
-    assert mapped_end(MAPS.splitlines(), DEVICE, {"kv"}, 0) == 0x5000
-    assert mapped_end(MAPS.splitlines(), DEVICE, {"kv"}, 78) == 0x1000
-    assert mapped_end(MAPS.splitlines(), DEVICE, {"another"}, 0) == 0x80000
-    assert mapped_end(MAPS.splitlines(), DEVICE, {"none"}, 0) == 0
+    assert furthest_mapping(MAPS.splitlines(), DEVICE, {"kv"}, 0) == 0x5000
+    assert furthest_mapping(MAPS.splitlines(), DEVICE, {"kv"}, 78) == 0x1000
+    assert furthest_mapping(MAPS.splitlines(), DEVICE, {"another"}, 0) == 0x80000
+    assert furthest_mapping(MAPS.splitlines(), DEVICE, {"none"}, 0) == 0
 
 
 def test_a_removed_file_that_this_process_maps_is_seen(memory_name: str) -> None:
@@ -33,6 +33,6 @@ def test_a_removed_file_that_this_process_maps_is_seen(memory_name: str) -> None
         with mmap.mmap(file.fileno(), 0):
             inode = os.fstat(file.fileno()).st_ino
             path.unlink()
-            assert foreign_end(FOLDER, {memory_name}, 0) == 5 * 4096
-            assert foreign_end(FOLDER, {memory_name}, inode) == 0
-    assert foreign_end(FOLDER, {memory_name}, 0) == 0
+            assert furthest_foreign_mapping(FOLDER, {memory_name}, 0) == 5 * 4096
+            assert furthest_foreign_mapping(FOLDER, {memory_name}, inode) == 0
+    assert furthest_foreign_mapping(FOLDER, {memory_name}, 0) == 0

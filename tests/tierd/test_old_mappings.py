@@ -19,7 +19,7 @@ from tests.tierd.conftest import crash, remove_files, unused_name
 
 from kvroute.clock import SystemClock
 from kvroute.tierd.pool import PAGE_BYTES, EntryLease, MemoryPool, ObjectName
-from kvroute.tierd.segment import Guard, SharedSegment, mapped_end, open_segment
+from kvroute.tierd.segment import GuardFile, SharedSegment, furthest_mapping, open_segment
 
 FOLDER = Path("/dev/shm")
 LEASE_S = 10.0
@@ -33,7 +33,7 @@ class Machine(SystemClock):
         self._time = 1000.0
         self._stored = 0
         self._segment: SharedSegment | None = None
-        self._guard: Guard | None = None
+        self._guard: GuardFile | None = None
         self._pool = MemoryPool(0, "x")
         self._bytes: dict[ObjectName, bytes] = {}
         self._mappings: list[mmap.mmap] = []
@@ -89,7 +89,7 @@ class Machine(SystemClock):
             self._segment.memory[offset : offset + length] = data[position : position + length]
             position += length
         self._bytes[name] = data[:position]
-        self._pool.admit(name, extents)
+        self._pool.commit(name, extents)
 
     def lease(self, number: int) -> None:
         names = sorted(self._pool.entries)
@@ -98,7 +98,7 @@ class Machine(SystemClock):
             assert self._segment is not None
             lease = self._pool.lease(names[number % len(names)], LEASE_S, self._time)
             assert lease is not None
-            self._guard.hold_until(lease.expires)
+            self._guard.record_lease_end(lease.expires)
             self._leased.append((lease, self._segment.start))
             self._data = {**getattr(self, "_data", {}), lease: self._bytes[lease.entry.name]}
 
@@ -153,11 +153,11 @@ def own_mappings_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """All clients are in this process; reading what others have mapped takes long on a busy machine."""
 
     def own(folder: Path, names: set[str], inode: int) -> int:
-        return mapped_end(
+        return furthest_mapping(
             Path("/proc/self/maps").read_text().splitlines(), folder.stat().st_dev, names, inode
         )
 
-    monkeypatch.setattr("kvroute.tierd.segment.foreign_end", own)
+    monkeypatch.setattr("kvroute.tierd.segment.furthest_foreign_mapping", own)
 
 
 @pytest.mark.heavy

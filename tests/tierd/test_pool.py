@@ -22,7 +22,7 @@ def name(number: int) -> ObjectName:
 def admitted(pool: MemoryPool, number: int, pages: int = 1, now: float = 0.0) -> None:
     extents = pool.allocate(pages * PAGE, now)
     assert extents is not None
-    pool.admit(name(number), extents)
+    pool.commit(name(number), extents)
 
 
 def pool_of(pages: int) -> MemoryPool:
@@ -93,14 +93,14 @@ def test_without_leave_to_lose_only_what_is_kept_below_is_evicted() -> None:
     admitted(pool, 1)
     assert pool.allocate(PAGE, 0.0, may_lose=False) is None
 
-    oldest = pool.oldest_unkept()
+    oldest = pool.next_to_write()
     assert oldest is not None
     assert oldest.name == name(0)
     pool.pin(oldest)
-    pool.keep_below(oldest, True)
+    pool.set_disk_is_done(oldest, True)
     pool.unpin(oldest, was_used=False)
 
-    assert pool.expendable_bytes == PAGE
+    assert pool.lossless_evictable_bytes == PAGE
     assert pool.allocate(PAGE, 0.0, may_lose=False) is not None
     assert held(pool) == [1]
     assert pool.lost_entries == 0
@@ -111,14 +111,14 @@ def test_an_entry_that_the_level_below_loses_is_written_again_before_it_goes() -
     admitted(pool, 0)
     admitted(pool, 1)
     for number in (0, 1):
-        pool.keep_below(pool.entries[name(number)], True)
-    pool.keep_below(pool.entries[name(1)], False)
+        pool.set_disk_is_done(pool.entries[name(number)], True)
+    pool.set_disk_is_done(pool.entries[name(1)], False)
 
-    again = pool.oldest_unkept()
+    again = pool.next_to_write()
 
     assert again is not None
     assert again.name == name(1)
-    assert pool.expendable_bytes == PAGE
+    assert pool.lossless_evictable_bytes == PAGE
 
 
 @dataclass
@@ -138,7 +138,7 @@ class PoolAgainstDictionaries(RuleBasedStateMachine):
         self.pool = MemoryPool(PAGES * PAGE, "i", page_bytes=PAGE)
         self.contents: dict[ObjectName, bytes] = {}
         self.granted: list[Granted] = []
-        self.arriving: list[tuple[ObjectName, Extents]] = []
+        self.incoming: list[tuple[ObjectName, Extents]] = []
         self.now = 0.0
         self.writes = 0
 
@@ -147,24 +147,24 @@ class PoolAgainstDictionaries(RuleBasedStateMachine):
 
     @rule(number=st.integers(0, 12), size=st.integers(1, 6 * PAGE), may_lose=st.booleans())
     def begin_put(self, number: int, size: int, may_lose: bool) -> None:
-        if name(number) in self.pool.entries or name(number) in [each for each, _ in self.arriving]:
+        if name(number) in self.pool.entries or name(number) in [each for each, _ in self.incoming]:
             return
         leased = sum(
             self.pool.space.footprint(each.entry.size_bytes)
             for each in {each.lease.entry.name: each.lease for each in self.running()}.values()
         )
-        coming = sum(self.pool.space.footprint(sum(part for _, part in each)) for _, each in self.arriving)
+        coming = sum(self.pool.space.footprint(sum(part for _, part in each)) for _, each in self.incoming)
         fits = self.pool.space.footprint(size) <= PAGES * PAGE - leased - coming
         extents = self.pool.allocate(size, self.now, may_lose=may_lose)
         assert (extents is not None) == fits or not may_lose
         if extents is not None:
-            self.arriving.append((name(number), extents))
+            self.incoming.append((name(number), extents))
 
-    @precondition(lambda self: self.arriving)
+    @precondition(lambda self: self.incoming)
     @rule(place=st.integers(0, 9), breaks_off=st.booleans())
     def end_put(self, place: int, breaks_off: bool) -> None:
         """Bytes may lie in the extents in either case."""
-        what, extents = self.arriving.pop(place % len(self.arriving))
+        what, extents = self.incoming.pop(place % len(self.incoming))
         self.writes += 1
         for offset, length in extents:
             self.memory[offset : offset + length] = bytes([self.writes % 256]) * length
@@ -172,10 +172,10 @@ class PoolAgainstDictionaries(RuleBasedStateMachine):
             self.pool.free(extents)
         else:
             self.contents[what] = self.content(extents)
-            self.pool.admit(what, extents)
+            self.pool.commit(what, extents)
 
     @rule(number=st.integers(0, 12), ttl=st.integers(1, 20))
-    def take(self, number: int, ttl: int) -> None:
+    def allocate(self, number: int, ttl: int) -> None:
         lease = self.pool.lease(name(number), float(ttl), self.now)
         assert (lease is None) == (name(number) not in self.pool.entries)
         if lease is not None:
@@ -184,7 +184,7 @@ class PoolAgainstDictionaries(RuleBasedStateMachine):
 
     @precondition(lambda self: self.granted)
     @rule(place=st.integers(0, 99))
-    def give_back(self, place: int) -> None:
+    def free(self, place: int) -> None:
         granted = self.granted.pop(place % len(self.granted))
         was_held = self.pool.release(granted.lease.id)
         assert was_held or granted.lease.expires <= self.now
@@ -193,7 +193,7 @@ class PoolAgainstDictionaries(RuleBasedStateMachine):
     def disk(self, number: int, is_kept: bool) -> None:
         entry = self.pool.entries.get(name(number))
         if entry is not None:
-            self.pool.keep_below(entry, is_kept)
+            self.pool.set_disk_is_done(entry, is_kept)
 
     @rule(seconds=st.integers(1, 15))
     def wait(self, seconds: int) -> None:
@@ -216,7 +216,7 @@ class PoolAgainstDictionaries(RuleBasedStateMachine):
 
     @invariant()
     def memory_is_within_its_bound_and_all_of_it_is_accounted(self) -> None:
-        used = [entry.extents for entry in self.pool.entries.values()] + [each for _, each in self.arriving]
+        used = [entry.extents for entry in self.pool.entries.values()] + [each for _, each in self.incoming]
         pages = [
             page
             for extents in used
@@ -228,8 +228,10 @@ class PoolAgainstDictionaries(RuleBasedStateMachine):
         assert self.pool.space.free_bytes == (PAGES - len(pages)) * PAGE
         idle = [entry for entry in self.pool.entries.values() if not entry.holders]
         assert self.pool.evictable_bytes == sum(self.pool.space.footprint(each.size_bytes) for each in idle)
-        kept = [each for each in idle if each.is_kept_below]
-        assert self.pool.expendable_bytes == sum(self.pool.space.footprint(each.size_bytes) for each in kept)
+        kept = [each for each in idle if each.disk_is_done]
+        assert self.pool.lossless_evictable_bytes == sum(
+            self.pool.space.footprint(each.size_bytes) for each in kept
+        )
 
 
 TestPoolAgainstDictionaries = PoolAgainstDictionaries.TestCase

@@ -155,7 +155,7 @@ async def test_an_unreleased_lease_ends_with_its_time(start_node: StartNode) -> 
 
 async def test_a_lease_waits_for_an_object_that_is_being_sent(node: Node, raw: Raw, until: Until) -> None:
     await raw.send(b"PUT /v1/kv/b/k HTTP/1.1\r\ncontent-length: 8\r\n\r\nhalf")
-    await until(lambda: node.running.store.arriving == 1)
+    await until(lambda: node.running.store.incoming_count == 1)
     waiting = asyncio.create_task(node.client.lease("k", wait_ms=20_000))
     second = asyncio.create_task(node.client.put("k", b"other"))
 
@@ -170,7 +170,7 @@ async def test_a_sender_that_leaves_is_a_miss_and_its_room_is_free(
     node: Node, raw: Raw, until: Until
 ) -> None:
     await raw.send(b"PUT /v1/kv/b/k HTTP/1.1\r\ncontent-length: 65536\r\n\r\nhalf")
-    await until(lambda: node.running.store.arriving == 1)
+    await until(lambda: node.running.store.incoming_count == 1)
     waiting = asyncio.create_task(node.client.lease("k", wait_ms=20_000))
     await asyncio.sleep(0)
 
@@ -182,7 +182,7 @@ async def test_a_sender_that_leaves_is_a_miss_and_its_room_is_free(
 
 async def test_a_wait_ends_in_time(node: Node, raw: Raw, until: Until) -> None:
     await raw.send(b"PUT /v1/kv/b/k HTTP/1.1\r\ncontent-length: 8\r\n\r\nhalf")
-    await until(lambda: node.running.store.arriving == 1)
+    await until(lambda: node.running.store.incoming_count == 1)
 
     assert await node.client.lease("k", wait_ms=1) is None
 
@@ -206,7 +206,7 @@ async def test_a_reader_that_leaves_while_it_waits_leaves_no_lease(
     await raw.send(b"POST /v1/kv/b/k/leases?timeout_ms=60000 HTTP/1.1\r\n\r\n")
     await node.client.health()
     raw.writer.transport.abort()
-    await until(lambda: node.running.store._awaited == {})
+    await until(lambda: node.running.store._commit_waiters == {})
 
     await node.client.put("k", b"data")
 
@@ -264,16 +264,16 @@ async def test_a_client_that_takes_no_answers_is_not_answered_on(node: Node) -> 
             return False
 
     store = node.running.store
-    site = Connections(
+    connections = Connections(
         store,
         SystemClock(),
         incarnation="x",
         longest_lease_s=60,
         start=0,
         peer_key=None,
-        page=lambda name: (200, "text/plain", name.encode()),
+        status_page=lambda name: (200, "text/plain", name.encode()),
     )
-    connection, transport = Connection(site), Transport()
+    connection, transport = Connection(connections), Transport()
     connection.connection_made(transport)
     request = b"GET /health HTTP/1.1\r\n\r\n"
     connection.pause_writing()
@@ -369,7 +369,7 @@ async def test_a_client_that_stops_in_the_middle_is_cut(
 
     assert await stopped.is_closed()
 
-    await until(lambda: node.running.store.arriving == 0)
+    await until(lambda: node.running.store.incoming_count == 0)
     await idle.send(b"HEAD /health HTTP/1.1\r\n\r\n")
     assert (await idle.reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
 
@@ -391,7 +391,7 @@ async def test_a_put_holds_memory_as_its_bytes_arrive(
     data = bytes(range(251)) * 4000
 
     await begin_put(raw, "k", len(data), data[:1])
-    await until(lambda: node.running.store.arriving == 1)
+    await until(lambda: node.running.store.incoming_count == 1)
     assert space.size_bytes - space.free_bytes == STEP
     await raw.send(data[1 : STEP + 1])
     await until(lambda: space.size_bytes - space.free_bytes == 2 * STEP)
@@ -427,7 +427,7 @@ async def test_a_put_that_finds_no_more_room_is_refused_and_read_to_its_end(
     node = await start_node(pages=64, put_step_mb=STEP / (1 << 20))
     store, raw = node.running.store, await connect(node)
     await begin_put(raw, "k", 3 * STEP, b"x")
-    await until(lambda: store.arriving == 1)
+    await until(lambda: store.incoming_count == 1)
     assert await node.client.put("held", bytes(2 * STEP)) == 200
     assert await node.client.lease("held") is not None
 
@@ -469,7 +469,7 @@ async def test_a_sender_that_is_too_slow_is_cut(
     await begin_put(raw, "k", 8, b"half")
 
     assert await raw.is_closed()
-    await until(lambda: node.running.store.arriving == 0)
+    await until(lambda: node.running.store.incoming_count == 0)
 
 
 async def test_health_and_metrics_tell_the_figures(client: Client) -> None:

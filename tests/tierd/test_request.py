@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from kvroute.tierd.http import BadRequest, Get, Page, Put, Release, Take, error_body, parse_call
+from kvroute.tierd.http import Acquire, BadRequest, Get, Put, Release, StatusPage, error_body, parse_call
 from kvroute.tierd.pool import ObjectName
 
 
@@ -19,16 +19,16 @@ def test_a_lease_has_the_times_of_its_query() -> None:
 
     call = parse_call(b"POST", b"/v1/kv/b/k/leases?timeout_ms=1500&ttl_s=30.5", 60)
 
-    assert call == Take(name, 30.5, 1.5)
-    assert parse_call(b"POST", b"/v1/kv/b/k/leases", 60) == Take(name, 30.0, 0.0)
-    assert parse_call(b"POST", b"/v1/kv/b/k/leases?timeout_ms=9e9&ttl_s=1", 60) == Take(name, 1.0, 60.0)
+    assert call == Acquire(name, 30.5, 1.5)
+    assert parse_call(b"POST", b"/v1/kv/b/k/leases", 60) == Acquire(name, 30.0, 0.0)
+    assert parse_call(b"POST", b"/v1/kv/b/k/leases?timeout_ms=9e9&ttl_s=1", 60) == Acquire(name, 1.0, 60.0)
 
 
 def test_the_other_calls() -> None:
     assert parse_call(b"GET", b"/v1/kv/b/k", 60) == Get(ObjectName(b"b", b"k"))
     assert parse_call(b"HEAD", b"/v1/kv/b/k", 60) == Get(ObjectName(b"b", b"k"))
     assert parse_call(b"POST", b"/v1/leases/0af-12/release", 60) == Release("0af-12")
-    assert parse_call(b"GET", b"/metrics?x=1", 60) == Page("metrics")
+    assert parse_call(b"GET", b"/metrics?x=1", 60) == StatusPage("metrics")
 
 
 @pytest.mark.parametrize(

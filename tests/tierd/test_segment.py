@@ -11,7 +11,7 @@ from tests.tierd.conftest import crash
 
 from kvroute.clock import SystemClock
 from kvroute.tierd.pool import Extent
-from kvroute.tierd.segment import UNKNOWN_LEASE_S, Guard, SegmentError, SharedSegment, open_segment
+from kvroute.tierd.segment import UNKNOWN_LEASE_S, GuardFile, SegmentError, SharedSegment, open_segment
 
 FOLDER = Path("/dev/shm")
 SIZE = 8192
@@ -34,7 +34,7 @@ class StoppedClock(SystemClock):
 
 async def opened(
     name: str, size_bytes: int = SIZE, clock: SystemClock | None = None, longest: float = 300.0
-) -> tuple[SharedSegment, Guard]:
+) -> tuple[SharedSegment, GuardFile]:
     return await open_segment(name, size_bytes, clock or SystemClock(), longest_lease_s=longest)
 
 
@@ -87,10 +87,10 @@ async def test_a_living_daemon_keeps_its_name(memory_name: str) -> None:
     segment, guard = await opened(memory_name)
     before = inode(memory_name)
 
-    with pytest.raises(SegmentError, match="another daemon has the shared memory"):
+    with pytest.raises(SegmentError, match="another daemon uses the shared memory"):
         await opened(memory_name)
     (FOLDER / f".{memory_name}.guard").unlink()
-    with pytest.raises(SegmentError, match="another daemon has the shared memory"):
+    with pytest.raises(SegmentError, match="another daemon uses the shared memory"):
         await opened(memory_name)
 
     assert inode(memory_name) == before
@@ -128,7 +128,7 @@ async def test_the_memory_of_a_killed_daemon_stays_until_its_leases_have_ended(m
     clock = StoppedClock()
     segment, guard = await opened(memory_name, clock=clock)
     segment.memory[:3] = b"old"
-    guard.hold_until(1012.5)
+    guard.record_lease_end(1012.5)
     crash(segment, guard)
     seen: list[bytes] = []
     old = mapped(memory_name)
@@ -147,7 +147,7 @@ async def test_leased_bytes_outlive_a_daemon_that_ends(memory_name: str) -> None
     clock = StoppedClock()
     segment, guard = await opened(memory_name, clock=clock)
     segment.memory[:] = b"x" * SIZE
-    guard.hold_until(1030.0)
+    guard.record_lease_end(1030.0)
     segment.close([(Extent(4096, 100),)])
     guard.close()
     seen: list[bytes] = []
@@ -169,7 +169,7 @@ async def test_a_start_that_is_ended_while_it_waits_leaves_the_leased_bytes(memo
     clock = StoppedClock()
     segment, guard = await opened(memory_name, clock=clock)
     segment.memory[:3] = b"old"
-    guard.hold_until(1012.5)
+    guard.record_lease_end(1012.5)
     crash(segment, guard)
 
     class Ended(Exception):
@@ -196,7 +196,7 @@ async def test_no_wait_is_longer_than_a_lease_of_the_earlier_daemon(
 ) -> None:
     """What the next daemon allows its own clients does not matter."""
     segment, guard = await opened(memory_name, longest=longest)
-    guard.hold_until(9e9)
+    guard.record_lease_end(9e9)
     crash(segment, guard)
     clock = StoppedClock()
 
@@ -292,7 +292,7 @@ async def test_a_segment_of_version_0_1_is_used_beyond_its_end(memory_name: str)
 async def test_the_segment_of_another_program_is_left_alone(memory_name: str) -> None:
     (FOLDER / memory_name).write_bytes(b"theirs")
 
-    with pytest.raises(SegmentError, match="is not of kvroute tierd"):
+    with pytest.raises(SegmentError, match="does not belong to kvroute tierd"):
         await opened(memory_name)
 
     assert (FOLDER / memory_name).read_bytes() == b"theirs"

@@ -127,7 +127,7 @@ async def hammer(*nodes: Node, steps: int = 60) -> int:
     for node in nodes:
         pool = node.running.store.pool
         assert pool.leases == {}
-        assert node.running.store.arriving == 0
+        assert node.running.store.incoming_count == 0
         assert pool.space.free_bytes + pool.evictable_bytes == pool.space.size_bytes
     return sum(reader.hits for reader in readers)
 

@@ -1,4 +1,4 @@
-"""The whole daemon: segment first, then the listener; at the end the other way round."""
+"""Starts and stops the daemon: first the segment, then the listener; at the end in reverse order."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from kvroute.tierd.store import Store
 
 log = logging.getLogger("kvroute.tierd")
 
-_SWEEP_S = 1.0
+_PERIOD_S = 1.0
 _BACKLOG = 1024
 
 
 class RunningTierd:
-    """A daemon that listens; made by `run_tierd`."""
+    """A daemon that accepts connections. `run_tierd` makes it."""
 
     def __init__(self, store: Store, segment: SharedSegment, host: str, port: int) -> None:
         self.store = store
@@ -60,18 +60,18 @@ async def run_tierd(options: TierdOptions, clock: Clock) -> AsyncIterator[Runnin
         if store.disk is not None:
             await store.disk.open()
         key = options.peers.key
-        site = Connections(
+        connections = Connections(
             store,
             clock,
             incarnation=incarnation,
             longest_lease_s=options.longest_lease_s,
             start=segment.start,
             peer_key=None if key is None else key.get_secret_value().encode(),
-            page=Exposition(store, incarnation).page,
+            status_page=Exposition(store, incarnation).page,
         )
         background = [
             asyncio.create_task(store.run()),
-            asyncio.create_task(_sweep(site, segment, options, clock)),
+            asyncio.create_task(_run_periodic_work(connections, segment, options, clock)),
         ]
         stack.push_async_callback(_end, background)
         if peers is not None:
@@ -79,26 +79,28 @@ async def run_tierd(options: TierdOptions, clock: Clock) -> AsyncIterator[Runnin
             background.append(asyncio.create_task(peers.run()))
         try:
             server = await asyncio.get_running_loop().create_server(
-                lambda: Connection(site), options.host, options.port, backlog=_BACKLOG
+                lambda: Connection(connections), options.host, options.port, backlog=_BACKLOG
             )
         except OSError as exc:
             raise ConfigError(
                 "port", f"cannot listen on {options.host}:{options.port}: {exc.strerror}"
             ) from exc
-        stack.push_async_callback(site.hang_up)
+        stack.push_async_callback(connections.abort_all)
         stack.callback(server.close)
         port = server.sockets[0].getsockname()[1]
         yield RunningTierd(store, segment, options.host, port)
 
 
-async def _sweep(site: Connections, segment: SharedSegment, options: TierdOptions, clock: Clock) -> None:
-    """What must happen also while nobody asks for anything."""
+async def _run_periodic_work(
+    connections: Connections, segment: SharedSegment, options: TierdOptions, clock: Clock
+) -> None:
+    """Once a second: end leases, abort stalled connections, restore removed names."""
     limits = StallLimits(options.stall_timeout_s, options.put_grace_s, options.put_least_rate)
     while True:
-        await clock.sleep(_SWEEP_S)
-        site.store.tick()
-        site.sweep(limits)
-        site.store.counts.names_restored += segment.restore_names()
+        await clock.sleep(_PERIOD_S)
+        connections.store.expire_leases()
+        connections.abort_stalled(limits)
+        connections.store.counts.names_restored += segment.restore_names()
 
 
 def _close(segment: SharedSegment, pool: MemoryPool) -> None:
@@ -110,4 +112,4 @@ async def _end(tasks: list[asyncio.Task[None]]) -> None:
         task.cancel()
     for outcome in await asyncio.gather(*tasks, return_exceptions=True):
         if isinstance(outcome, Exception):
-            log.error("a background task had failed", exc_info=outcome)
+            log.error("a background task failed", exc_info=outcome)

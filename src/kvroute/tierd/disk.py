@@ -1,7 +1,8 @@
-"""The level below memory: a bounded directory, one file per object, least recently used out first.
+"""The level below memory: a directory of bounded size with one file per object, evicted by least recent use.
 
-A file is a head (magic, length of the name, checksum of the payload), the name and the payload. The directory
-may outlive the daemon: it is read at the start, and what does not match its name and checksum is a miss.
+A file has a head (magic, length of the name, checksum of the payload), the name and the payload. The
+directory may outlive the daemon and is read at the start. A file that does not match its name and checksum is
+a miss.
 """
 
 from __future__ import annotations
@@ -35,13 +36,14 @@ _T = TypeVar("_T")
 class _File(NamedTuple):
     size_bytes: int
     name: ObjectName | None
-    """None for what an earlier process wrote, until it is asked for."""
+    """None for a file of an earlier process, until it is read."""
 
 
 class DiskLevel:
-    """Files in `folder`, together at most `size_bytes`. Mutable, touched from the loop; threads do the I/O.
+    """Files in `folder`, together at most `size_bytes`. Mutable, used from the event loop; threads do the
+    I/O.
 
-    `forgotten` hears which names are not here any more. `open` before use, `close` after it.
+    `on_eviction` is called with each name that leaves the disk. Call `open` before use and `close` after it.
     """
 
     def __init__(
@@ -62,7 +64,7 @@ class DiskLevel:
         return _file_name(name) in self._files
 
     async def open(self) -> None:
-        """Find out what is there. Raises ConfigError when the directory cannot be used."""
+        """List the files of the directory. Raises ConfigError when the directory cannot be used."""
         try:
             found = await self._in_thread(lambda: _scan(self._folder))
         except OSError as exc:
@@ -74,13 +76,13 @@ class DiskLevel:
         await self._in_thread(lambda: _remove(self._folder, doomed))
 
     def size_of(self, name: ObjectName) -> int:
-        """Bytes of the object. Raises KeyError when it is not here."""
+        """The object's size in bytes. Raises KeyError when it is not on the disk."""
         return self._files[_file_name(name)].size_bytes - _HEAD.size - len(_label(name))
 
     async def write(self, name: ObjectName, pieces: Sequence[memoryview]) -> bool:
-        """Keep an object, whose bytes must not change meanwhile; False if that failed or it is too large.
+        """Write an object. Returns False if the write failed or the object is too large.
 
-        One at a time: the caller awaits it before the next.
+        The bytes must not change during the write. The caller must await one write before the next.
         """
         file_name, label = _file_name(name), _label(name)
         size_bytes = _HEAD.size + len(label) + sum(map(len, pieces))
@@ -108,8 +110,11 @@ class DiskLevel:
         return True
 
     async def read(self, name: ObjectName, pieces: Sequence[memoryview]) -> bool:
-        """Fill `pieces` with the object; False, with anything in them, if the file is not (any more) what it
-        should be. Not to be cancelled: the thread goes on writing into `pieces`."""
+        """Fill `pieces` with the object. Returns False, with undefined contents, if the file is missing or
+        wrong.
+
+        The caller must not cancel it: the thread would continue to write into `pieces`.
+        """
         file_name = _file_name(name)
         try:
             is_whole = await self._in_thread(lambda: _read(self._folder, file_name, _label(name), pieces))
@@ -131,11 +136,11 @@ class DiskLevel:
         return True
 
     async def close(self) -> None:
-        """Wait for what the threads are doing. The files stay."""
+        """Wait until the threads have finished. The files stay."""
         await asyncio.to_thread(self._threads.shutdown)
 
     def _evict(self, limit_bytes: int) -> list[str]:
-        """Forget the oldest files until at most `limit_bytes` are used; the files to remove."""
+        """Evict the oldest files until at most `limit_bytes` are used. Returns the files to remove."""
         doomed = []
         while self.used_bytes > limit_bytes and self._files:
             file_name = next(iter(self._files))
@@ -164,7 +169,7 @@ def _file_name(name: ObjectName) -> str:
 
 
 def _scan(folder: Path) -> list[tuple[str, int]]:
-    """Our files and their sizes, the least recently written first; unfinished ones are removed."""
+    """The directory's object files and their sizes, oldest first. Removes unfinished files."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     found = []
     with os.scandir(folder) as entries:

@@ -1,4 +1,4 @@
-"""The daemon's `/metrics` and `/health`, from figures that are read when asked for."""
+"""The daemon's `/metrics` and `/health`. Figures are read when a page is requested."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from kvroute.tierd.store import Refusal, Store
 
 
 class Exposition:
-    """Renders one store. Has a registry of its own, so that several daemons can live in one process."""
+    """Renders the figures of one store. Has its own registry, because tests run several daemons in a
+    process."""
 
     def __init__(self, store: Store, incarnation: str) -> None:
         self._store = store
@@ -53,7 +54,7 @@ class Exposition:
         size, free = pool.space.size_bytes, pool.space.free_bytes
         yield gauge(
             "kvroute_tierd_memory_bytes",
-            "Memory: all of it, and what is free, evictable, or held by leases, readers and arrivals.",
+            "Memory by state: total size, free, evictable, held by leases, readers and incoming objects.",
             ("state",),
             [
                 (("size",), size),
@@ -63,36 +64,39 @@ class Exposition:
             ],
         )
         yield _one("kvroute_tierd_objects", "Objects in memory.", len(pool.entries))
-        yield _one("kvroute_tierd_arriving", "Objects that are being received.", self._store.arriving)
+        yield _one("kvroute_tierd_arriving", "Objects that are being received.", self._store.incoming_count)
         yield _one("kvroute_tierd_leases", "Leases that run now.", len(pool.leases))
-        yield _sum("kvroute_tierd_evictions", "Objects that left memory.", pool.evicted_entries)
-        yield _sum("kvroute_tierd_evicted_bytes", "Their bytes.", pool.evicted_bytes)
+        yield _sum("kvroute_tierd_evictions", "Objects that were evicted from memory.", pool.evicted_entries)
+        yield _sum("kvroute_tierd_evicted_bytes", "Bytes of evicted objects.", pool.evicted_bytes)
         puts = self._store.counts.puts
         lost = pool.lost_entries + puts[Refusal.NO_ROOM.value] + puts[Refusal.TOO_LARGE.value]
-        text = "Objects that left memory and no disk had, or that memory had no room for."
+        text = (
+            "Objects that were evicted and not on the disk, or refused because they did not fit into memory."
+        )
         yield _sum("kvroute_tierd_lost", text, lost)
-        yield _sum("kvroute_tierd_expired_leases", "Leases that nobody released.", pool.expired_leases)
+        text = "Leases that expired before a client released them."
+        yield _sum("kvroute_tierd_expired_leases", text, pool.expired_leases)
 
     def _calls(self) -> Iterable[Metric]:
         counts = self._store.counts
-        yield _by("kvroute_tierd_puts", "Objects sent to us.", "outcome", counts.puts)
+        yield _by("kvroute_tierd_puts", "Objects that clients sent.", "outcome", counts.puts)
         yield _sum("kvroute_tierd_stored_bytes", "Bytes of stored objects.", counts.put_bytes)
-        yield _by("kvroute_tierd_lease_requests", "Leases asked for.", "outcome", counts.leases)
-        yield _by("kvroute_tierd_releases", "Leases given back.", "outcome", counts.releases)
+        yield _by("kvroute_tierd_lease_requests", "Lease requests.", "outcome", counts.leases)
+        yield _by("kvroute_tierd_releases", "Release requests.", "outcome", counts.releases)
         refused = {str(status): number for status, number in counts.refused.items()}
-        yield _by("kvroute_tierd_refused", "Requests that are not of the protocol.", "status", refused)
+        yield _by("kvroute_tierd_refused", "Requests that the protocol does not allow.", "status", refused)
         yield _sum("kvroute_tierd_served_bytes", "Bytes sent to peers.", counts.served_bytes)
-        text = "Times that somebody removed the segment's name."
+        text = "Names of the segment that another process removed and the daemon restored."
         yield _sum("kvroute_tierd_names_restored", text, counts.names_restored)
 
     def _disk(self) -> Iterable[Metric]:
         disk, counts = self._store.disk, self._store.counts
         if disk is None:
             return
-        yield _one("kvroute_tierd_disk_size_bytes", "What the directory may hold.", disk.size_bytes)
-        yield _one("kvroute_tierd_disk_used_bytes", "What it holds.", disk.used_bytes)
+        yield _one("kvroute_tierd_disk_size_bytes", "Largest size of the directory.", disk.size_bytes)
+        yield _one("kvroute_tierd_disk_used_bytes", "Present size of the directory.", disk.used_bytes)
         yield _one("kvroute_tierd_disk_objects", "Objects on the disk.", len(disk))
-        yield _by("kvroute_tierd_disk_files", "Files, by what happened to them.", "event", counts.disk)
+        yield _by("kvroute_tierd_disk_files", "Files by event.", "event", counts.disk)
         yield _sum("kvroute_tierd_disk_written_bytes", "Bytes written.", counts.disk_written_bytes)
         yield _sum("kvroute_tierd_disk_read_bytes", "Bytes read.", counts.disk_read_bytes)
 
@@ -100,14 +104,14 @@ class Exposition:
         peers, counts = self._store.peers, self._store.counts
         if peers is None:
             return
-        yield _one("kvroute_tierd_peers", "Other daemons that are known.", len(peers.urls))
+        yield _one("kvroute_tierd_peers", "Known other daemons.", len(peers.urls))
         yield counter(
             "kvroute_tierd_peer_questions",
-            "Questions to peers whether they have an object.",
+            "Queries to peers whether they have an object.",
             ("peer", "answer"),
             ((labels, number) for labels, number in counts.peer_questions.items()),
         )
-        yield _by("kvroute_tierd_peer_fetches", "Objects asked of peers.", "outcome", counts.peer_fetches)
+        yield _by("kvroute_tierd_peer_fetches", "Fetches from peers.", "outcome", counts.peer_fetches)
         yield _sum("kvroute_tierd_fetched_bytes", "Bytes received from peers.", counts.fetched_bytes)
 
 

@@ -1,4 +1,4 @@
-"""What a request asks for: method and target to one of the daemon's calls, or what is wrong with them."""
+"""Parses requests to the daemon and builds its answers, without I/O."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DEFAULT_TTL_S = 30.0
 
 
 class BadRequest(Exception):
-    """Answered with `status`; `param` names the part of the request that is wrong."""
+    """A request that is answered with the error `status`; `param` names its wrong part."""
 
     def __init__(self, status: int, param: str, message: str) -> None:
         super().__init__(message)
@@ -27,19 +27,19 @@ class BadRequest(Exception):
 
 
 class Put(NamedTuple):
-    """Store an object; its bytes are the body."""
+    """Store an object. The request's body has its bytes."""
 
     name: ObjectName
 
 
 class Get(NamedTuple):
-    """An object's bytes, for a peer."""
+    """Send an object's bytes to a peer."""
 
     name: ObjectName
 
 
-class Take(NamedTuple):
-    """Lease an object for `ttl_s`, waiting up to `wait_s` for it."""
+class Acquire(NamedTuple):
+    """Lease an object for `ttl_s` seconds. Wait up to `wait_s` seconds until the object is there."""
 
     name: ObjectName
     ttl_s: float
@@ -52,17 +52,17 @@ class Release(NamedTuple):
     lease_id: str
 
 
-class Page(NamedTuple):
-    """`health` or `metrics`."""
+class StatusPage(NamedTuple):
+    """Send the page `health` or `metrics`."""
 
     name: str
 
 
-Call = Put | Get | Take | Release | Page
+Call = Put | Get | Acquire | Release | StatusPage
 
 
 def parse_call(method: bytes, target: bytes, longest_lease_s: float) -> Call:
-    """Raises BadRequest. Microseconds: this is on every request's way."""
+    """Parse a request's method and target. Raises BadRequest. Takes microseconds: every request calls it."""
     path, _, query = target.partition(b"?")
     parts = path.split(b"/")
     match parts:
@@ -83,26 +83,26 @@ def parse_call(method: bytes, target: bytes, longest_lease_s: float) -> Call:
             wait_ms = _number(values, "timeout_ms", 0.0)
             if wait_ms < 0:
                 raise BadRequest(400, "timeout_ms", "timeout_ms must not be negative")
-            return Take(name, ttl_s, min(wait_ms / 1000, longest_lease_s))
+            return Acquire(name, ttl_s, min(wait_ms / 1000, longest_lease_s))
         case [b"", b"v1", b"leases", lease_id, b"release"]:
             _require(method, b"POST")
             return Release(_lease_id(lease_id))
         case [b"", (b"health" | b"metrics") as page]:
             _require(method, b"GET", b"HEAD")
-            return Page(page.decode())
+            return StatusPage(page.decode())
     shown = path[:200].decode("ascii", "replace")
-    raise BadRequest(404, "path", f"there is no {shown} here")
+    raise BadRequest(404, "path", f"unknown path {shown}")
 
 
 def error_body(param: str, message: str) -> bytes:
-    """The JSON of every error."""
+    """The body of an error: `{"error": {"message", "param"}}`."""
     return json.dumps({"error": {"message": message, "param": param}}).encode()
 
 
 def _require(method: bytes, *allowed: bytes) -> None:
     if method not in allowed:
         names = ", ".join(each.decode() for each in allowed)
-        raise BadRequest(405, "method", f"this path takes {names}")
+        raise BadRequest(405, "method", f"this path allows {names}")
 
 
 def _object_name(bucket: bytes, key: bytes) -> ObjectName:
@@ -149,27 +149,27 @@ END_OF_HEAD = b"\r\n\r\n"
 
 
 class Head(NamedTuple):
-    """A request without its body."""
+    """A request's parsed head."""
 
     method: bytes
     target: bytes
     length: int | None
-    """Of the body; None when the head does not say it."""
-    expects: bool
+    """The body's length in bytes; None without a Content-Length."""
+    expects_continue: bool
     """The client waits for `100 Continue` before it sends the body."""
     authorization: bytes
-    is_last: bool
-    """The connection ends with the answer."""
+    closes_connection: bool
+    """The connection closes after the answer."""
 
 
 class _Fields:
-    """What httptools calls. Mutable: fills while a head is parsed."""
+    """The callbacks of httptools. Mutable: they collect the fields of one head."""
 
     def __init__(self) -> None:
         self.target = b""
         self.length: int | None = None
         self.is_chunked = False
-        self.expects = False
+        self.expects_continue = False
         self.authorization = b""
 
     def on_url(self, url: bytes) -> None:
@@ -182,19 +182,19 @@ class _Fields:
         elif name == b"transfer-encoding":
             self.is_chunked = True
         elif name == b"expect":
-            self.expects = value.lower() == b"100-continue"
+            self.expects_continue = value.lower() == b"100-continue"
         elif name == b"authorization":
             self.authorization = value
 
 
 def parse_head(data: bytes) -> Head:
-    """Parse what ends with an empty line. Raises BadRequest when the end of the request is not known then."""
+    """Parse a head, empty line included. Raises BadRequest when the end of the request cannot be known."""
     fields = _Fields()
     parser = httptools.HttpRequestParser(fields)
     try:
         parser.feed_data(data)
     except httptools.HttpParserUpgrade:
-        raise BadRequest(400, "Upgrade", "there is no other protocol here") from None
+        raise BadRequest(400, "Upgrade", "the daemon supports no other protocol") from None
     except httptools.HttpParserError as exc:
         raise BadRequest(400, "head", f"this is not an HTTP request: {type(exc).__name__}") from None
     method = parser.get_method()
@@ -206,19 +206,21 @@ def parse_head(data: bytes) -> Head:
         method,
         fields.target,
         fields.length,
-        fields.expects,
+        fields.expects_continue,
         fields.authorization,
         not parser.should_keep_alive(),
     )
 
 
-_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus}
+_STATUS_LINES = {
+    status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus
+}
 _JSON = "application/json"
 
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
-def answer(
+def response(
     status: int,
     content_type: str,
     body: bytes,
@@ -227,33 +229,33 @@ def answer(
     length: int | None = None,
     is_head: bool = False,
 ) -> bytes:
-    """A whole answer, or only its head. `length` is the body's when that follows by itself; `extra` header
-    lines end with CRLF."""
+    """Build an answer, or only its head with `is_head`. `length` is given when the body is sent separately.
+    Header lines in `extra` end with CRLF."""
     size = len(body) if length is None else length
     head = f"content-type: {content_type}\r\ncontent-length: {size}\r\n{extra}\r\n".encode()
-    return _LINES[status] + head + (b"" if is_head else body)
+    return _STATUS_LINES[status] + head + (b"" if is_head else body)
 
 
 def error(status: int, param: str, message: str, *, extra: str = "", is_head: bool = False) -> bytes:
-    """`param` names the part of the request that is wrong."""
-    return answer(status, _JSON, error_body(param, message), extra=extra, is_head=is_head)
+    """Build an error answer. `param` names the wrong part of the request."""
+    return response(status, _JSON, error_body(param, message), extra=extra, is_head=is_head)
 
 
-def leased(lease: EntryLease, start: int) -> bytes:
-    """A lease and where its bytes are in the segment, in which the pool begins at `start`."""
+def lease_answer(lease: EntryLease, start: int) -> bytes:
+    """Build the answer to a lease: its id, and the offsets of its bytes. The pool starts at `start`."""
     offsets = ",".join(
         f'{{"offset":{start + offset},"len":{length}}}' for offset, length in lease.entry.extents
     )
-    return answer(200, _JSON, f'{{"id":"{lease.id}","offsets":[{offsets}]}}'.encode())
+    return response(200, _JSON, f'{{"id":"{lease.id}","offsets":[{offsets}]}}'.encode())
 
 
-STORED = answer(200, _JSON, b"{}")
-RELEASED = answer(200, _JSON, b'{"released":true}')
-ENDED = answer(200, _JSON, b'{"released":false}')
-MISSED = error(504, "key", "the object is not here and did not come in time")
+STORED = response(200, _JSON, b"{}")
+RELEASED = response(200, _JSON, b'{"released":true}')
+ENDED = response(200, _JSON, b'{"released":false}')
+MISSED = error(504, "key", "the object was not found in time")
 
 REFUSALS = {
-    Refusal.EXISTS: (409, "key", "there is an object of this name"),
+    Refusal.EXISTS: (409, "key", "an object of this name exists"),
     Refusal.TOO_LARGE: (413, "Content-Length", "the object is larger than the memory of this daemon"),
-    Refusal.NO_ROOM: (507, "Content-Length", "no room: too much of the memory is leased"),
+    Refusal.NO_ROOM: (507, "Content-Length", "not enough memory: too much of it is leased"),
 }

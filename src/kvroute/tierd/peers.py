@@ -1,7 +1,8 @@
-"""The other nodes' daemons: who they are, which of them has an object, and its bytes.
+"""Finds objects on the daemons of other nodes and fetches them.
 
-A question is a HEAD, answered from the asked daemon's own levels only, so questions never travel on. All
-peers are asked at once and the first that has it is taken. A peer that fails is left alone for a while.
+A query is a HEAD request. A daemon answers it from its own memory and disk only and never forwards it. All
+peers are queried at the same time, and the first one that has the object is used. A peer that fails is not
+queried for `rest_s` seconds.
 """
 
 from __future__ import annotations
@@ -24,21 +25,22 @@ from kvroute.tierd.pool import ObjectName
 log = logging.getLogger("kvroute.tierd")
 
 INCARNATION_HEADER = "x-kvroute-tierd"
-"""In every answer to a peer: whose it is. So a daemon learns which of the addresses is its own."""
+"""A header of every answer to a peer: the incarnation of the daemon that answers."""
+# By this header a daemon finds its own address among those of its peers.
 
 
 class FoundObject(NamedTuple):
-    """A peer that has an object."""
+    """An object that a peer has."""
 
     url: str
-    """Of the object."""
+    """The object's URL."""
     size_bytes: int
 
 
 class Peers:
-    """Mutable: the addresses of the name, which peers rest, and which address is our own.
+    """The other daemons. Mutable: their resolved addresses, which are skipped, and which is our own.
 
-    `run` keeps the addresses; `close` ends the questions that are still out.
+    `run` keeps the addresses up to date; `close` ends the running queries.
     """
 
     def __init__(self, options: PeerOptions, incarnation: str, counts: Counts, clock: Clock) -> None:
@@ -47,10 +49,10 @@ class Peers:
         self._counts = counts
         self._clock = clock
         self._resolved: tuple[str, ...] = ()
-        self._ourselves: set[str] = set()
-        self._rests_until: dict[str, float] = {}
-        self._turns = asyncio.Semaphore(options.questions)
-        self._asking: set[asyncio.Task[FoundObject | None]] = set()
+        self._own_urls: set[str] = set()
+        self._skipped_until: dict[str, float] = {}
+        self._search_slots = asyncio.Semaphore(options.questions)
+        self._queries: set[asyncio.Task[FoundObject | None]] = set()
         headers = {}
         if options.key is not None:
             headers["authorization"] = f"Bearer {options.key.get_secret_value()}"
@@ -63,18 +65,18 @@ class Peers:
 
     @property
     def urls(self) -> tuple[str, ...]:
-        """Everyone who is known, without ourselves."""
+        """The addresses of all known peers, without our own."""
         both = dict.fromkeys((*self._options.urls, *self._resolved))
-        return tuple(url for url in both if url not in self._ourselves)
+        return tuple(url for url in both if url not in self._own_urls)
 
     async def run(self) -> None:
-        """Look the name up again and again; returns at once when there is none."""
+        """Resolve the DNS name every `refresh_s` seconds. Returns immediately when none is configured."""
         while self._options.dns is not None:
             await self.refresh()
             await self._clock.sleep(self._options.refresh_s)
 
     async def refresh(self) -> None:
-        """Look the name up now. Keeps the addresses that are known if that fails."""
+        """Resolve the DNS name now. If that fails, the known addresses stay."""
         if self._options.dns is None:
             return
         host, _, port = self._options.dns.rpartition(":")
@@ -87,47 +89,48 @@ class Peers:
         urls = tuple(sorted({_url(*address[:2]) for *_, address in found}))
         if urls != self._resolved:
             log.info("peers.dns: %d addresses", len(urls))
-            # An address may be another daemon's now.
-            self._ourselves.difference_update(set(self._resolved) - set(urls))
+            # The address may belong to another daemon now.
+            self._own_urls.difference_update(set(self._resolved) - set(urls))
             self._resolved = urls
 
     async def find(self, name: ObjectName) -> FoundObject | None:
-        """Ask everyone who does not rest. None: nobody has it, or nobody said so in time."""
-        async with self._turns:
+        """Query all peers that are not skipped. Returns None if no peer reports the object in time."""
+        async with self._search_slots:
             now = self._clock.now()
-            asked = [url for url in self.urls if self._rests_until.get(url, 0.0) <= now]
-            questions = {asyncio.create_task(self._ask(url, name)) for url in asked}
-            for question in questions:
-                self._asking.add(question)
-                question.add_done_callback(self._asking.discard)
-            while questions:
-                # Those that answer later are let finish: cancelling would cost their connections.
-                done, questions = await asyncio.wait(questions, return_when=asyncio.FIRST_COMPLETED)
-                for found in (question.result() for question in done):
+            urls = [url for url in self.urls if self._skipped_until.get(url, 0.0) <= now]
+            queries = {asyncio.create_task(self._query(url, name)) for url in urls}
+            for query in queries:
+                self._queries.add(query)
+                query.add_done_callback(self._queries.discard)
+            while queries:
+                # Slower queries run to their end: cancelling one would close its connection.
+                done, queries = await asyncio.wait(queries, return_when=asyncio.FIRST_COMPLETED)
+                for found in (query.result() for query in done):
                     if found is not None:
                         return found
             return None
 
-    async def _ask(self, url: str, name: ObjectName) -> FoundObject | None:
+    async def _query(self, url: str, name: ObjectName) -> FoundObject | None:
         target = f"{url}/v1/kv/{quote(name.bucket, safe='')}/{quote(name.key, safe='')}"
         try:
             async with asyncio.timeout(self._options.answer_timeout_s):
                 answer = await self._http.head(target)
             if answer.headers.get(INCARNATION_HEADER) == self._incarnation:
-                self._ourselves.add(url)
+                self._own_urls.add(url)
                 return None
-            has_it = answer.status_code == 200
-            size_bytes = int(answer.headers["content-length"]) if has_it else 0
+            is_found = answer.status_code == 200
+            size_bytes = int(answer.headers["content-length"]) if is_found else 0
             if answer.status_code not in (200, 404):
                 raise ValueError(f"status {answer.status_code}")
         except (httpx.HTTPError, httpx.InvalidURL, TimeoutError, KeyError, ValueError) as exc:
-            self._failed(url, exc)
+            self._skip_peer(url, exc)
             return None
-        self._counts.peer_questions[url, "yes" if has_it else "no"] += 1
-        return FoundObject(target, size_bytes) if has_it and size_bytes > 0 else None
+        self._counts.peer_questions[url, "yes" if is_found else "no"] += 1
+        return FoundObject(target, size_bytes) if is_found and size_bytes > 0 else None
 
     async def fetch(self, found: FoundObject, pieces: Sequence[memoryview]) -> bool:
-        """Fill `pieces`, together as long as the object; False, with anything in them, if that failed."""
+        """Fill `pieces`, whose total size is the object's. Returns False, with undefined contents, on
+        failure."""
         try:
             async with (
                 asyncio.timeout(self._options.fetch_timeout_s),
@@ -137,28 +140,31 @@ class Peers:
                     return False
                 filled = await _fill(pieces, answer.aiter_raw())
         except (httpx.HTTPError, TimeoutError) as exc:
-            log.warning("fetching from %s failed: %s", httpx.URL(found.url).netloc.decode(), _said(exc))
+            peer = httpx.URL(found.url).netloc.decode()
+            log.warning("fetching an object from %s failed: %s", peer, _error_text(exc))
             return False
         self._counts.fetched_bytes += found.size_bytes
         return filled == found.size_bytes
 
     async def close(self) -> None:
-        """End the questions and the connections."""
-        for question in self._asking:
-            question.cancel()
-        await asyncio.gather(*self._asking, return_exceptions=True)
+        """Cancel the running queries and close the connections."""
+        for query in self._queries:
+            query.cancel()
+        await asyncio.gather(*self._queries, return_exceptions=True)
         await self._http.aclose()
 
-    def _failed(self, url: str, exc: Exception) -> None:
+    def _skip_peer(self, url: str, exc: Exception) -> None:
         self._counts.peer_questions[url, "failed"] += 1
         now = self._clock.now()
-        if self._rests_until.get(url, 0.0) <= now:
-            log.warning("peer %s rests for %.0f s: %s", url, self._options.rest_s, _said(exc))
-            self._rests_until[url] = now + self._options.rest_s
+        if self._skipped_until.get(url, 0.0) <= now:
+            log.warning(
+                "peer %s failed; it is skipped for %.0f s: %s", url, self._options.rest_s, _error_text(exc)
+            )
+            self._skipped_until[url] = now + self._options.rest_s
 
 
 async def _fill(pieces: Sequence[memoryview], chunks: AsyncIterator[bytes]) -> int:
-    """Bytes written; one more than there is room for when there are too many."""
+    """Write `chunks` into `pieces`. Returns the bytes written, plus one if there were more than fit."""
     room = list(reversed(pieces))
     filled = 0
     async with contextlib.aclosing(chunks) as received:  # type: ignore[type-var]
@@ -181,5 +187,5 @@ def _url(host: str | int, port: str | int) -> str:
     return f"http://[{host}]:{port}" if ":" in str(host) else f"http://{host}:{port}"
 
 
-def _said(exc: Exception) -> str:
+def _error_text(exc: Exception) -> str:
     return str(exc) or type(exc).__name__

@@ -1,7 +1,7 @@
-"""What lies in memory, who leases it, and what makes room: decisions only, no bytes and no clock.
+"""Allocation, leases and eviction of the memory pool. Pure: no I/O, no clock, no access to the bytes.
 
-An entry's bytes stay where they are and as they are while it is leased or pinned. Among the others the
-least recently used one is evicted first.
+While an entry is leased or pinned, its bytes neither move nor change. Of the other entries, the least
+recently used one is evicted first.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Extents = tuple[Extent, ...]
 
 
 def joined(first: Extents, second: Extents) -> Extents:
-    """The extents of an object whose bytes go on in `second`; pieces that touch become one."""
+    """Concatenate the extents of one object. Adjacent extents are merged."""
     if first and second and first[-1].offset + first[-1].length == second[0].offset:
         middle = Extent(first[-1].offset, first[-1].length + second[0].length)
         return (*first[:-1], middle, *second[1:])
@@ -33,9 +33,9 @@ def joined(first: Extents, second: Extents) -> Extents:
 
 
 class FreeSpace:
-    """The gaps of a range of `size_bytes`, merged with their neighbours when they touch.
+    """The free gaps of a range of `size_bytes`. Adjacent gaps are merged.
 
-    Mutable: the pool takes and gives back. A call costs some microseconds with thousands of gaps.
+    Mutable: the pool allocates and frees. A call takes some microseconds with thousands of gaps.
     """
 
     def __init__(self, size_bytes: int, *, page_bytes: int = PAGE_BYTES) -> None:
@@ -49,42 +49,42 @@ class FreeSpace:
             self._add(0, self.size_bytes)
 
     def footprint(self, size_bytes: int) -> int:
-        """What an object of that size takes: whole pages."""
+        """The bytes that an object of that size occupies: whole pages."""
         return -(-size_bytes // self.page_bytes) * self.page_bytes
 
-    def take(self, size_bytes: int, *, after: int | None = None) -> Extents | None:
-        """Extents of together exactly `size_bytes`, each from the start of a page; None if there is less.
+    def allocate(self, size_bytes: int, *, after: int | None = None) -> Extents | None:
+        """Allocate extents of `size_bytes` in total, each page-aligned; None if less is free.
 
-        The gap that begins at `after` if it holds all of it, else the smallest gap that does; if none does,
-        the largest gaps, the largest first.
+        Uses the gap at the offset `after` if the whole object fits there, else the smallest gap in which it
+        fits. If it fits in no gap, it is split over the largest gaps, the largest first.
         """
         wanted = self.footprint(size_bytes)
         if wanted > self.free_bytes or size_bytes <= 0:
             return None
         if after is not None and self._length_at.get(after, 0) >= wanted:
-            self._cut(after, wanted)
+            self._shrink_gap(after, wanted)
             return (Extent(after, size_bytes),)
         place = bisect_left(self._by_size, (wanted, -1))
         if place < len(self._by_size):
             _, start = self._by_size[place]
-            self._cut(start, wanted)
+            self._shrink_gap(start, wanted)
             return (Extent(start, size_bytes),)
         pieces = []
         while size_bytes > 0:
             length, start = self._by_size[-1]
             taken = min(length, self.footprint(size_bytes))
-            self._cut(start, taken)
+            self._shrink_gap(start, taken)
             pieces.append(Extent(start, min(taken, size_bytes)))
             size_bytes -= taken
         return tuple(sorted(pieces))
 
-    def give_back(self, extents: Extents) -> None:
-        """Free what `take` gave."""
+    def free(self, extents: Extents) -> None:
+        """Free extents that `allocate` returned."""
         for offset, length in extents:
             self._merge(offset, self.footprint(length))
 
-    def _cut(self, start: int, length: int) -> None:
-        """Take the first `length` bytes of the gap at `start`."""
+    def _shrink_gap(self, start: int, length: int) -> None:
+        """Remove the first `length` bytes of the gap at `start`."""
         gap = self._length_at[start]
         self._remove(start, gap)
         if gap > length:
@@ -116,16 +116,16 @@ class FreeSpace:
 
 
 class ObjectName(NamedTuple):
-    """What an object is called: both parts as the client means them, not as a URL quotes them."""
+    """An object's name: bucket and key, without URL quoting."""
 
     bucket: bytes
     key: bytes
 
 
 class Entry:
-    """An object in memory. Mutable: the pool counts holders and stamps uses."""
+    """An object in memory. Mutable: the pool counts its holders and numbers its uses."""
 
-    __slots__ = ("extents", "holders", "is_kept_below", "is_refused_below", "name", "size_bytes", "used")
+    __slots__ = ("disk_is_done", "disk_refused", "extents", "holders", "name", "size_bytes", "used")
 
     def __init__(self, name: ObjectName, extents: Extents, size_bytes: int) -> None:
         self.name = name
@@ -133,14 +133,14 @@ class Entry:
         self.size_bytes = size_bytes
         self.holders = 0
         self.used = 0
-        self.is_kept_below = False
-        """A level below has the same bytes, or has refused them: waiting for it would change nothing."""
-        self.is_refused_below = False
-        """It has refused them, so evicting this one loses it."""
+        self.disk_is_done = False
+        """The disk has the entry's bytes, or has refused them: a disk write would change nothing."""
+        self.disk_refused = False
+        """The disk has refused the bytes, so the entry is lost when it is evicted."""
 
 
 class EntryLease(NamedTuple):
-    """A promise that `entry` stays where it is until `expires`, in the clock's seconds."""
+    """A promise that the bytes of `entry` stay in place until `expires`, in the clock's seconds."""
 
     id: str
     entry: Entry
@@ -148,10 +148,10 @@ class EntryLease(NamedTuple):
 
 
 class MemoryPool:
-    """The entries of `size_bytes` of memory. Mutable, touched from one event loop only.
+    """The entries and leases of `size_bytes` of memory. Mutable, used from one event loop only.
 
-    `now` is the caller's clock; leases that ended before it do not hold anything any more. `incarnation`
-    tells this pool's leases from those of an earlier process.
+    `now` is the caller's clock; a lease that ended before `now` holds nothing. `incarnation` makes this
+    pool's lease ids different from those of an earlier process.
     """
 
     def __init__(self, size_bytes: int, incarnation: str, *, page_bytes: int = PAGE_BYTES) -> None:
@@ -161,32 +161,32 @@ class MemoryPool:
         self.evicted_entries = 0
         self.evicted_bytes = 0
         self.lost_entries = 0
-        """Evicted entries that no level below had."""
+        """Evicted entries that the disk did not have."""
         self.expired_leases = 0
         self.evictable_bytes = 0
-        """In pages: what nobody holds."""
-        self.expendable_bytes = 0
-        """The part of it that a level below keeps."""
+        """Bytes of entries without holders, in whole pages."""
+        self.lossless_evictable_bytes = 0
+        """The part of `evictable_bytes` for which `disk_is_done`."""
         self._incarnation = incarnation
         self._expiries: list[tuple[float, str]] = []
-        self._kept: OrderedDict[ObjectName, Entry] = OrderedDict()
-        self._unkept: OrderedDict[ObjectName, Entry] = OrderedDict()
+        self._disk_done: OrderedDict[ObjectName, Entry] = OrderedDict()
+        self._disk_pending: OrderedDict[ObjectName, Entry] = OrderedDict()
         self._uses = 0
         self._lease_number = 0
 
-    def could_allocate(self, size_bytes: int, now: float) -> bool:
-        """Whether evicting what nobody holds would make room for that much."""
+    def can_allocate(self, size_bytes: int, now: float) -> bool:
+        """Whether that amount is free, or would be after evicting entries without holders."""
         self.expire(now)
         return self.space.footprint(size_bytes) <= self.space.free_bytes + self.evictable_bytes
 
     def allocate(
         self, size_bytes: int, now: float, *, may_lose: bool = True, after: int | None = None
     ) -> Extents | None:
-        """Room for an object or the next part of one, evicting for it what is used least recently; None when
-        too much is held.
+        """Allocate memory for an object or its next part, evicting the least recently used entries for it.
 
-        Nothing is evicted if that would not be enough. Without `may_lose`, None also when the next entry
-        to evict is not kept by a level below. Room at the offset `after` is preferred.
+        Returns None, and evicts nothing, when even evicting every entry without holders would not be enough.
+        Without `may_lose`, returns None also when the disk is not done with the next entry to evict. Memory
+        at the offset `after` is preferred.
         """
         self.expire(now)
         wanted = self.space.footprint(size_bytes)
@@ -194,25 +194,25 @@ class MemoryPool:
             return None
         while wanted > self.space.free_bytes:
             victim = self._next_victim()
-            if not victim.is_kept_below and not may_lose:
+            if not victim.disk_is_done and not may_lose:
                 return None
             self._evict(victim)
-        return self.space.take(size_bytes, after=after)
+        return self.space.allocate(size_bytes, after=after)
 
     def free(self, extents: Extents) -> None:
-        """Give back what `allocate` gave and nothing was admitted into."""
-        self.space.give_back(extents)
+        """Free extents that `allocate` returned and that were not committed."""
+        self.space.free(extents)
 
-    def admit(self, name: ObjectName, extents: Extents, *, is_kept_below: bool = False) -> Entry:
-        """Make an object of `extents`, which now hold its bytes. `name` must not be in `entries`."""
+    def commit(self, name: ObjectName, extents: Extents, *, disk_is_done: bool = False) -> Entry:
+        """Make an entry of `extents`, which now hold the object's bytes. `name` must not be in `entries`."""
         entry = Entry(name, extents, sum(length for _, length in extents))
-        entry.is_kept_below = is_kept_below
+        entry.disk_is_done = disk_is_done
         self.entries[name] = entry
-        self._let_go(entry)
+        self._make_evictable(entry)
         return entry
 
     def lease(self, name: ObjectName, ttl_s: float, now: float) -> EntryLease | None:
-        """Hold the object for `ttl_s`; None if it is not here."""
+        """Lease the object for `ttl_s` seconds; None if it is not in memory."""
         entry = self.entries.get(name)
         if entry is None:
             return None
@@ -224,7 +224,7 @@ class MemoryPool:
         return lease
 
     def release(self, lease_id: str) -> bool:
-        """End a lease; False if there is none of that id (any more)."""
+        """End a lease. Returns False if no lease with that id runs."""
         lease = self.leases.pop(lease_id, None)
         if lease is None:
             return False
@@ -235,7 +235,7 @@ class MemoryPool:
         return True
 
     def expire(self, now: float) -> None:
-        """End the leases whose time is over."""
+        """End the leases that have expired."""
         while self._expiries and self._expiries[0][0] <= now:
             _, lease_id = heapq.heappop(self._expiries)
             if lease_id in self.leases:
@@ -246,56 +246,58 @@ class MemoryPool:
         """Hold an entry without a time limit, until `unpin`."""
         entry.holders += 1
         if entry.holders == 1:
-            self._take_out(entry)
+            self._make_unevictable(entry)
 
     def unpin(self, entry: Entry, *, was_used: bool = True) -> None:
-        """Undo a `pin`. With `was_used` the entry counts as just used, else it keeps its place."""
+        """Undo a `pin`. With `was_used` the entry counts as just used, else it keeps its place in the
+        order."""
         entry.holders -= 1
         if entry.holders == 0:
-            self._let_go(entry, was_used=was_used)
+            self._make_evictable(entry, was_used=was_used)
 
-    def keep_below(self, entry: Entry, is_kept: bool) -> None:
-        """Note whether a level below has the entry's bytes. One that is not kept any more is evicted next."""
-        if entry.is_kept_below != is_kept:
+    def set_disk_is_done(self, entry: Entry, is_kept: bool) -> None:
+        """Set whether the disk is done with the entry. An entry that leaves the disk is evicted next."""
+        if entry.disk_is_done != is_kept:
             if entry.holders == 0:
-                self._take_out(entry)
-            entry.is_kept_below = is_kept
-            entry.is_refused_below = False
+                self._make_unevictable(entry)
+            entry.disk_is_done = is_kept
+            entry.disk_refused = False
             if entry.holders == 0:
-                self._let_go(entry, was_used=False)
+                self._make_evictable(entry, was_used=False)
 
-    def oldest_unkept(self) -> Entry | None:
-        """The entry that would be lost first, if it were evicted now."""
-        return next(iter(self._unkept.values()), None)
+    def next_to_write(self) -> Entry | None:
+        """The entry that the disk should write next: of the pending ones, the least recently used."""
+        return next(iter(self._disk_pending.values()), None)
 
-    def _let_go(self, entry: Entry, *, was_used: bool = True) -> None:
+    def _make_evictable(self, entry: Entry, *, was_used: bool = True) -> None:
         if was_used:
             self._uses += 1
             entry.used = self._uses
-        order = self._kept if entry.is_kept_below else self._unkept
+        order = self._disk_done if entry.disk_is_done else self._disk_pending
         order[entry.name] = entry
-        if not was_used and not entry.is_kept_below:
-            # It was the oldest one; those below are written oldest first, so there the end is its place.
+        if not was_used and not entry.disk_is_done:
+            # Pinned entries are the oldest ones: the disk writes the oldest entry first. So it goes to the
+            # front here, and to the end of the entries that the disk has.
             order.move_to_end(entry.name, last=False)
-        self._count(entry, self.space.footprint(entry.size_bytes))
+        self._count_evictable(entry, self.space.footprint(entry.size_bytes))
 
-    def _take_out(self, entry: Entry) -> None:
-        (self._kept if entry.is_kept_below else self._unkept).pop(entry.name)
-        self._count(entry, -self.space.footprint(entry.size_bytes))
+    def _make_unevictable(self, entry: Entry) -> None:
+        (self._disk_done if entry.disk_is_done else self._disk_pending).pop(entry.name)
+        self._count_evictable(entry, -self.space.footprint(entry.size_bytes))
 
-    def _count(self, entry: Entry, change_bytes: int) -> None:
+    def _count_evictable(self, entry: Entry, change_bytes: int) -> None:
         self.evictable_bytes += change_bytes
-        if entry.is_kept_below:
-            self.expendable_bytes += change_bytes
+        if entry.disk_is_done:
+            self.lossless_evictable_bytes += change_bytes
 
     def _next_victim(self) -> Entry:
-        heads = [next(iter(order.values())) for order in (self._kept, self._unkept) if order]
+        heads = [next(iter(order.values())) for order in (self._disk_done, self._disk_pending) if order]
         return min(heads, key=lambda entry: entry.used)
 
     def _evict(self, entry: Entry) -> None:
-        self._take_out(entry)
+        self._make_unevictable(entry)
         del self.entries[entry.name]
-        self.space.give_back(entry.extents)
+        self.space.free(entry.extents)
         self.evicted_entries += 1
         self.evicted_bytes += entry.size_bytes
-        self.lost_entries += not entry.is_kept_below or entry.is_refused_below
+        self.lost_entries += not entry.disk_is_done or entry.disk_refused
