@@ -183,7 +183,7 @@ async def test_a_set_that_was_held_back_is_forgotten_when_the_full_one_is_back(c
     await gateway.logged("no longer 2 that answer")
 
     api.pods = pods
-    await gateway.logged("no longer doubted")
+    await gateway.logged("accepted again")
 
     ready = (await client.get("/ready")).json()
     assert ready["notes"] == []

@@ -177,7 +177,7 @@ async def test_a_malformed_file_is_logged_and_counted_once_and_yields_nothing(
     fresh.replace(path)
 
     assert await after_complaint(source, found) == ["one:1", "two:2"]
-    assert caplog.text.count("the workers known so far stay") == 1
+    assert caplog.text.count("the known workers stay") == 1
     assert str(path) in caplog.text
     await found.aclose()
 

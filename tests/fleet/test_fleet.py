@@ -335,7 +335,7 @@ def test_reasons_name_what_keeps_the_gateway_from_being_ready() -> None:
     assert fleet.reasons_not_ready() == [
         "Worker a is unknown.",
         "Worker b is unhealthy: connection refused.",
-        "Worker c is healthy, but has not said which models it serves.",
+        "Worker c is healthy, but has not reported its models.",
     ]
     fleet.update_facts(fleet.get("c"), FACTS)
     assert fleet.reasons_not_ready() == []
@@ -427,18 +427,18 @@ def test_a_worker_may_join_draining() -> None:
 def test_what_is_done_by_hand_is_told_and_stands_in_another_fleet() -> None:
     there, here = fleet_of("a", "b"), fleet_of("a", "b")
     told: list[AdminOverrides] = []
-    there.subscribe_by_hand(told.append)
+    there.subscribe_admin_overrides(told.append)
 
     there.drain("a")
     there.add(spec("c"))
     there.remove("b")
-    here.follow_hand(told[-1])
+    here.apply_admin_overrides(told[-1])
 
     assert [(w.id, w.state) for w in here.workers()] == [(w.id, w.state) for w in there.workers()]
     assert here.get("a").state is HealthState.DRAINING
 
     there.undrain("a")
-    here.follow_hand(told[-1])
+    here.apply_admin_overrides(told[-1])
 
     assert len(told) == 4
     assert here.get("a").state is there.get("a").state is not HealthState.DRAINING
@@ -447,7 +447,7 @@ def test_what_is_done_by_hand_is_told_and_stands_in_another_fleet() -> None:
 def test_a_drain_elsewhere_of_a_worker_that_is_not_known_yet_waits_for_it() -> None:
     here = Fleet()
     heard_here = heard(here)
-    here.follow_hand(AdminOverrides(drained=frozenset({WorkerId("a")})))
+    here.apply_admin_overrides(AdminOverrides(drained=frozenset({WorkerId("a")})))
 
     here.apply("file", [spec("a")])
 
@@ -458,8 +458,8 @@ def test_a_drain_elsewhere_of_a_worker_that_is_not_known_yet_waits_for_it() -> N
 def test_following_another_fleets_hand_tells_nobody() -> None:
     here = fleet_of("a")
     told: list[AdminOverrides] = []
-    here.subscribe_by_hand(told.append)
+    here.subscribe_admin_overrides(told.append)
 
-    here.follow_hand(AdminOverrides(drained=frozenset({WorkerId("a")})))
+    here.apply_admin_overrides(AdminOverrides(drained=frozenset({WorkerId("a")})))
 
     assert told == []

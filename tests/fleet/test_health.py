@@ -320,7 +320,7 @@ async def test_models_that_cannot_be_read_are_asked_for_with_every_probe_and_log
 
     assert watched["a"].state is HEALTHY
     assert watched.fleet.reasons_not_ready() != []
-    assert caplog.text.count("does not tell its models") == 1
+    assert caplog.text.count("does not report its models") == 1
     watched.network["a"].models = [{"id": "m"}]
     await watched.clock.advance(1.0)
     assert watched.fleet.reasons_not_ready() == []
@@ -509,7 +509,7 @@ async def test_bursts_do_not_empty_the_fleet(watched: Watched, caplog: pytest.Lo
 
     assert [worker.id for worker in watched.fleet.view("m").workers] == ["c", "d"]
     assert watched.monitor.counts.held_back == 2
-    assert "too few others are left" in caplog.text
+    assert "too few other workers are routable" in caplog.text
 
 
 async def test_workers_of_other_models_are_no_reserve(watched: Watched) -> None:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvroute.fleet.load import WorkerLoad, survey
+from kvroute.fleet.load import WorkerLoad, measure_loads
 
 
 @pytest.fixture
@@ -262,7 +262,7 @@ def test_many_loads_at_once_say_what_each_says(steps, later) -> None:
                 getattr(reservation, action)(now)
     now += later
 
-    seconds, requests = survey(loads, now)
+    seconds, requests = measure_loads(loads, now)
 
     assert [load.wait_s for load in loads] == [twin.wait(now) for twin in twins]
     own_s = all_requests = 0.0

@@ -97,12 +97,12 @@ def test_what_was_done_by_hand_elsewhere_stands_here() -> None:
     there.remove(WorkerId("a"))
     there.add(spec("c"))
 
-    here.follow_hand(there.by_hand(frozenset()))
+    here.apply_overrides(there.overrides(frozenset()))
     assert here.merged() == there.merged()
 
     there.add(spec("a"))
     there.remove(WorkerId("c"))
-    here.follow_hand(there.by_hand(frozenset()))
+    here.apply_overrides(there.overrides(frozenset()))
     assert set(here.merged()) == set(there.merged()) == {"a", "b"}
 
 
@@ -112,7 +112,7 @@ def test_what_was_removed_elsewhere_stays_out_when_its_source_is_read_later() ->
     there.replace("file", [spec("a")])
     there.remove(WorkerId("a"))
 
-    here.follow_hand(there.by_hand(frozenset()))
+    here.apply_overrides(there.overrides(frozenset()))
     here.replace("dns", [spec("b")])
     here.replace("file", [spec("a")])
 

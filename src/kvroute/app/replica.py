@@ -109,13 +109,13 @@ class Replica:
             Finished: lambda number, told: others.finished(number, told.id),
             Owner: lambda _, told: self.owners.remembered_elsewhere(told.response_id, WorkerId(told.worker)),
             SessionForgotten: lambda _, told: router.session_forgotten_elsewhere(told.session_key),
-            OverridesChanged: lambda _, told: fleet.follow_hand(_done(told)),
+            OverridesChanged: lambda _, told: fleet.apply_admin_overrides(_done(told)),
             Ejected: self._ejected_elsewhere,
             SnapshotRequest: self._wanted,
             Recent: lambda _, told: take_recent(router, fleet, told),
             InSync: self._became_level,
         }
-        fleet.subscribe_by_hand(lambda done: self.mesh.publish(_told(done)))
+        fleet.subscribe_admin_overrides(lambda done: self.mesh.publish(_told(done)))
         fleet.subscribe(self._fleet_changed)
 
     def answers(self, decisions: Callable[[int], list[dict[str, Any]]], audit: Callable[[], Any]) -> None:
@@ -175,7 +175,7 @@ class Replica:
     def greeting(self, number: int) -> Sequence[Message]:
         told = self.own.unfinished()
         if self._is_level:
-            told.insert(0, _told(self._fleet.by_hand()))
+            told.insert(0, _told(self._fleet.admin_overrides()))
         if self.teller is not None:
             told += self.teller.greeting()
         return told

@@ -1,1 +1,1 @@
-"""The workers we know: identity, health, load, discovery."""
+"""The gateway's workers: identity, health, load, discovery."""

@@ -1,4 +1,4 @@
-"""The set of workers: who is in it, in what state, and what that means for routing."""
+"""The set of workers with their states, and the views of it that routing reads."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _POLL_S = 0.1
 
 @dataclass(frozen=True, slots=True)
 class DrainProgress:
-    """`is_done`: nothing runs on the worker any more."""
+    """How many requests still run on a draining worker."""
 
     worker: WorkerId
     in_flight: int
@@ -39,16 +39,13 @@ class DrainProgress:
 
 
 def progress_of(worker: Worker) -> DrainProgress:
-    """As of now; also for a worker that has left the fleet."""
+    """The current progress; also for a worker that has left the fleet."""
     return DrainProgress(worker.id, worker.load.in_flight)
 
 
 async def until_drained(worker: Worker, clock: Clock, *, timeout_s: float) -> DrainProgress:
-    """Wait until nothing runs on `worker`, but no longer than `timeout_s`; the answer tells which it was.
-
-    Looks ten times a second: a drain takes as long as the longest answer, and requests should not pay
-    for a notification that hardly ever has a listener.
-    """
+    """Wait until no request runs on `worker`, at most `timeout_s`; return the progress at that time."""
+    # Polls ten times a second: a notification would cost every request something and is hardly ever needed.
     end = clock.now() + timeout_s
     while not (progress := progress_of(worker)).is_done and (left := end - clock.now()) > 0:
         await clock.sleep(min(_POLL_S, left))
@@ -59,60 +56,59 @@ log = logging.getLogger(__name__)
 
 
 class FleetChange(StrEnum):
-    """What happened to a worker, as listeners hear it."""
+    """The kind of change that a `FleetListener` is called with."""
 
     JOINED = "joined"
     LEFT = "left"
-    """Out of every view already; its index may be given away after the listeners have returned."""
+    """The worker is no longer in any view. Its index is reused after the listeners have returned."""
     RESTARTED = "restarted"
-    """Its process is a new one: whatever its cache held is gone."""
+    """The worker's process was restarted, so its cache is empty."""
     CAPACITY = "capacity"
     """`capacity_tokens` or `block_size` changed."""
     MODELS = "models"
-    """It serves other models, or describes them otherwise."""
+    """The worker serves other models, or describes them differently."""
     STATE = "state"
     EJECTED = "ejected"
-    """After STATE, if it was healthy until now; `Worker.ejection` says why."""
+    """Follows STATE when a healthy worker is ejected; `Worker.ejection` has the cause."""
 
 
 FleetListener = Callable[[FleetChange, Worker], None]
-"""Called synchronously, after the fleet is consistent again. Must not change the fleet."""
+"""Called synchronously, when the fleet is consistent. Must not change the fleet."""
 
 
 class Fleet:
     """All workers of one gateway.
 
-    Mutable: membership changes through `apply`, `add` and `remove`, states and facts through the
-    health monitor's calls, draining through the admin API's. Touched from the event loop only and
-    never across an await, hence no locks. `view` and `resolve` cost one dict lookup each.
-
-    `aliases` are other names for models (name -> model); `created` is the Unix time shown for models
-    that no worker has described.
+    Mutable: discovery changes the membership, the health monitor changes states and facts, the admin API
+    changes both. `aliases` maps other names to models; `created` is the Unix time in the cards of models that
+    no worker has described. `view` and `resolve` cost one dict lookup each.
     """
+
+    # Used from the event loop only, and never across an await, so there are no locks.
 
     def __init__(self, aliases: Mapping[str, str] | None = None, *, created: int = 0) -> None:
         self._aliases = dict(aliases or {})
         self._created = created
-        self._wanted = DesiredWorkers()
+        self._desired = DesiredWorkers()
         self._workers: dict[WorkerId, Worker] = {}
-        self._below: dict[WorkerId, HealthState] = {}
-        """What the state of each draining worker would be otherwise."""
+        self._health_of_draining: dict[WorkerId, HealthState] = {}
+        """The health of each draining worker; its `state` is DRAINING."""
         self._drained: set[WorkerId] = set()
-        """Draining by hand, whatever their source says."""
+        """Workers that the admin API drains, in addition to those that a source marks as draining."""
         self._assumed: set[WorkerId] = set()
-        """Workers whose assumed capacity has been logged."""
+        """Workers for which the log has the warning about an assumed capacity."""
         self._listeners: list[FleetListener] = []
-        self._hand_listeners: list[Callable[[AdminOverrides], None]] = []
+        self._override_listeners: list[Callable[[AdminOverrides], None]] = []
         self._views: dict[str, FleetView] = {}
         self.version = 0
-        """Rises whenever membership, states or models change. Read only."""
+        """Rises whenever membership, states or models change. Callers only read it."""
         self._catalog = catalog_of((), self._aliases)
 
-    # What routing and the HTTP edge read
+    # Read by routing and the HTTP edge
 
     @property
     def catalog(self) -> ModelCatalog:
-        """Model names as of this version."""
+        """The current model names."""
         return self._catalog
 
     def resolve(self, model: str | None) -> str:
@@ -120,22 +116,21 @@ class Fleet:
         return self._catalog.resolve(model)
 
     def models(self) -> tuple[Mapping[str, object], ...]:
-        """Cards for `/v1/models`: models, adapters, aliases. A failing worker's last good ones stay."""
+        """Cards for `/v1/models`: models, adapters, aliases. The last good cards of a failing worker stay."""
         return self._catalog.cards
 
     def view(self, model: str) -> FleetView:
-        """The routable workers of a resolved model name; none of them, if none is. O(1) until
-        something changes, then O(workers) once."""
+        """The routable workers of a resolved model name; may be empty. O(1), or O(workers) after a change."""
         view = self._views.get(model)
         if view is None:
             routable = tuple(w for w in self.workers() if w.is_routable and w.serves(model))
             view = FleetView(model, routable, self.version)
-            if routable:  # names come from clients: only those that exist may take up memory
+            if routable:  # clients choose the names: only existing models may use memory
                 self._views[model] = view
         return view
 
     def workers(self) -> tuple[Worker, ...]:
-        """All of them, by id."""
+        """All workers, ordered by id."""
         return tuple(self._workers[worker_id] for worker_id in sorted(self._workers))
 
     def get(self, worker_id: str) -> Worker:
@@ -146,14 +141,14 @@ class Fleet:
         return worker
 
     def states(self) -> dict[HealthState, int]:
-        """How many workers are in each state; every state is there."""
+        """Number of workers by state; a state without workers has 0."""
         counts = dict.fromkeys(HealthState, 0)
         for worker in self._workers.values():
             counts[worker.state] += 1
         return counts
 
     def reasons_not_ready(self) -> list[str]:
-        """Empty if some worker can be routed to, else one sentence per obstacle."""
+        """Empty if at least one worker is routable, else one sentence per worker about its problem."""
         workers = self.workers()
         if any(worker.is_routable and worker.models for worker in workers):
             return []
@@ -162,89 +157,95 @@ class Fleet:
     # Membership
 
     def subscribe(self, listener: FleetListener) -> None:
-        """Hear of every change from now on, in the order of subscription."""
+        """Call `listener` for every later change. Listeners are called in the order of subscription."""
         self._listeners.append(listener)
 
     def apply(self, source: str, specs: Iterable[WorkerSpec]) -> None:
-        """Make `specs` all that `source` wants; other sources' workers are untouched.
+        """Set the full set of workers of `source`; the workers of other sources stay.
 
-        New workers start UNKNOWN. A worker whose `url` changed is a new one. One that is no longer
-        wanted leaves every view at once; requests that run on it go on. `DesiredWorkers` says what holds
-        where sources contradict each other.
+        New workers start UNKNOWN. A worker whose `url` changed is a new worker. A worker that is no longer
+        listed leaves every view immediately; its running requests continue. For conflicts between sources see
+        `DesiredWorkers`.
         """
-        self._wanted.replace(source, specs)
+        self._desired.replace(source, specs)
         self._reconcile()
 
     def add(self, spec: WorkerSpec) -> Worker:
-        """Add a worker by hand, or change the one of that id. Undoes an earlier `remove`.
+        """Add a worker through the admin API, or change the one with that id. Undoes an earlier `remove`.
 
         Raises InvalidRequest if another worker has this URL.
         """
         for worker in self._workers.values():
             if worker.spec.url == spec.url and worker.id != spec.id:
                 raise InvalidRequest(f"The worker {worker.id!r} has this URL already.", param="url")
-        self._wanted.add(spec)
+        self._desired.add(spec)
         self._reconcile()
-        self._tell_by_hand()
+        self._publish_overrides()
         return self.get(spec.id)
 
     def remove(self, worker_id: str) -> None:
-        """Take a worker out by hand, whoever named it; it stays out until its source no longer lists it
-        or it is added by hand. Raises NotFound."""
-        self._wanted.remove(self.get(worker_id).id)
+        """Remove a worker of any source through the admin API. Raises NotFound.
+
+        It stays out until its source no longer lists it, or until `add`.
+        """
+        self._desired.remove(self.get(worker_id).id)
         self._reconcile()
-        self._tell_by_hand()
+        self._publish_overrides()
 
-    # What was done by hand, for other processes that have the same workers
+    # The admin API's changes, for peers
 
-    def subscribe_by_hand(self, listener: Callable[[AdminOverrides], None]) -> None:
-        """Hear what stands done by hand after each `add`, `remove`, `drain` and `undrain`."""
-        self._hand_listeners.append(listener)
+    def subscribe_admin_overrides(self, listener: Callable[[AdminOverrides], None]) -> None:
+        """Call `listener` with the current overrides after each `add`, `remove`, `drain` and `undrain`."""
+        self._override_listeners.append(listener)
 
-    def by_hand(self) -> AdminOverrides:
-        """All that stands done by hand."""
-        return self._wanted.by_hand(frozenset(self._drained))
+    def admin_overrides(self) -> AdminOverrides:
+        """The admin API's current changes."""
+        return self._desired.overrides(frozenset(self._drained))
 
-    def follow_hand(self, done: AdminOverrides) -> None:
-        """Make what another process has been told by hand stand here, and nothing else; listeners of
-        `subscribe_by_hand` do not hear of it. Drains of workers that are not known (yet) are kept."""
+    def apply_admin_overrides(self, overrides: AdminOverrides) -> None:
+        """Replace the admin API's changes with those of a peer; override listeners are not called.
+
+        Drains of unknown workers are kept for workers that a source names later.
+        """
         before = self._drained
-        self._drained = set(done.drained)
-        self._wanted.follow_hand(done)
+        self._drained = set(overrides.drained)
+        self._desired.apply_overrides(overrides)
         self._reconcile()
         for worker in [w for w in self.workers() if (w.id in before) != (w.id in self._drained)]:
-            if self._follow_drain(worker):
+            if self._update_draining(worker):
                 self._changed((FleetChange.STATE, worker))
 
-    def _tell_by_hand(self) -> None:
-        for listener in self._hand_listeners:
-            listener(self.by_hand())
+    def _publish_overrides(self) -> None:
+        for listener in self._override_listeners:
+            listener(self.admin_overrides())
 
     def _reconcile(self) -> None:
-        wanted = self._wanted.merged()
-        leaving = [w for w in self._workers.values() if w.id not in wanted or wanted[w.id].url != w.spec.url]
+        desired = self._desired.merged()
+        leaving = [
+            w for w in self._workers.values() if w.id not in desired or desired[w.id].url != w.spec.url
+        ]
         for worker in leaving:
             del self._workers[worker.id]
-            self._below.pop(worker.id, None)
+            self._health_of_draining.pop(worker.id, None)
             self._drained.discard(worker.id)
             worker.state = HealthState.DRAINING
             self._assumed.discard(worker.id)
         if leaving:
-            # Listeners free what hangs on an index before it is given to a newcomer.
+            # Listeners free the state of an index before a new worker gets the index.
             self._changed(*((FleetChange.LEFT, worker) for worker in leaving))
         changes: list[tuple[FleetChange, Worker]] = []
         respecified = False
-        for spec in wanted.values():
+        for spec in desired.values():
             known = self._workers.get(spec.id)
             if known is None:
                 worker = self._workers[spec.id] = Worker(spec, index=self._free_index())
-                self._follow_drain(worker)
+                self._update_draining(worker)
                 changes.append((FleetChange.JOINED, worker))
             elif known.spec != spec:
                 before = known.capacity_tokens
                 known.spec = spec
                 respecified = True
-                if self._follow_drain(known):
+                if self._update_draining(known):
                     changes.append((FleetChange.STATE, known))
                 if known.capacity_tokens != before:
                     changes.append((FleetChange.CAPACITY, known))
@@ -255,16 +256,20 @@ class Fleet:
         taken = {worker.index for worker in self._workers.values()}
         return next(index for index in count() if index not in taken)
 
-    # Health, as the monitor sees it
+    # Called by the health monitor
 
     def health(self, worker: Worker) -> HealthState:
-        """UNKNOWN, HEALTHY or UNHEALTHY, also of a draining worker; DRAINING of one that has left."""
-        return self._below.get(worker.id, worker.state) if self._is_current(worker) else worker.state
+        """UNKNOWN, HEALTHY or UNHEALTHY, also for a draining worker; DRAINING if it has left the fleet."""
+        return (
+            self._health_of_draining.get(worker.id, worker.state)
+            if self._is_current(worker)
+            else worker.state
+        )
 
     def mark_healthy(
         self, worker: Worker, now: float, *, ramp_start: float = 1.0, ramp_s: float = 0.0
     ) -> None:
-        """It passed a probe. Its share then rises from `ramp_start` to 1 within `ramp_s`."""
+        """Mark a worker that passed a probe. Its traffic share rises from `ramp_start` to 1 in `ramp_s`."""
         if not self._is_current(worker):
             return
         ramps = ramp_s > 0 and ramp_start < 1.0
@@ -274,7 +279,7 @@ class Fleet:
         self._set_health(worker, HealthState.HEALTHY)
 
     def mark_unhealthy(self, worker: Worker, cause: Ejection, trouble: str) -> None:
-        """It may get no request until it is marked healthy again."""
+        """Take a worker out of routing until it is marked healthy again."""
         if not self._is_current(worker):
             return
         was_healthy = self.health(worker) is HealthState.HEALTHY
@@ -283,10 +288,10 @@ class Fleet:
             worker.ejection = cause
         self._set_health(worker, HealthState.UNHEALTHY)
         if was_healthy:
-            self._tell(FleetChange.EJECTED, worker)
+            self._notify(FleetChange.EJECTED, worker)
 
     def update_facts(self, worker: Worker, facts: WorkerFacts, *, restarted: bool = False) -> None:
-        """Replace what is known about it. With `restarted`, listeners first hear that its cache is gone."""
+        """Replace a worker's facts. With `restarted`, listeners get RESTARTED before the other changes."""
         if not self._is_current(worker):
             return
         before = worker.facts, worker.capacity_tokens, worker.block_size
@@ -303,10 +308,10 @@ class Fleet:
             self._changed(*changes, (FleetChange.MODELS, worker))
             return
         for change, changed in changes:
-            self._tell(change, changed)
+            self._notify(change, changed)
 
     def refresh_ramp(self, worker: Worker, now: float) -> None:
-        """Bring `worker.ramp` up to date; it stays on the same line, so this may come at any time."""
+        """Set `worker.ramp` to its value at `now`. Safe at any time: the ramp stays on the same line."""
         if worker.ramp_until is None:
             return
         worker.ramp, worker.ramp_since = worker.ramp_at(now), now
@@ -316,50 +321,51 @@ class Fleet:
     # Draining
 
     def drain(self, worker_id: str) -> DrainProgress:
-        """Send no new requests there; running ones go on, probes too. Repeating it only reports.
-        Raises NotFound."""
+        """Send no new requests to a worker; its running requests and its probes continue. Raises NotFound."""
         worker = self.get(worker_id)
         self._drained.add(worker.id)
-        if self._follow_drain(worker):
+        if self._update_draining(worker):
             self._changed((FleetChange.STATE, worker))
-        self._tell_by_hand()
+        self._publish_overrides()
         return progress_of(worker)
 
     def undrain(self, worker_id: str) -> None:
-        """Take it back into routing, in the state that its probes found meanwhile; one that drains because
-        its source says so goes on draining. Raises NotFound."""
+        """Undo `drain`; the worker gets the state that its probes have found. Raises NotFound.
+
+        A worker that its source marks as draining stays DRAINING.
+        """
         worker = self.get(worker_id)
         self._drained.discard(worker.id)
-        if self._follow_drain(worker):
+        if self._update_draining(worker):
             self._changed((FleetChange.STATE, worker))
-        self._tell_by_hand()
+        self._publish_overrides()
 
-    def _follow_drain(self, worker: Worker) -> bool:
-        """Let the state follow what was said by hand and by the source; whether it changed."""
+    def _update_draining(self, worker: Worker) -> bool:
+        """Set the state from the admin API's drains and the source's flag; return whether it changed."""
         drains = worker.spec.draining or worker.id in self._drained
-        if drains == (worker.id in self._below):
+        if drains == (worker.id in self._health_of_draining):
             return False
         if drains:
-            self._below[worker.id] = worker.state
+            self._health_of_draining[worker.id] = worker.state
             worker.state = HealthState.DRAINING
             log.info("worker %s drains", worker.id)
         else:
-            worker.state = self._below.pop(worker.id)
+            worker.state = self._health_of_draining.pop(worker.id)
             log.info("worker %s no longer drains", worker.id)
         return True
 
-    # Inside
+    # Internal
 
     def _is_current(self, worker: Worker) -> bool:
-        """False for a worker that has left, even if another one has its id now."""
+        """False for a worker that has left the fleet, even if another worker has the same id now."""
         return self._workers.get(worker.id) is worker
 
     def _set_health(self, worker: Worker, health: HealthState) -> None:
         if self.health(worker) is health:
             return
         self._log_health(worker, health)
-        if worker.id in self._below:
-            self._below[worker.id] = health
+        if worker.id in self._health_of_draining:
+            self._health_of_draining[worker.id] = health
             return
         worker.state = health
         self._changed((FleetChange.STATE, worker))
@@ -375,7 +381,7 @@ class Fleet:
         if not has_capacity and worker.id not in self._assumed:
             self._assumed.add(worker.id)
             log.warning(
-                "worker %s does not tell the size of its KV cache: taken to be %d tokens in blocks of %d"
+                "worker %s does not report the size of its KV cache: %d tokens in blocks of %d are assumed"
                 " (set its capacity_tokens)",
                 worker.id,
                 worker.capacity_tokens,
@@ -387,16 +393,16 @@ class Fleet:
         self._views.clear()
         self._catalog = catalog_of(self._workers.values(), self._aliases, self._created)
         for change, worker in changes:
-            self._tell(change, worker)
+            self._notify(change, worker)
 
-    def _tell(self, change: FleetChange, worker: Worker) -> None:
+    def _notify(self, change: FleetChange, worker: Worker) -> None:
         for listener in self._listeners:
             listener(change, worker)
 
 
 def _obstacle(worker: Worker) -> str:
     if worker.is_routable:
-        return f"Worker {worker.id} is healthy, but has not said which models it serves."
+        return f"Worker {worker.id} is healthy, but has not reported its models."
     trouble = f": {worker.trouble}" if worker.trouble else ""
     return f"Worker {worker.id} is {worker.state.value}{trouble}."
 

@@ -1,4 +1,4 @@
-"""Who is healthy: probes of our own, and what answers to clients tell."""
+"""Decides which workers are healthy, from probes and from the answers to clients' requests."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from kvroute.fleet.worker import Ejection, HealthState, MetricsPage, ModelsPage,
 
 
 class BurstWindow:
-    """A worker's latest answers. Mutable: the window moves with each answer.
+    """Detects a burst of failures among a worker's latest answers. Mutable: each answer moves the window.
 
-    A burst is `failures` failures among the last 2 x `failures` answers, none older than `window_s`:
-    five in a row are one, as is half of what a busy worker says, while a rare error never is. Good answers
-    before the first failure tell nothing and are not kept.
+    A burst is `failures` failures among the last 2 x `failures` answers, none older than `window_s`. So a
+    worker that fails five times in a row, or half of the time, has a burst; a rare error is none.
     """
+
+    # Good answers before the first failure do not change the result and are not kept.
 
     def __init__(self, failures: int, window_s: float) -> None:
         self._failures = failures
@@ -44,18 +45,18 @@ class BurstWindow:
 
     @property
     def is_clean(self) -> bool:
-        """No failure is in it, so that another good answer changes nothing."""
+        """Whether the window has no failure, so that another good answer changes nothing."""
         return not self._answers
 
     def clear(self) -> None:
-        """Forget all of it: a new life begins."""
+        """Forget all answers."""
         self._answers.clear()
 
 
 class Backoff:
-    """How long each burst keeps a worker out: `base_s`, doubled each time, at most `max_s`.
+    """How long each burst keeps a worker out of routing: `base_s`, doubled each time, at most `max_s`.
 
-    Mutable: the step rises with each burst; it starts anew after `max_s` without one.
+    Mutable: the step rises with each burst and returns to zero after `max_s` without one.
     """
 
     def __init__(self, base_s: float, max_s: float) -> None:
@@ -65,7 +66,7 @@ class Backoff:
         self._calm_from = 0.0
 
     def next_s(self, now: float) -> float:
-        """Seconds to stay out for a burst at `now`."""
+        """Seconds to stay out of routing after a burst at `now`."""
         if now > self._calm_from + self._max_s:
             self._step = 0
         # The exponent is capped only to keep the power finite.
@@ -77,32 +78,32 @@ class Backoff:
 
 log = logging.getLogger(__name__)
 
-_NOT_IMPLEMENTED = 501  # says something about the request, not about the worker
+_NOT_IMPLEMENTED = 501  # caused by the request, not by the worker
 _RECHECK_GROWTH = 1.5
 
 
 @dataclass(slots=True, eq=False)
-class _Watch:
-    """What the monitor remembers of one worker. Mutable: by its own probe task and by reports."""
+class _WorkerProbes:
+    """The monitor's state of one worker. Mutable: its probe task and the `report_*` calls change it."""
 
     worker: Worker
     answers: BurstWindow
     backoff: Backoff
     due: float
-    """When to probe next."""
+    """Time of the next probe."""
     recheck_s: float
-    """Next pause while the worker is not healthy."""
+    """Next pause between probes while the worker is not healthy."""
     failures: int = 0
     """Failed probes since the last passed one."""
     models_due: float = -math.inf
     metrics_due: float = -math.inf
     had_metrics: bool = False
     was_refused: bool = False
-    """Since the last passed probe: perhaps its process is a new one."""
+    """Whether a connection was refused since the last passed probe: the process may have been restarted."""
     was_healthy: bool = False
-    """It has served once: only then is its return a return."""
+    """Whether the worker was healthy before; only then does it ramp when it becomes healthy again."""
     epoch: int = 0
-    """Rises with each ejection, so that a probe begun before it cannot undo it."""
+    """Rises with each ejection, so that a probe started before the ejection cannot undo it."""
     models_trouble: str = ""
     task: asyncio.Task[None] | None = None
     pause: asyncio.Task[None] | None = None
@@ -110,7 +111,7 @@ class _Watch:
 
 @dataclass(slots=True)
 class HealthCounts:
-    """Totals since the start, for metrics. Mutable: the monitor counts; workers that left are dropped."""
+    """Totals since the start, for metrics. Mutable: the monitor counts, and drops workers that leave."""
 
     ejections: Counter[tuple[WorkerId, Ejection]] = field(default_factory=Counter)
     probe_failures: Counter[WorkerId] = field(default_factory=Counter)
@@ -118,18 +119,17 @@ class HealthCounts:
     """Ejections that `max_ejected_share` prevented."""
 
     def forget(self, worker: WorkerId) -> None:
-        """Drop the figures of a worker that left."""
+        """Drop the figures of a worker that has left."""
         self.probe_failures.pop(worker, None)
         for cause in Ejection:
             self.ejections.pop((worker, cause), None)
 
 
 class HealthMonitor:
-    """Keeps the states and facts of `fleet`'s workers true.
+    """Keeps the states and facts of `fleet`'s workers up to date.
 
-    One task per worker probes it for as long as it is in the fleet; all of them belong to `run`.
-    `report_*` are what the relay calls after each attempt: synchronous, cheap, and harmless for a
-    worker that has left. `rng` makes the pauses vary (tests seed it).
+    `run` owns one probe task per worker of the fleet. The gateway calls a `report_*` method after each
+    attempt: they are synchronous, cheap, and do nothing for a worker that has left. `rng` varies the pauses.
     """
 
     def __init__(
@@ -148,9 +148,9 @@ class HealthMonitor:
         self._options = options
         self._rng = rng or random.Random()
         self._group: asyncio.TaskGroup | None = None
-        self._watches: dict[WorkerId, _Watch] = {}
+        self._probes: dict[WorkerId, _WorkerProbes] = {}
         self._suspects: set[WorkerId] = set()
-        """Whose last answers have a failure among them, all of them and perhaps more."""
+        """Every worker with a failure in its window; may also contain workers without one."""
         for worker in fleet.workers():
             self._joined(worker)
         fleet.subscribe(self._on_change)
@@ -160,193 +160,200 @@ class HealthMonitor:
         async with asyncio.TaskGroup() as group:
             self._group = group
             try:
-                for watch in self._watches.values():
-                    self._start(watch)
+                for probes in self._probes.values():
+                    self._start_task(probes)
                 await asyncio.get_running_loop().create_future()
             finally:
                 self._group = None
 
-    # What answers to clients tell
+    # Reports about clients' requests
 
     def report_status(self, worker: Worker, status: int) -> None:
-        """It answered a client's request. Only 5xx speak against it, and only in bursts."""
+        """Record the HTTP status of an answer to a client. Only bursts of 5xx eject the worker."""
         if status < 500 and not self._suspects:
             return
-        watch = self._watch_of(worker)
-        if watch is None:
+        probes = self._probes_of(worker)
+        if probes is None:
             return
         if status < 500 or status == _NOT_IMPLEMENTED:
-            watch.answers.add(self._clock.now(), False)  # which completes no burst
-            if watch.answers.is_clean:
+            probes.answers.add(self._clock.now(), False)  # a good answer completes no burst
+            if probes.answers.is_clean:
                 self._suspects.discard(worker.id)
         else:
-            self._count_failure(watch, f"a burst of failures, the last one HTTP {status}")
+            self._count_failure(probes, f"a burst of failures, the last one HTTP {status}")
 
     def report_refused(self, worker: Worker) -> None:
-        """It refused a connection: out at once, back with the next passed probe."""
-        watch = self._watch_of(worker)
-        if watch is not None:
-            watch.was_refused = True
-            self._eject(watch, Ejection.REFUSED, "connection refused")
+        """Eject a worker that refused a connection; the next passed probe brings it back."""
+        probes = self._probes_of(worker)
+        if probes is not None:
+            probes.was_refused = True
+            self._eject(probes, Ejection.REFUSED, "connection refused")
 
     def report_failure(self, worker: Worker, kind: str) -> None:
-        """An attempt brought no complete answer; `kind` is `UpstreamError.cause`.
+        """Record an attempt without a complete answer; `kind` is `UpstreamError.cause`.
 
-        Only "refused" and "connect_timeout" eject at once; the others count like a 5xx answer and have
-        the worker probed now, because it may have died.
+        "refused" and "connect_timeout" eject the worker immediately. Every other kind counts like a 5xx
+        answer, and the worker is probed soon, because its process may have died.
         """
         if kind == "refused":
             self.report_refused(worker)
             return
-        watch = self._watch_of(worker)
-        if watch is None:
+        probes = self._probes_of(worker)
+        if probes is None:
             return
         trouble = kind.replace("_", " ")
-        if kind == "connect_timeout" and self._may_lose(worker):
-            self._eject(watch, Ejection.CONNECT_TIMEOUT, trouble)
+        if kind == "connect_timeout" and self._may_eject(worker):
+            self._eject(probes, Ejection.CONNECT_TIMEOUT, trouble)
         else:
-            self._count_failure(watch, f"a burst of failures, the last one: {trouble}")
+            self._count_failure(probes, f"a burst of failures, the last one: {trouble}")
         if self._fleet.health(worker) is HealthState.HEALTHY:
-            watch.metrics_due = -math.inf
-            watch.due = min(watch.due, self._clock.now() + self._options.recheck_s)
-            self._wake(watch)
+            probes.metrics_due = -math.inf
+            probes.due = min(probes.due, self._clock.now() + self._options.recheck_s)
+            self._wake(probes)
 
-    def _count_failure(self, watch: _Watch, trouble: str) -> None:
+    def _count_failure(self, probes: _WorkerProbes, trouble: str) -> None:
         now = self._clock.now()
-        self._suspects.add(watch.worker.id)
-        if not watch.answers.add(now, True) or self._fleet.health(watch.worker) is not HealthState.HEALTHY:
+        self._suspects.add(probes.worker.id)
+        if not probes.answers.add(now, True) or self._fleet.health(probes.worker) is not HealthState.HEALTHY:
             return
-        watch.answers.clear()
-        if not self._may_lose(watch.worker):
+        probes.answers.clear()
+        if not self._may_eject(probes.worker):
             self.counts.held_back += 1
             log.warning(
-                "worker %s stays in routing despite %s: too few others are left", watch.worker.id, trouble
+                "worker %s stays in routing despite %s: too few other workers are routable",
+                probes.worker.id,
+                trouble,
             )
             return
-        self._eject(watch, Ejection.BURST, trouble, not_before=now + self._vary(watch.backoff.next_s(now)))
+        self._eject(
+            probes, Ejection.BURST, trouble, not_before=now + self._jittered(probes.backoff.next_s(now))
+        )
 
-    def _may_lose(self, worker: Worker) -> bool:
-        """Whether the fleet can do without `worker` as far as `max_ejected_share` goes."""
+    def _may_eject(self, worker: Worker) -> bool:
+        """Whether `max_ejected_share` permits to eject `worker`, too."""
         peers = [w for w in self._fleet.workers() if w is worker or w.models & worker.models]
         out = sum(not w.is_routable for w in peers if w is not worker)
         return out + 1 <= self._options.max_ejected_share * len(peers)
 
     # Probing
 
-    async def _keep(self, watch: _Watch) -> None:
+    async def _probe_loop(self, probes: _WorkerProbes) -> None:
         while True:
-            wait = watch.due - self._clock.now()
+            wait = probes.due - self._clock.now()
             if wait > 0:
-                await self._rest(watch, wait)
+                await self._sleep(probes, wait)
                 continue
-            started, epoch = self._clock.now(), watch.epoch
+            started, epoch = self._clock.now(), probes.epoch
             try:
-                failure = await self._probe(watch)
-            except Exception as error:  # one bad answer must not end the watch of all workers
-                log.exception("probing worker %s failed", watch.worker.id)
+                failure = await self._probe(probes)
+            except Exception as error:  # one bad answer must not end the probes of all workers
+                log.exception("probing worker %s failed", probes.worker.id)
                 failure = ProbeFailure(f"internal error: {type(error).__name__}")
-            if watch.epoch != epoch:
-                continue  # ejected meanwhile, which also set the next probe's time
+            if probes.epoch != epoch:
+                continue  # ejected during the probe; the ejection has set the time of the next probe
             if failure is None:
-                self._passed(watch)
+                self._on_passed(probes)
             else:
-                self._failed(watch, failure)
-            if watch.epoch == epoch:
-                watch.due = started + self._vary(self._pause_s(watch))
+                self._on_failed(probes, failure)
+            if probes.epoch == epoch:
+                probes.due = started + self._jittered(self._pause_s(probes))
 
-    async def _probe(self, watch: _Watch) -> ProbeFailure | None:
-        """Ask for health, then for the facts that are due: they are known before the first request."""
-        failure = await self._prober.health(watch.worker.spec.url)
+    async def _probe(self, probes: _WorkerProbes) -> ProbeFailure | None:
+        """Probe the health, then read the facts that are due. None if the worker is healthy."""
+        # The facts are read before the worker becomes routable, so they are known at the first request.
+        failure = await self._prober.health(probes.worker.spec.url)
         if failure is not None:
             return failure
-        models, metrics = await asyncio.gather(self._read_models(watch), self._read_metrics(watch))
-        worker = watch.worker
+        models, metrics = await asyncio.gather(self._read_models(probes), self._read_metrics(probes))
+        worker = probes.worker
         facts, restarted = worker.facts, False
         if models is not None:
             facts = replace(facts, models=models.models, adapters=models.adapters, model_cards=models.cards)
         if metrics is not None:
-            told = (facts.start_time, metrics.start_time)
-            restarted = watch.had_metrics and (told[0] != told[1] or (told[0] is None and watch.was_refused))
-            watch.had_metrics = True
+            before, after = facts.start_time, metrics.start_time
+            restarted = probes.had_metrics and (before != after or (before is None and probes.was_refused))
+            probes.had_metrics = True
             facts = replace(
                 facts,
                 capacity_tokens=metrics.capacity_tokens,
                 block_size=metrics.block_size,
                 start_time=metrics.start_time,
             )
-        elif watch.was_refused and watch.was_healthy:
-            restarted = True  # nobody can tell: an empty cache is the safe belief
+        elif probes.was_refused and probes.was_healthy:
+            restarted = True  # unknown; to assume an empty cache is safe
         if restarted and models is None:
-            watch.models_due = -math.inf
+            probes.models_due = -math.inf
         if restarted or facts is not worker.facts:
             self._fleet.update_facts(worker, facts, restarted=restarted)
         return None
 
-    async def _read_models(self, watch: _Watch) -> ModelsPage | None:
-        if self._clock.now() < watch.models_due:
+    async def _read_models(self, probes: _WorkerProbes) -> ModelsPage | None:
+        if self._clock.now() < probes.models_due:
             return None
-        answer = await self._prober.models(watch.worker.spec.url)
+        answer = await self._prober.models(probes.worker.spec.url)
         trouble = answer.detail if isinstance(answer, ProbeFailure) else ""
-        if trouble != watch.models_trouble:
-            watch.models_trouble = trouble
+        if trouble != probes.models_trouble:
+            probes.models_trouble = trouble
             if trouble:
-                log.warning("worker %s does not tell its models: %s", watch.worker.id, trouble)
+                log.warning("worker %s does not report its models: %s", probes.worker.id, trouble)
         if isinstance(answer, ProbeFailure):
-            return None  # still due: asked again by the next probe
-        watch.models_due = self._clock.now() + self._vary(self._options.models_interval_s)
+            return None  # still due: the next probe reads the list again
+        probes.models_due = self._clock.now() + self._jittered(self._options.models_interval_s)
         return answer
 
-    async def _read_metrics(self, watch: _Watch) -> MetricsPage | None:
-        if self._clock.now() < watch.metrics_due:
+    async def _read_metrics(self, probes: _WorkerProbes) -> MetricsPage | None:
+        if self._clock.now() < probes.metrics_due:
             return None
-        answer = await self._prober.metrics(watch.worker.spec.url)
-        watch.metrics_due = self._clock.now() + self._vary(self._options.metrics_interval_s)
+        answer = await self._prober.metrics(probes.worker.spec.url)
+        probes.metrics_due = self._clock.now() + self._jittered(self._options.metrics_interval_s)
         return None if isinstance(answer, ProbeFailure) else answer
 
-    def _passed(self, watch: _Watch) -> None:
-        worker, now = watch.worker, self._clock.now()
-        watch.failures, watch.was_refused = 0, False
+    def _on_passed(self, probes: _WorkerProbes) -> None:
+        worker, now = probes.worker, self._clock.now()
+        probes.failures, probes.was_refused = 0, False
         if self._fleet.health(worker) is HealthState.HEALTHY:
             self._fleet.refresh_ramp(worker, now)
             return
         options = self._options
-        ramp_s = options.ramp_s if watch.was_healthy else 0.0
-        watch.was_healthy = True
-        watch.recheck_s = options.recheck_s
-        watch.answers.clear()
+        ramp_s = options.ramp_s if probes.was_healthy else 0.0
+        probes.was_healthy = True
+        probes.recheck_s = options.recheck_s
+        probes.answers.clear()
         self._fleet.mark_healthy(worker, now, ramp_start=options.ramp_start, ramp_s=ramp_s)
 
-    def _failed(self, watch: _Watch, failure: ProbeFailure) -> None:
-        watch.failures += 1
-        watch.was_refused |= failure.refused
-        self.counts.probe_failures[watch.worker.id] += 1
+    def _on_failed(self, probes: _WorkerProbes, failure: ProbeFailure) -> None:
+        probes.failures += 1
+        probes.was_refused |= failure.refused
+        self.counts.probe_failures[probes.worker.id] += 1
         if failure.refused:
-            self._eject(watch, Ejection.REFUSED, failure.detail)
-        elif watch.failures >= self._options.failures_to_eject:
-            self._eject(watch, Ejection.PROBES, failure.detail)
+            self._eject(probes, Ejection.REFUSED, failure.detail)
+        elif probes.failures >= self._options.failures_to_eject:
+            self._eject(probes, Ejection.PROBES, failure.detail)
 
-    def _pause_s(self, watch: _Watch) -> float:
-        """Until the next probe; while the worker is not healthy it grows with each call."""
+    def _pause_s(self, probes: _WorkerProbes) -> float:
+        """Seconds until the next probe. While the worker is not healthy, each call returns a longer pause."""
         interval_s = self._options.interval_s
-        if self._fleet.health(watch.worker) is HealthState.HEALTHY:
+        if self._fleet.health(probes.worker) is HealthState.HEALTHY:
             return interval_s
-        pause = min(watch.recheck_s, interval_s)
-        watch.recheck_s = min(watch.recheck_s * _RECHECK_GROWTH, interval_s)
+        pause = min(probes.recheck_s, interval_s)
+        probes.recheck_s = min(probes.recheck_s * _RECHECK_GROWTH, interval_s)
         return pause
 
-    def _eject(self, watch: _Watch, cause: Ejection, trouble: str, *, not_before: float = -math.inf) -> None:
-        health = self._fleet.health(watch.worker)
+    def _eject(
+        self, probes: _WorkerProbes, cause: Ejection, trouble: str, *, not_before: float = -math.inf
+    ) -> None:
+        health = self._fleet.health(probes.worker)
         if health is HealthState.UNHEALTHY:
             return
-        watch.epoch += 1
-        watch.answers.clear()
-        watch.models_due = watch.metrics_due = -math.inf
-        watch.recheck_s = self._options.recheck_s
-        watch.due = max(self._clock.now() + self._vary(self._options.recheck_s), not_before)
+        probes.epoch += 1
+        probes.answers.clear()
+        probes.models_due = probes.metrics_due = -math.inf
+        probes.recheck_s = self._options.recheck_s
+        probes.due = max(self._clock.now() + self._jittered(self._options.recheck_s), not_before)
         if health is HealthState.HEALTHY:
-            self.counts.ejections[watch.worker.id, cause] += 1
-        self._fleet.mark_unhealthy(watch.worker, cause, trouble)
-        self._wake(watch)
+            self.counts.ejections[probes.worker.id, cause] += 1
+        self._fleet.mark_unhealthy(probes.worker, cause, trouble)
+        self._wake(probes)
 
     # Tasks
 
@@ -354,15 +361,15 @@ class HealthMonitor:
         if change is FleetChange.JOINED:
             self._joined(worker)
         elif change is FleetChange.LEFT:
-            watch = self._watches.pop(worker.id)
+            probes = self._probes.pop(worker.id)
             self._suspects.discard(worker.id)
             self.counts.forget(worker.id)
-            if watch.task is not None:
-                watch.task.cancel()
+            if probes.task is not None:
+                probes.task.cancel()
 
     def _joined(self, worker: Worker) -> None:
         options = self._options
-        watch = self._watches[worker.id] = _Watch(
+        probes = self._probes[worker.id] = _WorkerProbes(
             worker,
             BurstWindow(options.burst_failures, options.burst_window_s),
             Backoff(options.backoff_s, options.backoff_max_s),
@@ -370,29 +377,29 @@ class HealthMonitor:
             recheck_s=options.recheck_s,
         )
         if self._group is not None:
-            self._start(watch)
+            self._start_task(probes)
 
-    def _start(self, watch: _Watch) -> None:
+    def _start_task(self, probes: _WorkerProbes) -> None:
         assert self._group is not None
-        watch.task = self._group.create_task(self._keep(watch), name=f"probe {watch.worker.id}")
+        probes.task = self._group.create_task(self._probe_loop(probes), name=f"probe {probes.worker.id}")
 
-    async def _rest(self, watch: _Watch, seconds: float) -> None:
-        """Sleep, or less if woken."""
-        watch.pause = asyncio.create_task(self._clock.sleep(seconds))
+    async def _sleep(self, probes: _WorkerProbes, seconds: float) -> None:
+        """Sleep for `seconds`, or until `_wake`."""
+        probes.pause = asyncio.create_task(self._clock.sleep(seconds))
         try:
-            # Cancelled from inside, the pause ends; cancelled from outside, gather cancels and awaits it.
-            await asyncio.gather(watch.pause, return_exceptions=True)
+            # `_wake` cancels the pause only. If this task is cancelled, gather cancels and awaits the pause.
+            await asyncio.gather(probes.pause, return_exceptions=True)
         finally:
-            watch.pause = None
+            probes.pause = None
 
-    def _wake(self, watch: _Watch) -> None:
-        if watch.pause is not None:
-            watch.pause.cancel()
+    def _wake(self, probes: _WorkerProbes) -> None:
+        if probes.pause is not None:
+            probes.pause.cancel()
 
-    def _watch_of(self, worker: Worker) -> _Watch | None:
-        watch = self._watches.get(worker.id)
-        return watch if watch is not None and watch.worker is worker else None
+    def _probes_of(self, worker: Worker) -> _WorkerProbes | None:
+        probes = self._probes.get(worker.id)
+        return probes if probes is not None and probes.worker is worker else None
 
-    def _vary(self, seconds: float) -> float:
+    def _jittered(self, seconds: float) -> float:
         jitter = self._options.jitter
         return seconds * self._rng.uniform(1.0 - jitter, 1.0 + jitter) if jitter else seconds

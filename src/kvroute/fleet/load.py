@@ -1,9 +1,7 @@
-"""What we have sent to one worker and what of it is unfinished, in seconds of prefill.
+"""The load of one worker: its unfinished requests, and their queued prefill in seconds.
 
-The one place where load is counted. A worker takes requests in order (vLLM's default scheduler is first
-come, first served), so what a new request waits for is the prefill of those before it that have not
-shown a first token. Everything that must return to zero is an integer, or seconds in whole multiples of
-2**-30, which floats below 2**23 add and take off exactly: no mix of reservations leaves a remainder.
+A worker computes requests in order of arrival (vLLM's default scheduler is first come, first served). So a
+new request waits for the prefills of all earlier requests that have no first token yet.
 """
 
 from __future__ import annotations
@@ -18,29 +16,31 @@ WINDOW_S = 30.0
 """Time constant of the averages below."""
 
 WARM_UP_S = 1.0
-"""An average younger than this is divided as if it were this old: a first request is not a flood."""
+"""Least age by which an average is divided, so that a single first request does not look like high load."""
 
 RESIDENCE_WEIGHT = 0.05
 """Weight of one finished request in the average residence."""
 
 _COARSE_S = 2.0**22
-"""Added and taken off again, it leaves whole multiples of 2**-30 s: floats from here on are no finer."""
+"""Adding and subtracting this rounds a duration to a multiple of 2**-30 s."""
+# Every quantity that must return to zero is an integer or such a multiple. Floats below 2**23 add and
+# subtract multiples of 2**-30 exactly, so no mix of reservations leaves a remainder.
 
 _WARM_S = 40 * WINDOW_S
-"""From this age on the warm-up is 1 to the last bit of a float."""
+"""From this age on the warm-up factor is 1 to the last bit of a float."""
 
 _NEVER = -inf
-"""What began then has decayed to nothing."""
+"""The time origin before the first dispatch: every weight from then has decayed to zero."""
 
 _YOUNG = exp(-WARM_UP_S / WINDOW_S)
 _LEAST_SHARE = WINDOW_S - WINDOW_S * _YOUNG
 
 
 class WorkerLoad:
-    """Live load of one worker, or of one data-parallel rank. Mutable: changed by its reservations only, but
-    for what `survey` leaves.
+    """Live load of one worker, or of one data-parallel rank.
 
-    `now` is `Clock.now()` and must not fall from one call to the next.
+    Mutable: its reservations change it; `measure_loads` writes `wait_s` and `utilisation`. `now` is
+    `Clock.now()` and must not decrease from one call to the next.
     """
 
     __slots__ = (
@@ -62,50 +62,51 @@ class WorkerLoad:
 
     def __init__(self) -> None:
         self.in_flight = 0
-        """Requests dispatched and unfinished."""
+        """Requests that are dispatched and unfinished."""
         self.active_tokens = 0
-        """Prompt tokens of those, shared prefixes counted once each time."""
+        """Prompt tokens of the requests in flight; a prefix shared by n requests counts n times."""
         self.residence_s: float | None = None
-        """Average time from dispatch to end of the requests that were answered; None before the first."""
+        """Average time from dispatch to end of the answered requests; None before the first answer."""
         self.wait_s = 0.0
-        """`wait` as of the last `survey`."""
+        """`wait` as of the last `measure_loads`."""
         self.utilisation = 0.0
-        """By prefill, the first figure of `recent`, as of the last `survey`."""
+        """Utilisation by prefill, the first figure of `recent`, as of the last `measure_loads`."""
         self._head: Reservation | None = None
-        """The first of the requests without a first token."""
+        """The oldest request without a first token."""
         self._behind: dict[Reservation, None] = {}
-        """The others, in order of dispatch."""
+        """The other requests without a first token, in order of dispatch."""
         self._queued_s = 0.0
         self._head_start = 0.0
         self._head_end = inf
-        """When the head is taken to be through; never, if it will show a first token."""
-        # Averages decay forwards (Cormode et al., "Forward decay", 2009): what comes later weighs more, and
-        # one factor for all of it makes that a decay. What is added at `_origin` weighs 1.
+        """When the prefill of the head is assumed to be done; inf for a streamed answer, whose first token
+        will show it."""
+        # Averages use forward decay (Cormode et al., "Forward decay", 2009): a later value is added with a
+        # larger weight, and one common factor turns that into a decay. A value added at `_origin` weighs 1.
         self._recent_s = 0.0
         self._recent_requests = 0.0
         self._origin = _NEVER
-        """The first dispatch; later on, so that weights stay small, some time when all was warm."""
+        """The first dispatch. Moved forward after the warm-up, so that weights stay small."""
         self._is_warm = False
 
     @property
     def queued(self) -> int:
-        """Requests without a first token, as of the last call that brought the time."""
+        """Requests without a first token, as of the last call that passed a time."""
         return 0 if self._head is None else 1 + len(self._behind)
 
     def reserve(self, now: float, prefill_s: float, tokens: int, streamed: bool = True) -> Reservation:
-        """Account one dispatch: `prefill_s` of estimated prefill, `tokens` of prompt.
+        """Account one dispatch with `prefill_s` of estimated prefill and `tokens` prompt tokens.
 
-        `streamed` is False for an answer that comes in one piece. It shows no first token, so once it
-        heads the queue its prefill is taken to last what was estimated.
+        `streamed` is False for an answer in one piece. Such an answer has no visible first token, so its
+        prefill is assumed to take `prefill_s` from the time when it reaches the head of the queue.
         """
         reservation = Reservation(self, now, prefill_s, tokens, streamed)
         self.enter(reservation, now)
         return reservation
 
     def enter(self, reservation: Reservation, now: float) -> None:
-        """As `reserve`, with a new reservation of this load that starts `now`."""
+        """Account a reservation that the caller has constructed for this load and that starts `now`."""
         if self._head_end <= now:
-            self._run_out(now)
+            self._complete_unstreamed(now)
         prefill_s = reservation.prefill_s = reservation.prefill_s + _COARSE_S - _COARSE_S
         self.in_flight += 1
         self.active_tokens += reservation.tokens
@@ -120,27 +121,28 @@ class WorkerLoad:
             self._origin = now
 
     def wait(self, now: float) -> float:
-        """Seconds of prefill in front of a request sent now, less what the first in line has had."""
-        self._run_out(now)
+        """Seconds of prefill before a request sent now, minus the time that the head has already had."""
+        self._complete_unstreamed(now)
         head = self._head
         if head is None:
             return 0.0
         return max(0.0, self._queued_s - min(now - self._head_start, head.prefill_s))
 
     def recent(self, now: float) -> tuple[float, float]:
-        """Prefill seconds and prefills done per second: a 30 s average, divided by its warm-up.
+        """Prefill seconds and number of prefills completed per second, averaged over 30 s.
 
-        The first is the worker's utilisation by prefill. Counted when the prefill is through, not at
-        dispatch: a burst is no utilisation yet, and what fails never was. The warm-up is
-        1 - exp(-t / 30 s), t since the first dispatch.
+        The first figure is the worker's utilisation by prefill. Both are divided by the warm-up
+        1 - exp(-t / 30 s), where t is the time since the first dispatch.
         """
-        self._run_out(now)
+        # A prefill counts when it is done, not at dispatch: a burst is not yet utilisation, and a failed
+        # request never is.
+        self._complete_unstreamed(now)
         decay = exp((self._origin - now) / WINDOW_S)
         share = WINDOW_S if self._is_warm else max(_LEAST_SHARE, WINDOW_S - WINDOW_S * decay)
         return self._recent_s * (decay / share), self._recent_requests * (decay / share)
 
-    def _through(self, reservation: Reservation, now: float, counts: bool = True) -> None:
-        """Out of the queue: its prefill is done, or (`counts` is False) never will be."""
+    def _leave_queue(self, reservation: Reservation, now: float, counts: bool = True) -> None:
+        """Remove a reservation from the queue. `counts` is False if its prefill was never completed."""
         prefill_s = reservation.prefill_s
         reservation.is_queued = False
         self._queued_s -= prefill_s
@@ -166,20 +168,20 @@ class WorkerLoad:
         self._recent_s += prefill_s * weight
         self._recent_requests += weight
 
-    def _run_out(self, now: float) -> None:
-        """Take off the front what is not streamed and has had its estimated time."""
+    def _complete_unstreamed(self, now: float) -> None:
+        """Remove reservations that are not streamed from the head once their estimated time has passed."""
         while (end := self._head_end) <= now and self._head is not None:
-            self._through(self._head, end)
+            self._leave_queue(self._head, end)
 
 
 class Releasable(Protocol):
-    """Something that a request holds until it is over."""
+    """A resource that a request holds until its end."""
 
     def release(self) -> None: ...
 
 
-class Followers(Protocol):
-    """What goes the same way as a reservation."""
+class ReservationListener(Protocol):
+    """Called when the request of a reservation has its first token and when the request ends."""
 
     def first_token(self, now: float, is_first: bool) -> None: ...
 
@@ -187,67 +189,70 @@ class Followers(Protocol):
 
 
 class Reservation(Struct, eq=False):
-    """One dispatched request's share of its worker's load, made by `WorkerLoad.reserve` or given to `enter`.
-    Mutable: by its own methods and its load; whoever made it may give it what ends with it."""
+    """One dispatched request's share of its worker's load.
+
+    Made by `WorkerLoad.reserve`, or by a caller that passes it to `WorkerLoad.enter`. Mutable: its own
+    methods and its load change it; the router sets `lease` and `listener`.
+    """
 
     _load: WorkerLoad
     _start: float
     prefill_s: float
-    """In whole multiples of 2**-30 s, once its load has it."""
+    """A multiple of 2**-30 s once `WorkerLoad.enter` has accounted it."""
     tokens: int
     streamed: bool
     is_queued: bool = True
     is_finished: bool = False
     lease: Releasable | None = None
-    followers: Followers | None = None
+    """Released by `finish`."""
+    listener: ReservationListener | None = None
 
     def first_token(self, now: float) -> None:
-        """Its prefill is done. Does nothing after the first time, or after `finish`."""
+        """Record that the prefill is done. Later calls, and calls after `finish`, do nothing."""
         if not self.is_queued:
             return
         load = self._load
-        # First come, first served: what stands before it without being able to show a first token has
-        # been computed too.
+        # First come, first served: earlier requests that are not streamed have been computed, too.
         while (head := load._head) is not None and head is not self and not head.streamed:
-            load._through(head, now)
-        load._through(self, now)
+            load._leave_queue(head, now)
+        load._leave_queue(self, now)
 
     def finish(self, now: float) -> None:
-        """Return everything: the request ended, failed or was abandoned. Does nothing the second time."""
+        """Return the reserved load: the request ended, failed or was abandoned. Later calls do nothing."""
         if self.is_finished:
             return
         self.is_finished = True
         load = self._load
         if load._head_end <= now:
-            load._run_out(now)
+            load._complete_unstreamed(now)
         load.in_flight -= 1
         load.active_tokens -= self.tokens
-        if self.is_queued and self.streamed:  # without a first token it was no prefill and no residence
-            load._through(self, now, False)
+        if self.is_queued and self.streamed:  # no first token: neither a prefill nor a residence is known
+            load._leave_queue(self, now, False)
         else:
             if self.is_queued:
-                load._through(self, now)
+                load._leave_queue(self, now)
             stay = now - self._start
             before = load.residence_s
             load.residence_s = stay if before is None else before + RESIDENCE_WEIGHT * (stay - before)
-        lease, followers = self.lease, self.followers
+        lease, listener = self.lease, self.listener
         if lease is not None:
             lease.release()
-        if followers is not None:
-            followers.finish(now)
+        if listener is not None:
+            listener.finish(now)
 
 
-def survey(loads: Iterable[WorkerLoad], now: float) -> tuple[float, float]:
-    """Of many loads at once: leaves `wait_s` and `utilisation` in each; returns the sums of both of
-    `recent`'s figures.
+def measure_loads(loads: Iterable[WorkerLoad], now: float) -> tuple[float, float]:
+    """Write `wait_s` and `utilisation` of each load; return the sums of both figures of `recent`.
 
-    The same to the last bit as asking each load, which is the plain form. Every request asks all workers of
-    its model, and two calls and a pair a worker would be most of what ranking costs.
+    The results equal those of `wait` and `recent` to the last bit.
     """
+    # One function instead of two calls per load: every request needs the figures of all workers of its
+    # model, and two calls and a tuple per worker would be most of the cost of ranking.
     seconds = requests = 0.0
     for load in loads:
         if load._head_end <= now:
-            load._run_out(now)
+            load._complete_unstreamed(now)
         head = load._head
         if head is None:
             load.wait_s = 0.0

@@ -1,4 +1,4 @@
-"""Which workers should be in the fleet, when several sources have a say. Pure."""
+"""Merges the workers of several discovery sources and of the admin API into one set. Pure."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from kvroute.fleet.worker import WorkerId, WorkerSpec
 log = logging.getLogger(__name__)
 
 ADMIN = "admin"
-"""The source of workers added by hand; it wins over what any other source says of the same id."""
+"""The source name of workers added through the admin API. It wins over every other source of the same id."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdminOverrides:
-    """What the admin API has changed about a fleet: workers added and removed by hand, and draining ones."""
+    """The admin API's changes of a fleet: workers added, removed and drained by an operator."""
 
     added: tuple[WorkerSpec, ...] = ()
     removed: frozenset[WorkerId] = frozenset()
@@ -24,56 +24,55 @@ class AdminOverrides:
 
 
 class DesiredWorkers:
-    """Every source's own full set, and the one that comes out of them.
+    """The full set of workers of each source, and the merged set.
 
-    Mutable: `replace`, `add` and `remove` change it. Where two sources name one id, ADMIN wins, else
-    the one that spoke first; where they name one URL under two ids, likewise: its load must not be
-    counted in two places.
+    Mutable: `replace`, `add`, `remove` and `apply_overrides` change it. If two sources name one id, ADMIN
+    wins, else the source that named it first. The same rule holds for one URL under two ids.
     """
 
     def __init__(self) -> None:
         self._sources: dict[str, dict[WorkerId, WorkerSpec]] = {ADMIN: {}}
         self._removed: set[WorkerId] = set()
-        """Removed by hand while a source still lists them."""
-        self._awaited: set[WorkerId] = set()
-        """Of those, the ones that were removed elsewhere and are not listed here yet."""
+        """Removed through the admin API while a source still lists them."""
+        self._removed_unlisted: set[WorkerId] = set()
+        """The members of `_removed` that a peer reported before any source listed them in this process."""
         self._shadowed: set[tuple[str, WorkerId]] = set()
-        """Entries left out for another one of the same URL: remembered to log each once."""
+        """Entries ignored because another entry has the same URL; kept to log each entry once."""
 
     def replace(self, source: str, specs: Iterable[WorkerSpec]) -> None:
-        """All that `source` wants."""
+        """Set the full set of workers of `source`."""
         self._sources[source] = {spec.id: spec for spec in specs}
         listed = {worker_id for each in self._sources.values() for worker_id in each}
-        self._awaited -= listed
-        self._removed &= listed | self._awaited
+        self._removed_unlisted -= listed
+        self._removed &= listed | self._removed_unlisted
 
     def add(self, spec: WorkerSpec) -> None:
-        """Wanted by hand, whatever was removed before."""
+        """Add a worker through the admin API; undoes an earlier `remove`."""
         self._removed.discard(spec.id)
         self._sources[ADMIN][spec.id] = spec
 
     def remove(self, worker_id: WorkerId) -> None:
-        """Not wanted, until all sources have stopped listing it or it is added by hand."""
+        """Remove a worker until every source has stopped listing it, or until `add`."""
         self._sources[ADMIN].pop(worker_id, None)
         if any(worker_id in listed for listed in self._sources.values()):
             self._removed.add(worker_id)
 
-    def by_hand(self, drained: frozenset[WorkerId]) -> AdminOverrides:
-        """What `add` and `remove` have left standing, with what the fleet adds to it."""
+    def overrides(self, drained: frozenset[WorkerId]) -> AdminOverrides:
+        """The current effect of `add` and `remove`, together with `drained`."""
         return AdminOverrides(tuple(self._sources[ADMIN].values()), frozenset(self._removed), drained)
 
-    def follow_hand(self, done: AdminOverrides) -> None:
-        """Make what another process has been told by hand stand here."""
-        self._sources[ADMIN] = {spec.id: spec for spec in done.added}
-        self._removed = set(done.removed)
-        self._awaited = {
+    def apply_overrides(self, overrides: AdminOverrides) -> None:
+        """Replace the additions and removals with those of a peer."""
+        self._sources[ADMIN] = {spec.id: spec for spec in overrides.added}
+        self._removed = set(overrides.removed)
+        self._removed_unlisted = {
             worker_id
             for worker_id in self._removed
             if not any(worker_id in listed for listed in self._sources.values())
         }
 
     def merged(self) -> dict[WorkerId, WorkerSpec]:
-        """The outcome; ids and URLs are unique. O(all entries)."""
+        """The merged set; ids and URLs are unique. O(all entries)."""
         merged: dict[WorkerId, WorkerSpec] = {}
         owners: dict[str, WorkerId] = {}
         shadowed: set[tuple[str, WorkerId]] = set()
@@ -81,12 +80,13 @@ class DesiredWorkers:
             for spec in specs.values():
                 if spec.id in merged or spec.id in self._removed:
                     continue
+                # One URL under two ids would count the worker's load in two places.
                 owner = owners.setdefault(spec.url, spec.id)
                 if owner == spec.id:
                     merged[spec.id] = spec
                     continue
                 shadowed.add((source, spec.id))
                 if (source, spec.id) not in self._shadowed:
-                    log.warning("worker %s of %s left out: %s has the same URL", spec.id, source, owner)
+                    log.warning("worker %s of %s is ignored: %s has the same URL", spec.id, source, owner)
         self._shadowed = shadowed
         return merged

@@ -1,4 +1,4 @@
-"""What can be set about the fleet: who is in it, and when a worker counts as healthy."""
+"""The options of the fleet: discovery sources, workers, probes and ejection."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _ID = re.compile(r"[A-Za-z0-9._:\-\[\]@]{1,128}")
 
 
 class HealthOptions(Options):
-    """When a worker is routable: probes that we send, and what its answers to clients tell."""
+    """When a worker is routable: probes, and the results of clients' requests."""
 
-    path: str = option("/health", "What a probe asks for; any 2xx answer passes.", pattern="^/")
+    path: str = option("/health", "Path of a probe; any 2xx answer passes.", pattern="^/")
     interval_s: float = option(
         1.0,
         "Pause between two probes of a healthy worker.",
@@ -35,14 +35,14 @@ class HealthOptions(Options):
         unit="s",
         gt=0,
         higher="fewer probes",
-        lower="a worker that is back is used sooner",
+        lower="a recovered worker is used sooner",
     )
     timeout_s: float = option(
         2.0,
         "A probe without an answer for this long has failed.",
         unit="s",
         gt=0,
-        higher="a busy worker is not taken for a dead one",
+        higher="a busy worker does not look dead",
         lower="a hanging worker is noticed sooner",
     )
     failures_to_eject: int = option(
@@ -73,7 +73,7 @@ class HealthOptions(Options):
         "This many 5xx answers or broken connections among a worker's last 2x as many answers eject it.",
         ge=1,
         higher="a few errors are tolerated",
-        lower="a failing worker is left sooner",
+        lower="a failing worker is ejected sooner",
     )
     burst_window_s: float = option(
         10.0,
@@ -93,7 +93,7 @@ class HealthOptions(Options):
     )
     backoff_max_s: float = option(
         60.0,
-        "Longest back-off; after as long without a burst the doubling starts anew.",
+        "Longest back-off; after this time without a burst the next one lasts `backoff_s` again.",
         unit="s",
         gt=0,
         higher="a broken worker is tried less often",
@@ -102,16 +102,16 @@ class HealthOptions(Options):
     max_ejected_share: float = option(
         0.5,
         "Bursts and connect timeouts eject no worker if more than this share of its models' workers would "
-        "be out: requests that make every worker fail must not empty the fleet. Probes and refused "
-        "connections are not held back.",
+        "be ejected: requests that make every worker fail must not empty the fleet. Failed probes and "
+        "refused connections always eject.",
         ge=0,
         le=1,
-        higher="failing workers go, even the last one",
-        lower="more workers stay in, failing or not",
+        higher="failing workers are ejected, even the last one",
+        lower="more workers stay in routing, even failing ones",
     )
     ramp_start: float = option(
         0.1,
-        "Share of its normal traffic that a worker gets when it is back from ejection.",
+        "Share of its normal traffic that a worker gets directly after an ejection.",
         gt=0,
         le=1,
         higher="full use sooner",
@@ -127,7 +127,7 @@ class HealthOptions(Options):
     )
     jitter: float = option(
         0.1,
-        "Pauses vary by this share of themselves, so that probes do not march in step.",
+        "Pauses vary by this share of their length, so that probes are not sent at the same time.",
         ge=0,
         lt=1,
         higher="probes spread better",
@@ -136,25 +136,25 @@ class HealthOptions(Options):
 
 
 def _as_mapping(value: object) -> object:
-    """A bare URL stands for an entry that says nothing else."""
+    """A bare URL becomes an entry with this URL only."""
     return {"url": value} if isinstance(value, str) else value
 
 
 class WorkerEntry(Options):
-    """One worker as people write it down, in the configuration, the workers file or the admin API."""
+    """One worker in the configuration, the workers file or a request to the admin API."""
 
     url: str = option(..., "Base URL, `http://host:port`; without `/v1`.")
     id: str | None = option(
-        None, "Stable name, seen in metrics, logs and `x-kvroute-worker`; `host:port` of the URL if absent."
+        None, "Stable name for metrics, logs and `x-kvroute-worker`; default: `host:port` of the URL."
     )
     models: tuple[str, ...] = option((), "Models it serves, for a worker whose `/v1/models` cannot be read.")
     capacity_tokens: int | None = option(
         None,
-        "Size of its KV cache, for a worker whose `/metrics` does not tell.",
+        "Size of its KV cache, for a worker whose `/metrics` does not have it.",
         unit="tokens",
         gt=0,
-        higher="believed to hold prompts for longer",
-        lower="believed to forget them sooner",
+        higher="the worker is expected to hold prompts for longer",
+        lower="the worker is expected to evict prompts sooner",
     )
 
     @field_validator("url")
@@ -169,7 +169,7 @@ class WorkerEntry(Options):
         if path.endswith("/v1"):
             raise ValueError("must be the worker's base URL: leave out /v1")
         if path:
-            raise ValueError("must be scheme, host and port only: a worker is not reached below a path")
+            raise ValueError("must be scheme, host and port only, without a path")
         port = f":{parts.port}" if parts.port is not None else ""  # raises ValueError if out of range
         host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
         return f"{parts.scheme}://{host}{port}"
@@ -177,13 +177,13 @@ class WorkerEntry(Options):
     @field_validator("id")
     @classmethod
     def _is_safe_id(cls, worker_id: str | None) -> str | None:
-        # It stands in response headers, metric labels and the admin API's paths.
+        # The id is used in response headers, metric labels and the admin API's paths.
         if worker_id is not None and not _ID.fullmatch(worker_id):
             raise ValueError("must be 1 to 128 of the characters A-Z a-z 0-9 . _ : - [ ] @")
         return worker_id
 
     def spec(self) -> WorkerSpec:
-        """The same as the fleet takes it, with its id filled in."""
+        """The entry as a `WorkerSpec`, with the default id if none is set."""
         place = self.url.split("://", 1)[1]
         return WorkerSpec(WorkerId(self.id or place), self.url, self.models, self.capacity_tokens)
 
@@ -193,7 +193,7 @@ Entry = Annotated[WorkerEntry, BeforeValidator(_as_mapping)]
 
 
 def repeated(entries: tuple[WorkerEntry, ...]) -> str | None:
-    """What is wrong if two entries share an id or a URL; None if all differ."""
+    """An error text if two entries have the same id or URL; None if all differ."""
     for what, values in (("id", [str(e.spec().id) for e in entries]), ("URL", [e.url for e in entries])):
         again = next((value for value, times in Counter(values).items() if times > 1), None)
         if again is not None:
@@ -202,23 +202,23 @@ def repeated(entries: tuple[WorkerEntry, ...]) -> str | None:
 
 
 def _as_list(value: object) -> object:
-    """`URL,URL`, as it stands in an environment variable."""
+    """Split `URL,URL`, the form of an environment variable."""
     return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
 
 
 class FleetOptions(Options):
-    """Where workers come from, under which names their models go, and their health."""
+    """Discovery sources, names of models, and health of workers."""
 
     workers: Annotated[tuple[Entry, ...], BeforeValidator(_as_list)] = option(
         (), "Workers known from the start: URLs, or mappings with `url`, `id`, `models`, `capacity_tokens`."
     )
     file: Path | None = option(
         None,
-        "A YAML file with a `workers` list of the same form; watched, applied without dropping a request.",
+        "A YAML file with a `workers` list of the same form. Changes apply without dropping a request.",
     )
     file_poll_s: float = option(
         1.0,
-        "How often the file is looked at.",
+        "How often the file is polled.",
         unit="s",
         gt=0,
         higher="fewer file system calls",
@@ -226,21 +226,22 @@ class FleetOptions(Options):
     )
     shrink_share: float = option(
         0.5,
-        "Kubernetes and DNS are doubted when they suddenly name no worker, or when more than this share of "
-        "the workers that answer would leave. Those workers stay, and the source is read again.",
+        "A set of workers from Kubernetes or DNS must be confirmed if it is empty, or if more than this "
+        "share of the workers that answer would leave. Until then those workers stay, and the source is read "
+        "again.",
         ge=0,
         lt=1,
-        higher="only an emptier answer is doubted",
-        lower="smaller losses are doubted, too",
+        higher="only larger losses must be confirmed",
+        lower="smaller losses must be confirmed, too",
     )
     shrink_confirm_s: float = option(
         30.0,
-        "How long a doubted source has to repeat itself until the workers leave; those that stop answering, "
-        "or that it calls terminating, get no requests anyway. 0: every answer is believed.",
+        "How long a source must omit a worker that answers until the worker leaves. Workers that stop "
+        "answering, or that are terminating, get no requests anyway. 0: every set is accepted.",
         unit="s",
         ge=0,
         higher="longer failures of an API server or name server do no harm",
-        lower="workers that were taken away while they still answer leave sooner",
+        lower="workers that were removed while they still answer leave sooner",
     )
     kubernetes: KubernetesOptions = option(default_factory=KubernetesOptions)
     dns: DnsOptions = option(default_factory=DnsOptions)
@@ -249,9 +250,10 @@ class FleetOptions(Options):
     )
     worker_api_key: SecretStr | None = option(
         None,
-        "Sent as a bearer token when `/v1/models` is read (`vllm serve --api-key`); clients bring their own.",
+        "Sent as a bearer token when `/v1/models` is read (`vllm serve --api-key`). Clients send their own "
+        "key.",
     )
-    worker_api_key_file: Path | None = option(None, "File that holds that key.")
+    worker_api_key_file: Path | None = option(None, "File with that key.")
     health: HealthOptions = option(HealthOptions(), "Probes, ejection and return.")
 
     @model_validator(mode="after")

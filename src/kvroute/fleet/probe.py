@@ -1,4 +1,4 @@
-"""Asking a worker: is it alive, what does it serve, how large is its cache."""
+"""Probes of workers: health, models and cache size; and the catalog of the fleet's models."""
 
 from __future__ import annotations
 
@@ -14,24 +14,27 @@ from kvroute.fleet.worker import HealthState, MetricsPage, ModelsPage, Worker, p
 
 @dataclass(frozen=True, slots=True)
 class ProbeFailure:
-    """Why a question got no good answer. `refused`: nothing listens there."""
+    """Why a probe failed. `refused`: nothing listens on the worker's port."""
 
     detail: str
     refused: bool = False
 
 
 def probe_client(transport: httpx.AsyncBaseTransport | None = None) -> httpx.AsyncClient:
-    """A client fit for probing: no proxy from the environment, no redirects, no limit on connections
-    (a hanging worker must not keep others from being asked), none kept for as long as uvicorn's servers
-    keep theirs (5 s). `transport` in place of httpx's own promises the last two. The caller closes it."""
+    """An HTTP client for probes, without proxies, redirects and connection limits. The caller closes it.
+
+    `transport` replaces httpx's own; it must not limit connections and must close idle ones within 4 s.
+    """
+    # Without a limit, a hanging worker cannot block the probes of others. Idle connections are closed after
+    # 4 s, before uvicorn's servers close them (5 s).
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=4.0)
     return httpx.AsyncClient(trust_env=False, limits=limits, transport=transport)
 
 
 class Prober:
-    """Asks one worker one question at a time; each answer has `timeout_s` as a whole.
+    """Sends probes to workers; each probe takes at most `timeout_s`.
 
-    `api_key` goes to `/v1/models` only: vLLM leaves `/health` and `/metrics` open (0.32).
+    `api_key` is sent to `/v1/models` only: vLLM leaves `/health` and `/metrics` open (0.32).
     """
 
     def __init__(
@@ -48,12 +51,12 @@ class Prober:
         self._auth = {"authorization": f"Bearer {api_key}"} if api_key else {}
 
     async def health(self, url: str) -> ProbeFailure | None:
-        """None if the worker at `url` is well."""
+        """None if the worker at `url` is healthy."""
         answer = await self._get(url + self._path, {})
         return answer if isinstance(answer, ProbeFailure) else None
 
     async def models(self, url: str) -> ModelsPage | ProbeFailure:
-        """What it serves."""
+        """Read the models that the worker at `url` serves."""
         answer = await self._get(url + "/v1/models", self._auth)
         if isinstance(answer, ProbeFailure):
             return answer
@@ -63,14 +66,14 @@ class Prober:
             return ProbeFailure("/v1/models is not a model list")
 
     async def metrics(self, url: str) -> MetricsPage | ProbeFailure:
-        """Its cache and its process."""
+        """Read cache size and process start time of the worker at `url`."""
         answer = await self._get(url + "/metrics", {})
         return answer if isinstance(answer, ProbeFailure) else parse_metrics(answer)
 
     async def _get(self, url: str, headers: dict[str, str]) -> bytes | ProbeFailure:
         path = httpx.URL(url).path
         try:
-            # httpx's own timeouts are per read: a worker that trickles would never run into them.
+            # httpx's own timeouts are per read: a worker that sends single bytes would never exceed them.
             async with asyncio.timeout(self._timeout_s):
                 answer = await self._client.get(url, headers=headers, timeout=self._timeout_s)
         except (TimeoutError, httpx.TimeoutException):
@@ -84,8 +87,9 @@ class Prober:
 
 
 def _is_refusal(error: BaseException | None) -> bool:
-    """httpx wraps the operating system's errors twice (httpx 0.28 over httpcore 1 and anyio 4), and
-    several addresses of one host make a group."""
+    """Whether the cause of an httpx error is a refused connection."""
+    # httpx wraps the operating system's errors twice (httpx 0.28 over httpcore 1 and anyio 4); several
+    # addresses of one host make an exception group.
     while error is not None:
         if isinstance(error, BaseExceptionGroup):
             return all(_is_refusal(one) for one in error.exceptions)
@@ -100,24 +104,23 @@ _SHOWN_CHOICES = 20
 
 @dataclass(frozen=True, slots=True)
 class ModelCatalog:
-    """The fleet's models as of one version of it, healthy or not: health decides who serves a model,
-    not whether it exists.
+    """The models of all workers of one fleet version, healthy or not."""
 
-    `names` maps every name a client may use (models, adapters, aliases) to the one the workers know;
-    `bases` are the choices where no model is named: adapters and second names of one model do not
-    count. `is_complete` is False while a worker that was never probed may serve more.
-    """
+    # Unhealthy workers count: health decides which worker serves a model, not whether the model exists.
 
     names: Mapping[str, str]
+    """Every name that a client may use (model, adapter, alias) -> the name that the workers know."""
     bases: tuple[str, ...]
+    """Models for a request that names none, without adapters and without second names of one model."""
     cards: tuple[Mapping[str, object], ...]
     is_complete: bool
+    """False while a worker that was never probed may serve other models."""
 
     def resolve(self, model: str | None) -> str:
-        """The name under which workers know `model`; None means the fleet's only model.
+        """The name of `model` on the workers; None means the fleet's only model.
 
-        Raises ModelNotFound, InvalidRequest (no model named and several to choose from), or
-        NoRoutableWorker (it cannot be told yet: no worker has said what it serves).
+        Raises ModelNotFound, InvalidRequest (no model is named and the fleet has several), or
+        NoRoutableWorker (unknown yet: no worker has reported its models).
         """
         if model is None:
             return self._only_model()
@@ -127,14 +130,16 @@ class ModelCatalog:
         if self.is_complete and self.cards:
             raise ModelNotFound(model)
         raise NoRoutableWorker(
-            "No healthy worker has said yet whether it serves this model.", param="model", retry_after_s=1
+            "No healthy worker has reported yet whether it serves this model.",
+            param="model",
+            retry_after_s=1,
         )
 
     def _only_model(self) -> str:
         if len(self.bases) == 1:
             return self.bases[0]
         if not self.bases:
-            raise NoRoutableWorker("No healthy worker has said yet which models it serves.", retry_after_s=1)
+            raise NoRoutableWorker("No healthy worker has reported its models yet.", retry_after_s=1)
         shown = ", ".join(self.bases[:_SHOWN_CHOICES])
         more = ", ..." if len(self.bases) > _SHOWN_CHOICES else ""
         raise InvalidRequest(
@@ -143,10 +148,10 @@ class ModelCatalog:
 
 
 def catalog_of(workers: Iterable[Worker], aliases: Mapping[str, str], created: int = 0) -> ModelCatalog:
-    """Merge what `workers` serve with `aliases` (name -> model or adapter).
+    """Merge the models of `workers` with `aliases` (name -> model or adapter).
 
-    An alias wins over a served model of the same name. Where several workers describe a model, a
-    healthy one's card is shown. `created` is the Unix time on cards that no worker wrote.
+    An alias wins over a served model of the same name. If several workers describe a model, the card of a
+    healthy one is used. `created` is the Unix time on cards that no worker wrote.
     """
     ordered = sorted(workers, key=lambda worker: (not worker.is_routable, worker.id))
     cards: dict[str, Mapping[str, object]] = {}
@@ -170,8 +175,8 @@ def catalog_of(workers: Iterable[Worker], aliases: Mapping[str, str], created: i
 
 
 def _bases(worker: Worker) -> list[str]:
-    """Its models without adapters, the first name only where vLLM serves one under several
-    (`--served-model-name a b` lists both with one `root`)."""
+    """The worker's models without adapters; of a model with several names, only the first name."""
+    # `--served-model-name a b` lists both names with one `root`.
     adapters = {name for name, _ in worker.facts.adapters}
     roots = {card["id"]: card.get("root") for card in worker.facts.model_cards}
     listed = [str(name) for name in roots] or sorted(worker.models)

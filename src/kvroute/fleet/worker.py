@@ -1,4 +1,4 @@
-"""One vLLM server as kvroute knows it."""
+"""One vLLM server: its identity, state and load, and how its answers to probes are parsed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ WorkerId = NewType("WorkerId", str)
 """Stable name of a worker: configured, or `host:port` of its URL."""
 
 ASSUMED_CAPACITY_TOKENS = 500_000
-"""KV capacity of a worker that neither its metrics nor the configuration tells."""
+"""KV capacity of a worker for which neither its metrics nor the configuration gives one."""
 
 ASSUMED_BLOCK_TOKENS = 16
 """vLLM's default block size on GPU; its CPU build uses 128 (vLLM 0.32)."""
@@ -31,12 +31,12 @@ class HealthState(Enum):
 
 
 class Ejection(StrEnum):
-    """Why a healthy worker was taken out of routing; bounded, so a metric label."""
+    """Why a healthy worker was taken out of routing. A metric label, so the set of values is fixed."""
 
     PROBES = "probes"
-    """Its probes failed several times in a row."""
+    """Several probes in a row failed."""
     REFUSED = "refused"
-    """It refused a connection: nothing listens there now."""
+    """The worker refused a connection: nothing listens on its port now."""
     CONNECT_TIMEOUT = "connect_timeout"
     BURST = "burst"
     """A burst of 5xx answers or broken connections."""
@@ -44,66 +44,68 @@ class Ejection(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpec:
-    """What discovery says about a worker. Two specs of one id that differ in `url` are two workers."""
+    """A worker as a discovery source describes it. Specs of one id and different `url` are two workers."""
 
     id: WorkerId
     url: str
     """Base URL, `http://host:port`, without a trailing slash."""
     models: tuple[str, ...] = ()
-    """Served model names when they cannot be asked; empty: read `/v1/models`."""
+    """Configured model names, for a worker whose `/v1/models` cannot be read; empty: read `/v1/models`."""
     capacity_tokens: int | None = None
-    """Configured KV capacity, used when the worker's metrics do not tell it."""
+    """Configured KV capacity, used when the worker's metrics have none."""
     role: str | None = None
-    """What its label says it is for; None without such a label."""
+    """The value of the worker's role label; None without the label."""
     draining: bool = False
-    """Leave it its running requests and give it no new ones."""
+    """The worker finishes its running requests and gets no new ones."""
     node: str | None = None
-    """The machine that it runs on, where discovery tells."""
+    """The machine that the worker runs on; None if discovery does not know it."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerFacts:
-    """What a worker said about itself, replaced as a whole; the last good answers outlive a failure.
-
-    `capacity_tokens` and `block_size` come from `vllm:cache_config_info` (`kv_cache_size_tokens`
-    where present, else num_gpu_blocks x block_size; summed over data-parallel ranks); `start_time`
-    is `process_start_time_seconds`, a change of which means a restart with an empty cache;
-    `adapters` maps a LoRA name to its parent, and its names are among `models` too; `model_cards` are the
-    entries of `/v1/models`.
-    """
+    """What a worker reported in `/v1/models` and `/metrics`. A failed read keeps the last good values."""
 
     models: frozenset[str] = frozenset()
+    """Model names, LoRA adapters included."""
     adapters: tuple[tuple[str, str], ...] = ()
+    """LoRA adapters as (name, parent model)."""
     model_cards: tuple[dict[str, object], ...] = ()
+    """The entries of `/v1/models`."""
     capacity_tokens: int | None = None
+    """From `vllm:cache_config_info`: `kv_cache_size_tokens` if present, else num_gpu_blocks x block_size;
+    summed over data-parallel ranks."""
     block_size: int | None = None
+    """Tokens in one block, from `vllm:cache_config_info`."""
     start_time: float | None = None
+    """`process_start_time_seconds`. If it changes, the worker has restarted and its cache is empty."""
 
 
 @dataclass(slots=True, eq=False)
 class Worker:
-    """A worker in the fleet. Mutable: `load` changes through reservations, all else only through
-    `Fleet` (the health monitor and the admin API call it). After it has left the fleet it stays
-    DRAINING for whoever still holds it."""
+    """A worker in the fleet.
+
+    Mutable: reservations change `load`; `Fleet` changes everything else (the health monitor and the admin
+    API call `Fleet`). A worker that has left the fleet stays DRAINING for code that still refers to it.
+    """
 
     spec: WorkerSpec
     load: WorkerLoad = field(default_factory=WorkerLoad)
     state: HealthState = HealthState.UNKNOWN
     facts: WorkerFacts = field(default_factory=WorkerFacts)
     ramp: float = 1.0
-    """Share of its normal traffic that a worker just back from ejection may take, (0, 1], as of
-    `ramp_since`. Refreshed by every passed probe; `ramp_at` gives the exact value."""
+    """Share of its normal traffic that a worker gets after an ejection, (0, 1], as of `ramp_since`.
+    Every passed probe refreshes it; `ramp_at` gives the exact value."""
     index: int = 0
     """Position in the worker bitmask; unique among live workers, reused after removal."""
     ramp_since: float = 0.0
     ramp_until: float | None = None
-    """When the share reaches 1, in `Clock.now()` seconds; None while nothing ramps."""
+    """When the share reaches 1, in `Clock.now()` seconds; None if the worker is not ramping."""
     ejection: Ejection | None = None
-    """Why it was last taken out of routing; None since it came back."""
+    """Why the worker was last ejected; None once it is healthy again."""
     trouble: str = ""
-    """What is wrong with it now, in words for an operator; empty while healthy."""
+    """The worker's current problem, in words for an operator; empty while healthy."""
     rank_loads: dict[int, WorkerLoad] = field(default_factory=dict)
-    """Load of its data-parallel ranks, where requests are sent to single ones; `load` has their sum."""
+    """Load per data-parallel rank, if requests are sent to single ranks; `load` has the sum."""
 
     @property
     def id(self) -> WorkerId:
@@ -115,7 +117,7 @@ class Worker:
 
     @property
     def models(self) -> frozenset[str]:
-        """Names it answers to, adapters included: what it said itself, else what is configured."""
+        """Names of the models and adapters that the worker serves: reported, else configured."""
         return self.facts.models or frozenset(self.spec.models)
 
     @property
@@ -125,11 +127,11 @@ class Worker:
 
     @property
     def block_size(self) -> int:
-        """Tokens in one block of its cache: measured, else `ASSUMED_BLOCK_TOKENS`."""
+        """Tokens in one block of the worker's cache: measured, else `ASSUMED_BLOCK_TOKENS`."""
         return self.facts.block_size or ASSUMED_BLOCK_TOKENS
 
     def load_of(self, rank: int | None) -> WorkerLoad:
-        """The load of one data-parallel rank; of the whole worker for None."""
+        """The load of one data-parallel rank, or of the whole worker if `rank` is None."""
         if rank is None:
             return self.load
         known = self.rank_loads.get(rank)
@@ -141,9 +143,9 @@ class Worker:
         return model in self.models
 
     def adapter_revision(self, model: str) -> str | None:
-        """Which LoRA adapter it serves as `model`: the path that it was loaded from ("" where that is not
-        known), None where the model is no adapter. vLLM says nothing else that outlives a request: `created`
-        and the permission's id are made up for each one (0.32)."""
+        """The path that the LoRA adapter `model` was loaded from; "" if unknown, None if it is no adapter."""
+        # The path is the only stable field: vLLM generates `created` and the permission's id for each
+        # request (0.32).
         facts = self.facts
         if not any(name == model for name, _ in facts.adapters):
             return None
@@ -151,7 +153,7 @@ class Worker:
         return next((root for root in roots if isinstance(root, str)), "")
 
     def ramp_at(self, now: float) -> float:
-        """`ramp` at the time `now`: rises linearly from its value at `ramp_since` to 1 at `ramp_until`."""
+        """`ramp` at the time `now`. It rises linearly from its value at `ramp_since` to 1 at `ramp_until`."""
         until = self.ramp_until
         if until is None:
             return self.ramp
@@ -163,20 +165,20 @@ class Worker:
 
 @dataclass(frozen=True, slots=True)
 class FleetView:
-    """The routable workers of one model, in a stable order (by id), as of one moment.
+    """The routable workers of one model at one moment, ordered by id.
 
-    The tuple never changes; the `load` figures behind it are live and read synchronously, never
-    across an await. `version` rises whenever membership or health changes, so that whatever is
-    derived from the set (rings, orders) can be kept until then.
+    The tuple never changes. The `load` figures of its workers are live: read them synchronously, never
+    across an await. `version` rises whenever membership or health changes, so a caller can cache what it
+    derives from the set (a ring, an order) per version.
     """
 
     model: str
     workers: tuple[Worker, ...]
     version: int
     loads: tuple[WorkerLoad, ...] = field(init=False, repr=False, compare=False)
-    """Each worker's `load`, in order."""
+    """Each worker's `load`, in the order of `workers`."""
     places: Mapping[int, int] = field(init=False, repr=False, compare=False)
-    """Where in `workers` the one of an index is."""
+    """`Worker.index` -> position in `workers`."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "loads", tuple(worker.load for worker in self.workers))
@@ -191,7 +193,7 @@ _LABEL = re.compile(rb'(?:^|,)\s*(\w+)="((?:[^"\\]|\\.)*)"')
 
 @dataclass(frozen=True, slots=True)
 class ModelsPage:
-    """`/v1/models`: every name, LoRA adapters as (name, parent), and the cards as they came."""
+    """A parsed `/v1/models`: every name, LoRA adapters as (name, parent), and the unchanged cards."""
 
     models: frozenset[str]
     adapters: tuple[tuple[str, str], ...]
@@ -200,7 +202,7 @@ class ModelsPage:
 
 @dataclass(frozen=True, slots=True)
 class MetricsPage:
-    """`/metrics`: None for what the page does not tell."""
+    """A parsed `/metrics`; a figure that the page does not have is None."""
 
     capacity_tokens: int | None = None
     block_size: int | None = None
@@ -208,9 +210,9 @@ class MetricsPage:
 
 
 def parse_models(body: bytes) -> ModelsPage:
-    """Read a model list in OpenAI's shape; an adapter is a card with a `parent` (vLLM 0.32).
+    """Parse a model list in OpenAI's shape; an adapter is a card with a `parent` (vLLM 0.32).
 
-    Raises ValueError for anything else. Cards without a name are skipped.
+    Raises ValueError if the body is not a model list. Cards without a name are skipped.
     """
     try:
         page = json.loads(body)
@@ -225,8 +227,8 @@ def parse_models(body: bytes) -> ModelsPage:
 
 
 def same_cards(some: Sequence[Mapping[str, object]], others: Sequence[Mapping[str, object]]) -> bool:
-    """Whether two readings describe the same models: vLLM makes `created` and `permission` up anew for
-    each request (0.32)."""
+    """Whether two model lists are equal except for `created` and `permission`."""
+    # vLLM generates these two fields for each request (0.32).
     return len(some) == len(others) and all(
         {**one, "created": None, "permission": None} == {**other, "created": None, "permission": None}
         for one, other in zip(some, others, strict=True)
@@ -234,13 +236,13 @@ def same_cards(some: Sequence[Mapping[str, object]], others: Sequence[Mapping[st
 
 
 def parse_metrics(page: bytes) -> MetricsPage:
-    """Find the few figures that matter in a Prometheus text page.
+    """Find capacity, block size and start time in a Prometheus text page.
 
-    A substring search, not a parser: vLLM's page is hundreds of kilobytes and is read on the event
-    loop every few seconds (0.4 ms a megabyte; prometheus_client takes 250 ms for it). Lines that make
-    no sense count as absent. Several data-parallel ranks each have a pool of their own: `engine`
-    tells their lines apart, and their sizes add up.
+    Takes 0.4 ms per megabyte. Malformed lines are ignored.
     """
+    # A substring search, not a parser: vLLM's page has hundreds of kilobytes and is parsed on the event loop
+    # every few seconds; prometheus_client takes 250 ms per megabyte. Each data-parallel rank has its own KV
+    # pool and its own line, with the rank in the label `engine`; the sizes are added.
     blocks: dict[bytes, int] = {}
     sizes: dict[bytes, int] = {}
     for line in _lines(page, _CACHE_CONFIG):
@@ -263,7 +265,7 @@ def parse_metrics(page: bytes) -> MetricsPage:
 
 
 def _lines(page: bytes, start: bytes) -> list[bytes]:
-    """What follows `start` on each line that begins with it."""
+    """The rest of each line that begins with `start`."""
     found: list[bytes] = []
     at = page.find(start)
     while at >= 0:
@@ -276,7 +278,7 @@ def _lines(page: bytes, start: bytes) -> list[bytes]:
 
 
 def _number(value: bytes | None) -> int | None:
-    """A positive integer label, or None: vLLM writes "None" for what is not set."""
+    """The value of a label as a positive integer, else None. vLLM writes "None" for an unset value."""
     try:
         number = int(value or b"")
     except ValueError:

@@ -45,7 +45,7 @@ _MOST_ENDED: Final = 4096
 
 
 class Flight(Struct, eq=False):
-    """One prompt in flight. Implements `fleet.load.Followers`."""
+    """One prompt in flight. Implements `fleet.load.ReservationListener`."""
 
     _stretches: _Stretches
     _place: _Place

@@ -13,7 +13,7 @@ from typing import NamedTuple, overload
 from xxhash import xxh3_64_intdigest
 
 from kvroute.blocks.keys import PromptKeys
-from kvroute.fleet.load import WorkerLoad, survey
+from kvroute.fleet.load import WorkerLoad, measure_loads
 from kvroute.fleet.worker import Worker
 from kvroute.index.history import RouteHistory
 from kvroute.routing.cost_parameters import CostOptions, Costs, Fit, Learned, Lessons
@@ -185,7 +185,7 @@ class CostModel:
         return settled
 
     def pressure(self, queues: Sequence[WorkerLoad], now: float) -> Pressure:
-        seconds, requests = survey(queues, now)
+        seconds, requests = measure_loads(queues, now)
         return Pressure(seconds / len(queues), seconds / requests if requests else 0.0)
 
     def rank(
@@ -235,7 +235,7 @@ class CostModel:
         ) = settled.figures
         if queues is None:
             queues = _queues(workers, held_where)
-        seconds, requests = survey(queues, now)
+        seconds, requests = measure_loads(queues, now)
         utilisation, delay_factor = seconds / len(queues), 0.0
         is_busy = utilisation > 0.0
         if is_busy and requests:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from kvroute.blocks.keys import BlockKey, Tier
-from kvroute.fleet.load import Followers, Reservation
+from kvroute.fleet.load import Reservation, ReservationListener
 from kvroute.fleet.worker import ASSUMED_BLOCK_TOKENS, ASSUMED_CAPACITY_TOKENS, FleetView, Worker, WorkerId
 from kvroute.index.history import HistorySize, PinnedBlocks, RouteHistory
 from kvroute.index.in_flight import Flight, InFlight
@@ -101,8 +101,8 @@ class Dispatch(Reservation, eq=False, kw_only=True):
 
     def first_token(self, now: float) -> None:
         """The first token of a streamed answer came: the prefill is done. Later calls do nothing."""
-        if self.followers is not None:
-            self.followers.first_token(now, self.is_queued)
+        if self.listener is not None:
+            self.listener.first_token(now, self.is_queued)
         Reservation.first_token(self, now)
         if self._lesson is not None:
             self._lesson.learn(now)
@@ -129,7 +129,7 @@ class _SecondaryReservations(NamedTuple):
 class _Observed(NamedTuple):
     """What an attempt has besides, and who observes it."""
 
-    more: Followers | None
+    more: ReservationListener | None
     followed: Followed
 
     def first_token(self, now: float, is_first: bool) -> None:
@@ -266,15 +266,15 @@ class Router:
         if held is not None or len(prompts) > 1:
             slot, exact = None if held is None else held.slot, query.exact
             if slot is not None and len(prompts) == len(exact) == 1 and candidate.rank is None:
-                dispatch.followers = self._in_flight.acquire(slot, exact[0].keys)  # as `_more` would
+                dispatch.listener = self._in_flight.acquire(slot, exact[0].keys)  # as `_more` would
             else:
-                dispatch.followers = self._more(query, candidate, now)
+                dispatch.listener = self._more(query, candidate, now)
         on_dispatch = self._on_dispatch.get(decision.strategy)
         if on_dispatch is not None:
             on_dispatch(query, decision, candidate)
         if self._observer is not None and is_own:
             followed = self._observer.dispatched(query, decision, candidate)
-            dispatch.followers = _Observed(dispatch.followers, followed)
+            dispatch.listener = _Observed(dispatch.listener, followed)
         return dispatch
 
     def dispatched_elsewhere(

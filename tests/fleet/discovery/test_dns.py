@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from kvroute.clock import SystemClock
 from kvroute.fleet.discovery.base import Discoverer, ShrinkLimits
-from kvroute.fleet.discovery.dns import DnsDiscovery, counted, system_addresses
+from kvroute.fleet.discovery.dns import DnsDiscovery, of_family, system_addresses
 from kvroute.fleet.discovery.options import DnsOptions
 from kvroute.fleet.fleet import Fleet
 
@@ -90,8 +90,8 @@ async def test_the_last_addresses_stay_for_a_while_when_a_name_cannot_be_looked_
     await clock.advance(5)
 
     assert sets[1:] == [["http://10.0.0.2:1"]]
-    assert caplog.text.count("the addresses known so far stay") == 1
-    assert caplog.text.count("a:1 could not be looked up for 60 s: its workers go") == 1
+    assert caplog.text.count("the known addresses stay") == 1
+    assert caplog.text.count("a:1 could not be resolved for 60 s: its workers leave") == 1
     names["a"] = ["10.0.0.3"]
     await clock.advance(5)
     assert sets[2:] == [["http://10.0.0.3:1", "http://10.0.0.2:1"]]
@@ -132,12 +132,12 @@ async def test_a_lookup_that_hangs_has_failed_and_is_not_started_twice():
     [("auto", ("10.0.0.1",)), ("ipv4", ("10.0.0.1",)), ("ipv6", ("fd00::1",))],
 )
 def test_a_worker_with_two_addresses_is_one_worker(family, addresses):
-    assert counted(["fd00::1", "10.0.0.1"], family) == addresses
+    assert of_family(["fd00::1", "10.0.0.1"], family) == addresses
 
 
 def test_only_auto_falls_back_to_ipv6():
-    assert counted(["fd00::1"], "auto") == ("fd00::1",)
-    assert counted(["fd00::1"], "ipv4") == ()
+    assert of_family(["fd00::1"], "auto") == ("fd00::1",)
+    assert of_family(["fd00::1"], "ipv4") == ()
 
 
 async def test_a_name_without_an_address_of_the_family_has_failed(clock, running, caplog):

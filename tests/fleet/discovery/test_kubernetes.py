@@ -245,7 +245,7 @@ async def test_410_gone_means_listing_anew(status, api, pod, caplog):
         api.put(pod("c", "10.0.0.3"))
         await seen.sees("b", "c")
 
-    assert "too old; listing it anew" in caplog.text
+    assert "too old; listing again" in caplog.text
     assert api.lists >= 2
 
 
@@ -295,7 +295,7 @@ async def test_while_the_server_is_away_the_last_known_set_stays(fake_api, servi
     # Doubling from half a second to the longest pause, each a little shorter at random.
     for pause, full in zip(clock.pauses, [0.5, 1.0, 2.0, 3.0, 3.0, 3.0], strict=False):
         assert 0.8 * full <= pause <= full
-    told = [record for record in caplog.records if "the workers known so far stay" in record.message]
+    told = [record for record in caplog.records if "the known workers stay" in record.message]
     assert 1 <= len(told) <= 2  # one for the break, one for the refusals: not one for each
 
 
@@ -559,8 +559,8 @@ async def test_an_empty_list_leaves_the_workers_and_is_asked_for_again(api, flee
     assert discoverer.notes() == []
     assert discoverer.shrinks == {"kubernetes": 1}
     assert discoverer.errors() == {"kubernetes": 0}
-    assert caplog.text.count("names 0 workers and no longer 4 that answer") == 1
-    assert "no longer doubted" in caplog.text
+    assert caplog.text.count("names 0 workers and omits 4 that answer") == 1
+    assert "accepted again" in caplog.text
 
 
 async def test_an_empty_list_that_lasts_is_believed(api, fleet_of_four, caplog):

@@ -7,7 +7,7 @@ import pytest
 from kvroute.fleet.discovery.kubernetes_objects import (
     FoundWorker,
     ObjectReader,
-    one_each,
+    by_name,
     read_endpoint_slice,
     read_pod,
 )
@@ -168,8 +168,8 @@ def test_of_a_pod_in_several_slices_ipv4_and_the_serving_one_count():
     gone, unready = found("http://10.0.0.2:1", terminating=True), found("http://10.0.0.0:1", ready=False)
 
     for order in ([six, gone, unready, four], [four, unready, gone, six]):
-        assert one_each(order) == {"a": four}
-    assert one_each([six]) == {"a": six}
+        assert by_name(order) == {"a": four}
+    assert by_name([six]) == {"a": six}
 
 
 # Nodes

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvroute.fleet.discovery.base import Judged, ShrinkGuard
+from kvroute.fleet.discovery.base import GuardedSet, ShrinkGuard
 from kvroute.fleet.worker import WorkerId, WorkerSpec
 
 CONFIRM_S = 30.0
@@ -21,13 +21,13 @@ def ids(names: str) -> frozenset[WorkerId]:
     return frozenset(WorkerId(name) for name in names)
 
 
-def applied(judged: Judged) -> str:
+def applied(judged: GuardedSet) -> str:
     return "".join(sorted(spec.id for spec in judged.specs))
 
 
 def guard(known: str = "", *, share: float = 0.5, confirm_s: float = CONFIRM_S) -> ShrinkGuard:
     made = ShrinkGuard(share=share, confirm_s=confirm_s)
-    made.judge(specs(known), ids(""), 0.0)
+    made.check(specs(known), ids(""), 0.0)
     return made
 
 
@@ -45,7 +45,7 @@ def guard(known: str = "", *, share: float = 0.5, confirm_s: float = CONFIRM_S) 
     ],
 )
 def test_an_empty_or_far_smaller_set_is_held_back(known: str, read: str, is_kept: bool) -> None:
-    judged = guard(known).judge(specs(read), ids(known), 1.0)
+    judged = guard(known).check(specs(read), ids(known), 1.0)
 
     assert bool(judged.kept) == is_kept
     assert applied(judged) == ("".join(sorted(set(known) | set(read))) if is_kept else read)
@@ -54,26 +54,26 @@ def test_an_empty_or_far_smaller_set_is_held_back(known: str, read: str, is_kept
 def test_it_is_believed_once_it_has_been_repeated_for_long_enough() -> None:
     under_test = guard("abcd")
 
-    assert applied(under_test.judge(specs("a"), ids("abcd"), 100.0)) == "abcd"
-    assert applied(under_test.judge(specs("a"), ids("abcd"), 100.0 + CONFIRM_S - 0.1)) == "abcd"
-    judged = under_test.judge(specs("a"), ids("abcd"), 100.0 + CONFIRM_S)
+    assert applied(under_test.check(specs("a"), ids("abcd"), 100.0)) == "abcd"
+    assert applied(under_test.check(specs("a"), ids("abcd"), 100.0 + CONFIRM_S - 0.1)) == "abcd"
+    judged = under_test.check(specs("a"), ids("abcd"), 100.0 + CONFIRM_S)
     assert (applied(judged), judged.kept, judged.confirmed) == ("a", frozenset(), ids("bcd"))
 
 
 def test_time_alone_confirms_nothing() -> None:
     """Only a reading does: one that is the first of its kind begins its own wait."""
     under_test = guard("abcd")
-    under_test.judge(specs("abcd"), ids("abcd"), 10 * CONFIRM_S)
+    under_test.check(specs("abcd"), ids("abcd"), 10 * CONFIRM_S)
 
-    assert under_test.judge(specs(""), ids("abcd"), 11 * CONFIRM_S).kept == ids("abcd")
+    assert under_test.check(specs(""), ids("abcd"), 11 * CONFIRM_S).kept == ids("abcd")
 
 
 def test_a_full_set_in_between_ends_the_wait() -> None:
     under_test = guard("abcd")
-    under_test.judge(specs(""), ids("abcd"), 0.0)
-    under_test.judge(specs("abcd"), ids("abcd"), 20.0)
+    under_test.check(specs(""), ids("abcd"), 0.0)
+    under_test.check(specs("abcd"), ids("abcd"), 20.0)
 
-    assert under_test.judge(specs(""), ids("abcd"), 40.0).kept == ids("abcd")
+    assert under_test.check(specs(""), ids("abcd"), 40.0).kept == ids("abcd")
 
 
 def test_each_worker_has_its_own_wait() -> None:
@@ -81,40 +81,40 @@ def test_each_worker_has_its_own_wait() -> None:
     under_test = guard("abcdef")
     for second in range(0, 600, 5):
         read = "ab" if second % 10 else "cd" if second % 20 else "ef"
-        assert applied(under_test.judge(specs(read), ids("abcdef"), float(second))) == "abcdef"
+        assert applied(under_test.check(specs(read), ids("abcdef"), float(second))) == "abcdef"
 
 
 def test_workers_that_stop_answering_leave_as_told() -> None:
     under_test = guard("abcd")
 
-    assert applied(under_test.judge(specs(""), ids("ab"), 0.0)) == "ab"
-    assert applied(under_test.judge(specs(""), ids("b"), 1.0)) == "b"
-    assert applied(under_test.judge(specs(""), ids(""), 2.0)) == ""
+    assert applied(under_test.check(specs(""), ids("ab"), 0.0)) == "ab"
+    assert applied(under_test.check(specs(""), ids("b"), 1.0)) == "b"
+    assert applied(under_test.check(specs(""), ids(""), 2.0)) == ""
 
 
 def test_workers_that_were_terminating_leave_as_told() -> None:
     under_test = guard("abcd")
-    under_test.judge(specs("abcd", draining="bcd"), ids("a"), 0.0)
+    under_test.check(specs("abcd", draining="bcd"), ids("a"), 0.0)
 
-    assert applied(under_test.judge(specs("a"), ids("abcd"), 1.0)) == "a"
+    assert applied(under_test.check(specs("a"), ids("abcd"), 1.0)) == "a"
 
 
 def test_terminating_is_believed_at_once() -> None:
-    judged = guard("abcd").judge(specs("abcd", draining="abcd"), ids("abcd"), 1.0)
+    judged = guard("abcd").check(specs("abcd", draining="abcd"), ids("abcd"), 1.0)
 
     assert not judged.kept
     assert all(spec.draining for spec in judged.specs)
 
 
 def test_newcomers_and_changes_apply_while_others_are_kept() -> None:
-    judged = guard("abcdef").judge(specs("ax", draining="a"), ids("abcdef"), 1.0)
+    judged = guard("abcdef").check(specs("ax", draining="a"), ids("abcdef"), 1.0)
 
     assert judged.kept == ids("bcdef")
     assert {spec.id: spec.draining for spec in judged.specs} == dict.fromkeys("bcdefx", False) | {"a": True}
 
 
 def test_confirmation_can_be_switched_off() -> None:
-    assert applied(guard("abcd", confirm_s=0).judge(specs(""), ids("abcd"), 1.0)) == ""
+    assert applied(guard("abcd", confirm_s=0).check(specs(""), ids("abcd"), 1.0)) == ""
 
 
 @given(
@@ -127,7 +127,7 @@ def test_whatever_comes(readings: list[tuple[set[str], set[str]]]) -> None:
     now = 0.0
     for read, answering in readings:
         now += 7.0
-        judged = under_test.judge(specs("".join(read)), ids("".join(answering)), now)
+        judged = under_test.check(specs("".join(read)), ids("".join(answering)), now)
         after = {str(spec.id) for spec in judged.specs}
         assert read <= after <= read | (before & answering)
         assert after - read == {str(worker) for worker in judged.kept}
@@ -135,5 +135,5 @@ def test_whatever_comes(readings: list[tuple[set[str], set[str]]]) -> None:
     last = readings[-1][0] if readings else set()
     for _ in range(2):
         now += CONFIRM_S
-        judged = under_test.judge(specs("".join(last)), ids("abcdef"), now)
+        judged = under_test.check(specs("".join(last)), ids("abcdef"), now)
     assert {str(spec.id) for spec in judged.specs} == last

@@ -1,1 +1,1 @@
-"""Where the wanted set of workers comes from."""
+"""Sources of the fleet's workers: static list, file, Kubernetes, DNS."""

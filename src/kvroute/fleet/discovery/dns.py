@@ -1,4 +1,4 @@
-"""Workers found in DNS: one for each address of a name."""
+"""Discovery in DNS: one worker for each address of a name."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from kvroute.fleet.worker import WorkerId, WorkerSpec
 log = logging.getLogger(__name__)
 
 Resolve = Callable[[str], Awaitable[Sequence[str]]]
-"""The addresses of a host, IPv4 and IPv6; raises OSError, as `socket.getaddrinfo` does."""
+"""host -> its IPv4 and IPv6 addresses; raises OSError, as `socket.getaddrinfo` does."""
 
 
 async def system_addresses(host: str) -> Sequence[str]:
-    """Ask the system's resolver, in a thread: `/etc/hosts`, search domains and all."""
+    """Resolve `host` with the system's resolver, in a thread. `/etc/hosts` and search domains count."""
     loop = asyncio.get_running_loop()
     found = await loop.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     return [str(address[0]) for *_, address in found]
@@ -29,23 +29,26 @@ async def system_addresses(host: str) -> Sequence[str]:
 
 @dataclass(slots=True)
 class _Name:
-    """What is known about one name. Mutable: each look-up changes it."""
+    """The state of one name. Mutable: each DNS lookup changes it."""
 
     host: str
     port: int
     addresses: tuple[str, ...] = ()
     failing_since: float | None = None
-    complaint: str = ""
+    trouble: str = ""
+    """The last logged problem; empty after a successful lookup."""
     lookup: asyncio.Task[Sequence[str]] | None = None
-    """Under way; one that took too long is waited for, not repeated: its thread cannot be ended."""
+    """The running lookup. After a timeout it continues and is awaited again: its thread cannot be stopped."""
 
     def __str__(self) -> str:
         return f"{self.host}:{self.port}"
 
 
 class DnsDiscovery:
-    """Looks each name up every `interval_s`. Mutable: `errors` counts failed look-ups; the Discoverer sets
-    `recheck_s`."""
+    """Resolves each name every `interval_s`.
+
+    Mutable: `errors` counts failed lookups; the Discoverer sets `recheck_s`.
+    """
 
     is_explicit = False
 
@@ -59,20 +62,20 @@ class DnsDiscovery:
 
     @classmethod
     def configured(cls, options: FleetOptions, clock: Clock) -> DnsDiscovery | None:
-        """None if no name is given."""
+        """None if `options` have no name."""
         return cls(options.dns, clock) if options.dns.names else None
 
     async def watch(self) -> AsyncGenerator[tuple[WorkerSpec, ...], None]:
-        """Yield all names' workers after the first round of look-ups, then after each change."""
-        told: tuple[WorkerSpec, ...] | None = None
+        """Yield the workers of all names after the first lookups, then after each change."""
+        yielded: tuple[WorkerSpec, ...] | None = None
         try:
             while True:
                 errors = self.errors
                 await asyncio.gather(*(self._look_up(name) for name in self._names))
                 specs = self._specs()
-                # A look-up that failed repeats nothing.
-                if specs != told or (self.recheck_s is not None and self.errors == errors):
-                    told = specs
+                # A failed lookup does not confirm the set.
+                if specs != yielded or (self.recheck_s is not None and self.errors == errors):
+                    yielded = specs
                     yield specs
                 interval_s = self._options.interval_s
                 await self._clock.sleep(
@@ -87,17 +90,17 @@ class DnsDiscovery:
 
     async def _look_up(self, name: _Name) -> None:
         try:
-            addresses = counted(await self._asked(name), self._options.family)
+            addresses = of_family(await self._addresses(name), self._options.family)
             if not addresses:
                 raise DiscoveryError(f"has no {self._options.family} address")
         except (OSError, UnicodeError, DiscoveryError) as error:
             self._failed(name, str(error) or type(error).__name__)
             return
-        if name.complaint:
-            log.info("%s is found again", name)
-        name.addresses, name.failing_since, name.complaint = addresses, None, ""
+        if name.trouble:
+            log.info("%s is resolved again", name)
+        name.addresses, name.failing_since, name.trouble = addresses, None, ""
 
-    async def _asked(self, name: _Name) -> Sequence[str]:
+    async def _addresses(self, name: _Name) -> Sequence[str]:
         if name.lookup is None:
             name.lookup = asyncio.create_task(_call(self._resolve, name.host), name=f"look up {name.host}")
         done, _ = await asyncio.wait({name.lookup}, timeout=self._options.timeout_s)
@@ -111,11 +114,11 @@ class DnsDiscovery:
         now = self._clock.now()
         if name.failing_since is None:
             name.failing_since = now
-        if trouble != name.complaint:
-            name.complaint = trouble
-            log.error("%s: %s; the addresses known so far stay", name, trouble)
+        if trouble != name.trouble:
+            name.trouble = trouble
+            log.error("%s: %s; the known addresses stay", name, trouble)
         if name.addresses and now - name.failing_since >= self._options.keep_s:
-            log.error("%s could not be looked up for %g s: its workers go", name, self._options.keep_s)
+            log.error("%s could not be resolved for %g s: its workers leave", name, self._options.keep_s)
             name.addresses = ()
 
     def _specs(self) -> tuple[WorkerSpec, ...]:
@@ -131,8 +134,8 @@ async def _call(resolve: Resolve, host: str) -> Sequence[str]:
     return await resolve(host)
 
 
-def counted(addresses: Sequence[str], family: str) -> tuple[str, ...]:
-    """Those of `family`, sorted, each once; with `auto`, IPv6 only if there is nothing else. Pure."""
+def of_family(addresses: Sequence[str], family: str) -> tuple[str, ...]:
+    """The distinct addresses of `family`, sorted; with "auto", IPv6 only if there is no IPv4. Pure."""
     four = sorted({address for address in addresses if ":" not in address})
     six = sorted({address for address in addresses if ":" in address})
     if family == "ipv4":

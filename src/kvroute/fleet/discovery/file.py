@@ -5,9 +5,9 @@
       - id: gpu-2                           # default: host:port of the URL
         url: http://10.0.0.2:8000
         models: [llama]                     # only where /v1/models cannot be read
-        capacity_tokens: 500000             # only where /metrics does not tell
+        capacity_tokens: 500000             # only where /metrics does not have it
 
-Unknown keys are errors. A file that cannot be used changes nothing: the last good list stays.
+Unknown keys are errors. An unusable file changes nothing: the last good list stays.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class WorkersFile(Options):
 
 
 def parse_workers_file(text: str) -> tuple[WorkerSpec, ...]:
-    """Raises ConfigError; its path is the place in the file, such as `workers[1].url`."""
+    """Parse a workers file. Raises ConfigError, whose path is the place in the file (`workers[1].url`)."""
     try:
         document = yaml.safe_load(text)
     except yaml.YAMLError as error:
@@ -64,7 +64,7 @@ def parse_workers_file(text: str) -> tuple[WorkerSpec, ...]:
 
 
 def read_workers_file(path: Path) -> tuple[WorkerSpec, ...]:
-    """The workers in the file at `path`. Blocks. Raises ConfigError, also where it cannot be read."""
+    """Read the workers in the file at `path`. Blocks. Raises ConfigError if it is unreadable or invalid."""
     try:
         return parse_workers_file(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -77,22 +77,23 @@ _Signature = tuple[int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class _Look:
-    """One look at the file. `specs` is None where nothing new can be told; `signature` is None where the
-    next look must read it in any case."""
+class _PollResult:
+    """The result of one poll of the file."""
 
     signature: _Signature | None
+    """None if the next poll must read the file in any case."""
     specs: tuple[WorkerSpec, ...] | None = None
+    """None if the file is unchanged or unusable."""
     trouble: str = ""
 
 
 class FileDiscovery:
-    """Looks at a file every `poll_s`. Mutable: `errors` counts.
+    """Polls a workers file every `poll_s`. Mutable: `errors` counts unusable contents.
 
-    A list of fewer than half as many workers is believed at the second look that finds the file unchanged: a
-    program that writes the file in place may have written only a part of it. What then stands there is the
-    operator's decision.
+    A list of fewer than half as many workers is applied only if the next poll finds the file unchanged.
     """
+
+    # A program that writes the file in place may not have finished at the first poll.
 
     is_explicit = True
     recheck_s: float | None = None
@@ -105,28 +106,28 @@ class FileDiscovery:
 
     @classmethod
     def configured(cls, options: FleetOptions, clock: Clock) -> FileDiscovery | None:
-        """None if no file is named."""
+        """None if `options` name no file."""
         return cls(options.file, clock, poll_s=options.file_poll_s) if options.file is not None else None
 
     async def watch(self) -> AsyncGenerator[tuple[WorkerSpec, ...], None]:
-        """Polls instead of asking the kernel: that also works on network file systems and on mounted
-        ConfigMaps, whose files are symbolic links that are swapped."""
+        # Polling instead of inotify also works on network file systems and on mounted ConfigMaps, whose files
+        # are symbolic links that are replaced.
         seen: _Signature | None = None
         known = 0
-        # A far smaller list that waits for its second look.
+        # A far smaller list that waits for the next poll.
         shrunk: tuple[WorkerSpec, ...] | None = None
-        complaint = ""
+        logged = ""
         while True:
-            # In a thread: a stat may hang for long on a file system of another machine.
-            look = await asyncio.to_thread(_look, self._path, seen)
-            if look.signature != seen:
-                seen, complaint = look.signature, ""
-            if look.trouble and look.trouble != complaint:
-                complaint = look.trouble
+            # In a thread: `stat` may hang for a long time on a network file system.
+            result = await asyncio.to_thread(_poll, self._path, seen)
+            if result.signature != seen:
+                seen, logged = result.signature, ""
+            if result.trouble and result.trouble != logged:
+                logged = result.trouble
                 self.errors += 1
-                log.error("%s: %s; the workers known so far stay", self._path, look.trouble)
-            specs, confirmed = look.specs, False
-            if specs is None and look.signature is not None and not look.trouble:
+                log.error("%s: %s; the known workers stay", self._path, result.trouble)
+            specs, confirmed = result.specs, False
+            if specs is None and result.signature is not None and not result.trouble:
                 specs, confirmed = shrunk, True
             shrunk = None
             if specs is not None:
@@ -138,23 +139,23 @@ class FileDiscovery:
             await self._clock.sleep(self._poll_s)
 
 
-def _look(path: Path, seen: _Signature | None) -> _Look:
-    """Read the file unless it still is what was `seen`. Blocks."""
+def _poll(path: Path, seen: _Signature | None) -> _PollResult:
+    """Read the file unless its signature is `seen`. Blocks."""
     try:
         before = _signature(path)
         if before == seen:
-            return _Look(seen)
+            return _PollResult(seen)
         text = path.read_text(encoding="utf-8")
         if _signature(path) != before:
-            return _Look(None)  # caught while it is being written
+            return _PollResult(None)  # the file was written during the read
     except OSError as error:
-        return _Look(None, trouble=f"cannot be read: {error.strerror}")
+        return _PollResult(None, trouble=f"cannot be read: {error.strerror}")
     except UnicodeDecodeError:
-        return _Look(before, trouble="is not UTF-8")
+        return _PollResult(before, trouble="is not UTF-8")
     try:
-        return _Look(before, parse_workers_file(text))
+        return _PollResult(before, parse_workers_file(text))
     except ConfigError as error:
-        return _Look(before, trouble=str(error))
+        return _PollResult(before, trouble=str(error))
 
 
 def _signature(path: Path) -> _Signature:

@@ -1,4 +1,4 @@
-"""Workers found through the Kubernetes API."""
+"""Discovery through the Kubernetes API: list, watch, resync."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from kvroute.fleet.discovery.kubernetes_objects import (
     Object,
     ObjectReader,
     ObjectReading,
+    by_name,
     name_of,
-    one_each,
     read_endpoint_slice,
     read_pod,
 )
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 _FIRST_PAUSE_S: Final = 0.5
 _LASTED_S: Final = 1.0
-"""A watch that ends sooner and brings nothing is no progress."""
+"""A watch that ends sooner and has no event counts as a failure."""
 
 _READERS: Final[dict[str, Callable[[Object, ObjectReader], ObjectReading]]] = {
     "pods": read_pod,
@@ -38,10 +38,10 @@ _READERS: Final[dict[str, Callable[[Object, ObjectReader], ObjectReading]]] = {
 
 
 class KubernetesDiscovery:
-    """Lists once, then follows the changes; lists anew when told to (410 Gone) and every `resync_s`.
+    """Lists the objects, then watches for changes; lists again after 410 Gone and every `resync_s`.
 
-    Mutable: `errors` counts failed questions and objects that cannot be used; the Discoverer sets
-    `recheck_s`. While the API server is away the last known set stays.
+    While the API server is unavailable the last known set stays. Mutable: `errors` counts failed requests
+    and unusable objects; the Discoverer sets `recheck_s`.
     """
 
     is_explicit = False
@@ -62,13 +62,13 @@ class KubernetesDiscovery:
         self._clock = clock
         self._rng = rng or random.Random()
         self._workers = _Workers(_READERS[options.resource], reader, require_ready=options.require_ready)
-        self._complaint = ""
-        self._fruitless = 0
-        """Rounds in a row that brought nothing: each doubles the pause before the next."""
+        self._logged_trouble = ""
+        self._rounds_without_event = 0
+        """Consecutive rounds without an event; each doubles the pause before the next round."""
 
     @classmethod
     def configured(cls, options: FleetOptions, clock: Clock) -> KubernetesDiscovery | None:
-        """None if not enabled. Raises ConfigError where the API server is unknown."""
+        """None if not enabled. Raises ConfigError if the API server is unknown."""
         own = options.kubernetes
         if not own.enabled:
             return None
@@ -83,32 +83,32 @@ class KubernetesDiscovery:
         return cls(api, reader, own, clock)
 
     async def watch(self) -> AsyncGenerator[tuple[WorkerSpec, ...], None]:
-        """Yield the full set once it is listed and after each change of it."""
-        told: tuple[WorkerSpec, ...] | None = None
+        """Yield the full set after the first list, then after each change."""
+        yielded: tuple[WorkerSpec, ...] | None = None
         try:
-            async with aclosing(self._changes()) as changes:
-                async for specs in changes:
-                    if specs != told or self.recheck_s is not None:
-                        told = specs
+            async with aclosing(self._sets()) as sets:
+                async for specs in sets:
+                    if specs != yielded or self.recheck_s is not None:
+                        yielded = specs
                         yield specs
         finally:
             await self._api.aclose()
 
-    async def _changes(self) -> AsyncGenerator[tuple[WorkerSpec, ...], None]:
-        """The set after each list and each event, whether it changed or not."""
+    async def _sets(self) -> AsyncGenerator[tuple[WorkerSpec, ...], None]:
+        """The set after each list and each event, changed or not."""
         version, resync_at = "", 0.0
         while True:
             if self.recheck_s is not None:
-                # No watch corrects a list that was wrong: without events, the wrong set would stay.
+                # List again: a watch does not correct a wrong list, and without events the set would stay.
                 version = ""
                 await self._clock.sleep(self.recheck_s)
-            asked = self._clock.now()
+            started = self._clock.now()
             try:
-                if not version or asked >= resync_at:
+                if not version or started >= resync_at:
                     listing = await self._api.list()
-                    asked = self._clock.now()
-                    version, resync_at = listing.version, asked + self._options.resync_s
-                    self._note(self._workers.replace(listing))
+                    started = self._clock.now()
+                    version, resync_at = listing.version, started + self._options.resync_s
+                    self._log_unusable(self._workers.replace(listing))
                     yield self._workers.specs()
                     if self.recheck_s is not None:
                         self._recovered()
@@ -116,10 +116,10 @@ class KubernetesDiscovery:
                 async with self._api.watching(version) as events:
                     self._recovered()
                     async for event in events:
-                        self._fruitless = 0
+                        self._rounds_without_event = 0
                         version = event.version or version
                         if event.item is not None:
-                            self._note(self._workers.change(event.item, is_deleted=event.is_deleted))
+                            self._log_unusable(self._workers.change(event.item, is_deleted=event.is_deleted))
                             yield self._workers.specs()
                             if self.recheck_s is not None:
                                 break
@@ -127,43 +127,43 @@ class KubernetesDiscovery:
             except WatchExpired as error:
                 failed = True
                 version = ""
-                log.info("%s: %s; listing it anew", self._api.place, error)
+                log.info("%s: %s; listing again", self._api.place, error)
             except DiscoveryError as error:
                 failed = True
                 self._failed(str(error))
             if self.recheck_s is not None and not failed:
                 continue
-            lasted = self._clock.now() - asked >= _LASTED_S
+            lasted = self._clock.now() - started >= _LASTED_S
             if lasted:
-                self._fruitless = 0
+                self._rounds_without_event = 0
             if failed or not lasted:
-                self._fruitless += 1
+                self._rounds_without_event += 1
                 await self._clock.sleep(self._pause_s())
 
     def _pause_s(self) -> float:
         # The exponent is capped only to keep the power finite.
-        pause = _FIRST_PAUSE_S * 2.0 ** min(self._fruitless - 1, 60)
+        pause = _FIRST_PAUSE_S * 2.0 ** min(self._rounds_without_event - 1, 60)
         return min(self._options.backoff_max_s, pause) * self._rng.uniform(0.8, 1.0)
 
     def _failed(self, trouble: str) -> None:
         self.errors += 1
-        if trouble != self._complaint:
-            self._complaint = trouble
-            log.error("%s: %s; the workers known so far stay", self._api.place, trouble)
+        if trouble != self._logged_trouble:
+            self._logged_trouble = trouble
+            log.error("%s: %s; the known workers stay", self._api.place, trouble)
 
     def _recovered(self) -> None:
-        if self._complaint:
-            self._complaint = ""
+        if self._logged_trouble:
+            self._logged_trouble = ""
             log.info("%s answers again", self._api.place)
 
-    def _note(self, troubles: list[str]) -> None:
+    def _log_unusable(self, troubles: list[str]) -> None:
         for trouble in troubles:
             self.errors += 1
-            log.warning("left out: %s", trouble)
+            log.warning("ignored: %s", trouble)
 
 
 class _Workers:
-    """What the objects seen so far amount to. Mutable: `replace` and `change` follow the API server."""
+    """The workers of all current objects. Mutable: `replace` and `change` apply lists and events."""
 
     def __init__(
         self,
@@ -177,10 +177,11 @@ class _Workers:
         self._require_ready = require_ready
         self._readings: dict[str, ObjectReading] = {}
         self._joined: set[tuple[str, str]] = set()
-        """Name and URL of those that have been ready: they may drain, others just are not there yet."""
+        """Name and URL of workers that have been ready. If one is no longer ready, it drains; a worker that
+        has never been ready has not joined yet."""
 
     def replace(self, listing: Listing) -> list[str]:
-        """These are all objects. Returns what is newly wrong with some of them."""
+        """Replace all objects. Returns the problems of objects that did not have them before."""
         before = self._readings
         self._readings = {name_of(item): self._read(item, self._reader) for item in listing.items}
         return [
@@ -190,7 +191,7 @@ class _Workers:
         ]
 
     def change(self, item: Object, *, is_deleted: bool) -> list[str]:
-        """This object is new, has changed or is gone. Returns what is newly wrong with it."""
+        """Add, change or delete one object. Returns its problem if it is new."""
         name = name_of(item)
         before = self._readings.pop(name, ObjectReading())
         if is_deleted:
@@ -199,8 +200,8 @@ class _Workers:
         return [reading.trouble] if reading.trouble and reading.trouble != before.trouble else []
 
     def specs(self) -> tuple[WorkerSpec, ...]:
-        """By name. O(all objects)."""
-        found = one_each(each for reading in self._readings.values() for each in reading.found)
+        """The workers, ordered by name. O(all objects)."""
+        found = by_name(each for reading in self._readings.values() for each in reading.found)
         self._joined &= {(each.name, each.url) for each in found.values()}
         specs = []
         for each in found.values():

@@ -1,4 +1,4 @@
-"""Listing and watching one collection of a Kubernetes API server."""
+"""A client that lists and watches one collection of a Kubernetes API server."""
 
 from __future__ import annotations
 
@@ -31,7 +31,10 @@ _COLLECTIONS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class ApiAccess:
-    """How the API server is reached. Files are read when needed: Kubernetes changes them in place."""
+    """Address and credentials of the API server.
+
+    The files are read when they are needed, because Kubernetes changes them in place.
+    """
 
     url: str
     namespace: str
@@ -42,9 +45,9 @@ class ApiAccess:
 def access_of(
     options: KubernetesOptions, environ: Mapping[str, str], account: Path = SERVICE_ACCOUNT
 ) -> ApiAccess:
-    """What `options` say, filled up from the service account that is mounted at `account`.
+    """The access that `options` set, completed from the service account mounted at `account`.
 
-    Raises ConfigError where neither says it. Reads the namespace's file; blocks.
+    Raises ConfigError if neither has the URL or the namespace. Reads the namespace's file; blocks.
     """
     url, token, ca = options.api_url, options.token_file, options.ca_file
     if url is None:
@@ -61,14 +64,14 @@ def access_of(
             namespace = (account / "namespace").read_text(encoding="utf-8").strip()
         except OSError as error:
             raise ConfigError(
-                "fleet.kubernetes.namespace", "must be set: no service account says which it is"
+                "fleet.kubernetes.namespace", "must be set: there is no service account with a namespace"
             ) from error
     return ApiAccess(url, namespace, token, ca)
 
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """All objects as of `version`."""
+    """All objects at the resource version `version`."""
 
     items: tuple[Object, ...]
     version: str
@@ -76,7 +79,7 @@ class Listing:
 
 @dataclass(frozen=True, slots=True)
 class WatchEvent:
-    """One change. `item` is None for a bookmark, which only tells a newer `version`."""
+    """One change of an object. `item` is None for a bookmark, which only has a newer `version`."""
 
     version: str
     item: Object | None = None
@@ -84,9 +87,10 @@ class WatchEvent:
 
 
 class KubernetesApi:
-    """One collection, by label. Everything raises DiscoveryError; WatchExpired where listing anew helps.
+    """Lists and watches the objects of one collection that match a label selector.
 
-    Mutable: the connection is made anew when the CA file has changed. Close it in the end.
+    Every method raises DiscoveryError; WatchExpired means that the caller must list again. Mutable: a changed
+    CA file replaces the HTTP client. The caller calls `aclose` at the end.
     """
 
     def __init__(
@@ -102,11 +106,11 @@ class KubernetesApi:
 
     @property
     def place(self) -> str:
-        """For log lines."""
+        """The URL of the collection, for log lines."""
         return self._access.url + self._path
 
     async def list(self) -> Listing:
-        """Every object, page by page, as of one moment."""
+        """Read all objects as of one moment, page by page."""
         items: list[Object] = []
         following: dict[str, str] = {}
         while True:
@@ -122,7 +126,7 @@ class KubernetesApi:
 
     @asynccontextmanager
     async def watching(self, version: str) -> AsyncIterator[AsyncIterator[WatchEvent]]:
-        """The changes after `version`, for `watch_s`; entered once the server has begun to answer."""
+        """The changes after `version`, for `watch_s`. Entered when the head of the answer has arrived."""
         params = {
             "watch": "1",
             "resourceVersion": version,
@@ -142,7 +146,7 @@ class KubernetesApi:
                 async with aclosing(_events(answer)) as events:
                     yield events
         except (httpx.HTTPError, OSError) as error:
-            raise _away(error) from error
+            raise _unavailable(error) from error
 
     async def aclose(self) -> None:
         if self._client is not None:
@@ -153,13 +157,13 @@ class KubernetesApi:
         try:
             answer = await client.get(self._path, params=params, headers=headers)
         except (httpx.HTTPError, OSError) as error:
-            raise _away(error) from error
+            raise _unavailable(error) from error
         if not answer.is_success:
             raise _refusal(answer)
         return _object(answer.content)
 
     async def _prepared(self) -> tuple[httpx.AsyncClient, dict[str, str]]:
-        """A client that trusts today's CA file, and today's token as a header."""
+        """A client with the current CA file, and the request headers with the current token."""
         try:
             token = await asyncio.to_thread(_read, self._access.token_file)
             ca = await asyncio.to_thread(_signature, self._access.ca_file)
@@ -185,8 +189,8 @@ async def _events(answer: httpx.Response) -> AsyncGenerator[WatchEvent, None]:
 
 
 async def _lines(answer: httpx.Response) -> AsyncGenerator[bytes, None]:
-    """By newlines only: httpx's own also ends a line at characters that JSON may have in its strings. What
-    is cut off at the end is dropped; the next watch brings it."""
+    """The lines of an answer. An incomplete last line is dropped: the next watch sends it again."""
+    # Split at newlines only: httpx's `aiter_lines` also splits at characters that JSON strings may contain.
     rest = b""
     async with aclosing(answer.aiter_bytes()) as chunks:  # type: ignore[type-var]
         async for chunk in chunks:
@@ -207,7 +211,7 @@ def _event(event: dict[str, Any]) -> WatchEvent:
     if kind == "BOOKMARK":
         return WatchEvent(version)
     if kind not in ("ADDED", "MODIFIED", "DELETED"):
-        raise DiscoveryError("an event is of no known type")
+        raise DiscoveryError("an event has an unknown type")
     return WatchEvent(version, item, is_deleted=kind == "DELETED")
 
 
@@ -220,13 +224,13 @@ def _refusal(answer: httpx.Response) -> DiscoveryError:
 
 
 def _failure(status: Mapping[str, Any], code: object) -> DiscoveryError:
-    """From a `Status` object, whose message names the account and what it may not do."""
+    """The error for a `Status` object, whose message names the account and the permission that it lacks."""
     message = " ".join(str(status.get("message") or status.get("reason") or "").split())[:300]
     text = f"answered {code}" + (f": {message}" if message else "")
     return WatchExpired(text) if code == _GONE else DiscoveryError(text)
 
 
-def _away(error: Exception) -> DiscoveryError:
+def _unavailable(error: Exception) -> DiscoveryError:
     return DiscoveryError(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)
 
 
@@ -256,7 +260,7 @@ def _context(access: ApiAccess) -> ssl.SSLContext | bool:
         return False
     context = ssl.create_default_context(cafile=str(access.ca_file) if access.ca_file is not None else None)
     if access.ca_file is not None:
-        # Python 3.13 demands extensions that the certificates of many clusters' own CAs do not have
+        # Python 3.13 requires extensions that the certificates of many clusters' own CAs do not have
         # (kubernetes-client/python #2394).
         context.verify_flags &= ~ssl.VERIFY_X509_STRICT
     return context

@@ -1,7 +1,7 @@
-"""What a pod or an EndpointSlice says about workers. Pure.
+"""Reads workers from pods and EndpointSlices. Pure.
 
-Shapes as in the API's v1 Pod and discovery.k8s.io/v1 EndpointSlice (Kubernetes 1.21 and later). Objects come
-from a server that has checked them, but a missing part must not break the rest: absent is the same as empty.
+The shapes are those of v1 Pod and discovery.k8s.io/v1 EndpointSlice (Kubernetes 1.21 and later). A missing
+part of an object counts as empty.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Object = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class ObjectReader:
-    """How objects are read; see `KubernetesOptions` for the fields."""
+    """The settings for reading objects; see `KubernetesOptions` for the fields."""
 
     port: int | str
     scheme: str = "http"
@@ -28,7 +28,7 @@ class ObjectReader:
 
 @dataclass(frozen=True, slots=True)
 class FoundWorker:
-    """One worker, as one object describes it."""
+    """One worker as one object describes it."""
 
     name: str
     url: str
@@ -46,19 +46,19 @@ class FoundWorker:
 
 @dataclass(frozen=True, slots=True)
 class ObjectReading:
-    """All workers of one object; `trouble` says what keeps it from being used, for an operator."""
+    """All workers of one object. `trouble` is the reason why the object is unusable, for an operator."""
 
     found: tuple[FoundWorker, ...] = ()
     trouble: str = ""
 
 
 def name_of(item: Object) -> str:
-    """Unique among the objects of one kind in one namespace."""
+    """The object's name, unique among the objects of one kind in one namespace."""
     return str(_inner(item, "metadata").get("name", ""))
 
 
 def read_pod(pod: Object, reader: ObjectReader) -> ObjectReading:
-    """The worker in a pod: none while it has no address and after its containers have ended."""
+    """The worker in a pod; no worker while the pod has no address, or after its containers have ended."""
     metadata, status = _inner(pod, "metadata"), _inner(pod, "status")
     address = status.get("podIP")
     role = _role(metadata, reader)
@@ -89,8 +89,7 @@ def read_pod(pod: Object, reader: ObjectReader) -> ObjectReading:
 
 
 def read_endpoint_slice(item: Object, reader: ObjectReader) -> ObjectReading:
-    """The workers in an EndpointSlice, which has one port of a name for all of them. Unknown readiness is
-    readiness, as the API says."""
+    """The workers in an EndpointSlice. All endpoints of a slice have the same port."""
     metadata = _inner(item, "metadata")
     role = _role(metadata, reader)
     endpoints = _items(item, "endpoints")
@@ -112,7 +111,7 @@ def read_endpoint_slice(item: Object, reader: ObjectReader) -> ObjectReading:
             FoundWorker(
                 str(name or place),
                 f"{reader.scheme}://{place}",
-                is_ready=conditions.get("ready") is not False,
+                is_ready=conditions.get("ready") is not False,  # unknown counts as ready (API reference)
                 is_terminating=conditions.get("terminating") is True,
                 models=models,
                 role=role,
@@ -122,8 +121,9 @@ def read_endpoint_slice(item: Object, reader: ObjectReader) -> ObjectReading:
     return ObjectReading(tuple(found))
 
 
-def one_each(found: Iterable[FoundWorker]) -> dict[str, FoundWorker]:
-    """By name. A pod may stand in several slices: one for each family of addresses, two while it moves."""
+def by_name(found: Iterable[FoundWorker]) -> dict[str, FoundWorker]:
+    """One worker per name, ordered by name."""
+    # A pod may be in several slices: one per address family, and two while it moves between slices.
     chosen: dict[str, FoundWorker] = {}
     for each in found:
         known = chosen.get(each.name)
@@ -164,7 +164,7 @@ def _pod_port(pod: Object, wanted: int | str) -> int | None:
 
 
 def _running_containers(spec: Object) -> Iterator[Object]:
-    """Containers, and init containers that stay (sidecars)."""
+    """The containers, and the init containers that keep running (sidecars)."""
     yield from _items(spec, "containers")
     yield from (each for each in _items(spec, "initContainers") if each.get("restartPolicy") == "Always")
 

@@ -1,4 +1,4 @@
-"""What can be set about finding workers in Kubernetes and in DNS."""
+"""The options of discovery in Kubernetes and in DNS."""
 
 from __future__ import annotations
 
@@ -16,35 +16,37 @@ _PLACE = re.compile(r"(?P<host>[A-Za-z0-9_.\-]+):(?P<port>\d{1,5})")
 
 
 class KubernetesOptions(Options):
-    """Workers found by label through the Kubernetes API, which is watched.
+    """Workers found by label through a watch of the Kubernetes API.
 
-    A pod joins once it is ready. From then on, until it is gone, not ready or terminating means draining:
-    no new requests, running ones go on, what it has cached is not forgotten.
+    A pod joins when it is ready. Later, while it is not ready or terminating, it drains: it gets no new
+    requests, running requests continue, and the gateway still knows its cache. It leaves when it is deleted.
     """
 
     enabled: Annotated[bool, Switch] = option(False, "Find workers through the Kubernetes API.")
     resource: Literal["pods", "endpointslices"] = option(
         "pods",
-        "What is watched. EndpointSlices have the labels of their Service, and "
+        "The watched resource. EndpointSlices have the labels of their Service, and "
         "`kubernetes.io/service-name`; they also list workers outside the cluster.",
     )
-    namespace: str | None = option(None, "Where; unset: the gateway's own.")
+    namespace: str | None = option(None, "Namespace of the workers; unset: the gateway's own.")
     selector: str = option(
         "",
-        "Label selector, such as `app=vllm,tier in (a, b)`. Empty: everything in the namespace.",
+        "Label selector, such as `app=vllm,tier in (a, b)`. Empty: all objects in the namespace.",
     )
     port: int | str = option(
         "http", "The workers' port: its number, or its name in the pod's containers or in the EndpointSlice."
     )
-    scheme: Literal["http", "https"] = option("http", "How workers are asked.")
+    scheme: Literal["http", "https"] = option("http", "Scheme of the workers' URLs.")
     require_ready: Annotated[bool, Switch] = option(
         True,
         "Wait for Kubernetes's readiness.",
         higher="a pod's own readiness probe counts, too",
         lower="only kvroute's probes count",
     )
-    role_label: str = option("kvroute.dev/role", "Label that says which role a worker has.")
-    roles: tuple[str, ...] = option((), "Roles that are taken into the fleet; empty: any, or none at all.")
+    role_label: str = option("kvroute.dev/role", "Label with a worker's role.")
+    roles: tuple[str, ...] = option(
+        (), "Roles of the workers that join the fleet; empty: all workers, also without a role."
+    )
     model_label: str | None = option(
         None,
         "Label with the model's name, for workers whose `/v1/models` cannot be read. An annotation of the "
@@ -55,25 +57,25 @@ class KubernetesOptions(Options):
     )
     token_file: Path | None = option(
         None,
-        "Bearer token for it, read anew for each request; unset: the service account's, or none if "
-        "`api_url` is set.",
+        "File with the bearer token for the API server, read for each request; unset: the service account's, "
+        "or none if `api_url` is set.",
     )
     ca_file: Path | None = option(
         None,
-        "Certificates that it is checked against, read anew when the file changes; unset: the service "
-        "account's, or the system's if `api_url` is set.",
+        "CA certificates of the API server, reloaded when the file changes; unset: the service account's, or "
+        "the system's if `api_url` is set.",
     )
     timeout_s: float = option(
         10.0,
-        "An API server that sends nothing for this long is away.",
+        "An API server that sends nothing for this long counts as unavailable.",
         unit="s",
         gt=0,
-        higher="a slow server is not taken for a dead one",
+        higher="a slow server does not look unavailable",
         lower="a hanging one is noticed sooner",
     )
     watch_s: float = option(
         60.0,
-        "How long one watch request lasts; the next one goes on where it ended.",
+        "How long one watch request lasts; the next one continues where it ended.",
         unit="s",
         ge=1,
         higher="fewer requests",
@@ -81,19 +83,19 @@ class KubernetesOptions(Options):
     )
     resync_s: float = option(
         600.0,
-        "How often everything is listed anew.",
+        "How often all objects are listed again.",
         unit="s",
         gt=0,
         higher="fewer large answers",
-        lower="whatever a watch may have missed is known sooner",
+        lower="changes that a watch has missed are known sooner",
     )
     backoff_max_s: float = option(
         30.0,
-        "Longest pause before an API server that is away is asked again; the first is 0.5 s, doubling.",
+        "Longest pause before a retry while the API server is unavailable; the first is 0.5 s, then doubled.",
         unit="s",
         gt=0,
-        higher="fewer requests to a server in trouble",
-        lower="changes are known sooner once it is back",
+        higher="fewer requests to a failing server",
+        lower="changes are known sooner once it is available again",
     )
 
     @field_validator("api_url")
@@ -119,25 +121,25 @@ class KubernetesOptions(Options):
 
 
 def _as_list(value: object) -> object:
-    """`HOST:PORT,HOST:PORT`, as it stands in an environment variable."""
+    """Split `HOST:PORT,HOST:PORT`, the form of an environment variable."""
     return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
 
 
 class DnsOptions(Options):
-    """Workers found by name: every address that a name stands for is one, as with headless Services."""
+    """Workers found in DNS: every address of a name is one worker, as with headless Services."""
 
     names: Annotated[tuple[str, ...], BeforeValidator(_as_list)] = option(
-        (), "Names to look up, each as `host:port`, such as `vllm-workers.llm.svc:8000`."
+        (), "Names to resolve, each as `host:port`, such as `vllm-workers.llm.svc:8000`."
     )
-    scheme: Literal["http", "https"] = option("http", "How workers are asked.")
+    scheme: Literal["http", "https"] = option("http", "Scheme of the workers' URLs.")
     family: Literal["auto", "ipv4", "ipv6"] = option(
         "auto",
-        "Addresses that count. `auto`: IPv4, or IPv6 where a name has no other: a worker with one of each "
-        "is one worker.",
+        "Addresses that count. `auto`: IPv4, or IPv6 if a name has no IPv4 address, so that a worker with "
+        "both is one worker.",
     )
     interval_s: float = option(
         5.0,
-        "Pause between two look-ups of a name.",
+        "Pause between two DNS lookups of a name.",
         unit="s",
         gt=0,
         higher="fewer queries",
@@ -145,19 +147,19 @@ class DnsOptions(Options):
     )
     timeout_s: float = option(
         5.0,
-        "A look-up without an answer for this long has failed.",
+        "A DNS lookup without an answer for this long has failed.",
         unit="s",
         gt=0,
-        higher="a slow name server is not taken for a dead one",
+        higher="a slow name server does not look unavailable",
         lower="a failure is known sooner",
     )
     keep_s: float = option(
         300.0,
-        "How long a name's last addresses stay when it can no longer be looked up.",
+        "How long the last addresses of a name stay while its DNS lookups fail.",
         unit="s",
         ge=0,
         higher="survives longer outages of the name server",
-        lower="workers of a name that is gone for good go sooner",
+        lower="workers of a deleted name leave sooner",
     )
 
     @model_validator(mode="after")

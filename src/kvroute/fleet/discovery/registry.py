@@ -1,4 +1,4 @@
-"""Every kind of discovery, by name."""
+"""The registry of discovery sources: a new source adds one line to `DISCOVERY`."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ DISCOVERY: Final[dict[str, Callable[[FleetOptions, Clock], Discovery | None]]] =
     "kubernetes": KubernetesDiscovery.configured,
     "dns": DnsDiscovery.configured,
 }
-"""Each makes its source from the options, or None where they do not ask for it."""
+"""By name, a constructor of the source; it returns None if the options do not enable the source."""
 
 
 def sources_of(options: FleetOptions, clock: Clock) -> dict[str, Discovery]:
-    """The sources that `options` ask for, by name; the first to name a worker wins."""
+    """The enabled sources by name. If two sources name one worker, the first to do so wins."""
     made = {name: make(options, clock) for name, make in DISCOVERY.items()}
     return {name: source for name, source in made.items() if source is not None}
