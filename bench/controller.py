@@ -70,12 +70,12 @@ async def serve(addresses: dict[str, str], report: Path) -> None:
         controller.follow(slot, f"instance_p0_{slot}")
     sockets = ControllerSockets(controller, clock, options)
     serving = asyncio.create_task(sockets.run())
-    await sockets.bound()
+    await sockets.wait_until_serving()
     counts, written, draft = controller.counts, -1, report.with_suffix(".new")
     while not serving.done():
         if counts.messages != written:
             written = counts.messages
-            errors = counts.unreadable + counts.failed + counts.gaps + counts.strays + counts.duplicates
+            errors = counts.unreadable + counts.failed + counts.gaps + counts.unplaced + counts.duplicates
             draft.write_text(json.dumps({"at": clock.wall(), "messages": written, "errors": errors}))
             draft.rename(report)
         await asyncio.sleep(0.1)

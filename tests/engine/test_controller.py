@@ -111,7 +111,7 @@ async def until(condition: Callable[[], bool]) -> None:
 async def serving(**options: Any) -> AsyncIterator[Serving]:
     made = Serving(**options)
     running = asyncio.create_task(made.sockets.run())
-    await made.sockets.bound()
+    await made.sockets.wait_until_serving()
     try:
         yield made
     finally:
@@ -227,7 +227,7 @@ async def test_another_hash_seed_is_noticed(start_worker: StartWorker) -> None:
         worker = await start_worker(to, "w0", seed="7")
         for number in range(to.options.mismatch_prompts + 1):
             prompt = [number * 1000 + place for place in range(CHUNK)]
-            to.controller.saw_prompt(0, prompt)
+            to.controller.on_prompt_served(0, prompt)
             await worker.do("admit", keys=await worker.do("chunks", tokens=prompt))
         await until(lambda: _asked_again(to))
 
@@ -235,7 +235,7 @@ async def test_another_hash_seed_is_noticed(start_worker: StartWorker) -> None:
 
 
 def _asked_again(to: Serving) -> bool:
-    to.controller.saw_prompt(0, [5] * CHUNK)
+    to.controller.on_prompt_served(0, [5] * CHUNK)
     return to.controller.counts.mismatches == 1
 
 
@@ -265,5 +265,5 @@ async def test_lmcaches_benchmark_runs_without_an_error(mix: str, engine_venv: E
         assert int(sent[1]) > 100
         assert sum(map(int, re.findall(r"Errors: (\d+)", report))) == 0
         assert len(re.findall(r"Errors: \d+", report)) == len(mix.split(","))
-        assert counts.unreadable == counts.failed == counts.gaps == counts.duplicates == counts.strays == 0
-        assert to.controller.figures().instances == 0
+        assert counts.unreadable == counts.failed == counts.gaps == counts.duplicates == counts.unplaced == 0
+        assert to.controller.gauges().instances == 0

@@ -32,7 +32,7 @@ from kvroute.lmcache.coordinator_http import CoordinatorApp, CoordinatorServer
 from kvroute.lmcache.l2_redis import RedisL2, object_name, targets_of
 from kvroute.lmcache.membership import Doubt, LMCacheServer, ServedWorker
 from kvroute.lmcache.options import LMCacheOptions
-from kvroute.lmcache.polling import StatusWatch
+from kvroute.lmcache.polling import StatusPoller
 from kvroute.lmcache.stored_chunks import SINGLE_RANK
 
 pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(900)]
@@ -65,7 +65,7 @@ class Stack:
         self.index = ChunkIndex()
         self.coordinator = Coordinator(self.index, self.clock, self.options)
         self.app = CoordinatorApp(self.coordinator, self.clock, self.options.coordinator)
-        self.watch = StatusWatch(self.coordinator, self.http, self.clock, self.options.coordinator)
+        self.watch = StatusPoller(self.coordinator, self.http, self.clock, self.options.coordinator)
         self.coordinator.worker_changed(ServedWorker("w", "127.0.0.1", (0,), frozenset({self.model})))
         self.tasks: list[asyncio.Task[None]] = []
 

@@ -354,7 +354,7 @@ class Frames:
         self.last = payload
         failed, unreadable = self._controller.counts.failed, self._controller.counts.unreadable
         for piece in lmcache_controller.split(payload):
-            reply = self._sockets._take(piece)
+            reply = self._sockets._handle_message(piece)
             if reply is not None:
                 lmcache_controller.decode_reply(lmcache_controller.encode(reply))
         try:
@@ -363,7 +363,7 @@ class Frames:
             pass
         if self.rng.random() < 0.01:
             self._controller.tick()
-            self._controller.figures()
+            self._controller.gauges()
             self._controller.problems()
             self._controller.sweep()
         if self._controller.counts.failed > failed:

@@ -19,7 +19,7 @@ def serve(rig: Any, worker: Any, theirs: Callable[[Sequence[int]], list[int]], c
     for number in range(count):
         prompt = [number * 1000 + place for place in range(2 * CHUNK)]
         worker.admit(*theirs(prompt))
-        rig.controller.saw_prompt(1, prompt)
+        rig.controller.on_prompt_served(1, prompt)
         rig.clock.time += 1
 
 
@@ -42,7 +42,7 @@ def test_hashes_that_are_not_ours_are_said_loudly(
     serve(rig, worker, rig_of(**theirs).keys)
 
     assert rig.counts.mismatches == 1
-    assert rig.controller.figures().mismatched == 1
+    assert rig.controller.gauges().mismatched == 1
     assert rig.controller.trust(1) is MapTrust.NONE
     (problem,) = rig.controller.problems()
     assert "PYTHONHASHSEED must be 0" in problem
@@ -76,7 +76,7 @@ def test_chats_that_go_on_after_our_start_are_no_mismatch(rig: Any, worker_of: A
             fresh = [key for key in rig.keys(chat[:length]) if key not in worker.held[CPU]]
             if fresh:
                 worker.admit(*fresh)
-            rig.controller.saw_prompt(1, chat[:length])
+            rig.controller.on_prompt_served(1, chat[:length])
             rig.clock.time += 1
 
     assert rig.counts.mismatches == 0
@@ -93,7 +93,7 @@ def test_prompts_that_are_not_stored_are_no_mismatch(rig: Any, worker: Any) -> N
 
 def test_an_agreement_is_seen_although_the_chunk_is_gone_again(rig: Any, worker: Any, rig_of: Any) -> None:
     prompt = list(range(CHUNK))
-    rig.controller.saw_prompt(1, prompt)
+    rig.controller.on_prompt_served(1, prompt)
     worker.admit(*rig.keys(prompt))
     worker.evict(*rig.keys(prompt))
     serve(rig, worker, rig_of(hash_seed="1").keys)
@@ -103,7 +103,7 @@ def test_an_agreement_is_seen_although_the_chunk_is_gone_again(rig: Any, worker:
 
 def test_a_short_prompt_says_nothing(rig: Any, worker: Any) -> None:
     for number in range(20):
-        rig.controller.saw_prompt(1, [number] * (CHUNK - 1))
+        rig.controller.on_prompt_served(1, [number] * (CHUNK - 1))
         worker.admit(100 + number)
         rig.clock.time += 1
 

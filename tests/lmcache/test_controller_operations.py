@@ -97,7 +97,7 @@ def test_a_worker_that_leaves_takes_its_chunks_along(rig: Any, worker: Any) -> N
     assert worker.believed == set()
     assert rig.index.size().held == rig.index.size().chunks == 0
     assert rig.controller.trust(1) is MapTrust.NONE
-    assert rig.controller.figures().instances == 0
+    assert rig.controller.gauges().instances == 0
 
 
 def test_messages_of_lmcache_0_3_are_taken_too(rig: Any, worker_of: Any) -> None:
@@ -220,7 +220,7 @@ def test_an_unreadable_batch_of_a_known_location_is_a_loss(rig: Any, worker: Any
     with pytest.raises(wire.WireError):
         wire.decode(payload)
 
-    rig.controller.unreadable(payload)
+    rig.controller.on_unreadable(payload)
 
     assert worker.believed == set()
     assert rig.controller.trust(1) is MapTrust.PARTIAL

@@ -73,7 +73,7 @@ def test_of_two_instances_at_one_place_the_later_one_lives(rig: Any, worker_of: 
     new.register()
 
     assert rig.matched(prompt, 2) == 0
-    assert rig.controller.figures().instances == 1
+    assert rig.controller.gauges().instances == 1
     assert rig.index.size().held == 0
 
 
@@ -88,7 +88,7 @@ def test_an_instance_at_anothers_place_that_is_named_or_sends_heartbeats_stays(
 
     worker_of(rig, "uuid-2").register()
 
-    assert rig.controller.figures().instances == 3
+    assert rig.controller.gauges().instances == 3
 
 
 def test_data_parallel_ranks_have_instances_of_their_own(rig: Any, worker_of: Any) -> None:

@@ -69,7 +69,7 @@ async def ended(running: asyncio.Task[None], peer: Peer | None = None) -> None:
 async def served(sockets_of: Any) -> AsyncIterator[ControllerSockets]:
     sockets = sockets_of()
     running = asyncio.create_task(sockets.run())
-    await sockets.bound()
+    await sockets.wait_until_serving()
     yield sockets
     await ended(running)
 
@@ -122,7 +122,7 @@ async def test_garbage_is_counted_and_answered_and_ends_nothing(
     await peer.ask_at.send_multipart([b"\x00"])
     assert isinstance(wire.decode_reply((await peer.ask_at.recv_multipart())[-1]), wire.ErrorReply)
     told = await peer.ask(worker_of(rig).batch("admit", [1]))
-    assert "not a question" in told.error
+    assert "not a request" in told.error
 
     assert isinstance(await peer.ask(wire.Register(instance_id="a", worker_id=0)), wire.RegisterReply)
     assert rig.counts.failed == 0
@@ -138,7 +138,7 @@ class Slow(SystemClock):
         return self.time
 
 
-async def test_a_burst_is_taken_in_while_others_get_their_turns(
+async def test_a_burst_is_taken_in_while_other_work_runs(
     rig: Any, worker_of: Any, sockets_of: Any, until: Any
 ) -> None:
     worker, sockets = worker_of(rig), sockets_of(clock=Slow())
@@ -154,7 +154,7 @@ async def test_a_burst_is_taken_in_while_others_get_their_turns(
         turns += rig.counts.operations > 0
 
     assert turns > 20
-    assert rig.controller.figures().chunks == 100_000
+    assert rig.controller.gauges().chunks == 100_000
     assert rig.counts.gaps == 0
     await ended(running, peer)
 
@@ -176,8 +176,8 @@ async def test_many_messages_do_not_hold_up_a_question(
     await asyncio.gather(*(peer.tell(worker.batch("admit", range(50))) for _ in range(2000)))
     asking = asyncio.create_task(peer.ask(wire.Heartbeat(**worker.who), peer.beat_at))
     # Everything has been sent; what matters is that both are there before anything is taken in.
-    doors = [door for door in sockets._doors if door.endpoint in (sockets.pull, sockets.heartbeat)]
-    await until(lambda: all(door.socket.getsockopt(zmq.EVENTS) & zmq.POLLIN for door in doors))
+    ready = [bound for bound in sockets._sockets if bound.endpoint in (sockets.pull, sockets.heartbeat)]
+    await until(lambda: all(bound.socket.getsockopt(zmq.EVENTS) & zmq.POLLIN for bound in ready))
     running = asyncio.create_task(sockets.run())
     await asking
     await until(lambda: rig.counts.operations == 2000 * 50)
@@ -200,7 +200,7 @@ async def test_it_can_be_run_again(rig: Any, sockets_of: Any) -> None:
     sockets = sockets_of()
     for _ in range(2):
         running = asyncio.create_task(sockets.run())
-        await sockets.bound()
+        await sockets.wait_until_serving()
         peer = Peer(sockets)
         assert isinstance(await peer.ask(wire.Register(instance_id="a", worker_id=0)), wire.RegisterReply)
         await ended(running, peer)
@@ -213,7 +213,7 @@ async def test_a_defect_on_a_broken_message_ends_nothing(
     def fails(_: bytes) -> None:
         raise KeyError("a defect")
 
-    monkeypatch.setattr(rig.controller, "unreadable", fails)
+    monkeypatch.setattr(rig.controller, "on_unreadable", fails)
 
     assert (await peer.ask(b"garbage")).error == "internal error"
     assert isinstance(await peer.ask(wire.Register(instance_id="a", worker_id=0)), wire.RegisterReply)
@@ -223,7 +223,7 @@ async def test_a_defect_on_a_broken_message_ends_nothing(
 async def test_without_a_heartbeat_address_workers_are_told_none(sockets_of: Any) -> None:
     sockets = sockets_of(heartbeat="")
     running = asyncio.create_task(sockets.run())
-    await sockets.bound()
+    await sockets.wait_until_serving()
     context = zmq.asyncio.Context()
     asking = context.socket(zmq.DEALER)
     asking.connect(f"tcp://{sockets.reply}")
@@ -250,7 +250,7 @@ async def test_the_heartbeat_address_can_be_reached_by_the_worker(
 ) -> None:
     sockets = sockets_of(heartbeat=f"{bound}:0", advertise=advertise)
     running = asyncio.create_task(sockets.run())
-    await sockets.bound()
+    await sockets.wait_until_serving()
 
     url = sockets._heartbeat_url(wire.Register(instance_id="a", worker_id=0, ip=worker_ip))
 

@@ -287,7 +287,7 @@ def test_memory_dies_with_the_server_and_l2_does_not(fleet: Fleet, server: Serve
         fleet.coordinator.deregister("a")
     else:
         fleet.time.value = 31.0
-        fleet.coordinator.instance("b").last_heard = 31.0  # type: ignore[union-attr]
+        fleet.coordinator.instance("b").last_message_at = 31.0  # type: ignore[union-attr]
         fleet.coordinator.expire()
 
     assert [each.id for each in fleet.coordinator.instances()] == ["b"]

@@ -188,7 +188,7 @@ async def test_a_large_report_lets_others_have_their_turn() -> None:
         counting = asyncio.create_task(count())
         large = asyncio.create_task(served.http.post("/events", json={"batches": [batch(1, names)]}))
         # Sent only when the first has arrived as a whole, and before it is answered.
-        while not served.app._order.locked():
+        while not served.app._events_lock.locked():
             await asyncio.sleep(0)
         before = steps
         small = await served.http.post("/events", json={"batches": [batch(2, names[:1], "delete")]})

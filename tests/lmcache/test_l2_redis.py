@@ -164,13 +164,13 @@ async def test_answers_are_remembered_for_a_while(redis_url: str, store: redis.a
     l2 = l2_of(redis_url, clock, remember_s=1.0)
     prompt = PromptChunks(PROMPT[:80])
     await l2.lookup(prompt, "", [TARGET])
-    asked = l2.counts.asked
+    queried = l2.counts.objects_queried
     await store.flushdb()
 
     clock.value = 0.45
     assert held(await l2.lookup(prompt, "", [TARGET])) == list(range(10))
-    assert l2.counts.asked == asked
-    assert l2.counts.remembered > 0
+    assert l2.counts.objects_queried == queried
+    assert l2.counts.cached_chunks > 0
     clock.value = 1.1
     assert held(await l2.lookup(prompt, "", [TARGET])) == []
     await l2.aclose()

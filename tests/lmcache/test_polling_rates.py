@@ -7,7 +7,7 @@ from kvroute.clock import SystemClock
 from kvroute.index.chunk_index import ChunkIndex
 from kvroute.lmcache.coordinator import Coordinator
 from kvroute.lmcache.options import LMCacheOptions
-from kvroute.lmcache.polling import RateWatch
+from kvroute.lmcache.polling import RatePoller
 from kvroute.wire.lmcache_server import ServerRegistration
 
 
@@ -26,7 +26,7 @@ class Servers:
         self.asked: list[str] = []
         self.coordinator = Coordinator(ChunkIndex(), clock, LMCacheOptions())
         self.client = httpx.AsyncClient(transport=httpx.MockTransport(self._answer))
-        self.watch = RateWatch(
+        self.watch = RatePoller(
             self.coordinator,
             self.client,
             clock,
@@ -51,11 +51,11 @@ async def test_what_is_new_since_the_last_look_is_reported() -> None:
     servers.pages = {"10.0.0.1": page(1, 10.0), "::1": page(5, 5.0)}
 
     async with servers.client:
-        await servers.watch.look()
+        await servers.watch.poll()
         assert servers.asked == ["http://10.0.0.1:8080/metrics", "http://[::1]:8080/metrics"]
         assert servers.reported == []
         servers.pages["10.0.0.1"] = page(3, 50.0)
-        await servers.watch.look()
+        await servers.watch.poll()
 
     assert servers.reported == [("a", Tier.L1, 20.0, 2)]
     assert servers.watch.failures == 0
@@ -67,11 +67,11 @@ async def test_a_server_that_does_not_answer_is_counted_and_asked_again() -> Non
     servers.pages = {"10.0.0.1": page(1, 10.0)}
 
     async with servers.client:
-        await servers.watch.look()
+        await servers.watch.poll()
         servers.pages = {"10.0.0.1": None}
-        await servers.watch.look()
+        await servers.watch.poll()
         servers.pages = {"10.0.0.1": page(2, 12.0)}
-        await servers.watch.look()
+        await servers.watch.poll()
 
     assert servers.watch.failures == 1
     assert servers.reported == [("a", Tier.L1, 2.0, 1)]
@@ -83,12 +83,12 @@ async def test_a_server_that_left_is_not_asked_and_begins_anew() -> None:
     servers.pages = {"10.0.0.1": page(1, 10.0)}
 
     async with servers.client:
-        await servers.watch.look()
+        await servers.watch.poll()
         servers.coordinator.deregister("a")
-        await servers.watch.look()
+        await servers.watch.poll()
         assert len(servers.asked) == 1
         servers.register("a", "10.0.0.1")
         servers.pages = {"10.0.0.1": page(9, 99.0)}
-        await servers.watch.look()
+        await servers.watch.poll()
 
     assert servers.reported == []

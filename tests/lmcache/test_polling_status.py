@@ -15,7 +15,7 @@ from kvroute.lmcache.coordinator import Coordinator
 from kvroute.lmcache.coordinator_http import CoordinatorApp
 from kvroute.lmcache.membership import Doubt, ServedWorker
 from kvroute.lmcache.options import LMCacheOptions
-from kvroute.lmcache.polling import StatusWatch
+from kvroute.lmcache.polling import StatusPoller
 
 MODEL = "/models/tiny"
 CHUNK = 16
@@ -79,23 +79,23 @@ async def test_a_server_is_asked_for_its_chunk_size_and_what_it_holds() -> None:
         httpx.AsyncClient(transport=transport, base_url="http://here") as lmcache,
         httpx.AsyncClient(transport=httpx.MockTransport(status)) as client,
     ):
-        watch = StatusWatch(coordinator, client, clock, options.coordinator)
+        watch = StatusPoller(coordinator, client, clock, options.coordinator)
         await lmcache.post("/instances", json={"instance_id": "a", "ip": "10.0.0.1", "http_port": 8080})
         assert app.registered.is_set()
         await lmcache.post("/events", json={"batches": [batch(7, names)]})
         instance = coordinator.instance("a")
         assert instance is not None
 
-        await watch.look()
+        await watch.poll()
         assert (watch.failures, instance.doubt, index.match(PromptChunks(tokens), "", {})) == (
             1,
             Doubt.LATE,
             {},
         )
-        await watch.look()
+        await watch.poll()
         assert index.match(PromptChunks(tokens), "", {}) == {0: (64, 0)}
-        await watch.look()
-        await watch.look()
+        await watch.poll()
+        await watch.poll()
 
     assert instance.doubt is None
     assert asked == ["http://10.0.0.1:8080/status"] * 3
@@ -112,7 +112,7 @@ async def test_the_watch_looks_again_when_a_server_registers() -> None:
         return httpx.Response(200, content=json.dumps({"chunk_size": 512}))
 
     async with httpx.AsyncClient(transport=httpx.MockTransport(status)) as client:
-        watch = StatusWatch(coordinator, client, clock, options.coordinator)
+        watch = StatusPoller(coordinator, client, clock, options.coordinator)
         running = asyncio.create_task(watch.run(app.registered))
         await asyncio.sleep(0)
         lmcache = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://here")  # type: ignore[arg-type]
@@ -145,11 +145,11 @@ async def test_a_server_whose_count_differs_is_asked_ever_more_rarely() -> None:
         httpx.AsyncClient(transport=transport, base_url="http://here") as lmcache,
         httpx.AsyncClient(transport=httpx.MockTransport(status)) as client,
     ):
-        watch = StatusWatch(coordinator, client, clock, options.coordinator)
+        watch = StatusPoller(coordinator, client, clock, options.coordinator)
         await lmcache.post("/instances", json={"instance_id": "a", "ip": "10.0.0.1", "http_port": 8080})
         await lmcache.post("/events", json={"batches": [batch(7, [bytes(32)])]})
         for _ in range(60):
-            await watch.look(due_only=True)
+            await watch.poll(due_only=True)
             clock.value += 1
 
     assert asked == [0, 1, 3, 7, 15, 27, 39, 51]

@@ -65,7 +65,7 @@ class Asking:
         self.coordinator.apply(batch)
 
     def ask(self, *, spare_s: float = 1.0, salt: str = "") -> None:
-        self.prefetcher.ask("a", TOKENS, salt, spare_s)
+        self.prefetcher.request("a", TOKENS, salt, spare_s)
 
     async def done(self, count: int = 1) -> dict[str, int]:
         work = asyncio.create_task(self.prefetcher.run())
@@ -197,14 +197,14 @@ async def test_what_is_beyond_the_queue_is_dropped_and_counted() -> None:
 async def test_a_worker_whose_server_or_model_is_not_known_is_left_alone() -> None:
     asking = Asking()
     asking.ask()
-    assert not asking.prefetcher.knows("a")
+    assert not asking.prefetcher.has_server("a")
     assert not any(asking.prefetcher.counts.values())
 
     asking.coordinator.register(ServerRegistration("10.0.0.1", 8080, "a"))
     asking.coordinator.worker_changed(ServedWorker("a", "10.0.0.9", (0,), frozenset({"/models/m"})))
     asking.ask()
 
-    assert asking.prefetcher.knows("a")
+    assert asking.prefetcher.has_server("a")
     assert await asking.done() == {"unknown_model": 1}
     await asking.client.aclose()
 

@@ -23,7 +23,7 @@ from kvroute.lmcache.coordinator_http import CoordinatorApp, CoordinatorServer
 from kvroute.lmcache.l2_redis import L2Counts, L2Target, RedisL2, targets_of
 from kvroute.lmcache.membership import served_worker
 from kvroute.lmcache.options import LMCacheOptions
-from kvroute.lmcache.polling import RateWatch, StatusWatch
+from kvroute.lmcache.polling import RatePoller, StatusPoller
 from kvroute.lmcache.prefetch import Prefetcher
 from kvroute.metrics import counter, gauge
 from kvroute.routing.strategy import Candidate, ExactPrompt, Probed, RouteQuery, prefetch_of
@@ -57,8 +57,8 @@ class LMCache:
             self._coordinator = Coordinator(self.chunks, clock, options)
             self._app = CoordinatorApp(self._coordinator, clock, options.coordinator)
             self._server = CoordinatorServer(self._app, self._coordinator, self.chunks, options.coordinator)
-            self._watch = StatusWatch(self._coordinator, client, clock, options.coordinator)
-            self._rates = RateWatch(
+            self._watch = StatusPoller(self._coordinator, client, clock, options.coordinator)
+            self._rates = RatePoller(
                 self._coordinator,
                 client,
                 clock,
@@ -72,7 +72,7 @@ class LMCache:
         self._controller: Controller | None = None
         if options.controller.enabled:
             self._controller = Controller(
-                self.chunks, clock, options.controller, registered=announce or _nobody
+                self.chunks, clock, options.controller, on_registered=announce or _nobody
             )
             self._sockets = ControllerSockets(self._controller, clock, options.controller)
         self._redis = RedisL2(options.l2, clock) if options.l2.redis_url else None
@@ -174,7 +174,7 @@ class LMCache:
     def answered(self, slot: int, token_ids: Sequence[int]) -> None:
         """A prompt was computed there: an in-process LMCache will have stored it."""
         if self._controller is not None:
-            self._controller.saw_prompt(slot, token_ids)
+            self._controller.on_prompt_served(slot, token_ids)
 
     @property
     def prefetches(self) -> bool:
@@ -189,12 +189,12 @@ class LMCache:
             return
         worker = str(candidate.worker.id)
         wanted = prefetch_of(
-            candidate, server_known=prefetcher.knows(worker), delay_s=self._options.prefetch.delay_s
+            candidate, server_known=prefetcher.has_server(worker), delay_s=self._options.prefetch.delay_s
         )
         if wanted is not None:
             prompt = query.exact[0]
             token_ids = prompt.chunks.token_ids[: wanted.tokens]
-            prefetcher.ask(worker, token_ids, prompt.salt, wanted.spare_s)
+            prefetcher.request(worker, token_ids, prompt.salt, wanted.spare_s)
 
     # What is shown
 

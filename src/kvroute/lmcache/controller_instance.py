@@ -1,9 +1,8 @@
-"""One LMCache instance in an engine: its ranks, their locations, and the one holder in the index for it.
+"""One LMCache instance inside an engine: its ranks, their locations, and the instance's holder in the index.
 
-A chunk is of use to a prompt when every rank has its part of it, in whatever location: LMCache asks all of
-its ranks and takes what all of them have. So the holder has what all registered ranks have. Both locations
-that LMCache reports, `LocalCPUBackend` and `LocalDiskBackend`, are the instance's own and count as L1; what
-lies in a remote store is never reported.
+LMCache loads a chunk only if every rank has its part, in any location. So the holder has the chunks that all
+registered ranks have. LMCache reports two locations, `LocalCPUBackend` and `LocalDiskBackend`. Both belong to
+the instance and count as L1. LMCache does not report chunks in a remote store.
 """
 
 from __future__ import annotations
@@ -18,77 +17,90 @@ from kvroute.blocks.keys import Tier
 from kvroute.index.chunk_index import ChunkHolder, ChunkIndex
 from kvroute.wire.lmcache_controller import ChunkHash
 
-_PATIENCE: Final = 6
-"""Questions of a frozen worker for a synchronisation that lacks batches, before it may go on without. LMCache
-asks every 5 s and sends missing batches again three times."""
+_MAX_STATUS_REQUESTS: Final = 6
+"""Status requests of a frozen worker after which an incomplete synchronisation fails, so that the worker can
+continue. LMCache asks every 5 s and sends missing batches again three times."""
 
 
 class FullSync:
-    """Mutable. Whole when every batch and the end have come, in whatever order and however often."""
+    """A full synchronisation of one location: the batches that have arrived so far.
 
-    __slots__ = ("_batch_count", "_keys", "_patience", "_seen", "_total", "sync_id", "touched")
+    Batches and end may arrive in any order and more than once. Mutable: changed by `FullSyncs`.
+    """
+
+    __slots__ = (
+        "_batch_count",
+        "_keys",
+        "_seen",
+        "_status_requests_left",
+        "_total",
+        "last_progress",
+        "sync_id",
+    )
 
     def __init__(self, sync_id: str, batch_count: int, now: float) -> None:
         self.sync_id = sync_id
-        self.touched = now
-        """When something of it last arrived."""
+        self.last_progress = now
+        """When the last batch or the end arrived, in seconds of the controller's clock."""
         self._batch_count = batch_count
         self._seen: set[int] = set()
         self._keys: set[ChunkHash] = set()
         self._total: int | None = None
-        self._patience = _PATIENCE
+        self._status_requests_left = _MAX_STATUS_REQUESTS
 
     def batch(self, number: int, keys: Collection[ChunkHash], now: float) -> None:
-        self.touched = now
+        self.last_progress = now
         self._seen.add(number)
         self._keys.update(keys)
 
     def end(self, total_keys: int, now: float) -> None:
-        self.touched = now
+        self.last_progress = now
         self._total = total_keys
 
     def missing(self) -> list[int]:
-        """Numbers of batches that have not come, the first thousand of them."""
+        """Numbers of the batches that have not arrived, the first 1,000 at most."""
         absent = (number for number in range(self._batch_count) if number not in self._seen)
         return list(islice(absent, 1000))
 
     @property
-    def is_over(self) -> bool:
+    def is_finished(self) -> bool:
+        """Every batch and the end have arrived."""
         return self._total is not None and len(self._seen) >= self._batch_count and not self.missing()
 
     @property
-    def agrees(self) -> bool:
-        """As many chunks came as the worker says it has sent."""
+    def total_matches(self) -> bool:
+        """The number of received chunks equals the worker's total."""
         return self._total == len(self._keys)
 
-    def ask(self) -> bool:
-        """The worker asks whether it may go on; False when it has waited in vain for long enough."""
-        self._patience -= 1
-        return self._patience > 0
+    def may_wait(self) -> bool:
+        """Count a status request of the frozen worker. False if the worker must not wait any longer."""
+        self._status_requests_left -= 1
+        return self._status_requests_left > 0
 
 
-_KEPT_SEQUENCES: Final = 64
+_KEPT_BATCHES: Final = 64
+"""Applied batches of a location that are kept to recognise copies."""
 
 
-class Step(Enum):
+class BatchAction(Enum):
     """What to do with a batch of operations."""
 
     APPLY = auto()
     SKIP = auto()
-    """It was applied before, or a process that is gone sent it."""
+    """The batch was applied before, or an earlier process of the worker sent it."""
     RESTART = auto()
-    """The location begins anew: forget, then apply."""
+    """The numbers start at 0 again: drop the location's chunks, then apply."""
     GAP = auto()
-    """Operations are missing: forget, then apply."""
-    FOREIGN = auto()
-    """It cannot be placed: forget, and do not apply."""
+    """Operations were lost: drop the location's chunks, then apply."""
+    UNPLACED = auto()
+    """The batch's place in the sequence is unclear: drop the location's chunks, and do not apply."""
 
 
 class OperationSequence:
-    """The numbers of one location's operations. Mutable: `judge` notes what is applied.
+    """The sequence numbers of one location's operations. Mutable: `check` records applied batches.
 
-    `at_start`: the next batch is known to be the first one. `previous` is where the process before would
-    have gone on: what it left in the sockets may arrive late.
+    `at_start`: the next batch must be the first one. `previous`: the next number of the worker's earlier
+    process, whose last messages may still arrive.
     """
 
     __slots__ = ("_previous", "_recent", "expected")
@@ -99,69 +111,73 @@ class OperationSequence:
         self._previous = previous
         self._recent: dict[int, tuple[int, ChunkHash, ChunkHash]] = {}
 
-    def judge(self, first: int, count: int, first_key: ChunkHash, last_key: ChunkHash) -> Step:
-        """What to do with operations `first` to `first + count - 1`."""
+    def check(self, first: int, count: int, first_key: ChunkHash, last_key: ChunkHash) -> BatchAction:
+        """Say what to do with operations `first` to `first + count - 1`; the keys help to recognise
+        copies."""
         expected, mark = self.expected, (count, first_key, last_key)
-        step = Step.APPLY
+        action = BatchAction.APPLY
         if expected is not None and first != expected:
             if first == self._previous:
                 self._previous = first + count
-                return Step.SKIP
+                return BatchAction.SKIP
             if first > expected:
-                step = Step.GAP
+                action = BatchAction.GAP
             elif self._recent.get(first) == mark:
-                return Step.SKIP
+                return BatchAction.SKIP
             elif first == 0:
-                step = Step.RESTART
+                action = BatchAction.RESTART
                 self._recent.clear()
             else:
                 self.expected = None
-                return Step.FOREIGN
+                return BatchAction.UNPLACED
         self.expected = first + count
         recent = self._recent
         recent[first] = mark
-        if len(recent) > _KEPT_SEQUENCES:
-            # The first batch stays: a copy of it must not look like a new beginning.
+        if len(recent) > _KEPT_BATCHES:
+            # Batch 0 stays, because a late copy of it must not be taken for a restart.
             oldest = iter(recent)
             del recent[next(oldest) or next(oldest)]
-        return step
+        return action
 
 
 class Location:
-    """Mutable throughout; changed by its controller. `keys` is what it is believed to hold."""
+    """A rank's store of chunks, such as `LocalCPUBackend`. Mutable: changed by the controller.
 
-    __slots__ = ("keys", "name", "sequence", "sync", "whole")
+    `keys` are the chunks that the location is known to hold. It holds more while `is_complete` is False.
+    """
+
+    __slots__ = ("is_complete", "keys", "name", "sequence", "sync")
 
     def __init__(self, name: str, *, at_start: bool, previous: int | None = None) -> None:
         self.name = name
         self.keys: set[ChunkHash] = set()
         self.sequence = OperationSequence(at_start=at_start, previous=previous)
         self.sync: FullSync | None = None
-        self.whole = at_start
-        """Nothing is known to be missing. False: it holds what `keys` says, and perhaps more."""
+        self.is_complete = at_start
+        """No chunk is known to be missing in `keys`."""
 
 
-SYNCABLE: Final = "LocalCPUBackend"
-"""The only location that LMCache's full synchronisation speaks of (0.4.3 to 0.5.6)."""
+SYNCABLE_LOCATION: Final = "LocalCPUBackend"
+"""The only location that LMCache includes in a full synchronisation (0.4.3 to 0.5.6)."""
 
 
 class Rank:
     """One worker process of an instance. Mutable; changed by its controller."""
 
     __slots__ = (
-        "asked_at",
         "ip",
         "last_heartbeat",
         "locations",
         "number",
         "peer_url",
         "port",
+        "predates_controller",
         "previous",
         "registered_at",
-        "unsynced",
+        "sync_requested_at",
     )
 
-    def __init__(self, number: int, registered_at: float, *, unsynced: bool) -> None:
+    def __init__(self, number: int, registered_at: float, *, predates_controller: bool) -> None:
         self.number = number
         self.registered_at = registered_at
         self.ip = ""
@@ -169,26 +185,29 @@ class Rank:
         self.peer_url: str | None = None
         self.locations: dict[str, Location] = {}
         self.last_heartbeat: float | None = None
-        self.asked_at: float | None = None
-        """When it was last asked for a full synchronisation."""
-        self.unsynced = unsynced
-        """It held chunks before we listened."""
+        self.sync_requested_at: float | None = None
+        """When the controller last requested a full synchronisation, in seconds of its clock."""
+        self.predates_controller = predates_controller
+        """The process started before the controller, so it may hold chunks that it never reported here."""
         self.previous: dict[str, int | None] = {}
-        """Where the process before it would have gone on, by location."""
+        """By location: the next sequence number of the worker's earlier process."""
 
     def has(self, key: ChunkHash) -> bool:
+        """Whether any location of the rank holds the chunk."""
         return any(key in location.keys for location in self.locations.values())
 
     @property
-    def whole(self) -> bool:
-        """Nothing that it holds is known to be missing."""
-        return not self.unsynced and all(location.whole for location in self.locations.values())
+    def is_complete(self) -> bool:
+        """No chunk of the rank is known to be missing."""
+        return not self.predates_controller and all(
+            location.is_complete for location in self.locations.values()
+        )
 
     @property
     def needs_sync(self) -> bool:
-        """A full synchronisation would help."""
-        cpu = self.locations.get(SYNCABLE)
-        return self.unsynced or (cpu is not None and not cpu.whole)
+        """A full synchronisation would make the rank complete."""
+        cpu = self.locations.get(SYNCABLE_LOCATION)
+        return self.predates_controller or (cpu is not None and not cpu.is_complete)
 
     @property
     def is_syncing(self) -> bool:
@@ -196,17 +215,21 @@ class Rank:
 
 
 class ControlledInstance:
-    """Mutable: its controller says what ranks store and drop; `holder` follows."""
+    """An instance's ranks, and the chunks that all ranks have, written to the index under `holder`.
+
+    Mutable: the controller reports what ranks store and evict.
+    """
 
     def __init__(self, name: str, index: ChunkIndex, space: ChunkSpace) -> None:
         self.name = name
-        # Shared: it is the controller that knows when an instance is gone, not the slots that read it.
+        # `shared`, so that the chunks stay when a slot detaches: only the controller knows when an instance
+        # ends.
         self.holder = ChunkHolder(Tier.L1, shared=True)
         self.ranks: dict[int, Rank] = {}
         self._index = index
         self._space = space
-        self._is_plain = False
-        """One rank with one location: what it has is what the holder has."""
+        self._has_one_location = False
+        """One rank with one location: the holder has exactly that location's chunks."""
         self._rebuild: Iterator[ChunkHash] | None = None
 
     @property
@@ -215,128 +238,135 @@ class ControlledInstance:
         return sum(len(place.keys) for rank in self.ranks.values() for place in rank.locations.values())
 
     @property
-    def whole(self) -> bool:
-        return all(rank.whole for rank in self.ranks.values())
+    def is_complete(self) -> bool:
+        return all(rank.is_complete for rank in self.ranks.values())
 
     def admit(self, location: Location, keys: Sequence[ChunkHash]) -> None:
-        """The location has these chunks. About 0.5 us each."""
-        if not self._is_plain:
+        """Add chunks to a location. About 0.5 us each."""
+        if not self._has_one_location:
             keys = [key for key in keys if key not in location.keys]
         location.keys.update(keys)
-        if not self._is_plain:
-            keys = [key for key in keys if self._is_everywhere(key)]
+        if not self._has_one_location:
+            keys = [key for key in keys if self._every_rank_has(key)]
         self._index.store(self.holder, self._space, keys)
 
     def evict(self, rank: Rank, location: Location, keys: Sequence[ChunkHash]) -> None:
-        """The location no longer has these chunks. About 0.5 us each."""
+        """Remove chunks from a location. About 0.5 us each."""
         location.keys.difference_update(keys)
-        if not self._is_plain:
+        if not self._has_one_location:
             keys = [key for key in keys if not rank.has(key)]
         self._index.remove_all(self.holder, self._space, keys)
 
-    def forget(self, location: Location) -> set[ChunkHash]:
-        """The location has nothing; returns what it had, for whoever gives the memory back."""
-        old, location.keys = location.keys, set()
-        if old:
-            self._begin_rebuild()
-        return old
+    def clear(self, location: Location) -> set[ChunkHash]:
+        """Remove all chunks of a location. Returns them, so that the caller can free the memory in steps."""
+        keys, location.keys = location.keys, set()
+        if keys:
+            self._start_rebuild()
+        return keys
 
     def add(self, rank: Rank) -> None:
-        """A rank in place of the one of its number, if there was one."""
+        """Add a rank, or replace the rank with the same number."""
         self.ranks[rank.number] = rank
-        self._see_whether_plain()
-        self._begin_rebuild()
+        self._update_has_one_location()
+        self._start_rebuild()
 
     def remove(self, rank: Rank) -> None:
         del self.ranks[rank.number]
-        self._see_whether_plain()
-        self._begin_rebuild()
+        self._update_has_one_location()
+        self._start_rebuild()
 
-    def location(self, rank: Rank, name: str) -> Location:
-        """The rank's location of that name."""
+    def ensure_location(self, rank: Rank, name: str) -> Location:
+        """The rank's location of that name; created if it is new."""
         location = rank.locations.get(name)
         if location is None:
             previous = rank.previous.get(name)
-            location = rank.locations[name] = Location(name, at_start=not rank.unsynced, previous=previous)
-            self._see_whether_plain()
+            location = rank.locations[name] = Location(
+                name, at_start=not rank.predates_controller, previous=previous
+            )
+            self._update_has_one_location()
         return location
 
-    def _see_whether_plain(self) -> None:
-        self._is_plain = [len(rank.locations) for rank in self.ranks.values()] == [1]
+    def _update_has_one_location(self) -> None:
+        self._has_one_location = [len(rank.locations) for rank in self.ranks.values()] == [1]
 
     def sweep(self, steps: int) -> bool:
-        """Take up to `steps` chunks into the holder again after something was forgotten; True while there
-        is more."""
+        """Continue a rebuild of the holder by up to `steps` chunks; True while there is more."""
         if self._rebuild is None:
             return False
         some = list(islice(self._rebuild, steps))
         if some:
-            everywhere = [key for key in some if self._is_everywhere(key)]
+            everywhere = [key for key in some if self._every_rank_has(key)]
             self._index.store(self.holder, self._space, everywhere)
             return True
         self._rebuild = None
         return False
 
-    def _begin_rebuild(self) -> None:
-        """The holder is emptied at once, and filled with what is left little by little."""
+    def _start_rebuild(self) -> None:
+        """Clear the holder; `sweep` then adds the chunks that every rank still has."""
         self._index.clear(self.holder)
         rank = next(iter(self.ranks.values()), None)
         kept = [list(place.keys) for place in rank.locations.values() if place.keys] if rank else []
         self._rebuild = chain.from_iterable(kept) if kept else None
 
-    def _is_everywhere(self, key: ChunkHash) -> bool:
+    def _every_rank_has(self, key: ChunkHash) -> bool:
         return all(rank.has(key) for rank in self.ranks.values())
 
 
-_GRACE_S: Final = 2.0
+_REPORT_TIMEOUT_S: Final = 2.0
 """Time for a stored chunk to be reported; LMCache takes about 10 ms."""
-_KEPT: Final = 256
+_MAX_UNREPORTED: Final = 256
 
 
 class HashAgreementState(Enum):
     UNKNOWN = auto()
     AGREES = auto()
-    """A chunk of a prompt of ours was reported under the hash that we compute."""
+    """The instance reported a chunk of a prompt that we sent, under the hash that we compute."""
     DIFFERS = auto()
-    """Prompts of ours were served, chunks were reported, and none was one of theirs."""
+    """The instance served our prompts and reported chunks, but none had a hash that we compute."""
 
 
 class HashAgreement:
-    """Mutable. Once it agrees, nothing more is looked at."""
+    """Detects whether an instance computes the same chunk hashes as the gateway.
 
-    __slots__ = ("_needed", "_reported", "_waiting", "state")
+    Mutable: `on_prompt_served` and `on_chunks_reported` change `state`. AGREES is final.
+    """
+
+    __slots__ = ("_needed_prompts", "_reported_chunks", "_unreported", "state")
 
     def __init__(self, needed_prompts: int) -> None:
         self.state = HashAgreementState.UNKNOWN
-        self._needed = needed_prompts
-        self._waiting: dict[ChunkHash, float] = {}
-        """Chunks of prompts that were not reported so far, with when they were sent."""
-        self._reported = 0
-        """Chunks that were reported since the first of them."""
+        self._needed_prompts = needed_prompts
+        self._unreported: dict[ChunkHash, float] = {}
+        """Chunks of served prompts that the instance has not reported -> when the prompt was first served."""
+        self._reported_chunks = 0
+        """Number of chunks that the instance reported since the first entry of `_unreported`."""
 
-    def sent(self, chunk: ChunkHash, *, held: bool, now: float) -> bool:
-        """A prompt was served by the instance; True if that has changed the state."""
+    def on_prompt_served(self, chunk: ChunkHash, *, held: bool, now: float) -> bool:
+        """Note a served prompt by one of its chunks. True if the state has changed."""
         if held:
             return self._agree()
-        if len(self._waiting) < _KEPT:
-            self._waiting.setdefault(chunk, now)
-        overdue = sum(now - when >= _GRACE_S for when in self._waiting.values())
-        if self.state is HashAgreementState.UNKNOWN and min(overdue, self._reported) >= self._needed:
+        if len(self._unreported) < _MAX_UNREPORTED:
+            self._unreported.setdefault(chunk, now)
+        overdue = sum(now - when >= _REPORT_TIMEOUT_S for when in self._unreported.values())
+        if (
+            self.state is HashAgreementState.UNKNOWN
+            and min(overdue, self._reported_chunks) >= self._needed_prompts
+        ):
             self.state = HashAgreementState.DIFFERS
             return True
         return False
 
-    def reported(self, keys: Collection[ChunkHash]) -> bool:
-        """The instance has stored these; True if that has changed the state."""
-        if self.state is HashAgreementState.AGREES or not self._waiting:
+    def on_chunks_reported(self, keys: Collection[ChunkHash]) -> bool:
+        """Note chunks that the instance has stored. True if the state has changed."""
+        if self.state is HashAgreementState.AGREES or not self._unreported:
             return False
-        if self._waiting.keys().isdisjoint(keys):
-            self._reported += len(keys)
+        if self._unreported.keys().isdisjoint(keys):
+            self._reported_chunks += len(keys)
             return False
         return self._agree()
 
     def _agree(self) -> bool:
         changed = self.state is not HashAgreementState.AGREES
         self.state = HashAgreementState.AGREES
-        self._waiting.clear()
+        self._unreported.clear()
         return changed

@@ -1,4 +1,4 @@
-"""Who reports to the controller, and which slots read from whom."""
+"""The instances that report to the controller, and which slots read from which instance."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from kvroute.lmcache.controller_instance import ControlledInstance, HashAgreemen
 from kvroute.wire.lmcache_controller import ChunkHash, Sender
 
 
-class SlotPlace(NamedTuple):
-    """What an instance may be recognised by: the worker's name, its data-parallel rank, the addresses of its
+class SlotIdentity(NamedTuple):
+    """What a slot's instance is recognised by: worker name, data-parallel rank, addresses of the worker's
     host."""
 
     worker: str
@@ -23,8 +23,8 @@ class SlotPlace(NamedTuple):
     addresses: frozenset[str] = frozenset()
 
 
-class InstancePlace(NamedTuple):
-    """Where an instance's first rank said to be; "" and 0 if it did not."""
+class InstanceAddress(NamedTuple):
+    """The address that an instance's first rank reported; "" and 0 if it reported none."""
 
     name: str
     ip: str = ""
@@ -32,17 +32,18 @@ class InstancePlace(NamedTuple):
     registered_at: float = 0.0
 
 
-def join(
-    slots: Mapping[int, SlotPlace], instances: Iterable[InstancePlace]
+def match_instances(
+    slots: Mapping[int, SlotIdentity], instances: Iterable[InstanceAddress]
 ) -> tuple[dict[int, set[str]], list[str]]:
-    """Slot -> names of its instances, and instances that could belong to several slots.
+    """Find the slots of each instance. Returns slot -> instance names, and the instances that fit several
+    slots.
 
-    An instance is the slot's whose worker it is named after (`NAME`, or `NAME-RANK` for one data-parallel
-    rank), else the only slot's at its address that has none by name. Of several instances that give the
-    same address and port, the latest is alive.
+    An instance belongs to the slot whose worker has its name (`NAME`, or `NAME-RANK` for one data-parallel
+    rank). Otherwise it belongs to the only slot at its address that has no instance by name. Of several
+    instances with the same address and port only the newest counts: the others have ended.
     """
     joined: dict[int, set[str]] = defaultdict(set)
-    nameless: dict[tuple[str, int], InstancePlace] = {}
+    nameless: dict[tuple[str, int], InstanceAddress] = {}
     for instance in instances:
         named = _named_after(instance.name, slots)
         for slot in named:
@@ -52,7 +53,7 @@ def join(
             if rival is None or rival.registered_at <= instance.registered_at:
                 nameless[instance.ip, instance.port] = instance
     unclear = []
-    at_ip: dict[str, list[InstancePlace]] = defaultdict(list)
+    at_ip: dict[str, list[InstanceAddress]] = defaultdict(list)
     for instance in nameless.values():
         at_ip[instance.ip].append(instance)
     taken = set(joined)
@@ -65,43 +66,47 @@ def join(
     return dict(joined), sorted(unclear)
 
 
-def is_named(name: str, slots: Mapping[int, SlotPlace]) -> bool:
-    """Whether the instance is named after one of the slots' workers."""
+def is_named(name: str, slots: Mapping[int, SlotIdentity]) -> bool:
+    """Whether the instance has the name of one of the slots' workers."""
     return bool(_named_after(name, slots))
 
 
-def _named_after(name: str, slots: Mapping[int, SlotPlace]) -> Collection[int]:
+def _named_after(name: str, slots: Mapping[int, SlotIdentity]) -> Collection[int]:
     exact = [slot for slot, place in slots.items() if f"{place.worker}-{place.rank}" == name]
     return exact or [slot for slot, place in slots.items() if place.worker == name]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KnownInstance:
-    """An instance, and whether its chunk hashes mean what ours mean."""
+    """An instance, and whether its chunk hashes agree with ours."""
 
     instance: ControlledInstance
     agreement: HashAgreement
 
 
 class Roster:
-    """Mutable throughout; owned by the controller. `index` follows: what an instance has can be read by the
-    slots that it is joined to, and is gone with it."""
+    """All instances and slots, and the attachments between them in `index`.
+
+    Mutable throughout; owned by the controller. An instance's chunks leave the index together with the
+    instance.
+    """
 
     def __init__(self, index: ChunkIndex, space: ChunkSpace, clock: Clock, needed_prompts: int) -> None:
         self.known: dict[str, KnownInstance] = {}
         self.unclear: list[str] = []
-        """Instances that could belong to several workers."""
+        """Names of instances that may belong to several workers."""
         self._index = index
         self._space = space
         self._clock = clock
         self._needed_prompts = needed_prompts
-        self._slots: dict[int, SlotPlace] = {}
-        self._joined: dict[int, set[str]] = {}
+        self._slots: dict[int, SlotIdentity] = {}
+        self._instances_of: dict[int, set[str]] = {}
         self._attached: set[tuple[int, ChunkHolder]] = set()
-        self._garbage: list[set[ChunkHash]] = []
-        """What was held by those that are gone or began anew: its memory is still to be returned."""
+        self._keys_to_free: list[set[ChunkHash]] = []
+        """Chunks of removed or reset locations. `sweep` frees them in steps: to free a large set takes
+        long."""
 
-    # Workers
+    # Instances and ranks
 
     def get(self, sender: Sender) -> tuple[KnownInstance, Rank] | None:
         known = self.known.get(sender.instance_id)
@@ -109,41 +114,48 @@ class Roster:
         return (known, rank) if known and rank else None
 
     def known_rank(self, sender: Sender) -> tuple[KnownInstance, Rank]:
-        """The one who speaks; if it has not registered, it was there before us."""
+        """The message's sender. A sender that has not registered is added as a process older than the
+        controller."""
         found = self.get(sender)
-        return found if found else self.add(sender, unsynced=True)
+        return found if found else self.add(sender, predates_controller=True)
 
-    def add(self, sender: Sender, *, unsynced: bool) -> tuple[KnownInstance, Rank]:
-        """A new process, in place of any before it. `unsynced`: it may hold chunks already."""
+    def add(self, sender: Sender, *, predates_controller: bool) -> tuple[KnownInstance, Rank]:
+        """Add a new process; it replaces an earlier one of the same instance and rank.
+
+        `predates_controller`: the process may already hold chunks.
+        """
         known = self.known.get(sender.instance_id)
-        rank = Rank(sender.worker_id, self._clock.now(), unsynced=unsynced)
+        rank = Rank(sender.worker_id, self._clock.now(), predates_controller=predates_controller)
         before = known.instance.ranks.get(sender.worker_id) if known else None
         if before:
             for name, location in before.locations.items():
                 rank.previous[name] = location.sequence.expected
-                self._garbage.append(location.keys)
-        if known is None or not unsynced:
-            # Another process may hash otherwise.
+                self._keys_to_free.append(location.keys)
+        if known is None or not predates_controller:
+            # Another process may compute other hashes.
             instance = (
                 known.instance if known else ControlledInstance(sender.instance_id, self._index, self._space)
             )
             known = KnownInstance(instance, HashAgreement(self._needed_prompts))
             self.known[sender.instance_id] = known
         known.instance.add(rank)
-        self.join()
+        self.update_attachments()
         return known, rank
 
     def remove(self, known: KnownInstance, rank: Rank) -> None:
         instance = known.instance
-        self._garbage += [location.keys for location in rank.locations.values()]
+        self._keys_to_free += [location.keys for location in rank.locations.values()]
         instance.remove(rank)
         if not instance.ranks:
             del self.known[instance.name]
-        self.join()
+        self.update_attachments()
 
-    def remove_outlived(self, name: str, by: Rank) -> None:
-        """A process took a place that others had said to be at: those that are known by their place alone and
-        send no heartbeats are gone. Their names are new ones each time: they would pile up."""
+    def remove_replaced(self, name: str, by: Rank) -> None:
+        """Remove instances that ended without deregistering, when `by` registers at their address.
+
+        This concerns instances without a worker's name and without heartbeats. A restart gives such an
+        instance a new random name, so otherwise their number would grow without limit.
+        """
         for known, rank in self.ranks():
             if (
                 by.port
@@ -159,64 +171,64 @@ class Roster:
             for rank in list(known.instance.ranks.values()):
                 yield known, rank
 
-    def discard(self, keys: set[ChunkHash]) -> None:
-        """Give the memory back little by little."""
+    def free_later(self, keys: set[ChunkHash]) -> None:
+        """Let `sweep` free these keys in steps."""
         if keys:
-            self._garbage.append(keys)
+            self._keys_to_free.append(keys)
 
     def sweep(self, steps: int) -> bool:
-        """Work off up to `steps` chunks of what can wait; True while there is more."""
+        """Process up to `steps` chunks of deferred work; True while there is more."""
         more = self._index.sweep(steps)
         for known in self.known.values():
             more |= known.instance.sweep(steps)
-        while self._garbage and steps > 0:
-            keys = self._garbage[-1]
+        while self._keys_to_free and steps > 0:
+            keys = self._keys_to_free[-1]
             for _ in range(min(steps, len(keys))):
                 keys.pop()
                 steps -= 1
             if not keys:
-                self._garbage.pop()
-        return more or bool(self._garbage)
+                self._keys_to_free.pop()
+        return more or bool(self._keys_to_free)
 
     # Slots
 
-    def follow(self, slot: int, place: SlotPlace) -> None:
-        self._slots[slot] = place
-        self.join()
+    def follow(self, slot: int, identity: SlotIdentity) -> None:
+        self._slots[slot] = identity
+        self.update_attachments()
 
     def leave(self, slot: int) -> None:
         self._slots.pop(slot, None)
-        self.join()
+        self.update_attachments()
 
     def at(self, slot: int) -> list[KnownInstance]:
         """The instances that a slot reads from."""
-        return [self.known[name] for name in self._joined.get(slot, ()) if name in self.known]
+        return [self.known[name] for name in self._instances_of.get(slot, ()) if name in self.known]
 
-    def join(self) -> None:
-        """To be called when an instance, its address or a slot has changed."""
-        self._joined, self.unclear = join(self._slots, self._places())
+    def update_attachments(self) -> None:
+        """Find each slot's instances again. Call it after a change of an instance, its address or a slot."""
+        self._instances_of, self.unclear = match_instances(self._slots, self._instance_addresses())
         domain = (self._space.scheme, self._space.model)
-        wanted = {(slot, known.instance.holder) for slot in self._joined for known in self.at(slot)}
+        wanted = {(slot, known.instance.holder) for slot in self._instances_of for known in self.at(slot)}
         for slot, holder in self._attached - wanted:
             self._index.detach(slot, holder)
         for slot, holder in wanted - self._attached:
             self._index.attach(slot, holder, [domain])
         self._attached = wanted
 
-    def _places(self) -> Iterator[InstancePlace]:
+    def _instance_addresses(self) -> Iterator[InstanceAddress]:
         for known in self.known.values():
             rank = min(known.instance.ranks.values(), key=lambda rank: rank.number)
-            yield InstancePlace(known.instance.name, rank.ip, rank.port, rank.registered_at)
+            yield InstanceAddress(known.instance.name, rank.ip, rank.port, rank.registered_at)
 
 
 def find_peer(
     instances: Iterable[ControlledInstance], asker: str, rank_number: int, hashes: Sequence[ChunkHash]
 ) -> tuple[str, str, int, str] | None:
-    """Instance, location, chunks from the first on, and peer URL of the location that has most of them.
+    """Find the peer location that holds most of the chunks `hashes`, counted from the first one on.
 
-    Only the same rank of other instances is of use: each has its own part of a chunk. None if nobody has
-    the first chunk and says where to fetch it. Costs what is found, at most the number of hashes for each
-    location that has the first.
+    Returns (instance name, location name, number of chunks, peer URL). None if no other instance with a peer
+    URL has the first chunk. Only the same rank of other instances counts, because each rank has its own part
+    of a chunk. Costs at most one set lookup per hash and location.
     """
     best: tuple[str, str, int, str] | None = None
     if not hashes:

@@ -1,7 +1,8 @@
-"""The sockets of LMCache's controller: workers push what they store, and ask at two others.
+"""The three ZMQ sockets of LMCache's controller: one for pushed operations, two for requests and heartbeats.
 
-Messages are taken without waiting, as many as a slice of time allows; a future for each would cost more than
-the message. All three sockets share one slice, so that together they never hold the loop for longer.
+Messages are received without waiting, for one time slice per iteration of the event loop. All sockets share
+the slice, so that together they do not block the loop for longer. A future per message would cost more than
+the message.
 """
 
 from __future__ import annotations
@@ -23,36 +24,37 @@ from kvroute.wire.lmcache_controller import ErrorReply, Register, Reply, decode,
 
 log = logging.getLogger(__name__)
 
-_IN_A_ROW = 16
-"""Messages of one socket before the others get their turn."""
+_MESSAGES_PER_ROUND = 16
+"""Messages that are received from one socket before the next socket is served."""
 _TICK_S = 1.0
-_EVERYWHERE = {"*", "0.0.0.0", "[::]", "::"}
-_ANYONE = "192.0.2.1"
-"""An address for documentation: it is routed as any other host is."""
+_WILDCARD_HOSTS = {"*", "0.0.0.0", "[::]", "::"}
+_UNKNOWN_HOST = "192.0.2.1"
+"""An address reserved for documentation (RFC 5737): the system routes it like that of any remote host."""
 
 
-class _ReplySocket:
-    """One bound socket. Mutable: `waiting` is what is left of the last message."""
+class _BoundSocket:
+    """One bound socket. Mutable: `_unfinished` is the rest of a message that the last slice did not
+    finish."""
 
     def __init__(self, bound: zmq.Socket[bytes], handle: Callable[[Sequence[bytes]], Iterator[None]]) -> None:
         self.socket = bound
         self.endpoint = bound.getsockopt_string(zmq.LAST_ENDPOINT).removeprefix("tcp://")
         self.descriptor = int(bound.getsockopt(zmq.FD))
         self._handle = handle
-        self._waiting: Iterator[None] | None = None
+        self._unfinished: Iterator[None] | None = None
 
     def serve(self, clock: Clock, until: float) -> bool:
-        """Take in some messages; False when there are no more."""
-        for _ in range(_IN_A_ROW):
-            if self._waiting is None:
+        """Handle messages until the time `until`; False when the socket is empty."""
+        for _ in range(_MESSAGES_PER_ROUND):
+            if self._unfinished is None:
                 try:
-                    self._waiting = self._handle(self.socket.recv_multipart(zmq.NOBLOCK))
+                    self._unfinished = self._handle(self.socket.recv_multipart(zmq.NOBLOCK))
                 except zmq.Again:
                     return False
-            for _ in self._waiting:
+            for _ in self._unfinished:
                 if clock.now() >= until:
                     return True
-            self._waiting = None
+            self._unfinished = None
             if clock.now() >= until:
                 return True
         return True
@@ -66,18 +68,18 @@ class ControllerSockets:
         self._clock = clock
         self._options = options
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
-        self._doors: list[_ReplySocket] = []
+        self._sockets: list[_BoundSocket] = []
         self._ready = asyncio.Event()
-        self._again = False
+        self._is_scheduled = False
         self.pull = self.reply = self.heartbeat = ""
-        """host:port, as bound; "" while not."""
+        """The bound addresses, `host:port`; "" while not bound."""
 
-    async def bound(self) -> None:
-        """Returns when `run` serves."""
+    async def wait_until_serving(self) -> None:
+        """Return once `run` serves."""
         await self._ready.wait()
 
     def bind(self) -> None:
-        """Take the addresses. Raises `ConfigError` if one cannot be had."""
+        """Bind all addresses. Raises `ConfigError` if one cannot be bound."""
         context = self._context = zmq.Context()
         try:
             if self._options.heartbeat:
@@ -89,26 +91,26 @@ class ControllerSockets:
             raise
 
     def close(self) -> None:
-        """Undo `bind`; `run` does so at its end."""
-        for door in self._doors:
-            door.socket.close(linger=0)
-        self._doors.clear()
+        """Close all sockets. `run` does so at its end."""
+        for bound in self._sockets:
+            bound.socket.close(linger=0)
+        self._sockets.clear()
         self.pull = self.reply = self.heartbeat = ""
         if self._context is not None:
             self._context.destroy(linger=0)
             self._context = None
 
     async def run(self) -> None:
-        """Serve; ends only by cancellation, and can be run again. Raises `ConfigError` as `bind` does, which
-        it calls if nobody did."""
+        """Serve until cancelled; can be run again. Calls `bind` first if needed and raises the same
+        errors."""
         loop = asyncio.get_running_loop()
         if self._context is None:
             self.bind()
         try:
-            for door in self._doors:
-                loop.add_reader(door.descriptor, self._readable)
+            for bound in self._sockets:
+                loop.add_reader(bound.descriptor, self._readable)
             self._ready.set()
-            self._pump()
+            self._serve_slice()
             while True:
                 await self._clock.sleep(_TICK_S)
                 self._controller.tick()
@@ -118,15 +120,15 @@ class ControllerSockets:
                     await asyncio.sleep(0)
         finally:
             self._ready.clear()
-            for door in self._doors:
-                loop.remove_reader(door.descriptor)
+            for bound in self._sockets:
+                loop.remove_reader(bound.descriptor)
             self.close()
 
-    def _open(self, context: zmq.Context[zmq.Socket[bytes]], name: str, kind: int) -> _ReplySocket:
+    def _open(self, context: zmq.Context[zmq.Socket[bytes]], name: str, kind: int) -> _BoundSocket:
         address = getattr(self._options, name)
         bound = context.socket(kind)
         bound.setsockopt(zmq.LINGER, 0)
-        # With IPv6 on, an IPv4 address would be bound, and shown, as a mapped one.
+        # With IPV6 set, an IPv4 address would be bound and reported as an IPv4-mapped IPv6 address.
         bound.setsockopt(zmq.IPV6, int(address.startswith(("*", "["))))
         bound.setsockopt(zmq.TCP_KEEPALIVE, 1)
         try:
@@ -136,90 +138,93 @@ class ControllerSockets:
             why = "is taken" if error.errno == zmq.EADDRINUSE else f"cannot be bound: {error.strerror}"
             raise ConfigError(f"lmcache.controller.{name}", f"{address} {why}") from error
 
-        def pushed(frames: Sequence[bytes]) -> Iterator[None]:
-            return self._pushed(frames)
+        def on_push(frames: Sequence[bytes]) -> Iterator[None]:
+            return self._handle_push(frames)
 
-        def asked(frames: Sequence[bytes]) -> Iterator[None]:
-            return self._asked(bound, frames)
+        def on_request(frames: Sequence[bytes]) -> Iterator[None]:
+            return self._handle_request(bound, frames)
 
-        self._doors.append(_ReplySocket(bound, pushed if kind == zmq.PULL else asked))
-        return self._doors[-1]
+        self._sockets.append(_BoundSocket(bound, on_push if kind == zmq.PULL else on_request))
+        return self._sockets[-1]
 
-    # Taking messages
+    # Messages
 
     def _readable(self) -> None:
-        if not self._again:
-            self._pump()
+        if not self._is_scheduled:
+            self._serve_slice()
 
-    def _pump(self) -> None:
-        """Serve all sockets until they are empty, or the slice is over. A socket's file descriptor tells of
-        new messages only once it has been emptied: what is left is taken up again without it."""
-        self._again = False
+    def _serve_slice(self) -> None:
+        """Serve all sockets until they are empty or the time slice ends; then continue in the next iteration.
+
+        ZMQ signals a socket's file descriptor only after the socket was emptied, so the rest needs no signal.
+        """
+        self._is_scheduled = False
         until = self._clock.now() + self._options.slice_ms / 1000
-        busy = list(self._doors)
+        busy = list(self._sockets)
         while busy:
-            for door in tuple(busy):
-                if not door.serve(self._clock, until):
-                    busy.remove(door)
+            for bound in tuple(busy):
+                if not bound.serve(self._clock, until):
+                    busy.remove(bound)
             if busy and self._clock.now() >= until:
-                self._again = True
-                asyncio.get_running_loop().call_soon(self._pump)
+                self._is_scheduled = True
+                asyncio.get_running_loop().call_soon(self._serve_slice)
                 return
 
-    def _pushed(self, frames: Sequence[bytes]) -> Iterator[None]:
-        """Every frame is a message."""
+    def _handle_push(self, frames: Sequence[bytes]) -> Iterator[None]:
+        """Handle a push: each frame is one message. A large message is handled in pieces."""
         for payload in chain.from_iterable(map(split, frames)):
-            self._take(payload)
+            self._handle_message(payload)
             yield
 
-    def _asked(self, asked_at: zmq.Socket[bytes], frames: Sequence[bytes]) -> Iterator[None]:
-        """`[identity, "", message]`."""
+    def _handle_request(self, reply_to: zmq.Socket[bytes], frames: Sequence[bytes]) -> Iterator[None]:
+        """Handle a request `[identity, "", message]`, and send the reply."""
         identity, *rest = frames
-        reply = self._take(rest[-1] if rest else b"")
+        reply = self._handle_message(rest[-1] if rest else b"")
         if reply is None:
-            reply = ErrorReply(error="this message is not a question")
+            reply = ErrorReply(error="this message is not a request")
         try:
-            asked_at.send_multipart([identity, b"", encode(reply)], zmq.NOBLOCK)
+            reply_to.send_multipart([identity, b"", encode(reply)], zmq.NOBLOCK)
         except zmq.ZMQError as error:
             self._controller.counts.failed += 1
-            log.warning("an answer to an LMCache worker could not be sent: %s", error)
+            log.warning("a reply to an LMCache worker could not be sent: %s", error)
         yield
 
-    def _take(self, payload: bytes) -> Reply | None:
+    def _handle_message(self, payload: bytes) -> Reply | None:
         controller, kind = self._controller, "message"
         try:
             try:
                 message = decode(payload)
             except WireError as error:
-                controller.unreadable(payload)
+                controller.on_unreadable(payload)
                 return ErrorReply(error=str(error))
             kind = type(message).__name__
             url = self._heartbeat_url(message) if isinstance(message, Register) else ""
             return controller.handle(message, url)
         except Exception:
-            # One worker's message must not end the service to all others.
+            # One worker's message must not stop the service for the others.
             controller.counts.failed += 1
-            log.exception("a %s of an LMCache worker failed", kind)
+            log.exception("handling a %s of an LMCache worker failed", kind)
             return ErrorReply(error="internal error")
 
     def _heartbeat_url(self, message: Register) -> str:
-        """Where the worker is to send its heartbeats; "" for nowhere."""
+        """The address for the worker's heartbeats, `host:port`; "" if the controller takes none."""
         if not self.heartbeat:
             return ""
         host, _, port = self.heartbeat.rpartition(":")
         if self._options.advertise:
             host = self._options.advertise
-        elif host in _EVERYWHERE:
-            host = _facing(message.ip)
+        elif host in _WILDCARD_HOSTS:
+            host = _local_host_towards(message.ip)
         return f"{host}:{port}"
 
 
-def _facing(address: str) -> str:
-    """Our address towards another host, as the routing table has it; nothing is sent or looked up."""
+def _local_host_towards(address: str) -> str:
+    """Our host's address on the route to `address`, from the routing table; sends nothing, resolves
+    nothing."""
     try:
         version = ip_address(address).version
     except ValueError:
-        address, version = _ANYONE, 4
+        address, version = _UNKNOWN_HOST, 4
     family = socket.AF_INET6 if version == 6 else socket.AF_INET
     try:
         with socket.socket(family, socket.SOCK_DGRAM) as towards:

@@ -1,4 +1,7 @@
-"""Full synchronisations under way: what comes of them is believed at once, and when they are over, as all."""
+"""Full synchronisations: a worker stops storing and sends the controller all chunks that it holds.
+
+Chunks of each batch enter the map at once; after the last batch the location counts as complete.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from kvroute.wire import lmcache_controller as wire
 
 @dataclass(slots=True)
 class ControllerCounts:
-    """What has happened since the start. Mutable; counted by the controller and its sockets."""
+    """Messages and events since the start. Mutable: changed by the controller and its sockets."""
 
     messages: int = 0
     operations: int = 0
@@ -23,21 +26,21 @@ class ControllerCounts:
     heartbeats: int = 0
     unreadable: int = 0
     failed: int = 0
-    """Messages that could be read and led to an error of ours, and answers that could not be sent."""
+    """Messages whose handling failed with an error of ours, and replies that could not be sent."""
     gaps: int = 0
     duplicates: int = 0
-    strays: int = 0
-    """Batches out of order that could not be placed."""
-    syncs_asked: int = 0
+    unplaced: int = 0
+    """Batches whose place in the sequence was unclear."""
+    syncs_requested: int = 0
     syncs_done: int = 0
     syncs_failed: int = 0
     timeouts: int = 0
     mismatches: int = 0
-    """Times that an instance's chunk hashes were found not to be ours."""
+    """Times that an instance's chunk hashes were found to differ from ours."""
 
 
-class ControllerFigures(NamedTuple):
-    """For gauges."""
+class ControllerGauges(NamedTuple):
+    """Values of the metrics' gauges."""
 
     instances: int
     workers: int
@@ -45,19 +48,19 @@ class ControllerFigures(NamedTuple):
     """Summed over workers and their locations."""
     syncing: int
     untrusted: int
-    """Workers of which something is known to be missing."""
+    """Workers of whose chunks some are known to be missing."""
     mismatched: int
-    """Instances whose chunk hashes are not ours."""
+    """Instances whose chunk hashes differ from ours."""
 
 
 log = logging.getLogger(__name__)
 
 
 class FullSyncs:
-    """Answers the messages of full synchronisations. Stateless: each is kept at its location.
+    """Handles the messages of full synchronisations. Their state lies in `Location.sync`.
 
-    Operations that come meanwhile are applied like all others. They are older than the standstill, and what
-    the last of them says of a chunk is what the worker says of it now.
+    Operations that arrive during a synchronisation are applied as usual. They are older than the worker's
+    freeze, so the last operation on a chunk agrees with the state that the synchronisation sends.
     """
 
     def __init__(
@@ -74,14 +77,14 @@ class FullSyncs:
 
     def start(self, message: wire.FullSyncStart) -> wire.FullSyncStartReply:
         known, rank = self._roster.known_rank(message)
-        location = known.instance.location(rank, message.location)
-        # If another one was under way there, the worker has given it up.
-        self._roster.discard(known.instance.forget(location))
-        location.whole = False
+        location = known.instance.ensure_location(rank, message.location)
+        # This replaces an unfinished synchronisation of the location: the worker has ended that one.
+        self._roster.free_later(known.instance.clear(location))
+        location.is_complete = False
         location.sync = FullSync(message.sync_id, message.batch_count, self._clock.now())
         return wire.FullSyncStartReply(sync_id=message.sync_id, accepted=True)
 
-    def part(self, message: wire.FullSyncBatch | wire.FullSyncEnd) -> None:
+    def receive_part(self, message: wire.FullSyncBatch | wire.FullSyncEnd) -> None:
         found = self._roster.get(message)
         location = _syncing(found, message.sync_id)
         if not found or not location or not location.sync:
@@ -93,21 +96,22 @@ class FullSyncs:
             self._admit(known, location, message.keys)
         else:
             sync.end(message.actual_total_keys, now)
-        if sync.is_over and not sync.agrees:
+        if sync.is_finished and not sync.total_matches:
             self.fail(location)
-        elif sync.is_over:
+        elif sync.is_finished:
             location.sync = None
-            location.whole = True
-            rank.unsynced = False
-            rank.asked_at = None
+            location.is_complete = True
+            rank.predates_controller = False
+            rank.sync_requested_at = None
             self._counts.syncs_done += 1
 
     def status(self, message: wire.FullSyncStatus) -> wire.FullSyncStatusReply:
-        """A worker stands still until it may go on: it waits for nobody but itself."""
+        """Say whether the frozen worker may continue. It waits only for its own synchronisation, not for
+        other workers."""
         found = self._roster.get(message)
         location = _syncing(found, message.sync_id)
         sync = location.sync if location else None
-        waiting = sync is not None and sync.ask()
+        waiting = sync is not None and sync.may_wait()
         if location and not waiting:
             self.fail(location)
         ranks = [rank for _, rank in self._roster.ranks()]
@@ -120,22 +124,22 @@ class FullSyncs:
         )
 
     def fail(self, location: Location) -> None:
-        """What it brought is believed, but may not be all."""
-        log.warning("a full synchronisation of %s has failed", location.name)
+        """End a synchronisation. The chunks received stay in the map; the location counts as incomplete."""
+        log.warning("a full synchronisation of %s failed", location.name)
         location.sync = None
-        location.whole = False
+        location.is_complete = False
         self._counts.syncs_failed += 1
 
     def expire(self, rank: Rank, timeout_s: float) -> None:
-        """Give up what has made no progress for so long."""
+        """Fail synchronisations of the rank without progress for `timeout_s`."""
         now = self._clock.now()
         for location in rank.locations.values():
-            if location.sync and now - location.sync.touched > timeout_s:
+            if location.sync and now - location.sync.last_progress > timeout_s:
                 self.fail(location)
 
 
 def _syncing(found: tuple[KnownInstance, Rank] | None, sync_id: str) -> Location | None:
-    """The location of which that synchronisation is under way."""
+    """The location with the unfinished synchronisation `sync_id`."""
     for location in found[1].locations.values() if found else ():
         if location.sync and location.sync.sync_id == sync_id:
             return location

@@ -1,4 +1,4 @@
-"""The coordinator's own listener: HTTP in, calls of `Coordinator` out."""
+"""The HTTP listener of LMCache's coordinator: turns HTTP requests into calls of `Coordinator`."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ _Send = Callable[[_Message], Awaitable[None]]
 _T = TypeVar("_T")
 
 _TICK_S: Final = 1.0
-_SWEPT_CHUNKS: Final = 4000
+_CHUNKS_PER_SWEEP: Final = 4000
 _CLOSE_S: Final = 1
 _KEEP_ALIVE_S: Final = 75
-"""An idle connection is the client's to close. A server's heartbeats come every 5 s and its client gives up
-connections after as long (LMCache 0.5.6, httpx): closed by us at that moment, one takes a batch of events
-with it, and that batch is lost for good."""
+"""Long, so that the client closes idle connections. A server sends heartbeats every 5 s, and its client
+closes a connection that is idle for 5 s (LMCache 0.5.6, httpx). If we closed it at that moment, a batch of
+events could be lost, and the protocol has no replay."""
 
 
 class CoordinatorApp:
-    """An ASGI application: what LMCache 0.5.6's servers call (v1/mp_coordinator/http_apis).
+    """An ASGI application with the routes that LMCache 0.5.6's servers call (v1/mp_coordinator/http_apis).
 
-    Reports are taken in one after the other, in the order in which they came, and never hold the event loop
-    for longer than about `slice_ms`. Mutable: `malformed` counts what could not be read.
+    Reports are applied one after another in order of arrival, in steps of about `slice_ms` of event-loop
+    time. Mutable: `malformed` counts refused messages.
     """
 
     def __init__(self, coordinator: Coordinator, clock: Clock, options: CoordinatorOptions) -> None:
@@ -47,9 +47,9 @@ class CoordinatorApp:
         self._coordinator = coordinator
         self._clock = clock
         self._options = options
-        self._order = asyncio.Lock()
+        self._events_lock = asyncio.Lock()
         self.registered = asyncio.Event()
-        """Set when a server registers; for who wants to ask it something."""
+        """Set when a server registers, so that `StatusPoller` asks the server at once."""
 
     async def __call__(self, scope: _Message, receive: _Receive, send: _Send) -> None:
         if scope["type"] != "http":
@@ -70,7 +70,7 @@ class CoordinatorApp:
             case "POST", "/instances":
                 return await self._register(receive)
             case "GET", "/instances":
-                return 200, {"instances": self._listed()}
+                return 200, {"instances": self._instance_list()}
             case "PUT", _ if path.startswith("/instances/") and path.endswith("/heartbeat"):
                 instance_id = instance_id.removesuffix("/heartbeat")
                 if self._coordinator.heartbeat(instance_id):
@@ -101,12 +101,12 @@ class CoordinatorApp:
         if body is None:
             return self._too_large()
         outcomes = dict.fromkeys(BatchOutcome, 0)
-        async with self._order:
+        async with self._events_lock:
             try:
-                batches = await self._in_slices(decode_events(body))
+                batches = await self._run_in_slices(decode_events(body))
             except WireError as error:
                 return self._unreadable(error)
-            await self._in_slices(self._apply(batches, outcomes))
+            await self._run_in_slices(self._apply(batches, outcomes))
         return 200, {
             "applied": outcomes[BatchOutcome.APPLIED],
             "duplicates": outcomes[BatchOutcome.DUPLICATE],
@@ -127,8 +127,8 @@ class CoordinatorApp:
                 self._coordinator.apply(batch)
             yield
 
-    async def _in_slices(self, steps: Generator[None, None, _T]) -> _T:
-        """Run to the end, letting others have their turn every `slice_ms`."""
+    async def _run_in_slices(self, steps: Generator[None, None, _T]) -> _T:
+        """Run all steps; yield to the event loop every `slice_ms`. Returns the generator's result."""
         now, slice_s = self._clock.now, self._options.slice_ms / 1000
         until = now() + slice_s
         while True:
@@ -142,7 +142,7 @@ class CoordinatorApp:
                 until = now() + slice_s
 
     async def _read(self, receive: _Receive) -> bytearray | None:
-        """The whole body; None if it is too large."""
+        """The whole body; None if it is larger than `max_body_bytes`."""
         body = bytearray()
         while True:
             message = await receive()
@@ -152,7 +152,7 @@ class CoordinatorApp:
             if not message.get("more_body"):
                 return body
 
-    def _listed(self) -> list[dict[str, object]]:
+    def _instance_list(self) -> list[dict[str, object]]:
         return [
             {
                 "instance_id": each.id,
@@ -169,17 +169,19 @@ class CoordinatorApp:
 
     def _unreadable(self, error: WireError) -> tuple[int, object]:
         self.malformed += 1
-        log.warning("a message to LMCache's coordinator was refused: %s", error)
+        log.warning("LMCache's coordinator refused a message: %s", error)
         return 422, {"error": str(error)}
 
     def _too_large(self) -> tuple[int, object]:
         self.malformed += 1
-        log.warning("a report to LMCache's coordinator was larger than lmcache.coordinator.max_body_bytes")
+        log.warning(
+            "LMCache's coordinator refused a report: it is larger than lmcache.coordinator.max_body_bytes"
+        )
         return 413, {"error": "the body is too large"}
 
 
 class _EmbeddedServer(uvicorn.Server):
-    """uvicorn without its hands on the process's signals, which the gateway's own server has."""
+    """uvicorn without signal handlers: the gateway's own server handles the process's signals."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -187,8 +189,10 @@ class _EmbeddedServer(uvicorn.Server):
 
 
 class CoordinatorServer:
-    """The listener and the coordinator's clockwork. `bind` first, then own the task of `run`. Mutable:
-    `address` is known once bound."""
+    """The listening socket, its uvicorn server, and the coordinator's periodic work.
+
+    Call `bind`, then own the task that runs `run`. Mutable: `address` (`host:port`) is set by `bind`.
+    """
 
     def __init__(
         self, app: CoordinatorApp, coordinator: Coordinator, index: ChunkIndex, options: CoordinatorOptions
@@ -201,8 +205,10 @@ class CoordinatorServer:
         self._socket: socket.socket | None = None
 
     def bind(self) -> str:
-        """Take the address of `lmcache.coordinator.listen`; returns it as bound, `host:port`. Raises
-        ConfigError if it cannot be had."""
+        """Listen on `lmcache.coordinator.listen`. Returns the bound address, `host:port`.
+
+        Raises ConfigError if the address cannot be bound.
+        """
         host, _, port = self._options.listen.rpartition(":")
         host = host.strip("[]")
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -222,14 +228,14 @@ class CoordinatorServer:
         return self.address
 
     def close(self) -> None:
-        """Undo `bind`; `run` does so at its end."""
+        """Close the listening socket. `run` does so at its end."""
         if self._socket is not None:
             self._socket.close()
             self._socket = None
 
     async def run(self) -> None:
-        """Serve until cancelled; can be run again. Raises ConfigError as `bind` does, which it calls if
-        nobody did."""
+        """Serve until cancelled; can be run again. Calls `bind` first if needed and raises the same
+        errors."""
         if self._socket is None:
             self.bind()
         assert self._socket is not None
@@ -251,7 +257,7 @@ class CoordinatorServer:
         try:
             while not serving.done():
                 self._coordinator.expire()
-                more = self._index.sweep(_SWEPT_CHUNKS)
+                more = self._index.sweep(_CHUNKS_PER_SWEEP)
                 await asyncio.wait((serving,), timeout=0 if more else _TICK_S)
             await serving
         finally:

@@ -1,8 +1,8 @@
-"""Asking the Redis behind LMCache's L2 which chunks of a prompt it has.
+"""Asks the Redis behind LMCache's L2 which chunks of a prompt it holds.
 
-Redis evicts and expires without telling LMCache, so events alone would promise too much. The names of the
-objects are known (LMCache 0.5.6, distributed/l2_adapters/native_connector_l2_adapter.py):
-`<model>@<kv_rank, 8 hex digits>@<group, hex>@<chunk hash, hex>[@<cache salt>]`.
+Redis evicts and expires objects without a message to LMCache, so events alone report too many chunks. The
+objects are named `<model>@<kv_rank, 8 hex digits>@<group, hex>@<chunk hash, hex>[@<cache salt>]` (LMCache
+0.5.6, distributed/l2_adapters/native_connector_l2_adapter.py).
 """
 
 from __future__ import annotations
@@ -29,24 +29,25 @@ log = logging.getLogger(__name__)
 _FIRST_WINDOW: Final = 16
 _WINDOW_GROWTH: Final = 4
 _LARGEST_WINDOW: Final = 256
-"""Chunks asked for in one command."""
+"""Most chunks in one command."""
 _LOG_EVERY_S: Final = 30.0
 
 
 class L2Reason(StrEnum):
-    """Why Redis was not, or not fully, asked; bounded, so a metric label."""
+    """Why a lookup in Redis failed or stayed incomplete. A closed set, so it can be a metric label."""
 
     DEADLINE = "deadline"
     UNREACHABLE = "unreachable"
     REFUSED = "refused"
-    """It answered with an error: authentication, a cluster that redirects, loading."""
+    """Redis answered with an error: authentication, a cluster that redirects, loading."""
     FAILED = "failed"
-    """Asking failed on our side, which is a defect: the log has it."""
+    """Our own code failed, which is a defect; the log names the exception."""
 
 
 @dataclass(frozen=True, slots=True)
 class L2Target:
-    """Where a model's chunks are looked for. `parts` are (`kv_rank`, group) of the objects of a chunk."""
+    """A model and the L2 pool in which to look up its chunks. `parts`: (`kv_rank`, group) of a chunk's
+    objects."""
 
     holder: ChunkHolder
     scheme: ChunkScheme
@@ -56,8 +57,11 @@ class L2Target:
 
 @dataclass(frozen=True, slots=True)
 class L2Answer:
-    """What is there: for `ChunkIndex.match(probed=...)`. A pool that could not be asked is left out, and
-    `reason` says why: for it, what events said stands."""
+    """The chunks that Redis holds, for `ChunkIndex.match(probed=...)`.
+
+    A pool whose lookup failed is not in `held`, and `reason` says why: the index then uses the events'
+    chunks.
+    """
 
     held: MappingProxyType[ChunkHolder, frozenset[ChunkKey]]
     reason: L2Reason | None = None
@@ -65,25 +69,27 @@ class L2Answer:
 
 @dataclass(slots=True)
 class L2Counts:
-    """Mutable; counted by its `RedisL2`."""
+    """Lookups since the start. Mutable: changed by `RedisL2`."""
 
     lookups: int = 0
-    asked: int = 0
-    """Objects asked for."""
-    remembered: int = 0
-    """Chunks answered without asking."""
+    objects_queried: int = 0
+    """Objects named in a command to Redis."""
+    cached_chunks: int = 0
+    """Chunks answered from the cache of recent answers."""
     failures: dict[L2Reason, int] = field(default_factory=lambda: dict.fromkeys(L2Reason, 0))
 
 
 def object_name(model: str, kv_rank: int, group: int, chunk: bytes, salt: str) -> str:
-    """How LMCache calls one object of a chunk in Redis."""
+    """LMCache's name in Redis for one object of a chunk."""
     name = f"{model}@{kv_rank:08x}@{group:x}@{chunk.hex()}"
     return f"{name}@{salt}" if salt else name
 
 
 def targets_of(coordinator: Coordinator, pool_name: str) -> list[L2Target]:
-    """What to look for in the pool of this name: each model that a joined worker may read from it. Pools that
-    belong to one server alone count under their adapter's type."""
+    """One target for each model that a worker may read from the pool of this name.
+
+    A pool that belongs to one server only has its adapter's type as its name.
+    """
     found: dict[L2Target, None] = {}
     for instance in coordinator.instances():
         for pool in instance.pools.values():
@@ -95,11 +101,11 @@ def targets_of(coordinator: Coordinator, pool_name: str) -> list[L2Target]:
 
 
 class RedisL2:
-    """Batched EXISTS under a deadline, with a memory of recent answers. Mutable; touched from the event loop
-    only. `aclose` it at the end.
+    """Looks up chunks with batched EXISTS commands, under a deadline, with a cache of recent answers.
 
-    A lookup costs about 1 us a chunk that is remembered, and one round trip for the first 16 chunks that are
-    not, for the next 64, and for each further 256, until nothing of them is there.
+    A cached chunk costs about 1 us. The others cost one round trip for the first 16, one for the next 64 and
+    one for each further 256, until a round trip finds none of its chunks. Mutable; used from the event loop
+    only. The owner calls `aclose` at the end.
     """
 
     def __init__(self, options: L2Options, clock: Clock) -> None:
@@ -108,49 +114,51 @@ class RedisL2:
         self.counts = L2Counts()
         self._options = options
         self._clock = clock
-        # Waits for a connection end with the deadline of the lookup.
+        # No timeout of its own: `lookup` limits the wait for a free connection by its deadline.
         pool = redis.asyncio.BlockingConnectionPool.from_url(
             options.redis_url.get_secret_value(),
             max_connections=options.connections,
-            # What stands in the URL wins.
+            # A password in the URL takes precedence.
             password=options.redis_password.get_secret_value() if options.redis_password else None,
             timeout=None,
             socket_connect_timeout=2.0,
         )
         self._client = redis.asyncio.Redis(connection_pool=pool)
-        self._recent: dict[int, bool] = {}
-        """Chunk's key XOR the hash of what else it is asked for with -> whether it is there."""
-        self._older: dict[int, bool] = {}
-        self._turned = clock.now()
-        self._logged = -_LOG_EVERY_S
+        self._new_answers: dict[int, bool] = {}
+        """Chunk key XOR hash of (target, salt) -> whether Redis holds the chunk."""
+        self._old_answers: dict[int, bool] = {}
+        self._rotated_at = clock.now()
+        self._last_logged_at = -_LOG_EVERY_S
         self._failing = False
 
     async def lookup(
         self, chunks: PromptChunks, salt: str, targets: Sequence[L2Target], first_token: int = 0
     ) -> L2Answer:
-        """Which of the prompt's chunks from `first_token` on are there, at most `deadline_ms` later. Raises
-        nothing but CancelledError."""
+        """Which of the prompt's chunks from `first_token` on Redis holds. Takes at most `deadline_ms`.
+
+        Raises only CancelledError; every other failure becomes the answer's `reason`.
+        """
         self.counts.lookups += 1
-        self._forget_old()
+        self._rotate_cache()
         held: dict[ChunkHolder, frozenset[ChunkKey]] = {}
         reason: L2Reason | None = None
         try:
             async with asyncio.timeout(self._options.deadline_ms / 1000):
                 for target in targets:
-                    there = await self._held(chunks, salt, target, first_token)
-                    held[target.holder] = held.get(target.holder, frozenset()) | there
+                    present = await self._held(chunks, salt, target, first_token)
+                    held[target.holder] = held.get(target.holder, frozenset()) | present
             self._failing = False
         except (TimeoutError, redis.exceptions.TimeoutError):
-            # The client has time-outs of its own, for single steps of connecting.
+            # redis.exceptions.TimeoutError: the client has its own timeout for connecting.
             reason = self._failed(L2Reason.DEADLINE, "no answer in time")
         except (redis.exceptions.AuthenticationError, redis.exceptions.BusyLoadingError) as error:
-            # Answers, though redis-py derives them from ConnectionError.
+            # Redis did answer, although redis-py derives these errors from ConnectionError.
             reason = self._failed(L2Reason.REFUSED, type(error).__name__)
         except redis.exceptions.ConnectionError as error:
             reason = self._failed(L2Reason.UNREACHABLE, type(error).__name__)
         except (RedisError, OSError) as error:
             reason = self._failed(L2Reason.REFUSED, type(error).__name__)
-        except Exception as error:  # noqa: BLE001 - a worse choice of worker, and never a failed request
+        except Exception as error:  # noqa: BLE001 - costs a worse choice of worker, must not fail a request
             reason = self._failed(L2Reason.FAILED, type(error).__name__)
         return L2Answer(MappingProxyType(held), reason)
 
@@ -164,77 +172,82 @@ class RedisL2:
     ) -> frozenset[ChunkKey]:
         keys = chunks.keys(target.scheme)
         place = min(first_token // target.scheme.chunk_tokens, len(keys))
-        window, there = _FIRST_WINDOW, set[ChunkKey]()
+        window, present = _FIRST_WINDOW, set[ChunkKey]()
         while place < len(keys):
             stop = min(place + window, len(keys))
             keys.reach(stop)
             found = await self._window(keys.made[place:stop], keys.names[place:stop], salt, target)
             if not found:
                 break
-            there |= found
+            present |= found
             place, window = stop, min(window * _WINDOW_GROWTH, _LARGEST_WINDOW)
-        return frozenset(there)
+        return frozenset(present)
 
     async def _window(
         self, keys: Sequence[ChunkKey], names: Sequence[bytes], salt: str, target: L2Target
     ) -> set[ChunkKey]:
-        there: set[ChunkKey] = set()
-        open_: list[tuple[ChunkKey, bytes]] = []
-        asked_with = hash((target, salt))
+        present: set[ChunkKey] = set()
+        uncached: list[tuple[ChunkKey, bytes]] = []
+        query_hash = hash((target, salt))
         for key, name in zip(keys, names, strict=True):
-            known = self._recall(key ^ asked_with)
+            known = self._cached_answer(key ^ query_hash)
             if known is None:
-                open_.append((key, name))
+                uncached.append((key, name))
             elif known:
-                there.add(key)
-        self.counts.remembered += len(keys) - len(open_)
-        if open_:
-            present = await self._ask([name for _, name in open_], salt, target)
-            for (key, _), is_there in zip(open_, present, strict=True):
-                self._remember(key ^ asked_with, is_there)
+                present.add(key)
+        self.counts.cached_chunks += len(keys) - len(uncached)
+        if uncached:
+            answers = await self._exists([name for _, name in uncached], salt, target)
+            for (key, _), is_there in zip(uncached, answers, strict=True):
+                self._store_answer(key ^ query_hash, is_there)
                 if is_there:
-                    there.add(key)
-        return there
+                    present.add(key)
+        return present
 
-    async def _ask(self, names: Sequence[bytes], salt: str, target: L2Target) -> list[bool]:
-        """One command says whether all are there, or none; only else each is asked for."""
+    async def _exists(self, names: Sequence[bytes], salt: str, target: L2Target) -> list[bool]:
+        """Whether Redis holds each chunk: one EXISTS if all objects or none exist, else one EXISTS per
+        chunk."""
         objects = [list(_objects(target, name, salt)) for name in names]
-        self.counts.asked += len(names) * len(target.parts)
-        count = await self._client.exists(*(each for some in objects for each in some))
-        if count in (0, len(names) * len(target.parts)):
-            return [count > 0] * len(names)
+        self.counts.objects_queried += len(names) * len(target.parts)
+        existing = await self._client.exists(*(each for some in objects for each in some))
+        if existing in (0, len(names) * len(target.parts)):
+            return [existing > 0] * len(names)
         async with self._client.pipeline(transaction=False) as pipeline:
             for some in objects:
                 pipeline.exists(*some)
             counts = await pipeline.execute()
         return [each == len(target.parts) for each in counts]
 
-    # Remembering: two generations, each of half the time, so that nothing has to be looked through
+    # Cache of recent answers. It has two generations, each valid for half of `remember_s`, so that expired
+    # answers are dropped as a whole instead of one by one.
 
-    def _recall(self, question: int) -> bool | None:
-        known = self._recent.get(question)
-        return self._older.get(question) if known is None else known
+    def _cached_answer(self, query: int) -> bool | None:
+        known = self._new_answers.get(query)
+        return self._old_answers.get(query) if known is None else known
 
-    def _remember(self, question: int, is_there: bool) -> None:
+    def _store_answer(self, query: int, is_there: bool) -> None:
         if self._options.remember_s:
-            if 2 * len(self._recent) >= self._options.remember_chunks:
-                self._older, self._recent = self._recent, {}
-            self._recent[question] = is_there
+            if 2 * len(self._new_answers) >= self._options.remember_chunks:
+                self._old_answers, self._new_answers = self._new_answers, {}
+            self._new_answers[query] = is_there
 
-    def _forget_old(self) -> None:
-        elapsed = self._clock.now() - self._turned
+    def _rotate_cache(self) -> None:
+        elapsed = self._clock.now() - self._rotated_at
         if 2 * elapsed >= self._options.remember_s:
-            self._older = self._recent if elapsed < self._options.remember_s else {}
-            self._recent = {}
-            self._turned = self._clock.now()
+            self._old_answers = self._new_answers if elapsed < self._options.remember_s else {}
+            self._new_answers = {}
+            self._rotated_at = self._clock.now()
 
     def _failed(self, reason: L2Reason, what: str) -> L2Reason:
-        """Counted; logged when it begins and then now and again, never with the URL or the server's words."""
+        """Count a failure; log the first one and then at most one in 30 s.
+
+        The URL and the text of the server's error are not logged, because they may contain the password.
+        """
         self.counts.failures[reason] += 1
         now = self._clock.now()
-        if not self._failing or now - self._logged >= _LOG_EVERY_S:
-            self._logged = now
-            log.warning("the Redis of lmcache.l2.redis_url was not asked: %s (%s)", reason, what)
+        if not self._failing or now - self._last_logged_at >= _LOG_EVERY_S:
+            self._last_logged_at = now
+            log.warning("lookup in the Redis of lmcache.l2.redis_url failed: %s (%s)", reason, what)
         self._failing = True
         return reason
 

@@ -1,4 +1,4 @@
-"""Which LMCache server a worker reads from, and under which names its prompts are looked up there."""
+"""Which LMCache server each worker reads from, and under which model names the index looks up its prompts."""
 
 from __future__ import annotations
 
@@ -18,36 +18,37 @@ from kvroute.lmcache.stored_chunks import HeldChunks, StoredModel
 
 
 class Doubt(StrEnum):
-    """Why a server's memory may hold more than is known; bounded, so a metric label."""
+    """Why the map of a server's L1 may be incomplete. A closed set, so it can be a metric label."""
 
     LOST_EVENTS = "lost_events"
     LATE = "late"
-    """Its first batch here was not its first: it ran before, or while we did not."""
+    """The first batch received was not the server's first one: the server had started earlier."""
     REGISTERED_AGAIN = "registered_again"
     PARTS = "parts"
-    """Chunks turned out to have more parts than was known."""
+    """Events showed that a chunk has more parts than was known."""
     FOREIGN_HASHES = "foreign_hashes"
-    """It does not name chunks by BLAKE3: nothing of it is known."""
+    """The server names chunks by another hash than BLAKE3, so none of its chunks can be matched."""
 
 
 @dataclass(slots=True, eq=False)
 class L2Pool:
-    """An L2 store. Mutable: changed by the coordinator. `backend` is the adapter's type."""
+    """An L2 store. `backend` is the type of LMCache's adapter. Mutable: changed by the coordinator."""
 
     name: str
     backend: str
     held: HeldChunks
     owner: str = ""
-    """Instance whose own it is; empty for one that several share."""
+    """Id of the only server that uses this store; empty for a store that several servers share."""
     last_seen: float = 0.0
+    """When the owner was last known, in seconds of the coordinator's clock."""
 
 
 @dataclass(slots=True, eq=False)
 class LMCacheServer:
-    """An LMCache server. Mutable: changed by the coordinator.
+    """An LMCache server (0.5, multiprocess). Mutable: changed by the coordinator.
 
-    `incarnation` is None until its first batch. `scheme` is how it names chunks, `scheme_known` whether it
-    has said so itself.
+    `memory` is its L1. `incarnation` is None until the first batch. `scheme` says how the server names
+    chunks; `scheme_known` is False while that is only the configured default.
     """
 
     id: str
@@ -56,29 +57,32 @@ class LMCacheServer:
     address: str = ""
     http_port: int = 0
     registered: bool = False
-    last_heard: float = 0.0
+    last_message_at: float = 0.0
     incarnation: int | None = None
     last_seq: int = 0
     scheme_known: bool = False
     doubt: Doubt | None = Doubt.LATE
     pools: dict[str, L2Pool] = field(default_factory=dict)
     """By backend."""
-    quiet_seq: int = -1
-    """`last_seq` when its status last agreed with what is believed."""
+    agreed_seq: int = -1
+    """`last_seq` when the server's `/status` last reported as many objects as the map has; -1: it did not."""
 
     @property
     def trust(self) -> MapTrust:
-        """WHOLE if all it holds is known; else PARTIAL: it holds what is believed, and perhaps more."""
+        """WHOLE, or PARTIAL while the server may hold more chunks than the map has."""
         return MapTrust.WHOLE if self.doubt is None else MapTrust.PARTIAL
 
 
-_HERE: Final = frozenset({"localhost", "127.0.0.1", "::1"})
+_LOOPBACK_HOSTS: Final = frozenset({"localhost", "127.0.0.1", "::1"})
 
 
 @dataclass(frozen=True, slots=True)
 class ServedWorker:
-    """A worker as LMCache's map needs it. `models` are the names that vLLM itself knows its model by
-    (`--model`; empty: not known), `slots` its places in the index."""
+    """The facts about a worker that its attachment to LMCache servers depends on.
+
+    `models` are vLLM's own names of its model (`--model`; empty: unknown). `slots` are the worker's slots in
+    the index.
+    """
 
     id: str
     host: str
@@ -88,8 +92,10 @@ class ServedWorker:
 
 
 def served_worker(worker: Worker, slots: Sequence[int]) -> ServedWorker:
-    """Read off what `/v1/models` of the worker said: `root` is `--model` there (vLLM 0.32), and for adapters
-    another path."""
+    """Build a `ServedWorker` from the worker's `/v1/models` answer.
+
+    There `root` is the value of `--model`, except for adapters, where it is the adapter's path (vLLM 0.32).
+    """
     adapters = {name for name, _ in worker.facts.adapters}
     roots = {card.get("root") for card in worker.facts.model_cards if card["id"] not in adapters}
     names = frozenset(root for root in roots if isinstance(root, str) and root)
@@ -97,39 +103,45 @@ def served_worker(worker: Worker, slots: Sequence[int]) -> ServedWorker:
     return ServedWorker(str(worker.id), host, tuple(slots), names, worker.spec.node or "")
 
 
-class Joins:
-    """Attaches the slots of each worker to what its server and that one's pools hold. Mutable: `put` and
-    `drop` change workers, `join` attachments."""
+class Attachments:
+    """Attaches each worker's slots to the L1 of its server and to the L2 pools of that server.
+
+    Mutable: `put` and `drop` change the workers, `update` changes the attachments in the index.
+    """
 
     def __init__(self, index: ChunkIndex, options: LMCacheOptions) -> None:
         self._index = index
         self._options = options
         self._workers: dict[str, ServedWorker] = {}
-        self._joined: dict[str, LMCacheServer] = {}
+        self._server_of: dict[str, LMCacheServer] = {}
         self._readers: dict[LMCacheServer, list[str]] = {}
-        """The same the other way round."""
+        """Server -> ids of its workers: `_server_of` reversed."""
         self._attached: dict[int, dict[ChunkHolder, list[ChunkDomain]]] = {}
 
     def put(self, worker: ServedWorker) -> None:
-        before = self._workers.get(worker.id)
-        if before is not None:
-            self._detach(set(before.slots) - set(worker.slots))
+        """Add or replace a worker. Takes effect with the next `update`."""
+        previous = self._workers.get(worker.id)
+        if previous is not None:
+            self._detach(set(previous.slots) - set(worker.slots))
         self._workers[worker.id] = worker
 
     def drop(self, worker_id: str) -> None:
+        """Remove a worker, and detach its slots."""
         worker = self._workers.pop(worker_id, None)
-        joined = self._joined.pop(worker_id, None)
-        if joined is not None:
-            self._readers[joined].remove(worker_id)
+        server = self._server_of.pop(worker_id, None)
+        if server is not None:
+            self._readers[server].remove(worker_id)
         if worker is not None:
             self._detach(set(worker.slots))
 
     def instance_of(self, worker_id: str) -> LMCacheServer | None:
-        return self._joined.get(worker_id)
+        return self._server_of.get(worker_id)
 
     def models_of(self, instance: LMCacheServer, pool: L2Pool) -> list[StoredModel]:
-        """Models that workers of `instance` look for in `pool`; those whose name is known count even before
-        anything of them was seen there."""
+        """Models whose chunks the workers of `instance` may read from `pool`.
+
+        A model whose name is known counts even if the pool has not shown a chunk of the model yet.
+        """
         found: dict[StoredModel, None] = {}
         for worker_id in self._readers.get(instance, ()):
             worker = self._workers[worker_id]
@@ -138,8 +150,9 @@ class Joins:
         return list(found)
 
     def model_of(self, worker_id: str) -> StoredModel | None:
-        """A worker's model as its server's stores know it; None where nothing of it was seen there yet."""
-        worker, instance = self._workers.get(worker_id), self._joined.get(worker_id)
+        """The worker's model under its name in the server's stores; None if no store has shown the model
+        yet."""
+        worker, instance = self._workers.get(worker_id), self._server_of.get(worker_id)
         if worker is None or instance is None:
             return None
         for held in (instance.memory, *(pool.held for pool in instance.pools.values())):
@@ -147,24 +160,24 @@ class Joins:
                 return models[0]
         return None
 
-    def join(self, instances: Mapping[str, LMCacheServer]) -> None:
-        """Make attachments what they should be now. Costs a few microseconds a worker."""
+    def update(self, instances: Mapping[str, LMCacheServer]) -> None:
+        """Find each worker's server again, and attach and detach slots accordingly. A few us per worker."""
         at: dict[str, list[LMCacheServer]] = {}
         for instance in instances.values():
             if instance.registered:
-                at.setdefault(_canonical(instance.address), []).append(instance)
-        self._joined, self._readers = {}, {}
+                at.setdefault(_normalized_host(instance.address), []).append(instance)
+        self._server_of, self._readers = {}, {}
         for worker in self._workers.values():
-            found = self._instance_for(worker, instances, at)
+            found = self._find_server(worker, instances, at)
             if found is not None:
-                self._joined[worker.id] = found
+                self._server_of[worker.id] = found
                 self._readers.setdefault(found, []).append(worker.id)
         for worker in self._workers.values():
-            wanted = self._wanted(worker)
+            domains_by_holder = self._domains_of(worker)
             for slot in worker.slots:
-                self._attach(slot, wanted)
+                self._attach(slot, domains_by_holder)
 
-    def _instance_for(
+    def _find_server(
         self,
         worker: ServedWorker,
         instances: Mapping[str, LMCacheServer],
@@ -176,43 +189,46 @@ class Joins:
         )
         found = instances.get(name or worker.id)
         if found is None and not name:
-            near = at.get(_canonical(worker.host), ())
-            found = near[0] if len(near) == 1 else None
+            there = at.get(_normalized_host(worker.host), ())
+            found = there[0] if len(there) == 1 else None
         return found if found is not None and found.registered else None
 
-    def _wanted(self, worker: ServedWorker) -> dict[ChunkHolder, list[ChunkDomain]]:
-        instance = self._joined.get(worker.id)
+    def _domains_of(self, worker: ServedWorker) -> dict[ChunkHolder, list[ChunkDomain]]:
+        instance = self._server_of.get(worker.id)
         if instance is None:
             return {}
-        wanted = {}
+        domains_by_holder = {}
         for held in (instance.memory, *(pool.held for pool in instance.pools.values())):
             models = self._models(worker, instance, held)
             domains = [model.domain(instance.scheme) for model in models]
             if held is not instance.memory and not models:
                 domains = [StoredModel(name, 1).domain(instance.scheme) for name in sorted(worker.models)]
             if domains:
-                wanted[held.holder] = domains
-        return wanted
+                domains_by_holder[held.holder] = domains
+        return domains_by_holder
 
     def _models(self, worker: ServedWorker, instance: LMCacheServer, held: HeldChunks) -> list[StoredModel]:
-        """The worker's model as this store knows it: by name, else the only one there if nobody else could
-        have put it there. One that is there in several world sizes is the one in the server's memory."""
+        """The worker's model in this store: a list with one model, or an empty list if it is not clear.
+
+        The model is found by name. Otherwise it is the only model in the store, if no other worker can have
+        stored it. If the store has the model in several world sizes, the one in the server's L1 counts.
+        """
         seen = held.models
         chosen = [model for model in seen if model.name in worker.models]
         if not chosen and len({model.name for model in seen}) == 1:
-            alone = len(self._readers.get(instance, ())) == 1
-            if alone or not worker.models:
+            only_worker = len(self._readers.get(instance, ())) == 1
+            if only_worker or not worker.models:
                 chosen = list(seen)
         if len(chosen) > 1:
             chosen = [model for model in chosen if model in instance.memory.models]
         return chosen if len(chosen) == 1 else []
 
-    def _attach(self, slot: int, wanted: Mapping[ChunkHolder, list[ChunkDomain]]) -> None:
+    def _attach(self, slot: int, domains_by_holder: Mapping[ChunkHolder, list[ChunkDomain]]) -> None:
         attached = self._attached.setdefault(slot, {})
-        for holder in [holder for holder in attached if holder not in wanted]:
+        for holder in [holder for holder in attached if holder not in domains_by_holder]:
             self._index.detach(slot, holder)
             del attached[holder]
-        for holder, domains in wanted.items():
+        for holder, domains in domains_by_holder.items():
             if attached.get(holder) != domains:
                 self._index.attach(slot, holder, domains)
                 attached[holder] = domains
@@ -223,10 +239,10 @@ class Joins:
                 self._index.detach(slot, holder)
 
 
-def _canonical(host: str) -> str:
-    """Equal for hosts that are surely the same one; names are not resolved."""
+def _normalized_host(host: str) -> str:
+    """The host in one form, so that equal hosts compare equal. Names are not resolved."""
     host = host.strip("[]").lower()
-    if host in _HERE:
+    if host in _LOOPBACK_HOSTS:
         return "127.0.0.1"
     try:
         return ip_address(host).compressed

@@ -1,4 +1,4 @@
-"""What can be set about LMCache: being the coordinator or controller it reports to, and asking its L2."""
+"""Options for LMCache: kvroute as its coordinator or controller, lookups in its L2, prefetches."""
 
 from __future__ import annotations
 
@@ -15,59 +15,64 @@ MAX_HASH_SEED = 2**32 - 1
 
 
 class ControllerOptions(Options):
-    """Where workers with LMCache's in-process connector (`enable_controller`) report what they hold.
+    """kvroute as the controller to which workers with LMCache's in-process connector (`enable_controller`)
+    report.
 
-    Addresses are `host:port`, as in LMCache's own configuration; port 0 lets the system choose.
+    Addresses are `host:port`, as in LMCache's own configuration. With port 0 the system chooses a free port.
     """
 
-    enabled: Annotated[bool, Switch] = option(False, "Be the controller that such workers report to.")
+    enabled: Annotated[bool, Switch] = option(
+        False, "Act as LMCache's controller for workers with LMCache's in-process connector."
+    )
     pull: str = option("127.0.0.1:8300", "Address for `controller_pull_url` of the workers.")
     reply: str = option("127.0.0.1:8400", "Address for `controller_reply_url` of the workers.")
     heartbeat: str = option(
-        "127.0.0.1:8500", "Address for heartbeats; workers learn it when they register. Empty: none."
+        "127.0.0.1:8500",
+        "Address for heartbeats; the controller sends it to workers that register. Empty: no heartbeats.",
     )
     advertise: str = option(
         "",
-        "Host that workers are told to send heartbeats to; empty: the one that is bound, and where that is "
-        "all of them, the one that faces the worker.",
+        "Host to which workers send heartbeats. Empty: the host of `heartbeat`; if that is a wildcard "
+        "address, the address of the interface towards the worker.",
     )
     hash_seed: str = option(
         "0",
-        "PYTHONHASHSEED of the workers. Empty: they have none, which only `sha256_cbor` can do without.",
+        "PYTHONHASHSEED of the workers. Empty: the workers have none; works only with `sha256_cbor`.",
     )
     hash_algorithm: Literal["builtin", "builtin_none", "sha256_cbor"] = option(
         "builtin",
-        "`pre_caching_hash_algorithm` of the workers. `builtin_none` is `builtin` of LMCache 0.3 (on Python "
-        "3.12 or later: before, no two of its processes agree).",
+        "`pre_caching_hash_algorithm` of the workers. `builtin_none` is `builtin` of LMCache 0.3. It needs "
+        "Python 3.12 or later: on earlier versions each process computes other hashes.",
     )
     chunk_tokens: int = option(256, "`chunk_size` of the workers.", unit="tokens", ge=1)
     mismatch_prompts: int = option(
         8,
-        "Prompts sent to an instance that reports chunks, none of them ours, before its hashes are said not "
-        "to agree.",
+        "Number of prompts after which an instance's hashes count as different, if none of the chunks that "
+        "it reports has a hash that kvroute computes.",
         ge=1,
-        higher="no false alarm when prompts are not stored",
-        lower="a wrong seed is noticed sooner",
+        higher="no false alarm when the instance does not store every prompt",
+        lower="a wrong seed is detected sooner",
     )
     worker_timeout_s: float = option(
         60.0,
-        "A worker whose heartbeats end is forgotten after this time. One that never sent any is kept.",
+        "A worker is removed when its heartbeats have stopped for this long. A worker that never sent one "
+        "stays.",
         unit="s",
         gt=0,
-        higher="bridges longer interruptions",
-        lower="a dead worker's chunks are forgotten sooner",
+        higher="workers survive longer interruptions of the network",
+        lower="a dead worker's chunks are removed sooner",
     )
     sync_timeout_s: float = option(
         30.0,
-        "A full synchronisation that makes no progress for this long is given up.",
+        "A full synchronisation without progress for this long fails.",
         unit="s",
         gt=0,
-        higher="suits slow workers",
-        lower="is asked for again sooner",
+        higher="slow workers finish",
+        lower="a failed synchronisation is requested again sooner",
     )
     slice_ms: float = option(
         1.0,
-        "Longest time spent on messages in one go before other work gets its turn.",
+        "Longest time that the event loop handles messages before it runs other work.",
         unit="ms",
         gt=0,
         le=2,
@@ -88,9 +93,7 @@ class ControllerOptions(Options):
     @classmethod
     def _seed(cls, value: str) -> str:
         if value and not (value.isascii() and value.isdecimal() and int(value) <= MAX_HASH_SEED):
-            raise ValueError(
-                "must be a number from 0 to 4294967295, written as the workers' PYTHONHASHSEED is"
-            )
+            raise ValueError("must be a number from 0 to 4294967295, the same as the workers' PYTHONHASHSEED")
         return value
 
     @model_validator(mode="after")
@@ -101,44 +104,47 @@ class ControllerOptions(Options):
 
 
 class CoordinatorOptions(Options):
-    """Where LMCache's multiprocess servers (0.5) report what they hold (`--coordinator-url` of the servers,
-    with `--coordinator-event-reporting`)."""
+    """kvroute as the coordinator to which LMCache's multiprocess servers (0.5) report.
 
-    enabled: Annotated[bool, Switch] = option(False, "Be the coordinator that such servers report to.")
+    The servers need `--coordinator-url` and `--coordinator-event-reporting`.
+    """
+
+    enabled: Annotated[bool, Switch] = option(
+        False, "Act as LMCache's coordinator for LMCache's multiprocess servers."
+    )
     listen: str = option(
-        "127.0.0.1:9300", "Address to listen on, `host:port`; port 0 lets the system choose."
+        "127.0.0.1:9300", "Address to listen on, `host:port`; with port 0 the system chooses a free port."
     )
     heartbeat_timeout_s: float = option(
         30.0,
-        "A server whose heartbeats end is forgotten after this time.",
+        "A server is removed when its heartbeats have stopped for this long.",
         unit="s",
         gt=0,
-        higher="bridges longer interruptions",
-        lower="a dead server's chunks are forgotten sooner",
+        higher="servers survive longer interruptions of the network",
+        lower="a dead server's chunks are removed sooner",
     )
     chunk_tokens: int = option(
-        256, "`--chunk-size` of servers that do not tell it when asked (`/status`).", unit="tokens", ge=1
+        256, "`--chunk-size` of servers whose `/status` does not report it.", unit="tokens", ge=1
     )
     status_interval_s: float = option(
         5.0,
-        "Pause between questions to a server (`/status`) whose chunk size is not known or whose events were "
-        "lost.",
+        "Time between polls of `/status` of a server whose chunk size is unknown or whose map is incomplete.",
         unit="s",
         gt=0,
-        higher="fewer questions",
-        lower="a map that is whole again is believed sooner",
+        higher="fewer polls",
+        lower="a map that is complete again is trusted sooner",
     )
     status_timeout_s: float = option(
-        2.0, "Longest wait for such an answer.", unit="s", gt=0, higher="suits busy servers"
+        2.0, "Longest wait for a server's answer to a poll.", unit="s", gt=0, higher="busy servers can answer"
     )
     rates_interval_s: float = option(
         10.0,
-        "Pause between questions to each server how fast it loads (`/metrics`): that takes the place of the "
-        "bandwidths under `routing.kvaware.tiers`. 0: never.",
+        "Time between polls of each server's load rates (`/metrics`). The measured rates replace the "
+        "bandwidths under `routing.kvaware.tiers`. 0: no polls.",
         unit="s",
         ge=0,
-        higher="fewer questions",
-        lower="changes of bandwidth are noticed sooner",
+        higher="fewer polls",
+        lower="changes of bandwidth are detected sooner",
     )
     max_chunks: int = option(
         2_000_000,
@@ -148,11 +154,15 @@ class CoordinatorOptions(Options):
         lower="less memory",
     )
     max_body_bytes: int = option(
-        64 * 1024 * 1024, "Largest report taken.", unit="bytes", ge=65_536, higher="takes in larger bursts"
+        64 * 1024 * 1024,
+        "Largest report that is accepted.",
+        unit="bytes",
+        ge=65_536,
+        higher="larger bursts of events are accepted",
     )
     slice_ms: float = option(
         1.0,
-        "Longest time spent on events in one go before other work gets its turn.",
+        "Longest time that the event loop applies events before it runs other work.",
         unit="ms",
         gt=0,
         le=2,
@@ -170,38 +180,40 @@ class CoordinatorOptions(Options):
 
 
 class L2Options(Options):
-    """Asking a Redis that LMCache keeps chunks in what it has: it evicts and expires them without a word."""
+    """Lookups in the Redis in which LMCache keeps chunks: Redis evicts and expires them without an event."""
 
     redis_url: SecretStr | None = option(
         None,
-        "Redis behind LMCache's `resp` adapter, such as `redis://:password@host:6379/0`; empty: not asked.",
+        "Redis behind LMCache's `resp` adapter, such as `redis://:password@host:6379/0`. Empty: no lookups.",
     )
-    redis_url_file: Path | None = option(None, "File that holds that URL.")
-    redis_password: SecretStr | None = option(None, "Its password, where the URL has none.")
-    redis_password_file: Path | None = option(None, "File that holds that password.")
+    redis_url_file: Path | None = option(None, "File with the URL of the Redis.")
+    redis_password: SecretStr | None = option(None, "Password of the Redis, if the URL has none.")
+    redis_password_file: Path | None = option(None, "File with the password of the Redis.")
     redis_pool: str = option(
-        "resp", "Which pool lies in that Redis: the adapter's type, or a name from `lmcache.pools`."
+        "resp", "The pool that lies in this Redis: an adapter's type, or a name from `lmcache.pools`."
     )
     deadline_ms: float = option(
         5.0,
-        "Longest wait for its answers, per request.",
+        "Longest time for a request's lookups in the Redis.",
         unit="ms",
         gt=0,
-        higher="a slow Redis still counts",
-        lower="requests are not held up",
+        higher="answers of a slow Redis are used",
+        lower="requests wait less",
     )
     remember_s: float = option(
         1.0,
-        "How long an answer is believed without asking again.",
+        "How long an answer of the Redis is reused.",
         unit="s",
         ge=0,
-        higher="fewer questions",
-        lower="what Redis evicted is forgotten sooner",
+        higher="fewer lookups",
+        lower="chunks that Redis evicted are predicted for less time",
     )
     remember_chunks: int = option(
-        100_000, "Answers that are kept; about 150 bytes each.", ge=1, higher="fewer questions"
+        100_000, "Most answers that are cached; about 150 bytes each.", ge=1, higher="fewer lookups"
     )
-    connections: int = option(8, "Connections to it at most.", ge=1, le=256, higher="more requests at a time")
+    connections: int = option(
+        8, "Most connections to the Redis.", ge=1, le=256, higher="more lookups at a time"
+    )
 
     @field_validator("redis_url")
     @classmethod
@@ -219,43 +231,49 @@ class L2Options(Options):
 
 
 class PrefetchOptions(Options):
-    """Having a worker's LMCache server (0.5.6 or later) load a request's chunks from L2 into L1 while the
-    request waits in the worker's queue (`POST /cache/prefetches`): with `kvaware`, for requests of one
-    prompt, where the expected wait is longer than the load and `delay_s` before and after it."""
+    """Prefetches: a worker's LMCache server (0.5.6 or later) loads a queued request's chunks from L2 into L1.
+
+    kvroute sends them (`POST /cache/prefetches`) with `kvaware`, for requests of one prompt, if the expected
+    wait in the worker's queue is longer than the load plus `delay_s` before and after it.
+    """
 
     enabled: Annotated[bool, Switch] = option(
-        False, "Do so; needs `lmcache.coordinator.enabled`, and a gateway of one process."
+        False, "Send prefetches; needs `lmcache.coordinator.enabled`, and a gateway of one process."
     )
     delay_s: float = option(
         0.2,
-        "Time from sending a request to asking for its chunks. An engine that has room looks into LMCache at "
-        "once, and would find nothing if the chunks came at that moment (LMCache 0.5.6).",
+        "Time between a request and its prefetch. An engine with free capacity looks up the request in "
+        "LMCache at once, and would find nothing while a prefetch is loading the chunks (LMCache 0.5.6).",
         unit="s",
         ge=0,
-        higher="an engine that looks at once is left alone, also where it is slow to look",
-        lower="shorter waits are used too",
+        higher="no prefetch collides with the lookup of an engine with free capacity, even a slow one",
+        lower="shorter waits can be used for prefetches",
     )
     timeout_s: float = option(
         1.0,
-        "Longest wait for a server's answer; no request waits for it.",
+        "Longest wait for a server's answer to a prefetch. No client's request waits for it.",
         unit="s",
         gt=0,
-        higher="suits busy servers",
+        higher="busy servers can answer",
     )
     connections: int = option(
-        8, "Questions under way at a time.", ge=1, le=256, higher="a slow server delays the others' less"
+        8,
+        "Most prefetches in flight.",
+        ge=1,
+        le=256,
+        higher="a slow server delays other servers' prefetches less",
     )
     max_waiting: int = option(
         64,
-        "Questions that wait for their turn; further ones are dropped and counted.",
+        "Most prefetches in the queue. When it is full, new ones are dropped and counted.",
         ge=1,
-        higher="bridges longer bursts",
+        higher="longer bursts without dropped prefetches",
         lower="less memory",
     )
 
 
 class LMCacheOptions(Options):
-    """LMCache beside the workers: who reports what, and which server belongs to which worker."""
+    """LMCache and the workers: who reports to kvroute, and which server belongs to which worker."""
 
     coordinator: CoordinatorOptions = option(default_factory=CoordinatorOptions)
     controller: ControllerOptions = option(default_factory=ControllerOptions)
@@ -263,25 +281,27 @@ class LMCacheOptions(Options):
     prefetch: PrefetchOptions = option(default_factory=PrefetchOptions)
     isolate_adapters: Annotated[bool, Switch] = option(
         True,
-        "Give each LoRA adapter's requests a key space of its own in LMCache: a `cache_salt` and a tag in "
-        "`kv_transfer_params`, made of the client's own salt, the adapter's name and the path it was loaded "
-        "from. Requests for other models are not changed.",
-        higher="on: LMCache (0.5.6) does not serve an adapter what another model computed",
-        lower="off: requests stay as they came; with LMCache and adapters answers become wrong",
+        "Give each LoRA adapter's requests their own key space in LMCache: a `cache_salt` and a tag in "
+        "`kv_transfer_params`, computed from the client's own salt, the adapter's name and the path from "
+        "which the worker loaded it. Requests for other models are not changed.",
+        higher="on: LMCache (0.5.6) does not serve KV of another model to an adapter",
+        lower="off: requests are forwarded unchanged; with LMCache and adapters answers become wrong",
     )
     instance: str = option(
         "",
-        "Instance id of a worker's LMCache server, such as `node-{host}`; may use `{id}` (of the worker), "
-        "`{host}` (of its URL) and `{node}` (that its pod runs on, found through Kubernetes). Empty: the "
-        "server whose id is the worker's, else the only one at its address.",
+        "Instance id of a worker's LMCache server, such as `node-{host}`. It may contain `{id}` (the "
+        "worker's id), `{host}` (the host of its URL) and `{node}` (the node of its pod, found through "
+        "Kubernetes). Empty: the server with the worker's id, else the only server at the worker's address.",
     )
     instances: dict[str, str] = option(
-        default_factory=dict, description="The same for single workers: worker id to instance id."
+        default_factory=dict,
+        description="Instance ids for single workers: worker id to instance id. Takes precedence over "
+        "`instance`.",
     )
     pools: dict[str, str] = option(
         default_factory=dict,
-        description="L2 adapters that several servers use together: adapter type (`resp`), or "
-        "`instance/type`, to a name of the pool. Adapters with `shared: true` need no entry.",
+        description="Names of L2 pools that several servers share: adapter type (`resp`) or "
+        "`instance/type`, to the pool's name. Adapters with `shared: true` need no entry.",
     )
 
     @field_validator("instance")
@@ -290,14 +310,14 @@ class LMCacheOptions(Options):
         try:
             value.format(id="i", host="h", node="n")
         except (KeyError, IndexError, ValueError) as error:
-            raise ValueError("only {id}, {host} and {node} can be filled in") from error
+            raise ValueError("only {id}, {host} and {node} may stand in braces") from error
         return value
 
     @model_validator(mode="after")
     def _servers_to_ask(self) -> LMCacheOptions:
         if self.prefetch.enabled and not self.coordinator.enabled:
             raise ValueError(
-                "prefetch.enabled: which server is whose is known to the coordinator only: set "
+                "prefetch.enabled: only the coordinator knows which server belongs to which worker: set "
                 "coordinator.enabled too"
             )
         return self
@@ -307,5 +327,5 @@ class LMCacheOptions(Options):
         for field, mapping in (("instances", self.instances), ("pools", self.pools)):
             for key, name in mapping.items():
                 if not key or not name:
-                    raise ValueError(f"{field}: neither a key nor a name may be empty")
+                    raise ValueError(f"{field}: keys and names must not be empty")
         return self

@@ -1,4 +1,7 @@
-"""Asking LMCache's servers what events do not say: their chunk size, and after losses what they hold."""
+"""Polls LMCache's servers for what their events do not report.
+
+`/status` has the chunk size and, after lost events, the number of objects; `/metrics` has the load rates.
+"""
 
 from __future__ import annotations
 
@@ -19,15 +22,17 @@ from kvroute.wire.lmcache_server import LoadRates, decode_status, read_load_rate
 
 log = logging.getLogger(__name__)
 
-_AT_A_TIME = 16
-_LONGEST_PAUSE = 12
-"""Times the usual one, for servers whose count still differs: counting costs them something."""
+_CONCURRENT_POLLS = 16
+_MAX_PAUSE_FACTOR = 12
+"""Longest pause, in multiples of `status_interval_s`, for a server whose count still differs from the map's:
+to count its objects costs the server CPU time."""
 
 
-class StatusWatch:
-    """Reads `/status` of servers whose chunk size is not known or whose map lacks something, again and again
-    until neither is so. Mutable: `failures` counts questions without a good answer. The client belongs to the
-    caller."""
+class StatusPoller:
+    """Polls `/status` of each server until its chunk size is known and its map is complete.
+
+    Mutable: `failures` counts polls without a usable answer. The caller owns and closes the client.
+    """
 
     def __init__(
         self, coordinator: Coordinator, client: httpx.AsyncClient, clock: Clock, options: CoordinatorOptions
@@ -37,14 +42,14 @@ class StatusWatch:
         self._client = client
         self._clock = clock
         self._options = options
-        self._pauses: dict[str, tuple[float, float]] = {}
-        """Instance -> when to ask next, and after what pause."""
+        self._schedule: dict[str, tuple[float, float]] = {}
+        """Instance id -> (time of the next poll, the pause before that poll in seconds)."""
 
     async def run(self, registered: asyncio.Event) -> None:
-        """Ends only by cancellation. `registered` asks for a look at once."""
+        """Poll until cancelled: every `status_interval_s`, and at once when `registered` is set."""
         while True:
             registered.clear()
-            await self.look(due_only=True)
+            await self.poll(due_only=True)
             waits = [
                 asyncio.ensure_future(registered.wait()),
                 asyncio.ensure_future(self._clock.sleep(self._options.status_interval_s)),
@@ -56,22 +61,24 @@ class StatusWatch:
                     wait.cancel()
                 await asyncio.gather(*waits, return_exceptions=True)
 
-    async def look(self, *, due_only: bool = False) -> None:
-        """Ask all that are in question once, or those of them whose time has come."""
+    async def poll(self, *, due_only: bool = False) -> None:
+        """Poll every server that needs it once; with `due_only` only those whose pause has ended."""
         now = self._clock.now()
-        asked = [each for each in self._coordinator.instances() if _in_question(each)]
-        self._pauses = {each.id: self._pauses.get(each.id, (now, 0.0)) for each in asked}
+        due = [each for each in self._coordinator.instances() if _needs_status(each)]
+        self._schedule = {each.id: self._schedule.get(each.id, (now, 0.0)) for each in due}
         if due_only:
-            asked = [each for each in asked if self._pauses[each.id][0] <= now]
-        for start in range(0, len(asked), _AT_A_TIME):
-            await asyncio.gather(*(self._ask(each) for each in asked[start : start + _AT_A_TIME]))
-        for each in asked:
+            due = [each for each in due if self._schedule[each.id][0] <= now]
+        for start in range(0, len(due), _CONCURRENT_POLLS):
+            await asyncio.gather(
+                *(self._poll_server(each) for each in due[start : start + _CONCURRENT_POLLS])
+            )
+        for each in due:
             usual = self._options.status_interval_s
-            differs = each.scheme_known and each.quiet_seq < 0
-            pause = min(2 * self._pauses[each.id][1], _LONGEST_PAUSE * usual) if differs else 0.0
-            self._pauses[each.id] = now + max(pause, usual), max(pause, usual)
+            differs = each.scheme_known and each.agreed_seq < 0
+            pause = min(2 * self._schedule[each.id][1], _MAX_PAUSE_FACTOR * usual) if differs else 0.0
+            self._schedule[each.id] = now + max(pause, usual), max(pause, usual)
 
-    async def _ask(self, instance: LMCacheServer) -> None:
+    async def _poll_server(self, instance: LMCacheServer) -> None:
         host = f"[{instance.address}]" if ":" in instance.address else instance.address
         try:
             async with asyncio.timeout(self._options.status_timeout_s):
@@ -80,10 +87,10 @@ class StatusWatch:
             self._coordinator.status(instance.id, decode_status(answer.content))
         except (httpx.HTTPError, httpx.InvalidURL, TimeoutError, WireError) as error:
             self.failures += 1
-            log.debug("LMCache server %s does not tell its status: %r", instance.id, error)
+            log.debug("LMCache server %s: no answer from /status: %r", instance.id, error)
 
 
-def _in_question(instance: LMCacheServer) -> bool:
+def _needs_status(instance: LMCacheServer) -> bool:
     return (
         instance.registered
         and instance.doubt is not Doubt.FOREIGN_HASHES
@@ -91,16 +98,17 @@ def _in_question(instance: LMCacheServer) -> bool:
     )
 
 
-_CONCURRENT_RATES: Final = 16
 _TIERS: Final = {"l1": Tier.L1, "l2": Tier.L2}
 
 Report = Callable[[str, Tier, float, int], None]
-"""(instance id, tier, mean GB/s, of how many loads); called synchronously."""
+"""Called with (instance id, tier, mean GB/s, number of loads); synchronous."""
 
 
-class RateWatch:
-    """Reads `/metrics` of every registered server at intervals, and reports what is new. Mutable: `failures`
-    counts questions without an answer. The client belongs to the caller."""
+class RatePoller:
+    """Polls `/metrics` of every registered server, and reports the load rates since the poll before.
+
+    Mutable: `failures` counts polls without an answer. The caller owns and closes the client.
+    """
 
     def __init__(
         self,
@@ -122,19 +130,21 @@ class RateWatch:
         self._known: dict[str, LoadRates] = {}
 
     async def run(self) -> NoReturn:
-        """Ends only by cancellation."""
+        """Poll every `interval_s` until cancelled."""
         while True:
             await self._clock.sleep(self._interval_s)
-            await self.look()
+            await self.poll()
 
-    async def look(self) -> None:
-        """Ask all once."""
-        asked = [each for each in self._coordinator.instances() if each.registered]
-        self._known = {each.id: self._known[each.id] for each in asked if each.id in self._known}
-        for start in range(0, len(asked), _CONCURRENT_RATES):
-            await asyncio.gather(*(self._ask(each) for each in asked[start : start + _CONCURRENT_RATES]))
+    async def poll(self) -> None:
+        """Poll every registered server once."""
+        due = [each for each in self._coordinator.instances() if each.registered]
+        self._known = {each.id: self._known[each.id] for each in due if each.id in self._known}
+        for start in range(0, len(due), _CONCURRENT_POLLS):
+            await asyncio.gather(
+                *(self._poll_server(each) for each in due[start : start + _CONCURRENT_POLLS])
+            )
 
-    async def _ask(self, instance: LMCacheServer) -> None:
+    async def _poll_server(self, instance: LMCacheServer) -> None:
         host = f"[{instance.address}]" if ":" in instance.address else instance.address
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -142,7 +152,7 @@ class RateWatch:
             answer.raise_for_status()
         except (httpx.HTTPError, httpx.InvalidURL, TimeoutError) as error:
             self.failures += 1
-            log.debug("LMCache server %s does not tell its rates: %r", instance.id, error)
+            log.debug("LMCache server %s: no answer from /metrics: %r", instance.id, error)
             return
         rates = read_load_rates(answer.text)
         before = self._known.get(instance.id)

@@ -1,4 +1,4 @@
-"""Asking LMCache's servers to load what a queued request will need, from L2 into L1."""
+"""Asks LMCache's servers to load a queued request's chunks from L2 into L1."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ _ACCEPTED: Final = 202
 
 
 class PrefetchOutcome(StrEnum):
-    """What became of one; bounded, so a metric label."""
+    """How a prefetch ended. A closed set, so it can be a metric label."""
 
     SUBMITTED = "submitted"
-    """The server has begun to load."""
+    """The server has started to load."""
     NOTHING = "nothing"
-    """The prompt is shorter than one of its chunks."""
+    """The prompt is shorter than one of the server's chunks."""
     REFUSED = "refused"
-    """Any other answer: an older LMCache (404), or a model that has not run there yet (503)."""
+    """The server gave another answer: an older LMCache (404), or a model that has not run there yet (503)."""
     FAILED = "failed"
     """No answer in time."""
     LATE = "late"
-    """Not asked: by then the request's turn would have come."""
+    """Not sent: the engine will have started the request by then."""
     CROWDED = "crowded"
-    """Not asked: too many others waited for their answers."""
+    """Not sent: the queue (`max_waiting`) was full."""
     UNKNOWN_MODEL = "unknown_model"
-    """Not asked: what the worker's model is called in LMCache, and over how many ranks, is not known."""
+    """Not sent: the model's name in LMCache and its number of ranks are not known."""
 
 
-class _Order(NamedTuple):
+class _PrefetchRequest(NamedTuple):
     url: str
     instance_id: str
     model: StoredModel
@@ -52,8 +52,10 @@ class _Order(NamedTuple):
 
 
 class Prefetcher:
-    """Sends prefetches from a queue, so that no request waits for one. Mutable: `counts`, by outcome, and the
-    queue. The client belongs to the caller; `run` does the work."""
+    """Sends prefetches from a queue, so that no client's request waits for a prefetch.
+
+    `run` does the work. Mutable: the queue, and `counts` by outcome. The caller owns and closes the client.
+    """
 
     def __init__(
         self, coordinator: Coordinator, client: httpx.AsyncClient, clock: Clock, options: PrefetchOptions
@@ -63,17 +65,20 @@ class Prefetcher:
         self._client = client
         self._clock = clock
         self._options = options
-        self._orders: asyncio.Queue[_Order] = asyncio.Queue(options.max_waiting)
+        self._queue: asyncio.Queue[_PrefetchRequest] = asyncio.Queue(options.max_waiting)
         self._failing: set[str] = set()
-        """Servers of which it was said that they fail."""
+        """Ids of servers whose failure was logged; removed when a prefetch succeeds."""
 
-    def knows(self, worker_id: str) -> bool:
-        """Whether there is a server to ask."""
+    def has_server(self, worker_id: str) -> bool:
+        """Whether an LMCache server is known for this worker."""
         return self._coordinator.instance_of(worker_id) is not None
 
-    def ask(self, worker_id: str, token_ids: Sequence[int], salt: str, spare_s: float) -> None:
-        """Have the worker's server load these leading tokens of a prompt: after `delay_s` of the options, if
-        it can be asked within `spare_s` from now. Returns at once."""
+    def request(self, worker_id: str, token_ids: Sequence[int], salt: str, spare_s: float) -> None:
+        """Queue a prefetch of a prompt's leading tokens by the worker's server. Returns at once.
+
+        The prefetch is sent `delay_s` (option) from now, and dropped if it cannot be sent within `spare_s`
+        seconds from now.
+        """
         instance = self._coordinator.instance_of(worker_id)
         if instance is None:
             return
@@ -83,7 +88,7 @@ class Prefetcher:
             return
         host = f"[{instance.address}]" if ":" in instance.address else instance.address
         now = self._clock.now()
-        order = _Order(
+        request = _PrefetchRequest(
             f"http://{host}:{instance.http_port}/cache/prefetches",
             instance.id,
             model,
@@ -93,12 +98,12 @@ class Prefetcher:
             now + spare_s,
         )
         try:
-            self._orders.put_nowait(order)
+            self._queue.put_nowait(request)
         except asyncio.QueueFull:
             self.counts[PrefetchOutcome.CROWDED] += 1
 
     async def run(self) -> NoReturn:
-        """Ends only by cancellation."""
+        """Send queued prefetches, `connections` at a time, until cancelled."""
         async with asyncio.TaskGroup() as senders:
             for _ in range(self._options.connections):
                 senders.create_task(self._send_all())
@@ -106,41 +111,42 @@ class Prefetcher:
 
     async def _send_all(self) -> NoReturn:
         while True:
-            order = await self._orders.get()
-            self.counts[await self._send(order)] += 1
+            request = await self._queue.get()
+            self.counts[await self._send(request)] += 1
 
-    async def _send(self, order: _Order) -> PrefetchOutcome:
-        # All wait for the same time, so that none in the queue is due before one that is waited for here.
-        await self._clock.sleep(max(order.due - self._clock.now(), 0.0))
-        if self._clock.now() > order.useful_until:
+    async def _send(self, request: _PrefetchRequest) -> PrefetchOutcome:
+        # Every prefetch has the same delay, so the queue is in order of `due`: to sleep here delays no other
+        # one.
+        await self._clock.sleep(max(request.due - self._clock.now(), 0.0))
+        if self._clock.now() > request.useful_until:
             return PrefetchOutcome.LATE
         pieces = []
-        for piece in prefetch_body(order.model.name, order.model.world, order.token_ids, order.salt):
+        for piece in prefetch_body(request.model.name, request.model.world, request.token_ids, request.salt):
             pieces.append(piece)
             await asyncio.sleep(0)
         try:
             async with asyncio.timeout(self._options.timeout_s):
                 answer = await self._client.post(
-                    order.url,
+                    request.url,
                     content=b"".join(pieces),
                     headers={"content-type": "application/json"},
                     timeout=None,
                 )
         except (httpx.HTTPError, httpx.InvalidURL, TimeoutError) as error:
-            return self._failed(order, PrefetchOutcome.FAILED, type(error).__name__)
+            return self._failed(request, PrefetchOutcome.FAILED, type(error).__name__)
         if answer.status_code != _ACCEPTED:
-            return self._failed(order, PrefetchOutcome.REFUSED, f"status {answer.status_code}")
+            return self._failed(request, PrefetchOutcome.REFUSED, f"status {answer.status_code}")
         try:
             chunks = read_prefetch_answer(answer.content)
         except WireError as error:
-            return self._failed(order, PrefetchOutcome.REFUSED, str(error))
-        if order.instance_id in self._failing:
-            self._failing.discard(order.instance_id)
-            log.info("LMCache server %s prefetches again", order.instance_id)
+            return self._failed(request, PrefetchOutcome.REFUSED, str(error))
+        if request.instance_id in self._failing:
+            self._failing.discard(request.instance_id)
+            log.info("LMCache server %s prefetches again", request.instance_id)
         return PrefetchOutcome.SUBMITTED if chunks else PrefetchOutcome.NOTHING
 
-    def _failed(self, order: _Order, outcome: PrefetchOutcome, why: str) -> PrefetchOutcome:
-        if order.instance_id not in self._failing:
-            self._failing.add(order.instance_id)
-            log.warning("LMCache server %s does not prefetch: %s", order.instance_id, why)
+    def _failed(self, request: _PrefetchRequest, outcome: PrefetchOutcome, why: str) -> PrefetchOutcome:
+        if request.instance_id not in self._failing:
+            self._failing.add(request.instance_id)
+            log.warning("LMCache server %s does not prefetch: %s", request.instance_id, why)
         return outcome

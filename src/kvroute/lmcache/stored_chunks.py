@@ -1,7 +1,8 @@
-"""What one LMCache store holds, put together from objects: a chunk counts once all its parts are there.
+"""The chunks that one LMCache store holds, assembled from the store's objects.
 
-LMCache keeps an object for each rank of a model's tensor-parallel world, and for each group of layers where
-its servers keep those apart. A chunk of which one is missing cannot be loaded.
+LMCache stores one object for each rank of a model's tensor-parallel world and, where its servers separate
+them, for each group of layers. LMCache can load a chunk only if all its objects are present, so only then
+does the chunk count.
 """
 
 from __future__ import annotations
@@ -21,65 +22,66 @@ SINGLE_RANK: Final = 0x01000100
 
 
 class StoredModel(NamedTuple):
-    """A model in a store: its name there, and how many ranks its KV cache is split over."""
+    """A model in a store: its name there, and the number of ranks that its KV cache is split over."""
 
     name: str
     world: int
 
     def domain(self, scheme: ChunkScheme) -> ChunkDomain:
-        """Where chunks of this model are found; those of another world size are of no use to it."""
+        """The index domain of this model's chunks. Each world size has its own: their chunks are not
+        compatible."""
         return scheme, self.name if self.world == 1 else f"{self.name}\0{self.world}"
 
 
 @dataclass(slots=True)
 class _Parts:
-    """What a whole chunk consists of, as far as seen. Mutable."""
+    """The parts of a model's chunks, as far as events have shown them. Mutable: changed by `HeldChunks`."""
 
     groups: set[int] = field(default_factory=set)
     kv_ranks: set[int] = field(default_factory=set)
     held: dict[tuple[ChunkSpace, ChunkKey], int] = field(default_factory=dict)
-    """Chunks of several parts: those that are there, as bits."""
+    """For models with several parts: a chunk -> its present parts as bits."""
 
 
 class HeldChunks:
-    """One store's chunks. Mutable: follows the events that are handed to it.
+    """One store's chunks, written to the index. Mutable: `store`, `remove` and `clear` change the chunks.
 
-    `objects` counts the objects believed to be there, `foreign` those whose names are no BLAKE3 hashes;
-    `kinds` rises with every model, rank and group of layers that is new here.
+    `objects` counts the objects in the store, `foreign_hashes` the object names that are no BLAKE3 hashes.
+    `layout_changes` rises with every new model, rank or group of layers.
     """
 
     def __init__(self, index: ChunkIndex, tier: Tier) -> None:
         self.holder = ChunkHolder(tier, shared=True)
         self.objects = 0
-        self.foreign = 0
-        self.kinds = 0
+        self.foreign_hashes = 0
+        self.layout_changes = 0
         self._index = index
         self._parts: dict[StoredModel, _Parts] = {}
 
     @property
     def models(self) -> Sequence[StoredModel]:
-        """Models of which anything was seen here, in the order in which they were."""
+        """Models that events have named, in order of first appearance."""
         return list(self._parts)
 
     def object_parts(self, model: StoredModel) -> list[tuple[int, int]]:
-        """(`kv_rank`, `object_group_id`) of the objects that a chunk of `model` consists of."""
+        """(`kv_rank`, `object_group_id`) of each object of a chunk of `model`."""
         parts = self._parts.get(model)
         if parts is None:
             return [(SINGLE_RANK, 0)] if model.world == 1 else []
         return [(rank, group) for rank in sorted(parts.kv_ranks) for group in sorted(parts.groups)]
 
     def clear(self) -> None:
-        """Nothing is believed to be there any more; what kinds of objects there are is remembered."""
+        """Remove all chunks. The models and the parts of their chunks stay known."""
         self._index.clear(self.holder)
         self.objects = 0
         for parts in self._parts.values():
             parts.held = {}
 
     def store(self, scheme: ChunkScheme, entries: Iterable[EventEntry]) -> bool:
-        """Objects are there now. False if they show that chunks have more parts than was known: then what
-        was believed before is dropped."""
+        """Add objects. False if they show that chunks have more parts than was known; then all earlier chunks
+        are removed, because those chunks may lack a part."""
         entries = list(entries)
-        as_known = self._learn_parts(entries)
+        layout_known = self._learn_parts(entries)
         for key, keys in self._runs(entries):
             model = _model(key)
             parts = self._parts[model]
@@ -90,10 +92,10 @@ class HeldChunks:
                 self._index.store(self.holder, space, keys)
             else:
                 self.objects += self._index.store(self.holder, space, keys)
-        return as_known
+        return layout_known
 
     def remove(self, scheme: ChunkScheme, entries: Iterable[EventEntry]) -> None:
-        """Objects are gone."""
+        """Remove objects."""
         for key, keys in self._runs(entries):
             model = _model(key)
             parts = self._parts.get(model)
@@ -109,8 +111,8 @@ class HeldChunks:
                 self.objects -= gone
 
     def _runs(self, entries: Iterable[EventEntry]) -> Iterator[tuple[ObjectKey, list[ChunkKey]]]:
-        """Entries that differ in nothing but the chunk, as one key of them and all chunks."""
-        for _, run in groupby(entries, key=_kind):
+        """Consecutive entries that differ only in the chunk: the key of the first one, and all chunk keys."""
+        for _, run in groupby(entries, key=_object_kind):
             keys: list[ChunkKey] = []
             first: ObjectKey | None = None
             for entry in run:
@@ -121,29 +123,29 @@ class HeldChunks:
                         raise ValueError(name)
                     keys.append(int(name[48:], 16))
                 except ValueError:
-                    self.foreign += 1
+                    self.foreign_hashes += 1
             if first is not None and keys:
                 yield first, keys
 
     def _learn_parts(self, entries: Sequence[EventEntry]) -> bool:
-        as_known = True
+        layout_known = True
         kinds = {(each.key.model_name, each.key.kv_rank, each.key.object_group_id) for each in entries}
         seen: dict[StoredModel, set[int]] = {}
         for name, kv_rank, group in kinds:
             model = StoredModel(name, max(1, kv_rank >> 24))
             ranks = self._parts.setdefault(model, _Parts()).kv_ranks
-            self.kinds += kv_rank not in ranks
+            self.layout_changes += kv_rank not in ranks
             ranks.add(kv_rank)
             seen.setdefault(model, set()).add(group)
         for model, groups in seen.items():
             parts = self._parts[model]
             if parts.groups and not groups <= parts.groups:
-                as_known = False
-            self.kinds += len(groups - parts.groups)
+                layout_known = False
+            self.layout_changes += len(groups - parts.groups)
             parts.groups |= groups
-        if not as_known:
+        if not layout_known:
             self.clear()
-        return as_known
+        return layout_known
 
     @staticmethod
     def _bit(key: ObjectKey) -> int:
@@ -172,7 +174,7 @@ class HeldChunks:
                 parts.held[chunk] = bits ^ bit
 
 
-def _kind(entry: EventEntry) -> tuple[str, int, int, str]:
+def _object_kind(entry: EventEntry) -> tuple[str, int, int, str]:
     key = entry.key
     return key.model_name, key.kv_rank, key.object_group_id, key.cache_salt
 
