@@ -91,13 +91,13 @@ def test_a_relayed_head_has_a_host_an_id_and_a_length() -> None:
     heads = RelayedHeads(b"w:1")
 
     for _ in range(2):  # the second one is from memory
-        assert heads.head(b"POST", b"/v1/x?y", b"a: */*\r\n", b"id", 7) == (
+        assert heads.encode(b"POST", b"/v1/x?y", b"a: */*\r\n", b"id", 7) == (
             b"POST /v1/x?y HTTP/1.1\r\nhost: w:1\r\na: */*\r\nx-request-id: id\r\ncontent-length: 7\r\n\r\n"
         )
-    assert heads.head(b"GET", b"/v1/x?y", b"", b"id", 0) == (
+    assert heads.encode(b"GET", b"/v1/x?y", b"", b"id", 0) == (
         b"GET /v1/x?y HTTP/1.1\r\nhost: w:1\r\nx-request-id: id\r\n\r\n"
     )
-    assert heads.head(b"POST", b"/x", b"", b"id", 0).endswith(b"content-length: 0\r\n\r\n")
+    assert heads.encode(b"POST", b"/x", b"", b"id", 0).endswith(b"content-length: 0\r\n\r\n")
 
 
 @pytest.mark.parametrize(("method", "target"), [(b"PO ST", b"/x"), (b"POST", b"/x y"), (b"POST", b"/\r\n")])
@@ -106,12 +106,12 @@ def test_a_relayed_head_is_one_request_line(method: bytes, target: bytes) -> Non
 
     for _ in range(2):
         with pytest.raises(ValueError, match="request line"):
-            heads.head(method, target, b"", b"id", 0)
+            heads.encode(method, target, b"", b"id", 0)
 
 
 def test_no_number_of_targets_fills_the_memory() -> None:
     heads = RelayedHeads(b"w")
     for number in range(1000):
-        heads.head(b"POST", b"/v1/responses/%d/cancel" % number, b"", b"id", 0)
+        heads.encode(b"POST", b"/v1/responses/%d/cancel" % number, b"", b"id", 0)
 
     assert 0 < len(heads._posts) <= 256

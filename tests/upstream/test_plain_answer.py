@@ -84,7 +84,7 @@ def test_no_number_of_different_lines_fills_the_memory():
         line = b"x-trace: %d" % number
         assert answers.read(head(b"content-length: 2", line, start=b"HTTP/1.1 200 OK%d" % number))
 
-    assert len(answers._known) <= 1024
+    assert len(answers._fields) <= 1024
     assert len(answers._statuses) <= 1024
 
 
@@ -122,7 +122,7 @@ def test_a_head_like_the_last_one_is_read_with_care():
     for length in (2, 3, 4):
         whole = head(*lines) % length
         assert answers.read(whole)
-    assert answers._last
+    assert answers._last_head
 
     assert all(answers.read(whole[:size]) is None for size in range(len(whole)))
     for other in ((*lines[:2], b"x-a: 2"), lines[:2], (b"server: w", *lines[1:]), (*lines, b"x-b: 1")):
@@ -158,4 +158,4 @@ def test_no_number_of_different_heads_fills_the_memory():
                 answers.read(head(one, other, b"transfer-encoding: chunked"))
 
     assert 0 < len(answers._heads) <= 1024
-    assert 0 < len(answers._streamed) <= 1024
+    assert 0 < len(answers._chunked_heads) <= 1024

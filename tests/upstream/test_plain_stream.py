@@ -77,7 +77,7 @@ class Listener:
             assert unframed(framed) != framed
             self._decide(response)
 
-        response.take_framed = take if self._takes() else None
+        response.on_framed_chunk = take if self._takes() else None
 
 
 async def feed(listener: Listener, *segments: bytes) -> UpstreamConnection:

@@ -16,7 +16,7 @@ KEEPALIVE_S = 0.02
 
 @pytest.fixture(autouse=True)
 def in_a_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spares, "_APART_S", 0.0)
+    monkeypatch.setattr(spares, "_OPEN_INTERVAL_S", 0.0)
 
 
 async def together(transport: Any, requests: int) -> list[Any]:
@@ -79,15 +79,15 @@ async def test_none_where_options_say_so(
 
     await server.until_all_gone()
 
-    assert len(transport._pool._spares._due) == 0
+    assert len(transport._pool._spares._to_open) == 0
     assert server.accepted == 2
 
 
 async def test_a_spare_lives_for_a_time_and_is_replaced_until_it_was_needed_too_long_ago(
     serve: Any, connect: Any, answers: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(spares, "_LIFE_S", 0.02)
-    monkeypatch.setattr(spares, "_REMEMBERED_S", 0.5)
+    monkeypatch.setattr(spares, "_MAX_AGE_S", 0.02)
+    monkeypatch.setattr(spares, "_REPLACE_FOR_S", 0.5)
     server = await serve(answers(OK))
     transport = connect(server.url, keepalive_s=KEEPALIVE_S)
     loop = asyncio.get_running_loop()
@@ -134,7 +134,7 @@ async def test_a_worker_that_refuses_is_left_alone(serve: Any, connect: Any, ans
     while transport.open_connections or transport._pool._spares._opening is not None:
         await asyncio.sleep(0.01)
 
-    assert len(transport._pool._spares._due) == 0
+    assert len(transport._pool._spares._to_open) == 0
 
 
 async def test_a_spare_that_breaks_as_it_is_used_counts_as_a_kept_one(

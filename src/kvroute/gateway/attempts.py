@@ -142,7 +142,9 @@ class Attempts(Struct, eq=False):
         body = plan.body if plan.other_bodies is None else plan.body_for(candidate.worker.id)
         transport = self._deps.transports.of(candidate.worker)
         try:
-            head = transport.heads.head(plan.method, plan.target, fields, self._record.request_id, len(body))
+            head = transport.heads.encode(
+                plan.method, plan.target, fields, self._record.request_id, len(body)
+            )
         except ValueError as error:
             raise InvalidRequest(f"The request cannot be forwarded: {error}.") from error
         self.response = transport.submit(head, body, listener, fresh, plan.query.streamed)

@@ -238,12 +238,12 @@ class Exchange(Struct, eq=False):
     def pause(self) -> None:
         """The client reads slowly: stop reading from the worker until `resume`."""
         if self._attempts.response is not None:
-            self._attempts.response.hold()
+            self._attempts.response.pause()
 
     def resume(self) -> None:
         """The client has read what was written."""
         if self._attempts.response is not None:
-            self._attempts.response.go_on()
+            self._attempts.response.resume()
 
     def answer_arrived(self, response: UpstreamResponse) -> None:
         """Called by the worker's connection: see `upstream.response.AnswerListener`."""
@@ -303,11 +303,11 @@ class Exchange(Struct, eq=False):
                 self._worker_failed(response.error)
                 return
             if client.is_paused:
-                response.hold()
+                response.pause()
             if is_event_stream:
                 self._write_framed = write = client.framed_writer()
                 if write is not None:
-                    response.take_framed = self._take_framed
+                    response.on_framed_chunk = self._on_framed_chunk
 
     def _first_token_arrived(self, now: float) -> None:
         """The first event of a stream counts as the first token."""
@@ -316,8 +316,8 @@ class Exchange(Struct, eq=False):
         self._gaps = self._deps.metrics.gaps(plan.model, self._record.worker, plan.decision.strategy)
         self._last_chunk_at = now
 
-    def _take_framed(self, framed: bytes) -> None:
-        """Pass on one chunk of an event stream: see `UpstreamResponse.take_framed`."""
+    def _on_framed_chunk(self, framed: bytes) -> None:
+        """Pass on one chunk of an event stream: see `UpstreamResponse.on_framed_chunk`."""
         write, gaps = self._write_framed, self._gaps
         assert write is not None
         assert gaps is not None
@@ -350,7 +350,7 @@ class Exchange(Struct, eq=False):
         if chunk:
             client.write(chunk)
         if client.is_paused:
-            response.hold()
+            response.pause()
 
     def _report_last_usage(self) -> None:
         candidate = self._attempts.candidate

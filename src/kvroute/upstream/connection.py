@@ -15,17 +15,18 @@ from kvroute.upstream.writes import Outbox, send_at_once
 _NEVER = float("inf")
 
 
-def _nothing() -> None:
-    """What a closed deadline would call."""
+def _do_nothing() -> None:
+    """The callback of a closed deadline."""
 
 
 class Deadline:
-    """Calls `expired` once when the time last `set` has come.
+    """Calls `expired` once when the time that was last `set` is reached.
 
-    Moving it later, or clearing it, costs a store: the loop's timer stays and looks again when it
-    fires. So a connection keeps one timer over many requests instead of one per wait. Mutable;
-    changed by its owner on the loop.
+    Mutable: its owner sets and clears it on the event loop.
     """
+
+    # To move the time later, or to clear it, only stores a number: the loop's timer stays and checks that
+    # number when it fires. So a connection needs one timer for many requests instead of one for each wait.
 
     __slots__ = ("_at", "_expired", "_loop", "_timer", "_timer_at")
 
@@ -37,19 +38,19 @@ class Deadline:
         self._timer_at = _NEVER
 
     def set(self, after_s: float) -> None:
-        """Expire `after_s` seconds from now, in place of what was set before."""
+        """Expire `after_s` seconds from now. Replaces an earlier time."""
         self._at = at = self._loop.time() + after_s
         if at < self._timer_at:
             self._arm(at)
 
     def clear(self) -> None:
-        """Never expire, until set again."""
+        """Do not expire until `set` is called again."""
         self._at = _NEVER
 
     def close(self) -> None:
-        """Clear it for good and take the timer off the loop."""
+        """Clear it permanently and cancel the loop's timer."""
         self._at = self._timer_at = _NEVER
-        self._expired = _nothing  # the owner's bound method would be a reference cycle
+        self._expired = _do_nothing  # the owner's bound method would make a reference cycle
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -73,20 +74,20 @@ class Deadline:
 
 
 MAX_HEAD_BYTES = 65_536
-"""Limit of an answer's head, interim (1xx) answers before it and trailers after it included."""
+"""Limit of an answer's head, including interim (1xx) answers before it and trailers after it."""
 
-_JOIN_BODY_BYTES = 65_536  # above it joining head and body costs more than a write of two parts
+_JOIN_BODY_BYTES = 65_536  # for larger bodies, joining head and body costs more than writing two parts
 
 
 class ConnectionOwner(Protocol):
-    """What a connection tells its pool, on the loop."""
+    """Callbacks of a connection to its pool, on the event loop."""
 
     def connection_opened(self, connection: UpstreamConnection) -> None:
-        """The socket is open; `connection_closed` will follow, however it ends."""
+        """The socket is open. `connection_closed` follows in every case."""
         ...
 
     def exchange_ended(self, connection: UpstreamConnection) -> None:
-        """The exchange is over; `connection.is_open` says whether another may follow."""
+        """The exchange has ended; another one may start if `connection.is_open`."""
         ...
 
     def connection_closed(self, connection: UpstreamConnection) -> None:
@@ -95,14 +96,16 @@ class ConnectionOwner(Protocol):
 
 
 class UpstreamConnection(asyncio.Protocol):
-    """A socket, a parser, and at most one exchange at a time.
+    """A socket to a worker, an HTTP parser, and at most one exchange at a time.
 
-    The loop turns TCP_NODELAY on (asyncio and uvloop both do). Mutable; changed on the loop by the
-    socket's and the parser's callbacks, by `start`, and through the response by its reader.
-    `is_open` falls once and for ever, as soon as the connection must not be used again.
+    Mutable: the callbacks of socket and parser change it on the event loop, `start`, and the reader through
+    the response. `is_open` becomes false, permanently, when the connection must not be used again.
     """
 
+    # TCP_NODELAY is on: asyncio and uvloop both set it.
+
     __slots__ = (
+        "_at_plain_chunk",
         "_body",
         "_chunk_bytes",
         "_coding",
@@ -114,11 +117,10 @@ class UpstreamConnection(asyncio.Protocol):
         "_headers",
         "_is_head_request",
         "_is_paused",
-        "_is_plain_stream",
-        "_is_touched",
         "_keeps_alive",
         "_may_be_plain",
         "_missing_bytes",
+        "_needs_reset",
         "_origin",
         "_owner",
         "_parser",
@@ -146,13 +148,13 @@ class UpstreamConnection(asyncio.Protocol):
         plain: PlainAnswers | None = None,
         outbox: Outbox | None = None,
     ) -> None:
-        """`plain` may be shared by all connections to one worker, `outbox` by all of the loop; without one
-        requests are written at once."""
+        """All connections to one worker may share `plain`, all connections of a loop `outbox`. Without an
+        outbox requests are written immediately."""
         self.loop = loop
         self.is_open = False
         self.idle_since = 0.0
         self.exchanges = 0
-        """Exchanges begun so far."""
+        """Number of exchanges that were started."""
         self.deadline = Deadline(loop, self._timed_out)
         self._owner = owner
         self._plain = plain or PlainAnswers()
@@ -164,20 +166,20 @@ class UpstreamConnection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._is_paused = False
         self._exchange: UpstreamResponse | None = None
-        # Of the exchange:
-        self._is_touched = True
-        """Something below is not as an exchange begins with it; a plain answer that is not chunked leaves it
-        so. For `start`."""
+        # State of the current exchange:
+        self._needs_reset = True
+        """`start` must reset the members below. A plain answer with a Content-Length leaves them
+        unchanged."""
         self._is_head_request = self._done = self._keeps_alive = self._until_eof = False
         self._body: list[bytes] | None = None
         self._head_read_bytes = self._header_bytes = 0
         self._may_be_plain = True
-        """Nothing of the answer has come, or it is plain and passes the parser by."""
+        """Nothing of the answer has arrived, or it is plain and does not need the parser."""
         self._missing_bytes = 0
-        """Of the body of a plain answer."""
-        self._is_plain_stream = False
-        """The answer is plain and chunked, and what comes next is the beginning of a chunk."""
-        # Of the message being parsed, set by `on_message_begin`:
+        """Bytes of a plain answer's body that have not arrived."""
+        self._at_plain_chunk = False
+        """The answer is plain and chunked, and the next byte is the first one of a chunk."""
+        # State of the message that is being parsed, set by `on_message_begin`:
         self._headers: list[tuple[bytes, bytes]] = []
         self._reason = self._coding = b""
         self._content_length: int | None = None
@@ -191,26 +193,29 @@ class UpstreamConnection(asyncio.Protocol):
         is_head_request: bool = False,
         is_streamed: bool = False,
     ) -> None:
-        """Write a request; its answer fills `response`, and begins within `timeout_s`, 0 for ever. Needs an
-        open connection without an exchange. `is_streamed` as in `Outbox.send_soon`."""
+        """Write a request; its answer goes to `response`.
+
+        The answer must start within `timeout_s`; 0 sets no limit. `is_streamed`: the request asks for a
+        stream (see `Outbox.send_soon`). Raises RuntimeError if the connection is closed or has an exchange.
+        """
         transport = self._transport
         if transport is None or not self.is_open or self._exchange is not None:
             raise RuntimeError("the connection is closed or in use")
-        begun = self.exchanges
-        self.exchanges = begun + 1
+        earlier = self.exchanges
+        self.exchanges = earlier + 1
         response.connection = self
-        if begun or self.idle_since > 0.0:
+        if earlier or self.idle_since > 0.0:
             response.reused = True
         self._exchange = response
-        # What the last exchange has left of its deadline finds nobody, or is put off here.
+        # This also replaces the deadline that the last exchange left.
         if timeout_s > 0:
             self.deadline.set(timeout_s)
         else:
             self.deadline.clear()
-        if self._is_touched or is_head_request:
-            self._is_touched = self._is_head_request = is_head_request
+        if self._needs_reset or is_head_request:
+            self._needs_reset = self._is_head_request = is_head_request
             self._may_be_plain = not is_head_request
-            self._is_plain_stream = self._done = self._keeps_alive = self._until_eof = False
+            self._at_plain_chunk = self._done = self._keeps_alive = self._until_eof = False
             self._body = None
             self._head_read_bytes = self._header_bytes = 0
         send = self._send_soon if is_streamed else self._send
@@ -220,11 +225,11 @@ class UpstreamConnection(asyncio.Protocol):
             send(transport, head, body)
 
     def abort_exchange(self) -> None:
-        """Give the answer under way up and close the socket."""
+        """End the current exchange and close the socket."""
         self._fail(ConnectionLost(f"{self._origin}: the exchange was aborted by the gateway"))
 
     def close(self) -> None:
-        """Close the socket at once. An answer under way breaks off with ConnectionLost."""
+        """Close the socket. A current exchange ends with ConnectionLost."""
         if self._exchange is not None:
             self.abort_exchange()
         elif self._transport is not None:
@@ -233,13 +238,13 @@ class UpstreamConnection(asyncio.Protocol):
             self._transport.abort()
 
     def pause_reading(self) -> None:
-        """Stop reading, if the socket is open and read from."""
+        """Stop reading from the socket. Idempotent."""
         if not self._is_paused and self._transport is not None:
             self._is_paused = True
             self._transport.pause_reading()
 
     def resume_reading(self) -> None:
-        """Read on, if reading was paused because too much was unread."""
+        """Read from the socket again. Idempotent."""
         if self._is_paused:
             self._is_paused = False
             if self._transport is not None:
@@ -256,12 +261,12 @@ class UpstreamConnection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         exchange = self._exchange
         if exchange is None:
-            self.close()  # bytes nobody asked for, or late ones of an aborted exchange
+            self.close()  # bytes without a request, or late bytes of an aborted exchange
             return
-        if self._is_plain_stream:
-            # A chunk that comes alone and whole, as most tokens do, goes to whom takes it as it is.
-            take = exchange.take_framed
-            if take is not None and (
+        if self._at_plain_chunk:
+            # Most tokens arrive as exactly one chunk. It is passed on with its framing.
+            on_framed_chunk = exchange.on_framed_chunk
+            if on_framed_chunk is not None and (
                 (
                     self._chunk_bytes.get(data[: data.find(b"\r\n", 1, 5)]) == len(data)
                     and data.endswith(b"\r\n")
@@ -271,12 +276,12 @@ class UpstreamConnection(asyncio.Protocol):
                 after_s = exchange.idle_timeout_s
                 if after_s > 0:
                     self.deadline.set(after_s)
-                take(data)
+                on_framed_chunk(data)
             else:
-                self._stream(exchange, data)
+                self._parse_chunks(exchange, data)
             return
         size = len(data)
-        if not self._may_be_plain or not self._passes_by(exchange, data, size):
+        if not self._may_be_plain or not self._try_fast_parse(exchange, data, size):
             self._parse(exchange, data, size)
 
     def _parse(self, exchange: UpstreamResponse, data: bytes, size: int) -> None:
@@ -293,27 +298,28 @@ class UpstreamConnection(asyncio.Protocol):
             self._head_read_bytes += size
             if self._head_read_bytes > MAX_HEAD_BYTES:
                 self._fail(self._head_too_large())
-        elif exchange.received(size) > self._unread_limit:
+        elif exchange.on_read(size) > self._unread_limit:
             self.pause_reading()
 
-    def _passes_by(self, exchange: UpstreamResponse, data: bytes, size: int) -> bool:
-        """Take a read that belongs to a plain answer; False, once and for all, where it is for the parser."""
+    def _try_fast_parse(self, exchange: UpstreamResponse, data: bytes, size: int) -> bool:
+        """Process a read of a plain answer without the parser; False if the parser must read this answer."""
         if not exchange.status:
             plain = self._plain.read(data)
             if plain is None:
                 self._may_be_plain = False
-                self._is_touched = True
+                self._needs_reset = True
                 return False
             exchange.plain = plain
             exchange.status, _, _, _, _, body_at, body_bytes = plain
             data = data[body_at:]
             if body_bytes is None:
                 self._may_be_plain = False
-                self._is_plain_stream = self._is_touched = True
+                self._at_plain_chunk = self._needs_reset = True
                 if data:
-                    self._stream(exchange, data)  # nobody takes a first chunk as it is: the head is to come
+                    # The first chunk is never passed on framed, because the head is sent before it.
+                    self._parse_chunks(exchange, data)
                 else:
-                    exchange.received(size)
+                    exchange.on_read(size)
                 return True
             missing = body_bytes - len(data)
         else:
@@ -322,14 +328,14 @@ class UpstreamConnection(asyncio.Protocol):
             self._missing_bytes = missing
             if data:
                 exchange.parts.append(data)
-            if exchange.received(size) > self._unread_limit:
+            if exchange.on_read(size) > self._unread_limit:
                 self.pause_reading()
             return True
         keeps_alive = True
         if missing:
-            self._done = self._is_touched = True
+            self._done = self._needs_reset = True
             try:
-                self._parser.feed_data(data[missing:])  # whatever it is, it was not asked for
+                self._parser.feed_data(data[missing:])  # bytes after the answer's end: always an error
             except httptools.HttpParserError:
                 keeps_alive = False
             data = data[:missing]
@@ -337,9 +343,11 @@ class UpstreamConnection(asyncio.Protocol):
         self._complete(exchange, keeps_alive)
         return True
 
-    def _stream(self, exchange: UpstreamResponse, data: bytes) -> None:
-        """Take a read of a plain stream. Chunks that come whole pass the parser by; it gets the rest of the
-        answer from the first one that does not."""
+    def _parse_chunks(self, exchange: UpstreamResponse, data: bytes) -> None:
+        """Process a read of a plain chunked answer.
+
+        Whole chunks do not need the parser. From the first incomplete chunk on, the parser reads the answer.
+        """
         at, end = 0, len(data)
         parts = exchange.parts
         while (line := CHUNK(data, at)) is not None:
@@ -350,15 +358,15 @@ class UpstreamConnection(asyncio.Protocol):
             parts.append(data[begin : after - 2])
             at = after
             if at == end:
-                if exchange.received(end) > self._unread_limit:
+                if exchange.on_read(end) > self._unread_limit:
                     self.pause_reading()
                 return
         rest = data[at:]
         if rest == LAST_CHUNK:
             self._complete(exchange, True)
             return
-        self._is_plain_stream = False
-        # In the parser's eyes this is all of the head; what it says of it is not listened to.
+        self._at_plain_chunk = False
+        # The parser has not seen the head, so it gets a short one. `on_headers_complete` ignores it.
         self._parser.feed_data(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")
         self._parse(exchange, rest, end)
 
@@ -369,10 +377,10 @@ class UpstreamConnection(asyncio.Protocol):
         self._transport = None
         self._closed_by_worker(exc)
         self.deadline.close()
-        del self._parser  # it holds our bound methods; without it no cycle is left behind
+        del self._parser  # it holds bound methods of this object: a reference cycle
         self._owner.connection_closed(self)
 
-    # The parser's callbacks. What they raise stops the parser and comes out of `feed_data`.
+    # The parser's callbacks. An exception stops the parser; `feed_data` raises it.
 
     def on_message_begin(self) -> None:
         if self._done:
@@ -409,18 +417,20 @@ class UpstreamConnection(asyncio.Protocol):
         if version != "1.1" and version != "1.0":
             raise ProtocolViolation(f"{self._origin}: answered in version {version}")
         if self._coding and self._coding.strip(b", \t") != b"chunked":
-            # The header is hop-by-hop: passed on without it, any other coding would be unreadable.
+            # The header is hop-by-hop and not passed on, so the client could not decode another coding.
             raise ProtocolViolation(f"{self._origin}: answered in a transfer coding other than chunked")
         exchange = cast(UpstreamResponse, self._exchange)
-        if exchange.status:  # of a plain stream that is plain no more
+        if exchange.status:  # a plain chunked answer that the parser continues
             self._body = exchange.parts
             self._keeps_alive = True
             return
         coding, length = bool(self._coding), self._content_length
-        exchange.begin(ParsedHead(status, self._reason, self._headers, length, coding, version == "1.0"))
-        self._headers = []  # trailers go here, and nowhere
+        exchange.head_received(
+            ParsedHead(status, self._reason, self._headers, length, coding, version == "1.0")
+        )
+        self._headers = []  # trailers are collected here and dropped
         if self._is_head_request:
-            # The parser expects a body that will not come, so the connection cannot go on either.
+            # The parser waits for a body that will not come, so the connection cannot be used again.
             self._done = True
             return
         self._body = exchange.parts
@@ -428,14 +438,14 @@ class UpstreamConnection(asyncio.Protocol):
         self._until_eof = self._content_length is None and not self._coding
 
     def on_body(self, body: bytes) -> None:
-        if self._body is not None:  # None in an interim answer and in one to HEAD
+        if self._body is not None:  # None for interim answers and for answers to HEAD
             self._body.append(body)
 
     def on_message_complete(self) -> None:
         if self._body is not None:
             self._done = True
 
-    # How an exchange ends: exactly one of these, once.
+    # The two ways in which an exchange ends. Each exchange ends once.
 
     def _complete(self, exchange: UpstreamResponse, keeps_alive: bool) -> None:
         transport = self._transport
@@ -443,7 +453,7 @@ class UpstreamConnection(asyncio.Protocol):
             keeps_alive
             and transport is not None
             and not transport.is_closing()
-            and transport.get_write_buffer_size() == 0  # answered before it had read the whole request
+            and transport.get_write_buffer_size() == 0  # else it answered before it had read the request
         )
         self._exchange = self._body = None
         if is_open:
@@ -452,7 +462,7 @@ class UpstreamConnection(asyncio.Protocol):
         elif transport is not None:
             transport.abort()
         self._owner.exchange_ended(self)
-        exchange.end()  # last: a listener may start the next exchange on this very connection
+        exchange.end()  # last: a listener may start the next exchange on this connection
 
     def _fail(self, error: UpstreamError) -> None:
         exchange = self._exchange
@@ -491,7 +501,7 @@ class UpstreamConnection(asyncio.Protocol):
         return ProtocolViolation(f"{self._origin}: the answer's head is larger than {MAX_HEAD_BYTES} bytes")
 
     def _violation(self, exc: httptools.HttpParserError) -> ProtocolViolation:
-        """What to tell of a parser's error: one of ours from a callback, or its own (fixed) text."""
+        """The error for a parser's exception: the one that a callback raised, or the parser's fixed text."""
         if isinstance(exc.__context__, ProtocolViolation):
             return exc.__context__
         violation = ProtocolViolation(f"{self._origin}: not HTTP/1.1: {exc}")

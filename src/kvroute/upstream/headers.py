@@ -1,7 +1,7 @@
-"""Which headers cross the gateway, both ways.
+"""Which headers the gateway passes on to workers and to clients.
 
-Hop-by-hop headers (RFC 9110 section 7.6.1) end here; everything else keeps its place, case and
-duplicates. Header lists are ASGI's: `[(name, value), ...]` in bytes.
+Hop-by-hop headers (RFC 9110 section 7.6.1) are dropped; all others keep their order, case and duplicates.
+Header lists are those of ASGI: `[(name, value), ...]` in bytes.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ HOP_BY_HOP = frozenset(
 )
 
 REWRITTEN = frozenset({b"host", b"content-length", b"x-request-id"})
-"""Headers of a request that the gateway writes itself."""
+"""Request headers that the gateway writes itself."""
 
 NOT_RELAYED = HOP_BY_HOP | REWRITTEN | {b"expect"}
-"""`expect` is answered by our own server: the body is already here."""
+"""Request headers that workers do not get. The gateway's own server has answered `expect`."""
 
 ANSWERED_HERE = frozenset(
     {
@@ -41,16 +41,16 @@ ANSWERED_HERE = frozenset(
         b"x-kvroute-hit-tiers",
     }
 )
-"""Headers of an answer that the gateway writes itself."""
+"""Answer headers that the gateway writes itself."""
 
 
 def relayed_fields(
     raw: Sequence[tuple[bytes, bytes]], *, without: frozenset[bytes] = frozenset(), added: bytes = b""
 ) -> bytes:
-    """The client's headers as they go to a worker, each line with its end, then `added`.
+    """The client's headers as header lines for a worker, each with CR LF, and then `added`.
 
-    Left out are hop-by-hop ones, those that every attempt writes anew (`REWRITTEN`) and those in
-    `without` (lower-case). Raises ValueError for a line break or NUL in a header.
+    Hop-by-hop headers, those that every attempt writes itself (`REWRITTEN`) and those in `without`
+    (lower-case) are dropped. Raises ValueError for a line break or NUL in a header.
     """
     dropped = _with_named_by_connection(NOT_RELAYED | without if without else NOT_RELAYED, raw)
     lines = [b"%b: %b\r\n" % header for header in raw if header[0].lower() not in dropped]
@@ -64,8 +64,10 @@ def relayed_fields(
 def response_headers(
     raw: Sequence[tuple[bytes, bytes]], dropped: frozenset[bytes] = HOP_BY_HOP
 ) -> RawHeaders:
-    """Headers for the client: the worker's, names in lower case, without those in `dropped`, which has
-    the hop-by-hop ones and what the gateway sets itself."""
+    """The worker's headers for the client: names in lower case, without those in `dropped`.
+
+    `dropped` must contain the hop-by-hop headers and those that the gateway sets itself.
+    """
     dropped = _with_named_by_connection(dropped, raw)
     out = []
     for name, value in raw:
@@ -78,7 +80,7 @@ def response_headers(
 def _with_named_by_connection(
     dropped: frozenset[bytes], raw: Sequence[tuple[bytes, bytes]]
 ) -> frozenset[bytes]:
-    """`dropped` and the lower-case names that `Connection` headers declare hop-by-hop."""
+    """`dropped` plus the lower-case names that the `Connection` headers list."""
     for name, value in raw:
         if len(name) == 10 and name.lower() == b"connection":
             dropped = dropped.union([token.strip(b" \t").lower() for token in value.split(b",")])

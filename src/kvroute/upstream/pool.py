@@ -18,29 +18,37 @@ from kvroute.upstream.writes import Outbox
 
 log = logging.getLogger(__name__)
 
-_REMEMBERED_S = 300.0
-"""How long a connection that was needed once is kept ready for the next time."""
-_LIFE_S = 30.0
-"""Time that a spare stays open. Servers close a connection soon after an answer (uvicorn after 5 s), but
-leave one alone for longer that has not had its first request (uvicorn for ever, others for a minute)."""
-_APART_S = 0.02
-"""Spares are opened one at a time and so far apart, so that no running stream waits for many of them."""
+_REPLACE_FOR_S = 300.0
+"""How long expired connections are replaced after the last request that needed them."""
+_MAX_AGE_S = 30.0
+"""How long a spare connection stays open.
+
+Servers close a connection soon after an answer (uvicorn after 5 s). They wait longer for the first request of
+a connection (uvicorn without limit, others for a minute).
+"""
+_OPEN_INTERVAL_S = 0.02
+"""Time between two connects. Spares are opened one at a time, so that running streams are not delayed."""
 
 
-class Spares:
-    """Replaces connections that expire unused by fresh ones: requests that come together after a pause find
-    as many open as they needed the last time, and do not wait for connects and TLS handshakes.
+class SpareConnections:
+    """Replaces connections that expire unused by new ones, at most `max_spares`.
 
-    At most `most`; a connection that was not needed for `_REMEMBERED_S` is not replaced, nor is one that the
-    worker closes or refuses. Needs no task but for opening.
-    Mutable: `_ready` and `_due`, changed on the loop.
+    Requests that arrive together after a pause then do not wait for connects and TLS handshakes. Mutable:
+    `_ready` and `_to_open` change on the event loop.
     """
 
-    def __init__(self, most: int, connect: Callable[[], Coroutine[Any, Any, UpstreamConnection]]) -> None:
-        self._most = most
+    # Not replaced: a connection without a request for `_REPLACE_FOR_S`, and one that the worker closes or
+    # refuses.
+
+    def __init__(
+        self, max_spares: int, connect: Callable[[], Coroutine[Any, Any, UpstreamConnection]]
+    ) -> None:
+        self._max_spares = max_spares
         self._connect = connect
-        self._ready: dict[UpstreamConnection, float] = {}  # until when it is replaced; oldest first
-        self._due: deque[float] = deque()  # as many as are to be opened, until when they are replaced
+        self._ready: dict[UpstreamConnection, float] = {}
+        """Open spares, oldest first, and the time until which each is replaced."""
+        self._to_open: deque[float] = deque()
+        """The same time for each spare that is to be opened."""
         self._opening: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
 
@@ -48,7 +56,7 @@ class Spares:
         return len(self._ready)
 
     def take(self) -> UpstreamConnection | None:
-        """The one opened last, None where there is none."""
+        """The spare that was opened last; None if there is none."""
         ready = self._ready
         while ready:
             connection = ready.popitem()[0]
@@ -57,17 +65,17 @@ class Spares:
         return None
 
     def replace(self, expired: UpstreamConnection) -> None:
-        """`expired` was kept after an exchange and is closed now: soon have another one in its place."""
-        self._replace(expired.loop, expired.idle_since + _REMEMBERED_S)
+        """Open a spare instead of `expired`, which was kept after an exchange and is closed now."""
+        self._replace(expired.loop, expired.idle_since + _REPLACE_FOR_S)
 
     def forget(self, connection: UpstreamConnection) -> None:
-        """It has been closed."""
+        """The connection was closed: it is no spare any more."""
         self._ready.pop(connection, None)
 
     def close(self) -> None:
-        """Close all and open no more. Idempotent."""
-        self._most = 0
-        self._due.clear()
+        """Close all spares and open no more. Idempotent."""
+        self._max_spares = 0
+        self._to_open.clear()
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -78,31 +86,31 @@ class Spares:
         self._ready.clear()
 
     async def aclose(self) -> None:
-        """As `close`; returns once nothing is being opened."""
+        """Like `close`, but wait until no connection is being opened."""
         self.close()
         if self._opening is not None:
             await asyncio.gather(self._opening, return_exceptions=True)
 
     def _replace(self, loop: asyncio.AbstractEventLoop, until: float) -> None:
-        if len(self._ready) + len(self._due) >= self._most or loop.time() >= until:
+        if len(self._ready) + len(self._to_open) >= self._max_spares or loop.time() >= until:
             return
-        self._due.append(until)
+        self._to_open.append(until)
         if self._opening is None:
             self._opening = loop.create_task(self._open(loop))
 
     async def _open(self, loop: asyncio.AbstractEventLoop) -> None:
         try:
-            while self._due:
-                until = self._due[0]
+            while self._to_open:
+                until = self._to_open[0]
                 connection = await self._connect()
                 connection.idle_since = loop.time()
                 self._ready[connection] = until
-                self._due.popleft()
+                self._to_open.popleft()
                 if self._timer is None:
-                    self._timer = loop.call_later(_LIFE_S, self._expire, loop)
-                await asyncio.sleep(_APART_S)
+                    self._timer = loop.call_later(_MAX_AGE_S, self._expire, loop)
+                await asyncio.sleep(_OPEN_INTERVAL_S)
         except UpstreamError as error:
-            self._due.clear()
+            self._to_open.clear()
             log.debug("no spare connection: %s", error)
         finally:
             self._opening = None
@@ -111,7 +119,7 @@ class Spares:
         self._timer = None
         while self._ready:
             oldest, until = next(iter(self._ready.items()))
-            left_s = oldest.idle_since + _LIFE_S - loop.time()
+            left_s = oldest.idle_since + _MAX_AGE_S - loop.time()
             if left_s > 0:
                 self._timer = loop.call_later(left_s, self._expire, loop)
                 return
@@ -120,7 +128,7 @@ class Spares:
             self._replace(loop, until)
 
 
-# What opening a connection may raise, most special first. UnicodeError: a host that IDNA refuses.
+# Exceptions of opening a connection, subclasses first. UnicodeError: a host name that IDNA refuses.
 _CONNECT_ERRORS: tuple[tuple[type[Exception], type[UpstreamError], str], ...] = (
     (TimeoutError, ConnectTimeout, "no connection within the deadline"),
     (ssl.SSLError, ConnectRefused, "TLS failed"),
@@ -131,7 +139,7 @@ _CONNECT_ERRORS: tuple[tuple[type[Exception], type[UpstreamError], str], ...] = 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a worker listens."""
+    """Scheme, host and port of a worker."""
 
     scheme: str
     host: str
@@ -139,7 +147,7 @@ class Origin:
 
     @property
     def host_header(self) -> bytes:
-        """`host` or `host:port`, as in a Host header."""
+        """The value of the Host header: `host` or `host:port`."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         is_default = self.port == (443 if self.scheme == "https" else 80)
         return (host if is_default else f"{host}:{self.port}").encode("ascii")
@@ -150,12 +158,12 @@ class Origin:
 
 
 class ConnectionPool:
-    """Open connections of one worker; the last one used is the next one used.
+    """The open connections to one worker. The connection that was used last is used next.
 
-    Needs no task: connections come back through their callbacks, and one timer closes the idle ones, which
-    spares replace for a while.
-    Mutable; changed on the loop by `acquire`, `retire`, `aclose` and the connections' callbacks.
+    Mutable: `acquire`, `retire`, `aclose` and the connections' callbacks change it on the event loop.
     """
+
+    # There is no task: connections return through callbacks, and one timer closes idle ones.
 
     def __init__(
         self,
@@ -166,7 +174,7 @@ class ConnectionPool:
     ) -> None:
         self.origin = origin
         self._options = options
-        self._most_idle = options.max_idle
+        self._max_idle = options.max_idle
         self._tls = tls
         self._open: set[UpstreamConnection] = set()
         self._idle: dict[UpstreamConnection, None] = {}  # oldest first: a stack with cheap removal
@@ -175,14 +183,14 @@ class ConnectionPool:
         self._is_retired = False
         self._plain = PlainAnswers()
         self._outbox = outbox
-        most_spares = 0 if options.max_connections else min(options.spare_connections, options.max_idle)
-        self._spares = Spares(most_spares, lambda: self._connect(options.connect_timeout_s))
+        max_spares = 0 if options.max_connections else min(options.spare_connections, options.max_idle)
+        self._spares = SpareConnections(max_spares, lambda: self._connect(options.connect_timeout_s))
         self._all_closed = asyncio.Event()
         self._all_closed.set()
 
     @property
     def open_connections(self) -> int:
-        """Sockets not yet closed, idle ones included."""
+        """Number of open sockets, including idle ones."""
         return len(self._open)
 
     @property
@@ -190,11 +198,12 @@ class ConnectionPool:
         return len(self._idle) + len(self._spares)
 
     async def acquire(self, *, connect_timeout_s: float, fresh: bool = False) -> UpstreamConnection:
-        """An open connection without an exchange; `start` one on it before the next await.
+        """Return an open connection without an exchange. The caller starts one before its next await.
 
-        An idle one at once where there is one and `fresh` is not asked; else a new one. With all allowed
-        connections busy it waits its turn. Both waits end after `connect_timeout_s`, 0 waits for ever.
-        Raises ConnectRefused, ConnectTimeout or PoolExhausted. Cancelling it leaves nothing open.
+        Returns an idle connection if there is one and `fresh` is false; otherwise opens one. While the limit
+        of connections is reached, it waits. Each of the two waits takes at most `connect_timeout_s`; 0 sets
+        no limit. Raises ConnectRefused, ConnectTimeout or PoolExhausted. After a cancellation nothing is left
+        open.
         """
         if self._permits is not None:
             await self._take_permit(self._permits, connect_timeout_s)
@@ -215,7 +224,7 @@ class ConnectionPool:
             raise
 
     def take_idle(self) -> UpstreamConnection | None:
-        """An idle connection as of `acquire`, None where that may have to wait."""
+        """An idle connection like that of `acquire`; None if `acquire` might wait."""
         if self._permits is None:
             idle = self._idle
             while idle:
@@ -226,9 +235,9 @@ class ConnectionPool:
         return None
 
     def retire(self) -> None:
-        """Open and keep no more connections; exchanges under way finish. Idempotent."""
+        """Open and keep no more connections; running exchanges finish. Idempotent."""
         self._is_retired = True
-        self._most_idle = 0
+        self._max_idle = 0
         if self._expiry is not None:
             self._expiry.cancel()
             self._expiry = None
@@ -238,14 +247,14 @@ class ConnectionPool:
         self._spares.close()
 
     async def aclose(self) -> None:
-        """Retire, break off what is under way with ConnectionLost, and return once all sockets are closed."""
+        """Retire, end running exchanges with ConnectionLost, and wait until all sockets are closed."""
         self.retire()
         await self._spares.aclose()
         for connection in list(self._open):
             connection.close()
         await self._all_closed.wait()
 
-    # What connections tell.
+    # Callbacks of the connections (`ConnectionOwner`).
 
     def connection_opened(self, connection: UpstreamConnection) -> None:
         self._open.add(connection)
@@ -257,8 +266,8 @@ class ConnectionPool:
         if not connection.is_open:
             return
         idle = self._idle
-        if len(idle) >= self._most_idle:
-            if not self._most_idle:
+        if len(idle) >= self._max_idle:
+            if not self._max_idle:
                 connection.close()
                 return
             self._close_idle(next(iter(idle)))
@@ -298,7 +307,7 @@ class ConnectionPool:
                 raise ConnectRefused(f"{self.origin}: closed as soon as it was opened")
         except BaseException as exc:
             connection.close()
-            # uvloop closes a connection whose opening is cancelled last-minute without `connection_lost`.
+            # uvloop does not call `connection_lost` if opening is cancelled at the last moment.
             self.connection_closed(connection)
             for raised, error, text in _CONNECT_ERRORS:
                 if isinstance(exc, raised):

@@ -19,30 +19,32 @@ from kvroute.upstream.headers import ANSWERED_HERE, HOP_BY_HOP, RawHeaders
 
 VALUE = rb"[\x21-\x7e\x80-\xff](?:[\t\x20-\x7e\x80-\xff]*[\x21-\x7e\x80-\xff])?"
 FIELD = re.compile(rb"([!#$%%&'*+\-.^_`|~0-9A-Za-z]+):[ \t]*(%b)" % VALUE).fullmatch
-"""A header line: a token, then a value without control characters that neither begins nor ends with white
-space. Nothing else (folded lines, a blank before the colon, bare CR or LF, NUL) matches as a whole."""
+"""A header line: a token, a colon, and a value without control characters or white space at its ends.
+
+Folded lines, a blank before the colon, bare CR or LF, and NUL do not match.
+"""
 
 CHUNK = re.compile(rb"([1-9a-f][0-9a-f]{0,6})\r\n").match
-"""The line before a chunk, as most workers write it: no zeros in front, small letters, no extensions."""
+"""The size line of a chunk as most workers write it: no leading zeros, lower-case digits, no extensions."""
 
 LAST_CHUNK = b"0\r\n\r\n"
 
 _STATUS = re.compile(rb"HTTP/1\.1 ([2-5][0-9]{2}) ([\x21-\x7e][\x20-\x7e]*)").fullmatch
 _LENGTH = re.compile(rb"[1-9][0-9]{0,14}").fullmatch
-_LONGEST_LENGTH = 15
+_MAX_LENGTH_DIGITS = 15
 _WITHOUT_BODY = (204, 304)
-_MOST_HEAD_BYTES = 16_384
-_MOST_LINES = 1024
-_MOST_HEADS = 1024
-_LONGEST_REMEMBERED = 1024
-_LARGEST_REMEMBERED = 4096
+_MAX_PLAIN_HEAD_BYTES = 16_384
+_MAX_CACHED_LINES = 1024
+_MAX_CACHED_HEADS = 1024
+_MAX_CACHED_LINE_BYTES = 1024
+_MAX_CACHED_HEAD_BYTES = 4096
 _CHUNKED = -1
 _ZERO = ord("0")
 _new = tuple.__new__
 
 
 def unframed(part: bytes) -> bytes:
-    """The body of `part` if it is one chunk of the plain kind with its framing, else `part` itself."""
+    """The body of `part` if `part` is exactly one framed chunk (`CHUNK`), otherwise `part` itself."""
     line = CHUNK(part)
     if line is None or line.end() + int(line[1], 16) + 2 != len(part):
         return part
@@ -50,23 +52,26 @@ def unframed(part: bytes) -> bytes:
 
 
 class PlainAnswer(NamedTuple):
-    """The head of one. `lines` is all of it but its end, `fields` are the header lines that clients get,
-    names in lower case, each with its end; `body_at` is where its body begins, and `body_bytes` its
-    length, None when it is chunked."""
+    """The head of a plain answer."""
 
     status: int
     reason: bytes
     lines: bytes
+    """The head without its final CR LF CR LF."""
     fields: bytes
+    """The header lines for the client: names in lower case, each line with its CR LF."""
     is_event_stream: bool
     body_at: int
+    """Where the body begins in the bytes that were read."""
     body_bytes: int | None
+    """Length of the body; None if it is chunked."""
 
     @property
     def headers(self) -> RawHeaders:
-        """As the worker wrote them. Found anew each time: relaying an answer does not take them."""
+        """The headers as the worker wrote them. Parsed at each call; relaying does not need them."""
         matches = [FIELD(line) for line in self.lines.split(b"\r\n")[1:]]
-        return [(match[1], match[2]) for match in matches if match is not None]  # all of them: it is plain
+        # Every line matches, because the answer is plain.
+        return [(match[1], match[2]) for match in matches if match is not None]
 
 
 class _Status(NamedTuple):
@@ -76,114 +81,120 @@ class _Status(NamedTuple):
 
 class _Field(NamedTuple):
     relayed: bytes
+    """The line for the client; b"" if the client does not get it."""
     length: int
-    """Of the body, for a Content-Length; -1 for `transfer-encoding: chunked`; else 0."""
+    """The value of a Content-Length; -1 for `transfer-encoding: chunked`; 0 for other headers."""
     is_event_stream: bool
 
 
-class _Head(NamedTuple):
-    """All of a sized `PlainAnswer` but its length: what stands before and behind that as the worker wrote it,
-    with the name of the header and the end of the head, where these end at most, and what clients get, with a
-    place for the length."""
+class _KnownHead(NamedTuple):
+    """A head that a worker has sent before, with a gap where the digits of its Content-Length are."""
 
     before: bytes
+    """The head up to the digits."""
     before_bytes: int
-    most_bytes: int
+    max_bytes: int
+    """Length of the head with the longest possible number."""
     behind: bytes
+    """The head after the digits, with its final CR LF CR LF."""
     behind_bytes: int
     status: int
     reason: bytes
     fields: bytes
+    """The header lines for the client, with `%b` where the digits are."""
 
 
-def _read_like(head: _Head, data: bytes) -> PlainAnswer | None:
-    """The answer in `data`, if that begins with `head`."""
-    before, at, most, behind, behind_bytes, status, reason, fields = head
+def _match_known_head(head: _KnownHead, data: bytes) -> PlainAnswer | None:
+    """The answer in `data` if `data` begins with `head` and any Content-Length above 0."""
+    before, at, max_bytes, behind, behind_bytes, status, reason, fields = head
     if not data.startswith(before):
         return None
-    after = data.find(behind, at, most)
+    after = data.find(behind, at, max_bytes)
     digits = data[at:after]
     if after < 0 or not digits.isdigit() or digits[0] == _ZERO:
         return None
     body_at = after + behind_bytes
-    # As `PlainAnswer(...)`, without its Python-level constructor.
+    # Like `PlainAnswer(...)`, but without its constructor, which is Python code.
     return _new(
         PlainAnswer, (status, reason, data[: body_at - 4], fields % digits, False, body_at, int(digits))
     )
 
 
 class PlainAnswers:
-    """Recognises answers with a final status and either one Content-Length above 0, if they are no event
-    streams, or `transfer-encoding: chunked`, and no other framing.
+    """Recognises plain answers of one worker.
 
-    Mutable: remembers lines it has judged, and heads made of nothing else but their Content-Length, because
-    a worker sends the same ones again and again: at most 1024 each, of 1 KB and 4 KB at most, and as many
-    of chunked ones.
+    A plain answer has a final status and either `transfer-encoding: chunked`, or one Content-Length above 0
+    and no event stream. Mutable: caches parsed lines (at most 1 KB each) and whole heads (at most 4 KB each),
+    1024 of each kind, because a worker sends the same ones again.
     """
 
     def __init__(self) -> None:
         self._statuses: dict[bytes, _Status] = {}
-        self._known: dict[bytes, _Field] = {}
-        self._heads: dict[tuple[bytes, bytes], _Head] = {}
-        self._streamed: dict[bytes, PlainAnswer] = {}
-        """Chunked ones, by their lines."""
-        self._last: _Head | None = None
-        """The last one that was known."""
+        self._fields: dict[bytes, _Field] = {}
+        self._heads: dict[tuple[bytes, bytes], _KnownHead] = {}
+        self._chunked_heads: dict[bytes, PlainAnswer] = {}
+        """Heads of chunked answers, by their lines."""
+        self._last_head: _KnownHead | None = None
+        """The known head that matched last."""
         self.chunk_bytes: dict[bytes, int] = {}
-        """Lines before chunks that were seen, without their end, and how long such a chunk is with both; by
-        `learn_chunk`."""
+        """Hexadecimal size of a chunk -> length of the chunk with its framing. Filled by `learn_chunk`."""
 
     def read(self, data: bytes) -> PlainAnswer | None:
-        """The head at the start of `data`; None unless it is there as a whole and plain. About 3 us, 1 for
-        a sized one that has come before."""
-        # Most answers of one worker within a second are such as the last one.
-        last = self._last
-        if last is not None and (answer := _read_like(last, data)) is not None:
+        """The head at the start of `data`; None if it is incomplete or not plain.
+
+        About 3 us; 1 us for a known head with a Content-Length.
+        """
+        # Consecutive answers of one worker usually have the same head.
+        last = self._last_head
+        if last is not None and (answer := _match_known_head(last, data)) is not None:
             return answer
-        end = data.find(b"\r\n\r\n", 0, _MOST_HEAD_BYTES)
+        end = data.find(b"\r\n\r\n", 0, _MAX_PLAIN_HEAD_BYTES)
         if end < 0:
             return None
-        # The line of the length as most workers write it; any other spelling is read line by line each time.
+        # The two usual ways to write the header's name. Other ways are parsed line by line each time.
         at = data.find(b"\r\ncontent-length: ", 0, end)
         if at < 0:
             at = data.find(b"\r\nContent-Length: ", 0, end)
         if at < 0:
-            return self._read_streamed(data, end)
+            return self._read_chunked(data, end)
         after = data.find(b"\r\n", at + 2, end + 2)
         around = data[:at], data[after:end]
         head = self._heads.get(around)
         digits = data[at + 18 : after]
         if head is None or not _LENGTH(digits):
-            known = len(self._known) + (data[at + 2 : after] not in self._known)
+            known = len(self._fields) + (data[at + 2 : after] not in self._fields)
             answer = self._read(data, end)
-            if answer is not None and known == len(self._known) and end <= _LARGEST_REMEMBERED:
-                # No line was new but, at most, that of the length: such a head may well come again.
-                self._remember(around, data[: at + 18], data[after : end + 4], answer)
+            if answer is not None and known == len(self._fields) and end <= _MAX_CACHED_HEAD_BYTES:
+                # No line was new, except perhaps the length: this head will probably come again.
+                self._cache_head(around, data[: at + 18], data[after : end + 4], answer)
             return answer
-        self._last = head
-        return _read_like(head, data)
+        self._last_head = head
+        return _match_known_head(head, data)
 
     def learn_chunk(self, framed: bytes) -> int:
-        """Where the body of `framed` begins if that is one chunk of the plain kind, else 0."""
+        """Where the body begins if `framed` is exactly one framed chunk (`CHUNK`), otherwise 0.
+
+        Records sizes below 4096 bytes in `chunk_bytes`.
+        """
         line = CHUNK(framed)
         if line is None or line.end() + int(line[1], 16) + 2 != len(framed) or framed[-2:] != b"\r\n":
             return 0
         if len(line[1]) <= 3:
-            self.chunk_bytes[line[1]] = len(framed)  # at most 4095
+            self.chunk_bytes[line[1]] = len(framed)
         return line.end()
 
-    def _remember(
+    def _cache_head(
         self, around: tuple[bytes, bytes], before: bytes, behind: bytes, answer: PlainAnswer
     ) -> None:
-        """Keep a sized answer's head."""
-        if len(self._heads) >= _MOST_HEADS:
+        """Cache the head of an answer with a Content-Length."""
+        if len(self._heads) >= _MAX_CACHED_HEADS:
             self._heads.clear()
         fields_before, name, after = (b"\r\n" + answer.fields).partition(b"\r\ncontent-length: ")
         digits, _, _ = after.partition(b"\r\n")
-        self._heads[around] = _Head(
+        self._heads[around] = _KnownHead(
             before,
             len(before),
-            len(before) + _LONGEST_LENGTH + len(behind),
+            len(before) + _MAX_LENGTH_DIGITS + len(behind),
             behind,
             len(behind),
             answer.status,
@@ -195,35 +206,35 @@ class PlainAnswers:
             ),
         )
 
-    def _read_streamed(self, data: bytes, end: int) -> PlainAnswer | None:
-        answer = self._streamed.get(data[:end])
+    def _read_chunked(self, data: bytes, end: int) -> PlainAnswer | None:
+        answer = self._chunked_heads.get(data[:end])
         if answer is not None:
             return answer
-        known = len(self._known)
+        known = len(self._fields)
         answer = self._read(data, end)
         if (
             answer is not None
             and answer.body_bytes is None
-            and known == len(self._known)
-            and end <= _LARGEST_REMEMBERED
+            and known == len(self._fields)
+            and end <= _MAX_CACHED_HEAD_BYTES
         ):
-            if len(self._streamed) >= _MOST_HEADS:
-                self._streamed.clear()
-            self._streamed[answer.lines] = answer
+            if len(self._chunked_heads) >= _MAX_CACHED_HEADS:
+                self._chunked_heads.clear()
+            self._chunked_heads[answer.lines] = answer
         return answer
 
     def _read(self, data: bytes, end: int) -> PlainAnswer | None:
         first, *lines = data[:end].split(b"\r\n")
-        status = self._statuses.get(first) or self._judged_status(first)
+        status = self._statuses.get(first) or self._parse_status(first)
         if status is None:
             return None
-        known = self._known
+        known = self._fields
         try:
             fields = [known[line] for line in lines]
         except KeyError:
-            judged = [known.get(line) or self._judged(line) for line in lines]
-            fields = [field for field in judged if field is not None]
-            if len(fields) < len(judged):
+            parsed = [known.get(line) or self._parse_field(line) for line in lines]
+            fields = [field for field in parsed if field is not None]
+            if len(fields) < len(parsed):
                 return None
         if not fields:
             return None
@@ -242,16 +253,16 @@ class PlainAnswers:
             None if length == _CHUNKED else length,
         )
 
-    def _judged_status(self, line: bytes) -> _Status | None:
+    def _parse_status(self, line: bytes) -> _Status | None:
         match = _STATUS(line)
         if match is None or int(match[1]) in _WITHOUT_BODY:
             return None
         status = _Status(int(match[1]), match[2])
-        if len(line) <= _LONGEST_REMEMBERED and len(self._statuses) < _MOST_LINES:
+        if len(line) <= _MAX_CACHED_LINE_BYTES and len(self._statuses) < _MAX_CACHED_LINES:
             self._statuses[line] = status
         return status
 
-    def _judged(self, line: bytes) -> _Field | None:
+    def _parse_field(self, line: bytes) -> _Field | None:
         match = FIELD(line)
         if match is None:
             return None
@@ -268,15 +279,15 @@ class PlainAnswers:
             length = int(value)
         relayed = b"" if name in HOP_BY_HOP or name in ANSWERED_HERE else b"%b: %b\r\n" % (name, value)
         field = _Field(relayed, length, is_event_stream)
-        if len(line) <= _LONGEST_REMEMBERED:
-            if len(self._known) >= _MOST_LINES:
-                self._known.clear()
-            self._known[line] = field
+        if len(line) <= _MAX_CACHED_LINE_BYTES:
+            if len(self._fields) >= _MAX_CACHED_LINES:
+                self._fields.clear()
+            self._fields[line] = field
         return field
 
 
 class ParsedHead(NamedTuple):
-    """The head of an answer that is not plain."""
+    """The head of an answer that is not plain, as the parser found it."""
 
     status: int
     reason: bytes
@@ -309,63 +320,61 @@ class ResponseConnection(Protocol):
 
 
 class AnswerListener(Protocol):
-    """Hears of an answer as it arrives, instead of awaiting it."""
+    """Receives an answer through a callback instead of awaiting it."""
 
     def answer_arrived(self, response: UpstreamResponse) -> None:
-        """The head is here, or body bytes, or the end, or several of them: look and `take`.
+        """The head, body bytes or the end of the answer arrived, or several of these.
 
-        Called on the loop, once for each read from the socket; never after `abort`, nor after the end.
-        May set `response.take_framed`, and then not hear of what goes there.
+        The listener checks `status`, `is_over` and `error`, and calls `take`. Called on the event loop, once
+        for each read from the socket; not after `abort` or after the end. The listener may set
+        `response.on_framed_chunk`; chunks that are passed to it are not announced here.
         """
         ...
 
 
 class UpstreamResponse(Struct, eq=False):
-    """One exchange on a connection: head, then body chunk by chunk. For one reader at a time.
+    """A worker's answer to one request: the head, then the body chunk by chunk. It has one reader.
 
-    It is read by awaiting `head` and `next_chunk`, or pushed to a listener. Whoever holds it reads it to
-    the end or calls `abort()`. The connection goes back to the pool by
-    itself once the whole answer has arrived, even if it has not been read yet; from then on this
-    object only holds what is unread.
-
-    Mutable: the connection fills it on the loop (`status`, `plain`, `parts`, `begin`, `received`, `end`), the
-    reader takes out.
+    The reader awaits `head` and `next_chunk`, or is a listener. It must read to the end or call `abort()`.
+    Mutable: the connection adds what arrives, on the event loop; the reader removes it.
     """
+
+    # The connection returns to the pool when the whole answer has arrived, even if parts are still unread.
 
     idle_timeout_s: float
     listener: AnswerListener | None = None
     status: int = 0
     """0 until the final head is complete."""
     plain: PlainAnswer | None = None
-    """That head, if it is plain."""
-    take_framed: Callable[[bytes], None] | None = None
-    """Of a plain chunked answer, where each read goes that is exactly one chunk, framing and all. None
-    from the end on."""
+    """The head if the answer is plain."""
+    on_framed_chunk: Callable[[bytes], None] | None = None
+    """Called with each read that is exactly one chunk of a plain answer, framing included. None after the
+    end."""
     reused: bool = False
     """Whether the connection had served an exchange before."""
     parts: list[bytes] = field(default_factory=list)
-    """Body bytes that have arrived and are not read yet; the connection appends."""
+    """Body bytes that have arrived and are unread."""
     is_over: bool = False
-    """Nothing more will arrive: it is complete, or `error` says why not."""
+    """Nothing more will arrive: the answer is complete, or `error` is set."""
     error: UpstreamError | None = None
-    """Why the answer broke off; None while it has not."""
+    """Why the answer broke off; otherwise None."""
     connection: ResponseConnection | None = None
-    """Until the end."""
+    """None before the connection is open and after the end."""
     _head: ParsedHead | None = None
     _unread_bytes: int = 0
     _opening: asyncio.Task[None] | None = None
-    _is_held: bool = False
+    _is_paused: bool = False
     _waiter: asyncio.Future[None] | None = None
 
     @property
     def reason(self) -> bytes:
-        """b"" before the head has come."""
+        """The reason phrase; b"" before the head has arrived."""
         head = self._head or self.plain
         return b"" if head is None else head.reason
 
     @property
     def headers(self) -> RawHeaders:
-        """As sent: order, case and duplicates kept, hop-by-hop ones included."""
+        """The headers as sent: with order, case, duplicates and hop-by-hop headers."""
         head = self._head or self.plain
         return [] if head is None else head.headers
 
@@ -387,11 +396,11 @@ class UpstreamResponse(Struct, eq=False):
 
     @property
     def at_end(self) -> bool:
-        """True when the answer is complete and read: `next_chunk` would give b"" at once."""
+        """Whether the answer is complete and read: `next_chunk` would return b"" without waiting."""
         return self.connection is None and self.error is None and not self.parts
 
     async def head(self, timeout_s: float) -> None:
-        """Return once the head of the final answer is here; `timeout_s` 0 waits for ever.
+        """Wait for the head of the final answer; `timeout_s` 0 waits without limit.
 
         Raises ConnectionLost, ResponseTimeout or ProtocolViolation. Called by the transport.
         """
@@ -401,12 +410,12 @@ class UpstreamResponse(Struct, eq=False):
             await self._wait(timeout_s)
 
     async def next_chunk(self) -> bytes:
-        """All body bytes that have arrived since the last call, as soon as there are any; b"" at the end.
+        """Wait for body bytes and return all that have arrived; b"" at the end.
 
-        Chunked framing and trailers are taken off, content codings are left on. Bytes that came before a
-        failure are given first. Raises ConnectionLost when the answer broke off or was aborted,
-        ProtocolViolation on bad framing, ResponseTimeout after a silence of `idle_timeout_s`. Cancelling
-        it loses nothing: it may be called again.
+        Chunked framing and trailers are removed, content codings are kept. Bytes that arrived before a
+        failure are returned before the error is raised: ConnectionLost if the answer broke off or was
+        aborted, ProtocolViolation on bad framing, ResponseTimeout after a silence of `idle_timeout_s`. A
+        cancelled call loses nothing and may be repeated.
         """
         parts = self.parts
         while not parts:
@@ -421,7 +430,7 @@ class UpstreamResponse(Struct, eq=False):
         return chunk
 
     def take(self) -> bytes:
-        """All body bytes that have arrived since the last call, b"" if none have."""
+        """Return all body bytes that have arrived since the last call; b"" if there are none."""
         parts = self.parts
         self._unread_bytes = 0
         if len(parts) == 1:
@@ -430,30 +439,29 @@ class UpstreamResponse(Struct, eq=False):
         parts.clear()
         return chunk
 
-    def hold(self) -> None:
-        """Read no more from the worker until `go_on`; its silence does not count meanwhile."""
+    def pause(self) -> None:
+        """Stop reading from the worker until `resume`. The idle timeout does not run meanwhile."""
         connection = self.connection
-        if connection is not None and not self._is_held:
-            self._is_held = True
+        if connection is not None and not self._is_paused:
+            self._is_paused = True
             connection.deadline.clear()
             connection.pause_reading()
 
-    def go_on(self) -> None:
-        """Read on after `hold`; else nothing."""
+    def resume(self) -> None:
+        """Read again after `pause`. Idempotent."""
         connection = self.connection
-        if connection is not None and self._is_held:
-            self._is_held = False
+        if connection is not None and self._is_paused:
+            self._is_paused = False
             if self.idle_timeout_s > 0:
                 connection.deadline.set(self.idle_timeout_s)
             connection.resume_reading()
 
     def abort(self) -> None:
-        """Close the socket at once, if the answer is still under way; else nothing.
+        """Close the socket if the answer is not complete. Safe in every state, any number of times.
 
-        A reader that waits gets ConnectionLost, a listener hears nothing more. Safe in every state, any
-        number of times.
+        A waiting reader gets ConnectionLost; a listener is not called again.
         """
-        self.listener = self.take_framed = None
+        self.listener = self.on_framed_chunk = None
         if self._opening is not None:
             self._opening.cancel()
             self._opening = None
@@ -476,21 +484,22 @@ class UpstreamResponse(Struct, eq=False):
                 # Once detached, the deadline may already be another exchange's.
                 connection.deadline.clear()
 
-    # What the transport and the connection call, on the loop.
+    # Called by the transport and the connection, on the event loop.
 
-    def opens(self, opening: asyncio.Task[None] | None) -> None:
-        """A connection for it is being opened, or not any more."""
+    def set_opening(self, opening: asyncio.Task[None] | None) -> None:
+        """The task that opens a connection for this response; None once it is open."""
         self._opening = opening
 
-    def begin(self, head: ParsedHead) -> None:
-        """The final head is complete."""
+    def head_received(self, head: ParsedHead) -> None:
+        """The parser has read the final head."""
         self._head = head
         self.status = head.status
 
-    def received(self, size: int) -> int:
-        """A read of `size` bytes has been parsed: wake the reader. Returns the bytes held unread.
+    def on_read(self, size: int) -> int:
+        """Wake the reader: a read of `size` bytes has been parsed. Returns the number of unread bytes.
 
-        Framing counts too, but only beside body bytes: reading must not pause when nothing can be taken.
+        Framing counts as well, but only together with body bytes: reading must not pause while the reader
+        has nothing to take.
         """
         listener = self.listener
         if listener is not None:
@@ -506,10 +515,10 @@ class UpstreamResponse(Struct, eq=False):
         return self._unread_bytes
 
     def end(self, error: UpstreamError | None = None) -> None:
-        """The exchange is over, whole or (with `error`) not; the connection is no longer ours."""
-        # To look costs less than to store, and there is seldom anything.
-        if self.take_framed is not None:
-            self.take_framed = None
+        """The answer is complete, or broke off with `error`. The connection belongs to the pool again."""
+        # Reading the attribute costs less than setting it, and it is seldom set.
+        if self.on_framed_chunk is not None:
+            self.on_framed_chunk = None
         if error is not None:
             self.error = error
             self._opening = None

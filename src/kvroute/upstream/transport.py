@@ -1,4 +1,4 @@
-"""One worker behind httpx's transport contract, with a shorter way in for the data plane."""
+"""The connections to one worker as an httpx transport, with a shorter way in for the data plane."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ _HTTPX_ERRORS: dict[type[UpstreamError], type[httpx.TransportError]] = {
 }
 
 
-_BODY_EXPECTED = frozenset({b"POST", b"PUT", b"PATCH"})
-_ORDINARY = frozenset({b"GET", b"POST", b"DELETE"})
-_MOST_STARTS = 256
-_LONGEST_REMEMBERED = 1024
+_METHODS_WITH_BODY = frozenset({b"POST", b"PUT", b"PATCH"})
+_COMMON_METHODS = frozenset({b"GET", b"POST", b"DELETE"})
+_MAX_CACHED_STARTS = 256
+_MAX_CACHED_START_BYTES = 1024
 _not_a_target = re.compile(rb"[^\x21-\xff]|\x7f").search
 _not_a_method = re.compile(rb"[^A-Za-z!#$%&'*+.^_`|~0-9-]").search
 
@@ -55,11 +55,11 @@ def encode_head(
     host: bytes,
     body_bytes: int,
 ) -> bytes:
-    """`method target HTTP/1.1` and `headers` as given; Host and Content-Length added when absent.
+    """The head of a request: request line and `headers`; Host and Content-Length are added if absent.
 
-    Raises ValueError for what would let one request look like two: a line break or NUL anywhere, white
-    space in method or target, a Content-Length that is not `body_bytes`, any Transfer-Encoding. Header
-    names are taken as tokens, as a server's parser has left them. About 2 us for ten headers.
+    Raises ValueError for everything that could make one request look like two: a line break or NUL anywhere,
+    white space in method or target, a Content-Length that is not `body_bytes`, any Transfer-Encoding. Header
+    names must be tokens, as a server's parser returns them. About 2 us for ten headers.
     """
     if not method or _not_a_method(method) or not target or _not_a_target(target):
         raise ValueError("method or target is not valid in an HTTP/1.1 request line")
@@ -80,36 +80,37 @@ def encode_head(
         raise ValueError("host or content-length is given twice")
     if not hosts:
         lines.insert(1, b"Host: %b" % host)
-    if not lengths and (body_bytes or method in _BODY_EXPECTED):
+    if not lengths and (body_bytes or method in _METHODS_WITH_BODY):
         lines.append(b"Content-Length: %d" % body_bytes)
-    breaks = len(lines) + 1
+    line_breaks = len(lines) + 1
     lines.append(b"\r\n")
     head = b"\r\n".join(lines)
-    if head.count(b"\n") != breaks or head.count(b"\r") != breaks or b"\0" in head:
+    if head.count(b"\n") != line_breaks or head.count(b"\r") != line_breaks or b"\0" in head:
         raise ValueError("a header holds a line break or NUL")
     return head
 
 
 class RelayedHeads:
-    """Heads of the requests that are relayed to one worker, whose Host is `host`.
+    """Encodes the heads of requests that are relayed to the worker `host`.
 
-    Mutable: remembers the first two lines of POSTs by their target, as the endpoints are few; at most 256 of
-    at most 1 KB.
+    Mutable: caches the first two lines of POSTs by their target, at most 256 of at most 1 KB each.
     """
 
     def __init__(self, host: bytes) -> None:
         self._host = host
         self._posts: dict[bytes, bytes] = {}
 
-    def head(self, method: bytes, target: bytes, fields: bytes, request_id: bytes, body_bytes: int) -> bytes:
-        """From `headers.relayed_fields`; about 0.3 us.
+    def encode(
+        self, method: bytes, target: bytes, fields: bytes, request_id: bytes, body_bytes: int
+    ) -> bytes:
+        """The head with `fields` (from `headers.relayed_fields`); about 0.3 us.
 
-        Raises ValueError for a method or target that does not fit into a request line.
+        Raises ValueError for a method or target that is not valid in a request line.
         """
         start = self._posts.get(target) if method == b"POST" else None
         if start is None:
             start = self._start(method, target)
-        if body_bytes or method in _BODY_EXPECTED:
+        if body_bytes or method in _METHODS_WITH_BODY:
             return b"%b%bx-request-id: %b\r\ncontent-length: %d\r\n\r\n" % (
                 start,
                 fields,
@@ -119,24 +120,22 @@ class RelayedHeads:
         return b"%b%bx-request-id: %b\r\n\r\n" % (start, fields, request_id)
 
     def _start(self, method: bytes, target: bytes) -> bytes:
-        if _not_a_target(target) or (method not in _ORDINARY and _not_a_method(method)):
+        if _not_a_target(target) or (method not in _COMMON_METHODS and _not_a_method(method)):
             raise ValueError("method or target is not valid in an HTTP/1.1 request line")
         start = b"%b %b HTTP/1.1\r\nhost: %b\r\n" % (method, target, self._host)
-        if method == b"POST" and len(start) <= _LONGEST_REMEMBERED:
-            if len(self._posts) >= _MOST_STARTS:
+        if method == b"POST" and len(start) <= _MAX_CACHED_START_BYTES:
+            if len(self._posts) >= _MAX_CACHED_STARTS:
                 self._posts.clear()
             self._posts[target] = start
         return start
 
 
 class WorkerTransport(httpx.AsyncBaseTransport):
-    """HTTP/1.1 to one worker over pooled connections.
+    """HTTP/1.1 to one worker over pooled connections, for relayed requests and for httpx clients.
 
-    `send` is for requests that are relayed: raw headers in, raw headers and chunks out. The same pool
-    serves an `httpx.AsyncClient(transport=...)`. Belongs to one event loop; `aclose` it there.
-    `tls` replaces the context that an https `url` otherwise gets from `options.verify_tls`; with an `outbox`
-    requests go out at the end of the loop's round.
-    Raises ValueError for a URL that is not http(s)://host[:port].
+    `tls` replaces the context that an https `url` otherwise gets from `options.verify_tls`. `outbox`
+    coalesces the writes of requests. Belongs to one event loop; call `aclose` there. Raises ValueError for a
+    URL that is not http(s)://host[:port].
     """
 
     def __init__(
@@ -165,7 +164,7 @@ class WorkerTransport(httpx.AsyncBaseTransport):
 
     @property
     def open_connections(self) -> int:
-        """Sockets not yet closed, idle ones included."""
+        """Number of open sockets, including idle ones."""
         return self._pool.open_connections
 
     @property
@@ -184,17 +183,17 @@ class WorkerTransport(httpx.AsyncBaseTransport):
         idle_timeout_s: float | None = None,
         fresh: bool = False,
     ) -> UpstreamResponse:
-        """Send one request and return its answer once the final head is here (1xx are swallowed).
+        """Send one request; return its answer when the final head has arrived (1xx answers are dropped).
 
-        `headers` go out as given and in order, without hop-by-hop ones (see `headers.request_headers`);
-        Host and Content-Length are added when absent. Deadlines: None takes the option, 0 waits for ever.
-        The head's deadline runs from when the request is written. `fresh` opens a new connection even if
-        one is idle: for a request whose first try met a connection that was just being closed.
+        `headers` are sent in their order; Host and Content-Length are added if absent. They must not contain
+        hop-by-hop headers. Timeouts: None takes the option's value, 0 sets no limit. The timeout of the head
+        starts when the request is written. `fresh` opens a new connection even if one is idle: for a retry
+        after the worker closed an idle connection. The caller reads the response to its end or calls
+        `abort()`; a cancelled `send` closes the connection. Nothing is retried.
 
-        Raises an UpstreamError: its `sent` says whether the worker can have seen the request, `reused`
-        whether a kept-alive connection broke before any byte of the answer. Nothing is retried here.
-        ValueError for headers that would break the framing. Whoever gets the response reads it to its
-        end or calls `abort()`; cancelling `send` closes the connection.
+        Raises an UpstreamError: its `sent` says whether the worker may have seen the request, `reused`
+        whether a kept connection broke before the first byte of the answer. Raises ValueError for headers
+        that would break the framing.
         """
         options = self._options
         head = encode_head(method, target, headers, host=self.host, body_bytes=len(body))
@@ -221,11 +220,11 @@ class WorkerTransport(httpx.AsyncBaseTransport):
         fresh: bool = False,
         is_streamed: bool = False,
     ) -> UpstreamResponse:
-        """Send one request without waiting for anything: `listener` hears of its answer or its failure.
+        """Send one request without waiting; `listener` gets its answer or its failure.
 
-        For the data plane. `head` is complete (see `heads`), the request is no HEAD, and `is_streamed` says
-        that it asks for a stream. The option's deadlines apply; errors, `fresh` and who ends the response
-        are as in `send`. The listener is not called before this returns.
+        For the data plane. `head` is complete (see `heads`), the method is not HEAD, and `is_streamed` says
+        whether the request asks for a stream. The timeouts are those of the options. Errors, `fresh` and the
+        end of the response are as for `send`. The listener is not called before this returns.
         """
         response = UpstreamResponse(self._idle_timeout_s, listener)
         connection = None if fresh else self._pool.take_idle()
@@ -235,7 +234,7 @@ class WorkerTransport(httpx.AsyncBaseTransport):
         opening = asyncio.create_task(self._open(head, body, response, fresh, is_streamed))
         self._openings.add(opening)
         opening.add_done_callback(self._openings.discard)
-        response.opens(opening)
+        response.set_opening(opening)
         return response
 
     async def _open(
@@ -251,14 +250,14 @@ class WorkerTransport(httpx.AsyncBaseTransport):
             log.exception("opening a connection to %s failed", self.origin)
             response.end(ConnectRefused(f"{self.origin}: {type(error).__name__}"))
         else:
-            response.opens(None)
+            response.set_opening(None)
             connection.start(head, body, response, self._first_byte_timeout_s, False, is_streamed)
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        """httpx's contract. A streamed request body is read whole first. Raises httpx's exceptions.
+        """Send a request of httpx, after reading its whole body. Raises httpx's exceptions.
 
-        Of httpx's timeouts `connect` bounds opening or waiting for a connection and `read` both the wait
-        for the head and each silence after it; `pool` and `write` have no wait of their own.
+        httpx's timeout `connect` limits opening a connection and waiting for one; `read` limits the wait for
+        the head and each silence after it. `pool` and `write` are not used.
         """
         url = request.url
         if (url.scheme, url.host, _port(url.scheme, url.port)) != (
@@ -266,7 +265,7 @@ class WorkerTransport(httpx.AsyncBaseTransport):
             self.origin.host,
             self.origin.port,
         ):
-            raise httpx.UnsupportedProtocol(f"this transport speaks to {self.origin} only", request=request)
+            raise httpx.UnsupportedProtocol(f"this transport connects to {self.origin} only", request=request)
         body = await request.aread()
         timeouts = request.extensions.get("timeout", {})
         read_s = timeouts.get("read") or 0.0
@@ -293,17 +292,17 @@ class WorkerTransport(httpx.AsyncBaseTransport):
         )
 
     def retire(self) -> None:
-        """Open and keep no more connections; exchanges under way finish. New requests get ConnectRefused."""
+        """Open and keep no more connections; running exchanges finish. New requests get ConnectRefused."""
         self._pool.retire()
 
     async def aclose(self) -> None:
-        """Break off what is under way with ConnectionLost; return once all sockets are closed."""
+        """End running exchanges with ConnectionLost and wait until all sockets are closed."""
         await self._pool.aclose()
         await asyncio.gather(*self._openings, return_exceptions=True)
 
 
 class _ResponseStream(httpx.AsyncByteStream):
-    """An answer's body as httpx reads it."""
+    """The body of an answer as an httpx stream."""
 
     def __init__(self, upstream: UpstreamResponse, request: httpx.Request) -> None:
         self._upstream = upstream
@@ -335,69 +334,68 @@ def _port(scheme: str, port: int | None) -> int:
 
 
 @dataclass(slots=True)
-class _Asked:
-    """Mutable: `asking` counts requests whose head has not come."""
+class _OriginTransport:
+    """The transport of one origin. Mutable: `in_flight` counts requests without a head yet."""
 
     transport: WorkerTransport
-    asking: int = 0
+    in_flight: int = 0
 
 
 class AnyWorkerTransport(httpx.AsyncBaseTransport):
-    """Sends each request over connections of its origin, opened on first use.
+    """An httpx transport with one `WorkerTransport` for each origin, created on first use.
 
-    For an `httpx.AsyncClient` that asks workers about themselves: a third of what the default transport
-    costs. A worker that hangs keeps no other from being asked. Mutable: an origin without connections is
-    dropped when the next new one comes. Belongs to one event loop; `aclose` it there.
+    For the `httpx.AsyncClient` that sends probes to the workers: it costs a third of the default transport. A
+    worker that does not answer does not delay requests to others. Mutable: an origin without connections is
+    dropped when another one is added. Belongs to one event loop; call `aclose` there.
     """
 
     def __init__(self, options: UpstreamOptions) -> None:
-        """Of the options only `verify_tls` counts: the others are meant for answers to clients. Probes come
-        one at a time and need no spare connections."""
+        """Only `verify_tls` of the options is used: the others apply to answers for clients."""
+        # Probes are sent one at a time and need no spare connections.
         self._options = UpstreamOptions(verify_tls=options.verify_tls, spare_connections=0)
-        self._asked: dict[tuple[str, str, int | None], _Asked] = {}
+        self._transports: dict[tuple[str, str, int | None], _OriginTransport] = {}
 
     @property
     def origins(self) -> int:
-        """How many are remembered."""
-        return len(self._asked)
+        """Number of origins."""
+        return len(self._transports)
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        """As `WorkerTransport.handle_async_request`. Raises httpx's exceptions."""
+        """Like `WorkerTransport.handle_async_request`. Raises httpx's exceptions."""
         url = request.url
-        asked = self._asked.get((url.scheme, url.host, url.port)) or self._added(request)
-        asked.asking += 1
+        target = self._transports.get((url.scheme, url.host, url.port)) or self._add(request)
+        target.in_flight += 1
         try:
-            return await asked.transport.handle_async_request(request)
+            return await target.transport.handle_async_request(request)
         finally:
-            asked.asking -= 1
+            target.in_flight -= 1
 
-    def _added(self, request: httpx.Request) -> _Asked:
+    def _add(self, request: httpx.Request) -> _OriginTransport:
         url = request.url
         host = f"[{url.host}]" if ":" in url.host else url.host
         port = "" if url.port is None else f":{url.port}"
         try:
-            added = _Asked(WorkerTransport(f"{url.scheme}://{host}{port}", self._options))
+            added = _OriginTransport(WorkerTransport(f"{url.scheme}://{host}{port}", self._options))
         except ValueError as error:
             raise httpx.UnsupportedProtocol(str(error), request=request) from error
-        self._asked = {
+        self._transports = {
             origin: each
-            for origin, each in self._asked.items()
-            if each.asking or each.transport.open_connections
+            for origin, each in self._transports.items()
+            if each.in_flight or each.transport.open_connections
         }
-        self._asked[url.scheme, url.host, url.port] = added
+        self._transports[url.scheme, url.host, url.port] = added
         return added
 
     async def aclose(self) -> None:
-        """Close every connection; what is under way breaks off."""
-        await asyncio.gather(*(each.transport.aclose() for each in self._asked.values()))
-        self._asked.clear()
+        """Close every connection; running requests fail."""
+        await asyncio.gather(*(each.transport.aclose() for each in self._transports.values()))
+        self._transports.clear()
 
 
 class Transports:
-    """Worker -> its connections, opened on first use.
+    """The transport of each worker, created on first use.
 
-    Mutable: `of` adds, `forget` takes out; touched from the loop only. Connections of a forgotten worker
-    close as soon as they are idle; running exchanges on them go on.
+    Mutable: `of` adds a worker, `forget` removes one; on the event loop only.
     """
 
     def __init__(self, options: UpstreamOptions, outbox: Outbox) -> None:
@@ -407,7 +405,10 @@ class Transports:
         self._retired: list[WorkerTransport] = []
 
     def of(self, worker: Worker) -> WorkerTransport:
-        """One dict lookup. Workers hash by identity: a new URL under an old id has a new transport."""
+        """The transport of `worker`, by one dict lookup.
+
+        Workers hash by identity, so a worker with an old ID and a new URL gets a new transport.
+        """
         transport = self._transports.get(worker)
         if transport is None:
             transport = WorkerTransport(worker.spec.url, self._options, outbox=self._outbox)
@@ -415,14 +416,14 @@ class Transports:
         return transport
 
     def forget(self, worker: Worker) -> None:
-        """Keep no more idle connections to a worker that left."""
+        """Remove a worker that left. Its idle connections close; running exchanges finish."""
         transport = self._transports.pop(worker, None)
         if transport is not None:
             transport.retire()
             self._retired = [t for t in self._retired if t.open_connections] + [transport]
 
     async def aclose(self) -> None:
-        """Close every connection; exchanges under way break off."""
+        """Close every connection; running exchanges fail."""
         every = [*self._transports.values(), *self._retired]
         await asyncio.gather(*(transport.aclose() for transport in every))
         self._transports.clear()
