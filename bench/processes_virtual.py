@@ -15,8 +15,8 @@ from statistics import fmean
 from kvroute.blocks.keys import BlockKey, PromptKeys
 from kvroute.fleet.fleet import Fleet as Workers
 from kvroute.fleet.worker import WorkerFacts, WorkerId, WorkerSpec
-from kvroute.replicas.decisions import OthersDecisions, OwnDecisions
-from kvroute.replicas.messages import Finished, FirstToken, Frames, Message, Sent, frame
+from kvroute.replicas.decisions import OwnDecisions, PeerDecisions
+from kvroute.replicas.messages import Dispatched, Finished, FirstToken, FrameReader, Message, encode_frame
 from kvroute.routing.registry import RoutingOptions
 from kvroute.routing.router import Dispatch, Router
 from kvroute.routing.strategy import RouteQuery
@@ -51,8 +51,8 @@ class VirtualClock:
 class _Gateway:
     def __init__(self, number: int, clock: VirtualClock) -> None:
         self.number = number
-        self.said: list[Message] = []
-        own = OwnDecisions(self.said.append)
+        self.published: list[Message] = []
+        own = OwnDecisions(self.published.append)
         self.router = Router(RoutingOptions(), observer=own)
         self.workers = Workers()
         self.workers.apply("bench", [WorkerSpec(WorkerId(f"w{n}"), f"http://w{n}") for n in range(WORKERS)])
@@ -61,16 +61,16 @@ class _Gateway:
             self.workers.update_facts(worker, facts)
             self.workers.mark_healthy(worker, 0.0)
             self.router.worker_joined(worker)
-        self.others = OthersDecisions(self.router, self.workers, clock)
+        self.peers = PeerDecisions(self.router, self.workers, clock)
 
-    def hear(self, number: int, messages: Sequence[Message]) -> None:
+    def receive(self, number: int, messages: Sequence[Message]) -> None:
         for message in messages:
-            if isinstance(message, Sent):
-                self.others.sent(number, message)
+            if isinstance(message, Dispatched):
+                self.peers.dispatched(number, message)
             elif isinstance(message, FirstToken):
-                self.others.first_token(number, message.id)
+                self.peers.first_token(number, message.id)
             elif isinstance(message, Finished):
-                self.others.finished(number, message.id)
+                self.peers.finished(number, message.id)
 
 
 class Gateways:
@@ -82,7 +82,7 @@ class Gateways:
         self._gateways = [_Gateway(number, self._clock) for number in range(count)]
         self._delay_s = delay_s
         self._random = Random(seed)
-        self._under_way: deque[tuple[float, int, bytes]] = deque()
+        self._in_transit: deque[tuple[float, int, bytes]] = deque()
         self._open: dict[FleetRequest, tuple[_Gateway, Dispatch]] = {}
 
     def place(self, request: FleetRequest, now: float) -> int:
@@ -94,35 +94,35 @@ class Gateways:
         decision = gateway.router.decide(query, gateway.workers.view(MODEL))
         chosen = decision.ranking[0]
         self._open[request] = gateway, gateway.router.dispatch(query, decision, chosen, now)
-        self._tell(gateway, now)
+        self._publish(gateway, now)
         return int(chosen.worker.id[1:])
 
     def first_token(self, request: FleetRequest, now: float) -> None:
         self._deliver(now)
         gateway, dispatch = self._open[request]
         dispatch.first_token(now)
-        self._tell(gateway, now)
+        self._publish(gateway, now)
 
     def finished(self, request: FleetRequest, now: float) -> None:
         self._deliver(now)
         gateway, dispatch = self._open.pop(request)
         dispatch.finish(now)
-        self._tell(gateway, now)
+        self._publish(gateway, now)
 
     def events(self, worker: int, events: Sequence[KvEvent], now: float) -> None:
         pass
 
-    def _tell(self, gateway: _Gateway, now: float) -> None:
+    def _publish(self, gateway: _Gateway, now: float) -> None:
         if self._delay_s is not None and len(self._gateways) > 1:
-            self._under_way.append((now + self._delay_s, gateway.number, frame(gateway.said)))
-        gateway.said.clear()
+            self._in_transit.append((now + self._delay_s, gateway.number, encode_frame(gateway.published)))
+        gateway.published.clear()
 
     def _deliver(self, now: float) -> None:
-        while self._under_way and self._under_way[0][0] <= now:
-            self._clock.time, number, data = self._under_way.popleft()
+        while self._in_transit and self._in_transit[0][0] <= now:
+            self._clock.time, number, data = self._in_transit.popleft()
             for gateway in self._gateways:
                 if gateway.number != number:
-                    gateway.hear(number, Frames().take(data))
+                    gateway.receive(number, FrameReader().feed(data))
         self._clock.time = now
 
 

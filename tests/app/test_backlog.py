@@ -53,7 +53,7 @@ async def rounds(count: int) -> None:
 async def test_clients_that_come_together_do_not_wait_for_a_round_of_the_loop_each(listening, dial):
     opened: list[asyncio.BaseTransport] = []
     backlog = Backlog(lambda: Protocol(opened, []), CLIENTS)
-    await backlog.begin([listening])
+    await backlog.start([listening])
     dial(CLIENTS)
 
     await rounds(ROUNDS)
@@ -69,7 +69,7 @@ async def test_what_it_accepts_is_served_and_left_open_when_it_ends(listening, d
     opened: list[asyncio.BaseTransport] = []
     received: list[bytes] = []
     backlog = Backlog(lambda: Protocol(opened, received), CLIENTS)
-    await backlog.begin([listening])
+    await backlog.start([listening])
     (client,) = dial(1)
     async with asyncio.timeout(10):
         while not opened:
@@ -89,7 +89,7 @@ async def test_what_it_accepts_is_served_and_left_open_when_it_ends(listening, d
 async def test_once_closed_it_accepts_nobody(listening, dial):
     opened: list[asyncio.BaseTransport] = []
     backlog = Backlog(lambda: Protocol(opened, []), CLIENTS)
-    await backlog.begin([listening])
+    await backlog.start([listening])
     backlog.close()
     backlog.close()
     address = listening.getsockname()
@@ -108,7 +108,7 @@ async def test_a_connection_that_cannot_be_set_up_is_closed_and_logged(listening
         raise RuntimeError("no protocol")
 
     backlog = Backlog(fails, CLIENTS)
-    await backlog.begin([listening])
+    await backlog.start([listening])
     (client,) = dial(1)
 
     await rounds(ROUNDS)

@@ -20,8 +20,8 @@ def test_open_files_are_limited_by_the_hard_limit_only(limits):
     assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
 
 
-def test_a_low_limit_is_said(monkeypatch, caplog):
+def test_a_low_descriptor_limit_is_logged(monkeypatch, caplog):
     monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 1024))
 
     assert raise_descriptor_limit() == 1024
-    assert "about 512 streams" in caplog.text
+    assert "about 512 concurrent streams" in caplog.text

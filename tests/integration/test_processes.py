@@ -47,8 +47,8 @@ class Processes:
 
     def pids(self) -> list[int]:
         """By process number, the newest ones."""
-        told = dict(re.findall(r"process (\d) of 2 has the id (\d+)", "\n".join(self.log)))
-        return [int(told[number]) for number in sorted(told)]
+        found = dict(re.findall(r"process (\d) of 2 has pid (\d+)", "\n".join(self.log)))
+        return [int(found[number]) for number in sorted(found)]
 
     async def fresh_client(self, stack: AsyncExitStack) -> httpx.AsyncClient:
         limits = httpx.Limits(max_connections=1, keepalive_expiry=600)

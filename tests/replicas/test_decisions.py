@@ -1,4 +1,4 @@
-"""Two routers, of which each hears what the other does, believe the same."""
+"""Two routers that receive each other's messages have the same loads and route history."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from kvroute.blocks.chunks import PromptChunks
 from kvroute.blocks.keys import PromptKeys, block_keys
 from kvroute.fleet.fleet import Fleet
 from kvroute.fleet.worker import WorkerFacts, WorkerId, WorkerSpec
-from kvroute.replicas.decisions import OthersDecisions, OwnDecisions, recent_prompts, take_recent
+from kvroute.replicas.decisions import OwnDecisions, PeerDecisions, apply_recent_prompts, recent_prompts
 from kvroute.replicas.messages import (
+    Dispatched,
+    EncoderReset,
     Finished,
     FirstToken,
-    Frames,
-    Recent,
-    Sent,
+    FrameReader,
+    RecentPrompts,
     SessionForgotten,
-    SnapshotFollows,
-    frame,
+    encode_frame,
 )
 from kvroute.routing.registry import RoutingOptions
 from kvroute.routing.router import Router
@@ -43,11 +43,11 @@ class StillClock:
 
 
 class Gateway:
-    """A router with its fleet; what it does is written and read as between processes."""
+    """A router with its fleet; its messages are encoded and decoded as between processes."""
 
     def __init__(self, strategy: str, clock: StillClock, caches=None) -> None:
-        self.said: list = []
-        self.own = OwnDecisions(self.said.append)
+        self.published: list = []
+        self.own = OwnDecisions(self.published.append)
         self.router = Router(RoutingOptions(strategy=strategy), caches=caches, observer=self.own)
         self.fleet = Fleet()
         self.fleet.apply("test", [WorkerSpec(WorkerId(f"w{n}"), f"http://w{n}") for n in range(3)])
@@ -57,7 +57,7 @@ class Gateway:
             )
             self.fleet.mark_healthy(worker, clock.now())
             self.router.worker_joined(worker)
-        self.others = OthersDecisions(self.router, self.fleet, clock)
+        self.peers = PeerDecisions(self.router, self.fleet, clock)
         self.clock = clock
 
     def query(self, text: str, **fields) -> RouteQuery:
@@ -71,19 +71,19 @@ class Gateway:
         chosen = decision.ranking[0]
         return self.router.dispatch(query, decision, chosen, self.clock.now()), chosen
 
-    def hear(self, other: Gateway) -> None:
-        for message in Frames().take(frame(other.said)):
-            if isinstance(message, Sent):
-                self.others.sent(1, message)
-            elif isinstance(message, SnapshotFollows):
-                self.others.begin_anew(1)
+    def receive(self, other: Gateway) -> None:
+        for message in FrameReader().feed(encode_frame(other.published)):
+            if isinstance(message, Dispatched):
+                self.peers.dispatched(1, message)
+            elif isinstance(message, EncoderReset):
+                self.peers.reset_keys(1)
             elif isinstance(message, FirstToken):
-                self.others.first_token(1, message.id)
+                self.peers.first_token(1, message.id)
             elif isinstance(message, Finished):
-                self.others.finished(1, message.id)
+                self.peers.finished(1, message.id)
             elif isinstance(message, SessionForgotten):
                 self.router.session_forgotten_elsewhere(message.session_key)
-        other.said.clear()
+        other.published.clear()
 
     def loads(self) -> list[tuple[float, int, int, int]]:
         now = self.clock.now()
@@ -103,13 +103,13 @@ def clock() -> StillClock:
 
 
 @pytest.mark.parametrize("strategy", ["prefixaware", "roundrobin", "session", "kvaware"])
-def test_loads_and_prefix_trees_agree_whoever_routed(strategy, clock):
+def test_loads_and_prefix_trees_of_two_processes_agree(strategy, clock):
     both = [Gateway(strategy, clock), Gateway(strategy, clock)]
     rng, open_, texts = random.Random(5), [], [f"conversation {n} " for n in range(6)]
 
     for step in range(300):
         clock.time += 0.01
-        speaker = both[step % 2]
+        sender = both[step % 2]
         if open_ and rng.random() < 0.5:
             place = rng.randrange(len(open_))
             dispatch, is_streamed = open_[place]
@@ -123,10 +123,10 @@ def test_loads_and_prefix_trees_agree_whoever_routed(strategy, clock):
             place = rng.randrange(len(texts))
             texts[place] += f"and turn {step} says {rng.getrandbits(200):x} "
             streamed = rng.random() < 0.8
-            dispatch, _ = speaker.send(texts[place], session_key=str(place), streamed=streamed)
+            dispatch, _ = sender.send(texts[place], session_key=str(place), streamed=streamed)
             open_.append((dispatch, streamed))
-        both[0].hear(both[1])
-        both[1].hear(both[0])
+        both[0].receive(both[1])
+        both[1].receive(both[0])
 
         assert both[0].loads() == both[1].loads()
 
@@ -134,94 +134,94 @@ def test_loads_and_prefix_trees_agree_whoever_routed(strategy, clock):
         assert both[0].explained(text) == both[1].explained(text)
     for dispatch, _ in open_:
         dispatch.finish(clock.now())
-    both[0].hear(both[1])
-    both[1].hear(both[0])
+    both[0].receive(both[1])
+    both[1].receive(both[0])
     assert both[0].loads() == both[1].loads() == [(0.0, 0, 0, 0)] * 3
-    assert both[0].others.unfinished == both[1].others.unfinished == 0
+    assert both[0].peers.unfinished == both[1].peers.unfinished == 0
 
 
-def test_turns_go_on_across_processes(clock):
+def test_round_robin_continues_across_processes(clock):
     one, other = Gateway("roundrobin", clock), Gateway("roundrobin", clock)
 
     taken = []
     for step in range(6):
-        speaker, listener = (one, other) if step % 2 else (other, one)
-        taken.append(speaker.send("x" * 200)[1].worker.id)
-        listener.hear(speaker)
+        sender, receiver = (one, other) if step % 2 else (other, one)
+        taken.append(sender.send("x" * 200)[1].worker.id)
+        receiver.receive(sender)
 
     assert taken[:3] == taken[3:]
     assert len(set(taken)) == 3
 
 
-def test_who_is_lost_takes_its_load_with_it_and_brings_it_back(clock):
+def test_a_lost_process_releases_its_load_and_restores_it_when_it_returns(clock):
     one, other = Gateway("prefixaware", clock), Gateway("prefixaware", clock)
     begun, _ = one.send("begun " * 100)
     begun.first_token(clock.now())
     one.send("waits " * 100)
     ended, _ = one.send("ended " * 100)
     ended.finish(clock.now())
-    other.hear(one)
-    level = other.loads()
+    other.receive(one)
+    loads = other.loads()
 
-    other.others.lost(1)
+    other.peers.lost(1)
     assert other.loads() == [(0.0, 0, 0, 0)] * 3
 
-    one.said.extend(one.own.unfinished())
-    one.own.begin_anew()
-    other.hear(one)
-    assert other.loads() == level == one.loads()
+    one.published.extend(one.own.unfinished())
+    one.own.reset_keys()
+    other.receive(one)
+    assert other.loads() == loads == one.loads()
 
 
-def test_what_ends_twice_or_was_never_heard_of_changes_nothing(clock):
+def test_the_end_of_an_unknown_request_changes_nothing(clock):
     other = Gateway("prefixaware", clock)
 
-    other.others.first_token(1, 7)
-    other.others.finished(1, 7)
-    other.others.lost(3)
+    other.peers.first_token(1, 7)
+    other.peers.finished(1, 7)
+    other.peers.lost(3)
 
     assert other.loads() == [(0.0, 0, 0, 0)] * 3
 
 
-def test_a_request_to_a_worker_that_is_not_known_here_is_left_out(clock):
+def test_a_request_to_an_unknown_worker_is_skipped(clock):
     one, other = Gateway("prefixaware", clock), Gateway("prefixaware", clock)
     other.fleet.apply("test", [])
     _, chosen = one.send("hello " * 50)
 
-    other.hear(one)
+    other.receive(one)
 
     assert chosen.worker.load.in_flight == 1
-    assert other.others.unfinished == 0
+    assert other.peers.unfinished == 0
 
 
-def test_who_comes_late_learns_what_was_sent_before(clock):
+def test_a_process_that_joins_receives_the_route_history(clock):
     one, late = Gateway("prefixaware", clock), Gateway("prefixaware", clock)
     rng = random.Random(2)
     texts = [("shared " * 40) + f"{rng.getrandbits(4000):x}" for _ in range(30)]
     for text in texts:
         one.send(text)[0].finish(clock.now())
 
-    told = Frames().take(frame(list(recent_prompts(one.router, one.fleet.workers()))))
-    for message in told:
-        assert isinstance(message, Recent)
-        take_recent(late.router, late.fleet, message)
+    messages = FrameReader().feed(encode_frame(list(recent_prompts(one.router, one.fleet.workers()))))
+    for message in messages:
+        assert isinstance(message, RecentPrompts)
+        apply_recent_prompts(late.router, late.fleet, message)
 
     for text in texts:
         assert late.explained(text) == one.explained(text)
 
 
-def test_a_forgotten_session_is_forgotten_everywhere(clock):
+def test_a_forgotten_session_is_forgotten_in_all_processes(clock):
     one, other = Gateway("session", clock), Gateway("session", clock)
     other.send("y", session_key="s")
-    one.hear(other)
+    one.receive(other)
     other.router.forget_session("s")
 
-    one.hear(other)
+    one.receive(other)
 
     assert not one.router.forget_session("s")
 
 
 class OnePlaceEach(NoMap):
-    """A map that is whole and has nothing: what is in flight is all that counts."""
+    """A map that is complete and empty: only requests in flight count."""
 
     def places(self, worker):
         return (CachePlace(worker.index, 0, Standing.WHOLE),)
@@ -230,12 +230,12 @@ class OnePlaceEach(NoMap):
         return dict[int, Tokens]()
 
 
-def test_exact_prompts_in_flight_elsewhere_count_as_held(clock):
+def test_exact_prompts_in_flight_in_another_process_count_as_held(clock):
     one, other = (Gateway("kvaware", clock, OnePlaceEach()) for _ in range(2))
     exact = ExactPrompt(800, list(block_keys(b"k" * 3200)), PromptChunks(()))
 
     _, chosen = one.send("k" * 3200, exact=(exact,))
-    other.hear(one)
+    other.receive(one)
     query = other.query("k" * 3200, exact=(exact,))
     decision = other.router.decide(query, other.fleet.view(MODEL))
 

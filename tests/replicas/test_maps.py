@@ -1,4 +1,4 @@
-"""A mirror that hears of every change has what the told indexes have, whenever it began to listen."""
+"""A mirror that receives every change equals the published index, from whichever change it starts."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from kvroute.blocks.keys import KEY_TOKENS, Tier, block_keys
 from kvroute.index.chunk_index import ChunkHolder
 from kvroute.index.prefix_index import Holder
 from kvroute.replicas.maps import Mirror, PublishingChunkIndex, PublishingPrefixIndex
-from kvroute.replicas.messages import Finished, Frames, frame
+from kvroute.replicas.messages import Finished, FrameReader, encode_frame
 
 SCHEMES = [ChunkScheme(), ChunkScheme(BUILTIN, 256, 3)]
 
 
-def travelled(messages):
-    """As they come out at the other end."""
-    return Frames().take(frame(list(messages)))
+def transferred(messages):
+    """The messages after encoding and decoding."""
+    return FrameReader().feed(encode_frame(list(messages)))
 
 
 def mirror() -> Mirror:
@@ -27,8 +27,8 @@ def mirror() -> Mirror:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_blocks_are_mirrored_from_the_start_and_from_the_middle(seed):
-    rng, told = random.Random(seed), []
-    index = PublishingPrefixIndex(told.append, max_blocks=100_000)
+    rng, published = random.Random(seed), []
+    index = PublishingPrefixIndex(published.append, max_blocks=100_000)
     early, late = mirror(), None
     prompts = [block_keys(f"prompt {n % 4} ".encode() * 90 + b"%d" % n * 400) for n in range(12)]
     holders = {slot: [Holder(tier) for tier in (Tier.GPU, Tier.L1)] for slot in range(4)}
@@ -38,7 +38,7 @@ def test_blocks_are_mirrored_from_the_start_and_from_the_middle(seed):
     for step in range(160):
         if step == 80:
             late = mirror()
-            for message in travelled(index.as_messages()):
+            for message in transferred(index.as_messages()):
                 assert late.apply(message)
         holder = rng.choice(holders[rng.randrange(4)])
         keys = rng.choice(prompts)
@@ -63,10 +63,10 @@ def test_blocks_are_mirrored_from_the_start_and_from_the_middle(seed):
             holders[slot] = [Holder(tier) for tier in (Tier.GPU, Tier.L1)]
             for fresh in holders[slot]:
                 index.attach(slot, fresh)
-        for message in travelled(told):
+        for message in transferred(published):
             for each in (early, late):
                 assert each is None or each.apply(message)
-        told.clear()
+        published.clear()
         if step % 7 == 0:
             early.sweep()
             index.sweep()
@@ -81,8 +81,8 @@ def test_blocks_are_mirrored_from_the_start_and_from_the_middle(seed):
 
 @pytest.mark.parametrize("scheme", SCHEMES, ids=["blake3", "signed keys"])
 def test_chunks_are_mirrored_from_the_start_and_from_the_middle(scheme):
-    rng, told = random.Random(1), []
-    index = PublishingChunkIndex(told.append, max_chunks=100_000)
+    rng, published = random.Random(1), []
+    index = PublishingChunkIndex(published.append, max_chunks=100_000)
     early, late = mirror(), None
     prompts = [PromptChunks([n] * 300 + [rng.randrange(9000) for _ in range(1500)]) for n in range(8)]
     spaces = [ChunkSpace(scheme, "m"), ChunkSpace(scheme, "m", "salt")]
@@ -94,7 +94,7 @@ def test_chunks_are_mirrored_from_the_start_and_from_the_middle(scheme):
     for step in range(100):
         if step == 50:
             late = mirror()
-            for message in travelled(index.as_messages()):
+            for message in transferred(index.as_messages()):
                 assert late.apply(message)
         holder = rng.choice([shared, *own.values()])
         keys = list(rng.choice(prompts).keys(scheme))
@@ -110,10 +110,10 @@ def test_chunks_are_mirrored_from_the_start_and_from_the_middle(scheme):
             slot = rng.randrange(3)
             index.detach(slot, shared)
             index.attach(slot, shared, [(scheme, "m")])
-        for message in travelled(told):
+        for message in transferred(published):
             for each in (early, late):
                 assert each is None or each.apply(message)
-        told.clear()
+        published.clear()
         if step % 7 == 0:
             early.sweep()
 
@@ -126,19 +126,19 @@ def test_chunks_are_mirrored_from_the_start_and_from_the_middle(scheme):
     assert index.size().held == early.chunks.size().held == late.chunks.size().held > 10
 
 
-def test_a_full_index_tells_what_it_took_in():
-    told = []
-    index, far = PublishingPrefixIndex(told.append, max_blocks=3), mirror()
+def test_a_full_index_publishes_only_the_stored_blocks():
+    published = []
+    index, far = PublishingPrefixIndex(published.append, max_blocks=3), mirror()
     holder, keys = Holder(Tier.GPU), block_keys(b"x" * 640)
     index.attach(0, holder)
 
     index.store(holder, KEY_TOKENS, None, list(keys))
-    for message in told:
+    for message in published:
         far.apply(message)
 
     assert far.blocks.match(keys) == index.match(keys)
     assert far.blocks.size().blocks == 3
 
 
-def test_what_is_not_of_the_map_is_left_to_others():
+def test_other_messages_are_not_applied():
     assert not mirror().apply(Finished(1))

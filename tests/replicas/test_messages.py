@@ -6,18 +6,18 @@ from hypothesis import strategies as st
 
 from kvroute.errors import WireError
 from kvroute.replicas.messages import (
+    Dispatched,
     ExactSent,
     Finished,
-    Frames,
+    FrameReader,
     PromptSent,
-    Sent,
     Stored,
-    frame,
-    packed,
-    unpacked,
+    encode_frame,
+    pack_keys,
+    unpack_keys,
 )
 
-SENT = Sent(
+DISPATCHED = Dispatched(
     7,
     "m",
     "w0",
@@ -28,33 +28,33 @@ SENT = Sent(
     100,
     64,
     True,
-    [PromptSent(b"", packed([1, 2**64 - 1]), 100, 16.0)],
-    [ExactSent(packed([2]), packed([3]), 16)],
+    [PromptSent(b"", pack_keys([1, 2**64 - 1]), 100, 16.0)],
+    [ExactSent(pack_keys([2]), pack_keys([3]), 16)],
     "session",
     1,
     4,
     (48, 16, 0),
 )
-SAID = [SENT, Finished(7), Stored(1, 16, 2**64 - 1, packed([5, 6]))]
+MESSAGES = [DISPATCHED, Finished(7), Stored(1, 16, 2**64 - 1, pack_keys([5, 6]))]
 
 
 @given(st.lists(st.integers(0, 200), max_size=8))
 def test_messages_come_in_order_however_the_bytes_are_cut(cuts):
-    data = frame(SAID[:1]) + frame([]) + frame(SAID[1:])
-    frames, heard = Frames(), []
+    data = encode_frame(MESSAGES[:1]) + encode_frame([]) + encode_frame(MESSAGES[1:])
+    frames, received = FrameReader(), []
 
     places = sorted(min(cut, len(data)) for cut in cuts)
     for start, stop in zip([0, *places], [*places, len(data)], strict=True):
-        heard += frames.take(data[start:stop])
+        received += frames.feed(data[start:stop])
 
-    assert heard == SAID
+    assert received == MESSAGES
 
 
-def test_keys_come_back_as_they_were_packed():
-    assert list(unpacked(packed([0, 2**64 - 1]))) == [0, 2**64 - 1]
+def test_packed_keys_are_restored():
+    assert list(unpack_keys(pack_keys([0, 2**64 - 1]))) == [0, 2**64 - 1]
 
 
 @pytest.mark.parametrize("data", [b"\x01\0\0\0\xc1", b"\xff\xff\xff\xff"], ids=["no message", "too long"])
-def test_what_is_no_frame_is_an_error(data):
+def test_a_malformed_frame_is_an_error(data):
     with pytest.raises(WireError):
-        Frames().take(data)
+        FrameReader().feed(data)

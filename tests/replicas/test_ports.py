@@ -41,7 +41,7 @@ def test_another_gateways_port_is_not_shared():
     first.close()
 
 
-def test_every_address_of_a_name_is_taken():
+def test_every_address_of_a_name_is_bound():
     shared = SharedPort("localhost", 0)
 
     listening = shared.sockets()
@@ -51,11 +51,11 @@ def test_every_address_of_a_name_is_taken():
     shared.close()
 
 
-def test_a_host_that_does_not_exist_is_told():
+def test_an_unknown_host_is_a_config_error():
     with pytest.raises(ConfigError, match=r"server\.host"):
         SharedPort("no-such-host.invalid", 0)
 
 
-def test_an_address_of_another_machine_is_told():
+def test_an_address_of_another_machine_is_a_config_error():
     with pytest.raises(ConfigError, match=r"server\.port"):
         SharedPort("192.0.2.1", 0)

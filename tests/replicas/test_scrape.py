@@ -1,4 +1,4 @@
-"""Counters outlive the processes that counted them: two processes' scrapes in one loop."""
+"""Counters survive their processes: two processes' scrapes in one loop."""
 
 from __future__ import annotations
 
@@ -8,37 +8,37 @@ import pytest
 
 from kvroute.metrics import Gauges, Metrics
 from kvroute.replicas.mesh import Mesh
-from kvroute.replicas.metrics import Scrape
+from kvroute.replicas.metrics import GatewayMetrics
 
 
-class Nobody:
-    is_level = True
+class SilentMember:
+    is_synced = True
 
     def greeting(self, number):
         return ()
 
-    def linked(self, number, *, is_level):
+    def on_linked(self, number, *, is_synced):
         pass
 
-    def heard(self, number, message):
+    def on_message(self, number, message):
         raise AssertionError(message)
 
-    def lost(self, number):
+    def on_link_lost(self, number):
         pass
 
 
 class Process:
-    """What a process counts, and its scrape."""
+    """A process with its counters and its scrape."""
 
     def __init__(self, number, folder, generation=0):
         self.mesh = Mesh(number, 2, folder)
         self.metrics = Metrics()
-        self.scrape = Scrape(self.mesh, self.metrics.registry, folder, generation=generation)
+        self.scrape = GatewayMetrics(self.mesh, self.metrics.registry, folder, generation=generation)
         self.metrics.registry.register(Gauges(self.scrape.figures))
 
     async def __aenter__(self):
-        await self.scrape.begin()
-        await self.mesh.start(Nobody())
+        await self.scrape.load()
+        await self.mesh.start(SilentMember())
         return self
 
     async def __aexit__(self, *_):
@@ -49,7 +49,7 @@ class Process:
             self.metrics.retries.labels("refused").inc()
 
     async def shown(self, name="kvroute_retries_total"):
-        page = await self.scrape.gathered()
+        page = await self.scrape.collect_all()
         return sum(
             sample.value for family in page.collect() for sample in family.samples if sample.name == name
         )
@@ -71,7 +71,7 @@ async def test_any_process_shows_the_sum(two):
     assert await two[0].shown() == await two[1].shown() == 7
 
 
-async def test_what_was_shown_stays_when_a_process_is_gone(two):
+async def test_counts_stay_when_a_process_dies(two):
     two[1].count(4)
     assert await two[0].shown() == 4
 
@@ -81,7 +81,7 @@ async def test_what_was_shown_stays_when_a_process_is_gone(two):
     assert await two[0].shown("kvroute_processes_missing_total") == 1
 
 
-async def test_a_successor_counts_on(two, tmp_path):
+async def test_a_successor_continues_the_counters(two, tmp_path):
     two[1].count(4)
     assert await two[0].shown() == 4
     await two[1].mesh.aclose()
@@ -100,7 +100,7 @@ async def test_a_successor_counts_on(two, tmp_path):
         assert await next_one.shown("kvroute_process_restarts_total") == 2
 
 
-async def test_a_file_that_cannot_be_read_costs_what_was_in_it_and_no_more(two, tmp_path, caplog):
+async def test_an_unreadable_file_loses_only_its_own_counters(two, tmp_path, caplog):
     two[1].count(4)
     await two[1].scrape.save()
     (tmp_path / "1.counters").write_bytes(b"\xc1")

@@ -1,4 +1,4 @@
-"""The real supervisor in a process of its own, with work that does as it is told."""
+"""The real supervisor in a process of its own, with the work that each test chooses."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from kvroute.replicas.supervisor import Supervisor
 logging.basicConfig(format="%(message)s", stream=sys.stderr)
 kind = sys.argv[1]
 
-def work(birth):
+def work(spec):
     stop = []
     signal.signal(signal.SIGTERM, lambda *_: stop.append(1))
-    if kind == "refuses" and birth.number == 1:
+    if kind == "refuses" and spec.number == 1:
         return 2
-    birth.ready()
-    sys.stderr.write(f"born {birth.number} {birth.generation} {os.getpid()}\n")  # one write: no mixed lines
+    spec.ready()
+    sys.stderr.write(f"started {spec.number} {spec.generation} {os.getpid()}\n")  # one write: no mixed lines
     while kind == "stubborn" or not stop:
         time.sleep(0.01)
     return 0
@@ -39,22 +39,22 @@ sys.exit(Supervisor(2, work, SystemClock(), grace_s=0.5).run())
 class Running:
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self.process = process
-        self.said = ""
+        self.output = ""
 
     async def until(self, pattern: str, times: int = 1) -> list[str]:
-        """What the pattern's group found, once it was said so often."""
+        """The matches of the pattern's group, once the output has `times` of them."""
         assert self.process.stderr is not None
         async with asyncio.timeout(30):
-            while len(found := re.findall(pattern, self.said)) < times:
+            while len(found := re.findall(pattern, self.output)) < times:
                 line = await self.process.stderr.readline()
-                assert line, self.said
-                self.said += line.decode()
+                assert line, self.output
+                self.output += line.decode()
         return found
 
     async def exit_code(self) -> int:
         assert self.process.stderr is not None
         async with asyncio.timeout(30):
-            self.said += (await self.process.stderr.read()).decode()
+            self.output += (await self.process.stderr.read()).decode()
             return await self.process.wait()
 
 
@@ -71,57 +71,57 @@ async def supervisor(kind: str) -> AsyncIterator[Running]:
             await process.wait()
 
 
-async def test_a_process_that_dies_is_replaced_and_the_other_is_left_alone():
+async def test_a_process_that_dies_is_replaced_and_the_other_keeps_running():
     async with supervisor("plain") as running:
-        pids = await running.until(r"born \d 0 (\d+)", 2)
+        pids = await running.until(r"started \d 0 (\d+)", 2)
 
         os.kill(int(pids[0]), signal.SIGKILL)
-        (successor,) = await running.until(r"born \d 1 (\d+)")
+        (successor,) = await running.until(r"started \d 1 (\d+)")
 
         assert successor not in pids
         assert Path(f"/proc/{pids[1]}").exists()
-        assert "was killed by SIGKILL; it is replaced in 0.1 s" in running.said
+        assert "was killed by SIGKILL; it is replaced in 0.1 s" in running.output
         running.process.terminate()
         assert await running.exit_code() == 0
 
 
-async def test_one_that_keeps_dying_is_replaced_later_each_time():
+async def test_a_process_that_keeps_dying_is_replaced_later_each_time():
     async with supervisor("plain") as running:
         for generation in range(3):
-            (pid,) = await running.until(rf"born 0 {generation} (\d+)")
+            (pid,) = await running.until(rf"started 0 {generation} (\d+)")
             os.kill(int(pid), signal.SIGKILL)
 
         assert (await running.until(r"replaced in ([\d.]+) s", 3)) == ["0.1", "0.2", "0.4"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-async def test_the_end_is_passed_on(number):
+async def test_a_stop_signal_is_passed_on(number):
     async with supervisor("plain") as running:
-        pids = await running.until(r"born \d 0 (\d+)", 2)
+        pids = await running.until(r"started \d 0 (\d+)", 2)
         running.process.send_signal(number)
 
         assert await running.exit_code() == 0
         assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
-async def test_who_does_not_end_is_killed():
+async def test_a_process_that_does_not_stop_is_killed():
     async with supervisor("stubborn") as running:
-        await running.until(r"born \d 0 (\d+)", 2)
+        await running.until(r"started \d 0 (\d+)", 2)
         running.process.terminate()
 
         assert await running.exit_code() == 1
-        assert "does not end; it is killed" in running.said
+        assert "does not stop in time; it is killed" in running.output
 
 
-async def test_a_start_that_fails_ends_all_with_its_code():
+async def test_a_failed_start_stops_all_with_its_exit_code():
     async with supervisor("refuses") as running:
         assert await running.exit_code() == 2
-        assert "process 1 did not come up (exit code 2)" in running.said
+        assert "process 1 failed to start (exit code 2)" in running.output
 
 
 async def test_children_end_with_a_killed_parent():
     async with supervisor("plain") as running:
-        pids = await running.until(r"born \d 0 (\d+)", 2)
+        pids = await running.until(r"started \d 0 (\d+)", 2)
         running.process.kill()
 
         await running.exit_code()  # their standard error closes with the last of them

@@ -1,4 +1,4 @@
-"""Long-lived work in the background: owned, and when it fails said at once and begun again."""
+"""Long-lived background tasks: owned, and restarted with a log line when they fail."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ from kvroute.clock import Clock
 log = logging.getLogger(__name__)
 
 _PAUSE_S = 1.0
-_STEADY_S = 60.0
-"""Work that has gone on for so long is well again; also the longest pause."""
+_STABLE_S = 60.0
+"""After this long without a failure the pause is `_PAUSE_S` again; also the longest pause."""
 
 
 class BackgroundTasks:
-    """Runs work that is to end by cancellation only. Mutable: `begin` starts tasks, `aclose` ends them;
-    `failures` counts by name of the work."""
+    """Runs work that should end only by cancellation, and restarts it after a failure.
+
+    Mutable: `start` adds tasks, `aclose` cancels them.
+    """
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -27,21 +29,24 @@ class BackgroundTasks:
 
     @property
     def failures(self) -> Mapping[str, int]:
+        """Failures since the start, by the name of the work."""
         return self._failures
 
-    def begin(self, name: str, work: Callable[[], Coroutine[None, None, None]]) -> None:
-        """Call `work` for a coroutine and see it through; after it has failed, again: a second later, and
-        where it keeps failing up to a minute."""
+    def start(self, name: str, work: Callable[[], Coroutine[None, None, None]]) -> None:
+        """Run the coroutine that `work` returns; after a failure call `work` again.
+
+        The pause before a restart is one second, and doubles up to a minute while the work keeps failing.
+        """
         self._failures[name] = 0
-        self._tasks.append(asyncio.create_task(self._kept(name, work), name=name))
+        self._tasks.append(asyncio.create_task(self._run_forever(name, work), name=name))
 
     def notes(self) -> list[str]:
-        """What has failed in the last minute, a line each."""
+        """Notes for `/ready`: one line for each work that failed in the last minute."""
         now = self._clock.now()
         return [
-            f"{name} failed ({kind}) and was begun again"
+            f"{name} failed ({kind}) and was restarted"
             for name, (kind, when) in self._failed.items()
-            if now - when < _STEADY_S
+            if now - when < _STABLE_S
         ]
 
     async def aclose(self) -> None:
@@ -50,21 +55,21 @@ class BackgroundTasks:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._tasks.clear()
 
-    async def _kept(self, name: str, work: Callable[[], Coroutine[None, None, None]]) -> None:
+    async def _run_forever(self, name: str, work: Callable[[], Coroutine[None, None, None]]) -> None:
         pause_s = _PAUSE_S
         while True:
-            begun = self._clock.now()
+            started = self._clock.now()
             try:
                 await work()
                 kind = "it ended"
-                log.error("%s ended by itself; it is begun again", name)
+                log.error("%s ended unexpectedly; it is restarted", name)
             except Exception as error:
                 kind = type(error).__name__
-                log.exception("%s failed; it is begun again", name)
+                log.exception("%s failed; it is restarted", name)
             self._failures[name] += 1
             now = self._clock.now()
             self._failed[name] = kind, now
-            if now - begun >= _STEADY_S:
+            if now - started >= _STABLE_S:
                 pause_s = _PAUSE_S
             await self._clock.sleep(pause_s)
-            pause_s = min(2 * pause_s, _STEADY_S)
+            pause_s = min(2 * pause_s, _STABLE_S)

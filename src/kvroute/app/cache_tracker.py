@@ -1,4 +1,7 @@
-"""Everything that a gateway needs to follow its workers' caches; built only where a strategy asks for it."""
+"""Tracks the workers' caches: KV events, LMCache, the map and exact tokens.
+
+Constructed only where a strategy needs the map or tokens.
+"""
 
 from __future__ import annotations
 
@@ -30,24 +33,24 @@ from kvroute.index.trust import TrustReason
 from kvroute.metrics import Metrics, counter, gauge
 from kvroute.replicas.maps import Publish, PublishingChunkIndex, PublishingPrefixIndex
 from kvroute.replicas.messages import (
+    CachePlaceMessage,
     Distrusted,
     L2TargetMessage,
-    MapBegins,
+    L2Targets,
+    MapReset,
     Message,
-    Place,
     PromptAnswered,
-    Rate,
-    Targets,
+    TierBandwidth,
     WorkerPlaces,
-    unpacked,
-    unpacked_ids,
+    unpack_ids,
+    unpack_keys,
 )
 from kvroute.routing.strategy import CacheMap, Candidate, ExactPrompt, RouteQuery
 from kvroute.upstream.transport import AnyWorkerTransport
 
 
 def map_notes(fleet: Fleet, caches: CacheMap) -> list[str]:
-    """For `/ready`: workers whose map is not whole."""
+    """Notes for `/ready`: workers whose map is incomplete."""
     notes = []
     for worker in fleet.workers():
         places = caches.places(worker)
@@ -60,7 +63,7 @@ def map_notes(fleet: Fleet, caches: CacheMap) -> list[str]:
 def describe_map(
     fleet: Fleet, caches: CacheMap, index: PrefixIndex, tokens: dict[str, object]
 ) -> dict[str, object]:
-    """For the admin API; `tokens` says who tells each model's tokens."""
+    """The map for the admin API; `tokens` describes the source of each model's tokens."""
     size = index.size()
     return {
         "blocks": size.blocks,
@@ -80,17 +83,17 @@ def describe_map(
 
 _STREAM_COUNTS = {
     "messages": "Event batches read.",
-    "duplicates": "Event batches that had come before.",
-    "unreadable": "Messages that are no event batch.",
-    "unknown_events": "Events of a type that is not known, skipped.",
-    "undivided": "Large events unlike what vLLM writes, taken in as one: they may hold the loop.",
-    "gaps": "Event batches that did not follow the one before.",
-    "replays": "Replays asked for.",
+    "duplicates": "Event batches that were received before.",
+    "unreadable": "Messages that are not a valid event batch.",
+    "unknown_events": "Events of an unknown type, which were skipped.",
+    "undivided": "Large events in an unusual encoding, applied in one step, which may block the event loop.",
+    "gaps": "Event batches whose sequence number did not follow the previous one.",
+    "replays": "Replays requested.",
     "replay_failures": "Replays that failed.",
-    "restarts": "Streams that began anew: the engine restarted, or its buffer was overrun.",
-    "losses": "Gaps that could not be filled.",
-    "rereads": "Maps that were distrusted and read anew.",
-    "failures": "Times that following failed on our side (the log has it) and the map was begun anew.",
+    "restarts": "Streams that started again: the engine restarted, or its buffer was overrun.",
+    "losses": "Gaps that could not be closed by a replay.",
+    "rereads": "Maps that were distrusted and read again.",
+    "failures": "Failures in the gateway itself (see the log), after which the map was read again.",
 }
 
 
@@ -99,7 +102,7 @@ def stream_metrics(streams: Sequence[StreamFigures]) -> Iterable[Metric]:
     labelled = [((stream.worker, str(stream.rank)), stream) for stream in streams]
     yield gauge(
         "kvroute_map_standing",
-        "1 for how far each worker's map is believed, and why not further.",
+        "1 for the trust in each worker's map, with the reason where it is limited.",
         ("worker", "rank", "standing", "cause"),
         [
             ((*place, each.trust.value, each.reason.value if each.reason else ""), 1.0)
@@ -108,7 +111,7 @@ def stream_metrics(streams: Sequence[StreamFigures]) -> Iterable[Metric]:
     )
     yield gauge(
         "kvroute_map_held_blocks",
-        "Blocks that the map has of each worker.",
+        "Blocks that each worker holds according to the map.",
         ("worker", "rank", "tier"),
         [
             ((*place, tier.name.lower()), float(blocks))
@@ -118,7 +121,7 @@ def stream_metrics(streams: Sequence[StreamFigures]) -> Iterable[Metric]:
     )
     yield gauge(
         "kvroute_map_aside_blocks",
-        "Announced blocks that could not be placed, because what comes before them is not known.",
+        "Orphan blocks: announced by the worker, but with an unknown parent.",
         ("worker", "rank"),
         [(place, float(each.aside_blocks)) for place, each in labelled],
     )
@@ -129,7 +132,10 @@ def stream_metrics(streams: Sequence[StreamFigures]) -> Iterable[Metric]:
             ("worker", "rank"),
             [(place, float(getattr(each.counts, name))) for place, each in labelled],
         )
-    for name, text in {"stored": "Blocks announced.", "removed": "Blocks withdrawn."}.items():
+    for name, text in {
+        "stored": "Blocks that workers announced as stored.",
+        "removed": "Blocks that workers announced as removed.",
+    }.items():
         yield counter(
             f"kvroute_map_{name}_blocks",
             text,
@@ -139,10 +145,10 @@ def stream_metrics(streams: Sequence[StreamFigures]) -> Iterable[Metric]:
 
 
 class CacheTracker:
-    """The workers' events, the map that they draw, and the tokens to read it with.
+    """Reads the workers' cache events into the map, and provides exact tokens for lookups.
 
-    An async context manager: entering begins to follow, leaving ends all of it. A
-    listener of the fleet, and the `Feedback` of the prediction audit.
+    An async context manager that owns the tasks. Also a subscriber of the fleet and the `Feedback` of the
+    prediction audit.
     """
 
     def __init__(
@@ -152,36 +158,37 @@ class CacheTracker:
         metrics: Metrics,
         clock: Clock,
         isolation: AdapterIsolation,
-        places_left: Callable[[int], None],
+        on_slot_removed: Callable[[int], None],
         token_deadline_s: DeadlineOf,
         rate_measured: Callable[[int, Tier, float, int], None],
         indexes: tuple[PrefixIndex, ChunkIndex] | None = None,
     ) -> None:
-        """`places_left` hears of each slot of the map that is no more, `rate_measured` of the mean bandwidth
-        in GB/s of so many loads from a tier to a slot; `indexes` are what is to be drawn on, where others
-        look on (`replicas.maps`)."""
+        """`on_slot_removed` gets each slot that leaves the map. `rate_measured` gets slot, tier, the mean
+        bandwidth in GB/s from the tier to the slot, and the number of measured loads. `indexes` replace the
+        default ones, for a map that is published to other processes (`replicas.maps`)."""
         self._fleet = fleet
         self._client = worker_client(config)
         self._index, chunks = indexes or (
             PrefixIndex(max_blocks=config.kv_events.max_index_blocks),
             ChunkIndex(max_chunks=config.lmcache.coordinator.max_chunks),
         )
-        self._places_left = places_left
+        self._on_slot_removed = on_slot_removed
         self._isolation = isolation
-        self._upkeep = BackgroundTasks(clock)
+        self._background = BackgroundTasks(clock)
         self._ingest = EventIngest(self._index, self._client, clock, config.kv_events, self._streams_changed)
-        # Whoever registers as an LMCache server is asked for its status: without the workers' key.
-        self._keyless = _keyless_client()
+        # Any program can register as an LMCache server, and the gateway polls its status: it must not get the
+        # workers' key.
+        self._keyless = _client_without_key()
         self.lmcache = LMCache(
             chunks,
             self._keyless,
             clock,
             config.lmcache,
-            self._upkeep,
+            self._background,
             rate_measured,
             hyperpod_lines=config.logging.hyperpod_lines,
         )
-        self.caches = LiveCaches(self._index, self.lmcache.chunks, self._ingest, self.lmcache.tells_of)
+        self.caches = LiveCaches(self._index, self.lmcache.chunks, self._ingest, self.lmcache.reports_l1)
         self._tokens = Tokenizing(
             config.tokens,
             self._client,
@@ -196,25 +203,25 @@ class CacheTracker:
         self.preparer = self._tokens.preparer
 
     async def __aenter__(self) -> Self:
-        """Raises ConfigError if an address to listen on cannot be had."""
+        """Raises ConfigError if an address to listen on cannot be bound."""
         try:
             self._ingest.bind()
             self.lmcache.open()
         except ConfigError:
-            await self._upkeep.aclose()
+            await self._background.aclose()
             self._ingest.close()
             await self.lmcache.aclose()
             await self._client.aclose()
             await self._keyless.aclose()
             raise
-        self._upkeep.begin("KV events", self._ingest.run)
-        await self._tokens.open(self._upkeep)
+        self._background.start("KV events", self._ingest.run)
+        await self._tokens.open(self._background)
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self._upkeep.aclose()
+        await self._background.aclose()
         await self.lmcache.aclose()
         await self._tokens.aclose()
         await self._client.aclose()
@@ -226,25 +233,25 @@ class CacheTracker:
         if change is FleetChange.LEFT:
             self.lmcache.worker_left(worker)
         elif change is FleetChange.MODELS:
-            self._tell_lmcache(worker, self._ingest.streams(worker))
+            self._update_lmcache(worker, self._ingest.streams(worker))
 
     def _streams_changed(self, worker: Worker, before: Sequence[Stream], now: Sequence[Stream]) -> None:
         for slot in {stream.slot for stream in before} - {stream.slot for stream in now}:
-            self.lmcache.place_left(slot)
-            self._places_left(slot)
+            self.lmcache.slot_removed(slot)
+            self._on_slot_removed(slot)
         if now:
-            self._tell_lmcache(worker, now)
+            self._update_lmcache(worker, now)
 
-    def _tell_lmcache(self, worker: Worker, streams: Sequence[Stream]) -> None:
+    def _update_lmcache(self, worker: Worker, streams: Sequence[Stream]) -> None:
         if streams:
             self.lmcache.places_changed(worker, {stream.rank: stream.slot for stream in streams})
 
     @property
-    def sent(self) -> Callable[[RouteQuery, Candidate], None] | None:
-        """What wants to hear of each attempt, if anything does."""
-        return self.lmcache.sent if self.lmcache.prefetches else None
+    def on_dispatch(self) -> Callable[[RouteQuery, Candidate], None] | None:
+        """Called for each attempt; None if no service observes attempts."""
+        return self.lmcache.on_dispatch if self.lmcache.prefetches else None
 
-    # What answers tell.
+    # `Feedback`
 
     def answered(
         self,
@@ -260,7 +267,7 @@ class CacheTracker:
             return
         ids = prompt.chunks.token_ids
         stream.subscriber.served(prompt.tokens - (cached_tokens or 0), sent)
-        if self._isolation.predicts(worker.id, model):  # else it was sent with another salt
+        if self._isolation.predicts(worker.id, model):  # otherwise the salt was another one
             stream.prompts.note(KnownPrompt(model, ids, prompt.keys, prompt.salt))
             if cached_tokens and stream.reason is not None:
                 stream.ledger.confirm(prompt.keys, ids, cached_tokens, adapter=prompt.adapter)
@@ -275,16 +282,15 @@ class CacheTracker:
                 return stream
         return None
 
-    # What is shown.
+    # Metrics and notes
 
     def notes(self) -> list[str]:
-        """What `/ready` says beside its verdict: workers whose map is not whole, and models without exact
-        tokens."""
+        """Notes for `/ready`: workers whose map is incomplete, models without exact tokens, failed tasks."""
         notes = map_notes(self._fleet, self.caches)
-        return notes + self._tokens.notes() + self.lmcache.notes() + self._upkeep.notes()
+        return notes + self._tokens.notes() + self.lmcache.notes() + self._background.notes()
 
     def describe(self) -> dict[str, object]:
-        """For the admin API."""
+        """The map for the admin API."""
         return describe_map(self._fleet, self.caches, self._index, self._tokens.describe())
 
     def gauges(self) -> Iterable[Metric]:
@@ -293,16 +299,15 @@ class CacheTracker:
         yield gauge("kvroute_map_bytes", "Estimated memory of the map.", (), [((), float(size.bytes))])
         yield counter(
             "kvroute_map_dropped_blocks",
-            "Blocks not taken into the map because it is full (kv_events.max_index_blocks).",
+            "Blocks not stored in the map because it is full (kv_events.max_index_blocks).",
             (),
             [((), float(size.dropped))],
         )
         yield counter(
             "kvroute_following_failures",
-            "Times that following the workers' caches failed on our side and was begun again (the log has "
-            "it), by what it was.",
+            "Background tasks of the cache tracker that failed and were restarted (see the log), by task.",
             ("work",),
-            [((name,), float(failures)) for name, failures in self._upkeep.failures.items()],
+            [((name,), float(failures)) for name, failures in self._background.failures.items()],
         )
         yield from stream_metrics(self._ingest.figures())
         yield from self._tokens.metrics()
@@ -310,7 +315,8 @@ class CacheTracker:
 
 
 def worker_client(config: Config) -> httpx.AsyncClient:
-    """For tokenizer and event-source calls: with the workers' key, over connections as the gateway's own."""
+    """A client for tokenizer and event-source calls, with the workers' key and the gateway's connection
+    pool."""
     key = config.fleet.worker_api_key
     return httpx.AsyncClient(
         transport=AnyWorkerTransport(config.upstream),
@@ -318,20 +324,21 @@ def worker_client(config: Config) -> httpx.AsyncClient:
     )
 
 
-def _keyless_client() -> httpx.AsyncClient:
-    """Without proxies."""
+def _client_without_key() -> httpx.AsyncClient:
+    """A client without credentials and proxies."""
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=4.0)
     return httpx.AsyncClient(trust_env=False, limits=limits)
 
 
-_LOOK_EVERY_S: Final = 0.02
-"""How late the others learn that a map is believed, or no more; its blocks come at once."""
+_POLL_INTERVAL_S: Final = 0.02
+"""Interval at which changes of trust are published; changes of blocks are published immediately."""
 
 
 class CacheMapPublisher:
-    """Publishes every change of `blocks` and `chunks` by itself, and by `run` how far they are believed.
+    """Publishes the cache map to the other processes.
 
-    Mutable: `follow` names the follower whose indexes these are, `run` is a task of its owner.
+    `blocks` and `chunks` publish their changes themselves; `run` publishes changes of trust and places.
+    Mutable: `attach_tracker` sets the tracker that fills these indexes.
     """
 
     def __init__(self, publish: Publish, clock: Clock, options: KvEventsOptions, *, max_chunks: int) -> None:
@@ -339,19 +346,19 @@ class CacheMapPublisher:
         self.chunks = PublishingChunkIndex(publish, max_chunks=max_chunks)
         self._publish = publish
         self._clock = clock
-        self._following: CacheTracker | None = None
+        self._cache_tracker: CacheTracker | None = None
         self._fleet: Fleet | None = None
         self._places: dict[str, WorkerPlaces] = {}
-        self._rates: dict[tuple[int, Tier], Rate] = {}
-        self._targets = Targets([])
+        self._rates: dict[tuple[int, Tier], TierBandwidth] = {}
+        self._targets = L2Targets([])
 
-    def follow(self, following: CacheTracker, fleet: Fleet) -> None:
-        """`following` draws on these indexes, for the workers of `fleet`."""
-        self._following, self._fleet = following, fleet
+    def attach_tracker(self, cache_tracker: CacheTracker, fleet: Fleet) -> None:
+        """Set the tracker that fills these indexes for the workers of `fleet`."""
+        self._cache_tracker, self._fleet = cache_tracker, fleet
 
-    def greeting(self) -> Iterable[Message]:
-        """All that a process knows once it has heard it; then what is published keeps it level."""
-        yield MapBegins()
+    def snapshot(self) -> Iterable[Message]:
+        """The messages that fill an empty mirror; after them the published changes keep it synced."""
+        yield MapReset()
         yield from self.blocks.as_messages()
         yield from self.chunks.as_messages()
         yield from self._places.values()
@@ -359,62 +366,62 @@ class CacheMapPublisher:
         yield self._targets
 
     async def run(self) -> None:
-        """Ends only by cancellation."""
+        """Publish changes of trust and places; runs until it is cancelled."""
         while True:
-            self.look()
-            await self._clock.sleep(_LOOK_EVERY_S)
+            self.publish_changes()
+            await self._clock.sleep(_POLL_INTERVAL_S)
 
-    def look(self) -> None:
-        """Publish what has changed of places and targets. About 1 us a worker."""
-        following, fleet = self._following, self._fleet
-        if following is None or fleet is None:
+    def publish_changes(self) -> None:
+        """Publish changes of places and L2 targets. About 1 us per worker."""
+        cache_tracker, fleet = self._cache_tracker, self._fleet
+        if cache_tracker is None or fleet is None:
             return
-        seen: dict[str, WorkerPlaces] = {}
+        current: dict[str, WorkerPlaces] = {}
         for worker in fleet.workers():
-            places = self._places_of(following, worker)
+            places = self._places_of(cache_tracker, worker)
             if places.places or worker.id in self._places:
-                seen[worker.id] = places
-        for name in self._places.keys() - seen.keys():
+                current[worker.id] = places
+        for name in self._places.keys() - current.keys():
             self._publish(WorkerPlaces(name, []))
-        for name, places in seen.items():
+        for name, places in current.items():
             if self._places.get(name) != places:
                 self._publish(places)
-        self._places = seen
-        targets = Targets(
+        self._places = current
+        targets = L2Targets(
             [
                 L2TargetMessage(self.chunks.number_of(each.holder), each.scheme, each.model, list(each.parts))
-                for each in following.lmcache.targets()
+                for each in cache_tracker.lmcache.targets()
             ]
         )
         if targets != self._targets:
             self._targets = targets
             self._publish(targets)
 
-    def rate_learnt(self, slot: int, tier: Tier, gb_s: float) -> None:
-        """Publish the bandwidth that is reckoned with from now on, from a slower tier to this place."""
-        rate = self._rates[slot, tier] = Rate(slot, tier, gb_s)
-        self._publish(rate)
+    def publish_bandwidth(self, slot: int, tier: Tier, gb_s: float) -> None:
+        """Publish a new bandwidth in GB/s from a slower tier to this slot."""
+        bandwidth = self._rates[slot, tier] = TierBandwidth(slot, tier, gb_s)
+        self._publish(bandwidth)
 
-    def place_left(self, slot: int) -> None:
-        """What is known of this place stands for nothing any more."""
+    def slot_removed(self, slot: int) -> None:
+        """Forget the bandwidths of a slot that has left the map."""
         for tier in Tier:
             self._rates.pop((slot, tier), None)
 
-    def heard(self, message: Message) -> bool:
-        """What another process's answers tell; False if `message` is something else."""
-        following, fleet = self._following, self._fleet
+    def on_message(self, message: Message) -> bool:
+        """Apply what another process learned from an answer; False if `message` is another one."""
+        cache_tracker, fleet = self._cache_tracker, self._fleet
         if not isinstance(message, PromptAnswered | Distrusted):
             return False
-        if following is None or fleet is None:
+        if cache_tracker is None or fleet is None:
             return True
         try:
             worker = fleet.get(message.worker)
         except NotFound:
             return True
         if isinstance(message, Distrusted):
-            following.distrust(worker, message.rank, message.why)
+            cache_tracker.distrust(worker, message.rank, message.why)
         else:
-            keys, chunks = unpacked(message.keys), PromptChunks(unpacked_ids(message.ids))
+            keys, chunks = unpack_keys(message.keys), PromptChunks(unpack_ids(message.ids))
             prompt = ExactPrompt(
                 message.tokens,
                 keys,  # type: ignore[arg-type]
@@ -422,17 +429,19 @@ class CacheMapPublisher:
                 message.salt,
                 message.adapter,
             )
-            following.answered(
+            cache_tracker.answered(
                 worker, message.rank, message.model, prompt, message.sent, message.cached_tokens
             )
         return True
 
-    def _places_of(self, following: CacheTracker, worker: Worker) -> WorkerPlaces:
-        tells = following.lmcache.tells_of
+    def _places_of(self, cache_tracker: CacheTracker, worker: Worker) -> WorkerPlaces:
+        reports_l1 = cache_tracker.lmcache.reports_l1
         return WorkerPlaces(
             worker.id,
             [
-                Place(place.slot, place.rank, place.standing.value, place.why, tells(place.slot))
-                for place in following.caches.places(worker)
+                CachePlaceMessage(
+                    place.slot, place.rank, place.standing.value, place.why, reports_l1(place.slot)
+                )
+                for place in cache_tracker.caches.places(worker)
             ],
         )

@@ -1,4 +1,4 @@
-"""The workers' caches as another process follows them: what `Following` is to the process that does."""
+"""The cache tracker of a process that mirrors another process's map (see `app/cache_tracker.py`)."""
 
 from __future__ import annotations
 
@@ -27,42 +27,42 @@ from kvroute.metrics import Metrics, counter, gauge
 from kvroute.replicas.maps import Mirror
 from kvroute.replicas.messages import (
     Distrusted,
-    MapBegins,
+    L2Targets,
+    MapReset,
     Message,
     PromptAnswered,
-    Rate,
-    Targets,
+    TierBandwidth,
     WorkerPlaces,
-    packed,
+    pack_keys,
 )
 from kvroute.routing.strategy import CachePlace, ExactPrompt, Probed, Standing, Tokens
 
-ALONE: Final = "not_linked"
-"""Why a map is not believed while the process that follows the caches cannot be heard."""
+NOT_LINKED: Final = "not_linked"
+"""Why a map is not trusted while there is no link to the process that tracks the caches."""
 
 _SWEEP_S: Final = 0.05
 
 
 class MirroredCaches:
-    """A `routing.caches.CacheMap` from what another process tells. Mutable: by `heard` and `alone`."""
+    """A `CacheMap` filled from another process's messages. Mutable: by `on_message` and `on_link_lost`."""
 
     def __init__(
         self,
         make: Callable[[], Mirror],
-        place_left: Callable[[int], None],
-        rate_known: Callable[[int, Tier, float], None],
+        on_slot_removed: Callable[[int], None],
+        on_bandwidth: Callable[[int, Tier, float], None],
     ) -> None:
-        """`rate_known` hears of the bandwidth in GB/s from a tier to a slot."""
+        """`on_bandwidth` gets slot, tier and the bandwidth in GB/s from the tier to the slot."""
         self._make = make
-        self._place_left = place_left
-        self._rate_known = rate_known
+        self._on_slot_removed = on_slot_removed
+        self._on_bandwidth = on_bandwidth
         self.mirror = make()
         self.targets: list[L2Target] = []
         self._places: dict[str, tuple[CachePlace, ...]] = {}
         self._by_lmcache: set[int] = set()
 
     def refresh(self, force: bool) -> bool:
-        """True: the other process's messages are applied as they arrive."""
+        """True: the messages of the other process are applied as they arrive, so the map is fresh."""
         return True
 
     def places(self, worker: Worker) -> Sequence[CachePlace]:
@@ -72,10 +72,10 @@ class MirroredCaches:
         mirror = self.mirror
         return held_tokens(mirror.blocks, mirror.chunks, self._by_lmcache.__contains__, prompt)
 
-    def heard(self, message: Message) -> bool:
-        """Take in what the other process tells; False if it is not of the map."""
+    def on_message(self, message: Message) -> bool:
+        """Apply a message of the other process; False if it does not concern the map."""
         match message:
-            case MapBegins():
+            case MapReset():
                 self.mirror = self._make()
                 self.targets = []
                 for worker in list(self._places):
@@ -87,9 +87,9 @@ class MirroredCaches:
                     worker,
                     tuple(CachePlace(p.slot, p.rank, Standing(p.standing), p.why) for p in places),
                 )
-            case Rate(slot, tier, gb_s):
-                self._rate_known(slot, Tier(tier), gb_s)
-            case Targets(targets):
+            case TierBandwidth(slot, tier, gb_s):
+                self._on_bandwidth(slot, Tier(tier), gb_s)
+            case L2Targets(targets):
                 self.targets = [
                     L2Target(
                         self.mirror.chunk_holder(target.holder, Tier.L2, shared=True),
@@ -103,30 +103,33 @@ class MirroredCaches:
                 return self.mirror.apply(message)
         return True
 
-    def alone(self) -> None:
-        """The other process cannot be heard: the map grows old, so what was sent where counts instead."""
+    def on_link_lost(self) -> None:
+        """Distrust the map: its changes no longer arrive, so routing uses the route history instead."""
         self._places = {
-            worker: tuple(place._replace(standing=Standing.NONE, why=ALONE) for place in places)
+            worker: tuple(place._replace(standing=Standing.NONE, why=NOT_LINKED) for place in places)
             for worker, places in self._places.items()
         }
 
     def _set_places(self, worker: str, places: tuple[CachePlace, ...]) -> None:
-        gone = {place.slot for place in self._places.get(worker, ())} - {place.slot for place in places}
+        removed = {place.slot for place in self._places.get(worker, ())} - {place.slot for place in places}
         if places:
             self._places[worker] = places
         else:
             self._places.pop(worker, None)
-        for slot in gone:
+        for slot in removed:
             self._by_lmcache.discard(slot)
-            self._place_left(slot)
+            self._on_slot_removed(slot)
 
 
 class CacheTrackerMirror:
-    """A mirror of the map, and tokenizers of this process's own. What answers tell goes to the process that
-    follows the caches. An async context manager, a listener of the fleet, and `Feedback`, as `Following`."""
+    """A mirror of the map, and this process's own tokenizers.
 
-    sent = None
-    """This process knows no LMCache servers to have anything prefetched by."""
+    Feedback from answers goes to the process that tracks the caches. As `CacheTracker` an async context
+    manager, a subscriber of the fleet, and `Feedback`.
+    """
+
+    on_dispatch = None
+    """No prefetching: this process has no contact with the LMCache servers."""
 
     def __init__(
         self,
@@ -135,24 +138,24 @@ class CacheTrackerMirror:
         metrics: Metrics,
         clock: Clock,
         isolation: AdapterIsolation,
-        places_left: Callable[[int], None],
+        on_slot_removed: Callable[[int], None],
         token_deadline_s: DeadlineOf,
-        rate_known: Callable[[int, Tier, float], None],
-        tell: Callable[[Message], object],
+        on_bandwidth: Callable[[int, Tier, float], None],
+        send: Callable[[Message], object],
     ) -> None:
-        """`tell` sends to the process that follows the caches."""
+        """`send` sends a message to the process that tracks the caches."""
         self._fleet = fleet
         self._clock = clock
-        self._tell = tell
+        self._send = send
         self._client = worker_client(config)
-        self._upkeep = BackgroundTasks(clock)
+        self._background = BackgroundTasks(clock)
         self.caches = MirroredCaches(
             lambda: Mirror(
                 max_blocks=config.kv_events.max_index_blocks,
                 max_chunks=config.lmcache.coordinator.max_chunks,
             ),
-            places_left,
-            rate_known,
+            on_slot_removed,
+            on_bandwidth,
         )
         self._redis = RedisL2(config.lmcache.l2, clock) if config.lmcache.l2.redis_url else None
         is_probing = self._redis is not None
@@ -170,14 +173,14 @@ class CacheTrackerMirror:
         self.preparer = self._tokens.preparer
 
     async def __aenter__(self) -> Self:
-        await self._tokens.open(self._upkeep)
-        self._upkeep.begin("sweeping the map", self._sweep)
+        await self._tokens.open(self._background)
+        self._background.start("sweeping the map", self._sweep)
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self._upkeep.aclose()
+        await self._background.aclose()
         if self._redis is not None:
             await self._redis.aclose()
         await self._tokens.aclose()
@@ -195,14 +198,14 @@ class CacheTrackerMirror:
         sent: float,
         cached_tokens: int | None,
     ) -> None:
-        self._tell(
+        self._send(
             PromptAnswered(
                 worker.id,
                 rank,
                 model,
                 prompt.tokens,
                 id_array(prompt.chunks.token_ids).tobytes(),
-                packed(prompt.keys),
+                pack_keys(prompt.keys),
                 prompt.salt,
                 prompt.adapter,
                 sent,
@@ -211,11 +214,11 @@ class CacheTrackerMirror:
         )
 
     def distrust(self, worker: Worker, rank: int, why: str) -> None:
-        self._tell(Distrusted(worker.id, rank, why))
+        self._send(Distrusted(worker.id, rank, why))
 
     def notes(self) -> list[str]:
         notes = map_notes(self._fleet, self.caches)
-        return notes + self._tokens.notes() + self._upkeep.notes()
+        return notes + self._tokens.notes() + self._background.notes()
 
     def describe(self) -> dict[str, object]:
         return describe_map(self._fleet, self.caches, self.caches.mirror.blocks, self._tokens.describe())
@@ -230,10 +233,9 @@ class CacheTrackerMirror:
         )
         yield counter(
             "kvroute_following_failures",
-            "Times that following the workers' caches failed on our side and was begun again (the log has "
-            "it), by what it was.",
+            "Background tasks of the cache tracker that failed and were restarted (see the log), by task.",
             ("work",),
-            [((name,), float(failures)) for name, failures in self._upkeep.failures.items()],
+            [((name,), float(failures)) for name, failures in self._background.failures.items()],
         )
         yield from self._tokens.metrics()
         if self._redis is not None:

@@ -1,4 +1,4 @@
-"""What is read from the fleet and the router when metrics are scraped."""
+"""Metrics that are read from the fleet and the router at a scrape, and the process's memory settings."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from kvroute.routing.strategy import CacheMap
 
 
 def fleet_gauges(fleet: Fleet, health: HealthMonitor, discoverer: Discoverer) -> Iterable[Metric]:
-    """Of the workers, their probes and where they are found."""
+    """Metrics of workers, health probes and discovery."""
     workers = fleet.workers()
     yield gauge(
         "kvroute_worker_state",
-        "1 for the state that each worker is in.",
+        "1 for the current state of each worker.",
         ("worker", "state"),
         [((w.id, state.value), float(w.state is state)) for w in workers for state in HealthState],
     )
     yield gauge(
         "kvroute_worker_capacity_tokens",
-        "KV cache of each worker.",
+        "KV cache capacity of each worker.",
         ("worker",),
         [((w.id,), float(w.capacity_tokens)) for w in workers],
     )
@@ -55,20 +55,20 @@ def fleet_gauges(fleet: Fleet, health: HealthMonitor, discoverer: Discoverer) ->
     )
     yield counter(
         "kvroute_discovery_shrinks_held_back",
-        "Worker lists that named far fewer workers than answer, and were not believed until repeated.",
+        "Worker lists with far fewer workers than still answer, not applied until the source repeated them.",
         ("source",),
         [((source,), float(discoverer.shrinks[source])) for source in discoverer.kept()],
     )
     yield gauge(
         "kvroute_discovery_kept_workers",
-        "Workers that a source no longer names and that stay until it has repeated that.",
+        "Workers that a source no longer lists, kept until the source has repeated the shorter list.",
         ("source",),
         [((source,), float(n)) for source, n in discoverer.kept().items()],
     )
 
 
 def index_gauges(fleet: Fleet, router: Router) -> Iterable[Metric]:
-    """Of the history of what was sent."""
+    """Metrics of the route history."""
     size = router.index_size()
     yield gauge(
         "kvroute_index_blocks", "Different blocks in the prefix index.", (), [((), float(size.blocks))]
@@ -76,18 +76,18 @@ def index_gauges(fleet: Fleet, router: Router) -> Iterable[Metric]:
     yield gauge("kvroute_index_bytes", "Estimated memory of the prefix index.", (), [((), float(size.bytes))])
     yield gauge(
         "kvroute_worker_index_blocks",
-        "Blocks that the prefix index believes each worker to hold.",
+        "Blocks that each worker holds according to the prefix index.",
         ("worker",),
         [((w.id,), float(router.describe_worker(w)["tracked_blocks"])) for w in fleet.workers()],
     )
 
 
 def tier_gauges(fleet: Fleet, router: Router, caches: CacheMap) -> Iterable[Metric]:
-    """Of the links between the caches' tiers."""
+    """Metrics of the bandwidth between cache tiers."""
     yield gauge(
         "kvroute_tier_bandwidth_bytes_per_second",
-        "Bandwidth reckoned with from slower tiers to each worker: as its LMCache server measured it, else "
-        "as configured.",
+        "Bandwidth assumed from slower tiers to each worker: as measured by its LMCache server, otherwise as "
+        "configured.",
         ("worker", "rank", "tier"),
         [
             ((worker.id, str(place.rank), tier.name.lower()), 1e9 * router.rate(place.slot, tier))
@@ -101,45 +101,44 @@ def tier_gauges(fleet: Fleet, router: Router, caches: CacheMap) -> Iterable[Metr
 _TRIM_THRESHOLD: Final = -1
 _TOP_PAD: Final = -2
 _MMAP_THRESHOLD: Final = -3
-"""Numbers of glibc's malloc.h."""
+"""Parameter numbers from glibc's malloc.h."""
 
 _KEPT_BYTES: Final = 64 << 20
 _MAPPED_FROM_BYTES: Final = 16 << 20
 _GROWS_BY_BYTES: Final = 64 << 20
-"""Addresses, not memory."""
+"""Address space, not memory."""
 
 _MADV_HUGEPAGE: Final = 14
 _MADV_COLLAPSE: Final = 25
-"""Numbers of Linux' mman.h; the second is of 6.1."""
+"""Constants from Linux's mman.h; the second one since Linux 6.1."""
 _HUGE_PAGES: Final = Path("/sys/kernel/mm/transparent_hugepage")
-_LEAST_USED: Final = 0.5
-"""Share of a huge page that was in use before: the rest is memory that the move costs."""
+_MIN_USED: Final = 0.5
+"""Minimum share of a huge page that must be in use before the move; the unused rest costs memory."""
 
 
 def keep_freed_memory() -> bool:
-    """Let glibc keep up to 64 MiB that was freed, instead of giving it back and asking for it anew, and let
-    the heap grow by as many addresses at a time, so that `use_huge_pages` can speak for them beforehand.
+    """Make glibc keep up to 64 MiB of freed memory, and grow the heap by 64 MiB of addresses at a time.
 
-    By default a body of 256 KB costs some 40 page faults, a fifth of what routing it costs. False, and
-    nothing changed, with another libc.
+    False, without any change, where the libc is not glibc.
     """
+    # By default a body of 256 KB costs about 40 page faults, a fifth of the CPU time of routing it. The heap
+    # grows in large steps so that `use_huge_pages` can request huge pages for the new addresses in advance.
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (AttributeError, OSError):
         return False
     settings = {_MMAP_THRESHOLD: _MAPPED_FROM_BYTES, _TRIM_THRESHOLD: _KEPT_BYTES, _TOP_PAD: _GROWS_BY_BYTES}
-    return all(mallopt(what, number) for what, number in settings.items())
+    return all(mallopt(parameter, number) for parameter, number in settings.items())
 
 
 def use_huge_pages(system: Path = _HUGE_PAGES) -> int:
-    """Move what the process has allocated by now into transparent huge pages; how many bytes were moved. 0
-    where the system has no such pages, forbids them (`enabled` is `never`) or cannot be asked to move
-    anything (Linux before 6.1).
+    """Move the memory that the process has allocated into transparent huge pages. Returns the moved bytes.
 
-    A request after a pause finds little of what it touches in the processor's caches, and each page of it
-    takes a walk through the page tables besides, under a hypervisor through two of them. Takes 5 to 10 ms
-    for 2 MiB.
+    0 where the system has no such pages, forbids them (`enabled` is `never`) or cannot move memory on request
+    (Linux before 6.1). Takes 5 to 10 ms for 2 MiB.
     """
+    # After a pause most of the memory that a request touches is not in the processor's caches, and each small
+    # page also needs a walk through the page tables, and a second walk under a hypervisor.
     try:
         if "[never]" in (system / "enabled").read_text():
             return 0
@@ -155,9 +154,9 @@ def use_huge_pages(system: Path = _HUGE_PAGES) -> int:
     moved = 0
     for start, end, is_heap in _own_memory(areas, size):
         if is_heap and start < end:
-            madvise(start, end - start, _MADV_HUGEPAGE)  # for what it grows into
+            madvise(start, end - start, _MADV_HUGEPAGE)  # for the memory that it will grow into
         for at in range(start, end, size):
-            if mincore(at, size, small_pages) or small_pages.raw.count(1) < _LEAST_USED * len(small_pages):
+            if mincore(at, size, small_pages) or small_pages.raw.count(1) < _MIN_USED * len(small_pages):
                 continue
             if not madvise(at, size, _MADV_HUGEPAGE) and not madvise(at, size, _MADV_COLLAPSE):
                 moved += size
@@ -165,10 +164,12 @@ def use_huge_pages(system: Path = _HUGE_PAGES) -> int:
 
 
 def _own_memory(areas: Iterable[str], size: int) -> Iterator[tuple[int, int, bool]]:
-    """Start and end, multiples of `size`, of the heap and of nameless private memory, and whether it is the
-    heap, by the lines of /proc/self/maps."""
+    """The heap and the anonymous private areas from the lines of /proc/self/maps.
+
+    Yields start and end, rounded inwards to multiples of `size`, and whether the area is the heap.
+    """
     for area in areas:
-        place, access, _, _, _, *name = area.split(maxsplit=5)
+        addresses, access, _, _, _, *name = area.split(maxsplit=5)
         if access == "rw-p" and (not name or name[0] == "[heap]"):
-            start, end = (int(address, 16) for address in place.split("-"))
+            start, end = (int(address, 16) for address in addresses.split("-"))
             yield -(-start // size) * size, end // size * size, bool(name)

@@ -1,4 +1,4 @@
-"""What a gateway needs for LMCache's word: coordinator, controller, and the Redis behind its L2."""
+"""Connects the gateway to LMCache: coordinator, controller, and lookups in the Redis of L2."""
 
 from __future__ import annotations
 
@@ -30,9 +30,10 @@ from kvroute.routing.strategy import Candidate, ExactPrompt, Probed, RouteQuery,
 
 
 class LMCache:
-    """Both protocols and the lookup, as far as they are enabled; `chunks` is what they draw.
+    """The enabled parts of LMCache's coordinator, controller, L2 lookup and prefetch; they fill `chunks`.
 
-    `open` begins its work in `upkeep`, whose owner ends it before `aclose`. Mutable: through what it owns.
+    `open` starts its tasks in `background`, whose owner cancels them before `aclose`. Mutable: through its
+    parts.
     """
 
     def __init__(
@@ -41,16 +42,16 @@ class LMCache:
         client: httpx.AsyncClient,
         clock: Clock,
         options: LMCacheOptions,
-        upkeep: BackgroundTasks,
-        measured: Callable[[int, Tier, float, int], None],
+        background: BackgroundTasks,
+        rate_measured: Callable[[int, Tier, float, int], None],
         *,
         hyperpod_lines: bool,
     ) -> None:
-        """`measured` hears of the mean bandwidth in GB/s of so many loads from a tier to a slot."""
+        """`rate_measured` gets slot, tier, mean bandwidth in GB/s, and the number of measured loads."""
         self.chunks = chunks
         self._options = options
-        self._upkeep = upkeep
-        self._measured = measured
+        self._background = background
+        self._report_rate = rate_measured
         announce = hyperpod.worker_registered if hyperpod_lines else None
         self._coordinator: Coordinator | None = None
         if options.coordinator.enabled:
@@ -72,38 +73,38 @@ class LMCache:
         self._controller: Controller | None = None
         if options.controller.enabled:
             self._controller = Controller(
-                self.chunks, clock, options.controller, on_registered=announce or _nobody
+                self.chunks, clock, options.controller, on_registered=announce or _ignore_registration
             )
             self._sockets = ControllerSockets(self._controller, clock, options.controller)
         self._redis = RedisL2(options.l2, clock) if options.l2.redis_url else None
         self._targets: list[L2Target] = []
         self._targets_of = -1
-        """`Coordinator.changes` that they were looked up at: with many workers it takes a while."""
+        """The `Coordinator.changes` at which `_targets` was computed, which is slow with many workers."""
         self._worker_of: dict[int, str] = {}
-        """By slot."""
+        """Worker id of each slot."""
 
     @property
     def coordinator_address(self) -> str:
-        """Where LMCache's servers can report, as bound; empty if they cannot."""
+        """The bound address for the reports of LMCache's servers; empty without a coordinator."""
         return self._server.address if self._coordinator is not None else ""
 
     def open(self) -> None:
-        """Raises ConfigError if an address to listen on cannot be had."""
+        """Raises ConfigError if an address to listen on cannot be bound."""
         if self._coordinator is not None:
             self._server.bind()
         if self._controller is not None:
             self._sockets.bind()
-            self._upkeep.begin("LMCache controller", self._sockets.run)
+            self._background.start("LMCache controller", self._sockets.run)
         if self._coordinator is not None:
-            self._upkeep.begin("LMCache coordinator", self._server.run)
-            self._upkeep.begin("LMCache status", lambda: self._watch.run(self._app.registered))
+            self._background.start("LMCache coordinator", self._server.run)
+            self._background.start("LMCache status", lambda: self._watch.run(self._app.registered))
             if self._options.coordinator.rates_interval_s:
-                self._upkeep.begin("LMCache bandwidths", self._rates.run)
+                self._background.start("LMCache bandwidths", self._rates.run)
         if self._prefetcher is not None:
-            self._upkeep.begin("LMCache prefetches", self._prefetcher.run)
+            self._background.start("LMCache prefetches", self._prefetcher.run)
 
     async def aclose(self) -> None:
-        """Close what `open` took, if it did not come to be served."""
+        """Close the sockets that `open` bound (their tasks have ended) and the connection to Redis."""
         if self._coordinator is not None:
             self._server.close()
         if self._controller is not None:
@@ -114,7 +115,7 @@ class LMCache:
     # The fleet
 
     def places_changed(self, worker: Worker, places: Mapping[int, int]) -> None:
-        """The worker's places in the map, slot by rank, or its model's names are others now."""
+        """Set the worker's slots, by rank; also called when its model names have changed."""
         self._worker_of |= dict.fromkeys(places.values(), str(worker.id))
         if self._coordinator is not None:
             self._coordinator.worker_changed(served_worker(worker, tuple(places.values())))
@@ -123,7 +124,7 @@ class LMCache:
             for rank, slot in places.items():
                 self._controller.follow(slot, str(worker.id), rank=rank, addresses=_addresses(host))
 
-    def place_left(self, slot: int) -> None:
+    def slot_removed(self, slot: int) -> None:
         self._worker_of.pop(slot, None)
         if self._controller is not None:
             self._controller.leave(slot)
@@ -132,9 +133,9 @@ class LMCache:
         if self._coordinator is not None:
             self._coordinator.worker_left(str(worker.id))
 
-    def tells_of(self, slot: int) -> bool:
-        """Whether the LMCache server behind this place reports here: then what vLLM says of its L1 is the
-        same once more, and older."""
+    def reports_l1(self, slot: int) -> bool:
+        """Whether the LMCache server of this slot reports to the coordinator here."""
+        # vLLM's events report the same L1 content later, so they are not needed then.
         worker = self._worker_of.get(slot)
         return (
             self._coordinator is not None
@@ -143,17 +144,17 @@ class LMCache:
         )
 
     def _rate_measured(self, instance_id: str, tier: Tier, gb_s: float, loads: int) -> None:
-        """An LMCache server measured how fast it loads: that holds for every place behind it."""
+        """Report the load bandwidth of an LMCache server for every slot that uses it."""
         assert self._coordinator is not None
         for slot, worker in self._worker_of.items():
             instance = self._coordinator.instance_of(worker)
             if instance is not None and instance.id == instance_id:
-                self._measured(slot, tier, gb_s, loads)
+                self._report_rate(slot, tier, gb_s, loads)
 
     # Requests
 
     async def probe(self, prompts: Sequence[ExactPrompt]) -> Sequence[Probed]:
-        """What the shared store has of each prompt, as far as it can be asked; in their order."""
+        """The tokens of each prompt that the shared store has, in order; None without a shared store."""
         redis, targets = self._redis, self.targets()
         if redis is None or not targets:
             return [None] * len(prompts)
@@ -163,7 +164,7 @@ class LMCache:
         return [answer.held for answer in answers]
 
     def targets(self) -> Sequence[L2Target]:
-        """Where the shared store is asked now."""
+        """The places in the shared store where lookups are made now."""
         if self._redis is None or self._coordinator is None:
             return ()
         if self._targets_of != self._coordinator.changes:
@@ -172,31 +173,30 @@ class LMCache:
         return self._targets
 
     def answered(self, slot: int, token_ids: Sequence[int]) -> None:
-        """A prompt was computed there: an in-process LMCache will have stored it."""
+        """A worker computed a prompt: an in-process LMCache has stored its chunks."""
         if self._controller is not None:
             self._controller.on_prompt_served(slot, token_ids)
 
     @property
     def prefetches(self) -> bool:
-        """Whether `sent` may have something to do."""
+        """Whether `on_dispatch` must be called."""
         return self._prefetcher is not None
 
-    def sent(self, query: RouteQuery, candidate: Candidate) -> None:
-        """A request was sent to a worker: where it will wait for longer than its blocks take to come from L2,
-        let them set out. Returns at once."""
+    def on_dispatch(self, query: RouteQuery, candidate: Candidate) -> None:
+        """Start a prefetch from L2 if the request will wait longer than the load takes. Does not block."""
         prefetcher = self._prefetcher
         if prefetcher is None or len(query.exact) != 1:
             return
         worker = str(candidate.worker.id)
-        wanted = prefetch_of(
+        prefetch = prefetch_of(
             candidate, server_known=prefetcher.has_server(worker), delay_s=self._options.prefetch.delay_s
         )
-        if wanted is not None:
+        if prefetch is not None:
             prompt = query.exact[0]
-            token_ids = prompt.chunks.token_ids[: wanted.tokens]
-            prefetcher.request(worker, token_ids, prompt.salt, wanted.spare_s)
+            token_ids = prompt.chunks.token_ids[: prefetch.tokens]
+            prefetcher.request(worker, token_ids, prompt.salt, prefetch.spare_s)
 
-    # What is shown
+    # Metrics and notes
 
     def notes(self) -> list[str]:
         notes = []
@@ -218,7 +218,7 @@ class LMCache:
         )
         yield counter(
             "kvroute_lmcache_dropped_chunks",
-            "Chunks not taken into the map because it is full (lmcache.coordinator.max_chunks).",
+            "Chunks not stored in the map because it is full (lmcache.coordinator.max_chunks).",
             (),
             [((), float(size.dropped))],
         )
@@ -227,7 +227,7 @@ class LMCache:
         if self._prefetcher is not None:
             yield counter(
                 "kvroute_lmcache_prefetches",
-                "Loads from L2 that LMCache servers were asked for while a request waits, by outcome.",
+                "Loads from L2 requested from LMCache servers while a request waits, by outcome.",
                 ("outcome",),
                 [((outcome.value,), float(times)) for outcome, times in self._prefetcher.counts.items()],
             )
@@ -238,55 +238,53 @@ class LMCache:
         counts = coordinator.counts
         yield gauge(
             "kvroute_lmcache_servers",
-            "LMCache servers that report here, and what is wrong with what is known of them.",
+            "LMCache servers that report here, with the reason why their data is doubted.",
             ("server", "doubt"),
             [((each.id, str(each.doubt or "")), 1.0) for each in coordinator.instances()],
         )
         yield counter(
             "kvroute_lmcache_batches",
-            "Batches of cache events, by what became of them.",
+            "Batches of cache events, by outcome.",
             ("outcome",),
             [((outcome.value,), float(number)) for outcome, number in counts.batches.items()],
         )
         yield counter(
             "kvroute_lmcache_gaps",
-            "Batches that did not follow the one before.",
+            "Batches whose sequence number did not follow the previous one.",
             (),
             [((), float(counts.gaps))],
         )
         yield counter(
             "kvroute_lmcache_rate_failures",
-            "Questions to LMCache servers how fast they load that got no answer.",
+            "Requests for the load bandwidth of LMCache servers that got no answer.",
             (),
             [((), float(self._rates.failures))],
         )
         yield counter(
             "kvroute_lmcache_malformed",
-            "Messages to the coordinator that could not be read.",
+            "Messages to the coordinator that could not be decoded.",
             (),
             [((), float(self._app.malformed))],
         )
 
 
 def l2_metrics(counts: L2Counts) -> Iterable[Metric]:
-    """Of lookups in the shared store."""
-    yield counter(
-        "kvroute_l2_lookups", "Prompts looked for in L2's Redis.", (), [((), float(counts.lookups))]
-    )
+    """Metrics of the lookups in the shared store."""
+    yield counter("kvroute_l2_lookups", "Prompts looked up in L2's Redis.", (), [((), float(counts.lookups))])
     yield counter(
         "kvroute_l2_failures",
-        "Of those, the ones that got no answer, by why.",
+        "Lookups in L2's Redis that got no answer, by cause.",
         ("cause",),
         [((reason.value,), float(number)) for reason, number in counts.failures.items()],
     )
 
 
-def _nobody(_: str) -> None:
+def _ignore_registration(_: str) -> None:
     pass
 
 
 def _addresses(host: str) -> tuple[str, ...]:
-    """The worker's address, where its URL has one; names are not resolved."""
+    """The IP address in the worker's URL; empty for a host name, which is not resolved."""
     if host == "localhost":
         return ("127.0.0.1",)
     try:

@@ -1,4 +1,4 @@
-"""One of several gateway processes: what it tells the others, and what becomes of what they tell."""
+"""One of several gateway processes: connects its services to the messages of the other processes."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from kvroute.fleet.health import HealthMonitor
 from kvroute.fleet.membership import AdminOverrides
 from kvroute.fleet.worker import Worker, WorkerId, WorkerSpec
 from kvroute.gateway.stored import ResponseOwners
-from kvroute.replicas.decisions import OthersDecisions, OwnDecisions, recent_prompts, take_recent
+from kvroute.replicas.decisions import OwnDecisions, PeerDecisions, apply_recent_prompts, recent_prompts
 from kvroute.replicas.mesh import Mesh
 from kvroute.replicas.messages import (
+    AdminWorkerSpec,
+    Dispatched,
     Ejected,
+    EncoderReset,
     Finished,
     FirstToken,
-    HandSpec,
     InSync,
     Message,
     OverridesChanged,
     Owner,
-    Recent,
-    Sent,
+    RecentPrompts,
     SessionForgotten,
-    SnapshotFollows,
     SnapshotRequest,
 )
-from kvroute.replicas.metrics import merged_decisions, merged_predictions
+from kvroute.replicas.metrics import merge_decisions, merge_predictions
 from kvroute.routing.router import Router
 
 if TYPE_CHECKING:
@@ -43,17 +43,17 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-FOLLOWS: Final = 0
-"""The process that follows the workers' caches."""
+TRACKING_PROCESS: Final = 0
+"""The process that tracks the workers' caches; the others mirror its map."""
 
-_ASK_S: Final = 1.0
+_REQUEST_TIMEOUT_S: Final = 1.0
 _DECISIONS: Final = "decisions"
 _PREDICTIONS: Final = "predictions"
-_ELSEWHERE: Final = "reported_by_another_process"
+_REPORTED_BY_PEER: Final = "reported_by_another_process"
 
 
 class SharedOwners(ResponseOwners):
-    """Tells the others of each stored response."""
+    """The owners of stored responses, shared with the other processes."""
 
     def __init__(self, publish: Callable[[Message], None]) -> None:
         super().__init__()
@@ -63,165 +63,169 @@ class SharedOwners(ResponseOwners):
         super().remember(response_id, worker)
         self._publish(Owner(response_id, worker))
 
-    def remembered_elsewhere(self, response_id: str, worker: WorkerId) -> None:
+    def remember_from_peer(self, response_id: str, worker: WorkerId) -> None:
+        """Remember an owner that another process published."""
         super().remember(response_id, worker)
 
 
 class Replica:
-    """This process among the others; a `Member` of the mesh and `Elsewhere` for the admin API.
+    """This process as a `MeshMember`, and the admin API's `PeerProcesses`.
 
-    Mutable. Its runtime calls `take_part` once all is constructed, then `start`, and `aclose` at the end.
+    Mutable. The runtime calls `attach_services` once the services are constructed, then `start`, and at the
+    end `aclose`.
     """
 
     def __init__(self, number: int, processes: int, folder: Path, *, generation: int) -> None:
-        """`folder` is where the processes meet; `generation` how often this one was replaced."""
+        """`folder` has the processes' sockets; `generation` is how often this process was replaced."""
         self.number = number
         self.folder = folder
         self.generation = generation
         self.mesh = Mesh(number, processes, folder)
         self.own = OwnDecisions(self.mesh.publish)
         self.owners = SharedOwners(self.mesh.publish)
-        self.teller: CacheMapPublisher | None = None
-        self._mirroring: CacheTrackerMirror | None = None
-        # Those that start together know all there is: nothing was sent yet.
-        self._is_level = generation == 0
-        self._level = asyncio.Event()
-        self._asked: int | None = None
+        self._map_publisher: CacheMapPublisher | None = None
+        self._mirror: CacheTrackerMirror | None = None
+        # Processes that start together are in sync: no request was dispatched yet.
+        self._is_synced = generation == 0
+        self._synced = asyncio.Event()
+        self._snapshot_source: int | None = None
         self._handlers: Mapping[type, Callable[[int, Any], object]] = {}
 
-    def take_part(
+    def attach_services(
         self,
         fleet: Fleet,
         router: Router,
         health: HealthMonitor,
         clock: Clock,
-        teller: CacheMapPublisher | None,
-        mirroring: CacheTrackerMirror | None,
+        map_publisher: CacheMapPublisher | None,
+        mirror: CacheTrackerMirror | None,
     ) -> None:
-        """What the others' messages change here."""
+        """Connect the services that the other processes' messages change."""
         self._fleet, self._router, self._health = fleet, router, health
-        self._others = others = OthersDecisions(router, fleet, clock)
-        self.teller, self._mirroring = teller, mirroring
+        self._peer_decisions = peers = PeerDecisions(router, fleet, clock)
+        self._map_publisher, self._mirror = map_publisher, mirror
         self._handlers = {
-            Sent: others.sent,
-            SnapshotFollows: lambda number, _: others.begin_anew(number),
-            FirstToken: lambda number, told: others.first_token(number, told.id),
-            Finished: lambda number, told: others.finished(number, told.id),
-            Owner: lambda _, told: self.owners.remembered_elsewhere(told.response_id, WorkerId(told.worker)),
-            SessionForgotten: lambda _, told: router.session_forgotten_elsewhere(told.session_key),
-            OverridesChanged: lambda _, told: fleet.apply_admin_overrides(_done(told)),
-            Ejected: self._ejected_elsewhere,
-            SnapshotRequest: self._wanted,
-            Recent: lambda _, told: take_recent(router, fleet, told),
-            InSync: self._became_level,
+            Dispatched: peers.dispatched,
+            EncoderReset: lambda number, _: peers.reset_keys(number),
+            FirstToken: lambda number, message: peers.first_token(number, message.id),
+            Finished: lambda number, message: peers.finished(number, message.id),
+            Owner: lambda _, owner: self.owners.remember_from_peer(owner.response_id, WorkerId(owner.worker)),
+            SessionForgotten: lambda _, message: router.session_forgotten_elsewhere(message.session_key),
+            OverridesChanged: lambda _, message: fleet.apply_admin_overrides(_overrides_of(message)),
+            Ejected: self._on_ejected,
+            SnapshotRequest: self._on_snapshot_request,
+            RecentPrompts: lambda _, recent: apply_recent_prompts(router, fleet, recent),
+            InSync: self._on_in_sync,
         }
-        fleet.subscribe_admin_overrides(lambda done: self.mesh.publish(_told(done)))
+        fleet.subscribe_admin_overrides(lambda overrides: self.mesh.publish(_overrides_message(overrides)))
         fleet.subscribe(self._fleet_changed)
 
-    def answers(self, decisions: Callable[[int], list[dict[str, Any]]], audit: Callable[[], Any]) -> None:
-        """Answer the others' admin requests from these."""
+    def serve_admin(self, decisions: Callable[[int], list[dict[str, Any]]], audit: Callable[[], Any]) -> None:
+        """Answer the admin requests of the other processes with these functions."""
 
-        async def told_decisions(how: bytes) -> bytes:
-            return msgspec.json.encode(decisions(int(how)))
+        async def answer_decisions(limit: bytes) -> bytes:
+            return msgspec.json.encode(decisions(int(limit)))
 
-        async def told_predictions(_: bytes) -> bytes:
+        async def answer_predictions(_: bytes) -> bytes:
             return msgspec.json.encode(audit())
 
-        self.mesh.answers(_DECISIONS, told_decisions)
-        self.mesh.answers(_PREDICTIONS, told_predictions)
+        self.mesh.handle(_DECISIONS, answer_decisions)
+        self.mesh.handle(_PREDICTIONS, answer_predictions)
 
     async def start(self) -> None:
-        """Listen to the others. Raises OSError."""
+        """Open the links to the other processes. Raises OSError."""
         await self.mesh.start(self)
 
-    async def until_level(self, deadline_s: float) -> None:
-        """Wait until this process knows what the others know, as long as that may take."""
+    async def wait_until_synced(self, timeout_s: float) -> None:
+        """Wait until this process has the state of the others, for at most `timeout_s`."""
         try:
-            async with asyncio.timeout(deadline_s):
+            async with asyncio.timeout(timeout_s):
                 await self.mesh.all_linked()
-                if not self._is_level and self._asked is not None:
-                    await self._level.wait()
+                if not self._is_synced and self._snapshot_source is not None:
+                    await self._synced.wait()
         except TimeoutError:
             pass
-        self._is_level = True  # or there is nobody to ask
+        self._is_synced = True  # also after a timeout: no process could send the state
         if set(self.mesh.others) - set(self.mesh.peers):
             missing = sorted(set(self.mesh.others) - set(self.mesh.peers))
-            log.warning("begins without a link to process %s", ", ".join(map(str, missing)))
+            log.warning("starting without a link to process %s", ", ".join(map(str, missing)))
 
     async def aclose(self) -> None:
         await self.mesh.aclose()
 
     def notes(self) -> list[str]:
-        """For `/ready`."""
+        """Notes for `/ready`: processes without a link."""
         missing = set(self.mesh.others) - set(self.mesh.peers)
         return [f"process {self.number} has no link to process {number}" for number in sorted(missing)]
 
-    # `Elsewhere`
+    # `PeerProcesses`
 
     async def decisions(self, limit: int, own: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        told = await self.mesh.ask(_DECISIONS, str(limit).encode(), _ASK_S)
-        return merged_decisions([own, *map(msgspec.json.decode, told.values())], limit)
+        answers = await self.mesh.request_all(_DECISIONS, str(limit).encode(), _REQUEST_TIMEOUT_S)
+        return merge_decisions([own, *map(msgspec.json.decode, answers.values())], limit)
 
     async def predictions(self, own: dict[str, Any]) -> dict[str, Any]:
-        told = await self.mesh.ask(_PREDICTIONS, b"", _ASK_S)
-        return merged_predictions([own, *map(msgspec.json.decode, told.values())])
+        answers = await self.mesh.request_all(_PREDICTIONS, b"", _REQUEST_TIMEOUT_S)
+        return merge_predictions([own, *map(msgspec.json.decode, answers.values())])
 
-    # `Member`
+    # `MeshMember`
 
     @property
-    def is_level(self) -> bool:
-        return self._is_level
+    def is_synced(self) -> bool:
+        return self._is_synced
 
     def greeting(self, number: int) -> Sequence[Message]:
-        told = self.own.unfinished()
-        if self._is_level:
-            told.insert(0, _told(self._fleet.admin_overrides()))
-        if self.teller is not None:
-            told += self.teller.greeting()
-        return told
+        messages = self.own.unfinished()
+        if self._is_synced:
+            messages.insert(0, _overrides_message(self._fleet.admin_overrides()))
+        if self._map_publisher is not None:
+            messages += self._map_publisher.snapshot()
+        return messages
 
-    def linked(self, number: int, *, is_level: bool) -> None:
-        self.own.begin_anew()
-        if not self._is_level and is_level and self._asked is None:
-            self._asked = number
+    def on_linked(self, number: int, *, is_synced: bool) -> None:
+        self.own.reset_keys()
+        if not self._is_synced and is_synced and self._snapshot_source is None:
+            self._snapshot_source = number
             self.mesh.send(number, SnapshotRequest())
 
-    def heard(self, number: int, message: Message) -> None:
+    def on_message(self, number: int, message: Message) -> None:
         handler = self._handlers.get(type(message))
         if handler is not None:
             handler(number, message)
-        elif self.teller is not None:
-            self.teller.heard(message)
-        elif self._mirroring is not None:
-            self._mirroring.caches.heard(message)
+        elif self._map_publisher is not None:
+            self._map_publisher.on_message(message)
+        elif self._mirror is not None:
+            self._mirror.caches.on_message(message)
 
-    def lost(self, number: int) -> None:
-        self._others.lost(number)
-        if number == self._asked and not self._is_level:
-            self._asked = None
-        if number == FOLLOWS and self._mirroring is not None:
-            self._mirroring.caches.alone()
+    def on_link_lost(self, number: int) -> None:
+        self._peer_decisions.lost(number)
+        if number == self._snapshot_source and not self._is_synced:
+            self._snapshot_source = None
+        if number == TRACKING_PROCESS and self._mirror is not None:
+            self._mirror.caches.on_link_lost()
 
-    # Inside
+    # Message handlers
 
-    def _wanted(self, number: int, _: SnapshotRequest) -> None:
-        self.mesh.own(self._tell_recent(number), f"what process {number} missed")
+    def _on_snapshot_request(self, number: int, _: SnapshotRequest) -> None:
+        self.mesh.spawn(self._send_snapshot(number), f"snapshot for process {number}")
 
-    async def _tell_recent(self, number: int) -> None:
-        """In pieces: streams go on meanwhile, and what is new is told to that process anyway."""
+    async def _send_snapshot(self, number: int) -> None:
+        """Send the route history, then `InSync`."""
+        # In several messages, so that streams are relayed in between. New dispatches reach that process
+        # anyway.
         for recent in recent_prompts(self._router, self._fleet.workers()):
             self.mesh.send(number, recent)
             await asyncio.sleep(0)
         self.mesh.send(number, InSync())
 
-    def _became_level(self, number: int, _: InSync) -> None:
-        self._is_level = True
-        self._level.set()
-        log.info("process %d knows what process %d knew", self.number, number)
+    def _on_in_sync(self, number: int, _: InSync) -> None:
+        self._is_synced = True
+        self._synced.set()
+        log.info("process %d has received the state of process %d", self.number, number)
 
-    def _ejected_elsewhere(self, _: int, told: Ejected) -> None:
+    def _on_ejected(self, _: int, message: Ejected) -> None:
         try:
-            self._health.report_failure(self._fleet.get(told.worker), _ELSEWHERE)
+            self._health.report_failure(self._fleet.get(message.worker), _REPORTED_BY_PEER)
         except NotFound:
             return
 
@@ -230,20 +234,20 @@ class Replica:
             self.mesh.publish(Ejected(worker.id, worker.ejection.value))
 
 
-def _told(done: AdminOverrides) -> OverridesChanged:
+def _overrides_message(overrides: AdminOverrides) -> OverridesChanged:
     return OverridesChanged(
         [
-            HandSpec(
+            AdminWorkerSpec(
                 each.id, each.url, each.models, each.capacity_tokens, each.role, each.draining, each.node
             )
-            for each in done.added
+            for each in overrides.added
         ],
-        sorted(done.removed),
-        sorted(done.drained),
+        sorted(overrides.removed),
+        sorted(overrides.drained),
     )
 
 
-def _done(told: OverridesChanged) -> AdminOverrides:
+def _overrides_of(message: OverridesChanged) -> AdminOverrides:
     return AdminOverrides(
         tuple(
             WorkerSpec(
@@ -255,8 +259,8 @@ def _done(told: OverridesChanged) -> AdminOverrides:
                 each.draining,
                 each.node,
             )
-            for each in told.added
+            for each in message.added
         ),
-        frozenset(map(WorkerId, told.removed)),
-        frozenset(map(WorkerId, told.drained)),
+        frozenset(map(WorkerId, message.removed)),
+        frozenset(map(WorkerId, message.drained)),
     )

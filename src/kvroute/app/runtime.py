@@ -1,4 +1,4 @@
-"""The one place that constructs services, and the owner of every background task."""
+"""Constructs all services of a gateway and owns every background task."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from kvroute.gateway.preparation import AdapterIsolation
 from kvroute.gateway.stored import ResponseOwners, StoredResponses
 from kvroute.metrics import Gauges, Metrics
 from kvroute.openai.bounded import Bounded
-from kvroute.replicas.metrics import PageCollector, Scrape, read
+from kvroute.replicas.metrics import GatewayMetrics, PageCollector, read
 from kvroute.routing.audit import Audit
 from kvroute.routing.router import Router
 from kvroute.routing.strategies.kvaware import KvAwareOptions
@@ -56,18 +56,18 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("kvroute.runtime")
 
-_LEVEL_S = 5.0
-"""Longest wait of a process that joins others, for each thing it waits for."""
-_LOOK_S = 0.01
+_SYNC_TIMEOUT_S = 5.0
+"""Longest time that a process which joins the others waits, for each of its conditions."""
+_POLL_INTERVAL_S = 0.01
 
 
 class Runtime:
-    """Everything that one gateway consists of. Use as an async context manager inside its event loop:
-    entering starts discovery and probes, leaving stops every task and closes every connection.
+    """All services of one gateway process; an async context manager inside its event loop.
 
-    `application` is the ASGI app, `plane` what a server needs for an orderly shutdown. `replica` is this
-    process among several; entering then waits until it knows what they know. `admin_keys` are by default the
-    configured ones; without any, nobody may use the admin API.
+    Entering starts discovery and probes; leaving stops every task and closes every connection. `application`
+    is the ASGI app; a server shuts down through `plane`. With a `replica` (one of several processes) entering
+    also waits until this process has the state of the others. `admin_keys` default to the configured ones;
+    without any key the admin API refuses every request.
     """
 
     def __init__(
@@ -89,14 +89,14 @@ class Runtime:
         self._patience = TokenPatience(
             tokens.deadline_ms * 1e-3, tokens.max_deadline_ms * 1e-3, tokens.deadline_share
         )
-        follows = config.routing.may_need(Needs.TOKENS) or config.server.allow_strategy_header
+        needs_map = config.routing.may_need(Needs.TOKENS) or config.server.allow_strategy_header
         self._replica = replica
-        self._teller: CacheMapPublisher | None = None
-        self._mirroring: CacheTrackerMirror | None = None
-        self.following = self._follower() if follows else None
+        self._map_publisher: CacheMapPublisher | None = None
+        self._mirror: CacheTrackerMirror | None = None
+        self.cache_tracker = self._make_cache_tracker() if needs_map else None
         self.router = Router(
             config.routing,
-            caches=self.following.caches if self.following else None,
+            caches=self.cache_tracker.caches if self.cache_tracker else None,
             observer=replica.own if replica else None,
         )
         self._estimator = TokenEstimator()
@@ -116,7 +116,7 @@ class Runtime:
         self._journal = Journal(
             self.metrics, clock, log_requests=config.logging.requests, kept=config.server.decisions_kept
         )
-        self._scrape: Scrape | None = None
+        self._gateway_metrics: GatewayMetrics | None = None
         self._compat: VllmRouterMetrics | None = None
         self.plane = self._data_plane()
         self.application = self._application()
@@ -127,31 +127,31 @@ class Runtime:
                 lambda: index_gauges(self.fleet, self.router),
             )
         )
-        if self.following is not None:
-            caches = self.following.caches
+        if self.cache_tracker is not None:
+            caches = self.cache_tracker.caches
             self.metrics.registry.register(
-                Gauges(self.following.gauges, lambda: tier_gauges(self.fleet, self.router, caches))
+                Gauges(self.cache_tracker.gauges, lambda: tier_gauges(self.fleet, self.router, caches))
             )
         if config.metrics.compat == "vllm-router":
             self._compat = VllmRouterMetrics(
                 self.metrics, self.fleet, clock, window_s=config.metrics.compat_window_s
             )
         if replica is not None:
-            self._take_part(replica)
+            self._attach_replica(replica)
         elif self._compat is not None:
             self.metrics.registry.register(Gauges(self._compat))
         self._tasks: list[asyncio.Task[None]] = []
         self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
-        if self.following is not None:
-            await self._stack.enter_async_context(self.following)
+        if self.cache_tracker is not None:
+            await self._stack.enter_async_context(self.cache_tracker)
         self._tasks = [
             asyncio.create_task(self._discoverer.run(), name="discovery"),
             asyncio.create_task(self.health.run(), name="health"),
         ]
         if self._replica is not None:
-            await self._join(self._replica)
+            await self._join_processes(self._replica)
         return self
 
     async def __aexit__(
@@ -163,88 +163,96 @@ class Runtime:
             if isinstance(outcome, Exception):
                 log.error("a background task failed", exc_info=outcome)
         await self.plane.aclose()
-        if self._replica is not None and self._scrape is not None:
-            await self._scrape.save()
+        if self._replica is not None and self._gateway_metrics is not None:
+            await self._gateway_metrics.save()
             await self._replica.aclose()
         await self._stack.aclose()
         await self._transports.aclose()
         await self._client.aclose()
 
-    def _follower(self) -> CacheTracker | CacheTrackerMirror:
-        """What keeps the map of the workers' caches: one process follows them, others have it told.
-
-        Tokenizers, templates, ZMQ and Redis are loaded here: 16 MiB that a gateway without a map spares."""
+    def _make_cache_tracker(self) -> CacheTracker | CacheTrackerMirror:
+        """Construct the cache tracker: process 0 reads the workers' events, the others mirror its map."""
+        # Imported here because it loads tokenizers, templates, ZMQ and Redis: 16 MiB that a gateway without a
+        # map does not need.
         from kvroute.app.cache_tracker import CacheTracker
 
         config, clock, replica = self._config, self._clock, self._replica
-        known = (
+        shared = (
             config,
             self.fleet,
             self.metrics,
             clock,
             self._isolation,
-            self._place_left,
+            self._slot_removed,
             self._token_deadline_s,
         )
         if replica is None:
-            return CacheTracker(*known, self._rate_measured)
+            return CacheTracker(*shared, self._rate_measured)
         from kvroute.app.cache_tracker import CacheMapPublisher
         from kvroute.app.cache_tracker_mirror import CacheTrackerMirror
-        from kvroute.app.replica import FOLLOWS
+        from kvroute.app.replica import TRACKING_PROCESS
 
         mesh = replica.mesh
-        if replica.number != FOLLOWS:
-            self._mirroring = mirroring = CacheTrackerMirror(
-                *known, self._rate_known, lambda message: mesh.send(FOLLOWS, message)
+        if replica.number != TRACKING_PROCESS:
+            self._mirror = mirror = CacheTrackerMirror(
+                *shared, self._bandwidth_received, lambda message: mesh.send(TRACKING_PROCESS, message)
             )
-            return mirroring
-        most = config.lmcache.coordinator.max_chunks
-        self._teller = teller = CacheMapPublisher(mesh.publish, clock, config.kv_events, max_chunks=most)
-        following = CacheTracker(*known, self._rate_measured, (teller.blocks, teller.chunks))
-        teller.follow(following, self.fleet)
-        return following
+            return mirror
+        max_chunks = config.lmcache.coordinator.max_chunks
+        self._map_publisher = map_publisher = CacheMapPublisher(
+            mesh.publish, clock, config.kv_events, max_chunks=max_chunks
+        )
+        cache_tracker = CacheTracker(
+            *shared, self._rate_measured, (map_publisher.blocks, map_publisher.chunks)
+        )
+        map_publisher.attach_tracker(cache_tracker, self.fleet)
+        return cache_tracker
 
-    def _take_part(self, replica: Replica) -> None:
-        replica.take_part(self.fleet, self.router, self.health, self._clock, self._teller, self._mirroring)
-        replica.answers(self._journal.decisions, self.audit.describe)
+    def _attach_replica(self, replica: Replica) -> None:
+        replica.attach_services(
+            self.fleet, self.router, self.health, self._clock, self._map_publisher, self._mirror
+        )
+        replica.serve_admin(self._journal.decisions, self.audit.describe)
         registry = self.metrics.registry
-        self._scrape = Scrape(replica.mesh, registry, replica.folder, generation=replica.generation)
-        registry.register(Gauges(self._scrape.figures))
+        self._gateway_metrics = GatewayMetrics(
+            replica.mesh, registry, replica.folder, generation=replica.generation
+        )
+        registry.register(Gauges(self._gateway_metrics.figures))
 
-    async def _join(self, replica: Replica) -> None:
-        assert self._scrape is not None
-        await self._scrape.begin()
+    async def _join_processes(self, replica: Replica) -> None:
+        assert self._gateway_metrics is not None
+        await self._gateway_metrics.load()
         if replica.generation:
-            await self._until(lambda: self.fleet.workers(), "no workers are known yet")
+            await self._wait_for(lambda: self.fleet.workers(), "discovery has found no workers yet")
         await replica.start()
-        self._tasks.append(asyncio.create_task(self._scrape.run(), name="counters for a successor"))
-        if self._teller is not None:
-            self._tasks.append(asyncio.create_task(self._teller.run(), name="places of the map"))
-        await replica.until_level(_LEVEL_S)
+        self._tasks.append(asyncio.create_task(self._gateway_metrics.run(), name="counters for a successor"))
+        if self._map_publisher is not None:
+            self._tasks.append(asyncio.create_task(self._map_publisher.run(), name="places of the map"))
+        await replica.wait_until_synced(_SYNC_TIMEOUT_S)
         if replica.generation:
-            # Its predecessor's clients come back at once: to a process that knows its workers.
-            await self._until(
+            # The predecessor's clients reconnect immediately: this process must know its workers first.
+            await self._wait_for(
                 lambda: not self.fleet.states()[HealthState.UNKNOWN],
                 "some workers have not answered a probe yet",
             )
 
-    async def _until(self, condition: Callable[[], object], else_: str) -> None:
-        """Wait for it, `_LEVEL_S` at most."""
+    async def _wait_for(self, condition: Callable[[], object], problem: str) -> None:
+        """Wait until the condition is true, for at most `_SYNC_TIMEOUT_S`; then log `problem`."""
         try:
-            async with asyncio.timeout(_LEVEL_S):
+            async with asyncio.timeout(_SYNC_TIMEOUT_S):
                 while not condition():
-                    await self._clock.sleep(_LOOK_S)
+                    await self._clock.sleep(_POLL_INTERVAL_S)
         except TimeoutError:
-            log.warning("joining the other processes: %s", else_)
+            log.warning("joining the other processes: %s", problem)
 
-    async def _scraped(self) -> Collector:
-        """The figures of all processes."""
-        assert self._scrape is not None
-        gathered = await self._scrape.gathered()
+    async def _collect_all_processes(self) -> Collector:
+        """The metrics of all processes."""
+        assert self._gateway_metrics is not None
+        collected = await self._gateway_metrics.collect_all()
         if self._compat is None:
-            return gathered
+            return collected
         compat = self._compat
-        return PageCollector([*read(gathered), *read(Gauges(lambda: compat.of(gathered)))])
+        return PageCollector([*read(collected), *read(Gauges(lambda: compat.of(collected)))])
 
     def _data_plane(self) -> DataPlane:
         config = self._config
@@ -258,7 +266,7 @@ class Runtime:
             metrics=self.metrics,
             clock=self._clock,
             retry_statuses=frozenset(config.retries.statuses),
-            on_sent=self.following.sent if self.following else None,
+            on_sent=self.cache_tracker.on_dispatch if self.cache_tracker else None,
         )
         deps = ExchangeDeps(
             attempts=attempts,
@@ -266,7 +274,7 @@ class Runtime:
             estimator=self._estimator,
             owners=self._owners,
             journal=self._journal,
-            audit=PredictionAudit(self.audit, self.metrics, self.following),
+            audit=PredictionAudit(self.audit, self.metrics, self.cache_tracker),
             clock=self._clock,
         )
         worker_authorization = (
@@ -296,7 +304,7 @@ class Runtime:
             deps,
             KeyCheck(keys),
             self._outbox,
-            preparer=self.following.preparer if self.following else None,
+            preparer=self.cache_tracker.preparer if self.cache_tracker else None,
             announce=hyperpod.routed if config.logging.hyperpod_lines else None,
             bounded=Bounded(config.server.body_limits, also=in_bodies),
             worker_authorization=worker_authorization,
@@ -316,17 +324,17 @@ class Runtime:
             self._clock,
             lambda: masked(self._config),
             self.audit,
-            self.following.describe if self.following else dict,
+            self.cache_tracker.describe if self.cache_tracker else dict,
             self._replica,
         )
-        scrape = None if self._replica is None else self._scraped
+        scrape = None if self._replica is None else self._collect_all_processes
         control = control_routes(self.plane, self.fleet, self.router, self._notes, scrape)
         return build_application(self.plane, guard, control, admin)
 
     def _notes(self) -> list[str]:
         return [
             *self._discoverer.notes(),
-            *(self.following.notes() if self.following else ()),
+            *(self.cache_tracker.notes() if self.cache_tracker else ()),
             *(self._replica.notes() if self._replica else ()),
         ]
 
@@ -335,23 +343,23 @@ class Runtime:
         workers = len(self.fleet.view(model).workers)
         return token_deadline_s(tokens, workers, self.router.costs(model), self._patience)
 
-    def _place_left(self, slot: int) -> None:
+    def _slot_removed(self, slot: int) -> None:
         self.router.slot_left(slot)
-        if self._teller is not None:
-            self._teller.place_left(slot)
+        if self._map_publisher is not None:
+            self._map_publisher.slot_removed(slot)
 
     def _rate_measured(self, slot: int, tier: Tier, gb_s: float, loads: int) -> None:
         self.router.rate_measured(slot, tier, gb_s, loads)
-        if self._teller is not None:
-            self._teller.rate_learnt(slot, tier, self.router.rate(slot, tier))
+        if self._map_publisher is not None:
+            self._map_publisher.publish_bandwidth(slot, tier, self.router.rate(slot, tier))
 
-    def _rate_known(self, slot: int, tier: Tier, gb_s: float) -> None:
+    def _bandwidth_received(self, slot: int, tier: Tier, gb_s: float) -> None:
         self.router.rate_known(slot, tier, gb_s)
 
     def _fleet_changed(self, change: FleetChange, worker: Worker) -> None:
-        """Let what hangs on a worker follow it."""
-        if self.following is not None:
-            self.following.fleet_changed(change, worker)
+        """Update all services that keep data of a worker."""
+        if self.cache_tracker is not None:
+            self.cache_tracker.fleet_changed(change, worker)
         if change in (FleetChange.LEFT, FleetChange.RESTARTED):
             self.audit.forget(worker.id)
         match change:

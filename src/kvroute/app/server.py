@@ -1,4 +1,4 @@
-"""Running the gateway's process: socket, signals, shutdown in order, exit code."""
+"""Runs the gateway's processes: listening sockets, signals, orderly shutdown, exit code."""
 
 from __future__ import annotations
 
@@ -38,42 +38,43 @@ from kvroute.gateway.fastlane import fast_lane
 from kvroute.gateway.options import AFTER_CUT_S, ServerOptions
 from kvroute.gateway.selftest import complete_trouble, fast_lane_trouble
 from kvroute.logs import configure
-from kvroute.replicas.mesh import SharedPort, folder_of_links
+from kvroute.replicas.mesh import SharedPort, make_socket_folder
 from kvroute.replicas.supervisor import ProcessSpec, Supervisor
 
 log = logging.getLogger(__name__)
 
-_SERVERS = 8
-"""For each listening socket. One that finds nobody waiting any more costs 3 us, hence no more of them."""
+_SERVERS_PER_SOCKET = 8
+"""Additional servers per listening socket. A server that finds no connection to accept costs 3 us."""
 
 
 class Backlog:
-    """Further servers of the loop on sockets that listen, beside the one that is there.
+    """Additional servers of the event loop on the listening sockets, so that connections are accepted faster.
 
-    libuv accepts one connection in each round of the loop, for each server. A round that relays some
-    hundred streams lasts milliseconds, and so of 640 clients that come together the last ones waited 2
-    seconds to be accepted. (asyncio's own loop accepts all that wait at once.)
-    Mutable: `begin` and `close`. Belongs to one event loop.
+    Mutable: by `start` and `close`. Belongs to one event loop.
     """
 
+    # libuv accepts one connection per server in each iteration of the loop. An iteration that relays some
+    # hundred streams lasts milliseconds: of 640 clients that connected together, the last ones waited 2
+    # seconds. (asyncio's own loop accepts all waiting connections in one iteration.)
+
     def __init__(self, make_protocol: Callable[[], asyncio.Protocol], length: int) -> None:
-        """`length` is how many connections the kernel holds, as the sockets were told before."""
+        """`length` is the backlog of the listening sockets: the connections that the kernel queues."""
         self._make_protocol = make_protocol
         self._length = length
         self._servers: list[asyncio.Server] = []
 
-    async def begin(self, listening: Iterable[socket.SocketType]) -> None:
-        """Accept from these, through descriptors of its own."""
+    async def start(self, listening: Iterable[socket.SocketType]) -> None:
+        """Accept connections of these sockets, through duplicated descriptors."""
         loop = asyncio.get_running_loop()
         for each in listening:
-            for _ in range(_SERVERS):
+            for _ in range(_SERVERS_PER_SOCKET):
                 own = socket.socket(fileno=os.dup(each.fileno()))
                 own.setblocking(False)
                 server = await loop.create_server(self._protocol, sock=own, backlog=self._length)
                 self._servers.append(server)
 
     def close(self) -> None:
-        """Accept no more; what was accepted stays open. Idempotent."""
+        """Stop accepting; accepted connections stay open. Idempotent."""
         for server in self._servers:
             server.close()
         self._servers.clear()
@@ -81,20 +82,22 @@ class Backlog:
     def _protocol(self) -> asyncio.Protocol:
         try:
             return self._make_protocol()
-        except Exception:  # uvloop would end the server
+        except Exception:  # an exception here would make uvloop close the server
             log.exception("a client's connection could not be set up")
-            return _Refused()
+            return _ClosingProtocol()
 
 
-class _Refused(asyncio.Protocol):
+class _ClosingProtocol(asyncio.Protocol):
+    """Closes the connection immediately."""
+
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         transport.close()
 
 
 class AdminAccess:
-    """`keys` are those of `config`; without any, `listens_on` adds the one in the port's key file.
+    """The admin API's keys: the configured ones, or the one in the key file of the port.
 
-    Mutable: by `listens_on`, before the gateway takes requests on that port.
+    Mutable: `listens_on` adds the key of a port before the gateway accepts requests on the port.
     """
 
     def __init__(self, config: Config, environ: Mapping[str, str]) -> None:
@@ -106,9 +109,10 @@ class AdminAccess:
         self._is_logged = False
 
     def listens_on(self, port: int) -> None:
-        """The gateway listens on `port`, or is about to. Logs where the key is, once for each file.
+        """Read or create the key of a port, and log its file once. Call before the gateway accepts requests.
 
-        Raises ConfigError where a key is needed and cannot be kept. Blocks: call it at the start only.
+        Raises ConfigError if a key file is needed and cannot be read or written. Blocks: call it at the start
+        only.
         """
         if self._is_configured:
             if not self._is_logged:
@@ -129,7 +133,7 @@ class AdminAccess:
         log.info("the admin key is in %s", path)
 
     def close(self) -> None:
-        """Remove the files of ports that the system has chosen: nobody will listen there again."""
+        """Remove the key files of ports that the system chose: no gateway will use these ports again."""
         if self._config.server.port == 0:
             for path in self._files.values():
                 with contextlib.suppress(OSError):
@@ -144,13 +148,13 @@ NEXT_STAGE = signal.SIGUSR1  # `NEXT_STAGE` of replicas/supervisor.py, which one
 
 
 _GC_THRESHOLDS = (20_000, 20, 50)
-_FEW_DESCRIPTORS = 8192
+_MIN_DESCRIPTORS = 8192
 
 
 class GatewayServer(uvicorn.Server):
     """uvicorn's server with the gateway's shutdown, in stages:
 
-    1. delay: not ready, but everything is served on; `server.shutdown_delay_s`.
+    1. delay: `/ready` answers 503, but all requests are served; `server.shutdown_delay_s`.
     2. drain: no new connections or requests, running answers may finish; `server.drain_timeout_s`.
     3. cut: running answers end with an error, connections are closed.
 
@@ -164,12 +168,12 @@ class GatewayServer(uvicorn.Server):
         config: uvicorn.Config,
         runtime: Runtime,
         options: ServerOptions,
-        part: ListeningProcess | None = None,
+        process: ListeningProcess | None = None,
         access: AdminAccess | None = None,
     ) -> None:
         super().__init__(config)
         self._access = access
-        self._part = part
+        self._process = process
         self._runtime = runtime
         self._delay_s = options.shutdown_delay_s
         self._drain_timeout_s = options.drain_timeout_s
@@ -178,11 +182,11 @@ class GatewayServer(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        await self._backlog.begin(listening for server in self.servers for listening in server.sockets)
-        if self._part is not None:
-            self._part.ready()
-            if self._part.replica.number:
-                return  # one of them says it
+        await self._backlog.start(listening for server in self.servers for listening in server.sockets)
+        if self._process is not None:
+            self._process.ready()
+            if self._process.replica.number:
+                return  # process 0 alone logs the address
         for server in self.servers:
             for listening in server.sockets:
                 host, port, *_ = listening.getsockname()
@@ -198,16 +202,17 @@ class GatewayServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """uvicorn's place for its signal handlers. These run in the loop, so they may log; and no signal is
-        raised again after the shutdown, which would change the exit code."""
-        if threading.current_thread() is not threading.main_thread():  # which alone gets signals
+        """Replaces uvicorn's signal handlers with handlers that run in the event loop."""
+        # Handlers in the loop may log. Unlike uvicorn's they do not raise the signal again after the
+        # shutdown, which would change the exit code.
+        if threading.current_thread() is not threading.main_thread():  # only the main thread receives signals
             yield
             return
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, self._begin_shutdown)
-        # Of several processes, the parent alone listens to SIGINT, and passes it on.
-        further = signal.SIGINT if self._part is None else NEXT_STAGE
-        loop.add_signal_handler(further, self._interrupted)
+        # With several processes, only the parent handles SIGINT, and sends NEXT_STAGE instead.
+        further = signal.SIGINT if self._process is None else NEXT_STAGE
+        loop.add_signal_handler(further, self._on_interrupt)
         yield
 
     def _begin_shutdown(self) -> None:
@@ -221,7 +226,7 @@ class GatewayServer(uvicorn.Server):
         # client may connect to another gateway next, so no connection is in use when the delay ends.
         self.server_state.default_headers = [(b"connection", b"close")]
 
-    def _interrupted(self) -> None:
+    def _on_interrupt(self) -> None:
         if self.should_exit:
             self._next_stage.set()
         else:
@@ -234,12 +239,12 @@ class GatewayServer(uvicorn.Server):
             log.info(
                 "shutting down in %g s (server.shutdown_delay_s): not ready, still serving", self._delay_s
             )
-            self._close_after_answers()  # again: uvicorn sets them anew every second, until now
+            self._close_after_answers()  # again: until now uvicorn has replaced the headers every second
             await self._wait(self._delay_s)
         plane.admission.close()
         self._backlog.close()
         log.info("shutting down: %d requests are running", plane.admission.in_flight)
-        cutter = asyncio.create_task(self._cut_late())
+        cutter = asyncio.create_task(self._cut_after_drain())
         try:
             await super().shutdown(sockets)
         finally:
@@ -247,18 +252,18 @@ class GatewayServer(uvicorn.Server):
             await asyncio.gather(cutter, return_exceptions=True)
 
     async def _wait(self, seconds: float) -> None:
-        """Let a stage last that long, or until it is ended by a signal."""
+        """Wait for the end of a stage: for `seconds`, or until a signal ends it."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._next_stage.wait()
         self._next_stage.clear()
 
     def _client_protocol(self) -> asyncio.Protocol:
-        """As uvicorn makes one for a connection that it accepts."""
+        """The protocol that uvicorn creates for an accepted connection."""
         make = cast(Callable[..., asyncio.Protocol], self.config.http_protocol_class)
         return make(config=self.config, server_state=self.server_state, app_state=self.lifespan.state)
 
-    async def _cut_late(self) -> None:
+    async def _cut_after_drain(self) -> None:
         clock = self._runtime.plane.clock
         began = clock.now()
         await self._wait(self._drain_timeout_s)
@@ -267,14 +272,14 @@ class GatewayServer(uvicorn.Server):
             log.warning(
                 "cut %d requests after %.0f s (server.drain_timeout_s, or SIGINT)", cut, clock.now() - began
             )
-        # Who does not read its error event keeps its connection open.
+        # A client that does not read its error event keeps its connection open.
         await self._wait(AFTER_CUT_S)
         self.force_exit = True
 
 
 @dataclass(frozen=True, slots=True)
 class ListeningProcess:
-    """One of several processes: what it listens on, and what it calls when it does."""
+    """One of several processes: its replica, its listening sockets, and the callback for "it serves"."""
 
     replica: Replica
     sockets: list[socket.socket]
@@ -286,78 +291,78 @@ def run(config: Config) -> int:
     shutdown, 1 if the gateway could not start."""
     configure(config.logging)
     raise_descriptor_limit()
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until there is a loop that logs it
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until the event loop has a handler that logs it
     access = AdminAccess(config, os.environ)
     try:
         if config.server.processes > 1:
-            # one process alone needs nothing of it
-
             return run_processes(config, access)
         if config.server.port:
-            access.listens_on(
-                config.server.port
-            )  # what is wrong with the key file shows before anybody connects
+            # Before the socket is opened: a bad key file is reported before a client can connect.
+            access.listens_on(config.server.port)
         return run_one(config, access)
     finally:
         access.close()
 
 
 def run_one(
-    config: Config, access: AdminAccess, make_part: Callable[[], ListeningProcess] | None = None
+    config: Config, access: AdminAccess, make_process: Callable[[], ListeningProcess] | None = None
 ) -> int:
-    """Serve as a process of its own, or as a part of several; `make_part` is called within the loop."""
+    """Serve in this process. With several processes, `make_process` is called inside the event loop."""
     keep_freed_memory()
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        return runner.run(_serve(config, access, make_part))
+        return runner.run(_serve(config, access, make_process))
 
 
 def raise_descriptor_limit() -> int:
-    """Lift the soft limit of open files to the hard one, which every process may; the limit in force.
+    """Raise the soft limit of open files to the hard limit, which needs no privileges. Returns the limit.
 
-    A stream takes two descriptors, one towards each side: the usual soft limit of 1,024 ends at 500.
+    A stream needs two descriptors, for client and worker: the usual soft limit of 1,024 allows 500 streams.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    if hard < _FEW_DESCRIPTORS and hard != resource.RLIM_INFINITY:
-        log.warning("at most %d open files, enough for about %d streams at once (ulimit -n)", hard, hard // 2)
+    if hard < _MIN_DESCRIPTORS and hard != resource.RLIM_INFINITY:
+        log.warning(
+            "the limit of %d open files (ulimit -n) allows about %d concurrent streams", hard, hard // 2
+        )
     return hard
 
 
 async def _serve(
-    config: Config, access: AdminAccess, make_part: Callable[[], ListeningProcess] | None
+    config: Config, access: AdminAccess, make_process: Callable[[], ListeningProcess] | None
 ) -> int:
-    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, _hung_up)
-    part = make_part() if make_part is not None else None
-    replica = part.replica if part else None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, _log_sighup)
+    process = make_process() if make_process is not None else None
+    replica = process.replica if process else None
     async with Runtime(config, replica=replica, admin_keys=access.keys) as runtime:
         server = GatewayServer(
             uvicorn_config(config, runtime),
             runtime,
             config.server,
-            part,
-            None if part else access,  # the parent of several has seen to it
+            process,
+            None if process else access,  # with several processes the parent has read the key
         )
-        # What start-up made stays. A request leaves few cycles behind, so collections can be rare.
+        # Objects from the start are never freed, so they are excluded from collections. A request leaves few
+        # reference cycles, so collections can be rare.
         gc.collect()
         gc.freeze()
         gc.set_threshold(*_GC_THRESHOLDS)
-        if part is None:  # several share what start-up made, as long as nobody moves it
+        if process is None:  # moving memory would end its sharing between several processes
             moved = use_huge_pages()
             log.debug("%d MiB are in huge pages", moved >> 20)
         try:
-            await server.serve(part.sockets if part else None)
-        except SystemExit:  # uvicorn's word for a socket that cannot be bound; it has logged why
+            await server.serve(process.sockets if process else None)
+        except SystemExit:  # uvicorn raises this when a socket cannot be bound, and has logged the reason
             return 1
     return 0 if server.started else 1
 
 
-def _hung_up() -> None:
-    log.info("SIGHUP: there is nothing to reload yet; the gateway goes on")
+def _log_sighup() -> None:
+    log.info("SIGHUP is ignored: the gateway cannot reload its configuration")
 
 
 def uvicorn_config(config: Config, runtime: Runtime) -> uvicorn.Config:
-    """uvicorn set up for a relay: no header of its own, no lifespan, no access log."""
+    """uvicorn configured for a relay: it adds no headers, and has no lifespan and no access log."""
     options = config.server
     return uvicorn.Config(
         Front(runtime.application, runtime.plane, options.trusted_proxies),
@@ -378,8 +383,10 @@ def uvicorn_config(config: Config, runtime: Runtime) -> uvicorn.Config:
 
 
 def _protocol(config: Config, runtime: Runtime) -> type[HttpToolsProtocol]:
-    """What speaks with clients. Where uvicorn is not as a part of it expects, a line is logged and the part
-    left out; without any, it is uvicorn's own under the edge's bounds."""
+    """The protocol class for client connections: the edge's checks, the fast lane, and the complete path.
+
+    A part whose self-test fails with the installed uvicorn is left out, with a log line.
+    """
     bounds = ClientBounds(config.server, runtime.metrics)
     parts: list[type[HttpToolsProtocol]] = [EdgeProtocol]
     if config.server.fast_lane:
@@ -388,14 +395,18 @@ def _protocol(config: Config, runtime: Runtime) -> type[HttpToolsProtocol]:
         else:
             parts = [fast_lane(runtime.plane, bounds)]
     if trouble := complete_trouble():
-        log.warning("the complete path costs more than it must: uvicorn %s %s", uvicorn.__version__, trouble)
+        log.warning(
+            "the trimmed ASGI protocol is off, requests cost more CPU: uvicorn %s %s",
+            uvicorn.__version__,
+            trouble,
+        )
     else:
         parts.append(CompleteProtocol)
     return type("ClientProtocol", tuple(parts), {"bounds": bounds})
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
-    """uvloop's where it is installed (every CPython platform but Windows), asyncio's otherwise."""
+    """uvloop's event loop where uvloop is installed (CPython except on Windows), otherwise asyncio's."""
     try:
         import uvloop
     except ImportError:
@@ -405,42 +416,44 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
 
 
 def run_processes(config: Config, access: AdminAccess) -> int:
-    """Serve with `server.processes` processes until SIGTERM or SIGINT. Exit code as `server.run`.
+    """Serve with `server.processes` processes until SIGTERM or SIGINT. Returns the exit code as `run`.
 
-    Raises ConfigError if the address cannot be had. Call it with one thread running and no event loop.
+    Raises ConfigError if the address cannot be bound. Call it while one thread and no event loop runs.
     """
     options = config.server
     port = SharedPort(options.host, options.port)
     try:
-        access.listens_on(port.port)  # before the processes are forked, which all take the same key
+        access.listens_on(port.port)  # before the fork: all processes use the same key
     except ConfigError:
         port.close()
         raise
     try:
-        folder = folder_of_links(Path(tempfile.gettempdir()))
+        folder = make_socket_folder(Path(tempfile.gettempdir()))
     except OSError as error:
         port.close()
-        raise ConfigError("server.processes", f"no place for their sockets: {error.strerror}") from error
+        raise ConfigError(
+            "server.processes", f"cannot create the folder for their sockets: {error.strerror}"
+        ) from error
     parent = os.getpid()
 
-    def work(birth: ProcessSpec) -> int:
-        log.info("process %d of %d has the id %d", birth.number, options.processes, os.getpid())
+    def work(spec: ProcessSpec) -> int:
+        log.info("process %d of %d has pid %d", spec.number, options.processes, os.getpid())
 
-        def part() -> ListeningProcess:
-            replica = Replica(birth.number, options.processes, folder, generation=birth.generation)
-            return ListeningProcess(replica, port.sockets(), birth.ready)
+        def make_process() -> ListeningProcess:
+            replica = Replica(spec.number, options.processes, folder, generation=spec.generation)
+            return ListeningProcess(replica, port.sockets(), spec.ready)
 
         try:
-            code = run_one(config, access, part)
+            code = run_one(config, access, make_process)
         except ConfigError as error:
-            log.error("process %d cannot start: %s", birth.number, error)
+            log.error("process %d cannot start: %s", spec.number, error)
             code = 2
-        if os.getppid() != parent:  # it was killed, and cannot tidy up
+        if os.getppid() != parent:  # the parent was killed and cannot remove the folder
             shutil.rmtree(folder, ignore_errors=True)
         return code
 
     supervisor = Supervisor(options.processes, work, SystemClock(), grace_s=options.longest_shutdown_s)
-    gc.freeze()  # what all of them share stays untouched, and so shared
+    gc.freeze()  # keeps the shared memory of the forked processes unchanged, and so shared
     try:
         return supervisor.run()
     finally:

@@ -1,4 +1,4 @@
-"""Exact tokens of every model that the fleet serves: threads, tokenizers and what keeps them up to date."""
+"""Exact tokens for every model of the fleet: threads, tokenizers, and the task that keeps them current."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ log = logging.getLogger(__name__)
 
 
 class TokenSources:
-    """Prepares `tokens` for each model once a worker serves it, and again when its workers restarted.
+    """Prepares `tokens` for each model when a worker serves it, and again after a worker restarts.
 
-    Mutable: what has been prepared. `run` is a task of the runtime; `fleet_changed` a listener of the fleet.
+    Mutable: the set of stale models. `run` is a background task; `fleet_changed` subscribes to the fleet.
     """
 
     def __init__(self, tokens: ExactTokens, fleet: Fleet, clock: Clock, options: TokensOptions) -> None:
@@ -37,7 +37,7 @@ class TokenSources:
         self._options = options
         self._changed = asyncio.Event()
         self._stale: set[str] = set()
-        self._said: dict[str, str] = {}
+        self._logged: dict[str, str] = {}
 
     def fleet_changed(self, change: FleetChange, worker: Worker) -> None:
         if change is FleetChange.RESTARTED:
@@ -46,16 +46,16 @@ class TokenSources:
             self._changed.set()
 
     async def run(self) -> None:
-        """Ends only by cancellation."""
+        """Prepare models whenever the fleet changes; runs until it is cancelled."""
         while True:
             self._changed.clear()
             missing = False
             for model in self._fleet.catalog.bases:
                 try:
-                    missing |= not await self._prepared(model)
+                    missing |= not await self._is_prepared(model)
                 except Exception:
                     missing = True
-                    log.exception("finding out who tells the tokens of %s failed", model)
+                    log.exception("choosing a token source for %s failed", model)
             if not missing:
                 await self._changed.wait()
                 continue
@@ -65,8 +65,8 @@ class TokenSources:
             except TimeoutError:
                 pass
 
-    async def _prepared(self, model: str) -> bool:
-        """Whether the model's tokens can be told now."""
+    async def _is_prepared(self, model: str) -> bool:
+        """Prepare the model; return whether its exact tokens are available now."""
         source = self._tokens.sources.get(model)
         if source is not None and source.mode is not Mode.NONE and model not in self._stale:
             return True
@@ -78,18 +78,18 @@ class TokenSources:
         source = await self._tokens.prepare(model, folder=folder, url=worker.spec.url)
         self._stale.discard(model)
         level = logging.WARNING if source.mode is Mode.NONE else logging.INFO
-        self._say(model, level, f"{source.mode.value}: {source.why}")
+        self._log_change(model, level, f"{source.mode.value}: {source.why}")
         return source.mode is not Mode.NONE
 
-    def _say(self, model: str, level: int, what: str) -> None:
-        """Log a change."""
-        if self._said.get(model) != what:
-            self._said[model] = what
-            log.log(level, "tokens of %s are told by: %s", model, what)
+    def _log_change(self, model: str, level: int, source: str) -> None:
+        """Log the model's token source if it differs from the last one."""
+        if self._logged.get(model) != source:
+            self._logged[model] = source
+            log.log(level, "tokens of %s come from: %s", model, source)
 
 
 def _root_of(worker: Worker, model: str) -> str:
-    """What vLLM was told to load: a path, or a name on the hub."""
+    """The model that vLLM was started with: a path, or a name on the Hugging Face hub."""
     roots = (card.get("root") for card in worker.facts.model_cards if card["id"] == model)
     return str(next(roots, None) or "")
 
@@ -97,8 +97,11 @@ def _root_of(worker: Worker, model: str) -> str:
 def model_folder(
     model: str, root: str, configured: Mapping[str, Path], environ: Mapping[str, str]
 ) -> Path | None:
-    """Where the files of `model` are: as configured, else the worker's own `root` if this machine has it,
-    else the newest snapshot in the Hugging Face cache; None if nowhere. Looks at the disk."""
+    """The folder with the files of `model`; None if there is none. Reads the disk.
+
+    In this order: the configured folder, the worker's `root` if it exists on this machine, the newest
+    snapshot in the Hugging Face cache.
+    """
     if model in configured:
         return configured[model]
     if root and (Path(root) / "tokenizer.json").is_file():
@@ -113,8 +116,11 @@ def model_folder(
 
 
 class Tokenizing:
-    """`preparer` gives a request's prompts token by token. Mutable: `open` begins its work in `upkeep`, whose
-    owner ends it before `aclose`. The client belongs to the caller and knows the workers' key."""
+    """Owns the tokenizers and their threads; `preparer` makes a request's prompts exact.
+
+    `open` starts a task in `background`, whose owner cancels it before `aclose`. The client belongs to the
+    caller and sends the workers' key. Mutable: through its parts.
+    """
 
     def __init__(
         self,
@@ -144,9 +150,9 @@ class Tokenizing:
         self._sources = TokenSources(self._tokens, fleet, clock, options)
         self.preparer = Preparer(self._tokens, fleet, metrics, isolation, deadline_s, probe, is_probing)
 
-    async def open(self, upkeep: BackgroundTasks) -> None:
+    async def open(self, background: BackgroundTasks) -> None:
         await self._threads.__aenter__()
-        upkeep.begin("token sources", self._sources.run)
+        background.start("token sources", self._sources.run)
 
     async def aclose(self) -> None:
         await self._threads.__aexit__(None, None, None)
@@ -155,7 +161,7 @@ class Tokenizing:
         self._sources.fleet_changed(change, worker)
 
     def notes(self) -> list[str]:
-        """Models without exact tokens, and why."""
+        """Notes for `/ready`: models without exact tokens, with the reason."""
         notes = []
         for model in self._fleet.catalog.bases:
             source = self._tokens.sources.get(model)
@@ -167,14 +173,14 @@ class Tokenizing:
     def metrics(self) -> Iterable[Metric]:
         yield counter(
             "kvroute_tokenizing_cpu_seconds",
-            "CPU time spent on making prompts exact (reading, rendering, tokenizing, hashing the ids), by "
-            "whose thread it was: the event loop's or the tokenizer's own.",
+            "CPU time of exact prompts (parsing, rendering, tokenizing, hashing the ids), by thread: the "
+            "event loop's or the tokenizer threads'.",
             ("thread",),
             [(("loop",), self.preparer.cpu_s), (("tokenizer",), self._threads.cpu_s)],
         )
 
     def describe(self) -> dict[str, object]:
-        """For the admin API."""
+        """The token source of each model, for the admin API."""
         return {
             model: {"told_by": source.mode.value, "through": source.through, "why": source.why}
             for model, source in self._tokens.sources.items()

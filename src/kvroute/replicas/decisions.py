@@ -1,7 +1,8 @@
-"""Routing decisions, told to other processes and taken in from them, so that loads and prefix trees agree.
+"""Publishes this process's dispatches to the other processes, and applies theirs.
 
-Every process accounts every process's requests: what it dispatches itself at once, what others dispatch a few
-milliseconds later. Who unlinks takes its unfinished requests with it; who links brings them.
+So the loads and prefix trees of all processes agree: each accounts for its own dispatches immediately and for
+those of the others a few milliseconds later. When a link closes, the other process's unfinished requests are
+released; when it opens, they are sent again.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from kvroute.errors import NotFound
 from kvroute.fleet.fleet import Fleet
 from kvroute.fleet.worker import Worker
 from kvroute.replicas.messages import (
+    Dispatched,
+    EncoderReset,
     ExactSent,
     Finished,
     FirstToken,
@@ -24,12 +27,10 @@ from kvroute.replicas.messages import (
     KeyGroupEncoder,
     Message,
     PromptSent,
-    Recent,
-    Sent,
+    RecentPrompts,
     SessionForgotten,
-    SnapshotFollows,
-    packed,
-    unpacked,
+    pack_keys,
+    unpack_keys,
 )
 from kvroute.routing.router import Dispatch, Followed, Router
 from kvroute.routing.strategy import (
@@ -44,49 +45,52 @@ from kvroute.routing.strategy import (
 )
 
 _RECENT_BLOCKS: Final = 4_000_000
-"""Of all workers together, that a process which joins is told: 32 MB."""
+"""Bound of the blocks, of all workers together, that are sent to a process that joins: 32 MB."""
 _RECENT_PROMPTS: Final = 256
-"""In one message."""
+"""Prompts in one message."""
 _NO_CHUNKS: Final = PromptChunks(())
 
 
 class OwnDecisions:
-    """An `Observer` of this process's router. Mutable: remembers what is unfinished, for who links later."""
+    """The router's `Observer` that publishes this process's dispatches.
+
+    Mutable: keeps the unfinished requests, for processes that link later.
+    """
 
     def __init__(self, publish: Callable[[Message], None]) -> None:
         self.publish = publish
         self._ids = count(1)
-        self._teller = KeyGroupEncoder()
+        self._key_encoder = KeyGroupEncoder()
         self._unfinished: dict[int, _OwnDispatch] = {}
 
     def dispatched(self, query: RouteQuery, decision: RouteDecision, candidate: Candidate) -> Followed:
-        """About 5 us, and what `KeyGroupEncoder.tell` takes."""
+        """Publish a dispatch. Costs about 5 us, and `KeyGroupEncoder.encode`."""
         number = next(self._ids)
         dispatch = self._unfinished[number] = _OwnDispatch(self, number, query, decision, candidate)
-        self.publish(_sent(number, query, decision, candidate, self._teller.tell))
+        self.publish(_dispatched_message(number, query, decision, candidate, self._key_encoder.encode))
         return dispatch
 
     def session_forgotten(self, session_key: str) -> None:
         self.publish(SessionForgotten(session_key))
 
-    def begin_anew(self) -> None:
-        """Somebody begins to listen who has read no keys: nobody is taken to know any."""
-        self._teller.begin_anew()
-        self.publish(SnapshotFollows())
+    def reset_keys(self) -> None:
+        """Start key compression again, because a process has linked that has received no keys."""
+        self._key_encoder.reset()
+        self.publish(EncoderReset())
 
     def unfinished(self) -> list[Message]:
-        """What a process that knows nothing of it must hear."""
-        return [message for dispatch in self._unfinished.values() for message in dispatch.so_far()]
+        """The messages that bring a newly linked process up to date with the requests in flight."""
+        return [message for dispatch in self._unfinished.values() for message in dispatch.replay()]
 
     def forget(self, number: int) -> None:
-        """The request has ended."""
+        """Remove a request that has ended."""
         del self._unfinished[number]
 
 
 class _OwnDispatch:
-    """One unfinished request. Mutable: whether its first token has come."""
+    """One unfinished request of this process. Mutable: whether its first token has arrived."""
 
-    __slots__ = ("_candidate", "_decision", "_decisions", "_has_begun", "_number", "_query")
+    __slots__ = ("_candidate", "_decision", "_decisions", "_has_first_token", "_number", "_query")
 
     def __init__(
         self,
@@ -101,48 +105,49 @@ class _OwnDispatch:
         self._query = query
         self._decision = decision
         self._candidate = candidate
-        self._has_begun = False
+        self._has_first_token = False
 
     def first_token(self) -> None:
-        self._has_begun = True
+        self._has_first_token = True
         self._decisions.publish(FirstToken(self._number))
 
     def finished(self) -> None:
         self._decisions.forget(self._number)
         self._decisions.publish(Finished(self._number))
 
-    def so_far(self) -> list[Message]:
-        """All that was said of it."""
+    def replay(self) -> list[Message]:
+        """The messages that were published about the request until now."""
         number = self._number
-        sent = _sent(number, self._query, self._decision, self._candidate, _in_full)
-        return [sent, FirstToken(number)] if self._has_begun else [sent]
+        sent = _dispatched_message(number, self._query, self._decision, self._candidate, _uncompressed)
+        return [sent, FirstToken(number)] if self._has_first_token else [sent]
 
 
-class OthersDecisions:
-    """What other processes have dispatched, accounted in `router`. Mutable: by its methods."""
+class PeerDecisions:
+    """Accounts for the other processes' dispatches in this process's router. Mutable: by its methods."""
 
     def __init__(self, router: Router, fleet: Fleet, clock: Clock) -> None:
         self._router = router
         self._fleet = fleet
         self._clock = clock
         self._dispatches: dict[int, dict[int, Dispatch]] = {}
-        """By process and its number for it."""
-        self._readers: dict[int, KeyGroupDecoder] = {}
-        self._others: dict[str, tuple[int, tuple[Candidate, ...]]] = {}
+        """Unfinished requests, by process and by that process's number for the request."""
+        self._key_decoders: dict[int, KeyGroupDecoder] = {}
+        self._ranked: dict[str, tuple[int, tuple[Candidate, ...]]] = {}
+        """Candidates for each model, with the version of the fleet's view that they were made from."""
 
     @property
     def unfinished(self) -> int:
-        """Requests that other processes have in flight."""
+        """Requests that are in flight in the other processes."""
         return sum(map(len, self._dispatches.values()))
 
-    def sent(self, process: int, sent: Sent) -> None:
-        """Apply a dispatch of another process; unknown workers are skipped.
+    def dispatched(self, process: int, sent: Dispatched) -> None:
+        """Apply a dispatch of another process; a dispatch to an unknown worker is skipped.
 
-        Costs `Router.dispatch` and `KeyGroupDecoder.read`.
+        Costs `Router.dispatch` and `KeyGroupDecoder.decode`.
         """
-        read = self._readers.setdefault(process, KeyGroupDecoder()).read
-        prompts = [cast("Sequence[BlockKey]", read(prompt.ends, prompt.fresh)) for prompt in sent.prompts]
-        exact = [cast("Sequence[BlockKey]", read(prompt.ends, prompt.fresh)) for prompt in sent.exact]
+        decode = self._key_decoders.setdefault(process, KeyGroupDecoder()).decode
+        prompts = [cast("Sequence[BlockKey]", decode(prompt.ends, prompt.fresh)) for prompt in sent.prompts]
+        exact = [cast("Sequence[BlockKey]", decode(prompt.ends, prompt.fresh)) for prompt in sent.exact]
         try:
             worker = self._fleet.get(sent.worker)
         except NotFound:
@@ -152,9 +157,9 @@ class OthersDecisions:
         dispatch = self._router.dispatched_elsewhere(query, decision, candidate, now)
         self._dispatches.setdefault(process, {})[sent.id] = dispatch
 
-    def begin_anew(self, process: int) -> None:
-        """The process takes no keys for known here."""
-        self._readers.pop(process, None)
+    def reset_keys(self, process: int) -> None:
+        """The process has reset its key compression."""
+        self._key_decoders.pop(process, None)
 
     def first_token(self, process: int, number: int) -> None:
         dispatch = self._dispatches.get(process, {}).get(number)
@@ -167,15 +172,16 @@ class OthersDecisions:
             dispatch.finish(self._clock.now())
 
     def lost(self, process: int) -> None:
-        """The process is gone, or cannot be heard: none of its requests is known to run."""
+        """The link to the process is closed: release its requests, because their ends would not be
+        received."""
         now = self._clock.now()
-        self._readers.pop(process, None)
+        self._key_decoders.pop(process, None)
         for dispatch in self._dispatches.pop(process, {}).values():
             dispatch.finish(now)
 
     def _as_routed(
         self,
-        sent: Sent,
+        sent: Dispatched,
         prompts: Sequence[Sequence[BlockKey]],
         exact: Sequence[Sequence[BlockKey]],
         worker: Worker,
@@ -185,15 +191,15 @@ class OthersDecisions:
             model=sent.model,
             now=now,
             prompts=tuple(
-                PromptKeys(keys, told.tokens, told.block_tokens)
-                for keys, told in zip(prompts, sent.prompts, strict=True)
+                PromptKeys(keys, prompt.tokens, prompt.block_tokens)
+                for keys, prompt in zip(prompts, sent.prompts, strict=True)
             ),
             tokens=sent.tokens,
             session_key=sent.session_key,
             streamed=sent.streamed,
             exact=tuple(
-                ExactPrompt(0, keys, _NO_CHUNKS, key_tokens=told.key_tokens)
-                for keys, told in zip(exact, sent.exact, strict=True)
+                ExactPrompt(0, keys, _NO_CHUNKS, key_tokens=prompt.key_tokens)
+                for keys, prompt in zip(exact, sent.exact, strict=True)
             ),
         )
         held = None if sent.tiers is None else CandidateMatch(Tokens(*sent.tiers), sent.slot, sent.rank)
@@ -203,46 +209,50 @@ class OthersDecisions:
         return query, RouteDecision(sent.strategy, RouteReason(sent.reason), ranking), candidate
 
     def _candidates(self, model: str) -> tuple[Candidate, ...]:
-        """The workers that were ranked, as far as strategies look at them again."""
+        """The other workers of the ranking, without the figures that strategies do not use at a dispatch."""
         view = self._fleet.view(model)
-        known = self._others.get(model)
+        known = self._ranked.get(model)
         if known is None or known[0] != view.version:
             if known is None and not view.workers:
                 return ()
             ranked = tuple(Candidate(worker, 0.0, 0, 0.0, CostTerms()) for worker in view.workers)
-            known = self._others[model] = view.version, ranked
+            known = self._ranked[model] = view.version, ranked
         return known[1]
 
 
-def recent_prompts(router: Router, workers: Sequence[Worker]) -> Iterable[Recent]:
-    """What a process that comes late should know of the time before."""
-    each = _RECENT_BLOCKS // max(1, len(workers))
+def recent_prompts(router: Router, workers: Sequence[Worker]) -> Iterable[RecentPrompts]:
+    """A snapshot of the route history, for a process that joins."""
+    blocks_per_worker = _RECENT_BLOCKS // max(1, len(workers))
     for worker in workers:
-        prompts = router.recent(worker, each)
+        prompts = router.recent(worker, blocks_per_worker)
         for start in range(0, len(prompts), _RECENT_PROMPTS):
-            yield Recent(worker.id, [packed(keys) for keys in prompts[start : start + _RECENT_PROMPTS]])
+            yield RecentPrompts(
+                worker.id, [pack_keys(keys) for keys in prompts[start : start + _RECENT_PROMPTS]]
+            )
 
 
-def take_recent(router: Router, fleet: Fleet, told: Recent) -> None:
-    """Take in what `recent_prompts` gave elsewhere."""
+def apply_recent_prompts(router: Router, fleet: Fleet, recent: RecentPrompts) -> None:
+    """Add another process's `recent_prompts` to this process's route history."""
     try:
-        worker = fleet.get(told.worker)
+        worker = fleet.get(recent.worker)
     except NotFound:
         return
-    for keys in told.prompts:
+    for keys in recent.prompts:
         router.sent_before(worker, _keys(keys))
 
 
-_Tell: TypeAlias = Callable[[Sequence[int]], tuple[bytes, bytes]]
+_EncodeKeys: TypeAlias = Callable[[Sequence[int]], tuple[bytes, bytes]]
 
 
-def _in_full(keys: Sequence[int]) -> tuple[bytes, bytes]:
-    return b"", packed(keys)
+def _uncompressed(keys: Sequence[int]) -> tuple[bytes, bytes]:
+    return b"", pack_keys(keys)
 
 
-def _sent(number: int, query: RouteQuery, decision: RouteDecision, candidate: Candidate, tell: _Tell) -> Sent:
+def _dispatched_message(
+    number: int, query: RouteQuery, decision: RouteDecision, candidate: Candidate, encode: _EncodeKeys
+) -> Dispatched:
     held = candidate.held
-    return Sent(
+    return Dispatched(
         number,
         query.model,
         candidate.worker.id,
@@ -253,8 +263,8 @@ def _sent(number: int, query: RouteQuery, decision: RouteDecision, candidate: Ca
         query.tokens,
         candidate.matched_tokens,
         query.streamed,
-        [PromptSent(*tell(prompt.keys), prompt.tokens, prompt.block_tokens) for prompt in query.prompts],
-        [ExactSent(*tell(prompt.keys), prompt.key_tokens) for prompt in query.exact],
+        [PromptSent(*encode(prompt.keys), prompt.tokens, prompt.block_tokens) for prompt in query.prompts],
+        [ExactSent(*encode(prompt.keys), prompt.key_tokens) for prompt in query.exact],
         query.session_key,
         None if held is None else held.rank,
         None if held is None else held.slot,
@@ -263,4 +273,4 @@ def _sent(number: int, query: RouteQuery, decision: RouteDecision, candidate: Ca
 
 
 def _keys(data: bytes) -> Sequence[BlockKey]:
-    return cast("Sequence[BlockKey]", unpacked(data))
+    return cast("Sequence[BlockKey]", unpack_keys(data))

@@ -1,7 +1,8 @@
-"""The map of the workers' caches in every process: one follows the caches, the others have its changes.
+"""The cache map in every process: one process follows the workers' caches, the others mirror its map.
 
-What is passed on are changes of the two indexes, in their order: matching stays local and needs no round
-trip, and a mirror costs a fraction of what following costs. Slots have the same numbers everywhere.
+The following process publishes each change of its two indexes, in order. So matching stays local and needs no
+round trip, and a mirror costs a fraction of reading the workers' events. Slots have the same numbers in all
+processes.
 """
 
 from __future__ import annotations
@@ -19,32 +20,32 @@ from kvroute.replicas.messages import (
     ChunksAttached,
     ChunksCleared,
     ChunksDetached,
-    ChunksHeld,
     ChunkSlotForgotten,
     ChunksRemoved,
+    ChunksSnapshot,
     ChunksStored,
     Cleared,
     Detached,
     Message,
     Removed,
-    RunHeld,
+    RunSnapshot,
     SlotForgotten,
     Space,
     Stored,
-    packed,
-    unpacked,
+    pack_keys,
+    unpack_keys,
 )
 
-_NAME_BYTES: Final = 9
-"""A 64-bit key, signed or not, XOR a 64-bit number."""
-_NAMES_AT_ONCE: Final = 100_000
+_ENTRY_BYTES: Final = 9
+"""A key of `ChunkIndex`'s hash tables: a 64-bit chunk key, signed or unsigned, XOR a 64-bit number."""
+_ENTRIES_PER_MESSAGE: Final = 100_000
 
 _Holder = TypeVar("_Holder", Holder, ChunkHolder)
 Publish = Callable[[Message], None]
 
 
-class _Numbers(Generic[_Holder]):
-    """What holders are called between processes. Mutable: `of` names, `forget` frees."""
+class _HolderNumbers(Generic[_Holder]):
+    """Numbers that identify holders in messages. Mutable: `of` assigns a number, `forget` drops it."""
 
     def __init__(self) -> None:
         self._numbers: dict[_Holder, int] = {}
@@ -64,12 +65,12 @@ class _Numbers(Generic[_Holder]):
 
 
 class PublishingPrefixIndex(PrefixIndex):
-    """A `PrefixIndex` whose changes are published. One message a change, about 1 us."""
+    """A `PrefixIndex` that publishes its changes: one message per change, about 1 us."""
 
     def __init__(self, publish: Publish, *, max_blocks: int) -> None:
         super().__init__(max_blocks=max_blocks)
         self._publish = publish
-        self._numbers = _Numbers[Holder]()
+        self._numbers = _HolderNumbers[Holder]()
 
     def attach(self, slot: int, holder: Holder) -> None:
         super().attach(slot, holder)
@@ -86,10 +87,10 @@ class PublishingPrefixIndex(PrefixIndex):
     def store(
         self, holder: Holder, block_tokens: int, parent: BlockKey | None, keys: Sequence[BlockKey]
     ) -> int:
-        done = super().store(holder, block_tokens, parent, keys)
-        if done:
-            self._publish(Stored(self._numbers.of(holder), block_tokens, parent, packed(keys[:done])))
-        return done
+        stored = super().store(holder, block_tokens, parent, keys)
+        if stored:
+            self._publish(Stored(self._numbers.of(holder), block_tokens, parent, pack_keys(keys[:stored])))
+        return stored
 
     def store_one(self, holder: Holder, stride: int, parent: BlockKey, key: BlockKey) -> bool:
         return self.store(holder, stride * KEY_TOKENS, parent, (key,)) == 1
@@ -97,7 +98,7 @@ class PublishingPrefixIndex(PrefixIndex):
     def remove(self, holder: Holder, key: BlockKey) -> bool:
         removed = super().remove(holder, key)
         if removed:
-            self._publish(Removed(self._numbers.of(holder), packed((key,))))
+            self._publish(Removed(self._numbers.of(holder), pack_keys((key,))))
         return removed
 
     def clear(self, holder: Holder) -> None:
@@ -105,13 +106,13 @@ class PublishingPrefixIndex(PrefixIndex):
         self._publish(Cleared(self._numbers.of(holder)))
 
     def as_messages(self) -> Iterable[Message]:
-        """All of it, for a mirror that knows nothing. Copies the runs: about 20 ms for a million blocks."""
+        """A snapshot of the index, for an empty mirror. Copies the runs: about 20 ms for a million blocks."""
         for slot, known in self._slots.items():
             for holders in known.holders.values():
                 for holder in holders:
                     yield Attached(slot, self._numbers.of(holder), holder.tier, holder.shared)
         for holder, number in self._numbers.items():
-            for stride in holder.lanes:  # in their order: removals look there in it
+            for stride in holder.lanes:  # in this order: removals search the lanes in it
                 yield Stored(number, stride * KEY_TOKENS, None, b"")
         for stride, table in self._tables.items():
             lanes = [
@@ -126,19 +127,19 @@ class PublishingPrefixIndex(PrefixIndex):
                 if holders_of is None:
                     holders_of = by_mask[mask] = [number for bit, number in lanes if bit & mask]
                 if holders_of:
-                    yield RunHeld(holders_of, stride * KEY_TOKENS, packed(run.keys))
+                    yield RunSnapshot(holders_of, stride * KEY_TOKENS, pack_keys(run.keys))
 
 
 class PublishingChunkIndex(ChunkIndex):
-    """A `ChunkIndex` whose changes are published."""
+    """A `ChunkIndex` that publishes its changes."""
 
     def __init__(self, publish: Publish, *, max_chunks: int) -> None:
         super().__init__(max_chunks=max_chunks)
         self._publish = publish
-        self._numbers = _Numbers[ChunkHolder]()
+        self._numbers = _HolderNumbers[ChunkHolder]()
 
     def number_of(self, holder: ChunkHolder) -> int:
-        """What the mirrors know the holder by."""
+        """The number that identifies the holder in messages."""
         return self._numbers.of(holder)
 
     def attach(self, slot: int, holder: ChunkHolder, domains: Iterable[ChunkDomain]) -> None:
@@ -155,44 +156,44 @@ class PublishingChunkIndex(ChunkIndex):
         self._publish(ChunkSlotForgotten(slot))
 
     def store(self, holder: ChunkHolder, space: ChunkSpace, keys: Iterable[ChunkKey]) -> int:
-        told = list(keys)
-        fresh = super().store(holder, space, told)
+        chunks = list(keys)
+        fresh = super().store(holder, space, chunks)
         if fresh:
             number = self._numbers.of(holder)
-            self._publish(ChunksStored(number, holder.tier, holder.shared, space, told))
+            self._publish(ChunksStored(number, holder.tier, holder.shared, space, chunks))
         return fresh
 
     def remove_all(self, holder: ChunkHolder, space: ChunkSpace, keys: Iterable[ChunkKey]) -> int:
-        told = list(keys)
-        gone = super().remove_all(holder, space, told)
-        if gone:
-            self._publish(ChunksRemoved(self._numbers.of(holder), space, told))
-        return gone
+        chunks = list(keys)
+        removed = super().remove_all(holder, space, chunks)
+        if removed:
+            self._publish(ChunksRemoved(self._numbers.of(holder), space, chunks))
+        return removed
 
     def clear(self, holder: ChunkHolder) -> None:
         super().clear(holder)
         self._publish(ChunksCleared(self._numbers.of(holder)))
 
     def as_messages(self) -> Iterable[Message]:
-        """All of it, for a mirror that knows nothing. About 0.3 us a chunk."""
+        """A snapshot of the index, for an empty mirror. About 0.3 us per chunk."""
         for slot, known in self._slots.items():
             for holder, domains in known.domains.items():
                 yield self._attached(slot, holder, domains)
         by_mask: dict[int, list[bytes]] = {}
         for shard in self._shards:
-            for name, mask in shard.items():
+            for entry, mask in shard.items():
                 by_mask.setdefault(mask & self._live, []).append(
-                    name.to_bytes(_NAME_BYTES, "little", signed=True)
+                    entry.to_bytes(_ENTRY_BYTES, "little", signed=True)
                 )
-        for mask, names in by_mask.items():
+        for mask, entries in by_mask.items():
             holders = [
                 (number, int(holder.tier), holder.shared)
                 for holder, number in self._numbers.items()
                 if holder.bit & mask
             ]
             if holders:
-                for start in range(0, len(names), _NAMES_AT_ONCE):
-                    yield ChunksHeld(holders, b"".join(names[start : start + _NAMES_AT_ONCE]))
+                for start in range(0, len(entries), _ENTRIES_PER_MESSAGE):
+                    yield ChunksSnapshot(holders, b"".join(entries[start : start + _ENTRIES_PER_MESSAGE]))
 
     def _attached(self, slot: int, holder: ChunkHolder, domains: Iterable[ChunkDomain]) -> ChunksAttached:
         number = self._numbers.of(holder)
@@ -200,29 +201,31 @@ class PublishingChunkIndex(ChunkIndex):
 
 
 class _MirroredChunkIndex(ChunkIndex):
-    def take(self, holders: Sequence[ChunkHolder], names: bytes) -> None:
-        """All of `holders` have these chunks."""
+    """A `ChunkIndex` that is filled from a snapshot."""
+
+    def store_entries(self, holders: Sequence[ChunkHolder], entries: bytes) -> None:
+        """Store chunks that all of `holders` have; `entries` as in `ChunksSnapshot`."""
         bits = 0
         for holder in holders:
             bits |= holder.bit or self._open(holder)
-        shards, kept = self._shards, self._masks
-        total = len(names) // _NAME_BYTES
-        for start in range(0, total * _NAME_BYTES, _NAME_BYTES):
-            name = int.from_bytes(names[start : start + _NAME_BYTES], "little", signed=True)
-            shard = shards[name & SHARD_MASK]
-            before = shard.get(name)
+        shards, masks = self._shards, self._masks
+        total = len(entries) // _ENTRY_BYTES
+        for start in range(0, total * _ENTRY_BYTES, _ENTRY_BYTES):
+            entry = int.from_bytes(entries[start : start + _ENTRY_BYTES], "little", signed=True)
+            shard = shards[entry & SHARD_MASK]
+            before = shard.get(entry)
             self._chunks += before is None
             mask = (before or 0) | bits
-            shard[name] = kept.setdefault(mask, mask)
+            shard[entry] = masks.setdefault(mask, mask)
         for holder in holders:
             holder.chunks += total
         self._held += total * len(holders)
 
 
 class Mirror:
-    """Both indexes as another process has them. Mutable: by `apply`.
+    """Copies of another process's two indexes. Mutable: by `apply` and `sweep`.
 
-    Begin with a new one whenever the messages begin anew.
+    On each `MapReset` the owner replaces the mirror by a new, empty one.
     """
 
     def __init__(self, *, max_blocks: int, max_chunks: int) -> None:
@@ -232,14 +235,15 @@ class Mirror:
         self._chunk_holders: dict[int, ChunkHolder] = {}
 
     def chunk_holder(self, number: int, tier: int, *, shared: bool) -> ChunkHolder:
-        """The holder of this number, made if it is new."""
+        """The holder with this number; created if the number is new."""
         holder = self._chunk_holders.get(number)
         if holder is None:
             holder = self._chunk_holders[number] = ChunkHolder(Tier(tier), shared)
         return holder
 
     def apply(self, message: Message) -> bool:
-        """Take in one change; False if it is none of the map. Costs what the index charges for it."""
+        """Apply one change of the map; False if the message is none. Costs the same as the change of the
+        index."""
         match message:
             case Stored(number, block_tokens, parent, keys):
                 holder = self._holders.get(number)
@@ -251,11 +255,11 @@ class Mirror:
                 if holder is not None:
                     for key in _keys(keys):
                         self.blocks.remove(holder, key)
-            case RunHeld(numbers, block_tokens, keys):
-                told = _keys(keys)
+            case RunSnapshot(numbers, block_tokens, keys):
+                run = _keys(keys)
                 for number in numbers:
                     if number in self._holders:
-                        self.blocks.store(self._holders[number], block_tokens, None, told)
+                        self.blocks.store(self._holders[number], block_tokens, None, run)
             case Cleared(number):
                 if number in self._holders:
                     self.blocks.clear(self._holders[number])
@@ -274,7 +278,7 @@ class Mirror:
         return True
 
     def sweep(self) -> bool:
-        """Return a little memory of what was cleared; True while there is more."""
+        """Free some memory of cleared holders; True while there is more to free."""
         return self.blocks.sweep() | self.chunks.sweep()
 
     def _apply_chunks(self, message: Message) -> bool:
@@ -284,11 +288,11 @@ class Mirror:
             case ChunksRemoved(number, space, keys):
                 if number in self._chunk_holders:
                     self.chunks.remove_all(self._chunk_holders[number], _space(space), keys)
-            case ChunksHeld(holders, names):
+            case ChunksSnapshot(holders, entries):
                 assert isinstance(self.chunks, _MirroredChunkIndex)
-                self.chunks.take(
+                self.chunks.store_entries(
                     [self.chunk_holder(number, tier, shared=shared) for number, tier, shared in holders],
-                    names,
+                    entries,
                 )
             case ChunksCleared(number):
                 if number in self._chunk_holders:
@@ -306,10 +310,10 @@ class Mirror:
         return True
 
 
-def _space(told: Space) -> ChunkSpace:
-    scheme, model, salt = told
+def _space(space: Space) -> ChunkSpace:
+    scheme, model, salt = space
     return ChunkSpace(ChunkScheme(*scheme), model, salt)
 
 
 def _keys(data: bytes) -> Sequence[BlockKey]:
-    return cast("Sequence[BlockKey]", unpacked(data))
+    return cast("Sequence[BlockKey]", unpack_keys(data))

@@ -1,9 +1,9 @@
-"""The links between the processes: every process to every other one, over Unix sockets in a folder of theirs.
+"""Links between the gateway processes: a full mesh over Unix sockets in one folder.
 
-The process with the higher number connects, and tries again for as long as it lives; so there is one link to
-each. What is published is gathered for a moment and goes to all that are linked. A process that comes first
-hears everything that `MeshMember.greeting` says, and from then on whatever is published: nothing is missed in
-between and nothing said twice.
+Of two processes the one with the higher number connects, and reconnects while it runs, so each pair has one
+link. Published messages are batched for 5 ms and sent to all linked processes. On a new link a process first
+sends the messages of `MeshMember.greeting`, then all that is published later: no message is lost between the
+two or sent twice.
 """
 
 from __future__ import annotations
@@ -20,61 +20,73 @@ from pathlib import Path
 from typing import Final, Protocol, cast
 
 from kvroute.errors import ConfigError, WireError
-from kvroute.replicas.messages import Ask, Frames, Hello, Leaving, Message, PeerAnswer, frame
+from kvroute.replicas.messages import (
+    FrameReader,
+    Hello,
+    Leaving,
+    Message,
+    PeerAnswer,
+    PeerRequest,
+    encode_frame,
+)
 
 log = logging.getLogger(__name__)
 
 GATHER_S: Final = 0.005
-"""How long what is published may wait for more."""
+"""How long a published message may wait for others, to go out with them."""
 
-_MOST_WAITING: Final = 512
-_MOST_UNREAD_BYTES: Final = 256 * 1024 * 1024
-"""Of a peer that does not read: then it is let go, and gets everything anew when it is back."""
+_MAX_QUEUED: Final = 512
+"""Messages; with more, the batch is sent before `GATHER_S` has passed."""
+_MAX_UNREAD_BYTES: Final = 256 * 1024 * 1024
+"""Bound of the write buffer of one link. A peer that does not read is disconnected at this size; it gets a
+whole snapshot when it reconnects."""
 _RETRY_S: Final = 0.05
-_LONGEST_RETRY_S: Final = 1.0
-_STEADY_S: Final = 5.0
-"""A link that has held for so long is well: the next pause is the first one again."""
+_MAX_RETRY_S: Final = 1.0
+_STABLE_S: Final = 5.0
+"""After a link has lasted this long, the next reconnect waits only `_RETRY_S` again."""
 
 
 class MeshMember(Protocol):
-    """Who speaks and listens over the mesh. All calls are synchronous and return soon."""
+    """The receiver of the mesh's messages. All methods are synchronous and return soon."""
 
     @property
-    def is_level(self) -> bool:
-        """It knows what there is to know, so others may ask it."""
+    def is_synced(self) -> bool:
+        """Whether this process has the complete shared state, so that new processes may ask for it."""
         ...
 
     def greeting(self, number: int) -> Sequence[Message]:
-        """What process `number`, linked just now, must hear first."""
+        """The first messages for process `number`, whose link has just been opened."""
         ...
 
-    def linked(self, number: int, *, is_level: bool) -> None: ...
+    def on_linked(self, number: int, *, is_synced: bool) -> None: ...
 
-    def heard(self, number: int, message: Message) -> None:
-        """A message of process `number`."""
+    def on_message(self, number: int, message: Message) -> None:
+        """Process `number` sent a message."""
         ...
 
-    def lost(self, number: int) -> None:
-        """The link to process `number` is no more."""
+    def on_link_lost(self, number: int) -> None:
+        """The link to process `number` is closed."""
         ...
 
 
 @dataclass(slots=True)
 class MeshCounts:
-    """Totals since the start. Mutable: the mesh counts."""
+    """Totals since the start. Mutable: incremented by the mesh."""
 
     sent: int = 0
     received: int = 0
     breaks: int = 0
-    """Links that ended while this process went on."""
+    """Links that broke while this process was not shutting down."""
 
 
-Answering = Callable[[bytes], Awaitable[bytes]]
+RequestHandler = Callable[[bytes], Awaitable[bytes]]
 
 
 class Mesh:
-    """This process's links. Mutable; belongs to one event loop. `start` listens and begins to connect,
-    `aclose` ends all of it."""
+    """The links of this process. Mutable; belongs to one event loop.
+
+    `start` listens and connects; `aclose` ends all links and tasks.
+    """
 
     def __init__(self, number: int, processes: int, folder: Path) -> None:
         self.number = number
@@ -82,14 +94,16 @@ class Mesh:
         self._others = [other for other in range(processes) if other != number]
         self._folder = folder
         self._member: MeshMember | None = None
-        self._answering: dict[str, Answering] = {}
+        self._request_handlers: dict[str, RequestHandler] = {}
         self._links: dict[int, _Link] = {}
         self._open: set[_Link] = set()
-        self._waiting: list[Message] = []
+        """All connections, also those whose process has not sent `Hello` yet."""
+        self._queued: list[Message] = []
         self._timer: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
-        self._asked: dict[tuple[int, int], asyncio.Future[bytes]] = {}
+        self._requests: dict[tuple[int, int], asyncio.Future[bytes]] = {}
+        """Requests without an answer, by process and request id."""
         self._ids = count(1)
         self._changed = asyncio.Event()
         self._is_closing = False
@@ -101,15 +115,15 @@ class Mesh:
 
     @property
     def peers(self) -> Sequence[int]:
-        """Numbers of those that are linked now."""
+        """Numbers of the processes that are linked now."""
         return sorted(self._links)
 
-    def answers(self, what: str, answering: Answering) -> None:
-        """Answer the others' questions called `what`."""
-        self._answering[what] = answering
+    def handle(self, topic: str, handler: RequestHandler) -> None:
+        """Answer the other processes' requests of this topic with `handler`."""
+        self._request_handlers[topic] = handler
 
     async def start(self, member: MeshMember) -> None:
-        """Raises OSError if the socket cannot be made."""
+        """Listen, and connect to the other processes. Raises OSError if the socket cannot be created."""
         self._member = member
         loop = asyncio.get_running_loop()
         path = self._path(self.number)
@@ -117,26 +131,26 @@ class Mesh:
         self._server = await loop.create_unix_server(lambda: _Link(self), str(path))
         for other in self._others:
             if other < self.number:
-                self.own(self._connect(other), f"link to process {other}")
+                self.spawn(self._connect(other), f"link to process {other}")
 
     async def all_linked(self) -> None:
-        """Returns once there are links to all others."""
+        """Wait until all other processes are linked."""
         while len(self._links) < len(self._others):
             self._changed.clear()
             await self._changed.wait()
 
     def publish(self, message: Message) -> None:
-        """Tell all processes that are linked, soon."""
+        """Send to all linked processes, within `GATHER_S`."""
         if not self._links:
             return
-        self._waiting.append(message)
+        self._queued.append(message)
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(GATHER_S, self.flush)
-        elif len(self._waiting) >= _MOST_WAITING:
+        elif len(self._queued) >= _MAX_QUEUED:
             self.flush()
 
     def send(self, number: int, *messages: Message) -> bool:
-        """Tell one process, now, before what was published and still waits; False if it is not linked."""
+        """Send to one process now, before the messages that are still queued. False if it is not linked."""
         link = self._links.get(number)
         if link is None:
             return False
@@ -144,40 +158,41 @@ class Mesh:
         return True
 
     def flush(self) -> None:
-        """Send what waits."""
+        """Send the queued messages now."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        waiting, self._waiting = self._waiting, []
-        if waiting and self._links:
-            data = frame(waiting)
+        messages, self._queued = self._queued, []
+        if messages and self._links:
+            data = encode_frame(messages)
             for link in list(self._links.values()):
-                link.write_frame(data, len(waiting))
+                link.write_frame(data, len(messages))
 
-    async def ask(self, what: str, how: bytes, deadline_s: float) -> Mapping[int, bytes]:
-        """Ask every process that is linked; the answers that came in time, by number."""
-        asked: dict[int, asyncio.Future[bytes]] = {}
+    async def request_all(self, topic: str, argument: bytes, timeout_s: float) -> Mapping[int, bytes]:
+        """Send a request to every linked process. Returns the answers that arrive in time, by process
+        number."""
+        answers: dict[int, asyncio.Future[bytes]] = {}
         self.flush()
         for number, link in self._links.items():
-            question = next(self._ids)
-            future = asked[number] = asyncio.get_running_loop().create_future()
-            self._asked[number, question] = future
-            future.add_done_callback(lambda _, key=(number, question): self._asked.pop(key, None))  # type: ignore[misc]
-            link.write([Ask(question, what, how)])
+            request_id = next(self._ids)
+            future = answers[number] = asyncio.get_running_loop().create_future()
+            self._requests[number, request_id] = future
+            future.add_done_callback(lambda _, key=(number, request_id): self._requests.pop(key, None))  # type: ignore[misc]
+            link.write([PeerRequest(request_id, topic, argument)])
         try:
-            if asked:
-                await asyncio.wait(asked.values(), timeout=deadline_s)
+            if answers:
+                await asyncio.wait(answers.values(), timeout=timeout_s)
             return {
                 number: future.result()
-                for number, future in asked.items()
+                for number, future in answers.items()
                 if future.done() and not future.cancelled()
             }
         finally:
-            for future in asked.values():
+            for future in answers.values():
                 future.cancel()
 
     async def aclose(self) -> None:
-        """Tell what waits, then end every link and task."""
+        """Send the queued messages, then end every link and task."""
         self._is_closing = True
         self.publish(Leaving())
         self.flush()
@@ -188,7 +203,7 @@ class Mesh:
             self._server.close()
         for link in list(self._open):
             link.end()
-        for future in list(self._asked.values()):
+        for future in list(self._requests.values()):
             future.cancel()
 
     def _path(self, number: int) -> Path:
@@ -199,18 +214,18 @@ class Mesh:
         while True:
             try:
                 _, link = await loop.create_unix_connection(lambda: _Link(self), path)
-                async with asyncio.timeout(_STEADY_S):
-                    await link.over.wait()
+                async with asyncio.timeout(_STABLE_S):
+                    await link.closed.wait()
             except TimeoutError:
                 pause_s = _RETRY_S
-                await link.over.wait()
+                await link.closed.wait()
             except OSError:
-                pass  # it is not there (yet)
+                pass  # the other process does not listen (yet)
             await asyncio.sleep(pause_s)
-            pause_s = min(1.5 * pause_s, _LONGEST_RETRY_S)
+            pause_s = min(1.5 * pause_s, _MAX_RETRY_S)
 
-    def own(self, work: Awaitable[None], name: str) -> None:
-        """See `work` through in a task; `aclose` ends it."""
+    def spawn(self, work: Awaitable[None], name: str) -> None:
+        """Run `work` in a task that `aclose` cancels."""
 
         async def run() -> None:
             await work
@@ -219,66 +234,66 @@ class Mesh:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    # What links tell
+    # Called by the links
 
-    def opened(self, link: _Link) -> None:
+    def on_open(self, link: _Link) -> None:
         assert self._member is not None
         self._open.add(link)
-        link.write([Hello(self.number, self._member.is_level)])
+        link.write([Hello(self.number, self._member.is_synced)])
 
-    def heard(self, link: _Link, message: Message) -> None:
-        """Any message; the first one must say who it is."""
+    def on_message(self, link: _Link, message: Message) -> None:
+        """Handle a message. Raises WireError if the first one of a link is not `Hello`."""
         assert self._member is not None
         if isinstance(message, Hello):
-            self._greet(link, message)
+            self._on_hello(link, message)
         elif link.number is None or self._links.get(link.number) is not link:
-            raise WireError("a process that has not said who it is")
+            raise WireError("the first message of a process is not its number")
         elif isinstance(message, Leaving):
             link.is_leaving = True
-        elif isinstance(message, Ask):
-            self.own(self._answer(link, message), f"answer to process {link.number}")
+        elif isinstance(message, PeerRequest):
+            self.spawn(self._answer(link, message), f"answer to process {link.number}")
         elif isinstance(message, PeerAnswer):
-            future = self._asked.get((link.number, message.id))
+            future = self._requests.get((link.number, message.id))
             if future is not None and not future.done():
-                future.set_result(message.told)
+                future.set_result(message.payload)
         else:
-            self._member.heard(link.number, message)
+            self._member.on_message(link.number, message)
 
-    def _greet(self, link: _Link, hello: Hello) -> None:
+    def _on_hello(self, link: _Link, hello: Hello) -> None:
         assert self._member is not None
         number = hello.number
         if number not in self._others:
             raise WireError(f"there is no process {number}")
         before = self._links.get(number)
         if before is not None and before is not link:
-            before.close()  # a successor that is quicker than the news of the death before it
-            self.closed(before)
+            before.close()  # the successor of a process connects before the end of the old link is noticed
+            self.on_close(before)
         link.number = number
         self.flush()
         self._links[number] = link
         link.write(self._member.greeting(number))
         self._changed.set()
-        self._member.linked(number, is_level=hello.level)
+        self._member.on_linked(number, is_synced=hello.is_synced)
 
-    async def _answer(self, link: _Link, question: Ask) -> None:
-        answering = self._answering.get(question.what)
-        if answering is None:
+    async def _answer(self, link: _Link, request: PeerRequest) -> None:
+        handler = self._request_handlers.get(request.topic)
+        if handler is None:
             return
         try:
-            told = await answering(question.how)
+            payload = await handler(request.argument)
         except Exception:
-            log.exception("process %s asked for %s, which failed", link.number, question.what)
+            log.exception("the request of process %s for %s failed", link.number, request.topic)
             return
-        link.write([PeerAnswer(question.id, told)])
+        link.write([PeerAnswer(request.id, payload)])
 
-    def closed(self, link: _Link) -> None:
+    def on_close(self, link: _Link) -> None:
         self._open.discard(link)
         number = link.number
         if number is None or self._links.get(number) is not link:
             return
         del self._links[number]
-        for asked, future in list(self._asked.items()):
-            if asked[0] == number:
+        for (process, _), future in list(self._requests.items()):
+            if process == number:
                 future.cancel()
         if self._is_closing:
             return
@@ -286,90 +301,92 @@ class Mesh:
             log.info("process %d has ended", number)
         else:
             self.counts.breaks += 1
-            log.warning("the link to process %d broke: what it sends is not known until it is back", number)
+            log.warning("the link to process %d broke; its messages are missing until it reconnects", number)
         assert self._member is not None
-        self._member.lost(number)
+        self._member.on_link_lost(number)
 
 
 class _Link(asyncio.Protocol):
-    """One connection. Mutable; `number` is None until the other end has said it."""
+    """One connection to another process. Mutable; `number` is None until its `Hello` arrives."""
 
     def __init__(self, mesh: Mesh) -> None:
         self.number: int | None = None
         self.is_leaving = False
-        self.over = asyncio.Event()
+        self.closed = asyncio.Event()
         self._mesh = mesh
-        self._frames = Frames()
+        self._frames = FrameReader()
         self._transport: asyncio.Transport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        # uvloop's transports are no subclasses of asyncio's.
+        # The cast: uvloop's transports are not subclasses of asyncio's.
         self._transport = cast("asyncio.Transport", transport)
-        # The mesh itself bounds what may wait: nothing is paused, and whole snapshots must pass.
-        self._transport.set_write_buffer_limits(high=_MOST_UNREAD_BYTES)
-        self._mesh.opened(self)
+        # `write_frame` bounds the buffer itself: writing is never paused, and a whole snapshot must fit.
+        self._transport.set_write_buffer_limits(high=_MAX_UNREAD_BYTES)
+        self._mesh.on_open(self)
 
     def data_received(self, data: bytes) -> None:
         try:
-            messages = self._frames.take(data)
+            messages = self._frames.feed(data)
             self._mesh.counts.received += len(messages)
             for message in messages:
-                self._mesh.heard(self, message)
+                self._mesh.on_message(self, message)
         except WireError as error:
-            log.error("process %s is not understood: %s", self.number, error)
+            log.error("a message from process %s is invalid, its link is closed: %s", self.number, error)
             self.close()
         except Exception:
-            log.exception("what process %s said could not be taken in", self.number)
+            log.exception("handling a message from process %s failed, its link is closed", self.number)
             self.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
-        self.over.set()
-        self._mesh.closed(self)
+        self.closed.set()
+        self._mesh.on_close(self)
 
     def write(self, messages: Sequence[Message]) -> None:
         if messages:
-            self.write_frame(frame(messages), len(messages))
+            self.write_frame(encode_frame(messages), len(messages))
 
     def write_frame(self, data: bytes, messages: int) -> None:
         transport = self._transport
         if transport is None or transport.is_closing():
             return
-        if transport.get_write_buffer_size() > _MOST_UNREAD_BYTES:
-            log.warning("process %s does not read: its link is cut", self.number)
+        if transport.get_write_buffer_size() > _MAX_UNREAD_BYTES:
+            log.warning("process %s does not read its messages, its link is closed", self.number)
             self.close()
             return
         self._mesh.counts.sent += messages
         transport.write(data)
 
     def close(self) -> None:
-        """At once, whatever was not read yet."""
+        """Close immediately; unsent data is dropped."""
         if self._transport is not None:
             self._transport.abort()
 
     def end(self) -> None:
-        """Once the other end has what was written."""
+        """Close after the written data has been sent."""
         if self._transport is not None:
             self._transport.close()
 
 
-def folder_of_links(parent: Path) -> Path:
-    """A new folder, only this user's, for the sockets and files of one gateway. Raises OSError."""
+def make_socket_folder(parent: Path) -> Path:
+    """A new folder for the sockets and files of one gateway, readable by this user only. Raises OSError."""
     folder = parent / f"kvroute-{os.getpid()}-{os.urandom(4).hex()}"
     folder.mkdir(mode=0o700)
     return folder
 
 
-_NOT_HERE: Final = frozenset({errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL})
+_UNSUPPORTED: Final = frozenset({errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL})
 
 
 class SharedPort:
-    """An address that processes of one user listen on together; the kernel deals connections out among
-    those that do. Holding it keeps others from it, and does not listen."""
+    """An address that several processes of one user listen on together (SO_REUSEPORT).
+
+    The kernel distributes new connections among the processes that listen. This object binds the address,
+    which keeps other users' programs away from it, but does not listen itself.
+    """
 
     def __init__(self, host: str, port: int) -> None:
-        """Raises ConfigError if the address cannot be had, or if somebody listens there already: without
-        that check another gateway of the same user would share its clients with this one."""
+        """Raises ConfigError if the address cannot be bound or another program already listens on it."""
         try:
             found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         except OSError as error:
@@ -377,45 +394,49 @@ class SharedPort:
         self._held: list[socket.socket] = []
         failed: OSError | None = None
         for family, *_, address in dict.fromkeys(found):
-            place = address if not self._held or port else (address[0], self.port, *address[2:])
+            target = address if not self._held or port else (address[0], self.port, *address[2:])
             try:
-                with _bound(family, place, shared=False) as alone:
-                    place = alone.getsockname()
-                self._held.append(_bound(family, place, shared=True))
+                # Bound once without SO_REUSEPORT: else another gateway of the same user, which listens there
+                # already, would share its clients with this one.
+                with _bind(family, target, shared=False) as exclusive:
+                    target = exclusive.getsockname()
+                self._held.append(_bind(family, target, shared=True))
             except OSError as error:
                 failed = error
-                if error.errno not in _NOT_HERE:  # a name may have addresses that this machine lacks
+                if (
+                    error.errno not in _UNSUPPORTED
+                ):  # a name may have addresses that this machine does not have
                     break
-        if failed is not None and (failed.errno not in _NOT_HERE or not self._held):
+        if failed is not None and (failed.errno not in _UNSUPPORTED or not self._held):
             self.close()
             raise ConfigError("server.port", f"{host}:{port}: {failed.strerror}") from failed
 
     @property
     def port(self) -> int:
-        """As taken, where the configuration left it to the system."""
+        """The bound port; the system chose it where the configuration has 0."""
         number: int = self._held[0].getsockname()[1]
         return number
 
     def sockets(self) -> list[socket.socket]:
-        """Sockets of this process's own, to listen on. Raises OSError."""
-        return [_bound(held.family, held.getsockname(), shared=True) for held in self._held]
+        """New sockets on the same address, for one process to listen on. Raises OSError."""
+        return [_bind(held.family, held.getsockname(), shared=True) for held in self._held]
 
     def close(self) -> None:
         for held in self._held:
             held.close()
 
 
-def _bound(family: int, address: tuple[object, ...], *, shared: bool) -> socket.socket:
-    made = socket.socket(family, socket.SOCK_STREAM)
+def _bind(family: int, address: tuple[object, ...], *, shared: bool) -> socket.socket:
+    bound = socket.socket(family, socket.SOCK_STREAM)
     try:
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if shared:
-            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         if family == socket.AF_INET6:
-            made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-        made.setblocking(False)
-        made.bind(address)
+            bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        bound.setblocking(False)
+        bound.bind(address)
     except OSError:
-        made.close()
+        bound.close()
         raise
-    return made
+    return bound

@@ -1,7 +1,7 @@
-"""What gateway processes of one machine tell each other, and how it is written. Pure.
+"""The messages between the gateway processes of one machine, and their encoding. Pure.
 
-A frame is a length and a MessagePack list of messages, in the order in which things happened. Both ends run
-the same release: there are no versions.
+A frame is a length and a MessagePack list of messages, in the order of the events that they report. Both ends
+run the same release, so messages have no version.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from kvroute.blocks.keys import GROUP_BLOCKS, BlockKeys
 from kvroute.errors import WireError
 
 
-class Said(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """One thing that a process tells another: base of every message."""
+class PeerMessage(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Base of every message between two processes."""
 
 
-class MapBegins(Said, frozen=True):
-    """The map of the workers' caches follows from nothing."""
+class MapReset(PeerMessage, frozen=True):
+    """The receiver empties its mirror of the cache map; the sender's whole map follows."""
 
 
-class Attached(Said, frozen=True):
-    """A slot reads from a holder of vLLM's blocks; `holder` is its number, unique among holders."""
+class Attached(PeerMessage, frozen=True):
+    """A slot reads from a holder of vLLM blocks. `holder` is a number, unique among the block holders."""
 
     slot: int
     holder: int
@@ -35,36 +35,41 @@ class Attached(Said, frozen=True):
     shared: bool
 
 
-class Detached(Said, frozen=True):
+class Detached(PeerMessage, frozen=True):
+    """A slot no longer reads from a holder."""
+
     slot: int
     holder: int
 
 
-class Stored(Said, frozen=True):
+class Stored(PeerMessage, frozen=True):
+    """A holder stored blocks after the block `parent` (None: at the beginning). `keys` are packed block
+    keys."""
+
     holder: int
     block_tokens: int
     parent: int | None
     keys: bytes
 
 
-class RunHeld(Said, frozen=True):
-    """For who comes late: consecutive blocks that all of these holders have."""
+class RunSnapshot(PeerMessage, frozen=True):
+    """Part of a snapshot: consecutive blocks that all `holders` have. `keys` are packed block keys."""
 
     holders: list[int]
     block_tokens: int
     keys: bytes
 
 
-class Removed(Said, frozen=True):
+class Removed(PeerMessage, frozen=True):
     holder: int
     keys: bytes
 
 
-class Cleared(Said, frozen=True):
+class Cleared(PeerMessage, frozen=True):
     holder: int
 
 
-class SlotForgotten(Said, frozen=True):
+class SlotForgotten(PeerMessage, frozen=True):
     slot: int
 
 
@@ -72,8 +77,8 @@ Domain: TypeAlias = tuple[tuple[str, int, int], str]
 """A `ChunkDomain`: scheme and model."""
 
 
-class ChunksAttached(Said, frozen=True):
-    """A slot reads from a holder of LMCache's chunks, looked up in each of `domains`."""
+class ChunksAttached(PeerMessage, frozen=True):
+    """A slot reads from a holder of LMCache chunks; its prompts are looked up in each of `domains`."""
 
     slot: int
     holder: int
@@ -82,7 +87,7 @@ class ChunksAttached(Said, frozen=True):
     domains: list[Domain]
 
 
-class ChunksDetached(Said, frozen=True):
+class ChunksDetached(PeerMessage, frozen=True):
     slot: int
     holder: int
 
@@ -91,7 +96,7 @@ Space: TypeAlias = tuple[tuple[str, int, int], str, str]
 """A `ChunkSpace`: scheme, model and salt."""
 
 
-class ChunksStored(Said, frozen=True):
+class ChunksStored(PeerMessage, frozen=True):
     holder: int
     tier: int
     shared: bool
@@ -99,31 +104,31 @@ class ChunksStored(Said, frozen=True):
     keys: list[int]
 
 
-class ChunksRemoved(Said, frozen=True):
+class ChunksRemoved(PeerMessage, frozen=True):
     holder: int
     space: Space
     keys: list[int]
 
 
-class ChunksHeld(Said, frozen=True):
-    """For who comes late: `names` are chunks that all of these holders have, whatever their spaces, 9 bytes
-    each."""
+class ChunksSnapshot(PeerMessage, frozen=True):
+    """Part of a snapshot: chunks of any space that all `holders` have."""
 
     holders: list[tuple[int, int, bool]]
     """Number, tier, shared."""
-    names: bytes
+    entries: bytes
+    """The keys of `ChunkIndex`'s hash tables, 9 bytes each."""
 
 
-class ChunksCleared(Said, frozen=True):
+class ChunksCleared(PeerMessage, frozen=True):
     holder: int
 
 
-class ChunkSlotForgotten(Said, frozen=True):
+class ChunkSlotForgotten(PeerMessage, frozen=True):
     slot: int
 
 
-class Place(msgspec.Struct, frozen=True, array_like=True):
-    """A `CachePlace`. `by_lmcache`: LMCache itself tells of its L1."""
+class CachePlaceMessage(msgspec.Struct, frozen=True, array_like=True):
+    """A `CachePlace`. `by_lmcache` is True where LMCache itself reports the content of its L1."""
 
     slot: int
     rank: int
@@ -132,15 +137,15 @@ class Place(msgspec.Struct, frozen=True, array_like=True):
     by_lmcache: bool
 
 
-class WorkerPlaces(Said, frozen=True):
-    """Where a worker's requests can go now; none: nothing is known of its cache."""
+class WorkerPlaces(PeerMessage, frozen=True):
+    """The slots that a worker's requests can go to now. Empty when the worker's cache is unknown."""
 
     worker: str
-    places: list[Place]
+    places: list[CachePlaceMessage]
 
 
-class Rate(Said, frozen=True):
-    """The bandwidth to reckon with, from a slower tier (`blocks.tokens.Tier`) to a place."""
+class TierBandwidth(PeerMessage, frozen=True):
+    """The measured bandwidth in GB/s from a slower tier (`blocks.keys.Tier`) to a slot's GPU memory."""
 
     slot: int
     tier: int
@@ -156,14 +161,18 @@ class L2TargetMessage(msgspec.Struct, frozen=True, array_like=True):
     parts: list[tuple[int, int]]
 
 
-class Targets(Said, frozen=True):
-    """Where to look for chunks in the shared store now."""
+class L2Targets(PeerMessage, frozen=True):
+    """All places in the shared L2 store where chunks are looked up now."""
 
     targets: list[L2TargetMessage]
 
 
-class PromptAnswered(Said, frozen=True):
-    """A prompt was computed: for whoever follows the worker's cache. `ids` are packed 32-bit token ids."""
+class PromptAnswered(PeerMessage, frozen=True):
+    """A worker computed a prompt; only the process that follows the caches receives this.
+
+    `ids` are packed 32-bit token ids, `keys` packed block keys; `sent` is the time of the dispatch in
+    seconds.
+    """
 
     worker: str
     rank: int
@@ -177,27 +186,27 @@ class PromptAnswered(Said, frozen=True):
     cached_tokens: int | None
 
 
-class Distrusted(Said, frozen=True):
-    """Predictions from a place's map do not come true."""
+class Distrusted(PeerMessage, frozen=True):
+    """The predictions from one place's map are wrong too often."""
 
     worker: str
     rank: int
     why: str
 
 
-class Hello(Said, frozen=True):
-    """The first message on a link, either way. `level`: the sender knows what there is to know."""
+class Hello(PeerMessage, frozen=True):
+    """The first message in each direction of a link. `is_synced`: the sender can answer `SnapshotRequest`."""
 
     number: int
-    level: bool
+    is_synced: bool
 
 
-class Leaving(Said, frozen=True):
-    """The sender ends in good order: nothing is wrong."""
+class Leaving(PeerMessage, frozen=True):
+    """The sender shuts down as planned; the closed link is not a failure."""
 
 
 class PromptSent(msgspec.Struct, frozen=True, array_like=True):
-    """`PromptKeys`, its keys as `replicas.spelling` tells them."""
+    """A `PromptKeys` whose keys were encoded by `KeyGroupEncoder`."""
 
     ends: bytes
     fresh: bytes
@@ -206,16 +215,19 @@ class PromptSent(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ExactSent(msgspec.Struct, frozen=True, array_like=True):
-    """Of an `ExactPrompt` what a dispatch needs; keys as in `PromptSent`."""
+    """The part of an `ExactPrompt` that a dispatch needs; keys as in `PromptSent`."""
 
     ends: bytes
     fresh: bytes
     key_tokens: int
 
 
-class Sent(Said, frozen=True):
-    """A request went to a worker. `id` is the sender's own number for it; `first` says that the worker was
-    the first of the ranking; `tiers` are the tokens believed to lie in GPU memory, L1 and L2."""
+class Dispatched(PeerMessage, frozen=True):
+    """The sender dispatched a request to a worker.
+
+    `id` is the sender's own number for the request; `first` is True where the worker is the first of the
+    ranking; `tiers` are the tokens that the map places in GPU memory, L1 and L2.
+    """
 
     id: int
     model: str
@@ -235,31 +247,31 @@ class Sent(Said, frozen=True):
     tiers: tuple[int, int, int] | None
 
 
-class SnapshotFollows(Said, frozen=True):
-    """From here on the sender takes no keys for known."""
+class EncoderReset(PeerMessage, frozen=True):
+    """The sender's `KeyGroupEncoder` was reset; the receiver resets its decoder for this sender."""
 
 
-class FirstToken(Said, frozen=True):
+class FirstToken(PeerMessage, frozen=True):
     id: int
 
 
-class Finished(Said, frozen=True):
+class Finished(PeerMessage, frozen=True):
     id: int
 
 
-class Owner(Said, frozen=True):
-    """A stored response lives on this worker."""
+class Owner(PeerMessage, frozen=True):
+    """This worker keeps a stored response."""
 
     response_id: str
     worker: str
 
 
-class SessionForgotten(Said, frozen=True):
+class SessionForgotten(PeerMessage, frozen=True):
     session_key: str
 
 
-class HandSpec(msgspec.Struct, frozen=True, array_like=True):
-    """A `WorkerSpec` of a worker that was added by hand."""
+class AdminWorkerSpec(msgspec.Struct, frozen=True, array_like=True):
+    """The `WorkerSpec` of a worker that the admin API added."""
 
     id: str
     url: str
@@ -270,52 +282,54 @@ class HandSpec(msgspec.Struct, frozen=True, array_like=True):
     node: str | None
 
 
-class OverridesChanged(Said, frozen=True):
-    """All that the admin API has changed about the fleet so far."""
+class OverridesChanged(PeerMessage, frozen=True):
+    """All changes of the fleet that the admin API has made until now."""
 
-    added: list[HandSpec]
+    added: list[AdminWorkerSpec]
     removed: list[str]
     drained: list[str]
 
 
-class Ejected(Said, frozen=True):
-    """The sender took a healthy worker out of routing."""
+class Ejected(PeerMessage, frozen=True):
+    """The sender ejected a healthy worker from routing."""
 
     worker: str
     cause: str
 
 
-class SnapshotRequest(Said, frozen=True):
-    """Tell me what was sent before I came."""
+class SnapshotRequest(PeerMessage, frozen=True):
+    """The sender has just started and asks for `RecentPrompts`, then `InSync`."""
 
 
-class Recent(Said, frozen=True):
-    """Prompts that a worker was sent, the least recently used first, each as packed keys."""
+class RecentPrompts(PeerMessage, frozen=True):
+    """Prompts that were sent to a worker, the least recently used first, each as packed keys."""
 
     worker: str
     prompts: list[bytes]
 
 
-class InSync(Said, frozen=True):
-    """That was all."""
+class InSync(PeerMessage, frozen=True):
+    """The answer to `SnapshotRequest` is complete."""
 
 
-class Ask(Said, frozen=True):
+class PeerRequest(PeerMessage, frozen=True):
+    """A request that the receiver answers with `PeerAnswer`; `topic` selects the handler."""
+
     id: int
-    what: str
-    how: bytes
+    topic: str
+    argument: bytes
 
 
-class PeerAnswer(Said, frozen=True):
+class PeerAnswer(PeerMessage, frozen=True):
     id: int
-    told: bytes
+    payload: bytes
 
 
 Message: TypeAlias = (
     Hello
     | Leaving
-    | Sent
-    | SnapshotFollows
+    | Dispatched
+    | EncoderReset
     | FirstToken
     | Finished
     | Owner
@@ -323,15 +337,15 @@ Message: TypeAlias = (
     | OverridesChanged
     | Ejected
     | SnapshotRequest
-    | Recent
+    | RecentPrompts
     | InSync
-    | Ask
+    | PeerRequest
     | PeerAnswer
-    | MapBegins
+    | MapReset
     | Attached
     | Detached
     | Stored
-    | RunHeld
+    | RunSnapshot
     | Removed
     | Cleared
     | SlotForgotten
@@ -339,12 +353,12 @@ Message: TypeAlias = (
     | ChunksDetached
     | ChunksStored
     | ChunksRemoved
-    | ChunksHeld
+    | ChunksSnapshot
     | ChunksCleared
     | ChunkSlotForgotten
     | WorkerPlaces
-    | Rate
-    | Targets
+    | TierBandwidth
+    | L2Targets
     | PromptAnswered
     | Distrusted
 )
@@ -355,122 +369,132 @@ _encode: Final = msgspec.msgpack.Encoder().encode
 _decode: Final = msgspec.msgpack.Decoder(list[Message]).decode
 
 
-def frame(messages: Sequence[Message]) -> bytes:
-    """`messages` as one frame. Costs about 1 us a message and what copying its keys takes."""
+def encode_frame(messages: Sequence[Message]) -> bytes:
+    """`messages` as one frame. Costs about 1 us per message, and the copy of its keys."""
     payload = _encode(messages)
     return _LENGTH.pack(len(payload)) + payload
 
 
-class Frames:
-    """Cuts a stream of bytes into frames. Mutable: what has come of the next one."""
+class FrameReader:
+    """Splits a byte stream into frames. Mutable: buffers the incomplete frame."""
 
     def __init__(self) -> None:
-        self._held = bytearray()
+        self._buffer = bytearray()
 
-    def take(self, data: bytes) -> list[Message]:
-        """The messages that are complete with `data`, in order. Raises WireError for what is no frame."""
-        held = self._held
-        held += data
+    def feed(self, data: bytes) -> list[Message]:
+        """The messages of all frames that `data` completes, in order. Raises WireError for a malformed
+        frame."""
+        buffer = self._buffer
+        buffer += data
         messages: list[Message] = []
-        place = 0
-        while len(held) - place >= _LENGTH.size:
-            (length,) = _LENGTH.unpack_from(held, place)
+        start = 0
+        while len(buffer) - start >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(buffer, start)
             if length > MAX_FRAME_BYTES:
-                raise WireError("a message between processes is too long")
-            end = place + _LENGTH.size + length
-            if end > len(held):
+                raise WireError("a frame from another process is too long")
+            end = start + _LENGTH.size + length
+            if end > len(buffer):
                 break
             try:
-                messages += _decode(memoryview(held)[place + _LENGTH.size : end])
+                messages += _decode(memoryview(buffer)[start + _LENGTH.size : end])
             except msgspec.MsgspecError as error:
-                raise WireError("a message between processes cannot be read") from error
-            place = end
-        if place:
-            del held[:place]
+                raise WireError("a frame from another process cannot be decoded") from error
+            start = end
+        if start:
+            del buffer[:start]
         return messages
 
 
-def packed(keys: Sequence[int]) -> bytes:
-    """Unsigned 64-bit numbers."""
+def pack_keys(keys: Sequence[int]) -> bytes:
+    """Keys as unsigned 64-bit numbers, in the machine's byte order."""
     return (keys if isinstance(keys, array) and keys.typecode == "Q" else array("Q", keys)).tobytes()
 
 
-def unpacked(keys: bytes) -> array[int]:
-    """What `packed` packed."""
+def unpack_keys(keys: bytes) -> array[int]:
+    """The keys that `pack_keys` packed."""
     numbers = array("Q")
     numbers.frombytes(keys)
     return numbers
 
 
-def unpacked_ids(ids: bytes) -> array[int]:
-    """Token ids, 32 bits each."""
+def unpack_ids(ids: bytes) -> array[int]:
+    """Token ids that were packed as 32-bit numbers."""
     numbers = array("I")
     numbers.frombytes(ids)
     return numbers
 
 
-GROUP: Final = GROUP_BLOCKS
-MOST_GROUPS: Final = 32_768
-"""Remembered by each reader for each teller: a million keys, about 15 MB."""
+MAX_GROUPS: Final = 32_768
+"""Bound of the groups that one process remembers for one sender: a million keys, about 15 MB."""
 
 
 class KeyGroupEncoder:
-    """Mutable: remembers the groups that were told."""
+    """Dictionary compression of block keys: a group that was sent before is sent as its last key only.
+
+    Mutable: remembers the groups that were sent, least recently used first.
+    """
+
+    # The key of a block depends on all tokens before it, so the last key of a group identifies the whole
+    # group.
 
     def __init__(self) -> None:
-        self._told: OrderedDict[int, None] = OrderedDict()
+        self._sent: OrderedDict[int, None] = OrderedDict()
 
-    def tell(self, keys: Sequence[int]) -> tuple[bytes, bytes]:
-        """`keys` as (last keys of the groups, keys of groups not told before and of the rest). Hashes only
-        what is not known: about 0.2 us a known group, 1 us another one."""
-        if len(keys) < GROUP:
-            return b"", packed(keys)
-        told, fresh = self._told, array("Q")
-        ends: Sequence[int] = keys.group_ends() if isinstance(keys, BlockKeys) else keys[GROUP - 1 :: GROUP]
-        place = 0
+    def encode(self, keys: Sequence[int]) -> tuple[bytes, bytes]:
+        """`keys` as (last keys of all groups; the keys of new groups, and those after the last whole group).
+
+        Only new groups are hashed. Costs about 0.2 us per known group and 1 us per new one.
+        """
+        if len(keys) < GROUP_BLOCKS:
+            return b"", pack_keys(keys)
+        sent, fresh = self._sent, array("Q")
+        ends: Sequence[int] = (
+            keys.group_ends() if isinstance(keys, BlockKeys) else keys[GROUP_BLOCKS - 1 :: GROUP_BLOCKS]
+        )
+        start = 0
         for end in ends:
-            if end in told:
-                told.move_to_end(end)
+            if end in sent:
+                sent.move_to_end(end)
             else:
-                told[end] = None
-                if len(told) > MOST_GROUPS:
-                    told.popitem(last=False)
-                fresh.extend(keys[place : place + GROUP])
-            place += GROUP
-        fresh.extend(keys[place:])
-        return packed(ends), fresh.tobytes()
+                sent[end] = None
+                if len(sent) > MAX_GROUPS:
+                    sent.popitem(last=False)
+                fresh.extend(keys[start : start + GROUP_BLOCKS])
+            start += GROUP_BLOCKS
+        fresh.extend(keys[start:])
+        return pack_keys(ends), fresh.tobytes()
 
-    def begin_anew(self) -> None:
-        """As `KeyGroupDecoder.begin_anew`, which every reader must hear of before it reads on."""
-        self._told.clear()
+    def reset(self) -> None:
+        """Forget all groups. Every receiver must reset its decoder before it decodes the next keys."""
+        self._sent.clear()
 
 
 class KeyGroupDecoder:
-    """Of one teller. Mutable: remembers the groups that were read."""
+    """Decodes the keys of one sender. Mutable: remembers the same groups as the sender's encoder."""
 
     def __init__(self) -> None:
-        self._known: OrderedDict[int, array[int]] = OrderedDict()
+        self._groups: OrderedDict[int, array[int]] = OrderedDict()
 
-    def read(self, ends: bytes, fresh: bytes) -> array[int]:
-        """The keys that were told. Raises WireError if something before was not read."""
+    def decode(self, ends: bytes, fresh: bytes) -> array[int]:
+        """The keys that were encoded. Raises WireError if a group is missing here."""
         if not ends:
-            return unpacked(fresh)
-        known, spelled, keys, place = self._known, unpacked(fresh), array("Q"), 0
-        for end in unpacked(ends):
-            group = known.get(end)
+            return unpack_keys(fresh)
+        groups, new_keys, keys, start = self._groups, unpack_keys(fresh), array("Q"), 0
+        for end in unpack_keys(ends):
+            group = groups.get(end)
             if group is None:
-                group = known[end] = spelled[place : place + GROUP]
-                if len(group) != GROUP or group[-1] != end:
-                    raise WireError("keys that were not told")
-                place += GROUP
-                if len(known) > MOST_GROUPS:
-                    known.popitem(last=False)
+                group = groups[end] = new_keys[start : start + GROUP_BLOCKS]
+                if len(group) != GROUP_BLOCKS or group[-1] != end:
+                    raise WireError("a group of keys is used that was not sent")
+                start += GROUP_BLOCKS
+                if len(groups) > MAX_GROUPS:
+                    groups.popitem(last=False)
             else:
-                known.move_to_end(end)
+                groups.move_to_end(end)
             keys.extend(group)
-        keys.extend(spelled[place:])
+        keys.extend(new_keys[start:])
         return keys
 
-    def begin_anew(self) -> None:
+    def reset(self) -> None:
         """Forget all groups."""
-        self._known.clear()
+        self._groups.clear()

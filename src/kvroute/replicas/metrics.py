@@ -1,7 +1,8 @@
-"""One process's `/metrics` for all of them, with counters that outlive the processes that counted.
+"""`/metrics` of all gateway processes together, with counters that survive a process.
 
-Before a process tells its figures it writes its counters to a file, so nothing that was ever scraped can be
-lost with it; its successor counts on from there, and while there is none, the file speaks for it.
+Before a process reports its figures it writes its counters to a file, so no count that was ever scraped is
+lost when it dies. Its successor continues from the file; until the successor runs, the file is used in a
+scrape.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from kvroute.replicas.mesh import Mesh
 
 Labels: TypeAlias = tuple[tuple[str, str], ...]
 
-_COUNTED: Final = frozenset({"counter", "histogram", "summary"})
-_SUMMED: Final = frozenset(
+_CUMULATIVE_KINDS: Final = frozenset({"counter", "histogram", "summary"})
+_SUMMED_GAUGES: Final = frozenset(
     {
         "kvroute_requests_in_flight",
         "kvroute_index_bytes",
@@ -35,8 +36,9 @@ _SUMMED: Final = frozenset(
         "process_open_fds",
     }
 )
-"""Gauges of what each process has for itself."""
-_LEAST: Final = frozenset({"process_start_time_seconds", "process_max_fds"})
+"""Gauges of a process's own resources: a scrape adds them up."""
+
+_MINIMUM_GAUGES: Final = frozenset({"process_start_time_seconds", "process_max_fds"})
 
 
 class Sample(msgspec.Struct, frozen=True, array_like=True):
@@ -61,7 +63,7 @@ _decode: Final = msgspec.msgpack.Decoder(Page).decode
 
 
 def read(source: Collector) -> Page:
-    """What `source` says now. Timestamps and exemplars are left out: kvroute has none."""
+    """The present figures of `source`, without timestamps and exemplars: kvroute has none."""
     return [
         ParsedFamily(
             family.name,
@@ -85,17 +87,20 @@ def decode(data: bytes) -> Page:
     try:
         return _decode(data)
     except msgspec.MsgspecError as error:
-        raise WireError("a metrics page that cannot be read") from error
+        raise WireError("a metrics page cannot be decoded") from error
 
 
-def counted(page: Page) -> Page:
-    """What of a page outlives its process: everything but gauges."""
-    return [family for family in page if family.kind in _COUNTED]
+def persistent_part(page: Page) -> Page:
+    """The families that a successor continues: all except gauges."""
+    return [family for family in page if family.kind in _CUMULATIVE_KINDS]
 
 
-def merged(pages: Sequence[Page]) -> Page:
-    """One page of all of them; families and samples in the order in which they first come. A gauge that is
-    one process's word is that of the first page that has the series. About 1 us a sample."""
+def merge_pages(pages: Sequence[Page]) -> Page:
+    """Merge `pages` into one; families and samples keep the order of their first appearance.
+
+    Counters, histograms and the gauges of a process's own resources are added up. Of another gauge, such as
+    one about a worker, the first page that has the series counts. About 1 us per sample.
+    """
     families: dict[str, tuple[ParsedFamily, dict[tuple[str, Labels], float]]] = {}
     for page in pages:
         for family in page:
@@ -115,21 +120,21 @@ def merged(pages: Sequence[Page]) -> Page:
 
 
 def _add(family: ParsedFamily, samples: dict[tuple[str, Labels], float]) -> None:
-    sums = family.kind in _COUNTED or family.name in _SUMMED
-    takes_least = family.name in _LEAST
+    is_summed = family.kind in _CUMULATIVE_KINDS or family.name in _SUMMED_GAUGES
+    is_minimum = family.name in _MINIMUM_GAUGES
     for sample in family.samples:
         key = sample.name, sample.labels
         before = samples.get(key)
         if before is None:
             samples[key] = sample.value
-        elif sums:
+        elif is_summed:
             samples[key] = before + sample.value
-        elif takes_least:
+        elif is_minimum:
             samples[key] = min(before, sample.value)
 
 
 class PageCollector(Collector):
-    """A page as `prometheus_client` exposes it."""
+    """Exposes a page through `prometheus_client`."""
 
     def __init__(self, page: Page) -> None:
         self._page = page
@@ -144,55 +149,64 @@ class PageCollector(Collector):
 
 log = logging.getLogger(__name__)
 
-_ASKED: Final = "metrics"
-_DEADLINE_S: Final = 1.0
-_SAVE_EVERY_S: Final = 10.0
+_TOPIC: Final = "metrics"
+_TIMEOUT_S: Final = 1.0
+_SAVE_INTERVAL_S: Final = 10.0
 _RESTARTS: Final = "kvroute_process_restarts"
 
 
-class Scrape:
-    """Mutable: the counters of this process's predecessors, read by `begin`."""
+class GatewayMetrics:
+    """Merges the figures of all processes for a scrape, and saves this process's counters for its successor.
+
+    Mutable: the counters of this process's predecessors, which `load` reads.
+    """
 
     def __init__(self, mesh: Mesh, registry: Collector, folder: Path, *, generation: int) -> None:
-        """`generation` says how often this process was replaced."""
+        """`generation` is how often this process was replaced."""
         self._mesh = mesh
         self._registry = registry
         self._folder = folder
         self._generation = generation
-        self._before: Page = []
+        self._predecessors: Page = []
         self._missing = 0
-        self._writing = asyncio.Lock()
-        mesh.answers(_ASKED, self._own)
+        self._write_lock = asyncio.Lock()
+        mesh.handle(_TOPIC, self._own_page)
 
-    async def begin(self) -> None:
-        """Go on from what the process's predecessors have counted."""
-        before = await asyncio.to_thread(self._read, self._mesh.number)
-        self._before = [family for family in before if family.name != _RESTARTS]  # it tells the sum itself
+    async def load(self) -> None:
+        """Read the predecessors' counters, to continue from them."""
+        saved = await asyncio.to_thread(self._read, self._mesh.number)
+        # `generation` is the sum of all restarts already.
+        self._predecessors = [family for family in saved if family.name != _RESTARTS]
 
     async def run(self) -> None:
-        """Write the counters down now and then; ends only by cancellation."""
+        """Save the counters every `_SAVE_INTERVAL_S`; runs until it is cancelled."""
         while True:
-            await asyncio.sleep(_SAVE_EVERY_S)
+            await asyncio.sleep(_SAVE_INTERVAL_S)
             await self.save()
 
-    async def gathered(self) -> PageCollector:
-        """All processes' figures. One that does not answer within a second is counted as missing, and
-        stands with what it has last told."""
-        own, others = await asyncio.gather(self._own(b""), self._mesh.ask(_ASKED, b"", _DEADLINE_S))
+    async def collect_all(self) -> PageCollector:
+        """The merged figures of all processes.
+
+        A process that does not answer within a second is counted as missing; its last saved counters are
+        used.
+        """
+        own, others = await asyncio.gather(
+            self._own_page(b""), self._mesh.request_all(_TOPIC, b"", _TIMEOUT_S)
+        )
         found = {self._mesh.number: own, **others}
         pages = {number: decode(page) for number, page in found.items()}
         for number in self._mesh.others:
             if number not in pages:
                 self._missing += 1
                 pages[number] = await asyncio.to_thread(self._read, number)
-        return PageCollector(merged([pages[number] for number in sorted(pages)]))
+        return PageCollector(merge_pages([pages[number] for number in sorted(pages)]))
 
     async def save(self) -> None:
-        """Write down the figures as of now."""
-        await self._own(b"")
+        """Write the present counters to the file."""
+        await self._own_page(b"")
 
     def figures(self) -> Iterable[Metric]:
-        """For this process's own registry."""
+        """Figures of the links, for this process's own registry."""
         mesh, number = self._mesh, str(self._mesh.number)
         yield gauge(
             "kvroute_process_links",
@@ -208,7 +222,7 @@ class Scrape:
         )
         yield counter(
             "kvroute_process_link_breaks",
-            "Links between gateway processes that ended while both should have gone on.",
+            "Links between gateway processes that broke although neither process was shutting down.",
             (),
             [((), float(mesh.counts.breaks))],
         )
@@ -220,15 +234,15 @@ class Scrape:
         )
         yield counter(
             "kvroute_processes_missing",
-            "Gateway processes that a scrape could not ask.",
+            "Gateway processes that did not answer a scrape within a second.",
             (),
             [((), float(self._missing))],
         )
 
-    async def _own(self, _: bytes) -> bytes:
-        async with self._writing:
-            page = merged([read(self._registry), self._before])
-            await asyncio.to_thread(self._write, encode(counted(page)))
+    async def _own_page(self, _: bytes) -> bytes:
+        async with self._write_lock:
+            page = merge_pages([read(self._registry), self._predecessors])
+            await asyncio.to_thread(self._write, encode(persistent_part(page)))
             return encode(page)
 
     def _path(self, number: int) -> Path:
@@ -240,7 +254,7 @@ class Scrape:
         except FileNotFoundError:
             return []
         except (OSError, WireError) as error:
-            log.warning("the counters of process %d before its end are lost: %s", number, error)
+            log.warning("the saved counters of process %d cannot be read and are lost: %s", number, error)
             return []
 
     def _write(self, page: bytes) -> None:
@@ -250,33 +264,33 @@ class Scrape:
             fresh.write_bytes(page)
             os.replace(fresh, path)
         except OSError as error:
-            log.warning("the counters cannot be kept for a successor: %s", error)
+            log.warning("the counters cannot be saved for a successor: %s", error)
 
 
-def merged_decisions(of_each: Sequence[Sequence[Mapping[str, Any]]], limit: int) -> list[dict[str, Any]]:
-    """The newest `limit` of all, newest first; each has its `time`, in seconds since the epoch."""
-    together = [dict(entry) for entries in of_each for entry in entries]
-    together.sort(key=lambda entry: entry["time"], reverse=True)
-    return together[:limit]
+def merge_decisions(processes: Sequence[Sequence[Mapping[str, Any]]], limit: int) -> list[dict[str, Any]]:
+    """The newest `limit` decisions of all processes, newest first, by `time` in seconds since the epoch."""
+    decisions = [dict(entry) for entries in processes for entry in entries]
+    decisions.sort(key=lambda entry: entry["time"], reverse=True)
+    return decisions[:limit]
 
 
-def merged_predictions(of_each: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What `routing.audit.Audit.describe` gives, summed."""
+def merge_predictions(processes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The sum of several processes' `routing.audit.Audit.describe`."""
     demotions: dict[str, int] = {}
-    for each in of_each:
+    for each in processes:
         for worker, times in each["demotions"].items():
             demotions[worker] = demotions.get(worker, 0) + times
     return {
         "predictions": _summed(
-            [row for each in of_each for row in each["predictions"]], ("strategy", "worker", "slowest_tier")
+            [row for each in processes for row in each["predictions"]], ("strategy", "worker", "slowest_tier")
         ),
-        "latest": _summed([row for each in of_each for row in each["latest"]], ("worker", "rank")),
+        "latest": _summed([row for each in processes for row in each["latest"]], ("worker", "rank")),
         "demotions": demotions,
     }
 
 
 def _summed(rows: Sequence[Mapping[str, Any]], names: tuple[str, ...]) -> list[dict[str, Any]]:
-    """One row for each combination of `names`, in their order; everything else is added up."""
+    """One row for each combination of the labels `names`, sorted by them; all other values are added up."""
     sums: dict[tuple[Any, ...], dict[str, Any]] = {}
     for row in rows:
         key = tuple(row[name] for name in names)

@@ -1,7 +1,8 @@
-"""The parent: starts the processes, replaces those that die, passes the end on. Blocks; has no event loop.
+"""The parent process: starts the gateway processes, replaces those that die, and passes signals on.
 
-Processes are forked from a parent with one thread, so that they share what was loaded and a successor is
-there at once. Linux only (PR_SET_PDEATHSIG, prctl(2)).
+It blocks and has no event loop. It forks the processes while it has one thread: so they share the memory of
+the loaded modules, and a successor starts without loading them again. Linux only (PR_SET_PDEATHSIG,
+prctl(2)).
 """
 
 from __future__ import annotations
@@ -22,20 +23,23 @@ log = logging.getLogger(__name__)
 
 _PR_SET_PDEATHSIG: Final = 1
 _FIRST_PAUSE_S: Final = 0.1
-_LONGEST_PAUSE_S: Final = 30.0
-_STEADY_S: Final = 60.0
-"""A process that has lived for so long is well: the next pause is the first one again."""
-_ENDING: Final = frozenset({signal.SIGTERM, signal.SIGINT})
-_WATCHED: Final = _ENDING | {signal.SIGCHLD, signal.SIGHUP}
+_MAX_PAUSE_S: Final = 30.0
+_STABLE_S: Final = 60.0
+"""After a process has run this long, the pause before its next restart is `_FIRST_PAUSE_S` again."""
+_STOP_SIGNALS: Final = frozenset({signal.SIGTERM, signal.SIGINT})
+_HANDLED_SIGNALS: Final = _STOP_SIGNALS | {signal.SIGCHLD, signal.SIGHUP}
 NEXT_STAGE: Final = signal.SIGUSR1
-"""What the processes get for each SIGINT after the first signal. They ignore SIGINT itself: a terminal sends
-it to the whole process group, so one Ctrl-C would come twice."""
+"""Sent to the processes for each SIGINT after the first signal. They ignore SIGINT itself: a terminal sends
+SIGINT to the whole process group, so they would receive one Ctrl-C twice."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessSpec:
-    """What a process is told of itself. `generation` is 0 for the first of its number; `ready` is to be
-    called when it serves."""
+    """A process's identity.
+
+    `generation` counts how often the process of this number was replaced; the process calls `ready` when it
+    serves.
+    """
 
     number: int
     generation: int
@@ -44,22 +48,23 @@ class ProcessSpec:
 
 @dataclass(slots=True)
 class _Child:
-    """One number's process. Mutable: by the supervisor."""
+    """The process of one number. Mutable: by the supervisor."""
 
     number: int
     generation: int = -1
     pid: int | None = None
-    born: float = 0.0
-    due: float = 0.0
+    started: float = 0.0
+    restart_at: float = 0.0
     pause_s: float = _FIRST_PAUSE_S
     ready: int = -1
-    """Where it says that it serves; closed once it has."""
+    """The reading end of the pipe on which the process reports that it serves."""
 
 
 class Supervisor:
-    """Keeps `processes` processes running `work`, whose result is their exit code. Mutable: `run`, once.
+    """Keeps `processes` processes running; each runs `work`, whose result is its exit code.
 
-    `grace_s` is what is left for an orderly end after SIGTERM or SIGINT, before SIGKILL.
+    After SIGTERM or SIGINT the processes have `grace_s` to end before they get SIGKILL. Mutable; `run` is
+    called once.
     """
 
     def __init__(
@@ -73,35 +78,38 @@ class Supervisor:
         self._code = 0
 
     def run(self) -> int:
-        """Until SIGTERM or SIGINT: then all processes get SIGTERM, and NEXT_STAGE for each further SIGINT. 0
-        after an orderly end. A process that ends before it has ever served is a start that failed: the others
-        are ended, and its code is ours. SIGHUP is only logged."""
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED)
+        """Supervise until SIGTERM or SIGINT. Returns the exit code, 0 after an orderly shutdown.
+
+        Then all processes get SIGTERM, and NEXT_STAGE for each further SIGINT. If a process ends before it
+        has served for the first time, the start has failed: the others are stopped, and its exit code is
+        returned. SIGHUP is only logged.
+        """
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, _HANDLED_SIGNALS)
         try:
             while self._kill_at is None or any(child.pid is not None for child in self._children):
                 self._start_due(mask)
-                told = signal.sigtimedwait(_WATCHED, self._until_next())
-                if told is not None:
-                    self._signalled(told.si_signo)
+                received = signal.sigtimedwait(_HANDLED_SIGNALS, self._seconds_to_next())
+                if received is not None:
+                    self._on_signal(received.si_signo)
                 self._reap()
                 self._kill_late()
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         return self._code
 
-    def _signalled(self, number: int) -> None:
+    def _on_signal(self, number: int) -> None:
         if number == signal.SIGHUP:
-            log.info("SIGHUP: there is nothing to reload yet; the gateway goes on")
-        elif number in _ENDING and self._kill_at is None:
-            log.info("ending %d processes", len(self._children))
-            self._end()
+            log.info("SIGHUP is ignored: the gateway cannot reload its configuration")
+        elif number in _STOP_SIGNALS and self._kill_at is None:
+            log.info("stopping %d processes", len(self._children))
+            self._stop_all()
         elif number == signal.SIGINT:
             self._send(NEXT_STAGE)
 
     def _start_due(self, mask: set[int | signal.Signals]) -> None:
         now = self._clock.now()
         for child in self._children:
-            if child.pid is None and self._kill_at is None and now >= child.due:
+            if child.pid is None and self._kill_at is None and now >= child.restart_at:
                 self._start(child, mask)
 
     def _start(self, child: _Child, mask: set[int | signal.Signals]) -> None:
@@ -113,7 +121,7 @@ class Supervisor:
         pid = os.fork()
         if pid:
             os.close(writing)
-            child.pid, child.born, child.ready = pid, self._clock.now(), reading
+            child.pid, child.started, child.ready = pid, self._clock.now(), reading
             return
         code = 70
         try:
@@ -121,7 +129,7 @@ class Supervisor:
             _end_with_parent(parent)
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-            code = self._work(ProcessSpec(child.number, child.generation, lambda: _say(writing)))
+            code = self._work(ProcessSpec(child.number, child.generation, lambda: _report_ready(writing)))
         except SystemExit as ended:
             code = ended.code if isinstance(ended.code, int) else 1
         except BaseException:
@@ -130,11 +138,11 @@ class Supervisor:
             with contextlib.suppress(OSError, ValueError):
                 sys.stdout.flush()
                 sys.stderr.flush()
-            os._exit(code)  # nothing of the parent's is to be undone here
+            os._exit(code)  # skips the cleanup of objects that belong to the parent
 
-    def _until_next(self) -> float:
+    def _seconds_to_next(self) -> float:
         now = self._clock.now()
-        times = [child.due for child in self._children if child.pid is None and self._kill_at is None]
+        times = [child.restart_at for child in self._children if child.pid is None and self._kill_at is None]
         if self._kill_at is not None:
             times.append(self._kill_at)
         return max(0.0, min(times) - now) if times else 3600.0
@@ -145,31 +153,31 @@ class Supervisor:
                 continue
             pid, status = os.waitpid(child.pid, os.WNOHANG)
             if pid:
-                self._ended(child, os.waitstatus_to_exitcode(status))
+                self._on_exit(child, os.waitstatus_to_exitcode(status))
 
-    def _ended(self, child: _Child, code: int) -> None:
+    def _on_exit(self, child: _Child, code: int) -> None:
         pid, child.pid = child.pid, None
-        served = _has_said(child.ready)
+        served = _is_reported_ready(child.ready)
         os.close(child.ready)
         if self._kill_at is not None:
-            # Those signals: it had hardly begun.
+            # A process that has no signal handlers yet dies from these signals: no failure.
             if code not in (0, -signal.SIGTERM, -NEXT_STAGE) and not self._code:
                 self._code = 1
             return
         if not served and child.generation == 0:
-            log.error("process %d did not come up (exit code %d)", child.number, code)
+            log.error("process %d failed to start (exit code %d)", child.number, code)
             self._code = code if code > 0 else 1
-            self._end()
+            self._stop_all()
             return
         now = self._clock.now()
-        if served and now - child.born >= _STEADY_S:
+        if served and now - child.started >= _STABLE_S:
             child.pause_s = _FIRST_PAUSE_S
-        child.due = now + child.pause_s
+        child.restart_at = now + child.pause_s
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-        log.error("process %d (%s) %s; it is replaced in %.1f s", child.number, pid, how, child.pause_s)
-        child.pause_s = min(2 * child.pause_s, _LONGEST_PAUSE_S)
+        log.error("process %d (pid %s) %s; it is replaced in %.1f s", child.number, pid, how, child.pause_s)
+        child.pause_s = min(2 * child.pause_s, _MAX_PAUSE_S)
 
-    def _end(self) -> None:
+    def _stop_all(self) -> None:
         if self._kill_at is None:
             self._kill_at = self._clock.now() + self._grace_s
         self._send(signal.SIGTERM)
@@ -184,24 +192,24 @@ class Supervisor:
             return
         for child in self._children:
             if child.pid is not None:
-                log.error("process %d does not end; it is killed", child.number)
+                log.error("process %d does not stop in time; it is killed", child.number)
                 os.kill(child.pid, signal.SIGKILL)
         self._kill_at = self._clock.now() + self._grace_s
 
 
 def _end_with_parent(parent: int) -> None:
-    """Get SIGTERM when the parent is gone, even by SIGKILL."""
+    """Have the kernel send SIGTERM to this process when the parent dies, even by SIGKILL."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
     if os.getppid() != parent:
         os._exit(1)
 
 
-def _say(writing: int) -> None:
+def _report_ready(writing: int) -> None:
     with contextlib.suppress(OSError):
         os.write(writing, b"1")
 
 
-def _has_said(reading: int) -> bool:
+def _is_reported_ready(reading: int) -> bool:
     try:
         return bool(os.read(reading, 1))
     except BlockingIOError:

@@ -1,9 +1,9 @@
-from kvroute.replicas.metrics import merged_decisions, merged_predictions
+from kvroute.replicas.metrics import merge_decisions, merge_predictions
 from kvroute.routing.audit import Audit, Prediction
 
 
 def test_the_newest_decisions_of_all_come_first():
-    found = merged_decisions([[{"time": 3}, {"time": 1}], [{"time": 2}]], 2)
+    found = merge_decisions([[{"time": 3}, {"time": 1}], [{"time": 2}]], 2)
 
     assert found == [{"time": 3}, {"time": 2}]
 
@@ -16,7 +16,7 @@ def audit(worker: str, *cached: int) -> Audit:
 
 
 def test_predictions_are_summed_by_strategy_worker_and_tier():
-    found = merged_predictions(
+    found = merge_predictions(
         [audit("a", 64, 0).describe(), audit("a", 64).describe(), audit("b", 64).describe()]
     )
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvroute.app.cache_tracker_mirror import ALONE, CacheTrackerMirror, MirroredCaches
+from kvroute.app.cache_tracker_mirror import NOT_LINKED, CacheTrackerMirror, MirroredCaches
 from kvroute.app.config import Config
 from kvroute.blocks.chunks import PromptChunks
 from kvroute.blocks.keys import KEY_TOKENS, Tier, block_keys
@@ -13,7 +13,7 @@ from kvroute.gateway.preparation import AdapterIsolation
 from kvroute.index.prefix_index import Holder
 from kvroute.metrics import Metrics
 from kvroute.replicas.maps import Mirror, PublishingPrefixIndex
-from kvroute.replicas.messages import Finished, MapBegins, Place, Rate, WorkerPlaces
+from kvroute.replicas.messages import CachePlaceMessage, Finished, MapReset, TierBandwidth, WorkerPlaces
 from kvroute.routing.strategy import ExactPrompt, Standing, Tokens
 
 WORKER = Worker(WorkerSpec(WorkerId("w"), "http://w"))
@@ -22,16 +22,16 @@ PROMPT = ExactPrompt(len(KEYS) * KEY_TOKENS, KEYS, PromptChunks(()))
 
 
 @pytest.fixture
-def told():
-    """What a process says that has a worker with four blocks on its GPU and some in host memory."""
-    said = [MapBegins()]
-    index = PublishingPrefixIndex(said.append, max_blocks=100)
+def messages():
+    """The messages about a worker with two blocks on its GPU and four in host memory."""
+    messages = [MapReset()]
+    index = PublishingPrefixIndex(messages.append, max_blocks=100)
     for tier, blocks in ((Tier.GPU, 2), (Tier.L1, 4)):
         holder = Holder(tier)
         index.attach(3, holder)
         index.store(holder, KEY_TOKENS, None, KEYS[:blocks])
-    said.append(WorkerPlaces("w", [Place(3, 0, "whole", "", by_lmcache=False)]))
-    return said
+    messages.append(WorkerPlaces("w", [CachePlaceMessage(3, 0, "whole", "", by_lmcache=False)]))
+    return messages
 
 
 @pytest.fixture
@@ -45,64 +45,64 @@ def rates():
 
 
 @pytest.fixture
-def caches(told, left, rates):
+def caches(messages, left, rates):
     made = MirroredCaches(
         lambda: Mirror(max_blocks=100, max_chunks=100), left.append, lambda *rate: rates.append(rate)
     )
-    for message in told:
-        assert made.heard(message)
+    for message in messages:
+        assert made.on_message(message)
     return made
 
 
-def test_what_is_told_is_believed(caches):
+def test_received_places_are_trusted(caches):
     (place,) = caches.places(WORKER)
 
     assert (place.slot, place.standing) == (3, Standing.WHOLE)
     assert caches.match(PROMPT) == {3: Tokens(2 * KEY_TOKENS, 2 * KEY_TOKENS)}
 
 
-def test_host_memory_that_lmcache_tells_of_does_not_count_twice(caches):
-    caches.heard(WorkerPlaces("w", [Place(3, 0, "whole", "", by_lmcache=True)]))
+def test_host_memory_that_lmcache_reports_does_not_count_twice(caches):
+    caches.on_message(WorkerPlaces("w", [CachePlaceMessage(3, 0, "whole", "", by_lmcache=True)]))
 
     assert caches.match(PROMPT) == {3: Tokens(2 * KEY_TOKENS)}
 
 
-def test_alone_nothing_is_believed(caches, left):
-    caches.alone()
+def test_without_a_link_no_place_is_trusted(caches, left):
+    caches.on_link_lost()
 
     (place,) = caches.places(WORKER)
-    assert (place.standing, place.why, left) == (Standing.NONE, ALONE, [])
+    assert (place.standing, place.why, left) == (Standing.NONE, NOT_LINKED, [])
 
 
-def test_a_map_that_begins_anew_leaves_nothing_of_the_old_one(caches, told, left):
-    caches.alone()
+def test_a_map_reset_removes_the_old_map(caches, messages, left):
+    caches.on_link_lost()
 
-    caches.heard(MapBegins())
+    caches.on_message(MapReset())
     assert (caches.places(WORKER), caches.match(PROMPT), left) == ((), {}, [3])
 
-    for message in told:
-        caches.heard(message)
+    for message in messages:
+        caches.on_message(message)
     assert caches.places(WORKER)[0].standing is Standing.WHOLE
 
 
-def test_a_place_that_is_no_more_is_said(caches, left):
-    caches.heard(WorkerPlaces("w", [Place(4, 0, "none", "replaying", by_lmcache=False)]))
+def test_a_removed_slot_is_reported(caches, left):
+    caches.on_message(WorkerPlaces("w", [CachePlaceMessage(4, 0, "none", "replaying", by_lmcache=False)]))
 
     assert left == [3]
     assert caches.places(WORKER)[0].why == "replaying"
 
 
-def test_what_is_not_of_the_map_is_left_to_others(caches):
-    assert not caches.heard(Finished(1))
+def test_other_messages_are_not_applied(caches):
+    assert not caches.on_message(Finished(1))
 
 
-def test_bandwidths_that_are_told_are_reckoned_with(caches, rates):
-    assert caches.heard(Rate(3, int(Tier.L2), 1.5))
+def test_received_bandwidths_are_reported(caches, rates):
+    assert caches.on_message(TierBandwidth(3, int(Tier.L2), 1.5))
 
     assert rates == [(3, Tier.L2, 1.5)]
 
 
-def test_a_process_that_looks_on_counts_its_own_tokenizing():
+def test_a_mirroring_process_counts_its_own_tokenizing():
     made = CacheTrackerMirror(
         Config.model_validate({"routing": {"strategy": "kvaware"}}),
         Fleet(),

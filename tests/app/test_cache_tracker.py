@@ -1,4 +1,4 @@
-"""What follows the workers' caches as a whole: it opens or says why not, and failures show."""
+"""The cache tracker as a whole: it opens or reports why not, and shows failures."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from kvroute.openai.isolation import key_space
 from kvroute.routing.strategy import ExactPrompt
 
 
-def following(rates: list[Any] | None = None, **sections: Any) -> CacheTracker:
-    """`rates` collects what is measured."""
+def make_tracker(rates: list[Any] | None = None, **sections: Any) -> CacheTracker:
+    """`rates` collects the measured bandwidths."""
     config = Config.model_validate({"routing": {"strategy": "kvaware"}, **sections})
     measured = [] if rates is None else rates
     fleet = Fleet()
@@ -79,16 +79,16 @@ async def until(condition: Any) -> None:
         ),
     ],
 )
-async def test_an_address_that_is_taken_ends_the_start(sections: Any, path: str, taken: str) -> None:
+async def test_an_address_in_use_is_a_config_error(sections: Any, path: str, taken: str) -> None:
     """And what was opened before is closed: an open socket would be a warning, which is an error here."""
     with pytest.raises(ConfigError, match=path):
-        await following(**sections(taken)).__aenter__()
+        await make_tracker(**sections(taken)).__aenter__()
 
 
-async def test_what_fails_shows_in_notes_and_metrics_and_goes_on(
+async def test_a_failure_shows_in_notes_and_metrics_and_the_work_restarts(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    made = following()
+    made = make_tracker()
     run, calls = made._ingest.run, []
 
     async def fails_once() -> None:
@@ -100,13 +100,13 @@ async def test_what_fails_shows_in_notes_and_metrics_and_goes_on(
     monkeypatch.setattr(made._ingest, "run", fails_once)
     async with made:
         await until(lambda: len(calls) == 2)
-        assert "KV events failed (KeyError) and was begun again" in made.notes()
+        assert "KV events failed (KeyError) and was restarted" in made.notes()
         failures = next(each for each in made.gauges() if each.name == "kvroute_following_failures")
     assert {each.labels["work"]: each.value for each in failures.samples}["KV events"] == 1
-    assert "KV events failed; it is begun again" in caplog.text
+    assert "KV events failed; it is restarted" in caplog.text
 
 
-async def test_who_registers_as_an_lmcache_server_is_not_shown_the_workers_key() -> None:
+async def test_a_registered_lmcache_server_does_not_receive_the_workers_key() -> None:
     asked: list[bytes] = []
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -116,14 +116,14 @@ async def test_who_registers_as_an_lmcache_server_is_not_shown_the_workers_key()
 
     server = await asyncio.start_server(answer, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
-    made = following(
+    made = make_tracker(
         fleet={"worker_api_key": "a-secret"},
         lmcache={"coordinator": {"enabled": True, "listen": "127.0.0.1:0"}},
     )
     async with made, httpx.AsyncClient(trust_env=False) as client:
         url = f"http://{made.lmcache.coordinator_address}/instances"
-        told = {"instance_id": "x", "ip": "127.0.0.1", "http_port": port}
-        assert (await client.post(url, json=told)).status_code == 200
+        body = {"instance_id": "x", "ip": "127.0.0.1", "http_port": port}
+        assert (await client.post(url, json=body)).status_code == 200
         await until(lambda: asked)
     server.close()
     await server.wait_closed()
@@ -149,16 +149,16 @@ async def test_bandwidths_are_asked_of_each_workers_own_lmcache_server() -> None
     server = await asyncio.start_server(answer, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
     rates: list[Any] = []
-    made = following(
+    made = make_tracker(
         rates,
         lmcache={"coordinator": {"enabled": True, "listen": "127.0.0.1:0", "rates_interval_s": 0.01}},
     )
     for name, slot in (("x", 5), ("y", 6)):
         made.lmcache.places_changed(Worker(WorkerSpec(WorkerId(name), f"http://{name}")), {0: slot})
     async with made, httpx.AsyncClient(trust_env=False) as client:
-        told = {"instance_id": "x", "ip": "127.0.0.1", "http_port": port}
+        body = {"instance_id": "x", "ip": "127.0.0.1", "http_port": port}
         url = f"http://{made.lmcache.coordinator_address}/instances"
-        assert (await client.post(url, json=told)).status_code == 200
+        assert (await client.post(url, json=body)).status_code == 200
         await until(lambda: rates)
     server.close()
     await server.wait_closed()
@@ -168,7 +168,7 @@ async def test_bandwidths_are_asked_of_each_workers_own_lmcache_server() -> None
 
 
 def test_what_exact_tokens_cost_is_shown_by_thread() -> None:
-    made = following()
+    made = make_tracker()
     made.preparer.cpu_s = 0.25
 
     (shown,) = [each for each in made.gauges() if each.name == "kvroute_tokenizing_cpu_seconds"]
@@ -192,7 +192,7 @@ def test_a_prompt_is_not_asked_for_again_where_it_was_sent_in_another_key_space(
         def served(self, *_: object) -> None:
             pass
 
-    made, stream = following(), Stream()
+    made, stream = make_tracker(), Stream()
     made._stream = lambda *_: stream  # type: ignore[assignment, method-assign, return-value]
     fleet = made._fleet
     fleet.apply("test", [WorkerSpec(WorkerId(name), f"http://{name}:1") for name in "abc"])

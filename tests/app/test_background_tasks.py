@@ -1,4 +1,4 @@
-"""Work in the background that fails is said at once, shown, and begun again."""
+"""Background work that fails is logged, shown in notes and metrics, and restarted."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvroute.app.background_tasks import BackgroundTasks
 
 
 class Clock:
-    """Time that a test moves; every sleep ends at once."""
+    """Time that a test moves; every sleep returns immediately."""
 
     def __init__(self) -> None:
         self.time = 0.0
@@ -28,36 +28,36 @@ class Clock:
 
 
 @pytest.mark.parametrize("raises", [True, False])
-async def test_what_fails_or_ends_is_logged_at_once_and_begun_again(
+async def test_work_that_fails_or_ends_is_logged_and_restarted(
     raises: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    clock, begun, again = Clock(), [], asyncio.Event()
-    upkeep = BackgroundTasks(clock)
+    clock, starts, again = Clock(), [], asyncio.Event()
+    background = BackgroundTasks(clock)
 
     async def work() -> None:
-        begun.append(clock.now())
-        if len(begun) == 1:
+        starts.append(clock.now())
+        if len(starts) == 1:
             if raises:
                 raise KeyError("x")
             return
         again.set()
         await asyncio.Event().wait()
 
-    upkeep.begin("reading", work)
+    background.start("reading", work)
     await again.wait()
 
-    assert begun == [0.0, 1.0]
-    assert upkeep.failures == {"reading": 1}
-    (note,) = upkeep.notes()
+    assert starts == [0.0, 1.0]
+    assert background.failures == {"reading": 1}
+    (note,) = background.notes()
     assert note.startswith("reading failed (KeyError)" if raises else "reading failed (it ended)")
     assert sum("reading" in record.getMessage() for record in caplog.records) == 1
     clock.time = 60.5
-    assert upkeep.notes() == []
-    await upkeep.aclose()
+    assert background.notes() == []
+    await background.aclose()
 
 
-async def test_what_goes_on_is_ended_and_waited_for(caplog: pytest.LogCaptureFixture) -> None:
-    upkeep, ended = BackgroundTasks(Clock()), []
+async def test_running_work_is_cancelled_and_awaited(caplog: pytest.LogCaptureFixture) -> None:
+    background, ended = BackgroundTasks(Clock()), []
 
     async def work() -> None:
         try:
@@ -66,30 +66,30 @@ async def test_what_goes_on_is_ended_and_waited_for(caplog: pytest.LogCaptureFix
             await asyncio.sleep(0)
             ended.append(True)
 
-    upkeep.begin("reading", work)
+    background.start("reading", work)
     await asyncio.sleep(0)
-    await upkeep.aclose()
+    await background.aclose()
 
     assert ended == [True]
-    assert (upkeep.failures, upkeep.notes(), caplog.records) == ({"reading": 0}, [], [])
+    assert (background.failures, background.notes(), caplog.records) == ({"reading": 0}, [], [])
 
 
-async def test_what_keeps_failing_is_tried_less_and_less_often() -> None:
-    clock, begun, enough = Clock(), [], asyncio.Event()
-    upkeep = BackgroundTasks(clock)
+async def test_work_that_keeps_failing_is_restarted_later_each_time() -> None:
+    clock, starts, enough = Clock(), [], asyncio.Event()
+    background = BackgroundTasks(clock)
 
     async def work() -> None:
-        begun.append(clock.now())
-        if len(begun) == 9:
-            clock.time += 100  # it was well for a while
-        if len(begun) == 11:
+        starts.append(clock.now())
+        if len(starts) == 9:
+            clock.time += 100  # it runs long enough to count as stable
+        if len(starts) == 11:
             enough.set()
             await asyncio.Event().wait()
         raise KeyError("x")
 
-    upkeep.begin("reading", work)
+    background.start("reading", work)
     await enough.wait()
-    await upkeep.aclose()
+    await background.aclose()
 
-    pauses = [later - sooner for sooner, later in pairwise(begun)]
+    pauses = [later - sooner for sooner, later in pairwise(starts)]
     assert pauses == [1, 2, 4, 8, 16, 32, 60, 60, 100 + 1, 2]

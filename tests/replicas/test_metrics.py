@@ -10,10 +10,10 @@ from kvroute.replicas.metrics import (
     PageCollector,
     ParsedFamily,
     Sample,
-    counted,
     decode,
     encode,
-    merged,
+    merge_pages,
+    persistent_part,
     read,
 )
 
@@ -31,7 +31,7 @@ def values(page: Page) -> dict[tuple[str, str], float]:
 
 
 def test_counters_are_summed_by_series():
-    found = merged([page("counter", "n", ("a", 1), ("b", 2)), page("counter", "n", ("b", 3), ("c", 4))])
+    found = merge_pages([page("counter", "n", ("a", 1), ("b", 2)), page("counter", "n", ("b", 3), ("c", 4))])
 
     assert values(found) == {("n", "a"): 1, ("n", "b"): 5, ("n", "c"): 4}
 
@@ -43,7 +43,7 @@ def test_histograms_are_summed_bucket_by_bucket():
         metrics.series("m", "w", "s", "r", 200).finished(seconds, None)
         pages.append(read(metrics))
 
-    lines = generate_latest(PageCollector(merged(pages))).decode().splitlines()
+    lines = generate_latest(PageCollector(merge_pages(pages))).decode().splitlines()
 
     name = "kvroute_request_duration_seconds"
     buckets = {
@@ -67,13 +67,13 @@ def test_histograms_are_summed_bucket_by_bucket():
     ids=["own load", "own memory", "the oldest", "the same for all"],
 )
 def test_a_gauge_is_merged_by_what_it_says(name, expected):
-    found = merged([page("gauge", name, ("a", 4)), page("gauge", name, ("a", 3))])
+    found = merge_pages([page("gauge", name, ("a", 4)), page("gauge", name, ("a", 3))])
 
     assert values(found) == {(name, "a"): expected}
 
 
 def test_a_gauge_that_only_one_process_has_is_shown():
-    found = merged(
+    found = merge_pages(
         [page("gauge", "kvroute_map_standing", ("a", 1)), page("gauge", "kvroute_map_standing", ("b", 1))]
     )
 
@@ -85,7 +85,7 @@ def test_what_outlives_a_process_is_what_it_counted():
         yield gauge("level", "Help.", (), [((), 1.0)])
         yield counter("total", "Help.", (), [((), 2.0)])
 
-    assert [family.name for family in counted(read(Gauges(figures)))] == ["total"]
+    assert [family.name for family in persistent_part(read(Gauges(figures)))] == ["total"]
 
 
 def test_a_page_comes_back_as_it_was_written():
