@@ -6,32 +6,16 @@ import asyncio
 from itertools import pairwise
 
 import pytest
+from tests.support.clocks import JumpingClock
 
 from kvroute.app.background_tasks import BackgroundTasks
-
-
-class Clock:
-    """Time that a test moves; every sleep returns immediately."""
-
-    def __init__(self) -> None:
-        self.time = 0.0
-
-    def now(self) -> float:
-        return self.time
-
-    def wall(self) -> float:
-        return self.time
-
-    async def sleep(self, seconds: float) -> None:
-        self.time += seconds
-        await asyncio.sleep(0)
 
 
 @pytest.mark.parametrize("raises", [True, False])
 async def test_work_that_fails_or_ends_is_logged_and_restarted(
     raises: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    clock, starts, again = Clock(), [], asyncio.Event()
+    clock, starts, again = JumpingClock(), [], asyncio.Event()
     background = BackgroundTasks(clock)
 
     async def work() -> None:
@@ -57,7 +41,7 @@ async def test_work_that_fails_or_ends_is_logged_and_restarted(
 
 
 async def test_running_work_is_cancelled_and_awaited(caplog: pytest.LogCaptureFixture) -> None:
-    background, ended = BackgroundTasks(Clock()), []
+    background, ended = BackgroundTasks(JumpingClock()), []
 
     async def work() -> None:
         try:
@@ -75,7 +59,7 @@ async def test_running_work_is_cancelled_and_awaited(caplog: pytest.LogCaptureFi
 
 
 async def test_work_that_keeps_failing_is_restarted_later_each_time() -> None:
-    clock, starts, enough = Clock(), [], asyncio.Event()
+    clock, starts, enough = JumpingClock(), [], asyncio.Event()
     background = BackgroundTasks(clock)
 
     async def work() -> None:

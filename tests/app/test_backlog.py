@@ -4,6 +4,7 @@ import asyncio
 import socket
 
 import pytest
+from tests.support.waiting import until
 
 from kvroute.app.config import Config
 from kvroute.app.runtime import Runtime
@@ -71,13 +72,10 @@ async def test_what_it_accepts_is_served_and_left_open_when_it_ends(listening, d
     backlog = Backlog(lambda: Protocol(opened, received), CLIENTS)
     await backlog.start([listening])
     (client,) = dial(1)
-    async with asyncio.timeout(10):
-        while not opened:
-            await asyncio.sleep(0)
-        backlog.close()
-        client.sendall(b"hello")
-        while not received:
-            await asyncio.sleep(0)
+    await until(lambda: opened)
+    backlog.close()
+    client.sendall(b"hello")
+    await until(lambda: received)
 
     assert received == [b"hello"]
     accepted = opened[0].get_extra_info("socket")

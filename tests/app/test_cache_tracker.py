@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
+from tests.support.waiting import until
 
 from kvroute.app.cache_tracker import CacheTracker
 from kvroute.app.config import Config
@@ -49,12 +50,6 @@ def taken() -> Iterator[str]:
         listening.bind(("127.0.0.1", 0))
         listening.listen()
         yield f"127.0.0.1:{listening.getsockname()[1]}"
-
-
-async def until(condition: Any) -> None:
-    async with asyncio.timeout(20):
-        while not condition():
-            await asyncio.sleep(0.001)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.waiting import until
 
 from kvroute.app.tokenizing import TokenSources
 from kvroute.clock import SystemClock
@@ -45,39 +46,32 @@ def fleet() -> Fleet:
     return fleet
 
 
-async def test_a_model_that_fails_is_tried_again_and_others_go_on(
+async def test_a_model_that_fails_is_retried_and_the_others_are_ready_meanwhile(
     fleet: Fleet, caplog: pytest.LogCaptureFixture
 ) -> None:
     tokens: Any = FakeTokens()
     tokens.broken = {"model-a"}
     sources = TokenSources(tokens, fleet, SystemClock(), TokensOptions(recheck_s=0.01))
     running = asyncio.create_task(sources.run())
-    async with asyncio.timeout(20):
-        while "model-b" not in tokens.sources:
-            await asyncio.sleep(0.001)
-        tokens.broken = set()
-        while "model-a" not in tokens.sources:
-            await asyncio.sleep(0.001)
+    await until(lambda: "model-b" in tokens.sources)
+    tokens.broken = set()
+    await until(lambda: "model-a" in tokens.sources)
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
 
     assert "finding out who tells the tokens of model-a failed" in caplog.text
 
 
-async def test_a_restart_that_could_not_be_looked_at_is_not_forgotten(fleet: Fleet) -> None:
+async def test_a_restart_whose_check_failed_is_checked_again(fleet: Fleet) -> None:
     tokens: Any = FakeTokens()
     sources = TokenSources(tokens, fleet, SystemClock(), TokensOptions(recheck_s=0.01))
     running = asyncio.create_task(sources.run())
-    async with asyncio.timeout(20):
-        while len(tokens.prepared) < 2:
-            await asyncio.sleep(0.001)
-        tokens.broken = {"model-a"}
-        sources.fleet_changed(FleetChange.RESTARTED, fleet.get("a"))
-        while not tokens.failures:
-            await asyncio.sleep(0.001)
-        tokens.broken = set()
-        while tokens.prepared.count("model-a") < 2:
-            await asyncio.sleep(0.001)
+    await until(lambda: len(tokens.prepared) >= 2)
+    tokens.broken = {"model-a"}
+    sources.fleet_changed(FleetChange.RESTARTED, fleet.get("a"))
+    await until(lambda: tokens.failures)
+    tokens.broken = set()
+    await until(lambda: tokens.prepared.count("model-a") >= 2)
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
 

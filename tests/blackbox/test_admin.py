@@ -6,13 +6,13 @@ import asyncio
 import json
 import os
 import shutil
-import socket
 import stat
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import httpx
 import pytest
+from tests.support.sockets import free_port
 
 WORKER = "http://127.0.0.1:9"
 """Nobody listens there: the gateway starts without it."""
@@ -223,9 +223,7 @@ async def nginx(processes, tmp_path):
         pytest.skip("nginx is not installed (Debian: apt install nginx)")
 
     async def start(gateway: str) -> str:
-        with socket.socket() as found:
-            found.bind(("127.0.0.1", 0))
-            port = found.getsockname()[1]
+        port = free_port()
         file = tmp_path / "nginx.conf"
         file.write_text(NGINX.format(folder=tmp_path, port=port, gateway=gateway))
         process = await asyncio.create_subprocess_exec(executable, "-p", str(tmp_path), "-c", str(file))
@@ -306,13 +304,6 @@ async def test_several_processes_share_one_key(serve, http, state):
 
     assert (refused, let_in) == ({401}, {200})
     assert sum("admin key" in line for line in gateway.lines) == 1
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port: int = found.getsockname()[1]
-        return port
 
 
 async def test_the_key_outlives_a_restart(run, state):

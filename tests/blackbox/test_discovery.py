@@ -12,6 +12,7 @@ from urllib.parse import parse_qs, urlsplit
 
 import httpx
 import pytest
+from tests.support.waiting import until
 
 CHAT = {"model": "sim-model", "messages": [{"role": "user", "content": "Hi."}], "max_tokens": 4}
 DEADLINE_S = 30.0
@@ -118,15 +119,9 @@ async def cluster(serve, sim):
             workers=3,
         )  # fmt: skip
         async with httpx.AsyncClient(base_url=gateway.url, timeout=30, trust_env=False) as client:
-            await until(lambda: api.watches > 0)
+            await until(lambda: api.watches > 0, within_s=DEADLINE_S)
             yield api, gateway, client
             await gateway.stop()
-
-
-async def until(condition) -> None:
-    async with asyncio.timeout(DEADLINE_S):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 @asynccontextmanager
@@ -156,17 +151,17 @@ async def test_empty_lists_from_the_kubernetes_api_cost_no_request(cluster):
         api.pods = []
         api.relist()
         # The first list is the empty one. Whether more are asked for is not this test's business.
-        await until(lambda: api.lists > before)
+        await until(lambda: api.lists > before, within_s=DEADLINE_S)
         asked = seen.total()
-        await until(lambda: seen.total() > asked + 50)
+        await until(lambda: seen.total() > asked + 50, within_s=DEADLINE_S)
         kept = (await client.get("/ready")).json()
         metrics = (await client.get("/metrics")).text
         api.pods = pods
         api.relist()
         after = api.lists
-        await until(lambda: api.lists > after)
+        await until(lambda: api.lists > after, within_s=DEADLINE_S)
         asked = seen.total()
-        await until(lambda: seen.total() > asked + 50)
+        await until(lambda: seen.total() > asked + 50, within_s=DEADLINE_S)
 
     assert set(seen) == {200}
     assert len(kept["workers"]) == 3
@@ -203,7 +198,7 @@ async def test_workers_that_are_gone_leave_the_fleet_although_the_empty_list_is_
             workers=1,
         )  # fmt: skip
         await gateway.logged("worker-1 is unhealthy")
-        await until(lambda: api.watches > 0)
+        await until(lambda: api.watches > 0, within_s=DEADLINE_S)
         async with httpx.AsyncClient(base_url=gateway.url, timeout=30, trust_env=False) as client:
             api.pods = []
             api.relist()
@@ -223,6 +218,7 @@ async def test_a_list_edited_to_be_empty_is_believed(serve, sim, tmp_path):
         fresh.write_text("workers: []")
         fresh.replace(path)
 
-        async with asyncio.timeout(DEADLINE_S):
-            while (await client.get("/ready")).json()["workers"]:
-                await asyncio.sleep(0.05)
+        async def has_no_workers() -> bool:
+            return not (await client.get("/ready")).json()["workers"]
+
+        await until(has_no_workers, within_s=DEADLINE_S, every_s=0.05)

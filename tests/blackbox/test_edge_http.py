@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 from tests.blackbox.raw import BODY, connected, post, raw_worker, said, statuses
+from tests.support.waiting import until
 
 CLOSE = b"connection: close"
 CHUNKED = b"%x\r\n%b\r\n0\r\n\r\n" % (len(BODY), BODY)
@@ -115,9 +114,7 @@ async def test_a_bad_request_behind_a_good_one_does_not_lose_its_answer(start, w
                 await client.send(bad)
             else:
                 await client.send(post() + post() + bad)
-            async with asyncio.timeout(20):
-                while not worker.asked:
-                    await asyncio.sleep(0.01)
+            await until(lambda: worker.asked)
             worker.go_on.set()
             answered = await client.read_all()
 
@@ -136,9 +133,7 @@ async def test_who_leaves_with_requests_in_line_leaves_no_traceback(start, worke
         worker.go_on.clear()
         async with connected(gateway.address) as client:
             await client.send(post() + post() + post(length=False, host=b""))
-            async with asyncio.timeout(20):
-                while not worker.asked:
-                    await asyncio.sleep(0.01)
+            await until(lambda: worker.asked)
         worker.go_on.set()
         assert statuses(await said(gateway.address, LAST)) == [200]
 

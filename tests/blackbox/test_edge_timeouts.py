@@ -8,6 +8,7 @@ import time
 import httpx
 import pytest
 from tests.blackbox.raw import BODY, connected, post, raw_worker, statuses
+from tests.support.waiting import until
 
 MANY = 50
 PATIENCE_S = 60.0
@@ -61,9 +62,7 @@ async def kept_waiting(worker, address: tuple[str, int]) -> list[int]:
     """A request whose answer takes longer than any wait for a client may."""
     async with connected(address) as client:
         await client.send(post(b"connection: close"))
-        async with asyncio.timeout(PATIENCE_S):
-            while not worker.asked:
-                await asyncio.sleep(0.05)
+        await until(lambda: worker.asked, within_s=PATIENCE_S)
         await asyncio.sleep(12)
         worker.go_on.set()
         return statuses(await client.read_all())

@@ -11,13 +11,14 @@ import json
 import os
 import shutil
 import signal
-import socket
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+from tests.support.sockets import free_port
+from tests.support.waiting import until
 
 REQUESTS = 10_000
 CLIENTS = 8
@@ -31,13 +32,6 @@ REQUEST = (
 )
 
 pytestmark = [pytest.mark.load, pytest.mark.timeout(300)]
-
-
-def free_port() -> int:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        port: int = taken.getsockname()[1]
-        return port
 
 
 async def is_ready(port: int) -> bool:
@@ -170,9 +164,7 @@ async def haproxy(gateways: Gateways, tmp_path: Path) -> AsyncIterator[int]:
         program, "-db", "-q", "-f", str(configuration), stderr=asyncio.subprocess.DEVNULL
     )
     try:
-        async with asyncio.timeout(DEADLINE_S):
-            while not await is_ready(port):
-                await asyncio.sleep(0.05)
+        await until(lambda: is_ready(port), within_s=DEADLINE_S, every_s=0.05)
         yield port
     finally:
         process.terminate()
@@ -286,8 +278,7 @@ async def test_a_rolling_restart_behind_a_forwarder_that_learns_late_fails_no_re
         async def settled() -> None:
             async with asyncio.timeout(DEADLINE_S):
                 await asyncio.sleep(2 * LATE_S)  # what was seen before has been followed
-                while len(forwarder.targets) < 2:
-                    await asyncio.sleep(0.05)
+                await until(lambda: len(forwarder.targets) >= 2, within_s=DEADLINE_S)
 
         load = await rolled(gateways, forwarder.port, settled)
 

@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 import pytest
 from tests.blackbox.conftest import START_S, Process, spawn
+from tests.support.waiting import until
 
 SHARED = Path("/dev/shm")
 MB = 1 << 20
@@ -206,9 +207,7 @@ async def test_a_put_that_stops_leaves_the_memory_to_others(start: Start) -> Non
     _, stopped = await asyncio.open_connection(host, port)
     stopped.write(b"PUT /v1/kv/lmcache/stopped HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\nx" % (7 * MB))
     await stopped.drain()
-    async with asyncio.timeout(START_S):
-        while await daemon.metric("kvroute_tierd_arriving") == 0:
-            await asyncio.sleep(0.01)
+    await until(lambda: daemon.metric("kvroute_tierd_arriving"), within_s=START_S)
 
     assert await daemon.put("other", bytes(5 * MB)) == 200
 
@@ -239,7 +238,8 @@ async def test_senders_that_trickle_are_cut(start: Start) -> None:
         sending.cancel()
         await asyncio.gather(sending, return_exceptions=True)
 
-    async with asyncio.timeout(START_S):
-        while await daemon.metric("kvroute_tierd_arriving"):
-            await asyncio.sleep(0.01)
+    async def nothing_arrives() -> bool:
+        return await daemon.metric("kvroute_tierd_arriving") == 0
+
+    await until(nothing_arrives, within_s=START_S)
     slow.close()

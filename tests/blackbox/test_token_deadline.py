@@ -8,6 +8,7 @@ from contextlib import AsyncExitStack
 
 import httpx
 import pytest
+from tests.support.waiting import until
 
 TOKENIZE_S = 0.15
 """Three times the 50 ms that every request waits; far below what a long prompt takes to compute."""
@@ -58,9 +59,11 @@ async def gateway(serve, sim, slow_to_tokenize) -> str:
     workers = [await slow_to_tokenize(await sim("--time-scale", "0")) for _ in range(2)]
     running = await serve("--worker", workers[0], "--worker", workers[1], "--strategy", "kvaware")
     async with httpx.AsyncClient(base_url=running.url, timeout=60, trust_env=False) as client:
-        async with asyncio.timeout(60):
-            while "no exact tokens" in (await client.get("/ready")).text:
-                await asyncio.sleep(0.05)
+
+        async def has_exact_tokens() -> bool:
+            return "no exact tokens" not in (await client.get("/ready")).text
+
+        await until(has_exact_tokens, within_s=60, every_s=0.05)
     return running.url
 
 

@@ -1,11 +1,11 @@
 from __future__ import annotations
 
-import asyncio
 from io import StringIO
 from pathlib import Path
 
 import pytest
 from rich.console import Console
+from tests.support.waiting import until
 
 from kvroute.clock import SystemClock
 from kvroute.deploy import up as following_module
@@ -89,10 +89,9 @@ async def test_logs_are_followed_to_their_ends(tmp_path: Path, clock: SystemCloc
     logs = {name: tmp_path / f"{name}.log" for name in ("a", "b")}
     append(logs["a"], "before\n")
 
-    async with following(console, logs, clock=clock), asyncio.timeout(30):
+    async with following(console, logs, clock=clock):
         append(logs["a"], "during\n")
-        while "during" not in console.file.getvalue():  # type: ignore[attr-defined]
-            await asyncio.sleep(0.01)
+        await until(lambda: "during" in console.file.getvalue())  # type: ignore[attr-defined]
         append(logs["b"], "at the end\n")
 
     assert console.file.getvalue() == "a | during\nb | at the end\n"  # type: ignore[attr-defined]

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tests.support.clocks import QuickClock
+from tests.support.waiting import until
 
 from kvroute.clock import Clock, SystemClock
 from kvroute.deploy import keeper as keeper_module
@@ -19,22 +21,17 @@ ServerArgv = Callable[..., tuple[str, ...]]
 
 
 class Watcher:
-    """Keeps what a keeper tells, and lets a test wait for a phase."""
+    """Collects the phases and reports of a keeper; `until` waits for these phases."""
 
     def __init__(self) -> None:
         self.phases: list[ProcessPhase] = []
         self.reports: list[str] = []
-        self._changed = asyncio.Event()
 
     def changed(self, keeper: Keeper) -> None:
         self.phases.append(keeper.status.phase)
-        self._changed.set()
 
     async def until(self, *phases: ProcessPhase) -> None:
-        async with asyncio.timeout(30):
-            while self.phases != list(phases):
-                self._changed.clear()
-                await self._changed.wait()
+        await until(lambda: self.phases == list(phases), within_s=30)
 
 
 @pytest.fixture
@@ -132,9 +129,7 @@ server.handle_request()
     await kept.bring_up()
     keeping = asyncio.create_task(kept.keep_up())
 
-    async with asyncio.timeout(30):
-        while len(watcher.reports) < 3:
-            await asyncio.sleep(0.01)
+    await until(lambda: len(watcher.reports) >= 3, within_s=30)
     keeping.cancel()
     await asyncio.wait({keeping})
     await kept.stop()
@@ -176,17 +171,7 @@ async def test_a_renewed_process_starts_again_at_once_and_is_no_failure(
 async def test_a_process_that_must_be_missed_stays_away_for_its_rest(
     killed: bool, keeper: Callable[..., Keeper], server_argv: ServerArgv, watcher: Watcher
 ) -> None:
-    class Impatient(SystemClock):
-        """Skips the waits of an hour, and remembers that they were asked for."""
-
-        def __init__(self) -> None:
-            self.rests = 0
-
-        async def sleep(self, seconds: float) -> None:
-            self.rests += seconds == 3600.0
-            await asyncio.sleep(min(seconds, 0.01))
-
-    clock = Impatient()
+    clock = QuickClock(0.01)
     (port,) = free_ports(1)
     kept = keeper(server_argv(port), port, rest_s=3600.0, clock=clock)
     await kept.bring_up()
@@ -204,7 +189,7 @@ async def test_a_process_that_must_be_missed_stays_away_for_its_rest(
         ProcessPhase.READY,
     )
 
-    assert clock.rests == 1
+    assert clock.slept.count(3600.0) == 1
     keeping.cancel()
     await asyncio.wait({keeping})
     await kept.stop()

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tests.support.waiting import until
 
 from kvroute.clock import SystemClock
 from kvroute.deploy.prepare import free_ports
@@ -51,9 +52,7 @@ asyncio.run(main())
 
 
 async def until_up(child: ChildProcess) -> None:
-    async with asyncio.timeout(30):
-        while "up" not in child.last_words():
-            await asyncio.sleep(0.01)
+    await until(lambda: "up" in child.last_words(), within_s=30)
 
 
 async def test_the_exit_code_of_the_command_is_the_childs(child: MakeChild) -> None:

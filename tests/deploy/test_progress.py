@@ -6,23 +6,14 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from tests.support.clocks import QuickClock
+from tests.support.waiting import until
 
 from kvroute.clock import SystemClock
 from kvroute.deploy import keeper as progress
 from kvroute.deploy.keeper import Keeper, ProcessPhase, Status, showing
 from kvroute.deploy.plan import PlannedProcess
 from kvroute.deploy.processes import ChildSpec
-
-
-class Ticks(SystemClock):
-    """Every sleep ends at once, and the test can wait for the next one."""
-
-    def __init__(self) -> None:
-        self.slept = asyncio.Event()
-
-    async def sleep(self, seconds: float) -> None:
-        self.slept.set()
-        await asyncio.sleep(0)
 
 
 @pytest.fixture
@@ -42,12 +33,10 @@ def keepers(tmp_path: Path) -> list[Keeper]:
 @pytest.mark.parametrize("terminal", [True, False])
 async def test_a_starting_process_is_shown_with_its_last_line(keepers: list[Keeper], terminal: bool) -> None:
     console = Console(file=StringIO(), force_terminal=terminal, width=120)
-    clock = Ticks()
+    clock = QuickClock(0)
 
     async with showing(console, keepers, clock=clock):
-        for _ in range(2):
-            clock.slept.clear()
-            await clock.slept.wait()
+        await until(lambda: len(clock.slept) >= 2)
 
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert "worker-0" in text

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from tests.support.waiting import until
 
 from kvroute.clock import SystemClock
 from kvroute.deploy.keeper import Keeper, ProcessPhase
@@ -68,9 +69,7 @@ def said(console: Console) -> str:
 
 
 async def until_said(console: Console, words: str, task: asyncio.Task[None]) -> None:
-    async with asyncio.timeout(30):
-        while words not in said(console) and not task.done():
-            await asyncio.sleep(0.01)
+    await until(lambda: words in said(console) or task.done(), within_s=30)
 
 
 async def test_everything_comes_up_and_ctrl_c_ends_it(

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.waiting import until
 
 from kvroute.blocks.chunks import PromptChunks, chunk_keys
 from kvroute.clock import SystemClock
@@ -101,12 +102,6 @@ class Serving:
         return self.index.match(PromptChunks(tokens), "", {}).get(slot, (0, 0))[0]
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(DEADLINE_S):
-        while not condition():
-            await asyncio.sleep(0.01)
-
-
 @asynccontextmanager
 async def serving(**options: Any) -> AsyncIterator[Serving]:
     made = Serving(**options)
@@ -145,7 +140,7 @@ async def start_worker(engine_venv: EngineVenv) -> AsyncIterator[StartWorker]:
             stack.push_async_callback(end)
             worker = Worker(process, set(), [])
             await worker.said("ready")
-            await until(lambda: name in to.controller._roster.known)
+            await until(lambda: name in to.controller._roster.known, within_s=DEADLINE_S)
             return worker
 
         yield start
@@ -162,17 +157,17 @@ async def test_a_worker_registers_stores_evicts_and_leaves(start_worker: StartWo
 
         await first.do("admit", keys=theirs)
         await second.do("admit", keys=theirs[:3])
-        await until(lambda: to.controller.counts.operations == 12)
+        await until(lambda: to.controller.counts.operations == 12, within_s=DEADLINE_S)
         assert (to.matched(prompt, 0), to.matched(prompt, 1)) == (9 * CHUNK, 3 * CHUNK)
 
         await first.do("evict", keys=theirs[5:])
-        await until(lambda: to.controller.counts.operations == 16)
+        await until(lambda: to.controller.counts.operations == 16, within_s=DEADLINE_S)
         assert to.matched(prompt, 0) == 5 * CHUNK
         assert to.believed("w0") == first.held
         assert to.controller.trust(0) is to.controller.trust(1) is MapTrust.WHOLE
 
         await first.do("leave")
-        await until(lambda: "w0" not in to.controller._roster.known)
+        await until(lambda: "w0" not in to.controller._roster.known, within_s=DEADLINE_S)
         assert to.matched(prompt, 0) == 0
         assert to.controller.counts.failed == to.controller.counts.unreadable == 0
 
@@ -181,11 +176,11 @@ async def test_a_worker_that_was_there_before_us_tells_all_it_holds(start_worker
     async with serving() as to:
         worker = await start_worker(to, "w0")
         await worker.do("admit", keys=list(range(1, 31)))
-        await until(lambda: to.believed("w0") == worker.held)
+        await until(lambda: to.believed("w0") == worker.held, within_s=DEADLINE_S)
         addresses = {name: getattr(to.sockets, name) for name in ("pull", "reply", "heartbeat")}
 
     async with serving(**addresses) as again:
-        await until(lambda: again.controller.counts.syncs_done == 1)
+        await until(lambda: again.controller.counts.syncs_done == 1, within_s=DEADLINE_S)
 
         assert again.believed("w0") == worker.held
         assert again.controller.trust(0) is MapTrust.WHOLE
@@ -193,7 +188,7 @@ async def test_a_worker_that_was_there_before_us_tells_all_it_holds(start_worker
         while worker.frozen[-1:] != [False]:
             await worker.said("frozen")
         await worker.do("admit", keys=[77])
-        await until(lambda: again.believed("w0") == worker.held)
+        await until(lambda: again.believed("w0") == worker.held, within_s=DEADLINE_S)
         assert again.controller.counts.gaps == 0
 
 
@@ -201,14 +196,14 @@ async def test_a_lost_message_is_made_good_by_a_full_sync(start_worker: StartWor
     async with serving() as to:
         worker = await start_worker(to, "w0")
         await worker.do("admit", keys=list(range(1, 31)))
-        await until(lambda: to.believed("w0") == worker.held)
+        await until(lambda: to.believed("w0") == worker.held, within_s=DEADLINE_S)
 
         await worker.do("lose", keys=[1, 2, 3])
         await worker.do("admit", keys=[99])
-        await until(lambda: to.controller.counts.gaps == 1)
+        await until(lambda: to.controller.counts.gaps == 1, within_s=DEADLINE_S)
         assert to.believed("w0") == {99}
 
-        await until(lambda: to.controller.counts.syncs_done == 1)
+        await until(lambda: to.controller.counts.syncs_done == 1, within_s=DEADLINE_S)
         assert to.believed("w0") == worker.held
         assert to.controller.trust(0) is MapTrust.WHOLE
 
@@ -217,7 +212,7 @@ async def test_a_worker_without_peer_to_peer_is_nobodys_peer(start_worker: Start
     async with serving() as to:
         worker = await start_worker(to, "w0")
         await worker.do("admit", keys=[1, 2])
-        await until(lambda: to.believed("w0") == worker.held)
+        await until(lambda: to.believed("w0") == worker.held, within_s=DEADLINE_S)
 
         assert await (await start_worker(to, "w1")).do("lookup", hashes=[1, 2]) == [["", "", 0, ""]]
 
@@ -229,7 +224,7 @@ async def test_another_hash_seed_is_noticed(start_worker: StartWorker) -> None:
             prompt = [number * 1000 + place for place in range(CHUNK)]
             to.controller.on_prompt_served(0, prompt)
             await worker.do("admit", keys=await worker.do("chunks", tokens=prompt))
-        await until(lambda: _asked_again(to))
+        await until(lambda: _asked_again(to), within_s=DEADLINE_S)
 
         assert "PYTHONHASHSEED must be 0" in to.controller.problems()[0]
 
@@ -260,7 +255,7 @@ async def test_lmcaches_benchmark_runs_without_an_error(mix: str, engine_venv: E
         assert sent is not None
         # All of it, and ten registrations and deregistrations.
         counts = to.controller.counts
-        await until(lambda: counts.messages == int(sent[1]) + 20)
+        await until(lambda: counts.messages == int(sent[1]) + 20, within_s=DEADLINE_S)
 
         assert int(sent[1]) > 100
         assert sum(map(int, re.findall(r"Errors: (\d+)", report))) == 0

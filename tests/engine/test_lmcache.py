@@ -8,7 +8,7 @@ import os
 import random
 import re
 import shutil
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +18,7 @@ import httpx
 import pytest
 import pytest_asyncio
 import redis.asyncio
+from tests.support.waiting import until
 
 from kvroute.blocks.chunks import ChunkScheme, PromptChunks, chunk_names
 from kvroute.clock import SystemClock
@@ -143,12 +144,6 @@ class Stack:
                 pytest.fail(f"believed and held, in L1 and in L2: {seen}")
 
 
-async def until(what: Callable[[], bool]) -> None:
-    async with asyncio.timeout(QUIET_S):
-        while not what():
-            await asyncio.sleep(0.05)
-
-
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def stack(engine_venv: EngineVenv, model_folder: Path, logs: Path) -> AsyncIterator[Stack]:
     redis_server = shutil.which("redis-server")
@@ -219,7 +214,7 @@ async def stack(engine_venv: EngineVenv, model_folder: Path, logs: Path) -> Asyn
         argv = list(vllm_argv(spec, (str(engine_venv.script("vllm")),)))
         engine = await owned.enter_async_context(child("w", argv, vllm_environment(spec, environ)))
         await engine.wait_ready(f"{engine_url}/health", timeout_s=READY_S)
-        await until(lambda: stack.knows)
+        await until(lambda: stack.knows, within_s=QUIET_S)
         yield stack
 
 
@@ -313,15 +308,17 @@ async def test_reports_that_are_lost_leave_nothing_false_and_a_clear_makes_it_wh
     await stack.ask(prompt(300))
     # On a busy machine it was forgotten meanwhile, and is known late.
     lost = (Doubt.LOST_EVENTS, Doubt.LATE)
-    await until(lambda: stack.knows and stack.instance.doubt in lost and stack.instance.last_seq > 0)
+    await until(
+        lambda: stack.knows and stack.instance.doubt in lost and stack.instance.last_seq > 0, within_s=QUIET_S
+    )
 
-    await until(lambda: stack.predicted(prompt(300))[0] == CACHED)
+    await until(lambda: stack.predicted(prompt(300))[0] == CACHED, within_s=QUIET_S)
     assert stack.predicted(prompt(200)) == (0, 0)
     assert stack.instance.memory.objects < await stack.l1_objects()
 
     answer = await stack.http.post(f"{stack.lmcache_url}/cache/clear", json={"tier": "l1", "force": True})
     answer.raise_for_status()
-    await until(lambda: stack.instance.trust is MapTrust.WHOLE)
+    await until(lambda: stack.instance.trust is MapTrust.WHOLE, within_s=QUIET_S)
     assert stack.instance.memory.objects == await stack.l1_objects() == 0
 
 
@@ -336,13 +333,16 @@ async def test_a_server_that_is_killed_loses_its_memory_and_comes_back_whole(sta
 
     stack.lmcache.kill()
     await stack.lmcache.wait()
-    await until(lambda: not stack.knows)
+    await until(lambda: not stack.knows, within_s=QUIET_S)
     assert stack.predicted(prompt(400)) == (0, 0)
     assert pool.held.objects == await stack.store.dbsize() == CACHED // CHUNK
 
     await stack.lmcache.start()
     await stack.lmcache.wait_ready(f"{stack.lmcache_url}/healthcheck", timeout_s=READY_S)
-    await until(lambda: stack.knows)
-    await until(lambda: stack.instance.incarnation is not None and stack.instance.incarnation != before)
+    await until(lambda: stack.knows, within_s=QUIET_S)
+    await until(
+        lambda: stack.instance.incarnation is not None and stack.instance.incarnation != before,
+        within_s=QUIET_S,
+    )
     assert stack.instance.trust is MapTrust.WHOLE
-    await until(lambda: stack.predicted(prompt(400)) == (0, CACHED))
+    await until(lambda: stack.predicted(prompt(400)) == (0, CACHED), within_s=QUIET_S)

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
+from tests.support.waiting import until
 
 from kvroute.clock import SystemClock
 from kvroute.deploy.engine_install import EngineVenv, separate_environment
@@ -271,9 +272,7 @@ async def test_the_in_process_connector_reads_its_own_bytes_over_restarts(
         await connector.end()
 
     # Python's resource tracker has removed the name of what it attached; a second engine finds it again.
-    async with asyncio.timeout(ANSWER_S):
-        while not (Path("/dev/shm") / daemon.memory).exists():
-            await asyncio.sleep(0.1)
+    await until((Path("/dev/shm") / daemon.memory).exists, within_s=ANSWER_S)
     async with classic(daemon) as connector:
         assert await connector.ask("get", 5, keys=32) == {"found": everything, "right": everything}
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support import waiting
 
 from kvroute.blocks.keys import KEY_TOKENS, Tier, adapter_space, token_keys
 from kvroute.clock import SystemClock
@@ -113,15 +114,9 @@ async def engine_of() -> Any:
 
 
 @pytest.fixture
-def until() -> Callable[[Callable[[], bool]], Any]:
-    """Give the loop its turns until a condition holds."""
-
-    async def wait(condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(20):
-            while not condition():
-                await asyncio.sleep(0.001)
-
-    return wait
+def until() -> Callable[..., Any]:
+    """`tests.support.waiting.until`."""
+    return waiting.until
 
 
 @pytest.fixture

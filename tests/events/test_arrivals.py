@@ -3,28 +3,19 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable
 from typing import Any
 
 import pytest
+from tests.support.clocks import ManualClock
+from tests.support.waiting import until
 
 from kvroute.events.poller import OFTEN, PAUSE_S, SocketPoller, TimeSlicer
-
-Until = Callable[[Callable[[], bool]], Any]
-
-
-class SetClock:
-    def __init__(self) -> None:
-        self.time = 100.0
-
-    def now(self) -> float:
-        return self.time
 
 
 class Stream:
     """One end of a pair; what is sent to it is taken in when its reader is called. Mutable: what came."""
 
-    def __init__(self, arrivals: SocketPoller, clock: SetClock) -> None:
+    def __init__(self, arrivals: SocketPoller, clock: ManualClock) -> None:
         self.far, self.near = socket.socketpair()
         self.near.setblocking(False)
         self.came = b""
@@ -51,7 +42,7 @@ class Stream:
 
 class Setup:
     def __init__(self) -> None:
-        self.clock: Any = SetClock()
+        self.clock: Any = ManualClock()
         self.arrivals = SocketPoller(self.clock, 0.5, TimeSlicer(self.clock, 0.5))
         self.streams = [Stream(self.arrivals, self.clock) for _ in range(3)]
 
@@ -60,7 +51,7 @@ class Setup:
         """Whether the loop looks for itself."""
         return self.arrivals._timer is None
 
-    async def busy(self, until: Until) -> None:
+    async def busy(self) -> None:
         """Something has come as often as it takes within a moment."""
         first = self.streams[0]
         for number in range(1 + OFTEN):
@@ -79,7 +70,7 @@ async def setup() -> Any:
         stream.close()
 
 
-async def test_what_comes_seldom_is_read_as_it_comes(setup: Setup, until: Until) -> None:
+async def test_what_comes_seldom_is_read_as_it_comes(setup: Setup) -> None:
     for stream in setup.streams:
         stream.far.send(b"x")
         await until(lambda stream=stream: stream.came == b"x")
@@ -87,22 +78,22 @@ async def test_what_comes_seldom_is_read_as_it_comes(setup: Setup, until: Until)
         setup.clock.time += 2 * PAUSE_S
 
 
-async def test_what_comes_often_is_read_when_somebody_looks(setup: Setup, until: Until) -> None:
-    await setup.busy(until)
+async def test_what_comes_often_is_read_when_somebody_looks(setup: Setup) -> None:
+    await setup.busy()
     for stream in setup.streams:
         stream.far.send(b"y")
     setup.arrivals.look()
     assert [stream.came for stream in setup.streams] == [b"y"] * 3
 
 
-async def test_what_comes_often_is_read_soon_though_nobody_looks(setup: Setup, until: Until) -> None:
-    await setup.busy(until)
+async def test_what_comes_often_is_read_soon_though_nobody_looks(setup: Setup) -> None:
+    await setup.busy()
     setup.streams[1].far.send(b"y")
     await until(lambda: setup.streams[1].came == b"y")
 
 
-async def test_the_loop_watches_again_when_nothing_comes_any_more(setup: Setup, until: Until) -> None:
-    await setup.busy(until)
+async def test_the_loop_watches_again_when_nothing_comes_any_more(setup: Setup) -> None:
+    await setup.busy()
     await until(lambda: setup.is_watched)
     setup.clock.time += 2 * PAUSE_S
 
@@ -112,17 +103,15 @@ async def test_the_loop_watches_again_when_nothing_comes_any_more(setup: Setup, 
     assert setup.is_watched
 
 
-async def test_looking_where_nothing_has_come_reads_nothing(setup: Setup, until: Until) -> None:
-    await setup.busy(until)
+async def test_looking_where_nothing_has_come_reads_nothing(setup: Setup) -> None:
+    await setup.busy()
     before = [stream.reads for stream in setup.streams]
     setup.arrivals.look()
     assert [stream.reads for stream in setup.streams] == before
 
 
-async def test_a_look_takes_no_longer_than_a_slice_and_the_loop_does_the_rest(
-    setup: Setup, until: Until
-) -> None:
-    await setup.busy(until)
+async def test_a_look_takes_no_longer_than_a_slice_and_the_loop_does_the_rest(setup: Setup) -> None:
+    await setup.busy()
     for stream in setup.streams:
         stream.far.send(b"y")
         stream.takes_s = 0.0003
@@ -137,8 +126,8 @@ async def test_a_look_takes_no_longer_than_a_slice_and_the_loop_does_the_rest(
     await until(lambda: setup.streams[0].came == b"yz")
 
 
-async def test_much_of_one_stream_is_read_in_the_turns_of_the_loop(setup: Setup, until: Until) -> None:
-    await setup.busy(until)
+async def test_much_of_one_stream_is_read_in_the_turns_of_the_loop(setup: Setup) -> None:
+    await setup.busy()
     first = setup.streams[0]
     first.far.send(b"y" * 1000)
 
@@ -149,8 +138,8 @@ async def test_much_of_one_stream_is_read_in_the_turns_of_the_loop(setup: Setup,
     await until(lambda: len(first.came) == 1000)
 
 
-async def test_streams_come_and_go_whoever_watches(setup: Setup, until: Until) -> None:
-    await setup.busy(until)
+async def test_streams_come_and_go_whoever_watches(setup: Setup) -> None:
+    await setup.busy()
     late = Stream(setup.arrivals, setup.clock)
     late.far.send(b"y")
     setup.arrivals.look()
@@ -170,8 +159,8 @@ async def test_streams_come_and_go_whoever_watches(setup: Setup, until: Until) -
     await until(lambda: setup.streams[0].came == b"z")
 
 
-async def test_one_that_leaves_while_others_are_read_is_left_alone(setup: Setup, until: Until) -> None:
-    await setup.busy(until)
+async def test_one_that_leaves_while_others_are_read_is_left_alone(setup: Setup) -> None:
+    await setup.busy()
     first, second, _ = setup.streams
     first.far.send(b"y")
     second.far.send(b"y")

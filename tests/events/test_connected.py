@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import uvloop
 import zmq
+from tests.support.waiting import until
 
 from kvroute.clock import SystemClock
 from kvroute.errors import WireError
@@ -20,7 +21,6 @@ from kvroute.events.inbox import ConnectedInbox, Frames
 from kvroute.events.poller import SocketPoller, TimeSlicer
 from kvroute.wire.zmq import GREETING, command, ready
 
-Until = Callable[[Callable[[], bool]], Any]
 LONG_S = 20.0
 
 
@@ -35,9 +35,7 @@ class Publisher:
 
     async def subscribed(self) -> bytes:
         """Waits for the next subscription and returns it."""
-        async with asyncio.timeout(LONG_S):
-            while not self._socket.poll(0):
-                await asyncio.sleep(0.001)
+        await until(lambda: self._socket.poll(0), within_s=LONG_S)
         return bytes(self._socket.recv())
 
     def send(self, *frames: bytes) -> None:
@@ -131,7 +129,7 @@ async def test_a_lost_connection_is_told_of_and_made_anew(publisher: Publisher) 
     again.close()
 
 
-async def test_what_cannot_wait_here_waits_at_the_worker(publisher: Publisher, until: Until) -> None:
+async def test_what_cannot_wait_here_waits_at_the_worker(publisher: Publisher) -> None:
     inbox = ConnectedInbox(arrivals(), publisher.endpoint, "kv", 20)
     await inbox.ready(LONG_S)
     await publisher.subscribed()
@@ -220,7 +218,7 @@ class Peer:
     ],
 )
 async def test_a_peer_that_is_no_publisher_is_complained_of_once_and_tried_again(
-    says: bytes, why: str, until: Until, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    says: bytes, why: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvroute.events.inbox._RECONNECT_S", 0.001)
     if says.endswith(b"\x77"):
@@ -238,7 +236,7 @@ async def test_a_peer_that_is_no_publisher_is_complained_of_once_and_tried_again
 
 
 async def test_a_peer_that_says_nothing_is_complained_of(
-    until: Until, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvroute.events.inbox._RECONNECT_S", 0.001)
     monkeypatch.setattr("kvroute.events.inbox._HANDSHAKE_S", 0.001)
@@ -254,7 +252,7 @@ async def test_a_peer_that_says_nothing_is_complained_of(
 
 
 async def test_a_peer_that_is_no_publisher_behind_its_handshake_is_complained_of_once(
-    until: Until, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvroute.events.inbox._RECONNECT_S", 0.001)
     peer = Peer(GREETING + ready() + b"\x77\x77")
@@ -319,7 +317,7 @@ async def test_an_address_that_nobody_answers_at_leaves_time_for_the_next(
 
 
 @pytest.mark.parametrize("context", [b"hello", b"x" * 60_000])
-async def test_a_publisher_that_asks_whether_we_live_is_answered(context: bytes, until: Until) -> None:
+async def test_a_publisher_that_asks_whether_we_live_is_answered(context: bytes) -> None:
     """With the sixteen bytes that a context may have, and not with more."""
     peer = Peer(GREETING + ready() + command(b"PING", b"\x00\x64" + context))
     async with peer as endpoint:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import zmq.asyncio
+from tests.support.waiting import until
 
 from kvroute.blocks.keys import Tier
 from kvroute.clock import SystemClock
@@ -90,7 +91,6 @@ async def followed(
 
 
 Make = Callable[..., Any]
-Until = Callable[[Callable[[], bool]], Any]
 Tokens = Callable[[int, int], list[int]]
 
 
@@ -107,7 +107,7 @@ def busy(tokens_of: Tokens) -> Callable[[Any, range], None]:
 
 @pytest.mark.parametrize("dialect", DIALECTS)
 async def test_a_stream_is_learnt_from_its_start_and_followed(
-    engine_of: Make, until: Until, busy: Any, dialect: str
+    engine_of: Make, busy: Any, dialect: str
 ) -> None:
     engine = engine_of(capacity_tokens=1000, event_dialect=dialect)
     busy(engine, range(3))
@@ -120,9 +120,7 @@ async def test_a_stream_is_learnt_from_its_start_and_followed(
     assert follower.ledger.held_blocks(Tier.GPU) == 0
 
 
-async def test_dropped_batches_are_replayed(
-    engine_of: Make, until: Until, busy: Any, tokens_of: Tokens
-) -> None:
+async def test_dropped_batches_are_replayed(engine_of: Make, busy: Any, tokens_of: Tokens) -> None:
     engine = engine_of(capacity_tokens=1000)
     async with followed(engine) as follower:
         busy(engine, range(3))
@@ -136,7 +134,7 @@ async def test_dropped_batches_are_replayed(
 
 
 async def test_the_loss_of_the_last_batch_is_found_in_the_silence_after_it(
-    engine_of: Make, until: Until, tokens_of: Tokens
+    engine_of: Make, tokens_of: Tokens
 ) -> None:
     engine = engine_of(capacity_tokens=1000)
     async with followed(engine) as follower:
@@ -148,7 +146,7 @@ async def test_the_loss_of_the_last_batch_is_found_in_the_silence_after_it(
 
 
 async def test_duplicates_reordered_and_late_batches_count_once(
-    engine_of: Make, until: Until, busy: Any, tokens_of: Tokens
+    engine_of: Make, busy: Any, tokens_of: Tokens
 ) -> None:
     engine = engine_of(capacity_tokens=1000)
     async with followed(engine) as follower:
@@ -173,7 +171,7 @@ async def test_duplicates_reordered_and_late_batches_count_once(
 
 
 async def test_garbage_and_half_messages_change_nothing(
-    engine_of: Make, until: Until, busy: Any, tokens_of: Tokens
+    engine_of: Make, busy: Any, tokens_of: Tokens
 ) -> None:
     engine = engine_of(capacity_tokens=1000)
     async with followed(engine) as follower:
@@ -200,9 +198,7 @@ async def test_garbage_and_half_messages_change_nothing(
     assert follower.subscriber.counts.restarts == 0
 
 
-async def test_a_restart_is_found_by_its_numbers_and_in_silence(
-    engine_of: Make, until: Until, busy: Any
-) -> None:
+async def test_a_restart_is_found_by_its_numbers_and_in_silence(engine_of: Make, busy: Any) -> None:
     engine = engine_of(capacity_tokens=1000)
     async with followed(engine) as follower:
         busy(engine, range(4))
@@ -221,7 +217,7 @@ async def test_a_restart_is_found_by_its_numbers_and_in_silence(
 
 
 async def test_a_restart_that_has_caught_up_with_the_numbers_is_still_found(
-    engine_of: Make, until: Until, busy: Any, tokens_of: Tokens
+    engine_of: Make, busy: Any, tokens_of: Tokens
 ) -> None:
     """Nothing of the new process is seen live before its number fits: only the overlap tells."""
     engine = engine_of(capacity_tokens=1000)
@@ -237,9 +233,7 @@ async def test_a_restart_that_has_caught_up_with_the_numbers_is_still_found(
     assert follower.subscriber.counts.restarts == 1
 
 
-async def test_the_fleets_word_of_a_restart_empties_the_map_at_once(
-    engine_of: Make, until: Until, busy: Any
-) -> None:
+async def test_the_fleets_word_of_a_restart_empties_the_map_at_once(engine_of: Make, busy: Any) -> None:
     engine = engine_of(capacity_tokens=1000)
     async with followed(engine) as follower:
         busy(engine, range(3))
@@ -254,7 +248,7 @@ async def test_the_fleets_word_of_a_restart_empties_the_map_at_once(
 
 
 async def test_a_gap_beyond_the_buffer_drops_the_map_until_a_clear(
-    engine_of: Make, until: Until, busy: Any, tokens_of: Tokens
+    engine_of: Make, busy: Any, tokens_of: Tokens
 ) -> None:
     engine = engine_of(capacity_tokens=1000, event_buffer_steps=2)
     async with followed(engine) as follower:
@@ -274,7 +268,7 @@ async def test_a_gap_beyond_the_buffer_drops_the_map_until_a_clear(
 
 
 async def test_a_lost_history_ends_when_the_cache_has_turned_over(
-    engine_of: Make, until: Until, busy: Any, tokens_of: Tokens
+    engine_of: Make, busy: Any, tokens_of: Tokens
 ) -> None:
     engine = engine_of(capacity_tokens=1000, event_buffer_steps=2)
     async with followed(engine, pool=62) as follower:
@@ -295,7 +289,7 @@ async def test_a_lost_history_ends_when_the_cache_has_turned_over(
 
 
 async def test_a_distrusted_map_is_replayed_from_the_start(
-    engine_of: Make, until: Until, busy: Any, tokens_of: Tokens
+    engine_of: Make, busy: Any, tokens_of: Tokens
 ) -> None:
     engine = engine_of(capacity_tokens=1000)
     async with followed(engine) as follower:
@@ -319,7 +313,7 @@ async def test_a_distrusted_map_is_replayed_from_the_start(
 
 
 async def test_a_distrusted_map_that_cannot_be_replayed_begins_from_nothing(
-    engine_of: Make, until: Until, tokens_of: Tokens
+    engine_of: Make, tokens_of: Tokens
 ) -> None:
     engine = engine_of(capacity_tokens=1000)
     async with followed(engine, replays=False) as follower:
@@ -340,9 +334,7 @@ async def test_a_distrusted_map_that_cannot_be_replayed_begins_from_nothing(
         assert follower.believed <= engine.truth
 
 
-async def test_a_map_without_room_is_not_called_whole(
-    engine_of: Make, until: Until, tokens_of: Tokens
-) -> None:
+async def test_a_map_without_room_is_not_called_whole(engine_of: Make, tokens_of: Tokens) -> None:
     engine = engine_of(capacity_tokens=1600)
     async with followed(engine, pool=100, max_blocks=40) as follower:
         engine.serve(tokens_of(0, 400))
@@ -362,7 +354,7 @@ async def test_a_map_without_room_is_not_called_whole(
 
 
 async def test_what_was_refused_is_forgotten_once_everything_was_computed_anew(
-    engine_of: Make, until: Until, tokens_of: Tokens
+    engine_of: Make, tokens_of: Tokens
 ) -> None:
     engine = engine_of(capacity_tokens=800)
     async with followed(engine, pool=50, max_blocks=45) as follower:
@@ -379,7 +371,6 @@ async def test_what_was_refused_is_forgotten_once_everything_was_computed_anew(
 
 async def test_a_failure_of_our_own_drops_the_map_which_is_then_read_anew(
     engine_of: Make,
-    until: Until,
     busy: Any,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
@@ -409,7 +400,7 @@ async def test_a_failure_of_our_own_drops_the_map_which_is_then_read_anew(
 
 
 async def test_a_worker_that_serves_without_announcing_it_is_not_believed(
-    engine_of: Make, until: Until, tokens_of: Tokens
+    engine_of: Make, tokens_of: Tokens
 ) -> None:
     engine = engine_of(capacity_tokens=1000)
     options = QUICK.model_copy(update={"silent_requests": 3, "silent_s": 0.01})
@@ -431,7 +422,7 @@ async def test_a_worker_that_serves_without_announcing_it_is_not_believed(
 
 
 async def test_blocks_with_unknown_parents_wait_for_their_re_announcement(
-    engine_of: Make, until: Until, tokens_of: Tokens
+    engine_of: Make, tokens_of: Tokens
 ) -> None:
     engine = engine_of(capacity_tokens=1000, event_buffer_steps=2)
     first, second = tokens_of(1, 100), tokens_of(2, 100)
@@ -459,7 +450,7 @@ async def test_blocks_with_unknown_parents_wait_for_their_re_announcement(
 
 
 async def test_without_a_replay_socket_a_gap_costs_the_map(
-    engine_of: Make, until: Until, busy: Any, tokens_of: Tokens
+    engine_of: Make, busy: Any, tokens_of: Tokens
 ) -> None:
     engine = engine_of(capacity_tokens=1000)
     async with followed(engine, replays=False) as follower:
@@ -483,7 +474,7 @@ async def test_without_a_replay_socket_a_gap_costs_the_map(
 
 
 async def test_a_replay_socket_that_does_not_answer_costs_the_map_and_no_more(
-    engine_of: Make, until: Until, tokens_of: Tokens
+    engine_of: Make, tokens_of: Tokens
 ) -> None:
     engine = engine_of(capacity_tokens=1000)
     options = QUICK.model_copy(update={"replay_timeout_s": 0.05})
@@ -500,9 +491,7 @@ async def test_a_replay_socket_that_does_not_answer_costs_the_map_and_no_more(
         assert len(follower.believed) == 6
 
 
-async def test_a_burst_is_taken_in_whole_and_in_slices(
-    engine_of: Make, until: Until, tokens_of: Tokens
-) -> None:
+async def test_a_burst_is_taken_in_whole_and_in_slices(engine_of: Make, tokens_of: Tokens) -> None:
     """100,000 blocks: others get their turn many times meanwhile."""
     engine = engine_of(capacity_tokens=1_600_000)
     async with followed(engine) as follower:
@@ -523,7 +512,7 @@ async def test_a_burst_is_taken_in_whole_and_in_slices(
 
 @pytest.mark.parametrize("dialect", ["array-0.20", "map-0.30"])
 async def test_a_long_prompt_announced_as_one_event_is_learnt_and_evicted(
-    engine_of: Make, until: Until, tokens_of: Tokens, dialect: str
+    engine_of: Make, tokens_of: Tokens, dialect: str
 ) -> None:
     engine = engine_of(capacity_tokens=80_000, event_dialect=dialect)
     async with followed(engine) as follower:
@@ -540,9 +529,7 @@ async def test_a_long_prompt_announced_as_one_event_is_learnt_and_evicted(
     assert follower.subscriber.counts.undivided == 0
 
 
-async def test_an_endpoint_that_comes_up_late_is_followed(
-    engine_of: Make, until: Until, tokens_of: Tokens
-) -> None:
+async def test_an_endpoint_that_comes_up_late_is_followed(engine_of: Make, tokens_of: Tokens) -> None:
     first = engine_of()
     endpoint, replay = first.publisher.endpoint, first.publisher.replay_endpoint
     await first.stop()

@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 import zmq
+from tests.support.waiting import until
 
 from kvroute.blocks.keys import Tier, adapter_space, prompt_keys
 from kvroute.clock import SystemClock
@@ -66,13 +67,10 @@ async def running(options: KvEventsOptions = QUICK) -> AsyncIterator[Setup]:
 
 
 Make = Callable[..., Any]
-Until = Callable[[Callable[[], bool]], Any]
 Tokens = Callable[[int, int], list[int]]
 
 
-async def test_workers_are_followed_from_joining_to_leaving(
-    engine_of: Make, until: Until, tokens_of: Tokens
-) -> None:
+async def test_workers_are_followed_from_joining_to_leaving(engine_of: Make, tokens_of: Tokens) -> None:
     one, two, prompt = engine_of(), engine_of(), tokens_of(1, 100)
     one.serve(prompt)
     async with running() as setup:
@@ -95,7 +93,7 @@ async def test_workers_are_followed_from_joining_to_leaving(
 
 
 async def test_a_restarted_worker_is_emptied_at_once_and_its_sources_are_read_again(
-    engine_of: Make, until: Until, tokens_of: Tokens
+    engine_of: Make, tokens_of: Tokens
 ) -> None:
     old, new, prompt = engine_of(), engine_of(), tokens_of(1, 100)
     old.serve(prompt)
@@ -114,7 +112,7 @@ async def test_a_restarted_worker_is_emptied_at_once_and_its_sources_are_read_ag
 
 
 async def test_a_place_is_nobody_elses_until_its_worker_has_another(
-    engine_of: Make, until: Until, tokens_of: Tokens
+    engine_of: Make, tokens_of: Tokens
 ) -> None:
     """Its sources change; between its old streams' end and its new ones' beginning others come and go."""
     old, new, other = engine_of(), engine_of(), engine_of()
@@ -152,7 +150,7 @@ async def test_a_place_is_nobody_elses_until_its_worker_has_another(
 
 
 async def test_a_failure_of_our_own_is_said_and_asking_goes_on(
-    engine_of: Make, until: Until, tokens_of: Tokens, caplog: pytest.LogCaptureFixture
+    engine_of: Make, tokens_of: Tokens, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = engine_of()
     engine.serve(tokens_of(1, 100))
@@ -167,7 +165,7 @@ async def test_a_failure_of_our_own_is_said_and_asking_goes_on(
 
 
 async def test_a_worker_without_events_is_named_once_and_asked_again(
-    engine_of: Make, until: Until, tokens_of: Tokens, caplog: pytest.LogCaptureFixture
+    engine_of: Make, tokens_of: Tokens, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = engine_of()
     engine.serve(tokens_of(1, 100))
@@ -189,7 +187,7 @@ async def test_a_worker_without_events_is_named_once_and_asked_again(
     assert sum("publishes no KV events" in record.getMessage() for record in caplog.records) == 1
 
 
-async def test_figures_are_told_by_worker_and_rank(engine_of: Make, until: Until, tokens_of: Tokens) -> None:
+async def test_figures_are_told_by_worker_and_rank(engine_of: Make, tokens_of: Tokens) -> None:
     engine = engine_of()
     engine.serve(tokens_of(1, 100))
     async with running() as setup:
@@ -211,7 +209,7 @@ async def test_figures_are_told_by_worker_and_rank(engine_of: Make, until: Until
             setup.ingest.distrust(worker, 0, "nonsense")
 
 
-async def test_workers_that_connect_to_us_are_told_apart_by_topic(until: Until, tokens_of: Tokens) -> None:
+async def test_workers_that_connect_to_us_are_told_apart_by_topic(tokens_of: Tokens) -> None:
     from kvroute.wire.vllm import DIALECTS
     from kvroute.wire.zmq import EventMessage, pack_live
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
+from tests.support.waiting import until
 
 from kvroute.blocks.keys import Tier, adapter_space, prompt_keys
 from kvroute.clock import SystemClock
@@ -31,7 +32,6 @@ QUICK = KvEventsOptions(
 )
 
 Make = Callable[..., Any]
-Until = Callable[[Callable[[], bool]], Any]
 Tokens = Callable[[int, int], list[int]]
 
 
@@ -92,7 +92,6 @@ async def repaired(
 
 async def lose_history(
     setup: Repaired,
-    until: Until,
     prompts: list[list[int]],
     last: list[int],
     past: Sequence[list[int]] = (),
@@ -114,13 +113,13 @@ async def lose_history(
 
 
 async def test_after_a_gap_beyond_the_buffer_the_worker_is_asked_and_the_map_is_whole_again(
-    engine_of: Make, until: Until, tokens_of: Tokens
+    engine_of: Make, tokens_of: Tokens
 ) -> None:
     engine = engine_of(capacity_tokens=2000, event_buffer_steps=4)
     async with repaired(engine) as setup:
         prompts = [tokens_of(number, 100) for number in range(1, 4)]
         setup.worker.state = HealthState.DRAINING
-        await lose_history(setup, until, prompts, tokens_of(9, 50))
+        await lose_history(setup, prompts, tokens_of(9, 50))
         assert len(setup.believed) == 6
         setup.worker.state = HealthState.HEALTHY
         await until(lambda: setup.ingest.trust(setup.worker) is MapTrust.WHOLE)
@@ -138,7 +137,7 @@ async def test_after_a_gap_beyond_the_buffer_the_worker_is_asked_and_the_map_is_
 
 
 async def test_an_adapters_prompt_is_asked_in_its_key_space_for_both_modes_of_lmcache(
-    engine_of: Make, until: Until, tokens_of: Tokens
+    engine_of: Make, tokens_of: Tokens
 ) -> None:
     """Without the tag, LMCache inside the engine would serve what the base model computed."""
     engine = engine_of(capacity_tokens=2000, event_buffer_steps=4)
@@ -162,13 +161,13 @@ async def test_an_adapters_prompt_is_asked_in_its_key_space_for_both_modes_of_lm
 
 
 async def test_orphans_of_a_known_prompt_are_placed_and_of_unknown_ones_are_not(
-    engine_of: Make, until: Until, tokens_of: Tokens
+    engine_of: Make, tokens_of: Tokens
 ) -> None:
     engine = engine_of(capacity_tokens=4000, event_buffer_steps=4)
     ours, others = tokens_of(1, 100), tokens_of(2, 100)
     async with repaired(engine) as setup:
         setup.worker.state = HealthState.DRAINING
-        await lose_history(setup, until, [ours], [2] * 17, past=[others])
+        await lose_history(setup, [ours], [2] * 17, past=[others])
         engine.serve(ours + tokens_of(3, 60))
         engine.serve(others + tokens_of(4, 60))
         await until(lambda: setup.stream.ledger.aside_blocks == 8)
@@ -182,26 +181,24 @@ async def test_orphans_of_a_known_prompt_are_placed_and_of_unknown_ones_are_not(
 
 
 async def test_a_release_that_does_not_announce_again_is_left_alone(
-    engine_of: Make, until: Until, tokens_of: Tokens, caplog: pytest.LogCaptureFixture
+    engine_of: Make, tokens_of: Tokens, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = engine_of(capacity_tokens=4000, event_buffer_steps=4)
     async with repaired(engine, reports=False) as setup:
         prompts = [tokens_of(number, 100) for number in range(1, 9)]
-        await lose_history(setup, until, prompts, [2] * 17)
+        await lose_history(setup, prompts, [2] * 17)
         await until(lambda: any("does not announce again" in r.getMessage() for r in caplog.records))
 
         assert len(setup.asked) == 3
         assert setup.ingest.trust(setup.worker) is MapTrust.PARTIAL
 
 
-async def test_what_the_worker_has_lost_ends_the_asking(
-    engine_of: Make, until: Until, tokens_of: Tokens
-) -> None:
+async def test_what_the_worker_has_lost_ends_the_asking(engine_of: Make, tokens_of: Tokens) -> None:
     engine = engine_of(capacity_tokens=1000, event_buffer_steps=4)
     async with repaired(engine) as setup:
         setup.worker.state = HealthState.DRAINING
         prompts = [tokens_of(number, 300) for number in range(1, 12)]
-        await lose_history(setup, until, prompts, [2] * 17)
+        await lose_history(setup, prompts, [2] * 17)
         setup.worker.state = HealthState.HEALTHY
         await until(lambda: setup.ingest.trust(setup.worker) is MapTrust.WHOLE)
 
@@ -211,13 +208,11 @@ async def test_what_the_worker_has_lost_ends_the_asking(
 
 
 @pytest.mark.parametrize("off", [{"enabled": False}, {"memory_tokens": 0}])
-async def test_probes_can_be_turned_off(
-    engine_of: Make, until: Until, tokens_of: Tokens, off: dict[str, Any]
-) -> None:
+async def test_probes_can_be_turned_off(engine_of: Make, tokens_of: Tokens, off: dict[str, Any]) -> None:
     engine = engine_of(capacity_tokens=4000, event_buffer_steps=4)
     options = QUICK.model_copy(update={"probe": QUICK.probe.model_copy(update=off)})
     async with repaired(engine, options) as setup:
-        await lose_history(setup, until, [tokens_of(1, 100)], [2] * 17)
+        await lose_history(setup, [tokens_of(1, 100)], [2] * 17)
         replays = setup.stream.subscriber.counts.replays
         await until(lambda: setup.stream.subscriber.counts.replays > replays + 3)
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
+from tests.support.waiting import until
 
 from kvroute.blocks.keys import Tier
 from kvroute.clock import SystemClock
@@ -28,7 +29,6 @@ from kvroute.index.trust import MapTrust
 from kvroute.wire.vllm import BlockRemoved, BlockStored, EventBatch
 
 Make = Callable[..., Any]
-Until = Callable[[Callable[[], bool]], Any]
 Tokens = Callable[[int, int], list[int]]
 
 
@@ -86,7 +86,7 @@ async def gateway(
 
 
 async def test_a_new_process_goes_on_where_the_old_one_ended(
-    engine_of: Make, until: Until, tokens_of: Tokens, tmp_path: Path
+    engine_of: Make, tokens_of: Tokens, tmp_path: Path
 ) -> None:
     # The buffer holds the last two batches: without the file all else would be lost.
     engine, path = engine_of(event_buffer_steps=4), tmp_path / "map"
@@ -110,7 +110,7 @@ async def test_a_new_process_goes_on_where_the_old_one_ended(
 
 @pytest.mark.parametrize("change", ["incarnation", "unknown incarnation", "overrun", "restarted"])
 async def test_another_process_or_too_long_a_time_is_begun_anew(
-    engine_of: Make, until: Until, tokens_of: Tokens, tmp_path: Path, change: str
+    engine_of: Make, tokens_of: Tokens, tmp_path: Path, change: str
 ) -> None:
     engine, path = engine_of(event_buffer_steps=4), tmp_path / "map"
     async with gateway(engine, path) as setup:
@@ -135,9 +135,7 @@ async def test_another_process_or_too_long_a_time_is_begun_anew(
     assert believed <= engine.truth
 
 
-async def test_a_snapshot_is_written_on_a_timer(
-    engine_of: Make, until: Until, tokens_of: Tokens, tmp_path: Path
-) -> None:
+async def test_a_snapshot_is_written_on_a_timer(engine_of: Make, tokens_of: Tokens, tmp_path: Path) -> None:
     engine, path = engine_of(), tmp_path / "map"
     engine.serve(tokens_of(1, 100))
     async with gateway(engine, path, interval_s=0.01) as setup:
@@ -153,7 +151,6 @@ async def test_a_snapshot_is_written_on_a_timer(
 @pytest.mark.parametrize("step", ["begin", "add", "finish"])
 async def test_a_writing_that_is_cancelled_is_over_before_the_next_begins(
     engine_of: Make,
-    until: Until,
     tokens_of: Tokens,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -196,7 +193,6 @@ async def test_a_writing_that_is_cancelled_is_over_before_the_next_begins(
 @pytest.mark.parametrize("content", [b"", b"garbage", None])
 async def test_a_damaged_file_is_logged_and_replaced(
     engine_of: Make,
-    until: Until,
     tokens_of: Tokens,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,

@@ -8,27 +8,21 @@ from typing import Any
 
 import uvloop
 import zmq.asyncio
+from tests.support.clocks import ManualClock
 
 from kvroute.events.inbox import Listener
 from kvroute.events.poller import TimeSlicer
 
-
-class WorkClock:
-    """Time passes by work alone, in pieces whose sums are exact."""
-
-    def __init__(self) -> None:
-        self.pieces = 0
-
-    def now(self) -> float:
-        return self.pieces / 1024
+PIECE_S = 1 / 1024
+"""Time passes by work alone, in pieces whose sums are exact."""
 
 
 class Loop:
     """Counts the loop's turns, and what was done in each of them."""
 
     def __init__(self) -> None:
-        self.clock: Any = WorkClock()
-        self.turns = TimeSlicer(self.clock, 5 * 1000 / 1024)
+        self.clock: Any = ManualClock(0.0)
+        self.turns = TimeSlicer(self.clock, 5 * 1000 * PIECE_S)
         self.number = 0
         self.done: Counter[int] = Counter()
         self.by_worker: list[int] = []
@@ -46,7 +40,7 @@ class Loop:
         for _ in range(pieces):
             if self.turns.are_over():
                 await self.turns.next()
-            self.clock.pieces += 1
+            self.clock.time += PIECE_S
             self.done[self.number] += 1
             self.by_worker.append(worker)
 
@@ -129,7 +123,7 @@ async def test_a_listener_that_finds_many_messages_stops_for_others() -> None:
     inbox = listener.inbox("kv")
 
     def count(frames: Any) -> None:
-        loop.clock.pieces += 1
+        loop.clock.time += PIECE_S
         loop.done[loop.number] += 1
 
     inbox.put = count  # type: ignore[method-assign]

@@ -10,45 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
-
-
-class FakeClock:
-    """A `Clock` whose time passes in `advance` only; sleepers wake in the order of their ends."""
-
-    def __init__(self) -> None:
-        self._now = 1000.0
-        self._sleepers: list[tuple[float, int, asyncio.Future[None]]] = []
-        self._count = 0
-
-    def now(self) -> float:
-        return self._now
-
-    def wall(self) -> float:
-        return 1.7e9 + self._now
-
-    async def sleep(self, seconds: float) -> None:
-        self._count += 1
-        entry = (self._now + seconds, self._count, asyncio.get_running_loop().create_future())
-        self._sleepers.append(entry)
-        try:
-            await entry[2]
-        finally:
-            self._sleepers.remove(entry)
-
-    async def advance(self, seconds: float) -> None:
-        """Let `seconds` pass and everything that they wake run until it sleeps again."""
-        end = self._now + seconds
-        await self.settle()
-        while due := sorted(s for s in self._sleepers if s[0] <= end and not s[2].done()):
-            self._now = max(self._now, due[0][0])
-            due[0][2].set_result(None)
-            await self.settle()
-        self._now = end
-
-    async def settle(self) -> None:
-        """Enough turns of the loop for a probe through httpx's mock transport and all that follows."""
-        for _ in range(60):
-            await asyncio.sleep(0)
+from tests.support.clocks import AdvancingClock
 
 
 @dataclass
@@ -104,8 +66,8 @@ class FakeNetwork(dict[str, FakeWorker]):
 
 
 @pytest.fixture
-def clock() -> FakeClock:
-    return FakeClock()
+def clock() -> AdvancingClock:
+    return AdvancingClock()
 
 
 @pytest.fixture

@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.clocks import QuickClock
+from tests.support.waiting import until
 
 from kvroute.clock import SystemClock
 from kvroute.errors import ConfigError
@@ -87,63 +89,57 @@ def test_reading_a_file_that_is_not_there_or_not_text_says_so(tmp_path: Path) ->
 # Watching it
 
 
-class CountingClock(SystemClock):
-    """Each pause between two looks is short, and counted."""
+class WatchedFile:
+    """A workers file that is watched with short pauses between the polls."""
 
-    looks = 0
+    def __init__(self, path: Path, clock: QuickClock | None = None) -> None:
+        self.path = path
+        self.clock = clock or QuickClock(0.001)
+        self.source = FileDiscovery(path, self.clock)
+        self._found = self.source.watch()
 
-    async def sleep(self, seconds: float) -> None:
-        self.looks += 1
-        await asyncio.sleep(0.001)
+    @property
+    def polls(self) -> int:
+        return len(self.clock.slept)
 
-    async def until(self, condition: Callable[[], bool]) -> None:
+    async def next_ids(self) -> list[str]:
+        """The ids of the next list of workers that the source yields."""
         async with asyncio.timeout(20):
-            while not condition():
-                await self.sleep(0)
+            return ids(await anext(self._found))
 
+    async def ids_after_repair(self) -> list[str]:
+        """Poll the broken file until its error is counted, and 20 times more; then repair the file and return
+        the next ids."""
+        waiting = asyncio.ensure_future(self.next_ids())
+        await until(lambda: self.source.errors > 0)
+        enough = self.polls + 20
+        await until(lambda: self.polls >= enough)
+        assert self.source.errors == 1
+        assert not waiting.done()
+        replace_file(self.path, TWO)
+        return await waiting
 
-def watching(path: Path) -> tuple[FileDiscovery, AsyncGenerator[tuple[WorkerSpec, ...], None]]:
-    source = FileDiscovery(path, CountingClock())
-    return source, source.watch()
-
-
-async def next_of(found: AsyncGenerator[tuple[WorkerSpec, ...], None]) -> list[str]:
-    async with asyncio.timeout(20):
-        return ids(await anext(found))
+    async def aclose(self) -> None:
+        await self._found.aclose()
 
 
 def replace_file(path: Path, text: str) -> None:
-    """As editors do it: a new file under the old name. Written in place, a look may find it empty."""
+    """Rename a new file to `path`, as editors do. A poll may find a file empty that is written in place."""
     fresh = path.with_suffix(".new")
     fresh.write_text(text)
     fresh.replace(path)
-
-
-async def after_complaint(source: FileDiscovery, found: AsyncGenerator[Any, None]) -> list[str]:
-    """Watch on until the source has complained, and for some looks more; then mend the file and return
-    what comes."""
-    waiting = asyncio.ensure_future(next_of(found))
-    clock = source._clock
-    assert isinstance(clock, CountingClock)
-    await clock.until(lambda: source.errors > 0)
-    enough = clock.looks + 20
-    await clock.until(lambda: clock.looks >= enough)
-    assert source.errors == 1
-    assert not waiting.done()
-    replace_file(source._path, TWO)
-    return await waiting
 
 
 @pytest.mark.parametrize("write", [Path.write_text, replace_file], ids=["in place", "replaced"])
 async def test_a_change_of_the_file_is_found(tmp_path: Path, write: Callable[[Path, str], Any]) -> None:
     path = tmp_path / "workers.yaml"
     path.write_text(ONE)
-    _source, found = watching(path)
+    file = WatchedFile(path)
 
-    assert await next_of(found) == ["one:1"]
+    assert await file.next_ids() == ["one:1"]
     write(path, TWO)
-    assert await next_of(found) == ["one:1", "two:2"]
-    await found.aclose()
+    assert await file.next_ids() == ["one:1", "two:2"]
+    await file.aclose()
 
 
 async def test_a_swapped_symbolic_link_is_a_change(tmp_path: Path) -> None:
@@ -152,15 +148,15 @@ async def test_a_swapped_symbolic_link_is_a_change(tmp_path: Path) -> None:
     (tmp_path / "v2").write_text(TWO)
     path = tmp_path / "workers.yaml"
     path.symlink_to("v1")
-    _source, found = watching(path)
-    assert await next_of(found) == ["one:1"]
+    file = WatchedFile(path)
+    assert await file.next_ids() == ["one:1"]
 
     fresh = tmp_path / "fresh"
     fresh.symlink_to("v2")
     fresh.replace(path)
 
-    assert await next_of(found) == ["one:1", "two:2"]
-    await found.aclose()
+    assert await file.next_ids() == ["one:1", "two:2"]
+    await file.aclose()
 
 
 @pytest.mark.parametrize("bad", [b"workers: [nonsense]", b"workers: [", b"\xff\xfe", b""])
@@ -169,53 +165,51 @@ async def test_a_malformed_file_is_logged_and_counted_once_and_yields_nothing(
 ) -> None:
     path = tmp_path / "workers.yaml"
     path.write_text(ONE)
-    source, found = watching(path)
-    await next_of(found)
+    file = WatchedFile(path)
+    await file.next_ids()
 
     fresh = tmp_path / "fresh"
     fresh.write_bytes(bad)
     fresh.replace(path)
 
-    assert await after_complaint(source, found) == ["one:1", "two:2"]
+    assert await file.ids_after_repair() == ["one:1", "two:2"]
     assert caplog.text.count("the known workers stay") == 1
     assert str(path) in caplog.text
-    await found.aclose()
+    await file.aclose()
 
 
 async def test_each_malformed_version_of_a_file_is_counted(tmp_path: Path) -> None:
     path = tmp_path / "workers.yaml"
     path.write_text("nonsense")
-    source, found = watching(path)
-    clock = source._clock
-    assert isinstance(clock, CountingClock)
-    waiting = asyncio.ensure_future(next_of(found))
-    await clock.until(lambda: source.errors == 1)
+    file = WatchedFile(path)
+    waiting = asyncio.ensure_future(file.next_ids())
+    await until(lambda: file.source.errors == 1)
 
     replace_file(path, "more nonsense")
-    await clock.until(lambda: source.errors == 2)
+    await until(lambda: file.source.errors == 2)
     replace_file(path, ONE)
 
     assert await waiting == ["one:1"]
-    await found.aclose()
+    await file.aclose()
 
 
 async def test_a_file_that_vanishes_changes_nothing_until_it_is_back(tmp_path: Path) -> None:
     path = tmp_path / "workers.yaml"
     path.write_text(ONE)
-    source, found = watching(path)
-    await next_of(found)
+    file = WatchedFile(path)
+    await file.next_ids()
 
     path.unlink()
 
-    assert await after_complaint(source, found) == ["one:1", "two:2"]
-    await found.aclose()
+    assert await file.ids_after_repair() == ["one:1", "two:2"]
+    await file.aclose()
 
 
 async def test_a_file_that_is_not_there_yet_is_waited_for(tmp_path: Path) -> None:
-    source, found = watching(tmp_path / "workers.yaml")
+    file = WatchedFile(tmp_path / "workers.yaml")
 
-    assert await after_complaint(source, found) == ["one:1", "two:2"]
-    await found.aclose()
+    assert await file.ids_after_repair() == ["one:1", "two:2"]
+    await file.aclose()
 
 
 async def test_a_file_caught_in_the_middle_of_being_written_is_read_again(
@@ -232,30 +226,28 @@ async def test_a_file_caught_in_the_middle_of_being_written_is_read_again(
         return text
 
     monkeypatch.setattr(Path, "read_text", read_and_change)
-    source, found = watching(path)
+    file = WatchedFile(path)
 
-    assert await next_of(found) == ["one:1", "two:2"]
-    assert source.errors == 0
-    await found.aclose()
+    assert await file.next_ids() == ["one:1", "two:2"]
+    assert file.source.errors == 0
+    await file.aclose()
 
 
-async def test_a_far_shorter_list_is_believed_at_the_second_look(tmp_path: Path) -> None:
+async def test_a_far_shorter_list_is_believed_at_the_second_poll(tmp_path: Path) -> None:
     """A program that writes the file line by line may be at its beginning."""
     path = tmp_path / "workers.yaml"
     path.write_text("workers: [http://a:1, http://b:1, http://c:1]")
-    source, found = watching(path)
-    clock = source._clock
-    assert isinstance(clock, CountingClock)
-    await next_of(found)
+    file = WatchedFile(path)
+    await file.next_ids()
 
     replace_file(path, ONE)
-    looks = clock.looks
-    assert await next_of(found) == ["one:1"]
-    assert clock.looks == looks + 2
+    polls = file.polls
+    assert await file.next_ids() == ["one:1"]
+    assert file.polls == polls + 2
 
     replace_file(path, "workers: []")
-    assert await next_of(found) == []
-    await found.aclose()
+    assert await file.next_ids() == []
+    await file.aclose()
 
 
 @pytest.mark.parametrize("second", ["workers: [http://a:1, http://b:1, http://d:1]", "workers: ["])
@@ -263,28 +255,26 @@ async def test_a_shorter_list_that_changes_again_is_not_believed(tmp_path: Path,
     path = tmp_path / "workers.yaml"
     path.write_text("workers: [http://a:1, http://b:1, http://c:1]")
 
-    class Writer(CountingClock):
-        """Goes on with the file as soon as its beginning has been read."""
+    class Writer(QuickClock):
+        """Writes the rest of the file as soon as its beginning has been read."""
 
         async def sleep(self, seconds: float) -> None:
             if path.read_text() == ONE:
                 replace_file(path, second)
             await super().sleep(seconds)
 
-    clock = Writer()
-    source = FileDiscovery(path, clock)
-    found = source.watch()
-    await next_of(found)
+    file = WatchedFile(path, Writer(0.001))
+    await file.next_ids()
 
     replace_file(path, ONE)
-    waiting = asyncio.ensure_future(next_of(found))
+    waiting = asyncio.ensure_future(file.next_ids())
     if second.endswith("["):
-        await clock.until(lambda: source.errors == 1)
+        await until(lambda: file.source.errors == 1)
         replace_file(path, "workers: [http://a:1, http://b:1, http://d:1]")
 
-    # The file's clock has looked at ONE before the first sleep, or the change was never seen.
+    # Either ONE was read before the first sleep, or the source never saw the change.
     assert await waiting in (["a:1", "b:1", "d:1"],)
-    await found.aclose()
+    await file.aclose()
 
 
 # Sources and the fleet

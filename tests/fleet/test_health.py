@@ -7,6 +7,7 @@ from typing import Any
 
 import httpx
 import pytest
+from tests.support.waiting import until
 
 from kvroute.clock import SystemClock
 from kvroute.fleet.fleet import Fleet, FleetChange
@@ -176,9 +177,7 @@ async def test_a_hanging_worker_is_ejected(watched: Watched) -> None:
     watched.network["a"].hangs = True
     await watched.start("a", "b", timeout_s=0.01, failures_to_eject=1)
 
-    async with asyncio.timeout(5):
-        while watched["a"].state is not UNHEALTHY:
-            await asyncio.sleep(0.01)
+    await until(lambda: watched["a"].state is UNHEALTHY, within_s=5)
 
     assert watched["b"].state is HEALTHY
     assert "no answer within" in watched["a"].trouble

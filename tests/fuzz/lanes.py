@@ -20,6 +20,7 @@ from typing import Any, cast
 from tests.fuzz.answers import Answer, Unreadable, read_answers
 from tests.fuzz.cases import ADMIN_KEY, KEY, MARKED_KEYS, OWN_KEYS, Case, Cases, marked, strange_marks
 from tests.fuzz.worker import EchoWorker
+from tests.support.waiting import until
 from uvicorn.server import ServerState
 
 from kvroute.app.config import Config
@@ -418,9 +419,7 @@ async def lanes(profile: str) -> AsyncIterator[Lanes]:
                 worker.hides_keys = bool(PROFILES[profile].get("server", {}).get("api_keys"))
             config = Config.model_validate(configuration(profile, [worker.url for worker in workers]))
             runtime = await stack.enter_async_context(Runtime(config))
-            async with asyncio.timeout(DEADLINE_S):
-                while list(runtime.fleet.reasons_not_ready()):
-                    await asyncio.sleep(0.01)
+            await until(lambda: not list(runtime.fleet.reasons_not_ready()), within_s=DEADLINE_S)
             yield Lanes(profile, runtime, workers, log)
     finally:
         loop.set_exception_handler(None)

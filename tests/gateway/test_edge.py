@@ -72,8 +72,8 @@ class Application:
         await send({"type": "http.response.body", "body": b"ok"})
 
 
-class Clock:
-    """The loop's time, moved by tests, who end waits by hand."""
+class LoopWithManualTime:
+    """An event loop whose `time()` is `now`, which the test sets; the test also ends the waits."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -101,7 +101,7 @@ class Connection:
             access_log=False,
         )
         config.load()
-        self.clock = Clock(asyncio.get_running_loop())
+        self.clock = LoopWithManualTime(asyncio.get_running_loop())
         self.protocol: Any = protocol_class(config, ServerState(), {}, self.clock)
         self.transport = Transport()
         self.protocol.connection_made(self.transport)

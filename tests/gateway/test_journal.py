@@ -6,23 +6,11 @@ import io
 import logging
 
 import pytest
+from tests.support.clocks import ManualClock
 
 from kvroute.gateway.journal import Journal, Record, Usage
 from kvroute.logs import ACCESS, TextFormatter
 from kvroute.metrics import Metrics
-
-
-class FixedClock:
-    """Shows 10 s, and an epoch 1000 s ahead of that."""
-
-    def now(self) -> float:
-        return 10.0
-
-    def wall(self) -> float:
-        return 1010.0
-
-    async def sleep(self, seconds: float) -> None:
-        raise AssertionError("nothing sleeps here")
 
 
 def figures(metrics: Metrics, name: str) -> float:
@@ -35,7 +23,7 @@ def figures(metrics: Metrics, name: str) -> float:
 
 
 async def journal_of(metrics: Metrics, *, log_requests: bool = False) -> Journal:
-    return Journal(metrics, FixedClock(), log_requests=log_requests, kept=100)
+    return Journal(metrics, ManualClock(10.0, epoch=1000.0), log_requests=log_requests, kept=100)
 
 
 async def test_figures_that_are_asked_for_have_the_request_that_has_just_ended() -> None:

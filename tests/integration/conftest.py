@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
+from tests.support.waiting import until
 
 from kvroute.app.config import Config
 from kvroute.app.runtime import Runtime
@@ -41,10 +42,8 @@ class Gateway:
     server: GatewayServer
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        """Wait for what a background task brings about."""
-        async with asyncio.timeout(20):
-            while not condition():
-                await asyncio.sleep(0.005)
+        """Wait for a change that a background task makes."""
+        await until(condition)
 
     async def until_healthy(self, count: int) -> None:
         await self.until(lambda: self.runtime.fleet.states()[HealthState.HEALTHY] >= count)

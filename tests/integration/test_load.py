@@ -17,6 +17,7 @@ from pathlib import Path
 import httptools
 import httpx
 import pytest
+from tests.support.waiting import until
 
 ADMIN = {"authorization": "Bearer admin-key"}
 ROUNDS = 3
@@ -118,9 +119,11 @@ async def streams(client: httpx.AsyncClient, workers: list[subprocess.Popen]) ->
             (await loop.create_connection(made(url.netloc, number), url.host, url.port))[1]
             for number in range(STREAMS)
         ]
-        async with asyncio.timeout(60):
-            while f"\nkvroute_requests_in_flight {STREAMS}.0\n" not in (await client.get("/metrics")).text:
-                await asyncio.sleep(0.02)
+
+        async def all_are_in_flight() -> bool:
+            return f"\nkvroute_requests_in_flight {STREAMS}.0\n" in (await client.get("/metrics")).text
+
+        await until(all_are_in_flight, within_s=60, every_s=0.02)
     finally:
         for worker in workers:
             worker.send_signal(signal.SIGCONT)
@@ -159,9 +162,11 @@ async def test_rounds_of_2000_streams_all_finish_and_leave_nothing_behind(tmp_pa
         ) as (gateway, url),
         httpx.AsyncClient(base_url=url, timeout=30, trust_env=False) as client,
     ):
-        async with asyncio.timeout(30):
-            while {*(await client.get("/ready")).json()["workers"].values()} != {"healthy"}:
-                await asyncio.sleep(0.05)
+
+        async def all_are_healthy() -> bool:
+            return {*(await client.get("/ready")).json()["workers"].values()} == {"healthy"}
+
+        await until(all_are_healthy, within_s=30, every_s=0.05)
         resident = []
         for _ in range(ROUNDS):
             ended = await streams(client, [one, two])

@@ -11,7 +11,7 @@ import signal
 import socket
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +19,7 @@ from typing import Any
 
 import httpx
 import pytest
+from tests.support.waiting import until
 
 from kvroute.sim.app import RunningSim, run_sim
 from kvroute.sim.options import SimOptions
@@ -90,14 +91,6 @@ async def explain(client: httpx.AsyncClient, content: str) -> dict[str, Any]:
     return told
 
 
-async def until(condition: Callable[[], Awaitable[Any]]) -> Any:
-    """Poll another process."""
-    async with asyncio.timeout(DEADLINE_S):
-        while not (found := await condition()):
-            await asyncio.sleep(0.02)
-        return found
-
-
 async def counted(client: httpx.AsyncClient, name: str) -> float:
     """The sum of a family's samples on `/metrics`."""
     page = (await client.get("/metrics")).text
@@ -137,7 +130,7 @@ async def processes(workers: list[str], *arguments: str) -> AsyncIterator[Proces
                     except httpx.TransportError:
                         return False
 
-                await until(is_ready)
+                await until(is_ready, within_s=DEADLINE_S)
                 await running.connect(stack)
                 yield running
         finally:
@@ -175,7 +168,7 @@ async def test_what_one_process_sends_the_other_knows(sims):
             told = await explain(other, prompt(1))
             return told if told["ranking"][0]["matched_tokens"] else None
 
-        told = await until(is_known)
+        told = await until(is_known, within_s=DEADLINE_S)
         followed = await chat(other, prompt(1))
 
         assert told["worker"] == sent.headers["x-kvroute-worker"]
@@ -200,7 +193,7 @@ async def test_load_admin_and_metrics_are_those_of_both(slow_sims):
             async def is_seen() -> bool:
                 return await in_flight(other) == 1
 
-            await until(is_seen)
+            await until(is_seen, within_s=DEADLINE_S)
             assert await counted(other, "kvroute_requests_in_flight") == 1
             assert await counted(other, "vllm:num_requests_running") == 1
             async for _ in chunks:
@@ -209,7 +202,7 @@ async def test_load_admin_and_metrics_are_those_of_both(slow_sims):
         async def is_over() -> bool:
             return await in_flight(other) == 0
 
-        await until(is_over)
+        await until(is_over, within_s=DEADLINE_S)
         mine, yours = await chat(one, prompt(1)), await chat(other, prompt(2))
         pages = [await counted(client, "kvroute_requests_total") for client in (one, other)]
         assert pages[0] == pages[1] >= 5
@@ -232,20 +225,20 @@ async def test_load_admin_and_metrics_are_those_of_both(slow_sims):
         async def is_drained() -> bool:
             return await state(other, "w0") == "draining"
 
-        await until(is_drained)
+        await until(is_drained, within_s=DEADLINE_S)
         assert (await explain(other, "x"))["worker"] == "w1"
         await other.delete("/admin/workers/w0/drain")
 
         async def is_back() -> bool:
             return await state(one, "w0") == "healthy"
 
-        await until(is_back)
+        await until(is_back, within_s=DEADLINE_S)
         await other.delete("/admin/workers/w1")
 
         async def is_gone() -> bool:
             return await state(one, "w1") is None
 
-        await until(is_gone)
+        await until(is_gone, within_s=DEADLINE_S)
 
 
 async def test_a_killed_process_takes_its_own_streams_only_and_its_successor_is_level(slow_sims):
@@ -287,7 +280,7 @@ async def test_a_killed_process_takes_its_own_streams_only_and_its_successor_is_
         async def is_replaced() -> bool:
             return await counted(survivor, "kvroute_process_links") == 2
 
-        await until(is_replaced)
+        await until(is_replaced, within_s=DEADLINE_S)
         await running.connect(stack)
         assert running.pids()[0] != first[0]
         assert running.pids()[1] == first[1]
@@ -337,7 +330,7 @@ async def test_processes_end_with_a_killed_parent(sims):
         async def are_gone() -> bool:
             return not any(Path(f"/proc/{pid}").exists() for pid in running.pids())
 
-        await until(are_gone)
+        await until(are_gone, within_s=DEADLINE_S)
         assert list(running.folder.iterdir()) == []
 
 
@@ -348,7 +341,7 @@ async def until_nothing_is_noted(client: httpx.AsyncClient) -> None:
     async def has_no_notes() -> bool:
         return not (await client.get("/ready")).json()["notes"]
 
-    await until(has_no_notes)
+    await until(has_no_notes, within_s=DEADLINE_S)
 
 
 async def until_mapped(client: httpx.AsyncClient, content: str) -> str:
@@ -360,7 +353,7 @@ async def until_mapped(client: httpx.AsyncClient, content: str) -> str:
         held = best["matched_tokens"] > PROMPT_TOKENS and not best["requests_in_flight"]
         return str(best["worker"]) if mapped and held else None
 
-    return str(await until(is_mapped))
+    return str(await until(is_mapped, within_s=DEADLINE_S))
 
 
 async def test_events_of_the_workers_reach_the_process_that_does_not_follow_them(sims):
@@ -376,7 +369,7 @@ async def test_events_of_the_workers_reach_the_process_that_does_not_follow_them
             told = [(await client.get("/admin/index")).json()["caches"] for client in running.clients]
             return bool(told[0]["held_blocks"] == told[1]["held_blocks"] > PROMPT_TOKENS // 16)
 
-        await until(are_level)
+        await until(are_level, within_s=DEADLINE_S)
 
 
 async def test_the_process_that_follows_events_can_be_replaced(sims):
@@ -397,7 +390,7 @@ async def test_the_process_that_follows_events_can_be_replaced(sims):
             except httpx.TransportError:  # it had got to the one that was killed
                 return False
 
-        await until(is_replaced)
+        await until(is_replaced, within_s=DEADLINE_S)
         await running.connect(stack)
         for client in running.clients:
             await until_nothing_is_noted(client)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+from tests.support.clocks import ManualClock
 
 from kvroute.blocks.chunks import PromptChunks
 from kvroute.blocks.keys import PromptKeys, block_keys
@@ -28,24 +29,10 @@ from kvroute.routing.strategy import CachePlace, ExactPrompt, NoMap, RouteQuery,
 MODEL = "m"
 
 
-class StillClock:
-    def __init__(self) -> None:
-        self.time = 100.0
-
-    def now(self) -> float:
-        return self.time
-
-    def wall(self) -> float:
-        return self.time
-
-    async def sleep(self, seconds: float) -> None:
-        raise NotImplementedError
-
-
 class Gateway:
     """A router with its fleet; its messages are encoded and decoded as between processes."""
 
-    def __init__(self, strategy: str, clock: StillClock, caches=None) -> None:
+    def __init__(self, strategy: str, clock: ManualClock, caches=None) -> None:
         self.published: list = []
         self.own = OwnDecisions(self.published.append)
         self.router = Router(RoutingOptions(strategy=strategy), caches=caches, observer=self.own)
@@ -98,8 +85,8 @@ class Gateway:
 
 
 @pytest.fixture
-def clock() -> StillClock:
-    return StillClock()
+def clock() -> ManualClock:
+    return ManualClock()
 
 
 @pytest.mark.parametrize("strategy", ["prefixaware", "roundrobin", "session", "kvaware"])

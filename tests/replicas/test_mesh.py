@@ -6,6 +6,7 @@ import asyncio
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
+from tests.support.waiting import until
 
 from kvroute.replicas.mesh import Mesh, make_socket_folder
 from kvroute.replicas.messages import Finished, FirstToken, InSync
@@ -19,7 +20,6 @@ class RecordingMember:
         self.is_synced = is_synced
         self.received: list = []
         self.links: list = []
-        self._changed = asyncio.Event()
 
     def greeting(self, number):
         return self.first_messages
@@ -35,13 +35,6 @@ class RecordingMember:
 
     def _note(self, to, what):
         to.append(what)
-        self._changed.set()
-
-    async def until(self, condition):
-        async with asyncio.timeout(20):
-            while not condition():
-                self._changed.clear()
-                await self._changed.wait()
 
 
 @asynccontextmanager
@@ -73,7 +66,7 @@ async def test_each_process_receives_all_others_messages_after_their_greeting(th
             mesh.publish(Finished(10 * number + place))
 
     for number, member in enumerate(members):
-        await member.until(lambda member=member: len(member.received) == 8)
+        await until(lambda member=member: len(member.received) == 8)
         for other in {0, 1, 2} - {number}:
             received = [message for sender, message in member.received if sender == other]
             assert received == [FirstToken(other), *(Finished(10 * other + place) for place in range(3))]
@@ -86,10 +79,10 @@ async def test_messages_published_before_a_link_are_not_sent_on_it(tmp_path):
         mesh.publish(Finished(1))
         early.first_messages = (FirstToken(5),)
         async with started(Mesh(1, 2, tmp_path), late):
-            await early.until(lambda: early.links)
+            await until(lambda: early.links)
             mesh.publish(Finished(2))
 
-            await late.until(lambda: len(late.received) == 2)
+            await until(lambda: len(late.received) == 2)
             assert late.received == [(0, FirstToken(5)), (0, Finished(2))]
             assert early.links == [("linked", 1, False)]
             assert late.links == [("linked", 0, True)]
@@ -100,8 +93,8 @@ async def test_a_process_that_returns_is_linked_again(tmp_path):
     async with started(Mesh(1, 2, tmp_path), stays) as mesh:
         for _ in range(2):
             async with started(Mesh(0, 2, tmp_path), RecordingMember()):
-                await stays.until(lambda: stays.links and stays.links[-1][0] == "linked")
-            await stays.until(lambda: stays.links[-1][0] == "lost")
+                await until(lambda: stays.links and stays.links[-1][0] == "linked")
+            await until(lambda: stays.links[-1][0] == "lost")
 
         assert [kind for kind, *_ in stays.links] == ["linked", "lost"] * 2
         assert mesh.counts.breaks == 0, "it announced its end"
@@ -111,7 +104,7 @@ async def test_a_broken_link_is_counted_and_logged(three, caplog):
     meshes, members = three
 
     next(iter(meshes[2]._open)).close()
-    await members[2].until(lambda: ("lost", 0) in members[2].links or ("lost", 1) in members[2].links)
+    await until(lambda: ("lost", 0) in members[2].links or ("lost", 1) in members[2].links)
 
     assert meshes[2].counts.breaks == 1
     assert "broke" in caplog.text
@@ -163,7 +156,7 @@ async def test_a_message_to_one_process_reaches_only_that_process(three):
     meshes, members = three
 
     assert meshes[0].send(2, InSync())
-    await members[2].until(lambda: (0, InSync()) in members[2].received)
+    await until(lambda: (0, InSync()) in members[2].received)
 
     assert (0, InSync()) not in members[1].received
     assert not meshes[0].send(7, InSync())

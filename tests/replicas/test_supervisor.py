@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+from tests.support.waiting import until
 
 PARENT = r"""
 import logging, os, signal, sys, time
@@ -125,6 +126,4 @@ async def test_children_end_with_a_killed_parent():
         running.process.kill()
 
         await running.exit_code()  # their standard error closes with the last of them
-        async with asyncio.timeout(30):
-            while any(Path(f"/proc/{pid}").exists() for pid in pids):
-                await asyncio.sleep(0.01)
+        await until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), within_s=30)

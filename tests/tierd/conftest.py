@@ -147,15 +147,3 @@ def memory_name() -> Iterator[str]:
     name = unused_name()
     yield name
     remove_files(name)
-
-
-@pytest.fixture
-def until() -> Callable[[Callable[[], bool]], Awaitable[None]]:
-    """Wait for something that another task will make true."""
-
-    async def wait(is_true: Callable[[], bool]) -> None:
-        async with asyncio.timeout(20):
-            while not is_true():
-                await asyncio.sleep(0.005)
-
-    return wait

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.support.clocks import ManualClock
 from tests.tierd.conftest import crash, remove_files, unused_name
 
-from kvroute.clock import SystemClock
 from kvroute.tierd.pool import PAGE_BYTES, EntryLease, MemoryPool, ObjectName
 from kvroute.tierd.segment import GuardFile, SharedSegment, furthest_mapping, open_segment
 
@@ -25,12 +25,12 @@ FOLDER = Path("/dev/shm")
 LEASE_S = 10.0
 
 
-class Machine(SystemClock):
+class Machine(ManualClock):
     """A daemon and its clients. Mutable: the time, which only sleeping moves, and everything else."""
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._time = 1000.0
+        super().__init__(1000.0)
         self._stored = 0
         self._segment: SharedSegment | None = None
         self._guard: GuardFile | None = None
@@ -40,12 +40,9 @@ class Machine(SystemClock):
         self._leased: list[tuple[EntryLease, int]] = []
         """And where the segment started."""
 
-    def now(self) -> float:  # type: ignore[override]
-        return self._time
-
     async def sleep(self, seconds: float) -> None:
         self.check_leases()  # the daemon waits: what is leased may be read now
-        self._time += seconds
+        self.time += seconds
         self.check_leases()
 
     async def start(self, pages: int) -> None:
@@ -77,7 +74,7 @@ class Machine(SystemClock):
                 self._mappings.append(mmap.mmap(file.fileno(), os.fstat(file.fileno()).st_size))
 
     def put(self, pages: int) -> None:
-        extents = self._pool.allocate(pages * PAGE_BYTES - 7, self._time)
+        extents = self._pool.allocate(pages * PAGE_BYTES - 7, self.time)
         if extents is None:
             return
         assert self._segment is not None
@@ -96,7 +93,7 @@ class Machine(SystemClock):
         if names:
             assert self._guard is not None
             assert self._segment is not None
-            lease = self._pool.lease(names[number % len(names)], LEASE_S, self._time)
+            lease = self._pool.lease(names[number % len(names)], LEASE_S, self.time)
             assert lease is not None
             self._guard.record_lease_end(lease.expires)
             self._leased.append((lease, self._segment.start))
@@ -105,7 +102,7 @@ class Machine(SystemClock):
     def check_leases(self) -> None:
         """Leases of dead daemons, too, until their time is over."""
         for lease, start in self._leased:
-            if self._time < lease.expires:
+            if self.time < lease.expires:
                 self._compare(lease.entry.extents, start, self._data[lease])
 
     def check(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 from tests.tierd.conftest import StartNode
@@ -181,9 +181,7 @@ async def test_peers_with_a_key_understand_each_other(start_node: StartNode) -> 
     assert stranger.running.store.counts.peer_questions == {(far.url, "failed"): 1}
 
 
-async def test_a_peer_reads_what_is_on_the_disk(
-    start_node: StartNode, tmp_path: object, until: Callable[[Callable[[], bool]], Awaitable[None]]
-) -> None:
+async def test_a_peer_reads_what_is_on_the_disk(start_node: StartNode, tmp_path: object) -> None:
     far = await start_node(pages=4, disk_dir=tmp_path, disk_gb=0.01)
     near = await start_node(peers={"urls": [far.url]})
     for number in range(12):

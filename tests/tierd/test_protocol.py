@@ -9,13 +9,13 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
 import pytest
+from tests.support.clocks import QuickClock
+from tests.support.waiting import until
 from tests.tierd.conftest import Client, Node, StartNode
 
 from kvroute.clock import SystemClock
 from kvroute.tierd.pool import PAGE_BYTES
 from kvroute.tierd.protocol import Connection, Connections
-
-Until = Callable[[Callable[[], bool]], Awaitable[None]]
 
 
 class Raw:
@@ -135,25 +135,19 @@ async def test_an_object_may_be_in_pieces(client: Client) -> None:
 
 
 async def test_an_unreleased_lease_ends_with_its_time(start_node: StartNode) -> None:
-    class Clock(SystemClock):
-        ahead = 0.0
-
-        def now(self) -> float:  # type: ignore[override]
-            return SystemClock.now() + self.ahead
-
-    clock = Clock()
+    clock = QuickClock()
     node = await start_node(pages=1, clock=clock)
     await node.client.put("k", b"data")
     assert await node.client.lease("k", ttl_s=20)
     assert await node.client.put("other", b"data") == 507
 
-    clock.ahead = 20.0
+    clock.ahead_s = 20.0
 
     assert await node.client.put("other", b"data") == 200
     assert await node.client.metric("kvroute_tierd_expired_leases_total") == 1
 
 
-async def test_a_lease_waits_for_an_object_that_is_being_sent(node: Node, raw: Raw, until: Until) -> None:
+async def test_a_lease_waits_for_an_object_that_is_being_sent(node: Node, raw: Raw) -> None:
     await raw.send(b"PUT /v1/kv/b/k HTTP/1.1\r\ncontent-length: 8\r\n\r\nhalf")
     await until(lambda: node.running.store.incoming_count == 1)
     waiting = asyncio.create_task(node.client.lease("k", wait_ms=20_000))
@@ -166,9 +160,7 @@ async def test_a_lease_waits_for_an_object_that_is_being_sent(node: Node, raw: R
     assert node.client.read(await waiting) == b"halfdone"
 
 
-async def test_a_sender_that_leaves_is_a_miss_and_its_room_is_free(
-    node: Node, raw: Raw, until: Until
-) -> None:
+async def test_a_sender_that_leaves_is_a_miss_and_its_room_is_free(node: Node, raw: Raw) -> None:
     await raw.send(b"PUT /v1/kv/b/k HTTP/1.1\r\ncontent-length: 65536\r\n\r\nhalf")
     await until(lambda: node.running.store.incoming_count == 1)
     waiting = asyncio.create_task(node.client.lease("k", wait_ms=20_000))
@@ -180,7 +172,7 @@ async def test_a_sender_that_leaves_is_a_miss_and_its_room_is_free(
     assert await node.client.put("k", bytes(16 * PAGE_BYTES)) == 200
 
 
-async def test_a_wait_ends_in_time(node: Node, raw: Raw, until: Until) -> None:
+async def test_a_wait_ends_in_time(node: Node, raw: Raw) -> None:
     await raw.send(b"PUT /v1/kv/b/k HTTP/1.1\r\ncontent-length: 8\r\n\r\nhalf")
     await until(lambda: node.running.store.incoming_count == 1)
 
@@ -199,7 +191,7 @@ async def test_with_holds_misses_a_reader_may_come_before_the_writer(start_node:
 
 
 async def test_a_reader_that_leaves_while_it_waits_leaves_no_lease(
-    start_node: StartNode, connect: Connect, until: Until
+    start_node: StartNode, connect: Connect
 ) -> None:
     node = await start_node(holds_misses=True)
     raw = await connect(node)
@@ -360,9 +352,7 @@ async def test_a_wrong_call_is_answered_and_the_connection_lives(
     assert (await raw.reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
 
 
-async def test_a_client_that_stops_in_the_middle_is_cut(
-    start_node: StartNode, connect: Connect, until: Until
-) -> None:
+async def test_a_client_that_stops_in_the_middle_is_cut(start_node: StartNode, connect: Connect) -> None:
     node = await start_node(stall_timeout_s=0.001)
     idle, stopped = await connect(node), await connect(node)
     await stopped.send(b"PUT /v1/kv/b/k HTTP/1.1\r\ncontent-length: 8\r\n\r\nhalf")
@@ -381,9 +371,7 @@ async def begin_put(raw: Raw, key: str, length: int, sent: bytes) -> None:
     await raw.send(f"PUT /v1/kv/b/{key} HTTP/1.1\r\ncontent-length: {length}\r\n\r\n".encode() + sent)
 
 
-async def test_a_put_holds_memory_as_its_bytes_arrive(
-    start_node: StartNode, connect: Connect, until: Until
-) -> None:
+async def test_a_put_holds_memory_as_its_bytes_arrive(start_node: StartNode, connect: Connect) -> None:
     """At most twice what has come, and one step."""
     node = await start_node(pages=256, put_step_mb=STEP / (1 << 20))
     space = node.running.store.pool.space
@@ -422,7 +410,7 @@ async def test_puts_that_grow_at_the_same_time_keep_their_bytes(
 
 
 async def test_a_put_that_finds_no_more_room_is_refused_and_read_to_its_end(
-    start_node: StartNode, connect: Connect, until: Until
+    start_node: StartNode, connect: Connect
 ) -> None:
     node = await start_node(pages=64, put_step_mb=STEP / (1 << 20))
     store, raw = node.running.store, await connect(node)
@@ -460,9 +448,7 @@ async def test_a_put_waits_for_the_disk_in_the_middle(
     assert await node.client.get("0", wait_ms=10_000) == bytes(STEP)
 
 
-async def test_a_sender_that_is_too_slow_is_cut(
-    start_node: StartNode, connect: Connect, until: Until
-) -> None:
+async def test_a_sender_that_is_too_slow_is_cut(start_node: StartNode, connect: Connect) -> None:
     node = await start_node(put_grace_s=0, put_least_rate=1e12)
     raw = await connect(node)
 

@@ -3,13 +3,13 @@ from __future__ import annotations
 import mmap
 import os
 import struct
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tests.support.clocks import JumpingClock
 from tests.tierd.conftest import crash
 
-from kvroute.clock import SystemClock
+from kvroute.clock import Clock, SystemClock
 from kvroute.tierd.pool import Extent
 from kvroute.tierd.segment import UNKNOWN_LEASE_S, GuardFile, SegmentError, SharedSegment, open_segment
 
@@ -17,23 +17,8 @@ FOLDER = Path("/dev/shm")
 SIZE = 8192
 
 
-class StoppedClock(SystemClock):
-    """Remembers how long it was asked to sleep, and does not. Mutable: `slept`, and the time with it."""
-
-    def __init__(self, on_sleep: Callable[[], object] = lambda: None) -> None:
-        self.slept: list[float] = []
-        self._on_sleep = on_sleep
-
-    def now(self) -> float:  # type: ignore[override]
-        return 1000.0 + sum(self.slept)
-
-    async def sleep(self, seconds: float) -> None:
-        self._on_sleep()
-        self.slept.append(seconds)
-
-
 async def opened(
-    name: str, size_bytes: int = SIZE, clock: SystemClock | None = None, longest: float = 300.0
+    name: str, size_bytes: int = SIZE, clock: Clock | None = None, longest: float = 300.0
 ) -> tuple[SharedSegment, GuardFile]:
     return await open_segment(name, size_bytes, clock or SystemClock(), longest_lease_s=longest)
 
@@ -111,7 +96,7 @@ async def test_an_old_mapping_shows_what_the_next_daemon_writes(
     else:
         segment.close()
         guard.close()
-    clock = StoppedClock()
+    clock = JumpingClock(1000.0)
 
     segment, guard = await opened(memory_name, size_bytes, clock)
     segment.memory[:] = b"n" * size_bytes
@@ -125,14 +110,14 @@ async def test_an_old_mapping_shows_what_the_next_daemon_writes(
 
 
 async def test_the_memory_of_a_killed_daemon_stays_until_its_leases_have_ended(memory_name: str) -> None:
-    clock = StoppedClock()
+    clock = JumpingClock(1000.0)
     segment, guard = await opened(memory_name, clock=clock)
     segment.memory[:3] = b"old"
     guard.record_lease_end(1012.5)
     crash(segment, guard)
     seen: list[bytes] = []
     old = mapped(memory_name)
-    clock = StoppedClock(lambda: seen.append(old[:3]))
+    clock = JumpingClock(1000.0, on_sleep=lambda: seen.append(old[:3]))
 
     segment, guard = await opened(memory_name, 2 * SIZE, clock)
 
@@ -144,7 +129,7 @@ async def test_the_memory_of_a_killed_daemon_stays_until_its_leases_have_ended(m
 
 
 async def test_leased_bytes_outlive_a_daemon_that_ends(memory_name: str) -> None:
-    clock = StoppedClock()
+    clock = JumpingClock(1000.0)
     segment, guard = await opened(memory_name, clock=clock)
     segment.memory[:] = b"x" * SIZE
     guard.record_lease_end(1030.0)
@@ -153,7 +138,7 @@ async def test_leased_bytes_outlive_a_daemon_that_ends(memory_name: str) -> None
     seen: list[bytes] = []
     old = mapped(memory_name)
     assert old[:4096] == bytes(4096)
-    clock = StoppedClock(lambda: seen.append(old[4096:4196]))
+    clock = JumpingClock(1000.0, on_sleep=lambda: seen.append(old[4096:4196]))
 
     segment, guard = await opened(memory_name, SIZE // 2, clock)
 
@@ -166,7 +151,7 @@ async def test_leased_bytes_outlive_a_daemon_that_ends(memory_name: str) -> None
 
 
 async def test_a_start_that_is_ended_while_it_waits_leaves_the_leased_bytes(memory_name: str) -> None:
-    clock = StoppedClock()
+    clock = JumpingClock(1000.0)
     segment, guard = await opened(memory_name, clock=clock)
     segment.memory[:3] = b"old"
     guard.record_lease_end(1012.5)
@@ -179,11 +164,11 @@ async def test_a_start_that_is_ended_while_it_waits_leaves_the_leased_bytes(memo
         raise Ended
 
     with pytest.raises(Ended):
-        await opened(memory_name, clock=StoppedClock(end))
+        await opened(memory_name, clock=JumpingClock(1000.0, on_sleep=end))
 
     with mapped(memory_name) as old:
         assert old[:3] == b"old"
-    clock = StoppedClock()
+    clock = JumpingClock(1000.0)
     segment, guard = await opened(memory_name, clock=clock)
     assert clock.slept == [12.5]
     segment.close()
@@ -198,7 +183,7 @@ async def test_no_wait_is_longer_than_a_lease_of_the_earlier_daemon(
     segment, guard = await opened(memory_name, longest=longest)
     guard.record_lease_end(9e9)
     crash(segment, guard)
-    clock = StoppedClock()
+    clock = JumpingClock(1000.0)
 
     segment, guard = await opened(memory_name, clock=clock, longest=later)
 
@@ -251,7 +236,7 @@ async def test_where_the_record_is_lost_too_the_mappings_of_processes_tell(memor
     crash(segment, guard)
     for name in files(memory_name):
         (FOLDER / name).unlink()
-    clock = StoppedClock()
+    clock = JumpingClock(1000.0)
 
     segment, guard = await opened(memory_name, clock=clock)
 
@@ -268,7 +253,7 @@ async def test_an_inode_without_a_record_is_used_beyond_what_it_had(memory_name:
     crash(segment, guard)
     (FOLDER / f".{memory_name}.guard").unlink()
 
-    segment, guard = await opened(memory_name, clock=StoppedClock())
+    segment, guard = await opened(memory_name, clock=JumpingClock(1000.0))
 
     assert inode(memory_name) == before
     assert segment.start >= end
@@ -279,7 +264,7 @@ async def test_an_inode_without_a_record_is_used_beyond_what_it_had(memory_name:
 async def test_a_segment_of_version_0_1_is_used_beyond_its_end(memory_name: str) -> None:
     """That version made a new inode at each start, so older ones may be mapped."""
     leave_as_version_0_1(memory_name, until=1012.5)
-    clock = StoppedClock()
+    clock = JumpingClock(1000.0)
 
     segment, guard = await opened(memory_name, clock=clock)
 

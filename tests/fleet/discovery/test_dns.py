@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from pydantic import ValidationError
+from tests.support.waiting import until
 
 from kvroute.clock import SystemClock
 from kvroute.fleet.discovery.base import Discoverer, ShrinkLimits
@@ -116,9 +117,7 @@ async def test_a_lookup_that_hangs_has_failed_and_is_not_started_twice():
     source = looking_up(names, SystemClock(), timeout_s=0.01, interval_s=0.001)
     sets = Sets()
     task = asyncio.create_task(sets.follow(source))
-    async with asyncio.timeout(20):
-        while source.errors < 3:
-            await asyncio.sleep(0.001)
+    await until(lambda: source.errors >= 3)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
 

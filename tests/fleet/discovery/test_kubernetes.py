@@ -3,13 +3,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import ssl
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
+from tests.support.clocks import QuickClock
+from tests.support.waiting import until
 
 from kvroute.clock import SystemClock
 from kvroute.errors import ConfigError
@@ -25,31 +27,10 @@ from kvroute.fleet.worker import Ejection, HealthState, WorkerSpec
 CERTIFICATE = Path(__file__).parents[2] / "data" / "tls" / "localhost.pem"
 
 
-class QuickClock(SystemClock):
-    """Pauses are noted instead of waited for."""
-
-    def __init__(self) -> None:
-        self.pauses: list[float] = []
-        self.jump = 0.0
-
-    def now(self) -> float:
-        return super().now() + self.jump
-
-    async def sleep(self, seconds: float) -> None:
-        self.pauses.append(seconds)
-        await asyncio.sleep(0.001)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
-        while not condition():
-            await asyncio.sleep(0.001)
-
-
 def source_of(url: str, clock: SystemClock | None = None, **settings: Any) -> KubernetesDiscovery:
     options = {"enabled": True, "api_url": url, "namespace": "llm", **settings}
     source = KubernetesDiscovery.configured(
-        FleetOptions.model_validate({"kubernetes": options}), clock or QuickClock()
+        FleetOptions.model_validate({"kubernetes": options}), clock or QuickClock(0.001)
     )
     assert source is not None
     return source
@@ -276,7 +257,7 @@ async def test_a_broken_connection_is_resumed_where_it_broke(api, pod, caplog):
 
 async def test_while_the_server_is_away_the_last_known_set_stays(fake_api, serving, pod, caplog):
     fake_api.put(pod("a"))
-    clock = QuickClock()
+    clock = QuickClock(0.001)
     async with serving(fake_api):
         port = urlsplit(fake_api.url).port
         running = watching(source_of(fake_api.url, clock, backoff_max_s=3))
@@ -293,7 +274,7 @@ async def test_while_the_server_is_away_the_last_known_set_stays(fake_api, servi
         await running.__aexit__(None, None, None)
 
     # Doubling from half a second to the longest pause, each a little shorter at random.
-    for pause, full in zip(clock.pauses, [0.5, 1.0, 2.0, 3.0, 3.0, 3.0], strict=False):
+    for pause, full in zip(clock.slept, [0.5, 1.0, 2.0, 3.0, 3.0, 3.0], strict=False):
         assert 0.8 * full <= pause <= full
     told = [record for record in caplog.records if "the known workers stay" in record.message]
     assert 1 <= len(told) <= 2  # one for the break, one for the refusals: not one for each
@@ -333,16 +314,16 @@ async def test_an_event_that_makes_no_sense_is_counted_and_ends_in_a_working_wat
 
 
 async def test_watches_that_end_at_once_over_and_over_are_not_asked_for_in_a_loop(api, pod):
-    clock = QuickClock()
+    clock = QuickClock(0.001)
     async with watching(source_of(api.url, clock)) as seen:
         await seen.sees()
         for _ in range(4):
             await until(lambda: api.watches == 1)
             api.end_watches()
             await until(lambda: api.watches == 0)
-        await until(lambda: len(clock.pauses) >= 4)
+        await until(lambda: len(clock.slept) >= 4)
 
-    assert clock.pauses[3] >= 0.8 * 4.0
+    assert clock.slept[3] >= 0.8 * 4.0
     assert seen.source.errors == 0
 
 
@@ -359,13 +340,13 @@ async def test_a_watch_that_falls_silent_is_given_up_a_little_after_its_time(api
 
 
 async def test_everything_is_listed_anew_from_time_to_time(api, pod):
-    clock = QuickClock()
+    clock = QuickClock(0.001)
     api.put(pod("a"))
     async with watching(source_of(api.url, clock, resync_s=600)) as seen:
         await seen.sees("a")
         await until(lambda: api.watches == 1)
         del api.objects["a"]  # without an event
-        clock.jump += 601
+        clock.ahead_s += 601
         api.end_watches()
         await seen.sees()
 
@@ -493,7 +474,7 @@ async def test_endpoint_slices_of_a_service_are_watched(fake_api, serving):
 
 async def test_the_fleet_follows_a_pod_from_ready_to_gone(api, pod, running):
     settings = {"enabled": True, "api_url": api.url, "namespace": "llm"}
-    clock = QuickClock()
+    clock = QuickClock(0.001)
     sources = sources_of(FleetOptions.model_validate({"kubernetes": settings}), clock)
     fleet = Fleet()
     discoverer = Discoverer(fleet, sources, clock)
@@ -526,7 +507,7 @@ def answer_lists_with(api, objects):
 async def fleet_of_four(api, pod, running):
     """A fleet that follows four pods, each of them healthy; the discoverer and its clock."""
     settings = {"enabled": True, "api_url": api.url, "namespace": "llm"}
-    clock = QuickClock()
+    clock = QuickClock(0.001)
     fleet = Fleet()
     discoverer = Discoverer(
         fleet,
@@ -569,7 +550,7 @@ async def test_an_empty_list_that_lasts_is_believed(api, fleet_of_four, caplog):
 
     answer_lists_with(api, {})
     await until(lambda: api.lists >= lists + 3)
-    clock.jump += 600
+    clock.ahead_s += 600
 
     await until(lambda: fleet.workers() == ())
     await until(lambda: api.watches == 1)  # and it goes on watching
@@ -596,7 +577,7 @@ async def test_an_outage_of_the_api_server_confirms_nothing(api, fleet_of_four):
 
     api.fails = (500, "etcd leader changed")
     await until(lambda: discoverer.errors()["kubernetes"] >= 1)  # no answer is on its way any more
-    clock.jump += 6000
+    clock.ahead_s += 6000
     await until(lambda: discoverer.errors()["kubernetes"] >= 3)
 
     assert len(fleet.workers()) == 4

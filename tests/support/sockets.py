@@ -1,0 +1,65 @@
+"""Ports and servers on 127.0.0.1, which the kernel numbers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import ssl
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+
+Handle = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+"""Serves one connection."""
+
+
+def free_port() -> int:
+    """A TCP port on which no program listens at present."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return port_of(listener)
+
+
+def port_of(listener: socket.socket | asyncio.Server) -> int:
+    """The port on which a socket or a server listens."""
+    port: int = (listener if isinstance(listener, socket.socket) else listener.sockets[0]).getsockname()[1]
+    return port
+
+
+@contextmanager
+def listening(backlog: int | None = None) -> Iterator[int]:
+    """The port of a socket that listens while the block runs; no program accepts its connections."""
+    with socket.create_server(("127.0.0.1", 0), backlog=backlog) as listener:
+        yield port_of(listener)
+
+
+@asynccontextmanager
+async def serving(handle: Handle, *, port: int = 0, tls: ssl.SSLContext | None = None) -> AsyncIterator[int]:
+    """The port of a server that runs `handle` for each connection while the block runs.
+
+    Whether the client leaves early does not matter to `handle`. At the end, open connections are aborted.
+    """
+    tasks: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
+
+    async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        tasks[task] = writer
+        try:
+            with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+                await handle(reader, writer)
+        except asyncio.CancelledError:
+            pass  # asyncio.streams would log it
+        finally:
+            writer.close()
+            del tasks[task]
+
+    server = await asyncio.start_server(connected, "127.0.0.1", port, ssl=tls, limit=1 << 20)
+    try:
+        yield port_of(server)
+    finally:
+        server.close()
+        for task, writer in list(tasks.items()):
+            writer.transport.abort()
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await server.wait_closed()

@@ -1,0 +1,71 @@
+"""A worker that sends the bytes that a test sets."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from tests.support.sockets import serving
+
+CARD = {"id": "m", "object": "model"}
+
+
+class ScriptedWorker:
+    """A healthy worker that lists the models `cards` and answers every other request under /v1 with `answer`.
+
+    Mutable: tests set the attributes; `requests` collects the requests that `answer` answers, head and body.
+    """
+
+    def __init__(self, *cards: dict[str, Any]) -> None:
+        self.cards = [*cards] or [CARD]
+        self.answer = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}"
+        self.requests: list[bytes] = []
+        self.url = ""
+        self.may_answer = asyncio.Event()
+        """The worker answers when it is set, as it is at first."""
+        self.may_answer.set()
+        self.closes_after_answer = False
+        self.refuses_posts = False
+        """Whether the worker closes the connection when a POST comes."""
+
+    @property
+    def targets(self) -> list[bytes]:
+        return [request.split(b" ", 2)[1] for request in self.requests]
+
+    @property
+    def bodies(self) -> list[bytes]:
+        return [request.split(b"\r\n\r\n", 1)[1] for request in self.requests]
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while True:
+            head = await reader.readuntil(b"\r\n\r\n")
+            length = re.search(rb"\r\ncontent-length: *(\d+)", head, re.I)
+            body = await reader.readexactly(int(length[1])) if length else b""
+            if b" /v1/models " in head:
+                models = json.dumps({"object": "list", "data": self.cards}).encode()
+                writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(models), models))
+            elif head.startswith(b"GET /") and not head.startswith(b"GET /v1/"):
+                writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n")
+            elif self.refuses_posts and head.startswith(b"POST"):
+                return
+            else:
+                self.requests.append(head + body)
+                await self.may_answer.wait()
+                writer.write(self.answer)
+                await writer.drain()
+                if self.closes_after_answer:
+                    return
+            await writer.drain()
+
+
+@asynccontextmanager
+async def scripted_worker(*cards: dict[str, Any]) -> AsyncIterator[ScriptedWorker]:
+    """A worker that serves while the block runs."""
+    worker = ScriptedWorker(*cards)
+    async with serving(worker.serve) as port:
+        worker.url = f"http://127.0.0.1:{port}"
+        yield worker
