@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
+from tests.support.sockets import listening, tcp_server
 from tests.support.waiting import until
 
 from kvroute.app.cache_tracker import CacheTracker
@@ -46,10 +46,8 @@ def make_tracker(rates: list[Any] | None = None, **sections: Any) -> CacheTracke
 
 @pytest.fixture
 def taken() -> Iterator[str]:
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        listening.listen()
-        yield f"127.0.0.1:{listening.getsockname()[1]}"
+    with listening() as port:
+        yield f"127.0.0.1:{port}"
 
 
 @pytest.mark.parametrize(
@@ -107,21 +105,16 @@ async def test_a_registered_lmcache_server_does_not_receive_the_workers_key() ->
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         asked.append(await reader.readuntil(b"\r\n\r\n"))
         writer.write(b"HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\nconnection: close\r\n\r\n")
-        writer.close()
 
-    server = await asyncio.start_server(answer, "127.0.0.1", 0)
-    port = server.sockets[0].getsockname()[1]
     made = make_tracker(
         fleet={"worker_api_key": "a-secret"},
         lmcache={"coordinator": {"enabled": True, "listen": "127.0.0.1:0"}},
     )
-    async with made, httpx.AsyncClient(trust_env=False) as client:
+    async with tcp_server(answer) as port, made, httpx.AsyncClient(trust_env=False) as client:
         url = f"http://{made.lmcache.coordinator_address}/instances"
-        body = {"instance_id": "x", "ip": "127.0.0.1", "http_port": port}
-        assert (await client.post(url, json=body)).status_code == 200
+        instance = {"instance_id": "x", "ip": "127.0.0.1", "http_port": port}
+        assert (await client.post(url, json=instance)).status_code == 200
         await until(lambda: asked)
-    server.close()
-    await server.wait_closed()
 
     assert asked[0].startswith(b"GET /status ")
     assert b"a-secret" not in asked[0]
@@ -139,10 +132,7 @@ async def test_bandwidths_are_asked_of_each_workers_own_lmcache_server() -> None
         page = b"%s_count %d.0\n%s_sum %d.0\n" % (name, loads, name, 3 * loads)
         head = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(page)
         writer.write(head + page)
-        writer.close()
 
-    server = await asyncio.start_server(answer, "127.0.0.1", 0)
-    port = server.sockets[0].getsockname()[1]
     rates: list[Any] = []
     made = make_tracker(
         rates,
@@ -150,13 +140,11 @@ async def test_bandwidths_are_asked_of_each_workers_own_lmcache_server() -> None
     )
     for name, slot in (("x", 5), ("y", 6)):
         made.lmcache.places_changed(Worker(WorkerSpec(WorkerId(name), f"http://{name}")), {0: slot})
-    async with made, httpx.AsyncClient(trust_env=False) as client:
-        body = {"instance_id": "x", "ip": "127.0.0.1", "http_port": port}
+    async with tcp_server(answer) as port, made, httpx.AsyncClient(trust_env=False) as client:
+        instance = {"instance_id": "x", "ip": "127.0.0.1", "http_port": port}
         url = f"http://{made.lmcache.coordinator_address}/instances"
-        assert (await client.post(url, json=body)).status_code == 200
+        assert (await client.post(url, json=instance)).status_code == 200
         await until(lambda: rates)
-    server.close()
-    await server.wait_closed()
 
     assert rates[0] == (5, Tier.L2, 3.0, 1)
     assert {slot for slot, *_ in rates} == {5}

@@ -1,4 +1,4 @@
-"""Raw sockets towards a gateway, and a worker that answers with whatever bytes a test wants."""
+"""Requests as bytes, and raw connections to a gateway."""
 
 from __future__ import annotations
 
@@ -82,51 +82,6 @@ def statuses(answers: bytes) -> list[int]:
     """Of all final answers, in order."""
     found = [int(status) for status in re.findall(rb"HTTP/1\.1 (\d{3}) ", answers)]
     return [status for status in found if status >= 200]
-
-
-class Worker:
-    """Healthy, serves the model `m`, and answers every POST with `answer`. Mutable: tests set it."""
-
-    def __init__(self) -> None:
-        self.answer = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}"
-        self.asked: list[bytes] = []
-        self.url = ""
-        self.go_on = asyncio.Event()
-        """No answer is given until it is set."""
-        self.go_on.set()
-
-    @property
-    def targets(self) -> list[bytes]:
-        return [request.split(b" ", 2)[1] for request in self.asked]
-
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
-            while True:
-                head = await reader.readuntil(b"\r\n\r\n")
-                found = re.search(rb"content-length: (\d+)", head, re.I)
-                body = await reader.readexactly(int(found[1]) if found else 0)
-                if b" /v1/models " in head:
-                    answer = b'{"object":"list","data":[{"id":"m","object":"model"}]}'
-                    writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(answer), answer))
-                elif head.startswith(b"GET /") and b" /v1/" not in head[:16]:
-                    writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n")
-                else:
-                    self.asked.append(head + body)
-                    await self.go_on.wait()
-                    writer.write(self.answer)
-                await writer.drain()
-        writer.close()
-
-
-@asynccontextmanager
-async def raw_worker() -> AsyncIterator[Worker]:
-    worker = Worker()
-    server = await asyncio.start_server(worker._serve, "127.0.0.1", 0, limit=1 << 20)
-    worker.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-    try:
-        yield worker
-    finally:
-        server.close()
 
 
 LANES: Iterable[str] = ("true", "false")

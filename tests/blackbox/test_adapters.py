@@ -8,70 +8,40 @@ import itertools
 import json
 import re
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
 import pytest
 from tests.blackbox.conftest import StartServe
+from tests.support.workers import ScriptedWorker, scripted_worker
 
 ADAPTERS = {"ada": "/adapters/ada-1", "org/bob": "/adapters/bob-1"}
 SALT = re.compile(r"[^@/\\\0]{1,128}")
 PROMPT = "A prompt that several models share. " * 20
 
 
-@dataclass
-class FakeWorker:
-    """A vLLM server with one model and two LoRA adapters, as far as a gateway can see. Records each POST.
-    `roots` is where its adapters were loaded from, `refuses` are POSTs that it does not accept."""
+JSON = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 2\r\n\r\n{}"
 
-    roots: dict[str, str] = field(default_factory=lambda: dict(ADAPTERS))
-    url: str = ""
-    bodies: list[bytes] = field(default_factory=list)
-    refuses: bool = False
 
-    def cards(self) -> bytes:
-        cards = [{"id": "base", "object": "model", "root": "/models/base", "parent": None}]
-        cards += [
-            {"id": name, "object": "model", "root": root, "parent": "base"}
-            for name, root in self.roots.items()
-        ]
-        return json.dumps({"object": "list", "data": cards}).encode()
-
-    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
-            while True:
-                head = await reader.readuntil(b"\r\n\r\n")
-                length = re.search(rb"(?i)\r\ncontent-length: *(\d+)", head)
-                body = await reader.readexactly(int(length[1])) if length else b""
-                answer = b"{}"
-                if head.startswith(b"POST"):
-                    if self.refuses:
-                        break
-                    self.bodies.append(body)
-                elif b"/v1/models" in head:
-                    answer = self.cards()
-                elif b"/metrics" in head:
-                    answer = b""
-                writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n")
-                writer.write(b"content-length: %d\r\n\r\n%b" % (len(answer), answer))
-                await writer.drain()
-        writer.close()
+def cards(roots: dict[str, str]) -> list[dict[str, Any]]:
+    """The models of a vLLM server with two LoRA adapters, which it has loaded from `roots`."""
+    base = {"id": "base", "object": "model", "root": "/models/base", "parent": None}
+    adapters = [
+        {"id": name, "object": "model", "root": root, "parent": "base"} for name, root in roots.items()
+    ]
+    return [base, *adapters]
 
 
 @contextlib.asynccontextmanager
-async def running(worker: FakeWorker) -> AsyncIterator[FakeWorker]:
-    server = await asyncio.start_server(worker.serve, "127.0.0.1", 0)
-    worker.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-    try:
+async def adapter_worker(roots: dict[str, str] | None = None) -> AsyncIterator[ScriptedWorker]:
+    async with scripted_worker(*cards(ADAPTERS if roots is None else roots)) as worker:
+        worker.answer = JSON
         yield worker
-    finally:
-        server.close()
 
 
 @pytest.fixture
-async def worker() -> AsyncIterator[FakeWorker]:
-    async with running(FakeWorker()) as worker:
+async def worker() -> AsyncIterator[ScriptedWorker]:
+    async with adapter_worker() as worker:
         yield worker
 
 
@@ -81,9 +51,9 @@ async def post(url: str, path: str, body: Any) -> httpx.Response:
         return await client.post(url + path, content=content, headers={"content-type": "application/json"})
 
 
-async def sent(url: str, worker: FakeWorker, path: str, body: Any) -> bytes:
+async def sent(url: str, worker: ScriptedWorker, path: str, body: Any) -> bytes:
     """What the worker got."""
-    worker.bodies.clear()
+    worker.requests.clear()
     answer = await post(url, path, body)
     assert answer.status_code == 200, answer.text
     (got,) = worker.bodies
@@ -106,7 +76,7 @@ GENERATING = {
 
 @pytest.mark.parametrize("fast_lane", ["true", "false"])
 async def test_an_adapter_gets_a_salt_and_a_tag_and_nothing_else_changes(
-    serve: StartServe, worker: FakeWorker, fast_lane: str
+    serve: StartServe, worker: ScriptedWorker, fast_lane: str
 ) -> None:
     gateway = await serve("--worker", worker.url, "--set", f"server.fast_lane={fast_lane}")
     spaces = set()
@@ -123,7 +93,9 @@ async def test_an_adapter_gets_a_salt_and_a_tag_and_nothing_else_changes(
     assert len(spaces) >= len(ADAPTERS)
 
 
-async def test_requests_for_the_base_model_stay_byte_for_byte(serve: StartServe, worker: FakeWorker) -> None:
+async def test_requests_for_the_base_model_stay_byte_for_byte(
+    serve: StartServe, worker: ScriptedWorker
+) -> None:
     gateway = await serve("--worker", worker.url)
     more: list[dict[str, Any]] = [
         {},
@@ -142,7 +114,7 @@ async def test_requests_for_the_base_model_stay_byte_for_byte(serve: StartServe,
 
 
 async def test_clients_salts_and_tags_are_part_of_the_key_space(
-    serve: StartServe, worker: FakeWorker
+    serve: StartServe, worker: ScriptedWorker
 ) -> None:
     gateway = await serve("--worker", worker.url)
     path, spaces = "/v1/completions", set()
@@ -166,7 +138,9 @@ async def test_clients_salts_and_tags_are_part_of_the_key_space(
     assert added.startswith("lmcache.tag.")
 
 
-async def test_of_members_with_one_name_the_last_one_counts(serve: StartServe, worker: FakeWorker) -> None:
+async def test_of_members_with_one_name_the_last_one_counts(
+    serve: StartServe, worker: ScriptedWorker
+) -> None:
     gateway = await serve("--worker", worker.url)
     body = b'{"model":"base","prompt":"p","cache_salt":"a","model":"ada","cache_salt":"b"} '
     got = json.loads(await sent(gateway.url, worker, "/v1/completions", body))
@@ -179,7 +153,7 @@ async def test_of_members_with_one_name_the_last_one_counts(serve: StartServe, w
 
 
 async def test_two_gateways_choose_the_same_key_space_and_another_revision_gets_another(
-    serve: StartServe, worker: FakeWorker
+    serve: StartServe, worker: ScriptedWorker
 ) -> None:
     body = {"model": "ada", "prompt": PROMPT, "cache_salt": "tenant"}
     one = await serve("--worker", worker.url)
@@ -188,7 +162,7 @@ async def test_two_gateways_choose_the_same_key_space_and_another_revision_gets_
     first = await sent(one.url, worker, "/v1/completions", body)
     assert await sent(two.url, worker, "/v1/completions", body) == first
 
-    worker.roots["ada"] = "/adapters/ada-2"
+    worker.cards = cards(ADAPTERS | {"ada": "/adapters/ada-2"})
     async with asyncio.timeout(60):
         while (got := await sent(two.url, worker, "/v1/completions", body)) == first:
             pass
@@ -199,8 +173,7 @@ async def test_two_gateways_choose_the_same_key_space_and_another_revision_gets_
 async def test_during_a_rolling_update_each_worker_gets_the_key_space_of_its_revision(
     serve: StartServe,
 ) -> None:
-    old, new = FakeWorker(), FakeWorker({"ada": "/adapters/ada-2"})
-    async with running(old), running(new):
+    async with adapter_worker() as old, adapter_worker({"ada": "/adapters/ada-2"}) as new:
         gateway = await serve(
             "--worker", old.url, "--worker", new.url, "--set", "routing.strategy=roundrobin"
         )
@@ -211,14 +184,16 @@ async def test_during_a_rolling_update_each_worker_gets_the_key_space_of_its_rev
         assert salts[0] != salts[1]
         by_worker = dict(zip((old.url, new.url), salts, strict=True))
 
-        old.refuses = True  # its connection breaks: the next worker is tried, in its own form
-        new.bodies.clear()
+        old.refuses_posts = True  # the gateway tries the next worker, with the salt of that worker's adapter
+        new.requests.clear()
         for _ in range(2):
             assert (await post(gateway.url, "/v1/completions", {"model": "ada", "prompt": PROMPT})).is_success
         assert {json.loads(body)["cache_salt"] for body in new.bodies} == by_worker[new.url]
 
 
-async def test_an_alias_of_an_adapter_is_replaced_and_isolated(serve: StartServe, worker: FakeWorker) -> None:
+async def test_an_alias_of_an_adapter_is_replaced_and_isolated(
+    serve: StartServe, worker: ScriptedWorker
+) -> None:
     gateway = await serve("--worker", worker.url, "--set", "fleet.aliases={friendly: org/bob}")
     aliased = await sent(gateway.url, worker, "/v1/completions", {"model": "friendly", "prompt": PROMPT})
     plain = await sent(gateway.url, worker, "/v1/completions", {"model": "org/bob", "prompt": PROMPT})
@@ -226,7 +201,7 @@ async def test_an_alias_of_an_adapter_is_replaced_and_isolated(serve: StartServe
     assert "cache_salt" in json.loads(aliased)
 
 
-async def test_what_cannot_be_isolated_is_refused(serve: StartServe, worker: FakeWorker) -> None:
+async def test_what_cannot_be_isolated_is_refused(serve: StartServe, worker: ScriptedWorker) -> None:
     gateway = await serve("--worker", worker.url)
     for body in (
         b'{"model": "ada", "prompt": "p", "temperature": NaN}',  # Python's json takes it
@@ -240,13 +215,13 @@ async def test_what_cannot_be_isolated_is_refused(serve: StartServe, worker: Fak
 
 
 async def test_a_client_cannot_write_into_an_adapters_key_space(
-    serve: StartServe, worker: FakeWorker
+    serve: StartServe, worker: ScriptedWorker
 ) -> None:
     gateway = await serve("--worker", worker.url)
     victim = json.loads(
         await sent(gateway.url, worker, "/v1/completions", {"model": "ada", "prompt": PROMPT})
     )
-    worker.bodies.clear()
+    worker.requests.clear()
     for members in (
         {"cache_salt": victim["cache_salt"]},
         {"kv_transfer_params": victim["kv_transfer_params"]},
@@ -258,7 +233,7 @@ async def test_a_client_cannot_write_into_an_adapters_key_space(
 
 
 async def test_pooling_takes_the_salt_and_counting_tokens_nothing(
-    serve: StartServe, worker: FakeWorker
+    serve: StartServe, worker: ScriptedWorker
 ) -> None:
     gateway = await serve("--worker", worker.url)
     got = json.loads(await sent(gateway.url, worker, "/v1/embeddings", {"model": "ada", "input": PROMPT}))

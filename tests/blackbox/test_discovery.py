@@ -12,6 +12,7 @@ from urllib.parse import parse_qs, urlsplit
 
 import httpx
 import pytest
+from tests.support.sockets import tcp_server
 from tests.support.waiting import until
 
 CHAT = {"model": "sim-model", "messages": [{"role": "user", "content": "Hi."}], "max_tokens": 4}
@@ -47,24 +48,18 @@ class PodApi:
         self._ended.set()
         self._ended = asyncio.Event()
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            head = (await reader.readuntil(b"\r\n\r\n")).decode()
-            if "watch" in parse_qs(urlsplit(head.split(" ")[1]).query):
-                await self._watch(writer)
-            else:
-                self.lists += 1
-                body = {"kind": "List", "metadata": {"resourceVersion": "7"}, "items": self.pods}
-                text = json.dumps(body).encode()
-                writer.write(
-                    b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: %d\r\n\r\n%b"
-                    % (len(text), text)
-                )
-                await writer.drain()
-        except (asyncio.IncompleteReadError, ConnectionError):
-            pass
-        finally:
-            writer.close()
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode()
+        if "watch" in parse_qs(urlsplit(head.split(" ")[1]).query):
+            await self._watch(writer)
+            return
+        self.lists += 1
+        body = {"kind": "List", "metadata": {"resourceVersion": "7"}, "items": self.pods}
+        text = json.dumps(body).encode()
+        writer.write(
+            b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: %d\r\n\r\n%b" % (len(text), text)
+        )
+        await writer.drain()
 
     async def _watch(self, writer: asyncio.StreamWriter) -> None:
         self.watches += 1
@@ -84,28 +79,9 @@ class PodApi:
 async def pod_api(pods: list[dict[str, Any]]) -> AsyncIterator[PodApi]:
     """The server on a free port, while the block runs."""
     api = PodApi(pods)
-    tasks: set[asyncio.Task[None]] = set()
-
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        tasks.add(task)
-        try:
-            await api._serve(reader, writer)
-        except asyncio.CancelledError:
-            pass  # asyncio.streams would log it
-        finally:
-            tasks.discard(task)
-
-    server = await asyncio.start_server(serve, "127.0.0.1", 0)
-    api.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-    try:
+    async with tcp_server(api.serve) as port:
+        api.url = f"http://127.0.0.1:{port}"
         yield api
-    finally:
-        server.close()
-        for task in list(tasks):
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 @pytest.fixture

@@ -7,7 +7,8 @@ import contextlib
 
 import httpx
 import pytest
-from tests.blackbox.raw import BODY, connected, post, raw_worker, said, statuses
+from tests.blackbox.raw import BODY, connected, post, said, statuses
+from tests.support.workers import scripted_worker
 
 MB = 1_000_000
 CHUNKED = b"POST /v1/completions HTTP/1.1\r\nhost: g\r\ntransfer-encoding: chunked\r\n\r\n"
@@ -16,7 +17,7 @@ LAST = post(b"connection: close")
 
 @pytest.fixture
 async def worker():
-    async with raw_worker() as running:
+    async with scripted_worker() as running:
         yield running
 
 
@@ -89,7 +90,7 @@ async def test_each_limit_holds_for_a_head_that_comes_whole(gateway, worker, lin
 
     assert statuses(answered) == [431]
     assert b'"code": "head_too_large"' in answered
-    assert worker.asked == []
+    assert worker.requests == []
 
 
 async def test_heads_within_the_limits_are_served(gateway, worker):
@@ -101,7 +102,7 @@ async def test_heads_within_the_limits_are_served(gateway, worker):
 
     assert statuses(await said(gateway.address, large)) == [200]
     assert statuses(await said(gateway.address, *[large[at : at + 700] for at in range(0, len(large), 700)]))
-    assert [request.endswith(BODY) for request in worker.asked] == [True, True]
+    assert [request.endswith(BODY) for request in worker.requests] == [True, True]
 
 
 async def test_a_trailer_never_becomes_a_header(gateway, worker):
@@ -109,6 +110,6 @@ async def test_a_trailer_never_becomes_a_header(gateway, worker):
     request = post(b"transfer-encoding: chunked", b"connection: close", length=False, body=chunked)
 
     assert statuses(await said(gateway.address, request)) == [200]
-    (asked,) = worker.asked
+    (asked,) = worker.requests
     assert b"x-secret" not in asked
     assert b"Bearer t" not in asked

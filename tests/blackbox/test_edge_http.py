@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from tests.blackbox.raw import BODY, connected, post, raw_worker, said, statuses
+from tests.blackbox.raw import BODY, connected, post, said, statuses
 from tests.support.waiting import until
+from tests.support.workers import scripted_worker
 
 CLOSE = b"connection: close"
 CHUNKED = b"%x\r\n%b\r\n0\r\n\r\n" % (len(BODY), BODY)
@@ -13,7 +14,7 @@ LAST = post(CLOSE)
 
 @pytest.fixture
 async def worker():
-    async with raw_worker() as running:
+    async with scripted_worker() as running:
         yield running
 
 
@@ -68,7 +69,7 @@ async def test_what_is_no_valid_request_is_refused(start, worker):
     seen = {name: statuses(await said(gateway.address, raw)) for name, (raw, _) in REFUSED.items()}
 
     assert seen == {name: [status] for name, (_, status) in REFUSED.items()}
-    assert worker.asked == []
+    assert worker.requests == []
     assert "Traceback" not in gateway.log
 
 
@@ -89,7 +90,7 @@ async def test_what_is_valid_is_served(start, worker):
         assert statuses(await said(gateway.address, raw)) == [200], raw
 
     assert set(worker.targets) == {b"/v1/completions"}
-    assert not any(b"evil" in asked for asked in worker.asked)
+    assert not any(b"evil" in asked for asked in worker.requests)
 
 
 BAD = {
@@ -106,35 +107,35 @@ BAD = {
 async def test_a_bad_request_behind_a_good_one_does_not_lose_its_answer(start, worker, separate):
     gateway = await start()
     for name, bad in BAD.items():
-        worker.asked.clear()
-        worker.go_on.clear()
+        worker.requests.clear()
+        worker.may_answer.clear()
         async with connected(gateway.address) as client:
             if separate:
                 await client.send(post())
                 await client.send(bad)
             else:
                 await client.send(post() + post() + bad)
-            await until(lambda: worker.asked)
-            worker.go_on.set()
+            await until(lambda: worker.requests)
+            worker.may_answer.set()
             answered = await client.read_all()
 
         first, *others = statuses(answered)
         assert first == 200, name
         assert others[: len(others) - 1] == ([] if separate else [200]), name
         assert others[-1] >= 400, name
-        assert len(worker.asked) == (1 if separate else 2), name
+        assert len(worker.requests) == (1 if separate else 2), name
     assert "Traceback" not in gateway.log
 
 
 async def test_who_leaves_with_requests_in_line_leaves_no_traceback(start, worker):
     gateway = await start()
     for _ in range(3):
-        worker.asked.clear()
-        worker.go_on.clear()
+        worker.requests.clear()
+        worker.may_answer.clear()
         async with connected(gateway.address) as client:
             await client.send(post() + post() + post(length=False, host=b""))
-            await until(lambda: worker.asked)
-        worker.go_on.set()
+            await until(lambda: worker.requests)
+        worker.may_answer.set()
         assert statuses(await said(gateway.address, LAST)) == [200]
 
     assert await gateway.stop() == 0
@@ -185,7 +186,7 @@ async def test_a_path_that_may_be_read_in_two_ways_reaches_no_worker(start, work
                 seen[method, target] = status
 
     assert seen == {}
-    assert worker.asked == []
+    assert worker.requests == []
 
 
 async def test_an_endpoint_is_relayed_under_its_own_path(start, worker):
@@ -207,15 +208,15 @@ async def test_a_key_of_the_gateway_never_reaches_a_worker(start, worker):
         for more in ((), (b"x-a: 1", b"x-a: 2")):
             assert statuses(await said(gateway.address, post(*lines, *more, CLOSE))) == [200]
 
-    assert len(worker.asked) == 8
-    assert not any(b"sesame" in asked or b"x-api-key" in asked.lower() for asked in worker.asked)
+    assert len(worker.requests) == 8
+    assert not any(b"sesame" in asked or b"x-api-key" in asked.lower() for asked in worker.requests)
 
 
 async def test_without_keys_the_header_is_the_workers(start, worker):
     gateway = await start()
     assert statuses(await said(gateway.address, post(b"x-api-key: theirs", CLOSE))) == [200]
 
-    assert b"x-api-key: theirs" in worker.asked[0]
+    assert b"x-api-key: theirs" in worker.requests[0]
 
 
 async def test_a_models_name_may_have_an_encoded_slash(start, worker):

@@ -7,8 +7,9 @@ import time
 
 import httpx
 import pytest
-from tests.blackbox.raw import BODY, connected, post, raw_worker, statuses
+from tests.blackbox.raw import BODY, connected, post, statuses
 from tests.support.waiting import until
+from tests.support.workers import scripted_worker
 
 MANY = 50
 PATIENCE_S = 60.0
@@ -17,7 +18,7 @@ PATIENCE_S = 60.0
 
 @pytest.fixture
 async def worker():
-    async with raw_worker() as running:
+    async with scripted_worker() as running:
         yield running
 
 
@@ -62,9 +63,9 @@ async def kept_waiting(worker, address: tuple[str, int]) -> list[int]:
     """A request whose answer takes longer than any wait for a client may."""
     async with connected(address) as client:
         await client.send(post(b"connection: close"))
-        await until(lambda: worker.asked, within_s=PATIENCE_S)
+        await until(lambda: worker.requests, within_s=PATIENCE_S)
         await asyncio.sleep(12)
-        worker.go_on.set()
+        worker.may_answer.set()
         return statuses(await client.read_all())
 
 
@@ -76,7 +77,7 @@ async def test_who_waits_for_whom(serve, worker, lane):
     )
     address = gateway.address
     chunked = post(b"transfer-encoding: chunked", length=False, body=b"5\r\nhel")
-    worker.go_on.clear()
+    worker.may_answer.clear()
 
     seen = await asyncio.gather(
         given_up(address),

@@ -17,7 +17,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from tests.support.sockets import free_port
+from tests.support.sockets import free_port, tcp_server
 from tests.support.waiting import until
 
 REQUESTS = 10_000
@@ -220,29 +220,13 @@ async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
 @asynccontextmanager
 async def forwarding(ports: list[int]) -> AsyncIterator[Forwarder]:
     forwarder = Forwarder(ports)
-    tasks: set[asyncio.Task[None]] = set()
-
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        tasks.add(task)
+    async with tcp_server(forwarder.serve) as forwarder.port:
+        watching = asyncio.create_task(forwarder.watch())
         try:
-            await forwarder.serve(reader, writer)
-        except asyncio.CancelledError:
-            pass  # at the end of the test; asyncio.streams would log it
+            yield forwarder
         finally:
-            tasks.discard(task)
-
-    server = await asyncio.start_server(serve, "127.0.0.1", 0)
-    forwarder.port = server.sockets[0].getsockname()[1]
-    watching = asyncio.create_task(forwarder.watch())
-    try:
-        yield forwarder
-    finally:
-        server.close()
-        for task in (watching, *tasks):
-            task.cancel()
-        await asyncio.gather(watching, *tasks, return_exceptions=True)
+            watching.cancel()
+            await asyncio.gather(watching, return_exceptions=True)
 
 
 # The restarts

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 
 import httpx
 import pytest
+from tests.support.sockets import tcp_server
 from tests.support.waiting import until
 
 TOKENIZE_S = 0.15
@@ -19,9 +20,8 @@ Slow = Callable[[str], Awaitable[str]]
 
 
 @pytest.fixture
-async def slow_to_tokenize(processes: AsyncExitStack) -> AsyncIterator[Slow]:
+async def slow_to_tokenize(processes: AsyncExitStack) -> Slow:
     """`await slow_to_tokenize(URL)` is a proxy before a worker; it holds back each `/tokenize`."""
-    tasks: set[asyncio.Task[None]] = set()
 
     async def start(url: str) -> str:
         worker = httpx.URL(url)
@@ -40,17 +40,12 @@ async def slow_to_tokenize(processes: AsyncExitStack) -> AsyncIterator[Slow]:
 
         async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             upstream = await asyncio.open_connection(worker.host, worker.port, limit=1 << 20)
-            for task in (relay(reader, upstream[1], True), relay(upstream[0], writer, False)):
-                tasks.add(asyncio.create_task(task))
+            await asyncio.gather(relay(reader, upstream[1], True), relay(upstream[0], writer, False))
 
-        server = await asyncio.start_server(serve, "127.0.0.1", 0, limit=1 << 20)
-        processes.callback(server.close)
-        return f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        port = await processes.enter_async_context(tcp_server(serve))
+        return f"http://127.0.0.1:{port}"
 
-    yield start
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    return start
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ import json
 import os
 import queue
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -18,6 +17,7 @@ from typing import Any
 import httpx
 import pytest
 from click.testing import CliRunner
+from tests.support.sockets import listening
 
 from kvroute.cli.deployments import logs
 from kvroute.cli.deployments import up as up_command
@@ -278,10 +278,7 @@ def test_a_log_that_is_not_there_is_told_with_those_that_are(tmp_path: Path) -> 
 
 
 def test_a_port_that_is_taken_is_told_without_a_traceback(tmp_path: Path) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
+    with listening() as port:
         result = CliRunner().invoke(up_command, ["--state-dir", str(tmp_path), "--port", str(port)])
 
     assert result.exit_code == 1

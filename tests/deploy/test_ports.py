@@ -1,8 +1,7 @@
 from __future__ import annotations
 
-import socket
-
 import pytest
+from tests.support.sockets import listening
 
 from kvroute.deploy import prepare as ports_module
 from kvroute.deploy.prepare import FreePorts, free_ports, require_free_port
@@ -10,11 +9,8 @@ from kvroute.errors import ConfigError
 
 
 def test_a_taken_port_is_told() -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        with pytest.raises(ConfigError, match=r"^port: cannot listen on"):
-            require_free_port(*taken.getsockname())
+    with listening() as port, pytest.raises(ConfigError, match=r"^port: cannot listen on"):
+        require_free_port("127.0.0.1", port)
 
 
 def test_free_ports_differ() -> None:

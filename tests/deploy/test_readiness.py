@@ -1,34 +1,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
 
 import httpx
 import pytest
+from tests.support.sockets import free_port, tcp_server
 
 from kvroute.deploy import processes as readiness
-from kvroute.deploy.prepare import free_ports
 from kvroute.deploy.processes import is_ready
-
-
-@pytest.fixture
-async def serving() -> AsyncIterator[Callable[[bytes], object]]:
-    """`(answer)` -> the port of a server that answers the first bytes of each visitor with that."""
-    servers = []
-
-    async def serve(answer: bytes) -> int:
-        async def visited(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            await reader.read(1024)
-            writer.write(answer)
-            writer.close()
-
-        server = await asyncio.start_server(visited, "127.0.0.1", 0)
-        servers.append(server)
-        return server.sockets[0].getsockname()[1]
-
-    yield serve
-    for server in servers:
-        server.close()
 
 
 @pytest.mark.parametrize(
@@ -43,17 +22,19 @@ async def serving() -> AsyncIterator[Callable[[bytes], object]]:
         ("tcp", b"", True),
     ],
 )
-async def test_ready_is_who_answers_as_a_ready_server_does(scheme, answer, ready, serving) -> None:
-    port = await serving(answer)
+async def test_ready_is_who_answers_as_a_ready_server_does(scheme, answer, ready) -> None:
+    async def visited(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(1024)
+        writer.write(answer)
 
-    async with httpx.AsyncClient(trust_env=False) as http:
+    async with tcp_server(visited) as port, httpx.AsyncClient(trust_env=False) as http:
         assert await is_ready(f"{scheme}://127.0.0.1:{port}", http) is ready
 
 
 @pytest.mark.parametrize("scheme", ["http", "redis", "tcp"])
 async def test_nobody_is_not_ready(scheme) -> None:
     async with httpx.AsyncClient(trust_env=False) as http:
-        assert not await is_ready(f"{scheme}://127.0.0.1:{free_ports(1)[0]}", http)
+        assert not await is_ready(f"{scheme}://127.0.0.1:{free_port()}", http)
 
 
 async def test_silence_is_not_waited_for(monkeypatch) -> None:
@@ -62,13 +43,9 @@ async def test_silence_is_not_waited_for(monkeypatch) -> None:
 
     async def visited(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read()
-        writer.close()
         left.set()
 
-    silent = await asyncio.start_server(visited, "127.0.0.1", 0)
-    port = silent.sockets[0].getsockname()[1]
-
-    async with silent, httpx.AsyncClient(trust_env=False) as http:
+    async with tcp_server(visited) as port, httpx.AsyncClient(trust_env=False) as http:
         assert not await is_ready(f"redis://127.0.0.1:{port}", http)
         await left.wait()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import AsyncIterator, Sequence
 from itertools import takewhile
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 import uvloop
 import zmq
+from tests.support.sockets import tcp_server
 from tests.support.waiting import until
 
 from kvroute.clock import SystemClock
@@ -179,32 +179,18 @@ async def test_nothing_for_long_is_told_though_there_was_something_before(publis
 
 
 class Peer:
-    """Accepts a connection and says what it is told to; keeps what it hears."""
+    """Writes `greeting` to each connection. Counts `connections` and reads all that comes."""
 
-    def __init__(self, says: bytes) -> None:
-        self.heard = b""
+    def __init__(self, greeting: bytes) -> None:
+        self.received = b""
         self.connections = 0
-        self._says = says
-        self._open: set[asyncio.Task[Any]] = set()
+        self._greeting = greeting
 
-    async def __aenter__(self) -> str:
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
-        return f"tcp://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
-
-    async def __aexit__(self, *failure: object) -> None:
-        self._server.close()
-        await asyncio.gather(*self._open)
-
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.connections += 1
-        self._open.add(asyncio.current_task())  # type: ignore[arg-type]
-        writer.write(self._says)
-        with contextlib.suppress(ConnectionError):
-            while data := await reader.read(1000):
-                self.heard += data
-        writer.close()
-        with contextlib.suppress(ConnectionError):
-            await writer.wait_closed()
+        writer.write(self._greeting)
+        while data := await reader.read(1000):
+            self.received += data
 
 
 @pytest.mark.parametrize(
@@ -225,8 +211,8 @@ async def test_a_peer_that_is_no_publisher_is_complained_of_once_and_tried_again
         says += b"\x77"
     peer = Peer(says)
     with caplog.at_level(logging.WARNING):
-        async with peer as endpoint:
-            inbox = ConnectedInbox(arrivals(), endpoint, "kv", 10)
+        async with tcp_server(peer.serve) as port:
+            inbox = ConnectedInbox(arrivals(), f"tcp://127.0.0.1:{port}", "kv", 10)
             await until(lambda: peer.connections >= 3)
             await inbox.aclose()
 
@@ -242,8 +228,8 @@ async def test_a_peer_that_says_nothing_is_complained_of(
     monkeypatch.setattr("kvroute.events.inbox._HANDSHAKE_S", 0.001)
     peer = Peer(b"")
     with caplog.at_level(logging.WARNING):
-        async with peer as endpoint:
-            inbox = ConnectedInbox(arrivals(), endpoint, "kv", 10)
+        async with tcp_server(peer.serve) as port:
+            inbox = ConnectedInbox(arrivals(), f"tcp://127.0.0.1:{port}", "kv", 10)
             await until(lambda: peer.connections >= 2)
             await inbox.aclose()
 
@@ -257,8 +243,8 @@ async def test_a_peer_that_is_no_publisher_behind_its_handshake_is_complained_of
     monkeypatch.setattr("kvroute.events.inbox._RECONNECT_S", 0.001)
     peer = Peer(GREETING + ready() + b"\x77\x77")
     with caplog.at_level(logging.WARNING):
-        async with peer as endpoint:
-            inbox = ConnectedInbox(arrivals(), endpoint, "kv", 10)
+        async with tcp_server(peer.serve) as port:
+            inbox = ConnectedInbox(arrivals(), f"tcp://127.0.0.1:{port}", "kv", 10)
             await until(lambda: peer.connections >= 3)
             await inbox.aclose()
 
@@ -320,9 +306,9 @@ async def test_an_address_that_nobody_answers_at_leaves_time_for_the_next(
 async def test_a_publisher_that_asks_whether_we_live_is_answered(context: bytes) -> None:
     """With the sixteen bytes that a context may have, and not with more."""
     peer = Peer(GREETING + ready() + command(b"PING", b"\x00\x64" + context))
-    async with peer as endpoint:
-        inbox = ConnectedInbox(arrivals(), endpoint, "kv", 10)
-        await until(lambda: command(b"PONG", context[:16]) in peer.heard)
+    async with tcp_server(peer.serve) as port:
+        inbox = ConnectedInbox(arrivals(), f"tcp://127.0.0.1:{port}", "kv", 10)
+        await until(lambda: command(b"PONG", context[:16]) in peer.received)
         await inbox.aclose()
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 from tests.support.clocks import AdvancingClock
+from tests.support.sockets import tcp_server
 
 
 @dataclass
@@ -108,31 +109,15 @@ def serve() -> Callable[..., Any]:
     async def start(
         handle: Callable[[str, bytes], tuple[int, bytes] | None], port: int = 0
     ) -> AsyncIterator[str]:
-        writers: list[asyncio.StreamWriter] = []
-
         async def serve_one(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            writers.append(writer)
-            try:
-                while True:
-                    head = await reader.readuntil(b"\r\n\r\n")
-                    answer = handle(head.split(b" ")[1].decode(), head)
-                    if answer is not None:
-                        status, body = answer
-                        writer.write(
-                            b"HTTP/1.1 %d X\r\ncontent-length: %d\r\n\r\n%s" % (status, len(body), body)
-                        )
-            except (asyncio.IncompleteReadError, ConnectionError):
-                pass
-            finally:
-                writer.close()
+            while True:
+                head = await reader.readuntil(b"\r\n\r\n")
+                answer = handle(head.split(b" ")[1].decode(), head)
+                if answer is not None:
+                    status, body = answer
+                    writer.write(b"HTTP/1.1 %d X\r\ncontent-length: %d\r\n\r\n%s" % (status, len(body), body))
 
-        server = await asyncio.start_server(serve_one, "127.0.0.1", port)
-        try:
-            yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        finally:
-            server.close()
-            for writer in writers:
-                writer.transport.abort()
-            await server.wait_closed()
+        async with tcp_server(serve_one, port=port) as served:
+            yield f"http://127.0.0.1:{served}"
 
     return start

@@ -5,6 +5,7 @@ from typing import Any
 
 import httpx
 import pytest
+from tests.support.sockets import tcp_server
 
 from kvroute.fleet.probe import ProbeFailure, Prober, probe_client
 from kvroute.fleet.worker import MetricsPage, ModelsPage
@@ -55,9 +56,7 @@ async def test_a_connection_cut_short_is_a_failure_but_no_refusal() -> None:
         await reader.readuntil(b"\r\n\r\n")
         writer.transport.abort()
 
-    server = await asyncio.start_server(slam, "127.0.0.1", 0)
-    async with server, probe_client() as client:
-        port = server.sockets[0].getsockname()[1]
+    async with tcp_server(slam) as port, probe_client() as client:
         failure = await Prober(client, timeout_s=5.0).health(f"http://127.0.0.1:{port}")
 
     assert failure is not None

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import re
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -13,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 from tests.support.waiting import until
+from tests.support.workers import ScriptedWorker, scripted_worker
 
 from kvroute.app.config import Config
 from kvroute.app.runtime import Runtime
@@ -133,43 +132,7 @@ async def instant_sim() -> AsyncIterator[RunningSim]:
         yield sim
 
 
-class RawWorker:
-    """A worker that is healthy and answers every POST with the bytes in `answer`. Mutable: tests set it."""
-
-    def __init__(self) -> None:
-        self.answer = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}"
-        self.url = ""
-        self.requests: list[bytes] = []
-        self.closes_after_answer = False
-
-    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
-            while True:
-                head = await reader.readuntil(b"\r\n\r\n")
-                if head.startswith(b"GET"):
-                    body = (
-                        b'{"object":"list","data":[{"id":"m","object":"model"}]}'
-                        if b"/v1/models" in head
-                        else b""
-                    )
-                    writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body))
-                    continue
-                found = re.search(rb"content-length: (\d+)", head, re.I)
-                body = await reader.readexactly(int(found[1]) if found else 0)
-                self.requests.append(head + body)
-                writer.write(self.answer)
-                await writer.drain()
-                if self.closes_after_answer:
-                    break
-        writer.close()
-
-
 @pytest.fixture
-async def raw_worker() -> AsyncIterator[RawWorker]:
-    worker = RawWorker()
-    server = await asyncio.start_server(worker.serve, "127.0.0.1", 0)
-    worker.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-    try:
+async def raw_worker() -> AsyncIterator[ScriptedWorker]:
+    async with scripted_worker() as worker:
         yield worker
-    finally:
-        server.close()

@@ -8,6 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
+from tests.support.sockets import tcp_server
 
 from kvroute.blocks.chunks import ChunkScheme, chunk_names
 from kvroute.sim.publisher import Fault
@@ -19,17 +20,14 @@ IN_L2 = len(PROMPT) // CHUNK * CHUNK
 
 
 class LMCacheServer:
-    """Stands in for a worker's LMCache server: reports one prompt's chunks in L2, and keeps what it is asked.
-    `begin` it; `told` is set once it was asked to prefetch."""
+    """A worker's LMCache server with one prompt's chunks in L2. `asked` collects the prefetch requests."""
 
     def __init__(self, status: int) -> None:
-        self.told = asyncio.Event()
         self.asked: list[dict[str, Any]] = []
         self._status = status
 
-    async def begin(self, coordinator: str) -> None:
-        self._server = await asyncio.start_server(self._answer, "127.0.0.1", 0)
-        port = self._server.sockets[0].getsockname()[1]
+    async def join(self, coordinator: str, port: int) -> None:
+        """Register with the coordinator as a server on `port`, and report the prompt's chunks."""
         key = {"model_name": MODEL, "kv_rank": 0x01000100, "object_group_id": 0, "cache_salt": ""}
         entries = [
             {"key": key | {"chunk_hash_hex": name.hex()}, "size_bytes": 1}
@@ -46,15 +44,11 @@ class LMCacheServer:
             "shared": True,
         }
         async with httpx.AsyncClient(base_url=f"http://{coordinator}", trust_env=False) as client:
-            told = {"instance_id": "w0", "ip": "127.0.0.1", "http_port": port}
-            assert (await client.post("/instances", json=told)).status_code == 200
+            instance = {"instance_id": "w0", "ip": "127.0.0.1", "http_port": port}
+            assert (await client.post("/instances", json=instance)).status_code == 200
             assert (await client.post("/events", json={"batches": [batch]})).json()["applied"] == 1
 
-    async def aclose(self) -> None:
-        self._server.close()
-        await self._server.wait_closed()
-
-    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = await reader.readuntil(b"\r\n\r\n")
         status, body = 404, b"{}"
         if head.startswith(b"POST /cache/prefetches "):
@@ -63,9 +57,6 @@ class LMCacheServer:
             status, body = self._status, b'{"request_id": "r", "chunks": 12, "status": "submitted"}'
         lines = b"HTTP/1.1 %d X\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % (status, len(body))
         writer.write(lines + body)
-        writer.close()
-        if head.startswith(b"POST"):
-            self.told.set()
 
 
 def sections(*, prefetch: bool) -> dict[str, Any]:
@@ -92,9 +83,12 @@ def counted(running, outcome: str) -> float:
 @pytest.mark.parametrize(("status", "outcome"), [(202, "submitted"), (503, "refused")])
 async def test_a_request_that_waits_has_its_blocks_brought(run_gateway, instant_sim, status, outcome) -> None:
     server = LMCacheServer(status)
-    async with run_gateway([instant_sim.url], **sections(prefetch=True)) as running:
+    async with (
+        tcp_server(server.serve) as port,
+        run_gateway([instant_sim.url], **sections(prefetch=True)) as running,
+    ):
         await running.until(lambda: not running.runtime.following.notes())
-        await server.begin(running.runtime.following.lmcache.coordinator_address)
+        await server.join(running.runtime.following.lmcache.coordinator_address, port)
         instant_sim.worker.faults.add(Fault(kind="hang", path="/v1/completions"))
         before = asyncio.create_task(complete(running.client, list(range(5000, 5100))))
         await running.until(lambda: running.runtime.fleet.workers()[0].load.in_flight)
@@ -102,7 +96,6 @@ async def test_a_request_that_waits_has_its_blocks_brought(run_gateway, instant_
         answer = await complete(running.client, PROMPT)
         await running.until(lambda: counted(running, outcome) == 1)
         before.cancel()
-    await server.aclose()
 
     assert answer.status_code == 200
     assert answer.headers["x-kvroute-hit-tiers"] == f"gpu=0;l1=0;l2={IN_L2}"
@@ -123,9 +116,12 @@ async def test_nothing_is_asked_for_without_a_queue_or_without_the_option(
     run_gateway, instant_sim, prefetch
 ) -> None:
     server = LMCacheServer(202)
-    async with run_gateway([instant_sim.url], **sections(prefetch=prefetch)) as running:
+    async with (
+        tcp_server(server.serve) as port,
+        run_gateway([instant_sim.url], **sections(prefetch=prefetch)) as running,
+    ):
         await running.until(lambda: not running.runtime.following.notes())
-        await server.begin(running.runtime.following.lmcache.coordinator_address)
+        await server.join(running.runtime.following.lmcache.coordinator_address, port)
         if not prefetch:
             instant_sim.worker.faults.add(Fault(kind="hang", path="/v1/completions"))
             before = asyncio.create_task(complete(running.client, list(range(5000, 5100))))
@@ -137,7 +133,6 @@ async def test_nothing_is_asked_for_without_a_queue_or_without_the_option(
         else:
             following = running.runtime.following
             assert not any(following.lmcache._prefetcher.counts.values())
-    await server.aclose()
 
     assert answer.headers["x-kvroute-hit-tiers"] == f"gpu=0;l1=0;l2={IN_L2}"
     assert server.asked == []

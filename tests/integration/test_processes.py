@@ -8,7 +8,6 @@ import os
 import random
 import re
 import signal
-import socket
 import sys
 import tempfile
 from collections.abc import AsyncIterator
@@ -19,6 +18,7 @@ from typing import Any
 
 import httpx
 import pytest
+from tests.support.sockets import listening
 from tests.support.waiting import until
 
 from kvroute.sim.app import RunningSim, run_sim
@@ -399,12 +399,10 @@ async def test_the_process_that_follows_events_can_be_replaced(sims):
 
 
 async def test_an_address_in_use_is_told_and_nothing_starts():
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
+    with listening() as port:
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "kvroute", "serve", "--worker", "http://127.0.0.1:9", "--processes", "2"),
-            *("--port", str(taken.getsockname()[1])),
+            *("--port", str(port)),
             stderr=asyncio.subprocess.PIPE,
         )
         _, said = await process.communicate()

@@ -33,14 +33,20 @@ def listening(backlog: int | None = None) -> Iterator[int]:
 
 
 @asynccontextmanager
-async def serving(handle: Handle, *, port: int = 0, tls: ssl.SSLContext | None = None) -> AsyncIterator[int]:
+async def tcp_server(
+    handle: Handle, *, port: int = 0, tls: ssl.SSLContext | None = None
+) -> AsyncIterator[int]:
     """The port of a server that runs `handle` for each connection while the block runs.
 
-    Whether the client leaves early does not matter to `handle`. At the end, open connections are aborted.
+    A client that leaves early ends `handle` without an error. At the end, open connections are aborted.
     """
     tasks: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
+    is_over = False
 
     async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if is_over:  # a connection that was accepted while the server closed
+            writer.transport.abort()
+            return
         task = asyncio.current_task()
         assert task is not None
         tasks[task] = writer
@@ -57,7 +63,10 @@ async def serving(handle: Handle, *, port: int = 0, tls: ssl.SSLContext | None =
     try:
         yield port_of(server)
     finally:
+        is_over = True
         server.close()
+        for _ in range(5):  # connections that are accepted by now reach `connected`
+            await asyncio.sleep(0)
         for task, writer in list(tasks.items()):
             writer.transport.abort()
             task.cancel()

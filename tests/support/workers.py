@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from tests.support.sockets import serving
+from tests.support.sockets import tcp_server
 
 CARD = {"id": "m", "object": "model"}
 
@@ -66,6 +66,6 @@ class ScriptedWorker:
 async def scripted_worker(*cards: dict[str, Any]) -> AsyncIterator[ScriptedWorker]:
     """A worker that serves while the block runs."""
     worker = ScriptedWorker(*cards)
-    async with serving(worker.serve) as port:
+    async with tcp_server(worker.serve) as port:
         worker.url = f"http://127.0.0.1:{port}"
         yield worker

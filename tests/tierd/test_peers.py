@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections.abc import Iterator
 
 import pytest
+from tests.support.sockets import free_port, listening, tcp_server
 from tests.tierd.conftest import StartNode
 
 from kvroute.tierd.pool import PAGE_BYTES
@@ -17,8 +17,8 @@ DATA = bytes(range(256)) * 50
 @pytest.fixture
 def silent() -> Iterator[str]:
     """The address of something that takes connections and never answers."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    with listening() as port:
+        yield f"http://127.0.0.1:{port}"
 
 
 async def test_an_entry_of_another_daemon_is_fetched_and_leased_here(start_node: StartNode) -> None:
@@ -35,8 +35,7 @@ async def test_an_entry_of_another_daemon_is_fetched_and_leased_here(start_node:
 
 
 async def test_each_of_two_daemons_serves_the_other(start_node: StartNode) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = free_port()
     first = await start_node(peers={"urls": [f"http://127.0.0.1:{port}"]})
     second = await start_node(port=port, peers={"urls": [first.url]})
     await first.client.put("a", b"from a")
@@ -91,8 +90,7 @@ async def test_without_room_the_entry_stays_with_the_peer(start_node: StartNode)
 
 
 async def test_our_own_address_is_recognised(start_node: StartNode) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = free_port()
     node = await start_node(port=port, peers={"dns": f"localhost:{port}"})
 
     assert await node.client.get("k", wait_ms=10_000) is None
@@ -112,8 +110,7 @@ async def test_the_addresses_of_a_name_are_peers(start_node: StartNode) -> None:
 
 
 async def test_a_peer_that_is_gone_costs_nothing_but_its_entries(start_node: StartNode) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        gone = f"http://127.0.0.1:{probe.getsockname()[1]}"
+    gone = f"http://127.0.0.1:{free_port()}"
     far = await start_node()
     near = await start_node(peers={"urls": [gone, far.url], "rest_s": 1000})
     await far.client.put("k", DATA)
@@ -146,11 +143,8 @@ async def test_a_peer_that_breaks_off_leaves_nothing_behind(start_node: StartNod
         writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 65536\r\n\r\n")
         writer.write(b"" if head.startswith(b"HEAD") else b"half")
         await writer.drain()
-        writer.close()
 
-    server = await asyncio.start_server(half, "127.0.0.1", 0)
-    async with server:
-        port = server.sockets[0].getsockname()[1]
+    async with tcp_server(half) as port:
         near = await start_node(peers={"urls": [f"http://127.0.0.1:{port}"]})
 
         assert await near.client.get("k", wait_ms=10_000) is None

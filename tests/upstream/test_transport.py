@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.sockets import free_port
 
 from kvroute.errors import (
     ConnectionLost,
@@ -321,9 +322,7 @@ async def test_what_is_not_http_is_a_protocol_violation(
 
 
 async def test_a_closed_port_is_connect_refused(connect: Any) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-    transport = connect(f"http://127.0.0.1:{port}")
+    transport = connect(f"http://127.0.0.1:{free_port()}")
 
     with pytest.raises(ConnectRefused) as refused:
         await transport.send(b"GET", b"/", [])

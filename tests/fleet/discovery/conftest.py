@@ -13,6 +13,7 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
+from tests.support.sockets import tcp_server
 
 Object = dict[str, Any]
 
@@ -235,38 +236,12 @@ def serving() -> Callable[..., Any]:
     async def start(
         api: FakeApi, *, port: int = 0, tls: ssl.SSLContext | None = None
     ) -> AsyncIterator[FakeApi]:
-        tasks: set[asyncio.Task[None]] = set()
-        is_over = False
-
-        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            if is_over:  # a connection that was accepted while the server closed
-                writer.transport.abort()
-                return
-            task = asyncio.current_task()
-            assert task is not None
-            tasks.add(task)
+        async with tcp_server(api.serve, port=port, tls=tls) as served:
+            api.url = f"{'https' if tls else 'http'}://127.0.0.1:{served}"
             try:
-                await api.serve(reader, writer)
-            except asyncio.CancelledError:
-                pass  # at the end of a test; asyncio.streams would log it (Python 3.11)
+                yield api
             finally:
-                tasks.discard(task)
-
-        server = await asyncio.start_server(serve, "127.0.0.1", port, ssl=tls)
-        scheme = "https" if tls else "http"
-        api.url = f"{scheme}://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        try:
-            yield api
-        finally:
-            is_over = True
-            server.close()
-            for _ in range(5):  # what was accepted until now has its turn
-                await asyncio.sleep(0)
-            api.cut()
-            for task in list(tasks):
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            await server.wait_closed()
+                api.cut()
 
     return start
 
