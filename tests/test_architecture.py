@@ -51,5 +51,5 @@ def test_each_function_of_a_way_exists(title):
 
 def test_each_file_that_the_page_names_exists():
     for file, _ in PLACE.findall(PAGE):
-        known = [*(ROOT / "src" / "kvroute").rglob(Path(file).name)]
-        assert any(path.as_posix().endswith(file) for path in known), file
+        known = [*(ROOT / "src" / "kvroute").rglob(Path(file).name), ROOT / file]
+        assert any(path.as_posix().endswith(file) and path.is_file() for path in known), file

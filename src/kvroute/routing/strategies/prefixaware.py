@@ -24,7 +24,8 @@ class PrefixAwareOptions(Options):
 
     index: str = option(
         "radix",
-        "What keeps the sent prompts: `radix` (microseconds a prompt) or `pygtrie` (milliseconds).",
+        f"The history of the sent prompts: {', '.join(HISTORIES)}. `radix` takes microseconds "
+        "per prompt, `pygtrie` milliseconds.",
     )
 
     @field_validator("index")
