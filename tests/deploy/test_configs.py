@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvroute.app.config import load
-from kvroute.deploy.endpoint import EndpointHost, plan_endpoint_here, simulated
+from kvroute.deploy.endpoint import EndpointHost, plan_local_endpoint, simulated
 from kvroute.deploy.plan import local_findings
 from kvroute.deploy.render.config import config_text
 from kvroute.deploy.render.plan import plan_endpoint
@@ -44,7 +44,7 @@ def test_every_spec_runs_on_a_host_that_has_what_it_asks_for(file, as_simulated,
     ports = count(20000, 20)
     host = EndpointHost({}, {}, (0, 1), tuple(map(str, range(64))), {}, tmp_path)
 
-    local = plan_endpoint_here(endpoint, host, lambda _: next(ports))
+    local = plan_local_endpoint(endpoint, host, lambda _: next(ports))
 
     written = tmp_path / "gateway.yaml"
     written.write_text(config_text(local.config))

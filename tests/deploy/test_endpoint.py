@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import yaml
 
-from kvroute.deploy.endpoint import EndpointHost, LocalEndpoint, plan_endpoint_here, site_here
-from kvroute.deploy.plan import AdminKeyPlace, PlannedProcess, ProcessPlan
+from kvroute.deploy.endpoint import EndpointHost, LocalEndpoint, plan_local_endpoint, site_on_free_ports
+from kvroute.deploy.plan import AdminKeyLocation, PlannedProcess, ProcessPlan
 from kvroute.deploy.render.lmcache import server_argv
 from kvroute.deploy.render.plan import EndpointPlan, plan_endpoint
 from kvroute.deploy.render.site import local_site
@@ -67,9 +67,9 @@ def here(
         gpus=tuple(gpus),
         programs=PROGRAMS,
         state_dir=Path("/state"),
-        admin_key=AdminKeyPlace(folder=Path("/keys")),
+        admin_key=AdminKeyLocation(folder=Path("/keys")),
     )
-    return plan_endpoint_here(endpoint(changes), host, lambda _: next(ports))
+    return plan_local_endpoint(endpoint(changes), host, lambda _: next(ports))
 
 
 def option(process: PlannedProcess, name: str) -> str:
@@ -100,7 +100,7 @@ def test_workers_run_what_is_rendered_for_them() -> None:
     found = iter([*ports, 6379, 9300, 8300, 8400, 8500])
     host = EndpointHost({}, {}, (0, 1), (), {}, Path("/state"))
 
-    plan = plan_endpoint_here(made, host, lambda _: next(found)).plan
+    plan = plan_local_endpoint(made, host, lambda _: next(found)).plan
 
     lines = [shlex.split(line) for line in render_worker_args(made)["worker-args.sh"].splitlines()]
     for worker, line in zip(plan.workers, lines, strict=True):
@@ -134,7 +134,7 @@ def test_engines_miss_an_lmcache_server_that_ended() -> None:
 
     for server, worker in zip(plan.caches[1], plan.workers, strict=True):
         transfer = json.loads(option(worker, "--kv-transfer-config"))["kv_connector_extra_config"]
-        assert server.rest_s >= 2 * transfer["lmcache.mp.heartbeat_interval"] > 0
+        assert server.restart_delay_s >= 2 * transfer["lmcache.mp.heartbeat_interval"] > 0
 
 
 def test_one_server_for_all_serves_every_worker() -> None:
@@ -162,7 +162,7 @@ def test_the_gateway_knows_the_workers_and_takes_the_spec_s_port_unless_told_oth
 
     ports = count(20000)
     host = EndpointHost({}, {}, (0,), ("0", "1"), {}, Path("/state"))
-    told = plan_endpoint_here(endpoint(), host, lambda _: next(ports), bind="0.0.0.0", port=9000)
+    told = plan_local_endpoint(endpoint(), host, lambda _: next(ports), bind="0.0.0.0", port=9000)
 
     assert told.config["server"] == {"host": "0.0.0.0", "port": 9000}
 
@@ -190,8 +190,8 @@ def test_kv_memory_on_cores_can_be_set() -> None:
 
 
 @pytest.mark.parametrize(("gpus", "path"), [("", r"x-kvroute\.device"), ("0", r"spec\.replicas")])
-def test_too_few_gpus_are_told(gpus: str, path: str) -> None:
-    with pytest.raises(ConfigError, match=rf"^{path}: 2 worker\(s\) with 1 GPU"):
+def test_too_few_gpus_are_an_error(gpus: str, path: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^{path}: 2 worker\(s\) .*1 GPU"):
         here(gpus=gpus)
 
 
@@ -308,13 +308,15 @@ def test_ranks_get_neighbouring_ports() -> None:
         return 20000
 
     args = ["--data-parallel-size", "4"]
-    site_here(endpoint({"spec.worker.args": args, "spec.replicas": 1}), find, ("0",))
+    site_on_free_ports(endpoint({"spec.worker.args": args, "spec.replicas": 1}), find, ("0",))
 
     assert asked.count(4) == 2
 
 
-def test_two_processes_of_one_name_are_told() -> None:
-    with pytest.raises(ConfigError, match=r"metadata\.name: makes two processes of the name lmcache-a"):
+def test_two_processes_of_one_name_are_an_error() -> None:
+    with pytest.raises(
+        ConfigError, match=r"metadata\.name: leads to two processes with the same name: lmcache-a"
+    ):
         here({"metadata.name": "lmcache"})
 
 

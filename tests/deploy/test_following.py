@@ -9,7 +9,7 @@ from tests.support.waiting import until
 
 from kvroute.clock import SystemClock
 from kvroute.deploy import up as following_module
-from kvroute.deploy.up import GrowingFile, Screen, following, last_lines
+from kvroute.deploy.up import LogTail, Screen, following, last_lines
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def append(path: Path, text: str) -> None:
 
 
 def test_whole_lines_come_once(log: Path) -> None:
-    file = GrowingFile(log)
+    file = LogTail(log)
     assert file.new_lines() == []
     append(log, "one\ntwo\r\nthr")
     assert file.new_lines() == ["one", "two"]
@@ -34,7 +34,7 @@ def test_whole_lines_come_once(log: Path) -> None:
 
 def test_what_was_there_before_is_left_out(log: Path) -> None:
     append(log, "old\n")
-    file = GrowingFile.at_end(log)
+    file = LogTail.at_end(log)
     append(log, "new\n")
 
     assert file.new_lines() == ["new"]
@@ -42,7 +42,7 @@ def test_what_was_there_before_is_left_out(log: Path) -> None:
 
 def test_a_file_that_begins_anew_is_read_from_its_beginning(log: Path) -> None:
     append(log, "a long line of before\n")
-    file = GrowingFile.at_end(log)
+    file = LogTail.at_end(log)
     log.write_text("new\n")
 
     assert file.new_lines() == ["new"]
@@ -52,9 +52,9 @@ def test_a_reader_that_is_far_behind_skips_and_says_so(log: Path, monkeypatch: p
     monkeypatch.setattr(following_module, "MAX_BEHIND_BYTES", 8)
     append(log, "12345\n12345\n12345\n")
 
-    told, *lines = GrowingFile(log).new_lines()
+    told, *lines = LogTail(log).new_lines()
 
-    assert told == f"... 10 bytes more are in {log}"
+    assert told == f"... 10 more bytes are in {log}"
     assert lines == ["5", "12345"]
 
 
@@ -62,7 +62,7 @@ def test_a_line_without_an_end_is_not_kept_for_ever(log: Path, monkeypatch: pyte
     monkeypatch.setattr(following_module, "CHUNK_BYTES", 4)
     append(log, "123456")
 
-    assert GrowingFile(log).new_lines() == ["1234"]
+    assert LogTail(log).new_lines() == ["1234"]
 
 
 def test_the_last_lines_end_where_the_next_begin(log: Path) -> None:
@@ -71,7 +71,7 @@ def test_the_last_lines_end_where_the_next_begin(log: Path) -> None:
     assert lines == ["two", "three"]
     append(log, "ur\n")
 
-    assert GrowingFile(log, offset=end).new_lines() == ["four"]
+    assert LogTail(log, offset=end).new_lines() == ["four"]
     assert last_lines(log, 0)[0] == []
     assert last_lines(log.with_name("missing"), 5) == ([], 0)
 

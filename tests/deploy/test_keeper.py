@@ -41,10 +41,12 @@ def watcher() -> Watcher:
 
 @pytest.fixture
 def keeper(tmp_path: Path, clock: SystemClock, watcher: Watcher) -> Callable[..., Keeper]:
-    def make(argv: tuple[str, ...], port: int, *, rest_s: float = 0.0, clock: Clock = clock) -> Keeper:
+    def make(
+        argv: tuple[str, ...], port: int, *, restart_delay_s: float = 0.0, clock: Clock = clock
+    ) -> Keeper:
         child = ChildSpec("worker-0", argv, dict(os.environ), tmp_path / "log", stop_grace_s=5.0)
         url = f"http://127.0.0.1:{port}"
-        planned = PlannedProcess(child, url, f"{url}/health", 30.0, rest_s=rest_s)
+        planned = PlannedProcess(child, url, f"{url}/health", 30.0, restart_delay_s=restart_delay_s)
         return Keeper(planned, clock=clock, report=watcher.reports.append, changed=watcher.changed)
 
     return make
@@ -56,7 +58,7 @@ async def test_a_process_is_ready_when_it_answers(
     (port,) = free_ports(1)
     kept = keeper(server_argv(port), port)
 
-    await kept.bring_up()
+    await kept.start_and_wait()
     assert kept.last_line == "serving"
     await kept.stop()
 
@@ -70,7 +72,7 @@ async def test_a_process_that_cannot_start_is_stopped_and_told(
     kept = keeper((sys.executable, "-c", "raise SystemExit('no memory')"), port)
 
     with pytest.raises(ProcessFailed, match="no memory"):
-        await kept.bring_up()
+        await kept.start_and_wait()
 
     assert watcher.phases == [ProcessPhase.STARTING, ProcessPhase.STOPPED]
 
@@ -84,8 +86,8 @@ async def test_a_dead_process_is_reported_and_started_again(
     monkeypatch.setattr(keeper_module, "FIRST_BACKOFF_S", 0.0)
     (port,) = free_ports(1)
     kept = keeper(server_argv(port, "my last words"), port)
-    await kept.bring_up()
-    keeping = asyncio.create_task(kept.keep_up())
+    await kept.start_and_wait()
+    keeping = asyncio.create_task(kept.restart_on_exit())
 
     kept.kill()
     await watcher.until(
@@ -126,8 +128,8 @@ server = http.server.HTTPServer(("127.0.0.1", {port}), Handler)
 server.handle_request()
 """
     kept = keeper((sys.executable, "-c", source), port)
-    await kept.bring_up()
-    keeping = asyncio.create_task(kept.keep_up())
+    await kept.start_and_wait()
+    keeping = asyncio.create_task(kept.restart_on_exit())
 
     await until(lambda: len(watcher.reports) >= 3, within_s=30)
     keeping.cancel()
@@ -148,10 +150,10 @@ async def test_a_renewed_process_starts_again_at_once_and_is_no_failure(
     monkeypatch.setattr(keeper_module, "FIRST_BACKOFF_S", 3600.0)
     (port,) = free_ports(1)
     kept = keeper(server_argv(port), port)
-    await kept.bring_up()
-    keeping = asyncio.create_task(kept.keep_up())
+    await kept.start_and_wait()
+    keeping = asyncio.create_task(kept.restart_on_exit())
 
-    kept.renew("redis")
+    kept.restart("redis")
     await watcher.until(
         ProcessPhase.STARTING,
         ProcessPhase.READY,
@@ -160,7 +162,7 @@ async def test_a_renewed_process_starts_again_at_once_and_is_no_failure(
         ProcessPhase.READY,
     )
 
-    assert watcher.reports == ["worker-0 starts again, because redis has"]
+    assert watcher.reports == ["restarting worker-0, because redis was restarted"]
     assert kept.status.restarts == 1
     keeping.cancel()
     await asyncio.wait({keeping})
@@ -173,14 +175,14 @@ async def test_a_process_that_must_be_missed_stays_away_for_its_rest(
 ) -> None:
     clock = QuickClock(0.01)
     (port,) = free_ports(1)
-    kept = keeper(server_argv(port), port, rest_s=3600.0, clock=clock)
-    await kept.bring_up()
-    keeping = asyncio.create_task(kept.keep_up())
+    kept = keeper(server_argv(port), port, restart_delay_s=3600.0, clock=clock)
+    await kept.start_and_wait()
+    keeping = asyncio.create_task(kept.restart_on_exit())
 
     if killed:
         kept.kill()
     else:
-        kept.renew("redis")
+        kept.restart("redis")
     await watcher.until(
         ProcessPhase.STARTING,
         ProcessPhase.READY,
@@ -212,6 +214,6 @@ async def test_a_process_that_cannot_even_be_made_is_a_failure_like_others(
     (tmp_path / "log").mkdir()
 
     with pytest.raises(ProcessFailed, match="worker-0 could not be started: Is a directory"):
-        await kept.bring_up()
+        await kept.start_and_wait()
 
     assert watcher.phases == [ProcessPhase.STOPPED]

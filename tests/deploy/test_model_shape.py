@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
-from kvroute.deploy.render.plan import plan_endpoint, token_bytes, with_model_at_hand
+from kvroute.deploy.render.plan import plan_endpoint, token_bytes, with_local_token_bytes
 from kvroute.deploy.spec.loading import read_spec
 from kvroute.deploy.tiny_model import TINY_MODELS, write_tiny_model
 
@@ -61,4 +61,6 @@ def test_a_folder_is_read_if_it_can_be(content: str | None, tmp_path: Path) -> N
     }
     endpoint = plan_endpoint(read_spec(yaml.safe_dump(document), strategies=()).require("spec"))
 
-    assert with_model_at_hand(endpoint).token_bytes == (131_072 if content and "layers" in content else None)
+    assert with_local_token_bytes(endpoint).token_bytes == (
+        131_072 if content and "layers" in content else None
+    )

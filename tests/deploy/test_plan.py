@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvroute.deploy.plan import (
-    AdminKeyPlace,
+    AdminKeyLocation,
     Engine,
     HostFacts,
     ProcessPlan,
@@ -57,8 +57,8 @@ def test_the_gateway_knows_every_worker() -> None:
 
 
 def test_the_gateway_makes_its_admin_key_where_the_user_says() -> None:
-    made = plan(admin_key=AdminKeyPlace(folder=Path("/state")), port=8123)
-    given = plan(admin_key=AdminKeyPlace(file=Path("/keys/admin")))
+    made = plan(admin_key=AdminKeyLocation(folder=Path("/state")), port=8123)
+    given = plan(admin_key=AdminKeyLocation(file=Path("/keys/admin")))
 
     assert made.gateway.child.argv[-2:] == ("--state-dir", "/state")
     assert made.admin_key_file == Path("/state/admin-key-8123")
@@ -67,18 +67,20 @@ def test_the_gateway_makes_its_admin_key_where_the_user_says() -> None:
 
 
 def test_the_admin_key_is_in_the_users_state_folder_unless_one_is_configured() -> None:
-    place, home = AdminKeyPlace(), {"XDG_STATE_HOME": "/var/lib"}
+    place, home = AdminKeyLocation(), {"XDG_STATE_HOME": "/var/lib"}
 
     assert place.arguments == ()
-    assert place.made_file(home, {}, 1) == Path("/var/lib/kvroute/admin-key-1")
-    assert place.made_file(home | {"KVROUTE__ADMIN__API_KEY": ""}, {"allowed_hosts": ["a"]}, 1) is not None
+    assert place.generated_file(home, {}, 1) == Path("/var/lib/kvroute/admin-key-1")
+    assert (
+        place.generated_file(home | {"KVROUTE__ADMIN__API_KEY": ""}, {"allowed_hosts": ["a"]}, 1) is not None
+    )
     for environ, settings in (
         ({"KVROUTE__ADMIN__API_KEY": "key"}, {}),
         ({"KVROUTE__ADMIN__API_KEY_FILE": "/key"}, {}),
         ({}, {"api_key": "key"}),
         ({}, {"api_key_file": "/key"}),
     ):
-        assert place.made_file(home | environ, settings, 1) is None
+        assert place.generated_file(home | environ, settings, 1) is None
 
 
 @pytest.mark.parametrize(

@@ -33,8 +33,8 @@ def test_every_port_of_a_run_is_free() -> None:
         require_free_port("127.0.0.1", port)
 
 
-def test_a_run_that_is_not_there_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_does_not_exist_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ports_module, "ATTEMPTS", 3)
 
-    with pytest.raises(ConfigError, match="no 70000 free ports"):
+    with pytest.raises(ConfigError, match="no 70000 neighbouring free ports"):
         FreePorts().run(70_000)

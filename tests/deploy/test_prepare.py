@@ -17,7 +17,7 @@ from kvroute.deploy import prepare as prepare_module
 from kvroute.deploy.endpoint import simulated
 from kvroute.deploy.engine_install import EngineVenv
 from kvroute.deploy.plan import Engine, UpSpec
-from kvroute.deploy.prepare import EndpointUp, free_ports, prepare, prepare_endpoint
+from kvroute.deploy.prepare import EndpointRequest, free_ports, prepare, prepare_endpoint
 from kvroute.deploy.render.plan import EndpointPlan, plan_endpoint
 from kvroute.deploy.spec.loading import read_spec
 from kvroute.errors import ConfigError
@@ -50,8 +50,8 @@ def endpoint() -> MakeEndpoint:
 
 
 @pytest.fixture
-def up(tmp_path: Path, engine_venv: Path) -> Callable[[EndpointPlan], EndpointUp]:
-    return lambda made: EndpointUp(made, None, free_ports(1)[0], tmp_path / "state", engine_venv)
+def up(tmp_path: Path, engine_venv: Path) -> Callable[[EndpointPlan], EndpointRequest]:
+    return lambda made: EndpointRequest(made, None, free_ports(1)[0], tmp_path / "state", engine_venv)
 
 
 def said(console: Console) -> str:
@@ -139,7 +139,7 @@ async def test_valkey_takes_the_place_of_a_redis_that_is_not_there(
     plan = await prepare_endpoint(up(endpoint("redis-l2.yaml")), console=console, clock=clock)
 
     assert plan.caches[0][0].child.argv[0] == valkey
-    assert "valkey-server, which speaks the same" in said(console)
+    assert "compatible valkey-server" in said(console)
 
 
 async def test_a_redis_that_runs_already_is_not_started(endpoint, up, console, clock) -> None:
@@ -204,7 +204,9 @@ async def test_what_cannot_run_here_is_told_before_the_engine_is_installed(
         )
     with pytest.raises(ConfigError, match=r"x-kvroute\.gateway\.port: cannot listen on 203\.0\.113\.1"):
         await prepare_endpoint(
-            EndpointUp(endpoint("session.yaml"), "203.0.113.1", port, tmp_path), console=console, clock=clock
+            EndpointRequest(endpoint("session.yaml"), "203.0.113.1", port, tmp_path),
+            console=console,
+            clock=clock,
         )
 
 

@@ -52,7 +52,7 @@ asyncio.run(main())
 
 
 async def until_up(child: ChildProcess) -> None:
-    await until(lambda: "up" in child.last_words(), within_s=30)
+    await until(lambda: "up" in child.last_log_lines(), within_s=30)
 
 
 async def test_the_exit_code_of_the_command_is_the_childs(child: MakeChild) -> None:
@@ -165,7 +165,7 @@ async def test_a_command_that_does_not_exist_says_so(tmp_path: Path, clock: Syst
     async with ChildProcess(spec, clock) as process:
         assert await process.wait() == 127
 
-    assert "cannot run" in process.last_words()
+    assert "cannot run" in process.last_log_lines()
 
 
 async def test_ready_once_the_url_answers(
@@ -199,14 +199,14 @@ async def test_a_process_that_is_not_ready_in_time_fails(child: MakeChild) -> No
 
 async def test_last_words_are_those_of_the_last_start(child: MakeChild, tmp_path: Path) -> None:
     process = child("import sys; print(open(sys.argv[1]).read())", str(tmp_path / "words"))
-    assert process.last_words() == ""
+    assert process.last_log_lines() == ""
     for words in ("first", "second\n\nthird"):
         (tmp_path / "words").write_text(words)
         await process.start()
         await process.wait()
 
-    assert process.last_words() == "second\nthird"
-    assert process.last_words(1) == "third"
+    assert process.last_log_lines() == "second\nthird"
+    assert process.last_log_lines(1) == "third"
 
 
 async def test_a_running_process_cannot_be_started_again(child: MakeChild) -> None:

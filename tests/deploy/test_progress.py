@@ -11,7 +11,7 @@ from tests.support.waiting import until
 
 from kvroute.clock import SystemClock
 from kvroute.deploy import keeper as progress
-from kvroute.deploy.keeper import Keeper, ProcessPhase, Status, showing
+from kvroute.deploy.keeper import Keeper, ProcessPhase, Status, show_status
 from kvroute.deploy.plan import PlannedProcess
 from kvroute.deploy.processes import ChildSpec
 
@@ -35,7 +35,7 @@ async def test_a_starting_process_is_shown_with_its_last_line(keepers: list[Keep
     console = Console(file=StringIO(), force_terminal=terminal, width=120)
     clock = QuickClock(0)
 
-    async with showing(console, keepers, clock=clock):
+    async with show_status(console, keepers, clock=clock):
         await until(lambda: len(clock.slept) >= 2)
 
     text = console.file.getvalue()  # type: ignore[attr-defined]
@@ -51,5 +51,5 @@ async def test_a_display_that_breaks_is_told(keepers: list[Keeper], monkeypatch:
     monkeypatch.setattr(progress, "_lines", broken)
 
     with pytest.raises(ZeroDivisionError):
-        async with showing(Console(file=StringIO()), keepers, clock=SystemClock()):
+        async with show_status(Console(file=StringIO()), keepers, clock=SystemClock()):
             await asyncio.sleep(0)

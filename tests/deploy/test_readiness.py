@@ -38,7 +38,7 @@ async def test_nobody_is_not_ready(scheme) -> None:
 
 
 async def test_silence_is_not_waited_for(monkeypatch) -> None:
-    monkeypatch.setattr(readiness, "VISIT_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(readiness, "PROBE_TIMEOUT_S", 0.05)
     left = asyncio.Event()
 
     async def visited(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvroute.deploy.keeper import sweep
+from kvroute.deploy.keeper import remove_orphan_segments
 
 
 @pytest.fixture
@@ -26,15 +26,15 @@ def make(path: Path) -> Path:
 def test_what_an_ended_engine_left_is_removed(tmp_path: Path, ended_pid: int) -> None:
     left = [make(tmp_path / f"lmcache_kv_{ended_pid}_{number}") for number in range(2)]
 
-    assert sweep(tmp_path) == 8192
+    assert remove_orphan_segments(tmp_path) == 8192
     assert not any(segment.exists() for segment in left)
-    assert sweep(tmp_path) == 0
+    assert remove_orphan_segments(tmp_path) == 0
 
 
 def test_a_living_engine_keeps_its_segment(tmp_path: Path) -> None:
     segment = make(tmp_path / f"lmcache_kv_{os.getpid()}_0")
 
-    assert sweep(tmp_path) == 0
+    assert remove_orphan_segments(tmp_path) == 0
     assert segment.exists()
 
 
@@ -42,15 +42,15 @@ def test_what_somebody_still_maps_stays(tmp_path: Path, ended_pid: int) -> None:
     segment = make(tmp_path / f"lmcache_kv_{ended_pid}_0")
 
     with segment.open("r+b") as file, mmap.mmap(file.fileno(), 4096):
-        assert sweep(tmp_path) == 0
+        assert remove_orphan_segments(tmp_path) == 0
     assert segment.exists()
-    assert sweep(tmp_path) == 4096
+    assert remove_orphan_segments(tmp_path) == 4096
 
 
 def test_other_files_are_left_alone(tmp_path: Path, ended_pid: int) -> None:
     others = [make(tmp_path / name) for name in (f"psm_{ended_pid}_0", "lmcache_kv_x_0", "lmcache_kv_1")]
 
-    assert sweep(tmp_path) == 0
+    assert remove_orphan_segments(tmp_path) == 0
     assert all(other.exists() for other in others)
 
 
@@ -64,5 +64,5 @@ def test_what_cannot_be_removed_ends_nothing(
 
     monkeypatch.setattr(Path, "unlink", refuse)
 
-    assert sweep(tmp_path) == 0
+    assert remove_orphan_segments(tmp_path) == 0
     assert segment.exists()

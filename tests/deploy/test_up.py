@@ -21,7 +21,7 @@ from kvroute.deploy.plan import PlannedProcess, ProcessPlan
 from kvroute.deploy.prepare import free_ports, require_free_port
 from kvroute.deploy.processes import ChildSpec, ProcessFailed
 from kvroute.deploy.state import StateFolder
-from kvroute.deploy.up import run_plan, run_up, welcome
+from kvroute.deploy.up import ready_text, run_plan, run_up
 
 ServerArgv = Callable[..., tuple[str, ...]]
 MakePlan = Callable[..., ProcessPlan]
@@ -174,7 +174,7 @@ async def test_what_does_not_find_a_restarted_process_is_started_again(
     monkeypatch.setattr("kvroute.deploy.keeper.FIRST_BACKOFF_S", 0.0)
     plan = make_plan()
     first, second = plan.workers
-    plan = replace(plan, workers=(replace(first, renewed_with=("cache",)), second))
+    plan = replace(plan, workers=(replace(first, restart_with=("cache",)), second))
     keepers: list[Keeper] = []
     running = asyncio.create_task(run_plan(plan, keepers, state, console=console, clock=clock))
     await until_said(console, "Ctrl-C ends everything", running)
@@ -184,7 +184,7 @@ async def test_what_does_not_find_a_restarted_process_is_started_again(
     running.cancel()
     await asyncio.wait({running})
 
-    assert "worker-0 starts again, because cache has" in said(console)
+    assert "restarting worker-0, because cache was restarted" in said(console)
     assert [keeper.status.restarts for keeper in keepers] == [1, 1, 0, 0]
 
 
@@ -193,8 +193,8 @@ def test_the_welcome_says_what_to_try_and_what_is_real(make_plan: MakePlan) -> N
     real = ProcessPlan(plan.workers, plan.gateway, "small", False, "small", plan.model_folder)
     served = ProcessPlan(plan.workers, plan.gateway, "org/model", False, None, plan.model_folder)
 
-    assert "SIMULATED" in welcome(plan)
-    assert "random weights" in welcome(real)
-    assert "serve org/model" in welcome(served)
+    assert "SIMULATED" in ready_text(plan)
+    assert "random weights" in ready_text(real)
+    assert "serve org/model" in ready_text(served)
     for part in (f"curl {plan.gateway.url}/v1/chat/completions", "/docs", "/metrics"):
-        assert part in welcome(plan)
+        assert part in ready_text(plan)

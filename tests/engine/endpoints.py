@@ -60,7 +60,7 @@ class Endpoint:
 
     def told(self, name: str) -> Any:
         state = self.state.read()
-        assert state is not None, self.process.last_words()
+        assert state is not None, self.process.last_log_lines()
         return next(each for each in state.processes if each.name == name)
 
     def pids(self) -> list[int]:

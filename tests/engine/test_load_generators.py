@@ -35,7 +35,7 @@ def run(engine_venv, tmp_path: Path):
         spec = ChildSpec(script, command, env, tmp_path / f"{script}.log", cwd=tmp_path)
         async with ChildProcess(spec, SystemClock()) as process, asyncio.timeout(DEADLINE_S):
             code = await process.wait()
-        assert code == 0, process.last_words(40)
+        assert code == 0, process.last_log_lines(40)
 
     return run_to_end
 

@@ -120,7 +120,7 @@ def bench(engine_venv: EngineVenv, tmp_path: Path) -> Callable[..., Awaitable[di
         spec = ChildSpec("bench", tuple(argv), env, tmp_path / "bench.log", cwd=tmp_path)
         async with ChildProcess(spec, SystemClock()) as process, asyncio.timeout(ANSWER_S):
             code = await process.wait()
-        assert code == 0, process.last_words(40)
+        assert code == 0, process.last_log_lines(40)
         return {found["operation"].lower(): found for found in operations(json.loads(output.read_text()))}
 
     return run

@@ -92,4 +92,4 @@ def fix_spec(file: Path) -> int:
     layout = fix_layout(deployments.read_text(file))
     click.echo(layout.text, nl=False)
     deployments.tell(file, deployments.reading_of(layout.text).wrong, err=True)
-    return 0 if layout.is_sound else 1
+    return 0 if layout.is_complete else 1

@@ -22,11 +22,11 @@ from rich.table import Table
 from kvroute.app.config import load
 from kvroute.clock import SystemClock
 from kvroute.deploy.endpoint import simulated
-from kvroute.deploy.plan import AdminKeyPlace, Engine, UpSpec, local_findings
-from kvroute.deploy.prepare import EndpointUp, prepare, prepare_endpoint
+from kvroute.deploy.plan import AdminKeyLocation, Engine, UpSpec, local_findings
+from kvroute.deploy.prepare import EndpointRequest, prepare, prepare_endpoint
 from kvroute.deploy.render.config import config_text, gateway_config
-from kvroute.deploy.render.kubernetes import SECRET_FILE, with_its_key
-from kvroute.deploy.render.plan import EndpointPlan, plan_endpoint, with_model_at_hand
+from kvroute.deploy.render.kubernetes import SECRET_FILE, with_earlier_key
+from kvroute.deploy.render.plan import EndpointPlan, plan_endpoint, with_local_token_bytes
 from kvroute.deploy.render.reach import findings_for
 from kvroute.deploy.render.registry import TARGETS
 from kvroute.deploy.render.site import local_site
@@ -35,7 +35,7 @@ from kvroute.deploy.spec.loading import Finding, SpecReading, read_spec
 from kvroute.deploy.spec.source import FieldVerdict, dotted
 from kvroute.deploy.spec.source import Path as Field
 from kvroute.deploy.state import StateFolder, UpState
-from kvroute.deploy.up import GrowingFile, Prepare, Screen, follow, last_lines, run_up
+from kvroute.deploy.up import LogTail, Prepare, Screen, follow, last_lines, run_up
 from kvroute.errors import ConfigError, InvalidConfig, KvrouteError
 from kvroute.routing.registry import STRATEGIES
 
@@ -215,10 +215,10 @@ def up(
     console, clock = Console(), SystemClock()
     making: Prepare
     is_given = context.get_parameter_source("state_dir") is not ParameterSource.DEFAULT
-    admin_key = AdminKeyPlace(admin_key_file, state_dir if is_given else None)
+    admin_key = AdminKeyLocation(admin_key_file, state_dir if is_given else None)
     if file is not None:
         endpoint = _endpoint(file, wanted)
-        wish = EndpointUp(endpoint, wanted["host"], wanted["port"], state_dir, engine_venv, admin_key)
+        wish = EndpointRequest(endpoint, wanted["host"], wanted["port"], state_dir, engine_venv, admin_key)
         making = partial(prepare_endpoint, wish, console=console, clock=clock)
     else:
         given = {name: value for name, value in wanted.items() if value is not None}
@@ -246,7 +246,7 @@ def _endpoint(file: Path, wanted: dict[str, Any]) -> EndpointPlan:
     tell(file, (each for each in findings if each.verdict is not FieldVerdict.APPLIED), err=True)
     if reading.document is None:
         raise WrongSpec(f"{file} is wrong: {count(findings)}")
-    endpoint = with_model_at_hand(plan_endpoint(reading.document))
+    endpoint = with_local_token_bytes(plan_endpoint(reading.document))
     if wanted["strategy"] is not None:
         endpoint = dataclasses.replace(endpoint, strategy=wanted["strategy"])
     if wanted["engine"] == Engine.SIM.value and not endpoint.is_simulated:
@@ -372,12 +372,12 @@ def logs(state_dir: Path, lines: int, keep_on: bool, names: tuple[str, ...]) -> 
             click.echo("".join(f"{line}\n" for line in last), nl=False)
         else:
             screen.show(name, last)
-        growing[name] = GrowingFile(path, offset=end)
+        growing[name] = LogTail(path, offset=end)
     if keep_on:
         asyncio.run(_follow_until_told(growing, screen))
 
 
-async def _follow_until_told(files: dict[str, GrowingFile], screen: Screen) -> None:
+async def _follow_until_told(files: dict[str, LogTail], screen: Screen) -> None:
     """Until SIGINT or SIGTERM, also where the shell has started this with SIGINT ignored (`&`)."""
     following = asyncio.create_task(follow(files, screen, SystemClock()))
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -419,7 +419,7 @@ def render(file: Path, target: str, folder: Path | None) -> None:
     tell(file, (each for each in findings if each.verdict is not FieldVerdict.APPLIED), err=True)
     if reading.document is None:
         raise WrongSpec(f"{file} is wrong: {count(findings)}")
-    files = TARGETS[target].render(with_model_at_hand(plan_endpoint(reading.document)))
+    files = TARGETS[target].render(with_local_token_bytes(plan_endpoint(reading.document)))
     if folder is not None:
         write(folder, files)
         return
@@ -450,7 +450,7 @@ def _write_secret(path: Path, text: str) -> None:
     """Write a file that only its owner may read; a key that is there already stays. Raises OSError."""
     if path.exists():
         try:
-            text = with_its_key(text, path.read_text(encoding="utf-8"))
+            text = with_earlier_key(text, path.read_text(encoding="utf-8"))
         except ValueError as exc:
             raise WrongSpec(f"{path} is not what was rendered: {exc}; remove it to make a new key") from None
     new = path.with_name(f".{path.name}.new")

@@ -1,4 +1,4 @@
-"""A spec's endpoint as processes of this host: the rendered commands, on ports that are free. Pure."""
+"""Plans the processes of a spec's endpoint on this host: the rendered commands, on free ports. Pure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvroute.deploy.plan import (
     ENGINE_STOP_S,
     GATEWAY,
     SIM_READY_S,
-    AdminKeyPlace,
+    AdminKeyLocation,
     PlannedProcess,
     ProcessPlan,
     cpu_kv_cache_gib,
@@ -27,7 +27,7 @@ from kvroute.deploy.render.config import gateway_config, merged
 from kvroute.deploy.render.lmcache import (
     PASSWORD,
     PASSWORD_REFERENCE,
-    UNNOTICED_S,
+    UNNOTICED_RESTART_S,
     password_name,
     server_argv,
     server_environment,
@@ -53,39 +53,39 @@ SERVICE_READY_S = 60.0
 LMCACHE_READY_S = 180.0
 LMCACHE_STOP_S = 10.0
 SIM_STOP_S = 10.0
-LMCACHE_QUIET = {"DO_NOT_TRACK": "1", "LMCACHE_DISABLE_BANNER": "1"}
+LMCACHE_ENVIRONMENT = {"DO_NOT_TRACK": "1", "LMCACHE_DISABLE_BANNER": "1"}
 FindPort = Callable[[int], int]
-"""How many neighbouring ports are needed -> the first of them."""
+"""Find that number of neighbouring free ports and return the first one."""
 
 
 @dataclass(frozen=True, slots=True)
 class EndpointHost:
-    """What this host offers to an endpoint."""
+    """This host's resources, as input of an endpoint's plan."""
 
     environ: Mapping[str, str]
     engine_environ: Mapping[str, str]
-    """The same for engines and LMCache, which may live in an environment of their own."""
+    """The environment of engines and LMCache, which may run in another virtual environment."""
     cores: tuple[int, ...]
     gpus: tuple[str, ...]
     programs: Mapping[str, tuple[str, ...]]
-    """A command's first word -> what stands for it here."""
+    """A command's first word -> the words to use instead on this host."""
     state_dir: Path
-    admin_key: AdminKeyPlace = field(default_factory=AdminKeyPlace)
+    admin_key: AdminKeyLocation = field(default_factory=AdminKeyLocation)
 
 
 @dataclass(frozen=True, slots=True)
 class LocalEndpoint:
-    """What to run, and the gateway's configuration, which it reads from `config_path`."""
+    """The processes to run, and the gateway's configuration, which the gateway reads from `config_path`."""
 
     plan: ProcessPlan
     config: Mapping[str, Any]
     config_path: Path
     folders: tuple[Path, ...]
-    """Of the second tier: they must be there."""
+    """Folders of the second tier, which must exist before the start."""
 
 
 def simulated(endpoint: EndpointPlan) -> EndpointPlan:
-    """The same endpoint with simulated workers, which need neither GPUs nor the model nor caches."""
+    """Copy of `endpoint` with simulated workers, which need neither GPUs nor the model nor caches."""
     extension = endpoint.extension.model_copy(update={"engine": "sim"})
     return replace(endpoint, extension=extension, cache=None, gpus=0)
 
@@ -93,27 +93,27 @@ def simulated(endpoint: EndpointPlan) -> EndpointPlan:
 def local_config(
     endpoint: EndpointPlan, site: DeploymentSite, *, host: str | None = None, port: int | None = None
 ) -> dict[str, Any]:
-    """The gateway's configuration; `host` and `port` win over the spec's."""
+    """The gateway's configuration on this host. `host` and `port` override the spec's values."""
     address = {"host": host, "port": port}
     config = gateway_config(endpoint, site)
     models = config.get("tokens", {}).get("models", {})
     if models:
-        # What is relative in a file is relative to that file.
+        # A relative path in the configuration file would be relative to that file.
         absolute = {name: str(Path(folder).absolute()) for name, folder in models.items()}
         config = merged(config, {"tokens": {"models": absolute}})
     return merged(config, {"server": {key: value for key, value in address.items() if value is not None}})
 
 
-def site_here(endpoint: EndpointPlan, find_port: FindPort, gpus: tuple[str, ...]) -> DeploymentSite:
-    """`local_site` on free ports and the GPUs that are there. Raises `ConfigError` when there are too few."""
-    usual = local_site(endpoint)
+def site_on_free_ports(endpoint: EndpointPlan, find_port: FindPort, gpus: tuple[str, ...]) -> DeploymentSite:
+    """`local_site` with free ports and this host's GPUs. Raises `ConfigError` when there are too few GPUs."""
+    defaults = local_site(endpoint)
     shares = _gpu_shares(endpoint, gpus)
     ranks = endpoint.ranks
-    servers = tuple(replace(each, port=find_port(1), http_port=find_port(1)) for each in usual.servers)
+    servers = tuple(replace(each, port=find_port(1), http_port=find_port(1)) for each in defaults.servers)
     workers = []
-    for number, worker in enumerate(usual.workers):
+    for number, worker in enumerate(defaults.workers):
         port = find_port(1)
-        moved = replace(
+        placed = replace(
             worker,
             port=port,
             url=f"http://{LOOPBACK}:{port}",
@@ -124,17 +124,17 @@ def site_here(endpoint: EndpointPlan, find_port: FindPort, gpus: tuple[str, ...]
         )
         if servers:
             server = servers[number if len(servers) > 1 else 0]
-            moved = replace(moved, lmcache_port=server.port)
-        workers.append(moved)
+            placed = replace(placed, lmcache_port=server.port)
+        workers.append(placed)
     cache = endpoint.cache
     tier = None
     if cache is not None and cache.l2 is not None:
         tier = cache.l2.tier(L2Location(cache.l2_url, endpoint.extension, LOOPBACK, False, find_port(1)))
     reports = ReportPorts(*(find_port(1) for _ in range(4)))
-    return replace(usual, workers=tuple(workers), servers=servers, tier=tier, reports=reports)
+    return replace(defaults, workers=tuple(workers), servers=servers, tier=tier, reports=reports)
 
 
-def plan_endpoint_here(
+def plan_local_endpoint(
     endpoint: EndpointPlan,
     host: EndpointHost,
     find_port: FindPort,
@@ -142,15 +142,17 @@ def plan_endpoint_here(
     bind: str | None = None,
     port: int | None = None,
 ) -> LocalEndpoint:
-    """Every process of `endpoint` on `host`. Raises `ConfigError` for what cannot be had."""
+    """Plan every process of `endpoint` on `host`. Raises `ConfigError` when `host` cannot run it."""
     if endpoint.replicas == 0:
-        raise ConfigError("spec.replicas", "is 0: there would be no worker to answer")
-    site = site_here(endpoint, find_port, host.gpus)
+        raise ConfigError("spec.replicas", "is 0: at least one worker is needed")
+    site = site_on_free_ports(endpoint, find_port, host.gpus)
     config = local_config(endpoint, site, host=bind, port=port)
     config_path = (host.state_dir / GATEWAY_CONFIG).absolute()
     cache, tier = endpoint.cache, site.tier
     plan = ProcessPlan(
-        workers=tuple(_worker(endpoint, each, site, at, host) for at, each in enumerate(site.workers)),
+        workers=tuple(
+            _worker(endpoint, each, site, number, host) for number, each in enumerate(site.workers)
+        ),
         gateway=gateway_process(
             (sys.executable, "-m", "kvroute", "serve", "-c", str(config_path), *host.admin_key.arguments),
             {**host.environ, **_gateway_secrets(endpoint, site, host)},
@@ -165,22 +167,25 @@ def plan_endpoint_here(
         model_folder=Path(endpoint.model.local_source),
         caches=(
             tuple(_service(each, host) for each in tier.services) if tier else (),
-            tuple(_lmcache(endpoint, cache, each, site, at, host) for at, each in enumerate(site.servers))
+            tuple(
+                _lmcache(endpoint, cache, each, site, number, host)
+                for number, each in enumerate(site.servers)
+            )
             if cache
             else (),
         ),
         name=endpoint.name,
-        admin_key_file=host.admin_key.made_file(
+        admin_key_file=host.admin_key.generated_file(
             host.environ, config.get("admin", {}), config["server"]["port"]
         ),
     )
-    _require_different_names(plan)
+    _require_unique_names(plan)
     folders = tuple(map(Path, tier.host_paths if tier else ()))
     return LocalEndpoint(plan, config, config_path, folders)
 
 
 def _service(service: ServiceSpec, host: EndpointHost) -> PlannedProcess:
-    argv = _here((*service.command, *service.local_arguments), host)
+    argv = _local_argv((*service.command, *service.local_arguments), host)
     child = ChildSpec(service.name, argv, dict(host.environ), _log(host, service.name))
     return PlannedProcess(child, service.ready_url, service.ready_url, SERVICE_READY_S)
 
@@ -194,43 +199,46 @@ def _lmcache(
     host: EndpointHost,
 ) -> PlannedProcess:
     name = f"lmcache-{suffix(number)}" if len(site.servers) > 1 else "lmcache"
-    argv = _here(server_argv(endpoint, cache, server, site), host)
-    env = {**host.engine_environ, **LMCACHE_QUIET, **server_environment(endpoint, site)}
+    argv = _local_argv(server_argv(endpoint, cache, server, site), host)
+    env = {**host.engine_environ, **LMCACHE_ENVIRONMENT, **server_environment(endpoint, site)}
     variable = password_name(endpoint, site)
     if variable:
         password = _password(host)
         env[variable] = password
-        # A JSON string within the adapter's settings.
+        # The password becomes part of a JSON string in the adapter's settings.
         argv = tuple(word.replace(PASSWORD_REFERENCE, json.dumps(password)[1:-1]) for word in argv)
     if endpoint.gpus:
-        mine = [site.workers[number]] if len(site.servers) > 1 else site.workers
-        env["CUDA_VISIBLE_DEVICES"] = ",".join(device for worker in mine for device in worker.gpus)
+        own = [site.workers[number]] if len(site.servers) > 1 else site.workers
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(device for worker in own for device in worker.gpus)
     url = f"http://{server.bind}:{server.http_port}"
     child = ChildSpec(name, argv, env, _log(host, name), stop_grace_s=LMCACHE_STOP_S)
     services = site.tier.services if site.tier else ()
-    lost = tuple(service.name for service in services if not service.is_found_again)
-    return PlannedProcess(child, url, f"{url}/healthcheck", LMCACHE_READY_S, lost, UNNOTICED_S)
+    restart_with = tuple(service.name for service in services if not service.reconnects)
+    return PlannedProcess(
+        child, url, f"{url}/healthcheck", LMCACHE_READY_S, restart_with, UNNOTICED_RESTART_S
+    )
 
 
 def _gateway_secrets(endpoint: EndpointPlan, site: DeploymentSite, host: EndpointHost) -> dict[str, str]:
-    """What the gateway needs to ask the second tier itself: never in its configuration."""
+    """Environment variables with the password with which the gateway queries the second tier."""
+    # Passwords never go into the configuration file.
     if not l2_password(endpoint, site):
         return {}
-    given = site.tier.password if site.tier is not None else ""
-    return {L2_PASSWORD_OPTION: given or _password(host)}
+    password = site.tier.password if site.tier is not None else ""
+    return {L2_PASSWORD_OPTION: password or _password(host)}
 
 
 def _password(host: EndpointHost) -> str:
     password = host.environ.get(PASSWORD)
     if password is None:
-        raise ConfigError("x-kvroute.l2.passwordSecret", f"here the variable {PASSWORD} has the password")
+        raise ConfigError("x-kvroute.l2.passwordSecret", f"set the variable {PASSWORD} to the password")
     return password
 
 
 def _worker(
     endpoint: EndpointPlan, worker: WorkerSite, site: DeploymentSite, number: int, host: EndpointHost
 ) -> PlannedProcess:
-    argv = _here(worker_argv(endpoint, worker, site), host)
+    argv = _local_argv(worker_argv(endpoint, worker, site), host)
     if endpoint.is_simulated:
         env, ready_s, stop_s = dict(host.environ), SIM_READY_S, SIM_STOP_S
     else:
@@ -245,8 +253,8 @@ def _worker(
     return PlannedProcess(child, worker.url, f"{worker.url}/health", ready_s)
 
 
-def _here(argv: Sequence[str], host: EndpointHost) -> tuple[str, ...]:
-    """A rendered command as this host runs it."""
+def _local_argv(argv: Sequence[str], host: EndpointHost) -> tuple[str, ...]:
+    """A rendered command with the program that this host uses."""
     return (*host.programs.get(argv[0], (argv[0],)), *argv[1:])
 
 
@@ -260,8 +268,8 @@ def _gpu_shares(endpoint: EndpointPlan, gpus: tuple[str, ...]) -> tuple[tuple[st
     if not gpus:
         raise ConfigError(
             "x-kvroute.device",
-            f"{endpoint.replicas} worker(s) with {endpoint.gpus} GPU(s) each, and no GPU is visible here: "
-            "`device: cpu` computes on cores, and `--engine sim` simulates the workers",
+            f"{endpoint.replicas} worker(s) need {endpoint.gpus} GPU(s) each, and no GPU is visible here; "
+            "use `device: cpu` to compute on cores, or `--engine sim` to simulate the workers",
         )
     try:
         return assign_gpus(gpus, workers=endpoint.replicas, tensor_parallel_size=endpoint.gpus)
@@ -269,8 +277,9 @@ def _gpu_shares(endpoint: EndpointPlan, gpus: tuple[str, ...]) -> tuple[tuple[st
         raise ConfigError("spec.replicas", str(exc).removeprefix(f"{exc.path}: ")) from None
 
 
-def _require_different_names(plan: ProcessPlan) -> None:
+def _require_unique_names(plan: ProcessPlan) -> None:
     names = [process.child.name for stage in plan.stages for process in stage]
-    twice = {name for name in names if names.count(name) > 1}
-    if twice:
-        raise ConfigError("metadata.name", f"makes two processes of the name {', '.join(sorted(twice))}")
+    duplicates = {name for name in names if names.count(name) > 1}
+    if duplicates:
+        names_text = ", ".join(sorted(duplicates))
+        raise ConfigError("metadata.name", f"leads to two processes with the same name: {names_text}")

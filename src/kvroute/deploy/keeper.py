@@ -1,4 +1,4 @@
-"""Keeps one server process up: starts it, waits until it serves, starts it again when it dies."""
+"""Keeps one server process running: starts it, waits until it is ready, restarts it when it ends."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from kvroute.clock import Clock
 from kvroute.deploy.plan import PlannedProcess
 from kvroute.deploy.processes import ChildProcess, ProcessFailed, describe_exit
 
-SHARED_MEMORY = Path("/dev/shm")
-OF_AN_ENGINE = re.compile(r"lmcache_kv_(\d+)_\d+")
+SHARED_MEMORY_FOLDER = Path("/dev/shm")
+SEGMENT_NAME = re.compile(r"lmcache_kv_(\d+)_\d+")
 
 
-def sweep(folder: Path = SHARED_MEMORY) -> int:
-    """Remove what ended engines have left; the bytes that are free again.
+def remove_orphan_segments(folder: Path = SHARED_MEMORY_FOLDER) -> int:
+    """Remove LMCache's shared-memory segments of engines that have ended. Returns the bytes freed.
 
-    Only segments of this user, whose creator has ended and that no process maps. Blocking; a listing
-    of one folder where there is nothing to remove.
+    Removes only segments of this user whose creator has ended and that no process maps. Blocking; costs one
+    listing of `folder` when there is nothing to remove.
     """
     freed = 0
     for segment in _orphans(folder):
@@ -38,7 +38,7 @@ def sweep(folder: Path = SHARED_MEMORY) -> int:
             size = segment.stat().st_size
             segment.unlink()
         except OSError:
-            continue  # gone already, or not to be had: what is swept must not end what runs
+            continue  # already removed, or not permitted: this must not end running processes
         freed += size
     return freed
 
@@ -46,7 +46,7 @@ def sweep(folder: Path = SHARED_MEMORY) -> int:
 def _orphans(folder: Path) -> list[Path]:
     found = []
     for segment in folder.glob("lmcache_kv_*"):
-        name = OF_AN_ENGINE.fullmatch(segment.name)
+        name = SEGMENT_NAME.fullmatch(segment.name)
         try:
             if name and segment.stat().st_uid == os.getuid() and not Path(f"/proc/{name[1]}").exists():
                 found.append(segment)
@@ -59,26 +59,26 @@ def _orphans(folder: Path) -> list[Path]:
 
 
 def _mapped(folder: Path) -> set[str]:
-    """Files of `folder` that a process of this user maps."""
+    """The files of `folder` that any process of this user maps."""
     mapped = set()
     for maps in Path("/proc").glob("[0-9]*/maps"):
         try:
             # address perms offset dev inode pathname
             lines = maps.read_text().splitlines()
         except OSError:
-            continue  # it has ended, or is another user's
+            continue  # the process has ended, or belongs to another user
         mapped |= {line.split(maxsplit=5)[5] for line in lines if str(folder) in line}
     return mapped
 
 
 FIRST_BACKOFF_S = 1.0
 LAST_BACKOFF_S = 30.0
-# Up for this long: the next failure is a new one, and its back-off starts from the beginning.
+# After this time without a failure, the back-off starts again at FIRST_BACKOFF_S.
 STABLE_S = 60.0
 
 
 class ProcessPhase(Enum):
-    """Where a kept process is in its life."""
+    """The state of a kept process."""
 
     WAITING = "waiting"
     STARTING = "starting"
@@ -89,7 +89,7 @@ class ProcessPhase(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """What to show about a kept process."""
+    """A kept process's phase and restarts, for display."""
 
     phase: ProcessPhase = ProcessPhase.WAITING
     since: float = 0.0
@@ -98,10 +98,9 @@ class Status:
 
 
 class Keeper:
-    """Owns one `ChildProcess`. Mutable: its status, the process behind it, and why it is to be renewed.
+    """Owns one `ChildProcess` and restarts it. Mutable: its status, its process, the cause of a restart.
 
-    `changed` is called with the keeper after each change of phase, `report` with one text per
-    failure.
+    `changed` is called with the keeper after each change of phase, `report` with one text per failure.
     """
 
     def __init__(
@@ -118,7 +117,7 @@ class Keeper:
         self._report = report
         self._changed = changed
         self._child = ChildProcess(planned.child, clock)
-        self._renewed_for: str | None = None
+        self._restart_cause: str | None = None
 
     @property
     def name(self) -> str:
@@ -126,16 +125,16 @@ class Keeper:
 
     @property
     def pid(self) -> int | None:
-        """Of the guard that the process runs under; None while it does not run."""
+        """The process id of the guard under which the process runs; None while it does not run."""
         return self._child.pid if self._child.running else None
 
     @property
     def last_line(self) -> str:
-        """The last line of its log."""
-        return self._child.last_words(1)
+        """The last line of the process's log."""
+        return self._child.last_log_lines(1)
 
-    async def bring_up(self) -> None:
-        """Start it and wait until it serves. Raises `ProcessFailed`; the process is then stopped."""
+    async def start_and_wait(self) -> None:
+        """Start the process and wait until it is ready. Raises `ProcessFailed` after stopping the process."""
         try:
             await self._child.start()
             self._enter(ProcessPhase.STARTING)
@@ -143,51 +142,56 @@ class Keeper:
         except BaseException as exc:
             await self.stop()
             if isinstance(exc, OSError):
-                # No process could be made, or its log not be written: it may go better later.
+                # No process could be made, or its log could not be written: a later start may succeed.
                 raise ProcessFailed(f"{self.name} could not be started: {exc.strerror or exc}") from exc
             raise
         self._enter(ProcessPhase.READY)
 
-    async def keep_up(self) -> NoReturn:
-        """From `bring_up` on: report each death with its last words, start again after a back-off
-        that doubles until the process has been up for `STABLE_S`. Runs until cancelled."""
+    async def restart_on_exit(self) -> NoReturn:
+        """Restart the process each time it ends. Call after `start_and_wait`. Runs until cancelled.
+
+        Reports each failure with the end of the log. The back-off before a restart doubles, and starts again
+        once the process has run for `STABLE_S`.
+        """
         backoff_s = FIRST_BACKOFF_S
         while True:
             code = await self._child.wait()
             failure: ProcessFailed | None = None
-            if self._renewed_for is None:
+            if self._restart_cause is None:
                 failure = self._child.failure(f"ended with {describe_exit(code)}")
             else:
-                self._report(f"{self.name} starts again, because {self._renewed_for} has")
-            if self._renewed_for is not None or self._clock.now() - self.status.since >= STABLE_S:
+                self._report(f"restarting {self.name}, because {self._restart_cause} was restarted")
+            if self._restart_cause is not None or self._clock.now() - self.status.since >= STABLE_S:
                 backoff_s = FIRST_BACKOFF_S
             while True:
-                self._renewed_for = None
+                self._restart_cause = None
                 self._enter(ProcessPhase.DOWN)
-                wait_s = self.planned.rest_s
+                wait_s = self.planned.restart_delay_s
                 if failure is not None:
                     wait_s = max(wait_s, backoff_s)
-                    self._report(f"{failure}\n  starting it again in {wait_s:.0f} s")
+                    self._report(f"{failure}\n  restarting it in {wait_s:.0f} s")
                     backoff_s = min(2 * backoff_s, LAST_BACKOFF_S)
                 if wait_s > 0:
                     await self._clock.sleep(wait_s)
-                await asyncio.to_thread(sweep)
+                await asyncio.to_thread(remove_orphan_segments)
                 self.status = Status(self.status.phase, self.status.since, self.status.restarts + 1)
                 try:
-                    await self.bring_up()
+                    await self.start_and_wait()
                     break
                 except ProcessFailed as exc:
                     failure = exc
 
-    def renew(self, because_of: str) -> None:
-        """End the process, so that `keep_up` starts it again; without waiting, and with its rest but no
-        back-off if it was serving."""
+    def restart(self, because_of: str) -> None:
+        """End the process without waiting, so that `restart_on_exit` restarts it.
+
+        If the process was ready, only its `restart_delay_s` applies, no back-off.
+        """
         if self.status.phase is ProcessPhase.READY:
-            self._renewed_for = because_of
+            self._restart_cause = because_of
         self._child.terminate()
 
     async def stop(self) -> None:
-        """End the process if it runs: SIGTERM, then SIGKILL after its grace."""
+        """End the process if it runs: SIGTERM, then SIGKILL after its grace period."""
         if self._child.started:
             await self._child.stop()
         self._enter(ProcessPhase.STOPPED)
@@ -206,8 +210,8 @@ LINE_EVERY_S = 15.0
 
 
 @asynccontextmanager
-async def showing(console: Console, keepers: Sequence[Keeper], *, clock: Clock) -> AsyncIterator[None]:
-    """Show `keepers` for as long as the block runs."""
+async def show_status(console: Console, keepers: Sequence[Keeper], *, clock: Clock) -> AsyncIterator[None]:
+    """Show the status of `keepers` while the block runs."""
     show = _live if console.is_terminal else _lines
     task = asyncio.create_task(show(console, keepers, clock))
     try:
@@ -254,5 +258,5 @@ def _table(keepers: Sequence[Keeper], now: float, spinner: Spinner, width: int) 
 
 
 def _plain(line: str) -> str:
-    """`line` without what terminals read as colours and movements."""
+    """`line` without terminal control sequences."""
     return Text.from_ansi(line).plain

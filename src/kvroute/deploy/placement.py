@@ -1,4 +1,4 @@
-"""Which GPUs this host offers, and which worker gets which."""
+"""Finds the GPUs of this host and assigns GPUs and cores to workers."""
 
 from __future__ import annotations
 
@@ -14,8 +14,11 @@ _GPU_LINE = re.compile(r"^GPU (\d+): ", re.MULTILINE)
 
 
 async def find_gpus(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Names for CUDA_VISIBLE_DEVICES, in order: what that variable already allows, else every GPU
-    that `nvidia-smi -L` lists. Empty without a driver or when the driver does not answer in time."""
+    """The usable GPUs, as names for CUDA_VISIBLE_DEVICES, in order.
+
+    These are the GPUs that CUDA_VISIBLE_DEVICES already allows, else all that `nvidia-smi -L` lists. Empty
+    without a driver, or when the driver does not answer in time.
+    """
     allowed = environ.get("CUDA_VISIBLE_DEVICES")
     if allowed is not None:
         return parse_visible_devices(allowed)
@@ -43,7 +46,7 @@ async def find_gpus(environ: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def parse_visible_devices(value: str) -> tuple[str, ...]:
-    """CUDA_VISIBLE_DEVICES as CUDA reads it: a list that ends before the first invalid entry (-1)."""
+    """Parse CUDA_VISIBLE_DEVICES as CUDA does: the list ends before the first invalid entry (-1)."""
     devices: list[str] = []
     for entry in value.split(","):
         name = entry.strip()
@@ -54,16 +57,17 @@ def parse_visible_devices(value: str) -> tuple[str, ...]:
 
 
 def parse_gpu_listing(listing: str) -> tuple[str, ...]:
-    """The indexes in the output of `nvidia-smi -L`."""
+    """The GPU indexes in the output of `nvidia-smi -L`."""
     return tuple(_GPU_LINE.findall(listing))
 
 
 def assign_gpus(
     gpus: tuple[str, ...], *, workers: int | None, tensor_parallel_size: int
 ) -> tuple[tuple[str, ...], ...]:
-    """`tensor_parallel_size` neighbouring GPUs for each worker; `workers` None: as many as fit.
+    """Assign `tensor_parallel_size` neighbouring GPUs to each worker.
 
-    Raises `ConfigError` when the host has too few.
+    If `workers` is None, there are as many workers as fit. Raises `ConfigError` when the host has too few
+    GPUs.
     """
     wanted = workers if workers is not None else max(1, len(gpus) // tensor_parallel_size)
     needed = wanted * tensor_parallel_size
@@ -77,7 +81,7 @@ def assign_gpus(
 
 
 def assign_cores(cores: tuple[int, ...], *, workers: int) -> tuple[tuple[int, ...], ...]:
-    """An equal share of neighbouring cores for each worker; with too few cores they take turns."""
+    """Assign an equal share of neighbouring cores to each worker; with too few cores, workers share cores."""
     share = len(cores) // workers
     if share == 0:
         return tuple((cores[i % len(cores)],) for i in range(workers))

@@ -1,4 +1,4 @@
-"""What `kvroute up` runs: every command, environment and URL, decided before anything starts."""
+"""Plans what `kvroute up` runs: every command, environment and URL, before anything starts. Pure."""
 
 from __future__ import annotations
 
@@ -52,30 +52,38 @@ TINY_BLOCK_SIZE, TINY_BLOCKS, TINY_MAX_MODEL_LEN = 32, 2049, 16_384
 
 
 class Engine(Enum):
-    """What answers behind the gateway."""
+    """The kind of workers."""
 
     SIM = "sim"
     VLLM = "vllm"
 
 
 @dataclass(frozen=True, slots=True)
-class AdminKeyPlace:
-    """Where the user wants the gateway's admin key to be: in `file`, or in one that is made in `folder`.
-    Without both: configured, or in the user's state folder."""
+class AdminKeyLocation:
+    """Where the user wants the gateway's admin key: in `file`, or in a file that the gateway makes in
+    `folder`.
+
+    Without both, the key is configured or the gateway makes it in the user's state folder.
+    """
 
     file: Path | None = None
     folder: Path | None = None
 
     @property
     def arguments(self) -> tuple[str, ...]:
-        """What says so to `kvroute serve`."""
+        """The arguments of `kvroute serve` for this location."""
         of_file = ("--admin-key-file", str(self.file.absolute())) if self.file is not None else ()
         of_folder = ("--state-dir", str(self.folder.absolute())) if self.folder is not None else ()
         return (*of_file, *of_folder)
 
-    def made_file(self, environ: Mapping[str, str], settings: Mapping[str, object], port: int) -> Path | None:
-        """The file with the key that the gateway makes; None where a key is configured: in `file`, in the
-        environment or in `settings`, the `admin` section of its configuration."""
+    def generated_file(
+        self, environ: Mapping[str, str], settings: Mapping[str, object], port: int
+    ) -> Path | None:
+        """The file into which the gateway writes the key that it makes; None when a key is configured.
+
+        A key is configured by `file`, by the environment or by `settings`, the configuration's `admin`
+        section.
+        """
         names = ("api_key", "api_key_file")
         configured = [settings.get(name) or environ.get(f"KVROUTE__ADMIN__{name.upper()}") for name in names]
         if self.file is not None or any(configured):
@@ -83,12 +91,12 @@ class AdminKeyPlace:
         try:
             return key_path(self.folder.absolute() if self.folder else user_state_folder(environ), port)
         except ConfigError:
-            return None  # the gateway itself says what is wrong
+            return None  # the gateway itself reports the error
 
 
 @dataclass(frozen=True, slots=True)
 class UpSpec:
-    """What the user asked for. None means: decide by what the host offers."""
+    """The user's options of `kvroute up`. None means that the host decides."""
 
     engine: Engine = Engine.SIM
     model: str | None = None
@@ -98,79 +106,79 @@ class UpSpec:
     port: int = 8080
     strategy: str | None = None
     state_dir: Path = Path(".kvroute")
-    """Logs and made-up models go here."""
+    """The folder for logs and for models with random weights."""
     engine_venv: Path = Path(".venv-engine")
-    """Where vLLM for CPUs is installed, or will be."""
+    """The virtual environment of vLLM for CPUs; it may not exist yet."""
     engine_args: tuple[str, ...] = ()
     """Appended to every worker's command line."""
-    admin_key: AdminKeyPlace = AdminKeyPlace()
+    admin_key: AdminKeyLocation = AdminKeyLocation()
 
 
 @dataclass(frozen=True, slots=True)
 class HostFacts:
-    """What the host offers to a plan."""
+    """This host's resources, as input of a plan."""
 
     environ: Mapping[str, str]
     engine_environ: Mapping[str, str]
-    """The same for the engines, which may live in an environment of their own."""
+    """The environment of the engines, which may run in another virtual environment."""
     cores: tuple[int, ...]
     gpus: tuple[str, ...]
     free_ports: tuple[int, ...]
-    """At least `port_count`."""
+    """At least `port_count` ports."""
     vllm: tuple[str, ...] = ("vllm",)
-    """What stands for the command `vllm`."""
+    """The first words of the command line in place of `vllm`."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedProcess:
-    """A command, the URL that it serves and the one that says when it is ready."""
+    """A command, the URL that it serves, and how to know that it is ready."""
 
     child: ChildSpec
     url: str
     ready_url: str
     ready_timeout_s: float
-    renewed_with: tuple[str, ...] = ()
-    """Processes that it does not find again: when one of them has been restarted, so is this one."""
-    rest_s: float = 0.0
-    """For how long it stays away once it has ended, so that nobody misses that it did."""
+    restart_with: tuple[str, ...] = ()
+    """Names of processes to which this process cannot reconnect. It is restarted after each of them."""
+    restart_delay_s: float = 0.0
+    """Least time between its end and its restart, so that its clients notice the end."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessPlan:
-    """What to start: caches, workers, then the gateway in front of them."""
+    """All processes to start: caches first, then workers, then the gateway."""
 
     workers: tuple[PlannedProcess, ...]
     gateway: PlannedProcess
     model: str
-    """The name to ask for."""
+    """The model's name in requests."""
     simulated: bool
     tiny_model: str | None
     """A model of `TINY_MODELS` to write to `model_folder` before the workers start."""
     model_folder: Path
     caches: tuple[tuple[PlannedProcess, ...], ...] = ()
-    """What the workers need, in stages: each needs the one before."""
+    """The processes that workers need, in stages: each stage needs the stage before."""
     name: str = "kvroute"
     admin_key_file: Path | None = None
-    """Where the gateway keeps the admin key that it makes; None: one is configured."""
+    """The file of the admin key that the gateway makes; None when a key is configured."""
 
     @property
     def stages(self) -> tuple[tuple[PlannedProcess, ...], ...]:
-        """Every process; those of a stage start together, once those of the stage before are ready."""
+        """All processes in stages. A stage starts when every process of the stage before is ready."""
         return (*(stage for stage in self.caches if stage), self.workers, (self.gateway,))
 
 
 def port_count(spec: UpSpec, gpus: tuple[str, ...]) -> int:
-    """How many free ports the plan needs: one for each worker, and two for its events where they are read."""
+    """How many free ports the plan needs: one per worker, and two more for KV events if they are read."""
     return worker_count(spec, gpus) * (3 if _publishes(spec) else 1)
 
 
 def _publishes(spec: UpSpec) -> bool:
-    """Whether engines are told to publish their cache events; simulated ones do anyway."""
+    """Whether engines must be configured to publish KV events. Simulated workers always publish them."""
     return spec.engine is Engine.VLLM and needs_of(spec.strategy) is Needs.TOKENS
 
 
 def worker_count(spec: UpSpec, gpus: tuple[str, ...]) -> int:
-    """How many workers the plan has."""
+    """The number of workers in the plan. Raises `ConfigError` when there are too few GPUs."""
     if uses_gpus(spec, gpus):
         placed = assign_gpus(gpus, workers=spec.workers, tensor_parallel_size=spec.tensor_parallel_size)
         return len(placed)
@@ -178,12 +186,12 @@ def worker_count(spec: UpSpec, gpus: tuple[str, ...]) -> int:
 
 
 def uses_gpus(spec: UpSpec, gpus: tuple[str, ...]) -> bool:
-    """True when the workers are to run on GPUs: real ones, of a real model, on a host that has some."""
+    """Whether the workers run on GPUs: they are vLLM engines, and the host has GPUs."""
     return spec.engine is Engine.VLLM and bool(gpus)
 
 
 def plan_up(spec: UpSpec, host: HostFacts) -> ProcessPlan:
-    """The plan for `spec` on `host`. Raises `ConfigError` for what cannot be had."""
+    """Plan the processes for `spec` on `host`. Raises `ConfigError` when `host` cannot run them."""
     if spec.tensor_parallel_size > 1 and not uses_gpus(spec, host.gpus):
         raise ConfigError("tensor-parallel-size", "needs --engine vllm and GPUs, and none is visible")
     tiny = _tiny_model(spec)
@@ -201,7 +209,7 @@ def plan_up(spec: UpSpec, host: HostFacts) -> ProcessPlan:
         simulated=spec.engine is Engine.SIM,
         tiny_model=tiny,
         model_folder=folder,
-        admin_key_file=spec.admin_key.made_file(host.environ, {}, spec.port),
+        admin_key_file=spec.admin_key.generated_file(host.environ, {}, spec.port),
     )
 
 
@@ -223,7 +231,7 @@ def _simulated(spec: UpSpec, host: HostFacts, model: str) -> tuple[PlannedProces
             env=dict(host.environ),
             log_path=_log(spec, f"worker-{number}"),
         )
-        workers.append(_serving(child, f"http://127.0.0.1:{port}", "/health", SIM_READY_S))
+        workers.append(_planned(child, f"http://127.0.0.1:{port}", "/health", SIM_READY_S))
     return tuple(workers)
 
 
@@ -266,7 +274,7 @@ def _vllm(
             stop_grace_s=ENGINE_STOP_S,
         )
         ready_s = GPU_ENGINE_READY_S if on_gpus or not tiny else CPU_ENGINE_READY_S
-        workers.append(_serving(child, engine.url, "/health", ready_s))
+        workers.append(_planned(child, engine.url, "/health", ready_s))
     return tuple(workers)
 
 
@@ -275,7 +283,7 @@ def _events(ports: tuple[int, ...]) -> KvEventsEndpoint:
 
 
 def cpu_kv_cache_gib(environ: Mapping[str, str]) -> int | None:
-    """KV memory of an engine on cores; None where the environment says it."""
+    """KV memory of a CPU engine in GiB; None if the environment sets it already."""
     return None if KV_CACHE_SPACE in environ else CPU_KV_CACHE_GIB
 
 
@@ -300,15 +308,15 @@ def gateway_process(
     log_path: Path,
     stop_s: float = GATEWAY_STOP_S,
 ) -> PlannedProcess:
-    """`kvroute serve` on that address. `stop_s`: from SIGTERM to SIGKILL."""
+    """Plan `kvroute serve` at `host`:`port`. `stop_s` is the time from SIGTERM to SIGKILL."""
     child = ChildSpec(name=GATEWAY, argv=argv, env=dict(environ), log_path=log_path, stop_grace_s=stop_s)
-    # A gateway on every interface is asked on the loopback one.
-    visible = "127.0.0.1" if host in ("0.0.0.0", "::", "") else host
-    visible = f"[{visible}]" if ":" in visible else visible
-    return _serving(child, f"http://{visible}:{port}", "/ready", GATEWAY_READY_S)
+    # A gateway that listens on every interface is reached on the loopback interface.
+    reachable = "127.0.0.1" if host in ("0.0.0.0", "::", "") else host
+    reachable = f"[{reachable}]" if ":" in reachable else reachable
+    return _planned(child, f"http://{reachable}:{port}", "/ready", GATEWAY_READY_S)
 
 
-def _serving(child: ChildSpec, url: str, ready_path: str, ready_timeout_s: float) -> PlannedProcess:
+def _planned(child: ChildSpec, url: str, ready_path: str, ready_timeout_s: float) -> PlannedProcess:
     return PlannedProcess(child, url, url + ready_path, ready_timeout_s)
 
 
@@ -316,20 +324,21 @@ def _log(spec: UpSpec, name: str) -> Path:
     return (spec.state_dir / LOGS / f"{name}.log").absolute()
 
 
-MADE_OF: Final = (WORKER_ARGS, LMCACHE, CONFIG)
-ALSO: Final = {"x-kvroute.l2.sizeGb", "spec.maxDeployTimeInSeconds"}
-"""Fields that only starting something gives an effect."""
-SAYS = "has no effect in up because it is a setting of containers or of Kubernetes"
+LOCAL_TARGETS: Final = (WORKER_ARGS, LMCACHE, CONFIG)
+ALSO_APPLIED: Final = {"x-kvroute.l2.sizeGb", "spec.maxDeployTimeInSeconds"}
+"""Fields that no rendered file has, but that `kvroute up` applies."""
+NO_EFFECT_TEXT = "has no effect in up because it is a setting of containers or of Kubernetes"
 
 
 def local_findings(document: Document, findings: Iterable[Finding]) -> Iterator[Finding]:
-    """`findings`, where what is applied in general and has no effect here is noted with the reason."""
+    """Yield `findings` for `kvroute up`: applied fields that have no effect here become noted ones."""
     findings = list(findings)
-    rendered = [list(findings_for(target, document, findings)) for target in MADE_OF]
+    rendered = [list(findings_for(target, document, findings)) for target in LOCAL_TARGETS]
     for finding, *outcomes in zip(findings, *rendered, strict=True):
-        if finding in outcomes or dotted(finding.path) in ALSO:
+        if finding in outcomes or dotted(finding.path) in ALSO_APPLIED:
             yield finding
             continue
-        # "applied, but ...": what is said of a field that does have an effect.
-        but = [outcome for outcome in outcomes if outcome.text.startswith("applied")]
-        yield but[0] if but else dataclasses.replace(finding, verdict=FieldVerdict.NOTED, text=SAYS)
+        # The text "applied, but ..." belongs to a field that has an effect.
+        applied = [outcome for outcome in outcomes if outcome.text.startswith("applied")]
+        no_effect = dataclasses.replace(finding, verdict=FieldVerdict.NOTED, text=NO_EFFECT_TEXT)
+        yield applied[0] if applied else no_effect

@@ -1,4 +1,4 @@
-"""Looking at this host before anything starts: ports, GPUs, programs, the engine, the model."""
+"""Prepares this host before anything starts: ports, GPUs, programs, the engine, the model."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from pathlib import Path
 from rich.console import Console
 
 from kvroute.clock import Clock
-from kvroute.deploy.endpoint import EndpointHost, LocalEndpoint, plan_endpoint_here
+from kvroute.deploy.endpoint import EndpointHost, LocalEndpoint, plan_local_endpoint
 from kvroute.deploy.engine_install import EngineVenv, install_engine, separate_environment
 from kvroute.deploy.placement import find_gpus
 from kvroute.deploy.plan import (
-    AdminKeyPlace,
+    AdminKeyLocation,
     Engine,
     HostFacts,
     ProcessPlan,
@@ -33,12 +33,13 @@ from kvroute.deploy.tiny_model import write_tiny_model
 from kvroute.errors import ConfigError
 
 ATTEMPTS = 100
-# Below what Linux gives to outgoing connections, so that a server that starts again finds its port free.
-LONG_LIVED = range(20_000, 32_768)
+# Below the ports that Linux uses for outgoing connections, so that the port of a restarted server is still
+# free.
+SERVER_PORTS = range(20_000, 32_768)
 
 
 def require_free_port(host: str, port: int, *, path: str = "port") -> None:
-    """Raise `ConfigError` about `path` when nobody could listen there now."""
+    """Raise `ConfigError` for the option `path` when no server could listen at `host`:`port` now."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -49,48 +50,49 @@ def require_free_port(host: str, port: int, *, path: str = "port") -> None:
 
 
 def free_ports(count: int) -> tuple[int, ...]:
-    """Ports of the loopback interface that nobody listens on now."""
-    with ExitStack() as held:
-        # All are held until the last is found, so that they differ.
-        probes = [held.enter_context(socket.socket()) for _ in range(count)]
+    """Find `count` different free ports of the loopback interface."""
+    with ExitStack() as stack:
+        # All ports stay bound until the last one is found, so that they differ.
+        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
         for probe in probes:
             probe.bind(("127.0.0.1", 0))
         return tuple(probe.getsockname()[1] for probe in probes)
 
 
 class FreePorts:
-    """Finds runs of neighbouring free ports. Mutable: what it has given, which it gives only once."""
+    """Finds runs of neighbouring free ports. Mutable: the ports that it has returned, each only once."""
 
     def __init__(self) -> None:
-        self._given: set[int] = set()
+        self._used: set[int] = set()
 
     def run(self, length: int = 1) -> int:
-        """The first of `length` neighbouring ports. Raises `ConfigError` when there are none."""
+        """Find `length` neighbouring free ports and return the first. Raises `ConfigError` if there are
+        none."""
         for _ in range(ATTEMPTS):
-            first = random.choice(LONG_LIVED)
+            first = random.choice(SERVER_PORTS)
             ports = range(first, first + length)
             if self._are_free(ports):
-                self._given.update(ports)
+                self._used.update(ports)
                 return first
-        raise ConfigError("", f"found no {length} free ports side by side on this host")
+        raise ConfigError("", f"found no {length} neighbouring free ports on this host")
 
     def _are_free(self, ports: range) -> bool:
-        if ports[-1] not in LONG_LIVED or not self._given.isdisjoint(ports):
+        if ports[-1] not in SERVER_PORTS or not self._used.isdisjoint(ports):
             return False
-        with ExitStack() as held:
+        with ExitStack() as stack:
             try:
                 for port in ports:
-                    held.enter_context(socket.socket()).bind(("127.0.0.1", port))
+                    stack.enter_context(socket.socket()).bind(("127.0.0.1", port))
             except OSError:
                 return False
         return True
 
 
-SPEAKS_THE_SAME = {"redis-server": "valkey-server", "valkey-server": "redis-server"}
+COMPATIBLE_PROGRAMS = {"redis-server": "valkey-server", "valkey-server": "redis-server"}
 
 
 async def prepare(spec: UpSpec, *, console: Console, clock: Clock) -> ProcessPlan:
-    """Look at the host, install the engine if it is needed, write the model; the plan to run."""
+    """Make the plan for `spec`: find GPUs and ports, install the engine if it is needed, write the model."""
     require_free_port(spec.host, spec.port)
     environ = dict(os.environ)
     gpus = await find_gpus(environ) if spec.engine is Engine.VLLM else ()
@@ -111,22 +113,24 @@ async def prepare(spec: UpSpec, *, console: Console, clock: Clock) -> ProcessPla
 
 
 @dataclass(frozen=True, slots=True)
-class EndpointUp:
-    """An endpoint to run here. `host` and `port` of the gateway win over the spec's."""
+class EndpointRequest:
+    """An endpoint to run on this host. `host` and `port` override the gateway's address in the spec."""
 
     endpoint: EndpointPlan
     host: str | None = None
     port: int | None = None
     state_dir: Path = Path(".kvroute")
     engine_venv: Path = Path(".venv-engine")
-    admin_key: AdminKeyPlace = field(default_factory=AdminKeyPlace)
+    admin_key: AdminKeyLocation = field(default_factory=AdminKeyLocation)
 
 
-async def prepare_endpoint(wanted: EndpointUp, *, console: Console, clock: Clock) -> ProcessPlan:
-    """Look at the host, install the engine if it is needed, write the model and the gateway's
-    configuration; the plan to run. Raises `ConfigError`, `EngineInstallError`."""
+async def prepare_endpoint(request: EndpointRequest, *, console: Console, clock: Clock) -> ProcessPlan:
+    """Make the plan for an endpoint, and write the model and the gateway's configuration.
+
+    Installs the engine if it is needed. Raises `ConfigError`, `EngineInstallError`.
+    """
     environ = dict(os.environ)
-    endpoint = _with_model_in(wanted.state_dir, wanted.endpoint)
+    endpoint = _with_model_folder(request.state_dir, request.endpoint)
     gpus = await find_gpus(environ) if endpoint.gpus else ()
     host = EndpointHost(
         environ=environ,
@@ -134,32 +138,32 @@ async def prepare_endpoint(wanted: EndpointUp, *, console: Console, clock: Clock
         cores=tuple(sorted(os.sched_getaffinity(0))),
         gpus=gpus,
         programs={},
-        state_dir=wanted.state_dir,
-        admin_key=wanted.admin_key,
+        state_dir=request.state_dir,
+        admin_key=request.admin_key,
     )
-    # Before the engine's installation, which takes minutes: what cannot run here says so now.
-    draft = plan_endpoint_here(endpoint, host, FreePorts().run, bind=wanted.host, port=wanted.port)
+    # The installation of the engine takes minutes, so errors of the plan are found before it.
+    draft = plan_local_endpoint(endpoint, host, FreePorts().run, bind=request.host, port=request.port)
     server = draft.config["server"]
     require_free_port(server["host"], server["port"], path="x-kvroute.gateway.port")
     _require_model(endpoint)
     _make_folders(draft)
-    programs = {"kvroute": (sys.executable, "-m", "kvroute"), **_services(draft, environ, console)}
+    programs = {"kvroute": (sys.executable, "-m", "kvroute"), **_service_programs(draft, environ, console)}
     if not endpoint.is_simulated:
-        programs |= await _engines(endpoint, wanted.engine_venv, environ, console, clock)
+        programs |= await _engine_programs(endpoint, request.engine_venv, environ, console, clock)
     host = replace(host, programs=programs)
-    local = plan_endpoint_here(endpoint, host, FreePorts().run, bind=wanted.host, port=wanted.port)
+    local = plan_local_endpoint(endpoint, host, FreePorts().run, bind=request.host, port=request.port)
     if local.plan.tiny_model is not None:
         write_tiny_model(local.plan.tiny_model, local.plan.model_folder)
     local.config_path.parent.mkdir(parents=True, exist_ok=True)
-    # Its settings may hold keys.
+    # The settings may contain keys.
     local.config_path.unlink(missing_ok=True)
     local.config_path.touch(mode=0o600)
     local.config_path.write_text(config_text(local.config))
     return local.plan
 
 
-def _with_model_in(state_dir: Path, endpoint: EndpointPlan) -> EndpointPlan:
-    """A model that is made up is written below the state folder."""
+def _with_model_folder(state_dir: Path, endpoint: EndpointPlan) -> EndpointPlan:
+    """`endpoint` with the folder of its random-weight model, if it has one, below the state folder."""
     model = endpoint.model
     if model.tiny is None:
         return endpoint
@@ -173,13 +177,13 @@ def _require_model(endpoint: EndpointPlan) -> None:
     if endpoint.is_simulated or model.is_downloaded or model.tiny is not None:
         return
     if not Path(model.local_source).is_dir():
-        away = " (nothing is copied here)" if model.store or model.is_own_volume else ""
+        hint = " (nothing is copied here)" if model.store or model.is_own_volume else ""
         path = "spec.model" if model.location == model.local_source else "spec.modelSourceConfig"
-        raise ConfigError(path, f"the model's files are expected in {model.local_source}{away}")
+        raise ConfigError(path, f"the model's files are expected in {model.local_source}{hint}")
 
 
 def _make_folders(local: LocalEndpoint) -> None:
-    """The second tier's folders on this host."""
+    """Make the second tier's folders on this host."""
     for path in local.folders:
         try:
             path.mkdir(parents=True, exist_ok=True)
@@ -187,8 +191,10 @@ def _make_folders(local: LocalEndpoint) -> None:
             raise ConfigError("x-kvroute.l2.fs.path", f"cannot make {path}: {exc.strerror}") from exc
 
 
-def _services(local: LocalEndpoint, environ: dict[str, str], console: Console) -> dict[str, tuple[str, ...]]:
-    """What stands for the second tier's own command here."""
+def _service_programs(
+    local: LocalEndpoint, environ: dict[str, str], console: Console
+) -> dict[str, tuple[str, ...]]:
+    """Find the programs of the second tier's services: command name -> path on this host."""
     found: dict[str, tuple[str, ...]] = {}
     services, _ = local.plan.caches
     for service in services:
@@ -196,24 +202,24 @@ def _services(local: LocalEndpoint, environ: dict[str, str], console: Console) -
         if name == "kvroute":
             continue
         path = environ.get("PATH")
-        program, other = shutil.which(name, path=path), SPEAKS_THE_SAME.get(name, name)
+        program, substitute = shutil.which(name, path=path), COMPATIBLE_PROGRAMS.get(name, name)
         if program is None:
-            program = shutil.which(other, path=path)
+            program = shutil.which(substitute, path=path)
             if program is None:
                 raise ConfigError(
                     "spec.kvCacheSpec.l2CacheSpec",
                     f"{name} is not installed here (Debian: apt install {name}); "
-                    "l2CacheLocalUrl can name one that runs already",
+                    "l2CacheLocalUrl can name a running one",
                 )
-            console.print(f"{name} is not installed: {other}, which speaks the same, runs in its place.")
+            console.print(f"{name} is not installed; the compatible {substitute} runs instead.")
         found[name] = (program,)
     return found
 
 
-async def _engines(
+async def _engine_programs(
     endpoint: EndpointPlan, venv: Path, environ: dict[str, str], console: Console, clock: Clock
 ) -> dict[str, tuple[str, ...]]:
-    """What stands for `vllm` and `lmcache`."""
+    """Find or install the engine's programs: `vllm`, `lmcache` and Python -> paths on this host."""
     has_servers = endpoint.cache is not None and endpoint.cache.has_servers
     if endpoint.gpus:
         # The user's own command brings its own vLLM.
@@ -228,9 +234,9 @@ async def _engine(venv: Path, console: Console, clock: Clock) -> EngineVenv:
 
 
 def _installed(name: str, environ: dict[str, str]) -> str:
-    """A command of the engine beside this Python, or on the path."""
-    beside = os.path.dirname(sys.executable)
-    found = shutil.which(name, path=os.pathsep.join((beside, environ.get("PATH", ""))))
+    """The path of an engine's command, next to this Python or on PATH. Raises `ConfigError`."""
+    folder = os.path.dirname(sys.executable)
+    found = shutil.which(name, path=os.pathsep.join((folder, environ.get("PATH", ""))))
     if found is None:
         raise ConfigError("engine", f"{name} is not installed here: pip install 'kvroute[engine]'")
     return found

@@ -1,4 +1,4 @@
-"""A child process that its owner can wait for, stop, and never leaves behind."""
+"""Child processes that end with their owner, and probes that check whether their servers are ready."""
 
 from __future__ import annotations
 
@@ -20,33 +20,35 @@ from kvroute.clock import Clock
 from kvroute.deploy import guard
 from kvroute.errors import KvrouteError
 
-VISIT_TIMEOUT_S = 2.0
+PROBE_TIMEOUT_S = 2.0
 
 
 async def is_ready(url: str, http: httpx.AsyncClient) -> bool:
-    """True when the server behind `url` answers as it should within `VISIT_TIMEOUT_S`.
+    """Return whether the server at `url` answers within `PROBE_TIMEOUT_S`.
 
-    `http://...` answers 200; `redis://HOST:PORT` answers PING with PONG; `tcp://HOST:PORT` accepts a
-    connection. Raises ValueError for any other scheme.
+    `http://...` must answer 200, `redis://HOST:PORT` must answer PING with PONG, `tcp://HOST:PORT` must
+    accept a connection. Raises ValueError for any other scheme.
     """
     parts = urlsplit(url)
     try:
-        async with asyncio.timeout(VISIT_TIMEOUT_S):
+        async with asyncio.timeout(PROBE_TIMEOUT_S):
             match parts.scheme:
                 case "http":
                     return (await http.get(url)).status_code == 200
                 case "redis":
-                    return (await _said(parts.hostname, parts.port, b"PING\r\n")).startswith(b"+PONG")
+                    return (await _first_reply_line(parts.hostname, parts.port, b"PING\r\n")).startswith(
+                        b"+PONG"
+                    )
                 case "tcp":
-                    await _said(parts.hostname, parts.port, b"")
+                    await _first_reply_line(parts.hostname, parts.port, b"")
                     return True
     except (OSError, TimeoutError, httpx.TransportError):
         return False  # not listening yet
-    raise ValueError(f"nobody knows how to ask {url}")
+    raise ValueError(f"{url} has an unknown scheme")
 
 
-async def _said(host: str | None, port: int | None, words: bytes) -> bytes:
-    """The first line of the answer to `words`; nothing is waited for when there are none."""
+async def _first_reply_line(host: str | None, port: int | None, words: bytes) -> bytes:
+    """Connect, send `words` and return the first line of the answer. With empty `words`, only connect."""
     reader, writer = await asyncio.open_connection(host, port)
     try:
         writer.write(words)
@@ -56,15 +58,15 @@ async def _said(host: str | None, port: int | None, words: bytes) -> bytes:
 
 
 POLL_S = 0.2
-# The guard kills after the grace; this much later the owner kills the guard.
+# The guard kills the command after the grace period. The owner kills the guard this much later.
 GUARD_MARGIN_S = 3.0
-LAST_WORDS_BYTES, FIRST_ERROR_BYTES = 16_384, 524_288
+LAST_LINES_BYTES, FIRST_ERROR_BYTES = 16_384, 524_288
 # As tracebacks end, alone or behind a logger's prefix: "ValueError: ...", "... [file.py:9] ValueError: ...".
 NAMES_EXCEPTION = re.compile(r"(?:^|\] )[\w.]*(?:Error|Exception): ")
 
 
 class ProcessFailed(KvrouteError):
-    """A child process ended, or was not ready in time. The message holds the end of its log."""
+    """A child process ended, or was not ready in time. The message contains the end of its log."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,12 +83,14 @@ class ChildSpec:
 
 
 class ChildProcess:
-    """`spec` running under `guard.py`, in a session of its own (a terminal's Ctrl-C does not reach it).
+    """One command that runs under `guard.py`. Mutable: the process handle and the log's start, set by
+    `start`.
 
-    Mutable: the process handle and the log's start, set by `start`. An owner that dies, even by
-    SIGKILL, takes the process and everything that it started with it. Use as an async context
-    manager, or pair `start` with `stop`.
+    When its owner dies, even by SIGKILL, the process and everything that it started end. Use it as an async
+    context manager, or pair `start` with `stop`.
     """
+
+    # It runs in its own session, so that a terminal's Ctrl-C does not reach it.
 
     def __init__(self, spec: ChildSpec, clock: Clock) -> None:
         self.spec = spec
@@ -95,7 +99,7 @@ class ChildProcess:
         self._log_start = 0
 
     async def start(self) -> None:
-        """Start it (again). Raises OSError when the log cannot be written."""
+        """Start or restart the command. Raises OSError when the log cannot be written."""
         if self.running:
             raise RuntimeError(f"{self.spec.name} is already running")
         self.spec.log_path.parent.mkdir(parents=True, exist_ok=True)
@@ -118,7 +122,7 @@ class ChildProcess:
 
     @property
     def started(self) -> bool:
-        """True from the first `start` on."""
+        """Whether `start` was ever called."""
         return self._process is not None
 
     @property
@@ -132,20 +136,23 @@ class ChildProcess:
 
     @property
     def returncode(self) -> int | None:
-        """The command's exit code, -N after signal N, None while it runs."""
+        """The command's exit code; -N after signal N; None while it runs."""
         return self._process.returncode if self._process is not None else None
 
     async def wait(self) -> int:
-        """Wait for the end; the exit code, -N after signal N."""
+        """Wait until the command has ended. Returns its exit code; -N after signal N."""
         process = self._started()
         code = await process.wait()
         if code == -signal.SIGKILL:
-            # Perhaps the guard itself was killed, and could not end what it guarded.
+            # The guard itself may have been killed. Then it could not end the command.
             self._signal(signal.SIGKILL, group=True)
         return code
 
     async def stop(self) -> int:
-        """SIGTERM, SIGKILL after the grace; the exit code. Cancelled: SIGKILL at once."""
+        """Send SIGTERM, and SIGKILL after the grace period. Returns the exit code.
+
+        If the caller is cancelled, SIGKILL is sent immediately.
+        """
         try:
             self.terminate()
             async with asyncio.timeout(self.spec.stop_grace_s + GUARD_MARGIN_S):
@@ -158,22 +165,24 @@ class ChildProcess:
             raise
 
     def terminate(self) -> None:
-        """SIGTERM, and SIGKILL after the grace, without waiting."""
+        """Send SIGTERM without waiting. The guard sends SIGKILL after the grace period."""
         if self.running:
             self._signal(signal.SIGTERM, group=False)
 
     def kill(self) -> None:
-        """SIGKILL the command and all its processes, without waiting."""
+        """Send SIGKILL to the command and all its processes, without waiting."""
         if self.running:
             self._signal(signal.SIGKILL, group=True)
 
-    def last_words(self, lines: int = 15) -> str:
-        """The last lines that it wrote since its last start."""
-        return "\n".join(self._lines(LAST_WORDS_BYTES)[-lines:])
+    def last_log_lines(self, lines: int = 15) -> str:
+        """The last lines in the log since the last start."""
+        return "\n".join(self._lines(LAST_LINES_BYTES)[-lines:])
 
     def first_error(self) -> str:
-        """The first line since its last start that names an exception, as far as the log is read:
-        what others follow from. Empty when there is none."""
+        """The first line in the log since the last start that names an exception; empty if there is none.
+
+        Later errors usually follow from the first one. Reads at most the last `FIRST_ERROR_BYTES`.
+        """
         return next((line for line in self._lines(FIRST_ERROR_BYTES) if NAMES_EXCEPTION.search(line)), "")
 
     def _lines(self, most_bytes: int) -> list[str]:
@@ -189,17 +198,17 @@ class ChildProcess:
     async def wait_ready(
         self, url: str, *, timeout_s: float, on_wait: Callable[[float], None] | None = None
     ) -> float:
-        """Poll `url` (see `readiness.py`) until its server is ready; the seconds that it took.
+        """Poll `url` (see `is_ready`) until its server is ready. Returns the seconds that it took.
 
-        `on_wait` gets the seconds waited so far before each poll. Raises `ProcessFailed`, with the
-        end of the log, when the process ends first or `timeout_s` have passed.
+        `on_wait` is called before each poll with the seconds waited so far. Raises `ProcessFailed`, with the
+        end of the log, when the process ends first or `timeout_s` seconds have passed.
         """
-        began = self._clock.now()
-        # No keep-alive and no proxies: each poll is a new visitor on this machine.
+        start = self._clock.now()
+        # No keep-alive and no proxies: each poll opens a new connection on this machine.
         limits = httpx.Limits(max_keepalive_connections=0)
-        async with httpx.AsyncClient(timeout=VISIT_TIMEOUT_S, limits=limits, trust_env=False) as client:
+        async with httpx.AsyncClient(timeout=PROBE_TIMEOUT_S, limits=limits, trust_env=False) as client:
             while True:
-                waited = self._clock.now() - began
+                waited = self._clock.now() - start
                 if on_wait is not None:
                     on_wait(waited)
                 if not self.running:
@@ -207,16 +216,16 @@ class ChildProcess:
                 if waited >= timeout_s:
                     raise self.failure(f"was not ready after {timeout_s:.0f} s")
                 if await is_ready(url, client):
-                    return self._clock.now() - began
+                    return self._clock.now() - start
                 await self._clock.sleep(POLL_S)
 
     def failure(self, what: str) -> ProcessFailed:
-        """`what` happened to this process, with its last words and where to read the rest."""
-        last = self.last_words().splitlines()
+        """A `ProcessFailed` that says `what` happened, with the end of the log and the log's path."""
+        last = self.last_log_lines().splitlines()
         first = self.first_error()
         if first and first not in last:
             last = [first, "...", *last]
-        words = "\n".join(f"  | {line}" for line in last) or "  (it said nothing)"
+        words = "\n".join(f"  | {line}" for line in last) or "  (its log is empty)"
         return ProcessFailed(f"{self.spec.name} {what}\n{words}\n  log: {self.spec.log_path}")
 
     async def __aenter__(self) -> Self:
@@ -238,11 +247,11 @@ class ChildProcess:
         try:
             os.killpg(pid, number) if group else os.kill(pid, number)
         except ProcessLookupError:
-            pass  # it has just ended
+            pass  # the process has just ended
 
 
 def describe_exit(code: int | None) -> str:
-    """`code` in words: "exit code 3", "SIGKILL"."""
+    """`code` as text: "exit code 3", "SIGKILL"."""
     if code is not None and code < 0:
         return signal.Signals(-code).name
     return f"exit code {code}"

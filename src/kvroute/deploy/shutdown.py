@@ -1,4 +1,4 @@
-"""How long gateway and workers may take to end, so that updates and scale-downs lose no request. Pure.
+"""Grace periods for stopping gateway and workers, so that updates and scale-downs lose no request. Pure.
 
 worker:   preStop (gateways notice) -> SIGTERM -> running requests finish -> exit
 gateway:  SIGTERM -> server.shutdown_delay_s -> server.drain_timeout_s -> exit
@@ -15,15 +15,17 @@ from kvroute.deploy.render.plan import EndpointPlan, option_value
 from kvroute.gateway.options import ServerOptions
 
 GATEWAY_DELAY_S = 5
-"""`server.shutdown_delay_s` in Kubernetes: endpoints and kube-proxy's rules follow within seconds."""
+"""`server.shutdown_delay_s` in Kubernetes: endpoints and kube-proxy's rules are updated within seconds."""
 DRAIN_S = 120
 """In Kubernetes, how long running answers may take to finish, in the gateway and in workers."""
 NOTICE_S = 5
-"""A worker that terminates serves on for so long, until each gateway has seen it. Their watch takes less than
-a second; one that is just listing anew, some seconds."""
+"""How long a terminating worker continues to serve, until every gateway knows that it terminates."""
+# A gateway's watch takes less than a second; a gateway that is just listing all pods again takes some
+# seconds.
 SHUTDOWN_TIMEOUT = "--shutdown-timeout"
 SHUTDOWN_TIMEOUT_SINCE = (0, 18)
-"""vLLM 0.18 (vllm-project/vllm#34730): without it, SIGTERM aborts running requests."""
+"""The option exists since vLLM 0.18 (vllm-project/vllm#34730). Without it, SIGTERM aborts running
+requests."""
 _MARGIN_S = 5
 
 _IMAGE = re.compile(r"(?:.*/)?(?P<name>[^/:@]+):(?P<tag>[^/:@]+)")
@@ -32,37 +34,39 @@ _CURRENT = re.compile(r"(?:docker\.io/)?(?:vllm|lmcache)/vllm-openai[^/:@]*:(?:l
 
 
 def gateway_stop_s(server: Mapping[str, Any]) -> int:
-    """From SIGTERM to SIGKILL for a gateway whose configuration has this `server` section."""
+    """Seconds from SIGTERM to SIGKILL for a gateway with this `server` section in its configuration."""
     names = ("processes", "shutdown_delay_s", "drain_timeout_s")
     known = {name: server[name] for name in names if name in server}
     return math.ceil(ServerOptions.model_validate(known).longest_shutdown_s) + _MARGIN_S
 
 
-def drains_itself(plan: EndpointPlan) -> bool:
-    """Whether the engine finishes running requests after SIGTERM."""
-    return not plan.is_simulated and (_own_timeout_s(plan) is not None or _takes_timeout(plan))
+def engine_drains(plan: EndpointPlan) -> bool:
+    """Whether the engine itself finishes running requests after SIGTERM."""
+    return not plan.is_simulated and (_own_timeout_s(plan) is not None or _accepts_timeout(plan))
 
 
 def shutdown_arguments(plan: EndpointPlan) -> tuple[str, ...]:
-    """What an engine of known version is given beside the user's own arguments."""
-    return (SHUTDOWN_TIMEOUT, str(DRAIN_S)) if _takes_timeout(plan) else ()
+    """The arguments that make an engine drain at shutdown; empty if its image may not accept them."""
+    return (SHUTDOWN_TIMEOUT, str(DRAIN_S)) if _accepts_timeout(plan) else ()
 
 
 def worker_drain_s(plan: EndpointPlan) -> int:
-    """How long a worker's running requests may take to finish."""
+    """Seconds that a worker's running requests may take to finish."""
     own = _own_timeout_s(plan)
     return DRAIN_S if own is None else own
 
 
 def worker_grace_s(plan: EndpointPlan) -> int:
-    """From the worker's termination to SIGKILL, `pre_stop` included. Engines need seconds to end."""
+    """Seconds from a worker's termination to SIGKILL, `pre_stop` included. Engines need seconds to end."""
     return NOTICE_S + worker_drain_s(plan) + 2 * _MARGIN_S
 
 
 def pre_stop(plan: EndpointPlan) -> dict[str, Any]:
-    """A pod's preStop hook: SIGTERM comes after it. The worker serves on until gateways send it no more;
-    where the engine would abort what runs, also until that has finished."""
-    if drains_itself(plan):
+    """A worker pod's preStop hook, which delays SIGTERM until gateways send the worker no more requests.
+
+    If the engine would abort running requests at SIGTERM, the hook also waits until they have finished.
+    """
+    if engine_drains(plan):
         return {"exec": {"command": ["sleep", str(NOTICE_S)]}}
     return {"exec": {"command": ["python3", "-c", _WAIT % (NOTICE_S, worker_drain_s(plan), plan.port)]}}
 
@@ -85,8 +89,9 @@ def _own_timeout_s(plan: EndpointPlan) -> int | None:
     return int(value) if value is not None and value.isdigit() else None
 
 
-def _takes_timeout(plan: EndpointPlan) -> bool:
-    """The image's tag says so. An engine that does not know the option does not start, so no guesses."""
+def _accepts_timeout(plan: EndpointPlan) -> bool:
+    """Whether the image's tag proves that the engine accepts `--shutdown-timeout`."""
+    # An engine that does not know the option does not start, so an unknown tag means no.
     if plan.is_simulated or plan.command is not None:
         return False
     if _CURRENT.fullmatch(plan.image):

@@ -1,7 +1,7 @@
-"""What runs, as the process that supervises it tells others: a lock and a file in its state folder.
+"""The state of a running `kvroute up`, published for other commands: a lock and a file in its state folder.
 
-The lock is held for as long as the supervisor lives, however it ends; without its holder, the file
-only tells what ran last.
+The supervisor holds the lock until it ends, even by SIGKILL. If no process holds the lock, the file describes
+the last run.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from kvroute.errors import ConfigError
 
 LOCK, STATE = "up.lock", "up.json"
 LOGS = "logs"
-# Whoever reads the state holds the lock for an instant.
+# A reader of the state holds the lock for a moment, so the supervisor tries several times.
 READER_TRIES, READER_PAUSE_S = 10, 0.02
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessState:
-    """One kept process. It has no command line: that may hold a password."""
+    """One kept process. Contains no command line, which may contain a password."""
 
     name: str
     phase: str
@@ -34,26 +34,26 @@ class ProcessState:
     """When the phase began, in seconds since the Unix epoch."""
     restarts: int
     pid: int | None
-    """Of the guard, whose children are the process."""
+    """The process id of the guard, under which the process runs."""
     url: str
     log: str
 
 
 @dataclass(frozen=True, slots=True)
 class UpState:
-    """What one `kvroute up` runs."""
+    """The processes and addresses of one `kvroute up`."""
 
     name: str
     pid: int
-    """Of the supervisor: SIGTERM ends everything."""
+    """The supervisor's process id. SIGTERM to it ends everything."""
     gateway: str
     processes: tuple[ProcessState, ...] = ()
     admin_key_file: str = ""
-    """Of the gateway, where it makes its own key."""
+    """The file of the admin key that the gateway makes; empty when a key is configured."""
 
 
 class StateFolder:
-    """The folder of one `kvroute up`: `hold` for its owner, `read` for everybody else."""
+    """The folder of one `kvroute up`: the supervisor calls `hold`, all other commands call `read`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path.absolute()
@@ -64,8 +64,10 @@ class StateFolder:
 
     @contextmanager
     def hold(self, state: UpState) -> Iterator[None]:
-        """Be the one who runs here. Raises `ConfigError` when somebody else does, or when the folder
-        cannot be written."""
+        """Hold the folder's lock and publish `state` while the block runs.
+
+        Raises `ConfigError` when another supervisor holds the lock, or when the folder cannot be written.
+        """
         with ExitStack() as held:
             try:
                 self.path.mkdir(parents=True, exist_ok=True)
@@ -83,30 +85,31 @@ class StateFolder:
             yield
 
     def write(self, state: UpState) -> None:
-        """Replace what is told, in one go. Raises OSError."""
+        """Replace the published state atomically. Raises OSError."""
         new = self.path / f"{STATE}.new"
         new.write_text(json.dumps(asdict(state), indent=1))
         new.replace(self.path / STATE)
 
     def read(self) -> UpState | None:
-        """What runs here now; None when nothing does."""
+        """The state of the supervisor that runs here now; None when none runs."""
         try:
             with (self.path / LOCK).open() as lock:
                 try:
                     fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
                 except BlockingIOError:
-                    return _parsed(json.loads((self.path / STATE).read_text()))
+                    return _parse(json.loads((self.path / STATE).read_text()))
         except FileNotFoundError:
-            pass  # nothing ever ran here
+            pass  # no supervisor ever ran here
         return None
 
     def log_files(self) -> dict[str, Path]:
-        """Process -> its log, also of those that ran last."""
+        """The log file of each process by name. Includes processes of the last run."""
         return {file.stem: file for file in sorted(self.logs.glob("*.log"))}
 
 
 def _lock(file: TextIO) -> None:
-    """Raises BlockingIOError when another holds it for longer than a reader does."""
+    """Lock `file`. Raises BlockingIOError when another process holds the lock for longer than a reader
+    would."""
     for _ in range(READER_TRIES):
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -118,10 +121,10 @@ def _lock(file: TextIO) -> None:
 
 
 def supervisor(name: str, gateway: str, processes: Sequence[ProcessState] = ()) -> UpState:
-    """The state that this process tells."""
+    """The state of this process as supervisor."""
     return UpState(name, os.getpid(), gateway, tuple(processes))
 
 
-def _parsed(data: dict[str, Any]) -> UpState:
+def _parse(data: dict[str, Any]) -> UpState:
     processes = tuple(ProcessState(**each) for each in data.pop("processes"))
     return UpState(**data, processes=processes)

@@ -1,8 +1,8 @@
-"""Random-weight models small enough to run on one CPU core, for demonstrations and tests.
+"""Models with random weights, small enough for one CPU core, for demonstrations and tests.
 
-A folder of four files and no weights: vLLM makes them up from a fixed seed (`--load-format dummy`).
-What such a model says is noise; what it costs and caches is real. The tokenizer is checked in
-(scripts/make_tiny_tokenizer.py), so that token ids are the same everywhere.
+A model is a folder of four files without weights: vLLM generates the weights from a fixed seed
+(`--load-format dummy`). The model's answers are noise; its costs and its KV cache are real. The tokenizer is
+checked in (scripts/make_tiny_tokenizer.py), so that token ids are the same on every machine.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ MAX_POSITIONS = 32_768
 PAD, TURN, END = 0, 1, 2
 PAD_TEXT, TURN_TEXT, END_TEXT = "<|pad|>", "<|turn|>", "<|end|>"
 
-# Tools come first, as engines' templates have them, then the messages in order.
+# Tools come first, as in the templates of real models, then the messages in order.
 CHAT_TEMPLATE = """\
 {%- if tools -%}
 <|turn|>tools
@@ -40,7 +40,7 @@ CHAT_TEMPLATE = """\
 
 @dataclass(frozen=True, slots=True)
 class TinyModel:
-    """The shape of one model. Head sizes are ones that vLLM's CPU attention takes."""
+    """The shape of one model. vLLM's CPU attention supports its head size."""
 
     hidden_size: int
     intermediate_size: int
@@ -51,20 +51,20 @@ class TinyModel:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Keys and values of all layers in bfloat16."""
+        """Bytes of the keys and values of one token in all layers, in bfloat16."""
         return self.layers * 2 * self.kv_heads * self.head_dim * 2
 
 
 TINY_MODELS = {
     # 6 M parameters: 45 ms for 1,000 unseen prompt tokens on one core, 15 ms once cached.
     "tiny": TinyModel(256, 512, layers=4, heads=8, kv_heads=4, head_dim=32),
-    # 32 M parameters: 190 ms and 40 ms: what a cache hit saves can be seen by eye.
+    # 32 M parameters: 190 ms and 40 ms, so that a user can see the effect of a cache hit.
     "small": TinyModel(512, 1408, layers=8, heads=8, kv_heads=4, head_dim=64),
 }
 
 
 def write_tiny_model(name: str, folder: Path) -> Path:
-    """Write the model `name` of `TINY_MODELS` into `folder`, which may exist; returns `folder`."""
+    """Write the model `name` of `TINY_MODELS` into `folder`, which may exist. Returns `folder`."""
     shape = TINY_MODELS[name]
     folder.mkdir(parents=True, exist_ok=True)
     files = {

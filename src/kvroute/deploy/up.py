@@ -1,4 +1,4 @@
-"""`kvroute up`: processes in stages, the gateway last, kept up until told to stop."""
+"""`kvroute up`: starts processes in stages, the gateway last, and keeps them running until it is stopped."""
 
 from __future__ import annotations
 
@@ -15,53 +15,53 @@ from rich.console import Console
 from rich.text import Text
 
 from kvroute.clock import Clock
-from kvroute.deploy.keeper import Keeper, ProcessPhase, showing, sweep
+from kvroute.deploy.keeper import Keeper, ProcessPhase, remove_orphan_segments, show_status
 from kvroute.deploy.plan import ProcessPlan
 from kvroute.deploy.state import ProcessState, StateFolder, UpState
 
 POLL_S = 0.2
 CHUNK_BYTES = 65_536
-# Further behind than this, the oldest lines are skipped: a screen must not hold up what it shows.
+# If the display is further behind, the oldest lines are skipped: a slow terminal must not delay `kvroute up`.
 MAX_BEHIND_BYTES = 1_048_576
 COLORS = ("cyan", "yellow", "green", "magenta", "blue", "bright_cyan", "bright_yellow", "bright_green")
 
 
-class GrowingFile:
-    """The new lines of a file that others append to. Mutable: how far it has been read."""
+class LogTail:
+    """Reads the new lines of a log file. Mutable: how far the file has been read."""
 
     def __init__(self, path: Path, *, offset: int = 0) -> None:
         self._path = path
         self._offset = offset
-        self._rest = b""
+        self._partial_line = b""
 
     @classmethod
-    def at_end(cls, path: Path) -> GrowingFile:
-        """Of a file that is there, only what comes from now on."""
+    def at_end(cls, path: Path) -> LogTail:
+        """A reader of only the lines that are appended from now on."""
         return cls(path, offset=_size(path))
 
     def new_lines(self) -> list[str]:
-        """At most `CHUNK_BYTES` of whole lines; none when there is nothing new, or no file yet."""
+        """Read at most `CHUNK_BYTES` of new whole lines. Empty without new lines or without a file."""
         size = _size(self._path)
         if size < self._offset:
-            self._offset, self._rest = 0, b""
+            self._offset, self._partial_line = 0, b""
         skipped = max(0, size - self._offset - MAX_BEHIND_BYTES)
         if skipped:
-            self._offset, self._rest = self._offset + skipped, b""
+            self._offset, self._partial_line = self._offset + skipped, b""
         if size == self._offset:
             return []
         with self._path.open("rb") as file:
             file.seek(self._offset)
             new = file.read(CHUNK_BYTES)
         self._offset += len(new)
-        *lines, self._rest = (self._rest + new).split(b"\n")
-        if len(self._rest) >= CHUNK_BYTES:
-            lines, self._rest = [*lines, self._rest], b""
-        told = [f"... {skipped:,} bytes more are in {self._path}"] if skipped else []
-        return told + [line.decode(errors="replace").rstrip("\r") for line in lines]
+        *lines, self._partial_line = (self._partial_line + new).split(b"\n")
+        if len(self._partial_line) >= CHUNK_BYTES:
+            lines, self._partial_line = [*lines, self._partial_line], b""
+        notice = [f"... {skipped:,} more bytes are in {self._path}"] if skipped else []
+        return notice + [line.decode(errors="replace").rstrip("\r") for line in lines]
 
 
 def last_lines(path: Path, count: int) -> tuple[list[str], int]:
-    """The last `count` whole lines within `MAX_BEHIND_BYTES`, and where in the file they end."""
+    """The last `count` whole lines within `MAX_BEHIND_BYTES`, and the file offset at which they end."""
     size = _size(path)
     if size == 0:
         return [], 0
@@ -74,7 +74,7 @@ def last_lines(path: Path, count: int) -> tuple[list[str], int]:
 
 
 class Screen:
-    """Prints lines behind the names of their processes, a colour each."""
+    """Prints log lines with the name of their process in front, in one colour per process."""
 
     def __init__(self, console: Console, names: Iterable[str]) -> None:
         self._console = console
@@ -83,31 +83,31 @@ class Screen:
     def show(self, name: str, lines: Sequence[str]) -> None:
         prefix = Text(f"{name:<{self._width}} | ", style=COLORS[crc32(name.encode()) % len(COLORS)])
         for line in lines:
-            # What a process writes for terminals becomes colour, or nothing.
+            # Terminal control sequences in a log become colours or are dropped.
             self._console.print(prefix + Text.from_ansi(line), soft_wrap=True, highlight=False)
 
 
-async def follow(files: Mapping[str, GrowingFile], screen: Screen, clock: Clock) -> None:
-    """Show what each process writes, until cancelled."""
+async def follow(files: Mapping[str, LogTail], screen: Screen, clock: Clock) -> None:
+    """Show new lines of each file until cancelled."""
     while True:
         show_new(files, screen)
         await clock.sleep(POLL_S)
 
 
-def show_new(files: Mapping[str, GrowingFile], screen: Screen) -> bool:
-    """Show what has been written since the last time; whether that was anything."""
-    found = False
+def show_new(files: Mapping[str, LogTail], screen: Screen) -> bool:
+    """Show the new lines of each file. Returns whether there were any."""
+    is_new = False
     for name, file in files.items():
         lines = file.new_lines()
         screen.show(name, lines)
-        found = found or bool(lines)
-    return found
+        is_new = is_new or bool(lines)
+    return is_new
 
 
 @asynccontextmanager
 async def following(console: Console, logs: Mapping[str, Path], *, clock: Clock) -> AsyncIterator[None]:
-    """Show the logs for as long as the block runs, and what its end has added to them."""
-    files = {name: GrowingFile.at_end(path) for name, path in logs.items()}
+    """Show new log lines while the block runs, and after it the lines that remain."""
+    files = {name: LogTail.at_end(path) for name, path in logs.items()}
     screen = Screen(console, logs)
     task = asyncio.create_task(follow(files, screen, clock))
     try:
@@ -134,20 +134,19 @@ Prepare = Callable[[], Awaitable[ProcessPlan]]
 async def run_up(
     prepare: Prepare, state: StateFolder, *, console: Console, clock: Clock, show_logs: bool = False
 ) -> None:
-    """All that `kvroute up` does; returns after Ctrl-C or SIGTERM, when every process has ended.
+    """Run `kvroute up`. Returns after Ctrl-C or SIGTERM, when every process has ended.
 
-    `prepare` makes the plan once it is certain that nothing else runs in `state`. Raises what that
-    raises, `ConfigError` when something does run there, and `ProcessFailed` when a process does not
-    come up.
+    `prepare` makes the plan; it is called when `state` is locked. Raises the errors of `prepare`,
+    `ConfigError` when another `kvroute up` uses `state`, and `ProcessFailed` when a process does not start.
     """
     keepers: list[Keeper] = []
-    with state.hold(UpState("", os.getpid(), "")), stopped_by_signals(keepers, console) as told:
+    with state.hold(UpState("", os.getpid(), "")), cancel_on_signals(keepers, console) as stopping:
         try:
             plan = await prepare()
-            await asyncio.to_thread(sweep)
+            await asyncio.to_thread(remove_orphan_segments)
             await run_plan(plan, keepers, state, console=console, clock=clock, show_logs=show_logs)
         except asyncio.CancelledError:
-            if not told.is_set():
+            if not stopping.is_set():
                 raise
 
 
@@ -160,9 +159,9 @@ async def run_plan(
     clock: Clock,
     show_logs: bool = False,
 ) -> None:
-    """Start stage after stage and keep all up until cancelled; all have ended then.
+    """Start the stages one after another and keep all processes running until cancelled, then stop them.
 
-    `keepers` receives one keeper per process, and `state` tells how each is. Raises the first
+    One keeper per process is appended to `keepers`, and `state` publishes their status. Raises the first
     `ProcessFailed` of the start.
     """
 
@@ -171,15 +170,15 @@ async def run_plan(
 
     def changed(keeper: Keeper) -> None:
         if keeper.status.phase is ProcessPhase.READY:
-            again = " again" if keeper.status.restarts else ""
-            report(f"{keeper.name} is ready{again}: {keeper.planned.url}")
+            suffix = " again" if keeper.status.restarts else ""
+            report(f"{keeper.name} is ready{suffix}: {keeper.planned.url}")
             for other in keepers if keeper.status.restarts else ():
-                if keeper.name in other.planned.renewed_with:
-                    other.renew(keeper.name)
+                if keeper.name in other.planned.restart_with:
+                    other.restart(keeper.name)
         try:
-            state.write(told_of(plan, keepers, clock))
+            state.write(state_of(plan, keepers, clock))
         except OSError as exc:
-            report(f"cannot tell `kvroute ps`: {state.path}: {exc.strerror}")
+            report(f"cannot write the state for `kvroute ps`: {state.path}: {exc.strerror}")
 
     stages = [
         [Keeper(each, clock=clock, report=report, changed=changed) for each in stage] for stage in plan.stages
@@ -192,26 +191,26 @@ async def run_plan(
         async with AsyncExitStack() as screen, asyncio.TaskGroup() as running:
             if show_logs:
                 await screen.enter_async_context(following(console, logs, clock=clock))
-            async with showing(console, keepers, clock=clock):
+            async with show_status(console, keepers, clock=clock):
                 for stage in stages:
                     async with asyncio.TaskGroup() as starting:
                         for keeper in stage:
-                            starting.create_task(keeper.bring_up())
+                            starting.create_task(keeper.start_and_wait())
                     for keeper in stage:
-                        running.create_task(keeper.keep_up())
-            report(welcome(plan))
+                        running.create_task(keeper.restart_on_exit())
+            report(ready_text(plan))
     except ExceptionGroup as group:
-        # Several may have failed for one reason; the others were stopped because of the first.
-        raise _first(group) from None
+        # The first error is the cause: the other processes failed for the same reason or were stopped.
+        raise _first_error(group) from None
     finally:
-        # The gateway first: it lets the streams that its workers are still sending finish.
+        # The gateway stops first, so that running streams finish before their workers stop.
         for stage in reversed(stages):
             await asyncio.gather(*(keeper.stop() for keeper in stage))
-        await asyncio.to_thread(sweep)
+        await asyncio.to_thread(remove_orphan_segments)
 
 
-def told_of(plan: ProcessPlan, keepers: list[Keeper], clock: Clock) -> UpState:
-    """What others are told of a running plan."""
+def state_of(plan: ProcessPlan, keepers: list[Keeper], clock: Clock) -> UpState:
+    """The state of a running plan, as other commands read it."""
     to_wall = clock.wall() - clock.now()
     return UpState(
         name=plan.name,
@@ -233,19 +232,19 @@ def told_of(plan: ProcessPlan, keepers: list[Keeper], clock: Clock) -> UpState:
     )
 
 
-def _first(error: Exception) -> Exception:
-    """The first of a group that may hold others."""
+def _first_error(error: Exception) -> Exception:
+    """The first error that is not itself a group."""
     while isinstance(error, ExceptionGroup):
         error = error.exceptions[0]
     return error
 
 
-def welcome(plan: ProcessPlan) -> str:
-    """What to try now."""
+def ready_text(plan: ProcessPlan) -> str:
+    """The text that is printed when everything is ready: addresses and a first request."""
     url = plan.gateway.url
     body = {"model": plan.model, "messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 32}
     if plan.simulated:
-        kind = "The workers are SIMULATED: they answer with made-up text and keep a modelled KV cache."
+        kind = "The workers are SIMULATED: they answer with random text and simulate a KV cache."
     elif plan.tiny_model is not None:
         kind = "The workers are real vLLM engines; the model has random weights and answers with noise."
     else:
@@ -265,25 +264,25 @@ Ctrl-C ends everything.
 
 
 @contextmanager
-def stopped_by_signals(keepers: list[Keeper], console: Console) -> Iterator[asyncio.Event]:
-    """SIGINT or SIGTERM cancels the current task and sets the event; a second one kills `keepers`."""
-    task, loop, told = asyncio.current_task(), asyncio.get_running_loop(), asyncio.Event()
+def cancel_on_signals(keepers: list[Keeper], console: Console) -> Iterator[asyncio.Event]:
+    """At SIGINT or SIGTERM cancel the current task and set the event; at a second signal kill `keepers`."""
+    task, loop, stopping = asyncio.current_task(), asyncio.get_running_loop(), asyncio.Event()
     if task is None:
         raise RuntimeError("not in a task")
 
-    def arrived() -> None:
-        if told.is_set():
+    def on_signal() -> None:
+        if stopping.is_set():
             for keeper in keepers:
                 keeper.kill()
             return
-        told.set()
-        console.print("\nstopping; once more to kill", markup=False)
+        stopping.set()
+        console.print("\nstopping; a second signal kills all processes", markup=False)
         task.cancel()
 
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, arrived)
+        loop.add_signal_handler(number, on_signal)
     try:
-        yield told
+        yield stopping
     finally:
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.remove_signal_handler(number)

@@ -1,4 +1,4 @@
-"""The command line and environment of one `vllm serve` (options as of vLLM 0.32). Pure."""
+"""Builds the command line and environment of `vllm serve` (options of vLLM 0.32). Pure."""
 
 from __future__ import annotations
 
@@ -6,17 +6,18 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-# Without its byte code an engine takes 25 s longer to start, every time.
+# An engine without compiled byte code takes 25 s longer at each start.
 NOT_INHERITED = "PYTHONDONTWRITEBYTECODE"
 KV_CACHE_SPACE = "VLLM_CPU_KVCACHE_SPACE"
 
 
 @dataclass(frozen=True, slots=True)
 class KvEventsEndpoint:
-    """Where an engine publishes its KV-cache events (PUB) and answers replay requests (ROUTER)."""
+    """Where an engine publishes its KV events (PUB) and answers replay requests (ROUTER)."""
 
     publish: str
-    """ZMQ endpoint, such as `tcp://*:5557`; one without `*` is connected to, not bound."""
+    """ZMQ endpoint, such as `tcp://*:5557`. The engine binds an endpoint with `*` and connects to any
+    other."""
     replay: str | None = None
     topic: str = "kv"
 
@@ -26,10 +27,10 @@ class CpuPlacement:
     """A CPU engine's cores and KV memory."""
 
     cores: tuple[int, ...]
-    """Cores of the compute threads. Two engines must not share one: waiting threads spin."""
+    """Cores of the compute threads. Two engines must not share a core, because waiting threads spin."""
     kv_cache_gib: int | None = None
-    """Upper bound of the KV pool; `VllmSpec.num_gpu_blocks` may ask for less. None: the engine's
-    default, or what VLLM_CPU_KVCACHE_SPACE already says."""
+    """Upper bound of the KV pool; `VllmSpec.num_gpu_blocks` may make the pool smaller. None: the engine's
+    default, or the value of VLLM_CPU_KVCACHE_SPACE if that is set."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,22 +52,22 @@ class VllmSpec:
     block_size: int | None = None
     """Tokens per KV block; on a CPU a multiple of 32. None: the engine's default."""
     num_gpu_blocks: int | None = None
-    """KV blocks, one of which the engine keeps for itself. None: what memory allows."""
+    """KV blocks, of which the engine uses one internally. None: as many as memory allows."""
     max_model_len: int | None = None
     random_weights: bool = False
-    """Weights made up on the spot, nothing is downloaded."""
+    """The engine generates random weights and downloads nothing."""
     offline: bool = False
-    """Never ask the model hub for anything."""
+    """The engine never connects to the model hub."""
     eager: bool = False
-    """No compilation: starts sooner and needs no C++ compiler, computes a little slower."""
+    """No compilation: the engine starts sooner, needs no C++ compiler and computes a little slower."""
     kv_events: KvEventsEndpoint | None = None
     tool_call_parser: str | None = None
     store_responses: bool = False
-    """Keep every answer of `/v1/responses` in memory for ever, for `previous_response_id` and GET."""
+    """Keep every answer of `/v1/responses` in memory permanently, for `previous_response_id` and GET."""
     development_mode: bool = False
-    """Adds endpoints such as `/reset_prefix_cache`, which anyone who reaches the port may call."""
+    """Adds endpoints such as `/reset_prefix_cache`, which every client that reaches the port may call."""
     extra_args: tuple[str, ...] = ()
-    """Appended as they are; later options win over earlier ones."""
+    """Appended unchanged; later options override earlier ones."""
     extra_env: Mapping[str, str] | None = None
 
     @property
@@ -75,11 +76,11 @@ class VllmSpec:
 
 
 def vllm_argv(spec: VllmSpec, executable: Sequence[str] = ("vllm",)) -> tuple[str, ...]:
-    """The command line; `executable` is what stands for `vllm`."""
+    """The command line of one engine. `executable` replaces the word `vllm`."""
     argv = [*executable, "serve", spec.model, "--served-model-name", spec.served_name]
     argv += ["--host", spec.host, "--port", str(spec.port)]
-    # The first makes the engine say how many prompt tokens came from its cache; the second keeps
-    # probes, several a second, out of its log.
+    # The first option makes the engine report how many prompt tokens came from its cache. The second keeps
+    # probes, several per second, out of its log.
     argv += ["--enable-prompt-tokens-details", "--disable-uvicorn-access-log"]
     if isinstance(spec.placement, GpuPlacement) and len(spec.placement.devices) > 1:
         argv += ["--tensor-parallel-size", str(len(spec.placement.devices))]
@@ -102,7 +103,7 @@ def vllm_argv(spec: VllmSpec, executable: Sequence[str] = ("vllm",)) -> tuple[st
 
 
 def vllm_environment(spec: VllmSpec, environ: Mapping[str, str]) -> dict[str, str]:
-    """The whole environment, made from `environ`."""
+    """The engine's whole environment, based on `environ`."""
     env = {name: value for name, value in environ.items() if name != NOT_INHERITED}
     env |= {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
     if spec.store_responses:

@@ -59,8 +59,8 @@ def test_a_properly_written_spec_is_left_as_it_is():
     layout = fix_layout(text)
 
     assert layout.text == text
-    assert layout.is_sound
-    assert not layout.is_lost
+    assert layout.is_complete
+    assert not layout.has_no_indentation
     assert not [line for line in layout.placed if line.moved or line.repeats]
 
 
@@ -75,8 +75,8 @@ def test_lists_at_the_indentation_of_their_key_are_as_good():
 def test_a_pasted_spec_without_indentation_gets_it_back(sample):
     layout = fix_layout(sample)
 
-    assert layout.is_lost
-    assert layout.is_sound
+    assert layout.has_no_indentation
+    assert layout.is_complete
     fixed = yaml.safe_load(layout.text)
     assert fixed["metadata"] == {"name": "${NAME}", "namespace": "${NAMESPACE}"}
     assert fixed["spec"]["modelSourceConfig"] == {
@@ -148,7 +148,7 @@ def test_a_line_that_has_no_place_is_kept_and_told():
     layout = fix_layout("spec:\n  nonsense: 1\n  replicas: 1\njust words\n- item\n")
 
     assert [line.number for line in layout.placed if not line.known] == [2, 4, 5]
-    assert not layout.is_sound
+    assert not layout.is_complete
     assert "nonsense: 1" in layout.text
 
 

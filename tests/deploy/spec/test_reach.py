@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvroute.deploy.render.reach import BECAUSE, REACHED, findings_for
+from kvroute.deploy.render.reach import REASONS, TARGETS_OF_FIELDS, findings_for
 from kvroute.deploy.render.registry import TARGETS
 from kvroute.deploy.spec.endpoint import KINDS, shape_of_kind
 from kvroute.deploy.spec.source import FieldVerdict, dotted, walk
@@ -31,9 +31,9 @@ def test_every_field_of_the_table_is_one_of_the_spec():
         for path, _ in walk(shape_of_kind(kind))
     }
 
-    assert set(REACHED) | set(BECAUSE) <= fields
-    assert {name for names in BECAUSE.values() for name in names} <= set(TARGETS)
-    assert set().union(*REACHED.values()) == set(TARGETS)
+    assert set(TARGETS_OF_FIELDS) | set(REASONS) <= fields
+    assert {name for names in REASONS.values() for name in names} <= set(TARGETS)
+    assert set().union(*TARGETS_OF_FIELDS.values()) == set(TARGETS)
 
 
 @pytest.mark.parametrize("target", ["compose", "worker-args"])

@@ -13,7 +13,12 @@ from referencing import Registry, Resource
 
 from kvroute.app.config import load
 from kvroute.deploy.l2.registry import BACKENDS
-from kvroute.deploy.render.kubernetes import SECRET_FILE, kubernetes_objects, render_kubernetes, with_its_key
+from kvroute.deploy.render.kubernetes import (
+    SECRET_FILE,
+    kubernetes_objects,
+    render_kubernetes,
+    with_earlier_key,
+)
 from kvroute.deploy.spec.loading import fix_layout
 
 SCHEMAS = Path(__file__).parents[2] / "data" / "schemas"
@@ -249,10 +254,10 @@ def test_without_a_secret_for_the_admin_key_one_is_made(own, plan):
 def test_a_rendered_key_is_kept(own, plan):
     earlier, later = (render_kubernetes(plan(own()))[SECRET_FILE] for _ in range(2))
 
-    assert with_its_key(later, earlier) == earlier
+    assert with_earlier_key(later, earlier) == earlier
     for wrong in ("", "- list", "kind: Secret", "{"):
         with pytest.raises(ValueError, match="not a Secret"):
-            with_its_key(later, wrong)
+            with_earlier_key(later, wrong)
 
 
 def test_settings_with_a_key_of_their_own_get_no_secret(own, plan):

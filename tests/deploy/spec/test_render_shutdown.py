@@ -15,7 +15,7 @@ from kvroute.deploy.shutdown import (
     DRAIN_S,
     GATEWAY_DELAY_S,
     NOTICE_S,
-    drains_itself,
+    engine_drains,
     gateway_stop_s,
     pre_stop,
     worker_grace_s,
@@ -69,7 +69,7 @@ def test_an_engine_is_told_to_drain_where_its_image_says_that_it_can(
     planned = plan(own({"spec.worker.image": image}))
     container = pod_of(planned, "StatefulSet")["containers"][0]
 
-    assert drains_itself(planned) == drains
+    assert engine_drains(planned) == drains
     assert ("--shutdown-timeout" in container["args"]) == drains
     command = container["lifecycle"]["preStop"]["exec"]["command"]
     assert (command == ["sleep", str(NOTICE_S)]) == drains

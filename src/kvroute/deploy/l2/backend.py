@@ -37,7 +37,7 @@ class ServiceSpec:
     metrics_path: str | None = None
     peers_flag: str = ""
     """The option that takes NAME:PORT of all of its instances, where each is to ask the others."""
-    is_found_again: bool = True
+    reconnects: bool = True
     """Whether LMCache connects anew after it has been restarted."""
     local_arguments: tuple[str, ...] = ()
     """Its address and port as a process of this host, after `command`: of an option, the last counts."""
@@ -66,7 +66,7 @@ class L2Tier:
     """What LMCache's server reads the password from; empty: only from its adapter's settings."""
     environment: Mapping[str, str] = field(default_factory=dict, repr=False)
     """More of LMCache's server's environment: credentials of an address that has them."""
-    asked_at: str = ""
+    query_url: str = ""
     """`redis://` URL, without a password, where it can be asked what it holds; empty: it cannot."""
     password: str = field(default="", repr=False)
     """Of an address that has one."""
@@ -89,9 +89,9 @@ class Backend(Protocol):
     """One kind of second tier. A new one is a module and a line in the registry."""
 
     name: str
-    says: str
-    takes_url: bool
-    takes_password: bool
+    description: str
+    accepts_url: bool
+    accepts_password: bool
     has_classic: bool
     service_name: str
     """The service that comes up by itself; empty when there is none."""
@@ -104,7 +104,7 @@ class Backend(Protocol):
         """Fields without which the tier cannot be used."""
         ...
 
-    def what_runs(self, extension: Extension, url: str | None) -> str:
+    def describe(self, extension: Extension, url: str | None) -> str:
         """What the tier becomes, in a few words."""
         ...
 

@@ -13,9 +13,9 @@ class FileSystem:
     """Local disk of one node, or a mounted file system of many."""
 
     name = "fs"
-    says = "a folder"
-    takes_url = False
-    takes_password = False
+    description = "a folder"
+    accepts_url = False
+    accepts_password = False
     has_classic = True
     service_name = ""
 
@@ -28,7 +28,7 @@ class FileSystem:
             return ((("x-kvroute", "l2", "fs", "path"), "must be an absolute path"),)
         return ()
 
-    def what_runs(self, extension: Extension, url: str | None) -> str:
+    def describe(self, extension: Extension, url: str | None) -> str:
         store = extension.l2.fs or FileStore()
         return f"the folder {store.path}" + (
             f" of the claim {store.claim}" if store.claim else " of the node"
@@ -48,9 +48,9 @@ class S3:
     """A bucket, or what speaks like one."""
 
     name = "s3"
-    says = "an S3 bucket"
-    takes_url = False
-    takes_password = False
+    description = "an S3 bucket"
+    accepts_url = False
+    accepts_password = False
     has_classic = True
     service_name = ""
 
@@ -62,8 +62,8 @@ class S3:
             return ((("x-kvroute", "l2", "s3"), "is required for l2CacheBackend: s3 (endpoint and region)"),)
         return ()
 
-    def what_runs(self, extension: Extension, url: str | None) -> str:
-        return f"the bucket {extension.l2.s3.endpoint}" if extension.l2.s3 else self.says
+    def describe(self, extension: Extension, url: str | None) -> str:
+        return f"the bucket {extension.l2.s3.endpoint}" if extension.l2.s3 else self.description
 
     def tier(self, setting: L2Location) -> L2Tier:
         store = setting.extension.l2.s3
@@ -88,9 +88,9 @@ class Mooncake:
     """One master for all; or the one behind a URL, `mooncake://HOST:PORT`."""
 
     name = "mooncake"
-    says = "Mooncake"
-    takes_url = True
-    takes_password = False
+    description = "Mooncake"
+    accepts_url = True
+    accepts_password = False
     has_classic = False
     service_name = "mooncake-master"
 
@@ -101,7 +101,7 @@ class Mooncake:
     def missing(self, extension: Extension, url: str | None) -> Sequence[tuple[Path, str]]:
         return ()
 
-    def what_runs(self, extension: Extension, url: str | None) -> str:
+    def describe(self, extension: Extension, url: str | None) -> str:
         return "Mooncake behind the master at l2CacheLocalUrl" if url else "Mooncake with a master of its own"
 
     def tier(self, setting: L2Location) -> L2Tier:

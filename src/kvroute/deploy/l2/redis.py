@@ -15,7 +15,7 @@ PASSWORD_VARIABLE = "LMCACHE_RESP_PASSWORD"
 """LMCache 0.5.6, distributed/l2_adapters/resp_l2_adapter.py."""
 
 
-def asked_at(address: Address) -> str:
+def query_url(address: Address) -> str:
     """The address as Redis' clients take it, without the password."""
     scheme = "rediss" if address.tls else "redis"
     user = f"{quote(address.username, safe='')}@" if address.username else ""
@@ -32,9 +32,9 @@ class Redis:
     """One Redis for all workers, or the one behind a URL."""
 
     name = "redis"
-    says = "Redis"
-    takes_url = True
-    takes_password = True
+    description = "Redis"
+    accepts_url = True
+    accepts_password = True
     has_classic = True
     service_name = "redis"
 
@@ -52,7 +52,7 @@ class Redis:
     def missing(self, extension: Extension, url: str | None) -> Sequence[tuple[Path, str]]:
         return ()
 
-    def what_runs(self, extension: Extension, url: str | None) -> str:
+    def describe(self, extension: Extension, url: str | None) -> str:
         if url is not None:
             return "Redis at l2CacheLocalUrl"
         return f"a Redis of its own, {extension.l2.size_gb:g} GB, least recently used out first"
@@ -70,7 +70,7 @@ class Redis:
             # Never on a command line, which every user of the host may read.
             password_variable=PASSWORD_VARIABLE,
             environment={PASSWORD_VARIABLE: address.password} if address.password else {},
-            asked_at=asked_at(address),
+            query_url=query_url(address),
             password=address.password,
             remote_url=f"redis://{user}{address.host}:{address.port}",
             services=() if setting.url else (self._service(setting, port),),
@@ -92,7 +92,7 @@ class Redis:
             probe=("redis-cli", "ping"),
             memory_gb=extension.l2.size_gb,
             # LMCache's own client (0.5.6) stores and finds nothing after a lost connection.
-            is_found_again=False,
+            reconnects=False,
             local_arguments=("--bind", setting.host, "--port", str(port)),
             ready_url=f"redis://{setting.host}:{port}",
         )
@@ -105,9 +105,9 @@ class Valkey:
     """One Valkey for all workers, or the one behind a URL."""
 
     name = "valkey"
-    says = "Valkey"
-    takes_url = True
-    takes_password = True
+    description = "Valkey"
+    accepts_url = True
+    accepts_password = True
     has_classic = True
     service_name = "valkey"
 
@@ -121,7 +121,7 @@ class Valkey:
     def missing(self, extension: Extension, url: str | None) -> Sequence[tuple[Path, str]]:
         return ()
 
-    def what_runs(self, extension: Extension, url: str | None) -> str:
+    def describe(self, extension: Extension, url: str | None) -> str:
         if url is not None:
             return "Valkey at l2CacheLocalUrl"
         return f"a Valkey of its own, {extension.l2.size_gb:g} GB, least recently used out first"
@@ -144,7 +144,7 @@ class Valkey:
         user = f"{address.username}:{address.password}@" if address.password else ""
         return L2Tier(
             adapter={**adapter, "shared": True},
-            asked_at=asked_at(address),
+            query_url=query_url(address),
             password=address.password,
             remote_url=f"valkey://{user}{address.host}:{address.port}",
             services=() if setting.url else (self._service(setting, port),),

@@ -23,9 +23,9 @@ class TieredStorage:
     """HyperPod's disaggregated memory, or ours."""
 
     name = "tieredstorage"
-    says = "a storage daemon on each node"
-    takes_url = False
-    takes_password = False
+    description = "a storage daemon on each node"
+    accepts_url = False
+    accepts_password = False
     has_classic = True
     service_name = "tierd"
 
@@ -35,7 +35,7 @@ class TieredStorage:
     def missing(self, extension: Extension, url: str | None) -> Sequence[tuple[Path, str]]:
         return ()
 
-    def what_runs(self, extension: Extension, url: str | None) -> str:
+    def describe(self, extension: Extension, url: str | None) -> str:
         if extension.platform == "hyperpod":
             return "the storage daemon of HyperPod's nodes"
         return f"kvroute tierd on each node, {extension.l2.size_gb:g} GB, least recently used out first"

@@ -122,7 +122,7 @@ def render_compose(plan: EndpointPlan) -> dict[str, str]:
         if isinstance(each.model.store, S3Storage) and not each.is_simulated:
             services["model"] = _download(each, each.model.store, profile)
         if model_folder(each, site):
-            _give_model(services[gateway], each, volumes)
+            _mount_model(services[gateway], each, volumes)
         targets += [f"{worker.name}:{each.port}" for worker in site.workers]
     files: dict[str, str] = {}
     if plan.metrics.enabled:
@@ -301,7 +301,7 @@ def _model_mounts(plan: EndpointPlan, volumes: dict[str, None]) -> list[str]:
     return [f"${{MODEL_DIR:-{folder}}}:{model.volume.mount_path}:ro"]
 
 
-def _give_model(gateway: Service, plan: EndpointPlan, volumes: dict[str, None]) -> None:
+def _mount_model(gateway: Service, plan: EndpointPlan, volumes: dict[str, None]) -> None:
     """The tokenizer's files, from the volume that the workers read."""
     gateway["volumes"] += _model_mounts(plan, volumes)
     if isinstance(plan.model.store, S3Storage):

@@ -208,7 +208,7 @@ def kubernetes_objects(plan: EndpointPlan) -> dict[str, list[Manifest]]:
 
 
 def render_kubernetes(plan: EndpointPlan) -> dict[str, str]:
-    """The manifests as text. The admin key in SECRET_FILE is made anew each time: see `with_its_key`."""
+    """The manifests as text. The admin key in SECRET_FILE is made anew each time: see `with_earlier_key`."""
     head = f"# {plan.name}, made by `kvroute render --to kubernetes`: change the spec, not this file.\n"
     files = {name: head + _text(objects) for name, objects in kubernetes_objects(plan).items()}
     secret = admin_secret(plan, secrets.token_urlsafe(32))
@@ -223,7 +223,7 @@ _SECRET_NOTE: Final = (
 )
 
 
-def with_its_key(text: str, earlier: str) -> str:
+def with_earlier_key(text: str, earlier: str) -> str:
     """SECRET_FILE's new `text` with the key of an `earlier` one, so that rendering again changes no key.
 
     Raises ValueError if `earlier` is not such a file.

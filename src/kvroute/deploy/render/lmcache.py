@@ -18,7 +18,7 @@ HEARTBEAT_S = 2
 """How often an engine pings its LMCache server, and how long it waits for an answer. It registers its KV
 cache again only after a ping has failed: a server that was restarted between two pings refuses the engine's
 blocks for ever (LMCache 0.5.6, whose own default is 10 s)."""
-UNNOTICED_S = 2 * HEARTBEAT_S
+UNNOTICED_RESTART_S = 2 * HEARTBEAT_S
 """A server that is away for longer is missed by every engine."""
 CLASSIC_HEARTBEAT_S = 10
 """Also how soon a worker hears that the gateway wants all of its keys once more."""

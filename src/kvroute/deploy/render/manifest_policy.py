@@ -15,7 +15,7 @@ from kvroute.deploy.render.manifest import (
 )
 from kvroute.deploy.render.manifest_cache import has_sidecar
 from kvroute.deploy.render.plan import EndpointPlan
-from kvroute.deploy.render.reach import asks_l2, event_ports, report_ports
+from kvroute.deploy.render.reach import event_ports, queries_l2, report_ports
 from kvroute.deploy.render.site import (
     CLASSIC_WORKER_PORT,
     LMCACHE_HTTP_PORT,
@@ -71,7 +71,7 @@ def network_manifests(plan: EndpointPlan, site: DeploymentSite) -> Iterator[Mani
     for service in site.tier.services if site.tier else ():
         # Daemons fetch from each other.
         peers = [workers, servers, {"podSelector": matching(plan, service.name)}]
-        if asks_l2(plan, site):
+        if queries_l2(plan, site):
             peers.append(gateway)
         if plan.metrics.enabled and service.metrics_path is not None:
             peers.append(PROMETHEUS)

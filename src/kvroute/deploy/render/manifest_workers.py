@@ -210,12 +210,12 @@ def _volumes(plan: EndpointPlan, host_ipc: bool) -> list[dict[str, Any]]:
         volumes.append({"name": model.volume.name, "persistentVolumeClaim": claim})
     elif not model.is_own_volume:
         volumes.append(
-            {"name": model.volume.name, "hostPath": {"path": _on_node(model.location), "type": "Directory"}}
+            {"name": model.volume.name, "hostPath": {"path": _node_path(model.location), "type": "Directory"}}
         )
     return volumes
 
 
-def _on_node(folder: str) -> str:
+def _node_path(folder: str) -> str:
     """A node has no working directory: what is relative lies under /var/lib/kvroute."""
     return folder if folder.startswith("/") else f"/var/lib/kvroute/{folder.removeprefix('./')}"
 

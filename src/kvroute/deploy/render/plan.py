@@ -13,7 +13,7 @@ from kvroute.deploy.l2.backend import Backend
 from kvroute.deploy.l2.registry import backend_named
 from kvroute.deploy.spec.endpoint import CommonSpec, Document, InferenceEndpointConfig, MetricsSpec
 from kvroute.deploy.spec.extension import Extension, SecretKey
-from kvroute.deploy.spec.rules import region_of, takes_password
+from kvroute.deploy.spec.rules import accepts_password, region_of
 from kvroute.deploy.spec.worker import (
     EndpointWorker,
     EnvironmentVariable,
@@ -142,7 +142,7 @@ class EndpointPlan:
     def l2_password(self) -> SecretKey | None:
         """The second tier's password, where LMCache's server can be given one: for a store of the user's."""
         cache = self.cache
-        has_one = cache is not None and takes_password(cache.l2, cache.l2_url, classic=cache.classic)
+        has_one = cache is not None and accepts_password(cache.l2, cache.l2_url, classic=cache.classic)
         return self.extension.l2.password_secret if has_one else None
 
     @property
@@ -155,7 +155,7 @@ def plan_endpoint(document: Document) -> EndpointPlan:
     spec, extension = document.spec, document.x_kvroute
     worker: WorkerSection | EndpointWorker = spec.worker or EndpointWorker()
     args = list(worker.args or [])
-    model = _model(document, _taken_out(args, "--model"))
+    model = _model(document, _pop_option(args, "--model"))
     port = worker.model_invocation_port or InvocationPort.model_validate({"containerPort": DEFAULT_PORT})
     resources = worker.resources or Resources()
     environment = tuple(worker.environment_variables or ())
@@ -242,7 +242,7 @@ def _cache(spec: KvCache | None, extension: Extension) -> Cache | None:
     return Cache(
         l1=spec.enable_l1_cache,
         l2=backend,
-        l2_url=l2.l2_cache_local_url if l2 and backend and backend.takes_url else None,
+        l2_url=l2.l2_cache_local_url if l2 and backend and backend.accepts_url else None,
         config_file=spec.cache_config_file if classic else None,
         classic=classic,
         per_worker=extension.lmcache.servers == "per-worker",
@@ -271,7 +271,7 @@ def option_value(args: list[str], *names: str) -> str | None:
     return found
 
 
-def _taken_out(args: list[str], option: str) -> str | None:
+def _pop_option(args: list[str], option: str) -> str | None:
     """Remove an option and its value from `args`; the value."""
     value = option_value(args, option)
     kept, skip = [], False
@@ -300,7 +300,7 @@ NUMBER_BYTES: Final = {"float32": 4, "float": 4, "float16": 2, "half": 2, "bfloa
 _MOST_BYTES: Final = 1024 * 1024
 
 
-def with_model_at_hand(endpoint: EndpointPlan) -> EndpointPlan:
+def with_local_token_bytes(endpoint: EndpointPlan) -> EndpointPlan:
     """`endpoint` with the bytes of a token, if its model is a folder of this host. Reads one file."""
     folder = endpoint.model.local_source
     if endpoint.token_bytes is not None or endpoint.is_simulated or not folder.startswith(("/", ".")):

@@ -30,7 +30,7 @@ _GATEWAY = _CONTAINERS | {CONFIG}
 _CACHE = _CONTAINERS | {LMCACHE}
 _ENGINE = _WORKERS | {LMCACHE}
 
-REACHED: Final[dict[str, frozenset[str]]] = {
+TARGETS_OF_FIELDS: Final[dict[str, frozenset[str]]] = {
     "apiVersion": _ENGINE | {CONFIG},
     "kind": _ENGINE | {CONFIG},
     "metadata.name": _CACHE | {CONFIG},
@@ -82,7 +82,7 @@ REACHED: Final[dict[str, frozenset[str]]] = {
 }
 """Field -> targets with a place for it and for all below. The longest counts; without any: Kubernetes."""
 
-TOLD_TO_GATEWAY: Final = (
+GATEWAY_FIELDS: Final = (
     "spec.model",
     "spec.kvCacheSpec.enableL1Cache",
     "spec.kvCacheSpec.enableL2Cache",
@@ -93,7 +93,7 @@ TOLD_TO_GATEWAY: Final = (
 )
 """What the gateway's own configuration says too with kvaware, which must find what LMCache keeps."""
 
-BECAUSE: Final[dict[str, dict[str, str]]] = {
+REASONS: Final[dict[str, dict[str, str]]] = {
     "x-kvroute.l2.passwordSecret": {
         COMPOSE: f"the password is read from the variable {PASSWORD}",
         LMCACHE: f"lmcache-servers.sh reads the password from {PASSWORD}; lmcache.yaml leaves it out",
@@ -113,7 +113,7 @@ BECAUSE: Final[dict[str, dict[str, str]]] = {
     _ENV: dict.fromkeys((COMPOSE, WORKER_ARGS), "what it refers to is kept by Kubernetes"),
 }
 """Better reasons than the target's own."""
-OF_TARGET: Final = {
+DEFAULT_REASONS: Final = {
     COMPOSE: "it is a setting of Kubernetes",
     KUBERNETES: "it is a setting of compose",
     LMCACHE: "these are settings of LMCache alone",
@@ -131,7 +131,7 @@ def findings_for(target: str, document: Document, findings: Iterable[Finding]) -
         if why:
             says = f"has no effect in {target} because {why}"
             yield dataclasses.replace(finding, verdict=FieldVerdict.NOTED, text=says)
-        elif target != KUBERNETES and is_applied and _is_theirs(document, finding.path):
+        elif target != KUBERNETES and is_applied and _chooses_hyperpod_daemon(document, finding.path):
             yield dataclasses.replace(finding, verdict=FieldVerdict.APPLIED, text=_OURS)
         else:
             yield finding
@@ -140,7 +140,7 @@ def findings_for(target: str, document: Document, findings: Iterable[Finding]) -
 def _why_not(target: str, document: Document, path: Path) -> str:
     """Why a field has no effect in `target`; empty when it has one."""
     name = dotted(tuple(key for key in path if isinstance(key, str)))
-    reached = REACHED.get(_longest(name, REACHED), frozenset({KUBERNETES}))
+    reached = TARGETS_OF_FIELDS.get(_longest(name, TARGETS_OF_FIELDS), frozenset({KUBERNETES}))
     if name.startswith(_ENV) and _is_by_reference(document, path):
         reached = frozenset({KUBERNETES})
     elif _is_classic(document) and reached == _CACHE:
@@ -151,19 +151,19 @@ def _why_not(target: str, document: Document, path: Path) -> str:
         reached = _CACHE
     elif _decides_events(document, name):
         reached = _ENGINE | {CONFIG}
-    if _follows_caches(document) and _longest(name, TOLD_TO_GATEWAY):
+    if _follows_caches(document) and _longest(name, GATEWAY_FIELDS):
         reached = reached | {CONFIG}
-    if target == KUBERNETES and name in _COUNTS and _scales(document, name):
+    if target == KUBERNETES and name in _COUNTS and _is_autoscaled(document, name):
         return "the autoscaler decides how many there are"
     if target in reached:
         return ""
-    return BECAUSE.get(_longest(name, BECAUSE), {}).get(target, OF_TARGET[target])
+    return REASONS.get(_longest(name, REASONS), {}).get(target, DEFAULT_REASONS[target])
 
 
 _COUNTS: Final = ("spec.replicas", "spec.InitialReplicaCount", "x-kvroute.gateway.replicas")
 
 
-def _scales(document: Document, name: str) -> bool:
+def _is_autoscaled(document: Document, name: str) -> bool:
     """Whether an autoscaler decides the count `name`."""
     if name.startswith("spec."):
         return document.spec.auto_scaling_spec is not None
@@ -171,7 +171,7 @@ def _scales(document: Document, name: str) -> bool:
     return routing is not None and routing.auto_scaling_spec is not None
 
 
-def _is_theirs(document: Document, path: Path) -> bool:
+def _chooses_hyperpod_daemon(document: Document, path: Path) -> bool:
     """Whether this is the choice of the daemon that HyperPod's nodes have."""
     return (
         dotted(path) == "spec.kvCacheSpec.l2CacheSpec.l2CacheBackend"
@@ -234,7 +234,7 @@ def cache_reports(
         reports["lmcache"] = (
             {"controller": _controller(plan, site)} if cache.classic else _servers(plan, cache, site)
         )
-        if password_file is not None and asks_l2(plan, site):
+        if password_file is not None and queries_l2(plan, site):
             reports["lmcache"]["l2"]["redis_password_file"] = password_file
     folder = model_folder(plan, site)
     if folder:
@@ -252,10 +252,10 @@ def model_folder(plan: EndpointPlan, site: DeploymentSite) -> str:
     return model.local_source if site.is_local else model.volume.mount_path
 
 
-def asks_l2(plan: EndpointPlan, site: DeploymentSite) -> bool:
+def queries_l2(plan: EndpointPlan, site: DeploymentSite) -> bool:
     """Whether the gateway asks the second tier's store itself what it has: it evicts without a word."""
     cache, tier = plan.cache, site.tier
-    if not plan.follows_caches or cache is None or cache.classic or tier is None or not tier.asked_at:
+    if not plan.follows_caches or cache is None or cache.classic or tier is None or not tier.query_url:
         return False
     # Names that its settings change are not ours to guess.
     options: Mapping[str, object] = plan.extension.l2.options or {}
@@ -265,7 +265,7 @@ def asks_l2(plan: EndpointPlan, site: DeploymentSite) -> bool:
 def l2_password(plan: EndpointPlan, site: DeploymentSite) -> bool:
     """Whether that needs a password."""
     tier = site.tier
-    return asks_l2(plan, site) and tier is not None and bool(plan.l2_password is not None or tier.password)
+    return queries_l2(plan, site) and tier is not None and bool(plan.l2_password is not None or tier.password)
 
 
 def report_ports(plan: EndpointPlan, site: DeploymentSite) -> dict[str, int]:
@@ -312,8 +312,8 @@ def _servers(plan: EndpointPlan, cache: Cache, site: DeploymentSite) -> dict[str
         # Each node's server is called after its node.
         settings["instance"] = f"{plan.name}-{{node}}" if site.is_cluster else site.servers[0].instance_id
     tier = site.tier
-    if tier is not None and asks_l2(plan, site):
-        settings["l2"] = {"redis_url": tier.asked_at, "redis_pool": str(tier.adapter["type"])}
+    if tier is not None and queries_l2(plan, site):
+        settings["l2"] = {"redis_url": tier.query_url, "redis_pool": str(tier.adapter["type"])}
     return settings
 
 

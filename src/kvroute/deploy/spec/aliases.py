@@ -181,7 +181,7 @@ class FieldPlaces:
         for path, _ in walk(root):
             self.by_name[str(path[-1])].append(path)
 
-    def belonging(self, wrong: Path) -> list[Path]:
+    def places_for(self, wrong: Path) -> list[Path]:
         """The places for the last key of `wrong`: those that share most of its path, then the shallowest."""
         places = self.by_name.get(str(wrong[-1]), [])
         ranked = sorted(places, key=lambda place: (-_shared(place, wrong), len(place)))
@@ -193,12 +193,12 @@ class FieldPlaces:
         name = str(wrong[-1])
         if name in ALIASES:
             return f"belongs at {dotted(ALIASES[name])}"
-        places = self.belonging(wrong)
+        places = self.places_for(wrong)
         if places:
             return "belongs under " + " or ".join(dotted(place[:-1]) or "the root" for place in places)
         close = difflib.get_close_matches(name, self.by_name, n=1, cutoff=0.75)
         if close:
-            nearest = self.belonging((*wrong[:-1], close[0]))[0]
+            nearest = self.places_for((*wrong[:-1], close[0]))[0]
             return f"unknown field; did you mean {dotted(nearest)}?"
         return f"unknown field under {dotted(wrong[:-1]) or 'the root'}"
 

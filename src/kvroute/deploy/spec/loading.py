@@ -37,7 +37,7 @@ _ROOT_INDENT = -1
 
 
 @dataclass(slots=True)
-class _Open:
+class _OpenNode:
     """A mapping, list or list item that lines may still be added to; `taken` and `items` grow."""
 
     path: Path
@@ -55,7 +55,7 @@ class _Open:
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
+class PlacedLine:
     """One line: where it belongs and what was wrong with where it stood."""
 
     number: int
@@ -73,28 +73,28 @@ class Placed:
 class SpecLayout:
     """A whole spec, line by line; comments and empty lines are in `text` only."""
 
-    placed: tuple[Placed, ...]
+    placed: tuple[PlacedLine, ...]
     text: str
-    is_lost: bool
+    has_no_indentation: bool
     """No line is indented at all."""
 
     @property
-    def is_sound(self) -> bool:
+    def is_complete(self) -> bool:
         """Every line has a place."""
         return all(line.known for line in self.placed)
 
 
-def lay_out(text: str, root: Shape) -> SpecLayout:
+def place_lines(text: str, root: Shape) -> SpecLayout:
     """Place every line of `text` in a document of shape `root`."""
-    return _Layouter(root).run(text)
+    return _LinePlacer(root).run(text)
 
 
-class _Layouter:
+class _LinePlacer:
     """`stack` has what is open, outermost first; `written` the keys as the indentation has them."""
 
     def __init__(self, root: Shape) -> None:
-        self.stack = [_Open((), root, 0, _ROOT_INDENT, 0)]
-        self.placed: list[Placed] = []
+        self.stack = [_OpenNode((), root, 0, _ROOT_INDENT, 0)]
+        self.placed: list[PlacedLine] = []
         self.output: list[str] = []
         self.comments: list[tuple[str, int | None]] = []
         self.written: list[tuple[int, int]] = []
@@ -105,11 +105,11 @@ class _Layouter:
 
     def run(self, text: str) -> SpecLayout:
         lines = text.expandtabs(2).splitlines()
-        self.is_lost = not any(line[:1] == " " for line in lines if line.strip())
+        self.has_no_indentation = not any(line[:1] == " " for line in lines if line.strip())
         for number, line in enumerate(lines, start=1):
             self._line(number, line.rstrip())
         self._flush_comments(self.stack[-1].column)
-        return SpecLayout(tuple(self.placed), "\n".join(self.output) + "\n", self.is_lost)
+        return SpecLayout(tuple(self.placed), "\n".join(self.output) + "\n", self.has_no_indentation)
 
     def _line(self, number: int, line: str) -> None:
         content = line.lstrip()
@@ -155,11 +155,11 @@ class _Layouter:
         node.items += 1
         column = node.column
         if key is not None and item.kind is not ValueKind.SCALAR:
-            self.stack.append(_Open(path, item, number, indent, column + 2))
+            self.stack.append(_OpenNode(path, item, number, indent, column + 2))
             self._field(number, indent, content, dash="- ")
             return
         moved = self._parent_as_written(number, indent, is_item=True) != node.line
-        self._emit(number, column, f"- {content}".rstrip(), path, moved or self.is_lost, None)
+        self._emit(number, column, f"- {content}".rstrip(), path, moved or self.has_no_indentation, None)
         self._begin_literal(content, indent, column)
 
     # --- keys ---
@@ -187,13 +187,13 @@ class _Layouter:
         path = (*node.path, key)
         column = node.column - len(dash)
         known = node.accepts(key)
-        moved = self.is_lost if dash else parent_as_written != node.line
+        moved = self.has_no_indentation if dash else parent_as_written != node.line
         self._emit(number, column, dash + content, path, moved, repeats, known=known)
         shape = node.shape.children().get(key) or Shape(
             ValueKind.ANYTHING if node.shape.kind is ValueKind.ANYTHING else ValueKind.SCALAR
         )
         if not value and shape.kind is not ValueKind.SCALAR:
-            self.stack.append(_Open(path, shape, number, indent + len(dash), node.column + 2))
+            self.stack.append(_OpenNode(path, shape, number, indent + len(dash), node.column + 2))
         self._begin_literal(value, indent, column)
 
     def _place_of(self, key: str, indent: int) -> int | None:
@@ -240,7 +240,7 @@ class _Layouter:
     ) -> None:
         self._flush_comments(column)
         self.output.append(" " * column + content)
-        self.placed.append(Placed(number, path, self.output[-1], moved, repeats, known))
+        self.placed.append(PlacedLine(number, path, self.output[-1], moved, repeats, known))
 
     def _unknown(self, number: int, indent: int, content: str, key: str) -> None:
         self._emit(number, indent, content, (key,), False, None, known=False)
@@ -360,7 +360,7 @@ def read_spec(text: str, *, strategies: Collection[str]) -> SpecReading:
 
 def fix_layout(text: str) -> SpecLayout:
     """`text` indented as its fields demand; needs no valid YAML."""
-    return lay_out(text, _root_of(text))
+    return place_lines(text, _root_of(text))
 
 
 def _root_of(text: str) -> Shape:
@@ -374,11 +374,11 @@ def _lines_in_place(text: str, error: NotYaml) -> Iterator[Finding]:
     """Where each misplaced line of a text that is not YAML belongs."""
     layout = fix_layout(text)
     says = f"this is not YAML: {error}"
-    if layout.is_lost and any(line.moved for line in layout.placed):
+    if layout.has_no_indentation and any(line.moved for line in layout.placed):
         says = (
             "the indentation is lost: every line below says where it belongs; --fix prints the spec with it"
         )
-    yield Finding((), None if layout.is_lost else error.line, FieldVerdict.WRONG, says)
+    yield Finding((), None if layout.has_no_indentation else error.line, FieldVerdict.WRONG, says)
     lines = text.splitlines()
     for line in layout.placed:
         if not line.known:
@@ -466,26 +466,26 @@ def _translated(
         if error["type"] == "extra_forbidden":
             says = places.advice(path)
         elif error["type"] == "missing":
-            says = f"is required{_elsewhere(path, source.data)}"
+            says = f"is required{_other_place(path, source.data)}"
         else:
-            says = _said(error)
+            says = _error_text(error)
         yield Finding(path, source.line_of(path), FieldVerdict.WRONG, says)
 
 
-def _elsewhere(path: Path, data: Any, at: Path = ()) -> str:
+def _other_place(path: Path, data: Any, at: Path = ()) -> str:
     """Whether a required field stands somewhere else."""
     if isinstance(data, dict):
         for key, inner in data.items():
             here = (*at, str(key))
             if key == path[-1] and here != path and len(here) <= len(path) and len(str(key)) > 4:
                 return f"; it stands at {dotted(here)}"
-            found = _elsewhere(path, inner, here)
+            found = _other_place(path, inner, here)
             if found:
                 return found
     return ""
 
 
-def _said(error: ErrorDetails) -> str:
+def _error_text(error: ErrorDetails) -> str:
     message = error["msg"].removeprefix("Value error, ").removeprefix("Input ")
     message = message[:1].lower() + message[1:]
     value = error["input"]

@@ -25,13 +25,13 @@ from kvroute.routing.strategy import Needs
 Judgement = tuple[Path, FieldVerdict, str]
 
 HYPERPOD_BACKENDS = ("redis", "tieredstorage")
-OURS = {
+DERIVED_ARGUMENTS = {
     "--port": "is worker.modelInvocationPort.containerPort",
     "--kv-transfer-config": "follows from kvCacheSpec",
     "--kv-events-config": "follows from routingStrategy",
 }
 """Arguments of vLLM that follow from other fields, and from which."""
-OF_ADAPTERS = frozenset({"--enable-lora", "--lora-modules", "--default-mm-loras"})
+ADAPTER_ARGUMENTS = frozenset({"--enable-lora", "--lora-modules", "--default-mm-loras"})
 """Arguments of vLLM that bring LoRA adapters."""
 REQUIRED_OF_TRIGGERS = {
     "cloudWatchTrigger": ("namespace", "metric_name", "target_value", "dimensions"),
@@ -57,15 +57,15 @@ def judge(document: Document, strategies: Collection[str]) -> Iterator[Judgement
     if document.x_kvroute.gateway.replicas > 1:
         yield _noted(
             ("x-kvroute", "gateway", "replicas"),
-            f"applied, but {_apart(document)}",
+            f"applied, but {_several_gateways_text(document)}",
             bare=True,
         )
 
 
-def _apart(document: Document) -> str:
+def _several_gateways_text(document: Document) -> str:
     """What several gateways lack."""
     routing = document.spec.intelligent_routing_spec
-    if routing is not None and routing.enabled and _reads_caches(routing) and caches(document):
+    if routing is not None and routing.enabled and _reads_caches(routing) and uses_lmcache(document):
         return (
             "gateways share neither what they have sent where nor what LMCache reports: "
             "each LMCache reports to one of them alone, and the others do not know its tiers"
@@ -119,7 +119,7 @@ def _second_tier(
         yield _wrong((*_L2, "l2CacheBackend"), "is required when enableL2Cache is true")
         return
     backend = backend_named(name)
-    if url is not None and not backend.takes_url:
+    if url is not None and not backend.accepts_url:
         yield _noted((*_L2, "l2CacheLocalUrl"), f"{name} is not found by a URL")
     elif url is not None:
         problem = backend.url_problem(url)
@@ -133,7 +133,7 @@ def _second_tier(
             )
             why = f"applied, but its password stands in plain text in what is rendered: {instead}"
             yield _noted((*_L2, "l2CacheLocalUrl"), why, bare=True)
-    if document.x_kvroute.l2.password_secret is not None and not takes_password(
+    if document.x_kvroute.l2.password_secret is not None and not accepts_password(
         backend, url, classic=classic
     ):
         yield _noted(("x-kvroute", "l2", "passwordSecret"), _why_no_password(backend, classic=classic))
@@ -144,30 +144,30 @@ def _second_tier(
     if classic and not backend.has_classic:
         yield _wrong((*_L2, "l2CacheBackend"), f"LMCache in classic mode has no {name}; mode: mp has")
     if name.lower() not in HYPERPOD_BACKENDS and isinstance(document, InferenceEndpointConfig):
-        says = f"{backend.says}; HyperPod itself takes {' and '.join(HYPERPOD_BACKENDS)} only"
-        yield (*_L2, "l2CacheBackend"), FieldVerdict.APPLIED, says
+        text = f"{backend.description}; HyperPod itself takes {' and '.join(HYPERPOD_BACKENDS)} only"
+        yield (*_L2, "l2CacheBackend"), FieldVerdict.APPLIED, text
     else:
-        yield (*_L2, "l2CacheBackend"), FieldVerdict.APPLIED, backend.what_runs(document.x_kvroute, url)
+        yield (*_L2, "l2CacheBackend"), FieldVerdict.APPLIED, backend.describe(document.x_kvroute, url)
 
 
 def _has_own_store(document: Document, backend: Backend, url: str | None) -> bool:
     """Whether a store comes up that takes a size."""
     if backend.name == "tieredstorage":
         return document.x_kvroute.platform != "hyperpod"
-    return backend.takes_password and url is None
+    return backend.accepts_password and url is None
 
 
-def takes_password(backend: Backend | None, url: str | None, *, classic: bool) -> bool:
+def accepts_password(backend: Backend | None, url: str | None, *, classic: bool) -> bool:
     """Whether a password by reference has a place: in LMCache's server, for a store that is not ours."""
-    return backend is not None and backend.takes_password and url is not None and not classic
+    return backend is not None and backend.accepts_password and url is not None and not classic
 
 
 def _why_no_password(backend: Backend, *, classic: bool) -> str:
-    if not backend.takes_password:
+    if not backend.accepts_password:
         return f"{backend.name} has no password"
     if classic:
         return "classic mode takes a password in the address only; x-kvroute.lmcache.mode: mp takes this one"
-    return f"the {backend.says} that comes up by itself has no password; l2CacheLocalUrl names another"
+    return f"the {backend.description} that comes up by itself has no password; l2CacheLocalUrl names another"
 
 
 def _config_file(cache: KvCache, *, classic: bool) -> Iterator[Judgement]:
@@ -226,8 +226,8 @@ def _routing(document: Document, strategies: Collection[str]) -> Iterator[Judgem
     given = document.spec.intelligent_routing_spec is not None
     if given and routing.routing_strategy not in strategies:
         has = ", ".join(sorted(strategies))
-        says = f"this version of kvroute has no strategy {masked(routing.routing_strategy)} yet; it has {has}"
-        yield _wrong(path, says)
+        text = f"this version of kvroute has no strategy {masked(routing.routing_strategy)} yet; it has {has}"
+        yield _wrong(path, text)
     if not routing.enabled:
         if given and "routing_strategy" in routing.model_fields_set:
             yield _noted(path, "intelligentRoutingSpec.enabled is not true")
@@ -264,12 +264,14 @@ def _worker(document: Document) -> Iterator[Judgement]:
         return
     for number, argument in enumerate(worker.args or []):
         option = argument.split("=", 1)[0]
-        if option in OURS:
-            yield _wrong((*_WORKER, "args", number), f"{option} {OURS[option]}: leave it out here")
+        if option in DERIVED_ARGUMENTS:
+            yield _wrong(
+                (*_WORKER, "args", number), f"{option} {DERIVED_ARGUMENTS[option]}: leave it out here"
+            )
     yield from _adapters(document, worker.args or [])
     tag = _VLLM_TAG.search(worker.image or "")
     is_too_old = tag is not None and tuple(map(int, tag.groups())) < OLDEST_MP_VLLM
-    if tag is not None and is_too_old and caches(document) and extension.lmcache.mode == "mp":
+    if tag is not None and is_too_old and uses_lmcache(document) and extension.lmcache.mode == "mp":
         version = ".".join(tag.groups())
         yield _noted(
             (*_WORKER, "image"),
@@ -281,8 +283,8 @@ def _worker(document: Document) -> Iterator[Judgement]:
 
 def _adapters(document: Document, arguments: list[str]) -> Iterator[Judgement]:
     """LoRA adapters behind LMCache, which does not tell them apart."""
-    places = [place for place, each in enumerate(arguments) if each.split("=", 1)[0] in OF_ADAPTERS]
-    if not places or not caches(document):
+    places = [place for place, each in enumerate(arguments) if each.split("=", 1)[0] in ADAPTER_ARGUMENTS]
+    if not places or not uses_lmcache(document):
         return
     settings = (document.x_kvroute.gateway.settings or {}).get("lmcache")
     is_off = isinstance(settings, dict) and settings.get("isolate_adapters") is False
@@ -295,7 +297,7 @@ def _adapters(document: Document, arguments: list[str]) -> Iterator[Judgement]:
     yield _noted((*_WORKER, "args", places[0]), why, bare=True)
 
 
-def caches(document: Document) -> bool:
+def uses_lmcache(document: Document) -> bool:
     """Whether LMCache runs at all."""
     cache = document.spec.kv_cache_spec
     return cache is not None and (
@@ -305,13 +307,13 @@ def caches(document: Document) -> bool:
 
 def _source(source: ModelSource, document: InferenceEndpointConfig) -> Iterator[Judgement]:
     here: Path = ("spec", "modelSourceConfig")
-    wanted = {"s3": "s3Storage", "fsx": "fsxStorage", "huggingface": "huggingFaceModel"}
+    required = {"s3": "s3Storage", "fsx": "fsxStorage", "huggingface": "huggingFaceModel"}
     stores = {
         "s3Storage": source.s3_storage,
         "fsxStorage": source.fsx_storage,
         "huggingFaceModel": source.hugging_face_model,
     }
-    needed = wanted.get(source.model_source_type)
+    needed = required.get(source.model_source_type)
     if needed and stores[needed] is None:
         yield _wrong((*here, needed), f"is required for modelSourceType: {source.model_source_type}")
     for name, store in stores.items():
@@ -363,7 +365,7 @@ def _scaling(document: Document) -> Iterator[Judgement]:
     if routing is not None and routing.auto_scaling_spec is not None:
         yield _noted(
             ("spec", "intelligentRoutingSpec", "autoScalingSpec", "maxReplicaCount"),
-            f"applied, but {_apart(document)}",
+            f"applied, but {_several_gateways_text(document)}",
             bare=True,
         )
 

@@ -209,7 +209,7 @@ class Source:
 def read_source(text: str) -> Source:
     """Parse `text`. Raises NotYaml when it is not YAML, or not one mapping."""
     nodes: list[yaml.Node] = []
-    survey, data = _Survey(), None
+    survey, data = _NodeWalker(), None
     try:
         loader = yaml.SafeLoader(text)
         while loader.check_node():
@@ -232,7 +232,7 @@ def read_source(text: str) -> Source:
     return Source(data, survey.lines, tuple(survey.problems))
 
 
-class _Survey:
+class _NodeWalker:
     """Collects lines and problems while it walks down the nodes."""
 
     def __init__(self) -> None:
