@@ -16,7 +16,13 @@ from kvroute.upstream.transport import WorkerTransport
 
 Script = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
-_ON_BOTH_LOOPS = {"test_any_worker", "test_pool", "test_spares", "test_transport", "test_transport_httpx"}
+_ON_BOTH_LOOPS = {
+    "test_transport_any_worker",
+    "test_pool",
+    "test_pool_spares",
+    "test_transport",
+    "test_transport_httpx",
+}
 
 
 def pytest_asyncio_loop_factories(

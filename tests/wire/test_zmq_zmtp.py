@@ -1,4 +1,4 @@
-"""ZMTP frames in whatever pieces they come; that libzmq agrees, tests/events/test_connected.py shows."""
+"""ZMTP frames in pieces of any size. tests/events/test_inbox_connected.py shows that libzmq agrees."""
 
 from __future__ import annotations
 
