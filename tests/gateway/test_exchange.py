@@ -21,7 +21,7 @@ class Recorder:
     def __init__(self, *, can_forward: bool = True) -> None:
         self.calls: list[str] = []
         self.response = UpstreamResponse(0.0)
-        self.heads = SimpleNamespace(head=self.head)
+        self.heads = SimpleNamespace(encode=self.head)
         self._can_forward = can_forward
         self.is_paused = False
 

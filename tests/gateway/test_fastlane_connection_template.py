@@ -1,4 +1,4 @@
-"""Client connections that begin as the first one did are connections of their own."""
+"""Connections that are created from the template work like others."""
 
 import asyncio
 
@@ -6,42 +6,42 @@ from uvicorn.config import Config
 from uvicorn.server import ServerState
 
 from kvroute.gateway.edge import ClientBounds
-from kvroute.gateway.fastlane import ITS_OWN, ConnectionTemplate, FastLaneProtocol
+from kvroute.gateway.fastlane import PER_CONNECTION, ConnectionTemplate, FastLaneProtocol
 from kvroute.gateway.options import ServerOptions
 from kvroute.metrics import Metrics
 
 
-def test_nothing_is_known_before_the_first_one():
+def test_a_new_template_is_empty():
     assert ConnectionTemplate().members({}, []) == {}
 
 
-def test_what_is_each_ones_own_is_not_passed_on():
-    beginning = ConnectionTemplate()
-    of = {}
-    beginning.learn({"parser": 1, "pipeline": 2, "flow": None}, of)
-    assert beginning.members(of) == {"flow": None}
+def test_members_of_one_connection_are_not_shared():
+    template = ConnectionTemplate()
+    argument = {}
+    template.learn({"parser": 1, "pipeline": 2, "flow": None}, argument)
+    assert template.members(argument) == {"flow": None}
 
 
-def test_connections_of_other_objects_begin_anew_even_if_these_are_equal():
-    beginning, of = ConnectionTemplate(), {}
-    beginning.learn({"flow": None}, of)
-    assert beginning.members({}) == {}
+def test_other_arguments_have_no_template_even_if_they_are_equal():
+    template, argument = ConnectionTemplate(), {}
+    template.learn({"flow": None}, argument)
+    assert template.members({}) == {}
 
 
-async def test_every_connection_can_be_left_to_uvicorn():
+async def test_uvicorn_can_take_over_every_connection():
     async def application(_scope, _receive, _send):
         """Never answers."""
 
     bounds = ClientBounds(ServerOptions(), Metrics())
-    members = {"plane": None, "plain": None, "beginning": ConnectionTemplate(), "bounds": bounds}
+    members = {"plane": None, "plain_requests": None, "template": ConnectionTemplate(), "bounds": bounds}
     bound = type("Bound", (FastLaneProtocol,), members)
     config, state, app_state = Config(application, http=bound, ws="none", lifespan="off"), ServerState(), {}
     config.load()
     loop = asyncio.get_running_loop()
     connections = [bound(config, state, app_state, loop) for _ in range(3)]
     for connection in connections[1:]:
-        assert not ITS_OWN & vars(connection).keys()
-        assert vars(connection).keys() | ITS_OWN == vars(connections[0]).keys()
+        assert not PER_CONNECTION & vars(connection).keys()
+        assert vars(connection).keys() | PER_CONNECTION == vars(connections[0]).keys()
 
     for number, connection in enumerate(connections):
         connection.connection_made(asyncio.Transport())

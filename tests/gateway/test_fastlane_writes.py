@@ -1,4 +1,4 @@
-"""An answer that waits for the end of the loop's round goes before all else on its connection."""
+"""An answer that waits for the end of an iteration is written before anything else on its connection."""
 
 import asyncio
 from typing import Any
@@ -75,13 +75,13 @@ async def lane():
     plane = Plane()
     requests = PlainRequests(ENDPOINTS.values(), hidden_fields=frozenset(), added_fields=b"")
     bounds = ClientBounds(ServerOptions(), Metrics())
-    members = {"plane": plane, "plain": requests, "beginning": ConnectionTemplate(), "bounds": bounds}
+    members = {"plane": plane, "plain_requests": requests, "template": ConnectionTemplate(), "bounds": bounds}
     bound = type("Bound", (FastLaneProtocol,), members)
     config = Config(application, http=bound, ws="none", lifespan="off", log_config=None)
     config.load()
     for _ in range(20):
         plane.outbox.send(Transport(), b"x")
-    await asyncio.sleep(0)  # a round of several writes: the next ones wait
+    await asyncio.sleep(0)  # an iteration with several writes: the next ones wait
     protocol = bound(config, ServerState(), {}, asyncio.get_running_loop())
     protocol.connection_made(Transport())
     protocol.data_received(REQUEST)
@@ -95,23 +95,23 @@ def answer(protocol) -> None:
     assert protocol.transport.sent == []
 
 
-def beginnings(protocol) -> list[bytes]:
+def status_lines(protocol) -> list[bytes]:
     return [data[:12] for data in protocol.transport.sent]
 
 
-async def test_it_is_written_at_the_end_of_the_round(lane):
+async def test_it_is_written_at_the_end_of_the_iteration(lane):
     answer(lane)
     await asyncio.sleep(0)
-    assert beginnings(lane) == [b"HTTP/1.1 200"]
+    assert status_lines(lane) == [b"HTTP/1.1 200"]
 
 
-async def test_the_next_request_in_the_same_round_is_answered_after_it(lane):
+async def test_the_next_request_in_the_same_iteration_is_answered_after_it(lane):
     answer(lane)
     lane.data_received(b"no HTTP at all\r\n\r\n")
-    assert beginnings(lane)[:2] == [b"HTTP/1.1 200", b"HTTP/1.1 400"]
+    assert status_lines(lane)[:2] == [b"HTTP/1.1 200", b"HTTP/1.1 400"]
 
 
-async def test_a_shutdown_in_the_same_round_closes_after_it(lane):
+async def test_a_shutdown_in_the_same_iteration_closes_after_it(lane):
     answer(lane)
     lane.shutdown()
-    assert beginnings(lane) == [b"HTTP/1.1 200", b"closed"]
+    assert status_lines(lane) == [b"HTTP/1.1 200", b"closed"]

@@ -87,12 +87,12 @@ def test_without_one_valid_host_nothing_is_plain(host):
     assert REQUESTS.read(whole % b"host: a:80\r\n") is not None
 
 
-def test_a_host_that_varies_is_valid_in_every_head_of_its_kind():
+def test_a_host_that_varies_is_valid_in_every_head_of_its_shape():
     requests = fresh()
     for number in range(60):
         request = requests.read(head(b"host: g%d:80" % number, b"content-length: 2"))
     assert request is not None
-    assert request.kind is not None
+    assert request.shape is not None
 
     assert requests.read(head(b"host: g 1", b"content-length: 2")) is None
 
@@ -111,12 +111,12 @@ def test_a_head_beyond_the_limits_is_not_plain():
     assert bounded(max_head_bytes=len(whole) - 1).read(whole) is None
 
 
-def test_a_head_of_a_known_kind_keeps_to_the_limits_too():
+def test_a_head_of_a_known_shape_keeps_to_the_limits_too():
     requests = bounded(max_head_bytes=200)
     for number in range(60):
         request = requests.read(head(b"x-a: %d" % number, b"content-length: 2"))
     assert request is not None
-    assert request.kind is not None
+    assert request.shape is not None
 
     assert requests.read(head(b"x-a: " + b"1" * 200, b"content-length: 2")) is None
 
@@ -130,7 +130,7 @@ def test_no_number_of_different_lines_fills_the_memory():
     for number in range(10_000):
         assert requests.read(head(b"content-length: 2", b"x-trace: %d" % number))
 
-    assert len(requests._known) <= 4096
+    assert len(requests._lines) <= 4096
 
 
 LINES = (b"host: g", b"x-request-id: %b", b"authorization: Bearer %b", b"Content-Length: %b", b"x-a: 100%%")
@@ -143,12 +143,12 @@ def fresh() -> PlainRequests:
 
 
 def knowing() -> PlainRequests:
-    """After so many heads with these lines that their kind is known."""
+    """Heads of which the shape is known."""
     requests = fresh()
     for number in range(40):
         request = requests.read(head(*LINES) % (b"r%d" % number, b"k%d" % number, b"%d" % (number + 1)))
     assert request is not None
-    assert request.kind is not None
+    assert request.shape is not None
     return requests
 
 
@@ -166,14 +166,16 @@ ANY = st.one_of(
 
 
 @given(ANY, ANY, st.one_of(ANY, st.integers(1, 10**15).map(lambda n: b"%d" % n)), st.integers(0, 12))
-def test_a_head_of_a_known_kind_reads_as_any_other(one: bytes, other: bytes, length: bytes, cut: int) -> None:
+def test_a_head_of_a_known_shape_reads_as_any_other(
+    one: bytes, other: bytes, length: bytes, cut: int
+) -> None:
     whole = head(*LINES) % (one, other, length)
     data = whole[: len(whole) - cut] + (b"" if cut else b"{}")
 
     assert fields_of(KNOWING.read(data)) == fields_of(fresh().read(data))
 
 
-def test_a_kind_in_which_nothing_but_the_length_varies() -> None:
+def test_a_shape_in_which_only_the_length_varies() -> None:
     lines = (b"host: g", b"x-request-id: mine", b"Authorization: k", b"x-a: 1", b"content-length: %d")
     requests = fresh()
     for length in range(1, 60):
@@ -182,21 +184,21 @@ def test_a_kind_in_which_nothing_but_the_length_varies() -> None:
         assert fields_of(request) == fields_of(fresh().read(data))
 
     assert request is not None
-    assert request.kind is not None
+    assert request.shape is not None
     assert (request.request_id, request.body_bytes) == (b"mine", 59)
 
 
 def test_what_varies_costs_no_memory() -> None:
     requests = knowing()
-    before = len(requests._known)
+    before = len(requests._lines)
 
     for number in range(100):
         request = requests.read(head(*LINES) % (b"new%d" % number, b"key%d" % number, b"%d" % (number + 100)))
         assert request is not None
-        assert request.kind is not None
+        assert request.shape is not None
         assert request.request_id == b"new%d" % number
 
-    assert len(requests._known) == before
+    assert len(requests._lines) == before
 
 
 def test_a_line_that_begins_to_vary_is_learnt_too() -> None:
@@ -208,7 +210,7 @@ def test_a_line_that_begins_to_vary_is_learnt_too() -> None:
         assert fields_of(request) == fields_of(fresh().read(data))
 
     assert request is not None
-    assert request.kind is not None
+    assert request.shape is not None
 
 
 def test_the_connections_header_is_never_taken_as_what_varies() -> None:
@@ -217,12 +219,12 @@ def test_the_connections_header_is_never_taken_as_what_varies() -> None:
         spelling = b"Keep-Alive" if number % 2 else b"keep-alive"
         request = requests.read(head(b"connection: " + spelling, b"content-length: 2"))
         assert request is not None
-        assert request.kind is None
+        assert request.shape is None
 
     assert requests.read(head(b"connection: close", b"content-length: 2")) is None
 
 
-def test_a_head_as_long_as_none_may_be_is_of_no_kind() -> None:
+def test_a_head_that_is_too_long_has_no_shape() -> None:
     whole = head(*LINES) % (b"r" * 20_000, b"k", b"2")
 
     assert KNOWING.read(whole) is None
@@ -233,4 +235,4 @@ def test_no_number_of_different_heads_fills_the_memory() -> None:
     for number in range(2_000):
         requests.read(head(b"x-%d: 1" % number, b"content-length: 2"))
 
-    assert 0 < len(requests._kinds) <= 256
+    assert 0 < len(requests._shapes) <= 256

@@ -2,7 +2,7 @@ import asyncio
 
 import pytest
 
-from kvroute.upstream.writes import Outbox, send_at_once
+from kvroute.upstream.writes import Outbox, write_now
 
 
 class Transport(asyncio.Transport):
@@ -27,38 +27,38 @@ def log() -> list[tuple[str, bytes]]:
 
 @pytest.fixture
 async def outbox(log) -> Outbox:
-    """One that has seen rounds of several writes."""
+    """An outbox that coalesces."""
     outbox, nobody = Outbox(), Transport([])
     for _ in range(20):
         outbox.send(nobody, b"x")
-    await a_round()
+    await an_iteration()
     return outbox
 
 
-async def a_round() -> None:
+async def an_iteration() -> None:
     """Returns when everything that the loop had to do by now is done."""
     done = asyncio.get_running_loop().create_future()
     asyncio.get_running_loop().call_soon(done.set_result, None)
     await done
 
 
-async def test_what_a_round_writes_is_written_at_its_end_and_in_order(log, outbox):
+async def test_an_iterations_writes_go_out_at_its_end_in_order(log, outbox):
     a, b = Transport(log), Transport(log, "b")
     outbox.send(a, b"1")
     outbox.send(b, b"2", b"body")
     outbox.send(a, b"3")
     assert not log
-    await a_round()
+    await an_iteration()
     assert log == [("a", b"1"), ("b", b"2"), ("b", b"body"), ("a", b"3")]
 
 
-async def test_every_round_has_an_end(log, outbox):
-    a, began = Transport(log), outbox.rounds
+async def test_every_iteration_has_an_end(log, outbox):
+    a, began = Transport(log), outbox.flushes
     for number in (b"1", b"2"):
         outbox.send(a, number)
-        await a_round()
+        await an_iteration()
     assert log == [("a", b"1"), ("a", b"2")]
-    assert outbox.rounds == began + 2
+    assert outbox.flushes == began + 2
 
 
 async def test_the_first_does_not_wait_for_very_many(log, outbox):
@@ -66,21 +66,21 @@ async def test_the_first_does_not_wait_for_very_many(log, outbox):
     for number in range(40):
         outbox.send(a, b"%d" % number)
     assert 30 < len(log) < 40
-    await a_round()
+    await an_iteration()
     assert [data for _, data in log] == [b"%d" % number for number in range(40)]
 
 
-async def test_what_waits_can_be_written_before_the_round_ends(log, outbox):
+async def test_what_waits_can_be_written_before_the_iteration_ends(log, outbox):
     a = Transport(log)
     outbox.send(a, b"1")
-    began = outbox.rounds
+    began = outbox.flushes
     outbox.flush()
     assert log == [("a", b"1")]
-    assert outbox.rounds == began + 1
-    await a_round()
+    assert outbox.flushes == began + 1
+    await an_iteration()
     outbox.flush()
     assert log == [("a", b"1")]
-    assert outbox.rounds == began + 1
+    assert outbox.flushes == began + 1
 
 
 async def test_nothing_is_written_to_what_was_closed_meanwhile(log, outbox):
@@ -88,7 +88,7 @@ async def test_nothing_is_written_to_what_was_closed_meanwhile(log, outbox):
     outbox.send(a, b"1")
     outbox.send(b, b"2")
     a.closed = True
-    await a_round()
+    await an_iteration()
     assert log == [("b", b"2")]
 
 
@@ -100,27 +100,27 @@ async def test_a_write_may_lead_to_another_one(log, outbox):
                 outbox.send(self, b"2")
 
     outbox.send(Answers(log), b"1")
-    await a_round()
-    await a_round()
+    await an_iteration()
+    await an_iteration()
     assert log == [("a", b"1"), ("a", b"2")]
 
 
 def test_without_an_outbox_it_is_written_at_once(log):
-    send_at_once(Transport(log), b"1")
-    send_at_once(Transport(log), b"2", b"3")
+    write_now(Transport(log), b"1")
+    write_now(Transport(log), b"2", b"3")
     assert [data for _, data in log] == [b"1", b"2", b"3"]
 
 
-async def test_one_write_a_round_does_not_wait(log):
+async def test_one_write_an_iteration_does_not_wait(log):
     outbox, a = Outbox(), Transport(log)
     for number in range(100):
         outbox.send(a, b"%d" % number)
         assert len(log) == number + 1
-        await a_round()
-    assert outbox.rounds == 0
+        await an_iteration()
+    assert outbox.flushes == 0
 
 
-async def test_when_rounds_have_several_they_wait(log):
+async def test_when_iterations_have_several_they_wait(log):
     outbox, a = Outbox(), Transport(log)
     waited = 0
     for _ in range(40):
@@ -128,44 +128,44 @@ async def test_when_rounds_have_several_they_wait(log):
         for _ in range(2):
             outbox.send(a, b"x")
         waited += len(log) == before
-        await a_round()
+        await an_iteration()
         assert len(log) == before + 2
     assert waited > 20
 
 
-async def test_after_some_rounds_of_one_they_wait_no_more(log, outbox):
+async def test_after_some_iterations_of_one_they_wait_no_more(log, outbox):
     a, waited = Transport(log), 0
     for number in range(20):
         outbox.send(a, b"%d" % number)
         waited += len(log) == number
-        await a_round()
+        await an_iteration()
         assert len(log) == number + 1
     assert 0 < waited < 10
 
 
-async def test_the_first_request_for_a_stream_goes_at_once_and_the_others_of_its_round_in_threes(log):
+async def test_the_first_request_for_a_stream_goes_out_immediately_and_further_ones_in_threes(log):
     outbox, a = Outbox(), Transport(log)
     gone = []
     for number in range(9):
-        outbox.send_soon(a, b"%d" % number)
+        outbox.send_stream_request(a, b"%d" % number)
         gone.append(len(log))
-    await a_round()
+    await an_iteration()
     assert gone == [1, 1, 1, 4, 4, 4, 7, 7, 7]
     assert [data for _, data in log] == [b"%d" % number for number in range(9)]
 
 
-async def test_a_request_for_a_stream_does_not_wait_where_rounds_have_one(log):
+async def test_a_request_for_a_stream_does_not_wait_where_iterations_have_one(log):
     outbox, a = Outbox(), Transport(log)
     for number in range(20):
-        outbox.send_soon(a, b"%d" % number)
+        outbox.send_stream_request(a, b"%d" % number)
         assert len(log) == number + 1
-        await a_round()
+        await an_iteration()
 
 
 async def test_a_request_for_a_stream_goes_behind_what_waits(log, outbox):
     a, b = Transport(log), Transport(log, "b")
     outbox.send(a, b"1")
-    outbox.send_soon(b, b"2", b"body")
+    outbox.send_stream_request(b, b"2", b"body")
     assert not log
-    outbox.send_soon(a, b"3")
+    outbox.send_stream_request(a, b"3")
     assert log == [("a", b"1"), ("b", b"2"), ("b", b"body"), ("a", b"3")]

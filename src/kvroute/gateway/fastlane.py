@@ -1,8 +1,8 @@
-"""The fast lane: plain inference requests are relayed inside uvicorn's protocol, beside ASGI.
+"""The fast lane: relays plain inference requests inside uvicorn's protocol, without ASGI.
 
-Between a request's bytes and its exchange there is no scope, no task and no message. Everything else,
-including every request that is refused before its body has come, goes to uvicorn's own protocol, which
-sees the same bytes as if the lane were not there. docs/architecture.md says what it relies on.
+A request on the fast lane needs no ASGI scope, task or message. All other requests, and all requests that are
+refused before their body has arrived, go to uvicorn's protocol with unchanged bytes. docs/architecture.md
+lists the internals of uvicorn on which the lane relies.
 """
 
 from __future__ import annotations
@@ -28,49 +28,50 @@ from kvroute.openai.bounded import STEPWISE_BYTES
 from kvroute.openai.endpoints import ENDPOINTS
 from kvroute.upstream.connection import Deadline
 
-_JOIN_BYTES = 65_536  # a head and a chunk go out in one write below it; above, copying costs more
+_JOIN_BYTES = 65_536  # for larger chunks, joining head and chunk costs more than two writes
 _WITHOUT_BODY = (204, 304)
-_UNREAD: Headers = []
-"""In place of headers that nobody looks at."""
+_NO_HEADERS: Headers = []
+"""Passed on if the gateway itself reads no headers (`DataPlane.reads_headers`)."""
 
 
 class _Lane(Enum):
     FREE = "free"
-    """No request is under way on the fast lane; uvicorn may have one."""
+    """The fast lane has no request; uvicorn may have one."""
     COLLECTING = "collecting"
-    """A head has been taken, its body is not complete; `_segments` has all that came."""
+    """The fast lane has a request's head and waits for its body; `_segments` has the bytes so far."""
     BUSY = "busy"
-    """A request is being answered. What its client sends meanwhile waits."""
+    """A request of the fast lane is being answered. Bytes that arrive meanwhile wait."""
 
 
-# A member asked of its class costs 80 ns each time (CPython 3.11), these almost nothing.
+# To look up an enum member in its class costs 80 ns each time (CPython 3.11).
 _FREE, _COLLECTING, _BUSY = _Lane.FREE, _Lane.COLLECTING, _Lane.BUSY
 
 
-ITS_OWN = frozenset({"parser", "pipeline"})
-"""Members that uvicorn makes anew for each connection. All others begin as the same objects, which
-`fastlane_check` makes sure of."""
+PER_CONNECTION = frozenset({"parser", "pipeline"})
+"""Members that uvicorn creates for each connection. All others start as the same objects; the self-test
+(`fast_lane_trouble`) checks it."""
 
 
 class ConnectionTemplate:
-    """The members of a connection as its making leaves them, but for `ITS_OWN`.
+    """The members of a new connection, without `PER_CONNECTION`.
 
-    Clients come together, and to make a connection step by step takes as long as a good part of a request;
-    copying takes a tenth of that. Mutable: learnt from the first connection.
+    Mutable: `learn` sets it from the first connection.
     """
 
+    # To copy the members takes a tenth of the time of uvicorn's constructor.
+
     def __init__(self) -> None:
-        self._of: tuple[object, ...] = ()
+        self._arguments: tuple[object, ...] = ()
         self._members: dict[str, Any] = {}
 
-    def members(self, *of: object) -> dict[str, Any]:
-        """Of connections that are made of these very objects; empty while nothing is known of them."""
-        return self._members if all(map(is_, self._of, of)) else {}
+    def members(self, *arguments: object) -> dict[str, Any]:
+        """The members of a connection with the same constructor arguments; empty if they are unknown."""
+        return self._members if all(map(is_, self._arguments, arguments)) else {}
 
-    def learn(self, members: dict[str, Any], *of: object) -> None:
-        """A connection was made of these objects, and has these members."""
-        self._members = {name: value for name, value in members.items() if name not in ITS_OWN}
-        self._of = of
+    def learn(self, members: dict[str, Any], *arguments: object) -> None:
+        """Store the members of a connection that was constructed with `arguments`."""
+        self._members = {name: value for name, value in members.items() if name not in PER_CONNECTION}
+        self._arguments = arguments
 
 
 def fast_lane(plane: DataPlane, bounds: ClientBounds) -> type[FastLaneProtocol]:
@@ -79,27 +80,28 @@ def fast_lane(plane: DataPlane, bounds: ClientBounds) -> type[FastLaneProtocol]:
         ENDPOINTS.values(),
         hidden_fields=plane.hidden_fields,
         added_fields=plane.added_fields,
-        # A whole head that is no longer than a line may be has no line that is too long.
+        # No line of a head that is not longer than the longest allowed line can be too long.
         max_head_bytes=min(bounds.max_head_bytes, bounds.max_line_bytes),
         max_header_lines=bounds.max_header_lines,
     )
-    members = {"plane": plane, "plain": requests, "beginning": ConnectionTemplate()}
+    members = {"plane": plane, "plain_requests": requests, "template": ConnectionTemplate()}
     return type("BoundFastLane", (FastLaneProtocol,), members)
 
 
 class FastLaneProtocol(EdgeProtocol):
-    """One client connection: uvicorn's protocol, and the `Downstream` of the exchanges that it skips.
+    """One client connection: uvicorn's protocol, and the `Downstream` of the fast lane's exchanges.
 
-    Both never work at a time: the lane takes a request only while uvicorn is between two messages and
-    has answered the last one, and hands nothing to uvicorn while its own request is under way.
-
-    A slow client makes it hold at most the transport's mark (64 KiB) and one read from the worker (256 KB)
-    of an answer.
+    For a slow client it holds at most the transport's high-water mark (64 KiB) and one read from the worker
+    (256 KB) of an answer. Mutable: changed on the event loop, by the socket's and the exchange's calls.
     """
 
+    # Either the lane or uvicorn has a request, never both. The lane takes a request only if uvicorn is
+    # between two messages and has answered the last one, and passes no bytes to uvicorn while it has a
+    # request itself.
+
     plane: ClassVar[DataPlane]
-    plain: ClassVar[PlainRequests]
-    beginning: ClassVar[ConnectionTemplate]
+    plain_requests: ClassVar[PlainRequests]
+    template: ClassVar[ConnectionTemplate]
 
     def __init__(
         self,
@@ -108,63 +110,63 @@ class FastLaneProtocol(EdgeProtocol):
         app_state: dict[str, Any],
         _loop: AbstractEventLoop | None = None,
     ) -> None:
-        known = self.beginning.members(config, server_state, app_state, _loop)
+        known = self.template.members(config, server_state, app_state, _loop)
         if known:
             self.__dict__.update(known)
             return
         super().__init__(config, server_state, app_state, _loop)
-        self._plane, self._plain = self.plane, self.plain  # a class's own are found slowly
+        self._plane, self._plain_requests = self.plane, self.plain_requests  # class attributes are slower
         self._lane = _FREE
-        self._is_set_up = False
-        """uvicorn has what it needs to read from this connection."""
-        self._is_shared = False
-        """uvicorn had a request on this connection."""
+        self._is_uvicorn_set_up = False
+        """uvicorn's members of this connection are set up."""
+        self._was_used_by_uvicorn = False
+        """uvicorn has had a request on this connection."""
         self._was_upgraded = False
         self._idle: Deadline | None = None
-        """From the first answer on."""
-        self._closes_after = False
-        self._answered_round = -1
-        """Of the outbox, when the last answer was given to it: while it lasts, the answer is not written."""
+        """Closes the idle connection; created after the first answer."""
+        self._closes_after_answer = False
+        self._flushes_at_answer = -1
+        """`Outbox.flushes` when the last answer was passed to the outbox. While it is unchanged, the answer
+        is not written yet."""
         self._request: PlainRequest | None = None
-        """The last plain one that was taken, or the one that is under way."""
-        # Of the request that is under way here:
+        """The current request of the fast lane, or its last one."""
+        # State of the current request of the fast lane:
         self._record: Record | None = None
         self._segments: list[bytes] | None = None
         self._missing_bytes = 0
         self._exchange: InFlightRequest | None = None
         self._head = b""
         self._is_chunked = False
-        self._ahead = b""
-        self.beginning.learn(vars(self), config, server_state, app_state, _loop)
-        self._is_set_up = True
+        self._early_data = b""
+        self.template.learn(vars(self), config, server_state, app_state, _loop)
+        self._is_uvicorn_set_up = True
 
-    # What the socket tells.
+    # The socket's callbacks.
 
     def connection_made(self, transport: BaseTransport) -> None:
-        """As uvicorn does, but for the scheme and the addresses: these take seven system calls, and only
-        requests that the lane leaves to uvicorn ask for them."""
+        """Like uvicorn's, but without the scheme and the addresses: see `on_message_begin`."""
         self.connections.add(self)
         self.transport = cast(Transport, transport)
         self.opened()
 
     def data_received(self, data: bytes) -> None:
         if self._lane is _FREE:
-            self._write_answer()
-            if not self._take(data):
+            self._flush_answer()
+            if not self._try_take(data):
                 if self._idle is not None:
                     self._idle.clear()
                 self._leave_to_uvicorn(data)
         elif self._lane is _COLLECTING:
             self._collect(data)
         else:
-            self._ahead += data
+            self._early_data += data
             self.flow.pause_reading()
 
     def _leave_to_uvicorn(self, data: bytes) -> None:
-        """What comes is no request of the lane's. Only from here on uvicorn needs what it makes for each
-        connection."""
-        if not self._is_set_up:
-            self._is_set_up = True
+        """Pass bytes that are no request of the fast lane to uvicorn's protocol."""
+        # Only such connections need the members that uvicorn creates.
+        if not self._is_uvicorn_set_up:
+            self._is_uvicorn_set_up = True
             opened, flow = self.transport, self.flow
             super().__init__(self.config, self.server_state, self.app_state, self.loop)
             self.transport, self.flow = opened, flow
@@ -192,52 +194,52 @@ class FastLaneProtocol(EdgeProtocol):
             self._exchange.resume()
 
     def shutdown(self) -> None:
-        """No further request on this connection; the one under way is finished."""
+        """Close the connection, after the answer to its current request."""
         if self._lane is _FREE:
-            self._write_answer()
+            self._flush_answer()
             super().shutdown()
         else:
-            self._closes_after = True
+            self._closes_after_answer = True
 
-    # What uvicorn's parser tells.
+    # The callbacks of uvicorn's parser.
 
     def on_message_begin(self) -> None:
-        if not self._is_shared:
+        # The addresses take seven system calls, and only requests that uvicorn reads need them.
+        if not self._was_used_by_uvicorn:
             self.server, self.client = get_local_addr(self.transport), get_remote_addr(self.transport)
             self.scheme = "https" if is_ssl(self.transport) else "http"
-        self._is_shared = True
+        self._was_used_by_uvicorn = True
         super().on_message_begin()
 
     def on_message_complete(self) -> None:
         if self.parser.should_upgrade():
-            self._was_upgraded = True  # what follows need not be HTTP
+            self._was_upgraded = True  # the following bytes need not be HTTP
         super().on_message_complete()
 
-    # A request on its way in.
+    # Receiving a request.
 
-    def _take(self, data: bytes) -> bool:
-        """Whether `data` begins a request that is the lane's."""
-        if self._is_shared and self._is_others():
+    def _try_take(self, data: bytes) -> bool:
+        """Start a request of the fast lane with `data`; False if `data` is for uvicorn."""
+        if self._was_used_by_uvicorn and self._is_uvicorns_turn():
             return False
         last, plane = self._request, self._plane
-        kind = None if last is None else last.kind
-        request = None if kind is None else kind.read(data)
+        shape = None if last is None else last.shape
+        request = None if shape is None else shape.read(data)
         if request is None:
-            request = self._plain.read(data)
+            request = self._plain_requests.read(data)
             if request is None:
                 return False
         body_at = request.body_at
         missing = body_at + request.body_bytes - len(data)
-        headers = request.headers if plane.reads_headers else _UNREAD
-        # More may follow at once; uvicorn looks at it before this one is answered. Of what is refused the
-        # complete way says why, with what belongs to it.
+        headers = request.headers if plane.reads_headers else _NO_HEADERS
+        # Pipelined requests go to uvicorn, and requests to refuse as well: the ASGI path writes the errors.
         if missing < 0 or request.body_bytes > plane.max_body_bytes:
             return False
         if not plane.admission.admits(headers):
             return False
         record = plane.new_record(request.request_id, request.endpoint.path)
         self._request = request
-        if self._is_shared:
+        if self._was_used_by_uvicorn:
             self._unset_keepalive_if_required()
         if self._waiting is not None:
             self._wait(None)
@@ -248,11 +250,11 @@ class FastLaneProtocol(EdgeProtocol):
             self._missing_bytes = missing
             self._wait(self.bounds.body)
         else:
-            self._begin(request, headers, record, data[body_at:])
+            self._start_exchange(request, headers, record, data[body_at:])
         return True
 
-    def _is_others(self) -> bool:
-        """Whether uvicorn is at work on this connection, or its client speaks no HTTP any more."""
+    def _is_uvicorns_turn(self) -> bool:
+        """Whether uvicorn has a request on this connection, or the client may no longer send HTTP."""
         cycle = self.cycle
         return (
             self._is_within_message
@@ -279,14 +281,14 @@ class FastLaneProtocol(EdgeProtocol):
         record.started = plane.clock.now()
         segments[0] = segments[0][request.body_at :]
         body = b"".join(segments)
-        segments.clear()  # else a large body would be held twice while it is read
-        headers = request.headers if plane.reads_headers else _UNREAD
-        self._begin(request, headers, record, body)
+        segments.clear()  # so that a large body is not in memory twice while it is read
+        headers = request.headers if plane.reads_headers else _NO_HEADERS
+        self._start_exchange(request, headers, record, body)
 
     def _refuse(self, error: GatewayError) -> None:
         record = self._record
         self._record = self._segments = None
-        self._lane, self._is_shared = _FREE, True  # nothing more is taken here
+        self._lane, self._was_used_by_uvicorn = _FREE, True  # the lane takes no further request here
         if record is not None:
             self._plane.client_left(record)
         super()._refuse(error)
@@ -294,7 +296,7 @@ class FastLaneProtocol(EdgeProtocol):
     def _arrived(self) -> int:
         return -self._missing_bytes if self._lane is _COLLECTING else super()._arrived()
 
-    def _begin(self, request: PlainRequest, headers: Headers, record: Record, body: bytes) -> None:
+    def _start_exchange(self, request: PlainRequest, headers: Headers, record: Record, body: bytes) -> None:
         plane, endpoint = self._plane, request.endpoint
         self._lane = _BUSY
         exchange: InFlightRequest
@@ -314,7 +316,7 @@ class FastLaneProtocol(EdgeProtocol):
             if not exchange.is_over:
                 self._exchange = exchange
 
-    # An answer on its way out, as `Downstream`. Bytes are those that uvicorn's cycle would write.
+    # Writing an answer: `Downstream`. The bytes are the same as uvicorn would write.
 
     @property
     def is_paused(self) -> bool:
@@ -327,7 +329,7 @@ class FastLaneProtocol(EdgeProtocol):
     def start_relayed(self, status: int, fields: bytes, *, is_sized: bool) -> None:
         if self.server_state.default_headers:
             fields = self._with_defaults(fields)
-        if self._closes_after:
+        if self._closes_after_answer:
             fields += b"connection: close\r\n"
         self._is_chunked = is_chunked = not is_sized and status not in _WITHOUT_BODY
         end = b"transfer-encoding: chunked\r\n\r\n" if is_chunked else b"\r\n"
@@ -335,27 +337,27 @@ class FastLaneProtocol(EdgeProtocol):
 
     def _with_defaults(self, fields: bytes) -> bytes:
         for name, value in self.server_state.default_headers:
-            if name == b"connection":  # the server shuts down, and asks for each connection to be closed
-                self._closes_after = True
+            if name == b"connection":  # the server shuts down and closes each connection
+                self._closes_after_answer = True
             else:
                 fields = b"%b: %b\r\n%b" % (name, value, fields)
         return fields
 
     def answer(self, status: int, fields: bytes, body: bytes, is_sized: bool) -> None:
         is_short = self._lane is _BUSY and is_sized and len(body) <= _JOIN_BYTES
-        if is_short and not self._closes_after and not self.server_state.default_headers:
+        if is_short and not self._closes_after_answer and not self.server_state.default_headers:
             outbox = self._plane.outbox
-            self._answered_round = outbox.rounds
+            self._flushes_at_answer = outbox.flushes
             outbox.send(self.transport, b"%b%b\r\n%b" % (STATUS_LINE[status], fields, body))
             self._finished()
         else:
             self.start_relayed(status, fields, is_sized=is_sized)
             self.finish(body)
 
-    def _write_answer(self) -> None:
-        """What was answered goes before anything else that happens to this connection."""
+    def _flush_answer(self) -> None:
+        """Write the last answer if it still waits in the outbox, before anything else on this connection."""
         outbox = self._plane.outbox
-        if self._answered_round == outbox.rounds:
+        if self._flushes_at_answer == outbox.flushes:
             outbox.flush()
 
     def write(self, chunk: bytes) -> None:
@@ -381,23 +383,24 @@ class FastLaneProtocol(EdgeProtocol):
         self._finished()
 
     def _finished(self) -> None:
-        """The whole answer is written: what is next on this connection."""
+        """The answer is complete: close the connection, read early data, or wait for the next request."""
         self._exchange = None
         self.server_state.total_requests += 1
-        if self._closes_after or self.transport.is_closing():
+        if self._closes_after_answer or self.transport.is_closing():
             self._lane = _FREE
             self.transport.close()
-        elif self._ahead:
-            self.loop.call_soon(self._next_in_line)
+        elif self._early_data:
+            self.loop.call_soon(self._read_ahead)
         else:
             self._lane = _FREE
             idle = self._idle
             if idle is None:
-                self._idle = idle = Deadline(self.loop, self._idle_for_long)
+                self._idle = idle = Deadline(self.loop, self._idle_timed_out)
             idle.set(self.timeout_keep_alive)
 
-    def _idle_for_long(self) -> None:
-        # Set at the end of each request, not cleared by the next: it may come while that is under way.
+    def _idle_timed_out(self) -> None:
+        # The deadline is set after each answer and not cleared by the next request, so it may fire during
+        # one.
         if self._lane is _FREE:
             self.timeout_keep_alive_handler()
 
@@ -407,7 +410,7 @@ class FastLaneProtocol(EdgeProtocol):
         self.transport.close()
 
     def _send(self, data: bytes) -> None:
-        self._plane.outbox.flush()  # whoever reads it is woken now, and what is left to do here takes time
+        self._plane.outbox.flush()  # so that workers start now, before the work that follows here
         head = self._head
         if head:
             self._head = b""
@@ -418,8 +421,8 @@ class FastLaneProtocol(EdgeProtocol):
         if data:
             self.transport.write(data)
 
-    def _next_in_line(self) -> None:
-        data, self._ahead = self._ahead, b""
+    def _read_ahead(self) -> None:
+        data, self._early_data = self._early_data, b""
         self._lane = _FREE
         if not self.transport.is_closing():
             self.flow.resume_reading()

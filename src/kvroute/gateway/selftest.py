@@ -16,7 +16,7 @@ from uvicorn.server import ServerState
 
 from kvroute.gateway.asgi import FIELDS, IS_SIZED, disconnect_signal_of
 from kvroute.gateway.complete import CompleteProtocol
-from kvroute.gateway.fastlane import ITS_OWN
+from kvroute.gateway.fastlane import PER_CONNECTION
 
 _POST = b"POST /x?y=1 HTTP/1.1\r\nhost: x\r\ncontent-length: 6\r\n\r\nabc"
 
@@ -180,7 +180,7 @@ def _play(protocol_class: type[HttpToolsProtocol]) -> str:
     before = dict(vars(protocol))
     another = vars(Probe(config, state, protocol.app_state, cast(asyncio.AbstractEventLoop, loop)))
     differing = {name for name, value in another.items() if before.get(name, another) is not value}
-    if another.keys() != before.keys() or not differing <= ITS_OWN:
+    if another.keys() != before.keys() or not differing <= PER_CONNECTION:
         return "makes connections in a way of its own"
     protocol.connection_made(transport)
     changed = {name for name, value in vars(protocol).items() if before.get(name, before) is not value}

@@ -10,7 +10,7 @@ import httptools
 
 from kvroute.errors import ConnectionLost, ProtocolViolation, ResponseTimeout, UpstreamError
 from kvroute.upstream.response import CHUNK, LAST_CHUNK, ParsedHead, PlainAnswers, UpstreamResponse
-from kvroute.upstream.writes import Outbox, send_at_once
+from kvroute.upstream.writes import Outbox, write_now
 
 _NEVER = float("inf")
 
@@ -127,7 +127,7 @@ class UpstreamConnection(asyncio.Protocol):
         "_plain",
         "_reason",
         "_send",
-        "_send_soon",
+        "_send_stream_request",
         "_transport",
         "_unread_limit",
         "_until_eof",
@@ -158,8 +158,8 @@ class UpstreamConnection(asyncio.Protocol):
         self.deadline = Deadline(loop, self._timed_out)
         self._owner = owner
         self._plain = plain or PlainAnswers()
-        self._send = send_at_once if outbox is None else outbox.send
-        self._send_soon = send_at_once if outbox is None else outbox.send_soon
+        self._send = write_now if outbox is None else outbox.send
+        self._send_stream_request = write_now if outbox is None else outbox.send_stream_request
         self._chunk_bytes = self._plain.chunk_bytes
         self._origin = origin
         self._unread_limit = read_buffer_bytes
@@ -196,7 +196,8 @@ class UpstreamConnection(asyncio.Protocol):
         """Write a request; its answer goes to `response`.
 
         The answer must start within `timeout_s`; 0 sets no limit. `is_streamed`: the request asks for a
-        stream (see `Outbox.send_soon`). Raises RuntimeError if the connection is closed or has an exchange.
+        stream (see `Outbox.send_stream_request`). Raises RuntimeError if the connection is closed or has an
+        exchange.
         """
         transport = self._transport
         if transport is None or not self.is_open or self._exchange is not None:
@@ -218,7 +219,7 @@ class UpstreamConnection(asyncio.Protocol):
             self._at_plain_chunk = self._done = self._keeps_alive = self._until_eof = False
             self._body = None
             self._head_read_bytes = self._header_bytes = 0
-        send = self._send_soon if is_streamed else self._send
+        send = self._send_stream_request if is_streamed else self._send
         if len(body) <= _JOIN_BODY_BYTES:
             send(transport, head + body)
         else:

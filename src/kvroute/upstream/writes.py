@@ -1,112 +1,115 @@
-"""Writes of one round of the event loop, sent one right after another."""
+"""Coalesces the writes of one iteration of the event loop."""
 
 from __future__ import annotations
 
 import asyncio
 
-_MOST = 16
-"""Writes that wait for the end of a round; one more sends them at once, so that the first does not wait for
-more than about 1 ms of other requests."""
+_MAX_WAITING = 16
+"""Writes that wait for the end of an iteration. One more flushes them, so that the first does not wait for
+more than about 1 ms of work for other requests."""
 
-_FEW = 3
-"""Requests for streams that wait for each other, where rounds have several."""
+_STREAMS_TOGETHER = 3
+"""Requests for streams that wait for each other, in an iteration with several writes."""
 
-_LOOK_EVERY = 16
-"""Writes at once, until the next of them looks how many there are in its round."""
+_SAMPLE_EVERY = 16
+"""While writes go out immediately, how many of them until the writes of one iteration are counted again."""
 
-_LONELY_ROUNDS = 4
-"""Rounds of one write each, one after another, after which the next is written at once."""
+_MAX_SINGLE_WRITES = 4
+"""Consecutive iterations with one write each, after which writes go out immediately."""
 
 
 class Outbox:
-    """Keeps what is to be written until the loop has heard of everything that it was woken for.
+    """Holds writes until the event loop has processed all sockets of its current iteration.
 
-    A write wakes whoever reads the other end. With the work for the next request in between, that one has
-    gone back to sleep by the next write and is woken once for each; the writes of a round together wake it
-    once. To wait for the end of a round makes the loop ask the kernel once more, so it is done only while
-    rounds do have several writes; where they have one, it is sent at once, and a look at one round in some
-    tells when that changes.
-
-    Mutable, touched from one event loop only. `rounds` tells whether something sent before may still be
-    waiting: whoever writes to a transport himself, or closes it, after `send` in the same round calls
-    `flush` first. What waits for a transport that is closed meanwhile is dropped, as the transport does
-    with what it has not written.
+    Each write wakes the process at the other end, which sleeps again before the next write. Several writes
+    directly after each other wake it once. A caller that writes to a transport itself, or closes it, after
+    `send` in the same iteration calls `flush` first; `flushes` shows whether that is still necessary.
+    Mutable, on one event loop only.
     """
 
-    __slots__ = ("_gathers", "_is_due", "_lonely", "_sent", "_waiting", "rounds")
+    # To wait for the end of an iteration makes the loop ask the kernel once more. So writes wait only while
+    # iterations have several writes; one iteration in some is sampled to notice a change. Writes to a
+    # transport that is closed meanwhile are dropped, as the transport itself does.
+
+    __slots__ = ("_coalesces", "_count", "_is_scheduled", "_single_writes", "_waiting", "flushes")
 
     def __init__(self) -> None:
-        self.rounds = 0
-        """How often what waited was written."""
+        self.flushes = 0
+        """How many times waiting writes were written."""
         self._waiting: list[tuple[asyncio.Transport, bytes, bytes]] = []
-        self._gathers = False
-        self._is_due = False
-        """The end of this round is waited for."""
-        self._sent = 0
-        """In the round whose end is waited for; else writes at once since the last look."""
-        self._lonely = 0
+        self._coalesces = False
+        self._is_scheduled = False
+        """`_end_iteration` is scheduled."""
+        self._count = 0
+        """Writes of the iteration whose end is scheduled; otherwise immediate writes since the last
+        sample."""
+        self._single_writes = 0
+        """Consecutive iterations with one write."""
 
     def send(self, transport: asyncio.Transport, data: bytes, body: bytes = b"") -> None:
-        """Write `data`, then `body` (they are not joined), by the end of this round. Needs a running loop."""
-        self._sent += 1
-        if self._gathers:
-            waiting = self._waiting
-            waiting.append((transport, data, body))
-            if not self._is_due:
-                self._wait()
-            elif len(waiting) > _MOST:
-                self.flush()
-            return
-        send_at_once(transport, data, body)
-        if self._sent > _LOOK_EVERY and not self._is_due:
-            self._wait()
+        """Write `data` and then `body`, without joining them, by the end of this iteration.
 
-    def send_soon(self, transport: asyncio.Transport, data: bytes, body: bytes = b"") -> None:
-        """As `send`, for a request whose client waits for the first byte of a stream: the first of a round
-        goes at once, the others in threes.
-
-        Sixteen that come together would all be planned before the first of them went, and then their first
-        bytes would come all at once. In threes the workers answer the first ones while the others are
-        planned, and are woken a third as often as by each alone.
+        Needs a running event loop.
         """
-        self._sent += 1
-        if self._is_due:
+        self._count += 1
+        if self._coalesces:
             waiting = self._waiting
             waiting.append((transport, data, body))
-            if len(waiting) >= _FEW:
+            if not self._is_scheduled:
+                self._schedule()
+            elif len(waiting) > _MAX_WAITING:
                 self.flush()
             return
-        send_at_once(transport, data, body)
-        self._wait()
+        write_now(transport, data, body)
+        if self._count > _SAMPLE_EVERY and not self._is_scheduled:
+            self._schedule()
+
+    def send_stream_request(self, transport: asyncio.Transport, data: bytes, body: bytes = b"") -> None:
+        """Like `send`, for a request whose answer is a stream.
+
+        The first one of an iteration is written immediately, further ones in groups of three.
+        """
+        # If 16 requests arrive together, `send` would write the first one only after all are planned, and all
+        # first bytes would come late. In groups, workers start on some requests while others are planned, and
+        # are woken a third as often as by single writes.
+        self._count += 1
+        if self._is_scheduled:
+            waiting = self._waiting
+            waiting.append((transport, data, body))
+            if len(waiting) >= _STREAMS_TOGETHER:
+                self.flush()
+            return
+        write_now(transport, data, body)
+        self._schedule()
 
     def flush(self) -> None:
-        """Write what waits, now."""
+        """Write everything that waits."""
         waiting = self._waiting
         if not waiting:
             return
         self._waiting = []
-        self.rounds += 1
+        self.flushes += 1
         for transport, data, body in waiting:
             if not transport.is_closing():
-                send_at_once(transport, data, body)
+                write_now(transport, data, body)
 
-    def _wait(self) -> None:
-        self._is_due, self._sent = True, 1
-        asyncio.get_running_loop().call_soon(self._end_round)
+    def _schedule(self) -> None:
+        self._is_scheduled, self._count = True, 1
+        asyncio.get_running_loop().call_soon(self._end_iteration)
 
-    def _end_round(self) -> None:
-        self._is_due = False
-        if self._sent > 1:
-            self._gathers, self._lonely = True, 0
+    def _end_iteration(self) -> None:
+        self._is_scheduled = False
+        if self._count > 1:
+            self._coalesces, self._single_writes = True, 0
         else:
-            self._lonely += 1
-            self._gathers = self._gathers and self._lonely < _LONELY_ROUNDS
-        self._sent = 0
+            self._single_writes += 1
+            self._coalesces = self._coalesces and self._single_writes < _MAX_SINGLE_WRITES
+        self._count = 0
         self.flush()
 
 
-def send_at_once(transport: asyncio.Transport, data: bytes, body: bytes = b"") -> None:
-    """Write both, without joining them."""
+def write_now(transport: asyncio.Transport, data: bytes, body: bytes = b"") -> None:
+    """Write `data` and then `body`, without joining them."""
     if body:
         transport.writelines((data, body))
     else:
