@@ -24,6 +24,7 @@ from kvroute.fleet.worker import FleetView, HealthState, Worker, WorkerFacts, Wo
 from kvroute.gateway.caches import held_tokens
 from kvroute.index.chunk_index import ChunkHolder, ChunkIndex
 from kvroute.index.prefix_index import PrefixIndex
+from kvroute.index.trust import MapTrust
 from kvroute.lmcache.options import PrefetchOptions
 from kvroute.routing.registry import RoutingOptions
 from kvroute.routing.router import Dispatch, Router
@@ -35,7 +36,6 @@ from kvroute.routing.strategy import (
     NoMap,
     RouteDecision,
     RouteQuery,
-    Standing,
     Tokens,
     prefetch_of,
 )
@@ -96,7 +96,7 @@ class Gateway:
         own = Candidate(
             worker, chosen.score, chosen.matched_tokens, chosen.prefill_s, chosen.terms, chosen.held
         )
-        return self.router.dispatched_elsewhere(query, decision, own, now)
+        return self.router.dispatched_by_peer(query, decision, own, now)
 
 
 class Kvroute(Policy):
@@ -246,7 +246,7 @@ class SimulatedCaches:
         return True
 
     def places(self, worker: Worker) -> Sequence[CachePlace]:
-        return (CachePlace(worker.index, 0, Standing.WHOLE),)
+        return (CachePlace(worker.index, 0, MapTrust.WHOLE),)
 
     def match(self, prompt: ExactPrompt) -> Mapping[int, Tokens]:
         found = held_tokens(self._index, self._chunks, lambda _: True, prompt)

@@ -11,10 +11,11 @@ from kvroute.fleet.fleet import Fleet
 from kvroute.fleet.worker import Worker, WorkerId, WorkerSpec
 from kvroute.gateway.preparation import AdapterIsolation
 from kvroute.index.prefix_index import Holder
+from kvroute.index.trust import MapTrust
 from kvroute.metrics import Metrics
 from kvroute.replicas.maps import Mirror, PublishingPrefixIndex
 from kvroute.replicas.messages import CachePlaceMessage, Finished, MapReset, TierBandwidth, WorkerPlaces
-from kvroute.routing.strategy import ExactPrompt, Standing, Tokens
+from kvroute.routing.strategy import ExactPrompt, Tokens
 
 WORKER = Worker(WorkerSpec(WorkerId("w"), "http://w"))
 KEYS = list(block_keys(b"x" * 256))
@@ -57,7 +58,7 @@ def caches(messages, left, rates):
 def test_received_places_are_trusted(caches):
     (place,) = caches.places(WORKER)
 
-    assert (place.slot, place.standing) == (3, Standing.WHOLE)
+    assert (place.slot, place.trust) == (3, MapTrust.WHOLE)
     assert caches.match(PROMPT) == {3: Tokens(2 * KEY_TOKENS, 2 * KEY_TOKENS)}
 
 
@@ -71,7 +72,7 @@ def test_without_a_link_no_place_is_trusted(caches, left):
     caches.on_link_lost()
 
     (place,) = caches.places(WORKER)
-    assert (place.standing, place.why, left) == (Standing.NONE, NOT_LINKED, [])
+    assert (place.trust, place.why, left) == (MapTrust.NONE, NOT_LINKED, [])
 
 
 def test_a_map_reset_removes_the_old_map(caches, messages, left):
@@ -82,7 +83,7 @@ def test_a_map_reset_removes_the_old_map(caches, messages, left):
 
     for message in messages:
         caches.on_message(message)
-    assert caches.places(WORKER)[0].standing is Standing.WHOLE
+    assert caches.places(WORKER)[0].trust is MapTrust.WHOLE
 
 
 def test_a_removed_slot_is_reported(caches, left):

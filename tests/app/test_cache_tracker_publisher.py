@@ -14,6 +14,7 @@ from kvroute.events.options import KvEventsOptions
 from kvroute.fleet.fleet import Fleet
 from kvroute.fleet.worker import WorkerId, WorkerSpec
 from kvroute.index.chunk_index import ChunkHolder
+from kvroute.index.trust import MapTrust
 from kvroute.lmcache.l2_redis import L2Target
 from kvroute.replicas.messages import (
     CachePlaceMessage,
@@ -27,7 +28,7 @@ from kvroute.replicas.messages import (
     WorkerPlaces,
     pack_keys,
 )
-from kvroute.routing.strategy import CachePlace, Standing
+from kvroute.routing.strategy import CachePlace
 
 POOL = ChunkHolder(Tier.L2, shared=True)
 
@@ -36,7 +37,7 @@ class FakeTracker:
     """A cache tracker that is its own map and its own LMCache."""
 
     def __init__(self):
-        self.slots = [CachePlace(3, 0, Standing.WHOLE)]
+        self.slots = [CachePlace(3, 0, MapTrust.WHOLE)]
         self.pools: list[L2Target] = []
         self.feedback: list = []
         self.caches = self.lmcache = self
@@ -86,7 +87,7 @@ def test_places_are_published_when_they_change(publisher, published, tracker, fl
     publisher.publish_changes()
     assert published == [WorkerPlaces("w", [CachePlaceMessage(3, 0, "whole", "", False)])]
 
-    tracker.slots = [CachePlace(4, 0, Standing.PARTIAL, "gap")]
+    tracker.slots = [CachePlace(4, 0, MapTrust.PARTIAL, "gap")]
     publisher.publish_changes()
     assert published[1:] == [WorkerPlaces("w", [CachePlaceMessage(4, 0, "partial", "gap", True)])]
 

@@ -18,11 +18,11 @@ from kvroute.clock import SystemClock
 from kvroute.gateway.caches import LiveCaches
 from kvroute.index.chunk_index import ChunkIndex
 from kvroute.index.prefix_index import Holder, PrefixIndex
-from kvroute.index.trust import TrustReason
+from kvroute.index.trust import MapTrust, TrustReason
 from kvroute.lmcache.coordinator import Coordinator
 from kvroute.lmcache.membership import ServedWorker
 from kvroute.lmcache.options import LMCacheOptions
-from kvroute.routing.strategy import CachePlace, ExactPrompt, Standing, Tokens
+from kvroute.routing.strategy import CachePlace, ExactPrompt, Tokens
 from kvroute.wire.lmcache_server import CacheEvents, ServerRegistration
 
 LORA = Path(__file__).parent.parent / "data" / "captures" / "lmcache-mp-lora.coordinator.jsonl"
@@ -58,12 +58,12 @@ def caches(ingest: Any) -> LiveCaches:
 
 def test_a_place_follows_its_streams_standing(caches: Any, ingest: FakeIngest) -> None:
     for reason, standing, why in (
-        (TrustReason.REPLAYING, Standing.NONE, "replaying"),
-        (None, Standing.WHOLE, ""),
-        (None, Standing.WHOLE, ""),
-        (TrustReason.GAP, Standing.PARTIAL, "gap"),
-        (TrustReason.FULL, Standing.PARTIAL, "full"),
-        (None, Standing.WHOLE, ""),
+        (TrustReason.REPLAYING, MapTrust.NONE, "replaying"),
+        (None, MapTrust.WHOLE, ""),
+        (None, MapTrust.WHOLE, ""),
+        (TrustReason.GAP, MapTrust.PARTIAL, "gap"),
+        (TrustReason.FULL, MapTrust.PARTIAL, "full"),
+        (None, MapTrust.WHOLE, ""),
     ):
         ingest.told = {"a": [(3, 0, reason)]}
         assert list(caches.places("a")) == [CachePlace(3, 0, standing, why)]
@@ -76,7 +76,7 @@ def test_a_slot_that_is_anothers_now_has_its_rank(caches: Any, ingest: FakeInges
 
     ingest.told = {"b": [(4, 0, TrustReason.GAP)]}
 
-    assert list(caches.places("b")) == [CachePlace(4, 0, Standing.PARTIAL, "gap")]
+    assert list(caches.places("b")) == [CachePlace(4, 0, MapTrust.PARTIAL, "gap")]
 
 
 def test_a_look_takes_in_what_has_come(ingest: Any) -> None:

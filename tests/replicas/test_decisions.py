@@ -11,6 +11,7 @@ from kvroute.blocks.chunks import PromptChunks
 from kvroute.blocks.keys import PromptKeys, block_keys
 from kvroute.fleet.fleet import Fleet
 from kvroute.fleet.worker import WorkerFacts, WorkerId, WorkerSpec
+from kvroute.index.trust import MapTrust
 from kvroute.replicas.decisions import OwnDecisions, PeerDecisions, apply_recent_prompts, recent_prompts
 from kvroute.replicas.messages import (
     Dispatched,
@@ -24,7 +25,7 @@ from kvroute.replicas.messages import (
 )
 from kvroute.routing.registry import RoutingOptions
 from kvroute.routing.router import Router
-from kvroute.routing.strategy import CachePlace, ExactPrompt, NoMap, RouteQuery, Standing, Tokens
+from kvroute.routing.strategy import CachePlace, ExactPrompt, NoMap, RouteQuery, Tokens
 
 MODEL = "m"
 
@@ -69,7 +70,7 @@ class Gateway:
             elif isinstance(message, Finished):
                 self.peers.finished(1, message.id)
             elif isinstance(message, SessionForgotten):
-                self.router.session_forgotten_elsewhere(message.session_key)
+                self.router.session_forgotten_by_peer(message.session_key)
         other.published.clear()
 
     def loads(self) -> list[tuple[float, int, int, int]]:
@@ -211,7 +212,7 @@ class OnePlaceEach(NoMap):
     """A map that is complete and empty: only requests in flight count."""
 
     def places(self, worker):
-        return (CachePlace(worker.index, 0, Standing.WHOLE),)
+        return (CachePlace(worker.index, 0, MapTrust.WHOLE),)
 
     def match(self, prompt):
         return dict[int, Tokens]()

@@ -132,7 +132,7 @@ class Scene:
         if learned is not None and rng.random() < 0.8:
             for number in range(60 + rng.randrange(20)):
                 miss = 64 << (number % 7)
-                learned.saw(
+                learned.record(
                     "model", number % size, miss, miss / 2, 1, miss * 1e-4 * (1 + number % 2), miss * 2e-4
                 )
         self.learned = learned

@@ -21,7 +21,7 @@ def teach(fit: PrefillFit, rng: random.Random, prefills: int, *, believed: float
         miss, held = int(10 ** rng.uniform(2, 4.8)), rng.randrange(60_000)
         context, chunks = held + miss / 2, -(-miss // 8192)
         took = prefill_s(miss, context, chunks)
-        fit.saw(miss, context, chunks, took * rng.uniform(1 - noise, 1 + noise), believed * took)
+        fit.record(miss, context, chunks, took * rng.uniform(1 - noise, 1 + noise), believed * took)
 
 
 @pytest.mark.parametrize("believed", [0.25, 1.0, 4.0])
@@ -49,7 +49,7 @@ def test_prefills_of_one_size_teach_nothing(rng) -> None:
 
     for _ in range(500):
         miss = rng.randrange(1000, 7000)
-        fit.saw(miss, miss / 2, 1, prefill_s(miss, miss / 2, 1), 0.1)
+        fit.record(miss, miss / 2, 1, prefill_s(miss, miss / 2, 1), 0.1)
 
     assert fit.fit is None
 
@@ -59,7 +59,7 @@ def test_constant_answer_times_do_not_teach_a_cost_of_nothing(rng) -> None:
 
     for _ in range(1000):
         miss = int(10 ** rng.uniform(1, 5))
-        fit.saw(miss, miss / 2, 1, 0.05 * rng.uniform(0.9, 1.1), 0.1)
+        fit.record(miss, miss / 2, 1, 0.05 * rng.uniform(0.9, 1.1), 0.1)
 
     assert fit.explained < 0.5
     assert fit.fit is None
@@ -71,7 +71,7 @@ def test_costs_that_change_are_followed_and_unlearned_when_nothing_explains_them
     assert fit.fit is not None
 
     for _ in range(5000):
-        fit.saw(int(10 ** rng.uniform(1, 5)), 0.0, 1, 0.05 * rng.uniform(0.9, 1.1), 0.1)
+        fit.record(int(10 ** rng.uniform(1, 5)), 0.0, 1, 0.05 * rng.uniform(0.9, 1.1), 0.1)
 
     assert fit.fit is None
 
@@ -80,8 +80,8 @@ def test_a_slow_worker_is_known_by_its_large_prefills_and_believed_by_half() -> 
     speeds = Speeds()
     for _ in range(50):
         for worker in range(3):
-            speeds.saw(worker, 4000, 0.4 if worker == 2 else 0.2, 0.2)
-            speeds.saw(worker, 100, 9.0, 0.01)
+            speeds.record(worker, 4000, 0.4 if worker == 2 else 0.2, 0.2)
+            speeds.record(worker, 100, 9.0, 0.01)
 
     assert speeds.of(2) == pytest.approx(0.5 + 0.5 * 2 / (4 / 3))
     assert speeds.of(0) == pytest.approx(0.5 + 0.5 * 1 / (4 / 3))
@@ -125,7 +125,7 @@ def test_a_worker_that_left_takes_its_speed_with_it(make_worker) -> None:
     for number in range(400):
         miss = int(10 ** rng.uniform(2, 4.5))
         took = prefill_s(miss, miss / 2, 1) * (1 + number % 2)
-        learned.saw(
+        learned.record(
             "model", number % 2, miss=miss, context=miss / 2, chunks=1, took_s=took, configured_s=took
         )
     speeds = learned.speeds("model")

@@ -8,11 +8,12 @@ from kvroute.blocks.chunks import PromptChunks
 from kvroute.blocks.keys import PromptKeys, prompt_keys, token_keys
 from kvroute.index.in_flight import InFlight
 from kvroute.index.radix_history import RadixHistory
+from kvroute.index.trust import MapTrust
 from kvroute.routing.cost import CostModel
 from kvroute.routing.registry import RoutingOptions
 from kvroute.routing.router import Router
 from kvroute.routing.strategies.kvaware import KvAware, KvAwareOptions
-from kvroute.routing.strategy import CachePlace, ExactPrompt, RouteQuery, RouteReason, Standing, Tokens
+from kvroute.routing.strategy import CachePlace, ExactPrompt, RouteQuery, RouteReason, Tokens
 from kvroute.routing.transfers import CacheViews, TransferOptions, Transfers
 
 A, B, C = range(3)
@@ -24,7 +25,7 @@ class FakeMap:
 
     def __init__(self) -> None:
         self.held: dict[int, Tokens] = {}
-        self.standings: dict[int, Standing] = {}
+        self.trusts: dict[int, MapTrust] = {}
         self.slots: dict[int, list[int]] = {}
         self.looks: list[bool] = []
         self.is_read = True
@@ -36,9 +37,9 @@ class FakeMap:
     def places(self, worker):
         slots = self.slots.get(worker.index, [worker.index])
         return [
-            CachePlace(slot, rank, standing, "" if standing is Standing.WHOLE else "gap")
+            CachePlace(slot, rank, trust, "" if trust is MapTrust.WHOLE else "gap")
             for rank, slot in enumerate(slots)
-            for standing in [self.standings.get(slot, Standing.WHOLE)]
+            for trust in [self.trusts.get(slot, MapTrust.WHOLE)]
         ]
 
     def match(self, prompt):
@@ -225,7 +226,7 @@ def test_a_worker_whose_map_is_not_trusted_is_judged_by_what_it_was_sent(
     strategy, caches, history, view
 ) -> None:
     caches.held = {A: Tokens(gpu=800), B: Tokens(gpu=320)}
-    caches.standings = {A: Standing.NONE}
+    caches.trusts = {A: MapTrust.NONE}
     query = asked()
 
     decision = strategy.rank(query, view)
@@ -239,7 +240,7 @@ def test_a_worker_whose_map_is_not_trusted_is_judged_by_what_it_was_sent(
 
 def test_of_a_partial_map_and_what_was_sent_the_longer_counts(strategy, caches, history, view) -> None:
     caches.held = {A: Tokens(gpu=800)}
-    caches.standings = {A: Standing.PARTIAL}
+    caches.trusts = {A: MapTrust.PARTIAL}
     query = asked()
 
     assert candidate_of(strategy.rank(query, view), A).held.mapped

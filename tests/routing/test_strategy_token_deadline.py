@@ -5,16 +5,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvroute.routing.cost_parameters import CostOptions, Costs
-from kvroute.routing.strategy import TokenPatience, token_deadline_s
+from kvroute.routing.strategy import TokenWaitLimits, token_timeout_s
 
-PATIENCE = TokenPatience(least_s=0.05, most_s=1.0, loss_share=0.25)
+LIMITS = TokenWaitLimits(least_s=0.05, most_s=1.0, loss_share=0.25)
 COSTS = Costs.of(CostOptions())
 
 
-def deadline(
-    tokens: int, workers: int = 2, costs: Costs = COSTS, patience: TokenPatience = PATIENCE
-) -> float:
-    return token_deadline_s(tokens, workers, costs, patience)
+def deadline(tokens: int, workers: int = 2, costs: Costs = COSTS, limits: TokenWaitLimits = LIMITS) -> float:
+    return token_timeout_s(tokens, workers, costs, limits)
 
 
 def test_a_short_prompt_waits_for_the_least_and_a_very_long_one_for_the_most():
@@ -39,11 +37,11 @@ def test_where_there_is_nothing_to_choose_nothing_can_be_lost(workers):
 
 
 def test_without_a_share_every_prompt_waits_for_the_least():
-    assert deadline(1_000_000, patience=PATIENCE._replace(loss_share=0.0)) == 0.05
+    assert deadline(1_000_000, limits=LIMITS._replace(loss_share=0.0)) == 0.05
 
 
 def test_a_least_wait_above_the_most_is_kept():
-    assert deadline(1_000_000, patience=PATIENCE._replace(least_s=2.0)) == 2.0
+    assert deadline(1_000_000, limits=LIMITS._replace(least_s=2.0)) == 2.0
 
 
 @given(st.integers(0, 10_000_000), st.integers(0, 10_000_000))

@@ -110,7 +110,7 @@ def test_a_place_that_left_leaves_no_queue_behind(transfers) -> None:
 
 
 def test_what_another_process_has_learnt_is_taken_as_it_is(transfers) -> None:
-    transfers.adopt(A, Tier.L1, 5.0)
-    transfers.adopt(A, Tier.L2, 3.0)
+    transfers.set_rate(A, Tier.L1, 5.0)
+    transfers.set_rate(A, Tier.L2, 3.0)
 
     assert (transfers.gb_s(A, Tier.L1), transfers.gb_s(A, Tier.L2)) == (pytest.approx(5), pytest.approx(3))

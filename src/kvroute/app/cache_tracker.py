@@ -73,7 +73,7 @@ def describe_map(
         "tokens": tokens,
         "workers": {
             worker.id: [
-                {"rank": place.rank, "standing": place.standing.value, "why": place.why or None}
+                {"rank": place.rank, "standing": place.trust.value, "why": place.why or None}
                 for place in caches.places(worker)
             ]
             for worker in fleet.workers()
@@ -159,7 +159,7 @@ class CacheTracker:
         clock: Clock,
         isolation: AdapterIsolation,
         on_slot_removed: Callable[[int], None],
-        token_deadline_s: DeadlineOf,
+        token_timeout_s: DeadlineOf,
         rate_measured: Callable[[int, Tier, float, int], None],
         indexes: tuple[PrefixIndex, ChunkIndex] | None = None,
     ) -> None:
@@ -198,7 +198,7 @@ class CacheTracker:
             isolation,
             self.lmcache.probe,
             lambda: bool(self.lmcache.targets()),
-            token_deadline_s,
+            token_timeout_s,
         )
         self.preparer = self._tokens.preparer
 
@@ -440,7 +440,7 @@ class CacheMapPublisher:
             worker.id,
             [
                 CachePlaceMessage(
-                    place.slot, place.rank, place.standing.value, place.why, reports_l1(place.slot)
+                    place.slot, place.rank, place.trust.value, place.why, reports_l1(place.slot)
                 )
                 for place in cache_tracker.caches.places(worker)
             ],

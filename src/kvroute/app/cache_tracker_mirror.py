@@ -22,6 +22,7 @@ from kvroute.fleet.fleet import Fleet, FleetChange
 from kvroute.fleet.worker import Worker
 from kvroute.gateway.caches import held_tokens
 from kvroute.gateway.preparation import AdapterIsolation, DeadlineOf
+from kvroute.index.trust import MapTrust
 from kvroute.lmcache.l2_redis import L2Target, RedisL2
 from kvroute.metrics import Metrics, counter, gauge
 from kvroute.replicas.maps import Mirror
@@ -35,7 +36,7 @@ from kvroute.replicas.messages import (
     WorkerPlaces,
     pack_keys,
 )
-from kvroute.routing.strategy import CachePlace, ExactPrompt, Probed, Standing, Tokens
+from kvroute.routing.strategy import CachePlace, ExactPrompt, Probed, Tokens
 
 NOT_LINKED: Final = "not_linked"
 """Why a map is not trusted while there is no link to the process that tracks the caches."""
@@ -85,7 +86,7 @@ class MirroredCaches:
                 self._by_lmcache -= {place.slot for place in places if not place.by_lmcache}
                 self._set_places(
                     worker,
-                    tuple(CachePlace(p.slot, p.rank, Standing(p.standing), p.why) for p in places),
+                    tuple(CachePlace(p.slot, p.rank, MapTrust(p.standing), p.why) for p in places),
                 )
             case TierBandwidth(slot, tier, gb_s):
                 self._on_bandwidth(slot, Tier(tier), gb_s)
@@ -106,7 +107,7 @@ class MirroredCaches:
     def on_link_lost(self) -> None:
         """Distrust the map: its changes no longer arrive, so routing uses the route history instead."""
         self._places = {
-            worker: tuple(place._replace(standing=Standing.NONE, why=NOT_LINKED) for place in places)
+            worker: tuple(place._replace(trust=MapTrust.NONE, why=NOT_LINKED) for place in places)
             for worker, places in self._places.items()
         }
 
@@ -139,7 +140,7 @@ class CacheTrackerMirror:
         clock: Clock,
         isolation: AdapterIsolation,
         on_slot_removed: Callable[[int], None],
-        token_deadline_s: DeadlineOf,
+        token_timeout_s: DeadlineOf,
         on_bandwidth: Callable[[int, Tier, float], None],
         send: Callable[[Message], object],
     ) -> None:
@@ -168,7 +169,7 @@ class CacheTrackerMirror:
             isolation,
             self._probe,
             lambda: is_probing,
-            token_deadline_s,
+            token_timeout_s,
         )
         self.preparer = self._tokens.preparer
 

@@ -110,7 +110,7 @@ class Replica:
             FirstToken: lambda number, message: peers.first_token(number, message.id),
             Finished: lambda number, message: peers.finished(number, message.id),
             Owner: lambda _, owner: self.owners.remember_from_peer(owner.response_id, WorkerId(owner.worker)),
-            SessionForgotten: lambda _, message: router.session_forgotten_elsewhere(message.session_key),
+            SessionForgotten: lambda _, message: router.session_forgotten_by_peer(message.session_key),
             OverridesChanged: lambda _, message: fleet.apply_admin_overrides(_overrides_of(message)),
             Ejected: self._on_ejected,
             SnapshotRequest: self._on_snapshot_request,

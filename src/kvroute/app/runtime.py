@@ -44,7 +44,7 @@ from kvroute.routing.audit import Audit
 from kvroute.routing.router import Router
 from kvroute.routing.strategies.kvaware import KvAwareOptions
 from kvroute.routing.strategies.session import SessionOptions
-from kvroute.routing.strategy import Needs, TokenPatience, token_deadline_s
+from kvroute.routing.strategy import Needs, TokenWaitLimits, token_timeout_s
 from kvroute.tokens.estimate import TokenEstimator
 from kvroute.upstream.transport import AnyWorkerTransport, Transports
 from kvroute.upstream.writes import Outbox
@@ -86,7 +86,7 @@ class Runtime:
         self._client = probe_client(AnyWorkerTransport(config.upstream))
         worker_key = config.fleet.worker_api_key
         tokens = config.tokens
-        self._patience = TokenPatience(
+        self._token_wait_limits = TokenWaitLimits(
             tokens.deadline_ms * 1e-3, tokens.max_deadline_ms * 1e-3, tokens.deadline_share
         )
         needs_map = config.routing.may_need(Needs.TOKENS) or config.server.allow_strategy_header
@@ -184,7 +184,7 @@ class Runtime:
             clock,
             self._isolation,
             self._slot_removed,
-            self._token_deadline_s,
+            self._token_timeout_s,
         )
         if replica is None:
             return CacheTracker(*shared, self._rate_measured)
@@ -338,10 +338,10 @@ class Runtime:
             *(self._replica.notes() if self._replica else ()),
         ]
 
-    def _token_deadline_s(self, model: str, body_bytes: int) -> float:
+    def _token_timeout_s(self, model: str, body_bytes: int) -> float:
         tokens = round(body_bytes / self._estimator.bytes_per_token(model))
         workers = len(self.fleet.view(model).workers)
-        return token_deadline_s(tokens, workers, self.router.costs(model), self._patience)
+        return token_timeout_s(tokens, workers, self.router.costs(model), self._token_wait_limits)
 
     def _slot_removed(self, slot: int) -> None:
         self.router.slot_left(slot)
@@ -354,7 +354,7 @@ class Runtime:
             self._map_publisher.publish_bandwidth(slot, tier, self.router.rate(slot, tier))
 
     def _bandwidth_received(self, slot: int, tier: Tier, gb_s: float) -> None:
-        self.router.rate_known(slot, tier, gb_s)
+        self.router.set_rate(slot, tier, gb_s)
 
     def _fleet_changed(self, change: FleetChange, worker: Worker) -> None:
         """Update all services that keep data of a worker."""

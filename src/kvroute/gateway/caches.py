@@ -9,15 +9,10 @@ from kvroute.events.ingest import EventIngest, Stream
 from kvroute.fleet.worker import Worker
 from kvroute.index.chunk_index import ChunkIndex
 from kvroute.index.prefix_index import PrefixIndex
-from kvroute.index.trust import MapTrust, TrustReason, trust_for
-from kvroute.routing.strategy import CachePlace, ExactPrompt, Standing, Tokens
+from kvroute.index.trust import TrustReason, trust_for
+from kvroute.routing.strategy import CachePlace, ExactPrompt, Tokens
 
 _new: Final = tuple.__new__
-_STANDINGS = {
-    MapTrust.WHOLE: Standing.WHOLE,
-    MapTrust.PARTIAL: Standing.PARTIAL,
-    MapTrust.NONE: Standing.NONE,
-}
 
 
 class LiveCaches:
@@ -54,7 +49,7 @@ class LiveCaches:
         given = self._given.get(slot)
         if given is None or given[0] is not reason or given[1][0].rank != stream.rank:
             why = "" if reason is None else reason.value
-            place = CachePlace(slot, stream.rank, _STANDINGS[trust_for(reason)], why)
+            place = CachePlace(slot, stream.rank, trust_for(reason), why)
             given = self._given[slot] = reason, (place,)
         return given[1]
 

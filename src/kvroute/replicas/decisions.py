@@ -32,7 +32,7 @@ from kvroute.replicas.messages import (
     pack_keys,
     unpack_keys,
 )
-from kvroute.routing.router import Dispatch, Followed, Router
+from kvroute.routing.router import AttemptObserver, Dispatch, Router
 from kvroute.routing.strategy import (
     Candidate,
     CandidateMatch,
@@ -63,7 +63,7 @@ class OwnDecisions:
         self._key_encoder = KeyGroupEncoder()
         self._unfinished: dict[int, _OwnDispatch] = {}
 
-    def dispatched(self, query: RouteQuery, decision: RouteDecision, candidate: Candidate) -> Followed:
+    def dispatched(self, query: RouteQuery, decision: RouteDecision, candidate: Candidate) -> AttemptObserver:
         """Publish a dispatch. Costs about 5 us, and `KeyGroupEncoder.encode`."""
         number = next(self._ids)
         dispatch = self._unfinished[number] = _OwnDispatch(self, number, query, decision, candidate)
@@ -154,7 +154,7 @@ class PeerDecisions:
             return
         now = self._clock.now()
         query, decision, candidate = self._as_routed(sent, prompts, exact, worker, now)
-        dispatch = self._router.dispatched_elsewhere(query, decision, candidate, now)
+        dispatch = self._router.dispatched_by_peer(query, decision, candidate, now)
         self._dispatches.setdefault(process, {})[sent.id] = dispatch
 
     def reset_keys(self, process: int) -> None:
@@ -224,7 +224,7 @@ def recent_prompts(router: Router, workers: Sequence[Worker]) -> Iterable[Recent
     """A snapshot of the route history, for a process that joins."""
     blocks_per_worker = _RECENT_BLOCKS // max(1, len(workers))
     for worker in workers:
-        prompts = router.recent(worker, blocks_per_worker)
+        prompts = router.recent_prompts(worker, blocks_per_worker)
         for start in range(0, len(prompts), _RECENT_PROMPTS):
             yield RecentPrompts(
                 worker.id, [pack_keys(keys) for keys in prompts[start : start + _RECENT_PROMPTS]]
@@ -238,7 +238,7 @@ def apply_recent_prompts(router: Router, fleet: Fleet, recent: RecentPrompts) ->
     except NotFound:
         return
     for keys in recent.prompts:
-        router.sent_before(worker, _keys(keys))
+        router.replay_prompt(worker, _keys(keys))
 
 
 _EncodeKeys: TypeAlias = Callable[[Sequence[int]], tuple[bytes, bytes]]

@@ -1,5 +1,5 @@
-"""Choosing a worker. Pure and synchronous: no I/O, no clock, no event loop.
+"""Chooses a worker for each request. Pure and synchronous: no I/O, no clock, no event loop.
 
-To be driven: `Router.decide` (`Strategy.rank`), `Router.dispatch` when a request is sent,
-`Dispatch.first_token`, `Dispatch.finish`. docs/scoring.md has an example.
+A caller uses `Router.decide` (which calls `Strategy.rank`), `Router.dispatch` when it sends the request,
+`Dispatch.first_token` and `Dispatch.finish`. docs/scoring.md has an example.
 """

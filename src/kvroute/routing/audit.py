@@ -1,4 +1,4 @@
-"""Predicted against reported cached tokens: how good each view of the caches is, and when to trust none."""
+"""Compares predicted with reported cached tokens, and decides when a cache map is wrong."""
 
 from __future__ import annotations
 
@@ -12,26 +12,28 @@ from kvroute.options import Options, option
 
 
 class AuditOptions(Options):
-    """When a worker's map is no longer believed because its predictions fail. It is believed again once its
-    events were replayed, announced anew, or its cache was cleared."""
+    """When a worker's cache map is no longer used because its predictions fail.
+
+    The map is used again once the worker's events were replayed or published again, or its cache was cleared.
+    """
 
     window: int = option(
         50,
-        "Predictions of a worker that are looked at, the latest ones.",
+        "Number of a worker's latest predictions that count.",
         ge=1,
-        higher="bad luck is forgiven",
+        higher="chance has less influence",
         lower="a wrong map is noticed sooner",
     )
     least: int = option(
         20,
-        "Fewest predictions before a map can be called wrong.",
+        "Fewest predictions before a map counts as wrong.",
         ge=1,
-        higher="a worker that just began is given time",
+        higher="a new worker has more time",
         lower="a wrong map is noticed sooner",
     )
     most_wrong: float = option(
         0.5,
-        "Share of them that may be off by a block or more.",
+        "Share of these predictions that may be off by a block or more.",
         ge=0,
         le=1,
         higher="tolerates requests that race each other",
@@ -40,29 +42,32 @@ class AuditOptions(Options):
 
 
 class PredictionOutcome(StrEnum):
-    """A prediction, once the worker has reported: bounded, so a metric label."""
+    """The result of a prediction. A metric label, so the set of values is fixed."""
 
     EXACT = "exact"
-    """Within the block."""
+    """Off by less than a block."""
     OVER = "over"
     UNDER = "under"
 
 
-# A member asked of its class costs 80 ns each time (CPython 3.11), these almost nothing.
+# Access to an enum member through its class costs 80 ns (CPython 3.11); a module constant costs almost
+# nothing.
 _EXACT, _OVER, _UNDER = PredictionOutcome.EXACT, PredictionOutcome.OVER, PredictionOutcome.UNDER
 
 
 class Prediction(Struct, frozen=True, gc=False):
-    """What was said of one request before it was sent. `tier` is the slowest one that had a part;
-    `judged`: the worker's map said it, and was taken to be whole."""
+    """The cached tokens that were predicted for one request before it was sent."""
 
     strategy: str
     worker: str
     rank: int
     tier: str
+    """The slowest tier with cached tokens."""
     tokens: int
     block_tokens: int
+    """Tokens in one block of the worker."""
     judged: bool
+    """Whether a whole map made the prediction, so that a failure counts against the map."""
 
 
 class _Tally:
@@ -74,13 +79,13 @@ class _Tally:
 
 
 _MOST_TALLIES: Final = 4096
-"""Workers come and go under new names; the tallies begun first are given up first."""
+"""Workers join under new names, so the number of tallies is bounded; the oldest are dropped first."""
 
 
 class Audit:
-    """Counts by strategy, worker and tier, and keeps each place's latest verdicts.
+    """Counts predictions by strategy, worker and tier, and keeps each place's latest results.
 
-    Mutable: by `reported` and `forget`. Touched from the event loop only; about 2 us a request.
+    Mutable: `reported` and `forget` change it. Used from the event loop only; about 2 us a request.
     """
 
     def __init__(self, options: AuditOptions | None = None) -> None:
@@ -90,8 +95,11 @@ class Audit:
         self._demotions: dict[str, int] = {}
 
     def reported(self, prediction: Prediction, cached_tokens: int) -> tuple[PredictionOutcome, bool]:
-        """A worker has told `usage.prompt_tokens_details.cached_tokens`: how the prediction did, and whether
-        that place's map should not be believed any more. Its verdicts begin anew then."""
+        """Compare a prediction with the worker's `usage.prompt_tokens_details.cached_tokens`.
+
+        Returns the outcome, and whether the place's map now counts as wrong; its latest results are then
+        dropped.
+        """
         tokens = prediction.tokens
         error = tokens - cached_tokens
         distance = error if error > 0 else -error
@@ -117,7 +125,7 @@ class Audit:
         if latest is None:
             latest = self._latest[place] = deque(maxlen=max(options.window, options.least))
         latest.append(failed)
-        # What did not fail makes none wrong, unless it is what there have to be enough of.
+        # A good prediction can only make a map wrong if it completes the least number.
         if not failed and len(latest) != options.least:
             return False
         if len(latest) < options.least or sum(latest) <= options.most_wrong * len(latest):
@@ -130,12 +138,12 @@ class Audit:
         return True
 
     def forget(self, worker: str) -> None:
-        """The worker left or restarted: what was said of its caches says nothing about the next ones."""
+        """Drop the latest results of a worker that has left or restarted: its cache is another one."""
         for place in [place for place in self._latest if place[0] == worker]:
             del self._latest[place]
 
     def describe(self) -> dict[str, Any]:
-        """Ready for JSON: counts and token sums by strategy, worker and tier, and the latest verdicts."""
+        """Counts and token sums by strategy, worker and tier, and the latest results, as JSON values."""
         return {
             "predictions": [
                 {

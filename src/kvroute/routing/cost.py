@@ -1,6 +1,6 @@
-"""What sending a request to a worker costs, in seconds: the one model behind every strategy.
+"""The cost model of all strategies: the cost of a request on each worker, in seconds.
 
-docs/routing.md has the formula and where its numbers come from. Pure: reads live figures of workers and
+docs/routing.md has the formula and the sources of its figures. Pure: reads live figures of workers and
 history, changes nothing.
 """
 
@@ -16,19 +16,19 @@ from kvroute.blocks.keys import PromptKeys
 from kvroute.fleet.load import WorkerLoad, measure_loads
 from kvroute.fleet.worker import Worker
 from kvroute.index.history import RouteHistory
-from kvroute.routing.cost_parameters import CostOptions, Costs, Fit, Learned, Lessons
+from kvroute.routing.cost_parameters import CostOptions, Costs, Fit, Learned, LearnedModel
 from kvroute.routing.strategy import Candidate, CandidateMatch, RouteQuery, Row
 
 
 class Ranking(Sequence[Candidate]):
-    """Candidates, best first; from the second on by cost.
+    """The result of `CostModel.rank`: candidates, best first; the second and later ones ordered by cost.
 
-    What is asked of every worker is done once a request, so it is done in as few objects as possible: a row
-    of floats each. The first candidate by cost is made with it, and the others, with their order, when one of
-    them is asked for: for a retry or for explain. A candidate is the same object each time.
-
-    Made by `CostModel.rank`. Mutable: `put_first`, by the strategy that ranks.
+    The first `Candidate` is constructed with the ranking, the others at the first access (a retry, explain).
+    Each candidate is the same object at every access. Mutable: the strategy may call `put_first`.
     """
+
+    # A request needs the costs of all workers, but usually only one candidate. So each worker gets a tuple
+    # of floats, and further objects are constructed when they are needed.
 
     __slots__ = (
         "_all",
@@ -38,17 +38,17 @@ class Ranking(Sequence[Candidate]):
     )
 
     first_place: int
-    """Where the first candidate's worker is among those that were ranked."""
+    """The position of the first candidate's worker in the ranked workers."""
     _ranked: tuple[
         Sequence[Worker], Sequence[Row], Sequence[int] | None, Sequence[CandidateMatch] | None, int
     ]
-    """The workers; by worker the arithmetic, what it holds of the prompt, and where; the place of the one to
-    go to by cost alone. None of them changes any more."""
+    """The workers; in their order the rows, matched tokens and matches; the position of the cheapest worker.
+    Never changes."""
     _made_first: Candidate | None
     _all: list[Candidate] | None
 
     def put_first(self, worker: Worker) -> None:
-        """Put `worker` first, leaving the others in their order."""
+        """Move `worker` to the first place; the others keep their order."""
         place = self._ranked[0].index(worker)
         if place != self.first_place:
             self.first_place = place
@@ -107,47 +107,51 @@ class Ranking(Sequence[Candidate]):
 
 
 RESIDENCE_S = 5.0
-"""How long a request is taken to hold its memory on a worker that has not finished one yet."""
+"""Assumed residence of a request on a worker that has not finished a request yet."""
 
 MAX_UTILISATION = 0.9
-"""Where rho / (1 - rho) stops rising. Costs that are too high show as a utilisation above what is possible:
-at 0.98, costs believed four times too high kept agents' hot prefixes on single workers until their mean
-time to first token was three times that of right costs; at 0.9 they are within 3% (bench/routing.py)."""
+"""Largest rho in rho / (1 - rho)."""
+# Costs that are configured too high result in a utilisation above the possible one. With a limit of 0.98,
+# costs that were four times too high kept agents' hot prefixes on single workers, and the mean time to first
+# token was three times that of right costs; with 0.9 it is within 3% (bench/routing.py).
 
 
 class TierLoad(NamedTuple):
-    """Fetching blocks from slower tiers instead of computing them, for one worker."""
+    """The time to load a request's blocks from slower tiers to one worker."""
 
     ready_s: float = 0.0
-    """When they would be on the GPU, from now, other transfers before it included."""
+    """Seconds from now until the blocks are on the GPU, earlier transfers included."""
     own_s: float = 0.0
-    """Transfer time that this request adds."""
+    """Transfer time of this request's blocks."""
 
 
 class Pressure(NamedTuple):
-    """How busy a set of workers is with prefill, from what was dispatched to them."""
+    """How busy a set of workers is with prefill."""
 
     utilisation: float
-    """rho: seconds of prefill dispatched per second and worker."""
+    """rho: seconds of prefill per second and worker."""
     mean_own_s: float
-    """Mean prefill of one request."""
+    """Mean prefill of one request in seconds."""
 
 
-class _Settled:
-    """One model's costs as of the last fit, and their figures as a plain tuple, which unpacks in a third of
-    the instructions that a named one takes; behind them the share of a part that can be filled at no cost."""
+class _CurrentCosts:
+    """One model's costs as of the last fit."""
 
     __slots__ = ("costs", "figures", "fit")
 
     def __init__(self, costs: Costs, fit: Fit | None) -> None:
         self.costs = costs
+        # A plain tuple unpacks in a third of a named tuple's instructions. The last figure is the share of a
+        # worker's part of the history up to which a request costs no memory and no eviction.
         self.figures = *tuple(costs), min(costs.memory_limit, 1.0)
         self.fit = fit
 
 
 class CostModel:
-    """Ranks workers by cost. Stateless but for the history it reads and what it remembers of fits; one for
-    all models and strategies."""
+    """Ranks workers by cost; one instance for all models and strategies.
+
+    Reads the history and the learned figures. Mutable: caches each model's current costs.
+    """
 
     def __init__(
         self,
@@ -159,19 +163,19 @@ class CostModel:
         self._history = history
         self._default = Costs.of(default or CostOptions())
         self._models = {model: Costs.of(options) for model, options in (models or {}).items()}
-        self._lessons: Mapping[str, Lessons] = {} if learned is None else learned.lessons
-        self._settled: dict[str, _Settled] = {}
+        self._learned: Mapping[str, LearnedModel] = {} if learned is None else learned.models
+        self._current: dict[str, _CurrentCosts] = {}
 
     def configured(self, model: str) -> Costs:
         return self._models.get(model, self._default)
 
     def costs(self, model: str) -> Costs:
-        """As configured; what first tokens have taught takes the place of the times, where there is any."""
-        return self._settle(model, self._lessons.get(model)).costs
+        """The configured costs, with the learned times in them once there are any."""
+        return self._update(model, self._learned.get(model)).costs
 
-    def _settle(self, model: str, lessons: Lessons | None) -> _Settled:
-        settled, fit = self._settled.get(model), None if lessons is None else lessons.prefills.fit
-        if settled is None or settled.fit is not fit:
+    def _update(self, model: str, learned: LearnedModel | None) -> _CurrentCosts:
+        current, fit = self._current.get(model), None if learned is None else learned.prefills.fit
+        if current is None or current.fit is not fit:
             costs = self.configured(model)
             if fit is not None:
                 share = costs.active_token_s / costs.token_s
@@ -181,8 +185,8 @@ class CostModel:
                     iteration_s=fit.iteration_s,
                     active_token_s=share * fit.token_s,
                 )
-            settled = self._settled[model] = _Settled(costs, fit)
-        return settled
+            current = self._current[model] = _CurrentCosts(costs, fit)
+        return current
 
     def pressure(self, queues: Sequence[WorkerLoad], now: float) -> Pressure:
         seconds, requests = measure_loads(queues, now)
@@ -197,28 +201,26 @@ class CostModel:
         held_where: Sequence[CandidateMatch] | None = None,
         queues: Sequence[WorkerLoad] | None = None,
     ) -> Ranking:
-        """Every worker, cheapest first; ties by active tokens, then by prefill done lately, then by a hash
-        of prompt and worker.
+        """Rank `workers`, cheapest first. O(workers).
 
-        `matched_tokens` says per worker how much of the prompt need not be computed there, `loads` what
-        fetching that from slower tiers takes, `held_where` goes into the candidates as it is. A worker may
-        come several times, as its ranks. `queues` may bring the workers' loads, where they are at hand
-        (`FleetView.loads`).
-
-        The plain formula stands in docs/routing.md under "Cost", and worker by worker in
-        tests/routing/test_cost_formula.py, with which this agrees to the last bit. Here it is one loop over
-        floats, because it runs for every worker and request: what several workers have in common is
-        computed once, a term that is zero not at all, and objects are left to `Ranking`.
+        Ties are broken by active tokens, then by recent prefill, then by a hash of prompt and worker.
+        `matched_tokens` has per worker the prompt tokens that it need not compute; `loads` the time to load
+        them from slower tiers; `held_where` is put into the candidates. A worker with several ranks is in
+        `workers` once per rank. `queues` has the workers' loads, if the caller has them (`FleetView.loads`).
         """
+        # The formula is in docs/routing.md under "Cost". tests/routing/test_cost_formula.py computes it
+        # worker by worker and demands the same result to the last bit. Here it is one loop over floats,
+        # because it runs for every worker and request: common parts are computed once, terms that are zero
+        # are skipped, and `Ranking` constructs objects only when they are needed.
         now, tokens, prompts, model = query.now, query.tokens, query.prompts, query.model
-        settled, factors = self._settled.get(model), None
-        lessons = self._lessons.get(model) if self._lessons else None
-        if lessons is not None:
-            factors = lessons.speeds.factors or None
-            if settled is None or lessons.prefills.fit is not settled.fit:
-                settled = self._settle(model, lessons)
-        elif settled is None:
-            settled = self._settle(model, None)
+        current, factors = self._current.get(model), None
+        learned = self._learned.get(model) if self._learned else None
+        if learned is not None:
+            factors = learned.speeds.factors or None
+            if current is None or learned.prefills.fit is not current.fit:
+                current = self._update(model, learned)
+        elif current is None:
+            current = self._update(model, None)
         (
             token_s,
             context_token_s,
@@ -232,7 +234,7 @@ class CostModel:
             tie_share,
             tie_s,
             fitting_share,
-        ) = settled.figures
+        ) = current.figures
         if queues is None:
             queues = _queues(workers, held_where)
         seconds, requests = measure_loads(queues, now)
@@ -246,7 +248,7 @@ class CostModel:
         else:
             block_tokens, twice = _block_tokens(prompts), 2 * len(prompts) or 2
         parts = self._history.parts
-        # At most so many blocks are new anywhere; `int` of a quotient would cost as much as two terms.
+        # An upper bound of the new blocks on any worker; `int` of a quotient would cost as much as two terms.
         most_blocks = tokens >> 2 if block_tokens >= 4.0 else tokens
         rows: list[Row] = []
         known_held = first = -1
@@ -255,9 +257,9 @@ class CostModel:
         best = second = inf
         is_special = False
         for worker, load, held in zip(workers, queues, matched_tokens or [0] * len(workers), strict=True):
-            if held != known_held:  # else as for the worker before
+            if held != known_held:  # otherwise the same figures as for the previous worker
                 known_held, miss = held, tokens - held
-                # As `Costs.prefill_s`, without its call: half of what is missing goes before a token.
+                # `Costs.prefill_s` inlined: on average half of the missing tokens precede a token.
                 mean_s = miss * (token_s + context_token_s * ((tokens + held) / twice))
                 mean_s += (
                     iteration_s
@@ -281,7 +283,7 @@ class CostModel:
                     part = parts[worker.index]
                 except KeyError:
                     part = self._history.part(worker.index)
-                # Most requests fit wherever they go, even if nothing of them is held and nothing is evicted.
+                # Most requests fit on every worker, even without a match and without an eviction.
                 if part.blocks + in_flight + most_blocks > fitting_share * part.capacity_blocks:
                     capacity, tracked, new_blocks = (
                         part.capacity_blocks,
@@ -294,7 +296,7 @@ class CostModel:
                         is_special, residence_s = True, load.residence_s
                         memory_s = (RESIDENCE_S if residence_s is None else residence_s) * over / capacity
                         score += memory_s
-                    # As `Part.evicted_by`.
+                    # `Part.evicted_by` inlined.
                     excess = tracked + new_blocks - capacity
                     if excess > 0:
                         is_special = True
@@ -331,7 +333,7 @@ class CostModel:
         if second <= limit:
             first = _tie_winner(workers, rows, limit, query.fingerprint, queues)
         row = rows[first]
-        # A constructor in Python would cost more than its fields.
+        # A constructor in Python would cost more than these assignments.
         ranking = Ranking()
         ranking._ranked = workers, rows, matched_tokens, held_where, first
         ranking.first_place = first
@@ -348,14 +350,14 @@ class CostModel:
 
 
 def _queues(workers: Sequence[Worker], held_where: Sequence[CandidateMatch] | None) -> Sequence[WorkerLoad]:
-    """The loads that the request would join."""
+    """The loads that the request would be added to."""
     if held_where:
         return [worker.load_of(held.rank) for worker, held in zip(workers, held_where, strict=True)]
     return [worker.load for worker in workers]
 
 
 def _block_tokens(prompts: Sequence[PromptKeys]) -> float:
-    """Tokens in one block of the prompts, on average; 0 when there are none."""
+    """Average tokens in one block of the prompts; 0 without prompts."""
     blocks = sum(len(prompt.keys) for prompt in prompts)
     if not blocks:
         return prompts[0].block_tokens if prompts else 0.0
@@ -369,10 +371,12 @@ def _tie_winner(
     fingerprint: int,
     queues: Sequence[WorkerLoad],
 ) -> int:
-    """The place that wins among those whose scores are at most `limit`; if all else is even, the least
-    score, then the first."""
+    """The position of the winner among the rows with a score of at most `limit`.
+
+    The order: active tokens, recent prefill, hash, score, position.
+    """
     winner, active, done, score = -1, 0, 0.0, 0.0
-    lot: int | None = None
+    tie_hash: int | None = None
     place = -1
     for row in rows:
         place += 1
@@ -381,15 +385,15 @@ def _tie_winner(
         load = queues[place]
         its_active, its_done = load.active_tokens, load.utilisation
         if winner < 0 or its_active < active or (its_active == active and its_done < done):
-            winner, active, done, score, lot = place, its_active, its_done, row[0], None
+            winner, active, done, score, tie_hash = place, its_active, its_done, row[0], None
         elif its_active == active and its_done == done:
-            if lot is None:
-                lot = _lot(workers[winner], fingerprint)
-            its_lot = _lot(workers[place], fingerprint)
-            if its_lot < lot or (its_lot == lot and row[0] < score):
-                winner, score, lot = place, row[0], its_lot
+            if tie_hash is None:
+                tie_hash = _tie_hash(workers[winner], fingerprint)
+            its_hash = _tie_hash(workers[place], fingerprint)
+            if its_hash < tie_hash or (its_hash == tie_hash and row[0] < score):
+                winner, score, tie_hash = place, row[0], its_hash
     return winner
 
 
-def _lot(worker: Worker, fingerprint: int) -> int:
+def _tie_hash(worker: Worker, fingerprint: int) -> int:
     return xxh3_64_intdigest(worker.spec.id.encode(), fingerprint)

@@ -1,9 +1,10 @@
-"""The parameters of the cost model: as configured, in seconds, and as learned from first tokens.
+"""The parameters of the cost model: the options, the same in seconds, and learning from first tokens.
 
-Learning is pure: callers pass the times, and nothing here reads a clock. Only prefills that say something are
-counted: of streamed answers, sent to a worker with an empty queue, with nothing fetched from slower tiers.
-Prefills that waited are batched with others, so a busy worker would look fast and attract more work.
+Learning is pure: callers pass all times. It uses only prefills of streamed answers that were sent to a worker
+with an empty queue and loaded nothing from slower tiers.
 """
+# A prefill that waited is batched with others. If such prefills counted, a busy worker would look fast and
+# attract more work.
 
 from __future__ import annotations
 
@@ -12,20 +13,22 @@ from typing import NamedTuple
 from kvroute.options import Options, option
 
 LEAST_PREFILLS = 50
+"""A fit needs this number of prefills."""
 LEAST_SPAN = 8.0
-"""The largest prefill must be this many times the smallest: a slope needs two ends."""
+"""A fit needs a largest prefill of this number of times the smallest."""
 
 LEAST_EXPLAINED = 0.5
-"""Share of the variance of first-token times that missed tokens must explain. An answer time that does not
-depend on them would teach a cost of nothing per token, and conversations would leave their cache."""
+"""A fit needs missed tokens to explain this share of the variance of first-token times."""
+# If the times did not depend on missed tokens, the fit would find a cost of zero per token, and conversations
+# would leave their cache.
 
 MEMORY = 0.998
-"""Weight that a prefill keeps with each later one: some 500 count."""
+"""Each prefill multiplies the weight of all earlier ones by this factor, so about 500 prefills count."""
 
 REFIT_EVERY = 10
 
 LARGE_TOKENS = 2048
-"""Prefills from here on tell a worker's speed; smaller ones are lost among what else an iteration does."""
+"""Only prefills of at least this size count for a worker's speed; in smaller ones other work dominates."""
 
 LEAST_LARGE = 8
 SPEED_MEMORY = 0.98
@@ -35,8 +38,11 @@ _SCALES = (1e3, 1e8, 1.0)
 
 
 class CostOptions(Options):
-    """What a model's work costs on one worker. The defaults are meant to be too high for most models: work
-    that is taken for cheaper than it is leaves its cache too easily, which costs more than the opposite."""
+    """The cost of a model's work on one worker.
+
+    The defaults are higher than the real costs of most models: with costs that are too low, requests leave
+    their cache too easily, which costs more than the opposite.
+    """
 
     token_us: float = option(
         160.0,
@@ -50,8 +56,8 @@ class CostOptions(Options):
         3.0,
         "Prefill time of one token per token of context before it (attention).",
         unit="ns",
-        higher="long prompts count for more",
-        lower="long prompts count like many short ones",
+        higher="long prompts cost more",
+        lower="long prompts cost as much as many short ones",
         ge=0,
     )
     iteration_ms: float = option(
@@ -72,46 +78,46 @@ class CostOptions(Options):
     )
     lambda_cap: float = option(
         64.0,
-        "Most seconds of other requests' delay that one second of own work is charged.",
+        "Largest charge for the delay of later requests, in seconds per second of own work.",
         higher="more affinity near saturation",
-        lower="more spreading near saturation; 0 looks at the request's own wait only",
+        lower="more spreading near saturation; 0: only the request's own wait counts",
         ge=0,
     )
     memory_limit: float = option(
         0.95,
-        "Share of a worker's KV capacity that running requests may fill before sending more costs extra.",
-        higher="packs workers tighter, at the risk of preemption",
+        "Share of a worker's KV capacity that running requests may use; more costs extra.",
+        higher="fills workers further, at the risk of preemption",
         lower="spreads memory sooner",
         gt=0,
     )
     eviction_weight: float = option(
         1.0,
-        "How much of the time to recompute the tracked blocks that a request pushes out it is charged.",
-        higher="protects what a full worker holds",
-        lower="0 lets any request push out anything",
+        "Charge for the tracked blocks that a request evicts, as a share of the time to recompute them.",
+        higher="protects the cache of a full worker",
+        lower="0: eviction costs nothing",
         ge=0,
     )
     active_share: float = option(
         0.03,
-        "What each prompt token of the requests in flight costs, as a share of `token_us`: about what "
-        "reading it in every iteration adds to an answer. A prefix in use is computed again elsewhere "
-        "once its worker has about 1 / `active_share` more requests of its size in flight.",
+        "Charge per prompt token of the requests in flight, as a share of `token_us`: about the time that an "
+        "answer loses because the token is read in every iteration. A prefix is computed on a second worker "
+        "once the first has about 1 / `active_share` more requests of its size in flight.",
         higher="evens out running requests, copies hot prefixes sooner",
-        lower="looks at the time to first token only; 0.001 merely breaks ties",
+        lower="only the time to first token counts; 0.001 merely breaks ties",
         ge=0,
     )
     balance_weight: float = option(
         8.0,
-        "Seconds charged per second of own work, for each unit by which the worker's utilisation by prefill "
-        "is above the fleet's mean: what a conversation begins on a worker, it goes on with there.",
+        "Charge in seconds per second of own work, for each unit by which the worker's utilisation by "
+        "prefill exceeds the fleet's mean: a conversation usually stays on the worker where it starts.",
         higher="new conversations leave a common prefix sooner for a worker that has done less",
-        lower="0: a common prefix is followed as long as its holder looks idle",
+        lower="0: new conversations follow a common prefix while its holder looks idle",
         ge=0,
     )
     tie_share: float = option(
         0.02,
-        "Scores within this share of the best, plus `tie_ms`, are equal: fewest active tokens goes first, "
-        "then least prefill done lately.",
+        "Scores within this share of the best, plus `tie_ms`, are equal: the worker with the fewest active "
+        "tokens is first, then the one with the least recent prefill.",
         higher="evens out load where costs differ little",
         lower="follows small differences in cost",
         ge=0,
@@ -165,7 +171,7 @@ class Costs(NamedTuple):
 
 
 class Fit(NamedTuple):
-    """Learned costs in seconds: per missed token, per missed token and context token, per iteration."""
+    """Learned costs in seconds: per missed token; per missed token and context token; per iteration."""
 
     token_s: float
     context_token_s: float
@@ -176,28 +182,28 @@ class Fit(NamedTuple):
 
 
 class PrefillFit:
-    """Least squares over prefills, recent ones first, of one model on one fleet. Mutable: by `saw`.
+    """Least squares over the prefills of one model; recent prefills weigh more. Mutable: `record` changes it.
 
-    Each prefill is weighed by the inverse of its estimate, so that errors count between absolute and
-    relative. Coefficients never fall below zero: the one that would is left out.
+    Each prefill is weighted by the inverse of its estimate, a compromise between absolute and relative
+    errors. Coefficients are never negative: a column whose coefficient would be negative is dropped.
     """
 
     def __init__(self) -> None:
         self.fit: Fit | None = None
-        """None until enough is known, and again when missed tokens stop explaining the times."""
+        """None before the first fit, and while missed tokens do not explain the times."""
         self._prefills = 0
         self._least = float("inf")
         self._most = 0.0
         self._products = (0.0,) * 9
-        """Decayed sums of each column times each, row by row."""
+        """Decayed sums of the products of all pairs of columns, row by row."""
         self._targets = (0.0,) * 3
-        # Decayed sums for the variance that is explained: 1, x, y, xx, xy, yy.
+        # Decayed sums for the explained variance: 1, x, y, xx, xy, yy.
         self._moments = (0.0,) * 6
 
-    def saw(self, miss: int, context: float, chunks: int, took_s: float, estimated_s: float) -> None:
-        """A prefill of `miss` tokens, with `context` tokens before each on average, took `took_s`."""
-        # Spelled out: loops over three columns cost more than the arithmetic in them, and this runs for every
-        # streamed request that finds its worker idle.
+    def record(self, miss: int, context: float, chunks: int, took_s: float, estimated_s: float) -> None:
+        """Add a prefill of `miss` tokens that took `took_s`; `context`: mean number of preceding tokens."""
+        # Unrolled: loops over three columns cost more than their arithmetic, and this runs for every streamed
+        # request to an idle worker.
         x, y, z = miss / _SCALES[0], miss * context / _SCALES[1], chunks / _SCALES[2]
         weight = 1.0 / (estimated_s if estimated_s > 1e-3 else 1e-3)
         wx, wy, wz = weight * x, weight * y, weight * z
@@ -252,7 +258,7 @@ class PrefillFit:
         return Fit(token_s, context_token_s, iteration_s) if token_s > 0 else None
 
     def _coefficients(self, used: list[int]) -> dict[int, float]:
-        """Per column, none below zero; columns that would be, or that repeat others, are left out."""
+        """Coefficients by column, without negative ones and without linearly dependent columns."""
         while used:
             values = _solve(
                 [[self._products[3 * i + j] for j in used] for i in used], [self._targets[i] for i in used]
@@ -268,17 +274,17 @@ class PrefillFit:
 
 
 class Speeds:
-    """How long prefills take on each worker beside the fleet's mean. Mutable: by `saw` and `forget`."""
+    """The speed of each worker relative to the fleet's mean. Mutable: `record` and `forget` change it."""
 
     def __init__(self) -> None:
         self._prefills: dict[int, int] = {}
         self._took: dict[int, float] = {}
         self._estimated: dict[int, float] = {}
         self.factors: dict[int, float] = {}
-        """Of the workers that are known: above 1 for a slow one."""
+        """Worker's index -> duration of a prefill relative to the mean; above 1 for a slow worker."""
 
-    def saw(self, worker: int, miss: int, took_s: float, estimated_s: float) -> None:
-        """`estimated_s` is for a worker of the fleet's mean speed."""
+    def record(self, worker: int, miss: int, took_s: float, estimated_s: float) -> None:
+        """Add a prefill; `estimated_s` is its duration on a worker with the fleet's mean speed."""
         if miss < LARGE_TOKENS or estimated_s <= 0:
             return
         self._prefills[worker] = self._prefills.get(worker, 0) + 1
@@ -293,13 +299,13 @@ class Speeds:
             return
         mean = sum(ratios.values()) / len(ratios)
         low, high = SPEED_LIMITS
-        # Half the way from the fleet's mean: what a worker just happened to do is not believed in full.
+        # Only half of the distance from the mean counts, because part of a measured difference is chance.
         self.factors = {
             index: 0.5 + 0.5 * min(high, max(low, ratio / mean)) for index, ratio in ratios.items()
         }
 
     def of(self, worker: int) -> float:
-        """Above 1 for a slow worker; 1 while nothing is known."""
+        """The worker's factor; 1 while it is unknown."""
         return self.factors.get(worker, 1.0)
 
     def forget(self, worker: int) -> None:
@@ -308,8 +314,8 @@ class Speeds:
             figures.pop(worker, None)
 
 
-class Lessons:
-    """Of one model. Mutable: by `Learned`."""
+class LearnedModel:
+    """The learned figures of one model. Mutable: `Learned` changes them."""
 
     __slots__ = ("prefills", "speeds")
 
@@ -319,21 +325,20 @@ class Lessons:
 
 
 class Learned:
-    """What first tokens have taught: costs per model, speeds per model and worker."""
+    """The figures learned from first tokens: costs per model, speeds per model and worker."""
 
     def __init__(self) -> None:
-        self.lessons: dict[str, Lessons] = {}
-        """By model, of those that have been heard of."""
+        self.models: dict[str, LearnedModel] = {}
 
     def fit(self, model: str) -> Fit | None:
-        known = self.lessons.get(model)
+        known = self.models.get(model)
         return known.prefills.fit if known else None
 
     def speeds(self, model: str) -> Speeds | None:
-        known = self.lessons.get(model)
+        known = self.models.get(model)
         return known.speeds if known else None
 
-    def saw(
+    def record(
         self,
         model: str,
         worker: int,
@@ -343,27 +348,27 @@ class Learned:
         took_s: float,
         configured_s: float,
     ) -> None:
-        """A prefill that stood alone took `took_s`; by the configured costs it should take `configured_s`."""
-        known = self.lessons.get(model)
+        """Add a prefill that took `took_s` on an idle worker; the configured costs give `configured_s`."""
+        known = self.models.get(model)
         if known is None:
-            known = self.lessons[model] = Lessons()
-        # Speeds are told by the learned costs only: a worker whose times were mixed with those of wrong
-        # ones would look faster than the rest and draw their work.
+            known = self.models[model] = LearnedModel()
+        # Speeds are relative to the learned costs only. Measured against wrong costs, one worker would look
+        # faster than the others and attract their work.
         fit = known.prefills.fit
         if fit is not None:
-            known.speeds.saw(worker, miss, took_s, fit.prefill_s(miss, context, chunks))
-        known.prefills.saw(miss, context, chunks, took_s, configured_s)
+            known.speeds.record(worker, miss, took_s, fit.prefill_s(miss, context, chunks))
+        known.prefills.record(miss, context, chunks, took_s, configured_s)
         if fit is not None and known.prefills.fit is None:
             known.speeds = Speeds()
 
     def forget(self, worker: int) -> None:
-        """The worker left, or its index stands for another one now."""
-        for known in self.lessons.values():
+        """Drop the speed of a worker that has left; another worker may get its index."""
+        for known in self.models.values():
             known.speeds.forget(worker)
 
 
 def _solve(matrix: list[list[float]], target: list[float]) -> list[float] | None:
-    """Gaussian elimination with pivoting; None where the rows say the same."""
+    """Gaussian elimination with pivoting; None if the rows are linearly dependent."""
     size = len(target)
     rows = [[*matrix[i], target[i]] for i in range(size)]
     for column in range(size):

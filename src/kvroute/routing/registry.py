@@ -1,4 +1,4 @@
-"""Every strategy by the name that configuration uses, and the options under `routing`.
+"""The registry of strategies by configured name, and the options under `routing`.
 
 A new strategy is a module in `routing/strategies` and an entry in `STRATEGIES`. Everything else (options,
 flags, the endpoint spec, what the gateway prepares for a request) follows from the class variables of the
@@ -24,7 +24,7 @@ from kvroute.routing.transfers import CacheViews
 
 
 class StrategyType(Protocol):
-    """A class that implements `Strategy`, with what is known of it before an instance exists."""
+    """A class that implements `Strategy`, with its class variables."""
 
     @property
     def needs(self) -> Needs: ...
@@ -49,7 +49,7 @@ STRATEGIES: Final[dict[str, StrategyType]] = {
 
 
 def needs_of(strategy: str | None) -> Needs | None:
-    """What the strategy called `strategy` needs prepared; None for an unknown name."""
+    """The `needs` of the strategy called `strategy`; None for an unknown name."""
     registered = None if strategy is None else STRATEGIES.get(strategy)
     return None if registered is None else registered.needs
 
@@ -61,10 +61,10 @@ def _known_strategy(name: str) -> str:
 
 
 class ModelRouting(Options):
-    """What one model does differently."""
+    """Routing options of one model."""
 
-    strategy: str | None = option(None, "Its strategy; unset: `routing.strategy`.")
-    costs: CostOptions | None = option(None, "Its costs. What is left out here is as in `routing.costs`.")
+    strategy: str | None = option(None, "The model's strategy; unset: `routing.strategy`.")
+    costs: CostOptions | None = option(None, "The model's costs; a missing key is as in `routing.costs`.")
 
     @field_validator("strategy")
     @classmethod
@@ -89,17 +89,17 @@ def _with_strategy_sections(base: type[_O]) -> type[_O]:
 
 @_with_strategy_sections
 class RoutingOptions(Options):
-    """How a worker is chosen. Every strategy's retry order, and load wherever it counts, is by cost."""
+    """How a worker is chosen. In every strategy the retry order, and every use of load, follows the costs."""
 
-    strategy: str = option("prefixaware", "How a worker is chosen: " + ", ".join(STRATEGIES) + ".")
+    strategy: str = option("prefixaware", "The strategy: " + ", ".join(STRATEGIES) + ".")
     costs: CostOptions = option(default_factory=CostOptions)
     learning: Annotated[bool, Switch] = option(
         True,
         "Learn the times of `costs`, and each worker's speed, from first tokens of streamed answers. The "
-        "configured ones hold until 50 prefills of different lengths explain what is seen.",
+        "configured times are used until 50 prefills of different lengths explain the measured ones.",
     )
     models: dict[str, ModelRouting] = option(
-        description="What single models do differently, by the name that their workers know.",
+        description="Options of single models, by the name that their workers know.",
         default_factory=dict,
     )
 
@@ -114,7 +114,7 @@ class RoutingOptions(Options):
         return frozenset({self.strategy, *(name for name in own if name is not None)})
 
     def may_need(self, needs: Needs) -> bool:
-        """Whether a strategy that is configured, for all models or for one, needs this prepared."""
+        """Whether a configured strategy, for all models or for one, has these `needs`."""
         return any(needs_of(name) is needs for name in self.strategies_used())
 
     def options_of(self, options: type[_Section]) -> _Section:
@@ -124,7 +124,7 @@ class RoutingOptions(Options):
         return section
 
     def costs_of_models(self) -> dict[str, CostOptions]:
-        """Full costs of the models that have their own."""
+        """The full costs of each model with its own costs."""
         own = {model: routing.costs for model, routing in self.models.items()}
         return {
             model: self.costs.model_copy(

@@ -1,4 +1,4 @@
-"""What the gateway drives: decide, dispatch, first token, finish. Pure: no I/O, no clock, no event loop."""
+"""The router: decide, dispatch, first token, finish. Pure: no I/O, no clock, no event loop."""
 
 from __future__ import annotations
 
@@ -30,28 +30,32 @@ from kvroute.routing.strategy import (
 from kvroute.routing.transfers import CacheViews, Transfers
 
 TOLERANCE = 0.02
+"""Relative change of a worker's tokens per block that `HistoryCapacity` ignores."""
 _LEAST_WEIGHT = 0.1
 
 
 class HistoryCapacity:
-    """Capacities are tokens, parts are blocks of bytes, and how many tokens fill a block is an estimate
-    that improves with each answer: this converts, and follows. Mutable: by its own methods."""
+    """Sets the size of each worker's part of the route history from its KV capacity in tokens.
+
+    The history counts blocks of prompt bytes. The number of tokens in a block is an estimate that improves
+    with each answer. Mutable: its own methods change it.
+    """
 
     def __init__(self, history: RouteHistory) -> None:
         self._history = history
         self.block_tokens: dict[int, float] = {}
-        """By worker's index; what `sending` would change nothing about need not be told to it."""
+        """Worker's index -> estimated tokens per block. A caller may skip `observe` within `TOLERANCE`."""
         self._sized_by: dict[int, float] = {}
-        """By worker's index: what its part has its capacity by, which follows `block_tokens` in steps."""
+        """Worker's index -> the estimate at the last `resize`; follows `block_tokens` in steps."""
 
     def resize(self, worker: Worker) -> None:
-        """The worker joined, or its capacity changed."""
+        """Set the size of the worker's part. Called when it joins and when its capacity changes."""
         block_tokens = self.block_tokens.setdefault(worker.index, float(ASSUMED_BLOCK_TOKENS))
         self._sized_by[worker.index] = block_tokens
         self._history.set_capacity(worker.index, max(1, int(worker.capacity_tokens / block_tokens)))
 
-    def sending(self, worker: Worker, query: RouteQuery) -> None:
-        """A prompt is about to go to the worker: weigh its blocks' tokens by their number."""
+    def observe(self, worker: Worker, query: RouteQuery) -> None:
+        """Update the estimate from prompts that are sent to the worker, weighted by their blocks."""
         index = worker.index
         for prompt in query.prompts:
             block_tokens = prompt.block_tokens
@@ -60,8 +64,8 @@ class HistoryCapacity:
                 self.block_tokens[index] = block_tokens
                 self.resize(worker)
                 continue
-            change, bearable = block_tokens - known, TOLERANCE * known
-            if change > bearable or -change > bearable:
+            change, tolerated = block_tokens - known, TOLERANCE * known
+            if change > tolerated or -change > tolerated:
                 blocks = len(prompt.keys)
                 weight = max(_LEAST_WEIGHT, blocks / (blocks + self._history.part(index).blocks + 1))
                 estimate = self.block_tokens[index] = known + weight * change
@@ -70,13 +74,13 @@ class HistoryCapacity:
                     self.resize(worker)
 
     def forget(self, worker: Worker) -> None:
-        """The worker left; its index may come to stand for another one."""
+        """Drop a worker that has left; another worker may get its index."""
         self.block_tokens.pop(worker.index, None)
         self._sized_by.pop(worker.index, None)
 
 
-class Followed(Protocol):
-    """What an `Observer` hears of one attempt; each at most once."""
+class AttemptObserver(Protocol):
+    """Called for the events of one attempt; each method at most once."""
 
     def first_token(self) -> None: ...
 
@@ -84,33 +88,37 @@ class Followed(Protocol):
 
 
 class Observer(Protocol):
-    """Hears of every attempt that this router accounts, and of sessions that it is told to forget."""
+    """Called for every attempt of this process, and for every session that this process forgets."""
 
-    def dispatched(self, query: RouteQuery, decision: RouteDecision, candidate: Candidate) -> Followed: ...
+    def dispatched(
+        self, query: RouteQuery, decision: RouteDecision, candidate: Candidate
+    ) -> AttemptObserver: ...
 
     def session_forgotten(self, session_key: str) -> None: ...
 
 
 class Dispatch(Reservation, eq=False, kw_only=True):
-    """One attempt of one request on one worker: its share of the worker's load, and what else is given back
-    when it is over, however it ended. Whoever dispatched it finishes it, in a `finally`. Mutable: by the
-    router and by itself."""
+    """One attempt of one request on one worker, with everything that is reserved for it.
+
+    The caller of `Router.dispatch` must call `finish`, in a `finally`. Mutable: the router and its own
+    methods change it.
+    """
 
     worker: Worker
-    _lesson: _PrefillSample | None = None
+    _sample: _PrefillSample | None = None
 
     def first_token(self, now: float) -> None:
-        """The first token of a streamed answer came: the prefill is done. Later calls do nothing."""
+        """Record the first token of a streamed answer: the prefill is done. Later calls do nothing."""
         if self.listener is not None:
             self.listener.first_token(now, self.is_queued)
         Reservation.first_token(self, now)
-        if self._lesson is not None:
-            self._lesson.learn(now)
-            self._lesson = None
+        if self._sample is not None:
+            self._sample.record(now)
+            self._sample = None
 
 
 class _SecondaryReservations(NamedTuple):
-    """What some attempts have besides: their data-parallel rank, several prompts or exact ones."""
+    """Reservations that only some attempts have: a data-parallel rank, further prompts, exact prompts."""
 
     of_rank: Reservation | None
     leases: Sequence[PinnedBlocks | Flight]
@@ -126,26 +134,26 @@ class _SecondaryReservations(NamedTuple):
             lease.release()
 
 
-class _Observed(NamedTuple):
-    """What an attempt has besides, and who observes it."""
+class _ObservedAttempt(NamedTuple):
+    """Forwards the events of an attempt to its secondary reservations and to its observer."""
 
-    more: ReservationListener | None
-    followed: Followed
+    secondary: ReservationListener | None
+    observer: AttemptObserver
 
     def first_token(self, now: float, is_first: bool) -> None:
         if is_first:
-            self.followed.first_token()
-        if self.more is not None:
-            self.more.first_token(now, is_first)
+            self.observer.first_token()
+        if self.secondary is not None:
+            self.secondary.first_token(now, is_first)
 
     def finish(self, now: float) -> None:
-        self.followed.finished()
-        if self.more is not None:
-            self.more.finish(now)
+        self.observer.finished()
+        if self.secondary is not None:
+            self.secondary.finish(now)
 
 
 class _PrefillSample(NamedTuple):
-    """A prefill that had its worker to itself when it was sent: its time says what prefill costs."""
+    """A prefill sent to an idle worker, so that its duration shows the cost of prefill."""
 
     learned: Learned
     query: RouteQuery
@@ -154,20 +162,20 @@ class _PrefillSample(NamedTuple):
     costs: Costs
     start: float
 
-    def learn(self, now: float) -> None:
+    def record(self, now: float) -> None:
         query, costs, held = self.query, self.costs, self.held
         miss, prompts = query.tokens - held, len(query.prompts) or 1
         context, chunks = (held + miss / 2) / prompts, max(1, -(-miss // costs.max_batched_tokens))
         configured_s = costs.prefill_s(miss, held, prompts)
-        self.learned.saw(query.model, self.worker, miss, context, chunks, now - self.start, configured_s)
+        self.learned.record(query.model, self.worker, miss, context, chunks, now - self.start, configured_s)
 
 
 class Router:
-    """Strategies, costs, history and load behind one door.
+    """Ranks workers for requests and accounts every attempt in load, history and strategies.
 
-    Mutable: `dispatch` and what follows it, and the calls about workers, change it; `decide`, `pinned`
-    and `explain` change nothing. Touched from the event loop only. Deciding, dispatching and finishing a
-    short prompt on two workers takes about 20 us together (bench/micro_route.py).
+    Mutable: `dispatch`, the methods of `Dispatch` and the calls about workers change it; `decide`, `pinned`
+    and `explain` change nothing. Used from the event loop only. To decide, dispatch and finish a short prompt
+    on two workers takes about 20 us (bench/micro_route.py).
     """
 
     def __init__(
@@ -208,29 +216,29 @@ class Router:
         return name in self._strategies
 
     def may_need(self, needs: Needs) -> bool:
-        """Whether a strategy that is configured, for all models or for one, wants this prepared."""
+        """Whether a configured strategy, for all models or for one, has these `needs`."""
         return self._options.may_need(needs)
 
     def strategy(self, model: str, name: str | None = None) -> Strategy:
-        """The strategy called `name`, else the model's; its `needs` says what a query should bring."""
+        """The strategy called `name`, else the one configured for the model."""
         if name is None:
             override = self._options.models.get(model)
             name = (override and override.strategy) or self._options.strategy
         return self._strategies[name]
 
     def costs(self, model: str) -> Costs:
-        """What the model's work costs now, learned figures included."""
+        """The model's current costs, learned figures included."""
         return self._costs.costs(model)
 
     def decide(self, query: RouteQuery, view: FleetView, strategy: Strategy | None = None) -> RouteDecision:
-        """Rank the view's workers (one at least), by the model's strategy unless another is given."""
+        """Rank the view's workers (at least one) by `strategy`, or by the model's strategy."""
         decision = (strategy or self.strategy(query.model)).rank(query, view)
         if len(view.workers) == 1:
             return RouteDecision(decision.strategy, RouteReason.ONLY_WORKER, decision.ranking)
         return decision
 
     def pinned(self, query: RouteQuery, view: FleetView, owner: WorkerId) -> RouteDecision | None:
-        """The decision for a request that only `owner` can answer; None when it is not in the view."""
+        """The decision for a request that only `owner` can answer; None if `owner` is not in the view."""
         workers = [worker for worker in view.workers if worker.id == owner]
         if not workers:
             return None
@@ -246,46 +254,50 @@ class Router:
         *,
         is_own: bool = True,
     ) -> Dispatch:
-        """Account an attempt on `candidate`, one of the decision's ranking: its prefill joins the worker's
-        queue, its blocks count as held and stay pinned until `Dispatch.finish`. For what is not this
-        process's own see `dispatched_elsewhere`."""
+        """Account an attempt on `candidate`, a member of the decision's ranking.
+
+        Its prefill joins the worker's queue; its blocks count as held and stay pinned until
+        `Dispatch.finish`. `is_own` is False for an attempt of a peer: see `dispatched_by_peer`.
+        """
         worker, held, prompts, streamed = candidate.worker, candidate.held, query.prompts, query.streamed
         load = worker.load
-        lesson = self._lesson(query, candidate, now) if streamed and is_own else None
+        sample = self._prefill_sample(query, candidate, now) if streamed and is_own else None
         dispatch = Dispatch(
-            load, now, candidate.prefill_s, query.tokens, streamed, worker=worker, _lesson=lesson
+            load, now, candidate.prefill_s, query.tokens, streamed, worker=worker, _sample=sample
         )
         load.enter(dispatch, now)
         if prompts:
             index, first = worker.index, prompts[0]
             known = self._sizes.block_tokens.get(index)
-            # What would change nothing, as of `sending`.
+            # Skip `observe` where it would change nothing: it is a call per request.
             if len(prompts) > 1 or known is None or not abs(first.block_tokens - known) <= TOLERANCE * known:
-                self._sizes.sending(worker, query)
+                self._sizes.observe(worker, query)
             dispatch.lease = self._history.acquire(index, first.keys)
         if held is not None or len(prompts) > 1:
             slot, exact = None if held is None else held.slot, query.exact
             if slot is not None and len(prompts) == len(exact) == 1 and candidate.rank is None:
-                dispatch.listener = self._in_flight.acquire(slot, exact[0].keys)  # as `_more` would
+                # The usual case of `_secondary_reservations`, without the tuple.
+                dispatch.listener = self._in_flight.acquire(slot, exact[0].keys)
             else:
-                dispatch.listener = self._more(query, candidate, now)
+                dispatch.listener = self._secondary_reservations(query, candidate, now)
         on_dispatch = self._on_dispatch.get(decision.strategy)
         if on_dispatch is not None:
             on_dispatch(query, decision, candidate)
         if self._observer is not None and is_own:
-            followed = self._observer.dispatched(query, decision, candidate)
-            dispatch.listener = _Observed(dispatch.listener, followed)
+            observer = self._observer.dispatched(query, decision, candidate)
+            dispatch.listener = _ObservedAttempt(dispatch.listener, observer)
         return dispatch
 
-    def dispatched_elsewhere(
+    def dispatched_by_peer(
         self, query: RouteQuery, decision: RouteDecision, candidate: Candidate, now: float
     ) -> Dispatch:
-        """Account an attempt that another gateway process has made: as `dispatch`, but nothing is learnt
-        from it and the observer does not hear of it."""
+        """Account an attempt of a peer: as `dispatch`, but without learning and without the observer."""
         return self.dispatch(query, decision, candidate, now, is_own=False)
 
-    def _more(self, query: RouteQuery, candidate: Candidate, now: float) -> _SecondaryReservations:
-        """What goes on in the rank and in the caches, and of the prompts behind the first one."""
+    def _secondary_reservations(
+        self, query: RouteQuery, candidate: Candidate, now: float
+    ) -> _SecondaryReservations:
+        """Reserve load of the rank, history blocks of further prompts, and cache blocks of exact prompts."""
         held, index, of_rank = candidate.held, candidate.worker.index, None
         leases: list[PinnedBlocks | Flight] = [
             self._history.acquire(index, prompt.keys) for prompt in query.prompts[1:]
@@ -297,16 +309,19 @@ class Router:
                 leases += [self._in_flight.acquire(held.slot, prompt.keys) for prompt in query.exact]
         return _SecondaryReservations(of_rank, leases)
 
-    def sent_before(self, worker: Worker, keys: Sequence[BlockKey]) -> None:
-        """The worker was sent this prompt some time ago, and more recently than what was told before."""
+    def replay_prompt(self, worker: Worker, keys: Sequence[BlockKey]) -> None:
+        """Add a past prompt of the worker to the history, as its most recent one.
+
+        A peer that starts later gets its history this way.
+        """
         self._history.acquire(worker.index, keys).release()
 
-    def recent(self, worker: Worker, most_blocks: int) -> list[Sequence[BlockKey]]:
-        """What `sent_before` would have to be told of the worker, `most_blocks` of it: the last ones."""
+    def recent_prompts(self, worker: Worker, most_blocks: int) -> list[Sequence[BlockKey]]:
+        """The worker's most recent prompts of together `most_blocks` blocks, oldest first, for a replay."""
         return self._history.recent(worker.index, most_blocks)
 
-    def _lesson(self, query: RouteQuery, candidate: Candidate, now: float) -> _PrefillSample | None:
-        """What this attempt may teach, once its first token shows: nothing unless that is due to it alone."""
+    def _prefill_sample(self, query: RouteQuery, candidate: Candidate, now: float) -> _PrefillSample | None:
+        """A sample for learning, if the time to the first token will depend on this prefill only."""
         worker = candidate.worker
         if self._learned is None or worker.load.queued or not query.prompts:
             return None
@@ -316,64 +331,64 @@ class Router:
         return _PrefillSample(self._learned, query, worker.index, candidate.matched_tokens, costs, now)
 
     def worker_joined(self, worker: Worker) -> None:
-        """A worker is new; its index may have been another's before."""
+        """Initialise the state of a new worker; another worker may have had its index."""
         self._history.forget(worker.index)
         self._sizes.forget(worker)
         self._sizes.resize(worker)
 
     def worker_left(self, worker: Worker) -> None:
-        """Drop what the worker was sent. Its unfinished dispatches still return their load to it."""
+        """Drop the history of a worker that has left. Its unfinished dispatches still return their load."""
         self._history.forget(worker.index)
         self._sizes.forget(worker)
         if self._learned is not None:
             self._learned.forget(worker.index)
 
     def rate_measured(self, slot: int, tier: Tier, gb_s: float, loads: int) -> None:
-        """So many loads from a slower tier to this place of the cache map had this mean, in GB/s."""
+        """Learn the mean bandwidth in GB/s of `loads` loads from a slower tier to a slot of the cache map."""
         self._transfers.learn(slot, tier, gb_s, loads)
 
     def rate(self, slot: int, tier: Tier) -> float:
-        """The bandwidth in GB/s that is reckoned with, from a slower tier to this place."""
+        """The assumed bandwidth in GB/s from a slower tier to a slot."""
         return self._transfers.gb_s(slot, tier)
 
-    def rate_known(self, slot: int, tier: Tier, gb_s: float) -> None:
-        """Reckon with this bandwidth, as another gateway process does."""
-        self._transfers.adopt(slot, tier, gb_s)
+    def set_rate(self, slot: int, tier: Tier, gb_s: float) -> None:
+        """Set the bandwidth in GB/s that a peer has learned."""
+        self._transfers.set_rate(slot, tier, gb_s)
 
     def slot_left(self, slot: int) -> None:
-        """A place of the cache map is no more; its number may come to stand for another one."""
+        """Drop the state of a slot that was removed from the cache map; its number may be reused."""
         self._in_flight.forget(slot)
         self._transfers.forget(slot)
 
     def worker_restarted(self, worker: Worker) -> None:
-        """The worker's cache is empty again."""
+        """Drop the history of a worker whose cache is empty after a restart."""
         self._history.forget(worker.index)
 
     def capacity_changed(self, worker: Worker) -> None:
-        """The worker's `capacity_tokens` changed: resize its part, evicting what no longer fits."""
+        """Resize the worker's part of the history after a change of `capacity_tokens`; evicts if smaller."""
         self._sizes.resize(worker)
 
     def forget_session(self, session_key: str) -> bool:
-        """Drop what strategies remember about a session; False when that was nothing.
+        """Drop the strategies' state of a session; False if there was none.
 
-        The session strategy forgets where load had moved it, so it returns to its home on the ring. KV
-        blocks are the worker's own and age out there.
+        The session strategy then sends the session to its home on the ring again. The worker's KV blocks
+        stay until the worker evicts them.
         """
         if self._observer is not None:
             self._observer.session_forgotten(session_key)
-        return self.session_forgotten_elsewhere(session_key)
+        return self.session_forgotten_by_peer(session_key)
 
-    def session_forgotten_elsewhere(self, session_key: str) -> bool:
-        """`forget_session`, as another gateway process was told."""
+    def session_forgotten_by_peer(self, session_key: str) -> bool:
+        """As `forget_session`, for a request that a peer has received: the observer is not called."""
         forgotten = [strategy.forget(session_key) for strategy in self._strategies.values()]
         return any(forgotten)
 
     def index_size(self) -> HistorySize:
-        """The history's size, for gauges. Walks its runs: for scrapes, not for requests."""
+        """The history's size, for gauges. O(runs): call it per scrape, not per request."""
         return self._history.size()
 
     def describe_worker(self, worker: Worker) -> dict[str, Any]:
-        """What routing knows about a worker beside its facts."""
+        """The router's figures of a worker, as JSON values."""
         part = self._history.part(worker.index)
         return {
             "tracked_blocks": part.blocks,
@@ -384,7 +399,7 @@ class Router:
         }
 
     def describe_index(self, workers: Iterable[Worker]) -> dict[str, Any]:
-        """The history's size and each worker's part."""
+        """The history's size and each worker's part, as JSON values."""
         size = self._history.size()
         return {
             "index": self._index,
@@ -395,7 +410,7 @@ class Router:
         }
 
     def explain(self, query: RouteQuery, decision: RouteDecision) -> dict[str, Any]:
-        """A decision with its arithmetic and what went into it; values are seconds and tokens."""
+        """A decision with its terms and their inputs, as JSON values in seconds and tokens."""
         pressure = self._costs.pressure([candidate.queue for candidate in decision.ranking], query.now)
         described = decision.describe()
         for entry, candidate in zip(described["ranking"], decision.ranking, strict=True):

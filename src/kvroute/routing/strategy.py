@@ -1,4 +1,4 @@
-"""The seam of a routing strategy."""
+"""The interface of a routing strategy, with its input (`RouteQuery`) and its result (`RouteDecision`)."""
 
 from __future__ import annotations
 
@@ -14,56 +14,46 @@ from kvroute.fleet.load import WorkerLoad
 from kvroute.fleet.worker import ASSUMED_BLOCK_TOKENS, FleetView, Worker
 from kvroute.index.chunk_index import ChunkHolder
 from kvroute.index.history import RouteHistory
+from kvroute.index.trust import MapTrust
 from kvroute.options import Options
 from kvroute.routing.cost_parameters import Costs
 
 Probed: TypeAlias = Mapping[ChunkHolder, Collection[ChunkKey]] | None
-"""What a shared store said it has of a prompt; None where none was asked."""
+"""The chunks of a prompt that a shared store has reported to hold, by holder; None without a query."""
 
 
 class ExactPrompt(NamedTuple):
-    """One prompt as the engine will see it.
-
-    `keys` are `blocks.tokens.prompt_keys` of its `tokens` ids, one for `key_tokens` of them; `chunks` names
-    the same tokens as LMCache does, as far as asked; `salt` is the request's cache salt, `adapter` its LoRA
-    adapter, `probed` what a shared store says it has of it.
-    """
+    """One prompt, token by token, as the engine will see it."""
 
     tokens: int
+    """Number of token ids."""
     keys: Sequence[BlockKey]
+    """Block keys of the token ids (`blocks.keys.prompt_keys`), one per `key_tokens` tokens."""
     chunks: PromptChunks
+    """The same tokens as LMCache's chunks; hashed on demand."""
     salt: str = ""
+    """The request's cache salt."""
     adapter: str | None = None
+    """The request's LoRA adapter."""
     probed: Probed = None
     key_tokens: int = KEY_TOKENS
 
 
-class Standing(StrEnum):
-    """How far a place's map is to be believed."""
-
-    WHOLE = "whole"
-    """It is what the worker holds."""
-    PARTIAL = "partial"
-    """What it says is true; the worker may hold more."""
-    NONE = "none"
-    """It says nothing; what was sent there is believed instead."""
-
-
 class CachePlace(NamedTuple):
-    """Where a request can go: a worker, or one data-parallel rank of it, with a cache of its own.
+    """A worker, or one data-parallel rank of a worker, with its own cache.
 
-    `slot` is its number in the map, unique among all places; `why` says what is wrong while `standing` is
-    not WHOLE.
+    `slot` is its number in the cache map, unique among all places; `why` is the reason if `trust` is not
+    WHOLE.
     """
 
     slot: int
     rank: int
-    standing: Standing
+    trust: MapTrust
     why: str = ""
 
 
 class Tokens(NamedTuple):
-    """Tokens of a prompt by where they lie; a tier counts what the ones before it lack."""
+    """Number of a prompt's tokens by tier. A tier counts only the tokens that faster tiers lack."""
 
     gpu: int = 0
     l1: int = 0
@@ -74,43 +64,45 @@ class Tokens(NamedTuple):
         return self.gpu + self.l1 + self.l2
 
     def tier(self) -> str:
-        """The slowest tier that has a part, as a metric label."""
+        """The slowest tier that is used, as a metric label."""
         return "l2" if self.l2 else "l1" if self.l1 else "gpu" if self.gpu else "none"
 
 
 class CandidateMatch(NamedTuple):
-    """What one candidate is believed to hold of a query's prompts, and where it lies.
-
-    `rank` is the data-parallel rank to ask for, None where the worker has only one; `slot` is None where
-    the worker has no map. `mapped` is False where `tokens` are judged by what was sent there.
-    """
+    """The matched tokens of one candidate, and their source."""
 
     tokens: Tokens
     slot: int | None = None
+    """The candidate's slot in the cache map; None if it has no map."""
     rank: int | None = None
+    """The data-parallel rank to send the request to; None if the worker has one rank only."""
     mapped: bool = False
+    """Whether `tokens` come from the cache map; False if they come from the route history."""
     why: str = ""
+    """Why the map is not used, or is not whole; empty otherwise."""
 
 
 class CacheMap(Protocol):
-    """The live map of which blocks lie where. Read synchronously, never across an await."""
+    """The live map of which worker holds which blocks. Read it synchronously, never across an await."""
 
     def refresh(self, force: bool) -> bool:
-        """Apply the events that have arrived. Without `force`, a map that was refreshed some milliseconds ago
-        is left as it is. True if every event that has arrived is in the map."""
+        """Apply the events that have arrived; return True if the map then has all of their changes.
+
+        Without `force`, nothing happens if the last refresh was a few milliseconds ago.
+        """
         ...
 
     def places(self, worker: Worker) -> Sequence[CachePlace]:
-        """The worker's places by rank; empty as long as none is known."""
+        """The worker's places by rank; empty while none is known."""
         ...
 
     def match(self, prompt: ExactPrompt) -> Mapping[int, Tokens]:
-        """Per slot that holds any: its leading tokens of the prompt. Changes nothing."""
+        """Slot -> matched leading tokens, for slots that hold any. Changes nothing."""
         ...
 
 
 class NoMap:
-    """For a gateway that follows no caches."""
+    """The empty cache map of a gateway that does not follow caches."""
 
     def refresh(self, force: bool) -> bool:
         return True
@@ -123,85 +115,85 @@ class NoMap:
 
 
 class Needs(StrEnum):
-    """What a strategy wants prepared before `rank` is called."""
+    """The parts of a `RouteQuery` that a strategy needs before `rank` is called."""
 
     NOTHING = "nothing"
     PROMPT = "prompt"
-    """`RouteQuery.prompts` filled with block keys of the prompt's bytes."""
+    """`RouteQuery.prompts`: block keys of the prompt's bytes."""
     SESSION_KEY = "session_key"
-    """`RouteQuery.session_key`, where the request carries one."""
+    """`RouteQuery.session_key`, if the request has one."""
     TOKENS = "tokens"
-    """`RouteQuery.exact` filled with the prompt's token ids, or `inexact` with why not; `prompts` too."""
+    """`RouteQuery.exact`: the prompt's token ids, or the reason in `inexact`; and `RouteQuery.prompts`."""
 
 
 class RouteReason(StrEnum):
-    """Why a worker came first: one word per branch of a strategy; bounded, so a metric label."""
+    """Why a worker came first: one word per branch of a strategy. A metric label, so the set is fixed."""
 
     ROUND_ROBIN = "round_robin"
     SESSION = "session"
     SESSION_SPILL = "session_spill"
-    """The session's worker is over its load bound; the next on the ring took it."""
+    """The session's worker is over its load bound; the next worker on the ring got the request."""
     NO_SESSION_KEY = "no_session_key"
     PREFIX_HIT = "prefix_hit"
     PREFIX_SPILL = "prefix_spill"
-    """Another worker holds more of the prompt, but waiting for it would cost more."""
+    """Another worker holds more of the prompt, but waiting for that worker would cost more."""
     PREFIX_MISS = "prefix_miss"
     KV_HIT = "kv_hit"
-    """No worker's caches hold more of the prompt."""
+    """No other worker's caches hold more of the prompt."""
     KV_SPILL = "kv_spill"
     """Another worker's caches hold more of the prompt, but using them would cost more."""
     KV_MISS = "kv_miss"
     KV_APPROXIMATE = "kv_approximate"
-    """The prompt's tokens are not known, so what was sent where decided."""
+    """The prompt's token ids are unknown, so the route history decided."""
     NO_PROMPT = "no_prompt"
-    """The body carries nothing that a KV cache could hold, or could not be read: least load."""
+    """The body has no prompt that a KV cache could hold, or is unreadable: the least cost decided."""
     RESPONSE_OWNER = "response_owner"
-    """The request continues a stored response that lives on this worker only."""
+    """The request continues a stored response that only this worker has."""
     ONLY_WORKER = "only_worker"
 
 
 class RouteQuery(Struct, frozen=True, gc=False):
-    """One request as a strategy sees it. `now` is `Clock.now()`; times are seconds, lengths tokens.
-
-    `prompts` has one entry per listed prompt (completions take several), `tokens` is their sum, or an
-    estimate from the body's size where no prompt was read. `fingerprint` is a stable 64-bit hash of the
-    prompt: ties break by it, so that explain and the request that follows agree. `exact` has the same
-    prompts token by token, for strategies that ask for it; where it is empty, `inexact` says why.
-    """
+    """The input of a routing decision: one request. Times are seconds, lengths are tokens."""
 
     model: str
     now: float
+    """`Clock.now()`."""
     prompts: tuple[PromptKeys, ...] = ()
+    """One entry per prompt; a completion may have several."""
     tokens: int = 0
+    """Length of all prompts together, or an estimate from the body's size if no prompt was read."""
     session_key: str | None = None
     streamed: bool = True
     fingerprint: int = 0
+    """A stable 64-bit hash of the prompt that breaks ties, so that explain and the request itself agree."""
     exact: tuple[ExactPrompt, ...] = ()
+    """The same prompts token by token, for strategies with `Needs.TOKENS`."""
     inexact: str = ""
+    """Why `exact` is empty although the strategy needs it."""
 
 
 class CostTerms(NamedTuple):
-    """The arithmetic behind one score, all in seconds (docs/routing.md gives the formula).
+    """The terms of one score, all in seconds (docs/routing.md has the formula).
 
     `score` is max(wait, load) + prefill + memory + eviction + marginal + decode + ramp.
     """
 
     wait: float = 0.0
-    """Prefill queued in front of the request."""
+    """Prefill queued before the request."""
     load: float = 0.0
-    """Until its blocks would have come from slower tiers; passes while it waits."""
+    """Until the request's blocks are loaded from slower tiers; runs in parallel with `wait`."""
     prefill: float = 0.0
-    """Its own missing tokens."""
+    """Prefill of the request's own missing tokens."""
     memory: float = 0.0
-    """For KV memory that running requests do not leave free."""
+    """Waiting for KV memory that running requests use."""
     eviction: float = 0.0
-    """To recompute the tracked blocks that it would push out."""
+    """Recomputing the tracked blocks that the request would evict."""
     marginal: float = 0.0
-    """Delay that its own work puts on requests to come."""
+    """The delay of later requests by the work of this one."""
     decode: float = 0.0
-    """What the tokens of running requests add to its answer."""
+    """The delay of the answer by the tokens of running requests."""
     ramp: float = 0.0
-    """What keeps a worker just back from ejection at its share."""
+    """A surcharge that keeps a worker at its ramp's share of traffic after an ejection."""
 
     @property
     def score(self) -> float:
@@ -212,27 +204,31 @@ Row: TypeAlias = (
     tuple[float, float, float, float, float]
     | tuple[float, float, float, float, float, float, float, float, float]
 )
-"""A score and the `CostTerms` behind it: prefill, wait, marginal, decode; then load, memory, eviction and
-ramp, where one of them may not be zero."""
+"""A score and its `CostTerms`: prefill, wait, marginal, decode; then load, memory, eviction and ramp, unless
+all four are zero."""
 
 
 _NO_OTHERS = [0.0] * 4
 
 
 class Candidate(Struct, frozen=True, eq=False, gc=False):
-    """One routable worker in a ranking. `matched_tokens` is what of the prompt it is believed to hold;
-    `held` says where, for strategies that know. `terms` are made when somebody asks."""
+    """One routable worker in a ranking.
+
+    `matched_tokens` is the number of prompt tokens whose KV the worker is expected to hold; `held` has them
+    by tier, if the strategy reads a cache map.
+    """
 
     worker: Worker
     score: float
     matched_tokens: int
     prefill_s: float
     terms_or_row: CostTerms | Row
+    """Read `terms` instead."""
     held: CandidateMatch | None = None
 
     @property
     def terms(self) -> CostTerms:
-        """The arithmetic behind the score."""
+        """The terms of the score; constructed at each call."""
         terms = self.terms_or_row
         if isinstance(terms, CostTerms):
             return terms
@@ -251,24 +247,24 @@ class Candidate(Struct, frozen=True, eq=False, gc=False):
 
     @property
     def rank(self) -> int | None:
-        """Data-parallel rank to ask for; None where there is no choice."""
+        """The data-parallel rank to send the request to; None if the worker has one rank only."""
         return None if self.held is None else self.held.rank
 
     @property
     def queue(self) -> WorkerLoad:
-        """The load that the request would join: the worker's, or its rank's."""
+        """The load that the request would be added to: the rank's if there is one, else the worker's."""
         return self.worker.load_of(self.rank)
 
 
 class RouteDecision(Struct, frozen=True, gc=False):
-    """Every routable worker, best first. `reason` says why the first one is first."""
+    """All routable workers, best first. `reason` says why the first one is first."""
 
     strategy: str
     reason: RouteReason
     ranking: Sequence[Candidate]
 
     def describe(self) -> dict[str, Any]:
-        """Ready for JSON: the arithmetic of every candidate, in seconds and tokens."""
+        """The decision as JSON values: the terms of every candidate, in seconds and tokens."""
         return {
             "strategy": self.strategy,
             "reason": self.reason.value,
@@ -297,36 +293,35 @@ def _where(held: CandidateMatch | None) -> dict[str, Any]:
 
 
 class Strategy(Protocol):
-    """A way to order the routable workers for one request.
+    """Orders the routable workers for one request.
 
-    `rank` is pure towards the outside: no I/O, no clock (the query brings `now`), and calling it any
-    number of times changes no later answer, so that explain can call it freely. What a dispatch
-    changes, it changes in `on_dispatch`.
+    `rank` does no I/O, reads no clock (the query has `now`) and changes no later result, so explain may call
+    it at any time. All changes of state happen in `on_dispatch`.
     """
 
     name: ClassVar[str]
     """Its key in `routing/registry.py`, and the name of its section under `routing`."""
     needs: ClassVar[Needs]
     options: ClassVar[type[Options]]
-    """Its own option class; the constructor gets an instance."""
+    """The strategy's option class; the constructor gets an instance."""
     observes_dispatch: ClassVar[bool]
     """Whether `on_dispatch` changes anything. If False, the router does not call it."""
     has_affinity: ClassVar[bool]
     """Whether the turns of one conversation usually go to the same worker."""
 
     def rank(self, query: RouteQuery, view: FleetView) -> RouteDecision:
-        """Order `view.workers` (never empty), best first; from the second on by cost."""
+        """Order `view.workers` (never empty), best first. The second and later ones are ordered by cost."""
         ...
 
     def on_dispatch(self, query: RouteQuery, decision: RouteDecision, candidate: Candidate) -> None:
-        """The request is on its way to `candidate`: advance counters such as round robin's. Costs O(1).
+        """Update the strategy's state for an attempt on `candidate`. O(1).
 
-        Called once per attempt, so after a failed one again with the next candidate.
+        Called once per attempt; after a failed attempt, again with the next candidate.
         """
         ...
 
     def forget(self, session_key: str) -> bool:
-        """Drop what is remembered about one session; False when nothing was."""
+        """Drop the state of one session; False if there was none."""
         ...
 
 
@@ -336,12 +331,11 @@ def matched_tokens(
     workers: Sequence[Worker],
     places: Mapping[int, int] | None = None,
 ) -> list[int]:
-    """Tokens of the query's prompts per worker, summed over the prompts, in the order of `workers`.
+    """Matched tokens per worker by the route history, summed over the prompts, in the order of `workers`.
 
-    Per prompt at most all but its last token, which is always computed, in whole blocks of the worker's
-    own size. Blocks of unfinished requests count: they are there, or will be before this request runs.
-    `places` says where in `workers` the one of an index is, where that is at hand (`FleetView.places`):
-    then only workers that hold something are looked at.
+    Counts whole blocks of the worker's size and never a prompt's last token, which is always computed.
+    Blocks of unfinished requests count: the worker has them, or will have them before this request runs.
+    `places` maps a worker's index to its position in `workers` (`FleetView.places`); it is derived if None.
     """
     totals = [0] * len(workers)
     for prompt in query.prompts:
@@ -355,9 +349,9 @@ def matched_tokens(
         for index, blocks in held.items():
             try:
                 place = places[index]
-            except KeyError:  # a holder that is not asked about
+            except KeyError:  # the holder is not in `workers`
                 continue
-            if blocks != known:  # else as for the worker before
+            if blocks != known:  # otherwise the same figures as for the previous worker
                 known, tokens = blocks, int(blocks * block_tokens)
                 if tokens >= length:
                     tokens = length - 1
@@ -366,24 +360,26 @@ def matched_tokens(
 
 
 class Prefetch(NamedTuple):
-    """What is worth it: the leading tokens to have in L1, and how many seconds from the decision on is the
-    last time to ask for them."""
+    """A prefetch into L1 that is worth its cost."""
 
     tokens: int
+    """The number of leading tokens to have in L1."""
     spare_s: float
+    """Latest time for the prefetch request, in seconds after the decision."""
 
 
 def prefetch_of(candidate: Candidate, *, server_known: bool, delay_s: float) -> Prefetch | None:
-    """A prefetch for a request that is sent to `candidate`; None where there is nothing to gain.
+    """The prefetch for a request that is sent to `candidate`; None if a prefetch gains nothing.
 
-    Engines look into LMCache when a request's turn comes, and load then. That can be done before if the wait
-    in the queue is longer than the load. Where it is not, the engine would find the load half done, and would
-    load the same again beside it (LMCache 0.5.6, `L1Manager.reserve_write`). Worse, chunks that arrive while
-    the engine's lookup is under way are found nowhere: it has looked into L1 already, and may not load what
-    is there by then (`_reserve_l1_cells`, `l1_contended`). An engine with room looks at once, any other at
-    the request's turn; so the chunks shall be asked for `delay_s` after the request is sent, and be there as
-    long before its turn. `server_known` says whether the worker's LMCache server is known.
+    `server_known`: whether the worker's LMCache server is known. The caller starts the prefetch at least
+    `delay_s` after it has sent the request, and the chunks arrive at least `delay_s` before the prefill.
     """
+    # An engine queries LMCache when the prefill of a request starts (an engine with free capacity
+    # immediately), and loads then. A prefetch pays if the wait in the queue is longer than the load. If it is
+    # shorter, the engine finds an unfinished prefetch and loads the same chunks a second time (LMCache 0.5.6,
+    # `L1Manager.reserve_write`). Worse, chunks that arrive during the engine's lookup are not found: the
+    # lookup has passed L1 already, and must not load chunks that are in L1 by then (`_reserve_l1_cells`,
+    # `l1_contended`).
     held, terms = candidate.held, candidate.terms
     if held is None or not held.tokens.l2 or not server_known:
         return None
@@ -391,23 +387,25 @@ def prefetch_of(candidate: Candidate, *, server_known: bool, delay_s: float) -> 
     return Prefetch(held.tokens.total, last_s) if last_s > delay_s else None
 
 
-class TokenPatience(NamedTuple):
-    """`loss_share` is the part of a prompt's prefill time that routing it without its tokens costs on
-    average: how often the approximate choice misses a cache, times how much of the prompt that cache has."""
+class TokenWaitLimits(NamedTuple):
+    """The limits of `token_timeout_s`, from the options `tokens.*`."""
 
     least_s: float
     most_s: float
     loss_share: float
+    """Average cost of routing a prompt without its token ids, as a share of its prefill time: how often the
+    approximate choice misses a cache, times the share of the prompt that this cache holds."""
 
 
-def token_deadline_s(tokens: int, workers: int, costs: Costs, patience: TokenPatience) -> float:
-    """Seconds that a prompt of about `tokens` tokens waits at most, when `workers` could take it.
+def token_timeout_s(tokens: int, workers: int, costs: Costs, limits: TokenWaitLimits) -> float:
+    """Longest wait for the token ids of a prompt of about `tokens` tokens, in seconds.
 
-    A second of waiting delays the first token by a second, so waiting is worth at most the expected loss of
-    not waiting: a share of the prefill. A choice among fewer than two workers loses nothing.
+    `workers` is the number of workers that can serve the request.
     """
-    least, most, loss_share = patience
-    if workers < 2:
+    least, most, loss_share = limits
+    if workers < 2:  # the choice cannot be wrong
         return least
+    # A second of waiting delays the first token by a second. So waiting is worth at most the expected loss
+    # without token ids: a share of the prefill.
     loss_s = loss_share * costs.prefill_s(tokens, 0)
     return max(least, min(loss_s, most))

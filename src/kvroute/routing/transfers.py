@@ -1,4 +1,4 @@
-"""What fetching blocks from slower tiers takes, in seconds, with the fetches already under way."""
+"""Estimates the time to load blocks from slower tiers, with the loads that are already running."""
 
 from __future__ import annotations
 
@@ -12,60 +12,63 @@ from kvroute.routing.strategy import CacheMap, Tokens
 
 _GIGA: Final = 1e9
 _CONFIGURED_LOADS: Final = 8
-"""Measured loads that weigh as much as the configured bandwidth."""
+"""The configured bandwidth has the weight of this number of measured loads."""
 _REMEMBERED_LOADS: Final = 64
+"""Largest weight of the previous measurements."""
 
 
 class TransferOptions(Options):
-    """How fast KV blocks come from slower tiers. As bandwidth counts what a request really gets: the
-    default of L2 is Redis over a 25 Gbit/s network. What a worker's LMCache server has measured takes their
-    place (`lmcache.coordinator.rates_interval_s`)."""
+    """Bandwidths of the slower tiers, as one request gets them.
+
+    The default of L2 is Redis over a 25 Gbit/s network. The measurements of a worker's LMCache server replace
+    these values (`lmcache.coordinator.rates_interval_s`).
+    """
 
     token_bytes: int = option(
         131_072,
-        "KV cache of one token over all GPUs of a worker: 2 x layers x KV heads x head size x bytes of a "
-        "number (Llama-3.1-8B: 131,072; 70B: 327,680).",
+        "Size of one token's KV over all GPUs of a worker: 2 x layers x KV heads x head size x bytes per "
+        "value (Llama-3.1-8B: 131,072; 70B: 327,680).",
         unit="bytes",
         higher="blocks in slower tiers are worth less",
-        lower="they are worth more",
+        lower="blocks in slower tiers are worth more",
         ge=1,
     )
     l1_gb_s: float = option(
         20.0,
         "Bandwidth from a worker's CPU memory to its GPU.",
         unit="GB/s",
-        higher="L1 is followed more readily",
-        lower="L1 counts for less",
+        higher="blocks in L1 are worth more",
+        lower="blocks in L1 are worth less",
         gt=0,
     )
     l2_gb_s: float = option(
         2.0,
         "Bandwidth from the shared store to one worker.",
         unit="GB/s",
-        higher="L2 is followed more readily",
-        lower="L2 counts for less",
+        higher="blocks in L2 are worth more",
+        lower="blocks in L2 are worth less",
         gt=0,
     )
     l2_store_gb_s: float = option(
         8.0,
         "Bandwidth of the shared store to all workers together.",
         unit="GB/s",
-        higher="many fetches at once cost little",
-        lower="fetches queue at the store",
+        higher="many simultaneous loads cost little",
+        lower="simultaneous loads wait for each other",
         gt=0,
     )
     l2_latency_ms: float = option(
         2.0,
-        "Time before the first block comes from the shared store.",
+        "Time until the first block arrives from the shared store.",
         unit="ms",
-        higher="short hits in L2 count for less",
-        lower="short hits in L2 count for more",
+        higher="short hits in L2 are worth less",
+        lower="short hits in L2 are worth more",
         ge=0,
     )
 
 
 class _Link:
-    """What a token takes from one tier to one worker, in seconds. Mutable: `learn`."""
+    """Seconds per token from one tier to one worker. Mutable: `learn` changes it."""
 
     __slots__ = ("token_s", "weight")
 
@@ -79,44 +82,46 @@ class _Link:
 
 
 class _Links:
-    """One tier's, to all workers. A worker that nothing is known of is taken to be as the others are, else
-    one that was measured to be slow would lose to any that was never tried. Mutable: `learn`, `adopt`,
-    `forget`."""
+    """The links from one tier to all workers. Mutable: `learn`, `set` and `forget` change them."""
 
-    __slots__ = ("_by_slot", "_configured_s", "_usual_s")
+    # A link without measurements has the mean of the measured ones. With the configured bandwidth instead, a
+    # worker that was measured as slow would lose to every worker without measurements.
+
+    __slots__ = ("_by_slot", "_configured_s", "_mean_s")
 
     def __init__(self, configured_s: float) -> None:
-        self._configured_s = self._usual_s = configured_s
+        self._configured_s = self._mean_s = configured_s
         self._by_slot: dict[int, _Link] = {}
 
     def token_s(self, slot: int) -> float:
         link = self._by_slot.get(slot)
-        return self._usual_s if link is None else link.token_s
+        return self._mean_s if link is None else link.token_s
 
     def learn(self, slot: int, token_s: float, loads: int) -> None:
         link = self._by_slot.get(slot)
         if link is None:
-            link = self._by_slot[slot] = _Link(self._usual_s)
+            link = self._by_slot[slot] = _Link(self._mean_s)
         link.learn(token_s, loads)
-        self._survey()
+        self._update_mean()
 
-    def adopt(self, slot: int, token_s: float) -> None:
+    def set(self, slot: int, token_s: float) -> None:
         self._by_slot[slot] = _Link(token_s)
-        self._survey()
+        self._update_mean()
 
     def forget(self, slot: int) -> None:
         if self._by_slot.pop(slot, None) is not None:
-            self._survey()
+            self._update_mean()
 
-    def _survey(self) -> None:
+    def _update_mean(self) -> None:
         known = [link.token_s for link in self._by_slot.values()]
-        self._usual_s = sum(known) / len(known) if known else self._configured_s
+        self._mean_s = sum(known) / len(known) if known else self._configured_s
 
 
 class Transfers:
-    """Links as queues: one per worker and slower tier, one for the shared store.
+    """Transfers from slower tiers as queues: one per worker and tier, and one for the shared store.
 
-    Mutable: `start` makes links busy, `learn` changes how fast they are. Times are `Clock.now()` seconds.
+    Mutable: `start` adds a load to the queues; `learn` and `set_rate` change the speeds. Times are
+    `Clock.now()` seconds.
     """
 
     def __init__(self, options: TransferOptions | None = None) -> None:
@@ -131,9 +136,11 @@ class Transfers:
         self._store_busy = 0.0
 
     def learn(self, slot: int, tier: Tier, gb_s: float, loads: int) -> None:
-        """`loads` loads from this tier to `slot` had a mean of `gb_s` GB/s, waiting at the store included;
-        those from L2 as LMCache counts them, into L1, from where it loads them as any others.
-        What was expected before counts as eight loads; the last 64 decide."""
+        """Learn the mean bandwidth of `loads` loads from this tier to `slot`, waits at the store included.
+
+        For L2, `gb_s` is the bandwidth into L1, as LMCache measures it. The previous estimate has a weight of
+        at least 8 and at most 64 loads.
+        """
         if tier is Tier.GPU or gb_s <= 0 or loads <= 0:
             return
         token_s = self._token_bytes / (gb_s * _GIGA)
@@ -142,21 +149,21 @@ class Transfers:
         else:
             self._l2.learn(slot, token_s + self._l1.token_s(slot), loads)
 
-    def adopt(self, slot: int, tier: Tier, gb_s: float) -> None:
-        """Reckon with this bandwidth, which was learnt elsewhere."""
-        (self._l1 if tier is Tier.L1 else self._l2).adopt(slot, self._token_bytes / (gb_s * _GIGA))
+    def set_rate(self, slot: int, tier: Tier, gb_s: float) -> None:
+        """Set the bandwidth in GB/s that a peer has learned."""
+        (self._l1 if tier is Tier.L1 else self._l2).set(slot, self._token_bytes / (gb_s * _GIGA))
 
     def gb_s(self, slot: int, tier: Tier) -> float:
-        """The bandwidth that is reckoned with, from a slower tier to `slot`."""
+        """The assumed bandwidth in GB/s from a slower tier to `slot`."""
         return self._token_bytes / (self._token_s(slot, tier) * _GIGA)
 
     def _token_s(self, slot: int, tier: Tier) -> float:
-        """To the GPU: what comes from L2 passes through L1."""
+        """Seconds per token to the GPU. Blocks from L2 pass through L1."""
         l1_s = self._l1.token_s(slot)
         return l1_s if tier is Tier.L1 else max(l1_s, self._l2.token_s(slot))
 
     def load(self, slot: int, tokens: Tokens, now: float) -> TierLoad:
-        """What fetching the slower tiers' part of `tokens` to `slot` takes from now on."""
+        """The time to load the part of `tokens` in slower tiers to `slot`, from `now` on."""
         if not tokens.l1 and not tokens.l2:
             return TierLoad()
         ready_s = own_s = 0.0
@@ -171,7 +178,7 @@ class Transfers:
         return TierLoad(ready_s, own_s)
 
     def start(self, slot: int, tokens: Tokens, now: float) -> None:
-        """A request that fetches was sent to `slot`."""
+        """Account a request that was sent to `slot` and loads `tokens` from slower tiers."""
         if tokens.l1:
             l1_s = tokens.l1 * self._token_s(slot, Tier.L1)
             self._l1_busy[slot] = max(now, self._l1_busy.get(slot, 0.0)) + l1_s
@@ -188,13 +195,11 @@ class Transfers:
 
 
 class CacheViews(NamedTuple):
-    """What a strategy may read of the workers' caches.
-
-    `caches` is empty (`NoMap`) unless a configured strategy needs `TOKENS`. `in_flight` has the exact
-    prompts of unfinished requests by slot: the worker holds their blocks, or will hold them before the next
-    request runs, whether or not it has announced them yet.
-    """
+    """The views of the workers' caches that a strategy may read."""
 
     caches: CacheMap
+    """`NoMap` unless a configured strategy needs `TOKENS`."""
     in_flight: InFlight
+    """Exact prompts of unfinished requests by slot. The worker has their blocks, or will have them before the
+    next request runs, even if it has not published events for them yet."""
     transfers: Transfers

@@ -1,1 +1,1 @@
-"""One module per strategy; `routing/registry.py` lists them."""
+"""The strategies, one module each; `routing/registry.py` lists them."""

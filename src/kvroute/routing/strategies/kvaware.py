@@ -1,4 +1,4 @@
-"""Routing on what the workers' caches hold, tier by tier, by their own account."""
+"""The strategy `kvaware`: least cost in seconds, with the cache map as the source of matched tokens."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import ClassVar, Final, TypeAlias
 
 from kvroute.fleet.worker import FleetView, Worker
 from kvroute.index.history import RouteHistory
+from kvroute.index.trust import MapTrust
 from kvroute.options import Options, option
 from kvroute.routing.audit import AuditOptions
 from kvroute.routing.cost import CostModel, TierLoad
@@ -19,7 +20,6 @@ from kvroute.routing.strategy import (
     RouteDecision,
     RouteQuery,
     RouteReason,
-    Standing,
     Tokens,
     matched_tokens,
 )
@@ -27,20 +27,25 @@ from kvroute.routing.transfers import CacheViews, TransferOptions
 
 
 class KvAwareOptions(Options):
-    """Routing on the workers' own cache events. A worker whose map cannot be trusted is judged by what it
-    was sent, as `prefixaware` does, until the map is whole again."""
+    """Routing on the workers' KV events.
+
+    For a worker whose map is not trusted the route history counts, as in `prefixaware`, until the map is
+    whole again.
+    """
 
     tiers: TransferOptions = option(default_factory=TransferOptions)
     audit: AuditOptions = option(default_factory=AuditOptions)
 
 
 _Found: TypeAlias = tuple[ExactPrompt, Mapping[int, Tokens], Mapping[int, int]]
-"""A prompt, and by slot: its tokens in caches, its leading keys that unfinished requests have too."""
+"""A prompt; slot -> its tokens in the cache map; slot -> its leading keys in unfinished requests."""
 
 
 class KvAware:
-    """Stateless but for the views, which others change, and the transfers that `on_dispatch` starts;
-    implements `Strategy`."""
+    """Ranks workers by cost, with matched tokens from the cache map. Implements `Strategy`.
+
+    Mutable: `on_dispatch` starts transfers. Other code changes the views.
+    """
 
     name: ClassVar[str] = "kvaware"
     needs: ClassVar[Needs] = Needs.TOKENS
@@ -54,8 +59,8 @@ class KvAware:
         self._costs = costs
         self._history = history
         self._caches, self._in_flight, self._transfers = views
-        self._nothing: dict[int, CandidateMatch] = {}
-        """By slot: what is said of a place that holds nothing of a prompt."""
+        self._no_match: dict[int, CandidateMatch] = {}
+        """Slot -> the match of a place that holds nothing of a prompt."""
 
     def rank(self, query: RouteQuery, view: FleetView) -> RouteDecision:
         workers, now = view.workers, query.now
@@ -72,23 +77,23 @@ class KvAware:
             found = [self._find(prompt) for prompt in exact]
         if simple is not None:
             targets: Sequence[Worker] = workers
-            held, totals, is_far = simple
+            held, totals, needs_load = simple
         else:
             targets, held = self._held(query, workers, found)
             totals = [each.tokens.total for each in held]
-            is_far = any(each.tokens.l1 or each.tokens.l2 for each in held)
+            needs_load = any(each.tokens.l1 or each.tokens.l2 for each in held)
         loads = None
-        if is_far:
+        if needs_load:
             loads = [self._load(each, worker, now) for worker, each in zip(targets, held, strict=True)]
         if len(targets) > len(workers):
             ranks = self._costs.rank(query, targets, totals, loads, held)
             return RouteDecision(self.name, _reason(query, ranks[0], max(totals)), _best_ranks(ranks))
-        # Each worker once: there are no ranks to choose from.
+        # One target per worker: there are no ranks to choose from.
         ranking = self._costs.rank(query, workers, totals, loads, held, view.loads)
         return RouteDecision(self.name, _reason(query, ranking[0], max(totals)), ranking)
 
     def on_dispatch(self, query: RouteQuery, decision: RouteDecision, candidate: Candidate) -> None:
-        """Its blocks are on their way from slower tiers."""
+        """Account the transfer of the request's blocks from slower tiers."""
         held = candidate.held
         if held is not None:
             slot = candidate.worker.index if held.slot is None else held.slot
@@ -102,8 +107,9 @@ class KvAware:
         return self._transfers.load(slot, held.tokens, now)
 
     def _find(self, prompt: ExactPrompt) -> _Found:
-        in_flight, goes_on = self._in_flight.match(prompt.keys)
-        if goes_on and self._caches.refresh(True):  # its last answer's blocks may have come since
+        in_flight, continues_finished = self._in_flight.match(prompt.keys)
+        # The events of a finished request's answer may have arrived since the last refresh.
+        if continues_finished and self._caches.refresh(True):
             self._in_flight.settle()
             in_flight, _ = self._in_flight.match(prompt.keys)
         return prompt, self._caches.match(prompt), in_flight
@@ -111,43 +117,45 @@ class KvAware:
     def _mapped(
         self, found: _Found, workers: Sequence[Worker]
     ) -> tuple[list[CandidateMatch], list[int], bool] | None:
-        """What `_held` gives, with the tokens of each and whether any lie in slower tiers, for what nearly
-        all requests meet: one prompt, and workers of one rank each whose maps are whole. Else None."""
+        """The usual case of `_held`: one prompt, and workers of one rank with whole maps; otherwise None.
+
+        Returns the matches, the matched tokens of each, and whether slower tiers hold matched tokens.
+        """
         prompt, cached, in_flight = found
         places_of = self._caches.places
         held: list[CandidateMatch] = []
         totals: list[int] = []
-        is_far = False
+        needs_load = False
         for worker in workers:
             places = places_of(worker)
             if len(places) != 1:
                 return None
-            slot, _, standing, _ = places[0]
-            if standing is not _WHOLE:
+            slot, _, trust, _ = places[0]
+            if trust is not _WHOLE:
                 return None
             tokens = cached.get(slot)
             if in_flight and slot in in_flight:
-                tokens = _with_flying(tokens, in_flight[slot], prompt, worker)
+                tokens = _with_in_flight(tokens, in_flight[slot], prompt, worker)
             if tokens is None:
                 totals.append(0)
-                held.append(self._nothing.get(slot) or self._nothing_at(slot))
+                held.append(self._no_match.get(slot) or self._add_no_match(slot))
                 continue
             gpu, l1, l2 = tokens
             if l1 or l2:
-                is_far = True
+                needs_load = True
             totals.append(gpu + l1 + l2)
-            # As `CandidateMatch(...)`, without its Python-level constructor.
+            # As `CandidateMatch(...)`, without its constructor in Python.
             held.append(_new(CandidateMatch, (tokens, slot, None, True, "")))
-        return held, totals, is_far
+        return held, totals, needs_load
 
-    def _nothing_at(self, slot: int) -> CandidateMatch:
-        held = self._nothing[slot] = CandidateMatch(_NONE, slot, None, mapped=True)
+    def _add_no_match(self, slot: int) -> CandidateMatch:
+        held = self._no_match[slot] = CandidateMatch(_NONE, slot, None, mapped=True)
         return held
 
     def _held(
         self, query: RouteQuery, workers: Sequence[Worker], found: Sequence[_Found]
     ) -> tuple[list[Worker], list[CandidateMatch]]:
-        """Every place that the request could go to, and what is there."""
+        """Every place that the request could be sent to, as its worker, with its match."""
         sent: Sequence[int] = ()
         targets: list[Worker] = []
         held: list[CandidateMatch] = []
@@ -170,61 +178,62 @@ class KvAware:
                     )
                     continue
                 tokens = _total(found, place.slot, worker)
-                held.append(_believed(place, rank, tokens, sent[number] if sent else 0))
+                held.append(_match_of(place, rank, tokens, sent[number] if sent else 0))
         return targets, held
 
 
 _NONE: Final = Tokens()
-_WHOLE: Final = Standing.WHOLE
+_WHOLE: Final = MapTrust.WHOLE
 _new: Final = tuple.__new__
 
 
 def _are_whole(places: Sequence[CachePlace]) -> bool:
-    for place in places:  # noqa: SIM110 - `all` would make a generator for the one or few that there are
-        if place.standing is not Standing.WHOLE:
+    for place in places:  # noqa: SIM110 - `all` would construct a generator for a few places
+        if place.trust is not MapTrust.WHOLE:
             return False
     return True
 
 
 def _total(found: Sequence[_Found], slot: int, worker: Worker) -> Tokens:
-    """What `slot` has of all prompts together."""
+    """The tokens of all prompts that `slot` holds."""
     totals = _NONE
     for prompt, cached, in_flight in found:
         tokens = cached.get(slot)
         if slot in in_flight:
-            tokens = _with_flying(tokens, in_flight[slot], prompt, worker)
+            tokens = _with_in_flight(tokens, in_flight[slot], prompt, worker)
         if tokens is not None:
             totals = Tokens(totals.gpu + tokens.gpu, totals.l1 + tokens.l1, totals.l2 + tokens.l2)
     return totals
 
 
-def _with_flying(found: Tokens | None, keys: int, prompt: ExactPrompt, worker: Worker) -> Tokens:
-    """Blocks of an unfinished request, which has so many of the prompt's keys, are on the GPU, or will be:
-    they take the place of those in slower tiers."""
-    flying = keys * prompt.key_tokens
-    flying -= flying % worker.block_size
+def _with_in_flight(found: Tokens | None, keys: int, prompt: ExactPrompt, worker: Worker) -> Tokens:
+    """Move the tokens of the first `keys` keys to the GPU: an unfinished request has their blocks there."""
+    in_flight = keys * prompt.key_tokens
+    in_flight -= in_flight % worker.block_size
     if found is None:
-        return Tokens(flying)
+        return Tokens(in_flight)
     gpu, l1, l2 = found
-    if flying <= gpu:
+    if in_flight <= gpu:
         return found
-    over = flying - gpu
+    over = in_flight - gpu
     from_l1 = min(over, l1)
-    return Tokens(flying, l1 - from_l1, max(0, l2 - (over - from_l1)))
+    return Tokens(in_flight, l1 - from_l1, max(0, l2 - (over - from_l1)))
 
 
-def _believed(place: CachePlace, rank: int | None, mapped: Tokens, sent: int) -> CandidateMatch:
-    """The map's word where it is whole; where it may lack something, whichever is more; else what was
-    sent there."""
-    if place.standing is Standing.WHOLE:
+def _match_of(place: CachePlace, rank: int | None, mapped: Tokens, sent: int) -> CandidateMatch:
+    """The match of a place: by a whole map, the map; by a partial one, the larger of both; else the history.
+
+    `mapped` is from the cache map, `sent` from the route history.
+    """
+    if place.trust is MapTrust.WHOLE:
         return CandidateMatch(mapped, place.slot, rank, mapped=True)
-    if place.standing is Standing.PARTIAL and mapped.total >= sent:
+    if place.trust is MapTrust.PARTIAL and mapped.total >= sent:
         return CandidateMatch(mapped, place.slot, rank, mapped=True, why=place.why)
     return CandidateMatch(Tokens(sent), place.slot, rank, mapped=False, why=place.why)
 
 
 def _best_ranks(ranking: Sequence[Candidate]) -> Sequence[Candidate]:
-    """Each worker once, with its best rank: a second attempt goes to another worker."""
+    """The first candidate of each worker, so that a second attempt goes to another worker."""
     seen: set[int] = set()
     best = []
     for candidate in ranking:

@@ -1,4 +1,4 @@
-"""In turn, whatever the request."""
+"""The strategy `roundrobin`: one worker after another, independent of the request."""
 
 from __future__ import annotations
 
@@ -13,26 +13,32 @@ from kvroute.routing.transfers import CacheViews
 
 
 class RoundRobinOptions(Options):
-    """The routable workers in turn. Nothing to set."""
+    """All routable workers, one after another. There are no options."""
 
 
-class _Turns:
-    """One model's order. Mutable: by `RoundRobin.on_dispatch`. Start-time fair queueing: `due` is the turn at
-    which a worker is next, `turn` where the order stands. Who joins or returns starts at `turn`, so it
-    neither catches up on what it missed nor waits for the others."""
+class _FairQueue:
+    """The order of one model's workers, by start-time fair queueing. Mutable: `RoundRobin.on_dispatch`.
 
-    __slots__ = ("due", "turn")
+    A worker that joins or returns starts at the current virtual time: it neither catches up on requests that
+    it missed, nor waits for the others.
+    """
+
+    __slots__ = ("next_start", "virtual_time")
 
     def __init__(self) -> None:
-        self.turn = 0.0
-        self.due: dict[WorkerId, float] = {}
+        self.virtual_time = 0.0
+        self.next_start: dict[WorkerId, float] = {}
+        """Virtual time of each worker's next request."""
 
     def start(self, worker: WorkerId) -> float:
-        return max(self.turn, self.due.get(worker, 0.0))
+        return max(self.virtual_time, self.next_start.get(worker, 0.0))
 
 
 class RoundRobin:
-    """Mutable: the turns, by `on_dispatch` only; implements `Strategy`."""
+    """Ranks the worker first whose next request is due. Implements `Strategy`.
+
+    Mutable: only `on_dispatch` changes the queues.
+    """
 
     name: ClassVar[str] = "roundrobin"
     needs: ClassVar[Needs] = Needs.NOTHING
@@ -44,27 +50,27 @@ class RoundRobin:
         self, options: RoundRobinOptions, costs: CostModel, history: RouteHistory, views: CacheViews
     ) -> None:
         self._costs = costs
-        self._turns: dict[str, _Turns] = {}
+        self._queues: dict[str, _FairQueue] = {}
 
     def rank(self, query: RouteQuery, view: FleetView) -> RouteDecision:
         ranking = self._costs.rank(query, view.workers, queues=view.loads)
-        turns = self._turns.get(view.model) or _Turns()
-        chosen = min(view.workers, key=lambda worker: turns.start(worker.id))
+        queue = self._queues.get(view.model) or _FairQueue()
+        chosen = min(view.workers, key=lambda worker: queue.start(worker.id))
         ranking.put_first(chosen)
         return RouteDecision(self.name, RouteReason.ROUND_ROBIN, ranking)
 
     def on_dispatch(self, query: RouteQuery, decision: RouteDecision, candidate: Candidate) -> None:
-        turns = self._turns.get(query.model)
-        if turns is None:
-            turns = self._turns[query.model] = _Turns()
+        queue = self._queues.get(query.model)
+        if queue is None:
+            queue = self._queues[query.model] = _FairQueue()
         worker = candidate.worker
-        start = turns.start(worker.id)
+        start = queue.start(worker.id)
         if candidate is decision.ranking[0]:
-            turns.turn = start
-        turns.due[worker.id] = start + 1.0 / worker.ramp_at(query.now)
-        if len(turns.due) > len(decision.ranking):
+            queue.virtual_time = start
+        queue.next_start[worker.id] = start + 1.0 / worker.ramp_at(query.now)
+        if len(queue.next_start) > len(decision.ranking):
             present = {other.worker.id for other in decision.ranking}
-            turns.due = {id_: due for id_, due in turns.due.items() if id_ in present}
+            queue.next_start = {id_: at for id_, at in queue.next_start.items() if id_ in present}
 
     def forget(self, session_key: str) -> bool:
         return False

@@ -1,10 +1,13 @@
-"""One worker a session: consistent hashing with bounded loads (Mirrokni, Thorup, Zadimoghaddam 2016)."""
+"""The strategy `session`: one worker per session key.
+
+Consistent hashing with bounded loads (Mirrokni, Thorup, Zadimoghaddam 2016).
+"""
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from math import ceil
 from typing import ClassVar, NamedTuple
 
@@ -19,7 +22,7 @@ from kvroute.routing.transfers import CacheViews
 
 
 class SessionOptions(Options):
-    """A session stays on one worker by its key; no key means least load."""
+    """Sessions stay on one worker, by a session key. A request without a key goes to the least cost."""
 
     keys: tuple[str, ...] = option(
         (
@@ -30,28 +33,28 @@ class SessionOptions(Options):
             "body:user",
             "body:metadata.session_id",
         ),
-        "Where to look for a session's key, in this order: `header:NAME`, `cookie:NAME` or `body:FIELD`.",
+        "Sources of the session key, in this order: `header:NAME`, `cookie:NAME` or `body:FIELD`.",
     )
     epsilon: float = option(
         0.25,
-        "How far above the mean a worker's requests in flight may go before a session moves on.",
+        "A worker takes no more sessions at 1 + `epsilon` times the mean of the requests in flight.",
         higher="sessions stay, load is less even",
         lower="load is more even, sessions move",
         ge=0,
     )
     free_requests: int = option(
         4,
-        "Requests in flight that a worker may always have, whatever the mean.",
+        "Requests in flight that a worker may always have, independent of the mean.",
         unit="requests",
         higher="sessions stay at low load",
-        lower="spreads at low load; 1 leaves the bound alone",
+        lower="sessions spread at low load; 1: only `epsilon` counts",
         ge=1,
     )
     remembered: int = option(
         100_000,
-        "Sessions whose worker is remembered, the most recently used ones; about 200 bytes each.",
+        "Number of sessions whose worker is stored, the most recently used ones; about 200 bytes each.",
         unit="sessions",
-        higher="sessions moved by load stay where they moved to for longer",
+        higher="sessions that load has moved stay on their new worker for longer",
         lower="less memory",
         ge=1,
     )
@@ -65,7 +68,7 @@ class SessionOptions(Options):
 
 
 class Ring:
-    """Workers on a circle of 64-bit hashes. Depends on their ids alone. Built in about 0.3 us a point."""
+    """A hash ring of worker ids with 64-bit hashes. Built in about 0.3 us per point."""
 
     __slots__ = ("_hashes", "_owners", "ids")
 
@@ -81,7 +84,7 @@ class Ring:
         return self._owners[bisect_right(self._hashes, place) % len(self._owners)]
 
     def walk(self, place: int) -> Iterator[WorkerId]:
-        """Each worker once, in the order of the ring from `place` on."""
+        """Each worker once, in the order of the ring, starting at `place`."""
         start, seen = bisect_right(self._hashes, place), set[WorkerId]()
         for step in range(len(self._owners)):
             worker = self._owners[(start + step) % len(self._owners)]
@@ -90,20 +93,24 @@ class Ring:
                 yield worker
 
 
-class _Seat(NamedTuple):
+class _Placement(NamedTuple):
+    """The worker of a session, and the session's home at the time of that choice."""
+
     home: WorkerId
     worker: WorkerId
 
 
 class Session:
-    """Mutable: rings, rebuilt when a model's workers change, and the table of seats, by `on_dispatch` and
-    `forget` only; implements `Strategy`.
+    """Ranks the session's worker first: its home on the ring, or its stored placement. Implements `Strategy`.
 
-    A session belongs to its home, the first worker on the ring. A seat remembers where it really went
-    when its home was over the bound, so that it stays there. A seat counts as long as its worker is there
-    and nobody stands between the session and the home it had: a worker that leaves moves its own sessions
-    only, and takes them back when it returns. Keys are kept as hashes.
+    Mutable: `rank` rebuilds a model's ring when its workers change; only `on_dispatch` and `forget` change
+    the placements.
     """
+
+    # A placement keeps a session on the worker that it was moved to when its home was over the bound. It is
+    # valid while its worker is routable, and its home is still the session's home or has left. So a worker
+    # that leaves moves only its own sessions, and gets them again when it returns. Session keys are stored as
+    # hashes.
 
     name: ClassVar[str] = "session"
     needs: ClassVar[Needs] = Needs.SESSION_KEY
@@ -117,7 +124,7 @@ class Session:
         self._options = options
         self._costs = costs
         self._rings: dict[str, tuple[int, Ring]] = {}
-        self._seats: OrderedDict[tuple[str, int], _Seat] = OrderedDict()
+        self._placements: OrderedDict[tuple[str, int], _Placement] = OrderedDict()
 
     def rank(self, query: RouteQuery, view: FleetView) -> RouteDecision:
         ranking = self._costs.rank(query, view.workers, queues=view.loads)
@@ -126,13 +133,13 @@ class Session:
         place = _place(query.session_key)
         ring = self._ring(view)
         workers = {worker.id: worker for worker in view.workers}
-        wanted = ring.home(place)
-        seat = self._seats.get((view.model, place))
-        if seat is not None and seat.worker in workers and (seat.home == wanted or seat.home not in workers):
-            wanted = seat.worker
-        chosen, reason = wanted, RouteReason.SESSION
+        preferred = ring.home(place)
+        stored = self._placements.get((view.model, place))
+        if stored is not None and stored.worker in workers and _is_valid(stored, preferred, workers):
+            preferred = stored.worker
+        chosen, reason = preferred, RouteReason.SESSION
         bound = self._bound(view)
-        if workers[wanted].load.in_flight >= bound:
+        if workers[preferred].load.in_flight >= bound:
             reason = RouteReason.SESSION_SPILL
             chosen = next(id_ for id_ in ring.walk(place) if workers[id_].load.in_flight < bound)
         ranking.put_first(workers[chosen])
@@ -146,21 +153,21 @@ class Session:
             return
         ring, place = known[1], _place(query.session_key)
         key, home, worker = (query.model, place), ring.home(place), candidate.worker.id
-        seat = self._seats.get(key)
-        if seat is None or seat.worker != worker or not _holds(seat, home, ring.ids):
-            self._seats[key] = _Seat(home, worker)
-        self._seats.move_to_end(key)
-        if len(self._seats) > self._options.remembered:
-            self._seats.popitem(last=False)
+        stored = self._placements.get(key)
+        if stored is None or stored.worker != worker or not _is_valid(stored, home, ring.ids):
+            self._placements[key] = _Placement(home, worker)
+        self._placements.move_to_end(key)
+        if len(self._placements) > self._options.remembered:
+            self._placements.popitem(last=False)
 
     def forget(self, session_key: str) -> bool:
-        """Free the session's seats: it goes home, wherever load has moved it. False if it had none."""
+        """Drop the session's placements, so that it goes to its home again. False if it had none."""
         place = _place(session_key)
-        freed = [self._seats.pop((model, place), None) for model in self._rings]
-        return any(freed)
+        dropped = [self._placements.pop((model, place), None) for model in self._rings]
+        return any(dropped)
 
     def _bound(self, view: FleetView) -> int:
-        """Requests in flight at which a worker takes no more sessions."""
+        """Number of requests in flight at which a worker takes no more sessions."""
         total = sum(worker.load.in_flight for worker in view.workers) + 1
         return max(self._options.free_requests, ceil((1 + self._options.epsilon) * total / len(view.workers)))
 
@@ -174,9 +181,9 @@ class Session:
         return ring
 
 
-def _holds(seat: _Seat, home: WorkerId, present: tuple[WorkerId, ...]) -> bool:
-    """Whether the seat was given under this home, or one that has left since."""
-    return seat.home == home or seat.home not in present
+def _is_valid(stored: _Placement, home: WorkerId, present: Container[WorkerId]) -> bool:
+    """Whether the placement was chosen for this home, or for a home that has left since."""
+    return stored.home == home or stored.home not in present
 
 
 def _place(session_key: str) -> int:
