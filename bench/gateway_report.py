@@ -12,7 +12,7 @@ COLUMNS: Mapping[str, tuple[tuple[str, str, str], ...]] = {
     "closed": (
         ("us/request", "cpu_us_request", ".1f"),
         ("main thread", "main_us_request", ".1f"),
-        ("but for tokens", "untokenized_us_request", ".1f"),
+        ("without tokens", "untokenized_us_request", ".1f"),
         ("requests/s", "requests_s", ".0f"),
         ("p50 us", "p50_us", ".0f"),
         ("p99 us", "p99_us", ".0f"),
