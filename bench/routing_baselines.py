@@ -236,7 +236,7 @@ class StackKv(SessionHash):
     def place(self, request: FleetRequest, now: float) -> int:
         limit = _limit(request)
         for worker, engine in enumerate(self.engines):
-            if engine.tiers.l1.run(request.keys, 0, limit) * BLOCK >= request.prompt_tokens - 2000:
+            if engine.tiers.l1.run_end(request.keys, 0, limit) * BLOCK >= request.prompt_tokens - 2000:
                 return worker
         return super().place(request, now)
 
@@ -335,7 +335,7 @@ class Shared(_Backlog):
     wants_events = False
 
     def place(self, request: FleetRequest, now: float) -> int:
-        held = self.engines[0].tiers.store.tier.run(request.keys, 0, _limit(request))
+        held = self.engines[0].tiers.store.tier.run_end(request.keys, 0, _limit(request))
         worker = self.least([load.wait(now) for load in self.loads])
         return self.send(request, worker, self.prefill_s(request, held), now)
 
@@ -350,7 +350,7 @@ def tier_loads(
     gpu = policy.gpu.extents(keys, limit, policy.size, in_flight)
     for worker, engine in enumerate(policy.engines):
         slow = engine.tiers
-        near, far = slow.found(keys, gpu[worker], limit)
+        near, far = slow.lookup(keys, gpu[worker], limit)
         ready = own = 0.0
         if near:
             own = near * block / tiers.l1_bytes_s

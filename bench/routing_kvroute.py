@@ -170,7 +170,7 @@ class Kvroute(Policy):
         if wanted is not None:
             self.prefetches += 1
             tiers, keys = self.engines[chosen.worker.index].tiers, request.keys[: wanted.tokens // BLOCK]
-            tiers.store.later(now + delay_s, lambda at: tiers.prefetch(keys, at))
+            tiers.store.schedule(now + delay_s, lambda at: tiers.prefetch(keys, at))
 
     def first_token(self, request: FleetRequest, now: float) -> None:
         self._hear(now)

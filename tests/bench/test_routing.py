@@ -96,9 +96,9 @@ def test_kvaware_knows_by_events_what_every_tier_holds() -> None:
     policy = KvrouteAware(0)
     fleet = run(policy)
     fleet.now += 60.0
-    fleet._tell()
+    fleet._deliver()
     fleet.now += 60.0
-    fleet._tell()
+    fleet._deliver()
 
     for request in fleet.done[-50:]:
         found = policy.caches.match(policy.caches.look_at(request))
@@ -119,9 +119,9 @@ def test_a_turn_finds_the_answer_before_it_by_events() -> None:
     keys = list(range(1, 13))
     fleet.submit(FleetRequest(keys, 4 * BLOCK, 8 * BLOCK), 0.0)
     fleet.run()
-    fleet._tell()
+    fleet._deliver()
     fleet.now += 1.0
-    fleet._tell()
+    fleet._deliver()
 
     found = policy.caches.match(policy.caches.look_at(FleetRequest(keys, 12 * BLOCK, 1)))
 
@@ -139,7 +139,7 @@ def test_kvaware_hears_of_answers_that_no_prompt_has_had_yet() -> None:
     fleet.submit(FleetRequest(keys, 4 * BLOCK, 8 * BLOCK), 0.0)
     fleet.run()
     fleet.now += 2.0
-    fleet._tell()
+    fleet._deliver()
 
     found = policy.caches.match(policy.caches.look_at(FleetRequest(keys, 12 * BLOCK, 1)))
 

@@ -44,14 +44,14 @@ async def test_content_parts_are_joined_by_newlines(http: httpx.AsyncClient) -> 
 
 
 async def test_audio_becomes_a_text_that_tells_its_size(client: openai.AsyncOpenAI) -> None:
-    heard = await client.audio.transcriptions.create(model="sim-model", file=("a.wav", b"RIFF" * 10))
+    transcript = await client.audio.transcriptions.create(model="sim-model", file=("a.wav", b"RIFF" * 10))
     stream = await client.audio.transcriptions.create(
         model="sim-model", file=("a.wav", b"RIFF" * 10), stream=True
     )
     pieces = [chunk.model_dump()["choices"][0]["delta"]["content"] async for chunk in stream]
 
-    assert heard.text == "Simulated transcription of 40 bytes."
-    assert "".join(pieces) == heard.text
+    assert transcript.text == "Simulated transcription of 40 bytes."
+    assert "".join(pieces) == transcript.text
 
 
 async def test_audio_formats_and_translation(http: httpx.AsyncClient) -> None:

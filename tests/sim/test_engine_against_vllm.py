@@ -24,8 +24,8 @@ def lines(suffix: str) -> list[Any]:
     ]
 
 
-def told(events: list[KvEvent]) -> list[tuple[object, ...]]:
-    """Events with every block named by the tokens up to its end instead of by somebody's hash."""
+def by_tokens(events: list[KvEvent]) -> list[tuple[object, ...]]:
+    """Events with every block named by the tokens up to its end instead of a hash."""
     prefixes: dict[int | bytes, tuple[int, ...]] = {}
     story: list[tuple[object, ...]] = []
     for event in events:
@@ -80,5 +80,5 @@ def test_the_same_requests_bring_the_same_events_evictions_and_hits() -> None:
 
     recorded = [base64.b64decode(frame) for line in lines(".jsonl") for frame in line["frames"][2:]]
     real = [event for payload in recorded for event in decode_batch(payload).events]
-    assert told(events) == told(real)
-    assert {kind for kind, *_ in told(events)} == {"stored", "removed", "cleared"}
+    assert by_tokens(events) == by_tokens(real)
+    assert {kind for kind, *_ in by_tokens(events)} == {"stored", "removed", "cleared"}

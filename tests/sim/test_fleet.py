@@ -17,23 +17,23 @@ from kvroute.sim.fleet import (
 from kvroute.wire.vllm import BlockStored, KvEvent
 
 
-class Listening:
-    """Places by conversation and writes down everything that it is told."""
+class RecordingPlacement:
+    """Places requests by conversation and records every call."""
 
     def __init__(self, workers: int) -> None:
         self.workers = workers
-        self.told: list[tuple[str, int, float]] = []
+        self.calls: list[tuple[str, int, float]] = []
         self.stored = 0
 
     def place(self, request: FleetRequest, now: float) -> int:
-        self.told.append(("place", id(request), now))
+        self.calls.append(("place", id(request), now))
         return request.conversation % self.workers
 
     def first_token(self, request: FleetRequest, now: float) -> None:
-        self.told.append(("first", id(request), now))
+        self.calls.append(("first", id(request), now))
 
     def finished(self, request: FleetRequest, now: float) -> None:
-        self.told.append(("finished", id(request), now))
+        self.calls.append(("finished", id(request), now))
 
     def events(self, worker: int, events: Sequence[KvEvent], now: float) -> None:
         self.stored += sum(len(event.block_hashes) for event in events if isinstance(event, BlockStored))
@@ -41,7 +41,7 @@ class Listening:
 
 def test_one_request_takes_what_the_timing_model_says() -> None:
     engines = make_engines(1)
-    placement = Listening(1)
+    placement = RecordingPlacement(1)
     fleet = SimFleet(engines, placement)
     request = FleetRequest(list(range(70)), 1000, 3)
 
@@ -53,12 +53,12 @@ def test_one_request_takes_what_the_timing_model_says() -> None:
     rest = timing.iteration_s(1, 0, 1001) + timing.iteration_s(1, 0, 1002)
     assert request.ttft_s == pytest.approx(first)
     assert request.finished_s == pytest.approx(5.0 + first + rest)
-    assert [what for what, _, _ in placement.told] == ["place", "first", "finished"]
+    assert [what for what, _, _ in placement.calls] == ["place", "first", "finished"]
     assert fleet.done == [request]
 
 
 def test_time_can_be_stopped_and_goes_on() -> None:
-    fleet = SimFleet(make_engines(1), Listening(1))
+    fleet = SimFleet(make_engines(1), RecordingPlacement(1))
     late, early = FleetRequest([1], 20, 1), FleetRequest([2], 20, 1)
     fleet.submit(late, 10.0)
     fleet.submit(early, 1.0)
@@ -71,7 +71,7 @@ def test_time_can_be_stopped_and_goes_on() -> None:
 
 
 def test_a_repeat_on_the_same_worker_hits_and_elsewhere_does_not() -> None:
-    fleet = SimFleet(make_engines(2), Listening(2))
+    fleet = SimFleet(make_engines(2), RecordingPlacement(2))
     keys = list(range(6))
     requests = [FleetRequest(keys, 96, 1, conversation=n) for n in (0, 0, 1)]
     for at, request in enumerate(requests):
@@ -84,7 +84,7 @@ def test_a_repeat_on_the_same_worker_hits_and_elsewhere_does_not() -> None:
 
 def test_events_reach_the_placement_when_recorded() -> None:
     for record, stored in ((True, 6), (False, 0)):
-        placement = Listening(1)
+        placement = RecordingPlacement(1)
         fleet = SimFleet(make_engines(1, record_events=record), placement)
         fleet.submit(FleetRequest(list(range(6)), 96, 1), 0.0)
         fleet.run()
@@ -93,7 +93,7 @@ def test_events_reach_the_placement_when_recorded() -> None:
 
 
 def test_a_request_that_never_fits_is_the_callers_mistake() -> None:
-    fleet = SimFleet(make_engines(1, capacity_tokens=64), Listening(1))
+    fleet = SimFleet(make_engines(1, capacity_tokens=64), RecordingPlacement(1))
     fleet.submit(FleetRequest(list(range(6)), 96, 1), 0.0)
 
     with pytest.raises(ValueError, match="does not fit"):
@@ -101,7 +101,7 @@ def test_a_request_that_never_fits_is_the_callers_mistake() -> None:
 
 
 def test_chat_clients_send_what_they_were_asked_and_turns_follow_each_other() -> None:
-    placement = Listening(3)
+    placement = RecordingPlacement(3)
     fleet = SimFleet(make_engines(3, block_size=64), placement)
     shape = ChatShape(system_tokens=256, context_tokens=1024, output_tokens=32, think_s=1.0)
     ChatClients(fleet, clients=6, requests=90, shape=shape, seed=3).start()
@@ -123,7 +123,7 @@ def test_chat_clients_send_what_they_were_asked_and_turns_follow_each_other() ->
 
 def test_a_seed_repeats_exactly() -> None:
     def ends(seed: int) -> list[float]:
-        fleet = SimFleet(make_engines(2, block_size=64), Listening(2))
+        fleet = SimFleet(make_engines(2, block_size=64), RecordingPlacement(2))
         ChatClients(fleet, clients=4, requests=20, shape=ChatShape(context_tokens=2048), seed=seed).start()
         fleet.run()
         return [request.finished_s for request in fleet.done]

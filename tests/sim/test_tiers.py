@@ -19,7 +19,7 @@ class Fixed:
     """Sends each request where its conversation's number says."""
 
     def __init__(self) -> None:
-        self.heard: list[tuple[int, int, float]] = []
+        self.received: list[tuple[int, int, float]] = []
 
     def place(self, request: FleetRequest, now: float) -> int:
         return request.conversation
@@ -31,7 +31,7 @@ class Fixed:
         pass
 
     def events(self, worker: int, events: Sequence[KvEvent], now: float) -> None:
-        self.heard.append((worker, len(events), now))
+        self.received.append((worker, len(events), now))
 
 
 def fleet_of(tiers: TierOptions, *, capacity_tokens: int = 100 * BLOCK, delay_s: float = 0.0) -> TieredFleet:
@@ -177,8 +177,8 @@ def test_filled_when_requests_end_the_store_has_nothing_before_and_the_answer_to
     seen = []
     for at in (answered_s - 0.01, answered_s + 0.01):
         fleet.run(until=at)
-        fleet._tiered(1).tiers.store.settle(at)
-        seen.append(sum(fleet._tiered(1).tiers.found(keys, 0, 8)))
+        fleet._tiered(1).tiers.store.apply_due(at)
+        seen.append(sum(fleet._tiered(1).tiers.lookup(keys, 0, 8)))
 
     assert seen == [during, after]
 
@@ -192,8 +192,8 @@ def test_what_came_from_the_store_stays_in_l1_only_where_that_is_switched_on(kee
     fleet.run()
 
     engine = fleet._tiered(1)
-    engine.tiers.store.settle(fleet.now)
-    assert engine.tiers.found([1, 2, 3, 4], 0, 4) == ((4, 0) if keeps_loaded else (0, 4))
+    engine.tiers.store.apply_due(fleet.now)
+    assert engine.tiers.lookup([1, 2, 3, 4], 0, 4) == ((4, 0) if keeps_loaded else (0, 4))
 
 
 def test_blocks_are_read_from_l1_where_it_has_them_and_from_the_store_between() -> None:
@@ -202,8 +202,8 @@ def test_blocks_are_read_from_l1_where_it_has_them_and_from_the_store_between() 
     tiers.l1.put([1, 3])
     tiers.store.tier.put([1, 2, 3, 4, 6])
 
-    assert tiers.found([1, 2, 3, 4, 5, 6], 0, 6) == (2, 2)
-    assert tiers.found([1, 2, 3, 4, 5, 6], 1, 6) == (1, 2)
+    assert tiers.lookup([1, 2, 3, 4, 5, 6], 0, 6) == (2, 2)
+    assert tiers.lookup([1, 2, 3, 4, 5, 6], 1, 6) == (1, 2)
 
 
 def test_stores_wait_for_each_other_at_the_shared_store() -> None:
@@ -215,9 +215,9 @@ def test_stores_wait_for_each_other_at_the_shared_store() -> None:
         fleet._tiered(worker).tiers.write(range(first, first + 4), 0.0)
     store = fleet._tiered(0).tiers.store
 
-    store.settle(7.0)
+    store.apply_due(7.0)
     held = 50 in store.tier
-    store.settle(8.0)
+    store.apply_due(8.0)
 
     assert 1 in store.tier
     assert (held, 50 in store.tier) == (False, True)
@@ -247,7 +247,7 @@ def test_a_lookup_before_its_prefetch_is_through_loads_the_same_again() -> None:
     tiers.store.tier.put([1, 2, 3, 4])
     tiers.prefetch([1, 2, 3, 4], 0.0)
 
-    ready = tiers.load([1, 2, 3, 4], 0, *tiers.found([1, 2, 3, 4], 0, 4), now=1.0)
+    ready = tiers.load([1, 2, 3, 4], 0, *tiers.lookup([1, 2, 3, 4], 0, 4), now=1.0)
 
     assert ready == pytest.approx(8.0, abs=0.1)
 
@@ -255,7 +255,7 @@ def test_a_lookup_before_its_prefetch_is_through_loads_the_same_again() -> None:
 def test_a_server_reports_at_once_but_no_more_than_once_in_its_interval() -> None:
     reports = TierReports(1.0)
 
-    assert [reports.told_at(at) for at in (5.0, 5.1, 5.9, 6.0, 6.5, 9.0, 9.5)] == [
+    assert [reports.report_time(at) for at in (5.0, 5.1, 5.9, 6.0, 6.5, 9.0, 9.5)] == [
         5.0,
         6.0,
         6.0,
@@ -267,7 +267,7 @@ def test_a_server_reports_at_once_but_no_more_than_once_in_its_interval() -> Non
 
 
 def test_what_the_tiers_hold_is_heard_of_when_the_server_reports_it() -> None:
-    heard: list[tuple[float, int, TierChange]] = []
+    received: list[tuple[float, int, TierChange]] = []
     engines = make_tiered_engines(
         2, capacity_tokens=100 * BLOCK, timing=PLAIN, tiers=TierOptions(token_bytes=100)
     )
@@ -275,16 +275,16 @@ def test_what_the_tiers_hold_is_heard_of_when_the_server_reports_it() -> None:
         engines,
         Fixed(),
         event_delay_s=0.25,
-        on_tiers=lambda worker, change, now: heard.append((now, worker, change)),
+        on_tiers=lambda worker, change, now: received.append((now, worker, change)),
     )
     for at in (0.0, 3.0, 3.3, 4.5):  # the second and the third ask when nothing, and when L1, is told
         ask(fleet, at, 0, 1 + int(at) * 50)
 
     fleet.run()
 
-    first = [(now, change.is_shared) for now, worker, change in heard if 1 in change.stored]
+    first = [(now, change.is_shared) for now, worker, change in received if 1 in change.stored]
     assert first == [(3.0, False), (3.3, True)]
-    assert all(list(change.stored) and not change.removed for _, _, change in heard)
+    assert all(list(change.stored) and not change.removed for _, _, change in received)
 
 
 def test_events_come_late_and_in_order() -> None:
@@ -296,7 +296,7 @@ def test_events_come_late_and_in_order() -> None:
 
     placement = fleet.placement
     assert isinstance(placement, Fixed)
-    assert [now for _, _, now in placement.heard] == [9.0, 12.0]
+    assert [now for _, _, now in placement.received] == [9.0, 12.0]
 
 
 def test_a_tier_drops_what_was_used_least_recently_ends_first() -> None:
@@ -304,6 +304,6 @@ def test_a_tier_drops_what_was_used_least_recently_ends_first() -> None:
     tier.put([1, 2, 3])
     tier.put([7, 8])
 
-    assert tier.run([1, 2, 3], 0, 3) == 2
-    assert tier.run([7, 8], 0, 2) == 2
-    assert LruTier(0).run([1], 0, 1) == 0
+    assert tier.run_end([1, 2, 3], 0, 3) == 2
+    assert tier.run_end([7, 8], 0, 2) == 2
+    assert LruTier(0).run_end([1], 0, 1) == 0

@@ -1,4 +1,4 @@
-"""Answers without a model: text that follows from the prompt, so that equal prompts get equal answers."""
+"""Answers without a model: the text is computed from the prompt, so that equal prompts get equal answers."""
 
 from __future__ import annotations
 
@@ -55,7 +55,8 @@ _WORDS = [
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One choice. `pieces` is the text token by token; `finish_reason` is vLLM's stop or length."""
+    """One choice of an answer. `pieces`: the text of each token. `finish_reason`: vLLM's "stop" or
+    "length"."""
 
     token_ids: array[int]
     pieces: tuple[str, ...]
@@ -68,21 +69,21 @@ class Choice:
 
 
 def fingerprint(prompt: array[int], model: str, choice: int = 0) -> int:
-    """64 bits that decide an answer: equal on every worker for an equal prompt, model and choice."""
+    """A 64-bit seed of an answer: the same on every worker for the same prompt, model and choice."""
     return xxh3_64_intdigest(prompt.tobytes(), xxh3_64_intdigest(model.encode(), choice))
 
 
 def plain(seed: int, limit: int | None, natural: int, stop: Sequence[str] = ()) -> Choice:
-    """Words that follow from `seed`: exactly `limit` tokens, or `natural` ones where there is no limit.
+    """Words computed from `seed`: exactly `limit` tokens, or `natural` tokens if `limit` is None.
 
-    A `stop` string that comes up ends the answer before it, as vLLM does.
+    The answer ends before the first `stop` string, as in vLLM.
     """
     count = natural if limit is None else limit
     return _cut(_words(seed, count * 3), limit, stop)
 
 
 def fixed(text: str, limit: int | None, stop: Sequence[str] = ()) -> Choice:
-    """This ASCII text (a tool's arguments, a JSON document), cut at `limit` tokens."""
+    """An answer with this ASCII text (a tool's arguments, a JSON document), at most `limit` tokens."""
     return _cut(text, limit, stop, whole=True)
 
 
@@ -113,7 +114,7 @@ def _words(seed: int, characters: int) -> str:
 
 
 def instance_of(schema: Any, depth: int = 0, root: Any = None) -> Any:
-    """A small value that a JSON schema accepts; enough of JSON Schema for tests, not all of it."""
+    """A small value that a JSON schema accepts. Supports the part of JSON Schema that tests need."""
     root = schema if root is None else root
     if not isinstance(schema, Mapping) or depth > 16:
         return None

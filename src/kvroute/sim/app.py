@@ -1,4 +1,5 @@
-"""The simulated worker as an ASGI application: reads a request, applies faults, finds its handler."""
+"""The simulated worker as an ASGI application: routes, faults, tokenization, audio, and the running
+server."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from kvroute.sim import control
 from kvroute.sim.chat import chat_completions
 from kvroute.sim.completions import completions
 from kvroute.sim.engine import SimEngine
-from kvroute.sim.http import SSE, ApiError, Call, Gone, Receive, Scope, Send
+from kvroute.sim.http import SSE, ApiError, Call, ExchangeEnded, Receive, Scope, Send
 from kvroute.sim.options import SimOptions
 from kvroute.sim.other_apis import (
     cancel_response,
@@ -38,7 +39,7 @@ _json = msgspec.json.Encoder().encode
 
 
 async def tokenize(call: Call, worker: SimWorker) -> None:
-    """POST /tokenize: a text or a chat, to the very ids that the engine would use."""
+    """POST /tokenize: the token ids that the engine computes for a text or a chat."""
     body = call.json()
     worker.model(body)
     if "messages" in body:
@@ -115,7 +116,7 @@ async def _stream_text(call: Call, worker: SimWorker, kind: str, model: str, tex
 
 
 def _form(call: Call) -> dict[str, bytes]:
-    """The parts of a multipart body by name, contents only."""
+    """The contents of a multipart body's parts, by name."""
     content_type = call.header(b"content-type") or ""
     kind, _, parameters = content_type.partition(";")
     if kind.strip().lower() != "multipart/form-data":
@@ -140,7 +141,7 @@ def _form(call: Call) -> dict[str, bytes]:
 
 
 async def invocations(call: Call, worker: SimWorker) -> None:
-    """POST /invocations: whatever endpoint the body fits, in vLLM's order."""
+    """POST /invocations: call the first endpoint that the body fits, in vLLM's order."""
     body = call.json()
     for field, handler in (
         ("messages", chat_completions),
@@ -190,13 +191,13 @@ ROUTES: Final[Mapping[tuple[str, str], Handler]] = {
     ("POST", "/sim/faults"): control.faults,
     ("DELETE", "/sim/faults"): control.faults,
     ("GET", "/sim/requests"): control.requests,
-    ("DELETE", "/sim/requests"): control.forget_requests,
+    ("DELETE", "/sim/requests"): control.clear_requests,
 }
 _PATHS: Final = frozenset(path for _, path in ROUTES)
 
 
 class SimApp:
-    """ASGI callable for HTTP. `reset` breaks the connection that a scope came in on."""
+    """The ASGI application. `reset` resets the connection of a scope."""
 
     def __init__(self, worker: SimWorker, reset: Callable[[Scope], None]) -> None:
         self.worker = worker
@@ -218,7 +219,7 @@ class SimApp:
                 self._reset(scope)
             else:
                 await call.respond_error(error)
-        except Gone:
+        except ExchangeEnded:
             pass
 
     async def _handle(self, call: Call) -> None:
@@ -251,15 +252,15 @@ class SimApp:
                 await call.respond_error(
                     ApiError(fault.status, "InternalServerError", "Simulated fault."), extra
                 )
-                raise Gone
+                raise ExchangeEnded
             case "slow":
                 await self.worker.clock.sleep(fault.delay_s)
             case "hang" if fault.after_chunks is None:
-                await call.gone()
-                raise Gone
+                await call.wait_for_disconnect()
+                raise ExchangeEnded
             case "reset" if fault.after_chunks is None:
                 self._reset(call.scope)
-                raise Gone
+                raise ExchangeEnded
             case "hang":
                 call.hang_after = fault.after_chunks
             case "reset":
@@ -267,7 +268,7 @@ class SimApp:
 
 
 def _stored_response(call: Call) -> Handler | None:
-    """The handlers whose path carries a response's id."""
+    """The handler of a path with a response's id; None for other paths."""
     if not call.path.startswith("/v1/responses/"):
         return None
     if call.method == "POST" and call.path.endswith("/cancel"):
@@ -276,7 +277,7 @@ def _stored_response(call: Call) -> Handler | None:
 
 
 async def _read(receive: Receive) -> bytes | None:
-    """The whole body, None when the client left while sending it."""
+    """The whole body; None if the client left before its end."""
     parts: list[bytes] = []
     while True:
         message = await receive()
@@ -288,11 +289,10 @@ async def _read(receive: Receive) -> bytes | None:
 
 
 class RunningSim:
-    """One worker with its listener and tasks. Made by `run_sim`; mutable through its methods.
+    """A running simulated worker with its listening socket and tasks; `run_sim` creates it. Mutable."""
 
-    uvicorn's protocol class is served by a listener of our own, because `uvicorn.Server` polls for its
-    shutdown and takes the process's signals.
-    """
+    # Our own listener serves uvicorn's protocol class: `uvicorn.Server` would poll for its shutdown and
+    # replace the process's signal handlers.
 
     def __init__(self, options: SimOptions, clock: Clock) -> None:
         publisher = EventPublisher(options, clock) if options.kv_events else None
@@ -322,11 +322,11 @@ class RunningSim:
 
     @property
     def engine(self) -> SimEngine:
-        """The engine of the present process; another one after `restart`."""
+        """The current engine; `restart` replaces it."""
         return self.worker.engine
 
     async def start(self) -> None:
-        """Listen, on the same port as before if there was one. Returns when connections are accepted."""
+        """Listen, after a first start on the same port again. Returns when connections are accepted."""
         if not self._tasks:
             self._tasks.append(asyncio.create_task(self.worker.driver.run()))
             if self.worker.publisher is not None:
@@ -341,13 +341,13 @@ class RunningSim:
             self.port = self._listener.sockets[0].getsockname()[1]
 
     async def refuse(self) -> None:
-        """Stop listening: new connections are refused, those that exist go on. `start` undoes it."""
+        """Refuse new connections; existing ones continue. `start` listens again."""
         if self._listener is not None:
             listener, self._listener = self._listener, None
             listener.close()
 
     async def kill(self) -> None:
-        """As SIGKILL does it: every connection is reset, nothing listens. `restart` brings it back."""
+        """Reset all connections and stop listening, as after SIGKILL. `start` listens again."""
         await self.refuse()
         for protocol in list(self._state.connections):
             _abort(protocol.transport)
@@ -359,7 +359,7 @@ class RunningSim:
         await self.start()
 
     async def stop(self) -> None:
-        """End everything that `start` began."""
+        """End the tasks and close the sockets that `start` created."""
         await self.kill()
         tasks = [*self._tasks, *self.worker.tasks]
         for task in tasks:
@@ -370,7 +370,7 @@ class RunningSim:
             self.worker.publisher.close()
         for end in ends:
             if isinstance(end, Exception):
-                raise end  # a mistake of the simulator itself: let its test fail
+                raise end  # a defect of the simulator itself: its test must fail
 
     def _reset(self, scope: Scope) -> None:
         client = tuple(scope["client"]) if scope["client"] else None
@@ -392,7 +392,7 @@ def _abort(transport: asyncio.Transport) -> None:
 async def run_sim(
     options: SimOptions | None = None, *, clock: Clock | None = None
 ) -> AsyncIterator[RunningSim]:
-    """A simulated worker that listens while the context lasts, in this event loop."""
+    """Run a simulated worker in this event loop until the end of the context."""
     running = RunningSim(options or SimOptions(), clock or SystemClock())
     try:
         await running.start()

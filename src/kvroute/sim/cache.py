@@ -1,8 +1,9 @@
 """A paged prefix cache that behaves like vLLM's block pool (0.32, v1/core/block_pool.py).
 
-Full blocks are known by a chained key. A finished sequence's blocks stay, tail first in line for
-eviction, least recently freed first; an eviction happens only when a new block is needed. Equal content
-that was computed twice is held twice, and each copy is announced and removed by itself.
+Full blocks are found by a chained key. Blocks of finished sequences stay cached until a new block needs the
+room. The least recently freed sequence is evicted first, and its last blocks before its first ones. If two
+sequences compute the same content, the cache holds two copies, with an event for each when it is stored and
+when it is removed.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from kvroute.wire.vllm import AllBlocksCleared, BlockRemoved, BlockStored, Exter
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Chain:
-    """What a sequence puts into the cache: prompt and answer, in order.
+    """The content of a sequence: prompt and answer, in order.
 
-    `keys` has one chained key per full block. `token_ids` are only needed for events and may be empty;
-    the other fields are what an event says beside the tokens.
+    `keys` has one chained key per full block. `token_ids` may be empty if no events are recorded. The other
+    fields are copied into the events.
     """
 
     keys: Sequence[int]
@@ -32,7 +33,7 @@ class Chain:
 
 
 class Block:
-    """One page. Mutable; only the cache changes it. `key` is None until the block is full."""
+    """One block. `key` is None until the block is full. Mutable: changed by the cache only."""
 
     __slots__ = ("key", "refs")
 
@@ -43,10 +44,10 @@ class Block:
 
 @dataclass(slots=True, eq=False)
 class PagedCache:
-    """`capacity` blocks of `block_size` tokens. Everything in it is mutable, changed by its own methods.
+    """`capacity` blocks of `block_size` tokens. Mutable: changed by its own methods only.
 
-    `record` turns events on; they pile up until `take_events`. `byte_hashes` writes hashes as 32 bytes
-    instead of 64-bit ints (vLLM: VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES=0).
+    With `record` events are collected until `take_events`. `byte_hashes` writes hashes as 32 bytes instead of
+    64-bit ints (vLLM: VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES=0).
     """
 
     capacity: int
@@ -64,7 +65,7 @@ class PagedCache:
 
     @property
     def available(self) -> int:
-        """Blocks that could be handed out now, evictions included."""
+        """Number of blocks that `allocate` could return now, with evictions."""
         return self._empty + len(self._idle)
 
     @property
@@ -74,11 +75,11 @@ class PagedCache:
 
     @property
     def held_keys(self) -> set[int]:
-        """Keys of all full blocks held now. Copies them: for tests and inspection."""
+        """A copy of the keys of all full blocks; for tests."""
         return set(self._held)
 
     def match(self, keys: Sequence[int], limit: int) -> int:
-        """How many of the first `limit` keys are held, from the start without a hole."""
+        """Number of leading keys that are cached, at most `limit`."""
         held = self._held
         for position in range(min(limit, len(keys))):
             if keys[position] not in held:
@@ -86,12 +87,16 @@ class PagedCache:
         return min(limit, len(keys))
 
     def idle_among(self, keys: Sequence[int], count: int) -> int:
-        """How many of the first `count` (held) keys no running sequence uses: taking them costs room."""
+        """Number of blocks among the first `count` keys that no sequence uses: to take them costs room.
+
+        The cache must hold a block for each key.
+        """
         held = self._held
         return sum(held[keys[position]].refs == 0 for position in range(count))
 
     def take(self, keys: Sequence[int], count: int) -> list[Block]:
-        """Reference the blocks of the first `count` keys, all of them held."""
+        """Add a reference to the blocks of the first `count` keys, which must be cached. Returns the
+        blocks."""
         blocks = [self._held[keys[position]] for position in range(count)]
         for block in blocks:
             if block.refs == 0:
@@ -100,7 +105,8 @@ class PagedCache:
         return blocks
 
     def allocate(self, count: int) -> list[Block]:
-        """`count` new blocks, evicting what is idle for longest. The caller has checked `available`."""
+        """Return `count` new blocks; evicts the blocks that are idle for longest. The caller checks
+        `available`."""
         blocks = []
         for _ in range(count):
             if self._empty > 0:
@@ -111,7 +117,7 @@ class PagedCache:
         return blocks
 
     def store(self, blocks: Sequence[Block], chain: Chain, start: int, stop: int) -> None:
-        """`blocks[start:stop]` are full now: make them findable and announce them in one event."""
+        """Add the full blocks `blocks[start:stop]` to the cache, and announce them in one event."""
         keys = chain.keys
         for position in range(start, stop):
             key, block = keys[position], blocks[position]
@@ -127,7 +133,7 @@ class PagedCache:
             self._announce(chain, 0, count, first=0)
 
     def free(self, blocks: Sequence[Block]) -> None:
-        """A sequence is done with its blocks, given in order; its tail becomes the first to go."""
+        """Drop a sequence's references to its blocks, given in order. Its last block is evicted first."""
         idle = self._idle
         for block in reversed(blocks):
             block.refs -= 1
@@ -136,10 +142,10 @@ class PagedCache:
                     self._empty += 1
                 else:
                     idle[block] = None
-        self._settle()
+        self._evict_surplus()
 
     def clear(self) -> bool:
-        """Forget everything; False, and nothing done, while sequences run (as vLLM's reset)."""
+        """Remove all blocks. Returns False and changes nothing while sequences run, as vLLM's reset does."""
         if self.available != self.capacity:
             return False
         self._held.clear()
@@ -151,10 +157,10 @@ class PagedCache:
         return True
 
     def resize(self, capacity: int) -> None:
-        """Grow or shrink; what does not fit is evicted, at once or as soon as sequences let go."""
+        """Change the capacity. Surplus blocks are evicted now, or when their sequences free them."""
         self._empty += capacity - self.capacity
         self.capacity = capacity
-        self._settle()
+        self._evict_surplus()
 
     def take_events(self) -> list[KvEvent]:
         """Events since the last call, in order."""
@@ -162,10 +168,10 @@ class PagedCache:
         return events
 
     def external_hash(self, key: int) -> ExternalBlockHash:
-        """The name that events give to the block with this key."""
+        """The hash of this key's block in events."""
         return key.to_bytes(32, "big") if self.byte_hashes else key
 
-    def _settle(self) -> None:
+    def _evict_surplus(self) -> None:
         while self._empty < 0 and self._idle:
             self._evict()
             self._empty += 1

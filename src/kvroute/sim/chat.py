@@ -1,4 +1,4 @@
-"""/v1/chat/completions: text, tool calls and structured output, as vLLM 0.32 answers them."""
+"""/v1/chat/completions: text, tool calls and structured output, with the answers of vLLM 0.32."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _json = msgspec.json.Encoder().encode
 
 @dataclass(frozen=True, slots=True)
 class PreparedChat:
-    """A chat ready to be answered: shared by the chat, messages and responses endpoints.
+    """A rendered chat and its answers, for the chat, messages and responses endpoints.
 
-    `tool` is the function that the answer calls, `named` whether the request asked for that very one
-    (then vLLM ends with "stop" instead of "tool_calls").
+    `tool` is the function that the answer calls. `named`: the request names this function; then vLLM's
+    finish_reason is "stop" instead of "tool_calls".
     """
 
     prompt: array[int]
@@ -40,60 +40,60 @@ class PreparedChat:
         return answer.finish_reason
 
 
-def prepare(worker: SimWorker, body: Mapping[str, Any], model: str, asked: Sampling) -> PreparedChat:
-    """Check and render a chat, and decide its answers. Raises `ApiError`."""
+def prepare(worker: SimWorker, body: Mapping[str, Any], model: str, params: Sampling) -> PreparedChat:
+    """Check and render a chat, and compute its answers. Raises `ApiError`."""
     messages = messages_of(body)
     tools = _tools(body)
     open_end = bool(body.get("continue_final_message"))
     generate = body.get("add_generation_prompt", True) is not False
     prompt = chat_tokens(messages, tools, generate=generate, open_end=open_end)
-    limit = worker.limit(prompt, asked.limit)
+    limit = worker.limit(prompt, params.limit)
     tool, named = _called(body, tools)
     text = _structured(body)
     if tool is not None:
         text = make.document(next(f.get("parameters", {}) for f in _functions(tools) if f["name"] == tool))
     natural = worker.options.answer_tokens
     answers = [
-        make.plain(make.fingerprint(prompt, model, choice), limit, natural, asked.stop)
+        make.plain(make.fingerprint(prompt, model, choice), limit, natural, params.stop)
         if text is None
-        else make.fixed(text, limit, asked.stop)
-        for choice in range(asked.n)
+        else make.fixed(text, limit, params.stop)
+        for choice in range(params.n)
     ]
     return PreparedChat(prompt, answers, tool, named)
 
 
 async def chat_completions(call: Call, worker: SimWorker) -> None:
-    """Answer one request."""
+    """POST /v1/chat/completions."""
     body = call.json()
     model = worker.model(body)
-    asked = sampling(
+    params = sampling(
         body, limits=("max_completion_tokens", "max_tokens"), session=call.header(b"x-session-id")
     )
-    chat = prepare(worker, body, model, asked)
-    generation = worker.submit([chat.prompt], [chat.answers], asked, model)
+    chat = prepare(worker, body, model, params)
+    generation = worker.submit([chat.prompt], [chat.answers], params, model)
     head = {
         "id": worker.new_id("chatcmpl-", call),
-        "object": "chat.completion.chunk" if asked.stream else "chat.completion",
+        "object": "chat.completion.chunk" if params.stream else "chat.completion",
         "created": int(worker.clock.wall()),
         "model": model,
     }
     produced = sum(len(answer.token_ids) for answer in chat.answers)
-    if asked.stream:
-        await _stream(call, worker, generation, head, chat, asked)
-        if asked.include_usage:
+    if params.stream:
+        await _stream(call, worker, generation, head, chat, params)
+        if params.include_usage:
             usage = worker.usage([chat.prompt], generation, produced, created=True)
             await call.chunk(b"data: " + _json({**head, "choices": [], "usage": usage}) + b"\n\n")
         await call.chunk(b"data: [DONE]\n\n")
         await call.end()
         return
-    await worker.complete(call, generation)
-    choices = [_choice(worker, index, chat, answer, asked) for index, answer in enumerate(chat.answers)]
+    await worker.wait_until_done(call, generation)
+    choices = [_choice(worker, index, chat, answer, params) for index, answer in enumerate(chat.answers)]
     tail = {
         "service_tier": None,
         "system_fingerprint": None,
         "usage": worker.usage([chat.prompt], generation, produced, created=True),
         "prompt_logprobs": None,
-        "prompt_token_ids": list(chat.prompt) if asked.return_token_ids else None,
+        "prompt_token_ids": list(chat.prompt) if params.return_token_ids else None,
         "prompt_text": None,
         "kv_transfer_params": None,
     }
@@ -101,7 +101,7 @@ async def chat_completions(call: Call, worker: SimWorker) -> None:
 
 
 def _choice(
-    worker: SimWorker, index: int, chat: PreparedChat, answer: Choice, asked: Sampling
+    worker: SimWorker, index: int, chat: PreparedChat, answer: Choice, params: Sampling
 ) -> dict[str, Any]:
     message: dict[str, Any] = {
         "role": "assistant",
@@ -117,10 +117,10 @@ def _choice(
     return {
         "index": index,
         "message": message,
-        "logprobs": None if asked.logprobs is None else {"content": _logprobs(answer, asked.logprobs)},
+        "logprobs": None if params.logprobs is None else {"content": _logprobs(answer, params.logprobs)},
         "finish_reason": chat.reason(answer),
         "stop_reason": answer.stop_reason,
-        "token_ids": list(answer.token_ids) if asked.return_token_ids else None,
+        "token_ids": list(answer.token_ids) if params.return_token_ids else None,
     }
 
 
@@ -135,20 +135,20 @@ async def _stream(
     generation: Generation,
     head: dict[str, Any],
     chat: PreparedChat,
-    asked: Sampling,
+    params: Sampling,
 ) -> None:
     front = b"data: " + _json(head)[:-1] + b',"choices":[{"index":'
-    plain = asked.logprobs is None and not asked.return_token_ids and not asked.continuous_usage
-    ids = _json(list(chat.prompt)) if asked.return_token_ids else b""
+    plain = params.logprobs is None and not params.return_token_ids and not params.continuous_usage
+    ids = _json(list(chat.prompt)) if params.return_token_ids else b""
     opening = b"".join(
         front
         + str(index).encode()
         + b',"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]'
         + (b',"prompt_token_ids":' + ids if ids else b"")
         + b"}\n\n"
-        for index in range(asked.n)
+        for index in range(params.n)
     )
-    fronts = [front + str(index).encode() + b',"delta":{' for index in range(asked.n)]
+    fronts = [front + str(index).encode() + b',"delta":{' for index in range(params.n)]
 
     def event(sequence: int, position: int) -> bytes:
         answer = chat.answers[sequence]
@@ -164,13 +164,13 @@ async def _stream(
             )
         tokens = answer.token_ids[position : position + 1]
         rest: dict[str, Any] = {"logprobs": None, "finish_reason": chat.reason(answer) if last else None}
-        if asked.logprobs is not None:
-            rest["logprobs"] = {"content": _logprobs(answer, asked.logprobs, position, position + 1)}
+        if params.logprobs is not None:
+            rest["logprobs"] = {"content": _logprobs(answer, params.logprobs, position, position + 1)}
         if last:
             rest["stop_reason"] = answer.stop_reason
-        rest["token_ids"] = list(tokens) if asked.return_token_ids else None
+        rest["token_ids"] = list(tokens) if params.return_token_ids else None
         end = b"}]}\n\n"
-        if asked.continuous_usage:
+        if params.continuous_usage:
             count = len(chat.prompt)
             usage = {
                 "prompt_tokens": count,
@@ -237,7 +237,7 @@ def _called(body: Mapping[str, Any], tools: Sequence[Any]) -> tuple[str | None, 
 
 
 def _structured(body: Mapping[str, Any]) -> str | None:
-    """The text that `response_format` or vLLM's `structured_outputs` ask for, None for plain text."""
+    """The text that `response_format` or vLLM's `structured_outputs` requires; None for plain text."""
     wanted = body.get("response_format")
     if isinstance(wanted, dict):
         if wanted.get("type") == "json_object":

@@ -1,4 +1,4 @@
-"""/v1/completions: texts and token ids, one or many, as vLLM 0.32 answers them."""
+"""/v1/completions for one or several prompts of text or token ids, with the answers of vLLM 0.32."""
 
 from __future__ import annotations
 
@@ -16,24 +16,25 @@ from kvroute.sim.prompts import Sampling, completion_prompts, decode, sampling
 from kvroute.sim.worker import SimWorker
 
 Event = Callable[[int, int], bytes]
-"""(sequence, token position) -> the bytes of the events that this token makes."""
+"""(sequence, token position) -> the bytes of this token's events."""
 
 
 async def stream(
     call: Call, worker: SimWorker, generation: Generation, event: Event, opening: bytes = b""
 ) -> None:
-    """Send the head with the first token and then every token as it comes; the caller ends the answer.
+    """Send the head with the first token, and then each token when it is generated. The caller ends the
+    answer.
 
-    `opening` goes before the first token. Raises `Gone` when the client leaves, which aborts the
+    `opening` is sent before the first token. Raises `ExchangeEnded` if the client leaves; this aborts the
     generation.
     """
     sent = [0] * len(generation.requests)
     parts = [opening] if opening else []
-    async with worker.attended(call, generation):
+    async with worker.abort_on_disconnect(call, generation):
         done = False
         while not done:
             await generation.wait()
-            worker.check(generation)
+            worker.raise_if_ended(generation)
             done = generation.done
             iteration = worker.engine.iteration
             for sequence, request in enumerate(generation.requests):
@@ -53,15 +54,15 @@ _json = msgspec.json.Encoder().encode
 
 
 async def completions(call: Call, worker: SimWorker) -> None:
-    """Answer one request."""
+    """POST /v1/completions."""
     body = call.json()
     model = worker.model(body)
     if body.get("suffix"):
         raise ApiError.invalid("suffix is not currently supported", "suffix")
     prompts = completion_prompts(body)
-    asked = sampling(body, limits=("max_tokens",), default_limit=16, session=call.header(b"x-session-id"))
-    answers = [_answers(worker, prompt, model, asked) for prompt in prompts]
-    generation = worker.submit(prompts, answers, asked, model)
+    params = sampling(body, limits=("max_tokens",), default_limit=16, session=call.header(b"x-session-id"))
+    answers = [_answers(worker, prompt, model, params) for prompt in prompts]
+    generation = worker.submit(prompts, answers, params, model)
     echo = bool(body.get("echo"))
     head = {
         "id": worker.new_id("cmpl-", call),
@@ -71,44 +72,46 @@ async def completions(call: Call, worker: SimWorker) -> None:
     }
     flat = [(prompt, answer) for prompt, choices in zip(prompts, answers, strict=True) for answer in choices]
     produced = sum(len(answer.token_ids) for _, answer in flat)
-    if asked.stream:
-        await _stream(call, worker, generation, head, flat, asked, echo=echo)
-        if asked.include_usage:
+    if params.stream:
+        await _stream(call, worker, generation, head, flat, params, echo=echo)
+        if params.include_usage:
             usage = worker.usage(prompts, generation, produced, created=False)
             await call.chunk(b"data: " + _json({**head, "choices": [], "usage": usage}) + b"\n\n")
         await call.chunk(b"data: [DONE]\n\n")
         await call.end()
         return
-    await worker.complete(call, generation)
+    await worker.wait_until_done(call, generation)
     choices = [
-        _choice(index, prompt, answer, asked, echo=echo) for index, (prompt, answer) in enumerate(flat)
+        _choice(index, prompt, answer, params, echo=echo) for index, (prompt, answer) in enumerate(flat)
     ]
     usage = worker.usage(prompts, generation, produced, created=False)
     tail = {"service_tier": None, "system_fingerprint": None, "usage": usage, "kv_transfer_params": None}
     await call.respond({**head, "choices": choices, **tail})
 
 
-def _answers(worker: SimWorker, prompt: array[int], model: str, asked: Sampling) -> list[Choice]:
-    limit = worker.limit(prompt, asked.limit)
+def _answers(worker: SimWorker, prompt: array[int], model: str, params: Sampling) -> list[Choice]:
+    limit = worker.limit(prompt, params.limit)
     natural = worker.options.answer_tokens
     return [
-        make.plain(make.fingerprint(prompt, model, choice), limit, natural, asked.stop)
-        for choice in range(asked.n)
+        make.plain(make.fingerprint(prompt, model, choice), limit, natural, params.stop)
+        for choice in range(params.n)
     ]
 
 
-def _choice(index: int, prompt: array[int], answer: Choice, asked: Sampling, *, echo: bool) -> dict[str, Any]:
+def _choice(
+    index: int, prompt: array[int], answer: Choice, params: Sampling, *, echo: bool
+) -> dict[str, Any]:
     shown = [*(decode((token,)) for token in prompt), *answer.pieces] if echo else list(answer.pieces)
     ids = [*prompt, *answer.token_ids] if echo else list(answer.token_ids)
     return {
         "index": index,
         "text": decode(prompt) + answer.text if echo else answer.text,
-        "logprobs": None if asked.logprobs is None else logprobs(ids, shown, asked.logprobs),
+        "logprobs": None if params.logprobs is None else logprobs(ids, shown, params.logprobs),
         "finish_reason": answer.finish_reason,
         "stop_reason": answer.stop_reason,
         "prompt_logprobs": None,
-        "prompt_token_ids": list(prompt) if asked.return_token_ids else None,
-        "token_ids": list(answer.token_ids) if asked.return_token_ids else None,
+        "prompt_token_ids": list(prompt) if params.return_token_ids else None,
+        "token_ids": list(answer.token_ids) if params.return_token_ids else None,
     }
 
 
@@ -118,7 +121,7 @@ async def _stream(
     generation: Any,
     head: dict[str, Any],
     flat: Sequence[tuple[array[int], Choice]],
-    asked: Sampling,
+    params: Sampling,
     *,
     echo: bool,
 ) -> None:
@@ -136,17 +139,17 @@ async def _stream(
             "logprobs": None,
             "finish_reason": answer.finish_reason if last else None,
             "stop_reason": answer.stop_reason if last else None,
-            "prompt_token_ids": list(prompt) if asked.return_token_ids and position == 0 else None,
+            "prompt_token_ids": list(prompt) if params.return_token_ids and position == 0 else None,
             "token_ids": None,
         }
-        if has_token and asked.return_token_ids:
+        if has_token and params.return_token_ids:
             choice["token_ids"] = [answer.token_ids[position]]
-        if has_token and asked.logprobs is not None:
+        if has_token and params.logprobs is not None:
             choice["logprobs"] = logprobs(
-                [answer.token_ids[position]], [text], asked.logprobs, offsets[sequence]
+                [answer.token_ids[position]], [text], params.logprobs, offsets[sequence]
             )
             offsets[sequence] += len(text)
-        if not asked.continuous_usage:
+        if not params.continuous_usage:
             return front + _json(choice) + b"]}\n\n"
         usage = {
             "prompt_tokens": len(prompt),
@@ -159,12 +162,12 @@ async def _stream(
 
 
 def token_logprob(token: int) -> float:
-    """A log probability that only depends on the token."""
+    """A log probability that depends on the token only."""
     return -0.01 - (token * 2654435761 % 997) / 500
 
 
 def logprobs(ids: Sequence[int], texts: Sequence[str], top: int, offset: int = 0) -> dict[str, Any]:
-    """The completion API's logprobs object; the alternatives are invented."""
+    """The completion API's logprobs object, with invented alternatives."""
     offsets = []
     for text in texts:
         offsets.append(offset)
@@ -182,5 +185,5 @@ def logprobs(ids: Sequence[int], texts: Sequence[str], top: int, offset: int = 0
 
 
 def alternatives(token: int, top: int) -> list[tuple[str, float]]:
-    """`top` made-up tokens that are less likely than this one."""
+    """`top` invented tokens that are less likely than this token."""
     return [(f"~{rank}", token_logprob(token) - rank) for rank in range(1, top + 1)]

@@ -1,4 +1,4 @@
-"""What is not inference: models, health, metrics, event sources, faults and the request log."""
+"""The endpoints without inference: models, health, metrics, event sources, faults, received requests."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvroute.sim.publisher import Fault
 from kvroute.sim.worker import SimWorker
 
 VERSION = "0.32.0"
-"""The vLLM release whose surface this is."""
+"""The vLLM release that the simulated worker imitates."""
 
 
 async def models(call: Call, worker: SimWorker) -> None:
@@ -39,7 +39,7 @@ async def models(call: Call, worker: SimWorker) -> None:
             "object": "model",
             "created": created,
             "owned_by": "vllm",
-            # All names of the one model share its root; an adapter's is its own (vLLM 0.32).
+            # All names of the model have the same root; an adapter has its own root (vLLM 0.32).
             "root": worker.options.models[0] if parent is None else name,
             "parent": parent,
             "max_model_len": worker.max_model_len if parent is None else None,
@@ -61,7 +61,7 @@ async def version(call: Call, worker: SimWorker) -> None:
 
 
 async def metrics(call: Call, worker: SimWorker) -> None:
-    """GET /metrics: the part of vLLM's metrics that routers read, under vLLM's names."""
+    """GET /metrics: those of vLLM's metrics that routers read, under vLLM's names."""
     kind = (b"content-type", b"text/plain; version=0.0.4; charset=utf-8")
     await call.respond_raw(exposition(worker).encode(), 200, [kind])
 
@@ -122,18 +122,21 @@ def _escape(value: str) -> str:
 
 
 async def kv_event_sources(call: Call, worker: SimWorker) -> None:
-    """GET /kv_event_sources: what was bound, by data-parallel rank (there is one)."""
+    """GET /kv_event_sources: the bound addresses by data-parallel rank; the simulated worker has one rank."""
     await call.respond(worker.publisher.sources() if worker.publisher is not None else {})
 
 
 async def reset_prefix_cache(call: Call, worker: SimWorker) -> None:
-    """POST /reset_prefix_cache: like vLLM's, refused while requests run; its event waits for an iteration."""
+    """POST /reset_prefix_cache: as in vLLM, refused while requests run; the event follows in the next
+    iteration."""
     await call.respond({"success": worker.engine.reset_prefix_cache()})
 
 
 async def faults(call: Call, worker: SimWorker) -> None:
-    """POST /sim/faults switches on a fault (an object or a list of them) or acts at once:
-    `{"restart": true}`, `{"capacity_tokens": n}`. GET lists, DELETE clears."""
+    """/sim/faults: POST adds a fault or a list of faults, GET lists the faults, DELETE clears them.
+
+    POST with `{"restart": true}` or `{"capacity_tokens": n}` takes effect immediately.
+    """
     if call.method == "DELETE":
         worker.faults.clear()
     elif call.method == "POST":
@@ -156,7 +159,7 @@ def _apply(worker: SimWorker, item: Any) -> None:
 
 
 async def requests(call: Call, worker: SimWorker) -> None:
-    """GET /sim/requests: the last requests as they came (but those to /sim/), oldest first, and counts."""
+    """GET /sim/requests: counts and the last requests as received, oldest first, without those to /sim/."""
     await call.respond(
         {
             "requests": [
@@ -182,7 +185,7 @@ async def requests(call: Call, worker: SimWorker) -> None:
     )
 
 
-async def forget_requests(call: Call, worker: SimWorker) -> None:
-    """DELETE /sim/requests: start recording anew."""
+async def clear_requests(call: Call, worker: SimWorker) -> None:
+    """DELETE /sim/requests: clear the recorded requests."""
     worker.received.clear()
     await call.respond({"requests": []})

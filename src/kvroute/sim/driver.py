@@ -1,4 +1,4 @@
-"""Runs a `SimEngine` in real time and wakes whoever waits for its tokens."""
+"""Runs a `SimEngine` in real time and wakes the request handlers that wait for its tokens."""
 
 from __future__ import annotations
 
@@ -10,60 +10,62 @@ from kvroute.clock import Clock
 from kvroute.sim.engine import EngineRequest, RequestPhase, SimEngine
 from kvroute.wire.vllm import KvEvent
 
-MOST_LATE_S = 1.0
-"""What an engine that runs late makes up for at most; beyond it the machine is too slow, or was suspended."""
+MAX_CATCH_UP_S = 1.0
+"""Largest delay that an engine corrects by shorter sleeps. A larger delay means that the machine is too slow
+or was suspended."""
 
 _ENDED = {RequestPhase.ABORTED: "abort", RequestPhase.REFUSED: "error"}
 
 
 class Generation:
-    """The sequences of one HTTP request. Mutable; the driver and `wait` change it.
+    """The sequences of one HTTP request. Mutable: changed by the driver and `wait`.
 
-    A streamed one is woken in every iteration that gives it tokens, any other only when all is done.
+    The driver wakes a streamed generation in each iteration that adds tokens, and another one only at its
+    end.
     """
 
     def __init__(self, requests: Sequence[EngineRequest], reasons: Sequence[str], *, streamed: bool) -> None:
         self.requests = requests
         self.reasons = reasons
-        """How each sequence ends if nothing comes between: vLLM's finished_reason."""
+        """vLLM's finished_reason of each sequence, unless the sequence is aborted or refused."""
         self.streamed = streamed
         self.remaining = len(requests)
         self.refused = False
-        self.cut = False
-        """The client left or the engine was restarted: nothing more will come."""
-        self._poked = False
+        self.cancelled = False
+        """The client left or the engine was restarted: there will be no more tokens."""
+        self._woken = False
         self._waiter: asyncio.Future[None] | None = None
 
     @property
     def done(self) -> bool:
-        return self.remaining == 0 or self.refused or self.cut
+        return self.remaining == 0 or self.refused or self.cancelled
 
     async def wait(self) -> None:
-        """Until something changed since the last call."""
-        if not self._poked:
+        """Wait until `wake` was called since the last `wait`."""
+        if not self._woken:
             self._waiter = asyncio.get_running_loop().create_future()
             try:
                 await self._waiter
             finally:
                 self._waiter = None
-        self._poked = False
+        self._woken = False
 
-    def poke(self) -> None:
-        """Wake the one who waits, now or the next time it would."""
-        self._poked = True
+    def wake(self) -> None:
+        """Let the current `wait` return, or the next one if none is running."""
+        self._woken = True
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
 
 class EngineDriver:
-    """Owns the engine's loop. Mutable: which generations are being streamed."""
+    """Runs the engine's iterations and tracks its generations. Mutable throughout."""
 
     def __init__(
         self, engine: SimEngine, clock: Clock, publish: Callable[[list[KvEvent]], None] | None = None
     ) -> None:
         self.engine = engine
         self.finished: Counter[str] = Counter()
-        """Sequences ended, by vLLM's finished_reason: stop, length, abort, error."""
+        """Number of ended sequences by vLLM's finished_reason: stop, length, abort, error."""
         self._clock = clock
         self._publish = publish
         self._work = asyncio.Event()
@@ -73,7 +75,7 @@ class EngineDriver:
     def submit(
         self, requests: Sequence[EngineRequest], reasons: Sequence[str], *, streamed: bool
     ) -> Generation:
-        """Queue the sequences; end the returned generation with `close`."""
+        """Queue sequences. The caller ends the returned generation with `close`."""
         generation = Generation(requests, reasons, streamed=streamed)
         for request in requests:
             request.owner = generation
@@ -83,28 +85,29 @@ class EngineDriver:
         return generation
 
     def close(self, generation: Generation) -> None:
-        """Abort what is still running of it and count how its sequences ended. Safe to call again."""
+        """Abort the generation's unfinished sequences and count how each one ended. A second call does
+        nothing."""
         if generation not in self._all:
             return
         self._all.discard(generation)
         self._streaming.discard(generation)
         if not generation.done:
-            generation.cut = True
+            generation.cancelled = True
             for request in generation.requests:
                 self.engine.abort(request)
-            generation.poke()
+            generation.wake()
         for request, reason in zip(generation.requests, generation.reasons, strict=True):
             self.finished[_ENDED.get(request.phase, reason)] += 1
 
-    def cut_all(self, engine: SimEngine) -> None:
-        """The process dies: end everything and go on with a fresh engine."""
+    def cancel_all(self, engine: SimEngine) -> None:
+        """Simulate a restart of the process: end all generations and continue with a new engine."""
         for generation in list(self._all):
             self.close(generation)
         self.engine = engine
         self.finished.clear()
 
     async def run(self) -> None:
-        """Iterate while there is work; ends only by cancellation, and then everything else ends with it."""
+        """Run iterations until cancelled; then end all generations."""
         try:
             await self._iterate()
         finally:
@@ -121,10 +124,10 @@ class EngineDriver:
                 await self._work.wait()
                 due = self._clock.now()
                 continue
-            # Counted from when the iteration before should have ended: neither Python's time nor waking up
-            # late slows the engine down.
+            # The iteration starts at the planned end of the one before. So neither Python's own time nor a
+            # late wake-up slows the engine down.
             now = self._clock.now()
-            due = max(due, now - MOST_LATE_S) + duration if duration else now
+            due = max(due, now - MAX_CATCH_UP_S) + duration if duration else now
             await self._clock.sleep(max(0.0, due - now))
             if engine is self.engine:
                 self._finish(engine)
@@ -147,7 +150,7 @@ class EngineDriver:
             if generation.done:
                 done.append(generation)
         for generation in self._streaming:
-            generation.poke()
+            generation.wake()
         for generation in done:
             self._streaming.discard(generation)
-            generation.poke()
+            generation.wake()

@@ -1,9 +1,10 @@
-"""The simulated engine: a scheduler of continuous batching over a paged prefix cache. Pure.
+"""The simulated engine: a scheduler with continuous batching over a paged prefix cache. Pure, without a
+clock.
 
-It knows no clock. `begin` schedules one iteration and says how long it takes; `finish` applies it. The
-HTTP server waits that long in real time (`kvroute.sim.driver`), the fleet model in virtual time
-(`kvroute.sim.fleet`). An iteration costs time in the number of sequences that change, not in those that
-run: a decoding sequence is touched when it fills a block and when it ends.
+`begin` schedules one iteration and returns its duration; `finish` applies the iteration. `kvroute.sim.driver`
+waits for the duration in real time, `kvroute.sim.fleet` in virtual time. The CPU cost of an iteration grows
+with the number of sequences that change, not with those that run: a decoding sequence costs something when it
+fills a block and when it ends.
 """
 
 from __future__ import annotations
@@ -24,16 +25,16 @@ class RequestPhase(Enum):
     FINISHED = "finished"
     ABORTED = "aborted"
     REFUSED = "refused"
-    """It can never fit, not even alone."""
+    """The request needs more blocks than the whole cache has."""
 
 
 @dataclass(slots=True, eq=False)
 class EngineRequest:
-    """One sequence. The first fields never change; the rest is the engine's to change.
+    """One sequence. Mutable: the engine changes the fields from `phase` on.
 
-    `chain.keys` covers prompt and answer, which is known in advance; `output_tokens` 0 ends the request
-    with its prefill (embeddings). `reads_cache` False computes the whole prompt (vLLM with
-    prompt_logprobs); `report_full` re-announces the blocks it hits.
+    `chain.keys` covers prompt and answer; the answer is known in advance. With `output_tokens` 0 the request
+    ends after its prefill (embeddings). Without `reads_cache` the whole prompt is computed (vLLM with
+    prompt_logprobs). With `report_full` the cache announces the blocks of the hit again.
     """
 
     chain: Chain
@@ -42,12 +43,12 @@ class EngineRequest:
     reads_cache: bool = True
     report_full: bool = False
     owner: object = None
-    """Whatever the caller wants to find again."""
+    """The caller's object for this request; the engine does not use it."""
     phase: RequestPhase = RequestPhase.WAITING
     cached_tokens: int = 0
-    """Prompt tokens found in the cache, once admitted."""
+    """Prompt tokens found in the cache; set when the request is admitted."""
     stored_tokens: int = 0
-    """Prompt tokens in blocks that this request was the first to put there."""
+    """Prompt tokens in blocks that this request added to the cache."""
     computed: int = 0
     blocks: list[Block] = field(default_factory=list)
     stored_blocks: int = 0
@@ -55,7 +56,7 @@ class EngineRequest:
     first_iteration: int = 0
 
     def produced(self, iteration: int) -> int:
-        """Output tokens that exist at the end of `iteration`."""
+        """Number of output tokens at the end of `iteration`."""
         if self.phase is RequestPhase.FINISHED:
             return self.output_tokens
         if self.phase is not RequestPhase.DECODE:
@@ -65,8 +66,11 @@ class EngineRequest:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """What an iteration did. `first` got their first token (or all of a prefill-only request),
-    `finished` ended, `refused` can never run; a request may be in both of the first two."""
+    """The result of an iteration.
+
+    `first`: requests whose prefill ended, with their first token. `finished`: requests that ended; one of
+    them may be in `first` too. `refused`: requests that can never run.
+    """
 
     first: list[EngineRequest]
     finished: list[EngineRequest]
@@ -76,12 +80,12 @@ class Progress:
 
 @dataclass(slots=True)
 class EngineCounters:
-    """Totals since the start, in vLLM's words; tokens unless said otherwise."""
+    """Totals since the start, under vLLM's names. Mutable: changed by the engine."""
 
     prompt_tokens: int = 0
     generation_tokens: int = 0
     computed_tokens: int = 0
-    """Prompt tokens that no cache hit saved."""
+    """Prompt tokens computed, cache hits excluded."""
     cache_queries: int = 0
     cache_hits: int = 0
     finished: int = 0
@@ -91,36 +95,36 @@ class EngineCounters:
 
 @dataclass(slots=True, eq=False)
 class SimEngine:
-    """One engine. Mutable throughout; all changes go through `add`, `abort`, `begin`, `finish`."""
+    """One engine. Mutable: changed by `add`, `abort`, `begin`, `finish` and `reset_prefix_cache`."""
 
     cache: PagedCache
     timing: TimingModel = field(default_factory=TimingModel)
     counters: EngineCounters = field(default_factory=EngineCounters)
     iteration: int = 0
-    """Iterations finished."""
+    """Number of finished iterations."""
     _waiting: deque[EngineRequest] = field(default_factory=deque)
     _prefilling: list[EngineRequest] = field(default_factory=list)
     _decoding: set[EngineRequest] = field(default_factory=set)
     _context: int = 0
     _reserved: int = 0
-    _ends: dict[int, list[EngineRequest]] = field(default_factory=dict)
-    _fills: dict[int, list[EngineRequest]] = field(default_factory=dict)
+    _ends_at: dict[int, list[EngineRequest]] = field(default_factory=dict)
+    _fills_at: dict[int, list[EngineRequest]] = field(default_factory=dict)
     _refused: list[EngineRequest] = field(default_factory=list)
     _busy: bool = False
 
     @property
     def running(self) -> int:
-        """Sequences admitted and not ended."""
+        """Number of sequences that were admitted and have not ended."""
         return len(self._prefilling) + len(self._decoding)
 
     @property
     def waiting(self) -> int:
-        """Sequences not yet admitted."""
+        """Number of sequences that wait for admission."""
         return len(self._waiting)
 
     @property
     def decoding(self) -> set[EngineRequest]:
-        """Sequences that get a token in every iteration. Live; do not change it."""
+        """Sequences that get a token in every iteration. Not a copy: the caller must not change the set."""
         return self._decoding
 
     @property
@@ -128,18 +132,19 @@ class SimEngine:
         return bool(self._waiting or self._prefilling or self._decoding or self._refused)
 
     def add(self, request: EngineRequest) -> None:
-        """Queue a request, first come first served."""
+        """Queue a request. Requests are admitted in order of arrival."""
         self._waiting.append(request)
 
     def abort(self, request: EngineRequest) -> None:
-        """End a request early and free its blocks; nothing happens if it has ended. O(waiting) at worst."""
+        """End a request early and free its blocks; does nothing if the request has ended. At worst
+        O(waiting)."""
         phase = request.phase
         if phase is RequestPhase.WAITING:
             self._waiting.remove(request)
         elif phase is RequestPhase.PREFILL:
             self._prefilling.remove(request)
         elif phase is RequestPhase.DECODE:
-            self._leave_decode(request, request.produced(self.iteration))
+            self._stop_decode(request, request.produced(self.iteration))
         else:
             return
         self._release(request)
@@ -147,25 +152,25 @@ class SimEngine:
         self.counters.aborted += 1
 
     def begin(self) -> float | None:
-        """Schedule the next iteration and return its length in seconds; None when there is nothing to do.
+        """Schedule the next iteration and return its duration in seconds; None if there is no work.
 
-        Decodes first, then prefill chunks in order of arrival, within the timing model's batch limits.
-        Blocks that become full are registered here, as vLLM does, so a request in the same iteration can
-        hit them.
+        The batch has all decodes and then prefill chunks in order of arrival, within the timing model's
+        limits. As in vLLM, blocks that become full are added to the cache here, so another request in the
+        same iteration can hit them.
         """
         if not self.has_work:
             return None
         upcoming = self.iteration + 1
-        for request in self._fills.pop(upcoming, ()):
+        for request in self._fills_at.pop(upcoming, ()):
             if request.phase is RequestPhase.DECODE:
-                self._fill(request, upcoming)
+                self._block_filled(request, upcoming)
         tokens = len(self._decoding)
         budget = self.timing.max_batched_tokens - tokens
         attention = 0.0
         for request in self._prefilling:
             if budget <= 0:
                 break
-            chunk, cost = self._chunk(request, budget)
+            chunk, cost = self._schedule_chunk(request, budget)
             budget, tokens, attention = budget - chunk, tokens + chunk, attention + cost
         while self._waiting and budget > 0 and self.running < self.timing.max_sequences:
             request = self._waiting[0]
@@ -175,7 +180,7 @@ class SimEngine:
             if request.phase is RequestPhase.REFUSED:
                 continue
             self._prefilling.append(request)
-            chunk, cost = self._chunk(request, budget)
+            chunk, cost = self._schedule_chunk(request, budget)
             budget, tokens, attention = budget - chunk, tokens + chunk, attention + cost
         self._busy = True
         return self.timing.iteration_s(tokens, attention, self._context)
@@ -190,9 +195,9 @@ class SimEngine:
         self.counters.generation_tokens += len(self._decoding)
         self._context += len(self._decoding)
         finished = []
-        for request in self._ends.pop(now, ()):
+        for request in self._ends_at.pop(now, ()):
             if request.phase is RequestPhase.DECODE:
-                self._leave_decode(request, request.output_tokens)
+                self._stop_decode(request, request.output_tokens)
                 self._end(request)
                 finished.append(request)
         first = [r for r in self._prefilling if r.computed >= r.prompt_tokens]
@@ -205,17 +210,17 @@ class SimEngine:
                     self._end(request)
                     finished.append(request)
                 else:
-                    self._join_decode(request, now)
+                    self._start_decode(request, now)
         refused, self._refused = self._refused, []
         return Progress(first, finished, refused, self.cache.take_events())
 
     def reset_prefix_cache(self) -> bool:
-        """Empty the cache; False while requests run. The event goes out with the next iteration."""
+        """Clear the cache; False while requests run. The next iteration returns the event."""
         return self.cache.clear()
 
     def _admit(self, request: EngineRequest) -> bool:
         cache, size = self.cache, self.cache.block_size
-        # The last sampled token is never computed, so it needs no room.
+        # The KV of the last sampled token is never computed, so this token needs no room in a block.
         total = -(-(request.prompt_tokens + max(0, request.output_tokens - 1)) // size)
         if total > cache.capacity:
             request.phase = RequestPhase.REFUSED
@@ -240,15 +245,15 @@ class SimEngine:
         self.counters.computed_tokens += request.prompt_tokens - request.cached_tokens
         return True
 
-    def _chunk(self, request: EngineRequest, budget: int) -> tuple[int, float]:
+    def _schedule_chunk(self, request: EngineRequest, budget: int) -> tuple[int, float]:
         chunk = min(budget, request.prompt_tokens - request.computed)
         before = request.computed
         request.computed = before + chunk
-        self._grow(request, request.computed)
+        self._allocate_up_to(request, request.computed)
         self._store(request)
         return chunk, chunk * (before + chunk / 2)
 
-    def _grow(self, request: EngineRequest, tokens: int) -> None:
+    def _allocate_up_to(self, request: EngineRequest, tokens: int) -> None:
         need = -(-tokens // self.cache.block_size) - len(request.blocks)
         if need > 0:
             request.blocks += self.cache.allocate(need)
@@ -263,29 +268,31 @@ class SimEngine:
             self.cache.store(request.blocks, request.chain, request.stored_blocks, full)
             request.stored_blocks = full
 
-    def _join_decode(self, request: EngineRequest, now: int) -> None:
+    def _start_decode(self, request: EngineRequest, now: int) -> None:
         request.phase = RequestPhase.DECODE
         request.first_iteration = now
         self._decoding.add(request)
         self._context += request.prompt_tokens + 1
-        self._ends.setdefault(now + request.output_tokens - 1, []).append(request)
-        self._await_fill(request)
+        self._ends_at.setdefault(now + request.output_tokens - 1, []).append(request)
+        self._schedule_fill(request)
 
-    def _await_fill(self, request: EngineRequest) -> None:
-        # After iteration `first + k`, prompt + k tokens are computed, at most prompt + output - 1 in all.
-        # Take the block of the next token, and come back when it is full.
+    def _schedule_fill(self, request: EngineRequest) -> None:
+        # After iteration `first + k`, prompt + k tokens are computed, at most prompt + output - 1 in total.
+        # Allocate the block of the next token, and note the iteration in which that block becomes full.
         size, last = self.cache.block_size, request.prompt_tokens + request.output_tokens - 1
-        self._grow(request, min(request.computed + 1, last))
+        self._allocate_up_to(request, min(request.computed + 1, last))
         full = request.computed + size - request.computed % size
         if full <= last:
-            self._fills.setdefault(request.first_iteration + full - request.prompt_tokens, []).append(request)
+            self._fills_at.setdefault(request.first_iteration + full - request.prompt_tokens, []).append(
+                request
+            )
 
-    def _fill(self, request: EngineRequest, upcoming: int) -> None:
+    def _block_filled(self, request: EngineRequest, upcoming: int) -> None:
         request.computed = request.prompt_tokens + upcoming - request.first_iteration
         self._store(request)
-        self._await_fill(request)
+        self._schedule_fill(request)
 
-    def _leave_decode(self, request: EngineRequest, produced: int) -> None:
+    def _stop_decode(self, request: EngineRequest, produced: int) -> None:
         self._decoding.discard(request)
         self._context -= request.prompt_tokens + produced
 

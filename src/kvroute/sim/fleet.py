@@ -1,8 +1,8 @@
-"""A fleet of simulated engines in virtual time: hours of traffic in seconds, no sockets, no sleeping.
+"""A fleet of simulated engines in virtual time: hours of traffic in seconds, without sockets and sleeps.
 
-Whoever wants to try a placement hands in a `Placement`; this module knows nothing of routing. Network
-and router take no time here. Arrivals come as a list, from `SimFleet.submit`, or from what `finished`
-submits (closed-loop clients, `kvroute.sim.fleet`).
+The caller's `Placement` chooses the workers; this module contains no routing. Network and router take no
+time. The caller submits requests before `run`, or from `on_finish` while it runs (closed-loop clients:
+`ChatClients`).
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from kvroute.wire.vllm import KvEvent
 
 @dataclass(slots=True, eq=False)
 class FleetRequest:
-    """One request and what became of it; the fields after `arrival_s` are the fleet's to fill.
+    """One request and its result. Mutable: the fleet sets the fields after `arrival_s`.
 
-    `keys` has one chained key per full block of prompt *and* answer; lengths are tokens, times virtual
-    seconds. `conversation` and `turn` are for whoever counts.
+    `keys` has one chained key per full block of prompt *and* answer. Lengths are in tokens, times in virtual
+    seconds. The fleet does not use `conversation` and `turn`; they are for the caller's statistics.
     """
 
     keys: Sequence[int]
@@ -40,42 +40,43 @@ class FleetRequest:
 
     @property
     def ttft_s(self) -> float:
-        """From arrival to the first token."""
+        """Virtual seconds from arrival to the first token."""
         return self.first_token_s - self.arrival_s
 
 
 class Placement(Protocol):
-    """Decides where requests go and hears what became of them. `now` is virtual time in seconds."""
+    """Chooses a worker for each request and is notified of the request's progress. `now`: virtual seconds."""
 
     def place(self, request: FleetRequest, now: float) -> int:
-        """The number of the worker that takes the request; called once, at its arrival."""
+        """Return the number of the worker that gets the request. Called once, when the request arrives."""
         ...
 
     def first_token(self, request: FleetRequest, now: float) -> None:
-        """Its first token came."""
+        """The request's first token was generated."""
         ...
 
     def finished(self, request: FleetRequest, now: float) -> None:
-        """It is done."""
+        """The request has ended."""
         ...
 
     def events(self, worker: int, events: Sequence[KvEvent], now: float) -> None:
-        """A worker's cache changed; called only where the fleet's caches record events."""
+        """A worker's cache has changed. Called only if the fleet's caches record events."""
         ...
 
 
 @dataclass(slots=True, eq=False)
 class SimFleet:
-    """Engines, a clock that jumps, and a placement. Mutable: everything, through `submit` and `run`."""
+    """Runs engines in virtual time, with a placement. Mutable throughout: changed by `submit` and `run`."""
 
     engines: Sequence[SimEngine]
     placement: Placement
     on_finish: Callable[[FleetRequest, float], None] | None = None
-    """Called after the placement has heard of an end; may submit more."""
+    """Called with a finished request and the time, after `Placement.finished`; may submit further
+    requests."""
     now: float = 0.0
     done: list[FleetRequest] = field(default_factory=list)
     """Finished requests in the order of their ends."""
-    _agenda: list[tuple[float, int, FleetRequest | int]] = field(default_factory=list)
+    _queue: list[tuple[float, int, FleetRequest | int]] = field(default_factory=list)
     _order: int = 0
     _busy: list[bool] = field(init=False)
 
@@ -83,44 +84,44 @@ class SimFleet:
         self._busy = [False] * len(self.engines)
 
     def submit(self, request: FleetRequest, at: float) -> None:
-        """Let a request arrive at virtual time `at`, not before now."""
+        """Let a request arrive at virtual time `at`, or now if `at` is in the past."""
         request.arrival_s = max(at, self.now)
         self._push(request.arrival_s, request)
 
     def run(self, until: float = float("inf")) -> None:
-        """Go on until nothing is left to happen, or until virtual time `until`."""
-        agenda = self._agenda
-        while agenda and agenda[0][0] <= until:
-            self.now, _, what = heapq.heappop(agenda)
+        """Run until no work is left, or until virtual time `until`."""
+        queue = self._queue
+        while queue and queue[0][0] <= until:
+            self.now, _, what = heapq.heappop(queue)
             if isinstance(what, FleetRequest):
-                self._arrive(what)
+                self._place(what)
             else:
-                self._advance(what)
+                self._finish_iteration(what)
 
     def computed_tokens(self) -> list[int]:
-        """Prompt tokens that each engine had to compute."""
+        """Prompt tokens that each engine computed, cache hits excluded."""
         return [engine.counters.computed_tokens for engine in self.engines]
 
     def _push(self, at: float, what: FleetRequest | int) -> None:
-        # The counter keeps equal times in order of their making, so that a run repeats exactly.
+        # The counter keeps entries with equal times in order of creation, so that every run is the same.
         self._order += 1
-        heapq.heappush(self._agenda, (at, self._order, what))
+        heapq.heappush(self._queue, (at, self._order, what))
 
-    def _arrive(self, request: FleetRequest) -> None:
+    def _place(self, request: FleetRequest) -> None:
         request.worker = worker = self.placement.place(request, self.now)
         self.engines[worker].add(
             EngineRequest(Chain(request.keys), request.prompt_tokens, request.output_tokens, owner=request)
         )
         if not self._busy[worker]:
-            self._begin(worker)
+            self._start_iteration(worker)
 
-    def _begin(self, worker: int) -> None:
+    def _start_iteration(self, worker: int) -> None:
         duration = self.engines[worker].begin()
         self._busy[worker] = duration is not None
         if duration is not None:
             self._push(self.now + duration, worker)
 
-    def _advance(self, worker: int) -> None:
+    def _finish_iteration(self, worker: int) -> None:
         progress = self.engines[worker].finish()
         now = self.now
         if progress.events:
@@ -139,7 +140,7 @@ class SimFleet:
                 self.on_finish(request, now)
         if progress.refused:
             raise ValueError("a request does not fit into a worker's cache")
-        self._begin(worker)
+        self._start_iteration(worker)
 
 
 def _request(item: EngineRequest) -> FleetRequest:
@@ -165,10 +166,11 @@ def make_engines(
 
 @dataclass(frozen=True, slots=True)
 class ChatShape:
-    """What a chat looks like; lengths in tokens, times in seconds.
+    """The lengths of a chat, in tokens, and its think time, in seconds.
 
-    `context_tokens` is the first prompt in all; what is not the common system prompt varies by 30%. Later
-    turns add what was answered and `turn_tokens` of question. Turns are 1 + floor(Exp(`mean_turns`)).
+    `context_tokens` is the length of the first prompt. Its part after the common system prompt varies by 30%.
+    Each later turn adds the answer before and a question of `turn_tokens`. A chat has 1 +
+    floor(Exp(`mean_turns`)) turns.
     """
 
     system_tokens: int = 1024
@@ -189,9 +191,11 @@ class _Chat:
 
 
 class ChatClients:
-    """`clients` people who chat, think, and start anew, until `requests` requests have been sent in all.
+    """Closed-loop clients: each sends a turn, thinks after the answer, and starts a new chat after the last
+    turn.
 
-    Mutable: who is at which turn. Install with `start`; it drives itself through `SimFleet.on_finish`.
+    They stop after `requests` requests in total. `start` begins; `SimFleet.on_finish` then sends each next
+    turn. Mutable: the chats and their turns.
     """
 
     def __init__(
@@ -201,30 +205,30 @@ class ChatClients:
         self._shape = shape or ChatShape()
         self._random = Random(seed)
         self._clients = clients
-        self._left = requests
+        self._requests_left = requests
         self._chats: dict[int, _Chat] = {}
-        self._numbers = 0
+        self._chats_started = 0
         self._block = fleet.engines[0].cache.block_size
 
     def start(self) -> None:
-        """Let every client begin at a random moment of the first think time."""
-        self._fleet.on_finish = self._answered
+        """Let each client send its first request at a random time within `think_s`."""
+        self._fleet.on_finish = self._on_finish
         for _ in range(self._clients):
-            self._send(self._begin(), self._random.uniform(0.0, self._shape.think_s))
+            self._send(self._new_chat(), self._random.uniform(0.0, self._shape.think_s))
 
-    def _begin(self) -> _Chat:
+    def _new_chat(self) -> _Chat:
         shape, random = self._shape, self._random
-        self._numbers += 1
+        self._chats_started += 1
         private = (shape.context_tokens - shape.system_tokens) * random.uniform(0.7, 1.3)
         turns = 1 + int(random.expovariate(1 / shape.mean_turns))
-        chat = _Chat(self._numbers, turns, shape.system_tokens + int(private))
+        chat = _Chat(self._chats_started, turns, shape.system_tokens + int(private))
         self._chats[chat.number] = chat
         return chat
 
     def _send(self, chat: _Chat, at: float) -> None:
-        if self._left <= 0:
+        if self._requests_left <= 0:
             return
-        self._left -= 1
+        self._requests_left -= 1
         output = max(1, int(self._shape.output_tokens * self._random.uniform(0.5, 1.5)))
         self._extend(chat, chat.tokens + output)
         request = FleetRequest(
@@ -235,21 +239,21 @@ class ChatClients:
     def _extend(self, chat: _Chat, tokens: int) -> None:
         common = self._shape.system_tokens // self._block
         for position in range(len(chat.keys), tokens // self._block):
-            # Unique per chat and place is all that a chained key has to be.
+            # A chained key only has to be unique for its chat and position.
             chat.keys.append(position + 1 if position < common else chat.number << 32 | position)
 
-    def _answered(self, request: FleetRequest, now: float) -> None:
+    def _on_finish(self, request: FleetRequest, now: float) -> None:
         chat = self._chats[request.conversation]
         chat.turn += 1
         chat.tokens += request.output_tokens + self._shape.turn_tokens
         if chat.turn >= chat.turns:
             del self._chats[chat.number]
-            chat = self._begin()
+            chat = self._new_chat()
         self._send(chat, now + self._random.expovariate(1 / self._shape.think_s))
 
 
 def returned_share(done: list[FleetRequest]) -> float:
-    """Share of follow-up turns that went to the worker of the turn before."""
+    """Share of follow-up turns that went to the same worker as the turn before."""
     where: dict[int, int] = {}
     followed = returned = 0
     for request in sorted(done, key=lambda r: r.arrival_s):
@@ -261,5 +265,5 @@ def returned_share(done: list[FleetRequest]) -> float:
 
 
 def imbalance(amounts: list[int]) -> float:
-    """The largest over the mean; 1 when all are equal or nothing was done."""
+    """The largest amount divided by the mean; 1 if all are equal or all are 0."""
     return max(amounts) * len(amounts) / sum(amounts) if sum(amounts) else 1.0

@@ -1,4 +1,4 @@
-"""One HTTP exchange at the simulated worker, on bare ASGI: thousands of streams have to be cheap."""
+"""One HTTP exchange of the simulated worker, on plain ASGI so that thousands of streams are cheap."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SSE = (b"content-type", b"text/event-stream; charset=utf-8")
 
 
 class ApiError(Exception):
-    """What vLLM 0.32 answers when it refuses: its type words and codes, not OpenAI's."""
+    """An error answer of vLLM 0.32, with vLLM's error types and codes instead of OpenAI's."""
 
     def __init__(self, status: int, kind: str, message: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -32,12 +32,12 @@ class ApiError(Exception):
 
     @classmethod
     def invalid(cls, message: str, param: str | None = None) -> ApiError:
-        """The engine's own refusal of a value."""
+        """A value that the engine refuses."""
         return cls(400, "BadRequestError", message, param)
 
     @classmethod
     def validation(cls, kind: str, loc: str, message: str) -> ApiError:
-        """A body that is not of the endpoint's form."""
+        """A body that does not have the endpoint's form."""
         detail = {"type": kind, "loc": loc, "msg": message}
         return cls(400, "Bad Request", f"1 validation error:\n  {detail}", loc)
 
@@ -51,15 +51,15 @@ class ApiError(Exception):
         }
 
 
-class Gone(Exception):
-    """The client left, or a fault ends the exchange here; nobody is told."""
+class ExchangeEnded(Exception):
+    """The client left or a fault ended the exchange. There is nothing more to send."""
 
 
 class Call:
-    """A request whose body was read, and the answer to it. Mutable: what was sent so far.
+    """A request with its whole body, and the answer. Mutable: the state of the answer.
 
-    `reset_after` and `hang_after` are faults: how many chunks may go out before the connection breaks or
-    nothing comes any more (None: never).
+    `reset_after` and `hang_after` are faults: the number of chunks after which the connection is reset, or
+    after which the answer stops (None: never).
     """
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, body: bytes) -> None:
@@ -77,14 +77,14 @@ class Call:
         self._chunks = 0
 
     def header(self, name: bytes) -> str | None:
-        """First value of a header, given in lower case."""
+        """First value of a header; `name` in lower case."""
         for key, value in self.headers:
             if key == name:
                 return value.decode("latin-1")
         return None
 
     def json(self) -> dict[str, Any]:
-        """The body as an object. Raises `ApiError` in vLLM's words."""
+        """The body as a JSON object. Raises `ApiError` with vLLM's message."""
         value = self.json_value()
         if not isinstance(value, dict):
             message = "Input should be a valid dictionary or object to extract fields from"
@@ -92,7 +92,7 @@ class Call:
         return value
 
     def json_value(self) -> Any:
-        """The body as whatever JSON it is. Raises `ApiError`."""
+        """The body as any JSON value. Raises `ApiError`."""
         kind = (self.header(b"content-type") or "").split(";")[0].strip().lower()
         if kind != "application/json":
             message = "1 validation error:\n  Unsupported Media Type: Only 'application/json' is allowed"
@@ -100,50 +100,50 @@ class Call:
         try:
             return _decode(self.body)
         except (msgspec.DecodeError, RecursionError):
-            # The engine parses with Python's json, which takes NaN, UTF-16 and more.
+            # vLLM parses with Python's json, which also accepts NaN, UTF-16 and more.
             try:
                 return json.loads(self.body)
             except (ValueError, RecursionError) as exc:
                 raise ApiError.validation("json_invalid", "body", f"JSON decode error: {exc}") from exc
 
     async def respond(self, value: Any, status: int = 200) -> None:
-        """Answer with JSON, or with bytes as they are."""
+        """Answer with a value as JSON; bytes are sent unchanged."""
         body = value if isinstance(value, bytes) else _encode(value)
         await self.respond_raw(body, status, [JSON])
 
     async def respond_error(self, error: ApiError, headers: list[tuple[bytes, bytes]] | None = None) -> None:
-        """Answer in vLLM's error shape."""
+        """Answer with vLLM's error object."""
         await self.respond_raw(_encode(error.body()), error.status, [JSON, *(headers or [])])
 
     async def respond_raw(self, body: bytes, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         headers = [*headers, (b"content-length", str(len(body)).encode())]
         await self.start(status, headers)
-        await self._pass(len(body) and 1)
+        await self._apply_faults(len(body) and 1)
         await self._send({"type": "http.response.body", "body": body})
 
     async def start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
-        """Send the head; for streams."""
+        """Send the head of a streamed answer."""
         self.started = True
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
     async def chunk(self, data: bytes, count: int = 1) -> None:
-        """Send `count` events' bytes; the faults count events."""
-        await self._pass(count)
+        """Send the bytes of `count` events. Faults count events."""
+        await self._apply_faults(count)
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
 
     async def end(self) -> None:
         await self._send({"type": "http.response.body", "body": b""})
 
-    async def gone(self) -> None:
-        """Returns when the client has left."""
+    async def wait_for_disconnect(self) -> None:
+        """Return when the client has left."""
         while (await self._receive())["type"] != "http.disconnect":
             pass
 
-    async def _pass(self, count: int) -> None:
+    async def _apply_faults(self, count: int) -> None:
         if self.reset_after is not None and self._chunks >= self.reset_after:
             self.on_reset()
-            raise Gone
+            raise ExchangeEnded
         if self.hang_after is not None and self._chunks >= self.hang_after:
-            await self.gone()
-            raise Gone
+            await self.wait_for_disconnect()
+            raise ExchangeEnded
         self._chunks += count

@@ -1,4 +1,4 @@
-"""What a simulated worker can be told."""
+"""Options of a simulated worker, and the timing model of its engine."""
 
 from __future__ import annotations
 
@@ -12,15 +12,19 @@ from kvroute.wire.vllm import DIALECTS
 
 @dataclass(frozen=True, slots=True)
 class TimingModel:
-    """Constants of an engine; the defaults stand for Llama-3.1-70B in bf16 on 8 H100 (TP8).
+    """Constants that give the time of an engine iteration; defaults: Llama-3.1-70B in bf16 on 8 H100 (TP8).
 
-    Times are seconds. `token_s` is compute per token (2 x 70.6e9 FLOP over 8 x 989 TFLOP/s at 45%),
-    `attention_s` per pair of computed token and context token, `weights_s` reading the weights once
-    (141 GB / 8 at 60% of 3.35 TB/s), `fixed_s` launches, all-reduces and the scheduler, `kv_s` reading one
-    token of context while decoding. Checked against TensorRT-LLM's published throughput of Llama-3.3-70B:
-    within 11% at four input/output lengths.
+    All times are in seconds:
 
-    `scale` multiplies every duration: 0.01 is a hundred times faster, 0 takes no time at all.
+    - `token_s`: compute per token (2 x 70.6e9 FLOP over 8 x 989 TFLOP/s at 45%)
+    - `attention_s`: compute per pair of computed token and context token
+    - `weights_s`: reading the weights once (141 GB / 8 at 60% of 3.35 TB/s)
+    - `fixed_s`: kernel launches, all-reduces and the scheduler
+    - `kv_s`: reading one token of context while decoding
+    - `scale`: factor on every duration; 0.01 makes the engine a hundred times faster, with 0 no time passes
+
+    The model is within 11% of TensorRT-LLM's published throughput of Llama-3.3-70B at four input/output
+    lengths.
     """
 
     fixed_s: float = 5e-3
@@ -33,7 +37,7 @@ class TimingModel:
     scale: float = 1.0
 
     def iteration_s(self, tokens: int, attention: float, decode_context: int) -> float:
-        """Seconds of one iteration that computes `tokens`.
+        """Duration in seconds of an iteration that computes `tokens`.
 
         `attention` is the sum of chunk x context over the prefill chunks, `decode_context` the sum of the
         decoding sequences' contexts.
@@ -50,49 +54,53 @@ class SimOptions(Options):
     """One simulated worker. The defaults behave like Llama-3.1-70B on eight H100."""
 
     host: str = option("127.0.0.1", "Address to listen on.")
-    port: int = option(0, "Port to listen on; 0 takes a free one.", ge=0, le=65535)
+    port: int = option(0, "Port to listen on; with 0 the system chooses a free port.", ge=0, le=65535)
     models: tuple[str, ...] = option(
-        ("sim-model",), "Served names of the one model; the first is its main name.", min_length=1
+        ("sim-model",), "Served names of the model; the first is its main name.", min_length=1
     )
     loras: dict[str, str] = option(description="LoRA adapters: name to parent model.", default_factory=dict)
     capacity_tokens: int = option(
-        1_200_000, "KV cache size.", unit="tokens", higher="evicts later", lower="evicts sooner", ge=1
+        1_200_000, "Size of the KV cache.", unit="tokens", higher="evicts later", lower="evicts sooner", ge=1
     )
     block_size: int = option(
         16, "Tokens per cache block (vLLM on CUDA: 16, on CPU: 128).", unit="tokens", ge=1
     )
-    max_model_len: int = option(131_072, "Longest prompt and answer together.", unit="tokens", ge=2)
+    max_model_len: int = option(131_072, "Longest sum of prompt and answer.", unit="tokens", ge=2)
     answer_tokens: int = option(
         32, "Length of an answer whose request sets no limit.", unit="tokens", ge=1, higher="longer answers"
     )
     time_scale: float = option(
         1.0,
-        "Every simulated duration is multiplied by this.",
+        "Factor on every simulated duration.",
         higher="slower worker",
-        lower="faster worker; 0 takes no time",
+        lower="faster worker; 0: no time passes",
         ge=0,
     )
     fixed_s: float = option(5e-3, "Fixed time of an iteration.", unit="s", ge=0)
-    weights_s: float = option(9e-3, "Least time that an iteration computes.", unit="s", ge=0)
+    weights_s: float = option(9e-3, "Shortest compute time of an iteration.", unit="s", ge=0)
     token_s: float = option(40e-6, "Compute time per token.", unit="s", ge=0)
-    attention_s: float = option(0.75e-9, "Time per computed token and token of context.", unit="s", ge=0)
+    attention_s: float = option(
+        0.75e-9, "Compute time per pair of computed token and context token.", unit="s", ge=0
+    )
     kv_s: float = option(20e-9, "Time per token of context while decoding.", unit="s", ge=0)
-    max_batched_tokens: int = option(8192, "Tokens computed in one iteration.", unit="tokens", ge=1)
-    max_sequences: int = option(256, "Requests that run at once; the rest waits.", ge=1)
+    max_batched_tokens: int = option(8192, "Most tokens that one iteration computes.", unit="tokens", ge=1)
+    max_sequences: int = option(256, "Most requests that run at the same time; further ones wait.", ge=1)
     report_cached_tokens: bool = option(
         True, "Fill usage.prompt_tokens_details (vLLM: --enable-prompt-tokens-details)."
     )
     kv_events: bool = option(True, "Publish KV events over ZMQ.")
-    event_endpoint: str = option("tcp://127.0.0.1:0", "Where the PUB socket binds; port 0 takes a free one.")
-    replay_endpoint: str = option("tcp://127.0.0.1:0", "Where the replay ROUTER binds.")
+    event_endpoint: str = option(
+        "tcp://127.0.0.1:0", "Address of the PUB socket; with port 0 the system chooses a free port."
+    )
+    replay_endpoint: str = option("tcp://127.0.0.1:0", "Address of the ROUTER socket for replays.")
     event_topic: str = option("kv", "Topic of the events.")
     event_buffer_steps: int = option(
         10_000, "Batches kept for replay.", ge=1, higher="longer gaps can be repaired"
     )
-    event_dialect: str = option("map-0.30", "How events are written: " + ", ".join(DIALECTS) + ".")
+    event_dialect: str = option("map-0.30", "Encoding of the events: " + ", ".join(DIALECTS) + ".")
     byte_hashes: bool = option(False, "Write block hashes as 32 bytes instead of 64-bit numbers.")
     recorded_requests: int = option(
-        1000, "How many received requests GET /sim/requests remembers; 0 records nothing.", ge=0
+        1000, "Number of received requests that GET /sim/requests lists; 0 records none.", ge=0
     )
 
     @field_validator("event_dialect")
@@ -104,7 +112,7 @@ class SimOptions(Options):
 
     @property
     def timing(self) -> TimingModel:
-        """The timing constants as the engine takes them."""
+        """The engine's timing model with these options."""
         return TimingModel(
             fixed_s=self.fixed_s,
             weights_s=self.weights_s,

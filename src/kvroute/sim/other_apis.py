@@ -1,4 +1,4 @@
-"""/v1/messages and its count_tokens: Anthropic's API as vLLM 0.32 maps it onto a chat."""
+"""/v1/messages (Anthropic's API) and /v1/responses (OpenAI's), which vLLM 0.32 both maps to a chat."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvroute.sim.answers import Choice
 from kvroute.sim.chat import PreparedChat, prepare
 from kvroute.sim.completions import stream
 from kvroute.sim.driver import Generation
-from kvroute.sim.http import JSON, SSE, ApiError, Call, Gone
+from kvroute.sim.http import JSON, SSE, ApiError, Call, ExchangeEnded
 from kvroute.sim.prompts import sampling
 from kvroute.sim.worker import SimWorker, StoredResponse
 
@@ -20,11 +20,11 @@ _json = msgspec.json.Encoder().encode
 
 
 async def create_message(call: Call, worker: SimWorker) -> None:
-    """POST /v1/messages. Errors of the engine come in Anthropic's shape, of the form in OpenAI's."""
+    """POST /v1/messages. The engine's errors have Anthropic's form, errors of the body's form OpenAI's."""
     try:
-        await _create(call, worker)
+        await _answer_message(call, worker)
     except ApiError as error:
-        await _refuse(call, error)
+        await _respond_error(call, error)
 
 
 async def count_tokens(call: Call, worker: SimWorker) -> None:
@@ -32,41 +32,41 @@ async def count_tokens(call: Call, worker: SimWorker) -> None:
     try:
         body = call.json()
         model = worker.model(body)
-        chat = prepare(worker, _as_chat(body), model, sampling({}, limits=()))
+        chat = prepare(worker, _chat_of_message(body), model, sampling({}, limits=()))
     except ApiError as error:
-        await _refuse(call, error)
+        await _respond_error(call, error)
         return
     tokens = len(chat.prompt)
     context = {"original_input_tokens": tokens}
     await call.respond({"input_tokens": tokens, "context_management": context})
 
 
-async def _refuse(call: Call, error: ApiError) -> None:
+async def _respond_error(call: Call, error: ApiError) -> None:
     if call.started or error.kind == "Bad Request":
         raise error
     body = {"type": "error", "error": {"type": error.kind, "message": error.message}}
     await call.respond_raw(_json(body), error.status, [JSON])
 
 
-async def _create(call: Call, worker: SimWorker) -> None:
+async def _answer_message(call: Call, worker: SimWorker) -> None:
     body = call.json()
     if "max_tokens" not in body:
         raise ApiError.validation("missing", "body.max_tokens", "Field required")
     model = worker.model(body)
     stops = body.get("stop_sequences")
-    asked = sampling({**body, "stop": stops, "stream_options": None}, limits=("max_tokens",))
-    chat = prepare(worker, _as_chat(body), model, asked)
-    generation = worker.submit([chat.prompt], [chat.answers], asked, model)
+    params = sampling({**body, "stop": stops, "stream_options": None}, limits=("max_tokens",))
+    chat = prepare(worker, _chat_of_message(body), model, params)
+    generation = worker.submit([chat.prompt], [chat.answers], params, model)
     message_id = worker.new_id("chatcmpl-", call)
-    if asked.stream:
-        await _stream(call, worker, generation, chat, message_id, model)
+    if params.stream:
+        await _stream_message(call, worker, generation, chat, message_id, model)
         return
-    await worker.complete(call, generation)
+    await worker.wait_until_done(call, generation)
     answer = chat.answers[0]
     block: dict[str, Any] = {"type": "text", "text": answer.text}
     if chat.tool is not None:
         block = {"type": "tool_use", "id": worker.new_id("chatcmpl-tool-"), "name": chat.tool}
-        block["input"] = _parsed(answer.text)
+        block["input"] = _parsed_arguments(answer.text)
     reason, sequence = _stop_reason(chat)
     message = {
         "id": message_id,
@@ -75,14 +75,14 @@ async def _create(call: Call, worker: SimWorker) -> None:
         "content": [block],
         "model": model,
         "stop_reason": reason,
-        "usage": _usage(worker, generation, chat),
+        "usage": _message_usage(worker, generation, chat),
     }
     if sequence is not None:
         message["stop_sequence"] = sequence
     await call.respond(message)
 
 
-async def _stream(
+async def _stream_message(
     call: Call, worker: SimWorker, generation: Generation, chat: PreparedChat, message_id: str, model: str
 ) -> None:
     answer = chat.answers[0]
@@ -111,20 +111,20 @@ async def _stream(
     ended = {"stop_reason": reason, "stop_sequence": sequence}
     await call.chunk(
         send("content_block_stop", index=0)
-        + send("message_delta", delta=ended, usage=_usage(worker, generation, chat))
+        + send("message_delta", delta=ended, usage=_message_usage(worker, generation, chat))
         + send("message_stop")
     )
     await call.end()
 
 
-def _parsed(text: str) -> Any:
+def _parsed_arguments(text: str) -> Any:
     try:
         return json.loads(text)
     except ValueError:
         return {}  # cut by max_tokens
 
 
-def _usage(worker: SimWorker, generation: Generation, chat: PreparedChat) -> dict[str, int]:
+def _message_usage(worker: SimWorker, generation: Generation, chat: PreparedChat) -> dict[str, int]:
     request = generation.requests[0]
     tokens = {"input_tokens": len(chat.prompt), "output_tokens": len(chat.answers[0].token_ids)}
     if worker.options.report_cached_tokens:
@@ -145,8 +145,8 @@ def _stop_reason(chat: PreparedChat) -> tuple[str, str | None]:
     return "end_turn", None
 
 
-def _as_chat(body: Mapping[str, Any]) -> dict[str, Any]:
-    """The chat request that vLLM would make of it."""
+def _chat_of_message(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Convert a body of /v1/messages to a chat request, as vLLM does."""
     messages: list[Any] = []
     if body.get("system"):
         messages.append({"role": "system", "content": body["system"]})
@@ -155,12 +155,12 @@ def _as_chat(body: Mapping[str, Any]) -> dict[str, Any]:
         kind = "missing" if given is None else "list_type"
         raise ApiError.validation(kind, "body.messages", "Input should be a valid list")
     for message in given:
-        messages += _messages(message) if isinstance(message, dict) else [message]
+        messages += _chat_messages(message) if isinstance(message, dict) else [message]
     chat: dict[str, Any] = {"messages": messages}
     tools = body.get("tools")
     if isinstance(tools, list):
         chat["tools"] = [
-            {"type": "function", "function": _function(tool)} for tool in tools if isinstance(tool, dict)
+            {"type": "function", "function": _chat_function(tool)} for tool in tools if isinstance(tool, dict)
         ]
     choice = body.get("tool_choice")
     if isinstance(choice, dict):
@@ -170,13 +170,13 @@ def _as_chat(body: Mapping[str, Any]) -> dict[str, Any]:
     return chat
 
 
-def _function(tool: Mapping[str, Any]) -> dict[str, Any]:
+def _chat_function(tool: Mapping[str, Any]) -> dict[str, Any]:
     function = {"name": tool.get("name"), "parameters": tool.get("input_schema") or {"type": "object"}}
     return function | ({"description": tool["description"]} if tool.get("description") else {})
 
 
-def _messages(message: dict[str, Any]) -> list[dict[str, Any]]:
-    """One Anthropic message; tool results become messages of their own."""
+def _chat_messages(message: dict[str, Any]) -> list[dict[str, Any]]:
+    """Convert one Anthropic message to chat messages; each tool result becomes a message."""
     content = message.get("content")
     if not isinstance(content, list) or not all(isinstance(block, dict) for block in content):
         return [message]
@@ -195,46 +195,43 @@ def _messages(message: dict[str, Any]) -> list[dict[str, Any]]:
     return results + ([own] if rest or calls else [])
 
 
-_response_json = msgspec.json.Encoder().encode
-
-
 async def create_response(call: Call, worker: SimWorker) -> None:
-    """POST /v1/responses: at once, streamed, or in the background."""
+    """POST /v1/responses: answered as a whole, streamed, or in the background."""
     body = call.json()
     model = worker.model(body)
-    asked = sampling(body, limits=("max_output_tokens",), session=call.header(b"x-session-id"))
+    params = sampling(body, limits=("max_output_tokens",), session=call.header(b"x-session-id"))
     messages = _conversation(body, worker)
-    chat = prepare(worker, _responses_chat(body, messages), model, asked)
+    chat = prepare(worker, _chat_of_response(body, messages), model, params)
     response_id = body.get("request_id") or worker.new_id("resp_")
-    record = _record(body, model, response_id, int(worker.clock.wall()))
+    record = _new_record(body, model, response_id, int(worker.clock.wall()))
     stored = StoredResponse(record, messages)
     store = body.get("store") is not False
     if store:
         worker.responses[response_id] = stored
-    generation = worker.submit([chat.prompt], [chat.answers], asked, model)
-    items = [_item(worker, chat)]
-    if asked.stream:
-        await _response_stream(call, worker, generation, chat, stored, items[0])
+    generation = worker.submit([chat.prompt], [chat.answers], params, model)
+    items = [_output_item(worker, chat)]
+    if params.stream:
+        await _stream_response(call, worker, generation, chat, stored, items[0])
         return
     if body.get("background") and store:
         record["status"] = "queued"
         stored.generation = generation
-        worker.background(_finish_later(worker, generation, chat, stored, items))
+        worker.run_in_background(_finish_in_background(worker, generation, chat, stored, items))
         await call.respond(record)
         return
-    await worker.complete(call, generation)
-    _finish(worker, generation, chat, stored, items)
+    await worker.wait_until_done(call, generation)
+    _finish_response(worker, generation, chat, stored, items)
     await call.respond(record)
 
 
 async def retrieve_response(call: Call, worker: SimWorker) -> None:
     """GET /v1/responses/{id}."""
-    await call.respond(_stored(call.path.rpartition("/")[2], worker).record)
+    await call.respond(_stored_response(call.path.rpartition("/")[2], worker).record)
 
 
 async def cancel_response(call: Call, worker: SimWorker) -> None:
-    """POST /v1/responses/{id}/cancel: only what runs in the background can be cancelled."""
-    stored = _stored(call.path.removesuffix("/cancel").rpartition("/")[2], worker)
+    """POST /v1/responses/{id}/cancel. Only a response in the background can be cancelled."""
+    stored = _stored_response(call.path.removesuffix("/cancel").rpartition("/")[2], worker)
     if stored.record["status"] not in ("queued", "in_progress") or stored.generation is None:
         raise ApiError(400, "invalid_request_error", "Cannot cancel a synchronous response.", "response_id")
     stored.record["status"] = "cancelled"
@@ -242,7 +239,7 @@ async def cancel_response(call: Call, worker: SimWorker) -> None:
     await call.respond(stored.record)
 
 
-def _stored(response_id: str, worker: SimWorker) -> StoredResponse:
+def _stored_response(response_id: str, worker: SimWorker) -> StoredResponse:
     stored = worker.responses.get(response_id)
     if stored is None:
         message = f"Response with id '{response_id}' not found."
@@ -250,7 +247,7 @@ def _stored(response_id: str, worker: SimWorker) -> StoredResponse:
     return stored
 
 
-async def _finish_later(
+async def _finish_in_background(
     worker: SimWorker,
     generation: Generation,
     chat: PreparedChat,
@@ -260,17 +257,17 @@ async def _finish_later(
     try:
         while not generation.done:
             await generation.wait()
-        worker.check(generation)
-        _finish(worker, generation, chat, stored, items)
-    except Gone:
-        pass  # cancelled: the status says so already
+        worker.raise_if_ended(generation)
+        _finish_response(worker, generation, chat, stored, items)
+    except ExchangeEnded:
+        pass  # cancelled: `cancel_response` has set the status
     except ApiError:
         stored.record["status"] = "failed"
     finally:
         worker.driver.close(generation)
 
 
-def _finish(
+def _finish_response(
     worker: SimWorker,
     generation: Generation,
     chat: PreparedChat,
@@ -278,9 +275,9 @@ def _finish(
     items: list[dict[str, Any]],
 ) -> None:
     answer, record = chat.answers[0], stored.record
-    cut = answer.finish_reason == "length"
-    record["status"] = "incomplete" if cut else "completed"
-    record["incomplete_details"] = {"reason": "max_output_tokens"} if cut else None
+    is_cut = answer.finish_reason == "length"
+    record["status"] = "incomplete" if is_cut else "completed"
+    record["incomplete_details"] = {"reason": "max_output_tokens"} if is_cut else None
     record["output"] = items
     prompt, output = len(chat.prompt), len(answer.token_ids)
     record["usage"] = {
@@ -300,17 +297,17 @@ def _finish(
         },
         "total_tokens": prompt + output,
     }
-    stored.messages.append(_said(chat, answer))
+    stored.messages.append(_assistant_message(chat, answer))
 
 
-def _said(chat: PreparedChat, answer: Choice) -> dict[str, Any]:
+def _assistant_message(chat: PreparedChat, answer: Choice) -> dict[str, Any]:
     if chat.tool is None:
         return {"role": "assistant", "content": answer.text}
     function = {"name": chat.tool, "arguments": answer.text}
     return {"role": "assistant", "content": None, "tool_calls": [{"function": function}]}
 
 
-async def _response_stream(
+async def _stream_response(
     call: Call,
     worker: SimWorker,
     generation: Generation,
@@ -323,7 +320,7 @@ async def _response_stream(
 
     def send(kind: str, **fields: Any) -> bytes:
         event = {"type": kind, "sequence_number": next(sequence), **fields}
-        return b"event: " + kind.encode() + b"\ndata: " + _response_json(event) + b"\n\n"
+        return b"event: " + kind.encode() + b"\ndata: " + _json(event) + b"\n\n"
 
     await call.start(200, [SSE])
     stored.record["status"] = "in_progress"
@@ -352,13 +349,13 @@ async def _response_stream(
     else:
         tail = send(f"{kinds}.done", **inside, name=chat.tool, arguments=answer.text)
     tail += send("response.output_item.done", output_index=0, item=item)
-    _finish(worker, generation, chat, stored, [item])
+    _finish_response(worker, generation, chat, stored, [item])
     kind = "response.completed" if stored.record["status"] == "completed" else "response.incomplete"
     await call.chunk(tail + send(kind, response=stored.record))
     await call.end()
 
 
-def _item(worker: SimWorker, chat: PreparedChat) -> dict[str, Any]:
+def _output_item(worker: SimWorker, chat: PreparedChat) -> dict[str, Any]:
     answer = chat.answers[0]
     if chat.tool is not None:
         return {
@@ -378,7 +375,7 @@ def _item(worker: SimWorker, chat: PreparedChat) -> dict[str, Any]:
     }
 
 
-def _record(body: Mapping[str, Any], model: str, response_id: str, created: int) -> dict[str, Any]:
+def _new_record(body: Mapping[str, Any], model: str, response_id: str, created: int) -> dict[str, Any]:
     return {
         "id": response_id,
         "created_at": created,
@@ -410,12 +407,13 @@ def _record(body: Mapping[str, Any], model: str, response_id: str, created: int)
 
 
 def _conversation(body: Mapping[str, Any], worker: SimWorker) -> list[dict[str, Any]]:
-    """Everything before the answer, the stored conversation first (its old instructions do not count)."""
+    """The messages before the answer: instructions, the stored conversation without its own instructions,
+    input."""
     messages: list[dict[str, Any]] = []
     if isinstance(body.get("instructions"), str):
         messages.append({"role": "system", "content": body["instructions"]})
     if (previous := body.get("previous_response_id")) is not None:
-        messages += [m for m in _stored(str(previous), worker).messages if m["role"] != "system"]
+        messages += [m for m in _stored_response(str(previous), worker).messages if m["role"] != "system"]
     given = body.get("input")
     if isinstance(given, str):
         return [*messages, {"role": "user", "content": given}]
@@ -423,7 +421,7 @@ def _conversation(body: Mapping[str, Any], worker: SimWorker) -> list[dict[str, 
         kind = "missing" if given is None else "string_type"
         raise ApiError.validation(kind, "body.input", "Input should be a valid string")
     for position, item in enumerate(given):
-        convert = _ITEMS.get(item.get("type", "message")) if isinstance(item, dict) else None
+        convert = _INPUT_ITEMS.get(item.get("type", "message")) if isinstance(item, dict) else None
         if convert is None or (convert is _message and not isinstance(item.get("role"), str)):
             raise ApiError.validation("model_type", f"body.input.{position}", "Input should be a valid item")
         messages.append(convert(item))
@@ -443,18 +441,18 @@ def _function_output(item: Mapping[str, Any]) -> dict[str, Any]:
     output = item.get("output")
     return {
         "role": "tool",
-        "content": output if isinstance(output, str) else str(_response_json(output), "utf-8"),
+        "content": output if isinstance(output, str) else str(_json(output), "utf-8"),
     }
 
 
-_ITEMS: Mapping[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
+_INPUT_ITEMS: Mapping[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
     "message": _message,
     "function_call": _function_call,
     "function_call_output": _function_output,
 }
 
 
-def _responses_chat(body: Mapping[str, Any], messages: list[dict[str, Any]]) -> dict[str, Any]:
+def _chat_of_response(body: Mapping[str, Any], messages: list[dict[str, Any]]) -> dict[str, Any]:
     chat: dict[str, Any] = {"messages": messages}
     tools = body.get("tools")
     if isinstance(tools, list):

@@ -1,4 +1,4 @@
-"""Endpoints that compute a prompt and generate nothing: embeddings, scores, classes, pooled vectors."""
+"""Endpoints that compute a prompt without generating tokens: embeddings, scores, classes, pooled vectors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvroute.sim.prompts import chat_tokens, completion_prompts, encode, message
 from kvroute.sim.worker import SimWorker
 
 DIMENSIONS = 32
-"""Length of a vector unless the request asks for another."""
+"""Length of a vector if the request does not set one."""
 _CLASSES = 2
 
 
@@ -75,7 +75,7 @@ async def classify(call: Call, worker: SimWorker) -> None:
 
 
 async def score(call: Call, worker: SimWorker) -> None:
-    """POST /score and /v1/score: one text against many, or pairs, under any of vLLM's field names."""
+    """POST /score and /v1/score: one text against several, or pairs, under any of vLLM's field names."""
     body = call.json()
     model = worker.model(body)
     for first, second in (
@@ -103,7 +103,7 @@ async def score(call: Call, worker: SimWorker) -> None:
 
 
 async def rerank(call: Call, worker: SimWorker) -> None:
-    """POST /rerank, /v1/rerank, /v2/rerank: best document first."""
+    """POST /rerank, /v1/rerank and /v2/rerank: the documents, best one first."""
     body = call.json()
     model = worker.model(body)
     if "query" not in body:
@@ -152,12 +152,12 @@ def _listing(
 async def _compute(
     call: Call, worker: SimWorker, prompts: Sequence[array[int]], model: str
 ) -> dict[str, Any]:
-    """Prefill every prompt and return the usage."""
+    """Prefill each prompt; returns the usage object."""
     for prompt in prompts:
         worker.limit(prompt, None)
     sequences = [worker.sequence(prompt, array("I"), model) for prompt in prompts]
     generation = worker.driver.submit(sequences, ["stop"] * len(sequences), streamed=False)
-    await worker.complete(call, generation)
+    await worker.wait_until_done(call, generation)
     tokens = sum(len(prompt) for prompt in prompts)
     return {
         "prompt_tokens": tokens,

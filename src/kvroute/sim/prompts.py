@@ -1,8 +1,8 @@
-"""Requests as the engine sees them: checked as vLLM checks, rendered, tokenized.
+"""Requests on their way to the engine: checked as in vLLM, rendered with a chat template, tokenized.
 
-Deliberately not built on `kvroute.openai`: the simulated worker is what the gateway's reading of a
-prompt is tested against, so it must not share its mistakes. The template is ChatML: tools, then the
-messages in order, each between special tokens.
+The template is ChatML: tools, then the messages in order, each between special tokens. This module does not
+use `kvroute.openai`, because tests compare the gateway's reading of a prompt with the simulated worker's:
+shared code would have the same mistakes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from typing import Any
 from kvroute.sim.http import ApiError
 
 VOCABULARY = 1 << 25
-"""Ids lie below this: 0-255 one byte, 256-511 special, from 1 << 16 two bytes, from 1 << 24 three."""
+"""All ids are lower: 0-255 are one byte, 256-511 special tokens, from 1 << 16 two bytes, from 1 << 24
+three."""
 
 SPECIAL = {256: "<|im_start|>", 257: "<|im_end|>", 258: "<|image|>", 259: "<|tools|>"}
 IM_START, IM_END, IMAGE, TOOLS = SPECIAL
@@ -29,7 +30,7 @@ _PAIR, _TRIPLE = 1 << 16, 1 << 24
 def encode(text: str) -> array[int]:
     """Token ids of `text` as unsigned 32-bit ints; lone surrogates become question marks.
 
-    About 1 us per thousand bytes: the three-byte tokens are laid out by slicing.
+    About 1 us per thousand bytes, because slices write the three-byte tokens.
     """
     data = text.encode("utf-8", "replace")
     whole = len(data) // 3
@@ -50,7 +51,7 @@ def encode(text: str) -> array[int]:
 
 
 def decode(ids: Iterable[int]) -> str:
-    """Text of `ids`; ids that `encode` never gives become U+FFFD."""
+    """Text of `ids`; ids that `encode` never returns become U+FFFD."""
     parts = bytearray()
     for token in ids:
         parts += token_bytes(token)
@@ -58,7 +59,7 @@ def decode(ids: Iterable[int]) -> str:
 
 
 def token_bytes(token: int) -> bytes:
-    """The bytes that one token stands for."""
+    """The bytes of one token."""
     if token < 256:
         return bytes((token,))
     if token in SPECIAL:
@@ -76,7 +77,8 @@ _FORBIDDEN_IN_SALTS = frozenset("@/\\\0")
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """The fields of a generating request that matter here; `limit` None means that none was asked for."""
+    """The fields of a generating request that the simulation uses. `limit`: tokens; None if the request has
+    none."""
 
     limit: int | None
     n: int
@@ -85,7 +87,7 @@ class Sampling:
     include_usage: bool
     continuous_usage: bool
     logprobs: int | None
-    """How many alternatives to list with each token's logprob; None: no logprobs."""
+    """Number of alternatives for each token's logprob; None: no logprobs."""
     return_token_ids: bool
     cache_salt: str | None
     session_id: str | None
@@ -100,7 +102,8 @@ def chat_tokens(
     generate: bool = True,
     open_end: bool = False,
 ) -> array[int]:
-    """Render a chat. `generate` appends the assistant's header, `open_end` leaves the last message open."""
+    """Render a chat. `generate` appends the assistant's header; `open_end` omits the end of the last
+    message."""
     ids: array[int] = array("I")
     if tools:
         ids.append(TOOLS)
@@ -134,7 +137,7 @@ def _content(ids: array[int], content: Any) -> None:
         elif "text" in part:
             text.append(str(part["text"]))
         else:
-            # An image or a file: placeholder tokens that stand for its bytes.
+            # An image or a file becomes placeholder tokens: a hash of its bytes.
             digest = hashlib.sha256(json.dumps(part, sort_keys=True).encode()).digest()
             if text:
                 ids += encode("\n".join(text))
@@ -200,9 +203,10 @@ def _ids(items: Sequence[Any]) -> array[int]:
 def sampling(
     body: Json, *, limits: Sequence[str], default_limit: int | None = None, session: str | None = None
 ) -> Sampling:
-    """Read what shapes the answer. Of the limit's names in `limits`, the first that is set counts.
+    """Read the fields that determine the answer. Raises `ApiError`.
 
-    `session` is the X-Session-ID header; the body's own `session_id` goes before it.
+    `limits` are the names of the field with the limit; the first one in the body counts. `session` is the
+    X-Session-ID header; a `session_id` in the body takes precedence.
     """
     limit = default_limit
     for name in limits:

@@ -1,4 +1,4 @@
-"""KV events over ZMQ as vLLM publishes them: a PUB socket and a ROUTER that replays what it remembers."""
+"""KV events over ZMQ as vLLM publishes them, with a replay socket; and the faults that tests switch on."""
 
 from __future__ import annotations
 
@@ -18,23 +18,24 @@ from kvroute.wire.vllm import DIALECTS, KvEvent
 from kvroute.wire.zmq import EventMessage, pack_live, pack_replay, pack_replay_end, unpack_replay_request
 
 CONTROL = ("/sim/", "/metrics", "/health", "/ping", "/version", "/v1/models", "/kv_event_sources")
-"""Paths that a fault without `path` leaves alone."""
+"""Paths that a fault without `path` does not affect."""
 
 
 class Fault(Options):
-    """One fault. `kind` decides which other fields matter.
+    """One fault. Which other fields count depends on `kind`:
 
-    `status` answers `status` (with `retry_after_s` as Retry-After); `slow` waits `delay_s` before the
-    engine sees the request; `hang` and `reset` let `after_chunks` chunks of the answer pass, then nothing
-    comes any more, or the connection is reset (None: before the answer's head); `drop_events` and
-    `duplicate_events` hit batches of the event stream.
+    - `status`: answer with `status`, and `retry_after_s` as Retry-After
+    - `slow`: wait `delay_s` before the engine gets the request
+    - `hang`, `reset`: after `after_chunks` chunks of the answer send nothing more, or reset the connection
+      (`after_chunks` None: before the answer's head)
+    - `drop_events`, `duplicate_events`: publish a batch of events not at all, or twice
     """
 
     kind: Literal["status", "slow", "hang", "reset", "drop_events", "duplicate_events"]
     count: int | None = Field(default=1, ge=1)
-    """How many requests or batches it hits; None: all, until cleared."""
+    """Number of requests or batches that the fault affects; None: all, until the fault is cleared."""
     path: str | None = None
-    """Only requests whose path starts with this; None: all but the control plane's."""
+    """Affects only requests whose path starts with this; None: all except those in `CONTROL`."""
     status: int = Field(default=503, ge=400, le=599)
     retry_after_s: int | None = None
     delay_s: float = Field(default=1.0, ge=0)
@@ -42,7 +43,8 @@ class Fault(Options):
 
 
 class Faults:
-    """Active faults, oldest first. Mutable: `add`, `clear`, and every use counts down."""
+    """Active faults, oldest first. Mutable: changed by `add`, `clear` and each use, which lowers the
+    count."""
 
     def __init__(self) -> None:
         self._active: list[tuple[Fault, int | None]] = []
@@ -54,11 +56,11 @@ class Faults:
         self._active.clear()
 
     def listing(self) -> list[dict[str, object]]:
-        """Active faults with what is left of their count."""
+        """Active faults with their remaining counts."""
         return [{**fault.model_dump(), "count": left} for fault, left in self._active]
 
     def for_request(self, path: str) -> list[Fault]:
-        """The faults that hit this request: one of each kind, counted."""
+        """The faults to apply to this request, at most one of each kind; lowers their counts."""
         if not self._active:
             return []
         exempt = path.startswith(CONTROL)
@@ -71,7 +73,7 @@ class Faults:
         )
 
     def for_batch(self) -> list[Fault]:
-        """The faults that hit this event batch, counted."""
+        """The faults to apply to this batch of events; lowers their counts."""
         return self._use(lambda fault: fault.kind.endswith("_events")) if self._active else []
 
     def _use(self, applies: Callable[[Fault], bool]) -> list[Fault]:
@@ -88,9 +90,9 @@ class Faults:
 
 
 class EventPublisher:
-    """Both sockets of one worker. Mutable: the next sequence number and the replay buffer.
+    """The PUB socket and the replay ROUTER of one worker. Mutable: next sequence number, replay buffer.
 
-    `endpoint` and `replay_endpoint` are what was really bound. Use `serve` for the replay side and
+    `endpoint` and `replay_endpoint` are the bound addresses. The owner runs `serve` for replays, and calls
     `close` at the end.
     """
 
@@ -118,7 +120,7 @@ class EventPublisher:
         self.replay_endpoint = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def sources(self) -> dict[str, Any]:
-        """What GET /kv_event_sources answers (vLLM 0.27 and later)."""
+        """The answer of GET /kv_event_sources (vLLM 0.27 and later)."""
         return {
             "0": {
                 "enable_kv_cache_events": True,
@@ -133,7 +135,7 @@ class EventPublisher:
         }
 
     def publish(self, events: Sequence[KvEvent], faults: Sequence[Fault] = ()) -> None:
-        """Send one batch and keep it for replay. A dropped one is still numbered and replayed."""
+        """Send one batch and keep it for replay. A batch dropped by a fault is numbered and replayed too."""
         payload = self._dialect.encode(self._clock.wall(), events, 0)
         message = EventMessage(self._topic, self._seq, payload)
         self._seq += 1
@@ -144,12 +146,13 @@ class EventPublisher:
             self._pub.send_multipart(pack_live(message), flags=zmq.NOBLOCK)
 
     def restart(self) -> None:
-        """A new process: the numbers start at 0 and nothing is left to replay. Nobody is told."""
+        """Simulate a new process: numbers start at 0, the replay buffer is empty. Subscribers get no
+        message."""
         self._seq = 0
         self._buffer.clear()
 
     async def serve(self) -> None:
-        """Answer replay requests; ends only by cancellation."""
+        """Answer replay requests until cancelled."""
         with_topic = self._dialect.replay_topic
         while True:
             frames = await self._router.recv_multipart()

@@ -1,7 +1,8 @@
-"""Slower cache tiers in virtual time: what they hold, how bytes get there, and who is told of it.
+"""The slower cache tiers L1 and L2 in virtual time: their blocks, the transfers between them, and their
+reports.
 
-As LMCache's servers do it (0.5.6, multiprocess mode; the module of each rule is named beside it). Nothing
-can be loaded before it is written, and nothing here takes GPU time.
+The rules are those of LMCache's servers (0.5.6, multiprocess mode); the docstrings name LMCache's module for
+each rule. A block can be loaded only after it was written. Transfers take no GPU time.
 """
 
 from __future__ import annotations
@@ -14,17 +15,21 @@ from typing import NamedTuple
 
 
 class TierChange(NamedTuple):
-    """What a worker's LMCache server tells of: keys that came into a tier, then keys that left it."""
+    """A change that a worker's LMCache server reports: keys added to a tier, and then keys removed from
+    it."""
 
     is_shared: bool
-    """L2, which all workers read; else this worker's L1."""
+    """True: L2, which all workers read. False: this worker's L1."""
     stored: Sequence[int]
     removed: Sequence[int]
 
 
 @dataclass(slots=True, eq=False)
 class LruTier:
-    """Keys, least recently used first, ends of prompts before their beginnings. Mutable."""
+    """A set of block keys with LRU eviction; of one prompt's blocks, the last ones are evicted first.
+
+    `capacity` is in blocks. Mutable: `put` and `touch`.
+    """
 
     capacity: int
     _held: OrderedDict[int, None] = field(default_factory=OrderedDict)
@@ -32,28 +37,28 @@ class LruTier:
     def __contains__(self, key: int) -> bool:
         return key in self._held
 
-    def run(self, keys: Sequence[int], start: int, stop: int) -> int:
-        """Where the keys held from `start` on without a hole end, `stop` at most."""
+    def run_end(self, keys: Sequence[int], start: int, stop: int) -> int:
+        """End of the run of held keys that begins at `start`, at most `stop`."""
         held = self._held
         while start < stop and keys[start] in held:
             start += 1
         return start
 
     def put(self, keys: Sequence[int]) -> list[int]:
-        """Take these in, in order; returns what had to go for them."""
+        """Add the keys of a prompt, in order. Returns the evicted keys."""
         held = self._held
         if not self.capacity:
             return []
         for key in reversed(keys):
             held[key] = None
             held.move_to_end(key)
-        gone = []
+        evicted = []
         while len(held) > self.capacity:
-            gone.append(held.popitem(last=False)[0])
-        return gone
+            evicted.append(held.popitem(last=False)[0])
+        return evicted
 
     def touch(self, keys: Sequence[int]) -> None:
-        """Those of these that are held were used."""
+        """Mark the held ones among the keys as used."""
         held = self._held
         for key in reversed(keys):
             if key in held:
@@ -62,157 +67,175 @@ class LruTier:
 
 @dataclass(slots=True)
 class Link:
-    """Something that carries one transfer after another. Mutable: `busy_until_s`."""
+    """A network or bus that carries one transfer after another. Mutable: `busy_until_s`."""
 
     bytes_s: float
     busy_until_s: float = 0.0
 
-    def carry(self, size: float, now: float) -> float:
-        """When a transfer that is asked for now is through."""
+    def transfer(self, size: float, now: float) -> float:
+        """Queue a transfer of `size` bytes at time `now`. Returns its end."""
         self.busy_until_s = max(now, self.busy_until_s) + size / self.bytes_s
         return self.busy_until_s
 
 
 @dataclass(slots=True, eq=False)
 class SharedStore:
-    """L2: one for all workers. `link` carries what they read, `writes` what they write: networks do both at
-    once. Also keeps what all tiers have still to take in, in order of time: call `settle` before looking.
-    Mutable."""
+    """L2: one store for all workers, and the queue of unfinished writes of all tiers.
+
+    `link` carries reads and `writes` carries writes, because a network carries both directions at the same
+    time. Call `apply_due` before a lookup. Mutable.
+    """
 
     tier: LruTier
     link: Link
     latency_s: float
     writes: Link = field(default_factory=lambda: Link(float("inf")))
-    _coming: list[tuple[float, int, Callable[[float], None]]] = field(default_factory=list)
+    _pending: list[tuple[float, int, Callable[[float], None]]] = field(default_factory=list)
     _order: int = 0
 
-    def later(self, at: float, take_in: Callable[[float], None]) -> None:
-        """Call `take_in` with that time once it has come."""
+    def schedule(self, at: float, action: Callable[[float], None]) -> None:
+        """Let `apply_due` call `action(at)` once the time `at` is reached."""
         self._order += 1
-        heapq.heappush(self._coming, (at, self._order, take_in))
+        heapq.heappush(self._pending, (at, self._order, action))
 
-    def settle(self, now: float) -> None:
-        """Take in all that has been written by now."""
-        coming = self._coming
-        while coming and coming[0][0] <= now:
-            at, _, take_in = heapq.heappop(coming)
-            take_in(at)
+    def apply_due(self, now: float) -> None:
+        """Apply all writes that have ended by `now`, in order of time."""
+        pending = self._pending
+        while pending and pending[0][0] <= now:
+            at, _, action = heapq.heappop(pending)
+            action(at)
 
 
 @dataclass(slots=True, eq=False)
 class WorkerTiers:
-    """One worker's L1 and its ways to the store. Mutable.
+    """One worker's L1, its links, and the shared store. Mutable.
 
-    `in_l1` and `in_store` carry what is written, `from_l1` and `from_store` what is read: PCIe and networks
-    carry both directions at once. `told` hears of changes as they happen.
+    Writes use `to_l1` and `to_store`, reads use `from_l1` and `from_store`, because PCIe and networks carry
+    both directions at the same time. `on_change` is called with each change and its time.
     """
 
     l1: LruTier
     store: SharedStore
     block_bytes: int
     from_l1: Link
-    in_l1: Link
+    to_l1: Link
     from_store: Link
-    in_store: Link
+    to_store: Link
     keeps_loaded: bool = False
-    told: Callable[[TierChange, float], None] | None = None
+    on_change: Callable[[TierChange, float], None] | None = None
 
-    def found(self, keys: Sequence[int], start: int, stop: int) -> tuple[int, int]:
-        """Blocks in L1 and in L2 that follow `start` without a gap; each is read from L1 if it is there
-        (`DefaultPrefetchPolicy.plan_load`)."""
+    def lookup(self, keys: Sequence[int], start: int, stop: int) -> tuple[int, int]:
+        """Count the blocks from `start` on that L1 or L2 holds, up to the first one in neither.
+
+        Returns (blocks to read from L1, blocks to read from L2); a block in both is read from L1
+        (`DefaultPrefetchPolicy.plan_load`).
+        """
         l1, shared, place = self.l1, self.store.tier, start
-        near = 0
+        from_l1_blocks = 0
         while place < stop:
             if keys[place] in l1:
-                near += 1
+                from_l1_blocks += 1
             elif keys[place] not in shared:
                 break
             place += 1
-        return near, place - start - near
+        return from_l1_blocks, place - start - from_l1_blocks
 
-    def load(self, keys: Sequence[int], start: int, near: int, far: int, now: float) -> float:
-        """Begin to load what `found` told of; returns when it is through. What comes from L2 stays in L1 only
-        with `keeps_loaded` (`--l2-prefetch-policy retain`; `plan_l1_retention`)."""
-        stop, ready = start + near + far, now
+    def load(
+        self, keys: Sequence[int], start: int, from_l1_blocks: int, from_l2_blocks: int, now: float
+    ) -> float:
+        """Start to load the blocks that `lookup` counted. Returns the time at which all are loaded.
+
+        Blocks from L2 stay in L1 only with `keeps_loaded` (`--l2-prefetch-policy retain`;
+        `plan_l1_retention`).
+        """
+        stop, ready = start + from_l1_blocks + from_l2_blocks, now
         self.l1.touch(keys[:stop])
         self.store.tier.touch(keys[:stop])
-        if near:
-            ready = self.from_l1.carry(near * self.block_bytes, now)
-        if far:
-            through = self._from_store(far, now)
-            ready = max(ready, through)
+        if from_l1_blocks:
+            ready = self.from_l1.transfer(from_l1_blocks * self.block_bytes, now)
+        if from_l2_blocks:
+            l2_ready = self._read_from_store(from_l2_blocks, now)
+            ready = max(ready, l2_ready)
             if self.keeps_loaded:
                 loaded = [key for key in keys[start:stop] if key not in self.l1]
-                self.store.later(through, lambda at: self._into_l1(loaded, at))
+                self.store.schedule(l2_ready, lambda at: self._put_in_l1(loaded, at))
         return ready
 
     def prefetch(self, keys: Sequence[int], now: float) -> None:
-        """Begin to load from L2 into L1 what of a prompt is not there, and keep it
-        (`POST /cache/prefetches`, v1/multiprocess/warm_prefetch.py). A lookup before it is through sees
-        nothing of it, and loads the same again (`L1Manager.reserve_write`)."""
-        near, far = self.found(keys, 0, len(keys))
-        if not far or not self.l1.capacity:
+        """Start to load a prompt's blocks from L2 into L1, where they stay.
+
+        As `POST /cache/prefetches` (v1/multiprocess/warm_prefetch.py). A lookup before the end of the
+        prefetch does not find these blocks in L1 and loads them a second time (`L1Manager.reserve_write`).
+        """
+        from_l1_blocks, from_l2_blocks = self.lookup(keys, 0, len(keys))
+        if not from_l2_blocks or not self.l1.capacity:
             return
-        loaded = [key for key in keys[: near + far] if key not in self.l1]
-        self.store.tier.touch(keys[: near + far])
-        self.store.later(self._from_store(far, now), lambda at: self._into_l1(loaded, at))
+        loaded = [key for key in keys[: from_l1_blocks + from_l2_blocks] if key not in self.l1]
+        self.store.tier.touch(keys[: from_l1_blocks + from_l2_blocks])
+        self.store.schedule(
+            self._read_from_store(from_l2_blocks, now), lambda at: self._put_in_l1(loaded, at)
+        )
 
     def write(self, keys: Sequence[int], now: float) -> None:
-        """Begin to store blocks that were computed: into L1, from there into L2 (`StoreController`). Only
-        what L1 has not: its `reserve_write` refuses the rest."""
+        """Start to write computed blocks into L1 and from there into L2 (`StoreController`).
+
+        Blocks that L1 already holds are skipped: LMCache's `reserve_write` refuses them.
+        """
         if not self.l1.capacity:
-            self._into_store(keys, now)
+            self._write_to_store(keys, now)
             return
-        fresh = [key for key in keys if key not in self.l1]
-        if fresh:
-            written = self.in_l1.carry(len(fresh) * self.block_bytes, now)
-            self.store.later(written, lambda at: self._written(fresh, at))
+        new_keys = [key for key in keys if key not in self.l1]
+        if new_keys:
+            written = self.to_l1.transfer(len(new_keys) * self.block_bytes, now)
+            self.store.schedule(written, lambda at: self._l1_written(new_keys, at))
 
     def put(self, keys: Sequence[int], now: float) -> None:
-        """Have blocks in L1 and L2 at once, whatever links and store are doing (`Filling.ENDED`)."""
+        """Put blocks into L1 and L2 immediately, without transfers (`Filling.ENDED`)."""
         if self.l1.capacity:
-            self._into_l1(keys, now)
+            self._put_in_l1(keys, now)
         if self.store.tier.capacity:
-            self._stored(keys, now)
+            self._put_in_store(keys, now)
 
-    def _from_store(self, blocks: int, now: float) -> float:
+    def _read_from_store(self, blocks: int, now: float) -> float:
         size, store = blocks * self.block_bytes, self.store
-        return max(self.from_store.carry(size, now), store.link.carry(size, now)) + store.latency_s
+        return max(self.from_store.transfer(size, now), store.link.transfer(size, now)) + store.latency_s
 
-    def _written(self, keys: Sequence[int], now: float) -> None:
-        self._into_l1(keys, now)
-        self._into_store(keys, now)
+    def _l1_written(self, keys: Sequence[int], now: float) -> None:
+        self._put_in_l1(keys, now)
+        self._write_to_store(keys, now)
 
-    def _into_l1(self, keys: Sequence[int], now: float) -> None:
-        gone = self.l1.put(keys)
-        if self.told is not None:
-            self.told(TierChange(False, keys, gone), now)
+    def _put_in_l1(self, keys: Sequence[int], now: float) -> None:
+        evicted = self.l1.put(keys)
+        if self.on_change is not None:
+            self.on_change(TierChange(False, keys, evicted), now)
 
-    def _into_store(self, keys: Sequence[int], now: float) -> None:
+    def _write_to_store(self, keys: Sequence[int], now: float) -> None:
         store, size = self.store, len(keys) * self.block_bytes
         if not store.tier.capacity or not keys:
             return
-        written = max(self.in_store.carry(size, now), store.writes.carry(size, now))
-        store.later(written, lambda at: self._stored(keys, at))
+        written = max(self.to_store.transfer(size, now), store.writes.transfer(size, now))
+        store.schedule(written, lambda at: self._put_in_store(keys, at))
 
-    def _stored(self, keys: Sequence[int], now: float) -> None:
-        gone = self.store.tier.put(keys)
-        if self.told is not None:
-            self.told(TierChange(True, keys, gone), now)
+    def _put_in_store(self, keys: Sequence[int], now: float) -> None:
+        evicted = self.store.tier.put(keys)
+        if self.on_change is not None:
+            self.on_change(TierChange(True, keys, evicted), now)
 
 
 @dataclass(slots=True, eq=False)
 class TierReports:
-    """When an LMCache server tells its coordinator of its changes: at once, but not sooner than `interval_s`
-    after the time before (`--coordinator-event-flush-interval`, 1 s by default; v1/mp_coordinator/
-    cache_events.py). Mutable."""
+    """The times at which an LMCache server reports changes to its coordinator. Mutable.
+
+    A change is reported immediately, but at least `interval_s` after the report before
+    (`--coordinator-event-flush-interval`, 1 s by default; v1/mp_coordinator/cache_events.py).
+    """
 
     interval_s: float
     _next_s: float = 0.0
     _is_due: bool = False
 
-    def told_at(self, now: float) -> float:
-        """When a change of now leaves; call it in order of time."""
+    def report_time(self, now: float) -> float:
+        """When a change at time `now` is reported. Call it in order of time."""
         if self._is_due and now >= self._next_s:
             self._next_s += self.interval_s
             self._is_due = False

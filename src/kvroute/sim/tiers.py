@@ -1,17 +1,17 @@
-"""Engines with slower cache tiers in virtual time: a CPU tier per worker (L1), one store for all (L2).
+"""Engines with slower cache tiers in virtual time: L1 (CPU memory of a worker) and L2 (one store for all).
 
-As LMCache works (0.5.6, multiprocess mode, and its connector in vLLM, lmcache_mp_connector.py):
+The rules are those of LMCache (0.5.6, multiprocess mode) and its connector in vLLM (lmcache_mp_connector.py):
 
-- After each iteration the prompt's blocks that are full by then set out for L1 and from there for L2
-  (`GetStoreMetadata`, `wait_for_save`). Generated tokens do not, unless `stores_answers` (`lmcache.mp.
-  save_decode_cache`, off by default); they do as part of the next turn's prompt.
-- A prompt's lookup goes on where the GPU's own hit ends. What is found is always fetched, from the moment
-  the request's turn has come: vLLM asks `get_num_new_matched_tokens` then.
-- Stores and fetches take no GPU time, but a fetch occupies the worker's link from L1 or L2, one after
-  another, and those from L2 the store's own bandwidth; likewise stores in the other direction.
-- Who follows LMCache's events hears of changes when the server reports them, every `report_s`.
+- After each iteration the prompt's full blocks are written to L1 and from there to L2 (`GetStoreMetadata`,
+  `wait_for_save`). Blocks of generated tokens are written only with `stores_answers`
+  (`lmcache.mp.save_decode_cache`, off by default), or later as part of the next turn's prompt.
+- The lookup of a prompt starts where the hit in the GPU's cache ends. All blocks found are fetched once the
+  batch has room for the request: then vLLM calls `get_num_new_matched_tokens`.
+- Writes and fetches take no GPU time. Fetches occupy the worker's link from L1 or L2 one after another, and
+  fetches from L2 also the store's own bandwidth. Writes do the same in the other direction.
+- A subscriber of LMCache's events gets the changes when the server reports them, every `report_s`.
 
-`Filling.ENDED` replaces the first of these by a simpler model that real servers do not follow.
+`Filling.ENDED` replaces the first rule by a simpler one that real servers do not follow.
 """
 
 from __future__ import annotations
@@ -31,21 +31,20 @@ from kvroute.wire.vllm import KvEvent
 
 
 class Filling(Enum):
-    """When slower tiers take in what a request leaves."""
+    """When a request's blocks are written to the slower tiers."""
 
     COMPUTED = "computed"
-    """Its prompt, block by block as it is computed, over links that take time: LMCache 0.5.6."""
+    """After each iteration the prompt's blocks that it computed, over links that take time: LMCache 0.5.6."""
     ENDED = "ended"
-    """Prompt and answer, all at once and in no time, when the request ends. No LMCache does this. It is for
-    comparison with models that do: requests that run at the same time find nothing of each other's."""
+    """All blocks of prompt and answer when the request ends, in no time. LMCache does not work like this. It
+    is for comparison with other simulations, in which concurrent requests find no blocks of each other."""
 
 
 @dataclass(frozen=True, slots=True)
 class TierOptions:
-    """Sizes in tokens, bandwidths in bytes per second and direction; 0 tokens is a tier that is not there.
+    """Sizes in tokens (0: no such tier) and bandwidths in bytes per second for each direction.
 
-    The defaults stand for Llama-3.1-70B (320 KiB of KV cache a token) with 400 GB of CPU memory a
-    worker and a 4 TB store.
+    Defaults: Llama-3.1-70B (320 KiB of KV cache per token), 400 GB of CPU memory per worker, a store of 4 TB.
     """
 
     l1_tokens: int = 1_200_000
@@ -57,54 +56,58 @@ class TierOptions:
     token_bytes: int = 327_680
     filling: Filling = Filling.COMPUTED
     stores_answers: bool = False
-    """With `Filling.COMPUTED`; the other one always does."""
+    """Write blocks of answers too. Only for `Filling.COMPUTED`: `Filling.ENDED` always writes them."""
     keeps_loaded: bool = False
-    """What was loaded from L2 stays in L1 (`--l2-prefetch-policy retain`; LMCache's default drops it)."""
+    """Blocks loaded from L2 stay in L1 (`--l2-prefetch-policy retain`; LMCache drops them by default)."""
     report_s: float = 1.0
+    """Shortest time between two reports of a server's changes."""
 
 
 GPU_ONLY = TierOptions(l1_tokens=0, l2_tokens=0)
 
 
 @dataclass(slots=True, eq=False)
-class _Staged(EngineRequest):
-    """`staged_from` to `staged_to` are the blocks that slower tiers bring; those before `written` are in
-    them, or on their way."""
+class _TieredRequest(EngineRequest):
+    """A request and its blocks in slower tiers. Mutable: changed by the `TieredEngine`.
+
+    Blocks `fetched_from` to `fetched_to` are fetched from slower tiers. Blocks before `written` are in these
+    tiers or being written to them.
+    """
 
     order: int = 0
     is_fetched: bool = False
-    staged_from: int = 0
-    staged_to: int = 0
+    fetched_from: int = 0
+    fetched_to: int = 0
     written: int = 0
 
 
 @dataclass(slots=True, eq=False)
 class TieredEngine(SimEngine):
-    """An engine whose requests join the queue once their blocks from slower tiers have come."""
+    """An engine that fetches a request's blocks from slower tiers before the request can run."""
 
     tiers: WorkerTiers = field(kw_only=True)
     options: TierOptions = field(default_factory=TierOptions)
     loaded_tokens: int = 0
-    """Prompt tokens that came from slower tiers."""
-    _staging: list[tuple[float, int, _Staged]] = field(default_factory=list)
+    """Prompt tokens that were loaded from slower tiers."""
+    _fetches: list[tuple[float, int, _TieredRequest]] = field(default_factory=list)
     _order: int = 0
     _ends_s: float = 0.0
-    """When the iteration under way ends."""
+    """When the current iteration ends."""
 
     @property
     def waiting(self) -> int:
-        return len(self._waiting) + len(self._staging)
+        return len(self._waiting) + len(self._fetches)
 
     @property
     def next_ready_s(self) -> float | None:
-        """When the next fetch is through; None when none is under way."""
-        return self._staging[0][0] if self._staging else None
+        """When the next fetch ends; None if no fetch is running."""
+        return self._fetches[0][0] if self._fetches else None
 
-    def arrive(self, request: FleetRequest) -> None:
+    def add_request(self, request: FleetRequest) -> None:
         """Queue a request."""
         self._order += 1
         self._waiting.append(
-            _Staged(
+            _TieredRequest(
                 Chain(request.keys),
                 request.prompt_tokens,
                 request.output_tokens,
@@ -114,14 +117,14 @@ class TieredEngine(SimEngine):
         )
 
     def begin_at(self, now: float) -> float | None:
-        """`begin` at a moment: what has been fetched by then may run, in order of arrival."""
-        staging, waiting = self._staging, self._waiting
-        while staging and staging[0][0] <= now:
-            staged = heapq.heappop(staging)[2]
+        """`begin` at time `now`. Requests whose fetches have ended may run, in order of arrival."""
+        fetches, waiting = self._fetches, self._waiting
+        while fetches and fetches[0][0] <= now:
+            tiered = heapq.heappop(fetches)[2]
             place = len(waiting)
-            while place and _staged(waiting[place - 1]).order > staged.order:
+            while place and _as_tiered(waiting[place - 1]).order > tiered.order:
                 place -= 1
-            waiting.insert(place, staged)
+            waiting.insert(place, tiered)
         if waiting:
             self._fetch_next(now)
         duration = self.begin()
@@ -129,7 +132,7 @@ class TieredEngine(SimEngine):
         return duration
 
     def _fetch_next(self, now: float) -> None:
-        """Start fetching for those whose turn has come: the batch would have room for them."""
+        """Start fetches for the requests that the batch has room for."""
         budget = self.timing.max_batched_tokens - len(self._decoding)
         for running in self._prefilling:
             budget -= running.prompt_tokens - running.computed
@@ -137,30 +140,31 @@ class TieredEngine(SimEngine):
         for request in self._waiting:
             if budget <= 0:
                 break
-            staged = _staged(request)
-            if not staged.is_fetched and self._fetch(staged, now):
-                fetching.append(staged)
+            tiered = _as_tiered(request)
+            if not tiered.is_fetched and self._fetch(tiered, now):
+                fetching.append(tiered)
             else:
-                budget -= staged.prompt_tokens - self.cache.block_size * staged.staged_to
-        for staged in fetching:
-            self._waiting.remove(staged)
+                budget -= tiered.prompt_tokens - self.cache.block_size * tiered.fetched_to
+        for tiered in fetching:
+            self._waiting.remove(tiered)
 
-    def _fetch(self, staged: _Staged, now: float) -> bool:
-        """Look the prompt up in all tiers; whether it has to wait for blocks from the slower ones."""
-        staged.is_fetched = True
-        keys, size = staged.chain.keys, self.cache.block_size
-        limit = min(len(keys), (staged.prompt_tokens - 1) // size)
+    def _fetch(self, tiered: _TieredRequest, now: float) -> bool:
+        """Look the prompt up in all tiers and start the fetch. True if the request must wait for it."""
+        tiered.is_fetched = True
+        keys, size = tiered.chain.keys, self.cache.block_size
+        limit = min(len(keys), (tiered.prompt_tokens - 1) // size)
         tiers = self.tiers
-        tiers.store.settle(now)
+        tiers.store.apply_due(now)
         start = self.cache.match(keys, limit)
-        near, far = tiers.found(keys, start, limit)
-        ready = tiers.load(keys, start, near, far, now)
-        staged.staged_from, staged.staged_to = start, start + near + far
-        # What LMCache's own lookup found, which starts at the prompt's beginning, is not stored again.
-        staged.written = sum(tiers.found(keys, 0, limit))
+        l1_blocks, l2_blocks = tiers.lookup(keys, start, limit)
+        ready = tiers.load(keys, start, l1_blocks, l2_blocks, now)
+        tiered.fetched_from, tiered.fetched_to = start, start + l1_blocks + l2_blocks
+        # LMCache's own lookup starts at the prompt's beginning. The blocks that it finds are not written
+        # again.
+        tiered.written = sum(tiers.lookup(keys, 0, limit))
         if ready <= now:
             return False
-        heapq.heappush(self._staging, (ready, staged.order, staged))
+        heapq.heappush(self._fetches, (ready, tiered.order, tiered))
         return True
 
     def finish(self) -> Progress:
@@ -179,19 +183,20 @@ class TieredEngine(SimEngine):
         return progress
 
     def _write(self, request: EngineRequest, tokens: int) -> None:
-        staged, full = _staged(request), tokens // self.cache.block_size
-        if full > staged.written:
-            self.tiers.write(request.chain.keys[staged.written : full], self._ends_s)
-            staged.written = full
+        tiered, full = _as_tiered(request), tokens // self.cache.block_size
+        if full > tiered.written:
+            self.tiers.write(request.chain.keys[tiered.written : full], self._ends_s)
+            tiered.written = full
 
     def _admit(self, request: EngineRequest) -> bool:
         if not SimEngine._admit(self, request):
             return False
-        staged = _staged(request)
-        start, stop, size = request.stored_blocks, staged.staged_to, self.cache.block_size
-        # What was on the GPU at arrival may have been evicted since: then the rest is of no use.
-        if request.phase is RequestPhase.PREFILL and staged.staged_from <= start < stop:
-            self._grow(request, stop * size)
+        tiered = _as_tiered(request)
+        start, stop, size = request.stored_blocks, tiered.fetched_to, self.cache.block_size
+        # The GPU may have evicted blocks since the lookup. Then the fetched blocks do not follow the hit and
+        # are of no use.
+        if request.phase is RequestPhase.PREFILL and tiered.fetched_from <= start < stop:
+            self._allocate_up_to(request, stop * size)
             self.cache.store(request.blocks, request.chain, start, stop)
             request.stored_blocks = stop
             request.computed = request.cached_tokens = stop * size
@@ -201,20 +206,23 @@ class TieredEngine(SimEngine):
         return True
 
 
-def _staged(request: EngineRequest) -> _Staged:
-    assert isinstance(request, _Staged)
+def _as_tiered(request: EngineRequest) -> _TieredRequest:
+    assert isinstance(request, _TieredRequest)
     return request
 
 
 @dataclass(slots=True, eq=False)
 class TieredFleet(SimFleet):
-    """A fleet of `TieredEngine`s. Events reach the placement `event_delay_s` after the fact, what LMCache
-    tells of its tiers reaches `on_tiers` that much after it was reported."""
+    """A fleet of `TieredEngine`s with delayed events.
+
+    KV events reach the placement after `event_delay_s`. LMCache's changes reach `on_tiers` after their report
+    and the same delay.
+    """
 
     event_delay_s: float = 0.0
     on_tiers: Callable[[int, TierChange, float], None] | None = None
-    """(worker, change, now); called before a request is placed."""
-    _news: list[tuple[float, int, list[KvEvent]]] = field(default_factory=list)
+    """Called with (worker, change, now) before a request is placed."""
+    _delayed_events: list[tuple[float, int, list[KvEvent]]] = field(default_factory=list)
     _reports: list[tuple[float, int, int, TierChange]] = field(default_factory=list)
     _reported: int = 0
 
@@ -223,22 +231,22 @@ class TieredFleet(SimFleet):
         if self.on_tiers is not None:
             for worker in range(len(self.engines)):
                 engine = self._tiered(worker)
-                engine.tiers.told = partial(self._report, worker, TierReports(engine.options.report_s))
+                engine.tiers.on_change = partial(self._report, worker, TierReports(engine.options.report_s))
 
     def _report(self, worker: int, reports: TierReports, change: TierChange, at: float) -> None:
         self._reported += 1
-        due = reports.told_at(at) + self.event_delay_s
+        due = reports.report_time(at) + self.event_delay_s
         heapq.heappush(self._reports, (due, self._reported, worker, change))
 
-    def _arrive(self, request: FleetRequest) -> None:
-        self._tell()
+    def _place(self, request: FleetRequest) -> None:
+        self._deliver()
         request.worker = worker = self.placement.place(request, self.now)
         engine = self._tiered(worker)
-        engine.arrive(request)
+        engine.add_request(request)
         if not self._busy[worker]:
-            self._begin(worker)
+            self._start_iteration(worker)
 
-    def _begin(self, worker: int) -> None:
+    def _start_iteration(self, worker: int) -> None:
         engine = self._tiered(worker)
         duration = engine.begin_at(self.now)
         self._busy[worker] = duration is not None
@@ -247,31 +255,31 @@ class TieredFleet(SimFleet):
         elif (ready_s := engine.next_ready_s) is not None:
             self._push(ready_s, ~worker)
 
-    def _advance(self, worker: int) -> None:
-        if worker < 0:  # woken by a fetch; it may have got other work in the meantime
+    def _finish_iteration(self, worker: int) -> None:
+        if worker < 0:  # a fetch has ended; the worker may be busy with other work already
             if not self._busy[~worker]:
-                self._begin(~worker)
+                self._start_iteration(~worker)
             return
         if self.event_delay_s:
-            self._keep_news(worker)
-        SimFleet._advance(self, worker)
+            self._delay_events(worker)
+        SimFleet._finish_iteration(self, worker)
 
-    def _keep_news(self, worker: int) -> None:
+    def _delay_events(self, worker: int) -> None:
         events = self.engines[worker].cache.take_events()
         if events:
-            self._news.append((self.now + self.event_delay_s, worker, events))
+            self._delayed_events.append((self.now + self.event_delay_s, worker, events))
 
-    def _tell(self) -> None:
-        """Pass on what is old enough. A placement looks at it in `place` only."""
-        self._tiered(0).tiers.store.settle(self.now)
-        news = self._news
-        told = 0
-        for due, worker, events in news:
+    def _deliver(self) -> None:
+        """Pass on the events and reports whose delay has ended. A placement uses them in `place` only."""
+        self._tiered(0).tiers.store.apply_due(self.now)
+        delayed = self._delayed_events
+        delivered = 0
+        for due, worker, events in delayed:
             if due > self.now:
                 break
             self.placement.events(worker, events, self.now)
-            told += 1
-        del news[:told]
+            delivered += 1
+        del delayed[:delivered]
         reports = self._reports
         while reports and reports[0][0] <= self.now:
             _, _, worker, change = heapq.heappop(reports)
@@ -293,7 +301,7 @@ def make_tiered_engines(
     tiers: TierOptions | None = None,
     record_events: bool = False,
 ) -> list[TieredEngine]:
-    """`count` engines with empty caches and a store in common; `timing` one for all or one for each."""
+    """`count` engines with empty caches and one shared store. `timing`: one for all, or one for each."""
     tiers = tiers or TierOptions()
     if timing is None or isinstance(timing, TimingModel):
         timing = [timing or TimingModel()] * count
@@ -312,9 +320,9 @@ def make_tiered_engines(
                 store,
                 block_size * tiers.token_bytes,
                 from_l1=Link(tiers.l1_bytes_s),
-                in_l1=Link(tiers.l1_bytes_s),
+                to_l1=Link(tiers.l1_bytes_s),
                 from_store=Link(tiers.l2_worker_bytes_s),
-                in_store=Link(tiers.l2_worker_bytes_s),
+                to_store=Link(tiers.l2_worker_bytes_s),
                 keeps_loaded=tiers.keeps_loaded,
             ),
             options=tiers,

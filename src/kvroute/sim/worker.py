@@ -1,4 +1,4 @@
-"""The simulated worker behind its HTTP surface: model names, engine, counters, what it remembers."""
+"""The state of a simulated worker: model names, engine, counters, received requests, stored responses."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvroute.sim.answers import Choice
 from kvroute.sim.cache import Chain, PagedCache
 from kvroute.sim.driver import EngineDriver, Generation
 from kvroute.sim.engine import EngineRequest, SimEngine
-from kvroute.sim.http import ApiError, Call, Gone
+from kvroute.sim.http import ApiError, Call, ExchangeEnded
 from kvroute.sim.options import SimOptions
 from kvroute.sim.prompts import Sampling
 from kvroute.sim.publisher import EventPublisher, Faults
@@ -25,7 +25,7 @@ from kvroute.sim.publisher import EventPublisher, Faults
 
 @dataclass(frozen=True, slots=True)
 class ReceivedRequest:
-    """One request as it came, for differential tests. Header names are in lower case, in order."""
+    """One request as received, for differential tests. Header names are in lower case, in order."""
 
     method: str
     target: str
@@ -35,26 +35,26 @@ class ReceivedRequest:
 
 @dataclass(slots=True)
 class ServerCounters:
-    """What the HTTP side counts. Mutable."""
+    """Counters of the HTTP side. Mutable."""
 
     requests: int = 0
     by_path: Counter[str] = field(default_factory=Counter)
     chunks: int = 0
-    """Streamed events handed to the transport."""
+    """Streamed events that were passed to the transport."""
 
 
 @dataclass(slots=True, eq=False)
 class StoredResponse:
-    """An answer of /v1/responses and its conversation so far. Mutable until the answer is complete."""
+    """An answer of /v1/responses and its conversation. Mutable until the answer is complete."""
 
     record: dict[str, Any]
     messages: list[dict[str, Any]]
     generation: Generation | None = None
-    """What still runs in the background."""
+    """The generation that runs in the background, if any."""
 
 
 class SimWorker:
-    """One worker process's worth of state. Mutable; `restart` puts it back to how it began."""
+    """The state of one worker process. Mutable; `restart` restores the initial state."""
 
     def __init__(self, options: SimOptions, clock: Clock, publisher: EventPublisher | None) -> None:
         self.options = options
@@ -64,9 +64,9 @@ class SimWorker:
         self.counters = ServerCounters()
         self.received: deque[ReceivedRequest] = deque(maxlen=options.recorded_requests)
         self.responses: dict[str, StoredResponse] = {}
-        """Stored /v1/responses answers by id; they die with the process."""
+        """Stored /v1/responses answers by id; lost at a restart."""
         self.tasks: set[asyncio.Task[None]] = set()
-        """Work in the background; whoever runs the worker cancels and awaits them at the end."""
+        """Tasks in the background. `RunningSim.stop` cancels and awaits them."""
         self.start_time = clock.wall()
         self._random = Random()
         self.driver = EngineDriver(self._new_engine(), clock, self._publish)
@@ -77,32 +77,35 @@ class SimWorker:
 
     @property
     def max_model_len(self) -> int:
-        """The configured limit, or the cache's size where that is smaller."""
+        """The smaller one of the configured limit and the cache's size, in tokens."""
         return min(self.options.max_model_len, self.options.capacity_tokens)
 
     def restart(self) -> None:
-        """As if the process had been killed and started again: streams end, cache, responses and counters
-        are gone, the event sequence starts at 0, the start time moves on."""
-        self.driver.cut_all(self._new_engine())
+        """Simulate that the process is killed and started again.
+
+        Streams end; cache, responses and counters are empty; event numbers start at 0; the start time is
+        later.
+        """
+        self.driver.cancel_all(self._new_engine())
         self.counters = ServerCounters()
         self.responses.clear()
         self.start_time = max(self.clock.wall(), self.start_time + 0.01)
         if self.publisher is not None:
             self.publisher.restart()
 
-    def background(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run something that outlives its request."""
+    def run_in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run work that may last longer than its request."""
         task = asyncio.create_task(work)
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
 
     def new_id(self, prefix: str, call: Call | None = None) -> str:
-        """An id as vLLM makes them: a prefix, and the call's X-Request-Id or 32 random hex digits."""
+        """An id in vLLM's form: a prefix, then the call's X-Request-Id or 32 random hex digits."""
         given = call.header(b"x-request-id") if call is not None else None
         return prefix + (given or f"{self._random.getrandbits(128):032x}")
 
     def model(self, body: dict[str, Any]) -> str:
-        """The name to answer under. Raises `ApiError` 404 for a model that is not served here."""
+        """The model name for the answer. Raises `ApiError` 404 if the model is not served here."""
         name = body.get("model")
         if name is None or name == "":
             return self.options.models[0]
@@ -113,9 +116,9 @@ class SimWorker:
         return name
 
     def limit(self, prompt: array[int], wanted: int | None) -> int | None:
-        """The output limit that the context leaves, None for none that matters.
+        """The answer's limit in tokens after the context limit; None if there is no limit to apply.
 
-        Raises `ApiError` when the prompt is empty or too long by itself.
+        Raises `ApiError` if the prompt is empty or already too long.
         """
         longest = self.max_model_len
         if not prompt:
@@ -133,23 +136,23 @@ class SimWorker:
         return min(left, wanted)
 
     def submit(
-        self, prompts: Sequence[array[int]], answers: Sequence[Sequence[Choice]], asked: Sampling, model: str
+        self, prompts: Sequence[array[int]], answers: Sequence[Sequence[Choice]], params: Sampling, model: str
     ) -> Generation:
-        """Queue every choice of every prompt, in order. End it with `close`."""
+        """Queue each choice of each prompt, in order. The caller ends the generation with `driver.close`."""
         requests = [
-            self.sequence(prompt, answer.token_ids, model, asked)
+            self.sequence(prompt, answer.token_ids, model, params)
             for prompt, choices in zip(prompts, answers, strict=True)
             for answer in choices
         ]
         reasons = [answer.finish_reason for choices in answers for answer in choices]
-        return self.driver.submit(requests, reasons, streamed=asked.stream)
+        return self.driver.submit(requests, reasons, streamed=params.stream)
 
     def sequence(
-        self, prompt: array[int], output: array[int], model: str, asked: Sampling | None = None
+        self, prompt: array[int], output: array[int], model: str, params: Sampling | None = None
     ) -> EngineRequest:
-        """One engine request for a prompt and the answer that it will get."""
+        """One engine request for a prompt and its answer."""
         adapter = model if model in self.options.loras else None
-        salt = (asked and asked.cache_salt) or ""
+        salt = (params and params.cache_salt) or ""
         tokens = prompt + output
         seed = CacheSpace(adapter or "", salt).seed
         chain = Chain(
@@ -158,20 +161,21 @@ class SimWorker:
             lora_id=None if adapter is None else 1 + list(self.options.loras).index(adapter),
             lora_name=adapter,
             cache_salt=salt or None,
-            session_id=asked.session_id if asked else None,
+            session_id=params.session_id if params else None,
         )
         return EngineRequest(
             chain=chain,
             prompt_tokens=len(prompt),
-            # With an empty answer (echo without generation) the engine still makes one token.
-            output_tokens=max(len(output), 1 if asked else 0),
-            reads_cache=asked is None or asked.reads_cache,
-            report_full=asked is not None and asked.report_full,
+            # With an empty answer (echo without generation) the engine still generates one token.
+            output_tokens=max(len(output), 1 if params else 0),
+            reads_cache=params is None or params.reads_cache,
+            report_full=params is not None and params.report_full,
         )
 
     @asynccontextmanager
-    async def attended(self, call: Call, generation: Generation) -> AsyncIterator[None]:
-        """While inside, the client's leaving aborts the generation; the exit ends it in any case."""
+    async def abort_on_disconnect(self, call: Call, generation: Generation) -> AsyncIterator[None]:
+        """Abort the generation if the client leaves inside the context. The exit always ends the
+        generation."""
         watcher = asyncio.create_task(self._watch(call, generation))
         try:
             yield
@@ -180,30 +184,36 @@ class SimWorker:
             await asyncio.gather(watcher, return_exceptions=True)
             self.driver.close(generation)
 
-    async def complete(self, call: Call, generation: Generation) -> None:
-        """Until all is generated. Raises `Gone` when the client leaves first, `ApiError` if it cannot run."""
-        async with self.attended(call, generation):
+    async def wait_until_done(self, call: Call, generation: Generation) -> None:
+        """Wait until the generation is done.
+
+        Raises `ExchangeEnded` if the client leaves first, and `ApiError` if the generation cannot run.
+        """
+        async with self.abort_on_disconnect(call, generation):
             while not generation.done:
                 await generation.wait()
-            self.check(generation)
+            self.raise_if_ended(generation)
 
     @staticmethod
-    def check(generation: Generation) -> None:
-        """Raise when nothing more will come of it."""
-        if generation.cut:
-            raise Gone
+    def raise_if_ended(generation: Generation) -> None:
+        """Raise `ExchangeEnded` if the generation was cancelled, and `ApiError` if the engine refused it."""
+        if generation.cancelled:
+            raise ExchangeEnded
         if generation.refused:
             raise ApiError(500, "InternalServerError", "The request does not fit into the KV cache.")
 
     async def _watch(self, call: Call, generation: Generation) -> None:
-        await call.gone()
+        await call.wait_for_disconnect()
         self.driver.close(generation)
 
     def usage(
         self, prompts: Sequence[array[int]], generation: Generation, produced: int, *, created: bool
     ) -> dict[str, Any]:
-        """vLLM's usage object. With several prompts vLLM 0.32 reports the cached tokens of the last one
-        (of the first in a stream); `created` adds what a chat reports of newly cached tokens."""
+        """vLLM's usage object.
+
+        With several prompts vLLM 0.32 reports the cached tokens of the last prompt, in a stream those of the
+        first. `created` adds the count of newly cached tokens, which only chats report.
+        """
         tokens = sum(len(prompt) for prompt in prompts)
         details = None
         if self.options.report_cached_tokens:
