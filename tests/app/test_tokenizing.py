@@ -59,7 +59,7 @@ async def test_a_model_that_fails_is_retried_and_the_others_are_ready_meanwhile(
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
 
-    assert "finding out who tells the tokens of model-a failed" in caplog.text
+    assert "choosing a token source for model-a failed" in caplog.text
 
 
 async def test_a_restart_whose_check_failed_is_checked_again(fleet: Fleet) -> None:
