@@ -105,7 +105,7 @@ def test_kvaware_knows_by_events_what_every_tier_holds() -> None:
         limit = (request.prompt_tokens - 1) // BLOCK
         for worker, engine in enumerate(policy.engines):
             gpu = engine.cache.match(request.keys, limit)
-            near, far = engine.tiers.found(request.keys, gpu, limit)
+            near, far = engine.tiers.lookup(request.keys, gpu, limit)
             assert found[worker] == (gpu * BLOCK, near * BLOCK, far * BLOCK)
 
 
