@@ -29,7 +29,7 @@ from functools import partial
 import pygtrie
 
 from kvroute.blocks.keys import BlockKey, Tier, token_keys
-from kvroute.blocks.known_prompts import KeyMemory
+from kvroute.blocks.known_prompts import KeyCache
 from kvroute.clock import SystemClock
 from kvroute.events.intake import Intake
 from kvroute.events.ledger import Ledger
@@ -282,7 +282,7 @@ def match(length: int, workers: int) -> dict[str, float]:
 
 def hashing(tokens: array[int]) -> dict[str, float]:
     """A prompt's keys: all of them hashed, and with its beginning remembered."""
-    remembered = KeyMemory()
+    remembered = KeyCache()
 
     def known() -> None:
         for _ in remembered.steps(tokens, 0):

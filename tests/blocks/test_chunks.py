@@ -158,9 +158,9 @@ def test_only_what_is_asked_for_is_made() -> None:
     keys = PromptChunks(range(640)).keys(MP)
 
     assert keys[2] == chunk_key(keys.names[2])
-    assert len(keys.made) == 3
-    assert keys.reach(99) is None
-    assert len(keys.made) == len(keys) == 10
+    assert len(keys.computed) == 3
+    assert keys.compute(99) is None
+    assert len(keys.computed) == len(keys) == 10
 
 
 def test_a_prompt_remembers_each_scheme() -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import kvroute.blocks.known_prompts as module
 from kvroute.blocks.chunks import ChunkScheme, PromptChunks, chunk_keys
 from kvroute.blocks.keys import token_keys
-from kvroute.blocks.known_prompts import SHARED_TOKENS, KeyMemory, KnownIds, PromptIds, id_array
+from kvroute.blocks.known_prompts import SHARED_TOKENS, KeyCache, PrefixIds, PromptIds, id_array
 
 lengths = st.one_of(st.integers(0, 40), st.sampled_from([SHARED_TOKENS - 1, SHARED_TOKENS, 9000]))
 turns = st.lists(st.tuples(st.integers(0, 9), lengths, lengths, st.sampled_from([7, 8])), max_size=8)
@@ -26,7 +26,7 @@ def some(count: int, seed: int = 0) -> array[int]:
 
 def keys_of(prompt: PromptIds, seed: int) -> list[int]:
     """As the gateway has them made: of all ids but the last one."""
-    steps = KeyMemory().steps(prompt[: max(0, len(prompt) - 1)], seed)
+    steps = KeyCache().steps(prompt[: max(0, len(prompt) - 1)], seed)
     while True:
         try:
             next(steps)
@@ -38,11 +38,11 @@ def keys_of(prompt: PromptIds, seed: int) -> list[int]:
 @given(turns=turns)
 def test_prompts_that_go_on_from_any_other_have_the_ids_and_keys_that_they_have_alone(turns: Any) -> None:
     """Each turn goes on from an earlier one, which others may have gone on from, in one of two spaces."""
-    known = [(KnownIds(), array("I"))]
+    known = [(PrefixIds(), array("I"))]
     for number, (place, added, behind, seed) in enumerate(turns):
         before, ids = known[place % len(known)]
         new, rest = some(added, number), some(behind, -number - 1)
-        after = before.followed_by(new)
+        after = before.extended(new)
         prompt, whole = PromptIds(after, rest, before), ids + new + rest
         assert list(prompt) == list(whole)
         assert prompt == whole
@@ -55,7 +55,7 @@ def test_prompts_that_go_on_from_any_other_have_the_ids_and_keys_that_they_have_
 
 @pytest.fixture
 def prompt() -> PromptIds:
-    return PromptIds(KnownIds().followed_by(some(2 * SHARED_TOKENS + 5)), some(20, 1))
+    return PromptIds(PrefixIds().extended(some(2 * SHARED_TOKENS + 5)), some(20, 1))
 
 
 @given(
@@ -65,7 +65,7 @@ def prompt() -> PromptIds:
 )
 def test_slices_are_those_of_the_whole(start: Any, stop: Any, step: Any) -> None:
     ids = some(2 * SHARED_TOKENS + 25)
-    shared = PromptIds(KnownIds().followed_by(ids[:-20]), ids[-20:])
+    shared = PromptIds(PrefixIds().extended(ids[:-20]), ids[-20:])
 
     assert shared[start:stop:step] == ids[start:stop:step]
 
@@ -80,9 +80,9 @@ def test_single_ids_are_those_of_the_whole(prompt: PromptIds) -> None:
 
 
 def test_a_turn_shares_whole_pieces_with_the_one_before() -> None:
-    first = KnownIds().followed_by(some(3 * SHARED_TOKENS + 10))
+    first = PrefixIds().extended(some(3 * SHARED_TOKENS + 10))
 
-    second = first.followed_by(some(SHARED_TOKENS))
+    second = first.extended(some(SHARED_TOKENS))
 
     assert [id(part) for part in list(second.parts())[:3]] == [id(part) for part in list(first.parts())[:3]]
     assert second.size == 4 * SHARED_TOKENS + 10
@@ -95,10 +95,10 @@ def test_only_the_keys_of_what_is_new_are_made(monkeypatch: pytest.MonkeyPatch) 
         hashed.append(len(ids))
         return token_keys(ids, seed)
 
-    first = KnownIds().followed_by(some(60_000))
+    first = PrefixIds().extended(some(60_000))
     keys_of(PromptIds(first, some(100)), 7)
     monkeypatch.setattr(module, "token_keys", counted)
-    second = first.followed_by(some(500, 2))
+    second = first.extended(some(500, 2))
 
     keys_of(PromptIds(second, some(100), first), 7)
 
@@ -107,10 +107,10 @@ def test_only_the_keys_of_what_is_new_are_made(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_what_takes_long_is_not_made_at_once() -> None:
-    first = KnownIds().followed_by(some(100))
+    first = PrefixIds().extended(some(100))
     keys_of(PromptIds(first, some(1)), 7)
 
-    assert PromptIds(first.followed_by(some(40_000)), some(1), first).keys(7) is None
+    assert PromptIds(first.extended(some(40_000)), some(1), first).keys(7) is None
 
 
 def test_chunks_of_shared_ids_have_the_same_names(prompt: PromptIds) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvroute.blocks.keys import token_keys
-from kvroute.blocks.known_prompts import PIECE_TOKENS, KeyMemory
+from kvroute.blocks.known_prompts import PIECE_TOKENS, KeyCache
 
 
 def run(steps: Generator[None, None, Any]) -> tuple[list[int], int]:
@@ -32,7 +32,7 @@ def ids(seed: int, length: int) -> array[int]:
 @pytest.mark.parametrize("kind", [list, tuple, lambda ids: ids])
 @pytest.mark.parametrize("length", [0, 1, 15, 16, 17, 4095, 4096, 4097, 4112, 3 * 4096 + 40])
 def test_it_gives_what_hashing_gives_the_first_time_and_again(kind: Any, length: int) -> None:
-    memory, prompt = KeyMemory(), ids(1, length)
+    memory, prompt = KeyCache(), ids(1, length)
     expected = token_keys(prompt, 7)
 
     for _ in range(2):
@@ -41,7 +41,7 @@ def test_it_gives_what_hashing_gives_the_first_time_and_again(kind: Any, length:
 
 
 def test_equal_tokens_behind_others_or_in_another_space_are_others() -> None:
-    memory, same = KeyMemory(), ids(1, PIECE_TOKENS)
+    memory, same = KeyCache(), ids(1, PIECE_TOKENS)
     run(memory.steps(same, 7))
     prompts: list[tuple[Sequence[int], int]] = [
         (same, 8),
@@ -55,7 +55,7 @@ def test_equal_tokens_behind_others_or_in_another_space_are_others() -> None:
 
 
 def test_it_keeps_the_most_recently_used() -> None:
-    memory = KeyMemory(max_pieces=3)
+    memory = KeyCache(max_pieces=3)
     first = ids(0, PIECE_TOKENS)
     for number in range(10):
         run(memory.steps(ids(number, PIECE_TOKENS), 7))
@@ -68,7 +68,7 @@ def test_it_keeps_the_most_recently_used() -> None:
 
 
 def test_a_long_unknown_prompt_is_interrupted_and_a_known_one_is_not() -> None:
-    memory, prompt = KeyMemory(), ids(5, 40 * PIECE_TOKENS)
+    memory, prompt = KeyCache(), ids(5, 40 * PIECE_TOKENS)
 
     assert run(memory.steps(prompt, 7))[1] == 5
     assert run(memory.steps(prompt, 7))[1] == 0
@@ -77,4 +77,4 @@ def test_a_long_unknown_prompt_is_interrupted_and_a_known_one_is_not() -> None:
 def test_ids_that_are_none_are_refused() -> None:
     for wrong in (-1, 2**32):
         with pytest.raises(OverflowError):
-            run(KeyMemory().steps([wrong] * 16, 7))
+            run(KeyCache().steps([wrong] * 16, 7))

@@ -1,1 +1,1 @@
-"""Prompts as chained block keys. Pure: no I/O, no clock."""
+"""Prompts as chained block keys and as LMCache's chunks. Pure: no I/O, no clock."""

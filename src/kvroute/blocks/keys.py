@@ -1,7 +1,7 @@
-"""Chained block keys: equal keys mean equal content *and* equal prefix.
+"""Chained block keys: two blocks with equal keys have equal content *and* an equal prefix.
 
-An engine's own block hash is opaque and per worker (`ExternalBlockHash` in `wire`); a `BlockKey`
-is ours, and the two are never mixed.
+An engine's own block hash is opaque and differs per worker (`ExternalBlockHash` in `wire`). A `BlockKey` is
+kvroute's own hash. The two are never mixed.
 """
 
 from __future__ import annotations
@@ -19,28 +19,27 @@ from msgspec import Struct
 from xxhash import xxh3_64_intdigest
 
 BlockKey = NewType("BlockKey", int)
-"""64-bit xxh3, chained through its seed."""
+"""A 64-bit xxh3 hash, chained: the key of the preceding part is the seed."""
 
 BLOCK_BYTES = 64
-"""Bytes of prompt per block of the approximate view: about 16 tokens of English text at 4 bytes a
-token, and exactly 16 token ids (4 bytes each), so that texts and ids share one granularity."""
+"""Prompt bytes per block of the route history."""
+# About 16 tokens of English text at 4 bytes per token, and exactly 16 token ids of 4 bytes: texts and token
+# ids have the same granularity.
 
 BYTES_PER_TOKEN = 4.0
-"""What a token of text is taken to weigh until `usage` of real answers says better."""
+"""Assumed bytes per token of text until the `usage` of answers gives a better figure."""
 
 
 @dataclass(frozen=True, slots=True)
 class CacheSpace:
-    """What must agree before two equal prompts may share KV blocks.
-
-    `model` is the served model *or LoRA adapter* name (vLLM hashes the adapter into every block),
-    `salt` the request's `cache_salt` (vLLM 0.32, engine docs "cache_salt").
-    """
+    """A key space: equal prompts share KV blocks only within one space."""
 
     model: str
+    """The name of the served model *or LoRA adapter*: vLLM hashes the adapter into every block."""
     salt: str = ""
+    """The request's `cache_salt` (vLLM 0.32, engine docs "cache_salt")."""
     seed: int = field(init=False, repr=False, compare=False)
-    """Start of the chain for this space."""
+    """The start of the key chain in this space."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "seed", xxh3_64_intdigest(f"{self.model}\0{self.salt}".encode()))
@@ -53,59 +52,59 @@ ANCHOR_BYTES = GROUP_BLOCKS * BLOCK_BYTES
 
 
 def _slices(size: int, count: int) -> list[slice]:
-    """`count` parts of `size`, one after the other."""
+    """`count` consecutive slices of `size`."""
     return [slice(start, start + size) for start in range(0, count * size, size)]
 
 
 _Bytes: TypeAlias = "bytes | memoryview[int]"
 
 
-def _taking(parts: list[slice]) -> Callable[[_Bytes], Sequence[_Bytes]]:
-    """What takes these parts of something."""
+def _slicer(parts: list[slice]) -> Callable[[_Bytes], Sequence[_Bytes]]:
+    """A function that returns these slices of its argument."""
     if len(parts) > 1:
         return itemgetter(*parts)
     return lambda data: [data[part] for part in parts]
 
 
-_READY_GROUPS = 32
-_GROUPS = [_taking(_slices(ANCHOR_BYTES, groups)) for groups in range(_READY_GROUPS + 1)]
-"""By their number: what takes so many groups from the beginning of something."""
+_PREPARED_GROUPS = 32
+_GROUP_SLICERS = [_slicer(_slices(ANCHOR_BYTES, groups)) for groups in range(_PREPARED_GROUPS + 1)]
+"""By number of groups: returns the first groups of its argument."""
 
 _SHORT_BLOCKS = 16
-"""Below it, and so before the first anchor, keys are made at once."""
+"""A prompt of fewer blocks has no anchor, and all of its keys are computed immediately."""
 LONG_BYTES = _SHORT_BLOCKS * BLOCK_BYTES
-"""From here on `block_keys` gives `BlockKeys`."""
+"""From this size on `block_keys` returns `BlockKeys`."""
 
 
-def _beginnings(block_bytes: int, count: int) -> list[slice]:
-    """The first block, the first two, and so on."""
+def _prefix_slices(block_bytes: int, count: int) -> list[slice]:
+    """The first block, the first two blocks, and so on."""
     return [slice(0, block_bytes * (block + 1)) for block in range(count)]
 
 
-_BEGINNINGS = [_taking(_beginnings(BLOCK_BYTES, blocks)) for blocks in range(_SHORT_BLOCKS)]
-"""By the number of blocks: what takes the beginnings of something."""
+_PREFIX_SLICERS = [_slicer(_prefix_slices(BLOCK_BYTES, blocks)) for blocks in range(_SHORT_BLOCKS)]
+"""By number of blocks: returns the prefixes of its argument that end at a block."""
 
 
 class BlockKeys(Sequence[BlockKey]):
-    """One key per full block of `data`, which has one at least. The last is made at once: a prompt's own last
-    key names it, and everybody asks for it. The others are made when they are first asked for.
+    """The chained keys of `data`, one per full block; each key is computed at its first access.
 
-    Key *i* depends on every byte before it, so two prompts share key *i* exactly when they share their
-    first `(i + 1) * block_bytes` bytes (and the seed). A trailing partial block gets no key: engines
-    cache full blocks only.
-
-    The chain has an anchor every 32 blocks; a key is the hash of what lies between its anchor and its
-    end, seeded with the anchor's own key. So one key of a 256 KB prompt costs the anchors before it
-    (about 15 us for all of them, once) and 0.3 us, and a history that looks at a few keys pays for those.
-    Equality is that of the keys. Holds `data`: for the time of one decision. Remembers the key that was asked
-    for last: most are asked for twice.
+    Two prompts share key *i* exactly if they share the seed and their first `(i + 1) * block_bytes` bytes. A
+    trailing partial block has no key, because engines cache full blocks only. `data` has at least one block.
+    One key of a 256 KB prompt costs 0.3 us, and once about 15 us for all anchors. Compares as a sequence of
+    keys. Keeps a reference to `data`, so use it for one decision only.
     """
+
+    # The chain has an anchor every 32 blocks. A key is the hash of the bytes from its anchor to its end, with
+    # the anchor's key as the seed. So a reader of a few keys pays for these and for the anchors only. The
+    # last key is computed immediately: it identifies the prompt, and every caller reads it. The key that was
+    # read last is cached: most keys are read twice.
 
     __slots__ = ("_anchors", "_block_bytes", "_data", "_latest", "_latest_key", "_size")
 
     _skipped = 0
-    """Bytes of the prompt before `_data`."""
+    """Number of prompt bytes before `_data`."""
     _latest: int | None
+    """Index of the key that was read last."""
     _latest_key: BlockKey
 
     def __init__(self, data: bytes | memoryview, block_bytes: int = BLOCK_BYTES, seed: int = 0) -> None:
@@ -115,11 +114,12 @@ class BlockKeys(Sequence[BlockKey]):
         self._anchors = anchors = [seed]
         self._latest = last = size - 1
         groups = last // GROUP_BLOCKS
-        if 0 < groups <= _READY_GROUPS and block_bytes == BLOCK_BYTES:
-            # As `_anchor`. Each is seeded with the one before it: `anchors` are read as they grow.
-            anchors.extend(map(xxh3_64_intdigest, _GROUPS[groups](memoryview(data)), anchors))
+        if 0 < groups <= _PREPARED_GROUPS and block_bytes == BLOCK_BYTES:
+            # `_add_anchors` inlined. The seed of each anchor is the anchor before it: `map` reads `anchors`
+            # while they grow.
+            anchors.extend(map(xxh3_64_intdigest, _GROUP_SLICERS[groups](memoryview(data)), anchors))
         elif groups:
-            self._anchor(groups)
+            self._add_anchors(groups)
         self._latest_key = xxh3_64_intdigest(  # type: ignore[assignment]  # a `NewType` is a call
             data[groups * GROUP_BLOCKS * block_bytes : size * block_bytes], anchors[groups]
         )
@@ -139,7 +139,7 @@ class BlockKeys(Sequence[BlockKey]):
         if isinstance(place, slice):
             start, stop, step = place.indices(self._size)
             return (
-                self._some(start, stop) if step == 1 else [self[index] for index in range(start, stop, step)]
+                self._range(start, stop) if step == 1 else [self[index] for index in range(start, stop, step)]
             )
         if place < 0:
             place += self._size
@@ -147,7 +147,7 @@ class BlockKeys(Sequence[BlockKey]):
             raise IndexError(place)
         size, group, anchors = self._block_bytes, place // GROUP_BLOCKS, self._anchors
         if group >= len(anchors):
-            self._anchor(group)
+            self._add_anchors(group)
         key: BlockKey = xxh3_64_intdigest(  # type: ignore[assignment]  # a `NewType` is a call
             self._data[group * GROUP_BLOCKS * size : (place + 1) * size], anchors[group]
         )
@@ -156,13 +156,13 @@ class BlockKeys(Sequence[BlockKey]):
         return key
 
     def __iter__(self) -> Iterator[BlockKey]:
-        return iter(self._some(0, self._size))
+        return iter(self._range(0, self._size))
 
     def group_ends(self) -> Sequence[BlockKey]:
-        """Every 32nd key, from the 32nd on: the anchors, which cost less than other keys."""
+        """Every 32nd key, starting with the 32nd. These are the anchors, which cost less than other keys."""
         groups = self._size // GROUP_BLOCKS
         if groups >= len(self._anchors):
-            self._anchor(groups)
+            self._add_anchors(groups)
         return cast("list[BlockKey]", self._anchors[1 : groups + 1])
 
     def __eq__(self, other: object) -> bool:
@@ -175,25 +175,25 @@ class BlockKeys(Sequence[BlockKey]):
     def __repr__(self) -> str:
         return f"BlockKeys({self._size} blocks)"
 
-    def _anchor(self, group: int) -> None:
-        """Make the anchors up to `group`."""
+    def _add_anchors(self, group: int) -> None:
+        """Compute the anchors up to `group`."""
         anchors, size, hashed = self._anchors, GROUP_BLOCKS * self._block_bytes, xxh3_64_intdigest
         known = len(anchors) - 1
         # Views: to copy a group costs more than to hash it.
         rest, groups = memoryview(self._data)[known * size - self._skipped :], group - known
-        if 0 < groups <= _READY_GROUPS and size == ANCHOR_BYTES:
-            parts = _GROUPS[groups](rest)
+        if 0 < groups <= _PREPARED_GROUPS and size == ANCHOR_BYTES:
+            parts = _GROUP_SLICERS[groups](rest)
         else:
             parts = [rest[part] for part in _slices(size, groups)]
-        # Each is seeded with the one before it: `anchors` are read as they grow.
+        # The seed of each anchor is the anchor before it: `map` reads `anchors` while they grow.
         anchors.extend(map(hashed, parts, islice(anchors, known, None)))
 
-    def _some(self, start: int, stop: int) -> list[BlockKey]:
+    def _range(self, start: int, stop: int) -> list[BlockKey]:
         """The keys from `start` to before `stop`."""
         keys: list[int] = []
         if start >= stop:
             return []
-        self._anchor((stop - 1) // GROUP_BLOCKS)
+        self._add_anchors((stop - 1) // GROUP_BLOCKS)
         append, data, size, hashed = keys.append, memoryview(self._data), self._block_bytes, xxh3_64_intdigest
         skipped = self._skipped
         while start < stop:
@@ -207,20 +207,20 @@ class BlockKeys(Sequence[BlockKey]):
         return cast("list[BlockKey]", keys)
 
 
-_MOST_NOTED = 64
+_MOST_CACHED = 64
 
 
-class KnownKeys(Struct, eq=False):
-    """What is kept of the keys of a prompt's first `blocks` blocks, whole groups, for prompts that begin
-    alike.
+class PrefixKeys(Struct, eq=False):
+    """Cached keys of a prompt's prefix, for later prompts with the same prefix.
 
-    `anchors` begin with the seed. `some` are other keys that were asked for, by place: most requests ask for
-    those that the one before them asked for. Mutable: they are at most 64 and change; of those not before
-    `blocks` nothing follows, they are one prompt's.
+    The prefix has `blocks` blocks, a whole number of groups. Mutable: `cached` changes.
     """
 
     anchors: list[int]
-    some: dict[int, int]
+    """The seed, and the keys of the group ends."""
+    cached: dict[int, int]
+    """Index -> key, of at most 64 other keys that were read: most requests read the keys that the request
+    before them read. Keys at or after `blocks` belong to one prompt only and are ignored."""
 
     @property
     def blocks(self) -> int:
@@ -228,39 +228,41 @@ class KnownKeys(Struct, eq=False):
 
 
 class ContinuedKeys(BlockKeys):
-    """The same keys of a prompt that begins like one whose keys are known: what is known is not hashed again,
-    and its bytes are not there. `tail` are those behind it, `whole` gives all of them, for a key that nobody
-    asked for before. With `notes_more`, what is asked for is kept in what is `known` of these."""
+    """As `BlockKeys`, for a prompt whose prefix has cached keys: the prefix is not hashed again.
 
-    __slots__ = ("_known", "_known_blocks", "_noted", "_skipped", "_whole")
+    `tail` are the bytes after the prefix. `whole` returns all bytes of the prompt; it is called only for a
+    key of the prefix that is not cached. With `records`, keys that are read are added to the result of
+    `prefix`.
+    """
+
+    __slots__ = ("_known", "_known_blocks", "_recorded", "_skipped", "_whole")
 
     def __init__(
         self,
-        known: KnownKeys,
+        known: PrefixKeys,
         tail: bytes,
         whole: Callable[[], bytes],
-        notes_more: bool = False,
+        records: bool = False,
     ) -> None:
         self._known = known
         self._known_blocks = blocks = known.blocks
         self._skipped = blocks * BLOCK_BYTES
         self._data = tail
         self._whole = whole
-        self._noted = (
-            {place: key for place, key in known.some.items() if place < blocks} if notes_more else None
+        self._recorded = (
+            {place: key for place, key in known.cached.items() if place < blocks} if records else None
         )
         self._block_bytes = BLOCK_BYTES
         self._size = blocks + len(tail) // BLOCK_BYTES
         self._anchors = known.anchors.copy()
         self._latest = None
 
-    def known(self, blocks: int) -> KnownKeys:
-        """What to keep of the first `blocks` keys, rounded down to whole groups; keys asked for later, too,
-        where they are noted."""
+    def prefix(self, blocks: int) -> PrefixKeys:
+        """The keys of the first `blocks` blocks, rounded down to whole groups, for later prompts."""
         groups = blocks // GROUP_BLOCKS
         if groups >= len(self._anchors):
-            self._anchor(groups)
-        return KnownKeys(self._anchors[: groups + 1], {} if self._noted is None else self._noted)
+            self._add_anchors(groups)
+        return PrefixKeys(self._anchors[: groups + 1], {} if self._recorded is None else self._recorded)
 
     def __getitem__(self, place):  # type: ignore[no-untyped-def]
         if place == -1:
@@ -274,74 +276,74 @@ class ContinuedKeys(BlockKeys):
         if not 0 <= place < self._size:
             raise IndexError(place)
         if place < self._known_blocks:
-            key = self._before(place)
+            key = self._prefix_key(place)
         else:
             group = place // GROUP_BLOCKS
             anchors, skipped = self._anchors, self._skipped
             if group >= len(anchors):
-                self._anchor(group)
+                self._add_anchors(group)
             begin = group * ANCHOR_BYTES - skipped
             key = xxh3_64_intdigest(self._data[begin : (place + 1) * BLOCK_BYTES - skipped], anchors[group])
-        self._note(place, key)
+        self._record(place, key)
         self._latest = place
         self._latest_key = key  # type: ignore[assignment]
         return key
 
-    def _before(self, place: int) -> int:
-        """A key of what is known."""
+    def _prefix_key(self, place: int) -> int:
+        """A key of the prefix."""
         group, after = divmod(place + 1, GROUP_BLOCKS)
         if not after:
             return self._anchors[group]
-        some = self._known.some
-        key = some.get(place)
+        cached = self._known.cached
+        key = cached.get(place)
         if key is None:
-            self._read_whole()
+            self._load_whole()
             begin = group * ANCHOR_BYTES
             key = xxh3_64_intdigest(self._data[begin : (place + 1) * BLOCK_BYTES], self._anchors[group])
-            if len(some) >= _MOST_NOTED:
-                del some[next(iter(some))]
-            some[place] = key
+            if len(cached) >= _MOST_CACHED:
+                del cached[next(iter(cached))]
+            cached[place] = key
         return key
 
-    def _note(self, place: int, key: int) -> None:
-        noted = self._noted
-        if noted is not None:
-            if len(noted) >= _MOST_NOTED:
-                del noted[next(iter(noted))]
-            noted[place] = key
+    def _record(self, place: int, key: int) -> None:
+        recorded = self._recorded
+        if recorded is not None:
+            if len(recorded) >= _MOST_CACHED:
+                del recorded[next(iter(recorded))]
+            recorded[place] = key
 
-    def _read_whole(self) -> None:
+    def _load_whole(self) -> None:
         if self._skipped:
             self._data = self._whole()
             self._skipped = 0
 
-    def _some(self, start: int, stop: int) -> list[BlockKey]:
+    def _range(self, start: int, stop: int) -> list[BlockKey]:
         if start < min(stop, self._known_blocks):
-            self._read_whole()
-        keys = super()._some(start, stop)
+            self._load_whole()
+        keys = super()._range(start, stop)
         if keys:
-            self._note(stop - 1, keys[-1])  # where a prompt that continues this one will be compared
+            self._record(stop - 1, keys[-1])  # a prompt that continues this one will be compared here
         return keys
 
 
 def block_keys(data: bytes, block_bytes: int = BLOCK_BYTES, seed: int = 0) -> BlockKeys | list[BlockKey]:
-    """`data` as chained block keys: of a short prompt a list, because making its few keys costs less than
-    being asked for some of them; of a longer one `BlockKeys`, which has the same."""
+    """The chained keys of `data`: a list for a short prompt, `BlockKeys` for a longer one."""
+    # To compute the few keys of a short prompt costs less than to compute them on demand.
     blocks = len(data) // block_bytes
     if blocks >= _SHORT_BLOCKS:
         return BlockKeys(data, block_bytes, seed)
     if block_bytes == BLOCK_BYTES:
-        beginnings = _BEGINNINGS[blocks](data)
+        prefixes = _PREFIX_SLICERS[blocks](data)
     else:
-        beginnings = [data[part] for part in _beginnings(block_bytes, blocks)]
-    return list(map(xxh3_64_intdigest, beginnings, repeat(seed)))  # type: ignore[arg-type]
+        prefixes = [data[part] for part in _prefix_slices(block_bytes, blocks)]
+    return list(map(xxh3_64_intdigest, prefixes, repeat(seed)))  # type: ignore[arg-type]
 
 
 class PromptKeys(Struct, frozen=True, gc=False):
-    """One prompt as the approximate view sees it.
+    """One prompt for the route history.
 
-    `tokens` is the estimated length of the whole prompt, `block_tokens` the estimated tokens in one
-    of `keys`' blocks; both are estimates unless the prompt came as token ids.
+    `tokens` is the length of the whole prompt, `block_tokens` the number of tokens in one block of `keys`.
+    Both are estimates, except for a prompt of token ids.
     """
 
     keys: Sequence[BlockKey]
@@ -350,17 +352,17 @@ class PromptKeys(Struct, frozen=True, gc=False):
 
 
 KEY_TOKENS: Final = 16
-"""Tokens between two keys of a chain: vLLM's block on GPU, of which all other sizes are multiples."""
+"""Tokens per key: the size of vLLM's block on GPU. All other block sizes are multiples of it."""
 
 
 class Tier(IntEnum):
-    """Where a block lies, fastest first."""
+    """The tier that holds a block, fastest first."""
 
     GPU = 0
     L1 = 1
-    """The worker's host memory."""
+    """The worker's CPU memory."""
     L2 = 2
-    """A slower or shared store behind it."""
+    """A slower or shared store."""
 
 
 _PLAIN: Final = CacheSpace("")
@@ -369,10 +371,10 @@ _blocks = struct.Struct(f"{KEY_TOKENS * 4}s").iter_unpack
 
 
 def token_keys(token_ids: Sequence[int], seed: int) -> list[BlockKey]:
-    """Chain `token_ids` into one key per full `KEY_TOKENS` tokens; a trailing rest gets none.
+    """The chained keys of `token_ids`, one per full `KEY_TOKENS` tokens; a trailing rest has no key.
 
-    `seed` starts the chain: `CacheSpace.seed`, or the last key of what comes before. Ids are unsigned
-    32-bit; others raise OverflowError. About 0.2 us a key (bench/micro_events.py).
+    `seed` is the start of the chain: `CacheSpace.seed`, or the key of the preceding block. Token ids are
+    unsigned 32-bit; others raise OverflowError. About 0.2 us per key (bench/micro_events.py).
     """
     rest = len(token_ids) % KEY_TOKENS
     if rest:
@@ -384,19 +386,16 @@ def token_keys(token_ids: Sequence[int], seed: int) -> list[BlockKey]:
 
 
 def prompt_keys(token_ids: Sequence[int], space: CacheSpace) -> list[BlockKey]:
-    """The keys of a prompt that a cache can serve: its last token is always computed, so it is left out."""
+    """The keys of a prompt without its last token, which is always computed and never served from a cache."""
     return token_keys(token_ids[: max(0, len(token_ids) - 1)], space.seed)
 
 
 def adapter_space(adapter: str | None, salt: str = "") -> CacheSpace:
-    """The space of exact keys: LoRA name and salt, but no base model.
-
-    A worker has one base model and its blocks are its own, so the model need not be in the keys; and its
-    events do not say it.
-    """
+    """The key space of exact keys: LoRA adapter and salt, without the base model."""
+    # A worker has one base model and its blocks are its own, so keys need no model. KV events do not have it.
     return CacheSpace(adapter or "", salt) if adapter or salt else _PLAIN
 
 
 def mixed_seed(key: int, extra: bytes) -> int:
-    """`key` as the seed of a block whose content is more than its token ids (images, embeddings)."""
+    """The seed of a block with content besides token ids (images, embeddings), from the key before it."""
     return xxh3_64_intdigest(extra, key)

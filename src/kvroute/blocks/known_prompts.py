@@ -1,5 +1,7 @@
-"""Token ids of prompts that begin alike, kept once: the next turn of a chat adds what is new of its ids, and
-what is new of their keys."""
+"""Shares token ids and block keys between prompts with a common prefix.
+
+The next turn of a chat stores only its new token ids, and hashes only its new blocks.
+"""
 
 from __future__ import annotations
 
@@ -13,49 +15,50 @@ from xxhash import xxh3_64_intdigest
 from kvroute.blocks.keys import KEY_TOKENS, BlockKey, token_keys
 
 SHARED_TOKENS: Final = 4096
-"""Ids in a piece that prompts share. What is behind the last whole piece is copied for each prompt."""
+"""Token ids in one shared piece. The ids after the last whole piece are copied for each prompt."""
 
 _NEW_TOKENS: Final = 8 * SHARED_TOKENS
-"""More new ids than these are not hashed in one go: it takes longer than half a millisecond."""
+"""A prompt with more new token ids is not hashed in one step: it takes longer than half a millisecond."""
 
 
-class KnownIds:
-    """Ids that prompts begin with. Read-only, but that it notes the keys of the last prompt that began so.
+class PrefixIds:
+    """Token ids that several prompts begin with.
 
-    May be read from several threads: what is noted is replaced as a whole.
+    Mutable: `store_keys` replaces the stored keys as a whole, so several threads may read them.
     """
 
-    __slots__ = ("_noted", "_pieces", "_rest", "size")
+    __slots__ = ("_pieces", "_rest", "_stored", "size")
 
     def __init__(self, pieces: tuple[array[int], ...] = (), rest: array[int] | None = None) -> None:
         self._pieces = pieces
         self._rest = array("I") if rest is None else rest
         self.size = len(pieces) * SHARED_TOKENS + len(self._rest)
-        """Tokens."""
-        self._noted: tuple[int, array[int]] | None = None
+        """Number of token ids."""
+        self._stored: tuple[int, array[int]] | None = None
+        """Seed and keys of the last prompt with this prefix."""
 
-    def followed_by(self, ids: array[int]) -> KnownIds:
-        """These and `ids`. Copies less than a piece of these."""
+    def extended(self, ids: array[int]) -> PrefixIds:
+        """A new prefix of these ids and `ids`. Copies less than one piece of the old ids."""
         rest = self._rest + ids
         if len(rest) < SHARED_TOKENS:
-            return KnownIds(self._pieces, rest)
+            return PrefixIds(self._pieces, rest)
         whole = len(rest) - len(rest) % SHARED_TOKENS
         pieces = [rest[start : start + SHARED_TOKENS] for start in range(0, whole, SHARED_TOKENS)]
-        return KnownIds((*self._pieces, *pieces), rest[whole:])
+        return PrefixIds((*self._pieces, *pieces), rest[whole:])
 
-    def note(self, seed: int, keys: array[int]) -> None:
-        """`keys` are those of a prompt that begins with these ids; nothing changes them any more."""
-        self._noted = seed, keys
+    def store_keys(self, seed: int, keys: array[int]) -> None:
+        """Store the keys of a prompt that begins with these ids. The caller must not change `keys` later."""
+        self._stored = seed, keys
 
     def keys(self, seed: int) -> array[int] | None:
-        """A copy of the keys of all full blocks of these ids, as far as noted; None if they were not."""
-        noted = self._noted
-        if noted is None or noted[0] != seed:
+        """A copy of the stored keys of the full blocks of these ids; None if there are none for `seed`."""
+        stored = self._stored
+        if stored is None or stored[0] != seed:
             return None
-        return noted[1][: self.size // KEY_TOKENS]
+        return stored[1][: self.size // KEY_TOKENS]
 
     def ids(self, start: int, stop: int) -> array[int]:
-        """Those from `start` to before `stop`, which are in it."""
+        """The token ids from `start` to before `stop`."""
         first, last = start // SHARED_TOKENS, stop // SHARED_TOKENS
         parts = [*self._pieces[first : last + 1], self._rest]
         start -= first * SHARED_TOKENS
@@ -74,19 +77,20 @@ class KnownIds:
 
 
 class PromptIds(Sequence[int]):
-    """One prompt's ids: `known`, which it shares with prompts that will go on from there, and `rest`.
+    """The token ids of one prompt: a shared `prefix`, and `rest`. Read-only.
 
-    `before` are ids that it begins with and whose keys may be noted; those of this prompt are noted in
-    `known` when they are made. A slice is an `array("I")`, or shares `known` if it has all of it. Read-only.
+    `keyed` is an older prefix of the prompt that may have stored keys. When this prompt's keys are computed,
+    they are stored in `prefix`, for prompts that continue it. A slice with step 1 is an `array("I")`, or a
+    `PromptIds` if it contains the whole prefix.
     """
 
-    __slots__ = ("_before", "_known", "_rest", "_size")
+    __slots__ = ("_keyed", "_prefix", "_rest", "_size")
 
-    def __init__(self, known: KnownIds, rest: array[int], before: KnownIds | None = None) -> None:
-        self._known = known
+    def __init__(self, prefix: PrefixIds, rest: array[int], keyed: PrefixIds | None = None) -> None:
+        self._prefix = prefix
         self._rest = rest
-        self._before = before or known
-        self._size = known.size + len(rest)
+        self._keyed = keyed or prefix
+        self._size = prefix.size + len(rest)
 
     def __len__(self) -> int:
         return self._size
@@ -96,20 +100,20 @@ class PromptIds(Sequence[int]):
     @overload
     def __getitem__(self, place: slice) -> Sequence[int]: ...
     def __getitem__(self, place: int | slice) -> int | Sequence[int]:
-        shared = self._known.size
+        shared = self._prefix.size
         if isinstance(place, slice):
             start, stop, step = place.indices(self._size)
             if not start and step == 1 and stop >= shared:
-                return PromptIds(self._known, self._rest[: stop - shared], self._before)
-            return self._some(start, stop) if step == 1 else self.flat()[place]
+                return PromptIds(self._prefix, self._rest[: stop - shared], self._keyed)
+            return self._range(start, stop) if step == 1 else self.flat()[place]
         if place < 0:
             place += len(self)
         if not 0 <= place < len(self):
             raise IndexError(place)
-        return self._some(place, place + 1)[0]
+        return self._range(place, place + 1)[0]
 
     def __iter__(self) -> Iterator[int]:
-        return chain(chain.from_iterable(self._known.parts()), self._rest)
+        return chain(chain.from_iterable(self._prefix.parts()), self._rest)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Sequence):
@@ -122,55 +126,55 @@ class PromptIds(Sequence[int]):
         return f"PromptIds({len(self)} tokens)"
 
     def flat(self) -> array[int]:
-        """A copy in one piece."""
-        return self._some(0, self._size)
+        """A copy of the ids as one array."""
+        return self._range(0, self._size)
 
     def keys(self, seed: int) -> Sequence[BlockKey] | None:
-        """Its keys where those of what it begins with are known and the others quickly made, else None."""
-        before, size = self._before, self._size
-        keys = before.keys(seed) if size - before.size <= _NEW_TOKENS else None
+        """The keys, if `keyed` has stored keys and at most `_NEW_TOKENS` ids remain to hash; else None."""
+        keyed, size = self._keyed, self._size
+        keys = keyed.keys(seed) if size - keyed.size <= _NEW_TOKENS else None
         if keys is None:
             return None
-        # What was noted may be of a prompt that ended with `before`, and its last id.
+        # The stored keys may be those of a prompt that ended with `keyed`. Such keys do not include the block
+        # of the prompt's last token, so start after the last stored key.
         start = len(keys) * KEY_TOKENS
-        keys.extend(token_keys(self._some(start, size), keys[-1] if keys else seed))
-        self._known.note(seed, keys)
-        return keys  # type: ignore[return-value]  # of 64-bit numbers, as keys are
+        keys.extend(token_keys(self._range(start, size), keys[-1] if keys else seed))
+        self._prefix.store_keys(seed, keys)
+        return keys  # type: ignore[return-value]  # an array of 64-bit numbers
 
-    def note(self, seed: int, keys: array[int]) -> None:
-        """These are its keys."""
-        self._known.note(seed, keys)
+    def store_keys(self, seed: int, keys: array[int]) -> None:
+        """Store the computed keys of this prompt for prompts that continue it."""
+        self._prefix.store_keys(seed, keys)
 
-    def _some(self, start: int, stop: int) -> array[int]:
-        shared = self._known.size
+    def _range(self, start: int, stop: int) -> array[int]:
+        shared = self._prefix.size
         if start >= stop:
             return array("I")
         if start >= shared:
             return self._rest[start - shared : stop - shared]
-        found = self._known.ids(start, min(stop, shared))
+        found = self._prefix.ids(start, min(stop, shared))
         return found if stop <= shared else found + self._rest[: stop - shared]
 
 
 def id_array(token_ids: Sequence[int]) -> array[int]:
-    """As an array of unsigned 32-bit numbers, the same one if it is one. Others raise OverflowError."""
+    """`token_ids` as an array of unsigned 32-bit numbers. Other numbers raise OverflowError."""
     if isinstance(token_ids, array) and token_ids.typecode == "I":
         return token_ids
     return token_ids.flat() if isinstance(token_ids, PromptIds) else array("I", token_ids)
 
 
 PIECE_TOKENS: Final = 4096
-"""Tokens whose keys are kept together; what is left over at a prompt's end is hashed each time."""
+"""Tokens in one piece of `KeyCache`. A shorter rest at a prompt's end is hashed each time."""
 
-_PIECES_A_STEP: Final = 8
-"""Unknown pieces hashed in one go: about 0.4 ms."""
+_PIECES_PER_STEP: Final = 8
+"""Number of new pieces that are hashed in one step: about 0.4 ms."""
 
 
-class KeyMemory:
-    """Gives what `token_keys` gives. Mutable: remembers the keys of at most `max_pieces` pieces (2.3 KB
-    each), the least recently used forgotten first.
+class KeyCache:
+    """Computes the same keys as `token_keys`, with an LRU cache of at most `max_pieces` pieces of 2.3 KB.
 
-    A piece is known by a 64-bit digest of it and of all before it, as every key is. 64K tokens that are known
-    take about 0.03 ms, unknown ones 0.8 to 1.3 ms (bench/micro_events.py).
+    A piece is identified by a 64-bit digest of the piece and of all pieces before it. 64K cached tokens take
+    about 0.03 ms, new ones 0.8 to 1.3 ms (bench/micro_events.py). Mutable: `steps` changes the cache.
     """
 
     def __init__(self, max_pieces: int = 8192) -> None:
@@ -180,8 +184,8 @@ class KeyMemory:
     def __len__(self) -> int:
         return len(self._known)
 
-    def at_once(self, token_ids: Sequence[int], seed: int) -> Sequence[BlockKey] | None:
-        """What `steps` gives, where that takes one step; else None."""
+    def in_one_step(self, token_ids: Sequence[int], seed: int) -> Sequence[BlockKey] | None:
+        """The result of `steps` if it takes one step only; else None."""
         if isinstance(token_ids, PromptIds) and (own := token_ids.keys(seed)) is not None:
             return own
         try:
@@ -192,10 +196,11 @@ class KeyMemory:
         return None
 
     def steps(self, token_ids: Sequence[int], seed: int) -> Generator[None, None, Sequence[BlockKey]]:
-        """Work that returns the keys at its end and is interrupted wherever it has taken long. They come as
-        an array of 64-bit numbers: known ones are copied as bytes, and no number is made of them. Ids are
-        unsigned 32-bit; others raise OverflowError. `PromptIds` have keys of their own, where it is known how
-        they begin."""
+        """Compute the keys in steps of about 0.4 ms: yields after each step and returns the keys.
+
+        Token ids are unsigned 32-bit; others raise OverflowError. The keys are an array of 64-bit numbers.
+        """
+        # An array, because cached keys are then copied as bytes, without an object per key.
         prompt = token_ids if isinstance(token_ids, PromptIds) else None
         if prompt is not None and (own := prompt.keys(seed)) is not None:
             return own
@@ -214,12 +219,12 @@ class KeyMemory:
                     del known[next(iter(known))]
             known[digest] = made
             keys += made
-            if hashed == _PIECES_A_STEP:
+            if hashed == _PIECES_PER_STEP:
                 hashed = 0
                 yield
         rest = ids[whole:]
         if len(rest) >= KEY_TOKENS:
             keys.extend(token_keys(rest, keys[-1] if keys else seed))
         if prompt is not None:
-            prompt.note(seed, keys)
+            prompt.store_keys(seed, keys)
         return cast("Sequence[BlockKey]", keys)

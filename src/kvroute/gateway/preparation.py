@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from kvroute.blocks.chunks import PromptChunks
 from kvroute.blocks.keys import BlockKey, adapter_space
-from kvroute.blocks.known_prompts import KeyMemory
+from kvroute.blocks.known_prompts import KeyCache
 from kvroute.errors import InvalidRequest
 from kvroute.fleet.fleet import Fleet
 from kvroute.fleet.worker import Worker, WorkerId
@@ -207,7 +207,7 @@ class Preparer:
         self._deadline_s = deadline_s
         self._late = LateShare()
         self._isolation = isolation
-        self._keys = KeyMemory()
+        self._keys = KeyCache()
         self.cpu_s = 0.0
 
     def try_cached(self, request: InferenceRequest, model: str) -> Prepared | None:
@@ -232,7 +232,7 @@ class Preparer:
         prompts = []
         for ids in found.prompts:
             usable = _usable(ids)
-            keys = self._keys.at_once(usable, adapter_space(adapter, salt).seed)
+            keys = self._keys.in_one_step(usable, adapter_space(adapter, salt).seed)
             if keys is None:
                 return None
             prompts.append(ExactPrompt(len(ids), keys, PromptChunks(usable), salt, adapter))

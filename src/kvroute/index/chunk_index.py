@@ -144,12 +144,18 @@ class ChunkLine:
         return segment
 
     def _look(self, start: int, limit: int) -> LookupSegment:
-        keys, made, seed, shards, wanted = self._keys, self._keys.made, self._seed, self._shards, self._wanted
+        keys, computed, seed, shards, wanted = (
+            self._keys,
+            self._keys.computed,
+            self._seed,
+            self._shards,
+            self._wanted,
+        )
         runs: dict[int, list[int]] = {}
         last, held, at = -1, 0, start
         while at < limit and (held or at == start):
-            keys.reach(at + 1)
-            for key in made[at:limit]:
+            keys.compute(at + 1)
+            for key in computed[at:limit]:
                 name = key ^ seed
                 mask = shards[name & SHARD_MASK].get(name, 0)
                 if self._probed:

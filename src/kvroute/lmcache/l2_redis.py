@@ -175,8 +175,8 @@ class RedisL2:
         window, present = _FIRST_WINDOW, set[ChunkKey]()
         while place < len(keys):
             stop = min(place + window, len(keys))
-            keys.reach(stop)
-            found = await self._window(keys.made[place:stop], keys.names[place:stop], salt, target)
+            keys.compute(stop)
+            found = await self._window(keys.computed[place:stop], keys.names[place:stop], salt, target)
             if not found:
                 break
             present |= found

@@ -20,7 +20,7 @@ import msgspec
 from msgspec import Raw, Struct
 from xxhash import xxh3_64_intdigest
 
-from kvroute.blocks.known_prompts import KnownIds
+from kvroute.blocks.known_prompts import PrefixIds
 from kvroute.openai.bounded import UNREADABLE
 from kvroute.openai.prompt import PromptPrefix
 from kvroute.openai.request import InferenceRequest
@@ -72,7 +72,7 @@ class CachedConversation(Struct, frozen=True, eq=False, gc=False):
     head: int
     tail: str
     carry: str
-    ids: KnownIds
+    ids: PrefixIds
     beginning: ref[PromptPrefix] | None = None
 
     __repr__ = object.__repr__  # prompts are in no log

@@ -13,7 +13,7 @@ from kvroute.blocks.keys import (
     BlockKeys,
     CacheSpace,
     ContinuedKeys,
-    KnownKeys,
+    PrefixKeys,
     PromptKeys,
     block_keys,
 )
@@ -77,21 +77,23 @@ def _seen_keys(prompt: SeenPrompt, seed: int) -> Sequence[BlockKey]:
     """The keys of a prompt whose beginning was seen before. What is known of that, and what this one adds to
     it, is noted with the beginnings."""
     beginning, grown = prompt.beginning, prompt.becomes
-    known: KnownKeys | None = beginning.notes.get(seed)
+    known: PrefixKeys | None = beginning.notes.get(seed)
     if known is None:
         if prompt.size < ANCHOR_BYTES:
             return block_keys(prompt.data, seed=seed)
-        known = KnownKeys([seed], {})
+        known = PrefixKeys([seed], {})
         if beginning.whole_bytes:
-            known = ContinuedKeys(known, prompt.data, lambda: b"").known(beginning.whole_bytes // BLOCK_BYTES)
+            known = ContinuedKeys(known, prompt.data, lambda: b"").prefix(
+                beginning.whole_bytes // BLOCK_BYTES
+            )
             _note(beginning, seed, known)
     keys = ContinuedKeys(known, prompt.tail, lambda: prompt.data, grown is not None)
     if grown is not None:
-        _note(grown, seed, keys.known(grown.whole_bytes // BLOCK_BYTES))
+        _note(grown, seed, keys.prefix(grown.whole_bytes // BLOCK_BYTES))
     return keys
 
 
-def _note(beginning: PromptPrefix, seed: int, known: KnownKeys) -> None:
+def _note(beginning: PromptPrefix, seed: int, known: PrefixKeys) -> None:
     if len(beginning.notes) >= _MOST_NOTES:
         beginning.notes.clear()
     beginning.notes[seed] = known

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 from weakref import ref
 
-from kvroute.blocks.known_prompts import KnownIds, PromptIds
+from kvroute.blocks.known_prompts import PrefixIds, PromptIds
 from kvroute.openai.request import InferenceRequest
 from kvroute.tokens.chat import Chat, EngineFlags, chat_completion, render_chat
 from kvroute.tokens.conversations import (
@@ -115,7 +115,7 @@ class LocalTokenizer:
         head, tail = template.around(**_arguments(chat))
         bare = Chat(messages=(), tools=chat.tools, kwargs=chat.kwargs)
         nothing = CachedConversation(
-            (0, 0), (), b"", found.before, bare, signature, len(head), tail, "", KnownIds()
+            (0, 0), (), b"", found.before, bare, signature, len(head), tail, "", PrefixIds()
         )
         return self._kept(nothing, found.mark, request, text, None)
 
@@ -166,7 +166,7 @@ class LocalTokenizer:
             settled, start = number, place
             place += len(segment)
         parts = self._parts(segments)
-        first = known.ids.followed_by(joined(parts[:settled])) if settled else known.ids
+        first = known.ids.extended(joined(parts[:settled])) if settled else known.ids
         if instead is None or mark != instead.mark:
             body, seen = request.body, request.seen
             kept = CachedConversation(
