@@ -201,7 +201,7 @@ def test_nothing_is_named_beyond_what_is_found() -> None:
 
     index.match(chunks, "", {})
 
-    assert len(chunks.keys(TWO).made) == 4
+    assert len(chunks.keys(TWO).computed) == 4
 
 
 def test_a_full_index_counts_what_it_does_not_take() -> None:
