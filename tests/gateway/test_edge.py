@@ -108,8 +108,10 @@ class Connection:
 
     @property
     def waits_for(self) -> str:
-        queue = self.protocol._waiting
-        return "" if queue is None else queue.name
+        """The queue in which the connection is; "" if it is in none."""
+        bounds = self.bounds
+        queues = [bounds.idle, bounds.head, bounds.body, bounds.closing]
+        return " ".join(queue.name for queue in queues if len(queue))
 
     async def take(self, data: bytes) -> None:
         self.protocol.data_received(data)
@@ -117,7 +119,7 @@ class Connection:
 
     def after(self, seconds: float, queue: WaitQueue) -> None:
         """So much later the connection's wait in this queue ends."""
-        assert self.protocol._waiting is queue
+        assert self.waits_for == queue.name
         self.clock.now += seconds
         queue.discard(self.protocol)
         self.protocol.wait_ended(queue)

@@ -49,7 +49,7 @@ async def ask(running: Any, path: str = "/v1/completions", **body: Any) -> httpx
 @pytest.mark.parametrize("sections", [KVAWARE, {"routing": {"strategy": "prefixaware"}}])
 async def test_each_model_finds_its_own_and_predictions_come_true(run_gateway, sim, sections) -> None:
     async with run_gateway([sim.url], **sections) as running:
-        following = running.runtime.following
+        following = running.runtime.cache_tracker
         if following is not None:
             await running.until(lambda: not following.notes())
         for tenant in ({}, {"cache_salt": "t"}):

@@ -34,7 +34,7 @@ async def kvaware(run_gateway, sims):
 
 
 async def until_ready(running) -> None:
-    await running.until(lambda: not running.runtime.following.notes())
+    await running.until(lambda: not running.runtime.cache_tracker.notes())
 
 
 def text(seed: int, words: int = MUCH) -> str:
@@ -63,7 +63,7 @@ def predicted(answer: httpx.Response) -> int:
 
 async def until_held(running, blocks: int) -> None:
     """Events travel on their own: wait until the map has as many blocks."""
-    await running.until(lambda: running.runtime.following.describe()["held_blocks"] >= blocks)
+    await running.until(lambda: running.runtime.cache_tracker.describe()["held_blocks"] >= blocks)
 
 
 async def direct(sim: RunningSim, *contents: str) -> httpx.Response:
@@ -109,7 +109,7 @@ async def test_a_reset_cache_is_no_longer_predicted(kvaware, sims) -> None:
         for sim in sims:
             await client.post(f"{sim.url}/reset_prefix_cache")
             await direct(sim, "wake up")  # vLLM tells of a reset with its next step
-    await kvaware.until(lambda: kvaware.runtime.following.describe()["held_blocks"] < MUCH // 16)
+    await kvaware.until(lambda: kvaware.runtime.cache_tracker.describe()["held_blocks"] < MUCH // 16)
 
     again = await ask(kvaware.client, text(5))
 
@@ -138,7 +138,7 @@ async def test_a_worker_without_events_is_judged_by_what_it_was_sent(run_gateway
         run_sim(silent) as mute,
         run_gateway([sims[0].url, mute.url], **SECTIONS) as running,
     ):
-        await running.until(lambda: len(running.runtime.following.notes()) == 1)
+        await running.until(lambda: len(running.runtime.cache_tracker.notes()) == 1)
         answers = [await ask(running.client, text(seed)) for seed in range(8)]
         again = [await ask(running.client, text(seed)) for seed in range(8)]
         notes = (await running.client.get("/ready")).json()["notes"]
@@ -188,7 +188,7 @@ async def test_a_client_that_leaves_while_its_prompt_is_tokenized_costs_nothing(
     async with run_gateway([sim.url for sim in sims], **SECTIONS) as running:
         await until_ready(running)
         asked = _Never()
-        monkeypatch.setattr(running.runtime.following.preparer, "prepare", asked)
+        monkeypatch.setattr(running.runtime.cache_tracker.preparer, "prepare", asked)
         with pytest.raises(httpx.ReadTimeout):
             await running.client.post(
                 "/v1/chat/completions",

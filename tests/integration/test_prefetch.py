@@ -87,8 +87,8 @@ async def test_a_request_that_waits_has_its_blocks_brought(run_gateway, instant_
         tcp_server(server.serve) as port,
         run_gateway([instant_sim.url], **sections(prefetch=True)) as running,
     ):
-        await running.until(lambda: not running.runtime.following.notes())
-        await server.join(running.runtime.following.lmcache.coordinator_address, port)
+        await running.until(lambda: not running.runtime.cache_tracker.notes())
+        await server.join(running.runtime.cache_tracker.lmcache.coordinator_address, port)
         instant_sim.worker.faults.add(Fault(kind="hang", path="/v1/completions"))
         before = asyncio.create_task(complete(running.client, list(range(5000, 5100))))
         await running.until(lambda: running.runtime.fleet.workers()[0].load.in_flight)
@@ -120,8 +120,8 @@ async def test_nothing_is_asked_for_without_a_queue_or_without_the_option(
         tcp_server(server.serve) as port,
         run_gateway([instant_sim.url], **sections(prefetch=prefetch)) as running,
     ):
-        await running.until(lambda: not running.runtime.following.notes())
-        await server.join(running.runtime.following.lmcache.coordinator_address, port)
+        await running.until(lambda: not running.runtime.cache_tracker.notes())
+        await server.join(running.runtime.cache_tracker.lmcache.coordinator_address, port)
         if not prefetch:
             instant_sim.worker.faults.add(Fault(kind="hang", path="/v1/completions"))
             before = asyncio.create_task(complete(running.client, list(range(5000, 5100))))
@@ -131,8 +131,7 @@ async def test_nothing_is_asked_for_without_a_queue_or_without_the_option(
         if not prefetch:
             before.cancel()
         else:
-            following = running.runtime.following
-            assert not any(following.lmcache._prefetcher.counts.values())
+            assert running.metric("kvroute_lmcache_prefetches_total") == 0
 
     assert answer.headers["x-kvroute-hit-tiers"] == f"gpu=0;l1=0;l2={IN_L2}"
     assert server.asked == []

@@ -74,9 +74,9 @@ def test_a_body_without_the_two_members_is_copied_and_not_read_again(monkeypatch
     body = b'{"model":"ada","prompt":"' + b"x" * 1_000_000 + b'"}'
     asked = request(body)
     monkeypatch.setattr(members.TopLevelMember, "place", place)
+    monkeypatch.setattr(type(asked), "fields", property(place))
 
     assert isolated(body, asked, SPACE).startswith(body[:-1] + b',"cache_salt":"' + SPACE.encode())
-    assert asked._fields is None
 
 
 def test_pooling_requests_have_no_transfer_parameters():

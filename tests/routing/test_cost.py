@@ -252,12 +252,12 @@ def test_scores_within_two_percent_and_a_millisecond_are_a_tie(history, workers,
     assert order(ranking) == [B, A, C], "0.1815 s: a tie up to 0.1861 s"
 
 
-def test_among_idle_workers_a_tie_goes_to_the_one_that_has_done_least(model, workers, query) -> None:
+def test_among_idle_workers_a_tie_goes_to_the_one_that_has_done_least(history, workers, query) -> None:
     for worker, done_s in zip(workers, (0.03, 0.01, 0.02), strict=True):
         worker.load.reserve(0.0, prefill_s=done_s, tokens=0).first_token(0.0)
         worker.load.residence_s = None
 
-    no_balance = CostModel(model._history, CostOptions(balance_weight=0))
+    no_balance = CostModel(history, CostOptions(balance_weight=0))
     for fingerprint in range(20):
         assert order(no_balance.rank(query(90.0, fingerprint=fingerprint), workers))[0] == B
 

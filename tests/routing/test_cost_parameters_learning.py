@@ -99,7 +99,7 @@ def test_a_router_that_believed_its_engines_eight_times_too_fast_learns_better(v
 
     fleet.fleet.run()
 
-    learned = fleet.router._costs.costs("model")
+    learned = fleet.router.costs("model")
     assert learned.token_s == pytest.approx(TOKEN_S, rel=0.25)
     assert learned.active_token_s == pytest.approx(0.03 * learned.token_s)
     assert fleet.is_at_rest()
@@ -114,7 +114,7 @@ def test_answers_that_are_not_streamed_teach_nothing(virtual_fleet, learning) ->
 
     fleet.fleet.run()
 
-    assert fleet.router._costs.costs("model") == Router()._costs.costs("model")
+    assert fleet.router.costs("model") == Router().costs("model")
 
 
 def test_a_worker_that_left_takes_its_speed_with_it(make_worker) -> None:
