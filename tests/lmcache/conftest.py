@@ -1,4 +1,4 @@
-"""A controller without sockets, and workers that know what they truly hold."""
+"""A controller without sockets, and workers that record the chunks that they really hold."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DISK = "LocalDiskBackend"
 
 
 class Clock:
-    """Time that a test moves."""
+    """A clock whose time the test sets."""
 
     def __init__(self) -> None:
         self.time = 100.0
@@ -49,11 +49,11 @@ class Rig:
     def counts(self) -> Any:
         return self.controller.counts
 
-    def say(self, message: wire.Message) -> Any:
-        """Handle the message as it would come over the wire."""
+    def handle(self, message: wire.Message) -> Any:
+        """Encode, decode and handle a message; returns the reply."""
         return self.controller.handle(wire.decode(wire.encode(message)))
 
-    def settle(self) -> None:
+    def sweep(self) -> None:
         while self.controller.sweep():
             pass
 
@@ -61,50 +61,50 @@ class Rig:
         return list(chunk_keys(tokens, self.controller.scheme))
 
     def matched(self, tokens: Sequence[int], slot: int = 1) -> int:
-        """Tokens that the index gives the slot in L1."""
-        self.settle()
+        """Tokens that the index finds in L1 for the slot."""
+        self.sweep()
         return self.index.match(PromptChunks(tokens), "", {}).get(slot, (0, 0))[0]
 
 
 class Worker:
-    """A rank of an instance, and what it truly holds."""
+    """A rank of an instance, and the chunks that it really holds."""
 
-    def __init__(self, rig: Rig, name: str = "a", number: int = 0, **place: Any) -> None:
+    def __init__(self, rig: Rig, name: str = "a", number: int = 0, **address: Any) -> None:
         self.rig = rig
-        self.who = {"instance_id": name, "worker_id": number}
-        self.place = {"ip": "192.0.2.1", "port": 7600, "peer_init_url": f"{name}:1", **place}
+        self.sender = {"instance_id": name, "worker_id": number}
+        self.address = {"ip": "192.0.2.1", "port": 7600, "peer_init_url": f"{name}:1", **address}
         self.held: dict[str, set[int]] = {CPU: set(), DISK: set()}
         self.numbers = dict.fromkeys(self.held, 0)
 
     def register(self) -> Any:
-        return self.rig.say(wire.Register(**self.who, **self.place))
+        return self.rig.handle(wire.Register(**self.sender, **self.address))
 
     def heartbeat(self) -> list[str]:
-        """Why a full synchronisation was asked for, if it was."""
-        reply = self.rig.say(wire.Heartbeat(**self.who, **self.place))
+        """Send a heartbeat. Returns the reasons of the full synchronisations that the reply requests."""
+        reply = self.rig.handle(wire.Heartbeat(**self.sender, **self.address))
         return [command.reason for command in reply.commands]
 
     def batch(
         self, kind: Literal["admit", "evict"], keys: Sequence[int], location: str = CPU
     ) -> wire.KvOperations:
-        """The next message, not yet sent."""
+        """The next message; the test decides whether to send it."""
         held = self.held[location]
         held.update(keys) if kind == "admit" else held.difference_update(keys)
         start = self.numbers[location]
         self.numbers[location] += len(keys)
         operations = [wire.Operation(kind, key, start + place) for place, key in enumerate(keys)]
-        return wire.KvOperations(**self.who, location=location, operations=operations)
+        return wire.KvOperations(**self.sender, location=location, operations=operations)
 
     def admit(self, *keys: int, location: str = CPU) -> None:
-        self.rig.say(self.batch("admit", keys, location))
+        self.rig.handle(self.batch("admit", keys, location))
 
     def evict(self, *keys: int, location: str = CPU) -> None:
-        self.rig.say(self.batch("evict", keys, location))
+        self.rig.handle(self.batch("evict", keys, location))
 
     def sync_messages(self, *, sync_id: str = "s1", size: int = 3) -> list[wire.Message]:
         keys = sorted(self.held[CPU])
         pieces = [keys[at : at + size] for at in range(0, len(keys), size)] or [[]]
-        what = {**self.who, "location": CPU, "sync_id": sync_id}
+        what = {**self.sender, "location": CPU, "sync_id": sync_id}
         return [
             wire.FullSyncStart(**what, total_keys=len(keys), batch_count=len(pieces)),
             *(wire.FullSyncBatch(**what, batch_id=number, keys=piece) for number, piece in enumerate(pieces)),
@@ -113,18 +113,18 @@ class Worker:
 
     def sync(self) -> None:
         for message in self.sync_messages():
-            self.rig.say(message)
+            self.rig.handle(message)
 
     def status(self, sync_id: str = "s1") -> wire.FullSyncStatusReply:
-        reply = self.rig.say(wire.FullSyncStatus(**self.who, sync_id=sync_id))
+        reply = self.rig.handle(wire.FullSyncStatus(**self.sender, sync_id=sync_id))
         assert isinstance(reply, wire.FullSyncStatusReply)
         return reply
 
     @property
-    def believed(self) -> set[int]:
-        """What the index says of the instance, of all keys that were ever spoken of."""
-        self.rig.settle()
-        known = self.rig.controller._roster.known.get(str(self.who["instance_id"]))
+    def in_index(self) -> set[int]:
+        """The keys below 1,000 that the index has for the instance."""
+        self.rig.sweep()
+        known = self.rig.controller._roster.known.get(str(self.sender["instance_id"]))
         if known is None:
             return set()
         space = ChunkSpace(self.rig.controller.scheme)
@@ -133,13 +133,13 @@ class Worker:
 
 @pytest.fixture
 def rig_of() -> type[Rig]:
-    """Makes a controller with the given options."""
+    """Creates a controller with the given options."""
     return Rig
 
 
 @pytest.fixture
 def worker_of() -> type[Worker]:
-    """Makes a worker of a rig; it has to register."""
+    """Creates a worker of a rig that has not registered yet."""
     return Worker
 
 
@@ -150,7 +150,7 @@ def rig() -> Rig:
 
 @pytest.fixture
 def worker(rig: Rig) -> Worker:
-    """Registered, with chunks 1 to 9."""
+    """A registered worker with chunks 1 to 9."""
     worker = Worker(rig)
     worker.register()
     worker.admit(*range(1, 10))

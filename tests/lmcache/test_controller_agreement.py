@@ -1,4 +1,4 @@
-"""Chunk hashes that are not ours: one seed, size or algorithm that differs, and nothing ever matches."""
+"""Chunk hashes that differ from ours, by seed, size or algorithm, so that no prompt ever matches."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CPU = "LocalCPUBackend"
 
 
 def serve(rig: Any, worker: Any, theirs: Callable[[Sequence[int]], list[int]], count: int = 10) -> None:
-    """Prompts that the worker serves, and stores under its own names."""
+    """Let the worker serve prompts and store their chunks under its own hashes."""
     for number in range(count):
         prompt = [number * 1000 + place for place in range(2 * CHUNK)]
         worker.admit(*theirs(prompt))
@@ -33,7 +33,7 @@ def serve(rig: Any, worker: Any, theirs: Callable[[Sequence[int]], list[int]], c
         {"hash_algorithm": "builtin_none"},
     ],
 )
-def test_hashes_that_are_not_ours_are_said_loudly(
+def test_different_hashes_are_logged_as_an_error(
     theirs: dict[str, Any], caplog: pytest.LogCaptureFixture, rig_of: Any, worker_of: Any
 ) -> None:
     rig = rig_of()
@@ -57,7 +57,9 @@ def test_hashes_that_are_not_ours_are_said_loudly(
     assert rig.controller.trust(1) is MapTrust.WHOLE
 
 
-def test_hashes_of_a_worker_from_before_our_start_are_compared_too(rig_of: Any, worker_of: Any) -> None:
+def test_hashes_of_a_worker_that_started_before_the_controller_are_compared_too(
+    rig_of: Any, worker_of: Any
+) -> None:
     for seed, mismatches in (("0", 0), ("1", 1)):
         rig = rig_of()
         worker = worker_of(rig)
@@ -67,7 +69,7 @@ def test_hashes_of_a_worker_from_before_our_start_are_compared_too(rig_of: Any, 
         assert rig.counts.mismatches == mismatches
 
 
-def test_chats_that_go_on_after_our_start_are_no_mismatch(rig: Any, worker_of: Any) -> None:
+def test_chats_that_continue_after_the_controllers_start_are_no_mismatch(rig: Any, worker_of: Any) -> None:
     worker = worker_of(rig)
     chats = [[chat * 1000 + place for place in range(8 * CHUNK)] for chat in range(20)]
     worker.batch("admit", [key for chat in chats for key in rig.keys(chat[: 4 * CHUNK])])
@@ -91,7 +93,7 @@ def test_prompts_that_are_not_stored_are_no_mismatch(rig: Any, worker: Any) -> N
     assert rig.controller.problems() == []
 
 
-def test_an_agreement_is_seen_although_the_chunk_is_gone_again(rig: Any, worker: Any, rig_of: Any) -> None:
+def test_an_agreement_is_detected_although_the_chunk_was_evicted(rig: Any, worker: Any, rig_of: Any) -> None:
     prompt = list(range(CHUNK))
     rig.controller.on_prompt_served(1, prompt)
     worker.admit(*rig.keys(prompt))
@@ -101,7 +103,7 @@ def test_an_agreement_is_seen_although_the_chunk_is_gone_again(rig: Any, worker:
     assert rig.counts.mismatches == 0
 
 
-def test_a_short_prompt_says_nothing(rig: Any, worker: Any) -> None:
+def test_a_prompt_shorter_than_a_chunk_is_ignored(rig: Any, worker: Any) -> None:
     for number in range(20):
         rig.controller.on_prompt_served(1, [number] * (CHUNK - 1))
         worker.admit(100 + number)

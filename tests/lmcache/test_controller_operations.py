@@ -1,4 +1,4 @@
-"""What workers say they store and drop, and what is believed of it when something gets lost."""
+"""Operations that workers report, and the chunks that remain in the index when messages are lost."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_capture_replays_to_what_the_worker_held_at_each_point(rig_of: Any) ->
     assert rig.counts.unreadable == rig.counts.gaps == rig.counts.failed == 0
 
 
-def test_what_is_answered_in_the_capture_reads_and_writes_back() -> None:
+def test_the_captures_replies_decode_and_encode_to_the_same_bytes() -> None:
     for record in capture():
         payload = base64.b64decode(record["frames"][-1])
         decoded = (wire.decode if record["dir"] == "in" else wire.decode_reply)(payload)
@@ -49,7 +49,7 @@ def test_what_is_answered_in_the_capture_reads_and_writes_back() -> None:
         assert known == decoded
 
 
-def test_a_worker_that_registers_is_told_where_to_send_heartbeats(rig: Any) -> None:
+def test_a_worker_that_registers_gets_the_heartbeat_address(rig: Any) -> None:
     message = wire.Register(instance_id="a", worker_id=0)
 
     assert rig.controller.handle(message, "h:1") == wire.RegisterReply(extra_config={"heartbeat_url": "h:1"})
@@ -72,35 +72,35 @@ def test_chunks_count_from_admission_to_eviction(rig: Any, worker: Any) -> None:
 def test_a_chunk_on_disk_counts_until_no_location_has_it(worker: Any) -> None:
     worker.admit(1, 50, location=DISK)
     worker.evict(1, 2)
-    assert worker.believed == {1, *range(3, 10), 50}
+    assert worker.in_index == {1, *range(3, 10), 50}
 
     worker.evict(1, location=DISK)
-    assert worker.believed == {*range(3, 10), 50}
+    assert worker.in_index == {*range(3, 10), 50}
 
 
 def test_a_chunk_counts_when_every_rank_has_it(rig: Any, worker: Any, worker_of: Any) -> None:
     other = worker_of(rig, number=1)
     other.register()
-    assert worker.believed == set()
+    assert worker.in_index == set()
 
     other.admit(3, 4, 70)
     worker.evict(4)
-    assert worker.believed == {3}
+    assert worker.in_index == {3}
 
-    rig.say(wire.DeRegister(**other.who))
-    assert worker.believed == worker.held[CPU]
+    rig.handle(wire.DeRegister(**other.sender))
+    assert worker.in_index == worker.held[CPU]
 
 
-def test_a_worker_that_leaves_takes_its_chunks_along(rig: Any, worker: Any) -> None:
-    rig.say(wire.DeRegister(**worker.who))
+def test_a_worker_that_leaves_loses_its_chunks(rig: Any, worker: Any) -> None:
+    rig.handle(wire.DeRegister(**worker.sender))
 
-    assert worker.believed == set()
+    assert worker.in_index == set()
     assert rig.index.size().held == rig.index.size().chunks == 0
     assert rig.controller.trust(1) is MapTrust.NONE
     assert rig.controller.gauges().instances == 0
 
 
-def test_messages_of_lmcache_0_3_are_taken_too(rig: Any, worker_of: Any) -> None:
+def test_messages_of_lmcache_0_3_are_accepted(rig: Any, worker_of: Any) -> None:
     who = {"instance_id": "a", "worker_id": 0}
     for fields in (
         {"type": "RegisterMsg", "ip": "192.0.2.1", "port": 1, "distributed_url": "d:1"},
@@ -111,29 +111,29 @@ def test_messages_of_lmcache_0_3_are_taken_too(rig: Any, worker_of: Any) -> None
     ):
         rig.controller.handle(wire.decode(json.dumps({**fields, **who}).encode()))
 
-    assert worker_of(rig).believed == {6}
-    asked = rig.say(wire.P2pLookup(instance_id="b", worker_id=0, hashes=[6]))
+    assert worker_of(rig).in_index == {6}
+    asked = rig.handle(wire.P2pLookup(instance_id="b", worker_id=0, hashes=[6]))
     assert asked.layout_info == [("a", CPU, 1, "d:1")]
 
 
-def test_a_lost_batch_forgets_all_before_it_until_a_full_sync(rig: Any, worker: Any) -> None:
+def test_a_lost_batch_drops_all_earlier_chunks_until_a_full_sync(rig: Any, worker: Any) -> None:
     worker.batch("evict", [1, 2])
     worker.admit(20)
 
-    assert worker.believed == {20}
+    assert worker.in_index == {20}
     assert rig.controller.trust(1) is MapTrust.PARTIAL
     assert worker.heartbeat() == ["operations_missing"]
     assert worker.heartbeat() == []
 
     worker.sync()
 
-    assert worker.believed == worker.held[CPU]
+    assert worker.in_index == worker.held[CPU]
     assert rig.controller.trust(1) is MapTrust.WHOLE
     assert worker.status().can_exit_freeze
     assert worker.heartbeat() == []
 
 
-def test_the_request_for_a_sync_is_repeated_when_none_begins(rig: Any, worker: Any) -> None:
+def test_the_request_for_a_sync_is_repeated_when_none_starts(rig: Any, worker: Any) -> None:
     worker.batch("evict", [1])
     worker.admit(20)
     worker.heartbeat()
@@ -143,65 +143,67 @@ def test_the_request_for_a_sync_is_repeated_when_none_begins(rig: Any, worker: A
     assert worker.heartbeat() == ["operations_missing"]
 
 
-def test_a_batch_that_comes_twice_counts_once(rig: Any, worker: Any) -> None:
-    first = wire.KvOperations(**worker.who, location=CPU, operations=[])
+def test_a_batch_that_arrives_twice_is_applied_once(rig: Any, worker: Any) -> None:
+    first = wire.KvOperations(**worker.sender, location=CPU, operations=[])
     again = worker.batch("admit", [30])
-    rig.say(again)
+    rig.handle(again)
     worker.evict(30)
 
-    rig.say(again)
-    rig.say(first)
+    rig.handle(again)
+    rig.handle(first)
 
-    assert worker.believed == worker.held[CPU]
+    assert worker.in_index == worker.held[CPU]
     assert rig.counts.duplicates == 1
     assert rig.controller.trust(1) is MapTrust.WHOLE
 
 
-def test_the_first_batch_twice_is_no_new_beginning(rig: Any, worker_of: Any) -> None:
+def test_a_copy_of_the_first_batch_is_not_taken_for_a_restart(rig: Any, worker_of: Any) -> None:
     worker = worker_of(rig)
     worker.register()
     first = worker.batch("admit", [1, 2])
-    rig.say(first)
+    rig.handle(first)
     for key in range(100, 300):
         worker.admit(key)
     worker.evict(1)
 
-    rig.say(first)
+    rig.handle(first)
 
-    assert worker.believed == worker.held[CPU]
+    assert worker.in_index == worker.held[CPU]
 
 
-def test_batches_out_of_order_claim_nothing_that_is_gone(rig: Any, worker: Any) -> None:
+def test_batches_out_of_order_add_no_chunk_that_was_evicted(rig: Any, worker: Any) -> None:
     early, late = worker.batch("admit", [40]), worker.batch("evict", [40, 3])
-    rig.say(late)
-    rig.say(early)
-    assert worker.believed <= worker.held[CPU]
+    rig.handle(late)
+    rig.handle(early)
+    assert worker.in_index <= worker.held[CPU]
 
     worker.admit(41)
-    assert worker.believed == {41}
+    assert worker.in_index == {41}
     assert rig.controller.trust(1) is MapTrust.PARTIAL
 
 
-def test_a_restart_that_registers_begins_anew_and_stragglers_are_left_out(
+def test_a_restart_that_registers_starts_empty_and_late_messages_are_ignored(
     rig: Any, worker: Any, worker_of: Any
 ) -> None:
     straggler = worker.batch("admit", [60])
     new = worker_of(rig)
     new.register()
-    rig.say(straggler)
-    assert new.believed == set()
+    rig.handle(straggler)
+    assert new.in_index == set()
 
     new.admit(7)
-    assert new.believed == {7}
+    assert new.in_index == {7}
     assert rig.controller.trust(1) is MapTrust.WHOLE
 
 
-def test_a_worker_from_before_our_start_is_believed_in_part_and_synced(rig: Any, worker_of: Any) -> None:
+def test_a_worker_that_started_before_the_controller_is_partial_until_synced(
+    rig: Any, worker_of: Any
+) -> None:
     worker = worker_of(rig)
     worker.batch("admit", range(1, 10))
     worker.admit(10)
     worker.evict(9)
-    assert worker.believed == {10}
+    assert worker.in_index == {10}
     assert rig.controller.trust(1) is MapTrust.PARTIAL
     assert "heartbeat" in rig.controller.problems()[0]
 
@@ -210,23 +212,23 @@ def test_a_worker_from_before_our_start_is_believed_in_part_and_synced(rig: Any,
     worker.sync()
     worker.admit(11)
 
-    assert worker.believed == worker.held[CPU]
+    assert worker.in_index == worker.held[CPU]
     assert rig.controller.trust(1) is MapTrust.WHOLE
 
 
 def test_an_unreadable_batch_of_a_known_location_is_a_loss(rig: Any, worker: Any) -> None:
-    broken = json.loads(json.dumps({"type": "BatchedKVOperationMsg", **worker.who, "location": CPU}))
+    broken = json.loads(json.dumps({"type": "BatchedKVOperationMsg", **worker.sender, "location": CPU}))
     payload = json.dumps({**broken, "operations": [{"op_type": "melt", "key": 1, "seq_num": 9}]}).encode()
     with pytest.raises(wire.WireError):
         wire.decode(payload)
 
     rig.controller.on_unreadable(payload)
 
-    assert worker.believed == set()
+    assert worker.in_index == set()
     assert rig.controller.trust(1) is MapTrust.PARTIAL
 
 
-def test_a_worker_whose_heartbeats_end_is_forgotten_and_others_stay(
+def test_a_worker_whose_heartbeats_stop_is_removed_and_others_stay(
     rig: Any, worker: Any, worker_of: Any
 ) -> None:
     quiet = worker_of(rig, "b")
@@ -237,14 +239,16 @@ def test_a_worker_whose_heartbeats_end_is_forgotten_and_others_stay(
     rig.clock.time += rig.options.worker_timeout_s + 1
     rig.controller.tick()
 
-    assert worker.believed == set()
-    assert quiet.believed == {5}
+    assert worker.in_index == set()
+    assert quiet.in_index == {5}
     assert rig.counts.timeouts == 1
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_whatever_happens_nothing_is_claimed_that_is_not_held(seed: int, rig_of: Any, worker_of: Any) -> None:
-    """Batches are lost, doubled, reordered; workers restart and synchronise at any time."""
+def test_the_index_never_has_a_chunk_that_the_worker_does_not_hold(
+    seed: int, rig_of: Any, worker_of: Any
+) -> None:
+    """Batches are lost, duplicated and reordered; workers restart and synchronise at any time."""
     rng = random.Random(seed)
     rig = rig_of()
     worker = worker_of(rig)
@@ -259,26 +263,26 @@ def test_whatever_happens_nothing_is_claimed_that_is_not_held(seed: int, rig_of:
             )
             fate = rng.random()
             if fate < 0.9:
-                rig.say(batch)
+                rig.handle(batch)
             if fate < 0.05:
-                rig.say(batch)
+                rig.handle(batch)
         elif doing < 0.85:
             worker = worker_of(rig)
             worker.register()
         elif doing < 0.95 and worker.heartbeat():
             for message in worker.sync_messages(sync_id=f"s{rng.random()}"):
                 if rng.random() < 0.95:
-                    rig.say(message)
+                    rig.handle(message)
         else:
             rig.clock.time += 10
             rig.controller.tick()
             rig.controller.sweep(rng.randrange(20))
         # A loss shows with the next batch of that location.
-        assert _has_unseen_loss(rig, worker) or worker.believed <= worker.held[CPU] | worker.held[DISK]
+        assert _has_unseen_loss(rig, worker) or worker.in_index <= worker.held[CPU] | worker.held[DISK]
 
     for location in (CPU, DISK):
         worker.admit(900, location=location)
-    assert worker.believed <= worker.held[CPU] | worker.held[DISK]
+    assert worker.in_index <= worker.held[CPU] | worker.held[DISK]
 
 
 def _has_unseen_loss(rig: Any, worker: Any) -> bool:

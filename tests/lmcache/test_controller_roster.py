@@ -1,4 +1,4 @@
-"""Whose chunks an instance's are, and which peer has them."""
+"""Which worker an instance belongs to, and which peer has a prompt's chunks."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ def test_a_lookup_names_the_peer_with_most_of_the_chunks(rig: Any, worker: Any, 
     asker = {"instance_id": "c", "worker_id": 0}
 
     def ask(hashes: list[int], **who: Any) -> Any:
-        return rig.say(wire.P2pLookup(**{**asker, **who}, hashes=hashes)).layout_info
+        return rig.handle(wire.P2pLookup(**{**asker, **who}, hashes=hashes)).layout_info
 
     assert ask([1, 2, 3, 99]) == [("b", CPU, 3, "b:1")]
     assert ask([1, 2, 3], instance_id="b") == [("a", CPU, 2, "a:1")]
     assert ask([99, 1]) == ask([]) == ask([1], worker_id=1) == [("", "", 0, "")]
 
 
-def test_a_peer_without_a_url_is_none(rig: Any, worker_of: Any) -> None:
+def test_an_instance_without_a_peer_url_is_not_a_peer(rig: Any, worker_of: Any) -> None:
     worker = worker_of(rig, peer_init_url=None)
     worker.register()
     worker.admit(1)
 
-    reply = rig.say(wire.P2pLookup(instance_id="c", worker_id=0, hashes=[1]))
+    reply = rig.handle(wire.P2pLookup(instance_id="c", worker_id=0, hashes=[1]))
 
     assert reply.layout_info == [("", "", 0, "")]
 
 
-def test_an_instance_is_joined_by_name_before_address(rig: Any, worker_of: Any) -> None:
+def test_an_instance_is_found_by_name_before_address(rig: Any, worker_of: Any) -> None:
     rig.controller.follow(2, "b", addresses={"192.0.2.1"})
     named, other = worker_of(rig), worker_of(rig, "uuid", port=7601)
     prompt = list(range(CHUNK + 1))
@@ -49,7 +49,7 @@ def test_an_instance_is_joined_by_name_before_address(rig: Any, worker_of: Any) 
     assert rig.matched(prompt, 2) == 0
 
 
-def test_an_instance_that_could_be_either_workers_is_nobodys(rig: Any, worker_of: Any) -> None:
+def test_an_instance_that_fits_two_workers_belongs_to_neither(rig: Any, worker_of: Any) -> None:
     rig.controller.follow(2, "b", addresses={"192.0.2.1"})
     rig.controller.follow(3, "c", addresses={"192.0.2.1"})
     unnamed = worker_of(rig, "uuid")
@@ -61,7 +61,7 @@ def test_an_instance_that_could_be_either_workers_is_nobodys(rig: Any, worker_of
     assert "lmcache_instance_id" in rig.controller.problems()[0]
 
 
-def test_of_two_instances_at_one_place_the_later_one_lives(rig: Any, worker_of: Any) -> None:
+def test_of_two_instances_at_one_address_the_newer_one_counts(rig: Any, worker_of: Any) -> None:
     rig.controller.follow(2, "b", addresses={"192.0.2.1"})
     old, new = worker_of(rig, "uuid-1"), worker_of(rig, "uuid-2")
     prompt = list(range(CHUNK + 1))
@@ -77,7 +77,7 @@ def test_of_two_instances_at_one_place_the_later_one_lives(rig: Any, worker_of: 
     assert rig.index.size().held == 0
 
 
-def test_an_instance_at_anothers_place_that_is_named_or_sends_heartbeats_stays(
+def test_an_instance_at_anothers_address_stays_if_it_has_a_workers_name_or_sends_heartbeats(
     rig: Any, worker_of: Any
 ) -> None:
     """Containers on two hosts may have the same address."""
@@ -91,7 +91,7 @@ def test_an_instance_at_anothers_place_that_is_named_or_sends_heartbeats_stays(
     assert rig.controller.gauges().instances == 3
 
 
-def test_data_parallel_ranks_have_instances_of_their_own(rig: Any, worker_of: Any) -> None:
+def test_each_data_parallel_rank_has_its_own_instance(rig: Any, worker_of: Any) -> None:
     for slot in (2, 3):
         rig.controller.follow(slot, "w", rank=slot - 2)
     prompt = list(range(CHUNK + 1))

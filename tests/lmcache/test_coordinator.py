@@ -1,4 +1,4 @@
-"""The coordinator believes what LMCache's servers hold, and no more, whatever happens to their reports."""
+"""The index has only chunks that LMCache's servers hold, even if reports are lost, late or repeated."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Time:
 
 
 class Server:
-    """An LMCache server as its coordinator sees it, and the truth about it."""
+    """An LMCache server that creates batches of events, and the chunks that it really holds in memory."""
 
     def __init__(
         self, name: str, *, incarnation: int = 1000, backend: str = "resp", shared: bool = True
@@ -133,8 +133,8 @@ class Fleet:
                 self.coordinator.apply(batch)
         return outcomes
 
-    def believed(self, server: Server) -> set[bytes]:
-        """Which of all chunks of this test the server's memory is believed to hold."""
+    def in_index(self, server: Server) -> set[bytes]:
+        """The chunks that the index has for the server's memory."""
         instance = self.coordinator.instance(server.name)
         if instance is None:
             return set()
@@ -146,7 +146,7 @@ class Fleet:
         return self.index.match(PromptChunks(tokens), salt, {})
 
 
-def test_unknown_kinds_of_events_do_not_pile_up() -> None:
+def test_unknown_kinds_of_events_take_no_memory() -> None:
     fleet, server = Fleet(), Server("a")
     fleet.register("a")
     for number in range(100):
@@ -173,7 +173,7 @@ def fleet(server: Server) -> Fleet:
 NAMES = chunk_names(PROMPT, SCHEME)
 
 
-# What real servers sent
+# Captures of real servers
 
 
 def calls(name: str) -> Iterator[dict[str, Any]]:
@@ -182,7 +182,7 @@ def calls(name: str) -> Iterator[dict[str, Any]]:
 
 
 def truth_of(name: str) -> tuple[dict[str, set[tuple[str, str]]], set[tuple[str, str]]]:
-    """(chunk, salt) held in each server's L1 and in L2 at the end, by the plainest reading."""
+    """(chunk, salt) in each server's L1 and in L2 at the end, computed directly from the capture."""
     memory: dict[str, set[tuple[str, str]]] = {"lmc-a": set(), "lmc-b": set()}
     store: set[tuple[str, str]] = set()
     for call in calls(name):
@@ -229,8 +229,8 @@ def test_captures_replay_to_the_ground_truth(name: str) -> None:
     assert len(store) > 100
 
 
-def test_what_the_captured_servers_held_is_what_their_engines_then_found_cached() -> None:
-    """The second request, on B: 576 tokens of P, all from the common Redis."""
+def test_the_captured_servers_held_the_tokens_that_their_engines_then_found_cached() -> None:
+    """The second request ran on B: 576 tokens of P, all from the shared Redis."""
     name = "lmcache-mp-engine-driven"
     asked = [json.loads(line) for line in (CAPTURES / f"{name}.requests.jsonl").read_text().splitlines()]
     (on_b,) = [each for each in asked if each["step"].startswith("B: P first time")]
@@ -255,7 +255,7 @@ def test_what_the_captured_servers_held_is_what_their_engines_then_found_cached(
 # Instances
 
 
-def test_an_id_is_made_for_a_server_without_one(fleet: Fleet) -> None:
+def test_a_server_without_an_id_gets_one(fleet: Fleet) -> None:
     first, again = fleet.coordinator.register(ServerRegistration("10.0.0.3", 1))
     second, _ = fleet.coordinator.register(ServerRegistration("10.0.0.4", 1, " "))
 
@@ -275,7 +275,9 @@ def test_heartbeats_of_unknown_servers_are_refused_so_that_they_register(
 
 
 @pytest.mark.parametrize("ends", ["goodbye", "silence"])
-def test_memory_dies_with_the_server_and_l2_does_not(fleet: Fleet, server: Server, ends: str) -> None:
+def test_chunks_in_memory_leave_with_the_server_and_chunks_in_l2_stay(
+    fleet: Fleet, server: Server, ends: str
+) -> None:
     fleet.register("b", "10.0.0.2")
     fleet.serve("b", 1, host="10.0.0.2")
     other = Server("b")
@@ -303,7 +305,7 @@ def test_a_server_that_reports_in_time_is_kept(fleet: Fleet) -> None:
     assert fleet.coordinator.counts.expired == 0
 
 
-def test_a_store_of_one_servers_own_is_not_for_others_and_survives_it() -> None:
+def test_a_private_store_is_not_read_by_others_and_outlives_its_server() -> None:
     fleet = Fleet()
     one, two = Server("a", backend="fs", shared=False), Server("b", backend="fs", shared=False)
     fleet.register("a", "10.0.0.1")
@@ -321,7 +323,7 @@ def test_a_store_of_one_servers_own_is_not_for_others_and_survives_it() -> None:
     assert fleet.match(PROMPT) == {0: (0, 40), 1: (0, 4)}
 
 
-def test_a_store_whose_server_never_comes_back_is_forgotten_in_the_end() -> None:
+def test_a_private_store_is_removed_when_its_server_stays_away() -> None:
     fleet = Fleet()
     fleet.register("a")
     fleet.send(Server("a", backend="fs", shared=False).batch("store", "l2", NAMES))
@@ -352,7 +354,7 @@ def test_duplicates_and_stale_batches_change_nothing(fleet: Fleet, server: Serve
     assert fleet.match(PROMPT) == {0: (20, 0)}
 
 
-def test_a_restart_voids_memory_and_nothing_else(fleet: Fleet, server: Server) -> None:
+def test_a_restart_drops_the_chunks_in_memory_only(fleet: Fleet, server: Server) -> None:
     fleet.send(server.batch("store", "l1", NAMES), server.batch("store", "l2", NAMES[:2]))
     server.restart()
 
@@ -362,7 +364,7 @@ def test_a_restart_voids_memory_and_nothing_else(fleet: Fleet, server: Server) -
     assert fleet.coordinator.instance("a").trust is MapTrust.WHOLE  # type: ignore[union-attr]
 
 
-def test_a_lost_batch_leaves_nothing_that_it_may_have_taken_away(fleet: Fleet, server: Server) -> None:
+def test_a_lost_batch_drops_all_chunks_that_it_may_have_deleted(fleet: Fleet, server: Server) -> None:
     fleet.send(server.batch("store", "l1", NAMES), server.batch("store", "l2", NAMES))
     server.batch("delete", "l1", NAMES)
     server.batch("delete", "l2", NAMES)
@@ -376,7 +378,7 @@ def test_a_lost_batch_leaves_nothing_that_it_may_have_taken_away(fleet: Fleet, s
     assert fleet.coordinator.counts.gaps == 1
 
 
-def test_who_is_first_heard_of_late_is_not_all_known(fleet: Fleet, server: Server) -> None:
+def test_a_server_whose_first_batches_were_missed_is_partial(fleet: Fleet, server: Server) -> None:
     server.seq = 40
 
     fleet.send(server.batch("store", "l1", NAMES))
@@ -387,7 +389,7 @@ def test_who_is_first_heard_of_late_is_not_all_known(fleet: Fleet, server: Serve
     assert fleet.match(PROMPT) == {0: (40, 0)}
 
 
-def test_who_registers_again_may_have_lost_its_memory(fleet: Fleet, server: Server) -> None:
+def test_a_server_that_registers_again_may_have_lost_its_memory(fleet: Fleet, server: Server) -> None:
     fleet.send(server.batch("store", "l1", NAMES))
     fleet.register("a")
 
@@ -398,7 +400,7 @@ def test_who_registers_again_may_have_lost_its_memory(fleet: Fleet, server: Serv
     assert fleet.coordinator.instance("a").doubt is None  # type: ignore[union-attr]
 
 
-def test_a_map_is_whole_again_when_it_counts_as_many_objects_as_the_server(
+def test_a_map_is_complete_again_when_it_has_as_many_objects_as_the_server(
     fleet: Fleet, server: Server
 ) -> None:
     fleet.send(server.batch("store", "l1", NAMES))
@@ -415,11 +417,11 @@ def test_a_map_is_whole_again_when_it_counts_as_many_objects_as_the_server(
     fleet.coordinator.status("a", page(0))
     fleet.send(server.batch("access", "l1", NAMES))
     fleet.coordinator.status("a", page(0))
-    assert instance.doubt is Doubt.LOST_EVENTS  # not quiet in between
+    assert instance.doubt is Doubt.LOST_EVENTS  # there was an event between the two answers
     fleet.coordinator.status("a", page(0))
 
     assert instance.trust is MapTrust.WHOLE
-    assert fleet.believed(server) == server.memory == set()
+    assert fleet.in_index(server) == server.memory == set()
 
 
 def _storage(count: int) -> Any:
@@ -430,8 +432,9 @@ def _storage(count: int) -> Any:
 
 @settings(max_examples=150, deadline=None)
 @given(seed=st.integers(0, 2**32))
-def test_whatever_happens_to_reports_nothing_false_is_believed(seed: int) -> None:
-    """Batches dropped, repeated, late, reordered; restarts, leaves. Quiet and unharmed, it is the truth."""
+def test_lost_late_and_repeated_reports_never_put_a_false_chunk_into_the_index(seed: int) -> None:
+    """Batches are dropped, repeated, late and reordered; servers restart and leave. Without a loss the index
+    has exactly the server's chunks."""
     rng = random.Random(seed)
     fleet, server = Fleet(), Server("a")
     fleet.register("a")
@@ -465,9 +468,9 @@ def test_whatever_happens_to_reports_nothing_false_is_believed(seed: int) -> Non
             waiting = []
             last = fleet.coordinator.instance("a")
             if last is not None and last.last_seq == server.seq:
-                assert fleet.believed(server) <= server.memory
+                assert fleet.in_index(server) <= server.memory
                 if last.trust is MapTrust.WHOLE:
-                    assert fleet.believed(server) == server.memory
+                    assert fleet.in_index(server) == server.memory
                 if not harmed:
                     assert last.trust is MapTrust.WHOLE
 
@@ -508,17 +511,17 @@ def test_groups_of_layers_count_as_parts(fleet: Fleet, server: Server) -> None:
     assert fleet.match(PROMPT) == {0: (8, 0)}
 
 
-def test_other_world_sizes_of_a_model_are_kept_apart(fleet: Fleet, server: Server) -> None:
+def test_world_sizes_of_a_model_are_separate(fleet: Fleet, server: Server) -> None:
     for rank in ranks(2):
         fleet.send(server.batch("store", "l1", NAMES, rank=rank))
     assert fleet.match(PROMPT) == {0: (40, 0)}
 
     fleet.send(server.batch("store", "l1", NAMES[:1]))
 
-    assert fleet.match(PROMPT) == {}  # which of the two worlds the worker is of cannot be told
+    assert fleet.match(PROMPT) == {}  # it is not known which world size the worker has
 
 
-def test_hashes_of_another_algorithm_are_noticed(fleet: Fleet, server: Server) -> None:
+def test_hashes_of_another_algorithm_are_detected(fleet: Fleet, server: Server) -> None:
     fleet.send(server.batch("store", "l1", [b"12345678"]))
 
     instance = fleet.coordinator.instance("a")
@@ -528,13 +531,13 @@ def test_hashes_of_another_algorithm_are_noticed(fleet: Fleet, server: Server) -
     assert instance.doubt is Doubt.FOREIGN_HASHES
 
 
-def test_a_status_tells_of_another_algorithm(fleet: Fleet) -> None:
+def test_a_status_reports_another_algorithm(fleet: Fleet) -> None:
     fleet.coordinator.status("a", ServerStatus(256, "sha256_cbor"))
 
     assert fleet.coordinator.instance("a").doubt is Doubt.FOREIGN_HASHES  # type: ignore[union-attr]
 
 
-def test_the_chunk_size_is_learnt_from_events_with_tokens(server: Server) -> None:
+def test_the_chunk_size_is_learned_from_events_with_tokens(server: Server) -> None:
     fleet = Fleet()
     fleet.register("a")
     fleet.serve("a", 0)
@@ -557,7 +560,7 @@ def test_the_chunk_size_may_be_known_after_the_chunks(fleet: Fleet, server: Serv
     assert fleet.match(PROMPT) == {0: (40, 0)}
 
 
-def test_kinds_of_events_that_are_not_known_are_counted(fleet: Fleet, server: Server) -> None:
+def test_events_of_an_unknown_kind_are_counted(fleet: Fleet, server: Server) -> None:
     assert fleet.send(server.batch("pin", "l1", NAMES)) == [BatchOutcome.APPLIED]
     assert fleet.send(server.batch("store", "l3", NAMES)) == [BatchOutcome.APPLIED]
 
@@ -565,7 +568,7 @@ def test_kinds_of_events_that_are_not_known_are_counted(fleet: Fleet, server: Se
     assert fleet.match(PROMPT) == {}
 
 
-def test_salts_are_kept_apart(fleet: Fleet, server: Server) -> None:
+def test_chunks_with_different_salts_are_separate(fleet: Fleet, server: Server) -> None:
     fleet.send(server.batch("store", "l1", NAMES, salt="tenant"))
 
     assert fleet.match(PROMPT) == {}
@@ -575,7 +578,7 @@ def test_salts_are_kept_apart(fleet: Fleet, server: Server) -> None:
 # Workers
 
 
-def test_a_server_of_no_worker_gets_no_traffic(fleet: Fleet) -> None:
+def test_a_server_without_a_worker_gets_no_traffic(fleet: Fleet) -> None:
     other = Server("b")
     fleet.register("b", "10.0.0.9")
     fleet.send(other.batch("store", "l1", NAMES))
@@ -584,12 +587,12 @@ def test_a_server_of_no_worker_gets_no_traffic(fleet: Fleet) -> None:
     assert fleet.coordinator.instance_of("b") is None
 
 
-@pytest.mark.parametrize("told", [True, False])
-def test_a_server_that_has_not_registered_gets_no_traffic(server: Server, told: bool) -> None:
-    """It reports already while it has not come round to registering, whether it was told to or not."""
+@pytest.mark.parametrize("sends_heartbeat", [True, False])
+def test_a_server_that_has_not_registered_gets_no_traffic(server: Server, sends_heartbeat: bool) -> None:
+    """A server may report events before it registers, with or without a heartbeat."""
     fleet = Fleet()
     fleet.serve("a", 0)
-    if told:
+    if sends_heartbeat:
         assert not fleet.coordinator.heartbeat("a")
     fleet.send(server.batch("store", "l1", NAMES))
     assert fleet.match(PROMPT) == {}
@@ -600,19 +603,19 @@ def test_a_server_that_has_not_registered_gets_no_traffic(server: Server, told: 
     assert fleet.coordinator.instance("a").doubt is None  # type: ignore[union-attr]
 
 
-def test_a_server_that_was_restarted_before_it_registered_tells_so_itself(server: Server) -> None:
+def test_a_server_that_restarted_before_it_registered_is_detected_by_its_incarnation(server: Server) -> None:
     fleet = Fleet()
     fleet.serve("a", 0)
     fleet.send(server.batch("store", "l1", NAMES))
     server.restart()
     fleet.register("a")
 
-    fleet.send(server.batch("config", "l1", []))  # what each registration is followed by
+    fleet.send(server.batch("config", "l1", []))  # a server sends this after each registration
 
     assert fleet.match(PROMPT) == {}
 
 
-def test_workers_are_joined_by_address_where_it_is_the_only_server_there(server: Server) -> None:
+def test_a_worker_reads_from_the_only_server_at_its_address(server: Server) -> None:
     fleet = Fleet()
     fleet.serve("one", 0, host="localhost")
     fleet.serve("two", 1, 2, host="127.0.0.1")
@@ -629,7 +632,7 @@ def test_workers_are_joined_by_address_where_it_is_the_only_server_there(server:
 
 
 @pytest.mark.parametrize("options", [{"instances": {"w": "a"}}, {"instance": "{id}-{host}"}])
-def test_workers_are_joined_as_configured(options: dict[str, Any]) -> None:
+def test_a_worker_reads_from_the_configured_server(options: dict[str, Any]) -> None:
     name = "a" if "instances" in options else "w-10.0.0.1"
     fleet, server = Fleet(**options), Server(name)
     fleet.register(name, "10.0.0.77")
@@ -643,7 +646,7 @@ def test_workers_are_joined_as_configured(options: dict[str, Any]) -> None:
 
 
 def test_the_server_of_a_node_is_found_by_the_node_of_each_pod() -> None:
-    """In Kubernetes, a worker's pod and that of its node's server have different addresses."""
+    """In Kubernetes a worker's pod and the pod of its node's server have different addresses."""
     fleet, server = Fleet(instance="demo-{node}"), Server("demo-n1")
     fleet.register("demo-n1", "10.0.0.77")
     fleet.register("demo-n2", "10.0.0.78")
@@ -656,7 +659,7 @@ def test_the_server_of_a_node_is_found_by_the_node_of_each_pod() -> None:
     assert fleet.match(PROMPT) == {0: (40, 0), 1: (40, 0)}
 
 
-def test_a_worker_that_leaves_reads_nothing_and_its_server_stays(fleet: Fleet, server: Server) -> None:
+def test_a_worker_that_leaves_is_detached_and_its_server_stays(fleet: Fleet, server: Server) -> None:
     fleet.send(server.batch("store", "l1", NAMES))
     fleet.coordinator.worker_left("a")
     assert fleet.match(PROMPT) == {}
@@ -667,14 +670,14 @@ def test_a_worker_that_leaves_reads_nothing_and_its_server_stays(fleet: Fleet, s
     assert fleet.match(PROMPT) == {8: (40, 0), 9: (40, 0)}
 
 
-def test_a_model_is_known_by_its_path_or_by_being_the_only_one(server: Server) -> None:
+def test_a_model_is_found_by_its_path_or_as_the_only_one(server: Server) -> None:
     fleet = Fleet()
     fleet.register("a")
     fleet.serve("a", 0, models=())
     fleet.send(server.batch("store", "l1", NAMES))
     assert fleet.match(PROMPT) == {0: (40, 0)}
 
-    fleet.serve("a", 0, models=["another/name"])  # the only worker: who else
+    fleet.serve("a", 0, models=["another/name"])  # the only worker, so the model must be the worker's
     assert fleet.match(PROMPT) == {0: (40, 0)}
 
     fleet.serve("b", 1, models=[MODEL])
@@ -684,7 +687,7 @@ def test_a_model_is_known_by_its_path_or_by_being_the_only_one(server: Server) -
     assert fleet.match(PROMPT) == {0: (8, 0), 1: (40, 0)}
 
 
-def test_a_worker_is_described_by_what_it_said_itself() -> None:
+def test_a_worker_is_described_by_its_own_model_list() -> None:
     worker = Worker(WorkerSpec(WorkerId("w"), "http://10.0.0.5:8000"))
     cards: tuple[dict[str, object], ...] = (
         {"id": "tiny", "root": "/models/tiny"},
@@ -695,7 +698,7 @@ def test_a_worker_is_described_by_what_it_said_itself() -> None:
     assert served_worker(worker, [3]) == ServedWorker("w", "10.0.0.5", (3,), frozenset({"/models/tiny"}))
 
 
-def test_servers_with_one_store_are_one_pool_if_configured_or_marked() -> None:
+def test_servers_share_a_pool_if_configured_or_marked_as_shared() -> None:
     fleet = Fleet(pools={"a/resp": "redis", "b/resp": "redis"})
     one, two, three = Server("a", shared=False), Server("b", shared=False), Server("c", shared=False)
     for place, name in enumerate("abc"):
@@ -711,7 +714,7 @@ def test_servers_with_one_store_are_one_pool_if_configured_or_marked() -> None:
     assert fleet.match(PROMPT) == {0: (0, 12), 1: (0, 12)}
 
 
-def test_an_index_that_is_shared_gives_everything_back(fleet: Fleet, server: Server) -> None:
+def test_a_shared_index_is_empty_after_all_servers_left(fleet: Fleet, server: Server) -> None:
     fleet.send(server.batch("store", "l1", NAMES), server.batch("store", "l2", NAMES))
     instance = fleet.coordinator.instance("a")
     assert instance is not None

@@ -26,7 +26,7 @@ def options_of(**coordinator: Any) -> LMCacheOptions:
 
 
 class Served:
-    """A coordinator behind its listener, and a client as LMCache's servers have one."""
+    """A running coordinator with its listener, and an HTTP client like that of LMCache's servers."""
 
     def __init__(self, **options: Any) -> None:
         self.options = options_of(**options)
@@ -86,8 +86,9 @@ def batch(seq: int, chunks: list[bytes], event_type: str = "store") -> dict[str,
     }
 
 
-async def test_an_idle_connection_is_the_servers_to_close(served: Served) -> None:
-    """Its client keeps one for 5 s, just the time between two heartbeats, and sends a batch only once."""
+async def test_the_server_closes_idle_connections_not_the_coordinator(served: Served) -> None:
+    """A server's client keeps an idle connection for 5 s, the time between two heartbeats, and sends a batch
+    only once."""
     host, port = served.server.address.split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
 
@@ -98,17 +99,17 @@ async def test_an_idle_connection_is_the_servers_to_close(served: Served) -> Non
     await heartbeat()
     loop = asyncio.get_running_loop()
     now = loop.time
-    # For good, as what is set from now on counts by it; the loop is this test's own.
+    # The clock stays changed, because later timers are set by it; no other test uses this loop.
     loop.time = lambda: now() + 60  # type: ignore[method-assign]
     late = asyncio.Event()
-    loop.call_later(0, late.set)  # behind all that has come due in this minute
+    loop.call_later(0, late.set)  # runs after all timers of this minute
     await late.wait()
 
     assert (await heartbeat()).startswith(b"HTTP/1.1 404")
     writer.close()
 
 
-async def test_the_calls_of_a_servers_life(served: Served) -> None:
+async def test_a_server_registers_sends_heartbeats_and_leaves(served: Served) -> None:
     http = served.http
     answer = await served.register("a")
     assert (answer.status_code, answer.json()) == (200, {"instance_id": "a", "re_registered": False})
@@ -145,7 +146,7 @@ async def test_reports_are_counted_as_lmcache_expects(served: Served) -> None:
     assert instance.memory.objects == 3
 
 
-async def test_what_cannot_be_read_is_refused_by_name_and_changes_nothing(served: Served) -> None:
+async def test_an_unreadable_message_is_refused_with_the_reason_and_changes_nothing(served: Served) -> None:
     wrong = {**batch(1, [bytes(32)]), "seq": 0}
 
     answers = [
@@ -170,8 +171,9 @@ async def test_a_report_that_is_too_large_is_refused() -> None:
         await served.aclose()
 
 
-async def test_a_large_report_lets_others_have_their_turn() -> None:
-    """Two reports at once, the first large: they are applied in order, heartbeats pass between."""
+async def test_other_work_runs_while_a_large_report_is_applied() -> None:
+    """Of two concurrent reports the first is large: they are applied in order, and heartbeats are answered
+    meanwhile."""
     served = Served()
     try:
         await served.register("a")
@@ -187,7 +189,7 @@ async def test_a_large_report_lets_others_have_their_turn() -> None:
 
         counting = asyncio.create_task(count())
         large = asyncio.create_task(served.http.post("/events", json={"batches": [batch(1, names)]}))
-        # Sent only when the first has arrived as a whole, and before it is answered.
+        # Send the second report when the first one has arrived as a whole, before its answer.
         while not served.app._events_lock.locked():
             await asyncio.sleep(0)
         before = steps
@@ -204,7 +206,7 @@ async def test_a_large_report_lets_others_have_their_turn() -> None:
         await served.aclose()
 
 
-async def test_a_taken_port_is_named_by_its_option(served: Served) -> None:
+async def test_the_error_for_a_port_in_use_names_the_option(served: Served) -> None:
     options = CoordinatorOptions(listen=served.server.address)
     other = CoordinatorServer(served.app, served.coordinator, served.index, options)
 

@@ -1,4 +1,4 @@
-"""Asking Redis, with a real one where it is installed."""
+"""Lookups in Redis, with a real server if one is installed."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Time(SystemClock):
 
 @pytest.fixture(scope="session")
 def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A real server on a Unix socket's neighbour: a port of its own choice is not among its options."""
+    """URL of a real server on a free port. The test chooses the port: Redis cannot choose one itself."""
     program = shutil.which("redis-server") or shutil.which("valkey-server")
     if program is None:
         pytest.skip("no redis-server")
@@ -83,12 +83,12 @@ TARGET = L2Target(ChunkHolder(Tier.L2, shared=True), SCHEME, MODEL, ONE)
 
 
 def held(answer: L2Answer, target: L2Target = TARGET) -> list[int]:
-    """Numbers of the prompt's chunks that are there."""
+    """Indexes of the prompt's chunks that the answer has."""
     return [place for place, key in enumerate(KEYS) if key in answer.held[target.holder]]
 
 
 def test_objects_are_named_as_lmcache_names_them() -> None:
-    """As seen in a Redis behind LMCache 0.5.6."""
+    """The names are from a Redis behind LMCache 0.5.6."""
     chunk = bytes.fromhex("6f95" + "00" * 30)
 
     assert object_name("/models/tiny", 16777472, 0, chunk, "") == f"/models/tiny@01000100@0@{chunk.hex()}"
@@ -96,7 +96,7 @@ def test_objects_are_named_as_lmcache_names_them() -> None:
 
 
 @pytest.mark.parametrize("count", [0, 1, 15, 16, 17, 80, 81, 400, 1000])
-async def test_what_is_there_from_the_start_is_found(
+async def test_the_chunks_at_the_prompts_start_are_found(
     redis_url: str, store: redis.asyncio.Redis, count: int
 ) -> None:
     await put(store, NAMES[:count])
@@ -109,7 +109,9 @@ async def test_what_is_there_from_the_start_is_found(
     await l2.aclose()
 
 
-async def test_the_password_may_come_apart_from_the_url(redis_url: str, store: redis.asyncio.Redis) -> None:
+async def test_the_password_may_be_given_apart_from_the_url(
+    redis_url: str, store: redis.asyncio.Redis
+) -> None:
     await put(store, NAMES[:3])
     plain = redis_url.replace(":hunter2@", "")
     right, wrong = l2_of(plain, redis_password="hunter2"), l2_of(redis_url, redis_password="other")
@@ -123,7 +125,9 @@ async def test_the_password_may_come_apart_from_the_url(redis_url: str, store: r
         await each.aclose()
 
 
-async def test_holes_are_seen_and_what_follows_them(redis_url: str, store: redis.asyncio.Redis) -> None:
+async def test_missing_chunks_are_detected_and_later_ones_found(
+    redis_url: str, store: redis.asyncio.Redis
+) -> None:
     there = [0, 1, 3, 20, 21, 40]
     await put(store, [NAMES[place] for place in there])
     l2 = l2_of(redis_url)
@@ -134,7 +138,7 @@ async def test_holes_are_seen_and_what_follows_them(redis_url: str, store: redis
     await l2.aclose()
 
 
-async def test_a_start_in_the_middle_is_asked_for_from_there(
+async def test_a_lookup_may_start_in_the_middle_of_the_prompt(
     redis_url: str, store: redis.asyncio.Redis
 ) -> None:
     await put(store, NAMES[:40])
@@ -158,7 +162,7 @@ async def test_salts_and_ranks_are_part_of_the_name(redis_url: str, store: redis
     await l2.aclose()
 
 
-async def test_answers_are_remembered_for_a_while(redis_url: str, store: redis.asyncio.Redis) -> None:
+async def test_answers_are_cached_for_the_configured_time(redis_url: str, store: redis.asyncio.Redis) -> None:
     clock = Time()
     await put(store, NAMES[:10])
     l2 = l2_of(redis_url, clock, remember_s=1.0)
@@ -176,7 +180,7 @@ async def test_answers_are_remembered_for_a_while(redis_url: str, store: redis.a
     await l2.aclose()
 
 
-async def test_nothing_is_remembered_if_so_configured(redis_url: str, store: redis.asyncio.Redis) -> None:
+async def test_no_answer_is_cached_if_so_configured(redis_url: str, store: redis.asyncio.Redis) -> None:
     await put(store, NAMES[:10])
     l2 = l2_of(redis_url, remember_s=0)
     await l2.lookup(PromptChunks(PROMPT), "", [TARGET])
@@ -186,7 +190,7 @@ async def test_nothing_is_remembered_if_so_configured(redis_url: str, store: red
     await l2.aclose()
 
 
-async def test_the_answer_overrides_what_events_said(redis_url: str, store: redis.asyncio.Redis) -> None:
+async def test_the_answer_overrides_the_events(redis_url: str, store: redis.asyncio.Redis) -> None:
     await put(store, NAMES[:10])
     index = ChunkIndex()
     index.attach(0, TARGET.holder, [(SCHEME, MODEL)])
@@ -199,11 +203,11 @@ async def test_the_answer_overrides_what_events_said(redis_url: str, store: redi
     await l2.aclose()
 
 
-async def test_a_redis_that_is_not_there_is_said_once_and_without_its_password(
+async def test_an_unreachable_redis_is_logged_once_and_without_its_password(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))  # nobody listens
+        taken.bind(("127.0.0.1", 0))  # no server listens here
         l2 = l2_of(f"redis://:hunter2@127.0.0.1:{taken.getsockname()[1]}/0")
         with caplog.at_level(logging.WARNING):
             answers = [await l2.lookup(PromptChunks(PROMPT), "", [TARGET]) for _ in range(3)]
@@ -225,7 +229,7 @@ async def test_a_wrong_password_is_a_refusal(redis_url: str, store: redis.asynci
     await l2.aclose()
 
 
-async def test_a_silent_redis_does_not_hold_up_a_request() -> None:
+async def test_a_silent_redis_does_not_delay_a_request() -> None:
     never = asyncio.Event()
 
     async def say_nothing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -238,7 +242,7 @@ async def test_a_silent_redis_does_not_hold_up_a_request() -> None:
 
     answers = await asyncio.gather(
         *(l2.lookup(PromptChunks(PROMPT), "", [TARGET]) for _ in range(20))
-    )  # more than there are connections
+    )  # more lookups than connections
 
     assert {answer.reason for answer in answers} == {L2Reason.DEADLINE}
     never.set()
@@ -256,7 +260,7 @@ async def test_a_silent_redis_does_not_hold_up_a_request() -> None:
         (RuntimeError("10.0.0.1: read() called while another coroutine is waiting"), L2Reason.FAILED),
     ],
 )
-async def test_whatever_the_client_raises_is_a_reason(
+async def test_every_exception_of_the_client_becomes_a_reason(
     error: Exception, reason: L2Reason, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def fails(*_: object) -> None:
@@ -288,7 +292,7 @@ async def test_a_lookup_that_is_cancelled_leaves_the_connection_usable(
     await l2.aclose()
 
 
-def test_targets_are_what_joined_workers_may_read() -> None:
+def test_targets_are_the_models_that_workers_may_read() -> None:
     from kvroute.lmcache.coordinator import Coordinator
     from kvroute.lmcache.membership import ServedWorker
     from kvroute.lmcache.options import LMCacheOptions
@@ -322,6 +326,6 @@ def test_targets_are_what_joined_workers_may_read() -> None:
 
 
 @pytest.mark.parametrize("url", ["http://x", "redis://", "redis://host:port"])
-def test_an_url_of_another_kind_is_refused(url: str) -> None:
+def test_a_url_of_another_kind_is_refused(url: str) -> None:
     with pytest.raises(ValueError, match="must be redis://"):
         L2Options.model_validate({"redis_url": url})

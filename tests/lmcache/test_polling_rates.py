@@ -26,7 +26,7 @@ class Servers:
         self.asked: list[str] = []
         self.coordinator = Coordinator(ChunkIndex(), clock, LMCacheOptions())
         self.client = httpx.AsyncClient(transport=httpx.MockTransport(self._answer))
-        self.watch = RatePoller(
+        self.poller = RatePoller(
             self.coordinator,
             self.client,
             clock,
@@ -44,51 +44,51 @@ class Servers:
         self.coordinator.register(ServerRegistration(address, 8080, name))
 
 
-async def test_what_is_new_since_the_last_look_is_reported() -> None:
+async def test_only_loads_since_the_last_poll_are_reported() -> None:
     servers = Servers()
     servers.register("a", "10.0.0.1")
     servers.register("b", "::1")
     servers.pages = {"10.0.0.1": page(1, 10.0), "::1": page(5, 5.0)}
 
     async with servers.client:
-        await servers.watch.poll()
+        await servers.poller.poll()
         assert servers.asked == ["http://10.0.0.1:8080/metrics", "http://[::1]:8080/metrics"]
         assert servers.reported == []
         servers.pages["10.0.0.1"] = page(3, 50.0)
-        await servers.watch.poll()
+        await servers.poller.poll()
 
     assert servers.reported == [("a", Tier.L1, 20.0, 2)]
-    assert servers.watch.failures == 0
+    assert servers.poller.failures == 0
 
 
-async def test_a_server_that_does_not_answer_is_counted_and_asked_again() -> None:
+async def test_a_server_that_does_not_answer_is_counted_and_polled_again() -> None:
     servers = Servers()
     servers.register("a", "10.0.0.1")
     servers.pages = {"10.0.0.1": page(1, 10.0)}
 
     async with servers.client:
-        await servers.watch.poll()
+        await servers.poller.poll()
         servers.pages = {"10.0.0.1": None}
-        await servers.watch.poll()
+        await servers.poller.poll()
         servers.pages = {"10.0.0.1": page(2, 12.0)}
-        await servers.watch.poll()
+        await servers.poller.poll()
 
-    assert servers.watch.failures == 1
+    assert servers.poller.failures == 1
     assert servers.reported == [("a", Tier.L1, 2.0, 1)]
 
 
-async def test_a_server_that_left_is_not_asked_and_begins_anew() -> None:
+async def test_a_server_that_left_is_not_polled_and_starts_from_zero_when_it_returns() -> None:
     servers = Servers()
     servers.register("a", "10.0.0.1")
     servers.pages = {"10.0.0.1": page(1, 10.0)}
 
     async with servers.client:
-        await servers.watch.poll()
+        await servers.poller.poll()
         servers.coordinator.deregister("a")
-        await servers.watch.poll()
+        await servers.poller.poll()
         assert len(servers.asked) == 1
         servers.register("a", "10.0.0.1")
         servers.pages = {"10.0.0.1": page(9, 99.0)}
-        await servers.watch.poll()
+        await servers.poller.poll()
 
     assert servers.reported == []

@@ -1,4 +1,4 @@
-"""What servers report about themselves (`/status`), asked over the coordinator's own HTTP application."""
+"""Polls of servers' `/status`, with registrations and events over the coordinator's HTTP application."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ def batch(seq: int, chunks: list[bytes], event_type: str = "store") -> dict[str,
     }
 
 
-async def test_a_server_is_asked_for_its_chunk_size_and_what_it_holds() -> None:
-    """What it answers: the right one, then that it holds what is believed."""
+async def test_a_server_is_polled_for_its_chunk_size_and_its_object_count() -> None:
+    """The answers are an error, then the right chunk size, then as many objects as the map has."""
     index, options, clock = ChunkIndex(), options_of(), SystemClock()
     coordinator = Coordinator(index, clock, options)
     app = CoordinatorApp(coordinator, clock, options.coordinator)
@@ -79,29 +79,29 @@ async def test_a_server_is_asked_for_its_chunk_size_and_what_it_holds() -> None:
         httpx.AsyncClient(transport=transport, base_url="http://here") as lmcache,
         httpx.AsyncClient(transport=httpx.MockTransport(status)) as client,
     ):
-        watch = StatusPoller(coordinator, client, clock, options.coordinator)
+        poller = StatusPoller(coordinator, client, clock, options.coordinator)
         await lmcache.post("/instances", json={"instance_id": "a", "ip": "10.0.0.1", "http_port": 8080})
         assert app.registered.is_set()
         await lmcache.post("/events", json={"batches": [batch(7, names)]})
         instance = coordinator.instance("a")
         assert instance is not None
 
-        await watch.poll()
-        assert (watch.failures, instance.doubt, index.match(PromptChunks(tokens), "", {})) == (
+        await poller.poll()
+        assert (poller.failures, instance.doubt, index.match(PromptChunks(tokens), "", {})) == (
             1,
             Doubt.LATE,
             {},
         )
-        await watch.poll()
+        await poller.poll()
         assert index.match(PromptChunks(tokens), "", {}) == {0: (64, 0)}
-        await watch.poll()
-        await watch.poll()
+        await poller.poll()
+        await poller.poll()
 
     assert instance.doubt is None
     assert asked == ["http://10.0.0.1:8080/status"] * 3
 
 
-async def test_the_watch_looks_again_when_a_server_registers() -> None:
+async def test_the_poller_polls_when_a_server_registers() -> None:
     options, clock = options_of(status_interval_s=3600), SystemClock()
     coordinator = Coordinator(ChunkIndex(), clock, options)
     app = CoordinatorApp(coordinator, clock, options.coordinator)
@@ -112,8 +112,8 @@ async def test_the_watch_looks_again_when_a_server_registers() -> None:
         return httpx.Response(200, content=json.dumps({"chunk_size": 512}))
 
     async with httpx.AsyncClient(transport=httpx.MockTransport(status)) as client:
-        watch = StatusPoller(coordinator, client, clock, options.coordinator)
-        running = asyncio.create_task(watch.run(app.registered))
+        poller = StatusPoller(coordinator, client, clock, options.coordinator)
+        running = asyncio.create_task(poller.run(app.registered))
         await asyncio.sleep(0)
         lmcache = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://here")  # type: ignore[arg-type]
         async with lmcache, asyncio.timeout(10):
@@ -123,7 +123,7 @@ async def test_the_watch_looks_again_when_a_server_registers() -> None:
         await asyncio.gather(running, return_exceptions=True)
 
 
-async def test_a_server_whose_count_differs_is_asked_ever_more_rarely() -> None:
+async def test_a_server_whose_count_differs_is_polled_less_and_less_often() -> None:
     class Time(SystemClock):
         value = 0.0
 
@@ -145,11 +145,11 @@ async def test_a_server_whose_count_differs_is_asked_ever_more_rarely() -> None:
         httpx.AsyncClient(transport=transport, base_url="http://here") as lmcache,
         httpx.AsyncClient(transport=httpx.MockTransport(status)) as client,
     ):
-        watch = StatusPoller(coordinator, client, clock, options.coordinator)
+        poller = StatusPoller(coordinator, client, clock, options.coordinator)
         await lmcache.post("/instances", json={"instance_id": "a", "ip": "10.0.0.1", "http_port": 8080})
         await lmcache.post("/events", json={"batches": [batch(7, [bytes(32)])]})
         for _ in range(60):
-            await watch.poll(due_only=True)
+            await poller.poll(due_only=True)
             clock.value += 1
 
     assert asked == [0, 1, 3, 7, 15, 27, 39, 51]

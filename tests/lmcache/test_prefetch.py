@@ -46,8 +46,8 @@ def stored(model: str, world: int) -> CacheEvents:
     return CacheEvents("a", 1, 1, "store", "l1", "dram", entries)
 
 
-class Asking:
-    """A prefetcher whose questions are answered by respx; `done` waits until one was."""
+class PrefetchRig:
+    """A prefetcher whose requests respx answers; `done` waits until the given number is answered."""
 
     def __init__(self, **options: Any) -> None:
         self.clock = ManualClock()
@@ -79,21 +79,21 @@ class Asking:
 
 
 @pytest.fixture
-async def asking() -> AsyncIterator[Asking]:
-    asking = Asking()
-    asking.join()
-    yield asking
-    await asking.client.aclose()
+async def rig() -> AsyncIterator[PrefetchRig]:
+    rig = PrefetchRig()
+    rig.join()
+    yield rig
+    await rig.client.aclose()
 
 
 @respx.mock
-async def test_the_workers_server_is_asked_in_its_own_words(asking) -> None:
+async def test_the_prefetch_has_the_form_of_the_workers_server(rig) -> None:
     """LMCache 0.5.6: v1/multiprocess/http_apis/schemas.py, `PrefetchRequest`."""
     answer = {"request_id": "r", "chunks": 2, "status": "submitted"}
     route = respx.post(URL).mock(return_value=httpx.Response(202, json=answer))
-    asking.ask(salt="tenant")
+    rig.ask(salt="tenant")
 
-    assert await asking.done() == {"submitted": 1}
+    assert await rig.done() == {"submitted": 1}
 
     assert json.loads(route.calls[0].request.content) == {
         "model_name": "/models/m",
@@ -117,31 +117,31 @@ async def test_the_workers_server_is_asked_in_its_own_words(asking) -> None:
     ],
 )
 @respx.mock
-async def test_what_became_of_it_is_counted(asking, answer, outcome) -> None:
+async def test_outcomes_are_counted(rig, answer, outcome) -> None:
     effect = {"side_effect": answer} if isinstance(answer, Exception) else {"return_value": answer}
     respx.post(URL).mock(**effect)
-    asking.ask()
+    rig.ask()
 
-    assert await asking.done() == {outcome.value: 1}
+    assert await rig.done() == {outcome.value: 1}
 
 
 @respx.mock
-async def test_a_failing_server_is_named_once_until_it_works_again(asking, caplog) -> None:
+async def test_a_failing_server_is_logged_once_until_it_works_again(rig, caplog) -> None:
     caplog.set_level(logging.INFO)
     answers = [httpx.Response(503), httpx.Response(503), httpx.Response(202, json={"chunks": 1})]
     respx.post(URL).mock(side_effect=answers)
 
     for number in range(3):
-        asking.ask()
-        await asking.done(number + 1)
+        rig.ask()
+        await rig.done(number + 1)
 
-    told = [record.getMessage() for record in caplog.records if record.name.startswith("kvroute")]
-    assert told == ["LMCache server a does not prefetch: status 503", "LMCache server a prefetches again"]
+    logged = [record.getMessage() for record in caplog.records if record.name.startswith("kvroute")]
+    assert logged == ["LMCache server a does not prefetch: status 503", "LMCache server a prefetches again"]
 
 
-async def test_a_server_that_does_not_answer_is_given_up() -> None:
-    asking = Asking(timeout_s=0.001)
-    asking.join()
+async def test_a_server_that_does_not_answer_counts_as_failed() -> None:
+    rig = PrefetchRig(timeout_s=0.001)
+    rig.join()
 
     async def never(request: httpx.Request) -> httpx.Response:
         await asyncio.Event().wait()
@@ -149,75 +149,76 @@ async def test_a_server_that_does_not_answer_is_given_up() -> None:
 
     with respx.mock:
         respx.post(URL).mock(side_effect=never)
-        asking.ask()
+        rig.ask()
 
-        assert await asking.done() == {"failed": 1}
-    await asking.client.aclose()
+        assert await rig.done() == {"failed": 1}
+    await rig.client.aclose()
 
 
 @respx.mock
-async def test_it_is_asked_for_after_the_delay() -> None:
-    """An engine with room has looked into LMCache by then; chunks that came meanwhile it would not find."""
-    asking = Asking(connections=1)
-    asking.join()
+async def test_a_prefetch_is_sent_after_the_delay() -> None:
+    """After the delay an engine with free capacity has done its lookup, which could miss chunks being
+    loaded."""
+    rig = PrefetchRig(connections=1)
+    rig.join()
     asked: list[float] = []
 
     def answer(request: httpx.Request) -> httpx.Response:
-        asked.append(asking.clock.now())
+        asked.append(rig.clock.now())
         return httpx.Response(202, json={"chunks": 1})
 
     respx.post(URL).mock(side_effect=answer)
-    asking.ask()
-    asking.clock.time += 0.05
-    asking.ask(spare_s=0.2)
+    rig.ask()
+    rig.clock.time += 0.05
+    rig.ask(spare_s=0.2)
 
-    assert await asking.done(2) == {"submitted": 2}
+    assert await rig.done(2) == {"submitted": 2}
     assert asked == pytest.approx([100.2, 100.25], abs=1e-6)
-    await asking.client.aclose()
+    await rig.client.aclose()
 
 
-async def test_what_would_come_too_late_is_not_asked_for(asking) -> None:
-    asking.ask(spare_s=0.5)
-    asking.clock.time += 1.0
+async def test_a_prefetch_that_would_be_too_late_is_not_sent(rig) -> None:
+    rig.ask(spare_s=0.5)
+    rig.clock.time += 1.0
 
-    assert await asking.done() == {"late": 1}
+    assert await rig.done() == {"late": 1}
 
 
-async def test_what_is_beyond_the_queue_is_dropped_and_counted() -> None:
-    asking = Asking(max_waiting=1)
-    asking.join()
+async def test_a_prefetch_beyond_the_queues_size_is_dropped_and_counted() -> None:
+    rig = PrefetchRig(max_waiting=1)
+    rig.join()
     for _ in range(3):
-        asking.ask(spare_s=-1.0)
+        rig.ask(spare_s=-1.0)
 
-    assert asking.prefetcher.counts[PrefetchOutcome.CROWDED] == 2
-    assert await asking.done(3) == {"crowded": 2, "late": 1}
-    await asking.client.aclose()
+    assert rig.prefetcher.counts[PrefetchOutcome.CROWDED] == 2
+    assert await rig.done(3) == {"crowded": 2, "late": 1}
+    await rig.client.aclose()
 
 
-async def test_a_worker_whose_server_or_model_is_not_known_is_left_alone() -> None:
-    asking = Asking()
-    asking.ask()
-    assert not asking.prefetcher.has_server("a")
-    assert not any(asking.prefetcher.counts.values())
+async def test_no_prefetch_is_sent_for_a_worker_whose_server_or_model_is_unknown() -> None:
+    rig = PrefetchRig()
+    rig.ask()
+    assert not rig.prefetcher.has_server("a")
+    assert not any(rig.prefetcher.counts.values())
 
-    asking.coordinator.register(ServerRegistration("10.0.0.1", 8080, "a"))
-    asking.coordinator.worker_changed(ServedWorker("a", "10.0.0.9", (0,), frozenset({"/models/m"})))
-    asking.ask()
+    rig.coordinator.register(ServerRegistration("10.0.0.1", 8080, "a"))
+    rig.coordinator.worker_changed(ServedWorker("a", "10.0.0.9", (0,), frozenset({"/models/m"})))
+    rig.ask()
 
-    assert asking.prefetcher.has_server("a")
-    assert await asking.done() == {"unknown_model": 1}
-    await asking.client.aclose()
+    assert rig.prefetcher.has_server("a")
+    assert await rig.done() == {"unknown_model": 1}
+    await rig.client.aclose()
 
 
 @respx.mock
-async def test_an_ipv6_server_is_asked() -> None:
-    asking = Asking()
-    asking.join(address="::1")
+async def test_an_ipv6_server_gets_prefetches() -> None:
+    rig = PrefetchRig()
+    rig.join(address="::1")
     route = respx.post("http://[::1]:8080/cache/prefetches").mock(
         return_value=httpx.Response(202, json={"chunks": 1})
     )
-    asking.ask()
+    rig.ask()
 
-    assert await asking.done() == {"submitted": 1}
+    assert await rig.done() == {"submitted": 1}
     assert route.called
-    await asking.client.aclose()
+    await rig.client.aclose()

@@ -15,7 +15,7 @@ from kvroute.sim.options import SimOptions
 
 @pytest.fixture
 def options() -> SimOptions:
-    """Override in a module or a test for another worker."""
+    """Options of the worker; a module or a test may override this fixture."""
     return SimOptions(models=("sim-model", "alias"), loras={"ada": "sim-model"}, time_scale=0)
 
 
@@ -58,7 +58,7 @@ def weather() -> dict[str, Any]:
 
 @pytest.fixture
 def until() -> Callable[[Callable[[], bool]], Any]:
-    """Give the loop its turns until a condition holds."""
+    """Let the event loop run until a condition holds."""
 
     async def wait(condition: Callable[[], bool]) -> None:
         async with asyncio.timeout(20):

@@ -30,13 +30,13 @@ def test_pieces_are_the_tokens_of_the_text(limit: int) -> None:
     assert answer.finish_reason == "length"
 
 
-def test_without_a_limit_the_natural_length_stops() -> None:
+def test_without_a_limit_an_answer_has_the_natural_length() -> None:
     answer = plain(7, None, 5)
 
     assert (len(answer.pieces), answer.finish_reason) == (5, "stop")
 
 
-def test_a_fixed_text_stops_by_itself_unless_the_limit_cuts_it() -> None:
+def test_a_fixed_text_ends_with_stop_unless_the_limit_cuts_it() -> None:
     assert (fixed('{"a": 1}', None).text, fixed('{"a": 1}', None).finish_reason) == ('{"a": 1}', "stop")
     assert (fixed('{"a": 1}', 2).text, fixed('{"a": 1}', 2).finish_reason) == ('{"a": ', "length")
     assert fixed('{"a": 1}', 3).finish_reason == "stop"
@@ -74,7 +74,7 @@ def test_documents_fit_their_schema(schema: Any, value: Any) -> None:
     assert json.loads(document(schema)) == value
 
 
-def test_a_schema_that_contains_itself_comes_to_an_end() -> None:
+def test_a_schema_that_contains_itself_terminates() -> None:
     endless = {"$defs": {"n": {"properties": {"next": {"$ref": "#/$defs/n"}}}}, "$ref": "#/$defs/n"}
 
     assert json.loads(document(endless))

@@ -61,7 +61,7 @@ async def test_the_end_of_the_context_ends_running_streams() -> None:
 
 
 class Jumping(SystemClock):
-    """A clock that stands still but for its sleeps, which take no real time."""
+    """A clock that advances only in `sleep`, which takes no real time."""
 
     def __init__(self) -> None:
         self.time = 0.0
@@ -117,7 +117,7 @@ async def test_a_client_that_leaves_while_sending_its_body_reaches_no_handler() 
         assert set(sim.worker.counters.by_path) == {"/health"}
 
 
-async def test_a_mistake_in_the_engine_is_not_swallowed() -> None:
+async def test_a_defect_in_the_engine_is_raised() -> None:
     async def ask() -> None:
         async with run_sim(FAST) as sim, httpx.AsyncClient(base_url=sim.url) as http:
             sim.engine.timing = None  # type: ignore[assignment]

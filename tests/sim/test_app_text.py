@@ -9,7 +9,7 @@ import openai
 import pytest
 
 
-async def test_a_text_comes_back_from_its_ids(http: httpx.AsyncClient) -> None:
+async def test_detokenize_reverses_tokenize(http: httpx.AsyncClient) -> None:
     body = {"model": "sim-model", "prompt": "Grüße, 世界", "return_token_strs": True}
     tokens = (await http.post("/tokenize", json=body)).json()
     text = (await http.post("/detokenize", json={"tokens": tokens["tokens"]})).json()
@@ -43,7 +43,7 @@ async def test_content_parts_are_joined_by_newlines(http: httpx.AsyncClient) -> 
     assert pictured["count"] > plain["count"] + 30
 
 
-async def test_audio_becomes_a_text_that_tells_its_size(client: openai.AsyncOpenAI) -> None:
+async def test_audio_becomes_a_text_with_its_size(client: openai.AsyncOpenAI) -> None:
     transcript = await client.audio.transcriptions.create(model="sim-model", file=("a.wav", b"RIFF" * 10))
     stream = await client.audio.transcriptions.create(
         model="sim-model", file=("a.wav", b"RIFF" * 10), stream=True

@@ -21,7 +21,7 @@ def removed(cache: PagedCache) -> list[int | bytes]:
     ]
 
 
-def test_a_finished_sequence_loses_its_tail_first() -> None:
+def test_the_last_blocks_of_a_finished_sequence_are_evicted_first() -> None:
     cache = PagedCache(4, 16, record=True)
     cache.free(held(cache, [1, 2, 3]))
 
@@ -31,7 +31,7 @@ def test_a_finished_sequence_loses_its_tail_first() -> None:
     assert cache.held_keys == {1}
 
 
-def test_the_sequence_that_ended_longest_ago_goes_first() -> None:
+def test_the_sequence_that_ended_first_is_evicted_first() -> None:
     cache = PagedCache(4, 16, record=True)
     older, newer = held(cache, [1, 2]), held(cache, [11, 12])
     cache.free(newer)
@@ -153,7 +153,7 @@ def test_clearing_is_refused_while_blocks_are_in_use() -> None:
     assert (cache.held_keys, cache.available) == (set(), 4)
 
 
-def test_shrinking_evicts_at_once_what_is_idle_and_the_rest_as_it_is_let_go() -> None:
+def test_shrinking_evicts_idle_blocks_now_and_others_when_they_are_freed() -> None:
     cache = PagedCache(4, 16, record=True)
     idle, used = held(cache, [1, 2]), held(cache, [3, 4])
     cache.free(idle)
@@ -172,7 +172,7 @@ def test_shrinking_evicts_at_once_what_is_idle_and_the_rest_as_it_is_let_go() ->
 
 
 class CacheAgainstCounts(RuleBasedStateMachine):
-    """Events and room agree with plain counting, whatever runs and ends."""
+    """Events and free room agree with plain counts, for any order of starts and ends."""
 
     CAPACITY = 6
 

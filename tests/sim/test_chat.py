@@ -15,7 +15,7 @@ from kvroute.sim.app import RunningSim
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]
 
 
-async def test_equal_prompts_get_equal_answers_whatever_the_served_name_of_the_call(
+async def test_equal_prompts_get_equal_answers_in_every_call(
     client: openai.AsyncOpenAI,
 ) -> None:
     one = await client.chat.completions.create(model="sim-model", messages=HELLO)
@@ -73,7 +73,7 @@ async def test_continuous_usage_counts_up(client: openai.AsyncOpenAI) -> None:
     assert counts == [1, 2, 3]
 
 
-async def test_several_choices_differ_and_stream_side_by_side(client: openai.AsyncOpenAI) -> None:
+async def test_several_choices_differ_and_stream_at_the_same_time(client: openai.AsyncOpenAI) -> None:
     plain = await client.chat.completions.create(model="sim-model", messages=HELLO, n=3, max_tokens=4)
     stream = await client.chat.completions.create(
         model="sim-model", messages=HELLO, n=3, max_tokens=4, stream=True
@@ -151,9 +151,7 @@ async def test_a_named_tool_streams_its_arguments(
     assert reasons[-1] == "stop"
 
 
-async def test_tools_that_need_not_be_called_are_not(
-    client: openai.AsyncOpenAI, weather: dict[str, Any]
-) -> None:
+async def test_optional_tools_are_not_called(client: openai.AsyncOpenAI, weather: dict[str, Any]) -> None:
     answer = await client.chat.completions.create(
         model="sim-model",
         messages=HELLO,
@@ -209,7 +207,7 @@ async def test_a_conversation_is_found_in_the_cache_turn_by_turn(client: openai.
         assert answer.usage is not None
         assert answer.usage.prompt_tokens_details is not None
         cached.append((answer.usage.prompt_tokens_details.cached_tokens or 0, known))
-        # What was computed: the prompt and all of the answer but its last token, in blocks of 16.
+        # Computed tokens: the prompt and the answer without its last token, in blocks of 16.
         known = (answer.usage.prompt_tokens + 19) // 16 * 16
         messages += [
             {"role": "assistant", "content": answer.choices[0].message.content},

@@ -1,4 +1,4 @@
-"""What is not inference: models, metrics, bodies that are no JSON, the request log."""
+"""Endpoints without inference: models, metrics, bodies that are not JSON, received requests."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ async def test_metrics_have_vllms_names_and_the_caches_size(http: httpx.AsyncCli
     assert samples["process_start_time_seconds"] > 1e9
 
 
-async def test_a_client_that_leaves_is_seen_as_an_abort(
+async def test_a_client_that_leaves_counts_as_an_abort(
     http: httpx.AsyncClient, sim: RunningSim, until: Callable[..., Any]
 ) -> None:
     for stream in (True, False):
@@ -151,7 +151,7 @@ async def test_the_log_is_bounded_and_can_be_off() -> None:
             assert (len(sim.worker.received), sim.worker.counters.requests) == (kept, 4)
 
 
-async def test_cached_tokens_can_be_kept_secret() -> None:
+async def test_cached_tokens_can_be_omitted() -> None:
     options = SimOptions(time_scale=0, report_cached_tokens=False, kv_events=False)
     async with run_sim(options) as sim, httpx.AsyncClient(base_url=sim.url) as http:
         chat = {"messages": [{"role": "user", "content": "x"}]}

@@ -1,4 +1,4 @@
-"""The engine in real time: as fast as its timing model says, whatever the event loop does."""
+"""The engine in real time takes the time of its timing model, even if the event loop wakes late."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ITERATION_S = TIMING.iteration_s(0, 0.0, 0)
 
 
 class LateClock:
-    """Time passes only in `sleep`, which always takes `late_s` longer than it was asked for."""
+    """Time passes only in `sleep`, which always takes `late_s` longer than requested."""
 
     def __init__(self, late_s: float) -> None:
         self.late_s = late_s
@@ -35,7 +35,7 @@ class LateClock:
 
 
 async def taken_s(clock: LateClock, tokens: int, idle_s: float = 0.0) -> float:
-    """How long a worker with this clock takes for an answer, when it was idle for so long before."""
+    """Seconds that a worker with this clock takes for an answer after `idle_s` without work."""
     driver = EngineDriver(SimEngine(PagedCache(100, 16), TIMING), clock)
     running = asyncio.create_task(driver.run())
     await asyncio.sleep(0)
@@ -52,7 +52,7 @@ async def taken_s(clock: LateClock, tokens: int, idle_s: float = 0.0) -> float:
     return took
 
 
-async def test_waking_up_late_each_time_delays_an_answer_only_once() -> None:
+async def test_late_wakeups_delay_an_answer_only_once() -> None:
     punctual = await taken_s(LateClock(0.0), 100)
 
     late = await taken_s(LateClock(0.01), 100)
@@ -61,7 +61,7 @@ async def test_waking_up_late_each_time_delays_an_answer_only_once() -> None:
     assert late - punctual < 0.011
 
 
-async def test_an_idle_engine_makes_up_for_nothing() -> None:
+async def test_an_idle_engine_has_no_delay_to_correct() -> None:
     assert await taken_s(LateClock(0.0), 10, idle_s=0.5) == pytest.approx(10 * ITERATION_S, rel=0.01)
 
 
@@ -73,7 +73,7 @@ class SuspendedOnce(LateClock):
         self.late_s = 0.0
 
 
-async def test_of_what_a_suspended_machine_lost_little_is_made_up_for() -> None:
+async def test_little_of_the_time_of_a_suspended_machine_is_corrected() -> None:
     lost = 10 * MAX_CATCH_UP_S
 
     took = await taken_s(SuspendedOnce(lost), 100)

@@ -15,7 +15,7 @@ def engine(capacity: int = 64, size: int = 4, **timing: int) -> SimEngine:
 
 
 def request(prompt: int, output: int = 1, *, name: int = 1, common: int = 0, size: int = 4) -> EngineRequest:
-    """A prompt whose first `common` blocks everybody shares; the others are its own."""
+    """A request whose first `common` blocks are the same in all requests."""
     blocks = (prompt + output) // size
     keys = [block if block < common else name << 16 | block for block in range(blocks)]
     return EngineRequest(Chain(keys, list(range(prompt + output))), prompt, output)
@@ -48,7 +48,7 @@ def test_a_request_produces_its_first_token_with_its_prefill_and_one_each_iterat
     assert not sim.has_work
 
 
-def test_an_idle_engine_has_nothing_to_begin() -> None:
+def test_an_idle_engine_schedules_no_iteration() -> None:
     sim = engine()
 
     assert sim.begin() is None
@@ -70,7 +70,7 @@ def test_a_repeated_prompt_hits_but_never_whole() -> None:
     assert sim.counters.computed_tokens == 12
 
 
-def test_the_next_turn_finds_the_answer_but_for_its_last_token() -> None:
+def test_the_next_turn_finds_the_answer_except_its_last_token() -> None:
     sim = engine()
     keys = list(range(1, 10))
     sim.add(EngineRequest(Chain(keys), prompt_tokens=6, output_tokens=7))
@@ -95,7 +95,7 @@ def test_equal_prompts_of_one_iteration_share_their_blocks() -> None:
     assert [len(event.block_hashes) for event in events if isinstance(event, BlockStored)] == [2]
 
 
-def test_answers_that_grow_side_by_side_are_stored_twice() -> None:
+def test_equal_answers_generated_at_the_same_time_are_stored_twice() -> None:
     sim = engine()
     for _ in range(2):
         sim.add(request(5, 8))
@@ -123,7 +123,7 @@ def test_long_prompts_are_computed_in_chunks_and_announced_chunk_by_chunk() -> N
     assert lengths == [[2], [2], [1]]
 
 
-def test_decodes_go_on_while_a_long_prompt_is_computed() -> None:
+def test_decodes_continue_while_a_long_prompt_is_computed() -> None:
     sim = engine(max_batched_tokens=8)
     short, long = request(4, 6, name=1), request(30, 1, name=2)
     sim.add(short)
@@ -136,7 +136,7 @@ def test_decodes_go_on_while_a_long_prompt_is_computed() -> None:
         sim.finish()
         assert short.produced(sim.iteration) == expected
 
-    # One token of each iteration's eight went to the decode.
+    # The decode used one of the eight tokens of each iteration.
     assert long.computed == 21
 
 
@@ -177,7 +177,7 @@ def test_a_request_waits_until_its_whole_answer_has_room() -> None:
     assert drain(sim) == [first, second]
 
 
-def test_evictions_are_told_before_the_blocks_that_needed_the_room() -> None:
+def test_evictions_are_announced_before_the_blocks_that_needed_the_room() -> None:
     sim = engine(capacity=3)
     sim.add(request(12, name=1))
     drain(sim)
@@ -189,7 +189,7 @@ def test_evictions_are_told_before_the_blocks_that_needed_the_room() -> None:
     assert [key for event in events[:2] for key in event.block_hashes] == [1 << 16 | 2, 1 << 16 | 1]
 
 
-def test_what_can_never_fit_is_refused_and_the_next_goes_on() -> None:
+def test_a_request_that_can_never_fit_is_refused_and_the_next_one_runs() -> None:
     sim = engine(capacity=2)
     big, small = request(12, name=1), request(4, name=2)
     sim.add(big)
@@ -270,7 +270,7 @@ def test_an_abort_between_begin_and_finish_is_safe() -> None:
     assert sim.cache.available == 64
 
 
-def test_resetting_waits_for_an_idle_engine_and_is_told_with_the_next_iteration() -> None:
+def test_a_reset_needs_an_idle_engine_and_is_announced_with_the_next_iteration() -> None:
     sim = engine()
     sim.add(request(6, 4))
     sim.begin()
@@ -288,7 +288,7 @@ def test_resetting_waits_for_an_idle_engine_and_is_told_with_the_next_iteration(
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
-def test_any_traffic_ends_with_everything_returned(data: st.DataObject) -> None:
+def test_after_any_traffic_all_blocks_are_free(data: st.DataObject) -> None:
     sim = engine(capacity=12, max_batched_tokens=10, max_sequences=3)
     live: list[EngineRequest] = []
     counts: dict[int | bytes, int] = {}

@@ -25,7 +25,7 @@ def lines(suffix: str) -> list[Any]:
 
 
 def by_tokens(events: list[KvEvent]) -> list[tuple[object, ...]]:
-    """Events with every block named by the tokens up to its end instead of a hash."""
+    """Events whose blocks are identified by the tokens up to their end, not by a hash."""
     prefixes: dict[int | bytes, tuple[int, ...]] = {}
     story: list[tuple[object, ...]] = []
     for event in events:
@@ -61,7 +61,7 @@ def requests_of(line: dict[str, Any]) -> list[EngineRequest]:
     return requests
 
 
-def test_the_same_requests_bring_the_same_events_evictions_and_hits() -> None:
+def test_the_same_requests_lead_to_the_same_events_evictions_and_hits() -> None:
     engine = SimEngine(PagedCache(POOL, BLOCK, record=True))
     events: list[KvEvent] = []
     for line in lines(".requests.jsonl"):

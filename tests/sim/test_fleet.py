@@ -57,7 +57,7 @@ def test_one_request_takes_what_the_timing_model_says() -> None:
     assert fleet.done == [request]
 
 
-def test_time_can_be_stopped_and_goes_on() -> None:
+def test_a_run_can_stop_at_a_time_and_continue() -> None:
     fleet = SimFleet(make_engines(1), RecordingPlacement(1))
     late, early = FleetRequest([1], 20, 1), FleetRequest([2], 20, 1)
     fleet.submit(late, 10.0)
@@ -92,7 +92,7 @@ def test_events_reach_the_placement_when_recorded() -> None:
         assert placement.stored == stored
 
 
-def test_a_request_that_never_fits_is_the_callers_mistake() -> None:
+def test_a_request_that_never_fits_is_an_error() -> None:
     fleet = SimFleet(make_engines(1, capacity_tokens=64), RecordingPlacement(1))
     fleet.submit(FleetRequest(list(range(6)), 96, 1), 0.0)
 
@@ -100,7 +100,7 @@ def test_a_request_that_never_fits_is_the_callers_mistake() -> None:
         fleet.run()
 
 
-def test_chat_clients_send_what_they_were_asked_and_turns_follow_each_other() -> None:
+def test_chat_clients_send_the_requested_number_and_each_turn_follows_the_one_before() -> None:
     placement = RecordingPlacement(3)
     fleet = SimFleet(make_engines(3, block_size=64), placement)
     shape = ChatShape(system_tokens=256, context_tokens=1024, output_tokens=32, think_s=1.0)
@@ -117,7 +117,7 @@ def test_chat_clients_send_what_they_were_asked_and_turns_follow_each_other() ->
         for before, after in pairwise(turns):
             assert after.arrival_s >= before.finished_s
             assert after.prompt_tokens == before.prompt_tokens + before.output_tokens + 128
-            # All that was computed is found again.
+            # The cache still has all computed tokens.
             assert after.cached_tokens == (before.prompt_tokens + before.output_tokens - 1) // 64 * 64
 
 
@@ -131,7 +131,7 @@ def test_a_seed_repeats_exactly() -> None:
     assert ends(1) == ends(1) != ends(2)
 
 
-def test_the_measures() -> None:
+def test_returned_share_and_imbalance() -> None:
     assert imbalance([1, 1, 4]) == 2.0
     assert imbalance([0, 0]) == 1.0
     assert returned_share([]) == 1.0

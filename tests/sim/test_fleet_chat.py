@@ -27,7 +27,7 @@ pytestmark = pytest.mark.heavy
 
 
 class RouterPlacement:
-    """A `Placement` that asks the router as the gateway does. Mutable: what is under way."""
+    """A `Placement` that uses the router as the gateway does. Mutable: the requests in flight."""
 
     def __init__(self, size: int, *, capacity_tokens: int, strategy: str) -> None:
         self.router = Router(RoutingOptions(strategy=strategy))
@@ -99,8 +99,9 @@ def test_chats_of_8k_tokens_return_to_their_worker_and_all_workers_compute_alike
     assert {(load.in_flight, load.active_tokens, load.queued) for load in loads} == {(0, 0, 0)}
 
 
-def test_returning_is_what_saves_the_work() -> None:
-    """The same chats by round robin: as even, but most of what prefix routing finds is computed again."""
+def test_chats_that_return_to_their_worker_save_compute() -> None:
+    """With round robin the same chats are spread as evenly, but the engines compute most of their tokens
+    again."""
     aware, _ = run_chats("prefixaware", workers=3, clients=16, requests=600)
     even, _ = run_chats("roundrobin", workers=3, clients=16, requests=600)
 
@@ -109,9 +110,9 @@ def test_returning_is_what_saves_the_work() -> None:
     assert sum(aware.computed_tokens()) < 0.7 * sum(even.computed_tokens())
 
 
-def test_chats_that_do_not_fit_keep_what_they_can() -> None:
-    """Memory for three quarters of the chats: what is evicted must neither pile up on one worker nor be
-    more than placing blindly would lose."""
+def test_chats_that_do_not_fit_lose_no_more_than_with_blind_placement() -> None:
+    """There is memory for three quarters of the chats. Evictions must not concentrate on one worker and must
+    not exceed those of blind placement."""
     tight = {"workers": 4, "clients": 24, "requests": 1200, "capacity_tokens": 160_000}
     aware, _ = run_chats("prefixaware", **tight)
     even, _ = run_chats("roundrobin", **tight)
@@ -121,8 +122,9 @@ def test_chats_that_do_not_fit_keep_what_they_can() -> None:
 
 
 def test_a_few_chats_over_a_short_common_prompt_do_not_follow_it_to_one_worker() -> None:
-    """12 chats on 2 engines that are ten times as fast as the costs believe: whoever holds the common
-    prompt looks idle whenever another chat begins. The twin of tests/engine/test_cached_tokens.py."""
+    """12 chats on 2 engines that are ten times faster than the cost model assumes: the worker that holds the
+    common prompt is idle whenever another chat starts. The same test with real engines:
+    tests/engine/test_cached_tokens.py."""
     fast = TimingModel(fixed_s=2e-3, weights_s=5e-4, token_s=2e-5, attention_s=1e-8, kv_s=0.0)
     shape = ChatShape(128, 288, mean_turns=8, turn_tokens=112, output_tokens=16, think_s=0.5)
     ratios = []

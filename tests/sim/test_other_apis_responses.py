@@ -51,7 +51,7 @@ async def test_an_unknown_response_is_not_found(client: openai.AsyncOpenAI) -> N
     assert create.value.type == "invalid_request_error"
 
 
-async def test_what_is_not_to_be_stored_is_not(client: openai.AsyncOpenAI) -> None:
+async def test_a_response_with_store_false_is_not_stored(client: openai.AsyncOpenAI) -> None:
     answer = await client.responses.create(model="sim-model", input="x", store=False)
 
     with pytest.raises(openai.NotFoundError):
@@ -146,7 +146,7 @@ async def test_a_background_answer_completes_by_itself(
     assert (await client.responses.retrieve(queued.id)).output_text
 
 
-async def test_only_what_runs_in_the_background_can_be_cancelled(
+async def test_only_a_response_in_the_background_can_be_cancelled(
     client: openai.AsyncOpenAI, sim: RunningSim, until: Callable[..., Any]
 ) -> None:
     done = await client.responses.create(model="sim-model", input="x")

@@ -1,4 +1,4 @@
-"""Embeddings, scores, classes: what computes a prompt and generates nothing."""
+"""Embeddings, scores and classes: endpoints that compute a prompt and generate no tokens."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ def test_a_longer_text_keeps_the_ids_of_its_prefix(text: str, more: str) -> None
     assert ids[:whole] == longer[:whole]
 
 
-def test_lone_surrogates_and_unknown_ids_do_no_harm() -> None:
+def test_lone_surrogates_and_unknown_ids_are_replaced() -> None:
     assert decode(encode("a\ud800b")) == "a?b"
     assert decode([300, 1 << 18, VOCABULARY]) == "���"
     assert decode([IM_START]) == "<|im_start|>"

@@ -131,7 +131,7 @@ async def test_a_duplicated_batch_comes_twice_under_one_number(
     assert seqs == [0, 0, 1]
 
 
-async def test_a_restart_begins_again_at_0_with_nothing_to_replay(
+async def test_a_restart_numbers_from_0_with_nothing_to_replay(
     sim: RunningSim, http: httpx.AsyncClient
 ) -> None:
     async with subscribed(sim) as socket:
@@ -144,7 +144,7 @@ async def test_a_restart_begins_again_at_0_with_nothing_to_replay(
     assert seqs == [0, 0]
 
 
-async def test_a_short_buffer_forgets_the_oldest_batches() -> None:
+async def test_a_full_buffer_drops_the_oldest_batches() -> None:
     options = SimOptions(time_scale=0, event_buffer_steps=2)
     async with run_sim(options) as sim, httpx.AsyncClient(base_url=sim.url) as http:
         for text in "abcd":
@@ -154,7 +154,7 @@ async def test_a_short_buffer_forgets_the_oldest_batches() -> None:
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-async def test_every_dialect_tells_the_same_story_live_and_replayed(dialect: str) -> None:
+async def test_every_dialect_carries_the_same_events_live_and_replayed(dialect: str) -> None:
     options = SimOptions(
         time_scale=0, event_dialect=dialect, capacity_tokens=64, byte_hashes=True, event_topic="kv@here"
     )
@@ -198,7 +198,7 @@ async def test_the_bound_endpoints_are_published(sim: RunningSim, http: httpx.As
     assert not source["endpoint"].endswith(":0")
 
 
-async def test_an_endpoint_that_is_taken_is_an_error(sim: RunningSim) -> None:
+async def test_an_endpoint_in_use_is_an_error(sim: RunningSim) -> None:
     assert sim.worker.publisher is not None
     options = SimOptions(event_endpoint=sim.worker.publisher.endpoint)
 

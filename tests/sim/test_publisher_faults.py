@@ -1,4 +1,4 @@
-"""Faults switched on through POST /sim/faults, seen by a client over a socket."""
+"""Faults added through POST /sim/faults, as a client sees them over a socket."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ async def events(stream: httpx.Response) -> AsyncIterator[str]:
             yield line
 
 
-async def test_a_status_burst_hits_as_many_requests_as_it_says(http: httpx.AsyncClient) -> None:
+async def test_a_status_fault_hits_the_given_number_of_requests(http: httpx.AsyncClient) -> None:
     await switch_on(http, {"kind": "status", "status": 429, "retry_after_s": 7, "count": 2})
     answers = [await http.post("/v1/completions", json=ASK) for _ in range(3)]
 
@@ -37,7 +37,7 @@ async def test_a_status_burst_hits_as_many_requests_as_it_says(http: httpx.Async
     assert answers[0].json()["error"]["code"] == 429
 
 
-async def test_the_control_plane_is_spared_unless_it_is_named(http: httpx.AsyncClient) -> None:
+async def test_the_control_plane_has_no_faults_unless_its_path_is_named(http: httpx.AsyncClient) -> None:
     await switch_on(http, {"kind": "status", "status": 500, "count": None})
     assert (await http.get("/health")).status_code == 200
     assert (await http.get("/v1/models")).status_code == 200
@@ -51,7 +51,7 @@ async def test_the_control_plane_is_spared_unless_it_is_named(http: httpx.AsyncC
     assert (await http.get("/health")).status_code == 200
 
 
-async def test_faults_are_listed_with_what_is_left_of_them(http: httpx.AsyncClient) -> None:
+async def test_faults_are_listed_with_their_remaining_counts(http: httpx.AsyncClient) -> None:
     await switch_on(http, {"kind": "status", "count": 2}, {"kind": "slow", "delay_s": 0, "count": 2})
     await http.post("/v1/completions", json=ASK)
 
@@ -102,9 +102,7 @@ async def test_a_reset_of_a_plain_answer_comes_after_its_head(http: httpx.AsyncC
             await answer.aread()
 
 
-async def test_a_hang_says_nothing_until_the_client_gives_up(
-    http: httpx.AsyncClient, sim: RunningSim
-) -> None:
+async def test_a_hang_sends_nothing_until_the_client_leaves(http: httpx.AsyncClient, sim: RunningSim) -> None:
     await switch_on(http, {"kind": "hang"})
 
     with pytest.raises(httpx.ReadTimeout):
@@ -129,7 +127,7 @@ async def test_a_hang_in_the_stream_is_aborted_when_the_client_leaves(
 
 
 class Impatient(SystemClock):
-    """Does not wait; remembers for how long it should have."""
+    """A clock that does not wait but records the requested times."""
 
     def __init__(self) -> None:
         self.slept: list[float] = []
@@ -153,7 +151,7 @@ async def test_a_slow_worker_waits_before_the_engine_sees_the_request() -> None:
     assert clock.slept.count(30) == 1
 
 
-async def test_a_restart_cuts_streams_and_forgets_everything(
+async def test_a_restart_resets_streams_and_clears_all_state(
     http: httpx.AsyncClient, sim: RunningSim
 ) -> None:
     await http.post("/v1/completions", json={"prompt": "hello " * 40})
@@ -209,7 +207,7 @@ def test_one_fault_of_each_kind_hits_a_request_and_the_oldest_goes_first() -> No
     assert faults.for_request("/v1/completions") == faults.for_batch() == []
 
 
-async def test_faults_of_one_worker_are_its_own() -> None:
+async def test_faults_affect_one_worker_only() -> None:
     options = SimOptions(time_scale=0)
     async with run_sim(options) as one, run_sim(options) as two, httpx.AsyncClient() as http:
         one.worker.faults.add(Fault(kind="status", count=None))

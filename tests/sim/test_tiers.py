@@ -16,7 +16,7 @@ PLAIN = TimingModel(fixed_s=0.0, weights_s=0.0, token_s=TOKEN_S, attention_s=0.0
 
 
 class Fixed:
-    """Sends each request where its conversation's number says."""
+    """Sends each request to the worker with the number of its conversation."""
 
     def __init__(self) -> None:
         self.received: list[tuple[int, int, float]] = []
@@ -52,7 +52,7 @@ def bytes_s(seconds_a_block: float) -> float:
     return BLOCK * 100 / seconds_a_block
 
 
-def test_what_one_worker_computed_another_fetches_from_the_store() -> None:
+def test_blocks_that_one_worker_computed_are_fetched_by_another_from_the_store() -> None:
     tiers = TierOptions(
         l1_tokens=0, l2_worker_bytes_s=bytes_s(0.1), l2_bytes_s=1e12, l2_latency_s=0.5, token_bytes=100
     )
@@ -67,7 +67,7 @@ def test_what_one_worker_computed_another_fetches_from_the_store() -> None:
     assert fleet.computed_tokens() == [4 * BLOCK + 1, 1]
 
 
-def test_what_the_gpu_has_evicted_comes_back_from_l1() -> None:
+def test_blocks_that_the_gpu_evicted_are_fetched_from_l1() -> None:
     tiers = TierOptions(l1_tokens=100 * BLOCK, l1_bytes_s=bytes_s(0.01), l2_tokens=0, token_bytes=100)
     fleet = fleet_of(tiers, capacity_tokens=6 * BLOCK)
     ask(fleet, 0.0, 0, 1)
@@ -105,7 +105,7 @@ def test_the_store_serves_all_workers_one_after_another() -> None:
     assert second.ttft_s == pytest.approx(0.8 + TOKEN_S)
 
 
-def test_a_fetch_holds_up_nobody_else() -> None:
+def test_a_fetch_does_not_delay_other_requests() -> None:
     tiers = TierOptions(l1_tokens=0, l2_worker_bytes_s=bytes_s(1.0), l2_bytes_s=1e12, token_bytes=100)
     fleet = fleet_of(tiers)
     ask(fleet, 0.0, 0, 1)
@@ -117,7 +117,7 @@ def test_a_fetch_holds_up_nobody_else() -> None:
     assert fetching.ttft_s == pytest.approx(4.0, abs=0.1)
 
 
-def test_what_is_being_written_cannot_be_loaded_yet() -> None:
+def test_blocks_cannot_be_loaded_before_they_are_written() -> None:
     """4 blocks need 2.05 s to compute, 0.4 s into L1 and then 4 s into the store."""
     tiers = TierOptions(
         l1_bytes_s=bytes_s(0.1), l2_worker_bytes_s=bytes_s(1.0), l2_bytes_s=1e12, token_bytes=100
@@ -145,7 +145,7 @@ def test_each_chunk_of_a_long_prompt_is_stored_when_it_is_computed() -> None:
 
 
 @pytest.mark.parametrize(("stores_answers", "cached"), [(False, 4 * BLOCK), (True, 7 * BLOCK)])
-def test_answers_are_stored_only_where_that_is_switched_on(stores_answers, cached) -> None:
+def test_answers_are_stored_only_with_stores_answers(stores_answers, cached) -> None:
     tiers = TierOptions(l1_tokens=0, token_bytes=100, stores_answers=stores_answers)
     fleet = fleet_of(tiers)
     keys = list(range(1, 9))
@@ -159,10 +159,10 @@ def test_answers_are_stored_only_where_that_is_switched_on(stores_answers, cache
 
 
 @pytest.mark.parametrize(("filling", "during", "after"), [("computed", 4, 4), ("ended", 0, 7)])
-def test_filled_when_requests_end_the_store_has_nothing_before_and_the_answer_too(
+def test_with_filling_ended_the_store_gets_prompt_and_answer_only_at_the_requests_end(
     filling: str, during: int, after: int
 ) -> None:
-    """The prompt takes 2 s, its way into the store 1 s, the answer 2 s; an answer has no way to go."""
+    """The prompt takes 2 s, the write of its blocks into the store 1 s (COMPUTED only), the answer 2 s."""
     tiers = TierOptions(
         l1_tokens=0,
         l2_bytes_s=bytes_s(0.25),
@@ -184,7 +184,7 @@ def test_filled_when_requests_end_the_store_has_nothing_before_and_the_answer_to
 
 
 @pytest.mark.parametrize("keeps_loaded", [False, True])
-def test_what_came_from_the_store_stays_in_l1_only_where_that_is_switched_on(keeps_loaded) -> None:
+def test_blocks_from_the_store_stay_in_l1_only_with_keeps_loaded(keeps_loaded) -> None:
     fleet = fleet_of(TierOptions(token_bytes=100, keeps_loaded=keeps_loaded))
     ask(fleet, 0.0, 0, 1)
     ask(fleet, 10.0, 1, 1)
@@ -196,7 +196,7 @@ def test_what_came_from_the_store_stays_in_l1_only_where_that_is_switched_on(kee
     assert engine.tiers.lookup([1, 2, 3, 4], 0, 4) == ((4, 0) if keeps_loaded else (0, 4))
 
 
-def test_blocks_are_read_from_l1_where_it_has_them_and_from_the_store_between() -> None:
+def test_blocks_in_l1_are_read_from_l1_and_the_others_from_the_store() -> None:
     fleet = fleet_of(TierOptions(token_bytes=100))
     tiers = fleet._tiered(0).tiers
     tiers.l1.put([1, 3])
@@ -206,7 +206,7 @@ def test_blocks_are_read_from_l1_where_it_has_them_and_from_the_store_between() 
     assert tiers.lookup([1, 2, 3, 4, 5, 6], 1, 6) == (1, 2)
 
 
-def test_stores_wait_for_each_other_at_the_shared_store() -> None:
+def test_writes_wait_for_each_other_at_the_shared_store() -> None:
     tiers = TierOptions(
         l1_tokens=0, l2_worker_bytes_s=1e12, l2_bytes_s=bytes_s(1.0), l2_latency_s=0.0, token_bytes=100
     )
@@ -223,8 +223,9 @@ def test_stores_wait_for_each_other_at_the_shared_store() -> None:
     assert (held, 50 in store.tier) == (False, True)
 
 
-def test_prefetching_brings_the_stores_blocks_into_l1_while_a_request_waits() -> None:
-    """Loading takes 8 s. Else it begins with the last chunk of the prompt in front, 4 s before that ends."""
+def test_a_prefetch_loads_the_stores_blocks_into_l1_while_a_request_waits() -> None:
+    """The load takes 8 s. Without a prefetch it starts with the last chunk of the prompt before, 4 s before
+    its end."""
 
     def last_first_token(*, prefetch: bool) -> float:
         fleet = fleet_of(TierOptions(l2_worker_bytes_s=bytes_s(2.0), l2_bytes_s=1e12, token_bytes=100))
@@ -241,7 +242,7 @@ def test_prefetching_brings_the_stores_blocks_into_l1_while_a_request_waits() ->
     assert last_first_token(prefetch=True) < last_first_token(prefetch=False) - 3.5
 
 
-def test_a_lookup_before_its_prefetch_is_through_loads_the_same_again() -> None:
+def test_a_lookup_before_the_end_of_its_prefetch_loads_the_blocks_again() -> None:
     fleet = fleet_of(TierOptions(l2_worker_bytes_s=bytes_s(1.0), l2_bytes_s=1e12, token_bytes=100))
     tiers = fleet._tiered(0).tiers
     tiers.store.tier.put([1, 2, 3, 4])
@@ -252,7 +253,7 @@ def test_a_lookup_before_its_prefetch_is_through_loads_the_same_again() -> None:
     assert ready == pytest.approx(8.0, abs=0.1)
 
 
-def test_a_server_reports_at_once_but_no_more_than_once_in_its_interval() -> None:
+def test_a_server_reports_immediately_but_at_most_once_per_interval() -> None:
     reports = TierReports(1.0)
 
     assert [reports.report_time(at) for at in (5.0, 5.1, 5.9, 6.0, 6.5, 9.0, 9.5)] == [
@@ -266,7 +267,7 @@ def test_a_server_reports_at_once_but_no_more_than_once_in_its_interval() -> Non
     ]
 
 
-def test_what_the_tiers_hold_is_heard_of_when_the_server_reports_it() -> None:
+def test_changes_of_the_tiers_arrive_when_the_server_reports_them() -> None:
     received: list[tuple[float, int, TierChange]] = []
     engines = make_tiered_engines(
         2, capacity_tokens=100 * BLOCK, timing=PLAIN, tiers=TierOptions(token_bytes=100)
@@ -277,7 +278,7 @@ def test_what_the_tiers_hold_is_heard_of_when_the_server_reports_it() -> None:
         event_delay_s=0.25,
         on_tiers=lambda worker, change, now: received.append((now, worker, change)),
     )
-    for at in (0.0, 3.0, 3.3, 4.5):  # the second and the third ask when nothing, and when L1, is told
+    for at in (0.0, 3.0, 3.3, 4.5):  # the second comes before any report, the third after that of L1
         ask(fleet, at, 0, 1 + int(at) * 50)
 
     fleet.run()
@@ -299,7 +300,7 @@ def test_events_come_late_and_in_order() -> None:
     assert [now for _, _, now in placement.received] == [9.0, 12.0]
 
 
-def test_a_tier_drops_what_was_used_least_recently_ends_first() -> None:
+def test_a_tier_evicts_the_least_recently_used_prompt_last_blocks_first() -> None:
     tier = LruTier(4)
     tier.put([1, 2, 3])
     tier.put([7, 8])
