@@ -1,8 +1,8 @@
-"""Run the black-box tests against any `kvroute` executable, such as that of an older checkout.
+"""Run the black-box tests against any `kvroute` executable, for example the one of an older checkout.
 
     python scripts/blackbox.py /path/to/.venv/bin/kvroute [pytest arguments]
 
-Ends with pytest's exit code.
+The exit code is pytest's.
 """
 
 from __future__ import annotations

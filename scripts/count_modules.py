@@ -1,12 +1,12 @@
-"""Count the modules that one request and one KV event batch pass: how many files a reader has to open.
+"""Count the modules that one request and one KV event batch pass: the files that a reader has to open.
 
     python scripts/count_modules.py [--python PATH/.venv/bin/python]
 
-Runs a real gateway and a simulated worker and records which functions of kvroute run on the gateway's event
-loop: once while a warm streamed chat is answered (`prefixaware`, fast lane), once while a batch with one
-`BlockStored` event of one block gets into the map (`kvaware`). The same is recorded for an idle gateway, for
-comparison. `--python` takes the interpreter of another checkout. The figures of commit 1fd48c2 are printed
-beside.
+The script runs a gateway and a simulated worker and records which functions of kvroute run on the gateway's
+event loop: while the gateway answers a warm streamed chat (`prefixaware`, fast lane), and while it applies a
+batch with one `BlockStored` event of one block to the map (`kvaware`). For comparison it records an idle
+gateway, too. `--python` selects the interpreter of another checkout. The output includes the figures of
+commit 1fd48c2.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Gateway:
 
     @asynccontextmanager
     async def recorded(self) -> AsyncIterator[list[str]]:
-        """The calls of `with`'s body and the time after it, there when it ends."""
+        """Record the calls during the `with` block and `WINDOW_S` after it; the list is filled at its end."""
         calls: list[str] = []
         self._calls.unlink(missing_ok=True)
         self._process.send_signal(signal.SIGUSR1)
@@ -80,7 +80,7 @@ class Gateway:
 async def started(
     *command: str, until: str, **environment: str
 ) -> AsyncIterator[tuple[str, asyncio.subprocess.Process]]:
-    """The process, and the line of its output that holds `until`."""
+    """Start a process; yields the first line of its output that contains `until`, and the process."""
     process = await asyncio.create_subprocess_exec(
         *command,
         stdout=asyncio.subprocess.PIPE,
@@ -107,7 +107,7 @@ async def started(
 
 @asynccontextmanager
 async def fleet(python: str, folder: Path, *flags: str) -> AsyncIterator[tuple[Gateway, str]]:
-    """A gateway before one simulated worker, and the worker's URL."""
+    """Start one simulated worker and a gateway; yields the gateway and the worker's URL."""
     worker_command = (python, "-m", "kvroute", "sim", "--port", "0", "--time-scale", "0")
     ports = ("--event-endpoint", "tcp://127.0.0.1:0", "--replay-endpoint", "tcp://127.0.0.1:0")
     async with started(*worker_command, *ports, until="ready at") as (line, _):
@@ -128,7 +128,7 @@ async def fleet(python: str, folder: Path, *flags: str) -> AsyncIterator[tuple[G
 
 
 async def warm_chat(python: str, folder: Path) -> tuple[list[str], list[str]]:
-    """Idle calls, and those of one streamed chat behind 40 alike."""
+    """Calls of an idle gateway, and of one streamed chat after 40 equal chats."""
     body = {
         "model": "sim-model",
         "messages": [{"role": "user", "content": "What is a prefix cache? " * 40}],
@@ -147,7 +147,7 @@ async def warm_chat(python: str, folder: Path) -> tuple[list[str], list[str]]:
 
 
 async def event_batch(python: str, folder: Path) -> tuple[list[str], list[str]]:
-    """Idle calls, and those of one batch with one block that follows a known one."""
+    """Calls of an idle gateway, and of one batch with one block whose parent is known."""
     flags = ("--strategy", "kvaware")
     async with (
         fleet(python, folder, *flags) as (gateway, worker),
@@ -175,8 +175,8 @@ def modules(calls: list[str]) -> list[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--python", default=sys.executable, help="of the checkout to look at")
-    parser.add_argument("--json", action="store_true", help="print the calls, too")
+    parser.add_argument("--python", default=sys.executable, help="interpreter of the checkout to measure")
+    parser.add_argument("--json", action="store_true", help="also print the calls")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         runs = {

@@ -1,11 +1,11 @@
-"""Trains the tokenizer of the tiny models: src/kvroute/deploy/assets/tiny_model/tokenizer.json.
+"""Train the tokenizer of the tiny models: src/kvroute/deploy/assets/tiny_model/tokenizer.json.
 
     python scripts/make_tiny_tokenizer.py [--check]
 
-A byte-level BPE of 8,000 entries over a text that this script makes up from the words in
-tiny_tokenizer_words.txt, so the result depends on nothing but these two files and the version of
-`tokenizers` (a development dependency). The result is checked in: tests rely on fixed token ids.
-`--check` fails when it is stale.
+The tokenizer is a byte-level BPE of 8,000 entries. This script generates the training text from the words in
+tiny_tokenizer_words.txt, so the result depends only on these two files and on the version of `tokenizers` (a
+development dependency). The repository has the result, because tests rely on fixed token ids. With `--check`
+the exit code is 1 if the result is stale.
 """
 
 from __future__ import annotations
@@ -59,14 +59,14 @@ def read_words(path: Path = WORDS) -> dict[str, list[str]]:
 
 
 class Writer:
-    """Makes up lines of text. Mutable: the state of its random numbers."""
+    """Generates lines of text. Mutable: the state of the random number generator."""
 
     def __init__(self, words: dict[str, list[str]]) -> None:
         self._words = words
         self._random = random.Random("kvroute tiny tokenizer")
 
     def lines(self) -> Iterator[str]:
-        """Prose, records and code; the same on every run."""
+        """Yield sentences, JSON records and code; the same lines on every run."""
         for number in range(LINES):
             if number % 10 == 8:
                 yield self._record()
