@@ -5,12 +5,13 @@ A toy is added by exactly these steps, and a request reaches it. Without one of 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from tests.seams.package import NewFile, NewLine, Package, Step, changed_package
+from tests.seams.package import ROOT, NewFile, NewLine, Package, Step, changed_package
 
 LONG = "What is a prefix cache? " * 40
 
@@ -156,3 +157,13 @@ async def test_no_request_reaches_it_when_a_step_is_left_out(
     async with changed_package(tmp_path, steps) as package:
         with pytest.raises(AssertionError):
             await seam.drive(package, tmp_path)
+
+
+@by_title
+def test_the_page_names_the_file_of_each_step(seam: Seam) -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    _, _, rest = page.partition(f"\n### {seam.title}\n")
+    section = re.split(r"\n##", rest)[0]
+    for step in seam.steps:
+        place = f"{Path(step.path).parent}/" if isinstance(step, NewFile) else step.path
+        assert place in section, f"{seam.title}: {place}"
