@@ -1,4 +1,4 @@
-"""Links between the project's pages lead to files and headings that exist."""
+"""The links and the test files that the project's pages name exist."""
 
 import re
 from pathlib import Path
@@ -14,6 +14,7 @@ PAGES = sorted(
 )
 CODE = re.compile(r"^```.*?^```|`[^`\n]*`", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
+TEST_FILE = re.compile(r"tests/[\w/.]+\.py")
 HEADING = re.compile(r"^#{1,6} +(.+?) *$", re.MULTILINE)
 
 
@@ -42,3 +43,8 @@ def test_each_link_leads_somewhere(page: Path) -> None:
         if not target.exists() or (anchor and anchor not in anchors(target)):
             broken.append(link)
     assert not broken
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_each_test_file_that_a_page_names_exists(page: Path) -> None:
+    assert [name for name in TEST_FILE.findall(page.read_text()) if not (ROOT / name).is_file()] == []
