@@ -37,7 +37,7 @@ def test_every_field_of_the_table_is_one_of_the_spec():
 
 
 @pytest.mark.parametrize("target", ["compose", "worker-args"])
-def test_an_environment_by_reference_is_noted_where_nothing_keeps_it(target, hyperpod, told):
+def test_an_environment_by_reference_is_noted_outside_of_kubernetes(target, hyperpod, told):
     variables = [
         {"name": "A", "value": "1"},
         {"name": "B", "valueFrom": {"secretKeyRef": {"name": "s", "key": "k"}}},
@@ -48,7 +48,7 @@ def test_an_environment_by_reference_is_noted_where_nothing_keeps_it(target, hyp
     assert findings[f"{place}[0].value"][0] is FieldVerdict.APPLIED
     assert findings[f"{place}[1].valueFrom.secretKeyRef.key"] == (
         FieldVerdict.NOTED,
-        f"has no effect in {target} because what it refers to is kept by Kubernetes",
+        f"has no effect in {target} because it refers to an object of Kubernetes",
     )
 
 

@@ -1,1 +1,1 @@
-"""Second cache tiers behind LMCache, one file each."""
+"""The second cache tiers that LMCache can use, and their registry."""

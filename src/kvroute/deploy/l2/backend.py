@@ -1,4 +1,4 @@
-"""What a second cache tier is to LMCache and to a deployment."""
+"""The interface of a second cache tier: LMCache's settings for it, and the services that it needs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvroute.deploy.spec.source import Path
 
 
 class Scope(Enum):
-    """How many instances of a service there are."""
+    """Whether a service has one instance, or one on each node."""
 
     ONCE = "once"
     PER_NODE = "per-node"
@@ -22,71 +22,72 @@ class Scope(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ServiceSpec:
-    """A container that a tier needs, as plain as compose and Kubernetes have in common."""
+    """A container that a tier needs. Has only settings that both compose and Kubernetes support."""
 
     name: str
     image: str
     command: tuple[str, ...]
     port: int
     probe: tuple[str, ...]
-    """A command inside the container that fails while the service is not ready."""
+    """A command, run inside the container, that fails while the service is not ready."""
     memory_gb: float
     scope: Scope = Scope.ONCE
     shares_memory: bool = False
-    """Its POSIX shared memory must be visible to LMCache."""
+    """LMCache must see the service's POSIX shared memory."""
     metrics_path: str | None = None
     peers_flag: str = ""
-    """The option that takes NAME:PORT of all of its instances, where each is to ask the others."""
+    """The option for NAME:PORT of all instances, if each instance queries the others; else empty."""
     reconnects: bool = True
-    """Whether LMCache connects anew after it has been restarted."""
+    """Whether LMCache connects again after a restart of the service."""
     local_arguments: tuple[str, ...] = ()
-    """Its address and port as a process of this host, after `command`: of an option, the last counts."""
+    """Address and port for a process of this host. Appended to `command`: of equal options, the last
+    counts."""
     ready_url: str = ""
-    """What says there that it is ready (`deploy/processes.py`)."""
+    """The URL that shows that the local process is ready (`deploy/processes.py`, `is_ready`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class L2Tier:
-    """LMCache's settings for a tier and what must run for it."""
+    """LMCache's settings for a tier, and the services that must run for it."""
 
     adapter: Mapping[str, object]
     """`--l2-adapter` of LMCache's server (0.5.6)."""
     remote_url: str
-    """LMCACHE_REMOTE_URL of the classic mode; empty when that has no such tier."""
+    """LMCACHE_REMOTE_URL of the classic mode; empty when the classic mode does not support the tier."""
     extra_config: Mapping[str, object] = field(default_factory=dict)
     """`extra_config` of the classic mode."""
     services: tuple[ServiceSpec, ...] = ()
     host_paths: tuple[str, ...] = ()
     """Paths of the node that LMCache must see."""
     claim: str | None = None
-    """A ReadWriteMany claim for the first host path, in its place."""
+    """A ReadWriteMany claim that replaces the first host path."""
     needs_node_ip: bool = False
-    """The settings name `$(NODE_IP)`, which a container must have in its environment."""
+    """Whether the settings contain `$(NODE_IP)`, which must then be a variable of the container."""
     password_variable: str = ""
-    """What LMCache's server reads the password from; empty: only from its adapter's settings."""
+    """The variable from which LMCache's server reads the password; empty: it reads the adapter's settings."""
     environment: Mapping[str, str] = field(default_factory=dict, repr=False)
-    """More of LMCache's server's environment: credentials of an address that has them."""
+    """Additional variables of LMCache's server: the credentials in the address, if it has any."""
     query_url: str = ""
-    """`redis://` URL, without a password, where it can be asked what it holds; empty: it cannot."""
+    """`redis://` URL without a password where the gateway can query the store's keys; empty: it cannot."""
     password: str = field(default="", repr=False)
-    """Of an address that has one."""
+    """The password in the address, if it has one."""
 
 
 @dataclass(frozen=True, slots=True)
 class L2Location:
-    """Where a tier is looked for."""
+    """Where LMCache finds a tier."""
 
     url: str | None
     extension: Extension
     host: str
-    """The address of `service_name` as LMCache sees it: a service's name, or 127.0.0.1."""
+    """The address of the service `service_name` for LMCache: the service's name, or 127.0.0.1."""
     on_hyperpod: bool
     port: int | None = None
-    """Where a service of its own listens; None: its usual port."""
+    """The port of a service that the deployment starts; None: its default port."""
 
 
 class Backend(Protocol):
-    """One kind of second tier. A new one is a module and a line in the registry."""
+    """One kind of second tier. A new kind is a module and a line in the registry."""
 
     name: str
     description: str
@@ -94,22 +95,22 @@ class Backend(Protocol):
     accepts_password: bool
     has_classic: bool
     service_name: str
-    """The service that comes up by itself; empty when there is none."""
+    """The service that the deployment starts for this tier; empty when it starts none."""
 
     def url_problem(self, url: str) -> str:
-        """Why this is not an address of the tier; empty when it is one."""
+        """Why `url` cannot be an address of the tier; empty when it can."""
         ...
 
     def missing(self, extension: Extension, url: str | None) -> Sequence[tuple[Path, str]]:
-        """Fields without which the tier cannot be used."""
+        """The fields that are missing or wrong for this tier, each with a text."""
         ...
 
     def describe(self, extension: Extension, url: str | None) -> str:
-        """What the tier becomes, in a few words."""
+        """What runs for the tier, in a few words."""
         ...
 
     def tier(self, setting: L2Location) -> L2Tier:
-        """The settings; pure."""
+        """LMCache's settings and the services at this location. Pure."""
         ...
 
 
@@ -119,7 +120,7 @@ _LOGIN = re.compile(r"(?<=//)[^\s'\"]+@|(?<![\w/])[^\s/'\":]*:[^\s/'\"]+@")
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where a store is. `password` never goes into an error."""
+    """The address of a store. `password` never appears in an error."""
 
     host: str
     port: int
@@ -130,9 +131,9 @@ class Address:
 
 
 def parse_address(url: str, *, schemes: tuple[str, ...], default_port: int) -> Address:
-    """Read `redis://[user:password@]host[:port][/database]`, `host[:port]` or `redis:host:port`.
+    """Parse `redis://[user:password@]host[:port][/database]`, `host[:port]` or `redis:host:port`.
 
-    Raises ValueError with what is wrong; the text has no credentials.
+    Raises ValueError. Its text says what is wrong and contains no credentials.
     """
     scheme, separator, rest = url.partition("://")
     if not separator:
@@ -149,7 +150,7 @@ def parse_address(url: str, *, schemes: tuple[str, ...], default_port: int) -> A
     if not parts.hostname:
         raise ValueError(f"expected {schemes[0]}://HOST:PORT, found no host")
     if database and not database.isdigit():
-        raise ValueError("what follows the port is a database's number")
+        raise ValueError("only the number of a database may follow the port")
     return Address(
         host=parts.hostname,
         port=port,
@@ -161,11 +162,11 @@ def parse_address(url: str, *, schemes: tuple[str, ...], default_port: int) -> A
 
 
 def masked(text: str) -> str:
-    """`text` with stars for the user and password of any address in it."""
+    """`text` with stars in place of user and password in each address."""
     return _LOGIN.sub("***@", text)
 
 
 def has_password(url: str) -> bool:
-    """Whether an address, right or wrong, has a password in it."""
+    """Whether an address contains a password. The address may be invalid."""
     login, at, _ = url.rpartition("@")
     return bool(at) and bool(login.rpartition("//")[2].partition(":")[2])

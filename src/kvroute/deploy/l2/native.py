@@ -1,4 +1,4 @@
-"""A folder that every LMCache server sees: adapter `fs`."""
+"""Second tiers that need no server of their own: a folder, an S3 bucket, Mooncake."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvroute.deploy.spec.source import Path
 
 
 class FileSystem:
-    """Local disk of one node, or a mounted file system of many."""
+    """A folder that every LMCache server sees: a node's disk, or a shared file system (adapter `fs`)."""
 
     name = "fs"
     description = "a folder"
@@ -45,7 +45,7 @@ class FileSystem:
 
 
 class S3:
-    """A bucket, or what speaks like one."""
+    """An S3 bucket, or a store with the S3 protocol (adapter `s3`)."""
 
     name = "s3"
     description = "an S3 bucket"
@@ -85,7 +85,7 @@ PORT = 50051
 
 
 class Mooncake:
-    """One master for all; or the one behind a URL, `mooncake://HOST:PORT`."""
+    """Mooncake with a master that the deployment starts, or the master at `mooncake://HOST:PORT`."""
 
     name = "mooncake"
     description = "Mooncake"
@@ -102,7 +102,7 @@ class Mooncake:
         return ()
 
     def describe(self, extension: Extension, url: str | None) -> str:
-        return "Mooncake behind the master at l2CacheLocalUrl" if url else "Mooncake with a master of its own"
+        return "Mooncake with the master at l2CacheLocalUrl" if url else "Mooncake with a new master"
 
     def tier(self, setting: L2Location) -> L2Tier:
         store = setting.extension.l2.mooncake or MooncakeStore()

@@ -1,4 +1,4 @@
-"""Redis: LMCache's adapter `resp`."""
+"""Redis and Valkey as second tiers: LMCache's adapters `resp` and `valkey`."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from kvroute.deploy.spec.source import Path
 PORT = 6379
 SCHEMES = ("redis",)
 PASSWORD_VARIABLE = "LMCACHE_RESP_PASSWORD"
-"""LMCache 0.5.6, distributed/l2_adapters/resp_l2_adapter.py."""
+"""The variable from which the adapter reads the password (LMCache 0.5.6, l2_adapters/resp_l2_adapter.py)."""
 
 
 def query_url(address: Address) -> str:
-    """The address as Redis' clients take it, without the password."""
+    """The address as a `redis://` URL for Redis clients, without the password."""
     scheme = "rediss" if address.tls else "redis"
     user = f"{quote(address.username, safe='')}@" if address.username else ""
     host = f"[{address.host}]" if ":" in address.host else address.host
@@ -24,12 +24,12 @@ def query_url(address: Address) -> str:
 
 
 def memory_argument(gigabytes: float) -> str:
-    """`--maxmemory` of Redis and Valkey."""
+    """The value of `--maxmemory` of Redis and Valkey."""
     return f"{round(gigabytes * 1024)}mb"
 
 
 class Redis:
-    """One Redis for all workers, or the one behind a URL."""
+    """One Redis for all workers: the deployment starts it, or the user names its URL."""
 
     name = "redis"
     description = "Redis"
@@ -44,7 +44,7 @@ class Redis:
         except ValueError as exc:
             return str(exc)
         if address.tls:
-            return "LMCache's adapter speaks no TLS to Redis (rediss://); valkey does"
+            return "LMCache's adapter does not support TLS to Redis (rediss://); the backend valkey does"
         if address.database:
             return "LMCache's adapter uses database 0 only"
         return ""
@@ -55,7 +55,7 @@ class Redis:
     def describe(self, extension: Extension, url: str | None) -> str:
         if url is not None:
             return "Redis at l2CacheLocalUrl"
-        return f"a Redis of its own, {extension.l2.size_gb:g} GB, least recently used out first"
+        return f"a new Redis of {extension.l2.size_gb:g} GB, which evicts the least recently used entries"
 
     def tier(self, setting: L2Location) -> L2Tier:
         port = setting.port or PORT
@@ -67,7 +67,7 @@ class Redis:
         user = f"{address.username}:{address.password}@" if address.password else ""
         return L2Tier(
             adapter={**adapter, "shared": True},
-            # Never on a command line, which every user of the host may read.
+            # Not on a command line, which every user of the host can read.
             password_variable=PASSWORD_VARIABLE,
             environment={PASSWORD_VARIABLE: address.password} if address.password else {},
             query_url=query_url(address),
@@ -78,7 +78,7 @@ class Redis:
 
     def _service(self, setting: L2Location, port: int) -> ServiceSpec:
         extension = setting.extension
-        # A cache: bounded, least recently used out first, nothing on disk.
+        # Used as a cache: bounded, evicts the least recently used entries, writes nothing to disk.
         limit = memory_argument(extension.l2.size_gb)
         return ServiceSpec(
             name=self.service_name,
@@ -91,7 +91,7 @@ class Redis:
             port=port,
             probe=("redis-cli", "ping"),
             memory_gb=extension.l2.size_gb,
-            # LMCache's own client (0.5.6) stores and finds nothing after a lost connection.
+            # After a lost connection, LMCache's own client (0.5.6) stores and finds nothing.
             reconnects=False,
             local_arguments=("--bind", setting.host, "--port", str(port)),
             ready_url=f"redis://{setting.host}:{port}",
@@ -102,7 +102,7 @@ VALKEY_SCHEMES = ("valkey", "valkeys")
 
 
 class Valkey:
-    """One Valkey for all workers, or the one behind a URL."""
+    """One Valkey for all workers: the deployment starts it, or the user names its URL."""
 
     name = "valkey"
     description = "Valkey"
@@ -124,7 +124,7 @@ class Valkey:
     def describe(self, extension: Extension, url: str | None) -> str:
         if url is not None:
             return "Valkey at l2CacheLocalUrl"
-        return f"a Valkey of its own, {extension.l2.size_gb:g} GB, least recently used out first"
+        return f"a new Valkey of {extension.l2.size_gb:g} GB, which evicts the least recently used entries"
 
     def tier(self, setting: L2Location) -> L2Tier:
         port = setting.port or PORT

@@ -1,4 +1,4 @@
-"""Every second tier by its name in `l2CacheBackend`. A new one is a module and a line here."""
+"""Registry of second tiers by their names in `l2CacheBackend`. A new tier is a module and a line here."""
 
 from __future__ import annotations
 
@@ -15,5 +15,5 @@ BACKENDS: Final[dict[str, Backend]] = {
 
 
 def backend_named(name: str) -> Backend:
-    """The backend; the case of `name` does not matter. Raises KeyError."""
+    """The backend called `name`, in any case. Raises KeyError."""
     return BACKENDS[name.lower()]

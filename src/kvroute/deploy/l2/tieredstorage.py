@@ -1,7 +1,7 @@
-"""A daemon on each node that keeps entries in shared memory: adapter `sagemaker-hyperpod`.
+"""A daemon on each node that keeps entries in shared memory: LMCache's adapter `sagemaker-hyperpod`.
 
-On HyperPod's nodes the daemon is there already; elsewhere it is `kvroute tierd`,
-which speaks the same protocol.
+HyperPod's nodes have such a daemon. On other nodes the deployment starts `kvroute tierd`, which implements
+the same protocol.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ PORT = 9200
 HYPERPOD_MEMORY = "ai_toolkit_cache"
 TIERD_MEMORY = "kvroute_tierd"
 NODE_IP = "$(NODE_IP)"
-"""Filled in by the container's own environment."""
+"""The container runtime replaces it with the variable NODE_IP of the container's environment."""
 
 
 class TieredStorage:
-    """HyperPod's disaggregated memory, or ours."""
+    """The storage daemon of HyperPod's nodes, or `kvroute tierd`."""
 
     name = "tieredstorage"
     description = "a storage daemon on each node"
@@ -38,12 +38,13 @@ class TieredStorage:
     def describe(self, extension: Extension, url: str | None) -> str:
         if extension.platform == "hyperpod":
             return "the storage daemon of HyperPod's nodes"
-        return f"kvroute tierd on each node, {extension.l2.size_gb:g} GB, least recently used out first"
+        size = f"{extension.l2.size_gb:g} GB"
+        return f"kvroute tierd on each node with {size}, which evicts the least recently used entries"
 
     def tier(self, setting: L2Location) -> L2Tier:
         host = NODE_IP if setting.on_hyperpod else setting.host
         port = setting.port or PORT
-        # Two daemons of one host must not share a segment.
+        # Two daemons on one host must not share a segment.
         own = TIERD_MEMORY if port == PORT else f"{TIERD_MEMORY}_{port}"
         memory = HYPERPOD_MEMORY if setting.on_hyperpod else own
         url = f"sagemaker-hyperpod://{host}:{port}"

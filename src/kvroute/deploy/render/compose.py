@@ -1,7 +1,7 @@
-"""A compose file: workers, gateway, caches and Prometheus on one host.
+"""Renders a compose file: workers, gateway, caches and Prometheus on one host.
 
-Profiles: `gpu` or `cpu` has the spec's engines; `sim` the same endpoint with simulated workers, for a host
-that has neither GPUs nor the model. Each has a gateway of its own. Read by docker-compose 1.29 and newer.
+The profile `gpu` or `cpu` has the spec's engines. The profile `sim` has simulated workers, for a host that
+has neither GPUs nor the model. Each profile has its own gateway. For docker-compose 1.29 and newer.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Service = dict[str, Any]
 def http_health(
     port: int, python: str, *, path: str = "/health", start_period: str, interval: str = "5s"
 ) -> dict[str, Any]:
-    """A check by the container's own Python, which every image here has."""
+    """A health check that runs Python in the container; every image here has Python."""
     code = f"import urllib.request as r; r.urlopen('http://127.0.0.1:{port}{path}', timeout=3)"
     return {
         "test": ["CMD", python, "-c", code],
@@ -52,12 +52,12 @@ def http_health(
 
 
 def literal(text: str) -> str:
-    """`text` where compose would look for variables."""
+    """`text` with `$` escaped, so that compose replaces no variables in it."""
     return text.replace("$", "$$")
 
 
 def byte_count(quantity: str) -> str:
-    """A Kubernetes quantity of memory as compose writes it, in bytes."""
+    """A Kubernetes memory quantity as a number of bytes, which compose accepts."""
     units = {"Ki": 1024, "Mi": 1024**2, "Gi": 1024**3, "Ti": 1024**4, "k": 10**3, "M": 10**6, "G": 10**9}
     for unit, factor in units.items():
         if quantity.endswith(unit):
@@ -66,7 +66,7 @@ def byte_count(quantity: str) -> str:
 
 
 def yaml_text(value: object) -> str:
-    """A document in block style, `${VARIABLES}` in quotes."""
+    """`value` as YAML in block style, with text that contains `${VARIABLES}` in quotes."""
     text: str = yaml.dump(
         value, Dumper=_NoAliases, sort_keys=False, allow_unicode=True, width=10**6, default_flow_style=False
     )
@@ -74,7 +74,7 @@ def yaml_text(value: object) -> str:
 
 
 class _NoAliases(yaml.SafeDumper):
-    """Writes what occurs twice twice, and text with variables in quotes: their values are text."""
+    """Dumps YAML without aliases, and quotes text with variables, because their values are text."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -94,36 +94,36 @@ SIM_PROFILE = "sim"
 HUB_CACHE = "/root/.cache/huggingface"
 PROMETHEUS_FILE = "prometheus.yml"
 STATE = "/var/lib/kvroute"
-"""Where the gateway keeps the admin key that it makes; the image has the folder, and its user owns it."""
+"""The folder of the admin key that the gateway makes. The image has this folder, owned by its user."""
 BY_NAME = frozenset({"fleet.aliases", "tokens.models"})
-"""Options whose keys are names, which may have dots in them."""
+"""Options whose keys are names, which may contain dots."""
 
 
 def render_compose(plan: EndpointPlan) -> dict[str, str]:
-    """`docker-compose.yml`, and Prometheus' configuration if the metrics are on."""
+    """`docker-compose.yml`, and Prometheus' configuration if metrics are enabled: file name -> text."""
     profiles = _profiles(plan)
     services: dict[str, Service] = {}
     volumes: dict[str, None] = {}
     targets: list[str] = []
-    for profile, each in profiles.items():
+    for profile, profile_plan in profiles.items():
         gateway = "kvroute" if profile == SIM_PROFILE else f"kvroute-{profile}"
-        site = compose_site(each, gateway)
-        services[gateway] = _gateway(each, site, profile)
+        site = compose_site(profile_plan, gateway)
+        services[gateway] = _gateway(profile_plan, site, profile)
         volumes["kvroute-state"] = None
         for worker in site.workers:
-            services[worker.name] = _worker(each, worker, site, profile, volumes)
-        if each.cache is not None and not each.is_simulated:
+            services[worker.name] = _worker(profile_plan, worker, site, profile, volumes)
+        if profile_plan.cache is not None and not profile_plan.is_simulated:
             for number, server in enumerate(site.servers):
                 services[_server_name(site, number)] = _lmcache(
-                    each, each.cache, server, site, profile, number
+                    profile_plan, profile_plan.cache, server, site, profile, number
                 )
         for service in site.tier.services if site.tier else ():
             services[service.name] = _tier_service(service)
-        if isinstance(each.model.store, S3Storage) and not each.is_simulated:
-            services["model"] = _download(each, each.model.store, profile)
-        if model_folder(each, site):
-            _mount_model(services[gateway], each, volumes)
-        targets += [f"{worker.name}:{each.port}" for worker in site.workers]
+        if isinstance(profile_plan.model.store, S3Storage) and not profile_plan.is_simulated:
+            services["model"] = _download(profile_plan, profile_plan.model.store, profile)
+        if model_folder(profile_plan, site):
+            _mount_model(services[gateway], profile_plan, volumes)
+        targets += [f"{worker.name}:{profile_plan.port}" for worker in site.workers]
     files: dict[str, str] = {}
     if plan.metrics.enabled:
         services["prometheus"] = _prometheus(plan)
@@ -135,7 +135,7 @@ def render_compose(plan: EndpointPlan) -> dict[str, str]:
 
 
 def _profiles(plan: EndpointPlan) -> dict[str, EndpointPlan]:
-    """Each profile's endpoint; the simulated one has everything but the engines and their caches."""
+    """The endpoint of each profile. The simulated endpoint has no engines and no caches."""
     extension = plan.extension.model_copy(update={"engine": "sim"})
     simulated = dataclasses.replace(plan, extension=extension, cache=None, gpus=0)
     if plan.is_simulated:
@@ -144,7 +144,10 @@ def _profiles(plan: EndpointPlan) -> dict[str, EndpointPlan]:
 
 
 def _head(plan: EndpointPlan, profiles: list[str]) -> str:
-    lines = [f"# {plan.name}, made by `kvroute render --to compose`: change the spec, not this file.", "#"]
+    lines = [
+        f"# {plan.name}, generated by `kvroute render --to compose`: change the spec, not this file.",
+        "#",
+    ]
     lines += [f"#   docker compose --profile {profile} up" for profile in profiles]
     lines += ["#", f"# The gateway is on http://127.0.0.1:{plan.extension.gateway.port}."]
     lines += [f"# Its admin key is in {STATE} of its container, unless KVROUTE_ADMIN_KEY is set."]
@@ -153,7 +156,7 @@ def _head(plan: EndpointPlan, profiles: list[str]) -> str:
 
 
 def _own_image(plan: EndpointPlan) -> Service:
-    """What all containers of kvroute itself have in common."""
+    """The settings of all containers that run kvroute itself."""
     images = plan.extension.images
     service: Service = {"image": f"${{KVROUTE_IMAGE:-{images.gateway}}}"}
     if images.gateway_build is not None:
@@ -186,17 +189,17 @@ def _gateway(plan: EndpointPlan, site: DeploymentSite, profile: str) -> Service:
         "command": [literal(word) for word in command],
         "environment": environment,
         "ports": [f"${{KVROUTE_BIND:-127.0.0.1}}:${{KVROUTE_PORT:-{port}}}:{port}"],
-        # For LMCache; not for anything outside of this network.
-        **({"expose": [str(each) for each in reports.values()]} if reports else {}),
+        # Only for LMCache, inside of this network.
+        **({"expose": [str(port) for port in reports.values()]} if reports else {}),
         "volumes": [f"kvroute-state:{STATE}"],
         "networks": {"default": {"aliases": ["kvroute"]}},
-        # Covers server.shutdown_delay_s, server.drain_timeout_s and cutting the rest.
+        # Covers server.shutdown_delay_s, server.drain_timeout_s and closing the remaining connections.
         "stop_grace_period": f"{gateway_stop_s(config['server'])}s",
     }
 
 
 def _assignments(plan: EndpointPlan, config: dict[str, Any]) -> list[tuple[str, str]]:
-    """The configuration beyond what flags and environment say already."""
+    """The configuration as option paths and values, without the options that flags and environment set."""
     rest = {key: value for key, value in config.items() if key not in ("server", "fleet", "routing")}
     rest["server"] = {key: value for key, value in config["server"].items() if key not in ("host", "port")}
     rest["routing"] = {key: value for key, value in config["routing"].items() if key != "strategy"}
@@ -206,7 +209,7 @@ def _assignments(plan: EndpointPlan, config: dict[str, Any]) -> list[tuple[str, 
 
 def _flat(path: str, value: Any) -> list[tuple[str, str]]:
     if isinstance(value, dict) and path not in BY_NAME:
-        return [each for key, inner in value.items() for each in _flat(f"{path}.{key}", inner)]
+        return [pair for key, inner in value.items() for pair in _flat(f"{path}.{key}", inner)]
     return [(path, value if isinstance(value, str) else compact(value))]
 
 
@@ -224,10 +227,10 @@ def _worker(
     argv = [literal(word) for word in worker_argv(plan, worker, site)]
     entrypoint, command = (argv[:2], argv[2:]) if plan.command is None else (argv[:1], argv[1:])
     if plan.model.is_downloaded and plan.command is None:
-        command[0] = chosen = f"${{MODEL:-{plan.model.source}}}"
+        command[0] = model = f"${{MODEL:-{plan.model.source}}}"
         if plan.model.served_name == plan.model.source and "--served-model-name" in command:
-            # Another model goes by its own name.
-            command[command.index("--served-model-name") + 1] = chosen
+            # If MODEL names another model, it is served under that name.
+            command[command.index("--served-model-name") + 1] = model
     environment = {key: literal(value) for key, value in container_environment(plan, worker, site).items()}
     service: Service = {
         "image": f"${{VLLM_IMAGE:-{plan.image}}}",
@@ -236,7 +239,7 @@ def _worker(
         "entrypoint": entrypoint,
         "command": command,
         "environment": {"HF_TOKEN": "${HF_TOKEN:-}"} | environment,
-        # Engine and LMCache hand each other memory of the GPU and of the host.
+        # Engine and LMCache share memory of the GPU and of the host.
         "ipc": "host",
         "healthcheck": http_health(
             plan.port, "python3", start_period=f"{plan.spec.max_deploy_time_in_seconds}s", interval="10s"
@@ -247,9 +250,9 @@ def _worker(
     mounts = _mounts(plan, volumes)
     if mounts:
         service["volumes"] = mounts
-    waits = _waits(plan, site)
-    if waits:
-        service["depends_on"] = waits
+    dependencies = _dependencies(plan, site)
+    if dependencies:
+        service["depends_on"] = dependencies
     if plan.worker.working_dir is not None:
         service["working_dir"] = plan.worker.working_dir
     memory = (plan.resources.limits or {}).get("memory")
@@ -266,7 +269,7 @@ def _event_ports(plan: EndpointPlan) -> Service:
 
 
 def _devices(plan: EndpointPlan, worker: WorkerSite) -> list[str]:
-    """GPU ids; with one each, a variable may name another."""
+    """The worker's GPU ids. If each worker has one GPU, a variable can select another one."""
     if plan.gpus == 1:
         letter = worker.name.rpartition("-")[2]
         return [f"${{GPU_{identifier(letter)}:-{worker.gpus[0]}}}"]
@@ -289,20 +292,20 @@ def _mounts(plan: EndpointPlan, volumes: dict[str, None]) -> list[str]:
 
 
 def _model_mounts(plan: EndpointPlan, volumes: dict[str, None]) -> list[str]:
-    """The model's files, where they are not downloaded by name."""
+    """The mount of the model's files; empty if the model is downloaded by its name."""
     model = plan.model
     if model.volume is None:
         return []
     if isinstance(model.store, S3Storage):
         volumes["model"] = None
         return [f"model:{model.volume.mount_path}:ro"]
-    # A file system that this host has mounted, or a folder.
+    # A folder, or a file system that this host has mounted.
     folder = model.location if model.location.startswith(("/", ".")) else "./model"
     return [f"${{MODEL_DIR:-{folder}}}:{model.volume.mount_path}:ro"]
 
 
 def _mount_model(gateway: Service, plan: EndpointPlan, volumes: dict[str, None]) -> None:
-    """The tokenizer's files, from the volume that the workers read."""
+    """Mount the model's files in the gateway, which needs the tokenizer."""
     gateway["volumes"] += _model_mounts(plan, volumes)
     if isinstance(plan.model.store, S3Storage):
         gateway["depends_on"] = {"model": {"condition": "service_completed_successfully"}}
@@ -316,16 +319,16 @@ def _tier_mounts(plan: EndpointPlan) -> list[str]:
     return [f"${{LMCACHE_DIR:-{path}}}:{path}"]
 
 
-def _waits(plan: EndpointPlan, site: DeploymentSite) -> dict[str, Any]:
-    waits: dict[str, Any] = {}
+def _dependencies(plan: EndpointPlan, site: DeploymentSite) -> dict[str, Any]:
+    dependencies: dict[str, Any] = {}
     if plan.cache is not None and plan.cache.has_servers:
         names = [_server_name(site, number) for number in range(len(site.servers))]
-        waits |= {name: {"condition": "service_healthy"} for name in names}
+        dependencies |= {name: {"condition": "service_healthy"} for name in names}
     elif site.tier is not None:
-        waits |= {service.name: {"condition": "service_healthy"} for service in site.tier.services}
+        dependencies |= {service.name: {"condition": "service_healthy"} for service in site.tier.services}
     if isinstance(plan.model.store, S3Storage):
-        waits["model"] = {"condition": "service_completed_successfully"}
-    return waits
+        dependencies["model"] = {"condition": "service_completed_successfully"}
+    return dependencies
 
 
 def _server_name(site: DeploymentSite, number: int) -> str:
@@ -340,7 +343,7 @@ def _lmcache(
         literal(word).replace(literal(PASSWORD_REFERENCE), reference)
         for word in server_argv(plan, cache, server, site)
     ]
-    mine = [site.workers[number]] if len(site.servers) > 1 else list(site.workers)
+    workers = [site.workers[number]] if len(site.servers) > 1 else list(site.workers)
     environment = {key: literal(value) for key, value in server_environment(plan, site).items()}
     if password_name(plan, site) not in ("", PASSWORD):
         environment[password_name(plan, site)] = reference
@@ -360,14 +363,14 @@ def _lmcache(
     if site.tier is not None and site.tier.services:
         service["depends_on"] = {each.name: {"condition": "service_healthy"} for each in site.tier.services}
     if plan.gpus:
-        service["deploy"] = _reservation([device for worker in mine for device in _devices(plan, worker)])
+        service["deploy"] = _reservation([device for worker in workers for device in _devices(plan, worker)])
     return service
 
 
 def _tier_service(service: ServiceSpec) -> Service:
     command = list(service.command)
     if command[0] == "kvroute":
-        # The image's entrypoint.
+        # The image's entrypoint is `kvroute`.
         command = command[1:]
     result: Service = {
         "image": f"${{{identifier(service.name)}_IMAGE:-{service.image}}}",
@@ -385,13 +388,13 @@ def _tier_service(service: ServiceSpec) -> Service:
         result["command"][place] = f"${{{identifier(service.name)}_MAXMEMORY:-{command[place]}}}"
     if service.shares_memory:
         result["ipc"] = "host"
-        # It reserves its memory first, and waits for leases of one that was killed.
+        # At its start it reserves memory, and waits until the leases of a killed daemon have ended.
         result["healthcheck"]["start_period"] = "120s"
     return result
 
 
 def _download(plan: EndpointPlan, store: S3Storage, profile: str) -> Service:
-    """Copies the model from its bucket, once."""
+    """A service that copies the model from its bucket, once."""
     volume = plan.model.volume
     target = volume.mount_path if volume is not None else "/model"
     return {
@@ -431,7 +434,5 @@ def _scrape_config(plan: EndpointPlan, workers: list[str], services: dict[str, S
     servers = [f"{name}:{LMCACHE_HTTP_PORT}" for name in services if name.startswith("lmcache")]
     if servers:
         jobs.append({"job_name": "lmcache", "static_configs": [{"targets": servers}]})
-    head = (
-        "# Prometheus beside docker-compose.yml. Workers of a profile that does not run are shown as down.\n"
-    )
+    head = "# Prometheus for docker-compose.yml. Workers of a profile that does not run are shown as down.\n"
     return head + yaml_text({"global": {"scrape_interval": interval}, "scrape_configs": jobs})

@@ -1,4 +1,4 @@
-"""The gateway's own configuration."""
+"""Renders the gateway's configuration."""
 
 from __future__ import annotations
 
@@ -24,20 +24,23 @@ ADMIN_KEY = "admin-key"
 def gateway_config(
     plan: EndpointPlan, site: DeploymentSite, *, secrets: bool = False, names: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """What `kvroute serve -c` reads. `secrets`: in Kubernetes, where keys are files below SECRETS and
-    workers are found by their pods' labels. `names` are those by which others know the gateway."""
+    """The configuration for `kvroute serve -c`.
+
+    `secrets` is set in Kubernetes: keys are files below SECRETS, and the gateway finds workers by their pods'
+    labels. `names` are the gateway's host names.
+    """
     gateway, routing = plan.extension.gateway, plan.extension.routing
     server: dict[str, Any] = {"host": site.gateway_bind, "port": gateway.port}
     limits = plan.limits
     config: dict[str, Any] = {
         "server": server,
-        "fleet": {"kubernetes": _by_label(plan)}
+        "fleet": {"kubernetes": _label_discovery(plan)}
         if secrets
         else {"workers": [{"id": worker.name, "url": worker.url} for worker in site.workers]},
         "routing": {"strategy": plan.strategy},
     }
     if plan.model.store is not None or plan.model.is_own_volume:
-        # Without --served-model-name, a model is asked for by its folder.
+        # A worker without --served-model-name serves the model under the name of its folder.
         config["fleet"]["aliases"] = {plan.model.source: plan.model.served_name}
     if limits is not None and limits.max_concurrent_requests is not None:
         config["upstream"] = {"max_connections": limits.max_concurrent_requests}
@@ -56,7 +59,7 @@ def gateway_config(
             config["admin"] = {"api_key_file": f"{SECRETS}/{ADMIN_KEY}"}
     if names:
         config["admin"] = {**config.get("admin", {}), "allowed_hosts": list(names)}
-    if plan.is_hyperpods:
+    if plan.is_hyperpod_document:
         config["logging"] = {**config.get("logging", {}), "hyperpod_lines": True}
     by_file = L2_PASSWORD_FILE if secrets and plan.l2_password is not None else None
     config = merged(config, cache_reports(plan, site, password_file=by_file))
@@ -65,8 +68,10 @@ def gateway_config(
 
 
 def admin_key_secret(plan: EndpointPlan) -> SecretKey | None:
-    """The Secret with the admin key: the user's, or else the rendered one. None if the gateway's settings
-    have a key."""
+    """The Secret with the admin key: the user's Secret, or else the rendered one.
+
+    None if the gateway's settings contain a key.
+    """
     gateway = plan.extension.gateway
     if gateway.admin_key_secret is not None:
         return gateway.admin_key_secret
@@ -76,14 +81,14 @@ def admin_key_secret(plan: EndpointPlan) -> SecretKey | None:
     return SecretKey(name=f"{plan.name}-gateway-admin", key=ADMIN_KEY)
 
 
-def _by_label(plan: EndpointPlan) -> dict[str, Any]:
-    """Pods of the StatefulSet, whose names are the workers' ids: as many as there are at any time."""
+def _label_discovery(plan: EndpointPlan) -> dict[str, Any]:
+    """The discovery section for the pods of the StatefulSet. The pods' names are the workers' ids."""
     wanted = ",".join(f"{key}={value}" for key, value in selector(plan, WORKER).items())
     return {"enabled": True, "namespace": plan.namespace, "selector": wanted, "port": plan.port_name}
 
 
 def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Both, key by key; `above` wins."""
+    """Merge two mappings key by key, nested mappings too. Values of `above` override those of `below`."""
     result = dict(below)
     for key, value in above.items():
         inner = result.get(key)

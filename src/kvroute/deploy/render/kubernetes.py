@@ -1,4 +1,4 @@
-"""Kubernetes manifests, one file for each part of the endpoint."""
+"""Renders Kubernetes manifests: one file for each part of the endpoint, and the gateway's objects."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ from kvroute.deploy.render.site import DeploymentSite, kubernetes_site
 from kvroute.deploy.shutdown import gateway_stop_s
 
 USER = 10001
-"""The image's user."""
+"""The user id in the gateway's image."""
 
 
 def gateway_manifests(plan: EndpointPlan, site: DeploymentSite) -> Iterator[Manifest]:
-    """Deployment, Service, configuration, and what it may ask of the cluster."""
+    """The gateway's Deployment, Services, configuration and access rights."""
     name = f"{plan.name}-gateway"
     service = f"{name}.{plan.namespace}"
     names = [name, service, f"{service}.svc", f"{service}.svc.cluster.local"]
@@ -54,7 +54,7 @@ def gateway_manifests(plan: EndpointPlan, site: DeploymentSite) -> Iterator[Mani
         name,
         GATEWAY,
         rules=[
-            # Finding workers by label.
+            # For discovery of workers by label.
             {"apiGroups": [""], "resources": ["pods"], "verbs": ["get", "list", "watch"]},
             {
                 "apiGroups": ["discovery.k8s.io"],
@@ -93,9 +93,9 @@ def gateway_manifests(plan: EndpointPlan, site: DeploymentSite) -> Iterator[Mani
             spec={
                 "selector": selector(plan, GATEWAY),
                 "ports": [service_port(port, number) for port, number in reports.items()],
-                # Were there several gateways: all that one server reports belongs together.
+                # With several gateways, all reports of one server must reach the same gateway.
                 "sessionAffinity": "ClientIP",
-                # Servers report to a gateway that is not ready yet, too.
+                # Servers must also reach a gateway that is not ready yet.
                 "publishNotReadyAddresses": True,
             },
         )
@@ -104,6 +104,7 @@ def gateway_manifests(plan: EndpointPlan, site: DeploymentSite) -> Iterator[Mani
 
 def admin_secret(plan: EndpointPlan, key: str) -> Manifest | None:
     """The Secret with the admin key; None if the user names a Secret or the gateway's settings have a key."""
+    # `key` is a new random key; `with_earlier_key` replaces it when a rendered file exists.
     secret = admin_key_secret(plan)
     if secret is None or secret is plan.extension.gateway.admin_key_secret:
         return None
@@ -143,7 +144,7 @@ def _deployment(
         "image": plan.extension.images.gateway,
         "args": ["serve", "-c", "/etc/kvroute/kvroute.yaml"],
         "ports": [{"name": port, "containerPort": number} for port, number in ports],
-        # Alive and ready are two things: a gateway without a worker must not be restarted for it.
+        # /health, not /ready: a gateway without a routable worker must not be restarted.
         "startupProbe": http_get("/health", "http") | {"periodSeconds": 1, "failureThreshold": 60},
         "livenessProbe": http_get("/health", "http") | {"periodSeconds": 10, "timeoutSeconds": 3},
         "readinessProbe": http_get("/ready", "http") | {"periodSeconds": 2, "timeoutSeconds": 2},
@@ -154,23 +155,24 @@ def _deployment(
     }
     given = site.tier.password if site.tier is not None and l2_password(plan, site) else ""
     if given:
-        # It stands in the spec, and so with LMCache's servers.
+        # The spec contains the password, so LMCache's servers have it in their settings, too.
         container["env"] = [{"name": L2_PASSWORD_OPTION, "value": given}]
     routing = plan.spec.intelligent_routing_spec
     scales = routing is not None and routing.auto_scaling_spec is not None
     return {
-        # Beside an autoscaler, each `kubectl apply` would undo what it has decided.
+        # With an autoscaler, `replicas` would undo its decision at each `kubectl apply`.
         **({} if scales else {"replicas": gateway.replicas}),
-        # A gateway goes when its successor is ready.
+        # A gateway ends when its successor is ready.
         "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxUnavailable": 0, "maxSurge": 1}},
         "selector": matching(plan, GATEWAY),
         "template": {
             "metadata": {"labels": labels(plan, GATEWAY)},
             "spec": {
                 "serviceAccountName": name,
-                # A Service named kvroute would put KVROUTE_PORT and its like into every pod beside it.
+                # Otherwise a Service named kvroute would set KVROUTE_PORT and other variables in every pod.
                 "enableServiceLinks": False,
-                # Covers server.shutdown_delay_s, server.drain_timeout_s and cutting the rest.
+                # Covers server.shutdown_delay_s, server.drain_timeout_s and closing the remaining
+                # connections.
                 "terminationGracePeriodSeconds": gateway_stop_s(config["server"]),
                 "securityContext": {
                     "runAsNonRoot": True,
@@ -191,7 +193,7 @@ SECRET_FILE: Final = "gateway-secret.yaml"
 
 
 def kubernetes_objects(plan: EndpointPlan) -> dict[str, list[Manifest]]:
-    """Every object but the Secret with the admin key, by the file that it goes to; no file is empty."""
+    """All objects except the Secret with the admin key: file name -> objects. No file is empty."""
     scaling = plan.spec.auto_scaling_spec
     most = max(plan.replicas, scaling.max_replica_count if scaling is not None else 0, 1)
     site = kubernetes_site(plan, most)
@@ -208,8 +210,8 @@ def kubernetes_objects(plan: EndpointPlan) -> dict[str, list[Manifest]]:
 
 
 def render_kubernetes(plan: EndpointPlan) -> dict[str, str]:
-    """The manifests as text. The admin key in SECRET_FILE is made anew each time: see `with_earlier_key`."""
-    head = f"# {plan.name}, made by `kvroute render --to kubernetes`: change the spec, not this file.\n"
+    """The manifests: file name -> text. SECRET_FILE has a new admin key each time; see `with_earlier_key`."""
+    head = f"# {plan.name}, generated by `kvroute render --to kubernetes`: change the spec, not this file.\n"
     files = {name: head + _text(objects) for name, objects in kubernetes_objects(plan).items()}
     secret = admin_secret(plan, secrets.token_urlsafe(32))
     if secret is not None:
@@ -218,15 +220,16 @@ def render_kubernetes(plan: EndpointPlan) -> dict[str, str]:
 
 
 _SECRET_NOTE: Final = (
-    "# The admin key is random; another `render -o` into this folder keeps it. Keep this file out of\n"
-    "# version control, or name a Secret of your own in x-kvroute.gateway.adminKeySecret.\n"
+    "# The admin key is random; a later `render -o` into this folder keeps it. Keep this file out of\n"
+    "# version control, or name your own Secret in x-kvroute.gateway.adminKeySecret.\n"
 )
 
 
 def with_earlier_key(text: str, earlier: str) -> str:
-    """SECRET_FILE's new `text` with the key of an `earlier` one, so that rendering again changes no key.
+    """The new `text` of SECRET_FILE with the key of the `earlier` text, so that rendering again keeps the
+    key.
 
-    Raises ValueError if `earlier` is not such a file.
+    Raises ValueError if `earlier` is not the text of a SECRET_FILE.
     """
     comments = "".join(f"{line}\n" for line in text.splitlines() if line.startswith("#"))
     try:

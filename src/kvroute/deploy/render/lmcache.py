@@ -1,4 +1,5 @@
-"""LMCache's settings: flags of its server (0.5.6), or environment and file of the classic connector."""
+"""Renders LMCache's settings: flags of its server (0.5.6), or environment and file of the classic
+connector."""
 
 from __future__ import annotations
 
@@ -13,19 +14,20 @@ from kvroute.deploy.render.site import DeploymentSite, ServerSite, WorkerSite, l
 
 PASSWORD = "L2_PASSWORD"
 PASSWORD_REFERENCE = f"$({PASSWORD})"
-"""Where the second tier's password goes, as Kubernetes writes it; others put their own reference here."""
+"""Placeholder for the second tier's password, in Kubernetes' syntax. Other targets replace it."""
 HEARTBEAT_S = 2
-"""How often an engine pings its LMCache server, and how long it waits for an answer. It registers its KV
-cache again only after a ping has failed: a server that was restarted between two pings refuses the engine's
-blocks for ever (LMCache 0.5.6, whose own default is 10 s)."""
+"""Interval of an engine's pings to its LMCache server, and the timeout of one ping."""
+# An engine registers its KV cache again only after a failed ping. If its server was restarted between two
+# pings, the server refuses the engine's blocks permanently (LMCache 0.5.6, whose default interval is 10 s).
 UNNOTICED_RESTART_S = 2 * HEARTBEAT_S
-"""A server that is away for longer is missed by every engine."""
+"""Every engine notices when its server is down for longer than this."""
 CLASSIC_HEARTBEAT_S = 10
-"""Also how soon a worker hears that the gateway wants all of its keys once more."""
+"""Heartbeat of a classic worker. Within this time it also learns that the gateway requests all its keys
+again."""
 
 
 def compact(value: object) -> str:
-    """JSON on one line without blanks."""
+    """`value` as JSON on one line without spaces."""
     return json.dumps(value, separators=(",", ":"))
 
 
@@ -38,11 +40,11 @@ def server_argv(
     argv += ["--host", server.bind, "--port", str(server.port)]
     argv += ["--http-host", server.bind, "--http-port", str(server.http_port)]
     argv += ["--chunk-size", str(extension.lmcache.chunk_size)]
-    # Without a first tier, LMCache still moves entries through a buffer.
+    # Without a first tier, LMCache still copies entries through a buffer.
     size = extension.l1.size_gb if cache.l1 else extension.l1.staging_gb
     argv += ["--l1-size-gb", f"{size:g}"]
     argv += ["--eviction-policy", extension.l1.eviction_policy if cache.l1 else "LRU"]
-    # Events of the first tier exist in this mode alone.
+    # LMCache reports events of the first tier only in this mode.
     argv += ["--supported-transfer-mode", "lmcache_driven"]
     if site.tier is not None:
         argv += ["--l2-adapter", compact(adapter(plan, site))]
@@ -58,7 +60,7 @@ def server_argv(
 
 
 def adapter(plan: EndpointPlan, site: DeploymentSite) -> dict[str, object]:
-    """LMCache's adapter for the second tier, with the user's own settings on top."""
+    """The settings of LMCache's adapter for the second tier. The user's settings override them."""
     if site.tier is None:
         return {}
     settings = {**site.tier.adapter, **(plan.extension.l2.options or {})}
@@ -68,12 +70,12 @@ def adapter(plan: EndpointPlan, site: DeploymentSite) -> dict[str, object]:
 
 
 def server_environment(plan: EndpointPlan, site: DeploymentSite) -> dict[str, str]:
-    """What an LMCache server needs besides its flags; `password_name` comes on top where there is one."""
+    """The environment of an LMCache server, without the variable `password_name`."""
     return {SEED: plan.hash_seed, **(site.tier.environment if site.tier is not None else {})}
 
 
 def password_name(plan: EndpointPlan, site: DeploymentSite) -> str:
-    """The variable that gives an LMCache server the second tier's password; empty without one."""
+    """The variable with the second tier's password for an LMCache server; empty without a password."""
     if site.tier is None or plan.l2_password is None:
         return ""
     return site.tier.password_variable or PASSWORD
@@ -99,7 +101,7 @@ def connector(plan: EndpointPlan, worker: WorkerSite) -> dict[str, object] | Non
 
 
 def worker_environment(plan: EndpointPlan, worker: WorkerSite, site: DeploymentSite) -> dict[str, str]:
-    """What vLLM's environment needs for LMCache."""
+    """The variables that vLLM's environment needs for LMCache."""
     cache = plan.cache
     if cache is None:
         return {SEED: plan.hash_seed} if plan.follows_caches else {}
@@ -113,7 +115,7 @@ def worker_environment(plan: EndpointPlan, worker: WorkerSite, site: DeploymentS
 
 
 def classic_settings(plan: EndpointPlan, cache: Cache, site: DeploymentSite) -> dict[str, object]:
-    """The classic connector's settings that all workers share, as its YAML file has them."""
+    """The classic connector's settings that all workers share, with the keys of its YAML file."""
     extension = plan.extension
     settings: dict[str, object] = {
         "chunk_size": extension.lmcache.chunk_size,
@@ -152,7 +154,7 @@ def _as_text(value: object) -> str:
 
 
 def render_lmcache(plan: EndpointPlan) -> dict[str, str]:
-    """Files for running LMCache by hand on one host."""
+    """Files for starting LMCache manually on one host."""
     cache, site = plan.cache, local_site(plan)
     if cache is None:
         why = "the workers are simulated" if plan.is_simulated else "no cache tier is on"
@@ -160,7 +162,7 @@ def render_lmcache(plan: EndpointPlan) -> dict[str, str]:
     environment = worker_environment(plan, site.workers[0], site) if site.workers else {}
     files = {"lmcache.env": _lines(environment)}
     if cache.classic:
-        head = "# LMCACHE_CONFIG_FILE of the workers; lmcache.env says the same as environment.\n"
+        head = "# LMCACHE_CONFIG_FILE of the workers; lmcache.env has the same settings as variables.\n"
         main = head + _yaml(classic_settings(plan, cache, site))
     else:
         commands = {server.instance_id: server_argv(plan, cache, server, site) for server in site.servers}
@@ -191,18 +193,18 @@ def render_lmcache(plan: EndpointPlan) -> dict[str, str]:
         files["lmcache-servers.sh"] = "".join(f"{env} {_shell(argv)}\n" for argv in commands.values())
     for service in site.tier.services if site.tier is not None else ():
         if service.shares_memory:
-            # LMCache does not start without its memory: first this, then the servers.
+            # LMCache does not start without this shared memory, so this script must run first.
             files[f"{service.name}.sh"] = f"{shlex.join(service.command)}\n"
     return {"lmcache.yaml": main, **files}
 
 
 def _shell(argv: tuple[str, ...]) -> str:
-    """A command line whose password is read from the environment when it runs."""
+    """A shell command that reads the password from the environment when it runs."""
     return shlex.join(argv).replace(PASSWORD_REFERENCE, f"'\"${PASSWORD}\"'")
 
 
 def _without_password(argv: tuple[str, ...]) -> list[str]:
-    """The command for a reader that is no shell and fills in nothing."""
+    """The command without the password, for files in which no shell replaces variables."""
     return [word.replace(f',"password":"{PASSWORD_REFERENCE}"', "") for word in argv]
 
 

@@ -1,4 +1,4 @@
-"""What all Kubernetes objects of an endpoint have in common."""
+"""Common parts of an endpoint's Kubernetes objects: metadata, labels, variables, ports."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LOCKED_DOWN = {
 
 
 def manifest(api: str, kind: str, plan: EndpointPlan, name: str, component: str, **body: Any) -> Manifest:
-    """An object named `name` with the endpoint's labels."""
+    """A Kubernetes object named `name` with the endpoint's labels."""
     return {
         "apiVersion": api,
         "kind": kind,
@@ -35,7 +35,7 @@ def manifest(api: str, kind: str, plan: EndpointPlan, name: str, component: str,
 
 
 def selector(plan: EndpointPlan, component: str) -> dict[str, str]:
-    """What finds the pods of one component; never changes over an endpoint's life."""
+    """The labels that select the pods of one component. They never change while an endpoint exists."""
     return {"app.kubernetes.io/instance": plan.name, "app.kubernetes.io/component": component}
 
 
@@ -47,7 +47,7 @@ def labels(plan: EndpointPlan, component: str) -> dict[str, str]:
 
 
 def worker_labels(plan: EndpointPlan) -> dict[str, str]:
-    """Also says which model: what discovery by label reads."""
+    """The labels of worker pods. They also contain the model, for discovery by label."""
     model = re.sub(r"[^A-Za-z0-9_.-]", "-", plan.model.served_name)[:63].strip("-_.")
     return labels(plan, WORKER) | {"kvroute.dev/model": model}
 
@@ -61,14 +61,14 @@ def http_get(path: str, port: str | int) -> dict[str, Any]:
 
 
 def variable(name: str, field: str) -> dict[str, Any]:
-    """An environment variable with a field of the pod."""
+    """An environment variable whose value is a field of the pod."""
     return {"name": name, "valueFrom": {"fieldRef": {"fieldPath": field}}}
 
 
 def cache_variables(
     plan: EndpointPlan, tier: L2Tier | None, password_variable: str = PASSWORD
 ) -> list[dict[str, Any]]:
-    """What LMCache's settings refer to; must stand before them."""
+    """The variables to which LMCache's settings refer. They must come before these settings."""
     variables = [
         variable("POD_NAME", "metadata.name"),
         variable("POD_IP", "status.podIP"),
@@ -88,7 +88,7 @@ def plain_variables(environment: dict[str, str]) -> list[dict[str, Any]]:
 
 
 def node_affinity(plan: EndpointPlan) -> dict[str, Any] | None:
-    """The user's rules, and the instance types on HyperPod's nodes."""
+    """The user's affinity rules, plus a rule for the instance types on HyperPod; None without rules."""
     own = plan.spec.node_affinity
     rules: dict[str, Any] = own.model_dump(by_alias=True, exclude_none=True) if own is not None else {}
     if plan.instance_types:
@@ -108,7 +108,7 @@ def node_affinity(plan: EndpointPlan) -> dict[str, Any] | None:
 
 
 def disruption_budget(plan: EndpointPlan, component: str) -> Manifest:
-    """One pod at a time may be taken away on purpose."""
+    """A PodDisruptionBudget that allows one unavailable pod at a time."""
     return manifest(
         "policy/v1",
         "PodDisruptionBudget",

@@ -1,4 +1,4 @@
-"""LMCache servers and second tiers in Kubernetes."""
+"""Kubernetes objects of LMCache servers and second tiers."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from kvroute.deploy.render.plan import Cache, EndpointPlan
 from kvroute.deploy.render.site import LMCACHE_HTTP_PORT, LMCACHE_PORT, DeploymentSite
 
 OVERHEAD_GB = 4.0
-"""What an LMCache server takes besides its first tier."""
+"""Memory of an LMCache server in addition to its first tier."""
 
 
 def needs_host_ipc(plan: EndpointPlan) -> bool:
-    """Whether engine, LMCache and daemon are in different pods that share memory."""
+    """Whether engine, LMCache and storage daemon share memory across pods."""
     cache = plan.cache
     if cache is None:
         return False
@@ -43,13 +43,13 @@ def has_sidecar(plan: EndpointPlan) -> bool:
 
 
 def lmcache_container(plan: EndpointPlan, cache: Cache, site: DeploymentSite) -> dict[str, Any]:
-    """An LMCache server, as a sidecar or in a pod of its own."""
+    """The container of an LMCache server, for a worker's pod (as sidecar) or for its own pod."""
     argv = list(server_argv(plan, cache, site.servers[0], site))
     size = plan.extension.l1.size_gb if cache.l1 else plan.extension.l1.staging_gb
     memory = f"{round((size + OVERHEAD_GB) * 1024)}Mi"
     environment = server_environment(plan, site)
     if plan.gpus:
-        # It maps the engines' memory, so it must see their GPUs without taking them.
+        # The server maps the engines' GPU memory, so it must see their GPUs without reserving them.
         environment["NVIDIA_VISIBLE_DEVICES"] = "all"
     container: dict[str, Any] = {
         "name": LMCACHE,
@@ -79,12 +79,12 @@ def lmcache_container(plan: EndpointPlan, cache: Cache, site: DeploymentSite) ->
 
 
 def tier_volumes(plan: EndpointPlan, site: DeploymentSite) -> list[dict[str, Any]]:
-    """Paths of the node, or the claim, that LMCache must see."""
+    """The volumes with the paths of the node, or the claim, that LMCache must see."""
     return [volume for volume, _ in _tier_mounts(plan, site)]
 
 
 def tier_mounts(plan: EndpointPlan, site: DeploymentSite) -> list[dict[str, Any]]:
-    """The same as mounts of a container."""
+    """The container mounts of `tier_volumes`."""
     return [{"name": volume["name"], "mountPath": path} for volume, path in _tier_mounts(plan, site)]
 
 
@@ -102,7 +102,7 @@ def _tier_mounts(plan: EndpointPlan, site: DeploymentSite) -> Iterator[tuple[dic
 
 
 def cache_manifests(plan: EndpointPlan, site: DeploymentSite) -> Iterator[Manifest]:
-    """One LMCache server on each node, where workers do not have their own."""
+    """A DaemonSet and a Service for one LMCache server per node; nothing if each worker has its own."""
     cache = plan.cache
     if cache is None or not cache.has_servers or cache.per_worker:
         return
@@ -137,7 +137,7 @@ def cache_manifests(plan: EndpointPlan, site: DeploymentSite) -> Iterator[Manife
         name,
         LMCACHE,
         spec={
-            # The server of the worker's own node, never another's: they share memory.
+            # A worker must reach the server of its own node, because they share memory.
             "internalTrafficPolicy": "Local",
             "selector": selector(plan, LMCACHE),
             "ports": [
@@ -149,7 +149,7 @@ def cache_manifests(plan: EndpointPlan, site: DeploymentSite) -> Iterator[Manife
 
 
 def tier_manifests(plan: EndpointPlan, site: DeploymentSite) -> Iterator[Manifest]:
-    """What the second tier needs to run."""
+    """The workloads and Services of the second tier."""
     for service in site.tier.services if site.tier else ():
         yield _tier_workload(plan, service)
         yield manifest(
@@ -172,7 +172,7 @@ def tier_manifests(plan: EndpointPlan, site: DeploymentSite) -> Iterator[Manifes
                 _peers_name(plan, service),
                 service.name,
                 spec={
-                    # A name with the address of every node's instance.
+                    # Headless: the name resolves to the address of every node's instance.
                     "clusterIP": "None",
                     "selector": selector(plan, service.name),
                     "ports": [service_port("tier", service.port)],
@@ -211,6 +211,6 @@ def _tier_workload(plan: EndpointPlan, service: ServiceSpec) -> Manifest:
     spec: dict[str, Any] = {"selector": matching(plan, service.name), "template": template}
     if service.scope is Scope.PER_NODE:
         return manifest("apps/v1", "DaemonSet", plan, f"{plan.name}-{service.name}", service.name, spec=spec)
-    # Two at once would be two caches.
+    # Two instances at the same time would be two caches.
     spec |= {"replicas": 1, "strategy": {"type": "Recreate"}}
     return manifest("apps/v1", "Deployment", plan, f"{plan.name}-{service.name}", service.name, spec=spec)

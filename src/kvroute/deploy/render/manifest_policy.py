@@ -1,4 +1,4 @@
-"""Who may talk to whom, how many there are, and what is scraped, in Kubernetes."""
+"""Kubernetes objects for network policies, autoscaling and monitoring."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ PROMETHEUS = {
 
 
 def network_manifests(plan: EndpointPlan, site: DeploymentSite) -> Iterator[Manifest]:
-    """Clients reach the gateway; all else is reached by those parts alone that need it."""
+    """NetworkPolicies: clients may connect to the gateway, and each other part only to what it needs."""
     gateway = {"podSelector": matching(plan, GATEWAY)}
     workers = {"podSelector": matching(plan, WORKER)}
     servers = {"podSelector": matching(plan, LMCACHE)}
@@ -58,7 +58,7 @@ def network_manifests(plan: EndpointPlan, site: DeploymentSite) -> Iterator[Mani
     entrance = [_allow([], plan.extension.gateway.port)]
     reports = report_ports(plan, site)
     if reports:
-        # LMCache is in the workers' pods, or in those of its own.
+        # LMCache runs in the workers' pods or in its own pods.
         reporting = servers if cache is not None and cache.has_servers and not cache.per_worker else workers
         entrance.append(_allow([reporting], *reports.values()))
     yield _policy(plan, GATEWAY, entrance)
@@ -69,7 +69,7 @@ def network_manifests(plan: EndpointPlan, site: DeploymentSite) -> Iterator[Mani
             rules.append(_allow([PROMETHEUS], LMCACHE_HTTP_PORT))
         yield _policy(plan, LMCACHE, rules)
     for service in site.tier.services if site.tier else ():
-        # Daemons fetch from each other.
+        # Storage daemons fetch entries from each other.
         peers = [workers, servers, {"podSelector": matching(plan, service.name)}]
         if queries_l2(plan, site):
             peers.append(gateway)
@@ -90,7 +90,7 @@ def _policy(plan: EndpointPlan, component: str, ingress: list[dict[str, Any]]) -
 
 
 def _allow(peers: list[dict[str, Any]], *ports: int) -> dict[str, Any]:
-    """A rule; no peers means everyone."""
+    """A rule that allows `peers` to connect to `ports`. Without peers it allows every address."""
     rule: dict[str, Any] = {"ports": [{"protocol": "TCP", "port": port} for port in ports]}
     return {"from": peers, **rule} if peers else rule
 
@@ -99,7 +99,7 @@ def _allow(peers: list[dict[str, Any]], *ports: int) -> dict[str, Any]:
 
 
 def scaling_manifests(plan: EndpointPlan) -> Iterator[Manifest]:
-    """KEDA where there are triggers, else an HPA on CPU use."""
+    """Autoscalers of workers and gateway: KEDA's if the spec has triggers, else an HPA on CPU use."""
     routing = plan.spec.intelligent_routing_spec
     for component, kind, target, scaling in (
         (WORKER, "StatefulSet", f"{plan.name}-worker", plan.spec.auto_scaling_spec),

@@ -1,4 +1,5 @@
-"""The workers in Kubernetes: a StatefulSet, so that each keeps its name, and the model's volume."""
+"""Kubernetes objects of the workers: a StatefulSet, so that each worker keeps its name, and the model's
+volume."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ STARTUP_PERIOD_S = 10
 
 
 def worker_manifests(plan: EndpointPlan, site: DeploymentSite) -> Iterator[Manifest]:
-    """StatefulSet, its headless Service, and the model's volume where that is storage of its own."""
+    """The workers' StatefulSet, its headless Service, and the model's volume if it needs one."""
     name = f"{plan.name}-workers"
     ports = [service_port(plan.port_name, plan.port)]
     if has_sidecar(plan):
@@ -53,7 +54,7 @@ def worker_manifests(plan: EndpointPlan, site: DeploymentSite) -> Iterator[Manif
         WORKER,
         spec={
             "clusterIP": "None",
-            # A worker that is not ready is the gateway's business, and must have a name to be asked by.
+            # The gateway itself probes workers that are not ready, so their names must resolve.
             "publishNotReadyAddresses": True,
             "selector": selector(plan, WORKER),
             "ports": ports,
@@ -66,7 +67,7 @@ def worker_manifests(plan: EndpointPlan, site: DeploymentSite) -> Iterator[Manif
         f"{plan.name}-worker",
         WORKER,
         spec={
-            # Beside an autoscaler, each `kubectl apply` would undo what it has decided.
+            # With an autoscaler, `replicas` would undo its decision at each `kubectl apply`.
             **({} if plan.spec.auto_scaling_spec is not None else {"replicas": plan.replicas}),
             "serviceName": name,
             "podManagementPolicy": "Parallel",
@@ -99,7 +100,7 @@ def _pod(plan: EndpointPlan, site: DeploymentSite) -> dict[str, Any]:
     before = list(extra.get("initContainers", []))
     volumes = [*extra.get("volumes", []), *_volumes(plan, host_ipc)]
     if plan.cache is not None and has_sidecar(plan):
-        # A sidecar: started before the engine, which waits for it, and ended after it.
+        # As a sidecar, the server starts before the engine, which waits for it, and ends after the engine.
         before.append(lmcache_container(plan, plan.cache, site) | {"restartPolicy": "Always"})
         volumes += tier_volumes(plan, site)
     elif plan.cache is not None and plan.cache.classic:
@@ -161,7 +162,7 @@ def _environment(plan: EndpointPlan, site: DeploymentSite) -> list[dict[str, Any
 
 
 def _probes(plan: EndpointPlan) -> dict[str, Any]:
-    """The user's probes; where there is none, ours."""
+    """The user's probes, and default probes for those that the user does not set."""
     own = plan.worker.probes
     answer = http_get("/health", plan.port_name)
     patience = math.ceil(plan.spec.max_deploy_time_in_seconds / STARTUP_PERIOD_S)
@@ -216,7 +217,7 @@ def _volumes(plan: EndpointPlan, host_ipc: bool) -> list[dict[str, Any]]:
 
 
 def _node_path(folder: str) -> str:
-    """A node has no working directory: what is relative lies under /var/lib/kvroute."""
+    """The path of a model's folder on a node. A relative path is below /var/lib/kvroute."""
     return folder if folder.startswith("/") else f"/var/lib/kvroute/{folder.removeprefix('./')}"
 
 
@@ -231,7 +232,7 @@ def _mounts(plan: EndpointPlan, host_ipc: bool) -> list[dict[str, Any]]:
 
 
 def _model_storage(plan: EndpointPlan) -> Iterator[Manifest]:
-    """A volume on the model's bucket or file system, through AWS's CSI drivers."""
+    """PersistentVolume and claim for the model's bucket or file system, through AWS's CSI drivers."""
     model = plan.model
     if model.store is None or plan.is_simulated:
         return
@@ -243,7 +244,7 @@ def _model_storage(plan: EndpointPlan) -> Iterator[Manifest]:
         f"{plan.namespace}-{name}",
         WORKER,
         spec={
-            # The size means nothing to these drivers.
+            # These drivers ignore the size.
             "capacity": {"storage": "1200Gi"},
             "accessModes": ["ReadOnlyMany"],
             "persistentVolumeReclaimPolicy": "Retain",

@@ -1,4 +1,4 @@
-"""A document with every default filled in: what there is to run, wherever that will be."""
+"""Resolves a document into an `EndpointPlan`: every default filled in, independent of the render target."""
 
 from __future__ import annotations
 
@@ -37,29 +37,29 @@ GPU = "nvidia.com/gpu"
 SEED = "PYTHONHASHSEED"
 DEFAULT_PORT = 8000
 TINY_FOLDER = ".kvroute/models"
-"""Where `kvroute up` puts the models that it makes up."""
+"""The folder for models with random weights that `kvroute up` writes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """What the workers load and from where."""
+    """The model that the workers load, and where they load it from."""
 
     source: str
-    """What vLLM is given: a name on Hugging Face, or a folder as the worker sees it."""
+    """The model argument of vLLM: a name on Hugging Face, or a folder inside the worker's container."""
     served_name: str
     volume: VolumeMount | None = None
-    """Where the model's files are mounted; None: they are downloaded by name."""
+    """The mount of the model's files; None: vLLM downloads the model by its name."""
     store: S3Storage | FsxStorage | None = None
     location: str = ""
     hub: HuggingFaceModel | None = None
     is_own_volume: bool = False
     """The volume is one of `spec.kubernetes.volumes`."""
     tiny: str | None = None
-    """A model of TINY_MODELS, whose files `kvroute up` writes."""
+    """The name of a model of TINY_MODELS, whose files `kvroute up` writes; None for all other models."""
 
     @property
     def local_source(self) -> str:
-        """What vLLM is given on the host itself: a folder by its own name."""
+        """The model argument of vLLM for a process of this host: a folder by its path on the host."""
         return self.location if self.volume is not None and self.location[:1] in ("/", ".") else self.source
 
     @property
@@ -69,7 +69,7 @@ class Model:
 
 @dataclass(frozen=True, slots=True)
 class Cache:
-    """LMCache: which tiers, how."""
+    """LMCache's tiers and mode."""
 
     l1: bool
     l2: Backend | None
@@ -77,7 +77,7 @@ class Cache:
     config_file: str | None
     classic: bool
     per_worker: bool
-    """A server for each worker, not one for all on a node."""
+    """Whether each worker has its own LMCache server. Otherwise the workers of a node share one."""
 
     @property
     def has_servers(self) -> bool:
@@ -86,7 +86,7 @@ class Cache:
 
 @dataclass(frozen=True, slots=True)
 class EndpointPlan:
-    """An endpoint, resolved. `extension` and `spec` have the settings that need no resolving."""
+    """An endpoint with all defaults filled in. `extension` and `spec` have the other settings as written."""
 
     name: str
     namespace: str
@@ -97,15 +97,15 @@ class EndpointPlan:
     replicas: int
     image: str
     command: tuple[str, ...] | None
-    """The user's own, in place of `vllm serve`."""
+    """The user's command, which replaces `vllm serve`."""
     args: tuple[str, ...]
-    """The user's, without the model."""
+    """The user's arguments, without the model."""
     environment: tuple[EnvironmentVariable, ...]
     port: int
     port_name: str
     resources: Resources
     gpus: int
-    """Per worker; 0 on CPUs."""
+    """GPUs of one worker; 0 on CPUs."""
     hash_seed: str
     strategy: str
     cache: Cache | None
@@ -114,10 +114,10 @@ class EndpointPlan:
     limits: RequestLimits | None
     region: str | None
     instance_types: tuple[str, ...] = ()
-    is_hyperpods: bool = False
-    """Written as HyperPod's own InferenceEndpointConfig."""
+    is_hyperpod_document: bool = False
+    """Whether the document is HyperPod's InferenceEndpointConfig."""
     token_bytes: int | None = None
-    """KV cache of one token over a worker's GPUs; None: not known."""
+    """Bytes of one token's KV cache, over all GPUs of a worker; None: not known."""
 
     @property
     def is_simulated(self) -> bool:
@@ -129,18 +129,18 @@ class EndpointPlan:
 
     @property
     def has_events(self) -> bool:
-        """Whether the engines tell what they cache."""
+        """Whether the engines publish KV events."""
         return self.follows_caches
 
     @property
     def ranks(self) -> int:
-        """Data-parallel ranks of one worker, each of which has event ports of its own."""
+        """The number of data-parallel ranks of one worker. Each rank has its own event ports."""
         value = option_value(list(self.args), "--data-parallel-size", "-dp")
         return int(value) if value is not None and value.isdigit() and int(value) else 1
 
     @property
     def l2_password(self) -> SecretKey | None:
-        """The second tier's password, where LMCache's server can be given one: for a store of the user's."""
+        """The Secret with the second tier's password; None if LMCache's server needs or accepts none."""
         cache = self.cache
         has_one = cache is not None and accepts_password(cache.l2, cache.l2_url, classic=cache.classic)
         return self.extension.l2.password_secret if has_one else None
@@ -151,7 +151,7 @@ class EndpointPlan:
 
 
 def plan_endpoint(document: Document) -> EndpointPlan:
-    """Resolve a document that has no wrong field. Pure."""
+    """Resolve a document without wrong fields. Pure."""
     spec, extension = document.spec, document.x_kvroute
     worker: WorkerSection | EndpointWorker = spec.worker or EndpointWorker()
     args = list(worker.args or [])
@@ -190,7 +190,7 @@ def plan_endpoint(document: Document) -> EndpointPlan:
         limits=worker.request_limits,
         region=region_of(document),
         instance_types=tuple(instance_types) if extension.platform == "hyperpod" else (),
-        is_hyperpods=isinstance(document, InferenceEndpointConfig),
+        is_hyperpod_document=isinstance(document, InferenceEndpointConfig),
         token_bytes=TINY_MODELS[model.tiny].kv_bytes_per_token if model.tiny is not None else None,
     )
 
@@ -250,7 +250,7 @@ def _cache(spec: KvCache | None, extension: Extension) -> Cache | None:
 
 
 def _gpus(extension: Extension, resources: Resources, args: list[str]) -> int:
-    """GPUs of one worker: as asked for, as reserved, or as the tensor parallel size needs."""
+    """GPUs of one worker: `gpusPerWorker`, or the reserved GPUs, or the tensor parallel size."""
     if extension.device == "cpu" or extension.engine == "sim":
         return 0
     if extension.gpus_per_worker is not None:
@@ -262,7 +262,7 @@ def _gpus(extension: Extension, resources: Resources, args: list[str]) -> int:
 
 
 def option_value(args: list[str], *names: str) -> str | None:
-    """The value of the last of these options."""
+    """The value of the last argument among `args` that is one of the options `names`; None without any."""
     found = None
     for number, argument in enumerate(args):
         name, equals, value = argument.partition("=")
@@ -272,7 +272,7 @@ def option_value(args: list[str], *names: str) -> str | None:
 
 
 def _pop_option(args: list[str], option: str) -> str | None:
-    """Remove an option and its value from `args`; the value."""
+    """Remove an option and its value from `args`. Returns the value."""
     value = option_value(args, option)
     kept, skip = [], False
     for argument in args:
@@ -287,12 +287,12 @@ def _pop_option(args: list[str], option: str) -> str | None:
 
 
 def suffix(number: int) -> str:
-    """`a` to `z`, then numbers: what tells workers apart in a name."""
+    """A worker's suffix in names: `a` to `z`, then numbers from 26."""
     return "abcdefghijklmnopqrstuvwxyz"[number] if number < 26 else str(number)
 
 
 def identifier(name: str) -> str:
-    """`name` as an environment variable's name."""
+    """`name` as the name of an environment variable."""
     return re.sub(r"\W", "_", name).upper()
 
 
@@ -301,7 +301,8 @@ _MOST_BYTES: Final = 1024 * 1024
 
 
 def with_local_token_bytes(endpoint: EndpointPlan) -> EndpointPlan:
-    """`endpoint` with the bytes of a token, if its model is a folder of this host. Reads one file."""
+    """`endpoint` with `token_bytes`, if its model is a folder of this host. Reads the folder's
+    `config.json`."""
     folder = endpoint.model.local_source
     if endpoint.token_bytes is not None or endpoint.is_simulated or not folder.startswith(("/", ".")):
         return endpoint
@@ -315,10 +316,10 @@ def with_local_token_bytes(endpoint: EndpointPlan) -> EndpointPlan:
 
 
 def token_bytes(config: Mapping[str, Any], kv_type: str = "auto") -> int | None:
-    """Keys and values of one token in all layers, `kv_type` being vLLM's `--kv-cache-dtype`.
+    """Bytes of one token's keys and values in all layers. `kv_type` is vLLM's `--kv-cache-dtype`.
 
-    None where the file does not tell, and for models with more than one kind of cache (sliding windows,
-    state spaces, latent attention): their layers differ.
+    None if `config` does not contain the sizes, and for models whose layers have different kinds of cache
+    (sliding windows, state spaces, latent attention).
     """
     inner = config.get("text_config")
     text: Mapping[str, Any] = inner if isinstance(inner, Mapping) else config

@@ -1,4 +1,4 @@
-"""Which fields each target has a place for. What else is written has no effect there, and is told so."""
+"""Decides which fields have an effect in each render target, and builds the gateway's cache settings."""
 
 from __future__ import annotations
 
@@ -80,7 +80,10 @@ TARGETS_OF_FIELDS: Final[dict[str, frozenset[str]]] = {
     "x-kvroute.gateway.port": _GATEWAY,
     "x-kvroute.gateway.settings": _GATEWAY,
 }
-"""Field -> targets with a place for it and for all below. The longest counts; without any: Kubernetes."""
+"""Field -> targets in which it and all fields below it have an effect.
+
+Of several matching fields the longest counts. A field without a match has an effect in Kubernetes only.
+"""
 
 GATEWAY_FIELDS: Final = (
     "spec.model",
@@ -91,40 +94,41 @@ GATEWAY_FIELDS: Final = (
     "x-kvroute.l2.options",
     "x-kvroute.l2.passwordSecret",
 )
-"""What the gateway's own configuration says too with kvaware, which must find what LMCache keeps."""
+"""Fields that also have an effect in the gateway's configuration if the gateway follows the caches."""
+# To find LMCache's chunks, the gateway needs LMCache's settings.
 
 REASONS: Final[dict[str, dict[str, str]]] = {
     "x-kvroute.l2.passwordSecret": {
         COMPOSE: f"the password is read from the variable {PASSWORD}",
         LMCACHE: f"lmcache-servers.sh reads the password from {PASSWORD}; lmcache.yaml leaves it out",
     },
-    "x-kvroute.l2.sizeGb": {LMCACHE: "the store is started by hand, with a size of its own"},
+    "x-kvroute.l2.sizeGb": {LMCACHE: "the store is started manually, with its own size"},
     "x-kvroute.gateway.apiKeysSecret": {COMPOSE: "the keys are read from the variable KVROUTE_API_KEYS"},
     "x-kvroute.gateway.adminKeySecret": {
-        COMPOSE: "the key is read from the variable KVROUTE_ADMIN_KEY, and made without it"
+        COMPOSE: "the key is read from the variable KVROUTE_ADMIN_KEY; without it the gateway makes a key"
     },
     "spec.modelSourceConfig.huggingFaceModel.tokenSecretRef": {
         COMPOSE: "the token is read from the variable HF_TOKEN",
         WORKER_ARGS: "the workers read the token from HF_TOKEN of the shell",
     },
     "spec.modelSourceConfig.fsxStorage": {
-        COMPOSE: "the variable MODEL_DIR says where this host has mounted the file system"
+        COMPOSE: "the variable MODEL_DIR names the folder where this host has mounted the file system"
     },
-    _ENV: dict.fromkeys((COMPOSE, WORKER_ARGS), "what it refers to is kept by Kubernetes"),
+    _ENV: dict.fromkeys((COMPOSE, WORKER_ARGS), "it refers to an object of Kubernetes"),
 }
-"""Better reasons than the target's own."""
+"""Field -> target -> why the field has no effect there. Overrides `DEFAULT_REASONS`."""
 DEFAULT_REASONS: Final = {
     COMPOSE: "it is a setting of Kubernetes",
     KUBERNETES: "it is a setting of compose",
-    LMCACHE: "these are settings of LMCache alone",
-    WORKER_ARGS: "these are command lines of the workers alone",
-    CONFIG: "it is the configuration of the gateway alone",
+    LMCACHE: "this target contains only settings of LMCache",
+    WORKER_ARGS: "this target contains only the workers' command lines",
+    CONFIG: "this target contains only the gateway's configuration",
 }
-_OURS = "`kvroute tierd`, which speaks the protocol of the storage daemon that only HyperPod's nodes have"
+_TIERD_TEXT = "`kvroute tierd`, with the same protocol as the storage daemon that only HyperPod's nodes have"
 
 
 def findings_for(target: str, document: Document, findings: Iterable[Finding]) -> Iterator[Finding]:
-    """`findings`, where what is applied in general and has no place in `target` is noted with the reason."""
+    """Yield `findings` for `target`: applied fields that have no effect there become noted ones."""
     for finding in findings:
         is_applied = finding.verdict is FieldVerdict.APPLIED or finding.text.startswith("applied")
         why = _why_not(target, document, finding.path) if is_applied and finding.path else ""
@@ -132,39 +136,39 @@ def findings_for(target: str, document: Document, findings: Iterable[Finding]) -
             says = f"has no effect in {target} because {why}"
             yield dataclasses.replace(finding, verdict=FieldVerdict.NOTED, text=says)
         elif target != KUBERNETES and is_applied and _chooses_hyperpod_daemon(document, finding.path):
-            yield dataclasses.replace(finding, verdict=FieldVerdict.APPLIED, text=_OURS)
+            yield dataclasses.replace(finding, verdict=FieldVerdict.APPLIED, text=_TIERD_TEXT)
         else:
             yield finding
 
 
 def _why_not(target: str, document: Document, path: Path) -> str:
-    """Why a field has no effect in `target`; empty when it has one."""
+    """Why a field has no effect in `target`; empty if it has an effect."""
     name = dotted(tuple(key for key in path if isinstance(key, str)))
-    reached = TARGETS_OF_FIELDS.get(_longest(name, TARGETS_OF_FIELDS), frozenset({KUBERNETES}))
+    reached = TARGETS_OF_FIELDS.get(_longest_prefix(name, TARGETS_OF_FIELDS), frozenset({KUBERNETES}))
     if name.startswith(_ENV) and _is_by_reference(document, path):
         reached = frozenset({KUBERNETES})
     elif _is_classic(document) and reached == _CACHE:
-        # LMCache inside the engines: its settings are the workers' environment.
+        # In classic mode LMCache runs inside the engines, and its settings are in the workers' environment.
         reached = _ENGINE
     elif name == "x-kvroute.l2.sizeGb" and _backend(document) == "tieredstorage":
-        # tierd.sh of the target lmcache says it, too.
+        # The target lmcache has the size in tierd.sh.
         reached = _CACHE
     elif _decides_events(document, name):
         reached = _ENGINE | {CONFIG}
-    if _follows_caches(document) and _longest(name, GATEWAY_FIELDS):
+    if _follows_caches(document) and _longest_prefix(name, GATEWAY_FIELDS):
         reached = reached | {CONFIG}
     if target == KUBERNETES and name in _COUNTS and _is_autoscaled(document, name):
-        return "the autoscaler decides how many there are"
+        return "the autoscaler decides the number"
     if target in reached:
         return ""
-    return REASONS.get(_longest(name, REASONS), {}).get(target, DEFAULT_REASONS[target])
+    return REASONS.get(_longest_prefix(name, REASONS), {}).get(target, DEFAULT_REASONS[target])
 
 
 _COUNTS: Final = ("spec.replicas", "spec.InitialReplicaCount", "x-kvroute.gateway.replicas")
 
 
 def _is_autoscaled(document: Document, name: str) -> bool:
-    """Whether an autoscaler decides the count `name`."""
+    """Whether an autoscaler decides the number in the field `name`."""
     if name.startswith("spec."):
         return document.spec.auto_scaling_spec is not None
     routing = document.spec.intelligent_routing_spec
@@ -172,7 +176,7 @@ def _is_autoscaled(document: Document, name: str) -> bool:
 
 
 def _chooses_hyperpod_daemon(document: Document, path: Path) -> bool:
-    """Whether this is the choice of the daemon that HyperPod's nodes have."""
+    """Whether this field chooses the storage daemon of HyperPod's nodes."""
     return (
         dotted(path) == "spec.kvCacheSpec.l2CacheSpec.l2CacheBackend"
         and _backend(document) == "tieredstorage"
@@ -186,8 +190,8 @@ def _backend(document: Document) -> str:
     return (l2.l2_cache_backend or "").lower() if l2 is not None else ""
 
 
-def _longest(name: str, names: Iterable[str]) -> str:
-    """The longest of `names` that `name` is, or is below; empty when there is none."""
+def _longest_prefix(name: str, names: Iterable[str]) -> str:
+    """The longest of `names` that is `name` or a field above it; empty when there is none."""
     return max((each for each in names if f"{name}.".startswith(f"{each}.")), key=len, default="")
 
 
@@ -203,7 +207,7 @@ def _is_classic(document: Document) -> bool:
 
 
 def _decides_events(document: Document, name: str) -> bool:
-    """With kvaware, engines and LMCache tell the gateway what they cache."""
+    """Whether the field `name` decides if engines and LMCache report their caches to the gateway."""
     routing = document.spec.intelligent_routing_spec
     fields = ("spec.intelligentRoutingSpec.enabled", "spec.intelligentRoutingSpec.routingStrategy")
     return name in fields and routing is not None and needs_of(routing.routing_strategy) is Needs.TOKENS
@@ -221,10 +225,11 @@ L2_PASSWORD_OPTION = "KVROUTE__LMCACHE__L2__REDIS_PASSWORD"
 def cache_reports(
     plan: EndpointPlan, site: DeploymentSite, *, password_file: str | None = None
 ) -> dict[str, Any]:
-    """Sections of the gateway's configuration; nothing unless the strategy is kvaware.
+    """The gateway's configuration sections for following the caches; empty if the strategy does not need
+    them.
 
-    The second tier's password is not among them: it is in `password_file`, or the gateway's environment has
-    it (`L2_PASSWORD_OPTION`).
+    The second tier's password is not among them. It is in `password_file`, or in the gateway's environment
+    (`L2_PASSWORD_OPTION`).
     """
     if not plan.follows_caches:
         return {}
@@ -245,7 +250,8 @@ def cache_reports(
 
 
 def model_folder(plan: EndpointPlan, site: DeploymentSite) -> str:
-    """Where the gateway finds the model's files, to tokenize as the workers do; empty: it asks them."""
+    """The folder of the model's files, from which the gateway loads the tokenizer; empty without one."""
+    # Without the folder, the gateway lets the workers tokenize.
     model = plan.model
     if not plan.follows_caches or plan.is_simulated or site.is_cluster or model.volume is None:
         return ""
@@ -253,23 +259,23 @@ def model_folder(plan: EndpointPlan, site: DeploymentSite) -> str:
 
 
 def queries_l2(plan: EndpointPlan, site: DeploymentSite) -> bool:
-    """Whether the gateway asks the second tier's store itself what it has: it evicts without a word."""
+    """Whether the gateway queries the second tier's store for its keys, because it reports no evictions."""
     cache, tier = plan.cache, site.tier
     if not plan.follows_caches or cache is None or cache.classic or tier is None or not tier.query_url:
         return False
-    # Names that its settings change are not ours to guess.
+    # With these settings the gateway cannot derive the keys' names.
     options: Mapping[str, object] = plan.extension.l2.options or {}
     return not options.get("key_prefix") and not options.get("cluster_mode")
 
 
 def l2_password(plan: EndpointPlan, site: DeploymentSite) -> bool:
-    """Whether that needs a password."""
+    """Whether the gateway needs a password to query the second tier's store."""
     tier = site.tier
     return queries_l2(plan, site) and tier is not None and bool(plan.l2_password is not None or tier.password)
 
 
 def report_ports(plan: EndpointPlan, site: DeploymentSite) -> dict[str, int]:
-    """Ports of the gateway that LMCache reaches, by their names."""
+    """The gateway's ports for LMCache's reports: name -> port."""
     if not plan.follows_caches or plan.cache is None:
         return {}
     ports = site.reports
@@ -279,7 +285,7 @@ def report_ports(plan: EndpointPlan, site: DeploymentSite) -> dict[str, int]:
 
 
 def event_ports(plan: EndpointPlan) -> dict[str, int]:
-    """Ports of a worker's container that the gateway reads events from: a pair for each rank."""
+    """The ports of a worker's container for KV events and replay: name -> port, one pair per rank."""
     if not plan.has_events:
         return {}
     ranks = range(plan.ranks)
@@ -289,11 +295,12 @@ def event_ports(plan: EndpointPlan) -> dict[str, int]:
 
 
 def _streams(plan: EndpointPlan, site: DeploymentSite) -> dict[str, Any]:
-    """Where the engines publish. On one host each has ports of its own, and the engines are asked."""
+    """The event endpoints for the gateway's configuration; empty on one host."""
+    # On one host every engine has its own ports, and the gateway reads them from the engines.
     if site.is_local:
         return {}
     return {
-        # Said, not asked for: engines before vLLM 0.27 do not tell.
+        # Configured, because engines before vLLM 0.27 do not report their endpoints.
         "endpoint": f"tcp://{{host}}:{EVENTS_PORT}",
         "replay_endpoint": f"tcp://{{host}}:{REPLAY_PORT}",
         "ranks": plan.ranks,
@@ -309,7 +316,7 @@ def _servers(plan: EndpointPlan, cache: Cache, site: DeploymentSite) -> dict[str
         }
     }
     if not cache.per_worker:
-        # Each node's server is called after its node.
+        # The instance id of a node's server contains the node's name.
         settings["instance"] = f"{plan.name}-{{node}}" if site.is_cluster else site.servers[0].instance_id
     tier = site.tier
     if tier is not None and queries_l2(plan, site):
@@ -329,6 +336,6 @@ def _controller(plan: EndpointPlan, site: DeploymentSite) -> dict[str, Any]:
         "chunk_tokens": plan.extension.lmcache.chunk_size,
     }
     if not site.is_local:
-        # A name outlives the gateway's address.
+        # The gateway's address may change; its name does not.
         settings["advertise"] = site.gateway_host
     return settings

@@ -1,4 +1,4 @@
-"""Every `--to` by its name."""
+"""Registry of render targets by the names that `kvroute render --to` accepts."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ from kvroute.deploy.render.worker_args import render_worker_args
 
 
 class RenderTarget(NamedTuple):
-    """What renders; and whether its first file says it all, so that it alone goes to a screen."""
+    """A render function, and what `kvroute render` prints without `-o`."""
 
     render: Callable[[EndpointPlan], dict[str, str]]
+    """Returns file name -> text."""
     first_only: bool
+    """Whether only the first file is printed."""
 
 
 TARGETS: Final[dict[str, RenderTarget]] = {

@@ -1,4 +1,4 @@
-"""Where the parts of an endpoint reach each other: on one host, between containers, between pods."""
+"""Addresses of an endpoint's parts: as processes of one host, as containers, and as pods."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ EVENTS_PORT, REPLAY_PORT = 5557, 6557
 CLASSIC_WORKER_PORT = 8788
 LOOPBACK, EVERYWHERE = "127.0.0.1", "0.0.0.0"
 PORT_STRIDE = 10
-"""Between workers on one host: room for a rank per port."""
+"""Distance between the ports of two workers on one host, because each rank of a worker needs its own port."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReportPorts:
-    """Where the gateway listens for what LMCache reports: both sides are told these. The defaults are those
-    of the gateway's own options (`lmcache.coordinator`, `lmcache.controller`)."""
+    """The gateway's ports for LMCache's reports. Both the gateway and LMCache are configured with them.
+
+    The defaults are those of the gateway's options (`lmcache.coordinator`, `lmcache.controller`).
+    """
 
     coordinator: int = 9300
     pull: int = 8300
@@ -28,10 +30,11 @@ class ReportPorts:
 
 @dataclass(frozen=True, slots=True)
 class WorkerSite:
-    """One worker: what it is called, where it listens, and where its LMCache server is."""
+    """Name and addresses of one worker, and the address of its LMCache server."""
 
     name: str
-    """Its id in the gateway; its server's instance id where each has one of its own."""
+    """The worker's id in the gateway. Also its LMCache server's instance id if each worker has its own
+    server."""
     url: str
     bind: str
     port: int
@@ -45,14 +48,14 @@ class WorkerSite:
 
 @dataclass(frozen=True, slots=True)
 class ServerSite:
-    """One LMCache server."""
+    """Instance id and addresses of one LMCache server."""
 
     instance_id: str
     bind: str
     port: int
     http_port: int
     advertise: str | None = None
-    """The address that it tells the coordinator; None: what it finds itself."""
+    """The address that the server reports to the coordinator; None: the server finds it itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,16 +67,16 @@ class DeploymentSite:
     tier: L2Tier | None
     gateway_bind: str
     gateway_host: str
-    """As workers and LMCache servers see it."""
+    """The gateway's host name for workers and LMCache servers."""
     is_local: bool = False
-    """Processes of this host: folders have their own names."""
+    """Whether the parts are processes of this host, which see the host's folders under their own paths."""
     reports: ReportPorts = ReportPorts()
     is_cluster: bool = False
-    """Pods, which the gateway finds by their labels."""
+    """Whether the parts are pods, which the gateway finds by their labels."""
 
 
 def tier_of(plan: EndpointPlan, host: str, *, on_hyperpod: bool = False) -> L2Tier | None:
-    """The second tier with its own service at `host`; None when there is no second tier."""
+    """The second tier, whose service is at `host` if the deployment starts it; None without a second tier."""
     cache = plan.cache
     if cache is None or cache.l2 is None:
         return None
@@ -81,7 +84,7 @@ def tier_of(plan: EndpointPlan, host: str, *, on_hyperpod: bool = False) -> L2Ti
 
 
 def local_site(plan: EndpointPlan) -> DeploymentSite:
-    """Everything on this host, on ports of its own from the spec's upwards."""
+    """All parts on this host. The workers' ports start at the spec's port."""
     servers = _server_count(plan, plan.replicas)
     return DeploymentSite(
         workers=tuple(
@@ -117,7 +120,7 @@ def local_site(plan: EndpointPlan) -> DeploymentSite:
 
 
 def compose_site(plan: EndpointPlan, gateway: str) -> DeploymentSite:
-    """Containers that know each other by service names."""
+    """Containers that reach each other by service names. `gateway` is the gateway's service name."""
     prefix = "sim" if plan.is_simulated else "vllm"
     names = [f"{prefix}-{suffix(number)}" for number in range(plan.replicas)]
     servers = _server_count(plan, plan.replicas)
@@ -155,7 +158,7 @@ def compose_site(plan: EndpointPlan, gateway: str) -> DeploymentSite:
 
 
 def kubernetes_site(plan: EndpointPlan, workers: int) -> DeploymentSite:
-    """Pods of a StatefulSet, known by their own names; `workers` is how many there may be at most."""
+    """Pods of a StatefulSet, each with its own name. `workers` is the largest number of worker pods."""
     domain = f"{plan.name}-workers.{plan.namespace}.svc"
     cache = plan.cache
     per_worker = cache is not None and cache.per_worker

@@ -1,4 +1,4 @@
-"""The exact command of each worker."""
+"""Renders the command line and environment of each worker."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from kvroute.deploy.vllm_command import (
 )
 
 PER_CONTAINER = ("CUDA_VISIBLE_DEVICES", "VLLM_CPU_OMP_THREADS_BIND")
-"""Placement that a container's runtime decides, not its environment."""
+"""Variables that place an engine. In a container, the container runtime decides the placement."""
 
 
 def vllm_spec(plan: EndpointPlan, worker: WorkerSite, site: DeploymentSite, *, core: int = 0) -> VllmSpec:
-    """One worker as the local starter knows it. `core` is its first on a CPU."""
+    """The `VllmSpec` of one worker. `core` is its core on a CPU."""
     extra: list[str] = []
     if plan.model.hub is not None and plan.model.hub.commit_sha is not None:
         extra += ["--revision", plan.model.hub.commit_sha]
     transfer = connector(plan, worker)
     if transfer is not None:
         extra += ["--kv-transfer-config", compact(transfer)]
-    if not site.is_local:  # there the image does not say which engine it is
+    if not site.is_local:  # a local engine has no image tag, so its version is not known
         extra += shutdown_arguments(plan)
     own = {
         variable.name: variable.value
@@ -62,7 +62,7 @@ def vllm_spec(plan: EndpointPlan, worker: WorkerSite, site: DeploymentSite, *, c
 
 
 def worker_argv(plan: EndpointPlan, worker: WorkerSite, site: DeploymentSite) -> tuple[str, ...]:
-    """The command line; an option that the user gives as well is the user's."""
+    """The command line of one worker. The user's options replace the rendered ones."""
     if plan.is_simulated:
         return (
             *("kvroute", "sim", "--host", worker.bind, "--port", str(worker.port)),
@@ -75,13 +75,13 @@ def worker_argv(plan: EndpointPlan, worker: WorkerSite, site: DeploymentSite) ->
         {argument.split("=", 1)[0] for argument in plan.args if argument.startswith("-")},
     )
     if plan.command is not None:
-        # Without `vllm serve MODEL`: the user's own command has its own way of being told the model.
+        # `ours` starts with `vllm serve MODEL`, which the user's command replaces.
         return (*plan.command, *ours[3:], "--model", spec.model, *plan.args)
     return (*ours, *plan.args)
 
 
 def container_environment(plan: EndpointPlan, worker: WorkerSite, site: DeploymentSite) -> dict[str, str]:
-    """The worker's environment as far as it is the same wherever its container runs."""
+    """The part of a worker's environment that does not depend on where its container runs."""
     if plan.is_simulated:
         return {}
     env = vllm_environment(vllm_spec(plan, worker, site), {})
@@ -89,7 +89,7 @@ def container_environment(plan: EndpointPlan, worker: WorkerSite, site: Deployme
 
 
 def render_worker_args(plan: EndpointPlan) -> dict[str, str]:
-    """A shell line for each worker of this host."""
+    """A file with one shell command for each worker on this host."""
     site = local_site(plan)
     lines = []
     for number, worker in enumerate(site.workers):
@@ -103,14 +103,14 @@ def render_worker_args(plan: EndpointPlan) -> dict[str, str]:
 
 def _sim_events(plan: EndpointPlan, worker: WorkerSite, site: DeploymentSite) -> tuple[str, ...]:
     if not plan.has_events or site.is_local:
-        # On one host it takes free ports itself, and tells them.
+        # On one host a simulated worker selects free ports itself and reports them to the gateway.
         return ()
     events, replay = (f"tcp://{worker.bind}:{port}" for port in (worker.events_port, worker.replay_port))
     return ("--event-endpoint", events, "--replay-endpoint", replay)
 
 
 def _without(argv: Iterable[str], options: set[str]) -> list[str]:
-    """`argv` without these options and their values."""
+    """`argv` without the options `options` and their values."""
     same = {"-tp": "--tensor-parallel-size", "-dp": "--data-parallel-size"}
     dropped = options | {same[option] for option in options if option in same}
     kept: list[str] = []
