@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections import OrderedDict
 
 import httpx
 
@@ -12,6 +11,7 @@ from kvroute.errors import InvalidRequest, NoRoutableWorker
 from kvroute.fleet.fleet import Fleet
 from kvroute.fleet.worker import Worker, WorkerId
 from kvroute.gateway.planner import RequestPlan
+from kvroute.lru import Lru
 from kvroute.openai.endpoints import ErrorShape
 from kvroute.routing.strategy import Candidate, CostTerms, RouteDecision, RouteQuery, RouteReason
 
@@ -26,22 +26,18 @@ class ResponseOwners:
     """
 
     def __init__(self, limit: int = 100_000) -> None:
-        self._limit = limit
-        self._owners: OrderedDict[str, WorkerId] = OrderedDict()
+        self._owners = Lru[str, WorkerId](limit)
 
     def remember(self, response_id: str, worker: WorkerId) -> None:
-        self._owners[response_id] = worker
-        self._owners.move_to_end(response_id)
-        if len(self._owners) > self._limit:
-            self._owners.popitem(last=False)
+        self._owners.put(response_id, worker)
 
     def owner(self, response_id: str) -> WorkerId | None:
-        return self._owners.get(response_id)
+        return self._owners.peek(response_id)
 
     def forget_worker(self, worker: WorkerId) -> None:
         """A worker that left or restarted holds none of its responses any more. Costs O(responses)."""
         for response_id in [key for key, owner in self._owners.items() if owner == worker]:
-            del self._owners[response_id]
+            self._owners.pop(response_id)
 
 
 class StoredResponses:

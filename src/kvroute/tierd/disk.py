@@ -12,7 +12,7 @@ import contextlib
 import logging
 import os
 import struct
-from collections import OrderedDict
+import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -21,6 +21,7 @@ from typing import NamedTuple, TypeVar
 import xxhash
 
 from kvroute.errors import ConfigError
+from kvroute.lru import Lru
 from kvroute.tierd.counts import Counts
 from kvroute.tierd.pool import ObjectName
 
@@ -50,15 +51,20 @@ class DiskLevel:
         self, folder: Path, size_bytes: int, counts: Counts, forgotten: Callable[[ObjectName], None]
     ) -> None:
         self.size_bytes = size_bytes
-        self.used_bytes = 0
         self._folder = folder
         self._counts = counts
         self._forgotten = forgotten
-        self._files: OrderedDict[str, _File] = OrderedDict()
+        # `_evict` alone evicts: it must remove files from the disk before a new one is written.
+        self._files = Lru[str, _File](sys.maxsize, lambda _, file: file.size_bytes)
         self._threads = ThreadPoolExecutor(_THREADS, "tierd-disk")
 
     def __len__(self) -> int:
         return len(self._files)
+
+    @property
+    def used_bytes(self) -> int:
+        """Size of all files together."""
+        return self._files.weight
 
     def __contains__(self, name: ObjectName) -> bool:
         return _file_name(name) in self._files
@@ -70,14 +76,16 @@ class DiskLevel:
         except OSError as exc:
             raise ConfigError("disk_dir", f"{self._folder}: {exc.strerror}") from exc
         for file_name, size_bytes in found:
-            self._files[file_name] = _File(size_bytes, None)
-            self.used_bytes += size_bytes
+            self._files.put(file_name, _File(size_bytes, None))
         doomed = self._evict(self.size_bytes)
         await self._in_thread(lambda: _remove(self._folder, doomed))
 
     def size_of(self, name: ObjectName) -> int:
         """The object's size in bytes. Raises KeyError when it is not on the disk."""
-        return self._files[_file_name(name)].size_bytes - _HEAD.size - len(_label(name))
+        file = self._files.peek(_file_name(name))
+        if file is None:
+            raise KeyError(name)
+        return file.size_bytes - _HEAD.size - len(_label(name))
 
     async def write(self, name: ObjectName, pieces: Sequence[memoryview]) -> bool:
         """Write an object. Returns False if the write failed or the object is too large.
@@ -89,8 +97,7 @@ class DiskLevel:
         if size_bytes > self.size_bytes:
             self._counts.disk["skipped"] += 1
             return False
-        old = self._files.pop(file_name, None)
-        self.used_bytes -= old.size_bytes if old is not None else 0
+        self._files.pop(file_name)
         doomed = self._evict(self.size_bytes - size_bytes)
 
         def work() -> None:
@@ -103,8 +110,7 @@ class DiskLevel:
             self._counts.disk["write_failed"] += 1
             log.warning("the disk level could not write an object: %s", exc.strerror)
             return False
-        self._files[file_name] = _File(size_bytes, name)
-        self.used_bytes += size_bytes
+        self._files.put(file_name, _File(size_bytes, name))
         self._counts.disk["written"] += 1
         self._counts.disk_written_bytes += size_bytes
         return True
@@ -123,14 +129,15 @@ class DiskLevel:
             is_whole = False
         if not is_whole:
             self._counts.disk["read_failed"] += 1
-            self._drop(file_name)
+            file = self._files.pop(file_name)
+            if file is not None:
+                self._report_gone(file)
             with contextlib.suppress(OSError):
                 await self._in_thread(lambda: _remove(self._folder, [file_name]))
             return False
-        file = self._files.get(file_name)
+        file = self._files.peek(file_name)
         if file is not None:
-            self._files[file_name] = file._replace(name=name)
-            self._files.move_to_end(file_name)
+            self._files.put(file_name, file._replace(name=name))
         self._counts.disk["read"] += 1
         self._counts.disk_read_bytes += sum(map(len, pieces))
         return True
@@ -141,20 +148,15 @@ class DiskLevel:
 
     def _evict(self, limit_bytes: int) -> list[str]:
         """Evict the oldest files until at most `limit_bytes` are used. Returns the files to remove."""
-        doomed = []
-        while self.used_bytes > limit_bytes and self._files:
-            file_name = next(iter(self._files))
-            self._drop(file_name)
-            self._counts.disk["evicted"] += 1
-            doomed.append(file_name)
-        return doomed
+        evicted = self._files.evict(limit_bytes)
+        self._counts.disk["evicted"] += len(evicted)
+        for _, file in evicted:
+            self._report_gone(file)
+        return [file_name for file_name, _ in evicted]
 
-    def _drop(self, file_name: str) -> None:
-        file = self._files.pop(file_name, None)
-        if file is not None:
-            self.used_bytes -= file.size_bytes
-            if file.name is not None:
-                self._forgotten(file.name)
+    def _report_gone(self, file: _File) -> None:
+        if file.name is not None:
+            self._forgotten(file.name)
 
     async def _in_thread(self, work: Callable[[], _T]) -> _T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)

@@ -21,6 +21,7 @@ from msgspec import Raw, Struct
 from xxhash import xxh3_64_intdigest
 
 from kvroute.blocks.known_prompts import PrefixIds
+from kvroute.lru import Lru
 from kvroute.openai.bounded import UNREADABLE
 from kvroute.openai.prompt import PromptPrefix
 from kvroute.openai.request import InferenceRequest
@@ -137,9 +138,7 @@ class Conversations:
 
     def __init__(self, max_bytes: int, *, least_bytes: int = 4096) -> None:
         self.least_bytes = least_bytes
-        self._max_bytes = max_bytes
-        self._bytes = 0
-        self._known: dict[Mark, CachedConversation] = {}
+        self._known = Lru[Mark, CachedConversation](max_bytes, lambda _, known: known.size)
         self._ends: dict[int, int] = {}
         """How many of them end there."""
         self._lock = threading.Lock()
@@ -149,7 +148,7 @@ class Conversations:
 
     @property
     def bytes(self) -> int:
-        return self._bytes
+        return self._known.weight
 
     def find(self, request: InferenceRequest) -> CachedConversation | None:
         """The chat that the request continues, if it is known; its very body, up to the last message, is
@@ -168,36 +167,36 @@ class Conversations:
 
     def _at(self, mark: Mark, request: InferenceRequest) -> CachedConversation | None:
         """The chat that would be looked for there, if it is what the request's begins with."""
-        known, seen = self._known.get(mark), request.seen
+        known, seen = self._known.peek(mark), request.seen
         if known is None or not known.begins(request.body, None if seen is None else seen.beginning):
             return None
         with self._lock:
-            if self._known.get(mark) is known:
-                self._known[mark] = self._known.pop(mark)
+            if self._known.peek(mark) is known:
+                self._known.get(mark)  # marks it as used
         return known
 
     def keep(self, known: CachedConversation, instead: CachedConversation | None = None) -> None:
         """Remember a chat, `instead` of the one that it continues."""
-        size = known.size
-        if size > self._max_bytes:
+        if known.size > self._known.max_weight:
             return
         with self._lock:
-            if instead is not None and self._known.get(instead.mark) is instead:
+            if instead is not None and self._known.peek(instead.mark) is instead:
                 self._forget(instead.mark)
-            if known.mark in self._known:
-                self._forget(known.mark)
-            self._known[known.mark] = known
+            self._forget(known.mark)
             self._ends[known.end] = self._ends.get(known.end, 0) + 1
-            self._bytes += size
-            while self._bytes > self._max_bytes:
-                self._forget(next(iter(self._known)))
+            for _, evicted in self._known.put(known.mark, known):
+                self._uncount(evicted)
         beginning = None if known.beginning is None else known.beginning()
         if beginning is not None:
             beginning.notes[_NOTE] = known.mark
 
     def _forget(self, mark: Mark) -> None:
-        known, ends = self._known.pop(mark), self._ends
-        self._bytes -= known.size
+        known = self._known.pop(mark)
+        if known is not None:
+            self._uncount(known)
+
+    def _uncount(self, known: CachedConversation) -> None:
+        ends = self._ends
         if ends[known.end] == 1:
             del ends[known.end]
         else:

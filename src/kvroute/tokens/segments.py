@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
+from kvroute.lru import Lru
 from kvroute.tokens.reading import TokenIds
 
 Encode = Callable[[str], TokenIds]
@@ -104,9 +105,7 @@ class SegmentCache:
     """
 
     def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
-        self._bytes = 0
-        self._known: dict[str, TokenIds] = {}
+        self._known = Lru[str, TokenIds](max_bytes, _size)
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -114,7 +113,7 @@ class SegmentCache:
 
     @property
     def bytes(self) -> int:
-        return self._bytes
+        return self._known.weight
 
     def encode(self, segments: Iterable[str], encode: Encode) -> TokenIds:
         """The ids of the joined segments. `encode` is called once for each one not known."""
@@ -122,14 +121,8 @@ class SegmentCache:
 
     def encode_each(self, segments: Sequence[str], encode: Encode) -> list[TokenIds]:
         """The same, of each of them; the arrays are the cache's own."""
-        known = self._known
-        ids: list[TokenIds | None] = []
         with self._lock:
-            for segment in segments:
-                found = known.pop(segment, None)
-                if found is not None:
-                    known[segment] = found
-                ids.append(found)
+            ids = list(map(self._known.get, segments))
         if None in ids:
             new: dict[str, TokenIds] = {}
             for place, found in enumerate(ids):
@@ -141,18 +134,9 @@ class SegmentCache:
                     ids[place] = found
             with self._lock:
                 for segment, found in new.items():
-                    self._keep(segment, found)
+                    if segment not in self._known:
+                        self._known.put(segment, found)
         return cast("list[TokenIds]", ids)
-
-    def _keep(self, segment: str, ids: TokenIds) -> None:
-        size = _size(segment, ids)
-        if size > self._max_bytes or segment in self._known:
-            return
-        self._known[segment] = ids
-        self._bytes += size
-        while self._bytes > self._max_bytes:
-            oldest = next(iter(self._known))
-            self._bytes -= _size(oldest, self._known.pop(oldest))
 
 
 def joined(parts: Iterable[TokenIds]) -> TokenIds:

@@ -6,7 +6,6 @@ Consistent hashing with bounded loads (Mirrokni, Thorup, Zadimoghaddam 2016).
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import OrderedDict
 from collections.abc import Container, Iterator
 from math import ceil
 from typing import ClassVar, NamedTuple
@@ -15,6 +14,7 @@ from xxhash import xxh3_64_intdigest
 
 from kvroute.fleet.worker import FleetView, WorkerId
 from kvroute.index.history import RouteHistory
+from kvroute.lru import Lru
 from kvroute.options import Options, option
 from kvroute.routing.cost import CostModel
 from kvroute.routing.strategy import Candidate, Needs, RouteDecision, RouteQuery, RouteReason
@@ -124,7 +124,7 @@ class Session:
         self._options = options
         self._costs = costs
         self._rings: dict[str, tuple[int, Ring]] = {}
-        self._placements: OrderedDict[tuple[str, int], _Placement] = OrderedDict()
+        self._placements = Lru[tuple[str, int], _Placement](options.remembered)
 
     def rank(self, query: RouteQuery, view: FleetView) -> RouteDecision:
         ranking = self._costs.rank(query, view.workers, queues=view.loads)
@@ -134,7 +134,7 @@ class Session:
         ring = self._ring(view)
         workers = {worker.id: worker for worker in view.workers}
         preferred = ring.home(place)
-        stored = self._placements.get((view.model, place))
+        stored = self._placements.peek((view.model, place))
         if stored is not None and stored.worker in workers and _is_valid(stored, preferred, workers):
             preferred = stored.worker
         chosen, reason = preferred, RouteReason.SESSION
@@ -153,17 +153,16 @@ class Session:
             return
         ring, place = known[1], _place(query.session_key)
         key, home, worker = (query.model, place), ring.home(place), candidate.worker.id
-        stored = self._placements.get(key)
+        stored = self._placements.peek(key)
         if stored is None or stored.worker != worker or not _is_valid(stored, home, ring.ids):
-            self._placements[key] = _Placement(home, worker)
-        self._placements.move_to_end(key)
-        if len(self._placements) > self._options.remembered:
-            self._placements.popitem(last=False)
+            self._placements.put(key, _Placement(home, worker))
+        else:
+            self._placements.get(key)  # marks it as used
 
     def forget(self, session_key: str) -> bool:
         """Drop the session's placements, so that it goes to its home again. False if it had none."""
         place = _place(session_key)
-        dropped = [self._placements.pop((model, place), None) for model in self._rings]
+        dropped = [self._placements.pop((model, place)) for model in self._rings]
         return any(dropped)
 
     def _bound(self, view: FleetView) -> int:
