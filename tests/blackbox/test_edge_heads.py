@@ -21,7 +21,7 @@ async def worker():
         yield running
 
 
-@pytest.fixture(params=["true", "false"], ids=["fast lane", "complete path"])
+@pytest.fixture(params=["true", "false"], ids=["fast lane", "ASGI path"])
 async def gateway(request, serve, worker):
     return await serve("--worker", worker.url, "--set", f"server.fast_lane={request.param}")
 

@@ -18,7 +18,7 @@ async def worker():
         yield running
 
 
-@pytest.fixture(params=["true", "false"], ids=["fast lane", "complete path"])
+@pytest.fixture(params=["true", "false"], ids=["fast lane", "ASGI path"])
 def start(request, serve, worker):
     async def run(*arguments, **others):
         lane = f"server.fast_lane={request.param}"

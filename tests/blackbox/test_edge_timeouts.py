@@ -70,7 +70,7 @@ async def kept_waiting(worker, address: tuple[str, int]) -> list[int]:
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("lane", ["true", "false"], ids=["fast lane", "complete path"])
+@pytest.mark.parametrize("lane", ["true", "false"], ids=["fast lane", "ASGI path"])
 async def test_who_waits_for_whom(serve, worker, lane):
     gateway = await serve(
         "--worker", worker.url, "--set", f"server.fast_lane={lane}", "--set", "server.keep_alive_s=5"

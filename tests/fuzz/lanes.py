@@ -27,7 +27,7 @@ from kvroute.app.config import Config
 from kvroute.app.runtime import Runtime
 from kvroute.app.server import uvicorn_config
 
-LANES = ("fast lane", "complete path")
+LANES = ("fast lane", "ASGI path")
 DEADLINE_S = 20.0
 """For a whole batch to end once its clients have left; far more than it takes."""
 _QUIET_ROUNDS = 8
@@ -366,7 +366,7 @@ class Lanes:
             fast, complete = ([_shown(answer) for answer in answers] for answers in read)
             if fast != complete:
                 findings.append(
-                    Finding("lanes differ", f"fast lane: {fast!r}\ncomplete path: {complete!r}"[:4000])
+                    Finding("lanes differ", f"fast lane: {fast!r}\nASGI path: {complete!r}"[:4000])
                 )
             elif pair[0].was_closed != pair[1].was_closed and fast:
                 findings.append(

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvroute.errors import ConfigError
-from kvroute.gateway.admin_guard import kept_key, key_lines, key_path, user_state_folder
+from kvroute.gateway.admin_guard import key_lines, key_path, read_or_create_key, user_state_folder
 
 
 def test_keys_are_lines():
@@ -38,10 +38,10 @@ def test_a_user_without_a_home_is_told_the_option(monkeypatch):
 def test_a_key_is_made_once_for_each_port(tmp_path):
     folder = tmp_path / "not" / "there"
 
-    first, second = (kept_key(key_path(folder, port)) for port in (1, 2))
+    first, second = (read_or_create_key(key_path(folder, port)) for port in (1, 2))
 
     assert first != second
-    assert kept_key(key_path(folder, 1)) == first
+    assert read_or_create_key(key_path(folder, 1)) == first
     assert len(key_lines(first)[0]) >= 43  # 256 bits
     assert sorted(path.name for path in folder.iterdir()) == ["admin-key-1", "admin-key-2"]
 
@@ -51,7 +51,7 @@ def test_only_the_owner_may_read_it_whatever_the_umask(tmp_path, umask):
     path = key_path(tmp_path, 1)
     before = os.umask(umask)
     try:
-        kept_key(path)
+        read_or_create_key(path)
     finally:
         os.umask(before)
 
@@ -61,7 +61,7 @@ def test_only_the_owner_may_read_it_whatever_the_umask(tmp_path, umask):
 def test_those_who_start_together_get_one_key(tmp_path):
     path = key_path(tmp_path / "folder", 1)
     with ThreadPoolExecutor(16) as pool:
-        keys = set(pool.map(lambda _: kept_key(path), range(64)))
+        keys = set(pool.map(lambda _: read_or_create_key(path), range(64)))
 
     assert len(keys) == 1
     assert [each.name for each in path.parent.iterdir()] == [path.name]
@@ -78,7 +78,7 @@ def test_one_that_comes_first_between_the_look_and_the_making_wins(tmp_path, mon
 
     monkeypatch.setattr(os, "link", late)
 
-    assert kept_key(path) == "the-others\n"
+    assert read_or_create_key(path) == "the-others\n"
     assert [each.name for each in tmp_path.iterdir()] == [path.name]
 
 
@@ -89,7 +89,7 @@ def test_a_file_that_others_may_read_or_write_is_refused(tmp_path, mode):
     path.chmod(mode)
 
     with pytest.raises(ConfigError, match=f"mode {mode:04o}") as error:
-        kept_key(path)
+        read_or_create_key(path)
 
     assert str(path) in str(error.value)
     assert "known-key" not in str(error.value)
@@ -107,7 +107,7 @@ def test_links_and_what_is_no_file_are_refused(tmp_path):
 
     for port in (1, 2, 3, 4):
         with pytest.raises(ConfigError, match="symbolic link" if port < 3 else "regular file"):
-            kept_key(key_path(tmp_path, port))
+            read_or_create_key(key_path(tmp_path, port))
     assert not (tmp_path / "nothing").exists()
 
 
@@ -118,29 +118,29 @@ def test_a_file_without_a_key_is_refused(tmp_path, text):
     path.write_text(text)
 
     with pytest.raises(ConfigError, match="holds no key"):
-        kept_key(path)
+        read_or_create_key(path)
 
 
 def test_a_file_of_another_user_is_refused(tmp_path, monkeypatch):
     path = key_path(tmp_path, 1)
-    kept_key(path)
+    read_or_create_key(path)
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
 
     with pytest.raises(ConfigError, match="belongs to user"):
-        kept_key(path)
+        read_or_create_key(path)
 
 
 def test_a_folder_in_which_everybody_may_replace_files_is_refused(tmp_path):
     tmp_path.chmod(0o777)
     with pytest.raises(ConfigError, match="every user may replace"):
-        kept_key(key_path(tmp_path, 1))
+        read_or_create_key(key_path(tmp_path, 1))
 
     tmp_path.chmod(0o1777)  # as /tmp
-    kept_key(key_path(tmp_path, 1))
+    read_or_create_key(key_path(tmp_path, 1))
 
 
 def test_a_place_that_cannot_be_written_is_an_error_that_names_the_option(tmp_path):
     (tmp_path / "file").touch()
 
     with pytest.raises(ConfigError, match=r"^admin.api_key_file: .*File exists; set it, or --state-dir"):
-        kept_key(key_path(tmp_path / "file", 1))
+        read_or_create_key(key_path(tmp_path / "file", 1))

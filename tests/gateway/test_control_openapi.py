@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from kvroute.gateway.control import completed
+from kvroute.gateway.control import complete_schema
 
 
 def described(needs_key: bool) -> dict[str, Any]:
     operation = {"tags": ["gateway"], "responses": {"200": {}, "422": {}}}
     paths = {path: {"get": dict(operation)} for path in ("/ready", "/health", "/v1/models", "/admin/config")}
-    return completed(
+    return complete_schema(
         {"paths": paths, "components": {"schemas": {"ValidationError": {}}}}, needs_key=needs_key
     )
 

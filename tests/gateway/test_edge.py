@@ -10,9 +10,9 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
-from kvroute.gateway.complete import CompleteProtocol
 from kvroute.gateway.edge import ClientBounds, EdgeProtocol
 from kvroute.gateway.options import ServerOptions
+from kvroute.gateway.trimmed import TrimmedProtocol
 from kvroute.gateway.waits import WaitQueue
 from kvroute.metrics import Metrics
 
@@ -135,7 +135,7 @@ async def rounds() -> None:
         await asyncio.sleep(0)
 
 
-PARTS = {"trimmed": (EdgeProtocol, CompleteProtocol), "uvicorn's own": (EdgeProtocol,)}
+PARTS = {"trimmed": (EdgeProtocol, TrimmedProtocol), "uvicorn's own": (EdgeProtocol,)}
 
 
 @pytest.fixture(params=PARTS.values(), ids=PARTS)

@@ -1,11 +1,11 @@
 import pytest
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from kvroute.gateway.selftest import fast_lane_trouble
+from kvroute.gateway.selftest import fast_lane_problem
 
 
 def test_the_installed_uvicorn_is_as_expected():
-    assert fast_lane_trouble() == ""
+    assert fast_lane_problem() == ""
 
 
 class NoBegin(HttpToolsProtocol):
@@ -52,4 +52,4 @@ class KeepsMore(HttpToolsProtocol):
     "changed", [NoBegin, OtherCycle, NoTimer, StaysOpen, Forgetful, CountsConnections, KeepsMore]
 )
 def test_a_uvicorn_that_works_otherwise_is_found_out(changed):
-    assert fast_lane_trouble(changed)
+    assert fast_lane_problem(changed)

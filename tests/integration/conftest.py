@@ -88,7 +88,7 @@ async def gateway(config: Config) -> AsyncIterator[Gateway]:
             await server.shutdown()
 
 
-@pytest.fixture(params=["fast lane", "complete path"])
+@pytest.fixture(params=["fast lane", "ASGI path"])
 def lane(request: pytest.FixtureRequest) -> str:
     """Which way plain inference requests take. A module whose tests do not depend on it overrides this."""
     return str(request.param)

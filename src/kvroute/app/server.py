@@ -30,13 +30,13 @@ from kvroute.app.runtime import Runtime
 from kvroute.clock import SystemClock
 from kvroute.errors import ConfigError
 from kvroute.gateway.access import AdminKeys
-from kvroute.gateway.admin_guard import kept_key, key_lines, key_path, user_state_folder
+from kvroute.gateway.admin_guard import key_lines, key_path, read_or_create_key, user_state_folder
 from kvroute.gateway.application import Front
-from kvroute.gateway.complete import CompleteProtocol
 from kvroute.gateway.edge import ClientBounds, EdgeProtocol
 from kvroute.gateway.fastlane import fast_lane
 from kvroute.gateway.options import AFTER_CUT_S, ServerOptions
-from kvroute.gateway.selftest import complete_trouble, fast_lane_trouble
+from kvroute.gateway.selftest import fast_lane_problem, trimmed_protocol_problem
+from kvroute.gateway.trimmed import TrimmedProtocol
 from kvroute.logs import configure
 from kvroute.replicas.mesh import SharedPort, make_socket_folder
 from kvroute.replicas.supervisor import ProcessSpec, Supervisor
@@ -128,7 +128,7 @@ class AdminAccess:
         if port in self._files:
             return
         path = key_path(self._folder(), port)
-        self.keys.add(key_lines(kept_key(path)))
+        self.keys.add(key_lines(read_or_create_key(path)))
         self._files[port] = path
         log.info("the admin key is in %s", path)
 
@@ -383,25 +383,25 @@ def uvicorn_config(config: Config, runtime: Runtime) -> uvicorn.Config:
 
 
 def _protocol(config: Config, runtime: Runtime) -> type[HttpToolsProtocol]:
-    """The protocol class for client connections: the edge's checks, the fast lane, and the complete path.
+    """The protocol class for client connections: the edge's checks, the fast lane, and the trimmed protocol.
 
     A part whose self-test fails with the installed uvicorn is left out, with a log line.
     """
     bounds = ClientBounds(config.server, runtime.metrics)
     parts: list[type[HttpToolsProtocol]] = [EdgeProtocol]
     if config.server.fast_lane:
-        if trouble := fast_lane_trouble():
-            log.warning("the fast lane is off: uvicorn %s %s", uvicorn.__version__, trouble)
+        if problem := fast_lane_problem():
+            log.warning("the fast lane is off: uvicorn %s %s", uvicorn.__version__, problem)
         else:
             parts = [fast_lane(runtime.plane, bounds)]
-    if trouble := complete_trouble():
+    if problem := trimmed_protocol_problem():
         log.warning(
             "the trimmed ASGI protocol is off, requests cost more CPU: uvicorn %s %s",
             uvicorn.__version__,
-            trouble,
+            problem,
         )
     else:
-        parts.append(CompleteProtocol)
+        parts.append(TrimmedProtocol)
     return type("ClientProtocol", tuple(parts), {"bounds": bounds})
 
 

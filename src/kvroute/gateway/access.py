@@ -1,4 +1,4 @@
-"""Who may use what: API keys of the data plane, keys of the admin API."""
+"""API keys of clients, keys of the admin API, and session keys of requests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from kvroute.openai.request import InferenceRequest
 
 
 class KeyCheck:
-    """Accepts `Authorization: Bearer KEY` and `x-api-key: KEY` (Anthropic's clients). No keys: all may."""
+    """Checks `Authorization: Bearer KEY` or `x-api-key: KEY` (Anthropic's clients). Without keys all requests
+    pass."""
 
     def __init__(self, keys: Iterable[str]) -> None:
         self._keys = tuple(key.encode() for key in keys)
@@ -38,14 +39,16 @@ class KeyCheck:
 
 
 class AdminKeys:
-    """Keys of the admin API. Without any, nobody has access. Mutable: `add`, before the gateway serves."""
+    """Keys of the admin API. Without keys all access is refused. Mutable: `add`, before the gateway
+    serves."""
 
     def __init__(self, keys: Iterable[str] = ()) -> None:
         self._keys: dict[str, bytes] = {}
         self.add(keys)
 
     def add(self, keys: Iterable[str]) -> None:
-        """Accept these keys too. Raises ValueError for an empty one, which every request would have."""
+        """Accept these keys as well. Raises ValueError for an empty key: requests without a key would
+        match."""
         for key in keys:
             if not key:
                 raise ValueError("an admin key is empty")
@@ -63,20 +66,20 @@ class AdminKeys:
                 found = name
         if not found:
             raise Unauthorized(
-                "The admin key is needed: Authorization: Bearer KEY. The gateway's log says at its start "
-                "where the key is.",
+                "The admin key is needed: Authorization: Bearer KEY. The gateway logs at its start where the "
+                "key is.",
                 code="invalid_admin_key",
             )
         return found
 
 
 def fingerprint(key: str) -> str:
-    """Eight hex digits by which people tell keys apart in logs."""
+    """Eight hex digits that identify a key in logs."""
     return hashlib.sha256(b"kvroute admin key\0" + key.encode()).hexdigest()[:8]
 
 
 def _bearer(headers: Headers) -> bytes | None:
-    """The token of `Authorization: Bearer`; None where the header is absent or has another scheme."""
+    """The token of `Authorization: Bearer`; None if the header is absent or has another scheme."""
     scheme, _, token = header(headers, b"authorization").partition(b" ")
     return token.strip() if scheme.lower() == b"bearer" else None
 
@@ -93,7 +96,7 @@ def session_key_sources(declared: Sequence[str]) -> tuple[SessionKeySource, ...]
 
 
 def session_fields(declared: Sequence[str]) -> tuple[str, ...]:
-    """The top-level fields of bodies that `declared` sources look at."""
+    """The top-level fields of bodies that the `declared` sources read."""
     places = [text.partition(":") for text in declared]
     return tuple(name.partition(".")[0] for kind, _, name in places if kind == "body")
 
@@ -101,7 +104,7 @@ def session_fields(declared: Sequence[str]) -> tuple[str, ...]:
 def session_key(
     sources: Sequence[SessionKeySource], request: InferenceRequest, headers: Headers
 ) -> str | None:
-    """The first key found; None when the request carries none. Costs a dict lookup per absent body field."""
+    """The first session key in the request; None if it has none. An absent body field costs a dict lookup."""
     for source in sources:
         key = source(request, headers)
         if key:

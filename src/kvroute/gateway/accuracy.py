@@ -1,4 +1,4 @@
-"""Whether predictions were right: what the workers report is compared with what the strategy predicted."""
+"""Compares the cached tokens that workers report with the strategy's predictions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvroute.gateway.journal import Usage
 from kvroute.gateway.planner import RequestPlan
 from kvroute.metrics import Metrics
 from kvroute.routing.audit import Audit, Prediction
-from kvroute.routing.strategy import Candidate, ExactPrompt
+from kvroute.routing.strategy import Candidate, ExactPrompt, Tokens
 
 log = logging.getLogger(__name__)
 
@@ -18,7 +18,7 @@ _AUDIT = "audit"
 
 
 class Feedback(Protocol):
-    """Who keeps the map, and learns from answers."""
+    """The owner of the cache map, which learns from answers."""
 
     def answered(
         self,
@@ -29,27 +29,30 @@ class Feedback(Protocol):
         sent: float,
         cached_tokens: int | None,
     ) -> None:
-        """The worker's rank has computed this prompt of `model`, sent at `sent` (`Clock.now()`), of which it
-        had `cached_tokens`, if it tells."""
+        """A rank of the worker has computed `prompt` for `model`.
+
+        The request was sent at `sent` (`Clock.now()`). `cached_tokens` of the prompt were cached there; None
+        if the worker does not report it.
+        """
         ...
 
     def distrust(self, worker: Worker, rank: int, why: str) -> None:
-        """The map of this place is wrong more often than not."""
+        """More than half of the predicted hits of this worker's rank failed: do not use its map."""
         ...
 
 
 class PredictionAudit:
-    """One for all exchanges. Mutable: `audit`'s counts."""
+    """Passes the usage of answers to `audit` and to `feedback`. Mutable: the counts of `audit`."""
 
     def __init__(self, audit: Audit, metrics: Metrics, feedback: Feedback | None) -> None:
-        self.hears_all = feedback is not None
-        """Whether `answered` has something to do even where a worker does not tell its cached tokens."""
+        self.wants_all_answers = feedback is not None
+        """Whether `answered` must be called even for answers without cached tokens."""
         self.audit = audit
         self._metrics = metrics
         self._feedback = feedback
 
     def answered(self, plan: RequestPlan, candidate: Candidate, usage: Usage) -> None:
-        """An answer is complete, and told what it used. Costs a few us; never raises for what it says."""
+        """A complete answer reported `usage`. Costs a few us; raises nothing for any values in it."""
         feedback = self._feedback
         if feedback is None and usage.cached_tokens is None:
             return
@@ -62,17 +65,13 @@ class PredictionAudit:
         if cached_tokens is None or len(query.prompts) != 1:
             return
         strategy, worker_id, tokens = plan.decision.strategy, worker.spec.id, candidate.matched_tokens
-        if held is None:
-            tier, judged = "gpu" if tokens else "none", False  # as `Tokens.tier`
-        else:
-            tier, judged = held.tokens.tier(), held.mapped and not held.why
+        judged = held is not None and held.mapped and not held.why
+        tier = (Tokens(tokens) if held is None else held.tokens).tier()
         outcome, is_wrong = self.audit.reported(
             Prediction(strategy, worker_id, rank, tier, tokens, worker.block_size, judged), cached_tokens
         )
         self._metrics.predicted(strategy, worker_id, tier, outcome, abs(tokens - cached_tokens))
         if is_wrong and feedback is not None:
-            log.warning(
-                "worker %s: its predicted hits fail too often; its map is not believed now", worker_id
-            )
+            log.warning("worker %s: too many predicted hits failed; its cache map is not used now", worker_id)
             self._metrics.map_demotions.labels(worker_id, _AUDIT).inc()
             feedback.distrust(worker, rank, _AUDIT)

@@ -1,4 +1,4 @@
-"""The admin API: workers, index, decisions, configuration. `AdminGuard` has let its requests in."""
+"""The admin API: workers, index, decisions, configuration. `AdminGuard` has checked its requests."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ _MAX_BODY_BYTES = 64 * 1024
 
 
 class PeerProcesses(Protocol):
-    """Other gateway processes that serve the same address: what each of them alone knows."""
+    """Adds the data of other gateway processes at the same address to the data of this process, `own`."""
 
     async def decisions(self, limit: int, own: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The last decisions of all, newest first."""
+        """The last decisions of all processes, newest first."""
         ...
 
     async def predictions(self, own: dict[str, Any]) -> dict[str, Any]:
-        """`Audit.describe` of all together."""
+        """The sum of `Audit.describe` over all processes."""
         ...
 
 
@@ -51,11 +51,13 @@ def admin_routes(
     masked_config: Callable[[], Mapping[str, Any]],
     audit: Audit,
     caches: Callable[[], Mapping[str, Any]],
-    elsewhere: PeerProcesses | None = None,
+    peers: PeerProcesses | None = None,
 ) -> APIRouter:
-    """Routes under /admin. `masked_config` gives the resolved configuration without its secrets, `caches`
-    what is known of the workers' caches beside what was sent there; `elsewhere` is where else requests
-    are routed, if anywhere."""
+    """The routes under /admin.
+
+    `masked_config` returns the resolved configuration without secrets, `caches` the state of the cache map.
+    `peers` are the other processes, if there are any.
+    """
 
     # Only declares the key, for /docs.
     bearer = Depends(HTTPBearer(auto_error=False, scheme_name="admin key"))
@@ -89,7 +91,7 @@ def admin_routes(
     async def worker(worker_id: str) -> dict[str, Any]:
         return _described(fleet.get(worker_id), router)
 
-    @routes.delete("/workers/{worker_id}", summary="Remove a worker at once; its running requests go on")
+    @routes.delete("/workers/{worker_id}", summary="Remove a worker; its running requests finish")
     async def remove(worker_id: str, request: Request) -> dict[str, Any]:
         removed = fleet.get(worker_id)
         fleet.remove(removed.id)
@@ -97,7 +99,8 @@ def admin_routes(
         return {"removed": removed.id, "running_requests": removed.load.in_flight}
 
     @routes.post(
-        "/workers/{worker_id}/drain", summary="Send it nothing new, wait for what runs, report progress"
+        "/workers/{worker_id}/drain",
+        summary="Send the worker no new requests, wait for running ones, report progress",
     )
     async def drain(
         worker_id: str, request: Request, wait_s: float = Query(0.0, ge=0, le=3600)
@@ -110,7 +113,7 @@ def admin_routes(
     async def drain_progress(worker_id: str) -> dict[str, Any]:
         return _progress(progress_of(fleet.get(worker_id)))
 
-    @routes.delete("/workers/{worker_id}/drain", summary="Take a draining worker back")
+    @routes.delete("/workers/{worker_id}/drain", summary="Stop a drain: the worker gets requests again")
     async def undrain(worker_id: str, request: Request) -> dict[str, Any]:
         returned = fleet.get(worker_id)
         fleet.undrain(returned.id)
@@ -124,12 +127,12 @@ def admin_routes(
     @routes.get("/audit", summary="Predicted against reported cached tokens, by strategy, worker and tier")
     async def predictions() -> dict[str, Any]:
         own = audit.describe()
-        return own if elsewhere is None else await elsewhere.predictions(own)
+        return own if peers is None else await peers.predictions(own)
 
     @routes.get("/decisions", summary="The last routing decisions, newest first, with their arithmetic")
     async def decisions(limit: int = Query(100, ge=1, le=1000)) -> dict[str, Any]:
         own = journal.decisions(limit)
-        return {"decisions": own if elsewhere is None else await elsewhere.decisions(limit, own)}
+        return {"decisions": own if peers is None else await peers.decisions(limit, own)}
 
     @routes.get("/config", summary="The resolved configuration, secrets masked")
     async def config() -> Mapping[str, Any]:
@@ -152,8 +155,10 @@ def _audit(request: Request, change: str, worker: Worker) -> None:
 
 
 def _client_address(request: Request) -> str:
-    """Where the change comes from, or what a trusted proxy says; "unknown" if that is no address, so that
-    nobody writes fields of their own into an audit line."""
+    """The client's address, from a trusted proxy's header if there is one.
+
+    "unknown" if it is not an address, so that a client cannot write other text into an audit line.
+    """
     client = request.client
     try:
         return str(ip_address(client.host)) if client is not None else "unknown"
@@ -189,7 +194,7 @@ _READS_CACHES = frozenset(name for name, strategy in STRATEGIES.items() if strat
 
 
 def worker_registered(instance: str) -> None:
-    """An LMCache instance, or a worker that publishes events, has made itself known."""
+    """Log that an LMCache instance registered, or that a worker's event stream started."""
     log.info("Worker registered: %s", instance)
 
 

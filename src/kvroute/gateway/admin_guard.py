@@ -1,7 +1,8 @@
-"""What a request under `/admin` or `/ui` must bring: a Host and an Origin of this gateway, and the admin key.
+"""Checks requests under `/admin` and `/ui`: a Host and an Origin of this gateway, and the admin key.
 
-The key alone keeps strangers out. Host and Origin keep web pages out, which act through an operator's
-browser: by a name that they point at this address (DNS rebinding), or by requests across origins.
+The key stops strangers. Host and Origin stop web pages that use an operator's browser: by a DNS name that
+they point to this address (DNS rebinding), or by cross-origin requests. Also the file of the generated admin
+key.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ PAGE: Final = "/ui"
 """A page that shows what `/admin` answers: public, for browsers only."""
 
 KEY_FINGERPRINT: Final = "kvroute.admin_key"
-"""Key in the scope of a request under `/admin`: the fingerprint of the admin key that it brought."""
+"""Key in the scope of a request under `/admin`: the fingerprint of its admin key."""
 
 _DEFAULT_PORTS: Final = {"http": 80, "https": 443}
 _OWN_SITE: Final = ("same-origin", "none")
@@ -103,7 +104,7 @@ class AdminGuard:
             raise Forbidden("Requests from pages of other sites are refused.", code="wrong_origin")
         if is_below(path, ADMIN):
             scope[KEY_FINGERPRINT] = self._keys.owner(headers)
-            # No page of another origin can send this type without asking first.
+            # A page of another origin cannot send this type without a CORS preflight.
             if _has_body(headers) and _media_type(headers) != "application/json":
                 raise UnsupportedMediaType("The body must be JSON: Content-Type: application/json.")
 
@@ -138,7 +139,7 @@ def is_below(path: str, prefix: str) -> bool:
 
 
 def _opens_page(scope: Scope, path: str) -> bool:
-    """Whether somebody follows a link to the page itself, which shows nothing without the key."""
+    """Whether a browser opens the page itself, which shows nothing without the key."""
     is_navigation = header(scope["headers"], b"sec-fetch-mode") == b"navigate"
     return is_below(path, PAGE) and is_navigation and scope["method"] == "GET"
 
@@ -157,9 +158,9 @@ def _media_type(headers: Headers) -> str:
 
 
 OPTION: Final = "admin.api_key_file"
-"""The option that errors name: the way out where no key file can be kept."""
+"""The option that error messages name: it helps if the key file cannot be kept."""
 
-_MOST_BYTES: Final = 64 * 1024
+_MAX_FILE_BYTES: Final = 64 * 1024
 
 
 def key_lines(text: str) -> tuple[str, ...]:
@@ -182,15 +183,16 @@ def user_state_folder(environ: Mapping[str, str]) -> Path:
 
 
 def key_path(folder: Path, port: int) -> Path:
-    """Where the gateway that listens on `port` keeps its admin key."""
+    """The file of the admin key of the gateway that listens on `port`."""
     return folder / f"admin-key-{port}"
 
 
-def kept_key(path: Path) -> str:
-    """The content of the key file, which is created with a random key (mode 0600) if it does not exist.
+def read_or_create_key(path: Path) -> str:
+    """Return the content of the key file; if the file does not exist, create it with a random key (mode
+    0600).
 
-    Processes that start at the same time get the same key. Raises ConfigError if the file cannot be
-    created, or if somebody else may have read or written it. Blocks.
+    Processes that start at the same time get the same key. Raises ConfigError if the file cannot be created,
+    or if another user may have read or written it. Blocks.
     """
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -214,7 +216,7 @@ def _create(path: Path, text: str) -> None:
     descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     try:
         with os.fdopen(descriptor, "w", encoding="ascii") as file:
-            os.fchmod(descriptor, 0o600)  # whatever the umask
+            os.fchmod(descriptor, 0o600)  # independent of the umask
             file.write(text)
             file.flush()
             os.fsync(descriptor)
@@ -227,7 +229,7 @@ def _create(path: Path, text: str) -> None:
 
 
 def _read(path: Path) -> str:
-    """Raises OSError, or ConfigError if the file is not this user's alone."""
+    """Read the file. Raises OSError, or ConfigError if other users have access to it."""
     try:
         # O_NONBLOCK: opening a FIFO would wait for a writer.
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -239,7 +241,7 @@ def _read(path: Path) -> str:
         raise
     try:
         _require_own_file(path, os.fstat(descriptor))
-        text = os.read(descriptor, _MOST_BYTES).decode("utf-8", "replace")
+        text = os.read(descriptor, _MAX_FILE_BYTES).decode("utf-8", "replace")
     finally:
         os.close(descriptor)
     if not key_lines(text):
@@ -264,7 +266,7 @@ def _require_own_file(path: Path, facts: os.stat_result) -> None:
 
 
 def _require_own_folder(folder: Path) -> None:
-    """Raises ConfigError if any user could replace a file in `folder`, and OSError."""
+    """Raise ConfigError if every user could replace a file in `folder`. Raises OSError."""
     mode = folder.stat().st_mode
     if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""The FastAPI application: relayed endpoints as raw ASGI routes beside an ordinary control plane."""
+"""The FastAPI application: the relayed endpoints as raw ASGI routes, and the control plane."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from kvroute.gateway.asgi import (
     Send,
     StoredResponseEndpoint,
 )
-from kvroute.gateway.control import completed
+from kvroute.gateway.control import complete_schema
 from kvroute.gateway.dataplane import DataPlane
 from kvroute.gateway.failures import error_body
 from kvroute.openai.endpoints import ENDPOINTS
 
 
 class _OtherError(GatewayError):
-    """A refusal by the router itself, such as 405. Its status is the framework's."""
+    """An error of FastAPI's router, such as 405, with the router's status."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -42,9 +42,9 @@ class _OtherError(GatewayError):
 
 
 def build_application(plane: DataPlane, guard: AdminGuard, *routers: APIRouter) -> FastAPI:
-    """Put the routes together; `guard` stands in front of all of them.
+    """Build the application with all routes; `guard` checks every request first.
 
-    The application has no lifespan: its collaborators are the caller's.
+    It has no lifespan: the caller starts and stops the collaborators.
     """
     app = _Application(title="kvroute", version=__version__, redirect_slashes=False)
     app.add_middleware(_Guarded, guard=guard)
@@ -64,8 +64,9 @@ def build_application(plane: DataPlane, guard: AdminGuard, *routers: APIRouter) 
 
 
 class _Guarded:
-    """Lets `guard` see each request first. Not a dependency of the routes: those have no say about paths that
-    no route has."""
+    """Middleware that calls `guard` for each request."""
+
+    # A dependency of the routes would not run for paths without a route.
 
     def __init__(self, app: Application, guard: AdminGuard) -> None:
         self._app = app
@@ -86,7 +87,7 @@ class _Application(FastAPI):
 
     def openapi(self) -> dict[str, Any]:
         if self.openapi_schema is None:
-            self.openapi_schema = completed(super().openapi(), needs_key=self.needs_key)
+            self.openapi_schema = complete_schema(super().openapi(), needs_key=self.needs_key)
         return self.openapi_schema
 
 
@@ -103,7 +104,7 @@ async def _gateway_error(_request: Request, error: Exception) -> Response:
 
 
 async def _client_left(_request: Request, _error: Exception) -> Response:
-    return Response(status_code=400)  # nobody reads it
+    return Response(status_code=400)  # the client left, so this is never sent
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
@@ -125,15 +126,18 @@ async def _validation_error(_request: Request, error: Exception) -> Response:
 _may_mislead = re.compile(
     rb"(?:^|/|\\)(?:\.|%2e){1,2}(?:$|/|\\|%2f|%5c|;)|%2f|%5c|%00|\\", re.IGNORECASE
 ).search
-"""Paths that a proxy before the gateway, the gateway and a worker may take for different ones."""
+"""Paths that a proxy, the gateway and a worker may interpret differently."""
 
 _MODELS = b"/v1/models/"
 _encoded_slash = re.compile(rb"%2f", re.IGNORECASE)
 
 
 class Front:
-    """An ASGI application. `X-Forwarded-For` is read for the control plane only, from `trusted_proxies`:
-    audit lines name the client by it. It never gives access."""
+    """The ASGI application that uvicorn calls: inference requests first, all others to `application`.
+
+    `X-Forwarded-For` of `trusted_proxies` names the client in audit lines. It is read for the control plane
+    only and never gives access.
+    """
 
     def __init__(self, application: Application, plane: DataPlane, trusted_proxies: Sequence[str]) -> None:
         self._metrics = plane.metrics
@@ -146,7 +150,8 @@ class Front:
         if scope["type"] == "http":
             path: bytes = scope["raw_path"]
             if path.startswith(_MODELS):
-                # Models have slashes in their names, which OpenAI's clients encode. No worker sees this path.
+                # Names of models contain slashes, which OpenAI's clients encode. Workers do not get this
+                # path.
                 path = _encoded_slash.sub(b"/", path)
             if _may_mislead(path):
                 await self._refuse(send)

@@ -19,7 +19,7 @@ from kvroute.openai.endpoints import ENDPOINTS, BodyKind, Endpoint
 from kvroute.routing.router import Router
 
 _EXPLAINED = ENDPOINTS["/invocations"]
-"""Takes any JSON body of the others."""
+"""The endpoint that accepts the JSON body of every other endpoint."""
 
 
 def control_routes(
@@ -29,8 +29,11 @@ def control_routes(
     notes: Callable[[], list[str]] = list,
     scrape: Callable[[], Awaitable[Collector]] | None = None,
 ) -> APIRouter:
-    """Everything but the relayed endpoints and the admin API. `notes` is what `/ready` says beside its
-    verdict, `scrape` gives the figures of all gateway processes, where there are several."""
+    """All routes except the relayed endpoints and the admin API.
+
+    `notes` returns notes for `/ready`. `scrape` collects the metrics of all gateway processes, if there are
+    several.
+    """
     routes = APIRouter()
 
     def with_key(request: Request) -> None:
@@ -104,7 +107,7 @@ def control_routes(
         parsed = await plane.bodies.read_in_steps(_EXPLAINED, body, headers)
         previous = parsed.text("previous_response_id")
         owner = await plane.stored.find(previous) if previous else None
-        model = plane.planner.unprepared(parsed, headers)
+        model = plane.planner.model_to_tokenize(parsed, headers)
         prepared = None
         if model is not None and plane.preparer is not None:
             prepared = await plane.preparer.prepare(parsed, model)
@@ -160,18 +163,17 @@ _OPEN = ("/health", "/ping", "/ready", "/version", "/metrics")
 _METHODS = ("get", "put", "post", "delete")
 
 
-def completed(schema: dict[str, Any], *, needs_key: bool) -> dict[str, Any]:
-    """The schema of the control plane with the relayed endpoints, the errors that are answered, and which
-    key each operation takes; those of clients take one if the gateway `needs_key`.
+def complete_schema(schema: dict[str, Any], *, needs_key: bool) -> dict[str, Any]:
+    """Add the relayed endpoints, the errors and the required keys to the schema of the control plane.
 
-    A validation error is a 400 here, not FastAPI's 422.
+    Clients' operations need a key if the gateway `needs_key`. A validation error is a 400, not FastAPI's 422.
     """
     paths: dict[str, Any] = {**relayed_paths(), **schema["paths"]}
     for path, item in paths.items():
         for operation in (item[method] for method in _METHODS if method in item):
             if "relayed" not in operation["tags"]:
                 responses = {
-                    status: told for status, told in operation["responses"].items() if status != "422"
+                    status: response for status, response in operation["responses"].items() if status != "422"
                 }
                 operation["responses"] = responses | {"4XX": _OWN_ERROR}
                 if path == "/ready":

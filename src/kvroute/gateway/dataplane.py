@@ -179,7 +179,7 @@ class BodyReader:
     def forward_unread(self, endpoint: Endpoint, body: bytes, error: OverLimit) -> InferenceRequest:
         """The request of a body that exceeds a limit, if nothing depends on its content. Raises `error`
         otherwise."""
-        why = self._planner.why_read(endpoint)
+        why = self._planner.why_body_is_read(endpoint)
         outcome = "refused" if why else "forwarded"
         self._metrics.bodies_over_limit.labels(error.limit, outcome).inc()
         log.warning(
@@ -283,7 +283,7 @@ class DataPlane:
         """
         preparer = self._preparer
         if preparer is not None and prepared is None:
-            model = self.planner.unprepared(request, headers)
+            model = self.planner.model_to_tokenize(request, headers)
             if model is not None:
                 prepared = preparer.try_cached(request, model)
                 if prepared is None:

@@ -1,7 +1,6 @@
-"""What the gateway promises at its edge: bounds on heads and on time, and HTTP by the letter.
+"""Protects the gateway at its edge: limits on request heads and on time, and strict HTTP/1.1.
 
-A layer over uvicorn's protocol that is there whichever parts serve above and below it: the fast lane passes
-it what it does not take, and uvicorn's own protocol works without the trimmed one in between.
+A layer over uvicorn's protocol, with or without the fast lane above it and the trimmed protocol below it.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from kvroute.metrics import Metrics
 log = logging.getLogger(__name__)
 
 HOST = rb"(?:\[[0-9A-Fa-f:.]{2,45}\]|(?:[0-9A-Za-z._~!$&'()*+,;=-]|%[0-9A-Fa-f]{2}){0,255})(?::[0-9]{0,5})?"
-"""A Host header's value, as RFC 9110 7.2 has it."""
+"""The value of a Host header (RFC 9110 section 7.2)."""
 
 _host = re.compile(HOST).fullmatch
 _LINGER_S = 1.0
@@ -48,8 +47,8 @@ _VERSIONS = ("1.1", "1.0")
 
 
 class ClientBounds:
-    """Limits on what client connections may send, and on how long they may take. One for all connections
-    of a server. Mutable: the queues."""
+    """Limits on the heads and the times of client connections, shared by all of a server. Mutable: the
+    queues."""
 
     __slots__ = (
         "body",
@@ -78,7 +77,7 @@ class ClientBounds:
 
 
 class TimedFlow(FlowControl):
-    """uvicorn's flow control, which knows for how long reading was paused."""
+    """uvicorn's flow control, which also measures how long reading was paused."""
 
     def __init__(self, transport: Any, time: Any) -> None:
         super().__init__(transport)
@@ -86,7 +85,7 @@ class TimedFlow(FlowControl):
         self._paused_at = 0.0
         self._paused_s = 0.0
         self.is_held = False
-        """Reading is not resumed, whoever asks for it."""
+        """While true, `resume_reading` does nothing."""
 
     def pause_reading(self) -> None:
         if not self.read_paused:
@@ -100,60 +99,62 @@ class TimedFlow(FlowControl):
 
     @property
     def paused_s(self) -> float:
-        """In all, up to now."""
+        """Total time that reading was paused, so far."""
         return self._paused_s + (self._time() - self._paused_at if self.read_paused else 0.0)
 
 
 class EdgeProtocol(HttpToolsProtocol):
-    """One client connection. Members begin with their class's values, which a connection on which only plain
-    requests come never changes."""
+    """One client connection. Mutable: changed on the event loop by the callbacks of socket, parser and
+    queues."""
+
+    # Defaults are class attributes, so that a connection with only plain requests never sets them.
 
     bounds: ClassVar[ClientBounds]
 
-    _waiting: WaitQueue | None = None
+    _waits_in: WaitQueue | None = None
     """The queue that the connection is in."""
     _is_within_message = False
     _is_within_body = False
     _is_refused = False
-    """Nothing that comes is read any more."""
+    """Further bytes are dropped."""
     _refusal: GatewayError | None = None
-    """What is to be answered once the requests before it are."""
+    """The error to answer with when all earlier requests are answered."""
     _answering: RequestResponseCycle | None = None
     """The last request whose application was started."""
-    # Of the head that is being read:
+    # State of the head that is being read:
     _head_bytes = 0
-    _tail_bytes = 0
-    """Of its last line, as far as that has come."""
-    _tail: list[bytes] | None = None
-    """What the parser has not seen of that."""
-    # Of the body that is being read:
+    _line_bytes = 0
+    """Bytes of the head's last, incomplete line."""
+    _unparsed: list[bytes] | None = None
+    """Bytes of that line which the parser has not got."""
+    # State of the body that is being read:
     _trailers = 0
     _body_bytes = 0
     _framing_bytes = 0
-    """Read since the last byte of a body."""
+    """Bytes read since the last byte of the body itself."""
     _chunks = 0
     _chunk_bytes = 0
     """Bytes of this body so far, and the number of pieces in which the parser delivered them."""
     _window_bytes = 0
-    """`_arrived` when its time began to count."""
+    """`_body_bytes_so_far` at the start of the window over which the body's rate is measured."""
     _window_paused_s = 0.0
-    _window_began = 0.0
+    _window_started = 0.0
 
     # The socket's callbacks.
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        self.opened()
+        self.transport_ready()
 
-    def opened(self) -> None:
-        """The transport is known."""
+    def transport_ready(self) -> None:
+        """`transport` is set."""
         self.flow = TimedFlow(self.transport, self.loop.time)
-        self._wait(self.bounds.idle)
+        self._wait_in(self.bounds.idle)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._wait(None)
-        self._tail = None
-        self._abandon()
+        self._wait_in(None)
+        self._unparsed = None
+        self._drop_unanswered()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -167,34 +168,34 @@ class EdgeProtocol(HttpToolsProtocol):
             self._body_bytes += len(data)
             self._framing_bytes += len(data)
         elif self._is_within_message and b"\n" not in data:
-            # The parser would copy what it has of the line with each further part of it.
-            self._tail_bytes += len(data)
-            if self._tail is None:
-                self._tail = []
-            self._tail.append(data)
+            # An incomplete line waits here: the parser would copy it again with each further part.
+            self._line_bytes += len(data)
+            if self._unparsed is None:
+                self._unparsed = []
+            self._unparsed.append(data)
             self._check_head()
             return
-        elif self._tail is not None:
-            self._tail.append(data)
-            data, self._tail = b"".join(self._tail), None
+        elif self._unparsed is not None:
+            self._unparsed.append(data)
+            data, self._unparsed = b"".join(self._unparsed), None
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserError as error:
-            self._refuse(_reason(error))
+            self._refuse(_error_of(error))
             return
         except httptools.HttpParserUpgrade:
-            pass  # refused by going on in HTTP/1.1: see `on_headers_complete`
+            pass  # the upgrade is refused by continuing in HTTP/1.1: see `on_headers_complete`
         if self._is_within_message and not self._is_within_body:
             line_at = data.rfind(b"\n") + 1
-            self._tail_bytes = len(data) - line_at if line_at else self._tail_bytes + len(data)
+            self._line_bytes = len(data) - line_at if line_at else self._line_bytes + len(data)
             if not self._check_head():
                 return
         elif self._framing_bytes > self.bounds.max_head_bytes:
             self._refuse(HeadTooLarge("The framing or the trailers of the request's body are too large."))
             return
         if self.pipeline:
-            self._hold_reading(True)  # each of these has an answer to come first
-        self._wait(self._awaited())
+            self._hold_reading(True)  # pipelined requests are answered before more is read
+        self._wait_in(self._next_wait())
 
     def _hold_reading(self, is_held: bool) -> None:
         flow = cast(TimedFlow, self.flow)
@@ -203,21 +204,21 @@ class EdgeProtocol(HttpToolsProtocol):
         flow.is_held = is_held
 
     def _check_head(self) -> bool:
-        """Whether what has come of a head is within its limits; if not it is refused."""
+        """Whether the head so far is within its limits; otherwise it is refused."""
         bounds = self.bounds
-        if self._tail_bytes > bounds.max_line_bytes:
+        if self._line_bytes > bounds.max_line_bytes:
             self._refuse(_long_line(bounds))
-        elif self._head_bytes + self._tail_bytes > bounds.max_head_bytes:
+        elif self._head_bytes + self._line_bytes > bounds.max_head_bytes:
             self._refuse(_long_head(bounds))
         else:
             return True
         return False
 
-    # The parser's callbacks. What they raise stops the parser and comes out of `feed_data`.
+    # The parser's callbacks. An exception stops the parser; `feed_data` raises it.
 
     def on_message_begin(self) -> None:
         self._is_within_message = True
-        self._head_bytes = self._tail_bytes = 0
+        self._head_bytes = self._line_bytes = 0
         super().on_message_begin()
 
     def on_url(self, url: bytes) -> None:
@@ -228,10 +229,10 @@ class EdgeProtocol(HttpToolsProtocol):
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        # uvicorn's own is not called: a call for each header is much of what a request costs here.
+        # Does not call uvicorn's method: one call per header is a large part of a request's cost.
         size = len(name) + len(value) + 4
         self._head_bytes = head_bytes = self._head_bytes + size
-        if self._is_within_body:  # a trailer is no header: it came after these were looked at
+        if self._is_within_body:  # a trailer: only counted, because the headers were already checked
             self._trailers = lines = self._trailers + 1
         else:
             name = name.lower()
@@ -253,17 +254,20 @@ class EdgeProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._check_request()
         super().on_headers_complete()
-        # Trailers are a head of their own.
+        # Trailers have the limits of a head.
         self._head_bytes = self._trailers = self._framing_bytes = self._chunks = self._chunk_bytes = 0
         self._is_within_body = True
-        if self.parser.should_upgrade():  # the parser reads nothing behind it
+        if self.parser.should_upgrade():  # the parser reads no further request
             self.cycle.keep_alive = False
 
     def _check_request(self) -> None:
-        """Raises what the parser lets pass and RFC 9112 does not."""
+        """Check what RFC 9112 requires and the parser does not check.
+
+        Raises VersionNotSupported, InvalidRequest or NotImplementedHere.
+        """
         version = self.parser.get_http_version()
         if version not in _VERSIONS:
-            raise VersionNotSupported(f"HTTP/{version} is not spoken here, but HTTP/1.1.")
+            raise VersionNotSupported(f"HTTP/{version} is not supported; use HTTP/1.1.")
         hosts: list[bytes] = []
         codings: list[bytes] = []
         for name, value in self.headers:
@@ -279,7 +283,7 @@ class EdgeProtocol(HttpToolsProtocol):
         if codings:
             _check_codings(codings, version)
         url = self.url
-        if not url.isascii() or (url[:1] != b"/" and not _path_of(url)):
+        if not url.isascii() or (url[:1] != b"/" and not _path_in(url)):
             raise InvalidRequest("The request's target is not valid.")
 
     def on_body(self, body: bytes) -> None:
@@ -309,11 +313,11 @@ class EdgeProtocol(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         if self.pipeline:
-            self._hold_reading(True)  # or a segment more is read and kept for each answer
+            self._hold_reading(True)  # otherwise each answer would let one more segment in
         elif self._refusal is None:
-            awaited = self._awaited()
-            if awaited is not self.bounds.idle:  # for that uvicorn has a timer
-                self._wait(awaited)
+            awaited = self._next_wait()
+            if awaited is not self.bounds.idle:  # uvicorn's own timer covers idle connections
+                self._wait_in(awaited)
         elif self._unanswered() is None:
             self._write_refusal(self._refusal)
 
@@ -323,14 +327,14 @@ class EdgeProtocol(HttpToolsProtocol):
         super().timeout_keep_alive_handler()
 
     def _unanswered(self) -> RequestResponseCycle | None:
-        """The request that is being answered."""
+        """The request that is being answered; None if there is none."""
         cycle = self._answering
         return None if cycle is None or cycle.response_complete or cycle.disconnected else cycle
 
-    # What is waited for, and until when.
+    # Time limits of the client.
 
-    def _awaited(self) -> WaitQueue | None:
-        """The queue for what the client has to send next; None while it is the gateway's turn."""
+    def _next_wait(self) -> WaitQueue | None:
+        """The queue for the bytes that the client must send next; None while the gateway must answer."""
         bounds, unanswered = self.bounds, self._unanswered()
         if unanswered is not None:
             is_its_body = self._is_within_body and unanswered is self.cycle
@@ -339,38 +343,38 @@ class EdgeProtocol(HttpToolsProtocol):
             return bounds.body
         return bounds.head if self._is_within_message else bounds.idle
 
-    def _wait(self, queue: WaitQueue | None) -> None:
-        """In `queue`, where the time of what is waited for already goes on counting."""
-        before = self._waiting
+    def _wait_in(self, queue: WaitQueue | None) -> None:
+        """Move the connection to `queue`. The time continues if it is already there."""
+        before = self._waits_in
         if before is queue:
             return
         if before is not None:
             before.discard(self)
-        self._waiting = queue
+        self._waits_in = queue
         if queue is not None:
             if queue is self.bounds.body:
-                self._begin_window()
+                self._start_window()
             queue.add(self)
 
-    def _begin_window(self) -> None:
-        self._window_bytes = self._arrived()
-        self._window_began = self.loop.time()
+    def _start_window(self) -> None:
+        self._window_bytes = self._body_bytes_so_far()
+        self._window_started = self.loop.time()
         self._window_paused_s = cast(TimedFlow, self.flow).paused_s
 
-    def _arrived(self) -> int:
-        """Bytes of bodies so far; only differences count."""
+    def _body_bytes_so_far(self) -> int:
+        """Bytes of all bodies so far; only differences are used."""
         return self._body_bytes
 
     def wait_ended(self, queue: WaitQueue) -> None:
-        """As `Waiter`."""
-        self._waiting = None
+        """See `Waiter`."""
+        self._waits_in = None
         bounds, transport = self.bounds, self.transport
         if transport.is_closing():
             if queue is bounds.closing:
-                transport.abort()  # the client takes too long to read the last of an answer
+                transport.abort()  # the client reads the end of its last answer too slowly
             return
         if queue is bounds.body and self._is_fast_enough():
-            self._waiting = queue
+            self._waits_in = queue
             queue.add(self)
         elif queue is bounds.closing:
             transport.abort()
@@ -379,28 +383,31 @@ class EdgeProtocol(HttpToolsProtocol):
             if queue is bounds.idle:
                 transport.close()
             else:
-                self._refuse(_late(queue, bounds))
+                self._refuse(_too_late(queue, bounds))
 
     def _is_fast_enough(self) -> bool:
-        """Whether a body may take longer. Its time counts while the gateway reads; when it has hardly read,
-        this is looked at later."""
+        """Whether the body may take longer.
+
+        Only time during which the gateway reads counts. If that is too little, the decision waits for the
+        next window.
+        """
         bounds = self.bounds
         paused_s = cast(TimedFlow, self.flow).paused_s - self._window_paused_s
-        counted_s = self.loop.time() - self._window_began - paused_s
+        counted_s = self.loop.time() - self._window_started - paused_s
         if counted_s * 2 < bounds.body_window_s:
             return True
-        if self._arrived() - self._window_bytes < counted_s * bounds.body_bytes_per_s:
+        if self._body_bytes_so_far() - self._window_bytes < counted_s * bounds.body_bytes_per_s:
             return False
-        self._begin_window()
+        self._start_window()
         return True
 
-    # How a connection ends that is refused.
+    # Refusing a request, which closes the connection.
 
     def _refuse(self, error: GatewayError) -> None:
-        """Read no more; answer what came before, then this."""
+        """Read no more requests; answer earlier ones, then answer with `error`."""
         self._is_refused = True
-        self._is_within_message = True  # and this message never ends
-        self._tail = None
+        self._is_within_message = True  # this message never ends
+        self._unparsed = None
         self._framing_bytes = 0
         self.bounds.metrics.rejected.labels(error.error_code or error.type).inc()
         log.debug("a client's connection is closed: %s", error.message)
@@ -411,21 +418,21 @@ class EdgeProtocol(HttpToolsProtocol):
                 del self.pipeline[queued.index(broken)]
                 broken.disconnected = True
             elif unanswered is not broken or broken.response_started:
-                self._wait(None)
-                self._abandon()
-                self.transport.close()  # it has its answer already, or a part of one
+                self._wait_in(None)
+                self._drop_unanswered()
+                self.transport.close()  # the client has this answer already, or a part of it
                 return
             else:
                 unanswered = None
         if unanswered is not None:
-            self._wait(None)
+            self._wait_in(None)
             self._refusal = error
         else:
             self._write_refusal(error)
 
     def _write_refusal(self, error: GatewayError) -> None:
         self._refusal = None
-        self._abandon()
+        self._drop_unanswered()
         body = error_body(error)
         head = [STATUS_LINE[error.status]]
         head += [b"%b: %b\r\n" % header for header in self.server_state.default_headers]
@@ -438,20 +445,20 @@ class EdgeProtocol(HttpToolsProtocol):
         try:
             transport.write_eof()
         except (OSError, NotImplementedError):  # the client has reset the connection; or it is TLS
-            self._wait(None)
+            self._wait_in(None)
             transport.close()
         else:
-            self._wait(self.bounds.closing)
+            self._wait_in(self.bounds.closing)
 
-    def _abandon(self) -> None:
-        """Requests that are not answered never will be: their applications are told that the client left."""
+    def _drop_unanswered(self) -> None:
+        """Give up all unanswered requests: report a disconnect to their applications."""
         if self._answering is None:
-            return  # none was begun, and the fast lane's connections may have no pipeline yet
+            return  # no request was started; a connection of the fast lane may have no pipeline yet
         for cycle in (self._answering, *[cycle for cycle, _ in self.pipeline]):
             if cycle.response_complete or cycle.disconnected:
                 continue
             cycle.disconnected = True
-            cycle.waiting_for_100_continue = False  # an application that starts now would write to the socket
+            cycle.waiting_for_100_continue = False  # else an application that starts now writes to the socket
             cycle.message_event.set()
             signal = disconnect_signal_of(cast(Any, cycle.scope))
             if signal is not None:
@@ -459,8 +466,8 @@ class EdgeProtocol(HttpToolsProtocol):
         self.pipeline.clear()
 
 
-def _reason(error: httptools.HttpParserError) -> GatewayError:
-    """What to answer to bytes that the parser, or one of its callbacks, does not take."""
+def _error_of(error: httptools.HttpParserError) -> GatewayError:
+    """The error for bytes that the parser or one of its callbacks rejects."""
     cause = error.__context__
     if isinstance(cause, GatewayError):
         return cause
@@ -473,8 +480,8 @@ def _reason(error: httptools.HttpParserError) -> GatewayError:
         return InvalidRequest("The request could not be read.")
     text = str(error)
     if "HTTP version" in text:
-        return VersionNotSupported("Another version than HTTP/1.1 is not spoken here.")
-    return InvalidRequest(f"The request is not valid HTTP/1.1: {text}.")  # a fixed text of the parser's
+        return VersionNotSupported("Only HTTP/1.1 is supported.")
+    return InvalidRequest(f"The request is not valid HTTP/1.1: {text}.")  # a fixed text of the parser
 
 
 def _check_codings(values: list[bytes], version: str) -> None:
@@ -482,13 +489,13 @@ def _check_codings(values: list[bytes], version: str) -> None:
         raise InvalidRequest("HTTP/1.0 has no Transfer-Encoding.")
     named = [coding.strip(b" \t").lower() for coding in b",".join(values).split(b",")]
     if any(coding not in (b"chunked", b"") for coding in named):
-        raise NotImplementedHere("Of transfer codings only `chunked` is implemented.")
+        raise NotImplementedHere("The only supported transfer coding is `chunked`.")
     if len(named) > 1:
         raise InvalidRequest("The request's Transfer-Encoding is not valid.")
 
 
-def _path_of(url: bytes) -> bytes | None:
-    """Of a target that is no path; None of one that names none. Raises HttpParserInvalidURLError."""
+def _path_in(url: bytes) -> bytes | None:
+    """The path in a target that is an absolute URL; None if it has none. Raises HttpParserInvalidURLError."""
     path: bytes | None = httptools.parse_url(url).path
     return path
 
@@ -512,7 +519,7 @@ def _long_head(bounds: ClientBounds) -> HeadTooLarge:
     )
 
 
-def _late(queue: WaitQueue, bounds: ClientBounds) -> RequestTimeout:
+def _too_late(queue: WaitQueue, bounds: ClientBounds) -> RequestTimeout:
     if queue is bounds.head:
-        return RequestTimeout("The request's head did not come in time (server.head_timeout_s).")
-    return RequestTimeout("The request's body came too slowly (server.body_timeout_s, body_bytes_per_s).")
+        return RequestTimeout("The request's head did not arrive in time (server.head_timeout_s).")
+    return RequestTimeout("The request's body arrived too slowly (server.body_timeout_s, body_bytes_per_s).")

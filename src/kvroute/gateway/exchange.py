@@ -42,13 +42,13 @@ _WITHOUT_BODY = (204, 304)
 _DROPPED = HOP_BY_HOP | ANSWERED_HERE
 _DROPPED_WITHOUT_BODY = _DROPPED | {b"content-length"}
 CLIENT_LEFT = 499
-"""nginx's status for a request whose client left before its answer began; only metrics and logs see it."""
+"""nginx's status for a client that left before its answer started; only in metrics and logs."""
 
 
 _TAIL_BYTES = 4096
 _SMALL_BYTES = 2048
-"""Up to here it costs less to decode an answer than to search it."""
-# Inside generated text the quotes would be escaped, so these match only the worker's own fields.
+"""Up to this size, to decode an answer costs less than to search it."""
+# These match only fields of the worker: inside generated text the quotes are escaped.
 _first_prompt_tokens = re.compile(rb'"usage"\s*:\s*\{\s*"(?:prompt|input)_tokens"\s*:\s*(\d+)').match
 _prompt_tokens = re.compile(rb'"(?:prompt|input)_tokens"\s*:\s*(\d+)').search
 _cached_tokens = re.compile(rb'"cached_tokens"\s*:\s*(\d+)').search
@@ -75,7 +75,7 @@ _decode_answer = msgspec.json.Decoder(_Answer).decode
 
 
 def usage_in(before_last: bytes, last: bytes) -> Usage | None:
-    """The usage in an answer's last two chunks, None where it has none. A few us, once an answer."""
+    """The usage in the last two chunks of an answer; None if there is none. A few us, once per answer."""
     if not before_last and len(last) <= _SMALL_BYTES and last.startswith(b"{"):
         usage = _decoded(last)
         if usage is not None:
@@ -84,17 +84,17 @@ def usage_in(before_last: bytes, last: bytes) -> Usage | None:
     start = tail.rfind(b'"usage"')
     if start < 0:
         return None
-    # It is the first field of all engines' usage; to search for it costs three times as much.
+    # In all engines' usage this field comes first. To search for it costs three times as much.
     prompt = _first_prompt_tokens(tail, start) or _prompt_tokens(tail, start)
     if prompt is None:
         return None
-    # Most engines do not tell by default, and to find a literal absent costs less than a pattern.
+    # Most engines omit it by default, and a search for a literal costs less than a pattern.
     cached = _cached_tokens(tail, start) if tail.find(b'"cached_tokens"', start) >= 0 else None
     return _new(Usage, (int(prompt[1]), int(cached[1]) if cached else None))
 
 
 def _decoded(answer: bytes) -> Usage | None:
-    """Of a whole answer; None where it is not to be had in this way."""
+    """The usage of a whole answer; None if the answer has none or is not JSON."""
     try:
         usage = _decode_answer(answer).usage
     except UNREADABLE:
@@ -109,11 +109,11 @@ def _decoded(answer: bytes) -> Usage | None:
     cached = usage.cached_tokens if details is None else details.cached_tokens
     if cached is not None and cached < 0:
         cached = None
-    # As `Usage(...)`, without its Python-level constructor.
+    # Like `Usage(...)`, but without its constructor, which is Python code.
     return _new(Usage, (tokens, cached))
 
 
-_MOST_LINES = 4096
+_MAX_CACHED_LINES = 4096
 _PREDICTING = frozenset(
     name for name, strategy in STRATEGIES.items() if strategy.needs in (Needs.PROMPT, Needs.TOKENS)
 )
@@ -121,15 +121,16 @@ _PREDICTING = frozenset(
 
 
 class Attribution:
-    """Mutable: remembers the lines it has made, by all that they say, as most requests hit nothing or a known
-    beginning; at most 4096, so that no coming and going of workers fills the memory."""
+    """The `x-kvroute-*` header lines of answers. Mutable: caches at most 4096 of them, by their values."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[str, str, str, int, Tokens | None], bytes] = {}
+        self._cache: dict[tuple[str, str, str, int, Tokens | None], bytes] = {}
 
     def lines(self, candidate: Candidate, decision: RouteDecision) -> bytes:
-        """Of an answer by `candidate`; with a strategy that predicts hits also its predicted
-        `cached_tokens`, in all and by tier."""
+        """The header lines for an answer of `candidate`.
+
+        For a strategy that predicts hits they include the predicted cached tokens, in total and by tier.
+        """
         held = candidate.held
         key = (
             candidate.worker.spec.id,
@@ -138,11 +139,11 @@ class Attribution:
             candidate.matched_tokens,
             None if held is None else held.tokens,
         )
-        lines = self._known.get(key)
+        lines = self._cache.get(key)
         if lines is None:
-            if len(self._known) >= _MOST_LINES:
-                self._known.clear()
-            lines = self._known[key] = _lines(candidate, decision)
+            if len(self._cache) >= _MAX_CACHED_LINES:
+                self._cache.clear()
+            lines = self._cache[key] = _lines(candidate, decision)
         return lines
 
 
@@ -204,7 +205,7 @@ class Exchange(Struct, eq=False):
     _gaps: Spread | None = None
     """For an event stream: the histogram of the times between its chunks."""
     _write_framed: Callable[[bytes], None] | None = None
-    """Takes the chunks of an event stream that come one at a time."""
+    """Writes chunks of an event stream that already have their framing."""
     _last_chunk_at: float = 0.0
     _before_last: bytes = b""
     _last: bytes = b""
@@ -368,7 +369,7 @@ class Exchange(Struct, eq=False):
             self._record.usage = usage
             prompt_tokens, cached_tokens = usage
             deps.estimator.observe(plan.model, plan.prompts, prompt_tokens)
-            if cached_tokens is not None or deps.audit.hears_all:
+            if cached_tokens is not None or deps.audit.wants_all_answers:
                 deps.audit.answered(plan, candidate, usage)
 
     def _worker_failed(self, error: UpstreamError) -> None:

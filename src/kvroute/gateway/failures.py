@@ -1,4 +1,4 @@
-"""The only place that writes error JSON: OpenAI's shape, readable by Anthropic's client where it asks."""
+"""Writes errors as JSON, in the shape of OpenAI's, Anthropic's or the Responses API. No other module does."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ class InternalError(GatewayError):
 
 
 def error_body(error: GatewayError, shape: ErrorShape = ErrorShape.OPENAI) -> bytes:
-    """`{"error": {"message", "type", "param", "code"}}`; with `"type": "error"` around it for Anthropic."""
+    """`{"error": {"message", "type", "param", "code"}}`; for Anthropic also `"type": "error"` beside
+    `error`."""
     inner = {"message": error.message, "type": error.type, "param": error.param, "code": error.error_code}
     whole: dict[str, object] = {"type": "error"} if shape is ErrorShape.ANTHROPIC else {}
     return json.dumps({**whole, "error": inner}, ensure_ascii=False).encode()
 
 
 def error_event(error: GatewayError, shape: ErrorShape) -> bytes:
-    """The same as a server-sent event, for a stream that has begun and cannot go on.
+    """The error as a server-sent event, for a stream that breaks off.
 
-    Starts with a blank line, so that it stands alone even when the stream was cut inside an event.
+    It starts with a blank line, which ends an event that was cut off.
     """
     if shape is ErrorShape.RESPONSES:
         data = {

@@ -49,7 +49,7 @@ _FREE, _COLLECTING, _BUSY = _Lane.FREE, _Lane.COLLECTING, _Lane.BUSY
 
 PER_CONNECTION = frozenset({"parser", "pipeline"})
 """Members that uvicorn creates for each connection. All others start as the same objects; the self-test
-(`fast_lane_trouble`) checks it."""
+(`fast_lane_problem`) checks it."""
 
 
 class ConnectionTemplate:
@@ -147,7 +147,7 @@ class FastLaneProtocol(EdgeProtocol):
         """Like uvicorn's, but without the scheme and the addresses: see `on_message_begin`."""
         self.connections.add(self)
         self.transport = cast(Transport, transport)
-        self.opened()
+        self.transport_ready()
 
     def data_received(self, data: bytes) -> None:
         if self._lane is _FREE:
@@ -241,14 +241,14 @@ class FastLaneProtocol(EdgeProtocol):
         self._request = request
         if self._was_used_by_uvicorn:
             self._unset_keepalive_if_required()
-        if self._waiting is not None:
-            self._wait(None)
+        if self._waits_in is not None:
+            self._wait_in(None)
         if missing:
             self._lane = _COLLECTING
             self._record = record
             self._segments = [data]
             self._missing_bytes = missing
-            self._wait(self.bounds.body)
+            self._wait_in(self.bounds.body)
         else:
             self._start_exchange(request, headers, record, data[body_at:])
         return True
@@ -271,7 +271,7 @@ class FastLaneProtocol(EdgeProtocol):
         if self._missing_bytes > 0 or request is None or record is None:
             return
         self._segments = self._record = None
-        self._wait(None)
+        self._wait_in(None)
         if self._missing_bytes < 0:
             self._lane = _FREE
             for segment in segments:
@@ -293,8 +293,8 @@ class FastLaneProtocol(EdgeProtocol):
             self._plane.client_left(record)
         super()._refuse(error)
 
-    def _arrived(self) -> int:
-        return -self._missing_bytes if self._lane is _COLLECTING else super()._arrived()
+    def _body_bytes_so_far(self) -> int:
+        return -self._missing_bytes if self._lane is _COLLECTING else super()._body_bytes_so_far()
 
     def _start_exchange(self, request: PlainRequest, headers: Headers, record: Record, body: bytes) -> None:
         plane, endpoint = self._plane, request.endpoint

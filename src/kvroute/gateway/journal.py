@@ -1,4 +1,7 @@
-"""What is written down about each finished request: metrics, one log line, the ring of decisions."""
+"""Records each finished request: metrics, one log line, and an entry in the list of decisions.
+
+Also the protocol of requests in flight, and exchanges that are being prepared.
+"""
 
 from __future__ import annotations
 
@@ -18,25 +21,30 @@ from kvroute.logs import ACCESS, JsonFormatter, TextFormatter
 from kvroute.metrics import Metrics
 from kvroute.routing.strategy import RouteDecision
 
-_GATHER_S = 0.5
-_MOST_WAITING = 256
-"""To take them down holds the loop up for 0.7 ms."""
-_MOST_UNCOUNTED = 4096
-_THOUSANDTHS = tuple(f".{number:03d}Z" for number in range(1000))
-"""To look a number up costs a tenth of formatting it."""
+_BATCH_S = 0.5
+_MAX_WAITING = 256
+"""To process that number of records holds the event loop for 0.7 ms."""
+_MAX_UNSETTLED = 4096
+_MILLISECONDS = tuple(f".{number:03d}Z" for number in range(1000))
+"""A lookup costs a tenth of formatting the number."""
 
 
 class Usage(NamedTuple):
-    """`cached_tokens` is None when the worker does not tell (vLLM without --enable-prompt-tokens-details)."""
+    """Token counts that a worker reported in an answer.
+
+    `cached_tokens` is None if the worker omits it (vLLM without --enable-prompt-tokens-details).
+    """
 
     prompt_tokens: int
     cached_tokens: int | None
 
 
 class Record(Struct, eq=False, gc=False):
-    """One request as it went, without its body. Mutable: its exchange fills it in until
-    `Journal.finished` takes it. `request_id` is printable ASCII; `decision` is None where none was
-    reached."""
+    """What happened to one request, without its body.
+
+    `request_id` is printable ASCII; `decision` is None if the request was refused before. Mutable: the
+    exchange sets the fields until it calls `Journal.finished`.
+    """
 
     request_id: bytes
     path: str
@@ -52,22 +60,23 @@ class Record(Struct, eq=False, gc=False):
     ended_by: str = ""
     error: str = ""
     usage: Usage | None = None
-    """What the worker said of its whole answer."""
+    """The token counts that the worker reported."""
     ended: float = 0.0
 
 
 _Entry = tuple[float, float, Record]
-"""Time since the epoch, duration in seconds, what happened."""
+"""Seconds since the epoch at the end, duration in seconds, and the record."""
 
 
 class Journal:
-    """Writes records. Mutable: those that wait to be counted and written, and the ring of the last decisions;
-    touched from the loop only.
+    """Counts and logs finished requests, many at a time, and keeps the last decisions.
 
-    Records are gathered for half a second, unless somebody asks for figures or decisions before: one
-    write for many requests, and neither counting nor formatting between an answer's last byte and the next
-    request. One of 256 costs 2.5 us, one by itself 10.
+    Records wait for half a second, or until metrics or decisions are read. Mutable, on the event loop only:
+    the waiting records and the list of decisions.
     """
+
+    # A record among 256 costs 2.5 us, a single one 10 us. Nothing is counted or formatted between the last
+    # byte of an answer and the next request.
 
     def __init__(self, metrics: Metrics, clock: Clock, *, log_requests: bool, kept: int) -> None:
         self._metrics = metrics
@@ -75,47 +84,49 @@ class Journal:
         self._lines = RequestLines() if log_requests else None
         self._waiting: list[Record] = []
         self._timer: asyncio.TimerHandle | None = None
-        self._uncounted = 0
-        """Records since the metrics were settled."""
+        self._unsettled = 0
+        """Records since the last `Metrics.settle`."""
         self._ring: deque[_Entry] = deque(maxlen=kept)
-        metrics.call_before_collect(self._take_down)
+        metrics.call_before_collect(self._process)
 
     def finished(self, record: Record, now: float) -> None:
-        """Count `record`, which ended at `now`, and log it, soon. 499 stands for a client that left before an
-        answer, as in nginx."""
+        """Add `record`, which ended at `now`; it is counted and logged later.
+
+        As in nginx, status 499 means that the client left before the answer.
+        """
         record.ended = now
         waiting = self._waiting
         waiting.append(record)
         if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(_GATHER_S, self.flush)
-        elif len(waiting) >= _MOST_WAITING:
-            self._take_down()
+            self._timer = asyncio.get_running_loop().call_later(_BATCH_S, self.flush)
+        elif len(waiting) >= _MAX_WAITING:
+            self._process()
 
     def flush(self) -> None:
-        """Count and write what waits."""
+        """Count and log all waiting records now."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        self._take_down()
+        self._process()
 
     def decisions(self, limit: int) -> list[dict[str, Any]]:
         """The most recent decisions, newest first, with the arithmetic of each candidate."""
-        self._take_down()
+        self._process()
         newest = list(self._ring)[-limit:][::-1] if limit else []
         return [_described(wall, duration, record) for wall, duration, record in newest]
 
-    def _take_down(self) -> None:
+    def _process(self) -> None:
         waiting = self._waiting
         if not waiting:
             return
         self._waiting = []
-        ahead = self._clock.wall() - self._clock.now()
+        wall_offset = self._clock.wall() - self._clock.now()
         lines = self._lines if self._lines is not None and self._lines.is_on else None
         entries, written = list[_Entry](), list[tuple[float, str]]()
         series_of = self._metrics.series
         for record in waiting:
             started, first_byte, decision = record.started, record.first_byte, record.decision
-            duration, wall = record.ended - started, record.ended + ahead
+            duration, wall = record.ended - started, record.ended + wall_offset
             entries.append((wall, duration, record))
             if decision is None:
                 strategy, reason = "-", record.error or "-"
@@ -139,14 +150,14 @@ class Journal:
         self._ring.extend(entries)
         if lines is not None:
             lines.write(written)
-        self._uncounted += len(waiting)
-        if self._uncounted >= _MOST_UNCOUNTED:
-            self._uncounted = 0
+        self._unsettled += len(waiting)
+        if self._unsettled >= _MAX_UNSETTLED:
+            self._unsettled = 0
             self._metrics.settle()
 
 
 def _line(record: Record, duration: float, text: str) -> str:
-    """`text` is what the lines of its series have in common."""
+    """The log line of `record`; `text` is the part that is equal for all requests of its series."""
     first_byte, took = record.first_byte, f"{duration:.4f}"
     if first_byte is None:
         waited = "-"
@@ -185,9 +196,9 @@ def _described(wall: float, duration: float, record: Record) -> dict[str, Any]:
 
 
 class RequestLines:
-    """Writes the request lines, many at a time: with our own handler a batch is one write.
+    """Writes log lines of requests. With kvroute's own handler, all lines of a batch are one write.
 
-    Any other handler (a test's, an embedder's) gets ordinary log records.
+    Other handlers (of a test, or of a program that embeds kvroute) get ordinary log records.
     """
 
     def __init__(self) -> None:
@@ -198,8 +209,10 @@ class RequestLines:
         return self._logger.isEnabledFor(logging.INFO)
 
     def write(self, lines: Sequence[tuple[float, str]]) -> None:
-        """`lines` are time since the epoch and message, oldest first. Raises nothing: as any handler,
-        it reports a broken stream on stderr."""
+        """Write `lines`: seconds since the epoch and message, oldest first.
+
+        Raises nothing; like any handler, it reports a broken stream on stderr.
+        """
         handler = self._own_handler()
         if handler is None:
             for _, message in lines:
@@ -210,13 +223,13 @@ class RequestLines:
         since = until = 0.0
         when = begin = ""
         for created, message in lines:
-            if not since <= created < until:  # of many at once most came within one thousandth
+            if not since <= created < until:  # in a large batch most records share their millisecond
                 second = int(created)
                 if second != start:
                     start, prefix = second, time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(second))
-                thousandth = int((created - second) * 1000)
-                since, until = second + thousandth / 1000, second + (thousandth + 1) / 1000
-                when = prefix + _THOUSANDTHS[thousandth]
+                millisecond = int((created - second) * 1000)
+                since, until = second + millisecond / 1000, second + (millisecond + 1) / 1000
+                when = prefix + _MILLISECONDS[millisecond]
                 begin = f"{when} INFO    {ACCESS} "
             if is_json:
                 fields = {"time": when, "level": "info", "logger": ACCESS, "message": message}
@@ -232,7 +245,7 @@ class RequestLines:
                 handler.handleError(self._logger.makeRecord(ACCESS, logging.INFO, "", 0, "", (), None))
 
     def _own_handler(self) -> logging.StreamHandler[TextIO] | None:
-        """The handler that `configure` set, if it is the only one that a record would reach."""
+        """The handler that `logs.configure` set, if no other handler gets the records."""
         found: list[logging.Handler] = []
         logger: logging.Logger | None = self._logger
         while logger is not None:

@@ -1,4 +1,4 @@
-"""From a parsed request to a routing decision: synchronous, nothing is sent, nothing is accounted."""
+"""Turns a parsed request into a routing decision. Synchronous; sends nothing and accounts for nothing."""
 
 from __future__ import annotations
 
@@ -27,18 +27,19 @@ from kvroute.tokens.estimate import TokenEstimator
 STRATEGY_HEADER = b"x-kvroute-strategy"
 
 
-# A member asked of its class costs 80 ns each time (CPython 3.11), these almost nothing.
+# To look up an enum member in its class costs 80 ns each time (CPython 3.11).
 _SESSION_KEY, _PROMPT, _TOKENS = Needs.SESSION_KEY, Needs.PROMPT, Needs.TOKENS
 
-_ANCHORED_BYTES = 16_384
-"""Longer prompts have most of their keys made while they are routed, shorter ones are hashed as quickly."""
+_HASH_WHOLE_BYTES = 16_384
+"""Prompts up to this size are hashed whole for their fingerprint. For longer ones the last block key, which
+routing has computed anyway, replaces the hash of everything before it."""
 
 
 class RequestPlan(Struct, eq=False, gc=False):
-    """What is going to happen to one request; not changed once made.
+    """The routing decision for one request and the bytes to send. Immutable.
 
-    `model` is the name its workers know it by, `target` path and query as they came; `stores_response`
-    and `errors` are the endpoint's.
+    `model` is the name that workers use, `target` the path and query as received; `stores_response` and
+    `errors` are those of the endpoint.
     """
 
     method: bytes
@@ -51,17 +52,17 @@ class RequestPlan(Struct, eq=False, gc=False):
     stores_response: bool = False
     errors: ErrorShape = ErrorShape.OPENAI
     other_bodies: Mapping[WorkerId, bytes] | None = None
-    """What these workers are sent instead of `body`: they have another revision of the adapter."""
+    """Bodies for workers that have another revision of the adapter; all others get `body`."""
     is_isolated: bool = False
     """Whether `body` was put into a LoRA adapter's key space."""
 
     def body_for(self, worker: WorkerId) -> bytes:
-        """What the worker is sent."""
+        """The body to send to `worker`."""
         return self.body if self.other_bodies is None else self.other_bodies.get(worker, self.body)
 
 
-class _Known(NamedTuple):
-    """What all requests for one name have in common until the fleet changes."""
+class _ModelFacts(NamedTuple):
+    """What is equal for all requests for one name until the fleet changes."""
 
     model: str
     view: FleetView
@@ -74,13 +75,15 @@ class _Known(NamedTuple):
 
 
 ContentRule: TypeAlias = Callable[[], str]
-"""Says what of the gateway depends on what a body says, "" where nothing does at the moment."""
+"""Returns why the gateway must read bodies now; "" if nothing depends on their content."""
 
 
 class Planner:
-    """Reads fleet, router and estimator, changes none of them. `plan` is a pure function of their state.
-    `content_rules` are asked before a body travels unread; `session_fields` are fields of bodies that
-    `session_keys` look at."""
+    """Plans requests from the state of fleet, router and estimator, and changes none of them.
+
+    `content_rules` are checked before a body is forwarded unread. `session_fields` are the fields of bodies
+    that `session_keys` read. Mutable: caches facts by model until the fleet changes.
+    """
 
     def __init__(
         self,
@@ -102,18 +105,17 @@ class Planner:
         self._reads_session = bool(session_fields)
         self._content_rules = tuple(content_rules)
         self._version = -1
-        self._known: dict[str | None, _Known] = {}
-        """By the name asked for, as of this version of the fleet: of models that exist, as clients name
-        them."""
+        self._models: dict[str | None, _ModelFacts] = {}
+        """Facts by requested name, for models that exist in this version of the fleet."""
         self._allow_strategy_header = allow_strategy_header
         self.may_need_tokens = allow_strategy_header or router.may_need(Needs.TOKENS)
-        """Whether `unprepared` has ever anything to say."""
+        """Whether `model_to_tokenize` may ever return a model."""
         self.may_need_headers = allow_strategy_header or router.may_need(Needs.SESSION_KEY)
-        """Whether the requests' headers matter to `plan`; with none of its options else."""
+        """Whether `plan` may read the headers of requests."""
 
     @property
     def isolates_adapters(self) -> bool:
-        """Whether the fleet has LoRA adapters whose requests are changed: then a body has to be read."""
+        """Whether the fleet has LoRA adapters whose requests are changed, so that bodies must be read."""
         return self._isolation.is_active
 
     def plan(
@@ -127,26 +129,28 @@ class Planner:
         *,
         with_session: bool = False,
     ) -> RequestPlan:
-        """Choose. `owner` is the worker that holds the stored response which the request continues;
-        `with_session` looks for a session key even if the strategy does not ask for one; `prepared` is what
-        `unprepared` asked for.
+        """Make the routing decision for `request`.
 
-        Raises ModelNotFound, InvalidRequest (no model named and several to choose from, or an unknown
-        strategy asked for) and NoRoutableWorker.
+        `owner` is the worker that holds the stored response which the request continues. `with_session` reads
+        the session key even if the strategy does not need it. `prepared` has the tokens for
+        `model_to_tokenize`.
+
+        Raises ModelNotFound, InvalidRequest (the request names no model and there are several, or it names an
+        unknown strategy), OverLimit and NoRoutableWorker.
         """
-        asked, body = request.model, request.body
-        known = self._known.get(asked) if self._version == self._fleet.version else None
-        if known is None:
-            known = self._look_up(asked)
-        model, view, strategy, needs, space, isolates, adapter = known
-        if asked is not None and model != asked:
+        requested, body = request.model, request.body
+        facts = self._models.get(requested) if self._version == self._fleet.version else None
+        if facts is None:
+            facts = self._resolve(requested)
+        model, view, strategy, needs, space, isolates, adapter = facts
+        if requested is not None and model != requested:
             body = with_model(request, model)
-        others, is_isolated = None, False
+        other_bodies, is_isolated = None, False
         if isolates:
             check_uses_no_key_space(request)
             if adapter is not None:
                 plain = body
-                body, others = self._isolation.bodies(request, body, adapter)
+                body, other_bodies = self._isolation.bodies(request, body, adapter)
                 is_isolated = body is not plain
         if not view.workers:
             raise NoRoutableWorker(
@@ -163,16 +167,7 @@ class Planner:
             space = CacheSpace(model, self._isolation.salt(request, model))
         elif request.cache_salt is not None and (salt := cache_salt_of(request)):
             space = CacheSpace(model, salt)
-        exact = () if prepared is None else prepared.prompts
-        if len(prompts) == 1 and (prepared is None or len(exact) == 1):  # as `_query`, for most requests
-            prompt, seed = prompts[0], space.seed
-            keys = self._estimator.prompt_keys(prompt, space)
-            if exact:
-                keys = _measured(keys, prompt, exact[0])
-            fingerprint = seed ^ _fingerprint(prompt, keys, seed)
-            query = RouteQuery(model, now, (keys,), keys.tokens, session, request.stream, fingerprint, exact)
-        else:
-            query = self._query(request, space, now, prompts, session, prepared)
+        query = self._query(request, space, now, prompts, session, prepared)
         decision = None
         if owner is not None:
             decision = self._router.pinned(query, view, owner)
@@ -189,41 +184,45 @@ class Planner:
             decision,
             endpoint.stores_response,
             endpoint.errors,
-            others,
+            other_bodies,
             is_isolated,
         )
 
-    def why_read(self, endpoint: Endpoint) -> str:
-        """Why a body must be read before it is forwarded; "" where nothing depends on what it says, so that
-        one which is over a limit may travel unread."""
+    def why_body_is_read(self, endpoint: Endpoint) -> str:
+        """Why a body must be read before it is forwarded; "" if nothing depends on its content.
+
+        In the second case a body above a limit may be forwarded unread.
+        """
         if len(self._fleet.catalog.names) > 1:
-            return "the model decides where it goes: there are several names"
+            return "its model decides which workers serve it"
         if self._isolation.is_active:
-            return "an adapter's request gets a key space of its own"
+            return "requests for an adapter get their own key space"
         if endpoint.stores_response:
             return "it may continue a stored response"
         if self._reads_session and self._router.may_need(Needs.SESSION_KEY):
             return "it may hold the session key"
         return next((why for rule in self._content_rules if (why := rule())), "")
 
-    def unprepared(self, request: InferenceRequest, headers: Headers) -> str | None:
-        """The model whose tokenizer the request's strategy wants to hear before `plan`; None where it can
-        be planned at once, or fails to be. Raises what `plan` raises about names."""
+    def model_to_tokenize(self, request: InferenceRequest, headers: Headers) -> str | None:
+        """The model whose tokenizer must read the prompt before `plan`; None if no tokens are needed.
+
+        Raises the same errors about names as `plan`.
+        """
         if not self.may_need_tokens or not request.endpoint.fills_kv_cache or request.over:
             return None
         model = self._fleet.resolve(request.model)
         strategy = self._strategy(model, headers)
         return model if strategy.needs is _TOKENS else None
 
-    def _look_up(self, asked: str | None) -> _Known:
+    def _resolve(self, requested: str | None) -> _ModelFacts:
         if self._version != self._fleet.version:
             self._version = self._fleet.version
-            self._known.clear()
-        model = self._fleet.resolve(asked)
+            self._models.clear()
+        model = self._fleet.resolve(requested)
         view = self._fleet.view(model)
         strategy = self._router.strategy(model)
         isolation = self._isolation
-        known = self._known[asked] = _Known(
+        facts = self._models[requested] = _ModelFacts(
             model,
             view,
             strategy,
@@ -232,13 +231,13 @@ class Planner:
             isolation.is_active,
             isolation.adapter(model),
         )
-        return known
+        return facts
 
     def _strategy(self, model: str, headers: Headers) -> Strategy:
-        asked = self._asked_strategy(headers) if self._allow_strategy_header else None
-        return self._router.strategy(model, asked)
+        requested = self._requested_strategy(headers) if self._allow_strategy_header else None
+        return self._router.strategy(model, requested)
 
-    def _asked_strategy(self, headers: Headers) -> str | None:
+    def _requested_strategy(self, headers: Headers) -> str | None:
         name = header(headers, STRATEGY_HEADER).decode("latin-1")
         if name and not self._router.knows(name):
             known = ", ".join(self._router.strategies)
@@ -262,11 +261,11 @@ class Planner:
             keys = tuple([self._estimator.prompt_keys(prompt, space) for prompt in prompts])
             if prepared is not None and len(prepared.prompts) == len(keys):
                 exact = prepared.prompts
-                keys = tuple(map(_measured, keys, prompts, exact))
+                keys = tuple(map(_with_exact_length, keys, prompts, exact))
             fingerprint, tokens = space.seed, 0
-            for prompt, measured in zip(prompts, keys, strict=True):
-                tokens += measured.tokens
-                fingerprint ^= _fingerprint(prompt, measured, fingerprint)
+            for prompt, prompt_keys in zip(prompts, keys, strict=True):
+                tokens += prompt_keys.tokens
+                fingerprint ^= _fingerprint(prompt, prompt_keys, fingerprint)
         else:
             keys = ()
             tokens = int(len(request.body) / BYTES_PER_TOKEN) if request.endpoint.fills_kv_cache else 1
@@ -275,18 +274,18 @@ class Planner:
         return RouteQuery(model, now, keys, tokens, session, stream, fingerprint, exact, inexact)
 
 
-def _fingerprint(prompt: AnyPrompt, measured: PromptKeys, seed: int) -> int:
-    whole = prompt[0] if type(prompt) is Prompt else None  # its own members are found slowly
-    if (prompt.size if whole is None else len(whole)) <= _ANCHORED_BYTES:
+def _fingerprint(prompt: AnyPrompt, prompt_keys: PromptKeys, seed: int) -> int:
+    whole = prompt[0] if type(prompt) is Prompt else None  # an index is faster than the attribute `data`
+    if (prompt.size if whole is None else len(whole)) <= _HASH_WHOLE_BYTES:
         return xxh3_64_intdigest(prompt.data if whole is None else whole, seed)
-    chain = measured.keys
+    chain = prompt_keys.keys
     blocks = len(chain)
     hashed = blocks * BLOCK_BYTES
     rest = prompt.after(hashed) if whole is None else memoryview(whole)[hashed:]
     return xxh3_64_intdigest(rest, chain[blocks - 1])
 
 
-def _measured(keys: PromptKeys, prompt: AnyPrompt, exact: ExactPrompt) -> PromptKeys:
-    """The approximate view of a prompt whose tokens are known: its length is no estimate any more."""
+def _with_exact_length(keys: PromptKeys, prompt: AnyPrompt, exact: ExactPrompt) -> PromptKeys:
+    """`keys` with the prompt's exact number of tokens instead of the estimate."""
     share = BLOCK_BYTES / max(1, prompt.size)
     return PromptKeys(keys.keys, exact.tokens, exact.tokens * share)

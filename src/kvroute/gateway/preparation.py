@@ -1,4 +1,4 @@
-"""What a strategy wants to know of a prompt that takes time to find out: its token ids."""
+"""Prepares requests before they are planned: exact tokens of prompts, and key spaces of LoRA adapters."""
 
 from __future__ import annotations
 
@@ -27,9 +27,10 @@ if TYPE_CHECKING:
     from kvroute.tokens.exact import ExactPrompts, ExactTokens
 
 WINDOW = 200
-"""Prompts of one model that a share is taken of."""
+"""Prompts of one model over which the share of late ones is computed."""
 HIGH, LOW = 0.05, 0.02
-"""Shares at which the warning begins and ends. Apart, so that a share in between does not log each time."""
+"""Shares at which the warning starts and ends. They differ, so that a share between them is not logged
+again."""
 
 
 @dataclass(slots=True)
@@ -40,14 +41,14 @@ class _Window:
 
 
 class LateShare:
-    """Mutable: counts prompts per model in windows of `WINDOW`."""
+    """The share of prompts, by model, whose exact tokens came too late. Mutable: `count`."""
 
     def __init__(self) -> None:
         self._windows: dict[str, _Window] = {}
 
     def count(self, model: str, *, is_late: bool) -> tuple[bool, int] | None:
-        """Whether the share is high now and how many of the last `WINDOW` prompts were late, if that has
-        just changed; else None."""
+        """Count one prompt. If the share has just become high or low, return whether it is high and how many
+        of the last `WINDOW` prompts were late; otherwise None."""
         window = self._windows.get(model)
         if window is None:
             window = self._windows[model] = _Window()
@@ -63,7 +64,7 @@ class LateShare:
         return is_high, late
 
 
-_NOT_NEEDED = Isolation.NOT_NEEDED  # a member asked of its class costs 80 ns each time
+_NOT_NEEDED = Isolation.NOT_NEEDED  # to look up an enum member in its class costs 80 ns each time
 
 
 class Adapter(NamedTuple):
@@ -112,8 +113,10 @@ class AdapterIsolation:
         return self._adapters[model]
 
     def salt(self, request: InferenceRequest, model: str) -> str:
-        """The `cache_salt` of the request as most workers get it, "" for none. `model` is the name that
-        workers know. The value has no meaning for a request that `bodies` refuses."""
+        """The `cache_salt` that most workers get for this request; "" for none.
+
+        `model` is the name that workers use. The value has no meaning for a request that `bodies` refuses.
+        """
         adapter = self.adapter(model)
         if adapter is None or request.endpoint.isolation is _NOT_NEEDED:
             return cache_salt_of(request)
@@ -160,7 +163,7 @@ class AdapterIsolation:
         counts = Counter(revision for revision in revisions.values() if revision is not None)
         if not counts:
             return None
-        # Of equally many the first by name: every gateway must choose alike to predict alike.
+        # Between equal counts the first name wins, so that all gateways predict the same.
         usual = min(counts, key=lambda revision: (-counts[revision], revision))
         others = {worker: revision for worker, revision in revisions.items() if revision != usual}
         return Adapter(model, usual, others)
@@ -173,20 +176,23 @@ DeadlineOf: TypeAlias = Callable[[str, int], float]
 """Seconds that a request may wait for its tokens, by model and bytes of its body."""
 
 _OVERLOADED = (TokensReason.LATE, TokensReason.BUSY)
-"""Reasons that say that tokenizing is too slow, and nothing about the request."""
+"""Reasons that mean that tokenizing is too slow."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A request's prompts token by token, or why they are not known."""
+    """A request's prompts with exact tokens, or why the tokens are unknown."""
 
     prompts: tuple[ExactPrompt, ...] = ()
     why_not: str = ""
 
 
 class Preparer:
-    """One for all requests. Mutable: remembers the keys of recent prompts, and counts `cpu_s`, what making
-    prompts exact has cost the event loop's thread in CPU seconds."""
+    """Gets the exact tokens of prompts, within a deadline.
+
+    Mutable: caches the keys of recent prompts, and counts in `cpu_s` the CPU seconds of this work on the
+    event loop's thread.
+    """
 
     def __init__(
         self,
@@ -198,7 +204,7 @@ class Preparer:
         probe: Probe | None = None,
         is_probing: Callable[[], bool] = lambda: True,
     ) -> None:
-        """`probe` asks a shared store what it has of prompts, if there is one now (`is_probing`)."""
+        """`probe` queries a shared store for cached parts of prompts, while `is_probing` returns true."""
         self._tokens = tokens
         self._probe = probe
         self._is_probing = is_probing
@@ -211,8 +217,7 @@ class Preparer:
         self.cpu_s = 0.0
 
     def try_cached(self, request: InferenceRequest, model: str) -> Prepared | None:
-        """What `prepare` gives, where there is nothing to wait for and it takes about a millisecond at most;
-        else None."""
+        """The result of `prepare` if it needs no waiting and at most about 1 ms; otherwise None."""
         if self._probe is not None and self._is_probing():
             return None
         began = time.thread_time()
@@ -239,8 +244,10 @@ class Preparer:
         return self._exact(model, prompts)
 
     async def prepare(self, request: InferenceRequest, model: str) -> Prepared:
-        """Waits for tokens no longer than the request's deadline; never raises but for cancellation. `model`
-        is the name its workers know it by."""
+        """Wait for the tokens, at most until the request's deadline. Raises nothing except CancelledError.
+
+        `model` is the name that workers use.
+        """
         base = self._base(model)
         found: ExactPrompts | TokensReason = TokensReason.NO_SOURCE
         began = now = time.monotonic()
@@ -251,7 +258,7 @@ class Preparer:
             )
             now = time.monotonic()
             if found is not TokensReason.WORKER_FAILED:
-                break  # else: it may have died just now
+                break  # otherwise try another worker: this one may have died
         self._metrics.token_wait.observe(now - began)
         if isinstance(found, TokensReason):
             return self._inexact(model, found)
@@ -268,7 +275,7 @@ class Preparer:
         return self._exact(model, prompts)
 
     def _base(self, model: str) -> str | None:
-        """The model that `model` adapts, where it is a LoRA adapter."""
+        """The base model if `model` is a LoRA adapter; otherwise None."""
         workers = self._fleet.view(model).workers
         return _base_of(workers[0], model) if workers else None
 
@@ -299,7 +306,7 @@ class Preparer:
             log.info("kvaware: prompts for %s get their exact tokens in time again", model)
 
     async def _in_steps(self, steps: Generator[None, None, Sequence[BlockKey]]) -> Sequence[BlockKey]:
-        """Run to the end, with a turn for others between the steps."""
+        """Run all steps; other tasks run between them."""
         while True:
             began = time.thread_time()
             try:
@@ -313,12 +320,12 @@ class Preparer:
 
 
 def _usable(ids: Sequence[int]) -> Sequence[int]:
-    """The last token is always computed: no cache can serve it."""
+    """The tokens that a cache can serve: all except the last one, which is always computed."""
     return ids[: max(0, len(ids) - 1)]
 
 
 def _base_of(worker: Worker, model: str) -> str | None:
-    """The model that `model` adapts, where it is a LoRA adapter."""
+    """The base model if `model` is a LoRA adapter on `worker`; otherwise None."""
     for adapter, parent in worker.facts.adapters:
         if adapter == model:
             return parent

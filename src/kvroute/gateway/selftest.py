@@ -1,7 +1,7 @@
-"""Whether uvicorn, trimmed by `CompleteProtocol`, still does what uvicorn does.
+"""Checks that the installed uvicorn works as the trimmed protocol and the fast lane expect.
 
-The trimmed protocol changes uvicorn's internals. This plays the same requests through both, without sockets
-or an event loop, before a gateway listens.
+Both rely on uvicorn's internals. Before a gateway listens, the checks send requests through the protocols,
+without sockets or an event loop.
 """
 
 from __future__ import annotations
@@ -15,21 +15,24 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from kvroute.gateway.asgi import FIELDS, IS_SIZED, disconnect_signal_of
-from kvroute.gateway.complete import CompleteProtocol
 from kvroute.gateway.fastlane import PER_CONNECTION
+from kvroute.gateway.trimmed import TrimmedProtocol
 
 _POST = b"POST /x?y=1 HTTP/1.1\r\nhost: x\r\ncontent-length: 6\r\n\r\nabc"
 
 
-def complete_trouble(protocol_class: type[HttpToolsProtocol] = CompleteProtocol) -> str:
-    """What is not as expected, in words; "" when everything is. Takes about a millisecond."""
+def trimmed_protocol_problem(protocol_class: type[HttpToolsProtocol] = TrimmedProtocol) -> str:
+    """Compare `TrimmedProtocol` with uvicorn's own protocol; "" if both behave alike. About 1 ms.
+
+    The text completes a sentence whose subject is uvicorn.
+    """
     expected = _Application()
     trimmed = _Application()
     try:
         _play_uvicorn(HttpToolsProtocol, expected)
         _play_uvicorn(protocol_class, trimmed)
-    except Exception as error:  # noqa: BLE001 - whatever it is, uvicorn stays as it is and the log says why
-        return f"failed the self-test of the complete path ({type(error).__name__}: {error})"
+    except Exception as error:  # noqa: BLE001 - every error leads to uvicorn's own protocol and a log line
+        return f"failed the self-test of the trimmed protocol ({type(error).__name__}: {error})"
     if trimmed.received != expected.received:
         return "does not hand requests over as expected"
     if trimmed.written != expected.written:
@@ -44,7 +47,7 @@ def _play_uvicorn(protocol_class: type[HttpToolsProtocol], application: _Applica
     )
     config.load()
     protocol: Any = protocol_class(config, state, {}, cast(asyncio.AbstractEventLoop, loop))
-    protocol.access_log = False  # as a gateway serves; what is answered here is no request of anybody's
+    protocol.access_log = False  # as in a gateway; these requests must not appear in a log
     protocol.connection_made(transport)
     for _ in range(3):
         protocol.data_received(_POST)
@@ -57,7 +60,7 @@ def _play_uvicorn(protocol_class: type[HttpToolsProtocol], application: _Applica
 
 
 class _Application:
-    """Answers the first request with chunks, the second one with a length, the third one with ready lines."""
+    """Answers the first request in chunks, the second with Content-Length, the third with `FIELDS`."""
 
     def __init__(self) -> None:
         self.received: list[Any] = []
@@ -91,7 +94,7 @@ class _UvicornHandle:
 
 
 class _UvicornLoop:
-    """Runs tasks that never wait, when told to."""
+    """Runs tasks that never wait when `run` is called."""
 
     def __init__(self) -> None:
         self._tasks: list[Coroutine[Any, Any, Any]] = []
@@ -118,7 +121,7 @@ class _UvicornLoop:
 
 
 class _UvicornTransport(asyncio.Transport):
-    """What is written as one run of bytes, however many writes it took."""
+    """Collects the written bytes of each answer, joined over its writes."""
 
     def __init__(self, written: list[bytes]) -> None:
         super().__init__()
@@ -143,15 +146,18 @@ class _UvicornTransport(asyncio.Transport):
 
 
 _OF_A_CONNECTION = {"transport", "flow", "server", "client", "scheme"}
-"""What uvicorn's `connection_made` sets, which the lane's own does in its place."""
+"""Members that uvicorn's `connection_made` sets. The lane's own `connection_made` sets them instead."""
 
 
-def fast_lane_trouble(protocol_class: type[HttpToolsProtocol] = HttpToolsProtocol) -> str:
-    """What is not as expected, in words; "" when everything is. Takes about a millisecond."""
+def fast_lane_problem(protocol_class: type[HttpToolsProtocol] = HttpToolsProtocol) -> str:
+    """Check the internals of uvicorn that the fast lane uses; "" if all are as expected. About 1 ms.
+
+    The text completes a sentence whose subject is uvicorn.
+    """
     try:
         return _play(protocol_class)
-    except Exception as error:  # noqa: BLE001 - whatever it is, the lane stays off and the log says why
-        return f"failed the lane's self-test ({type(error).__name__}: {error})"
+    except Exception as error:  # noqa: BLE001 - every error turns the lane off, with a log line
+        return f"failed the self-test of the fast lane ({type(error).__name__}: {error})"
 
 
 def _play(protocol_class: type[HttpToolsProtocol]) -> str:
@@ -181,22 +187,22 @@ def _play(protocol_class: type[HttpToolsProtocol]) -> str:
     another = vars(Probe(config, state, protocol.app_state, cast(asyncio.AbstractEventLoop, loop)))
     differing = {name for name, value in another.items() if before.get(name, another) is not value}
     if another.keys() != before.keys() or not differing <= PER_CONNECTION:
-        return "makes connections in a way of its own"
+        return "does not create connections as expected"
     protocol.connection_made(transport)
     changed = {name for name, value in vars(protocol).items() if before.get(name, before) is not value}
     if not changed <= _OF_A_CONNECTION:
-        return "sets up a connection in a way of its own"
+        return "does not set up a connection as expected"
     if protocol not in state.connections or protocol.transport is not transport or protocol.cycle is not None:
         return "does not register a new connection as expected"
     protocol.data_received(b"GET /x HTTP/1.1\r\n")
     if calls != ["begin"] or protocol.cycle is not None:
-        return "does not tell where a message begins"
+        return "does not report the start of a message"
     protocol.data_received(b"host: x\r\n\r\n")
     if calls[1:] != ["complete"] or protocol.parser.should_upgrade():
-        return "does not tell where a message ends"
+        return "does not report the end of a message"
     cycle: Any = protocol.__dict__["cycle"]
     if cycle is None or cycle.response_complete is not False or protocol.pipeline:
-        return "does not keep the request under way as expected"
+        return "does not keep the current request as expected"
     if loop.started != 1 or len(state.tasks) != 1:
         return "does not start one task per request"
     protocol.flow.pause_reading()
@@ -232,7 +238,7 @@ class _Handle:
 
 
 class _Loop:
-    """Starts nothing and counts what it was asked to."""
+    """Counts the tasks that are to be started, and starts none."""
 
     def __init__(self) -> None:
         self.started = 0

@@ -1,4 +1,5 @@
-"""Stored responses: vLLM keeps them in the process that made them, so what continues one must go there."""
+"""Finds the worker that holds a stored response (Responses API): vLLM keeps it in the process that made
+it."""
 
 from __future__ import annotations
 
@@ -20,9 +21,9 @@ _RESPONSE_ID = re.compile(rb'"id"\s*:\s*"(resp_[A-Za-z0-9_-]{1,128})"')
 
 
 class ResponseOwners:
-    """Response id -> worker, for the most recent `limit` responses (about 200 bytes each).
+    """Maps response IDs to workers, for the most recent `limit` responses (about 200 bytes each).
 
-    Mutable: `remember` and `forget_worker`; touched from the loop only.
+    Mutable: `remember` and `forget_worker`, on the event loop only.
     """
 
     def __init__(self, limit: int = 100_000) -> None:
@@ -35,13 +36,15 @@ class ResponseOwners:
         return self._owners.peek(response_id)
 
     def forget_worker(self, worker: WorkerId) -> None:
-        """A worker that left or restarted holds none of its responses any more. Costs O(responses)."""
+        """Remove the responses of a worker that left or restarted. Costs O(responses)."""
         for response_id in [key for key, owner in self._owners.items() if owner == worker]:
             self._owners.pop(response_id)
 
 
 class StoredResponses:
-    """Finds the worker of a response: remembered, or asked for once (after a restart of the gateway)."""
+    """Finds the worker of a response: from `owners`, otherwise by one query to all workers."""
+
+    # The query is needed after a restart of the gateway.
 
     def __init__(
         self,
@@ -59,7 +62,7 @@ class StoredResponses:
         self._timeout_s = timeout_s
 
     async def find(self, response_id: str) -> WorkerId | None:
-        """The worker that holds the response, None where no routable worker knows it."""
+        """The worker that holds the response; None if no routable worker has it."""
         owner = self._owners.owner(response_id)
         if owner is not None or not _RESPONSE_ID.fullmatch(b'"id":"%b"' % response_id.encode()):
             return owner
@@ -87,9 +90,9 @@ class StoredResponses:
     def plan(
         self, method: bytes, target: bytes, body: bytes, owner: WorkerId | None, now: float
     ) -> RequestPlan:
-        """A request for a stored response itself: its owner, else any worker, whose 404 is the answer.
+        """Plan a request for a stored response itself. Raises NoRoutableWorker.
 
-        Raises NoRoutableWorker.
+        It goes to the owner; without a known owner to any worker, whose 404 is the answer.
         """
         routable = [worker for worker in self._fleet.workers() if worker.is_routable]
         held = [worker for worker in self._fleet.workers() if worker.id == owner] if owner else []
@@ -103,13 +106,15 @@ class StoredResponses:
 
 
 def check_response_id(response_id: str) -> None:
-    """Raises InvalidRequest for what is no segment of a path as it stands: with dots alone, or a character
-    that workers might read in another way than this gateway."""
+    """Raise InvalidRequest if the ID is not safe as a path segment.
+
+    Refused are IDs of dots only, and characters that workers might interpret differently than the gateway.
+    """
     if not _ANY_ID(response_id):
-        raise InvalidRequest("A response's id has letters, digits, `-`, `_`, `.` and `~` only.", param="id")
+        raise InvalidRequest("A response ID has letters, digits, `-`, `_`, `.` and `~` only.", param="id")
 
 
 def response_id_in(first_bytes: bytes) -> str | None:
-    """The id in the first bytes of an answer of `/v1/responses`, streamed or whole."""
+    """The response ID in the first bytes of an answer of `/v1/responses`, streamed or whole."""
     found = _RESPONSE_ID.search(first_bytes)
     return found[1].decode() if found else None

@@ -1,7 +1,8 @@
-"""Client connections that wait for bytes, and until when.
+"""Timeouts of client connections that wait for bytes, kept in queues.
 
-One queue per kind of wait, and one timer per queue: all of a queue's waits take equally long, so the oldest
-one ends first. A connection whose request arrives whole never enters a queue for it.
+There is one queue for each kind of wait, with one timer: all waits of a queue have the same limit, so the
+oldest one expires first. A connection whose request arrives whole never enters the queues for heads and
+bodies.
 """
 
 from __future__ import annotations
@@ -11,22 +12,23 @@ from collections.abc import Callable
 from typing import Protocol
 
 _BATCH = 64
-"""Waits that end in one round of the loop: to close a connection takes some 30 us, and 10,000 of them may
-have begun together."""
+"""Waits that expire in one iteration of the event loop. To close a connection takes about 30 us, and 10,000
+waits may have started together."""
 
 
 class Waiter(Protocol):
     """A connection in a queue."""
 
     def wait_ended(self, queue: WaitQueue) -> None:
-        """The wait is over and the connection is in the queue no more. May enter a queue again."""
+        """The wait expired, and the connection has left the queue. It may enter a queue again."""
         ...
 
 
 class WaitQueue:
-    """Connections that wait for at most `limit_s`; 0 waits for ever, and keeps nobody.
+    """Connections that wait for at most `limit_s`; with 0 there is no limit, and the queue stays empty.
 
-    Mutable: `add` and `discard`, each about 0.1 us, on the loop; the timer takes out what is over.
+    Mutable, on the event loop: `add` and `discard` (about 0.1 us each), and the timer, which removes expired
+    waits.
     """
 
     __slots__ = ("_limit_s", "_loop", "_since", "_timer", "name")
@@ -34,7 +36,7 @@ class WaitQueue:
     def __init__(
         self, name: str, limit_s: float, loop: Callable[[], asyncio.AbstractEventLoop] | None = None
     ) -> None:
-        """`loop` finds the event loop at the first wait; by default the running one."""
+        """`loop` returns the event loop; by default the running one."""
         self.name = name
         self._limit_s = limit_s
         self._loop = loop or asyncio.get_running_loop
@@ -45,7 +47,7 @@ class WaitQueue:
         return len(self._since)
 
     def add(self, waiter: Waiter) -> None:
-        """Its wait begins now. It must not be in the queue."""
+        """Start a wait of `waiter`, which must not be in the queue."""
         if self._limit_s <= 0:
             return
         loop = self._loop()
@@ -54,22 +56,22 @@ class WaitQueue:
             self._timer = loop.call_later(self._limit_s, self._fired)
 
     def discard(self, waiter: Waiter) -> None:
-        """It waits no more, if it did."""
+        """End the wait of `waiter`, if it has one."""
         self._since.pop(waiter, None)
 
     def _fired(self) -> None:
         self._timer = None
         loop, since = self._loop(), self._since
         now = loop.time()
-        over: list[Waiter] = []
-        for waiter, began in since.items():
-            if began + self._limit_s > now or len(over) == _BATCH:
+        expired: list[Waiter] = []
+        for waiter, started in since.items():
+            if started + self._limit_s > now or len(expired) == _BATCH:
                 break
-            over.append(waiter)
-        for waiter in over:
+            expired.append(waiter)
+        for waiter in expired:
             del since[waiter]
-        if since:  # before anything is called that could fail
+        if since:  # set the timer before the callbacks, which may raise
             oldest = next(iter(since.values()))
             self._timer = loop.call_later(max(0.0, oldest + self._limit_s - now), self._fired)
-        for waiter in over:
+        for waiter in expired:
             waiter.wait_ended(self)

@@ -1,8 +1,8 @@
-"""The complete path's end in the server: uvicorn's protocol, with less work for each message.
+"""uvicorn's protocol for the ASGI path, with less work for each message.
 
-What an application sees is ASGI as uvicorn speaks it. Different are only the costs: a request's body is
-handed over in large pieces that were not copied in between, the head of an answer is written together with
-the first bytes of its body, and an extension tells of a client's leaving without a task that waits for it.
+Applications see the same ASGI messages as from uvicorn, at lower cost: bodies arrive in large pieces without
+intermediate copies, the head of an answer is written together with the first bytes of its body, and an
+extension reports a client's disconnect without a waiting task.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from kvroute.gateway.asgi import DISCONNECT_SIGNAL, FIELDS, IS_SIZED, DisconnectSignal
 from kvroute.gateway.downstream import Headers, field_pairs
 
-_PIECE_BYTES = 1_048_576
-"""Who waits for a body gets it whole, or in pieces of at least this size."""
-_JOIN_BYTES = 65_536  # a head and a chunk go out in one write below it; above, copying costs more
-_OF_FRAMING = frozenset({b"content-length", b"transfer-encoding", b"connection"})
+_MAX_HELD_BYTES = 1_048_576
+"""An application that waits for a body gets the whole body, or pieces of at least this size."""
+_JOIN_BYTES = 65_536  # for larger chunks, joining head and chunk costs more than two writes
+_FRAMING_HEADERS = frozenset({b"content-length", b"transfer-encoding", b"connection"})
 _WITHOUT_BODY = (204, 304)
-_UNKNOWN = -1
-"""A length that is not counted here: who relays an answer has done so."""
-_ordinary = re.compile(rb"(?:[!#$%&'*+\-./0-9^_`a-z|~]+: [\t\x20-\x7e\x80-\xff]*\r\n)*").fullmatch
+_NOT_COUNTED = -1
+"""The expected length of a relayed answer: the relay has checked it already."""
+_valid_fields = re.compile(rb"(?:[!#$%&'*+\-./0-9^_`a-z|~]+: [\t\x20-\x7e\x80-\xff]*\r\n)*").fullmatch
 
 
 class TrimmedCycle(RequestResponseCycle):
-    """One request and its answer. Mutable, by the parser, by its application and by the client's leaving."""
+    """One request and its answer. Mutable: the parser, the application and a disconnect change it."""
 
     parts: list[bytes]
-    """Of the body, not yet received."""
+    """Parts of the body that the application has not received."""
     held_bytes: int
     is_awaited: bool
     """The application waits for more of the body."""
     head: bytes
-    """Of the answer, not yet written."""
+    """The answer's head while it is not written."""
     disconnect_signal: DisconnectSignal
-    soon: Callable[..., object]
+    call_soon: Callable[..., object]
     """The loop's `call_soon`."""
 
     async def receive(self) -> Any:
@@ -63,18 +63,18 @@ class TrimmedCycle(RequestResponseCycle):
         if self.flow.write_paused and not self.disconnected:
             await self.flow.drain()
         if self.transport.is_closing():
-            self.disconnected = True  # uvicorn says so only a round of the loop later
+            self.disconnected = True  # uvicorn sets it only in the next iteration of the loop
         if self.disconnected:
             return
         kind = message["type"]
         if kind == "http.response.body" and self.response_started and not self.response_complete:
             self._send_body(message.get("body", b""), message.get("more_body", False))
-        elif kind != "http.response.start" or self.response_started or not self._takes_head(message):
+        elif kind != "http.response.start" or self.response_started or not self._try_write_head(message):
             self._write_head()
             await super().send(message)
 
-    def _takes_head(self, message: Any) -> bool:
-        """Whether the head is so ordinary that it can be written from here."""
+    def _try_write_head(self, message: Any) -> bool:
+        """Prepare the head for writing; False if uvicorn must write it, because it is unusual."""
         status, fields = message["status"], message.get(FIELDS)
         if (
             self.access_log
@@ -85,16 +85,16 @@ class TrimmedCycle(RequestResponseCycle):
             if fields is not None:
                 message["headers"] = field_pairs(fields)
             return False
-        is_chunked, length = False, _UNKNOWN
+        is_chunked, length = False, _NOT_COUNTED
         if fields is not None:
             is_chunked = not message[IS_SIZED]
         else:
             headers: Headers = list(message.get("headers", ()))
             fields = b"".join([b"%b: %b\r\n" % pair for pair in headers])
-            # A line break within a value would make two lines of one header.
-            if not _ordinary(fields) or fields.count(b"\r\n") != len(headers):
+            # A line break within a value would turn one header into two lines.
+            if not _valid_fields(fields) or fields.count(b"\r\n") != len(headers):
                 return False
-            framing = [pair for pair in headers if pair[0] in _OF_FRAMING]
+            framing = [pair for pair in headers if pair[0] in _FRAMING_HEADERS]
             is_chunked = not framing
             if framing:
                 if len(framing) > 1 or framing[0][0] != b"content-length" or not framing[0][1].isdigit():
@@ -107,7 +107,7 @@ class TrimmedCycle(RequestResponseCycle):
         close = b"" if self.keep_alive else b"connection: close\r\n"
         end = b"transfer-encoding: chunked\r\n\r\n" if is_chunked else b"\r\n"
         self.head = b"%b%b%b%b" % (STATUS_LINE[status], fields, close, end)
-        self.soon(self._write_head)  # for an application that begins its body later
+        self.call_soon(self._write_head)  # in case the application sends no body in this iteration
         return True
 
     def _write_head(self) -> None:
@@ -122,7 +122,7 @@ class TrimmedCycle(RequestResponseCycle):
         elif self.chunked_encoding:
             end = b"" if more else b"0\r\n\r\n"
             body = b"%x\r\n%b\r\n%b" % (len(body), body, end) if body else end
-        elif self.expected_content_length != _UNKNOWN:
+        elif self.expected_content_length != _NOT_COUNTED:
             if len(body) > self.expected_content_length:
                 self._write_head()  # the connection is closed next
                 raise RuntimeError("Response content longer than Content-Length")
@@ -145,21 +145,21 @@ class TrimmedCycle(RequestResponseCycle):
             self.on_response()
 
 
-class CompleteProtocol(HttpToolsProtocol):
-    """One client connection. There are no WebSockets on it."""
+class TrimmedProtocol(HttpToolsProtocol):
+    """One client connection, without WebSockets."""
 
     def on_headers_complete(self) -> None:
         before = self.cycle
         super().on_headers_complete()
         if self.cycle is before:
             return
-        self.cycle.__class__ = TrimmedCycle  # its application has not begun: it does so in a task
+        self.cycle.__class__ = TrimmedCycle  # the application has not started yet, because it runs in a task
         cycle = cast(TrimmedCycle, self.cycle)
         cycle.parts = []
         cycle.held_bytes = 0
         cycle.is_awaited = False
         cycle.head = b""
-        cycle.soon = self.loop.call_soon
+        cycle.call_soon = self.loop.call_soon
         cycle.disconnect_signal = DisconnectSignal()
         extensions: dict[str, Any] = cast(Any, cycle.scope).setdefault("extensions", {})
         extensions[DISCONNECT_SIGNAL] = cycle.disconnect_signal
@@ -170,7 +170,7 @@ class CompleteProtocol(HttpToolsProtocol):
             return
         cycle.parts.append(body)
         cycle.held_bytes = held = cycle.held_bytes + len(body)
-        if (held > HIGH_WATER_LIMIT and not cycle.is_awaited) or held > _PIECE_BYTES:
+        if (held > HIGH_WATER_LIMIT and not cycle.is_awaited) or held > _MAX_HELD_BYTES:
             self.flow.pause_reading()
             cycle.message_event.set()
 

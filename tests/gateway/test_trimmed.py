@@ -11,7 +11,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from kvroute.gateway.asgi import FIELDS, IS_SIZED, disconnect_signal_of
-from kvroute.gateway.complete import CompleteProtocol
+from kvroute.gateway.trimmed import TrimmedProtocol
 
 GET = b"GET /x HTTP/1.1\r\nhost: x\r\n\r\n"
 JSON = (b"content-type", b"application/json")
@@ -48,7 +48,7 @@ async def rounds() -> None:
         await asyncio.sleep(0)
 
 
-def connected(application: Any, protocol_class: type[HttpToolsProtocol] = CompleteProtocol) -> Any:
+def connected(application: Any, protocol_class: type[HttpToolsProtocol] = TrimmedProtocol) -> Any:
     config = Config(
         application, http=protocol_class, ws="none", lifespan="off", log_config=None, access_log=False
     )
@@ -119,7 +119,7 @@ REQUESTS = {
 async def test_answers_are_the_same_bytes_as_uvicorns(
     messages: list[dict[str, Any]], request_bytes: bytes
 ) -> None:
-    both = [connected(answering(*messages), each) for each in (HttpToolsProtocol, CompleteProtocol)]
+    both = [connected(answering(*messages), each) for each in (HttpToolsProtocol, TrimmedProtocol)]
     for protocol in both:
         protocol.data_received(request_bytes)
         await rounds()
