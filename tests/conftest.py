@@ -1,5 +1,5 @@
-"""Settings of all tests: no property fails because the machine is busy, and no gateway writes into the home
-folder of whoever runs the tests."""
+"""Settings of all tests: no property fails because the machine is busy, and no gateway writes into the user's
+home folder."""
 
 from __future__ import annotations
 

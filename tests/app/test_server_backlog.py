@@ -11,7 +11,7 @@ from kvroute.app.runtime import Runtime
 from kvroute.app.server import Backlog, GatewayServer, uvicorn_config
 
 CLIENTS = 100
-ROUNDS = 20  # thirteen to accept a hundred, and some in which their protocols are told
+ITERATIONS = 20  # 13 to accept 100 clients; in the others the protocols learn of their connections
 
 
 class Protocol(asyncio.Protocol):
@@ -57,7 +57,7 @@ async def test_clients_that_come_together_do_not_wait_for_a_round_of_the_loop_ea
     await backlog.start([listening])
     dial(CLIENTS)
 
-    await rounds(ROUNDS)
+    await rounds(ITERATIONS)
 
     assert len(opened) == CLIENTS
     backlog.close()
@@ -93,7 +93,7 @@ async def test_once_closed_it_accepts_nobody(listening, dial):
     address = listening.getsockname()
     dial(1)
 
-    await rounds(ROUNDS)
+    await rounds(ITERATIONS)
 
     assert opened == []
     listening.close()
@@ -109,7 +109,7 @@ async def test_a_connection_that_cannot_be_set_up_is_closed_and_logged(listening
     await backlog.start([listening])
     (client,) = dial(1)
 
-    await rounds(ROUNDS)
+    await rounds(ITERATIONS)
 
     assert client.recv(1) == b""
     assert "could not be set up" in caplog.text
@@ -127,7 +127,7 @@ async def test_the_gateway_accepts_them_so_and_refuses_once_it_shuts_down():
         address = server.servers[0].sockets[0].getsockname()
         clients = [socket.create_connection(address, timeout=10) for _ in range(CLIENTS)]
 
-        await rounds(ROUNDS)
+        await rounds(ITERATIONS)
 
         assert len(server.server_state.connections) == CLIENTS
         for client in clients:

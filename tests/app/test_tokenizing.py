@@ -1,4 +1,4 @@
-"""A way to tokenize for every model: one that cannot be had does not cost the others theirs."""
+"""Every model gets a token source; a model without one does not affect the others."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvroute.tokens.options import TokensOptions
 
 
 class FakeTokens:
-    """Prepares whatever it is asked for, but for `broken`."""
+    """Prepares every model except those in `broken`."""
 
     def __init__(self) -> None:
         self.sources: dict[str, TokenSource] = {}

@@ -21,7 +21,7 @@ REQUESTS = 300
 
 
 def run(policy: Policy, *, workers: int = 3, tokens: int = 200_000, requests: int = REQUESTS) -> TieredFleet:
-    """Agents' calls, more of them than the GPUs' memory holds."""
+    """Run calls of agents whose prompts need more memory than the GPUs have."""
     tiers = TierOptions(l1_tokens=100_000)
     engines = make_tiered_engines(
         workers, capacity_tokens=tokens, tiers=tiers, record_events=policy.wants_events
@@ -48,7 +48,7 @@ def test_smg_sends_one_prompt_to_one_of_its_holders_however_many_there_are() -> 
 
 
 class Listed:
-    """Stands for a fleet: keeps what is submitted."""
+    """A fleet that only records the submitted requests."""
 
     def __init__(self) -> None:
         self.requests: list[tuple[float, FleetRequest]] = []

@@ -1,7 +1,7 @@
 """Black-box tests: a `kvroute` executable, its command line and its sockets, and nothing else of it.
 
 Nothing in this folder imports kvroute, so the same tests run against any installation:
-`scripts/blackbox.py /path/to/kvroute` takes the executable. Without it, the one beside this Python runs.
+`scripts/blackbox.py /path/to/kvroute` sets the executable; the default is `python -m kvroute` of this Python.
 """
 
 from __future__ import annotations

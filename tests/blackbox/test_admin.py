@@ -1,4 +1,5 @@
-"""The admin API asks for its key, whoever asks: loopback, a proxy on the same host, a web page."""
+"""The admin API needs its key from every client: on loopback, behind a proxy on the same host, in a web
+page."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ import pytest
 from tests.support.sockets import free_port
 
 WORKER = "http://127.0.0.1:9"
-"""Nobody listens there: the gateway starts without it."""
+"""No worker listens there; the gateway starts all the same."""
 
 ADDED = {"url": "http://127.0.0.1:10", "id": "added"}
 KEYLESS = ["/health", "/ping", "/ready", "/version", "/metrics"]
@@ -279,7 +280,7 @@ async def test_the_start_says_where_the_key_is_and_nobody_else_can_read_it(serve
     assert key not in gateway.log
     assert key not in answer.text
     assert await gateway.stop() == 0
-    assert not file.exists()  # nobody will listen on this port again: the system has chosen it
+    assert not file.exists()  # the kernel chose the port, so the next gateway has another one
 
 
 async def test_a_state_dir_holds_the_key_instead(serve, http, state, tmp_path):

@@ -23,7 +23,8 @@ async def worker():
 
 
 async def given_up(address: tuple[str, int], *segments: bytes) -> list[list[int]]:
-    """What is answered to connections that send these segments and then nothing, once all of them ended."""
+    """The statuses on each connection, after the gateway has closed all connections; each sends one segment
+    only."""
 
     async def one() -> list[int]:
         async with connected(address) as client:

@@ -55,7 +55,7 @@ def forget_peak(pid: int) -> None:
 
 @pytest.mark.parametrize("name", ATTACKS)
 async def test_a_huge_structure_takes_little_time_and_memory(serve, sim, name):
-    # With two models something depends on what a body says, so that none of these travels unread.
+    # With two models the gateway must read the body to find the worker.
     gateway = await serve(
         "--worker", await sim("--time-scale", "0"), "--set", f"fleet.aliases.{ALIAS}={MODEL}"
     )

@@ -53,7 +53,7 @@ async def is_ready(port: int) -> bool:
 
 
 class Load:
-    """Clients that send one request after another, each on one connection for as long as it lasts."""
+    """Clients that send one request after another. Each keeps its connection until the gateway closes it."""
 
     def __init__(self, port: int) -> None:
         self.seen: Counter[str] = Counter()
@@ -172,8 +172,8 @@ async def haproxy(gateways: Gateways, tmp_path: Path) -> AsyncIterator[int]:
 
 
 class Forwarder:
-    """A TCP forwarder: bytes both ways, a gateway for each connection in turn. It follows what it sees of
-    `/ready` LATE_S later. Mutable: `targets`."""
+    """A TCP forwarder: it copies bytes both ways and sends connections to the gateways in rotation. It
+    reacts to `/ready` LATE_S later. Mutable: `targets`."""
 
     def __init__(self, ports: list[int]) -> None:
         self.targets = list(ports)

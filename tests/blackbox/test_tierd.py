@@ -158,7 +158,7 @@ async def test_a_name_that_python_has_removed_is_found_again(start: Start, memor
 
 
 async def test_an_old_mapping_of_a_lost_inode_reads_nothing_wrong(start: Start, memory: str) -> None:
-    """Somebody has emptied /dev/shm. What new clients map is right; old ones miss.
+    """A user has emptied /dev/shm. New mappings are right; old ones miss.
 
     Half a minute: the daemon waits for leases that it cannot know.
     """
@@ -233,7 +233,7 @@ async def test_senders_that_trickle_are_cut(start: Start) -> None:
         async with asyncio.timeout(START_S):
             assert await reader.read() == b""
     except ConnectionError:
-        pass  # reset, because bytes were under way
+        pass  # a reset, because bytes were in flight
     finally:
         sending.cancel()
         await asyncio.gather(sending, return_exceptions=True)

@@ -1,4 +1,4 @@
-"""How long a request waits for its exact tokens, where a worker that is slow tells them."""
+"""How long a request waits for its exact tokens when the worker that tokenizes is slow."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ def test_builtin_none_is_the_hash_with_none() -> None:
 
 
 def test_builtin_does_not_depend_on_the_process() -> None:
-    """Only the seed depends on PYTHONHASHSEED; numbers and tuples hash alike in all of them."""
+    """Only the seed depends on PYTHONHASHSEED; every process hashes numbers and tuples alike."""
     code = "print(hash((-5, (1, 2, 3), ())))"
     other = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True)
 

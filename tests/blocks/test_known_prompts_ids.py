@@ -37,7 +37,7 @@ def keys_of(prompt: PromptIds, seed: int) -> list[int]:
 @settings(deadline=None, max_examples=60)
 @given(turns=turns)
 def test_prompts_that_go_on_from_any_other_have_the_ids_and_keys_that_they_have_alone(turns: Any) -> None:
-    """Each turn goes on from an earlier one, which others may have gone on from, in one of two spaces."""
+    """Each turn continues an earlier one, which other turns may continue too, in one of two key spaces."""
     known = [(PrefixIds(), array("I"))]
     for number, (place, added, behind, seed) in enumerate(turns):
         before, ids = known[place % len(known)]

@@ -1,5 +1,5 @@
-"""Stand-in commands: small Python programs in the place of engines, LMCache and gateways; docker-compose, the
-real one."""
+"""Fake commands: small Python programs replace engines, LMCache and gateways. docker-compose is the real
+one."""
 
 from __future__ import annotations
 

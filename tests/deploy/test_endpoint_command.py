@@ -51,7 +51,7 @@ class Up:
         self._lines.put(None)
 
     def until(self, *words: str) -> None:
-        """Wait until all of these have been printed since the last wait."""
+        """Wait until all words have been printed since the last wait."""
         since = len(self.printed)
         while not all(each in self.printed[since:] for each in words):
             line = self._lines.get(timeout=DEADLINE_S)
@@ -64,7 +64,7 @@ class Up:
         return self.process.wait(DEADLINE_S)
 
     def close(self) -> None:
-        """Once the process has been told to end."""
+        """Wait for the end of the process, after a signal."""
         self.process.wait(DEADLINE_S)
         self._reader.join(DEADLINE_S)
         assert self.process.stdout is not None
@@ -79,7 +79,7 @@ class Up:
         return done.stdout
 
     def told(self, about: str) -> dict[str, Any]:
-        """Process -> what is told of it."""
+        """The entry of each process in the state file, by name."""
         state = StateFolder(self.folder / ".kvroute").read()
         assert state is not None
         return {each.name: getattr(each, about) for each in state.processes}
@@ -186,7 +186,7 @@ def test_processes_can_be_listed_and_read_from_another_shell(start: Callable[...
     for name in ("session-a", "session-b", "session-c", "gateway"):
         (line,) = [line for line in listed.splitlines() if line.split()[0] == name]
         assert " ready " in line
-    # What each writes stands behind its name on the screen, and alone in its log.
+    # The screen shows each line after the process's name; the log has the line alone.
     assert "session-a | Simulated worker ready" in up.printed
     assert up.run("logs", "session-a").startswith("Simulated worker ready")
     assert "session-b | Simulated worker ready" in up.run("logs", "session-a", "session-b")
@@ -198,7 +198,7 @@ def test_processes_can_be_listed_and_read_from_another_shell(start: Callable[...
     command = [*KVROUTE, "logs", "-f", "-n", "0", "gateway"]
     with subprocess.Popen(command, cwd=up.folder, stdout=subprocess.PIPE, text=True) as following:
         assert following.stdout is not None
-        # Asked until a line of the log says so: the follower may not have begun yet.
+        # Repeat the request until its log line comes: `logs -f` may not have started yet.
         asked = threading.Event()
 
         def ask() -> None:
@@ -227,7 +227,7 @@ def test_an_endpoint_of_hyperpod_can_be_tried_with_simulated_workers(start: Call
     assert list(up.told("pid"))[-1] == "gateway"
     assert "Llama-3.1-8B-Instruct" in {model["id"] for model in models["data"]}
     assert "SIMULATED" in up.printed
-    # What is a matter of clusters is told, not silently dropped.
+    # Fields that only clusters use are reported.
     assert "has no effect in up" in up.printed
 
 

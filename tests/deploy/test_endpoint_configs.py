@@ -1,6 +1,6 @@
-"""Every spec in configs/ runs here, as far as a host allows: each process is planned, the gateway takes its
-configuration, and what has no effect is told. Two of them are started in test_endpoint_command.py, those with
-engines in tests/engine."""
+"""Every spec in configs/ can be planned on one host, and the gateway accepts its configuration. Fields
+without effect are reported. test_endpoint_command.py starts two specs; tests/engine starts those with
+engines."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def test_logs_go_by_the_names_of_their_processes(tmp_path: Path) -> None:
 
 
 def test_a_reader_does_not_keep_anybody_from_starting(tmp_path: Path) -> None:
-    """Whoever asks what runs holds the lock for an instant."""
+    """A reader holds the lock for an instant."""
     folder = StateFolder(tmp_path)
     with folder.hold(supervisor("before", "")):
         pass

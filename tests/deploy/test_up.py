@@ -1,4 +1,4 @@
-"""The orchestration with stand-in servers in the place of workers and gateway."""
+"""The start, supervision and end of all processes, with fake servers as workers and gateway."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Real vLLM workers on CPU cores, the gateway as a subprocess, and a workload of chats.
 
 Engines are expensive (half a minute each) and live for the whole session; a gateway is cheap, and
-every test that cares about what it has learnt starts its own.
+a test that depends on the gateway's history or map starts its own gateway.
 """
 
 from __future__ import annotations

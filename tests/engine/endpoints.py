@@ -1,4 +1,4 @@
-"""Whole endpoints on this machine, as `kvroute up -f` runs them, and what to ask of them."""
+"""Whole endpoints on this machine, as `kvroute up -f` runs them, and requests to them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ADMIN_KEY = "admin-key"
 ROOT = Path(__file__).parents[2]
 READY_S = 600.0
 BACK_S = 240.0
-# A question to an engine whose LMCache server is gone waits for it for half a minute.
+# An engine whose LMCache server has ended waits for the server for half a minute.
 REQUEST_TIMEOUT_S = 420.0
 PROMPT_TOKENS, CHUNK_TOKENS, BLOCK_TOKENS = 1500, 64, 32
 # The last token is always computed; LMCache keeps whole chunks, as does the engine blocks.
@@ -38,8 +38,8 @@ SHARED_TOKENS = (PROMPT_TOKENS - 1) // CHUNK_TOKENS * CHUNK_TOKENS
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """`predicted` is what the gateway said that the worker would have: tokens in all, and by tier; `reason`
-    why it went there."""
+    """`predicted` is the gateway's prediction of the matched tokens, in all and by tier; `reason` is the
+    decision's reason."""
 
     worker: str
     text: str
@@ -158,14 +158,14 @@ class Endpoint:
         return await self.metric(self.server_of(worker), "lmcache_mp_l2_store_completed_objects_chunks_total")
 
     async def until_stored(self, worker: str, chunks: float) -> None:
-        """Until the server of `worker` has stored so many chunks in the second tier."""
+        """Wait until the LMCache server of `worker` has stored `chunks` chunks in L2."""
         async with asyncio.timeout(180):
             while await self.stored(worker) < chunks:
                 await asyncio.sleep(0.1)
 
     async def until_used_again(self, server: str, prompts: Iterator[str]) -> None:
-        """Until the engine beside this LMCache server has noticed that it was restarted: it stores there
-        what it computes. Takes prompts that it has not had."""
+        """Wait until the engine of this LMCache server stores there again after the server's restart.
+        `prompts` yields prompts that are new to the engine."""
         worker = next(name for name in workers(self) if self.server_of(name) == server)
         while await self.stored(worker) < SHARED_TOKENS // CHUNK_TOKENS:
             body = {"model": "small", "prompt": next(prompts), "max_tokens": 1}
@@ -270,7 +270,7 @@ def endpoints(engine: Path, logs: Path, new_folder: Callable[[str], Path]) -> Ru
         (port,) = free_ports(1)
         argv = [sys.executable, "-m", "kvroute", "up", "-f", str(file), "--port", str(port), *options]
         argv += ["--engine-venv", str(engine)]
-        # Engines inherit it, and can be told to forget.
+        # Engines inherit VLLM_SERVER_DEV_MODE, which adds the route that resets the prefix cache.
         env = {**os.environ, "VLLM_SERVER_DEV_MODE": "1", "KVROUTE__ADMIN__API_KEY": ADMIN_KEY}
         child = ChildSpec("up", tuple(argv), env, logs / f"{folder.name}.log", folder, stop_grace_s=90.0)
         limits = httpx.Limits(max_keepalive_connections=0)
@@ -292,8 +292,8 @@ def endpoints(engine: Path, logs: Path, new_folder: Callable[[str], Path]) -> Ru
 
 @contextmanager
 def nothing_is_left() -> Iterator[list[int]]:
-    """Takes process ids; afterwards none of them runs, and no shared memory is there that was not before, but
-    for the files of a daemon that has ended, which are removed here."""
+    """Tests append process ids to the list. Afterwards no such process runs and no new shared memory exists,
+    except the files of an ended daemon, which this fixture removes."""
     before, pids = segments(), list[int]()
     yield pids
     assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]

@@ -44,12 +44,13 @@ class EventTap:
 
     @property
     def times_cleared(self) -> int:
-        """How often the engine was heard to say that its cache is empty."""
+        """The number of received events that say that the cache is empty."""
         return sum(event["type"] == "AllBlocksCleared" for each in self.batches for event in each.events)
 
     def held(self) -> set[int]:
-        """The hashes in the engine's cache, by all that it has said since it was last empty: right as long
-        as it never computed the same block twice at a time. Raises AssertionError if it did not say that."""
+        """The hashes in the engine's cache, from the events since the cache was last empty. Right if the
+        engine never computed a block twice at the same time. AssertionError if the cache was never reported
+        empty."""
         held: set[int] | None = None
         for batch in list(self.batches):
             for event in batch.events:

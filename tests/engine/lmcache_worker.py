@@ -4,8 +4,8 @@
 
 Runs with the engine's Python. Commands are JSON lines: `{"do": "admit" | "evict", "keys": [...]}`,
 `{"do": "chunks", "tokens": [...]}`, `{"do": "lose", "keys": [...]}` (dropped without a word being sent),
-`{"do": "lookup", "hashes": [...]}`, `{"do": "leave"}`. Each is answered by one JSON line on stdout; freezing
-is told there too.
+`{"do": "lookup", "hashes": [...]}`, `{"do": "leave"}`. One JSON line on stdout answers each; the worker also
+reports freezing there.
 """
 
 import asyncio

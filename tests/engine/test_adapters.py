@@ -240,7 +240,7 @@ async def test_every_answer_is_the_one_without_lmcache_and_each_model_finds_its_
     assert [answer.tokens for answer in second] == right
     assert {(answer.cached, answer.predicted) for answer in second} == {(ON_GPU, ON_GPU)}
 
-    # From LMCache, in another order. What its in-process connector has in Redis, it tells nobody.
+    # From LMCache, in another order. Its in-process connector does not report blocks in Redis.
     await site.forget(mode)
     known = {"l1": CACHED} if mode == "mp" else {}
     backwards = [*reversed([*zip(asked, right, strict=True)])]

@@ -1,8 +1,8 @@
 """How much of the engines' KV cache a strategy puts to use, by the engines' own account.
 
-Twelve chats are held at once on two workers, each of whose pools holds 65% of what all of them need
-together: whoever scatters a chat over both workers makes them forget. The measure is one worker
-with both pools, alone.
+Twelve chats run at the same time on two workers. Each worker's pool holds 65% of the blocks of all chats, so
+a strategy that scatters a chat over both workers causes evictions. The reference is one worker with both
+pools.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ COMMON_TOKENS = 4 * 32
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def whole(engines, start_engine):
-    """One worker with the pools of both; stopped as soon as it has been compared with."""
+    """One worker with the pools of both workers; stopped after the comparison."""
     engine = await start_engine("whole", core=0, blocks=sum(each.blocks for each in engines))
     yield engine
     await engine.process.stop()

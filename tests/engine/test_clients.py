@@ -296,11 +296,11 @@ async def test_invocations(http: httpx.AsyncClient) -> None:
 async def test_a_client_that_leaves_ends_the_work_at_the_engine(
     http: httpx.AsyncClient, engines, stream: bool
 ) -> None:
-    """Without it a gateway keeps engines busy with answers that nobody reads.
+    """Otherwise a gateway keeps engines busy with answers that no client reads.
 
     vLLM 0.32 does not count requests that its own client left as aborted, so the proof is in the
     tokens that it did not generate. Where its server and its engine fight for one core, the server may be
-    silent until the answer is complete, and nobody can leave: then once more.
+    silent until the answer is complete, and no client can leave: the test tries again.
     """
 
     async def total(name: str) -> float:

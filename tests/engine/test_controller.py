@@ -67,7 +67,7 @@ class Worker:
         return (await self.said("answer"))["answer"]
 
     async def said(self, key: str) -> dict[str, Any]:
-        """The next line that says `key`; notes what is told about freezing on the way."""
+        """The next line with `key`; records the lines about freezing before it."""
         assert self.process.stdout is not None
         async with asyncio.timeout(DEADLINE_S):
             while line := await self.process.stdout.readline():
@@ -184,7 +184,7 @@ async def test_a_worker_that_was_there_before_us_tells_all_it_holds(start_worker
 
         assert again.believed("w0") == worker.held
         assert again.controller.trust(0) is MapTrust.WHOLE
-        # It goes on when it is told that it may.
+        # The worker continues when the controller ends the freeze.
         while worker.frozen[-1:] != [False]:
             await worker.said("frozen")
         await worker.do("admit", keys=[77])
@@ -253,7 +253,7 @@ async def test_lmcaches_benchmark_runs_without_an_error(mix: str, engine_venv: E
         sent = re.search(r"Total Requests: (\d+)", report)
         assert process.returncode == 0
         assert sent is not None
-        # All of it, and ten registrations and deregistrations.
+        # All operations, and ten registrations and deregistrations.
         counts = to.controller.counts
         await until(lambda: counts.messages == int(sent[1]) + 20, within_s=DEADLINE_S)
 

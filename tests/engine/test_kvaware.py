@@ -22,14 +22,14 @@ pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="session"), pyt
 MODEL = "tiny"
 BLOCK = 32
 PHASES = ((1, 300), (3, 240))
-"""Clients at once, and requests of all of them together."""
+"""Concurrent clients, and the total number of requests."""
 THINKS_S = (0.12, 0.2)
 PATIENT = ("--set", "tokens.deadline_ms=5000")
 """The engines keep this machine's cores busy. A prompt that is not tokenized in time is predicted by what was
 sent before, and not by the map (`kv_approximate`)."""
 SEEDS = (1, 2, 3)
 MORE_SEEDS = (1, 2, 3, 4, 5)
-"""For what depends on which worker prefixaware happens to choose for what it does not know."""
+"""For tests that depend on the worker that prefixaware chooses for an unknown prompt."""
 TOOLS = [
     {
         "type": "function",
@@ -45,8 +45,8 @@ TOOLS = [
 
 @dataclass
 class Asked:
-    """One request: what was predicted, what was reported, when it was under way (`time.time()`), and how many
-    blocks it put into its worker's cache at most: as many others may have left. Mutable: `settle`."""
+    """One request: predicted and reported tokens, its start and end (`time.time()`), and the most blocks
+    that it added to its worker's cache, which may have evicted as many. Mutable: `settle`."""
 
     worker: str
     predicted: int
@@ -63,13 +63,13 @@ class Asked:
         return abs(self.predicted - self.reported)
 
     def settle(self, tap: EventTap) -> None:
-        """Its worker hands over a step's events before the step's tokens: what was handed over while it was
-        under way may be its own."""
+        """Set `settled` from the events. A worker publishes a step's events before the step's tokens, so
+        events that were published while the request ran may belong to the request."""
         its = (each.arrived for each in tap.batches if self.sent <= each.made <= self.done)
         self.settled = max((self.done, *its))
 
     def races(self, other: Asked) -> bool:
-        """`other` was under way on the same worker meanwhile, or its events still were."""
+        """Whether `other`, or its events, were in flight on the same worker at the same time."""
         return other.worker == self.worker and other.sent < self.done and self.sent < other.settled
 
 
@@ -168,7 +168,7 @@ async def test_predictions_are_the_engines_own_figures(engines, start_gateway, w
                         group.create_task(mixture.run(requests // clients))
             evictions = await removed_blocks(gateway.url)
         for engine in engines:
-            await emptied(engine, taps[engine.name], words)  # nothing is under way any more
+            await emptied(engine, taps[engine.name], words)  # no request is in flight any more
         for name, tap in taps.items():
             numbers = [batch.seq for batch in tap.batches]
             assert numbers == list(range(numbers[0], numbers[-1] + 1)), f"{name}: events were lost"
@@ -222,8 +222,8 @@ async def test_finds_what_prefixaware_finds(common_tokens, chats_through, chat_s
 
 
 async def test_finds_what_came_past_the_gateway(engines, start_gateway, words, capsys) -> None:
-    """Questions about shared documents, half of them asked at the workers directly. Counted are those that
-    came through the gateway."""
+    """Questions about shared documents; half go to the workers directly. Only those through the gateway
+    count."""
     ratios = []
     for seed in MORE_SEEDS:
         ours, theirs = [
@@ -267,7 +267,8 @@ async def asked_with_others(strategy: str, seed: int, engines, start_gateway, wo
 
 
 async def test_knows_of_a_reset(engines, start_gateway, words, capsys) -> None:
-    """Both workers know the same documents, then one forgets, either once: who knows goes to the other."""
+    """Both workers hold the same documents; then one worker's cache is reset, each worker once. A strategy
+    that knows about the reset uses the other worker."""
     ratios = []
     for seed in SEEDS:
         ours, theirs = [
@@ -314,14 +315,14 @@ async def asked_after_a_reset(strategy: str, seed: str, engines, reset: int, sta
 
 
 async def past_gateway(engine, words) -> None:
-    """A step of the engine: it tells of a reset with the next one."""
+    """Make the engine run a step: it publishes a reset with the next step."""
     body = {"model": MODEL, "prompt": "".join(words[:40]), "max_tokens": 1}
     answer = await engine.http.post(f"{engine.url}/v1/completions", json=body)
     assert answer.status_code == 200
 
 
 async def emptied(engine, tap: EventTap, words) -> None:
-    """Empty the engine's cache, and wait until the tap has heard of it."""
+    """Empty the engine's cache, and wait until the tap has received the event."""
     before = tap.times_cleared
     async with asyncio.timeout(30):
         while tap.times_cleared == before:

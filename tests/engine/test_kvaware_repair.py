@@ -1,4 +1,4 @@
-"""A worker whose events are lost for good: what the gateway does not know is placed again, and all true."""
+"""A worker whose events are lost and cannot be replayed: the map recovers, and contains only true entries."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class Asking:
 
 
 def drawn(name: str, blocks: int) -> list[int]:
-    """Token ids of so many blocks, and one more: the last token is never served from the cache."""
+    """Token ids of `blocks` blocks, and one more: the last token is never served from the cache."""
     return random.Random(f"repair {name}").choices(range(100, 7000), k=blocks * BLOCK + 1)
 
 
@@ -95,7 +95,7 @@ async def test_lost_blocks_are_placed_by_a_request_and_by_probes(forgetful, run_
                 await directly([5])
         for prompt in (third, ours[: 6 * BLOCK + 1], others[: 6 * BLOCK + 1]):
             assert await directly(prompt) == (0, -1)
-        # All that can be repeated: two blocks behind each of two prompts that nobody can hear of any more.
+        # All that can be announced again: two blocks after each of two prompts whose events are lost.
         for prompt in (ours[: 8 * BLOCK + 1], others):
             assert await directly(prompt) == (6 * BLOCK, -1)
         # The engine may keep the cores busy that tokenizing wants.

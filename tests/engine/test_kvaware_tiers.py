@@ -171,7 +171,7 @@ async def test_what_waits_in_a_queue_is_asked_for_from_redis_meanwhile(
     loaded = await endpoint.metric(server, loads)
 
     async with endpoint.drained(other), asyncio.TaskGroup() as asking:
-        # As the gateway reckons, all of them are through after one and a half seconds.
+        # By the gateway's estimate all requests end after one and a half seconds.
         before = [asking.create_task(endpoint.ask(prompt(seed))) for seed in range(200, 224)]
         await endpoint.until_queued(worker, for_s=0.8)
         answer = await endpoint.ask(prompt(50))
@@ -215,7 +215,7 @@ async def test_what_a_killed_worker_had_is_found_in_redis_by_the_other(
     for name, restarts in before.items():
         await endpoint.until_restarted(name, restarts)
     await endpoint.until_healthy()
-    # Its memory is gone and known to be; what it finds now lies in Redis.
+    # The gateway knows that the server's memory is lost; the server now finds blocks in Redis only.
     await endpoint.until_known(prompt(30), lost, l2=SHARED_TOKENS)
     again = await endpoint.ask_the_other(prompt(30), than=other)
     assert (again.worker, again.tiers) == (lost, {"gpu": 0, "l1": 0, "l2": SHARED_TOKENS})

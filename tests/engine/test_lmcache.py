@@ -1,4 +1,4 @@
-"""Real LMCache and Redis behind a real engine: the map is what they hold, by their own account."""
+"""Real LMCache and Redis with a real engine: the map equals the contents that they report."""
 
 from __future__ import annotations
 
@@ -125,7 +125,8 @@ class Stack:
         return total("l1"), total("l2")
 
     async def quiet(self) -> None:
-        """Wait until LMCache and Redis hold what is believed, twice in a row, and say what differs if not."""
+        """Wait until the map equals the contents of LMCache and Redis twice in a row; otherwise fail with
+        the difference."""
         agreed, seen = 0, (0, 0, 0, 0)
         async with asyncio.timeout(QUIET_S):
             try:
@@ -303,7 +304,7 @@ async def test_reports_that_are_lost_leave_nothing_false_and_a_clear_makes_it_wh
     await stack.be_gone()
     for seed in range(200, 206):
         await stack.ask(prompt(seed))
-    await asyncio.sleep(2.5)  # LMCache gives up a report after 2 s; nothing here can say when it has
+    await asyncio.sleep(2.5)  # LMCache drops a report after 2 s; no event marks that moment
     stack.listen()
     await stack.ask(prompt(300))
     # On a busy machine it was forgotten meanwhile, and is known late.

@@ -195,7 +195,7 @@ def classic(engine_venv: EngineVenv) -> Callable[[Daemon], Commanded]:
 
 
 async def test_lmcache_verifies_every_byte(start_daemon: StartDaemon, bench: Any) -> None:
-    """Its benchmark compares what it loads with what it has stored."""
+    """LMCache's benchmark compares the loaded bytes with the stored ones."""
     found = await bench(await start_daemon(), "--no-skip-verify")
 
     assert found["store"]["total_success"] == found["store"]["total_keys"] == 48

@@ -1,4 +1,4 @@
-"""Token ids told by the gateway are the ids that an engine computes with."""
+"""The gateway's token ids are the ids that an engine computes with."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs in the engine's environment: LMCache's own adapter, told what to do line by line.
+"""Runs in the engine's environment: LMCache's own adapter, with one command per line.
 
 Commands come as JSON lines on stdin: {"do": "store" | "lookup" | "load" | "unlock" | "status", "fill": n}.
 Every answer is a JSON line after "answer": which keys succeeded, and for a load which of those have

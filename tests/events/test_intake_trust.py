@@ -55,7 +55,7 @@ def test_answers_without_events_are_silence_and_a_batch_ends_it() -> None:
 
     assert not silence.is_silent
     for _ in range(5):
-        silence.served(120.0, 105.9)  # begun before the last batch, which may have been theirs
+        silence.served(120.0, 105.9)  # sent before the last batch, which may belong to these requests
     assert not silence.is_silent
     silence.served(120.0)
     silence.served(120.0)

@@ -136,8 +136,8 @@ def test_an_unknown_parent_that_becomes_known_places_all_that_waited(run_ledger:
 
 
 def lost_head(run_ledger: Run, **extra: Any) -> tuple[PrefixIndex, Ledger]:
-    """The worker holds blocks 0 to 5 of `IDS`; the first three were announced to nobody. A request has
-    just continued them with block 6."""
+    """The worker holds blocks 0 to 5 of `IDS`; the events of the first three were lost. A request has just
+    continued them with block 6."""
     index = PrefixIndex()
     ledger = Ledger(index, 0)
     run_ledger(ledger, [batch(store([3, 4, 5], 3, 2, **extra), store([6], 6, 5, **extra))])
@@ -185,7 +185,7 @@ def test_an_answer_may_come_before_the_events_of_what_it_computed(run_ledger: Ru
     ledger = Ledger(index, 0)
     run_ledger(ledger, [batch(store([3, 4, 5], 3, 2))])
     assert confirm(ledger, 6 * 16) == 0
-    # Before it, other prompts' events; and one of the blocks that nobody has heard of is gone by then.
+    # Before it, events of other prompts; one of the unknown blocks was evicted by then.
     run_ledger(ledger, [batch(BlockRemoved([100 + number])) for number in range(others)])
     assert matched(index) == TierMatch()
 
@@ -215,7 +215,7 @@ def test_an_early_answer_is_not_waited_for_for_ever(run_ledger: Run) -> None:
     for between in (
         [batch(BlockRemoved([100 + number])) for number in range(16)],
         [batch(AllBlocksCleared())],
-        # Another's block with these tokens: from then on it cannot be told whose is whose.
+        # A block of another prompt with these tokens: the match becomes ambiguous.
         [batch(store([66], 6, 50, extra_keys=[["image"]]))],
     ):
         index = PrefixIndex()
@@ -240,7 +240,7 @@ def test_orphans_stay_aside_without_proof(run_ledger: Run) -> None:
     # Something went away since the answer began.
     run_ledger(ledger, [batch(BlockRemoved([98]))])
     assert confirm(ledger, 6 * 16, since=moment) == 0
-    # The same tokens behind another beginning: which of the two it was cannot be told.
+    # The same tokens after another prefix: the match is ambiguous.
     run_ledger(ledger, [batch(store([66], 6, 50))])
     assert confirm(ledger, 6 * 16) == 0
     assert matched(index) == TierMatch()
@@ -423,7 +423,7 @@ def test_any_traffic_leaves_the_index_with_what_the_engine_holds(
         hits = cache.match(keys, (len(tokens) - 1) // size)
         need = len(keys) - hits + cache.idle_among(keys, hits)
         if need > cache.available or len(keys) == 1:
-            continue  # a copy of a lone first block cannot be told from a repetition
+            continue  # a copy of a lone first block looks like a repetition
         blocks = cache.take(keys, hits) + cache.allocate(len(keys) - hits)
         # What runs at once cannot see this one's blocks yet: it computes copies.
         running.append((blocks, Chain(keys, tokens), hits))
@@ -472,8 +472,8 @@ def test_of_a_long_announcement_that_does_not_fit_its_hashes_nothing_is_believed
 def test_an_engine_that_contradicts_itself_leaves_nothing_in_the_index(
     run_ledger: Run, second: list[KvEvent]
 ) -> None:
-    """Its names stand for one content each; a block whose name means another one now has no name any more,
-    and would be believed for ever."""
+    """Each engine hash means one content. A block whose hash means another content now could never be
+    removed, and would be believed for ever."""
     index = PrefixIndex()
     ledger = Ledger(index, 0)
 

@@ -201,7 +201,7 @@ def test_ranks_are_slots_of_their_own(messages_of: Messages, requests_of: Reques
         if rank is not None:
             found = index.match(prompt_keys(request["prompt_token_ids"], adapter_space(None)))
             predicted = found.get(int(rank), TierMatch()).tokens
-            # After a reset the clearing is only told with the rank's next step.
+            # After a reset the engine publishes the clearing with the rank's next step.
             assert predicted == (64 if "after reset" in request["step"] else cached_of(request))
         until = requests[place + 1]["t"] if place + 1 < len(requests) else float("inf")
         while messages and messages[0][0] < until:

@@ -1,4 +1,4 @@
-"""All who read events share one slice of each turn of the loop."""
+"""All streams together get one time slice per iteration of the event loop."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PIECE_S = 1 / 1024
 
 
 class Loop:
-    """Counts the loop's turns, and what was done in each of them."""
+    """Counts the iterations of the event loop and the work in each iteration."""
 
     def __init__(self) -> None:
         self.clock: Any = ManualClock(0.0)
@@ -55,7 +55,7 @@ async def _many_in_bulk() -> None:
     assert sum(loop.done.values()) == 64 * 50
     assert max(loop.done.values()) <= 5
     assert loop.number <= 64 * 50 // 5 + 70
-    # In line: all have had a slice before anybody has a second, but for the first, who stood there alone.
+    # The queue is FIFO: each task has had a slice before any task has a second one, except the first task.
     assert [worker for worker in range(64) if loop.by_worker[: 65 * 5].count(worker) > 5] == [0]
     assert set(loop.by_worker[: 65 * 5]) == set(range(64))
 
@@ -91,7 +91,7 @@ async def test_who_has_little_waits_no_longer_than_those_before_in_line() -> Non
 
 
 async def test_who_leaves_the_line_keeps_nobody_waiting() -> None:
-    """Whether still in line, or told to go on in the very turn."""
+    """The task is cancelled while it waits, or in the iteration in which it would continue."""
     for leaving in range(6):
         for pauses in range(8):
             loop = Loop()

@@ -175,7 +175,7 @@ async def test_orphans_of_a_known_prompt_are_placed_and_of_unknown_ones_are_not(
 
         await until(lambda: setup.stream.ledger.aside_blocks == 4)
 
-        # There is no telling what the others continue: the map stays partial.
+        # The parents of the other blocks are unknown: the map stays partial.
         assert setup.ingest.trust(setup.worker) is MapTrust.PARTIAL
         assert setup.believed < engine.truth
 

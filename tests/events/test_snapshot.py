@@ -1,4 +1,5 @@
-"""A map that was written down is gone on from, if the worker is the same and its replay bears it out."""
+"""A restarted gateway continues from a saved map if the worker is the same process and its replay confirms
+it."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ Tokens = Callable[[int, int], list[int]]
 
 
 class Gateway:
-    """An ingest of one worker, as long as it runs."""
+    """An ingest that follows one worker while the block runs."""
 
     def __init__(self, engine: Any, options: KvEventsOptions, start_time: float | None) -> None:
         self.engine = engine
@@ -122,7 +123,7 @@ async def test_another_process_or_too_long_a_time_is_begun_anew(
         start_time = 6.0
     elif change == "unknown incarnation":
         start_time = None
-    elif change == "restarted":  # nobody has noticed yet
+    elif change == "restarted":  # the gateway does not know it yet
         engine.restart()
     for number in range(50, 56):
         engine.serve(tokens_of(number, 20))

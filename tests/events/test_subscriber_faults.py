@@ -1,4 +1,5 @@
-"""Whatever happens to a stream, the index claims nothing that the worker lacks, and repairs what it can."""
+"""After every fault of a stream the index has only blocks that the worker holds, and repairs all that it
+can."""
 
 from __future__ import annotations
 
@@ -219,7 +220,8 @@ async def test_a_restart_is_found_by_its_numbers_and_in_silence(engine_of: Make,
 async def test_a_restart_that_has_caught_up_with_the_numbers_is_still_found(
     engine_of: Make, busy: Any, tokens_of: Tokens
 ) -> None:
-    """Nothing of the new process is seen live before its number fits: only the overlap tells."""
+    """No live message of the new process comes before its sequence number fits; only the overlap shows the
+    restart."""
     engine = engine_of(capacity_tokens=1000)
     async with followed(engine, options=QUICK.model_copy(update={"idle_check_s": 30.0})) as follower:
         busy(engine, range(3))
@@ -396,7 +398,7 @@ async def test_a_failure_of_our_own_drops_the_map_which_is_then_read_anew(
         failing = False
         await until(lambda: follower.is_right)
     assert "following them failed" in caplog.text
-    assert follower.subscriber.trust is MapTrust.NONE  # nobody follows it any more
+    assert follower.subscriber.trust is MapTrust.NONE  # no task follows it any more
 
 
 async def test_a_worker_that_serves_without_announcing_it_is_not_believed(
@@ -519,7 +521,7 @@ async def test_a_long_prompt_announced_as_one_event_is_learnt_and_evicted(
         engine.serve(tokens_of(1, 65_536))
         await until(lambda: follower.is_right)
         if dialect == "map-0.30":
-            engine.serve(tokens_of(1, 65_536), report=True)  # announces all of it again
+            engine.serve(tokens_of(1, 65_536), report=True)  # announces all blocks again
             await until(lambda: follower.last == 1)
             # The last block was computed again: that one is a copy.
             assert (follower.ledger.counts.repeated, follower.ledger.counts.copies) == (4095, 1)

@@ -1,4 +1,4 @@
-"""Time that moves when told to, and workers that do as told."""
+"""A clock that tests advance, and workers whose answers tests set."""
 
 from __future__ import annotations
 

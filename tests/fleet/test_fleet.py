@@ -29,7 +29,7 @@ def fleet_of(*ids: str) -> Fleet:
 
 
 def heard(fleet: Fleet) -> list[tuple[FleetChange, str]]:
-    """What a listener hears from now on."""
+    """The changes that a listener receives from now on."""
     changes: list[tuple[FleetChange, str]] = []
     fleet.subscribe(lambda change, worker: changes.append((change, worker.id)))
     return changes

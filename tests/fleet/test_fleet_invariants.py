@@ -1,4 +1,4 @@
-"""Whatever happens to it, in whatever order, the fleet stays consistent."""
+"""After any sequence of changes the fleet is consistent."""
 
 from __future__ import annotations
 

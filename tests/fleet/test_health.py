@@ -410,7 +410,7 @@ async def test_a_worker_seen_for_the_first_time_has_not_restarted(watched: Watch
     assert FleetChange.RESTARTED not in [change for change, _ in watched.changes]
 
 
-# What answers to clients tell
+# Reports from requests of clients
 
 
 async def test_a_refused_request_ejects_at_once_and_the_next_passed_probe_brings_it_back(
@@ -444,7 +444,7 @@ async def test_a_probe_begun_before_the_ejection_does_not_undo_it(watched: Watch
         return await answer(request)
 
     watched.network["a"].answer = slow
-    await watched.clock.advance(1.0)  # a probe is on its way
+    await watched.clock.advance(1.0)  # a probe is in flight
     watched.monitor.report_refused(watched["a"])
 
     gate.set()

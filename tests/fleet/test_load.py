@@ -157,7 +157,8 @@ def test_utilisation_fades_with_a_time_constant_of_thirty_seconds(load) -> None:
 
 
 def test_utilisation_is_what_it_is_by_definition_however_long_the_worker_runs(load) -> None:
-    """Summed up anew from what was done, with pauses long enough that nothing is left of what was before."""
+    """Compared with a sum over all busy intervals; the pauses are long enough that older intervals have no
+    weight."""
     rng, now, done = random.Random(5), 50.0, []
     load.reserve(now, prefill_s=0.0, tokens=1).first_token(now)
     done.append((now, 0.0))

@@ -12,7 +12,7 @@ from pathlib import Path
 from kvroute.openai.endpoints import ENDPOINTS, BodyKind
 
 PLACE = b"@markmarkmark@"
-"""Stands for the mark of a case; each case gets its own before it is sent."""
+"""Placeholder for the mark of a case; each case gets its own mark before it is sent."""
 MARK = re.compile(rb"@[0-9a-f]{12}@")
 KEY = b"client-key-of-the-fuzzer"
 ADMIN_KEY = b"admin-key-of-the-fuzzer"
@@ -24,7 +24,7 @@ MARKED_KEYS = re.compile(rb"(?im)^(?:authorization: bearer |x-api-key: )(?:%b|%b
 def strange_marks(written: bytes, data: bytes, mark: bytes) -> set[bytes]:
     """The marks of other clients in an answer to `data`.
 
-    An operator who asks for the last decisions with the admin key is answered with the request ids of all
+    A request for the last decisions with the admin key returns the request ids of all
     clients, which the marks are part of.
     """
     if b"/admin/decisions" in data and ADMIN_KEY in data:
@@ -47,7 +47,7 @@ class Case:
     """What one client sends: `data`, cut into segments at `cuts`.
 
     `leaves`: the client closes the connection right behind its last segment. `stalls`: the client does not
-    read for a while after the first bytes of an answer. `is_valid`: the request must be answered with 200.
+    read for some time after the first bytes of an answer. `is_valid`: the request must be answered with 200.
     """
 
     data: bytes

@@ -26,7 +26,7 @@ _CHECKS = (
 
 
 async def fuzz_control(examples: int, seed: int, phases: str = "examples,coverage,fuzzing") -> Report:
-    """So many examples for each operation; `phases` are schemathesis's."""
+    """Run `examples` examples for each operation; `phases` are schemathesis's."""
     report = Report()
     key = ADMIN_KEY.decode()
     async with served("open") as gateway:  # one header for all operations: clients need no key here

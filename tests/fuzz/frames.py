@@ -162,7 +162,7 @@ class _Streams:
         return cls(intake, subject, reference)
 
     async def feed(self, payload: bytes) -> str:
-        """What became of it. Raises AssertionError where the ways differ."""
+        """The outcome of a payload. AssertionError if the fast and the complete way differ."""
         seq = self.intake.sequence.expected
         before = self.sizes(self.subject)
         unreadable = self.intake.counts.unreadable
@@ -194,7 +194,7 @@ class _Streams:
         for tier in Tier:
             if set(self.subject.held(tier)) != set(self.reference.held(tier)):
                 raise AssertionError(f"other blocks of {tier} are believed than were told")
-            # Two names may have one key: with the first of them that is removed, less is believed, not more.
+            # Two engine hashes may have one key: after the first is removed, fewer blocks are believed, never more.
             if not set(self.subject.believed(tier)) <= set(self.subject.held(tier)):
                 raise AssertionError(f"the index holds blocks of {tier} that the ledger does not")
 
@@ -236,7 +236,7 @@ class Frames:
         self._app = CoordinatorApp(self._coordinator, clock, options.coordinator)
 
     async def step(self) -> tuple[str, str]:
-        """Target and outcome. Raises whatever a target raises."""
+        """Target and outcome. Raises what the target raises."""
         name = self.rng.choice(self._weighted)
         outcome = self.targets[name]()
         if asyncio.iscoroutine(outcome):
@@ -489,7 +489,7 @@ async def _asked(app: CoordinatorApp, method: str, path: str, body: bytes) -> in
 async def fuzz_frames(
     count: int, seed: int, *, folder: Path | None = None, progress: Callable[[Report], None] = lambda _: None
 ) -> Report:
-    """Feed so many frames. `folder` is where those are saved that show a defect."""
+    """Feed `count` frames. Frames that show a defect are saved in `folder`."""
     report, frames, kept = Report(), Frames(seed), Counter[str]()
     while report.inputs < count:
         report.inputs += 1

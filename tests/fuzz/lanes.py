@@ -69,7 +69,7 @@ def configuration(profile: str, workers: Sequence[str]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Finding:
-    """`kind` is the same for findings of one cause, as far as that shows."""
+    """`kind` is the same for findings with the same visible cause."""
 
     kind: str
     text: str
@@ -267,7 +267,7 @@ class Lanes:
         self.activity += 1
 
     async def run(self, cases: Sequence[Case]) -> tuple[list[list[Finding]], list[Finding], Counter[str]]:
-        """Findings of each case, findings of which nobody knows whose they are, and the outcomes."""
+        """Findings of each case, findings of unknown cases, and the outcomes."""
         before = len(self.log.findings)
         faults = [len(worker.faults) for worker in self.workers]
         clients: list[tuple[Case, bytes, bytes, list[Client]]] = []
@@ -310,7 +310,7 @@ class Lanes:
             seen = now
 
     async def _ended(self) -> bool:
-        """Whether all that was under way ends now that its clients have left."""
+        """Whether all requests in flight end after their clients have left."""
         plane, loop = self.runtime.plane, asyncio.get_running_loop()
         until = loop.time() + DEADLINE_S
         while plane.admission.in_flight or self.state.tasks or self.state.connections:
@@ -478,7 +478,7 @@ class Recorder:
 
 
 async def fuzz_requests(inputs: int, seed: int, profile: str, folder: Path | None = None) -> Report:
-    """Ask both lanes of one gateway so much."""
+    """Send `inputs` cases to both lanes of one gateway."""
     report, cases = Report(), Cases(seed)
     recorder = Recorder(folder, report, seed)
     async with lanes(profile) as target:

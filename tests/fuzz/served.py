@@ -196,7 +196,7 @@ async def fuzz_served(
     folder: Path | None = None,
     progress: Callable[[Report], None] = lambda _: None,
 ) -> Report:
-    """Ask one gateway so much, by many clients at a time. It must answer `/health` after each wave."""
+    """Send cases to one gateway from many concurrent clients. It must answer `/health` after each wave."""
     report, cases, kept = Report(), Cases(seed), Counter[str]()
 
     def note(finding: Finding, case: Case | None) -> None:

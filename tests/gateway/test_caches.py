@@ -1,4 +1,4 @@
-"""The live map as routing sees it: places follow what is said of their streams."""
+"""The live map as routing sees it: places change with the streams' state."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_a_look_takes_in_what_has_come(ingest: Any) -> None:
 
 
 def reports() -> list[CacheEvents]:
-    """What LMCache told: nothing yet; a prompt's chunks by the base model; by an adapter, with a salt."""
+    """LMCache's reports: none; a prompt's chunks of the base model; of an adapter, with a salt."""
     bodies = [json.loads(line)["body"]["batches"] for line in LORA.read_text().splitlines()]
     return [
         batch for body in bodies for batch in msgspec.json.decode(json.dumps(body), type=list[CacheEvents])

@@ -1,4 +1,4 @@
-"""The edge's layer: bounds on heads and on time, on whatever lies above and below it."""
+"""The edge's bounds on heads and on time, with both protocols that it can extend."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ class Connection:
         await rounds()
 
     def after(self, seconds: float, queue: WaitQueue) -> None:
-        """So much later the connection's wait in this queue ends."""
+        """End the connection's wait in this queue `seconds` later."""
         assert self.waits_for == queue.name
         self.clock.now += seconds
         queue.discard(self.protocol)

@@ -16,7 +16,7 @@ HEAD = PlainAnswer(200, b"OK", b"", b"content-type: text/event-stream\r\n", True
 
 
 class Recorder:
-    """Stands for every collaborator of an exchange and notes the calls, in order."""
+    """Replaces every collaborator of an exchange and records the calls in order."""
 
     def __init__(self, *, can_forward: bool = True) -> None:
         self.calls: list[str] = []

@@ -24,7 +24,7 @@ from kvroute.tokens.options import TokensReason
 
 @dataclass
 class Workers:
-    """Workers that tokenize, but for those that are dead; in place of a fleet and of its tokenizer."""
+    """Replaces a fleet and its tokenizer: workers tokenize, except dead ones."""
 
     urls: list[str]
     dead: set[str] = field(default_factory=set)

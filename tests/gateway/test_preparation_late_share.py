@@ -4,7 +4,7 @@ from kvroute.gateway.preparation import HIGH, LOW, WINDOW, LateShare
 
 
 def windows(share: LateShare, model: str, *late: int) -> list[tuple[bool, int] | None]:
-    """What is said at the end of each window with so many late prompts."""
+    """The report at the end of each window with this number of late prompts."""
     found = []
     for count in late:
         said = [share.count(model, is_late=number < count) for number in range(WINDOW)]

@@ -176,7 +176,7 @@ async def test_ready_lines_make_the_head_that_their_headers_make(
 
 
 class Receiver:
-    """An application that receives when it is told to."""
+    """An application that receives when the test allows it."""
 
     def __init__(self) -> None:
         self.messages: list[Any] = []

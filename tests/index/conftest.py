@@ -75,7 +75,7 @@ class PlainHistory:
 
 @pytest.fixture(params=HISTORIES)
 def make_history(request: pytest.FixtureRequest) -> Callable[[int], RouteHistory]:
-    """Constructor of each registered history in turn."""
+    """Constructor of one registered history; the test runs with each."""
     return HISTORIES[request.param]
 
 

@@ -47,7 +47,7 @@ def plain_match(
 
 
 class ChunksAgainstSets(RuleBasedStateMachine):
-    """Three slots with an L1 holder each, the last two of them one; two pools."""
+    """Three slots with L1 holders, where the last two share one holder; two pools."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -134,7 +134,7 @@ class ChunksAgainstSets(RuleBasedStateMachine):
         held: list[Held],
         found: dict[int, tuple[int, int]],
     ) -> None:
-        """Where a slot reads in two ways, which comes first is not said: only the sum is compared."""
+        """A slot that reads from L1 and L2 may count a chunk in either, so only the sum is compared."""
         expected = {}
         for slot, reads in self.reads.items():
             tiers: list[list[tuple[ChunkDomain, Held]]] = [[], []]

@@ -335,7 +335,7 @@ steps = st.lists(
 
 
 class Pair:
-    """A history and its model, told the same things; they must say the same after each."""
+    """A history and its model, which get the same calls and must return the same results."""
 
     def __init__(self, history, model, chain) -> None:
         self.history, self.model, self.chain = history, model, chain

@@ -101,7 +101,7 @@ def test_a_finished_prompt_stays_until_what_was_announced_has_been_read() -> Non
 
     flight.finish(2.0)
     assert in_flight.match(chain([1, 2, 3, 4])) == ({7: 3}, True)
-    assert in_flight.match(keys) == ({7: 3}, False)  # there is no more of it to be known
+    assert in_flight.match(keys) == ({7: 3}, False)  # no more keys are in flight
     assert in_flight.match(chain([1, 2, 4])) == ({7: 2}, False)
 
     in_flight.settle()

@@ -144,7 +144,7 @@ class ShortRuns(IndexAgainstSets):
 
 
 class OnlyGpus(ShortRuns):
-    """Nobody reads a slower tier."""
+    """No slower tiers."""
 
     tiers = (Tier.GPU,)
 

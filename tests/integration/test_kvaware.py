@@ -72,7 +72,7 @@ async def direct(sim: RunningSim, *contents: str) -> httpx.Response:
 
 
 async def test_what_reached_a_worker_past_the_gateway_is_found(kvaware, sims) -> None:
-    """For both workers: the strategy that only knows what it sent could not tell."""
+    """For both workers. A strategy that only knows its own requests would not find these blocks."""
     for number, sim in enumerate(sims):
         known = await direct(sim, text(number))
         await until_held(kvaware, (number + 1) * (known.json()["usage"]["prompt_tokens"] // 16))
@@ -108,7 +108,7 @@ async def test_a_reset_cache_is_no_longer_predicted(kvaware, sims) -> None:
     async with httpx.AsyncClient(trust_env=False) as client:
         for sim in sims:
             await client.post(f"{sim.url}/reset_prefix_cache")
-            await direct(sim, "wake up")  # vLLM tells of a reset with its next step
+            await direct(sim, "wake up")  # vLLM publishes a reset with its next step
     await kvaware.until(lambda: kvaware.runtime.cache_tracker.describe()["held_blocks"] < MUCH // 16)
 
     again = await ask(kvaware.client, text(5))

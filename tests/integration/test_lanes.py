@@ -1,4 +1,4 @@
-"""Whatever comes over the wire, both lanes answer with the same bytes and send workers the same bytes."""
+"""Both lanes answer each input with the same bytes, and send the same bytes to workers."""
 
 import asyncio
 import contextlib

@@ -138,7 +138,7 @@ def resident_bytes(pid: int) -> int:
 
 
 def at_rest(metrics: str, workers: list[dict[str, object]]) -> bool:
-    """Whether every figure of work under way is zero."""
+    """Whether every gauge of requests in flight is zero."""
     gauges = re.findall(r"^(kvroute_\w*in_flight\w*)(?:\{.*\})? (\S+)$", metrics, re.M)
     assert gauges
     figures = [

@@ -61,7 +61,7 @@ class LMCacheServer:
 
 def sections(*, prefetch: bool) -> dict[str, Any]:
     return {
-        # Whoever is before a request keeps it waiting for minutes, as far as the gateway can tell.
+        # By the gateway's estimate each earlier request delays the next one by minutes.
         "routing": {"strategy": "kvaware", "costs": {"token_us": 1e6}},
         "tokens": {"deadline_ms": 10_000},
         "lmcache": {

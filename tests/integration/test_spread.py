@@ -15,7 +15,7 @@ from kvroute.sim.options import SimOptions
 
 
 def words(rng: random.Random, tokens: int) -> str:
-    """About `tokens` tokens of text that nobody else has."""
+    """About `tokens` tokens of text that no other prompt has."""
     return " ".join(f"{rng.getrandbits(28):07x}" for _ in range(tokens // 2))
 
 
@@ -46,7 +46,7 @@ def run_fleet(run_gateway):
 
 
 async def worker_of(gateway, body: dict[str, object]) -> str:
-    """Ask, read the answer to its end, and tell who gave it."""
+    """Send a request, read the whole answer, and return the worker's name."""
     answer = await gateway.client.post("/v1/chat/completions", json=body)
     assert answer.status_code == 200, answer.text
     return answer.headers["x-kvroute-worker"]

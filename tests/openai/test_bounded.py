@@ -82,7 +82,7 @@ def test_commas_within_a_text_are_no_values():
 
 def test_a_body_of_too_many_values_is_not_decoded(monkeypatch):
     counting = Bounded(FEW)
-    monkeypatch.setattr(counting, "fields", None)  # nothing is made of it
+    monkeypatch.setattr(counting, "fields", None)  # the body is not decoded
     body = b'{"prompt":[' + b"[1]," * 2_000_000 + b"[1]]}"
 
     assert over(lambda: exhausted(large_request(COMPLETIONS, body, "", counting))) == "max_json_values"

@@ -125,5 +125,5 @@ async def test_children_end_with_a_killed_parent():
         pids = await running.until(r"started \d 0 (\d+)", 2)
         running.process.kill()
 
-        await running.exit_code()  # their standard error closes with the last of them
+        await running.exit_code()  # standard error closes when the last child ends
         await until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), within_s=30)

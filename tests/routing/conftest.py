@@ -36,7 +36,7 @@ def fresh_keys(rng: random.Random, tokens: int) -> list[BlockKey]:
 
 
 class VirtualFleet:
-    """Simulated engines in virtual time behind a real router, which hears what the gateway tells it."""
+    """Simulated engines in virtual time behind a real router, which gets the gateway's calls."""
 
     def __init__(
         self, workers: int, strategy: str = "prefixaware", *, capacity_tokens: int = 1_200_000
@@ -143,7 +143,7 @@ def new_query(
 
 @pytest.fixture
 def query() -> Callable[..., RouteQuery]:
-    """A request: of 1,000 tokens, without a prompt that was read, unless told otherwise."""
+    """A request; by default of 1,000 tokens and without a prompt."""
     return new_query
 
 

@@ -222,7 +222,7 @@ def test_a_candidate_is_the_same_object_each_time(make_worker, query) -> None:
 
 
 def test_a_ranking_keeps_the_figures_of_its_moment(make_worker, query) -> None:
-    """What nobody has asked for yet is told as it was."""
+    """Figures that are read later are those of the moment of the decision."""
     workers = [make_worker(index) for index in range(3)]
     model = CostModel(RadixHistory(100))
     before, later = model.rank(query(), workers), model.rank(query(), workers)

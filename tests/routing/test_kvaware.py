@@ -21,7 +21,7 @@ LENGTH = 1000
 
 
 class FakeMap:
-    """What is held by slot, whatever the prompt; slots are worker indices unless `ranks` says otherwise."""
+    """The same tokens held for every prompt, by slot; slots are worker indices unless `ranks` is set."""
 
     def __init__(self) -> None:
         self.held: dict[int, Tokens] = {}
@@ -119,7 +119,7 @@ def test_blocks_in_slower_tiers_count_with_the_time_they_take(strategy, caches, 
 
 
 def test_transfers_under_way_are_waited_for(strategy, caches, view) -> None:
-    """The shared store serves one after another, whoever asks."""
+    """The shared store serves all workers from one queue."""
     caches.held = {A: Tokens(l2=800), B: Tokens(l2=800)}
     first = strategy.rank(asked(), view)
     chosen = first.ranking[0]
@@ -262,7 +262,7 @@ def test_the_best_rank_stands_for_its_worker(strategy, caches, view) -> None:
 
 @pytest.mark.parametrize("inexact", ["", "late"])
 def test_load_is_counted_by_rank(caches, make_worker, make_view, inexact) -> None:
-    """Also where the prompt's tokens are not known: no rank gets all of those."""
+    """Also when the prompt's tokens are unknown: the requests spread over all ranks."""
     router = Router(RoutingOptions(strategy="kvaware"), caches=caches)
     worker = make_worker(A)
     caches.slots = {A: [10, 11]}

@@ -94,7 +94,7 @@ def test_chats_load_all_workers_alike(virtual_fleet, strategy) -> None:
 
 
 def test_predicted_hits_are_what_the_engines_find(virtual_fleet) -> None:
-    """But for the end of the last answer, which the router sees with the next turn."""
+    """Except the end of the last answer, which the router sees with the next turn."""
     fleet = virtual_fleet(2)
     ChatClients(fleet.fleet, clients=20, requests=200).start()
 

@@ -92,7 +92,7 @@ async def test_a_miss_is_told_at_once_when_nothing_can_come(client: Client) -> N
 
 
 async def test_a_release_can_be_repeated(client: Client) -> None:
-    """LMCache repeats it until it hears 200; a lease that has ended needs nothing more."""
+    """LMCache repeats a release until it receives 200; an ended lease needs no release."""
     await client.put("k", b"data")
     lease = await client.lease("k")
 

@@ -1,6 +1,6 @@
 """A client that maps the segment once, as LMCache's in-process connector does, under random restarts.
 
-The model: whatever ends how, is lost or grows, an old mapping has the entry's own bytes at the offsets of its
+The property: after every end, loss or growth, an old mapping has the entry's own bytes at the offsets of its
 lease, or does not reach them.
 """
 

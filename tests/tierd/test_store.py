@@ -92,7 +92,7 @@ async def test_full_of_leases_is_told_without_waiting_for_the_disk(
 
 
 class Reader:
-    """Stores and reads entries at random and checks every byte. Mutable: `leased` is what it holds."""
+    """Stores and reads entries at random and checks every byte. Mutable: `leased` lists its leases."""
 
     def __init__(self, client: Client, seed: int, entries: int) -> None:
         self._client = client

@@ -1,4 +1,4 @@
-"""Chat bodies as text. What vLLM 0.32 makes of them was seen at its render endpoint."""
+"""Chat bodies as text. The expected texts come from the render endpoint of vLLM 0.32."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chats that go on: with what is remembered of them the ids are what they are without."""
+"""Chats that continue: cached conversations give the same token ids as a full tokenization."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def test_a_token_that_only_what_follows_makes_is_not_cut_apart(files: Any) -> No
 @settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(steps=steps)
 def test_ids_are_the_same_with_and_without_memory(files: Any, template: str, steps: list[Any]) -> None:
-    """Chats that go on, are cut, changed and sent again, with other fields; small memories too."""
+    """Chats that continue, are cut, changed and sent again with other fields; also with small caches."""
     model = files(template)
     bare = LocalTokenizer(model, SegmentCache(0))
     memories = [Conversations(size, least_bytes=0) for size in (1_500, 1_000_000)]
@@ -366,7 +366,7 @@ def test_only_what_is_behind_a_beginning_that_was_seen_is_compared(
 def test_chats_with_one_beginning_are_told_apart(
     files: Any, went_on: tuple[SeenBodies, InferenceRequest], tokenizer: LocalTokenizer
 ) -> None:
-    """Of those that go on from one beginning only the last one is noted with it."""
+    """Of several chats that continue one prefix, only the last one is linked to the prefix."""
     bodies, _ = went_on
     bare = LocalTokenizer(files("plain"), SegmentCache(0))
     chats = [[*turns(7), {"role": "user", "content": f"{branch} goes on"}] for branch in "abc"]

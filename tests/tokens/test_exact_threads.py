@@ -109,7 +109,7 @@ async def test_closing_drops_what_has_not_begun_and_tells_its_waiter() -> None:
         running = asyncio.create_task(threads.run(work))
         waiting = asyncio.create_task(threads.run(work))
         await asyncio.to_thread(entered.wait, 30)
-        asyncio.get_running_loop().call_soon(gate.set)  # once closing has begun to wait
+        asyncio.get_running_loop().call_soon(gate.set)  # after `aclose` has started to wait
 
     await running
     with pytest.raises(Inexact) as refused:

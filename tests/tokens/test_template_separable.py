@@ -1,4 +1,4 @@
-"""Templates that render message by message are told from those that do not."""
+"""The analysis separates templates that render message by message from all others."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ async def serve() -> AsyncIterator[Serve]:
 
 @pytest.fixture
 async def connect() -> AsyncIterator[Callable[..., WorkerTransport]]:
-    """`connect(url, **options)` makes a transport; at the end all sockets of all of them are closed."""
+    """`connect(url, **options)` makes a transport; at the end the sockets of all transports are closed."""
     transports: list[WorkerTransport] = []
 
     def make(url: str, *, tls: ssl.SSLContext | None = None, **options: Any) -> WorkerTransport:

@@ -423,7 +423,7 @@ async def test_reading_pauses_above_the_limit_and_goes_on_when_read() -> None:
 
 
 async def test_framing_without_body_bytes_never_pauses_reading() -> None:
-    """Nothing could be taken out to make it go on."""
+    """Reading could not resume, because there would be no byte to take."""
     bench = Bench(read_buffer_bytes=10)
     response = bench.start()
     bench.feed(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n1;")

@@ -18,7 +18,7 @@ HELD = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n"
 
 @pytest.fixture
 def echo_until_told(read_request: Any) -> Any:
-    """A script that answers /now at once and holds the body of every other answer back until told."""
+    """A script that answers /now immediately and holds the body of every other answer until `told` is set."""
     told = asyncio.Event()
 
     async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -44,7 +44,7 @@ async def test_an_unused_connection_is_closed_after_its_time(serve: Any, connect
 
 
 async def test_the_time_starts_anew_with_each_use(serve: Any, connect: Any, answers: Any) -> None:
-    """The timer set after the first use finds nothing to close, and looks again later."""
+    """The timer of the first use finds no connection to close, and is set again."""
     server = await serve(answers(*[OK] * 100_000))
     transport = connect(server.url, keepalive_s=0.1, spare_connections=0)
     loop = asyncio.get_running_loop()

@@ -1,4 +1,5 @@
-"""Chunked answers whose chunks pass the parser by: whoever takes them framed gets what the others get."""
+"""Chunked answers whose chunks bypass the parser: a reader of framed chunks gets the same bytes as other
+readers."""
 
 from __future__ import annotations
 

@@ -273,7 +273,7 @@ async def test_a_connection_closed_before_any_answer_is_connection_lost(
 async def test_a_kept_connection_closed_on_the_next_request_says_that_it_was_reused(
     serve: Any, connect: Any, read_request: Any
 ) -> None:
-    """The worker's keep-alive timer fires while the request is on its way."""
+    """The worker's keep-alive timer fires while the request is in flight."""
 
     async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await read_request(reader)

@@ -65,7 +65,7 @@ def test_what_could_look_like_two_requests_is_refused(
     st.binary(max_size=20),
 )
 def test_what_is_sent_reads_as_exactly_one_request(headers: list[tuple[bytes, bytes]], body: bytes) -> None:
-    """Whatever values are given: either they are refused, or a server sees one request with this body."""
+    """Each value is either refused, or a server sees one request with this body."""
     try:
         head = encode_head(b"POST", b"/t", headers, host=b"w", body_bytes=len(body))
     except ValueError:

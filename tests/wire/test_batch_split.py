@@ -29,7 +29,7 @@ def read(pieces: Sequence[Piece]) -> list[EventBatch]:
 
 
 def joined(pieces: Sequence[Piece]) -> list[KvEvent]:
-    """The events, those that were divided put together again."""
+    """The events; divided ones are joined again."""
     events: list[KvEvent] = []
     for piece in pieces:
         batch = decode_batch(piece.payload)

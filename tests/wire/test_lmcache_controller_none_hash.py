@@ -1,4 +1,4 @@
-"""The start of LMCache's chunk hashes, beside what Python itself computes."""
+"""The start of LMCache's chunk hashes, compared with Python's own computation."""
 
 from __future__ import annotations
 

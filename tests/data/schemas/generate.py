@@ -44,13 +44,13 @@ METADATA = {
 
 
 class Fields(pydantic.BaseModel):
-    """In place of the packages' own base: unknown keys are refused."""
+    """Replaces the packages' base class; refuses unknown keys."""
 
     model_config = pydantic.ConfigDict(extra="forbid")
 
 
 class Anything(pydantic.BaseModel):
-    """In place of what is not described here."""
+    """Replaces every type that is not described here."""
 
 
 def needed(source: str, root: str) -> list[ast.ClassDef]:

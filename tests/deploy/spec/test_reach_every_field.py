@@ -1,4 +1,4 @@
-"""A field that is said to be applied changes what is rendered; one said to have no effect does not."""
+"""A field with the verdict "applied" changes the rendered files; a field with "no effect" does not."""
 
 from __future__ import annotations
 
@@ -273,7 +273,8 @@ def changed(document: dict[str, Any], path: Path, value: Any) -> dict[str, Any]:
 
 
 def rendered(document: dict[str, Any]) -> dict[str, str]:
-    """What each target makes of it; manifests as they are before they are written, which takes long."""
+    """The output of each target. Kubernetes manifests are compared as objects, because writing YAML is
+    slow."""
     made = KINDS[document["kind"]].model_validate(document)
     assert [each for each in judge(made, STRATEGIES) if each[1] is FieldVerdict.WRONG] == []
     plan = plan_endpoint(made)

@@ -47,7 +47,7 @@ def schema(name: str) -> Any:
 
 @functools.cache
 def validator(kind: str, api_version: str) -> jsonschema.Draft202012Validator:
-    """As kubernetes_validate.validate makes one for each object anew, which takes most of a second."""
+    """A cached validator; kubernetes_validate.validate makes one per object, which takes most of a second."""
     group, _, version = api_version.rpartition("/")
     name = f"{kind}-{group.split('.')[0]}-{version}" if group else f"{kind}-{version}"
     contents = schema(name)

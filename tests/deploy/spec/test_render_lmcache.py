@@ -339,7 +339,7 @@ def test_a_password_that_nothing_takes_is_nowhere(changes, target, own, plan):
 
 @pytest.mark.parametrize("platform", ["any", "hyperpod"])
 def test_our_daemon_has_a_line_of_its_own_that_kvroute_understands(platform, own, plan):
-    """On other hosts than HyperPod's nodes it stands in for theirs."""
+    """Hosts other than HyperPod's nodes use our daemon instead of HyperPod's."""
     backend = {"spec.kvCacheSpec.l2CacheSpec.l2CacheBackend": "tieredstorage", "x-kvroute.l2.sizeGb": 3.0}
     files = render_lmcache(plan(own(backend | {"x-kvroute.platform": platform})))
     program, command, *rest = shlex.split(files["tierd.sh"])

@@ -46,7 +46,7 @@ class FakeApi:
     """Answered to everything: status and message."""
     fails_watches: tuple[int, str] | None = None
     page: int = 500
-    """Most objects in a page, whatever the client asks for."""
+    """Most objects in a page, also if the client asks for more."""
     asked: list[dict[str, str]] = field(default_factory=list)
     """Parameters of each accepted request."""
     refused: int = 0

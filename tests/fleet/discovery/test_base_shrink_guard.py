@@ -77,7 +77,7 @@ def test_a_full_set_in_between_ends_the_wait() -> None:
 
 
 def test_each_worker_has_its_own_wait() -> None:
-    """A name server that returns another part of the addresses each time loses none of them."""
+    """A name server that returns another part of the addresses each time loses no worker."""
     under_test = guard("abcdef")
     for second in range(0, 600, 5):
         read = "ab" if second % 10 else "cd" if second % 20 else "ef"

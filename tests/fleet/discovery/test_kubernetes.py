@@ -212,7 +212,7 @@ async def test_410_gone_means_listing_anew(status, api, pod, caplog):
     async with watching(source_of(api.url)) as seen:
         await seen.sees("a")
         await until(lambda: api.watches == 1)
-        # What happens while nobody watches, and is forgotten at once:
+        # A change while no client watches, which the server then no longer has:
         api.fails_watches = (410, "too old") if status else None
         api.objects.pop("a")
         api.objects["b"] = pod("b", "10.0.0.2")
@@ -252,7 +252,7 @@ async def test_a_broken_connection_is_resumed_where_it_broke(api, pod, caplog):
 
     assert api.lists == 1
     assert seen.source.errors == 1
-    assert len(seen.sets) == 2  # nobody went in between
+    assert len(seen.sets) == 2  # no worker left in between
 
 
 async def test_while_the_server_is_away_the_last_known_set_stays(fake_api, serving, pod, caplog):
@@ -286,7 +286,7 @@ async def test_a_server_that_is_not_there_at_the_start_is_waited_for(fake_api, s
         port = urlsplit(fake_api.url).port
     async with watching(source_of(fake_api.url)) as seen:
         await until(lambda: seen.source.errors >= 2)
-        assert seen.sets == []  # nothing is known, which is not the same as nobody
+        assert seen.sets == []  # an unknown set is not an empty set
         async with serving(fake_api, port=port):
             await seen.sees("a")
 
@@ -495,7 +495,7 @@ async def test_the_fleet_follows_a_pod_from_ready_to_gone(api, pod, running):
 
 
 def answer_lists_with(api, objects):
-    """Every list is `objects` from now on, and every watch has to list anew, as after a restart of the API
+    """Every list is `objects` from now on, and every watch must list again, as after a restart of the API
     server."""
     api.objects = objects
     api.version += 1
@@ -505,7 +505,7 @@ def answer_lists_with(api, objects):
 
 @pytest.fixture
 async def fleet_of_four(api, pod, running):
-    """A fleet that follows four pods, each of them healthy; the discoverer and its clock."""
+    """A fleet that follows four healthy pods; the discoverer and its clock."""
     settings = {"enabled": True, "api_url": api.url, "namespace": "llm"}
     clock = QuickClock(0.001)
     fleet = Fleet()
@@ -553,7 +553,7 @@ async def test_an_empty_list_that_lasts_is_believed(api, fleet_of_four, caplog):
     clock.ahead_s += 600
 
     await until(lambda: fleet.workers() == ())
-    await until(lambda: api.watches == 1)  # and it goes on watching
+    await until(lambda: api.watches == 1)  # and it continues to watch
     assert "has not named 4 workers for 600 s: they leave" in caplog.text
 
 
@@ -576,7 +576,7 @@ async def test_an_outage_of_the_api_server_confirms_nothing(api, fleet_of_four):
     await until(lambda: api.lists >= lists + 3)
 
     api.fails = (500, "etcd leader changed")
-    await until(lambda: discoverer.errors()["kubernetes"] >= 1)  # no answer is on its way any more
+    await until(lambda: discoverer.errors()["kubernetes"] >= 1)  # no answer is in flight any more
     clock.ahead_s += 6000
     await until(lambda: discoverer.errors()["kubernetes"] >= 3)
 

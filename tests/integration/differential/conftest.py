@@ -108,7 +108,7 @@ class Pair:
     async def compare(
         self, wire: Callable[[bytes], Sequence[bytes]], own: int | None = None, fault: Fault | None = None
     ) -> tuple[Answer, Answer]:
-        """Send what `wire` makes of a host's name to both.
+        """Send the bytes that `wire` returns for a host's name to both.
 
         `own` is the status with which the gateway must refuse the request itself, None where it must
         forward it; both workers are given `fault`.
@@ -133,7 +133,7 @@ class Pair:
 
     @staticmethod
     def masked(body: bytes) -> bytes:
-        """Without times and ids; some of these are random, some hold the request's own id."""
+        """Without times and ids: ids are random or contain the request's id."""
         body = re.sub(rb'("created(?:_at)?":)\d+', rb"\g<1>0", body)
         body = re.sub(rb'("id":"[a-z]+-)(?:\\.|[^"])*', rb"\g<1><id>", body)
         return re.sub(rb"[0-9a-f]{32}", b"<id>", body)
@@ -180,7 +180,7 @@ def check_forwarded(sent, arrived, url: str, through: Answer) -> None:
 
 
 def check_answers(direct: Answer, through: Answer) -> None:
-    """The client got what the worker said."""
+    """The client got the worker's answer."""
     assert (through.status, through.reason) == (direct.status, direct.reason)
     assert Pair.masked(through.body) == Pair.masked(direct.body)
     names = ("worker", "strategy", "reason", "hit-tokens", "hit-tiers")

@@ -1,7 +1,7 @@
 """The same bytes sent to a worker and through kvroute to another one like it: nothing may differ.
 
-500 requests from a seeded generator go over raw sockets, because HTTP clients tidy up what they send. One
-after the other, so that both workers' caches go through the same states; ids and times are masked.
+500 requests from a seeded generator go over raw sockets, because HTTP clients normalise requests. They go one
+after the other, so that both workers' caches pass the same states; ids and times are masked.
 """
 
 from __future__ import annotations
