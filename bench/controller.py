@@ -67,7 +67,7 @@ async def serve(addresses: dict[str, str], report: Path) -> None:
     options = ControllerOptions.model_validate(addresses)
     controller = Controller(index, clock, options)
     for slot in range(INSTANCES):
-        controller.follow(slot, f"instance_p0_{slot}")
+        controller.add_slot(slot, f"instance_p0_{slot}")
     sockets = ControllerSockets(controller, clock, options)
     serving = asyncio.create_task(sockets.run())
     await sockets.wait_until_serving()

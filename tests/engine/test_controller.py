@@ -91,7 +91,7 @@ class Serving:
         self.controller = Controller(self.index, SystemClock(), self.options)
         self.sockets = ControllerSockets(self.controller, SystemClock(), self.options)
         for slot in range(2):
-            self.controller.follow(slot, f"w{slot}")
+            self.controller.add_slot(slot, f"w{slot}")
 
     def believed(self, worker: str) -> set[int]:
         known = self.controller._roster.known.get(worker)

@@ -230,7 +230,7 @@ class Frames:
         clock = SystemClock()
         index, options = ChunkIndex(), LMCacheOptions()
         self._controller = Controller(index, clock, ControllerOptions())
-        self._controller.follow(1, "classic-a")
+        self._controller.add_slot(1, "classic-a")
         self._sockets = ControllerSockets(self._controller, clock, ControllerOptions())
         self._coordinator = Coordinator(index, clock, options)
         self._app = CoordinatorApp(self._coordinator, clock, options.coordinator)

@@ -43,7 +43,7 @@ class Rig:
         self.index = ChunkIndex()
         self.options = ControllerOptions(**{"chunk_tokens": CHUNK, **options})
         self.controller = Controller(self.index, self.clock, self.options)
-        self.controller.follow(1, "a")
+        self.controller.add_slot(1, "a")
 
     @property
     def counts(self) -> Any:

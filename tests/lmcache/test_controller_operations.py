@@ -27,7 +27,7 @@ def capture() -> list[dict[str, Any]]:
 
 def test_a_capture_replays_to_what_the_worker_held_at_each_point(rig_of: Any) -> None:
     rig = rig_of()
-    rig.controller.follow(1, "classic-a")
+    rig.controller.add_slot(1, "classic-a")
     lengths = []
 
     for record in capture():

@@ -36,7 +36,7 @@ def test_an_instance_without_a_peer_url_is_not_a_peer(rig: Any, worker_of: Any) 
 
 
 def test_an_instance_is_found_by_name_before_address(rig: Any, worker_of: Any) -> None:
-    rig.controller.follow(2, "b", addresses={"192.0.2.1"})
+    rig.controller.add_slot(2, "b", addresses={"192.0.2.1"})
     named, other = worker_of(rig), worker_of(rig, "uuid", port=7601)
     prompt = list(range(CHUNK + 1))
     for each in (named, other):
@@ -45,13 +45,13 @@ def test_an_instance_is_found_by_name_before_address(rig: Any, worker_of: Any) -
     other.admit(*rig.keys(prompt))
 
     assert (rig.matched(prompt, 1), rig.matched(prompt, 2)) == (0, CHUNK)
-    rig.controller.leave(2)
+    rig.controller.remove_slot(2)
     assert rig.matched(prompt, 2) == 0
 
 
 def test_an_instance_that_fits_two_workers_belongs_to_neither(rig: Any, worker_of: Any) -> None:
-    rig.controller.follow(2, "b", addresses={"192.0.2.1"})
-    rig.controller.follow(3, "c", addresses={"192.0.2.1"})
+    rig.controller.add_slot(2, "b", addresses={"192.0.2.1"})
+    rig.controller.add_slot(3, "c", addresses={"192.0.2.1"})
     unnamed = worker_of(rig, "uuid")
     unnamed.register()
     prompt = list(range(CHUNK + 1))
@@ -62,7 +62,7 @@ def test_an_instance_that_fits_two_workers_belongs_to_neither(rig: Any, worker_o
 
 
 def test_of_two_instances_at_one_address_the_newer_one_counts(rig: Any, worker_of: Any) -> None:
-    rig.controller.follow(2, "b", addresses={"192.0.2.1"})
+    rig.controller.add_slot(2, "b", addresses={"192.0.2.1"})
     old, new = worker_of(rig, "uuid-1"), worker_of(rig, "uuid-2")
     prompt = list(range(CHUNK + 1))
     old.register()
@@ -93,7 +93,7 @@ def test_an_instance_at_anothers_address_stays_if_it_has_a_workers_name_or_sends
 
 def test_each_data_parallel_rank_has_its_own_instance(rig: Any, worker_of: Any) -> None:
     for slot in (2, 3):
-        rig.controller.follow(slot, "w", rank=slot - 2)
+        rig.controller.add_slot(slot, "w", rank=slot - 2)
     prompt = list(range(CHUNK + 1))
     worker = worker_of(rig, "w-1")
     worker.register()

@@ -191,7 +191,7 @@ async def test_an_address_in_use_is_named_before_anything_runs(
 ) -> None:
     sockets = sockets_of(reply=served.reply, heartbeat="127.0.0.1:0")
 
-    with pytest.raises(ConfigError, match=r"lmcache\.controller\.reply: 127\.0\.0\.1:\d+ is taken"):
+    with pytest.raises(ConfigError, match=r"lmcache\.controller\.reply: 127\.0\.0\.1:\d+ is already in use"):
         sockets.bind()
     assert (sockets.heartbeat, sockets.reply, sockets.pull) == ("", "", "")
 

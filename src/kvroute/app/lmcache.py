@@ -122,12 +122,12 @@ class LMCache:
         if self._controller is not None:
             host = urlsplit(worker.spec.url).hostname or ""
             for rank, slot in places.items():
-                self._controller.follow(slot, str(worker.id), rank=rank, addresses=_addresses(host))
+                self._controller.add_slot(slot, str(worker.id), rank=rank, addresses=_addresses(host))
 
     def slot_removed(self, slot: int) -> None:
         self._worker_of.pop(slot, None)
         if self._controller is not None:
-            self._controller.leave(slot)
+            self._controller.remove_slot(slot)
 
     def worker_left(self, worker: Worker) -> None:
         if self._coordinator is not None:

@@ -17,8 +17,8 @@ from kvroute.index.chunk_index import ChunkIndex
 from kvroute.index.trust import MapTrust
 from kvroute.lmcache.controller_instance import (
     BatchAction,
-    ControlledInstance,
     HashAgreementState,
+    LMCacheInstance,
     Location,
     Rank,
 )
@@ -73,24 +73,24 @@ class Controller:
 
     # Called by routing, metrics and the admin API
 
-    def follow(self, slot: int, worker: str, *, rank: int = 0, addresses: Collection[str] = ()) -> None:
+    def add_slot(self, slot: int, worker: str, *, rank: int = 0, addresses: Collection[str] = ()) -> None:
         """Add a slot: a worker of the fleet, or one data-parallel rank of a worker.
 
         The slot reads from the instance with the name `WORKER` or `WORKER-RANK`. Without such an instance it
         reads from the only instance at one of its host's `addresses`.
         """
-        self._roster.follow(slot, SlotIdentity(worker, rank, frozenset(addresses)))
+        self._roster.add_slot(slot, SlotIdentity(worker, rank, frozenset(addresses)))
 
-    def leave(self, slot: int) -> None:
+    def remove_slot(self, slot: int) -> None:
         """Remove a slot."""
-        self._roster.leave(slot)
+        self._roster.remove_slot(slot)
 
     def trust(self, slot: int) -> MapTrust:
         """How far the index can be trusted for the slot's L1.
 
         NONE: no instance reports for the slot, or its chunk hashes differ from ours.
         """
-        instances = self._roster.at(slot)
+        instances = self._roster.instances_of(slot)
         if not instances or any(known.agreement.state is HashAgreementState.DIFFERS for known in instances):
             return MapTrust.NONE
         return MapTrust.WHOLE if all(known.instance.is_complete for known in instances) else MapTrust.PARTIAL
@@ -102,15 +102,15 @@ class Controller:
         incomplete, the hashing of the whole prompt (5 us for 256 tokens).
         """
         size = self.scheme.chunk_tokens
-        for known in self._roster.at(slot):
+        for known in self._roster.instances_of(slot):
             if known.agreement.state is HashAgreementState.AGREES or len(token_ids) < size:
                 continue
             # While the map is incomplete, the first chunk may have been stored before the controller started.
             # The last chunk is more likely to be new.
             tokens = token_ids[:size] if known.instance.is_complete else token_ids
-            mark = chunk_keys(tokens, self.scheme)[-1]
-            held = any(rank.has(mark) for rank in known.instance.ranks.values())
-            if known.agreement.on_prompt_served(mark, held=held, now=self._clock.now()):
+            chunk = chunk_keys(tokens, self.scheme)[-1]
+            held = any(rank.has(chunk) for rank in known.instance.ranks.values())
+            if known.agreement.on_prompt_served(chunk, held=held, now=self._clock.now()):
                 self._log_agreement(known)
 
     def gauges(self) -> ControllerGauges:
@@ -209,14 +209,14 @@ class Controller:
 
     def _heartbeat(self, message: wire.Heartbeat) -> wire.HeartbeatReply:
         self.counts.heartbeats += 1
-        _, rank = self._roster.known_rank(message)
+        _, rank = self._roster.get_or_add(message)
         if not rank.ip:
             self._set_address(rank, message)
         now = rank.last_heartbeat = self._clock.now()
-        asked = (
+        is_requested = (
             rank.sync_requested_at is not None and now - rank.sync_requested_at < self._options.sync_timeout_s
         )
-        if asked or rank.is_syncing or not rank.needs_sync:
+        if is_requested or rank.is_syncing or not rank.needs_sync:
             return wire.HeartbeatReply()
         rank.sync_requested_at = now
         self.counts.syncs_requested += 1
@@ -243,7 +243,7 @@ class Controller:
         if not count:
             return
         self.counts.operations += count
-        known, rank = self._roster.known_rank(message)
+        known, rank = self._roster.get_or_add(message)
         location = known.instance.ensure_location(rank, message.location)
         first, last = operations[0], operations[-1]
         action = location.sequence.check(first.seq_num, count, first.key, last.key)
@@ -263,7 +263,7 @@ class Controller:
             start = stop
 
     def _handle_out_of_order(
-        self, instance: ControlledInstance, location: Location, action: BatchAction
+        self, instance: LMCacheInstance, location: Location, action: BatchAction
     ) -> bool:
         """Handle operations that do not follow the last ones. Returns whether to apply them."""
         if action is BatchAction.SKIP:
@@ -281,7 +281,7 @@ class Controller:
     def _apply_single_operation(self, message: wire.KvAdmit | wire.KvEvict) -> None:
         """Apply an operation without a sequence number (LMCache 0.3). Its loss cannot be detected."""
         self.counts.operations += 1
-        known, rank = self._roster.known_rank(message)
+        known, rank = self._roster.get_or_add(message)
         location = known.instance.ensure_location(rank, message.location)
         if isinstance(message, wire.KvAdmit):
             self._admit(known, location, [message.key])
@@ -293,8 +293,8 @@ class Controller:
         if known.agreement.on_chunks_reported(keys):
             self._log_agreement(known)
 
-    def _reset_location(self, instance: ControlledInstance, location: Location) -> None:
-        """Drop all chunks of a location and mark it as incomplete.
+    def _reset_location(self, instance: LMCacheInstance, location: Location) -> None:
+        """Drop all chunks of a location and chunk it as incomplete.
 
         A synchronisation in flight fails: its batches are older than the lost operations.
         """
@@ -312,7 +312,7 @@ class Controller:
         else:
             log.info("LMCache instance %r: its chunk hashes agree with ours", known.instance.name)
 
-    def _mismatch(self, instance: ControlledInstance) -> str:
+    def _mismatch(self, instance: LMCacheInstance) -> str:
         scheme, seed = self.scheme, self._options.hash_seed or "unset"
         return (
             f"LMCache instance {instance.name!r} computes other chunk hashes than the gateway, so no prompt "
@@ -327,4 +327,4 @@ def _run_ends(operations: Sequence[wire.Operation]) -> list[int]:
     kinds = [operation.op_type for operation in operations]
     if len(set(kinds)) == 1:
         return [len(kinds)]
-    return [place for place in range(1, len(kinds)) if kinds[place] != kinds[place - 1]] + [len(kinds)]
+    return [index for index in range(1, len(kinds)) if kinds[index] != kinds[index - 1]] + [len(kinds)]

@@ -29,9 +29,9 @@ class FullSync:
     """
 
     __slots__ = (
+        "_arrived",
         "_batch_count",
         "_keys",
-        "_seen",
         "_status_requests_left",
         "_total",
         "last_progress",
@@ -43,14 +43,14 @@ class FullSync:
         self.last_progress = now
         """When the last batch or the end arrived, in seconds of the controller's clock."""
         self._batch_count = batch_count
-        self._seen: set[int] = set()
+        self._arrived: set[int] = set()
         self._keys: set[ChunkHash] = set()
         self._total: int | None = None
         self._status_requests_left = _MAX_STATUS_REQUESTS
 
     def batch(self, number: int, keys: Collection[ChunkHash], now: float) -> None:
         self.last_progress = now
-        self._seen.add(number)
+        self._arrived.add(number)
         self._keys.update(keys)
 
     def end(self, total_keys: int, now: float) -> None:
@@ -59,13 +59,13 @@ class FullSync:
 
     def missing(self) -> list[int]:
         """Numbers of the batches that have not arrived, the first 1,000 at most."""
-        absent = (number for number in range(self._batch_count) if number not in self._seen)
+        absent = (number for number in range(self._batch_count) if number not in self._arrived)
         return list(islice(absent, 1000))
 
     @property
     def is_finished(self) -> bool:
         """Every batch and the end have arrived."""
-        return self._total is not None and len(self._seen) >= self._batch_count and not self.missing()
+        return self._total is not None and len(self._arrived) >= self._batch_count and not self.missing()
 
     @property
     def total_matches(self) -> bool:
@@ -112,9 +112,8 @@ class OperationSequence:
         self._recent: dict[int, tuple[int, ChunkHash, ChunkHash]] = {}
 
     def check(self, first: int, count: int, first_key: ChunkHash, last_key: ChunkHash) -> BatchAction:
-        """Say what to do with operations `first` to `first + count - 1`; the keys help to recognise
-        copies."""
-        expected, mark = self.expected, (count, first_key, last_key)
+        """Return the action for operations `first` to `first + count - 1`. The keys identify copies."""
+        expected, digest = self.expected, (count, first_key, last_key)
         action = BatchAction.APPLY
         if expected is not None and first != expected:
             if first == self._previous:
@@ -122,7 +121,7 @@ class OperationSequence:
                 return BatchAction.SKIP
             if first > expected:
                 action = BatchAction.GAP
-            elif self._recent.get(first) == mark:
+            elif self._recent.get(first) == digest:
                 return BatchAction.SKIP
             elif first == 0:
                 action = BatchAction.RESTART
@@ -132,7 +131,7 @@ class OperationSequence:
                 return BatchAction.UNPLACED
         self.expected = first + count
         recent = self._recent
-        recent[first] = mark
+        recent[first] = digest
         if len(recent) > _KEPT_BATCHES:
             # Batch 0 stays, because a late copy of it must not be taken for a restart.
             oldest = iter(recent)
@@ -143,7 +142,8 @@ class OperationSequence:
 class Location:
     """A rank's store of chunks, such as `LocalCPUBackend`. Mutable: changed by the controller.
 
-    `keys` are the chunks that the location is known to hold. It holds more while `is_complete` is False.
+    `keys` are the chunks that the location is known to hold. The location may hold more chunks while
+    `is_complete` is False.
     """
 
     __slots__ = ("is_complete", "keys", "name", "sequence", "sync")
@@ -154,7 +154,7 @@ class Location:
         self.sequence = OperationSequence(at_start=at_start, previous=previous)
         self.sync: FullSync | None = None
         self.is_complete = at_start
-        """No chunk is known to be missing in `keys`."""
+        """`keys` has all chunks of the location, as far as the controller knows."""
 
 
 SYNCABLE_LOCATION: Final = "LocalCPUBackend"
@@ -162,7 +162,7 @@ SYNCABLE_LOCATION: Final = "LocalCPUBackend"
 
 
 class Rank:
-    """One worker process of an instance. Mutable; changed by its controller."""
+    """One worker process of an instance. Mutable: changed by the controller."""
 
     __slots__ = (
         "ip",
@@ -198,7 +198,7 @@ class Rank:
 
     @property
     def is_complete(self) -> bool:
-        """No chunk of the rank is known to be missing."""
+        """All chunks of the rank are known, as far as the controller knows."""
         return not self.predates_controller and all(
             location.is_complete for location in self.locations.values()
         )
@@ -214,7 +214,7 @@ class Rank:
         return any(location.sync is not None for location in self.locations.values())
 
 
-class ControlledInstance:
+class LMCacheInstance:
     """An instance's ranks, and the chunks that all ranks have, written to the index under `holder`.
 
     Mutable: the controller reports what ranks store and evict.
@@ -235,7 +235,7 @@ class ControlledInstance:
     @property
     def chunks(self) -> int:
         """Chunks summed over ranks and locations."""
-        return sum(len(place.keys) for rank in self.ranks.values() for place in rank.locations.values())
+        return sum(len(location.keys) for rank in self.ranks.values() for location in rank.locations.values())
 
     @property
     def is_complete(self) -> bool:
@@ -293,9 +293,9 @@ class ControlledInstance:
         """Continue a rebuild of the holder by up to `steps` chunks; True while there is more."""
         if self._rebuild is None:
             return False
-        some = list(islice(self._rebuild, steps))
-        if some:
-            everywhere = [key for key in some if self._every_rank_has(key)]
+        keys = list(islice(self._rebuild, steps))
+        if keys:
+            everywhere = [key for key in keys if self._every_rank_has(key)]
             self._index.store(self.holder, self._space, everywhere)
             return True
         self._rebuild = None
@@ -305,8 +305,10 @@ class ControlledInstance:
         """Clear the holder; `sweep` then adds the chunks that every rank still has."""
         self._index.clear(self.holder)
         rank = next(iter(self.ranks.values()), None)
-        kept = [list(place.keys) for place in rank.locations.values() if place.keys] if rank else []
-        self._rebuild = chain.from_iterable(kept) if kept else None
+        remaining = (
+            [list(location.keys) for location in rank.locations.values() if location.keys] if rank else []
+        )
+        self._rebuild = chain.from_iterable(remaining) if remaining else None
 
     def _every_rank_has(self, key: ChunkHash) -> bool:
         return all(rank.has(key) for rank in self.ranks.values())
@@ -315,6 +317,7 @@ class ControlledInstance:
 _REPORT_TIMEOUT_S: Final = 2.0
 """Time for a stored chunk to be reported; LMCache takes about 10 ms."""
 _MAX_UNREPORTED: Final = 256
+"""Most chunks of served prompts that wait for a report."""
 
 
 class HashAgreementState(Enum):

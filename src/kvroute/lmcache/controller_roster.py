@@ -10,7 +10,7 @@ from typing import NamedTuple
 from kvroute.blocks.chunks import ChunkSpace
 from kvroute.clock import Clock
 from kvroute.index.chunk_index import ChunkHolder, ChunkIndex
-from kvroute.lmcache.controller_instance import ControlledInstance, HashAgreement, Rank
+from kvroute.lmcache.controller_instance import HashAgreement, LMCacheInstance, Rank
 from kvroute.wire.lmcache_controller import ChunkHash, Sender
 
 
@@ -35,35 +35,36 @@ class InstanceAddress(NamedTuple):
 def match_instances(
     slots: Mapping[int, SlotIdentity], instances: Iterable[InstanceAddress]
 ) -> tuple[dict[int, set[str]], list[str]]:
-    """Find the slots of each instance. Returns slot -> instance names, and the instances that fit several
-    slots.
+    """Find the slots of each instance. Returns slot -> instance names, and the ambiguous instances.
 
     An instance belongs to the slot whose worker has its name (`NAME`, or `NAME-RANK` for one data-parallel
     rank). Otherwise it belongs to the only slot at its address that has no instance by name. Of several
     instances with the same address and port only the newest counts: the others have ended.
     """
-    joined: dict[int, set[str]] = defaultdict(set)
-    nameless: dict[tuple[str, int], InstanceAddress] = {}
+    names_of: dict[int, set[str]] = defaultdict(set)
+    unnamed: dict[tuple[str, int], InstanceAddress] = {}
     for instance in instances:
         named = _named_after(instance.name, slots)
         for slot in named:
-            joined[slot].add(instance.name)
+            names_of[slot].add(instance.name)
         if not named and instance.ip:
-            rival = nameless.get((instance.ip, instance.port))
-            if rival is None or rival.registered_at <= instance.registered_at:
-                nameless[instance.ip, instance.port] = instance
+            other = unnamed.get((instance.ip, instance.port))
+            if other is None or other.registered_at <= instance.registered_at:
+                unnamed[instance.ip, instance.port] = instance
     unclear = []
     at_ip: dict[str, list[InstanceAddress]] = defaultdict(list)
-    for instance in nameless.values():
+    for instance in unnamed.values():
         at_ip[instance.ip].append(instance)
-    taken = set(joined)
+    taken = set(names_of)
     for ip, found in at_ip.items():
-        there = [slot for slot, place in slots.items() if slot not in taken and ip in place.addresses]
-        if len(there) == 1 and len(found) == 1:
-            joined[there[0]].add(found[0].name)
-        elif there:
+        candidates = [
+            slot for slot, identity in slots.items() if slot not in taken and ip in identity.addresses
+        ]
+        if len(candidates) == 1 and len(found) == 1:
+            names_of[candidates[0]].add(found[0].name)
+        elif candidates:
             unclear += [instance.name for instance in found]
-    return dict(joined), sorted(unclear)
+    return dict(names_of), sorted(unclear)
 
 
 def is_named(name: str, slots: Mapping[int, SlotIdentity]) -> bool:
@@ -72,15 +73,15 @@ def is_named(name: str, slots: Mapping[int, SlotIdentity]) -> bool:
 
 
 def _named_after(name: str, slots: Mapping[int, SlotIdentity]) -> Collection[int]:
-    exact = [slot for slot, place in slots.items() if f"{place.worker}-{place.rank}" == name]
-    return exact or [slot for slot, place in slots.items() if place.worker == name]
+    exact = [slot for slot, identity in slots.items() if f"{identity.worker}-{identity.rank}" == name]
+    return exact or [slot for slot, identity in slots.items() if identity.worker == name]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KnownInstance:
     """An instance, and whether its chunk hashes agree with ours."""
 
-    instance: ControlledInstance
+    instance: LMCacheInstance
     agreement: HashAgreement
 
 
@@ -100,22 +101,22 @@ class Roster:
         self._clock = clock
         self._needed_prompts = needed_prompts
         self._slots: dict[int, SlotIdentity] = {}
-        self._instances_of: dict[int, set[str]] = {}
+        self._names_of: dict[int, set[str]] = {}
         self._attached: set[tuple[int, ChunkHolder]] = set()
         self._keys_to_free: list[set[ChunkHash]] = []
-        """Chunks of removed or reset locations. `sweep` frees them in steps: to free a large set takes
-        long."""
+        """Chunks of removed or reset locations. To free a large set takes long, so `sweep` does it in
+        steps."""
 
     # Instances and ranks
 
     def get(self, sender: Sender) -> tuple[KnownInstance, Rank] | None:
+        """The sender's instance and rank, if known."""
         known = self.known.get(sender.instance_id)
         rank = known.instance.ranks.get(sender.worker_id) if known else None
         return (known, rank) if known and rank else None
 
-    def known_rank(self, sender: Sender) -> tuple[KnownInstance, Rank]:
-        """The message's sender. A sender that has not registered is added as a process older than the
-        controller."""
+    def get_or_add(self, sender: Sender) -> tuple[KnownInstance, Rank]:
+        """The sender's instance and rank. A sender that has not registered is added: it may hold chunks."""
         found = self.get(sender)
         return found if found else self.add(sender, predates_controller=True)
 
@@ -134,7 +135,7 @@ class Roster:
         if known is None or not predates_controller:
             # Another process may compute other hashes.
             instance = (
-                known.instance if known else ControlledInstance(sender.instance_id, self._index, self._space)
+                known.instance if known else LMCacheInstance(sender.instance_id, self._index, self._space)
             )
             known = KnownInstance(instance, HashAgreement(self._needed_prompts))
             self.known[sender.instance_id] = known
@@ -192,28 +193,30 @@ class Roster:
 
     # Slots
 
-    def follow(self, slot: int, identity: SlotIdentity) -> None:
+    def add_slot(self, slot: int, identity: SlotIdentity) -> None:
         self._slots[slot] = identity
         self.update_attachments()
 
-    def leave(self, slot: int) -> None:
+    def remove_slot(self, slot: int) -> None:
         self._slots.pop(slot, None)
         self.update_attachments()
 
-    def at(self, slot: int) -> list[KnownInstance]:
+    def instances_of(self, slot: int) -> list[KnownInstance]:
         """The instances that a slot reads from."""
-        return [self.known[name] for name in self._instances_of.get(slot, ()) if name in self.known]
+        return [self.known[name] for name in self._names_of.get(slot, ()) if name in self.known]
 
     def update_attachments(self) -> None:
         """Find each slot's instances again. Call it after a change of an instance, its address or a slot."""
-        self._instances_of, self.unclear = match_instances(self._slots, self._instance_addresses())
+        self._names_of, self.unclear = match_instances(self._slots, self._instance_addresses())
         domain = (self._space.scheme, self._space.model)
-        wanted = {(slot, known.instance.holder) for slot in self._instances_of for known in self.at(slot)}
-        for slot, holder in self._attached - wanted:
+        required = {
+            (slot, known.instance.holder) for slot in self._names_of for known in self.instances_of(slot)
+        }
+        for slot, holder in self._attached - required:
             self._index.detach(slot, holder)
-        for slot, holder in wanted - self._attached:
+        for slot, holder in required - self._attached:
             self._index.attach(slot, holder, [domain])
-        self._attached = wanted
+        self._attached = required
 
     def _instance_addresses(self) -> Iterator[InstanceAddress]:
         for known in self.known.values():
@@ -222,7 +225,7 @@ class Roster:
 
 
 def find_peer(
-    instances: Iterable[ControlledInstance], asker: str, rank_number: int, hashes: Sequence[ChunkHash]
+    instances: Iterable[LMCacheInstance], asker: str, rank_number: int, hashes: Sequence[ChunkHash]
 ) -> tuple[str, str, int, str] | None:
     """Find the peer location that holds most of the chunks `hashes`, counted from the first one on.
 

@@ -33,8 +33,7 @@ _UNKNOWN_HOST = "192.0.2.1"
 
 
 class _BoundSocket:
-    """One bound socket. Mutable: `_unfinished` is the rest of a message that the last slice did not
-    finish."""
+    """One bound socket. Mutable: `_unfinished` is the rest of the message that the last slice has started."""
 
     def __init__(self, bound: zmq.Socket[bytes], handle: Callable[[Sequence[bytes]], Iterator[None]]) -> None:
         self.socket = bound
@@ -101,8 +100,7 @@ class ControllerSockets:
             self._context = None
 
     async def run(self) -> None:
-        """Serve until cancelled; can be run again. Calls `bind` first if needed and raises the same
-        errors."""
+        """Serve until cancelled; can be run again. Calls `bind` if needed, and raises its errors."""
         loop = asyncio.get_running_loop()
         if self._context is None:
             self.bind()
@@ -135,7 +133,9 @@ class ControllerSockets:
             bound.bind(f"tcp://{address}")
         except zmq.ZMQError as error:
             bound.close(linger=0)
-            why = "is taken" if error.errno == zmq.EADDRINUSE else f"cannot be bound: {error.strerror}"
+            why = (
+                "is already in use" if error.errno == zmq.EADDRINUSE else f"cannot be bound: {error.strerror}"
+            )
             raise ConfigError(f"lmcache.controller.{name}", f"{address} {why}") from error
 
         def on_push(frames: Sequence[bytes]) -> Iterator[None]:
@@ -154,9 +154,10 @@ class ControllerSockets:
             self._serve_slice()
 
     def _serve_slice(self) -> None:
-        """Serve all sockets until they are empty or the time slice ends; then continue in the next iteration.
+        """Serve all sockets until they are empty or the time slice ends. The next iteration serves the rest.
 
-        ZMQ signals a socket's file descriptor only after the socket was emptied, so the rest needs no signal.
+        ZMQ signals new messages on a socket's file descriptor only after the socket was emptied. So the rest
+        gets no signal, and `_serve_slice` schedules itself.
         """
         self._is_scheduled = False
         until = self._clock.now() + self._options.slice_ms / 1000
@@ -219,17 +220,16 @@ class ControllerSockets:
 
 
 def _local_host_towards(address: str) -> str:
-    """Our host's address on the route to `address`, from the routing table; sends nothing, resolves
-    nothing."""
+    """Our host's address on the route to `address`, by the system's routing table. Sends no packet."""
     try:
         version = ip_address(address).version
     except ValueError:
         address, version = _UNKNOWN_HOST, 4
     family = socket.AF_INET6 if version == 6 else socket.AF_INET
     try:
-        with socket.socket(family, socket.SOCK_DGRAM) as towards:
-            towards.connect((address, 9))
-            host: str = towards.getsockname()[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((address, 9))
+            host: str = probe.getsockname()[0]
     except OSError:
         return "127.0.0.1"
     return f"[{host}]" if version == 6 else host

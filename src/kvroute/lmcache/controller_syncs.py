@@ -48,7 +48,7 @@ class ControllerGauges(NamedTuple):
     """Summed over workers and their locations."""
     syncing: int
     untrusted: int
-    """Workers of whose chunks some are known to be missing."""
+    """Workers whose map is incomplete."""
     mismatched: int
     """Instances whose chunk hashes differ from ours."""
 
@@ -76,7 +76,7 @@ class FullSyncs:
         self._admit = admit
 
     def start(self, message: wire.FullSyncStart) -> wire.FullSyncStartReply:
-        known, rank = self._roster.known_rank(message)
+        known, rank = self._roster.get_or_add(message)
         location = known.instance.ensure_location(rank, message.location)
         # This replaces an unfinished synchronisation of the location: the worker has ended that one.
         self._roster.free_later(known.instance.clear(location))
@@ -106,8 +106,7 @@ class FullSyncs:
             self._counts.syncs_done += 1
 
     def status(self, message: wire.FullSyncStatus) -> wire.FullSyncStatusReply:
-        """Say whether the frozen worker may continue. It waits only for its own synchronisation, not for
-        other workers."""
+        """Reply whether the frozen worker may continue: it does not have to wait for other workers."""
         found = self._roster.get(message)
         location = _syncing(found, message.sync_id)
         sync = location.sync if location else None

@@ -171,16 +171,16 @@ class RedisL2:
         self, chunks: PromptChunks, salt: str, target: L2Target, first_token: int
     ) -> frozenset[ChunkKey]:
         keys = chunks.keys(target.scheme)
-        place = min(first_token // target.scheme.chunk_tokens, len(keys))
+        position = min(first_token // target.scheme.chunk_tokens, len(keys))
         window, present = _FIRST_WINDOW, set[ChunkKey]()
-        while place < len(keys):
-            stop = min(place + window, len(keys))
+        while position < len(keys):
+            stop = min(position + window, len(keys))
             keys.compute(stop)
-            found = await self._window(keys.computed[place:stop], keys.names[place:stop], salt, target)
+            found = await self._window(keys.computed[position:stop], keys.names[position:stop], salt, target)
             if not found:
                 break
             present |= found
-            place, window = stop, min(window * _WINDOW_GROWTH, _LARGEST_WINDOW)
+            position, window = stop, min(window * _WINDOW_GROWTH, _LARGEST_WINDOW)
         return frozenset(present)
 
     async def _window(
@@ -205,16 +205,15 @@ class RedisL2:
         return present
 
     async def _exists(self, names: Sequence[bytes], salt: str, target: L2Target) -> list[bool]:
-        """Whether Redis holds each chunk: one EXISTS if all objects or none exist, else one EXISTS per
-        chunk."""
+        """Whether Redis holds each chunk. One EXISTS if all objects or none exist, else one per chunk."""
         objects = [list(_objects(target, name, salt)) for name in names]
         self.counts.objects_queried += len(names) * len(target.parts)
-        existing = await self._client.exists(*(each for some in objects for each in some))
+        existing = await self._client.exists(*(each for object_names in objects for each in object_names))
         if existing in (0, len(names) * len(target.parts)):
             return [existing > 0] * len(names)
         async with self._client.pipeline(transaction=False) as pipeline:
-            for some in objects:
-                pipeline.exists(*some)
+            for object_names in objects:
+                pipeline.exists(*object_names)
             counts = await pipeline.execute()
         return [each == len(target.parts) for each in counts]
 

@@ -150,8 +150,7 @@ class Attachments:
         return list(found)
 
     def model_of(self, worker_id: str) -> StoredModel | None:
-        """The worker's model under its name in the server's stores; None if no store has shown the model
-        yet."""
+        """The worker's model under its name in the server's stores; None if the stores have not shown it."""
         worker, instance = self._workers.get(worker_id), self._server_of.get(worker_id)
         if worker is None or instance is None:
             return None

@@ -73,10 +73,10 @@ class StatusPoller:
                 *(self._poll_server(each) for each in due[start : start + _CONCURRENT_POLLS])
             )
         for each in due:
-            usual = self._options.status_interval_s
+            interval = self._options.status_interval_s
             differs = each.scheme_known and each.agreed_seq < 0
-            pause = min(2 * self._schedule[each.id][1], _MAX_PAUSE_FACTOR * usual) if differs else 0.0
-            self._schedule[each.id] = now + max(pause, usual), max(pause, usual)
+            pause = min(2 * self._schedule[each.id][1], _MAX_PAUSE_FACTOR * interval) if differs else 0.0
+            self._schedule[each.id] = now + max(pause, interval), max(pause, interval)
 
     async def _poll_server(self, instance: LMCacheServer) -> None:
         host = f"[{instance.address}]" if ":" in instance.address else instance.address
@@ -100,7 +100,7 @@ def _needs_status(instance: LMCacheServer) -> bool:
 
 _TIERS: Final = {"l1": Tier.L1, "l2": Tier.L2}
 
-Report = Callable[[str, Tier, float, int], None]
+ReportRate = Callable[[str, Tier, float, int], None]
 """Called with (instance id, tier, mean GB/s, number of loads); synchronous."""
 
 
@@ -115,7 +115,7 @@ class RatePoller:
         coordinator: Coordinator,
         client: httpx.AsyncClient,
         clock: Clock,
-        report: Report,
+        report: ReportRate,
         *,
         interval_s: float,
         timeout_s: float,
@@ -127,7 +127,7 @@ class RatePoller:
         self._report = report
         self._interval_s = interval_s
         self._timeout_s = timeout_s
-        self._known: dict[str, LoadRates] = {}
+        self._last_rates: dict[str, LoadRates] = {}
 
     async def run(self) -> NoReturn:
         """Poll every `interval_s` until cancelled."""
@@ -138,7 +138,7 @@ class RatePoller:
     async def poll(self) -> None:
         """Poll every registered server once."""
         due = [each for each in self._coordinator.instances() if each.registered]
-        self._known = {each.id: self._known[each.id] for each in due if each.id in self._known}
+        self._last_rates = {each.id: self._last_rates[each.id] for each in due if each.id in self._last_rates}
         for start in range(0, len(due), _CONCURRENT_POLLS):
             await asyncio.gather(
                 *(self._poll_server(each) for each in due[start : start + _CONCURRENT_POLLS])
@@ -155,8 +155,8 @@ class RatePoller:
             log.debug("LMCache server %s: no answer from /metrics: %r", instance.id, error)
             return
         rates = read_load_rates(answer.text)
-        before = self._known.get(instance.id)
-        self._known[instance.id] = rates
+        before = self._last_rates.get(instance.id)
+        self._last_rates[instance.id] = rates
         if before is not None:
             for tier, (gb_s, loads) in rates.since(before).items():
                 self._report(instance.id, _TIERS[tier], gb_s, loads)

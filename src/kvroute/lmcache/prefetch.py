@@ -42,6 +42,8 @@ class PrefetchOutcome(StrEnum):
 
 
 class _PrefetchRequest(NamedTuple):
+    """A queued prefetch. `due` and `useful_until` are times of the clock, in seconds."""
+
     url: str
     instance_id: str
     model: StoredModel
@@ -115,7 +117,7 @@ class Prefetcher:
             self.counts[await self._send(request)] += 1
 
     async def _send(self, request: _PrefetchRequest) -> PrefetchOutcome:
-        # Every prefetch has the same delay, so the queue is in order of `due`: to sleep here delays no other
+        # Every prefetch has the same delay, so the queue is in order of `due`. This sleep delays no other
         # one.
         await self._clock.sleep(max(request.due - self._clock.now(), 0.0))
         if self._clock.now() > request.useful_until:

@@ -28,8 +28,7 @@ class StoredModel(NamedTuple):
     world: int
 
     def domain(self, scheme: ChunkScheme) -> ChunkDomain:
-        """The index domain of this model's chunks. Each world size has its own: their chunks are not
-        compatible."""
+        """The index domain of this model's chunks. Chunks of different world sizes are not compatible."""
         return scheme, self.name if self.world == 1 else f"{self.name}\0{self.world}"
 
 
@@ -78,8 +77,10 @@ class HeldChunks:
             parts.held = {}
 
     def store(self, scheme: ChunkScheme, entries: Iterable[EventEntry]) -> bool:
-        """Add objects. False if they show that chunks have more parts than was known; then all earlier chunks
-        are removed, because those chunks may lack a part."""
+        """Add objects. False if they show that chunks have more parts than was known.
+
+        In this case all earlier chunks are removed first, because those chunks may lack a part.
+        """
         entries = list(entries)
         layout_known = self._learn_parts(entries)
         for key, keys in self._runs(entries):
@@ -102,13 +103,13 @@ class HeldChunks:
             if parts is None:
                 continue
             space = ChunkSpace(*model.domain(scheme), key.cache_salt)
-            gone = self._index.remove_all(self.holder, space, keys)
+            removed = self._index.remove_all(self.holder, space, keys)
             if model.world > 1 or len(parts.groups) > 1:
                 bit = self._bit(key)
                 for each in keys:
                     self._drop(parts, (space, each), bit)
             else:
-                self.objects -= gone
+                self.objects -= removed
 
     def _runs(self, entries: Iterable[EventEntry]) -> Iterator[tuple[ObjectKey, list[ChunkKey]]]:
         """Consecutive entries that differ only in the chunk: the key of the first one, and all chunk keys."""
