@@ -1,4 +1,4 @@
-"""Injectable time: nothing outside this module reads the process's clocks."""
+"""Injectable time: only this module reads the system's clocks."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """Where a long-lived object gets its time from."""
+    """The source of time of long-lived objects; tests replace it by a fake."""
 
     def now(self) -> float:
-        """Monotonic seconds; the zero point means nothing."""
+        """Monotonic seconds since an arbitrary point."""
         ...
 
     def wall(self) -> float:
@@ -19,12 +19,12 @@ class Clock(Protocol):
         ...
 
     async def sleep(self, seconds: float) -> None:
-        """Wait; a fake clock returns when it is advanced past the end."""
+        """Wait; with a fake clock, until a test has advanced it by `seconds`."""
         ...
 
 
 class SystemClock:
-    """The real one. Stateless."""
+    """The system's clocks. Stateless."""
 
     now = staticmethod(time.monotonic)
     wall = staticmethod(time.time)

@@ -1,17 +1,17 @@
-"""Every exception that kvroute raises on purpose.
+"""All exception classes of kvroute.
 
 KvrouteError
 ├── ConfigError              a configuration value is wrong; names its path
-│   └── InvalidConfig        all that is wrong with a configuration
-├── DiscoveryError           a source of workers could not be asked, or its answer makes no sense
-│   └── WatchExpired         what a watch wants to go on from is too old: list anew
-├── WireError                an engine's or LMCache's message is not what its protocol says
+│   └── InvalidConfig        all errors of one configuration
+├── DiscoveryError           a source of workers cannot be read, or its answer is invalid
+│   └── WatchExpired         the version from which a watch continues has expired: list again
+├── WireError                a message of vLLM, LMCache or another process violates its protocol
 ├── UpstreamError            a worker's connection failed (transport level, no HTTP answer)
 │   ├── ConnectRefused       nothing was sent: connect failed or was refused
 │   ├── ConnectTimeout       nothing was sent: connect took longer than its deadline
-│   ├── PoolExhausted        nothing was sent: every allowed connection stayed busy
+│   ├── PoolExhausted        nothing was sent: all allowed connections stayed busy
 │   ├── ConnectionLost       the connection broke after the request was (perhaps) sent
-│   ├── ResponseTimeout      no byte came within the deadline
+│   ├── ResponseTimeout      no byte arrived within the timeout
 │   └── ProtocolViolation    the worker's bytes are not HTTP/1.1
 └── GatewayError             the gateway answers the client itself, with `status`, `type`, `code`
     ├── InvalidRequest       400
@@ -22,7 +22,7 @@ KvrouteError
     ├── NotFound             404
     ├── RequestTimeout       408
     ├── BodyTooLarge         413
-    ├── OverLimit            413  the body has more of something than is read
+    ├── OverLimit            413  the body exceeds a limit of the parser
     ├── UnsupportedMediaType 415
     ├── MisdirectedRequest   421
     ├── TooManyRequests      429
@@ -34,8 +34,8 @@ KvrouteError
     ├── WorkerTimeout        504
     └── VersionNotSupported  505
 
-A `GatewayError` knows what the client sees; `gateway/failures.py` is the only place that writes it.
-Messages never carry prompts, keys or credentials.
+A `GatewayError` has all that the client gets; `gateway/failures.py` alone writes it. Messages never contain
+prompts, keys or credentials.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class KvrouteError(Exception):
 
 
 class ConfigError(KvrouteError):
-    """A configuration value is wrong. `path` is its dotted path, such as `fleet.health.interval_s`."""
+    """A configuration value is invalid. `path` is its dotted path, such as `fleet.health.interval_s`."""
 
     def __init__(self, path: str, message: str) -> None:
         super().__init__(f"{path}: {message}" if path else message)
@@ -57,7 +57,7 @@ class ConfigError(KvrouteError):
 
 
 class InvalidConfig(ConfigError):
-    """Everything that is wrong with a configuration, found in one go; the text has one line per problem."""
+    """All errors of a configuration together; the message has one line per error."""
 
     def __init__(self, problems: Sequence[ConfigError]) -> None:
         super().__init__("", "\n".join(map(str, problems)))
@@ -65,23 +65,23 @@ class InvalidConfig(ConfigError):
 
 
 class DiscoveryError(KvrouteError):
-    """A source of workers could not be asked, or its answer makes no sense."""
+    """A source of workers cannot be read, or its answer is invalid."""
 
 
 class WatchExpired(DiscoveryError):
-    """The place that a watch wants to go on from is no longer kept: everything must be listed anew."""
+    """The version from which a watch continues has expired; the caller must list all objects again."""
 
 
 class WireError(KvrouteError):
-    """A message of an engine or of LMCache could not be decoded. Never carries the message itself."""
+    """A received message cannot be decoded. Never contains the message itself."""
 
 
 class UpstreamError(KvrouteError):
     """A worker's connection failed before a complete answer.
 
-    `sent` is False only when it is certain that the worker has seen no byte of the request.
-    `reused` is True when a kept-alive connection broke before any byte of the answer: most often the
-    worker closed it as idle while the request was on its way, which says nothing about its health.
+    `sent` is False only if the worker has certainly received no byte of the request. `reused` is True when a
+    kept-alive connection broke before the first byte of the answer. Usually the worker has then closed the
+    idle connection while the request was in transit, which is no sign of bad health.
     """
 
     sent: ClassVar[bool] = True
@@ -120,7 +120,7 @@ class ProtocolViolation(UpstreamError):
 
 
 class GatewayError(KvrouteError):
-    """Answered by the gateway in OpenAI's error shape: `{"error": {message, type, param, code}}`."""
+    """The gateway answers with this error as OpenAI does: `{"error": {message, type, param, code}}`."""
 
     status: ClassVar[int] = 500
     type: ClassVar[str] = "internal_error"
@@ -188,8 +188,11 @@ class MisdirectedRequest(GatewayError):
 
 
 class OverLimit(GatewayError):
-    """A body has more of something than the gateway reads. `limit` names it in metrics and logs: an option of
-    `server`, or what has none (`nesting`, `plain_json`)."""
+    """A body exceeds a limit of the parser.
+
+    `limit` is the limit's name in metrics and logs: an option of `server`, or `nesting` or `plain_json`,
+    which have no option.
+    """
 
     status, type, code = 413, "invalid_request_error", "body_over_limit"
 

@@ -1,6 +1,6 @@
-"""Structured logs: one object or one line per event, to stderr.
+"""Structured logs: one JSON object or one text line per event, on stderr.
 
-Prompts, keys and credentials are never passed to a logger; this module only formats what is.
+Callers never pass prompts, keys or credentials to a logger; this module only formats.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from typing import Annotated, Literal, TextIO
 from kvroute.options import Options, Switch, option
 
 ACCESS = "kvroute.access"
-"""Logger of the one line per request, written at its end."""
+"""Logger of the one line that is written at the end of each request."""
 
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "color_message", "taskName"}
 
 
 class LoggingOptions(Options):
-    """How kvroute logs."""
+    """Options of kvroute's log."""
 
     level: Literal["debug", "info", "warning", "error"] = option(
         "info",
-        "Least severe level that is written.",
+        "Lowest level that is logged.",
         higher="fewer lines",
         lower="more lines; `debug` costs time on every request",
     )
@@ -37,7 +37,7 @@ class LoggingOptions(Options):
     )
     hyperpod_lines: Annotated[bool, Switch] = option(
         False,
-        "Also log, for `kvaware`, the lines that HyperPod's documentation tells people to look for: `Worker "
+        "Also log, for `kvaware`, the lines that HyperPod's documentation asks users to look for: `Worker "
         "registered: ...`, `Routing request to ... found by kvaware router`, `Matched instance url None`.",
         higher="on: one more line per request",
     )
@@ -71,7 +71,7 @@ class TextFormatter(logging.Formatter):
 
 
 def configure(options: LoggingOptions, stream: TextIO | None = None) -> None:
-    """Send kvroute's and uvicorn's loggers through one handler. Replaces what an earlier call set."""
+    """Give kvroute's and uvicorn's loggers one handler. A later call replaces it."""
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(JsonFormatter() if options.format == "json" else TextFormatter())
     for name in ("kvroute", "uvicorn"):
@@ -79,11 +79,11 @@ def configure(options: LoggingOptions, stream: TextIO | None = None) -> None:
         logger.handlers = [handler]
         logger.propagate = False
         logger.setLevel(options.level.upper())
-    logging.getLogger("uvicorn.error").addFilter(_is_news)
+    logging.getLogger("uvicorn.error").addFilter(_is_not_logged_already)
 
 
-def _is_news(record: logging.LogRecord) -> bool:
-    """False for uvicorn's complaint about answers that the relay cut on purpose and has logged itself."""
+def _is_not_logged_already(record: logging.LogRecord) -> bool:
+    """False for uvicorn's error about an answer that the gateway has cut on purpose and logged itself."""
     return record.msg != "ASGI callable returned without completing response."
 
 

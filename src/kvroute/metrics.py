@@ -1,8 +1,8 @@
-"""The Prometheus families that kvroute exports, and the cheap way to record into them.
+"""The Prometheus metrics of kvroute, with counters and histograms that are cheap to update.
 
-Names start with `kvroute_`, units are base units, labels are bounded: worker, model (known models
-only), strategy, reason, status, kind. One `Metrics` belongs to one runtime and its own registry, so that
-several gateways can live in one process.
+Names start with `kvroute_` and units are base units. The number of label values is bounded: worker, model
+(known models only), strategy, reason, status, kind. Each runtime has its own `Metrics` and registry, so that
+several gateways can run in one process.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from prometheus_client.utils import floatToGoString
 from kvroute import __version__
 
 _LATENCY_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
-_GAP_S = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 10.0)
+_INTER_TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 10.0)
 _ROUTING_S = (25e-6, 50e-6, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.05)
 _ERROR_TOKENS = (0, 16, 32, 64, 128, 256, 512, 1024, 4096, 16384, 65536)
 _BYTES = (256, 1024, 4096, 16384, 65536, 262144, 1048576, 4194304, 16777216, 67108864)
 
 
 class RequestLabels(NamedTuple):
-    """The labels that a finished request is counted under; "-" where there is none."""
+    """The labels of a finished request; "-" where a value does not exist."""
 
     model: str
     worker: str
@@ -37,7 +37,7 @@ class RequestLabels(NamedTuple):
 
 
 class Tally:
-    """A number that is counted up (or, as a gauge, down). Without a lock: one event loop touches it."""
+    """A counter or gauge without a lock, for use from one event loop only."""
 
     __slots__ = ("value",)
 
@@ -52,50 +52,50 @@ class Tally:
 
 
 class Spread:
-    """A histogram's counts. `observe` costs a bisection: about 0.2 us.
+    """The counts of one histogram. `observe` costs a bisection, about 0.2 us.
 
-    `later` puts the bisection off, until somebody looks or whoever uses it calls `settle`: it only appends
-    to a list, and many values are counted together by sorting them.
+    `later` is cheaper: it appends the value to a list. `settle` counts these values together; it runs before
+    every read, and the caller of `later` calls it from time to time.
     """
 
-    __slots__ = ("_bounds", "_counts", "_sum", "_waiting", "later")
+    __slots__ = ("_bounds", "_counts", "_sum", "_uncounted", "later")
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self._bounds = bounds
         self._counts = [0] * (len(bounds) + 1)
         self._sum = 0.0
-        self._waiting: list[float] = []
-        self.later: Callable[[float], None] = self._waiting.append
+        self._uncounted: list[float] = []
+        self.later: Callable[[float], None] = self._uncounted.append
 
     def observe(self, value: float) -> None:
         self._counts[bisect_left(self._bounds, value)] += 1
         self._sum += value
 
     def settle(self) -> None:
-        """Count what waits."""
-        waiting = self._waiting
-        if len(waiting) <= len(self._bounds):
-            for value in waiting:
+        """Count the values that `later` has appended."""
+        uncounted = self._uncounted
+        if len(uncounted) <= len(self._bounds):
+            for value in uncounted:
                 self.observe(value)
         else:
-            self._sum += sum(waiting)
-            waiting.sort()
+            self._sum += sum(uncounted)
+            uncounted.sort()
             counts, before = self._counts, 0
             for place, bound in enumerate(self._bounds):
-                upto = bisect_right(waiting, bound, before)
+                upto = bisect_right(uncounted, bound, before)
                 counts[place] += upto - before
                 before = upto
-            counts[-1] += len(waiting) - before
-        waiting.clear()
+            counts[-1] += len(uncounted) - before
+        uncounted.clear()
 
     @property
     def sum(self) -> float:
-        """Of all values."""
+        """Sum of all values."""
         self.settle()
         return self._sum
 
     def cumulative(self) -> list[tuple[str, float]]:
-        """Prometheus's buckets: upper bound, observations up to it."""
+        """Prometheus's cumulative buckets: upper bound, and number of values up to the bound."""
         self.settle()
         total, rows = 0, []
         for bound, count in zip((*self._bounds, float("inf")), self._counts, strict=True):
@@ -108,7 +108,7 @@ _Child = TypeVar("_Child", Tally, Spread)
 
 
 class Family(Generic[_Child]):
-    """One metric and its children by label values. Mutable: `labels` adds the child that it is asked for."""
+    """One metric and its children by label values. Mutable: `labels` creates missing children."""
 
     def __init__(self, make: Callable[[], _Child], name: str, help_text: str, labels: Sequence[str]) -> None:
         self.name = name
@@ -125,9 +125,9 @@ class Family(Generic[_Child]):
 
 
 class Series:
-    """Everywhere that the requests of one `RequestLabels` are counted, found with one lookup for a request.
+    """All counters of the requests with the same `RequestLabels`, so that a request needs one lookup.
 
-    Mutable: `text` is the journal's, for the words of a request line that all of them have in common.
+    Mutable: `text` belongs to the journal, which stores the common part of these requests' log lines there.
     """
 
     __slots__ = ("_answered", "_metrics", "_outcome", "_reported", "_seconds", "text")
@@ -136,13 +136,14 @@ class Series:
         self.text = ""
         self._metrics = metrics
         self._outcome = outcome
-        # Children are made when they first count: one that has nothing to say shows nowhere.
+        # Children are created at their first count, so that a metric without values has no series.
         self._answered: tuple[Tally, Tally, Tally, Spread, Spread] | None = None
         self._reported: tuple[Tally, Tally] | None = None
         self._seconds: tuple[Tally, Spread, Spread] | None = None
 
     def answered(self, duration_s: float, first_byte_s: float, prompt_tokens: int, hit_tokens: int) -> None:
-        """`finished`, of a request of whose answer something came, and what was predicted for it."""
+        """Count one finished request whose answer had at least one byte, with its routed and predicted
+        tokens."""
         if self._answered is None:
             metrics, outcome = self._metrics, self._outcome
             self._answered = (*metrics.routed_tokens(outcome), *metrics.seconds(outcome))
@@ -154,7 +155,7 @@ class Series:
         first_byte.later(first_byte_s)
 
     def reported(self, prompt_tokens: int, cached_tokens: int | None) -> None:
-        """Count what a worker's `usage` said."""
+        """Count the tokens that a worker's `usage` reported."""
         if self._reported is None:
             self._reported = self._metrics.reported_tokens(self._outcome)
         prompts, cached = self._reported
@@ -163,7 +164,7 @@ class Series:
             cached.value += cached_tokens
 
     def finished(self, duration_s: float, first_byte_s: float | None) -> None:
-        """Count one finished request; `first_byte_s` is None where no body byte came."""
+        """Count one finished request; `first_byte_s` is None if no body byte arrived."""
         if self._seconds is None:
             self._seconds = self._metrics.seconds(self._outcome)
         requests, duration, first_byte = self._seconds
@@ -174,9 +175,9 @@ class Series:
 
 
 class Gauges(Collector):
-    """Figures that are read when scraped, not counted when they change.
+    """A collector of metrics that are computed at each scrape.
 
-    Each source yields ready metric families; registered once by the runtime.
+    Each source yields complete metric families. The runtime registers the collector once.
     """
 
     def __init__(self, *sources: Callable[[], Iterable[Metric]]) -> None:
@@ -211,8 +212,10 @@ def counter(
 
 
 class Metrics(Collector):
-    """All families. Mutable: the families count; the dicts remember children, so that one request's
-    counting is a few lookups (a `prometheus_client` counter takes a lock and about 0.5 us each time)."""
+    """All metric families of one gateway. Mutable: counts, and caches of children for fast lookups.
+
+    A request needs a few lookups; `prometheus_client`'s own counter takes a lock and about 0.5 us per update.
+    """
 
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
@@ -243,8 +246,8 @@ class Metrics(Collector):
         )
         self._gaps = self._histogram(
             "kvroute_inter_token_seconds",
-            "Between two chunks of a streamed answer, as they came from the worker; one token each, mostly.",
-            _GAP_S,
+            "Between two chunks of a streamed answer from the worker; usually one token per chunk.",
+            _INTER_TOKEN_S,
             pool,
         )
         self.in_flight = self._gauge(
@@ -252,7 +255,7 @@ class Metrics(Collector):
         ).labels()
         self.routing_time = self._histogram(
             "kvroute_routing_duration_seconds",
-            "Reading the body, matching its prefix and ranking the workers.",
+            "Time of reading the body, matching its prefix and ranking the workers.",
             _ROUTING_S,
         ).labels()
         self._prompt_tokens = self._counter(
@@ -262,73 +265,77 @@ class Metrics(Collector):
         )
         self._hit_tokens = self._counter(
             "kvroute_predicted_hit_tokens",
-            "Prompt tokens that the chosen worker was believed to hold.",
+            "Prompt tokens that the chosen worker was predicted to have cached.",
             ["model", "strategy"],
         )
         self._reported_prompt_tokens = self._counter(
             "kvroute_reported_prompt_tokens",
-            "Prompt tokens according to the workers' own `usage`.",
+            "Prompt tokens that the workers reported in `usage`.",
             ["model", "worker"],
         )
         self._cached_tokens = self._counter(
             "kvroute_reported_cached_tokens",
-            "Cached prompt tokens according to the workers' own `usage`.",
+            "Cached prompt tokens that the workers reported in `usage`.",
             ["model", "worker"],
         )
         self.inexact = self._counter(
             "kvroute_inexact_prompts",
-            "Requests routed on the approximate view because their tokens were not known, by why.",
+            "Requests routed by the approximate history because exact tokens were not available, by cause.",
             ["model", "cause"],
         )
         self.exact = self._counter(
             "kvroute_exact_prompts",
-            "Requests whose prompts were known token by token when routed.",
+            "Requests that were routed with exact tokens.",
             ["model"],
         )
         self.token_wait = self._histogram(
             "kvroute_token_wait_seconds",
-            "Time that requests waited for their prompts' tokens, where these were not known immediately.",
+            "Time that requests waited for exact tokens that were not available immediately.",
             _LATENCY_S,
         ).labels()
         self._predictions = self._counter(
             "kvroute_predictions",
-            "Predicted cached tokens, once the worker reported its own, by the slowest tier predicted.",
+            "Predictions of cached tokens compared with the worker's report, by the slowest predicted tier.",
             ["strategy", "worker", "tier", "outcome"],
         )
         self._prediction_error = self._histogram(
             "kvroute_prediction_error_tokens",
-            "Difference between predicted and reported cached tokens, either way.",
+            "Absolute difference between predicted and reported cached tokens.",
             _ERROR_TOKENS,
             ["strategy", "worker", "tier"],
         )
         self.map_demotions = self._counter(
-            "kvroute_map_demotions", "Maps of workers no longer believed, by why.", ["worker", "cause"]
+            "kvroute_map_demotions",
+            "Times that a worker's map lost its trust, by cause.",
+            ["worker", "cause"],
         )
-        self.retries = self._counter("kvroute_retries", "Attempts repeated on another worker.", ["cause"])
+        self.retries = self._counter(
+            "kvroute_retries", "Attempts that were repeated on another worker.", ["cause"]
+        )
         self.retries_denied = self._counter(
-            "kvroute_retries_denied", "Attempts that the retry budget forbade to repeat."
+            "kvroute_retries_denied", "Attempts that were not repeated because of the retry budget."
         ).labels()
         self.ejections = self._counter(
             "kvroute_worker_ejections", "Workers taken out of routing.", ["worker", "cause"]
         )
         self.streams_aborted = self._counter(
-            "kvroute_streams_aborted", "Exchanges that ended early, by who ended them.", ["by"]
+            "kvroute_streams_aborted", "Exchanges that ended early, by the side that ended them.", ["by"]
         )
         self.rejected = self._counter(
             "kvroute_requests_rejected", "Requests that the gateway answered itself, by error code.", ["code"]
         )
         self.client_timeouts = self._counter(
             "kvroute_client_timeouts",
-            "Client connections that were closed because nothing or too little came: no request (idle), half "
-            "a head (head), half a body (body).",
+            "Client connections closed because too few bytes arrived in time: no request (idle), a partial "
+            "head (head), a partial body (body).",
             ["wait"],
         )
         for wait in ("idle", "head", "body"):
             self.client_timeouts.labels(wait)
         self.bodies_over_limit = self._counter(
             "kvroute_bodies_over_limit",
-            "Request bodies that were not read because they are over a limit, by the limit's name (`nesting` "
-            "and `plain_json` have no option) and by what became of them: `forwarded` unread, or `refused`.",
+            "Request bodies that exceed a limit and were not read, by the limit's name (`nesting` and "
+            "`plain_json` have no option) and by outcome: `forwarded` unread, or `refused`.",
             ["limit", "outcome"],
         )
         self.isolated = self._counter(
@@ -342,12 +349,12 @@ class Metrics(Collector):
         for by in ("client", "worker", "shutdown"):
             self.streams_aborted.labels(by)
         self._series: dict[tuple[str, str, str, str, int], Series] = {}
-        self._late: list[Callable[[], None]] = []
+        self._before_collect: list[Callable[[], None]] = []
         self._predicted: dict[tuple[str, str, str, str], tuple[Tally, Spread]] = {}
         registry.register(self)
 
     def series(self, model: str, worker: str, strategy: str, reason: str, status: int) -> Series:
-        """Where requests that went so are counted; "-" stands for what they did not come to."""
+        """The counters of requests with these labels; "-" for a value that does not exist."""
         key = (model, worker, strategy, reason, status)
         series = self._series.get(key)
         if series is None:
@@ -357,26 +364,26 @@ class Metrics(Collector):
         return series
 
     def seconds(self, outcome: RequestLabels) -> tuple[Tally, Spread, Spread]:
-        """Finished requests, what they took, and the time to their first bytes. For `Series`."""
+        """Counter of finished requests, histograms of duration and time to first byte. For `Series`."""
         pool = (outcome.model, outcome.worker, outcome.strategy)
         return self._requests.labels(*outcome), self._duration.labels(*pool), self._first_byte.labels(*pool)
 
     def routed_tokens(self, outcome: RequestLabels) -> tuple[Tally, Tally]:
-        """Prompt tokens, and those of them that were predicted to be held. For `Series`."""
+        """Counters of prompt tokens and of predicted cached tokens. For `Series`."""
         pair = (outcome.model, outcome.strategy)
         return self._prompt_tokens.labels(*pair), self._hit_tokens.labels(*pair)
 
     def reported_tokens(self, outcome: RequestLabels) -> tuple[Tally, Tally]:
-        """Prompt tokens, and the cached ones, by the workers' word. For `Series`."""
+        """Counters of reported prompt tokens and reported cached tokens. For `Series`."""
         pair = (outcome.model, outcome.worker)
         return self._reported_prompt_tokens.labels(*pair), self._cached_tokens.labels(*pair)
 
     def gaps(self, model: str, worker: str, strategy: str) -> Spread:
-        """Where the times between the chunks of one stream are counted, in seconds."""
+        """The histogram of the times between the chunks of a stream, in seconds."""
         return self._gaps.labels(model, worker, strategy)
 
     def predicted(self, strategy: str, worker: str, tier: str, outcome: str, error_tokens: int) -> None:
-        """Count how a prediction did."""
+        """Count the outcome of a prediction."""
         key = strategy, worker, tier, outcome
         known = self._predicted.get(key)
         if known is None:
@@ -387,22 +394,22 @@ class Metrics(Collector):
         errors.observe(error_tokens)
 
     def forget_worker(self, worker: str) -> None:
-        """Drop the remembered children of a worker that left; its series stay until the process ends."""
+        """Drop the cached children of a worker that left; its series stay until the process ends."""
         self._series = {key: series for key, series in self._series.items() if key[1] != worker}
         self._predicted = {key: known for key, known in self._predicted.items() if key[1] != worker}
 
     def call_before_collect(self, count: Callable[[], None]) -> None:
-        """Have `count` called whenever somebody looks, just before: for those who count only then."""
-        self._late.append(count)
+        """Call `count` before each collection, for a caller that counts in batches."""
+        self._before_collect.append(count)
 
     def settle(self) -> None:
-        """Count what `Spread.later` was told. Who tells much calls it now and then."""
+        """Count the values of all `Spread.later` calls. A frequent caller calls this from time to time."""
         for family in self._histograms:
             for spread in family.children.values():
                 spread.settle()
 
     def collect(self) -> Iterable[Metric]:
-        for count in self._late:
+        for count in self._before_collect:
             count()
         for counted in self._counters:
             total = CounterMetricFamily(counted.name, counted.help_text, labels=counted.label_names)

@@ -1,7 +1,7 @@
-"""How an option is declared: default, unit, and what rising and falling do, in one place.
+"""Declares options: default, unit, and the effect of a higher or lower value, in one place.
 
-Option classes live next to their owner and are frozen pydantic models that refuse unknown keys.
-`configs/reference.yaml` and the README's tables are generated from what is declared here.
+Option classes are frozen pydantic models in the room that uses them; they refuse unknown keys.
+`configs/reference.yaml` and the tables of `docs/configuration.md` are generated from the declarations.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ def option(
 ) -> Any:
     """Declare one option.
 
-    `unit` is written out ("s", "bytes", "tokens"); `higher` and `lower` say in a few words what
-    gets better or worse when the value rises or falls. `constraints` are pydantic's (`ge`, `gt`,
-    `le`, `default_factory`...).
+    `unit` is written out ("s", "bytes", "tokens"). `higher` and `lower` say in a few words what improves or
+    gets worse with a higher or lower value. `constraints` are pydantic's (`ge`, `gt`, `le`,
+    `default_factory`...).
     """
     extra: dict[str, Any] = {"unit": unit, "higher": higher, "lower": lower}
     if "default_factory" in constraints:
@@ -41,7 +41,8 @@ def option(
 
 
 def _switch(value: object) -> object:
-    """`on`/`off`/`yes`/`no` as text mean what YAML 1.1 says they mean; all else is pydantic's business."""
+    """Turn the texts `on`, `off`, `yes` and `no` into booleans, as YAML 1.1 does; pydantic checks the
+    rest."""
     return (
         {"on": True, "yes": True, "off": False, "no": False}.get(value.lower(), value)
         if isinstance(value, str)
@@ -50,4 +51,4 @@ def _switch(value: object) -> object:
 
 
 Switch = BeforeValidator(_switch)
-"""Use as `Annotated[bool, Switch]`: true/false/on/off from YAML, environment and flags alike."""
+"""Use as `Annotated[bool, Switch]`: accepts true/false/on/off from YAML, environment and flags."""

@@ -319,7 +319,7 @@ class TestSecrets:
 
         found = problems(assignments=[f"admin.api_key_file={tmp_path / 'key'}", "admin.api_key=other"])
 
-        assert found == ["admin.api_key_file: set this or admin.api_key, not both"]
+        assert found == ["admin.api_key_file: set either this or admin.api_key, not both"]
 
     def test_an_empty_or_missing_secret_file_is_an_error(self, tmp_path):
         (tmp_path / "empty").write_text("\n")
@@ -365,7 +365,7 @@ class TestSecrets:
 
         (found,) = problems(file=write(text))
 
-        assert "every client has it" in found
+        assert "every client would have it" in found
         assert "hidden" not in found
 
     def test_allowed_hosts_are_names_and_addresses(self):

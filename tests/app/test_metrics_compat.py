@@ -163,7 +163,7 @@ def test_the_documentation_has_every_name_and_no_other(gateway):
     gateway.scrape()  # CPU use needs two
     exported = {re.sub(r"_(bucket|sum|count)\{", "{", key).partition("{")[0] for key in gateway.scrape()}
     exported = {name for name in exported if not name.startswith(("kvroute_", "process_", "python_"))}
-    table, _, missing = DOCS.read_text(encoding="utf-8").partition("## Metrics")[2].partition("Not there:")
+    table, _, missing = DOCS.read_text(encoding="utf-8").partition("## Metrics")[2].partition("Missing:")
 
     documented = set(re.findall(r"`((?:vllm:|router_)\w+)`", table))
     assert exported - documented == set()

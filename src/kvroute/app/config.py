@@ -1,4 +1,4 @@
-"""The configuration: composed of every room's option classes, loaded from file, environment and flags."""
+"""The configuration: all option classes together, loaded from file, environment and flags."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ from kvroute.routing.registry import RoutingOptions
 from kvroute.tokens.options import TokensOptions
 from kvroute.upstream.options import RetryOptions, UpstreamOptions
 
-_MOST_SECRET_BYTES = 1024 * 1024
+_MAX_SECRET_BYTES = 1024 * 1024
 
 
 class Config(Options):
-    """Everything that `kvroute serve` can be told, one section per room."""
+    """All options of `kvroute serve`, one section per room."""
 
     server: ServerOptions = option(default_factory=ServerOptions)
     admin: AdminOptions = option(default_factory=AdminOptions)
@@ -53,24 +53,24 @@ class Config(Options):
     metrics: MetricsOptions = option(default_factory=MetricsOptions)
 
     @model_validator(mode="after")
-    def _clients_are_no_administrators(self) -> Config:
+    def _refuse_client_keys_as_admin_keys(self) -> Config:
         if {key.get_secret_value() for key in self.server.api_keys} & set(self.admin.keys):
-            raise ValueError("admin.api_key: is one of server.api_keys too, so that every client has it")
+            raise ValueError("admin.api_key: is also one of server.api_keys, so every client would have it")
         return self
 
     @model_validator(mode="after")
-    def _one_prefetches(self) -> Config:
+    def _refuse_prefetch_with_processes(self) -> Config:
         if self.lmcache.prefetch.enabled and self.server.processes > 1:
             raise ValueError(
-                "lmcache.prefetch.enabled: only one of several processes knows LMCache's servers: set "
-                "server.processes to 1"
+                "lmcache.prefetch.enabled: set server.processes to 1, because only one of several processes "
+                "is connected to LMCache's servers"
             )
         return self
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A valid configuration, and where each value that somebody set came from."""
+    """A valid configuration, with the origin of each value that is not a default."""
 
     config: Config
     origins: Mapping[Path, str]
@@ -83,10 +83,10 @@ def load(
     assignments: Iterable[str] = (),
     flags: Sequence[ConfigSetting] = (),
 ) -> Loaded:
-    """Build the configuration: the file, then the environment, then `--set`, then flags; the last one wins.
+    """Load the configuration from file, environment, `--set` and flags; the last source wins.
 
-    Mappings merge key by key, lists are replaced whole. Raises InvalidConfig with every problem that
-    could be found. Reads the file and the files that secrets are in; blocks.
+    Mappings are merged key by key, lists are replaced. Raises InvalidConfig with all problems together.
+    Blocks: reads the file and the files that contain secrets.
     """
     sources = [
         from_file(Config, file) if file is not None else Settings(),
@@ -111,7 +111,7 @@ def load(
 
 
 def masked(config: Options) -> dict[str, Any]:
-    """`config` as JSON-ready data: secrets and the user part of URLs are stars."""
+    """`config` as JSON data, with asterisks instead of secrets and of user names in URLs."""
     dumped: dict[str, Any] = _mask(config.model_dump(mode="json"))
     return dumped
 
@@ -125,7 +125,7 @@ def _mask(value: Any) -> Any:
 
 
 def _put(data: dict[str, Any], origins: dict[Path, str], setting: ConfigSetting) -> None:
-    """Set one leaf; what an earlier source said at, above or below it is forgotten."""
+    """Set one value, instead of the values and origins of earlier sources at, above and below its path."""
     *above, last = setting.path
     for depth in range(1, len(setting.path)):
         origins.pop(setting.path[:depth], None)
@@ -143,7 +143,7 @@ def _put(data: dict[str, Any], origins: dict[Path, str], setting: ConfigSetting)
 
 
 def _read_secrets(data: dict[str, Any], origins: dict[Path, str]) -> list[ConfigError]:
-    """Fill each secret `NAME` from the file that `NAME_file` names; a list's items are the file's lines."""
+    """Read each secret `NAME` from the file in `NAME_file`; for a list, one item per line."""
     problems = []
     for path, _ in paths.walk(Config):
         name = str(path[-1])
@@ -153,7 +153,7 @@ def _read_secrets(data: dict[str, Any], origins: dict[Path, str]) -> list[Config
         if not name.endswith("_file") or not paths.is_secret(shape) or not isinstance(file, str) or not file:
             continue
         if _get(data, target):
-            problems.append(ConfigError(dotted(path), f"set this or {dotted(target)}, not both"))
+            problems.append(ConfigError(dotted(path), f"set either this or {dotted(target)}, not both"))
             continue
         try:
             text = _read_secret(pathlib.Path(file))
@@ -174,7 +174,7 @@ def _read_secrets(data: dict[str, Any], origins: dict[Path, str]) -> list[Config
 def _read_secret(file: pathlib.Path) -> str:
     try:
         with file.open(encoding="utf-8") as stream:
-            text = stream.read(_MOST_SECRET_BYTES).strip()
+            text = stream.read(_MAX_SECRET_BYTES).strip()
     except (OSError, UnicodeDecodeError) as exc:
         reason = exc.strerror if isinstance(exc, OSError) else "it is not UTF-8 text"
         raise ConfigError("", f"cannot read {file}: {reason}") from None
@@ -195,7 +195,7 @@ def _get(data: Mapping[str, Any], path: Path) -> object:
 def _translate(
     errors: Sequence[ErrorDetails], data: Mapping[str, Any], origins: Mapping[Path, str]
 ) -> list[ConfigError]:
-    """Pydantic's errors as ours: dotted paths, where the value came from, never the value of a secret."""
+    """Pydantic's errors as `ConfigError`s: with dotted path and origin, never with the value of a secret."""
     found: dict[Path, str] = {}
     for error in errors:
         path = _path_in(data, error["loc"], missing=error["type"] == "missing")
@@ -205,11 +205,11 @@ def _translate(
         for path in found
         if not any(len(other) > len(path) and other[: len(path)] == path for other in found)
     ]
-    return [ConfigError(dotted(path), found[path] + _came_from(path, origins)) for path in innermost]
+    return [ConfigError(dotted(path), found[path] + _origin_note(path, origins)) for path in innermost]
 
 
 def _path_in(data: object, loc: Sequence[str | int], *, missing: bool) -> Path:
-    """The part of pydantic's location that is in the data; the rest names members of unions."""
+    """The part of pydantic's location that exists in the data; the other parts name members of unions."""
     path: list[str | int] = []
     place = data
     for number, key in enumerate(loc):
@@ -237,7 +237,7 @@ def _message(error: ErrorDetails, path: Path) -> str:
     return f"{message}, got {paths.without_userinfo(repr(value))}"
 
 
-def _came_from(path: Path, origins: Mapping[Path, str]) -> str:
+def _origin_note(path: Path, origins: Mapping[Path, str]) -> str:
     while path:
         if path in origins:
             return f" ({origins[path]})"
@@ -246,16 +246,16 @@ def _came_from(path: Path, origins: Mapping[Path, str]) -> str:
 
 
 Note = Callable[[Path, FieldInfo, bool], Sequence[str]]
-"""Comment lines to stand above an option; the flag tells a section from a plain option."""
+"""Returns the comment lines above an option; the flag is True for a section."""
 
 INDENT = "  "
-LINE = 110
-"""Longest line of a list."""
+LINE_CHARS = 110
+"""Maximum length of a line that has a list or mapping."""
 
 
 def resolved_yaml(loaded: Loaded) -> str:
-    """Every option with the value in force; behind a value that somebody set: who."""
-    lines = ["# Resolved configuration. Secrets are masked; a comment says where a value came from."]
+    """The effective configuration as YAML; a comment names the origin of each value that is not a default."""
+    lines = ["# Resolved configuration. Secrets are masked; a comment names the origin of a value."]
     lines += yaml_lines(
         type(loaded.config),
         masked(loaded.config),
@@ -274,7 +274,7 @@ def yaml_lines(
     trailing: Callable[[Path], str] = lambda path: "",
     prefix: Path = (),
 ) -> Iterator[str]:
-    """`values`, a JSON dump of `owner`, as YAML lines with comments, in order of declaration."""
+    """`values`, the JSON dump of `owner`, as YAML lines with comments, in the order of declaration."""
     indent = INDENT * len(prefix)
     for name, field in owner.model_fields.items():
         path = (*prefix, name)
@@ -286,14 +286,14 @@ def yaml_lines(
             yield f"{indent}{name}:"
             yield from yaml_lines(section, values[name], above=above, trailing=trailing, prefix=path)
             continue
-        first, *rest = _entry(name, values[name], LINE - len(indent))
+        first, *rest = _entry(name, values[name], LINE_CHARS - len(indent))
         comment = trailing(path)
         yield indent + first + (f"  # {comment}" if comment else "")
         yield from (indent + line for line in rest)
 
 
 def section_of(field: FieldInfo, value: object) -> type[Options] | None:
-    """The option class whose fields `value` has, if it is one with options of its own."""
+    """The option class whose fields `value` has; None if the value is not a section."""
     if not isinstance(value, Mapping):
         return None
     classes = paths.options_of(paths.shape_of(field.annotation))
@@ -301,7 +301,7 @@ def section_of(field: FieldInfo, value: object) -> type[Options] | None:
 
 
 def _entry(name: str, value: object, width: int) -> list[str]:
-    """`name: value`; lists and mappings of plain values on one line if they fit, all others as a block."""
+    """`name: value`: lists and mappings of plain values on one line if they fit, all others as a block."""
     is_deep = isinstance(value, (list, dict)) and any(
         isinstance(inner, (list, dict)) for inner in (value.values() if isinstance(value, dict) else value)
     )

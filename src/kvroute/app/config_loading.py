@@ -1,7 +1,7 @@
-"""Where settings come from: a YAML file, the environment, `--set`, named flags.
+"""The sources of settings: a YAML file, the environment, and `--set`.
 
-Each source yields `ConfigSetting`s, one per leaf, in the order in which they win: the last one counts.
-What is wrong with a source is collected as `ConfigError`s, so that one run reports all of it.
+Each source yields one `ConfigSetting` per leaf; of several with the same path the last one counts. Problems
+are collected as `ConfigError`s, so that one run reports every problem.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ ENVIRONMENT_PREFIX = "KVROUTE__"
 
 @dataclass(frozen=True, slots=True)
 class ConfigSetting:
-    """One value at one path. `origin` is what a person would look for: `kvroute.yaml:12`, a variable's name.
+    """One value at one path, with its origin, such as `kvroute.yaml:12` or the name of a variable.
 
-    `inner` has the origins of what lies inside a list.
+    `inner` has the origins of the values inside a list.
     """
 
     path: Path
@@ -36,7 +36,7 @@ class ConfigSetting:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What a source said, and what was wrong with it."""
+    """The settings and problems of one source."""
 
     settings: tuple[ConfigSetting, ...] = ()
     problems: tuple[ConfigError, ...] = ()
@@ -46,9 +46,9 @@ class Settings:
 
 
 def from_file(root: type[Options], file: pathlib.Path) -> Settings:
-    """Read a YAML file (1.1: `on` and `off` are booleans).
+    """Read a YAML 1.1 file (`on` and `off` are booleans).
 
-    Duplicate keys are problems, an empty file is none. Relative paths in it start at its own folder.
+    Duplicate keys are problems; an empty file is not. Relative paths are relative to the file's folder.
     """
     try:
         text = file.read_text(encoding="utf-8")
@@ -87,7 +87,8 @@ def from_file(root: type[Options], file: pathlib.Path) -> Settings:
 def _survey(
     node: yaml.Node, path: Path, file: str, lines: dict[Path, int], problems: list[ConfigError]
 ) -> None:
-    """Note the line of every key below `node`; report keys that come twice or are not text."""
+    """Store the line of every key below `node` in `lines`; report duplicate keys and keys that are not
+    text."""
     if isinstance(node, yaml.SequenceNode):
         for number, item in enumerate(node.value):
             lines[*path, number] = item.start_mark.line + 1
@@ -116,7 +117,7 @@ def _survey(
 
 
 def _origin_of(path: Path, origins: Mapping[Path, str], default: str) -> str:
-    """The origin of `path` or of the nearest thing around it (a merged-in key has no line of its own)."""
+    """The origin of `path`, or of its nearest parent (a key from a YAML merge has no line of its own)."""
     while path:
         if path in origins:
             return origins[path]
@@ -136,9 +137,8 @@ def _one_line(exc: yaml.YAMLError) -> str:
 def from_environment(root: type[Options], environ: Mapping[str, str]) -> Settings:
     """Read `KVROUTE__SECTION__KEY` variables.
 
-    Names of options are upper case in a variable; keys of a mapping (model names) are taken as they
-    are. Other names are none of ours: Kubernetes puts `KVROUTE_PORT` and its like into every pod
-    beside a Service named kvroute.
+    Option names are in upper case; keys of a mapping (model names) keep their case. Variables with another
+    prefix are ignored: Kubernetes sets `KVROUTE_PORT` and others in every pod if a Service is named kvroute.
     """
     settings: list[ConfigSetting] = []
     problems: list[ConfigError] = []
@@ -160,7 +160,7 @@ def _environment_path(root: type[Options], segments: Sequence[str]) -> Path:
 
 
 def from_assignments(root: type[Options], assignments: Iterable[str]) -> Settings:
-    """Read `path=value` texts, as `--set` takes them."""
+    """Read the `path=value` texts of `--set`."""
     settings: list[ConfigSetting] = []
     problems: list[ConfigError] = []
     for text in assignments:
@@ -197,19 +197,19 @@ def _from_text(
 
 
 def unknown(root: type[Options], path: Path) -> str:
-    """What to say about a path that no option has."""
+    """The error message for a path that no option has."""
     if not all(str(key) for key in path):
-        return "there is an empty name in this path"
+        return "this path contains an empty name"
     meant = paths.suggestion(root, path)
     return f"unknown option; did you mean {dotted(meant)}?" if meant else "unknown option"
 
 
 def parse(text: str, shape: Shape) -> object:
-    """The value that `text` stands for where `shape` is allowed. Raises ValueError.
+    """Parse `text` as a value of the types in `shape`. Raises ValueError.
 
-    A list is JSON or YAML (`[a, b]`), or its items with commas between them; a mapping is JSON or
-    YAML; text is taken as it stands; numbers and booleans are YAML scalars. Nothing at all is an
-    empty list, or "not set" where that is allowed.
+    A list is JSON or YAML (`[a, b]`), or items separated by commas. A mapping is JSON or YAML. Text is used
+    unchanged; numbers and booleans are YAML scalars. An empty text is an empty list, or None where None is
+    allowed.
     """
     stripped = text.strip()
     if any(paths.is_list(plain) for plain in shape) and not stripped.startswith("{"):
@@ -239,9 +239,9 @@ def _yaml(text: str, kind: type, what: str) -> Any:
 
 
 def _leaves(root: type[Options], path: Path, value: object) -> Iterable[tuple[Path, object]]:
-    """Split a mapping into its leaves, so that sources merge key by key; lists are leaves, replaced whole."""
+    """Split a mapping into its leaves, so that sources are merged key by key. A list is one leaf."""
     if value is None and path and _is_section(paths.shape_at(root, path)):
-        return  # `server:` with every key below it commented out
+        return  # for example `server:` with all its keys commented out
     if not isinstance(value, dict) or (not value and path):
         yield path, value
         return

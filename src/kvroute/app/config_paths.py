@@ -1,4 +1,4 @@
-"""What the option classes allow at a path, and how paths are written.
+"""Paths of options: their notation, and the types that the option classes allow at a path.
 
 A path is a tuple of keys from the root, `("fleet", "workers", 0, "url")`, written
 `fleet.workers.0.url`; a key with a dot in it is quoted: `routing.models."Qwen2.5".strategy`.
@@ -19,19 +19,19 @@ from kvroute.options import Options
 
 Path = tuple[str | int, ...]
 Shape = tuple[object, ...]
-"""The plain types that are allowed somewhere: unions spread out, `Annotated` peeled off."""
+"""The plain types that are allowed at a path: the members of a union, without `Annotated`."""
 
 _USERINFO = re.compile(r"(?<=://)[^/@\s]+(?=@)")
 _SEGMENT = re.compile(r'"([^"]*)"|([^."]+)')
 
 
 def dotted(path: Iterable[str | int]) -> str:
-    """`path` as people write it."""
+    """`path` in dotted notation."""
     return ".".join(f'"{key}"' if not key or re.search(r'[."\s]', key) else key for key in map(str, path))
 
 
 def split(text: str) -> Path:
-    """The keys of a written path; raises ValueError when it is not one."""
+    """Parse a dotted path. Raises ValueError."""
     keys: list[str] = []
     rest = text
     while True:
@@ -58,7 +58,7 @@ def shape_of(annotation: object) -> Shape:
 
 
 def shape_at(root: type[Options], path: Path) -> Shape:
-    """What is allowed at `path`; empty when there is no such option."""
+    """The types that are allowed at `path`; empty if there is no such option."""
     shape: Shape = (root,)
     for key in path:
         shape = tuple(plain for parent in shape for plain in _child(parent, key))
@@ -94,19 +94,19 @@ def is_mapping(plain: object) -> bool:
 
 
 def is_text(plain: object) -> bool:
-    """Whether written text is this type's value as it stands: text, secrets, paths, words of a closed set."""
+    """Whether a text is used unchanged as a value of this type: text, secrets, paths, literals."""
     if typing.get_origin(plain) is typing.Literal:
         return all(isinstance(word, str) for word in typing.get_args(plain))
     return isinstance(plain, type) and not is_mapping(plain) and not issubclass(plain, (bool, int, float))
 
 
 def is_secret(shape: Shape) -> bool:
-    """Whether a value of this shape, or any item in it, is a credential."""
+    """Whether a value of this shape, or one of its items, is a credential."""
     return any(plain is SecretStr or is_secret(_items(plain)) for plain in shape)
 
 
 def without_userinfo(text: str) -> str:
-    """`text` with stars for the user and password of any URL in it."""
+    """`text` with asterisks instead of user and password in its URLs."""
     return _USERINFO.sub("**********", text)
 
 
@@ -115,12 +115,12 @@ def _items(plain: object) -> Shape:
 
 
 def options_of(shape: Shape) -> tuple[type[Options], ...]:
-    """The option classes among `shape` itself, not among its items."""
+    """The option classes in `shape`, without those of its items."""
     return tuple(plain for plain in shape if is_options(plain))
 
 
 def item_options(shape: Shape) -> tuple[type[Options], ...]:
-    """The option classes among the items of the lists and mappings in `shape`."""
+    """The option classes of the items of lists and mappings in `shape`."""
     return tuple(
         inner
         for plain in shape
@@ -130,7 +130,7 @@ def item_options(shape: Shape) -> tuple[type[Options], ...]:
 
 
 def walk(owner: type[Options], prefix: Path = ()) -> Iterator[tuple[Path, FieldInfo]]:
-    """Every field of the tree below `owner`, depth first in order of declaration; not into lists."""
+    """All fields of `owner` and its sections, depth first in the order of declaration; not those in lists."""
     for name, field in owner.model_fields.items():
         path = (*prefix, name)
         yield path, field
@@ -139,7 +139,7 @@ def walk(owner: type[Options], prefix: Path = ()) -> Iterator[tuple[Path, FieldI
 
 
 def suggestion(root: type[Options], path: Path) -> Path | None:
-    """The option that whoever wrote the unknown `path` probably meant."""
+    """The option that was probably meant by the unknown `path`, or None."""
     *parent, last = path
     wanted = str(last).lower().replace("-", "_")
     siblings = [name for owner in options_of(shape_at(root, tuple(parent))) for name in owner.model_fields]

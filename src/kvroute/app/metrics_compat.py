@@ -1,9 +1,9 @@
-"""The metrics of production-stack's router under their own names, for dashboards that ask for them.
+"""The metrics of production-stack's router under their own names, for existing dashboards.
 
 Names, types and labels as in `vllm_router/services/metrics_service/__init__.py` and
-`vllm_router/routers/metrics_router.py` of vllm-project/production-stack (read in November 2026). All figures
-are those that kvroute counts anyway, read at scrape time. docs/migration.md says what each name stands for
-here, and which ones are missing.
+`vllm_router/routers/metrics_router.py` of vllm-project/production-stack (read in November 2026). All values
+are computed from kvroute's own metrics at a scrape. docs/migration.md explains each name and lists the
+missing ones.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from kvroute.metrics import Metrics, counter, gauge
 from kvroute.options import Options, option
 
 _BUCKETS: Final = ("0.05", "0.1", "0.25", "0.5", "1.0", "2.5", "5.0", "10.0", "30.0", "60.0", "120.0", "+Inf")
-"""That router's; all of them are bounds of ours as well."""
-_NOBODY: Final = "-"
-"""The worker of requests that reached none."""
-_NONE_YET: Final = -1.0
-"""An average of nothing, as that router writes it."""
-_LEAST_SPACING: Final = 1 / 60
-"""Share of the window between two remembered scrapes."""
+"""The bounds of that router's histograms; kvroute's own histograms have these bounds too."""
+_NO_WORKER: Final = "-"
+"""The worker label of requests that reached no worker."""
+_NO_VALUE: Final = -1.0
+"""An average without any value, as that router reports it."""
+_MIN_SPACING: Final = 1 / 60
+"""Minimum time between two stored scrapes, as a share of the window."""
 
 
 class _Totals(NamedTuple):
-    """Of one worker, over all models, since the start."""
+    """Sums of one worker over all models since the start."""
 
     requests: float = 0.0
     duration_s: float = 0.0
@@ -49,15 +49,15 @@ class _Totals(NamedTuple):
 
 
 class _Histogram(NamedTuple):
-    """One series: counts up to each bound, and the sum."""
+    """One histogram series: cumulative counts by bound, and the sum."""
 
     buckets: dict[str, float]
     sum: list[float]
 
 
 @dataclass(slots=True)
-class _Scrape:
-    """What kvroute has counted, by worker id."""
+class _Figures:
+    """kvroute's own counts at one scrape, by worker id."""
 
     requests: dict[tuple[str, str, str], float] = field(default_factory=lambda: defaultdict(float))
     """(worker, model, status)."""
@@ -71,10 +71,10 @@ class _Scrape:
 
 
 class VllmRouterMetrics:
-    """A source for `Gauges`. Mutable: remembers the scrapes of one window.
+    """A source for `Gauges`. Mutable: stores the scrapes of one window.
 
-    A scrape costs as much as kvroute's own collection does once more. Only workers of the fleet have
-    series, so that their number is bounded.
+    A scrape costs as much as another collection of kvroute's own metrics. Only present workers have series,
+    so their number is bounded.
     """
 
     def __init__(self, metrics: Metrics, fleet: Fleet, clock: Clock, *, window_s: float = 60.0) -> None:
@@ -89,14 +89,16 @@ class VllmRouterMetrics:
         return self.of(self._metrics)
 
     def of(self, metrics: Collector) -> Iterator[Metric]:
-        """The same of other figures under kvroute's names: of all processes, where there are several. Asked
-        for one kind only, always."""
+        """The metrics computed from another collector with kvroute's names, such as that of all processes.
+
+        One object must always be used with the same collector, because rates compare two scrapes.
+        """
         servers: dict[str, str] = {worker.id: worker.spec.url for worker in self._fleet.workers()}
-        seen = _read(metrics.collect())
+        figures = _read(metrics.collect())
         yield from self._loads()
-        yield from self._averages(servers, seen)
-        yield from _caches(servers, seen)
-        yield from _models(servers, seen)
+        yield from self._averages(servers, figures)
+        yield from _caches(servers, figures)
+        yield from _models(servers, figures)
         yield from self._host.gauges()
 
     def _loads(self) -> Iterator[Metric]:
@@ -104,30 +106,41 @@ class VllmRouterMetrics:
         rows = [((w.spec.url,), w.load.in_flight, min(w.load.queued, w.load.in_flight)) for w in workers]
         label = ("server",)
         yield gauge(
-            "vllm:num_requests_running", "Requests sent and unfinished.", label, [(s, n) for s, n, _ in rows]
+            "vllm:num_requests_running",
+            "Requests that were sent and have not finished.",
+            label,
+            [(s, n) for s, n, _ in rows],
         )
         yield gauge(
             "vllm:num_prefill_requests",
-            "Of those, without a first token.",
+            "Unfinished requests without a first token.",
             label,
             [(s, q) for s, _, q in rows],
         )
         yield gauge(
-            "vllm:num_decoding_requests", "Of those, with one.", label, [(s, n - q) for s, n, q in rows]
+            "vllm:num_decoding_requests",
+            "Unfinished requests with a first token.",
+            label,
+            [(s, n - q) for s, n, q in rows],
         )
-        yield gauge("vllm:num_requests_swapped", "vLLM V1 swaps none.", label, [(s, 0.0) for s, _, _ in rows])
+        yield gauge(
+            "vllm:num_requests_swapped",
+            "Always 0: vLLM V1 does not swap.",
+            label,
+            [(s, 0.0) for s, _, _ in rows],
+        )
         yield gauge(
             "vllm:healthy_pods_total",
-            "1 for workers that get requests.",
+            "1 for workers that receive requests.",
             label,
             [((w.spec.url,), float(w.is_routable)) for w in workers],
         )
 
-    def _averages(self, servers: Mapping[str, str], seen: _Scrape) -> Iterator[Metric]:
+    def _averages(self, servers: Mapping[str, str], figures: _Figures) -> Iterator[Metric]:
         now = self._clock.now()
-        since, before = self._remember(now, seen.totals)
+        since, before = self._start_of_window(now, figures.totals)
         recent = {
-            server: seen.totals[worker].minus(before.get(worker, _Totals()))
+            server: figures.totals[worker].minus(before.get(worker, _Totals()))
             for worker, server in servers.items()
         }
         passed = now - since
@@ -140,86 +153,88 @@ class VllmRouterMetrics:
         )
         yield gauge(
             "vllm:avg_latency",
-            "Seconds to the last byte; -1: none finished.",
+            "Seconds to the last byte; -1 if no request has finished.",
             label,
             [((s,), _ratio(each.duration_s, each.requests)) for s, each in recent.items()],
         )
         yield gauge(
             "vllm:avg_decoding_length",
-            "Seconds from the first byte to the last; -1: none finished.",
+            "Seconds from the first byte to the last; -1 if no request has finished.",
             label,
             [((s,), _ratio(each.duration_s - each.first_byte_s, each.answers)) for s, each in recent.items()],
         )
 
-    def _remember(self, now: float, totals: Mapping[str, _Totals]) -> tuple[float, Mapping[str, _Totals]]:
-        """The oldest scrape of the window, or the last one before it; this one at the first time."""
+    def _start_of_window(
+        self, now: float, totals: Mapping[str, _Totals]
+    ) -> tuple[float, Mapping[str, _Totals]]:
+        """The last scrape before the window, or the oldest one inside it. Stores this scrape."""
         scrapes = self._scrapes
-        if not scrapes or now - scrapes[-1][0] >= self._window_s * _LEAST_SPACING:
+        if not scrapes or now - scrapes[-1][0] >= self._window_s * _MIN_SPACING:
             scrapes.append((now, dict(totals)))
         while len(scrapes) > 1 and scrapes[1][0] <= now - self._window_s:
             scrapes.popleft()
         return scrapes[0]
 
 
-def _read(families: Iterable[Metric]) -> _Scrape:
-    seen = _Scrape()
+def _read(families: Iterable[Metric]) -> _Figures:
+    figures = _Figures()
     for family in families:
         for sample in family.samples:
             labels, value = sample.labels, sample.value
             worker, model = labels.get("worker", ""), labels.get("model", "")
             match sample.name:
                 case "kvroute_requests_total":
-                    seen.requests[worker, model, labels["status"]] += value
+                    figures.requests[worker, model, labels["status"]] += value
                 case "kvroute_reported_prompt_tokens_total":
-                    seen.prompt_tokens[worker, model] += value
+                    figures.prompt_tokens[worker, model] += value
                 case "kvroute_reported_cached_tokens_total":
-                    seen.cached_tokens[worker] += value
+                    figures.cached_tokens[worker] += value
                 case "kvroute_request_duration_seconds_bucket":
-                    seen.durations[worker, model].buckets[labels["le"]] += value
+                    figures.durations[worker, model].buckets[labels["le"]] += value
                 case "kvroute_request_duration_seconds_sum":
-                    seen.durations[worker, model].sum[0] += value
-                    seen.totals[worker] = seen.totals[worker].plus(_Totals(duration_s=value))
+                    figures.durations[worker, model].sum[0] += value
+                    figures.totals[worker] = figures.totals[worker].plus(_Totals(duration_s=value))
                 case "kvroute_request_duration_seconds_count":
-                    seen.totals[worker] = seen.totals[worker].plus(_Totals(requests=value))
+                    figures.totals[worker] = figures.totals[worker].plus(_Totals(requests=value))
                 case "kvroute_time_to_first_byte_seconds_sum":
-                    seen.totals[worker] = seen.totals[worker].plus(_Totals(first_byte_s=value))
+                    figures.totals[worker] = figures.totals[worker].plus(_Totals(first_byte_s=value))
                 case "kvroute_time_to_first_byte_seconds_count":
-                    seen.totals[worker] = seen.totals[worker].plus(_Totals(answers=value))
+                    figures.totals[worker] = figures.totals[worker].plus(_Totals(answers=value))
                 case _:
                     pass
-    return seen
+    return figures
 
 
-def _caches(servers: Mapping[str, str], seen: _Scrape) -> Iterator[Metric]:
+def _caches(servers: Mapping[str, str], figures: _Figures) -> Iterator[Metric]:
     queries: dict[str, float] = defaultdict(float)
-    for (worker, _), tokens in seen.prompt_tokens.items():
+    for (worker, _), tokens in figures.prompt_tokens.items():
         queries[worker] += tokens
     label = ("server",)
     yield gauge(
         "vllm:gpu_prefix_cache_queries_total",
-        "Prompt tokens, as the workers' `usage` has them.",
+        "Prompt tokens that the workers reported in `usage`.",
         label,
         [((s,), queries[w]) for w, s in servers.items()],
     )
     yield gauge(
         "vllm:gpu_prefix_cache_hits_total",
-        "Of those, cached.",
+        "Cached prompt tokens that the workers reported in `usage`.",
         label,
-        [((s,), seen.cached_tokens[w]) for w, s in servers.items()],
+        [((s,), figures.cached_tokens[w]) for w, s in servers.items()],
     )
     yield gauge(
         "vllm:gpu_prefix_cache_hit_rate",
-        "Share of those.",
+        "Share of cached tokens in the reported prompt tokens.",
         label,
-        [((s,), seen.cached_tokens[w] / queries[w] if queries[w] else 0.0) for w, s in servers.items()],
+        [((s,), figures.cached_tokens[w] / queries[w] if queries[w] else 0.0) for w, s in servers.items()],
     )
 
 
-def _models(servers: Mapping[str, str], seen: _Scrape) -> Iterator[Metric]:
-    places = {**servers, _NOBODY: _NOBODY}
+def _models(servers: Mapping[str, str], figures: _Figures) -> Iterator[Metric]:
+    places = {**servers, _NO_WORKER: _NO_WORKER}
     incoming: dict[str, float] = defaultdict(float)
     errors: dict[tuple[str, str, str], float] = defaultdict(float)
-    for (worker, model, status), number in seen.requests.items():
+    for (worker, model, status), number in figures.requests.items():
         incoming[model] += number
         if worker in places and status.isdigit() and int(status) >= 400:
             errors[places[worker], model, f"http_{status}"] += number
@@ -231,13 +246,13 @@ def _models(servers: Mapping[str, str], seen: _Scrape) -> Iterator[Metric]:
     )
     yield counter(
         "vllm:input_tokens",
-        "Prompt tokens, as the workers' `usage` has them.",
+        "Prompt tokens that the workers reported in `usage`.",
         ("server", "model"),
-        [((servers[w], model), n) for (w, model), n in seen.prompt_tokens.items() if w in servers],
+        [((servers[w], model), n) for (w, model), n in figures.prompt_tokens.items() if w in servers],
     )
     yield counter(
         "vllm:request_errors",
-        "Requests answered 4xx or 5xx.",
+        "Requests that were answered with a 4xx or 5xx status.",
         ("server", "model", "error_type"),
         errors.items(),
     )
@@ -246,7 +261,7 @@ def _models(servers: Mapping[str, str], seen: _Scrape) -> Iterator[Metric]:
         "From the complete request to the last byte of its answer.",
         labels=("server", "model", "status"),
     )
-    for (worker, model), histogram in seen.durations.items():
+    for (worker, model), histogram in figures.durations.items():
         if worker in servers:
             buckets = [(bound, histogram.buckets[bound]) for bound in _BUCKETS]
             latency.add_metric((servers[worker], model, "all"), buckets, histogram.sum[0])
@@ -254,12 +269,14 @@ def _models(servers: Mapping[str, str], seen: _Scrape) -> Iterator[Metric]:
 
 
 def _ratio(amount: float, number: float) -> float:
-    return amount / number if number else _NONE_YET
+    return amount / number if number else _NO_VALUE
 
 
 class _HostUse:
-    """Of the machine that the gateway runs on; what Linux does not tell is left out. Mutable: CPU use is
-    taken from one scrape to the next."""
+    """CPU, memory and disk use of the gateway's machine; values that Linux does not provide are left out.
+
+    Mutable: CPU use is measured between two scrapes.
+    """
 
     def __init__(self, proc: Path = Path("/proc")) -> None:
         self._proc = proc
@@ -280,7 +297,7 @@ class _HostUse:
         )
 
     def _cpu(self) -> tuple[float, float] | None:
-        """Idle and all time so far, from the first line of `stat`: user nice system idle iowait ..."""
+        """Idle time and total time, from the first line of `stat`: user nice system idle iowait ..."""
         text = self._text("stat")
         times = [float(word) for word in text.partition("\n")[0].split()[1:9]]
         return (times[3] + times[4], sum(times)) if len(times) >= 5 else None
@@ -305,14 +322,14 @@ def _percent(name: str, text: str, share: float) -> Metric:
 
 
 class MetricsOptions(Options):
-    """What `/metrics` says beside kvroute's own figures."""
+    """Additional metrics on `/metrics`."""
 
     compat: Literal["none", "vllm-router"] = option(
         "none", "Also export the metric names of this router: `vllm-router` is production-stack's."
     )
     compat_window_s: float = option(
         60.0,
-        "What its rates and averages are taken over, from one scrape to another.",
+        "Time over which its rates and averages are computed, between two scrapes.",
         unit="s",
         gt=0,
         higher="smoother",

@@ -1,7 +1,7 @@
-"""The documentation of every option, generated from the option classes.
+"""Generates the documentation of all options from the option classes.
 
 `python -m kvroute.app.reference [FOLDER]` rewrites `configs/reference.yaml` and the tables in
-`docs/configuration.md`; with `--check` it changes nothing and exits 1 when one of them is stale.
+`docs/configuration.md`. With `--check` it changes nothing and exits with 1 if a file is stale.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import annotated_types
 from pydantic.fields import FieldInfo
 
 from kvroute.app import config_paths as paths
-from kvroute.app.config import INDENT, LINE, Config, flow, section_of, yaml_lines
+from kvroute.app.config import INDENT, LINE_CHARS, Config, flow, section_of, yaml_lines
 from kvroute.app.config_paths import Path, dotted
 from kvroute.options import Options
 
@@ -27,18 +27,18 @@ TABLES = pathlib.PurePath("docs/configuration.md")
 BEGIN, END = "<!-- options: begin (generated, make docs) -->", "<!-- options: end -->"
 
 _HEADER = """\
-# Every option of kvroute with its default. Generated from the option classes: edit those, then `make docs`.
-# A configuration file needs only what differs from here. docs/configuration.md has the same as tables.
+# All options of kvroute with their defaults. Generated: edit the option classes, then run `make docs`.
+# A configuration file needs only the options that differ. docs/configuration.md has the same as tables.
 """
 
 
 def reference_yaml() -> str:
-    """A configuration file that sets every option to its default and explains it."""
+    """A configuration file with every option, its default and its description."""
     return _HEADER + "\n".join(yaml_lines(Config, Config().model_dump(mode="json"), above=_notes)) + "\n"
 
 
 def _notes(path: Path, field: FieldInfo, is_section: bool) -> Sequence[str]:
-    width = LINE - len(INDENT) * (len(path) - 1) - len("# ")
+    width = LINE_CHARS - len(INDENT) * (len(path) - 1) - len("# ")
     lines = _wrap(_summary(field), width)
     if is_section:
         return lines
@@ -62,7 +62,7 @@ def _wrap(text: str, width: int, *, initial_indent: str = "", subsequent_indent:
 
 
 def _entry_lines(entry: type[Options], width: int, depth: int = 1) -> Iterator[str]:
-    """The fields of a list's or mapping's items, one `name (default): description` each."""
+    """One `name (default): description` for each field of a list's or mapping's items."""
     for name, field in entry.model_fields.items():
         text = " ".join([field.description or "", *(f"{label}: {what}." for label, what in _facts(field))])
         yield from _wrap(
@@ -72,12 +72,12 @@ def _entry_lines(entry: type[Options], width: int, depth: int = 1) -> Iterator[s
             subsequent_indent=INDENT * (depth + 1),
         )
         for inner in paths.options_of(paths.shape_of(field.annotation)):
-            if _elsewhere(inner) is None:
+            if _section_of(inner) is None:
                 yield from _entry_lines(inner, width, depth + 1)
 
 
 def tables() -> str:
-    """The same as Markdown, one table per section."""
+    """The options as Markdown, one table per section."""
     return "\n".join(_section((), Config, Config().model_dump(mode="json")))
 
 
@@ -92,7 +92,7 @@ def _section(path: Path, owner: type[Options], values: Mapping[str, typing.Any])
             below.append((here, section, values[name]))
             continue
         if paths.options_of(paths.shape_of(field.annotation)):
-            continue  # a section with nothing to set
+            continue  # a section without options
         rows.append(_row(name, field, flow(values[name])))
         entries += [(here, entry) for entry in _entries(field)]
     if path:
@@ -108,15 +108,17 @@ def _section(path: Path, owner: type[Options], values: Mapping[str, typing.Any])
 
 def _fields_below(entry: type[Options], prefix: Path = ()) -> Iterator[tuple[str, FieldInfo]]:
     for name, field in entry.model_fields.items():
-        inner = [cls for cls in paths.options_of(paths.shape_of(field.annotation)) if _elsewhere(cls) is None]
+        inner = [
+            cls for cls in paths.options_of(paths.shape_of(field.annotation)) if _section_of(cls) is None
+        ]
         if not inner:
             yield dotted((*prefix, name)), field
         for cls in inner:
             yield from _fields_below(cls, (*prefix, name))
 
 
-def _elsewhere(cls: type[Options]) -> str | None:
-    """The section that has the same keys, so that they need not be listed again."""
+def _section_of(cls: type[Options]) -> str | None:
+    """The section whose keys this class has, so that they are not listed twice; None if there is none."""
     for path, field in paths.walk(Config):
         if cls in paths.options_of(paths.shape_of(field.annotation)):
             return dotted(path)
@@ -135,7 +137,7 @@ def _row(name: str, field: FieldInfo, default: str) -> str:
 
 
 def _facts(field: FieldInfo) -> Iterator[tuple[str, str]]:
-    """Unit, allowed values, and what changes when the value does."""
+    """Unit, allowed values, and the effects of a higher and a lower value."""
     shape = paths.shape_of(field.annotation)
     if unit := _extra(field, "unit"):
         yield "Unit", unit
@@ -147,7 +149,7 @@ def _facts(field: FieldInfo) -> Iterator[tuple[str, str]]:
     if lower := _extra(field, "lower"):
         yield "Off" if is_switch else "Lower", lower.removeprefix("off: ")
     for cls in paths.options_of(shape):
-        if cls.model_fields and (section := _elsewhere(cls)):
+        if cls.model_fields and (section := _section_of(cls)):
             yield "Keys", f"as in `{section}`"
 
 
@@ -197,7 +199,7 @@ def _extra(field: FieldInfo, key: str) -> str:
 
 
 def _summary(field: FieldInfo) -> str:
-    """What stands above a section or an option."""
+    """The description of a section or an option."""
     classes = paths.options_of(paths.shape_of(field.annotation))
     return field.description or (" ".join(_doc(classes[0]).split()) if classes else "")
 
@@ -207,7 +209,7 @@ def _doc(owner: type[Options]) -> str:
 
 
 def documents(folder: pathlib.Path) -> dict[pathlib.Path, str]:
-    """What the generated files below `folder` should hold."""
+    """The expected text of each generated file below `folder`."""
     page = (folder / TABLES).read_text(encoding="utf-8")
     before, _, rest = page.partition(BEGIN)
     _, end, after = rest.partition(END)
