@@ -121,7 +121,7 @@ async def test_a_registered_lmcache_server_does_not_receive_the_workers_key() ->
     assert made._client.headers["authorization"] == "Bearer a-secret"
 
 
-async def test_bandwidths_are_asked_of_each_workers_own_lmcache_server() -> None:
+async def test_each_workers_own_lmcache_server_is_polled_for_bandwidths() -> None:
     loads = 0
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -150,7 +150,7 @@ async def test_bandwidths_are_asked_of_each_workers_own_lmcache_server() -> None
     assert {slot for slot, *_ in rates} == {5}
 
 
-def test_what_exact_tokens_cost_is_shown_by_thread() -> None:
+def test_cpu_time_of_exact_tokens_is_shown_by_thread() -> None:
     made = make_tracker()
     made.preparer.cpu_s = 0.25
 
@@ -159,7 +159,7 @@ def test_what_exact_tokens_cost_is_shown_by_thread() -> None:
     assert {each.labels["thread"]: each.value for each in shown.samples} == {"loop": 0.25, "tokenizer": 0.0}
 
 
-def test_a_prompt_is_not_asked_for_again_where_it_was_sent_in_another_key_space():
+def test_a_prompt_sent_in_another_key_space_is_not_reannounced():
     """A worker with another revision of the adapter would store its own KV under the first one's salt."""
 
     class Stream:

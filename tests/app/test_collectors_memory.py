@@ -42,7 +42,7 @@ print(moved, in_huge_pages() - before)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux only")
-def test_what_is_in_use_moves_into_huge_pages_and_stays_as_it_is():
+def test_memory_in_use_moves_into_huge_pages_unchanged():
     done = subprocess.run([sys.executable, "-c", MOVED], capture_output=True, text=True, check=True)
 
     moved, gained = map(int, done.stdout.split())

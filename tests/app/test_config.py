@@ -84,7 +84,7 @@ class TestFile:
 
         assert config.server.allow_strategy_header is value
 
-    def test_every_problem_is_reported_at_once_with_its_line(self, write):
+    def test_all_problems_are_reported_together_with_their_lines(self, write):
         text = "server:\n  prot: 1\n  backlog: many\nfleet:\n  health:\n    interval_s: -1\nroutng: {}\n"
 
         found = problems(file=write(text), environ={"KVROUTE__SERVER__HSOT": "x"}, assignments=["nonsense"])
@@ -101,7 +101,7 @@ class TestFile:
         )
         assert len(found) == 6
 
-    def test_an_option_in_the_wrong_section_is_told_where_it_belongs(self, write):
+    def test_the_error_for_an_option_in_the_wrong_section_names_the_right_one(self, write):
         assert problems(file=write("routing: {max_body_bytes: 1}")) == [
             "routing.max_body_bytes: unknown option; did you mean server.max_body_bytes? (kvroute.yaml:1)"
         ]
@@ -151,7 +151,7 @@ class TestFile:
             ("a: !!python/name:os.system\n", "is not YAML: "),
         ],
     )
-    def test_a_file_that_is_no_configuration_says_why_in_one_line(self, write, text, message):
+    def test_a_file_that_is_no_configuration_gives_a_one_line_error(self, write, text, message):
         (found,) = problems(file=write(text))
 
         assert message in found
@@ -214,7 +214,7 @@ class TestEnvironment:
         assert found.endswith("(KVROUTE__SERVER__PORT)")
 
     @pytest.mark.parametrize("text", ["0123", "1e3", "on", "null", "a: b", "[x"])
-    def test_text_is_taken_as_it_stands(self, text):
+    def test_text_is_used_unchanged(self, text):
         config = load(environ={"KVROUTE__ADMIN__API_KEY": text, "KVROUTE__SERVER__HOST": text}).config
 
         assert config.admin.api_key is not None
@@ -255,7 +255,7 @@ class TestEnvironment:
             ("KVROUTE__SERVER", "5", "expected a mapping such as {a: 1}"),
         ],
     )
-    def test_text_of_the_wrong_shape_says_what_was_expected(self, name, text, expected):
+    def test_the_error_for_text_of_the_wrong_shape_names_the_expected_one(self, name, text, expected):
         (found,) = problems(environ={name: text})
 
         assert found.endswith(f"{expected} ({name})")
@@ -290,7 +290,7 @@ class TestAssignments:
         assert load(assignments=["admin.api_key=a=b"]).config.admin.api_key.get_secret_value() == "a=b"
 
     @pytest.mark.parametrize("text", ["server.port", "=1", "server..port=1", 'a"b=1', ".a=1", 'a."b=1'])
-    def test_what_is_no_assignment_is_refused(self, text):
+    def test_text_that_is_no_assignment_is_refused(self, text):
         assert problems(assignments=[text]) == ["--set takes PATH=VALUE, such as --set server.port=8081"]
 
     def test_an_unknown_path_is_an_error_with_a_suggestion(self):

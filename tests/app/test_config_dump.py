@@ -16,7 +16,7 @@ def test_the_resolved_configuration_is_yaml_that_loads_to_the_same():
     assert Config.model_validate(yaml.safe_load(text)) == loaded.config
 
 
-def test_a_value_that_somebody_set_is_followed_by_its_origin(tmp_path):
+def test_a_value_that_was_set_is_followed_by_its_origin(tmp_path):
     file = tmp_path / "kvroute.yaml"
     file.write_text("fleet:\n  aliases:\n    a: m\n  workers:\n    - http://a:1\n")
     loaded = load(file=file, environ={"KVROUTE__SERVER__PORT": "9"}, assignments=["fleet.aliases.b=m"])

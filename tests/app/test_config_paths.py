@@ -54,11 +54,11 @@ class Root(Options):
         (("section", "bare", "x"), ()),
     ],
 )
-def test_the_shape_at_a_path_is_what_the_classes_declare(path, shape):
+def test_the_shape_at_a_path_is_the_declared_one(path, shape):
     assert paths.shape_at(Root, path) == shape
 
 
-def test_text_is_what_needs_no_parsing():
+def test_a_shape_is_text_if_it_needs_no_parsing():
     def is_text(name: str) -> bool:
         return all(map(paths.is_text, paths.shape_at(Root, ("section", name))))
 

@@ -200,7 +200,7 @@ def test_use_of_the_machine_is_read_from_proc(tmp_path):
 
 
 @pytest.mark.parametrize("text", [None, "", "cpu\n", "MemTotal: x kB\nMemAvailable:\n"])
-def test_a_machine_that_does_not_tell_has_no_figure(text, tmp_path):
+def test_a_machine_that_does_not_report_memory_has_no_gauge(text, tmp_path):
     if text is not None:
         (tmp_path / "stat").write_text(text if "Mem" not in text else "")
         (tmp_path / "meminfo").write_text(text)

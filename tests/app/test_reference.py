@@ -34,13 +34,13 @@ def test_no_line_of_the_reference_is_longer_than_the_projects_lines():
     assert max(map(len, reference_yaml().splitlines())) <= 110
 
 
-def test_every_option_is_described_and_every_quantity_has_a_unit_or_says_what_it_counts():
+def test_every_option_is_described_and_every_quantity_has_a_unit_or_names_its_items():
     for path, field in walk(Config):
         if not options_of(shape_at(Config, path)):
             assert field.description, f"{path} has no description"
 
 
-def test_an_option_is_explained_with_unit_range_and_what_rising_and_falling_do():
+def test_an_option_is_explained_with_unit_range_and_the_effects_of_more_and_less():
     lines = reference_yaml().splitlines()
 
     (at,) = [number for number, line in enumerate(lines) if line == "  drain_timeout_s: 30.0"]

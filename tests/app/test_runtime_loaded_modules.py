@@ -19,7 +19,7 @@ print(" ".join(sys.modules))
 
 
 @pytest.mark.parametrize(("strategy", "loaded"), [("prefixaware", set()), ("kvaware", HEAVY)])
-def test_what_follows_caches_is_loaded_only_for_a_strategy_that_asks_for_them(strategy, loaded):
+def test_cache_tracking_modules_are_loaded_only_for_a_strategy_that_needs_the_map(strategy, loaded):
     shown = subprocess.run(
         [sys.executable, "-c", SHOW, strategy], capture_output=True, text=True, check=True, timeout=60
     )

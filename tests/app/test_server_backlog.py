@@ -66,7 +66,7 @@ async def test_clients_that_come_together_do_not_wait_for_a_round_of_the_loop_ea
     await rounds(2)
 
 
-async def test_what_it_accepts_is_served_and_left_open_when_it_ends(listening, dial):
+async def test_accepted_connections_are_served_and_stay_open_when_accepting_ends(listening, dial):
     opened: list[asyncio.BaseTransport] = []
     received: list[bytes] = []
     backlog = Backlog(lambda: Protocol(opened, received), CLIENTS)
@@ -84,7 +84,7 @@ async def test_what_it_accepts_is_served_and_left_open_when_it_ends(listening, d
     await rounds(2)
 
 
-async def test_once_closed_it_accepts_nobody(listening, dial):
+async def test_a_closed_backlog_accepts_no_client(listening, dial):
     opened: list[asyncio.BaseTransport] = []
     backlog = Backlog(lambda: Protocol(opened, []), CLIENTS)
     await backlog.start([listening])

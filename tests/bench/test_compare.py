@@ -36,7 +36,7 @@ def test_a_pair_needs_a_good_run_of_both_and_takes_their_medians():
     assert samples.figures("a") == ["cpu"]
 
 
-def test_what_stands_behind_two_dashes_is_the_scripts():
+def test_arguments_after_two_dashes_go_to_the_script():
     assert split_arguments(["x", "--pairs", "2", "--", "--blocks", "9"]) == (
         ["x", "--pairs", "2"],
         ["--blocks", "9"],
@@ -53,7 +53,7 @@ print(json.dumps({{"cost us": {cost}, "things/s": {rate}, "arguments": len(sys.a
 """
 
 
-def test_micro_benchmarks_of_both_checkouts_take_turns_and_are_compared_number_by_number(tmp_path: Path):
+def test_micro_benchmarks_of_both_checkouts_alternate_and_are_compared_figure_by_figure(tmp_path: Path):
     sides = tuple(Checkout(name, tmp_path / name, Path(sys.prefix)) for name in (THIS, OTHER))
     for side, cost, rate in zip(sides, (30, 10), (1e6, 2e6), strict=True):
         (side.folder / "bench").mkdir(parents=True)

@@ -40,7 +40,7 @@ def http() -> httpx.AsyncClient:
     return httpx.AsyncClient(trust_env=False)
 
 
-async def test_a_streamed_answer_is_timed_and_its_tokens_are_told(http: httpx.AsyncClient) -> None:
+async def test_a_streamed_answer_is_timed_and_its_tokens_are_counted(http: httpx.AsyncClient) -> None:
     async with http, run_sim(SimOptions(time_scale=0.01)) as worker:
         first = await ask(http, f"{worker.url}/v1/completions", body())
         again = await ask(http, f"{worker.url}/v1/completions", body())
@@ -120,7 +120,7 @@ def test_failed_requests_of_ours_miss_everything() -> None:
     assert [one.is_met for one in judged] == [False, False]
 
 
-async def test_vllm_routers_event_policy_is_told_where_each_worker_publishes(
+async def test_vllm_routers_event_policy_gets_each_workers_event_endpoint(
     http: httpx.AsyncClient, tmp_path: Path
 ) -> None:
     async with http, run_sim(SimOptions(block_size=32)) as worker:

@@ -87,7 +87,7 @@ def test_an_answer_behind_the_whole_request_is_read():
         assert send(port, iter([b"hello"])) == ("200", 5)
 
 
-def test_ends_without_an_answer_are_told_apart():
+def test_ends_without_an_answer_have_different_outcomes():
     left, right = socket.socketpair()
     with left:
         left.settimeout(0.01)
@@ -117,7 +117,7 @@ while connection.recv(65536):
 """
 
 
-def test_the_probe_sees_a_loop_that_is_held_and_memory_that_is_given_back():
+def test_the_probe_sees_a_blocked_loop_and_released_memory():
     server = subprocess.Popen([sys.executable, "-c", SERVER], stdout=subprocess.PIPE, text=True)
     assert server.stdout is not None
     with server:

@@ -18,7 +18,7 @@ def tokenizer_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_model(MODEL, tmp_path_factory.mktemp("models") / MODEL) / "tokenizer.json"
 
 
-def test_a_sessions_last_prompt_has_the_length_that_its_shape_says(tokenizer_file: Path) -> None:
+def test_a_sessions_last_prompt_has_the_length_of_its_shape(tokenizer_file: Path) -> None:
     shape = Shape(sessions=3, turns=3, common=40, opening=(100, 300), question=20, answer=8)
     words = one_token_words(tokenizer_file)
     tokenizer = Tokenizer.from_file(str(tokenizer_file))

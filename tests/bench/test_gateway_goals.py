@@ -60,20 +60,20 @@ def test_runs_with_errors_are_not_counted() -> None:
 @pytest.mark.parametrize(
     ("ours", "verdict"), [(0.5, "stretch"), (0.58, "stretch"), (0.7, "met"), (0.73, "met"), (0.74, "MISSED")]
 )
-def test_what_must_be_small(ours: float, verdict: str) -> None:
+def test_a_goal_with_an_upper_bound(ours: float, verdict: str) -> None:
     found = verdicts(runs(OURS, "a", "cpu_us_request", ours), runs(THEIRS, "a", "cpu_us_request", 1.0))
 
     assert found["a: CPU per request"] == (ours, verdict)
 
 
 @pytest.mark.parametrize(("ours", "verdict"), [(1.8, "stretch"), (1.4, "met"), (1.2, "MISSED")])
-def test_what_must_be_large(ours: float, verdict: str) -> None:
+def test_a_goal_with_a_lower_bound(ours: float, verdict: str) -> None:
     found = verdicts(runs(OURS, "a", "requests_s", ours), runs(THEIRS, "a", "requests_s", 1.0))
 
     assert found["a: requests/s on one core"] == (ours, verdict)
 
 
-def test_what_was_not_measured_is_said_and_not_judged() -> None:
+def test_a_figure_that_was_not_measured_is_reported_without_a_verdict() -> None:
     assert set(verdicts().values()) == {(None, "not measured")}
     assert len(verdicts()) == len(GOALS)
 
@@ -105,7 +105,7 @@ def test_a_turn_of_64k_tokens_is_judged_in_milliseconds() -> None:
     assert found["64K-token turn, exact tokens"] == (1.5, "met")
 
 
-def test_a_goal_without_a_stretch_of_its_own_is_met_or_missed() -> None:
+def test_a_goal_without_a_tolerance_is_met_or_missed() -> None:
     [one] = judge(Results([]), [Goal("only", lambda results: 1.0, 1.5, 1.5)])
 
     assert one.verdict == "met"

@@ -62,7 +62,7 @@ def test_threads_that_began_count_from_nothing() -> None:
     assert (spent(before, after).all_ns, spent(before, after).main_ns) == (80, 50)
 
 
-def test_what_an_ended_thread_did_is_taken_from_its_process() -> None:
+def test_cpu_time_of_an_ended_thread_is_taken_from_its_process() -> None:
     before = CpuSample({(5, 5): 100, (5, 6): 10}, {5: 1000})
     after = CpuSample({(5, 5): 150}, {5: 5000})
 

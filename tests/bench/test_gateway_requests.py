@@ -21,7 +21,7 @@ def records(data: bytes) -> list[tuple[int, bytes]]:
 
 
 @pytest.mark.parametrize("size", [1, 200, 3_100])
-def test_text_has_the_size_that_was_asked_for(size: int) -> None:
+def test_text_has_the_requested_size(size: int) -> None:
     assert len(text(random.Random(1), size)) == size
 
 
@@ -35,7 +35,7 @@ def test_a_record_is_a_whole_request() -> None:
     assert b"x-session-id: s7" in head
 
 
-def test_the_turns_of_a_conversation_follow_one_another_and_grow() -> None:
+def test_the_turns_of_a_conversation_are_in_order_and_grow() -> None:
     found = list(itertools.islice(FILES["c"](random.Random(7)), 10))
 
     assert [number for number, _ in found] == [0] * 8 + [1] * 2

@@ -81,7 +81,7 @@ def test_load_counts_each_event_and_each_answer(tools: dict[str, Path], worker: 
     assert result["transit"]["max"] < 5e6, "a stamp that was not read whole would be far off"
 
 
-def test_load_counts_what_is_not_a_success(tools: dict[str, Path], worker: int, tmp_path: Path) -> None:
+def test_load_counts_failures(tools: dict[str, Path], worker: int, tmp_path: Path) -> None:
     """A worker that is not asked by GET or POST closes the connection."""
     file = tmp_path / "bad.requests"
     file.write_bytes(encoded(0, PLAIN).replace(b"POST", b"PUT "))
@@ -94,7 +94,7 @@ def test_load_counts_what_is_not_a_success(tools: dict[str, Path], worker: int, 
     assert (result["requests"], result["errors"], result["latency"]["count"]) == (3, 3, 0)
 
 
-def test_a_stream_has_whole_events_of_the_size_that_was_asked_for_and_usage_at_its_end(worker: int) -> None:
+def test_a_stream_has_whole_events_of_the_requested_size_and_usage_at_its_end(worker: int) -> None:
     got = talk(worker, encoded(0, STREAM)[8:], b"0\r\n\r\n")
 
     _, _, body = got.partition(b"\r\n\r\n")

@@ -18,7 +18,7 @@ def test_prompts_have_the_traces_lengths_and_share_exactly_the_shared_blocks() -
     assert 2 * BLOCK <= shared < 2 * BLOCK + 8  # a few words may be the same by chance
 
 
-def test_requests_come_in_order_at_the_rate_that_was_asked_for() -> None:
+def test_requests_come_in_order_at_the_requested_rate() -> None:
     rows = list(trace_rows(60))
 
     planned = plan(rows, 10.5, 1, "completions")

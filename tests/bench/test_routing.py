@@ -65,7 +65,7 @@ def test_every_baseline_answers_all_requests(name) -> None:
     assert {request.worker for request in fleet.done} <= set(range(3))
 
 
-def test_agents_come_at_the_rate_that_was_asked_for_and_share_their_prompts() -> None:
+def test_agents_come_at_the_requested_rate_and_share_their_prompts() -> None:
     listed = Listed()
 
     tool(29.0)(listed, 3)  # type: ignore[arg-type]
@@ -80,7 +80,7 @@ def test_agents_come_at_the_rate_that_was_asked_for_and_share_their_prompts() ->
     assert fmean(len(call.keys) for call in calls) == pytest.approx(20, rel=0.2)
 
 
-def test_the_conversations_of_the_second_tier_come_in_turn_and_grow() -> None:
+def test_the_conversations_of_the_second_tier_alternate_and_grow() -> None:
     listed = Listed()
 
     l2post(8.0, 60.0)(listed, 0)  # type: ignore[arg-type]
@@ -92,7 +92,7 @@ def test_the_conversations_of_the_second_tier_come_in_turn_and_grow() -> None:
     assert second.keys[: len(first.keys)] == first.keys
 
 
-def test_kvaware_knows_by_events_what_every_tier_holds() -> None:
+def test_the_kvaware_map_equals_every_tiers_contents() -> None:
     policy = KvrouteAware(0)
     fleet = run(policy)
     fleet.now += 60.0
@@ -109,7 +109,7 @@ def test_kvaware_knows_by_events_what_every_tier_holds() -> None:
             assert found[worker] == (gpu * BLOCK, near * BLOCK, far * BLOCK)
 
 
-def test_a_turn_finds_the_answer_before_it_by_events() -> None:
+def test_a_turn_finds_the_blocks_of_the_answer_before_it() -> None:
     """The blocks that decoding filled are on the map as well as those of the prompt."""
     engines = make_tiered_engines(1, tiers=TierOptions(), record_events=True)
     caches = SimulatedCaches(engines)
@@ -129,7 +129,7 @@ def test_a_turn_finds_the_answer_before_it_by_events() -> None:
     assert not caches.match(caches.look_at(FleetRequest(keys, 12 * BLOCK, 1))), "it has heard nothing"
 
 
-def test_kvaware_hears_of_answers_that_no_prompt_has_had_yet() -> None:
+def test_kvaware_maps_answers_that_no_prompt_has_contained_yet() -> None:
     tiers = TierOptions(filling=Filling.ENDED)
     engines = make_tiered_engines(2, tiers=tiers, record_events=True)
     policy = KvrouteAware(0)
@@ -167,7 +167,7 @@ def test_with_prefetching_blocks_of_requests_that_wait_set_out_from_the_store() 
 
 
 @pytest.mark.parametrize("made", [Kvroute, KvrouteAware])
-def test_replicas_hear_of_each_other_and_end_at_rest(made) -> None:
+def test_replicas_exchange_decisions_and_end_without_load(made) -> None:
     policy = made(0, replicas=3, sync_s=0.05)
 
     fleet = run(policy)
@@ -182,7 +182,7 @@ def test_replicas_hear_of_each_other_and_end_at_rest(made) -> None:
         )
 
 
-def test_replicas_that_hear_at_once_do_as_well_as_one_and_blind_ones_worse() -> None:
+def test_replicas_without_delay_do_as_well_as_one_gateway_and_isolated_ones_worse() -> None:
     def mean(**replicas: float) -> float:
         done = run(Kvroute(0, **replicas), tokens=1_200_000, requests=600).done  # type: ignore[arg-type]
         return fmean(request.ttft_s for request in done)
@@ -193,7 +193,7 @@ def test_replicas_that_hear_at_once_do_as_well_as_one_and_blind_ones_worse() -> 
     assert blind > 1.1 * told
 
 
-def test_goals_ask_for_the_same_whatever_the_figures() -> None:
+def test_goals_do_not_depend_on_the_figures() -> None:
     numbers = list(GOALS)
     wanted = tasks_of(numbers)
     asked = []

@@ -201,7 +201,9 @@ async def test_an_alias_of_an_adapter_is_replaced_and_isolated(
     assert "cache_salt" in json.loads(aliased)
 
 
-async def test_what_cannot_be_isolated_is_refused(serve: StartServe, worker: ScriptedWorker) -> None:
+async def test_a_request_that_cannot_be_isolated_is_refused(
+    serve: StartServe, worker: ScriptedWorker
+) -> None:
     gateway = await serve("--worker", worker.url)
     for body in (
         b'{"model": "ada", "prompt": "p", "temperature": NaN}',  # Python's json takes it

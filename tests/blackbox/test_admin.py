@@ -150,7 +150,7 @@ async def test_a_page_of_the_gateway_itself_is_served(serve, http, state):
     assert answer.status_code == 200
 
 
-async def test_names_that_somebody_points_here_are_refused(serve, http, state):
+async def test_foreign_host_names_are_refused(serve, http, state):
     gateway = await serve("--worker", WORKER, workers=0)
     url = f"{gateway.url}/admin/config"
 
@@ -247,7 +247,7 @@ async def nginx(processes, tmp_path):
     return start
 
 
-async def test_a_proxy_on_the_same_host_opens_no_door(serve, http, state, nginx):
+async def test_a_proxy_on_the_same_host_gets_no_access_without_a_key(serve, http, state, nginx):
     gateway = await serve("--worker", WORKER, workers=0)
     proxy = await nginx(gateway.url)
 
@@ -264,7 +264,7 @@ async def test_a_proxy_on_the_same_host_opens_no_door(serve, http, state, nginx)
 # --- the key file -----------------------------------------------------------------------------------------
 
 
-async def test_the_start_says_where_the_key_is_and_nobody_else_can_read_it(serve, http, state):
+async def test_the_start_logs_the_key_files_path_and_only_its_owner_can_read_it(serve, http, state):
     gateway = await serve("--worker", WORKER, workers=0)
 
     file = state / "kvroute" / f"admin-key-{gateway.address[1]}"
@@ -373,7 +373,7 @@ async def test_a_key_file_that_is_a_link_is_refused(run, state, tmp_path):
     assert "symbolic link" in await refusal(run, state, port)
 
 
-async def test_up_says_where_the_key_is_and_ps_knows(run, http, tmp_path):
+async def test_up_prints_the_key_files_path_and_ps_finds_the_key(run, http, tmp_path):
     folder, port = tmp_path / "up", free_port()
     up = await run("up", "--workers", "1", "--port", str(port), "--state-dir", str(folder))
     url = f"http://127.0.0.1:{port}/admin/workers"

@@ -161,7 +161,7 @@ async def test_a_set_that_was_held_back_is_forgotten_when_the_full_one_is_back(c
     assert len(ready["workers"]) == 3
 
 
-async def test_workers_that_are_gone_leave_the_fleet_although_the_empty_list_is_fresh(processes, serve, sim):
+async def test_workers_that_do_not_answer_leave_the_fleet_after_an_empty_list(processes, serve, sim):
     """A list is believed for workers that do not answer either."""
     url = await sim("--time-scale", "0")
     port = httpx.URL(url).port
@@ -184,7 +184,7 @@ async def test_workers_that_are_gone_leave_the_fleet_although_the_empty_list_is_
         await gateway.stop()
 
 
-async def test_a_list_edited_to_be_empty_is_believed(serve, sim, tmp_path):
+async def test_an_emptied_workers_file_empties_the_fleet(serve, sim, tmp_path):
     """A watched file is written by an operator: what stands there is a decision."""
     path = tmp_path / "workers.yaml"
     path.write_text(json.dumps({"workers": [await sim("--time-scale", "0"), await sim("--time-scale", "0")]}))

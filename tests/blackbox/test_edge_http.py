@@ -64,7 +64,7 @@ REFUSED = {
 }  # fmt: skip
 
 
-async def test_what_is_no_valid_request_is_refused(start, worker):
+async def test_invalid_requests_are_refused(start, worker):
     gateway = await start()
     seen = {name: statuses(await said(gateway.address, raw)) for name, (raw, _) in REFUSED.items()}
 
@@ -73,7 +73,7 @@ async def test_what_is_no_valid_request_is_refused(start, worker):
     assert "Traceback" not in gateway.log
 
 
-async def test_what_is_valid_is_served(start, worker):
+async def test_valid_requests_are_served(start, worker):
     gateway = await start()
     valid = [
         post(CLOSE),
@@ -127,7 +127,7 @@ async def test_a_bad_request_behind_a_good_one_does_not_lose_its_answer(start, w
     assert "Traceback" not in gateway.log
 
 
-async def test_who_leaves_with_requests_in_line_leaves_no_traceback(start, worker):
+async def test_a_client_that_leaves_with_pipelined_requests_causes_no_traceback(start, worker):
     gateway = await start()
     for _ in range(3):
         worker.requests.clear()

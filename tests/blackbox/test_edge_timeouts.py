@@ -72,7 +72,7 @@ async def kept_waiting(worker, address: tuple[str, int]) -> list[int]:
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("lane", ["true", "false"], ids=["fast lane", "ASGI path"])
-async def test_who_waits_for_whom(serve, worker, lane):
+async def test_each_wait_for_a_client_has_its_timeout(serve, worker, lane):
     gateway = await serve(
         "--worker", worker.url, "--set", f"server.fast_lane={lane}", "--set", "server.keep_alive_s=5"
     )

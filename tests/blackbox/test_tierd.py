@@ -200,7 +200,7 @@ async def test_refused_entries_count_as_lost(start: Start) -> None:
     assert await daemon.metric("kvroute_tierd_lost_total") == 2
 
 
-async def test_a_put_that_stops_leaves_the_memory_to_others(start: Start) -> None:
+async def test_a_stalled_put_releases_its_memory(start: Start) -> None:
     daemon = await start(8)
     await daemon.put("kept", bytes(MB))
     host, port = daemon.process.address

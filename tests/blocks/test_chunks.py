@@ -72,7 +72,7 @@ def test_prompts_have_the_names_that_a_real_server_announced() -> None:
     assert named == announced
 
 
-def test_a_key_is_what_vllms_cpu_events_call_the_chunk() -> None:
+def test_a_key_equals_the_chunk_hash_in_vllms_cpu_events() -> None:
     name = bytes.fromhex(next(stored_chunks("lmcache-mp-lmcache-driven"))[0])
 
     assert chunk_key(name) == 2839837872336624011
@@ -97,7 +97,7 @@ def test_builtin_keys_are_those_of_a_real_worker() -> None:
         (2**63, [0, 23, 24, 255, 256, 65535, 65536, 2**32 - 1], 10335558105235928412),
     ],
 )
-def test_sha256_cbor_is_what_a_cbor_library_makes_of_it(seed: int, tokens: list[int], key: int) -> None:
+def test_sha256_cbor_equals_the_encoding_of_a_cbor_library(seed: int, tokens: list[int], key: int) -> None:
     """Made with cbor2: first 8 bytes of sha256(cbor2.dumps((seed, tuple(tokens), ()), canonical=True))."""
     assert chunk_keys(tokens, ChunkScheme(SHA256_CBOR, len(tokens), seed)) == [key]
 
@@ -138,7 +138,7 @@ def test_prompts_share_keys_exactly_as_far_as_full_chunks(
 
 @pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: scheme.algorithm)
 @given(ids=IDS, asked=st.lists(st.integers(-20, 20), max_size=6))
-def test_keys_are_the_same_in_whatever_order_they_are_asked_for(
+def test_keys_do_not_depend_on_the_order_of_requests(
     scheme: ChunkScheme, ids: list[int], asked: list[int]
 ) -> None:
     whole = chunk_keys(ids, scheme)
@@ -154,7 +154,7 @@ def test_keys_are_the_same_in_whatever_order_they_are_asked_for(
     assert lazy == whole
 
 
-def test_only_what_is_asked_for_is_made() -> None:
+def test_only_requested_keys_are_computed() -> None:
     keys = PromptChunks(range(640)).keys(MP)
 
     assert keys[2] == chunk_key(keys.names[2])
@@ -184,7 +184,7 @@ def test_the_chain_starts_with_the_hash_of_zeros() -> None:
     assert chunk_names([7], ChunkScheme(chunk_tokens=1)) == [blake3(start + b"\0\0\0\x07").digest()]
 
 
-def test_what_makes_no_sense_is_refused() -> None:
+def test_senseless_parameters_are_refused() -> None:
     with pytest.raises(ValueError, match="unknown chunk hash algorithm 'md5'"):
         chunk_keys([1], ChunkScheme("md5"))
     with pytest.raises(ValueError, match="at least one token"):

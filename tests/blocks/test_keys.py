@@ -25,7 +25,7 @@ def test_keys_are_shared_exactly_as_far_as_full_blocks_are(common, one, two):
 
 
 @given(st.integers(0, 40), st.binary(min_size=1, max_size=900))
-def test_keys_are_the_same_in_whatever_order_they_are_asked_for(start, pattern):
+def test_keys_do_not_depend_on_the_order_of_requests(start, pattern):
     data = pattern * (3000 // len(pattern) + 1)
     whole = list(block_keys(data, block_bytes=16))
 

@@ -36,7 +36,7 @@ def keys_of(prompt: PromptIds, seed: int) -> list[int]:
 
 @settings(deadline=None, max_examples=60)
 @given(turns=turns)
-def test_prompts_that_go_on_from_any_other_have_the_ids_and_keys_that_they_have_alone(turns: Any) -> None:
+def test_prompts_that_continue_others_have_the_same_ids_and_keys_as_alone(turns: Any) -> None:
     """Each turn continues an earlier one, which other turns may continue too, in one of two key spaces."""
     known = [(PrefixIds(), array("I"))]
     for number, (place, added, behind, seed) in enumerate(turns):
@@ -88,7 +88,7 @@ def test_a_turn_shares_whole_pieces_with_the_one_before() -> None:
     assert second.size == 4 * SHARED_TOKENS + 10
 
 
-def test_only_the_keys_of_what_is_new_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_keys_of_new_tokens_are_hashed(monkeypatch: pytest.MonkeyPatch) -> None:
     hashed: list[int] = []
 
     def counted(ids: Any, seed: int) -> Any:
@@ -106,7 +106,7 @@ def test_only_the_keys_of_what_is_new_are_made(monkeypatch: pytest.MonkeyPatch) 
     assert PromptIds(second, some(100), first).keys(8) is None, "in another space nothing is known"
 
 
-def test_what_takes_long_is_not_made_at_once() -> None:
+def test_long_hashing_is_not_done_synchronously() -> None:
     first = PrefixIds().extended(some(100))
     keys_of(PromptIds(first, some(1)), 7)
 

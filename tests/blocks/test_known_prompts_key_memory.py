@@ -32,7 +32,7 @@ def ids(seed: int, length: int) -> array[int]:
 
 @pytest.mark.parametrize("kind", [list, tuple, lambda ids: ids])
 @pytest.mark.parametrize("length", [0, 1, 15, 16, 17, 4095, 4096, 4097, 4112, 3 * 4096 + 40])
-def test_it_gives_what_hashing_gives_the_first_time_and_again(kind: Any, length: int) -> None:
+def test_cached_and_fresh_keys_equal_hashed_ones(kind: Any, length: int) -> None:
     memory, prompt = KeyCache(), ids(1, length)
     expected = token_keys(prompt, 7)
 
@@ -41,7 +41,7 @@ def test_it_gives_what_hashing_gives_the_first_time_and_again(kind: Any, length:
     assert len(memory) == length // PIECE_TOKENS
 
 
-def test_equal_tokens_behind_others_or_in_another_space_are_others() -> None:
+def test_equal_tokens_after_other_tokens_or_in_another_space_have_other_keys() -> None:
     memory, same = KeyCache(), ids(1, PIECE_TOKENS)
     run(memory.steps(same, 7))
     prompts: list[tuple[Sequence[int], int]] = [

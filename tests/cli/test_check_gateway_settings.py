@@ -53,7 +53,7 @@ def test_options_that_the_gateway_would_refuse_are_wrong_where_the_spec_has_them
 
 
 @pytest.mark.parametrize("strategy", ["kvaware", "prefixaware"])
-def test_secrets_are_looked_for_where_the_gateway_runs_and_never_printed(strategy, tmp_path):
+def test_secrets_are_read_where_the_gateway_runs_and_never_printed(strategy, tmp_path):
     settings = {"server": {"api_keys_file": "/run/secrets/none", "max_in_flight": -1}}
     secret = {"admin": {"api_key": "hunter2", "what": "x"}}
 
@@ -69,7 +69,7 @@ def test_secrets_are_looked_for_where_the_gateway_runs_and_never_printed(strateg
     assert "hunter2" not in wrong.output
 
 
-def test_a_strategy_that_nobody_has_is_refused_before_anything_starts(tmp_path):
+def test_an_unknown_strategy_is_refused_before_any_process_starts(tmp_path):
     file = spec(tmp_path, {}, {}, "prefixaware")
 
     result = CliRunner().invoke(main, ["up", "-f", file, "--strategy", "best"])

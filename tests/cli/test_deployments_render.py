@@ -49,7 +49,7 @@ def test_every_spec_that_comes_along_is_right_and_renders_to_everything(file, ta
     assert (tmp_path / MAIN_FILE[target]).read_text()
 
 
-def test_the_folder_is_made_and_what_else_is_in_it_stays(spec, tmp_path):
+def test_the_folder_is_made_and_its_other_files_stay(spec, tmp_path):
     folder = tmp_path / "not" / "there"
     run("render", "-f", spec, "--to", "config", "-o", folder)
     (folder / "mine").write_text("x")
@@ -80,7 +80,7 @@ def test_the_admin_key_is_its_owners_alone_and_stays(spec, tmp_path):
     assert "remove it to make a new key" in refused.stderr
 
 
-def test_without_a_folder_the_result_is_all_of_standard_output(spec):
+def test_without_a_folder_standard_output_is_only_the_result(spec):
     compose = run("render", "-f", spec, "--to", "compose")
     manifests = run("render", "-f", spec, "--to", "kubernetes")
 
@@ -89,14 +89,14 @@ def test_without_a_folder_the_result_is_all_of_standard_output(spec):
     assert len(list(yaml.safe_load_all(manifests.stdout))) > 10
 
 
-def test_a_wrong_spec_is_told_and_nothing_is_written(tmp_path):
+def test_a_wrong_spec_is_reported_and_nothing_is_written(tmp_path):
     result = run("render", "-f", SAMPLE, "--to", "compose", "-o", tmp_path / "out", code=1)
 
     assert "belongs under spec.kvCacheSpec" in result.stderr
     assert not (tmp_path / "out").exists()
 
 
-def test_what_has_no_effect_is_told_beside_the_result(tmp_path):
+def test_fields_without_effect_are_reported_next_to_the_result(tmp_path):
     file = tmp_path / "spec.yaml"
     file.write_text((ROOT / "configs" / "hyperpod.yaml").read_text() + "  gateway: {replicas: 2}\n")
 
@@ -106,7 +106,7 @@ def test_what_has_no_effect_is_told_beside_the_result(tmp_path):
 
 
 @pytest.mark.parametrize("command", ["check", "render"])
-def test_a_file_that_cannot_be_read_is_told_without_a_traceback(command, tmp_path):
+def test_an_unreadable_file_is_reported_without_a_traceback(command, tmp_path):
     arguments = ["--to", "config"] if command == "render" else []
 
     result = run(command, "-f", tmp_path / "missing", *arguments, code=1)
@@ -114,7 +114,7 @@ def test_a_file_that_cannot_be_read_is_told_without_a_traceback(command, tmp_pat
     assert "cannot read" in result.stderr
 
 
-def test_a_folder_that_cannot_be_written_is_told_without_a_traceback(spec, tmp_path):
+def test_an_unwritable_folder_is_reported_without_a_traceback(spec, tmp_path):
     (tmp_path / "file").write_text("")
 
     result = run("render", "-f", spec, "--to", "config", "-o", tmp_path / "file" / "inside", code=1)
@@ -122,7 +122,7 @@ def test_a_folder_that_cannot_be_written_is_told_without_a_traceback(spec, tmp_p
     assert "cannot write" in result.stderr
 
 
-def test_check_says_of_each_field_what_becomes_of_it(spec):
+def test_check_prints_a_verdict_for_each_field(spec):
     lines = run("check", "-f", spec).stdout.splitlines()
 
     assert any(line.endswith("applied: spec.replicas: how many workers there are") for line in lines)
@@ -150,11 +150,11 @@ def test_a_line_that_fix_cannot_place_fails_it(tmp_path):
     run("check", "-f", file, "--fix", code=1)
 
 
-def test_fix_may_stand_before_the_file():
+def test_fix_may_come_before_the_file():
     assert run("check", "--fix", "-f", SAMPLE).stdout.startswith("apiVersion")
 
 
-def test_what_one_target_has_no_place_for_is_told_for_that_target_alone():
+def test_a_field_without_effect_in_one_target_is_reported_for_that_target_only():
     file = ROOT / "configs" / "hyperpod.yaml"
     compose = run("render", "-f", file, "--to", "compose").stderr
     manifests = run("render", "-f", file, "--to", "kubernetes").stderr

@@ -71,7 +71,7 @@ def test_without_any_worker_the_error_names_the_ways_to_give_one(served):
     assert not served
 
 
-def test_a_fleet_file_is_enough_even_if_it_lists_nobody_yet(served, tmp_path):
+def test_a_fleet_file_without_workers_is_enough_to_start(served, tmp_path):
     (tmp_path / "workers.yaml").write_text("workers: []\n")
 
     assert invoke("--set", f"fleet.file={tmp_path / 'workers.yaml'}").exit_code == 3

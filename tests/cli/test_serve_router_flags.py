@@ -44,7 +44,7 @@ def test_a_command_line_of_that_router_runs_as_it_is(served):
     assert sum(line.startswith("kvroute: --") for line in lines) == 10
 
 
-def test_it_listens_where_that_router_would_unless_something_says_otherwise(served, tmp_path):
+def test_the_default_address_is_that_of_vllm_router(served, tmp_path):
     file = tmp_path / "kvroute.yaml"
     file.write_text("server: {port: 1}\n")
 
@@ -126,7 +126,7 @@ def test_an_unknown_flag_stays_an_error(served):
     assert not served
 
 
-def test_a_wrong_value_is_told_with_the_flag_that_it_came_from(served):
+def test_the_error_for_a_wrong_value_names_its_flag(served):
     result = invoke(*WORKERS, "--engine-stats-interval", "often")
 
     assert result.exit_code == 2

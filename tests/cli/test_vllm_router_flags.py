@@ -35,7 +35,7 @@ def sample(name: str) -> str:
 
 
 @pytest.mark.parametrize("name", FLAGS)
-def test_every_flag_sets_options_that_exist_or_says_why_it_has_no_effect(name):
+def test_every_flag_sets_existing_options_or_has_a_reason_for_no_effect(name):
     context = {"service-discovery": "k8s", "routing-logic": "kvaware"}
     if name.startswith("static-"):
         context = {"service-discovery": "static", "static-backends": "http://a:1"}
@@ -114,7 +114,7 @@ def test_routing_logic_is_a_strategy(logic, strategy):
     assert config_of({"routing-logic": logic}).routing.strategy == strategy
 
 
-def test_a_session_key_is_looked_for_in_headers_and_body():
+def test_a_session_key_is_read_from_headers_and_body():
     assert config_of({"session-key": "x-user-id"}).routing.session.keys == (
         "header:x-user-id",
         "body:x-user-id",
@@ -145,7 +145,7 @@ def test_controller_flags_only_count_with_kvaware():
         ({"request-rewriter": "mine"}, "--request-rewriter", "forwarded as they are"),
     ],
 )
-def test_what_cannot_be_meant_is_an_error_that_names_the_flag(given, path, complaint):
+def test_the_error_for_a_senseless_value_names_the_flag(given, path, complaint):
     with pytest.raises(ConfigError, match=complaint) as caught:
         translate(given)
 
@@ -161,7 +161,7 @@ def test_credentials_are_not_repeated():
     assert "pw" not in "".join(lines)
 
 
-def test_every_level_of_that_routers_log_is_one_of_ours():
+def test_every_log_level_of_vllm_router_has_an_equivalent():
     for level in ("critical", "error", "warning", "info", "debug", "trace"):
         load(assignments=[f"logging.level={LOG_LEVELS.get(level, level)}"])
 

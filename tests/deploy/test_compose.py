@@ -73,7 +73,7 @@ def test_debians_docker_compose_accepts_every_profile_with_no_variable_set(docke
     assert set(resolved["services"]) >= ALWAYS | WORKERS["sim"] | WORKERS["gpu"] | set(GATEWAYS.values())
 
 
-def test_debians_docker_compose_resolves_what_the_other_tests_read(docker_compose, written):
+def test_debians_docker_compose_resolves_the_file_of_the_other_tests(docker_compose, written):
     resolved = yaml.safe_load(docker_compose(ROOT, "config"))["services"]
 
     for name, service in written["services"].items():
@@ -104,7 +104,7 @@ def test_the_simulated_workers_run_by_default():
 
 
 @pytest.mark.parametrize("profile", PROFILES)
-def test_a_profile_runs_its_own_gateway_and_workers_and_what_both_need(written, profile):
+def test_a_profile_runs_its_own_gateway_and_workers_and_the_shared_services(written, profile):
     assert set(services(written, profile)) == ALWAYS | WORKERS[profile] | {GATEWAYS[profile]}
 
 

@@ -43,7 +43,7 @@ def test_it_does_not_run_as_root():
     )
 
 
-def test_what_is_copied_exists_and_is_in_the_build_context():
+def test_every_copied_file_exists_and_is_in_the_build_context():
     allowed = {
         line.removeprefix("!")
         for line in (ROOT / ".dockerignore").read_text().splitlines()
@@ -80,7 +80,7 @@ def server() -> Iterator[ThreadingHTTPServer]:
 
 
 @pytest.mark.parametrize(("is_healthy", "code"), [(True, 0), (False, 1)])
-def test_the_health_check_tells_a_healthy_gateway_from_a_sick_one(server, is_healthy, code):
+def test_the_health_check_fails_only_for_an_unhealthy_gateway(server, is_healthy, code):
     server.is_healthy = is_healthy
     command = json.loads(last("HEALTHCHECK").partition("CMD")[2])
 
@@ -112,7 +112,7 @@ def installed_bytes() -> int:
     return size + sum(file.stat().st_size for file in package.rglob("*.py"))
 
 
-def test_it_stays_below_300_mb_by_its_own_arithmetic():
+def test_the_estimated_image_size_is_below_300_mb():
     base, claimed = map(int, re.findall(r"(?:base image|bytecode) (\d+) MB", TEXT))
 
     measured = installed_bytes() / 1e6

@@ -82,13 +82,13 @@ def words(plan: ProcessPlan) -> list[str]:
     return [word for stage in plan.stages for each in stage for word in each.child.argv]
 
 
-def test_everything_starts_after_what_it_needs() -> None:
+def test_every_process_starts_after_its_dependencies() -> None:
     stages = [[each.child.name for each in stage] for stage in here().plan.stages]
 
     assert stages == [["redis"], ["lmcache-a", "lmcache-b"], ["demo-a", "demo-b"], ["gateway"]]
 
 
-def test_workers_run_what_is_rendered_for_them() -> None:
+def test_workers_run_their_rendered_command() -> None:
     """On the ports that `render --to worker-args` writes, the command lines are the same, word for word."""
     made = endpoint({"x-kvroute.device": "cpu", "spec.model": "small"})
     usual = local_site(made)
@@ -111,7 +111,7 @@ def test_workers_run_what_is_rendered_for_them() -> None:
         assert planned.child.argv == server_argv(made, made.cache, server, usual)
 
 
-def test_nothing_shares_a_port_and_everybody_finds_the_others() -> None:
+def test_every_process_has_its_own_port_and_the_addresses_of_the_others() -> None:
     plan = here().plan
     (redis,), servers = plan.caches
     taken = [option(redis, "--port")]
@@ -148,7 +148,7 @@ def test_one_server_for_all_serves_every_worker() -> None:
         assert str(transfer["lmcache.mp.port"]) == option(server, "--port")
 
 
-def test_the_gateway_knows_the_workers_and_takes_the_spec_s_port_unless_told_otherwise() -> None:
+def test_the_gateway_has_the_workers_and_the_specs_port_unless_a_flag_sets_it() -> None:
     made = here({"x-kvroute.gateway.port": 8123})
 
     assert made.config["fleet"]["workers"] == [
@@ -202,7 +202,7 @@ def test_a_tier_that_runs_elsewhere_has_no_process() -> None:
     assert json.loads(option(plan.caches[1][0], "--l2-adapter"))["host"] == "cache.example.com"
 
 
-def test_tierd_runs_here_with_a_segment_of_its_own() -> None:
+def test_tierd_runs_with_its_own_segment() -> None:
     plan = here({"spec.kvCacheSpec.l2CacheSpec.l2CacheBackend": "tieredstorage"}).plan
     (tierd,), (server, _) = plan.caches
     adapter = json.loads(option(server, "--l2-adapter"))
@@ -238,7 +238,7 @@ def test_the_password_of_the_tier_comes_from_the_environment() -> None:
         ("redis://me:open%20sesame@cache.example.com:6380", {}),
     ],
 )
-def test_a_gateway_that_asks_the_tier_itself_is_given_the_password_by_its_environment(
+def test_a_gateway_that_queries_the_tier_gets_the_password_from_its_environment(
     url: str, given: dict[str, object]
 ) -> None:
     changes = {
@@ -320,7 +320,7 @@ def test_two_processes_of_one_name_are_an_error() -> None:
         here({"metadata.name": "lmcache"})
 
 
-def test_a_made_up_models_tokenizer_is_found_from_wherever_the_configuration_lies() -> None:
+def test_a_generated_models_tokenizer_is_found_from_any_folder() -> None:
     changes = {
         "spec.intelligentRoutingSpec.routingStrategy": "kvaware",
         "spec.model": "small",

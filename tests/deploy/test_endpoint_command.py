@@ -239,7 +239,7 @@ def test_an_endpoint_of_hyperpod_can_be_tried_with_simulated_workers(start: Call
         (("--", "--seed", "1"), "ENGINE_ARGS does not go with -f"),
     ],
 )
-def test_what_the_spec_says_cannot_be_said_twice(options: tuple[str, ...], says: str) -> None:
+def test_a_flag_that_repeats_the_spec_is_refused(options: tuple[str, ...], says: str) -> None:
     result = CliRunner().invoke(up_command, ["-f", str(ROOT / "configs" / "session.yaml"), *options])
 
     assert result.exit_code == 2
@@ -267,7 +267,7 @@ def test_an_endpoint_has_its_state_folder_alone(tmp_path: Path) -> None:
     assert "another `kvroute up` runs in" in result.stderr
 
 
-def test_a_log_that_is_not_there_is_told_with_those_that_are(tmp_path: Path) -> None:
+def test_the_error_for_an_unknown_log_lists_the_known_ones(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "gateway.log").touch()
 
@@ -277,7 +277,7 @@ def test_a_log_that_is_not_there_is_told_with_those_that_are(tmp_path: Path) -> 
     assert "there is no log of redis; logs: gateway" in result.stderr
 
 
-def test_a_port_that_is_taken_is_told_without_a_traceback(tmp_path: Path) -> None:
+def test_a_port_in_use_is_reported_without_a_traceback(tmp_path: Path) -> None:
     with listening() as port:
         result = CliRunner().invoke(up_command, ["--state-dir", str(tmp_path), "--port", str(port)])
 

@@ -37,7 +37,7 @@ def noted(file: str) -> dict[str, str]:
 
 @pytest.mark.parametrize("as_simulated", [False, True])
 @pytest.mark.parametrize("file", SPECS)
-def test_every_spec_runs_on_a_host_that_has_what_it_asks_for(file, as_simulated, tmp_path) -> None:
+def test_every_spec_runs_on_a_host_with_its_hardware(file, as_simulated, tmp_path) -> None:
     endpoint = plan_endpoint(reading(file).require(file))
     if as_simulated:
         endpoint = simulated(endpoint)
@@ -60,7 +60,7 @@ def test_all_of_a_local_spec_has_an_effect() -> None:
     assert noted("tieredstorage.yaml") == {}
 
 
-def test_what_only_a_cluster_has_is_told() -> None:
+def test_fields_that_only_clusters_use_are_reported() -> None:
     says = noted("kubernetes.yaml")
 
     assert says["spec.autoScalingSpec.minReplicaCount"].startswith("has no effect in up because")
@@ -69,7 +69,7 @@ def test_what_only_a_cluster_has_is_told() -> None:
     assert "spec.replicas" not in says
 
 
-def test_what_is_wrong_or_said_with_a_reservation_stays() -> None:
+def test_errors_and_warnings_stay() -> None:
     document = reading("redis-l2.yaml").document
     assert document is not None
     path = ("spec", "replicas")

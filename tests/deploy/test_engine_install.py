@@ -98,7 +98,7 @@ async def test_two_installers_make_one_engine_that_is_then_reused(
     assert shown.stdout.split() == ["0.32.0+cpu", "1.0"]
 
 
-async def test_an_interrupted_installation_is_made_anew(
+async def test_an_interrupted_installation_is_repeated(
     tmp_path: Path, install: Callable[..., Coroutine[None, None, EngineVenv]], lines: list[str]
 ) -> None:
     half = tmp_path / "engine"
@@ -126,7 +126,7 @@ async def test_a_step_that_takes_too_long_is_ended(
         await install()
 
 
-async def test_torch_that_nobody_has_is_told_plainly(
+async def test_a_missing_torch_version_gives_a_plain_error(
     install: Callable[..., Coroutine[None, None, EngineVenv]], lines: list[str]
 ) -> None:
     with pytest.raises(
@@ -137,7 +137,7 @@ async def test_torch_that_nobody_has_is_told_plainly(
     assert any("PyTorch's own index" in line for line in lines)
 
 
-async def test_a_folder_of_somebody_else_is_not_touched(
+async def test_a_foreign_folder_is_not_changed(
     tmp_path: Path, install: Callable[..., Coroutine[None, None, EngineVenv]]
 ) -> None:
     (tmp_path / "engine").mkdir()
@@ -190,7 +190,7 @@ def test_an_engine_environment_inherits_nothing_that_bends_python() -> None:
     assert separate_environment(environ) == {"PATH": "/bin"}
 
 
-def test_the_command_says_where_the_engine_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_prints_the_engines_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def installed(path: Path, **_: object) -> EngineVenv:
         if path.name == "bad":
             raise EngineInstallError("no torch")

@@ -65,7 +65,7 @@ async def test_a_process_is_ready_when_it_answers(
     assert watcher.phases == [ProcessPhase.STARTING, ProcessPhase.READY, ProcessPhase.STOPPED]
 
 
-async def test_a_process_that_cannot_start_is_stopped_and_told(
+async def test_a_process_that_cannot_start_is_stopped_and_reported(
     keeper: Callable[..., Keeper], watcher: Watcher
 ) -> None:
     (port,) = free_ports(1)
@@ -141,7 +141,7 @@ server.handle_request()
     assert ProcessPhase.READY not in watcher.phases[2:]
 
 
-async def test_a_renewed_process_starts_again_at_once_and_is_no_failure(
+async def test_a_renewed_process_restarts_immediately_and_counts_as_no_failure(
     keeper: Callable[..., Keeper],
     server_argv: ServerArgv,
     watcher: Watcher,
@@ -206,7 +206,7 @@ async def test_stopping_a_stopped_process_is_harmless(keeper: Callable[..., Keep
     assert kept.status.phase is ProcessPhase.STOPPED
 
 
-async def test_a_process_that_cannot_even_be_made_is_a_failure_like_others(
+async def test_a_process_that_cannot_be_created_is_an_ordinary_failure(
     keeper: Callable[..., Keeper], watcher: Watcher, tmp_path: Path
 ) -> None:
     """Such as a log that cannot be written: one process must not end all others for it."""

@@ -44,7 +44,7 @@ async def test_a_starting_process_is_shown_with_its_last_line(keepers: list[Keep
     assert ("worker-1" in text) == terminal
 
 
-async def test_a_display_that_breaks_is_told(keepers: list[Keeper], monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_failing_display_raises(keepers: list[Keeper], monkeypatch: pytest.MonkeyPatch) -> None:
     async def broken(*_: object) -> None:
         raise ZeroDivisionError
 

@@ -23,7 +23,7 @@ def make(path: Path) -> Path:
     return path
 
 
-def test_what_an_ended_engine_left_is_removed(tmp_path: Path, ended_pid: int) -> None:
+def test_segments_of_an_ended_engine_are_removed(tmp_path: Path, ended_pid: int) -> None:
     left = [make(tmp_path / f"lmcache_kv_{ended_pid}_{number}") for number in range(2)]
 
     assert remove_orphan_segments(tmp_path) == 8192
@@ -38,7 +38,7 @@ def test_a_living_engine_keeps_its_segment(tmp_path: Path) -> None:
     assert segment.exists()
 
 
-def test_what_somebody_still_maps_stays(tmp_path: Path, ended_pid: int) -> None:
+def test_mapped_segments_stay(tmp_path: Path, ended_pid: int) -> None:
     segment = make(tmp_path / f"lmcache_kv_{ended_pid}_0")
 
     with segment.open("r+b") as file, mmap.mmap(file.fileno(), 4096):
@@ -54,7 +54,7 @@ def test_other_files_are_left_alone(tmp_path: Path, ended_pid: int) -> None:
     assert all(other.exists() for other in others)
 
 
-def test_what_cannot_be_removed_ends_nothing(
+def test_a_segment_that_cannot_be_removed_causes_no_error(
     tmp_path: Path, ended_pid: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     segment = make(tmp_path / f"lmcache_kv_{ended_pid}_0")

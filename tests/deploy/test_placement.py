@@ -48,7 +48,7 @@ def test_visible_devices_are_read_as_cuda_reads_them(value: str, devices: tuple[
     assert parse_visible_devices(value) == devices
 
 
-async def test_the_driver_is_asked_for_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_driver_reports_the_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     environ = fake_nvidia_smi(tmp_path, f"[ \"$1\" = -L ] && cat <<'END'\n{LISTING}END")
     monkeypatch.setenv("PATH", environ["PATH"])
 
@@ -79,7 +79,7 @@ async def test_a_driver_that_hangs_is_no_gpu(tmp_path: Path, monkeypatch: pytest
     assert await find_gpus(environ) == ()
 
 
-def test_each_worker_gets_its_own_neighbouring_gpus() -> None:
+def test_each_worker_gets_its_own_adjacent_gpus() -> None:
     gpus = tuple("01234")
 
     assert assign_gpus(gpus, workers=2, tensor_parallel_size=2) == (("0", "1"), ("2", "3"))
@@ -88,7 +88,7 @@ def test_each_worker_gets_its_own_neighbouring_gpus() -> None:
 
 
 @pytest.mark.parametrize(("workers", "size", "path"), [(3, 2, "workers"), (None, 8, "tensor-parallel-size")])
-def test_too_few_gpus_are_told_with_the_arithmetic(workers: int | None, size: int, path: str) -> None:
+def test_the_error_for_too_few_gpus_shows_the_arithmetic(workers: int | None, size: int, path: str) -> None:
     with pytest.raises(ConfigError, match="4 are visible") as error:
         assign_gpus(tuple("0123"), workers=workers, tensor_parallel_size=size)
 
@@ -100,5 +100,5 @@ def test_cores_are_shared_out_equally_and_never_twice() -> None:
     assert assign_cores((0, 1, 2, 3, 4), workers=2) == ((0, 1), (2, 3))
 
 
-def test_with_too_few_cores_workers_take_turns() -> None:
+def test_with_too_few_cores_workers_share_them() -> None:
     assert assign_cores((4, 6), workers=3) == ((4,), (6,), (4,))

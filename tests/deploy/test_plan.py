@@ -56,7 +56,7 @@ def test_the_gateway_knows_every_worker() -> None:
     assert gateway.child.env == ENV
 
 
-def test_the_gateway_makes_its_admin_key_where_the_user_says() -> None:
+def test_the_gateway_makes_its_admin_key_in_the_given_folder() -> None:
     made = plan(admin_key=AdminKeyLocation(folder=Path("/state")), port=8123)
     given = plan(admin_key=AdminKeyLocation(file=Path("/keys/admin")))
 
@@ -87,7 +87,7 @@ def test_the_admin_key_is_in_the_users_state_folder_unless_one_is_configured() -
     ("host", "url"),
     [("0.0.0.0", "http://127.0.0.1:8080"), ("::", "http://127.0.0.1:8080"), ("::1", "http://[::1]:8080")],
 )
-def test_a_gateway_is_asked_where_it_can_be_reached(host: str, url: str) -> None:
+def test_a_gateway_is_polled_at_a_reachable_address(host: str, url: str) -> None:
     assert plan(host=host).gateway.url == url
 
 
@@ -121,7 +121,7 @@ def test_on_gpus_each_worker_gets_its_share() -> None:
     assert "--tensor-parallel-size 2" in command(made, 0)
 
 
-def test_every_gpu_gets_a_worker_unless_told_otherwise() -> None:
+def test_every_gpu_gets_a_worker_by_default() -> None:
     assert len(plan(gpus=tuple("0123"), engine=Engine.VLLM).workers) == 4
     assert len(plan(gpus=tuple("0123"), engine=Engine.VLLM, workers=1).workers) == 1
     assert worker_count(UpSpec(engine=Engine.SIM), ("0", "1", "2")) == 2

@@ -184,7 +184,7 @@ async def test_a_model_in_a_bucket_must_have_been_copied(
     assert [worker.child.env["CUDA_VISIBLE_DEVICES"] for worker in plan.workers] == ["0,1,2,3", "4,5,6,7"]
 
 
-async def test_what_cannot_run_here_is_told_before_the_engine_is_installed(
+async def test_an_unsupported_host_is_reported_before_the_engine_is_installed(
     endpoint, up, tmp_path, console, clock, monkeypatch
 ) -> None:
     async def must_not(path: Path, **_: object) -> EngineVenv:

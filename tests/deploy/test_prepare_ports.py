@@ -8,7 +8,7 @@ from kvroute.deploy.prepare import FreePorts, free_ports, require_free_port
 from kvroute.errors import ConfigError
 
 
-def test_a_taken_port_is_told() -> None:
+def test_a_port_in_use_is_reported() -> None:
     with listening() as port, pytest.raises(ConfigError, match=r"^port: cannot listen on"):
         require_free_port("127.0.0.1", port)
 

@@ -83,7 +83,7 @@ async def test_a_command_that_ignores_sigterm_is_killed_after_the_grace(child: M
     assert await process.stop() == -signal.SIGKILL
 
 
-async def test_cancelling_a_stop_kills_at_once(child: MakeChild) -> None:
+async def test_cancelling_a_stop_kills_immediately(child: MakeChild) -> None:
     process = child(IGNORE_SIGTERM, grace_s=600.0)
     await process.start()
     await until_up(process)
@@ -160,7 +160,7 @@ def test_nothing_outlives_an_owner_that_dies_by_sigkill(tmp_path: Path, ended: E
     assert ended(grandchild)
 
 
-async def test_a_command_that_does_not_exist_says_so(tmp_path: Path, clock: SystemClock) -> None:
+async def test_a_missing_command_is_reported(tmp_path: Path, clock: SystemClock) -> None:
     spec = ChildSpec("worker", (str(tmp_path / "nothing"),), dict(os.environ), tmp_path / "log")
     async with ChildProcess(spec, clock) as process:
         assert await process.wait() == 127

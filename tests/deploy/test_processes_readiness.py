@@ -22,7 +22,7 @@ from kvroute.deploy.processes import is_ready
         ("tcp", b"", True),
     ],
 )
-async def test_ready_is_who_answers_as_a_ready_server_does(scheme, answer, ready) -> None:
+async def test_a_server_is_ready_when_it_answers_like_one(scheme, answer, ready) -> None:
     async def visited(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read(1024)
         writer.write(answer)
@@ -32,7 +32,7 @@ async def test_ready_is_who_answers_as_a_ready_server_does(scheme, answer, ready
 
 
 @pytest.mark.parametrize("scheme", ["http", "redis", "tcp"])
-async def test_nobody_is_not_ready(scheme) -> None:
+async def test_a_port_without_a_server_is_not_ready(scheme) -> None:
     async with httpx.AsyncClient(trust_env=False) as http:
         assert not await is_ready(f"{scheme}://127.0.0.1:{free_port()}", http)
 

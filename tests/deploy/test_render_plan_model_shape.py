@@ -42,7 +42,7 @@ def test_bytes_of_a_token_follow_from_the_models_file(
     assert token_bytes(config, kv_type) == expected
 
 
-def test_the_file_of_a_made_up_model_says_what_its_shape_does(tmp_path: Path) -> None:
+def test_the_file_of_a_generated_model_matches_its_shape(tmp_path: Path) -> None:
     write_tiny_model("small", tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
 

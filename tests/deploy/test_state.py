@@ -13,7 +13,7 @@ from kvroute.errors import ConfigError
 PROCESS = ProcessState("redis", "ready", 12.5, 1, 4711, "redis://127.0.0.1:6379", "/logs/redis.log")
 
 
-def test_what_runs_is_told_as_long_as_it_runs(tmp_path: Path) -> None:
+def test_running_processes_are_listed_while_they_run(tmp_path: Path) -> None:
     folder = StateFolder(tmp_path / "state")
     assert folder.read() is None
 
@@ -40,12 +40,12 @@ def test_a_folder_has_one_holder(tmp_path: Path) -> None:
     assert state.name == "two"
 
 
-def test_an_error_of_the_holder_is_its_own(tmp_path: Path) -> None:
+def test_an_error_of_the_holder_is_passed_on(tmp_path: Path) -> None:
     with pytest.raises(PermissionError, match="mine"), StateFolder(tmp_path).hold(supervisor("one", "")):
         raise PermissionError("mine")
 
 
-def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+def test_an_unwritable_folder_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
 
     with (

@@ -103,7 +103,7 @@ async def test_a_cancellation_that_is_no_signal_is_passed_on(
         await running
 
 
-async def test_a_second_signal_kills_what_does_not_end(
+async def test_a_second_signal_kills_processes_that_do_not_end(
     make_plan: MakePlan,
     server_argv: ServerArgv,
     console: Console,
@@ -164,7 +164,7 @@ async def test_a_worker_that_dies_is_reported_and_comes_back(
     assert "worker-0 ended with SIGKILL" in said(console)
 
 
-async def test_what_does_not_find_a_restarted_process_is_started_again(
+async def test_processes_that_depend_on_a_restarted_one_are_restarted(
     make_plan: MakePlan,
     console: Console,
     clock: SystemClock,
@@ -188,7 +188,7 @@ async def test_what_does_not_find_a_restarted_process_is_started_again(
     assert [keeper.status.restarts for keeper in keepers] == [1, 1, 0, 0]
 
 
-def test_the_welcome_says_what_to_try_and_what_is_real(make_plan: MakePlan) -> None:
+def test_the_welcome_shows_a_first_request_and_whether_engines_are_simulated(make_plan: MakePlan) -> None:
     plan = make_plan()
     real = ProcessPlan(plan.workers, plan.gateway, "small", False, "small", plan.model_folder)
     served = ProcessPlan(plan.workers, plan.gateway, "org/model", False, None, plan.model_folder)

@@ -32,7 +32,7 @@ def test_whole_lines_come_once(log: Path) -> None:
     assert file.new_lines() == ["three"]
 
 
-def test_what_was_there_before_is_left_out(log: Path) -> None:
+def test_earlier_lines_are_left_out(log: Path) -> None:
     append(log, "old\n")
     file = LogTail.at_end(log)
     append(log, "new\n")
@@ -40,7 +40,7 @@ def test_what_was_there_before_is_left_out(log: Path) -> None:
     assert file.new_lines() == ["new"]
 
 
-def test_a_file_that_begins_anew_is_read_from_its_beginning(log: Path) -> None:
+def test_a_truncated_file_is_read_from_its_start(log: Path) -> None:
     append(log, "a long line of before\n")
     file = LogTail.at_end(log)
     log.write_text("new\n")
@@ -48,7 +48,9 @@ def test_a_file_that_begins_anew_is_read_from_its_beginning(log: Path) -> None:
     assert file.new_lines() == ["new"]
 
 
-def test_a_reader_that_is_far_behind_skips_and_says_so(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reader_that_is_far_behind_skips_lines_and_reports_it(
+    log: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(following_module, "MAX_BEHIND_BYTES", 8)
     append(log, "12345\n12345\n12345\n")
 
@@ -76,7 +78,7 @@ def test_the_last_lines_end_where_the_next_begin(log: Path) -> None:
     assert last_lines(log.with_name("missing"), 5) == ([], 0)
 
 
-def test_lines_stand_behind_names_and_cannot_move_the_cursor() -> None:
+def test_lines_follow_their_process_name_and_cannot_move_the_cursor() -> None:
     console = Console(file=StringIO(), width=40)
 
     Screen(console, ["redis", "gateway"]).show("redis", ["\x1b[31mred\x1b[0m [bold]\x1b[2J", "x" * 60])

@@ -110,7 +110,7 @@ def test_the_environment_is_passed_on_but_for_the_byte_code_switch() -> None:
     assert env["VLLM_NO_USAGE_STATS"] == "1"
 
 
-def test_switches_of_the_environment_are_off_unless_asked_for() -> None:
+def test_environment_switches_are_off_by_default() -> None:
     names = {"HF_HUB_OFFLINE", "VLLM_SERVER_DEV_MODE", "VLLM_ENABLE_RESPONSES_API_STORE"}
 
     assert not names & vllm_environment(spec(), {}).keys()

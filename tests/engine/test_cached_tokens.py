@@ -45,7 +45,7 @@ def blocks_held(turns) -> int:
     return sum(-(-tokens // 32) for tokens in ends.values())
 
 
-async def test_prefixaware_keeps_most_of_what_one_big_worker_would(
+async def test_prefixaware_hits_nearly_as_many_tokens_as_one_big_worker(
     whole, engines, cached_tokens, hold_chats, capsys
 ) -> None:
     shares, gains = [], []

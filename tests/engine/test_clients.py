@@ -66,7 +66,7 @@ async def test_chat(client: openai.AsyncOpenAI) -> None:
     assert answer.choices[0].finish_reason == "length"
 
 
-async def test_chat_says_who_answered_and_why(client: openai.AsyncOpenAI) -> None:
+async def test_a_chat_answer_names_its_worker_and_reason(client: openai.AsyncOpenAI) -> None:
     raw = await client.chat.completions.with_raw_response.create(model=MODEL, messages=HELLO, max_tokens=1)
 
     assert raw.headers["x-kvroute-worker"] in {"a", "b"}

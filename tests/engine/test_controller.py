@@ -172,7 +172,7 @@ async def test_a_worker_registers_stores_evicts_and_leaves(start_worker: StartWo
         assert to.controller.counts.failed == to.controller.counts.unreadable == 0
 
 
-async def test_a_worker_that_was_there_before_us_tells_all_it_holds(start_worker: StartWorker) -> None:
+async def test_a_worker_older_than_the_gateway_reports_all_its_chunks(start_worker: StartWorker) -> None:
     async with serving() as to:
         worker = await start_worker(to, "w0")
         await worker.do("admit", keys=list(range(1, 31)))

@@ -33,7 +33,7 @@ async def test_without_a_second_tier_each_worker_computes_for_itself(
         assert again.cached_tokens == SHARED_TOKENS
 
 
-async def test_tierd_passes_on_what_one_worker_has_computed(
+async def test_tierd_serves_one_workers_blocks_to_another(
     run_endpoint: Run, prompt: Callable[[int], str], say: Callable[[str], None]
 ) -> None:
     async with run_endpoint("tieredstorage.yaml") as endpoint:

@@ -55,7 +55,7 @@ class Load:
             self.outcomes["answered"] += 1
 
 
-async def test_killing_a_worker_loses_nothing_that_had_not_begun(
+async def test_killing_a_worker_loses_no_request_that_had_not_started(
     engines, start_gateway, words, capsys
 ) -> None:
     doomed, survivor = engines

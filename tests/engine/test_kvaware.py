@@ -202,7 +202,9 @@ async def test_predictions_are_the_engines_own_figures(engines, start_gateway, w
 
 
 @pytest.mark.parametrize("common_tokens", [0, 4 * BLOCK])
-async def test_finds_what_prefixaware_finds(common_tokens, chats_through, chat_shape, capsys) -> None:
+async def test_kvaware_finds_the_hits_of_prefixaware(
+    common_tokens, chats_through, chat_shape, capsys
+) -> None:
     """In both workloads of tests/engine/test_cached_tokens.py."""
     shape = replace(chat_shape, common_tokens=common_tokens)
     ratios = []
@@ -221,7 +223,9 @@ async def test_finds_what_prefixaware_finds(common_tokens, chats_through, chat_s
     assert statistics.median(ratios) >= 0.97
 
 
-async def test_finds_what_came_past_the_gateway(engines, start_gateway, words, capsys) -> None:
+async def test_blocks_of_requests_that_bypassed_the_gateway_are_found(
+    engines, start_gateway, words, capsys
+) -> None:
     """Questions about shared documents; half go to the workers directly. Only those through the gateway
     count."""
     ratios = []

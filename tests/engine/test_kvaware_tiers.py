@@ -155,7 +155,7 @@ async def test_how_fast_the_tiers_are_is_learned_from_the_servers(
         assert all(0 < each <= max(gb_s, *measured[tier]) for each in learned[tier])
 
 
-async def test_what_waits_in_a_queue_is_asked_for_from_redis_meanwhile(
+async def test_blocks_of_queued_requests_are_prefetched_from_redis(
     endpoint: Endpoint, prompt: Prompts, say: Say
 ) -> None:
     """A server takes the request as we write it, loads what it names, and the engine finds it: it looks at
@@ -189,7 +189,7 @@ async def test_what_waits_in_a_queue_is_asked_for_from_redis_meanwhile(
     )
 
 
-async def test_what_a_killed_worker_had_is_found_in_redis_by_the_other(
+async def test_the_other_worker_finds_a_killed_workers_blocks_in_redis(
     endpoint: Endpoint, prompt: Prompts, say: Say
 ) -> None:
     lost, other = workers(endpoint)
@@ -223,7 +223,7 @@ async def test_what_a_killed_worker_had_is_found_in_redis_by_the_other(
     say("after SIGKILL of engine and LMCache: found in Redis by the other, and by the restarted one")
 
 
-async def test_redis_passes_on_what_one_worker_has_computed(
+async def test_redis_serves_one_workers_blocks_to_another(
     endpoint: Endpoint, prompt: Prompts, say: Say
 ) -> None:
     """Any process may die: nothing is lost but time and cache, and the tiers work again afterwards."""

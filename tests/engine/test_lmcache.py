@@ -223,7 +223,7 @@ def prompt(seed: int, tokens: int = PROMPT_TOKENS) -> list[int]:
     return random.Random(seed).choices(range(10, 8000), k=tokens)
 
 
-async def test_what_is_in_memory_is_predicted_and_then_found_there(stack: Stack) -> None:
+async def test_chunks_in_memory_are_predicted_and_found_there(stack: Stack) -> None:
     assert await stack.ask(prompt(0)) == 0
     await stack.quiet()
     assert stack.instance.scheme == ChunkScheme(chunk_tokens=CHUNK)
@@ -238,7 +238,7 @@ async def test_what_is_in_memory_is_predicted_and_then_found_there(stack: Stack)
     assert stack.instance.trust is MapTrust.WHOLE
 
 
-async def test_what_memory_evicts_is_predicted_from_redis_and_found_there(stack: Stack) -> None:
+async def test_chunks_evicted_from_memory_are_predicted_from_redis_and_found_there(stack: Stack) -> None:
     """More prompts than L1 holds. Each is then asked for again: what was predicted, the engine reports, and
     LMCache's own metrics agree on the tier."""
     for seed in range(1, FILLERS + 1):
@@ -260,7 +260,7 @@ async def test_what_memory_evicts_is_predicted_from_redis_and_found_there(stack:
         assert (after[0] - before[0], after[1] - before[1]) == (l1, l2), f"prompt {seed}"
 
 
-async def test_redis_has_what_the_map_says_under_the_names_that_are_asked_for(stack: Stack) -> None:
+async def test_redis_has_the_mapped_chunks_under_the_queried_names(stack: Stack) -> None:
     await stack.quiet()
     keys = {key.decode() for key in await stack.store.keys("*")}
     scheme = ChunkScheme(chunk_tokens=CHUNK)

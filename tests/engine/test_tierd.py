@@ -203,7 +203,7 @@ async def test_lmcache_verifies_every_byte(start_daemon: StartDaemon, bench: Any
     assert found["lookup"]["actual_hit_rate"] == 0.5
 
 
-async def test_lmcache_loads_from_one_daemon_what_it_stored_in_another(
+async def test_lmcache_loads_objects_that_another_daemon_stored(
     start_daemon: StartDaemon, bench: Any
 ) -> None:
     first = await start_daemon()

@@ -46,7 +46,7 @@ def test_a_backend_without_a_classic_form_has_no_remote_url(name):
 
 
 @pytest.mark.parametrize("name", ["redis", "valkey"])
-def test_a_store_of_ones_own_is_bounded_and_forgets_what_is_least_used(name):
+def test_our_own_store_is_bounded_and_evicts_the_least_used(name):
     (service,) = tier(name).services
     command = list(service.command)
 
@@ -62,7 +62,7 @@ def test_a_url_means_that_nothing_comes_up_by_itself(name):
     assert "elsewhere" in json.dumps(dict(tier(name, f"{name}://elsewhere:7000").adapter))
 
 
-def test_a_valkey_url_says_database_login_and_tls():
+def test_a_valkey_url_contains_database_login_and_tls():
     adapter = tier("valkey", "valkeys://me:secret@elsewhere:7000/3").adapter
 
     assert adapter["startup_nodes"] == "elsewhere:7000"
@@ -74,7 +74,7 @@ def test_a_valkey_url_says_database_login_and_tls():
     )
 
 
-def test_the_daemon_of_a_hyperpod_node_is_asked_by_the_nodes_address():
+def test_the_daemon_of_a_hyperpod_node_has_the_nodes_address():
     own, theirs = tier("tieredstorage", host="tierd"), tier("tieredstorage", on_hyperpod=True)
 
     assert own.adapter["url"] == "sagemaker-hyperpod://tierd:9200"
@@ -115,7 +115,7 @@ def test_addresses_are_read_in_every_form_that_is_about(url, host, port):
         "redis://c/1",
     ],
 )
-def test_what_is_no_redis_address_is_told_without_its_password(url):
+def test_an_invalid_redis_address_is_reported_without_its_password(url):
     with_login = url.replace("://", "://user:hunter2@")
 
     problem = BACKENDS["redis"].url_problem(with_login)
@@ -151,7 +151,7 @@ def test_a_folder_must_be_absolute():
         ("cache:1", False),
     ],
 )
-def test_a_login_is_masked_wherever_it_stands(text, has_one):
+def test_a_login_is_masked_at_every_place(text, has_one):
     assert has_password(text) == has_one
     for secret in ("hunter2", "hun/ter2", "ter2"):
         assert secret not in masked(f"got {text!r}")

@@ -22,7 +22,7 @@ def wrong(reading) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_field_that_holds_a_value_says_what_becomes_of_it(kind):
+def test_every_field_with_a_value_has_a_verdict(kind):
     root = shape_of_kind(kind)
 
     silent = [
@@ -37,7 +37,7 @@ def test_every_field_that_holds_a_value_says_what_becomes_of_it(kind):
 
 
 @pytest.mark.parametrize("name", [*ALIASES, *SAME_NAME])
-def test_every_flat_name_stands_for_a_field(name):
+def test_every_flat_name_is_an_alias_of_a_field(name):
     assert shape_at(shape_of_kind("InferenceEndpointConfig"), (ALIASES | SAME_NAME)[name]) is not None
 
 
@@ -112,7 +112,7 @@ def test_flat_names_are_also_read_directly_under_spec(hyperpod, read):
     assert reading.require("x").spec.intelligent_routing_spec.routing_strategy == "session"
 
 
-def test_a_flat_name_beside_the_field_that_it_stands_for_is_wrong(hyperpod, read):
+def test_a_flat_name_and_its_field_together_are_wrong(hyperpod, read):
     reading = read(hyperpod({"spec.model_name": "other"}))
 
     assert wrong(reading) == {"spec.model_name": "spec.modelName is given as well"}
@@ -136,7 +136,7 @@ def test_a_flat_name_beside_the_field_that_it_stands_for_is_wrong(hyperpod, read
         ("spec.frobnicate", 1, "unknown field under spec"),
     ],
 )
-def test_a_misplaced_field_is_told_where_it_belongs(path, value, says, hyperpod, read):
+def test_the_finding_for_a_misplaced_field_names_the_right_place(path, value, says, hyperpod, read):
     reading = read(hyperpod({path: value}))
 
     assert reading.document is None
@@ -147,7 +147,7 @@ def test_a_field_of_aws_in_our_own_kind_is_wrong(own, read):
     assert "spec.instanceType" in wrong(read(own({"spec.instanceType": "ml.g5.xlarge"})))
 
 
-def test_a_required_field_that_stands_elsewhere_is_told_so(hyperpod, read):
+def test_a_required_field_at_a_wrong_place_is_reported_with_that_place(hyperpod, read):
     document = hyperpod(
         {"spec.worker.modelInvocationPort": None, "spec.modelInvocationPort": {"containerPort": 1}}
     )
@@ -158,7 +158,7 @@ def test_a_required_field_that_stands_elsewhere_is_told_so(hyperpod, read):
     assert "belongs under spec.worker" in says["spec.modelInvocationPort"]
 
 
-def test_the_pasted_sample_is_told_line_by_line(sample, read):
+def test_the_pasted_sample_has_a_finding_per_line(sample, read):
     reading = read(sample)
     lines = sample.splitlines()
     about = {}
@@ -180,7 +180,7 @@ def test_the_pasted_sample_is_told_line_by_line(sample, read):
     assert any("duplicate of line 4" in text for text in about[second])
 
 
-def test_the_sample_indented_anew_and_filled_in_is_right(sample, fill_in, read):
+def test_the_reindented_and_completed_sample_is_right(sample, fill_in, read):
     reading = read(fill_in(fix_layout(sample).text))
 
     assert wrong(reading) == {}
@@ -212,7 +212,7 @@ def test_a_key_given_twice_is_wrong_with_both_lines(read, hyperpod):
 @pytest.mark.parametrize(
     "text", ["", "just words", "- a\n- b\n", "a: 1\n---\nb: 2\n", "a: [1", "a: {b: 1", "\x00"]
 )
-def test_what_is_no_spec_at_all_is_wrong_and_nothing_else(text, read):
+def test_a_file_that_is_no_spec_has_one_finding(text, read):
     reading = read(text)
 
     assert reading.document is None
@@ -291,7 +291,7 @@ def test_a_value_that_breaks_a_rule_is_wrong_at_its_place(path, value, hyperpod,
         ("spec.modelSourceConfig", {"modelSourceType": "kubernetesVolume"}, "spec.kubernetes.volumes"),
     ],
 )
-def test_what_a_choice_needs_elsewhere_is_required_there(path, value, place, hyperpod, read):
+def test_a_choice_can_require_a_field_at_another_place(path, value, place, hyperpod, read):
     assert list(wrong(read(hyperpod({path: value})))) == [place]
 
 
@@ -352,7 +352,7 @@ CLASSIC = {"x-kvroute.lmcache.mode": "classic"}
         ({"spec.autoScalingSpec.pollingInterval": 3}, "spec.autoScalingSpec.pollingInterval"),
     ],
 )
-def test_a_field_without_effect_beside_others_is_noted(changes, path, own, read):
+def test_a_field_without_effect_because_of_another_is_noted(changes, path, own, read):
     reading = read(own(changes))
 
     assert reading.document is not None, wrong(reading)
@@ -401,7 +401,7 @@ def test_a_password_by_reference_that_nothing_takes_is_noted(changes, why, own, 
 
 
 @pytest.mark.parametrize("changes", [{}, CLASSIC])
-def test_a_password_in_an_address_is_told_and_never_shown(changes, own, read):
+def test_a_password_in_an_address_is_reported_and_never_shown(changes, own, read):
     reading = read(own(changes | {URL: "redis://me:hunter2@cache:1"}))
     verdict, says = found(reading)[URL]
 
@@ -420,14 +420,14 @@ def test_a_password_in_an_address_is_told_and_never_shown(changes, own, read):
         "metadata.name",
     ],
 )
-def test_an_address_in_a_wrong_place_is_told_without_its_password(path, own, read):
+def test_an_address_at_a_wrong_place_is_reported_without_its_password(path, own, read):
     reading = read(own({path: "redis://me:hunter2@cache:1"}))
 
     assert path in wrong(reading)
     assert not [each for each in reading.findings if "hunter2" in str(each)]
 
 
-def test_the_daemon_of_the_platform_is_told(own, read):
+def test_the_platforms_daemon_is_reported(own, read):
     backend = {"spec.kvCacheSpec.l2CacheSpec.l2CacheBackend": "TieredStorage"}
     ours, theirs = read(own(backend)), read(own(backend | {"x-kvroute.platform": "hyperpod"}))
     (path,) = backend

@@ -144,7 +144,7 @@ def test_tabs_count_as_two_blanks():
     assert fix_layout("spec:\n\treplicas: 1\n").text == "spec:\n  replicas: 1\n"
 
 
-def test_a_line_that_has_no_place_is_kept_and_told():
+def test_a_line_without_a_place_is_kept_and_reported():
     layout = fix_layout("spec:\n  nonsense: 1\n  replicas: 1\njust words\n- item\n")
 
     assert [line.number for line in layout.placed if not line.known] == [2, 4, 5]
@@ -152,7 +152,7 @@ def test_a_line_that_has_no_place_is_kept_and_told():
     assert "nonsense: 1" in layout.text
 
 
-def test_a_field_given_twice_is_told_with_the_line_of_the_first():
+def test_a_duplicate_field_is_reported_with_the_line_of_the_first():
     layout = fix_layout("spec:\n  replicas: 1\n  replicas: 2\n")
 
     assert [(line.number, line.repeats) for line in layout.placed if line.repeats] == [(3, 2)]

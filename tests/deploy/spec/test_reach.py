@@ -63,7 +63,7 @@ def test_the_second_tiers_password_is_a_variable_outside_kubernetes(own, told):
     assert "lmcache-servers.sh reads the password from L2_PASSWORD" in said["lmcache"][1]
 
 
-def test_what_is_applied_with_a_warning_is_noted_as_without_effect_where_it_has_none(own, told):
+def test_a_field_applied_with_a_warning_is_noted_where_it_has_no_effect(own, told):
     document = own({"x-kvroute.gateway.replicas": 2})
 
     assert told(document, "kubernetes")["x-kvroute.gateway.replicas"][1].startswith("applied, but")

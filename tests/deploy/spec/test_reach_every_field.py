@@ -314,7 +314,7 @@ def test_the_document_has_a_wrong_field_nowhere(findings):
 
 
 @pytest.mark.parametrize(("path", "another"), CASES, ids=[dotted(path) for path, _ in CASES])
-def test_a_field_does_in_each_target_what_is_said_of_it(path, another, before, findings, by_target):
+def test_a_fields_effect_in_each_target_matches_its_verdict(path, another, before, findings, by_target):
     after = rendered(changed(DOCUMENT, path, another))
     has_effect = {name for name in TARGETS if after[name] != before[name]}
     is_applied = {name for name in TARGETS if verdict_of(by_target[name], path) is FieldVerdict.APPLIED}

@@ -201,7 +201,7 @@ def test_nothing_is_published_beyond_this_machine(own, plan):
     assert all(port.startswith("127.0.0.1:") for port in ports)
 
 
-def test_prometheus_scrapes_everyone_by_name_as_often_as_the_spec_says(own, plan):
+def test_prometheus_scrapes_every_service_at_the_specs_interval(own, plan):
     files = render_compose(plan(own({"spec.metrics": {"metricsScrapeIntervalSeconds": 7}})))
     config = yaml.safe_load(files["prometheus.yml"])
     targets = {

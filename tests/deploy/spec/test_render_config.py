@@ -66,7 +66,7 @@ def test_request_limits_bound_each_worker_and_the_gateway(hyperpod, loaded):
     assert config.server.max_in_flight == 30
 
 
-def test_a_model_may_be_asked_for_by_its_folder_as_on_hyperpod(hyperpod, loaded):
+def test_a_model_may_be_requested_by_its_folder_as_on_hyperpod(hyperpod, loaded):
     assert loaded(hyperpod()).fleet.aliases == {"/opt/ml/model": "demo-model"}
 
 
@@ -81,7 +81,7 @@ def test_any_other_setting_is_taken_over(own, loaded):
 @pytest.mark.parametrize(
     ("given", "workers"), [({}, 1), ({"spec.InitialReplicaCount": 3}, 3), ({"spec.replicas": 0}, 0)]
 )
-def test_replicas_are_as_said_first_or_one(given, workers, hyperpod, plan):
+def test_the_number_of_replicas_is_the_first_that_is_set_or_one(given, workers, hyperpod, plan):
     text = render_config(plan(hyperpod(given)))["kvroute.yaml"]
 
     assert len(yaml.safe_load(text)["fleet"]["workers"]) == workers

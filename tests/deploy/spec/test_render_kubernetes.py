@@ -119,7 +119,7 @@ def test_the_announcements_spec_gives_valid_manifests(sample, fill_in, plan):
     assert found["PersistentVolume", "default-demo-model"]["spec"]["csi"]["driver"] == "s3.csi.aws.com"
 
 
-def test_what_is_written_is_what_was_checked(own, plan):
+def test_the_written_manifests_are_the_checked_ones(own, plan):
     made = plan(own(KVAWARE))
 
     files = {name: list(yaml.safe_load_all(text)) for name, text in render_kubernetes(made).items()}
@@ -171,7 +171,7 @@ def test_the_gateways_configuration_loads_and_finds_the_workers_pods(own, plan, 
     assert wanted.port in [port["name"] for port in ports]
 
 
-def test_the_gateway_may_do_what_finding_workers_needs(own, plan, tmp_path):
+def test_the_gateway_has_the_permissions_to_discover_workers(own, plan, tmp_path):
     found = objects_of(plan(own()))
     wanted = gateway_config(found, tmp_path).fleet.kubernetes
 
@@ -292,7 +292,7 @@ def test_the_gateway_may_watch_pods_and_nothing_else(own, plan):
 # --- workers and caches -----------------------------------------------------------------------------------
 
 
-def test_a_server_of_its_own_is_a_sidecar_that_starts_before_the_engine(own, plan):
+def test_a_workers_own_server_is_a_sidecar_that_starts_before_the_engine(own, plan):
     found = objects_of(plan(own({"x-kvroute.lmcache.servers": "per-worker"} | KVAWARE)))
     spec = pod(found, "StatefulSet", "demo-worker")
     (sidecar,), (worker,) = spec["initContainers"], spec["containers"]
@@ -336,7 +336,7 @@ def test_each_nodes_daemon_knows_the_others(own, plan):
     assert adapter["shared_memory_name"] == flag(daemon, "--shared-memory-name")
 
 
-def test_variables_stand_before_what_refers_to_them(own, plan):
+def test_variables_are_defined_before_their_references(own, plan):
     found = objects_of(plan(own({BACKEND: "tieredstorage", "x-kvroute.platform": "hyperpod"})))
     container = pod(found, "DaemonSet", "demo-lmcache")["containers"][0]
     names = [variable["name"] for variable in container["env"]]
@@ -532,7 +532,7 @@ def test_cloudwatch_triggers_need_and_get_a_region(hyperpod, plan):
     assert rendered["metadata"]["dimensionName"] == "a;b"
 
 
-def test_the_gateway_scales_by_its_own_block(own, plan):
+def test_the_gateways_replicas_come_from_its_own_block(own, plan):
     found = objects_of(plan(own({"spec.intelligentRoutingSpec.autoScalingSpec.maxReplicaCount": 3})))
 
     assert found["HorizontalPodAutoscaler", "demo-gateway"]["spec"]["scaleTargetRef"]["kind"] == "Deployment"
@@ -567,7 +567,7 @@ def test_monitors_find_services_by_their_labels(own, plan):
         ("ServiceMonitor", "endpoints", {"scheme": "ftp"}),
     ],
 )
-def test_the_operators_schemas_refuse_what_is_wrong(kind, list_key, change, own, plan):
+def test_the_operators_schemas_refuse_wrong_objects(kind, list_key, change, own, plan):
     found = objects_of(
         plan(own({"spec.autoScalingSpec": {"maxReplicaCount": 3, "prometheusTrigger": TRIGGER}}))
     )

@@ -53,7 +53,7 @@ def test_there_is_one_server_a_node_unless_each_worker_gets_its_own(own, plan):
     assert len({server[port] for server in each for port in ("--port", "--http-port")}) == 4
 
 
-def test_workers_are_told_their_own_server(own, plan):
+def test_workers_get_the_address_of_their_own_server(own, plan):
     settings = own({"x-kvroute.lmcache.servers": "per-worker"})
     ports = [server["--port"] for server in servers(plan(settings))]
 
@@ -70,7 +70,7 @@ def test_workers_are_told_their_own_server(own, plan):
 
 @pytest.mark.parametrize("l1", [True, False])
 @pytest.mark.parametrize("l2", [True, False])
-def test_every_combination_of_tiers_runs_what_it_needs_and_no_more(l1, l2, own, plan):
+def test_every_combination_of_tiers_runs_the_processes_that_it_needs(l1, l2, own, plan):
     made = plan(own({"spec.kvCacheSpec.enableL1Cache": l1, "spec.kvCacheSpec.enableL2Cache": l2}))
     (_, argv), _ = workers(made)
 
@@ -108,7 +108,7 @@ def test_the_classic_connector_has_the_same_combinations(l1, l2, own, plan):
     assert environment.get("LMCACHE_REMOTE_URL") == ("redis://127.0.0.1:6379" if l2 else None)
 
 
-def test_the_classic_file_says_what_the_environment_says(own, plan):
+def test_the_classic_file_equals_the_environment(own, plan):
     files = render_lmcache(plan(own(CLASSIC)))
     settings = yaml.safe_load(files["lmcache.yaml"])
     environment = dict(line.partition("=")[::2] for line in files["lmcache.env"].splitlines())
@@ -150,7 +150,7 @@ def test_settings_of_the_cache_become_flags(own, plan):
     assert json.loads(server["--l2-adapter"])["num_workers"] == 2
 
 
-def test_without_kvaware_nobody_reports_anything(own, plan):
+def test_without_kvaware_no_server_reports_blocks(own, plan):
     made = plan(own())
 
     assert not [name for name in servers(made)[0] if "coordinator" in name]
@@ -249,7 +249,7 @@ def test_gpus_are_shared_out_between_the_workers(own, plan):
         ({"x-kvroute.engine": "sim"}, 0),
     ],
 )
-def test_a_workers_gpus_are_what_is_said_reserved_or_needed(changes, gpus, hyperpod, plan):
+def test_a_workers_gpus_are_those_set_reserved_or_needed(changes, gpus, hyperpod, plan):
     assert plan(hyperpod(changes)).gpus == gpus
 
 
@@ -268,7 +268,7 @@ def test_a_command_of_the_users_own_takes_the_place_of_vllm_serve(hyperpod, plan
     assert "serve" not in argv
 
 
-def test_a_model_of_the_hub_is_asked_for_by_name_and_revision(hyperpod, plan):
+def test_a_hub_model_is_loaded_by_name_and_revision(hyperpod, plan):
     source = {
         "modelSourceType": "huggingface",
         "huggingFaceModel": {"modelId": "Qwen/Qwen3-8B", "commitSHA": "abc"},
@@ -285,7 +285,7 @@ def test_a_folder_is_named_as_it_is_on_this_host(own, plan):
     assert argv[2] == "/data/model"
 
 
-def test_a_made_up_model_is_small_enough_for_a_laptop(own, plan):
+def test_a_generated_model_is_small_enough_for_a_laptop(own, plan):
     (environment, argv), _ = workers(plan(own({"spec.model": "small", "x-kvroute.device": "cpu"})))
 
     assert flags(argv)["--load-format"] == "dummy"
@@ -322,7 +322,7 @@ def test_a_shell_fills_in_the_second_tiers_password_when_the_server_starts(own, 
     assert printed == ["a b$c"]
 
 
-def test_the_list_for_readers_that_are_no_shell_has_no_password_and_no_stand_in(own, plan):
+def test_the_list_of_arguments_has_no_password_and_no_placeholder(own, plan):
     made = plan(own(SECRET))
 
     assert "password" not in json.loads(servers(made)[0]["--l2-adapter"])
@@ -338,7 +338,7 @@ def test_a_password_that_nothing_takes_is_nowhere(changes, target, own, plan):
 
 
 @pytest.mark.parametrize("platform", ["any", "hyperpod"])
-def test_our_daemon_has_a_line_of_its_own_that_kvroute_understands(platform, own, plan):
+def test_our_daemon_has_its_own_command_that_kvroute_parses(platform, own, plan):
     """Hosts other than HyperPod's nodes use our daemon instead of HyperPod's."""
     backend = {"spec.kvCacheSpec.l2CacheSpec.l2CacheBackend": "tieredstorage", "x-kvroute.l2.sizeGb": 3.0}
     files = render_lmcache(plan(own(backend | {"x-kvroute.platform": platform})))

@@ -157,7 +157,7 @@ def test_each_workers_own_server_is_called_after_the_worker(sides):
     assert made.config.lmcache.instance == ""
 
 
-def test_the_server_of_a_node_is_found_by_every_worker_of_it(sides):
+def test_every_worker_of_a_node_finds_the_nodes_server(sides):
     made = sides(PER_NODE)
     (server,) = made.servers
 
@@ -186,7 +186,7 @@ def test_engines_with_lmcache_inside_report_to_the_controller_with_its_seed_and_
 
 
 @pytest.mark.parametrize("backend", ["redis", "valkey"])
-def test_the_gateway_asks_the_store_that_lmcache_uses(backend, sides):
+def test_the_gateway_queries_the_store_that_lmcache_uses(backend, sides):
     made = sides({"spec.kvCacheSpec.l2CacheSpec.l2CacheBackend": backend})
     (server,) = made.servers.values()
     adapter = json.loads(server["--l2-adapter"])
@@ -212,7 +212,7 @@ def test_the_gateway_asks_the_store_that_lmcache_uses(backend, sides):
     ],
     ids=["tierd", "none", "prefixed", "classic"],
 )
-def test_a_store_that_cannot_be_asked_is_not(changes, sides):
+def test_a_store_without_a_query_protocol_is_not_queried(changes, sides):
     assert sides(changes).config.lmcache.l2.redis_url is None
 
 
@@ -329,7 +329,7 @@ def test_a_password_in_the_specs_url_is_in_no_configuration_either(own, plan, tm
     assert "secret@" not in repr([each for each in objects if each["kind"] == "ConfigMap"])
 
 
-def test_chat_with_kvaware_is_accepted_and_said_to_be_refused_elsewhere(hyperpod, read):
+def test_chat_with_kvaware_is_accepted_with_a_note_about_hyperpod(hyperpod, read):
     routing = {"enabled": True, "routingStrategy": "kvaware"}
     changes = {"spec.invocationEndpoint": "v1/chat/completions", "spec.intelligentRoutingSpec": routing}
     reading = read(hyperpod(changes))
@@ -341,7 +341,7 @@ def test_chat_with_kvaware_is_accepted_and_said_to_be_refused_elsewhere(hyperpod
     assert [each.verdict.value for each in reading.findings if each.path == strategy] == ["applied"]
 
 
-def test_several_gateways_are_told_what_they_lack_with_kvaware(own, read):
+def test_several_gateways_with_kvaware_get_a_note_about_their_limits(own, read):
     reading = read(own(KVAWARE | {"x-kvroute.gateway.replicas": 2}))
     (note,) = [each for each in reading.findings if each.path == ("x-kvroute", "gateway", "replicas")]
 

@@ -63,9 +63,7 @@ def test_a_gateways_time_covers_delay_drain_and_cutting(server: dict[str, Any], 
         ("vllm/vllm-openai@sha256:abc", False),
     ],
 )
-def test_an_engine_is_told_to_drain_where_its_image_says_that_it_can(
-    own: Any, plan: Any, image: str, drains: bool
-) -> None:
+def test_an_engine_drains_if_its_image_supports_it(own: Any, plan: Any, image: str, drains: bool) -> None:
     planned = plan(own({"spec.worker.image": image}))
     container = pod_of(planned, "StatefulSet")["containers"][0]
 
@@ -83,7 +81,7 @@ def test_the_users_own_shutdown_timeout_wins(own: Any, plan: Any) -> None:
     assert pod["terminationGracePeriodSeconds"] > NOTICE_S + 600
 
 
-def test_grace_periods_cover_what_comes_before(own: Any, plan: Any) -> None:
+def test_grace_periods_cover_the_steps_before_them(own: Any, plan: Any) -> None:
     planned = plan(own())
     gateway = pod_of(planned, "Deployment")
 
@@ -98,7 +96,7 @@ def test_settings_of_the_gateway_lengthen_its_grace_period(own: Any, plan: Any) 
     assert pod_of(planned, "Deployment")["terminationGracePeriodSeconds"] > 905
 
 
-def test_there_is_no_replica_count_beside_an_autoscaler(own: Any, plan: Any) -> None:
+def test_an_autoscaled_workload_has_no_replica_count(own: Any, plan: Any) -> None:
     planned = plan(
         own({"spec.autoScalingSpec": SCALING, "spec.intelligentRoutingSpec.autoScalingSpec": SCALING})
     )

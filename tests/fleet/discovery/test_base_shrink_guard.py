@@ -51,7 +51,7 @@ def test_an_empty_or_far_smaller_set_is_held_back(known: str, read: str, is_kept
     assert applied(judged) == ("".join(sorted(set(known) | set(read))) if is_kept else read)
 
 
-def test_it_is_believed_once_it_has_been_repeated_for_long_enough() -> None:
+def test_a_smaller_set_is_accepted_after_it_has_been_repeated_for_long_enough() -> None:
     under_test = guard("abcd")
 
     assert applied(under_test.check(specs("a"), ids("abcd"), 100.0)) == "abcd"
@@ -84,7 +84,7 @@ def test_each_worker_has_its_own_wait() -> None:
         assert applied(under_test.check(specs(read), ids("abcdef"), float(second))) == "abcdef"
 
 
-def test_workers_that_stop_answering_leave_as_told() -> None:
+def test_workers_that_stop_answering_leave_with_the_smaller_set() -> None:
     under_test = guard("abcd")
 
     assert applied(under_test.check(specs(""), ids("ab"), 0.0)) == "ab"
@@ -92,21 +92,21 @@ def test_workers_that_stop_answering_leave_as_told() -> None:
     assert applied(under_test.check(specs(""), ids(""), 2.0)) == ""
 
 
-def test_workers_that_were_terminating_leave_as_told() -> None:
+def test_terminating_workers_leave_with_the_smaller_set() -> None:
     under_test = guard("abcd")
     under_test.check(specs("abcd", draining="bcd"), ids("a"), 0.0)
 
     assert applied(under_test.check(specs("a"), ids("abcd"), 1.0)) == "a"
 
 
-def test_terminating_is_believed_at_once() -> None:
+def test_a_terminating_worker_is_accepted_immediately() -> None:
     judged = guard("abcd").check(specs("abcd", draining="abcd"), ids("abcd"), 1.0)
 
     assert not judged.kept
     assert all(spec.draining for spec in judged.specs)
 
 
-def test_newcomers_and_changes_apply_while_others_are_kept() -> None:
+def test_new_and_changed_workers_apply_while_missing_ones_are_kept() -> None:
     judged = guard("abcdef").check(specs("ax", draining="a"), ids("abcdef"), 1.0)
 
     assert judged.kept == ids("bcdef")

@@ -78,7 +78,7 @@ async def test_several_names_with_their_own_ports_are_one_set(clock, running):
     assert sets == [["https://10.0.0.1:1", "https://[fd00::1]:2"]]
 
 
-async def test_the_last_addresses_stay_for_a_while_when_a_name_cannot_be_looked_up(clock, running, caplog):
+async def test_the_last_addresses_stay_for_their_time_when_lookups_fail(clock, running, caplog):
     names, sets = FakeNames(a=["10.0.0.1"], b=["10.0.0.2"]), Sets()
     source = looking_up(names, clock, "a:1", "b:1")
     running(sets.follow(source))
@@ -98,7 +98,7 @@ async def test_the_last_addresses_stay_for_a_while_when_a_name_cannot_be_looked_
     assert sets[2:] == [["http://10.0.0.3:1", "http://10.0.0.2:1"]]
 
 
-async def test_a_name_that_is_found_again_has_its_full_time_anew(clock, running):
+async def test_a_name_that_resolves_again_has_its_full_time_again(clock, running):
     names, sets = FakeNames(vllm=["10.0.0.1"]), Sets()
     running(sets.follow(looking_up(names, clock)))
     await clock.settle()
@@ -148,7 +148,7 @@ async def test_a_name_without_an_address_of_the_family_has_failed(clock, running
     assert "has no ipv4 address" in caplog.text
 
 
-async def test_the_systems_resolver_is_asked():
+async def test_the_systems_resolver_is_used():
     assert set(await system_addresses("localhost")) <= {"127.0.0.1", "::1"}
     with pytest.raises(OSError):
         await system_addresses("no such name")
@@ -160,7 +160,7 @@ def test_a_name_is_host_and_port(name):
         DnsOptions(names=(name,))
 
 
-async def test_a_name_with_far_fewer_addresses_is_looked_up_sooner_and_believed_when_it_lasts(clock, running):
+async def test_far_fewer_addresses_cause_an_earlier_lookup_and_are_accepted_when_repeated(clock, running):
     addresses = [f"10.0.0.{number}" for number in range(1, 6)]
     names, fleet = FakeNames(vllm=addresses), Fleet()
     source = looking_up(names, clock)
