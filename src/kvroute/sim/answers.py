@@ -137,8 +137,8 @@ def instance_of(schema: Any, depth: int = 0, root: Any = None) -> Any:
         kind = next((k for k in kind if k != "null"), "null")
     if kind == "object":
         properties = schema.get("properties") or {}
-        wanted = schema.get("required") or list(properties)
-        return {name: instance_of(properties.get(name, {}), depth + 1, root) for name in wanted}
+        required = schema.get("required") or list(properties)
+        return {name: instance_of(properties.get(name, {}), depth + 1, root) for name in required}
     if kind == "array":
         item = instance_of(schema.get("items", {}), depth + 1, root)
         return [item] * int(schema.get("minItems") or 0)

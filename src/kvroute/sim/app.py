@@ -88,12 +88,12 @@ async def _audio(call: Call, worker: SimWorker, kind: str) -> None:
     if "file" not in form:
         raise ApiError.validation("missing", "body.file", "Field required")
     text = f"Simulated {kind} of {len(form['file'])} bytes."
-    wanted = form.get("response_format", b"json")
+    response_format = form.get("response_format", b"json")
     if form.get("stream") in (b"true", b"True", b"1"):
         await _stream_text(call, worker, kind, model, text)
-    elif wanted == b"text":
+    elif response_format == b"text":
         await call.respond_raw(_json(text), 200, [(b"content-type", b"text/plain; charset=utf-8")])
-    elif wanted == b"verbose_json":
+    elif response_format == b"verbose_json":
         await call.respond({"duration": 1.0, "language": "en", "text": text, "segments": [], "words": None})
     elif kind == "translation":
         await call.respond({"text": text})

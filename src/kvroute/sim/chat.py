@@ -238,12 +238,12 @@ def _called(body: Mapping[str, Any], tools: Sequence[Any]) -> tuple[str | None, 
 
 def _structured(body: Mapping[str, Any]) -> str | None:
     """The text that `response_format` or vLLM's `structured_outputs` requires; None for plain text."""
-    wanted = body.get("response_format")
-    if isinstance(wanted, dict):
-        if wanted.get("type") == "json_object":
+    response_format = body.get("response_format")
+    if isinstance(response_format, dict):
+        if response_format.get("type") == "json_object":
             return "{}"
-        if wanted.get("type") == "json_schema":
-            schema = wanted.get("json_schema")
+        if response_format.get("type") == "json_schema":
+            schema = response_format.get("json_schema")
             if not isinstance(schema, dict):
                 message = (
                     "When response_format type is 'json_schema', the 'json_schema' field must be provided."

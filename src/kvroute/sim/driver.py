@@ -20,8 +20,7 @@ _ENDED = {RequestPhase.ABORTED: "abort", RequestPhase.REFUSED: "error"}
 class Generation:
     """The sequences of one HTTP request. Mutable: changed by the driver and `wait`.
 
-    The driver wakes a streamed generation in each iteration that adds tokens, and another one only at its
-    end.
+    The driver wakes a streamed generation in each iteration that adds tokens, any other only at its end.
     """
 
     def __init__(self, requests: Sequence[EngineRequest], reasons: Sequence[str], *, streamed: bool) -> None:
@@ -69,7 +68,7 @@ class EngineDriver:
         self._clock = clock
         self._publish = publish
         self._work = asyncio.Event()
-        self._all: set[Generation] = set()
+        self._open: set[Generation] = set()
         self._streaming: set[Generation] = set()
 
     def submit(
@@ -80,16 +79,15 @@ class EngineDriver:
         for request in requests:
             request.owner = generation
             self.engine.add(request)
-        self._all.add(generation)
+        self._open.add(generation)
         self._work.set()
         return generation
 
     def close(self, generation: Generation) -> None:
-        """Abort the generation's unfinished sequences and count how each one ended. A second call does
-        nothing."""
-        if generation not in self._all:
+        """Abort the unfinished sequences and count how each one ended. A second call does nothing."""
+        if generation not in self._open:
             return
-        self._all.discard(generation)
+        self._open.discard(generation)
         self._streaming.discard(generation)
         if not generation.done:
             generation.cancelled = True
@@ -101,7 +99,7 @@ class EngineDriver:
 
     def cancel_all(self, engine: SimEngine) -> None:
         """Simulate a restart of the process: end all generations and continue with a new engine."""
-        for generation in list(self._all):
+        for generation in list(self._open):
             self.close(generation)
         self.engine = engine
         self.finished.clear()
@@ -111,7 +109,7 @@ class EngineDriver:
         try:
             await self._iterate()
         finally:
-            for generation in list(self._all):
+            for generation in list(self._open):
                 self.close(generation)
 
     async def _iterate(self) -> None:

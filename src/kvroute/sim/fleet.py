@@ -71,12 +71,12 @@ class SimFleet:
     engines: Sequence[SimEngine]
     placement: Placement
     on_finish: Callable[[FleetRequest, float], None] | None = None
-    """Called with a finished request and the time, after `Placement.finished`; may submit further
-    requests."""
+    """Called with a finished request and the time, after `Placement.finished`. May submit more requests."""
     now: float = 0.0
     done: list[FleetRequest] = field(default_factory=list)
     """Finished requests in the order of their ends."""
     _queue: list[tuple[float, int, FleetRequest | int]] = field(default_factory=list)
+    """A heap of (time, counter, arriving request or number of the worker whose iteration ends)."""
     _order: int = 0
     _busy: list[bool] = field(init=False)
 
@@ -92,20 +92,20 @@ class SimFleet:
         """Run until no work is left, or until virtual time `until`."""
         queue = self._queue
         while queue and queue[0][0] <= until:
-            self.now, _, what = heapq.heappop(queue)
-            if isinstance(what, FleetRequest):
-                self._place(what)
+            self.now, _, entry = heapq.heappop(queue)
+            if isinstance(entry, FleetRequest):
+                self._place(entry)
             else:
-                self._finish_iteration(what)
+                self._finish_iteration(entry)
 
     def computed_tokens(self) -> list[int]:
         """Prompt tokens that each engine computed, cache hits excluded."""
         return [engine.counters.computed_tokens for engine in self.engines]
 
-    def _push(self, at: float, what: FleetRequest | int) -> None:
+    def _push(self, at: float, entry: FleetRequest | int) -> None:
         # The counter keeps entries with equal times in order of creation, so that every run is the same.
         self._order += 1
-        heapq.heappush(self._queue, (at, self._order, what))
+        heapq.heappush(self._queue, (at, self._order, entry))
 
     def _place(self, request: FleetRequest) -> None:
         request.worker = worker = self.placement.place(request, self.now)
@@ -191,8 +191,7 @@ class _Chat:
 
 
 class ChatClients:
-    """Closed-loop clients: each sends a turn, thinks after the answer, and starts a new chat after the last
-    turn.
+    """Closed-loop clients: each sends a turn, thinks after the answer, and sends the next turn or a new chat.
 
     They stop after `requests` requests in total. `start` begins; `SimFleet.on_finish` then sends each next
     turn. Mutable: the chats and their turns.
@@ -254,13 +253,13 @@ class ChatClients:
 
 def returned_share(done: list[FleetRequest]) -> float:
     """Share of follow-up turns that went to the same worker as the turn before."""
-    where: dict[int, int] = {}
+    worker_of: dict[int, int] = {}
     followed = returned = 0
     for request in sorted(done, key=lambda r: r.arrival_s):
         if request.turn:
             followed += 1
-            returned += where.get(request.conversation) == request.worker
-        where[request.conversation] = request.worker
+            returned += worker_of.get(request.conversation) == request.worker
+        worker_of[request.conversation] = request.worker
     return returned / followed if followed else 1.0
 
 

@@ -165,8 +165,10 @@ def _chat_of_message(body: Mapping[str, Any]) -> dict[str, Any]:
     choice = body.get("tool_choice")
     if isinstance(choice, dict):
         named = {"type": "function", "function": {"name": choice.get("name")}}
-        wanted = choice.get("type")
-        chat["tool_choice"] = named if wanted == "tool" else "required" if wanted == "any" else wanted
+        choice_kind = choice.get("type")
+        chat["tool_choice"] = (
+            named if choice_kind == "tool" else "required" if choice_kind == "any" else choice_kind
+        )
     return chat
 
 

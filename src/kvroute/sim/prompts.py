@@ -273,14 +273,14 @@ def sampling(
 
 
 def _logprobs(body: Json) -> int | None:
-    wanted = body.get("logprobs")
-    if wanted is None or wanted is False:
+    requested = body.get("logprobs")
+    if requested is None or requested is False:
         return None
-    if wanted is True:
+    if requested is True:
         return _integer(body, "top_logprobs") or 0
-    if not isinstance(wanted, int) or wanted < 0:
+    if not isinstance(requested, int) or requested < 0:
         raise ApiError.invalid("`logprobs` must be a non-negative value.", "logprobs")
-    return wanted
+    return requested
 
 
 def _integer(body: Json, name: str) -> int | None:

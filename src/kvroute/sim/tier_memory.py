@@ -1,5 +1,4 @@
-"""The slower cache tiers L1 and L2 in virtual time: their blocks, the transfers between them, and their
-reports.
+"""The slower cache tiers L1 and L2 in virtual time: their blocks, transfers and reports.
 
 The rules are those of LMCache's servers (0.5.6, multiprocess mode); the docstrings name LMCache's module for
 each rule. A block can be loaded only after it was written. Transfers take no GPU time.
@@ -15,8 +14,7 @@ from typing import NamedTuple
 
 
 class TierChange(NamedTuple):
-    """A change that a worker's LMCache server reports: keys added to a tier, and then keys removed from
-    it."""
+    """A reported change of a tier: first `stored` keys are added, then `removed` keys are evicted."""
 
     is_shared: bool
     """True: L2, which all workers read. False: this worker's L1."""
@@ -58,7 +56,7 @@ class LruTier:
         return evicted
 
     def touch(self, keys: Sequence[int]) -> None:
-        """Mark the held ones among the keys as used."""
+        """Mark the keys that the tier holds as used; ignore the others."""
         held = self._held
         for key in reversed(keys):
             if key in held:
@@ -130,15 +128,15 @@ class WorkerTiers:
         Returns (blocks to read from L1, blocks to read from L2); a block in both is read from L1
         (`DefaultPrefetchPolicy.plan_load`).
         """
-        l1, shared, place = self.l1, self.store.tier, start
+        l1, shared, position = self.l1, self.store.tier, start
         from_l1_blocks = 0
-        while place < stop:
-            if keys[place] in l1:
+        while position < stop:
+            if keys[position] in l1:
                 from_l1_blocks += 1
-            elif keys[place] not in shared:
+            elif keys[position] not in shared:
                 break
-            place += 1
-        return from_l1_blocks, place - start - from_l1_blocks
+            position += 1
+        return from_l1_blocks, position - start - from_l1_blocks
 
     def load(
         self, keys: Sequence[int], start: int, from_l1_blocks: int, from_l2_blocks: int, now: float

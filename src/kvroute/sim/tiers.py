@@ -121,10 +121,10 @@ class TieredEngine(SimEngine):
         fetches, waiting = self._fetches, self._waiting
         while fetches and fetches[0][0] <= now:
             tiered = heapq.heappop(fetches)[2]
-            place = len(waiting)
-            while place and _as_tiered(waiting[place - 1]).order > tiered.order:
-                place -= 1
-            waiting.insert(place, tiered)
+            position = len(waiting)
+            while position and _as_tiered(waiting[position - 1]).order > tiered.order:
+                position -= 1
+            waiting.insert(position, tiered)
         if waiting:
             self._fetch_next(now)
         duration = self.begin()
@@ -253,7 +253,7 @@ class TieredFleet(SimFleet):
         if duration is not None:
             self._push(self.now + duration, worker)
         elif (ready_s := engine.next_ready_s) is not None:
-            self._push(ready_s, ~worker)
+            self._push(ready_s, ~worker)  # a negative number: the end of a fetch, not of an iteration
 
     def _finish_iteration(self, worker: int) -> None:
         if worker < 0:  # a fetch has ended; the worker may be busy with other work already

@@ -115,7 +115,7 @@ class SimWorker:
             raise ApiError.not_found(f"The model `{name}` does not exist.", "model")
         return name
 
-    def limit(self, prompt: array[int], wanted: int | None) -> int | None:
+    def limit(self, prompt: array[int], requested: int | None) -> int | None:
         """The answer's limit in tokens after the context limit; None if there is no limit to apply.
 
         Raises `ApiError` if the prompt is empty or already too long.
@@ -131,9 +131,9 @@ class SimWorker:
                 "input_tokens",
             )
         left = longest - len(prompt)
-        if wanted is None:
+        if requested is None:
             return None if left > self.options.answer_tokens else left
-        return min(left, wanted)
+        return min(left, requested)
 
     def submit(
         self, prompts: Sequence[array[int]], answers: Sequence[Sequence[Choice]], params: Sampling, model: str
