@@ -40,10 +40,10 @@ class Workers:
         return SimpleNamespace(workers=workers)
 
     async def prompts(
-        self, request: InferenceRequest, *, model: str, url: str, deadline_s: float | None = None
+        self, request: InferenceRequest, *, model: str, url: str, timeout_s: float | None = None
     ) -> ExactPrompts | TokensReason:
         self.asked.append(url)
-        self.deadlines_s.append(deadline_s)
+        self.deadlines_s.append(timeout_s)
         return self.why if url in self.dead else ExactPrompts(((5, 6, 7),), Mode.REMOTE)
 
 
@@ -98,7 +98,7 @@ class Busy(Workers):
 
     spent_s: float = 0.0
 
-    def prompts_at_once(self, request: InferenceRequest, *, model: str) -> None:
+    def prompts_if_quick(self, request: InferenceRequest, *, model: str) -> None:
         began = time.thread_time()
         sum(range(10_000))
         self.spent_s += time.thread_time() - began
@@ -122,11 +122,13 @@ class Quick(Workers):
 
     answer: ExactPrompts | TokensReason | None = None
 
-    def prompts_at_once(self, request: InferenceRequest, *, model: str) -> ExactPrompts | TokensReason | None:
+    def prompts_if_quick(
+        self, request: InferenceRequest, *, model: str
+    ) -> ExactPrompts | TokensReason | None:
         return self.answer
 
     async def prompts(
-        self, request: InferenceRequest, *, model: str, url: str, deadline_s: float | None = None
+        self, request: InferenceRequest, *, model: str, url: str, timeout_s: float | None = None
     ) -> ExactPrompts | TokensReason:
         assert self.answer is not None
         return self.answer

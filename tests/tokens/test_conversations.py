@@ -19,7 +19,7 @@ from kvroute.openai.endpoints import ENDPOINTS
 from kvroute.openai.prefix_cache import SeenBodies
 from kvroute.openai.prompt import PromptPrefix
 from kvroute.openai.request import InferenceRequest, parse_request
-from kvroute.tokens.conversations import Conversations, continued
+from kvroute.tokens.conversations import Conversations, continuation
 from kvroute.tokens.local import LocalTokenizer
 from kvroute.tokens.model import ModelFiles, load_model
 from kvroute.tokens.options import Inexact
@@ -123,7 +123,7 @@ def seen_bodies() -> SeenBodies:
 
 def outcome(tokenizer: LocalTokenizer, asked: InferenceRequest, *, at_once: bool = False) -> Any:
     try:
-        return (tokenizer.prompts_at_once if at_once else tokenizer.prompts)(asked)
+        return (tokenizer.prompts_if_quick if at_once else tokenizer.prompts)(asked)
     except Inexact as error:
         return error.reason
 
@@ -196,7 +196,7 @@ def test_a_turn_is_found_to_continue_the_one_before_and_takes_its_place(
     known = memory.find(second)
 
     assert known is not None
-    found = continued(second, known)
+    found = continuation(second, known)
     assert found is not None
     assert len(found.fields["messages"]) == 2
     assert b"".join(known.body) == first.body[: -len("]}")]
@@ -316,7 +316,7 @@ def test_a_chat_is_found_behind_text_that_looks_like_the_end_of_a_message(
     known = memory.find(asked)
 
     assert known is not None
-    assert known.begins(asked.body)
+    assert known.is_prefix_of(asked.body)
 
 
 @pytest.fixture
@@ -337,7 +337,7 @@ def test_a_chat_whose_beginning_was_seen_is_found_without_a_search(
     known = memory.find(asked)
 
     assert known is not None
-    assert known.begins(asked.body)
+    assert known.is_prefix_of(asked.body)
     assert known.end == len(written(turns(7))) - len("]}")
 
 
@@ -356,11 +356,11 @@ def test_only_what_is_behind_a_beginning_that_was_seen_is_compared(
     other = PromptPrefix(begun.opened, begun.end, begun.head, begun.rest)
 
     assert 0 < begun.end < known.end
-    assert known.begins(other_before, begun)
-    assert not known.begins(other_before, other)
-    assert not known.begins(other_before)
-    assert not known.begins(other_behind, begun)
-    assert not known.begins(asked.body[: known.end - 1], begun)
+    assert known.is_prefix_of(other_before, begun)
+    assert not known.is_prefix_of(other_before, other)
+    assert not known.is_prefix_of(other_before)
+    assert not known.is_prefix_of(other_behind, begun)
+    assert not known.is_prefix_of(asked.body[: known.end - 1], begun)
 
 
 def test_chats_with_one_beginning_are_told_apart(
@@ -453,6 +453,6 @@ def test_where_only_messages_are_new_nothing_else_is_read(
     tokenizer.prompts(request(written(turns(3), {"model": "m"}, after)))
     asked = request(written(turns(5), {"model": "m"}, after))
     expected = LocalTokenizer(files("plain"), SegmentCache(0)).prompts(asked)
-    monkeypatch.setattr(local, "continued", None)
+    monkeypatch.setattr(local, "continuation", None)
 
     assert tokenizer.prompts(asked) == expected

@@ -254,7 +254,7 @@ async def test_a_slow_worker_is_late(make_worker: Any, make_request: Any) -> Non
     async with client(worker) as http:
         with pytest.raises(Inexact) as refused:
             await RemoteTokenizer(http).prompts(
-                make_request("completions", prompt=["a", "b"]), model="tiny", url=URL, deadline_s=0.001
+                make_request("completions", prompt=["a", "b"]), model="tiny", url=URL, timeout_s=0.001
             )
 
     assert refused.value.reason is TokensReason.LATE

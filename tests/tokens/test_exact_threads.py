@@ -40,7 +40,7 @@ async def test_whoever_waits_too_long_is_told_so_while_the_work_goes_on() -> Non
 
     async with TokenThreads(1) as threads:
         with pytest.raises(Inexact) as refused:
-            await threads.run(work, deadline_s=0.001)
+            await threads.run(work, timeout_s=0.001)
         gate.set()
 
     assert refused.value.reason is TokensReason.LATE
@@ -56,7 +56,7 @@ async def test_a_result_that_came_in_time_counts_even_if_the_loop_was_too_busy_t
         return "in time"
 
     async with TokenThreads(1) as threads:
-        running = asyncio.create_task(threads.run(work, deadline_s=0.001))
+        running = asyncio.create_task(threads.run(work, timeout_s=0.001))
         await asyncio.sleep(0)
         assert finished.wait(30)  # the loop is held, as a busy one is
         while threads.unfinished:

@@ -227,7 +227,7 @@ class Preparer:
 
     def _try_cached(self, request: InferenceRequest, model: str) -> Prepared | None:
         base = self._base(model)
-        found = self._tokens.prompts_at_once(request, model=base or model)
+        found = self._tokens.prompts_if_quick(request, model=base or model)
         if found is None:
             return None
         if isinstance(found, TokensReason):
@@ -254,7 +254,7 @@ class Preparer:
         until = began + self._deadline_s(model, len(request.body))
         for worker in self._fleet.view(model).workers[:2]:
             found = await self._tokens.prompts(
-                request, model=base or model, url=worker.spec.url, deadline_s=max(0.0, until - now)
+                request, model=base or model, url=worker.spec.url, timeout_s=max(0.0, until - now)
             )
             now = time.monotonic()
             if found is not TokensReason.WORKER_FAILED:

@@ -1,8 +1,8 @@
-"""Chat completion bodies as the conversation that a chat template sees, by vLLM 0.32's rules.
+"""Converts chat completion bodies to the input of the chat template, by vLLM 0.32's rules.
 
 Sources: entrypoints/openai/chat_completion/protocol.py (fields, their validation and order),
-renderers/chat_utils.py (messages and parts), renderers/hf.py (developer role).
-Bodies that vLLM refuses need not be told apart: they never reach a cache.
+renderers/chat_utils.py (messages and parts), renderers/hf.py (developer role). The result for a body that
+vLLM refuses does not matter: such a body never reaches a cache.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from kvroute.tokens.options import ContentFormat, Inexact, TokensReason
 from kvroute.tokens.template import ChatTemplate, Message
 
 _BILLING_LINE = "x-anthropic-billing-header"
-"""A line that one client puts in front of its system prompt, different each time; vLLM drops it."""
+"""The start of a line that one client puts before its system prompt, different each time; vLLM drops it."""
 
-# Text of a part by its type. vLLM skips a part whose text is null for the first two.
+# Part type -> field with its text. vLLM skips a part of the first two types if its text is null.
 _TEXT_FIELDS = {
     "text": "text",
     "refusal": "refusal",
@@ -29,9 +29,9 @@ _TEXT_FIELDS = {
     "thinking": "thinking",
 }
 _SKIPPED_IF_NULL = ("text", "refusal")
-_OF_THEIR_OWN: Final = ("system", "developer")
-"""Roles whose messages are more than role and text to a template, or less."""
-# Fields of parts that vLLM knows; others are handed to templates that take parts.
+_SPECIAL_ROLES: Final = ("system", "developer")
+"""Roles whose messages vLLM changes before it renders them."""
+# Fields of parts that vLLM knows. Templates that take parts get all other fields, too.
 _PART_FIELDS = frozenset(
     (
         *("audio_embeds", "audio_url", "closed", "data", "file", "image_embeds", "image_pil", "image_url"),
@@ -43,31 +43,31 @@ _PART_FIELDS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class EngineFlags:
-    """What the workers were started with, as far as it changes prompts.
-
-    `chat_template_kwargs`: --default-chat-template-kwargs; `content_format`: --chat-template-content-format;
-    `tools_dropped_for_none`: --exclude-tools-when-tool-choice-none.
-    """
+    """The workers' command-line flags that change prompts."""
 
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """--default-chat-template-kwargs"""
     content_format: ContentFormat | None = None
+    """--chat-template-content-format"""
     tools_dropped_for_none: bool = False
+    """--exclude-tools-when-tool-choice-none"""
 
 
 class Chat(msgspec.Struct, frozen=True):
-    """What a body asks to be rendered. `messages` are the client's, not yet the template's."""
+    """A chat to render, with all inputs of the template."""
 
     messages: Sequence[Any]
+    """The client's messages; `render_chat` converts them for the template."""
     tools: list[Message] | None = None
     kwargs: Mapping[str, Any] = msgspec.field(default_factory=dict)
-    """Everything for the template but messages and tools, the client's `chat_template_kwargs` included."""
+    """All other template variables, the client's `chat_template_kwargs` included."""
     add_special_tokens: bool = False
     truncate_to: int | None = None
     truncation_side: str | None = None
 
 
 def chat_completion(body: Mapping[str, Any], flags: EngineFlags) -> Chat:
-    """Raises Inexact for what cannot be rendered here."""
+    """Read a body of /v1/chat/completions. Raises Inexact if kvroute cannot render it."""
     if body.get("chat_template") is not None:
         raise Inexact(TokensReason.REQUEST_TEMPLATE)
     if isinstance(transfer := body.get("kv_transfer_params"), dict) and transfer.get("prompt_token_ids"):
@@ -95,10 +95,10 @@ def chat_completion(body: Mapping[str, Any], flags: EngineFlags) -> Chat:
 
 
 def validated(message: Message) -> Message:
-    """A message as vLLM's validation of chat completions leaves it.
+    """A message after vLLM's validation of chat completions.
 
-    The older name of an assistant's reasoning becomes the newer (`/tokenize` does not do that), and
-    the fields of tool calls get one order, which a template may show.
+    `reasoning_content` is renamed to `reasoning` (`/tokenize` does not do that), and the fields of tool calls
+    get a fixed order, because a template may print them.
     """
     if "reasoning_content" in message:
         message = dict(message)
@@ -121,23 +121,25 @@ def _first(fields: Message, *names: str) -> Message:
     return {name: fields[name] for name in names if name in fields} | fields
 
 
-def template_kwargs(asked: Any, fields: Mapping[str, Any], effort: Any, flags: EngineFlags) -> dict[str, Any]:
-    """The client's kwargs, the request's own fields over them, the server's defaults under them.
+def template_kwargs(
+    requested: Any, fields: Mapping[str, Any], effort: Any, flags: EngineFlags
+) -> dict[str, Any]:
+    """The template's variables, later ones win: server defaults, the client's kwargs, the request's fields.
 
-    None and "auto" count as not given, wherever they stand.
+    In the client's kwargs and in the request's fields, None and "auto" count as missing.
     """
-    asked = asked or {}
-    if not isinstance(asked, dict):
+    requested = requested or {}
+    if not isinstance(requested, dict):
         raise Inexact(TokensReason.UNREADABLE)
-    if asked.get("chat_template") is not None:
+    if requested.get("chat_template") is not None:
         raise Inexact(TokensReason.REQUEST_TEMPLATE)
-    # These reach parameters of the functions around the template and not the template.
-    if not asked.keys().isdisjoint(("tokenize", "tools", "messages", "return_assistant_tokens_mask")):
+    # These are parameters of the functions that call the template, not variables of the template.
+    if not requested.keys().isdisjoint(("tokenize", "tools", "messages", "return_assistant_tokens_mask")):
         raise Inexact(TokensReason.UNSUPPORTED)
     own = {**fields, "reasoning_effort": effort}
-    if effort is not None and "enable_thinking" not in asked:
+    if effort is not None and "enable_thinking" not in requested:
         own["enable_thinking"] = effort != "none"
-    return {**flags.chat_template_kwargs, **_given(asked), **_given(own)}
+    return {**flags.chat_template_kwargs, **_given(requested), **_given(own)}
 
 
 def _given(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -145,7 +147,7 @@ def _given(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def tool_schema(function: Any) -> Message:
-    """A tool as templates see it: vLLM's order of fields, and none that it does not know."""
+    """A tool as vLLM passes it to templates: known fields only, in vLLM's order."""
     if not isinstance(function, dict):
         raise Inexact(TokensReason.UNREADABLE)
     known: Message = {name: function.get(name) for name in ("name", "description", "parameters")}
@@ -165,7 +167,7 @@ def objects(values: Any) -> list[dict[str, Any]]:
 
 
 def refuse_media(messages: Sequence[Any]) -> None:
-    """Raises Inexact for a message with a part that is no text."""
+    """Raise Inexact if a message has a part that is not text."""
     for message in objects(messages):
         if isinstance(content := message.get("content"), list):
             for part in content:
@@ -173,7 +175,7 @@ def refuse_media(messages: Sequence[Any]) -> None:
 
 
 def render_chat(chat: Chat, template: ChatTemplate) -> str:
-    """The text of a chat. Raises Inexact."""
+    """The rendered text of a chat. Raises Inexact."""
     form = template.content_format
     messages = [_message(message, form) for message in objects(chat.messages)]
     if not template.knows_developer and "developer" in [message["role"] for message in messages]:
@@ -193,15 +195,15 @@ def _message(message: Message, form: ContentFormat) -> Message:
     role, content = message.get("role"), message.get("content")
     if not isinstance(role, str):
         raise Inexact(TokensReason.UNREADABLE)
-    # What follows, for what most messages are.
-    if len(message) == 2 and form == "string" and isinstance(content, str) and role not in _OF_THEIR_OWN:
+    # The usual message, with the same result as the code below.
+    if len(message) == 2 and form == "string" and isinstance(content, str) and role not in _SPECIAL_ROLES:
         return {"role": role, "content": content}
     parts = [] if content is None else [content] if isinstance(content, str) else content
     if not isinstance(parts, list):
         raise Inexact(TokensReason.UNREADABLE)
     if role == "system":
         parts = _without_billing(parts)
-    # Nothing and empty strings alike: no line of their own.
+    # Neither a missing nor an empty text becomes a line.
     seen = [part for part in (_part(part, form) for part in parts) if part]
     rendered: Message = {"role": role, "content": seen if form == "openai" else "\n".join(seen)}
     if role == "assistant":
@@ -223,7 +225,7 @@ def _message(message: Message, form: ContentFormat) -> Message:
 
 
 def _part(part: Any, form: ContentFormat) -> Any:
-    """A part as the template sees it; None for one that counts for nothing."""
+    """A part as the template gets it; None for a part that vLLM skips."""
     if isinstance(part, str):
         return {"type": "text", "text": part} if form == "openai" else part
     if not isinstance(part, dict):
@@ -245,7 +247,7 @@ def _part(part: Any, form: ContentFormat) -> Any:
 
 
 def _tool_call(call: Message) -> Message:
-    """A call with its arguments as an object."""
+    """A tool call with its arguments as an object."""
     function = call.get("function")
     if not isinstance(function, dict) or call.get("type", "function") != "function":
         raise Inexact(TokensReason.UNREADABLE)
@@ -275,7 +277,7 @@ def _without_billing(parts: list[Any]) -> list[Any]:
 
 
 def _without_developer(messages: list[Message]) -> list[Message]:
-    """Developer messages as system messages, and several of those as one in front."""
+    """Convert developer messages to system messages; merge several system messages into a first one."""
     system: list[str] = []
     others: list[Message] = []
     converted: list[Message] = []

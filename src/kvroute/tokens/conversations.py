@@ -1,9 +1,9 @@
-"""The next turn of a chat for the price of what is new: no JSON, no template, no tokens of what is known.
+"""A cache of tokenized chats, so that only the new messages of a chat's next turn are tokenized.
 
-A chat completion's body begins, byte for byte, with the body of the turn before up to the end of its last
-message. Where that is so, and the chat template renders message by message (`tokens.separable`), and all
-else that the template sees is the same, the text begins with the known text; and so do its ids, up to the
-last special token that nothing behind it could change (`tokens.segments`).
+Usually the body of a chat's next turn begins, byte for byte, with the body of the turn before, up to the end
+of its last message. If it does, if the chat template renders message by message (`tokens.template_analysis`),
+and if all other inputs of the template are equal, then the rendered text begins with the old text. The token
+ids begin with the old ids, up to the last special token that later text cannot change (`tokens.segments`).
 """
 
 from __future__ import annotations
@@ -28,59 +28,67 @@ from kvroute.openai.request import InferenceRequest
 from kvroute.tokens.chat import Chat, validated
 
 CHAT_PATH: Final = "/v1/chat/completions"
-"""Whose bodies are remembered."""
+"""The endpoint whose chats are cached."""
 
 _WINDOW_BYTES: Final = 8192
-"""In which the last messages' ends are looked for; then in four times as much before it, and so on."""
+"""The search for message ends starts in this last part of a body; each earlier part is 4 times as large."""
 _SEARCHED_BYTES: Final = 524_288
-"""Of a body's end. What adds more to a chat is tokenized as a whole."""
+"""The search covers this last part of a body. A body with more new bytes is tokenized completely."""
 _MARKED_BYTES: Final = 1024
+"""Number of bytes in the digest of a `Mark`."""
 _TOKEN_BYTES: Final = 4.5
-"""A token's id, and its part of a key."""
-_OBJECTS: Final = 5
-"""So many times as large as in bytes are tools and other arguments as objects, with their bytes."""
+"""Memory of one token: its id, and its share of a block key."""
+_OBJECT_FACTOR: Final = 5
+"""Estimated memory of parsed tools and other arguments: 5 times their JSON size."""
 _OVERHEAD_BYTES: Final = 1000
 _message_ends = re.compile(rb"}[ \t\r\n]*(?=]|,[ \t\r\n]*{)").finditer
-"""Where messages may end. It may be something else that ends there."""
+"""Finds possible ends of messages; some of the matches are ends of other objects."""
 _ARRAY: Final = b'{"\\u0000":'
-"""Stands before what remains of `messages`, under a name that is nobody's."""
+"""Put before the rest of `messages`, so that the rest decodes under a name that no client uses."""
 _NAME: Final = b'"\\u0000"'
 _BLANK: Final = b" \t\r\n"
 _NOTE: Final = -1
-"""Under which a beginning has the mark of the last chat that was kept with it."""
+"""The key in `PromptPrefix.notes` for the mark of the last chat that was cached with this prefix."""
 
 _decode_fields = msgspec.json.Decoder(dict[str, Raw]).decode
 _decode = msgspec.json.Decoder().decode
 _decode_objects = msgspec.json.Decoder(list[dict[str, Any]]).decode
 Mark: TypeAlias = tuple[int, int]
-"""Where in the body its last message ends, and a digest of what is before: where to look, which proves
-nothing."""
+"""The key of a cached chat: where its last message ends in the body, and a digest of the 1,024 bytes before.
+
+Two chats may have equal marks, so a found chat's bytes are compared."""
 
 
 class CachedConversation(Struct, frozen=True, eq=False, gc=False):
-    """A chat that was tokenized. `body` is what its body is up to the end of its last message, in parts;
-    `after` is what follows. `before` are the fields in front of its messages; `chat` is what else the
-    template saw, without messages, and `signature` the same in bytes; `head` is the length of its text before
-    the messages, `tail` the one behind. `ids` are those of the text before `carry`, which ends with the last
-    message's text. `beginning` is what `openai.seen` knew the body by, if it did, for as long as it does."""
+    """A tokenized chat that a later request may continue."""
 
     mark: Mark
     body: tuple[bytes, ...]
+    """The request's body up to the end of its last message, in parts."""
     after: bytes
+    """The rest of the body."""
     before: Mapping[str, Any]
+    """The fields before `messages` in the body."""
     chat: Chat
+    """All inputs of the template except the messages."""
     signature: bytes
+    """The same inputs as JSON (`signature_of`)."""
     head: int
+    """Length of the rendered text before the messages."""
     tail: str
+    """The rendered text after the messages."""
     carry: str
+    """The end of the messages' rendered text, whose token ids may change with the next message."""
     ids: PrefixIds
+    """Token ids of the rendered text before `carry`."""
     beginning: ref[PromptPrefix] | None = None
+    """The prefix that `openai.prefix_cache` recognised in the body, while that cache has it."""
 
-    __repr__ = object.__repr__  # prompts are in no log
+    __repr__ = object.__repr__  # keeps prompts out of logs
 
     @property
     def end(self) -> int:
-        """Bytes of `body`."""
+        """Number of bytes in `body`."""
         return self.mark[0]
 
     @property
@@ -88,18 +96,21 @@ class CachedConversation(Struct, frozen=True, eq=False, gc=False):
         return (
             self.end
             + len(self.after)
-            + _OBJECTS * len(self.signature)
+            + _OBJECT_FACTOR * len(self.signature)
             + len(self.tail)
             + sys.getsizeof(self.carry)
             + int(self.ids.size * _TOKEN_BYTES)
             + _OVERHEAD_BYTES
         )
 
-    def begins(self, body: bytes, beginning: PromptPrefix | None = None) -> bool:
-        """Whether it is what `body` begins with. Where both are known by the same `beginning`, only what is
-        behind that is compared: that much of a long body is in no cache any more."""
+    def is_prefix_of(self, body: bytes, beginning: PromptPrefix | None = None) -> bool:
+        """Whether `body` begins with this chat's body up to the end of its last message.
+
+        `beginning` is the prefix that `openai.prefix_cache` has recognised in `body`.
+        """
         own, start, place = self.beginning, 0, 0
         if beginning is not None and own is not None and own() is beginning:
+            # Both have this prefix. To compare it again would read bytes that have left the CPU's caches.
             start = beginning.end
         for part in self.body:
             behind = place + len(part)
@@ -111,36 +122,39 @@ class CachedConversation(Struct, frozen=True, eq=False, gc=False):
             place = behind
         return True
 
-    def body_to(self, end: int, body: bytes) -> tuple[bytes, ...]:
-        """The first `end` bytes of `body`, which begins with this one's, in parts. All but the last few parts
-        are this one's own: each has at least twice as many bytes as the next."""
+    def body_parts(self, end: int, body: bytes) -> tuple[bytes, ...]:
+        """The first `end` bytes of `body` in parts. `body` must begin with this chat's body.
+
+        Reuses this chat's parts except the last few: each part is at least twice as large as the next one.
+        """
         parts, start = list(self.body), self.end
         while parts and len(parts[-1]) < 2 * (end - start):
             start -= len(parts.pop())
         return (*parts, body[start:end])
 
 
-class Continued(NamedTuple):
-    """What a body adds to a chat. `fields` are those of the whole body, but that `messages` are the new ones
-    only; `mark` is where it would be looked for."""
+class Continuation(NamedTuple):
+    """A body that continues a cached chat."""
 
     known: CachedConversation
     fields: dict[str, Any]
+    """The fields of the whole body, with only the new messages in `messages`."""
     mark: Mark
+    """The mark of the new body."""
 
 
 class Conversations:
-    """Chats by where they would be looked for, the least recently used forgotten first. Thread-safe.
+    """An LRU cache of chats by `Mark`, with at most `max_bytes`. Thread-safe.
 
-    Mutable: `keep` adds, `find` moves; at most `max_bytes` are kept. Bodies below `least_bytes` are not: they
-    cost less than remembering them.
+    Bodies below `least_bytes` are not cached: to tokenize them costs less. Mutable: `store` adds chats,
+    `find` moves them to the end of the LRU order.
     """
 
     def __init__(self, max_bytes: int, *, least_bytes: int = 4096) -> None:
         self.least_bytes = least_bytes
         self._known = Lru[Mark, CachedConversation](max_bytes, lambda _, known: known.size)
         self._ends: dict[int, int] = {}
-        """How many of them end there."""
+        """End in the body -> number of cached chats with this end."""
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -151,8 +165,11 @@ class Conversations:
         return self._known.weight
 
     def find(self, request: InferenceRequest) -> CachedConversation | None:
-        """The chat that the request continues, if it is known; its very body, up to the last message, is
-        what the request's begins with: by itself, or as surely as `openai.seen` knows it."""
+        """The cached chat that the request continues, or None.
+
+        The request's body begins with the cached body. This is checked by comparing bytes, except for a
+        prefix that `openai.prefix_cache` has recognised by a 64-bit hash.
+        """
         body, ends = request.body, self._ends
         if not ends or len(body) < self.least_bytes or request.endpoint.path != CHAT_PATH:
             return None
@@ -166,23 +183,23 @@ class Conversations:
         return None
 
     def _at(self, mark: Mark, request: InferenceRequest) -> CachedConversation | None:
-        """The chat that would be looked for there, if it is what the request's begins with."""
+        """The chat with this mark, if the request continues it."""
         known, seen = self._known.peek(mark), request.seen
-        if known is None or not known.begins(request.body, None if seen is None else seen.beginning):
+        if known is None or not known.is_prefix_of(request.body, None if seen is None else seen.beginning):
             return None
         with self._lock:
             if self._known.peek(mark) is known:
                 self._known.get(mark)  # marks it as used
         return known
 
-    def keep(self, known: CachedConversation, instead: CachedConversation | None = None) -> None:
-        """Remember a chat, `instead` of the one that it continues."""
+    def store(self, known: CachedConversation, replaces: CachedConversation | None = None) -> None:
+        """Add a chat; remove the chat that it continues."""
         if known.size > self._known.max_weight:
             return
         with self._lock:
-            if instead is not None and self._known.peek(instead.mark) is instead:
-                self._forget(instead.mark)
-            self._forget(known.mark)
+            if replaces is not None and self._known.peek(replaces.mark) is replaces:
+                self._remove(replaces.mark)
+            self._remove(known.mark)
             self._ends[known.end] = self._ends.get(known.end, 0) + 1
             for _, evicted in self._known.put(known.mark, known):
                 self._uncount(evicted)
@@ -190,7 +207,7 @@ class Conversations:
         if beginning is not None:
             beginning.notes[_NOTE] = known.mark
 
-    def _forget(self, mark: Mark) -> None:
+    def _remove(self, mark: Mark) -> None:
         known = self._known.pop(mark)
         if known is not None:
             self._uncount(known)
@@ -203,27 +220,29 @@ class Conversations:
             ends[known.end] -= 1
 
 
-def with_more_messages(request: InferenceRequest, known: CachedConversation) -> tuple[Chat, Mark] | None:
-    """What the request adds to a chat that it was found to continue, and where it would be looked for, if it
-    adds messages and nothing else has changed; else None. Raises Inexact."""
+def appended_messages(request: InferenceRequest, known: CachedConversation) -> tuple[Chat, Mark] | None:
+    """The new messages of a request that continues `known`, and the request's mark.
+
+    None if anything besides the messages has changed, or if there are no new messages. Raises Inexact.
+    """
     body, after, end = request.body, known.after, known.end
     stop = len(body) - len(after)
     if body[end : end + 1] != b"," or stop <= end or not body.endswith(after):
         return None
     try:
-        # What can stand between brackets here can also stand where it does: behind a message, before `after`.
+        # These bytes follow a message and precede `after`. So if they are a list's content here, they are the
+        # rest of `messages` there.
         messages = _decode_objects(b"[" + body[end + 1 : stop] + b"]")
     except UNREADABLE:
         return None
     if not messages:
         return None
-    said = known.chat
-    chat = Chat([validated(message) for message in messages], said.tools, said.kwargs)
+    chat = Chat([validated(message) for message in messages], known.chat.tools, known.chat.kwargs)
     return chat, _mark(body, _trimmed(body, stop))
 
 
-def continued(request: InferenceRequest, known: CachedConversation) -> Continued | None:
-    """What the request adds to a chat that it was found to continue; None where that is in doubt."""
+def continuation(request: InferenceRequest, known: CachedConversation) -> Continuation | None:
+    """Parse a request that continues `known`, without the known messages; None if the parse is ambiguous."""
     body = request.body
     rest = body[known.end :].lstrip(_BLANK)
     if rest.startswith(b","):
@@ -241,18 +260,19 @@ def continued(request: InferenceRequest, known: CachedConversation) -> Continued
         return None
     fields["messages"] = fields.pop("\0")
     end = _trimmed(body, len(body) - len(rest) + len(bytes(raw["\0"])) - 2)
-    return Continued(known, {**known.before, **fields}, _mark(body, end))
+    return Continuation(known, {**known.before, **fields}, _mark(body, end))
 
 
-class Opening(NamedTuple):
-    """Of a body that continues nothing known: the fields before `messages`, and as in `Continued`."""
+class NewConversation(NamedTuple):
+    """A body that continues no cached chat."""
 
     before: Mapping[str, Any]
+    """The fields before `messages`."""
     mark: Mark
 
 
-def opening(request: InferenceRequest) -> Opening | None:
-    """None where it is in doubt what stands where."""
+def new_conversation(request: InferenceRequest) -> NewConversation | None:
+    """Locate the messages in a body that continues no cached chat; None if their place is ambiguous."""
     fields, body = request.fields, request.body
     if fields is None or "messages" not in fields:
         return None
@@ -270,12 +290,14 @@ def opening(request: InferenceRequest) -> Opening | None:
         return None
     if before.pop("messages", 0) is not None:
         return None
-    return Opening(before, _mark(body, _trimmed(body, start + len(array) - 1)))
+    return NewConversation(before, _mark(body, _trimmed(body, start + len(array) - 1)))
 
 
 def signature_of(chat: Chat) -> bytes | None:
-    """Equal for chats whose template sees the same beside the messages; None for chats that are not simply
-    rendered from the first message to the last."""
+    """All inputs of the template except the messages, as bytes that can be compared.
+
+    None for chats that are not simply rendered from the first message to the last.
+    """
     if chat.add_special_tokens or chat.truncate_to is not None or chat.kwargs.get("continue_final_message"):
         return None
     try:
@@ -285,7 +307,7 @@ def signature_of(chat: Chat) -> bytes | None:
 
 
 def _trimmed(body: bytes, end: int) -> int:
-    """`end`, or where the blanks before it begin."""
+    """`end` without the blanks before it."""
     while end > 0:
         window = body[max(0, end - _WINDOW_BYTES) : end]
         blanks = len(window) - len(window.rstrip(_BLANK))
@@ -296,12 +318,12 @@ def _trimmed(body: bytes, end: int) -> int:
 
 
 def _ends(body: bytes) -> Iterator[int]:
-    """Where in it messages may end, the last ones first."""
+    """Possible ends of messages in a body, last one first."""
     stop, size = len(body), _WINDOW_BYTES
     least = stop - _SEARCHED_BYTES
     while stop > max(0, least):
         start = max(0, stop - size)
-        # Blanks, a comma and more may stand behind `stop`.
+        # A match may need blanks, a comma and a bracket after `stop`.
         found = [match.start() for match in _message_ends(body, start, stop + _WINDOW_BYTES)]
         for end in reversed(found):
             if end < stop:

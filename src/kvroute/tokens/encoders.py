@@ -1,7 +1,7 @@
-"""Text to token ids: Hugging Face's `tokenizers`, or `fastokens` where it is installed and agrees.
+"""Chooses the encoder of a model: Hugging Face's `tokenizers`, or `fastokens` if it gives the same ids.
 
-fastokens reads the same tokenizer.json and is some ten times as fast (bench/micro_tokens.py); being
-another program, it is only trusted after it gave the same ids for a set of awkward texts.
+fastokens reads the same tokenizer.json and is about ten times as fast (bench/micro_tokens.py). It is another
+implementation, so it is used only after it gave the same ids for a set of difficult texts.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvroute.tokens.options import Inexact
 from kvroute.tokens.reading import TokenIds
 from kvroute.tokens.segments import Cutter, Encode
 
-# One of each kind of thing that tokenizers have disagreed about.
+# Each kind of text for which tokenizers have given different ids.
 SAMPLES = (
     "",
     " ",
@@ -41,21 +41,22 @@ SAMPLES = (
 
 @dataclass(frozen=True, slots=True)
 class Encoder:
-    """`encode` gives the ids of a text without any that the tokenizer would add around it.
-
-    It may be called from several threads and lets the event loop's thread run meanwhile. `name` is the
-    library, `why` says how it was chosen. `quick_bytes` of JSON are read, rendered and encoded in well under
-    a millisecond: no reason to leave the event loop's thread.
-    """
+    """A function from text to token ids, and how it was chosen."""
 
     encode: Encode
+    """The ids of a text, without special tokens that the tokenizer would add around it.
+
+    Thread-safe; releases the interpreter lock while it runs."""
     name: str
+    """The library."""
     why: str = ""
+    """The reason for the choice."""
     quick_bytes: int = 2048
+    """JSON of this size is parsed, rendered and encoded in well under a millisecond: it needs no thread."""
 
 
 def choose_encoder(tokenizer: Tokenizer, *, allow_fastokens: bool = True) -> Encoder:
-    """fastokens if it is there and agrees with `tokenizer` on all samples, else `tokenizer`."""
+    """fastokens if it is installed and gives the ids of `tokenizer` for all samples, else `tokenizer`."""
     reference = _from_tokenizers(tokenizer)
     if not allow_fastokens:
         return Encoder(reference, "tokenizers", "fastokens is switched off")
@@ -66,7 +67,7 @@ def choose_encoder(tokenizer: Tokenizer, *, allow_fastokens: bool = True) -> Enc
     try:
         other = native.Tokenizer.from_json_str(tokenizer.to_str())
         agrees = all(_flat(other, text) == reference(text) for text in _samples(tokenizer))
-    except Exception as error:  # noqa: BLE001 - its errors are of no common kind, and any means no
+    except Exception as error:  # noqa: BLE001 - fastokens has no common error class; any error means no
         return Encoder(
             reference, "tokenizers", f"fastokens cannot read this tokenizer ({type(error).__name__})"
         )
@@ -77,7 +78,7 @@ def choose_encoder(tokenizer: Tokenizer, *, allow_fastokens: bool = True) -> Enc
 
 
 def cuts_are_exact(tokenizer: Tokenizer, cutter: Cutter, encode: Encode) -> bool:
-    """Whether sample texts encode to the same ids in segments as in one go."""
+    """Whether all samples encode to the same ids in segments as in one piece."""
     for text in _samples(tokenizer):
         whole, pieces = encode(text), array("I")
         for segment in cutter.segments(text):
@@ -88,7 +89,7 @@ def cuts_are_exact(tokenizer: Tokenizer, cutter: Cutter, encode: Encode) -> bool
 
 
 def _samples(tokenizer: Tokenizer) -> Iterable[str]:
-    """The samples, and all of them between the tokenizer's own added tokens."""
+    """The sample texts, alone and between the tokenizer's added tokens."""
     yield from SAMPLES
     added = [token.content for token in tokenizer.get_added_tokens_decoder().values()][:400]
     for gap in ("", " ", "\n", "  a ", "b"):
@@ -98,7 +99,7 @@ def _samples(tokenizer: Tokenizer) -> Iterable[str]:
 
 def _from_tokenizers(tokenizer: Tokenizer) -> Encode:
     def encode(text: str) -> TokenIds:
-        # `encode` would hold the interpreter's lock all along; the batch calls let it go.
+        # `encode` holds the interpreter lock; the batch calls release it.
         (encoding,) = tokenizer.encode_batch_fast([text], add_special_tokens=False)
         return array("I", encoding.ids)
 
@@ -113,7 +114,7 @@ def _flat(tokenizer: object, text: str) -> TokenIds:
 
 
 def added_around(tokenizer: Tokenizer) -> tuple[TokenIds, TokenIds] | None:
-    """Ids that the tokenizer puts before and after a text; None if it does more than that."""
+    """The ids that the tokenizer adds before and after a text; None if it changes the text's ids."""
     around: tuple[TokenIds, TokenIds] | None = None
     for text in ("a", "The quick brown fox, 42."):
         bare = tokenizer.encode(text, add_special_tokens=False).ids
@@ -131,7 +132,7 @@ def added_around(tokenizer: Tokenizer) -> tuple[TokenIds, TokenIds] | None:
 
 
 def tokenizer_json(folder_text: str) -> Tokenizer:
-    """A tokenizer from the text of a tokenizer.json, its own truncation and padding switched off."""
+    """A tokenizer from the text of a tokenizer.json, with its truncation and padding switched off."""
     settings = json.loads(folder_text)
     settings["truncation"] = settings["padding"] = None
     return Tokenizer.from_str(json.dumps(settings))
@@ -156,8 +157,8 @@ _CALL = {
     "type": "function",
     "function": {"name": "get_weather", "arguments": '{"city": "Zürich", "days": [1, 2.5]}'},
 }
-_ASKED = {"role": "assistant", "content": None, "tool_calls": [_CALL]}
-_TOLD = {"role": "tool", "tool_call_id": "call_12345", "content": '{"celsius": 21}'}
+_TOOL_CALL = {"role": "assistant", "content": None, "tool_calls": [_CALL]}
+_TOOL_RESULT = {"role": "tool", "tool_call_id": "call_12345", "content": '{"celsius": 21}'}
 _PARTS = {"role": "user", "content": [{"type": "text", "text": " one "}, {"type": "text", "text": "two\n"}]}
 _ANSWER = {"role": "assistant", "content": "Sunny, and\n\nwarm. "}
 
@@ -170,7 +171,7 @@ _SAMPLES: tuple[tuple[str, str, dict[str, object]], ...] = (
     (
         "a tool's answer",
         "chat/completions",
-        {"messages": [_SYSTEM, _USER, _ASKED, _TOLD, _ANSWER, _USER], "tools": [_WEATHER]},
+        {"messages": [_SYSTEM, _USER, _TOOL_CALL, _TOOL_RESULT, _ANSWER, _USER], "tools": [_WEATHER]},
     ),
     ("a developer message", "chat/completions", {"messages": [{**_SYSTEM, "role": "developer"}, _USER]}),
     (
@@ -189,16 +190,17 @@ _SAMPLES: tuple[tuple[str, str, dict[str, object]], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """`differing` names samples whose ids are not the reference's, or that only the reference has."""
+    """The result of a comparison of token ids with a reference, by sample."""
 
     agreed: int
     differing: tuple[str, ...]
+    """Names of samples with different ids, or with ids by the reference only."""
     unanswered: int
-    """Samples that the reference refused: they say nothing."""
+    """Number of samples that the reference refused; these do not count."""
 
 
 def sample_requests(model: str) -> list[tuple[str, InferenceRequest]]:
-    """What each sample shows, and the sample."""
+    """Name and request of each sample."""
     return [
         (shows, parse_request(ENDPOINTS[f"/v1/{path}"], msgspec.json.encode({"model": model, **body})))
         for shows, path, body in _SAMPLES
@@ -206,7 +208,7 @@ def sample_requests(model: str) -> list[tuple[str, InferenceRequest]]:
 
 
 async def compare(model: str, ours: Tokenize, reference: Tokenize) -> Agreement:
-    """Both ways on every sample, one after the other."""
+    """Tokenize every sample with both functions, one after another, and compare the ids."""
     agreed = unanswered = 0
     differing = []
     for shows, request in sample_requests(model):

@@ -1,4 +1,4 @@
-"""How many tokens a prompt's bytes are, learned from the `usage` that workers report."""
+"""Estimates the tokens in a prompt from its bytes, with a ratio learned from the workers' `usage`."""
 
 from __future__ import annotations
 
@@ -20,19 +20,22 @@ from kvroute.blocks.keys import (
 from kvroute.openai.prompt import AnyPrompt, PromptPrefix, SeenPrompt
 
 _WEIGHT = 0.05
-"""Share of a new observation in the moving average: about the last 20 prompts count."""
+"""Share of a new observation in the moving average, so that about the last 20 prompts count."""
 _MIN_BYTES = 256
-"""Shorter prompts say more about the template around them than about the text."""
+"""Smaller prompts are ignored: their token count depends on the chat template more than on the text."""
 _TOKEN_ID_BYTES = 4.0
 _KEYED_BYTES = 4_194_304
-"""Of a prompt that is longer, only so much has keys: a million tokens. To remember where the blocks of 64 MB
-went takes half a second."""
-_MOST_NOTES = 2
-"""Seeds for which the keys of one beginning are known: its models and cache salts."""
+"""Only this first part of a prompt has block keys, about a million tokens."""
+# To record the blocks of a 64 MB prompt in the history takes half a second.
+_MOST_SEEDS = 2
+"""Number of seeds (models and cache salts) for which the keys of one prefix are cached."""
 
 
 class TokenEstimator:
-    """Bytes per token, per model. Mutable: `observe` moves a model's average; touched from the loop only."""
+    """The bytes per token of each model.
+
+    Mutable: `observe` moves a model's average. Used from the event loop only.
+    """
 
     def __init__(self, initial: float = BYTES_PER_TOKEN) -> None:
         self._initial = initial
@@ -42,7 +45,7 @@ class TokenEstimator:
         return self._ratio.get(model, self._initial)
 
     def observe(self, model: str, prompts: Sequence[AnyPrompt], prompt_tokens: int) -> None:
-        """Learn from one answer's `usage.prompt_tokens`. Token-id prompts and short ones teach nothing."""
+        """Learn from one answer's `usage.prompt_tokens`. Prompts of token ids and short ones are ignored."""
         size = 0
         for prompt in prompts:
             if prompt.is_token_ids:
@@ -53,12 +56,12 @@ class TokenEstimator:
         seen = size / prompt_tokens
         seen = 0.5 if seen < 0.5 else 16.0 if seen > 16.0 else seen
         known = self._ratio.get(model)
-        # The first answer replaces the default at once: a wrong ratio mis-sizes every worker's part.
+        # The first answer replaces the default: with a wrong ratio every worker's part of the history has a
+        # wrong size.
         self._ratio[model] = seen if known is None else known + _WEIGHT * (seen - known)
 
     def prompt_keys(self, prompt: AnyPrompt, space: CacheSpace) -> PromptKeys:
-        """The prompt's chained keys with its estimated length. Those of a long one are
-        made as they are asked for."""
+        """The prompt's chained keys and estimated length. Keys of a long prompt are computed on access."""
         if type(prompt) is SeenPrompt:
             size, is_token_ids = prompt.size, False
             keys: Sequence[BlockKey] = _seen_keys(prompt, space.seed)
@@ -67,15 +70,18 @@ class TokenEstimator:
             size = len(data)
             if size > _KEYED_BYTES:
                 data = memoryview(data)[:_KEYED_BYTES]
-            # As `block_keys`, which every request would call.
+            # `block_keys` inlined: every request would call it.
             keys = (BlockKeys if size >= LONG_BYTES else block_keys)(data, BLOCK_BYTES, space.seed)
         ratio = _TOKEN_ID_BYTES if is_token_ids else self._ratio.get(space.model, self._initial)
         return PromptKeys(keys, round(size / ratio) or 1, BLOCK_BYTES / ratio)
 
 
 def _seen_keys(prompt: SeenPrompt, seed: int) -> Sequence[BlockKey]:
-    """The keys of a prompt whose beginning was seen before. What is known of that, and what this one adds to
-    it, is noted with the beginnings."""
+    """The keys of a prompt with a recognised prefix.
+
+    The prefix's keys are cached in its `notes`; keys of a longer prefix, if this prompt has one, in that
+    one's.
+    """
     beginning, grown = prompt.beginning, prompt.becomes
     known: PrefixKeys | None = beginning.notes.get(seed)
     if known is None:
@@ -86,14 +92,14 @@ def _seen_keys(prompt: SeenPrompt, seed: int) -> Sequence[BlockKey]:
             known = ContinuedKeys(known, prompt.data, lambda: b"").prefix(
                 beginning.whole_bytes // BLOCK_BYTES
             )
-            _note(beginning, seed, known)
+            _store(beginning, seed, known)
     keys = ContinuedKeys(known, prompt.tail, lambda: prompt.data, grown is not None)
     if grown is not None:
-        _note(grown, seed, keys.prefix(grown.whole_bytes // BLOCK_BYTES))
+        _store(grown, seed, keys.prefix(grown.whole_bytes // BLOCK_BYTES))
     return keys
 
 
-def _note(beginning: PromptPrefix, seed: int, known: PrefixKeys) -> None:
-    if len(beginning.notes) >= _MOST_NOTES:
+def _store(beginning: PromptPrefix, seed: int, known: PrefixKeys) -> None:
+    if len(beginning.notes) >= _MOST_SEEDS:
         beginning.notes.clear()
     beginning.notes[seed] = known

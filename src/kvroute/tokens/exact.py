@@ -1,4 +1,4 @@
-"""Exact token ids of requests: per model the best way there is, and why it was chosen."""
+"""Exact token ids of requests. For each model it chooses a source: local files or a worker."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ T = TypeVar("T")
 
 
 class TokenThreads:
-    """Runs blocking work beside the event loop. An async context manager.
+    """A bounded thread pool for blocking work. An async context manager.
 
-    Mutable: the count of unfinished work, and `cpu_s`, the threads' CPU seconds for `run`. Work whose waiter
-    has given up is dropped if it has not begun, and finished for the caches' sake if it has.
+    If the caller stops waiting, work that has not started is dropped; work that has started finishes, so that
+    the caches get its result. Mutable: the number of unfinished calls, and `cpu_s`, the CPU seconds of `run`.
     """
 
     def __init__(self, threads: int = 2, *, max_waiting: int = 64) -> None:
@@ -51,29 +51,29 @@ class TokenThreads:
     def cpu_s(self) -> float:
         return self._cpu_s
 
-    async def run(self, work: Callable[..., T], *args: Any, deadline_s: float | None = None) -> T:
-        """`work(*args)` in a thread. Raises Inexact: BUSY immediately, LATE after `deadline_s`, if given."""
+    async def run(self, work: Callable[..., T], *args: Any, timeout_s: float | None = None) -> T:
+        """Run `work(*args)` in a thread. Raises Inexact: BUSY immediately, LATE after `timeout_s`."""
         future: Future[T] = self._submitted(self._counted, work, *args)
         try:
-            async with asyncio.timeout(deadline_s):
+            async with asyncio.timeout(timeout_s):
                 return await self._result(future)
         except TimeoutError:
-            # A loop that was busy handles the timer before the result, even if the result came in time.
+            # A busy event loop may handle the timer first, although the result was there in time.
             if future.done() and not future.cancelled():
                 return future.result()
             raise Inexact(TokensReason.LATE) from None
 
     async def run_long(self, work: Callable[..., T], *args: Any) -> T:
-        """`work(*args)` without a deadline and not counted: for work done once, such as loading a model."""
+        """Run `work(*args)` without a timeout and without counting its CPU time, such as loading a model."""
         return await self._result(self._submitted(work, *args))
 
     def _counted(self, work: Callable[..., T], *args: Any) -> T:
-        began = time.thread_time()
+        started = time.thread_time()
         try:
             return work(*args)
         finally:
             with self._lock:
-                self._cpu_s += time.thread_time() - began
+                self._cpu_s += time.thread_time() - started
 
     def _submitted(self, work: Callable[..., T], *args: Any) -> Future[T]:
         with self._lock:
@@ -95,7 +95,7 @@ class TokenThreads:
             task = asyncio.current_task()
             if task is not None and task.cancelling():
                 raise
-            raise Inexact(TokensReason.BUSY) from None  # the work was dropped at shutdown, its waiter was not
+            raise Inexact(TokensReason.BUSY) from None  # the pool shut down; the caller was not cancelled
 
     def _finished(self, _: Future[Any] | None = None) -> None:
         with self._lock:
@@ -107,7 +107,7 @@ class TokenThreads:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Drop what waits and let what runs finish."""
+        """Drop waiting work and wait for running work."""
         self._executor.shutdown(wait=False, cancel_futures=True)
         await asyncio.to_thread(self._executor.shutdown, wait=True)
 
@@ -117,35 +117,36 @@ log = logging.getLogger(__name__)
 
 class Mode(StrEnum):
     LOCAL = "local"
-    """In this process, verified against a worker."""
+    """In this process; the token ids were compared with a worker's."""
     REMOTE = "remote"
-    """By a worker, one call for each request."""
+    """By a worker, with one call per request."""
     NONE = "none"
 
 
 @dataclass(frozen=True, slots=True)
 class TokenSource:
-    """How one model's requests are tokenized. `through` is the library or the worker's endpoint."""
+    """How the requests of one model are tokenized, and why."""
 
     model: str
     mode: Mode
     why: str
     through: str = ""
+    """The library, or the worker's endpoint."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExactPrompts:
-    """Token ids of each prompt of a request, in order."""
+    """The token ids of a request's prompts, in order."""
 
     prompts: tuple[Sequence[int], ...]
     mode: Mode
 
 
 class ExactTokens:
-    """Token ids for requests, per model.
+    """Provides the token ids of requests, by the source of their model.
 
-    Mutable: `prepare` sets a model's source; touched from the loop only. `threads` and `client` belong
-    to the caller. `cache_bytes` is for each model.
+    `threads` and `client` belong to the caller; `cache_bytes` is per model. Mutable: `prepare` sets a model's
+    source. Used from the event loop only.
     """
 
     def __init__(
@@ -155,14 +156,14 @@ class ExactTokens:
         *,
         flags: EngineFlags | None = None,
         cache_bytes: int = 64 * 1024 * 1024,
-        check_deadline_s: float = 5.0,
+        check_timeout_s: float = 5.0,
         allow_fastokens: bool = True,
     ) -> None:
         self._threads = threads
         self._remote = RemoteTokenizer(client, flags)
         self._flags = flags or EngineFlags()
         self._cache_bytes = cache_bytes
-        self._check_deadline_s = check_deadline_s
+        self._check_timeout_s = check_timeout_s
         self._allow_fastokens = allow_fastokens
         self._sources: dict[str, TokenSource] = {}
         self._local: dict[str, LocalTokenizer] = {}
@@ -172,13 +173,13 @@ class ExactTokens:
         return self._sources
 
     async def prepare(self, model: str, *, folder: Path | None, url: str) -> TokenSource:
-        """Choose how `model` is tokenized, by sample requests to the worker at `url`.
+        """Choose the source of `model` by sample requests to the worker at `url`.
 
-        Local if the files in `folder` give the worker's ids for every sample that it answers; else the
-        worker's render endpoints; else its `/tokenize`; else nothing. To be repeated when workers change
-        or nothing answered. Takes seconds for a large vocabulary; requests go on meanwhile.
+        The first that works: the files in `folder`, if they give the worker's ids for every sample that it
+        answers; the worker's render endpoints; its `/tokenize`; no source. Call it again when workers change,
+        or when no worker answered. Takes seconds for a large vocabulary; requests are served meanwhile.
         """
-        local, why = await self._verified(model, folder, url)
+        local, why = await self._verified_local(model, folder, url)
         if local is not None:
             library = local.files.encoder
             source = TokenSource(model, Mode.LOCAL, f"{why}; {library.name}, {library.why}", library.name)
@@ -190,40 +191,44 @@ class ExactTokens:
         self._sources[model] = source
         return source
 
-    def prompts_at_once(self, request: InferenceRequest, *, model: str) -> ExactPrompts | TokensReason | None:
-        """What `prompts` gives, where that takes well under a millisecond; None where it may take longer."""
+    def prompts_if_quick(
+        self, request: InferenceRequest, *, model: str
+    ) -> ExactPrompts | TokensReason | None:
+        """As `prompts` if that takes well under a millisecond; None if it may take longer."""
         local = self._local.get(model)
         if local is None:
             return None
         try:
-            ids = local.prompts_at_once(request)
+            ids = local.prompts_if_quick(request)
         except Exception as error:  # noqa: BLE001 - as in `prompts`
             return _reason(model, error)
         return None if ids is None else ExactPrompts(ids, Mode.LOCAL)
 
     async def prompts(
-        self, request: InferenceRequest, *, model: str, url: str, deadline_s: float | None = None
+        self, request: InferenceRequest, *, model: str, url: str, timeout_s: float | None = None
     ) -> ExactPrompts | TokensReason:
-        """The request's token ids, or why there are none. Waits no longer than `deadline_s`, if given.
+        """The request's token ids, or the reason why there are none. Waits at most `timeout_s`.
 
-        `url` is a worker of `model` that may be asked. Never raises but for cancellation.
+        `url` is a worker of `model`, for a remote source. Raises nothing except CancelledError.
         """
         source = self._sources.get(model)
         if source is None or source.mode is Mode.NONE:
             return TokensReason.NO_SOURCE
         try:
             if source.mode is Mode.LOCAL:
-                ids = await self._threads.run(self._local[model].prompts, request, deadline_s=deadline_s)
+                ids = await self._threads.run(self._local[model].prompts, request, timeout_s=timeout_s)
             else:
                 endpoint = RemoteEndpoint(source.through)
                 ids = await self._remote.prompts(
-                    request, model=model, url=url, endpoint=endpoint, deadline_s=deadline_s
+                    request, model=model, url=url, endpoint=endpoint, timeout_s=timeout_s
                 )
-        except Exception as error:  # noqa: BLE001 - a worse choice of worker, and never a failed request
+        except Exception as error:  # noqa: BLE001 - without ids the choice is worse, but no request fails
             return _reason(model, error)
         return ExactPrompts(ids, source.mode)
 
-    async def _verified(self, model: str, folder: Path | None, url: str) -> tuple[LocalTokenizer | None, str]:
+    async def _verified_local(
+        self, model: str, folder: Path | None, url: str
+    ) -> tuple[LocalTokenizer | None, str]:
         if folder is None:
             return None, "no files of the model are known"
         try:
@@ -231,7 +236,7 @@ class ExactTokens:
         except UnusableModel as error:
             return None, str(error)
         except Inexact as error:
-            return None, f"the model's files were not read: {error.reason}"
+            return None, f"the model's files could not be read: {error.reason}"
         share = self._cache_bytes // 2
         local = LocalTokenizer(files, SegmentCache(share), self._flags, Conversations(share))
 
@@ -239,14 +244,14 @@ class ExactTokens:
             return await self._threads.run_long(local.prompts, request)
 
         async def worker(request: InferenceRequest) -> tuple[Sequence[int], ...]:
-            return await self._asked(request, model, url, RemoteEndpoint.TOKENIZE)
+            return await self._remote_prompts(request, model, url, RemoteEndpoint.TOKENIZE)
 
         found = await compare(model, ours, worker)
         if found.differing:
             return None, f"token ids are not the worker's for: {', '.join(found.differing)}"
         if not found.agreed:
-            return None, "the worker answered no sample"
-        return local, f"{found.agreed} samples agree with {url}, {found.unanswered} were refused there"
+            return None, "the worker answered no sample request"
+        return local, f"{found.agreed} samples agree with {url}, which refused {found.unanswered}"
 
     def _load(self, folder: Path) -> ModelFiles:
         return load_model(folder, self._flags, allow_fastokens=self._allow_fastokens)
@@ -255,31 +260,31 @@ class ExactTokens:
         for endpoint in (RemoteEndpoint.RENDER, RemoteEndpoint.TOKENIZE):
             if await self._answers(model, url, endpoint):
                 return TokenSource(model, Mode.REMOTE, why, endpoint.value)
-        return TokenSource(model, Mode.NONE, f"{why}; the worker answered no sample")
+        return TokenSource(model, Mode.NONE, f"{why}; the worker answered no sample request")
 
     async def _answers(self, model: str, url: str, endpoint: RemoteEndpoint) -> bool:
-        """Whether the endpoint takes any sample; one that is not there refuses the first in no time."""
+        """Whether the endpoint answers at least one sample. A missing endpoint refuses each one quickly."""
         for _, request in sample_requests(model):
             try:
-                await self._asked(request, model, url, endpoint)
+                await self._remote_prompts(request, model, url, endpoint)
             except Inexact:
                 continue
             return True
         return False
 
-    async def _asked(
+    async def _remote_prompts(
         self, request: InferenceRequest, model: str, url: str, endpoint: RemoteEndpoint
     ) -> tuple[Sequence[int], ...]:
-        deadline_s = self._check_deadline_s
+        timeout_s = self._check_timeout_s
         return await self._remote.prompts(
-            request, model=model, url=url, endpoint=endpoint, deadline_s=deadline_s
+            request, model=model, url=url, endpoint=endpoint, timeout_s=timeout_s
         )
 
 
 def _reason(model: str, error: Exception) -> TokensReason:
-    """Why there are no ids; a defect of ours is logged."""
+    """The reason for an error; an unexpected error is logged."""
     if isinstance(error, Inexact):
         return error.reason
-    # Its text may quote the prompt.
+    # The error's text is not logged: it may contain parts of the prompt.
     log.error("tokenizing for %s failed: %s", model, type(error).__name__)
     return TokensReason.FAILED

@@ -1,4 +1,4 @@
-"""Token ids in this process, from the model's own tokenizer and chat template."""
+"""Tokenizes prompts in this process, with the model's own tokenizer and chat template."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from kvroute.tokens.conversations import (
     CachedConversation,
     Conversations,
     Mark,
-    continued,
-    opening,
+    appended_messages,
+    continuation,
+    new_conversation,
     signature_of,
-    with_more_messages,
 )
 from kvroute.tokens.model import ModelFiles
 from kvroute.tokens.options import Inexact, TokensReason
@@ -26,13 +26,13 @@ from kvroute.tokens.segments import SegmentCache, joined
 from kvroute.tokens.template import ChatTemplate
 
 _QUICK_MESSAGES: Final = 32
-"""More of them take long to render, however short they are."""
+"""More messages take too long to render on the event loop, even if they are short."""
 
 
 class LocalTokenizer:
-    """One model's prompts as token ids. Blocking; meant for a thread. Thread-safe.
+    """Tokenizes the prompts of one model. Blocking: call it in a thread. Thread-safe.
 
-    `cache` and `conversations` belong to this model alone (the same text has other ids elsewhere).
+    `cache` and `conversations` must not be shared with other models, whose token ids differ.
     """
 
     def __init__(
@@ -56,21 +56,22 @@ class LocalTokenizer:
         return self._cache
 
     def prompts(self, request: InferenceRequest) -> tuple[Sequence[int], ...]:
-        """The ids of each of the request's prompts, in order.
+        """The token ids of the request's prompts, in order. Raises Inexact.
 
-        Raises Inexact. What is new of a chat that is known but for its last turn decides what that takes,
-        where the chat template renders message by message; else a chat of 32,000 tokens takes 0.4 ms with
-        fastokens and 1.5 to 4 ms with tokenizers; one not known 4 ms and 60 ms or more
-        (bench/micro_tokens.py).
+        The next turn of a cached chat costs only its new messages, if the chat template renders message by
+        message. Otherwise a cached chat of 32,000 tokens takes 0.4 ms with fastokens and 1.5 to 4 ms with
+        tokenizers; a new one takes 4 ms, and 60 ms or more (bench/micro_tokens.py).
         """
         known = self._conversations.find(request)
-        if known is not None and (ids := self._continued(request, known)) is not None:
+        if known is not None and (ids := self._continue_conversation(request, known)) is not None:
             return (ids,)
-        return self._all(request)
+        return self._encode_whole(request)
 
-    def prompts_at_once(self, request: InferenceRequest) -> tuple[Sequence[int], ...] | None:
-        """The same where it takes well under a millisecond, else None: `Encoder.quick_bytes` of JSON are
-        new. May be called from the event loop's thread. Raises Inexact."""
+    def prompts_if_quick(self, request: InferenceRequest) -> tuple[Sequence[int], ...] | None:
+        """As `prompts` if it takes well under a millisecond, else None. Raises Inexact.
+
+        May be called on the event loop. Quick: at most `Encoder.quick_bytes` of JSON and 32 messages are new.
+        """
         body, quick = request.body, self._files.encoder.quick_bytes
         if len(body) <= quick:
             messages = request.messages
@@ -80,11 +81,11 @@ class LocalTokenizer:
         known = self._conversations.find(request)
         if known is None or len(body) - known.end + len(known.carry) > quick:
             return None
-        ids = self._continued(request, known, most=_QUICK_MESSAGES)
+        ids = self._continue_conversation(request, known, most=_QUICK_MESSAGES)
         return None if ids is None else (ids,)
 
     def text_of(self, chat: Chat) -> str:
-        """A chat as the model sees it."""
+        """The rendered text of a chat."""
         return render_chat(chat, self._template(chat))
 
     def _template(self, chat: Chat) -> ChatTemplate:
@@ -93,42 +94,44 @@ class LocalTokenizer:
             raise Inexact(TokensReason.NO_TEMPLATE)
         return template
 
-    def _all(self, request: InferenceRequest) -> tuple[Sequence[int], ...]:
-        """Without looking for what it continues."""
+    def _encode_whole(self, request: InferenceRequest) -> tuple[Sequence[int], ...]:
+        """As `prompts`, without a search for a cached chat."""
         prompt = read(request, self._flags, self._files.template)
         if isinstance(prompt, Chat):
             text = self.text_of(prompt)
-            ids = self._begun(request, prompt, text)
+            ids = self._start_conversation(request, prompt, text)
             return (self._encoded(text, prompt) if ids is None else ids,)
         if prompt.ids:
             return tuple(truncated(ids, prompt.truncate_to, prompt.truncation_side) for ids in prompt.ids)
         return tuple(self._encoded(text, prompt) for text in prompt.texts)
 
-    def _begun(self, request: InferenceRequest, chat: Chat, text: str) -> Sequence[int] | None:
-        """The ids of a chat that is kept to be continued; None if it cannot be."""
+    def _start_conversation(self, request: InferenceRequest, chat: Chat, text: str) -> Sequence[int] | None:
+        """Tokenize a chat and cache it; None if a chat of this kind cannot be continued."""
         if request.endpoint.path != CHAT_PATH or len(request.body) < self._conversations.least_bytes:
             return None
         template = self._template(chat)
         signature = signature_of(chat) if _is_separable(chat.messages, template) else None
-        if signature is None or (found := opening(request)) is None:
+        if signature is None or (found := new_conversation(request)) is None:
             return None
         head, tail = template.around(**_arguments(chat))
-        bare = Chat(messages=(), tools=chat.tools, kwargs=chat.kwargs)
-        nothing = CachedConversation(
-            (0, 0), (), b"", found.before, bare, signature, len(head), tail, "", PrefixIds()
+        without_messages = Chat(messages=(), tools=chat.tools, kwargs=chat.kwargs)
+        empty = CachedConversation(
+            (0, 0), (), b"", found.before, without_messages, signature, len(head), tail, "", PrefixIds()
         )
-        return self._kept(nothing, found.mark, request, text, None)
+        return self._encode_and_store(empty, found.mark, request, text, None)
 
-    def _continued(
+    def _continue_conversation(
         self, request: InferenceRequest, known: CachedConversation, most: int | None = None
     ) -> Sequence[int] | None:
-        """The ids of a chat that continues a known one; None if it does not, after all, or has more than
-        `most` new messages."""
-        grown = with_more_messages(request, known)
-        if grown is not None:
-            chat, mark = grown
+        """The token ids of a request whose body begins with that of `known`.
+
+        None if the request cannot be rendered as a continuation, or has more than `most` new messages.
+        """
+        appended = appended_messages(request, known)
+        if appended is not None:
+            chat, mark = appended
         else:
-            found = continued(request, known)
+            found = continuation(request, known)
             if found is None:
                 return None
             chat, mark = chat_completion(found.fields, self._flags), found.mark
@@ -139,39 +142,42 @@ class LocalTokenizer:
         template = self._template(chat)
         if not _is_separable(chat.messages, template):
             return None
-        if template.content_format == "string" and (said := template.between(chat.messages)) is not None:
-            return self._kept(known, mark, request, known.carry + said + known.tail, known)
-        # As many messages as there are new ones: their text stands between the same head and tail.
+        if template.content_format == "string" and (plain := template.between(chat.messages)) is not None:
+            return self._encode_and_store(known, mark, request, known.carry + plain + known.tail, known)
+        # Render the new messages alone: their text is between the same head and tail as in the whole chat.
         text = render_chat(chat, template) if chat.messages else "".join(template.around(**_arguments(chat)))
-        return self._kept(known, mark, request, known.carry + text[known.head :], known)
+        return self._encode_and_store(known, mark, request, known.carry + text[known.head :], known)
 
-    def _kept(
+    def _encode_and_store(
         self,
         known: CachedConversation,
         mark: Mark,
         request: InferenceRequest,
         text: str,
-        instead: CachedConversation | None,
+        replaces: CachedConversation | None,
     ) -> PromptIds:
-        """The ids of `known.ids` and `text`, which ends with the template's tail; what nothing that may
-        follow can change of them is remembered."""
+        """The ids of `known.ids` followed by those of `text`, which ends with the template's tail.
+
+        Caches the chat with the ids that later messages cannot change.
+        """
         segments = self._files.cutter.segments(text)
         end = len(text) - len(known.tail)
-        # A segment begins where it does whatever follows `end`, if that is too far away to be looked at.
-        limit, settled, start = end - self._files.cutter.reach, 0, 0
+        # The text after `end` changes with the next turn. A cut depends on at most `reach` characters after
+        # it, so a cut at or before `limit` is final, and so are all segments before the last such cut.
+        limit, final, start = end - self._files.cutter.reach, 0, 0
         place = 0
         for number, segment in enumerate(segments):
             if place > limit:
                 break
-            settled, start = number, place
+            final, start = number, place
             place += len(segment)
         parts = self._parts(segments)
-        first = known.ids.extended(joined(parts[:settled])) if settled else known.ids
-        if instead is None or mark != instead.mark:
+        first = known.ids.extended(joined(parts[:final])) if final else known.ids
+        if replaces is None or mark != replaces.mark:
             body, seen = request.body, request.seen
-            kept = CachedConversation(
+            stored = CachedConversation(
                 mark,
-                known.body_to(mark[0], body),
+                known.body_parts(mark[0], body),
                 body[mark[0] :],
                 known.before,
                 known.chat,
@@ -182,13 +188,13 @@ class LocalTokenizer:
                 first,
                 None if seen is None else ref(seen.becomes or seen.beginning),
             )
-            self._conversations.keep(kept, instead)
-        return PromptIds(first, joined(parts[settled:]), known.ids)
+            self._conversations.store(stored, replaces)
+        return PromptIds(first, joined(parts[final:]), known.ids)
 
     def _parts(self, segments: Sequence[str]) -> list[TokenIds]:
         try:
             return self._cache.encode_each(segments, self._files.encoder.encode)
-        except (UnicodeEncodeError, TypeError):  # a lone surrogate, from an escape inside arguments
+        except (UnicodeEncodeError, TypeError):  # a lone surrogate, from an escape in a tool call's arguments
             raise Inexact(TokensReason.UNREADABLE) from None
 
     def _encoded(self, text: str, how: Chat | Plain) -> TokenIds:
@@ -200,7 +206,7 @@ class LocalTokenizer:
         before, after = self._files.added_around
         if how.truncate_to is None or how.truncation_side is not None:
             return truncated(before + ids + after, how.truncate_to, how.truncation_side)
-        # Without a side of its own the tokenizer truncates, and it keeps what it adds.
+        # Without a `truncation_side` the tokenizer truncates, and it keeps the special tokens that it adds.
         room = how.truncate_to - len(before) - len(after)
         if room <= 0:
             raise Inexact(TokensReason.TRUNCATION)
@@ -208,15 +214,15 @@ class LocalTokenizer:
 
 
 def _is_separable(messages: Sequence[Any], template: ChatTemplate) -> bool:
-    """Whether these messages are rendered one by one. Where a template does not know developers, messages
-    of theirs move others."""
+    """Whether the template renders these messages one by one."""
+    # If the template does not know the role "developer", such a message changes the order of the others.
     return template.is_separable and (
         template.knows_developer or all(message.get("role") != "developer" for message in messages)
     )
 
 
 def _arguments(chat: Chat) -> dict[str, Any]:
-    """Of the template, but for the messages."""
+    """The template's arguments except the messages."""
     kwargs = {"add_generation_prompt": False, **chat.kwargs, "tools": chat.tools}
     kwargs.pop("continue_final_message", None)
     return kwargs

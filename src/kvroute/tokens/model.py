@@ -1,8 +1,8 @@
-"""A model's tokenizer and chat templates, from the files that came with it.
+"""Loads a model's tokenizer and chat templates from the model's files.
 
-transformers 5 reads the same files; the parts of its rules that change token ids are kept here:
-which template wins, and which tokens tokenizer_config.json adds (its `add_bos_token` counts for nothing
-beside a tokenizer.json; what stands around a text is the post-processor's).
+transformers 5 reads the same files. This module follows its rules that change token ids: which template wins,
+and which tokens tokenizer_config.json adds. `add_bos_token` has no effect with a tokenizer.json, because the
+post-processor adds the special tokens around a text.
 """
 
 from __future__ import annotations
@@ -30,14 +30,12 @@ _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token"
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """What tokenizing needs of one model. Read-only, shared by threads.
-
-    `added_around` is None where a text's special tokens are more than some before and some behind it.
-    """
+    """Everything from a model's files that tokenizing needs. Read-only, shared by threads."""
 
     encoder: Encoder
     cutter: Cutter
     added_around: tuple[TokenIds, TokenIds] | None
+    """The special tokens before and after a text; None if the tokenizer changes the text's ids, too."""
     templates: Mapping[str, ChatTemplate] = field(default_factory=dict)
 
     def template(self, has_tools: bool) -> ChatTemplate | None:
@@ -53,11 +51,11 @@ def load_model(
     allow_fastokens: bool = True,
     now: Callable[[], datetime] = datetime.now,
 ) -> ModelFiles:
-    """Read a model's folder: tokenizer.json, tokenizer_config.json, chat templates.
+    """Load a model's folder: tokenizer.json, tokenizer_config.json, chat templates.
 
-    Raises UnusableModel. Takes up to seconds for a large vocabulary, so belongs in a thread.
+    Raises UnusableModel. Takes up to seconds for a large vocabulary, so call it in a thread.
     """
-    # Encoding is spread over requests already; a pool of its own would compete with the event loop.
+    # Requests already run in several threads; the tokenizer's own pool would compete with the event loop.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     config = _json_object(folder / "tokenizer_config.json")
     for name, value in _json_object(folder / "special_tokens_map.json").items():
@@ -86,7 +84,7 @@ def load_model(
 
 
 def _json_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; empty where there is no such file."""
+    """The JSON object in a file; empty if the file does not exist."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -129,7 +127,7 @@ def _added_token(token: Mapping[str, Any]) -> AddedToken:
 
 
 def _text(token: Any) -> str:
-    """A special token's text, written plainly or as an object."""
+    """The text of a special token that is given as a string or as an object."""
     return str(token.get("content", "") if isinstance(token, dict) else token)
 
 
@@ -147,7 +145,7 @@ def _templates(
 
 
 def _sources(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Template texts by name; files of their own win over tokenizer_config.json."""
+    """Template texts by name. Template files win over tokenizer_config.json."""
     sources: dict[str, str] = {}
     inside = config.get("chat_template")
     if isinstance(inside, str):

@@ -1,4 +1,4 @@
-"""What can be set about knowing a prompt's token ids."""
+"""The options of exact token ids, and the reasons why a prompt has none."""
 
 from __future__ import annotations
 
@@ -10,17 +10,19 @@ from kvroute.errors import KvrouteError
 from kvroute.options import Options, Switch, option
 
 ContentFormat = Literal["string", "openai"]
-"""What a chat template gets as the content of a message: one string, or a list of parts."""
+"""The form of a message's content in a chat template: one string, or a list of parts ("openai")."""
 
 
 class TokensOptions(Options):
-    """Exact token ids, for strategies that want them (`kvaware`). Model files are read where they are at
-    hand and give the workers' own ids on sample requests; else the workers are asked."""
+    """Exact token ids, for strategies that need them.
+
+    The model's files are used if they are available and give the workers' ids for sample requests; otherwise
+    a worker tokenizes.
+    """
 
     models: dict[str, Path] = option(
-        description="Folder with `tokenizer.json` and `tokenizer_config.json` by model name. A model that is "
-        "not named is looked for where its worker has it (`root` in `/v1/models`) and in the Hugging Face "
-        "cache.",
+        description="Folder with `tokenizer.json` and `tokenizer_config.json` by model name. For other "
+        "models the worker's folder (`root` in `/v1/models`) and the Hugging Face cache are searched.",
         default_factory=dict,
     )
     threads: int = option(
@@ -28,16 +30,16 @@ class TokensOptions(Options):
     )
     deadline_ms: float = option(
         50.0,
-        "How long every request may wait for its prompt's tokens; after its deadline a request is routed on "
-        "the approximate view. Long prompts may wait longer: see `deadline_share`.",
+        "Longest wait of a request for its prompt's token ids; after that the request is routed by the route "
+        "history. Long prompts may wait longer: see `deadline_share`.",
         unit="ms",
         gt=0,
         higher="more prompts are routed exactly on a busy machine",
-        lower="first tokens of short prompts are never late because of tokenizing",
+        lower="tokenizing delays first tokens of short prompts less",
     )
     max_deadline_ms: float = option(
         1000.0,
-        "Longest wait for a prompt's tokens, however long the prompt is; `deadline_ms` where that is longer.",
+        "Longest wait for the token ids of a prompt of any length, if it is longer than `deadline_ms`.",
         unit="ms",
         gt=0,
         higher="very long new prompts are routed exactly",
@@ -45,75 +47,77 @@ class TokensOptions(Options):
     )
     deadline_share: float = option(
         0.25,
-        "A request may wait for its tokens for this share of its prompt's prefill time (`routing.costs`), "
-        "which is what routing it without them is taken to cost on average. 0: all wait for `deadline_ms`.",
+        "A request may wait for its token ids for this share of its prompt's prefill time (`routing.costs`): "
+        "the average cost of a decision without them. 0: every request waits for `deadline_ms`.",
         ge=0,
         le=1,
-        higher="long prompts wait longer before the approximate view decides",
-        lower="long prompts are routed on the approximate view sooner",
+        higher="long prompts wait longer before the route history decides",
+        lower="long prompts are routed by the route history sooner",
     )
     cache_mib: int = option(
         64,
-        "Texts whose tokens are remembered, per model: a conversation's next turn tokenizes what is new.",
+        "Cache of tokenized texts per model, so that only the new part of a conversation is tokenized.",
         unit="MiB",
         ge=1,
         higher="more conversations stay cheap",
         lower="less memory",
     )
     fastokens: Annotated[bool, Switch] = option(
-        True, "Use fastokens, where it is installed and gives the ids of the model's own tokenizer."
+        True, "Use fastokens, if it is installed and gives the ids of the model's own tokenizer."
     )
     chat_template_kwargs: dict[str, Any] = option(
-        description="What the workers got as `--default-chat-template-kwargs`.", default_factory=dict
+        description="The workers' `--default-chat-template-kwargs`.", default_factory=dict
     )
     content_format: ContentFormat | None = option(
-        None, "What the workers got as `--chat-template-content-format`; unset: found out as vLLM does."
+        None, "The workers' `--chat-template-content-format`; unset: detected by vLLM's rules."
     )
     tools_dropped_for_none: Annotated[bool, Switch] = option(
         False, "Whether the workers run with `--exclude-tools-when-tool-choice-none`."
     )
     recheck_s: float = option(
         30.0,
-        "Pause before a model that could not be tokenized is tried again.",
+        "Pause before a retry for a model that could not be tokenized.",
         unit="s",
         gt=0,
         higher="fewer attempts",
-        lower="exact routing begins sooner",
+        lower="exact routing starts sooner",
     )
 
 
 class TokensReason(StrEnum):
+    """Why a prompt has no exact token ids. A metric label, so the set of values is fixed."""
+
     LATE = "late"
-    """The deadline passed."""
+    """The deadline has passed."""
     BUSY = "busy"
-    """Too much waits for the tokenizer's threads already."""
+    """Too many prompts wait for the tokenizer's threads."""
     NO_SOURCE = "no_source"
-    """Nothing can tokenize for this model: no files of it, and no worker that answers."""
+    """The model has no token source: no files, and no worker that answers."""
     WORKER_FAILED = "worker_failed"
-    """The worker that was asked refused or broke off."""
+    """The worker refused to tokenize, or its answer was incomplete."""
     UNREADABLE = "unreadable"
-    """The body is not what its endpoint takes."""
+    """The body is invalid for its endpoint."""
     STRUCTURE = "structure"
-    """A large body of too many JSON values, beside its texts, to be decoded as a whole."""
+    """A large body with too many JSON values besides its texts to be decoded in one step."""
     MEDIA = "media"
-    """Images, audio, video or embeddings: their token ids are placeholders that say nothing."""
+    """Images, audio, video or embeddings: their token ids are placeholders without the content."""
     REQUEST_TEMPLATE = "request_template"
-    """The request brings a chat template of its own."""
+    """The request contains its own chat template."""
     NO_TEMPLATE = "no_template"
     TEMPLATE_REFUSED = "template_refused"
-    """The chat template cannot render this conversation; the worker will say so."""
+    """The chat template cannot render this conversation; the worker will answer with an error."""
     TRUNCATION = "truncation"
-    """What remains depends on something only the worker knows, such as its context length."""
+    """The truncated prompt depends on something that only the worker knows, such as its context length."""
     STORED_RESPONSE = "stored_response"
-    """The conversation continues a response that only its worker keeps."""
+    """The conversation continues a response that only its worker has stored."""
     FAILED = "failed"
-    """Tokenizing failed on our side, which is a defect: the log has it."""
+    """Tokenizing failed because of a defect in kvroute; the log has the error."""
     UNSUPPORTED = "unsupported"
-    """A field or an endpoint that changes the prompt in a way not rendered here."""
+    """A field or an endpoint changes the prompt in a way that kvroute does not render."""
 
 
 class Inexact(KvrouteError):
-    """The token ids of a prompt cannot be told exactly. Raised and caught inside `tokens` only."""
+    """A prompt has no exact token ids, for this `reason`. Raised and caught inside `tokens` only."""
 
     def __init__(self, reason: TokensReason) -> None:
         super().__init__(reason.value)
@@ -121,4 +125,4 @@ class Inexact(KvrouteError):
 
 
 class UnusableModel(KvrouteError):
-    """A model's folder does not hold what tokenizing needs; the text says what is wrong."""
+    """A model's folder lacks something that tokenizing needs; the text names it."""

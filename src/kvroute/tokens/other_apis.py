@@ -1,4 +1,7 @@
-"""Anthropic Messages bodies as chats, by vLLM 0.32's rules (entrypoints/anthropic/serving.py)."""
+"""Converts bodies of /v1/messages (Anthropic) and /v1/responses to chats, by vLLM 0.32's rules.
+
+Source for /v1/messages: entrypoints/anthropic/serving.py.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +18,10 @@ _EFFORTS = ("low", "medium", "high", "xhigh", "max")
 
 
 def messages_request(body: Mapping[str, Any], flags: EngineFlags, template: ChatTemplate | None) -> Chat:
-    """The chat that vLLM makes of the body.
+    """The chat that vLLM builds from a body of /v1/messages. Raises Inexact.
 
-    Two of its rules look at the chat template; without one, bodies that they concern are not told.
-    Raises Inexact.
+    Two of vLLM's rules depend on the chat template. Without a template, bodies under these rules raise
+    Inexact.
     """
     turns = objects(body.get("messages"))
     system = [text for text in _system_texts(body.get("system")) if text]
@@ -63,7 +66,7 @@ def _effort(body: Mapping[str, Any], template: ChatTemplate | None) -> str | Non
 
 
 def _least_effort(template: ChatTemplate) -> str:
-    """What vLLM sends for disabled thinking: "low" where the template does not know "none"."""
+    """vLLM's effort for disabled thinking: "none", or "low" if the template does not know "none"."""
 
     def probe(effort: str) -> str | None:
         message: Message = {"role": "user", "content": "Hi"}
@@ -95,7 +98,7 @@ def _block_texts(blocks: Any) -> Iterator[str]:
 
 
 def _joined(turn: Message) -> str:
-    """The text of a system message in the middle of a conversation."""
+    """The text of a system message within a conversation."""
     content = turn.get("content")
     if isinstance(content, str):
         return "" if content.startswith(_BILLING_LINE) else content
@@ -103,7 +106,7 @@ def _joined(turn: Message) -> str:
 
 
 def _turn(turn: Message) -> Iterator[Message]:
-    """The messages of one turn: its tool results first, each a message of its own."""
+    """The chat messages of one turn: first one message per tool result, then the rest."""
     role, content = turn.get("role"), turn.get("content")
     if isinstance(content, str):
         yield {"role": role, "content": content}
@@ -124,7 +127,7 @@ def _turn(turn: Message) -> Iterator[Message]:
                     "arguments": json.dumps(block.get("input") or {}),
                     "name": block.get("name") or "",
                 }
-                # An id is made up where there is none; few templates show it.
+                # vLLM generates a missing id; few templates print it.
                 calls.append({"id": block.get("id") or "", "function": function, "type": "function"})
             case "tool_result" if role == "user":
                 yield from _tool_result(block)
@@ -170,18 +173,18 @@ def _tool(tool: Message) -> Message:
     schema = tool.get("input_schema")
     if not isinstance(schema, dict):
         raise Inexact(TokensReason.UNREADABLE)
-    # The default goes to the end, as vLLM adds it to what the client sent.
+    # The default type is the last field, because vLLM adds it to the client's fields.
     parameters = schema if "type" in schema else {**schema, "type": "object"}
     return tool_schema({**tool, "parameters": parameters})
 
 
 _UNFINISHED = ("in_progress", "incomplete")
 _SHIMMED_TOOLS = ("namespace", "custom")
-"""Tools that vLLM rewrites into functions of its own making."""
+"""Tools that vLLM rewrites into functions."""
 
 
 def responses_request(body: Mapping[str, Any], flags: EngineFlags) -> Chat:
-    """The chat that vLLM makes of the body. Raises Inexact."""
+    """The chat that vLLM builds from a body of /v1/responses. Raises Inexact."""
     if body.get("previous_response_id") is not None:
         raise Inexact(TokensReason.STORED_RESPONSE)
     if body.get("truncation") not in (None, "disabled"):
@@ -210,7 +213,7 @@ def responses_request(body: Mapping[str, Any], flags: EngineFlags) -> Chat:
             reasoning.get("effort") if isinstance(reasoning, dict) else None,
             flags,
         ),
-        # Unlike the other chat endpoints; a template's BOS is followed by another one.
+        # Unlike the other chat endpoints: the BOS token of a template is followed by a second one.
         add_special_tokens=True,
     )
 
@@ -233,7 +236,7 @@ def _tools(body: Mapping[str, Any], flags: EngineFlags) -> list[Message] | None:
 
 
 def _add(item: Message, messages: list[Message]) -> None:
-    """Append the item's message, or complete the assistant's message before it."""
+    """Append the item's message, or add the item to the assistant's message before it."""
     before = messages[-1] if messages and messages[-1]["role"] == "assistant" else None
     kind = item.get("type", "message")
     if kind == "function_call":
@@ -265,7 +268,7 @@ def _add(item: Message, messages: list[Message]) -> None:
 
 
 def _as_chat_parts(content: Any) -> Any:
-    """Parts under the name that chat completions know too; both are text and nothing else."""
+    """Parts with the type name of chat completions: `input_text` and `text` have the same meaning."""
     if not isinstance(content, list):
         return content
     return [

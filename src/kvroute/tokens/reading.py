@@ -1,4 +1,4 @@
-"""What of a request's body becomes its prompt: a chat to render, texts to encode, or ids as they are."""
+"""Reads the prompt from a request's body: a chat to render, texts to encode, or token ids."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from kvroute.tokens.other_apis import messages_request, responses_request
 from kvroute.tokens.template import ChatTemplate
 
 TokenIds: TypeAlias = "array[int]"
-"""Of type code "I": 4 bytes a token, ready to be hashed."""
+"""An array of type code "I": 4 bytes per token, in the form that is hashed."""
 _MOST_VALUES = 262_144
-_OF_IDS = ("suffix", "prompt_embeds", "truncate_prompt_tokens", "truncation_side")
+_FIELDS_BESIDE_IDS = ("suffix", "prompt_embeds", "truncate_prompt_tokens", "truncation_side")
 PickTemplate = Callable[[bool], ChatTemplate | None]
-"""The template for a chat with (True) or without tools."""
+"""has tools -> the model's chat template for such chats."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plain:
-    """Prompts of a completion: all texts or all ids."""
+    """The prompts of a completion: either texts or token ids."""
 
     texts: tuple[str, ...] = ()
     ids: tuple[TokenIds, ...] = ()
@@ -36,7 +36,7 @@ class Plain:
 
 
 def read(request: InferenceRequest, flags: EngineFlags, pick: PickTemplate) -> Chat | Plain:
-    """Raises Inexact. About 0.2 ms for a chat of 130 KB."""
+    """Read the prompt. Raises Inexact. Takes about 0.2 ms for a chat of 130 KB."""
     if request.fields is None:
         raise Inexact(TokensReason.UNREADABLE)
     reader = _READERS.get(request.endpoint.path)
@@ -57,8 +57,8 @@ def read(request: InferenceRequest, flags: EngineFlags, pick: PickTemplate) -> C
 
 
 def _is_simple(request: InferenceRequest) -> bool:
-    """Whether a large body is decoded in some 30 ms, in which no other thread runs: what it has much of is
-    text."""
+    """Whether a large body is mostly text, so that it can be decoded in about 30 ms."""
+    # No other thread runs during the decoding.
     values = separators(request.body)
     if values <= _MOST_VALUES:
         return True
@@ -71,9 +71,9 @@ def _is_simple(request: InferenceRequest) -> bool:
 
 
 def _known_ids(request: InferenceRequest) -> Plain:
-    """The same as `_completion` of a large body, whose ids have been read already."""
+    """As `_completion`, for a large body whose token ids have been parsed already."""
     fields = request.fields or {}
-    body = {name: msgspec.json.decode(fields[name]) for name in _OF_IDS if name in fields}
+    body = {name: msgspec.json.decode(fields[name]) for name in _FIELDS_BESIDE_IDS if name in fields}
     _refuse_embeds(body)
     return Plain(
         ids=tuple(array("I", prompt.data) for prompt in request.prompts or ()),
@@ -146,10 +146,10 @@ def _prompts(prompt: Any) -> tuple[tuple[str, ...], tuple[TokenIds, ...]]:
 
 
 def truncated(ids: TokenIds, keep: Any, side: Any) -> TokenIds:
-    """The ids that `truncate_prompt_tokens` leaves; vLLM's generating workers keep the last ones."""
+    """The ids after `truncate_prompt_tokens`. vLLM's generating workers keep the last ones by default."""
     if keep is None:
         return ids
-    if not isinstance(keep, int) or keep <= 0:  # -1 stands for the worker's context length
+    if not isinstance(keep, int) or keep <= 0:  # -1 means the worker's context length
         raise Inexact(TokensReason.TRUNCATION)
     if side not in (None, "left", "right"):
         raise Inexact(TokensReason.UNREADABLE)

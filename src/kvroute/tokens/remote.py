@@ -1,7 +1,7 @@
-"""Token ids from a worker: its `/tokenize`, or its render endpoints where it has them.
+"""Gets token ids from a worker: by its `/tokenize`, or by its render endpoints.
 
-vLLM 0.32: `/tokenize` is always there and takes chats and texts; `/v1/.../render` takes every body as
-it is but answers 403 unless the worker runs with --enable-scale-out (`vllm launch render` always has it).
+vLLM 0.32: every worker has `/tokenize`, for chats and texts. `/v1/.../render` accepts every unchanged body,
+but answers 403 unless the worker runs with --enable-scale-out (`vllm launch render` always does).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class _Tokens(msgspec.Struct):
 class _Rendered(msgspec.Struct):
     token_ids: list[int]
     features: object = None
-    """Media: their hashes and where they stand."""
+    """The hashes and positions of media; None without media."""
 
     def ids(self) -> TokenIds:
         if self.features is not None:
@@ -51,7 +51,7 @@ _decode_rendered_list = msgspec.json.Decoder(list[_Rendered]).decode
 
 
 class RemoteTokenizer:
-    """Asks workers. Stateless; `client` belongs to the caller."""
+    """Requests token ids from workers. Stateless; `client` belongs to the caller."""
 
     def __init__(self, client: httpx.AsyncClient, flags: EngineFlags | None = None) -> None:
         self._client = client
@@ -64,14 +64,14 @@ class RemoteTokenizer:
         model: str,
         url: str,
         endpoint: RemoteEndpoint = RemoteEndpoint.TOKENIZE,
-        deadline_s: float | None = None,
+        timeout_s: float | None = None,
     ) -> tuple[TokenIds, ...]:
-        """The ids of each of the request's prompts, in order. Raises Inexact: LATE after `deadline_s`.
+        """The token ids of the request's prompts, in order. Raises Inexact: LATE after `timeout_s`.
 
-        `model` is the name that the worker at `url` knows.
+        `model` is the model's name on the worker at `url`.
         """
         try:
-            async with asyncio.timeout(deadline_s):
+            async with asyncio.timeout(timeout_s):
                 if endpoint is RemoteEndpoint.RENDER and request.endpoint.path in _RENDERED:
                     return await self._render(request, model, url)
                 prompt = read(request, self._flags, lambda _: None)
@@ -112,7 +112,7 @@ class RemoteTokenizer:
         if kwargs:
             fields["chat_template_kwargs"] = kwargs
         if chat.add_special_tokens and chat.truncate_to is not None and chat.truncation_side is None:
-            raise Inexact(TokensReason.TRUNCATION)  # how many tokens are added, only the tokenizer knows
+            raise Inexact(TokensReason.TRUNCATION)  # only the tokenizer knows how many tokens it adds
         return truncated(await self._tokenize(url, fields), chat.truncate_to, chat.truncation_side)
 
     async def _tokenize_texts(self, prompt: Plain, model: str, url: str) -> tuple[TokenIds, ...]:
@@ -121,12 +121,12 @@ class RemoteTokenizer:
         special = prompt.add_special_tokens
         if special and prompt.truncate_to is not None and prompt.truncation_side is None:
             raise Inexact(TokensReason.TRUNCATION)
-        asked = [{"model": model, "prompt": text, "add_special_tokens": special} for text in prompt.texts]
-        answers = await self._all(url, asked)
+        bodies = [{"model": model, "prompt": text, "add_special_tokens": special} for text in prompt.texts]
+        answers = await self._tokenize_each(url, bodies)
         return tuple(truncated(ids, prompt.truncate_to, prompt.truncation_side) for ids in answers)
 
-    async def _all(self, url: str, asked: Sequence[Mapping[str, Any]]) -> list[TokenIds]:
-        tasks = [asyncio.ensure_future(self._tokenize(url, fields)) for fields in asked]
+    async def _tokenize_each(self, url: str, bodies: Sequence[Mapping[str, Any]]) -> list[TokenIds]:
+        tasks = [asyncio.ensure_future(self._tokenize(url, fields)) for fields in bodies]
         try:
             return list(await asyncio.gather(*tasks))
         finally:
@@ -148,6 +148,8 @@ class RemoteTokenizer:
 
 
 def _refuse_tool_calls(prompt: Chat | Plain) -> None:
-    """`/tokenize` puts a call's fields into another order than `/v1/responses`; a template may show it."""
+    """Raise Inexact for a chat with tool calls."""
+    # `/tokenize` puts the fields of a tool call into another order than `/v1/responses`; a template may print
+    # them.
     if isinstance(prompt, Chat) and any("tool_calls" in message for message in prompt.messages):
         raise Inexact(TokensReason.UNSUPPORTED)

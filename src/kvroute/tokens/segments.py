@@ -1,16 +1,15 @@
-"""Tokenizing only what is new: token ids of the pieces between special tokens, remembered by their text.
+"""Cuts texts into segments at special tokens, and caches the token ids of each segment.
 
-A tokenizer finds its special tokens before anything else and encodes what lies between them piece by
-piece; nothing merges across. So a text cut in front of special tokens encodes to the ids of its
-segments, one after the other, and a segment's ids never depend on what stands before it: the next
-turn of a conversation finds every segment but the last ones, and so does another conversation with
-the same system prompt.
+A tokenizer first finds its special tokens, then encodes each piece between them separately. So the ids of a
+text are the ids of its segments, one after another, if each cut is directly before a special token. A
+segment's ids do not depend on the text before it: the cache has all but the last segments of a conversation's
+next turn, and the first segments of another conversation with the same system prompt.
 
-That holds for tokens matched in the raw text (not `normalized`) that take no whitespace with them and
-need no word boundary. tokenizers 0.23, `AddedVocabulary::extract_and_normalize`: leftmost-longest
-matches of the raw tokens first, then normalizer, pre-tokenizer and model on each piece between. Cuts
-stand in front of such a token and not behind it, because some tokenizers (metaspace, `first`) treat
-the start of a text differently, and a segment that starts with a special token has no such start.
+A cut is possible before a token that is matched in the raw text (not `normalized`), includes no whitespace
+around it, and needs no word boundary (tokenizers 0.23, `AddedVocabulary::extract_and_normalize`:
+leftmost-longest matches of the raw tokens first, then normalizer, pre-tokenizer and model on each piece).
+Cuts are before a token, not after it, because some tokenizers (metaspace, `first`) treat the start of a text
+differently.
 """
 
 from __future__ import annotations
@@ -28,38 +27,39 @@ from kvroute.tokens.reading import TokenIds
 
 Encode = Callable[[str], TokenIds]
 _OVERHEAD_BYTES = 200
-"""Of one entry: its place in the dict, the array object."""
+"""Memory of one cache entry besides text and ids: dict entry, array object."""
 
 
 @dataclass(frozen=True, slots=True)
 class RawToken:
-    """An added token that is matched in the raw text. `is_cut`: a segment may begin with it."""
+    """An added token that is matched in the raw text. `is_cut`: a segment may begin with this token."""
 
     text: str
     is_cut: bool
 
 
 def is_cut(text: str, *, lstrip: bool, rstrip: bool, single_word: bool) -> bool:
-    """Whether a segment may begin with a raw token that is matched in these ways."""
+    """Whether a segment may begin with a raw token with these matching rules."""
     return not (lstrip or rstrip or single_word or re.match(r"[\s\w]", text))
 
 
 class Cutter:
-    """Finds the segments of a text. Stateless.
+    """Cuts a text into segments. Stateless.
 
-    Every raw token takes part in the search, as a token that is no cut may hide one that is. About 1 ms
-    for 100 KB with hundreds of tokens, 0.1 ms with a few.
+    Takes about 1 ms for 100 KB with hundreds of raw tokens, 0.1 ms with a few.
     """
 
     def __init__(self, tokens: Iterable[RawToken]) -> None:
+        # The pattern has all raw tokens: a token that is no cut may contain the text of one that is.
         known = {token.text: token.is_cut for token in tokens if token.text}
         self._cuts = frozenset(text for text, cuts in known.items() if cuts)
         self._pattern = re.compile(_longest_of(known)) if self._cuts else None
         self.reach = max(map(len, known), default=0)
-        """Characters of the longest token: which tokens a place begins is decided by no more of the text."""
+        """Length of the longest raw token in characters. Whether there is a cut at a place depends on at most
+        this number of characters after the place."""
 
     def segments(self, text: str) -> list[str]:
-        """Parts of `text`, in order, that join to it. Each but the first begins with a cut token."""
+        """The segments of `text`, in order. Every segment except the first begins with a cut token."""
         segments, start, cuts = [], 0, self._cuts
         if self._pattern is not None:
             for found in self._pattern.finditer(text):
@@ -72,7 +72,7 @@ class Cutter:
 
 
 def _longest_of(texts: Iterable[str]) -> str:
-    """A pattern that matches the longest of `texts` at a place, with common beginnings written once."""
+    """A pattern that matches the longest of `texts` at a place; common prefixes occur once in it."""
     tree: dict[str, object] = {}
     for text in texts:
         node: dict[str, object] = tree
@@ -98,11 +98,12 @@ def _pattern(tree: Mapping[str, object]) -> str:
 
 
 class SegmentCache:
-    """Token ids by segment, the least recently used forgotten first. Thread-safe.
+    """An LRU cache of token ids by segment, with at most `max_bytes` of text and ids. Thread-safe.
 
-    Mutable: `encode` adds entries and moves them; at most `max_bytes` of text and ids are kept. Texts
-    themselves are the keys: two different segments can never be taken for each other.
+    Mutable: `encode` adds and moves entries.
     """
+
+    # The keys are the texts themselves, not hashes, so two segments are never confused.
 
     def __init__(self, max_bytes: int) -> None:
         self._known = Lru[str, TokenIds](max_bytes, _size)
@@ -116,11 +117,11 @@ class SegmentCache:
         return self._known.weight
 
     def encode(self, segments: Iterable[str], encode: Encode) -> TokenIds:
-        """The ids of the joined segments. `encode` is called once for each one not known."""
+        """The ids of all segments in one array. Calls `encode` once for each segment that is not cached."""
         return joined(self.encode_each(list(segments), encode))
 
     def encode_each(self, segments: Sequence[str], encode: Encode) -> list[TokenIds]:
-        """The same, of each of them; the arrays are the cache's own."""
+        """The ids of each segment. The caller must not change the arrays, which belong to the cache."""
         with self._lock:
             ids = list(map(self._known.get, segments))
         if None in ids:
@@ -140,7 +141,7 @@ class SegmentCache:
 
 
 def joined(parts: Iterable[TokenIds]) -> TokenIds:
-    """All of them in a new array."""
+    """All ids in one new array."""
     ids = array("I")
     for part in parts:
         ids += part

@@ -1,6 +1,6 @@
-"""Chat templates, rendered as transformers 5 and vLLM 0.32 render them, without either.
+"""Renders chat templates with the same result as transformers 5 and vLLM 0.32.
 
-A template is code that comes with the model: it runs in jinja's immutable sandbox.
+A template is code from the model's files, so it runs in jinja's immutable sandbox.
 """
 
 from __future__ import annotations
@@ -24,63 +24,74 @@ from kvroute.tokens.template_analysis import content_format, head_of, message_lo
 ROLES: Final = ("user", "assistant", "tool")
 _CONTENT: Final = "content"
 OF_DICTS: Final = frozenset(dir(dict))
-"""Through which more of a message can be had than one field of it."""
-_OF_A_TYPE: Final = frozenset(
+"""Names of dict methods. They give access to more of a message than one field."""
+_TYPE_TESTS: Final = frozenset(
     ("defined", "undefined", "none", "string", "mapping", "iterable", "sequence", "number")
 )
-"""Tests that are the same for all texts."""
-_PASSED_ON: Final = (nodes.And, nodes.Or)
+"""Jinja tests with the same result for every text."""
+_RETURNS_OPERAND: Final = (nodes.And, nodes.Or)
 _UNDERSTOOD: Final = (
     *(nodes.Const, nodes.TemplateData, nodes.Continue, nodes.List, nodes.Tuple, nodes.Dict, nodes.Pair),
     *(nodes.Getattr, nodes.Getitem, nodes.Slice, nodes.Filter, nodes.Test, nodes.Compare, nodes.Operand),
 )
 _CORE: Final = "text\ue000of\ue001nobody"
 _BLANK: Final = "\x1f"
-_STAND_IN: Final = f"{_BLANK}{_CORE}{_BLANK}"
-"""Begins and ends with what is trimmed."""
+_SAMPLE_TEXT: Final = f"{_BLANK}{_CORE}{_BLANK}"
+"""A text that no template contains, with characters at both ends that `trim` removes."""
 
 
 class Around(NamedTuple):
-    """What stands before and behind a message's text, which loses the blanks around it if `is_trimmed`."""
+    """The text that a template puts before and after a message's text.
+
+    `is_trimmed`: the template removes blanks at both ends of the message's text.
+    """
 
     before: str
-    behind: str
+    after: str
     is_trimmed: bool
 
 
 class _Use(Enum):
-    SHOWN = auto()
-    ASKED = auto()
-    """Whether there is any."""
+    """How a template expression uses a message's text."""
+
+    PRINTED = auto()
+    TESTED = auto()
+    """Whether the text is empty."""
     OTHER = auto()
 
 
 def is_verbatim(loop: nodes.For) -> bool:
-    """Whether the loop over messages shows their texts as they are; their roles decide all else of a message
-    that has only these."""
+    """Whether the loop over messages prints their texts unchanged, and all other output depends on the role.
+
+    This is for messages with a role and a text only.
+    """
     assert isinstance(loop.target, nodes.Name)
-    return all(_is_plain(node, loop.target.name, frozenset(), _Use.OTHER) for node in loop.body)
+    return all(_is_verbatim(node, loop.target.name, frozenset(), _Use.OTHER) for node in loop.body)
 
 
 def around_texts(body_of: Callable[[dict[str, Any]], str]) -> dict[str, Around]:
-    """By role. `body_of` renders a message, without what is before all of them and behind."""
+    """Role -> text around a message. `body_of` renders one message, without the chat's head and tail."""
     found = {}
     for role in ROLES:
         try:
-            body = body_of({"role": role, "content": _STAND_IN})
+            body = body_of({"role": role, "content": _SAMPLE_TEXT})
         except Inexact:
             continue
-        is_trimmed = _STAND_IN not in body
-        parts = body.split(_CORE if is_trimmed else _STAND_IN)
+        is_trimmed = _SAMPLE_TEXT not in body
+        parts = body.split(_CORE if is_trimmed else _SAMPLE_TEXT)
         rest = "".join(parts)
-        if len(parts) == 2 and _CORE not in rest and _BLANK not in rest:  # else trimmed on one side
+        if len(parts) == 2 and _CORE not in rest and _BLANK not in rest:  # otherwise trimmed on one side only
             found[role] = Around(parts[0], parts[1], is_trimmed)
     return found
 
 
-def _is_plain(node: nodes.Node, message: str, bound: frozenset[str], use: _Use) -> bool:
-    """Whether what `node` comes to depends on no more than the message's other fields, but that its text may
-    be in it, if it is for this `use`. `bound` are names of loops inside."""
+def _is_verbatim(node: nodes.Node, message: str, bound: frozenset[str], use: _Use) -> bool:
+    """Whether the result of `node` depends on the message's text only as `use` allows.
+
+    PRINTED: the result may contain the unchanged text; TESTED: it may depend on whether the text is empty;
+    OTHER: it must not depend on the text. In any case it may depend on the message's other fields only.
+    `bound` are the names of inner loops.
+    """
     if isinstance(node, (nodes.Getattr, nodes.Getitem)) and _is_name(node.node, message):
         field = node.attr if isinstance(node, nodes.Getattr) else _constant(node.arg)
         if not isinstance(field, str) or field in OF_DICTS:
@@ -89,42 +100,42 @@ def _is_plain(node: nodes.Node, message: str, bound: frozenset[str], use: _Use) 
     if isinstance(node, nodes.Name):
         return node.name in bound
     if isinstance(node, nodes.For):
-        return _is_plain_loop(node, message, bound)
+        return _is_verbatim_loop(node, message, bound)
 
-    def each(below: list[Any], their: _Use) -> bool:
-        return all(_is_plain(one, message, bound, their) for one in below if one is not None)
+    def each(children: list[Any], their: _Use) -> bool:
+        return all(_is_verbatim(child, message, bound, their) for child in children if child is not None)
 
     if isinstance(node, nodes.Output):
-        return each(node.nodes, _Use.SHOWN)
+        return each(node.nodes, _Use.PRINTED)
     if isinstance(node, nodes.If):
-        return each([node.test], _Use.ASKED) and each([*node.body, *node.elif_, *node.else_], _Use.OTHER)
+        return each([node.test], _Use.TESTED) and each([*node.body, *node.elif_, *node.else_], _Use.OTHER)
     if isinstance(node, nodes.CondExpr):
-        return each([node.test], _Use.ASKED) and each([node.expr1, node.expr2], use)
+        return each([node.test], _Use.TESTED) and each([node.expr1, node.expr2], use)
     if isinstance(node, nodes.Not):
-        return each([node.node], _Use.ASKED)
-    if isinstance(node, _PASSED_ON):
+        return each([node.node], _Use.TESTED)
+    if isinstance(node, _RETURNS_OPERAND):
         return each([node.left, node.right], use)
     if isinstance(node, (nodes.Add, nodes.Concat)):
         parts = [node.left, node.right] if isinstance(node, nodes.Add) else node.nodes
-        return each(parts, _Use.SHOWN if use is _Use.SHOWN else _Use.OTHER)
-    if isinstance(node, nodes.Filter) and use is _Use.SHOWN and node.name == "trim" and not node.args:
+        return each(parts, _Use.PRINTED if use is _Use.PRINTED else _Use.OTHER)
+    if isinstance(node, nodes.Filter) and use is _Use.PRINTED and node.name == "trim" and not node.args:
         return not node.kwargs and each([node.node], use)
-    if isinstance(node, nodes.Test) and node.name in _OF_A_TYPE and not node.args:
-        return each([node.node], _Use.ASKED)
+    if isinstance(node, nodes.Test) and node.name in _TYPE_TESTS and not node.args:
+        return each([node.node], _Use.TESTED)
     return isinstance(node, _UNDERSTOOD) and each(list(node.iter_child_nodes()), _Use.OTHER)
 
 
-def _is_plain_loop(node: nodes.For, message: str, bound: frozenset[str]) -> bool:
+def _is_verbatim_loop(node: nodes.For, message: str, bound: frozenset[str]) -> bool:
     targets = [node.target, *node.target.find_all(nodes.Name)]
     names = {target.name for target in targets if isinstance(target, nodes.Name)}
     if message in names or node.recursive:
         return False
     inside = bound | names | {"loop"}
     return (
-        _is_plain(node.iter, message, bound, _Use.OTHER)
-        and (node.test is None or _is_plain(node.test, message, bound | names, _Use.OTHER))
-        and all(_is_plain(one, message, inside, _Use.OTHER) for one in node.body)
-        and all(_is_plain(one, message, bound, _Use.OTHER) for one in node.else_)
+        _is_verbatim(node.iter, message, bound, _Use.OTHER)
+        and (node.test is None or _is_verbatim(node.test, message, bound | names, _Use.OTHER))
+        and all(_is_verbatim(child, message, inside, _Use.OTHER) for child in node.body)
+        and all(_is_verbatim(child, message, bound, _Use.OTHER) for child in node.else_)
     )
 
 
@@ -139,16 +150,15 @@ def _constant(node: nodes.Node) -> Any:
 Message = dict[str, Any]
 
 _TAG = "CONTINUE_FINAL_MESSAGE_TAG "
-# What rendering can raise besides jinja's own errors: templates index, add and call what clients sent.
+# Jinja's own errors, and those of template code that indexes, adds and calls values from clients.
 _RENDER_ERRORS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
 
 
 class ChatTemplate:
-    """One chat template. Stateless once built; rendering may run in any thread.
+    """One compiled chat template. Immutable; may render in any thread.
 
-    `variables` are set in every rendering (the names of special tokens); `now` is what
-    `strftime_now` in a template reads. Raises `jinja2.TemplateSyntaxError` for a text that is no
-    template.
+    `variables` are set in every rendering (the special tokens); `now` is the clock of a template's
+    `strftime_now`. The constructor raises `jinja2.TemplateSyntaxError` for an invalid template.
     """
 
     def __init__(
@@ -188,7 +198,7 @@ class ChatTemplate:
         continue_final_message: bool | str = False,
         **kwargs: Any,
     ) -> str:
-        """The prompt's text. Raises Inexact where transformers would refuse."""
+        """The rendered text of a chat. Raises Inexact for a chat that transformers refuses."""
         chat = list(messages)
         if not chat or (continue_final_message and add_generation_prompt):
             raise Inexact(TokensReason.TEMPLATE_REFUSED)
@@ -201,8 +211,11 @@ class ChatTemplate:
 
     @property
     def is_separable(self) -> bool:
-        """Whether the text of every chat is a head, then each message's own text, then a tail, where head and
-        tail depend on everything but the messages."""
+        """Whether the template renders message by message.
+
+        The text of every chat is then a head, one part per message, and a tail. Head and tail do not depend
+        on the messages; a part depends on its message only.
+        """
         return self._head is not None
 
     def around(
@@ -213,7 +226,7 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         **kwargs: Any,
     ) -> tuple[str, str]:
-        """Head and tail of chats with these arguments; of a separable template only. Raises Inexact."""
+        """Head and tail of chats with these arguments. Requires `is_separable`. Raises Inexact."""
         assert self._head is not None
         head, whole = (
             self._rendered(template, kwargs, [], tools, documents, add_generation_prompt)
@@ -222,15 +235,17 @@ class ChatTemplate:
         return head, whole[len(head) :]
 
     def between(self, messages: Sequence[Message]) -> str | None:
-        """What `render` has of these messages between head and tail, where they are of a role and a text that
-        is shown as it is; None where it is not known to be. Of a separable template only."""
+        """The rendered text of these messages without head and tail. Requires `is_separable`.
+
+        None unless every message has a role and a text only, and the template prints such texts unchanged.
+        """
         parts: list[str] = []
         for message in messages:
             role, text = message.get("role"), message.get("content")
             around = self._around.get(role) if isinstance(role, str) and len(message) == 2 else None
             if around is None or not text or not isinstance(text, str):
                 return None
-            parts += (around.before, text.strip() if around.is_trimmed else text, around.behind)
+            parts += (around.before, text.strip() if around.is_trimmed else text, around.after)
         return "".join(parts)
 
     def _body_of(self, message: Message) -> str:
@@ -256,14 +271,14 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt,
         }
         try:
-            # As `template.render`, without a copy of them and its own way to tell where an error is.
+            # As `template.render`, without its copy of the variables and its rewriting of tracebacks.
             context = template.new_context(variables, shared=True)
             return "".join(template.root_render_func(context))
         except (*_RENDER_ERRORS, RecursionError):
             raise Inexact(TokensReason.TEMPLATE_REFUSED) from None
 
     def _marked(self, chat: list[Message], field: str) -> tuple[list[Message], str]:
-        """The chat with a tag behind its last text, and that text."""
+        """The chat with a tag after its last text, and that text."""
         final = deepcopy(chat[-1])
         content = final.get(field)
         if content is None or field not in self._source:
@@ -279,10 +294,10 @@ class ChatTemplate:
         raise Inexact(TokensReason.TEMPLATE_REFUSED)
 
     def _takes_later_system(self) -> bool:
-        """vLLM's probe for /v1/messages: system messages of later turns move to the front if this fails."""
+        """vLLM's probe for /v1/messages. If it fails, vLLM moves later system messages to the front."""
         chat = [{"role": role, "content": "t"} for role in ("system", "user") * 2]
         try:
-            # Without this environment's own functions, as vLLM's probe (calling one of them fails too).
+            # As vLLM's probe, without this environment's functions: a template that calls one fails, too.
             plain = ImmutableSandboxedEnvironment(
                 trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
             )
@@ -295,7 +310,7 @@ class ChatTemplate:
 
 
 def _cut_at_tag(text: str, continued: str) -> str:
-    """What stands before the tag; transformers' rule for templates that trim the message's end."""
+    """The text before the tag, by transformers' rule for templates that trim the message's end."""
     tag = _TAG.strip()
     if continued.strip() not in text or tag not in text:
         raise Inexact(TokensReason.TEMPLATE_REFUSED)
@@ -320,8 +335,10 @@ def _raise_exception(message: str) -> None:
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """Looks names up in messages and their parts, of which most ask for some that are not there, without two
-    exceptions for each of those. With the same result."""
+    """The sandbox, with a faster lookup of fields in messages and their parts."""
+
+    # Jinja's lookup raises and catches two exceptions for each missing field, and most templates read fields
+    # that messages do not have. The results are the same.
 
     def getitem(self, obj: Any, argument: Any) -> Any:
         if type(obj) is dict and type(argument) is str and argument not in OF_DICTS:
@@ -337,15 +354,15 @@ class _Environment(ImmutableSandboxedEnvironment):
 
 
 def _from_string(environment: ImmutableSandboxedEnvironment, source: str | nodes.Template) -> Template:
-    """A template whose names that are everybody's are in one dict: jinja's chain of them is walked in Python
-    for each rendering."""
+    """A template with all global names in one dict."""
+    # Jinja's own chain of dicts is searched in Python code for each rendering.
     template = environment.from_string(source)
     template.globals = dict(template.globals)
     return template
 
 
 class _GenerationBlock(Extension):
-    """`{% generation %}...{% endgeneration %}` marks what an assistant said; it renders as its body."""
+    """`{% generation %}...{% endgeneration %}` marks an assistant's text; it renders as its body."""
 
     tags = {"generation"}  # noqa: RUF012 (jinja's contract)
 

@@ -1,8 +1,8 @@
-"""Does a chat template want a message's content as one string, or as a list of parts?
+"""Analyses the syntax tree of a chat template: form of contents, and rendering message by message.
 
-vLLM 0.32 (renderers/hf.py) decides by the template's syntax tree: a template that loops over the
-content of a message gets parts ("openai"), all others a string. Deciding otherwise than the engine
-changes the tokens, so the same loops count here, in the same order.
+vLLM 0.32 (renderers/hf.py) passes contents as lists of parts ("openai") to a template that loops over the
+content of a message, and as strings to all others. Another decision would change the token ids, so the same
+loops count here, in the same order.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kvroute.tokens.options import ContentFormat
 
 
 class _UnknownShape(Exception):
-    """A loop or an assignment with several targets, which the engine takes as no answer at all."""
+    """A loop or an assignment with several targets. The engine's analysis gives no result for it."""
 
 
 def content_format(template: nodes.Template) -> ContentFormat:
@@ -37,7 +37,7 @@ def _reads_key(node: nodes.Node, name: str, key: str) -> bool:
 
 
 def _stems_from(node: nodes.Node | None, name: str, key: str | None = None) -> bool:
-    """`name` (or its `key`), also behind filters, tests and slices."""
+    """Whether `node` is `name` (or its `key`), possibly with filters, tests and slices."""
     while True:
         if isinstance(node, nodes.Filter | nodes.Test) or (
             isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice)
@@ -56,7 +56,7 @@ def _target(node: nodes.Node) -> str:
 
 
 def _names_of(template: nodes.Template, variable: str) -> Iterator[str]:
-    """`variable` and every name that it or a part of it is assigned to."""
+    """`variable`, and every name to which the template assigns it or a slice of this value."""
     yield variable
     waiting = [variable]
     while waiting:
@@ -104,7 +104,7 @@ def _content_loops(template: nodes.Template) -> Iterator[nodes.For]:
 def _content_parameters(
     template: nodes.Template, macro: nodes.Macro, is_content: Callable[[nodes.Node], bool]
 ) -> set[str]:
-    """The parameters of `macro` that are given a message's content anywhere in the template."""
+    """The parameters of `macro` that get a message's content in any call in the template."""
     names = [argument.name for argument in macro.args]
     found: set[str] = set()
     for call in template.find_all(nodes.Call):
@@ -119,8 +119,9 @@ def _content_parameters(
 
 
 _MESSAGES: Final = "messages"
-# All that may occur anywhere. Not here, among others: `break` (it ends the loop over messages), attributes
-# that are assigned to (namespaces carry what one message left to the next), blocks and other templates.
+# Node types that a separable template may contain. Not included, among others: `break` (it ends the loop over
+# messages), assignment to attributes (a namespace carries state from one message to the next), blocks, and
+# includes of other templates.
 _UNDERSTOOD: Final = frozenset(
     (
         *(
@@ -139,16 +140,18 @@ _UNDERSTOOD: Final = frozenset(
         *(nodes.Neg, nodes.Pos),
     )
 )
-# Not the same whenever they are asked (the time, chance), or with a memory of their own.
-_UNSTEADY_NAMES: Final = frozenset(
+# Names whose value changes between calls (time, chance) or that have state.
+_NONDETERMINISTIC_NAMES: Final = frozenset(
     ("strftime_now", "cycler", "joiner", "namespace", "lipsum", "self", "caller", "varargs", "kwargs")
 )
-_UNSTEADY_FILTERS: Final = frozenset(("random",))
+_NONDETERMINISTIC_FILTERS: Final = frozenset(("random",))
 
 
 def head_of(template: nodes.Template) -> nodes.Template | None:
-    """What the template does before its loop over `messages`, as a template of its own; None unless it
-    renders message by message. `template` stays as it is."""
+    """The part before the loop over `messages`, as a template; None unless it renders message by message.
+
+    Does not change `template`.
+    """
     body = list(template.body)
     loops = message_loops(template)
     if len(loops) != 1:
@@ -158,7 +161,7 @@ def head_of(template: nodes.Template) -> nodes.Template | None:
         return None
     if sum(name.name == _MESSAGES for name in template.find_all(nodes.Name)) != 1:
         return None
-    if any(_of_this_loop(node) for node in body):
+    if any(_reads_message_loop(node) for node in body):
         return None
     head = nodes.Template(body[: body.index(loop)], lineno=1)
     if template.environment is not None:
@@ -167,7 +170,7 @@ def head_of(template: nodes.Template) -> nodes.Template | None:
 
 
 def message_loops(template: nodes.Template) -> list[nodes.For]:
-    """The loops over `messages` that are in no other block; a template with a head has one."""
+    """The loops over `messages` at the top level of the template. A separable template has exactly one."""
     return [node for node in template.body if isinstance(node, nodes.For) and _is_message_loop(node)]
 
 
@@ -187,18 +190,19 @@ def _is_understood(node: nodes.Node) -> bool:
     if type(node) not in _UNDERSTOOD:
         return False
     if isinstance(node, nodes.Name):
-        return node.name not in _UNSTEADY_NAMES
-    return not (isinstance(node, nodes.Filter) and node.name in _UNSTEADY_FILTERS)
+        return node.name not in _NONDETERMINISTIC_NAMES
+    return not (isinstance(node, nodes.Filter) and node.name in _NONDETERMINISTIC_FILTERS)
 
 
-def _of_this_loop(node: nodes.Node) -> bool:
-    """Whether `loop` stands for the loop over messages in `node` or below: how many there are, which one it
-    is. In a loop inside the body the name is that loop's, but not in what is looped over."""
+def _reads_message_loop(node: nodes.Node) -> bool:
+    """Whether `node` reads the variable `loop` of the loop over messages, such as `loop.index`."""
+    # In the body of an inner loop, `loop` is the inner loop's variable; in its iterable it is the outer
+    # one's.
     return any(name.name == "loop" for name in _outer_names(node))
 
 
 def _outer_names(node: nodes.Node) -> Iterator[nodes.Name]:
-    """Names in `node` and below, but for those in the bodies of other loops than the one over messages."""
+    """The names in `node` and its children, without the bodies of inner loops."""
     if isinstance(node, nodes.Name):
         yield node
     if isinstance(node, nodes.For) and not _is_message_loop(node):
