@@ -46,8 +46,8 @@ def test_different_hashes_are_logged_as_an_error(
     assert rig.controller.trust(1) is MapTrust.NONE
     (problem,) = rig.controller.problems()
     assert "PYTHONHASHSEED must be 0" in problem
-    (said,) = [record for record in caplog.records if record.levelno == logging.ERROR]
-    assert said.getMessage() == problem
+    (record,) = [each for each in caplog.records if each.levelno == logging.ERROR]
+    assert record.getMessage() == problem
 
     # The worker is started again with the right seed.
     right = worker_of(rig)

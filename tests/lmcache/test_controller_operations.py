@@ -101,7 +101,7 @@ def test_a_worker_that_leaves_loses_its_chunks(rig: Any, worker: Any) -> None:
 
 
 def test_messages_of_lmcache_0_3_are_accepted(rig: Any, worker_of: Any) -> None:
-    who = {"instance_id": "a", "worker_id": 0}
+    sender = {"instance_id": "a", "worker_id": 0}
     for fields in (
         {"type": "RegisterMsg", "ip": "192.0.2.1", "port": 1, "distributed_url": "d:1"},
         {"type": "KVAdmitMsg", "key": 5, "location": CPU},
@@ -109,11 +109,11 @@ def test_messages_of_lmcache_0_3_are_accepted(rig: Any, worker_of: Any) -> None:
         {"type": "KVEvictMsg", "key": 5, "location": CPU},
         {"type": "HeartbeatMsg", "ip": "192.0.2.1", "port": 1, "distributed_url": "d:1"},
     ):
-        rig.controller.handle(wire.decode(json.dumps({**fields, **who}).encode()))
+        rig.controller.handle(wire.decode(json.dumps({**fields, **sender}).encode()))
 
     assert worker_of(rig).in_index == {6}
-    asked = rig.handle(wire.P2pLookup(instance_id="b", worker_id=0, hashes=[6]))
-    assert asked.layout_info == [("a", CPU, 1, "d:1")]
+    reply = rig.handle(wire.P2pLookup(instance_id="b", worker_id=0, hashes=[6]))
+    assert reply.layout_info == [("a", CPU, 1, "d:1")]
 
 
 def test_a_lost_batch_drops_all_earlier_chunks_until_a_full_sync(rig: Any, worker: Any) -> None:

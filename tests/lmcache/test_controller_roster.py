@@ -17,8 +17,8 @@ def test_a_lookup_names_the_peer_with_most_of_the_chunks(rig: Any, worker: Any, 
     worker.evict(3)
     asker = {"instance_id": "c", "worker_id": 0}
 
-    def ask(hashes: list[int], **who: Any) -> Any:
-        return rig.handle(wire.P2pLookup(**{**asker, **who}, hashes=hashes)).layout_info
+    def ask(hashes: list[int], **sender: Any) -> Any:
+        return rig.handle(wire.P2pLookup(**{**asker, **sender}, hashes=hashes)).layout_info
 
     assert ask([1, 2, 3, 99]) == [("b", CPU, 3, "b:1")]
     assert ask([1, 2, 3], instance_id="b") == [("a", CPU, 2, "a:1")]

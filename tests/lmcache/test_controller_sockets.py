@@ -30,9 +30,9 @@ class Peer:
         self.heartbeats = self._open(zmq.DEALER, served.heartbeat)
 
     def _open(self, kind: int, address: str) -> zmq.asyncio.Socket:
-        made = self.context.socket(kind)
-        made.connect(f"tcp://{address}")
-        return made
+        connected = self.context.socket(kind)
+        connected.connect(f"tcp://{address}")
+        return connected
 
     async def request(self, message: wire.Message | bytes, at: zmq.asyncio.Socket | None = None) -> Any:
         payload = message if isinstance(message, bytes) else wire.encode(message)
@@ -85,8 +85,8 @@ async def test_a_worker_registers_stores_and_is_a_peer_over_sockets(
     rig: Any, served: ControllerSockets, peer: Peer, until: Any, worker_of: Any
 ) -> None:
     worker = worker_of(rig)
-    who = worker.sender
-    registered = await peer.request(wire.Register(**who, **worker.address))
+    sender = worker.sender
+    registered = await peer.request(wire.Register(**sender, **worker.address))
     assert registered.extra_config == {"heartbeat_url": served.heartbeat}
 
     await peer.push_messages(worker.batch("admit", [1, 2]), worker.batch("evict", [1]))
@@ -96,14 +96,14 @@ async def test_a_worker_registers_stores_and_is_a_peer_over_sockets(
     worker.batch("admit", [4])
     await peer.push_messages(worker.batch("admit", [3]))
     await until(lambda: rig.counts.gaps == 1)
-    beat = await peer.request(wire.Heartbeat(**who), peer.heartbeats)
+    beat = await peer.request(wire.Heartbeat(**sender), peer.heartbeats)
     assert [command.reason for command in beat.commands] == ["operations_missing"]
 
     start, *parts = worker.sync_messages()
     assert (await peer.request(start)).accepted
     await peer.push_messages(*parts)
     await until(lambda: rig.counts.syncs_done == 1)
-    assert (await peer.request(wire.FullSyncStatus(**who, sync_id="s1"))).can_exit_freeze
+    assert (await peer.request(wire.FullSyncStatus(**sender, sync_id="s1"))).can_exit_freeze
     assert worker.in_index == worker.held[CPU] == {2, 3, 4}
     found = await peer.request(wire.P2pLookup(instance_id="b", worker_id=0, hashes=[2, 3, 9]))
     assert found.layout_info == [("a", CPU, 2, "a:1")]
@@ -165,11 +165,11 @@ async def test_many_messages_do_not_delay_a_request(
     worker, sockets = worker_of(rig), sockets_of(clock=Slow())
     sockets.bind()
     peer = Peer(sockets)
-    handle, seen = rig.controller.handle, []
+    handle, applied_before = rig.controller.handle, []
 
     def noted(message: wire.Message, *more: Any) -> Any:
         if isinstance(message, wire.Heartbeat):
-            seen.append(rig.counts.operations)
+            applied_before.append(rig.counts.operations)
         return handle(message, *more)
 
     monkeypatch.setattr(rig.controller, "handle", noted)
@@ -182,7 +182,7 @@ async def test_many_messages_do_not_delay_a_request(
     await answer
     await until(lambda: rig.counts.operations == 2000 * 50)
 
-    assert seen[0] < 100 * 50
+    assert applied_before[0] < 100 * 50
     await ended(running, peer)
 
 

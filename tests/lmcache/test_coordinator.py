@@ -232,8 +232,8 @@ def test_captures_replay_to_the_ground_truth(name: str) -> None:
 def test_the_captured_servers_held_the_tokens_that_their_engines_then_found_cached() -> None:
     """The second request ran on B: 576 tokens of P, all from the shared Redis."""
     name = "lmcache-mp-engine-driven"
-    asked = [json.loads(line) for line in (CAPTURES / f"{name}.requests.jsonl").read_text().splitlines()]
-    (on_b,) = [each for each in asked if each["step"].startswith("B: P first time")]
+    requests = [json.loads(line) for line in (CAPTURES / f"{name}.requests.jsonl").read_text().splitlines()]
+    (on_b,) = [each for each in requests if each["step"].startswith("B: P first time")]
     fleet = Fleet(pools={"resp": "redis"})
     fleet.serve("va", 0, host="10.0.0.11")
     fleet.serve("vb", 1, host="10.0.0.12")
@@ -341,8 +341,8 @@ def test_a_private_store_is_removed_when_its_server_stays_away() -> None:
 
 def test_duplicates_and_stale_batches_change_nothing(fleet: Fleet, server: Server) -> None:
     stored = server.batch("store", "l1", NAMES)
-    gone = server.batch("delete", "l1", NAMES[5:])
-    assert fleet.send(stored, gone, stored) == [
+    deletion = server.batch("delete", "l1", NAMES[5:])
+    assert fleet.send(stored, deletion, stored) == [
         BatchOutcome.APPLIED,
         BatchOutcome.APPLIED,
         BatchOutcome.DUPLICATE,

@@ -206,9 +206,9 @@ async def test_the_answer_overrides_the_events(redis_url: str, store: redis.asyn
 async def test_an_unreachable_redis_is_logged_once_and_without_its_password(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))  # no server listens here
-        l2 = l2_of(f"redis://:hunter2@127.0.0.1:{taken.getsockname()[1]}/0")
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))  # no server listens here
+        l2 = l2_of(f"redis://:hunter2@127.0.0.1:{unused.getsockname()[1]}/0")
         with caplog.at_level(logging.WARNING):
             answers = [await l2.lookup(PromptChunks(PROMPT), "", [TARGET]) for _ in range(3)]
     await l2.aclose()

@@ -23,7 +23,7 @@ class Servers:
         clock = SystemClock()
         self.pages: dict[str, str | None] = {}
         self.reported: list[tuple[str, Tier, float, int]] = []
-        self.asked: list[str] = []
+        self.polls: list[str] = []
         self.coordinator = Coordinator(ChunkIndex(), clock, LMCacheOptions())
         self.client = httpx.AsyncClient(transport=httpx.MockTransport(self._answer))
         self.poller = RatePoller(
@@ -36,7 +36,7 @@ class Servers:
         )
 
     def _answer(self, request: httpx.Request) -> httpx.Response:
-        self.asked.append(str(request.url))
+        self.polls.append(str(request.url))
         page = self.pages[request.url.host]
         return httpx.Response(500) if page is None else httpx.Response(200, text=page)
 
@@ -52,7 +52,7 @@ async def test_only_loads_since_the_last_poll_are_reported() -> None:
 
     async with servers.client:
         await servers.poller.poll()
-        assert servers.asked == ["http://10.0.0.1:8080/metrics", "http://[::1]:8080/metrics"]
+        assert servers.polls == ["http://10.0.0.1:8080/metrics", "http://[::1]:8080/metrics"]
         assert servers.reported == []
         servers.pages["10.0.0.1"] = page(3, 50.0)
         await servers.poller.poll()
@@ -86,7 +86,7 @@ async def test_a_server_that_left_is_not_polled_and_starts_from_zero_when_it_ret
         await servers.poller.poll()
         servers.coordinator.deregister("a")
         await servers.poller.poll()
-        assert len(servers.asked) == 1
+        assert len(servers.polls) == 1
         servers.register("a", "10.0.0.1")
         servers.pages = {"10.0.0.1": page(9, 99.0)}
         await servers.poller.poll()

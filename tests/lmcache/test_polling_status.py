@@ -63,11 +63,11 @@ async def test_a_server_is_polled_for_its_chunk_size_and_its_object_count() -> N
     coordinator.worker_changed(ServedWorker("a", "10.0.0.1", (0,), frozenset({MODEL})))
     tokens = list(range(64))
     names = chunk_names(tokens, ChunkScheme(chunk_tokens=8))
-    asked: list[str] = []
+    polls: list[str] = []
 
     def status(request: httpx.Request) -> httpx.Response:
-        asked.append(str(request.url))
-        if len(asked) == 1:
+        polls.append(str(request.url))
+        if len(polls) == 1:
             return httpx.Response(503)
         manager = {"total_object_count": len(names), "staging_object_count": 0}
         return httpx.Response(
@@ -98,17 +98,17 @@ async def test_a_server_is_polled_for_its_chunk_size_and_its_object_count() -> N
         await poller.poll()
 
     assert instance.doubt is None
-    assert asked == ["http://10.0.0.1:8080/status"] * 3
+    assert polls == ["http://10.0.0.1:8080/status"] * 3
 
 
 async def test_the_poller_polls_when_a_server_registers() -> None:
     options, clock = options_of(status_interval_s=3600), SystemClock()
     coordinator = Coordinator(ChunkIndex(), clock, options)
     app = CoordinatorApp(coordinator, clock, options.coordinator)
-    asked = asyncio.Event()
+    polled = asyncio.Event()
 
     def status(request: httpx.Request) -> httpx.Response:
-        asked.set()
+        polled.set()
         return httpx.Response(200, content=json.dumps({"chunk_size": 512}))
 
     async with httpx.AsyncClient(transport=httpx.MockTransport(status)) as client:
@@ -118,7 +118,7 @@ async def test_the_poller_polls_when_a_server_registers() -> None:
         lmcache = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://here")  # type: ignore[arg-type]
         async with lmcache, asyncio.timeout(10):
             await lmcache.post("/instances", json={"instance_id": "a", "ip": "::1", "http_port": 8080})
-            await asked.wait()
+            await polled.wait()
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
 
@@ -133,10 +133,10 @@ async def test_a_server_whose_count_differs_is_polled_less_and_less_often() -> N
     clock, options = Time(), options_of(status_interval_s=1)
     coordinator = Coordinator(ChunkIndex(), clock, options)
     app = CoordinatorApp(coordinator, clock, options.coordinator)
-    asked: list[float] = []
+    polls: list[float] = []
 
     def status(request: httpx.Request) -> httpx.Response:
-        asked.append(clock.value)
+        polls.append(clock.value)
         managers = {"_default": {"total_object_count": 99}}
         return httpx.Response(200, json={"chunk_size": 16, "storage_manager": {"l1_managers": managers}})
 
@@ -152,4 +152,4 @@ async def test_a_server_whose_count_differs_is_polled_less_and_less_often() -> N
             await poller.poll(due_only=True)
             clock.value += 1
 
-    assert asked == [0, 1, 3, 7, 15, 27, 39, 51]
+    assert polls == [0, 1, 3, 7, 15, 27, 39, 51]

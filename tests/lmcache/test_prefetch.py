@@ -136,7 +136,10 @@ async def test_a_failing_server_is_logged_once_until_it_works_again(rig, caplog)
         await rig.done(number + 1)
 
     logged = [record.getMessage() for record in caplog.records if record.name.startswith("kvroute")]
-    assert logged == ["LMCache server a does not prefetch: status 503", "LMCache server a prefetches again"]
+    assert logged == [
+        "LMCache server a did not accept a prefetch: status 503",
+        "LMCache server a accepts prefetches again",
+    ]
 
 
 async def test_a_server_that_does_not_answer_counts_as_failed() -> None:
@@ -161,10 +164,10 @@ async def test_a_prefetch_is_sent_after_the_delay() -> None:
     loaded."""
     rig = PrefetchRig(connections=1)
     rig.join()
-    asked: list[float] = []
+    sent_at: list[float] = []
 
     def answer(request: httpx.Request) -> httpx.Response:
-        asked.append(rig.clock.now())
+        sent_at.append(rig.clock.now())
         return httpx.Response(202, json={"chunks": 1})
 
     respx.post(URL).mock(side_effect=answer)
@@ -173,7 +176,7 @@ async def test_a_prefetch_is_sent_after_the_delay() -> None:
     rig.ask(spare_s=0.2)
 
     assert await rig.done(2) == {"submitted": 2}
-    assert asked == pytest.approx([100.2, 100.25], abs=1e-6)
+    assert sent_at == pytest.approx([100.2, 100.25], abs=1e-6)
     await rig.client.aclose()
 
 

@@ -142,13 +142,13 @@ async def test_received_requests_are_kept_byte_for_byte(http: httpx.AsyncClient,
 
 
 async def test_the_log_is_bounded_and_can_be_off() -> None:
-    for limit, kept in ((2, 2), (0, 0)):
+    for limit, recorded in ((2, 2), (0, 0)):
         options = SimOptions(time_scale=0, recorded_requests=limit)
         async with run_sim(options) as sim, httpx.AsyncClient(base_url=sim.url) as http:
             for _ in range(4):
                 await http.get("/health")
 
-            assert (len(sim.worker.received), sim.worker.counters.requests) == (kept, 4)
+            assert (len(sim.worker.received), sim.worker.counters.requests) == (recorded, 4)
 
 
 async def test_cached_tokens_can_be_omitted() -> None:

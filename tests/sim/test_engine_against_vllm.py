@@ -27,20 +27,22 @@ def lines(suffix: str) -> list[Any]:
 def by_tokens(events: list[KvEvent]) -> list[tuple[object, ...]]:
     """Events whose blocks are identified by the tokens up to their end, not by a hash."""
     prefixes: dict[int | bytes, tuple[int, ...]] = {}
-    story: list[tuple[object, ...]] = []
+    described: list[tuple[object, ...]] = []
     for event in events:
         if isinstance(event, BlockStored):
             prefix = () if event.parent_block_hash is None else prefixes[event.parent_block_hash]
             for place, key in enumerate(event.block_hashes):
                 prefix += tuple(event.token_ids[place * BLOCK : (place + 1) * BLOCK])
                 prefixes[key] = prefix
-            story.append(("stored", prefix, len(event.block_hashes), event.session_id, str(event.extra_keys)))
+            described.append(
+                ("stored", prefix, len(event.block_hashes), event.session_id, str(event.extra_keys))
+            )
         elif isinstance(event, BlockRemoved):
-            story += [("removed", prefixes[key]) for key in event.block_hashes]
+            described += [("removed", prefixes[key]) for key in event.block_hashes]
         else:
             assert isinstance(event, AllBlocksCleared)
-            story.append(("cleared",))
-    return story
+            described.append(("cleared",))
+    return described
 
 
 def requests_of(line: dict[str, Any]) -> list[EngineRequest]:

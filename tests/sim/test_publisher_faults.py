@@ -78,18 +78,18 @@ async def test_a_reset_in_the_stream_lets_that_many_chunks_pass(
     http: httpx.AsyncClient, sim: RunningSim, until: Callable[..., Any], chunks: int
 ) -> None:
     await switch_on(http, {"kind": "reset", "after_chunks": chunks})
-    seen: list[str] = []
+    received: list[str] = []
 
     async def read(stream: httpx.Response) -> None:
         async for event in events(stream):
-            seen.append(event)
+            received.append(event)
 
     async with http.stream("POST", "/v1/completions", json={**ASK, "stream": True}) as stream:
         assert stream.status_code == 200
         with pytest.raises(httpx.TransportError):
             await read(stream)
 
-    assert len(seen) == chunks
+    assert len(received) == chunks
     await until(lambda: not sim.engine.has_work)
 
 
@@ -114,16 +114,16 @@ async def test_a_hang_in_the_stream_is_aborted_when_the_client_leaves(
     http: httpx.AsyncClient, sim: RunningSim, until: Callable[..., Any]
 ) -> None:
     await switch_on(http, {"kind": "hang", "after_chunks": 2})
-    seen = []
+    received = []
 
     async with http.stream("POST", "/v1/completions", json={**ASK, "stream": True}) as stream:
         async for event in events(stream):
-            seen.append(event)
-            if len(seen) == 2:
+            received.append(event)
+            if len(received) == 2:
                 break
 
     await until(lambda: not sim.engine.has_work and sim.worker.driver.finished.total() == 1)
-    assert json.loads(seen[0][6:])["object"] == "text_completion"
+    assert json.loads(received[0][6:])["object"] == "text_completion"
 
 
 class Impatient(SystemClock):

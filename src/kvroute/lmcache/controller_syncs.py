@@ -124,7 +124,7 @@ class FullSyncs:
 
     def fail(self, location: Location) -> None:
         """End a synchronisation. The chunks received stay in the map; the location counts as incomplete."""
-        log.warning("a full synchronisation of %s failed", location.name)
+        log.warning("a full synchronisation of LMCache location %s failed", location.name)
         location.sync = None
         location.is_complete = False
         self._counts.syncs_failed += 1

@@ -1,10 +1,9 @@
-"""LMCache's coordinator without the I/O: its servers, the chunks that they hold, the workers that may read
-them.
+"""LMCache's coordinator without the I/O: servers, the chunks that they hold, the workers that read from them.
 
 The rules are those of LMCache 0.5.6 (v1/mp_coordinator). A server registers, sends heartbeats and numbered
 batches of cache events. A batch with a higher incarnation means a restart with empty memory, a batch with a
 lower one is stale, and a number that was applied before is a duplicate. The protocol has no replay: after a
-lost batch the coordinator believes only what the server reports from then on.
+lost batch the coordinator drops the server's chunks and adds only those that the server reports from then on.
 """
 
 from __future__ import annotations
@@ -159,12 +158,12 @@ class Coordinator:
                 self.counts.expired += 1
                 log.warning("LMCache server %s was removed: no heartbeat in time", instance.id)
                 self._drop(instance)
-        for place, pool in list(self._pools.items()):
+        for key, pool in list(self._pools.items()):
             if pool.owner in self._instances:
                 pool.last_seen = now
             elif pool.owner and now - pool.last_seen > _POOL_RETENTION_S:
                 pool.held.clear()
-                del self._pools[place]
+                del self._pools[key]
 
     def admit(self, batch: CacheEvents) -> BatchOutcome:
         """Whether to apply this batch. Call it once for each sequence number, before `apply`."""
@@ -292,7 +291,9 @@ class Coordinator:
         try:
             tokens = batch.entries[0].token_count()
         except WireError as error:
-            log.warning("LMCache server %s: %s", instance.id, error)
+            log.warning(
+                "LMCache server %s: cannot learn its chunk size from an event: %s", instance.id, error
+            )
             return
         if tokens:
             self._set_chunk_size(instance, tokens)

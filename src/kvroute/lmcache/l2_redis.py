@@ -237,7 +237,7 @@ class RedisL2:
             self._new_answers = {}
             self._rotated_at = self._clock.now()
 
-    def _failed(self, reason: L2Reason, what: str) -> L2Reason:
+    def _failed(self, reason: L2Reason, detail: str) -> L2Reason:
         """Count a failure; log the first one and then at most one in 30 s.
 
         The URL and the text of the server's error are not logged, because they may contain the password.
@@ -246,7 +246,7 @@ class RedisL2:
         now = self._clock.now()
         if not self._failing or now - self._last_logged_at >= _LOG_EVERY_S:
             self._last_logged_at = now
-            log.warning("lookup in the Redis of lmcache.l2.redis_url failed: %s (%s)", reason, what)
+            log.warning("lookup in the Redis of lmcache.l2.redis_url failed: %s (%s)", reason, detail)
         self._failing = True
         return reason
 

@@ -144,11 +144,11 @@ class Prefetcher:
             return self._failed(request, PrefetchOutcome.REFUSED, str(error))
         if request.instance_id in self._failing:
             self._failing.discard(request.instance_id)
-            log.info("LMCache server %s prefetches again", request.instance_id)
+            log.info("LMCache server %s accepts prefetches again", request.instance_id)
         return PrefetchOutcome.SUBMITTED if chunks else PrefetchOutcome.NOTHING
 
     def _failed(self, request: _PrefetchRequest, outcome: PrefetchOutcome, why: str) -> PrefetchOutcome:
         if request.instance_id not in self._failing:
             self._failing.add(request.instance_id)
-            log.warning("LMCache server %s does not prefetch: %s", request.instance_id, why)
+            log.warning("LMCache server %s did not accept a prefetch: %s", request.instance_id, why)
         return outcome
