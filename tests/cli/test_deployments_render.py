@@ -125,7 +125,7 @@ def test_an_unwritable_folder_is_reported_without_a_traceback(spec, tmp_path):
 def test_check_prints_a_verdict_for_each_field(spec):
     lines = run("check", "-f", spec).stdout.splitlines()
 
-    assert any(line.endswith("applied: spec.replicas: how many workers there are") for line in lines)
+    assert any(line.endswith("applied: spec.replicas: the number of workers") for line in lines)
     assert lines[-1].endswith("0 wrong")
 
 

@@ -115,7 +115,7 @@ def test_flat_names_are_also_read_directly_under_spec(hyperpod, read):
 def test_a_flat_name_and_its_field_together_are_wrong(hyperpod, read):
     reading = read(hyperpod({"spec.model_name": "other"}))
 
-    assert wrong(reading) == {"spec.model_name": "spec.modelName is given as well"}
+    assert wrong(reading) == {"spec.model_name": "spec.modelName is also given"}
 
 
 # --- what is misplaced ------------------------------------------------------------------------------------
@@ -154,7 +154,7 @@ def test_a_required_field_at_a_wrong_place_is_reported_with_that_place(hyperpod,
 
     says = wrong(read(document))
 
-    assert "stands at spec.modelInvocationPort" in says["spec.worker.modelInvocationPort"]
+    assert "it is at spec.modelInvocationPort" in says["spec.worker.modelInvocationPort"]
     assert "belongs under spec.worker" in says["spec.modelInvocationPort"]
 
 
@@ -166,7 +166,7 @@ def test_the_pasted_sample_has_a_finding_per_line(sample, read):
         about.setdefault(each.line, []).append(str(each))
 
     assert reading.document is None
-    assert "indentation is lost" in about[None][0]
+    assert "the text has no indentation" in about[None][0]
     for number, line in enumerate(lines, start=1):
         key = line.removeprefix("- ").split(":")[0]
         if line.startswith("#") or key in ("apiVersion", "kind", "metadata", "spec"):
@@ -186,7 +186,7 @@ def test_the_reindented_and_completed_sample_is_right(sample, fill_in, read):
     assert wrong(reading) == {}
     image = found(reading)["spec.worker.image"]
     assert image[0] == "noted"
-    assert "LMCache that has no server" in image[1]
+    assert "LMCache in an image of vLLM 0.11.1 has no server" in image[1]
 
 
 def test_variables_in_a_proper_spec_are_wrong_too(sample, read):
@@ -388,8 +388,8 @@ SECRET = {"x-kvroute.l2.passwordSecret": {"name": "redis", "key": "password"}}
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        (CLASSIC | {URL: "redis://cache:1"}, "classic mode takes a password in the address only"),
-        ({}, "the Redis that comes up by itself has no password"),
+        (CLASSIC | {URL: "redis://cache:1"}, "classic mode accepts a password only in the address"),
+        ({}, "the Redis that kvroute starts has no password"),
         ({"spec.kvCacheSpec.l2CacheSpec.l2CacheBackend": "fs"}, "fs has no password"),
     ],
 )
@@ -477,7 +477,7 @@ def test_adapters_behind_lmcache_are_a_finding(own, read, args):
     place = f"spec.worker.args[{len(args) - 1}]"
     verdict, text = found(read(own({"spec.worker.args": args})))[place]
     assert verdict == "noted"
-    assert "key space of its own" in text
+    assert "its own key space" in text
 
     settings = {"lmcache": {"isolate_adapters": False}}
     reading = read(own({"spec.worker.args": args, "x-kvroute.gateway.settings": settings}))

@@ -61,14 +61,14 @@ def test_a_properly_written_spec_is_left_as_it_is():
     assert layout.text == text
     assert layout.is_complete
     assert not layout.has_no_indentation
-    assert not [line for line in layout.placed if line.moved or line.repeats]
+    assert not [line for line in layout.placed if line.is_misplaced or line.duplicate_of]
 
 
 def test_lists_at_the_indentation_of_their_key_are_as_good():
     text = "spec:\n  worker:\n    args:\n    - a\n    image: x\n"
     layout = fix_layout(text)
 
-    assert not [line for line in layout.placed if line.moved]
+    assert not [line for line in layout.placed if line.is_misplaced]
     assert yaml.safe_load(layout.text) == yaml.safe_load(text)
 
 
@@ -123,7 +123,7 @@ def test_a_wider_indentation_is_understood(indent, sample):
     layout = fix_layout(wide)
 
     assert layout.text == proper
-    assert not [line for line in layout.placed if line.moved]
+    assert not [line for line in layout.placed if line.is_misplaced]
 
 
 def test_a_field_of_an_outer_parent_written_too_deep_is_moved_out():
@@ -135,7 +135,7 @@ def test_a_field_of_an_outer_parent_written_too_deep_is_moved_out():
         "modelSourceConfig": {"s3Storage": {"region": "r"}, "modelLocation": "m"},
         "replicas": 1,
     }
-    assert [dotted(line.path) for line in layout.placed if line.moved] == [
+    assert [dotted(line.path) for line in layout.placed if line.is_misplaced] == [
         "spec.modelSourceConfig.modelLocation"
     ]
 
@@ -147,7 +147,7 @@ def test_tabs_count_as_two_blanks():
 def test_a_line_without_a_place_is_kept_and_reported():
     layout = fix_layout("spec:\n  nonsense: 1\n  replicas: 1\njust words\n- item\n")
 
-    assert [line.number for line in layout.placed if not line.known] == [2, 4, 5]
+    assert [line.number for line in layout.placed if not line.is_known] == [2, 4, 5]
     assert not layout.is_complete
     assert "nonsense: 1" in layout.text
 
@@ -155,7 +155,7 @@ def test_a_line_without_a_place_is_kept_and_reported():
 def test_a_duplicate_field_is_reported_with_the_line_of_the_first():
     layout = fix_layout("spec:\n  replicas: 1\n  replicas: 2\n")
 
-    assert [(line.number, line.repeats) for line in layout.placed if line.repeats] == [(3, 2)]
+    assert [(line.number, line.duplicate_of) for line in layout.placed if line.duplicate_of] == [(3, 2)]
 
 
 def test_document_marks_and_lists_within_lists_survive():

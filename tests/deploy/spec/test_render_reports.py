@@ -336,7 +336,7 @@ def test_chat_with_kvaware_is_accepted_with_a_note_about_hyperpod(hyperpod, read
 
     assert reading.document is not None
     (note,) = [each for each in reading.findings if each.path == ("spec", "invocationEndpoint")]
-    assert "HyperPod refuses it" in note.text
+    assert "HyperPod refuses this combination" in note.text
     strategy = ("spec", "intelligentRoutingSpec", "routingStrategy")
     assert [each.verdict.value for each in reading.findings if each.path == strategy] == ["applied"]
 
@@ -345,4 +345,4 @@ def test_several_gateways_with_kvaware_get_a_note_about_their_limits(own, read):
     reading = read(own(KVAWARE | {"x-kvroute.gateway.replicas": 2}))
     (note,) = [each for each in reading.findings if each.path == ("x-kvroute", "gateway", "replicas")]
 
-    assert "each LMCache reports to one of them alone" in note.text
+    assert "each LMCache reports to only one gateway" in note.text

@@ -1,1 +1,1 @@
-"""The endpoint spec: what people write, read with line numbers, judged field by field."""
+"""The endpoint spec: its fields, its rules, and a reader that gives a verdict for each field."""

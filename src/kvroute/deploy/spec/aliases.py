@@ -1,6 +1,6 @@
-"""The flat field names of HyperPod's command line, and where each belongs in the spec.
+"""The flat field names of HyperPod's command line and their places in the spec; advice for unknown fields.
 
-Names as in hyperpod-custom-inference-template 1.2.
+The names are those of hyperpod-custom-inference-template 1.2.
 """
 
 from __future__ import annotations
@@ -91,11 +91,12 @@ ALIASES: Final[dict[str, Path]] = {
     "tags": _spec("tags"),
     "data_capture": _spec("dataCapture"),
 }
-"""Flat name -> place. `replicas` and `kubernetes` have the same name in both forms."""
+"""Flat name -> place in the spec."""
 
 SAME_NAME: Final = {"replicas": _spec("replicas"), "kubernetes": _spec("kubernetes")}
+"""Fields with the same name in both forms -> place in the spec."""
 TEMPLATE_FIELDS: Final = ("template", "version")
-"""What the command line's own files begin with; they say nothing about the endpoint."""
+"""The first fields of the command line's files. They do not describe the endpoint."""
 
 
 def _pairs(value: object) -> object:
@@ -122,9 +123,9 @@ def is_flat(data: dict[str, Any]) -> bool:
 
 
 def unflattened(source: Source) -> tuple[Source, dict[Path, str]]:
-    """The document with flat names at their places, and for each such place the flat name.
+    """Move fields with flat names to their places. Returns the new document, and each such place's flat name.
 
-    Flat names are taken at the root of a flat document, and directly under `spec` of a nested one.
+    Flat names are accepted at the root of a flat document, and directly under `spec` of a nested one.
     """
     flat = is_flat(source.data)
     prefix: Path = () if flat else ("spec",)
@@ -147,7 +148,7 @@ def unflattened(source: Source) -> tuple[Source, dict[Path, str]]:
         if value is None:
             continue
         if not _put(data, place, value):
-            problems.append(Problem((*prefix, name), line, f"{dotted(place)} is given as well"))
+            problems.append(Problem((*prefix, name), line, f"{dotted(place)} is also given"))
         elif line is not None:
             lines[place] = line
         origins[place] = name
@@ -161,7 +162,7 @@ def _copy(value: Any) -> Any:
 
 
 def _put(data: dict[str, Any], place: Path, value: object) -> bool:
-    """Set `value` unless something is there already."""
+    """Set the value at `place`. Returns False, without a change, if there is a value already."""
     for key in place[:-1]:
         inner = data.setdefault(str(key), {})
         if not isinstance(inner, dict):
@@ -174,7 +175,7 @@ def _put(data: dict[str, Any], place: Path, value: object) -> bool:
 
 
 class FieldPlaces:
-    """Every place of one kind of document, by the field's name."""
+    """The places of all fields of one kind of document, by field name."""
 
     def __init__(self, root: Shape) -> None:
         self.by_name: dict[str, list[Path]] = defaultdict(list)
@@ -182,14 +183,15 @@ class FieldPlaces:
             self.by_name[str(path[-1])].append(path)
 
     def places_for(self, wrong: Path) -> list[Path]:
-        """The places for the last key of `wrong`: those that share most of its path, then the shallowest."""
+        """Up to three places for the last key of `wrong`: those with the longest common path, then the
+        shortest."""
         places = self.by_name.get(str(wrong[-1]), [])
         ranked = sorted(places, key=lambda place: (-_shared(place, wrong), len(place)))
         best = [place for place in ranked if _shared(place, wrong) == _shared(ranked[0], wrong)]
         return [place for place in best if len(place) == len(best[0])][:3]
 
     def advice(self, wrong: Path) -> str:
-        """One sentence about a field that is not known where it stands."""
+        """The text for a field that is unknown at its place: the right place, or a similar name."""
         name = str(wrong[-1])
         if name in ALIASES:
             return f"belongs at {dotted(ALIASES[name])}"
@@ -204,7 +206,7 @@ class FieldPlaces:
 
 
 def _shared(one: Path, other: Path) -> int:
-    """How many keys two paths begin with together, whichever item of a list they are in."""
+    """The number of common first keys of two paths. Any two list items count as equal."""
     count = 0
     for left, right in zip(one, other, strict=False):
         if left != right and not (isinstance(left, int) and isinstance(right, int)):

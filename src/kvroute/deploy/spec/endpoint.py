@@ -25,20 +25,20 @@ OWN_API, OWN_KIND = "kvroute.dev/v1", "Endpoint"
 _NAME = r"^[a-zA-Z0-9](-*[a-zA-Z0-9]){0,62}"
 _DNS_LABEL = r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$"
 _SAGEMAKER = "there is no SageMaker endpoint in front of kvroute"
-_NO_AWS_LB = "the gateway takes the place of AWS's load balancer; it answers /health and /ready"
-_NO_ACM = "kvroute does not fetch certificates: end TLS in front of the gateway"
-_NO_CAPTURE = "kvroute never keeps prompts or answers"
+_NO_AWS_LB = "the gateway replaces AWS's load balancer; it answers /health and /ready"
+_NO_ACM = "kvroute does not fetch certificates: terminate TLS in front of the gateway"
+_NO_CAPTURE = "kvroute never stores prompts or answers"
 
 
 class Metadata(Fields):
-    name: str = applied(..., becomes="the name of everything that is rendered", pattern=_DNS_LABEL)
+    name: str = applied(..., becomes="the name of all rendered objects", pattern=_DNS_LABEL)
     namespace: str = applied("default", becomes="the namespace (Kubernetes)", pattern=_DNS_LABEL)
     labels: dict[str, str] | None = applied(becomes="labels (Kubernetes)")
-    annotations: dict[str, str] | None = noted(because="they describe the spec, not what is rendered")
+    annotations: dict[str, str] | None = noted(because="they describe the spec, not the rendered objects")
 
 
 class ModelMetrics(Fields):
-    path: str = applied("/metrics", becomes="where the workers are scraped", pattern=r"^/")
+    path: str = applied("/metrics", becomes="the path of the workers' metrics", pattern=r"^/")
     port: int = noted(
         8080, because="vLLM serves metrics on modelInvocationPort.containerPort", ge=1024, le=65535
     )
@@ -46,12 +46,12 @@ class ModelMetrics(Fields):
 
 class MetricsSpec(Fields):
     enabled: bool = applied(True, becomes="whether workers and gateway are scraped")
-    metrics_scrape_interval_seconds: int = applied(15, becomes="how often they are scraped", ge=5, le=300)
+    metrics_scrape_interval_seconds: int = applied(15, becomes="the scrape interval in seconds", ge=5, le=300)
     model_metrics: ModelMetrics | None = section()
 
 
 class PodSettings(Fields):
-    """Additions to the workers' pods, as Kubernetes writes them."""
+    """Additions to the workers' pods, in Kubernetes' own form."""
 
     init_containers: list[dict[str, Any]] | None = applied(
         becomes="init containers of the workers (Kubernetes)"
@@ -98,12 +98,12 @@ class Tag(Fields):
 
 
 class CommonSpec(Fields):
-    """What both kinds have."""
+    """The fields that both kinds of documents have."""
 
-    replicas: int | None = applied(becomes="how many workers there are", ge=0)
+    replicas: int | None = applied(becomes="the number of workers", ge=0)
     model_version: str | None = applied(becomes="the label app.kubernetes.io/version (Kubernetes)")
     invocation_endpoint: str = noted(
-        "invocations", because="the gateway serves every OpenAI path, whichever the model was deployed for"
+        "invocations", because="the gateway serves every OpenAI path for every model"
     )
     max_deploy_time_in_seconds: int = applied(3600, becomes="how long a worker may take to start", ge=1)
     kv_cache_spec: KvCache | None = section()
@@ -116,9 +116,9 @@ class CommonSpec(Fields):
 
 
 class InferenceEndpointSpec(CommonSpec):
-    """HyperPod's `spec`."""
+    """The `spec` of HyperPod's InferenceEndpointConfig."""
 
-    model_name: str = applied(..., becomes="the name that clients ask for", pattern=_NAME, max_length=63)
+    model_name: str = applied(..., becomes="the model's name in requests", pattern=_NAME, max_length=63)
     model_source_config: ModelSource = section(...)
     worker: WorkerSection = section(...)
     instance_type: str | None = applied(
@@ -127,7 +127,7 @@ class InferenceEndpointSpec(CommonSpec):
     instance_types: list[str] | None = applied(becomes="the workers' node affinity (Kubernetes on HyperPod)")
     endpoint_name: str | None = noted(because=_SAGEMAKER, pattern=_NAME, max_length=63)
     initial_replica_count: int | None = applied(
-        becomes="how many workers there are, where `replicas` does not say", alias="InitialReplicaCount", ge=0
+        becomes="the number of workers if `replicas` is not given", alias="InitialReplicaCount", ge=0
     )
     load_balancer: LoadBalancer | None = section()
     tls_config: Tls | None = section()
@@ -138,15 +138,15 @@ class InferenceEndpointSpec(CommonSpec):
 
 
 class EndpointSpec(CommonSpec):
-    """kvroute's `spec`: nothing in it needs AWS."""
+    """The `spec` of kvroute's Endpoint. No field of it needs AWS."""
 
     model: str = applied(..., becomes="the model that the workers load: a name on Hugging Face, or a folder")
-    model_name: str | None = applied(becomes="the name that clients ask for", max_length=63)
+    model_name: str | None = applied(becomes="the model's name in requests", max_length=63)
     worker: EndpointWorker | None = section()
 
 
 class InferenceEndpointConfig(Fields):
-    """HyperPod's document with our extension."""
+    """HyperPod's document with kvroute's extension."""
 
     api_version: Literal["inference.sagemaker.aws.amazon.com/v1"] = applied(
         ..., becomes="the form of this file"
@@ -154,12 +154,12 @@ class InferenceEndpointConfig(Fields):
     kind: Literal["InferenceEndpointConfig"] = applied(..., becomes="the form of this file")
     metadata: Metadata = section(...)
     spec: InferenceEndpointSpec = section(...)
-    status: dict[str, Any] | None = noted(because="it is what HyperPod reports, not what is wanted")
+    status: dict[str, Any] | None = noted(because="HyperPod writes it as a report")
     x_kvroute: Extension = section(Extension(), alias="x-kvroute")
 
 
 class EndpointDocument(Fields):
-    """Our own document."""
+    """kvroute's own document."""
 
     api_version: Literal["kvroute.dev/v1"] = applied(..., becomes="the form of this file")
     kind: Literal["Endpoint"] = applied(..., becomes="the form of this file")
@@ -176,5 +176,5 @@ KINDS: dict[str, type[InferenceEndpointConfig] | type[EndpointDocument]] = {
 
 
 def shape_of_kind(kind: object) -> Shape:
-    """The shape of a document of that kind; HyperPod's when the kind is not known."""
+    """The shape of a document of that kind. An unknown kind gives the shape of HyperPod's document."""
     return Shape(ValueKind.MODEL, model=KINDS.get(str(kind), InferenceEndpointConfig))

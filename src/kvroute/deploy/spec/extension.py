@@ -1,4 +1,4 @@
-"""The top-level `x-kvroute`: what HyperPod's spec has no field for."""
+"""The top-level section `x-kvroute`: settings for which HyperPod's spec has no field."""
 
 from __future__ import annotations
 
@@ -16,40 +16,36 @@ class Images(Fields):
         "kvroute:local", becomes="the gateway's image (and tierd's, and the simulated workers')"
     )
     gateway_build: str | None = applied(becomes="the folder that compose builds the gateway's image from")
-    worker: str = applied(
-        "lmcache/vllm-openai:latest", becomes="the workers' image where spec.worker has none"
-    )
-    lmcache: str | None = applied(becomes="the LMCache servers' image; else the workers'")
+    worker: str = applied("lmcache/vllm-openai:latest", becomes="the workers' image if spec.worker has none")
+    lmcache: str | None = applied(becomes="the LMCache servers' image; without it, the workers' image")
     redis: str = applied("redis:7-alpine", becomes="Redis' image")
     valkey: str = applied("valkey/valkey:8-alpine", becomes="Valkey's image")
     mooncake: str = applied("mooncake-master:latest", becomes="the Mooncake master's image")
     prometheus: str = applied("prom/prometheus:v3.5.0", becomes="Prometheus' image (compose)")
-    downloader: str = applied("amazon/aws-cli:2.31.0", becomes="what copies a model from S3 (compose)")
+    downloader: str = applied(
+        "amazon/aws-cli:2.31.0", becomes="the image that copies a model from S3 (compose)"
+    )
 
 
 class Lmcache(Fields):
-    """How LMCache runs."""
+    """LMCache's mode and settings."""
 
     mode: Literal["mp", "classic"] = applied(
-        "mp", becomes="LMCache as a server of its own (mp) or inside the engine (classic)"
+        "mp", becomes="LMCache as a separate server (mp) or inside the engine (classic)"
     )
-    servers: Literal["per-node", "per-worker"] = applied(
-        "per-node", becomes="how many LMCache servers there are"
-    )
+    servers: Literal["per-node", "per-worker"] = applied("per-node", becomes="the number of LMCache servers")
     chunk_size: int = applied(256, becomes="tokens per LMCache chunk", ge=16)
     hash_seed: int = applied(0, becomes="PYTHONHASHSEED of workers and LMCache", ge=0, le=4294967295)
 
 
 class L1(Fields):
-    """CPU memory of LMCache."""
+    """LMCache's first tier, in CPU memory."""
 
     size_gb: float = applied(20.0, becomes="size of the first tier, per LMCache server", gt=0)
     eviction_policy: Literal["LRU", "ARC", "noop"] = applied(
-        "LRU", becomes="what the first tier forgets first"
+        "LRU", becomes="the first tier's eviction policy"
     )
-    staging_gb: float = applied(
-        1.0, becomes="LMCache's transfer buffer where only the second tier is on", gt=0
-    )
+    staging_gb: float = applied(1.0, becomes="LMCache's transfer buffer if only the second tier is on", gt=0)
 
 
 class FileStore(Fields):
@@ -65,16 +61,16 @@ class S3Store(Fields):
 
 
 class MooncakeStore(Fields):
-    """Settings of the Mooncake store, passed on as they are."""
+    """Settings of the Mooncake store, passed on unchanged."""
 
     metadata_server: str | None = applied(becomes="Mooncake's metadata server")
     protocol: Literal["tcp", "rdma"] = applied("tcp", becomes="Mooncake's transport")
     device_name: str = applied("", becomes="Mooncake's RDMA device")
-    segment_gb: float = applied(16.0, becomes="memory that each LMCache server gives to Mooncake", gt=0)
+    segment_gb: float = applied(16.0, becomes="memory that each LMCache server provides to Mooncake", gt=0)
 
 
 class L2(Fields):
-    """The second tier beyond kvCacheSpec."""
+    """Settings of the second tier in addition to kvCacheSpec."""
 
     size_gb: float = applied(8.0, becomes="memory of the second tier, per store", gt=0)
     store_policy: Literal["default", "skip_l1"] | None = applied(becomes="--l2-store-policy of LMCache")
@@ -82,50 +78,50 @@ class L2(Fields):
         "retain", becomes="whether an entry read from the second tier stays in the first"
     )
     password_secret: SecretKey | None = applied(
-        becomes="the second tier's password (Kubernetes; others read the variable L2_PASSWORD)"
+        becomes="the second tier's password (Kubernetes; other targets read the variable L2_PASSWORD)"
     )
     fs: FileStore | None = section()
     s3: S3Store | None = section()
     mooncake: MooncakeStore | None = section()
-    options: dict[str, Any] | None = applied(becomes="more settings of LMCache's adapter, taken as they are")
+    options: dict[str, Any] | None = applied(becomes="more settings of LMCache's adapter, copied unchanged")
 
 
 class SecretKey(Fields):
-    """A key of a Kubernetes Secret that exists already."""
+    """A key of an existing Kubernetes Secret."""
 
     name: str = applied(..., becomes="a secret by reference (Kubernetes)", min_length=1)
     key: str = applied(..., becomes="a secret by reference (Kubernetes)", min_length=1)
 
 
 class Routing(Fields):
-    """What HyperPod's routingStrategy has no options for."""
+    """Routing options in addition to HyperPod's routingStrategy."""
 
     session_keys: list[str] | None = applied(becomes="routing.session.keys of the gateway")
     options: dict[str, Any] | None = applied(becomes="options of the routing section of the gateway")
 
 
 class Gateway(Fields):
-    """The gateway's own deployment."""
+    """Settings of the gateway's deployment."""
 
     port: int = applied(8080, becomes="the gateway's port", ge=1, le=65535)
-    replicas: int = applied(1, becomes="how many gateways there are (Kubernetes)", ge=1)
+    replicas: int = applied(1, becomes="the number of gateways (Kubernetes)", ge=1)
     api_keys_secret: SecretKey | None = applied(becomes="the clients' keys (Kubernetes)")
     admin_key_secret: SecretKey | None = applied(becomes="the admin API's key (Kubernetes)")
     resources: dict[str, Any] | None = applied(becomes="resources of the gateway (Kubernetes)")
-    settings: dict[str, Any] | None = applied(becomes="any other section of the gateway's configuration")
+    settings: dict[str, Any] | None = applied(becomes="other sections of the gateway's configuration")
 
 
 class Extension(Fields):
     """kvroute's own settings."""
 
-    engine: Literal["vllm", "sim"] = applied("vllm", becomes="what answers behind the gateway")
-    device: Literal["gpu", "cpu"] = applied("gpu", becomes="what the engines compute on")
+    engine: Literal["vllm", "sim"] = applied("vllm", becomes="the kind of workers")
+    device: Literal["gpu", "cpu"] = applied("gpu", becomes="the engines' device")
     gpus_per_worker: int | None = applied(becomes="GPUs of one worker", ge=1)
     platform: Literal["any", "hyperpod"] = applied(
-        "any", becomes="whether the nodes are HyperPod's, with its labels and its storage daemon"
+        "any", becomes="whether the nodes are HyperPod's, with HyperPod's labels and storage daemon"
     )
     aws_region: str | None = applied(
-        becomes="the region of CloudWatch triggers; else the model bucket's (Kubernetes)"
+        becomes="the region of CloudWatch triggers; without it, the model bucket's region (Kubernetes)"
     )
     images: Images = section(Images())
     lmcache: Lmcache = section(Lmcache())

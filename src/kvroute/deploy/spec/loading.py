@@ -1,4 +1,4 @@
-"""A spec's text as a document and a finding for each of its fields: applied, noted or wrong."""
+"""Reads a spec's text into a document, with a finding for each field: applied, noted or wrong."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ _ROOT_INDENT = -1
 
 @dataclass(slots=True)
 class _OpenNode:
-    """A mapping, list or list item that lines may still be added to; `taken` and `items` grow."""
+    """A mapping, list or list item to which later lines may belong. Mutable: `used_keys` and `items` grow."""
 
     path: Path
     shape: Shape
     line: int
-    written: int
-    """The indentation of the line that opened it."""
+    indent: int
+    """The indentation of the line that opened the node."""
     column: int
-    """Where its children stand when it is written properly."""
-    taken: dict[str, int] = field(default_factory=dict)
+    """The correct indentation of the node's children."""
+    used_keys: dict[str, int] = field(default_factory=dict)
     items: int = 0
 
     def accepts(self, key: str) -> bool:
@@ -56,51 +56,56 @@ class _OpenNode:
 
 @dataclass(frozen=True, slots=True)
 class PlacedLine:
-    """One line: where it belongs and what was wrong with where it stood."""
+    """One line of a spec: its place in the document, and what was wrong with its indentation."""
 
     number: int
     path: Path
     text: str
-    """The line as it should be."""
-    moved: bool
-    """Its parent by indentation is not its parent by name."""
-    repeats: int | None
-    """The line that has the same key on the same level as written."""
-    known: bool
+    """The line with correct indentation."""
+    is_misplaced: bool
+    """Whether its parent by indentation differs from its parent by name."""
+    duplicate_of: int | None
+    """The number of an earlier line that has the same key under the same parent, by the indentation."""
+    is_known: bool
 
 
 @dataclass(frozen=True, slots=True)
 class SpecLayout:
-    """A whole spec, line by line; comments and empty lines are in `text` only."""
+    """A spec with corrected indentation. Comments and empty lines are only in `text`."""
 
     placed: tuple[PlacedLine, ...]
     text: str
     has_no_indentation: bool
-    """No line is indented at all."""
+    """Whether no line of the original text is indented."""
 
     @property
     def is_complete(self) -> bool:
-        """Every line has a place."""
-        return all(line.known for line in self.placed)
+        """Whether every line has a known place."""
+        return all(line.is_known for line in self.placed)
 
 
 def place_lines(text: str, root: Shape) -> SpecLayout:
-    """Place every line of `text` in a document of shape `root`."""
+    """Find the place of every line of `text` in a document of shape `root`."""
     return _LinePlacer(root).run(text)
 
 
 class _LinePlacer:
-    """`stack` has what is open, outermost first; `written` the keys as the indentation has them."""
+    """Places the lines of one text. Mutable: the open nodes, the open indentations and the output so far.
+
+    `stack` has the open nodes by field names, outermost first. `open_indents` has (indentation, line number)
+    of the open keys by indentation.
+    """
 
     def __init__(self, root: Shape) -> None:
         self.stack = [_OpenNode((), root, 0, _ROOT_INDENT, 0)]
         self.placed: list[PlacedLine] = []
         self.output: list[str] = []
         self.comments: list[tuple[str, int | None]] = []
-        self.written: list[tuple[int, int]] = []
+        self.open_indents: list[tuple[int, int]] = []
         self.levels: dict[tuple[int, str], int] = {}
-        self.literal: tuple[int, int] | None = None
-        """In a block of text or an open bracket: its key's indentation, and the shift to apply."""
+        self.block: tuple[int, int] | None = None
+        """Inside a block of text or open brackets: the indentation of its key, and the columns to shift
+        by."""
         self.brackets = 0
 
     def run(self, text: str) -> SpecLayout:
@@ -114,11 +119,11 @@ class _LinePlacer:
     def _line(self, number: int, line: str) -> None:
         content = line.lstrip()
         indent = len(line) - len(content)
-        if self.literal is not None and self._continues(content, indent, number):
-            self.output.append((" " * max(0, indent + self.literal[1]) + content).rstrip())
+        if self.block is not None and self._continues(content, indent, number):
+            self.output.append((" " * max(0, indent + self.block[1]) + content).rstrip())
             self.brackets += _bracket_balance(content) if self.brackets else 0
             return
-        self.literal = None
+        self.block = None
         if not content or content.startswith("#"):
             self.comments.append((content, self._commented_column(content)))
         elif content in ("---", "..."):
@@ -130,9 +135,9 @@ class _LinePlacer:
             self._field(number, indent, content, dash="")
 
     def _continues(self, content: str, indent: int, number: int) -> bool:
-        if self.literal is None:
+        if self.block is None:
             return False
-        return self.brackets > 0 or not content or indent > self.literal[0]
+        return self.brackets > 0 or not content or indent > self.block[0]
 
     # --- list items ---
 
@@ -142,7 +147,7 @@ class _LinePlacer:
         lists = [
             (place, node)
             for place, node in reversed(list(enumerate(self.stack)))
-            if node.shape.kind in (ValueKind.LIST, ValueKind.ANYTHING) and node.written <= indent
+            if node.shape.kind in (ValueKind.LIST, ValueKind.ANYTHING) and node.indent <= indent
         ]
         fitting = [(place, node) for place, node in lists if _item_accepts(node.shape, key)]
         if not (fitting or lists):
@@ -158,9 +163,11 @@ class _LinePlacer:
             self.stack.append(_OpenNode(path, item, number, indent, column + 2))
             self._field(number, indent, content, dash="- ")
             return
-        moved = self._parent_as_written(number, indent, is_item=True) != node.line
-        self._emit(number, column, f"- {content}".rstrip(), path, moved or self.has_no_indentation, None)
-        self._begin_literal(content, indent, column)
+        is_misplaced = self._parent_as_written(number, indent, is_item=True) != node.line
+        self._emit(
+            number, column, f"- {content}".rstrip(), path, is_misplaced or self.has_no_indentation, None
+        )
+        self._begin_block(content, indent, column)
 
     # --- keys ---
 
@@ -172,57 +179,61 @@ class _LinePlacer:
         key, value = _unquoted(match["key"]), _without_comment(match["value"] or "")
         parent_as_written = self._parent_as_written(number, indent, is_item=bool(dash))
         level = (number if dash else parent_as_written, key)
-        repeats = self.levels.get(level)
+        duplicate_of = self.levels.get(level)
         self.levels.setdefault(level, number)
         if dash:
-            # What follows in this item stands two columns right of the dash.
-            self.written.append((indent + 1, number))
+            # The other keys of this item are two columns to the right of the dash.
+            self.open_indents.append((indent + 1, number))
         place = len(self.stack) - 1 if dash else self._place_of(key, indent)
         if place is None:
             self._unknown(number, indent, dash + content, key)
             return
         del self.stack[place + 1 :]
         node = self.stack[-1]
-        node.taken.setdefault(key, number)
+        node.used_keys.setdefault(key, number)
         path = (*node.path, key)
         column = node.column - len(dash)
-        known = node.accepts(key)
-        moved = self.has_no_indentation if dash else parent_as_written != node.line
-        self._emit(number, column, dash + content, path, moved, repeats, known=known)
+        is_known = node.accepts(key)
+        is_misplaced = self.has_no_indentation if dash else parent_as_written != node.line
+        self._emit(number, column, dash + content, path, is_misplaced, duplicate_of, is_known=is_known)
         shape = node.shape.children().get(key) or Shape(
             ValueKind.ANYTHING if node.shape.kind is ValueKind.ANYTHING else ValueKind.SCALAR
         )
         if not value and shape.kind is not ValueKind.SCALAR:
             self.stack.append(_OpenNode(path, shape, number, indent + len(dash), node.column + 2))
-        self._begin_literal(value, indent, column)
+        self._begin_block(value, indent, column)
 
     def _place_of(self, key: str, indent: int) -> int | None:
-        """The open node for `key`: one that the indentation agrees with, else the innermost that names it."""
+        """The index in `stack` of the node to which `key` belongs; None if no open node accepts it.
+
+        A node that fits the indentation is preferred, then the innermost node that has a field `key`.
+        """
         fitting = [
             (number, node)
             for number, node in reversed(list(enumerate(self.stack)))
-            if node.accepts(key) and key not in node.taken
+            if node.accepts(key) and key not in node.used_keys
         ]
-        agreeing = [(number, node) for number, node in fitting if node.written < indent or not node.path]
+        agreeing = [(number, node) for number, node in fitting if node.indent < indent or not node.path]
         by_name = [(number, node) for number, node in fitting if key in node.shape.children()]
         for candidates in (agreeing, by_name, fitting):
             if candidates:
                 return candidates[0][0]
-        # Nothing is free: it is given twice.
-        again = [number for number, node in enumerate(self.stack) if key in node.taken]
-        return again[-1] if again else None
+        # Every node that accepts the key has it already: a duplicate.
+        duplicates = [number for number, node in enumerate(self.stack) if key in node.used_keys]
+        return duplicates[-1] if duplicates else None
 
-    # --- what the indentation says ---
+    # --- indentation ---
 
     def _parent_as_written(self, number: int, indent: int, *, is_item: bool) -> int:
-        """The line of the parent by indentation, 0 at the root. A dash may stand below its key."""
-        while self.written and not (
-            self.written[-1][0] < indent or (is_item and self.written[-1][0] == indent)
+        """The line number of the parent by indentation; 0 at the root. A dash may have its key's
+        indentation."""
+        while self.open_indents and not (
+            self.open_indents[-1][0] < indent or (is_item and self.open_indents[-1][0] == indent)
         ):
-            self.written.pop()
-        parent = self.written[-1][1] if self.written else 0
+            self.open_indents.pop()
+        parent = self.open_indents[-1][1] if self.open_indents else 0
         if not is_item:
-            self.written.append((indent, number))
+            self.open_indents.append((indent, number))
         return parent
 
     # --- output ---
@@ -233,26 +244,26 @@ class _LinePlacer:
         column: int,
         content: str,
         path: Path,
-        moved: bool,
-        repeats: int | None,
+        is_misplaced: bool,
+        duplicate_of: int | None,
         *,
-        known: bool = True,
+        is_known: bool = True,
     ) -> None:
         self._flush_comments(column)
         self.output.append(" " * column + content)
-        self.placed.append(PlacedLine(number, path, self.output[-1], moved, repeats, known))
+        self.placed.append(PlacedLine(number, path, self.output[-1], is_misplaced, duplicate_of, is_known))
 
     def _unknown(self, number: int, indent: int, content: str, key: str) -> None:
-        self._emit(number, indent, content, (key,), False, None, known=False)
+        self._emit(number, indent, content, (key,), False, None, is_known=False)
 
     def _commented_column(self, comment: str) -> int | None:
-        """Where a commented-out field stands: with its siblings, which may still be open."""
+        """The column of a commented-out field: that of its siblings, if their parent is still open."""
         match = _COMMENTED_KEY.match(comment)
         open_here = [node for node in self.stack if match and match[1] in node.shape.children()]
         return open_here[-1].column if open_here else None
 
     def _flush_comments(self, column: int) -> None:
-        """Comments stand with the line below them, be it a field or a commented-out one."""
+        """Write the collected comments with the indentation of the line below them."""
         lines = []
         for comment, own in reversed(self.comments):
             column = own if own is not None else column
@@ -260,10 +271,10 @@ class _LinePlacer:
         self.output += reversed(lines)
         self.comments.clear()
 
-    def _begin_literal(self, value: str, indent: int, column: int) -> None:
+    def _begin_block(self, value: str, indent: int, column: int) -> None:
         self.brackets = max(0, _bracket_balance(value)) if value[:1] in "[{" else 0
         if value[:1] in ("|", ">") or self.brackets:
-            self.literal = indent, column - indent
+            self.block = indent, column - indent
 
 
 def _item_accepts(shape: Shape, key: str | None) -> bool:
@@ -289,7 +300,7 @@ def _bracket_balance(text: str) -> int:
 
 
 def parent_of(path: Path) -> str:
-    """Where a placed line stands, for people."""
+    """The path of a line's parent, as text."""
     while path and isinstance(path[-1], int):
         path = path[:-1]
         return dotted(path)
@@ -298,7 +309,7 @@ def parent_of(path: Path) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What becomes of one field. `line` counts from 1; None: the field is not written."""
+    """The verdict for one field. `line` counts from 1; None when the field is not in the text."""
 
     path: Path
     line: int | None
@@ -311,7 +322,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class SpecReading:
-    """A spec as far as it could be read; `document` is None when something is wrong with it."""
+    """The result of reading a spec. `document` is None when a field is wrong."""
 
     document: Document | None
     findings: tuple[Finding, ...]
@@ -321,7 +332,8 @@ class SpecReading:
         return tuple(finding for finding in self.findings if finding.verdict is FieldVerdict.WRONG)
 
     def require(self, name: str) -> Document:
-        """The document. Raises InvalidConfig with all that is wrong; `name` is the file's."""
+        """The document. Raises InvalidConfig with all wrong fields. `name` is the file's name in the
+        error."""
         if self.document is None:
             raise InvalidConfig([ConfigError(_place(name, finding), str(finding)) for finding in self.wrong])
         return self.document
@@ -332,12 +344,12 @@ def _place(name: str, finding: Finding) -> str:
 
 
 def read_spec(text: str, *, strategies: Collection[str]) -> SpecReading:
-    """Read one spec; `strategies` are those of this gateway. Pure; never raises for what is in `text`."""
+    """Read one spec. `strategies` are the strategies of this gateway. Pure; `text` never makes it raise."""
     try:
-        written = read_source(text)
+        raw_source = read_source(text)
     except NotYaml as exc:
         return SpecReading(None, tuple(_in_order(_lines_in_place(text, exc))))
-    source, flat_names = unflattened(written)
+    source, flat_names = unflattened(raw_source)
     kind = source.data.get("kind")
     root, places = shape_of_kind(kind), FieldPlaces(shape_of_kind(kind))
     findings = [
@@ -350,16 +362,16 @@ def read_spec(text: str, *, strategies: Collection[str]) -> SpecReading:
         findings += _translated(exc.errors(include_url=False), source, root, places)
     if document is not None:
         findings += [
-            Finding(path, source.line_of(path), verdict, says)
-            for path, verdict, says in judge(document, strategies)
+            Finding(path, source.line_of(path), verdict, message)
+            for path, verdict, message in judge(document, strategies)
         ]
-    findings += _declared(source, root, flat_names, taken={finding.path for finding in findings})
+    findings += _declared(source, root, flat_names, judged={finding.path for finding in findings})
     is_wrong = any(finding.verdict is FieldVerdict.WRONG for finding in findings)
     return SpecReading(None if is_wrong else document, tuple(_in_order(findings)))
 
 
 def fix_layout(text: str) -> SpecLayout:
-    """`text` indented as its fields demand; needs no valid YAML."""
+    """Correct the indentation of `text` by the names of its fields. `text` need not be valid YAML."""
     return place_lines(text, _root_of(text))
 
 
@@ -371,25 +383,28 @@ def _root_of(text: str) -> Shape:
 
 
 def _lines_in_place(text: str, error: NotYaml) -> Iterator[Finding]:
-    """Where each misplaced line of a text that is not YAML belongs."""
+    """Yield findings for a text that is not YAML: the error, and the right place of each misplaced line."""
     layout = fix_layout(text)
-    says = f"this is not YAML: {error}"
-    if layout.has_no_indentation and any(line.moved for line in layout.placed):
-        says = (
-            "the indentation is lost: every line below says where it belongs; --fix prints the spec with it"
+    message = f"this is not YAML: {error}"
+    if layout.has_no_indentation and any(line.is_misplaced for line in layout.placed):
+        message = (
+            "the text has no indentation: each finding below names a line's place; "
+            "--fix prints the spec with correct indentation"
         )
-    yield Finding((), None if layout.has_no_indentation else error.line, FieldVerdict.WRONG, says)
+    yield Finding((), None if layout.has_no_indentation else error.line, FieldVerdict.WRONG, message)
     lines = text.splitlines()
     for line in layout.placed:
-        if not line.known:
+        if not line.is_known:
             yield Finding(line.path, line.number, FieldVerdict.WRONG, "no field of the spec has this name")
-        elif line.moved:
+        elif line.is_misplaced:
             place = f"belongs under {parent_of(line.path)}"
-            if line.repeats is not None:
-                place += f"; as written it is a duplicate of line {line.repeats}"
+            if line.duplicate_of is not None:
+                place += f"; as written it is a duplicate of line {line.duplicate_of}"
             yield Finding(line.path, line.number, FieldVerdict.WRONG, place)
-        elif line.repeats is not None:
-            yield Finding(line.path, line.number, FieldVerdict.WRONG, f"a duplicate of line {line.repeats}")
+        elif line.duplicate_of is not None:
+            yield Finding(
+                line.path, line.number, FieldVerdict.WRONG, f"a duplicate of line {line.duplicate_of}"
+            )
         content = lines[line.number - 1]
         for name in VARIABLE.findall(content if not content.lstrip().startswith("#") else ""):
             yield Finding(line.path, line.number, FieldVerdict.WRONG, f"the variable {name} is not filled in")
@@ -400,7 +415,7 @@ def _in_order(findings: Iterator[Finding] | list[Finding]) -> list[Finding]:
 
 
 def _without_empty(value: Any) -> Any:
-    """`value` without keys that have nothing behind them: what is commented out is not given."""
+    """`value` without keys whose value is empty, because the value may be commented out."""
     if isinstance(value, dict):
         return {key: _without_empty(inner) for key, inner in value.items() if inner is not None}
     if isinstance(value, list):
@@ -409,29 +424,29 @@ def _without_empty(value: Any) -> Any:
 
 
 def _declared(
-    source: Source, root: Shape, flat_names: dict[Path, str], *, taken: set[Path]
+    source: Source, root: Shape, flat_names: dict[Path, str], *, judged: set[Path]
 ) -> Iterator[Finding]:
-    """The verdict of each written field that has none yet, from its declaration."""
+    """Yield the declared verdict of each field in the text for which there is no finding yet."""
     for path, value in _leaves(source.data, root, ()):
-        if any(path[: len(other)] == other or other[: len(path)] == path for other in taken if other):
+        if any(path[: len(other)] == other or other[: len(path)] == path for other in judged if other):
             continue
         line = source.line_of(path)
         found = declared(root, path)
         if value is None:
-            yield Finding(path, line, FieldVerdict.NOTED, "has no effect here because nothing is given")
+            yield Finding(path, line, FieldVerdict.NOTED, "has no effect here because it has no value")
         elif found is not None:
-            verdict, says = found
+            verdict, text = found
             if verdict is FieldVerdict.NOTED:
-                says = f"has no effect here because {says}"
+                text = f"has no effect here because {text}"
             elif path in flat_names:
-                says = f"{says} (read from {flat_names[path]})"
-            yield Finding(path, line, verdict, says)
+                text = f"{text} (read from {flat_names[path]})"
+            yield Finding(path, line, verdict, text)
         elif value in ({}, []):
             yield Finding(path, line, FieldVerdict.NOTED, "has no effect here because it is empty")
 
 
 def _leaves(value: Any, shape: Shape | None, path: Path) -> Iterator[tuple[Path, Any]]:
-    """What is written, as deep as single fields are declared."""
+    """Yield the path and value of each field in the text, down to the fields with a declared verdict."""
     if shape is not None and shape.model is not None and isinstance(value, dict) and value:
         for key, inner in value.items():
             yield from _leaves(inner, shape_at(shape, (str(key),)), (*path, str(key)))
@@ -452,33 +467,33 @@ def _leaves(value: Any, shape: Shape | None, path: Path) -> Iterator[tuple[Path,
 def _translated(
     errors: list[ErrorDetails], source: Source, root: Shape, places: FieldPlaces
 ) -> Iterator[Finding]:
-    """Pydantic's errors with lines, and with the right place of a field that is in a wrong one."""
-    # What is not filled in breaks rules only because of that.
-    seen: set[Path] = {problem.path for problem in source.problems}
+    """Yield findings for pydantic's errors, with the line, and the right place of a misplaced field."""
+    # A variable that is not filled in breaks a field's rule only for that reason.
+    reported: set[Path] = {problem.path for problem in source.problems}
     for error in errors:
         path: Path = tuple(error["loc"])
-        # Beyond plain values, the location names members of unions.
+        # Below a plain value, the location contains names of union members.
         while path and shape_at(root, path[:-1]) is None:
             path = path[:-1]
-        if path in seen:
+        if path in reported:
             continue
-        seen.add(path)
+        reported.add(path)
         if error["type"] == "extra_forbidden":
-            says = places.advice(path)
+            text = places.advice(path)
         elif error["type"] == "missing":
-            says = f"is required{_other_place(path, source.data)}"
+            text = f"is required{_other_place(path, source.data)}"
         else:
-            says = _error_text(error)
-        yield Finding(path, source.line_of(path), FieldVerdict.WRONG, says)
+            text = _error_text(error)
+        yield Finding(path, source.line_of(path), FieldVerdict.WRONG, text)
 
 
 def _other_place(path: Path, data: Any, at: Path = ()) -> str:
-    """Whether a required field stands somewhere else."""
+    """A text with another place that has a field of that name; empty if there is none."""
     if isinstance(data, dict):
         for key, inner in data.items():
             here = (*at, str(key))
             if key == path[-1] and here != path and len(here) <= len(path) and len(str(key)) > 4:
-                return f"; it stands at {dotted(here)}"
+                return f"; it is at {dotted(here)}"
             found = _other_place(path, inner, here)
             if found:
                 return found

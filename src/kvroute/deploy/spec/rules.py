@@ -1,4 +1,4 @@
-"""What fields mean together: verdicts that depend on more than one of them."""
+"""Rules that depend on several fields: verdicts that no single field has."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ DERIVED_ARGUMENTS = {
     "--kv-transfer-config": "follows from kvCacheSpec",
     "--kv-events-config": "follows from routingStrategy",
 }
-"""Arguments of vLLM that follow from other fields, and from which."""
+"""Arguments of vLLM that follow from other fields -> a text that names the field."""
 ADAPTER_ARGUMENTS = frozenset({"--enable-lora", "--lora-modules", "--default-mm-loras"})
-"""Arguments of vLLM that bring LoRA adapters."""
+"""Arguments of vLLM for LoRA adapters."""
 REQUIRED_OF_TRIGGERS = {
     "cloudWatchTrigger": ("namespace", "metric_name", "target_value", "dimensions"),
     "prometheusTrigger": ("server_address", "query", "target_value"),
 }
-"""Without these KEDA refuses a trigger."""
+"""Trigger -> the fields without which KEDA refuses it."""
 _CACHE: Path = ("spec", "kvCacheSpec")
 _L2: Path = (*_CACHE, "l2CacheSpec")
 _WORKER: Path = ("spec", "worker")
@@ -46,7 +46,7 @@ OLDEST_MP_VLLM = (0, 19, 1)
 
 
 def judge(document: Document, strategies: Collection[str]) -> Iterator[Judgement]:
-    """Verdicts that no single field has by itself; wrong ones first."""
+    """Yield the verdicts that depend on several fields. `strategies` are the gateway's strategies."""
     yield from _cache(document)
     yield from _routing(document, strategies)
     yield from _worker(document)
@@ -63,14 +63,14 @@ def judge(document: Document, strategies: Collection[str]) -> Iterator[Judgement
 
 
 def _several_gateways_text(document: Document) -> str:
-    """What several gateways lack."""
+    """A text that says which knowledge several gateways do not share."""
     routing = document.spec.intelligent_routing_spec
     if routing is not None and routing.enabled and _reads_caches(routing) and uses_lmcache(document):
         return (
-            "gateways share neither what they have sent where nor what LMCache reports: "
-            "each LMCache reports to one of them alone, and the others do not know its tiers"
+            "gateways share neither their route histories nor LMCache's reports: "
+            "each LMCache reports to only one gateway, and the other gateways do not know its tiers"
         )
-    return "gateways do not share what they have sent where: each routes on its own part of it"
+    return "gateways do not share their route histories: each gateway routes by its own requests only"
 
 
 def _noted(path: Path, why: str, *, bare: bool = False) -> Judgement:
@@ -102,7 +102,8 @@ def _cache(document: Document) -> Iterator[Judgement]:
     yield from _config_file(cache, classic=classic)
     if classic and extension.l1.eviction_policy != "LRU":
         yield _wrong(
-            ("x-kvroute", "l1", "evictionPolicy"), "LMCache in classic mode has LRU only; mode: mp has more"
+            ("x-kvroute", "l1", "evictionPolicy"),
+            "LMCache in classic mode has only LRU; mode: mp has more policies",
         )
     if not cache.enable_l1_cache and not cache.enable_l2_cache and cache.cache_config_file is None:
         yield from _unused_cache_settings(document, "both cache tiers are off", l1=False, l2=False)
@@ -120,7 +121,7 @@ def _second_tier(
         return
     backend = backend_named(name)
     if url is not None and not backend.accepts_url:
-        yield _noted((*_L2, "l2CacheLocalUrl"), f"{name} is not found by a URL")
+        yield _noted((*_L2, "l2CacheLocalUrl"), f"{name} has no URL")
     elif url is not None:
         problem = backend.url_problem(url)
         if problem:
@@ -129,9 +130,9 @@ def _second_tier(
             instead = (
                 "with x-kvroute.lmcache.mode: mp it can come from x-kvroute.l2.passwordSecret"
                 if classic
-                else "leave it out here and use x-kvroute.l2.passwordSecret"
+                else "omit it here and use x-kvroute.l2.passwordSecret"
             )
-            why = f"applied, but its password stands in plain text in what is rendered: {instead}"
+            why = f"applied, but rendered files contain its password in plain text: {instead}"
             yield _noted((*_L2, "l2CacheLocalUrl"), why, bare=True)
     if document.x_kvroute.l2.password_secret is not None and not accepts_password(
         backend, url, classic=classic
@@ -144,21 +145,21 @@ def _second_tier(
     if classic and not backend.has_classic:
         yield _wrong((*_L2, "l2CacheBackend"), f"LMCache in classic mode has no {name}; mode: mp has")
     if name.lower() not in HYPERPOD_BACKENDS and isinstance(document, InferenceEndpointConfig):
-        text = f"{backend.description}; HyperPod itself takes {' and '.join(HYPERPOD_BACKENDS)} only"
+        text = f"{backend.description}; HyperPod itself accepts only {' and '.join(HYPERPOD_BACKENDS)}"
         yield (*_L2, "l2CacheBackend"), FieldVerdict.APPLIED, text
     else:
         yield (*_L2, "l2CacheBackend"), FieldVerdict.APPLIED, backend.describe(document.x_kvroute, url)
 
 
 def _has_own_store(document: Document, backend: Backend, url: str | None) -> bool:
-    """Whether a store comes up that takes a size."""
+    """Whether the deployment starts a store whose size can be set."""
     if backend.name == "tieredstorage":
         return document.x_kvroute.platform != "hyperpod"
     return backend.accepts_password and url is None
 
 
 def accepts_password(backend: Backend | None, url: str | None, *, classic: bool) -> bool:
-    """Whether a password by reference has a place: in LMCache's server, for a store that is not ours."""
+    """Whether a password by reference can be used: by LMCache's server, for a store that the user runs."""
     return backend is not None and backend.accepts_password and url is not None and not classic
 
 
@@ -166,8 +167,10 @@ def _why_no_password(backend: Backend, *, classic: bool) -> str:
     if not backend.accepts_password:
         return f"{backend.name} has no password"
     if classic:
-        return "classic mode takes a password in the address only; x-kvroute.lmcache.mode: mp takes this one"
-    return f"the {backend.description} that comes up by itself has no password; l2CacheLocalUrl names another"
+        return (
+            "classic mode accepts a password only in the address; x-kvroute.lmcache.mode: mp accepts a Secret"
+        )
+    return f"the {backend.description} that kvroute starts has no password; l2CacheLocalUrl can name another"
 
 
 def _config_file(cache: KvCache, *, classic: bool) -> Iterator[Judgement]:
@@ -178,18 +181,18 @@ def _config_file(cache: KvCache, *, classic: bool) -> Iterator[Judgement]:
         yield (
             path,
             FieldVerdict.APPLIED,
-            "LMCACHE_CONFIG_FILE of the workers, in place of all other cache settings",
+            "LMCACHE_CONFIG_FILE of the workers, which replaces all other cache settings",
         )
     else:
         yield _noted(
-            path, "LMCache's server (mode: mp) reads no such file; x-kvroute.lmcache.mode: classic does"
+            path, "LMCache's server (mode: mp) does not read this file; x-kvroute.lmcache.mode: classic does"
         )
 
 
 def _unused_cache_settings(
     document: Document, why: str, *, l1: bool, l2: bool, classic: bool = False
 ) -> Iterator[Judgement]:
-    """Settings of x-kvroute for tiers that are off, where they are written."""
+    """Yield notes for settings of x-kvroute that belong to tiers that are off."""
     given = document.x_kvroute.model_fields_set
     if why:
         for name in ("lmcache", "l1", "l2"):
@@ -202,7 +205,8 @@ def _unused_cache_settings(
             key = {"size_gb": "sizeGb", "eviction_policy": "evictionPolicy", "staging_gb": "stagingGb"}[name]
             if name == "staging_gb" and (l1 or classic):
                 yield _noted(
-                    ("x-kvroute", "l1", key), "the first tier is on" if l1 else "classic mode has none"
+                    ("x-kvroute", "l1", key),
+                    "the first tier is on" if l1 else "classic mode has no such buffer",
                 )
             elif name != "staging_gb" and not l1:
                 yield _noted(("x-kvroute", "l1", key), "enableL1Cache is false")
@@ -238,8 +242,8 @@ def _routing(document: Document, strategies: Collection[str]) -> Iterator[Judgem
     if _reads_caches(routing) and "chat" in endpoint:
         yield _noted(
             ("spec", "invocationEndpoint"),
-            f"the gateway serves chat with {routing.routing_strategy} like any OpenAI path;"
-            " HyperPod refuses it",
+            f"the gateway serves chat with {routing.routing_strategy} like every OpenAI path;"
+            " HyperPod refuses this combination",
         )
     if (
         needs_of(routing.routing_strategy) is not Needs.SESSION_KEY
@@ -265,9 +269,7 @@ def _worker(document: Document) -> Iterator[Judgement]:
     for number, argument in enumerate(worker.args or []):
         option = argument.split("=", 1)[0]
         if option in DERIVED_ARGUMENTS:
-            yield _wrong(
-                (*_WORKER, "args", number), f"{option} {DERIVED_ARGUMENTS[option]}: leave it out here"
-            )
+            yield _wrong((*_WORKER, "args", number), f"{option} {DERIVED_ARGUMENTS[option]}: omit it here")
     yield from _adapters(document, worker.args or [])
     tag = _VLLM_TAG.search(worker.image or "")
     is_too_old = tag is not None and tuple(map(int, tag.groups())) < OLDEST_MP_VLLM
@@ -275,14 +277,14 @@ def _worker(document: Document) -> Iterator[Judgement]:
         version = ".".join(tag.groups())
         yield _noted(
             (*_WORKER, "image"),
-            f"applied, but vLLM {version} comes with an LMCache that has no server: "
-            "take an image of vLLM 0.19.1 or newer, or set x-kvroute.lmcache.mode: classic",
+            f"applied, but the LMCache in an image of vLLM {version} has no server: "
+            "use an image of vLLM 0.19.1 or newer, or set x-kvroute.lmcache.mode: classic",
             bare=True,
         )
 
 
 def _adapters(document: Document, arguments: list[str]) -> Iterator[Judgement]:
-    """LoRA adapters behind LMCache, which does not tell them apart."""
+    """Yield a note for LoRA adapters with LMCache, which does not distinguish adapters."""
     places = [place for place, each in enumerate(arguments) if each.split("=", 1)[0] in ADAPTER_ARGUMENTS]
     if not places or not uses_lmcache(document):
         return
@@ -291,14 +293,14 @@ def _adapters(document: Document, arguments: list[str]) -> Iterator[Judgement]:
     what = (
         "x-kvroute.gateway.settings.lmcache.isolate_adapters is false: answers become wrong"
         if is_off
-        else "the gateway gives each adapter a key space of its own: send no request past it"
+        else "the gateway gives each adapter its own key space: send every request through the gateway"
     )
-    why = f"applied, but LMCache serves a LoRA adapter what another model computed; {what}"
+    why = f"applied, but LMCache gives a LoRA adapter KV that another model computed; {what}"
     yield _noted((*_WORKER, "args", places[0]), why, bare=True)
 
 
 def uses_lmcache(document: Document) -> bool:
-    """Whether LMCache runs at all."""
+    """Whether LMCache runs."""
     cache = document.spec.kv_cache_spec
     return cache is not None and (
         cache.enable_l1_cache or cache.enable_l2_cache or cache.cache_config_file is not None
@@ -328,7 +330,7 @@ def _source(source: ModelSource, document: InferenceEndpointConfig) -> Iterator[
         volumes = document.spec.kubernetes.volumes if document.spec.kubernetes else None
         name = document.spec.worker.model_volume_mount.name
         if name not in [volume.get("name") for volume in volumes or []]:
-            yield _wrong(("spec", "kubernetes", "volumes"), f"needs a volume {name!r}, the model's")
+            yield _wrong(("spec", "kubernetes", "volumes"), f"needs the model's volume {name!r}")
 
 
 def _placement(document: InferenceEndpointConfig) -> Iterator[Judgement]:
@@ -344,7 +346,7 @@ def _placement(document: InferenceEndpointConfig) -> Iterator[Judgement]:
 
 
 def region_of(document: Document) -> str | None:
-    """The AWS region that the spec names."""
+    """The AWS region in the spec; None if it names none."""
     if document.x_kvroute.aws_region is not None or not isinstance(document, InferenceEndpointConfig):
         return document.x_kvroute.aws_region
     store = document.spec.model_source_config.s3_storage
@@ -376,7 +378,7 @@ def _scaler(document: Document, path: Path, scaling: AutoScaling) -> Iterator[Ju
     triggers = [*scaling.prometheus(), *scaling.cloud_watch()]
     if not triggers:
         if scaling.min_replica_count == 0:
-            yield _wrong((*path, "minReplicaCount"), "0 needs a trigger: an HPA cannot scale to nothing")
+            yield _wrong((*path, "minReplicaCount"), "0 needs a trigger: an HPA cannot scale to 0")
         for name in ("polling_interval", "cooldown_period", "initial_cooldown_period"):
             if name in scaling.model_fields_set:
                 yield _noted((*path, to_camel(name)), "without a trigger an HPA scales by CPU use")

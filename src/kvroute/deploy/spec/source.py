@@ -1,4 +1,7 @@
-"""A spec's text as data, with the line of every key. Duplicates and unfilled variables are found here."""
+"""Parses a spec's text into data with line numbers, and declares verdicts of fields.
+
+Also finds duplicate keys and variables that are not filled in.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +23,13 @@ Path = tuple[str | int, ...]
 
 
 class Fields(BaseModel):
-    """Base of every mapping of the spec: camelCase in YAML, unknown keys are errors, types are strict."""
+    """Base class of the spec's mappings: camelCase in YAML, unknown keys are errors, types are strict."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, alias_generator=to_camel)
 
 
 class FieldVerdict(Enum):
-    """What becomes of a field."""
+    """What kvroute does with a field: apply it, ignore it with a note, or refuse it."""
 
     APPLIED = "applied"
     NOTED = "noted"
@@ -34,46 +37,47 @@ class FieldVerdict(Enum):
 
 
 def applied(default: Any = None, *, becomes: str, **constraints: Any) -> Any:
-    """A field with an effect; `becomes` says which, in a few words. `...` as default: required."""
+    """Declare a field that has an effect. `becomes` is its text. With `...` as default the field is
+    required."""
     return Field(
-        default, json_schema_extra={"verdict": FieldVerdict.APPLIED.value, "says": becomes}, **constraints
+        default, json_schema_extra={"verdict": FieldVerdict.APPLIED.value, "text": becomes}, **constraints
     )
 
 
 def noted(default: Any = None, *, because: str, **constraints: Any) -> Any:
-    """A field that is accepted and has no effect, because of `because`."""
+    """Declare a field that is accepted but has no effect. `because` is the reason."""
     return Field(
-        default, json_schema_extra={"verdict": FieldVerdict.NOTED.value, "says": because}, **constraints
+        default, json_schema_extra={"verdict": FieldVerdict.NOTED.value, "text": because}, **constraints
     )
 
 
 def section(default: Any = None, **constraints: Any) -> Any:
-    """A field that only holds others."""
+    """Declare a field that only contains other fields."""
     return Field(default, **constraints)
 
 
 class ValueKind(Enum):
-    """What a value is made of."""
+    """The structure of a value."""
 
     SCALAR = "scalar"
     MODEL = "model"
     FREE = "free"
-    """A mapping with keys of the user's own and plain values."""
+    """A mapping with arbitrary keys and plain values."""
     ANYTHING = "anything"
-    """Taken over as it stands, however deep."""
+    """Any value of any depth, which is copied unchanged."""
     LIST = "list"
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What is allowed at one place of the document."""
+    """The values that are allowed at one place of the document."""
 
     kind: ValueKind
     model: type[Fields] | None = None
     item: Shape | None = None
 
     def children(self) -> dict[str, Shape]:
-        """The fields of a model by their YAML names; empty for everything else."""
+        """The fields of a model by their YAML names; empty for all other kinds."""
         if self.model is None:
             return {}
         return {
@@ -82,12 +86,12 @@ class Shape:
         }
 
     def child(self, key: str) -> Shape | None:
-        """The field of a model with that YAML name."""
+        """The shape of the model's field with the YAML name `key`; None if there is none."""
         found = self.field(key)
         return shape_of(found.annotation) if found is not None else None
 
     def field(self, key: str) -> FieldInfo | None:
-        """How a model declares the field with that YAML name."""
+        """The declaration of the model's field with the YAML name `key`; None if there is none."""
         fields = self.model.model_fields if self.model is not None else {}
         return next((each for name, each in fields.items() if yaml_name(name, each.alias) == key), None)
 
@@ -97,7 +101,7 @@ def yaml_name(name: str, alias: str | None) -> str:
 
 
 def shape_of(annotation: object) -> Shape:
-    """The shape that a type annotation of the models allows."""
+    """The shape of the values that a type annotation allows."""
     origin, args = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is typing.Annotated:
         return shape_of(args[0])
@@ -116,7 +120,7 @@ def shape_of(annotation: object) -> Shape:
 
 
 def shape_at(root: Shape, path: Path) -> Shape | None:
-    """What is allowed at `path`; None when there is no such field."""
+    """The shape at `path`; None when there is no such field."""
     shape: Shape | None = root
     for key in path:
         if shape is None:
@@ -133,7 +137,8 @@ def shape_at(root: Shape, path: Path) -> Shape | None:
 
 
 def declared(root: Shape, path: Path) -> tuple[FieldVerdict, str] | None:
-    """The verdict that the innermost field around `path` was declared with; None within sections alone."""
+    """The verdict and text declared for `path` or for the nearest field above it; None if there are only
+    sections."""
     found = None
     shape: Shape | None = root
     for key in path:
@@ -142,13 +147,13 @@ def declared(root: Shape, path: Path) -> tuple[FieldVerdict, str] | None:
         field = shape.field(str(key))
         extra = field.json_schema_extra if field is not None else None
         if isinstance(extra, dict) and "verdict" in extra:
-            found = FieldVerdict(extra["verdict"]), str(extra["says"])
+            found = FieldVerdict(extra["verdict"]), str(extra["text"])
         shape = shape_at(shape, (key,))
     return found
 
 
 def walk(shape: Shape, path: Path = ()) -> Iterator[tuple[Path, Shape]]:
-    """Every field of the models below `shape`, lists entered at item 0."""
+    """Yield the path and shape of every field below `shape`. Fields of list items are at item 0."""
     for name, child in shape.children().items():
         yield (*path, name), child
         if child.kind is ValueKind.LIST and child.item is not None:
@@ -158,7 +163,7 @@ def walk(shape: Shape, path: Path = ()) -> Iterator[tuple[Path, Shape]]:
 
 
 def dotted(path: Path) -> str:
-    """`path` as people write it: `spec.worker.args[0]`, a key with a dot in quotes."""
+    """`path` as text: `spec.worker.args[0]`; a key that contains a dot is in quotes."""
     text = ""
     for key in path:
         if isinstance(key, int):
@@ -169,11 +174,11 @@ def dotted(path: Path) -> str:
 
 
 VARIABLE = re.compile(r"\$\{[A-Za-z_][A-Za-z0-9_]*(?::?-[^}]*)?\}")
-"""A shell variable that nobody has filled in; `$(NAME)`, which Kubernetes expands, is another thing."""
+"""A shell variable that is not filled in. `$(NAME)` does not match: Kubernetes expands it."""
 
 
 class NotYaml(Exception):
-    """The text is not one YAML document; `line` counts from 1."""
+    """The text is not exactly one YAML mapping. `line` counts from 1."""
 
     def __init__(self, message: str, line: int | None) -> None:
         super().__init__(message)
@@ -182,7 +187,7 @@ class NotYaml(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Something wrong at a place of the document."""
+    """An error at a place of the document."""
 
     path: Path
     line: int | None
@@ -191,14 +196,14 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """The data and where each key stands."""
+    """A spec's data, the line of each key, and the problems found while parsing."""
 
     data: dict[str, Any]
     lines: dict[Path, int]
     problems: tuple[Problem, ...] = field(default=())
 
     def line_of(self, path: Path) -> int | None:
-        """The line of `path`, or of the nearest thing around it."""
+        """The line of `path`, or else of the nearest field above it."""
         while path:
             if path in self.lines:
                 return self.lines[path]
@@ -207,17 +212,17 @@ class Source:
 
 
 def read_source(text: str) -> Source:
-    """Parse `text`. Raises NotYaml when it is not YAML, or not one mapping."""
+    """Parse `text`. Raises NotYaml when it is not YAML or not exactly one mapping."""
     nodes: list[yaml.Node] = []
     survey, data = _NodeWalker(), None
     try:
         loader = yaml.SafeLoader(text)
         while loader.check_node():
             node = loader.get_node()
-            assert node is not None  # check_node has just said that there is one
+            assert node is not None  # guaranteed by check_node
             nodes.append(node)
         if len(nodes) == 1:
-            # Before the data is made, which rewrites what is merged.
+            # Before construct_document, which changes nodes that have merge keys.
             survey.enter(nodes[0], ())
             data = loader.construct_document(nodes[0])
     except yaml.MarkedYAMLError as exc:
@@ -233,7 +238,7 @@ def read_source(text: str) -> Source:
 
 
 class _NodeWalker:
-    """Collects lines and problems while it walks down the nodes."""
+    """Walks over the YAML nodes and collects line numbers and problems. Mutable: both collections."""
 
     def __init__(self) -> None:
         self.lines: dict[Path, int] = {}
@@ -259,9 +264,7 @@ class _NodeWalker:
             line, name = key.start_mark.line + 1, str(key.value)
             here = (*path, name)
             if name in first:
-                text = (
-                    f"given twice under {dotted(path) or 'the document'}: in lines {first[name]} and {line}"
-                )
+                text = f"is given twice under {dotted(path) or 'the root'}: in lines {first[name]} and {line}"
                 self.problems.append(Problem(here, line, text))
             first.setdefault(name, line)
             self.lines[here] = line

@@ -1,4 +1,4 @@
-"""`spec.worker`: the model server's container; and where its model comes from."""
+"""Fields of `spec` for the workers, the model's source, autoscaling, caches and routing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Quantity = str | int | float
 
 
 class KeyRef(Fields):
-    """One key of a ConfigMap or Secret."""
+    """A key of a ConfigMap or Secret."""
 
     key: str = applied(..., becomes=_ENV_BY_REFERENCE)
     name: str | None = applied(becomes=_ENV_BY_REFERENCE)
@@ -50,7 +50,7 @@ class InvocationPort(Fields):
 
 class VolumeMount(Fields):
     name: str = applied(..., becomes="the name of the model's volume")
-    mount_path: str = applied("/opt/ml/model", becomes="where the workers see the model's files")
+    mount_path: str = applied("/opt/ml/model", becomes="the folder of the model's files in the workers")
 
 
 class ResourceClaim(Fields):
@@ -65,7 +65,7 @@ class Resources(Fields):
 
 
 class Probe(Fields):
-    """A Kubernetes probe; what it does is taken over as it stands."""
+    """A Kubernetes probe, copied unchanged."""
 
     exec: dict[str, Any] | None = applied(becomes="a probe of the workers (Kubernetes)")
     grpc: dict[str, Any] | None = applied(becomes="a probe of the workers (Kubernetes)")
@@ -90,17 +90,17 @@ class Probes(Fields):
 class RequestLimits(Fields):
     max_concurrent_requests: int | None = applied(becomes="upstream.max_connections of the gateway", ge=1)
     max_queue_size: int | None = applied(
-        becomes="server.max_in_flight of the gateway: so many more per worker may wait, the rest is refused",
+        becomes="server.max_in_flight of the gateway: up to this many more requests per worker wait",
         ge=0,
     )
     overflow_status_code: int = noted(429, because="the gateway refuses with 429", ge=400, le=599)
 
 
 class WorkerSection(Fields):
-    """The model server."""
+    """The workers' container, as HyperPod's document describes it."""
 
     image: str = applied(..., becomes="the workers' image", min_length=1)
-    command: list[str] | None = applied(becomes="the workers' command in place of `vllm serve`")
+    command: list[str] | None = applied(becomes="the workers' command, which replaces `vllm serve`")
     args: list[str] | None = applied(becomes="arguments of the workers")
     working_dir: str | None = applied(becomes="the workers' working directory")
     environment_variables: list[EnvironmentVariable] | None = applied(becomes=_ENV)
@@ -112,7 +112,7 @@ class WorkerSection(Fields):
 
 
 class EndpointWorker(WorkerSection):
-    """The same where nothing is required."""
+    """The workers' container in kvroute's own document, where no field is required."""
 
     image: str | None = applied(becomes="the workers' image", min_length=1)  # type: ignore[assignment]
     model_invocation_port: InvocationPort | None = section()  # type: ignore[assignment]
@@ -121,7 +121,7 @@ class EndpointWorker(WorkerSection):
 
 
 class S3Storage(Fields):
-    bucket_name: str = applied(..., becomes="the bucket that the model is read from", min_length=1)
+    bucket_name: str = applied(..., becomes="the bucket of the model's files", min_length=1)
     region: str = applied(..., becomes="the region of the model's bucket", min_length=1)
 
 
@@ -147,7 +147,7 @@ class ModelSource(Fields):
     """Where the model comes from."""
 
     model_source_type: Literal["fsx", "s3", "huggingface", "kubernetesVolume"] = applied(
-        ..., becomes="where the workers get the model from"
+        ..., becomes="the source of the model's files"
     )
     model_location: str | None = applied(becomes="the model's folder in its storage")
     prefetch_enabled: bool = noted(False, because="vLLM reads the weights itself")
@@ -186,7 +186,7 @@ class CloudWatchTrigger(Fields):
 
 
 class PrometheusTrigger(Fields):
-    """Scale by a Prometheus query. Any server is allowed, not only AWS's managed one."""
+    """Scale by a Prometheus query. Every Prometheus server is allowed, not only AWS's managed service."""
 
     name: str | None = applied(becomes=_FOR_PROMETHEUS)
     namespace: str | None = applied(becomes=_FOR_PROMETHEUS)
@@ -200,18 +200,18 @@ class PrometheusTrigger(Fields):
 
 
 class AutoScaling(Fields):
-    """Between how many replicas, and by what. Without a trigger: by CPU use, with an HPA."""
+    """The limits of the number of replicas, and the triggers. Without a trigger an HPA scales by CPU use."""
 
-    min_replica_count: int = applied(1, becomes="the fewest replicas (Kubernetes)", ge=0)
-    max_replica_count: int = applied(5, becomes="the most replicas (Kubernetes)", ge=1)
+    min_replica_count: int = applied(1, becomes="the smallest number of replicas (Kubernetes)", ge=0)
+    max_replica_count: int = applied(5, becomes="the largest number of replicas (Kubernetes)", ge=1)
     polling_interval: int = applied(30, becomes=_SCALER, ge=0)
     cooldown_period: int = applied(300, becomes=_SCALER, ge=0)
     initial_cooldown_period: int = applied(300, becomes=_SCALER, ge=0)
     scale_down_stabilization_time: int = applied(
-        300, becomes="how long to wait before fewer replicas (Kubernetes)", ge=0, le=3600
+        300, becomes="the wait before scaling down, in seconds (Kubernetes)", ge=0, le=3600
     )
     scale_up_stabilization_time: int = applied(
-        0, becomes="how long to wait before more replicas (Kubernetes)", ge=0, le=3600
+        0, becomes="the wait before scaling up, in seconds (Kubernetes)", ge=0, le=3600
     )
     cloud_watch_trigger: CloudWatchTrigger | None = applied(becomes=_FOR_AWS)
     cloud_watch_trigger_list: list[CloudWatchTrigger] | None = applied(becomes=_FOR_AWS, max_length=100)
@@ -219,13 +219,13 @@ class AutoScaling(Fields):
     prometheus_trigger_list: list[PrometheusTrigger] | None = applied(becomes=_FOR_PROMETHEUS, max_length=100)
 
     def cloud_watch(self) -> list[CloudWatchTrigger]:
-        """The CloudWatch triggers; the list wins over the single one."""
+        """The CloudWatch triggers. A list overrides a single trigger."""
         return self.cloud_watch_trigger_list or (
             [self.cloud_watch_trigger] if self.cloud_watch_trigger else []
         )
 
     def prometheus(self) -> list[PrometheusTrigger]:
-        """The Prometheus triggers; the list wins over the single one."""
+        """The Prometheus triggers. A list overrides a single trigger."""
         return self.prometheus_trigger_list or ([self.prometheus_trigger] if self.prometheus_trigger else [])
 
 
@@ -244,7 +244,7 @@ class PdStage(Fields):
 
 
 class PrefillDecode(Fields):
-    """Prefill and decode on different workers."""
+    """Prefill and decode on different workers, which kvroute does not support."""
 
     prefill_spec: PdStage = noted(..., because=_NO_SPLIT)
     decoding_spec: PdStage = noted(..., because=_NO_SPLIT)
@@ -254,14 +254,14 @@ class PrefillDecode(Fields):
 
 
 class L2Cache(Fields):
-    """Which second tier, and where it is."""
+    """The kind and the address of the second tier."""
 
     l2_cache_backend: str | None = applied(becomes="the second cache tier behind LMCache")
     l2_cache_local_url: str | None = applied(becomes="the address of the second tier")
 
 
 class KvCache(Fields):
-    """Which cache tiers there are below the GPU."""
+    """The cache tiers below the GPU."""
 
     enable_l1_cache: bool = applied(True, becomes="LMCache's CPU memory tier")
     enable_l2_cache: bool = applied(False, becomes="LMCache's second tier")
@@ -272,6 +272,6 @@ class KvCache(Fields):
 class IntelligentRouting(Fields):
     """The gateway and its strategy."""
 
-    enabled: bool = applied(False, becomes="the gateway's strategy; without it requests go round robin")
+    enabled: bool = applied(False, becomes="whether the gateway uses the strategy; otherwise round robin")
     routing_strategy: str = applied("prefixaware", becomes="routing.strategy of the gateway")
     auto_scaling_spec: AutoScaling | None = section()
