@@ -77,7 +77,7 @@ def test_the_admin_key_is_its_owners_alone_and_stays(spec, tmp_path):
     assert not list(tmp_path.glob(".*"))
     file.write_text("kind: Secret\n")
     refused = run("render", "-f", spec, "--to", "kubernetes", "-o", tmp_path, code=1)
-    assert "remove it to make a new key" in refused.stderr
+    assert "remove it to generate a new key" in refused.stderr
 
 
 def test_without_a_folder_standard_output_is_only_the_result(spec):

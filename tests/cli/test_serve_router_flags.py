@@ -135,5 +135,7 @@ def test_the_error_for_a_wrong_value_names_its_flag(served):
 
 
 def test_finding_workers_in_kubernetes_is_enough(served):
-    assert invoke("--service-discovery", "k8s", "--k8s-label-selector", "app=vllm").exit_code == 0
+    flags = ("--service-discovery", "k8s", "--k8s-label-selector", "app=vllm")
+
+    assert invoke(*flags, KUBERNETES_SERVICE_HOST="10.0.0.1").exit_code == 0
     assert served[0].fleet.kubernetes.enabled

@@ -40,7 +40,7 @@ def test_every_flag_sets_existing_options_or_has_a_reason_for_no_effect(name):
     if name.startswith("static-"):
         context = {"service-discovery": "static", "static-backends": "http://a:1"}
     given = {**context, name: sample(name)}
-    became = FLAGS[name].become(given[name], given)
+    became = FLAGS[name].map_value(given[name], given)
 
     assert became.options or len(became.note) > 10
     for path in became.options:
@@ -137,12 +137,12 @@ def test_controller_flags_only_count_with_kvaware():
 @pytest.mark.parametrize(
     ("given", "path", "complaint"),
     [
-        ({"routing-logic": "disaggregated_prefill"}, "--routing-logic", "does not split prefill"),
-        ({"routing-logic": "magic"}, "--routing-logic", "none of roundrobin"),
-        ({"service-discovery": "consul"}, "--service-discovery", "none of static, k8s"),
+        ({"routing-logic": "disaggregated_prefill"}, "--routing-logic", "does not separate prefill"),
+        ({"routing-logic": "magic"}, "--routing-logic", "not one of roundrobin"),
+        ({"service-discovery": "consul"}, "--service-discovery", "not one of static, k8s"),
         ({"static-aliases": "gpt4"}, "--static-aliases", "not alias:model"),
         ({"static-backends": "http://a,http://b", "static-models": "m"}, "--static-models", "1 models for 2"),
-        ({"request-rewriter": "mine"}, "--request-rewriter", "forwarded as they are"),
+        ({"request-rewriter": "mine"}, "--request-rewriter", "forwarded unchanged"),
     ],
 )
 def test_the_error_for_a_senseless_value_names_the_flag(given, path, complaint):

@@ -234,9 +234,9 @@ def test_an_endpoint_of_hyperpod_can_be_tried_with_simulated_workers(start: Call
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (("--workers", "3"), "--workers does not go with -f: the spec has spec.replicas"),
+        (("--workers", "3"), "--workers cannot be used with -f: set spec.replicas"),
         (("--engine", "vllm"), "x-kvroute.engine: sim"),
-        (("--", "--seed", "1"), "ENGINE_ARGS does not go with -f"),
+        (("--", "--seed", "1"), "ENGINE_ARGS cannot be used with -f"),
     ],
 )
 def test_a_flag_that_repeats_the_spec_is_refused(options: tuple[str, ...], says: str) -> None:

@@ -1,4 +1,4 @@
-"""The `kvroute` command. Subcommands are imported when they are asked for."""
+"""The `kvroute` command. A subcommand's module is imported when the subcommand is used."""
 
 from __future__ import annotations
 
@@ -16,14 +16,17 @@ COMMANDS = {
     "down": ("kvroute.cli.deployments", "End what `kvroute up` runs."),
     "sim": ("kvroute.cli.sim", "Run one simulated worker."),
     "tierd": ("kvroute.cli.tierd", "Run a node's cache daemon: LMCache's second tier in shared memory."),
-    "render": ("kvroute.cli.deployments", "Make compose, Kubernetes and other files from an endpoint spec."),
+    "render": (
+        "kvroute.cli.deployments",
+        "Generate compose, Kubernetes and other files from an endpoint spec.",
+    ),
     "check": ("kvroute.cli.check", "Validate a configuration or an endpoint spec."),
 }
-"""Name -> the module that has the command under that name, and its line in `kvroute --help`."""
+"""Command name -> its module, which has the command under the same name, and its line in the help."""
 
 
 class LazyGroup(click.Group):
-    """Knows its commands by name, so that `kvroute --version` does not load a gateway."""
+    """Imports a command only when it runs, so that `kvroute --version` does not load the gateway."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)

@@ -1,4 +1,4 @@
-"""`kvroute check`: what `kvroute serve` or `kvroute render` would do, without doing it."""
+"""`kvroute check`: validates a configuration or an endpoint spec without running anything."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class NotValid(InvalidConfiguration):
     exit_code = 1
 
 
-def _remember_fix(context: click.Context, _: click.Parameter, fix: bool) -> None:
+def _store_fix(context: click.Context, _: click.Parameter, fix: bool) -> None:
     context.meta[_FIX] = fix
 
 
@@ -36,35 +36,35 @@ def _check_spec(context: click.Context, _: click.Parameter, file: Path | None) -
     type=click.Path(path_type=Path),
     expose_value=False,
     callback=_check_spec,
-    help="Check an endpoint spec instead: each field is applied, noted or wrong.",
+    help="Check an endpoint spec instead: report each field as applied, noted or wrong.",
 )
 @click.option(
     "--fix",
     is_flag=True,
     is_eager=True,
     expose_value=False,
-    callback=_remember_fix,
-    help="With -f: print the spec with each line indented as its field demands.",
+    callback=_store_fix,
+    help="With -f: print the spec with the correct indentation of each line.",
 )
 @configured(NotValid)
 def check(loaded: Loaded) -> None:
     """Validate a configuration and print it resolved, or an endpoint spec (-f) field by field.
 
-    A configuration is printed as YAML with secrets masked; a comment behind a value says where it came
-    from. Exit code 0: valid, 1: not. With --fix 0 means that every line has found its place.
+    A configuration is printed as YAML with masked secrets; a comment after a value names its origin. Exit
+    code 0: valid, 1: not valid. With --fix, 0 means that the indentation of every line is known.
     """
     check_workers_file(loaded)
     if not loaded.config.lmcache.isolate_adapters:
         click.echo(
-            "kvroute: lmcache.isolate_adapters is off: behind LMCache, LoRA adapters and their base model "
-            "are served each other's KV, and answers become wrong",
+            "kvroute: lmcache.isolate_adapters is off: with LMCache, LoRA adapters and their base model get "
+            "each other's KV, and answers become wrong",
             err=True,
         )
     click.echo(resolved_yaml(loaded), nl=False)
 
 
 def check_workers_file(loaded: Loaded) -> None:
-    """Read the fleet's file once, as `serve` would over and over. Raises ConfigError."""
+    """Read `fleet.file` once; `serve` polls it. Raises ConfigError."""
     file = loaded.config.fleet.file
     if file is None:
         return
@@ -75,21 +75,22 @@ def check_workers_file(loaded: Loaded) -> None:
 
 
 def check_spec(file: Path) -> int:
-    """Print a finding for each field of a spec; the exit code."""
-    from kvroute.cli import deployments  # a configuration is checked without loading what deploys
+    """Print a finding for each field of a spec. Returns the exit code."""
+    # Imported here: to check a configuration needs none of it.
+    from kvroute.cli import deployments
 
     reading = deployments.reading_of(deployments.read_text(file))
-    deployments.tell(file, reading.findings, err=False)
+    deployments.print_findings(file, reading.findings, err=False)
     click.echo(f"{file}: {deployments.count(reading.findings)}")
     return 0 if reading.document is not None else 1
 
 
 def fix_spec(file: Path) -> int:
-    """Print a spec with its lines where they belong, and what is still wrong with it; the exit code."""
+    """Print a spec with corrected indentation, and its remaining errors. Returns the exit code."""
     from kvroute.cli import deployments
     from kvroute.deploy.spec.loading import fix_layout
 
     layout = fix_layout(deployments.read_text(file))
     click.echo(layout.text, nl=False)
-    deployments.tell(file, deployments.reading_of(layout.text).wrong, err=True)
+    deployments.print_findings(file, deployments.reading_of(layout.text).wrong, err=True)
     return 0 if layout.is_complete else 1

@@ -1,4 +1,4 @@
-"""The flags that `serve` and `check` share, and how they become a configuration."""
+"""The configuration flags of `serve` and `check`."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ FLAGS: dict[str, Path] = {
     "log_level": ("logging", "level"),
     "log_format": ("logging", "format"),
 }
-"""Parameter -> the option that it sets."""
+"""Click parameter -> path of the option that it sets."""
 
 
 class InvalidConfiguration(click.ClickException):
-    """The configuration's problems, one line each; no traceback."""
+    """A wrong configuration: printed as one line per problem, without a traceback."""
 
     exit_code = 2
 
@@ -43,10 +43,10 @@ def configured(
     failure: type[InvalidConfiguration] = InvalidConfiguration,
     more: Callable[[dict[str, Any]], list[ConfigSetting]] = lambda flags: [],
 ) -> Callable[[Callable[[Loaded], None]], Callable[..., None]]:
-    """Give a command the configuration flags and call it with what they, file and environment amount to.
+    """Add the configuration flags to a command, and call the command with the loaded configuration.
 
-    A wrong configuration ends the command as `failure`. `more` gets all flags, the command's own among
-    them, and returns what these set; it may change the flags, which win over it.
+    A wrong configuration raises `failure`. `more` gets all flags, also the command's own ones, and returns
+    additional settings; it may change the flags, which win over these settings.
     """
 
     def decorate(command: Callable[[Loaded], None]) -> Callable[..., None]:
@@ -68,12 +68,16 @@ def configured(
         @click.option("--strategy", metavar="NAME", help="How workers are chosen.")
         @click.option("--host", help="Address to listen on.")
         @click.option("--port", help="Port to listen on.")
-        @click.option("--processes", metavar="N", help="Processes that share the port, one a core.")
         @click.option(
-            "--state-dir", metavar="DIR", help="Where the gateway keeps the admin key that it makes."
+            "--processes", metavar="N", help="Number of processes that share the port, one per core."
         )
         @click.option(
-            "--admin-key-file", metavar="FILE", help="The file with the admin key; without one, it is made."
+            "--state-dir",
+            metavar="DIR",
+            help="Folder where the gateway stores the admin key that it generates.",
+        )
+        @click.option(
+            "--admin-key-file", metavar="FILE", help="File with the admin key. Default: a key is generated."
         )
         @click.option("--log-level", metavar="LEVEL", help="debug, info, warning or error.")
         @click.option("--log-format", metavar="FORMAT", help="text or json.")
@@ -99,7 +103,7 @@ def configured(
 
 
 def flag_settings(flags: dict[str, Any]) -> list[ConfigSetting]:
-    """The flags that were given, as settings."""
+    """The flags on the command line, as settings."""
     settings = []
     for name, path in FLAGS.items():
         value = flags[name]

@@ -1,4 +1,4 @@
-"""How commands read an endpoint spec and say what is in it."""
+"""The commands that read endpoint specs or manage local processes: `up`, `ps`, `logs`, `down`, `render`."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ OPTIONS: Field = ("x-kvroute", "routing", "options")
 
 
 def problems_of(document: Document) -> Iterator[tuple[Field, str]]:
-    """What is wrong with `x-kvroute.gateway.settings` and `x-kvroute.routing.options`, by field.
+    """The errors in `x-kvroute.gateway.settings` and `x-kvroute.routing.options`, by field.
 
-    Files that secrets are in are not looked for: they are where the gateway will run.
+    Files with secrets are not checked: they are on the machine where the gateway will run.
     """
     plan = plan_endpoint(document)
     with tempfile.TemporaryDirectory() as folder:
@@ -65,7 +65,7 @@ def problems_of(document: Document) -> Iterator[tuple[Field, str]]:
 
 
 def _field(document: Document, problem: ConfigError) -> Field:
-    """Where the spec says it."""
+    """The field of the spec that causes the problem."""
     section = problem.path.partition(".")[0]
     settings = document.x_kvroute.gateway.settings or {}
     if section == "routing" and section not in settings:
@@ -74,13 +74,13 @@ def _field(document: Document, problem: ConfigError) -> Field:
 
 
 def _text(problem: ConfigError, file: Path) -> str:
-    """With the option's own name, and without the place in a file that nobody has."""
+    """The problem's text without its place in the temporary file."""
     text = str(problem)
     return text.rpartition(f" ({file.name}")[0] or text
 
 
 class WrongSpec(click.ClickException):
-    """What is wrong with a spec has been printed already."""
+    """A spec is wrong; its errors have been printed already."""
 
     exit_code = 1
 
@@ -89,7 +89,7 @@ class WrongSpec(click.ClickException):
 
 
 def read_text(file: Path) -> str:
-    """The file's text. Raises WrongSpec."""
+    """The text of a file. Raises WrongSpec."""
     try:
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as exc:
@@ -98,7 +98,7 @@ def read_text(file: Path) -> str:
 
 
 def reading_of(text: str) -> SpecReading:
-    """The spec, with what the gateway says about the options that the spec passes on to it."""
+    """The parsed spec, with the errors that the gateway finds in its own options in the spec."""
     reading = read_spec(text, strategies=frozenset(STRATEGIES))
     if reading.document is None:
         return reading
@@ -113,19 +113,19 @@ def reading_of(text: str) -> SpecReading:
 
 
 def line_about(file: Path, finding: Finding) -> str:
-    """One finding as one line: where, what becomes of it, why."""
+    """One finding as one line: place, verdict, field and reason."""
     place = f"{file}:{finding.line}" if finding.line is not None else str(file)
     name = f"{dotted(finding.path)}: " if finding.path else ""
     return f"{place}: {finding.verdict.value}: {name}{finding.text}"
 
 
-def tell(file: Path, findings: Iterable[Finding], *, err: bool) -> None:
+def print_findings(file: Path, findings: Iterable[Finding], *, err: bool) -> None:
     for finding in findings:
         click.echo(line_about(file, finding), err=err)
 
 
 def count(findings: Iterable[Finding]) -> str:
-    """How many fields are applied, noted and wrong."""
+    """The number of applied, noted and wrong fields."""
     verdicts = [finding.verdict for finding in findings]
     return ", ".join(f"{verdicts.count(verdict)} {verdict.value}" for verdict in FieldVerdict)
 
@@ -135,18 +135,18 @@ state_dir_option = click.option(
     type=click.Path(file_okay=False, path_type=Path),
     default=Path(".kvroute"),
     show_default=True,
-    help="The folder of that `kvroute up`.",
+    help="State folder of the `kvroute up` to use.",
 )
 
 
 STATE_DIR = Path(".kvroute")
-IN_THE_SPEC = {
+SPEC_FIELDS = {
     "model": "spec.model",
     "workers": "spec.replicas",
     "tensor_parallel_size": "x-kvroute.gpusPerWorker",
     "engine_args": "spec.worker.args",
 }
-"""Parameters that a spec has fields for."""
+"""Parameters that a spec sets with its own fields."""
 
 
 @click.command()
@@ -156,46 +156,46 @@ IN_THE_SPEC = {
     "file",
     metavar="SPEC",
     type=click.Path(path_type=Path),
-    help="An endpoint spec: run all of it, caches included. --host, --port and --strategy win over it.",
+    help="Run the endpoint of this spec, with its caches. --host, --port and --strategy win over the spec.",
 )
 @click.option(
     "--engine",
     type=click.Choice([engine.value for engine in Engine]),
-    help="sim: simulated workers; vllm: real ones, on GPUs if there are any, else on the CPU. "
-    "Default: sim; with -f what the spec says (sim: its workers simulated, without caches).",
+    help="sim: simulated workers; vllm: real workers, on GPUs if there are any, else on the CPU. "
+    "Default: sim; with -f the spec's engine (sim: simulate its workers, without caches).",
 )
 @click.option(
     "--model",
     metavar="NAME",
-    help="What the workers serve: a model name or folder; vllm without it: a small random-weight model.",
+    help="Model name or folder for the workers. Default with vllm: a small model with random weights.",
 )
 @click.option(
-    "--workers", type=click.IntRange(min=1), help="How many. Default: 2; one per GPU share on GPUs."
+    "--workers", type=click.IntRange(min=1), help="Number of workers. Default: 2; on GPUs as many as fit."
 )
 @click.option("--tensor-parallel-size", type=click.IntRange(min=1), help="GPUs per worker. Default: 1.")
-@click.option("--host", help="Where the gateway listens. Default: 127.0.0.1.")
-@click.option("--port", type=click.IntRange(1, 65535), help="Default: 8080.")
+@click.option("--host", help="Address of the gateway. Default: 127.0.0.1.")
+@click.option("--port", type=click.IntRange(1, 65535), help="Port of the gateway. Default: 8080.")
 @click.option("--strategy", type=click.Choice(list(STRATEGIES)), help="Routing strategy of the gateway.")
 @click.option(
     "--state-dir",
     type=click.Path(file_okay=False, path_type=Path),
     default=STATE_DIR,
     show_default=True,
-    help="Logs, made-up models, and what `kvroute ps` reads; the gateway's admin key too, if given.",
+    help="Folder for logs, generated models and process states; if given, also for the admin key.",
 )
 @click.option(
     "--admin-key-file",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="The file with the gateway's admin key; without one, it is made.",
+    help="File with the gateway's admin key. Default: a key is generated.",
 )
 @click.option(
     "--engine-venv",
     type=click.Path(file_okay=False, path_type=Path),
     default=Path(".venv-engine"),
     show_default=True,
-    help="Where vLLM for CPUs is, or will be installed (2 GB).",
+    help="Virtual environment of vLLM for CPUs; created if missing (2 GB).",
 )
-@click.option("--logs/--no-logs", default=True, help="Show what the processes write. Default: --logs.")
+@click.option("--logs/--no-logs", default=True, help="Show the output of the processes. Default: --logs.")
 @click.argument("engine_args", nargs=-1, type=click.UNPROCESSED)
 @click.pass_context
 def up(
@@ -206,57 +206,57 @@ def up(
     admin_key_file: Path | None,
     engine_venv: Path,
     logs: bool,
-    **wanted: Any,
+    **flags: Any,
 ) -> None:
     """Run workers and the gateway, or the endpoint of a spec, on this machine until Ctrl-C.
 
     ENGINE_ARGS, after a `--`, are appended to every worker's command line.
     """
     console, clock = Console(), SystemClock()
-    making: Prepare
+    make: Prepare
     is_given = context.get_parameter_source("state_dir") is not ParameterSource.DEFAULT
     admin_key = AdminKeyLocation(admin_key_file, state_dir if is_given else None)
     if file is not None:
-        endpoint = _endpoint(file, wanted)
-        wish = EndpointRequest(endpoint, wanted["host"], wanted["port"], state_dir, engine_venv, admin_key)
-        making = partial(prepare_endpoint, wish, console=console, clock=clock)
+        endpoint = _read_endpoint(file, flags)
+        wish = EndpointRequest(endpoint, flags["host"], flags["port"], state_dir, engine_venv, admin_key)
+        make = partial(prepare_endpoint, wish, console=console, clock=clock)
     else:
-        given = {name: value for name, value in wanted.items() if value is not None}
+        given = {name: value for name, value in flags.items() if value is not None}
         engine = Engine(given.pop("engine", Engine.SIM.value))
         spec = UpSpec(
             engine=engine, state_dir=state_dir, engine_venv=engine_venv, admin_key=admin_key, **given
         )
-        making = partial(prepare, spec, console=console, clock=clock)
+        make = partial(prepare, spec, console=console, clock=clock)
     try:
-        asyncio.run(run_up(making, StateFolder(state_dir), console=console, clock=clock, show_logs=logs))
+        asyncio.run(run_up(make, StateFolder(state_dir), console=console, clock=clock, show_logs=logs))
     except KvrouteError as exc:
         raise click.ClickException(str(exc)) from exc
 
 
-def _endpoint(file: Path, wanted: dict[str, Any]) -> EndpointPlan:
-    """What the spec in `file` says, which is told as far as it has no effect here."""
-    for name, field in IN_THE_SPEC.items():
-        if wanted[name] not in (None, ()):
+def _read_endpoint(file: Path, flags: dict[str, Any]) -> EndpointPlan:
+    """Read the spec in `file`, and print the fields that have no effect here. Raises WrongSpec."""
+    for name, field in SPEC_FIELDS.items():
+        if flags[name] not in (None, ()):
             option = f"--{name.replace('_', '-')}" if name != "engine_args" else "ENGINE_ARGS"
-            raise click.UsageError(f"{option} does not go with -f: the spec has {field}")
+            raise click.UsageError(f"{option} cannot be used with -f: set {field} in the spec")
     reading = reading_of(read_text(file))
     findings = list(reading.findings)
     if reading.document is not None:
         findings = list(local_findings(reading.document, findings))
-    tell(file, (each for each in findings if each.verdict is not FieldVerdict.APPLIED), err=True)
+    print_findings(file, (each for each in findings if each.verdict is not FieldVerdict.APPLIED), err=True)
     if reading.document is None:
         raise WrongSpec(f"{file} is wrong: {count(findings)}")
     endpoint = with_local_token_bytes(plan_endpoint(reading.document))
-    if wanted["strategy"] is not None:
-        endpoint = dataclasses.replace(endpoint, strategy=wanted["strategy"])
-    if wanted["engine"] == Engine.SIM.value and not endpoint.is_simulated:
+    if flags["strategy"] is not None:
+        endpoint = dataclasses.replace(endpoint, strategy=flags["strategy"])
+    if flags["engine"] == Engine.SIM.value and not endpoint.is_simulated:
         return simulated(endpoint)
-    if wanted["engine"] == Engine.VLLM.value and endpoint.is_simulated:
-        raise click.UsageError("--engine vllm does not go with a spec that says x-kvroute.engine: sim")
+    if flags["engine"] == Engine.VLLM.value and endpoint.is_simulated:
+        raise click.UsageError("--engine vllm cannot be used with a spec that has x-kvroute.engine: sim")
     return endpoint
 
 
-KILLED_S = 15.0
+KILL_TIMEOUT_S = 15.0
 
 
 @click.command()
@@ -267,10 +267,10 @@ KILLED_S = 15.0
     type=click.FloatRange(min=0),
     default=90.0,
     show_default=True,
-    help="Seconds that the processes have to end by themselves; then they are killed.",
+    help="Seconds that the processes have to stop; then they are killed.",
 )
 def down(state_dir: Path, timeout_s: float) -> None:
-    """End every process of `kvroute up`, as Ctrl-C there would."""
+    """Stop every process of `kvroute up`, as Ctrl-C there does."""
     state = StateFolder(state_dir).read()
     if state is None:
         click.echo(f"nothing runs in {state_dir}")
@@ -282,11 +282,12 @@ def down(state_dir: Path, timeout_s: float) -> None:
             f"process {state.pid}, which supervises {state_dir}, is not on this machine (in a container?)"
         ) from None
     try:
-        # A second signal kills what has not ended after the first; the last resort is for the supervisor.
+        # The second SIGTERM makes the supervisor kill the remaining processes. SIGKILL kills the supervisor
+        # itself.
         for number, wait_s in (
             (signal.SIGTERM, timeout_s),
-            (signal.SIGTERM, KILLED_S),
-            (signal.SIGKILL, KILLED_S),
+            (signal.SIGTERM, KILL_TIMEOUT_S),
+            (signal.SIGKILL, KILL_TIMEOUT_S),
         ):
             _send(watch, number)
             if select.select([watch], [], [], wait_s)[0]:
@@ -301,16 +302,16 @@ def _send(watch: int, number: signal.Signals) -> None:
     try:
         signal.pidfd_send_signal(watch, number)
     except ProcessLookupError:
-        pass  # it has just ended
+        pass  # the process has just ended
 
 
 @click.command()
 @state_dir_option
 @click.option(
-    "--json", "as_json", is_flag=True, help="One JSON object; its `processes` are empty when nothing runs."
+    "--json", "as_json", is_flag=True, help="Print one JSON object; `processes` is empty if nothing runs."
 )
 def ps(state_dir: Path, as_json: bool) -> None:
-    """List the processes of `kvroute up`: how each is, for how long, restarts and addresses."""
+    """List the processes of `kvroute up` with state, duration, restarts and address."""
     state = StateFolder(state_dir).read()
     if as_json:
         click.echo(json.dumps(dataclasses.asdict(state) if state is not None else {"processes": []}))
@@ -332,7 +333,7 @@ def _table(state: UpState, now: float) -> Table:
         row = (
             process.name,
             process.phase,
-            _for(now - process.since),
+            _duration(now - process.since),
             str(process.restarts),
             pid,
             process.url,
@@ -341,8 +342,8 @@ def _table(state: UpState, now: float) -> Table:
     return table
 
 
-def _for(seconds: float) -> str:
-    """A duration in its two largest units."""
+def _duration(seconds: float) -> str:
+    """A duration in two units, such as `2 h 5 m`."""
     left = max(0, round(seconds))
     for name, length, smaller in (("d", 86_400, ("h", 3600)), ("h", 3600, ("m", 60)), ("m", 60, ("s", 1))):
         if left >= length:
@@ -353,12 +354,17 @@ def _for(seconds: float) -> str:
 @click.command()
 @state_dir_option
 @click.option(
-    "-n", "--lines", type=click.IntRange(min=0), default=100, show_default=True, help="How many of the last."
+    "-n",
+    "--lines",
+    type=click.IntRange(min=0),
+    default=100,
+    show_default=True,
+    help="Number of last lines to show.",
 )
-@click.option("-f", "--follow", "keep_on", is_flag=True, help="Go on with what comes, until Ctrl-C.")
+@click.option("-f", "--follow", "follow_logs", is_flag=True, help="Follow the logs until Ctrl-C.")
 @click.argument("names", nargs=-1, metavar="[NAME]...")
-def logs(state_dir: Path, lines: int, keep_on: bool, names: tuple[str, ...]) -> None:
-    """Show the logs of these processes, or of all; also after they have ended."""
+def logs(state_dir: Path, lines: int, follow_logs: bool, names: tuple[str, ...]) -> None:
+    """Show the logs of the named processes, or of all, also after they have ended."""
     files = StateFolder(state_dir).log_files()
     unknown = [name for name in names if name not in files]
     if unknown:
@@ -368,17 +374,18 @@ def logs(state_dir: Path, lines: int, keep_on: bool, names: tuple[str, ...]) -> 
     screen, growing = Screen(Console(), chosen), {}
     for name, path in chosen.items():
         last, end = last_lines(path, lines)
-        if len(chosen) == 1 and not keep_on:
+        if len(chosen) == 1 and not follow_logs:
             click.echo("".join(f"{line}\n" for line in last), nl=False)
         else:
             screen.show(name, last)
         growing[name] = LogTail(path, offset=end)
-    if keep_on:
-        asyncio.run(_follow_until_told(growing, screen))
+    if follow_logs:
+        asyncio.run(_follow_until_signal(growing, screen))
 
 
-async def _follow_until_told(files: dict[str, LogTail], screen: Screen) -> None:
-    """Until SIGINT or SIGTERM, also where the shell has started this with SIGINT ignored (`&`)."""
+async def _follow_until_signal(files: dict[str, LogTail], screen: Screen) -> None:
+    """Show new lines until SIGINT or SIGTERM."""
+    # Own handlers, because a shell starts a background command (`&`) with SIGINT ignored.
     following = asyncio.create_task(follow(files, screen, SystemClock()))
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, following.cancel)
@@ -397,26 +404,28 @@ async def _follow_until_told(files: dict[str, LogTail], screen: Screen) -> None:
     type=click.Path(path_type=Path),
     help="The endpoint spec: HyperPod's InferenceEndpointConfig, or kvroute's own Endpoint.",
 )
-@click.option("--to", "target", required=True, type=click.Choice(list(TARGETS)), help="What to make of it.")
+@click.option(
+    "--to", "target", required=True, type=click.Choice(list(TARGETS)), help="Kind of files to generate."
+)
 @click.option(
     "-o",
     "--output",
     "folder",
     metavar="DIR",
     type=click.Path(file_okay=False, path_type=Path),
-    help="Write files there; it is created if missing and may hold others.",
+    help="Write the files to this folder; it is created if missing and may contain other files.",
 )
 def render(file: Path, target: str, folder: Path | None) -> None:
-    """Make a compose file, Kubernetes manifests or settings from an endpoint spec.
+    """Generate a compose file, Kubernetes manifests or settings from an endpoint spec.
 
-    Without -o the result goes to standard output. What has no effect, in general or in this
-    target, is told on standard error. Exit code 1: the spec is wrong, nothing is written.
+    Without -o the result goes to standard output. Fields without an effect, in general or for this target,
+    are listed on standard error. Exit code 1: the spec is wrong, and nothing is written.
     """
     reading = reading_of(read_text(file))
     findings = list(reading.findings)
     if reading.document is not None:
         findings = list(findings_for(target, reading.document, findings))
-    tell(file, (each for each in findings if each.verdict is not FieldVerdict.APPLIED), err=True)
+    print_findings(file, (each for each in findings if each.verdict is not FieldVerdict.APPLIED), err=True)
     if reading.document is None:
         raise WrongSpec(f"{file} is wrong: {count(findings)}")
     files = TARGETS[target].render(with_local_token_bytes(plan_endpoint(reading.document)))
@@ -429,11 +438,11 @@ def render(file: Path, target: str, folder: Path | None) -> None:
         return
     click.echo(files[first], nl=False)
     if others:
-        click.echo(f"kvroute: with -o DIR there would also be {', '.join(others)}", err=True)
+        click.echo(f"kvroute: -o DIR also writes {', '.join(others)}", err=True)
 
 
 def write(folder: Path, files: dict[str, str]) -> None:
-    """Write `files` into `folder`, and say so. Raises WrongSpec when that is not possible."""
+    """Write `files` into `folder`, and print their paths. Raises WrongSpec if a file cannot be written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in files.items():
@@ -447,12 +456,14 @@ def write(folder: Path, files: dict[str, str]) -> None:
 
 
 def _write_secret(path: Path, text: str) -> None:
-    """Write a file that only its owner may read; a key that is there already stays. Raises OSError."""
+    """Write a file that only its owner may read, and keep the key of an existing one. Raises OSError."""
     if path.exists():
         try:
             text = with_earlier_key(text, path.read_text(encoding="utf-8"))
         except ValueError as exc:
-            raise WrongSpec(f"{path} is not what was rendered: {exc}; remove it to make a new key") from None
+            raise WrongSpec(
+                f"{path} was not written by render: {exc}; remove it to generate a new key"
+            ) from None
     new = path.with_name(f".{path.name}.new")
     new.unlink(missing_ok=True)
     with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:

@@ -1,4 +1,4 @@
-"""`kvroute sim`: one simulated worker in the foreground."""
+"""`kvroute sim`: runs one simulated worker in the foreground."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _DEFAULTS = SimOptions()
 
 @click.command("sim", help="Run one simulated vLLM worker: real HTTP, cache and events, no model.")
 @click.option("--host", default=_DEFAULTS.host, show_default=True, help="Address to listen on.")
-@click.option("--port", default=8101, show_default=True, help="Port; 0 takes a free one.")
+@click.option("--port", default=8101, show_default=True, help="Port to listen on; 0 chooses a free one.")
 @click.option("--model", "models", multiple=True, help="Served model name; repeat for more names.")
 @click.option("--lora", "loras", multiple=True, metavar="NAME=PARENT", help="LoRA adapter; repeatable.")
 @click.option(
@@ -31,41 +31,49 @@ _DEFAULTS = SimOptions()
     "--answer-tokens",
     default=_DEFAULTS.answer_tokens,
     show_default=True,
-    help="Length of an answer whose request sets no limit.",
+    help="Length of an answer if the request sets no limit.",
 )
 @click.option(
     "--time-scale",
     default=_DEFAULTS.time_scale,
     show_default=True,
-    help="Multiplies every simulated duration; 0 takes no time.",
+    help="Factor for every simulated duration; with 0 nothing takes time.",
 )
-@click.option("--max-sequences", default=_DEFAULTS.max_sequences, show_default=True, help="Requests at once.")
+@click.option(
+    "--max-sequences",
+    default=_DEFAULTS.max_sequences,
+    show_default=True,
+    help="Maximum number of concurrent requests.",
+)
 @click.option("--events/--no-events", default=True, show_default=True, help="Publish KV events over ZMQ.")
 @click.option(
     "--event-endpoint",
     default=_DEFAULTS.event_endpoint,
     show_default=True,
-    help="Where events are published.",
+    help="ZMQ address where events are published.",
 )
 @click.option(
-    "--replay-endpoint", default=_DEFAULTS.replay_endpoint, show_default=True, help="Where they are replayed."
+    "--replay-endpoint",
+    default=_DEFAULTS.replay_endpoint,
+    show_default=True,
+    help="ZMQ address where events are replayed.",
 )
 @click.option(
     "--event-dialect",
     default=_DEFAULTS.event_dialect,
     show_default=True,
     type=click.Choice(list(DIALECTS)),
-    help="How events are written.",
+    help="Encoding of the events.",
 )
 @click.option(
     "--record-requests",
     "recorded_requests",
     default=0,
     show_default=True,
-    help="How many received requests GET /sim/requests remembers, bodies included.",
+    help="Number of received requests, with bodies, that GET /sim/requests returns.",
 )
 def sim(models: tuple[str, ...], loras: tuple[str, ...], events: bool, **values: object) -> None:
-    """Parse the flags, serve until SIGINT or SIGTERM."""
+    """Parse the flags and serve until SIGINT or SIGTERM."""
     adapters = dict(item.partition("=")[::2] for item in loras)
     if "" in adapters or "" in adapters.values():
         raise click.UsageError("--lora takes NAME=PARENT.")

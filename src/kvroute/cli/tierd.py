@@ -1,4 +1,4 @@
-"""`kvroute tierd`: a node's cache daemon in the foreground."""
+"""`kvroute tierd`: runs the cache daemon of a node in the foreground."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _FLAGS = {
     "answer_timeout_s": "--peer-timeout",
     "key": "--peer-key-file",
 }
-"""Where a flag is not the option's name with dashes."""
+"""Options whose flag is not simply the option's name with dashes."""
 
 
 class _Octal(click.ParamType):  # type: ignore[type-arg]
@@ -42,7 +42,9 @@ class _Octal(click.ParamType):  # type: ignore[type-arg]
 
 @click.command("tierd")
 @click.option("--host", default=_DEFAULTS.host, show_default=True, help="Address to listen on.")
-@click.option("--port", default=_DEFAULTS.port, show_default=True, help="Port; 0 takes a free one.")
+@click.option(
+    "--port", default=_DEFAULTS.port, show_default=True, help="Port to listen on; 0 chooses a free one."
+)
 @click.option(
     "--shared-memory-name",
     default=_DEFAULTS.shared_memory_name,
@@ -54,26 +56,26 @@ class _Octal(click.ParamType):  # type: ignore[type-arg]
     type=_Octal(),
     default=f"{_DEFAULTS.shared_memory_mode:o}",
     show_default=True,
-    help="Its permissions.",
+    help="Permissions of the shared memory.",
 )
 @click.option(
     "--size-gb",
     default=_DEFAULTS.size_gb,
     show_default=True,
-    help="Memory for entries, reserved at the start.",
+    help="Memory for entries; reserved at the start.",
 )
 @click.option(
-    "--disk-dir", type=click.Path(file_okay=False, path_type=Path), help="Where evicted entries are kept."
+    "--disk-dir", type=click.Path(file_okay=False, path_type=Path), help="Directory for evicted entries."
 )
-@click.option("--disk-gb", default=_DEFAULTS.disk_gb, help="How much that directory may hold.")
+@click.option("--disk-gb", default=_DEFAULTS.disk_gb, help="Maximum size of that directory.")
 @click.option("--peer", "urls", multiple=True, metavar="URL", help="Another node's daemon; repeatable.")
-@click.option("--peers-dns", "dns", metavar="NAME:PORT", help="A daemon is at each address of the name.")
+@click.option("--peers-dns", "dns", metavar="NAME:PORT", help="DNS name with the address of each daemon.")
 @click.option(
     "--peer-timeout",
     "answer_timeout_s",
     default=_DEFAULTS.peers.answer_timeout_s,
     show_default=True,
-    help="Seconds that peers may take to say whether they have an entry.",
+    help="Seconds to wait for a peer's answer whether it has an entry.",
 )
 @click.option(
     "--peer-key-file",
@@ -85,7 +87,7 @@ class _Octal(click.ParamType):  # type: ignore[type-arg]
 @click.option(
     "--holds-misses",
     is_flag=True,
-    help="Let leases of unknown entries wait as long as the client allows, for a writer to come.",
+    help="A lease of an unknown entry waits, as long as the client allows, until the entry is written.",
 )
 @click.option(
     "--longest-lease",
@@ -105,7 +107,7 @@ def tierd(
 ) -> None:
     """Keep LMCache's second tier in this node's memory.
 
-    Speaks the protocol of LMCache's `sagemaker-hyperpod` adapter: HTTP on --port, entries in POSIX shared
+    Implements the protocol of LMCache's `sagemaker-hyperpod` adapter: HTTP on --port, entries in POSIX shared
     memory. Runs until SIGINT or SIGTERM.
     """
     key = _key_in(key_file) if key_file is not None else None
@@ -115,7 +117,7 @@ def tierd(
         )
     except ValidationError as exc:
         raise click.UsageError(
-            "; ".join(_said(error["loc"], error["msg"]) for error in exc.errors())
+            "; ".join(_error_text(error["loc"], error["msg"]) for error in exc.errors())
         ) from exc
     configure(LoggingOptions.model_validate({"format": log_format}))
     try:
@@ -136,7 +138,7 @@ def _key_in(file: Path) -> str:
     return key
 
 
-def _said(location: tuple[int | str, ...], message: str) -> str:
+def _error_text(location: tuple[int | str, ...], message: str) -> str:
     name = next((str(part) for part in reversed(location) if isinstance(part, str)), "")
     flag = _FLAGS.get(name, f"--{name.replace('_', '-').removesuffix('-s')}")
     message = message.removeprefix("Value error, ")
@@ -151,7 +153,7 @@ async def _serve(options: TierdOptions) -> None:
     starting = asyncio.create_task(_run(options, stop))
     stopping = asyncio.create_task(stop.wait())
     try:
-        # A signal may come while the start waits, for memory or for leases of the daemon before.
+        # A signal may arrive while the start waits for memory, or for leases of the previous daemon.
         await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
         if stop.is_set():
             starting.cancel()

@@ -1,4 +1,4 @@
-"""`kvroute serve` as a stand-in for production-stack's router: its flags, read and reported."""
+"""The flags of production-stack's router in `kvroute serve`: translated to options and reported."""
 
 from __future__ import annotations
 
@@ -19,65 +19,66 @@ from kvroute.routing.registry import STRATEGIES, needs_of
 from kvroute.routing.strategy import Needs
 
 Given = Mapping[str, str]
-"""Flags with their values, without dashes in front: `k8s-port`. A switch that is on has the value "true"."""
+"""Flag name without leading dashes, such as `k8s-port`, -> value; "true" for a switch."""
 
 DEFAULTS: Final[dict[str, object]] = {"server.host": "0.0.0.0", "server.port": 8001}
-"""Where that router listens unless told otherwise."""
+"""The default address of that router."""
 
 CONTROLLER: Final = "lmcache.controller"
-"""The options of the controller that workers with LMCache's in-process connector report to."""
+"""The options of the controller to which workers with LMCache's in-process connector report."""
 
 LOG_LEVELS: Final = {"critical": "error", "trace": "debug"}
-"""Levels that kvroute does not have."""
+"""Log levels that kvroute does not have -> the nearest level."""
 
 
 @dataclass(frozen=True, slots=True)
 class MappedFlag:
-    """What a flag became: values by dotted path, and what else there is to know about it."""
+    """The translation of a flag: option values by dotted path, and a note."""
 
     options: Mapping[str, object]
     note: str = ""
     is_used: bool = False
-    """It has an effect, though another flag sets the options."""
+    """True where the flag has an effect although another flag sets the options."""
 
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """One flag. `become` gets its value and all flags; raises ConfigError."""
+    """One flag. `map_value` gets the flag's value and all flags; raises ConfigError."""
 
-    become: Callable[[str, Given], MappedFlag]
+    map_value: Callable[[str, Given], MappedFlag]
     is_switch: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Translation:
-    """Settings for the configuration, and a line for each flag."""
+    """Settings for the configuration, and one line of report for each flag."""
 
     settings: tuple[ConfigSetting, ...]
     lines: tuple[str, ...]
 
 
 def translate(given: Given) -> Translation:
-    """Turn the flags of a command line (and of its dynamic configuration file) into settings. Pure.
+    """Translate the flags of the command line and of the dynamic configuration file into settings. Pure.
 
-    Raises ConfigError, whose path is the flag.
+    Raises ConfigError with the flag as path.
     """
     settings: list[ConfigSetting] = []
     lines: list[str] = []
     for name in given:
-        became = FLAGS[name].become(given[name], given)
-        settings += [ConfigSetting(split(path), value, f"--{name}") for path, value in became.options.items()]
-        parts = [f"{path}={_shown(value)}" for path, value in became.options.items()]
-        if became.note:
-            parts.append(became.note if parts or became.is_used else f"no effect: {became.note}")
+        mapped = FLAGS[name].map_value(given[name], given)
+        settings += [ConfigSetting(split(path), value, f"--{name}") for path, value in mapped.options.items()]
+        parts = [f"{path}={_shown(value)}" for path, value in mapped.options.items()]
+        if mapped.note:
+            parts.append(mapped.note if parts or mapped.is_used else f"no effect: {mapped.note}")
         lines.append(f"--{name}: {'; '.join(parts)}")
     return Translation(tuple(settings), tuple(lines))
 
 
 def dynamic_flags(document: object) -> tuple[dict[str, str], tuple[str, ...]]:
-    """The flags in a dynamic configuration file, and its keys that are none. Pure.
+    """The flags in a dynamic configuration file, and its unknown keys. Pure.
 
-    There, `static_models` may be a mapping that has each model's backends and type. Raises ConfigError.
+    In this file `static_models` may be a mapping with the backends and the type of each model. Raises
+    ConfigError.
     """
     if not isinstance(document, dict):
         raise ConfigError("", "must be a mapping, such as {service_discovery: static, ...}")
@@ -118,7 +119,8 @@ def _shown(value: object) -> str:
     return without_userinfo(text.removesuffix("\n").removesuffix("\n..."))
 
 
-# --- what flags become ------------------------------------------------------------------------------------
+# --- translation of each flag
+# ------------------------------------------------------------------------------------
 
 
 def _sets(path: str) -> Callable[[str, Given], MappedFlag]:
@@ -129,23 +131,25 @@ def _noted(why: str) -> Callable[[str, Given], MappedFlag]:
     return lambda _value, _given: MappedFlag({}, why)
 
 
-def _in_kubernetes(become: Callable[[str, Given], MappedFlag]) -> Callable[[str, Given], MappedFlag]:
-    """Only with `--service-discovery k8s`."""
-    aside = MappedFlag({}, "only with --service-discovery k8s")
-    return lambda value, given: become(value, given) if given.get("service-discovery") == "k8s" else aside
+def _in_kubernetes(map_value: Callable[[str, Given], MappedFlag]) -> Callable[[str, Given], MappedFlag]:
+    """The flag has an effect only with `--service-discovery k8s`."""
+    no_effect = MappedFlag({}, "only with --service-discovery k8s")
+    return lambda value, given: (
+        map_value(value, given) if given.get("service-discovery") == "k8s" else no_effect
+    )
 
 
 def _one_of(flag: str, value: str, known: Sequence[str]) -> ConfigError:
-    return ConfigError(f"--{flag}", f"{value!r} is none of {', '.join(known)}")
+    return ConfigError(f"--{flag}", f"{value!r} is not one of {', '.join(known)}")
 
 
 def _service_discovery(value: str, given: Given) -> MappedFlag:
     if value == "static":
-        return MappedFlag({}, "workers are those of --static-backends and --worker", is_used=True)
+        return MappedFlag({}, "the workers come from --static-backends and --worker", is_used=True)
     if value != "k8s":
         raise _one_of("service-discovery", value, ("static", "k8s"))
     options: dict[str, object] = {"fleet.kubernetes.enabled": True}
-    # That router's defaults.
+    # The defaults of that router.
     if "k8s-namespace" not in given:
         options["fleet.kubernetes.namespace"] = "default"
     if "k8s-port" not in given:
@@ -160,13 +164,13 @@ def _kubernetes_kind(value: str, _: Given) -> MappedFlag:
         raise _one_of("k8s-service-discovery-type", value, ("pod-ip", "service-name"))
     return MappedFlag(
         {"fleet.kubernetes.resource": "endpointslices"},
-        "the pods behind the Services are asked directly; --k8s-port is theirs",
+        "requests go directly to the pods of the Services; --k8s-port is the port of the pods",
     )
 
 
 def _watch_timeout(value: str, _: Given) -> MappedFlag:
     return (
-        MappedFlag({}, "0 means none there")
+        MappedFlag({}, "0 means no timeout in that router")
         if value == "0"
         else MappedFlag({"fleet.kubernetes.watch_s": value})
     )
@@ -187,7 +191,7 @@ def _backends(value: str, given: Given) -> MappedFlag:
 def _models(_: str, given: Given) -> MappedFlag:
     if "static-backends" not in given or given.get("service-discovery") == "k8s":
         return MappedFlag({}, "there are no --static-backends")
-    why = "each worker's /v1/models tells; this is for workers where it cannot be read"
+    why = "used only for workers whose /v1/models cannot be read"
     return MappedFlag({}, why, is_used=True)
 
 
@@ -204,7 +208,7 @@ def _aliases(value: str, _: Given) -> MappedFlag:
 def _routing_logic(value: str, given: Given) -> MappedFlag:
     if value in STRATEGIES:
         controller: dict[str, object] = {}
-        # The vLLM router's kvaware asks the controller that workers report to.
+        # The kvaware of that router asks the controller to which the workers report.
         if needs_of(value) is Needs.TOKENS and _has_controller():
             controller[f"{CONTROLLER}.enabled"] = True
             if "lmcache-controller-port" not in given:
@@ -212,11 +216,11 @@ def _routing_logic(value: str, given: Given) -> MappedFlag:
         return MappedFlag({"routing.strategy": value, **controller})
     if value == "loadaware":
         return MappedFlag(
-            {"routing.strategy": "prefixaware"}, "whose cost counts load as well as cached prefixes"
+            {"routing.strategy": "prefixaware"}, "its cost counts load as well as cached prefixes"
         )
     if value.startswith("disaggregated_prefill"):
         raise ConfigError(
-            "--routing-logic", f"{value!r} has no counterpart: kvroute does not split prefill from decode"
+            "--routing-logic", f"{value!r} is not supported: kvroute does not separate prefill and decode"
         )
     raise _one_of("routing-logic", value, (*STRATEGIES, "loadaware"))
 
@@ -226,18 +230,19 @@ def _has_controller() -> bool:
 
 
 def _controller(key: str, form: str = "{}") -> Callable[[str, Given], MappedFlag]:
-    """An option of the controller that workers with LMCache report to, with `--routing-logic kvaware`."""
+    """An option of the LMCache controller; it has an effect only with `--routing-logic kvaware`."""
 
-    def become(value: str, given: Given) -> MappedFlag:
+    def map_value(value: str, given: Given) -> MappedFlag:
         if needs_of(given.get("routing-logic")) is not Needs.TOKENS:
             return MappedFlag({}, "only with --routing-logic kvaware")
         if not _has_controller():
             return MappedFlag(
-                {}, "kvroute is no controller of LMCache; it learns what workers hold in other ways"
+                {},
+                "kvroute has no LMCache controller; it learns the workers' cache content from other sources",
             )
         return MappedFlag({f"{CONTROLLER}.{key}": form.format(value)})
 
-    return become
+    return map_value
 
 
 def _session_key(value: str, _: Given) -> MappedFlag:
@@ -247,14 +252,14 @@ def _session_key(value: str, _: Given) -> MappedFlag:
 def _retries(_: str, __: Given) -> MappedFlag:
     statuses = [408, 429, 500, 502, 503, 504]
     return MappedFlag(
-        {"retries.statuses": statuses}, "on another worker; a lost connection is retried anyway"
+        {"retries.statuses": statuses}, "retried on another worker; a lost connection is always retried"
     )
 
 
 def _rewriter(value: str, _: Given) -> MappedFlag:
     if value != "noop":
-        raise ConfigError("--request-rewriter", "has no counterpart: requests are forwarded as they are")
-    return MappedFlag({}, "requests are forwarded as they are")
+        raise ConfigError("--request-rewriter", "is not supported: requests are forwarded unchanged")
+    return MappedFlag({}, "requests are forwarded unchanged")
 
 
 def _list(text: str) -> list[str]:
@@ -263,10 +268,10 @@ def _list(text: str) -> list[str]:
 
 _RETRY_BUDGET = "retries go to the next best worker, within retries.budget_percent and without a pause"
 _NO_BATCH = "kvroute has no batch API; requests to /v1/files and /v1/batches are answered 404"
-_NO_TRACES = "kvroute exports no traces; metrics and logs have each request's decision"
-_NO_SENTRY = "kvroute reports to no Sentry; errors are in the log"
+_NO_TRACES = "kvroute exports no traces; metrics and logs contain the decision of each request"
+_NO_SENTRY = "kvroute does not report to Sentry; errors are in the log"
 _NO_SEMANTIC = "kvroute has no semantic cache"
-_NO_ROLES = "kvroute does not split prefill from decode"
+_NO_ROLES = "kvroute does not separate prefill and decode"
 
 FLAGS: Final[dict[str, Flag]] = {
     # Workers
@@ -274,9 +279,9 @@ FLAGS: Final[dict[str, Flag]] = {
     "static-backends": Flag(_backends),
     "static-models": Flag(_models),
     "static-aliases": Flag(_aliases),
-    "static-model-types": Flag(_noted("every endpoint is forwarded, and probes need no model type")),
+    "static-model-types": Flag(_noted("every endpoint is forwarded, and probes do not need a model type")),
     "static-model-labels": Flag(_noted(_NO_ROLES)),
-    "static-backend-health-checks": Flag(_noted("every worker is probed, always"), is_switch=True),
+    "static-backend-health-checks": Flag(_noted("every worker is always probed"), is_switch=True),
     "backend-health-check-timeout-seconds": Flag(_sets("fleet.health.timeout_s")),
     "k8s-service-discovery-type": Flag(_in_kubernetes(_kubernetes_kind)),
     "k8s-port": Flag(_in_kubernetes(_sets("fleet.kubernetes.port"))),
@@ -284,20 +289,20 @@ FLAGS: Final[dict[str, Flag]] = {
     "k8s-label-selector": Flag(_in_kubernetes(_sets("fleet.kubernetes.selector"))),
     "k8s-watcher-timeout-seconds": Flag(_in_kubernetes(_watch_timeout)),
     "external-providers-config": Flag(
-        _noted("kvroute routes to vLLM workers only; their models are not served")
+        _noted("kvroute routes only to vLLM workers; models of external providers are not served")
     ),
     # Routing
     "routing-logic": Flag(_routing_logic),
     "session-key": Flag(_session_key),
-    "kv-aware-threshold": Flag(_noted("what is cached is weighed as a cost, without a threshold")),
-    "prefix-min-match-length": Flag(_noted("what is cached is weighed as a cost, however short")),
+    "kv-aware-threshold": Flag(_noted("cached tokens are part of the cost; there is no threshold")),
+    "prefix-min-match-length": Flag(_noted("cached tokens are part of the cost, for a match of any length")),
     "prefill-model-labels": Flag(_noted(_NO_ROLES)),
     "decode-model-labels": Flag(_noted(_NO_ROLES)),
     "lmcache-controller-port": Flag(_controller("pull", "0.0.0.0:{}")),
     "lmcache-controller-reply-port": Flag(_controller("reply", "0.0.0.0:{}")),
     "lmcache-controller-heartbeat-port": Flag(_controller("heartbeat", "0.0.0.0:{}")),
     "lmcache-worker-timeout": Flag(_controller("worker_timeout_s")),
-    "lmcache-health-check-interval": Flag(_noted("heartbeats are watched as they come")),
+    "lmcache-health-check-interval": Flag(_noted("heartbeats are checked when they arrive")),
     # Failures
     "max-instance-failover-reroute-attempts": Flag(_noted(_RETRY_BUDGET)),
     "enable-retries": Flag(_retries, is_switch=True),
@@ -322,21 +327,21 @@ FLAGS: Final[dict[str, Flag]] = {
     "file-storage-class": Flag(_noted(_NO_BATCH)),
     "file-storage-path": Flag(_noted(_NO_BATCH)),
     "batch-processor": Flag(_noted(_NO_BATCH)),
-    "callbacks": Flag(_noted("kvroute runs no code of others")),
+    "callbacks": Flag(_noted("kvroute does not run external code")),
     "request-rewriter": Flag(_rewriter),
-    "feature-gates": Flag(_noted("what they switch on does not exist here")),
+    "feature-gates": Flag(_noted("kvroute does not have these features")),
     "semantic-cache-model": Flag(_noted(_NO_SEMANTIC)),
     "semantic-cache-dir": Flag(_noted(_NO_SEMANTIC)),
     "semantic-cache-threshold": Flag(_noted(_NO_SEMANTIC)),
-    # Read by the command, which puts what they say among these flags
+    # `router_settings` reads these files and adds their flags
     "dynamic-config-yaml": Flag(_noted("read once, at the start; to change workers later, use fleet.file")),
     "dynamic-config-json": Flag(_noted("read once, at the start; to change workers later, use fleet.file")),
 }
-"""`--host`, `--port`, `--log-level` and `--log-format` are kvroute's own flags as well."""
+"""Without `--host`, `--port`, `--log-level` and `--log-format`, which kvroute has itself."""
 
 
 def known_values(flags: Mapping[str, Any]) -> dict[str, str]:
-    """Click's values of the flags that were given, by flag."""
+    """The values of the flags on the command line, by flag."""
     return {
         name: "true" if FLAGS[name].is_switch else str(flags[parameter(name)])
         for name in FLAGS
@@ -345,33 +350,33 @@ def known_values(flags: Mapping[str, Any]) -> dict[str, str]:
 
 
 def parameter(name: str) -> str:
-    """The name under which click hands a flag over."""
+    """The name of a flag's click parameter."""
     return "router_" + name.replace("-", "_")
 
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
-_DYNAMIC = ("dynamic-config-yaml", "dynamic-config-json")
+_DYNAMIC_CONFIG_FLAGS = ("dynamic-config-yaml", "dynamic-config-json")
 
 
 def router_flags(command: _Command) -> _Command:
-    """Let a click command take that router's flags; `--help` does not list them."""
+    """Add that router's flags to a click command; `--help` does not list them."""
     for name, flag in FLAGS.items():
-        # One spelling only: click would take `--k8s_port` for an unknown flag anyway.
+        # Only with dashes: click treats `--k8s_port` as an unknown flag.
         command = click.option(f"--{name}", parameter(name), is_flag=flag.is_switch, hidden=True)(command)
     return command
 
 
 def router_settings(flags: dict[str, Any]) -> list[ConfigSetting]:
-    """What the flags of that router amount to, told on stderr line by line; none given: nothing, silently.
+    """The settings of that router's flags; prints one line per flag on stderr.
 
-    Changes `flags` where one of kvroute's own has values of that router. Raises ConfigError. Reads the
-    dynamic configuration file; blocks.
+    Replaces values of kvroute's own flags that only that router knows. Raises ConfigError. Blocks: reads the
+    dynamic configuration file.
     """
     given = known_values(flags)
     if not given:
         return []
     unknown: tuple[str, ...] = ()
-    for name in _DYNAMIC:
+    for name in _DYNAMIC_CONFIG_FLAGS:
         if name in given:
             found, more = _read(name, Path(given[name]))
             given, unknown = {**found, **given}, (*unknown, *more)  # the command line wins
@@ -379,7 +384,7 @@ def router_settings(flags: dict[str, Any]) -> list[ConfigSetting]:
     defaults = _defaults(flags)
     lines = [
         *translation.lines,
-        *(f"{key}: no effect: kvroute has nothing like it" for key in unknown),
+        *(f"{key}: no effect: kvroute has no such option" for key in unknown),
         *(f"{'.'.join(map(str, each.path))}={each.value}: {each.origin}" for each in defaults),
     ]
     level = LOG_LEVELS.get(flags["log_level"])
@@ -392,7 +397,7 @@ def router_settings(flags: dict[str, Any]) -> list[ConfigSetting]:
 
 
 def _defaults(flags: dict[str, Any]) -> list[ConfigSetting]:
-    """Where that router listens, unless anything at all may say otherwise."""
+    """The default address of that router; empty if a file, flag or variable may set the address."""
     context = click.get_current_context()
     if context.params.get("file") is not None:
         return []
