@@ -1,23 +1,24 @@
-"""Compares two checkouts of kvroute: the ratio of their costs, measured in interleaved pairs.
+"""Compare two checkouts of kvroute: the ratio of their costs, measured in interleaved pairs.
 
     python bench/compare.py OTHER [--scenarios a,b,c,d] [--pairs 12] [--output FILE]
     python bench/compare.py OTHER --micro micro_gateway [--pairs 12] [-- arguments of the script]
 
-Run it with the Python of the checkout under test ("this"); OTHER is the folder of the other one. Each
-checkout needs its own virtual environment: OTHER/.venv/bin/kvroute (`--other-venv` names another folder).
-The load, the workers and the scenarios are always those of this checkout.
+Run the script with the Python of the checkout under test ("this"). OTHER is the folder of the other checkout.
+Each checkout needs its own virtual environment: OTHER/.venv/bin/kvroute (`--other-venv` selects another
+folder). Load, workers and scenarios are those of this checkout.
 
-A pair starts both gateways anew, since processes of the same code differ (memory layout, hash seed), warms
-both up, and sends the same number of requests to each of them in many short runs (`--runs` of each) in the
-order this, other, other, this, and so on; the next pair begins with the other one. A pair's figure is the
-median of its runs. The ratio is the geometric mean of the pairs' ratios; its interval is a 95% t interval of
-the pairs' logarithms. CPU is user and system time of the gateway's process tree.
+For each pair the script starts two new gateways, because processes of the same code differ (memory layout,
+hash seed). It warms up both and sends the same number of requests to both in many short runs (`--runs` per
+gateway), in the order this, other, other, this, and so on. The next pair starts with the other gateway. The
+figure of a pair is the median of its runs. The ratio is the geometric mean of the pairs' ratios; its interval
+is a 95% t interval of the pairs' logarithms. CPU is user and system time of the gateway's process tree.
 
-With `--micro` a pair runs the script of each checkout in that checkout's Python (`--same-script`: this
-checkout's script in both), and compares each number that `--json` prints.
+With `--micro` a pair runs the script of each checkout with the Python of that checkout (`--same-script`: the
+script of this checkout in both), and compares each number of the `--json` output.
 
-Exit code 1 when an interval of a judged figure lies wholly above `--limit`, or has too few pairs. Judged are
-CPU per request and per chunk; with `--micro`, nothing unless `--judge` names a part of the figures' names.
+The exit code is 1 if the whole interval of a judged figure lies above `--limit`, or if a judged figure has
+too few pairs. CPU per request and per chunk are judged. With `--micro`, only the figures are judged that
+`--judge` selects by a part of their names.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ MICRO_TIMEOUT_S = 1800
 
 @dataclass(frozen=True, slots=True)
 class Checkout:
-    """Where a checkout's scripts and its environment are."""
+    """A checkout with its folder and its virtual environment."""
 
     name: str
     folder: Path
@@ -72,13 +73,13 @@ class Checkout:
 
     def commit(self) -> str:
         command = ["git", "-C", str(self.folder), "describe", "--always", "--dirty"]
-        asked = subprocess.run(command, capture_output=True, text=True, check=False)
-        return asked.stdout.strip() if asked.returncode == 0 else "no git checkout"
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+        return result.stdout.strip() if result.returncode == 0 else "no git checkout"
 
 
 @dataclass(slots=True)
 class Samples:
-    """Mutable: the runs so far, by scenario, figure and pair. Runs with errors are not added."""
+    """The runs by scenario, figure and pair. Mutable: `add` adds runs without errors."""
 
     runs: dict[tuple[str, str], dict[int, dict[str, list[float]]]] = field(default_factory=dict)
 
@@ -106,19 +107,25 @@ def arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("other", type=Path, help="folder of the other checkout")
-    parser.add_argument("--other-venv", type=Path, help="its virtual environment (OTHER/.venv)")
+    parser.add_argument(
+        "--other-venv", type=Path, help="virtual environment of the other checkout (OTHER/.venv)"
+    )
     parser.add_argument("--scenarios", default="a,b,c,d", help="some of " + ",".join(SCENARIOS))
     parser.add_argument("--pairs", type=int, default=12)
     parser.add_argument(
-        "--runs", type=int, default=6, help="of each gateway in a pair; a third in d, e, f, l, t"
+        "--runs", type=int, default=6, help="runs per gateway in a pair; a third of them in d, e, f, l, t"
     )
     parser.add_argument("--seconds", type=float, default=0.25, help="length of a run in a, b, c")
-    parser.add_argument("--set", action="append", default=[], metavar="PATH=VALUE", help="for both gateways")
-    parser.add_argument("--limit", type=float, default=1.02, help="of the judged ratios (%(default)s)")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="PATH=VALUE", help="an option for both gateways"
+    )
+    parser.add_argument("--limit", type=float, default=1.02, help="largest judged ratio (%(default)s)")
     parser.add_argument("--micro", metavar="SCRIPT", help="compare this micro benchmark instead")
-    parser.add_argument("--same-script", action="store_true", help="run this checkout's script in both")
-    parser.add_argument("--judge", metavar="TEXT", action="append", default=[], help="figures to judge")
-    parser.add_argument("--output", type=Path, help="write all of it to this JSON file")
+    parser.add_argument("--same-script", action="store_true", help="run the script of this checkout in both")
+    parser.add_argument(
+        "--judge", metavar="TEXT", action="append", default=[], help="judge figures with TEXT in their names"
+    )
+    parser.add_argument("--output", type=Path, help="write the report to this JSON file")
     own, rest = split_arguments(sys.argv[1:])
     options = parser.parse_args(own)
     options.rest = rest
@@ -137,7 +144,7 @@ def arguments() -> argparse.Namespace:
 
 
 def split_arguments(line: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Ours, and those behind `--`, which are the micro benchmark's."""
+    """Split the command line at `--`: arguments of this script, and arguments of the micro benchmark."""
     place = line.index("--") if "--" in line else len(line)
     return list(line[:place]), list(line[place + 1 :])
 
@@ -150,7 +157,7 @@ def checkouts(options: argparse.Namespace) -> tuple[Checkout, Checkout]:
 
 
 def order(number: int, runs: int) -> list[str]:
-    """Who runs when in a pair: `runs` times each, neighbours mirrored, so that drift cancels out."""
+    """The order of runs in a pair: `runs` per gateway, mirrored, so that drift cancels out."""
     first, second = (THIS, OTHER) if number % 2 == 0 else (OTHER, THIS)
     return [name for turn in range(runs) for name in ((first, second) if turn % 2 == 0 else (second, first))]
 
@@ -182,20 +189,20 @@ def compare_gateways(options: argparse.Namespace, sides: tuple[Checkout, Checkou
     ]
     with tempfile.TemporaryDirectory(prefix="kvroute-compare-") as scratch:
         folder = Path(scratch)
-        os.environ["XDG_STATE_HOME"] = str(folder / "state")  # what gateways keep for their user
+        os.environ["XDG_STATE_HOME"] = str(folder / "state")  # files that gateways keep for their user
         tools, cores = build(folder), choose_cores()
         model_folder = write_tiny_model("tiny", folder / "model")
         requests = write_all(folder, {each.file for each in scenarios if each.file} | {"a", "b", "d"})
         totals: dict[str, int] = {}
         for group in filter(None, groups):
             for number in range(options.pairs):
-                # Workers are new, too: those with events would replay all pairs so far to each gateway.
+                # New workers as well: workers with events would replay the events of all earlier pairs.
                 with ExitStack() as stack:
                     bed = Bed(stack, folder, cores, tools, folder, model_folder, [])
                     try:
                         started = start_pair(bed, sides, group[0], number, options.set)
                     except (OSError, RuntimeError) as error:
-                        say(f"pair {number} of {group[0].name} is left out: {error}")
+                        say(f"pair {number} of {group[0].name} is skipped: {error}")
                         continue
                     runner = Runner(bed, requests, options.seconds, run_again=False, totals=totals)
                     for scenario in group:
@@ -205,12 +212,14 @@ def compare_gateways(options: argparse.Namespace, sides: tuple[Checkout, Checkou
 def start_pair(
     bed: Bed, sides: tuple[Checkout, Checkout], scenario: Scenario, number: int, settings: Sequence[str]
 ) -> dict[str, Started]:
-    """Both gateways by the checkout's name, before workers of their own. Raises RuntimeError, OSError."""
+    """Start both gateways, each with its own workers; by checkout name. Raises RuntimeError, OSError."""
     kind = "events" if scenario.name in EVENT_SCENARIOS else "plain"
     workers = bed.start_workers(kind)
     started = {}
     for side in sides if number % 2 == 0 else sides[::-1]:
-        name = f"{side.name} kvaware" if kind == "events" else side.name  # the name says what ready means
+        name = (
+            f"{side.name} kvaware" if kind == "events" else side.name
+        )  # the name decides which readiness check is used
         router = Router(name, gateway_command(side, scenario, settings), kind)
         started[side.name] = bed.start(router, workers)
     return started
@@ -224,7 +233,7 @@ def one_pair(
         for name in order(number, 1):
             runner.warm_up(scenario, started[name])
     except (OSError, RuntimeError, subprocess.TimeoutExpired) as error:
-        say(f"{scenario.name} {number} is left out: {error}")
+        say(f"{scenario.name} {number} is skipped: {error}")
         return
     for name in order(number, runs if scenario.kind == "closed" else max(1, runs // 3)):
         try:
@@ -273,10 +282,10 @@ def compare_scripts(options: argparse.Namespace, sides: tuple[Checkout, Checkout
 
 
 def run_script(checkout: Checkout, script: Path, rest: Sequence[str], cores: frozenset[int]) -> Any:
-    """What it prints as JSON. Raises RuntimeError when it fails."""
+    """Run a script and parse its JSON output. Raises RuntimeError when the script fails."""
     with tempfile.TemporaryDirectory() as scratch:
         written = Path(scratch) / "figures.json"
-        to_file = script.name == "micro_transport.py"  # the others print it
+        to_file = script.name == "micro_transport.py"  # the other scripts print the JSON
         command = [str(checkout.python), str(script), *rest, "--json", *([str(written)] if to_file else [])]
         done = subprocess.run(
             command,
@@ -302,7 +311,7 @@ def script_figures(samples: Samples, script: str, judged: Sequence[str]) -> list
 
 def main() -> None:
     options = arguments()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # children end, and the pairs so far count
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # end the children, and report the pairs so far
     began = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     sides = checkouts(options)
     samples, was_ended = Samples(), False

@@ -1,6 +1,7 @@
-"""What the comparisons of routers share: routers started as users start them, streamed requests, figures.
+"""Shared parts of the comparisons of routers: start routers with their defaults, send streamed requests,
+compute figures.
 
-Times to first token are seconds from a request's sending to its first server-sent event.
+Time to first token is the time from sending a request to its first server-sent event, in seconds.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ READY_S = 60.0
 REQUEST_S = 600.0
 OURS = ("prefixaware", "kvaware")
 PEERS = ("sglang-router", "vllm-router")
-"""With their policy `cache_aware`, which is also their default."""
+"""Both run with their policy `cache_aware`, which is also their default."""
 EVENTS_PEER = "vllm-router kv_aware"
-"""Only where asked for, and not judged: 0.1.17 takes events from sources that are named to it, but was seen
-to find no prefix with the simulated workers (its `kv_placement_lookups_total` counts misses only)."""
+"""Runs only if `--routers` names it, and is not judged: 0.1.17 reads events from the configured sources, but
+found no prefix with the simulated workers (its `kv_placement_lookups_total` counts misses only)."""
 
 
 def vllm_router_kv_aware(sources: Mapping[str, Mapping[str, Any]], model: str, block_size: int) -> Command:
-    """Its policy on KV events. `sources`: what each worker's `/kv_event_sources` answers, by URL."""
+    """vllm-router's policy on KV events. `sources`: each worker's answer of `/kv_event_sources`, by URL."""
 
     def command(launch: Launch) -> list[str]:
         line = vllm_router(launch)
@@ -52,15 +53,15 @@ def vllm_router_kv_aware(sources: Mapping[str, Mapping[str, Any]], model: str, b
 
 
 def reachable(endpoint: str) -> str:
-    """A ZMQ endpoint that was bound to every interface, as this host reaches it."""
+    """The address, on this host, of a ZMQ endpoint that is bound to every interface."""
     return endpoint.replace("*", "127.0.0.1").replace("0.0.0.0", "127.0.0.1")
 
 
 async def commands(
     http: httpx.AsyncClient, workers: Sequence[str], model: str, settings: Sequence[str] = ()
 ) -> dict[str, Command]:
-    """How each router is started in front of `workers`, which run. Routers have their own defaults, but for
-    `settings` of kvroute's (`PATH=VALUE`)."""
+    """The command of each router in front of `workers`, which already run. Routers run with their defaults;
+    only kvroute gets `settings` (`PATH=VALUE`)."""
     sources: dict[str, dict[str, Any]] = {}
     for worker in workers:
         sources[worker] = (await http.get(f"{worker}/kv_event_sources")).json()
@@ -76,7 +77,7 @@ async def commands(
 
 @dataclass(frozen=True, slots=True)
 class RunningRouter:
-    """A router that answers for all its workers."""
+    """A router that is ready and uses all its workers."""
 
     url: str
     pid: int
@@ -94,8 +95,8 @@ async def running_router(
     model_folder: Path | None = None,
     settings: Sequence[str] = (),
 ) -> AsyncIterator[RunningRouter]:
-    """`name` in front of `workers` until the block ends. Raises `ProcessFailed` or TimeoutError with the
-    router's last words when it does not come up."""
+    """Run the router `name` in front of `workers` until the block ends. Raises `ProcessFailed` or
+    TimeoutError with the end of the router's log if the router does not become ready."""
     command = (await commands(http, workers, model, settings))[name]
     port, side_port = free_ports(2)
     argv = command(Launch(folder, peers, workers, port, side_port, model_folder or folder))
@@ -115,7 +116,7 @@ async def running_router(
 
 
 def serves_all(ready: Mapping[str, Any], workers: int) -> bool:
-    """Whether what a router says of its readiness means that it uses every worker, without reservations."""
+    """Whether a router's readiness answer says that it uses every worker, without a note."""
     if "healthy_workers" in ready:
         return int(ready["healthy_workers"]) >= workers
     return [*ready["workers"].values()].count("healthy") >= workers and not ready["notes"]
@@ -123,7 +124,7 @@ def serves_all(ready: Mapping[str, Any], workers: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """One request, timed. `error` is empty unless it failed; then only `sent_s` counts."""
+    """A request with its times. If `error` is not empty the request failed, and only `sent_s` is set."""
 
     sent_s: float
     ttft_s: float = 0.0
@@ -134,16 +135,16 @@ class Answered:
     error: str = ""
 
 
-async def ask(http: httpx.AsyncClient, url: str, body: bytes) -> Answered:
-    """POST a streamed request and read its answer to the end. A failure is told, not raised."""
+async def request_streamed(http: httpx.AsyncClient, url: str, body: bytes) -> Answered:
+    """POST a streamed request and read its whole answer. A failure is in the result; nothing is raised."""
     sent = time.perf_counter()
     first, events = 0.0, []
     try:
         headers = {"content-type": "application/json"}
         async with http.stream("POST", url, content=body, headers=headers) as response:
             if response.status_code != 200:
-                said = (await response.aread())[:200]
-                return Answered(sent, error=f"status {response.status_code}: {said!r}")
+                detail = (await response.aread())[:200]
+                return Answered(sent, error=f"status {response.status_code}: {detail!r}")
             async for line in response.aiter_lines():
                 if line.startswith("data:"):
                     first = first or time.perf_counter()
@@ -152,13 +153,13 @@ async def ask(http: httpx.AsyncClient, url: str, body: bytes) -> Answered:
         return Answered(sent, error=f"{type(error).__name__}: {error}")
     total = time.perf_counter() - sent
     if not events or events[-1] != "[DONE]":
-        return Answered(sent, error="the stream did not end as it should")
+        return Answered(sent, error="the stream did not end with [DONE]")
     text, prompt, cached = read_events(events[:-1])
     return Answered(sent, first - sent, total, prompt, cached, text)
 
 
 def read_events(events: Iterable[str]) -> tuple[str, int, int]:
-    """The text of a streamed answer, its prompt's tokens and how many of them were cached."""
+    """The text of a streamed answer, its prompt tokens, and its cached prompt tokens."""
     parts: list[str] = []
     prompt = cached = 0
     for event in map(json.loads, events):
@@ -172,7 +173,8 @@ def read_events(events: Iterable[str]) -> tuple[str, int, int]:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Of one run, or medians of several. Seconds; `hit` is the share of prompt tokens found in caches."""
+    """Figures of one run, or medians of several runs. Seconds; `hit` is the share of prompt tokens found in
+    caches."""
 
     requests: float
     failed: float
@@ -186,7 +188,7 @@ class Figures:
 
 
 def figures(answers: Sequence[Answered]) -> Figures:
-    """Raises ValueError when nothing was answered."""
+    """Compute the figures of one run. Raises ValueError if no request was answered."""
     good = [answer for answer in answers if not answer.error]
     if not good:
         raise ValueError(f"no request was answered: {answers[0].error if answers else 'none was sent'}")
@@ -211,13 +213,13 @@ def quantile(ordered: Sequence[float], share: float) -> float:
 
 
 def medians(runs: Sequence[Figures]) -> Figures:
-    """Figure by figure."""
+    """The median of each figure."""
     return Figures(*(median(getattr(run, field.name) for run in runs) for field in fields(Figures)))
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """One figure of ours beside a peer's; what is promised is that it is less."""
+    """One figure of kvroute and of another router. The goal is that kvroute's is less."""
 
     subject: str
     peer: str
@@ -239,8 +241,8 @@ class Verdict:
 
 
 def verdicts(of: Mapping[str, Figures], peers: Sequence[str] = PEERS) -> list[Verdict]:
-    """Mean and p90 of ours below each peer's, for those that ran. A router that failed requests has no
-    figures to compare: ours are missed then, a peer's are left out."""
+    """Compare mean and p90 of kvroute with those of each other router that ran. If kvroute failed requests,
+    its goals are missed; a router that failed requests is skipped."""
     found = []
     for subject in OURS:
         for peer in peers:
@@ -252,7 +254,7 @@ def verdicts(of: Mapping[str, Figures], peers: Sequence[str] = PEERS) -> list[Ve
 
 
 def table(rows: Iterable[tuple[str, Figures]]) -> list[str]:
-    """Lines to print: times in milliseconds."""
+    """Lines of the table to print; times in milliseconds."""
     lines = [f"{'router':22}{'mean':>8}{'p50':>8}{'p90':>8}{'p99':>8}{'hit':>7}{'cached':>11}{'failed':>8}"]
     for name, one in rows:
         times = "".join(f"{1000 * value:8.0f}" for value in (one.mean, one.p50, one.p90, one.p99))
@@ -261,7 +263,7 @@ def table(rows: Iterable[tuple[str, Figures]]) -> list[str]:
 
 
 class CpuWatch:
-    """CPU of process trees from its making on. `trees`: process ids by name."""
+    """CPU of process trees since the object was created. `trees`: process ids by name."""
 
     def __init__(self, trees: Mapping[str, int]) -> None:
         self._trees = trees

@@ -1,14 +1,15 @@
-"""LMCache's own `controller_benchmark` against our controller and against LMCache's, run by run in turn.
+"""Run LMCache's own `controller_benchmark` against kvroute's controller and against LMCache's, alternating.
 
     python bench/controller.py [--engine .venv-engine] [--runs 5] [--seconds 8] [--output FILE]
 
-Per operation mix: the median of requests per second against each, and their ratio (the sender's figure, as
-the benchmark has it); CPU is what the controller used per request; `behind` is how long after the
-benchmark's end ours had taken in all that was sent. `missing` never arrived: the client drops what its own
-socket still holds when it ends, which is nothing as long as the controller keeps up.
+For each operation mix the output has the median of requests per second for both controllers, and the ratio
+(the sender's figure, as in the benchmark). CPU is the controller's CPU per request. `behind` is the time
+between the end of the benchmark and the moment when kvroute's controller has applied all messages. `missing`
+messages never arrived: at its end the client drops the messages that its socket still holds, which are none
+while the controller keeps up.
 
-Both controllers run all the time, each in a process of its own; the one that is not asked is idle. The client
-takes up to one core, and so does the controller that is asked: two free cores are needed.
+Both controllers run during the whole benchmark, each in its own process; one is idle while the other is
+measured. The client uses up to one core, and so does the measured controller: two free cores are needed.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ READY_S = 120.0
 
 @contextmanager
 def process(argv: list[str], env: dict[str, str]) -> Iterator[subprocess.Popen[bytes]]:
-    """A process, ended at the end."""
+    """Run a process until the block ends."""
     child = subprocess.Popen(argv, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         yield child
@@ -62,7 +63,7 @@ def process(argv: list[str], env: dict[str, str]) -> Iterator[subprocess.Popen[b
 
 
 async def serve(addresses: dict[str, str], report: Path) -> None:
-    """Be our controller; write down ten times a second how much was taken in."""
+    """Run kvroute's controller; write the number of applied messages to a file ten times a second."""
     index, clock = ChunkIndex(), SystemClock()
     options = ControllerOptions.model_validate(addresses)
     controller = Controller(index, clock, options)
@@ -94,13 +95,13 @@ def lmcaches(ports: dict[str, int], engine: EngineVenv) -> list[str]:
 
 
 def listening(port: int) -> bool:
-    """Whether somebody listens on a TCP port of this machine (Linux)."""
+    """Whether a process of this machine listens on a TCP port (Linux)."""
     tables = Path("/proc/net/tcp").read_text() + Path("/proc/net/tcp6").read_text()
     return re.search(f":{port:04X} [0-9A-F]+:0000 0A ", tables) is not None
 
 
 def cpu_s(pid: int) -> float:
-    """CPU time of a process so far (Linux)."""
+    """CPU time that a process has used (Linux)."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
@@ -120,7 +121,7 @@ def running(kind: str, engine: EngineVenv, report: Path) -> Iterator[Running]:
     own = kind == "kvroute"
     argv = ours(ports, report) if own else lmcaches(ports, engine)
     with process(argv, dict(os.environ) if own else separate_environment(os.environ)) as child:
-        # LMCache's binds long before it listens; its HTTP server comes last.
+        # LMCache's controller binds long before it listens; its HTTP server starts last.
         awaited = [ports[name] for name in (SOCKETS if own else ports)]
         deadline = time.monotonic() + READY_S
         while not all(map(listening, awaited)):
@@ -131,7 +132,7 @@ def running(kind: str, engine: EngineVenv, report: Path) -> Iterator[Running]:
 
 
 def run(at: Running, mix: str, seconds: int, engine: EngineVenv, report: Path) -> dict[str, Any]:
-    """One benchmark."""
+    """Run the benchmark once."""
     own = at.kind == "kvroute"
     before = json.loads(report.read_text()) if own else {}
     idle_s = cpu_s(at.pid)
@@ -150,7 +151,7 @@ def run(at: Running, mix: str, seconds: int, engine: EngineVenv, report: Path) -
     found["cpu_us"] = round((cpu_s(at.pid) - idle_s) / max(1, found["requests"]) * 1e6, 1)
     if own:
         after = json.loads(report.read_text())
-        # Registrations and deregistrations are not among the requests it counts.
+        # The benchmark does not count registrations and deregistrations as requests.
         missing = found["requests"] + 2 * INSTANCES - (after["messages"] - before["messages"])
         found |= {"behind_s": max(0.0, after["at"] - ended), "missing": missing}
         found["errors"] += after["errors"] - before["errors"]
@@ -170,7 +171,7 @@ def read_report(text: str) -> dict[str, Any]:
 
 
 def compare(mix: str, runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
-    """Medians and their ratio, said and returned."""
+    """Print and return medians and their ratio."""
     speed, cpu = (
         {kind: statistics.median(each[figure] for each in runs[kind]) for kind in runs}
         for figure in ("requests_per_s", "cpu_us")
@@ -199,7 +200,7 @@ def main() -> None:
     parser.add_argument("--engine", type=Path, default=DEFAULT_PATH)
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--seconds", type=int, default=8)
-    parser.add_argument("--mix", action="append", help="only this one; may be repeated")
+    parser.add_argument("--mix", action="append", help="only this mix; repeatable")
     parser.add_argument("--output", type=Path)
     parser.add_argument("--serve", type=json.loads, help=argparse.SUPPRESS)
     parser.add_argument("--report", type=Path, help=argparse.SUPPRESS)
@@ -215,7 +216,7 @@ def main() -> None:
         for mix in arguments.mix or MIXES:
             runs: dict[str, list[dict[str, Any]]] = {kind: [] for kind in KINDS}
             for turn in range(arguments.runs):
-                # Who comes first takes turns too.
+                # The order alternates as well.
                 for each in controllers if turn % 2 else reversed(controllers):
                     runs[each.kind].append(run(each, mix, arguments.seconds, engine, report))
             results[mix] = compare(mix, runs)

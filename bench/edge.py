@@ -1,18 +1,20 @@
-"""What hostile and huge requests cost the gateway, beside the bounds that it promises.
+"""Measure the cost of hostile and huge requests, against the bounds that the gateway promises.
 
     python bench/edge.py [--executable PATH] [--only bodies,heads,clients] [--case TEXT] [--output FILE]
 
-Each case meets a gateway of its own (`PATH serve`, by default that of this Python; an older checkout's stands
-beside it that way) before a worker that costs nothing. `bodies` are those of edge_bodies.py; `heads` are
-endless header lines and endless lines; `clients` are connections that send nothing, half a head or half a
-body, beside a slow upload and a silent stream that have to pass. `idle` is what the measurement itself shows.
+Each case gets a new gateway (`PATH serve`; by default that of this Python) in front of a worker that does
+almost no work. With `--executable` an older checkout can be compared. `bodies` are the bodies of
+edge_bodies.py. `heads` are endless header lines and endless lines. `clients` are connections that send
+nothing, half a head or half a body, together with a slow upload and a silent stream that must pass. `idle` is
+the error of the measurement itself.
 
-How long the loop is held: a second connection asks for /health without pauses; the most CPU time (user and
-system, all threads) that the gateway spent between a question and its answer counts. CPU time and not the
-clock, so that other work on the machine does not count; it still makes caches cold, so `--repeats` takes the
-least of several. Memory is the peak of resident memory above that before the case.
+The time for which the loop is blocked (`held`): a second connection requests /health without pauses; the
+figure is the most CPU time (user and system, all threads) that the gateway used between a request and its
+answer. CPU time excludes other work on the machine, wall-clock time does not. Other work still makes caches
+cold, so `--repeats` takes the least of several measurements. Memory is the peak of resident memory minus the
+resident memory before the case.
 
-Exit code 1 when a bound is missed.
+The exit code is 1 if a bound is missed.
 """
 
 from __future__ import annotations
@@ -55,7 +57,7 @@ KINDS = ("bodies", "heads", "clients")
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A measured value and the most that it may be."""
+    """A measured value and its upper bound."""
 
     name: str
     value: float
@@ -69,7 +71,8 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One case, measured. `answer`: the status, or what happened instead. `wrong`: why that is not right."""
+    """The result of one case. `answer`: the status, or the event that replaced it. `wrong`: the reason if the
+    answer is wrong."""
 
     kind: str
     name: str
@@ -86,7 +89,7 @@ class Case:
 
 
 def bounds(watched: Watched, body_bytes: int) -> tuple[Figure, ...]:
-    """Time and memory of a request whose body has so many bytes."""
+    """Time and memory of a request whose body has `body_bytes` bytes, with their bounds."""
     held = HELD_SMALL_MS if body_bytes <= SMALL_BODY else HELD_LARGE_MS
     memory = MEMORY_TIMES * body_bytes / MB + MEMORY_REST_MB
     return (
@@ -96,7 +99,7 @@ def bounds(watched: Watched, body_bytes: int) -> tuple[Figure, ...]:
 
 
 def least(cases: Sequence[Case]) -> Case:
-    """Figure by figure; the answers of all have to be right."""
+    """The least of each figure; the answers of all cases have to be right."""
     figures = tuple(
         replace(first, value=min(case.figures[place].value for case in cases))
         for place, first in enumerate(cases[0].figures)
@@ -132,7 +135,7 @@ class Gateway:
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """What all cases share. `settings` are `PATH=VALUE`."""
+    """Settings that all cases share. `settings` are `PATH=VALUE`."""
 
     executable: str
     settings: Sequence[str]
@@ -156,10 +159,11 @@ class Bench:
 
 
 def send(port: int, pieces: Iterator[bytes], *, answer_s: float = ANSWER_S) -> tuple[str, int]:
-    """Send until all is sent or the gateway closes; the status of its answer and how many bytes it took."""
+    """Send until all pieces are sent or the gateway closes; returns the status and the number of accepted
+    bytes."""
     sent = 0
     with socket.create_connection(("127.0.0.1", port), ANSWER_S) as connection:
-        answered = select.poll()  # not `select`, which takes no file descriptor above 1023
+        answered = select.poll()  # not `select`, which fails for file descriptors above 1023
         answered.register(connection, select.POLLIN)
         with contextlib.suppress(ConnectionError):
             for piece in pieces:
@@ -172,7 +176,7 @@ def send(port: int, pieces: Iterator[bytes], *, answer_s: float = ANSWER_S) -> t
 
 
 def status(connection: socket.socket) -> str:
-    """Of the next answer; "closed" or "reset" without one, "silent" where none comes in time."""
+    """The status of the next answer; "closed" or "reset" without an answer, "silent" after a timeout."""
     data = b""
     try:
         while b"\r\n" not in data:
@@ -222,7 +226,7 @@ def measure_body(bench: Bench, name: str) -> Case:
 
 
 def measure_idle(bench: Bench) -> Case:
-    """No request at all, for a second: how far the probe itself errs on this machine now."""
+    """Send no request for a second: the error of the probe itself on this machine now."""
     with bench.gateway() as gateway, watching(gateway.pid, gateway.port) as watched:
         time.sleep(1.0)
     figures = bounds(watched, 0)
@@ -230,7 +234,7 @@ def measure_idle(bench: Bench) -> Case:
 
 
 def repeated(head: bytes, make: Callable[[int], bytes], total: int) -> Iterator[bytes]:
-    """`head`, then pieces of about 64 KB of what `make` gives, until `total` bytes."""
+    """`head`, then pieces of about 64 KB from `make`, until `total` bytes."""
     yield head
     sent = number = 0
     while sent < total:
@@ -265,16 +269,16 @@ HEADS: dict[str, Callable[[], Iterator[bytes]]] = {
     ),
 }
 OPEN_ENDED = ("one_byte_chunks_12mb", "blank_lines_64mb")
-"""Where the gateway may go on reading: it need not answer before the end."""
+"""Heads that the gateway may read to their end before it answers."""
 BODY_BYTES = {"one_byte_chunks_12mb": 2 * MB}
-"""What arrives as a request's body; nothing in the other cases."""
+"""Cases whose bytes arrive as a request's body."""
 
 
 def measure_head(bench: Bench, name: str) -> Case:
     with bench.gateway() as gateway, watching(gateway.pid, gateway.port) as watched:
         answer, sent = send(gateway.port, HEADS[name](), answer_s=5.0)
     wrong = watched.failure
-    # Behind a closed connection there may be no answer left to read: a reset takes it along.
+    # After a reset there may be no answer to read.
     if name not in OPEN_ENDED and answer not in ("400", "413", "414", "431", "closed", "reset"):
         wrong = wrong or "not refused while it arrived"
     return Case(
@@ -299,7 +303,7 @@ HALVES = {
 
 
 def measure_clients(bench: Bench, options: argparse.Namespace) -> list[Case]:
-    """All kinds at the same time before one gateway, beside what has to pass."""
+    """All kinds of connections at the same time on one gateway, and the two that must pass."""
     outcomes: dict[str, str] = {}
     with bench.gateway() as gateway, ExitStack() as stack:
         rss_before = rss_mb(gateway.pid)
@@ -354,7 +358,7 @@ def open_half(stack: ExitStack, port: int, half: bytes) -> socket.socket:
 
 
 def wait_closed(clients: dict[str, list[socket.socket]], patience_s: float) -> dict[str, int]:
-    """How many of each kind the gateway has not closed within `patience_s`."""
+    """The number of connections of each kind that the gateway has not closed within `patience_s`."""
     give_up = time.monotonic() + patience_s
     left = {name: list(sockets) for name, sockets in clients.items()}
     while any(left.values()) and time.monotonic() < give_up:
@@ -365,7 +369,7 @@ def wait_closed(clients: dict[str, list[socket.socket]], patience_s: float) -> d
 
 
 def is_closed(connection: socket.socket) -> bool:
-    """Whether the other side has; an answer before that is read and dropped."""
+    """Whether the gateway has closed the connection; an answer before that is read and dropped."""
     connection.setblocking(False)
     try:
         while connection.recv(65536):
@@ -378,7 +382,7 @@ def is_closed(connection: socket.socket) -> bool:
 
 
 def _slow_upload(port: int, options: argparse.Namespace, outcomes: dict[str, str]) -> None:
-    """A chat whose body comes at 50 KB/s."""
+    """Send a chat whose body arrives at 50 KB/s."""
     text = b"a" * int(options.upload_mb * MB)
     body = b'{"model":"%b","messages":[{"role":"user","content":"%b"}]}' % (MODEL.encode(), text)
 
@@ -393,7 +397,7 @@ def _slow_upload(port: int, options: argparse.Namespace, outcomes: dict[str, str
 
 
 def _silent_stream(port: int, options: argparse.Namespace, outcomes: dict[str, str]) -> None:
-    """An event stream that pauses. "cut" when it does not end as the worker ended it."""
+    """Read an event stream that pauses. "cut" if it does not have the end that the worker sent."""
     silence = options.silence_s
     body = b'{"model":"%b","messages":[{"role":"user","content":"x"}],"stream":true}' % MODEL.encode()
     head = POST + b"x-silence-s: %d\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % (silence, len(body))
@@ -416,14 +420,22 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--executable", default=str(Path(sys.prefix) / "bin" / "kvroute"))
     parser.add_argument("--only", default=",".join(KINDS), help="some of %(default)s")
-    parser.add_argument("--case", action="append", default=[], help="only cases with this in their names")
-    parser.add_argument("--repeats", type=int, default=1, help="of bodies and heads; the least counts")
-    parser.add_argument("--set", action="append", default=[], metavar="PATH=VALUE", help="for the gateway")
-    parser.add_argument("--connections", type=int, default=9_999, help="a third of each kind")
-    parser.add_argument("--patience-s", type=float, default=95, help="until they have to be closed")
-    parser.add_argument("--upload-mb", type=float, default=3, help="of the slow upload; 20 takes 400 s")
-    parser.add_argument("--silence-s", type=float, default=60, help="of the silent stream")
-    parser.add_argument("--output", type=Path, help="write all of it to this JSON file")
+    parser.add_argument("--case", action="append", default=[], help="only cases with TEXT in their names")
+    parser.add_argument(
+        "--repeats", type=int, default=1, help="repeats of bodies and heads; the least counts"
+    )
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="PATH=VALUE", help="an option for the gateway"
+    )
+    parser.add_argument(
+        "--connections", type=int, default=9_999, help="number of connections, a third of each kind"
+    )
+    parser.add_argument(
+        "--patience-s", type=float, default=95, help="time until all connections must be closed"
+    )
+    parser.add_argument("--upload-mb", type=float, default=3, help="size of the slow upload; 20 takes 400 s")
+    parser.add_argument("--silence-s", type=float, default=60, help="pause of the silent stream")
+    parser.add_argument("--output", type=Path, help="write the report to this JSON file")
     options = parser.parse_args()
     options.only = options.only.split(",")
     if unknown := set(options.only) - set(KINDS):
@@ -435,8 +447,8 @@ def arguments() -> argparse.Namespace:
 
 
 def version(executable: str) -> str:
-    asked = subprocess.run([executable, "--version"], capture_output=True, text=True, check=False)
-    return asked.stdout.strip()
+    result = subprocess.run([executable, "--version"], capture_output=True, text=True, check=False)
+    return result.stdout.strip()
 
 
 def run(bench: Bench, options: argparse.Namespace) -> Iterator[Case]:
@@ -455,14 +467,16 @@ def run(bench: Bench, options: argparse.Namespace) -> Iterator[Case]:
 
 def main() -> None:
     options = arguments()
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that children end
+    signal.signal(
+        signal.SIGTERM, lambda number, frame: sys.exit(128 + number)
+    )  # the exception ends the children
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     began = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     cases: list[Case] = []
     with tempfile.TemporaryDirectory(prefix="kvroute-edge-") as scratch, ExitStack() as stack:
         folder, worker_port = Path(scratch), free_port()
-        os.environ["XDG_STATE_HOME"] = str(folder / "state")  # what gateways keep for their user
+        os.environ["XDG_STATE_HOME"] = str(folder / "state")  # files that gateways keep for their user
         command = [sys.executable, str(HERE / "edge_worker.py"), str(worker_port)]
         stack.enter_context(running(command, frozenset(os.sched_getaffinity(0)), folder / "worker.log"))
         wait_ready(worker_port, "the worker", folder / "worker.log", until_exact=False)

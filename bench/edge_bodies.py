@@ -1,6 +1,6 @@
-"""Request bodies that cost a naive reader far more than their bytes: attacks, and legitimate large requests.
+"""Request bodies that cost a naive parser far more than their size: attacks, and legitimate large requests.
 
-`BODIES` maps a name to a builder; a builder takes the model's name and gives a `Shot`. Pure: nothing is sent.
+`BODIES` maps names to builders; a builder takes the model's name and returns a `Shot`. Nothing is sent.
 `bench/edge.py` measures them, `tests/blackbox/test_huge_bodies.py` asserts bounds.
 """
 
@@ -25,7 +25,7 @@ _FORM = {"content-type": "multipart/form-data; boundary=" + _BOUNDARY.decode()}
 
 
 class Shot(NamedTuple):
-    """One request. `is_legitimate`: a worker could answer it, and it must be routed by its content."""
+    """One request. `is_legitimate`: a worker could answer it, and the gateway must route it by content."""
 
     path: str
     headers: Mapping[str, str]
@@ -41,7 +41,7 @@ def _object(model: str, name: str, value: bytes, rest: bytes = b"") -> bytes:
 
 
 def _array(item: bytes, size: int) -> bytes:
-    """About `size` bytes of one array of equal items."""
+    """About `size` bytes: one array of equal items."""
     return b"[" + b",".join([item] * (size // (len(item) + 1))) + b"]"
 
 
@@ -50,7 +50,7 @@ def _listed(path: str, name: str, item: bytes, size: int, model: str, rest: byte
 
 
 def _beside(name: str, value: Callable[[], bytes], model: str) -> Shot:
-    """A small chat with one large field beside its messages."""
+    """A small chat with one additional large field."""
     messages = b'[{"role":"user","content":"hi"}],"%b":%b' % (name.encode(), value())
     return Shot(CHAT, _JSON, _object(model, "messages", messages))
 
@@ -79,7 +79,7 @@ def _nested(opener: bytes, size: int, model: str) -> Shot:
 
 
 def _model_fields(size: int, model: str) -> Shot:
-    """As many nested `model` fields with the right name as fit, before the request's own."""
+    """As many nested `model` fields with the right name as fit, before the request's own field."""
     inner = b'{"model":%b}' % json.dumps(model).encode()
     return Shot(CHAT, _JSON, b'{"metadata":%b,"model":%b,"messages":[{"role":"user","content":"hi"}]}' % (
         _array(inner, size), json.dumps(model).encode()
@@ -87,7 +87,8 @@ def _model_fields(size: int, model: str) -> Shot:
 
 
 def _blank_run(size: int, model: str) -> Shot:
-    """Blanks between two messages, so that whoever looks back for a message's end walks over them."""
+    """Blanks between two messages: a parser that searches backwards for the end of a message reads all of the
+    blanks."""
     one = b'{"role":"user","content":"hello"}'
     value = b"[" + one + b"," + b" " * size + one + b"," + b",".join([one] * 1000) + b"]"
     return Shot(CHAT, _JSON, _object(model, "messages", value))
@@ -118,7 +119,7 @@ def _form_header(size: int, model: str) -> Shot:
 
 
 def _form_almost(size: int, model: str) -> Shot:
-    """A file full of what nearly is a boundary."""
+    """A file that consists of near-boundaries."""
     almost = b"\r\n--" + _BOUNDARY[:-1]
     return _form(_part(b"file", almost * (size // len(almost)), b'; filename="a.wav"'), model)
 
@@ -131,7 +132,7 @@ def _token_ids(count: int, model: str) -> Shot:
 def _image(size: int, model: str) -> Shot:
     data = base64.b64encode(bytes(range(256)) * (size * 3 // 4 // 256))
     part = b'{"type":"image_url","image_url":{"url":"data:image/png;base64,%b"}}' % data
-    text = b"What is this? " * 100  # enough for blocks of its own
+    text = b"What is this? " * 100  # enough for several blocks
     return _chat(b'[{"type":"text","text":"%b"},' % text + part + b"]", model, is_legitimate=True)
 
 
@@ -144,7 +145,7 @@ def _long_chat(messages: int, model: str) -> Shot:
 
 
 def _text(size: int, model: str, words: bytes = b"a,[{b}],c: ") -> Shot:
-    """One text full of what would be structure outside a string."""
+    """One text with characters that would be structure outside a string."""
     return Shot(COMPLETIONS, _JSON, _object(model, "prompt", b'"%b"' % (words * (size // len(words)))), True)
 
 
@@ -154,7 +155,7 @@ def _utf16(size: int, model: str) -> Shot:
 
 
 def _invalid_end(item: bytes, size: int, model: str) -> Shot:
-    """Whole and huge, and no JSON because of its last byte but one."""
+    """A huge complete body that is not JSON because of its last byte but one."""
     return Shot(COMPLETIONS, _JSON, _object(model, "prompt", _array(item, size))[:-1] + b"!}")
 
 
@@ -211,7 +212,7 @@ BODIES: Mapping[str, Build] = {
     "queries_16mb": partial(_listed, "/v1/score", "queries", b'"a"', 16 * MB, rest=b',"documents":["d"]'),
     "form_header_64mb": partial(_form_header, 64 * MB),
     "form_almost_64mb": partial(_form_almost, 64 * MB),
-    # Legitimate, and routed by content.
+    # Legitimate requests, routed by content.
     "token_ids_1m": partial(_token_ids, 1_000_000),
     "image_20mb": partial(_image, 20 * MB),
     "chat_4000": partial(_long_chat, 4_000),

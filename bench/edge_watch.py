@@ -1,4 +1,4 @@
-"""How long a gateway's event loop is held, and how much memory it takes, seen from outside."""
+"""Measure from outside how long a gateway's event loop is blocked, and how much memory the gateway uses."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gateway_machine import PROC, parse_kib, parse_schedstat
 PROBE = b"GET /health HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n"
 PROBE_TIMEOUT_S = 300.0
 NICE = -10
-"""Of the probe's thread, where that is allowed: a late probe counts CPU of more than one turn of the loop."""
+"""Priority of the probe's thread, if allowed: a late probe measures more than one iteration of the loop."""
 
 
 def cpu_ns(pid: int) -> int:
@@ -42,17 +42,17 @@ def peak_rss_mb(pid: int) -> float:
 
 
 def forget_peak(pid: int) -> None:
-    """Make the present resident memory the peak."""
+    """Reset the peak to the current resident memory."""
     Path(PROC / str(pid) / "clear_refs").write_text("5")
 
 
 @dataclass(slots=True)
 class Watched:
-    """Mutable while the block of `watching` runs; complete behind it.
+    """Measured figures. Mutable while the block of `watching` runs; complete after it.
 
-    `held_ms`: the most CPU time the gateway spent between a question on `/health` and its answer, which is
-    about the longest that one turn of its loop took. `silent_ms`: the longest wait for such an answer by the
-    clock. `memory_mb`: the peak of resident memory above that at the start.
+    `held_ms`: the most CPU time that the gateway used between a request for `/health` and its answer, about
+    the longest iteration of its event loop. `silent_ms`: the longest wait for such an answer in wall-clock
+    time. `memory_mb`: the peak of resident memory minus the resident memory at the start.
     """
 
     held_ms: float = 0.0
@@ -65,7 +65,7 @@ class Watched:
 
 @contextlib.contextmanager
 def watching(pid: int, port: int) -> Iterator[Watched]:
-    """Asks for `/health` on a connection of its own, without pauses, while the block runs."""
+    """Request `/health` on its own connection, without pauses, while the block runs."""
     watched, stop, probing = Watched(), threading.Event(), threading.Event()
     forget_peak(pid)
     rss_before, cpu_before = rss_mb(pid), cpu_ns(pid)
@@ -83,13 +83,13 @@ def watching(pid: int, port: int) -> Iterator[Watched]:
 
 
 def _probe(pid: int, port: int, watched: Watched, probing: threading.Event, stop: threading.Event) -> None:
-    """At least one question is asked after `stop`, so that the shortest block is seen whole."""
+    """Send at least one request after `stop`, so that even the shortest block is measured to its end."""
     with contextlib.suppress(PermissionError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
     try:
         with socket.create_connection(("127.0.0.1", port), PROBE_TIMEOUT_S) as connection:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            _ask(connection)  # the first one makes the route
+            _ask(connection)  # the first request creates the route
             probing.set()
             is_last = False
             while not is_last:
@@ -106,7 +106,7 @@ def _probe(pid: int, port: int, watched: Watched, probing: threading.Event, stop
 
 
 def _ask(connection: socket.socket) -> None:
-    """Raises OSError or ValueError unless the answer is whole and 200."""
+    """Send one request. Raises OSError or ValueError unless the answer is complete and 200."""
     connection.sendall(PROBE)
     data = b""
     while b"\r\n\r\n" not in data:

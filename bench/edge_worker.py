@@ -1,9 +1,9 @@
-"""A worker that reads any body without looking at it, for bench/edge.py.
+"""A worker for bench/edge.py that reads any body without parsing it.
 
     python bench/edge_worker.py PORT
 
-Every POST is answered with a small completion. With the header `x-silence-s: N` the answer is an event stream
-that sends one event, is silent for N seconds, and ends properly.
+The worker answers every POST with a small completion. With the header `x-silence-s: N` the answer is an event
+stream that sends one event, nothing for N seconds, and then a proper end.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> 
                 writer.write(reply(*request_line.split(" ")[:2]))
             await writer.drain()
     except (asyncio.IncompleteReadError, ConnectionError):
-        pass  # the gateway has closed the connection, as the attacks make it do
+        pass  # the gateway has closed the connection because of the attack
     finally:
         writer.close()
 

@@ -1,12 +1,13 @@
-"""Chats with two real vLLM engines on CPU cores: kvroute beside other routers, run by run in turn.
+"""Chats with two real vLLM engines on CPU cores, through kvroute and other routers, with alternating runs.
 
     python bench/engines.py [--engine .venv-engine] [--routers kvaware,roundrobin] [--sessions 10] [--runs 3]
 
-Every session is a chat of several turns that sends all of it each time: a common system prompt, an opening of
-its own, short questions, the model's answers. An engine's KV cache holds 65% of what all chats are at their
-ends, so one that gets a part of each forgets. The model has 32 million random weights: what it says is noise,
-what it computes and caches is real. Between runs the engines' caches are emptied and the router is another
-process. Each engine has a core; the routers and the load come on top, which two cores feel.
+Each session is a chat of several turns that sends the whole chat each time: a common system prompt, its own
+first message, short questions, the model's answers. An engine's KV cache holds 65% of the total length of all
+chats, so an engine that serves a part of each chat evicts blocks. The model has 32 million random weights:
+its text is noise, its computation and caching are real. Between runs the script empties the engines' caches
+and starts the next router. Each engine has one core; routers and load use the same cores, which affects the
+figures on a machine with two cores.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ from comparison import (
     Answered,
     CpuWatch,
     Figures,
-    ask,
     figures,
     medians,
+    request_streamed,
     running_router,
     table,
     verdicts,
@@ -61,7 +62,7 @@ READY_S = 300.0
 
 
 async def hold(http: httpx.AsyncClient, url: str, session: Session, answer_tokens: int) -> list[Answered]:
-    """Hold one chat, and end it at the first request that fails."""
+    """Run one chat; stop at the first request that fails."""
     messages = [{"role": "system", "content": session.system}]
     answers: list[Answered] = []
     for question, pause_s in zip(session.questions, session.pauses_s, strict=True):
@@ -76,7 +77,7 @@ async def hold(http: httpx.AsyncClient, url: str, session: Session, answer_token
             "stream": True,
             "stream_options": {"include_usage": True},
         }
-        answers.append(await ask(http, f"{url}/v1/chat/completions", json.dumps(body).encode()))
+        answers.append(await request_streamed(http, f"{url}/v1/chat/completions", json.dumps(body).encode()))
         if answers[-1].error:
             break
         messages.append({"role": "assistant", "content": answers[-1].text})
@@ -84,8 +85,8 @@ async def hold(http: httpx.AsyncClient, url: str, session: Session, answer_token
 
 
 def engine_arguments(cpu: str) -> tuple[str, ...]:
-    """What vLLM needs on this CPU, given /proc/cpuinfo: where bfloat16 is not computed by the CPU itself,
-    vLLM 0.32 falls back to a product of matrices that is slower than float32."""
+    """The arguments of vLLM for this CPU, from /proc/cpuinfo. Without bfloat16 in the CPU, vLLM 0.32 uses a
+    matrix product that is slower than float32."""
     return () if re.search(r"\b(avx512_bf16|amx_bf16)\b", cpu) else ("--dtype", "float32")
 
 
@@ -100,18 +101,18 @@ class Engines:
     http: httpx.AsyncClient = field(repr=False)
 
     async def forget(self) -> None:
-        """Empty the caches; each engine takes a step, with which its event goes out."""
+        """Empty the caches. Each engine computes one step, which publishes its cache event."""
         for url in self.urls:
             async with asyncio.timeout(30.0):
                 while not (await self.http.post(f"{url}/reset_prefix_cache")).json()["success"]:  # noqa: ASYNC110
-                    await asyncio.sleep(0.2)  # something still runs
+                    await asyncio.sleep(0.2)  # a request still runs
             body = {"model": MODEL, "prompt": [5], "max_tokens": 1}
             (await self.http.post(f"{url}/v1/completions", json=body)).raise_for_status()
 
 
 @asynccontextmanager
 async def running_engines(venv: EngineVenv, shape: Shape, folder: Path) -> AsyncIterator[Engines]:
-    """Two engines on the first two cores."""
+    """Run two engines on the first two cores."""
     model_folder = write_tiny_model(MODEL, folder / MODEL)
     cores = sorted(os.sched_getaffinity(0))
     pool_bytes = 2 * shape.pool_blocks * BLOCK * TINY_MODELS[MODEL].kv_bytes_per_token  # float32
@@ -128,7 +129,7 @@ async def running_engines(venv: EngineVenv, shape: Shape, folder: Path) -> Async
                 kv_events=KvEventsEndpoint(f"tcp://*:{events}", f"tcp://*:{replays}"),
                 placement=CpuPlacement((cores[number % len(cores)],), kv_cache_gib=1 + pool_bytes // 2**30),
                 block_size=BLOCK,
-                num_gpu_blocks=shape.pool_blocks + 1,  # the engine keeps one for itself
+                num_gpu_blocks=shape.pool_blocks + 1,  # the engine keeps one block for itself
                 max_model_len=shape.longest + 64,
                 random_weights=True,
                 offline=True,
@@ -143,7 +144,7 @@ async def running_engines(venv: EngineVenv, shape: Shape, folder: Path) -> Async
             processes[spec.url] = await stack.enter_async_context(process)
         for url, process in processes.items():
             await process.wait_ready(f"{url}/health", timeout_s=READY_S)
-        # vLLM closes a connection that was idle for 5 s, perhaps as the next question comes.
+        # vLLM closes a connection after 5 idle seconds, possibly while the next question arrives.
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
         http = await stack.enter_async_context(
             httpx.AsyncClient(limits=limits, timeout=600.0, trust_env=False)
@@ -234,11 +235,16 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=Shape().turns)
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument(
-        "--set", action="append", default=[], dest="settings", metavar="PATH=VALUE", help="of kvroute"
+        "--set",
+        action="append",
+        default=[],
+        dest="settings",
+        metavar="PATH=VALUE",
+        help="an option for kvroute",
     )
-    parser.add_argument("--output", type=Path, help="write all of it to this JSON file")
-    parser.add_argument("--peers", type=Path, default=PEERS_FOLDER, help="where other routers are installed")
-    parser.add_argument("--no-install", action="store_true", help="use the peers that are there already")
+    parser.add_argument("--output", type=Path, help="write the report to this JSON file")
+    parser.add_argument("--peers", type=Path, default=PEERS_FOLDER, help="folder of the other routers")
+    parser.add_argument("--no-install", action="store_true", help="use only installed peers")
     options = parser.parse_args()
     if not EngineVenv.at(options.engine).script("vllm").exists():
         parser.error(f"no vLLM in {options.engine}: python -m kvroute.deploy.engine_install")
@@ -246,7 +252,7 @@ def main() -> None:
     versions, missing = install_peers(options.peers, allow_install=not options.no_install)
     routers = [name for name in options.routers.split(",") if name.split()[0] not in missing]
     for name in sorted(set(options.routers.split(",")) - set(routers)):
-        print(f"{name} is left out: {missing[name.split()[0]]}", file=sys.stderr)
+        print(f"{name} is skipped: {missing[name.split()[0]]}", file=sys.stderr)
     shape = replace(Shape(), sessions=options.sessions, turns=options.turns)
 
     runs = asyncio.run(compare(options, shape, routers))

@@ -1,4 +1,4 @@
-"""The chats of the comparison on real engines: what each session says, and how long it gets."""
+"""The chats of the comparison on real engines: the texts of each session, and their lengths."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ MODEL = "small"
 BLOCK = 32
 POOL_SHARE = 0.65
 TEMPLATE_TOKENS = 5
-"""What the chat template adds to a message."""
+"""Tokens that the chat template adds to a message."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What the sessions are like. Lengths in tokens: a word of the prompts is one."""
+    """The shape of the sessions. Lengths are tokens; each word of a prompt is one token."""
 
     sessions: int = 10
     turns: int = 5
     common: int = 256
     opening: tuple[int, int] = (1800, 4200)
-    """The least and the most of a session's own first message, evenly spread."""
+    """Shortest and longest first message of a session, evenly distributed."""
     question: int = 160
     answer: int = 16
     think_s: float = 3.0
-    """Mean pause before a question, uniform from 0 to twice as much."""
+    """Mean pause before a question; uniform from 0 to twice the mean."""
 
     def last_prompt(self, opening: int) -> int:
-        """Length of a chat when its last answer has come."""
+        """Length of a chat after its last answer."""
         messages = 2 * self.turns + 1
         later = (self.turns - 1) * self.question + self.turns * self.answer
         return self.common + opening + later + messages * TEMPLATE_TOKENS
@@ -42,14 +42,14 @@ class Shape:
 
     @property
     def pool_blocks(self) -> int:
-        """KV blocks of an engine: 65% of what all sessions hold at their ends, and room for any one."""
+        """KV blocks of an engine: 65% of the total length of all chats, but at least the longest chat."""
         mean = self.last_prompt(sum(self.opening) // 2)
         return max(round(POOL_SHARE * self.sessions * mean / BLOCK), -(-self.longest // BLOCK) + 1)
 
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """One chat's texts: the common system prompt, the opening, and the questions that follow."""
+    """The texts of one chat: the common system prompt, the first message, and the questions."""
 
     system: str
     questions: tuple[str, ...]
@@ -57,13 +57,13 @@ class Session:
 
 
 def sessions(shape: Shape, words: Sequence[str], seed: int) -> list[Session]:
-    """The same for every router of a run."""
+    """Create the sessions of a run; the same sessions for every router."""
     common = text(random.Random(f"common {seed}"), words, shape.common)
     least, most = shape.opening
     found = []
     for number in range(shape.sessions):
         chooser = random.Random(f"{seed} {number}")
-        # Evenly spread over the sessions, so that runs are alike.
+        # Evenly distributed over the sessions, so that runs are similar.
         opening = least + (most - least) * number // max(1, shape.sessions - 1)
         lengths = (opening, *(shape.question for _ in range(shape.turns - 1)))
         questions = tuple(text(chooser, words, length) for length in lengths)
@@ -77,6 +77,6 @@ def text(chooser: random.Random, words: Sequence[str], count: int) -> str:
 
 
 def one_token_words(tokenizer: Path) -> list[str]:
-    """Words that are one token each when they follow another, from a tokenizer.json."""
+    """Words that are one token each if they follow another word, from a tokenizer.json."""
     vocabulary = json.loads(tokenizer.read_text())["model"]["vocab"]
     return sorted(entry.replace("Ġ", " ") for entry in vocabulary if re.fullmatch("Ġ[a-z]{4,}", entry))

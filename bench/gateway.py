@@ -1,15 +1,16 @@
-"""What the gateway costs beside nginx, sglang-router and vllm-router: goals, figures, verdicts.
+"""Measure the cost of the gateway, of nginx, of sglang-router and of vllm-router: goals, figures, verdicts.
 
     python bench/gateway.py [--quick] [--scenarios a,c] [--repeats 3] [--pairs 9] [--output FILE]
 
-One core is the router's; load (native/load.c) and two workers (native/worker.c) have another one. All
-routers run during the whole bench and take turns: a repeat of a scenario is one run through each of them,
-right after one another, in an order that moves on from repeat to repeat. Only a scenario that compares
-nothing comes before them, alone. CPU is that of the router's whole process tree, from /proc. Figures are
-medians of the repeats, ratios medians of the repeats' ratios to sglang-router with its cache_aware policy.
-sglang-router and vllm-router are installed from PyPI into bench/.venv-peers; what is missing is named.
-docs/benchmarks.md says how to read the output.
-Exit code 1 when a goal is missed, but for --quick.
+The router has one core; load (native/load.c) and two workers (native/worker.c) share another one. All routers
+run during the whole benchmark. A repeat of a scenario is one run of each router, one directly after another;
+each repeat starts with another router. Only a scenario that compares nothing runs before the other scenarios,
+with kvroute alone. CPU is that of the router's process tree, from /proc. Figures are medians of the repeats;
+ratios are medians of the repeats' ratios to sglang-router with its cache_aware policy.
+
+sglang-router and vllm-router are installed from PyPI into bench/.venv-peers; the output lists missing
+routers. docs/benchmarks.md describes how to read the output. The exit code is 1 if a goal is missed, except
+with --quick.
 """
 
 from __future__ import annotations
@@ -51,10 +52,12 @@ def arguments() -> argparse.Namespace:
         "--pairs", type=int, help="runs of kvroute and sglang-router in d, e, f (9; quick: 3)"
     )
     parser.add_argument("--seconds", type=float, help="length of a run in a, b, c (1.6; quick: 0.8)")
-    parser.add_argument("--output", type=Path, help="write all of it to this JSON file")
-    parser.add_argument("--show", type=Path, help="print the report of such a file and end")
-    parser.add_argument("--peers", type=Path, default=HERE / ".venv-peers", help="where peers are installed")
-    parser.add_argument("--no-install", action="store_true", help="use the peers that are there already")
+    parser.add_argument("--output", type=Path, help="write the results to this JSON file")
+    parser.add_argument("--show", type=Path, help="print the report of a results file")
+    parser.add_argument(
+        "--peers", type=Path, default=HERE / ".venv-peers", help="folder of the installed peers"
+    )
+    parser.add_argument("--no-install", action="store_true", help="use only installed peers")
     options = parser.parse_args()
     options.repeats = options.repeats or (2 if options.quick else 3)
     options.pairs = options.pairs or (3 if options.quick else 9)
@@ -76,7 +79,7 @@ def repeats_of(scenario: Scenario, router: str, options: argparse.Namespace) -> 
 def turns(
     scenario: Scenario, routers: Sequence[str], options: argparse.Namespace
 ) -> list[tuple[int, list[str]]]:
-    """The repeats of a scenario: its number, and who runs in which order."""
+    """The repeats of a scenario: number, and the routers in the order of their runs."""
     counts = {router: repeats_of(scenario, router, options) for router in routers}
     found = []
     for repeat in range(max(counts.values(), default=0)):
@@ -108,7 +111,7 @@ def wanted_routers(scenarios: Sequence[Scenario], missing: dict[str, str]) -> li
 
 
 def start_all(bed: Bed, routers: Sequence[Router], missing: dict[str, str]) -> dict[str, Started]:
-    """Those that came up; why others did not is added to `missing`."""
+    """Start the routers; returns those that are ready and adds the others to `missing` with the reason."""
     started: dict[str, Started] = {}
     urls: dict[str, list[str]] = {}
     for router in routers:
@@ -165,7 +168,7 @@ def run(options: argparse.Namespace) -> dict[str, object]:
     measurements: list[Measurement] = []
     with tempfile.TemporaryDirectory(prefix="kvroute-bench-") as scratch:
         folder = Path(scratch)
-        folder.chmod(0o755)  # nginx's workers are somebody else
+        folder.chmod(0o755)  # nginx's workers run as another user
         tools, cores = build(folder), choose_cores()
         model_folder = write_tiny_model("tiny", folder / "model")
         files = {each.file for each in scenarios if each.file} | {"a", "b", "d"}
@@ -198,7 +201,7 @@ def run(options: argparse.Namespace) -> dict[str, object]:
 
 
 def report(saved: dict[str, object]) -> list[str]:
-    """As text; the verdicts are made anew."""
+    """The report of a saved run as text; computes the verdicts again."""
     results = from_document(saved)
     lines = [f"{key}: {json.dumps(saved[key])}" for key in ("began", "machine", "versions", "settings")]
     missing = saved["missing"]
@@ -216,7 +219,9 @@ def main() -> None:
     if options.show:
         print("\n".join(report(json.loads(options.show.read_text()))))
         return
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that children end
+    signal.signal(
+        signal.SIGTERM, lambda number, frame: sys.exit(128 + number)
+    )  # the exception ends the children
     saved = run(options)
     if options.output:
         options.output.write_text(json.dumps(saved, indent=1) + "\n")

@@ -2,9 +2,9 @@
 
     python bench/gateway_event_worker.py PORT FOLDER MODEL
 
-kvroute's simulator (real HTTP, real cache, KV events over ZMQ, no time passes) has a tokenizer that is
-nobody's. Here its prompts and its `/tokenize` go through the files in FOLDER, which the gateway under test
-reads, too.
+kvroute's simulator (real HTTP, real cache, KV events over ZMQ, no simulated time) has its own simple
+tokenizer. This worker tokenizes prompts and `/tokenize` with the files in FOLDER, which the gateway under
+test also reads.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from kvroute.tokens.segments import SegmentCache
 
 
 class ModelTokens:
-    """Stands in for the simulator's own tokenizer."""
+    """Replaces the simulator's own tokenizer."""
 
     def __init__(self, folder: Path) -> None:
         self._tokenizer = LocalTokenizer(load_model(folder), SegmentCache(256 * 1024 * 1024))
@@ -81,7 +81,7 @@ async def serve(port: int, model: str) -> None:
 def main() -> None:
     port, folder, model = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
     tokens = ModelTokens(folder)
-    # The simulator has no seam for a tokenizer: nothing else needs one.
+    # The simulator has no seam for a tokenizer, because only this benchmark needs one.
     for module, name, replacement in (
         (kvroute.sim.chat, "chat_tokens", tokens.chat),
         (sim_text, "chat_tokens", tokens.chat),

@@ -1,4 +1,4 @@
-"""What the gateway bench promises, and whether measurements keep it. Pure."""
+"""The goals of the gateway benchmark, and their verdicts. Pure."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ COMPLETE, SESSION, KV_PREFIX, KV_AWARE = (
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """One run of one scenario through one router. Runs of one `repeat` were made right after one another.
+    """One run of one scenario through one router. The runs of one `repeat` followed one another directly.
 
-    `foreign_cores` is what processes outside the bench used meanwhile.
+    `foreign_cores` is the CPU that processes outside the benchmark used during the run.
     """
 
     router: str
@@ -37,7 +37,7 @@ class Results:
         self.measurements = list(measurements)
 
     def values(self, router: str, scenario: str, figure: str) -> dict[int, float]:
-        """By repeat."""
+        """The values of a figure by repeat."""
         return {
             one.repeat: one.figures[figure]
             for one in self.measurements
@@ -51,12 +51,12 @@ class Results:
         return min(self.values(router, scenario, figure).values(), default=None)
 
     def ratio(self, router: str, other: str, scenario: str, figure: str) -> float | None:
-        """Median of the ratios of runs that were made right after one another."""
+        """Median of the ratios of runs that followed one another directly."""
         ours, theirs = (self.values(name, scenario, figure) for name in (router, other))
         return median(ours[repeat] / theirs[repeat] for repeat in ours if theirs.get(repeat))
 
     def added_ratio(self, router: str, other: str, scenario: str, figure: str) -> float | None:
-        """The same of what each adds to no router at all."""
+        """Median of the ratios of the differences between each router and no router."""
         ours, theirs, none = (self.values(name, scenario, figure) for name in (router, other, DIRECT))
         return median(
             (ours[repeat] - none[repeat]) / (theirs[repeat] - none[repeat])
@@ -66,7 +66,7 @@ class Results:
 
 
 def median(values: Iterable[float]) -> float | None:
-    """None of nothing."""
+    """The median; None without values."""
     found = list(values)
     return statistics.median(found) if found else None
 
@@ -76,7 +76,8 @@ Read = Callable[[Results], float | None]
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """One row of the promise. `goal` is the most that `read` may give, or with `is_least` the least."""
+    """One goal. `goal` is the upper bound of the value that `read` returns, or with `is_least` the lower
+    bound."""
 
     name: str
     read: Read
@@ -88,7 +89,7 @@ class Goal:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """`value` None: not measured."""
+    """The verdict on a goal. `value` is None if it was not measured."""
 
     name: str
     value: float | None

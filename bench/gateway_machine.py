@@ -1,4 +1,4 @@
-"""What the gateway bench reads from Linux: CPU time and memory of process trees, other load, the machine."""
+"""Read CPU time and memory of process trees, the load of other processes and the machine from Linux."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ MIB = 1024 * 1024
 
 @dataclass(frozen=True, slots=True)
 class Stat:
-    """Of `/proc/PID/stat`: the parent, and CPU time of all threads, ended ones too, in whole ticks."""
+    """From `/proc/PID/stat`: the parent, and CPU time in whole ticks of all threads, including ended ones."""
 
     parent: int
     cpu_ns: int
 
 
 def parse_stat(text: str) -> Stat:
-    """`text` is one line; the command in parentheses may have blanks and parentheses itself."""
+    """Parse one line; the command in parentheses may contain blanks and parentheses."""
     fields = text[text.rindex(")") + 2 :].split()
     return Stat(int(fields[1]), (int(fields[11]) + int(fields[12])) * 1_000_000_000 // TICKS_PER_S)
 
 
 def parse_schedstat(text: str) -> int:
-    """Nanoseconds that a thread ran, of `/proc/PID/task/TID/schedstat`."""
+    """Nanoseconds that a thread ran, from `/proc/PID/task/TID/schedstat`."""
     return int(text.split()[0])
 
 
 def parse_kib(text: str, field: str) -> int:
-    """A field of `/proc/PID/status` or `smaps_rollup`, in KiB; 0 if it is not there."""
+    """A field of `/proc/PID/status` or `smaps_rollup`, in KiB; 0 if the file does not have the field."""
     for line in text.splitlines():
         if line.startswith(f"{field}:"):
             return int(line.split()[1])
@@ -42,13 +42,13 @@ def parse_kib(text: str, field: str) -> int:
 
 
 def parse_busy_s(text: str) -> float:
-    """CPU seconds of the whole machine that were not idle, of `/proc/stat`."""
+    """CPU seconds that the whole machine was not idle, from `/proc/stat`."""
     user, nice, system, _idle, _iowait, irq, softirq, steal = map(int, text.splitlines()[0].split()[1:9])
     return (user + nice + system + irq + softirq + steal) / TICKS_PER_S
 
 
 def descendants(root: int, parents: Mapping[int, int]) -> list[int]:
-    """`root` and all below it, given each process's parent."""
+    """`root` and all its descendants; `parents` has the parent of each process."""
     children: dict[int, list[int]] = {}
     for pid, parent in parents.items():
         children.setdefault(parent, []).append(pid)
@@ -63,7 +63,7 @@ def descendants(root: int, parents: Mapping[int, int]) -> list[int]:
 def _read(path: Path) -> str | None:
     try:
         return path.read_text()
-    except OSError:  # it has ended meanwhile
+    except OSError:  # the process has ended
         return None
 
 
@@ -77,7 +77,7 @@ def process_tree(root: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class CpuSample:
-    """CPU time of a process tree at one moment: nanoseconds by thread, and by process in whole ticks."""
+    """CPU time of a process tree at one moment: nanoseconds by thread, and whole ticks by process."""
 
     threads: Mapping[tuple[int, int], int]
     processes: Mapping[int, int]
@@ -107,8 +107,8 @@ def cpu_sample(pids: Iterable[int]) -> CpuSample:
 
 
 def spent(before: CpuSample, after: CpuSample) -> CpuSpent:
-    """By threads, to the nanosecond. What threads did that ended in between shows in ticks only, so where
-    there were any the larger of both counts."""
+    """Difference of two samples, from the threads, in nanoseconds. The time of threads that ended in between
+    is only in the ticks, so with such threads the larger of both values is used."""
     by_thread = {key: ns - before.threads.get(key, 0) for key, ns in after.threads.items()}
     total = sum(by_thread.values())
     if before.threads.keys() - after.threads.keys():

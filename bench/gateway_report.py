@@ -1,4 +1,4 @@
-"""The gateway bench's results as JSON and as text. Pure."""
+"""The results of the gateway benchmark as JSON and as text. Pure."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ COLUMNS: Mapping[str, tuple[tuple[str, str, str], ...]] = {
         ("RSS MiB", "peak_rss_mib", ".0f"),
     ),
 }
-"""By kind of scenario: heading, figure, format. The first one's ratio to sglang-router is shown, too."""
+"""By kind of scenario: heading, figure, format. The table also has the first one's ratio to sglang-router."""
 
 
 def table(results: Results, name: str, title: str, kind: str) -> list[str]:
-    """One scenario: medians by router, and the median of the paired ratios to sglang-router."""
+    """The table of one scenario: medians by router, and the median of the paired ratios to sglang-router."""
     columns = COLUMNS[kind]
     runs = [one for one in results.measurements if one.scenario == name]
     routers = list(dict.fromkeys(one.router for one in runs))
@@ -91,7 +91,7 @@ def document(
     settings: Mapping[str, object],
     began: str,
 ) -> dict[str, Any]:
-    """Everything that a later reader needs, as JSON takes it."""
+    """The whole run as a JSON document: all that a later report needs."""
     return {
         "began": began,
         "machine": dict(machine),

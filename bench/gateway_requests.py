@@ -1,4 +1,4 @@
-"""The requests of the gateway bench, as the files that `native/load.c` replays."""
+"""The requests of the gateway benchmark, as the files that `native/load.c` replays."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ WORDS = VOCABULARY.split()
 
 Body = dict[str, Any]
 Turns = Iterator[tuple[int, Body]]
-"""Conversation numbers and bodies; the turns of a conversation follow one another."""
+"""Pairs of conversation number and body; the turns of a conversation are in order."""
 
 
 def text(rng: random.Random, size: int) -> str:
-    """`size` characters of plain words."""
+    """`size` characters of common words."""
     words = rng.choices(
         WORDS, k=size // 4 + 8
-    )  # they have at least four characters on average, blanks included
+    )  # words have at least four characters on average, including the blank
     return " ".join(words).ljust(size)[:size]
 
 
@@ -51,20 +51,21 @@ def short(rng: random.Random) -> Turns:
 
 
 def streamed(rng: random.Random) -> Turns:
-    """The same, asking for a stream with usage."""
+    """The same prompts, with a stream and usage."""
     for number, body in short(rng):
         yield number, body | {"stream": True, "stream_options": {"include_usage": True}}
 
 
 def medium(rng: random.Random) -> Turns:
-    """256 bodies of 32 KB; half of them share a system prompt of 8 KB, the others another one."""
+    """256 bodies of 32 KB over two system prompts of 8 KB, 128 bodies each."""
     systems = [text(rng, 8_000), text(rng, 8_000)]
     for number in range(256):
         yield number, chat([said("system", systems[number % 2]), said("user", text(rng, 24_000))])
 
 
 def conversation(rng: random.Random, system: str, history: int, turns: int) -> Iterator[Body]:
-    """Turns that each add a question of 1 KB and the answer to the one before, of 3.1 KB."""
+    """The turns of a conversation: each adds a question of 1 KB and the answer to the question before, of 3.1
+    KB."""
     messages = [said("system", system)]
     for _ in range(history):
         messages += [said("user", text(rng, 1_000)), said("assistant", text(rng, 3_100))]
@@ -91,7 +92,7 @@ FILES: dict[str, Callable[[random.Random], Turns]] = {
 
 
 def encoded(number: int, body: Body) -> bytes:
-    """One record: conversation, length, and the request as it goes over the wire."""
+    """One record: conversation, length, and the request as sent."""
     payload = json.dumps(body).encode()
     head = (
         "POST /v1/chat/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n"
@@ -107,7 +108,7 @@ def write(turns: Turns, file: BinaryIO) -> None:
 
 
 def write_all(folder: Path, names: set[str]) -> dict[str, Path]:
-    """The files that `names` names, always with the same content."""
+    """Write the files in `names`; their content never changes."""
     paths = {}
     for name in sorted(names):
         paths[name] = folder / f"{name}.requests"

@@ -1,4 +1,4 @@
-"""Which routers the gateway bench compares, where they come from, and how each is started."""
+"""The routers that the gateway benchmark compares: their source and their command lines."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from gateway_goals import COMPLETE, DIRECT, KV_AWARE, KV_PREFIX, OURS, SESSION, THEIRS
 
 PEERS = {"sglang-router": "0.3.2", "vllm-router": "0.1.17"}
-"""From PyPI; the versions that the goals were set against."""
+"""Packages from PyPI, in the versions that the goals refer to."""
 
 NGINX_CONFIGURATION = """\
 daemon off;
@@ -50,7 +50,7 @@ http {{
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """What a router's command line is made of. `side_port` is free too, for metrics of its own."""
+    """The inputs of a router's command line. `side_port` is a free port for a router's own metrics."""
 
     folder: Path
     peers: Path
@@ -97,7 +97,7 @@ def vllm_router(launch: Launch) -> list[str]:
 
 
 def kvroute(strategy: str, *settings: str, python: str = sys.executable) -> Command:
-    """With metrics, request lines and retries, as it comes. `python` has kvroute installed."""
+    """kvroute with its defaults: metrics, request lines and retries. `python` has kvroute installed."""
 
     def command(launch: Launch) -> list[str]:
         line = [python, "-m", "kvroute", "serve", "--host", "127.0.0.1", "--port", str(launch.port)]
@@ -113,13 +113,13 @@ def kvroute(strategy: str, *settings: str, python: str = sys.executable) -> Comm
 
 @dataclass(frozen=True, slots=True)
 class Router:
-    """`command` None: no router, requests go straight to a worker. `workers` is "plain" or "events"."""
+    """A router. With `command` None requests go directly to a worker. `workers` is "plain" or "events"."""
 
     name: str
     command: Command | None
     workers: str = "plain"
     peer: str | None = None
-    """What must be installed for it."""
+    """The package that must be installed for the router."""
 
 
 ROUTERS = (
@@ -136,7 +136,7 @@ ROUTERS = (
 
 
 def nginx_binary() -> str | None:
-    """Debian has it in a folder that is not on everybody's path."""
+    """The path of nginx. Debian installs it in a folder that may not be on PATH."""
     return shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin")
 
 
@@ -145,8 +145,9 @@ def _run(*command: str) -> subprocess.CompletedProcess[str]:
 
 
 def install_peers(folder: Path, *, allow_install: bool) -> tuple[dict[str, str], dict[str, str]]:
-    """Versions of the peers that are there, and why the others are not. Installs what is missing from PyPI
-    into a virtual environment at `folder`, one by one, so that one that fails keeps no other away."""
+    """Install missing peers from PyPI into a virtual environment at `folder`. Returns the versions of the
+    installed peers, and for each other peer the reason. Packages are installed one by one, so that a failure
+    affects one package only."""
     versions, missing = {}, {}
     if binary := nginx_binary():
         versions["nginx"] = _run(binary, "-v").stderr.strip().rpartition("/")[2]
@@ -165,8 +166,8 @@ def install_peers(folder: Path, *, allow_install: bool) -> tuple[dict[str, str],
 
 
 def install_package(folder: Path, name: str, version: str) -> str | None:
-    """Install this version of a package from PyPI into the virtual environment at `folder`, which is made
-    if need be; nothing if it is there. Why it could not be done, or None."""
+    """Install this version of a package from PyPI into the virtual environment at `folder`. Creates the
+    environment; does nothing if the version is installed. Returns the reason of a failure, or None."""
     python = str(folder / "bin" / "python")
     if package_version(python, name) == version:
         return None
@@ -180,12 +181,12 @@ def install_package(folder: Path, name: str, version: str) -> str | None:
 
 
 def package_version(python: str, package: str) -> str | None:
-    """None where it is not installed, or there is no such Python."""
+    """The installed version; None without the package or without this Python."""
     if not Path(python).exists():
         return None
     code = "import importlib.metadata, sys; print(importlib.metadata.version(sys.argv[1]))"
-    asked = _run(python, "-c", code, package)
-    return asked.stdout.strip() if asked.returncode == 0 else None
+    result = _run(python, "-c", code, package)
+    return result.stdout.strip() if result.returncode == 0 else None
 
 
 def _last(process: subprocess.CompletedProcess[str]) -> str:

@@ -1,4 +1,4 @@
-"""The processes of the gateway bench: built, pinned, started, asked whether they are ready, and ended."""
+"""The processes of the gateway benchmark: build, pin, start, check readiness, and end."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ READY_S = 30.0
 STOP_S = 10.0
 NATIVE = Path(__file__).parent / "native"
 EVENT_BYTES = 320
-"""Of a streamed chunk as vLLM writes them."""
+"""Size of a streamed chunk as vLLM writes it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +39,12 @@ class Cores:
 
 
 def choose_cores() -> Cores:
-    """The first core for the router; raises SystemExit where there is only one."""
+    """The first core is for the router. Raises SystemExit if the machine has only one."""
     first, *rest = sorted(os.sched_getaffinity(0))
     if not rest:
-        raise SystemExit("the gateway bench needs two cores: one for the router, one for load and workers")
+        raise SystemExit(
+            "the gateway benchmark needs two cores: one for the router, one for load and workers"
+        )
     return Cores(first, frozenset(rest[:1]))
 
 
@@ -51,7 +53,7 @@ def build(folder: Path) -> dict[str, Path]:
     compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
         raise SystemExit(
-            "the gateway bench needs a C compiler: set CC, or (Debian) apt install gcc libc6-dev"
+            "the gateway benchmark needs a C compiler: set CC, or (Debian) apt install gcc libc6-dev"
         )
     built = {}
     for name in ("worker", "load"):
@@ -72,7 +74,7 @@ def free_port() -> int:
 
 @contextmanager
 def running(command: Sequence[str], cores: frozenset[int], log: Path) -> Iterator[int]:
-    """A child pinned to `cores`, with all it starts; ended with the block. Gives its process id."""
+    """Run a child, pinned to `cores` with all its children, until the block ends. Yields its process id."""
     with log.open("wb") as output:
         child = subprocess.Popen(
             command,
@@ -97,7 +99,7 @@ def running(command: Sequence[str], cores: frozenset[int], log: Path) -> Iterato
 
 
 def ask(port: int, path: str, body: dict[str, Any] | None = None) -> tuple[int, dict[str, str], bytes]:
-    """One request: status, headers in lower case, body. Raises OSError or HTTPException."""
+    """Send one request; returns status, headers in lower case, and body. Raises OSError or HTTPException."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
     try:
         headers = {"content-type": "application/json", "authorization": "Bearer sk-1234"}
@@ -110,7 +112,7 @@ def ask(port: int, path: str, body: dict[str, Any] | None = None) -> tuple[int, 
 
 
 def wait_ready(port: int, name: str, log: Path, *, until_exact: bool) -> None:
-    """Until a request is answered through it; `until_exact`, until kvroute has nothing to complain of."""
+    """Wait until the router answers a request. With `until_exact`, wait until kvroute reports no problem."""
     give_up, last = time.monotonic() + READY_S, "nothing tried"
     while time.monotonic() < give_up:
         try:
@@ -132,7 +134,7 @@ def wait_ready(port: int, name: str, log: Path, *, until_exact: bool) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """A router that answers. `pid` None: requests go straight to a worker."""
+    """A running router. With `pid` None requests go directly to a worker."""
 
     router: Router
     port: int
@@ -144,7 +146,7 @@ class Started:
 
 @dataclass(slots=True)
 class Bed:
-    """Everything that runs during the bench. Mutable: `own_pids` grows with each process started."""
+    """All processes of the benchmark. Mutable: `own_pids` grows with each started process."""
 
     stack: ExitStack
     folder: Path
@@ -155,7 +157,7 @@ class Bed:
     own_pids: list[int]
 
     def start_workers(self, kind: str) -> list[str]:
-        """Two workers of this kind; their URLs."""
+        """Start two workers of this kind; returns their URLs."""
         urls = []
         for number in range(2):
             port = free_port()
@@ -171,7 +173,7 @@ class Bed:
         return urls
 
     def start(self, router: Router, workers: Sequence[str]) -> Started:
-        """Raises RuntimeError when it does not come up."""
+        """Start a router. Raises RuntimeError if it does not become ready."""
         if router.command is None:
             return Started(router, int(workers[0].rpartition(":")[2]), None)
         launch = Launch(self.folder, self.peers, workers, free_port(), free_port(), self.model_folder)

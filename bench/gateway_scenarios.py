@@ -1,4 +1,4 @@
-"""The scenarios of the gateway bench: what is sent, through which routers, and what is read afterwards."""
+"""The scenarios of the gateway benchmark: their requests, routers and figures."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ WARMING_CONVERSATIONS = 2
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """`most` is a cap on requests per run. `file` empty: `kind` knows what it sends."""
+    """A scenario. `most` limits the requests per run. If `file` is empty, `kind` determines the requests."""
 
     name: str
     title: str
@@ -61,10 +61,11 @@ SCENARIOS = {
 
 
 class Runner:
-    """Makes single runs. Mutable: how many requests fill a run, by router and scenario, found at first.
+    """Makes single runs. Mutable: the number of requests per run, by router and scenario, measured at first.
 
-    `run_again`: make a run again, once, during which others used more than `BUSY_CORES`. `totals`: requests
-    of a run by scenario, the same for every router; the first router that is warmed up sets what is missing.
+    `run_again`: repeat a run once if other processes used more than `BUSY_CORES` during it. `totals`:
+    requests of a run by scenario, the same for every router; the first router that is warmed up sets missing
+    entries.
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class Runner:
         self._common_totals = totals
 
     def run(self, scenario: Scenario, started: Started, repeat: int) -> Measurement:
-        """One run, the better one of two where the machine was busy with something else."""
+        """One run; if other processes used the machine, the better one of two."""
         kinds = {
             "closed": self._closed,
             "streams": self._streams,
@@ -99,7 +100,7 @@ class Runner:
         return min(first, second, key=lambda one: (one.errors, one.foreign_cores))
 
     def warm_up(self, scenario: Scenario, started: Started) -> None:
-        """Fill caches and pools, and find how many requests a run takes."""
+        """Fill caches and pools, and measure how many requests a run needs."""
         if scenario.kind == "closed":
             self._load(started, scenario.file, scenario.connections, 64)
             rate = self._load(started, scenario.file, scenario.connections, 256)
@@ -131,7 +132,7 @@ class Runner:
         return Measurement(started.router.name, scenario.name, repeat, figures, errors, round(cores, 3))
 
     def _own_s(self) -> float:
-        """CPU seconds of everything that belongs to the bench, children that have ended included."""
+        """CPU seconds of all processes of the benchmark, including children that have ended."""
         times = os.times()
         mine = times.user + times.system + times.children_user + times.children_system
         pids = [pid for root in self._bed.own_pids for pid in process_tree(root)]
@@ -160,7 +161,7 @@ class Runner:
         return result, spent(before, cpu_sample(started.tree()))
 
     def _over(self, started: Started, work: Callable[[], None]) -> tuple[CpuSpent, float]:
-        """What the router spent while `work` went on, and seconds."""
+        """The CPU that the router used during `work`, and the seconds."""
         before, began = cpu_sample(started.tree()), time.monotonic()
         work()
         return spent(before, cpu_sample(started.tree())), time.monotonic() - began
@@ -184,7 +185,7 @@ class Runner:
         return figures, result["errors"]
 
     def _tokenizing_s(self, started: Started) -> float:
-        """CPU seconds that the main thread has spent on exact tokens; 0 where nothing asks for any."""
+        """CPU seconds of the main thread for exact tokens; 0 without a strategy that needs them."""
         if started.router.workers != "events":
             return 0.0
         _, _, page = ask(started.port, "/metrics")
@@ -218,11 +219,11 @@ class Runner:
         return figures, short["errors"] + medium["errors"] + streams["errors"]
 
     def _tokens(self, scenario: Scenario, started: Started, repeat: int) -> tuple[dict[str, float], int]:
-        """A conversation of 64K tokens whose first turn is known goes on for some turns. CPU is that of
-        all threads from the second turn on, cache events included, less what an idle gateway spends."""
+        """Several turns of a conversation of 64K tokens whose first turn is known. CPU is that of all threads
+        from the second turn on, including cache events, minus the CPU of an idle gateway."""
         turns = token_turns(random.Random(repeat), self._bed.model_folder)
         self._converse(started, turns[:1])
-        time.sleep(0.5)  # its cache events arrive
+        time.sleep(0.5)  # wait for its cache events
         idle, idle_s = self._over(started, lambda: time.sleep(1.0))
         answers: list[TurnAnswer] = []
         cpu, window_s = self._over(started, lambda: answers.extend(self._converse(started, turns[1:])))
@@ -236,7 +237,7 @@ class Runner:
         return figures, sum(not answer.is_known for answer in answers)
 
     def _converse(self, started: Started, turns: Sequence[bytes]) -> list[TurnAnswer]:
-        """One after the other, over one connection."""
+        """Send the turns one after another on one connection."""
         connection = http.client.HTTPConnection("127.0.0.1", started.port, timeout=60)
         answers = []
         try:
@@ -261,7 +262,7 @@ class TurnAnswer:
 
     @property
     def is_known(self) -> bool:
-        """Whether exact tokens were found to be cached, but for the new turn and the answer before it."""
+        """Whether all exact tokens were cached, except the new turn and the answer before it."""
         return self.reason == "kv_hit" and self.predicted_tokens >= 0.95 * self.prompt_tokens
 
 
@@ -283,7 +284,7 @@ def _ask_turn(connection: http.client.HTTPConnection, body: bytes) -> TurnAnswer
 
 
 def token_turns(rng: random.Random, model_folder: Path) -> list[bytes]:
-    """Bodies of the turns, of which the middle one has about `TURN_TOKENS` tokens."""
+    """The bodies of the turns; the middle one has about `TURN_TOKENS` tokens."""
     from tokenizers import Tokenizer
 
     sample = text(rng, 50_000)

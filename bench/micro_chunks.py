@@ -1,11 +1,11 @@
-"""What LMCache's chunk map costs: naming, storing, matching, reading reports, memory.
+"""Measure the chunk index of LMCache: keys, store, match, reports, memory.
 
     python bench/micro_chunks.py [--json] [--chunks 500000]
 
-All times are CPU time of one core, chunks are of 256 tokens. `match` is after naming: every slot has an L1
-of its own with a different share of the prompt, and all share one L2 with all of it. `walk` is the plainest
-other way: per slot, chunk by chunk, through sets. `reports` are bodies as LMCache's servers send them, from
-bytes to the map, with and without the token ids that they may carry.
+Times are CPU time of one core; chunks have 256 tokens. `match` starts with computed keys: each slot has its
+own L1 with a different share of the prompt, and all slots share one L2 with the whole prompt. `walk` is the
+simplest alternative: for each slot, chunk by chunk, through sets. `reports` are bodies in the format of
+LMCache's servers, from bytes to the index, with and without the optional token ids.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ MODEL = "/models/llama"
 
 
 def cpu_s(work: Callable[[], object], repeats: int = 1) -> float:
-    """Best of `repeats`."""
+    """The least CPU time of `repeats` runs."""
     best = float("inf")
     for _ in range(repeats):
         start = time.process_time()
@@ -107,7 +107,7 @@ def naming() -> dict[str, float]:
 
 
 def memory(chunks: int) -> dict[str, float]:
-    """Storing distinct chunks, and removing them; one holder, then a second with the same."""
+    """Store distinct chunks and remove them; with one holder, and with a second holder of the same chunks."""
     rng = random.Random(2)
     keys = [rng.getrandbits(64) for _ in range(chunks)]
     space = ChunkSpace(SCHEMES["blake3"], MODEL)
@@ -136,7 +136,7 @@ def memory(chunks: int) -> dict[str, float]:
 
 
 def reports(count: int) -> dict[str, float]:
-    """Entries a second, and the longest time without a chance for others."""
+    """Entries per second, and the longest time without a pause for other work."""
     rng = random.Random(4)
     figures = {}
     for what, tokens in (("", 0), (" with token ids", 256)):
@@ -164,7 +164,7 @@ def reports(count: int) -> dict[str, float]:
         coordinator = Coordinator(ChunkIndex(), SystemClock(), LMCacheOptions())
         coordinator.register(ServerRegistration("10.0.0.1", 8080, "a"))
         gc.collect()
-        gc.freeze()  # as the gateway does, see app/server.py
+        gc.freeze()  # the settings of the gateway (app/server.py)
         longest, spent = 0.0, 0.0
         decoding, batches = decode_events(body), None
         while batches is None:

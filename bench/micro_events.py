@@ -1,17 +1,19 @@
-"""What the exact map costs: blocks per second from bytes to index, match, hashing, memory; beside pygtrie.
+"""Measure the cache map of vLLM's blocks: blocks per second from bytes to index, match, hashing, memory,
+compared with pygtrie.
 
     python bench/micro_events.py [--json] [--blocks 1000000] [--only intake,slice]
 
-All times are CPU time of one core. `ingest` decodes vLLM 0.32 payloads and applies them: `prompts` are 64
-blocks of 16 tokens in one event, `decoding` one block in one event, `evictions` one hash in one event; the
-share of the first step, decoding alone, is `decode`. `intake` is the whole way of a message behind its socket
-(`Intake.apply_fast`), for batches of one event with one block and of eight, 8 messages read together. `slice`
-is the longest time between two chances for others (the best of some runs; a stream takes the chance when
-`slice_ms` are over): a batch of 100,000 one-block events, a prompt in one event, 8,192 removals in one batch.
-`snapshot` writes and reads the map of one worker. `match` is after hashing: every worker holds a different
-share of the prompt; `with L1` each has memory of its own behind it. `masks` is a dict from key to the bitmask
-of its holders, walked block by block; `pygtrie` a trie of keys whose nodes carry such a mask, stored and
-walked for one worker.
+Times are CPU time of one core. `ingest` decodes vLLM 0.32 payloads and applies them: `prompts` are 64 blocks
+of 16 tokens per event, `decoding` one block per event, `evictions` one hash per event; `decode` is the share
+of decoding. `intake` is the whole way of a message after its socket (`Intake.apply_fast`), for batches of one
+event with one block and with eight blocks, 8 messages read together.
+
+`slice` is the longest time between two pauses for other work (the least of several runs; a stream pauses
+after `slice_ms`): a batch of 100,000 one-block events, a prompt in one event, 8,192 removals in one batch.
+`snapshot` writes and reads the map of one worker. `match` starts with computed keys: each worker holds a
+different share of the prompt; `with L1` each worker also has an L1. `masks` is a dict from key to the bitmask
+of its holders, read block by block. `pygtrie` is a trie of keys whose nodes have such a mask, stored and read
+for one worker.
 """
 
 from __future__ import annotations
@@ -54,7 +56,7 @@ encode = DIALECTS["map-0.30"].encode
 
 
 def cpu_s(work: Callable[[], object], repeats: int = 1) -> float:
-    """Best of `repeats`."""
+    """The least CPU time of `repeats` runs."""
     best = float("inf")
     for _ in range(repeats):
         start = time.process_time()
@@ -111,7 +113,7 @@ def ingest(blocks: int) -> dict[str, float]:
 
 
 def intake(blocks: int) -> dict[str, float]:
-    """One event for each block that a sequence has filled, as decoding publishes them."""
+    """One event per block that a sequence has filled, as vLLM publishes it while it decodes."""
     rng = random.Random(6)
     found = {}
     for events in (1, 8):
@@ -147,7 +149,7 @@ def intake(blocks: int) -> dict[str, float]:
 
 
 def slices() -> dict[str, float]:
-    """The longest time without a pause, in ms, as the subscriber would take in one message."""
+    """The longest time without a pause, in ms, while one message is applied as in the subscriber."""
     rng = random.Random(4)
     singles: list[KvEvent] = []
     for start in range(0, 100_000, 100):
@@ -172,7 +174,7 @@ def slices() -> dict[str, float]:
     ):
         payload = encode(1.0, events, 0)
         gc.collect()
-        gc.freeze()  # as the gateway does, with these thresholds (app.server)
+        gc.freeze()  # the settings of the gateway (app/server.py)
         gc.set_threshold(20_000, 20, 50)
         for _ in range(5):
             ledger = Ledger(PrefixIndex(), 0)
@@ -201,7 +203,7 @@ def slices() -> dict[str, float]:
 
 
 def snapshot(blocks: int) -> dict[str, float]:
-    """One worker's map: written and read, and the longest step of each in ms."""
+    """Write and read one worker's map; also the longest step of each in ms."""
     rng = random.Random(5)
     ledger = Ledger(PrefixIndex(), 0)
     for _ in range(blocks // 64):
@@ -281,7 +283,7 @@ def match(length: int, workers: int) -> dict[str, float]:
 
 
 def hashing(tokens: array[int]) -> dict[str, float]:
-    """A prompt's keys: all of them hashed, and with its beginning remembered."""
+    """Compute a prompt's keys: without a known prefix, and with the keys of the prefix remembered."""
     remembered = KeyCache()
 
     def known() -> None:
@@ -296,7 +298,7 @@ def hashing(tokens: array[int]) -> dict[str, float]:
 
 
 def memory(blocks: int) -> dict[str, float]:
-    """Resident bytes per block: the index and one ledger, one holder each."""
+    """Resident bytes per block: the index and one ledger, with one holder."""
     rng = random.Random(2)
     before = _resident()
     index = PrefixIndex()
@@ -322,7 +324,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--blocks", type=int, default=256_000)
     parser.add_argument("--snapshot-blocks", type=int, default=1_000_000)
-    parser.add_argument("--only", default="", help="groups, by the beginnings of their names")
+    parser.add_argument("--only", default="", help="groups whose names start with one of these")
     options = parser.parse_args()
     groups: dict[str, Callable[[], dict[str, float]]] = {
         "memory": lambda: memory(options.blocks),

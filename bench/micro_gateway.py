@@ -1,10 +1,10 @@
-"""What the gateway's own Python costs per request and per streamed chunk, in CPU microseconds.
+"""Measure the gateway's own Python per request and per streamed chunk, in CPU microseconds.
 
     python bench/micro_gateway.py [--json] [--profile CASE]
 
-Everything between the two sockets is real (uvicorn's protocol, both lanes, planning, routing, the
-exchange, the connection to the worker, metrics, request lines); the sockets are not: what a worker answers
-is handed to its connection as soon as a request is written. Least of several runs.
+Everything between the two sockets is real: uvicorn's protocol, fast lane and ASGI path, planning, routing,
+the exchange, the connection to the worker, metrics, request lines. The sockets are not real: when a request
+is written, the connection gets the worker's answer directly. The figure is the least of several runs.
 """
 
 from __future__ import annotations
@@ -43,19 +43,19 @@ CHUNKS = 200
 
 
 class Socket(asyncio.Transport):
-    """Hands what is written to `told`."""
+    """Passes written bytes to `receive`."""
 
-    def __init__(self, told: Callable[[bytes], None]) -> None:
+    def __init__(self, receive: Callable[[bytes], None]) -> None:
         super().__init__({"peername": ("127.0.0.1", 1), "sockname": ("127.0.0.1", 2)})
-        self._told = told
+        self._receive = receive
         self._is_closing = False
 
     def write(self, data: Any) -> None:
-        self._told(data)
+        self._receive(data)
 
     def writelines(self, list_of_data: Iterable[Any]) -> None:
         for data in list_of_data:
-            self._told(data)
+            self._receive(data)
 
     def pause_reading(self) -> None:
         pass
@@ -116,7 +116,7 @@ class Bench:
 
 
 def request(size: int, seed: int, *, stream: bool = False) -> list[bytes]:
-    """The segments of a chat of `size` bytes in turns of 2 KB: a known conversation with a new last turn."""
+    """The segments of a chat of `size` bytes, turns of 2 KB: a known conversation with a new last turn."""
     rng = random.Random(1)
     messages = [
         {"role": "user", "content": f"{rng.random()} " * (min(size, 2000) // 20)}
@@ -195,7 +195,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--profile", metavar="CASE", help="the start of a case's name; the fast lane only")
+    parser.add_argument(
+        "--profile", metavar="CASE", help="profile the case whose name starts with CASE; fast lane only"
+    )
     options = parser.parse_args()
     with open("/dev/null", "w") as nowhere:
         configure(Config().logging, nowhere)

@@ -1,11 +1,11 @@
-"""What the route histories cost: match and acquire + release at 8K and 64K tokens, with eviction on.
+"""Measure the route histories: match and acquire + release at 8K and 64K tokens, with eviction.
 
     python bench/micro_index.py [--json]
 
-Blocks of 16 tokens (512 and 4,096 keys a prompt), 8 workers, each part 31,250 blocks (500,000 tokens)
-and full before the clock starts. `known` repeats a conversation that one worker holds, `turn` adds 16
-blocks to it, `cold` sends a prompt never seen, which evicts as many blocks as it adds. Times are CPU
-microseconds, median of the repeats; the ratio is pygtrie over radix.
+Blocks have 16 tokens (512 and 4,096 keys per prompt). Each of 8 workers has a share of 31,250 blocks (500,000
+tokens), which is full at the start. `known` repeats a conversation that one worker holds, `turn` adds 16
+blocks to it, `cold` sends a new prompt, which evicts as many blocks as it adds. Times are CPU microseconds,
+median of the repeats; the ratio is pygtrie over radix.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ WORKERS = 8
 CAPACITY = 500_000 // 16
 PROMPTS = {"8K": 512, "64K": 4096}
 COMMON = random.Random(0).randbytes(64 * 64)
-"""A system prompt that all share: 64 blocks."""
+"""The common system prompt: 64 blocks."""
 
 
 def prompt(rng: random.Random, blocks: int) -> Sequence[BlockKey]:

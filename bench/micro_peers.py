@@ -1,17 +1,17 @@
-"""The map of cached blocks beside those that other routers offer to Python.
+"""Measure the prefix index, and the index of another router that has a Python interface.
 
     python bench/micro_peers.py [--install] [--json]
 
-Of the routers on PyPI only Dynamo's has one: `dynamo.llm.RadixTree` (ai-dynamo-runtime). sglang-router and
-vllm-router have theirs inside, and llm-d's is Go. It runs in a Python of its own, bench/.venv-peers, where
-`--install` puts it (some 100 MB); without it, its column says so.
+Of the routers on PyPI only Dynamo has such an interface: `dynamo.llm.RadixTree` (ai-dynamo-runtime). The
+indexes of sglang-router and vllm-router have none, and llm-d's is written in Go. Dynamo runs in its own
+Python, bench/.venv-peers, where `--install` installs it (some 100 MB). Without it the column says `missing`.
 
-Each of the workers holds a different share of one prompt, in blocks of 16 tokens. `match` asks how much of
-that prompt each of them has; both must say the same. `store a prompt` gives one worker as many new blocks as
-the prompt has, at once, `store a block` one block: by `PrefixIndex.store`, and by Dynamo's JSON events, which
-are what its API takes. All of that is with keys at hand; `hash a prompt` is from token ids to keys. What an
-event costs from a worker's bytes to the map is in micro_events.py. CPU of all threads, and time waited,
-least of the repeats.
+Each worker holds a different share of one prompt, in blocks of 16 tokens. `match` computes the share of each
+worker; both sides must find the same shares. `store a prompt` adds as many new blocks as the prompt has to
+one worker in one call, `store a block` adds one block: by `PrefixIndex.store`, and by JSON events, the input
+of Dynamo's interface. Keys are computed beforehand; `hash a prompt` computes them from token ids.
+micro_events.py measures an event from a worker's bytes to the map. Figures are CPU of all threads and waiting
+time, least of the repeats.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ FIGURES = ("match", "store a prompt", "store a block", "hash a prompt")
 
 
 def best_us(work: Callable[[], object], repeats: int) -> dict[str, float]:
-    """Least of the repeats."""
+    """The least of the repeats."""
     cpu = wall = float("inf")
     for _ in range(repeats):
         cpu_before, wall_before = time.process_time_ns(), time.perf_counter_ns()
@@ -51,7 +51,7 @@ def best_us(work: Callable[[], object], repeats: int) -> dict[str, float]:
 
 
 def case(length: int, workers: int, repeats: int) -> dict[str, Any]:
-    """What both sides are told."""
+    """The input of both sides."""
     rng = random.Random(1)
     tokens = rng.choices(range(128_000), k=length)
     blocks = length // 16
@@ -65,34 +65,36 @@ def case(length: int, workers: int, repeats: int) -> dict[str, Any]:
     }
 
 
-def ours(told: dict[str, Any]) -> dict[str, Any]:
-    index, keys = PrefixIndex(), told["keys"]
-    for slot, share in enumerate(told["shares"]):
+def ours(case_input: dict[str, Any]) -> dict[str, Any]:
+    index, keys = PrefixIndex(), case_input["keys"]
+    for slot, share in enumerate(case_input["shares"]):
         holder = Holder(Tier.GPU)
         index.attach(slot, holder)
         index.store(holder, 16, None, keys[:share])
     found = index.match(keys)
     new = Holder(Tier.GPU)
-    index.attach(len(told["shares"]), new)
-    prompts, steps = iter(told["new"]), iter(told["single"])
-    last = told["new"][0][-1]
-    tokens = array("I", told["tokens"])
+    index.attach(len(case_input["shares"]), new)
+    prompts, steps = iter(case_input["new"]), iter(case_input["single"])
+    last = case_input["new"][0][-1]
+    tokens = array("I", case_input["tokens"])
     return {
-        "blocks": [found[slot].gpu // 16 if slot in found else 0 for slot in range(len(told["shares"]))],
-        "match": best_us(lambda: index.match(keys), told["repeats"]),
+        "blocks": [
+            found[slot].gpu // 16 if slot in found else 0 for slot in range(len(case_input["shares"]))
+        ],
+        "match": best_us(lambda: index.match(keys), case_input["repeats"]),
         "store a prompt": best_us(lambda: index.store(new, 16, None, next(prompts)), NEW_PROMPTS),
         "store a block": best_us(
             lambda: index.store_one(new, 16 // KEY_TOKENS, last, next(steps)), NEW_BLOCKS
         ),
-        "hash a prompt": best_us(lambda: token_keys(tokens, 0), told["repeats"]),
+        "hash a prompt": best_us(lambda: token_keys(tokens, 0), case_input["repeats"]),
     }
 
 
-def dynamo(python: str, told: dict[str, Any]) -> dict[str, Any]:
-    """Raises SystemExit when it fails."""
+def dynamo(python: str, case_input: dict[str, Any]) -> dict[str, Any]:
+    """Run Dynamo's side. Raises SystemExit on failure."""
     peer = subprocess.run(
         [python, str(HERE / "peer_dynamo.py")],
-        input=json.dumps(told),
+        input=json.dumps(case_input),
         capture_output=True,
         text=True,
         check=False,
@@ -120,10 +122,10 @@ def main() -> None:
     results: dict[str, Any] = {"version": version, "cases": {}}
     for name, length in LENGTHS.items():
         for workers in WORKERS:
-            told = case(length, workers, options.repeats)
-            sides = {"kvroute": ours(told)}
+            case_input = case(length, workers, options.repeats)
+            sides = {"kvroute": ours(case_input)}
             if version is not None:
-                sides["dynamo"] = dynamo(python, told)
+                sides["dynamo"] = dynamo(python, case_input)
                 if sides["dynamo"]["blocks"] != sides["kvroute"]["blocks"]:
                     raise SystemExit(f"{name} x {workers}: the two do not find the same blocks")
             results["cases"][f"{name} x {workers} workers"] = {

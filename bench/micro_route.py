@@ -1,9 +1,10 @@
-"""What routing costs per request: decide + dispatch + first token + finish, in CPU microseconds.
+"""Measure routing per request: decide + dispatch + first token + finish, in CPU microseconds.
 
     python bench/micro_route.py [--json]
 
-A conversation that one worker holds is sent again, over 2, 8 and 64 workers, with a short prompt
-(8 blocks of 16 tokens), 8K tokens and 64K tokens. Block keys are made beforehand: hashing is not routing.
+The script sends a conversation again that one worker holds, with 2, 8 and 64 workers, and with a short prompt
+(8 blocks of 16 tokens), 8K tokens and 64K tokens. Block keys are computed beforehand: hashing is not part of
+routing.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def fleet(size: int) -> FleetView:
 
 
 def measure(strategy: str, size: int, blocks: int, repeats: int) -> float:
-    """Median microseconds of one request's whole routing."""
+    """Median microseconds of the whole routing of one request."""
     router, view, rng = Router(RoutingOptions(strategy=strategy)), fleet(size), random.Random(3)
     prompts = [
         (PromptKeys(block_keys(rng.randbytes(64 * blocks)), 16 * blocks + 5, 16.0),) for _ in range(50)

@@ -1,14 +1,14 @@
-"""What exact token ids cost: chats of 8K and 32K tokens with the prefix cache and without, per library.
+"""Measure exact token ids: chats of 8K and 32K tokens with and without the prefix cache, per library.
 
     python bench/micro_tokens.py [--json] [--model FOLDER]
 
-A conversation of ten turns that ends at the stated length, half of it in a system prompt, the rest spread
-over the turns; text is source code of the standard library. `cold` tokenizes turn 10 with nothing known,
-`turn 10` after turns 1 to 9 went before with their texts remembered (the request's JSON to an array of ids:
-decoding, rendering, cutting, encoding what is new), `goes on` the same with conversations remembered too
-(nothing of that for what is known, where the template allows it), `again` as `turn 10` once more.
-`3 specials` is the tiny model's tokenizer, `259 specials` the same with 256 reserved tokens more. Times are
-wall milliseconds on one thread, median of the repeats.
+The chat has ten turns and the stated length at its end. The system prompt has half of the length, the turns
+share the rest. The text is source code of the standard library. `cold` tokenizes turn 10 with nothing known.
+`turn 10` tokenizes it after turns 1 to 9 with their texts remembered (from the request's JSON to an array of
+ids: decode, render, cut, encode the new part). `goes on` does the same with conversations remembered as well
+(no work for the known part, if the template allows it). `again` repeats `turn 10`. `3 specials` is the tiny
+model's tokenizer, `259 specials` the same with 256 more reserved tokens. Times are wall-clock milliseconds on
+one thread, median of the repeats.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from kvroute.tokens.segments import SegmentCache
 
 TURNS = 10
 CHARS_PER_TOKEN = 2.2
-"""Of source code in the tiny model's vocabulary; corrected by measuring."""
+"""First estimate for source code in the tiny model's vocabulary; corrected by measuring."""
 
 
 def text_source() -> Iterator[str]:
-    """Endless source code, a line at a time."""
+    """Endless source code, line by line."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     while True:
         for file in sorted(folder.glob("*.py")):

@@ -1,8 +1,9 @@
-"""What a worker connection costs: CPU of this process per request and per streamed chunk.
+"""Measure a connection to a worker: CPU of this process per request and per streamed chunk.
 
-Three clients take turns against one small server in another process: `send` (what the data plane uses),
-httpx over our transport, and httpx over its default transport. Medians over the repeats, and their ratio to
-the last. `python bench/micro_transport.py [--json FILE] [--repeats 5] [--requests 2000] [--loop asyncio]`
+Three clients alternate against one small server in another process: `send` (the data plane's client), httpx
+over kvroute's transport, and httpx over its default transport. The output has medians over the repeats, and
+their ratio to the last client. `python bench/micro_transport.py [--json FILE] [--repeats 5] [--requests 2000]
+[--loop asyncio]`
 """
 
 from __future__ import annotations
@@ -44,14 +45,14 @@ TICK_S = 0.01
 
 
 class Server(asyncio.Protocol):
-    """Answers each request whose body is `BODY`: plain, or (target /s/N) N chunks, one a tick."""
+    """Answers each request whose body is `BODY`: a plain answer, or (target /s/N) N chunks, one per tick."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = cast(asyncio.Transport, transport)  # uvloop's are no subclass
+        self.transport = cast(asyncio.Transport, transport)  # uvloop's transports are no subclass
         self.unread = b""
 
     def data_received(self, data: bytes) -> None:
-        # httpx's default transport writes head and body apart, and any two writes may come as one read.
+        # httpx's default transport writes head and body separately, and one read may have both.
         self.unread += data
         while True:
             head, end, rest = self.unread.partition(b"\r\n\r\n")
@@ -106,7 +107,7 @@ async def through_httpx(client: httpx.AsyncClient, target: bytes) -> int:
 
 
 async def cpu_us(exchange: Exchange, target: bytes, total: int, at_once: int, size: int) -> float:
-    """CPU microseconds of this process per exchange, `at_once` of them at a time."""
+    """CPU microseconds of this process per exchange, with `at_once` exchanges at a time."""
     left = total
 
     async def work() -> None:
@@ -114,7 +115,7 @@ async def cpu_us(exchange: Exchange, target: bytes, total: int, at_once: int, si
         while left > 0:
             left -= 1
             if await exchange(target) != size:
-                raise RuntimeError("an answer is not whole")
+                raise RuntimeError("an answer is incomplete")
 
     started = time.process_time()
     await asyncio.gather(*[work() for _ in range(at_once)])
@@ -137,7 +138,7 @@ async def measure(url: str, args: argparse.Namespace) -> dict[str, dict[str, flo
             streams, chunks = 32, args.chunks
             target = b"/s/%d" % chunks
             stream_us = await cpu_us(exchange, target, streams, streams, chunks * len(CHUNK))
-            if repeat:  # the first round warms up
+            if repeat:  # the first round is a warm-up
                 samples[name]["request"].append(request_us)
                 samples[name]["chunk"].append((stream_us - request_us) / chunks)
     await transport.aclose()

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 FEWEST_PAIRS = 4
-"""With fewer pairs the t interval says next to nothing, and no verdict is given."""
+"""With fewer pairs the t interval is too wide for a verdict."""
 
 # Student's t, two-sided 95%, by degrees of freedom from 1 to 30.
 T_975 = (
@@ -32,7 +32,7 @@ def t_975(freedom: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """One figure of both checkouts, measured right after one another. `this` is the one under test."""
+    """One figure of both checkouts, measured one after another. `this` is the checkout under test."""
 
     this: float
     other: float
@@ -53,7 +53,7 @@ class Ratio:
     high: float
 
     def is_above(self, limit: float) -> bool:
-        """Whether the whole interval lies above `limit`: the figure has grown, and by more than that."""
+        """Whether the whole interval is above `limit`."""
         return self.low > limit
 
     def is_below(self, limit: float) -> bool:
@@ -61,7 +61,7 @@ class Ratio:
 
 
 def ratio_of(pairs: Sequence[Pair]) -> Ratio:
-    """Raises ValueError without a pair, or where a figure is not positive."""
+    """The ratio of the pairs. Raises ValueError without a pair, or if a figure is not positive."""
     if not pairs or any(min(pair.this, pair.other) <= 0 for pair in pairs):
         raise ValueError("a ratio needs pairs of positive figures")
     logs = [math.log(pair.this / pair.other) for pair in pairs]
@@ -81,7 +81,7 @@ def ratio_of(pairs: Sequence[Pair]) -> Ratio:
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """One figure of one scenario or script. Only `is_judged` ones count for the verdict."""
+    """One figure of one scenario or script. Only figures with `is_judged` count for the verdict."""
 
     scenario: str
     figure: str
@@ -99,7 +99,8 @@ class Compared:
 
 
 def passes(compared: Iterable[Compared], limit: float) -> bool:
-    """Whether something was judged, all with enough pairs, and no interval lies wholly above `limit`."""
+    """Whether a figure was judged, every judged figure has enough pairs, and no interval is wholly above
+    `limit`."""
     judged = [one for one in compared if one.is_judged]
     return bool(judged) and all(
         one.ratio.pairs >= FEWEST_PAIRS and not one.ratio.is_above(limit) for one in judged
@@ -107,7 +108,7 @@ def passes(compared: Iterable[Compared], limit: float) -> bool:
 
 
 def lines(compared: Sequence[Compared], limit: float) -> list[str]:
-    """The table to print, and the line with the verdict."""
+    """The lines of the table to print, and the line with the verdict."""
     width = max((len(f"{one.scenario} {one.figure}") for one in compared), default=6)
     found = [f"{'figure':{width}}{'pairs':>7}{'this':>11}{'other':>11}{'ratio':>8}   95% interval"]
     for one in compared:
@@ -133,7 +134,7 @@ def lines(compared: Sequence[Compared], limit: float) -> list[str]:
 
 
 def flatten(document: Any, prefix: str = "") -> dict[str, float]:
-    """The numbers of a script's JSON by their paths. A list's rows are named by the strings in them."""
+    """The numbers of a script's JSON by their paths. The strings in a list's row name the row."""
     if isinstance(document, bool):
         return {}
     if isinstance(document, int | float):
@@ -154,7 +155,8 @@ def _row_name(row: Any, number: int) -> str:
 
 
 def as_costs(figures: Mapping[str, float]) -> dict[str, float]:
-    """Rates (`.../s`) as microseconds each, so that less is better in every figure. Zeros are left out."""
+    """Convert rates (`.../s`) to microseconds per item, so that less is better in every figure. Zeros are
+    dropped."""
     found = {}
     for name, value in figures.items():
         if value > 0:

@@ -1,7 +1,7 @@
 """Dynamo's side of micro_peers.py; runs with the peers' Python, which has no kvroute.
 
-Takes the case as JSON on stdin, gives microseconds of CPU (all threads) and of waiting as JSON. The tree is
-dynamo.llm.RadixTree of ai-dynamo-runtime, as its Python API offers it: events come as JSON.
+The script reads the case as JSON from stdin and writes microseconds of CPU (all threads) and of waiting as
+JSON. The tree is dynamo.llm.RadixTree of ai-dynamo-runtime with its Python interface: events are JSON.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dynamo.llm import RadixTree, compute_block_hash_for_seq  # type: ignore[imp
 
 
 def best_us(work: Callable[[], object], repeats: int) -> dict[str, float]:
-    """Least of the repeats."""
+    """The least of the repeats."""
     cpu = wall = float("inf")
     for _ in range(repeats):
         cpu_before, wall_before = time.process_time_ns(), time.perf_counter_ns()

@@ -1,19 +1,20 @@
-"""What several gateway processes cost in time to first token, beside one.
+"""Measure the cost of several gateway processes in time to first token, compared with one.
 
     python bench/processes.py [--processes 2] [--repeats 3] [--seconds 14] [--seeds 2] [--load 0.7] [--blind]
                               [--json]
 
-Twice the same question, with conversations that share a system prompt and grow by the turn, at `--load` of
-what one gateway reaches when driven as hard as it goes:
+The script answers the question in two ways, with conversations that share a system prompt and grow with each
+turn, at `--load` of the capacity of one gateway:
 
-- in virtual time (`processes_virtual.py`): routers that hear of each other 0, 6 (a gathering of 5 ms and the
-  way) or 50 ms late, or never. Exact for its seeds.
-- in real time: real gateways in front of simulated workers. The same arrivals are sent through one process
-  and through several, in turn, each time with fresh caches, over a connection each, so that the kernel deals
-  them out. `--blind` adds as many gateways that do not know of each other, sent to in turn. Workers and load
-  share the processors with the gateways: whatever else runs there shows, in both.
+- In virtual time (`processes_virtual.py`): routers receive the messages of the others after 0, 6 (5 ms of
+  gathering and the transfer) or 50 ms, or never. Exact for its seeds.
+- In real time: gateways in front of simulated workers. The same arrivals go through one process and through
+  several, alternating, each time with fresh caches. Each request has its own connection, so that the kernel
+  distributes the requests. `--blind` adds the same number of gateways that do not know each other and get
+  the requests one after another. Workers and load share the processors with the gateways, so other work on
+  the machine affects both sides.
 
-About three minutes; more with `--blind`.
+A run takes about three minutes, with `--blind` more.
 """
 
 from __future__ import annotations
@@ -43,13 +44,13 @@ OUTPUT_TOKENS = 16
 TOKEN_S = 80e-6
 """Workers twice as slow as the simulator's own, so that they need little of a processor."""
 WARM_UP = 0.15
-"""Share of the arrivals, the first ones, that no figure counts."""
+"""Share of the first arrivals that no figure counts."""
 SATURATING = 64
-"""Requests at once that no gateway in this test can serve without queues."""
+"""Simultaneous requests that every gateway of this test has to queue."""
 MOST_LAG_MS = 5.0
-"""On a quiet machine it is 1 to 3."""
+"""Runs whose timers are later than this on average are repeated; a quiet machine has 1 to 3."""
 SPARE_REPEATS = 2
-"""In place of those that were disturbed."""
+"""Additional runs that replace disturbed ones."""
 
 
 @dataclass(frozen=True)
@@ -60,9 +61,8 @@ class Arrival:
 
 @dataclass
 class Outcome:
-    """Of one run: seconds, and the share of prompt tokens that were cached. `lag_ms` is how late this
-    script's own timers were on average: above a few milliseconds the machine was too busy for the run to
-    say much."""
+    """The figures of one run: seconds, and the share of cached prompt tokens. `lag_ms` is the mean delay of
+    this script's own timers: above a few milliseconds the machine was too busy for a useful run."""
 
     mean_ttft_s: float
     p50_s: float
@@ -77,19 +77,19 @@ def words(random: Random, count: int) -> str:
 
 
 class Conversations:
-    """Bodies of turns of random conversations. Mutable: which turn each of them is at. What was answered is
-    made up, so that every run sends the same."""
+    """Creates the bodies of turns of random conversations. Mutable: the current turn of each conversation.
+    The answers are invented, so that every run sends the same bodies."""
 
     def __init__(self, seed: int) -> None:
         self._random = Random(seed)
         self._system = words(Random(0), SYSTEM_WORDS)
-        self._live = [self._begun() for _ in range(CONVERSATIONS)]
+        self._live = [self._new_conversation() for _ in range(CONVERSATIONS)]
 
     def next_body(self) -> bytes:
         place = self._random.randrange(CONVERSATIONS)
         messages = self._live[place]
         if len(messages) > 12:
-            messages = self._live[place] = self._begun()
+            messages = self._live[place] = self._new_conversation()
         if messages[-1]["role"] == "user":
             messages += [
                 {"role": "assistant", "content": words(self._random, OUTPUT_TOKENS // 4)},
@@ -109,7 +109,7 @@ class Conversations:
             }
         ).encode()
 
-    def _begun(self) -> list[dict[str, str]]:
+    def _new_conversation(self) -> list[dict[str, str]]:
         return [{"role": "system", "content": self._system}]
 
 
@@ -123,7 +123,8 @@ def arrivals(rate: float, seconds: float, seed: int) -> list[Arrival]:
 
 
 async def send(url: str, body: bytes) -> float:
-    """One request on a connection of its own; seconds to its first token. Raises OSError if it fails."""
+    """Send one request on its own connection; returns the seconds to its first token. Raises OSError on
+    failure."""
     target = urlsplit(url)
     loop = asyncio.get_running_loop()
     begun = loop.time()
@@ -149,7 +150,8 @@ async def send(url: str, body: bytes) -> float:
 
 
 async def drive(urls: Sequence[str], sent: Sequence[Arrival]) -> list[float]:
-    """Send each at its time, to the gateways in turn; times to first token in the order of arrival."""
+    """Send each request at its time, to one gateway after another; returns times to first token in order of
+    arrival."""
     loop = asyncio.get_running_loop()
     start = loop.time()
 
@@ -161,7 +163,7 @@ async def drive(urls: Sequence[str], sent: Sequence[Arrival]) -> list[float]:
 
 
 async def capacity(urls: Sequence[str], seconds: float) -> float:
-    """Requests per second with `SATURATING` of them at once, the first quarter of the time not counted."""
+    """Requests per second with `SATURATING` requests at a time, without the first quarter of the time."""
     loop = asyncio.get_running_loop()
     conversations, done = Conversations(1), list[float]()
     until = loop.time() + seconds
@@ -178,7 +180,7 @@ async def capacity(urls: Sequence[str], seconds: float) -> float:
 
 @asynccontextmanager
 async def gateway(sims: Sequence[RunningSim], processes: int) -> AsyncIterator[str]:
-    """A `kvroute serve` of its own; its URL."""
+    """Start a `kvroute serve`; yields its URL."""
     named = [f for number, sim in enumerate(sims) for f in ("--worker", f"w{number}={sim.url}")]
     parent = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "kvroute", "serve", "--port", "0", "--processes", str(processes), *named),
@@ -191,7 +193,7 @@ async def gateway(sims: Sequence[RunningSim], processes: int) -> AsyncIterator[s
     while not url or healthy < processes * len(sims):
         line = (await parent.stderr.readline()).decode()
         if not line:
-            raise RuntimeError("the gateway did not come up")
+            raise RuntimeError("the gateway did not become ready")
         healthy += "is healthy" in line
         found = re.search(r"listens on (\S+)", line)
         url = found[1] if found else url
@@ -206,7 +208,7 @@ async def gateway(sims: Sequence[RunningSim], processes: int) -> AsyncIterator[s
 
 @asynccontextmanager
 async def setting(gateways: int, processes: int) -> AsyncIterator[tuple[list[RunningSim], list[str]]]:
-    """Fresh workers, and gateways in front of them."""
+    """Start fresh workers, and gateways in front of them."""
     async with AsyncExitStack() as stack:
         options = SimOptions(
             capacity_tokens=CAPACITY_TOKENS, token_s=TOKEN_S, recorded_requests=0, kv_events=False
@@ -278,8 +280,8 @@ async def measure(options: argparse.Namespace) -> dict[str, object]:
 
 
 def compared(alone: Sequence[Outcome], there: Sequence[Outcome]) -> dict[str, object]:
-    """Ratios of mean TTFT, pair by pair. `median` is that of the pairs during which the machine was quiet,
-    None if it never was."""
+    """Ratios of mean TTFT by pair. `median` is that of the pairs on a quiet machine, None without such a
+    pair."""
     pairs = [
         {"ratio": b.mean_ttft_s / a.mean_ttft_s, "quiet": max(a.lag_ms, b.lag_ms) <= MOST_LAG_MS}
         for a, b in zip(alone, there, strict=True)
@@ -293,7 +295,7 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=14.0)
-    parser.add_argument("--seeds", type=int, default=2, help="of virtual time; 0 leaves it out")
+    parser.add_argument("--seeds", type=int, default=2, help="seeds of virtual time; 0 skips it")
     parser.add_argument("--load", type=float, default=0.7)
     parser.add_argument("--rate", type=float, help="requests per second, instead of measuring the capacity")
     parser.add_argument("--blind", action="store_true")
@@ -304,7 +306,7 @@ def main() -> None:
         print(json.dumps(found, indent=1))
         return
     for name, ratio in found["virtual_mean_ttft_ratio"].items():  # type: ignore[attr-defined]
-        print(f"virtual time, heard {name} late: mean TTFT {ratio['mean']:.3f} x one")
+        print(f"virtual time, messages {name} late: mean TTFT {ratio['mean']:.3f} x one")
     for name, ratio in found["mean_ttft_ratio"].items():  # type: ignore[attr-defined]
         quiet = "the machine was never quiet" if ratio["median"] is None else f"{ratio['median']:.3f} x one"
         print(f"real time, {name}: mean TTFT {quiet} (pairs: {ratio['pairs']})")

@@ -1,7 +1,7 @@
-"""Several routers over one fleet in virtual time, telling each other by the messages of `kvroute.replicas`.
+"""Several routers over one fleet in virtual time that exchange the messages of `kvroute.replicas`.
 
-Used by `processes.py`. Nothing takes time but the simulated engines and the delay between routers, so a
-figure is exact for its seed and says nothing of sockets.
+`processes.py` uses this module. Only the simulated engines and the delay between routers take time, so a
+figure is exact for its seed and includes no cost of sockets.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ class _Gateway:
 
 
 class Gateways:
-    """A `Placement`: each request comes to one of `count` gateways at random, which hear of each other
-    `delay_s` late, or never for None."""
+    """A `Placement`: each request goes to one of `count` gateways at random. Each gateway receives the
+    messages of the others after `delay_s`, or never for None."""
 
     def __init__(self, count: int, delay_s: float | None, seed: int) -> None:
         self._clock = VirtualClock()
@@ -128,7 +128,7 @@ class Gateways:
 
 @dataclass
 class _Traffic:
-    """Turns of random conversations over one system prompt. Mutable: where each of them is."""
+    """Turns of random conversations over one system prompt. Mutable: each conversation's turn."""
 
     random: Random
     live: dict[int, tuple[int, int, list[int]]] = field(default_factory=dict)
@@ -149,7 +149,7 @@ class _Traffic:
 
 
 def capacity(seed: int = 1, requests: int = 1500) -> float:
-    """Requests per second of one gateway with `SATURATING` of them at once."""
+    """Requests per second of one gateway with `SATURATING` requests at a time."""
     fleet = SimFleet(make_engines(WORKERS, capacity_tokens=CAPACITY_TOKENS), Gateways(1, None, seed))
     traffic, left = _Traffic(Random(seed)), requests
 
@@ -169,7 +169,7 @@ def capacity(seed: int = 1, requests: int = 1500) -> float:
 
 
 def mean_ttft_s(count: int, delay_s: float | None, rate: float, seed: int, requests: int = 1500) -> float:
-    """Of `requests` Poisson arrivals, the first ones left out."""
+    """Mean time to first token of `requests` Poisson arrivals, without the first ones."""
     fleet = SimFleet(make_engines(WORKERS, capacity_tokens=CAPACITY_TOKENS), Gateways(count, delay_s, seed))
     traffic, random, at_s = _Traffic(Random(seed)), Random(seed + 1), 0.0
     for _ in range(requests):
@@ -181,7 +181,7 @@ def mean_ttft_s(count: int, delay_s: float | None, rate: float, seed: int, reque
 
 
 def ratios(processes: int, load: float, seeds: int) -> dict[str, list[float]]:
-    """Mean TTFT of `processes` gateways over that of one, by how late they hear of each other; by seed."""
+    """Mean TTFT of `processes` gateways divided by that of one, by the delay of their messages; by seed."""
     rate = load * capacity()
     delays = {"0 ms": 0.0, "6 ms": 0.006, "50 ms": 0.05, "never": None}
     found: dict[str, list[float]] = {name: [] for name in delays}

@@ -1,14 +1,14 @@
-"""Time to first token through whole gateways in real time: kvroute beside other routers, run by run in turn.
+"""Time to first token in real time through kvroute and other routers, with alternating runs.
 
     python bench/realtime.py [--routers prefixaware,sglang-router] [--requests 1200] [--runs 3] [--rate 10.5]
 
-Seven simulated workers (GPU cache only) with the unscaled times of a 70B model, in one process; the first
-requests of the shared conversation trace, scaled in time, answers cut to 16 tokens and streamed. Each block
-of the trace becomes 512 words of two letters and a blank, one token each for the simulated workers, so
-requests that share blocks share a prefix of text as well. The routers are processes with their own defaults;
-workers and router are started anew for each run. The first 15% of the requests are sent but not counted.
-A router, the workers and the load use about a core together: the rest of the machine should be idle, and the
-printed CPU says whether it was.
+One process has seven simulated workers (GPU cache only) with the times of a 70B model. The load is the first
+requests of the shared conversation trace, scaled in time, with streamed answers of at most 16 tokens. Each
+block of the trace becomes 512 words of two letters and a blank, one token each for the simulated workers, so
+requests that share blocks also share a text prefix. The routers are processes with their own defaults. Each
+run starts new workers and a new router. The first 15% of the requests are sent but not counted. Router,
+workers and load use about one core together. The rest of the machine should be idle; the printed CPU shows
+whether it was.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from comparison import (
     Answered,
     CpuWatch,
     Figures,
-    ask,
     figures,
     medians,
+    request_streamed,
     running_router,
     table,
     verdicts,
@@ -60,27 +60,27 @@ ANSWER_TOKENS = 16
 WARM_UP = 0.15
 QUANTUM_S = 3.0
 MOST_LATE_S = 0.25
-"""A run whose load could not keep its times better than this says nothing: the machine was too busy."""
+"""Largest delay of a sound run. With a larger delay the machine was too busy."""
 WORDS = tuple(f"{first}{second} " for first, second in product(ascii_lowercase, repeat=2))
-"""One token each: the simulated tokenizer makes one of three bytes."""
+"""Words of one token: the simulated tokenizer makes one token of three bytes."""
 PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """One request and when to send it, in seconds from the start."""
+    """One request and its time of sending, in seconds from the start."""
 
     at_s: float
     body: bytes
 
 
 def block_text(block: int) -> str:
-    """512 words that follow from the block's number in the trace."""
+    """512 words that depend only on the block's number in the trace."""
     return "".join(Random(block).choices(WORDS, k=BLOCK))
 
 
 def prompt_text(blocks: Sequence[int], tokens: int) -> str:
-    """A prompt of `tokens` words: its blocks' texts, the last one cut."""
+    """A prompt of `tokens` words: the texts of its blocks; the last block is cut."""
     return "".join(map(block_text, blocks))[: 3 * tokens]
 
 
@@ -115,7 +115,7 @@ def plan(rows: Sequence[dict[str, Any]], rate: float, seed: int, endpoint: str) 
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """Answers in the order of sending; `late_s` is the most that a request was sent too late."""
+    """Answers in the order of sending; `late_s` is the largest delay of a request."""
 
     answers: list[Answered]
     late_s: float
@@ -127,7 +127,7 @@ async def replay(http: httpx.AsyncClient, url: str, planned: Sequence[Planned]) 
         tasks = []
         for one in planned:
             await asyncio.sleep(max(0.0, began + one.at_s - time.perf_counter()))
-            tasks.append(group.create_task(ask(http, url, one.body)))
+            tasks.append(group.create_task(request_streamed(http, url, one.body)))
     answers = [task.result() for task in tasks]
     late = max(answer.sent_s - began - one.at_s for answer, one in zip(answers, planned, strict=True))
     return Replayed(answers, late)
@@ -135,7 +135,7 @@ async def replay(http: httpx.AsyncClient, url: str, planned: Sequence[Planned]) 
 
 @asynccontextmanager
 async def running_workers(folder: Path) -> Any:
-    """The simulated workers: their URLs and the process that they all are."""
+    """Run the simulated workers; yields their URLs and their common process."""
     ports = free_ports(WORKERS)
     script = str(Path(__file__).parent / "realtime_workers.py")
     argv = (sys.executable, script, MODEL, *map(str, ports))
@@ -148,7 +148,8 @@ async def running_workers(folder: Path) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One run of one router. `imbalance` is the most prompt tokens that a worker computed over the mean."""
+    """One run of one router. `imbalance` is the most prompt tokens that a worker computed, divided by the
+    mean."""
 
     run: int
     router: str
@@ -191,7 +192,7 @@ async def measure(number: int, router: str, planned: Sequence[Planned], options:
 
 
 def line(run: Run) -> str:
-    """What is printed of a run as soon as it is over."""
+    """The line to print after a run."""
     one, cores = run.figures, run.cores
     return (
         f"run {run.run + 1} {run.router:22} mean {one.mean:6.3f}  p50 {one.p50:6.3f}  p90 {one.p90:6.3f}  "
@@ -209,19 +210,19 @@ def main() -> None:
     parser.add_argument(
         "--routers", default=",".join((*OURS, *PEERS)), help="some of %(default)s, roundrobin"
     )
-    parser.add_argument("--requests", type=int, default=1200, help="the first so many of the trace")
+    parser.add_argument("--requests", type=int, default=1200, help="number of requests of the trace")
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--rate", type=float, default=10.5, help="requests per second")
     parser.add_argument("--endpoint", choices=PATHS, default="completions")
-    parser.add_argument("--output", type=Path, help="write all of it to this JSON file")
-    parser.add_argument("--peers", type=Path, default=PEERS_FOLDER, help="where other routers are installed")
-    parser.add_argument("--no-install", action="store_true", help="use the peers that are there already")
+    parser.add_argument("--output", type=Path, help="write the results to this JSON file")
+    parser.add_argument("--peers", type=Path, default=PEERS_FOLDER, help="folder of the other routers")
+    parser.add_argument("--no-install", action="store_true", help="use only installed peers")
     options = parser.parse_args()
 
     versions, missing = install_peers(options.peers, allow_install=not options.no_install)
     routers = [name for name in options.routers.split(",") if name.split()[0] not in missing]
     for name in sorted(set(options.routers.split(",")) - set(routers)):
-        print(f"{name} is left out: {missing[name.split()[0]]}", file=sys.stderr)
+        print(f"{name} is skipped: {missing[name.split()[0]]}", file=sys.stderr)
 
     rows = list(trace_rows(options.requests))
     runs = []
@@ -234,7 +235,7 @@ def main() -> None:
     judged = verdicts(of)
     print("\nMedians of the runs, milliseconds", *table(of.items()), "", *map(str, judged), sep="\n")
     if unsound := sum(not run.is_sound for run in runs):
-        print(f"{unsound} of {len(runs)} runs are worth nothing: the machine was too busy for the load")
+        print(f"{unsound} of {len(runs)} runs are not sound: the machine was too busy for the load")
     if options.output:
         settings = {name: getattr(options, name) for name in ("requests", "runs", "rate", "endpoint")} | {
             "workers": WORKERS,

@@ -1,8 +1,8 @@
-"""Simulated workers of the real-time comparison, all in this process: one port each, unscaled times.
+"""Simulated workers of the real-time comparison in one process: one port each, real times.
 
     python bench/realtime_workers.py MODEL PORT [PORT ...]
 
-One event loop carries them: an iteration of an engine takes at least 14 ms and costs some 0.1 ms of CPU.
+One event loop runs all workers: an iteration of an engine takes at least 14 ms and costs about 0.1 ms of CPU.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvroute.sim.options import SimOptions
 
 
 async def serve(model: str, ports: list[int]) -> None:
-    """Until SIGTERM or SIGINT."""
+    """Serve until SIGTERM or SIGINT."""
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)

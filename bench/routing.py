@@ -1,21 +1,21 @@
-"""Routing quality in virtual time: what is promised, what is reached, and whether that is enough.
+"""Measure the quality of routing in virtual time: goals, figures, verdicts.
 
     python bench/routing.py [--quick] [--goal 5] [--seeds 3] [--first-seed 0] [--jobs 2] [--json]
                             [--filling computed|ended] [--load stated|equal]
 
 kvroute's own router, cost model, history, reservations and event ledgers place requests on simulated engines
-with a GPU, a CPU and a shared cache tier; so do other routers' published policies. Each goal is judged for
-two subjects: `prefixaware`, the default, which knows what it has sent, and `kvaware`, told what every tier
-holds. Figures are means over seeds. All goals with three seeds take about 25 minutes of one core's time,
---quick (one seed, without the search for capacities) about 4.
+with a GPU, a CPU and a shared cache tier. The published policies of other routers do the same. Each goal is
+judged for two subjects: `prefixaware`, the default, which knows the prompts that it has sent, and `kvaware`,
+which knows the content of every tier from events. Figures are means over seeds. All goals with three seeds
+take about 25 minutes on one core, --quick (one seed, without the search for capacities) about 4.
 
-Verdicts are those of the defaults. The goals were set on another model and partly on other traffic; two
-options come nearer to both, one at a time or together, to show what is due to the difference:
+Verdicts are those of the defaults. The goals were set on another model and partly on other traffic. Two
+options, alone or together, come nearer to that set-up and show the effect of the difference:
 
---filling ended    slower tiers get a prompt and its answer when the request ends, in no time. Real ones
-                   (LMCache 0.5.6; `computed`) get a prompt as it is computed.
---load equal       the trace at 9.6 and agents at 31.5 requests a second, not at 10.5 and 29: 85% of what
-                   kvroute carries here with a p90 of 5 s, as the stated rates were of what it carried there.
+--filling ended    slower tiers get a prompt and its answer when the request ends, in no time. Real tiers
+                   (LMCache 0.5.6; `computed`) get a prompt while it is computed.
+--load equal       the trace at 9.6 and agents at 31.5 requests a second, not at 10.5 and 29: 85% of the rate
+                   that kvroute carries here with a p90 of 5 s, as the stated rates were of its rate there.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from statistics import fmean
 
 from kvroute.sim.tiers import Filling
-from routing_goals import GOALS, Ask, Bound, Capacity, Task, judged_for
+from routing_goals import GOALS, Bound, Capacity, FiguresOf, Task, judged_for
 from routing_runs import SUBJECTS, Case, Figures, run
 
 CAPACITY_P90_S = 5.0
 
 SLOW = 8
-"""The goal that searches for rates takes as long as the others together."""
+"""The goal that searches for rates; it takes as long as all other goals together."""
 
 LOADS: dict[str, dict[str, float]] = {"stated": {}, "equal": {"conv": 9.6, "tool": 31.5}}
-"""Requests a second by workload, where not those of the goals."""
+"""Requests a second by workload, if they differ from those of the goals."""
 
 _ONES = Figures(*[1.0] * len(fields(Figures)))
 
@@ -60,7 +60,7 @@ def run_task(task: Task) -> Figures:
 
 @dataclass(frozen=True)
 class Setting:
-    """What is not the goals' to say."""
+    """Settings that the goals do not determine."""
 
     filling: Filling = Filling.COMPUTED
     rates: Mapping[str, float] = field(default_factory=dict)
@@ -79,12 +79,15 @@ def averaged(results: list[Figures]) -> Figures:
     return Figures(*(fmean(getattr(result, field.name) for result in results) for field in fields(Figures)))
 
 
-def judge(numbers: list[int], ask: Ask) -> Judged:
-    return {number: {subject: judged_for(number, ask, subject) for subject in SUBJECTS} for number in numbers}
+def judge(numbers: list[int], figures_of: FiguresOf) -> Judged:
+    return {
+        number: {subject: judged_for(number, figures_of, subject) for subject in SUBJECTS}
+        for number in numbers
+    }
 
 
 def tasks_of(numbers: list[int]) -> list[Task]:
-    """What the goals ask for, each once."""
+    """The tasks that the goals need, each once."""
     wanted: dict[Task, None] = {}
 
     def note(task: Task) -> Figures:

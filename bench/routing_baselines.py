@@ -1,7 +1,7 @@
-"""Placements for the routing benchmark: other routers' published policies.
+"""Placements for the routing benchmark: the published policies of other routers.
 
-Plain re-implementations from their descriptions, at their default settings, on blocks of 512 tokens; where
-they read engine figures, they read them without delay.
+The policies are simple re-implementations from their descriptions, with their default settings and blocks of
+512 tokens. A policy that reads figures of engines reads them without delay.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ BLOCK = 512
 
 
 class Policy:
-    """A placement that ignores what it does not need. `attach` is called once, before the first request."""
+    """Base of a placement; its methods do nothing. The benchmark calls `attach` once, before the first
+    request."""
 
     wants_events = False
     wants_tiers = False
-    """Hears what LMCache reports; the others look into the tiers themselves."""
+    """The policy gets LMCache's reports; other policies read the tiers directly."""
 
     def __init__(self, seed: int) -> None:
         self.random = Random(seed)
@@ -96,7 +97,7 @@ class SessionHash(Policy):
 
 
 class _Where:
-    """Which workers hold a block, as bit masks."""
+    """The workers that hold each block, as bit masks."""
 
     def __init__(self) -> None:
         self.masks: dict[int, int] = {}
@@ -118,7 +119,7 @@ class _Where:
                 if not self.masks[key]:
                     del self.masks[key]
 
-    def hear(self, worker: int, events: Sequence[KvEvent]) -> None:
+    def apply(self, worker: int, events: Sequence[KvEvent]) -> None:
         for event in events:
             if isinstance(event, BlockStored):
                 self.count(worker, event.block_hashes, 1)
@@ -169,15 +170,15 @@ class StackPrefix(Policy):
 
 
 def _first(node: int, worker: int) -> int:
-    """The order of a node's hash map."""
+    """The worker that comes first in the order of a node's hash map."""
     return xxh3_64_intdigest(f"{node}/{worker}".encode())
 
 
 class SmgTree(Least):
     """sglang's gateway, cache_aware over HTTP: 0.3 / 64 / 1.5; its tree never evicts here.
 
-    Of several workers at the node where a match ends it takes the first in that node's hash map
-    (`prefix_match` in tree.rs): the same one each time, but another at another node.
+    If several workers are at the node where a match ends, the policy takes the first one in that node's hash
+    map (`prefix_match` in tree.rs): always the same one at a node, but different ones at different nodes.
     """
 
     def __init__(self, seed: int) -> None:
@@ -202,7 +203,7 @@ class SmgTree(Least):
 
 
 class Events(Policy):
-    """Base of those that follow the workers' GPU events."""
+    """Base of policies that follow the GPU events of workers."""
 
     wants_events = True
 
@@ -211,11 +212,11 @@ class Events(Policy):
         self.gpu = _Where()
 
     def events(self, worker: int, events: Sequence[KvEvent], now: float) -> None:
-        self.gpu.hear(worker, events)
+        self.gpu.apply(worker, events)
 
 
 class SmgEvents(Events, Least):
-    """The same over gRPC, where workers publish events: matches are what the GPUs hold."""
+    """The same policy over gRPC, where workers publish events: matches are the blocks on the GPUs."""
 
     def choose(self, request: FleetRequest, now: float) -> int:
         loads = self.in_flight
@@ -231,7 +232,8 @@ class SmgEvents(Events, Least):
 
 
 class StackKv(SessionHash):
-    """production-stack's kvaware: the first whose CPU tier has all but 2,000 tokens, else the session's."""
+    """production-stack's kvaware: the first worker whose CPU tier lacks at most 2,000 tokens, else the
+    session's."""
 
     def place(self, request: FleetRequest, now: float) -> int:
         limit = _limit(request)
@@ -257,7 +259,7 @@ class LlmD(Events):
 
 
 class Dynamo(Events):
-    """Dynamo's KV router: prefill blocks to compute, queued ones included, plus active blocks."""
+    """Dynamo's KV router: prefill blocks to compute, including queued ones, plus active blocks."""
 
     def attach(self, engines: Sequence[TieredEngine], tiers: TierOptions) -> None:
         super().attach(engines, tiers)
@@ -293,7 +295,7 @@ class Dynamo(Events):
 
 
 class _Backlog(Events):
-    """Base of those that count queued prefill in seconds, at the true costs."""
+    """Base of policies that count queued prefill in seconds, at the true costs."""
 
     def attach(self, engines: Sequence[TieredEngine], tiers: TierOptions) -> None:
         super().attach(engines, tiers)
@@ -319,7 +321,7 @@ class _Backlog(Events):
 
 
 class Conductor(_Backlog):
-    """Mooncake's conductor: least estimated TTFT, tiers included, blocks as the events tell them."""
+    """Mooncake's conductor: least estimated TTFT, with all tiers and blocks from events."""
 
     def place(self, request: FleetRequest, now: float) -> int:
         held, loads = tier_loads(self, request, now, None)
@@ -330,7 +332,7 @@ class Conductor(_Backlog):
 
 
 class Shared(_Backlog):
-    """Least backlog before one infinite cache (its engines are made so): the bound."""
+    """Least backlog in front of one infinite cache (its engines are built that way): the bound."""
 
     wants_events = False
 
@@ -343,7 +345,7 @@ class Shared(_Backlog):
 def tier_loads(
     policy: Events, request: FleetRequest, now: float, in_flight: _Where | None
 ) -> tuple[list[int], list[TierLoad]]:
-    """Blocks in any tier per worker, and what fetching those that are not on its GPU takes."""
+    """Blocks in any tier by worker, and the time to fetch those that are not on its GPU."""
     keys, limit, tiers = request.keys, _limit(request), policy.tiers
     extents, loads = [], []
     block = BLOCK * tiers.token_bytes

@@ -1,8 +1,8 @@
-"""What the routing benchmark holds kvroute to: each goal as bounds on figures that it asks for.
+"""The goals of the routing benchmark: each goal is a function that returns figures with bounds.
 
-A goal is called with `ask`, which gives a task's figures (means over seeds), and the subject's name. It is
-called once more beforehand with an `ask` that only notes what is wanted, so which tasks it asks for must not
-depend on figures.
+A goal is called with `figures_of`, which returns the figures of a task (means over seeds), and the subject's
+name. Before that, the benchmark calls the goal once with a `figures_of` that only records the tasks. So the
+tasks of a goal must not depend on figures.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from routing_runs import Case, Figures
 CONV, TOOL = Case("conv", 10.5, ""), Case("tool", 29.0, "")
 
 SHARED = "shared"
-"""The baseline that stands beside every goal: least backlog before one infinite cache that all workers share.
-No router in front of real caches can expect to beat it."""
+"""The baseline of every goal: least backlog in front of one infinite cache that all workers share. No router
+in front of real caches can expect better figures."""
 
 
 @dataclass(frozen=True)
 class Capacity:
-    """The highest rate at which the case's p90 stays within 5 s, as `throughput`, to 1.5%."""
+    """The highest rate with a p90 of at most 5 s for the case, as `throughput`, to 1.5%."""
 
     case: Case
 
 
 @dataclass(frozen=True)
 class Bound:
-    """One figure and its limit: `most`, or `least` where that is set; without either it is only shown.
+    """One figure and its limit: `most`, or `least` if that is set; without a limit the figure is only shown.
 
-    `goal` is the original limit where a regression bound has replaced it. `ideal` is the same figure of
+    `goal` is the original limit if a regression bound has replaced it. `ideal` is the same figure of
     `SHARED`.
     """
 
@@ -71,33 +71,35 @@ class Bound:
 
 
 Task = Case | Capacity
-Ask = Callable[[Task], Figures]
-Goal = Callable[[Ask, str], list[Bound]]
+FiguresOf = Callable[[Task], Figures]
+Goal = Callable[[FiguresOf, str], list[Bound]]
 
 
-def against(base: Case, other: str, p50: float, p90: float, ask: Ask, subject: str) -> list[Bound]:
-    ours, theirs = (ask(replace(base, policy=policy)) for policy in (subject, other))
+def against(
+    base: Case, other: str, p50: float, p90: float, figures_of: FiguresOf, subject: str
+) -> list[Bound]:
+    ours, theirs = (figures_of(replace(base, policy=policy)) for policy in (subject, other))
     return [
         Bound(f"{base.workload} p50", ours.p50 / theirs.p50, p50),
         Bound(f"{base.workload} p90", ours.p90 / theirs.p90, p90),
     ]
 
 
-def mean_against(base: Case, other: str, most: float, ask: Ask, subject: str) -> list[Bound]:
-    ours, theirs = (ask(replace(base, policy=policy)) for policy in (subject, other))
+def mean_against(base: Case, other: str, most: float, figures_of: FiguresOf, subject: str) -> list[Bound]:
+    ours, theirs = (figures_of(replace(base, policy=policy)) for policy in (subject, other))
     return [Bound(f"{base.workload} mean", ours.mean / theirs.mean, most)]
 
 
 def both(*goals: Goal) -> Goal:
-    return lambda ask, subject: [bound for goal in goals for bound in goal(ask, subject)]
+    return lambda figures_of, subject: [bound for goal in goals for bound in goal(figures_of, subject)]
 
 
 def against_roundrobin(
-    base: Case, limits: tuple[float, float, float, float], ask: Ask, subject: str
+    base: Case, limits: tuple[float, float, float, float], figures_of: FiguresOf, subject: str
 ) -> list[Bound]:
-    """The set-up of published claims: against round robin with the GPU's cache only. In percent."""
-    ours = ask(replace(base, policy=subject))
-    theirs = ask(replace(base, policy="roundrobin", tiers="gpu"))
+    """The set-up of published claims: compared with round robin, with the GPU cache only. In percent."""
+    ours = figures_of(replace(base, policy=subject))
+    theirs = figures_of(replace(base, policy="roundrobin", tiers="gpu"))
     return [
         Bound("p50 %", 100 * (ours.p50 / theirs.p50 - 1), limits[0]),
         Bound("p90 %", 100 * (ours.p90 / theirs.p90 - 1), limits[1]),
@@ -106,10 +108,13 @@ def against_roundrobin(
     ]
 
 
-def no_collapse(ask: Ask, subject: str) -> list[Bound]:
-    ours, theirs = ask(replace(CONV, policy=subject)), ask(replace(CONV, policy="stack-prefix"))
+def no_collapse(figures_of: FiguresOf, subject: str) -> list[Bound]:
+    ours, theirs = figures_of(replace(CONV, policy=subject)), figures_of(replace(CONV, policy="stack-prefix"))
     apart = Case("chat64k_nosys", 4, "")
-    our_chats, their_chats = ask(replace(apart, policy=subject)), ask(replace(apart, policy="stack-prefix"))
+    our_chats, their_chats = (
+        figures_of(replace(apart, policy=subject)),
+        figures_of(replace(apart, policy="stack-prefix")),
+    )
     return [
         Bound("conv imbalance", ours.imbalance, 1.15),
         Bound("conv p90", ours.p90 / theirs.p90, 0.05),
@@ -118,9 +123,10 @@ def no_collapse(ask: Ask, subject: str) -> list[Bound]:
     ]
 
 
-def capacity(base: Case, roundrobin: float, ask: Ask, subject: str) -> list[Bound]:
+def capacity(base: Case, roundrobin: float, figures_of: FiguresOf, subject: str) -> list[Bound]:
     ours, even, llmd = (
-        ask(Capacity(replace(base, policy=policy))).throughput for policy in (subject, "roundrobin", "llm-d")
+        figures_of(Capacity(replace(base, policy=policy))).throughput
+        for policy in (subject, "roundrobin", "llm-d")
     )
     return [
         Bound(f"{base.workload} of roundrobin's", ours / even, least=roundrobin),
@@ -128,9 +134,9 @@ def capacity(base: Case, roundrobin: float, ask: Ask, subject: str) -> list[Boun
     ]
 
 
-def second_tier(ask: Ask, subject: str) -> list[Bound]:
+def second_tier(figures_of: FiguresOf, subject: str) -> list[Bound]:
     base = Case("l2post", 8.0, "", tiers="l2post", workers=2, capacity_tokens=650_000)
-    ours, theirs = ask(replace(base, policy=subject)), ask(replace(base, policy="session"))
+    ours, theirs = figures_of(replace(base, policy=subject)), figures_of(replace(base, policy="session"))
     return [Bound("output tokens/s", ours.throughput / theirs.throughput, least=1.05)]
 
 
@@ -138,57 +144,59 @@ def costs(factor: float) -> tuple[tuple[str, float | bool], ...]:
     return tuple((f"costs.{name}", value * factor) for name, value in TRUE_COSTS.items())
 
 
-def robust(base: Case, slow: float, ask: Ask, subject: str) -> list[Bound]:
-    """Wrong costs are compared with right ones, all else with the case itself.
+def robust(base: Case, slow: float, figures_of: FiguresOf, subject: str) -> list[Bound]:
+    """Compare wrong costs with right costs; all else is compared with the case itself.
 
-    `SHARED` has no events, costs or replicas, so of it only the slow worker is asked for.
+    `SHARED` has no events, costs or replicas, so only its slow worker is measured.
     """
     name, ours = base.workload, replace(base, policy=subject)
     lame = replace(ours, slow_worker=2.0)
     if subject == SHARED:
-        return _slow_worker(name, ours, lame, slow, ask)
-    usual, right = ask(ours).mean, ask(replace(ours, options=costs(1.0))).mean
+        return _slow_worker(name, ours, lame, slow, figures_of)
+    usual, right = figures_of(ours).mean, figures_of(replace(ours, options=costs(1.0))).mean
     aware = replace(base, policy="kvaware")
     if subject == "kvaware":
-        events = Bound(f"{name} late events", ask(replace(aware, event_delay_s=0.5)).mean / usual, 1.05)
+        events = Bound(
+            f"{name} late events", figures_of(replace(aware, event_delay_s=0.5)).mean / usual, 1.05
+        )
     else:
-        events = Bound(f"{name} no events", usual / ask(aware).mean, 1.15)
+        events = Bound(f"{name} no events", usual / figures_of(aware).mean, 1.15)
     return [
         events,
-        Bound(f"{name} costs x2", ask(replace(ours, options=costs(2.0))).mean / right, 1.08),
-        Bound(f"{name} costs x0.5", ask(replace(ours, options=costs(0.5))).mean / right, 1.08),
-        Bound(f"{name} 2 replicas", ask(replace(ours, replicas=2)).mean / usual, 1.12),
-        *_slow_worker(name, ours, lame, slow, ask),
+        Bound(f"{name} costs x2", figures_of(replace(ours, options=costs(2.0))).mean / right, 1.08),
+        Bound(f"{name} costs x0.5", figures_of(replace(ours, options=costs(0.5))).mean / right, 1.08),
+        Bound(f"{name} 2 replicas", figures_of(replace(ours, replicas=2)).mean / usual, 1.12),
+        *_slow_worker(name, ours, lame, slow, figures_of),
     ]
 
 
-def _slow_worker(name: str, ours: Case, lame: Case, slow: float, ask: Ask) -> list[Bound]:
+def _slow_worker(name: str, ours: Case, lame: Case, slow: float, figures_of: FiguresOf) -> list[Bound]:
     return [
-        Bound(f"{name} slow worker", ask(lame).mean / ask(ours).mean, slow),
+        Bound(f"{name} slow worker", figures_of(lame).mean / figures_of(ours).mean, slow),
         Bound(
             f"{name} slow worker, of Dynamo's",
-            ask(lame).mean / ask(replace(lame, policy="dynamo")).mean,
+            figures_of(lame).mean / figures_of(replace(lame, policy="dynamo")).mean,
             0.85,
         ),
     ]
 
 
-def itl(base: Case, ask: Ask, subject: str) -> list[Bound]:
-    ours, theirs = ask(replace(base, policy=subject)), ask(replace(base, policy="llm-d"))
+def itl(base: Case, figures_of: FiguresOf, subject: str) -> list[Bound]:
+    ours, theirs = figures_of(replace(base, policy=subject)), figures_of(replace(base, policy="llm-d"))
     return [
         Bound(f"{base.workload} p50", ours.itl50 / theirs.itl50, 1.05),
         Bound(f"{base.workload} p90", ours.itl90 / theirs.itl90, 1.05),
     ]
 
 
-def prefetching(ask: Ask, subject: str) -> list[Bound]:
-    """What `lmcache.prefetch` does, which is off by default: no goal, figures only. Needs a map of L2."""
+def prefetching(figures_of: FiguresOf, subject: str) -> list[Bound]:
+    """`lmcache.prefetch`, which is off by default: no goal, figures only. Needs a map of L2."""
     if subject != "kvaware":
         return []
     bounds = []
     for base in (CONV, TOOL, Case("chat64k", 8, "")):
         usual = replace(base, policy=subject)
-        without, with_it = ask(usual), ask(replace(usual, prefetch=True))
+        without, with_it = figures_of(usual), figures_of(replace(usual, prefetch=True))
         bounds += [
             Bound(f"{base.workload} mean", with_it.mean / without.mean),
             Bound(f"{base.workload} p90", with_it.p90 / without.p90),
@@ -243,14 +251,14 @@ OWN_LIMITS: dict[tuple[int, str], dict[str, float]] = {
 """By goal and subject: stricter limits than the goal's, by the name of the figure."""
 
 REGRESSION_BOUNDS: dict[tuple[int, str], dict[str, float]] = {}
-"""By goal and subject: limits in place of goals that are missed, by the name of the figure. Each is the
-figure of seeds 0 to 2 times 1.03, or divided by 1.03 where more is better."""
+"""By goal and subject: limits that replace missed goals, by the name of the figure. Each is the figure of
+seeds 0 to 2 times 1.03, or divided by 1.03 if more is better."""
 
 
-def judged_for(number: int, ask: Ask, subject: str) -> list[Bound]:
+def judged_for(number: int, figures_of: FiguresOf, subject: str) -> list[Bound]:
     """The figures of a goal for `subject`, each with its limit and with the figure of `SHARED`."""
     goal = GOALS[number][1]
-    bounds, ideal = goal(ask, subject), {bound.name: bound.value for bound in goal(ask, SHARED)}
+    bounds, ideal = goal(figures_of, subject), {bound.name: bound.value for bound in goal(figures_of, SHARED)}
     own, regression = OWN_LIMITS.get((number, subject), {}), REGRESSION_BOUNDS.get((number, subject), {})
     judged = []
     for bound in bounds:

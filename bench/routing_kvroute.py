@@ -1,8 +1,8 @@
-"""kvroute's own router as a placement of the routing benchmark: what the gateway runs, in virtual time.
+"""kvroute's own router as a placement of the routing benchmark: the gateway's code in virtual time.
 
-Strategies, costs, history, reservations and learning are the gateway's; with `kvaware` so are the event
-ledgers and the block index. `replicas` gateways side by side take requests at random and hear of each other's
-dispatches, first tokens and ends `sync_s` later.
+Strategies, costs, history, reservations and learning are the gateway's; with `kvaware` also the event ledgers
+and the block index. `replicas` gateways get requests at random and receive each other's dispatches, first
+tokens and ends after `sync_s`.
 """
 
 from __future__ import annotations
@@ -56,22 +56,22 @@ _DOMAIN = (_SCHEME, "")
 
 
 def _token_ids(keys: Sequence[int]) -> array[int]:
-    """`KEY_TOKENS` token ids for each block, which no other block's content has."""
+    """`KEY_TOKENS` token ids for each block; no other content of a block has them."""
     words = array("Q", (key for key in keys for _ in range(KEY_TOKENS // 2)))
     return array("I", words.tobytes())
 
 
 @dataclass(slots=True, eq=False)
-class Told:
-    """One request on its way through one gateway."""
+class OpenRequest:
+    """A request that one gateway has dispatched."""
 
     dispatch: Dispatch
     others: list[Dispatch] = field(default_factory=list)
-    """The same request in the other gateways' books."""
+    """The dispatches of the same request in the other gateways."""
 
 
 class Gateway:
-    """One gateway's router, with its own idea of every worker's load."""
+    """One gateway's router, with its own accounting of every worker's load."""
 
     def __init__(
         self, options: RoutingOptions, engines: Sequence[TieredEngine], caches: CacheMap | None = None
@@ -90,8 +90,10 @@ class Gateway:
             self.router.worker_joined(worker)
         self.view = FleetView("model", tuple(self.workers), 1)
 
-    def hear(self, query: RouteQuery, decision: RouteDecision, chosen: Candidate, now: float) -> Dispatch:
-        """Account what another gateway has dispatched."""
+    def account_peer(
+        self, query: RouteQuery, decision: RouteDecision, chosen: Candidate, now: float
+    ) -> Dispatch:
+        """Account a dispatch of another gateway."""
         worker = self.workers[chosen.worker.index]
         own = Candidate(
             worker, chosen.score, chosen.matched_tokens, chosen.prefill_s, chosen.terms, chosen.held
@@ -119,9 +121,9 @@ class Kvroute(Policy):
         self.replicas = replicas
         self.sync_s = sync_s
         self.gateways: list[Gateway] = []
-        self.open: dict[FleetRequest, Told] = {}
+        self.open: dict[FleetRequest, OpenRequest] = {}
         self.number = seed << 32
-        self._news: deque[tuple[float, Callable[[float], None]]] = deque()
+        self._messages: deque[tuple[float, Callable[[float], None]]] = deque()
 
     def attach(self, engines: Sequence[TieredEngine], tiers: TierOptions) -> None:
         super().attach(engines, tiers)
@@ -147,21 +149,21 @@ class Kvroute(Policy):
         )
 
     def place(self, request: FleetRequest, now: float) -> int:
-        self._hear(now)
+        self._deliver(now)
         gateway = self.random.choice(self.gateways) if self.replicas > 1 else self.gateways[0]
         query = self.query(request, now)
         decision = gateway.router.decide(query, gateway.view)
         first = decision.ranking[0]
-        told = self.open[request] = Told(gateway.router.dispatch(query, decision, first, now))
+        opened = self.open[request] = OpenRequest(gateway.router.dispatch(query, decision, first, now))
         if self.prefetch:
             self._prefetch(request, first, now)
-        if self._tells:
+        if self._publishes:
             others = [other for other in self.gateways if other is not gateway]
 
-            def heard(then: float) -> None:
-                told.others = [other.hear(query, decision, first, then) for other in others]
+            def deliver(then: float) -> None:
+                opened.others = [other.account_peer(query, decision, first, then) for other in others]
 
-            self._news.append((now + self.sync_s, heard))
+            self._messages.append((now + self.sync_s, deliver))
         return first.worker.index
 
     def _prefetch(self, request: FleetRequest, chosen: Candidate, now: float) -> None:
@@ -173,44 +175,44 @@ class Kvroute(Policy):
             tiers.store.schedule(now + delay_s, lambda at: tiers.prefetch(keys, at))
 
     def first_token(self, request: FleetRequest, now: float) -> None:
-        self._hear(now)
-        told = self.open[request]
-        told.dispatch.first_token(now)
-        if self._tells:
-            self._news.append((now + self.sync_s, lambda then: _first_tokens(told, then)))
+        self._deliver(now)
+        opened = self.open[request]
+        opened.dispatch.first_token(now)
+        if self._publishes:
+            self._messages.append((now + self.sync_s, lambda then: _first_tokens(opened, then)))
 
     def finished(self, request: FleetRequest, now: float) -> None:
-        self._hear(now)
-        told = self.open.pop(request)
-        told.dispatch.finish(now)
-        if self._tells:
-            self._news.append((now + self.sync_s, lambda then: _finish(told, then)))
+        self._deliver(now)
+        opened = self.open.pop(request)
+        opened.dispatch.finish(now)
+        if self._publishes:
+            self._messages.append((now + self.sync_s, lambda then: _finish(opened, then)))
 
     @property
-    def _tells(self) -> bool:
+    def _publishes(self) -> bool:
         return self.replicas > 1 and self.sync_s < inf
 
-    def _hear(self, now: float) -> None:
-        news = self._news
-        while news and news[0][0] <= now:
-            due, heard = news.popleft()
-            heard(due)
+    def _deliver(self, now: float) -> None:
+        messages = self._messages
+        while messages and messages[0][0] <= now:
+            due, deliver = messages.popleft()
+            deliver(due)
 
 
-def _first_tokens(told: Told, now: float) -> None:
-    for dispatch in told.others:
+def _first_tokens(opened: OpenRequest, now: float) -> None:
+    for dispatch in opened.others:
         dispatch.first_token(now)
 
 
-def _finish(told: Told, now: float) -> None:
-    for dispatch in told.others:
+def _finish(opened: OpenRequest, now: float) -> None:
+    for dispatch in opened.others:
         dispatch.finish(now)
 
 
 class SimulatedCaches:
-    """What `kvaware` knows of the tiers, by what the gateway knows it by: GPU blocks by events, through its
-    ledgers, in its index; LMCache's chunks by what the servers report, in its other index. Mutable: by
-    `hear`, `tier_changed` and `look_at`."""
+    """The cache map of `kvaware`: GPU blocks from events, through ledgers, in the prefix index; LMCache's
+    chunks from the servers' reports, in the chunk index. Mutable: by `apply`, `tier_changed` and
+    `exact_prompt`."""
 
     def __init__(self, engines: Sequence[TieredEngine]) -> None:
         self._index = PrefixIndex()
@@ -219,12 +221,12 @@ class SimulatedCaches:
         self._pool = ChunkHolder(Tier.L2, shared=True)
         self._memories = [ChunkHolder(Tier.L1) for _ in engines]
         self._chunk_of: dict[int, ChunkKey] = {}
-        """What LMCache calls a block; known before it can be stored, from the first request with it."""
+        """LMCache's key of each block, known from the first request with it, before a server can store it."""
         for number, memory in enumerate(self._memories):
             self._chunks.attach(number, memory, (_DOMAIN,))
             self._chunks.attach(number, self._pool, (_DOMAIN,))
 
-    def hear(self, worker: int, events: Sequence[KvEvent], now: float) -> None:
+    def apply(self, worker: int, events: Sequence[KvEvent], now: float) -> None:
         for _ in self._ledgers[worker].apply(EventBatch(now, list(_in_small_blocks(events)))):
             pass
 
@@ -234,8 +236,8 @@ class SimulatedCaches:
         self._chunks.store(holder, _SPACE, [named[key] for key in change.stored])
         self._chunks.remove_all(holder, _SPACE, [named[key] for key in change.removed])
 
-    def look_at(self, request: FleetRequest) -> ExactPrompt:
-        """The prompt token by token, for the `match` that follows."""
+    def exact_prompt(self, request: FleetRequest) -> ExactPrompt:
+        """The prompt with its token ids, for the `match` that follows."""
         ids = _token_ids(request.keys)
         self._chunk_of.update(zip(request.keys, PromptChunks(ids).keys(_SCHEME), strict=True))
         ids = ids[: (request.prompt_tokens - 1) // BLOCK * KEY_TOKENS]
@@ -292,18 +294,18 @@ class KvrouteAware(Kvroute):
                 "l2_latency_ms": tiers.l2_latency_s * 1e3,
             }
         }
-        told: dict[str, Any] = self.options.model_dump(exclude_unset=True)
-        return RoutingOptions.model_validate(told | {"strategy": "kvaware", "kvaware": kvaware})
+        given: dict[str, Any] = self.options.model_dump(exclude_unset=True)
+        return RoutingOptions.model_validate(given | {"strategy": "kvaware", "kvaware": kvaware})
 
     def cache_map(self) -> CacheMap:
         self.caches = SimulatedCaches(self.engines)
         return self.caches
 
     def events(self, worker: int, events: Sequence[KvEvent], now: float) -> None:
-        self.caches.hear(worker, events, now)
+        self.caches.apply(worker, events, now)
 
     def tier_changed(self, worker: int, change: TierChange, now: float) -> None:
         self.caches.tier_changed(worker, change)
 
     def query(self, request: FleetRequest, now: float) -> RouteQuery:
-        return replace(super().query(request, now), exact=(self.caches.look_at(request),))
+        return replace(super().query(request, now), exact=(self.caches.exact_prompt(request),))

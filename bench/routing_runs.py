@@ -1,4 +1,4 @@
-"""One run of the routing benchmark: a workload, a policy, a seed, in virtual time; and its figures."""
+"""One run of the routing benchmark in virtual time: a workload, a policy and a seed; and its figures."""
 
 from __future__ import annotations
 
@@ -36,12 +36,13 @@ WORKLOADS: dict[str, Callable[[float], Load]] = {
 SUBJECTS: dict[str, type[Kvroute]] = {"prefixaware": Kvroute, "kvaware": KvrouteAware}
 
 WARM_UP = 0.15
-"""Share of the arrivals, the first ones, that no figure counts."""
+"""Share of the first arrivals that no figure counts."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """What to run. `rate` is requests per second, or clients a worker; `options` change kvroute's."""
+    """The input of a run. `rate` is requests per second, or clients per worker; `options` change options of
+    kvroute."""
 
     workload: str
     rate: float
@@ -51,17 +52,17 @@ class Case:
     workers: int = 7
     capacity_tokens: int = 1_200_000
     filling: Filling = Filling.COMPUTED
-    """Of the slower tiers. The infinite cache always gets what has been computed."""
+    """When slower tiers get blocks. The infinite cache always gets computed blocks."""
     event_delay_s: float = 0.005
     slow_worker: float = 1.0
-    """How many times as long everything takes on the first worker."""
+    """Factor of all times on the first worker."""
     options: tuple[tuple[str, float | bool], ...] = ()
-    """Paths under `routing`, such as ("costs.token_us", 80.0)."""
+    """Paths below `routing`, such as ("costs.token_us", 80.0)."""
     replicas: int = 1
-    """Gateways side by side, and how late they hear of each other."""
+    """Number of gateways, and the delay of their messages to each other."""
     sync_s: float = 0.05
     prefetch: bool = False
-    """What `lmcache.prefetch.enabled` does."""
+    """The behaviour of `lmcache.prefetch.enabled`."""
 
 
 @dataclass

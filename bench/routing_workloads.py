@@ -1,7 +1,7 @@
 """The traffic of the routing benchmark, as requests of the virtual fleet. Lengths are tokens, times seconds.
 
-Each `load` is called with a fleet and a seed, submits its requests, and lets closed-loop clients go on by
-`SimFleet.on_finish`. Blocks have 512 tokens; a key is unique for a block's content and all before it.
+Each `load` is called with a fleet and a seed and submits its requests; closed-loop clients continue by
+`SimFleet.on_finish`. Blocks have 512 tokens; a key is unique for a block's content and all content before it.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def conversation(rate: float) -> Load:
 
 
 def tool(rate: float, requests: int = 6000) -> Load:
-    """Agents whose calls share a hot tool prompt: few, popular prefixes, short own parts, bursts."""
+    """Agents whose calls share a hot tool prompt: few popular prefixes, short own parts, bursts."""
 
     def load(fleet: SimFleet, seed: int) -> None:
         random = Random(seed)
@@ -98,7 +98,8 @@ def tool(rate: float, requests: int = 6000) -> Load:
 
 
 def chat(context: int, clients: int, *, system: int = 1024, private: int | None = None) -> Load:
-    """`clients` people a worker, who read the answer, think, ask on, and start anew; 14 requests each."""
+    """`clients` people per worker who read the answer, think, continue, and start a new chat; 14 requests
+    each."""
 
     def load(fleet: SimFleet, seed: int) -> None:
         random = Random(seed)
@@ -106,7 +107,7 @@ def chat(context: int, clients: int, *, system: int = 1024, private: int | None 
         left = 14 * people
         numbers = count(1)
         own = (context - 1024) if private is None else private
-        talks: dict[int, list[int]] = {}  # number -> [turns left, tokens], and its keys beside it
+        talks: dict[int, list[int]] = {}  # number -> [turns left, tokens], and the keys of each number
         keys: dict[int, list[int]] = {}
 
         def begin() -> int:
@@ -146,8 +147,8 @@ def chat(context: int, clients: int, *, system: int = 1024, private: int | None 
 
 
 def l2post(rate: float = 8.0, seconds: float = 180.0) -> Load:
-    """100 conversations in turn, the worst order for LRU: 2,048 common tokens and 10,240 own ones, then 50 of
-    question and 200 of answer a turn, which stay."""
+    """100 conversations one after another, the worst order for LRU: 2,048 common and 10,240 own tokens, then
+    per turn 50 of question and 200 of answer, which remain in the conversation."""
 
     def load(fleet: SimFleet, seed: int) -> None:
         random, at = Random(seed), 0.0

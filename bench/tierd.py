@@ -1,11 +1,11 @@
-"""`kvroute tierd` against Redis, both through LMCache's own adapters: load throughput as a ratio.
+"""Compare `kvroute tierd` with Redis through LMCache's own adapters: ratio of load throughput.
 
     python bench/tierd.py [--runs 5] [--json FILE] [--engine-venv .venv-engine] [--sizes-kb 256,2048]
 
-Each run measures both, one right after the other and in changing order, with `lmcache bench l2` (store,
-lookup, load; bytes verified) in a fresh bucket or an emptied Redis. Figures are medians over the runs; that
-of a run is LMCache's own average over its rounds. Needs an engine environment (`python -m
-kvroute.deploy.engine_install`) and `redis-server`. Exit code 1 when a goal is missed.
+Each run measures both stores, one directly after the other in alternating order, with `lmcache bench l2`
+(store, lookup, load; bytes verified) in a fresh bucket or an emptied Redis. Figures are medians over the
+runs; the figure of a run is LMCache's own average over its rounds. The script needs an engine environment
+(`python -m kvroute.deploy.engine_install`) and `redis-server`. The exit code is 1 if a goal is missed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 GOALS = {2048: 1.2, 256: 0.15}
-"""Size of an object in KB -> least load throughput, in times that of Redis."""
+"""Size of an object in KB -> least load throughput, as a multiple of Redis' throughput."""
 KEYS, ROUNDS = 16, 8
 READY_S = 60.0
 
@@ -39,7 +39,7 @@ def free_port() -> int:
 
 @asynccontextmanager
 async def running(*argv: str, port: int) -> AsyncIterator[None]:
-    """A child that is ready when it listens; ended with the block."""
+    """Run a child until the block ends; it is ready when it listens."""
     process = await asyncio.create_subprocess_exec(*argv, stdout=asyncio.subprocess.DEVNULL)
     try:
         async with asyncio.timeout(READY_S):
@@ -77,9 +77,9 @@ async def measure(lmcache: Path, adapter: dict[str, object], size_kb: int) -> di
         process = await asyncio.create_subprocess_exec(
             *argv, env=environment, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
         )
-        said, _ = await process.communicate()
+        printed, _ = await process.communicate()
         if process.returncode:
-            raise SystemExit(f"lmcache bench l2 failed:\n{said.decode()[-2000:]}")
+            raise SystemExit(f"lmcache bench l2 failed:\n{printed.decode()[-2000:]}")
         return read_result(json.loads(output.read_text()))
 
 
@@ -94,7 +94,7 @@ def read_result(document: Any) -> dict[str, float]:
 
 
 def sections(document: Any) -> list[dict[str, Any]]:
-    """The objects in LMCache's output that have an `operation`, at any depth."""
+    """The objects with an `operation` in LMCache's output, at any depth."""
     if isinstance(document, dict):
         inner = [found for value in document.values() for found in sections(value)]
         return [document, *inner] if "operation" in document else inner

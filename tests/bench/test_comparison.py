@@ -12,11 +12,11 @@ import pytest
 from comparison import (
     Answered,
     Figures,
-    ask,
     commands,
     figures,
     medians,
     read_events,
+    request_streamed,
     serves_all,
     verdicts,
 )
@@ -42,8 +42,8 @@ def http() -> httpx.AsyncClient:
 
 async def test_a_streamed_answer_is_timed_and_its_tokens_are_counted(http: httpx.AsyncClient) -> None:
     async with http, run_sim(SimOptions(time_scale=0.01)) as worker:
-        first = await ask(http, f"{worker.url}/v1/completions", body())
-        again = await ask(http, f"{worker.url}/v1/completions", body())
+        first = await request_streamed(http, f"{worker.url}/v1/completions", body())
+        again = await request_streamed(http, f"{worker.url}/v1/completions", body())
 
     assert not first.error
     assert 0.0 < first.ttft_s <= first.total_s
@@ -55,10 +55,12 @@ async def test_a_streamed_answer_is_timed_and_its_tokens_are_counted(http: httpx
 async def test_refused_and_broken_answers_are_failures_not_fast_ones(http: httpx.AsyncClient) -> None:
     async with http, run_sim(SimOptions(time_scale=0.01)) as worker:
         worker.worker.faults.add(Fault(kind="status", status=503))
-        refused = await ask(http, f"{worker.url}/v1/completions", body())
+        refused = await request_streamed(http, f"{worker.url}/v1/completions", body())
         worker.worker.faults.add(Fault(kind="reset", after_chunks=1))
-        broken = await ask(http, f"{worker.url}/v1/completions", body())
-    unreachable = await ask(httpx.AsyncClient(trust_env=False), f"{worker.url}/v1/completions", body())
+        broken = await request_streamed(http, f"{worker.url}/v1/completions", body())
+    unreachable = await request_streamed(
+        httpx.AsyncClient(trust_env=False), f"{worker.url}/v1/completions", body()
+    )
 
     assert refused.error.startswith("status 503")
     assert broken.error

@@ -101,7 +101,7 @@ def test_the_kvaware_map_equals_every_tiers_contents() -> None:
     fleet._deliver()
 
     for request in fleet.done[-50:]:
-        found = policy.caches.match(policy.caches.look_at(request))
+        found = policy.caches.match(policy.caches.exact_prompt(request))
         limit = (request.prompt_tokens - 1) // BLOCK
         for worker, engine in enumerate(policy.engines):
             gpu = engine.cache.match(request.keys, limit)
@@ -123,10 +123,10 @@ def test_a_turn_finds_the_blocks_of_the_answer_before_it() -> None:
     fleet.now += 1.0
     fleet._deliver()
 
-    found = policy.caches.match(policy.caches.look_at(FleetRequest(keys, 12 * BLOCK, 1)))
+    found = policy.caches.match(policy.caches.exact_prompt(FleetRequest(keys, 12 * BLOCK, 1)))
 
     assert found[0].gpu == 11 * BLOCK
-    assert not caches.match(caches.look_at(FleetRequest(keys, 12 * BLOCK, 1))), "it has heard nothing"
+    assert not caches.match(caches.exact_prompt(FleetRequest(keys, 12 * BLOCK, 1))), "it has received nothing"
 
 
 def test_kvaware_maps_answers_that_no_prompt_has_contained_yet() -> None:
@@ -141,7 +141,7 @@ def test_kvaware_maps_answers_that_no_prompt_has_contained_yet() -> None:
     fleet.now += 2.0
     fleet._deliver()
 
-    found = policy.caches.match(policy.caches.look_at(FleetRequest(keys, 12 * BLOCK, 1)))
+    found = policy.caches.match(policy.caches.exact_prompt(FleetRequest(keys, 12 * BLOCK, 1)))
 
     assert sorted(sum(held) for held in found.values()) == [11 * BLOCK, 11 * BLOCK]
 
@@ -171,7 +171,7 @@ def test_replicas_exchange_decisions_and_end_without_load(made) -> None:
     policy = made(0, replicas=3, sync_s=0.05)
 
     fleet = run(policy)
-    policy._hear(fleet.now + 1.0)
+    policy._deliver(fleet.now + 1.0)
 
     assert len(fleet.done) == REQUESTS
     for gateway in policy.gateways:
