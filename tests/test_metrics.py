@@ -12,7 +12,7 @@ VALUES = st.lists(st.one_of(st.sampled_from(BOUNDS), st.integers(0, 24).map(lamb
 
 
 @given(st.lists(VALUES, max_size=4))
-def test_values_that_were_put_off_count_like_others(batches: list[list[float]]) -> None:
+def test_deferred_values_count_like_others(batches: list[list[float]]) -> None:
     at_once, put_off = Spread(BOUNDS), Spread(BOUNDS)
 
     for batch in batches:
@@ -25,7 +25,7 @@ def test_values_that_were_put_off_count_like_others(batches: list[list[float]]) 
     assert put_off.sum == at_once.sum
 
 
-def test_who_looks_sees_what_was_put_off() -> None:
+def test_a_reader_sees_deferred_values() -> None:
     spread = Spread(BOUNDS)
 
     spread.later(0.75)

@@ -85,7 +85,7 @@ async def _what_is_subscribed_comes() -> None:
     publisher.close()
 
 
-async def test_what_is_subscribed_comes_whole_and_in_order() -> None:
+async def test_subscribed_messages_arrive_whole_and_in_order() -> None:
     await _what_is_subscribed_comes()
 
 
@@ -105,7 +105,7 @@ async def test_a_path_is_an_endpoint_too(tmp_path: Path) -> None:
     publisher.close()
 
 
-async def test_a_lost_connection_is_told_of_and_made_anew(publisher: Publisher) -> None:
+async def test_a_lost_connection_is_reported_and_opened_again(publisher: Publisher) -> None:
     inbox = ConnectedInbox(arrivals(), publisher.endpoint, "kv", 1000)
     await inbox.ready(LONG_S)
     await publisher.subscribed()
@@ -129,7 +129,7 @@ async def test_a_lost_connection_is_told_of_and_made_anew(publisher: Publisher) 
     again.close()
 
 
-async def test_what_cannot_wait_here_waits_at_the_worker(publisher: Publisher) -> None:
+async def test_messages_beyond_the_queue_wait_at_the_worker(publisher: Publisher) -> None:
     inbox = ConnectedInbox(arrivals(), publisher.endpoint, "kv", 20)
     await inbox.ready(LONG_S)
     await publisher.subscribed()
@@ -144,7 +144,7 @@ async def test_what_cannot_wait_here_waits_at_the_worker(publisher: Publisher) -
     await inbox.aclose()
 
 
-async def test_what_comes_is_offered_at_once_unless_something_waits(publisher: Publisher) -> None:
+async def test_messages_are_passed_to_the_fast_path_unless_others_wait(publisher: Publisher) -> None:
     inbox = ConnectedInbox(arrivals(), publisher.endpoint, "kv", 1000)
     await inbox.ready(LONG_S)
     await publisher.subscribed()
@@ -166,7 +166,7 @@ async def test_what_comes_is_offered_at_once_unless_something_waits(publisher: P
     await inbox.aclose()
 
 
-async def test_nothing_for_long_is_told_though_there_was_something_before(publisher: Publisher) -> None:
+async def test_a_wait_ends_without_messages_also_after_earlier_ones(publisher: Publisher) -> None:
     inbox = ConnectedInbox(arrivals(), publisher.endpoint, "kv", 1000)
     await inbox.ready(LONG_S)
     inbox.interrupted()
@@ -221,7 +221,7 @@ async def test_a_peer_that_is_no_publisher_is_complained_of_once_and_tried_again
     assert not inbox.take(10)
 
 
-async def test_a_peer_that_says_nothing_is_complained_of(
+async def test_a_silent_peer_is_logged(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvroute.events.inbox._RECONNECT_S", 0.001)
@@ -251,7 +251,7 @@ async def test_a_peer_that_is_no_publisher_behind_its_handshake_is_complained_of
     assert len(caplog.records) == 1
 
 
-async def test_what_was_not_foreseen_is_logged_and_connecting_goes_on(
+async def test_an_unexpected_error_is_logged_and_connecting_continues(
     publisher: Publisher, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvroute.events.inbox._RECONNECT_S", 0.001)
@@ -275,7 +275,7 @@ async def test_what_was_not_foreseen_is_logged_and_connecting_goes_on(
     await inbox.aclose()
 
 
-async def test_an_address_that_nobody_answers_at_leaves_time_for_the_next(
+async def test_an_address_without_a_server_leaves_time_for_the_next_address(
     publisher: Publisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An IPv6 address, say, where there is no way for IPv6."""
@@ -303,7 +303,7 @@ async def test_an_address_that_nobody_answers_at_leaves_time_for_the_next(
 
 
 @pytest.mark.parametrize("context", [b"hello", b"x" * 60_000])
-async def test_a_publisher_that_asks_whether_we_live_is_answered(context: bytes) -> None:
+async def test_a_publishers_ping_is_answered(context: bytes) -> None:
     """With the sixteen bytes that a context may have, and not with more."""
     peer = Peer(GREETING + ready() + command(b"PING", b"\x00\x64" + context))
     async with tcp_server(peer.serve) as port:
@@ -315,6 +315,6 @@ async def test_a_publisher_that_asks_whether_we_live_is_answered(context: bytes)
 @pytest.mark.parametrize(
     "endpoint", ["", "tcp://", "tcp://host", "tcp://host:port", "tcp://host:1/x", "ipc://", "udp://host:1"]
 )
-async def test_what_is_no_endpoint_is_refused(endpoint: str) -> None:
+async def test_an_invalid_endpoint_is_refused(endpoint: str) -> None:
     with pytest.raises(WireError):
         ConnectedInbox(arrivals(), endpoint, "kv", 10)

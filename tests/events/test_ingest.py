@@ -92,7 +92,7 @@ async def test_workers_are_followed_from_joining_to_leaving(engine_of: Make, tok
         await until(lambda: setup.index.size().blocks == 3)
 
 
-async def test_a_restarted_worker_is_emptied_at_once_and_its_sources_are_read_again(
+async def test_a_restarted_workers_map_is_emptied_immediately_and_its_sources_are_read_again(
     engine_of: Make, tokens_of: Tokens
 ) -> None:
     old, new, prompt = engine_of(), engine_of(), tokens_of(1, 100)
@@ -111,9 +111,7 @@ async def test_a_restarted_worker_is_emptied_at_once_and_its_sources_are_read_ag
         await until(lambda: list(setup.match(prompt).values()) == [TierMatch(32)])
 
 
-async def test_a_place_is_nobody_elses_until_its_worker_has_another(
-    engine_of: Make, tokens_of: Tokens
-) -> None:
+async def test_a_slot_is_not_reused_until_its_worker_has_another(engine_of: Make, tokens_of: Tokens) -> None:
     """Its sources change; between its old streams' end and its new ones' beginning others come and go."""
     old, new, other = engine_of(), engine_of(), engine_of()
     old.serve(tokens_of(1, 100))
@@ -149,7 +147,7 @@ async def test_a_place_is_nobody_elses_until_its_worker_has_another(
     assert seen[1:3] == [("b", [], [1]), ("a", [0], [2])]
 
 
-async def test_a_failure_of_our_own_is_said_and_asking_goes_on(
+async def test_an_internal_error_is_logged_and_polling_continues(
     engine_of: Make, tokens_of: Tokens, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = engine_of()
@@ -164,7 +162,7 @@ async def test_a_failure_of_our_own_is_said_and_asking_goes_on(
         await until(lambda: setup.match(tokens_of(1, 100)) != {})
 
 
-async def test_a_worker_without_events_is_named_once_and_asked_again(
+async def test_a_worker_without_events_is_logged_once_and_polled_again(
     engine_of: Make, tokens_of: Tokens, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = engine_of()
@@ -187,7 +185,7 @@ async def test_a_worker_without_events_is_named_once_and_asked_again(
     assert sum("publishes no KV events" in record.getMessage() for record in caplog.records) == 1
 
 
-async def test_figures_are_told_by_worker_and_rank(engine_of: Make, tokens_of: Tokens) -> None:
+async def test_figures_are_shown_by_worker_and_rank(engine_of: Make, tokens_of: Tokens) -> None:
     engine = engine_of()
     engine.serve(tokens_of(1, 100))
     async with running() as setup:
@@ -209,7 +207,7 @@ async def test_figures_are_told_by_worker_and_rank(engine_of: Make, tokens_of: T
             setup.ingest.distrust(worker, 0, "nonsense")
 
 
-async def test_workers_that_connect_to_us_are_told_apart_by_topic(tokens_of: Tokens) -> None:
+async def test_workers_that_connect_to_the_gateway_are_separated_by_topic(tokens_of: Tokens) -> None:
     from kvroute.wire.vllm import DIALECTS
     from kvroute.wire.zmq import EventMessage, pack_live
 

@@ -36,7 +36,7 @@ def intake() -> Intake:
         pytest.param([stored(75)], True, id="the blocks of a turn"),
     ],
 )
-def test_small_batches_are_taken_in_at_once(
+def test_small_batches_are_applied_synchronously(
     intake: Intake, dialect: str, events: list[KvEvent], newest_only: bool
 ) -> None:
     payload = DIALECTS[dialect].encode(1.0, events)
@@ -55,14 +55,14 @@ def test_small_batches_are_taken_in_at_once(
         pytest.param([stored(75), BlockRemoved([3])], id="many and a removal"),
     ],
 )
-def test_of_larger_ones_nothing_is_done(intake: Intake, events: list[KvEvent]) -> None:
+def test_larger_batches_are_left_untouched(intake: Intake, events: list[KvEvent]) -> None:
     payload = DIALECTS["map-0.30"].encode(1.0, events)
 
     assert intake.apply_fast([(b"", (0).to_bytes(8), payload)]) == 0
     assert (intake.sequence.expected, intake._ledger.counts.stored) == (0, 0)
 
 
-def test_it_ends_soon_when_time_is_up(intake: Intake) -> None:
+def test_the_fast_path_ends_soon_after_its_deadline(intake: Intake) -> None:
     encode = DIALECTS["map-0.30"].encode
     messages = [
         (b"", seq.to_bytes(8), encode(1.0, [BlockStored([seq + 1], seq or None, list(range(16)), 16)]))

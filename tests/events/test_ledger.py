@@ -162,7 +162,7 @@ def test_a_request_that_continues_orphans_and_reports_its_hits_places_them(run_l
     assert confirm(ledger, 5 * 16) == 0
 
 
-def test_what_was_never_heard_by_name_is_doubted_with_the_first_unknown_removal(run_ledger: Run) -> None:
+def test_the_map_is_doubted_after_the_first_removal_of_an_unknown_block(run_ledger: Run) -> None:
     index, ledger = lost_head(run_ledger)
     confirm(ledger, 6 * 16)
 
@@ -180,7 +180,7 @@ def test_what_was_never_heard_by_name_is_doubted_with_the_first_unknown_removal(
 
 
 @pytest.mark.parametrize("others", [0, 15])
-def test_an_answer_may_come_before_the_events_of_what_it_computed(run_ledger: Run, others: int) -> None:
+def test_an_answer_may_come_before_its_events(run_ledger: Run, others: int) -> None:
     index = PrefixIndex()
     ledger = Ledger(index, 0)
     run_ledger(ledger, [batch(store([3, 4, 5], 3, 2))])
@@ -200,7 +200,7 @@ def test_an_answer_may_come_before_the_events_of_what_it_computed(run_ledger: Ru
     assert matched(index) == TierMatch(7 * 16)
 
 
-def test_its_block_may_be_the_first_that_is_set_aside(run_ledger: Run) -> None:
+def test_the_requests_block_may_be_the_first_orphan(run_ledger: Run) -> None:
     index = PrefixIndex()
     ledger = Ledger(index, 0)
     run_ledger(ledger, [batch(store([90]))])
@@ -228,7 +228,7 @@ def test_an_early_answer_is_not_waited_for_for_ever(run_ledger: Run) -> None:
         assert matched(index) == TierMatch()
 
 
-def test_orphans_stay_aside_without_proof(run_ledger: Run) -> None:
+def test_orphans_without_proof_stay_orphans(run_ledger: Run) -> None:
     other = [*IDS[:100], 7777, *IDS[101:]]
     index, ledger = lost_head(run_ledger)
     moment = ledger.forgotten
@@ -328,14 +328,14 @@ def test_a_full_index_is_not_believed_to_hold_the_rest(run_ledger: Run) -> None:
     assert (ledger.held_blocks(Tier.GPU), ledger.counts.refused, ledger.aside_blocks) == (2, 1, 1)
 
 
-def test_too_many_blocks_aside_are_refused(run_ledger: Run) -> None:
+def test_too_many_orphans_are_refused(run_ledger: Run) -> None:
     ledger = Ledger(PrefixIndex(), 0, max_aside=3)
     run_ledger(ledger, [batch(store([5, 6], 4, 4), store([8, 9], 7, 7))])
 
     assert (ledger.aside_blocks, ledger.counts.refused) == (2, 2)
 
 
-def test_names_of_blocks_that_are_gone_are_remembered_up_to_a_bound(run_ledger: Run) -> None:
+def test_hashes_of_removed_blocks_are_remembered_up_to_a_bound(run_ledger: Run) -> None:
     index = PrefixIndex()
     ledger = Ledger(index, 0, max_remembered=1)
     run_ledger(ledger, [batch(store([1, 2, 3]), BlockRemoved([3]), BlockRemoved([2]))])
@@ -361,7 +361,7 @@ def test_a_long_announcement_comes_in_pieces_and_is_no_copy_when_repeated() -> N
     assert (ledger.counts.copies, ledger.counts.repeated) == (0, len(names))
 
 
-def test_dropping_believes_nothing_at_once_and_returns_memory_in_steps(run_ledger: Run) -> None:
+def test_dropping_empties_the_map_immediately_and_frees_memory_in_steps(run_ledger: Run) -> None:
     index = PrefixIndex()
     ledger = Ledger(index, 0)
     run_ledger(ledger, [batch(store([1, 2, 3]))])
@@ -409,7 +409,7 @@ def test_a_stream_that_ends_in_the_middle_of_a_large_event_leaves_nothing(remova
     ),
     size=st.sampled_from([16, 32]),
 )
-def test_any_traffic_leaves_the_index_with_what_the_engine_holds(
+def test_after_any_traffic_the_index_equals_the_engines_cache(
     requests: list[tuple[int, int, int, bool, bool]], size: int
 ) -> None:
     """Shared prefixes, evictions, and copies from requests that run at once."""
@@ -451,7 +451,7 @@ def test_a_later_part_of_a_repeated_prompt_is_no_copy(run_ledger: Run) -> None:
     assert (ledger.counts.repeated, ledger.counts.copies) == (2, 2)
 
 
-def test_of_a_long_announcement_that_does_not_fit_its_hashes_nothing_is_believed(run_ledger: Run) -> None:
+def test_a_long_announcement_that_does_not_match_its_hashes_is_ignored(run_ledger: Run) -> None:
     """Its parts would fit, were they cut off from the front."""
     blocks = 3 * PIECE_BLOCKS
     tokens = [7] * (16 * blocks + 16)

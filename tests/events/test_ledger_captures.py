@@ -86,7 +86,7 @@ def adapter_of(request: dict[str, Any]) -> str | None:
 
 
 @pytest.mark.parametrize("release", ["vllm-0.32", "synthetic-vllm-0.19.1", "synthetic-vllm-0.23.0"])
-def test_predictions_equal_what_the_engine_found_cached_with_evictions_and_a_reset(
+def test_predictions_equal_the_engines_cached_tokens_with_evictions_and_a_reset(
     release: str, messages_of: Messages, requests_of: Requests, run_ledger: Run
 ) -> None:
     index, truth = PrefixIndex(), PlainTruth()
@@ -119,9 +119,7 @@ def test_predictions_equal_what_the_engine_found_cached_with_evictions_and_a_res
     assert ledger.counts.unusable == ledger.counts.set_aside == 0
 
 
-def test_before_0_19_salted_blocks_cannot_be_told_apart_but_the_rest_is_right(
-    messages_of: Messages, run_ledger: Run
-) -> None:
+def test_before_0_19_only_salted_blocks_are_ambiguous(messages_of: Messages, run_ledger: Run) -> None:
     ledgers = []
     for release in ("synthetic-vllm-0.11.1", "vllm-0.32"):
         ledger = Ledger(PrefixIndex(), 0)

@@ -70,7 +70,7 @@ async def setup() -> Any:
         stream.close()
 
 
-async def test_what_comes_seldom_is_read_as_it_comes(setup: Setup) -> None:
+async def test_rare_messages_are_read_as_they_arrive(setup: Setup) -> None:
     for stream in setup.streams:
         stream.far.send(b"x")
         await until(lambda stream=stream: stream.came == b"x")
@@ -78,7 +78,7 @@ async def test_what_comes_seldom_is_read_as_it_comes(setup: Setup) -> None:
         setup.clock.time += 2 * PAUSE_S
 
 
-async def test_what_comes_often_is_read_when_somebody_looks(setup: Setup) -> None:
+async def test_frequent_messages_are_read_by_a_poll(setup: Setup) -> None:
     await setup.busy()
     for stream in setup.streams:
         stream.far.send(b"y")
@@ -86,13 +86,13 @@ async def test_what_comes_often_is_read_when_somebody_looks(setup: Setup) -> Non
     assert [stream.came for stream in setup.streams] == [b"y"] * 3
 
 
-async def test_what_comes_often_is_read_soon_though_nobody_looks(setup: Setup) -> None:
+async def test_frequent_messages_are_read_soon_without_a_poll(setup: Setup) -> None:
     await setup.busy()
     setup.streams[1].far.send(b"y")
     await until(lambda: setup.streams[1].came == b"y")
 
 
-async def test_the_loop_watches_again_when_nothing_comes_any_more(setup: Setup) -> None:
+async def test_the_loop_watches_again_when_messages_are_rare(setup: Setup) -> None:
     await setup.busy()
     await until(lambda: setup.is_watched)
     setup.clock.time += 2 * PAUSE_S
@@ -103,14 +103,14 @@ async def test_the_loop_watches_again_when_nothing_comes_any_more(setup: Setup) 
     assert setup.is_watched
 
 
-async def test_looking_where_nothing_has_come_reads_nothing(setup: Setup) -> None:
+async def test_a_poll_without_messages_reads_no_socket(setup: Setup) -> None:
     await setup.busy()
     before = [stream.reads for stream in setup.streams]
     setup.arrivals.look()
     assert [stream.reads for stream in setup.streams] == before
 
 
-async def test_a_look_takes_no_longer_than_a_slice_and_the_loop_does_the_rest(setup: Setup) -> None:
+async def test_a_poll_takes_at_most_one_slice_and_the_loop_reads_the_rest(setup: Setup) -> None:
     await setup.busy()
     for stream in setup.streams:
         stream.far.send(b"y")
@@ -126,7 +126,7 @@ async def test_a_look_takes_no_longer_than_a_slice_and_the_loop_does_the_rest(se
     await until(lambda: setup.streams[0].came == b"yz")
 
 
-async def test_much_of_one_stream_is_read_in_the_turns_of_the_loop(setup: Setup) -> None:
+async def test_many_bytes_of_one_stream_are_read_over_several_iterations(setup: Setup) -> None:
     await setup.busy()
     first = setup.streams[0]
     first.far.send(b"y" * 1000)
@@ -138,7 +138,7 @@ async def test_much_of_one_stream_is_read_in_the_turns_of_the_loop(setup: Setup)
     await until(lambda: len(first.came) == 1000)
 
 
-async def test_streams_come_and_go_whoever_watches(setup: Setup) -> None:
+async def test_streams_are_added_and_removed_in_both_modes(setup: Setup) -> None:
     await setup.busy()
     late = Stream(setup.arrivals, setup.clock)
     late.far.send(b"y")
@@ -159,7 +159,7 @@ async def test_streams_come_and_go_whoever_watches(setup: Setup) -> None:
     await until(lambda: setup.streams[0].came == b"z")
 
 
-async def test_one_that_leaves_while_others_are_read_is_left_alone(setup: Setup) -> None:
+async def test_a_stream_removed_during_a_poll_is_not_read(setup: Setup) -> None:
     await setup.busy()
     first, second, _ = setup.streams
     first.far.send(b"y")

@@ -60,23 +60,23 @@ async def _many_in_bulk() -> None:
     assert set(loop.by_worker[: 65 * 5]) == set(range(64))
 
 
-async def test_many_streams_in_bulk_take_one_slice_of_a_turn_together() -> None:
+async def test_many_busy_streams_share_one_slice_per_iteration() -> None:
     await _many_in_bulk()
 
 
-def test_they_do_so_on_the_loop_that_is_served_with() -> None:
+def test_many_busy_streams_share_one_slice_per_iteration_on_uvloop() -> None:
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_many_in_bulk())
 
 
-async def test_little_work_of_many_is_done_in_the_turn_in_which_it_comes() -> None:
+async def test_little_work_of_many_streams_is_done_in_one_iteration() -> None:
     loop = Loop()
     await asyncio.gather(*(loop.work(worker, 1) for worker in range(5)))
     loop.stop()
     assert list(loop.done.values()) == [5]
 
 
-async def test_who_has_little_waits_no_longer_than_those_before_in_line() -> None:
+async def test_a_stream_with_little_work_waits_only_for_those_before_it() -> None:
     loop = Loop()
     bulk = [asyncio.create_task(loop.work(worker, 1000)) for worker in range(3)]
     for _ in range(20):
@@ -90,7 +90,7 @@ async def test_who_has_little_waits_no_longer_than_those_before_in_line() -> Non
     loop.stop()
 
 
-async def test_who_leaves_the_line_keeps_nobody_waiting() -> None:
+async def test_a_cancelled_stream_does_not_block_the_others() -> None:
     """The task is cancelled while it waits, or in the iteration in which it would continue."""
     for leaving in range(6):
         for pauses in range(8):
@@ -114,7 +114,7 @@ class FullSocket:
         return [b"kv", b"\0" * 8, b""]
 
 
-async def test_a_listener_that_finds_many_messages_stops_for_others() -> None:
+async def test_a_listener_with_many_messages_yields_to_other_streams() -> None:
     context = zmq.asyncio.Context()
     loop = Loop()
     listener = Listener(context, "tcp://127.0.0.1:0", 10)

@@ -112,7 +112,7 @@ async def lose_history(
     await until(lambda: setup.ingest.reason(setup.worker) is TrustReason.GAP)
 
 
-async def test_after_a_gap_beyond_the_buffer_the_worker_is_asked_and_the_map_is_whole_again(
+async def test_after_a_gap_beyond_the_replay_buffer_reannouncements_complete_the_map(
     engine_of: Make, tokens_of: Tokens
 ) -> None:
     engine = engine_of(capacity_tokens=2000, event_buffer_steps=4)
@@ -136,7 +136,7 @@ async def test_after_a_gap_beyond_the_buffer_the_worker_is_asked_and_the_map_is_
     assert len(setup.asked) == asked
 
 
-async def test_an_adapters_prompt_is_asked_in_its_key_space_for_both_modes_of_lmcache(
+async def test_an_adapters_prompt_is_reannounced_in_its_key_space_for_both_modes_of_lmcache(
     engine_of: Make, tokens_of: Tokens
 ) -> None:
     """Without the tag, LMCache inside the engine would serve what the base model computed."""
@@ -193,7 +193,7 @@ async def test_a_release_that_does_not_announce_again_is_left_alone(
         assert setup.ingest.trust(setup.worker) is MapTrust.PARTIAL
 
 
-async def test_what_the_worker_has_lost_ends_the_asking(engine_of: Make, tokens_of: Tokens) -> None:
+async def test_evicted_blocks_end_the_reannouncement_requests(engine_of: Make, tokens_of: Tokens) -> None:
     engine = engine_of(capacity_tokens=1000, event_buffer_steps=4)
     async with repaired(engine) as setup:
         setup.worker.state = HealthState.DRAINING

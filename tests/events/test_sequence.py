@@ -68,7 +68,7 @@ def test_history_without_its_beginning_is_not_whole_until_a_clear() -> None:
     assert sequence.whole
 
 
-def test_a_hole_inside_a_replay_begins_anew() -> None:
+def test_a_gap_inside_a_replay_restarts_the_sequence() -> None:
     sequence = following(0)
     sequence.begin()
     sequence.replayed(0, 0)
@@ -76,7 +76,7 @@ def test_a_hole_inside_a_replay_begins_anew() -> None:
     assert sequence.replayed(2, 2) is SequenceVerdict.RESTART
 
 
-def test_what_is_lost_leaves_history_to_begin_with_the_next() -> None:
+def test_after_a_loss_history_starts_with_the_next_batch() -> None:
     sequence = following(0, 1)
     sequence.lost(9)
 

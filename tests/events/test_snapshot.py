@@ -86,7 +86,7 @@ async def gateway(
         raise outcome
 
 
-async def test_a_new_process_goes_on_where_the_old_one_ended(
+async def test_a_new_process_continues_from_the_old_ones_snapshot(
     engine_of: Make, tokens_of: Tokens, tmp_path: Path
 ) -> None:
     # The buffer holds the last two batches: without the file all else would be lost.
@@ -110,7 +110,7 @@ async def test_a_new_process_goes_on_where_the_old_one_ended(
 
 
 @pytest.mark.parametrize("change", ["incarnation", "unknown incarnation", "overrun", "restarted"])
-async def test_another_process_or_too_long_a_time_is_begun_anew(
+async def test_a_snapshot_of_another_process_or_of_long_ago_is_not_used(
     engine_of: Make, tokens_of: Tokens, tmp_path: Path, change: str
 ) -> None:
     engine, path = engine_of(event_buffer_steps=4), tmp_path / "map"
@@ -230,7 +230,7 @@ def ledger_with_everything(index: PrefixIndex, slot: int) -> Ledger:
     return ledger
 
 
-def test_a_ledger_comes_back_with_tiers_sizes_and_copies_whatever_others_do_meanwhile() -> None:
+def test_a_ledger_is_restored_with_tiers_sizes_and_copies_during_other_changes() -> None:
     index = PrefixIndex()
     ledger, other = ledger_with_everything(index, 0), ledger_with_everything(index, 1)
     parts = []

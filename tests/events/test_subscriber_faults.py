@@ -107,7 +107,7 @@ def busy(tokens_of: Tokens) -> Callable[[Any, range], None]:
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-async def test_a_stream_is_learnt_from_its_start_and_followed(
+async def test_a_stream_is_replayed_from_its_start_and_followed(
     engine_of: Make, busy: Any, dialect: str
 ) -> None:
     engine = engine_of(capacity_tokens=1000, event_dialect=dialect)
@@ -235,7 +235,9 @@ async def test_a_restart_that_has_caught_up_with_the_numbers_is_still_found(
     assert follower.subscriber.counts.restarts == 1
 
 
-async def test_the_fleets_word_of_a_restart_empties_the_map_at_once(engine_of: Make, busy: Any) -> None:
+async def test_a_restart_reported_by_the_fleet_empties_the_map_immediately(
+    engine_of: Make, busy: Any
+) -> None:
     engine = engine_of(capacity_tokens=1000)
     async with followed(engine) as follower:
         busy(engine, range(3))
@@ -355,7 +357,7 @@ async def test_a_map_without_room_is_not_called_whole(engine_of: Make, tokens_of
         await until(lambda: follower.is_right)
 
 
-async def test_what_was_refused_is_forgotten_once_everything_was_computed_anew(
+async def test_refused_blocks_are_forgotten_after_the_pool_was_recycled(
     engine_of: Make, tokens_of: Tokens
 ) -> None:
     engine = engine_of(capacity_tokens=800)
@@ -371,7 +373,7 @@ async def test_what_was_refused_is_forgotten_once_everything_was_computed_anew(
         await until(lambda: follower.is_right)
 
 
-async def test_a_failure_of_our_own_drops_the_map_which_is_then_read_anew(
+async def test_an_internal_error_drops_the_map_which_is_then_rebuilt(
     engine_of: Make,
     busy: Any,
     caplog: pytest.LogCaptureFixture,
@@ -401,9 +403,7 @@ async def test_a_failure_of_our_own_drops_the_map_which_is_then_read_anew(
     assert follower.subscriber.trust is MapTrust.NONE  # no task follows it any more
 
 
-async def test_a_worker_that_serves_without_announcing_it_is_not_believed(
-    engine_of: Make, tokens_of: Tokens
-) -> None:
+async def test_a_worker_that_serves_without_events_is_not_trusted(engine_of: Make, tokens_of: Tokens) -> None:
     engine = engine_of(capacity_tokens=1000)
     options = QUICK.model_copy(update={"silent_requests": 3, "silent_s": 0.01})
     async with followed(engine, options=options) as follower:
@@ -493,7 +493,7 @@ async def test_a_replay_socket_that_does_not_answer_costs_the_map_and_no_more(
         assert len(follower.believed) == 6
 
 
-async def test_a_burst_is_taken_in_whole_and_in_slices(engine_of: Make, tokens_of: Tokens) -> None:
+async def test_a_burst_is_applied_completely_and_in_slices(engine_of: Make, tokens_of: Tokens) -> None:
     """100,000 blocks: others get their turn many times meanwhile."""
     engine = engine_of(capacity_tokens=1_600_000)
     async with followed(engine) as follower:
@@ -513,7 +513,7 @@ async def test_a_burst_is_taken_in_whole_and_in_slices(engine_of: Make, tokens_o
 
 
 @pytest.mark.parametrize("dialect", ["array-0.20", "map-0.30"])
-async def test_a_long_prompt_announced_as_one_event_is_learnt_and_evicted(
+async def test_a_long_prompt_announced_as_one_event_is_stored_and_evicted(
     engine_of: Make, tokens_of: Tokens, dialect: str
 ) -> None:
     engine = engine_of(capacity_tokens=80_000, event_dialect=dialect)

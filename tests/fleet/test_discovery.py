@@ -77,7 +77,7 @@ def test_a_wrong_file_names_the_place(text: str, path: str, complaint: str) -> N
     assert "Value error" not in str(caught.value)
 
 
-def test_reading_a_file_that_is_not_there_or_not_text_says_so(tmp_path: Path) -> None:
+def test_a_missing_file_and_a_file_that_is_no_text_give_an_error(tmp_path: Path) -> None:
     (tmp_path / "latin").write_bytes(b"workers: [\xe4]")
 
     with pytest.raises(ConfigError, match="No such file"):
@@ -233,7 +233,7 @@ async def test_a_file_caught_in_the_middle_of_being_written_is_read_again(
     await file.aclose()
 
 
-async def test_a_far_shorter_list_is_believed_at_the_second_poll(tmp_path: Path) -> None:
+async def test_a_far_shorter_list_is_accepted_at_the_second_poll(tmp_path: Path) -> None:
     """A program that writes the file line by line may be at its beginning."""
     path = tmp_path / "workers.yaml"
     path.write_text("workers: [http://a:1, http://b:1, http://c:1]")
@@ -251,7 +251,7 @@ async def test_a_far_shorter_list_is_believed_at_the_second_poll(tmp_path: Path)
 
 
 @pytest.mark.parametrize("second", ["workers: [http://a:1, http://b:1, http://d:1]", "workers: ["])
-async def test_a_shorter_list_that_changes_again_is_not_believed(tmp_path: Path, second: str) -> None:
+async def test_a_shorter_list_that_changes_again_is_not_accepted(tmp_path: Path, second: str) -> None:
     path = tmp_path / "workers.yaml"
     path.write_text("workers: [http://a:1, http://b:1, http://c:1]")
 
@@ -320,7 +320,7 @@ class Scripted:
             yield step
 
 
-async def test_a_source_that_crashes_is_started_again_and_keeps_what_it_found(
+async def test_a_source_that_crashes_is_restarted_and_its_workers_stay(
     clock: Any, running: Callable[..., Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     a, b = WorkerSpec(WorkerId("a"), "http://a"), WorkerSpec(WorkerId("b"), "http://b")
@@ -339,7 +339,7 @@ async def test_a_source_that_crashes_is_started_again_and_keeps_what_it_found(
     await task
 
 
-async def test_workers_file_changes_reach_the_fleet_without_touching_the_others(
+async def test_changes_of_a_workers_file_do_not_affect_other_workers(
     tmp_path: Path, running: Callable[..., Any]
 ) -> None:
     path = tmp_path / "workers.yaml"

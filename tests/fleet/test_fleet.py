@@ -53,7 +53,7 @@ def test_a_new_worker_is_unknown_and_in_no_view() -> None:
     assert changes == [(FleetChange.JOINED, "a")]
 
 
-def test_a_worker_no_longer_wanted_leaves_every_view_at_once() -> None:
+def test_a_worker_that_no_source_lists_leaves_every_view_immediately() -> None:
     fleet = fleet_of("a", "b")
     gone = fleet.get("a")
     running = gone.load.reserve(0.0, prefill_s=1.0, tokens=10)
@@ -122,7 +122,7 @@ def test_an_index_is_reused_only_after_listeners_have_forgotten_its_owner() -> N
     assert taken == {0: "c", 1: "b", 2: "d"}
 
 
-def test_adding_and_removing_by_hand() -> None:
+def test_an_admin_adds_and_removes_workers() -> None:
     fleet = fleet_of("a")
 
     assert fleet.add(spec("b")).id == "b"
@@ -184,7 +184,7 @@ def test_a_capacity_change_leaves_views_alone() -> None:
     assert changes == [(FleetChange.CAPACITY, "a")]
 
 
-def test_views_of_made_up_models_take_no_memory() -> None:
+def test_views_of_unknown_models_take_no_memory() -> None:
     fleet = fleet_of("a")
 
     assert growth_bytes(lambda number: fleet.view(f"made-up-{number}"), 1000) < 10_000
@@ -194,7 +194,7 @@ def test_views_of_made_up_models_take_no_memory() -> None:
 # Facts
 
 
-def test_new_models_are_routable_at_once_and_gone_ones_are_not() -> None:
+def test_new_models_are_routable_immediately_and_removed_ones_are_not() -> None:
     fleet = fleet_of("a")
 
     fleet.update_facts(fleet.get("a"), replace(FACTS, models=frozenset({"n"})))
@@ -216,7 +216,7 @@ def test_cards_that_only_look_new_change_nothing() -> None:
     assert fleet.models() == ({"id": "m", "created": 1},)
 
 
-def test_a_restart_is_told_before_what_it_changed() -> None:
+def test_a_restart_is_reported_before_the_changes_that_it_causes() -> None:
     fleet = fleet_of("a")
     changes = heard(fleet)
 
@@ -260,7 +260,7 @@ def test_an_assumed_capacity_is_logged_once(caplog: pytest.LogCaptureFixture) ->
 # Health
 
 
-def test_ejection_is_told_with_its_cause_only_for_a_worker_that_was_healthy() -> None:
+def test_an_ejection_is_logged_with_its_cause_only_for_a_healthy_worker() -> None:
     fleet = fleet_of("a")
     fleet.apply("file", [spec("b")])
     changes = heard(fleet)
@@ -324,7 +324,7 @@ def test_states_are_counted() -> None:
     }
 
 
-def test_reasons_name_what_keeps_the_gateway_from_being_ready() -> None:
+def test_reasons_explain_why_the_gateway_is_not_ready() -> None:
     fleet = Fleet()
     assert fleet.reasons_not_ready() == ["No workers are known."]
     fleet.apply("static", [spec("a"), spec("b"), spec("c")])
@@ -343,7 +343,7 @@ def test_reasons_name_what_keeps_the_gateway_from_being_ready() -> None:
 # Draining
 
 
-def test_a_draining_worker_gets_nothing_new_and_reports_what_runs() -> None:
+def test_a_draining_worker_gets_no_new_request_and_shows_its_running_ones() -> None:
     fleet = fleet_of("a", "b")
     running = fleet.get("a").load.reserve(0.0, prefill_s=1.0, tokens=10)
     changes = heard(fleet)
@@ -371,7 +371,7 @@ def test_undraining_returns_to_the_health_found_meanwhile() -> None:
     assert fleet.get("b").state is HealthState.UNHEALTHY
 
 
-def test_a_worker_that_left_while_draining_starts_anew_when_it_returns() -> None:
+def test_a_worker_that_left_while_draining_serves_when_it_returns() -> None:
     fleet = fleet_of("a")
     fleet.drain("a")
 
@@ -383,7 +383,7 @@ def test_a_worker_that_left_while_draining_starts_anew_when_it_returns() -> None
     assert fleet.get("a").state is HealthState.HEALTHY
 
 
-def test_a_worker_drains_while_its_source_says_so() -> None:
+def test_a_worker_drains_while_its_source_reports_draining() -> None:
     fleet = fleet_of("a", "b")
     changes = heard(fleet)
 
@@ -398,7 +398,7 @@ def test_a_worker_drains_while_its_source_says_so() -> None:
     assert changes == [(FleetChange.STATE, "a"), (FleetChange.EJECTED, "a"), (FleetChange.STATE, "a")]
 
 
-def test_what_drains_by_hand_goes_on_draining_when_its_source_says_it_may_serve() -> None:
+def test_an_admin_drain_continues_when_the_source_reports_serving() -> None:
     fleet = fleet_of("a")
     fleet.drain("a")
 
@@ -423,7 +423,7 @@ def test_a_worker_may_join_draining() -> None:
     assert fleet.get("a").state is HealthState.HEALTHY
 
 
-def test_what_is_done_by_hand_is_told_and_stands_in_another_fleet() -> None:
+def test_admin_overrides_are_published_and_apply_in_another_fleet() -> None:
     there, here = fleet_of("a", "b"), fleet_of("a", "b")
     told: list[AdminOverrides] = []
     there.subscribe_admin_overrides(told.append)
@@ -454,7 +454,7 @@ def test_a_drain_elsewhere_of_a_worker_that_is_not_known_yet_waits_for_it() -> N
     assert heard_here == [(FleetChange.JOINED, "a")]
 
 
-def test_following_another_fleets_hand_tells_nobody() -> None:
+def test_applying_a_peers_overrides_publishes_nothing() -> None:
     here = fleet_of("a")
     told: list[AdminOverrides] = []
     here.subscribe_admin_overrides(told.append)

@@ -12,7 +12,7 @@ def busy(requests: int) -> tuple[Worker, list[Any]]:
     return worker, [worker.load.reserve(0.0, prefill_s=1.0, tokens=10) for _ in range(requests)]
 
 
-def test_progress_counts_what_runs() -> None:
+def test_progress_counts_running_requests() -> None:
     worker, running = busy(2)
 
     assert progress_of(worker) == DrainProgress(WorkerId("a"), 2)
@@ -42,5 +42,5 @@ async def test_waiting_ends_at_its_deadline(clock: Any) -> None:
     assert await waiting == DrainProgress(WorkerId("a"), 1)
 
 
-async def test_an_idle_worker_is_drained_at_once(clock: Any) -> None:
+async def test_an_idle_worker_is_drained_immediately(clock: Any) -> None:
     assert (await until_drained(busy(0)[0], clock, timeout_s=60.0)).is_done

@@ -90,7 +90,7 @@ async def test_models_and_capacity_are_known_before_the_first_request(watched: W
     assert seen == [("m", "1600", "16")]
 
 
-async def test_a_worker_that_joins_later_is_probed_at_once(watched: Watched) -> None:
+async def test_a_worker_that_joins_later_is_probed_immediately(watched: Watched) -> None:
     await watched.start("a")
 
     watched.fleet.add(spec("b"))
@@ -183,7 +183,7 @@ async def test_a_hanging_worker_is_ejected(watched: Watched) -> None:
     assert "no answer within" in watched["a"].trouble
 
 
-async def test_a_worker_that_refuses_a_probe_is_out_at_once_and_back_within_two_seconds(
+async def test_a_worker_that_refuses_a_probe_is_ejected_immediately_and_returns_within_two_seconds(
     watched: Watched,
 ) -> None:
     await watched.start("a", "b")
@@ -198,7 +198,7 @@ async def test_a_worker_that_refuses_a_probe_is_out_at_once_and_back_within_two_
     assert await watched.until("a", HEALTHY, within_s=2.0) <= 1.0
 
 
-async def test_a_worker_still_starting_is_asked_often_at_first_then_less(watched: Watched) -> None:
+async def test_a_starting_worker_is_probed_often_at_first_then_less(watched: Watched) -> None:
     watched.network["a"].refuses = True
     await watched.start("a", recheck_s=0.25, interval_s=1.0)
 
@@ -310,7 +310,7 @@ async def test_facts_outlive_a_page_that_fails(watched: Watched) -> None:
     assert (watched["a"].models, watched["a"].capacity_tokens) == ({"m"}, 1600)
 
 
-async def test_models_that_cannot_be_read_are_asked_for_with_every_probe_and_logged_once(
+async def test_unreadable_models_are_requested_with_every_probe_and_logged_once(
     watched: Watched, caplog: pytest.LogCaptureFixture
 ) -> None:
     watched.network["a"].models = None
@@ -325,7 +325,7 @@ async def test_models_that_cannot_be_read_are_asked_for_with_every_probe_and_log
     assert watched.fleet.reasons_not_ready() == []
 
 
-async def test_configured_models_serve_where_the_worker_tells_none(watched: Watched) -> None:
+async def test_configured_models_are_used_if_the_worker_lists_none(watched: Watched) -> None:
     watched.network["a"].models = None
     await watched.start()
     watched.fleet.apply("static", [spec("a", models=("configured",))])
@@ -359,7 +359,7 @@ async def test_a_new_start_time_is_a_restart(watched: Watched) -> None:
     assert watched["a"].models == {"n"}, "read again because of the restart"
 
 
-async def test_a_restart_behind_a_refusal_is_told_before_the_worker_is_routable(watched: Watched) -> None:
+async def test_a_restart_after_a_refusal_is_reported_before_the_worker_is_routable(watched: Watched) -> None:
     await watched.start("a")
     watched.changes.clear()
     watched.monitor.report_refused(watched["a"])
@@ -381,7 +381,7 @@ async def test_the_same_start_time_after_a_refusal_is_no_restart(watched: Watche
 
 
 @pytest.mark.parametrize("metrics", ["without start time", "unreadable"])
-async def test_a_refusal_is_taken_for_a_restart_where_the_start_time_is_not_told(
+async def test_a_refusal_counts_as_a_restart_if_the_start_time_is_unknown(
     watched: Watched, metrics: str
 ) -> None:
     watched.network["a"].start_time = None
@@ -413,7 +413,7 @@ async def test_a_worker_seen_for_the_first_time_has_not_restarted(watched: Watch
 # Reports from requests of clients
 
 
-async def test_a_refused_request_ejects_at_once_and_the_next_passed_probe_brings_it_back(
+async def test_a_refused_request_ejects_immediately_until_the_next_passed_probe(
     watched: Watched,
 ) -> None:
     await watched.start("a", "b")
@@ -434,7 +434,7 @@ async def test_a_refusal_ejects_even_the_last_worker(watched: Watched) -> None:
     assert watched["a"].state is UNHEALTHY
 
 
-async def test_a_probe_begun_before_the_ejection_does_not_undo_it(watched: Watched) -> None:
+async def test_a_probe_that_started_before_the_ejection_does_not_undo_it(watched: Watched) -> None:
     await watched.start("a", "b")
     gate = asyncio.Event()
     answer = watched.network["a"].answer
@@ -491,7 +491,7 @@ async def test_after_the_backoff_a_probe_must_pass(watched: Watched) -> None:
 
 
 @pytest.mark.parametrize("status", [200, 400, 404, 422, 429, 499, 501])
-async def test_what_is_not_the_workers_fault_never_ejects(watched: Watched, status: int) -> None:
+async def test_failures_that_are_not_the_workers_fault_never_eject(watched: Watched, status: int) -> None:
     await watched.start("a", "b")
 
     fail(watched, "a", 1000, status)
@@ -581,7 +581,7 @@ async def test_figures_of_a_worker_that_left_are_dropped(watched: Watched) -> No
     assert not watched.monitor.counts.probe_failures
 
 
-async def test_reports_count_before_probing_has_begun(clock: Any, client: httpx.AsyncClient) -> None:
+async def test_reports_count_before_the_first_probe(clock: Any, client: httpx.AsyncClient) -> None:
     fleet = Fleet()
     fleet.apply("static", [spec("a")])
     monitor = HealthMonitor(fleet, Prober(client, timeout_s=1.0), clock, HealthOptions())

@@ -32,7 +32,7 @@ def test_failures_far_apart_are_no_burst() -> None:
 
 
 @given(st.text(".x", max_size=60), st.integers(1, 4))
-def test_sees_what_a_list_of_all_answers_shows(answers: str, failures: int) -> None:
+def test_the_window_agrees_with_a_list_of_all_answers(answers: str, failures: int) -> None:
     def is_burst(at: int) -> bool:
         recent = range(max(0, at + 1 - 2 * failures), at + 1)
         return answers[at] == "x" and sum(answers[n] == "x" and n >= at - 5 for n in recent) >= failures
@@ -42,7 +42,7 @@ def test_sees_what_a_list_of_all_answers_shows(answers: str, failures: int) -> N
     assert seen == [at for at in range(len(answers)) if is_burst(at)]
 
 
-def test_clearing_begins_anew() -> None:
+def test_clearing_empties_the_window() -> None:
     window = BurstWindow(2, 10.0)
     window.add(0.0, True)
 
@@ -58,7 +58,7 @@ def test_backoff_doubles_up_to_its_longest() -> None:
     assert [backoff.next_s(float(at)) for at in (0, 2, 5, 10, 17)] == [1.0, 2.0, 4.0, 6.0, 6.0]
 
 
-def test_backoff_starts_anew_after_a_calm_time() -> None:
+def test_backoff_restarts_after_a_calm_time() -> None:
     backoff = Backoff(1.0, 6.0)
     backoff.next_s(0.0)
     backoff.next_s(2.0)

@@ -63,7 +63,7 @@ def test_a_first_token_out_of_turn_leaves_the_head_its_progress(load) -> None:
     assert load.wait(1.0) == 1.0
 
 
-def test_an_answer_that_is_not_streamed_leaves_the_queue_after_its_own_estimate(load) -> None:
+def test_an_unstreamed_answer_leaves_the_queue_after_its_estimate(load) -> None:
     load.reserve(0.0, prefill_s=1.0, tokens=1, streamed=False)
     load.reserve(0.0, prefill_s=1.0, tokens=1, streamed=False)
     load.reserve(0.0, prefill_s=1.0, tokens=1, streamed=False)
@@ -85,7 +85,7 @@ def test_one_that_is_not_streamed_waits_for_the_streamed_one_in_front(load) -> N
     assert load.wait(6.0) == 0.0
 
 
-def test_a_first_token_tells_that_what_was_not_streamed_before_it_is_through(load) -> None:
+def test_a_first_token_ends_the_prefill_of_earlier_unstreamed_requests(load) -> None:
     load.reserve(0.0, prefill_s=5.0, tokens=1, streamed=False)
     load.reserve(0.0, prefill_s=5.0, tokens=1, streamed=False)
     streamed = load.reserve(0.0, prefill_s=1.0, tokens=1)
@@ -156,7 +156,7 @@ def test_utilisation_fades_with_a_time_constant_of_thirty_seconds(load) -> None:
     assert later / busy == pytest.approx(math.exp(-1), rel=0.01)
 
 
-def test_utilisation_is_what_it_is_by_definition_however_long_the_worker_runs(load) -> None:
+def test_utilisation_matches_its_definition_over_any_time(load) -> None:
     """Compared with a sum over all busy intervals; the pauses are long enough that older intervals have no
     weight."""
     rng, now, done = random.Random(5), 50.0, []
@@ -188,7 +188,9 @@ def test_a_burst_is_no_utilisation_before_it_is_computed(load) -> None:
     assert load.recent(1.0)[0] == pytest.approx(1.0, rel=0.05)
 
 
-def test_what_failed_before_its_first_token_was_no_utilisation_and_no_residence(load) -> None:
+def test_a_request_that_failed_before_its_first_token_counts_neither_as_utilisation_nor_residence(
+    load,
+) -> None:
     load.reserve(0.0, prefill_s=1.0, tokens=1).finish(0.5)
 
     assert load.recent(1.0) == (0.0, 0.0)
@@ -248,7 +250,7 @@ fleets = st.lists(
 
 
 @given(fleets, st.sampled_from([0.0, 0.001, 0.5, 40.0, 1300.0, 1e6]))
-def test_many_loads_at_once_say_what_each_says(steps, later) -> None:
+def test_many_loads_read_together_equal_each_read_alone(steps, later) -> None:
     """To the last bit. The twins are asked one by one and in different orders."""
     loads, twins = [WorkerLoad() for _ in range(3)], [WorkerLoad() for _ in range(3)]
     now, reservations = 0.0, []

@@ -32,7 +32,7 @@ def test_a_worker_stays_while_any_source_wants_it() -> None:
     assert set(wanted.merged()) == {"a"}
 
 
-def test_the_first_source_to_name_an_id_wins_and_one_added_by_hand_wins_over_all() -> None:
+def test_the_first_source_with_an_id_wins_and_an_admin_entry_wins_over_all() -> None:
     wanted = DesiredWorkers()
     wanted.replace("static", [spec("a", "http://one:1")])
     wanted.replace("file", [spec("a", "http://two:1")])
@@ -56,7 +56,7 @@ def test_a_second_id_for_one_url_is_left_out_and_logged_once(caplog: pytest.LogC
     assert set(wanted.merged()) == {"b"}
 
 
-def test_removed_by_hand_stays_removed_while_its_source_lists_it() -> None:
+def test_a_worker_removed_by_an_admin_stays_removed_while_its_source_lists_it() -> None:
     wanted = DesiredWorkers()
     wanted.replace("file", [spec("a"), spec("b")])
     wanted.remove(WorkerId("a"))
@@ -69,7 +69,7 @@ def test_removed_by_hand_stays_removed_while_its_source_lists_it() -> None:
     assert set(wanted.merged()) == {"a", "b"}
 
 
-def test_adding_by_hand_undoes_removing_by_hand() -> None:
+def test_an_admin_addition_undoes_an_admin_removal() -> None:
     wanted = DesiredWorkers()
     wanted.replace("file", [spec("a")])
     wanted.remove(WorkerId("a"))
@@ -79,7 +79,7 @@ def test_adding_by_hand_undoes_removing_by_hand() -> None:
     assert set(wanted.merged()) == {"a"}
 
 
-def test_what_was_added_by_hand_alone_is_forgotten_when_removed() -> None:
+def test_a_worker_that_only_an_admin_added_is_forgotten_when_removed() -> None:
     wanted = DesiredWorkers()
     wanted.add(spec("a"))
     wanted.remove(WorkerId("a"))
@@ -90,7 +90,7 @@ def test_what_was_added_by_hand_alone_is_forgotten_when_removed() -> None:
     assert ADMIN == "admin"
 
 
-def test_what_was_done_by_hand_elsewhere_stands_here() -> None:
+def test_a_peers_admin_overrides_apply_here() -> None:
     there, here = DesiredWorkers(), DesiredWorkers()
     for wanted in (there, here):
         wanted.replace("file", [spec("a"), spec("b")])
@@ -106,7 +106,7 @@ def test_what_was_done_by_hand_elsewhere_stands_here() -> None:
     assert set(here.merged()) == set(there.merged()) == {"a", "b"}
 
 
-def test_what_was_removed_elsewhere_stays_out_when_its_source_is_read_later() -> None:
+def test_a_worker_removed_at_a_peer_stays_out_when_its_source_is_read_later() -> None:
     there, here = DesiredWorkers(), DesiredWorkers()
     there.replace("dns", [spec("b")])
     there.replace("file", [spec("a")])

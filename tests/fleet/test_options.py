@@ -24,7 +24,7 @@ def test_a_bare_url_is_a_worker_named_after_its_place(url: str, base: str, worke
     assert (spec.url, spec.id) == (base, worker_id)
 
 
-def test_a_mapping_says_the_rest() -> None:
+def test_a_mapping_sets_the_other_options() -> None:
     entry = WorkerEntry.model_validate(
         {"id": "gpu-1", "url": "http://h:1", "models": ["m"], "capacity_tokens": 1000}
     )
@@ -70,7 +70,7 @@ def test_two_workers_of_one_name_or_place_are_refused(workers: list[object], com
         FleetOptions.model_validate({"workers": workers})
 
 
-def test_a_comma_separated_list_is_what_an_environment_variable_holds() -> None:
+def test_an_environment_variable_holds_a_comma_separated_list() -> None:
     options = FleetOptions.model_validate({"workers": "http://a:1, http://b:2,"})
 
     assert [entry.url for entry in options.workers] == ["http://a:1", "http://b:2"]

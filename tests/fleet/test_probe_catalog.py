@@ -26,7 +26,7 @@ def worker(
     )
 
 
-def test_models_adapters_and_aliases_resolve_to_what_workers_know() -> None:
+def test_models_adapters_and_aliases_resolve_to_the_workers_names() -> None:
     catalog = catalog_of([worker("a", BASE, ADAPTER)], {"gpt-4": "base", "sql-v2": "sql"})
 
     assert [catalog.resolve(name) for name in ("base", "sql", "gpt-4", "sql-v2")] == [
@@ -78,12 +78,12 @@ def test_a_configured_model_or_alias_target_is_known_before_any_worker_answers()
         pytest.param([worker("a", BASE), worker("b", state=HealthState.UNKNOWN)], id="one not yet asked"),
     ],
 )
-def test_while_nobody_can_tell_a_model_is_unavailable_rather_than_unknown(workers: list[Worker]) -> None:
+def test_a_model_is_unavailable_rather_than_unknown_until_workers_list_theirs(workers: list[Worker]) -> None:
     with pytest.raises(NoRoutableWorker):
         catalog_of(workers, {}).resolve("perhaps")
 
 
-def test_a_missing_model_means_the_only_one_adapters_aside() -> None:
+def test_a_missing_model_means_the_only_one_apart_from_adapters() -> None:
     catalog = catalog_of([worker("a", BASE, ADAPTER), worker("b", BASE)], {"gpt-4": "base"})
 
     assert catalog.resolve(None) == "base"
@@ -111,7 +111,7 @@ def test_a_long_list_of_choices_is_cut() -> None:
         catalog.resolve(None)
 
 
-def test_a_missing_model_is_unavailable_before_any_worker_has_told() -> None:
+def test_a_missing_model_is_unavailable_before_any_worker_lists_models() -> None:
     with pytest.raises(NoRoutableWorker):
         catalog_of([worker("a", state=HealthState.UNKNOWN)], {}).resolve(None)
 

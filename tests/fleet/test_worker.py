@@ -24,7 +24,7 @@ def test_measured_capacity_beats_configured_beats_assumed() -> None:
     assert (known.capacity_tokens, known.block_size) == (800, 128)
 
 
-def test_models_it_told_beat_configured_ones() -> None:
+def test_listed_models_override_configured_ones() -> None:
     known = worker(models=("configured",))
 
     assert known.serves("configured")
@@ -44,5 +44,5 @@ def test_ramp_rises_linearly_from_its_start_to_one() -> None:
     assert back.ramp_at(40.0) == 0.1
 
 
-def test_without_a_ramp_the_share_is_what_it_is() -> None:
+def test_without_a_ramp_the_share_is_full() -> None:
     assert worker().ramp_at(1.0) == 1.0

@@ -42,12 +42,12 @@ def test_cards_without_a_name_are_skipped() -> None:
 
 
 @pytest.mark.parametrize("body", [b"", b"<html>", b"[]", b"{}", b'{"data": {}}', b"\xff"])
-def test_what_is_not_a_model_list_is_an_error(body: bytes) -> None:
+def test_an_answer_that_is_no_model_list_is_an_error(body: bytes) -> None:
     with pytest.raises(ValueError):
         parse_models(body)
 
 
-def test_cards_that_differ_only_in_what_is_made_up_per_request_are_the_same() -> None:
+def test_model_cards_that_differ_only_in_generated_fields_are_the_same() -> None:
     first = {"id": "m", "created": 1, "permission": [{"id": "modelperm-1"}]}
     later = {"id": "m", "created": 2, "permission": [{"id": "modelperm-2"}]}
 
@@ -60,7 +60,7 @@ def test_a_metrics_page_gives_capacity_block_size_and_start_time() -> None:
     assert parse_metrics(PAGE) == MetricsPage(524288, 128, 1.76361234567e9)
 
 
-def test_capacity_is_blocks_times_block_size_where_the_size_is_not_told() -> None:
+def test_capacity_is_blocks_times_block_size_if_no_size_is_reported() -> None:
     page = PAGE.replace(b'kv_cache_size_tokens="524288"', b'kv_cache_size_tokens="None"')
 
     assert parse_metrics(page).capacity_tokens == 4096 * 128

@@ -33,7 +33,7 @@ async def test_mutated_requests_over_both_lanes(profile: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("file", SAVED, ids=[file.stem for file in SAVED])
-async def test_what_once_showed_a_defect(file: Path) -> None:
+async def test_saved_inputs_show_no_defect_again(file: Path) -> None:
     case, saved = Case.load(file)
     async with lanes(str(saved["profile"])) as target:
         each, common, _ = await target.run([case, case])
@@ -57,7 +57,7 @@ def test_mutated_documents(tmp_path: Path) -> None:
     clean(fuzz_documents(300, SEED, folder=tmp_path), 300)
 
 
-async def test_the_control_plane_does_what_its_description_says() -> None:
+async def test_the_control_plane_matches_its_openapi_description() -> None:
     clean(await fuzz_control(2, SEED, phases="fuzzing"), 20)
 
 

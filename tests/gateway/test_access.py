@@ -27,7 +27,7 @@ def test_without_keys_everyone_may():
     KeyCheck([]).check([])
 
 
-def test_the_admin_keys_are_told_apart_by_their_fingerprints():
+def test_admin_keys_are_identified_by_their_fingerprints():
     keys = AdminKeys(["one", "two"])
 
     assert keys.owner([(b"authorization", b"Bearer one")]) == fingerprint("one")
@@ -49,7 +49,7 @@ def test_the_admin_keys_are_told_apart_by_their_fingerprints():
     ],
 )
 @pytest.mark.parametrize("keys", [[], ["one", "two"]])
-def test_nobody_else_is_an_administrator(keys, headers):
+def test_no_other_key_is_an_admin_key(keys, headers):
     with pytest.raises(Unauthorized):
         AdminKeys(keys).owner(headers)
 

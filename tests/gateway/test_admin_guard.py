@@ -32,7 +32,7 @@ def request(path: str = "/admin/workers", method: str = "GET", **headers: str) -
     }
 
 
-def test_a_request_with_the_key_passes_and_says_whose_it_is(guard):
+def test_a_request_with_the_key_passes_and_is_attributed_to_it(guard):
     scope = request(**KEY)
 
     guard.check(scope)
@@ -47,7 +47,7 @@ def test_all_below_admin_needs_the_key(guard, path):
 
 
 @pytest.mark.parametrize("path", ["/health", "/metrics", "/administrator", "/v1/models", "/", "/uid"])
-def test_nothing_else_is_looked_at(guard, path):
+def test_other_paths_are_not_checked(guard, path):
     guard.check(request(path, host="evil.example", origin="null"))
 
 

@@ -25,7 +25,7 @@ def test_the_users_state_folder(monkeypatch, tmp_path):
     assert user_state_folder({"XDG_STATE_HOME": "relative"}) == at_home
 
 
-def test_a_user_without_a_home_is_told_the_option(monkeypatch):
+def test_the_error_for_a_user_without_a_home_names_the_option(monkeypatch):
     def no_home() -> Path:
         raise RuntimeError
 
@@ -58,7 +58,7 @@ def test_only_the_owner_may_read_it_whatever_the_umask(tmp_path, umask):
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
-def test_those_who_start_together_get_one_key(tmp_path):
+def test_gateways_that_start_together_get_one_key(tmp_path):
     path = key_path(tmp_path / "folder", 1)
     with ThreadPoolExecutor(16) as pool:
         keys = set(pool.map(lambda _: read_or_create_key(path), range(64)))
@@ -67,7 +67,7 @@ def test_those_who_start_together_get_one_key(tmp_path):
     assert [each.name for each in path.parent.iterdir()] == [path.name]
 
 
-def test_one_that_comes_first_between_the_look_and_the_making_wins(tmp_path, monkeypatch):
+def test_a_key_file_made_between_the_check_and_the_creation_wins(tmp_path, monkeypatch):
     path = key_path(tmp_path, 1)
     link = os.link
 
@@ -83,7 +83,7 @@ def test_one_that_comes_first_between_the_look_and_the_making_wins(tmp_path, mon
 
 
 @pytest.mark.parametrize("mode", [0o644, 0o640, 0o604, 0o620, 0o602])
-def test_a_file_that_others_may_read_or_write_is_refused(tmp_path, mode):
+def test_a_file_that_other_users_may_read_or_write_is_refused(tmp_path, mode):
     path = key_path(tmp_path, 1)
     path.write_text("known-key\n")
     path.chmod(mode)
@@ -96,7 +96,7 @@ def test_a_file_that_others_may_read_or_write_is_refused(tmp_path, mode):
     assert path.read_text() == "known-key\n"
 
 
-def test_links_and_what_is_no_file_are_refused(tmp_path):
+def test_links_and_non_files_are_refused(tmp_path):
     target = tmp_path / "target"
     target.touch(mode=0o600)
     target.write_text("key")

@@ -16,7 +16,7 @@ def test_a_busy_gateway_may_retry_its_share():
     assert [budget.take(0.0) for _ in range(50)].count(True) == 20
 
 
-def test_what_was_spent_comes_back_with_time():
+def test_spent_retries_come_back_with_time():
     budget = RetryBudget(RetryOptions(budget_percent=0, budget_min_per_s=0.1))
     assert budget.take(0.0)
     assert not budget.take(0.1)

@@ -56,7 +56,7 @@ def caches(ingest: Any) -> LiveCaches:
     return LiveCaches(PrefixIndex(), ChunkIndex(), ingest, lambda _: False)
 
 
-def test_a_place_follows_its_streams_standing(caches: Any, ingest: FakeIngest) -> None:
+def test_a_place_follows_its_streams_trust(caches: Any, ingest: FakeIngest) -> None:
     for reason, standing, why in (
         (TrustReason.REPLAYING, MapTrust.NONE, "replaying"),
         (None, MapTrust.WHOLE, ""),
@@ -79,7 +79,7 @@ def test_a_slot_that_is_anothers_now_has_its_rank(caches: Any, ingest: FakeInges
     assert list(caches.places("b")) == [CachePlace(4, 0, MapTrust.PARTIAL, "gap")]
 
 
-def test_a_look_takes_in_what_has_come(ingest: Any) -> None:
+def test_a_refresh_applies_waiting_events(ingest: Any) -> None:
     index, holder, ids = PrefixIndex(), Holder(Tier.GPU), array("I", range(33))
     index.attach(0, holder)
     keys = prompt_keys(ids, adapter_space(None))

@@ -30,5 +30,5 @@ def test_each_operation_names_its_errors_and_its_key(needs_key: bool) -> None:
     assert paths["/ready"]["get"]["responses"].keys() == {"200", "4XX", "503"}
 
 
-def test_what_frameworks_answer_and_we_do_not_is_left_out() -> None:
+def test_answers_of_the_framework_that_the_gateway_does_not_give_are_left_out() -> None:
     assert described(False)["components"]["schemas"] == {}

@@ -143,7 +143,7 @@ def connect(request: pytest.FixtureRequest) -> Any:
     return lambda **options: Connection(request.param, **options)
 
 
-async def test_what_is_waited_for(connect: Any) -> None:
+async def test_the_kind_of_wait_follows_the_requests_state(connect: Any) -> None:
     connection = connect()
     seen = [connection.waits_for]
     for data in (b"\r\n", HEAD[:9], HEAD[9:30], HEAD[30:], b"x" * 50_000, b"x" * 50_000):
@@ -217,7 +217,7 @@ async def test_a_body_is_held_to_its_least_rate_again_and_again(connect: Any) ->
     assert connection.application.messages[-1] == "http.disconnect"
 
 
-async def test_the_time_of_a_body_stands_still_while_nobody_reads(connect: Any) -> None:
+async def test_the_body_timeout_pauses_while_reading_is_paused(connect: Any) -> None:
     connection = connect(body_timeout_s=30, body_bytes_per_s=1000)
     connection.application.receives = False
     await connection.take(HEAD + b"x" * 70_000)
@@ -369,7 +369,7 @@ async def test_a_body_in_very_many_tiny_chunks_is_refused(
     await connection.end()
 
 
-async def test_a_refused_request_is_not_told_to_continue(connect: Any) -> None:
+async def test_a_refused_request_gets_no_100_continue(connect: Any) -> None:
     connection = connect()
     head = b"POST /x HTTP/1.1\r\nhost: x\r\nexpect: 100-continue\r\ntransfer-encoding: chunked\r\n\r\n"
 

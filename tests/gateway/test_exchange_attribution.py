@@ -17,7 +17,7 @@ def lines(attribution: Attribution, chosen: Candidate, strategy: str, reason: Ro
     return made.split(b"\r\n")[:-1]
 
 
-def test_says_who_and_why():
+def test_the_lines_name_worker_strategy_and_reason():
     assert lines(Attribution(), candidate(), "roundrobin", RouteReason.ROUND_ROBIN) == [
         b"x-kvroute-worker: w0",
         b"x-kvroute-strategy: roundrobin",
@@ -33,7 +33,7 @@ def test_says_who_and_why():
         (candidate(), (b"0", b"gpu=0;l1=0;l2=0")),
     ],
 )
-def test_a_strategy_that_predicts_hits_says_each_requests_own(chosen, hits):
+def test_a_strategy_that_predicts_hits_gives_each_requests_prediction(chosen, hits):
     attribution = Attribution()
     lines(attribution, candidate(matched=7), "prefixaware", RouteReason.PREFIX_HIT)
 

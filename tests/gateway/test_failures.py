@@ -22,7 +22,7 @@ def test_anthropics_clients_find_their_own_shape_around_it():
     assert json.loads(error_body(ERROR, ErrorShape.ANTHROPIC))["type"] == "error"
 
 
-def test_error_events_stand_alone_even_when_the_stream_was_cut_inside_an_event():
+def test_error_events_are_separate_even_when_the_stream_was_cut_inside_an_event():
     for shape in ErrorShape:
         event = b'data: {"half' + error_event(ERROR, shape)
         last = event.rstrip(b"\n").split(b"\n\n")[-1]
@@ -59,5 +59,5 @@ def test_an_answer_declares_its_length_and_when_to_come_back():
     assert answer.status == 429
 
 
-def test_unauthorized_says_how_to_authorize():
+def test_a_401_names_the_authorization_scheme():
     assert answered(Unauthorized("Key?")).headers[b"www-authenticate"] == b"Bearer"

@@ -26,7 +26,7 @@ async def journal_of(metrics: Metrics, *, log_requests: bool = False) -> Journal
     return Journal(metrics, ManualClock(10.0, epoch=1000.0), log_requests=log_requests, kept=100)
 
 
-async def test_figures_that_are_asked_for_have_the_request_that_has_just_ended() -> None:
+async def test_a_scrape_contains_the_request_that_has_just_ended() -> None:
     metrics = Metrics()
     journal = await journal_of(metrics)
 
@@ -56,7 +56,7 @@ async def test_a_request_without_an_answer_has_no_first_byte_and_predicts_nothin
     journal.flush()
 
 
-async def test_the_last_decisions_have_the_request_that_has_just_ended_and_when_it_ended() -> None:
+async def test_the_last_decisions_contain_the_request_that_has_just_ended_with_its_time() -> None:
     journal = await journal_of(Metrics())
 
     journal.finished(Record(b"1", "/p", 8.0), 9.5)

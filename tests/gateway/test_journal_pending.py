@@ -35,7 +35,7 @@ def pend(ended_by):
     return lambda prepare: PendingExchange(prepare, lambda _, by: ended_by.append(by))
 
 
-async def test_stands_for_its_exchange_once_there_is_one(pend, ended_by) -> None:
+async def test_calls_before_the_exchange_exists_reach_it_later(pend, ended_by) -> None:
     exchange = FakeExchange()
 
     async def prepare():

@@ -65,7 +65,7 @@ async def prepared(workers: Workers) -> Any:
     return await preparer.prepare(request(), "m")
 
 
-async def test_another_worker_is_asked_when_the_first_has_just_died() -> None:
+async def test_another_worker_tokenizes_when_the_first_has_just_died() -> None:
     workers = Workers(["http://a", "http://b", "http://c"], dead={"http://a"})
 
     result = await prepared(workers)
@@ -83,7 +83,7 @@ async def test_a_request_does_not_wait_for_worker_after_worker() -> None:
     assert workers.asked == ["http://a", "http://b"]
 
 
-async def test_what_another_worker_would_not_do_better_is_not_tried_again() -> None:
+async def test_a_failure_that_every_worker_would_repeat_is_not_retried() -> None:
     workers = Workers(["http://a", "http://b"], dead={"http://a"}, why=TokensReason.LATE)
 
     result = await prepared(workers)
@@ -104,7 +104,7 @@ class Busy(Workers):
         self.spent_s += time.thread_time() - began
 
 
-async def test_what_exact_tokens_cost_the_loop_is_counted_whether_or_not_they_are_had_at_once() -> None:
+async def test_cpu_time_of_exact_tokens_on_the_loop_is_counted_for_cached_and_computed_ones() -> None:
     workers = Busy(["http://a"])
     preparer = Preparer(cast(ExactTokens, workers), cast(Fleet, workers), Metrics(), nobody(), fixed)
 
@@ -141,7 +141,7 @@ async def nothing_stored(prompts: Sequence[ExactPrompt]) -> Sequence[Probed]:
 @pytest.mark.parametrize(
     "answer", [ExactPrompts((array("I", range(40)),) * 2, Mode.LOCAL), TokensReason.MEDIA]
 )
-async def test_what_is_known_at_once_is_what_waiting_gives(answer: ExactPrompts | TokensReason) -> None:
+async def test_cached_preparations_equal_awaited_ones(answer: ExactPrompts | TokensReason) -> None:
     workers = Quick(["http://a"], answer=answer)
     preparer = Preparer(
         cast(ExactTokens, workers),
@@ -170,7 +170,7 @@ async def test_what_is_known_at_once_is_what_waiting_gives(answer: ExactPrompts 
         (ExactPrompts((array("I", range(2**16)),), Mode.LOCAL), False),  # its keys take several steps
     ],
 )
-def test_nothing_is_known_at_once_where_it_takes_time(answer: ExactPrompts | None, is_probing: bool) -> None:
+def test_a_slow_preparation_is_never_cached(answer: ExactPrompts | None, is_probing: bool) -> None:
     workers = Quick(["http://a"], answer=answer)
     preparer = Preparer(
         cast(ExactTokens, workers),

@@ -190,7 +190,7 @@ def test_a_shape_in_which_only_the_length_varies() -> None:
     assert (request.request_id, request.body_bytes) == (b"mine", 59)
 
 
-def test_what_varies_costs_no_memory() -> None:
+def test_varying_values_cost_no_memory() -> None:
     requests = knowing()
 
     def read(number):
@@ -202,7 +202,7 @@ def test_what_varies_costs_no_memory() -> None:
     assert growth_bytes(read, 5_000) < 10_000
 
 
-def test_a_line_that_begins_to_vary_is_learnt_too() -> None:
+def test_a_line_that_starts_to_vary_joins_the_shape() -> None:
     requests = knowing()
     other = head(*LINES[:4], b"x-a: %d")
     for number in range(60):
@@ -214,7 +214,7 @@ def test_a_line_that_begins_to_vary_is_learnt_too() -> None:
     assert request.shape is not None
 
 
-def test_the_connections_header_is_never_taken_as_what_varies() -> None:
+def test_the_connection_header_never_counts_as_varying() -> None:
     requests = fresh()
     for number in range(60):
         spelling = b"Keep-Alive" if number % 2 else b"keep-alive"

@@ -234,7 +234,7 @@ async def test_a_very_large_body_comes_in_pieces_and_reading_stops_in_between() 
     await end(protocol)
 
 
-async def test_a_body_that_nobody_waits_for_stops_the_reading_as_with_uvicorn() -> None:
+async def test_an_unread_body_pauses_reading_as_with_uvicorn() -> None:
     application = Receiver()
     protocol = connected(application)
 
@@ -265,7 +265,7 @@ async def test_a_receive_that_is_cancelled_waits_no_more() -> None:
     await end(protocol)
 
 
-async def test_a_client_that_leaves_is_told_of_and_received() -> None:
+async def test_a_disconnect_is_signalled_and_received() -> None:
     told: list[str] = []
     received: list[Any] = []
 
@@ -287,7 +287,7 @@ async def test_a_client_that_leaves_is_told_of_and_received() -> None:
     assert [message["type"] for message in received] == ["http.request", "http.disconnect"]
 
 
-async def test_who_asks_after_a_client_left_is_told_at_once() -> None:
+async def test_receive_after_a_disconnect_returns_immediately() -> None:
     told: list[str] = []
 
     async def application(scope: Any, _receive: Any, _send: Any) -> None:
@@ -322,7 +322,7 @@ async def test_a_client_that_leaves_after_its_answer_is_nobodys_matter() -> None
     assert told == []
 
 
-async def test_continue_is_said_to_who_waits_for_it() -> None:
+async def test_a_client_that_expects_100_continue_gets_it() -> None:
     application = Receiver()
     protocol = connected(application)
     protocol.data_received(head(4).replace(b"\r\n\r\n", b"\r\nexpect: 100-continue\r\n\r\n"))

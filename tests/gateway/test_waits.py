@@ -66,7 +66,7 @@ def test_a_wait_ends_after_its_time_and_not_before():
     assert len(queue) == 0
 
 
-def test_who_leaves_is_not_called():
+def test_a_discarded_waiter_is_not_called():
     queue, loop = queue_of(10.0)
     first, second = Waiting(), Waiting()
     queue.add(first)
@@ -81,7 +81,7 @@ def test_who_leaves_is_not_called():
     assert loop.timers == []
 
 
-def test_who_enters_again_waits_again():
+def test_a_waiter_that_is_added_again_waits_again():
     queue, loop = queue_of(10.0)
     waiting = Waiting(again=True)
     queue.add(waiting)
@@ -91,7 +91,7 @@ def test_who_enters_again_waits_again():
     assert waiting.ended == ["head"] * 3
 
 
-def test_no_limit_keeps_nobody_and_needs_no_timer():
+def test_a_queue_without_limit_keeps_no_waiter_and_needs_no_timer():
     queue, loop = queue_of(0.0)
     queue.add(Waiting())
 

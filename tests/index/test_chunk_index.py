@@ -174,7 +174,7 @@ def attached(tier: Tier, *slots: int) -> tuple[ChunkIndex, ChunkHolder]:
     return index, holder
 
 
-def test_a_slot_that_reads_in_two_ways_gets_at_least_what_either_gives() -> None:
+def test_a_slot_with_two_sources_matches_at_least_as_much_as_with_either() -> None:
     index, pool = attached(Tier.L2, 0)
     memory = ChunkHolder(Tier.L1)
     index.attach(0, memory, [A, B])
@@ -185,7 +185,7 @@ def test_a_slot_that_reads_in_two_ways_gets_at_least_what_either_gives() -> None
     assert index.match(PromptChunks(PROMPT), "", {}) == {0: (9, 11)}
 
 
-def test_a_chunk_that_the_gpu_ends_in_counts_with_the_rest_of_it() -> None:
+def test_a_chunk_that_is_partly_on_the_gpu_counts_with_its_rest() -> None:
     index, memory = attached(Tier.L1, 0, 1)
     index.store(memory, space(A), chunk_keys(PROMPT, TWO)[2:5])
 
@@ -194,7 +194,7 @@ def test_a_chunk_that_the_gpu_ends_in_counts_with_the_rest_of_it() -> None:
     assert found == {0: (5, 0)}
 
 
-def test_nothing_is_named_beyond_what_is_found() -> None:
+def test_chunk_names_are_computed_only_up_to_the_first_miss() -> None:
     index, memory = attached(Tier.L1, 0)
     index.store(memory, space(A), chunk_keys(PROMPT, TWO)[:3])
     chunks = PromptChunks(PROMPT)
@@ -204,7 +204,7 @@ def test_nothing_is_named_beyond_what_is_found() -> None:
     assert len(chunks.keys(TWO).computed) == 4
 
 
-def test_a_full_index_counts_what_it_does_not_take() -> None:
+def test_a_full_index_counts_refused_chunks() -> None:
     index, memory = ChunkIndex(max_chunks=3), ChunkHolder(Tier.L1)
     index.attach(0, memory, [A])
 
@@ -217,7 +217,7 @@ def test_a_full_index_counts_what_it_does_not_take() -> None:
     assert index.store(memory, space(A), chunk_keys(PROMPT, TWO)[:2]) == 2
 
 
-def test_a_probe_overrides_what_events_said() -> None:
+def test_a_query_overrides_the_events() -> None:
     index, pool = attached(Tier.L2, 0)
     keys = chunk_keys(PROMPT, TWO)
     index.store(pool, space(A), keys)

@@ -23,7 +23,7 @@ def test_matches_the_leading_blocks_that_each_worker_was_sent(history, sent, cha
     assert history.match(chain("a")) == {A: 1, B: 1}
 
 
-def test_what_was_never_sent_matches_nobody(history, sent, chain) -> None:
+def test_a_prompt_that_was_never_sent_matches_no_worker(history, sent, chain) -> None:
     sent(A, chain("abc"))
 
     assert history.match(chain("bc")) == {}
@@ -50,7 +50,7 @@ def test_matching_changes_nothing(history, sent, chain) -> None:
     assert history.match(chain("new")) == {A: 3}
 
 
-def test_what_a_match_gave_is_not_changed_later(history, sent, chain) -> None:
+def test_a_match_result_does_not_change_later(history, sent, chain) -> None:
     sent(A, chain("abcdef"))
     sent(B, chain("abcx"))
     prompts = [chain(name) for name in ("abcdef", "abcx", "abc", "abcde", "abz")]
@@ -109,7 +109,7 @@ def test_a_shared_prefix_outlives_the_branches_that_were_not_used_again(history,
     assert history.match(chain("sysccccc")) == {A: 8}
 
 
-def test_eviction_on_one_worker_leaves_the_others_alone(history, sent, chain) -> None:
+def test_eviction_on_one_worker_does_not_affect_the_others(history, sent, chain) -> None:
     history.set_capacity(A, 4)
     for worker in (A, B):
         sent(worker, chain("abcd"))
@@ -166,7 +166,7 @@ def test_releasing_twice_is_releasing_once(history, chain) -> None:
     assert history.part(A).active_blocks == 0
 
 
-def test_a_lease_tells_how_many_blocks_are_new(history, sent, chain) -> None:
+def test_a_lease_counts_its_new_blocks(history, sent, chain) -> None:
     assert sent(A, chain("abc")).new_blocks == 3
     assert sent(A, chain("abcde")).new_blocks == 2
     assert sent(A, chain("abx")).new_blocks == 1
@@ -185,7 +185,7 @@ def test_a_lease_grows_with_its_sequence(history, chain) -> None:
     assert history.part(A).active_blocks == 0
 
 
-def test_extending_beside_another_lease_on_the_same_blocks_pins_each_exactly(history, chain) -> None:
+def test_two_leases_on_the_same_blocks_pin_each_block_once_per_lease(history, chain) -> None:
     first, second = history.acquire(A, chain("ab")), history.acquire(A, chain("ab"))
 
     first.extend(chain("abcd"))
@@ -243,7 +243,7 @@ def test_forgetting_an_unknown_worker_is_nothing(history) -> None:
     assert history.size().tracked == 0
 
 
-def test_lowering_the_capacity_evicts_at_once(history, sent, chain) -> None:
+def test_lowering_the_capacity_evicts_immediately(history, sent, chain) -> None:
     sent(A, chain("abcdef"))
 
     history.set_capacity(A, 2)
@@ -252,7 +252,7 @@ def test_lowering_the_capacity_evicts_at_once(history, sent, chain) -> None:
     assert history.match(chain("abcdef")) == {A: 2}
 
 
-def test_tells_how_many_blocks_a_request_would_push_out(history, chain) -> None:
+def test_the_history_counts_the_blocks_that_a_request_would_evict(history, chain) -> None:
     history.set_capacity(A, 10)
     part = history.part(A)
     history.acquire(A, chain("abcdef")).release()
@@ -420,7 +420,7 @@ def test_agrees_with_sets_and_a_list_over_a_long_life(seed, make_history, plain_
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_what_a_match_found_holds_only_until_something_changes(seed, make_history, plain_history) -> None:
+def test_a_match_may_be_used_only_until_the_next_change(seed, make_history, plain_history) -> None:
     """A request is matched and then sent with the same keys. What the match came by may be used again, but
     not after other requests were sent, ended or evicted in between."""
     rng = random.Random(seed)
@@ -450,7 +450,7 @@ def test_what_a_match_found_holds_only_until_something_changes(seed, make_histor
         pair.compare()
 
 
-def test_another_history_learns_what_is_recent(history, make_history, sent, chain) -> None:
+def test_recent_prompts_fill_another_history(history, make_history, sent, chain) -> None:
     history.set_capacity(A, 14)
     for name in ("gone", "aaab", "aaacd", "aaae", "zz"):
         sent(A, chain(name * 1))
@@ -469,7 +469,7 @@ def test_another_history_learns_what_is_recent(history, make_history, sent, chai
             assert other.match(chain(old)) == history.match(chain(old)), (name, old)
 
 
-def test_what_is_told_is_bounded_and_the_newest_is_told(history, sent, chain) -> None:
+def test_recent_prompts_are_bounded_and_the_newest_are_included(history, sent, chain) -> None:
     sent(A, chain("older"))
     sent(A, chain("newer"))
 

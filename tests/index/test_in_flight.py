@@ -92,7 +92,7 @@ TestInFlightAgainstLists = InFlightAgainstLists.TestCase
 TestInFlightAgainstLists.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
 
 
-def test_a_finished_prompt_stays_until_what_was_announced_has_been_read() -> None:
+def test_a_finished_prompt_stays_until_its_events_have_been_read() -> None:
     in_flight, keys = InFlight(), chain([1, 2, 3])
     flight = in_flight.acquire(7, keys)
 
@@ -109,7 +109,7 @@ def test_a_finished_prompt_stays_until_what_was_announced_has_been_read() -> Non
     assert len(in_flight) == 0
 
 
-def test_where_nobody_settles_only_so_many_finished_prompts_stay() -> None:
+def test_the_number_of_finished_prompts_is_bounded_without_events() -> None:
     in_flight, keys = InFlight(), chain([1])
     for _ in range(5000):
         in_flight.acquire(0, keys).release()

@@ -200,7 +200,7 @@ def test_the_place_where_a_prompt_leaves_a_long_run_is_found_wherever_it_is() ->
             assert matched[0].gpu == place * 16
 
 
-def test_a_conversation_does_not_become_a_run_a_turn() -> None:
+def test_the_turns_of_a_conversation_form_one_run() -> None:
     """The worker holds what it generated, the next turn brings something else."""
     index, gpu, path = PrefixIndex(), Holder(Tier.GPU), list[int]()
     index.attach(0, gpu)
@@ -217,7 +217,7 @@ def test_a_conversation_does_not_become_a_run_a_turn() -> None:
     assert index.size().runs == 20
 
 
-def test_a_full_index_takes_no_more_and_says_so() -> None:
+def test_a_full_index_refuses_blocks_and_reports_it() -> None:
     index, keys = PrefixIndex(max_blocks=10), chain(list(range(16)))
     gpu, other = one_gpu(index), one_gpu(index, 1)
 
@@ -229,7 +229,7 @@ def test_a_full_index_takes_no_more_and_says_so() -> None:
     assert index.match(keys) == {0: TierMatch(160), 1: TierMatch(160)}
 
 
-def test_a_worker_that_leaves_is_forgotten_at_once_and_its_memory_comes_back() -> None:
+def test_a_worker_that_leaves_is_forgotten_immediately_and_its_memory_is_freed() -> None:
     index, keys = PrefixIndex(), chain(list(range(600)))
     gpu, other = one_gpu(index), one_gpu(index, 1)
     pool = Holder(Tier.L2, shared=True)

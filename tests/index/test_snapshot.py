@@ -76,7 +76,7 @@ def test_any_damage_is_an_error() -> None:
                 split(bytes(damaged))
 
 
-def test_what_is_cut_off_or_goes_on_is_an_error() -> None:
+def test_a_snapshot_that_is_cut_off_or_too_long_is_an_error() -> None:
     for length in range(len(WHOLE)):
         with pytest.raises(WireError):
             split(WHOLE[:length])

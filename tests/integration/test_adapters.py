@@ -47,7 +47,7 @@ async def ask(running: Any, path: str = "/v1/completions", **body: Any) -> httpx
 
 
 @pytest.mark.parametrize("sections", [KVAWARE, {"routing": {"strategy": "prefixaware"}}])
-async def test_each_model_finds_its_own_and_predictions_come_true(run_gateway, sim, sections) -> None:
+async def test_each_model_hits_its_own_blocks_as_predicted(run_gateway, sim, sections) -> None:
     async with run_gateway([sim.url], **sections) as running:
         following = running.runtime.cache_tracker
         if following is not None:
@@ -125,7 +125,7 @@ async def test_only_fleets_with_adapters_isolate(run_gateway, sim, instant_sim) 
         assert running.runtime.plane.planner.isolates_adapters
 
 
-async def test_explain_predicts_for_an_adapter_what_its_request_will_find(run_gateway, sim) -> None:
+async def test_explain_predicts_the_hits_of_an_adapters_request(run_gateway, sim) -> None:
     async with run_gateway([sim.url], routing={"strategy": "prefixaware"}) as running:
         body = {"model": "ada", "prompt": TEXT}
         await ask(running, **body)

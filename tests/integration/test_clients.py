@@ -115,7 +115,7 @@ async def test_streamed_responses_are_remembered_too(client):
     assert again.headers["x-kvroute-reason"] == "response_owner"
 
 
-async def test_a_gateway_that_forgot_asks_the_workers(client, gateway):
+async def test_a_restarted_gateway_finds_a_stored_response_at_its_worker(client, gateway):
     first = await client.responses.create(model="m", input="Hi.")
     gateway.runtime.plane.deps.owners.forget_worker(gateway.runtime.fleet.workers()[0].id)
     gateway.runtime.plane.deps.owners.forget_worker(gateway.runtime.fleet.workers()[1].id)

@@ -191,7 +191,7 @@ async def test_without_keys_the_clients_authorization_travels_on(run_gateway, in
     assert (b"authorization", b"Bearer mine") in forwarded.headers
 
 
-async def test_too_large_and_too_many_are_told_apart(run_gateway):
+async def test_too_large_and_too_many_have_different_errors(run_gateway):
     async with (
         run_sim(SimOptions(fixed_s=30)) as sim,
         run_gateway([sim.url], server={"max_body_bytes": 5000, "max_in_flight": 1}) as gateway,

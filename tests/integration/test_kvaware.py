@@ -71,7 +71,7 @@ async def direct(sim: RunningSim, *contents: str) -> httpx.Response:
         return await ask(client, *contents)
 
 
-async def test_what_reached_a_worker_past_the_gateway_is_found(kvaware, sims) -> None:
+async def test_blocks_of_requests_that_bypassed_the_gateway_are_found(kvaware, sims) -> None:
     """For both workers. A strategy that only knows its own requests would not find these blocks."""
     for number, sim in enumerate(sims):
         known = await direct(sim, text(number))
@@ -86,7 +86,7 @@ async def test_what_reached_a_worker_past_the_gateway_is_found(kvaware, sims) ->
         assert answer.headers["x-kvroute-hit-tiers"] == f"gpu={cached(answer)};l1=0;l2=0"
 
 
-async def test_predictions_come_true_turn_by_turn(kvaware) -> None:
+async def test_predictions_equal_the_cached_tokens_of_every_turn(kvaware) -> None:
     """Exactly: the next turn's prompt has the generated answer in it, which no prompt has shown yet."""
     contents = [text(3)]
     for turn in range(4):
@@ -131,7 +131,7 @@ async def test_explain_shows_tiers_and_agrees_with_the_request_that_follows(kvaw
     assert (best["believed_from"], best["map"]) == ("cache events", "whole")
 
 
-async def test_a_worker_without_events_is_judged_by_what_it_was_sent(run_gateway, sims) -> None:
+async def test_a_worker_without_events_is_ranked_by_the_prompts_sent_to_it(run_gateway, sims) -> None:
     """And `/ready` says so, while the other one's map is used."""
     silent = SimOptions(time_scale=0, kv_events=False)
     async with (

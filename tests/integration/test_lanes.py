@@ -246,7 +246,7 @@ async def test_keys(run_gateway, raw_worker):
     )
 
 
-async def test_what_is_counted(run_gateway, raw_worker):
+async def test_both_lanes_count_the_same_metrics(run_gateway, raw_worker):
     async with both(run_gateway, raw_worker.url) as (fast, complete):
         for gateway in (fast, complete):
             for segments in (

@@ -112,7 +112,7 @@ async def test_a_request_that_waits_has_its_blocks_brought(run_gateway, instant_
 
 
 @pytest.mark.parametrize("prefetch", [False, True])
-async def test_nothing_is_asked_for_without_a_queue_or_without_the_option(
+async def test_without_a_queue_or_without_the_option_nothing_is_prefetched(
     run_gateway, instant_sim, prefetch
 ) -> None:
     server = LMCacheServer(202)

@@ -159,7 +159,7 @@ async def slow_sims() -> AsyncIterator[list[RunningSim]]:
         yield [await stack.enter_async_context(run_sim(SimOptions(time_scale=2))) for _ in range(2)]
 
 
-async def test_what_one_process_sends_the_other_knows(sims):
+async def test_one_process_knows_the_prompts_that_another_sent(sims):
     async with processes([sim.url for sim in sims]) as running:
         one, other = running.clients
         sent = await chat(one, prompt(1))
@@ -241,7 +241,7 @@ async def test_load_admin_and_metrics_are_those_of_both(slow_sims):
         await until(is_gone, within_s=DEADLINE_S)
 
 
-async def test_a_killed_process_takes_its_own_streams_only_and_its_successor_is_level(slow_sims):
+async def test_a_killed_process_ends_its_own_streams_only_and_its_successor_is_synced(slow_sims):
     async with processes([sim.url for sim in slow_sims]) as running, AsyncExitStack() as stack:
         sent = await chat(running.clients[0], prompt(1))
         drained = "w1" if sent.headers["x-kvroute-worker"] == "w0" else "w0"
@@ -398,7 +398,7 @@ async def test_the_process_that_follows_events_can_be_replaced(sims):
         assert running.pids()[1] == first[1]
 
 
-async def test_an_address_in_use_is_told_and_nothing_starts():
+async def test_an_address_in_use_is_reported_and_no_process_starts():
     with listening() as port:
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "kvroute", "serve", "--worker", "http://127.0.0.1:9", "--processes", "2"),

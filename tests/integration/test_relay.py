@@ -18,7 +18,7 @@ def last_post(sim):
     return [request for request in sim.worker.received if request.method == "POST"][-1]
 
 
-async def test_an_answer_carries_who_gave_it_and_why(run_gateway, instant_sim):
+async def test_an_answer_names_its_worker_and_reason(run_gateway, instant_sim):
     async with run_gateway([instant_sim.url]) as gateway:
         answer = await gateway.client.post(
             "/v1/chat/completions", json=CHAT, headers={"x-request-id": "mine"}

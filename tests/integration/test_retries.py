@@ -78,7 +78,9 @@ async def test_the_head_alone_is_not_an_answer_yet(run_gateway, two_sims):
         assert (first.status_code, second.status_code) == (502, 200)
 
 
-async def test_configured_statuses_are_tried_elsewhere_and_others_are_passed_on(run_gateway, two_sims):
+async def test_configured_statuses_are_retried_on_another_worker_and_others_are_passed_on(
+    run_gateway, two_sims
+):
     one, two = two_sims
     async with run_gateway([one.url, two.url], retries={"statuses": [429]}) as gateway:
         for sim in two_sims:
@@ -155,7 +157,7 @@ async def test_a_request_that_another_worker_answered_is_written_down_without_an
     assert {decision["error"] for decision in decisions} == {None}
 
 
-async def test_without_a_routable_worker_requests_and_readiness_say_503(run_gateway, instant_sim):
+async def test_without_a_routable_worker_requests_and_readiness_get_503(run_gateway, instant_sim):
     async with run_gateway([instant_sim.url]) as gateway:
         assert (await gateway.client.get("/ready")).status_code == 200
         await instant_sim.kill()

@@ -79,7 +79,7 @@ async def test_streams_beyond_the_limit_are_cut_with_an_error_event(lane):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-async def test_an_idle_gateway_ends_at_once(number):
+async def test_an_idle_gateway_ends_immediately(number):
     async with run_sim(SimOptions(time_scale=0)) as sim:
         process, _ = await start("--worker", sim.url)
         process.send_signal(number)
@@ -88,7 +88,7 @@ async def test_an_idle_gateway_ends_at_once(number):
         assert await process.wait() == 0
 
 
-async def test_a_taken_port_is_said_and_exits_with_one():
+async def test_a_port_in_use_is_reported_with_exit_code_one():
     async with run_sim(SimOptions(time_scale=0)) as sim:
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "kvroute", "serve", "--port", str(sim.port), "--worker", sim.url,

@@ -54,7 +54,7 @@ async def worker_of(gateway, body: dict[str, object]) -> str:
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("prefix_tokens", [200, 1000, 8000])
-async def test_one_hot_prefix_asked_for_at_once_is_split(run_fleet, prefix_tokens, stream) -> None:
+async def test_concurrent_requests_with_one_hot_prefix_are_split(run_fleet, prefix_tokens, stream) -> None:
     rng = random.Random(prefix_tokens)
     system = words(rng, prefix_tokens)
     bodies = [chat(system, words(rng, 40), stream=stream) for _ in range(60)]
@@ -85,7 +85,7 @@ async def test_cold_prompts_one_after_another_reach_both_workers(run_fleet, toke
 
 
 @pytest.mark.parametrize("prompt_tokens", [200, 400, 2000])
-async def test_chats_at_once_return_to_their_workers_and_load_all_alike(run_fleet, prompt_tokens) -> None:
+async def test_concurrent_chats_return_to_their_workers_and_load_all_alike(run_fleet, prompt_tokens) -> None:
     """Ten iterations of 20 ms: each answer takes 0.2 s, and as it is not streamed, its first token is not
     seen. A turn is sent as soon as the one before is answered."""
     rng = random.Random(prompt_tokens)

@@ -189,7 +189,7 @@ def test_a_large_chat_is_read_as_a_small_one():
     ("start", "limit"),
     [(b'{"a":NaN,', "plain_json"), (b'{"a":[-Infinity],', "plain_json"), (b'{"a":' + b"[" * 5000, "nesting")],
 )
-def test_what_is_not_read_at_this_size_has_a_name(start, limit):
+def test_a_field_that_is_not_read_at_this_size_is_named(start, limit):
     body = start + b'"b":"' + b"a" * STEPWISE_BYTES + b'"}'
 
     assert over(lambda: large(body)) == limit
@@ -203,7 +203,7 @@ def test_other_encodings_are_not_read_at_this_size(encoding):
 
 
 @pytest.mark.parametrize("body", [b"x", b"{", b'{"a":1]', b"[1]", b'"a"', b'{"model":3}'])
-def test_what_is_no_json_object_is_refused(body):
+def test_a_body_that_is_no_json_object_is_refused(body):
     with pytest.raises(InvalidRequest):
         large(body + b" " * STEPWISE_BYTES)
 
@@ -241,7 +241,7 @@ def test_of_equal_fields_the_last_wins(size, name):
         assert request.text(name) == last
 
 
-def test_a_session_key_is_found_beside_millions_of_others_without_making_them():
+def test_a_session_key_is_found_among_millions_of_fields_without_decoding_them():
     metadata = b'{"session_id":"s",%b}' % b",".join([b'"k%d":{}' % n for n in range(30_000)])
     body = b'{"metadata":%b,"user":"%b"}' % (metadata, b"u" * 5000)
     request = parse_request(CHAT, body)

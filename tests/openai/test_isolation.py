@@ -61,7 +61,7 @@ def test_the_clients_parameters_stay_as_they_came():
 
 
 @pytest.mark.parametrize("params", ["null", "{}"])
-def test_parameters_that_say_nothing_become_the_tag(params):
+def test_empty_parameters_become_the_tag(params):
     body = f'{{"model":"ada","kv_transfer_params":{params}}}'.encode()
 
     assert json.loads(isolated(body, request(body), SPACE))["kv_transfer_params"] == {TAG: SPACE}
@@ -133,7 +133,7 @@ def test_other_salts_and_tags_are_the_clients_own():
     check_uses_no_key_space(request({"cache_salt": "t", "kv_transfer_params": {"lmcache.tag.a": "kvroute"}}))
 
 
-def test_what_cannot_be_changed_is_refused():
+def test_a_body_that_cannot_be_changed_is_refused():
     unread = b'{"model":"ada","temperature":NaN}'
     with pytest.raises(AdapterNotIsolated):
         check_can_be_isolated(request(unread))

@@ -73,11 +73,11 @@ def test_among_too_many_lookalikes_no_member_is_searched():
     assert member.decoded == 0
 
 
-def test_a_number_of_its_own_is_not_taken_for_a_place():
+def test_a_number_value_is_not_read_as_a_position():
     assert changed(b'{"a":{"s":5},"\\u0073":5}', s=6) == b'{"a":{"s":5},"\\u0073":5,"s":6}'
 
 
-def test_python_and_our_parser_agree_on_what_was_set():
+def test_python_and_our_parser_agree_on_the_values():
     body = b'{"s":"a","x":1,"s":"b","x":[2]}'
 
     result = changed(body, s="new", y=None)

@@ -52,7 +52,7 @@ def test_a_forms_model_changes_too():
     assert changed == form.replace(b"fast", b"real", 1)
 
 
-def test_a_field_among_too_many_of_its_name_is_not_looked_for():
+def test_a_field_with_too_many_namesakes_is_not_searched():
     body = b'{"a":[%b],"model":"fast"}' % b",".join([b'{"model":"fast"}'] * 2000)
 
     with pytest.raises(InvalidRequest):

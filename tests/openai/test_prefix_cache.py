@@ -76,7 +76,7 @@ def read_by(read, body, places=()):
         ({"metadata": {"a": "b"}, "stream": False}, {}),
     ],
 )
-def test_turns_of_a_chat_are_read_as_if_they_had_not_been_seen(compact, first, last):
+def test_cached_turns_of_a_chat_are_read_like_new_ones(compact, first, last):
     seen, were_seen = bodies(), []
     for turn in range(2, 20):
         body = dumped(said(turn), compact=compact, first=first, **last)
@@ -176,7 +176,7 @@ def edited(chat, first, last, edits, *, compact):
     st.lists(st.integers(0, 2000), max_size=6),
     st.booleans(),
 )
-def test_nothing_that_came_before_changes_what_is_read(count, odd, first, last, edits, places, compact):
+def test_earlier_bodies_do_not_change_the_result(count, odd, first, last, edits, places, compact):
     seen = bodies(cut_bytes=2048)
     for body in edited([*said(count), *odd, *said(3, 50)], first, last, edits, compact=compact):
         expected, _ = read_by(parse_request, body, places)
@@ -212,7 +212,7 @@ def test_of_one_beginning_with_other_tools_nothing_is_taken():
         assert read_by(seen.read, body)[0] == read_by(parse_request, body)[0]
 
 
-def test_a_chat_whose_tools_change_while_it_grows_begins_anew():
+def test_a_chat_whose_tools_change_is_read_from_its_start():
     seen, were_seen = bodies(), []
     for turn in range(3, 20):
         body = dumped(said(turn), tools=[{"type": "function", "n": turn // 8}])
@@ -250,7 +250,7 @@ def test_keys_of_models_and_salts_stay_apart():
         assert keys == estimator.prompt_keys(Prompt(prompt.data), space).keys
 
 
-def test_what_is_remembered_is_bounded():
+def test_the_cache_is_bounded():
     seen = bodies(max_bytes=30_000, most_blocks=300)
     for number in range(30):
         for turn in range(7, 11):
@@ -261,7 +261,7 @@ def test_what_is_remembered_is_bounded():
     assert seen.kept_bytes > 10_000
 
 
-def test_a_beginning_is_continued_though_what_it_continues_is_forgotten():
+def test_a_prefix_is_continued_although_its_own_prefix_was_evicted():
     seen, were_seen = bodies(most_blocks=20), []
     for turn in range(3, 25):
         body = dumped(said(turn))

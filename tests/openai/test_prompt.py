@@ -26,7 +26,7 @@ def test_a_conversation_continues_its_own_earlier_turns():
     assert chat(*second).startswith(chat(*first))
 
 
-def test_tools_come_before_messages_wherever_they_stand_in_the_body():
+def test_tools_come_before_messages_in_any_order_of_fields():
     tools = [{"type": "function", "function": {"name": "f"}}]
     raw = json.dumps({"messages": [user("hi")], "tools": tools}).encode()
     other = json.dumps({"tools": tools, "messages": [user("hi")]}).encode()
@@ -124,7 +124,7 @@ def test_a_responses_text_input_follows_its_instructions():
     assert prompt.data.index(b"Be brief.") < prompt.data.index(b"hi")
 
 
-def test_rerank_and_score_are_keyed_by_what_comes_first():
+def test_rerank_and_score_are_keyed_by_their_first_text():
     (rerank,) = prompts("/v1/rerank", {"query": "q", "documents": ["a"]})
     (score,) = prompts("/score", {"text_1": "one", "text_2": ["two"]})
 

@@ -57,7 +57,7 @@ def test_a_model_that_is_no_string_is_refused_by_name(body):
         b'{"model": "m", "\\ud800": 1}',
     ],
 )
-def test_what_only_pythons_json_takes_is_understood_as_far_as_its_model(body):
+def test_a_body_that_only_pythons_json_accepts_is_read_for_its_model(body):
     request = parse_request(CHAT, body)
 
     assert request.model == "m"
@@ -71,7 +71,7 @@ def test_a_model_that_only_pythons_json_takes_is_a_string_all_the_same():
 @pytest.mark.parametrize(
     "body", [b'{"model": "m", "user": "\xff"}', b'{"model": "m", "\xff": 1, "user": "u"}']
 )
-def test_what_is_not_utf_8_in_a_skipped_field_is_the_workers_to_refuse(body):
+def test_invalid_utf_8_in_a_skipped_field_is_left_to_the_worker(body):
     request = parse_request(CHAT, body)
 
     assert request.model == "m"

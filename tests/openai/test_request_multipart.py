@@ -35,7 +35,7 @@ def test_a_form_that_is_cut_off_has_the_parts_that_are_whole():
 
 
 @pytest.mark.parametrize("body", [b"", b"x", b"x\r\n--b0\r\n", b"--b0 \r\n\r\n", b"--b1\r\n\r\n"])
-def test_what_is_no_such_form_is_refused(body):
+def test_a_body_that_is_no_multipart_form_is_refused(body):
     with pytest.raises(InvalidRequest):
         fields(body)
 

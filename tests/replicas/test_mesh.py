@@ -59,7 +59,7 @@ async def three(tmp_path):
         yield meshes, members
 
 
-async def test_each_process_receives_all_others_messages_after_their_greeting(three):
+async def test_each_process_receives_the_messages_of_all_others_after_their_greeting(three):
     meshes, members = three
     for number, mesh in enumerate(meshes):
         for place in range(3):

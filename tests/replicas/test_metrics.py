@@ -66,7 +66,7 @@ def test_histograms_are_summed_bucket_by_bucket():
     ],
     ids=["own load", "own memory", "the oldest", "the same for all"],
 )
-def test_a_gauge_is_merged_by_what_it_says(name, expected):
+def test_a_gauge_is_merged_by_its_meaning(name, expected):
     found = merge_pages([page("gauge", name, ("a", 4)), page("gauge", name, ("a", 3))])
 
     assert values(found) == {(name, "a"): expected}
@@ -80,7 +80,7 @@ def test_a_gauge_that_only_one_process_has_is_shown():
     assert values(found) == {("kvroute_map_standing", "a"): 1, ("kvroute_map_standing", "b"): 1}
 
 
-def test_what_outlives_a_process_is_what_it_counted():
+def test_counters_outlive_their_process():
     def figures():
         yield gauge("level", "Help.", (), [((), 1.0)])
         yield counter("total", "Help.", (), [((), 2.0)])

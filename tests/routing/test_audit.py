@@ -35,14 +35,14 @@ def test_a_map_that_fails_more_often_than_not_is_called_wrong_once(audit) -> Non
     assert audit.describe()["demotions"] == {"a": 1}
 
 
-def test_what_was_not_said_by_a_whole_map_is_counted_and_not_judged(audit) -> None:
+def test_predictions_without_a_whole_map_are_counted_and_not_audited(audit) -> None:
     verdicts = [audit.reported(prediction(160, judged=False), 0)[1] for _ in range(20)]
 
     assert not any(verdicts)
     assert audit.describe()["predictions"][0]["over"] == 20
 
 
-def test_each_rank_is_judged_on_its_own(audit) -> None:
+def test_each_rank_is_audited_separately(audit) -> None:
     for _ in range(3):
         assert not audit.reported(prediction(160, rank=0), 0)[1]
         assert not audit.reported(prediction(160, rank=1), 0)[1]
@@ -57,7 +57,7 @@ def test_old_verdicts_make_room(audit) -> None:
     assert audit.reported(prediction(160), 0)[1], "6 of the last 10"
 
 
-def test_a_restarted_worker_begins_anew(audit) -> None:
+def test_a_restarted_workers_audit_is_reset(audit) -> None:
     for _ in range(3):
         audit.reported(prediction(160), 0)
 

@@ -57,7 +57,7 @@ def test_an_idle_fleet_costs_the_prefill_alone(model, workers, query) -> None:
         assert candidate.terms.score == candidate.score
 
 
-def test_what_is_held_need_not_be_computed(model, workers, query) -> None:
+def test_held_tokens_are_not_charged(model, workers, query) -> None:
     ranking = model.rank(query(), workers, [0, 992, 496])
 
     assert order(ranking) == [B, C, A]
@@ -101,7 +101,7 @@ def keep_busy(workers, utilisation: float, until: float = 100.0) -> None:
             worker.load.reserve(second, prefill_s=utilisation, tokens=0).first_token(second + 0.5)
 
 
-def test_own_work_is_charged_for_the_delay_of_others_when_the_fleet_is_busy(model, workers, query) -> None:
+def test_a_request_is_charged_for_the_delay_of_others_when_the_fleet_is_busy(model, workers, query) -> None:
     keep_busy(workers, 0.5)
     pressure = model.pressure([worker.load for worker in workers], 100.0)
     assert pressure.utilisation == pytest.approx(0.5, rel=0.05)
@@ -140,7 +140,7 @@ def test_the_charge_for_others_delay_is_capped(history, workers, query) -> None:
     assert by_worker[A].terms.marginal == pytest.approx(2 * by_worker[A].prefill_s)
 
 
-def test_more_work_than_time_does_not_turn_the_charge_around(model, workers, query) -> None:
+def test_the_charge_stays_positive_under_overload(model, workers, query) -> None:
     keep_busy(workers, 5.0)
 
     assert model.rank(query(100.0), workers)[0].terms.marginal > 0
@@ -262,7 +262,7 @@ def test_among_idle_workers_a_tie_goes_to_the_one_that_has_done_least(history, w
         assert order(no_balance.rank(query(90.0, fingerprint=fingerprint), workers))[0] == B
 
 
-def test_a_worker_busier_than_the_mean_is_charged_for_what_it_would_do(history, workers, query) -> None:
+def test_a_worker_busier_than_the_mean_is_charged_for_the_work_it_would_get(history, workers, query) -> None:
     """A hit of 496 of 1,000 tokens is worth 79 ms; where its holder has done all the work so far, half of
     the time, another one takes the request."""
     held = [496, 0, 0]

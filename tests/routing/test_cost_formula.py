@@ -197,7 +197,9 @@ def test_it_agrees_with_ranks_and_slower_tiers(seed, make_worker, query, keys_of
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_who_is_put_first_leaves_the_others_in_order(seed, make_worker, query, keys_of) -> None:
+def test_moving_a_worker_to_the_front_keeps_the_order_of_the_others(
+    seed, make_worker, query, keys_of
+) -> None:
     scene = Scene(seed, make_worker, query, keys_of)
     plain = list(scene.model.rank(scene.query, scene.workers))
 

@@ -76,7 +76,7 @@ def test_costs_that_change_are_followed_and_unlearned_when_nothing_explains_them
     assert fit.fit is None
 
 
-def test_a_slow_worker_is_known_by_its_large_prefills_and_believed_by_half() -> None:
+def test_a_slow_worker_is_detected_by_its_large_prefills_and_weighted_by_half() -> None:
     speeds = Speeds()
     for _ in range(50):
         for worker in range(3):
@@ -91,7 +91,7 @@ def test_a_slow_worker_is_known_by_its_large_prefills_and_believed_by_half() -> 
     assert speeds.of(2) == 1.0
 
 
-def test_a_router_that_believed_its_engines_eight_times_too_fast_learns_better(virtual_fleet) -> None:
+def test_a_router_with_costs_eight_times_too_low_learns_the_right_ones(virtual_fleet) -> None:
     fleet = virtual_fleet(2)
     cheap = {"token_us": 5.0, "context_token_ns": 0.1, "iteration_ms": 1.0}
     fleet.router = Router(RoutingOptions.model_validate({"learning": True, "costs": cheap}))

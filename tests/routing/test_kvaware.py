@@ -164,7 +164,7 @@ def test_in_flight_blocks_take_the_place_of_slower_tiers(strategy, caches, in_fl
     assert held.tokens == Tokens(gpu=320, l1=160, l2=256)
 
 
-def test_what_workers_announced_is_taken_in_before_a_decision(strategy, caches, view) -> None:
+def test_waiting_events_are_applied_before_a_decision(strategy, caches, view) -> None:
     strategy.rank(asked(), view)
     strategy.rank(asked(inexact="late"), view)
 
@@ -181,9 +181,7 @@ def test_a_finished_prompt_counts_until_events_have_been_read(strategy, caches, 
     assert candidate_of(strategy.rank(query, view), B).held.tokens.gpu == 0
 
 
-def test_the_next_turn_is_decided_on_all_that_was_announced_of_the_last(
-    strategy, caches, in_flight, view
-) -> None:
+def test_the_next_turn_is_decided_with_all_events_of_the_last(strategy, caches, in_flight, view) -> None:
     """The blocks of its answer are not in the prompt that was in flight."""
     query = asked()
     keys = query.exact[0].keys
@@ -210,7 +208,7 @@ def test_in_flight_tokens_are_whole_blocks_of_the_worker(
     assert strategy.rank(query, make_view(coarse)).ranking[0].matched_tokens == 896
 
 
-def test_without_tokens_what_was_sent_decides(strategy, caches, history, view) -> None:
+def test_without_tokens_the_route_history_decides(strategy, caches, history, view) -> None:
     caches.held = {A: Tokens(gpu=800)}
     query = asked(inexact="late")
     history.acquire(C, query.prompts[0].keys).release()
@@ -222,7 +220,7 @@ def test_without_tokens_what_was_sent_decides(strategy, caches, history, view) -
     assert (decision.ranking[0].held.mapped, decision.ranking[0].held.why) == (False, "late")
 
 
-def test_a_worker_whose_map_is_not_trusted_is_judged_by_what_it_was_sent(
+def test_a_worker_whose_map_is_not_trusted_is_ranked_by_the_route_history(
     strategy, caches, history, view
 ) -> None:
     caches.held = {A: Tokens(gpu=800), B: Tokens(gpu=320)}
@@ -238,7 +236,9 @@ def test_a_worker_whose_map_is_not_trusted_is_judged_by_what_it_was_sent(
     assert decision.ranking[0].held == (Tokens(992), A, None, False, "gap")
 
 
-def test_of_a_partial_map_and_what_was_sent_the_longer_counts(strategy, caches, history, view) -> None:
+def test_the_longer_match_of_a_partial_map_and_the_route_history_counts(
+    strategy, caches, history, view
+) -> None:
     caches.held = {A: Tokens(gpu=800)}
     caches.trusts = {A: MapTrust.PARTIAL}
     query = asked()
@@ -249,7 +249,7 @@ def test_of_a_partial_map_and_what_was_sent_the_longer_counts(strategy, caches, 
     assert candidate_of(strategy.rank(query, view), A).matched_tokens == 992
 
 
-def test_the_best_rank_stands_for_its_worker(strategy, caches, view) -> None:
+def test_a_worker_is_ranked_by_its_best_rank(strategy, caches, view) -> None:
     caches.slots = {B: [10, 11, 12]}
     caches.held = {11: Tokens(gpu=800), 12: Tokens(gpu=160)}
 

@@ -44,7 +44,7 @@ def route(strategy, view, count: int, model: str = "model") -> list[int]:
     return chosen
 
 
-def test_takes_workers_in_turn(strategy, workers, make_view) -> None:
+def test_workers_alternate(strategy, workers, make_view) -> None:
     assert route(strategy, make_view(*workers[:3]), 7) == [0, 1, 2, 0, 1, 2, 0]
 
 
@@ -54,7 +54,7 @@ def test_load_does_not_matter(strategy, workers, make_view) -> None:
     assert Counter(route(strategy, make_view(*workers[:2]), 20)) == {0: 10, 1: 10}
 
 
-def test_who_joins_gets_its_share_and_no_burst(strategy, workers, make_view) -> None:
+def test_a_new_worker_gets_its_share_and_no_burst(strategy, workers, make_view) -> None:
     route(strategy, make_view(*workers[:3]), 100)
 
     chosen = route(strategy, make_view(*workers[:4], version=2), 40)
@@ -63,13 +63,13 @@ def test_who_joins_gets_its_share_and_no_burst(strategy, workers, make_view) -> 
     assert all(before != after for before, after in pairwise(chosen))
 
 
-def test_who_leaves_leaves_the_rest_even(strategy, workers, make_view) -> None:
+def test_the_rest_share_evenly_after_a_worker_leaves(strategy, workers, make_view) -> None:
     route(strategy, make_view(*workers[:4]), 10)
 
     assert Counter(route(strategy, make_view(workers[0], workers[2], version=2), 20)) == {0: 10, 2: 10}
 
 
-def test_who_returns_does_not_catch_up(strategy, workers, make_view) -> None:
+def test_a_worker_that_returns_does_not_catch_up(strategy, workers, make_view) -> None:
     both = make_view(*workers[:2])
     route(strategy, both, 10)
     route(strategy, make_view(workers[0], version=2), 500)
@@ -77,7 +77,7 @@ def test_who_returns_does_not_catch_up(strategy, workers, make_view) -> None:
     assert Counter(route(strategy, both, 20)) == {0: 10, 1: 10}
 
 
-def test_models_have_turns_of_their_own(strategy, workers, make_view) -> None:
+def test_each_model_has_its_own_rotation(strategy, workers, make_view) -> None:
     view = make_view(*workers[:2])
 
     assert route(strategy, view, 3, "model") == [0, 1, 0]

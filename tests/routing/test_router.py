@@ -65,7 +65,7 @@ def test_the_next_request_of_a_conversation_follows_it(router, view, query, send
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_explain_tells_what_the_next_identical_request_does(
+def test_explain_gives_the_decision_of_the_next_identical_request(
     strategy, view, query, send, keys_of, rng
 ) -> None:
     router = Router(RoutingOptions(strategy=strategy))
@@ -124,11 +124,11 @@ def test_a_strategy_given_by_the_caller_counts(router, view, query) -> None:
     assert (decision.strategy, decision.reason) == ("roundrobin", RouteReason.ROUND_ROBIN)
 
 
-def test_where_there_is_no_choice_the_reason_says_so(router, workers, make_view, query) -> None:
+def test_the_reason_shows_that_there_was_no_choice(router, workers, make_view, query) -> None:
     assert router.decide(query(), make_view(workers[0])).reason is RouteReason.ONLY_WORKER
 
 
-def test_what_continues_a_stored_response_goes_to_its_owner_alone(
+def test_a_request_that_continues_a_stored_response_goes_only_to_its_owner(
     router, view, workers, query, send, keys_of, rng
 ) -> None:
     keys = keys_of(rng, 1600)
@@ -233,7 +233,7 @@ def test_keeps_its_history_in_the_index_that_was_configured(view, query, send, k
     assert router.decide(query(2.0, keys=keys, tokens=1600), view).reason is RouteReason.PREFIX_HIT
 
 
-def test_forgetting_a_session_frees_what_its_strategy_remembers(view, query, send) -> None:
+def test_forgetting_a_session_frees_its_strategys_state(view, query, send) -> None:
     router = Router(RoutingOptions(strategy="session"))
     send(router, query(session_key="alice"), view)
 

@@ -86,7 +86,7 @@ def test_no_part_is_smaller_than_a_block(sizes, history, make_worker) -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_a_router_sizes_parts_as_if_it_told_of_every_prompt(
+def test_the_router_resizes_a_part_as_after_every_prompt(
     seed, sizes, history, worker, query, keys_of
 ) -> None:
     """It leaves out what would change nothing. And its dispatches load a worker as plain reservations do."""

@@ -224,7 +224,7 @@ def test_any_text_is_a_key(strategy, view, route) -> None:
         route(strategy, view, key)
 
 
-def test_what_was_decided_without_the_ring_is_not_remembered(strategy, view, query) -> None:
+def test_a_decision_without_the_ring_is_not_remembered(strategy, view, query) -> None:
     """A decision of the router's own, such as for a stored response, for a model not yet seen."""
     asked = query(session_key="alice")
     decision = strategy.rank(query(), view)

@@ -70,7 +70,7 @@ def test_half_of_the_requests_on_one_prefix_load_all_workers(virtual_fleet, keys
     assert imbalance(fleet.shares()) <= 1.4
 
 
-def test_a_long_prompt_counts_for_what_it_takes(virtual_fleet, keys_of, rng) -> None:
+def test_a_long_prompt_counts_by_its_prefill_time(virtual_fleet, keys_of, rng) -> None:
     """One prompt of 100K tokens holds up its worker for seconds; as a count it would be one request."""
     fleet = virtual_fleet(2)
     long = fleet.ask(0.0, keys_of(rng, 100_160), 100_000, 64)
@@ -93,7 +93,7 @@ def test_chats_load_all_workers_alike(virtual_fleet, strategy) -> None:
     assert fleet.is_at_rest()
 
 
-def test_predicted_hits_are_what_the_engines_find(virtual_fleet) -> None:
+def test_predicted_hits_equal_the_engines_hits(virtual_fleet) -> None:
     """Except the end of the last answer, which the router sees with the next turn."""
     fleet = virtual_fleet(2)
     ChatClients(fleet.fleet, clients=20, requests=200).start()

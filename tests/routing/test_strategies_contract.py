@@ -40,7 +40,7 @@ def asked(request, query, keys_of, rng):
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_is_registered_under_its_name_with_options_of_its_own(name, history) -> None:
+def test_a_strategy_is_registered_under_its_name_with_its_options(name, history) -> None:
     registered = STRATEGIES[name]
 
     assert issubclass(registered.options, Options)
@@ -72,7 +72,7 @@ def test_asking_again_gives_the_same_answer_until_something_is_routed(strategy, 
     assert all(strategy.rank(asked, view) == first for _ in range(5))
 
 
-def test_one_that_need_not_be_told_answers_the_same_after_it_was(strategy, asked, view) -> None:
+def test_a_strategy_that_observes_no_dispatch_is_not_changed_by_one(strategy, asked, view) -> None:
     decision = strategy.rank(asked, view)
 
     strategy.on_dispatch(asked, decision, decision.ranking[0])

@@ -25,7 +25,7 @@ def test_between_them_a_prompt_waits_for_its_share_of_the_prefill():
     assert 0.05 < deadline(8000) < 1.0
 
 
-def test_what_is_cheap_to_compute_again_is_not_waited_for():
+def test_a_prompt_that_is_cheap_to_recompute_does_not_wait_for_tokens():
     fast = Costs.of(CostOptions(token_us=2, context_token_ns=0, iteration_ms=1))
 
     assert deadline(8000, costs=fast) == 0.05

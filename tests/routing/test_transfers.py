@@ -43,7 +43,7 @@ def test_the_store_is_one_queue_for_all(transfers) -> None:
     assert transfers.load(A, Tokens(l2=1000), 0.0).ready_s == pytest.approx(0.1 + 0.105)
 
 
-def test_what_was_measured_takes_the_place_of_what_was_configured(transfers) -> None:
+def test_measured_bandwidths_replace_configured_ones(transfers) -> None:
     transfers.learn(A, Tier.L1, 1.0, 8)
     assert transfers.load(A, Tokens(l1=1000), 0.0).own_s == pytest.approx((0.01 + 0.1) / 2)
 
@@ -58,7 +58,7 @@ def test_what_was_measured_takes_the_place_of_what_was_configured(transfers) -> 
     assert transfers.load(A, Tokens(l1=1), 0.0).ready_s == pytest.approx(0.1001)
 
 
-def test_workers_that_were_not_measured_are_taken_to_be_as_the_others(transfers) -> None:
+def test_unmeasured_workers_get_the_others_bandwidth(transfers) -> None:
     transfers.learn(A, Tier.L1, 1.0, 1000)
     assert transfers.gb_s(B, Tier.L1) == pytest.approx(1)
 
@@ -94,7 +94,7 @@ def test_old_measurements_fade(transfers) -> None:
 
 
 @pytest.mark.parametrize(("tier", "gb_s", "loads"), [(Tier.GPU, 1, 1), (Tier.L1, 0, 1), (Tier.L1, 1, 0)])
-def test_what_measures_nothing_changes_nothing(transfers, tier, gb_s, loads) -> None:
+def test_an_empty_measurement_changes_nothing(transfers, tier, gb_s, loads) -> None:
     transfers.learn(A, tier, gb_s, loads)
 
     assert (transfers.gb_s(A, Tier.L1), transfers.gb_s(A, Tier.L2)) == (pytest.approx(10), pytest.approx(1))
@@ -109,7 +109,7 @@ def test_a_place_that_left_leaves_no_queue_behind(transfers) -> None:
     assert transfers.load(A, Tokens(l1=1000), 0.0).ready_s == pytest.approx(0.01)
 
 
-def test_what_another_process_has_learnt_is_taken_as_it_is(transfers) -> None:
+def test_a_peers_measured_bandwidth_is_used_unchanged(transfers) -> None:
     transfers.set_rate(A, Tier.L1, 5.0)
     transfers.set_rate(A, Tier.L2, 3.0)
 

@@ -141,7 +141,7 @@ by_title = pytest.mark.parametrize("seam", SEAMS, ids=lambda seam: seam.title)
 
 
 @by_title
-async def test_a_request_reaches_what_the_steps_add(seam: Seam, tmp_path: Path) -> None:
+async def test_a_request_uses_the_parts_that_the_steps_add(seam: Seam, tmp_path: Path) -> None:
     async with changed_package(tmp_path, seam.steps) as package:
         await seam.drive(package, tmp_path)
 

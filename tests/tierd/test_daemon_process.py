@@ -195,7 +195,7 @@ def test_a_key_file_must_be_text(tmp_path: Path) -> None:
         (["--size-gb", "1e6"], "do not fit"),
     ],
 )
-async def test_a_start_that_fails_says_why_and_leaves_no_memory(
+async def test_a_failed_start_gives_a_reason_and_leaves_no_memory(
     memory_name: str, flags: list[str], says: str
 ) -> None:
     process = await launch("--shared-memory-name", memory_name, *flags)

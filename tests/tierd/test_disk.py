@@ -57,7 +57,7 @@ async def read(level: DiskLevel, number: int) -> bytes | None:
     return bytes(target) if await level.read(name(number), pieces) else None
 
 
-async def test_what_is_written_is_read(folder: Folder) -> None:
+async def test_written_entries_can_be_read(folder: Folder) -> None:
     level = await folder.open()
 
     assert await level.write(name(1), content(1))
@@ -82,7 +82,7 @@ async def test_the_directory_stays_within_its_bound_the_least_recently_used_go_f
     assert sum(path.stat().st_size for path in folder.files()) == level.used_bytes == 3 * FILE_BYTES
 
 
-async def test_a_later_daemon_finds_what_an_earlier_one_wrote(folder: Folder) -> None:
+async def test_a_later_daemon_finds_the_entries_of_an_earlier_one(folder: Folder) -> None:
     first = await folder.open()
     for number in (1, 2, 3):
         await first.write(name(number), content(number))
@@ -135,7 +135,7 @@ async def test_another_object_under_the_same_file_name_is_a_miss(folder: Folder)
     assert sorted(found, key=str) == sorted([None, found[0] or found[1]], key=str)
 
 
-async def test_what_cannot_be_written_is_not_there(folder: Folder) -> None:
+async def test_an_entry_that_cannot_be_written_is_absent(folder: Folder) -> None:
     level = await folder.open(files=1)
 
     assert not await level.write(name(1), [memoryview(bytes(FILE_BYTES))])
@@ -146,7 +146,7 @@ async def test_what_cannot_be_written_is_not_there(folder: Folder) -> None:
     assert level.used_bytes == 0
 
 
-async def test_a_directory_that_cannot_be_used_is_told_at_the_start(folder: Folder) -> None:
+async def test_an_unusable_directory_is_reported_at_the_start(folder: Folder) -> None:
     folder.path.write_bytes(b"a file")
 
     with pytest.raises(ConfigError, match="disk_dir"):

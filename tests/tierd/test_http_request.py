@@ -8,7 +8,7 @@ from kvroute.tierd.http import Acquire, BadRequest, Get, Put, Release, StatusPag
 from kvroute.tierd.pool import ObjectName
 
 
-def test_names_are_what_the_client_means_not_how_it_quotes_them() -> None:
+def test_names_are_compared_without_their_quoting() -> None:
     plain = parse_call(b"PUT", b"/v1/kv/lm%20cache/org%2Fmodel@00000001@0@ab%40", 60)
 
     assert plain == Put(ObjectName(b"lm cache", b"org/model@00000001@0@ab@"))
@@ -56,7 +56,9 @@ def test_the_other_calls() -> None:
         (b"GET", b"*", 404, "path"),
     ],
 )
-def test_a_wrong_request_is_told_what_is_wrong(method: bytes, target: bytes, status: int, param: str) -> None:
+def test_the_error_for_a_wrong_request_gives_the_reason(
+    method: bytes, target: bytes, status: int, param: str
+) -> None:
     with pytest.raises(BadRequest) as caught:
         parse_call(method, target, 60)
 

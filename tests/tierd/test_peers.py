@@ -109,7 +109,7 @@ async def test_the_addresses_of_a_name_are_peers(start_node: StartNode) -> None:
     assert (await near.client.health())["peers"] >= 1
 
 
-async def test_a_peer_that_is_gone_costs_nothing_but_its_entries(start_node: StartNode) -> None:
+async def test_a_peer_that_left_costs_only_its_entries(start_node: StartNode) -> None:
     gone = f"http://127.0.0.1:{free_port()}"
     far = await start_node()
     near = await start_node(peers={"urls": [gone, far.url], "rest_s": 1000})
@@ -121,7 +121,7 @@ async def test_a_peer_that_is_gone_costs_nothing_but_its_entries(start_node: Sta
     assert near.running.store.counts.peer_questions[gone, "failed"] == 1
 
 
-async def test_a_peer_that_is_silent_does_not_hold_up_the_others(start_node: StartNode, silent: str) -> None:
+async def test_a_silent_peer_does_not_delay_the_others(start_node: StartNode, silent: str) -> None:
     far = await start_node()
     near = await start_node(peers={"urls": [silent, far.url], "answer_timeout_s": 1000})
     await far.client.put("k", DATA)
@@ -175,7 +175,7 @@ async def test_peers_with_a_key_understand_each_other(start_node: StartNode) -> 
     assert stranger.running.store.counts.peer_questions == {(far.url, "failed"): 1}
 
 
-async def test_a_peer_reads_what_is_on_the_disk(start_node: StartNode, tmp_path: object) -> None:
+async def test_a_peer_reads_entries_on_the_disk(start_node: StartNode, tmp_path: object) -> None:
     far = await start_node(pages=4, disk_dir=tmp_path, disk_gb=0.01)
     near = await start_node(peers={"urls": [far.url]})
     for number in range(12):

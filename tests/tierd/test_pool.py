@@ -77,7 +77,7 @@ def test_each_of_two_leases_holds_the_entry() -> None:
     assert pool.allocate(PAGE, 0.0) is not None
 
 
-def test_nothing_is_evicted_for_what_does_not_fit_anyway() -> None:
+def test_nothing_is_evicted_for_an_object_that_can_never_fit() -> None:
     pool = pool_of(3)
     for number in range(3):
         admitted(pool, number)
@@ -87,7 +87,7 @@ def test_nothing_is_evicted_for_what_does_not_fit_anyway() -> None:
     assert held(pool) == [0, 1, 2]
 
 
-def test_without_leave_to_lose_only_what_is_kept_below_is_evicted() -> None:
+def test_without_permission_to_lose_data_only_entries_on_the_disk_are_evicted() -> None:
     pool = pool_of(2)
     admitted(pool, 0)
     admitted(pool, 1)
@@ -106,7 +106,7 @@ def test_without_leave_to_lose_only_what_is_kept_below_is_evicted() -> None:
     assert pool.lost_entries == 0
 
 
-def test_an_entry_that_the_level_below_loses_is_written_again_before_it_goes() -> None:
+def test_an_entry_that_the_disk_loses_is_written_again_before_its_eviction() -> None:
     pool = pool_of(2)
     admitted(pool, 0)
     admitted(pool, 1)

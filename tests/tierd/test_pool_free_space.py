@@ -37,7 +37,7 @@ def test_without_a_large_gap_an_object_is_as_few_pieces_as_possible() -> None:
     assert space.free_bytes == PAGE
 
 
-def test_what_is_given_back_merges_with_its_neighbours() -> None:
+def test_released_extents_merge_with_their_neighbours() -> None:
     space = FreeSpace(4 * PAGE, page_bytes=PAGE)
     taken = [space.allocate(PAGE) for _ in range(4)]
     for number in (0, 2, 1, 3):
@@ -46,7 +46,7 @@ def test_what_is_given_back_merges_with_its_neighbours() -> None:
     assert space.allocate(4 * PAGE) == (Extent(0, 4 * PAGE),)
 
 
-def test_an_object_goes_on_where_it_ended_if_there_is_room() -> None:
+def test_an_object_grows_in_place_if_there_is_room() -> None:
     space = FreeSpace(8 * PAGE, page_bytes=PAGE)
     first = space.allocate(2 * PAGE)
     assert first == (Extent(0, 2 * PAGE),)

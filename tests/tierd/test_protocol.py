@@ -68,7 +68,7 @@ async def raw(node: Node, connect: Connect) -> Raw:
     return await connect(node)
 
 
-async def test_what_is_put_is_leased_and_read(client: Client) -> None:
+async def test_a_stored_object_is_leased_and_read(client: Client) -> None:
     data = bytes(range(256)) * 100
     assert await client.put("org%2Fmodel@00000000@0@ab", data) == 200
 
@@ -86,7 +86,7 @@ async def test_a_second_put_of_a_name_changes_nothing(client: Client) -> None:
     assert await client.get("k") == b"first"
 
 
-async def test_a_miss_is_told_at_once_when_nothing_can_come(client: Client) -> None:
+async def test_a_miss_is_answered_immediately_when_no_object_can_arrive(client: Client) -> None:
     """With `wait_ms` far above the test's own limit."""
     assert await client.lease("k", wait_ms=100_000) is None
 
@@ -278,7 +278,7 @@ async def test_a_client_that_takes_no_answers_is_not_answered_on(node: Node) -> 
     assert transport.written.endswith(b"\r\n\r\nhealth")
 
 
-async def test_a_client_that_asks_first_is_told_to_send(raw: Raw, client: Client) -> None:
+async def test_a_client_that_expects_100_continue_gets_it(raw: Raw, client: Client) -> None:
     await raw.send(b"PUT /v1/kv/b/k HTTP/1.1\r\ncontent-length: 3\r\nexpect: 100-continue\r\n\r\n")
     assert await raw.answer() == (100, b"")
     await raw.send(b"abc")
@@ -317,7 +317,7 @@ async def test_an_object_is_sent_to_its_end_before_the_connection_closes(
         (b"GET /health HTTP/1.1\r\npadding: " + b"x" * 20_000, 431, "head"),
     ],
 )
-async def test_what_cannot_be_followed_is_refused_and_ends_the_connection(
+async def test_an_unparsable_request_is_refused_and_ends_the_connection(
     raw: Raw, client: Client, request_bytes: bytes, status: int, param: str
 ) -> None:
     await raw.send(request_bytes)
@@ -458,7 +458,7 @@ async def test_a_sender_that_is_too_slow_is_cut(start_node: StartNode, connect: 
     await until(lambda: node.running.store.incoming_count == 0)
 
 
-async def test_health_and_metrics_tell_the_figures(client: Client) -> None:
+async def test_health_and_metrics_show_the_figures(client: Client) -> None:
     await client.put("k", bytes(5000))
     lease = await client.lease("k")
     await client.lease("none")

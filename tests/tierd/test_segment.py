@@ -85,7 +85,7 @@ async def test_a_living_daemon_keeps_its_name(memory_name: str) -> None:
 
 @pytest.mark.parametrize("size_bytes", [SIZE // 2, SIZE, 4 * SIZE])
 @pytest.mark.parametrize("is_killed", [True, False])
-async def test_an_old_mapping_shows_what_the_next_daemon_writes(
+async def test_an_old_mapping_shows_the_next_daemons_writes(
     memory_name: str, is_killed: bool, size_bytes: int
 ) -> None:
     segment, guard = await opened(memory_name)
@@ -230,7 +230,7 @@ async def test_a_lost_inode_is_followed_by_offsets_beyond_its_end(memory_name: s
     old.close()
 
 
-async def test_where_the_record_is_lost_too_the_mappings_of_processes_tell(memory_name: str) -> None:
+async def test_without_the_record_the_mappings_of_processes_give_the_end(memory_name: str) -> None:
     segment, guard = await opened(memory_name)
     old = mapped(memory_name)
     crash(segment, guard)
@@ -247,7 +247,7 @@ async def test_where_the_record_is_lost_too_the_mappings_of_processes_tell(memor
     old.close()
 
 
-async def test_an_inode_without_a_record_is_used_beyond_what_it_had(memory_name: str) -> None:
+async def test_an_inode_without_a_record_is_used_beyond_its_old_end(memory_name: str) -> None:
     segment, guard = await opened(memory_name)
     before, end = inode(memory_name), (FOLDER / memory_name).stat().st_size
     crash(segment, guard)

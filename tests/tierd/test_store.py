@@ -15,7 +15,9 @@ def content(number: int, pages: int = 1) -> bytes:
     return bytes([number % 256]) * (pages * PAGE_BYTES)
 
 
-async def test_what_leaves_memory_comes_back_from_the_disk(start_node: StartNode, tmp_path: Path) -> None:
+async def test_entries_evicted_from_memory_come_back_from_the_disk(
+    start_node: StartNode, tmp_path: Path
+) -> None:
     node = await start_node(pages=4, disk_dir=tmp_path, disk_gb=0.01)
     for number in range(20):
         assert await node.client.put(str(number), content(number)) == 200
@@ -80,7 +82,7 @@ async def test_a_disk_that_is_slow_loses_entries_after_a_while(start_node: Start
     blocked.set()
 
 
-async def test_full_of_leases_is_told_without_waiting_for_the_disk(
+async def test_memory_full_of_leases_is_refused_without_waiting_for_the_disk(
     start_node: StartNode, tmp_path: Path
 ) -> None:
     node = await start_node(pages=2, disk_dir=tmp_path, disk_gb=0.01, room_timeout_s=1000)

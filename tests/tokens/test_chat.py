@@ -201,14 +201,16 @@ def test_a_final_message_can_be_continued(rendered: Render, template: str, conte
         ({"messages": [USER], "truncate_prompt_tokens": -1}, TokensReason.TRUNCATION),
     ],
 )
-def test_what_cannot_be_told_says_why(rendered: Render, body: dict[str, Any], reason: TokensReason) -> None:
+def test_a_prompt_without_exact_tokens_gives_a_reason(
+    rendered: Render, body: dict[str, Any], reason: TokensReason
+) -> None:
     with pytest.raises(Inexact) as refused:
         rendered("trim", **body)
 
     assert refused.value.reason is reason
 
 
-def test_what_the_workers_were_started_with_counts(write_model: Any, make_request: Any) -> None:
+def test_the_workers_start_options_count(write_model: Any, make_request: Any) -> None:
     flags = EngineFlags(
         {"enable_thinking": True, "reasoning_effort": "low"}, "string", tools_dropped_for_none=True
     )

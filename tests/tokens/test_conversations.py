@@ -128,7 +128,7 @@ def outcome(tokenizer: LocalTokenizer, asked: InferenceRequest, *, at_once: bool
         return error.reason
 
 
-def test_a_token_that_only_what_follows_makes_is_not_cut_apart(files: Any) -> None:
+def test_a_token_across_the_cut_is_not_split(files: Any) -> None:
     """What is known ends with `nt`, a token; what follows makes it the end of a longer one that begins
     before it. Text before it was not settled."""
     cutter = Cutter([RawToken("nt", True), RawToken("int<|turn|>", True), RawToken("<|turn|>", True)])
@@ -187,7 +187,7 @@ def tokenizer(files: Any, memory: Conversations) -> LocalTokenizer:
     return LocalTokenizer(files("plain"), SegmentCache(0), None, memory)
 
 
-def test_a_turn_is_found_to_continue_the_one_before_and_takes_its_place(
+def test_a_turn_continues_the_previous_one_and_replaces_it_in_the_cache(
     tokenizer: LocalTokenizer, memory: Conversations
 ) -> None:
     first, second = (request(written(turns(count), {"model": "m"})) for count in (3, 5))
@@ -205,7 +205,7 @@ def test_a_turn_is_found_to_continue_the_one_before_and_takes_its_place(
     assert memory.find(first) is None
 
 
-def test_only_what_is_new_is_tokenized(files: Any, memory: Conversations) -> None:
+def test_only_new_text_is_tokenized(files: Any, memory: Conversations) -> None:
     seen: list[str] = []
     model: ModelFiles = files("plain")
 
@@ -223,7 +223,7 @@ def test_only_what_is_new_is_tokenized(files: Any, memory: Conversations) -> Non
     assert sum("user" in segment for segment in seen) == 1
 
 
-def test_long_new_text_is_not_tokenized_at_once(tokenizer: LocalTokenizer) -> None:
+def test_long_new_text_is_not_tokenized_synchronously(tokenizer: LocalTokenizer) -> None:
     quick = 8192
     short, long = request(written(turns(2))), request(written(turns(40)))
     assert len(short.body) < quick < len(long.body)
@@ -237,7 +237,7 @@ def test_long_new_text_is_not_tokenized_at_once(tokenizer: LocalTokenizer) -> No
     assert outcome(tokenizer, much_more, at_once=True) is None
 
 
-def test_many_short_messages_are_not_rendered_at_once(tokenizer: LocalTokenizer) -> None:
+def test_many_short_messages_are_not_rendered_synchronously(tokenizer: LocalTokenizer) -> None:
     many = request(written([{"role": "user", "content": "a"}] * 40))
 
     assert outcome(tokenizer, many, at_once=True) is None
@@ -252,7 +252,7 @@ def test_many_short_messages_are_not_rendered_at_once(tokenizer: LocalTokenizer)
         '{"\\u0000": %s, "messages": %s}',
     ],
 )
-def test_bodies_in_which_it_is_in_doubt_where_messages_stand_are_not_remembered(
+def test_bodies_with_ambiguous_message_positions_are_not_cached(
     tokenizer: LocalTokenizer, memory: Conversations, body: str
 ) -> None:
     chat = json.dumps(turns(3))
@@ -341,7 +341,7 @@ def test_a_chat_whose_beginning_was_seen_is_found_without_a_search(
     assert known.end == len(written(turns(7))) - len("]}")
 
 
-def test_only_what_is_behind_a_beginning_that_was_seen_is_compared(
+def test_only_bytes_after_a_known_prefix_are_compared(
     went_on: tuple[SeenBodies, InferenceRequest], memory: Conversations
 ) -> None:
     _, asked = went_on
@@ -363,7 +363,7 @@ def test_only_what_is_behind_a_beginning_that_was_seen_is_compared(
     assert not known.is_prefix_of(asked.body[: known.end - 1], begun)
 
 
-def test_chats_with_one_beginning_are_told_apart(
+def test_chats_with_one_prefix_are_distinguished(
     files: Any, went_on: tuple[SeenBodies, InferenceRequest], tokenizer: LocalTokenizer
 ) -> None:
     """Of several chats that continue one prefix, only the last one is linked to the prefix."""
@@ -408,7 +408,7 @@ def test_a_body_is_kept_in_few_parts_and_once(tokenizer: LocalTokenizer, memory:
     assert len(known.body) <= 8
 
 
-def test_chats_that_end_alike_are_told_apart(files: Any, memory: Conversations) -> None:
+def test_chats_with_equal_ends_are_distinguished(files: Any, memory: Conversations) -> None:
     """The same length, the same end: where one is looked for, the other is found, and not taken for it."""
     tokenizer, bare = (
         LocalTokenizer(files("plain"), SegmentCache(0), None, kept) for kept in (memory, Conversations(0))
@@ -432,9 +432,7 @@ def test_chats_that_end_alike_are_told_apart(files: Any, memory: Conversations) 
         '], "n": 1}',
     ],
 )
-def test_what_follows_the_messages_may_only_look_as_before(
-    files: Any, memory: Conversations, rest: str
-) -> None:
+def test_bytes_after_the_messages_may_differ_in_meaning(files: Any, memory: Conversations, rest: str) -> None:
     chat = turns(3)
     tokenizer, bare = (
         LocalTokenizer(files("plain"), SegmentCache(0), None, kept) for kept in (memory, Conversations(0))

@@ -10,7 +10,7 @@ TEXT = Prompt(b"x" * 4000)
 SPACE = CacheSpace("m")
 
 
-def test_a_token_is_four_bytes_until_an_answer_says_better():
+def test_a_token_is_four_bytes_until_an_answer_corrects_it():
     estimator = TokenEstimator()
 
     before = estimator.prompt_keys(TEXT, SPACE)
@@ -43,7 +43,7 @@ def test_models_learn_apart():
     ("prompt", "tokens"),
     [(Prompt(b"short"), 20), (TEXT, 0), (Prompt(array("I", range(500)).tobytes(), is_token_ids=True), 100)],
 )
-def test_what_teaches_nothing_changes_nothing(prompt, tokens):
+def test_an_answer_without_usage_changes_nothing(prompt, tokens):
     estimator = TokenEstimator()
 
     estimator.observe("m", [prompt], tokens)

@@ -92,7 +92,7 @@ async def test_a_model_whose_files_agree_with_the_worker_is_tokenized_here(
     assert worker.asked == []
 
 
-async def test_files_that_disagree_leave_it_to_the_worker_and_say_where(
+async def test_files_that_disagree_leave_tokenizing_to_the_worker_and_name_the_difference(
     threads: TokenThreads, make_worker: Any, write_model: Any, make_request: Any
 ) -> None:
     worker = make_worker("parts")
@@ -134,7 +134,7 @@ async def test_a_worker_that_answers_nothing_leaves_no_source(
     assert found is TokensReason.NO_SOURCE
 
 
-async def test_what_cannot_be_told_is_a_reason_and_no_error(
+async def test_prompts_without_exact_tokens_give_a_reason_and_no_error(
     threads: TokenThreads, make_worker: Any, write_model: Any, make_request: Any
 ) -> None:
     async with client(make_worker()) as http:
@@ -184,7 +184,7 @@ def bodies() -> list[tuple[str, dict[str, Any]]]:
 
 
 @pytest.mark.parametrize("endpoint", RemoteEndpoint)
-async def test_workers_are_asked_for_every_kind_of_body(
+async def test_workers_tokenize_every_kind_of_body(
     make_worker: Any, make_request: Any, endpoint: RemoteEndpoint, bodies: list[tuple[str, dict[str, Any]]]
 ) -> None:
     worker = make_worker("parts", renders=True, adds_bos=True)
@@ -197,7 +197,7 @@ async def test_workers_are_asked_for_every_kind_of_body(
             assert all(isinstance(prompt, array) for prompt in ids)
 
 
-async def test_an_alias_is_asked_under_the_workers_name(make_worker: Any, make_request: Any) -> None:
+async def test_an_alias_is_tokenized_under_the_workers_name(make_worker: Any, make_request: Any) -> None:
     worker = make_worker(renders=True)
     async with client(worker) as http:
         remote = RemoteTokenizer(http)
@@ -226,7 +226,7 @@ async def test_an_alias_is_asked_under_the_workers_name(make_worker: Any, make_r
         ("chat/completions", {"messages": []}, TokensReason.WORKER_FAILED),
     ],
 )
-async def test_what_tokenize_cannot_tell_says_why(
+async def test_a_body_that_tokenize_does_not_support_gives_a_reason(
     make_worker: Any, make_request: Any, path: str, body: dict[str, Any], reason: TokensReason
 ) -> None:
     async with client(make_worker()) as http:
@@ -236,7 +236,7 @@ async def test_what_tokenize_cannot_tell_says_why(
     assert refused.value.reason is reason
 
 
-async def test_rendered_media_say_nothing(make_worker: Any, make_request: Any) -> None:
+async def test_rendered_media_give_no_tokens(make_worker: Any, make_request: Any) -> None:
     worker = make_worker(renders=True)
     worker.features = {"mm_hashes": {}}
     async with client(worker) as http:

@@ -10,14 +10,14 @@ from kvroute.tokens.exact import TokenThreads
 from kvroute.tokens.options import Inexact, TokensReason
 
 
-async def test_work_runs_beside_the_loop_and_gives_its_result() -> None:
+async def test_work_runs_in_a_thread_and_returns_its_result() -> None:
     async with TokenThreads(1) as threads:
         name = await threads.run(lambda: threading.current_thread().name)
 
     assert name.startswith("tokens")
 
 
-async def test_what_prompts_cost_is_counted_and_what_is_done_once_is_not() -> None:
+async def test_cpu_time_of_prompts_is_counted_and_that_of_one_time_work_is_not() -> None:
     def work() -> float:
         began = time.thread_time()
         sum(range(10_000))
@@ -31,7 +31,7 @@ async def test_what_prompts_cost_is_counted_and_what_is_done_once_is_not() -> No
     assert threads.cpu_s >= sum(spent) > 0
 
 
-async def test_whoever_waits_too_long_is_told_so_while_the_work_goes_on() -> None:
+async def test_a_caller_times_out_while_the_work_continues() -> None:
     gate, finished = threading.Event(), threading.Event()
 
     def work() -> None:
@@ -68,7 +68,7 @@ async def test_a_result_that_came_in_time_counts_even_if_the_loop_was_too_busy_t
         assert await running == "in time"
 
 
-async def test_work_beyond_the_limit_is_refused_at_once() -> None:
+async def test_work_beyond_the_limit_is_refused_immediately() -> None:
     gate = threading.Event()
     async with TokenThreads(1, max_waiting=1) as threads:
         waiting = [asyncio.create_task(threads.run(gate.wait, 30)) for _ in range(2)]
@@ -97,7 +97,7 @@ async def test_a_cancelled_waiter_leaves_nothing_behind() -> None:
     assert threads.unfinished == 0
 
 
-async def test_closing_drops_what_has_not_begun_and_tells_its_waiter() -> None:
+async def test_closing_drops_work_that_has_not_started_and_wakes_its_caller() -> None:
     gate, entered = threading.Event(), threading.Event()
 
     def work() -> None:

@@ -67,7 +67,7 @@ def model_files(write_model: Write) -> Callable[[str, str], tuple[ModelFiles, To
 @pytest.mark.parametrize("library", ["fastokens", "tokenizers"])
 @settings(deadline=None, max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(system=texts, steps=edits)
-def test_what_was_seen_before_never_changes_the_ids(
+def test_earlier_prompts_never_change_the_ids(
     model_files: Callable[..., Any],
     make_request: Any,
     template: str,
@@ -131,7 +131,7 @@ def test_token_ids_are_taken_as_they_are(with_bos: LocalTokenizer, make_request:
         ({"truncate_prompt_tokens": 2, "add_special_tokens": False}, [2, 3]),
     ],
 )
-def test_truncation_keeps_what_the_engine_keeps(
+def test_truncation_keeps_the_same_tokens_as_the_engine(
     with_bos: LocalTokenizer, make_request: Any, fields: dict[str, Any], kept: list[Any]
 ) -> None:
     """As seen at a worker whose tokenizer adds a BOS."""
@@ -161,7 +161,7 @@ def test_truncation_keeps_what_the_engine_keeps(
         ("embeddings", {"input": "Hi"}, TokensReason.UNSUPPORTED),
     ],
 )
-def test_what_cannot_be_told_says_why(
+def test_a_prompt_without_exact_tokens_gives_a_reason(
     with_bos: LocalTokenizer, make_request: Any, path: str, fields: dict[str, Any], reason: TokensReason
 ) -> None:
     with pytest.raises(Inexact) as refused:
@@ -187,7 +187,7 @@ def test_a_lone_surrogate_in_arguments_is_unreadable(plain: LocalTokenizer, make
     assert refused.value.reason is TokensReason.UNREADABLE
 
 
-def test_an_invocation_is_the_request_that_its_fields_say(plain: LocalTokenizer, make_request: Any) -> None:
+def test_an_invocation_is_read_by_its_fields(plain: LocalTokenizer, make_request: Any) -> None:
     messages = [{"role": "user", "content": "Hi"}]
 
     def invoke(**body: Any) -> Any:

@@ -16,7 +16,7 @@ from kvroute.tokens.options import Inexact, TokensReason, UnusableModel
 Write = Callable[..., Path]
 
 
-def test_fastokens_is_used_where_it_agrees_and_is_said(write_model: Write) -> None:
+def test_fastokens_is_used_and_reported_if_it_agrees(write_model: Write) -> None:
     folder = write_model()
 
     assert load_model(folder).encoder.name == "fastokens"
@@ -140,9 +140,7 @@ def test_a_template_that_fails_refuses(write_model: Write, body: str) -> None:
         ("chat_template.jinja", "{% for %}", "line 1"),
     ],
 )
-def test_files_that_cannot_be_used_say_why(
-    write_model: Write, file: str, content: str | None, says: str
-) -> None:
+def test_unusable_files_give_a_reason(write_model: Write, file: str, content: str | None, says: str) -> None:
     folder = write_model()
     (folder / file).unlink(missing_ok=True)
     if content is not None:

@@ -81,7 +81,7 @@ def test_thinking_sets_the_effort(rendered: Render, fields: dict[str, Any], show
         ({"type": "document"}, TokensReason.UNSUPPORTED),
     ],
 )
-def test_blocks_that_are_no_text_say_so(
+def test_blocks_that_are_no_text_give_a_reason(
     rendered: Render, block: dict[str, Any], reason: TokensReason
 ) -> None:
     with pytest.raises(Inexact) as refused:

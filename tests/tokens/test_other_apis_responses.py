@@ -75,7 +75,9 @@ def test_an_unfinished_answer_is_continued(rendered: Render) -> None:
         ({}, TokensReason.UNREADABLE),
     ],
 )
-def test_what_cannot_be_told_says_why(rendered: Render, fields: dict[str, Any], reason: TokensReason) -> None:
+def test_a_prompt_without_exact_tokens_gives_a_reason(
+    rendered: Render, fields: dict[str, Any], reason: TokensReason
+) -> None:
     with pytest.raises(Inexact) as refused:
         rendered("plain", "responses", **fields)
 

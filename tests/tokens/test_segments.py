@@ -85,7 +85,7 @@ def test_segments_join_to_the_text_and_begin_with_special_tokens() -> None:
     assert list(Cutter(()).segments("<a>")) == ["<a>"]
 
 
-def test_only_what_is_new_is_encoded() -> None:
+def test_only_new_text_is_encoded() -> None:
     cache, asked = SegmentCache(100_000), []
 
     def encode(text: str) -> array[int]:

@@ -70,7 +70,7 @@ def outcome(expression: str, text: Any) -> tuple[str, Any]:
 
 
 @pytest.mark.parametrize("expression", EXPRESSIONS)
-def test_what_is_looked_up_is_what_jinja_finds(expression: str) -> None:
+def test_lookups_give_the_same_values_as_jinja(expression: str) -> None:
     source = "{% for m in messages %}[{{ " + expression + " }}]{% endfor %}"
     variables = {"named": "set in every rendering"}
     plain = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True).from_string(source)
@@ -87,7 +87,7 @@ def _without_addresses(found: tuple[str, Any]) -> Any:
     return found[0], found[1].partition(" at 0x")[0]
 
 
-def test_what_one_chat_sets_is_not_there_for_the_next() -> None:
+def test_variables_of_one_chat_do_not_exist_in_the_next() -> None:
     set_once = "{% if messages | length > 1 %}{% set name = 'two' %}{% endif %}"
     template = ChatTemplate(set_once + "{{ name }}|{{ dict is string }}|{{ other }}", {})
 
@@ -100,7 +100,7 @@ def test_what_one_chat_sets_is_not_there_for_the_next() -> None:
 @pytest.mark.parametrize("form", ["string", "openai"])
 @pytest.mark.parametrize("role", ["user", "assistant", "system", "developer", "tool", "odd"])
 @pytest.mark.parametrize("content", ["", "text", "x-anthropic-billing-header: 1\ntext"])
-def test_a_message_of_role_and_text_is_what_it_is_with_a_field_that_is_nobodys(
+def test_an_unused_field_does_not_change_a_message_of_role_and_text(
     form: Any, role: str, content: str
 ) -> None:
     template = ChatTemplate(

@@ -68,7 +68,7 @@ plain = st.builds(lambda role, text: {"role": role, "content": text}, st.sampled
 
 @pytest.mark.parametrize("source", SHOWN)
 @given(chat=st.lists(plain, min_size=1, max_size=4), turned=st.booleans())
-def test_what_is_put_together_is_what_the_template_renders(
+def test_joined_segments_equal_the_rendered_template(
     source: str, chat: list[dict[str, Any]], turned: bool
 ) -> None:
     template = ChatTemplate(source, {"bos_token": "<s>"})

@@ -204,7 +204,7 @@ def test_nothing_of_one_answer_shows_in_the_next(first: Answer, second: Answer, 
 
 @settings(max_examples=150, deadline=None)
 @given(answers(), st.lists(st.integers(0, 10_000), max_size=6), st.integers(0, 10_000))
-def test_an_answer_that_ends_early_gives_what_came_and_then_connection_lost(
+def test_an_answer_that_ends_early_gives_its_bytes_and_then_connection_lost(
     answer: Answer, places: list[int], end: int
 ) -> None:
     async def scenario() -> None:
@@ -278,7 +278,7 @@ async def test_an_answer_without_framing_that_breaks_with_an_error_is_not_whole(
         b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nnot a size\r\n",
     ],
 )
-async def test_what_is_not_a_plain_http_answer_is_a_protocol_violation(wire: bytes) -> None:
+async def test_an_answer_that_is_no_http_is_a_protocol_violation(wire: bytes) -> None:
     bench = Bench()
     response = bench.start()
 
@@ -390,7 +390,7 @@ async def test_an_answer_before_the_whole_request_was_written_ends_the_connectio
 @pytest.mark.parametrize(
     ("version", "keep_alive", "is_kept"), [(b"1.0", b"", False), (b"1.0", b"keep-alive", True)]
 )
-async def test_http_1_0_keeps_the_connection_only_when_it_says_so(
+async def test_http_1_0_keeps_the_connection_only_with_keep_alive(
     version: bytes, keep_alive: bytes, is_kept: bool
 ) -> None:
     bench = Bench()
@@ -404,7 +404,7 @@ async def test_http_1_0_keeps_the_connection_only_when_it_says_so(
     assert bench.connection.is_open == is_kept
 
 
-async def test_reading_pauses_above_the_limit_and_goes_on_when_read() -> None:
+async def test_reading_pauses_above_the_limit_and_resumes_when_parts_are_taken() -> None:
     bench = Bench(read_buffer_bytes=100)
     response = bench.start()
     bench.feed(b"HTTP/1.1 200 OK\r\nContent-Length: 500\r\n\r\n")

@@ -54,7 +54,7 @@ def test_a_response_keeps_all_that_is_end_to_end_in_lower_case(
     assert out == [(h[0].lower(), h[1]) for h in raw if h[0].lower() not in dropped | _named(raw)]
 
 
-def test_what_connection_names_is_not_forwarded() -> None:
+def test_headers_that_connection_names_are_not_forwarded() -> None:
     raw = [
         (b"Connection", b"keep-alive, X-Once"),
         (b"x-once", b"1"),
@@ -66,7 +66,7 @@ def test_what_connection_names_is_not_forwarded() -> None:
     assert response_headers(raw) == []
 
 
-def test_what_the_gateway_hides_is_not_forwarded() -> None:
+def test_hidden_headers_are_not_forwarded() -> None:
     raw = [(b"Authorization", b"Bearer key"), (b"accept", b"*/*")]
 
     assert relayed_fields(raw, without=frozenset({b"authorization"})) == b"accept: */*\r\n"

@@ -43,7 +43,7 @@ async def test_an_unused_connection_is_closed_after_its_time(serve: Any, connect
     assert transport.idle_connections == 0
 
 
-async def test_the_time_starts_anew_with_each_use(serve: Any, connect: Any, answers: Any) -> None:
+async def test_the_idle_time_restarts_with_each_use(serve: Any, connect: Any, answers: Any) -> None:
     """The timer of the first use finds no connection to close, and is set again."""
     server = await serve(answers(*[OK] * 100_000))
     transport = connect(server.url, keepalive_s=0.1, spare_connections=0)
@@ -80,9 +80,7 @@ async def test_max_idle_zero_keeps_none(serve: Any, connect: Any, answers: Any) 
     await server.until_all_gone()
 
 
-async def test_requests_above_the_limit_wait_their_turn(
-    serve: Any, connect: Any, echo_until_told: Any
-) -> None:
+async def test_requests_above_the_limit_wait_in_order(serve: Any, connect: Any, echo_until_told: Any) -> None:
     script, told = echo_until_told
     server = await serve(script)
     transport = connect(server.url, max_connections=2)

@@ -56,7 +56,7 @@ async def test_a_request_that_does_not_wait_takes_a_spare_too(serve: Any, connec
     assert transport._pool.take_idle() is None
 
 
-async def test_no_more_than_the_option_says(serve: Any, connect: Any, answers: Any) -> None:
+async def test_no_more_spares_than_the_option_allows(serve: Any, connect: Any, answers: Any) -> None:
     server = await serve(answers(OK, OK))
     transport = connect(server.url, keepalive_s=KEEPALIVE_S, spare_connections=2)
     await together(transport, 5)
@@ -69,7 +69,7 @@ async def test_no_more_than_the_option_says(serve: Any, connect: Any, answers: A
 
 
 @pytest.mark.parametrize("options", [{"spare_connections": 0}, {"max_connections": 4}, {"max_idle": 0}])
-async def test_none_where_options_say_so(
+async def test_no_spares_with_these_options(
     serve: Any, connect: Any, answers: Any, options: dict[str, int]
 ) -> None:
     server = await serve(answers(OK))

@@ -97,7 +97,7 @@ def test_no_number_of_different_lines_fills_the_memory():
     assert growth_bytes(read, 3000) < 100_000
 
 
-def test_a_head_that_came_before_is_read_again_with_its_own_length():
+def test_a_known_head_is_read_with_its_new_length():
     answers = PlainAnswers()
     lines = (b"a: content-length: 2", b"Content-Length: %d", b"x-a: 1", b"server: v")
     first, *others = (answers.read(head(*lines) % length) for length in (2, 3, 40, 500))

@@ -156,7 +156,7 @@ async def test_bad_framing_is_a_violation(bad):
     assert not connection.is_open
 
 
-async def test_what_comes_after_the_end_closes_the_connection():
+async def test_bytes_after_the_end_close_the_connection():
     listener = Listener()
 
     connection = await feed(listener, HEAD, framed(b"one"), LAST + b"HTTP/1.1 200 OK\r\n")
@@ -184,5 +184,5 @@ def test_a_chunked_head_is_plain():
 
 
 @pytest.mark.parametrize("part", [b"", b"data: {}\n\n", b"3\r\nonex\r\n", b"3\r\non", b"x3\r\none\r\n"])
-def test_what_is_no_chunk_is_left_as_it_is(part):
+def test_bytes_that_are_no_chunk_are_left_unchanged(part):
     assert unframed(part) == part

@@ -134,7 +134,7 @@ async def test_connections_are_kept_and_the_last_used_is_used_first(
     assert server.accepted == 2
 
 
-async def test_a_fresh_connection_can_be_asked_for(serve: Any, connect: Any, answers: Any) -> None:
+async def test_a_fresh_connection_can_be_requested(serve: Any, connect: Any, answers: Any) -> None:
     server = await serve(answers(*[OK] * 9))
     transport = connect(server.url)
     await transport.send(b"GET", b"/", [])
@@ -270,7 +270,7 @@ async def test_a_connection_closed_before_any_answer_is_connection_lost(
     assert (lost.value.sent, lost.value.reused) == (True, False)
 
 
-async def test_a_kept_connection_closed_on_the_next_request_says_that_it_was_reused(
+async def test_a_kept_connection_closed_on_the_next_request_is_marked_as_reused(
     serve: Any, connect: Any, read_request: Any
 ) -> None:
     """The worker's keep-alive timer fires while the request is in flight."""
@@ -308,7 +308,7 @@ async def test_an_idle_connection_that_the_worker_closes_is_not_used_again(
 
 
 @pytest.mark.parametrize("reply", [b"SSH-2.0-OpenSSH\r\n", b"HTTP/1.1 101 Switching\r\nUpgrade: x\r\n\r\n"])
-async def test_what_is_not_http_is_a_protocol_violation(
+async def test_bytes_that_are_no_http_are_a_protocol_violation(
     serve: Any, connect: Any, answers: Any, reply: bytes
 ) -> None:
     server = await serve(answers(reply))
@@ -331,7 +331,7 @@ async def test_a_closed_port_is_connect_refused(connect: Any) -> None:
     assert isinstance(refused.value.__cause__, ConnectionRefusedError)
 
 
-async def test_what_cannot_be_a_host_name_is_connect_refused(connect: Any) -> None:
+async def test_an_impossible_host_name_is_connect_refused(connect: Any) -> None:
     """Refused by the IDNA codec (a label over 63 octets), so that no resolver is asked."""
     with pytest.raises(ConnectRefused) as refused:
         await connect(f"http://{'a' * 64}.invalid:1").send(b"GET", b"/", [])
@@ -452,7 +452,7 @@ async def test_a_slow_reader_holds_the_worker_back(serve: Any, connect: Any, rea
     assert received == written == size
 
 
-async def test_abort_closes_the_socket_at_once(serve: Any, connect: Any, answers: Any) -> None:
+async def test_abort_closes_the_socket_immediately(serve: Any, connect: Any, answers: Any) -> None:
     server = await serve(answers(STREAM_HEAD + b"1\r\na\r\n"))
     transport = connect(server.url)
     response = await transport.send(b"GET", b"/", [])
@@ -555,9 +555,7 @@ async def test_a_stream_over_tls_can_be_aborted(
     await server.until_all_gone()
 
 
-async def test_closing_the_transport_breaks_off_what_is_under_way(
-    serve: Any, connect: Any, answers: Any
-) -> None:
+async def test_closing_the_transport_ends_requests_in_flight(serve: Any, connect: Any, answers: Any) -> None:
     server = await serve(answers(STREAM_HEAD))
     transport = connect(server.url)
     response = await transport.send(b"GET", b"/", [])
@@ -599,7 +597,7 @@ async def test_a_retired_transport_lets_running_answers_finish(
     await server.until_all_gone()
 
 
-async def test_many_requests_at_once_share_nothing_but_the_pool(
+async def test_concurrent_requests_share_only_the_pool(
     serve: Any, connect: Any, read_request: Any, read_all: Any
 ) -> None:
     async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

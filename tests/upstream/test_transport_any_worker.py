@@ -28,7 +28,7 @@ def answers(text: bytes, read_request: Any) -> Any:
     return script
 
 
-async def test_each_worker_is_asked_over_its_own_kept_connection(serve: Any, read_request: Any) -> None:
+async def test_each_worker_has_its_own_kept_connection(serve: Any, read_request: Any) -> None:
     one, other = await serve(answers(b"one", read_request)), await serve(answers(b"other", read_request))
 
     async with httpx.AsyncClient(transport=AnyWorkerTransport(UpstreamOptions())) as client:

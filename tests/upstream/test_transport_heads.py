@@ -51,7 +51,7 @@ def test_a_get_without_body_has_no_length() -> None:
         (b"GET", b"/", [(b"Transfer-Encoding", b"chunked")]),
     ],
 )
-def test_what_could_look_like_two_requests_is_refused(
+def test_values_that_could_form_two_requests_are_refused(
     method: bytes, target: bytes, headers: list[tuple[bytes, bytes]]
 ) -> None:
     with pytest.raises(ValueError):
@@ -64,7 +64,7 @@ def test_what_could_look_like_two_requests_is_refused(
     ),
     st.binary(max_size=20),
 )
-def test_what_is_sent_reads_as_exactly_one_request(headers: list[tuple[bytes, bytes]], body: bytes) -> None:
+def test_the_sent_bytes_parse_as_exactly_one_request(headers: list[tuple[bytes, bytes]], body: bytes) -> None:
     """Each value is either refused, or a server sees one request with this body."""
     try:
         head = encode_head(b"POST", b"/t", headers, host=b"w", body_bytes=len(body))

@@ -16,7 +16,7 @@ from kvroute.upstream import transport as transport_module
 STREAM_HEAD = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 
 
-async def test_a_client_over_it_gets_what_the_default_transport_gives(
+async def test_our_transport_gives_the_same_answers_as_httpxs_default_one(
     serve: Any, connect: Any, read_request: Any
 ) -> None:
     seen: list[tuple[bytes, bytes]] = []
@@ -104,7 +104,7 @@ async def test_a_whole_answer_leaves_its_connection_in_the_pool(
         (STREAM_HEAD + b"zz\r\n", httpx.RemoteProtocolError),
     ],
 )
-async def test_what_the_worker_does_wrong_is_an_httpx_exception(
+async def test_a_workers_fault_is_an_httpx_exception(
     serve: Any, connect: Any, answers: Any, reply: bytes, error: type[httpx.TransportError]
 ) -> None:
     server = await serve(answers(reply, close=True))

@@ -70,7 +70,7 @@ async def test_the_first_does_not_wait_for_very_many(log, outbox):
     assert [data for _, data in log] == [b"%d" % number for number in range(40)]
 
 
-async def test_what_waits_can_be_written_before_the_iteration_ends(log, outbox):
+async def test_waiting_writes_can_be_flushed_before_the_iteration_ends(log, outbox):
     a = Transport(log)
     outbox.send(a, b"1")
     began = outbox.flushes
@@ -83,7 +83,7 @@ async def test_what_waits_can_be_written_before_the_iteration_ends(log, outbox):
     assert outbox.flushes == began + 1
 
 
-async def test_nothing_is_written_to_what_was_closed_meanwhile(log, outbox):
+async def test_nothing_is_written_to_a_transport_that_was_closed(log, outbox):
     a, b = Transport(log), Transport(log, "b")
     outbox.send(a, b"1")
     outbox.send(b, b"2")
@@ -105,7 +105,7 @@ async def test_a_write_may_lead_to_another_one(log, outbox):
     assert log == [("a", b"1"), ("a", b"2")]
 
 
-def test_without_an_outbox_it_is_written_at_once(log):
+def test_without_coalescing_a_write_goes_out_immediately(log):
     write_now(Transport(log), b"1")
     write_now(Transport(log), b"2", b"3")
     assert [data for _, data in log] == [b"1", b"2", b"3"]
@@ -162,7 +162,7 @@ async def test_a_request_for_a_stream_does_not_wait_where_iterations_have_one(lo
         await an_iteration()
 
 
-async def test_a_request_for_a_stream_goes_behind_what_waits(log, outbox):
+async def test_a_streaming_request_goes_after_waiting_writes(log, outbox):
     a, b = Transport(log), Transport(log, "b")
     outbox.send(a, b"1")
     outbox.send_stream_request(b, b"2", b"body")

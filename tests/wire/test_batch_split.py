@@ -70,7 +70,7 @@ def prompt(blocks: int, size: int = 16, **fields: object) -> BlockStored:
 
 @pytest.mark.parametrize("dialect", DIALECTS)
 @pytest.mark.parametrize("count", [1, 1000, 3000])
-def test_the_pieces_of_a_batch_say_what_it_says(dialect: str, count: int) -> None:
+def test_the_pieces_of_a_batch_contain_the_same_events(dialect: str, count: int) -> None:
     payload = DIALECTS[dialect].encode(1.5, events(count), 3)
 
     pieces = split(payload)
@@ -137,7 +137,7 @@ def test_between_two_chances_to_pause_little_is_walked(tokens: int) -> None:
     assert max(walked) <= walking.STEP_IDS
 
 
-def test_a_prompt_behind_a_known_parent_says_so_in_all_its_parts() -> None:
+def test_every_piece_of_a_prompt_after_a_known_parent_has_its_parent() -> None:
     stored = msgspec.structs.replace(prompt(4096), parent_block_hash=b"\xc0" * 32)
     pieces = split(MAP.encode(1.5, [stored]))
     assert joined(pieces) == [stored]
@@ -154,7 +154,7 @@ def test_a_prompt_behind_a_known_parent_says_so_in_all_its_parts() -> None:
         [n * 3 for n in range(4096)],
     ],
 )
-def test_hashes_of_any_form_are_told_apart(names: list[int | bytes]) -> None:
+def test_hashes_of_all_forms_are_recognised(names: list[int | bytes]) -> None:
     stored = msgspec.structs.replace(prompt(4096), block_hashes=names)
     payload = MAP.encode(1.5, [stored])
     pieces = split(payload)
@@ -187,7 +187,7 @@ def test_events_that_have_hashes_alone_are_divided_too() -> None:
         assert len(pieces) == 20
 
 
-def test_what_does_not_fit_its_hashes_stays_unfit() -> None:
+def test_a_batch_that_does_not_match_its_hashes_stays_mismatched() -> None:
     """Of a group with a sliding window, or nonsense: the hashes are there to be counted."""
     for stored in (
         msgspec.structs.replace(prompt(4096), block_size=32),
@@ -201,7 +201,7 @@ def test_what_does_not_fit_its_hashes_stays_unfit() -> None:
 
 
 @pytest.mark.parametrize("prompts", [1, 2, 15, 16])
-def test_long_prompts_are_told_apart(prompts: int) -> None:
+def test_long_prompts_are_recognised(prompts: int) -> None:
     tokens = [70_000] * 65_536
     stored: list[KvEvent] = [BlockStored(list(range(n, n + 4096)), None, tokens, 16) for n in range(prompts)]
     payload = MAP.encode(1.5, stored, 3)
@@ -213,7 +213,7 @@ def test_long_prompts_are_told_apart(prompts: int) -> None:
     assert read(pieces)[-1].dp_rank == 3
 
 
-def test_text_that_looks_like_the_beginning_of_an_event_misleads_nobody() -> None:
+def test_text_that_looks_like_the_start_of_an_event_is_not_read_as_one() -> None:
     for batch in (
         events(3000, session="\xa4type"),
         [prompt(4096, session_id="\xa4type"), *events(3000), prompt(4096, lora_name="\xa4type" * 9000)],
@@ -288,7 +288,7 @@ def test_a_part_that_is_broken_is_found_before_the_end() -> None:
         b"\x81\xa6events" + b"\x90" * 40_000,
     ],
 )
-def test_what_is_no_batch_is_refused(payload: bytes) -> None:
+def test_a_payload_that_is_no_batch_is_refused(payload: bytes) -> None:
     with pytest.raises(WireError):
         read(split(payload))
 
@@ -297,7 +297,7 @@ def test_a_small_payload_comes_back_whatever_it_is() -> None:
     assert split(b"") == [Piece(b"")]
 
 
-def test_what_is_nested_too_deeply_is_refused() -> None:
+def test_too_deep_nesting_is_refused() -> None:
     nested = b"\x91" * SMALL_BYTES + b"\xc0"
 
     with pytest.raises(WireError):

@@ -92,7 +92,7 @@ def test_the_peer_url_has_two_names() -> None:
         assert message.peer_url == "u"
 
 
-def test_nobody_is_an_empty_row() -> None:
+def test_an_absent_worker_is_an_empty_row() -> None:
     # LMCache reads the first row without looking whether there is one (0.5.6, p2p_backend.py).
     assert decode_reply(encode(P2pLookupReply())) == P2pLookupReply(layout_info=[("", "", 0, "")])
 
@@ -107,7 +107,7 @@ def test_an_error_does_not_repeat_the_message() -> None:
         assert "secret" not in str(error.value)
 
 
-def test_a_message_that_cannot_be_read_may_still_say_whose_it_is() -> None:
+def test_an_unreadable_message_may_still_name_its_worker() -> None:
     fields = {"type": "BatchedKVOperationMsg", **WHO, "location": "L", "operations": [{"op_type": "new"}]}
 
     for payload in (json.dumps(fields).encode(), msgspec.msgpack.encode(fields)):
@@ -117,7 +117,7 @@ def test_a_message_that_cannot_be_read_may_still_say_whose_it_is() -> None:
     assert origin(b'{"type": "x"}') is None
 
 
-def test_a_large_batch_is_split_into_what_says_the_same() -> None:
+def test_a_large_batch_is_split_into_equal_content() -> None:
     batch = [Operation("admit" if number % 3 else "evict", number << 40, number) for number in range(5000)]
     whole = encode(KvOperations(**WHO, location="L", operations=batch))
 

@@ -20,7 +20,7 @@ def test_it_is_the_hash_of_the_seed_in_a_process_with_that_seed(seed: str) -> No
     assert none_hash(seed) == int(theirs.stdout)
 
 
-def test_it_is_what_was_seen_at_a_worker() -> None:
+def test_the_hash_equals_one_captured_from_a_worker() -> None:
     # LMCache 0.5.6 with PYTHONHASHSEED=0 on CPython 3.11.
     assert none_hash("0") == 5313149338359954478
 

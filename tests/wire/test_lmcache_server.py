@@ -79,7 +79,7 @@ def joined(batches: list[CacheEvents]) -> list[Any]:
 
 @settings(max_examples=60, deadline=None, phases=(Phase.generate,))
 @given(batches=st.lists(BATCH, max_size=4), size=st.integers(1, 400))
-def test_a_large_body_in_pieces_says_what_it_says_as_a_whole(batches: list[Any], size: int) -> None:
+def test_a_large_body_gives_the_same_events_in_pieces_as_whole(batches: list[Any], size: int) -> None:
     for seq, batch in enumerate(batches, 1):
         batch["seq"] = seq
     body = packed({"batches": batches})
@@ -158,7 +158,7 @@ def test_ranks_are_read_from_their_packed_form() -> None:
         (b'\xff{"batches":[]}', "events"),
     ],
 )
-def test_what_makes_no_sense_is_refused_by_name(body: bytes, named: str) -> None:
+def test_a_senseless_field_is_refused_by_name(body: bytes, named: str) -> None:
     with pytest.raises(WireError, match=named):
         decoded(body)
 
@@ -170,7 +170,7 @@ def test_a_registration_needs_an_address() -> None:
         decode_registration(b'{"instance_id":"a","ip":"10.0.0.1","http_port":0}')
 
 
-def test_a_status_says_how_chunks_are_named_and_how_many_there_are() -> None:
+def test_a_status_has_the_hash_algorithm_and_the_number_of_chunks() -> None:
     manager = {"total_object_count": 9, "staging_object_count": 2, "memory_used_bytes": 5}
     page = {
         "chunk_size": 64,
@@ -198,7 +198,7 @@ DEEP = b'{"instance_id":' + b"[" * 100_000
         lambda body: list(lmcache_mp.decode_events(body)),
     ],
 )
-def test_what_is_nested_too_deeply_is_refused(decode: Any) -> None:
+def test_too_deep_nesting_is_refused(decode: Any) -> None:
     with pytest.raises(WireError):
         decode(b'{"unknown":' + DEEP)
     with pytest.raises(WireError):

@@ -24,7 +24,7 @@ def test_gpus_and_adapters_are_added_up_and_stores_left_out() -> None:
 
 
 @pytest.mark.parametrize("value", ["NaN", "+Inf", "-1", "much"])
-def test_what_is_no_figure_is_passed_over(value: str) -> None:
+def test_lines_without_a_figure_are_skipped(value: str) -> None:
     assert read_load_rates(f"lmcache_mp_l2_load_throughput_sum {value}\n") == LoadRates()
 
 
@@ -36,7 +36,7 @@ def test_the_mean_of_the_loads_in_between() -> None:
     assert now.since(LoadRates()) == {"l1": (pytest.approx(120 / 14), 14), "l2": (1.0, 4)}
 
 
-def test_a_server_that_was_restarted_is_begun_anew() -> None:
+def test_rates_restart_with_a_restarted_server() -> None:
     before = LoadRates({"l1": 10}, {"l1": 100.0})
 
     assert LoadRates({"l1": 2}, {"l1": 2.0}).since(before) == {}

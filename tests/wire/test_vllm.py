@@ -73,7 +73,7 @@ def test_a_captured_conversation_has_its_blocks_in_a_chain(capture: Capture) -> 
 
 
 @pytest.mark.parametrize("release", ["0.11.1", "0.19.1", "0.23.0"])
-def test_older_layouts_tell_the_same_blocks_as_the_recording(capture: Capture, release: str) -> None:
+def test_older_layouts_have_the_same_blocks_as_the_recording(capture: Capture, release: str) -> None:
     def blocks(name: str) -> list[tuple[object, ...]]:
         return [
             (type(e).__name__, getattr(e, "block_hashes", None), getattr(e, "token_ids", None))
@@ -231,7 +231,7 @@ def test_unknown_parts_of_a_batch_are_counted() -> None:
         {"events": []},
     ],
 )
-def test_what_is_not_a_batch_raises_the_one_error(message: object) -> None:
+def test_a_payload_that_is_no_batch_raises_wire_error(message: object) -> None:
     with pytest.raises(WireError):
         decode_batch(msgspec.msgpack.encode(message))
 

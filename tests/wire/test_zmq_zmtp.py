@@ -58,7 +58,7 @@ def test_messages_are_put_together_from_any_pieces(
     )
 
 
-def test_a_long_message_is_not_looked_at_again_with_every_piece() -> None:
+def test_a_long_message_is_not_parsed_again_with_every_piece() -> None:
     """Reading takes time in proportion to what came, not to its square."""
     reader = MessageReader()
     reader.feed(b"\x02" + (100_000).to_bytes(8))
@@ -79,7 +79,7 @@ def test_a_long_message_is_not_looked_at_again_with_every_piece() -> None:
         b"\x01\x00" * 65,
     ],
 )
-def test_what_is_no_zmtp_or_does_not_end_is_refused(stream: bytes) -> None:
+def test_bytes_that_are_no_zmtp_or_do_not_end_are_refused(stream: bytes) -> None:
     with pytest.raises(WireError):
         MessageReader().feed(stream)
 
@@ -105,12 +105,12 @@ def test_frames_of_one_message_are_bounded_together() -> None:
         (GREETING[:12] + b"CURVE".ljust(20, b"\0") + GREETING[32:], "CURVE"),
     ],
 )
-def test_a_greeting_that_is_not_understood_says_why(greeting: bytes, why: str) -> None:
+def test_a_bad_greeting_gives_a_reason(greeting: bytes, why: str) -> None:
     with pytest.raises(WireError, match=why):
         check_greeting(greeting)
 
 
-def test_what_a_subscriber_says_is_as_in_the_specification() -> None:
+def test_a_subscribers_bytes_match_the_specification() -> None:
     """rfc.zeromq.org/spec/23, by hand."""
     check_greeting(GREETING)
     assert b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(16) + b"\0" + bytes(31) == GREETING

@@ -182,7 +182,7 @@ async def test_far_fewer_addresses_cause_an_earlier_lookup_and_are_accepted_when
     assert [worker.id for worker in fleet.workers()] == ["10.0.0.1:8000", "10.0.0.2:8000"]
 
 
-async def test_a_failed_look_up_does_not_repeat_the_doubted_set(clock, running):
+async def test_a_failed_lookup_does_not_confirm_the_doubted_set(clock, running):
     addresses = [f"10.0.0.{number}" for number in range(1, 6)]
     names, fleet = FakeNames(vllm=addresses), Fleet()
     discoverer = Discoverer(fleet, {"dns": looking_up(names, clock)}, clock, ShrinkLimits(confirm_s=12))

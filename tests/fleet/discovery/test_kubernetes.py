@@ -189,7 +189,7 @@ async def test_a_new_pod_of_a_drained_ones_name_and_address_has_to_get_ready_its
 # Trouble
 
 
-async def test_a_bookmark_is_where_the_next_watch_goes_on(api, pod):
+async def test_the_next_watch_continues_from_a_bookmark(api, pod):
     api.put(pod("a"))
     async with watching(source_of(api.url)) as seen:
         await seen.sees("a")
@@ -207,7 +207,7 @@ async def test_a_bookmark_is_where_the_next_watch_goes_on(api, pod):
 
 
 @pytest.mark.parametrize("status", [False, True], ids=["as an event", "as a status"])
-async def test_410_gone_means_listing_anew(status, api, pod, caplog):
+async def test_410_gone_means_a_new_list(status, api, pod, caplog):
     api.put(pod("a"))
     async with watching(source_of(api.url)) as seen:
         await seen.sees("a")
@@ -230,7 +230,7 @@ async def test_410_gone_means_listing_anew(status, api, pod, caplog):
     assert api.lists >= 2
 
 
-async def test_410_while_watching_means_listing_anew(api, pod):
+async def test_410_while_watching_means_a_new_list(api, pod):
     api.put(pod("a"))
     async with watching(source_of(api.url)) as seen:
         await seen.sees("a")
@@ -291,7 +291,7 @@ async def test_a_server_that_is_not_there_at_the_start_is_waited_for(fake_api, s
             await seen.sees("a")
 
 
-async def test_a_refusal_is_told_with_the_servers_reason_but_not_the_token(api, tmp_path, caplog):
+async def test_a_refusal_is_logged_with_the_servers_reason_but_not_the_token(api, tmp_path, caplog):
     (tmp_path / "token").write_text("very-secret")
     api.fails = (403, 'pods is forbidden: User "system:serviceaccount:llm:gw" cannot list resource')
     async with watching(source_of(api.url, token_file=tmp_path / "token")) as seen:
@@ -313,7 +313,7 @@ async def test_an_event_that_makes_no_sense_is_counted_and_ends_in_a_working_wat
         await seen.sees("a")
 
 
-async def test_watches_that_end_at_once_over_and_over_are_not_asked_for_in_a_loop(api, pod):
+async def test_watches_that_end_immediately_are_retried_with_a_backoff(api, pod):
     clock = QuickClock(0.001)
     async with watching(source_of(api.url, clock)) as seen:
         await seen.sees()
@@ -339,7 +339,7 @@ async def test_a_watch_that_falls_silent_is_given_up_a_little_after_its_time(api
     assert seen.source.errors >= 1
 
 
-async def test_everything_is_listed_anew_from_time_to_time(api, pod):
+async def test_all_objects_are_listed_again_periodically(api, pod):
     clock = QuickClock(0.001)
     api.put(pod("a"))
     async with watching(source_of(api.url, clock, resync_s=600)) as seen:
@@ -425,7 +425,7 @@ def test_no_token_of_this_cluster_goes_to_another_ones_server(tmp_path):
 # Objects that cannot be used
 
 
-async def test_a_pod_without_the_port_is_left_out_and_told_once(api, pod, caplog):
+async def test_a_pod_without_the_port_is_left_out_and_logged_once(api, pod, caplog):
     api.put(pod("a", ports=[]), pod("b", "10.0.0.2"))
     async with watching(source_of(api.url)) as seen:
         await seen.sees("b")
@@ -472,7 +472,7 @@ async def test_endpoint_slices_of_a_service_are_watched(fake_api, serving):
 # In the fleet
 
 
-async def test_the_fleet_follows_a_pod_from_ready_to_gone(api, pod, running):
+async def test_the_fleet_follows_a_pod_from_ready_to_deleted(api, pod, running):
     settings = {"enabled": True, "api_url": api.url, "namespace": "llm"}
     clock = QuickClock(0.001)
     sources = sources_of(FleetOptions.model_validate({"kubernetes": settings}), clock)
@@ -523,7 +523,7 @@ async def fleet_of_four(api, pod, running):
     return fleet, discoverer, clock
 
 
-async def test_an_empty_list_leaves_the_workers_and_is_asked_for_again(api, fleet_of_four, caplog):
+async def test_an_empty_list_keeps_the_workers_and_is_requested_again(api, fleet_of_four, caplog):
     caplog.set_level("INFO")
     fleet, discoverer, _clock = fleet_of_four
     everything, lists = api.objects, api.lists
@@ -544,7 +544,7 @@ async def test_an_empty_list_leaves_the_workers_and_is_asked_for_again(api, flee
     assert "accepted again" in caplog.text
 
 
-async def test_an_empty_list_that_lasts_is_believed(api, fleet_of_four, caplog):
+async def test_an_empty_list_that_is_repeated_long_enough_is_accepted(api, fleet_of_four, caplog):
     fleet, _discoverer, clock = fleet_of_four
     lists = api.lists
 
@@ -583,7 +583,7 @@ async def test_an_outage_of_the_api_server_confirms_nothing(api, fleet_of_four):
     assert len(fleet.workers()) == 4
 
 
-async def test_a_worker_removed_by_hand_goes_at_once_even_while_a_set_is_doubted(api, fleet_of_four):
+async def test_an_admin_removal_applies_immediately_even_while_a_set_is_doubted(api, fleet_of_four):
     fleet, _discoverer, _clock = fleet_of_four
     lists = api.lists
     answer_lists_with(api, {})

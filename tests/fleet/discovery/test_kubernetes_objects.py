@@ -86,7 +86,7 @@ def test_models_come_from_the_label_or_the_annotation_of_its_key(labels, annotat
     assert found.spec(draining=False) == WorkerSpec(WorkerId("a"), "http://10.0.0.1:8000", models)
 
 
-def test_a_role_is_told_and_may_be_a_condition(pod):
+def test_a_role_is_read_and_may_be_a_condition(pod):
     decoding, plain = pod("a", labels={"role": "decode"}), pod("b")
     only = ObjectReader("http", role_label="role", roles=("decode", "both"))
 
@@ -175,7 +175,7 @@ def test_of_a_pod_in_several_slices_ipv4_and_the_serving_one_count():
 # Nodes
 
 
-def test_the_node_is_what_the_pod_or_the_endpoint_says(pod):
+def test_the_node_comes_from_the_pod_or_the_endpoint(pod):
     placed = pod("a")
     placed["spec"]["nodeName"] = "node-7"
     (found,) = read_pod(placed, READER).found
