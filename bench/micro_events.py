@@ -125,8 +125,8 @@ def intake(blocks: int) -> dict[str, float]:
             TimeSlicer(SystemClock(), 0.5),
             lambda: None,
         )
-        made.sequence.begin()
-        made.sequence.ended()
+        made.sequence.start_replay()
+        made.sequence.end_replay()
         messages: list[Sequence[bytes]] = []
         last: list[ExternalBlockHash] = [rng.getrandbits(64) for _ in range(64)]
         for number, name in enumerate(last):

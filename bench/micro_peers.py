@@ -84,7 +84,7 @@ def ours(case_input: dict[str, Any]) -> dict[str, Any]:
         "match": best_us(lambda: index.match(keys), case_input["repeats"]),
         "store a prompt": best_us(lambda: index.store(new, 16, None, next(prompts)), NEW_PROMPTS),
         "store a block": best_us(
-            lambda: index.store_one(new, 16 // KEY_TOKENS, last, next(steps)), NEW_BLOCKS
+            lambda: index.append_one(new, 16 // KEY_TOKENS, last, next(steps)), NEW_BLOCKS
         ),
         "hash a prompt": best_us(lambda: token_keys(tokens, 0), case_input["repeats"]),
     }

@@ -172,7 +172,7 @@ def test_a_prompt_sent_in_another_key_space_is_not_reannounced():
         def note(self, prompt: KnownPrompt) -> None:
             self.noted.append(prompt)
 
-        def served(self, *_: object) -> None:
+        def on_answer(self, *_: object) -> None:
             pass
 
     made, stream = make_tracker(), Stream()

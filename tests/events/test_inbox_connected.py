@@ -45,7 +45,7 @@ class Publisher:
         self._context.destroy(linger=0)
 
 
-def arrivals() -> SocketPoller:
+def poller() -> SocketPoller:
     clock = SystemClock()
     return SocketPoller(clock, 0.5, TimeSlicer(clock, 0.5))
 
@@ -68,7 +68,7 @@ async def received(inbox: ConnectedInbox, count: int) -> list[list[bytes]]:
 
 async def _what_is_subscribed_comes() -> None:
     publisher = Publisher()
-    inbox = ConnectedInbox(arrivals(), publisher.endpoint, "kv", 1000)
+    inbox = ConnectedInbox(poller(), publisher.endpoint, "kv", 1000)
     await inbox.ready(LONG_S)
     assert await publisher.subscribed() == b"\x01kv"
     sizes = [0, 1, 255, 256, 8000, 70_000, 1_000_000, 5]
@@ -96,7 +96,7 @@ def test_so_it_does_on_the_loop_that_is_served_with() -> None:
 
 async def test_a_path_is_an_endpoint_too(tmp_path: Path) -> None:
     publisher = Publisher(f"ipc://{tmp_path}/kv")
-    inbox = ConnectedInbox(arrivals(), publisher.endpoint, "", 1000)
+    inbox = ConnectedInbox(poller(), publisher.endpoint, "", 1000)
     await inbox.ready(LONG_S)
     await publisher.subscribed()
     publisher.send(b"kv", b"1")
@@ -106,7 +106,7 @@ async def test_a_path_is_an_endpoint_too(tmp_path: Path) -> None:
 
 
 async def test_a_lost_connection_is_reported_and_opened_again(publisher: Publisher) -> None:
-    inbox = ConnectedInbox(arrivals(), publisher.endpoint, "kv", 1000)
+    inbox = ConnectedInbox(poller(), publisher.endpoint, "kv", 1000)
     await inbox.ready(LONG_S)
     await publisher.subscribed()
     assert inbox.interrupted()  # what was published before
@@ -130,7 +130,7 @@ async def test_a_lost_connection_is_reported_and_opened_again(publisher: Publish
 
 
 async def test_messages_beyond_the_queue_wait_at_the_worker(publisher: Publisher) -> None:
-    inbox = ConnectedInbox(arrivals(), publisher.endpoint, "kv", 20)
+    inbox = ConnectedInbox(poller(), publisher.endpoint, "kv", 20)
     await inbox.ready(LONG_S)
     await publisher.subscribed()
     for number in range(2000):
@@ -145,7 +145,7 @@ async def test_messages_beyond_the_queue_wait_at_the_worker(publisher: Publisher
 
 
 async def test_messages_are_passed_to_the_fast_path_unless_others_wait(publisher: Publisher) -> None:
-    inbox = ConnectedInbox(arrivals(), publisher.endpoint, "kv", 1000)
+    inbox = ConnectedInbox(poller(), publisher.endpoint, "kv", 1000)
     await inbox.ready(LONG_S)
     await publisher.subscribed()
     inbox.interrupted()
@@ -167,7 +167,7 @@ async def test_messages_are_passed_to_the_fast_path_unless_others_wait(publisher
 
 
 async def test_a_wait_ends_without_messages_also_after_earlier_ones(publisher: Publisher) -> None:
-    inbox = ConnectedInbox(arrivals(), publisher.endpoint, "kv", 1000)
+    inbox = ConnectedInbox(poller(), publisher.endpoint, "kv", 1000)
     await inbox.ready(LONG_S)
     inbox.interrupted()
     assert not await inbox.wait(0.01)
@@ -212,7 +212,7 @@ async def test_a_peer_that_is_no_publisher_is_complained_of_once_and_tried_again
     peer = Peer(says)
     with caplog.at_level(logging.WARNING):
         async with tcp_server(peer.serve) as port:
-            inbox = ConnectedInbox(arrivals(), f"tcp://127.0.0.1:{port}", "kv", 10)
+            inbox = ConnectedInbox(poller(), f"tcp://127.0.0.1:{port}", "kv", 10)
             await until(lambda: peer.connections >= 3)
             await inbox.aclose()
 
@@ -229,7 +229,7 @@ async def test_a_silent_peer_is_logged(
     peer = Peer(b"")
     with caplog.at_level(logging.WARNING):
         async with tcp_server(peer.serve) as port:
-            inbox = ConnectedInbox(arrivals(), f"tcp://127.0.0.1:{port}", "kv", 10)
+            inbox = ConnectedInbox(poller(), f"tcp://127.0.0.1:{port}", "kv", 10)
             await until(lambda: peer.connections >= 2)
             await inbox.aclose()
 
@@ -244,7 +244,7 @@ async def test_a_peer_that_is_no_publisher_behind_its_handshake_is_complained_of
     peer = Peer(GREETING + ready() + b"\x77\x77")
     with caplog.at_level(logging.WARNING):
         async with tcp_server(peer.serve) as port:
-            inbox = ConnectedInbox(arrivals(), f"tcp://127.0.0.1:{port}", "kv", 10)
+            inbox = ConnectedInbox(poller(), f"tcp://127.0.0.1:{port}", "kv", 10)
             await until(lambda: peer.connections >= 3)
             await inbox.aclose()
 
@@ -266,7 +266,7 @@ async def test_an_unexpected_error_is_logged_and_connecting_continues(
         return await real(host, port, **more)
 
     monkeypatch.setattr(loop, "getaddrinfo", getaddrinfo)
-    inbox = ConnectedInbox(arrivals(), publisher.endpoint, "kv", 10)
+    inbox = ConnectedInbox(poller(), publisher.endpoint, "kv", 10)
 
     await inbox.ready(LONG_S)
 
@@ -294,7 +294,7 @@ async def test_an_address_without_a_server_leaves_time_for_the_next_address(
 
     monkeypatch.setattr(loop, "getaddrinfo", getaddrinfo)
     monkeypatch.setattr(loop, "sock_connect", sock_connect)
-    inbox = ConnectedInbox(arrivals(), publisher.endpoint, "kv", 10)
+    inbox = ConnectedInbox(poller(), publisher.endpoint, "kv", 10)
 
     await inbox.ready(LONG_S)
 
@@ -307,7 +307,7 @@ async def test_a_publishers_ping_is_answered(context: bytes) -> None:
     """With the sixteen bytes that a context may have, and not with more."""
     peer = Peer(GREETING + ready() + command(b"PING", b"\x00\x64" + context))
     async with tcp_server(peer.serve) as port:
-        inbox = ConnectedInbox(arrivals(), f"tcp://127.0.0.1:{port}", "kv", 10)
+        inbox = ConnectedInbox(poller(), f"tcp://127.0.0.1:{port}", "kv", 10)
         await until(lambda: command(b"PONG", context[:16]) in peer.received)
         await inbox.aclose()
 
@@ -317,4 +317,4 @@ async def test_a_publishers_ping_is_answered(context: bytes) -> None:
 )
 async def test_an_invalid_endpoint_is_refused(endpoint: str) -> None:
     with pytest.raises(WireError):
-        ConnectedInbox(arrivals(), endpoint, "kv", 10)
+        ConnectedInbox(poller(), endpoint, "kv", 10)

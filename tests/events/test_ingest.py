@@ -130,13 +130,13 @@ async def test_a_slot_is_not_reused_until_its_worker_has_another(engine_of: Make
             asked.set()
             await known.wait()
 
-        setup.ingest._incarnation_known = wait  # type: ignore[assignment,method-assign]
+        setup.ingest._wait_for_start_time = wait  # type: ignore[assignment,method-assign]
         setup.pages = {"a.example": new.publisher.sources()}
         setup.fleet.update_facts(a, WorkerFacts(start_time=2.0), restarted=True)
         (shown,) = setup.ingest.streams(a)
         await until(lambda: shown.ledger._closed and asked.is_set())
         assert setup.ingest.trust(a) is MapTrust.NONE
-        setup.ingest._incarnation_known = lambda _: asyncio.sleep(0)  # type: ignore[assignment,method-assign]
+        setup.ingest._wait_for_start_time = lambda _: asyncio.sleep(0)  # type: ignore[assignment,method-assign]
         setup.pages["b.example"] = other.publisher.sources()
         setup.fleet.apply("test", [A, B])
         await until(lambda: bool(setup.ingest.streams(setup.fleet.get("b"))))
@@ -254,7 +254,7 @@ def test_sources_name_the_workers_host_and_every_rank() -> None:
         KvEventSource(1, "tcp://10.0.0.9:5558", None, "kv"),
     ]
     bound = parse_sources(body, KvEventsOptions(bind=("tcp://*:5557",)), A)
-    assert [source.comes_to for source in bound] == [0, None]
+    assert [source.bind_index for source in bound] == [0, None]
 
 
 @pytest.mark.parametrize(

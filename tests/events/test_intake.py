@@ -23,8 +23,8 @@ def intake() -> Intake:
     clock = SystemClock()
     ledger = Ledger(PrefixIndex(), 0)
     made = Intake("w", ledger, clock, KvEventsOptions(), TimeSlicer(clock, 0.5), lambda: None)
-    made.sequence.begin()
-    made.sequence.ended()
+    made.sequence.start_replay()
+    made.sequence.end_replay()
     return made
 
 
@@ -69,7 +69,7 @@ def test_the_fast_path_ends_soon_after_its_deadline(intake: Intake) -> None:
         for seq in range(200)
     ]
 
-    taken = intake.apply_fast(messages, until=0.0)
+    taken = intake.apply_fast(messages, deadline=0.0)
 
     assert 0 < taken * len(messages[-1][2]) < 4096
     assert intake.apply_fast(messages[taken:]) == len(messages) - taken

@@ -13,24 +13,24 @@ def standing() -> TrustState:
 
 
 def reason(
-    of: TrustState, *, is_sure: bool = True, is_whole: bool = True, aside: int = 0
+    of: TrustState, *, is_sure: bool = True, is_whole: bool = True, orphans: int = 0
 ) -> TrustReason | None:
-    return of.reason(is_sure=is_sure, is_whole=is_whole, aside_blocks=aside)
+    return of.reason(is_sure=is_sure, is_whole=is_whole, orphan_blocks=orphans)
 
 
 def test_the_gravest_reason_comes_first() -> None:
     stream = standing()
     assert reason(stream) is None
-    assert reason(stream, aside=1) is TrustReason.UNKNOWN_PARENT
-    assert reason(stream, is_whole=False, aside=1) is TrustReason.GAP
-    assert stream.reason(is_sure=True, is_whole=True, aside_blocks=1, is_full=True) is TrustReason.FULL
-    assert stream.reason(is_sure=True, is_whole=False, aside_blocks=1, is_full=True) is TrustReason.GAP
+    assert reason(stream, orphans=1) is TrustReason.UNKNOWN_PARENT
+    assert reason(stream, is_whole=False, orphans=1) is TrustReason.GAP
+    assert stream.reason(is_sure=True, is_whole=True, orphan_blocks=1, is_full=True) is TrustReason.FULL
+    assert stream.reason(is_sure=True, is_whole=False, orphan_blocks=1, is_full=True) is TrustReason.GAP
 
     stream.distrust(TrustReason.AUDIT)
 
     assert reason(stream, is_whole=False) is TrustReason.AUDIT
     assert reason(stream, is_sure=False) is TrustReason.REPLAYING
-    stream.fresh()
+    stream.clear_doubt()
     assert reason(stream) is None
 
 
@@ -45,20 +45,20 @@ def test_some_reasons_leave_a_part_of_the_trust() -> None:
 
 def test_answers_without_events_are_silence_and_a_batch_ends_it() -> None:
     silence = SilenceDetector(2, 5.0, 100.0)
-    silence.served(104.0, 101.0)
-    silence.served(104.9, 102.0)
+    silence.on_answer(104.0, 101.0)
+    silence.on_answer(104.9, 102.0)
     assert not silence.is_silent  # not for long enough
-    silence.served(105.0, 103.0)
+    silence.on_answer(105.0, 103.0)
     assert silence.is_silent
 
-    silence.heard(106.0)
+    silence.on_event(106.0)
 
     assert not silence.is_silent
     for _ in range(5):
-        silence.served(120.0, 105.9)  # sent before the last batch, which may belong to these requests
+        silence.on_answer(120.0, 105.9)  # sent before the last batch, which may belong to these requests
     assert not silence.is_silent
-    silence.served(120.0)
-    silence.served(120.0)
+    silence.on_answer(120.0)
+    silence.on_answer(120.0)
     assert silence.is_silent
 
 

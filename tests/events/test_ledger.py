@@ -125,14 +125,14 @@ def test_an_unknown_parent_that_becomes_known_places_all_that_waited(run_ledger:
     ledger = Ledger(index, 0)
     run_ledger(ledger, [batch(store([5, 6], 4, 4), store([3, 4], 2, 2), store([8], 7, 7), BlockRemoved([6]))])
     assert matched(index) == TierMatch()
-    assert ledger.aside_blocks == 4
+    assert ledger.orphan_blocks == 4
 
     run_ledger(ledger, [batch(store([1, 2]))])
 
     assert matched(index) == TierMatch(5 * 16)
-    assert ledger.aside_blocks == 1
+    assert ledger.orphan_blocks == 1
     run_ledger(ledger, [batch(AllBlocksCleared())])
-    assert ledger.aside_blocks == 0
+    assert ledger.orphan_blocks == 0
 
 
 def lost_head(run_ledger: Run, **extra: Any) -> tuple[PrefixIndex, Ledger]:
@@ -150,13 +150,13 @@ def confirm(ledger: Ledger, cached_tokens: int, ids: list[int] = IDS, **extra: A
 
 def test_a_request_that_continues_orphans_and_reports_its_hits_places_them(run_ledger: Run) -> None:
     index, ledger = lost_head(run_ledger)
-    assert (matched(index), ledger.aside_blocks) == (TierMatch(), 4)
+    assert (matched(index), ledger.orphan_blocks) == (TierMatch(), 4)
 
     assert confirm(ledger, 6 * 16) == 7
 
     assert matched(index) == TierMatch(7 * 16)
-    assert (ledger.aside_blocks, ledger.held_blocks(Tier.GPU)) == (0, 7)
-    assert sorted(ledger.held(Tier.GPU)) == sorted(ledger.believed(Tier.GPU))
+    assert (ledger.orphan_blocks, ledger.held_blocks(Tier.GPU)) == (0, 7)
+    assert sorted(ledger.held(Tier.GPU)) == sorted(ledger.indexed(Tier.GPU))
     run_ledger(ledger, [batch(BlockRemoved([6]), BlockRemoved([5]))])
     assert matched(index) == TierMatch(5 * 16)
     assert confirm(ledger, 5 * 16) == 0
@@ -192,7 +192,7 @@ def test_an_answer_may_come_before_its_events(run_ledger: Run, others: int) -> N
     run_ledger(ledger, [batch(store([6], 6, 5))])
 
     assert matched(index) == TierMatch(7 * 16)
-    assert (ledger.aside_blocks, ledger.held_blocks(Tier.GPU)) == (0, 7)
+    assert (ledger.orphan_blocks, ledger.held_blocks(Tier.GPU)) == (0, 7)
     assert ledger.counts.confirmed == 7
     run_ledger(ledger, [batch(BlockRemoved([1]))])
     assert matched(index) == TierMatch()
@@ -325,14 +325,14 @@ def test_a_full_index_is_not_believed_to_hold_the_rest(run_ledger: Run) -> None:
     run_ledger(ledger, [batch(store([1, 2, 3])), batch(store([4], 3, 3))])
 
     assert matched(index) == TierMatch(32)
-    assert (ledger.held_blocks(Tier.GPU), ledger.counts.refused, ledger.aside_blocks) == (2, 1, 1)
+    assert (ledger.held_blocks(Tier.GPU), ledger.counts.refused, ledger.orphan_blocks) == (2, 1, 1)
 
 
 def test_too_many_orphans_are_refused(run_ledger: Run) -> None:
-    ledger = Ledger(PrefixIndex(), 0, max_aside=3)
+    ledger = Ledger(PrefixIndex(), 0, max_orphans=3)
     run_ledger(ledger, [batch(store([5, 6], 4, 4), store([8, 9], 7, 7))])
 
-    assert (ledger.aside_blocks, ledger.counts.refused) == (2, 2)
+    assert (ledger.orphan_blocks, ledger.counts.refused) == (2, 2)
 
 
 def test_hashes_of_removed_blocks_are_remembered_up_to_a_bound(run_ledger: Run) -> None:
@@ -341,7 +341,7 @@ def test_hashes_of_removed_blocks_are_remembered_up_to_a_bound(run_ledger: Run) 
     run_ledger(ledger, [batch(store([1, 2, 3]), BlockRemoved([3]), BlockRemoved([2]))])
     run_ledger(ledger, [batch(store([4], 3, 3)), batch(store([5], 2, 2))])
 
-    assert ledger.aside_blocks == 1
+    assert ledger.orphan_blocks == 1
     run_ledger(ledger, [batch(store([2], 1, 1))])
     assert matched(index) == TierMatch(48)
 
@@ -397,7 +397,7 @@ def test_a_stream_that_ends_in_the_middle_of_a_large_event_leaves_nothing(remova
     for _ in steps:
         pass
 
-    assert list(ledger.held(Tier.GPU)) == list(ledger.believed(Tier.GPU)) == []
+    assert list(ledger.held(Tier.GPU)) == list(ledger.indexed(Tier.GPU)) == []
     assert index.match(prompt_keys(ids, adapter_space(None))) == {}
 
 
@@ -479,6 +479,6 @@ def test_an_engine_that_contradicts_itself_leaves_nothing_in_the_index(
 
     run_ledger(ledger, [batch(store([1, 2])), batch(*second)])
 
-    assert set(ledger.believed(Tier.GPU)) <= set(ledger.held(Tier.GPU))
+    assert set(ledger.indexed(Tier.GPU)) <= set(ledger.held(Tier.GPU))
     run_ledger(ledger, [batch(BlockRemoved([name])) for name in range(1, 9) for _ in range(2)])
-    assert list(ledger.believed(Tier.GPU)) == []
+    assert list(ledger.indexed(Tier.GPU)) == []

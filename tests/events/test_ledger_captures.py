@@ -116,7 +116,7 @@ def test_predictions_equal_the_engines_cached_tokens_with_evictions_and_a_reset(
 
     assert checked == 19
     assert sorted(ledger.held(Tier.GPU)) == truth.keys(Medium.GPU)
-    assert ledger.counts.unusable == ledger.counts.set_aside == 0
+    assert ledger.counts.unusable == ledger.counts.orphaned == 0
 
 
 def test_before_0_19_only_salted_blocks_are_ambiguous(messages_of: Messages, run_ledger: Run) -> None:
@@ -142,7 +142,7 @@ def test_copies_of_concurrent_requests_are_removed_one_by_one(
         truth.apply(batch)
 
         assert sorted(ledger.held(Tier.GPU)) == truth.keys(Medium.GPU)
-        assert sorted(ledger.believed(Tier.GPU)) == truth.keys(Medium.GPU)
+        assert sorted(ledger.indexed(Tier.GPU)) == truth.keys(Medium.GPU)
 
     asked = [request for request in requests_of("vllm-0.32-duplicates") if request.get("output_token_ids")]
     last = asked[-1]
@@ -161,20 +161,20 @@ def test_a_restart_shows_in_the_sequence_and_only_the_new_process_counts(
     verdicts = []
     for _, _, message in messages:
         digest = xxh3_64_intdigest(message.payload)
-        verdict = sequence.live(message.seq, digest)
+        verdict = sequence.on_live(message.seq, digest)
         if (
             verdict is SequenceVerdict.REPLAY
         ):  # the new engine's replay does not know the batch that we took in last
-            sequence.begin()
-            assert sequence.replayed(message.seq, digest) is SequenceVerdict.RESTART
+            sequence.start_replay()
+            assert sequence.on_replayed(message.seq, digest) is SequenceVerdict.RESTART
             ledger.drop()
             sequence.reset()
-            sequence.begin()
-            verdict = sequence.replayed(message.seq, digest)
+            sequence.start_replay()
+            verdict = sequence.on_replayed(message.seq, digest)
         verdicts.append(verdict)
         run_ledger(ledger, [decode_batch(message.payload)])
         sequence.applied(message.seq, digest)
-        sequence.ended()
+        sequence.end_replay()
 
     after = requests_of("vllm-0.32-restart")[-2:]
     expected = [

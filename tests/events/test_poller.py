@@ -9,20 +9,20 @@ import pytest
 from tests.support.clocks import ManualClock
 from tests.support.waiting import until
 
-from kvroute.events.poller import OFTEN, PAUSE_S, SocketPoller, TimeSlicer
+from kvroute.events.poller import FREQUENT_BATCHES, TIMER_S, SocketPoller, TimeSlicer
 
 
 class Stream:
     """One end of a pair; what is sent to it is taken in when its reader is called. Mutable: what came."""
 
-    def __init__(self, arrivals: SocketPoller, clock: ManualClock) -> None:
+    def __init__(self, poller: SocketPoller, clock: ManualClock) -> None:
         self.far, self.near = socket.socketpair()
         self.near.setblocking(False)
         self.came = b""
         self.reads = 0
         self.at_most, self.takes_s = 100, 0.0
-        self._arrivals, self._clock = arrivals, clock
-        arrivals.add(self.near.fileno(), self.read)
+        self._poller, self._clock = poller, clock
+        poller.add(self.near.fileno(), self.read)
 
     def read(self, until: float) -> bool | None:
         self.reads += 1
@@ -35,7 +35,7 @@ class Stream:
         return len(data) == self.at_most
 
     def close(self) -> None:
-        self._arrivals.remove(self.near.fileno())
+        self._poller.remove(self.near.fileno())
         self.near.close()
         self.far.close()
 
@@ -43,18 +43,18 @@ class Stream:
 class Setup:
     def __init__(self) -> None:
         self.clock: Any = ManualClock()
-        self.arrivals = SocketPoller(self.clock, 0.5, TimeSlicer(self.clock, 0.5))
-        self.streams = [Stream(self.arrivals, self.clock) for _ in range(3)]
+        self.poller = SocketPoller(self.clock, 0.5, TimeSlicer(self.clock, 0.5))
+        self.streams = [Stream(self.poller, self.clock) for _ in range(3)]
 
     @property
     def is_watched(self) -> bool:
         """Whether the loop looks for itself."""
-        return self.arrivals._timer is None
+        return self.poller._timer is None
 
     async def busy(self) -> None:
         """Something has come as often as it takes within a moment."""
         first = self.streams[0]
-        for number in range(1 + OFTEN):
+        for number in range(1 + FREQUENT_BATCHES):
             assert self.is_watched
             first.far.send(b"x")
             await until(lambda number=number: len(first.came) > number)
@@ -75,14 +75,14 @@ async def test_rare_messages_are_read_as_they_arrive(setup: Setup) -> None:
         stream.far.send(b"x")
         await until(lambda stream=stream: stream.came == b"x")
         assert setup.is_watched
-        setup.clock.time += 2 * PAUSE_S
+        setup.clock.time += 2 * TIMER_S
 
 
 async def test_frequent_messages_are_read_by_a_poll(setup: Setup) -> None:
     await setup.busy()
     for stream in setup.streams:
         stream.far.send(b"y")
-    setup.arrivals.look()
+    setup.poller.poll()
     assert [stream.came for stream in setup.streams] == [b"y"] * 3
 
 
@@ -95,7 +95,7 @@ async def test_frequent_messages_are_read_soon_without_a_poll(setup: Setup) -> N
 async def test_the_loop_watches_again_when_messages_are_rare(setup: Setup) -> None:
     await setup.busy()
     await until(lambda: setup.is_watched)
-    setup.clock.time += 2 * PAUSE_S
+    setup.clock.time += 2 * TIMER_S
 
     setup.streams[2].far.send(b"y")
 
@@ -106,7 +106,7 @@ async def test_the_loop_watches_again_when_messages_are_rare(setup: Setup) -> No
 async def test_a_poll_without_messages_reads_no_socket(setup: Setup) -> None:
     await setup.busy()
     before = [stream.reads for stream in setup.streams]
-    setup.arrivals.look()
+    setup.poller.poll()
     assert [stream.reads for stream in setup.streams] == before
 
 
@@ -116,10 +116,10 @@ async def test_a_poll_takes_at_most_one_slice_and_the_loop_reads_the_rest(setup:
         stream.far.send(b"y")
         stream.takes_s = 0.0003
 
-    setup.arrivals.look()
+    setup.poller.poll()
 
     assert [stream.came for stream in setup.streams] == [b"y", b"y", b""]
-    setup.arrivals.look()  # no more of it before the loop has been through
+    setup.poller.poll()  # no more of it before the loop has been through
     assert setup.streams[2].came == b""
     await until(lambda: setup.streams[2].came == b"y")
     setup.streams[0].far.send(b"z")
@@ -131,7 +131,7 @@ async def test_many_bytes_of_one_stream_are_read_over_several_iterations(setup: 
     first = setup.streams[0]
     first.far.send(b"y" * 1000)
 
-    setup.arrivals.look()
+    setup.poller.poll()
 
     assert len(first.came) == 100
     assert setup.is_watched
@@ -140,21 +140,21 @@ async def test_many_bytes_of_one_stream_are_read_over_several_iterations(setup: 
 
 async def test_streams_are_added_and_removed_in_both_modes(setup: Setup) -> None:
     await setup.busy()
-    late = Stream(setup.arrivals, setup.clock)
+    late = Stream(setup.poller, setup.clock)
     late.far.send(b"y")
-    setup.arrivals.look()
+    setup.poller.poll()
     assert late.came == b"y"
     setup.streams[0].far.send(b"y")
     setup.streams[0].close()
-    setup.arrivals.look()
+    setup.poller.poll()
 
     late.close()
     for stream in setup.streams:
         stream.close()
 
     assert setup.is_watched
-    setup.arrivals.look()
-    setup.streams = [Stream(setup.arrivals, setup.clock)]
+    setup.poller.poll()
+    setup.streams = [Stream(setup.poller, setup.clock)]
     setup.streams[0].far.send(b"z")
     await until(lambda: setup.streams[0].came == b"z")
 
@@ -164,7 +164,7 @@ async def test_a_stream_removed_during_a_poll_is_not_read(setup: Setup) -> None:
     first, second, _ = setup.streams
     first.far.send(b"y")
     second.far.send(b"y")
-    read, setup.arrivals._reads[first.near.fileno()] = first.read, lambda _: bool(second.close())
-    setup.arrivals.look()
+    read, setup.poller._readers[first.near.fileno()] = first.read, lambda _: bool(second.close())
+    setup.poller.poll()
     assert second.came == b""
-    setup.arrivals._reads[first.near.fileno()] = read
+    setup.poller._readers[first.near.fileno()] = read

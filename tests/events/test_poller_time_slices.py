@@ -38,8 +38,8 @@ class Loop:
     async def work(self, worker: int, pieces: int) -> None:
         """A slice is five pieces."""
         for _ in range(pieces):
-            if self.turns.are_over():
-                await self.turns.next()
+            if self.turns.exhausted():
+                await self.turns.yield_to_loop()
             self.clock.time += PIECE_S
             self.done[self.number] += 1
             self.by_worker.append(worker)

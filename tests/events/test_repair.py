@@ -71,7 +71,7 @@ class Repaired:
 
     @property
     def believed(self) -> set[int]:
-        return set(self.stream.ledger.believed(Tier.GPU))
+        return set(self.stream.ledger.indexed(Tier.GPU))
 
 
 @asynccontextmanager
@@ -132,7 +132,7 @@ async def test_after_a_gap_beyond_the_replay_buffer_reannouncements_complete_the
         asked = len(setup.asked)
         engine.serve(tokens_of(1, 100) + tokens_of(20, 100))
         await until(lambda: len(engine.truth - setup.believed) == 1)
-        assert setup.stream.ledger.aside_blocks == 0
+        assert setup.stream.ledger.orphan_blocks == 0
     assert len(setup.asked) == asked
 
 
@@ -170,10 +170,10 @@ async def test_orphans_of_a_known_prompt_are_placed_and_of_unknown_ones_are_not(
         await lose_history(setup, [ours], [2] * 17, past=[others])
         engine.serve(ours + tokens_of(3, 60))
         engine.serve(others + tokens_of(4, 60))
-        await until(lambda: setup.stream.ledger.aside_blocks == 8)
+        await until(lambda: setup.stream.ledger.orphan_blocks == 8)
         setup.worker.state = HealthState.HEALTHY
 
-        await until(lambda: setup.stream.ledger.aside_blocks == 4)
+        await until(lambda: setup.stream.ledger.orphan_blocks == 4)
 
         # The parents of the other blocks are unknown: the map stays partial.
         assert setup.ingest.trust(setup.worker) is MapTrust.PARTIAL
@@ -187,7 +187,7 @@ async def test_a_release_that_does_not_announce_again_is_left_alone(
     async with repaired(engine, reports=False) as setup:
         prompts = [tokens_of(number, 100) for number in range(1, 9)]
         await lose_history(setup, prompts, [2] * 17)
-        await until(lambda: any("does not announce again" in r.getMessage() for r in caplog.records))
+        await until(lambda: any("announce its blocks again" in r.getMessage() for r in caplog.records))
 
         assert len(setup.asked) == 3
         assert setup.ingest.trust(setup.worker) is MapTrust.PARTIAL

@@ -58,7 +58,7 @@ class Gateway:
     def is_right(self) -> bool:
         return (
             self.ingest.trust(self.worker) is MapTrust.WHOLE
-            and set(self.stream.ledger.believed(Tier.GPU)) == self.engine.truth
+            and set(self.stream.ledger.indexed(Tier.GPU)) == self.engine.truth
         )
 
 
@@ -130,7 +130,7 @@ async def test_a_snapshot_of_another_process_or_of_long_ago_is_not_used(
 
     async with gateway(engine, path, start_time) as setup:
         await until(lambda: setup.ingest.trust(setup.worker) is MapTrust.PARTIAL)
-        believed = set(setup.stream.ledger.believed(Tier.GPU))
+        believed = set(setup.stream.ledger.indexed(Tier.GPU))
 
     assert len(believed) == 4
     assert believed <= engine.truth
@@ -250,7 +250,7 @@ def test_a_ledger_is_restored_with_tiers_sizes_and_copies_during_other_changes()
     for tier in Tier:
         held = sorted(ledger.held(tier))
         assert sorted(ledger_again.held(tier)) == held
-        assert sorted(ledger_again.believed(tier)) == held
+        assert sorted(ledger_again.indexed(tier)) == held
     twice = [BlockRemoved([10]), BlockRemoved([11])]
     for each in (ledger, ledger_again):
         for _ in each.apply(EventBatch(0.0, list(twice), 0, "map")):

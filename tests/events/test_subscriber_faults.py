@@ -43,11 +43,11 @@ class Followed:
         self.index = PrefixIndex(max_blocks=max_blocks)
         self.ledger = Ledger(self.index, 0)
         turns = TimeSlicer(SystemClock(), options.slice_ms)
-        self.arrivals = SocketPoller(SystemClock(), options.slice_ms, turns)
+        self.poller = SocketPoller(SystemClock(), options.slice_ms, turns)
         self.subscriber = KvEventSubscriber(
             "w",
             self.ledger,
-            lambda: ConnectedInbox(self.arrivals, engine.publisher.endpoint, "kv", 1000),
+            lambda: ConnectedInbox(self.poller, engine.publisher.endpoint, "kv", 1000),
             engine.publisher.replay_endpoint if replays else None,
             context,
             SystemClock(),
@@ -59,7 +59,7 @@ class Followed:
 
     @property
     def believed(self) -> set[int]:
-        return set(self.ledger.believed(Tier.GPU))
+        return set(self.ledger.indexed(Tier.GPU))
 
     @property
     def is_right(self) -> bool:
@@ -399,7 +399,7 @@ async def test_an_internal_error_drops_the_map_which_is_then_rebuilt(
 
         failing = False
         await until(lambda: follower.is_right)
-    assert "following them failed" in caplog.text
+    assert "an error while applying them" in caplog.text
     assert follower.subscriber.trust is MapTrust.NONE  # no task follows it any more
 
 
@@ -412,11 +412,11 @@ async def test_a_worker_that_serves_without_events_is_not_trusted(engine_of: Mak
         await asyncio.sleep(0.02)
         now = SystemClock().now()
         for _ in range(9):
-            follower.subscriber.served(16, now)  # no full block for certain
-        follower.subscriber.served(17, now)
-        follower.subscriber.served(17, now)
+            follower.subscriber.on_answer(16, now)  # no full block for certain
+        follower.subscriber.on_answer(17, now)
+        follower.subscriber.on_answer(17, now)
         assert follower.is_right
-        follower.subscriber.served(17, now)
+        follower.subscriber.on_answer(17, now)
         assert follower.subscriber.reason is TrustReason.SILENT
 
         engine.serve(tokens_of(1, 100))
@@ -435,13 +435,13 @@ async def test_blocks_with_unknown_parents_wait_for_their_re_announcement(
     async with followed(engine) as follower:
         await until(lambda: follower.subscriber.last_message is not None and follower.last == 3)
         await until(lambda: follower.subscriber.trust is MapTrust.PARTIAL)
-        assert follower.ledger.aside_blocks == 4
+        assert follower.ledger.orphan_blocks == 4
         assert len(follower.believed) == 3
         assert follower.subscriber.reason is TrustReason.GAP
 
         engine.serve(first, report=True)
         await until(lambda: follower.last == 4)
-        assert follower.ledger.aside_blocks == 0
+        assert follower.ledger.orphan_blocks == 0
         engine.serve(second, report=True)
         await until(lambda: follower.believed == engine.truth)
         # Evictions take what was announced again, although it was announced twice.
@@ -538,11 +538,11 @@ async def test_an_endpoint_that_comes_up_late_is_followed(engine_of: Make, token
     context = zmq.asyncio.Context()
     ledger = Ledger(PrefixIndex(), 0)
     turns = TimeSlicer(SystemClock(), 0.5)
-    arrivals = SocketPoller(SystemClock(), 0.5, turns)
+    poller = SocketPoller(SystemClock(), 0.5, turns)
     subscriber = KvEventSubscriber(
         "w",
         ledger,
-        lambda: ConnectedInbox(arrivals, endpoint, "kv", 1000),
+        lambda: ConnectedInbox(poller, endpoint, "kv", 1000),
         replay,
         context,
         SystemClock(),

@@ -157,8 +157,8 @@ class _Streams:
         clock = SystemClock()
         subject, reference = Ledger(PrefixIndex(), 0), Ledger(PrefixIndex(), 0)
         intake = Intake("w", subject, clock, KvEventsOptions(), TimeSlicer(clock, 0.5), lambda: None)
-        intake.sequence.begin()
-        intake.sequence.ended()
+        intake.sequence.start_replay()
+        intake.sequence.end_replay()
         return cls(intake, subject, reference)
 
     async def feed(self, payload: bytes) -> str:
@@ -171,7 +171,7 @@ class _Streams:
         except WireError:
             batch = None
         if not self.intake.apply_fast([pack_live(EventMessage(b"", seq, payload))]):
-            await self.intake.take_in(EventMessage(b"", seq, payload), seq)
+            await self.intake.apply(EventMessage(b"", seq, payload), seq)
         if batch is None:
             if self.intake.counts.unreadable == unreadable:
                 raise AssertionError("an unreadable batch was taken in")
@@ -188,14 +188,14 @@ class _Streams:
 
     @staticmethod
     def sizes(ledger: Ledger) -> tuple[int, ...]:
-        return (*(ledger.held_blocks(tier) for tier in Tier), ledger.aside_blocks)
+        return (*(ledger.held_blocks(tier) for tier in Tier), ledger.orphan_blocks)
 
     def check(self) -> None:
         for tier in Tier:
             if set(self.subject.held(tier)) != set(self.reference.held(tier)):
                 raise AssertionError(f"other blocks of {tier} are believed than were told")
             # Two engine hashes may have one key: after the first is removed, fewer blocks are believed, never more.
-            if not set(self.subject.believed(tier)) <= set(self.subject.held(tier)):
+            if not set(self.subject.indexed(tier)) <= set(self.subject.held(tier)):
                 raise AssertionError(f"the index holds blocks of {tier} that the ledger does not")
 
 

@@ -35,7 +35,7 @@ class FakeIngest:
         self.told: dict[str, list[tuple[int, int, TrustReason | None]]] = {}
         self.arrives: Callable[[], object] = lambda: None
 
-    def look(self, at_once: bool) -> bool:
+    def refresh(self, force: bool) -> bool:
         self.arrives()
         return True
 

@@ -56,7 +56,7 @@ def test_blocks_come_back(names: list[int | bytes], keys: list[BlockKey], tier: 
     assert isinstance(told, Runs)
     assert [list(run) for run in told.runs] == runs
     assert isinstance(blocks, Blocks)
-    assert (list(blocks.names), list(blocks.keys), blocks.stride, blocks.tier) == (names, keys, 4, tier)
+    assert (list(blocks.hashes), list(blocks.keys), blocks.stride, blocks.tier) == (names, keys, 4, tier)
     assert copies == Copies(tier, names, [2] * len(names))
 
 

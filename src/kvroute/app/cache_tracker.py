@@ -123,7 +123,7 @@ def stream_metrics(streams: Sequence[StreamFigures]) -> Iterable[Metric]:
         "kvroute_map_aside_blocks",
         "Orphan blocks: announced by the worker, but with an unknown parent.",
         ("worker", "rank"),
-        [(place, float(each.aside_blocks)) for place, each in labelled],
+        [(place, float(each.orphan_blocks)) for place, each in labelled],
     )
     for name, text in _STREAM_COUNTS.items():
         yield counter(
@@ -266,7 +266,7 @@ class CacheTracker:
         if stream is None:
             return
         ids = prompt.chunks.token_ids
-        stream.subscriber.served(prompt.tokens - (cached_tokens or 0), sent)
+        stream.subscriber.on_answer(prompt.tokens - (cached_tokens or 0), sent)
         if self._isolation.predicts(worker.id, model):  # otherwise the salt was another one
             stream.prompts.note(KnownPrompt(model, ids, prompt.keys, prompt.salt))
             if cached_tokens and stream.reason is not None:

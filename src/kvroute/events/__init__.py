@@ -1,1 +1,1 @@
-"""What the workers say about their caches: their event streams, read into the prefix index."""
+"""The workers' event streams (vLLM's KV events), applied to the prefix index."""

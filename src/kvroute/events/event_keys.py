@@ -20,23 +20,24 @@ _TIERS: Final = {
     Medium.DISK: Tier.L2,
     Medium.REMOTE: Tier.L2,
 }
-_USUAL: Final = {None: Tier.GPU, "GPU": Tier.GPU, "CPU": Tier.L1}
-"""What nearly all events say, found without taking the long way."""
+_FREQUENT: Final = {None: Tier.GPU, "GPU": Tier.GPU, "CPU": Tier.L1}
+"""The media of nearly all events, for a lookup without `medium_of`."""
 
 
 def tier_of(medium: str | None) -> Tier | None:
-    """Where the blocks of an event lie; None for a medium that is not known."""
-    tier = _USUAL.get(medium)
+    """The tier of an event's blocks; None for an unknown medium."""
+    tier = _FREQUENT.get(medium)
     return _TIERS.get(medium_of(medium)) if tier is None else tier
 
 
 def is_divisible(event: BlockStored) -> bool:
-    """Do its token ids fit its hashes, or are there none? Else nothing can be made of any part of it."""
+    """Does the event have no token ids, or the right number for its hashes? Else its parts are
+    meaningless."""
     return not event.token_ids or event.block_size * len(event.block_hashes) == len(event.token_ids)
 
 
 def pieces_of(event: BlockStored, blocks: int) -> Iterator[BlockStored]:
-    """A long announcement as several of at most `blocks` that say the same."""
+    """Split a long event into several events of at most `blocks` blocks."""
     hashes, size = event.block_hashes, event.block_size
     for start in range(0, len(hashes), blocks):
         stop = start + blocks
@@ -50,10 +51,10 @@ def pieces_of(event: BlockStored, blocks: int) -> Iterator[BlockStored]:
 
 
 def root_seed(event: BlockStored) -> int:
-    """Where the chain of a prompt starts: its adapter and its cache salt."""
+    """The seed of a prompt's key chain, made from its adapter and its cache salt."""
     adapter = event.lora_name
     if adapter is None and event.lora_id is not None:
-        # Before 0.19 an adapter has a number only: blocks under a name that nobody asks for.
+        # Before 0.19 an event has only the adapter's number. No request uses this key space.
         adapter = f"\0{event.lora_id}"
     salt = ""
     if event.extra_keys and event.extra_keys[0]:
@@ -74,21 +75,24 @@ def keys_of(event: BlockStored, seed: int) -> list[BlockKey]:
 def _keys_with_extra(event: BlockStored, seed: int, extra: Sequence[list[object] | None]) -> list[BlockKey]:
     keys: list[BlockKey] = []
     size, key = event.block_size, seed
-    for place in range(len(event.block_hashes)):
-        entry = extra[place] if place < len(extra) else None
+    for index in range(len(event.block_hashes)):
+        entry = extra[index] if index < len(extra) else None
         if entry:
-            first = place == 0 and event.parent_block_hash is None
+            first = index == 0 and event.parent_block_hash is None
             rest, _ = _without_salt(entry, event.lora_name, first)
             if rest:
                 key = mixed_seed(key, msgspec.msgpack.encode(rest))
-        key = token_keys(event.token_ids[place * size : (place + 1) * size], key)[-1]
+        key = token_keys(event.token_ids[index * size : (index + 1) * size], key)[-1]
         keys.append(BlockKey(key))
     return keys
 
 
 def _without_salt(entry: list[object], adapter: str | None, first: bool) -> tuple[list[object], str]:
-    """One block's extra keys without the adapter's name and the salt, and the salt: in vLLM (0.32,
-    v1/core/kv_cache_utils.py) adapter, then multimodal identifiers, then in the first block the salt."""
+    """Split one block's extra keys into (keys without the adapter's name and the salt, salt).
+
+    The order in vLLM (0.32, v1/core/kv_cache_utils.py): adapter, multimodal identifiers, then in the first
+    block of a prompt the salt.
+    """
     rest = list(entry)
     if adapter is not None and rest and rest[0] == adapter:
         del rest[0]

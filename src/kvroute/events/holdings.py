@@ -1,7 +1,7 @@
-"""The blocks that one stream's worker holds: by the engine's names, tier by tier, and in the index.
+"""The blocks that one stream's worker holds: by engine hash, per tier, and in the index.
 
-A block is remembered by its hash as long as it is held, since its removal says nothing else; how many
-copies of it there are, because each is removed by itself.
+The engine hash of a block is kept while the worker holds the block, because a removal names nothing but the
+hash. Copies are counted, because the worker removes each copy separately.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ SHARD_MASK: Final = _SHARDS - 1
 
 
 class ShardedHashMap:
-    """External hash -> our key. Mutable. Split into many small dicts: one of 100,000 entries takes several
-    milliseconds whenever it grows."""
+    """Maps engine hashes to block keys. Mutable: `put`, `pop` and `shrink`."""
+
+    # Many small dicts: a dict of 100,000 entries takes several milliseconds whenever it grows.
 
     __slots__ = ("_shards",)
 
@@ -35,43 +36,46 @@ class ShardedHashMap:
     def __len__(self) -> int:
         return sum(map(len, self._shards))
 
-    def __contains__(self, name: ExternalBlockHash) -> bool:
-        return name in self._shards[hash(name) & SHARD_MASK]
+    def __contains__(self, block_hash: ExternalBlockHash) -> bool:
+        return block_hash in self._shards[hash(block_hash) & SHARD_MASK]
 
     def shards(self) -> Sequence[dict[ExternalBlockHash, BlockKey]]:
-        """A name is, or would be, in that of number `hash(name) & SHARD_MASK`."""
+        """The dicts; a hash belongs in number `hash(block_hash) & SHARD_MASK`."""
         return self._shards
 
-    def get(self, name: ExternalBlockHash) -> BlockKey | None:
-        return self._shards[hash(name) & SHARD_MASK].get(name)
+    def get(self, block_hash: ExternalBlockHash) -> BlockKey | None:
+        return self._shards[hash(block_hash) & SHARD_MASK].get(block_hash)
 
-    def pop(self, name: ExternalBlockHash) -> BlockKey | None:
-        return self._shards[hash(name) & SHARD_MASK].pop(name, None)
+    def pop(self, block_hash: ExternalBlockHash) -> BlockKey | None:
+        return self._shards[hash(block_hash) & SHARD_MASK].pop(block_hash, None)
 
-    def put(self, names: Sequence[ExternalBlockHash], keys: Sequence[BlockKey]) -> Sequence[BlockKey]:
-        """Each name has this key from now on. Returns the other keys that some of them had before: none,
-        unless an engine contradicts itself: its names are hashes of what our keys are hashes of."""
+    def put(self, hashes: Sequence[ExternalBlockHash], keys: Sequence[BlockKey]) -> Sequence[BlockKey]:
+        """Map each hash to its key. Returns the different keys that some hashes had before.
+
+        An engine hash and a block key are computed from the same tokens, so only an engine that contradicts
+        itself changes a key.
+        """
         shards, replaced = self._shards, list[BlockKey]()
-        for name, key in zip(names, keys, strict=True):
-            shard = shards[hash(name) & SHARD_MASK]
-            known = shard.setdefault(name, key)
+        for block_hash, key in zip(hashes, keys, strict=True):
+            shard = shards[hash(block_hash) & SHARD_MASK]
+            known = shard.setdefault(block_hash, key)
             if known is not key and known != key:
                 replaced.append(known)
-                shard[name] = key
+                shard[block_hash] = key
         return replaced
 
-    def among(self, names: Sequence[ExternalBlockHash]) -> list[ExternalBlockHash]:
-        """Those of `names` that are known."""
+    def among(self, hashes: Sequence[ExternalBlockHash]) -> list[ExternalBlockHash]:
+        """The hashes that have a key."""
         shards = self._shards
-        return [name for name in names if name in shards[hash(name) & SHARD_MASK]]
+        return [block_hash for block_hash in hashes if block_hash in shards[hash(block_hash) & SHARD_MASK]]
 
     def keys(self) -> Iterator[BlockKey]:
-        """Our keys of all of them. Walks them."""
+        """All block keys. Takes time proportional to their number."""
         for shard in self._shards:
             yield from shard.values()
 
     def shrink(self, steps: int) -> int:
-        """Let go of up to `steps` entries; returns how many of the steps are left."""
+        """Remove up to `steps` entries; returns how many steps are left."""
         for shard in self._shards:
             for _ in range(min(steps, len(shard))):
                 shard.popitem()
@@ -83,35 +87,35 @@ class ShardedHashMap:
 
 @dataclass(slots=True)
 class LedgerCounts:
-    """What came, in blocks, since the stream was first read. Mutable; counted by its ledger."""
+    """Counts of blocks since the stream was first read. Mutable: its ledger counts."""
 
     stored: int = 0
     elsewhere: int = 0
-    """Of those, the copies and the set aside: such as are not in GPU memory."""
+    """Blocks outside GPU memory among `stored`, `copies` and `orphaned`."""
     removed: int = 0
     copies: int = 0
-    """Stored again while held: counted, each has to be removed."""
+    """Stored again while held. The worker removes each copy separately."""
     repeated: int = 0
-    """Announced again from the start of a prompt: may be no copy, so not counted as one."""
-    set_aside: int = 0
-    """Their parent was not known."""
+    """Announced again from the start of a prompt. That may be a repetition and not a copy."""
+    orphaned: int = 0
+    """Stored under an unknown parent."""
     confirmed: int = 0
-    """Placed by a request that continued them."""
+    """Orphans that found their place because a request continued them."""
     unknown_removed: int = 0
-    """Removed without having been known."""
+    """Removed although not known to be held."""
     passed_over: int = 0
-    """Of other groups of a hybrid model, which say nothing about the whole prefix."""
+    """Blocks of other groups of a hybrid model, which do not cover the whole prefix."""
     unusable: int = 0
     """Unknown medium, a block size that is no multiple of `KEY_TOKENS`, or no tokens and an unknown hash."""
     refused: int = 0
-    """The index was full, or too many blocks were set aside."""
+    """Not stored because the index was full, or because there were too many orphans."""
     cleared: int = 0
-    """How often everything was cleared."""
+    """Events that cleared the whole cache."""
 
     @property
     def computed(self) -> int:
-        """Blocks that took room in GPU memory just then."""
-        return self.stored + self.copies + self.set_aside - self.elsewhere
+        """Blocks that the worker computed into GPU memory."""
+        return self.stored + self.copies + self.orphaned - self.elsewhere
 
 
 CHUNK_BLOCKS: Final = 512
@@ -119,14 +123,16 @@ CHUNK_BLOCKS: Final = 512
 
 _packed = Struct(f"={KEY_TOKENS}I").pack
 _hashed = cast("Callable[[bytes, int], BlockKey]", xxh3_64_intdigest)
-"""A block's key from its tokens and its parent's: to name the type in a call would cost as much."""
+"""A block's key from its packed tokens and its parent's key. A cast in each call would cost as much as the
+call."""
 
 
 class HeldBlocks:
-    """Mutable: `hold`, `hold_one`, `release`, `forget`, `forget_all`, `restore`. Counts into `counts`.
+    """The blocks that the worker holds, by engine hash and per tier, mirrored in the index.
 
-    `max_remembered` bounds the names kept of blocks that are gone (their children may still be announced).
-    `generation` rises whenever much is forgotten at once.
+    Mutable: `hold`, `append_one`, `release`, `forget`, `forget_all`, `restore`; counts into `counts`.
+    `max_remembered` bounds the hashes kept of released blocks, whose children may still be announced.
+    `generation` rises whenever a tier is forgotten.
     """
 
     def __init__(self, index: PrefixIndex, slot: int, counts: LedgerCounts, max_remembered: int) -> None:
@@ -138,36 +144,36 @@ class HeldBlocks:
         self._holders = {tier: Holder(tier) for tier in Tier}
         self._held = {tier: ShardedHashMap() for tier in Tier}
         self._gpu_shards, self._gpu_holder = self._held[Tier.GPU].shards(), self._holders[Tier.GPU]
-        self._more: dict[Tier, dict[ExternalBlockHash, int]] = {tier: {} for tier in Tier}
-        """Further copies of held blocks."""
-        self._gone: dict[ExternalBlockHash, BlockKey] = {}
-        self._gone_before: dict[ExternalBlockHash, BlockKey] = {}
+        self._extra_copies: dict[Tier, dict[ExternalBlockHash, int]] = {tier: {} for tier in Tier}
+        """Copies of held blocks beyond the first."""
+        self._released: dict[ExternalBlockHash, BlockKey] = {}
+        self._released_before: dict[ExternalBlockHash, BlockKey] = {}
         self._garbage: list[ShardedHashMap] = []
         index.attach(slot, self._holders[Tier.GPU])
 
     def count(self, tier: Tier) -> int:
-        """Different blocks held there."""
+        """The number of different blocks in the tier."""
         return len(self._held[tier])
 
     def keys(self, tier: Tier) -> Iterator[BlockKey]:
-        """The keys of all blocks held there. Walks them: for inspection."""
+        """The keys of all blocks in the tier. Takes time proportional to their number: for inspection."""
         return self._held[tier].keys()
 
     def holder(self, tier: Tier) -> Holder:
         """The tier's place in the index."""
         return self._holders[tier]
 
-    def holds(self, tier: Tier, name: ExternalBlockHash) -> bool:
-        return name in self._held[tier]
+    def holds(self, tier: Tier, block_hash: ExternalBlockHash) -> bool:
+        return block_hash in self._held[tier]
 
-    def key_of(self, name: ExternalBlockHash, tier: Tier) -> BlockKey | None:
-        """Our key of a block that is held, here or in another tier, or was."""
-        key = self._held[tier].get(name)
+    def key_of(self, block_hash: ExternalBlockHash, tier: Tier) -> BlockKey | None:
+        """The key of a block that is held in this tier, was released lately, or is held in another tier."""
+        key = self._held[tier].get(block_hash)
         if key is None:
-            key = self._gone.get(name) or self._gone_before.get(name)
+            key = self._released.get(block_hash) or self._released_before.get(block_hash)
         if key is None:
             for other in Tier:
-                key = self._held[other].get(name)
+                key = self._held[other].get(block_hash)
                 if key is not None:
                     break
         return key
@@ -177,29 +183,31 @@ class HeldBlocks:
         tier: Tier,
         size: int,
         parent: BlockKey | None,
-        names: Sequence[ExternalBlockHash],
+        hashes: Sequence[ExternalBlockHash],
         keys: Sequence[BlockKey],
         *,
         may_repeat: bool = False,
     ) -> Sequence[ExternalBlockHash]:
-        """These blocks of `size` tokens were stored, each the parent of the next; returns the names of
-        those that are held now, none if nothing is new. Those known already are copies, unless it
-        `may_repeat`."""
+        """The worker stored these blocks of `size` tokens, each the parent of the next.
+
+        Returns the hashes of the blocks that are held now; empty if no block is new. Blocks that were held
+        before count as copies, or as repeated if the event `may_repeat` an announcement.
+        """
         held, counts = self._held[tier], self._counts
-        fresh = len(names)
-        again = held.among(names)
+        new = len(hashes)
+        again = held.among(hashes)
         if again:
-            fresh -= len(again)
+            new -= len(again)
             if may_repeat:
                 counts.repeated += len(again)
             else:
                 counts.copies += len(again)
                 if tier is not Tier.GPU:
                     counts.elsewhere += len(again)
-                more = self._more[tier]
-                for name in again:
-                    more[name] = more.get(name, 0) + 1
-        if not fresh:
+                copies = self._extra_copies[tier]
+                for block_hash in again:
+                    copies[block_hash] = copies.get(block_hash, 0) + 1
+        if not new:
             return ()
         holder = self._holders[tier]
         if not holder.lanes:
@@ -207,86 +215,90 @@ class HeldBlocks:
         done = self._index.store(holder, size, parent, keys)
         if done < len(keys):
             counts.refused += len(keys) - done
-            names, keys = names[:done], keys[:done]
-        counts.stored += fresh
+            hashes, keys = hashes[:done], keys[:done]
+        counts.stored += new
         if tier is not Tier.GPU:
-            counts.elsewhere += fresh
-        for before in held.put(names, keys):
-            # No removal would ever name it: it would be believed for as long as the worker lives.
+            counts.elsewhere += new
+        for before in held.put(hashes, keys):
+            # No removal can name the old key any more, so the index would keep it while the worker lives.
             self._index.remove(holder, before)
-        return names
+        return hashes
 
-    def grow(self, parent: ExternalBlockHash, name: ExternalBlockHash, token_ids: Sequence[int]) -> bool:
-        """As `hold` for one block of `KEY_TOKENS` in GPU memory behind `parent`, which is held there too, in
-        a fraction of the time; False, and nothing is done, if it is not."""
+    def append_one(
+        self, parent: ExternalBlockHash, block_hash: ExternalBlockHash, token_ids: Sequence[int]
+    ) -> bool:
+        """As `hold` for one block of `KEY_TOKENS` in GPU memory after `parent`, in a fraction of the time.
+
+        False, and no change, if `parent` is not held in GPU memory.
+        """
         shards = self._gpu_shards
         parent_key = shards[hash(parent) & SHARD_MASK].get(parent)
         if parent_key is None:
             return False
-        shard, counts = shards[hash(name) & SHARD_MASK], self._counts
-        if name in shard:
+        shard, counts = shards[hash(block_hash) & SHARD_MASK], self._counts
+        if block_hash in shard:
             counts.copies += 1
-            more = self._more[Tier.GPU]
-            more[name] = more.get(name, 0) + 1
+            more = self._extra_copies[Tier.GPU]
+            more[block_hash] = more.get(block_hash, 0) + 1
             return True
         key = _hashed(_packed(*token_ids), parent_key)
-        if self._index.store_one(self._gpu_holder, 1, parent_key, key):
+        if self._index.append_one(self._gpu_holder, 1, parent_key, key):
             counts.stored += 1
-            shard[name] = key
+            shard[block_hash] = key
         else:
             counts.refused += 1
         return True
 
-    def release(self, tier: Tier, name: ExternalBlockHash) -> bool:
-        """One copy of it was removed; False if it was not known to be held."""
-        more = self._more[tier]
-        if name in more:
-            more[name] -= 1
-            if not more[name]:
-                del more[name]
+    def release(self, tier: Tier, block_hash: ExternalBlockHash) -> bool:
+        """The worker removed one copy of this block; False if the block was not known to be held."""
+        more = self._extra_copies[tier]
+        if block_hash in more:
+            more[block_hash] -= 1
+            if not more[block_hash]:
+                del more[block_hash]
             return True
-        key = self._held[tier].pop(name)
+        key = self._held[tier].pop(block_hash)
         if key is None:
             return False
         self._counts.removed += 1
         self._index.remove(self._holders[tier], key)
-        self.remember(name, key)
+        self.remember(block_hash, key)
         return True
 
-    def name(self, tier: Tier, name: ExternalBlockHash, key: BlockKey) -> None:
-        """A block that the index has already is held under this name."""
-        self._held[tier].put((name,), (key,))
+    def assign_hash(self, tier: Tier, block_hash: ExternalBlockHash, key: BlockKey) -> None:
+        """The engine hash of a block that the index has already."""
+        self._held[tier].put((block_hash,), (key,))
         self._counts.stored += 1
 
-    def remember(self, name: ExternalBlockHash, key: BlockKey) -> None:
-        """It is gone, but children of it may still be announced."""
-        # Two generations: the older half goes at once.
-        self._gone[name] = key
-        if 2 * len(self._gone) > self._max_remembered:
-            self._gone_before, self._gone = self._gone, {}
+    def remember(self, block_hash: ExternalBlockHash, key: BlockKey) -> None:
+        """Keep the key of a released block, because its children may still be announced."""
+        # Two generations, so that the older half is dropped in one step.
+        self._released[block_hash] = key
+        if 2 * len(self._released) > self._max_remembered:
+            self._released_before, self._released = self._released, {}
 
     def forget(self, tier: Tier) -> None:
-        """Nothing is held there any more; takes a moment, `sweep` returns the memory."""
+        """The tier is empty. Takes constant time; `sweep` returns the memory."""
         self.generation += 1
         self._index.clear(self._holders[tier])
         self._garbage.append(self._held[tier])
         self._held[tier] = ShardedHashMap()
         self._gpu_shards = self._held[Tier.GPU].shards()
-        self._more[tier] = {}
+        self._extra_copies[tier] = {}
 
     def forget_all(self) -> None:
-        """As if the stream had just begun."""
+        """All tiers are empty, and no hash is known."""
         for tier in Tier:
             self.forget(tier)
-        self._gone, self._gone_before = {}, {}
+        self._released, self._released_before = {}, {}
 
     def detach(self) -> None:
-        """Leave the index for good."""
+        """Remove the worker's holders from the index."""
         for holder in self._holders.values():
             self._index.detach(self._slot, holder)
 
     def sweep(self, steps: int) -> bool:
-        """Return memory of what was forgotten, `steps` blocks of it; True while there is more."""
+        """Return the memory of at most `steps` forgotten blocks; True while there is more."""
         while self._garbage and steps > 0:
             steps = self._garbage[-1].shrink(steps)
             if steps:
@@ -296,16 +308,23 @@ class HeldBlocks:
     # Snapshots
 
     def dump(self) -> Iterator[Runs | Blocks | Copies]:
-        """All that is held, in parts of about `CHUNK_BLOCKS`. Nothing may change until it is through,
-        apart from the rest of the index; ended by a change of `generation`."""
+        """Yield all held blocks in parts of about `CHUNK_BLOCKS`.
+
+        The caller applies no event until the iterator ends, and abandons it when `generation` changes. Other
+        workers' parts of the index may change.
+        """
         for tier in Tier:
             holder = self._holders[tier]
             for stride in holder.lanes:
                 for shard in self._held[tier].shards():
                     rows = iter(shard.items())
                     while chunk := list(islice(rows, CHUNK_BLOCKS)):
-                        here = [(name, key) for name, key in chunk if self._index.has(holder, stride, key)]
-                        names, keys = [name for name, _ in here], [key for _, key in here]
+                        here = [
+                            (block_hash, key)
+                            for block_hash, key in chunk
+                            if self._index.has(holder, stride, key)
+                        ]
+                        hashes, keys = [block_hash for block_hash, _ in here], [key for _, key in here]
                         runs, blocks = [], 0
                         for run in self._index.runs_at(holder, stride, keys):
                             runs.append(run)
@@ -316,21 +335,25 @@ class HeldBlocks:
                         if runs:
                             yield Runs(tier, stride, runs)
                         if here:
-                            yield Blocks(tier, stride, names, keys)
-            if self._more[tier]:
-                copies = list(self._more[tier].items())
+                            yield Blocks(tier, stride, hashes, keys)
+            if self._extra_copies[tier]:
+                copies = list(self._extra_copies[tier].items())
                 for start in range(0, len(copies), CHUNK_BLOCKS):
                     some = copies[start : start + CHUNK_BLOCKS]
-                    yield Copies(tier, [name for name, _ in some], [more for _, more in some])
+                    yield Copies(tier, [block_hash for block_hash, _ in some], [more for _, more in some])
 
     def restore(self, part: Runs | Blocks | Copies) -> None:
-        """Take in one part of a snapshot; all `Runs` come before any `Blocks`, so that the index has few
-        runs and long ones."""
+        """Restore one part of a snapshot. All `Runs` come before any `Blocks`, so that the index has long
+        runs."""
         holder = self._holders[part.tier]
         if isinstance(part, Copies):
             held = self._held[part.tier]
-            more = self._more[part.tier]
-            more.update((name, n) for name, n in zip(part.names, part.more, strict=True) if name in held)
+            more = self._extra_copies[part.tier]
+            more.update(
+                (block_hash, n)
+                for block_hash, n in zip(part.hashes, part.more, strict=True)
+                if block_hash in held
+            )
             return
         if not holder.lanes:
             self._index.attach(self._slot, holder)
@@ -338,13 +361,13 @@ class HeldBlocks:
             for run in part.runs:
                 self._index.store(holder, part.stride * KEY_TOKENS, None, run)
             return
-        names, keys = part.names, part.keys
+        hashes, keys = part.hashes, part.keys
         for place, key in enumerate(keys):
-            # Another worker's changes may have moved a run's start while the snapshot was taken.
+            # While the snapshot was taken, another worker's changes may have moved the start of a run.
             if not self._index.has(holder, part.stride, key) and not self._index.store(
                 holder, part.stride * KEY_TOKENS, None, (key,)
             ):
-                self._counts.refused += len(names) - place  # the index is full
-                names, keys = names[:place], keys[:place]
+                self._counts.refused += len(hashes) - place  # the index is full
+                hashes, keys = hashes[:place], keys[:place]
                 break
-        self._held[part.tier].put(names, keys)
+        self._held[part.tier].put(hashes, keys)

@@ -1,9 +1,9 @@
 """Where the messages of one stream wait for their reader, and the two ways in which they arrive.
 
 `ConnectedInbox` connects to a worker's PUB socket and reads it without libzmq: libzmq reads in a thread of
-its own, which wakes the event loop, which then asks libzmq for one frame after the other; that cost four
-times what applying a batch costs. `Listener` binds a socket that workers connect to, and reads it with
-libzmq, as replays are.
+its own, which wakes the event loop, which then asks libzmq for one frame after the other. That cost four
+times as much as applying a batch. `Listener` binds a socket that workers connect to and reads it with libzmq;
+replays are read with libzmq too, because no request waits for them.
 """
 
 from __future__ import annotations
@@ -29,68 +29,68 @@ from kvroute.wire.zmq import subscription as subscription_to
 log = logging.getLogger(__name__)
 
 Frames = Sequence[bytes]
-"""Of one message."""
+"""The frames of one message."""
 
 OnMessages = Callable[[Sequence[Frames], float], int]
-"""Takes in messages that have just come, the first of them and further ones until this time of the clock;
-returns how many."""
+"""Applies the first of some new messages, and more of them until this time of the clock; returns how many."""
 
 _RECONNECT_S: Final = 0.1
-_LONGEST_PAUSE_S: Final = 2.0
-"""Between two attempts to connect: each pause is twice as long as the one before."""
+_MAX_RECONNECT_S: Final = 2.0
+"""Pause before connecting again: each pause is twice as long as the one before, up to the maximum."""
 _CONNECT_S: Final = 10.0
-"""Longest time to connect, of which each of the host's addresses has its part."""
+"""Longest time to connect; each address of the host gets an equal share."""
 _HANDSHAKE_S: Final = 10.0
-"""Longest time from then on until the worker knows what we want."""
+"""Longest time from the connection to the subscription."""
 _KEEPALIVE: Final = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
-"""Seconds, seconds, probes: a host that went away without a word is noticed after 25 s."""
+"""Seconds, seconds, probes: a host that disappears without closing the connection is noticed after 25 s."""
 _PING_BYTES: Final = 16
-"""Of a PING's context, which comes back with the PONG (ZMTP 3.1)."""
+"""Longest context of a PING, which the PONG repeats (ZMTP 3.1)."""
 _READ_BYTES: Final = 65_536
 
 
-def _refuse(messages: Sequence[Frames], until: float) -> int:
+def _accept_none(messages: Sequence[Frames], deadline: float) -> int:
     return 0
 
 
 class Inbox:
-    """Messages of one stream in the order of their arrival. Mutable: whoever receives puts in and `lose`s,
-    its one reader sets `on_messages`, waits and takes. To be made where an event loop runs.
+    """Messages of one stream in the order of their arrival. Construct it where an event loop runs.
 
-    Messages that come while none waits are offered to `on_messages` first; what it leaves waits.
+    Mutable: the receiving side calls `put` and `mark_lost`; the one reader sets `on_messages`, and calls
+    `wait` and `take`. While no message waits, new messages are offered to `on_messages` first; the others
+    wait.
     """
 
     def __init__(self) -> None:
-        self.on_messages: OnMessages = _refuse
+        self.on_messages: OnMessages = _accept_none
         self._loop = asyncio.get_running_loop()
         self._waiting: deque[Frames] = deque()
         self._lost = False
-        self._last = self._loop.time()
-        """When a message came, or waiting for one began."""
+        self._last_arrival = self._loop.time()
+        """When a message last arrived, or when `wait` was called."""
         self._timeout_s = 0.0
         self._waiter: asyncio.Future[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
 
     def __len__(self) -> int:
-        """Messages that wait."""
+        """The number of messages that wait."""
         return len(self._waiting)
 
-    # For whoever receives
+    # For the receiving side
 
-    def put(self, messages: Sequence[Frames], until: float = inf) -> None:
-        """They have come, in this order. Of what can be taken in at once the first is, and others until this
-        time of the reader's clock."""
-        self._last = self._loop.time()
+    def put(self, messages: Sequence[Frames], deadline: float = inf) -> None:
+        """Add messages that have arrived, in this order. `on_messages` may apply some of them until
+        `deadline`, a time of the reader's clock."""
+        self._last_arrival = self._loop.time()
         if not self._waiting and not self._lost:
-            taken = self.on_messages(messages, until)
-            if taken == len(messages):
+            applied = self.on_messages(messages, deadline)
+            if applied == len(messages):
                 return
-            messages = messages[taken:]
+            messages = messages[applied:]
         self._waiting.extend(messages)
         self._wake()
 
-    def lose(self) -> None:
-        """Messages may have been lost, behind those that were put in by now."""
+    def mark_lost(self) -> None:
+        """Messages may have been lost after the ones that were put in so far."""
         self._lost = True
         self._wake()
 
@@ -102,15 +102,15 @@ class Inbox:
     # For the reader
 
     async def ready(self, timeout_s: float) -> None:
-        """Returns when what is published from now on arrives here, or after so long."""
+        """Return once messages that are published from now on arrive here, or after `timeout_s`."""
 
     async def wait(self, timeout_s: float) -> bool:
-        """True as soon as there is something to take or was lost; False if nothing came for so long."""
+        """Wait for a message or a loss. False if no message arrived for `timeout_s`."""
         if self._waiting or self._lost:
             return True
-        self._last, self._timeout_s = self._loop.time(), timeout_s
+        self._last_arrival, self._timeout_s = self._loop.time(), timeout_s
         if self._timer is None:
-            self._timer = self._loop.call_at(self._last + timeout_s, self._late)
+            self._timer = self._loop.call_at(self._last_arrival + timeout_s, self._on_timer)
         waiter = self._waiter = self._loop.create_future()
         try:
             await waiter
@@ -118,53 +118,56 @@ class Inbox:
             self._waiter = None
         return bool(self._waiting) or self._lost
 
-    def _late(self) -> None:
+    def _on_timer(self) -> None:
         self._timer = None
         if self._waiter is None:
             return
-        until = self._last + self._timeout_s
-        if self._loop.time() >= until:
+        deadline = self._last_arrival + self._timeout_s
+        if self._loop.time() >= deadline:
             self._wake()
         else:
-            self._timer = self._loop.call_at(until, self._late)
+            self._timer = self._loop.call_at(deadline, self._on_timer)
 
-    def take(self, most: int) -> Sequence[Frames]:
-        """Up to `most` messages that are there; fewer only if there are no more."""
+    def take(self, limit: int) -> Sequence[Frames]:
+        """Remove and return the oldest messages; fewer than `limit` only if no more wait."""
         waiting = self._waiting
-        return [waiting.popleft() for _ in range(min(most, len(waiting)))]
+        return [waiting.popleft() for _ in range(min(limit, len(waiting)))]
 
     def interrupted(self) -> bool:
-        """True once after messages may have been lost, before any message that came later is taken."""
+        """True once after messages may have been lost. Call it before taking messages that arrived later."""
         lost, self._lost = self._lost, False
         return lost
 
     async def aclose(self) -> None:
-        """No more is read."""
-        self.on_messages = _refuse
+        """Stop receiving."""
+        self.on_messages = _accept_none
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
 
 class ConnectedInbox(Inbox):
-    """Subscribed to `topic` at a worker's `endpoint`, `tcp://HOST:PORT` or `ipc://PATH`, again whenever the
-    connection is lost. Raises WireError for any other endpoint. No more is read while `queue` messages wait:
-    further ones wait at the worker."""
+    """Subscribes to `topic` at a worker's `endpoint` and reconnects whenever the connection is lost.
 
-    def __init__(self, arrivals: SocketPoller, endpoint: str, topic: str, queue: int) -> None:
+    `endpoint` is `tcp://HOST:PORT` or `ipc://PATH`; raises WireError for any other. Once `queue` messages
+    wait, the inbox stops reading, and further messages wait at the worker.
+    """
+
+    def __init__(self, poller: SocketPoller, endpoint: str, topic: str, queue: int) -> None:
         super().__init__()
-        self._arrivals = arrivals
+        self._poller = poller
         self._endpoint = endpoint
         self._address = _address_of(endpoint)
         self._topic = topic.encode()
         self._queue = queue
         self._socket: socket.socket | None = None
-        """Subscribed."""
+        """The connection; None until the worker has the subscription."""
         self._reader = MessageReader()
         self._is_paused = False
-        self._ended: asyncio.Future[None] | None = None
+        self._closed: asyncio.Future[None] | None = None
+        """Done when the connection is lost."""
         self._subscribed = asyncio.Event()
-        self._task = self._loop.create_task(self._keep(), name=f"subscription at {endpoint}")
+        self._task = self._loop.create_task(self._stay_connected(), name=f"subscription at {endpoint}")
 
     async def aclose(self) -> None:
         await super().aclose()
@@ -176,173 +179,174 @@ class ConnectedInbox(Inbox):
             async with asyncio.timeout(timeout_s):
                 await self._subscribed.wait()
 
-    def take(self, most: int) -> Sequence[Frames]:
-        taken = super().take(most)
+    def take(self, limit: int) -> Sequence[Frames]:
+        taken = super().take(limit)
         if self._is_paused and 2 * len(self) <= self._queue and self._socket is not None:
             self._is_paused = False
-            self._arrivals.add(self._socket.fileno(), self._read)
+            self._poller.add(self._socket.fileno(), self._read)
         return taken
 
-    async def _keep(self) -> None:
-        """Connected as long as it can be; ends only by cancellation."""
-        complaint, pause_s = "", _RECONNECT_S
+    async def _stay_connected(self) -> None:
+        """Connect and read, again after each loss; ends only by cancellation."""
+        last_warning, pause_s = "", _RECONNECT_S
         while True:
             try:
-                opened = await self._open()
+                sock = await self._open()
                 try:
                     async with asyncio.timeout(_HANDSHAKE_S):
-                        await self._subscribe(opened)
+                        await self._subscribe(sock)
                 except BaseException as error:
-                    opened.close()
+                    sock.close()
                     if isinstance(error, TimeoutError):
-                        raise WireError("no ZMTP handshake: whoever listens there waits, too") from None
+                        raise WireError("no ZMTP handshake: the other side only waits, as we do") from None
                     raise
-                await self._follow(opened)
-                complaint, pause_s = "", _RECONNECT_S
+                await self._read_until_closed(sock)
+                last_warning, pause_s = "", _RECONNECT_S
             except OSError as error:
                 log.debug("KV events at %s: %s", self._endpoint, error)
             except WireError as error:
-                if complaint != str(error):
-                    complaint = str(error)
+                if last_warning != str(error):
+                    last_warning = str(error)
                     log.warning("KV events at %s cannot be read: %s", self._endpoint, error)
             except Exception as error:
-                if complaint != str(error):
-                    complaint = str(error)
+                if last_warning != str(error):
+                    last_warning = str(error)
                     log.exception("connecting to KV events at %s failed", self._endpoint)
             await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+            pause_s = min(2 * pause_s, _MAX_RECONNECT_S)
 
-    async def _follow(self, opened: socket.socket) -> None:
-        """Until the connection is lost. Raises WireError if that is for what came."""
-        self._ended = self._loop.create_future()
-        self._socket, self._is_paused = opened, False
-        self._arrivals.add(opened.fileno(), self._read)
-        self.lose()  # what was published before
+    async def _read_until_closed(self, sock: socket.socket) -> None:
+        """Return when the connection is lost. Raises WireError if the worker sent something unreadable."""
+        self._closed = self._loop.create_future()
+        self._socket, self._is_paused = sock, False
+        self._poller.add(sock.fileno(), self._read)
+        self.mark_lost()  # messages published before the subscription
         self._subscribed.set()
         try:
-            await self._ended
+            await self._closed
         finally:
             self._subscribed.clear()
-            self._arrivals.remove(opened.fileno())
+            self._poller.remove(sock.fileno())
             self._socket = None
-            opened.close()
-            self.lose()
+            sock.close()
+            self.mark_lost()
 
-    def _read(self, until: float) -> bool | None:
-        """Called when there may be something; `SocketPoller` says when."""
+    def _read(self, deadline: float) -> bool | None:
+        """Read until `deadline` or until no data is left: see `poller.ReadSocket`. `SocketPoller` calls
+        it."""
         assert self._socket is not None
-        came: bool | None = None
+        more: bool | None = None
         try:
             while True:
                 data = self._socket.recv(_READ_BYTES)
                 if not data:
-                    self._end(None)
+                    self._finish(None)
                     return False
-                came = False
+                more = False
                 messages = self._reader.feed(data)
                 if self._reader.commands:
-                    self._obey(self._socket)
+                    self._handle_commands(self._socket)
                 topic = self._topic
-                if topic:  # libzmq's subscribers look once more, too
+                if topic:  # a publisher may send other topics; libzmq's subscribers check again as well
                     messages = [frames for frames in messages if frames[0].startswith(topic)]
                 if messages:
-                    self.put(messages, until)
+                    self.put(messages, deadline)
                 if len(self) >= self._queue:
                     self._is_paused = True
-                    self._arrivals.remove(self._socket.fileno())
+                    self._poller.remove(self._socket.fileno())
                     return False
                 if len(data) < _READ_BYTES:
                     return False
-                if self._arrivals.clock.now() >= until:
+                if self._poller.clock.now() >= deadline:
                     return True
         except BlockingIOError:
-            return came
+            return more
         except OSError:
-            self._end(None)
+            self._finish(None)
         except WireError as error:
-            self._end(error)
+            self._finish(error)
         return False
 
-    def _end(self, error: WireError | None) -> None:
-        """The connection is over: nothing more is read."""
+    def _finish(self, error: WireError | None) -> None:
+        """Stop reading, because the connection was lost or cannot be read (`error`)."""
         assert self._socket is not None
-        assert self._ended is not None
-        self._arrivals.remove(self._socket.fileno())
-        if not self._ended.done():
+        assert self._closed is not None
+        self._poller.remove(self._socket.fileno())
+        if not self._closed.done():
             if error is None:
-                self._ended.set_result(None)
+                self._closed.set_result(None)
             else:
-                self._ended.set_exception(error)
+                self._closed.set_exception(error)
 
     # The handshake
 
     async def _open(self) -> socket.socket:
-        """Raises OSError."""
+        """Connect to the first address that answers. Raises OSError."""
         address = self._address
         if isinstance(address, str):
             async with asyncio.timeout(_CONNECT_S):
-                return await self._connected(socket.AF_UNIX, address)
+                return await self._connect(socket.AF_UNIX, address)
         async with asyncio.timeout(_CONNECT_S):
             found = await self._loop.getaddrinfo(*address, type=socket.SOCK_STREAM)
         last: OSError = OSError(f"{address[0]} has no address")
-        for family, _, _, _, place in found:
+        for family, _, _, _, resolved in found:
             try:
                 async with asyncio.timeout(_CONNECT_S / len(found)):
-                    opened = await self._connected(family, place)
+                    sock = await self._connect(family, resolved)
             except OSError as error:
                 last = error
                 continue
-            opened.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             for name, value in _KEEPALIVE.items():
                 if hasattr(socket, name):
-                    opened.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-            opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # subscribed without a delay
-            return opened
+                    sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # send the subscription without delay
+            return sock
         raise last
 
-    async def _connected(self, family: int, address: str | tuple[object, ...]) -> socket.socket:
-        opened = socket.socket(family, socket.SOCK_STREAM)
+    async def _connect(self, family: int, address: str | tuple[object, ...]) -> socket.socket:
+        sock = socket.socket(family, socket.SOCK_STREAM)
         try:
-            opened.setblocking(False)
-            await self._loop.sock_connect(opened, address)
+            sock.setblocking(False)
+            await self._loop.sock_connect(sock, address)
         except BaseException:
-            opened.close()
+            sock.close()
             raise
-        return opened
+        return sock
 
-    async def _subscribe(self, opened: socket.socket) -> None:
-        """Raises OSError, WireError."""
-        await self._loop.sock_sendall(opened, GREETING)
-        said = b""
-        while len(said) < len(GREETING):
-            said += await self._heard(opened)
-        check_greeting(said)
-        await self._loop.sock_sendall(opened, ready())
+    async def _subscribe(self, sock: socket.socket) -> None:
+        """Make the handshake and send the subscription. Raises OSError, WireError."""
+        await self._loop.sock_sendall(sock, GREETING)
+        greeting = b""
+        while len(greeting) < len(GREETING):
+            greeting += await self._recv(sock)
+        check_greeting(greeting)
+        await self._loop.sock_sendall(sock, ready())
         self._reader = reader = MessageReader()
-        data = said[len(GREETING) :]
+        data = greeting[len(GREETING) :]
         while True:
             if data and reader.feed(data):
                 raise WireError("a message before the handshake is done")
             if reader.commands:
                 break
-            data = await self._heard(opened)
-        self._obey(opened)
-        await self._loop.sock_sendall(opened, subscription_to(self._topic))
+            data = await self._recv(sock)
+        self._handle_commands(sock)
+        await self._loop.sock_sendall(sock, subscription_to(self._topic))
 
-    async def _heard(self, opened: socket.socket) -> bytes:
-        data = await self._loop.sock_recv(opened, _READ_BYTES)
+    async def _recv(self, sock: socket.socket) -> bytes:
+        data = await self._loop.sock_recv(sock, _READ_BYTES)
         if not data:
             raise ConnectionResetError("closed in the handshake")
         return data
 
-    def _obey(self, opened: socket.socket) -> None:
+    def _handle_commands(self, sock: socket.socket) -> None:
         for body in self._reader.commands:
             name, rest = split_command(body)
             if name == b"PING":
                 with contextlib.suppress(BlockingIOError):
-                    opened.send(command(b"PONG", rest[2 : 2 + _PING_BYTES]))
+                    sock.send(command(b"PONG", rest[2 : 2 + _PING_BYTES]))
             elif name == b"ERROR":
-                raise WireError(f"the publisher refuses us: {rest[1:]!r}")
+                raise WireError(f"the publisher refuses the connection: {rest[1:]!r}")
         self._reader.commands.clear()
 
 
@@ -355,11 +359,11 @@ def _address_of(endpoint: str) -> str | tuple[str, int]:
             parts = urlsplit(endpoint)
             if parts.hostname and parts.port and parts.netloc == rest:
                 return parts.hostname, parts.port
-    raise WireError(f"{endpoint!r} is no endpoint to connect to: tcp://HOST:PORT or ipc://PATH")
+    raise WireError(f"{endpoint!r} is not an endpoint to connect to: tcp://HOST:PORT or ipc://PATH")
 
 
 class SharedInbox(Inbox):
-    """One worker's part of what a `Listener` receives: of more than `queue` messages the oldest are lost."""
+    """The messages of one worker at a `Listener`. Keeps the newest `queue` messages and drops older ones."""
 
     def __init__(self, listener: Listener, topic: bytes, queue: int) -> None:
         super().__init__()
@@ -367,11 +371,11 @@ class SharedInbox(Inbox):
         self._topic = topic
         self._queue = queue
 
-    def put(self, messages: Sequence[Frames], until: float = inf) -> None:
+    def put(self, messages: Sequence[Frames], deadline: float = inf) -> None:
         if len(self) >= self._queue:
             self.take(1)
-            self.lose()
-        super().put(messages, until)
+            self.mark_lost()
+        super().put(messages, deadline)
 
     async def aclose(self) -> None:
         await super().aclose()
@@ -379,15 +383,17 @@ class SharedInbox(Inbox):
 
 
 class Listener:
-    """A SUB socket that workers connect to (`endpoint` without `*` in their configuration). Their streams
-    are told apart by topic. Mutable: `strangers` counts messages under topics that nobody reads.
+    """A SUB socket that workers connect to (`endpoint` without `*` in their configuration).
 
-    `endpoint` is what was really bound. Whose connection breaks cannot be seen here: a restart shows in the
-    sequence numbers, or in the check of a quiet stream.
+    The topic says which worker's stream a message belongs to. `endpoint` is the address that was bound.
+    Mutable: `unread` counts messages under topics without an inbox.
     """
 
+    # The socket does not show which worker's connection breaks. A restart of a worker shows in the sequence
+    # numbers, or in the check of a quiet stream.
+
     def __init__(self, context: zmq.asyncio.Context, endpoint: str, queue: int) -> None:
-        self.strangers = 0
+        self.unread = 0
         self._queue = queue
         self._inboxes: dict[bytes, SharedInbox] = {}
         self._socket = context.socket(zmq.SUB)
@@ -403,27 +409,28 @@ class Listener:
         self.endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def inbox(self, topic: str) -> SharedInbox:
-        """What comes under exactly this topic from now on; a second reader of a topic replaces the first."""
+        """Receive the messages under exactly this topic from now on; a second inbox replaces the first."""
         key = topic.encode()
         if key in self._inboxes:
-            log.warning("two workers publish KV events under the topic %r: only one can be followed", topic)
+            log.warning("two workers publish KV events under the topic %r: only one can be read", topic)
         inbox = self._inboxes[key] = SharedInbox(self, key, self._queue)
         return inbox
 
     def leave(self, topic: bytes, inbox: SharedInbox) -> None:
+        """Drop the messages of this topic from now on."""
         if self._inboxes.get(topic) is inbox:
             del self._inboxes[topic]
 
-    async def run(self, turns: TimeSlicer) -> None:
-        """Receive; ends only by cancellation. As long as messages are there, receiving them does not wait:
-        that has to stop for `turns`."""
+    async def run(self, slicer: TimeSlicer) -> None:
+        """Receive messages; ends only by cancellation."""
         while True:
-            if turns.are_over():
-                await turns.next()
+            # While messages are available, `recv_multipart` does not yield to the loop.
+            if slicer.exhausted():
+                await slicer.yield_to_loop()
             frames = await self._socket.recv_multipart()
             inbox = self._inboxes.get(frames[0])
             if inbox is None:
-                self.strangers += 1
+                self.unread += 1
             else:
                 inbox.put((frames,))
 

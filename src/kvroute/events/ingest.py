@@ -1,4 +1,4 @@
-"""All workers' event streams: found, followed and let go as the fleet changes; one index fed by them."""
+"""Follows the event streams of all workers while the fleet changes, and keeps one index up to date."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from kvroute.index.trust import MapTrust, TrustReason
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Stream:
-    """One worker's rank being followed. `slot` is its place in the index."""
+    """The stream of one worker's rank. `slot` is its number in the index."""
 
     worker: Worker
     rank: int
@@ -53,30 +53,36 @@ class Stream:
 
     @property
     def why(self) -> str:
-        """The same in a word, empty if it is whole."""
+        """The reason as text; empty if the map is whole."""
         return self.subscriber.reason or ""
 
-    def served(self, new_tokens: int, started: float | None = None) -> None:
-        """The worker's rank has answered a request and had to compute `new_tokens` for it (of its prompt,
-        or of prompt and answer): see `KvEventSubscriber.served`."""
-        self.subscriber.served(new_tokens, started)
+    def on_answer(self, new_tokens: int, started: float | None = None) -> None:
+        """The worker's rank answered a request and computed `new_tokens` of its prompt, or of prompt and
+        answer.
+
+        See `KvEventSubscriber.on_answer`.
+        """
+        self.subscriber.on_answer(new_tokens, started)
 
     def note_prompt(self, prompt: KnownPrompt) -> None:
-        """The worker's rank has computed this prompt: it can be asked for it again. Keeps it, bounded by
-        `ProbeOptions.memory_tokens`."""
+        """Remember a prompt that the worker's rank has computed, so that a probe can send it again.
+
+        `ProbeOptions.memory_tokens` bounds the memory.
+        """
         self.prompts.note(prompt)
 
 
 @dataclass(frozen=True, slots=True)
 class StreamFigures:
-    """One stream's figures, as of now; `counts` and `blocks` go on counting."""
+    """One stream's figures for metrics. `counts` and `blocks` are the live objects, which continue to
+    count."""
 
     worker: WorkerId
     rank: int
     trust: MapTrust
     reason: TrustReason | None
     held_blocks: Mapping[Tier, int]
-    aside_blocks: int
+    orphan_blocks: int
     counts: StreamCounts
     blocks: LedgerCounts
 
@@ -84,22 +90,22 @@ class StreamFigures:
 log = logging.getLogger(__name__)
 
 _LONGEST_PAUSE_S = 60.0
-"""Between two questions to a worker that has said that it publishes nothing."""
-_LOOK_S = 0.05
-_FAREWELL_S = 10.0
-"""Longest wait for the last snapshot."""
+"""Between two attempts to find the sources of a worker that publishes no events."""
+_START_TIME_POLL_S = 0.05
+_LAST_SNAPSHOT_S = 10.0
+"""Longest time for the last snapshot at shutdown."""
 
 
 StreamsChanged = Callable[[Worker, Sequence[Stream], Sequence[Stream]], None]
-"""Told of a worker's streams before and after a change; called synchronously."""
+"""Called synchronously with a worker's streams before and after a change."""
 
 
 class EventIngest:
-    """Feeds `index` from the events of every worker in the fleet.
+    """Keeps `index` up to date from the events of every worker in the fleet.
 
-    Mutable: `bind` opens what workers connect to, `fleet_changed` (a fleet listener) starts and ends
-    streams, `run` owns their tasks. Touched from the event loop only. The client belongs to the caller and
-    knows the workers' key.
+    Mutable: `bind` opens the sockets that workers connect to, `fleet_changed` (a fleet listener) starts and
+    ends streams, `run` owns their tasks. Use it from one event loop only. The client belongs to the caller
+    and sends the workers' key.
     """
 
     def __init__(
@@ -116,31 +122,31 @@ class EventIngest:
         self._options = options
         self._streams_changed = streams_changed
         self._snapshot = SnapshotFile(options.snapshot.path) if options.snapshot.path else None
-        self._turns = TimeSlicer(clock, options.slice_ms)
-        self._arrivals = SocketPoller(clock, options.slice_ms, self._turns)
-        self.look = self._arrivals.look
-        """Take in what has come by now, so that a decision is made on it."""
+        self._slicer = TimeSlicer(clock, options.slice_ms)
+        self._poller = SocketPoller(clock, options.slice_ms, self._slicer)
+        self.refresh = self._poller.poll
+        """Apply the events that have arrived: see `SocketPoller.poll`."""
         self._streams: dict[Worker, list[Stream]] = {}
-        self._mute: set[Worker] = set()
+        self._without_events: set[Worker] = set()
         """Workers that publish no events."""
-        self._wanted: dict[Worker, asyncio.Event] = {}
-        """Workers to follow; the event asks to look for their sources again."""
+        self._followed: dict[Worker, asyncio.Event] = {}
+        """The workers to follow. Setting the event makes their sources be searched again."""
         self._changed = asyncio.Event()
         self._slots: set[int] = set()
         self._context: zmq.asyncio.Context | None = None
         self._listeners: list[Listener] = []
-        self._left: list[Ledger] = []
-        """Of streams that ended: their memory is still to be returned."""
+        self._closed_ledgers: list[Ledger] = []
+        """Ledgers of ended streams, whose memory is not fully returned yet."""
         self._ready = asyncio.Event()
 
-    # What routing reads
+    # For routing
 
     def streams(self, worker: Worker) -> Sequence[Stream]:
-        """The worker's streams by rank; empty as long as none has been found."""
+        """The worker's streams by rank; empty before its sources are found."""
         return self._streams.get(worker, ())
 
     def trust(self, worker: Worker) -> MapTrust:
-        """The least trust in any of the worker's streams; NONE without one."""
+        """The least trust in any of the worker's streams; NONE without a stream."""
         trusts = [stream.trust for stream in self.streams(worker)]
         for trust in (MapTrust.NONE, MapTrust.PARTIAL):
             if not trusts or trust in trusts:
@@ -148,10 +154,10 @@ class EventIngest:
         return MapTrust.WHOLE
 
     def reason(self, worker: Worker) -> TrustReason | None:
-        """Why `trust` is not WHOLE: that of the least trusted of its streams."""
+        """Why `trust` is not WHOLE: the reason of the least trusted stream."""
         streams = self.streams(worker)
         if not streams:
-            return TrustReason.NO_EVENTS if worker in self._mute else TrustReason.REPLAYING
+            return TrustReason.NO_EVENTS if worker in self._without_events else TrustReason.REPLAYING
         trust = self.trust(worker)
         return next(stream.reason for stream in streams if stream.trust is trust)
 
@@ -164,7 +170,7 @@ class EventIngest:
                 stream.trust,
                 stream.reason,
                 {tier: stream.ledger.held_blocks(tier) for tier in Tier},
-                stream.ledger.aside_blocks,
+                stream.ledger.orphan_blocks,
                 stream.subscriber.counts,
                 stream.ledger.counts,
             )
@@ -172,46 +178,48 @@ class EventIngest:
             for stream in streams
         ]
 
-    # What answers tell
+    # Feedback from answers
 
     def distrust(self, worker: Worker, rank: int, reason: TrustReason | str) -> None:
-        """Predictions from this map do not come true: it is not used until it has been replayed from the
-        start, or begun from nothing. Raises ValueError for what is no `TrustReason`."""
+        """Predictions from this rank's map were wrong: see `KvEventSubscriber.distrust`.
+
+        Raises ValueError if `reason` is not a `TrustReason`.
+        """
         for stream in self.streams(worker):
             if stream.rank == rank:
                 stream.subscriber.distrust(TrustReason(reason))
 
     @property
     def listening(self) -> tuple[str, ...]:
-        """Where we listen for workers that connect to us, as bound."""
+        """The bound addresses that workers connect to."""
         return tuple(listener.endpoint for listener in self._listeners)
 
     # Following the fleet
 
     def fleet_changed(self, change: FleetChange, worker: Worker) -> None:
-        """A listener for `Fleet.subscribe`: forgets at once what a worker that left or restarted held."""
+        """A listener for `Fleet.subscribe`: drops the map of a worker that left or restarted."""
         if change is FleetChange.JOINED:
-            self._wanted[worker] = asyncio.Event()
+            self._followed[worker] = asyncio.Event()
             self._changed.set()
         elif change is FleetChange.LEFT:
-            self._wanted.pop(worker, None)
-            self._mute.discard(worker)
+            self._followed.pop(worker, None)
+            self._without_events.discard(worker)
             streams = self._streams.pop(worker, ())
             for stream in streams:
                 stream.ledger.close()
-                self._left.append(stream.ledger)
+                self._closed_ledgers.append(stream.ledger)
             if streams and self._streams_changed is not None:
                 self._streams_changed(worker, streams, ())
             self._changed.set()
         elif change is FleetChange.RESTARTED:
             for stream in self.streams(worker):
                 stream.subscriber.restarted()
-            again = self._wanted.get(worker)
-            if again is not None:
-                again.set()
+            restarted = self._followed.get(worker)
+            if restarted is not None:
+                restarted.set()
 
     def bind(self) -> None:
-        """Listen for workers that connect to us. Raises ConfigError if an address cannot be had."""
+        """Open the sockets that workers connect to. Raises ConfigError if an address cannot be bound."""
         self._context = zmq.asyncio.Context()
         for number, endpoint in enumerate(self._options.bind):
             try:
@@ -223,7 +231,7 @@ class EventIngest:
         self._ready.set()
 
     def close(self) -> None:
-        """Undo `bind`; `run` does so at its end."""
+        """Close the sockets of `bind`; `run` does this at its end."""
         self._ready.clear()
         for listener in self._listeners:
             listener.close()
@@ -233,8 +241,10 @@ class EventIngest:
             self._context = None
 
     async def run(self) -> None:
-        """Follow all workers; ends only by cancellation, and can be run again. Raises ConfigError as `bind`
-        does, which it calls if nobody did."""
+        """Follow all workers; ends only by cancellation, and can be run again.
+
+        Calls `bind` if the sockets are not open, and raises ConfigError as `bind` does.
+        """
         if self._context is None:
             self.bind()
         assert self._context is not None
@@ -251,9 +261,9 @@ class EventIngest:
                 )
             while True:
                 self._changed.clear()
-                for worker in [worker for worker in tasks if worker not in self._wanted]:
-                    await _ended([tasks.pop(worker)])
-                for worker in self._wanted:
+                for worker in [worker for worker in tasks if worker not in self._followed]:
+                    await _cancelled([tasks.pop(worker)])
+                for worker in self._followed:
                     if worker not in tasks:
                         tasks[worker] = asyncio.create_task(
                             self._follow(context, worker), name=f"KV events of {worker.id}"
@@ -261,29 +271,29 @@ class EventIngest:
                 await self._tidy()
                 await self._changed.wait()
         finally:
-            await _ended(others)
+            await _cancelled(others)
             try:
-                await self._save_at_the_end()
+                await self._save_last()
             finally:
-                await _ended([*tasks.values()])
+                await _cancelled([*tasks.values()])
                 self.close()
 
     async def _tidy(self) -> None:
-        """Return the memory of those who left, a little at a time."""
-        while self._left:
-            if not self._left[-1].sweep():
-                self._left.pop()
-            if self._turns.are_over():
-                await self._turns.next()
+        """Return the memory of ended streams, in time slices."""
+        while self._closed_ledgers:
+            if not self._closed_ledgers[-1].sweep():
+                self._closed_ledgers.pop()
+            if self._slicer.exhausted():
+                await self._slicer.yield_to_loop()
 
     async def bound(self) -> None:
-        """Returns when workers can connect."""
+        """Return when workers can connect."""
         await self._ready.wait()
 
     async def _listen(self, listener: Listener) -> None:
         while True:
             try:
-                await listener.run(self._turns)
+                await listener.run(self._slicer)
             except Exception:
                 log.exception("receiving KV events at %s failed", listener.endpoint)
             await self._clock.sleep(self._options.retry_s)
@@ -302,54 +312,55 @@ class EventIngest:
             streams = [each for streams in self._streams.values() for each in streams]
             await self._snapshot.save(Captured(each.worker, each.rank, each.subscriber) for each in streams)
 
-    async def _save_at_the_end(self) -> None:
+    async def _save_last(self) -> None:
         try:
-            async with asyncio.timeout(_FAREWELL_S):
+            async with asyncio.timeout(_LAST_SNAPSHOT_S):
                 await self._save()
         except TimeoutError:
-            log.warning("the snapshot of the map was not written: a stream is being repaired")
+            log.warning("the last snapshot of the map was not written: a stream is being repaired")
 
     async def _follow(self, context: zmq.asyncio.Context, worker: Worker) -> None:
-        """Look for the worker's sources until it has some, follow them, look again when it restarted."""
-        again = self._wanted[worker]
+        """Find the worker's sources, follow them, and find them again when the worker restarts."""
+        restarted = self._followed[worker]
         sources: list[KvEventSource] = []
         running: list[asyncio.Task[None]] = []
         pause_s = self._options.retry_s
         try:
             while True:
-                again.clear()
+                restarted.clear()
                 found: list[KvEventSource] | None = None
                 try:
                     found = await find_sources(self._client, self._options, worker.spec)
                     if found is not None and found != sources:
-                        await _ended(running)
+                        await _cancelled(running)
                         sources, running = [], []
-                        await self._incarnation_known(worker)
+                        await self._wait_for_start_time(worker)
                         self._start(context, worker, found, running)
                         sources = found
                 except Exception:
                     log.exception("following the KV events of worker %s failed", worker.id)
                 if sources:
-                    self._mute.discard(worker)
-                    await again.wait()
+                    self._without_events.discard(worker)
+                    await restarted.wait()
                     pause_s = self._options.retry_s
                     continue
-                if found is not None and worker not in self._mute and worker in self._wanted:
-                    self._mute.add(worker)
-                    log.warning("worker %s publishes no KV events: what it holds is not known", worker.id)
+                if found is not None and worker not in self._without_events and worker in self._followed:
+                    self._without_events.add(worker)
+                    log.warning("worker %s publishes no KV events: its cached blocks are unknown", worker.id)
                 await self._clock.sleep(pause_s)
                 if found is not None:
                     pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
         finally:
-            await _ended(running)
+            await _cancelled(running)
 
-    async def _incarnation_known(self, worker: Worker) -> None:
-        """What a snapshot has of a worker is worth a moment's waiting for its first answers."""
+    async def _wait_for_start_time(self, worker: Worker) -> None:
+        """If the snapshot has this worker, wait until its start time is known, for `discovery_timeout_s` at
+        most."""
         if self._snapshot is None or not self._snapshot.knows(worker):
             return
-        until = self._clock.now() + self._options.discovery_timeout_s
-        while worker.facts.start_time is None and self._clock.now() < until:
-            await self._clock.sleep(_LOOK_S)
+        deadline = self._clock.now() + self._options.discovery_timeout_s
+        while worker.facts.start_time is None and self._clock.now() < deadline:
+            await self._clock.sleep(_START_TIME_POLL_S)
 
     def _start(
         self,
@@ -358,12 +369,12 @@ class EventIngest:
         sources: Sequence[KvEventSource],
         tasks: list[asyncio.Task[None]],
     ) -> None:
-        """Follow each of them; the caller owns what is added to `tasks`."""
+        """Start a stream for each source; the caller owns the tasks that are added to `tasks`."""
         streams = []
         for source in sources:
             slot = next(number for number in count() if number not in self._slots)
             self._slots.add(slot)
-            ledger = Ledger(self._index, slot, max_aside=self._options.max_aside_blocks)
+            ledger = Ledger(self._index, slot, max_orphans=self._options.max_aside_blocks)
             subscriber = KvEventSubscriber(
                 f"{worker.id} rank {source.rank}",
                 ledger,
@@ -372,8 +383,8 @@ class EventIngest:
                 context,
                 self._clock,
                 self._options,
-                self._turns,
-                pool_blocks=_pool_of(worker, ledger),
+                self._slicer,
+                pool_blocks=_pool_blocks(worker, ledger),
                 resumed=None if self._snapshot is None else self._snapshot.take(worker, source.rank),
             )
             prompts = PromptMemory(self._options.probe.memory_tokens)
@@ -392,19 +403,19 @@ class EventIngest:
             tasks.append(asyncio.create_task(repairer.run(), name=f"repair of the map of {worker.id}"))
 
     def _release(self, slot: int) -> None:
-        """Its stream has ended. As long as it is shown as the worker's, nobody else may have its place."""
+        """The slot's stream has ended: free the slot, unless the stream is still listed for its worker."""
         if not any(stream.slot == slot for streams in self._streams.values() for stream in streams):
             self._slots.discard(slot)
 
     def _inbox_of(self, source: KvEventSource) -> Callable[[], Inbox]:
-        place, queue = source.comes_to, self._options.queue_messages
-        if place is None:
-            return lambda: ConnectedInbox(self._arrivals, source.endpoint, source.topic, queue)
-        return lambda: self._listeners[place].inbox(source.topic)
+        bind_index, queue = source.bind_index, self._options.queue_messages
+        if bind_index is None:
+            return lambda: ConnectedInbox(self._poller, source.endpoint, source.topic, queue)
+        return lambda: self._listeners[bind_index].inbox(source.topic)
 
 
-def _pool_of(worker: Worker, ledger: Ledger) -> Callable[[], int | None]:
-    """Blocks in all of the worker's GPU memory, those of its other ranks too; None while not known."""
+def _pool_blocks(worker: Worker, ledger: Ledger) -> Callable[[], int | None]:
+    """A function that returns the blocks in the worker's GPU memory over all ranks; None while unknown."""
 
     def blocks() -> int | None:
         tokens, size = worker.facts.capacity_tokens, ledger.block_tokens
@@ -413,8 +424,8 @@ def _pool_of(worker: Worker, ledger: Ledger) -> Callable[[], int | None]:
     return blocks
 
 
-async def _ended(tasks: list[asyncio.Task[None]]) -> None:
-    """Cancel and await; what failed is logged."""
+async def _cancelled(tasks: list[asyncio.Task[None]]) -> None:
+    """Cancel the tasks and await them; log the ones that failed."""
     for task in tasks:
         task.cancel()
     for outcome in await asyncio.gather(*tasks, return_exceptions=True):

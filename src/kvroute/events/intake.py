@@ -1,7 +1,6 @@
-"""Taking in one stream's batches: what each does to the ledger, and what is then to be thought of the map.
+"""Applying one stream's batches to its ledger, and how far the map of the stream can be trusted after that.
 
-Pure bookkeeping without sockets. Who follows the stream (`kvroute.events.subscriber`) brings the messages
-and repairs what is missing.
+No sockets: the subscriber (`kvroute.events.subscriber`) receives the messages and repairs gaps.
 """
 
 from __future__ import annotations
@@ -29,105 +28,112 @@ from kvroute.wire.zmq import EventMessage
 
 log = logging.getLogger(__name__)
 
-FOLLOWING_FAILED: Final = "KV events of %s: following them failed: its map is dropped"
-_QUICK_BYTES = 2048
-"""A batch of at most as many is taken in in one go: about 0.2 ms if it is full of removals."""
-_QUICK_STORE_BYTES = 8192
-"""As many if it only stores: the blocks of about 2,000 tokens, in about 0.2 ms."""
+APPLYING_FAILED: Final = "KV events of %s: an error while applying them: its map is dropped"
+_SMALL_BYTES = 2048
+"""A batch of at most this size is applied in one step: about 0.2 ms if it is full of removals."""
+_SMALL_STORE_BYTES = 8192
+"""The same bound for a batch that only stores: the blocks of about 2,000 tokens, in about 0.2 ms."""
 _FRAMES = 3
 _NUMBER_BYTES = 8
 
 
 @dataclass(slots=True)
 class StreamCounts:
-    """What happened on the stream. Mutable; counted by its subscriber."""
+    """Counts of what happened on one stream. Mutable: its intake and its subscriber count."""
 
     messages: int = 0
     duplicates: int = 0
     unreadable: int = 0
     foreign: int = 0
-    """Numbers that the worker's own replay does not know."""
+    """Messages whose numbers the worker's own replay does not have."""
     unknown_events: int = 0
     unknown_fields: int = 0
     undivided: int = 0
-    """Large events that had to be taken in as one: those may hold the loop for as long as they are large."""
+    """Large events that could not be divided: each holds the event loop for as long as decoding it takes."""
     gaps: int = 0
     """Messages that did not follow the one before."""
     replays: int = 0
     replay_failures: int = 0
     restarts: int = 0
-    """The stream was another one than before: the engine restarted, or the buffer was overrun."""
+    """Replays that showed another stream: the engine restarted, or its buffer was overrun."""
     losses: int = 0
-    """Gaps that could not be filled: the map was dropped."""
+    """Gaps that could not be repaired: the map was dropped."""
     rereads: int = 0
-    """Maps that were distrusted and read anew."""
+    """Distrusted maps that were dropped and replayed from the start."""
     healed: int = 0
-    """Lost histories that were made up for, by re-announcement or because nothing is left of them."""
+    """Lost histories that no longer matter: their blocks were announced again, or are evicted by now."""
     resumed: int = 0
-    """Maps begun with a snapshot."""
+    """Maps that started from a snapshot."""
     failures: int = 0
-    """Times that following failed on our side: a defect, which the log has; the map was begun anew."""
+    """Errors in our own code, which the log has; each dropped the map."""
 
 
 class SilenceDetector:
-    """Whether a worker serves without announcing what it stores. Mutable: `served` and `heard`.
+    """Detects a worker that serves requests but publishes no events. Mutable: `on_answer` and `on_event`.
 
-    It is silent after `requests` answers that must have stored a block and were all asked for after the
-    last batch, once there has been none for `seconds`; until the next batch. Times are `Clock.now()`.
+    A worker is silent after `requests` answers that must have stored a block, all of them to requests sent
+    after the last batch, and once no batch has arrived for `seconds`. The next batch ends the silence. Times
+    are `Clock.now()`.
     """
 
     def __init__(self, requests: int, seconds: float, now: float) -> None:
         self._requests = requests
         self._seconds = seconds
-        self.may_be = False
-        """False: it is not silent. For reading."""
+        self.may_be_silent = False
+        """False: the worker is not silent. For reading, because it costs less than `is_silent`."""
         self.answers = 0
-        """That must have stored a block, since the last batch."""
-        self._heard = now
+        """Answers since the last batch that must have stored a block."""
+        self._last_event_at = now
         self._quiet_s = 0.0
 
-    def served(self, now: float, started: float | None = None) -> None:
-        """Such an answer, asked for at `started`, has ended; without that, what counts is whether it ended
-        `seconds` after the last batch."""
-        if now - self._heard >= self._seconds if started is None else started > self._heard:
-            self.answers += 1
-            self.may_be = self.answers >= self._requests
-            self._quiet_s = now - self._heard
+    def on_answer(self, now: float, started: float | None = None) -> None:
+        """An answer that must have stored a block has ended; its request was sent at `started`.
 
-    def heard(self, now: float) -> None:
-        """A batch has come."""
-        self._heard = now
+        Without `started`, the answer counts if it ended `seconds` or more after the last batch.
+        """
+        quiet_s = now - self._last_event_at
+        if quiet_s >= self._seconds if started is None else started > self._last_event_at:
+            self.answers += 1
+            self.may_be_silent = self.answers >= self._requests
+            self._quiet_s = quiet_s
+
+    def on_event(self, now: float) -> None:
+        """A batch has arrived."""
+        self._last_event_at = now
         self.answers = 0
-        self.may_be = False
+        self.may_be_silent = False
 
     @property
     def is_silent(self) -> bool:
-        return self.may_be and self._quiet_s >= self._seconds
+        return self.may_be_silent and self._quiet_s >= self._seconds
 
 
 class TrustState:
-    """What speaks against one stream beside a gap that is being repaired. Mutable: `distrust` and `fresh`
-    change the doubt, `report` remembers what was logged last."""
+    """The reasons not to trust the map of one stream, other than a gap that is being repaired.
+
+    Mutable: `distrust` and `clear_doubt` change the doubt, `report` remembers the reason that was logged
+    last.
+    """
 
     def __init__(self, name: str, silence: SilenceDetector) -> None:
         self.silence = silence
         self.doubt: TrustReason | None = None
         self._name = name
         self.reported: TrustReason | None = TrustReason.REPLAYING
-        """For reading: what was logged last."""
+        """The reason that was logged last. For reading."""
 
     def distrust(self, reason: TrustReason) -> None:
-        """Do not believe the map until it is another one."""
+        """Do not use the map until `clear_doubt`."""
         self.doubt = reason
 
-    def fresh(self) -> None:
-        """What was believed so far is gone: nothing speaks against what comes now."""
+    def clear_doubt(self) -> None:
+        """The map is empty again, so the doubt about the old one no longer applies."""
         self.doubt = None
 
     def reason(
-        self, *, is_sure: bool, is_whole: bool, aside_blocks: int, is_full: bool = False
+        self, *, is_sure: bool, is_whole: bool, orphan_blocks: int, is_full: bool = False
     ) -> TrustReason | None:
-        """The first that applies; None if nothing does."""
+        """The first reason that applies; None if the map is whole."""
         if not is_sure:
             return TrustReason.REPLAYING
         if self.doubt is not None:
@@ -138,15 +144,15 @@ class TrustState:
             return TrustReason.GAP
         if is_full:
             return TrustReason.FULL
-        return TrustReason.UNKNOWN_PARENT if aside_blocks else None
+        return TrustReason.UNKNOWN_PARENT if orphan_blocks else None
 
     def report(self, reason: TrustReason | None) -> None:
-        """Log a change."""
+        """Log the reason if it has changed."""
         if reason is self.reported:
             return
         before, self.reported = self.reported, reason
         if reason is None:
-            log.info("KV events of %s: its map is whole again (was: %s)", self._name, before)
+            log.info("KV events of %s: its map is whole again (before: %s)", self._name, before)
         elif trust_for(reason) is MapTrust.NONE:
             log.warning("KV events of %s: its map is not used: %s", self._name, reason)
         else:
@@ -154,11 +160,11 @@ class TrustState:
 
 
 class Intake:
-    """One stream's map as its batches change it. Mutable: by `apply_fast` and `take_in`, and by its
-    subscriber, which also moves `sequence` on, `standing`, and counts what it does itself into `counts`.
+    """Applies the batches of one stream to its ledger, and knows how far the map can be trusted.
 
-    `pool_blocks` says how many blocks the worker's GPU memory has, if that is known: once as many have been
-    computed, nothing is left of a history that was lost.
+    Mutable: `apply_fast` and `apply` change the map. The subscriber also changes `sequence` and
+    `trust_state`, and counts into `counts`. `pool_blocks` returns the number of blocks in the worker's GPU
+    memory, or None.
     """
 
     def __init__(
@@ -167,90 +173,96 @@ class Intake:
         ledger: Ledger,
         clock: Clock,
         options: KvEventsOptions,
-        turns: TimeSlicer,
+        slicer: TimeSlicer,
         pool_blocks: Callable[[], int | None],
     ) -> None:
         self.counts = StreamCounts()
         self.sequence = EventSequence()
-        self.standing = TrustState(
+        self.trust_state = TrustState(
             name, SilenceDetector(options.silent_requests, options.silent_s, clock.now())
         )
         self.epoch = 0
-        """Rises when what is being taken in is of a process that is no more."""
+        """Rises when the worker's process has ended whose batch is being applied."""
         self.failures = 0
-        """Replays that failed in a row."""
+        """Consecutive replays that failed."""
         self.was_whole = False
         self.last_message: float | None = None
         self.applying = asyncio.Lock()
-        """Held by the subscriber's task while it applies batches, some of them in several steps."""
+        """The subscriber's task holds this lock while it applies batches, which may take several
+        iterations."""
         self._name = name
         self._ledger = ledger
-        self._aside = ledger.aside_names
+        self._orphans = ledger.orphan_hashes
         self._clock = clock
         self._max_failures = options.replay_attempts
-        self._turns = turns
+        self._slicer = slicer
         self._pool_blocks = pool_blocks
-        self._computed_before = 0
-        self._refused_at: int | None = None
-        """Blocks computed when one was last refused; None when nothing is missing for that."""
+        self._computed_at_loss = 0
+        """Blocks computed when the history was last lost."""
+        self._computed_at_refusal: int | None = None
+        """Blocks computed when the index last refused one; None when no refused block is missing."""
 
     @property
     def reason(self) -> TrustReason | None:
         """Why the map is not whole; None if it is."""
-        standing, sequence = self.standing, self.sequence
+        state, sequence = self.trust_state, self.sequence
         if (
             sequence.is_sure
             and sequence.whole
             and not self.failures
-            and standing.doubt is None
-            and not standing.silence.may_be
-            and self._refused_at is None
-            and not self._aside
+            and state.doubt is None
+            and not state.silence.may_be_silent
+            and self._computed_at_refusal is None
+            and not self._orphans
         ):
-            return None  # nearly always, and asked several times for each request
-        return standing.reason(
+            return None  # the usual case, and read several times for each request
+        return state.reason(
             is_sure=sequence.is_sure and self.failures < self._max_failures,
             is_whole=sequence.whole,
-            aside_blocks=self._ledger.aside_blocks,
-            is_full=self._refused_at is not None,
+            orphan_blocks=self._ledger.orphan_blocks,
+            is_full=self._computed_at_refusal is not None,
         )
 
     @property
     def _computed(self) -> int:
         return self._ledger.counts.computed
 
-    # What comes
+    # Applying batches
 
-    def on_messages(self, messages: Sequence[Frames], until: float) -> int:
-        """For the inbox: as `apply_fast`, unless a batch is being applied. A failure of ours is logged, and
-        the stream is read from its start."""
+    def on_messages(self, messages: Sequence[Frames], deadline: float) -> int:
+        """The inbox's callback: as `apply_fast`, but 0 while the subscriber's task applies a batch.
+
+        An error of our own is logged, and the stream is replayed from its start.
+        """
         if self.applying.locked():
             return 0
         try:
-            return self.apply_fast(messages, until)
+            return self.apply_fast(messages, deadline)
         except Exception:
-            log.exception(FOLLOWING_FAILED, self._name)
+            log.exception(APPLYING_FAILED, self._name)
             self.failed()
-            return 0  # so that the subscriber's task wakes and reads the stream again
+            return 0  # so that the subscriber's task wakes and replays the stream
 
-    def apply_fast(self, messages: Sequence[Frames], until: float = inf) -> int:
-        """Take in small batches that follow the ones before, as nearly all do: the first of these messages,
-        and further ones until this time of the clock, which is read every 2 KB. Returns how many; of what
-        comes behind them nothing is done."""
-        sequence, standing = self.sequence, self.standing
-        if not sequence.is_sure or standing.doubt is not None:
+    def apply_fast(self, messages: Sequence[Frames], deadline: float = inf) -> int:
+        """Apply small, consecutive, in-order batches synchronously. Returns how many were applied.
+
+        Stops at `deadline`, a time of the clock that is checked every 2 KB, and at the first message that
+        needs `apply`. That message and the later ones are left untouched. 4 us for a batch of one block.
+        """
+        sequence, state = self.sequence, self.trust_state
+        if not sequence.is_sure or state.doubt is not None:
             return 0
         ledger, now = self._ledger, self._clock.now()
-        counts, taken, work = ledger.counts, 0, 0
+        counts, applied, unchecked_bytes = ledger.counts, 0, 0
         for frames in messages:
-            if work >= _QUICK_BYTES:
-                work, now = 0, self._clock.now()
-                if now >= until:
+            if unchecked_bytes >= _SMALL_BYTES:
+                unchecked_bytes, now = 0, self._clock.now()
+                if now >= deadline:
                     break
             if len(frames) != _FRAMES:
                 break
             _, number, payload = frames
-            if len(number) != _NUMBER_BYTES or len(payload) > _QUICK_STORE_BYTES:
+            if len(number) != _NUMBER_BYTES or len(payload) > _SMALL_STORE_BYTES:
                 break
             seq = int.from_bytes(number)
             if seq != sequence.expected:
@@ -258,44 +270,44 @@ class Intake:
             refused = counts.refused
             events = decode_newest(payload)
             is_stored = events is not None and ledger.store(events)
-            if not is_stored and (len(payload) > _QUICK_BYTES or not self._small(payload)):
+            if not is_stored and (len(payload) > _SMALL_BYTES or not self._apply_small(payload)):
                 break
-            taken += 1
-            work += len(payload)
-            if counts.refused == refused and sequence.whole and self._refused_at is None:
-                # As `_applied`, without what is for others.
+            applied += 1
+            unchecked_bytes += len(payload)
+            if counts.refused == refused and sequence.whole and self._computed_at_refusal is None:
+                # As `_after_batch`, without the steps for the other cases.
                 sequence.applied(seq, xxh3_64_intdigest(payload))
                 self.was_whole = True
             else:
-                self._applied(seq, xxh3_64_intdigest(payload), counts.cleared, refused)
-        if taken:
-            self.counts.messages += taken
-            self._heard(now)
-            if standing.reported is not None or self._aside or self._refused_at is not None:
-                standing.report(self.reason)
-        return taken
+                self._after_batch(seq, xxh3_64_intdigest(payload), counts.cleared, refused)
+        if applied:
+            self.counts.messages += applied
+            self._note_message(now)
+            if state.reported is not None or self._orphans or self._computed_at_refusal is not None:
+                state.report(self.reason)
+        return applied
 
-    def _small(self, payload: bytes) -> bool:
-        """Take in a batch of which `Ledger.store` knows less; False if it is for `take_in`."""
+    def _apply_small(self, payload: bytes) -> bool:
+        """Apply a small batch that `Ledger.store` does not accept; False if the batch needs `apply`."""
         try:
             batch = decode_batch(payload)
         except WireError:
             return False
         if AllBlocksCleared in map(type, batch.events):
-            return False  # there will be memory to return
+            return False  # much memory may have to be released, in several steps
         for _ in self._ledger.apply(batch):
             pass
         self._count_unknown(batch)
         return True
 
-    async def take_in(self, message: EventMessage, digest: int) -> bool:
-        """Take in one batch; False, and nothing of it is believed, if it cannot be read."""
+    async def apply(self, message: EventMessage, digest: int) -> bool:
+        """Apply one batch of any size, in time slices. False, and no change, if the batch cannot be read."""
         epoch, cleared, refused = self.epoch, self._ledger.counts.cleared, self._ledger.counts.refused
         pieces: list[Piece] = []
         first: EventBatch | None = None
         try:
-            # All of it is read before anything is believed, but not kept: what is decoded of a burst would
-            # keep the garbage collector busy.
+            # The whole batch is decoded before the first piece is applied. The decoded pieces are not kept:
+            # the objects of a large batch would keep the garbage collector busy.
             for piece in split_batch(message.payload):
                 if piece is not None:
                     if not piece.is_checked:
@@ -303,7 +315,7 @@ class Intake:
                         if not pieces:
                             first = batch
                     pieces.append(piece)
-                await self.breathe()
+                await self.maybe_yield()
         except WireError:
             self.counts.unreadable += 1
             return False
@@ -315,103 +327,103 @@ class Intake:
                 self._count_unknown(batch)
                 self.counts.undivided += piece.is_whole
             for _ in self._ledger.apply(batch, from_root=piece.from_root):
-                await self.breathe()
+                await self.maybe_yield()
                 if epoch != self.epoch:
                     return True
         self.counts.messages += 1
-        self._heard(self._clock.now())
-        self._applied(message.seq, digest, cleared, refused)
-        await self.breathe()
+        self._note_message(self._clock.now())
+        self._after_batch(message.seq, digest, cleared, refused)
+        await self.maybe_yield()
         return True
 
-    def _heard(self, now: float) -> None:
+    def _note_message(self, now: float) -> None:
         self.last_message = now
-        self.standing.silence.heard(now)
+        self.trust_state.silence.on_event(now)
 
-    def _applied(self, seq: int, digest: int, cleared: int, refused: int) -> None:
-        """A batch has been taken in; `cleared` and `refused` are the ledger's counts as of before it."""
+    def _after_batch(self, seq: int, digest: int, cleared: int, refused: int) -> None:
+        """Account for an applied batch; `cleared` and `refused` are the ledger's counts before that batch."""
         if self._ledger.counts.refused > refused:
-            self._refused_at = self._computed
-        elif self._refused_at is not None:
-            self._made_up_for_refusals()
+            self._computed_at_refusal = self._computed
+        elif self._computed_at_refusal is not None:
+            self._forget_refusal_if_pool_recycled()
         if self._ledger.counts.cleared > cleared:
-            self.standing.fresh()
+            self.trust_state.clear_doubt()
             self.sequence.applied(seq, digest, cleared=True)
             if self._ledger.counts.refused == refused:
-                self._refused_at = None
+                self._computed_at_refusal = None
         else:
             self.sequence.applied(seq, digest)
         if self.sequence.whole:
             self.was_whole = True
         else:
-            self._turned_over()
+            self._heal_if_pool_recycled()
 
     def _count_unknown(self, batch: EventBatch) -> None:
         self.counts.unknown_events += batch.unknown_events
         self.counts.unknown_fields += batch.unknown_fields
 
-    def _turned_over(self) -> None:
-        """A lost history ends when as many blocks have been computed as the worker has: the least recently
-        used ones make room. What is still held of it has been hit since, and then its continuation is set
-        aside."""
+    def _heal_if_pool_recycled(self) -> None:
+        """Heal once the worker has computed as many blocks since the loss as its GPU memory has."""
+        # vLLM evicts the least recently used blocks. A block of the lost history that is still held has been
+        # hit since, and then the blocks that continue it were announced and are orphans here.
         pool = self._pool_blocks()
-        if pool is not None and self._computed - self._computed_before >= pool:
+        if pool is not None and self._computed - self._computed_at_loss >= pool:
             self.heal()
 
-    def _made_up_for_refusals(self) -> None:
-        """Blocks that were refused are gone by the same rule, or were announced again."""
-        pool, refused_at = self._pool_blocks(), self._refused_at
+    def _forget_refusal_if_pool_recycled(self) -> None:
+        """By the same rule, refused blocks are evicted by now, or were announced again."""
+        pool, refused_at = self._pool_blocks(), self._computed_at_refusal
         if pool is not None and refused_at is not None and self._computed - refused_at >= pool:
-            self._refused_at = None
+            self._computed_at_refusal = None
 
-    # What is no more believed, and what is again
+    # Dropping the map, and trusting it again
 
-    def begin_anew(self) -> None:
-        """The stream is another one."""
+    def restart(self) -> None:
+        """The stream is another one: drop the map, and replay the new stream from its start."""
         self.epoch += 1
-        self.give_up_history()
+        self.reset()
 
     def failed(self) -> None:
-        """An error of ours was raised: believe nothing, and read the stream from its start."""
+        """Our own code raised an error: drop the map, and replay the stream from its start."""
         self.counts.failures += 1
-        self.begin_anew()
+        self.restart()
 
-    def give_up_history(self) -> None:
-        """Believe nothing; the stream is to be read from its start."""
-        self.forget()
+    def reset(self) -> None:
+        """Drop the map and the position in the stream; the next replay starts from 0."""
+        self.drop_map()
         self.sequence.reset()
 
-    def lose(self, next_seq: int) -> None:
-        """What lies before `next_seq` cannot be had any more."""
+    def give_up_gap(self, next_seq: int) -> None:
+        """Messages before `next_seq` cannot be replayed: drop the map, and continue with `next_seq`."""
         self.counts.losses += 1
-        log.warning("KV events of %s: a gap cannot be filled: its map is dropped", self._name)
-        self.forget()
+        log.warning("KV events of %s: a gap cannot be repaired: its map is dropped", self._name)
+        self.drop_map()
         self.sequence.lost(next_seq)
         self.failures = 0
 
-    def forget(self) -> None:
-        """Believe nothing of what was taken in."""
+    def drop_map(self) -> None:
+        """Drop all blocks of the map."""
         self._ledger.drop()
-        self.standing.fresh()
-        self._computed_before = self._computed
-        self._refused_at = None
+        self.trust_state.clear_doubt()
+        self._computed_at_loss = self._computed
+        self._computed_at_refusal = None
 
     def heal(self) -> None:
-        """What lost events had announced was announced again, or is gone."""
+        """The blocks of lost events were announced again, or are evicted: the map is whole."""
         self.sequence.heal()
         self.counts.healed += 1
 
-    def resumed(self) -> None:
-        """What another process knew has been believed again."""
+    def on_resumed(self) -> None:
+        """The map was restored from a snapshot."""
         if self._ledger.counts.refused:
-            self._refused_at = self._computed
+            self._computed_at_refusal = self._computed
         self.counts.resumed += 1
 
-    def repetition_asked(self, blocks: int) -> None:
-        """As many may be announced again: they take no room that they do not have already."""
-        self._computed_before += blocks
+    def note_reannounce_requested(self, blocks: int) -> None:
+        """The worker may announce this number of blocks again, which take no new room in its GPU memory."""
+        self._computed_at_loss += blocks
 
-    async def breathe(self) -> None:
-        """Let others run if all streams together have had their slice of this turn."""
-        if self._turns.are_over():
-            await self._turns.next()
+    async def maybe_yield(self) -> None:
+        """Let other tasks run if the time slice of this iteration is used up."""
+        if self._slicer.exhausted():
+            await self._slicer.yield_to_loop()

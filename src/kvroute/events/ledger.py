@@ -1,10 +1,9 @@
-"""One event stream's blocks: from the engine's own names to ours, and how many copies of each there are.
+"""One event stream's blocks: the translation from engine hashes to block keys, and the blocks that are held.
 
-An engine's hashes are opaque. Each block is named by our key, computed from the tokens that the event
-brings and the key of its parent, and the hash is remembered as long as the block is held. Unknown beats
-wrong: a block whose parent is not known is set aside and counts as not held; an announcement that may be
-a repetition is not counted as one more copy. What the index believes may be less than what the worker
-holds, never more.
+An engine hash is opaque. The ledger computes a block key from the tokens in the event and the key of the
+parent, and keeps the hash while the worker holds the block. When in doubt the ledger believes less: a block
+with an unknown parent is an orphan and does not count as held; an announcement that may be a repetition does
+not count as another copy. The index may know less than the worker holds, never more.
 """
 
 from __future__ import annotations
@@ -28,98 +27,104 @@ from kvroute.wire.vllm import (
 )
 
 PIECE_BLOCKS: Final = 128
-"""Blocks taken in between two chances to do something else."""
+"""Blocks applied between two points where the caller may yield to the event loop."""
 
 _REMOVAL_WEIGHT: Final = 4
-"""What a removal costs, in stored blocks."""
+"""The cost of a removal, in stored blocks."""
 
 _EVENT_WEIGHT: Final = 2
-"""What any event costs besides."""
+"""The fixed cost of an event, in stored blocks."""
 
-_NOTHING: Final[list[list[object] | None]] = [None]
-"""Extra keys of one block that has none."""
+_NO_EXTRA_KEYS: Final[list[list[object] | None]] = [None]
+"""`extra_keys` of an event with one block that has none."""
 
-_MAX_NAMELESS: Final = 65_536
+_MAX_HASHLESS: Final = 65_536
+"""Blocks that may be held without a known hash."""
 
 _WHOLE_PREFIX: Final = frozenset({"full_attention", "mla_attention"})
 """Kinds of KV cache whose blocks cover every token (vLLM 0.32, v1/kv_cache_interface.py)."""
 
 
 class Ledger:
-    """What one stream has told about one slot. Mutable: changes by `apply`, `confirm`, `restore` and `drop`.
+    """The blocks that one worker (its slot in the index) holds according to its stream.
 
-    `max_aside` bounds the blocks set aside, `max_remembered` the names kept of blocks that are gone (their
-    children may still be announced).
+    Mutable: `apply`, `store`, `confirm`, `restore` and `drop`. `max_orphans` bounds the orphan blocks,
+    `max_remembered` the hashes kept of released blocks, whose children may still be announced.
     """
 
     def __init__(
-        self, index: PrefixIndex, slot: int, *, max_aside: int = 100_000, max_remembered: int = 65_536
+        self, index: PrefixIndex, slot: int, *, max_orphans: int = 100_000, max_remembered: int = 65_536
     ) -> None:
         self.counts = LedgerCounts()
         self.forgotten = 0
-        """Rises whenever the worker may have lost any block whose name is not known: see `confirm`."""
+        """Rises whenever a block without a known hash may have been removed: see `confirm`."""
         self._index = index
-        self._holdings = HeldBlocks(index, slot, self.counts, max_remembered)
-        self._aside = OrphanBlocks(max_aside)
-        self.aside_names = self._aside.names
-        """Blocks that the worker holds and we cannot place. Always the same mapping; to be read only."""
-        self._early = PendingConfirmations()
-        self._nameless: dict[BlockKey, None] = {}
-        """Held as a request has shown, but under names that were never heard."""
+        self._held = HeldBlocks(index, slot, self.counts, max_remembered)
+        self._orphans = OrphanBlocks(max_orphans)
+        self.orphan_hashes = self._orphans.hashes
+        """Blocks with an unknown parent. Always the same mapping. For reading."""
+        self._pending = PendingConfirmations()
+        self._hashless: dict[BlockKey, None] = {}
+        """Blocks that an answer showed to be held, but whose hashes were never received."""
         self._group: int | None = None
         self._block_tokens = 0
         self._closed = False
 
     @property
-    def aside_blocks(self) -> int:
-        """Blocks that the worker holds and we cannot place."""
-        return len(self._aside)
+    def orphan_blocks(self) -> int:
+        """The number of blocks with an unknown parent."""
+        return len(self._orphans)
 
     @property
     def block_tokens(self) -> int:
-        """Tokens in a block of GPU memory; 0 as long as none was announced."""
+        """Tokens in a block of GPU memory; 0 before the first block."""
         return self._block_tokens
 
     @property
     def generation(self) -> int:
-        """Rises whenever much is forgotten at once: then a `dump` under way is worth nothing."""
-        return self._holdings.generation
+        """Rises whenever a whole tier is forgotten; an unfinished `dump` is useless then."""
+        return self._held.generation
 
     def held_blocks(self, tier: Tier) -> int:
-        """Different blocks held there."""
-        return self._holdings.count(tier) + (len(self._nameless) if tier is Tier.GPU else 0)
+        """The number of different blocks held in the tier."""
+        return self._held.count(tier) + (len(self._hashless) if tier is Tier.GPU else 0)
 
     def held(self, tier: Tier) -> Iterator[BlockKey]:
-        """The keys of all blocks held there. Walks them: for inspection."""
-        yield from self._holdings.keys(tier)
+        """The keys of all blocks held in the tier. Takes time proportional to their number: for
+        inspection."""
+        yield from self._held.keys(tier)
         if tier is Tier.GPU:
-            yield from self._nameless
+            yield from self._hashless
 
-    def believed(self, tier: Tier) -> Iterator[BlockKey]:
-        """The same as the index has it. Walks the whole index: for inspection."""
-        return self._index.blocks_of(self._holdings.holder(tier))
+    def indexed(self, tier: Tier) -> Iterator[BlockKey]:
+        """The keys that the index has for the tier. Walks the whole index: for inspection."""
+        return self._index.blocks_of(self._held.holder(tier))
 
     def reach(self, keys: Sequence[BlockKey]) -> int:
-        """Tokens of the prompt with these keys that are held in GPU memory by name, from its start on.
-        0.3 us a block."""
+        """Leading tokens of the prompt with these keys that are held in GPU memory under known hashes.
+
+        0.3 us a block.
+        """
         size = self._block_tokens
         if not size:
             return 0
-        stride, holder, blocks = size // KEY_TOKENS, self._holdings.holder(Tier.GPU), 0
+        stride, holder, blocks = size // KEY_TOKENS, self._held.holder(Tier.GPU), 0
         for key in keys[stride - 1 :: stride]:
-            if key in self._nameless or not self._index.has(holder, stride, key):
+            if key in self._hashless or not self._index.has(holder, stride, key):
                 break
             blocks += 1
         return blocks * size
 
     def apply(self, batch: EventBatch, *, from_root: bool = False) -> Iterator[None]:
-        """Take in one batch, in order. Yields after every `PIECE_BLOCKS` or so, when what is believed is
-        true of some moment of the engine step or before it; abandoning the iterator leaves it there, and
-        then only `drop` makes it right. `from_root`: the batch is a later part of an announcement that
-        began with a prompt (`wire.splitting`)."""
-        # Releases that write arrays cannot repeat announcements (kv_cache_report_mode is of 0.32).
+        """Apply one batch, in order. Yields after about every `PIECE_BLOCKS` blocks.
+
+        At each yield the ledger describes some moment during the engine's step or before it. A caller that
+        abandons the iterator has to call `drop`. `from_root`: the batch is a later part of an event that
+        began at the start of a prompt (`wire.batch_split`).
+        """
+        # Releases that write arrays never repeat announcements (kv_cache_report_mode came with 0.32).
         may_repeat = batch.dialect != "array"
-        work, set_aside = 0, self.counts.set_aside
+        work, orphaned = 0, self.counts.orphaned
         for event in batch.events:
             if self._closed:
                 return
@@ -131,43 +136,45 @@ class Ledger:
                     for piece in pieces_of(event, PIECE_BLOCKS):
                         self._stored(piece, repeats)
                         yield
-                elif not self._grown(event):
+                elif not self._try_append(event):
                     self._stored(event, repeats)
             elif isinstance(event, BlockRemoved):
-                names, some = event.block_hashes, PIECE_BLOCKS // _REMOVAL_WEIGHT
-                work += _REMOVAL_WEIGHT * len(names) + _EVENT_WEIGHT
-                if len(names) <= some:
-                    certain = self._removed(event, names)
+                hashes, limit = event.block_hashes, PIECE_BLOCKS // _REMOVAL_WEIGHT
+                work += _REMOVAL_WEIGHT * len(hashes) + _EVENT_WEIGHT
+                if len(hashes) <= limit:
+                    certain = self._removed(event, hashes)
                 else:
                     certain = True
-                    for start in range(0, len(names), some):
-                        certain &= self._removed(event, names[start : start + some])
+                    for start in range(0, len(hashes), limit):
+                        certain &= self._removed(event, hashes[start : start + limit])
                         yield
-                while not certain and self._nameless:
-                    self._doubt_nameless(some)
+                while not certain and self._hashless:
+                    self._drop_hashless(limit)
                     yield
             elif isinstance(event, AllBlocksCleared):
                 self._cleared()
             if work >= PIECE_BLOCKS:
                 work = 0
                 yield
-        if self._early.kept:
-            self._hear_of_early(new_aside=self.counts.set_aside > set_aside)
+        if self._pending.waiting:
+            self._retry_pending(has_new_orphans=self.counts.orphaned > orphaned)
 
     def store(self, events: Sequence[KvEvent]) -> bool:
-        """What `apply` does with a small batch of the newest shape that only stores, as nearly all do, at
-        once; False, and nothing is done, if there is anything else in it."""
+        """As `apply` for a small batch of the newest shape that only stores blocks, without an iterator.
+
+        False, and no change, if the batch has any other event. Nearly all batches only store.
+        """
         for event in events:
             if type(event) is not BlockStored:
                 return False
         if self._closed:
             return False
-        set_aside, grown = self.counts.set_aside, self._grown
+        orphaned, try_append = self.counts.orphaned, self._try_append
         for event in cast("Sequence[BlockStored]", events):
-            if not grown(event):
+            if not try_append(event):
                 self._stored(event, event.parent_block_hash is None)
-        if self._early.kept:
-            self._hear_of_early(new_aside=self.counts.set_aside > set_aside)
+        if self._pending.waiting:
+            self._retry_pending(has_new_orphans=self.counts.orphaned > orphaned)
         return True
 
     def confirm(
@@ -179,130 +186,138 @@ class Ledger:
         adapter: str | None = None,
         since: int | None = None,
     ) -> int:
-        """A request of this worker reported `cached_tokens` of its prompt: place the blocks set aside that
-        it runs through; returns how many blocks are believed that were not before.
+        """An answer reported `cached_tokens` of its prompt: use it to place the orphan blocks on the prompt's
+        path.
 
-        They are placed only if the request has computed a full block behind its cached ones, so that the
-        parents' names lead from that block back to them, and no other block aside has the same tokens. If
-        that block has not been announced yet, they are placed when it is, by one of the next batches.
-        What lies before them is then held as well, under names that we have not heard: it is believed until
-        a block is removed that could be one of these. `since` is `forgotten` as of when the answer began;
-        if it has changed since, nothing is done. To be called where something is not known of the worker;
-        costs 0.5 us for each block of the prompt.
+        Returns how many blocks count as held that did not before. The orphans are placed only if the request
+        has computed a full block after its cached ones, and no other orphan has the tokens of that block: the
+        parent hashes lead from that block back to the orphans. If that block has not been announced yet, the
+        orphans are placed by one of the next batches that announces it.
+
+        The blocks before the orphans are held too, but their hashes were never received. They count as held
+        until the worker removes a block with an unknown hash. `since` is `forgotten` at the start of the
+        answer; nothing happens if it has changed. Call this only while the map is not whole; it costs 0.5 us
+        for each block of the prompt.
         """
         size = self._block_tokens
         if not size or self._closed or since not in (None, self.forgotten):
             return 0
         answer = ReportedPrompt(keys, token_ids, cached_tokens, adapter)
         number = cached_tokens // size
-        if self._aside.has_block(token_ids, size, number):
-            return self._place_by(answer)
+        if self._orphans.has_block(token_ids, size, number):
+            return self._place_orphans(answer)
         if (number + 1) * size <= len(token_ids) and self.reach(keys) <= number * size:
-            self._early.add(answer)
+            self._pending.add(answer)
         return 0
 
-    def _hear_of_early(self, *, new_aside: bool) -> None:
-        """A batch was taken in. What it has stored has its beginning in the cache now, whatever was removed
-        since the answer."""
-        answers, size = self._early.tick(), self._block_tokens
-        for answer in answers if new_aside else ():
-            if self._aside.has_block(answer.token_ids, size, answer.cached_tokens // size):
-                self._early.drop(answer)
-                self._place_by(answer)
+    def _retry_pending(self, *, has_new_orphans: bool) -> None:
+        """A batch was applied: place the orphans of the answers that waited for it."""
+        # The blocks before a block that was just stored are in the cache now, even if one of them was removed
+        # after the answer.
+        answers, size = self._pending.tick(), self._block_tokens
+        for answer in answers if has_new_orphans else ():
+            if self._orphans.has_block(answer.token_ids, size, answer.cached_tokens // size):
+                self._pending.drop(answer)
+                self._place_orphans(answer)
 
-    def _place_by(self, answer: ReportedPrompt) -> int:
-        """How many blocks are believed by this answer that were not before."""
+    def _place_orphans(self, answer: ReportedPrompt) -> int:
+        """Returns how many blocks count as held that did not before."""
         keys, token_ids, cached_tokens, adapter = answer
         size = self._block_tokens
-        branch = self._aside.branch(token_ids, size, cached_tokens // size, adapter)
+        branch = self._orphans.branch(token_ids, size, cached_tokens // size, adapter)
         if branch is None:
             return 0
-        stride, holder = size // KEY_TOKENS, self._holdings.holder(Tier.GPU)
+        stride, holder = size // KEY_TOKENS, self._held.holder(Tier.GPU)
         head = keys[stride - 1 : branch.start * stride : stride]
         if len(head) < branch.start:
             return 0
         missing = [key for key in head if not self._index.has(holder, stride, key)]
-        if len(self._nameless) + len(missing) > _MAX_NAMELESS:
+        if len(self._hashless) + len(missing) > _MAX_HASHLESS:
             return 0
         before = self.held_blocks(Tier.GPU)
         done = self._index.store(holder, size, None, head)
-        self._nameless.update((key, None) for key in missing if self._index.has(holder, stride, key))
+        self._hashless.update((key, None) for key in missing if self._index.has(holder, stride, key))
         if done == len(head):
-            name, key = branch.root.parent, head[-1]
-            if key in self._nameless:
-                del self._nameless[key]
-                self._holdings.name(Tier.GPU, name, key)
+            block_hash, key = branch.root.parent, head[-1]
+            if key in self._hashless:
+                del self._hashless[key]
+                self._held.assign_hash(Tier.GPU, block_hash, key)
             else:
-                self._holdings.remember(name, key)
-            self._place_children([name])
+                self._held.remember(block_hash, key)
+            self._place_children([block_hash])
         placed = self.held_blocks(Tier.GPU) - before
         self.counts.confirmed += placed
         return placed
 
     def drop(self) -> None:
-        """Believe nothing any more, at once; `sweep` returns the memory."""
-        self._holdings.forget_all()
-        self._aside.clear()
-        self._early.clear()
-        self._nameless = {}
+        """Forget all blocks, in constant time; `sweep` returns the memory."""
+        self._held.forget_all()
+        self._orphans.clear()
+        self._pending.clear()
+        self._hashless = {}
         self.forgotten += 1
         self._group = None
 
     def close(self) -> None:
-        """The stream has ended: drop all and leave the index for good."""
+        """The stream has ended: forget all blocks and remove the worker from the index."""
         self._closed = True
         self.drop()
-        self._holdings.detach()
+        self._held.detach()
 
     def sweep(self, steps: int = 1000) -> bool:
-        """Return memory of what was dropped, `steps` blocks of it; True while there is more."""
-        return self._holdings.sweep(steps)
+        """Return the memory of at most `steps` dropped blocks; True while there is more."""
+        return self._held.sweep(steps)
 
     # Snapshots
 
     @property
     def group(self) -> int | None:
-        """The group of a hybrid model that speaks for the prefix, if it has shown."""
+        """The group of a hybrid model whose blocks cover the whole prefix; None if unknown."""
         return self._group
 
     @property
     def is_all_placed(self) -> bool:
-        """A snapshot would say all that is known."""
-        return not self._nameless and not len(self._aside)
+        """Does a snapshot contain everything that the ledger knows?"""
+        return not self._hashless and not len(self._orphans)
 
     def dump(self) -> Iterator[Part]:
-        """All that is held by name, in small parts. Nothing may be applied until it is through; worth
-        nothing if `generation` changes meanwhile, and not to be continued then."""
-        nameless = self._nameless
-        for part in self._holdings.dump():
-            if nameless and isinstance(part, Runs):
-                runs = [run for run in part.runs if not any(key in nameless for key in run)]
+        """Yield all blocks that are held under known hashes, in small parts.
+
+        The caller applies no event until the iterator ends, and abandons it when `generation` changes.
+        """
+        hashless = self._hashless
+        for part in self._held.dump():
+            if hashless and isinstance(part, Runs):
+                runs = [run for run in part.runs if not any(key in hashless for key in run)]
                 part = Runs(part.tier, part.stride, runs)
             yield part
 
     def begin_restore(self, group: int | None, block_tokens: int) -> None:
-        """The parts of a snapshot follow."""
+        """Start to restore a snapshot: calls of `restore` follow."""
         self._group, self._block_tokens = group, block_tokens
 
     def restore(self, part: Part) -> None:
-        """Take in one part of a snapshot, in the order of their kinds."""
+        """Restore one part of a snapshot; the parts come in the order of `dump`."""
         if not self._closed:
-            self._holdings.restore(part)
+            self._held.restore(part)
 
     # Events
 
-    def _grown(self, event: BlockStored) -> bool:
-        """What decoding announces, one block behind another, and nearly all events are: as `_stored`, in
-        half the time. False, and nothing is done, if this is not of that kind."""
-        parent, names, tokens = event.parent_block_hash, event.block_hashes, event.token_ids
-        if parent is None or len(names) != 1 or len(tokens) != KEY_TOKENS or event.block_size != KEY_TOKENS:
+    def _try_append(self, event: BlockStored) -> bool:
+        """As `_stored`, in half the time, for one plain block after a held one. False, and no change, for
+        others.
+
+        Nearly all events are of this kind: decoding announces one block after another.
+        """
+        parent, hashes, tokens = event.parent_block_hash, event.block_hashes, event.token_ids
+        if parent is None or len(hashes) != 1 or len(tokens) != KEY_TOKENS or event.block_size != KEY_TOKENS:
             return False
         medium, extra, group = event.medium, event.extra_keys, event.group_idx
-        if (medium is not None and medium != "GPU") or (extra is not None and extra != _NOTHING):
+        if (medium is not None and medium != "GPU") or (extra is not None and extra != _NO_EXTRA_KEYS):
             return False
-        if (group is not None and group != self._group) or self._nameless or self.aside_names:
+        if (group is not None and group != self._group) or self._hashless or self.orphan_hashes:
             return False
-        return self._holdings.grow(parent, names[0], tokens)
+        return self._held.append_one(parent, hashes[0], tokens)
 
     def _stored(self, event: BlockStored, repeats: bool) -> None:
         hashes = event.block_hashes
@@ -315,7 +330,7 @@ class Ledger:
             return
         tokens, size = event.token_ids, event.block_size
         if not tokens:
-            self._stored_by_name(hashes, tier)
+            self._stored_by_hash(hashes, tier)
             return
         if size <= 0 or size % KEY_TOKENS or size * len(hashes) != len(tokens):
             self.counts.unusable += len(hashes)
@@ -326,46 +341,48 @@ class Ledger:
         if parent is None:
             parent_key, seed = None, root_seed(event)
         else:
-            parent_key = self._holdings.key_of(parent, tier)
+            parent_key = self._held.key_of(parent, tier)
             if parent_key is None:
-                self._set_aside(event, tier)
+                self._keep_orphans(event, tier)
                 return
             seed = parent_key
         keys = keys_of(event, seed)
-        self._placed(self._holdings.hold(tier, size, parent_key, hashes, keys, may_repeat=repeats), keys)
+        self._placed(self._held.hold(tier, size, parent_key, hashes, keys, may_repeat=repeats), keys)
 
-    def _stored_by_name(self, hashes: Sequence[ExternalBlockHash], tier: Tier) -> None:
-        """Placeholders of offloading connectors: blocks that another tier has named before."""
-        for name in hashes:
-            key = self._holdings.key_of(name, tier)
+    def _stored_by_hash(self, hashes: Sequence[ExternalBlockHash], tier: Tier) -> None:
+        """Blocks without tokens, which offloading connectors write: their hashes are known from another
+        tier."""
+        for block_hash in hashes:
+            key = self._held.key_of(block_hash, tier)
             if key is None or not self._block_tokens:
                 self.counts.unusable += 1
             else:
-                self._placed(self._holdings.hold(tier, self._block_tokens, None, (name,), (key,)), (key,))
+                self._placed(self._held.hold(tier, self._block_tokens, None, (block_hash,), (key,)), (key,))
 
-    def _placed(self, names: Sequence[ExternalBlockHash], keys: Sequence[BlockKey]) -> None:
-        """`names` are held now, by these keys."""
-        if self._nameless:
-            for _, key in zip(names, keys, strict=False):
-                self._nameless.pop(key, None)
-        if len(self._aside) and names:
-            for name in names:
-                self._aside.discard(name)
-            self._place_children(list(names))
+    def _placed(self, hashes: Sequence[ExternalBlockHash], keys: Sequence[BlockKey]) -> None:
+        """These blocks are held now: place the orphans under them."""
+        if self._hashless:
+            for _, key in zip(hashes, keys, strict=False):
+                self._hashless.pop(key, None)
+        if len(self._orphans) and hashes:
+            for block_hash in hashes:
+                self._orphans.discard(block_hash)
+            self._place_children(list(hashes))
 
-    def _removed(self, event: BlockRemoved, names: Sequence[ExternalBlockHash]) -> bool:
-        """False if one of them may be any block of GPU memory."""
+    def _removed(self, event: BlockRemoved, hashes: Sequence[ExternalBlockHash]) -> bool:
+        """Apply a removal. False if a removed block may be any of the held GPU blocks without a known
+        hash."""
         tier = tier_of(event.medium)
         if tier is None:
-            self.counts.unusable += len(names)
+            self.counts.unusable += len(hashes)
             return True
         group = event.group_idx
         if group is not None and group != (self._group or 0):
-            self.counts.passed_over += len(names)
+            self.counts.passed_over += len(hashes)
             return True
-        release, certain = self._holdings.release, True
-        for name in names:
-            if not release(tier, name) and not self._aside.discard(name):
+        release, certain = self._held.release, True
+        for block_hash in hashes:
+            if not release(tier, block_hash) and not self._orphans.discard(block_hash):
                 self.counts.unknown_removed += 1
                 if tier is Tier.GPU:
                     certain = False
@@ -374,24 +391,24 @@ class Ledger:
         return certain
 
     def _cleared(self) -> None:
-        """vLLM emptied its own prefix cache. LMCache's memory stays as it is, and withdraws its blocks
-        itself."""
+        """vLLM emptied its own prefix cache. LMCache keeps its blocks and announces their removal itself."""
         self.counts.cleared += 1
         self.forgotten += 1
-        self._holdings.forget(Tier.GPU)
-        self._nameless = {}
-        self._aside.clear(Tier.GPU)
-        self._early.clear()
+        self._held.forget(Tier.GPU)
+        self._hashless = {}
+        self._orphans.clear(Tier.GPU)
+        self._pending.clear()
 
-    def _doubt_nameless(self, blocks: int) -> None:
-        """Believe `blocks` of them no longer, the last first."""
-        holder = self._holdings.holder(Tier.GPU)
-        for _ in range(min(blocks, len(self._nameless))):
-            key, _ = self._nameless.popitem()
+    def _drop_hashless(self, blocks: int) -> None:
+        """Forget at most `blocks` blocks without a known hash, the last ones first."""
+        holder = self._held.holder(Tier.GPU)
+        for _ in range(min(blocks, len(self._hashless))):
+            key, _ = self._hashless.popitem()
             self._index.remove(holder, key)
 
     def _speaks_for_prefix(self, event: BlockStored) -> bool:
-        """A hybrid model announces each block once per group of layers: one group is enough."""
+        """Does this event's group of layers cover every token? A hybrid model announces each block once per
+        group."""
         group, kind = event.group_idx, event.kv_cache_spec_kind
         if self._group is None:
             if kind is None:
@@ -401,31 +418,33 @@ class Ledger:
             self._group = group
         return group == self._group
 
-    # Blocks set aside
+    # Orphan blocks
 
-    def _set_aside(self, event: BlockStored, tier: Tier) -> None:
+    def _keep_orphans(self, event: BlockStored, tier: Tier) -> None:
         hashes = event.block_hashes
-        if any(name in self._aside or self._holdings.holds(tier, name) for name in hashes):
-            return  # a copy of what is known or aside already: less is believed, not more
-        self.counts.set_aside += len(hashes)
+        if any(block_hash in self._orphans or self._held.holds(tier, block_hash) for block_hash in hashes):
+            return  # a copy of a known block: rather believe less than more
+        self.counts.orphaned += len(hashes)
         if tier is not Tier.GPU:
             self.counts.elsewhere += len(hashes)
-        if not self._aside.add(event, tier):
+        if not self._orphans.add(event, tier):
             self.counts.refused += len(hashes)
 
-    def _place_children(self, names: list[ExternalBlockHash]) -> None:
-        """`names` are known now: so are the blocks that wait for them, and those that wait for these."""
-        holdings = self._holdings
-        while names:
-            for fragment in self._aside.take(names.pop()):
+    def _place_children(self, hashes: list[ExternalBlockHash]) -> None:
+        """These hashes are known now: place the orphans under them, and the orphans under those."""
+        held = self._held
+        while hashes:
+            for fragment in self._orphans.take(hashes.pop()):
                 event, tier = fragment.event, fragment.tier
-                parent_key = holdings.key_of(fragment.parent, tier)
+                parent_key = held.key_of(fragment.parent, tier)
                 if parent_key is None:
                     continue
-                for name, key in zip(event.block_hashes, keys_of(event, parent_key), strict=True):
-                    if name in fragment.gone:
-                        holdings.remember(name, key)
-                    elif holdings.hold(tier, event.block_size, parent_key, (name,), (key,), may_repeat=True):
-                        self._nameless.pop(key, None)
+                for block_hash, key in zip(event.block_hashes, keys_of(event, parent_key), strict=True):
+                    if block_hash in fragment.removed:
+                        held.remember(block_hash, key)
+                    elif held.hold(
+                        tier, event.block_size, parent_key, (block_hash,), (key,), may_repeat=True
+                    ):
+                        self._hashless.pop(key, None)
                     parent_key = key
-                names.extend(event.block_hashes)
+                hashes.extend(event.block_hashes)

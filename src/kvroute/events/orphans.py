@@ -1,4 +1,7 @@
-"""Blocks that a worker announced under a parent that we do not know: kept aside, never believed."""
+"""Blocks that a worker announced under an unknown parent. They count as not held until they find their place.
+
+An answer that reports `cached_tokens` can place them: `OrphanBlocks.branch`, `PendingConfirmations`.
+"""
 
 from __future__ import annotations
 
@@ -13,65 +16,68 @@ from kvroute.wire.vllm import BlockStored, ExternalBlockHash
 
 @dataclass(slots=True, eq=False)
 class Fragment:
-    """Consecutive blocks set aside, as announced. Mutable: `gone` grows."""
+    """Consecutive orphan blocks, as announced in one event. Mutable: `removed` grows."""
 
     event: BlockStored
     tier: Tier
-    gone: set[ExternalBlockHash] = field(default_factory=set)
+    removed: set[ExternalBlockHash] = field(default_factory=set)
 
     @property
     def parent(self) -> ExternalBlockHash:
         parent = self.event.parent_block_hash
-        assert parent is not None  # a start of a prompt has a place
+        assert parent is not None  # the start of a prompt needs no parent
         return parent
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Branch:
-    """Blocks set aside that a prompt runs through. `start` is the number of the first of them."""
+    """Consecutive orphan blocks on the path of a prompt. `start` is the number of the first one in the
+    prompt."""
 
     root: Fragment
     start: int
 
 
 class OrphanBlocks:
-    """At most `max_blocks` of them. Mutable: `add`, `discard`, `take` and `clear`. `len` counts blocks that
-    the worker still holds."""
+    """The orphan blocks of one stream, at most `max_blocks`. Mutable: `add`, `discard`, `take` and `clear`.
+
+    `len` is the number of orphan blocks that the worker still holds.
+    """
 
     def __init__(self, max_blocks: int) -> None:
         self._max_blocks = max_blocks
         self._by_parent: dict[ExternalBlockHash, list[Fragment]] = {}
-        self.names: dict[ExternalBlockHash, Fragment] = {}
-        """Every block that is kept. Always the same dict; to be read only."""
+        self.hashes: dict[ExternalBlockHash, Fragment] = {}
+        """All orphan blocks. Always the same dict. For reading."""
         self._by_tokens: dict[int, dict[ExternalBlockHash, Fragment]] = {}
-        """By what is in a block, whatever lies before it; GPU only."""
+        """GPU blocks by a digest of their own tokens, whatever precedes them in the prompt."""
 
     def __len__(self) -> int:
-        return len(self.names)
+        return len(self.hashes)
 
-    def __contains__(self, name: ExternalBlockHash) -> bool:
-        return name in self.names
+    def __contains__(self, block_hash: ExternalBlockHash) -> bool:
+        return block_hash in self.hashes
 
     def add(self, event: BlockStored, tier: Tier) -> bool:
-        """Keep these blocks; False if there is no room for them."""
-        names = event.block_hashes
-        if len(self.names) + len(names) > self._max_blocks:
+        """Keep the event's blocks; False if there is no room."""
+        hashes = event.block_hashes
+        if len(self.hashes) + len(hashes) > self._max_blocks:
             return False
         fragment = Fragment(event, tier)
         self._by_parent.setdefault(fragment.parent, []).append(fragment)
-        self.names.update(dict.fromkeys(names, fragment))
+        self.hashes.update(dict.fromkeys(hashes, fragment))
         if tier is Tier.GPU:
-            for name, content in zip(names, _contents(event), strict=True):
-                self._by_tokens.setdefault(content, {})[name] = fragment
+            for block_hash, content in zip(hashes, _contents(event), strict=True):
+                self._by_tokens.setdefault(content, {})[block_hash] = fragment
         return True
 
-    def discard(self, name: ExternalBlockHash) -> bool:
-        """The worker has dropped this block, or it has been placed; False if it is not here."""
-        fragment = self.names.pop(name, None)
+    def discard(self, block_hash: ExternalBlockHash) -> bool:
+        """The worker removed this block, or the block found its place; False if it is not an orphan."""
+        fragment = self.hashes.pop(block_hash, None)
         if fragment is None:
             return False
-        fragment.gone.add(name)
-        if len(fragment.gone) == len(fragment.event.block_hashes):
+        fragment.removed.add(block_hash)
+        if len(fragment.removed) == len(fragment.event.block_hashes):
             siblings = self._by_parent.get(fragment.parent, [])
             if fragment in siblings:
                 siblings.remove(fragment)
@@ -81,48 +87,51 @@ class OrphanBlocks:
         return True
 
     def take(self, parent: ExternalBlockHash) -> list[Fragment]:
-        """Everything that waits for this parent, which is no longer kept."""
+        """Remove and return the fragments under this parent."""
         fragments = self._by_parent.pop(parent, [])
         for fragment in fragments:
-            for name in fragment.event.block_hashes:
-                self.names.pop(name, None)
+            for block_hash in fragment.event.block_hashes:
+                self.hashes.pop(block_hash, None)
             self._forget_contents(fragment)
         return fragments
 
     def clear(self, tier: Tier | None = None) -> None:
-        """Forget all of it, or all of one tier."""
-        if tier is None or not self.names:
-            self.names.clear()
+        """Forget all orphan blocks, or those of one tier."""
+        if tier is None or not self.hashes:
+            self.hashes.clear()
             self._by_parent, self._by_tokens = {}, {}
             return
         for fragment in [each for each in self.fragments() if each.tier is tier]:
-            for name in fragment.event.block_hashes:
-                self.discard(name)
+            for block_hash in fragment.event.block_hashes:
+                self.discard(block_hash)
 
     def fragments(self) -> Iterator[Fragment]:
-        """All that is kept, oldest first under each parent."""
+        """All fragments, oldest first under each parent."""
         for fragments in self._by_parent.values():
             yield from fragments
 
     def has_block(self, token_ids: Sequence[int], size: int, number: int) -> bool:
-        """Whether any block set aside has the tokens of a prompt's block `number` (of `size` tokens each)."""
+        """Does any orphan block have the tokens of the prompt's block `number` (blocks of `size` tokens)?"""
         wanted = token_ids[number * size : (number + 1) * size] if self._by_tokens else ()
         return len(wanted) == size and token_keys(wanted, 0)[-1] in self._by_tokens
 
     def branch(
         self, token_ids: Sequence[int], size: int, number: int, adapter: str | None = None
     ) -> Branch | None:
-        """The blocks set aside that a prompt runs through up to and with its block `number` (of `size`
-        tokens each), if there is no doubt which they are: exactly one block has these tokens, and all that
-        lead to it agree with the prompt and its LoRA adapter."""
+        """The orphan blocks on the path of a prompt, up to and with its block `number` (blocks of `size`
+        tokens).
+
+        None if they are ambiguous: exactly one orphan block must have the tokens of block `number`, and all
+        orphan blocks that lead to it must agree with the prompt and its LoRA adapter.
+        """
         wanted = token_ids[number * size : (number + 1) * size]
         if len(wanted) < size:
             return None
         found = self._by_tokens.get(token_keys(wanted, 0)[-1], {})
         if len(found) != 1:
             return None
-        ((name, fragment),) = found.items()
-        place = fragment.event.block_hashes.index(name)
+        ((block_hash, fragment),) = found.items()
+        place = fragment.event.block_hashes.index(block_hash)
         while True:
             event = fragment.event
             start = number - place
@@ -132,7 +141,7 @@ class OrphanBlocks:
                 token_ids[start * size : (number + 1) * size]
             ):
                 return None
-            before = self.names.get(fragment.parent)
+            before = self.hashes.get(fragment.parent)
             if before is None:
                 return Branch(fragment, start)
             place = before.event.block_hashes.index(fragment.parent)
@@ -141,11 +150,11 @@ class OrphanBlocks:
     def _forget_contents(self, fragment: Fragment) -> None:
         if fragment.tier is not Tier.GPU:
             return
-        for name, content in zip(fragment.event.block_hashes, _contents(fragment.event), strict=True):
-            names = self._by_tokens.get(content)
-            if names is not None and names.get(name) is fragment:
-                del names[name]
-                if not names:
+        for block_hash, content in zip(fragment.event.block_hashes, _contents(fragment.event), strict=True):
+            hashes = self._by_tokens.get(content)
+            if hashes is not None and hashes.get(block_hash) is fragment:
+                del hashes[block_hash]
+                if not hashes:
                     del self._by_tokens[content]
 
 
@@ -156,20 +165,22 @@ def _contents(event: BlockStored) -> Iterator[int]:
 
 
 def _is_plain(event: BlockStored, adapter: str | None) -> bool:
-    """Nothing but token ids and this adapter: with images or embeddings equal ids are not equal blocks."""
+    """Is a block of the event known by its token ids and this adapter alone?"""
+    # With images or embeddings, blocks with equal token ids may differ.
     if event.lora_name != adapter or (event.lora_id is not None and event.lora_name is None):
         return False
     return not any(entry and entry != [adapter] for entry in event.extra_keys or ())
 
 
 _ANSWERS: Final = 16
+"""Answers that wait at the same time; the oldest is dropped for a newer one."""
 _BATCHES: Final = 16
-"""An engine hands a step's events over before the step's tokens (vLLM 0.32), so what is late is behind few
-other batches."""
+"""Batches that an answer waits for. An engine publishes the events of a step before it returns the tokens of
+that step (vLLM 0.32), so an event that the answer needs is only a few batches behind."""
 
 
 class ReportedPrompt(NamedTuple):
-    """A prompt of which a worker reported `cached_tokens`; `keys` are its `blocks.tokens.prompt_keys`."""
+    """A prompt whose `cached_tokens` a worker reported; `keys` are its `blocks.keys.prompt_keys`."""
 
     keys: Sequence[BlockKey]
     token_ids: Sequence[int]
@@ -178,33 +189,35 @@ class ReportedPrompt(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class _Kept:
+class _Waiting:
     answer: ReportedPrompt
     batches: int = _BATCHES
 
 
 class PendingConfirmations:
-    """The newest of them, each for a few batches. Mutable: `add`, `tick`, `drop` and `clear`; keeps what it
-    is given, without a copy."""
+    """Reported prompts that wait for a late event: the newest ones, each for a few batches.
+
+    Mutable: `add`, `tick`, `drop` and `clear`. Keeps the objects that it is given, without copies.
+    """
 
     def __init__(self) -> None:
-        self.kept: deque[_Kept] = deque(maxlen=_ANSWERS)
+        self.waiting: deque[_Waiting] = deque(maxlen=_ANSWERS)
         """For reading: empty while no answer waits."""
 
     def add(self, answer: ReportedPrompt) -> None:
-        self.kept.append(_Kept(answer))
+        self.waiting.append(_Waiting(answer))
 
     def tick(self) -> list[ReportedPrompt]:
-        """A batch has been taken in: those that may have waited for it."""
-        answers = [kept.answer for kept in self.kept]
-        for kept in self.kept:
-            kept.batches -= 1
-        self.kept = deque((kept for kept in self.kept if kept.batches), maxlen=_ANSWERS)
+        """A batch was applied. Returns the answers that may have waited for that batch."""
+        answers = [each.answer for each in self.waiting]
+        for each in self.waiting:
+            each.batches -= 1
+        self.waiting = deque((each for each in self.waiting if each.batches), maxlen=_ANSWERS)
         return answers
 
     def drop(self, answer: ReportedPrompt) -> None:
-        """It has found its place."""
-        self.kept = deque((kept for kept in self.kept if kept.answer is not answer), maxlen=_ANSWERS)
+        """The orphan blocks of this answer found their place."""
+        self.waiting = deque((each for each in self.waiting if each.answer is not answer), maxlen=_ANSWERS)
 
     def clear(self) -> None:
-        self.kept.clear()
+        self.waiting.clear()

@@ -1,11 +1,11 @@
-"""When KV events are read and applied: one time slice per iteration of the event loop, and the socket poller.
+"""When KV events are read and applied: a shared time slice per event-loop iteration, and the socket poller.
 
-A slice per stream would let 64 busy streams hold the event loop for 64 slices in a row. So all streams share
-one slice per iteration; when it is used up, the others queue, first come, first served.
+A slice for each stream would let 64 busy streams hold the event loop for 64 slices in a row. So all streams
+share one slice per iteration; when it is used up, the tasks queue, first come, first served.
 
-While batches arrive often, the event loop does not watch the sockets of the streams: to wake the loop for a
-batch costs more than to apply the batch. `SocketPoller` polls the sockets before routing decisions and from a
-timer instead.
+While batches arrive often, the event loop does not watch the sockets of the streams: waking the loop for a
+batch costs more than applying the batch, because a process that sleeps between requests runs with cold
+caches. `SocketPoller` polls the sockets before routing decisions and from a timer instead.
 """
 
 from __future__ import annotations
@@ -21,191 +21,202 @@ from kvroute.clock import Clock
 
 
 class TimeSlicer:
-    """Mutable; for one event loop at a time. Work comes in small pieces; before each of them:
+    """One time slice per iteration of one event loop. Mutable: `exhausted` and `yield_to_loop` start slices.
 
-    if turns.are_over():
-        await turns.next()
+    Work comes in small steps; before each step:
+
+        if slicer.exhausted():
+            await slicer.yield_to_loop()
     """
 
     def __init__(self, clock: Clock, slice_ms: float) -> None:
         self._clock = clock
         self._slice_s = slice_ms / 1000
-        self._began: float | None = None
-        """When this turn's first piece of work did; None before it."""
+        self._started: float | None = None
+        """When the slice of this iteration started; None before the iteration's first step."""
         self._waiting: deque[asyncio.Future[None]] = deque()
-        self._called: asyncio.Future[None] | None = None
-        """Who has been told to go on and has not yet: the coming turn is theirs."""
+        self._resumed: asyncio.Future[None] | None = None
+        """The future of the task that gets the next slice; None once that task runs."""
 
-    def are_over(self) -> bool:
-        """Has this turn's slice been used up, or is the turn somebody else's? Else it has begun."""
-        if self._began is not None:
-            return self._clock.now() - self._began >= self._slice_s
-        if self._called is not None or self._waiting:
+    def exhausted(self) -> bool:
+        """Is the slice of this iteration used up, or do other tasks wait for one? If not, a slice runs
+        now."""
+        if self._started is not None:
+            return self._clock.now() - self._started >= self._slice_s
+        if self._resumed is not None or self._waiting:
             return True
-        self._begin()
+        self._start()
         return False
 
     @property
-    def until(self) -> float:
-        """When this turn's slice is used up, if it has begun; by the clock."""
-        return (self._clock.now() if self._began is None else self._began) + self._slice_s
+    def deadline(self) -> float:
+        """When the slice ends, by the clock; a full slice from now if none has started."""
+        return (self._clock.now() if self._started is None else self._started) + self._slice_s
 
-    async def next(self) -> None:
-        """Wait in line for a turn of the loop with a slice of its own; it has begun when this returns."""
+    async def yield_to_loop(self) -> None:
+        """Wait for a slice in a later iteration, behind the tasks that wait already. A slice runs on
+        return."""
         mine = asyncio.get_running_loop().create_future()
         self._waiting.append(mine)
-        if self._called is None:
-            self._call()
+        if self._resumed is None:
+            self._resume_next()
         try:
             if mine.done():
-                await asyncio.sleep(0)  # to wait for what is done would be no wait
+                await asyncio.sleep(0)  # awaiting a future that is done does not yield to the loop
             await mine
         except asyncio.CancelledError:
-            if self._called is mine:
-                self._called = None
-                self._call()
+            if self._resumed is mine:
+                self._resumed = None
+                self._resume_next()
             elif mine in self._waiting:
                 self._waiting.remove(mine)
             raise
-        self._called = None
-        self._begin()
+        self._resumed = None
+        self._start()
 
-    def _begin(self) -> None:
-        self._began = self._clock.now()
-        # Runs in the next turn, and before what is made ready from now on.
+    def _start(self) -> None:
+        self._started = self._clock.now()
+        # Runs in the next iteration, before every callback that is scheduled from now on.
         asyncio.get_running_loop().call_soon(self._end)
 
     def _end(self) -> None:
-        self._began = None
-        if self._called is None:
-            self._call()
+        self._started = None
+        if self._resumed is None:
+            self._resume_next()
 
-    def _call(self) -> None:
-        """Tell the first in line to go on in the coming turn."""
+    def _resume_next(self) -> None:
+        """Give the next slice to the task that has waited longest."""
         while self._waiting:
             first = self._waiting.popleft()
             if not first.done():
-                self._called = first
+                self._resumed = first
                 first.set_result(None)
                 return
 
 
-PAUSE_S: Final = 0.02
-"""The longest that a batch may stay unread while batches come often: with less than that between them."""
+TIMER_S: Final = 0.02
+"""The longest time that a batch stays unread while the loop does not watch the sockets."""
 
-OFTEN: Final = 4
-"""Batches with less than `PAUSE_S` between them are often. One request has two or three: to stop watching and
-to begin again costs as much as being woken for three."""
+FREQUENT_BATCHES: Final = 4
+"""After this many batches less than `TIMER_S` apart, the loop stops watching the sockets. A single request
+causes two or three batches, and to stop watching and start again costs as much as three wake-ups."""
 
-LOOK_S: Final = 0.01
-"""As long ago what a decision is made on may have been read, where nothing says that there is more."""
+MAX_STALENESS_S: Final = 0.01
+"""Routing may use a map up to 10 ms old unless a socket is known to have more data. Reading several batches
+together costs much less than reading each alone."""
 
-Read = Callable[[float], bool | None]
-"""Reads one socket without waiting, and takes in what came until this time of the clock. True if there may
-be more, None if there was nothing."""
+ReadSocket = Callable[[float], bool | None]
+"""Reads one socket without waiting, and applies what arrived until this time of the clock. True if there may
+be more data, None if there was none."""
 
 
 class SocketPoller:
-    """The sockets of all streams of one event loop. Mutable: `add` and `remove`; whether the loop watches
-    them changes with what comes."""
+    """Decides when the sockets of all streams of one event loop are read.
 
-    def __init__(self, clock: Clock, slice_ms: float, turns: TimeSlicer) -> None:
-        """`slice_ms` is the longest that a look may take."""
+    Mutable: `add` and `remove` change the sockets. Whether the loop watches them depends on how often batches
+    arrive.
+    """
+
+    def __init__(self, clock: Clock, slice_ms: float, slicer: TimeSlicer) -> None:
+        """`slice_ms` is the longest time that one `poll` may take."""
         self.clock = clock
         self._slice_s = slice_ms / 1000
-        self._turns = turns
-        self._reads: dict[int, Read] = {}
+        self._slicer = slicer
+        self._readers: dict[int, ReadSocket] = {}
         self._poll = select.poll()
         self._timer: asyncio.TimerHandle | None = None
-        """While it runs the loop watches none of them."""
-        self._behind: set[int] = set()
-        """Those of which something was left: the loop watches them and reads them in its turns."""
-        self._looked = self._last = -inf
-        """When something came at last."""
-        self._short = 0
-        """Pauses of less than `PAUSE_S` in a row."""
-        self._any = False
-        """Something has come since the timer was set."""
+        """While the timer runs, the loop watches none of the sockets."""
+        self._unfinished: set[int] = set()
+        """Sockets with unread data: the loop watches them and reads them within its time slices."""
+        self._polled_at = self._last_batch_at = -inf
+        self._short_pauses = 0
+        """Consecutive pauses between batches of less than `TIMER_S`."""
+        self._got_data = False
+        """Whether data arrived since the timer was set."""
 
-    def add(self, descriptor: int, read: Read) -> None:
-        self._reads[descriptor] = read
+    def add(self, descriptor: int, read: ReadSocket) -> None:
+        """Read this socket with `read` from now on."""
+        self._readers[descriptor] = read
         self._poll.register(descriptor, select.POLLIN)
         if self._timer is None:
             self._watch(descriptor)
 
     def remove(self, descriptor: int) -> None:
-        """To be called before it is closed; nothing happens if it is not there."""
-        if self._reads.pop(descriptor, None) is None:
+        """Stop reading this socket; call this before closing it. Does nothing for an unknown descriptor."""
+        if self._readers.pop(descriptor, None) is None:
             return
         self._poll.unregister(descriptor)
-        self._behind.discard(descriptor)
+        self._unfinished.discard(descriptor)
         if self._timer is None:
             asyncio.get_running_loop().remove_reader(descriptor)
-        elif not self._reads:
+        elif not self._readers:
             self._timer.cancel()
             self._timer = None
 
-    def look(self, at_once: bool = True) -> bool:
-        """Take in what has come, unless that would take long; what is not wanted `at_once`, only `LOOK_S`
-        after the last look. True if nothing that had come is left. One system call if there is nothing."""
+    def poll(self, force: bool = True) -> bool:
+        """Read and apply what has arrived, for at most `slice_ms`. True if nothing that has arrived is left.
+
+        Without `force`, does nothing within `MAX_STALENESS_S` of the last poll. One system call if there is
+        no data.
+        """
         now = self.clock.now()
-        if self._behind or (not at_once and now - self._looked < LOOK_S):
+        if self._unfinished or (not force and now - self._polled_at < MAX_STALENESS_S):
             return False
-        self._looked = now
+        self._polled_at = now
         ready = self._poll.poll(0)
         if not ready:
             return True
-        self._last = now
-        self._any = True
-        until = now + self._slice_s
-        for place, (descriptor, _) in enumerate(ready):
-            read = self._reads.get(descriptor)
-            if read is not None and ((place and self.clock.now() >= until) or read(until)):
-                self._behind.add(descriptor)
-        if self._behind:
+        self._last_batch_at = now
+        self._got_data = True
+        deadline = now + self._slice_s
+        for index, (descriptor, _) in enumerate(ready):
+            read = self._readers.get(descriptor)
+            if read is not None and ((index and self.clock.now() >= deadline) or read(deadline)):
+                self._unfinished.add(descriptor)
+        if self._unfinished:
             self._watch_all()
             return False
         return True
 
-    # Who sees that something has come
+    # Watching by the loop, or by a timer
 
     def _watch(self, descriptor: int) -> None:
-        asyncio.get_running_loop().add_reader(descriptor, self._woken, descriptor)
+        asyncio.get_running_loop().add_reader(descriptor, self._on_readable, descriptor)
 
     def _watch_all(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-            for descriptor in self._reads:
+            for descriptor in self._readers:
                 self._watch(descriptor)
 
-    def _woken(self, descriptor: int) -> None:
-        if self._turns.are_over():
-            return  # the loop comes back
-        more = self._reads[descriptor](self._turns.until)
+    def _on_readable(self, descriptor: int) -> None:
+        if self._slicer.exhausted():
+            return  # the loop calls again in its next iteration
+        more = self._readers[descriptor](self._slicer.deadline)
         if more:
-            self._behind.add(descriptor)
+            self._unfinished.add(descriptor)
             return
-        self._behind.discard(descriptor)
+        self._unfinished.discard(descriptor)
         if more is None:
             return
-        last, self._last = self._last, self.clock.now()
-        self._short = self._short + 1 if self._last - last < PAUSE_S else 0
-        if self._short >= OFTEN and not self._behind and self._reads:
+        last, self._last_batch_at = self._last_batch_at, self.clock.now()
+        self._short_pauses = self._short_pauses + 1 if self._last_batch_at - last < TIMER_S else 0
+        if self._short_pauses >= FREQUENT_BATCHES and not self._unfinished and self._readers:
             loop = asyncio.get_running_loop()
-            for each in self._reads:
+            for each in self._readers:
                 loop.remove_reader(each)
-            self._any = False
-            self._timer = loop.call_later(PAUSE_S, self._late)
+            self._got_data = False
+            self._timer = loop.call_later(TIMER_S, self._on_timer)
 
-    def _late(self) -> None:
-        """Look, as nobody may have; where nothing comes any more, the loop watches again."""
-        self.look(at_once=False)
+    def _on_timer(self) -> None:
+        """Poll, in case no routing decision has; let the loop watch again when no data arrives any more."""
+        self.poll(force=False)
         if self._timer is None:
             return
-        if self._any:
-            self._any = False
-            wait_s = self._looked + PAUSE_S - self.clock.now()
-            self._timer = asyncio.get_running_loop().call_later(wait_s, self._late)
+        if self._got_data:
+            self._got_data = False
+            wait_s = self._polled_at + TIMER_S - self.clock.now()
+            self._timer = asyncio.get_running_loop().call_later(wait_s, self._on_timer)
         else:
             self._watch_all()

@@ -1,12 +1,13 @@
-"""Asking workers to announce again what they hold, after events were lost or where blocks have no place.
+"""Probes that make workers announce their blocks again, after events were lost or while blocks are orphans.
 
-vLLM (0.32) announces the blocks that a request hits once more, from the start of its prompt, if the request
-carries `kv_cache_report_mode: full`. A client's request is never changed for it; these are our own, with
-prompts that the gateway has sent before, one token long, one at a time, to workers with little to do. They
-end just behind a full block, so that the worker stores nothing for them unless it has lost what they ask for.
+vLLM (0.32) announces the blocks that a request hits again, from the start of the prompt, if the request has
+`kv_cache_report_mode: full`. The gateway never changes a client's request for this. It sends requests of its
+own, called probes: earlier prompts, with one token of output, one at a time, to workers with little load. A
+probe's prompt ends one token after a full block, so the worker stores no new block unless it has evicted
+some.
 
-What cannot be had: blocks of prompts that did not come this way or are no longer remembered. Those stay
-unknown until they are evicted or cleared.
+Blocks of prompts that did not pass this gateway, or that it no longer remembers, stay unknown until the
+worker evicts or clears them.
 """
 
 from __future__ import annotations
@@ -32,13 +33,16 @@ from kvroute.openai.isolation import is_key_space, transfer_params
 log = logging.getLogger(__name__)
 
 _MISSES: Final = 2
-"""Prompts of which the worker has lost the larger part: older ones are not worth asking for."""
+"""After this many prompts in a row that the worker has mostly evicted, older prompts are not probed."""
 _FAILURES: Final = 3
+"""Failed probes after which a round ends."""
 
 
 class KnownPrompt(NamedTuple):
-    """A prompt that was sent to a worker. `model` is what the request asked for, an adapter's name too;
-    `keys` are `blocks.tokens.prompt_keys` of `token_ids`."""
+    """A prompt that was sent to a worker. `model` is the request's model or adapter name.
+
+    `keys` are `blocks.keys.prompt_keys` of `token_ids`.
+    """
 
     model: str
     token_ids: Sequence[int]
@@ -47,18 +51,20 @@ class KnownPrompt(NamedTuple):
 
 
 class PromptMemory:
-    """The newest prompts, `max_tokens` together. Mutable: `note`. Keeps what it is given, without a copy."""
+    """The newest prompts, at most `max_tokens` tokens in all. Mutable: `note`. Keeps prompts without
+    copies."""
 
     def __init__(self, max_tokens: int) -> None:
         self.noted = 0
-        """Prompts, since the start."""
+        """The number of prompts since the start."""
         self.is_complete = True
-        """Nothing had to be given up."""
+        """No prompt was dropped for lack of room."""
         self._max_tokens = max_tokens
         self._tokens = 0
         self._prompts: deque[KnownPrompt] = deque()
 
     def note(self, prompt: KnownPrompt) -> None:
+        """Remember a prompt. It replaces the newest one if it continues that conversation."""
         if self._prompts and _continues(prompt, self._prompts[-1]):
             self._tokens -= len(self._prompts.pop().token_ids)
         self.noted += 1
@@ -69,13 +75,13 @@ class PromptMemory:
             self.is_complete = False
 
     def newest(self, count: int | None = None) -> list[KnownPrompt]:
-        """Newest last; only the last `count` of them, if given."""
+        """The prompts, newest last; only the newest `count` if given."""
         prompts = list(self._prompts)
         return prompts if count is None else prompts[len(prompts) - min(count, len(prompts)) :]
 
 
 class Repairable(Protocol):
-    """A stream, as far as it matters here."""
+    """The members of a stream that a `Repairer` uses."""
 
     @property
     def rank(self) -> int: ...
@@ -89,12 +95,12 @@ class Repairable(Protocol):
 
 @dataclass(slots=True)
 class _Round:
-    """One going through the prompts, newest first. Mutable."""
+    """One pass over the prompts, newest first. Mutable: the `Repairer` changes it."""
 
     generation: int
     noted: int
     waiting: list[KnownPrompt]
-    asked: KnownPrompt | None = None
+    probed: KnownPrompt | None = None
     cached: int | None = None
     probes: int = 0
     misses: int = 0
@@ -103,19 +109,21 @@ class _Round:
 
 @dataclass(slots=True)
 class RepairCounts:
-    """Mutable; counted by its `Repairer`."""
+    """Counts of probes. Mutable: its `Repairer` counts."""
 
     probes: int = 0
     failures: int = 0
-    """Not answered, or answered with an error."""
+    """No answer, or an error."""
     ignored: int = 0
-    """Answered, and not announced again: a release before 0.32."""
+    """Answered, but the blocks were not announced again: a release before 0.32."""
 
 
 @dataclass(slots=True)
 class Repairer:
-    """Of one worker. Mutable; `run` owns all waiting. The client belongs to the caller and knows the
-    workers' key."""
+    """Sends probes to one worker. Mutable; `run` owns all waiting.
+
+    The client belongs to the caller and sends the workers' key.
+    """
 
     worker: Worker
     streams: Sequence[Repairable]
@@ -126,7 +134,7 @@ class Repairer:
     _rounds: dict[int, _Round] = field(default_factory=dict)
 
     async def run(self) -> None:
-        """Ends only by cancellation."""
+        """Send probes while a stream's map is partial; ends only by cancellation."""
         while True:
             await self.clock.sleep(self.options.interval_s)
             if not self.worker.is_routable or self.worker.load.in_flight > self.options.max_in_flight:
@@ -140,17 +148,17 @@ class Repairer:
                 log.exception("repairing the map of worker %s failed", self.worker.id)
 
     async def _step(self, stream: Repairable) -> bool:
-        """True if the worker was asked something."""
+        """Send the next probe of this stream; False if there is nothing to probe."""
         ledger, size = stream.ledger, stream.ledger.block_tokens
         state = self._rounds.get(stream.rank)
         if state is None or state.generation != ledger.generation:
             state = _Round(ledger.generation, stream.prompts.noted, stream.prompts.newest())
             self._rounds[stream.rank] = state
-        self._judge(stream, state)
+        self._evaluate_probe(stream, state)
         if not size or state.failures >= _FAILURES:
             return False
-        if not state.waiting and state.noted < stream.prompts.noted and ledger.aside_blocks:
-            # What came meanwhile may lead to the blocks that still have no place.
+        if not state.waiting and state.noted < stream.prompts.noted and ledger.orphan_blocks:
+            # Prompts noted since the round started may lead to the blocks that are still orphans.
             state.waiting = stream.prompts.newest(stream.prompts.noted - state.noted)
             state.noted = stream.prompts.noted
             state.misses = 0
@@ -158,17 +166,17 @@ class Repairer:
             prompt = state.waiting.pop()
             tokens = min(len(prompt.token_ids), self.options.max_prompt_tokens) // size * size
             if tokens and ledger.reach(prompt.keys[: tokens // KEY_TOKENS]) < tokens - size:
-                await self._ask(stream, state, prompt, tokens)
+                await self._send_probe(stream, state, prompt, tokens)
                 return True
         state.waiting.clear()
         reaches_back = state.misses > 0 or (stream.prompts.is_complete and stream.subscriber.was_whole)
-        if not ledger.aside_blocks and state.probes and reaches_back and not state.failures:
+        if not ledger.orphan_blocks and state.probes and reaches_back and not state.failures:
             stream.subscriber.heal()
         return False
 
-    def _judge(self, stream: Repairable, state: _Round) -> None:
-        """What became of the last question: its events have had time to come."""
-        prompt, state.asked = state.asked, None
+    def _evaluate_probe(self, stream: Repairable, state: _Round) -> None:
+        """Compare the last probe's answer with the map. Its events have had `interval_s` to arrive."""
+        prompt, state.probed = state.probed, None
         if prompt is None or state.cached is None:
             return
         tokens = min(len(prompt.token_ids), self.options.max_prompt_tokens)
@@ -177,8 +185,8 @@ class Repairer:
             state.failures += 1
             if state.failures == _FAILURES:
                 log.warning(
-                    "worker %s does not announce again what it holds (vLLM 0.32 does): its map lacks blocks "
-                    "until they are evicted or cleared",
+                    "worker %s does not announce its blocks again on request (vLLM 0.32 does): its map lacks "
+                    "blocks until the worker evicts or clears them",
                     self.worker.id,
                 )
         elif 2 * state.cached < tokens:
@@ -186,11 +194,11 @@ class Repairer:
         else:
             state.misses = 0
 
-    async def _ask(self, stream: Repairable, state: _Round, prompt: KnownPrompt, tokens: int) -> None:
+    async def _send_probe(self, stream: Repairable, state: _Round, prompt: KnownPrompt, tokens: int) -> None:
         self.counts.probes += 1
         state.probes += 1
-        state.asked, state.cached = prompt, None
-        stream.subscriber.repetition_asked(tokens // stream.ledger.block_tokens)
+        state.probed, state.cached = prompt, None
+        stream.subscriber.note_reannounce_requested(tokens // stream.ledger.block_tokens)
         # One more token than the blocks: the last token of a prompt is never served from the cache.
         ids = [*prompt.token_ids[:tokens], prompt.token_ids[0]]
         body: dict[str, object] = {
@@ -219,17 +227,17 @@ class Repairer:
         except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
             self.counts.failures += 1
             state.failures += 1
-            log.info("worker %s was not asked for its blocks: %s", self.worker.id, type(error).__name__)
+            log.info("the probe to worker %s failed: %s", self.worker.id, type(error).__name__)
 
 
 def _continues(prompt: KnownPrompt, before: KnownPrompt) -> bool:
-    """The next turn of the same conversation: it has all that the one before had."""
+    """Is `prompt` a later turn of the conversation of `before`?"""
     last = len(before.keys) - 1
     return 0 <= last < len(prompt.keys) and prompt.keys[last] == before.keys[last]
 
 
 def _cached_tokens(answer: object) -> int | None:
-    """What the worker says of its hits; None if it does not."""
+    """`cached_tokens` of the answer's usage; None if absent."""
     usage = answer.get("usage") if isinstance(answer, dict) else None
     details = usage.get("prompt_tokens_details") if isinstance(usage, dict) else None
     cached = details.get("cached_tokens") if isinstance(details, dict) else None

@@ -1,4 +1,4 @@
-"""The map in a file: written beside the running streams, read once at the start."""
+"""The map in a file: written while the streams run, read once at the start."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _BUFFER_BYTES: Final = 1 << 20
 
 
 class Captured(NamedTuple):
-    """A stream to be written."""
+    """A stream whose map goes into the file."""
 
     worker: Worker
     rank: int
@@ -30,8 +30,10 @@ class Captured(NamedTuple):
 
 
 class SnapshotFile:
-    """Mutable: what `load` found, until `take` or `discard`. Nothing that happens to the file is an error
-    for the caller: it is logged, and the map is learnt from the workers."""
+    """The snapshot file. Mutable: `load` reads streams, `take` and `discard` remove them.
+
+    Errors with the file are logged and not raised: the map is then read from the workers.
+    """
 
     def __init__(self, path: str) -> None:
         self._path = Path(path)
@@ -51,22 +53,23 @@ class SnapshotFile:
         log.info("a snapshot of the map has %d streams", len(self._found))
 
     def knows(self, worker: Worker) -> bool:
-        """Is there anything of this worker, whatever its incarnation?"""
+        """Does the snapshot have a stream of this worker, of any incarnation?"""
         return any((known, url) == (worker.id, worker.spec.url) for known, url, _ in self._found)
 
     def take(self, worker: Worker, rank: int) -> tuple[StreamHead, Sequence[Frame]] | None:
-        """What is known of this stream, once, if the worker is still the same process."""
+        """Remove and return this stream's snapshot; None if the worker is another process by now."""
         found = self._found.pop((worker.id, worker.spec.url, rank), None)
         if found is None or found[0].incarnation != worker.facts.start_time:
             return None
         return found
 
     def discard(self) -> None:
-        """What nobody has asked for until now is of no use any more."""
+        """Forget all streams that were loaded."""
         self._found = {}
 
     async def save(self, streams: Iterable[Captured]) -> int:
-        """Write all streams that can be gone on from, and replace the file in one step; returns how many."""
+        """Write all streams that can be resumed, and replace the file atomically; returns how many were
+        written."""
         writing = _Writing(self._path)
         written, frames = 0, 0
         try:
@@ -93,7 +96,8 @@ class SnapshotFile:
 
 
 class _Writing:
-    """A file that takes the place of `path` once it is whole. Blocking: for threads, one call at a time."""
+    """Writes a new file and renames it to `path` when it is complete. Blocks: for threads, one call at a
+    time."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -117,7 +121,7 @@ class _Writing:
         os.replace(self._fresh, self._path)
 
     def close(self) -> None:
-        """Leaves nothing of what was not finished."""
+        """Close the file, and delete it if it is not complete."""
         if self._file is not None:
             try:
                 self._file.close()
@@ -130,7 +134,7 @@ _P = ParamSpec("_P")
 
 
 async def _in_thread(work: Callable[_P, None], *args: _P.args, **kwargs: _P.kwargs) -> None:
-    """`work` in a thread, to its end even for who is cancelled: the next writing must not begin before."""
+    """Run `work` in a thread, and wait for its end even when cancelled: two writes must not overlap."""
     running = asyncio.ensure_future(asyncio.to_thread(work, *args, **kwargs))
     try:
         await asyncio.shield(running)

@@ -1,4 +1,4 @@
-"""Where a worker's event streams are: what it says itself, or what is configured."""
+"""Finds the endpoints of a worker's event streams: from the configuration, or from the worker itself."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ _ANY_HOST = ("*", "0.0.0.0", "[::]", "::")
 
 @dataclass(frozen=True, slots=True)
 class KvEventSource:
-    """One stream: of one worker and data-parallel rank.
+    """The endpoints of one stream: of one worker and data-parallel rank.
 
-    `comes_to` is the place in `KvEventsOptions.bind` that the worker connects to, None where we connect to
-    `endpoint`. Without a `replay_endpoint` lost messages are lost.
+    `bind_index` is the index in `KvEventsOptions.bind` of the address that the worker connects to; None if
+    the gateway connects to `endpoint`. Without a `replay_endpoint` lost messages cannot be replayed.
     """
 
     rank: int
     endpoint: str
     replay_endpoint: str | None
     topic: str
-    comes_to: int | None = None
+    bind_index: int | None = None
 
 
 def configured_sources(options: KvEventsOptions, spec: WorkerSpec) -> list[KvEventSource]:
-    """The sources that the options describe; none if they have no endpoint."""
+    """The sources that the options describe; empty if the options have no endpoint."""
     if not options.endpoint and not (options.bind and options.topic):
         return []
     host = urlsplit(spec.url).hostname or ""
@@ -53,9 +53,10 @@ def configured_sources(options: KvEventsOptions, spec: WorkerSpec) -> list[KvEve
 
 
 def parse_sources(body: bytes, options: KvEventsOptions, spec: WorkerSpec) -> list[KvEventSource]:
-    """Read an answer of `/kv_event_sources` (vLLM 0.32): sources by rank, `*` for the worker's own host.
+    """Parse an answer of `/kv_event_sources` (vLLM 0.32): sources by rank, with `*` for the worker's own
+    host.
 
-    Raises ValueError for anything else. Ranks without ZMQ events are left out.
+    Raises ValueError if the answer has another form. Ranks without ZMQ events are left out.
     """
     try:
         page = json.loads(body)
@@ -64,24 +65,24 @@ def parse_sources(body: bytes, options: KvEventsOptions, spec: WorkerSpec) -> li
     if not isinstance(page, dict):
         raise ValueError("not a map of event sources")
     host = urlsplit(spec.url).hostname or ""
-    ports = {_port(endpoint): place for place, endpoint in enumerate(options.bind)}
+    ports = {_port(endpoint): index for index, endpoint in enumerate(options.bind)}
     sources = []
-    for rank, told in page.items():
-        if not isinstance(told, Mapping) or told.get("publisher", "zmq") != "zmq":
+    for rank, described in page.items():
+        if not isinstance(described, Mapping) or described.get("publisher", "zmq") != "zmq":
             continue
-        if not told.get("enable_kv_cache_events", True):
+        if not described.get("enable_kv_cache_events", True):
             continue
-        endpoint, replay = told.get("endpoint"), told.get("replay_endpoint")
+        endpoint, replay = described.get("endpoint"), described.get("replay_endpoint")
         if not isinstance(endpoint, str) or not rank.isdigit():
             raise ValueError("an event source has a rank and an endpoint")
-        reaches = isinstance(replay, str) and replay and told.get("buffer_steps", 1)
-        topic = told.get("topic")
+        has_replay = isinstance(replay, str) and replay and described.get("buffer_steps", 1)
+        topic = described.get("topic")
         names = {"host": host, "id": spec.id, "rank": int(rank)}
         sources.append(
             KvEventSource(
                 int(rank),
-                _at(endpoint, host),
-                _at(str(replay), host) if reaches else None,
+                _reachable(endpoint, host),
+                _reachable(str(replay), host) if has_replay else None,
                 options.topic.format(**names) or (topic if isinstance(topic, str) else ""),
                 ports.get(_port(endpoint)),
             )
@@ -92,7 +93,7 @@ def parse_sources(body: bytes, options: KvEventsOptions, spec: WorkerSpec) -> li
 async def find_sources(
     client: httpx.AsyncClient, options: KvEventsOptions, spec: WorkerSpec
 ) -> list[KvEventSource] | None:
-    """The worker's sources; None if it does not answer now. Configuration goes first."""
+    """The configured sources, or else the ones that the worker names; None if the worker does not answer."""
     sources = configured_sources(options, spec)
     if sources:
         return sources
@@ -111,8 +112,8 @@ async def find_sources(
         return None
 
 
-def _at(endpoint: str, host: str) -> str:
-    """A bound address as others reach it."""
+def _reachable(endpoint: str, host: str) -> str:
+    """Replace the wildcard host of a bound address by the worker's host."""
     scheme, separator, rest = endpoint.partition("://")
     name, colon, port = rest.rpartition(":")
     if scheme == "tcp" and name in _ANY_HOST:
@@ -125,6 +126,6 @@ def _port(endpoint: str) -> str:
 
 
 def _shifted(endpoint: str, rank: int) -> str:
-    """The endpoint of a rank: vLLM counts ports up from rank 0."""
+    """The endpoint of a rank: vLLM adds the rank to the port."""
     head, colon, port = endpoint.rpartition(":")
     return f"{head}{colon}{int(port) + rank}" if rank and port.isdigit() else endpoint

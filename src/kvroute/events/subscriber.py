@@ -1,8 +1,8 @@
-"""Following one event stream: subscribe, replay, apply; repair what is missing, drop what cannot be.
+"""Follows one event stream: subscribes, replays, applies, repairs gaps, and drops the map if a repair fails.
 
-Subscribe first, then replay from 0; from then on messages are applied as they come
-(`kvroute.events.intake`). A gap, a lost connection, an unreadable message or silence is answered by a replay
-that starts with a batch we know (`kvroute.events.sequence`). While a replay runs, live messages wait in the
+The subscriber connects first and then replays from 0; after that, messages are applied as they arrive
+(`kvroute.events.intake`). A gap, a lost connection, an unreadable message or silence leads to a replay that
+starts with a batch applied before (`kvroute.events.sequence`). During a replay, live messages wait in the
 inbox.
 """
 
@@ -20,7 +20,7 @@ from xxhash import xxh3_64_intdigest
 from kvroute.clock import Clock
 from kvroute.errors import WireError
 from kvroute.events.inbox import Inbox
-from kvroute.events.intake import FOLLOWING_FAILED, Intake
+from kvroute.events.intake import APPLYING_FAILED, Intake
 from kvroute.events.ledger import Ledger
 from kvroute.events.options import KvEventsOptions
 from kvroute.events.poller import TimeSlicer
@@ -35,9 +35,10 @@ from kvroute.wire.zmq import EventMessage, pack_replay_request, unpack_live, unp
 async def replay(
     context: zmq.asyncio.Context, endpoint: str, start_seq: int, timeout_s: float
 ) -> AsyncIterator[AsyncIterator[EventMessage]]:
-    """All buffered batches from `start_seq` on, in order, as they come.
+    """Request a replay: an iterator over the worker's buffered batches from `start_seq` on, in order.
 
-    Each has `timeout_s`. Raises TimeoutError, WireError, zmq.ZMQError; so does the iterator.
+    Each batch has to arrive within `timeout_s`. This function and the iterator raise TimeoutError, WireError
+    and zmq.ZMQError.
     """
     socket = context.socket(zmq.DEALER)
     try:
@@ -65,19 +66,20 @@ async def _messages(socket: zmq.asyncio.Socket, timeout_s: float) -> AsyncIterat
 log = logging.getLogger(__name__)
 
 _RESTARTS = 3
-_MESSAGES_A_TURN = 1000
-_MESSAGES_A_TAKE = 50
+"""Replays in a row that may show another stream, before the repair counts as failed."""
+_MESSAGES_PER_ROUND = 1000
+"""Messages between two checks of the stream's state."""
+_MESSAGES_PER_TAKE = 50
 _LARGE_BLOCK = 256
-"""Taken for the worker's block size until it is known."""
+"""Tokens in a block, assumed until the worker's block size is known."""
 
 
 class KvEventSubscriber:
-    """Follows one stream into its ledger. Mutable throughout; `run` owns all waiting, all else may be called
-    at any time from the same event loop.
+    """Follows one stream and keeps its ledger up to date.
 
-    `pool_blocks` says how many blocks the worker's GPU memory has, if that is known: once as many have been
-    computed, nothing is left of a history that was lost. `turns` are shared by all streams of the loop.
-    `resumed` is what another process knew of this very stream; a replay has to bear it out.
+    Mutable: `run` owns all waiting; every other method is synchronous or takes the lock, and may be called at
+    any time from the same event loop. All streams of the loop share `slicer`. `pool_blocks` is as for
+    `Intake`. `resumed` is a snapshot of this stream: it is used once a replay has confirmed its position.
     """
 
     def __init__(
@@ -89,7 +91,7 @@ class KvEventSubscriber:
         context: zmq.asyncio.Context,
         clock: Clock,
         options: KvEventsOptions,
-        turns: TimeSlicer,
+        slicer: TimeSlicer,
         *,
         pool_blocks: Callable[[], int | None] = lambda: None,
         resumed: tuple[StreamHead, Sequence[Frame]] | None = None,
@@ -101,10 +103,10 @@ class KvEventSubscriber:
         self._context = context
         self._clock = clock
         self._options = options
-        self._turns = turns
+        self._slicer = slicer
         self._resumed = resumed if replay_endpoint is not None else None
-        self._intake = intake = Intake(name, ledger, clock, options, turns, pool_blocks)
-        self._sequence, self._standing, self.counts = intake.sequence, intake.standing, intake.counts
+        self._intake = intake = Intake(name, ledger, clock, options, slicer, pool_blocks)
+        self._sequence, self._trust_state, self.counts = intake.sequence, intake.trust_state, intake.counts
         self._applying = intake.applying
         self._reread_at: float | None = None
 
@@ -119,7 +121,7 @@ class KvEventSubscriber:
 
     @property
     def was_whole(self) -> bool:
-        """The map has been whole since the worker's process started."""
+        """The map has been whole at least once since the worker's process started."""
         return self._intake.was_whole
 
     @property
@@ -128,84 +130,95 @@ class KvEventSubscriber:
         return self._intake.last_message
 
     def restarted(self) -> None:
-        """The engine is a new process: what was believed goes at once, its history is read anew."""
+        """The engine is a new process: drop the map, and replay the new history from its start."""
         self._intake.was_whole = False
-        self._intake.begin_anew()
+        self._intake.restart()
 
-    def served(self, new_tokens: int, started: float | None = None) -> None:
-        """The worker has answered a request that was sent at `started` (`Clock.now()`, None: not known),
-        and had to compute `new_tokens` for it: if that is more than a block, it has stored one and announced
-        it. Too many such answers in silence are a reason."""
+    def on_answer(self, new_tokens: int, started: float | None = None) -> None:
+        """The worker answered a request sent at `started` (`Clock.now()`; None: unknown) and computed
+        `new_tokens`.
+
+        More new tokens than a block has means that the worker stored a block and published an event. Too many
+        such answers without an event make the map unusable (`TrustReason.SILENT`).
+        """
         if new_tokens > (self._ledger.block_tokens or _LARGE_BLOCK):
-            self._standing.silence.served(self._clock.now(), started)
+            self._trust_state.silence.on_answer(self._clock.now(), started)
 
     def distrust(self, reason: TrustReason) -> None:
-        """The map does not do what it should. It is not used until it has been read anew: replayed from the
-        start at once, but not again within `reread_s`; or, without a replay socket, begun from nothing."""
-        self._standing.distrust(reason)
-        self._standing.report(self.reason)
+        """Predictions from the map were wrong: do not use it until it has been read again.
 
-    def repetition_asked(self, blocks: int) -> None:
-        """As many may be announced again: they take no room that they do not have already."""
-        self._intake.repetition_asked(blocks)
+        The stream is replayed from its start, at most once in `reread_s`. Without a replay socket the map
+        starts empty.
+        """
+        self._trust_state.distrust(reason)
+        self._trust_state.report(self.reason)
+
+    def note_reannounce_requested(self, blocks: int) -> None:
+        """See `Intake.note_reannounce_requested`."""
+        self._intake.note_reannounce_requested(blocks)
 
     def heal(self) -> None:
-        """What lost events had announced was announced again."""
+        """The blocks of lost events were announced again: the map is whole."""
         self._intake.heal()
-        self._standing.report(self.reason)
+        self._trust_state.report(self.reason)
 
     async def capture(self) -> tuple[StreamHead, list[bytes]] | None:
-        """The map as frames of a snapshot, and their head without the worker; None if it cannot be trusted
-        to go on from. Waits for the batch that is being taken in; none is while this runs."""
+        """The map as a snapshot: its head, without the worker's fields, and its frames; None if it is not
+        trusted.
+
+        Waits until the current batch is applied; no batch is applied while this runs.
+        """
         async with self._applying:
-            await self._intake.breathe()
+            await self._intake.maybe_yield()
             position, ledger = self._sequence.position, self._ledger
-            if position is None or self._standing.doubt is not None:
+            if position is None or self._trust_state.doubt is not None:
                 return None
             whole = self._sequence.whole and ledger.is_all_placed
             head = StreamHead("", "", 0, 0.0, *position, whole, ledger.group, ledger.block_tokens)
             generation, frames = ledger.generation, []
             for part in ledger.dump():
                 frames.append(encode(part))
-                await self._intake.breathe()
+                await self._intake.maybe_yield()
                 if generation != ledger.generation:
                     return None
             return head, frames
 
     async def run(self) -> None:
-        """Follow the stream; ends only by cancellation. A socket that fails is opened again; after a failure
-        of our own the map is begun anew."""
-        complaint = ""
+        """Follow the stream; ends only by cancellation.
+
+        A socket that fails is opened again. After an error in our own code the map is dropped and read again.
+        """
+        last_warning = ""
         try:
             while True:
                 try:
                     await self._resume()
                     inbox = self._open_inbox()
-                    complaint = ""
+                    last_warning = ""
                     try:
                         await inbox.ready(self._options.replay_timeout_s)
                         inbox.on_messages = self._intake.on_messages
                         inbox.interrupted()
-                        self._sequence.doubt()
+                        self._sequence.mark_unsure()
                         await self._follow(inbox)
                     finally:
                         await inbox.aclose()
                 except (WireError, zmq.ZMQError) as error:
-                    if complaint != str(error):
-                        complaint = str(error)
-                        log.warning("KV events of %s: %s; trying again", self._name, error)
+                    if last_warning != str(error):
+                        last_warning = str(error)
+                        log.warning("KV events of %s: %s; the stream is opened again", self._name, error)
                 except Exception:
-                    log.exception(FOLLOWING_FAILED, self._name)
+                    log.exception(APPLYING_FAILED, self._name)
                     self._intake.failed()
-                self._sequence.doubt()
-                self._standing.report(self.reason)
+                self._sequence.mark_unsure()
+                self._trust_state.report(self.reason)
                 await self._clock.sleep(self._options.retry_s)
         finally:
-            self._sequence.doubt()
+            self._sequence.mark_unsure()
             self._ledger.close()
 
     async def _resume(self) -> None:
-        """Believe again what another process knew; not used before a replay has begun where that ended."""
+        """Restore the map from the snapshot. It is not used before a replay has confirmed its position."""
         if self._resumed is None:
             return
         (head, frames), self._resumed = self._resumed, None
@@ -214,84 +227,83 @@ class KvEventSubscriber:
         try:
             for frame in frames:
                 self._ledger.restore(decode(frame))
-                await self._intake.breathe()
+                await self._intake.maybe_yield()
                 if epoch != self._intake.epoch:
                     self._ledger.drop()
                     return
         except WireError as error:
-            log.warning("KV events of %s: %s: its map is read anew", self._name, error)
-            self._intake.forget()
+            log.warning("KV events of %s: the snapshot is not used: %s", self._name, error)
+            self._intake.drop_map()
             return
         self._sequence.resume(head.next_seq, head.digest, whole=head.whole)
-        self._intake.resumed()
+        self._intake.on_resumed()
 
     async def _follow(self, inbox: Inbox) -> None:
         while True:
-            if self._standing.doubt is not None or not self._sequence.is_sure:
-                await self._make_sure()
-            self._standing.report(self.reason)
+            if self._trust_state.doubt is not None or not self._sequence.is_sure:
+                await self._repair()
+            self._trust_state.report(self.reason)
             arrived = await inbox.wait(self._options.idle_check_s)
             async with self._applying:
                 if not arrived:
                     if inbox.interrupted():
-                        self._sequence.doubt()
+                        self._sequence.mark_unsure()
                     else:
                         await self._replay()
-                for _ in range(_MESSAGES_A_TURN // _MESSAGES_A_TAKE):
-                    taken = inbox.take(_MESSAGES_A_TAKE)
+                for _ in range(_MESSAGES_PER_ROUND // _MESSAGES_PER_TAKE):
+                    taken = inbox.take(_MESSAGES_PER_TAKE)
                     if inbox.interrupted():
-                        self._sequence.doubt()
+                        self._sequence.mark_unsure()
                     for frames in taken:
-                        if self._turns.are_over():
-                            await self._turns.next()
+                        if self._slicer.exhausted():
+                            await self._slicer.yield_to_loop()
                         if not self._intake.apply_fast((frames,)):
-                            await self._one(frames)
-                    if len(taken) < _MESSAGES_A_TAKE:
+                            await self._on_frames(frames)
+                    if len(taken) < _MESSAGES_PER_TAKE:
                         break
             await self._tidy()
 
-    async def _make_sure(self) -> None:
-        """Read anew what is not believed, and repair what may be missing."""
+    async def _repair(self) -> None:
+        """Drop a distrusted map, and replay the messages that may be missing."""
         async with self._applying:
-            if self._standing.doubt is not None:
-                self._read_anew()
+            if self._trust_state.doubt is not None:
+                self._reread()
             if not self._sequence.is_sure and not await self._replay() and self._replay_endpoint is None:
-                self._intake.give_up_history()
+                self._intake.reset()
 
-    async def _one(self, frames: Sequence[bytes]) -> None:
+    async def _on_frames(self, frames: Sequence[bytes]) -> None:
         try:
             message = unpack_live(frames)
         except WireError:
             self.counts.unreadable += 1
-            self._sequence.doubt()
+            self._sequence.mark_unsure()
             return
-        await self._live(message)
+        await self._on_live(message)
 
-    async def _live(self, message: EventMessage) -> None:
+    async def _on_live(self, message: EventMessage) -> None:
         digest = xxh3_64_intdigest(message.payload)
-        while (verdict := self._sequence.live(message.seq, digest)) is SequenceVerdict.REPLAY:
+        while (verdict := self._sequence.on_live(message.seq, digest)) is SequenceVerdict.REPLAY:
             self.counts.gaps += self._sequence.is_sure
             if await self._replay():
-                # The worker remembers a batch before it answers a replay: what it does not know of now
-                # never came from it.
-                verdict = self._sequence.live(message.seq, digest)
+                # vLLM buffers a batch before it answers a replay. So a batch that the replay does not have
+                # was not published by this worker.
+                verdict = self._sequence.on_live(message.seq, digest)
                 if verdict is SequenceVerdict.REPLAY:
                     self.counts.foreign += message.seq > self._sequence.expected
                     self.counts.duplicates += message.seq < self._sequence.expected
                     return
                 break
             if self._replay_endpoint is None or self._intake.failures >= self._options.replay_attempts:
-                self._intake.lose(message.seq)
+                self._intake.give_up_gap(message.seq)
         if verdict is SequenceVerdict.SKIP:
             self.counts.duplicates += 1
             return
-        if not await self._intake.take_in(message, digest):
-            # The batch is there, but this copy of it is broken: the worker's own may be whole.
-            self._sequence.doubt()
+        if not await self._intake.apply(message, digest):
+            # This copy of the batch is damaged; the copy in the worker's buffer may be readable.
+            self._sequence.mark_unsure()
 
     async def _replay(self) -> bool:
-        """Repair, or make sure that there is nothing to repair; False if the worker did not answer or
-        cannot be asked."""
+        """Replay missing messages, or confirm that none is missing; False if the worker did not answer."""
         if self._replay_endpoint is None:
             return False
         self.counts.replays += 1
@@ -303,46 +315,50 @@ class KvEventSubscriber:
                     return True
                 if epoch == self._intake.epoch:
                     self.counts.restarts += 1
-                    log.warning("KV events of %s begin anew: its map is dropped", self._name)
-                    self._intake.begin_anew()
+                    log.warning(
+                        "KV events of %s: the engine restarted or its buffer was overrun: its map is dropped",
+                        self._name,
+                    )
+                    self._intake.restart()
         except (TimeoutError, WireError, zmq.ZMQError) as error:
-            log.debug("KV events of %s: no replay: %r", self._name, error)
+            log.debug("KV events of %s: the replay failed: %r", self._name, error)
         self._intake.failures += 1
         self.counts.replay_failures += 1
         return False
 
     async def _replay_once(self, endpoint: str) -> bool:
-        """False if what we believe has to go first. Raises TimeoutError, WireError, zmq.ZMQError."""
+        """False if the map has to be dropped first. Raises TimeoutError, WireError, zmq.ZMQError."""
         sequence, epoch = self._sequence, self._intake.epoch
         async with replay(
-            self._context, endpoint, sequence.begin(), self._options.replay_timeout_s
+            self._context, endpoint, sequence.start_replay(), self._options.replay_timeout_s
         ) as messages:
             async for message in messages:
-                await self._intake.breathe()
+                await self._intake.maybe_yield()
                 if epoch != self._intake.epoch:
                     return False
                 digest = xxh3_64_intdigest(message.payload)
-                verdict = sequence.replayed(message.seq, digest)
+                verdict = sequence.on_replayed(message.seq, digest)
                 if verdict is SequenceVerdict.RESTART:
                     return False
                 if verdict is SequenceVerdict.SKIP:
                     continue
                 if verdict is SequenceVerdict.BEGIN:
-                    self._intake.forget()
-                if not await self._intake.take_in(message, digest):
-                    self._intake.lose(message.seq + 1)
+                    self._intake.drop_map()
+                if not await self._intake.apply(message, digest):
+                    self._intake.give_up_gap(message.seq + 1)
                 if epoch != self._intake.epoch:
                     return False
-        return epoch == self._intake.epoch and sequence.ended() is SequenceVerdict.APPLY
+        return epoch == self._intake.epoch and sequence.end_replay() is SequenceVerdict.APPLY
 
-    def _read_anew(self) -> None:
+    def _reread(self) -> None:
         now = self._clock.now()
         if self._reread_at is None or now - self._reread_at >= self._options.reread_s:
             self._reread_at = now
             self.counts.rereads += 1
-            self._intake.give_up_history()
+            self._intake.reset()
 
     async def _tidy(self) -> None:
-        await self._intake.breathe()
+        """Return the memory of dropped blocks, in time slices."""
+        await self._intake.maybe_yield()
         while self._ledger.sweep(1000):
-            await self._intake.breathe()
+            await self._intake.maybe_yield()

@@ -33,7 +33,7 @@ class LiveCaches:
         self._index = index
         self._chunks = chunks
         self._ingest = ingest
-        self.refresh = ingest.look
+        self.refresh = ingest.refresh
         self._told_by_lmcache = told_by_lmcache
         self._given: dict[int, tuple[TrustReason | None, tuple[CachePlace]]] = {}
         """By slot."""

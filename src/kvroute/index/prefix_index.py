@@ -137,7 +137,7 @@ class PrefixIndex:
         self._dropped += len(keys) - done
         return done
 
-    def store_one(self, holder: Holder, stride: int, parent: BlockKey, key: BlockKey) -> bool:
+    def append_one(self, holder: Holder, stride: int, parent: BlockKey, key: BlockKey) -> bool:
         """As `store` for one block of `stride` x `KEY_TOKENS` tokens behind `parent`; False if it was not
         taken in. About a third of what `store` costs where a sequence grows at its end."""
         bit = holder.lanes.get(stride)

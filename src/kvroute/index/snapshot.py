@@ -1,8 +1,9 @@
-"""What the workers held, as bytes that another process can begin with. Pure.
+"""The map as bytes: which blocks the workers held, for a later process to start from. Pure.
 
-A file is a head and a row of frames, each with its kind, its length and a checksum over all three; the last
-one counts them. A stream's frames follow its `StreamHead`. Versioned: what another version wrote, what is
-damaged and what is cut off is an error, never a guess. There are hashes in it and no token ids.
+A file is a head and a sequence of frames. Each frame has its kind, its length and a checksum over kind,
+length and payload; the last frame has the number of the others. The frames of a stream follow its
+`StreamHead`. A file of another version, a damaged file and a truncated file are errors. The file contains
+hashes and no token ids.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ from kvroute.wire.vllm import ExternalBlockHash
 VERSION: Final = 2
 
 HEAD: Final = b"kvroute-map\0" + bytes([VERSION, sys.byteorder == "little", 0, 0])
-"""How a file begins."""
+"""The first bytes of a file."""
 
 _FRAME: Final = Packing("<BIQ")
 _MAX_FRAME: Final = 1 << 26
 
 
 class FrameKind(IntEnum):
-    """What a frame holds, in the order in which a stream's frames are best taken in."""
+    """The kind of a frame's content, in the order in which a stream's frames are best restored."""
 
     STREAM = 0
     RUNS = 1
@@ -46,11 +47,11 @@ class Frame(NamedTuple):
 
 
 class StreamHead(msgspec.Struct, frozen=True):
-    """Whose blocks follow, and where its events went on.
+    """The stream whose blocks follow, and its position.
 
-    `incarnation` is the worker's `process_start_time_seconds`; `next_seq` the number of the batch that
-    came next and `digest` that of the one before it. `whole`: nothing was missing. `group` and
-    `block_tokens` are what the stream had shown of the engine's cache.
+    `incarnation` is the worker's `process_start_time_seconds`, `next_seq` the number of the next batch and
+    `digest` the digest of the batch before it. `whole`: no event was missing. `group` and `block_tokens`
+    describe the engine's cache: see `Ledger.group` and `Ledger.block_tokens`.
     """
 
     worker: str
@@ -65,7 +66,7 @@ class StreamHead(msgspec.Struct, frozen=True):
 
 
 class Runs(msgspec.Struct, frozen=True):
-    """Rows of consecutive blocks of `stride` x `KEY_TOKENS` tokens."""
+    """Runs of consecutive blocks of `stride` x `KEY_TOKENS` tokens."""
 
     tier: Tier
     stride: int
@@ -73,19 +74,19 @@ class Runs(msgspec.Struct, frozen=True):
 
 
 class Blocks(msgspec.Struct, frozen=True):
-    """Held blocks by the engine's names, in no order."""
+    """Held blocks by engine hash, in no particular order."""
 
     tier: Tier
     stride: int
-    names: Sequence[ExternalBlockHash]
+    hashes: Sequence[ExternalBlockHash]
     keys: Sequence[BlockKey]
 
 
 class Copies(msgspec.Struct, frozen=True):
-    """How many further copies there are of some of the blocks."""
+    """Blocks of which the worker holds several copies, with the number of copies beyond the first."""
 
     tier: Tier
-    names: list[ExternalBlockHash]
+    hashes: list[ExternalBlockHash] = msgspec.field(name="names")  # as files have it
     more: list[int]
 
 
@@ -100,9 +101,9 @@ class _Blocks(msgspec.Struct, frozen=True):
     tier: Tier
     stride: int
     packed: bytes
-    """64-bit names."""
-    names: list[ExternalBlockHash]
-    """All others."""
+    """Hashes of 64 bits; empty if one of the hashes is longer."""
+    hashes: list[ExternalBlockHash] = msgspec.field(name="names")  # as files have it
+    """The hashes, if `packed` is empty."""
     keys: bytes
 
 
@@ -120,7 +121,7 @@ _decode_end: Final = msgspec.msgpack.Decoder(_End).decode
 
 
 def encode(part: StreamHead | Part) -> bytes:
-    """One frame. About 0.1 us a block."""
+    """Encode one frame. About 0.1 us a block."""
     if isinstance(part, Runs):
         keys = array("Q")
         for run in part.runs:
@@ -128,39 +129,41 @@ def encode(part: StreamHead | Part) -> bytes:
         lengths = [len(run) for run in part.runs]
         return _framed(FrameKind.RUNS, _Runs(part.tier, part.stride, lengths, keys.tobytes()))
     if isinstance(part, Blocks):
-        packed, names = b"", []
+        packed, hashes = b"", []
         try:
-            packed = array("Q", part.names).tobytes()  # type: ignore[type-var]
+            packed = array("Q", part.hashes).tobytes()  # type: ignore[type-var]
         except (TypeError, OverflowError):
-            names = list(part.names)
+            hashes = list(part.hashes)
         keys = array("Q", part.keys)
-        return _framed(FrameKind.BLOCKS, _Blocks(part.tier, part.stride, packed, names, keys.tobytes()))
+        return _framed(FrameKind.BLOCKS, _Blocks(part.tier, part.stride, packed, hashes, keys.tobytes()))
     return _framed(FrameKind.COPIES if isinstance(part, Copies) else FrameKind.STREAM, part)
 
 
 def encode_end(frames: int) -> bytes:
-    """The last frame; `frames` is how many there are before it."""
+    """Encode the last frame; `frames` is the number of frames before it."""
     return _framed(FrameKind.END, _End(frames))
 
 
 def split(data: bytes) -> list[tuple[StreamHead, list[Frame]]]:
-    """A whole file as streams with their frames, checked, in the order in which to take them in. Raises
-    WireError."""
+    """Check a whole file and split it into streams with their frames, in the order to restore them.
+
+    Raises WireError.
+    """
     if data[: len(HEAD)] != HEAD:
         raise WireError("not a snapshot of this version and byte order")
     streams: list[tuple[StreamHead, list[Frame]]] = []
-    place, count, view = len(HEAD), 0, memoryview(data)
+    at, count, view = len(HEAD), 0, memoryview(data)
     try:
-        while place + _FRAME.size <= len(data):
-            kind, length, checksum = _FRAME.unpack_from(data, place)
-            place += _FRAME.size
-            payload = view[place : place + length]
+        while at + _FRAME.size <= len(data):
+            kind, length, checksum = _FRAME.unpack_from(data, at)
+            at += _FRAME.size
+            payload = view[at : at + length]
             if length > _MAX_FRAME or len(payload) < length or _checksum(kind, payload) != checksum:
                 break
-            place += length
+            at += length
             frame = Frame(FrameKind(kind), payload)
             if frame.kind is FrameKind.END:
-                if _decode_end(payload).frames != count or place != len(data):
+                if _decode_end(payload).frames != count or at != len(data):
                     break
                 for _, frames in streams:
                     frames.sort(key=lambda frame: frame.kind)
@@ -172,11 +175,11 @@ def split(data: bytes) -> list[tuple[StreamHead, list[Frame]]]:
             count += 1
     except (msgspec.MsgspecError, ValueError, IndexError, RecursionError) as error:
         raise WireError("a damaged snapshot") from error
-    raise WireError("a snapshot that is damaged or cut off")
+    raise WireError("a damaged or truncated snapshot")
 
 
 def decode(frame: Frame) -> Part:
-    """One of a stream's frames. Raises WireError."""
+    """Decode a frame of a stream. Raises WireError."""
     try:
         if frame.kind is FrameKind.RUNS:
             row = _decode_runs(frame.payload)
@@ -186,12 +189,12 @@ def decode(frame: Frame) -> Part:
                 start += length
             return Runs(row.tier, row.stride, runs)
         if frame.kind is FrameKind.BLOCKS:
-            told = _decode_blocks(frame.payload)
-            names: Sequence[ExternalBlockHash] = _keys(told.packed) if told.packed else told.names
-            blocks = _keys(told.keys)
-            if len(names) != len(blocks) or told.stride < 1:
-                raise ValueError("as many names as keys")
-            return Blocks(told.tier, told.stride, names, blocks)
+            stored = _decode_blocks(frame.payload)
+            hashes: Sequence[ExternalBlockHash] = _keys(stored.packed) if stored.packed else stored.hashes
+            blocks = _keys(stored.keys)
+            if len(hashes) != len(blocks) or stored.stride < 1:
+                raise ValueError("the numbers of hashes and keys differ")
+            return Blocks(stored.tier, stored.stride, hashes, blocks)
         if frame.kind is FrameKind.COPIES:
             return _decode_copies(frame.payload)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
@@ -205,7 +208,7 @@ def _framed(kind: FrameKind, part: msgspec.Struct) -> bytes:
 
 
 def _checksum(kind: int, payload: bytes | memoryview) -> int:
-    """Of a frame: a payload that is read as another kind of frame is damaged too."""
+    """The checksum includes the kind and the length, so a payload of another kind counts as damaged."""
     return xxh3_64_intdigest(payload, len(payload) << 8 | kind)
 
 

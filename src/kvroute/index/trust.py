@@ -1,4 +1,4 @@
-"""How far the map of one stream can be believed, and why not further."""
+"""How far the map of one stream can be trusted, and the reason if it cannot be trusted fully."""
 
 from __future__ import annotations
 
@@ -6,40 +6,40 @@ from enum import StrEnum
 
 
 class MapTrust(StrEnum):
-    """How far the map of one stream can be believed."""
+    """How far the map of one stream can be trusted."""
 
     WHOLE = "whole"
-    """It is what the worker holds, as of its last message."""
+    """The map has all blocks that the worker held at its last message, and no others."""
     PARTIAL = "partial"
-    """The worker holds what it says, and perhaps more: history is lost, or blocks could not be placed."""
+    """The worker holds every block of the map and perhaps more: events were lost, or blocks are orphans."""
     NONE = "none"
-    """Not to be used: see the reason."""
+    """The map must not be used: see the reason."""
 
 
 class TrustReason(StrEnum):
-    """Why a stream's map is not `MapTrust.WHOLE`; bounded, so a metric label."""
+    """Why a stream's map is not `MapTrust.WHOLE`. The set is bounded, so it serves as a metric label."""
 
     NO_EVENTS = "no_events"
-    """The worker publishes none, or none that we know of."""
+    """The worker publishes no events, or its streams were not found."""
     REPLAYING = "replaying"
     """Not connected, or a gap is not repaired yet."""
     AUDIT = "audit"
-    """Predictions did not come true."""
+    """Predictions from the map were wrong."""
     SILENT = "silent"
-    """Requests were answered that must have stored blocks, and nothing was announced."""
+    """The worker answered requests that must have stored blocks, and published no event."""
     GAP = "gap"
-    """Events are lost for good: what was stored by them is missing."""
+    """Lost events cannot be replayed: the map lacks the blocks that they stored."""
     UNKNOWN_PARENT = "unknown_parent"
-    """Blocks could not be placed."""
+    """Some blocks are orphans."""
     FULL = "full"
-    """The index had no room for what was announced."""
+    """The index had no room for some blocks."""
 
 
 _NONE = (TrustReason.NO_EVENTS, TrustReason.REPLAYING, TrustReason.AUDIT, TrustReason.SILENT)
 
 
 def trust_for(reason: TrustReason | None) -> MapTrust:
-    """What a reason leaves of the trust; WHOLE without one."""
+    """The trust that a reason leaves; WHOLE without a reason."""
     if reason is None:
         return MapTrust.WHOLE
     return MapTrust.NONE if reason in _NONE else MapTrust.PARTIAL
