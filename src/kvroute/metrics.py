@@ -127,7 +127,8 @@ class Family(Generic[_Child]):
 class Series:
     """All counters of the requests with the same `RequestLabels`, so that a request needs one lookup.
 
-    Mutable: `text` belongs to the journal, which stores the common part of these requests' log lines there.
+    Mutable: `text` belongs to the journal, which stores the text there that the log lines of these requests
+    share.
     """
 
     __slots__ = ("_answered", "_metrics", "_outcome", "_reported", "_seconds", "text")

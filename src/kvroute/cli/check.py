@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from kvroute.app.config import Loaded, resolved_yaml
-from kvroute.cli.configuration import InvalidConfiguration, configured
+from kvroute.cli.serve import InvalidConfiguration, configured
 from kvroute.errors import ConfigError
 from kvroute.fleet.discovery.file import read_workers_file
 
@@ -76,7 +76,7 @@ def check_workers_file(loaded: Loaded) -> None:
 
 def check_spec(file: Path) -> int:
     """Print a finding for each field of a spec. Returns the exit code."""
-    # Imported here: to check a configuration needs none of it.
+    # Imported here: checking a configuration does not need this module.
     from kvroute.cli import deployments
 
     reading = deployments.reading_of(deployments.read_text(file))
