@@ -20,11 +20,11 @@ help: ## list the targets
 up: $(VENV)/.installed ## run the gateway on 127.0.0.1:8080 with two workers [ENGINE=sim|vllm] [PORT=8080] [WORKERS=2]
 	@exec $(BIN)/kvroute up $(if $(ENGINE),--engine $(ENGINE)) $(if $(PORT),--port $(PORT)) $(if $(WORKERS),--workers $(WORKERS))
 
-test: check ## lint, types, import layers, and every test but the engines'
+test: check ## lint, types, import layers, and every test except those with real engines
 	$(BIN)/pytest -n $(JOBS) --dist worksteal -m "not engine and not load" --durations=20 --durations-min=3
 	$(BIN)/pytest -m "load and not engine"
 
-coverage: $(VENV)/.installed-dev ## lines and branches that the quick tests reach: 90% or more
+coverage: $(VENV)/.installed-dev ## measure lines and branches that the quick tests reach: 90% or more
 	@$(BIN)/coverage erase
 	$(BIN)/pytest -n $(JOBS) --dist worksteal -m "not engine and not load and not heavy" $(UNTRACED) --cov --cov-report= --cov-fail-under=0
 	$(BIN)/coverage report
@@ -56,15 +56,15 @@ format: $(VENV)/.installed-dev ## format the code
 docs: $(VENV)/.installed ## regenerate configs/reference.yaml and the tables in docs/configuration.md
 	$(BIN)/python -m kvroute.app.reference
 
-compose: $(VENV)/.installed ## render docker-compose.yml anew from configs/compose.yaml
+compose: $(VENV)/.installed ## render docker-compose.yml from configs/compose.yaml
 	$(BIN)/python -m kvroute render -f configs/compose.yaml --to compose -o .
 
-bench: $(VENV)/.installed-dev ## what each part costs, then the gateway beside others (ten minutes) [ARGS=--scenarios=a,c]
+bench: $(VENV)/.installed-dev ## measure each part, then the gateway and other routers (ten minutes) [ARGS=--scenarios=a,c]
 	@failed=; for bench in bench/micro_*.py 'bench/gateway.py --quick $(ARGS)'; do \
 	  echo "== $$bench"; $(BIN)/python $$bench || failed="$$failed $$bench"; \
 	done; test -z "$$failed" || { echo "failed:$$failed" >&2; exit 1; }
 
-bench-routing: $(VENV)/.installed-dev ## routing quality in virtual time: goals, figures, verdicts (minutes) [ARGS=--quick]
+bench-routing: $(VENV)/.installed-dev ## measure routing quality in virtual time: goals, figures, verdicts (minutes) [ARGS=--quick]
 	@$(BIN)/python bench/routing.py $(ARGS)
 
 clean: ## remove caches and build products

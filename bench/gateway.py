@@ -76,7 +76,7 @@ def repeats_of(scenario: Scenario, router: str, options: argparse.Namespace) -> 
     return int(options.repeats)
 
 
-def turns(
+def run_orders(
     scenario: Scenario, routers: Sequence[str], options: argparse.Namespace
 ) -> list[tuple[int, list[str]]]:
     """The repeats of a scenario: number, and the routers in the order of their runs."""
@@ -133,7 +133,7 @@ def measure(
         routers = [name for name in scenario.routers if name in started]
         for name in routers:
             runner.warm_up(scenario, started[name])
-        for repeat, order in turns(scenario, routers, options):
+        for repeat, order in run_orders(scenario, routers, options):
             for name in order:
                 try:
                     one = runner.run(scenario, started[name], repeat)

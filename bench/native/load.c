@@ -189,7 +189,7 @@ static void take_body(connection *c, const char *bytes, size_t size, unsigned lo
     const char *id = memmem(bytes, size, ANSWERED_BY, sizeof ANSWERED_BY - 1);
     if (id && id + sizeof ANSWERED_BY + 5 < bytes + size) c->worker = atoi(id + sizeof ANSWERED_BY - 1) & (PORTS - 1);
   }
-  /* A stamp may lie across two pieces: look at the seam first. */
+  /* A stamp may be split between two pieces: search around the border first. */
   if (c->tail_bytes) {
     char seam[2 * STAMP_BYTES];
     size_t more = size < STAMP_BYTES - 1 ? size : STAMP_BYTES - 1;
@@ -268,7 +268,7 @@ static void closed(connection *c) {
   if (!c->is_busy) hang_up(c);
   else if (c->state == UNTIL_CLOSE) c->closes = 1, finish(c, NULL);
   else if (c->state == HEAD && !c->head_bytes && reopened < wanted) {
-    /* The other side gave up an idle connection just now: not an error, once more on a new one. */
+    /* The worker has just closed an idle connection: not an error, send again on a new one. */
     reopened++;
     hang_up(c);
     send_turn(c);

@@ -1,4 +1,4 @@
-/* A vLLM worker that costs next to nothing: one thread, epoll, HTTP/1.1 with keep-alive.
+/* A vLLM worker that does almost no work: one thread, epoll, HTTP/1.1 with keep-alive.
  *
  *   worker [-c CHUNKS] [-g GAP_US] [-e EVENT_BYTES] [-m MODEL] [-t] PORT
  *
@@ -24,7 +24,7 @@ typedef struct client {
   buffer in, out;
   size_t head; /* bytes of the request's head, 0 while it is incomplete */
   framing framed;
-  size_t scanned; /* how far a chunked body has been looked at, from its request's start */
+  size_t scanned; /* bytes of a chunked body that are parsed, from its request's start */
   int events_left;
   unsigned long due;
   struct client *next;
@@ -185,7 +185,7 @@ static int answer_next(client *c) {
     return 0;
   if (!strncmp(request, "POST ", 5)) post(c, request, request + c->head, size);
   else if (!strncmp(request, "GET ", 4)) get(c, request);
-  else c->is_gone = 1; /* such as HTTP/2's preface, by which some routers find out what a worker speaks */
+  else c->is_gone = 1; /* such as the HTTP/2 preface, with which some routers detect a worker's protocol */
   c->in.start += c->head + size;
   c->head = 0;
   return 1;
@@ -233,7 +233,7 @@ static void send_event(client *c) {
 static void discard(client *c) {
   if (c->fd >= 0) close(c->fd);
   c->fd = -1;
-  if (c->is_queued) return; /* whoever takes it from the queue does the rest */
+  if (c->is_queued) return; /* the code that removes it from the queue frees it */
   free(c->in.bytes);
   free(c->out.bytes);
   free(c);

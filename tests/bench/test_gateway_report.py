@@ -3,7 +3,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from gateway import report, turns
+from gateway import report, run_orders
 from gateway_goals import DIRECT, OURS, THEIRS, Measurement, Results, judge
 from gateway_report import COLUMNS, document, from_document, table
 from gateway_scenarios import SCENARIOS
@@ -61,7 +61,7 @@ def test_no_router_is_always_measured_after_the_same_one() -> None:
     options = argparse.Namespace(quick=False, repeats=2, pairs=4)
     routers = ["nginx", THEIRS, OURS]
 
-    found = turns(SCENARIOS["d"], routers, options)
+    found = run_orders(SCENARIOS["d"], routers, options)
 
     assert found == [
         (0, ["nginx", THEIRS, OURS]),
@@ -69,4 +69,4 @@ def test_no_router_is_always_measured_after_the_same_one() -> None:
         (2, [THEIRS, OURS]),
         (3, [OURS, THEIRS]),
     ]
-    assert turns(SCENARIOS["l"], [DIRECT], options) == [(repeat, [DIRECT]) for repeat in range(5)]
+    assert run_orders(SCENARIOS["l"], [DIRECT], options) == [(repeat, [DIRECT]) for repeat in range(5)]
