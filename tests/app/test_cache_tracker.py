@@ -11,12 +11,13 @@ import pytest
 from tests.support.sockets import listening, tcp_server
 from tests.support.waiting import until
 
-from kvroute.app.cache_tracker import CacheTracker
+from kvroute.app.cache_tracker import CacheTracker, worker_client
 from kvroute.app.config import Config
 from kvroute.blocks.chunks import PromptChunks
 from kvroute.blocks.keys import Tier
 from kvroute.clock import SystemClock
 from kvroute.errors import ConfigError
+from kvroute.events.ingest import EventIngest
 from kvroute.events.repair import KnownPrompt
 from kvroute.fleet.fleet import Fleet
 from kvroute.fleet.worker import Worker, WorkerFacts, WorkerId, WorkerSpec
@@ -26,11 +27,11 @@ from kvroute.openai.isolation import key_space
 from kvroute.routing.strategy import ExactPrompt
 
 
-def make_tracker(rates: list[Any] | None = None, **sections: Any) -> CacheTracker:
+def make_tracker(rates: list[Any] | None = None, fleet: Fleet | None = None, **sections: Any) -> CacheTracker:
     """`rates` collects the measured bandwidths."""
     config = Config.model_validate({"routing": {"strategy": "kvaware"}, **sections})
     measured = [] if rates is None else rates
-    fleet = Fleet()
+    fleet = fleet or Fleet()
     isolation = AdapterIsolation(fleet, enabled=True)
     return CacheTracker(
         config,
@@ -81,16 +82,16 @@ async def test_an_address_in_use_is_a_config_error(sections: Any, path: str, tak
 async def test_a_failure_shows_in_notes_and_metrics_and_the_work_restarts(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    made = make_tracker()
-    run, calls = made._ingest.run, []
+    run, calls = EventIngest.run, []
 
-    async def fails_once() -> None:
+    async def fails_once(ingest: EventIngest) -> None:
         calls.append(True)
         if len(calls) == 1:
             raise KeyError("a defect")
-        await run()
+        await run(ingest)
 
-    monkeypatch.setattr(made._ingest, "run", fails_once)
+    monkeypatch.setattr(EventIngest, "run", fails_once)
+    made = make_tracker()
     async with made:
         await until(lambda: len(calls) == 2)
         assert "KV events failed (KeyError) and was restarted" in made.notes()
@@ -106,8 +107,9 @@ async def test_a_registered_lmcache_server_does_not_receive_the_workers_key() ->
         asked.append(await reader.readuntil(b"\r\n\r\n"))
         writer.write(b"HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\nconnection: close\r\n\r\n")
 
+    sections = {"fleet": {"worker_api_key": "a-secret"}}
     made = make_tracker(
-        fleet={"worker_api_key": "a-secret"},
+        **sections,
         lmcache={"coordinator": {"enabled": True, "listen": "127.0.0.1:0"}},
     )
     async with tcp_server(answer) as port, made, httpx.AsyncClient(trust_env=False) as client:
@@ -118,7 +120,8 @@ async def test_a_registered_lmcache_server_does_not_receive_the_workers_key() ->
 
     assert asked[0].startswith(b"GET /status ")
     assert b"a-secret" not in asked[0]
-    assert made._client.headers["authorization"] == "Bearer a-secret"
+    async with worker_client(Config.model_validate(sections)) as workers:
+        assert workers.headers["authorization"] == "Bearer a-secret"
 
 
 async def test_each_workers_own_lmcache_server_is_polled_for_bandwidths() -> None:
@@ -159,11 +162,11 @@ def test_cpu_time_of_exact_tokens_is_shown_by_thread() -> None:
     assert {each.labels["thread"]: each.value for each in shown.samples} == {"loop": 0.25, "tokenizer": 0.0}
 
 
-def test_a_prompt_sent_in_another_key_space_is_not_reannounced():
+def test_a_prompt_sent_in_another_key_space_is_not_reannounced(monkeypatch):
     """A worker with another revision of the adapter would store its own KV under the first one's salt."""
 
     class Stream:
-        slot, reason = 0, None
+        slot, rank, reason = 0, 0, None
 
         def __init__(self) -> None:
             self.noted: list[KnownPrompt] = []
@@ -175,9 +178,9 @@ def test_a_prompt_sent_in_another_key_space_is_not_reannounced():
         def on_answer(self, *_: object) -> None:
             pass
 
-    made, stream = make_tracker(), Stream()
-    made._stream = lambda *_: stream  # type: ignore[assignment, method-assign, return-value]
-    fleet = made._fleet
+    stream, fleet = Stream(), Fleet()
+    monkeypatch.setattr(EventIngest, "streams", lambda *_: [stream])
+    made = make_tracker(fleet=fleet)
     fleet.apply("test", [WorkerSpec(WorkerId(name), f"http://{name}:1") for name in "abc"])
     for worker, root in zip(fleet.workers(), ("/1", "/2", "/2"), strict=True):
         cards = ({"id": "ada", "root": root, "parent": "base"},)

@@ -149,10 +149,20 @@ async def test_a_foreign_folder_is_not_changed(
     assert (tmp_path / "engine" / "thesis.txt").read_text() == "years of work"
 
 
-async def test_a_stamp_that_is_not_ours_counts_for_nothing(tmp_path: Path) -> None:
-    for text in ("", "[]", "{}", json.dumps({"recipe": 5})):
-        (tmp_path / STAMP).write_text(text)
-        assert engine_install._stamp(tmp_path) is None
+@pytest.mark.parametrize("stamp", ["", "[]", "{}", json.dumps({"recipe": 5})])
+async def test_an_engine_with_an_unreadable_stamp_is_installed_again(
+    stamp: str, install: Callable[..., Coroutine[None, None, EngineVenv]], lines: list[str], tmp_path: Path
+) -> None:
+    folder = tmp_path / "engine"
+    (folder / "bin").mkdir(parents=True)
+    (folder / "bin" / "python").touch()
+    (folder / LOCK).touch()
+    (folder / STAMP).write_text(stamp)
+
+    with pytest.raises(EngineInstallError, match="neither in the configured package indexes"):
+        await install(replace(SMALL, torch="torch==9.9"))  # the first step that fails
+
+    assert lines[0].startswith("[1/6]")
 
 
 def test_the_bundled_recipe_pins_every_version() -> None:

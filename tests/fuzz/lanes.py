@@ -247,7 +247,9 @@ def _of_exception(error: BaseException, text: str) -> Finding:
 class Lanes:
     """A gateway whose two lanes are asked. Made by `lanes`."""
 
-    def __init__(self, profile: str, runtime: Runtime, workers: list[EchoWorker], log: _Log) -> None:
+    def __init__(
+        self, profile: str, config: Config, runtime: Runtime, workers: list[EchoWorker], log: _Log
+    ) -> None:
         self.profile = profile
         self.runtime = runtime
         self.workers = workers
@@ -255,7 +257,6 @@ class Lanes:
         self.activity = 0
         self.state = ServerState()
         self._number = 0
-        config = runtime._config
         self._settings = {}
         for lane in LANES:
             server = config.server.model_copy(update={"fast_lane": lane == LANES[0]})
@@ -420,7 +421,7 @@ async def lanes(profile: str) -> AsyncIterator[Lanes]:
             config = Config.model_validate(configuration(profile, [worker.url for worker in workers]))
             runtime = await stack.enter_async_context(Runtime(config))
             await until(lambda: not list(runtime.fleet.reasons_not_ready()), within_s=DEADLINE_S)
-            yield Lanes(profile, runtime, workers, log)
+            yield Lanes(profile, config, runtime, workers, log)
     finally:
         loop.set_exception_handler(None)
         root.removeHandler(log)

@@ -324,18 +324,20 @@ async def test_an_idle_connection_is_closed_after_its_time(run_gateway, raw_work
 
 
 async def test_a_connection_is_not_idle_while_its_next_request_is_answered(run_gateway, raw_worker):
-    async with both(run_gateway, raw_worker.url) as (fast, _):
-        reader, writer = await opened(fast)
+    async with both(run_gateway, raw_worker.url, keep_alive_s=1) as (fast, _):
+        idle, (reader, writer) = await opened(fast), await opened(fast)
+        for each_reader, each_writer in ((reader, writer), idle):
+            each_writer.write(PLAIN)
+            await each_reader.readuntil(b"{}")
+        raw_worker.may_answer.clear()
         writer.write(PLAIN)
-        await reader.readuntil(b"{}")
-        raw_worker.answer = b""
-        writer.write(PLAIN)
-        await fast.until(lambda: len(raw_worker.requests) == 2)
-        (protocol,) = fast.server.server_state.connections
+        await fast.until(lambda: len(raw_worker.requests) == 3)
 
-        protocol._idle._expired()  # the time that ran since the first answer is over
+        assert await idle[0].read() == b""  # the gateway closes the connection that is really idle
+        raw_worker.may_answer.set()
 
-        assert not protocol.transport.is_closing()
+        assert (await reader.readuntil(b"{}")).startswith(OK)
+        idle[1].close()
         writer.close()
 
 
@@ -345,23 +347,21 @@ async def test_a_client_that_does_not_read_holds_the_worker_back(run_gateway, ra
     async with both(run_gateway, raw_worker.url) as gateways:
         for gateway in gateways:
             reader, writer = await opened(gateway)
-            reader._transport.pause_reading()
+            writer.transport.pause_reading()
             writer.write(PLAIN)
-            held = []
+            seen = []
 
-            def is_held(gateway=gateway, held=held):
-                connections = [
-                    connection
-                    for transport in gateway.runtime._transports._transports.values()
-                    for connection in transport._pool._open
-                ]
-                held[:] = [connection for connection in connections if connection._is_paused]
-                return bool(held)
+            def is_held(gateway=gateway, seen=seen):
+                """Whether the client's connection is full and the worker sent nothing during 50 polls."""
+                seen.append(raw_worker.unsent_bytes)
+                clients = [c for c in gateway.server.server_state.connections if c.flow.write_paused]
+                return clients and seen[-1] and len(seen) >= 50 and len({*seen[-50:]}) == 1
 
             await gateway.until(is_held)
             (client,) = [c for c in gateway.server.server_state.connections if c.flow.write_paused]
             assert client.transport.get_write_buffer_size() < 1024 * 1024
-            reader._transport.resume_reading()
+            assert raw_worker.unsent_bytes > size // 2
+            writer.transport.resume_reading()
             received = await reader.readuntil(b"\r\n\r\n")
             assert received.startswith(OK)
             assert len(await reader.readexactly(size)) == size

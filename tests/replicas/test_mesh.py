@@ -103,6 +103,7 @@ async def test_a_process_that_returns_is_linked_again(tmp_path):
 async def test_a_broken_link_is_counted_and_logged(three, caplog):
     meshes, members = three
 
+    # No public method breaks a link: a Unix socket breaks only when a process dies.
     next(iter(meshes[2]._open)).close()
     await until(lambda: ("lost", 0) in members[2].links or ("lost", 1) in members[2].links)
 

@@ -117,21 +117,29 @@ def test_answers_that_are_not_streamed_teach_nothing(virtual_fleet, learning) ->
     assert fleet.router.costs("model") == Router().costs("model")
 
 
-def test_a_worker_that_left_takes_its_speed_with_it(make_worker) -> None:
+def test_a_worker_that_left_takes_its_speed_with_it(make_worker, make_view, keys_of, query) -> None:
+    """Worker 1 takes twice as long for each prefill, so the router expects more time of it."""
     router = Router(RoutingOptions(learning=True))
-    learned = router._learned
-    assert learned is not None
-    rng = random.Random(1)
+    workers = [make_worker(0), make_worker(1)]
+    view, rng, now = make_view(*workers), random.Random(1), 0.0
+
+    def prefills_s(tokens: int) -> dict[int, float]:
+        decision = router.decide(query(now, tokens=tokens, keys=keys_of(rng, tokens // 16)), view)
+        return {candidate.worker.index: candidate.terms.prefill for candidate in decision.ranking}
+
     for number in range(400):
         miss = int(10 ** rng.uniform(2, 4.5))
-        took = prefill_s(miss, miss / 2, 1) * (1 + number % 2)
-        learned.record(
-            "model", number % 2, miss=miss, context=miss / 2, chunks=1, took_s=took, configured_s=took
-        )
-    speeds = learned.speeds("model")
-    assert speeds is not None
-    assert speeds.of(1) > 1.1 > speeds.of(0)
+        asked = query(now, tokens=miss, keys=keys_of(rng, miss // 16))
+        decision = router.decide(asked, view)
+        (candidate,) = [each for each in decision.ranking if each.worker.index == number % 2]
+        attempt = router.dispatch(asked, decision, candidate, now)
+        now += prefill_s(miss, miss / 2, 1) * (1 + number % 2)
+        attempt.first_token(now)
+        attempt.finish(now)
+    before = prefills_s(8000)
 
-    router.worker_left(make_worker(1))
+    router.worker_left(workers[1])
+    after = prefills_s(8000)
 
-    assert learned.speeds("model").of(1) == 1.0
+    assert before[1] > 1.2 * before[0]
+    assert after[1] == pytest.approx(sum(before.values()) / 2, rel=0.2)

@@ -29,6 +29,7 @@ class ScriptedWorker:
         """The worker answers when it is set, as it is at first."""
         self.may_answer.set()
         self.closes_after_answer = False
+        self._writers: set[asyncio.StreamWriter] = set()
         self.refuses_posts = False
         """Whether the worker closes the connection when a POST comes."""
 
@@ -40,7 +41,19 @@ class ScriptedWorker:
     def bodies(self) -> list[bytes]:
         return [request.split(b"\r\n\r\n", 1)[1] for request in self.requests]
 
+    @property
+    def unsent_bytes(self) -> int:
+        """Bytes of answers that the gateway's side has not accepted yet."""
+        return sum(writer.transport.get_write_buffer_size() for writer in self._writers)
+
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._writers.add(writer)
+        try:
+            await self._answer_requests(reader, writer)
+        finally:
+            self._writers.discard(writer)
+
+    async def _answer_requests(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while True:
             head = await reader.readuntil(b"\r\n\r\n")
             length = re.search(rb"\r\ncontent-length: *(\d+)", head, re.I)

@@ -36,7 +36,8 @@ def remove_files(memory: str) -> None:
 
 
 def crash(segment: SharedSegment, guard: GuardFile) -> None:
-    """What the kernel does with a segment and its guard when the daemon is killed."""
+    """Do what the kernel does with a segment and its guard when the daemon is killed."""
+    # Private members: no method leaves the files as a killed process leaves them.
     segment.memory.release()
     segment._mapped.close()
     os.close(segment._file)

@@ -198,6 +198,7 @@ async def test_a_reader_that_leaves_while_it_waits_leaves_no_lease(
     await raw.send(b"POST /v1/kv/b/k/leases?timeout_ms=60000 HTTP/1.1\r\n\r\n")
     await node.client.health()
     raw.writer.transport.abort()
+    # Private: no answer shows that the daemon has noticed the disconnect.
     await until(lambda: node.running.store._commit_waiters == {})
 
     await node.client.put("k", b"data")

@@ -150,6 +150,7 @@ async def test_small_packets_are_not_held_back(serve: Any, connect: Any, answers
     transport = connect(server.url)
     response = await transport.send(b"GET", b"/", [])
 
+    # Only the connection's own socket shows its options; the peer cannot see TCP_NODELAY.
     connection = next(iter(transport._pool._open))
     duplicate = connection._transport.get_extra_info("socket").dup()
     with duplicate:

@@ -65,7 +65,7 @@ def test_a_long_message_is_not_parsed_again_with_every_piece() -> None:
 
     for _ in range(99):
         assert reader.feed(bytes(1000)) == ()
-        assert reader._needed == 100_009
+        assert reader._needed == 100_009  # private: otherwise only the time would show it
     assert reader.feed(bytes(1000)) == [[bytes(100_000)]]
 
 
