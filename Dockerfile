@@ -10,7 +10,7 @@ FROM python:3.12-slim-bookworm AS build
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 WORKDIR /src
 RUN python -m venv --without-pip /opt/kvroute
-# Requirements are a layer of their own: a change of the code does not install them again.
+# Requirements are a separate layer, so that a change of the code does not install them again.
 COPY pyproject.toml ./
 RUN python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['dependencies'], sep='\n')" > requirements.txt \
  && pip --python /opt/kvroute/bin/python install -r requirements.txt
@@ -19,7 +19,7 @@ COPY src src
 RUN pip --python /opt/kvroute/bin/python install --no-deps .
 
 FROM python:3.12-slim-bookworm
-# Its state folder holds the admin key that the gateway makes where none is set.
+# The state folder contains the admin key that the gateway makes if none is set.
 RUN useradd --system --uid 10001 --user-group --no-create-home --shell /usr/sbin/nologin kvroute \
  && install -d -o kvroute -g kvroute -m 0700 /var/lib/kvroute
 COPY --from=build /opt/kvroute /opt/kvroute
@@ -30,9 +30,9 @@ ENV PATH=/opt/kvroute/bin:$PATH \
     XDG_STATE_HOME=/var/lib
 USER kvroute
 EXPOSE 8080
-# Alive, not ready: a gateway without a routable worker must not be restarted for it.
+# /health, not /ready: a gateway without a routable worker must not be restarted.
 HEALTHCHECK --interval=10s --timeout=3s --start-period=15s --retries=3 \
   CMD ["python", "-c", "import http.client, os, sys; c = http.client.HTTPConnection('127.0.0.1', int(os.environ.get('KVROUTE__SERVER__PORT', 8080)), timeout=2); c.request('GET', '/health'); sys.exit(c.getresponse().status != 200)"]
-# Exec form: SIGTERM reaches kvroute itself, which drains and exits with 0.
+# In exec form SIGTERM reaches kvroute itself, which drains and exits with 0.
 ENTRYPOINT ["kvroute"]
 CMD ["serve"]

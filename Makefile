@@ -56,7 +56,7 @@ format: $(VENV)/.installed-dev ## format the code
 docs: $(VENV)/.installed ## regenerate configs/reference.yaml and the tables in docs/configuration.md
 	$(BIN)/python -m kvroute.app.reference
 
-compose: $(VENV)/.installed ## render docker-compose.yml from configs/compose.yaml
+compose: $(VENV)/.installed ## render docker-compose.yml and prometheus.yml from configs/compose.yaml
 	$(BIN)/python -m kvroute render -f configs/compose.yaml --to compose -o .
 
 bench: $(VENV)/.installed-dev ## measure each part, then the gateway and other routers (ten minutes) [ARGS=--scenarios=a,c]

@@ -126,7 +126,7 @@ class HostFacts:
     free_ports: tuple[int, ...]
     """At least `port_count` ports."""
     vllm: tuple[str, ...] = ("vllm",)
-    """The first words of the command line in place of `vllm`."""
+    """The first words of the command line, which replace `vllm`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +138,7 @@ class PlannedProcess:
     ready_url: str
     ready_timeout_s: float
     restart_with: tuple[str, ...] = ()
-    """Names of processes to which this process cannot reconnect. It is restarted after each of them."""
+    """Names of processes to which this process cannot reconnect. It is restarted after each restart of such a process."""
     restart_delay_s: float = 0.0
     """Least time between its end and its restart, so that its clients notice the end."""
 

@@ -162,7 +162,7 @@ def parse_address(url: str, *, schemes: tuple[str, ...], default_port: int) -> A
 
 
 def masked(text: str) -> str:
-    """`text` with stars in place of user and password in each address."""
+    """`text` with user and password of each address replaced by stars."""
     return _LOGIN.sub("***@", text)
 
 

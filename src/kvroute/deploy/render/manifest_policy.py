@@ -35,7 +35,7 @@ PROMETHEUS = {
 
 
 def network_manifests(plan: EndpointPlan, site: DeploymentSite) -> Iterator[Manifest]:
-    """NetworkPolicies: clients may connect to the gateway, and each other part only to what it needs."""
+    """NetworkPolicies: clients may connect only to the gateway, and each part only to the parts it needs."""
     gateway = {"podSelector": matching(plan, GATEWAY)}
     workers = {"podSelector": matching(plan, WORKER)}
     servers = {"podSelector": matching(plan, LMCACHE)}
