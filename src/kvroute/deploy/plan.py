@@ -138,7 +138,7 @@ class PlannedProcess:
     ready_url: str
     ready_timeout_s: float
     restart_with: tuple[str, ...] = ()
-    """Names of processes to which this process cannot reconnect. It is restarted after each restart of such a process."""
+    """Names of processes to which it cannot reconnect. Their restart restarts it, too."""
     restart_delay_s: float = 0.0
     """Least time between its end and its restart, so that its clients notice the end."""
 
