@@ -149,8 +149,9 @@ class HealthMonitor:
         self._rng = rng or random.Random()
         self._group: asyncio.TaskGroup | None = None
         self._probes: dict[WorkerId, _WorkerProbes] = {}
-        self._suspects: set[WorkerId] = set()
-        """Every worker with a failure in its window; may also contain workers without one."""
+        self.suspects: set[WorkerId] = set()
+        """Every worker with a failure in its window; may also contain workers without one. Callers only read
+        it: while it is empty, they need not report a status below 500."""
         for worker in fleet.workers():
             self._joined(worker)
         fleet.subscribe(self._on_change)
@@ -170,7 +171,7 @@ class HealthMonitor:
 
     def report_status(self, worker: Worker, status: int) -> None:
         """Record the HTTP status of an answer to a client. Only bursts of 5xx eject the worker."""
-        if status < 500 and not self._suspects:
+        if status < 500 and not self.suspects:
             return
         probes = self._probes_of(worker)
         if probes is None:
@@ -178,7 +179,7 @@ class HealthMonitor:
         if status < 500 or status == _NOT_IMPLEMENTED:
             probes.answers.add(self._clock.now(), False)  # a good answer completes no burst
             if probes.answers.is_clean:
-                self._suspects.discard(worker.id)
+                self.suspects.discard(worker.id)
         else:
             self._count_failure(probes, f"a burst of failures, the last one HTTP {status}")
 
@@ -213,7 +214,7 @@ class HealthMonitor:
 
     def _count_failure(self, probes: _WorkerProbes, trouble: str) -> None:
         now = self._clock.now()
-        self._suspects.add(probes.worker.id)
+        self.suspects.add(probes.worker.id)
         if not probes.answers.add(now, True) or self._fleet.health(probes.worker) is not HealthState.HEALTHY:
             return
         probes.answers.clear()
@@ -362,7 +363,7 @@ class HealthMonitor:
             self._joined(worker)
         elif change is FleetChange.LEFT:
             probes = self._probes.pop(worker.id)
-            self._suspects.discard(worker.id)
+            self.suspects.discard(worker.id)
             self.counts.forget(worker.id)
             if probes.task is not None:
                 probes.task.cancel()

@@ -33,6 +33,7 @@ _NEVER = -inf
 """The time origin before the first dispatch: every weight from then has decayed to zero."""
 
 _YOUNG = exp(-WARM_UP_S / WINDOW_S)
+"""The decay at the age `WARM_UP_S`; a younger average has a larger one."""
 _LEAST_SHARE = WINDOW_S - WINDOW_S * _YOUNG
 
 

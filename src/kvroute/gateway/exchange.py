@@ -270,7 +270,9 @@ class Exchange(Struct, eq=False):
         deps, plan, record, candidate = self._deps, self._plan, self._record, self._attempts.candidate
         assert candidate is not None
         status = response.status
-        deps.attempts.health.report_status(candidate.worker, status)
+        health = deps.attempts.health
+        if status >= 500 or health.suspects:  # `report_status` would do nothing otherwise
+            health.report_status(candidate.worker, status)
         if status in deps.attempts.retry_statuses and self._attempts.retry_after_status(self):
             return
         record.status = status

@@ -50,8 +50,7 @@ class PredictionOutcome(StrEnum):
     UNDER = "under"
 
 
-# Access to an enum member through its class costs 80 ns (CPython 3.11); a module constant costs almost
-# nothing.
+# To read an enum member through its class costs 80 ns (CPython 3.11), a module constant almost nothing.
 _EXACT, _OVER, _UNDER = PredictionOutcome.EXACT, PredictionOutcome.OVER, PredictionOutcome.UNDER
 
 

@@ -35,7 +35,7 @@ class _FairQueue:
 
 
 class RoundRobin:
-    """Ranks the worker first whose next request is due. Implements `Strategy`.
+    """Ranks one worker after another first, each by its share of traffic. Implements `Strategy`.
 
     Mutable: only `on_dispatch` changes the queues.
     """

@@ -22,7 +22,7 @@ from kvroute.routing.transfers import CacheViews
 
 
 class SessionOptions(Options):
-    """Sessions stay on one worker, by a session key. A request without a key goes to the least cost."""
+    """A session stays on one worker, by its key. A request without a key goes to the worker of least cost."""
 
     keys: tuple[str, ...] = option(
         (
