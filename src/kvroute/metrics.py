@@ -317,7 +317,7 @@ class Metrics(Collector):
             "kvroute_retries_denied", "Attempts that were not repeated because of the retry budget."
         ).labels()
         self.ejections = self._counter(
-            "kvroute_worker_ejections", "Workers taken out of routing.", ["worker", "cause"]
+            "kvroute_worker_ejections", "Ejections of workers from routing.", ["worker", "cause"]
         )
         self.streams_aborted = self._counter(
             "kvroute_streams_aborted", "Exchanges that ended early, by the side that ended them.", ["by"]

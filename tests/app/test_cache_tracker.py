@@ -142,7 +142,7 @@ async def test_each_workers_own_lmcache_server_is_polled_for_bandwidths() -> Non
         lmcache={"coordinator": {"enabled": True, "listen": "127.0.0.1:0", "rates_interval_s": 0.01}},
     )
     for name, slot in (("x", 5), ("y", 6)):
-        made.lmcache.places_changed(Worker(WorkerSpec(WorkerId(name), f"http://{name}")), {0: slot})
+        made.lmcache.slots_changed(Worker(WorkerSpec(WorkerId(name), f"http://{name}")), {0: slot})
     async with tcp_server(answer) as port, made, httpx.AsyncClient(trust_env=False) as client:
         instance = {"instance_id": "x", "ip": "127.0.0.1", "http_port": port}
         url = f"http://{made.lmcache.coordinator_address}/instances"

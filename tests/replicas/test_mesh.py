@@ -70,7 +70,7 @@ async def test_each_process_receives_the_messages_of_all_others_after_their_gree
         for other in {0, 1, 2} - {number}:
             received = [message for sender, message in member.received if sender == other]
             assert received == [FirstToken(other), *(Finished(10 * other + place) for place in range(3))]
-    assert meshes[0].peers == [1, 2]
+    assert meshes[0].linked_peers == [1, 2]
 
 
 async def test_messages_published_before_a_link_are_not_sent_on_it(tmp_path):
@@ -172,7 +172,7 @@ async def test_an_unknown_client_is_disconnected(three, tmp_path, caplog):
         await reader.read()  # until the mesh closes the connection
     writer.close()
 
-    assert meshes[0].peers == [1, 2]
+    assert meshes[0].linked_peers == [1, 2]
     assert "is invalid" in caplog.text
 
 

@@ -1,1 +1,1 @@
-"""Construction: configuration, the runtime that owns every task, the server."""
+"""Constructs the gateway: configuration, the runtime that owns every task, and the server."""

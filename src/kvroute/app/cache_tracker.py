@@ -105,8 +105,8 @@ def stream_metrics(streams: Sequence[StreamFigures]) -> Iterable[Metric]:
         "1 for the trust in each worker's map, with the reason where it is limited.",
         ("worker", "rank", "standing", "cause"),
         [
-            ((*place, each.trust.value, each.reason.value if each.reason else ""), 1.0)
-            for place, each in labelled
+            ((*labels, each.trust.value, each.reason.value if each.reason else ""), 1.0)
+            for labels, each in labelled
         ],
     )
     yield gauge(
@@ -114,8 +114,8 @@ def stream_metrics(streams: Sequence[StreamFigures]) -> Iterable[Metric]:
         "Blocks that each worker holds according to the map.",
         ("worker", "rank", "tier"),
         [
-            ((*place, tier.name.lower()), float(blocks))
-            for place, each in labelled
+            ((*labels, tier.name.lower()), float(blocks))
+            for labels, each in labelled
             for tier, blocks in each.held_blocks.items()
         ],
     )
@@ -123,14 +123,14 @@ def stream_metrics(streams: Sequence[StreamFigures]) -> Iterable[Metric]:
         "kvroute_map_aside_blocks",
         "Orphan blocks: announced by the worker, but with an unknown parent.",
         ("worker", "rank"),
-        [(place, float(each.orphan_blocks)) for place, each in labelled],
+        [(labels, float(each.orphan_blocks)) for labels, each in labelled],
     )
     for name, text in _STREAM_COUNTS.items():
         yield counter(
             f"kvroute_kv_events_{name}",
             text,
             ("worker", "rank"),
-            [(place, float(getattr(each.counts, name))) for place, each in labelled],
+            [(labels, float(getattr(each.counts, name))) for labels, each in labelled],
         )
     for name, text in {
         "stored": "Blocks that workers announced as stored.",
@@ -140,7 +140,7 @@ def stream_metrics(streams: Sequence[StreamFigures]) -> Iterable[Metric]:
             f"kvroute_map_{name}_blocks",
             text,
             ("worker", "rank"),
-            [(place, float(getattr(each.blocks, name))) for place, each in labelled],
+            [(labels, float(getattr(each.blocks, name))) for labels, each in labelled],
         )
 
 
@@ -244,7 +244,7 @@ class CacheTracker:
 
     def _update_lmcache(self, worker: Worker, streams: Sequence[Stream]) -> None:
         if streams:
-            self.lmcache.places_changed(worker, {stream.rank: stream.slot for stream in streams})
+            self.lmcache.slots_changed(worker, {stream.rank: stream.slot for stream in streams})
 
     @property
     def on_dispatch(self) -> Callable[[RouteQuery, Candidate], None] | None:

@@ -86,7 +86,7 @@ class MirroredCaches:
                 self._by_lmcache -= {place.slot for place in places if not place.by_lmcache}
                 self._set_places(
                     worker,
-                    tuple(CachePlace(p.slot, p.rank, MapTrust(p.standing), p.why) for p in places),
+                    tuple(CachePlace(p.slot, p.rank, MapTrust(p.trust), p.why) for p in places),
                 )
             case TierBandwidth(slot, tier, gb_s):
                 self._on_bandwidth(slot, Tier(tier), gb_s)

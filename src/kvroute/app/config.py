@@ -131,13 +131,13 @@ def _put(data: dict[str, Any], origins: dict[Path, str], setting: ConfigSetting)
         origins.pop(setting.path[:depth], None)
     for stale in [path for path in origins if path[: len(setting.path)] == setting.path]:
         del origins[stale]
-    place = data
+    node = data
     for key in above:
-        inner = place.get(str(key))
+        inner = node.get(str(key))
         if not isinstance(inner, dict):
-            inner = place[str(key)] = {}
-        place = inner
-    place[str(last)] = setting.value
+            inner = node[str(key)] = {}
+        node = inner
+    node[str(last)] = setting.value
     origins[setting.path] = setting.origin
     origins.update(setting.inner)
 
@@ -184,12 +184,12 @@ def _read_secret(file: pathlib.Path) -> str:
 
 
 def _get(data: Mapping[str, Any], path: Path) -> object:
-    place: object = data
+    node: object = data
     for key in path:
-        if not isinstance(place, Mapping):
+        if not isinstance(node, Mapping):
             return None
-        place = place.get(str(key))
-    return place
+        node = node.get(str(key))
+    return node
 
 
 def _translate(
@@ -211,12 +211,12 @@ def _translate(
 def _path_in(data: object, loc: Sequence[str | int], *, missing: bool) -> Path:
     """The part of pydantic's location that exists in the data; the other parts name members of unions."""
     path: list[str | int] = []
-    place = data
+    node = data
     for number, key in enumerate(loc):
-        if (isinstance(place, Mapping) and key in place) or (
-            isinstance(place, (list, tuple)) and isinstance(key, int) and key < len(place)
+        if (isinstance(node, Mapping) and key in node) or (
+            isinstance(node, (list, tuple)) and isinstance(key, int) and key < len(node)
         ):
-            place = place[key]  # type: ignore[index]
+            node = node[key]  # type: ignore[index]
         elif not (missing and number == len(loc) - 1):
             continue
         path.append(key)
@@ -260,7 +260,7 @@ def resolved_yaml(loaded: Loaded) -> str:
         type(loaded.config),
         masked(loaded.config),
         trailing=lambda path: ", ".join(
-            dict.fromkeys(origin for place, origin in loaded.origins.items() if place[: len(path)] == path)
+            dict.fromkeys(origin for node, origin in loaded.origins.items() if node[: len(path)] == path)
         ),
     )
     return "\n".join(lines) + "\n"

@@ -114,14 +114,14 @@ class LMCache:
 
     # The fleet
 
-    def places_changed(self, worker: Worker, places: Mapping[int, int]) -> None:
+    def slots_changed(self, worker: Worker, slots: Mapping[int, int]) -> None:
         """Set the worker's slots, by rank; also called when its model names have changed."""
-        self._worker_of |= dict.fromkeys(places.values(), str(worker.id))
+        self._worker_of |= dict.fromkeys(slots.values(), str(worker.id))
         if self._coordinator is not None:
-            self._coordinator.worker_changed(served_worker(worker, tuple(places.values())))
+            self._coordinator.worker_changed(served_worker(worker, tuple(slots.values())))
         if self._controller is not None:
             host = urlsplit(worker.spec.url).hostname or ""
-            for rank, slot in places.items():
+            for rank, slot in slots.items():
                 self._controller.add_slot(slot, str(worker.id), rank=rank, addresses=_addresses(host))
 
     def slot_removed(self, slot: int) -> None:

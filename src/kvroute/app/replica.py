@@ -146,8 +146,8 @@ class Replica:
         except TimeoutError:
             pass
         self._is_synced = True  # also after a timeout: no process could send the state
-        if set(self.mesh.others) - set(self.mesh.peers):
-            missing = sorted(set(self.mesh.others) - set(self.mesh.peers))
+        if set(self.mesh.peers) - set(self.mesh.linked_peers):
+            missing = sorted(set(self.mesh.peers) - set(self.mesh.linked_peers))
             log.warning("starting without a link to process %s", ", ".join(map(str, missing)))
 
     async def aclose(self) -> None:
@@ -155,7 +155,7 @@ class Replica:
 
     def notes(self) -> list[str]:
         """Notes for `/ready`: processes without a link."""
-        missing = set(self.mesh.others) - set(self.mesh.peers)
+        missing = set(self.mesh.peers) - set(self.mesh.linked_peers)
         return [f"process {self.number} has no link to process {number}" for number in sorted(missing)]
 
     # `PeerProcesses`

@@ -287,8 +287,10 @@ class ListeningProcess:
 
 
 def run(config: Config) -> int:
-    """Serve until SIGTERM or SIGINT (see `GatewayServer`). Return the exit code: 0 after an orderly
-    shutdown, 1 if the gateway could not start."""
+    """Serve until SIGTERM or SIGINT (see `GatewayServer`).
+
+    Returns the exit code: 0 after an orderly shutdown, 1 if the gateway could not start.
+    """
     configure(config.logging)
     raise_descriptor_limit()
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until the event loop has a handler that logs it

@@ -1,1 +1,1 @@
-"""Several gateway processes on one port: supervised, sharing what they route by, seen as one."""
+"""Several gateway processes on one port: they share their routing state and appear as one gateway."""

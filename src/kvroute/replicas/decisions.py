@@ -80,7 +80,7 @@ class OwnDecisions:
 
     def unfinished(self) -> list[Message]:
         """The messages that bring a newly linked process up to date with the requests in flight."""
-        return [message for dispatch in self._unfinished.values() for message in dispatch.replay()]
+        return [message for dispatch in self._unfinished.values() for message in dispatch.catch_up_messages()]
 
     def forget(self, number: int) -> None:
         """Remove a request that has ended."""
@@ -115,7 +115,7 @@ class _OwnDispatch:
         self._decisions.forget(self._number)
         self._decisions.publish(Finished(self._number))
 
-    def replay(self) -> list[Message]:
+    def catch_up_messages(self) -> list[Message]:
         """The messages that were published about the request until now."""
         number = self._number
         sent = _dispatched_message(number, self._query, self._decision, self._candidate, _uncompressed)

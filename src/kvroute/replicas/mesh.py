@@ -91,7 +91,7 @@ class Mesh:
     def __init__(self, number: int, processes: int, folder: Path) -> None:
         self.number = number
         self.counts = MeshCounts()
-        self._others = [other for other in range(processes) if other != number]
+        self._peers = [peer for peer in range(processes) if peer != number]
         self._folder = folder
         self._member: MeshMember | None = None
         self._request_handlers: dict[str, RequestHandler] = {}
@@ -109,12 +109,12 @@ class Mesh:
         self._is_closing = False
 
     @property
-    def others(self) -> Sequence[int]:
+    def peers(self) -> Sequence[int]:
         """Numbers of all other processes, linked or not."""
-        return self._others
+        return self._peers
 
     @property
-    def peers(self) -> Sequence[int]:
+    def linked_peers(self) -> Sequence[int]:
         """Numbers of the processes that are linked now."""
         return sorted(self._links)
 
@@ -129,13 +129,13 @@ class Mesh:
         path = self._path(self.number)
         path.unlink(missing_ok=True)
         self._server = await loop.create_unix_server(lambda: _Link(self), str(path))
-        for other in self._others:
+        for other in self._peers:
             if other < self.number:
                 self.spawn(self._connect(other), f"link to process {other}")
 
     async def all_linked(self) -> None:
         """Wait until all other processes are linked."""
-        while len(self._links) < len(self._others):
+        while len(self._links) < len(self._peers):
             self._changed.clear()
             await self._changed.wait()
 
@@ -262,7 +262,7 @@ class Mesh:
     def _on_hello(self, link: _Link, hello: Hello) -> None:
         assert self._member is not None
         number = hello.number
-        if number not in self._others:
+        if number not in self._peers:
             raise WireError(f"there is no process {number}")
         before = self._links.get(number)
         if before is not None and before is not link:

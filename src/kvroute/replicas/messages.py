@@ -132,7 +132,7 @@ class CachePlaceMessage(msgspec.Struct, frozen=True, array_like=True):
 
     slot: int
     rank: int
-    standing: str
+    trust: str
     why: str
     by_lmcache: bool
 

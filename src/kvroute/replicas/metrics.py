@@ -195,7 +195,7 @@ class GatewayMetrics:
         )
         found = {self._mesh.number: own, **others}
         pages = {number: decode(page) for number, page in found.items()}
-        for number in self._mesh.others:
+        for number in self._mesh.peers:
             if number not in pages:
                 self._missing += 1
                 pages[number] = await asyncio.to_thread(self._read, number)
@@ -212,7 +212,7 @@ class GatewayMetrics:
             "kvroute_process_links",
             "Other gateway processes that each one is linked to.",
             ("process",),
-            [((number,), float(len(mesh.peers)))],
+            [((number,), float(len(mesh.linked_peers)))],
         )
         yield counter(
             _RESTARTS,
