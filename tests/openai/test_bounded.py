@@ -57,7 +57,7 @@ trees = st.recursive(leaves, lambda inner: st.lists(inner) | st.dictionaries(st.
 def is_over(body, most, window):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "_SCANNED_BYTES", window)
-        over_it, _ = exhausted(Bounded(BodyLimits(max_json_values=most))._many_outside_strings(body))
+        over_it, _ = exhausted(Bounded(BodyLimits(max_json_values=most))._exceeds_outside_strings(body))
     return over_it
 
 
@@ -140,7 +140,7 @@ def test_each_limit_counts_at_any_size(fields, endpoint, limit, size):
 
 def test_chats_that_come_again_stay_below_the_limit():
     bounded = Bounded(FEW)
-    bodies = SeenBodies(seed=1, cut_bytes=64, bounded=bounded, least_bytes=64, block_bytes=64)
+    bodies = SeenBodies(seed=1, cut_bytes=64, bounded=bounded, min_bytes=64, block_bytes=64)
 
     def chat(count):
         return json.dumps(

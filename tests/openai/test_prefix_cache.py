@@ -21,7 +21,7 @@ SPACE = CacheSpace("m")
 
 
 def bodies(**changed):
-    return SeenBodies(**{"seed": 3, "cut_bytes": 2048, "least_bytes": 512, "block_bytes": 128} | changed)
+    return SeenBodies(**{"seed": 3, "cut_bytes": 2048, "min_bytes": 512, "block_bytes": 128} | changed)
 
 
 def said(count, begin=0):
@@ -251,7 +251,7 @@ def test_keys_of_models_and_salts_stay_apart():
 
 
 def test_the_cache_is_bounded():
-    seen = bodies(max_bytes=30_000, most_blocks=300)
+    seen = bodies(max_bytes=30_000, max_blocks=300)
     for number in range(30):
         for turn in range(7, 11):
             seen.read(CHAT, dumped([{"role": "system", "content": str(number)}, *said(turn)]))
@@ -262,7 +262,7 @@ def test_the_cache_is_bounded():
 
 
 def test_a_prefix_is_continued_although_its_own_prefix_was_evicted():
-    seen, were_seen = bodies(most_blocks=20), []
+    seen, were_seen = bodies(max_blocks=20), []
     for turn in range(3, 25):
         body = dumped(said(turn))
         read, was_seen = read_by(seen.read, body)
@@ -291,7 +291,7 @@ def test_a_body_that_is_nested_as_deeply_as_can_be_fails_nowhere():
 
 
 def test_of_a_small_body_or_one_that_fills_no_cache_nothing_is_remembered():
-    seen = bodies(least_bytes=100_000)
+    seen = bodies(min_bytes=100_000)
     body = dumped(said(9))
     seen.read(CHAT, body)
     bodies_of_counts = bodies()

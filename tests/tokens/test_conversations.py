@@ -118,7 +118,7 @@ def written(messages: list[Any], before: Any = (), after: Any = (), indent: int 
 
 
 def seen_bodies() -> SeenBodies:
-    return SeenBodies(seed=3, cut_bytes=256, least_bytes=64, block_bytes=32)
+    return SeenBodies(seed=3, cut_bytes=256, min_bytes=64, block_bytes=32)
 
 
 def outcome(tokenizer: LocalTokenizer, asked: InferenceRequest, *, at_once: bool = False) -> Any:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from kvroute.errors import ConnectionLost, ProtocolViolation, UpstreamError
 from kvroute.upstream.connection import MAX_HEAD_BYTES, UpstreamConnection
 from kvroute.upstream.response import UpstreamResponse
+from kvroute.upstream.writes import Outbox
 
 
 class RecordingTransport(asyncio.Transport):
@@ -244,6 +245,25 @@ def test_an_answer_without_framing_ends_with_the_connection(chunks: list[bytes],
         assert bench.owner.events == ["opened", "dropped", "closed"]
 
     run(scenario())
+
+
+async def test_a_request_for_a_stream_is_written_immediately_while_others_wait() -> None:
+    outbox, loop = Outbox(), asyncio.get_running_loop()
+    other = RecordingTransport()
+    for _ in range(20):  # several writes in one iteration: from the next one on writes wait
+        outbox.send(other, b"x")
+    await asyncio.sleep(0)
+    written = {}
+    for is_streamed in (False, True):
+        transport = RecordingTransport()
+        connection = UpstreamConnection(
+            Owner(), loop, origin="http://w", read_buffer_bytes=1 << 20, outbox=outbox
+        )
+        connection.connection_made(transport)
+        connection.start(b"head", b"body", UpstreamResponse(idle_timeout_s=0), is_streamed=is_streamed)
+        written[is_streamed] = bytes(transport.written)
+    assert written == {False: b"", True: b"headbody"}
+    outbox.flush()
 
 
 async def test_an_answer_without_framing_that_breaks_with_an_error_is_not_whole() -> None:

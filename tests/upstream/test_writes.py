@@ -141,31 +141,3 @@ async def test_after_some_iterations_of_one_they_wait_no_more(log, outbox):
         await an_iteration()
         assert len(log) == number + 1
     assert 0 < waited < 10
-
-
-async def test_the_first_request_for_a_stream_goes_out_immediately_and_further_ones_in_threes(log):
-    outbox, a = Outbox(), Transport(log)
-    gone = []
-    for number in range(9):
-        outbox.send_stream_request(a, b"%d" % number)
-        gone.append(len(log))
-    await an_iteration()
-    assert gone == [1, 1, 1, 4, 4, 4, 7, 7, 7]
-    assert [data for _, data in log] == [b"%d" % number for number in range(9)]
-
-
-async def test_a_request_for_a_stream_does_not_wait_where_iterations_have_one(log):
-    outbox, a = Outbox(), Transport(log)
-    for number in range(20):
-        outbox.send_stream_request(a, b"%d" % number)
-        assert len(log) == number + 1
-        await an_iteration()
-
-
-async def test_a_streaming_request_goes_after_waiting_writes(log, outbox):
-    a, b = Transport(log), Transport(log, "b")
-    outbox.send(a, b"1")
-    outbox.send_stream_request(b, b"2", b"body")
-    assert not log
-    outbox.send_stream_request(a, b"3")
-    assert log == [("a", b"1"), ("b", b"2"), ("b", b"body"), ("a", b"3")]

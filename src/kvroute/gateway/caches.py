@@ -1,4 +1,4 @@
-"""The live map of the workers' caches, put together from all that tells about them."""
+"""The cache map that strategies read: vLLM's blocks and LMCache's chunks together."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ _new: Final = tuple.__new__
 
 
 class LiveCaches:
-    """A `routing.caches.CacheMap`: vLLM's blocks from its own events, LMCache's chunks from its.
+    """The `CacheMap` over the prefix index, the chunk index and the state of the event streams.
 
-    Reads the two indexes and what the ingest says of its streams. Mutable: remembers the places that it last
-    gave, as they are asked for with every request.
+    Mutable: caches the last place of each slot, because every request reads it.
     """
 
     def __init__(

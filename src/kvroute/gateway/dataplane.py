@@ -144,7 +144,7 @@ class BodyReader:
             if endpoint.body is _MULTIPART:
                 kind = header(headers, b"content-type").decode("latin-1")
                 return parse_request(endpoint, body, kind, self._bounded)
-            if len(body) < self._seen.least_bytes:
+            if len(body) < self._seen.min_bytes:
                 request = parse_request(endpoint, body)
             else:
                 request = self._seen.read(endpoint, body)

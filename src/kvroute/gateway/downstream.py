@@ -39,9 +39,9 @@ class Downstream(Protocol):
         ...
 
     def start_relayed(self, status: int, fields: bytes, *, is_sized: bool) -> None:
-        """As `start`, from ready header lines `name: value CR LF`, which saves splitting and joining them.
+        """Like `start`, with ready header lines `name: value CR LF`, which saves splitting and joining.
 
-        `is_sized`: one of them is Content-Length.
+        `is_sized`: the lines include Content-Length.
         """
         ...
 

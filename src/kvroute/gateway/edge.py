@@ -420,7 +420,7 @@ class EdgeProtocol(HttpToolsProtocol):
             elif unanswered is not broken or broken.response_started:
                 self._wait_in(None)
                 self._drop_unanswered()
-                self.transport.close()  # the client has this answer already, or a part of it
+                self.transport.close()  # the client has got this answer already, at least partly
                 return
             else:
                 unanswered = None
@@ -451,7 +451,7 @@ class EdgeProtocol(HttpToolsProtocol):
             self._wait_in(self.bounds.closing)
 
     def _drop_unanswered(self) -> None:
-        """Give up all unanswered requests: report a disconnect to their applications."""
+        """Drop all unanswered requests: report a disconnect to their applications."""
         if self._answering is None:
             return  # no request was started; a connection of the fast lane may have no pipeline yet
         for cycle in (self._answering, *[cycle for cycle, _ in self.pipeline]):

@@ -218,7 +218,7 @@ class Exchange(Struct, eq=False):
         except GatewayError as error:
             self._fail(error)
         except Exception:
-            # A defect must end this exchange only, and release what it holds.
+            # A defect must end this exchange only, and release its reservations.
             log.exception("an exchange failed")
             self._fail(InternalError("Internal error."))
 
@@ -261,7 +261,7 @@ class Exchange(Struct, eq=False):
         except GatewayError as error:
             self._fail(error)
         except Exception:
-            # A defect must end this exchange only, and release what it holds.
+            # A defect must end this exchange only, and release its reservations.
             log.exception("an exchange failed")
             self._fail(InternalError("Internal error."))
 

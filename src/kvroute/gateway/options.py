@@ -1,4 +1,4 @@
-"""What the HTTP edge and the admin API can be told."""
+"""Options of the HTTP server and of the admin API."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ MIB = 1024 * 1024
 LIMITS = BodyLimits()
 
 AFTER_CUT_S = 5.0
-"""What is left to write error events and close connections once running answers were cut."""
+"""Time to write error events and close connections after running answers were cut."""
 _PARENT_S = 5.0
-"""How much longer the parent of several processes waits before it kills them."""
+"""Additional time that the parent of several processes waits before it kills them."""
 
 
 class ServerOptions(Options):
@@ -30,8 +30,8 @@ class ServerOptions(Options):
         1,
         "Processes that serve the address together, each on a core of its own (Linux only).",
         unit="processes",
-        higher="more requests per second; each further one takes 40 MiB and hears of every request",
-        lower="1 shares nothing, and costs nothing for it",
+        higher="more requests per second; each further process takes 40 MiB and accounts for every request",
+        lower="with 1 there is nothing to share, and no cost of sharing",
         ge=1,
         le=64,
     )
@@ -40,12 +40,12 @@ class ServerOptions(Options):
         "Connections the kernel holds until they are accepted.",
         unit="connections",
         higher="bursts of new connections wait",
-        lower="they are refused sooner",
+        lower="bursts of new connections are refused sooner",
         ge=1,
     )
     keep_alive_s: float = option(
         75.0,
-        "How long an idle client connection is kept, before its first request and between two requests.",
+        "How long an idle client connection is kept open, before its first request and between requests.",
         unit="s",
         higher="fewer reconnects; keep it above the idle timeout of a load balancer in front",
         lower="fewer idle sockets",
@@ -53,8 +53,8 @@ class ServerOptions(Options):
     )
     max_head_bytes: int = option(
         65_536,
-        "Largest head of a request, its request line and its header lines together; trailers count as a head "
-        "of their own. A larger one is answered 431 and the connection is closed, while it arrives.",
+        "Largest head of a request: request line and header lines. Trailers have the same limit. As soon as "
+        "a head is larger, it is answered 431 and the connection is closed.",
         unit="bytes",
         higher="more headers pass",
         lower="less memory one connection can take",
@@ -62,7 +62,7 @@ class ServerOptions(Options):
     )
     max_head_line_bytes: int = option(
         16_384,
-        "Longest line of a request's head, the request line included; a longer one is answered 431.",
+        "Longest line of a request's head, including the request line; a longer one is answered 431.",
         unit="bytes",
         higher="longer cookies, tokens and query strings pass",
         lower="less memory one connection can take",
@@ -78,8 +78,8 @@ class ServerOptions(Options):
     )
     head_timeout_s: float = option(
         10.0,
-        "How long the head of a request may take, from its first byte; then 408, and the connection is "
-        "closed. 0: no limit.",
+        "How long the head of a request may take from its first byte. After that the request is answered 408 "
+        "and the connection is closed. 0: no limit.",
         unit="s",
         higher="clients on very slow networks are served",
         lower="half requests hold connections for a shorter time",
@@ -87,9 +87,9 @@ class ServerOptions(Options):
     )
     body_timeout_s: float = option(
         30.0,
-        "Over how long the rate at which a request's body arrives is averaged: a body that is slower than "
-        "`body_bytes_per_s` for so long is answered 408, and the connection is closed. While the gateway "
-        "itself does not read, this time stands still. 0: no limit.",
+        "Time over which the rate of an arriving request body is averaged. A body slower than "
+        "`body_bytes_per_s` is answered 408 and the connection is closed. Time during which the gateway "
+        "itself does not read is not counted. 0: no limit.",
         unit="s",
         higher="uploads may pause for longer",
         lower="half requests hold connections and memory for a shorter time",
@@ -97,7 +97,7 @@ class ServerOptions(Options):
     )
     body_bytes_per_s: int = option(
         1000,
-        "Least rate at which a request's body has to arrive.",
+        "Lowest allowed rate of an arriving request body.",
         unit="bytes/s",
         higher="slow uploads are refused earlier",
         lower="uploads over slower networks pass",
@@ -113,10 +113,10 @@ class ServerOptions(Options):
     )
     max_messages: int = option(
         LIMITS.max_messages,
-        "Most messages of a chat, or items of a `/v1/responses` input. This and the next five limit how much "
-        "of a body is read. A body above one is forwarded unread where nothing depends on its content (one "
-        "model name and no alias in the fleet, no session key in bodies, not `/v1/responses`); else it is "
-        "answered 413.",
+        "Most messages of a chat, or items of a `/v1/responses` input. This option and the next five limit "
+        "how much of a body is read. A body above a limit is forwarded unread if nothing depends on its "
+        "content (one model name and no alias in the fleet, no session key in bodies, not `/v1/responses`); "
+        "otherwise it is answered 413.",
         unit="messages",
         higher="longer chats are routed by their content",
         lower="less time that one request can take from others: about 1 us a message",
@@ -169,32 +169,32 @@ class ServerOptions(Options):
     )
     max_in_flight: int = option(
         0,
-        "Inference requests that each process serves at once; more are answered 429 with Retry-After. "
+        "Concurrent inference requests of each process; further ones are answered 429 with Retry-After. "
         "0: no limit.",
         unit="requests",
         higher="longer queues in the workers",
-        lower="clients are told earlier to back off",
+        lower="clients get 429 earlier",
         ge=0,
     )
     api_keys: tuple[SecretStr, ...] = option(
-        (), "Keys of which clients must send one as `Authorization: Bearer KEY`. Empty: everyone may ask."
+        (), "API keys. Clients must send one as `Authorization: Bearer KEY`. Empty: no key is needed."
     )
     api_keys_file: Path | None = option(
-        None, "File with those keys, one a line; blank lines and lines that begin with `#` do not count."
+        None, "File with API keys, one per line; blank lines and lines that start with `#` are ignored."
     )
     trusted_proxies: tuple[str, ...] = option(
         ("127.0.0.1",),
         "Addresses or networks of proxies whose `X-Forwarded-For` names the client in the audit lines of the "
-        "admin API; `*` believes everyone. It never gives access.",
+        "admin API; `*` trusts every address. The header never gives access.",
     )
     state_dir: Path | None = option(
         None,
-        "Folder for the admin key that the gateway makes where none is set, one file for each port. Unset: "
+        "Folder for the admin key that the gateway creates if none is set, one file for each port. Unset: "
         "`$XDG_STATE_HOME/kvroute`, by default `~/.local/state/kvroute`.",
     )
     allow_strategy_header: Annotated[bool, Switch] = option(
         False,
-        "Let a request choose its strategy by `x-kvroute-strategy`.",
+        "Let a request choose its strategy with the header `x-kvroute-strategy`.",
         higher="experiments per request; any client can undo the routing",
     )
     fast_lane: Annotated[bool, Switch] = option(
@@ -202,20 +202,20 @@ class ServerOptions(Options):
         "Relay plain requests inside the HTTP server's own protocol instead of through ASGI. What clients "
         "and workers see is the same.",
         higher="on: half the CPU time per request",
-        lower="off: rules the lane out when something looks wrong",
+        lower="off: all requests take the ASGI path, which helps to find the cause of a problem",
     )
     decisions_kept: int = option(
         1000,
         "Routing decisions kept for `GET /admin/decisions`.",
         unit="decisions",
-        higher="a longer look back",
+        higher="a longer history",
         lower="less memory",
         ge=0,
     )
     shutdown_delay_s: float = option(
         0.0,
-        "After SIGTERM, how long everything is served on, new connections included, while `/ready` answers "
-        "503 and each answer has `Connection: close`. Then no more connections are accepted.",
+        "How long after SIGTERM the gateway still serves and accepts connections, while `/ready` answers "
+        "503 and each answer has `Connection: close`. After that it accepts no more connections.",
         unit="s",
         higher="load balancers and Kubernetes have more time to stop sending traffic",
         lower="a faster restart; 0 suits a gateway with nothing in front of it",
@@ -223,7 +223,7 @@ class ServerOptions(Options):
     )
     drain_timeout_s: float = option(
         30.0,
-        "After SIGTERM and `shutdown_delay_s`, how long running answers may take to finish before they are "
+        "How long after SIGTERM and `shutdown_delay_s` running answers may take to finish before they are "
         "cut.",
         unit="s",
         higher="fewer answers are cut",
@@ -233,7 +233,7 @@ class ServerOptions(Options):
 
     @property
     def longest_shutdown_s(self) -> float:
-        """From SIGTERM to the exit of the last process, at most: what a supervisor must allow."""
+        """Longest time from SIGTERM to the exit of the last process. A supervisor must allow it."""
         parent_s = _PARENT_S if self.processes > 1 else 0.0
         return self.shutdown_delay_s + self.drain_timeout_s + AFTER_CUT_S + parent_s
 
@@ -261,18 +261,18 @@ class AdminOptions(Options):
 
     api_key: SecretStr | None = option(
         None,
-        "Key for `/admin/*`, sent as `Authorization: Bearer KEY`. Of several, one a line, each is valid: "
-        "so one can replace another. Unset: the gateway makes a key, and logs in which file it is.",
+        "Key for `/admin/*`, sent as `Authorization: Bearer KEY`. Several keys, one per line, are all valid, "
+        "so that one can replace another. Unset: the gateway creates a key and logs the name of its file.",
     )
     api_key_file: Path | None = option(
         None,
-        "File with that key, or several, one a line; blank lines and lines that begin with `#` do not count.",
+        "File with admin keys, one per line; blank lines and lines that start with `#` are ignored.",
     )
     allowed_hosts: tuple[str, ...] = option(
         (),
-        "Names and addresses, without ports, that the headers Host and Origin may have under `/admin` and "
-        "`/ui`, such as a proxy's. `localhost`, loopback addresses and the address that the client has "
-        "connected to are always among them. Another Host is answered 421, another Origin 403.",
+        "Names and addresses, without ports, that are allowed in the headers Host and Origin under `/admin` "
+        "and `/ui`, such as the name of a proxy. `localhost`, loopback addresses and the address that the "
+        "client has connected to are always allowed. Another Host is answered 421, another Origin 403.",
     )
 
     @property

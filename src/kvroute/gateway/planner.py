@@ -79,7 +79,7 @@ ContentRule: TypeAlias = Callable[[], str]
 
 
 class Planner:
-    """Plans requests from the state of fleet, router and estimator, and changes none of them.
+    """Plans requests from the state of fleet, router and estimator, without changing that state.
 
     `content_rules` are checked before a body is forwarded unread. `session_fields` are the fields of bodies
     that `session_keys` read. Mutable: caches facts by model until the fleet changes.

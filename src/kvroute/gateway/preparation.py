@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from kvroute.tokens.exact import ExactPrompts, ExactTokens
 
 WINDOW = 200
-"""Prompts of one model over which the share of late ones is computed."""
+"""Number of prompts of one model over which the share with late tokens is computed."""
 HIGH, LOW = 0.05, 0.02
 """Shares at which the warning starts and ends. They differ, so that a share between them is not logged
 again."""

@@ -1,9 +1,9 @@
-"""Reading bodies with bounded work: decoders that stop where a limit is passed.
+"""The shapes of request bodies, and decoders that stop when a body exceeds a limit.
 
-A decoder makes an object for each element of what it reads, and holds the interpreter while it does. What
-has too many elements is therefore recognised by what makes none: counts of characters, decoders that end
-with an error at the first element too many, and `msgspec.Raw`, which skips a value about as fast as its bytes
-can be counted.
+A decoder creates an object for each element and holds the interpreter lock meanwhile. Bodies with too many
+elements are therefore recognised without creating objects: by counting characters, by decoders that fail at
+the first element too many, and by `msgspec.Raw`, which skips a value about as fast as its bytes can be
+counted.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from msgspec.structs import astuple, fields
 from kvroute.errors import InvalidRequest, OverLimit
 
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""What msgspec raises: not JSON, not UTF-8 (which it checks only in what it decodes), too deep."""
+"""Errors of msgspec: not JSON, not UTF-8 (checked only in decoded parts), or nested too deeply."""
 
 BEFORE_MESSAGES = ("tools", "functions", "documents", "chat_template_kwargs", "system", "instructions")
 """Fields that chat templates render before the messages, in their order."""
 
 
 class Message(Struct, gc=False):
-    """The fields of a message that templates render, and of items of the Responses API that are none."""
+    """The fields that templates render of a message, or of an item of the Responses API."""
 
     role: Raw | UnsetType = UNSET
     content: Raw | UnsetType = UNSET
@@ -42,8 +42,10 @@ class Message(Struct, gc=False):
 
 
 class Body(Struct, gc=False):
-    """What every request is read for; of a body with messages these too, in the same pass. The first five,
-    then what templates render before messages, in their order."""
+    """The fields of a body that the gateway reads, in one pass.
+
+    The fields after the first five are those that templates render before the messages, in their order.
+    """
 
     model: str | None = None
     stream: Raw | UnsetType = UNSET
@@ -62,38 +64,38 @@ decode_body = msgspec.json.Decoder(Body).decode
 
 
 def head_of(decoded: Body) -> Sequence[Raw]:
-    """What a chat template renders before the messages, in its order."""
+    """The values that a chat template renders before the messages, in its order."""
     return [raw for raw in astuple(decoded)[5:] if raw is not UNSET]
 
 
 SMALL_BYTES: Final = 65_536
 """A body up to this size is decoded without counting its values first: at most about 20,000 objects."""
 STEPWISE_BYTES: Final = 1_048_576
-"""A larger body is read in steps, with a turn for other requests between them."""
-_COUNTED_BYTES: Final = 4_194_304
-"""Of a larger body the values are counted before it is decoded at all."""
+"""A larger body is read in steps; other requests run between the steps."""
+_UNCOUNTED_BYTES: Final = 4_194_304
+"""The values of a larger body are counted before any decoding."""
 _WINDOW_BYTES: Final = 4_194_304
-"""Of a body, counted in one step."""
+"""Bytes of a body in which characters are counted in one step."""
 _SCANNED_BYTES: Final = 262_144
-"""The same, without what is within strings."""
+"""Bytes of a body in which characters outside of strings are counted in one step."""
 _PIECE_BYTES: Final = 131_072
-"""Of a list of token ids, decoded in one go."""
-_NAMES: Final = (
+"""Bytes of a list of token ids that are decoded in one step."""
+_READ_FIELDS: Final = (
     *("model", "stream", "messages", "cache_salt", "prompt", "input", "query", "text_1", "queries", "text_2"),
     *("suffix", "previous_response_id", "kv_transfer_params", *BEFORE_MESSAGES),
     *("prompt_embeds", "truncate_prompt_tokens", "truncation_side"),
 )
-"""Fields of a large body that the gateway looks at."""
+"""Fields of a large body that the gateway reads."""
 _BYTE_ORDERS: Final = (b"\xff\xfe", b"\xfe\xff", b"\xef\xbb\xbf")
 _NOT_A_NUMBER: Final = (b"NaN", b"Infinity", b"-Infinity")
 
 _Match: TypeAlias = Callable[[bytes, int, int], re.Match[bytes]]
-"""Of a pattern that matches anything."""
+"""The `match` method of a pattern that always matches."""
 Steps: TypeAlias = Generator[None, None, Any]
 
 
 class BodyLimits(NamedTuple):
-    """The most of each that is read of one body. The names are those of the options in `server`."""
+    """The limits on one body that is read. The names are those of the options in `server`."""
 
     max_messages: int = 16_384
     max_prompts: int = 4_096
@@ -104,24 +106,27 @@ class BodyLimits(NamedTuple):
 
 
 class Bounded:
-    """Decoders for one set of limits. Mutable: the count of the decoding that is under way; so it belongs to
-    one thread. `also` are top-level fields of large bodies to keep beside those that are always read."""
+    """Decoders for one set of limits.
+
+    `also` are top-level fields of large bodies to read in addition to the usual ones. Mutable: the count of
+    the current decoding, so all calls must come from one thread.
+    """
 
     def __init__(self, limits: BodyLimits | None = None, *, also: Sequence[str] = ()) -> None:
         self.limits = limits = limits or BodyLimits()
-        self._left = 0
+        self._remaining = 0
         bounded = self
 
         class Counted(Message, gc=False):
             def __post_init__(self) -> None:
-                bounded._left -= 1
-                if bounded._left < 0:
-                    raise ValueError  # ends the decoding
+                bounded._remaining -= 1
+                if bounded._remaining < 0:
+                    raise ValueError  # stops the decoding
 
         class CountedObject(Struct, gc=False):
             def __post_init__(self) -> None:
-                bounded._left -= 1
-                if bounded._left < 0:
+                bounded._remaining -= 1
+                if bounded._remaining < 0:
                     raise ValueError
 
         messages: Any = list[Counted]
@@ -133,7 +138,7 @@ class Bounded:
             ],
             gc=False,
         )
-        self._names = tuple(dict.fromkeys((*_NAMES, *also)))
+        self._names = tuple(dict.fromkeys((*_READ_FIELDS, *also)))
         known: Any = msgspec.defstruct(
             "Fields",
             [(f"f{place}", Raw | UnsetType, UNSET) for place in range(len(self._names))],
@@ -147,38 +152,41 @@ class Bounded:
         self._decode_prompts: Callable[[Any], Struct] | None = None
 
     def over(self, limit: str, what: str, param: str | None = None) -> OverLimit:
-        most: int = getattr(self.limits, limit)
+        """The error for a body with more `what` than the limit named `limit` allows."""
+        maximum: int = getattr(self.limits, limit)
         return OverLimit(
-            limit, f"The request body has more than {most} {what} (server.{limit}).", param=param
+            limit, f"The request body has more than {maximum} {what} (server.{limit}).", param=param
         )
 
     def body(self, data: bytes) -> Body:
-        """As `decode_body`. Raises OverLimit, and what is in UNREADABLE."""
-        self._left = self.limits.max_messages
+        """Like `decode_body`. Raises OverLimit and the errors in UNREADABLE."""
+        self._remaining = self.limits.max_messages
         try:
             decoded: Body = self._decode_body(data)
         except UNREADABLE:
-            self._refuse_many("messages")
+            self._check_count("messages")
             raise
         return decoded
 
     def messages(self, data: bytes | Raw, param: str = "messages") -> list[Message]:
-        """A list of objects. Raises OverLimit, and what is in UNREADABLE."""
-        self._left = self.limits.max_messages
+        """Decode a list of objects. Raises OverLimit and the errors in UNREADABLE."""
+        self._remaining = self.limits.max_messages
         try:
             decoded: list[Message] = self._decode_messages(data)
         except UNREADABLE:
-            self._refuse_many(param)
+            self._check_count(param)
             raise
         return decoded
 
-    def _refuse_many(self, param: str) -> None:
-        if self._left < 0:
+    def _check_count(self, param: str) -> None:
+        if self._remaining < 0:
             raise self.over("max_messages", "messages" if param == "messages" else "items", param)
 
     def fields(self, data: bytes) -> dict[str, Raw]:
-        """The fields of a large body that are looked at. Raises InvalidRequest, and OverLimit for what is not
-        read at this size."""
+        """The fields of a large body that the gateway reads.
+
+        Raises InvalidRequest, and OverLimit for JSON that is not accepted at this size.
+        """
         try:
             found = self._decode_fields(data)
         except RecursionError:
@@ -189,24 +197,24 @@ class Bounded:
         return {name: value for name, value in values if value is not UNSET}
 
     def parts(self, content: Raw, left: int) -> None:
-        """Raises OverLimit where a message's content has more than `left` parts."""
+        """Raise OverLimit if a message's content has more than `left` parts."""
         data = bytes(content)
         if data.count(b",") < left:
             return
-        self._left = left
+        self._remaining = left
         try:
             self._decode_objects(data)
-        except UNREADABLE:  # too many, or of a kind that no endpoint takes
+        except UNREADABLE:  # too many parts, or parts of a type that no endpoint accepts
             raise self.over("max_content_parts", "content parts", "messages") from None
 
     def prompts(self, data: bytes, param: str) -> list[Raw]:
         """The elements of a list. Raises OverLimit."""
         if self._decode_prompts is None:
-            # A struct that is written as an array ends its decoding at the first element too many.
+            # The decoder of an array-like struct fails at the first element too many.
             each = [(f"f{place}", Raw | UnsetType, UNSET) for place in range(self.limits.max_prompts)]
             kind = msgspec.defstruct(
                 "Prompts", each, array_like=True, forbid_unknown_fields=True, gc=False
-            )  # some 5 us a field
+            )  # about 5 us a field
             self._decode_prompts = msgspec.json.Decoder(kind).decode
         try:
             found = astuple(self._decode_prompts(data))
@@ -215,15 +223,17 @@ class Bounded:
         return [item for item in found if item is not UNSET]
 
     def token_ids(self, data: bytes, ids: array[int], param: str) -> Steps:
-        """Append the numbers of a list to `ids`. Raises OverLimit; what is in UNREADABLE or OverflowError
-        where they are no token ids."""
+        """Append the numbers of a list to `ids`, in steps.
+
+        Raises OverLimit, and OverflowError or an error in UNREADABLE if they are no token ids.
+        """
         at, end, most = 1, len(data) - 1, self.limits.max_token_ids
         while at < end:
             stop = min(at + _PIECE_BYTES, end)
             if stop < end:
                 found = data.find(b",", stop, end)
                 stop = end if found < 0 else found
-            # A number holds no comma, so that each piece of a list of numbers is one.
+            # Numbers contain no comma, so each piece between commas is a list of numbers, too.
             ids.extend(_decode_ids(b"[%b]" % data[at:stop]))
             if len(ids) > most:
                 raise self.over("max_token_ids", "token ids", param)
@@ -231,12 +241,12 @@ class Bounded:
             yield
 
     def values(self, body: bytes) -> Steps:
-        """Count the JSON values of a large body as far as the limit. Raises OverLimit.
+        """Count the JSON values of a large body up to the limit, in steps. Raises OverLimit.
 
-        Characters are counted first, which is quick and never gives too few; only where they are too many
-        those outside of strings are counted.
+        Counting all separators is quick and never too low. If that count exceeds the limit, only separators
+        outside of strings are counted.
         """
-        if len(body) <= _COUNTED_BYTES:
+        if len(body) <= _UNCOUNTED_BYTES:
             return
         most = self.limits.max_json_values
         separators = quotes = 0
@@ -253,43 +263,43 @@ class Bounded:
             yield
             if quotes > 2 * most:  # two unescaped ones for each string
                 break
-        if quotes > 2 * most or (yield from self._many_outside_strings(body)):
+        if quotes > 2 * most or (yield from self._exceeds_outside_strings(body)):
             raise self.over("max_json_values", "JSON values")
 
-    def _many_outside_strings(self, body: bytes) -> Steps:
+    def _exceeds_outside_strings(self, body: bytes) -> Steps:
         left, at, end = self.limits.max_json_values, 0, len(body)
         while at < end and left >= 0:
             ahead = min(at + _SCANNED_BYTES, end)
-            stop = _closed(body, at, ahead).end()
+            stop = _complete_strings(body, at, ahead).end()
             if stop > at:
                 outside, strings = _strings(b"", body[at:stop])
                 left -= strings + _separators(outside, 0, len(outside))
                 at = stop
                 yield
                 continue
-            # A string that is longer than what is looked at in one step.
+            # A string that is longer than one step.
             at += 1
             left -= 1
             while at < end:
-                stop = _within(body, at, min(at + _SCANNED_BYTES, end)).end()
+                stop = _rest_of_string(body, at, min(at + _SCANNED_BYTES, end)).end()
                 if body[stop : stop + 1] == b'"':
                     at = stop + 1
                     break
-                at = stop if stop > at else at + 2  # an escape that the step's end cuts in two
+                at = stop if stop > at else at + 2  # the end of the step is within an escape sequence
                 yield
         return left < 0
 
 
 _strings = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL).subn
-_closed = cast("_Match", re.compile(rb'(?:[^"]++|"[^"\\]*+(?:\\.[^"\\]*+)*+")*+', re.DOTALL).match)
-"""As far as no string is open."""
-_within = cast("_Match", re.compile(rb'[^"\\]*+(?:\\.[^"\\]*+)*+', re.DOTALL).match)
-"""To the end of a string that is open."""
+_complete_strings = cast("_Match", re.compile(rb'(?:[^"]++|"[^"\\]*+(?:\\.[^"\\]*+)*+")*+', re.DOTALL).match)
+"""Matches up to the last place that is not within a string."""
+_rest_of_string = cast("_Match", re.compile(rb'[^"\\]*+(?:\\.[^"\\]*+)*+', re.DOTALL).match)
+"""Matches from within a string to its end."""
 _decode_ids = msgspec.json.Decoder(list[int]).decode
 
 
 def separators(body: bytes | Raw) -> int:
-    """The commas and opening brackets in it: at least as many as it has values, less one."""
+    """The number of commas and opening brackets: at least the number of values minus one."""
     data = bytes(body)
     return sum(_separators(data, at, at + _WINDOW_BYTES) for at in range(0, len(data), _WINDOW_BYTES))
 
@@ -299,11 +309,11 @@ def _separators(body: bytes, start: int, stop: int) -> int:
     return count(b",", start, stop) + count(b"[", start, stop) + count(b"{", start, stop)
 
 
-_error_place = re.compile(r"\(byte (\d+)\)$").search
+_error_offset = re.compile(r"\(byte (\d+)\)$").search
 
 
 def not_plain_json() -> OverLimit:
-    """For a large body that Python's json may take, and our parser does not."""
+    """The error for a large body that Python's json may accept but msgspec does not."""
     return OverLimit(
         "plain_json",
         f"Above {STEPWISE_BYTES} bytes a request body must be JSON in UTF-8, without NaN and Infinity.",
@@ -311,8 +321,8 @@ def not_plain_json() -> OverLimit:
 
 
 def _unreadable(body: bytes, error: Exception) -> InvalidRequest | OverLimit:
-    """What a large body is that our parser refuses."""
-    place = _error_place(str(error))
+    """The error for a large body that msgspec rejects."""
+    place = _error_offset(str(error))
     at = int(place[1]) if place else 0
     if b"\0" in body[:4] or body.startswith(_BYTE_ORDERS) or body.startswith(_NOT_A_NUMBER, at):
         return not_plain_json()

@@ -1,4 +1,4 @@
-"""The inference endpoints that kvroute relays: one row each, nothing else to add for a new one.
+"""The inference endpoints that kvroute relays. A new endpoint needs one new row.
 
 Paths are vLLM's (0.32, entrypoints/openai and entrypoints/serve); `/invocations` is SageMaker's.
 """
@@ -15,7 +15,7 @@ class BodyKind(Enum):
 
 
 class ErrorShape(Enum):
-    """How a client of the endpoint expects to be told of an error inside an event stream."""
+    """The shape of an error inside an event stream that the endpoint's clients expect."""
 
     OPENAI = "openai"
     RESPONSES = "responses"
@@ -23,7 +23,7 @@ class ErrorShape(Enum):
 
 
 class Isolation(Enum):
-    """How an endpoint's requests for a LoRA adapter can be kept apart in LMCache (`openai.isolation`)."""
+    """How requests for a LoRA adapter can get their own key space in LMCache (`openai.isolation`)."""
 
     SALT_AND_TAG = "salt and tag"
     SALT = "salt"
@@ -37,8 +37,8 @@ class Isolation(Enum):
 class Endpoint:
     """One relayed POST endpoint.
 
-    `fills_kv_cache`: the engine computes KV for the prompt, so the prompt is worth routing by.
-    `stores_response`: the worker keeps the answer under its id, and what continues it must go there.
+    `fills_kv_cache`: the engine computes KV for the prompt, so routing reads the prompt.
+    `stores_response`: the worker stores the answer under its ID, and requests that continue it must go there.
     """
 
     path: str

@@ -1,11 +1,12 @@
-"""Key spaces of LoRA adapters in LMCache: what is put into a request so that an adapter shares no KV.
+"""Puts requests of LoRA adapters into key spaces of LMCache, so that adapters share no KV.
 
-LMCache (0.5.6) names a chunk by its tokens and the model, not by the adapter: an adapter's request is
-served what the base model or another adapter computed for the same tokens, and its answer is wrong. What its
-names do contain is set here: the request's `cache_salt` in multiprocess mode, tags from `kv_transfer_params`
-in classic mode (inside the engine). Each mode ignores what the other one reads, and vLLM without LMCache
-ignores the tag and takes the salt into its own names, where adapters are apart anyway. So one form fits every
-worker (seen with vLLM 0.32 without LMCache and with LMCache 0.5.6 in both modes).
+LMCache (0.5.6) identifies a chunk by its tokens and the model, not by the adapter. Without a key space an
+adapter's request gets KV that the base model or another adapter computed for the same tokens, and its answer
+is wrong. LMCache's keys also contain the request's `cache_salt` in multiprocess mode, and tags from
+`kv_transfer_params` in classic mode (inside the engine), so this module sets both. Each mode ignores the
+other one's field. vLLM without LMCache ignores the tag and adds the salt to its own hashes, which separate
+adapters anyway. So the same form fits every worker (tested with vLLM 0.32 without LMCache and with LMCache
+0.5.6 in both modes).
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from kvroute.openai.members import TopLevelMember, with_members
 from kvroute.openai.request import InferenceRequest
 
 PREFIX: Final = "kvroute-lora-"
-"""How every key space begins. Clients may not use such salts: they could put other KV there."""
+"""The prefix of every key space. Clients must not use such salts: they could store other KV there."""
 TAG: Final = "lmcache.tag.kvroute"
 _decode_params = msgspec.json.Decoder(dict[str, Raw]).decode
 _decode_string = msgspec.json.Decoder(str).decode
@@ -33,11 +34,9 @@ _PARAMS: Final = TopLevelMember("kv_transfer_params")
 
 
 def key_space(salt: str, adapter: str, revision: str) -> str:
-    """The name of the key space of `adapter` for clients with `salt` ("" for none).
-
-    Hashed, because vLLM takes no `@`, `/` or backslash in a salt and 128 characters at most; from nothing but
-    its arguments, because every gateway in front of one LMCache must come to the same name.
-    """
+    """The name of the key space of `adapter` for clients with `salt` ("" for none)."""
+    # A hash, because vLLM accepts no `@`, `/` or backslash in a salt and at most 128 characters. It depends
+    # only on the arguments, because every gateway in front of one LMCache must compute the same name.
     digest = blake2b(digest_size=20)
     for part in (salt, adapter, revision):
         encoded = part.encode("utf-8", "surrogatepass")
@@ -56,7 +55,7 @@ def is_key_space(salt: str) -> bool:
 
 
 def client_salt(request: InferenceRequest) -> str:
-    """The client's own `cache_salt`, "" for none. Raises InvalidRequest where vLLM would not take it."""
+    """The client's own `cache_salt`; "" for none. Raises InvalidRequest if vLLM would not accept it."""
     raw = request.cache_salt
     if raw is None or bytes(raw) == b"null":
         return ""
@@ -70,10 +69,10 @@ def client_salt(request: InferenceRequest) -> str:
 
 
 def isolated(body: bytes, request: InferenceRequest, space: str) -> bytes:
-    """`body`, which is that of `request` but perhaps for its model's name, in the key space `space`.
+    """Put `body` into the key space `space`. It is the body of `request`, perhaps with another model name.
 
     Raises InvalidRequest if `kv_transfer_params` is no object. Costs a copy of the body, and one decoding for
-    each of the two members that the client itself has set.
+    each of the two members that the client has set.
     """
     params = request.kv_transfer_params
     there: dict[TopLevelMember, Raw | None] = {_SALT: request.cache_salt, _PARAMS: params}
@@ -84,7 +83,7 @@ def isolated(body: bytes, request: InferenceRequest, space: str) -> bytes:
 
 
 def check_can_be_isolated(request: InferenceRequest) -> None:
-    """Raises AdapterNotIsolated if the body cannot be changed."""
+    """Raise AdapterNotIsolated if the body cannot be changed."""
     if request.endpoint.isolation is Isolation.IMPOSSIBLE:
         raise AdapterNotIsolated(
             f"{request.endpoint.path} takes no `cache_salt`, so that this LoRA adapter's request could be "
@@ -99,7 +98,7 @@ def check_can_be_isolated(request: InferenceRequest) -> None:
 
 
 def check_uses_no_key_space(request: InferenceRequest) -> None:
-    """Raises InvalidRequest for a request that a client wrote into, or next to, an adapter's key space."""
+    """Raise InvalidRequest if the client's own salt or parameters use an adapter's key space."""
     salt = request.cache_salt
     if salt is not None and _mentions(salt):
         raise InvalidRequest(f"`cache_salt` must not contain {PREFIX!r}.", param=_SALT.name)
@@ -111,8 +110,8 @@ def check_uses_no_key_space(request: InferenceRequest) -> None:
 
 
 def _mentions(raw: Raw) -> bool:
-    """Whether any string in it contains one of our names, however it is escaped. LMCache joins tags to one
-    string, so that one tag's value could look like another tag."""
+    """Whether any string in `raw`, escaped in any way, contains the prefix or the tag of key spaces."""
+    # LMCache joins tags to one string, so the value of one tag could look like another tag.
     try:
         plain = json.dumps(json.loads(bytes(raw)))
     except (ValueError, RecursionError):
@@ -121,7 +120,7 @@ def _mentions(raw: Raw) -> bool:
 
 
 def _tagged(params: Raw | None, space: str) -> bytes:
-    """The client's own parameters, as they came, and the tag."""
+    """The client's own parameters, unchanged, and the tag."""
     members: dict[str, Raw] = {}
     if params is not None and bytes(params) != b"null":
         try:

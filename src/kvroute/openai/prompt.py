@@ -1,18 +1,17 @@
-"""The bytes of a prompt in the order in which a chat template would see them.
+"""Renders prompts as bytes, in the order in which a chat template renders their parts.
 
-tools, then system or instructions, then messages (or prompt, input, query and documents). Two
-requests whose rendered prompts share a beginning share a beginning here, whatever order their JSON
-fields have; images and audio count by their hash, so that a picture is a few bytes and not its
-base64. Nothing here is the engine's own text: `kvaware` needs exact tokens, `prefixaware` does not.
+The order is tools, system or instructions, messages (or prompt, input, query and documents). The order of the
+JSON fields has no effect: if two prompts share a prefix in the engine, their bytes share a prefix here. An
+image or audio part is replaced by its hash. The bytes are not the engine's text; `kvaware` uses exact tokens
+instead.
 """
 
 from __future__ import annotations
 
 import sys
 from array import array
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from itertools import pairwise
-from operator import itemgetter
 from typing import Any, NamedTuple, TypeAlias, cast
 
 import msgspec
@@ -23,19 +22,16 @@ from xxhash import xxh3_128_digest
 from kvroute.openai.bounded import SMALL_BYTES, UNREADABLE, Bounded, Message, decode_body, head_of
 
 _AFTER_MESSAGES = ("query", "text_1", "queries", "text_2", "suffix")
-_NOTHING_ELSE = [UNSET] * 8
+_NO_OTHER_FIELDS = [UNSET] * 8
 _LIST, _QUOTE = b'["'
-_MANY_MESSAGES = 8
-_FEW_BYTES = 1024
-"""A content part above this is taken for media or a file and counted by its hash unless it is text."""
+_MAX_PLAIN_PART_BYTES = 1024
+"""A larger content part that is not text (media or a file) is replaced by its hash."""
 
 
 class _Part(Struct, gc=False):
     text: Raw | UnsetType = UNSET
 
 
-_first = itemgetter(0)
-_view: Callable[[Any], Any] = memoryview
 _decode_messages = msgspec.json.Decoder(list[Message]).decode
 _decode_items = msgspec.json.Decoder(list[Raw]).decode
 _decode_part = msgspec.json.Decoder(_Part).decode
@@ -44,68 +40,72 @@ _decode_id_lists = msgspec.json.Decoder(list[list[int]]).decode
 
 
 class Prompt(NamedTuple):
-    """One prompt as bytes. `is_token_ids`: 4 bytes (little-endian uint32) a token, exactly."""
+    """One prompt as bytes. With `is_token_ids`: 4 bytes (little-endian uint32) for each token."""
 
     data: bytes
     is_token_ids: bool = False
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """Length in bytes."""
         return len(self.data)
 
     def after(self, begin: int) -> bytes:
-        """What begins there."""
+        """The bytes from `begin` on."""
         return self.data[begin:]
 
 
 class PromptPrefix(Struct, eq=False, weakref=True):
-    """What is known of bodies that begin alike, up to the end of one of their messages.
+    """A known beginning of request bodies, up to the end of one of their messages.
 
-    Their first message begins at `opened`, the next one at `end`; `head` is what the prompt has before the
-    messages. Of the prompt up to there the first `whole_bytes` are not kept, and `rest` has the others.
-    `notes` are those of who reads the prompt, under keys of theirs. Mutable: they are added, and forgotten
-    with it.
+    Mutable: readers of the prompt add `notes`, which are dropped together with this object.
     """
 
     opened: int
+    """Where the first message begins in the body."""
     end: int
+    """Where the next message begins in the body."""
     head: bytes
+    """The rendered parts before the messages."""
     rest: bytes
+    """The rendered prefix from byte `whole_bytes` on."""
     whole_bytes: int = 0
+    """Bytes of the rendered prefix that are not kept."""
     notes: dict[int, Any] = {}
+    """Data of the prompt's readers, by their own keys."""
     messages: int = 0
-    """How many there are up to `end`."""
+    """Number of messages up to `end`."""
 
 
 class SeenPrompt(Struct, eq=False):
-    """The prompt of a chat whose beginning came before: `tail` is what follows the beginning's
-    `whole_bytes`. It is also the beginning of what may come, where there is `becomes`."""
+    """The prompt of a chat whose beginning is known."""
 
     body: bytes
     beginning: PromptPrefix
     tail: bytes
+    """The rendered prompt after the beginning's `whole_bytes`."""
     becomes: PromptPrefix | None = None
+    """A longer beginning that this prompt has made known, for the next turns of the chat."""
     is_token_ids: bool = False
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """Length in bytes."""
         return self.beginning.whole_bytes + len(self.tail)
 
     def after(self, begin: int) -> bytes:
-        """What begins there."""
+        """The bytes from `begin` on."""
         skipped = self.beginning.whole_bytes
         return self.tail[begin - skipped :] if begin >= skipped else self.data[begin:]
 
     @property
     def data(self) -> bytes:
-        """All of it, made from the body as if nothing of it had been seen."""
+        """The whole rendered prompt, rendered from the body."""
         if not self.beginning.whole_bytes:
             return self.tail
         try:
             decoded = decode_body(self.body)
-        except UNREADABLE:  # was readable from a place with more stack left: nested as deeply as can be
+        except UNREADABLE:  # nested so deeply that it is readable only with more stack left
             return self.body
         return b"".join([*head_of(decoded), *rendered(cast("list[Message]", decoded.messages))])
 
@@ -120,36 +120,33 @@ def read_prompts(head: Sequence[Raw], fields: Mapping[str, Raw], bounded: Bounde
     if "messages" in fields:
         return (Prompt(b"".join([*head, fields["messages"]])),)
     if "prompt" in fields:
-        return (yield from _listed(fields["prompt"], bounded, "prompt"))
+        return (yield from _read_prompt_field(fields["prompt"], bounded, "prompt"))
     if "input" in fields:
-        return (yield from _inputs(head, fields["input"], bounded))
+        return (yield from _read_input_field(head, fields["input"], bounded))
     rest = [fields[name] for name in _AFTER_MESSAGES if name in fields]
     return (Prompt(b"".join([*rest, *head])),) if rest else ()
 
 
 def rendered(messages: Sequence[Message], bounded: Bounded | None = None) -> list[bytes | Raw]:
-    """What templates render of the messages, about 0.4 us each; less where they all are role and text.
+    """The rendered messages, about 0.4 us each.
 
-    Raises OverLimit where their contents have more parts than is `bounded`.
+    Raises OverLimit if their contents have more parts than `bounded` allows.
     """
     left = sys.maxsize if bounded is None else bounded.limits.max_content_parts
-    fields = list(map(astuple, messages))
-    if len(fields) >= _MANY_MESSAGES and (plain := _all_plain(fields)) is not None:
-        return plain
     parts: list[bytes | Raw] = []
     add = parts.append
-    for role, content, *others in fields:
+    for role, content, *others in map(astuple, messages):
         add(b"\x1e")
         if role is not UNSET:
             add(role)
-        is_plain = others == _NOTHING_ELSE
+        is_plain = others == _NO_OTHER_FIELDS
         if not is_plain:
             parts += [value for value in others[:3] if value is not UNSET]
         if content is not UNSET:
             if memoryview(content)[0] == _LIST:
                 if bounded is not None and len(memoryview(content)) > left:
                     bounded.parts(content, left)
-                found = _content(content)
+                found = _render_content(content)
                 left -= len(found)
                 parts += found
             else:
@@ -159,23 +156,8 @@ def rendered(messages: Sequence[Message], bounded: Bounded | None = None) -> lis
     return parts
 
 
-def _all_plain(fields: list[tuple[Any, ...]]) -> list[bytes | Raw] | None:
-    """As `rendered`, by loops that are not Python's; None unless every message is a role and a content that
-    is no list."""
-    count = len(fields)
-    roles, contents, *others = zip(*fields, strict=True)
-    if others.count((UNSET,) * count) != len(others) or UNSET in roles or UNSET in contents:
-        return None
-    if _LIST in map(_first, map(_view, contents)):  # a copy of each would cost as much as the rest
-        return None
-    parts: list[bytes | Raw] = [b"\x1e"] * (3 * count)
-    parts[1::3] = roles
-    parts[2::3] = contents
-    return parts
-
-
-def _content(content: Raw) -> list[bytes | Raw]:
-    """Of a list of parts the text, as it is written, and anything large by its hash."""
+def _render_content(content: Raw) -> list[bytes | Raw]:
+    """The rendered parts of a content list: text as written, large other parts as hashes."""
     try:
         items = _decode_items(content)
     except UNREADABLE:
@@ -188,27 +170,27 @@ def _content(content: Raw) -> list[bytes | Raw]:
             text = UNSET
         if text is not UNSET and memoryview(text)[0] == _QUOTE:
             parts.append(text)
-        elif len(memoryview(part)) > _FEW_BYTES:
+        elif len(memoryview(part)) > _MAX_PLAIN_PART_BYTES:
             parts.append(xxh3_128_digest(part))
         else:
             parts.append(part)
     return parts
 
 
-def _listed(raw: Raw, bounded: Bounded | None, name: str) -> PromptSteps:
-    """`prompt` of completions: a text, a list of texts, token ids, or a list of token-id lists."""
+def _read_prompt_field(raw: Raw, bounded: Bounded | None, name: str) -> PromptSteps:
+    """The prompts in a field that is a text, a list of texts, token ids, or a list of token-id lists."""
     data = bytes(raw)
     if not data.startswith(b"["):
         return (Prompt(data),)
     if len(data) > SMALL_BYTES:
-        return (yield from _many_listed(data, bounded or Bounded(), name))
+        return (yield from _read_large_prompt_field(data, bounded or Bounded(), name))
     found: tuple[Prompt, ...]
     try:
-        return (_ids(_decode_ids(raw)),)
+        return (_token_id_prompt(_decode_ids(raw)),)
     except UNREADABLE:
         pass
     try:
-        found = tuple(_ids(ids) for ids in _decode_id_lists(raw))
+        found = tuple(_token_id_prompt(ids) for ids in _decode_id_lists(raw))
     except UNREADABLE:
         found = tuple(Prompt(bytes(item)) for item in _decode_items(raw))
     if bounded is not None and len(found) > bounded.limits.max_prompts:
@@ -216,15 +198,15 @@ def _listed(raw: Raw, bounded: Bounded | None, name: str) -> PromptSteps:
     return found
 
 
-def _many_listed(data: bytes, bounded: Bounded, name: str) -> PromptSteps:
-    """The same of a list that is not small."""
+def _read_large_prompt_field(data: bytes, bounded: Bounded, name: str) -> PromptSteps:
+    """Like `_read_prompt_field`, in steps, for a list that is not small."""
     first = data[1:1025].lstrip()[:1]
     if first not in (b"[", b'"', b"{"):
         ids = array("I")
         try:
             yield from bounded.token_ids(data, ids, name)
             return (Prompt(ids.tobytes(), is_token_ids=True),)
-        except OverflowError:  # not token ids after all; the worker will say so
+        except OverflowError:  # no token ids; the worker reports the error
             return (Prompt(data),)
         except UNREADABLE:
             pass
@@ -243,8 +225,8 @@ def _many_listed(data: bytes, bounded: Bounded, name: str) -> PromptSteps:
     return tuple(Prompt(all_ids[start:end].tobytes(), True) for start, end in pairwise(ends))
 
 
-def _inputs(head: Sequence[Raw], raw: Raw, bounded: Bounded | None) -> PromptSteps:
-    """`input`: of embeddings as `prompt`; of responses a text or a list of items that are one prompt."""
+def _read_input_field(head: Sequence[Raw], raw: Raw, bounded: Bounded | None) -> PromptSteps:
+    """The prompts in `input`: like `prompt` for embeddings; a text or a list of items for responses."""
     view = memoryview(raw)
     if view[0] != _LIST:
         return (Prompt(b"".join([*head, b'\x1e"user"', raw])),)
@@ -254,15 +236,15 @@ def _inputs(head: Sequence[Raw], raw: Raw, bounded: Bounded | None) -> PromptSte
         else:
             items = bounded.messages(raw, "input")
     except UNREADABLE:
-        return (yield from _listed(raw, bounded, "input"))
+        return (yield from _read_prompt_field(raw, bounded, "input"))
     if bounded is not None and len(items) > bounded.limits.max_messages:
         raise bounded.over("max_messages", "items", "input")
     yield
     return (Prompt(b"".join([*head, *rendered(items, bounded)])),)
 
 
-def _ids(ids: list[int]) -> Prompt:
+def _token_id_prompt(ids: list[int]) -> Prompt:
     try:
         return Prompt(array("I", ids).tobytes(), is_token_ids=True)
-    except OverflowError:  # not token ids after all; the worker will say so
+    except OverflowError:  # no token ids; the worker reports the error
         return Prompt(repr(ids).encode())

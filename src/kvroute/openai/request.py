@@ -1,7 +1,7 @@
-"""A request's body, decoded once and only as deep as routing needs.
+"""Parses a request's body once, only as deep as routing needs.
 
-The body is forwarded as the bytes that came; nothing here is ever serialised again, but for an
-alias's `model` field and a LoRA adapter's key space (`isolation.py`).
+The body is forwarded as the same bytes. Only an alias's `model` field and a LoRA adapter's key space change
+it (`members.py`, `isolation.py`).
 """
 
 from __future__ import annotations
@@ -21,19 +21,18 @@ from kvroute.openai.bounded import BEFORE_MESSAGES, UNREADABLE, Body, Bounded, M
 from kvroute.openai.endpoints import BodyKind, Endpoint
 from kvroute.openai.prompt import AnyPrompt, Prompt, SeenPrompt, read_prompts, rendered
 
-MOST_FORM_PARTS: Final = 1_000
+MAX_FORM_PARTS: Final = 1_000
 _MAX_FIELD_BYTES: Final = 64 * 1024
 _MAX_HEAD_BYTES: Final = 16 * 1024
 _MAX_BOUNDARY_BYTES: Final = 256
 """RFC 2046 allows 70."""
 
 
-def form_places(body: bytes, content_type: str, most_parts: int = MOST_FORM_PARTS) -> dict[str, slice]:
-    """Where in the body the value of every part is that is not a file and is below 64 KiB, by its name; the
-    last of equal names wins.
+def form_places(body: bytes, content_type: str, max_parts: int = MAX_FORM_PARTS) -> dict[str, slice]:
+    """Map the name of each part to the place of its value in the body.
 
-    Raises InvalidRequest when the body is not the multipart form its content type says, and OverLimit for
-    too many parts.
+    Files and values of 64 KiB or more are left out; of equal names the last one counts. Raises InvalidRequest
+    if the body is not the multipart form that its content type declares, and OverLimit for too many parts.
     """
     kind, params = parse_options_header(content_type)
     boundary = params.get(b"boundary")
@@ -41,8 +40,8 @@ def form_places(body: bytes, content_type: str, most_parts: int = MOST_FORM_PART
         raise InvalidRequest("This endpoint takes a multipart/form-data body.", param="content-type")
     delimiter = b"\r\n--" + boundary
     found: dict[str, slice] = {}
-    # As python-multipart, with which vLLM reads forms: nothing but line breaks stands before the first
-    # boundary, and nothing between a boundary and its line's end.
+    # Like python-multipart, with which vLLM reads forms: only line breaks are allowed before the first
+    # boundary, and nothing between a boundary and the end of its line.
     at = len(body[:_MAX_HEAD_BYTES]) - len(body[:_MAX_HEAD_BYTES].lstrip(b"\r\n"))
     if not body.startswith(delimiter[2:], at):
         raise _not_a_form()
@@ -52,9 +51,9 @@ def form_places(body: bytes, content_type: str, most_parts: int = MOST_FORM_PART
         if not body.startswith(b"\r\n", at):
             raise _not_a_form()
         parts += 1
-        if parts > most_parts:
+        if parts > max_parts:
             raise OverLimit(
-                "max_form_parts", f"The form has more than {most_parts} parts (server.max_form_parts)."
+                "max_form_parts", f"The form has more than {max_parts} parts (server.max_form_parts)."
             )
         head = body.find(b"\r\n\r\n", at, at + _MAX_HEAD_BYTES)
         if head < 0 and len(body) - at > _MAX_HEAD_BYTES:
@@ -62,7 +61,7 @@ def form_places(body: bytes, content_type: str, most_parts: int = MOST_FORM_PART
         begin = head + 4
         end = body.find(delimiter, begin) if head >= 0 else -1
         if end < 0:
-            break  # what is cut off is the worker's to report
+            break  # the form is cut off: the worker reports the error
         name = _name(body[at + 2 : head])
         if name is not None and end - begin <= _MAX_FIELD_BYTES:
             found[name] = slice(begin, end)
@@ -71,7 +70,7 @@ def form_places(body: bytes, content_type: str, most_parts: int = MOST_FORM_PART
 
 
 def _name(head: bytes) -> str | None:
-    """Of a part that is no file."""
+    """The name of a part; None for a file."""
     for line in head.split(b"\r\n"):
         name, _, value = line.partition(b":")
         if name.strip().lower() == b"content-disposition":
@@ -89,82 +88,87 @@ _decode = msgspec.json.Decoder(dict[str, object]).decode
 
 
 def parse_object(body: bytes) -> dict[str, object]:
-    """A JSON object. Raises InvalidRequest for anything else."""
+    """Parse a JSON object. Raises InvalidRequest for everything else."""
     try:
         return _decode(body)
     except UNREADABLE as error:
         raise InvalidRequest(f"The request body must be a JSON object: {error}") from None
 
 
-_MULTIPART = BodyKind.MULTIPART  # a member asked of its class costs 80 ns each time
+_MULTIPART = BodyKind.MULTIPART  # to look up an enum member in its class costs 80 ns each time
 _decode_fields = msgspec.json.Decoder(dict[str, Raw]).decode
 _decode_string = msgspec.json.Decoder(str).decode
 
 
 _new = tuple.__new__
-_LONGEST_SALT = 4_096
+_MAX_SALT_BYTES = 4_096
 _NO_HEAD = [UNSET] * 6
 _QUOTE, _OBJECT = b'"{'
 _SMALL_BYTES = 65_536
-_LONGEST_TEXT = 4_096
-"""Of a model's name, and of what else is asked for as a text."""
+_MAX_TEXT_BYTES = 4_096
+"""Longest model name, and longest string that `InferenceRequest.text` returns."""
 _NO_FORM: Mapping[str, str] = MappingProxyType({})
 
 
 class InferenceRequest(Struct, eq=False, gc=False):
     """One request to an inference endpoint.
 
-    `model` is None when the body names none. `messages` are there when the body has a list of objects
-    under that name. `head` holds what a chat template renders before them, in its order. `seen` is its one
-    prompt where that was made of a beginning that came before; then `messages` are decoded when first asked
-    for, and `read_messages` are those that have been. Mutable: `fields` is, too.
+    Mutable: `messages` and `fields` are decoded on first use.
     """
 
     endpoint: Endpoint
     body: bytes
     model: str | None
+    """None if the body names no model."""
     stream: bool = False
     is_read: bool = False
-    """False where the body was not understood (Python's json takes it, our parser does not) and
-    travels unread, or is not JSON at all."""
+    """False if the body is not JSON, or is JSON that Python's json accepts and msgspec does not. Such a body
+    is forwarded unread."""
     read_messages: Sequence[Message] | None = None
+    """The messages that are decoded; None if the body has no list of objects under that name."""
     head: Sequence[Raw] = ()
+    """The values that a chat template renders before the messages, in its order."""
     cache_salt: Raw | None = None
     kv_transfer_params: Raw | None = None
     form: Mapping[str, str] = _NO_FORM
     model_place: slice | None = None
-    """Of a form's `model`, in the body."""
+    """Where a form's `model` is in the body."""
     seen: SeenPrompt | None = None
+    """The prompt, if the beginning of the body is known. Then the messages are not decoded yet."""
     prompts: tuple[AnyPrompt, ...] | None = None
-    """Where they were worked out while the body was read."""
+    """The prompts, if they were rendered while the body was read."""
     over: str = ""
-    """The limit that the body is over, where it travels unread for that."""
+    """The limit that the body exceeds, if it is forwarded unread for that reason."""
     bounded: Bounded | None = None
-    """What decodes the parts of a body that is not small."""
+    """Decodes parts of a body that is not small."""
     _fields: Mapping[str, Raw] | None = None
 
     @property
     def messages(self) -> Sequence[Message] | None:
+        """All messages; None if the body has no list of objects under that name."""
         if self.seen is not None and self.read_messages is None:
             try:
                 messages = decode_body(self.body).messages
-            except UNREADABLE:  # was readable from a place with more stack left: nested as deeply as can be
+            except UNREADABLE:  # nested so deeply that it is readable only with more stack left
                 return None
             self.read_messages = None if messages is UNSET else messages
         return self.read_messages
 
     @property
     def fields(self) -> Mapping[str, Raw] | None:
-        """Each top-level field's raw JSON; None where the body was not understood."""
+        """The raw JSON of each top-level field; None if the body could not be parsed."""
         if self._fields is None and self.is_read:
             try:
                 self._fields = _decode_fields(self.body)
-            except UNREADABLE:  # in a field that was skipped at first
+            except UNREADABLE:  # the error is in a field that was skipped before
                 self.is_read = False
         return self._fields
 
     def text(self, path: str) -> str | None:
-        """The string at a dotted path of the body (`metadata.session_id`), None where there is none."""
+        """The string at a dotted path of the body (`metadata.session_id`); None if there is none.
+
+        Raises InvalidRequest if it is too long.
+        """
         fields = self.fields
         if fields is None:
             return self.form.get(path)
@@ -176,8 +180,8 @@ class InferenceRequest(Struct, eq=False, gc=False):
             raw = _member(raw, key)
         if raw is None or memoryview(raw)[0] != _QUOTE:
             return None
-        if len(memoryview(raw)) > _LONGEST_TEXT:
-            raise InvalidRequest(f"`{path}` is longer than {_LONGEST_TEXT} bytes.", param=path)
+        if len(memoryview(raw)) > _MAX_TEXT_BYTES:
+            raise InvalidRequest(f"`{path}` is longer than {_MAX_TEXT_BYTES} bytes.", param=path)
         try:
             return _decode_string(raw) or None
         except UNREADABLE:
@@ -187,15 +191,15 @@ class InferenceRequest(Struct, eq=False, gc=False):
 def parse_request(
     endpoint: Endpoint, body: bytes, content_type: str = "", bounded: Bounded | None = None
 ) -> InferenceRequest:
-    """Read `body` as far as routing needs it. `bounded` decodes what is not small: the work for a body of up
-    to 1 MiB is bounded then (`gateway` reads larger ones in steps).
+    """Parse `body` as far as routing needs it.
 
-    Raises InvalidRequest when the body is not a JSON object or its `model` is not a string, and OverLimit;
-    every other mistake is the worker's to report. About 1 us for small bodies, 60 us for a 256 KB chat.
+    With `bounded` the work for a body of up to 1 MiB is bounded; `large_request` reads larger ones in steps.
+    Raises InvalidRequest if the body is not a JSON object or its `model` is not a string, and OverLimit;
+    workers report all other errors. About 1 us for small bodies, 60 us for a 256 KB chat.
     """
     if endpoint.body is _MULTIPART:
-        most = MOST_FORM_PARTS if bounded is None else bounded.limits.max_form_parts
-        places = form_places(body, content_type, most)
+        max_parts = MAX_FORM_PARTS if bounded is None else bounded.limits.max_form_parts
+        places = form_places(body, content_type, max_parts)
         form = {name: body[place].decode("utf-8", "replace") for name, place in places.items()}
         return InferenceRequest(
             endpoint,
@@ -207,13 +211,13 @@ def parse_request(
         )
     try:
         decoded = decode_body(body) if bounded is None or len(body) <= _SMALL_BYTES else bounded.body(body)
-    except UNREADABLE:  # also for a model that is no string
-        return _loosely(endpoint, body)
+    except UNREADABLE:  # also if `model` is no string
+        return _parse_loosely(endpoint, body)
     return as_request(endpoint, body, decoded)
 
 
 def as_request(endpoint: Endpoint, body: bytes, decoded: Body) -> InferenceRequest:
-    """`decoded` is what `body` says."""
+    """The request of a body that was decoded to `decoded`."""
     model, stream, messages, salt, params, *rest = astuple(decoded)
     return InferenceRequest(
         endpoint,
@@ -228,16 +232,16 @@ def as_request(endpoint: Endpoint, body: bytes, decoded: Body) -> InferenceReque
     )
 
 
-def _loosely(endpoint: Endpoint, body: bytes) -> InferenceRequest:
-    """A body whose `messages` are no list of objects, or which is no JSON object."""
+def _parse_loosely(endpoint: Endpoint, body: bytes) -> InferenceRequest:
+    """Parse a body that does not have the shape of `Body`, such as one whose `messages` are no objects."""
     try:
         return loose_request(endpoint, body, _decode_fields(body))
     except UNREADABLE:
-        return _unread(endpoint, body)
+        return _parse_with_python(endpoint, body)
 
 
 def loose_request(endpoint: Endpoint, body: bytes, fields: Mapping[str, Raw]) -> InferenceRequest:
-    """The request of a body with these fields; its `messages` are left as they are."""
+    """The request of a body with these top-level fields; its `messages` are not decoded."""
     stream = fields.get("stream")
     return InferenceRequest(
         endpoint,
@@ -253,13 +257,13 @@ def loose_request(endpoint: Endpoint, body: bytes, fields: Mapping[str, Raw]) ->
 
 
 def _member(raw: Raw, key: str) -> Raw | None:
-    """The member `key` of an object, of which nothing else is decoded; None where there is none."""
+    """The member `key` of a JSON object; None if there is none. Other members are not decoded."""
     if memoryview(raw)[0] != _OBJECT:
         return None
     try:
         if len(memoryview(raw)) <= _SMALL_BYTES:
             return _decode_fields(raw).get(key)
-        # It may have millions of members; those of other names are skipped here.
+        # The object may have millions of members; this decoder skips those with other names.
         kind = msgspec.defstruct("Member", [("value", Raw | UnsetType, UNSET)], rename={"value": key})
         (member,) = astuple(msgspec.json.decode(raw, type=kind))
     except UNREADABLE:
@@ -268,11 +272,14 @@ def _member(raw: Raw, key: str) -> Raw | None:
 
 
 def _model(raw: Raw | UnsetType) -> str | None:
-    """The name, None where none is given; an empty one is none to vLLM too. Raises what is in UNREADABLE
-    for a string that only Python's json takes."""
+    """The model's name; None if it is absent, null or empty (vLLM treats an empty name as none).
+
+    Raises InvalidRequest, ModelNotFound, and an error in UNREADABLE for a string that only Python's json
+    accepts.
+    """
     if raw is UNSET:
         return None
-    if len(memoryview(raw)) > _LONGEST_TEXT:
+    if len(memoryview(raw)) > _MAX_TEXT_BYTES:
         start = bytes(memoryview(raw)[:64])
         if start[:1] != b'"':
             raise InvalidRequest("`model` must be a string.", param="model")
@@ -285,8 +292,11 @@ def _model(raw: Raw | UnsetType) -> str | None:
     raise InvalidRequest("`model` must be a string.", param="model")
 
 
-def _unread(endpoint: Endpoint, body: bytes) -> InferenceRequest:
-    """What msgspec refuses but Python's json takes: NaN, lone surrogates, UTF-16. Only the model is read."""
+def _parse_with_python(endpoint: Endpoint, body: bytes) -> InferenceRequest:
+    """Read only the model of a body that msgspec rejects and Python's json accepts.
+
+    Such bodies contain NaN or lone surrogates, or are encoded in UTF-16.
+    """
     try:
         value = json.loads(body)
     except (ValueError, RecursionError):
@@ -311,9 +321,9 @@ def _raw(value: Mapping[str, object], name: str) -> Raw | None:
 
 
 def prompts_of(request: InferenceRequest) -> tuple[AnyPrompt, ...]:
-    """The prompts that a worker would compute for this request, most often one; none if they cannot be read.
+    """The prompts that a worker computes for this request, usually one; empty if they cannot be read.
 
-    About 40 us for a 256 KB chat of 100 messages. Raises OverLimit.
+    About 60 us for a 256 KB chat of 100 messages. Raises OverLimit.
     """
     if not request.is_read or not request.endpoint.fills_kv_cache:
         return ()
@@ -321,13 +331,13 @@ def prompts_of(request: InferenceRequest) -> tuple[AnyPrompt, ...]:
         return (request.seen,)
     if request.prompts is not None:
         return request.prompts
-    head, messages = request.head, request.read_messages  # all there are, where nothing was seen
+    head, messages = request.head, request.read_messages  # all messages, because `seen` is None
     try:
         if messages is not None:
             parts = rendered(messages, request.bounded)
             if head:
                 parts[:0] = head
-            # As `Prompt(...)`, without its Python-level constructor.
+            # Like `Prompt(...)`, but without its constructor, which is Python code.
             return (_new(Prompt, (b"".join(parts), False)),)
         steps = read_prompts(head, request.fields or {}, request.bounded)
         while True:
@@ -340,7 +350,7 @@ def prompts_of(request: InferenceRequest) -> tuple[AnyPrompt, ...]:
 
 
 def prompt_steps(request: InferenceRequest) -> Generator[None, None, tuple[AnyPrompt, ...]]:
-    """The same of a large body, of which the work is interrupted wherever it has taken long."""
+    """Like `prompts_of`, for a large body, in steps."""
     if request.seen is not None or request.read_messages is not None or not request.fields:
         return prompts_of(request)
     try:
@@ -350,11 +360,12 @@ def prompt_steps(request: InferenceRequest) -> Generator[None, None, tuple[AnyPr
 
 
 def cache_salt_of(request: InferenceRequest) -> str:
-    """The `cache_salt` that keeps this request's blocks apart, "" for none. Raises InvalidRequest."""
+    """The request's `cache_salt`, which separates its blocks from others; "" for none. Raises
+    InvalidRequest."""
     raw = request.cache_salt
     if raw is None:
         return ""
-    if len(memoryview(raw)) > _LONGEST_SALT:
-        raise InvalidRequest(f"`cache_salt` is longer than {_LONGEST_SALT} bytes.", param="cache_salt")
+    if len(memoryview(raw)) > _MAX_SALT_BYTES:
+        raise InvalidRequest(f"`cache_salt` is longer than {_MAX_SALT_BYTES} bytes.", param="cache_salt")
     data = bytes(raw)
     return "" if data == b"null" else data.decode("utf-8", "replace").strip('"')

@@ -127,7 +127,6 @@ class UpstreamConnection(asyncio.Protocol):
         "_plain",
         "_reason",
         "_send",
-        "_send_stream_request",
         "_transport",
         "_unread_limit",
         "_until_eof",
@@ -159,7 +158,6 @@ class UpstreamConnection(asyncio.Protocol):
         self._owner = owner
         self._plain = plain or PlainAnswers()
         self._send = write_now if outbox is None else outbox.send
-        self._send_stream_request = write_now if outbox is None else outbox.send_stream_request
         self._chunk_bytes = self._plain.chunk_bytes
         self._origin = origin
         self._unread_limit = read_buffer_bytes
@@ -196,8 +194,7 @@ class UpstreamConnection(asyncio.Protocol):
         """Write a request; its answer goes to `response`.
 
         The answer must start within `timeout_s`; 0 sets no limit. `is_streamed`: the request asks for a
-        stream (see `Outbox.send_stream_request`). Raises RuntimeError if the connection is closed or has an
-        exchange.
+        stream and is written immediately. Raises RuntimeError if the connection is closed or has an exchange.
         """
         transport = self._transport
         if transport is None or not self.is_open or self._exchange is not None:
@@ -219,7 +216,8 @@ class UpstreamConnection(asyncio.Protocol):
             self._at_plain_chunk = self._done = self._keeps_alive = self._until_eof = False
             self._body = None
             self._head_read_bytes = self._header_bytes = 0
-        send = self._send_stream_request if is_streamed else self._send
+        # A client waits for the first byte of a stream, so its request does not wait for other writes.
+        send = write_now if is_streamed else self._send
         if len(body) <= _JOIN_BODY_BYTES:
             send(transport, head + body)
         else:

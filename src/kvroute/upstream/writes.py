@@ -8,11 +8,8 @@ _MAX_WAITING = 16
 """Writes that wait for the end of an iteration. One more flushes them, so that the first does not wait for
 more than about 1 ms of work for other requests."""
 
-_STREAMS_TOGETHER = 3
-"""Requests for streams that wait for each other, in an iteration with several writes."""
-
 _SAMPLE_EVERY = 16
-"""While writes go out immediately, how many of them until the writes of one iteration are counted again."""
+"""Number of immediate writes after which the writes of one iteration are counted again."""
 
 _MAX_SINGLE_WRITES = 4
 """Consecutive iterations with one write each, after which writes go out immediately."""
@@ -63,24 +60,6 @@ class Outbox:
         write_now(transport, data, body)
         if self._count > _SAMPLE_EVERY and not self._is_scheduled:
             self._schedule()
-
-    def send_stream_request(self, transport: asyncio.Transport, data: bytes, body: bytes = b"") -> None:
-        """Like `send`, for a request whose answer is a stream.
-
-        The first one of an iteration is written immediately, further ones in groups of three.
-        """
-        # If 16 requests arrive together, `send` would write the first one only after all are planned, and all
-        # first bytes would come late. In groups, workers start on some requests while others are planned, and
-        # are woken a third as often as by single writes.
-        self._count += 1
-        if self._is_scheduled:
-            waiting = self._waiting
-            waiting.append((transport, data, body))
-            if len(waiting) >= _STREAMS_TOGETHER:
-                self.flush()
-            return
-        write_now(transport, data, body)
-        self._schedule()
 
     def flush(self) -> None:
         """Write everything that waits."""
