@@ -118,7 +118,7 @@ def memory(chunks: int) -> dict[str, float]:
     each = (_resident() - before) / chunks
     second = cpu_s(lambda: index.store(two, space, keys))
     both = (_resident() - before) / chunks
-    gone = cpu_s(lambda: index.remove_all(one, space, keys))
+    removal_s = cpu_s(lambda: index.remove_all(one, space, keys))
     index.clear(two)
 
     def sweep() -> None:
@@ -128,7 +128,7 @@ def memory(chunks: int) -> dict[str, float]:
     return {
         "store chunks/s": chunks / first,
         "store again for another chunks/s": chunks / second,
-        "remove chunks/s": chunks / gone,
+        "remove chunks/s": chunks / removal_s,
         "sweep chunks/s": chunks / cpu_s(sweep),
         "bytes a chunk": each,
         "with a second holder": both,

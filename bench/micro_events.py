@@ -85,8 +85,8 @@ def ingest(blocks: int) -> dict[str, float]:
             for place in range(64, 128)
         ]
         decoding.extend(encode(1.0, steps[at : at + 8], 0) for at in range(0, 64, 8))
-        gone: list[KvEvent] = [BlockRemoved([name], medium="GPU") for name in reversed(names)]
-        evictions.extend(encode(1.0, gone[at : at + 16], 0) for at in range(0, 128, 16))
+        removed_events: list[KvEvent] = [BlockRemoved([name], medium="GPU") for name in reversed(names)]
+        evictions.extend(encode(1.0, removed_events[at : at + 16], 0) for at in range(0, 128, 16))
     half = len(prompts) * 64
     best = {"prompts": 0.0, "decoding": 0.0, "evictions": 0.0}
     for _ in range(3):
@@ -163,14 +163,14 @@ def slices() -> dict[str, float]:
         names: list[ExternalBlockHash] = [rng.getrandbits(64) for _ in range(tokens // 16)]
         return [BlockStored(names, None, ids(rng, tokens), 16)]
 
-    gone: list[KvEvent] = [BlockRemoved([name]) for name in range(8192)]
+    removed_events: list[KvEvent] = [BlockRemoved([name]) for name in range(8192)]
     longest: dict[str, float] = {}
     for kind, events, before in (
         ("100,000 one-block events", singles, []),
         ("one 64K-token prompt", prompt(65_536), []),
         ("one 256K-token prompt", prompt(262_144), []),
         ("one 1M-token prompt", prompt(1_048_576), []),
-        ("8,192 removals", gone, singles[:8192]),
+        ("8,192 removals", removed_events, singles[:8192]),
     ):
         payload = encode(1.0, events, 0)
         gc.collect()

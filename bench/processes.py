@@ -279,12 +279,12 @@ async def measure(options: argparse.Namespace) -> dict[str, object]:
     }
 
 
-def compared(alone: Sequence[Outcome], there: Sequence[Outcome]) -> dict[str, object]:
+def compared(single: Sequence[Outcome], several: Sequence[Outcome]) -> dict[str, object]:
     """Ratios of mean TTFT by pair. `median` is that of the pairs on a quiet machine, None without such a
     pair."""
     pairs = [
         {"ratio": b.mean_ttft_s / a.mean_ttft_s, "quiet": max(a.lag_ms, b.lag_ms) <= MOST_LAG_MS}
-        for a, b in zip(alone, there, strict=True)
+        for a, b in zip(single, several, strict=True)
     ]
     ratios = [pair["ratio"] for pair in pairs if pair["quiet"]]
     return {"median": median(ratios) if ratios else None, "pairs": pairs}

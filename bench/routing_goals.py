@@ -150,9 +150,9 @@ def robust(base: Case, slow: float, figures_of: FiguresOf, subject: str) -> list
     `SHARED` has no events, costs or replicas, so only its slow worker is measured.
     """
     name, ours = base.workload, replace(base, policy=subject)
-    lame = replace(ours, slow_worker=2.0)
+    slow_case = replace(ours, slow_worker=2.0)
     if subject == SHARED:
-        return _slow_worker(name, ours, lame, slow, figures_of)
+        return _slow_worker(name, ours, slow_case, slow, figures_of)
     usual, right = figures_of(ours).mean, figures_of(replace(ours, options=costs(1.0))).mean
     aware = replace(base, policy="kvaware")
     if subject == "kvaware":
@@ -166,16 +166,16 @@ def robust(base: Case, slow: float, figures_of: FiguresOf, subject: str) -> list
         Bound(f"{name} costs x2", figures_of(replace(ours, options=costs(2.0))).mean / right, 1.08),
         Bound(f"{name} costs x0.5", figures_of(replace(ours, options=costs(0.5))).mean / right, 1.08),
         Bound(f"{name} 2 replicas", figures_of(replace(ours, replicas=2)).mean / usual, 1.12),
-        *_slow_worker(name, ours, lame, slow, figures_of),
+        *_slow_worker(name, ours, slow_case, slow, figures_of),
     ]
 
 
-def _slow_worker(name: str, ours: Case, lame: Case, slow: float, figures_of: FiguresOf) -> list[Bound]:
+def _slow_worker(name: str, ours: Case, slow_case: Case, slow: float, figures_of: FiguresOf) -> list[Bound]:
     return [
-        Bound(f"{name} slow worker", figures_of(lame).mean / figures_of(ours).mean, slow),
+        Bound(f"{name} slow worker", figures_of(slow_case).mean / figures_of(ours).mean, slow),
         Bound(
             f"{name} slow worker, of Dynamo's",
-            figures_of(lame).mean / figures_of(replace(lame, policy="dynamo")).mean,
+            figures_of(slow_case).mean / figures_of(replace(slow_case, policy="dynamo")).mean,
             0.85,
         ),
     ]
