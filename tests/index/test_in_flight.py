@@ -48,7 +48,7 @@ class InFlightAgainstLists(RuleBasedStateMachine):
 
     @rule()
     def settle(self) -> None:
-        self.in_flight.settle()
+        self.in_flight.compact()
         self.ended.clear()
 
     @rule(slot=SLOTS)
@@ -104,7 +104,7 @@ def test_a_finished_prompt_stays_until_its_events_have_been_read() -> None:
     assert in_flight.match(keys) == ({7: 3}, False)  # no more keys are in flight
     assert in_flight.match(chain([1, 2, 4])) == ({7: 2}, False)
 
-    in_flight.settle()
+    in_flight.compact()
     assert in_flight.match(keys) == ({}, False)
     assert len(in_flight) == 0
 

@@ -32,7 +32,7 @@ Frames = Sequence[bytes]
 """The frames of one message."""
 
 OnMessages = Callable[[Sequence[Frames], float], int]
-"""Applies the first of some new messages, and more of them until this time of the clock; returns how many."""
+"""Applies new messages: the first one, and further ones until this time of the clock. Returns how many."""
 
 _RECONNECT_S: Final = 0.1
 _MAX_RECONNECT_S: Final = 2.0
@@ -78,8 +78,11 @@ class Inbox:
     # For the receiving side
 
     def put(self, messages: Sequence[Frames], deadline: float = inf) -> None:
-        """Add messages that have arrived, in this order. `on_messages` may apply some of them until
-        `deadline`, a time of the reader's clock."""
+        """Add messages that have arrived, in this order. `on_messages` may apply the first ones until
+        `deadline`.
+
+        `deadline` is a time of the reader's clock.
+        """
         self._last_arrival = self._loop.time()
         if not self._waiting and not self._lost:
             applied = self.on_messages(messages, deadline)

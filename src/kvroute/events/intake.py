@@ -71,7 +71,7 @@ class StreamCounts:
 class SilenceDetector:
     """Detects a worker that serves requests but publishes no events. Mutable: `on_answer` and `on_event`.
 
-    A worker is silent after `requests` answers that must have stored a block, all of them to requests sent
+    A worker is silent after `requests` answers that must have stored a block, each to a request sent
     after the last batch, and once no batch has arrived for `seconds`. The next batch ends the silence. Times
     are `Clock.now()`.
     """

@@ -212,8 +212,8 @@ class Ledger:
 
     def _retry_pending(self, *, has_new_orphans: bool) -> None:
         """A batch was applied: place the orphans of the answers that waited for it."""
-        # The blocks before a block that was just stored are in the cache now, even if one of them was removed
-        # after the answer.
+        # The blocks before a block that was just stored are in the cache now, even if some block was
+        # removed after the answer.
         answers, size = self._pending.tick(), self._block_tokens
         for answer in answers if has_new_orphans else ():
             if self._orphans.has_block(answer.token_ids, size, answer.cached_tokens // size):

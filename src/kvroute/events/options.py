@@ -158,7 +158,7 @@ class KvEventsOptions(Options):
     )
     slice_ms: float = option(
         0.5,
-        "Longest time that the events of all workers may take in one iteration of the event loop.",
+        "Longest time in each iteration of the event loop for the events of all workers together.",
         unit="ms",
         gt=0,
         higher="more events per second",

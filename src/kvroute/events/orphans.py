@@ -50,7 +50,7 @@ class OrphanBlocks:
         self.hashes: dict[ExternalBlockHash, Fragment] = {}
         """All orphan blocks. Always the same dict. For reading."""
         self._by_tokens: dict[int, dict[ExternalBlockHash, Fragment]] = {}
-        """GPU blocks by a digest of their own tokens, whatever precedes them in the prompt."""
+        """GPU blocks by a digest of their own tokens, without the tokens before them."""
 
     def __len__(self) -> int:
         return len(self.hashes)

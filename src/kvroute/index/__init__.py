@@ -1,1 +1,1 @@
-"""Who holds which prefix. Pure: no I/O, no clock; touched from one thread only."""
+"""Which worker holds which prefix. Pure: no I/O and no clock; use it from one thread only."""

@@ -1,9 +1,9 @@
-"""What LMCache says it holds: per prompt, how far each slot gets behind its GPU's blocks, in L1 and in L2.
+"""Which chunks LMCache holds: per prompt and slot, the tokens in L1 and L2 after the blocks in GPU memory.
 
-A *holder* is one LMCache instance's memory (L1) or one pool that instances share (L2); a *slot* is what a
-request can be sent to (see `index.prefix_index`), which may read from several holders. LMCache's events bring
-hashes without their parents, so chunks lie in a plain map from chunk to the bitmask of its holders: they are
-few, one for 256 tokens.
+A *holder* is the memory of one LMCache instance (L1) or a pool that instances share (L2). A *slot* is a
+target of requests (see `index.prefix_index`), which may read from several holders. LMCache's events have
+hashes without their parents, so the index is a plain map from chunk to the bitmask of its holders. There are
+few chunks: one for 256 tokens.
 """
 
 from __future__ import annotations
@@ -19,37 +19,40 @@ from kvroute.blocks.chunks import ChunkKey, ChunkKeys, ChunkScheme, ChunkSpace, 
 from kvroute.blocks.keys import Tier
 
 SHARDS: Final = 256
-"""Hash tables of the map: one of a million entries would stop the process for as long as it grows."""
+"""Hash tables of the map. One table of a million entries would block the process while it grows."""
 SHARD_MASK: Final = SHARDS - 1
 
 ChunkDomain = tuple[ChunkScheme, str]
-"""How a slot's prompts are cut and under which model they are looked up; the salt comes with the prompt."""
+"""How a slot's prompts are divided into chunks, and the model for their lookup. The salt comes with the
+prompt."""
 ChunkStep = tuple[ChunkDomain, tuple[int, ...]]
-"""Where to look, and for whom: the bits of the holders."""
+"""A lookup of one slot: the domain, and the bits of the holders."""
 
 
 class LookupSegment(NamedTuple):
-    """Chunks of a prompt that were looked up in one go."""
+    """Consecutive chunks of a prompt that were looked up together."""
 
     start: int
     stop: int
     runs: dict[int, list[int]]
-    """Bit of a holder -> where its runs of chunks begin and end, in turn."""
+    """Bit of a holder -> start and end of each of its runs of chunks, in ascending order."""
 
 
 class ChunkLine:
-    """Who has the chunks of one prompt in one space. Mutable: remembers what was looked up, from where it was
-    asked for to where nobody has any more."""
+    """The holders of one prompt's chunks in one space. Mutable: caches the segments that were looked up.
+
+    A segment goes from the first requested chunk to the first chunk that no holder has.
+    """
 
     __slots__ = (
         "_keys",
         "_last",
+        "_live",
         "_probed",
         "_seed",
         "_segments",
         "_shards",
         "_starts",
-        "_wanted",
         "tokens",
         "total",
     )
@@ -60,13 +63,13 @@ class ChunkLine:
         chunk_tokens: int,
         seed: int,
         shards: Sequence[dict[int, int]],
-        wanted: int,
+        live: int,
         probed: Sequence[tuple[int, Collection[ChunkKey]]],
     ) -> None:
         self._keys = keys
         self._seed = seed
         self._shards = shards
-        self._wanted = wanted
+        self._live = live
         self._probed = probed
         self._starts: list[int] = []
         self._segments: list[LookupSegment] = []
@@ -75,16 +78,16 @@ class ChunkLine:
         self.total = len(keys)
 
     def reach(self, bits: tuple[int, ...], position: int) -> int:
-        """Where the chunks from `position` on end that one of `bits` has."""
+        """The end of the longest run of chunks from `position` on that one holder of `bits` has."""
         if position >= self.total:
             return position
         runs, best = self._segment(position).runs, position
         for bit in bits:
             run = runs.get(bit)
             if run is not None:
-                place = bisect_right(run, position)
-                if place & 1 and run[place] > best:
-                    best = run[place]
+                index = bisect_right(run, position)
+                if index & 1 and run[index] > best:
+                    best = run[index]
         return best
 
     def follow(self, start: int, l1: tuple[int, ...], l2: tuple[int, ...]) -> tuple[int, int] | None:
@@ -104,24 +107,24 @@ class ChunkLine:
             for bit in l1:
                 run = runs.get(bit)
                 if run is not None:
-                    place = bisect_right(run, position)
-                    if place & 1:
-                        if run[place] > stop:
-                            stop = run[place]
-                    elif place < len(run) and run[place] < ahead:
-                        ahead = run[place]
+                    index = bisect_right(run, position)
+                    if index & 1:
+                        if run[index] > stop:
+                            stop = run[index]
+                    elif index < len(run) and run[index] < ahead:
+                        ahead = run[index]
             if stop > position:
                 in_l1 += (stop - position) * tokens - offset
             else:
                 for bit in l2:
                     run = runs.get(bit)
                     if run is not None:
-                        place = bisect_right(run, position)
-                        if place & 1 and run[place] > stop:
-                            stop = run[place]
+                        index = bisect_right(run, position)
+                        if index & 1 and run[index] > stop:
+                            stop = run[index]
                 if stop == position:
                     break
-                if stop > ahead:  # L1 has it from there on
+                if stop > ahead:  # L1 has the chunks from `ahead` on
                     stop = ahead
                 in_l2 += (stop - position) * tokens - offset
             position, offset = stop, 0
@@ -131,39 +134,39 @@ class ChunkLine:
         segment = self._last
         if segment.start <= position < segment.stop:
             return segment
-        place = bisect_right(self._starts, position) - 1
-        if place >= 0:
-            segment = self._last = self._segments[place]
+        index = bisect_right(self._starts, position) - 1
+        if index >= 0:
+            segment = self._last = self._segments[index]
             if position < segment.stop:
                 return segment
-        place += 1
-        limit = self._starts[place] if place < len(self._starts) else self.total
-        segment = self._last = self._look(position, limit)
-        self._starts.insert(place, position)
-        self._segments.insert(place, segment)
+        index += 1
+        limit = self._starts[index] if index < len(self._starts) else self.total
+        segment = self._last = self._lookup(position, limit)
+        self._starts.insert(index, position)
+        self._segments.insert(index, segment)
         return segment
 
-    def _look(self, start: int, limit: int) -> LookupSegment:
-        keys, computed, seed, shards, wanted = (
+    def _lookup(self, start: int, limit: int) -> LookupSegment:
+        keys, computed, seed, shards, live = (
             self._keys,
             self._keys.computed,
             self._seed,
             self._shards,
-            self._wanted,
+            self._live,
         )
         runs: dict[int, list[int]] = {}
         last, held, at = -1, 0, start
         while at < limit and (held or at == start):
             keys.compute(at + 1)
             for key in computed[at:limit]:
-                name = key ^ seed
-                mask = shards[name & SHARD_MASK].get(name, 0)
+                entry = key ^ seed
+                mask = shards[entry & SHARD_MASK].get(entry, 0)
                 if self._probed:
                     mask = self._as_probed(key, mask)
                 at += 1
                 if mask != last:
                     last = mask
-                    mask &= wanted
+                    mask &= live
                     changed, held = mask ^ held, mask
                     while changed:
                         bit = changed & -changed
@@ -183,24 +186,24 @@ class ChunkLine:
         return mask
 
 
-def reach_in_several(
+def follow_several(
     line_of: Callable[[ChunkDomain], ChunkLine], start: int, l1: Sequence[ChunkStep], l2: Sequence[ChunkStep]
 ) -> tuple[int, int]:
-    """What `ChunkLine.follow` gives, for slots whose prompts are cut or looked up in several ways: L2 chunk
-    by chunk, as L1 may have the next one."""
-    place, found = start, [0, 0]
+    """As `ChunkLine.follow`, for a slot with several domains. L2 is read chunk by chunk: L1 may have the next
+    one."""
+    end, found = start, [0, 0]
     moved = True
     while moved:
         moved = False
         for tier, steps in enumerate((l1, l2)):
             for domain, bits in steps:
                 line = line_of(domain)
-                position = place // line.tokens
+                position = end // line.tokens
                 stop = line.reach(bits, position)
                 if stop > position:
                     stop = stop if tier == 0 else position + 1
-                    found[tier] += stop * line.tokens - place
-                    place, moved = stop * line.tokens, True
+                    found[tier] += stop * line.tokens - end
+                    end, moved = stop * line.tokens, True
                     break
             if moved:
                 break
@@ -209,31 +212,33 @@ def reach_in_several(
 
 _KEPT_MASKS: Final = 65_536
 _CHUNK_BYTES: Final = 115
-"""Memory of one chunk, its share of the tables included (bench/micro_chunks.py)."""
+"""Memory of one chunk, including its share of the tables (bench/micro_chunks.py)."""
 
 
 class ChunkIndexSize(NamedTuple):
-    """For gauges. `bytes` is an estimate."""
+    """Sizes for gauges. `bytes` is an estimate."""
 
     chunks: int
-    """Different chunks, those of cleared holders included until they are swept."""
+    """Different chunks, including those of cleared holders until they are swept."""
     held: int
     """Chunks summed over holders."""
     dropped: int
-    """Chunks that were not taken in since the start, because `max_chunks` was reached."""
+    """Chunks since the start that were not stored, because `max_chunks` was reached."""
     bytes: int
 
 
 @dataclass(slots=True, eq=False)
 class ChunkHolder:
-    """Whose chunks they are. Mutable; only the index changes it. `chunks` counts each of them once.
-    `shared`: it outlives the slots that read it."""
+    """A place that keeps chunks in one tier. Mutable; only the index changes it.
+
+    `chunks` is the number of its different chunks. A `shared` holder outlives the slots that read it.
+    """
 
     tier: Tier
     shared: bool = False
     chunks: int = 0
     bit: int = 0
-    """Its bit in the masks; 0 before the first chunk and after `clear`."""
+    """The holder's bit in the masks; 0 before the first chunk and after `clear`."""
 
 
 @dataclass(slots=True, eq=False)
@@ -242,8 +247,10 @@ class _Slot:
 
 
 class ChunkIndex:
-    """Mutable: changed by whoever speaks LMCache's protocols, read by routing. Touched from the event loop
-    only. `max_chunks` bounds the different chunks kept; further ones are counted and not believed.
+    """The map of LMCache's chunks. Mutable: the `lmcache` room changes it; routing reads it.
+
+    Use it from the event loop only. It keeps at most `max_chunks` different chunks; further ones are only
+    counted.
     """
 
     def __init__(self, *, max_chunks: int = 2_000_000) -> None:
@@ -253,7 +260,7 @@ class ChunkIndex:
         self._plans: _Plans | None = None
         """None after a change of holders or slots."""
         self._masks: dict[int, int] = {}
-        """Equal masks are one object: they weigh as much as an entry of the map."""
+        """Equal masks share one object: a mask takes as much memory as an entry of the map."""
         self._chunks = self._held = self._dropped = 0
         self._live = self._closed = 0
         self._sweeping: tuple[int, Iterator[dict[int, int]]] | None = None
@@ -261,8 +268,10 @@ class ChunkIndex:
     # Holders and slots
 
     def attach(self, slot: int, holder: ChunkHolder, domains: Iterable[ChunkDomain]) -> None:
-        """Let `slot` use what `holder` has, its prompts cut and looked up in each of `domains`. Attaching
-        again replaces them."""
+        """Let `slot` read the chunks of `holder`, with a lookup in each of `domains`.
+
+        Attaching the same holder again replaces its domains.
+        """
         chosen = tuple(dict.fromkeys(domains))
         known = self._slots.setdefault(slot, _Slot()).domains
         if known.get(holder) != chosen:
@@ -278,7 +287,7 @@ class ChunkIndex:
                 del self._slots[slot]
 
     def forget(self, slot: int) -> None:
-        """The slot is gone, and what its own holders had; memory comes back with `sweep`."""
+        """Remove the slot and the chunks of its own holders; `sweep` returns the memory."""
         known = self._slots.pop(slot, None)
         if known is not None:
             self._plans = None
@@ -289,60 +298,62 @@ class ChunkIndex:
     # Chunks
 
     def store(self, holder: ChunkHolder, space: ChunkSpace, keys: Iterable[ChunkKey]) -> int:
-        """`holder` has these chunks; returns how many of them it was not known to have and were taken in.
-        About 0.3 us a chunk."""
+        """`holder` has these chunks; returns how many were stored that it was not known to have.
+
+        About 0.3 us a chunk.
+        """
         bit = holder.bit or self._open(holder)
         seed, shards, live, masks = _seed(space), self._shards, self._live, self._masks
         if len(masks) > _KEPT_MASKS:
             masks.clear()
-        room, fresh, added = self._max_chunks - self._chunks, 0, 0
+        room, new, added = self._max_chunks - self._chunks, 0, 0
         for key in keys:
-            name = key ^ seed
-            shard = shards[name & SHARD_MASK]
-            mask = shard.get(name)
+            entry = key ^ seed
+            shard = shards[entry & SHARD_MASK]
+            mask = shard.get(entry)
             if mask is None:
                 if added >= room:
                     self._dropped += 1
                     continue
                 added += 1
-                shard[name] = bit
+                shard[entry] = bit
             elif mask & bit:
                 continue
             else:
                 mask = mask & live | bit
-                shard[name] = masks.setdefault(mask, mask)
-            fresh += 1
+                shard[entry] = masks.setdefault(mask, mask)
+            new += 1
         self._chunks += added
-        self._held += fresh
-        holder.chunks += fresh
-        return fresh
+        self._held += new
+        holder.chunks += new
+        return new
 
     def remove(self, holder: ChunkHolder, space: ChunkSpace, key: ChunkKey) -> bool:
-        """`holder` no longer has this chunk; False if it was not believed to."""
+        """`holder` no longer has this chunk; False if the index did not have it for `holder`."""
         return bool(self.remove_all(holder, space, (key,)))
 
     def remove_all(self, holder: ChunkHolder, space: ChunkSpace, keys: Iterable[ChunkKey]) -> int:
-        """`holder` no longer has these chunks; returns how many of them it was believed to have."""
+        """`holder` no longer has these chunks; returns how many the index had for `holder`."""
         seed, shards, bit, left = _seed(space), self._shards, holder.bit, self._live & ~holder.bit
-        gone = 0
+        removed = 0
         for key in keys:
-            name = key ^ seed
-            shard = shards[name & SHARD_MASK]
-            mask = shard.get(name, 0)
+            entry = key ^ seed
+            shard = shards[entry & SHARD_MASK]
+            mask = shard.get(entry, 0)
             if mask & bit:
-                gone += 1
+                removed += 1
                 mask &= left
                 if mask:
-                    shard[name] = self._masks.setdefault(mask, mask)
+                    shard[entry] = self._masks.setdefault(mask, mask)
                 else:
-                    del shard[name]
+                    del shard[entry]
                     self._chunks -= 1
-        holder.chunks -= gone
-        self._held -= gone
-        return gone
+        holder.chunks -= removed
+        self._held -= removed
+        return removed
 
     def clear(self, holder: ChunkHolder) -> None:
-        """`holder` has nothing any more. Takes a moment whatever it had; memory comes back with `sweep`."""
+        """`holder` has no chunks any more. Takes constant time; `sweep` returns the memory."""
         self._held -= holder.chunks
         holder.chunks = 0
         if holder.bit:
@@ -352,8 +363,10 @@ class ChunkIndex:
             self._plans = None
 
     def sweep(self, steps: int = 1000) -> bool:
-        """Return memory of what was cleared, about `steps` chunks (0.1 us each, and never less than one of
-        256 parts of the index); True while there is more."""
+        """Return the memory of about `steps` cleared chunks (0.1 us each); True while there is more.
+
+        The smallest step is one of the 256 tables of the index.
+        """
         while self._closed and steps > 0:
             if self._sweeping is None:
                 self._sweeping = self._closed, iter(self._shards)
@@ -361,12 +374,12 @@ class ChunkIndex:
             for shard in shards:
                 steps -= max(1, len(shard))
                 live = self._live
-                for name in [name for name, mask in shard.items() if mask & closed]:
-                    mask = shard[name] & live
+                for entry in [entry for entry, mask in shard.items() if mask & closed]:
+                    mask = shard[entry] & live
                     if mask:
-                        shard[name] = self._masks.setdefault(mask, mask)
+                        shard[entry] = self._masks.setdefault(mask, mask)
                     else:
-                        del shard[name]
+                        del shard[entry]
                         self._chunks -= 1
                 if steps <= 0:
                     break
@@ -376,15 +389,15 @@ class ChunkIndex:
         return bool(self._closed)
 
     def holds(self, holder: ChunkHolder, space: ChunkSpace, key: ChunkKey) -> bool:
-        """Whether `holder` is believed to have this chunk."""
-        name = key ^ _seed(space)
-        return bool(self._shards[name & SHARD_MASK].get(name, 0) & holder.bit)
+        """Does the index have this chunk for `holder`?"""
+        entry = key ^ _seed(space)
+        return bool(self._shards[entry & SHARD_MASK].get(entry, 0) & holder.bit)
 
     # Reading
 
     @property
     def is_read(self) -> bool:
-        """Whether `match` may find anything for any slot, as long as nothing is `probed`."""
+        """Whether `match` can find a chunk for any slot without `probed`."""
         plans = self._plans
         if plans is None:
             plans = self._plans = self._plan()
@@ -397,15 +410,16 @@ class ChunkIndex:
         starts: Mapping[int, int],
         probed: Mapping[ChunkHolder, Collection[ChunkKey]] | None = None,
     ) -> dict[int, tuple[int, int]]:
-        """Slot -> tokens in L1 and in L2 that follow `starts.get(slot, 0)` (tokens found in GPU memory)
-        without a gap, L1 before L2 at each chunk; changes nothing.
+        """Slot -> (tokens in L1, tokens in L2) that follow `starts.get(slot, 0)` without a gap. Changes
+        nothing.
 
-        A chunk that the start lies in counts with what of it lies behind the start: it is read whole. Slots
-        with nothing are left out. `probed` overrides what is known of a holder, for this prompt: the keys of
-        the prompt's chunks that it has (in whatever space they were asked for; pass a set). Costs what is
-        found, not the prompt: bench/micro_chunks.py.
+        The start is the number of tokens found in GPU memory. L1 goes before L2 at each chunk. Of a chunk
+        that contains the start, the tokens after the start count, because a chunk is read whole. Slots
+        without tokens are left out. `probed` overrides the index for a holder and this prompt: a set of the
+        keys of the prompt's chunks that the holder has, in the space of the probe. The cost depends on the
+        chunks found, not on the prompt's length: bench/micro_chunks.py.
         """
-        asked = (
+        overrides = (
             [(holder.bit or self._open(holder), keys) for holder, keys in probed.items()] if probed else []
         )
         plans = self._plans
@@ -422,7 +436,7 @@ class ChunkIndex:
                 scheme, model = domain
                 seed = _seed(ChunkSpace(scheme, model, salt))
                 line = lines[domain] = ChunkLine(
-                    chunks.keys(scheme), scheme.chunk_tokens, seed, self._shards, self._live, asked
+                    chunks.keys(scheme), scheme.chunk_tokens, seed, self._shards, self._live, overrides
                 )
             return line
 
@@ -433,7 +447,7 @@ class ChunkIndex:
                 if reached is not None:
                     found[slot] = reached
         for slot, l1_steps, l2_steps in plans.several:
-            reached = reach_in_several(line_of, starts.get(slot, 0), l1_steps, l2_steps)
+            reached = follow_several(line_of, starts.get(slot, 0), l1_steps, l2_steps)
             if reached != (0, 0):
                 found[slot] = reached
         return found
@@ -442,7 +456,7 @@ class ChunkIndex:
         return ChunkIndexSize(self._chunks, self._held, self._dropped, self._chunks * _CHUNK_BYTES)
 
     def _open(self, holder: ChunkHolder) -> int:
-        """A bit that no chunk has."""
+        """Give `holder` a bit that no chunk has."""
         taken = self._live | self._closed
         holder.bit = ~taken & (taken + 1)
         self._live |= holder.bit
@@ -468,15 +482,16 @@ class ChunkIndex:
 
 
 class _Plans(NamedTuple):
-    """What to look at for each slot: the bits of its holders of L1 and of L2."""
+    """The lookups of each slot: the bits of its holders in L1 and in L2."""
 
     simple: dict[ChunkDomain, list[tuple[int, tuple[int, ...], tuple[int, ...]]]]
-    """Slots that look in one domain."""
+    """Slots with one domain."""
     several: list[tuple[int, list[ChunkStep], list[ChunkStep]]]
 
 
 def _seed(space: ChunkSpace) -> int:
-    """Keeps equal hashes of different spaces apart: chunks are known by their key XOR this. Chunks of
-    different sizes never have equal hashes, so the size need not be known to store them."""
+    """A number that separates equal hashes of different spaces: an entry of the map is a chunk key XOR
+    this."""
+    # Chunks of different sizes never have equal hashes, so the size is no part of the seed.
     (algorithm, _, seed), model, salt = space
     return xxh3_64_intdigest(f"{algorithm}\0{seed}\0{model}\0{salt}".encode())

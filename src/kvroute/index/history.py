@@ -1,12 +1,12 @@
-"""What we sent where: the seam of a route history, and what a worker's part of it counts.
+"""The interface of a route history: which prompts were sent to which worker.
 
-A history remembers, per worker, the prompts dispatched to it as chained block keys, and forgets them
-in the order in which the worker's own paged cache does (vLLM 0.26, v1/core/block_pool.py and
-kv_cache_utils.FreeKVCacheBlockQueue): blocks of unfinished requests stay; a finished request's blocks
-join the queue of free blocks tail first, so that the least recently used sequence loses its end first.
+A history remembers the prompts sent to each worker as chained block keys. It evicts them in the same order as
+the worker's own paged cache (vLLM 0.26, v1/core/block_pool.py and kv_cache_utils.FreeKVCacheBlockQueue):
+blocks of unfinished requests stay; the blocks of a finished request join the queue of free blocks last block
+first, so the end of the least recently used sequence is evicted first.
 
-Model, LoRA adapter and cache salt are in the keys already (they seed the chain), so one history serves
-all of them. Workers are small integers (`Worker.index`), because sets of workers are bitmasks here.
+Model, LoRA adapter and cache salt seed the key chain, so one history serves all models. A worker is a small
+integer (`Worker.index`), because the histories store sets of workers as bitmasks.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvroute.blocks.keys import BlockKey
 
 
 class HistoryShare:
-    """One worker's share of a history, in blocks. Changed by its history only; read by anyone."""
+    """The figures of one worker's part of a history, in blocks. Mutable; only its history changes it."""
 
     __slots__ = ("active_blocks", "blocks", "capacity_blocks", "worker")
 
@@ -26,17 +26,17 @@ class HistoryShare:
         self.worker = worker
         self.capacity_blocks = capacity_blocks
         self.blocks = 0
-        """Tracked blocks, each counted once. Above the capacity only while unfinished requests need it."""
+        """Tracked blocks, each counted once. Above the capacity only while unfinished requests need them."""
         self.active_blocks = 0
         """Blocks of unfinished requests, each counted once; never evicted."""
 
     @property
     def room_blocks(self) -> int:
-        """How many new blocks fit without evicting any."""
+        """The number of new blocks that fit without an eviction."""
         return max(0, self.capacity_blocks - self.blocks)
 
     def evicted_by(self, new_blocks: int) -> int:
-        """How many tracked blocks `new_blocks` more would push out; 0 while there is room."""
+        """The number of tracked blocks that `new_blocks` more would evict; 0 while there is room."""
         excess = self.blocks + new_blocks - self.capacity_blocks
         if excess <= 0:
             return 0
@@ -44,24 +44,24 @@ class HistoryShare:
 
 
 class PinnedBlocks(Protocol):
-    """Blocks of one unfinished request, pinned until released."""
+    """The blocks of one unfinished request, which are not evicted before `release`."""
 
     @property
     def new_blocks(self) -> int:
-        """How many of the blocks the worker did not hold before."""
+        """The number of blocks that the worker did not hold before."""
         ...
 
     def extend(self, keys: Sequence[BlockKey]) -> None:
-        """Cover `keys` instead, which continue the leased ones (an answer that grew the sequence)."""
+        """Pin `keys` instead, which continue the pinned ones: the answer has made the sequence longer."""
         ...
 
     def release(self) -> None:
-        """Unpin. Does nothing the second time, or after the worker was forgotten."""
+        """Unpin the blocks. Does nothing the second time, or after the worker was forgotten."""
         ...
 
 
 class HistorySize(NamedTuple):
-    """For gauges. `bytes` is an estimate from the structure's own sizes, good to about a third."""
+    """Sizes for gauges. `bytes` is an estimate with an error of up to a third."""
 
     blocks: int
     """Different blocks stored."""
@@ -71,25 +71,28 @@ class HistorySize(NamedTuple):
 
 
 class RouteHistory(Protocol):
-    """Which worker holds which leading blocks, judged by what was sent to it.
+    """Which worker probably holds which leading blocks, because the prompts were sent to it.
 
-    Keys must be chained (`blocks.keys.block_keys`): an implementation may take two prompts that agree
-    in key *i* to agree in every key before it. It may also remember what it found for a sequence until that
-    is acquired: one that was given is not changed any more.
+    Keys must be chained (`blocks.keys.block_keys`): an implementation may assume that two prompts with an
+    equal key *i* have equal keys before it. It may also keep a reference to `keys` from `match` to `acquire`,
+    so the caller must not change a sequence that it has passed.
     """
 
     @property
     def parts(self) -> Mapping[int, HistoryShare]:
-        """Each worker's live figures, of those that have been heard of; `part` gives any worker's."""
+        """The live figures of each worker that was used before; `part` also creates new ones."""
         ...
 
     def match(self, keys: Sequence[BlockKey]) -> Mapping[int, int]:
-        """Leading blocks of `keys` per worker, for workers that hold at least one. Changes nothing, and
-        nothing changes it later."""
+        """Worker -> number of leading blocks of `keys` that it holds, for workers with at least one.
+
+        Changes nothing. The result does not change later.
+        """
         ...
 
     def acquire(self, worker: int, keys: Sequence[BlockKey]) -> PinnedBlocks:
-        """Record that `keys` went to `worker`, most recently used, pinned until the lease is released.
+        """Record that `keys` were sent to `worker`: most recently used, and pinned until
+        `PinnedBlocks.release`.
 
         Evicts the worker's least recently used unpinned blocks when the part is full; the part grows
         beyond its capacity only as far as pinned blocks need.
@@ -101,17 +104,21 @@ class RouteHistory(Protocol):
         ...
 
     def set_capacity(self, worker: int, blocks: int) -> None:
-        """Resize the worker's part, evicting at once what no longer fits (pinned blocks excepted)."""
+        """Resize the worker's part, and evict the unpinned blocks that no longer fit."""
         ...
 
     def forget(self, worker: int) -> None:
-        """Drop all of the worker's blocks; its capacity stays, leases still out become void."""
+        """Drop all blocks of the worker. Its capacity stays; releasing its `PinnedBlocks` does nothing any
+        more."""
         ...
 
     def recent(self, worker: int, most_blocks: int) -> list[Sequence[BlockKey]]:
-        """The prompts behind what is tracked of the worker and not pinned, so that acquiring and releasing
-        them in this order gives another history the same part, as good as. Beginnings that prompts share
-        are repeated, and counted each time; what exceeds `most_blocks` is left out, the oldest first."""
+        """The worker's unpinned prompts, oldest first: acquiring and releasing them copies the part
+        approximately.
+
+        Beginnings that prompts share are repeated and counted each time. Prompts beyond `most_blocks` blocks
+        are left out, the oldest first.
+        """
         ...
 
     def size(self) -> HistorySize: ...

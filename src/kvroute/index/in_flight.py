@@ -1,9 +1,9 @@
-"""The prompts of unfinished requests: per slot, how far they run along another prompt.
+"""The prompts of unfinished requests: per slot, how many leading keys another prompt shares with them.
 
-Their blocks are held, or will be before the next request runs, whether or not a worker has announced them,
-and whether or not what it announced has been read: a finished request's prompt stays until somebody has.
-A request comes in here and leaves again, and most share nothing with any other in flight: so what is kept
-of one is a reference to its keys, and where prompts share a beginning they are parted as in a radix tree.
+A worker holds the blocks of these prompts, or will hold them before the next request runs, even if it has not
+announced them yet, or the gateway has not read the announcement. The prompt of a finished request stays until
+the events have been read. Most prompts share nothing with another one in flight, so an entry is a reference
+to the prompt's keys; prompts with a common beginning are split into segments as in a radix tree.
 """
 
 from __future__ import annotations
@@ -18,43 +18,47 @@ from kvroute.blocks.keys import BlockKey
 
 
 class _PathSegment(Struct, eq=False, gc=False):
-    """Consecutive keys of one or more prompts, none of which leaves the others between them: those of `keys`
-    from `begin` to `end`. Mutable; only `InFlight` changes it."""
+    """A path segment shared by every prompt on it: keys[begin:end] with no branch inside.
+
+    Mutable; only `InFlight` changes it.
+    """
 
     keys: Sequence[BlockKey]
     begin: int
     end: int
     before: _PathSegment | None
     flights: dict[int, int]
-    """Slot -> its prompts that run through here."""
+    """Slot -> the number of its prompts that contain this segment."""
     ended: int = 0
-    """Prompts whose last stretch this is and whose requests have finished."""
+    """Prompts of finished requests that end with this segment."""
 
 
-class _Place(Struct, eq=False, gc=False):
-    """A slot until it is forgotten: its number may come to stand for another one."""
+class _SlotEntry(Struct, eq=False, gc=False):
+    """A slot until it is forgotten. Later another slot may get the same number. Mutable: `is_forgotten`."""
 
     slot: int
     is_forgotten: bool = False
 
 
-_Stretches = dict[int, _PathSegment]
-_NOTHING: Final[tuple[Mapping[int, int], bool]] = MappingProxyType({}), False
+_Segments = dict[int, _PathSegment]
+_NO_MATCH: Final[tuple[Mapping[int, int], bool]] = MappingProxyType({}), False
 _MOST_ENDED: Final = 4096
-"""Where nobody settles: in a process that makes no decisions, but hears of others'."""
+"""Finished prompts after which `acquire` calls `compact`: a process without decisions of its own never
+does."""
 
 
 class Flight(Struct, eq=False):
-    """One prompt in flight. Implements `fleet.load.ReservationListener`."""
+    """One prompt in flight; implements `fleet.load.ReservationListener`. Mutable: `release` and `leave`."""
 
-    _stretches: _Stretches
-    _place: _Place
+    _segments: _Segments
+    _entry: _SlotEntry
     _last: _PathSegment | None
     _ended: list[Flight]
     _has_ended: bool = False
 
     def release(self) -> None:
-        """The request is finished: this goes with the next `InFlight.settle`. Only the first time counts."""
+        """The request is finished: the next `InFlight.compact` removes the prompt. Only the first call
+        counts."""
         if self._has_ended or self._last is None:
             return
         self._has_ended = True
@@ -62,147 +66,152 @@ class Flight(Struct, eq=False):
         self._ended.append(self)
 
     def leave(self) -> None:
-        """Take it out; for `InFlight.settle`."""
-        stretch, self._last = self._last, None
-        if stretch is not None:
-            stretch.ended -= 1
-        if self._place.is_forgotten:
+        """Remove the prompt; for `InFlight.compact`."""
+        segment, self._last = self._last, None
+        if segment is not None:
+            segment.ended -= 1
+        if self._entry.is_forgotten:
             return
-        slot = self._place.slot
-        while stretch is not None:
-            flights = stretch.flights
+        slot = self._entry.slot
+        while segment is not None:
+            flights = segment.flights
             others = flights[slot] - 1
             if others:
                 flights[slot] = others
             else:
                 del flights[slot]
                 if not flights:
-                    del self._stretches[stretch.keys[stretch.begin]]
-            stretch = stretch.before
+                    del self._segments[segment.keys[segment.begin]]
+            segment = segment.before
 
     def first_token(self, now: float, is_first: bool) -> None:
-        """It stays until the request is finished."""
+        """Does nothing: the prompt stays until the request is finished."""
 
     def finish(self, now: float) -> None:
         self.release()
 
 
 class InFlight:
-    """Mutable: by `acquire`, `settle`, `forget` and each `Flight.release`. Touched from the event loop only.
+    """All prompts in flight. Mutable: `acquire`, `compact`, `forget` and each `Flight.release`.
 
-    Keys are chained, so one comparison stands for all keys before it. What shares nothing with others takes
-    about 1 us to acquire and release, and 0.2 us to match.
+    Use it from the event loop only. A prompt that shares nothing with others takes about 1 us to acquire and
+    release, and 0.2 us to match.
     """
 
+    # Keys are chained: equal keys at one position mean equal keys at all positions before it.
+
     def __init__(self) -> None:
-        self._stretches: _Stretches = {}
-        """By first key, which no two of them have in common."""
-        self._places: dict[int, _Place] = {}
+        self._segments: _Segments = {}
+        """Segments by their first key; no two segments have the same one."""
+        self._slots: dict[int, _SlotEntry] = {}
         self.ended: list[Flight] = []
-        """Of finished requests; to be read only."""
+        """The prompts of finished requests. For reading."""
 
     def match(self, keys: Sequence[BlockKey]) -> tuple[Mapping[int, int], bool]:
-        """Slot -> the leading keys that a prompt in flight there has too; slots with none are left out. And
-        whether the prompt goes on behind that of a finished request, as the next turn of a chat does: then
-        the worker has announced more of it than that prompt."""
-        stretches = self._stretches
-        if not stretches:
-            return _NOTHING
+        """Returns (slot -> leading keys shared with a prompt in flight there, continues a finished prompt).
+
+        Slots that share no key are left out. A prompt continues the prompt of a finished request when it is
+        the next turn of a chat: then the worker has announced more blocks of it than that prompt has.
+        """
+        segments = self._segments
+        if not segments:
+            return _NO_MATCH
         try:
-            stretch = stretches.get(keys[0])
+            segment = segments.get(keys[0])
         except IndexError:  # a prompt shorter than a block
-            return _NOTHING
-        if stretch is None:
-            return _NOTHING
+            return _NO_MATCH
+        if segment is None:
+            return _NO_MATCH
         found: dict[int, int] = {}
-        goes_on = False
+        continues_finished = False
         end = len(keys)
-        while stretch is not None:
-            depth = _shared(stretch, keys, end)
-            for slot in stretch.flights:
+        while segment is not None:
+            depth = _shared_end(segment, keys, end)
+            for slot in segment.flights:
                 found[slot] = depth
-            if depth < stretch.end or depth == end:
+            if depth < segment.end or depth == end:
                 break
-            if stretch.ended:
-                goes_on = True
-            stretch = stretches.get(keys[depth])
-        return found, goes_on
+            if segment.ended:
+                continues_finished = True
+            segment = segments.get(keys[depth])
+        return found, continues_finished
 
     def acquire(self, slot: int, keys: Sequence[BlockKey]) -> Flight:
-        """A request with this prompt was sent to `slot`. Keeps `keys`, which must not change, without a
-        copy."""
-        stretches, place = self._stretches, self._places.get(slot)
-        if place is None:
-            place = self._places[slot] = _Place(slot)
+        """A request with this prompt was sent to `slot`. Keeps `keys` without a copy: they must not
+        change."""
+        segments, entry = self._segments, self._slots.get(slot)
+        if entry is None:
+            entry = self._slots[slot] = _SlotEntry(slot)
         if len(self.ended) >= _MOST_ENDED:
-            self.settle()
+            self.compact()
         try:
             first = keys[0]
         except IndexError:
-            return Flight(stretches, place, None, self.ended)
-        stretch = stretches.get(first)
-        if stretch is None:
-            last = stretches[first] = _PathSegment(keys, 0, len(keys), None, {slot: 1})
+            return Flight(segments, entry, None, self.ended)
+        segment = segments.get(first)
+        if segment is None:
+            last = segments[first] = _PathSegment(keys, 0, len(keys), None, {slot: 1})
         else:
-            last = self._beside(stretch, slot, keys)
-        return Flight(stretches, place, last, self.ended)
+            last = self._attach(segment, slot, keys)
+        return Flight(segments, entry, last, self.ended)
 
-    def settle(self) -> None:
-        """What workers have announced by now has been read: finished requests' prompts are not needed any
-        more."""
+    def compact(self) -> None:
+        """Remove the prompts of finished requests. Call this after the workers' events have been read."""
         for flight in self.ended:
             flight.leave()
         self.ended.clear()
 
     def forget(self, slot: int) -> None:
-        """The slot is no more. Its flights' releases do nothing. Walks all that is in flight."""
-        place = self._places.pop(slot, None)
-        if place is None:
+        """The slot has left: remove its prompts. Later releases of its flights do nothing. Visits all
+        segments."""
+        entry = self._slots.pop(slot, None)
+        if entry is None:
             return
-        place.is_forgotten = True
-        for first, stretch in list(self._stretches.items()):
-            if stretch.flights.pop(slot, None) and not stretch.flights:
-                del self._stretches[first]
+        entry.is_forgotten = True
+        for first, segment in list(self._segments.items()):
+            if segment.flights.pop(slot, None) and not segment.flights:
+                del self._segments[first]
 
     def __len__(self) -> int:
-        """Stretches: for inspection."""
-        return len(self._stretches)
+        """The number of segments: for inspection."""
+        return len(self._segments)
 
-    def _beside(self, stretch: _PathSegment, slot: int, keys: Sequence[BlockKey]) -> _PathSegment:
-        """Lay a prompt along others, of which `stretch` is the first it shares; its last one."""
-        stretches, end = self._stretches, len(keys)
+    def _attach(self, segment: _PathSegment, slot: int, keys: Sequence[BlockKey]) -> _PathSegment:
+        """Add a prompt that shares `segment` with others; returns the last segment of the prompt."""
+        segments, end = self._segments, len(keys)
         while True:
-            depth = _shared(stretch, keys, end)
-            if depth < stretch.end:
-                stretch = self._parted(stretch, depth)
-            flights = stretch.flights
+            depth = _shared_end(segment, keys, end)
+            if depth < segment.end:
+                segment = self._split(segment, depth)
+            flights = segment.flights
             flights[slot] = flights.get(slot, 0) + 1
             if depth == end:
-                return stretch
-            following = stretches.get(keys[depth])
+                return segment
+            following = segments.get(keys[depth])
             if following is None:
-                own = stretches[keys[depth]] = _PathSegment(keys, depth, end, stretch, {slot: 1})
+                own = segments[keys[depth]] = _PathSegment(keys, depth, end, segment, {slot: 1})
                 return own
-            stretch = following
+            segment = following
 
-    def _parted(self, stretch: _PathSegment, place: int) -> _PathSegment:
-        """What `stretch` has before `place` becomes a stretch of its own. Flights end in the rest."""
-        keys = stretch.keys
-        head = _PathSegment(keys, stretch.begin, place, stretch.before, dict(stretch.flights))
-        self._stretches[keys[stretch.begin]] = head
-        self._stretches[keys[place]] = stretch
-        stretch.begin, stretch.before = place, head
+    def _split(self, segment: _PathSegment, position: int) -> _PathSegment:
+        """Split `segment` at `position`; returns the new first part. Flights keep pointing to the second
+        part."""
+        keys = segment.keys
+        head = _PathSegment(keys, segment.begin, position, segment.before, dict(segment.flights))
+        self._segments[keys[segment.begin]] = head
+        self._segments[keys[position]] = segment
+        segment.begin, segment.before = position, head
         return head
 
 
-def _shared(stretch: _PathSegment, keys: Sequence[BlockKey], end: int) -> int:
-    """How many leading keys of a prompt of `end` are those of `stretch`, its first at least."""
-    own, high = stretch.keys, stretch.end
+def _shared_end(segment: _PathSegment, keys: Sequence[BlockKey], end: int) -> int:
+    """The number of leading keys that the prompt shares up to within `segment`, whose first key it has."""
+    own, high = segment.keys, segment.end
     if high > end:
         high = end
     if own[high - 1] == keys[high - 1]:
         return high
-    low = stretch.begin + 1
+    low = segment.begin + 1
     while high - low > 1:
         middle = (low + high) // 2
         if own[middle - 1] == keys[middle - 1]:

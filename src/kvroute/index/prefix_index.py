@@ -1,9 +1,10 @@
-"""What the workers say they hold: per prompt, how far each reaches in GPU, then L1, then L2.
+"""Which worker holds which blocks, from its KV events: per prompt, the tokens in GPU memory, then L1, then
+L2.
 
-A *holder* is whatever keeps blocks in one tier: a worker's GPU, its host memory, an LMCache server, a
-store that belongs to nobody. A *slot* is what a request can be sent to, one worker or one data-parallel
-rank of it; it reads from its own GPU and from any holders of L1 and L2 attached to it, which several slots
-may share. Blocks are known by exact keys (`blocks.tokens`), each under the key at its end.
+A *holder* keeps blocks in one tier: a worker's GPU, a worker's host memory, an LMCache server, or a common
+store. A *slot* is a target of requests: a worker, or one data-parallel rank of a worker. A slot reads from
+its own GPU and from the L1 and L2 holders that are attached to it, which several slots may share. A block is
+identified by the exact key at its end (`blocks.keys`).
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ from kvroute.index.runs import BlockRun, RunTable
 
 
 class TierMatch(NamedTuple):
-    """Tokens of a prompt that need not be computed, by where they are: in GPU memory from the start, then
-    without a gap in L1, or where that lacks them in L2."""
+    """The matched tokens of a prompt by tier: from the start in GPU memory, then without a gap in L1 or L2.
+
+    Tokens that both L1 and L2 have count as L1.
+    """
 
     gpu: int = 0
     l1: int = 0
@@ -31,7 +34,7 @@ class TierMatch(NamedTuple):
 
 
 class IndexSize(NamedTuple):
-    """For gauges. `bytes` is an estimate for the index alone: about 110 a block, plus its runs."""
+    """Sizes for gauges. `bytes` is an estimate for the index alone: about 110 a block, plus the runs."""
 
     blocks: int
     """Different blocks."""
@@ -39,20 +42,23 @@ class IndexSize(NamedTuple):
     """Blocks summed over holders."""
     runs: int
     dropped: int
-    """Blocks that were not taken in since the start, because `max_blocks` was reached."""
+    """Blocks since the start that were not stored, because `max_blocks` was reached."""
     bytes: int
 
 
 @dataclass(slots=True, eq=False)
 class Holder:
-    """Whose blocks they are. Mutable; only the index changes it. `blocks` counts each of them once.
-    `shared`: it outlives the slots that read it (an LMCache server, a common store)."""
+    """A place that keeps blocks in one tier. Mutable; only the index changes it.
+
+    `blocks` is the number of its different blocks. A `shared` holder outlives the slots that read it (an
+    LMCache server, a common store).
+    """
 
     tier: Tier
     shared: bool = False
     blocks: int = 0
     lanes: dict[int, int] = field(default_factory=dict)
-    """Stride -> its bit in that table."""
+    """Stride -> the holder's bit (its lane) in the `RunTable` of that stride."""
 
 
 @dataclass(slots=True, eq=False)
@@ -65,9 +71,10 @@ _RUN_BYTES = 250
 
 
 class PrefixIndex:
-    """Mutable: changed by whoever reads the workers' events (`events.ledger`), read by routing. Touched
-    from the event loop only. `max_blocks` bounds the different blocks kept; further ones are counted and
-    not believed to be held.
+    """The map of blocks. Mutable: the workers' ledgers (`events.ledger`) change it; routing reads it.
+
+    Use it from the event loop only. It keeps at most `max_blocks` different blocks; further ones are only
+    counted.
     """
 
     def __init__(self, *, max_blocks: int = 10_000_000) -> None:
@@ -75,17 +82,17 @@ class PrefixIndex:
         self._tables: dict[int, RunTable] = {}
         self._slots: dict[int, _Slot] = {}
         self._gpu_lanes: list[_GpuLanes] = []
-        self._has_slower = False
-        """Somebody reads a slower tier."""
+        self._has_slower_tiers = False
+        """Whether any slot has a holder in L1 or L2."""
         self._dropped = 0
         self._held = 0
-        self._spare = 0
-        """At least as many blocks fit in."""
+        self._known_room = 0
+        """A lower bound of the number of blocks that still fit."""
 
     # Holders and slots
 
     def attach(self, slot: int, holder: Holder) -> None:
-        """Let `slot` use what `holder` has."""
+        """Let `slot` read the blocks of `holder`."""
         holders = self._slots.setdefault(slot, _Slot()).holders[holder.tier]
         if holder not in holders:
             holders.append(holder)
@@ -99,7 +106,7 @@ class PrefixIndex:
             self._map_gpu_lanes()
 
     def forget(self, slot: int) -> None:
-        """The slot is gone, at once, and what its own holders had; memory comes back with `sweep`."""
+        """Remove the slot and the blocks of its own holders, in constant time; `sweep` returns the memory."""
         known = self._slots.pop(slot, None)
         if known is None:
             return
@@ -114,10 +121,10 @@ class PrefixIndex:
     def store(
         self, holder: Holder, block_tokens: int, parent: BlockKey | None, keys: Sequence[BlockKey]
     ) -> int:
-        """`holder` has these blocks of `block_tokens`, each the parent of the next; returns how many of
-        them were taken in, from the first on.
+        """`holder` has these blocks of `block_tokens` tokens, each the parent of the next.
 
-        `parent` is the block before the first, None at the start of a prompt. About 0.15 us a block.
+        Returns how many were stored, from the first on; fewer only if the index is full. `parent` is the
+        block before the first, None at the start of a prompt. About 0.15 us a block.
         """
         stride = block_tokens // KEY_TOKENS
         table = self._tables.get(stride)
@@ -130,37 +137,40 @@ class PrefixIndex:
         room = self._max_blocks
         for each in self._tables.values():
             room -= each.blocks
-        done, fresh = table.store(bit, parent, keys, room)
-        self._spare = room - done
-        holder.blocks += fresh
-        self._held += fresh
+        done, new = table.store(bit, parent, keys, room)
+        self._known_room = room - done
+        holder.blocks += new
+        self._held += new
         self._dropped += len(keys) - done
         return done
 
     def append_one(self, holder: Holder, stride: int, parent: BlockKey, key: BlockKey) -> bool:
-        """As `store` for one block of `stride` x `KEY_TOKENS` tokens behind `parent`; False if it was not
-        taken in. About a third of what `store` costs where a sequence grows at its end."""
+        """As `store` for one block of `stride` x `KEY_TOKENS` tokens after `parent`; False if the index is
+        full.
+
+        About a third of the cost of `store` when a sequence grows at its end.
+        """
         bit = holder.lanes.get(stride)
-        if bit is not None and self._spare > 0 and self._tables[stride].append(bit, parent, key):
-            self._spare -= 1
+        if bit is not None and self._known_room > 0 and self._tables[stride].append(bit, parent, key):
+            self._known_room -= 1
             holder.blocks += 1
             self._held += 1
             return True
         return self.store(holder, stride * KEY_TOKENS, parent, (key,)) == 1
 
     def has(self, holder: Holder, stride: int, key: BlockKey) -> bool:
-        """Is `holder` believed to have this block of `stride` x `KEY_TOKENS` tokens? About 0.3 us."""
+        """Does the index have this block of `stride` x `KEY_TOKENS` tokens for `holder`? About 0.3 us."""
         bit = holder.lanes.get(stride)
         return bit is not None and self._tables[stride].has(bit, key)
 
     def runs_at(self, holder: Holder, stride: int, keys: Sequence[BlockKey]) -> list[list[BlockKey]]:
-        """The holder's runs of consecutive blocks that begin with one of `keys`."""
+        """The holder's runs of consecutive blocks whose first block is one of `keys`."""
         bit = holder.lanes.get(stride)
         runs = () if bit is None else self._tables[stride].runs_at(bit, keys)
         return [list(map(BlockKey, run)) for run in runs]
 
     def remove(self, holder: Holder, key: BlockKey) -> bool:
-        """`holder` no longer has this block; False if it was not believed to. About 1 us."""
+        """`holder` no longer has this block; False if the index did not have it for `holder`. About 1 us."""
         for stride, bit in holder.lanes.items():
             if self._tables[stride].remove(bit, key):
                 holder.blocks -= 1
@@ -169,7 +179,7 @@ class PrefixIndex:
         return False
 
     def clear(self, holder: Holder) -> None:
-        """`holder` has nothing any more. Takes a moment whatever it had; memory comes back with `sweep`."""
+        """`holder` has no blocks any more. Takes constant time; `sweep` returns the memory."""
         for stride, bit in holder.lanes.items():
             self._tables[stride].close_lane(bit)
         self._held -= holder.blocks
@@ -179,13 +189,13 @@ class PrefixIndex:
             self._map_gpu_lanes()
 
     def sweep(self, steps: int = 1000) -> bool:
-        """Return memory of what was cleared, about `steps` blocks (0.2 us each); True while there is more."""
+        """Return the memory of about `steps` cleared blocks (0.2 us each); True while there is more."""
         for table in self._tables.values():
             steps = table.sweep(steps)
         return steps <= 0
 
     def blocks_of(self, holder: Holder) -> Iterator[BlockKey]:
-        """Every block that `holder` is believed to have, in no order. Walks the whole index."""
+        """Every block of `holder` in the index, in no particular order. Walks the whole index."""
         for stride, bit in holder.lanes.items():
             for run in self._tables[stride].runs.values():
                 if run.mask & bit:
@@ -194,15 +204,15 @@ class PrefixIndex:
     # Reading
 
     def match(self, keys: Sequence[BlockKey]) -> dict[int, TierMatch]:
-        """How much of a prompt each slot that has any of it could use; changes nothing.
+        """Slot -> matched tokens of a prompt by tier, for slots with at least one. Changes nothing.
 
-        `keys` are the prompt's (`blocks.tokens.prompt_keys`). Costs a few lookups for each run of blocks
+        `keys` are the prompt's keys (`blocks.keys.prompt_keys`). Costs a few lookups for each run of blocks
         with the same holders, not for each block: bench/micro_events.py.
         """
         gpu: dict[int, int] = {}
         for lanes in self._gpu_lanes:
             lanes.match(keys, gpu)
-        spans = _Spans(self._tables, keys)
+        spans = _PromptSpans(self._tables, keys)
         matches: dict[int, TierMatch] = {}
         for slot, known in self._slots.items():
             start = gpu.get(slot, 0)
@@ -216,9 +226,9 @@ class PrefixIndex:
         return matches
 
     def match_gpu(self, keys: Sequence[BlockKey]) -> dict[int, int] | None:
-        """The same in less time as long as no slot reads slower tiers: tokens in GPU memory of each slot that
-        has any. None where one does."""
-        if self._has_slower:
+        """Slot -> matched tokens in GPU memory; faster than `match`. None if any slot has a holder in L1 or
+        L2."""
+        if self._has_slower_tiers:
             return None
         gpu: dict[int, int] = {}
         for lanes in self._gpu_lanes:
@@ -234,20 +244,20 @@ class PrefixIndex:
         return sum(table.blocks for table in self._tables.values())
 
     def _map_gpu_lanes(self) -> None:
-        """Holders or lanes have changed."""
+        """Rebuild `_gpu_lanes` after a change of holders or lanes."""
         by_stride: dict[int, dict[int, list[int]]] = {}
-        has_slower = False
+        has_slower_tiers = False
         for slot, known in self._slots.items():
             for holder in known.holders[Tier.GPU]:
                 for stride, bit in holder.lanes.items():
                     by_stride.setdefault(stride, {}).setdefault(bit, []).append(slot)
-            has_slower = has_slower or bool(known.holders[Tier.L1] or known.holders[Tier.L2])
+            has_slower_tiers = has_slower_tiers or bool(known.holders[Tier.L1] or known.holders[Tier.L2])
         self._gpu_lanes = [_GpuLanes(self._tables[stride], slots) for stride, slots in by_stride.items()]
-        self._has_slower = has_slower
+        self._has_slower_tiers = has_slower_tiers
 
 
 class _GpuLanes:
-    """Who reads which GPU's blocks of one size. Not changed once made."""
+    """The slots that read each GPU lane of one `RunTable`. Immutable."""
 
     __slots__ = ("_bits", "_slots_of", "_table")
 
@@ -259,7 +269,7 @@ class _GpuLanes:
             self._bits |= bit
 
     def match(self, keys: Sequence[BlockKey], matched: dict[int, int]) -> None:
-        """Raise `matched` (tokens by slot) to what these lanes hold from the start on."""
+        """Raise `matched` (slot -> tokens) to the leading tokens that these lanes hold."""
         table, alive = self._table, self._bits
         stride, find, runs = table.stride, table.find, table.runs
         ends = keys if stride == 1 else keys[stride - 1 :: stride]
@@ -267,8 +277,8 @@ class _GpuLanes:
         run: BlockRun | None = None
         while position < total:
             key = ends[position]
-            behind = None if run is None else runs.get(run.next)  # found sooner than by the key
-            run = behind if behind is not None and behind.keys[0] == key else find(key)
+            following = None if run is None else runs.get(run.next)  # cheaper than `find`
+            run = following if following is not None and following.keys[0] == key else find(key)
             if run is None:
                 break
             still = run.mask & alive
@@ -291,7 +301,7 @@ class _GpuLanes:
             self._end(alive, position, matched)
 
     def _end(self, bits: int, blocks: int, matched: dict[int, int]) -> None:
-        """These lanes hold so many blocks."""
+        """Lanes `bits` hold the first `blocks` blocks of the prompt, and no more."""
         tokens = blocks * self._table.stride * KEY_TOKENS
         while bits:
             bit = bits & -bits
@@ -301,8 +311,8 @@ class _GpuLanes:
                     matched[slot] = tokens
 
 
-class _Spans:
-    """The holders along one prompt, table by table, looked up once and only as far as asked."""
+class _PromptSpans:
+    """The holders along one prompt in each table. Mutable: looks up spans when they are first needed."""
 
     def __init__(self, tables: dict[int, RunTable], keys: Sequence[BlockKey]) -> None:
         self._tables = tables
@@ -318,7 +328,7 @@ class _Spans:
 
 
 class _TableSpans:
-    """Spans of blocks with one mask. Mutable: remembers those that were asked for."""
+    """Spans of blocks with the same mask along one prompt. Mutable: caches the spans that were looked up."""
 
     __slots__ = ("_ends", "_masks", "_starts", "_stops", "_table")
 
@@ -333,41 +343,44 @@ class _TableSpans:
         return len(self._ends)
 
     def reach(self, bit: int, position: int, *, one_span: bool = False) -> int:
-        """Where the blocks from `position` on end that have `bit`, or the span of them around it."""
+        """The end of the blocks from `position` on that have `bit`; with `one_span`, of the first span
+        only."""
         starts, stops, masks = self._starts, self._stops, self._masks
-        place = bisect_right(starts, position) - 1
-        if place < 0 or position >= stops[place]:
-            place = self._look(position, place + 1)
+        index = bisect_right(starts, position) - 1
+        if index < 0 or position >= stops[index]:
+            index = self._load(position, index + 1)
         total = len(self._ends)
-        while masks[place] & bit:
-            position = stops[place]
+        while masks[index] & bit:
+            position = stops[index]
             if one_span or position >= total:
                 break
-            place += 1
-            if place == len(starts) or starts[place] != position:
-                self._look(position, place)
+            index += 1
+            if index == len(starts) or starts[index] != position:
+                self._load(position, index)
         return position
 
-    def _look(self, position: int, place: int) -> int:
-        """Look up the span that begins at `position` and remember it as number `place`."""
+    def _load(self, position: int, index: int) -> int:
+        """Look up the span that starts at `position`, and cache it as number `index`."""
         ends, run = self._ends, self._table.find(self._ends[position])
         if run is None:
             mask, stop = 0, position + 1
         else:
             mask = run.mask & self._table.live
             stop = position + run.common(run.offset(ends[position]), ends, position)
-        if place < len(self._starts):
-            stop = min(stop, self._starts[place])
-        self._starts.insert(place, position)
-        self._stops.insert(place, stop)
-        self._masks.insert(place, mask)
-        return place
+        if index < len(self._starts):
+            stop = min(stop, self._starts[index])
+        self._starts.insert(index, position)
+        self._stops.insert(index, stop)
+        self._masks.insert(index, mask)
+        return index
 
 
-def _reach(spans: _Spans, start: int, l1: Sequence[Holder], l2: Sequence[Holder]) -> tuple[int, int]:
-    """Tokens in L1 and in L2 that follow `start` without a gap. A larger block that `start` lies in
-    counts with what of it lies behind `start`: slower tiers are read in whole blocks."""
-    place, found = start, [0, 0]
+def _reach(spans: _PromptSpans, start: int, l1: Sequence[Holder], l2: Sequence[Holder]) -> tuple[int, int]:
+    """Tokens in L1 and in L2 that follow the token `start` without a gap.
+
+    Slower tiers are read in whole blocks: of a block that contains `start`, the tokens after `start` count.
+    """
+    end, found = start, [0, 0]
     moved = True
     while moved:
         moved = False
@@ -376,12 +389,12 @@ def _reach(spans: _Spans, start: int, l1: Sequence[Holder], l2: Sequence[Holder]
                 for stride, bit in holder.lanes.items():
                     table = spans.of(stride)
                     tokens = stride * KEY_TOKENS
-                    position = place // tokens
+                    position = end // tokens
                     if position < len(table):
                         stop = table.reach(bit, position, one_span=tier == 1)
                         if stop > position:
-                            found[tier] += stop * tokens - place
-                            place, moved = stop * tokens, True
+                            found[tier] += stop * tokens - end
+                            end, moved = stop * tokens, True
             if moved:
                 break
     return found[0], found[1]

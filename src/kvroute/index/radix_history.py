@@ -15,16 +15,16 @@ from kvroute.index.history import HistoryShare, HistorySize
 class TreeEdge:
     """An edge of the tree: consecutive keys with no branch between them.
 
-    At least one worker holds all of it. `full` is the bitmask of those workers; others in `holds` hold
-    a leading part. Whoever holds any block of a child holds this run in full. `depths` says how many keys
-    each of them holds, from the first run on, where somebody has looked since that changed; it is given to
-    who matches, so it is replaced and never changed.
+    At least one worker holds the whole edge. `full` is the bitmask of these workers; the other workers in
+    `holds` hold a leading part. A worker that holds any block of a child holds this edge in full. `depths` is
+    a cache: for each holder the keys from the root to the end of its part. It is replaced, never changed,
+    because `match` returns it.
     """
 
     __slots__ = ("begin", "children", "depths", "full", "holds", "keys", "last", "parent")
 
     begin: int
-    """How many keys stand before it."""
+    """The number of keys between the root and this edge."""
 
     def __init__(self, keys: array[int], parent: TreeEdge | None) -> None:
         self.keys = keys
@@ -36,25 +36,27 @@ class TreeEdge:
         self.holds: dict[int, Hold] = {}
         self.depths: Mapping[int, int] | None = None
 
-    def look(self) -> Mapping[int, int]:
-        """`depths`, made anew."""
+    def compute_depths(self) -> Mapping[int, int]:
+        """Compute and cache `depths`."""
         begin = self.begin
         self.depths = depths = {worker: begin + hold.blocks for worker, hold in self.holds.items()}
         return depths
 
-    def at_most(self, shared: int) -> dict[int, int]:
-        """`depths` of a prompt that shares only the first so many keys."""
+    def depths_within(self, shared: int) -> dict[int, int]:
+        """`depths` for a prompt that has only the first `shared` keys of this edge."""
         begin = self.begin
         return {worker: begin + min(hold.blocks, shared) for worker, hold in self.holds.items()}
 
 
 class Hold:
-    """One worker's leading `blocks` of one run; `before` is its hold of the run's parent. Unpinned holds form
-    the part's free queue."""
+    """One worker's leading `blocks` of one edge. Mutable: its `RadixHistory` changes it.
 
-    __slots__ = ("before", "blocks", "newer", "older", "pins", "run")
+    `before` is the worker's hold of the parent edge. Unpinned holds form the part's eviction queue.
+    """
 
-    run: TreeEdge
+    __slots__ = ("before", "blocks", "edge", "newer", "older", "pins")
+
+    edge: TreeEdge
 
     def __init__(self) -> None:
         self.before: Hold | None = None
@@ -74,95 +76,100 @@ class Hold:
         other.older = self
 
 
-def shared_keys(run: array[int], keys: Sequence[BlockKey], pos: int) -> int:
-    """How many leading keys of `run` equal `keys` from `pos` on; the first does."""
-    low, high = 1, min(len(run), len(keys) - pos)
-    if run[high - 1] == keys[pos + high - 1]:
+def shared_keys(edge: array[int], keys: Sequence[BlockKey], pos: int) -> int:
+    """The number of leading keys of `edge` that equal `keys` from `pos` on; at least 1."""
+    low, high = 1, min(len(edge), len(keys) - pos)
+    if edge[high - 1] == keys[pos + high - 1]:
         return high
     while low < high:
         middle = (low + high + 1) // 2
-        if run[middle - 1] == keys[pos + middle - 1]:
+        if edge[middle - 1] == keys[pos + middle - 1]:
             low = middle
         else:
             high = middle - 1
     return low
 
 
-def full_holders(run: TreeEdge) -> int:
-    size, mask = len(run.keys), 0
-    for worker, hold in run.holds.items():
+def workers_holding_all(edge: TreeEdge) -> int:
+    """The bitmask of the workers that hold the whole edge."""
+    size, mask = len(edge.keys), 0
+    for worker, hold in edge.holds.items():
         if hold.blocks == size:
             mask |= 1 << worker
     return mask
 
 
-_Found: TypeAlias = tuple[TreeEdge | None, TreeEdge | None, int, int]
+_PathEnd: TypeAlias = tuple[TreeEdge | None, TreeEdge | None, int, int]
 
 
 class _RadixPart(HistoryShare):
-    __slots__ = ("bit", "free", "is_forgotten", "runs")
+    __slots__ = ("bit", "edges", "free", "is_forgotten")
 
     def __init__(self, worker: int, capacity_blocks: int) -> None:
         super().__init__(worker, capacity_blocks)
         self.bit = 1 << worker
-        self.runs: set[TreeEdge] = set()
+        self.edges: set[TreeEdge] = set()
         self.free = Hold()
-        """Ends of the circular queue: `free.newer` is evicted first, `free.older` last."""
+        """Sentinel of the circular eviction queue: `free.newer` is evicted first, `free.older` last."""
         self.is_forgotten = False
 
 
 class RadixHistory:
-    """The default history. Mutable, touched from the event loop only; implements `RouteHistory`.
+    """The default history; implements `RouteHistory`. Mutable; use it from the event loop only.
 
-    Because keys are chained, one comparison of a run's last key stands for all of its keys and all before
-    them, so a prompt that was sent before is found by its own last key. The place where two prompts part is
-    found by bisection, and a flat table from first key to run replaces child tables. A match costs about
-    0.3 us a run, whatever the prompt's length; acquiring copies new keys only (bench/micro_index.py). A
-    conversation stays one run as it grows.
+    A match costs about 0.3 us for each edge, independent of the prompt's length; `acquire` copies new keys
+    only (bench/micro_index.py).
     """
+
+    # Keys are chained, so equal last keys of an edge mean that all keys of the edge and all keys before it
+    # are equal. A prompt that was sent before is found by its last key alone. Bisection finds where two
+    # prompts branch, and one flat table from first key to edge replaces a table of children per edge. A
+    # conversation stays one edge while it grows.
 
     def __init__(self, default_capacity_blocks: int) -> None:
         self._default_capacity = default_capacity_blocks
         self._heads: dict[int, TreeEdge] = {}
         self._ends: dict[int, TreeEdge] = {}
-        """By last key."""
+        """Edges by their last key."""
         self.parts: dict[int, _RadixPart] = {}
-        self._walked: Sequence[BlockKey] | None = None
-        self._found: _Found = None, None, 0, 0
-        """What the last match came by, until something changes: the request that asked goes the same way when
-        it is sent."""
+        self._matched_keys: Sequence[BlockKey] | None = None
+        self._matched: _PathEnd = None, None, 0, 0
+        """The path end that the last `match` found. `acquire` for the same keys reuses it until an edge
+        changes."""
 
     def match(self, keys: Sequence[BlockKey]) -> Mapping[int, int]:
         try:
-            run = self._ends.get(keys[-1])
+            edge = self._ends.get(keys[-1])
         except IndexError:  # a prompt shorter than a block
             return {}
-        self._walked = keys
+        self._matched_keys = keys
         held: Mapping[int, int]
-        if run is not None:
-            self._found = run, None, 0, 0
-            held = run.depths or run.look()
-            run = run.parent
+        if edge is not None:
+            self._matched = edge, None, 0, 0
+            held = edge.depths or edge.compute_depths()
+            edge = edge.parent
         else:
-            run, beyond, shared, _ = self._found = self._descend(keys)
-            held = {} if beyond is None else beyond.at_most(shared)
+            edge, beyond, shared, _ = self._matched = self._descend(keys)
+            held = {} if beyond is None else beyond.depths_within(shared)
         known = len(held)
-        # Upwards: each holder of a run holds all before it, so what is new has ended here.
-        while run is not None:
-            if len(run.holds) != known:
-                depths = run.depths or run.look()
+        # Towards the root: a worker that holds an edge holds all edges before it. A worker that appears first
+        # at this edge holds nothing beyond it.
+        while edge is not None:
+            if len(edge.holds) != known:
+                depths = edge.depths or edge.compute_depths()
                 held = {**depths, **held} if known else depths
                 known = len(held)
-            run = run.parent
+            edge = edge.parent
         return held
 
-    def acquire(self, worker: int, keys: Sequence[BlockKey], extended: Hold | None = None) -> _RadixLease:
-        """`extended` is where the lease ends that the new one will take the place of."""
+    def acquire(self, worker: int, keys: Sequence[BlockKey], extended: Hold | None = None) -> _RadixPinned:
+        """See `RouteHistory.acquire`. `extended` is the end of the pinned blocks that the new ones will
+        replace."""
         part = self.parts.get(worker)
         if part is None:
             part = self._own_part(worker)
-        last, beyond, shared, end = self._found if keys is self._walked else self._walk(keys)
-        self._walked = None
+        last, beyond, shared, end = self._matched if keys is self._matched_keys else self._find_end(keys)
+        self._matched_keys = None
         if beyond is not None:
             last = self._split(beyond, shared)
         new_blocks, final = 0, None
@@ -170,26 +177,26 @@ class RadixHistory:
             if last.full & part.bit:
                 final = last.holds[worker]
             else:
-                final, new_blocks = self._fill(part, last)
+                final, new_blocks = self._hold_path(part, last)
             hold: Hold | None = final
             while hold is not None:
                 pins = hold.pins
                 if not pins:
                     part.active_blocks += hold.blocks
-                    # As `hold.unlink()`, which every request would call.
+                    # `hold.unlink()`, inlined: every request runs this.
                     older, newer = hold.older, hold.newer
                     older.newer = newer
                     newer.older = older
                 hold.pins = pins + 1
                 hold = hold.before
         if end:
-            final, added = self._grow(part, keys, final, end, extended)
+            final, added = self._append(part, keys, final, end, extended)
             new_blocks += added
         if new_blocks:
             part.blocks += new_blocks
             if part.blocks > part.capacity_blocks:
-                self._trim(part)
-        return _RadixLease(self, part, final, new_blocks)
+                self._evict_excess(part)
+        return _RadixPinned(self, part, final, new_blocks)
 
     def part(self, worker: int) -> HistoryShare:
         return self.parts.get(worker) or self._own_part(worker)
@@ -197,7 +204,7 @@ class RadixHistory:
     def set_capacity(self, worker: int, blocks: int) -> None:
         part = self._own_part(worker)
         part.capacity_blocks = blocks
-        self._trim(part)
+        self._evict_excess(part)
 
     def forget(self, worker: int) -> None:
         part = self.parts.pop(worker, None)
@@ -205,21 +212,21 @@ class RadixHistory:
             return
         part.is_forgotten = True
         self.parts[worker] = _RadixPart(worker, part.capacity_blocks)
-        for run in part.runs:
-            del run.holds[worker]
-            self._shrink(run, part.bit)
+        for edge in part.edges:
+            del edge.holds[worker]
+            self._shorten(edge, part.bit)
 
     def recent(self, worker: int, most_blocks: int) -> list[Sequence[BlockKey]]:
         part, found = self.parts.get(worker), list[Sequence[BlockKey]]()
         if part is None:
             return found
-        # A run that goes on is told by what comes behind it.
-        inner = {run.parent for run in part.runs}
+        # The prompts that end in a child include this edge.
+        inner = {edge.parent for edge in part.edges}
         hold = part.free.older
         while hold is not part.free:
-            if hold.run not in inner:
-                keys = array("Q", hold.run.keys[: hold.blocks])
-                before = hold.run.parent
+            if hold.edge not in inner:
+                keys = array("Q", hold.edge.keys[: hold.blocks])
+                before = hold.edge.parent
                 while before is not None:
                     keys = before.keys + keys
                     before = before.parent
@@ -231,11 +238,12 @@ class RadixHistory:
         return found[::-1]
 
     def size(self) -> HistorySize:
-        runs = self._heads.values()
-        blocks = sum(len(run.keys) for run in runs)
-        holds = sum(len(run.holds) for run in runs)
+        edges = self._heads.values()
+        blocks = sum(len(edge.keys) for edge in edges)
+        holds = sum(len(edge.holds) for edge in edges)
         tracked = sum(part.blocks for part in self.parts.values())
-        # Seen with sys.getsizeof: 8 a key; a run with its array and dicts about 650; a hold about 150.
+        # Measured with sys.getsizeof, in bytes: 8 a key; an edge with its array and dicts about 650; a hold
+        # 150.
         return HistorySize(blocks, tracked, 8 * blocks + 650 * len(self._heads) + 150 * holds)
 
     def _own_part(self, worker: int) -> _RadixPart:
@@ -244,37 +252,41 @@ class RadixHistory:
             part = self.parts[worker] = _RadixPart(worker, self._default_capacity)
         return part
 
-    def _walk(self, keys: Sequence[BlockKey]) -> _Found:
-        """The last run that `keys` have in full; one behind it that they share the first so many keys with;
-        how many keys there are, or 0 where the last run ends with them."""
+    def _find_end(self, keys: Sequence[BlockKey]) -> _PathEnd:
+        """The end of the path of `keys`: (last full edge, partly shared edge after it, keys shared with that,
+        end).
+
+        The last value is `len(keys)`, or 0 if the last full edge ends with the last key.
+        """
         try:
-            run = self._ends.get(keys[-1])
+            edge = self._ends.get(keys[-1])
         except IndexError:  # a prompt shorter than a block
             return None, None, 0, 0
-        return self._descend(keys) if run is None else (run, None, 0, 0)
+        return self._descend(keys) if edge is None else (edge, None, 0, 0)
 
-    def _descend(self, keys: Sequence[BlockKey]) -> _Found:
-        """As `_walk`, of keys that no run ends with."""
+    def _descend(self, keys: Sequence[BlockKey]) -> _PathEnd:
+        """As `_find_end`, for keys whose last key is not the end of an edge."""
         heads = self._heads
         whole: TreeEdge | None = None
         end, pos = len(keys), 0
         while pos < end:
-            run = heads.get(keys[pos])
-            if run is None:
+            edge = heads.get(keys[pos])
+            if edge is None:
                 break
-            behind = pos + len(run.keys)
-            if behind > end or keys[behind - 1] != run.last:
-                return whole, run, shared_keys(run.keys, keys, pos), end
-            whole = run
-            pos = behind
+            after = pos + len(edge.keys)
+            if after > end or keys[after - 1] != edge.last:
+                return whole, edge, shared_keys(edge.keys, keys, pos), end
+            whole = edge
+            pos = after
         return whole, None, 0, end
 
-    def _fill(self, part: _RadixPart, run: TreeEdge) -> tuple[Hold, int]:
-        """Hold `run` in full, and all before it; the hold, and how many blocks are new."""
+    def _hold_path(self, part: _RadixPart, edge: TreeEdge) -> tuple[Hold, int]:
+        """Hold `edge` and all edges before it in full. Returns the hold of `edge`, and how many blocks are
+        new."""
         worker, bit, new_blocks = part.worker, part.bit, 0
         final: Hold | None = None
-        behind: Hold | None = None
-        upwards: TreeEdge | None = run
+        child: Hold | None = None
+        upwards: TreeEdge | None = edge
         while upwards is not None:
             if upwards.full & bit:
                 hold = upwards.holds[worker]
@@ -284,22 +296,24 @@ class RadixHistory:
                 hold.blocks = size
                 upwards.full |= bit
                 upwards.depths = None
-            if behind is None:
+            if child is None:
                 final = hold
             else:
-                if behind.before is hold:
+                if child.before is hold:
                     break
-                behind.before = hold
-            behind, upwards = hold, upwards.parent
+                child.before = hold
+            child, upwards = hold, upwards.parent
         assert final is not None
         return final, new_blocks
 
-    def _grow(
+    def _append(
         self, part: _RadixPart, keys: Sequence[BlockKey], hold: Hold | None, end: int, extended: Hold | None
     ) -> tuple[Hold | None, int]:
-        """Hold and pin what `keys`, `end` of them, have behind the run of `hold`, which is pinned; the hold
-        of their end, and how many those are."""
-        last = None if hold is None else hold.run
+        """Extend the pinned `hold` with the rest of `keys` (`end` is their number) and pin it.
+
+        Returns the last hold and how many keys were added.
+        """
+        last = None if hold is None else hold.edge
         pos = 0 if last is None else last.begin + len(last.keys)
         if pos == end:
             return hold, 0
@@ -307,8 +321,8 @@ class RadixHistory:
         fresh = array("Q", keys[pos:] if pos else keys)
         own_pins = 2 if hold is extended else 1
         if hold and last and not last.children and len(last.holds) == 1 and hold.pins == own_pins:
-            # Nobody else holds this run and only this request pins it: let it grow, so that a
-            # conversation does not become a chain of one run a turn.
+            # Only this worker holds the edge and only this request pins it: extend the edge, so that a
+            # conversation does not become a chain with one edge per turn.
             del self._ends[last.last]
             last.keys.extend(fresh)
             last.last = fresh[-1]
@@ -327,30 +341,31 @@ class RadixHistory:
         part.active_blocks += added
         return hold, added
 
-    def _hold(self, part: _RadixPart, run: TreeEdge) -> Hold:
-        hold = run.holds[part.worker] = Hold()
-        hold.run = run
-        part.runs.add(run)
+    def _hold(self, part: _RadixPart, edge: TreeEdge) -> Hold:
+        hold = edge.holds[part.worker] = Hold()
+        hold.edge = edge
+        part.edges.add(edge)
         return hold
 
-    def _split(self, run: TreeEdge, size: int) -> TreeEdge:
-        """Cut `run` after `size` keys; the new head. The tail keeps its identity: leases end there."""
-        head = TreeEdge(run.keys[:size], run.parent)
+    def _split(self, edge: TreeEdge, size: int) -> TreeEdge:
+        """Split `edge` after `size` keys; returns the new head. The tail stays the same object, which pins
+        refer to."""
+        head = TreeEdge(edge.keys[:size], edge.parent)
         head.children = 1
-        run.keys = run.keys[size:]
-        run.parent = head
-        run.begin += size
-        run.depths = None
+        edge.keys = edge.keys[size:]
+        edge.parent = head
+        edge.begin += size
+        edge.depths = None
         self._heads[head.keys[0]] = self._ends[head.last] = head
-        self._heads[run.keys[0]] = run
-        for worker, hold in list(run.holds.items()):
+        self._heads[edge.keys[0]] = edge
+        for worker, hold in list(edge.holds.items()):
             part = self.parts[worker]
             if hold.blocks <= size:
-                del run.holds[worker]
-                part.runs.remove(run)
-                part.runs.add(head)
+                del edge.holds[worker]
+                part.edges.remove(edge)
+                part.edges.add(head)
                 head.holds[worker] = hold
-                hold.run = head
+                hold.edge = head
             else:
                 front = self._hold(part, head)
                 front.blocks = size
@@ -360,48 +375,51 @@ class RadixHistory:
                 hold.blocks -= size
                 if not hold.pins:
                     front.link_before(hold.newer)  # the tail is evicted first
-        head.full = full_holders(head)
+        head.full = workers_holding_all(head)
         return head
 
-    def _trim(self, part: _RadixPart) -> None:
-        """Evict down to the capacity, as far as unpinned blocks go."""
+    def _evict_excess(self, part: _RadixPart) -> None:
+        """Evict unpinned blocks until the part fits its capacity."""
         excess = part.blocks - part.capacity_blocks
         while excess > 0:
             hold = part.free.newer
             if hold is part.free:
                 return
-            run = hold.run
+            edge = hold.edge
             taken = min(excess, hold.blocks)
             hold.blocks -= taken
             part.blocks -= taken
             excess -= taken
             if not hold.blocks:
                 hold.unlink()
-                del run.holds[part.worker]
-                part.runs.remove(run)
-            self._shrink(run, part.bit)
+                del edge.holds[part.worker]
+                part.edges.remove(edge)
+            self._shorten(edge, part.bit)
 
-    def _shrink(self, run: TreeEdge, bit: int) -> None:
-        """Drop what of `run` no worker holds any more, after the hold behind `bit` went or became shorter."""
-        run.full &= ~bit
-        run.depths = None
-        self._walked = None
-        if run.full:
+    def _shorten(self, edge: TreeEdge, bit: int) -> None:
+        """Drop the keys of `edge` that no worker holds, after the hold of worker `bit` was removed or
+        shortened."""
+        edge.full &= ~bit
+        edge.depths = None
+        self._matched_keys = None
+        if edge.full:
             return
-        if not run.holds:
-            del self._heads[run.keys[0]], self._ends[run.last]
-            if run.parent:
-                run.parent.children -= 1
+        if not edge.holds:
+            del self._heads[edge.keys[0]], self._ends[edge.last]
+            if edge.parent:
+                edge.parent.children -= 1
             return
-        # No full holder, so no children either.
-        del run.keys[max(hold.blocks for hold in run.holds.values()) :]
-        del self._ends[run.last]
-        run.last = run.keys[-1]
-        self._ends[run.last] = run
-        run.full = full_holders(run)
+        # No worker holds the whole edge, so the edge has no children.
+        del edge.keys[max(hold.blocks for hold in edge.holds.values()) :]
+        del self._ends[edge.last]
+        edge.last = edge.keys[-1]
+        self._ends[edge.last] = edge
+        edge.full = workers_holding_all(edge)
 
 
-class _RadixLease(Struct, eq=False, gc=False):
+class _RadixPinned(Struct, eq=False, gc=False):
+    """Implements `PinnedBlocks`. Mutable: `extend` and `release`."""
+
     _history: RadixHistory
     _part: _RadixPart | None
     _end: Hold | None
@@ -411,7 +429,7 @@ class _RadixLease(Struct, eq=False, gc=False):
         part, history = self._part, self._history
         if part is None or part.is_forgotten:
             return
-        before = _RadixLease(history, part, self._end, 0)
+        before = _RadixPinned(history, part, self._end, 0)
         after = history.acquire(part.worker, keys, self._end)
         self._end = after._end
         self.new_blocks += after.new_blocks
@@ -430,7 +448,7 @@ class _RadixLease(Struct, eq=False, gc=False):
             pins = hold.pins = hold.pins - 1
             if not pins:
                 part.active_blocks -= hold.blocks
-                # As `hold.link_before(queue)`; the queue itself is closed behind the last one.
+                # `hold.link_before(queue)`, inlined; the queue is closed after the last hold.
                 hold.older = newest
                 newest.newer = hold
                 newest = hold
@@ -438,4 +456,4 @@ class _RadixLease(Struct, eq=False, gc=False):
         newest.newer = queue
         queue.older = newest
         if part.blocks > part.capacity_blocks:
-            self._history._trim(part)
+            self._history._evict_excess(part)

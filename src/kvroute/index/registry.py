@@ -1,4 +1,4 @@
-"""Every route history by the name that configuration uses."""
+"""All route histories, by the name in the configuration."""
 
 from __future__ import annotations
 
@@ -13,4 +13,4 @@ HISTORIES: Final[dict[str, Callable[[int], RouteHistory]]] = {
     "radix": RadixHistory,
     "pygtrie": TrieHistory,
 }
-"""Name -> constructor taking the default capacity of a worker's part, in blocks."""
+"""Name -> constructor, whose argument is the default capacity of a worker's part in blocks."""

@@ -1,8 +1,9 @@
-"""Blocks of one size: which lanes hold them, as runs of consecutive blocks with the same holders.
+"""The blocks of one size, stored as runs of consecutive blocks with the same holders.
 
-A *lane* is one bit: one holder's blocks of this size. Along a prompt the set of holders changes rarely, so
-consecutive blocks with equal masks share one `BlockRun`. Keys are chained, hence a prompt that agrees with a
-run's last key agrees with all of it: a match looks at runs, not at blocks, and is exact with any holes.
+A *lane* is one bit of a mask: one holder's blocks of this size. Along a prompt the set of holders changes
+rarely, so consecutive blocks with equal masks share one `BlockRun`. Keys are chained: a prompt that has the
+last key of a run has all keys of the run. So a match visits runs and not blocks, and it is exact for any
+holes.
 """
 
 from __future__ import annotations
@@ -14,21 +15,22 @@ from typing import Final
 from kvroute.blocks.keys import BlockKey
 
 RUN_BLOCKS: Final = 256
-"""Longest run: bounds what moving a run's border costs."""
+"""Longest run. Bounds the cost of moving blocks between runs."""
 
 _END_BLOCKS: Final = 8
-"""Blocks at a run's end that are moved to let the run go on before them."""
+"""Most blocks at the end of a run that are moved to another run, so that new blocks can follow before
+them."""
 
 _SHARDS: Final = 256
-"""Hash tables per size: one of ten million entries would stop the process for as long as it grows."""
+"""Hash tables per block size. One table of ten million entries would block the process while it grows."""
 
 _MASK: Final = _SHARDS - 1
 
 
 class BlockRun:
-    """Consecutive blocks with one mask. Mutable; only its `RunTable` changes it.
+    """Consecutive blocks with the same mask. Mutable; only its `RunTable` changes it.
 
-    `next` is the id of the run whose first block is the child of this one's last, if known, else 0.
+    `next` is the id of the run whose first block is the child of this run's last block; 0 if unknown.
     """
 
     __slots__ = ("id", "keys", "mask", "next")
@@ -40,7 +42,7 @@ class BlockRun:
         self.next = 0
 
     def offset(self, key: int) -> int:
-        """Where `key` is, known to be there."""
+        """The position of `key` in the run, which must have it."""
         keys = self.keys
         if keys[0] == key:
             return 0
@@ -48,12 +50,13 @@ class BlockRun:
         return last if keys[last] == key else keys.index(key)
 
     def common(self, offset: int, prompt: Sequence[int], position: int) -> int:
-        """How many blocks from `offset` on agree with the prompt's from `position` on; the first does."""
+        """How many blocks from `offset` on equal the prompt's blocks from `position` on; at least 1."""
         keys = self.keys
         high = min(len(keys) - offset, len(prompt) - position)
         if keys[offset + high - 1] == prompt[position + high - 1]:
             return high
-        # Most part near the end: what was generated is not quite what the next turn brings.
+        # Most prompts differ near the end: generated tokens are often not exactly the tokens of the next
+        # turn.
         low, step = high - 1, 1
         while low > 1 and keys[offset + low - 1] != prompt[position + low - 1]:
             high = low
@@ -79,37 +82,39 @@ class RunTable:
         self.stride = stride
         self.blocks = 0
         self.live = 0
-        """Lanes in use. A mask may have other bits too, of closed lanes: they mean nothing."""
+        """The bits of open lanes. A mask may also have bits of closed lanes, which are ignored."""
         self.runs: dict[int, BlockRun] = {}
-        self._where: list[dict[int, int]] = [{} for _ in range(_SHARDS)]
+        self._run_ids: list[dict[int, int]] = [{} for _ in range(_SHARDS)]
         self._last_id = 0
         self._closed = 0
-        self._tainted = 0
-        """Closed lanes in runs that were split off since the sweep began: it may have missed those."""
+        self._missed = 0
+        """Closed lanes in runs that were split off since the sweep started, so the sweep may have missed
+        them."""
         self._sweeping: tuple[int, Iterator[int]] | None = None
 
     # Lanes
 
     def open_lane(self) -> int:
-        """A bit that no block has."""
+        """Open a lane; returns a bit that no block has."""
         taken = self.live | self._closed
         bit = ~taken & (taken + 1)
         self.live |= bit
         return bit
 
     def close_lane(self, bit: int) -> None:
-        """All of the lane's blocks are gone at once; `sweep` returns their memory."""
+        """Remove all blocks of the lane, in constant time; `sweep` returns their memory."""
         self.live &= ~bit
         self._closed |= bit
 
     def sweep(self, steps: int) -> int:
-        """Clean up after closed lanes, at most about `steps` blocks; returns how many steps are left."""
+        """Return the memory of closed lanes, about `steps` blocks at most; returns how many steps are
+        left."""
         while steps > 0:
             if self._sweeping is None:
                 if not self._closed:
                     return steps
                 self._sweeping = self._closed, iter(list(self.runs))
-                self._tainted = 0
+                self._missed = 0
             closed, run_ids = self._sweeping
             for run_id in run_ids:
                 steps -= 1
@@ -121,34 +126,35 @@ class RunTable:
                         steps -= len(run.keys)
                 if steps <= 0:
                     return 0
-            self._closed &= ~closed | self._tainted
+            self._closed &= ~closed | self._missed
             self._sweeping = None
         return 0
 
     # Blocks
 
     def find(self, key: int) -> BlockRun | None:
-        run_id = self._where[key & _MASK].get(key)
+        """The run that has the block; None if no lane has it."""
+        run_id = self._run_ids[key & _MASK].get(key)
         return None if run_id is None else self.runs[run_id]
 
     def store(self, bit: int, parent: int | None, keys: Sequence[BlockKey], room: int) -> tuple[int, int]:
-        """Set `bit` on `keys`, each the parent of the next. Returns (keys done, bits newly set).
+        """Set `bit` on the blocks `keys`, each the parent of the next. Returns (keys done, bits newly set).
 
-        `parent` is the block before the first, if known. At most `room` new blocks are made: then fewer
-        keys than given are done.
+        `parent` is the block before the first one, if known. At most `room` new blocks are created; if there
+        are more, fewer keys are done.
         """
-        position, total, fresh = 0, len(keys), 0
+        position, total, newly_set = 0, len(keys), 0
         left = None if parent is None else self.find(parent)
         if left is not None and left.keys[-1] != parent:
-            left = self._without_end(left, bit, parent) if total and self.find(keys[0]) is None else None
+            left = self._detach_tail(left, bit, parent) if total and self.find(keys[0]) is None else None
         while position < total:
             run = self.find(keys[position])
             if run is None:
                 if room <= 0:
                     break
-                left, count = self._add(left, bit, keys, position, room)
+                left, count = self._add_new(left, bit, keys, position, room)
                 room -= count
-                fresh += count
+                newly_set += count
                 position += count
                 continue
             offset = run.offset(keys[position])
@@ -158,17 +164,19 @@ class RunTable:
             else:
                 piece = self._cut(run, offset, offset + count, left)
                 piece.mask = piece.mask & self.live | bit
-                fresh += count
-                left = self._joined(left, piece)
+                newly_set += count
+                left = self._join(left, piece)
             position += count
-        return position, fresh
+        return position, newly_set
 
     def append(self, bit: int, parent: int, key: int) -> bool:
-        """`store` of one new block behind the last of a run that only this lane has; False, and nothing is
-        done, if it is not as simple as that."""
-        where = self._where
-        run_id = where[parent & _MASK].get(parent)
-        shard = where[key & _MASK]
+        """As `store`, for one new block after the last block of a run that only this lane has.
+
+        False, and no change, in every other case.
+        """
+        run_ids = self._run_ids
+        run_id = run_ids[parent & _MASK].get(parent)
+        shard = run_ids[key & _MASK]
         if run_id is None or key in shard:
             return False
         run = self.runs[run_id]
@@ -183,7 +191,7 @@ class RunTable:
 
     def has(self, bit: int, key: int) -> bool:
         """Is `bit` set on this block?"""
-        run_id = self._where[key & _MASK].get(key)
+        run_id = self._run_ids[key & _MASK].get(key)
         return run_id is not None and bool(self.runs[run_id].mask & bit)
 
     def runs_at(self, bit: int, keys: Sequence[int]) -> Iterator[Sequence[int]]:
@@ -195,7 +203,7 @@ class RunTable:
 
     def remove(self, bit: int, key: int) -> bool:
         """Clear `bit` on one block; False if it was not set."""
-        run_id = self._where[key & _MASK].get(key)
+        run_id = self._run_ids[key & _MASK].get(key)
         if run_id is None:
             return False
         run = self.runs[run_id]
@@ -210,18 +218,18 @@ class RunTable:
             return True
         offset = run.offset(key)
         if offset == len(keys) - 1:
-            self._trim(run, mask)
+            self._change_last(run, mask)
             return True
         rest = self._new(keys[offset + 1 :], run.mask & self.live)
         rest.next = run.next
         run.next = 0
         if offset:
             del keys[offset + 1 :]
-            self._trim(run, mask)
+            self._change_last(run, mask)
             if mask:
                 self.runs[run.next].next = rest.id
             return True
-        # The first block keeps the id: what lies before it may point there.
+        # The first block keeps the run's id, because the run before it may refer to that id.
         del keys[1:]
         run.mask = mask
         if mask:
@@ -230,42 +238,46 @@ class RunTable:
             self._delete(run)
         return True
 
-    def _trim(self, run: BlockRun, mask: int) -> None:
-        """The last block of a run of several gets another mask, or goes."""
+    def _change_last(self, run: BlockRun, mask: int) -> None:
+        """Change the mask of the last block of a run with several blocks, or remove the block if `mask` is
+        0."""
         key = run.keys.pop()
         if not mask:
-            del self._where[key & _MASK][key]
+            del self._run_ids[key & _MASK][key]
             self.blocks -= 1
             run.next = 0
             return
         after = self.runs.get(run.next)
         if after is not None and after.mask & self.live == mask and len(after.keys) < RUN_BLOCKS:
             after.keys.insert(0, key)
-            self._where[key & _MASK][key] = after.id
+            self._run_ids[key & _MASK][key] = after.id
             return
         piece = self._new(array("Q", (key,)), mask)
         piece.next = run.next
         run.next = piece.id
 
-    def _without_end(self, run: BlockRun, bit: int, key: int | None) -> BlockRun | None:
-        """`run`, which is to go on behind `key`, without the few blocks that it has there: they become a run
-        of their own. None, and nothing is done, where that would be of no use.
+    def _detach_tail(self, run: BlockRun, bit: int, key: int | None) -> BlockRun | None:
+        """Move the few blocks after `key` out of `run`, so that new blocks can follow `key` in it.
 
-        What was generated is often not quite what the next turn brings. A conversation would else become a
-        chain of one run a turn.
+        None, and no change, if there are too many such blocks or other lanes have the run too.
         """
+        # Generated tokens are often not exactly the tokens of the next turn. Without this, a conversation
+        # would become a chain with one run per turn.
         keys = run.keys
         start = keys.index(key) + 1  # type: ignore[arg-type]  # known to be there
         if len(keys) - start > _END_BLOCKS or run.mask & self.live != bit:
             return None
-        self._part(run, start)
+        self._split_at(run, start)
         return run
 
-    def _add(
+    def _add_new(
         self, left: BlockRun | None, bit: int, keys: Sequence[int], position: int, room: int
     ) -> tuple[BlockRun, int]:
-        """Put unknown keys from `position` on behind `left`, or into a new run, until one is known or the
-        run is full."""
+        """Append new keys from `position` on to `left`, or to a new run, until a key is known or the run is
+        full.
+
+        Returns the run and how many keys were added.
+        """
         if left is not None and left.mask & self.live == bit and len(left.keys) < RUN_BLOCKS:
             run = left
             run.mask = bit
@@ -275,11 +287,11 @@ class RunTable:
             run = self.runs[self._last_id] = BlockRun(self._last_id, array("Q"), bit)
             if left is not None:
                 left.next = run.id
-        run_id, where = run.id, self._where
+        run_id, run_ids = run.id, self._run_ids
         stop = min(len(keys), position + min(room, RUN_BLOCKS - len(run.keys)))
         added = keys[position:stop]
         for count, key in enumerate(added):
-            if where[key & _MASK].setdefault(key, run_id) != run_id:
+            if run_ids[key & _MASK].setdefault(key, run_id) != run_id:
                 added = added[:count]
                 break
         run.keys.extend(added)
@@ -287,43 +299,45 @@ class RunTable:
         return run, len(added)
 
     def _new(self, keys: array[int], mask: int) -> BlockRun:
-        """A run of blocks that are known already: they now belong to it."""
+        """Create a run from blocks of other runs."""
         self._last_id += 1
-        self._tainted |= mask & self._closed
+        self._missed |= mask & self._closed
         run = self.runs[self._last_id] = BlockRun(self._last_id, keys, mask)
-        self._point(keys, run.id)
+        self._set_run_of(keys, run.id)
         return run
 
-    def _point(self, keys: array[int], run_id: int) -> None:
-        where = self._where
+    def _set_run_of(self, keys: array[int], run_id: int) -> None:
+        run_ids = self._run_ids
         for key in keys:
-            where[key & _MASK][key] = run_id
+            run_ids[key & _MASK][key] = run_id
 
     def _cut(self, run: BlockRun, start: int, stop: int, left: BlockRun | None) -> BlockRun:
-        """Make `run`'s blocks from `start` to `stop` a run of their own. `left` ends just before `start`,
-        if it is known and not `run` itself."""
+        """Move the blocks from `start` to `stop` of `run` into a run of their own, and return that run.
+
+        `left` is the run that ends just before `start`, if known and another run than `run`.
+        """
         keys = run.keys
         if stop < len(keys):
             if left is not None and not start and stop <= len(keys) // 2:
-                # The longer part keeps the id: fewer blocks move. Only `left` can point to it.
+                # The longer part keeps the id, so fewer blocks move. Only `left` can refer to it.
                 piece = self._new(keys[:stop], run.mask)
                 del keys[:stop]
                 piece.next = run.id
                 left.next = piece.id
                 return piece
-            self._part(run, stop)
-        return self._part(run, start) if start else run
+            self._split_at(run, stop)
+        return self._split_at(run, start) if start else run
 
-    def _part(self, run: BlockRun, start: int) -> BlockRun:
-        """What `run` has from `start` on becomes a run of its own, behind it."""
+    def _split_at(self, run: BlockRun, start: int) -> BlockRun:
+        """Move the blocks of `run` from `start` on into a new run after it, and return that run."""
         rest = self._new(run.keys[start:], run.mask)
         rest.next = run.next
         run.next = rest.id
         del run.keys[start:]
         return rest
 
-    def _joined(self, left: BlockRun | None, piece: BlockRun) -> BlockRun:
-        """`left` with `piece` appended if they may be one, else `piece`."""
+    def _join(self, left: BlockRun | None, piece: BlockRun) -> BlockRun:
+        """Append `piece` to `left` if they may be one run. Returns the run that has the blocks of `piece`."""
         if (
             left is None
             or left.mask & self.live != piece.mask
@@ -335,13 +349,13 @@ class RunTable:
         left.keys.extend(piece.keys)
         left.mask = piece.mask
         left.next = piece.next
-        self._point(piece.keys, left.id)
+        self._set_run_of(piece.keys, left.id)
         del self.runs[piece.id]
         return left
 
     def _delete(self, run: BlockRun) -> None:
-        where = self._where
+        run_ids = self._run_ids
         for key in run.keys:
-            del where[key & _MASK][key]
+            del run_ids[key & _MASK][key]
         self.blocks -= len(run.keys)
         del self.runs[run.id]

@@ -1,4 +1,4 @@
-"""The same route history on pygtrie: one trie node per block."""
+"""A route history on pygtrie with one trie node per block: slower and simpler than `RadixHistory`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvroute.index.history import HistoryShare, HistorySize, PinnedBlocks
 
 
 class _Block:
-    """One block's holders, worker -> pins. `path[:depth]` is its key in the trie."""
+    """One block: its holders (worker -> pins) and its key in the trie, `path[:depth]`. Mutable: `holders`."""
 
     __slots__ = ("depth", "holders", "path")
 
@@ -30,15 +30,15 @@ class _TriePart(HistoryShare):
         super().__init__(worker, capacity_blocks)
         self.all: set[_Block] = set()
         self.free: OrderedDict[_Block, None] = OrderedDict()
-        """Unpinned blocks, first to be evicted first."""
+        """Unpinned blocks in the order of eviction."""
         self.is_forgotten = False
 
 
 class TrieHistory:
-    """A history on `pygtrie.Trie`. Mutable, touched from the event loop only; implements `RouteHistory`.
+    """A history on `pygtrie.Trie`; implements `RouteHistory`. Mutable; use it from the event loop only.
 
-    Every step down a path costs a Python generator step, about 0.5 us, and every block an object of its
-    own: a 64K-token prompt takes milliseconds. Kept as the plain reading of the radix tree.
+    Each step down a path costs about 0.5 us, and each block is an object: a 64K-token prompt takes
+    milliseconds.
     """
 
     def __init__(self, default_capacity_blocks: int) -> None:
@@ -52,7 +52,7 @@ class TrieHistory:
             return held
         before: dict[int, int] = {}
         depth = 0
-        # `prefixes` ends where the path does; only the empty root has no value.
+        # `prefixes` ends with the last stored prefix of the path; only the empty root has no value.
         for step in self._trie.prefixes(tuple(keys)):
             block: _Block = step.value
             if depth and len(block.holders) != len(before):
@@ -68,7 +68,7 @@ class TrieHistory:
     def acquire(self, worker: int, keys: Sequence[BlockKey]) -> PinnedBlocks:
         part = self._own_part(worker)
         blocks, new_blocks = self._pin(part, keys)
-        return _TrieLease(self, part, blocks, new_blocks)
+        return _TriePinned(self, part, blocks, new_blocks)
 
     def part(self, worker: int) -> HistoryShare:
         return self._own_part(worker)
@@ -76,7 +76,7 @@ class TrieHistory:
     def set_capacity(self, worker: int, blocks: int) -> None:
         part = self._own_part(worker)
         part.capacity_blocks = blocks
-        self._trim(part)
+        self._evict_excess(part)
 
     def forget(self, worker: int) -> None:
         part = self.parts.pop(worker, None)
@@ -88,7 +88,7 @@ class TrieHistory:
 
     def recent(self, worker: int, most_blocks: int) -> list[Sequence[BlockKey]]:
         part, found = self._own_part(worker), list[Sequence[BlockKey]]()
-        # A block that goes on is told by what comes behind it.
+        # The prompts that end in a child include this block.
         inner = {block.path[: block.depth - 1] for block in part.all}
         for block in reversed(part.free):
             path = block.path[: block.depth]
@@ -102,7 +102,7 @@ class TrieHistory:
     def size(self) -> HistorySize:
         blocks = len(self._trie)
         tracked = sum(part.blocks for part in self.parts.values())
-        # Seen with sys.getsizeof: trie node, child table, block, holders' dict and queue entry.
+        # Measured with sys.getsizeof: trie node, child table, block, holders' dict and queue entry.
         return HistorySize(blocks, tracked, 550 * blocks + 200 * tracked)
 
     def _own_part(self, worker: int) -> _TriePart:
@@ -134,7 +134,7 @@ class TrieHistory:
             block.holders[part.worker] = (pins or 0) + 1
             pinned.append(block)
         part.blocks += new_blocks
-        self._trim(part)
+        self._evict_excess(part)
         return pinned, new_blocks
 
     def _unpin(self, part: _TriePart, pinned: list[_Block]) -> None:
@@ -145,10 +145,10 @@ class TrieHistory:
             if not block.holders[part.worker]:
                 part.active_blocks -= 1
                 part.free[block] = None
-        self._trim(part)
+        self._evict_excess(part)
 
-    def _trim(self, part: _TriePart) -> None:
-        """Evict down to the capacity, as far as unpinned blocks go."""
+    def _evict_excess(self, part: _TriePart) -> None:
+        """Evict unpinned blocks until the part fits its capacity."""
         excess = min(part.blocks - part.capacity_blocks, len(part.free))
         if excess > 0:
             part.blocks -= excess
@@ -157,19 +157,21 @@ class TrieHistory:
             self._drop(part.worker, evicted)
 
     def _drop(self, worker: int, blocks: Iterable[_Block]) -> None:
-        """Take `worker` off `blocks` and delete the nodes that nobody holds any more."""
+        """Remove `worker` from the holders of `blocks`, and delete the nodes without a holder."""
         dead: dict[BlockKey, _Block] = {}
         for block in blocks:
             del block.holders[worker]
             if not block.holders:
                 dead[block.path[block.depth - 1]] = block
         for block in dead.values():
-            # What lies below a dead block is dead too, so deleting the topmost is enough.
+            # All blocks below a dead block are dead too, so deleting the topmost one is enough.
             if block.depth == 1 or block.path[block.depth - 2] not in dead:
                 del self._trie[slice(block.path[: block.depth], None)]
 
 
-class _TrieLease:
+class _TriePinned:
+    """Implements `PinnedBlocks`. Mutable: `extend` and `release`."""
+
     __slots__ = ("_blocks", "_history", "_part", "new_blocks")
 
     def __init__(self, history: TrieHistory, part: _TriePart, blocks: list[_Block], new_blocks: int) -> None:

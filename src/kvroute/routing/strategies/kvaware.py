@@ -69,7 +69,7 @@ class KvAware:
             return RouteDecision(self.name, RouteReason.NO_PROMPT, ranking)
         exact, simple = query.exact, None
         if exact and self._caches.refresh(False):
-            self._in_flight.settle()
+            self._in_flight.compact()
         if len(exact) == 1:
             found = [self._find(exact[0])]
             simple = self._mapped(found[0], workers)
@@ -110,7 +110,7 @@ class KvAware:
         in_flight, continues_finished = self._in_flight.match(prompt.keys)
         # The events of a finished request's answer may have arrived since the last refresh.
         if continues_finished and self._caches.refresh(True):
-            self._in_flight.settle()
+            self._in_flight.compact()
             in_flight, _ = self._in_flight.match(prompt.keys)
         return prompt, self._caches.match(prompt), in_flight
 
