@@ -73,6 +73,7 @@ class Engine:
         events = self.cache.take_events()
         if events:
             self.publisher.publish(events, [DROP] if hold_back else [])
+            # Private, as below: the publisher shows its messages on its sockets only.
             self.sent.append(self.publisher._buffer[-1])
 
     def send(self, message: EventMessage) -> None:
@@ -85,6 +86,10 @@ class Engine:
         self.cache = self._empty()
         self.publisher.restart()
         self.sent.clear()
+
+    def stop_replays(self) -> None:
+        """Leave requests for replays unanswered."""
+        self._server.cancel()
 
     async def stop(self) -> None:
         self._server.cancel()

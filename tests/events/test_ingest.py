@@ -130,6 +130,7 @@ async def test_a_slot_is_not_reused_until_its_worker_has_another(engine_of: Make
             asked.set()
             await known.wait()
 
+        # Private: no input holds the ingest between the old streams' end and the new ones' start.
         setup.ingest._wait_for_start_time = wait  # type: ignore[assignment,method-assign]
         setup.pages = {"a.example": new.publisher.sources()}
         setup.fleet.update_facts(a, WorkerFacts(start_time=2.0), restarted=True)

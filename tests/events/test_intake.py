@@ -1,4 +1,4 @@
-"""Which batches are taken in at once, in the middle of something else."""
+"""Which batches the fast path applies synchronously."""
 
 from __future__ import annotations
 
@@ -18,10 +18,14 @@ def stored(blocks: int) -> BlockStored:
 
 
 @pytest.fixture
-def intake() -> Intake:
+def ledger() -> Ledger:
+    return Ledger(PrefixIndex(), 0)
+
+
+@pytest.fixture
+def intake(ledger: Ledger) -> Intake:
     """A stream that has been read to its end and is empty."""
     clock = SystemClock()
-    ledger = Ledger(PrefixIndex(), 0)
     made = Intake("w", ledger, clock, KvEventsOptions(), TimeSlicer(clock, 0.5), lambda: None)
     made.sequence.start_replay()
     made.sequence.end_replay()
@@ -55,11 +59,11 @@ def test_small_batches_are_applied_synchronously(
         pytest.param([stored(75), BlockRemoved([3])], id="many and a removal"),
     ],
 )
-def test_larger_batches_are_left_untouched(intake: Intake, events: list[KvEvent]) -> None:
+def test_larger_batches_are_left_untouched(intake: Intake, ledger: Ledger, events: list[KvEvent]) -> None:
     payload = DIALECTS["map-0.30"].encode(1.0, events)
 
     assert intake.apply_fast([(b"", (0).to_bytes(8), payload)]) == 0
-    assert (intake.sequence.expected, intake._ledger.counts.stored) == (0, 0)
+    assert (intake.sequence.expected, ledger.counts.stored) == (0, 0)
 
 
 def test_the_fast_path_ends_soon_after_its_deadline(intake: Intake) -> None:

@@ -69,7 +69,8 @@ class Followed:
 
     @property
     def last(self) -> int:
-        return self.subscriber._sequence.expected - 1
+        """The sequence number of the last applied batch."""
+        return self.subscriber._sequence.expected - 1  # private: no figure shows it
 
 
 @asynccontextmanager
@@ -365,7 +366,8 @@ async def test_refused_blocks_are_forgotten_after_the_pool_was_recycled(
         engine.serve(tokens_of(0, 800))
         await until(lambda: follower.subscriber.reason is TrustReason.FULL)
         assert len(follower.believed) == 45
-        follower.index._max_blocks = 1000  # another worker has left
+        # Private: in place of another worker's blocks, which would have to leave the index at this moment.
+        follower.index._max_blocks = 1000
 
         for number in range(1, 6):
             engine.serve(tokens_of(number, 200))
@@ -483,7 +485,7 @@ async def test_a_replay_socket_that_does_not_answer_costs_the_map_and_no_more(
     async with followed(engine, options=options) as follower:
         engine.serve(tokens_of(0, 100))
         await until(lambda: follower.is_right)
-        engine._server.cancel()
+        engine.stop_replays()
         await until(lambda: follower.subscriber.trust is MapTrust.NONE)
         engine.serve(tokens_of(1, 900), hold_back=True)
         engine.serve(tokens_of(2, 100))

@@ -1,6 +1,7 @@
 """Connections that are created from the template work like others."""
 
 import asyncio
+from types import SimpleNamespace
 
 from uvicorn.config import Config
 from uvicorn.server import ServerState
@@ -8,7 +9,19 @@ from uvicorn.server import ServerState
 from kvroute.gateway.edge import ClientBounds
 from kvroute.gateway.fastlane import PER_CONNECTION, ConnectionTemplate, FastLaneProtocol
 from kvroute.gateway.options import ServerOptions
+from kvroute.gateway.request_heads import PlainRequests
 from kvroute.metrics import Metrics
+from kvroute.openai.endpoints import ENDPOINTS
+from kvroute.upstream.writes import Outbox
+
+
+class Transport(asyncio.Transport):
+    def __init__(self):
+        super().__init__()
+        self.is_paused = False
+
+    def pause_reading(self):
+        self.is_paused = True
 
 
 def test_a_new_template_is_empty():
@@ -33,7 +46,13 @@ async def test_uvicorn_can_take_over_every_connection():
         """Never answers."""
 
     bounds = ClientBounds(ServerOptions(), Metrics())
-    members = {"plane": None, "plain_requests": None, "template": ConnectionTemplate(), "bounds": bounds}
+    plain = PlainRequests(ENDPOINTS.values(), hidden_fields=frozenset(), added_fields=b"")
+    members = {
+        "plane": SimpleNamespace(outbox=Outbox()),
+        "plain_requests": plain,
+        "template": ConnectionTemplate(),
+        "bounds": bounds,
+    }
     bound = type("Bound", (FastLaneProtocol,), members)
     config, state, app_state = Config(application, http=bound, ws="none", lifespan="off"), ServerState(), {}
     config.load()
@@ -44,12 +63,13 @@ async def test_uvicorn_can_take_over_every_connection():
         assert vars(connection).keys() | PER_CONNECTION == vars(connections[0]).keys()
 
     for number, connection in enumerate(connections):
-        connection.connection_made(asyncio.Transport())
-        connection._leave_to_uvicorn(b"GET /%d HTTP/1.1\r\n" % number)
+        connection.connection_made(Transport())
+        connection.data_received(b"GET /%d HTTP/1.1\r\n" % number)
 
     assert len(state.connections) == 3
     for number, connection in enumerate(connections):
-        connection._leave_to_uvicorn(b"host: x\r\n\r\n")
+        connection.data_received(b"host: x\r\n\r\n")
         assert connection.cycle.scope["path"] == f"/{number}"
-        assert connection.transport is connection.flow._transport
+        connection.flow.pause_reading()
+        assert [each.transport.is_paused for each in connections] == [n <= number for n in range(3)]
     await asyncio.gather(*state.tasks, return_exceptions=True)
