@@ -157,7 +157,7 @@ class PromptIds(Sequence[int]):
 
 
 def id_array(token_ids: Sequence[int]) -> array[int]:
-    """`token_ids` as an array of unsigned 32-bit numbers. Other numbers raise OverflowError."""
+    """`token_ids` as an array of unsigned 32-bit numbers; itself if it is one. Others raise OverflowError."""
     if isinstance(token_ids, array) and token_ids.typecode == "I":
         return token_ids
     return token_ids.flat() if isinstance(token_ids, PromptIds) else array("I", token_ids)
@@ -200,7 +200,8 @@ class KeyCache:
 
         Token ids are unsigned 32-bit; others raise OverflowError. The keys are an array of 64-bit numbers.
         """
-        # An array, because cached keys are then copied as bytes, without an object per key.
+        # An array, because cached keys are then copied as bytes, without an object per key. `PromptIds` have
+        # their own stored keys, which are used first.
         prompt = token_ids if isinstance(token_ids, PromptIds) else None
         if prompt is not None and (own := prompt.keys(seed)) is not None:
             return own

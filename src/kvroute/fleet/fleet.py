@@ -79,9 +79,9 @@ FleetListener = Callable[[FleetChange, Worker], None]
 class Fleet:
     """All workers of one gateway.
 
-    Mutable: discovery changes the membership, the health monitor changes states and facts, the admin API
-    changes both. `aliases` maps other names to models; `created` is the Unix time in the cards of models that
-    no worker has described. `view` and `resolve` cost one dict lookup each.
+    Mutable: discovery and the admin API change membership and draining, the health monitor changes states
+    and facts. `aliases` maps other names to models; `created` is the Unix time in the cards of models that no
+    worker has described. `view` and `resolve` cost one dict lookup each.
     """
 
     # Used from the event loop only, and never across an await, so there are no locks.

@@ -138,8 +138,8 @@ class Transfers:
     def learn(self, slot: int, tier: Tier, gb_s: float, loads: int) -> None:
         """Learn the mean bandwidth of `loads` loads from this tier to `slot`, waits at the store included.
 
-        For L2, `gb_s` is the bandwidth into L1, as LMCache measures it. The previous estimate has a weight of
-        at least 8 and at most 64 loads.
+        For L2, `gb_s` is the bandwidth into L1, as LMCache measures it. The configured bandwidth has the
+        weight of 8 loads; about the last 64 loads count.
         """
         if tier is Tier.GPU or gb_s <= 0 or loads <= 0:
             return

@@ -39,7 +39,7 @@ class TokensOptions(Options):
     )
     max_deadline_ms: float = option(
         1000.0,
-        "Longest wait for the token ids of a prompt of any length, if it is longer than `deadline_ms`.",
+        "Longest wait for the token ids of a very long prompt; at least `deadline_ms`.",
         unit="ms",
         gt=0,
         higher="very long new prompts are routed exactly",

@@ -207,7 +207,7 @@ def _total(found: Sequence[_Found], slot: int, worker: Worker) -> Tokens:
 
 
 def _with_in_flight(found: Tokens | None, keys: int, prompt: ExactPrompt, worker: Worker) -> Tokens:
-    """Move the tokens of the first `keys` keys to the GPU: an unfinished request has their blocks there."""
+    """Count the tokens of the first `keys` keys as on the GPU: an unfinished request has their blocks."""
     in_flight = keys * prompt.key_tokens
     in_flight -= in_flight % worker.block_size
     if found is None:
