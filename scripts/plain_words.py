@@ -23,8 +23,8 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-LIMIT_PER_1000 = 13.9
-"""Commit 1fd48c2 has 13.84, without CHANGELOG.md and SECURITY.md. The limit may only fall; the goal is 2."""
+LIMIT_PER_1000 = 2.0
+"""Commit 1fd48c2 has 13.84, without CHANGELOG.md and SECURITY.md. The limit may only fall."""
 
 WORD = re.compile(r"[A-Za-z][A-Za-z'’-]*")
 CODE = re.compile(r"`[^`\n]*`|\]\([^)]*\)|https?://\S+")
