@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvroute.app.config import load
-from kvroute.deploy.endpoint import EndpointHost, plan_local_endpoint, simulated
+from kvroute.deploy.endpoint import EndpointHost, plan_local_endpoint, with_simulated_workers
 from kvroute.deploy.plan import local_findings
 from kvroute.deploy.render.config import config_text
 from kvroute.deploy.render.plan import plan_endpoint
@@ -40,7 +40,7 @@ def noted(file: str) -> dict[str, str]:
 def test_every_spec_runs_on_a_host_with_its_hardware(file, as_simulated, tmp_path) -> None:
     endpoint = plan_endpoint(reading(file).require(file))
     if as_simulated:
-        endpoint = simulated(endpoint)
+        endpoint = with_simulated_workers(endpoint)
     ports = count(20000, 20)
     host = EndpointHost({}, {}, (0, 1), tuple(map(str, range(64))), {}, tmp_path)
 

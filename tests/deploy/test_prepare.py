@@ -14,7 +14,7 @@ from rich.console import Console
 
 from kvroute.clock import SystemClock
 from kvroute.deploy import prepare as prepare_module
-from kvroute.deploy.endpoint import simulated
+from kvroute.deploy.endpoint import with_simulated_workers
 from kvroute.deploy.engine_install import EngineVenv
 from kvroute.deploy.plan import Engine, UpSpec
 from kvroute.deploy.prepare import EndpointRequest, free_ports, prepare, prepare_endpoint
@@ -211,7 +211,9 @@ async def test_an_unsupported_host_is_reported_before_the_engine_is_installed(
 
 
 async def test_a_simulated_endpoint_needs_neither_gpus_nor_caches(endpoint, up, console, clock) -> None:
-    plan = await prepare_endpoint(up(simulated(endpoint("hyperpod.yaml"))), console=console, clock=clock)
+    plan = await prepare_endpoint(
+        up(with_simulated_workers(endpoint("hyperpod.yaml"))), console=console, clock=clock
+    )
 
     assert plan.simulated
     assert not any(plan.caches)

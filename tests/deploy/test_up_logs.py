@@ -9,7 +9,7 @@ from tests.support.waiting import until
 
 from kvroute.clock import SystemClock
 from kvroute.deploy import up as following_module
-from kvroute.deploy.up import LogTail, Screen, following, last_lines
+from kvroute.deploy.up import LogTail, Screen, last_lines, showing_logs
 
 
 @pytest.fixture
@@ -91,7 +91,7 @@ async def test_logs_are_followed_to_their_ends(tmp_path: Path, clock: SystemCloc
     logs = {name: tmp_path / f"{name}.log" for name in ("a", "b")}
     append(logs["a"], "before\n")
 
-    async with following(console, logs, clock=clock):
+    async with showing_logs(console, logs, clock=clock):
         append(logs["a"], "during\n")
         await until(lambda: "during" in console.file.getvalue())  # type: ignore[attr-defined]
         append(logs["b"], "at the end\n")

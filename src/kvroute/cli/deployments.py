@@ -21,7 +21,7 @@ from rich.table import Table
 
 from kvroute.app.config import load
 from kvroute.clock import SystemClock
-from kvroute.deploy.endpoint import simulated
+from kvroute.deploy.endpoint import with_simulated_workers
 from kvroute.deploy.plan import AdminKeyLocation, Engine, UpSpec, local_findings
 from kvroute.deploy.prepare import EndpointRequest, prepare, prepare_endpoint
 from kvroute.deploy.render.config import config_text, gateway_config
@@ -250,7 +250,7 @@ def _read_endpoint(file: Path, flags: dict[str, Any]) -> EndpointPlan:
     if flags["strategy"] is not None:
         endpoint = dataclasses.replace(endpoint, strategy=flags["strategy"])
     if flags["engine"] == Engine.SIM.value and not endpoint.is_simulated:
-        return simulated(endpoint)
+        return with_simulated_workers(endpoint)
     if flags["engine"] == Engine.VLLM.value and endpoint.is_simulated:
         raise click.UsageError("--engine vllm cannot be used with a spec that has x-kvroute.engine: sim")
     return endpoint

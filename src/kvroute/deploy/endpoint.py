@@ -84,7 +84,7 @@ class LocalEndpoint:
     """Folders of the second tier, which must exist before the start."""
 
 
-def simulated(endpoint: EndpointPlan) -> EndpointPlan:
+def with_simulated_workers(endpoint: EndpointPlan) -> EndpointPlan:
     """Copy of `endpoint` with simulated workers, which need neither GPUs nor the model nor caches."""
     extension = endpoint.extension.model_copy(update={"engine": "sim"})
     return replace(endpoint, extension=extension, cache=None, gpus=0)

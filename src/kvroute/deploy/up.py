@@ -105,7 +105,7 @@ def show_new(files: Mapping[str, LogTail], screen: Screen) -> bool:
 
 
 @asynccontextmanager
-async def following(console: Console, logs: Mapping[str, Path], *, clock: Clock) -> AsyncIterator[None]:
+async def showing_logs(console: Console, logs: Mapping[str, Path], *, clock: Clock) -> AsyncIterator[None]:
     """Show new log lines while the block runs, and after it the lines that remain."""
     files = {name: LogTail.at_end(path) for name, path in logs.items()}
     screen = Screen(console, logs)
@@ -190,7 +190,7 @@ async def run_plan(
     try:
         async with AsyncExitStack() as screen, asyncio.TaskGroup() as running:
             if show_logs:
-                await screen.enter_async_context(following(console, logs, clock=clock))
+                await screen.enter_async_context(showing_logs(console, logs, clock=clock))
             async with show_status(console, keepers, clock=clock):
                 for stage in stages:
                     async with asyncio.TaskGroup() as starting:

@@ -48,12 +48,12 @@ class DiskLevel:
     """
 
     def __init__(
-        self, folder: Path, size_bytes: int, counts: Counts, forgotten: Callable[[ObjectName], None]
+        self, folder: Path, size_bytes: int, counts: Counts, on_eviction: Callable[[ObjectName], None]
     ) -> None:
         self.size_bytes = size_bytes
         self._folder = folder
         self._counts = counts
-        self._forgotten = forgotten
+        self._on_eviction = on_eviction
         # `_evict` alone evicts: it must remove files from the disk before a new one is written.
         self._files = Lru[str, _File](sys.maxsize, lambda _, file: file.size_bytes)
         self._threads = ThreadPoolExecutor(_THREADS, "tierd-disk")
@@ -77,32 +77,32 @@ class DiskLevel:
             raise ConfigError("disk_dir", f"{self._folder}: {exc.strerror}") from exc
         for file_name, size_bytes in found:
             self._files.put(file_name, _File(size_bytes, None))
-        doomed = self._evict(self.size_bytes)
-        await self._in_thread(lambda: _remove(self._folder, doomed))
+        to_remove = self._evict(self.size_bytes)
+        await self._in_thread(lambda: _remove(self._folder, to_remove))
 
     def size_of(self, name: ObjectName) -> int:
         """The object's size in bytes. Raises KeyError when it is not on the disk."""
         file = self._files.peek(_file_name(name))
         if file is None:
             raise KeyError(name)
-        return file.size_bytes - _HEAD.size - len(_label(name))
+        return file.size_bytes - _HEAD.size - len(_name_bytes(name))
 
     async def write(self, name: ObjectName, pieces: Sequence[memoryview]) -> bool:
         """Write an object. Returns False if the write failed or the object is too large.
 
         The bytes must not change during the write. The caller must await one write before the next.
         """
-        file_name, label = _file_name(name), _label(name)
-        size_bytes = _HEAD.size + len(label) + sum(map(len, pieces))
+        file_name, name_bytes = _file_name(name), _name_bytes(name)
+        size_bytes = _HEAD.size + len(name_bytes) + sum(map(len, pieces))
         if size_bytes > self.size_bytes:
             self._counts.disk["skipped"] += 1
             return False
         self._files.pop(file_name)
-        doomed = self._evict(self.size_bytes - size_bytes)
+        to_remove = self._evict(self.size_bytes - size_bytes)
 
         def work() -> None:
-            _remove(self._folder, doomed)
-            _write(self._folder, file_name, label, pieces)
+            _remove(self._folder, to_remove)
+            _write(self._folder, file_name, name_bytes, pieces)
 
         try:
             await self._in_thread(work)
@@ -123,7 +123,9 @@ class DiskLevel:
         """
         file_name = _file_name(name)
         try:
-            is_whole = await self._in_thread(lambda: _read(self._folder, file_name, _label(name), pieces))
+            is_whole = await self._in_thread(
+                lambda: _read(self._folder, file_name, _name_bytes(name), pieces)
+            )
         except OSError as exc:
             log.warning("the disk level could not read an object: %s", exc.strerror)
             is_whole = False
@@ -131,7 +133,7 @@ class DiskLevel:
             self._counts.disk["read_failed"] += 1
             file = self._files.pop(file_name)
             if file is not None:
-                self._report_gone(file)
+                self._notify_evicted(file)
             with contextlib.suppress(OSError):
                 await self._in_thread(lambda: _remove(self._folder, [file_name]))
             return False
@@ -151,23 +153,23 @@ class DiskLevel:
         evicted = self._files.evict(limit_bytes)
         self._counts.disk["evicted"] += len(evicted)
         for _, file in evicted:
-            self._report_gone(file)
+            self._notify_evicted(file)
         return [file_name for file_name, _ in evicted]
 
-    def _report_gone(self, file: _File) -> None:
+    def _notify_evicted(self, file: _File) -> None:
         if file.name is not None:
-            self._forgotten(file.name)
+            self._on_eviction(file.name)
 
     async def _in_thread(self, work: Callable[[], _T]) -> _T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
 
-def _label(name: ObjectName) -> bytes:
+def _name_bytes(name: ObjectName) -> bytes:
     return name.bucket + b"\0" + name.key
 
 
 def _file_name(name: ObjectName) -> str:
-    return xxhash.xxh3_128_hexdigest(_label(name)) + _SUFFIX
+    return xxhash.xxh3_128_hexdigest(_name_bytes(name)) + _SUFFIX
 
 
 def _scan(folder: Path) -> list[tuple[str, int]]:
@@ -198,11 +200,11 @@ def _checksum(pieces: Sequence[memoryview]) -> int:
     return state.intdigest()
 
 
-def _write(folder: Path, file_name: str, label: bytes, pieces: Sequence[memoryview]) -> None:
+def _write(folder: Path, file_name: str, name_bytes: bytes, pieces: Sequence[memoryview]) -> None:
     unfinished = folder / (file_name + _UNFINISHED)
     try:
         with open(unfinished, "wb", buffering=0) as file:
-            head = _HEAD.pack(_MAGIC, len(label), _checksum(pieces)) + label
+            head = _HEAD.pack(_MAGIC, len(name_bytes), _checksum(pieces)) + name_bytes
             for rest in (memoryview(head), *pieces):
                 while rest:
                     rest = rest[file.write(rest) :]
@@ -213,13 +215,13 @@ def _write(folder: Path, file_name: str, label: bytes, pieces: Sequence[memoryvi
         raise
 
 
-def _read(folder: Path, file_name: str, label: bytes, pieces: Sequence[memoryview]) -> bool:
+def _read(folder: Path, file_name: str, name_bytes: bytes, pieces: Sequence[memoryview]) -> bool:
     with open(folder / file_name, "rb", buffering=0) as file:
-        head = file.read(_HEAD.size + len(label))
-        if len(head) != _HEAD.size + len(label):
+        head = file.read(_HEAD.size + len(name_bytes))
+        if len(head) != _HEAD.size + len(name_bytes):
             return False
-        magic, label_bytes, checksum = _HEAD.unpack_from(head)
-        if magic != _MAGIC or label_bytes != len(label) or head[_HEAD.size :] != label:
+        magic, name_length, checksum = _HEAD.unpack_from(head)
+        if magic != _MAGIC or name_length != len(name_bytes) or head[_HEAD.size :] != name_bytes:
             return False
         for piece in pieces:
             rest = piece

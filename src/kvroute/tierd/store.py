@@ -120,9 +120,9 @@ class Store:
 
     def grow(self, incoming: IncomingObject, *, may_lose: bool = False) -> Extents | None:
         """Reserve the next part of an object, as large as all parts so far; None when memory is short."""
-        left = incoming.size_bytes - incoming.reserved_bytes
+        remaining = incoming.size_bytes - incoming.reserved_bytes
         last = incoming.extents[-1]
-        step = min(left, max(self._step_bytes, incoming.reserved_bytes))
+        step = min(remaining, max(self._step_bytes, incoming.reserved_bytes))
         extents = self._allocate(step, may_lose, after=last.offset + last.length)
         if extents is not None:
             incoming.extents = joined(incoming.extents, extents)
@@ -260,13 +260,13 @@ class Store:
 
     async def _wait_for_commit(self, name: ObjectName) -> None:
         """Return when an object of that name is committed or discarded."""
-        came = asyncio.get_running_loop().create_future()
+        committed = asyncio.get_running_loop().create_future()
         waiting = self._commit_waiters.setdefault(name, [])
-        waiting.append(came)
+        waiting.append(committed)
         try:
-            await came
+            await committed
         finally:
-            waiting.remove(came)
+            waiting.remove(committed)
             if not waiting:
                 self._commit_waiters.pop(name, None)
 

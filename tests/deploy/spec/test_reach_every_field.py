@@ -15,7 +15,7 @@ from kvroute.deploy.render.reach import findings_for
 from kvroute.deploy.render.registry import TARGETS
 from kvroute.deploy.spec.endpoint import KINDS, InferenceEndpointConfig, shape_of_kind
 from kvroute.deploy.spec.loading import Finding, read_spec
-from kvroute.deploy.spec.rules import judge
+from kvroute.deploy.spec.rules import rule_findings
 from kvroute.deploy.spec.source import FieldVerdict, Path, ValueKind, dotted, walk
 
 STRATEGIES = {"roundrobin", "session", "prefixaware", "kvaware"}
@@ -276,7 +276,7 @@ def rendered(document: dict[str, Any]) -> dict[str, str]:
     """The output of each target. Kubernetes manifests are compared as objects, because writing YAML is
     slow."""
     made = KINDS[document["kind"]].model_validate(document)
-    assert [each for each in judge(made, STRATEGIES) if each[1] is FieldVerdict.WRONG] == []
+    assert [each for each in rule_findings(made, STRATEGIES) if each[1] is FieldVerdict.WRONG] == []
     plan = plan_endpoint(made)
     return {
         name: repr(kubernetes_objects(plan) if name == "kubernetes" else target.render(plan))

@@ -109,7 +109,7 @@ class Backend(Protocol):
         """What runs for the tier, in a few words."""
         ...
 
-    def tier(self, setting: L2Location) -> L2Tier:
+    def tier(self, location: L2Location) -> L2Tier:
         """LMCache's settings and the services at this location. Pure."""
         ...
 

@@ -34,8 +34,8 @@ class FileSystem:
             f" of the claim {store.claim}" if store.claim else " of the node"
         )
 
-    def tier(self, setting: L2Location) -> L2Tier:
-        store = setting.extension.l2.fs or FileStore()
+    def tier(self, location: L2Location) -> L2Tier:
+        store = location.extension.l2.fs or FileStore()
         return L2Tier(
             adapter={"type": "fs", "base_path": store.path, "shared": store.claim is not None},
             remote_url=f"fs://localhost:0{store.path}",
@@ -65,8 +65,8 @@ class S3:
     def describe(self, extension: Extension, url: str | None) -> str:
         return f"the bucket {extension.l2.s3.endpoint}" if extension.l2.s3 else self.description
 
-    def tier(self, setting: L2Location) -> L2Tier:
-        store = setting.extension.l2.s3
+    def tier(self, location: L2Location) -> L2Tier:
+        store = location.extension.l2.s3
         if store is None:
             raise ValueError("x-kvroute.l2.s3 is not given")
         return L2Tier(
@@ -104,9 +104,9 @@ class Mooncake:
     def describe(self, extension: Extension, url: str | None) -> str:
         return "Mooncake with the master at l2CacheLocalUrl" if url else "Mooncake with a new master"
 
-    def tier(self, setting: L2Location) -> L2Tier:
-        store = setting.extension.l2.mooncake or MooncakeStore()
-        master = (setting.url or f"{setting.host}:{setting.port or PORT}").removeprefix("mooncake://")
+    def tier(self, location: L2Location) -> L2Tier:
+        store = location.extension.l2.mooncake or MooncakeStore()
+        master = (location.url or f"{location.host}:{location.port or PORT}").removeprefix("mooncake://")
         return L2Tier(
             adapter={
                 "type": "mooncake_store",
@@ -118,16 +118,16 @@ class Mooncake:
                 "shared": True,
             },
             remote_url="",
-            services=() if setting.url else (self._master(setting, setting.port or PORT),),
+            services=() if location.url else (self._master(location, location.port or PORT),),
         )
 
-    def _master(self, setting: L2Location, port: int) -> ServiceSpec:
+    def _master(self, location: L2Location, port: int) -> ServiceSpec:
         return ServiceSpec(
             name=self.service_name,
-            image=setting.extension.images.mooncake,
+            image=location.extension.images.mooncake,
             command=("mooncake_master", f"--rpc_port={port}"),
             port=port,
             probe=("sh", "-c", f"grep -q ':{port:04X} ' /proc/net/tcp /proc/net/tcp6"),
             memory_gb=1.0,
-            ready_url=f"tcp://{setting.host}:{port}",
+            ready_url=f"tcp://{location.host}:{port}",
         )

@@ -57,9 +57,9 @@ class Redis:
             return "Redis at l2CacheLocalUrl"
         return f"a new Redis of {extension.l2.size_gb:g} GB, which evicts the least recently used entries"
 
-    def tier(self, setting: L2Location) -> L2Tier:
-        port = setting.port or PORT
-        url = setting.url or f"redis://{setting.host}:{port}"
+    def tier(self, location: L2Location) -> L2Tier:
+        port = location.port or PORT
+        url = location.url or f"redis://{location.host}:{port}"
         address = parse_address(url, schemes=SCHEMES, default_port=PORT)
         adapter: dict[str, object] = {"type": "resp", "host": address.host, "port": address.port}
         if address.username:
@@ -73,11 +73,11 @@ class Redis:
             query_url=query_url(address),
             password=address.password,
             remote_url=f"redis://{user}{address.host}:{address.port}",
-            services=() if setting.url else (self._service(setting, port),),
+            services=() if location.url else (self._service(location, port),),
         )
 
-    def _service(self, setting: L2Location, port: int) -> ServiceSpec:
-        extension = setting.extension
+    def _service(self, location: L2Location, port: int) -> ServiceSpec:
+        extension = location.extension
         # Used as a cache: bounded, evicts the least recently used entries, writes nothing to disk.
         limit = memory_argument(extension.l2.size_gb)
         return ServiceSpec(
@@ -93,8 +93,8 @@ class Redis:
             memory_gb=extension.l2.size_gb,
             # After a lost connection, LMCache's own client (0.5.6) stores and finds nothing.
             reconnects=False,
-            local_arguments=("--bind", setting.host, "--port", str(port)),
-            ready_url=f"redis://{setting.host}:{port}",
+            local_arguments=("--bind", location.host, "--port", str(port)),
+            ready_url=f"redis://{location.host}:{port}",
         )
 
 
@@ -126,9 +126,9 @@ class Valkey:
             return "Valkey at l2CacheLocalUrl"
         return f"a new Valkey of {extension.l2.size_gb:g} GB, which evicts the least recently used entries"
 
-    def tier(self, setting: L2Location) -> L2Tier:
-        port = setting.port or PORT
-        url = setting.url or f"valkey://{setting.host}:{port}"
+    def tier(self, location: L2Location) -> L2Tier:
+        port = location.port or PORT
+        url = location.url or f"valkey://{location.host}:{port}"
         address = parse_address(url, schemes=VALKEY_SCHEMES, default_port=PORT)
         adapter: dict[str, object] = {
             "type": "valkey",
@@ -147,11 +147,11 @@ class Valkey:
             query_url=query_url(address),
             password=address.password,
             remote_url=f"valkey://{user}{address.host}:{address.port}",
-            services=() if setting.url else (self._service(setting, port),),
+            services=() if location.url else (self._service(location, port),),
         )
 
-    def _service(self, setting: L2Location, port: int) -> ServiceSpec:
-        extension = setting.extension
+    def _service(self, location: L2Location, port: int) -> ServiceSpec:
+        extension = location.extension
         limit = memory_argument(extension.l2.size_gb)
         return ServiceSpec(
             name=self.service_name,
@@ -164,6 +164,6 @@ class Valkey:
             port=port,
             probe=("valkey-cli", "ping"),
             memory_gb=extension.l2.size_gb,
-            local_arguments=("--bind", setting.host, "--port", str(port)),
-            ready_url=f"redis://{setting.host}:{port}",
+            local_arguments=("--bind", location.host, "--port", str(port)),
+            ready_url=f"redis://{location.host}:{port}",
         )

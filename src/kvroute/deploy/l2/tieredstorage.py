@@ -41,12 +41,12 @@ class TieredStorage:
         size = f"{extension.l2.size_gb:g} GB"
         return f"kvroute tierd on each node with {size}, which evicts the least recently used entries"
 
-    def tier(self, setting: L2Location) -> L2Tier:
-        host = NODE_IP if setting.on_hyperpod else setting.host
-        port = setting.port or PORT
+    def tier(self, location: L2Location) -> L2Tier:
+        host = NODE_IP if location.on_hyperpod else location.host
+        port = location.port or PORT
         # Two daemons on one host must not share a segment.
         own = TIERD_MEMORY if port == PORT else f"{TIERD_MEMORY}_{port}"
-        memory = HYPERPOD_MEMORY if setting.on_hyperpod else own
+        memory = HYPERPOD_MEMORY if location.on_hyperpod else own
         url = f"sagemaker-hyperpod://{host}:{port}"
         return L2Tier(
             adapter={
@@ -61,14 +61,14 @@ class TieredStorage:
                 "sagemaker_hyperpod_bucket": "lmcache",
                 "sagemaker_hyperpod_shared_memory_name": memory,
             },
-            services=() if setting.on_hyperpod else (self._daemon(setting, port, memory),),
-            host_paths=(f"/dev/shm/{memory}",) if setting.on_hyperpod else (),
+            services=() if location.on_hyperpod else (self._daemon(location, port, memory),),
+            host_paths=(f"/dev/shm/{memory}",) if location.on_hyperpod else (),
             needs_node_ip=host == NODE_IP,
         )
 
-    def _daemon(self, setting: L2Location, port: int, memory: str) -> ServiceSpec:
-        extension = setting.extension
-        host = setting.host if setting.host == "127.0.0.1" else "0.0.0.0"
+    def _daemon(self, location: L2Location, port: int, memory: str) -> ServiceSpec:
+        extension = location.extension
+        host = location.host if location.host == "127.0.0.1" else "0.0.0.0"
         code = f"import urllib.request as r; r.urlopen('http://127.0.0.1:{port}/health', timeout=2)"
         return ServiceSpec(
             name=self.service_name,
@@ -84,5 +84,5 @@ class TieredStorage:
             shares_memory=True,
             metrics_path="/metrics",
             peers_flag="--peers-dns",
-            ready_url=f"http://{setting.host}:{port}/health",
+            ready_url=f"http://{location.host}:{port}/health",
         )

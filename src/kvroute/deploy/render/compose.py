@@ -51,7 +51,7 @@ def http_health(
     }
 
 
-def literal(text: str) -> str:
+def escaped(text: str) -> str:
     """`text` with `$` escaped, so that compose replaces no variables in it."""
     return text.replace("$", "$$")
 
@@ -182,11 +182,11 @@ def _gateway(plan: EndpointPlan, site: DeploymentSite, profile: str) -> Service:
         "KVROUTE__ROUTING__STRATEGY": f"${{KVROUTE_STRATEGY:-{plan.strategy}}}",
     }
     if l2_password(plan, site) and site.tier is not None:
-        environment[L2_PASSWORD_OPTION] = literal(site.tier.password) or f"${{{PASSWORD}:-}}"
+        environment[L2_PASSWORD_OPTION] = escaped(site.tier.password) or f"${{{PASSWORD}:-}}"
     reports = report_ports(plan, site)
     return _own_image(plan) | {
         "profiles": [profile],
-        "command": [literal(word) for word in command],
+        "command": [escaped(word) for word in command],
         "environment": environment,
         "ports": [f"${{KVROUTE_BIND:-127.0.0.1}}:${{KVROUTE_PORT:-{port}}}:{port}"],
         # Only for LMCache, inside of this network.
@@ -220,18 +220,18 @@ def _worker(
         command = list(worker_argv(plan, worker, site))[1:]
         return _own_image(plan) | {
             "profiles": [profile],
-            "command": [literal(word) for word in command],
+            "command": [escaped(word) for word in command],
             "healthcheck": http_health(plan.port, "python3", start_period="10s"),
             **_event_ports(plan),
         }
-    argv = [literal(word) for word in worker_argv(plan, worker, site)]
+    argv = [escaped(word) for word in worker_argv(plan, worker, site)]
     entrypoint, command = (argv[:2], argv[2:]) if plan.command is None else (argv[:1], argv[1:])
     if plan.model.is_downloaded and plan.command is None:
         command[0] = model = f"${{MODEL:-{plan.model.source}}}"
         if plan.model.served_name == plan.model.source and "--served-model-name" in command:
             # If MODEL names another model, it is served under that name.
             command[command.index("--served-model-name") + 1] = model
-    environment = {key: literal(value) for key, value in container_environment(plan, worker, site).items()}
+    environment = {key: escaped(value) for key, value in container_environment(plan, worker, site).items()}
     service: Service = {
         "image": f"${{VLLM_IMAGE:-{plan.image}}}",
         "profiles": [profile],
@@ -340,11 +340,11 @@ def _lmcache(
 ) -> Service:
     reference = f"${{{PASSWORD}:-}}"
     argv = [
-        literal(word).replace(literal(PASSWORD_REFERENCE), reference)
+        escaped(word).replace(escaped(PASSWORD_REFERENCE), reference)
         for word in server_argv(plan, cache, server, site)
     ]
     workers = [site.workers[number]] if len(site.servers) > 1 else list(site.workers)
-    environment = {key: literal(value) for key, value in server_environment(plan, site).items()}
+    environment = {key: escaped(value) for key, value in server_environment(plan, site).items()}
     if password_name(plan, site) not in ("", PASSWORD):
         environment[password_name(plan, site)] = reference
     service: Service = {
@@ -375,7 +375,7 @@ def _tier_service(service: ServiceSpec) -> Service:
     result: Service = {
         "image": f"${{{identifier(service.name)}_IMAGE:-{service.image}}}",
         "restart": "unless-stopped",
-        "command": [literal(word) for word in command],
+        "command": [escaped(word) for word in command],
         "healthcheck": {
             "test": ["CMD", *service.probe],
             "interval": "5s",
@@ -402,7 +402,7 @@ def _download(plan: EndpointPlan, store: S3Storage, profile: str) -> Service:
         "profiles": [profile],
         "command": [
             *("s3", "sync", "--only-show-errors"),
-            literal(f"s3://{store.bucket_name}/{plan.model.location}"),
+            escaped(f"s3://{store.bucket_name}/{plan.model.location}"),
             target,
         ],
         "environment": {

@@ -153,15 +153,15 @@ def _deployment(
         "securityContext": LOCKED_DOWN,
         "volumeMounts": mounts,
     }
-    given = site.tier.password if site.tier is not None and l2_password(plan, site) else ""
-    if given:
+    password = site.tier.password if site.tier is not None and l2_password(plan, site) else ""
+    if password:
         # The spec contains the password, so LMCache's servers have it in their settings, too.
-        container["env"] = [{"name": L2_PASSWORD_OPTION, "value": given}]
+        container["env"] = [{"name": L2_PASSWORD_OPTION, "value": password}]
     routing = plan.spec.intelligent_routing_spec
-    scales = routing is not None and routing.auto_scaling_spec is not None
+    is_autoscaled = routing is not None and routing.auto_scaling_spec is not None
     return {
         # With an autoscaler, `replicas` would undo its decision at each `kubectl apply`.
-        **({} if scales else {"replicas": gateway.replicas}),
+        **({} if is_autoscaled else {"replicas": gateway.replicas}),
         # A gateway ends when its successor is ready.
         "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxUnavailable": 0, "maxSurge": 1}},
         "selector": matching(plan, GATEWAY),
@@ -195,8 +195,8 @@ SECRET_FILE: Final = "gateway-secret.yaml"
 def kubernetes_objects(plan: EndpointPlan) -> dict[str, list[Manifest]]:
     """All objects except the Secret with the admin key: file name -> objects. No file is empty."""
     scaling = plan.spec.auto_scaling_spec
-    most = max(plan.replicas, scaling.max_replica_count if scaling is not None else 0, 1)
-    site = kubernetes_site(plan, most)
+    largest_count = max(plan.replicas, scaling.max_replica_count if scaling is not None else 0, 1)
+    site = kubernetes_site(plan, largest_count)
     files = {
         "workers.yaml": list(worker_manifests(plan, site)),
         "lmcache.yaml": list(cache_manifests(plan, site)),
@@ -233,10 +233,10 @@ def with_earlier_key(text: str, earlier: str) -> str:
     """
     comments = "".join(f"{line}\n" for line in text.splitlines() if line.startswith("#"))
     try:
-        kept = yaml.safe_load(earlier)["stringData"]
+        earlier_data = yaml.safe_load(earlier)["stringData"]
     except (yaml.YAMLError, KeyError, TypeError) as exc:
         raise ValueError("it is not a Secret with stringData") from exc
-    return comments + _text([yaml.safe_load(text) | {"stringData": kept}])
+    return comments + _text([yaml.safe_load(text) | {"stringData": earlier_data}])
 
 
 def _text(objects: list[Manifest]) -> str:

@@ -40,28 +40,28 @@ def network_manifests(plan: EndpointPlan, site: DeploymentSite) -> Iterator[Mani
     workers = {"podSelector": matching(plan, WORKER)}
     servers = {"podSelector": matching(plan, LMCACHE)}
     cache = plan.cache
-    serving = [_allow([gateway], plan.port)]
+    worker_rules = [_allow([gateway], plan.port)]
     if plan.has_events:
-        serving.append(_allow([gateway], *event_ports(plan).values()))
+        worker_rules.append(_allow([gateway], *event_ports(plan).values()))
         if cache is not None and cache.classic:
-            serving.append(
+            worker_rules.append(
                 _allow([gateway], *range(CLASSIC_WORKER_PORT, CLASSIC_WORKER_PORT + max(1, plan.gpus)))
             )
     if plan.metrics.enabled:
-        serving.append(_allow([PROMETHEUS], plan.port))
+        worker_rules.append(_allow([PROMETHEUS], plan.port))
         if has_sidecar(plan):
-            serving.append(_allow([PROMETHEUS], LMCACHE_HTTP_PORT))
+            worker_rules.append(_allow([PROMETHEUS], LMCACHE_HTTP_PORT))
     if has_sidecar(plan):
-        serving.append(_allow([gateway], LMCACHE_HTTP_PORT))
-    yield _policy(plan, WORKER, serving)
+        worker_rules.append(_allow([gateway], LMCACHE_HTTP_PORT))
+    yield _policy(plan, WORKER, worker_rules)
 
-    entrance = [_allow([], plan.extension.gateway.port)]
+    gateway_rules = [_allow([], plan.extension.gateway.port)]
     reports = report_ports(plan, site)
     if reports:
         # LMCache runs in the workers' pods or in its own pods.
-        reporting = servers if cache is not None and cache.has_servers and not cache.per_worker else workers
-        entrance.append(_allow([reporting], *reports.values()))
-    yield _policy(plan, GATEWAY, entrance)
+        reporters = servers if cache is not None and cache.has_servers and not cache.per_worker else workers
+        gateway_rules.append(_allow([reporters], *reports.values()))
+    yield _policy(plan, GATEWAY, gateway_rules)
 
     if cache is not None and cache.has_servers and not cache.per_worker:
         rules = [_allow([workers], LMCACHE_PORT), _allow([gateway], LMCACHE_HTTP_PORT)]

@@ -133,8 +133,8 @@ def findings_for(target: str, document: Document, findings: Iterable[Finding]) -
         is_applied = finding.verdict is FieldVerdict.APPLIED or finding.text.startswith("applied")
         why = _why_not(target, document, finding.path) if is_applied and finding.path else ""
         if why:
-            says = f"has no effect in {target} because {why}"
-            yield dataclasses.replace(finding, verdict=FieldVerdict.NOTED, text=says)
+            text = f"has no effect in {target} because {why}"
+            yield dataclasses.replace(finding, verdict=FieldVerdict.NOTED, text=text)
         elif target != KUBERNETES and is_applied and _chooses_hyperpod_daemon(document, finding.path):
             yield dataclasses.replace(finding, verdict=FieldVerdict.APPLIED, text=_TIERD_TEXT)
         else:

@@ -129,31 +129,31 @@ def unflattened(source: Source) -> tuple[Source, dict[Path, str]]:
     """
     flat = is_flat(source.data)
     prefix: Path = () if flat else ("spec",)
-    holder = source.data if flat else source.data.get("spec")
-    if not isinstance(holder, dict):
+    section = source.data if flat else source.data.get("spec")
+    if not isinstance(section, dict):
         return source, {}
     names = ALIASES | SAME_NAME if flat else {name: ALIASES[name] for name in ALIASES if "_" in name}
-    found = {name: names[name] for name in holder if name in names}
+    found = {name: names[name] for name in section if name in names}
     data: dict[str, Any] = {"apiVersion": HYPERPOD_API, "kind": HYPERPOD_KIND} if flat else {**source.data}
-    kept = {key: value for key, value in holder.items() if key not in found}
+    others = {key: value for key, value in section.items() if key not in found}
     if flat:
-        data |= {key: value for key, value in kept.items() if key not in TEMPLATE_FIELDS}
+        data |= {key: value for key, value in others.items() if key not in TEMPLATE_FIELDS}
     else:
-        data["spec"] = _copy(kept)
+        data["spec"] = _copy(others)
     lines, problems, origins = dict(source.lines), list(source.problems), {}
     for name, place in found.items():
         line = source.line_of((*prefix, name))
         convert = CONVERSIONS.get(name)
-        value = convert(holder[name]) if convert is not None else holder[name]
+        value = convert(section[name]) if convert is not None else section[name]
         if value is None:
             continue
-        if not _put(data, place, value):
+        if not _set_if_absent(data, place, value):
             problems.append(Problem((*prefix, name), line, f"{dotted(place)} is also given"))
         elif line is not None:
             lines[place] = line
         origins[place] = name
-    if flat and "metadata_name" not in holder and isinstance(holder.get("endpoint_name"), str):
-        _put(data, ("metadata", "name"), holder["endpoint_name"])
+    if flat and "metadata_name" not in section and isinstance(section.get("endpoint_name"), str):
+        _set_if_absent(data, ("metadata", "name"), section["endpoint_name"])
     return Source(data, lines, tuple(problems)), origins
 
 
@@ -161,7 +161,7 @@ def _copy(value: Any) -> Any:
     return {key: _copy(inner) for key, inner in value.items()} if isinstance(value, dict) else value
 
 
-def _put(data: dict[str, Any], place: Path, value: object) -> bool:
+def _set_if_absent(data: dict[str, Any], place: Path, value: object) -> bool:
     """Set the value at `place`. Returns False, without a change, if there is a value already."""
     for key in place[:-1]:
         inner = data.setdefault(str(key), {})
@@ -187,8 +187,8 @@ class FieldPlaces:
         shortest."""
         places = self.by_name.get(str(wrong[-1]), [])
         ranked = sorted(places, key=lambda place: (-_shared(place, wrong), len(place)))
-        best = [place for place in ranked if _shared(place, wrong) == _shared(ranked[0], wrong)]
-        return [place for place in best if len(place) == len(best[0])][:3]
+        nearest_places = [place for place in ranked if _shared(place, wrong) == _shared(ranked[0], wrong)]
+        return [place for place in nearest_places if len(place) == len(nearest_places[0])][:3]
 
     def advice(self, wrong: Path) -> str:
         """The text for a field that is unknown at its place: the right place, or a similar name."""

@@ -13,7 +13,7 @@ from pydantic_core import ErrorDetails
 from kvroute.deploy.l2.backend import masked
 from kvroute.deploy.spec.aliases import FieldPlaces, unflattened
 from kvroute.deploy.spec.endpoint import HYPERPOD_KIND, KINDS, Document, shape_of_kind
-from kvroute.deploy.spec.rules import judge
+from kvroute.deploy.spec.rules import rule_findings
 from kvroute.deploy.spec.source import (
     VARIABLE,
     FieldVerdict,
@@ -363,7 +363,7 @@ def read_spec(text: str, *, strategies: Collection[str]) -> SpecReading:
     if document is not None:
         findings += [
             Finding(path, source.line_of(path), verdict, message)
-            for path, verdict, message in judge(document, strategies)
+            for path, verdict, message in rule_findings(document, strategies)
         ]
     findings += _declared(source, root, flat_names, judged={finding.path for finding in findings})
     is_wrong = any(finding.verdict is FieldVerdict.WRONG for finding in findings)

@@ -22,7 +22,7 @@ from kvroute.deploy.spec.worker import (
 from kvroute.routing.registry import needs_of
 from kvroute.routing.strategy import Needs
 
-Judgement = tuple[Path, FieldVerdict, str]
+RuleFinding = tuple[Path, FieldVerdict, str]
 
 HYPERPOD_BACKENDS = ("redis", "tieredstorage")
 DERIVED_ARGUMENTS = {
@@ -45,7 +45,7 @@ _VLLM_TAG = re.compile(r"vllm[^:]*:v?(\d+)\.(\d+)\.(\d+)")
 OLDEST_MP_VLLM = (0, 19, 1)
 
 
-def judge(document: Document, strategies: Collection[str]) -> Iterator[Judgement]:
+def rule_findings(document: Document, strategies: Collection[str]) -> Iterator[RuleFinding]:
     """Yield the verdicts that depend on several fields. `strategies` are the gateway's strategies."""
     yield from _cache(document)
     yield from _routing(document, strategies)
@@ -58,7 +58,7 @@ def judge(document: Document, strategies: Collection[str]) -> Iterator[Judgement
         yield _noted(
             ("x-kvroute", "gateway", "replicas"),
             f"applied, but {_several_gateways_text(document)}",
-            bare=True,
+            is_whole_text=True,
         )
 
 
@@ -73,15 +73,15 @@ def _several_gateways_text(document: Document) -> str:
     return "gateways do not share their route histories: each gateway routes by its own requests only"
 
 
-def _noted(path: Path, why: str, *, bare: bool = False) -> Judgement:
-    return path, FieldVerdict.NOTED, why if bare else f"has no effect here because {why}"
+def _noted(path: Path, reason: str, *, is_whole_text: bool = False) -> RuleFinding:
+    return path, FieldVerdict.NOTED, reason if is_whole_text else f"has no effect here because {reason}"
 
 
-def _wrong(path: Path, why: str) -> Judgement:
-    return path, FieldVerdict.WRONG, why
+def _wrong(path: Path, reason: str) -> RuleFinding:
+    return path, FieldVerdict.WRONG, reason
 
 
-def _cache(document: Document) -> Iterator[Judgement]:
+def _cache(document: Document) -> Iterator[RuleFinding]:
     cache, extension = document.spec.kv_cache_spec, document.x_kvroute
     classic = extension.lmcache.mode == "classic"
     if cache is None:
@@ -115,7 +115,7 @@ def _cache(document: Document) -> Iterator[Judgement]:
 
 def _second_tier(
     document: Document, name: str | None, url: str | None, *, classic: bool
-) -> Iterator[Judgement]:
+) -> Iterator[RuleFinding]:
     if name is None:
         yield _wrong((*_L2, "l2CacheBackend"), "is required when enableL2Cache is true")
         return
@@ -132,16 +132,16 @@ def _second_tier(
                 if classic
                 else "omit it here and use x-kvroute.l2.passwordSecret"
             )
-            why = f"applied, but rendered files contain its password in plain text: {instead}"
-            yield _noted((*_L2, "l2CacheLocalUrl"), why, bare=True)
+            reason = f"applied, but rendered files contain its password in plain text: {instead}"
+            yield _noted((*_L2, "l2CacheLocalUrl"), reason, is_whole_text=True)
     if document.x_kvroute.l2.password_secret is not None and not accepts_password(
         backend, url, classic=classic
     ):
         yield _noted(("x-kvroute", "l2", "passwordSecret"), _why_no_password(backend, classic=classic))
     if "size_gb" in document.x_kvroute.l2.model_fields_set and not _has_own_store(document, backend, url):
         yield _noted(("x-kvroute", "l2", "sizeGb"), "no store is started for this second tier")
-    for path, why in backend.missing(document.x_kvroute, url):
-        yield _wrong(path, why)
+    for path, reason in backend.missing(document.x_kvroute, url):
+        yield _wrong(path, reason)
     if classic and not backend.has_classic:
         yield _wrong((*_L2, "l2CacheBackend"), f"LMCache in classic mode has no {name}; mode: mp has")
     if name.lower() not in HYPERPOD_BACKENDS and isinstance(document, InferenceEndpointConfig):
@@ -173,7 +173,7 @@ def _why_no_password(backend: Backend, *, classic: bool) -> str:
     return f"the {backend.description} that kvroute starts has no password; l2CacheLocalUrl can name another"
 
 
-def _config_file(cache: KvCache, *, classic: bool) -> Iterator[Judgement]:
+def _config_file(cache: KvCache, *, classic: bool) -> Iterator[RuleFinding]:
     if cache.cache_config_file is None:
         return
     path = (*_CACHE, "cacheConfigFile")
@@ -190,14 +190,14 @@ def _config_file(cache: KvCache, *, classic: bool) -> Iterator[Judgement]:
 
 
 def _unused_cache_settings(
-    document: Document, why: str, *, l1: bool, l2: bool, classic: bool = False
-) -> Iterator[Judgement]:
+    document: Document, reason: str, *, l1: bool, l2: bool, classic: bool = False
+) -> Iterator[RuleFinding]:
     """Yield notes for settings of x-kvroute that belong to tiers that are off."""
     given = document.x_kvroute.model_fields_set
-    if why:
+    if reason:
         for name in ("lmcache", "l1", "l2"):
             if name in given:
-                yield _noted(("x-kvroute", name), why)
+                yield _noted(("x-kvroute", name), reason)
         return
     extension = document.x_kvroute
     if "l1" in given:
@@ -224,7 +224,7 @@ def _unused_cache_settings(
         yield _noted(("x-kvroute", "lmcache", "servers"), "classic mode has no LMCache servers")
 
 
-def _routing(document: Document, strategies: Collection[str]) -> Iterator[Judgement]:
+def _routing(document: Document, strategies: Collection[str]) -> Iterator[RuleFinding]:
     routing = document.spec.intelligent_routing_spec or IntelligentRouting()
     path: Path = ("spec", "intelligentRoutingSpec", "routingStrategy")
     given = document.spec.intelligent_routing_spec is not None
@@ -256,7 +256,7 @@ def _reads_caches(routing: IntelligentRouting) -> bool:
     return needs_of(routing.routing_strategy) is Needs.TOKENS
 
 
-def _worker(document: Document) -> Iterator[Judgement]:
+def _worker(document: Document) -> Iterator[RuleFinding]:
     worker: WorkerSection | EndpointWorker | None = document.spec.worker
     extension = document.x_kvroute
     if worker is None:
@@ -279,24 +279,24 @@ def _worker(document: Document) -> Iterator[Judgement]:
             (*_WORKER, "image"),
             f"applied, but the LMCache in an image of vLLM {version} has no server: "
             "use an image of vLLM 0.19.1 or newer, or set x-kvroute.lmcache.mode: classic",
-            bare=True,
+            is_whole_text=True,
         )
 
 
-def _adapters(document: Document, arguments: list[str]) -> Iterator[Judgement]:
+def _adapters(document: Document, arguments: list[str]) -> Iterator[RuleFinding]:
     """Yield a note for LoRA adapters with LMCache, which does not distinguish adapters."""
     places = [place for place, each in enumerate(arguments) if each.split("=", 1)[0] in ADAPTER_ARGUMENTS]
     if not places or not uses_lmcache(document):
         return
     settings = (document.x_kvroute.gateway.settings or {}).get("lmcache")
     is_off = isinstance(settings, dict) and settings.get("isolate_adapters") is False
-    what = (
+    hint = (
         "x-kvroute.gateway.settings.lmcache.isolate_adapters is false: answers become wrong"
         if is_off
         else "the gateway gives each adapter its own key space: send every request through the gateway"
     )
-    why = f"applied, but LMCache gives a LoRA adapter KV that another model computed; {what}"
-    yield _noted((*_WORKER, "args", places[0]), why, bare=True)
+    reason = f"applied, but LMCache gives a LoRA adapter KV that another model computed; {hint}"
+    yield _noted((*_WORKER, "args", places[0]), reason, is_whole_text=True)
 
 
 def uses_lmcache(document: Document) -> bool:
@@ -307,7 +307,7 @@ def uses_lmcache(document: Document) -> bool:
     )
 
 
-def _source(source: ModelSource, document: InferenceEndpointConfig) -> Iterator[Judgement]:
+def _source(source: ModelSource, document: InferenceEndpointConfig) -> Iterator[RuleFinding]:
     here: Path = ("spec", "modelSourceConfig")
     required = {"s3": "s3Storage", "fsx": "fsxStorage", "huggingface": "huggingFaceModel"}
     stores = {
@@ -324,8 +324,8 @@ def _source(source: ModelSource, document: InferenceEndpointConfig) -> Iterator[
     if source.model_source_type in ("huggingface", "kubernetesVolume") and source.model_location is not None:
         yield _noted((*here, "modelLocation"), f"modelSourceType is {source.model_source_type}")
     if source.model_source_type == "fsx" and source.model_location is not None:
-        why = "the whole file system is mounted; name the folder in worker.args with --model"
-        yield _noted((*here, "modelLocation"), why)
+        reason = "the whole file system is mounted; name the folder in worker.args with --model"
+        yield _noted((*here, "modelLocation"), reason)
     if source.model_source_type == "kubernetesVolume":
         volumes = document.spec.kubernetes.volumes if document.spec.kubernetes else None
         name = document.spec.worker.model_volume_mount.name
@@ -333,7 +333,7 @@ def _source(source: ModelSource, document: InferenceEndpointConfig) -> Iterator[
             yield _wrong(("spec", "kubernetes", "volumes"), f"needs the model's volume {name!r}")
 
 
-def _placement(document: InferenceEndpointConfig) -> Iterator[Judgement]:
+def _placement(document: InferenceEndpointConfig) -> Iterator[RuleFinding]:
     spec = document.spec
     if spec.instance_type and spec.instance_types:
         yield _wrong(("spec", "instanceTypes"), "give instanceType or instanceTypes, not both")
@@ -353,7 +353,7 @@ def region_of(document: Document) -> str | None:
     return store.region if store is not None else None
 
 
-def _scaling(document: Document) -> Iterator[Judgement]:
+def _scaling(document: Document) -> Iterator[RuleFinding]:
     routing = document.spec.intelligent_routing_spec
     for path, scaling in (
         (("spec", "autoScalingSpec"), document.spec.auto_scaling_spec),
@@ -368,11 +368,11 @@ def _scaling(document: Document) -> Iterator[Judgement]:
         yield _noted(
             ("spec", "intelligentRoutingSpec", "autoScalingSpec", "maxReplicaCount"),
             f"applied, but {_several_gateways_text(document)}",
-            bare=True,
+            is_whole_text=True,
         )
 
 
-def _scaler(document: Document, path: Path, scaling: AutoScaling) -> Iterator[Judgement]:
+def _scaler(document: Document, path: Path, scaling: AutoScaling) -> Iterator[RuleFinding]:
     if scaling.max_replica_count < scaling.min_replica_count:
         yield _wrong((*path, "maxReplicaCount"), "is less than minReplicaCount")
     triggers = [*scaling.prometheus(), *scaling.cloud_watch()]
