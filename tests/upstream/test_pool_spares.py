@@ -6,6 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
+from tests.support.waiting import until
 
 from kvroute.errors import ConnectionLost
 from kvroute.upstream import pool as spares
@@ -23,9 +24,10 @@ async def together(transport: Any, requests: int) -> list[Any]:
     return await asyncio.gather(*[transport.send(b"GET", b"/", []) for _ in range(requests)])
 
 
-async def ready(transport: Any, count: int) -> None:
-    while len(transport._pool._spares) != count or transport.open_connections != count:
-        await asyncio.sleep(0.001)
+async def ready(server: Any, transport: Any, requests: int, spares: int) -> None:
+    """Wait until the connections of `requests` requests have been replaced by `spares` new ones."""
+    await server.until(lambda: server.accepted == requests + spares and server.live == spares)
+    await until(lambda: transport.open_connections == transport.idle_connections == spares)
 
 
 async def test_requests_after_a_pause_find_as_many_open_as_they_needed(
@@ -34,7 +36,7 @@ async def test_requests_after_a_pause_find_as_many_open_as_they_needed(
     server = await serve(answers(OK, OK))
     transport = connect(server.url, keepalive_s=KEEPALIVE_S)
     await together(transport, 3)
-    await ready(transport, 3)
+    await ready(server, transport, 3, 3)
     assert transport.idle_connections == 3
 
     responses = await together(transport, 3)
@@ -48,19 +50,18 @@ async def test_a_request_that_does_not_wait_takes_a_spare_too(serve: Any, connec
     server = await serve(answers(OK))
     transport = connect(server.url, keepalive_s=KEEPALIVE_S)
     await together(transport, 1)
-    await ready(transport, 1)
+    await ready(server, transport, 1, 1)
 
-    connection = transport._pool.take_idle()
-
-    assert connection is not None
-    assert transport._pool.take_idle() is None
+    pool = transport._pool  # private: the transport calls it without waiting only in the middle of a request
+    assert pool.take_idle() is not None
+    assert pool.take_idle() is None
 
 
 async def test_no_more_spares_than_the_option_allows(serve: Any, connect: Any, answers: Any) -> None:
     server = await serve(answers(OK, OK))
     transport = connect(server.url, keepalive_s=KEEPALIVE_S, spare_connections=2)
     await together(transport, 5)
-    await ready(transport, 2)
+    await ready(server, transport, 5, 2)
 
     responses = await together(transport, 3)
 
@@ -78,8 +79,10 @@ async def test_no_spares_with_these_options(
     assert [await response.next_chunk() for response in responses] == [b"hi"] * 2
 
     await server.until_all_gone()
+    for _ in range(20):
+        await asyncio.sleep(0)
 
-    assert len(transport._pool._spares._to_open) == 0
+    assert transport.open_connections == 0
     assert server.accepted == 2
 
 
@@ -131,10 +134,11 @@ async def test_a_worker_that_refuses_is_left_alone(serve: Any, connect: Any, ans
     await together(transport, 2)
     await server.close()
 
-    while transport.open_connections or transport._pool._spares._opening is not None:
-        await asyncio.sleep(0.01)
+    # Private: no answer shows that the transport has tried once, and no more.
+    opener = transport._pool._spares
+    await until(lambda: not transport.open_connections and opener._opening is None)
 
-    assert len(transport._pool._spares._to_open) == 0
+    assert len(opener._to_open) == 0
 
 
 async def test_a_spare_that_breaks_as_it_is_used_counts_as_a_kept_one(
@@ -155,7 +159,7 @@ async def test_a_spare_that_breaks_as_it_is_used_counts_as_a_kept_one(
     server = await serve(script)
     transport = connect(server.url, keepalive_s=KEEPALIVE_S)
     await together(transport, 1)
-    await ready(transport, 1)
+    await ready(server, transport, 1, 1)
 
     with pytest.raises(ConnectionLost) as lost:
         await transport.send(b"GET", b"/", [])
@@ -171,8 +175,8 @@ async def test_closing_the_pool_at_any_moment_leaves_nothing_open(
     server = await serve(answers(OK))
     transport = connect(server.url, keepalive_s=KEEPALIVE_S)
     await together(transport, 2)
-    while transport._pool._spares._opening is None:
-        await asyncio.sleep(0.001)
+    # Private: the server sees a connection only after the moments that this test is about.
+    await until(lambda: transport._pool._spares._opening is not None)
     for _ in range(turns):
         await asyncio.sleep(0)
 
