@@ -32,7 +32,7 @@ from kvroute.deploy.render.lmcache import (
     server_argv,
     server_environment,
 )
-from kvroute.deploy.render.plan import Cache, EndpointPlan, suffix
+from kvroute.deploy.render.plan import Cache, EndpointPlan
 from kvroute.deploy.render.reach import L2_PASSWORD_OPTION, l2_password
 from kvroute.deploy.render.site import (
     LOOPBACK,
@@ -198,7 +198,7 @@ def _lmcache(
     number: int,
     host: EndpointHost,
 ) -> PlannedProcess:
-    name = f"lmcache-{suffix(number)}" if len(site.servers) > 1 else "lmcache"
+    name = site.server_name(number)
     argv = _local_argv(server_argv(endpoint, cache, server, site), host)
     env = {**host.engine_environ, **LMCACHE_ENVIRONMENT, **server_environment(endpoint, site)}
     variable = password_name(endpoint, site)
@@ -208,8 +208,9 @@ def _lmcache(
         # The password becomes part of a JSON string in the adapter's settings.
         argv = tuple(word.replace(PASSWORD_REFERENCE, json.dumps(password)[1:-1]) for word in argv)
     if endpoint.gpus:
-        own = [site.workers[number]] if len(site.servers) > 1 else site.workers
-        env["CUDA_VISIBLE_DEVICES"] = ",".join(device for worker in own for device in worker.gpus)
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(
+            device for worker in site.workers_of_server(number) for device in worker.gpus
+        )
     url = f"http://{server.bind}:{server.http_port}"
     child = ChildSpec(name, argv, env, _log(host, name), stop_grace_s=LMCACHE_STOP_S)
     services = site.tier.services if site.tier else ()

@@ -28,6 +28,27 @@ def memory_argument(gigabytes: float) -> str:
     return f"{round(gigabytes * 1024)}mb"
 
 
+def _service(name: str, image: str, location: L2Location, *, reconnects: bool = True) -> ServiceSpec:
+    """The service of a Redis or Valkey that the deployment starts. `name` begins its programs' names."""
+    size_gb, port = location.extension.l2.size_gb, location.port or PORT
+    return ServiceSpec(
+        name=name,
+        image=image,
+        # Used as a cache: bounded, evicts the least recently used entries, writes nothing to disk.
+        command=(
+            f"{name}-server",
+            *("--maxmemory", memory_argument(size_gb), "--maxmemory-policy", "allkeys-lru"),
+            *("--save", "", "--appendonly", "no"),
+        ),
+        port=port,
+        probe=(f"{name}-cli", "ping"),
+        memory_gb=size_gb,
+        reconnects=reconnects,
+        local_arguments=("--bind", location.host, "--port", str(port)),
+        ready_url=f"redis://{location.host}:{port}",
+    )
+
+
 class Redis:
     """One Redis for all workers: the deployment starts it, or the user names its URL."""
 
@@ -73,28 +94,10 @@ class Redis:
             query_url=query_url(address),
             password=address.password,
             remote_url=f"redis://{user}{address.host}:{address.port}",
-            services=() if location.url else (self._service(location, port),),
-        )
-
-    def _service(self, location: L2Location, port: int) -> ServiceSpec:
-        extension = location.extension
-        # Used as a cache: bounded, evicts the least recently used entries, writes nothing to disk.
-        limit = memory_argument(extension.l2.size_gb)
-        return ServiceSpec(
-            name=self.service_name,
-            image=extension.images.redis,
-            command=(
-                "redis-server",
-                *("--maxmemory", limit, "--maxmemory-policy", "allkeys-lru"),
-                *("--save", "", "--appendonly", "no"),
-            ),
-            port=port,
-            probe=("redis-cli", "ping"),
-            memory_gb=extension.l2.size_gb,
             # After a lost connection, LMCache's own client (0.5.6) stores and finds nothing.
-            reconnects=False,
-            local_arguments=("--bind", location.host, "--port", str(port)),
-            ready_url=f"redis://{location.host}:{port}",
+            services=()
+            if location.url
+            else (_service(self.name, location.extension.images.redis, location, reconnects=False),),
         )
 
 
@@ -147,23 +150,7 @@ class Valkey:
             query_url=query_url(address),
             password=address.password,
             remote_url=f"valkey://{user}{address.host}:{address.port}",
-            services=() if location.url else (self._service(location, port),),
-        )
-
-    def _service(self, location: L2Location, port: int) -> ServiceSpec:
-        extension = location.extension
-        limit = memory_argument(extension.l2.size_gb)
-        return ServiceSpec(
-            name=self.service_name,
-            image=extension.images.valkey,
-            command=(
-                "valkey-server",
-                *("--maxmemory", limit, "--maxmemory-policy", "allkeys-lru"),
-                *("--save", "", "--appendonly", "no"),
-            ),
-            port=port,
-            probe=("valkey-cli", "ping"),
-            memory_gb=extension.l2.size_gb,
-            local_arguments=("--bind", location.host, "--port", str(port)),
-            ready_url=f"redis://{location.host}:{port}",
+            services=()
+            if location.url
+            else (_service(self.name, location.extension.images.valkey, location),),
         )

@@ -21,7 +21,7 @@ from kvroute.deploy.render.lmcache import (
     server_argv,
     server_environment,
 )
-from kvroute.deploy.render.plan import Cache, EndpointPlan, identifier, suffix
+from kvroute.deploy.render.plan import Cache, EndpointPlan, identifier
 from kvroute.deploy.render.reach import (
     L2_PASSWORD_OPTION,
     event_ports,
@@ -114,7 +114,7 @@ def render_compose(plan: EndpointPlan) -> dict[str, str]:
             services[worker.name] = _worker(profile_plan, worker, site, profile, volumes)
         if profile_plan.cache is not None and not profile_plan.is_simulated:
             for number, server in enumerate(site.servers):
-                services[_server_name(site, number)] = _lmcache(
+                services[site.server_name(number)] = _lmcache(
                     profile_plan, profile_plan.cache, server, site, profile, number
                 )
         for service in site.tier.services if site.tier else ():
@@ -322,17 +322,13 @@ def _tier_mounts(plan: EndpointPlan) -> list[str]:
 def _dependencies(plan: EndpointPlan, site: DeploymentSite) -> dict[str, Any]:
     dependencies: dict[str, Any] = {}
     if plan.cache is not None and plan.cache.has_servers:
-        names = [_server_name(site, number) for number in range(len(site.servers))]
+        names = [site.server_name(number) for number in range(len(site.servers))]
         dependencies |= {name: {"condition": "service_healthy"} for name in names}
     elif site.tier is not None:
         dependencies |= {service.name: {"condition": "service_healthy"} for service in site.tier.services}
     if isinstance(plan.model.store, S3Storage):
         dependencies["model"] = {"condition": "service_completed_successfully"}
     return dependencies
-
-
-def _server_name(site: DeploymentSite, number: int) -> str:
-    return f"lmcache-{suffix(number)}" if len(site.servers) > 1 else "lmcache"
 
 
 def _lmcache(
@@ -343,7 +339,6 @@ def _lmcache(
         escaped(word).replace(escaped(PASSWORD_REFERENCE), reference)
         for word in server_argv(plan, cache, server, site)
     ]
-    workers = [site.workers[number]] if len(site.servers) > 1 else list(site.workers)
     environment = {key: escaped(value) for key, value in server_environment(plan, site).items()}
     if password_name(plan, site) not in ("", PASSWORD):
         environment[password_name(plan, site)] = reference
@@ -363,7 +358,9 @@ def _lmcache(
     if site.tier is not None and site.tier.services:
         service["depends_on"] = {each.name: {"condition": "service_healthy"} for each in site.tier.services}
     if plan.gpus:
-        service["deploy"] = _reservation([device for worker in workers for device in _devices(plan, worker)])
+        service["deploy"] = _reservation(
+            [device for worker in site.workers_of_server(number) for device in _devices(plan, worker)]
+        )
     return service
 
 

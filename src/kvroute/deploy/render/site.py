@@ -74,6 +74,14 @@ class DeploymentSite:
     is_cluster: bool = False
     """Whether the parts are pods, which the gateway finds by their labels."""
 
+    def server_name(self, number: int) -> str:
+        """The name of LMCache server `number` as service or process. It has a suffix if there are several."""
+        return f"lmcache-{suffix(number)}" if len(self.servers) > 1 else "lmcache"
+
+    def workers_of_server(self, number: int) -> tuple[WorkerSite, ...]:
+        """The workers that use LMCache server `number`."""
+        return (self.workers[number],) if len(self.servers) > 1 else self.workers
+
 
 def tier_of(plan: EndpointPlan, host: str, *, on_hyperpod: bool = False) -> L2Tier | None:
     """The second tier, whose service is at `host` if the deployment starts it; None without a second tier."""
