@@ -207,7 +207,7 @@ class Peer:
         (GREETING[:12] + b"PLAIN".ljust(20, b"\0") + GREETING[32:], "PLAIN"),
         (GREETING + command(b"ERROR", b"\x03why"), "why"),
         (GREETING + b"\x00\x01x", "before the handshake"),
-        (GREETING + ready() + b"\x77", "no ZMTP frame"),
+        (GREETING + ready() + b"\x77", "not a ZMTP frame"),
     ],
 )
 async def test_a_peer_that_is_no_publisher_is_complained_of_once_and_tried_again(

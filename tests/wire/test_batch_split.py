@@ -117,7 +117,7 @@ def test_between_two_chances_to_pause_little_is_walked(tokens: int) -> None:
     from kvroute.wire import msgpack_walk as walking
 
     walked: list[int] = [0]
-    after_ids, after_names = dividing.after_ids, dividing.after_names
+    after_ids, after_hashes = dividing.after_ids, dividing.after_hashes
     with pytest.MonkeyPatch.context() as patch:
 
         def ids(data: bytes, at: int, count: int) -> int:
@@ -126,10 +126,10 @@ def test_between_two_chances_to_pause_little_is_walked(tokens: int) -> None:
 
         def names(data: bytes, at: int, count: int) -> int:
             walked[-1] += count
-            return after_names(data, at, count)
+            return after_hashes(data, at, count)
 
         patch.setattr(dividing, "after_ids", ids)
-        patch.setattr(dividing, "after_names", names)
+        patch.setattr(dividing, "after_hashes", names)
         for _ in split_batch(MAP.encode(1.5, [prompt(tokens // 16)], 3)):
             walked.append(0)
 

@@ -101,7 +101,7 @@ def test_frames_of_one_message_are_bounded_together() -> None:
     [
         (bytes(64), "no ZMTP greeting"),
         (b"HTTP/1.1 400 Bad Request".ljust(64), "no ZMTP greeting"),
-        (GREETING[:10] + b"\x01" + GREETING[11:], "too old"),
+        (GREETING[:10] + b"\x01" + GREETING[11:], "is not supported"),
         (GREETING[:12] + b"CURVE".ljust(20, b"\0") + GREETING[32:], "CURVE"),
     ],
 )

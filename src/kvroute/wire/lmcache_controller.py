@@ -1,13 +1,13 @@
-"""What LMCache's in-process connector says to its controller, and what it is answered.
+"""The messages between LMCache's in-process connector and its controller, and Python's string hash.
 
 msgpack maps, or JSON objects, whose `"type"` names the message (LMCache 0.4.3 to 0.5.6,
 v1/cache_controller/message.py). Field names are LMCache's, so that messages decode straight into these
-classes; fields that we do not know are skipped. Releases up to 0.3.9.post2 push their registration and
-heartbeats instead of asking for an answer (`distributed_url` where later ones have `peer_init_url`), send
-one admission or eviction a message without a number, and know no full synchronisation.
+classes; unknown fields are skipped. Releases up to 0.3.9.post2 differ: they push their registration and
+heartbeats and expect no reply (`distributed_url` instead of `peer_init_url`), send one admission or eviction
+per message without a number, and have no full synchronisation.
 
-A worker pushes messages as the frames of one multipart message; a question is `[identity, "", message]` at
-our ROUTER, and is answered likewise.
+A worker pushes messages as the frames of one multipart message. A request is `[identity, "", message]` at the
+gateway's ROUTER socket, and so is the reply.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from msgspec import Struct
 from kvroute.errors import WireError
 
 ChunkHash: TypeAlias = int
-"""LMCache's name of a chunk: signed 64 bits with `builtin` hashes, unsigned with `sha256_cbor`."""
+"""LMCache's hash of a chunk: signed 64 bits with `builtin` hashes, unsigned with `sha256_cbor`."""
 
 
 class Operation(Struct, frozen=True, gc=False):
-    """One chunk stored or gone. `seq_num` counts from 0 per worker and location."""
+    """One chunk was stored or removed. `seq_num` counts from 0 per worker and location."""
 
     op_type: Literal["admit", "evict"]
     key: ChunkHash
@@ -34,60 +34,60 @@ class Operation(Struct, frozen=True, gc=False):
 
 
 class Sender(Struct, frozen=True, kw_only=True):
-    """Who speaks: one rank (`worker_id`) of one LMCache instance."""
+    """The sender of a message: one rank (`worker_id`) of one LMCache instance."""
 
     instance_id: str
     worker_id: int
 
 
-class _Place(Sender, frozen=True, kw_only=True):
+class _Endpoint(Sender, frozen=True, kw_only=True):
     ip: str = ""
     port: int = 0
     peer_init_url: str | None = None
-    """Where peers fetch chunks from; None without P2P."""
+    """The URL that peers fetch chunks from; None without P2P."""
     distributed_url: str | None = None
-    """What releases before 0.4 call it."""
+    """`peer_init_url` in releases before 0.4."""
 
     @property
     def peer_url(self) -> str | None:
         return self.peer_init_url or self.distributed_url
 
 
-class Register(_Place, frozen=True, kw_only=True, tag="RegisterMsg"):
+class Register(_Endpoint, frozen=True, kw_only=True, tag="RegisterMsg"):
     """A worker has started."""
 
 
-class Heartbeat(_Place, frozen=True, kw_only=True, tag="HeartbeatMsg"):
-    """A worker lives; the answer may bring commands."""
+class Heartbeat(_Endpoint, frozen=True, kw_only=True, tag="HeartbeatMsg"):
+    """A worker is alive; the reply may have commands."""
 
 
 class DeRegister(Sender, frozen=True, kw_only=True, tag="DeRegisterMsg"):
-    """A worker ends."""
+    """A worker shuts down."""
 
 
 class KvOperations(Sender, frozen=True, kw_only=True, tag="BatchedKVOperationMsg"):
-    """What changed in one location of a worker, in order, with consecutive numbers."""
+    """The changes in one location of a worker, in order, with consecutive numbers."""
 
     location: str
     operations: list[Operation]
 
 
 class KvAdmit(Sender, frozen=True, kw_only=True, tag="KVAdmitMsg"):
-    """One chunk stored (up to 0.3.9.post2)."""
+    """One chunk was stored (up to 0.3.9.post2)."""
 
     location: str
     key: ChunkHash
 
 
 class KvEvict(Sender, frozen=True, kw_only=True, tag="KVEvictMsg"):
-    """One chunk gone (up to 0.3.9.post2)."""
+    """One chunk was removed (up to 0.3.9.post2)."""
 
     location: str
     key: ChunkHash
 
 
 class FullSyncStart(Sender, frozen=True, kw_only=True, tag="FullSyncStartMsg"):
-    """The worker has frozen this location and wants to say all it holds, in `batch_count` batches."""
+    """The worker has frozen this location and will send all its keys in `batch_count` batches."""
 
     location: str
     sync_id: str
@@ -109,13 +109,13 @@ class FullSyncEnd(Sender, frozen=True, kw_only=True, tag="FullSyncEndMsg"):
 
 
 class FullSyncStatus(Sender, frozen=True, kw_only=True, tag="FullSyncStatusMsg"):
-    """May the worker go on, and which batches are missing?"""
+    """The worker asks whether it may continue, and which batches are missing."""
 
     sync_id: str
 
 
 class P2pLookup(Sender, frozen=True, kw_only=True, tag="BatchedP2PLookupMsg"):
-    """Which other instance has the first of these chunks, and how many from there on?"""
+    """The worker asks which other instance has the first of these chunks, and how many of the next ones."""
 
     hashes: list[ChunkHash]
 
@@ -136,7 +136,7 @@ Message: TypeAlias = (
 
 
 class FullSyncCommand(Struct, frozen=True, kw_only=True, tag_field="command_type", tag="full_sync"):
-    """Asks the worker to say all it holds."""
+    """Asks the worker to send all its keys."""
 
     reason: str | None = None
     args: dict[str, object] | None = None
@@ -144,7 +144,7 @@ class FullSyncCommand(Struct, frozen=True, kw_only=True, tag_field="command_type
 
 class RegisterReply(Struct, frozen=True, kw_only=True, tag="RegisterRetMsg"):
     extra_config: dict[str, str] = {}
-    """`heartbeat_url` (host:port): where to send heartbeats; without it the worker sends none."""
+    """`heartbeat_url` (host:port) is the target of heartbeats; without it the worker sends none."""
 
 
 class HeartbeatReply(Struct, frozen=True, kw_only=True, tag="HeartbeatRetMsg"):
@@ -167,8 +167,11 @@ class FullSyncStatusReply(Struct, frozen=True, kw_only=True, tag="FullSyncStatus
 
 
 class P2pLookupReply(Struct, frozen=True, kw_only=True, tag="BatchedP2PLookupRetMsg"):
-    """`layout_info` has one row, of an instance, its location, the chunks that it has from the first on and
-    its peer URL. Without a hit the row is empty: workers read the first one unasked."""
+    """`layout_info` has one row: an instance, its location, the number of leading chunks it has, and its peer
+    URL.
+
+    Without a hit the row is empty, because workers read the first row without a check.
+    """
 
     layout_info: list[tuple[str, str, int, str]] = msgspec.field(default_factory=lambda: [("", "", 0, "")])
 
@@ -214,7 +217,7 @@ SMALL_BYTES: Final = 16_384
 
 
 def decode(payload: bytes) -> Message:
-    """A worker's message. Raises `WireError` for any other bytes; about 16 us for 100 operations."""
+    """Decode a worker's message; about 16 us for 100 operations. Raises `WireError`."""
     try:
         message: Message = _from_json(payload) if payload[:1] == b"{" else _from_msgpack(payload)
         return message
@@ -223,7 +226,7 @@ def decode(payload: bytes) -> Message:
 
 
 def decode_reply(payload: bytes) -> Reply:
-    """A controller's answer. Raises `WireError`."""
+    """Decode a controller's reply. Raises `WireError`."""
     try:
         reply: Reply = _reply_from_msgpack(payload)
         return reply
@@ -232,12 +235,12 @@ def decode_reply(payload: bytes) -> Reply:
 
 
 def encode(message: Message | Reply) -> bytes:
-    """As msgpack, which all releases read."""
+    """Encode as msgpack, which all releases read."""
     return _encode(message)
 
 
 def origin(payload: bytes) -> tuple[str, int, str] | None:
-    """Instance, worker and location of a message that `decode` refuses, if it at least says these."""
+    """(instance, worker, location) of a message that `decode` refuses; None if it has no instance."""
     try:
         header = _header_from_json(payload) if payload[:1] == b"{" else _header_from_msgpack(payload)
     except (msgspec.MsgspecError, ValueError, RecursionError):
@@ -246,8 +249,10 @@ def origin(payload: bytes) -> tuple[str, int, str] | None:
 
 
 def split(payload: bytes) -> Iterator[bytes]:
-    """A large batch as several of about `SMALL_BYTES`, in order, that together say the same (pieces of a
-    `FullSyncBatch` keep its number). All else comes back whole."""
+    """Split a large batch into batches of about `SMALL_BYTES`, in order. Other messages are yielded whole.
+
+    The pieces of a `FullSyncBatch` keep its number.
+    """
     if len(payload) <= SMALL_BYTES:
         yield payload
         return
@@ -266,21 +271,22 @@ def split(payload: bytes) -> Iterator[bytes]:
 
 
 def _without_values(error: Exception) -> str:
-    """msgspec says what is wrong where, but may quote a tag."""
+    """The error's text without values of the message: msgspec may quote a tag."""
     text = str(error)
     return "unknown type" if "Invalid value '" in text else text
 
 
 _MASK: Final = 2**64 - 1
 _UNSEEDED: Final = "vllm-none-hash"
-"""Hashed when PYTHONHASHSEED is not set and the algorithm is cryptographic (vLLM 0.32); before, random."""
+"""The seed without PYTHONHASHSEED for a cryptographic algorithm (vLLM 0.32); earlier releases used a random
+one."""
 
 
 def none_hash(hash_seed: str, *, sha256_cbor: bool = False) -> int:
     """The "previous hash" of the first chunk in processes with PYTHONHASHSEED `hash_seed`, "" if it is unset.
 
-    With `sha256_cbor` the first 8 bytes, unsigned, as LMCache takes them. Otherwise `builtin`, which is
-    random in every process that has no seed: ValueError.
+    With `sha256_cbor`, the first 8 bytes as an unsigned number, as in LMCache. Otherwise `builtin`, which is
+    random in a process without a seed: raises ValueError.
     """
     if sha256_cbor:
         text = (hash_seed or _UNSEEDED).encode("ascii")
@@ -289,7 +295,7 @@ def none_hash(hash_seed: str, *, sha256_cbor: bool = False) -> int:
 
 
 def seeded_string_hash(text: str, seed: int, *, rounds: tuple[int, int] = (1, 3)) -> int:
-    """Signed 64-bit `hash(text)` under `PYTHONHASHSEED=<seed>`. `rounds` (2, 4) is what Python 3.10 does.
+    """Signed 64-bit `hash(text)` under `PYTHONHASHSEED=<seed>`. Python 3.10 has `rounds` (2, 4).
 
     Raises UnicodeEncodeError for text that is not ASCII.
     """

@@ -1,7 +1,7 @@
-"""What LMCache's multiprocess servers send to their coordinator, over HTTP as JSON.
+"""The messages of LMCache's multiprocess servers to their coordinator (HTTP and JSON), and their load rates.
 
-Source: LMCache 0.5.6, v1/mp_coordinator (api.py, schemas.py, http_apis/). Unknown fields are skipped, unknown
-kinds of events and tiers are left to the reader, fields that kvroute does not use are not decoded.
+Source: LMCache 0.5.6, v1/mp_coordinator (api.py, schemas.py, http_apis/). Unknown fields are skipped, and
+fields that kvroute does not use are not decoded. The caller handles unknown kinds of events and tiers.
 """
 
 from __future__ import annotations
@@ -18,21 +18,22 @@ from msgspec import Meta, Struct
 from kvroute.errors import WireError
 
 PIECE_BYTES: Final = 65_536
-"""Aimed-at size of a piece of a large body: about 0.2 ms to decode."""
-_LOOKED_BYTES: Final = 1_048_576
-"""Searched in one go: about 0.3 ms."""
+"""Target size of a piece of a large body: about 0.2 ms to decode."""
+_SEARCH_BYTES: Final = 1_048_576
+"""Bytes searched in one step: about 0.3 ms."""
 
 _PIECE_TOKENS: Final = 8192
-"""Of a prompt, encoded in one go."""
+"""Tokens of a prompt that are encoded in one step."""
 
 _Count = Annotated[int, Meta(ge=0)]
 
 _UNREADABLE: Final = (msgspec.MsgspecError, ValueError, RecursionError)
-"""What decoding raises: no JSON or another shape, no UTF-8 or a number out of range, too deep."""
+"""Exceptions of decoding: not JSON or another shape; not UTF-8 or a number out of range; too deeply
+nested."""
 
 
 class ServerRegistration(Struct, frozen=True):
-    """`POST /instances`: a server says where it is. An empty `instance_id` asks for one."""
+    """`POST /instances`: a server registers its address. With an empty `instance_id` it requests one."""
 
     ip: Annotated[str, Meta(min_length=1)]
     http_port: Annotated[int, Meta(ge=1, le=65535)]
@@ -50,7 +51,7 @@ class ObjectKey(Struct, frozen=True, gc=False):
     kv_rank: _Count
     """World size << 24 | rank << 16 | local world size << 8 | local rank."""
     object_group_id: _Count = 0
-    """Which group of layers, for servers that keep them apart."""
+    """The group of layers, for servers that store groups separately."""
     cache_salt: str = ""
 
     @property
@@ -63,8 +64,11 @@ class ObjectKey(Struct, frozen=True, gc=False):
 
 
 def prefetch_body(model_name: str, world: int, token_ids: Sequence[int], cache_salt: str) -> Iterator[bytes]:
-    """The pieces of a `POST /cache/prefetches` to a server: to load into its memory what L2 has of the full
-    chunks of `token_ids`, and keep it (v1/multiprocess/http_apis/schemas.py). About 0.4 ms a piece."""
+    """The body of a `POST /cache/prefetches` to a server, in pieces. About 0.4 ms a piece.
+
+    The server then loads those full chunks of `token_ids` that L2 has into its memory, and keeps them
+    (v1/multiprocess/http_apis/schemas.py).
+    """
     fields = {
         "model_name": model_name,
         "world_size": world,
@@ -84,7 +88,7 @@ class _PrefetchAnswer(Struct):
 
 
 def read_prefetch_answer(body: bytes) -> int:
-    """How many chunks a 202 says were asked for: 0 where the prompt has no full one. Raises WireError."""
+    """The number of requested chunks in a 202 answer; 0 if the prompt has no full chunk. Raises WireError."""
     try:
         return msgspec.json.decode(body, type=_PrefetchAnswer).chunks
     except _UNREADABLE as error:
@@ -92,16 +96,16 @@ def read_prefetch_answer(body: bytes) -> int:
 
 
 class EventEntry(Struct, frozen=True, gc=False):
-    """One object that a batch is about."""
+    """One object in a batch."""
 
     key: ObjectKey
     size_bytes: int = 0
-    """Of a `store`, else 0."""
+    """The size in a `store` event, else 0."""
     token_ids: msgspec.Raw = msgspec.Raw(b"[]")
-    """The chunk's tokens as JSON, where the server knows them; see `token_count`."""
+    """The chunk's tokens as JSON, empty if the server does not know them; see `token_count`."""
 
     def token_count(self) -> int:
-        """How many tokens it names: 0 where the server did not know them. Raises WireError."""
+        """The number of tokens; 0 if the server did not know them. Raises WireError."""
         try:
             return len(_decode_ids(self.token_ids))
         except _UNREADABLE as error:
@@ -111,29 +115,29 @@ class EventEntry(Struct, frozen=True, gc=False):
 class CacheEvents(Struct, frozen=True, gc=False):
     """Events of one kind from one server.
 
-    `incarnation` is when the server was started (Unix seconds), `seq` counts its batches from 1. `backend`
-    names the store within the tier ("dram", "resp", ...; "" of `access` in l1). `shared`: several servers
-    mount the store, as far as its configuration says so.
+    `incarnation` is the server's start time (Unix seconds); `seq` counts its batches from 1. `backend` is the
+    store within the tier ("dram", "resp", ...; "" for `access` in l1). `shared`: by its configuration,
+    several servers mount the store.
     """
 
     instance_id: Annotated[str, Meta(min_length=1)]
     incarnation: _Count
     seq: Annotated[int, Meta(ge=1)]
     event_type: str
-    """`store`, `delete`, `access` (says nothing about what is held) or `config`."""
+    """`store`, `delete`, `access` (does not change the stored objects) or `config`."""
     tier: str
     """`l1` or `l2`."""
     backend: str = ""
     entries: list[EventEntry] = []
     shared: bool = False
     capacity_bytes: int = 0
-    """Of a `config`: 0 is unlimited."""
+    """The capacity in a `config` event; 0 is unlimited."""
 
 
 class L1Status(Struct, frozen=True):
     total_object_count: _Count = 0
     staging_object_count: _Count = 0
-    """Of these, still being written."""
+    """Objects among `total_object_count` that are still being written."""
 
 
 class StorageStatus(Struct, frozen=True):
@@ -141,7 +145,7 @@ class StorageStatus(Struct, frozen=True):
 
 
 class ServerStatus(Struct, frozen=True):
-    """`GET /status` of a server: how it names chunks, and how many objects its memory holds."""
+    """`GET /status` of a server: its chunk hash algorithm, and the number of objects in its memory."""
 
     chunk_size: Annotated[int, Meta(ge=1)]
     hash_algorithm: str = "blake3"
@@ -149,7 +153,7 @@ class ServerStatus(Struct, frozen=True):
 
     @property
     def l1_objects(self) -> int | None:
-        """Objects in L1 that are there to be read; None where it does not say."""
+        """Readable objects in L1; None if the server does not report them."""
         if self.storage_manager is None or not self.storage_manager.l1_managers:
             return None
         managers = self.storage_manager.l1_managers.values()
@@ -173,7 +177,7 @@ _ENTRIES: Final = b'"entries":['
 
 
 def decode_registration(body: bytes) -> ServerRegistration:
-    """Raises WireError that names the field."""
+    """Decode a registration. Raises a WireError that names the field."""
     try:
         return _decode_registration(body)
     except _UNREADABLE as error:
@@ -181,7 +185,7 @@ def decode_registration(body: bytes) -> ServerRegistration:
 
 
 def decode_status(body: bytes) -> ServerStatus:
-    """Raises WireError that names the field."""
+    """Decode a status. Raises a WireError that names the field."""
     try:
         return _decode_status(body)
     except _UNREADABLE as error:
@@ -189,8 +193,9 @@ def decode_status(body: bytes) -> ServerStatus:
 
 
 def decode_events(body: bytes | bytearray) -> Generator[None, None, list[CacheEvents]]:
-    """The batches of a `POST /events`, in order, decoded in steps that none takes long; returns them at the
-    end. A large batch comes as several with the same `seq`. Raises WireError that names the field.
+    """Decode the batches of a `POST /events` in short steps; returns the batches in order.
+
+    A large batch becomes several batches with the same `seq`. Raises a WireError that names the field.
     """
     if len(body) > PIECE_BYTES and body.startswith(_START) and body.endswith(b"}]}"):
         try:
@@ -201,7 +206,7 @@ def decode_events(body: bytes | bytearray) -> Generator[None, None, list[CacheEv
                 yield
             return batches
         except (ValueError, WireError):
-            pass  # of another form than LMCache's own, or wrong: decided by the body as a whole
+            pass  # not in LMCache's own form, or wrong: decode the body as a whole
     return _checked(_decode_body, body).batches
 
 
@@ -216,17 +221,17 @@ def _checked(decode: Callable[[bytes | bytearray], _T], data: bytes | bytearray)
 
 
 def _split(body: bytes | bytearray) -> Iterator[bytes]:
-    """Cut between batches and between entries of the compact form that LMCache writes.
+    """Split a body in LMCache's compact form between batches and between entries.
 
-    The marks hold an unescaped quote behind a brace, so they never lie within a string. Yields nothing of use
-    while it looks for one. Raises ValueError where the body has another form.
+    Yields empty bytes between the steps of a search. Raises ValueError if the body has another form.
     """
+    # The search patterns have an unescaped quote after a brace, so they never occur inside a string.
     start = body.index(_BATCH)
     while start >= 0:
-        following, looked = -1, start + 1
-        while following < 0 and looked < len(body):
-            following = body.find(_BATCH, looked, looked + _LOOKED_BYTES)
-            looked += _LOOKED_BYTES - len(_BATCH)
+        following, searched = -1, start + 1
+        while following < 0 and searched < len(body):
+            following = body.find(_BATCH, searched, searched + _SEARCH_BYTES)
+            searched += _SEARCH_BYTES - len(_BATCH)
             yield b""
         end = body.rindex(b"}", start, following if following > 0 else len(body) - 1) + 1
         yield from _split_batch(body, start, end)
@@ -249,36 +254,39 @@ def _split_batch(body: bytes | bytearray, start: int, end: int) -> Iterator[byte
 _SAMPLE: Final = re.compile(
     r"^lmcache_mp_(l0_l1|l2)_load_throughput\w*_(sum|count)(?:\{[^\n]*\})? (\S+)$", re.MULTILINE
 )
-"""Histograms `lmcache_mp.l0_l1_load_throughput` and `lmcache_mp.l2_load_throughput`; the exporter puts the
-unit behind the name."""
+"""Histograms `lmcache_mp.l0_l1_load_throughput` and `lmcache_mp.l2_load_throughput`; the exporter appends the
+unit to the name."""
 _TIERS: Final = {"l0_l1": "l1", "l2": "l2"}
 
 
 @dataclass(frozen=True, slots=True)
 class LoadRates:
-    """Since the server's start, by tier (`l1`, `l2`): how many loads there were from it, and the sum of their
-    rates in GB/s."""
+    """The loads from each tier (`l1`, `l2`) since the server's start: their number, and the sum of their
+    rates in GB/s.
+    """
 
     loads: dict[str, int] = field(default_factory=dict)
     gb_s: dict[str, float] = field(default_factory=dict)
 
     def since(self, before: LoadRates) -> dict[str, tuple[float, int]]:
-        """By tier: the mean rate in GB/s of the loads since, and their number; empty if the server was
-        restarted in between."""
-        fresh: dict[str, tuple[float, int]] = {}
+        """Tier -> (mean rate in GB/s, number) of the loads after `before`; empty if the server has
+        restarted."""
+        rates: dict[str, tuple[float, int]] = {}
         for tier, loads in self.loads.items():
             count = loads - before.loads.get(tier, 0)
             total = self.gb_s.get(tier, 0.0) - before.gb_s.get(tier, 0.0)
             if count < 0:
                 return {}
             if count and total > 0:
-                fresh[tier] = total / count, count
-        return fresh
+                rates[tier] = total / count, count
+        return rates
 
 
 def read_load_rates(page: str) -> LoadRates:
-    """The rates on a page in Prometheus' text format, of all GPUs and adapters together; what is not a number
-    is passed over. 0.3 ms for a page of 40 KB."""
+    """Read the rates of all GPUs and adapters together from a page in Prometheus' text format.
+
+    Samples that are not numbers are skipped. 0.3 ms for a page of 40 KB.
+    """
     loads: dict[str, int] = {}
     gb_s: dict[str, float] = {}
     for name, kind, text in _SAMPLE.findall(page):

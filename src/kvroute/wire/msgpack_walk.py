@@ -1,8 +1,8 @@
-"""Where msgpack values end, found a little at a time.
+"""Finds the end of msgpack values in small steps.
 
-No decoder stops half-way, and one call takes as long as its data are large. Regular expressions walk runs
-of numbers in C, so many as they are told and no more; what is not a run is walked value by value.
-Malformed data raise `WireError`.
+A decoder cannot stop half-way, so one call takes time proportional to the data. Here, regular expressions
+skip runs of a given number of values in C; all other values are walked one by one. Malformed data raise
+`WireError`.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from typing import Final
 from kvroute.errors import WireError
 
 STEP_IDS: Final = 2048
-"""Token ids walked in one go: about 50 us."""
+"""Token ids in one step: about 50 us."""
 
 _PAUSE: Final = 500
-"""Values, or short runs of them, walked one by one between two pauses: about 0.1 ms."""
+"""Values or short runs between two yields: about 0.1 ms."""
 
-# The frequent ones first.
+# The alternatives in order of frequency.
 _ID: Final = rb"(?:\xcd..|\xce....|[\x00-\x7f]|\xcc.)"
-_NAME: Final = (
+_HASH: Final = (
     rb"(?:\xcf.{8}|\xc4\x20.{32}|\xc4\x10.{16}|\xce.{4}|\xcd..|[\x00-\x7f\xe0-\xff]|[\xcc\xd0].|\xd3.{8}"
     rb"|\xd1..|\xd2.{4}|\xc4\x08.{8}|\xc4\x40.{64})"
 )
@@ -32,7 +32,7 @@ _PLAIN: Final = (
 
 
 def _runs(value: bytes, *lengths: int) -> list[tuple[int, re.Pattern[bytes]]]:
-    """Patterns of so many values in a row, the longest first. Sixteen at a time they are a quarter faster."""
+    """Patterns for runs of `lengths` values, longest first. Groups of sixteen values are a quarter faster."""
     return [
         (
             length,
@@ -45,12 +45,12 @@ def _runs(value: bytes, *lengths: int) -> list[tuple[int, re.Pattern[bytes]]]:
 
 
 _IDS: Final = _runs(_ID, STEP_IDS, 16, 1)
-_NAMES: Final = _runs(_NAME, 16, 1)
+_HASHES: Final = _runs(_HASH, 16, 1)
 ((_, _plain),) = _runs(_PLAIN, 16)
 
 
 def _sizes() -> bytes:
-    """Bytes of a value by its first byte; 0 where that does not say."""
+    """Value size in bytes by first byte; 0 if the first byte does not determine the size."""
     sizes = bytearray(256)
     for first in range(256):
         if first < 0x80 or first >= 0xE0:
@@ -83,12 +83,12 @@ def _sizes() -> bytes:
 
 _SIZES: Final = _sizes()
 _COUNTED: Final = {0xC4: 1, 0xD9: 1, 0xC7: 1, 0xC5: 2, 0xDA: 2, 0xC8: 2, 0xC6: 4, 0xDB: 4, 0xC9: 4}
-"""Bytes, text and extensions whose length follows in so many bytes."""
+"""First byte -> size of the length field that follows (binary, text and extensions)."""
 _EXTENSIONS: Final = frozenset({0xC7, 0xC8, 0xC9})
 
 
 def array_at(data: bytes, at: int) -> tuple[int, int] | None:
-    """How many values the array at `at` has and where the first of them is; None if there is no array."""
+    """(number of values, start of the first one) of the array at `at`; None if there is no array."""
     first = _byte(data, at)
     if first & 0xF0 == 0x90:
         return first & 0x0F, at + 1
@@ -100,7 +100,7 @@ def array_at(data: bytes, at: int) -> tuple[int, int] | None:
 
 
 def map_at(data: bytes, at: int) -> tuple[int, int] | None:
-    """How many pairs the map at `at` has and where the first of them is; None if there is no map."""
+    """(number of pairs, start of the first one) of the map at `at`; None if there is no map."""
     first = _byte(data, at)
     if first & 0xF0 == 0x80:
         return first & 0x0F, at + 1
@@ -112,14 +112,17 @@ def map_at(data: bytes, at: int) -> tuple[int, int] | None:
 
 
 def after_ids(data: bytes, at: int, count: int) -> int:
-    """The end of `count` token ids in their shortest form, in one go; 0 if they are not that."""
+    """The end of `count` token ids in their shortest form, in one step; 0 if the values are of another
+    kind."""
     return _after(_IDS, data, at, count)
 
 
-def after_names(data: bytes, at: int, count: int) -> int:
-    """The end of `count` block hashes, numbers or 8, 16, 32 or 64 bytes each, in one go; 0 if they are not
-    that."""
-    return _after(_NAMES, data, at, count)
+def after_hashes(data: bytes, at: int, count: int) -> int:
+    """The end of `count` block hashes, in one step; 0 if the values are of another kind.
+
+    A hash is a number, or 8, 16, 32 or 64 bytes.
+    """
+    return _after(_HASHES, data, at, count)
 
 
 def _after(runs: list[tuple[int, re.Pattern[bytes]]], data: bytes, at: int, count: int) -> int:
@@ -134,11 +137,11 @@ def _after(runs: list[tuple[int, re.Pattern[bytes]]], data: bytes, at: int, coun
 
 
 def skip(data: bytes, at: int, values: int = 1) -> Generator[None, None, int]:
-    """The end of so many values of any kind; yields now and then."""
+    """The end of the next `values` values of any kind. Yields after every `_PAUSE` steps."""
     left, steps, end = values, 0, len(data)
     while left:
         if at >= end:
-            raise WireError("a value is cut off")
+            raise WireError("a truncated value")
         size = _SIZES[data[at]]
         if size:
             at += size
@@ -165,12 +168,12 @@ def skip(data: bytes, at: int, values: int = 1) -> Generator[None, None, int]:
             steps = 0
             yield
     if at > end:
-        raise WireError("a value is cut off")
+        raise WireError("a truncated value")
     return at
 
 
 def text_at(data: bytes, at: int) -> tuple[bytes, int]:
-    """The short text at `at`, and its end."""
+    """The text of at most 255 bytes at `at`, and its end. Raises WireError for other values."""
     first = _byte(data, at)
     if 0xA0 <= first < 0xC0:
         start, size = at + 1, first & 0x1F
@@ -185,17 +188,17 @@ def _after_counted(data: bytes, at: int) -> int:
     first = data[at]
     width = _COUNTED.get(first)
     if width is None:
-        raise WireError("no msgpack value")
+        raise WireError("not a msgpack value")
     return at + 1 + width + _unsigned(data, at + 1, width) + (first in _EXTENSIONS)
 
 
 def _byte(data: bytes, at: int) -> int:
     if at >= len(data):
-        raise WireError("a value is cut off")
+        raise WireError("a truncated value")
     return data[at]
 
 
 def _unsigned(data: bytes, at: int, width: int) -> int:
     if at + width > len(data):
-        raise WireError("a value is cut off")
+        raise WireError("a truncated value")
     return int.from_bytes(data[at : at + width], "big")

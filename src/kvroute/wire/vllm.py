@@ -20,13 +20,13 @@ from msgspec import Meta, Struct
 from kvroute.errors import WireError
 
 ExternalBlockHash: TypeAlias = int | bytes
-"""An engine's own name for a block: opaque, meaningful within one worker's stream. Never a `BlockKey`."""
+"""An engine hash: opaque, and meaningful within one worker's stream only. Never a `BlockKey`."""
 
 TokenId: TypeAlias = Annotated[int, Meta(ge=0, le=0xFFFFFFFF)]
 
 
 class Medium(Enum):
-    """Where a block lies. OTHER is a medium that this version does not know: believe nothing about it."""
+    """The medium that has a block. OTHER is a medium unknown to this version: such blocks are ignored."""
 
     GPU = "gpu"
     CPU = "cpu"
@@ -47,7 +47,7 @@ _MEDIA = {
 
 
 def medium_of(name: str | None) -> Medium:
-    """The medium that an event names, without regard to case; none given means GPU memory.
+    """The medium that an event names, in any case; without a name, GPU memory.
 
     vLLM 0.10 to 0.32 write GPU, CPU, STORAGE, since 0.26 also FS and OBJ; its LMCache and Mooncake
     connectors write a lower-case "cpu".
@@ -63,7 +63,7 @@ class BlockStored(Struct, frozen=True, tag=True, forbid_unknown_fields=True, gc=
     `parent_block_hash` is None at the start of a prompt. `token_ids` has `block_size` tokens per hash,
     but may be longer (sliding-window groups skip blocks) or empty (placeholders of offloading
     connectors). `extra_keys` has one entry per block: LoRA name, multimodal ids, in the first block the
-    cache salt. Only `group_idx` 0 (or None) speaks for the whole prefix in hybrid models.
+    cache salt. In hybrid models only `group_idx` 0 (or None) covers the whole prefix.
     """
 
     block_hashes: list[ExternalBlockHash]
@@ -83,7 +83,7 @@ class BlockStored(Struct, frozen=True, tag=True, forbid_unknown_fields=True, gc=
 
 
 class BlockRemoved(Struct, frozen=True, tag=True, forbid_unknown_fields=True, gc=False):
-    """One copy of each of these blocks is gone. A hash that was stored twice has to be removed twice."""
+    """One copy of each of these blocks was removed. A hash that was stored twice has to be removed twice."""
 
     block_hashes: list[ExternalBlockHash]
     medium: str | None = None
@@ -93,18 +93,21 @@ class BlockRemoved(Struct, frozen=True, tag=True, forbid_unknown_fields=True, gc
 
 
 class AllBlocksCleared(Struct, frozen=True, tag=True, forbid_unknown_fields=True, gc=False):
-    """The worker's prefix cache in GPU memory is empty. Other media stay as they are: what LMCache drops it
-    withdraws itself (seen with vLLM 0.32 and LMCache 0.5.6: a hit in its memory right after a reset)."""
+    """The worker's prefix cache in GPU memory is empty. Other media keep their blocks.
+
+    LMCache announces its removals itself (seen with vLLM 0.32 and LMCache 0.5.6: a hit in LMCache's memory
+    right after a reset).
+    """
 
 
 KvEvent: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 class EventBatch(Struct, frozen=True, gc=False):
-    """What one engine step changed, in order.
+    """The changes of one engine step, in order.
 
-    `ts` is the engine's wall clock in seconds, `dp_rank` its data-parallel rank if it said so.
-    `dialect` names the shape it came in; the counts say what was skipped because it is unknown here.
+    `ts` is the engine's wall clock in seconds, `dp_rank` its data-parallel rank if it sent one. `dialect` is
+    the shape of the payload. The counts are those of skipped events and fields, which are unknown here.
     """
 
     ts: float
@@ -137,13 +140,13 @@ FIELDS: Final[Mapping[str, tuple[str, ...]]] = {
     "BlockRemoved": _REMOVED,
     "AllBlocksCleared": (),
 }
-"""Fields of an event in the order of the array that it may be, behind its type."""
+"""The fields of an event in the order of its array form, after the type."""
 _TYPES: Final[Mapping[str, type[KvEvent]]] = {
     "BlockStored": BlockStored,
     "BlockRemoved": BlockRemoved,
     "AllBlocksCleared": AllBlocksCleared,
 }
-# Without a default in vLLM's own classes: written even when None.
+# The leading fields without a default in vLLM's own classes, which are written even when None.
 _STORED_ALWAYS: Final = 7
 _REMOVED_ALWAYS: Final = 2
 
@@ -152,8 +155,8 @@ _REMOVED_ALWAYS: Final = 2
 class Dialect:
     """How one range of releases writes events.
 
-    `stored_fields` and `removed_fields` are how many of the fields in their order that range knows.
-    `replay_topic`: replies of the replay socket carry the topic (0.26 and later).
+    These releases know the first `stored_fields` and `removed_fields` fields of `FIELDS`. `replay_topic`:
+    replies of the replay socket have the topic (0.26 and later).
     """
 
     name: str
@@ -165,7 +168,7 @@ class Dialect:
     replay_topic: bool
 
     def encode(self, ts: float, events: Sequence[KvEvent], dp_rank: int | None = None) -> bytes:
-        """One batch as these releases write it. Fields that they do not know are left out."""
+        """Encode one batch as these releases do. Fields that they do not know are left out."""
         packed = [self._event(event) for event in events]
         if self.batch_map:
             batch: dict[str, Any] = {"ts": ts, "events": packed}
@@ -208,11 +211,12 @@ DIALECTS: Final[Mapping[str, Dialect]] = {
         Dialect("batch-map", "a development snapshot", True, True, 14, 5, True),
     )
 }
-"""Everything a worker may write; the contract tests run over it. Decoding does not need to be told."""
+"""All shapes that a worker may write; the contract tests run over them. Decoding detects the shape itself."""
 
 
 class _MapBatch(Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """The newest shape, decoded in C. Unknown fields or events make it fail: then `_by_hand` counts them."""
+    """The newest shape, decoded in C. It fails on unknown fields or events, which `_decode_generic` then
+    counts."""
 
     ts: float
     events: list[KvEvent]
@@ -227,9 +231,9 @@ _FAILURES: Final = (msgspec.MsgspecError, RecursionError, ValueError, TypeError,
 def decode_batch(payload: bytes) -> EventBatch:
     """Decode one batch of any release.
 
-    Unknown event types, fields and trailing array elements are skipped and counted; anything else that
-    does not fit raises `WireError`, and then the whole batch has to count as lost. The newest shape costs
-    about 0.2 us a removal and 3.4 us a store of eight 16-token blocks, older shapes 2.5 to 13 times that.
+    Unknown event types, fields and trailing array elements are skipped and counted. Any other mismatch raises
+    `WireError`, and then the whole batch counts as lost. The newest shape costs about 0.2 us a removal and
+    3.4 us a store of eight 16-token blocks; older shapes cost 2.5 to 13 times that.
     """
     try:
         fast = _decode_maps(payload)
@@ -238,21 +242,24 @@ def decode_batch(payload: bytes) -> EventBatch:
     else:
         return EventBatch(fast.ts, fast.events, fast.data_parallel_rank, "map")
     try:
-        return _by_hand(_decode_any(payload))
+        return _decode_generic(_decode_any(payload))
     except _FAILURES as exc:
         raise WireError(f"not a vLLM event batch: {type(exc).__name__}") from exc
 
 
 def decode_newest(payload: bytes) -> list[KvEvent] | None:
-    """The events of a batch in the newest shape, with nothing in it that is unknown here; None for any
-    other, which `decode_batch` can tell more of."""
+    """The events of a batch in the newest shape without unknown parts; None for every other batch.
+
+    `decode_batch` decodes the others and counts the unknown parts.
+    """
     try:
         return _decode_maps(payload).events
     except _FAILURES:
         return None
 
 
-def _by_hand(message: Any) -> EventBatch:
+def _decode_generic(message: Any) -> EventBatch:
+    """Build a batch from decoded msgpack of any shape, and count unknown parts."""
     unknown_fields = unknown_events = 0
     if isinstance(message, Mapping):
         shape = "batch-map"

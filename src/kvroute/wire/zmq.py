@@ -1,7 +1,9 @@
-"""ZMTP 3.0 as a SUB socket speaks it (rfc.zeromq.org/spec/23): greeting, handshake, frames. Pure.
+"""ZMTP 3.0 for a SUB socket (rfc.zeromq.org/spec/23), and the messages of vLLM's event and replay sockets.
+Pure.
 
-Only what reading a PUB or XPUB socket without security takes. A *frame* is flags, a length and a body; a
-*message* is as many frames as say that more follow. Commands go between messages.
+The module has the parts of ZMTP that reading a PUB or XPUB socket without security needs. A *frame* has
+flags, a length and a body. A *message* is a sequence of frames; every frame but the last has the MORE flag.
+Commands arrive between messages.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from kvroute.errors import WireError
 _SIGNATURE: Final = b"\xff" + bytes(8) + b"\x7f"
 _MECHANISM: Final = b"NULL".ljust(20, b"\0")
 GREETING: Final = _SIGNATURE + b"\x03\x00" + _MECHANISM + bytes(32)
-"""What either side says first."""
+"""The first bytes that each side sends."""
 
 _MORE, _LONG, _COMMAND, _ALL = 1, 2, 4, 7
 _EIGHT: Final = 8
@@ -24,33 +26,35 @@ _MAX_FRAMES: Final = 64
 
 
 def command(name: bytes, body: bytes = b"") -> bytes:
-    """One command as a frame."""
+    """Encode a command as a frame."""
     return _frame(_COMMAND, bytes((len(name),)) + name + body)
 
 
 def ready() -> bytes:
-    """What a SUB socket says of itself once it has the other's greeting."""
+    """The READY command of a SUB socket, which follows the greetings."""
     return command(b"READY", _property(b"Socket-Type", b"SUB"))
 
 
 def subscription(topic: bytes) -> bytes:
-    """Asks for messages whose first frame begins with `topic`."""
+    """The message that subscribes to messages whose first frame starts with `topic`."""
     return _frame(0, b"\x01" + topic)
 
 
 def check_greeting(greeting: bytes) -> None:
-    """Raises WireError if this is nobody whom we can read."""
+    """Raises WireError if the publisher's protocol is not supported."""
     if greeting[0] != _SIGNATURE[0] or greeting[9] != _SIGNATURE[9]:
         raise WireError("no ZMTP greeting")
     if greeting[10] < 3:
-        raise WireError(f"ZMTP {greeting[10]} is too old: 3 is needed")
+        raise WireError(f"ZMTP {greeting[10]} is not supported: 3 is needed")
     if greeting[12:32] != _MECHANISM:
         mechanism = greeting[12:32].rstrip(b"\0")
-        raise WireError(f"the publisher wants the security mechanism {mechanism!r}: only NULL is spoken")
+        raise WireError(
+            f"the publisher requires the security mechanism {mechanism!r}: NULL is supported"
+        )
 
 
 def split_command(body: bytes) -> tuple[bytes, bytes]:
-    """(name, what follows it). Raises WireError."""
+    """Split a command into (name, body). Raises WireError."""
     if not body or len(body) < 1 + body[0]:
         raise WireError("a ZMTP command without a name")
     end = 1 + body[0]
@@ -68,24 +72,32 @@ def _frame(flags: int, body: bytes) -> bytes:
 
 
 class MessageReader:
-    """Puts messages together from what comes of a stream, behind its greeting. Mutable: keeps what is not
-    complete, and `commands` until somebody has taken them."""
+    """Splits the bytes of a connection, after the greeting, into messages.
+
+    Mutable: `feed` keeps incomplete messages, and adds to `commands`, which the caller clears.
+    """
 
     def __init__(self) -> None:
         self.commands: list[bytes] = []
-        """Bodies of those that came, oldest first."""
+        """Bodies of the commands that arrived, oldest first."""
         self._rest = bytearray()
         self._needed = 0
-        """Bytes of `_rest` before which there is nothing to be done with it."""
+        """The length of `_rest` from which the next frame is complete."""
         self._frames: list[bytes] = []
-        """Of the message that is not complete."""
-        self._alike = b""
-        """How messages begin of which one has come already: a short first frame, and the head of a second one
-        of eight bytes; two more frames in all. What publishes events begins all its messages in one way."""
+        """The frames of the incomplete message."""
+        self._prefix = b""
+        """The first bytes of the last event message: its topic frame, and the head of its number frame.
+
+        A publisher of events starts all its messages with the same bytes. Empty before the first such
+        message.
+        """
 
     def feed(self, data: bytes) -> Sequence[Sequence[bytes]]:
-        """The messages that are complete now. Raises WireError for what is no ZMTP, or a message of more
-        than `MAX_MESSAGE_BYTES`; nothing may be fed after that."""
+        """Add received bytes; returns the messages that are complete now.
+
+        Raises WireError for bytes that are not ZMTP and for a message above `MAX_MESSAGE_BYTES`; the reader
+        must not be used after that.
+        """
         rest = self._rest
         if rest:
             rest += data
@@ -95,11 +107,11 @@ class MessageReader:
             rest.clear()
         messages: list[Sequence[bytes]] = []
         frames, place, size = self._frames, 0, len(data)
-        needed, alike = 2, self._alike
-        alike_bytes = len(alike)
+        needed, prefix = 2, self._prefix
+        prefix_bytes = len(prefix)
         while (body := place + 2) <= size:
-            if alike and not frames and data.startswith(alike, place):  # in one step what else takes three
-                second = place + alike_bytes
+            if prefix and not frames and data.startswith(prefix, place):  # one step instead of three
+                second = place + prefix_bytes
                 third = second + _EIGHT
                 if third + 1 < size and not data[third]:
                     body, end = third + 2, third + 2 + data[third + 1]
@@ -109,13 +121,13 @@ class MessageReader:
                 else:
                     end = size + 1
                 if end <= size:
-                    messages.append([alike[2:-2], data[second:third], data[body:end]])
+                    messages.append([prefix[2:-2], data[second:third], data[body:end]])
                     place = end
                     continue
                 body = place + 2
             flags, length = data[place], data[place + 1]
             if flags > _ALL:
-                raise WireError("no ZMTP frame")
+                raise WireError("not a ZMTP frame")
             if flags & _LONG:
                 body = place + 9
                 if body > size:
@@ -141,8 +153,8 @@ class MessageReader:
             messages.append(frames)
             if len(frames) == 3 and len(frames[1]) == _EIGHT and len(frames[0]) <= _SHORT_BYTES:
                 head = bytes((_MORE, len(frames[0])))
-                alike = self._alike = head + frames[0] + bytes((_MORE, _EIGHT))
-                alike_bytes = len(alike)
+                prefix = self._prefix = head + frames[0] + bytes((_MORE, _EIGHT))
+                prefix_bytes = len(prefix)
             frames = []
         self._frames = frames
         if place < size:
@@ -159,7 +171,7 @@ _END: Final = b"\xff" * 8
 
 
 class EventMessage(NamedTuple):
-    """One batch before decoding. `topic` is empty where a replay of an old release does not say it."""
+    """One batch before decoding. `topic` is empty in replays of old releases, which do not send it."""
 
     topic: bytes
     seq: int
@@ -167,12 +179,12 @@ class EventMessage(NamedTuple):
 
 
 def pack_live(message: EventMessage) -> list[bytes]:
-    """Frames for the PUB socket."""
+    """The frames of a live message, for the PUB socket."""
     return [message.topic, message.seq.to_bytes(8, "big"), message.payload]
 
 
 def unpack_live(frames: Sequence[bytes]) -> EventMessage:
-    """A message as a SUB socket receives it. Raises `WireError`."""
+    """Parse a live message from the frames of a SUB socket. Raises `WireError`."""
     if len(frames) != 3:
         raise WireError(f"a live event message has 3 frames, not {len(frames)}")
     topic, seq, payload = frames
@@ -180,30 +192,30 @@ def unpack_live(frames: Sequence[bytes]) -> EventMessage:
 
 
 def pack_replay_request(start_seq: int) -> list[bytes]:
-    """Frames for a DEALER socket: everything buffered from `start_seq` on, please."""
+    """The frames of a replay request, for a DEALER socket: all buffered batches from `start_seq` on."""
     return [b"", start_seq.to_bytes(8, "big")]
 
 
 def unpack_replay_request(frames: Sequence[bytes]) -> tuple[bytes, int]:
-    """(client identity, start sequence) as the ROUTER socket receives them. Raises `WireError`."""
+    """Parse (client identity, start number) from the frames of a ROUTER socket. Raises `WireError`."""
     if len(frames) != 3:
         raise WireError(f"a replay request has 3 frames at the ROUTER, not {len(frames)}")
     return frames[0], _sequence(frames[2])
 
 
 def pack_replay(message: EventMessage, *, with_topic: bool) -> list[bytes]:
-    """Frames of one replayed batch, without the ROUTER's client identity."""
+    """The frames of a replayed batch, without the ROUTER's client identity."""
     head = [b"", message.topic] if with_topic else [b""]
     return [*head, message.seq.to_bytes(8, "big"), message.payload]
 
 
 def pack_replay_end(*, with_topic: bool) -> list[bytes]:
-    """Frames that end a replay, without the ROUTER's client identity."""
+    """The frames that end a replay, without the ROUTER's client identity."""
     return [b"", b"", _END, b""] if with_topic else [b"", _END, b""]
 
 
 def unpack_replay(frames: Sequence[bytes]) -> EventMessage | None:
-    """A replayed batch as a DEALER receives it, None for the end marker. Raises `WireError`."""
+    """Parse a replayed batch from the frames of a DEALER; None for the end marker. Raises `WireError`."""
     if len(frames) not in (3, 4):
         raise WireError(f"a replay answer has 3 or 4 frames, not {len(frames)}")
     topic = frames[1] if len(frames) == 4 else b""
