@@ -151,7 +151,7 @@ async def test_a_set_that_was_held_back_is_forgotten_when_the_full_one_is_back(c
     pods = api.pods
     api.pods = pods[:1]
     api.relist()
-    await gateway.logged("no longer 2 that answer")
+    await gateway.logged("omits 2 that answer")
 
     api.pods = pods
     await gateway.logged("accepted again")
@@ -178,7 +178,7 @@ async def test_workers_that_do_not_answer_leave_the_fleet_after_an_empty_list(pr
         async with httpx.AsyncClient(base_url=gateway.url, timeout=30, trust_env=False) as client:
             api.pods = []
             api.relist()
-            await gateway.logged("no longer 1 that answer")
+            await gateway.logged("omits 1 that answer")
 
             assert list((await client.get("/ready")).json()["workers"]) == ["worker-0"]
         await gateway.stop()
