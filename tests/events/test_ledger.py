@@ -268,9 +268,9 @@ class CountingIndex(PrefixIndex):
         self.touched += len(keys)
         return super().store(holder, block_tokens, parent, keys)
 
-    def store_one(self, holder: Any, stride: int, parent: Any, key: Any) -> bool:
+    def append_one(self, holder: Any, stride: int, parent: Any, key: Any) -> bool:
         before = self.touched
-        done = super().store_one(holder, stride, parent, key)
+        done = super().append_one(holder, stride, parent, key)
         self.touched = before + 1
         return done
 

@@ -8,8 +8,8 @@ import pytest
 
 from kvroute.blocks.chunks import BUILTIN, ChunkScheme, ChunkSpace, PromptChunks
 from kvroute.blocks.keys import KEY_TOKENS, Tier, block_keys
-from kvroute.index.chunk_index import ChunkHolder
-from kvroute.index.prefix_index import Holder
+from kvroute.index.chunk_index import ChunkHolder, ChunkIndex
+from kvroute.index.prefix_index import Holder, PrefixIndex
 from kvroute.replicas.maps import Mirror, PublishingChunkIndex, PublishingPrefixIndex
 from kvroute.replicas.messages import Finished, FrameReader, encode_frame
 
@@ -52,7 +52,7 @@ def test_blocks_are_mirrored_from_the_start_and_from_the_middle(seed):
             parent = ends[at - 1] if at else None
             index.store(holder, stride * KEY_TOKENS, parent, list(ends[at : at + 9]))
         elif kind < 0.6 and place:
-            index.store_one(holder, 1, keys[place - 1], keys[place])
+            index.append_one(holder, 1, keys[place - 1], keys[place])
         elif kind < 0.97:
             index.remove(holder, keys[place])
         elif kind < 0.985:
@@ -142,3 +142,18 @@ def test_a_full_index_publishes_only_the_stored_blocks():
 
 def test_other_messages_are_not_applied():
     assert not mirror().apply(Finished(1))
+
+
+@pytest.mark.parametrize(
+    ("published", "index", "own"),
+    [
+        (PublishingPrefixIndex, PrefixIndex, {"as_messages"}),
+        (PublishingChunkIndex, ChunkIndex, {"as_messages", "number_of"}),
+    ],
+)
+def test_a_published_index_overrides_methods_that_the_index_has(published, index, own):
+    """A renamed method of the index would else keep its name here, and its changes would not be published."""
+    overridden = {name for name in vars(published) if not name.startswith("_")} - own
+
+    assert overridden
+    assert all(hasattr(index, name) for name in overridden)

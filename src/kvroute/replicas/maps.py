@@ -92,7 +92,7 @@ class PublishingPrefixIndex(PrefixIndex):
             self._publish(Stored(self._numbers.of(holder), block_tokens, parent, pack_keys(keys[:stored])))
         return stored
 
-    def store_one(self, holder: Holder, stride: int, parent: BlockKey, key: BlockKey) -> bool:
+    def append_one(self, holder: Holder, stride: int, parent: BlockKey, key: BlockKey) -> bool:
         return self.store(holder, stride * KEY_TOKENS, parent, (key,)) == 1
 
     def remove(self, holder: Holder, key: BlockKey) -> bool:

@@ -48,9 +48,7 @@ def check_greeting(greeting: bytes) -> None:
         raise WireError(f"ZMTP {greeting[10]} is not supported: 3 is needed")
     if greeting[12:32] != _MECHANISM:
         mechanism = greeting[12:32].rstrip(b"\0")
-        raise WireError(
-            f"the publisher requires the security mechanism {mechanism!r}: NULL is supported"
-        )
+        raise WireError(f"the publisher requires the security mechanism {mechanism!r}: NULL is supported")
 
 
 def split_command(body: bytes) -> tuple[bytes, bytes]:
