@@ -13,16 +13,16 @@ VALUES = st.lists(st.one_of(st.sampled_from(BOUNDS), st.integers(0, 24).map(lamb
 
 @given(st.lists(VALUES, max_size=4))
 def test_deferred_values_count_like_others(batches: list[list[float]]) -> None:
-    at_once, put_off = Spread(BOUNDS), Spread(BOUNDS)
+    immediate, deferred = Spread(BOUNDS), Spread(BOUNDS)
 
     for batch in batches:
         for value in batch:
-            at_once.observe(value)
-            put_off.later(value)
-        put_off.settle()
+            immediate.observe(value)
+            deferred.later(value)
+        deferred.settle()
 
-    assert put_off.cumulative() == at_once.cumulative()
-    assert put_off.sum == at_once.sum
+    assert deferred.cumulative() == immediate.cumulative()
+    assert deferred.sum == immediate.sum
 
 
 def test_a_reader_sees_deferred_values() -> None:

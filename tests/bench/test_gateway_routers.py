@@ -49,11 +49,11 @@ def test_a_command_names_its_port_and_its_workers(router: gateway_routers.Router
 
     command = router.command(launch(tmp_path))
 
-    said = " ".join(command)
+    written = " ".join(command)
     if router.name == "nginx":
-        said = (tmp_path / "nginx.conf").read_text()
-    assert all(worker.removeprefix("http://") in said for worker in WORKERS)
-    assert "3" in said.replace("127.0.0.1", "").replace(";", " ").split() or ":3;" in said
+        written = (tmp_path / "nginx.conf").read_text()
+    assert all(worker.removeprefix("http://") in written for worker in WORKERS)
+    assert "3" in written.replace("127.0.0.1", "").replace(";", " ").split() or ":3;" in written
 
 
 def test_the_kvroute_that_is_judged_runs_as_it_comes(tmp_path: Path) -> None:

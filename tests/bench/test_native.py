@@ -68,11 +68,11 @@ def test_load_counts_each_event_and_each_answer(tools: dict[str, Path], worker: 
     bodies = [(0, STREAM), (0, PLAIN), (1, STREAM), (1, STREAM)]
     file.write_bytes(b"".join(encoded(number, body) for number, body in bodies))
 
-    said = subprocess.run(
+    completed = subprocess.run(
         [tools["load"], str(worker), str(file), "2", "8"], capture_output=True, check=True, timeout=60
     )
 
-    result = json.loads(said.stdout)
+    result = json.loads(completed.stdout)
     assert (result["requests"], result["errors"], result["last_error"]) == (8, 0, "")
     assert result["events"] == result["transit"]["count"] == 6 * CHUNKS
     assert result["latency"]["count"] == result["first_byte"]["count"] == 8
@@ -86,11 +86,11 @@ def test_load_counts_failures(tools: dict[str, Path], worker: int, tmp_path: Pat
     file = tmp_path / "bad.requests"
     file.write_bytes(encoded(0, PLAIN).replace(b"POST", b"PUT "))
 
-    said = subprocess.run(
+    completed = subprocess.run(
         [tools["load"], str(worker), str(file), "1", "3"], capture_output=True, check=True, timeout=60
     )
 
-    result = json.loads(said.stdout)
+    result = json.loads(completed.stdout)
     assert (result["requests"], result["errors"], result["latency"]["count"]) == (3, 3, 0)
 
 

@@ -68,7 +68,7 @@ async def connected(address: tuple[str, int]) -> AsyncIterator[Client]:
         writer.transport.abort()
 
 
-async def said(address: tuple[str, int], *segments: bytes, within_s: float = 20.0) -> bytes:
+async def answers_to(address: tuple[str, int], *segments: bytes, within_s: float = 20.0) -> bytes:
     """Everything that is answered to these segments until the connection ends, which a request that has
     `connection: close` or one that is refused brings about."""
     async with connected(address) as client:

@@ -165,9 +165,9 @@ async def test_workers_that_do_not_answer_leave_the_fleet_after_an_empty_list(pr
     """A list is believed for workers that do not answer either."""
     url = await sim("--time-scale", "0")
     port = httpx.URL(url).port
-    nobody = pod("worker-1", 1)
-    nobody["spec"]["containers"][0]["ports"][0]["containerPort"] = 1
-    async with pod_api([pod("worker-0", port), nobody]) as api:
+    absent = pod("worker-1", 1)
+    absent["spec"]["containers"][0]["ports"][0]["containerPort"] = 1
+    async with pod_api([pod("worker-0", port), absent]) as api:
         gateway = await serve(
             "--set", "fleet.kubernetes.enabled=true", "--set", f"fleet.kubernetes.api_url={api.url}",
             "--set", "fleet.kubernetes.namespace=llm",

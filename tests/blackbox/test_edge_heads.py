@@ -7,7 +7,7 @@ import contextlib
 
 import httpx
 import pytest
-from tests.blackbox.raw import BODY, connected, post, said, statuses
+from tests.blackbox.raw import BODY, answers_to, connected, post, statuses
 from tests.support.workers import scripted_worker
 
 MB = 1_000_000
@@ -86,7 +86,7 @@ async def test_a_head_without_an_end_is_refused_while_it_comes(gateway, begin, p
     ids=["line", "lines", "head"],
 )
 async def test_each_limit_holds_for_a_head_that_comes_whole(gateway, worker, lines):
-    answered = await said(gateway.address, post(*lines))
+    answered = await answers_to(gateway.address, post(*lines))
 
     assert statuses(answered) == [431]
     assert b'"code": "head_too_large"' in answered
@@ -100,8 +100,10 @@ async def test_heads_within_the_limits_are_served(gateway, worker):
         b"connection: close",
     )
 
-    assert statuses(await said(gateway.address, large)) == [200]
-    assert statuses(await said(gateway.address, *[large[at : at + 700] for at in range(0, len(large), 700)]))
+    assert statuses(await answers_to(gateway.address, large)) == [200]
+    assert statuses(
+        await answers_to(gateway.address, *[large[at : at + 700] for at in range(0, len(large), 700)])
+    )
     assert [request.endswith(BODY) for request in worker.requests] == [True, True]
 
 
@@ -109,7 +111,7 @@ async def test_a_trailer_never_becomes_a_header(gateway, worker):
     chunked = b"%x\r\n%b\r\n0\r\nx-secret: 1\r\nauthorization: Bearer t\r\n\r\n" % (len(BODY), BODY)
     request = post(b"transfer-encoding: chunked", b"connection: close", length=False, body=chunked)
 
-    assert statuses(await said(gateway.address, request)) == [200]
+    assert statuses(await answers_to(gateway.address, request)) == [200]
     (asked,) = worker.requests
     assert b"x-secret" not in asked
     assert b"Bearer t" not in asked

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from tests.blackbox.raw import BODY, connected, post, said, statuses
+from tests.blackbox.raw import BODY, answers_to, connected, post, statuses
 from tests.support.waiting import until
 from tests.support.workers import scripted_worker
 
@@ -66,7 +66,7 @@ REFUSED = {
 
 async def test_invalid_requests_are_refused(start, worker):
     gateway = await start()
-    seen = {name: statuses(await said(gateway.address, raw)) for name, (raw, _) in REFUSED.items()}
+    seen = {name: statuses(await answers_to(gateway.address, raw)) for name, (raw, _) in REFUSED.items()}
 
     assert seen == {name: [status] for name, (_, status) in REFUSED.items()}
     assert worker.requests == []
@@ -87,7 +87,7 @@ async def test_valid_requests_are_served(start, worker):
         post(b"expect: 100-continue", CLOSE),
     ]
     for raw in valid:
-        assert statuses(await said(gateway.address, raw)) == [200], raw
+        assert statuses(await answers_to(gateway.address, raw)) == [200], raw
 
     assert set(worker.targets) == {b"/v1/completions"}
     assert not any(b"evil" in asked for asked in worker.requests)
@@ -136,7 +136,7 @@ async def test_a_client_that_leaves_with_pipelined_requests_causes_no_traceback(
             await client.send(post() + post() + post(length=False, host=b""))
             await until(lambda: worker.requests)
         worker.may_answer.set()
-        assert statuses(await said(gateway.address, LAST)) == [200]
+        assert statuses(await answers_to(gateway.address, LAST)) == [200]
 
     assert await gateway.stop() == 0
     assert "Traceback" not in gateway.log
@@ -149,7 +149,7 @@ async def test_a_workers_status_that_is_none_is_a_bad_gateway(start, worker):
         for body in bodies:
             worker.answer = b"HTTP/1.1 %b Odd\r\n" % status + body
             for lines in ((CLOSE,), (b"x-a: 1", b"x-a: 2", CLOSE)):
-                answered = await said(gateway.address, post(*lines))
+                answered = await answers_to(gateway.address, post(*lines))
 
                 assert statuses(answered) == [502], status
                 assert b"worker_unreachable" in answered
@@ -181,7 +181,7 @@ async def test_a_path_that_may_be_read_in_two_ways_reaches_no_worker(start, work
     for target in MISLEADING:
         for method in (b"GET", b"POST", b"DELETE"):
             raw = post(CLOSE, target=target).replace(b"POST", method, 1)
-            (status,) = statuses(await said(gateway.address, raw))
+            (status,) = statuses(await answers_to(gateway.address, raw))
             if status not in (400, 404, 405):
                 seen[method, target] = status
 
@@ -191,7 +191,9 @@ async def test_a_path_that_may_be_read_in_two_ways_reaches_no_worker(start, work
 
 async def test_an_endpoint_is_relayed_under_its_own_path(start, worker):
     gateway = await start()
-    assert statuses(await said(gateway.address, post(CLOSE, target=b"/v1/compl%65tions?a=%2f"))) == [200]
+    assert statuses(await answers_to(gateway.address, post(CLOSE, target=b"/v1/compl%65tions?a=%2f"))) == [
+        200
+    ]
 
     assert worker.targets == [b"/v1/completions?a=%2f"]
 
@@ -206,7 +208,7 @@ async def test_a_key_of_the_gateway_never_reaches_a_worker(start, worker):
     ]
     for lines in spellings:
         for more in ((), (b"x-a: 1", b"x-a: 2")):
-            assert statuses(await said(gateway.address, post(*lines, *more, CLOSE))) == [200]
+            assert statuses(await answers_to(gateway.address, post(*lines, *more, CLOSE))) == [200]
 
     assert len(worker.requests) == 8
     assert not any(b"sesame" in asked or b"x-api-key" in asked.lower() for asked in worker.requests)
@@ -214,7 +216,7 @@ async def test_a_key_of_the_gateway_never_reaches_a_worker(start, worker):
 
 async def test_without_keys_the_header_is_the_workers(start, worker):
     gateway = await start()
-    assert statuses(await said(gateway.address, post(b"x-api-key: theirs", CLOSE))) == [200]
+    assert statuses(await answers_to(gateway.address, post(b"x-api-key: theirs", CLOSE))) == [200]
 
     assert b"x-api-key: theirs" in worker.requests[0]
 
@@ -222,7 +224,7 @@ async def test_without_keys_the_header_is_the_workers(start, worker):
 async def test_a_models_name_may_have_an_encoded_slash(start, worker):
     gateway = await start()
 
-    answers = await said(
+    answers = await answers_to(
         gateway.address, b"GET /v1/models/some%2Fmodel HTTP/1.1\r\nhost: g\r\nconnection: close\r\n\r\n"
     )
 

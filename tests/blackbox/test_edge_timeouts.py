@@ -22,7 +22,7 @@ async def worker():
         yield running
 
 
-async def given_up(address: tuple[str, int], *segments: bytes) -> list[list[int]]:
+async def statuses_after_timeouts(address: tuple[str, int], *segments: bytes) -> list[list[int]]:
     """The statuses on each connection, after the gateway has closed all connections; each sends one segment
     only."""
 
@@ -81,12 +81,12 @@ async def test_each_wait_for_a_client_has_its_timeout(serve, worker, lane):
     worker.may_answer.clear()
 
     seen = await asyncio.gather(
-        given_up(address),
-        given_up(address, b"\r\n"),
-        given_up(address, b"POST /v1/comple"),
-        given_up(address, post()[:-8]),
-        given_up(address, post()[:60], post()[60:-8]),
-        given_up(address, chunked),
+        statuses_after_timeouts(address),
+        statuses_after_timeouts(address, b"\r\n"),
+        statuses_after_timeouts(address, b"POST /v1/comple"),
+        statuses_after_timeouts(address, post()[:-8]),
+        statuses_after_timeouts(address, post()[:60], post()[60:-8]),
+        statuses_after_timeouts(address, chunked),
         dripping(address),
         uploading(address, 600_000, 50_000),
         kept_waiting(worker, address),

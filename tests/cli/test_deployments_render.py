@@ -130,11 +130,11 @@ def test_check_prints_a_verdict_for_each_field(spec):
 
 
 def test_check_of_the_pasted_sample_fails_line_by_line_and_fix_prints_it_right(tmp_path):
-    told = run("check", "-f", SAMPLE, code=1).stdout
+    printed = run("check", "-f", SAMPLE, code=1).stdout
     fixed = run("check", "-f", SAMPLE, "--fix")
 
-    assert f"{SAMPLE}:54: wrong: spec.worker.modelInvocationPort.name: belongs under" in told
-    assert "the variable ${NAME} is not filled in" in told
+    assert f"{SAMPLE}:54: wrong: spec.worker.modelInvocationPort.name: belongs under" in printed
+    assert "the variable ${NAME} is not filled in" in printed
     assert "the variable ${NAME} is not filled in" in fixed.stderr
     file = tmp_path / "spec.yaml"
     file.write_text(re.sub(r"\$\{(\w+)\}", lambda name: FILLED_IN.get(name[1], "x"), fixed.stdout))

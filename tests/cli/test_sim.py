@@ -40,7 +40,7 @@ def test_one_ready_line_names_the_url_and_a_signal_ends_it_well(number):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["--lora", "ada"], "NAME=PARENT"),
         (["--block-size", "0"], "block_size"),
@@ -48,11 +48,11 @@ def test_one_ready_line_names_the_url_and_a_signal_ends_it_well(number):
         (["--port", "70000"], "port"),
     ],
 )
-def test_wrong_flags_are_usage_errors_that_name_the_flag(arguments, said):
+def test_wrong_flags_are_usage_errors_that_name_the_flag(arguments, message):
     result = invoke(*arguments)
 
     assert result.exit_code == 2
-    assert said in result.output
+    assert message in result.output
 
 
 @pytest.mark.parametrize(

@@ -162,9 +162,9 @@ def test_the_gateway_has_the_workers_and_the_specs_port_unless_a_flag_sets_it() 
 
     ports = count(20000)
     host = EndpointHost({}, {}, (0,), ("0", "1"), {}, Path("/state"))
-    told = plan_local_endpoint(endpoint(), host, lambda _: next(ports), bind="0.0.0.0", port=9000)
+    overridden = plan_local_endpoint(endpoint(), host, lambda _: next(ports), bind="0.0.0.0", port=9000)
 
-    assert told.config["server"] == {"host": "0.0.0.0", "port": 9000}
+    assert overridden.config["server"] == {"host": "0.0.0.0", "port": 9000}
 
 
 def test_gpus_are_shared_out() -> None:

@@ -78,7 +78,7 @@ class Up:
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    def told(self, about: str) -> dict[str, Any]:
+    def entries(self, about: str) -> dict[str, Any]:
         """The entry of each process in the state file, by name."""
         state = StateFolder(self.folder / ".kvroute").read()
         assert state is not None
@@ -127,7 +127,7 @@ def children(parent: int) -> list[int]:
 
 def family(up: Up) -> list[int]:
     """Every guard, and every process under one."""
-    guards = list(up.told("pid").values())
+    guards = list(up.entries("pid").values())
     return guards + [pid for guard in guards for pid in children(guard)]
 
 
@@ -138,7 +138,7 @@ def answer(up: Up, model: str = "small") -> httpx.Response:
 
 def test_ctrl_c_ends_every_process_of_an_endpoint(running: Up, ended: Callable[[int], bool]) -> None:
     processes = family(running)
-    names = list(running.told("pid"))
+    names = list(running.entries("pid"))
 
     running.process.send_signal(signal.SIGINT)
 
@@ -165,7 +165,7 @@ def test_a_supervisor_that_is_killed_leaves_no_process_behind(
 @pytest.mark.timeout(240)
 def test_any_process_may_be_killed_and_comes_back(running: Up) -> None:
     for name in EVERYTHING:
-        (command,) = children(running.told("pid")[name])
+        (command,) = children(running.entries("pid")[name])
         os.kill(command, signal.SIGKILL)
         # LMCache's client does not find a restarted Redis: its servers start again as well.
         others = ["lmcache-a", "lmcache-b"] if name == "redis" else []
@@ -174,7 +174,7 @@ def test_any_process_may_be_killed_and_comes_back(running: Up) -> None:
 
         assert answer(running).status_code == 200
 
-    assert running.told("restarts") == dict.fromkeys(EVERYTHING, 1) | {"lmcache-a": 2, "lmcache-b": 2}
+    assert running.entries("restarts") == dict.fromkeys(EVERYTHING, 1) | {"lmcache-a": 2, "lmcache-b": 2}
     assert running.run("down") == "redis-l2 has ended\n"
     assert running.to_the_end() == 0
 
@@ -192,8 +192,8 @@ def test_processes_can_be_listed_and_read_from_another_shell(start: Callable[...
     assert "session-b | Simulated worker ready" in up.run("logs", "session-a", "session-b")
     assert len(up.run("logs", "-n", "1").splitlines()) == 4
 
-    told = json.loads(up.run("ps", "--json"))
-    assert [each["phase"] for each in told["processes"]] == ["ready"] * 4
+    entries = json.loads(up.run("ps", "--json"))
+    assert [each["phase"] for each in entries["processes"]] == ["ready"] * 4
 
     command = [*KVROUTE, "logs", "-f", "-n", "0", "gateway"]
     with subprocess.Popen(command, cwd=up.folder, stdout=subprocess.PIPE, text=True) as following:
@@ -224,7 +224,7 @@ def test_an_endpoint_of_hyperpod_can_be_tried_with_simulated_workers(start: Call
     up = start("hyperpod.yaml", "--engine", "sim")
     models = httpx.get(f"{up.url}/v1/models", trust_env=False).json()
 
-    assert list(up.told("pid"))[-1] == "gateway"
+    assert list(up.entries("pid"))[-1] == "gateway"
     assert "Llama-3.1-8B-Instruct" in {model["id"] for model in models["data"]}
     assert "SIMULATED" in up.printed
     # Fields that only clusters use are reported.
@@ -232,18 +232,18 @@ def test_an_endpoint_of_hyperpod_can_be_tried_with_simulated_workers(start: Call
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("options", "message"),
     [
         (("--workers", "3"), "--workers cannot be used with -f: set spec.replicas"),
         (("--engine", "vllm"), "x-kvroute.engine: sim"),
         (("--", "--seed", "1"), "ENGINE_ARGS cannot be used with -f"),
     ],
 )
-def test_a_flag_that_repeats_the_spec_is_refused(options: tuple[str, ...], says: str) -> None:
+def test_a_flag_that_repeats_the_spec_is_refused(options: tuple[str, ...], message: str) -> None:
     result = CliRunner().invoke(up_command, ["-f", str(ROOT / "configs" / "session.yaml"), *options])
 
     assert result.exit_code == 2
-    assert says in result.stderr
+    assert message in result.stderr
 
 
 def test_a_wrong_spec_starts_nothing(tmp_path: Path) -> None:

@@ -61,12 +61,12 @@ def test_all_of_a_local_spec_has_an_effect() -> None:
 
 
 def test_fields_that_only_clusters_use_are_reported() -> None:
-    says = noted("kubernetes.yaml")
+    notes = noted("kubernetes.yaml")
 
-    assert says["spec.autoScalingSpec.minReplicaCount"].startswith("has no effect in up because")
-    assert "x-kvroute.gateway.apiKeysSecret.name" in says
-    assert "x-kvroute.l2.sizeGb" not in says
-    assert "spec.replicas" not in says
+    assert notes["spec.autoScalingSpec.minReplicaCount"].startswith("has no effect in up because")
+    assert "x-kvroute.gateway.apiKeysSecret.name" in notes
+    assert "x-kvroute.l2.sizeGb" not in notes
+    assert "spec.replicas" not in notes
 
 
 def test_errors_and_warnings_stay() -> None:

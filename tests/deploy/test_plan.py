@@ -140,8 +140,8 @@ def test_engines_publish_their_events_where_the_gateway_reads_them() -> None:
 
     events = []
     for worker in made.workers:
-        told = json.loads(worker.child.argv[worker.child.argv.index("--kv-events-config") + 1])
-        events += [told["endpoint"], told["replay_endpoint"]]
+        events_config = json.loads(worker.child.argv[worker.child.argv.index("--kv-events-config") + 1])
+        events += [events_config["endpoint"], events_config["replay_endpoint"]]
     assert [worker.url[-4:] for worker in made.workers] == ["9001", "9002"]
     assert events == [f"tcp://*:{port}" for port in (9003, 9004, 9005, 9006)]
     assert port_count(UpSpec(engine=Engine.VLLM, workers=2), ()) == 2

@@ -54,7 +54,7 @@ def up(tmp_path: Path, engine_venv: Path) -> Callable[[EndpointPlan], EndpointRe
     return lambda made: EndpointRequest(made, None, free_ports(1)[0], tmp_path / "state", engine_venv)
 
 
-def said(console: Console) -> str:
+def printed(console: Console) -> str:
     assert isinstance(console.file, StringIO)
     return console.file.getvalue()
 
@@ -63,7 +63,7 @@ async def test_preparing_simulated_workers_needs_nothing(console: Console, clock
     plan = await prepare(UpSpec(port=free_ports(1)[0]), console=console, clock=clock)
 
     assert plan.simulated
-    assert said(console) == ""
+    assert printed(console) == ""
 
 
 async def test_preparing_cpu_engines_installs_them_and_writes_the_model(
@@ -81,7 +81,7 @@ async def test_preparing_cpu_engines_installs_them_and_writes_the_model(
 
     plan = await prepare(spec, console=console, clock=clock)
 
-    assert "No GPU is visible" in said(console)
+    assert "No GPU is visible" in printed(console)
     assert plan.workers[0].child.argv[0] == str(tmp_path / "venv/bin/vllm")
     assert "PYTHONPATH" not in plan.workers[0].child.env
     assert (plan.model_folder / "config.json").exists()
@@ -139,7 +139,7 @@ async def test_valkey_takes_the_place_of_a_redis_that_is_not_there(
     plan = await prepare_endpoint(up(endpoint("redis-l2.yaml")), console=console, clock=clock)
 
     assert plan.caches[0][0].child.argv[0] == valkey
-    assert "compatible valkey-server" in said(console)
+    assert "compatible valkey-server" in printed(console)
 
 
 async def test_a_redis_that_runs_already_is_not_started(endpoint, up, console, clock) -> None:

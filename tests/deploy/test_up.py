@@ -63,13 +63,13 @@ def make_plan(tmp_path: Path, server_argv: ServerArgv) -> MakePlan:
     return make
 
 
-def said(console: Console) -> str:
+def printed(console: Console) -> str:
     assert isinstance(console.file, StringIO)
     return console.file.getvalue()
 
 
-async def until_said(console: Console, words: str, task: asyncio.Task[None]) -> None:
-    await until(lambda: words in said(console) or task.done(), within_s=30)
+async def until_printed(console: Console, words: str, task: asyncio.Task[None]) -> None:
+    await until(lambda: words in printed(console) or task.done(), within_s=30)
 
 
 async def test_everything_comes_up_and_ctrl_c_ends_it(
@@ -77,12 +77,12 @@ async def test_everything_comes_up_and_ctrl_c_ends_it(
 ) -> None:
     plan = make_plan()
     running = asyncio.create_task(run_up(lambda: asyncio.sleep(0, plan), state, console=console, clock=clock))
-    await until_said(console, "Ctrl-C ends everything", running)
+    await until_printed(console, "Ctrl-C ends everything", running)
 
     os.kill(os.getpid(), signal.SIGINT)
     await running
 
-    text = said(console)
+    text = printed(console)
     assert "starting 2 simulated worker(s)" in text
     assert f"gateway is ready: {plan.gateway.url}" in text
     assert "stopping" in text
@@ -95,7 +95,7 @@ async def test_a_cancellation_that_is_no_signal_is_passed_on(
 ) -> None:
     plan = make_plan()
     running = asyncio.create_task(run_up(lambda: asyncio.sleep(0, plan), state, console=console, clock=clock))
-    await until_said(console, "worker-0 is ready", running)
+    await until_printed(console, "worker-0 is ready", running)
 
     running.cancel()
 
@@ -113,10 +113,10 @@ async def test_a_second_signal_kills_processes_that_do_not_end(
     (port,) = free_ports(1)
     plan = make_plan(worker_0=(port, server_argv(port, "stubborn")))
     running = asyncio.create_task(run_up(lambda: asyncio.sleep(0, plan), state, console=console, clock=clock))
-    await until_said(console, "worker-1 is ready", running)
+    await until_printed(console, "worker-1 is ready", running)
 
     os.kill(os.getpid(), signal.SIGTERM)
-    await until_said(console, "stopping", running)
+    await until_printed(console, "stopping", running)
     os.kill(os.getpid(), signal.SIGTERM)
 
     await running
@@ -154,14 +154,14 @@ async def test_a_worker_that_dies_is_reported_and_comes_back(
     monkeypatch.setattr("kvroute.deploy.keeper.FIRST_BACKOFF_S", 0.0)
     keepers: list[Keeper] = []
     running = asyncio.create_task(run_plan(make_plan(), keepers, state, console=console, clock=clock))
-    await until_said(console, "Ctrl-C ends everything", running)
+    await until_printed(console, "Ctrl-C ends everything", running)
 
     next(keeper for keeper in keepers if keeper.name == "worker-0").kill()
-    await until_said(console, "worker-0 is ready again", running)
+    await until_printed(console, "worker-0 is ready again", running)
     running.cancel()
     await asyncio.wait({running})
 
-    assert "worker-0 ended with SIGKILL" in said(console)
+    assert "worker-0 ended with SIGKILL" in printed(console)
 
 
 async def test_processes_that_depend_on_a_restarted_one_are_restarted(
@@ -177,14 +177,14 @@ async def test_processes_that_depend_on_a_restarted_one_are_restarted(
     plan = replace(plan, workers=(replace(first, restart_with=("cache",)), second))
     keepers: list[Keeper] = []
     running = asyncio.create_task(run_plan(plan, keepers, state, console=console, clock=clock))
-    await until_said(console, "Ctrl-C ends everything", running)
+    await until_printed(console, "Ctrl-C ends everything", running)
 
     keepers[0].kill()
-    await until_said(console, "worker-0 is ready again", running)
+    await until_printed(console, "worker-0 is ready again", running)
     running.cancel()
     await asyncio.wait({running})
 
-    assert "restarting worker-0, because cache was restarted" in said(console)
+    assert "restarting worker-0, because cache was restarted" in printed(console)
     assert [keeper.status.restarts for keeper in keepers] == [1, 1, 0, 0]
 
 

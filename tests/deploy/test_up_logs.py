@@ -54,9 +54,9 @@ def test_a_reader_that_is_far_behind_skips_lines_and_reports_it(
     monkeypatch.setattr(following_module, "MAX_BEHIND_BYTES", 8)
     append(log, "12345\n12345\n12345\n")
 
-    told, *lines = LogTail(log).new_lines()
+    skipped_note, *lines = LogTail(log).new_lines()
 
-    assert told == f"... 10 more bytes are in {log}"
+    assert skipped_note == f"... 10 more bytes are in {log}"
     assert lines == ["5", "12345"]
 
 

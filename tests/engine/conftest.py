@@ -383,7 +383,7 @@ def prompt(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], str]:
 
 
 @pytest.fixture
-def say(capsys: pytest.CaptureFixture[str]) -> Callable[[str], None]:
+def report(capsys: pytest.CaptureFixture[str]) -> Callable[[str], None]:
     """Prints although output is captured: figures."""
 
     def line(text: str) -> None:

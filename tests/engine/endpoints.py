@@ -58,7 +58,7 @@ class Endpoint:
     process: ChildProcess
     http: httpx.AsyncClient
 
-    def told(self, name: str) -> Any:
+    def state_of(self, name: str) -> Any:
         state = self.state.read()
         assert state is not None, self.process.last_log_lines()
         return next(each for each in state.processes if each.name == name)
@@ -135,7 +135,7 @@ class Endpoint:
 
     async def metric(self, process: str, name: str, **labels: str) -> float:
         """The sum of the samples of a metric that carry `labels`."""
-        text = (await self.http.get(f"{self.told(process).url}/metrics")).text
+        text = (await self.http.get(f"{self.state_of(process).url}/metrics")).text
         found = re.findall(rf"^{re.escape(name)}(?:\{{(.*)\}})? (\S+)$", text, re.MULTILINE)
         wanted = [f'{label}="{value}"' for label, value in labels.items()]
         return sum(float(value) for shown, value in found if all(each in shown for each in wanted))
@@ -169,13 +169,13 @@ class Endpoint:
         worker = next(name for name in workers(self) if self.server_of(name) == server)
         while await self.stored(worker) < SHARED_TOKENS // CHUNK_TOKENS:
             body = {"model": "small", "prompt": next(prompts), "max_tokens": 1}
-            reply = await self.http.post(f"{self.told(worker).url}/v1/completions", json=body)
+            reply = await self.http.post(f"{self.state_of(worker).url}/v1/completions", json=body)
             assert reply.status_code == 200, reply.text
             await asyncio.sleep(0.5)
 
     async def forget(self, worker: str) -> None:
         """Empty the engine's own cache, and leave LMCache's."""
-        url = self.told(worker).url
+        url = self.state_of(worker).url
         done = await self.http.post(f"{url}/reset_prefix_cache")
         assert done.json() == {"success": True}
         # It says so with its next step (vLLM 0.32).
@@ -186,7 +186,7 @@ class Endpoint:
 
     async def clear_l1(self, worker: str) -> None:
         """Empty the memory of its LMCache server."""
-        url = f"{self.told(self.server_of(worker)).url}/cache/clear"
+        url = f"{self.state_of(self.server_of(worker)).url}/cache/clear"
         (await self.http.post(url, json={"tier": "l1", "force": True})).raise_for_status()
 
     async def until_healthy(self) -> None:
@@ -196,18 +196,18 @@ class Endpoint:
 
     async def kill(self, name: str) -> None:
         """SIGKILL it, and wait until it serves again."""
-        before = self.told(name).restarts
+        before = self.state_of(name).restarts
         self.shoot(name)
         await self.until_restarted(name, before)
 
     def shoot(self, name: str) -> None:
         """SIGKILL it."""
-        (command,) = children(self.told(name).pid)
+        (command,) = children(self.state_of(name).pid)
         os.kill(command, signal.SIGKILL)
 
     async def until_restarted(self, name: str, before: int) -> None:
         async with asyncio.timeout(BACK_S):
-            while self.told(name).restarts == before or self.told(name).phase != "ready":
+            while self.state_of(name).restarts == before or self.state_of(name).phase != "ready":
                 await asyncio.sleep(0.1)
 
 
@@ -219,8 +219,8 @@ async def drained(http: httpx.AsyncClient, gateway: str, worker: str) -> AsyncIt
     """Meanwhile the gateway at this URL sends this worker nothing."""
     drain = f"{gateway}/admin/workers/{worker}/drain"
     key = {"authorization": f"Bearer {ADMIN_KEY}"}
-    told = (await http.post(drain, params={"wait_s": 30}, headers=key)).json()
-    assert told["drained"], told
+    ended = (await http.post(drain, params={"wait_s": 30}, headers=key)).json()
+    assert ended["drained"], ended
     try:
         yield
     finally:
@@ -312,7 +312,7 @@ def prompts(folder: Path) -> Callable[[int], str]:
     return lambda seed: "".join(random.Random(seed).choices(words, k=PROMPT_TOKENS))
 
 
-async def passed_on_through_l2(endpoint: Endpoint, prompt: str, *, l2_name: str, say) -> Answer:
+async def passed_on_through_l2(endpoint: Endpoint, prompt: str, *, l2_name: str, report) -> Answer:
     """Compute on one worker, ask the other; what came from where, by everybody's own account."""
     stored = {worker: await endpoint.stored(worker) for worker in workers(endpoint)}
     first = await endpoint.ask(prompt)
@@ -334,7 +334,7 @@ async def passed_on_through_l2(endpoint: Endpoint, prompt: str, *, l2_name: str,
         await endpoint.metric(endpoint.server_of(other), "lmcache_mp_lookup_hit_l2_tokens_total"),
     ]
     found = f"{second.worker} found {second.cached_tokens} of {PROMPT_TOKENS} tokens"
-    say(f"{l2_name}: computed on {first.worker}; {found}")
+    report(f"{l2_name}: computed on {first.worker}; {found}")
     assert second.worker == other
     assert second.cached_tokens == SHARED_TOKENS
     assert [now - then for now, then in zip(after, before, strict=True)] == [SHARED_TOKENS] * 3

@@ -53,10 +53,10 @@ class Engine:
         self.storage_manager = Storage()
 
     def freeze(self, frozen: bool) -> None:
-        say({"frozen": frozen})
+        write_line({"frozen": frozen})
 
 
-def say(what: dict[str, object]) -> None:
+def write_line(what: dict[str, object]) -> None:
     # One write a line: two threads speak.
     sys.stdout.write(json.dumps(what) + "\n")
     sys.stdout.flush()
@@ -94,7 +94,7 @@ def main() -> None:
     sender = BatchedMessageSender(metadata, config, "LocalCPUBackend", worker)
     chunks = ChunkedTokenDatabase(config, metadata)
     held = engine.storage_manager.local_cpu_backend.held
-    say({"ready": os.getpid()})
+    write_line({"ready": os.getpid()})
     for line in sys.stdin:
         command = json.loads(line)
         answer: object = None
@@ -123,9 +123,9 @@ def main() -> None:
                 sender.close()
                 worker.deregister()
                 time.sleep(0.5)  # pushing has no acknowledgement
-                say({"answer": None})
+                write_line({"answer": None})
                 os._exit(0)
-        say({"answer": answer})
+        write_line({"answer": answer})
 
 
 if __name__ == "__main__":

@@ -64,20 +64,20 @@ class Worker:
         self.process.stdin.write(json.dumps({"do": what, **arguments}).encode() + b"\n")
         keys = arguments.get("keys", ())
         self.held.update(keys) if what == "admit" else self.held.difference_update(keys)
-        return (await self.said("answer"))["answer"]
+        return (await self.next_line("answer"))["answer"]
 
-    async def said(self, key: str) -> dict[str, Any]:
+    async def next_line(self, key: str) -> dict[str, Any]:
         """The next line with `key`; records the lines about freezing before it."""
         assert self.process.stdout is not None
         async with asyncio.timeout(DEADLINE_S):
             while line := await self.process.stdout.readline():
                 if not line.startswith(b"{"):
                     continue
-                told: dict[str, Any] = json.loads(line)
-                if "frozen" in told:
-                    self.frozen.append(told["frozen"])
-                if key in told:
-                    return told
+                line_values: dict[str, Any] = json.loads(line)
+                if "frozen" in line_values:
+                    self.frozen.append(line_values["frozen"])
+                if key in line_values:
+                    return line_values
         raise AssertionError(f"the worker ended with {await self.process.wait()}")
 
 
@@ -139,7 +139,7 @@ async def start_worker(engine_venv: EngineVenv) -> AsyncIterator[StartWorker]:
 
             stack.push_async_callback(end)
             worker = Worker(process, set(), [])
-            await worker.said("ready")
+            await worker.next_line("ready")
             await until(lambda: name in to.controller._roster.known, within_s=DEADLINE_S)
             return worker
 
@@ -186,7 +186,7 @@ async def test_a_worker_older_than_the_gateway_reports_all_its_chunks(start_work
         assert again.controller.trust(0) is MapTrust.WHOLE
         # The worker continues when the controller ends the freeze.
         while worker.frozen[-1:] != [False]:
-            await worker.said("frozen")
+            await worker.next_line("frozen")
         await worker.do("admit", keys=[77])
         await until(lambda: again.believed("w0") == worker.held, within_s=DEADLINE_S)
         assert again.controller.counts.gaps == 0
@@ -224,12 +224,12 @@ async def test_another_hash_seed_is_noticed(start_worker: StartWorker) -> None:
             prompt = [number * 1000 + place for place in range(CHUNK)]
             to.controller.on_prompt_served(0, prompt)
             await worker.do("admit", keys=await worker.do("chunks", tokens=prompt))
-        await until(lambda: _asked_again(to), within_s=DEADLINE_S)
+        await until(lambda: _asks_for_sync_again(to), within_s=DEADLINE_S)
 
         assert "PYTHONHASHSEED must be 0" in to.controller.problems()[0]
 
 
-def _asked_again(to: Serving) -> bool:
+def _asks_for_sync_again(to: Serving) -> bool:
     to.controller.on_prompt_served(0, [5] * CHUNK)
     return to.controller.counts.mismatches == 1
 

@@ -34,9 +34,9 @@ async def test_without_a_second_tier_each_worker_computes_for_itself(
 
 
 async def test_tierd_serves_one_workers_blocks_to_another(
-    run_endpoint: Run, prompt: Callable[[int], str], say: Callable[[str], None]
+    run_endpoint: Run, prompt: Callable[[int], str], report: Callable[[str], None]
 ) -> None:
     async with run_endpoint("tieredstorage.yaml") as endpoint:
-        await passed_on_through_l2(endpoint, prompt(1), l2_name="sagemaker-hyperpod", say=say)
+        await passed_on_through_l2(endpoint, prompt(1), l2_name="sagemaker-hyperpod", report=report)
         await endpoint.kill("tierd")
-        await passed_on_through_l2(endpoint, prompt(2), l2_name="sagemaker-hyperpod", say=say)
+        await passed_on_through_l2(endpoint, prompt(2), l2_name="sagemaker-hyperpod", report=report)

@@ -26,31 +26,31 @@ class Load:
         self._client = client
         self._words = words
 
-    async def ask_on(self, seed: int) -> None:
+    async def send_requests(self, seed: int) -> None:
         chooser = random.Random(seed)
         left = REQUESTS_AFTER_THE_KILL
         while left:
             left -= self.killed
-            await self._ask(chooser, stream=chooser.random() < 0.5)
+            await self._send(chooser, stream=chooser.random() < 0.5)
 
-    async def _ask(self, chooser: random.Random, *, stream: bool) -> None:
+    async def _send(self, chooser: random.Random, *, stream: bool) -> None:
         prompt = "".join(chooser.choices(self._words, k=200))
         asked = {"model": MODEL, "prompt": prompt, "max_tokens": 40, "extra_body": {"ignore_eos": True}}
-        begun = False
+        has_started = False
         try:
             if not stream:
                 answer = await self._client.completions.create(**asked)
                 assert answer.usage.completion_tokens == 40
             else:
                 async for _ in await self._client.completions.create(**asked, stream=True):
-                    begun = True
+                    has_started = True
         except openai.APIStatusError as exc:
             self.outcomes[f"lost: {exc.status_code}"] += 1
         except openai.APIConnectionError:
             self.outcomes["lost: connection"] += 1
         except openai.APIError:
             # An error event in the stream: the only loss that is allowed.
-            self.outcomes["cut" if begun else "lost: error event before any answer"] += 1
+            self.outcomes["cut" if has_started else "lost: error event before any answer"] += 1
         else:
             self.outcomes["answered"] += 1
 
@@ -67,7 +67,7 @@ async def test_killing_a_worker_loses_no_request_that_had_not_started(
         load = Load(client, words)
         async with asyncio.TaskGroup() as group:
             for seed in range(CLIENTS):
-                group.create_task(load.ask_on(seed))
+                group.create_task(load.send_requests(seed))
             async with asyncio.timeout(60):
                 while await doomed.metric("vllm:num_requests_running") < 2:
                     await asyncio.sleep(0.01)

@@ -46,15 +46,15 @@ class Asking:
         """What the gateway believes of its only worker."""
         text = (await self.http.get(f"{self.url}/metrics")).text
         held = re.search(r'^kvroute_map_held_blocks\{.*tier="gpu".*\} (\S+)$', text, re.MULTILINE)
-        aside = re.search(r"^kvroute_map_aside_blocks\{.*\} (\S+)$", text, re.MULTILINE)
-        standing = re.search(r'^kvroute_map_standing\{.*standing="(\w+)".*\} 1.0$', text, re.MULTILINE)
+        orphans = re.search(r"^kvroute_map_aside_blocks\{.*\} (\S+)$", text, re.MULTILINE)
+        trust = re.search(r'^kvroute_map_standing\{.*standing="(\w+)".*\} 1.0$', text, re.MULTILINE)
         assert held is not None
-        assert aside is not None
-        assert standing is not None
+        assert orphans is not None
+        assert trust is not None
         return {
             "held": int(float(held.group(1))),
-            "aside": int(float(aside.group(1))),
-            "standing": standing.group(1),
+            "aside": int(float(orphans.group(1))),
+            "standing": trust.group(1),
         }
 
     async def until_exact(self) -> None:
@@ -85,7 +85,7 @@ def drawn(name: str, blocks: int) -> list[int]:
     return random.Random(f"repair {name}").choices(range(100, 7000), k=blocks * BLOCK + 1)
 
 
-async def test_lost_blocks_are_placed_by_a_request_and_by_probes(forgetful, run_gateway, say) -> None:
+async def test_lost_blocks_are_placed_by_a_request_and_by_probes(forgetful, run_gateway, report) -> None:
     ours, others, third = drawn("ours", 9), drawn("others", 8), drawn("third", 4)
     with EventTap(await forgetful.events()) as tap:
         directly = Asking(forgetful.http, forgetful.url)
@@ -104,20 +104,20 @@ async def test_lost_blocks_are_placed_by_a_request_and_by_probes(forgetful, run_
         async with run_gateway([forgetful], "kvaware", *options) as gateway:
             through = Asking(forgetful.http, gateway.url)
             await through.until_exact()
-            await through.until(held=0, aside=4, standing="partial")
+            await through.until(held=0, orphans=4, trust="partial")
 
             # A request continues blocks without a place.
             assert await through(ours) == (8 * BLOCK, 0)
 
-            seen = await through.until(held=9, aside=2)
+            seen = await through.until(held=9, orphans=2)
             assert (await through(ours))[1] == 9 * BLOCK
-            say(f"placed by a request that continued them: {seen}")
+            report(f"placed by a request that continued them: {seen}")
         options = (*patient, "--set", f"kv_events.probe.interval_s={PROBE_S}")
         async with run_gateway([forgetful], "kvaware", *options) as gateway:
             through = Asking(forgetful.http, gateway.url)
             await through.until_exact()
             # The last batches of events are those of `others` and of the request above.
-            await through.until(held=0, aside=3, standing="partial")
+            await through.until(held=0, orphans=3, trust="partial")
 
             # Nothing is computed behind what these find: only the worker can say more.
             assert await through(others) == (8 * BLOCK, 0)
@@ -126,18 +126,18 @@ async def test_lost_blocks_are_placed_by_a_request_and_by_probes(forgetful, run_
 
             held = tap.held()
             assert len(held) == 9 + 8 + 4
-            seen = await through.until(held=len(held), aside=0)
+            seen = await through.until(held=len(held), orphans=0)
             for prompt in (ours, others, third):
                 found, predicted = await through(prompt)
                 assert found == predicted == len(prompt) - 1
-            say(f"placed by probes: {seen}")
+            report(f"placed by probes: {seen}")
 
             # Their names are known again, too: what is evicted is taken out of the map.
             for number in range(POOL_BLOCKS // 8 + 1):
                 await directly(drawn(f"filler {number}", 8))
-            await through.until(standing="whole")
+            await through.until(trust="whole")
             now = tap.held()
             assert not held & now
-            await through.until(held=len(now), aside=0)
+            await through.until(held=len(now), orphans=0)
             for prompt in (ours, others, third):
                 assert await through(prompt) == (0, 0)

@@ -61,7 +61,7 @@ async def computed_on(endpoint: Endpoint, worker: str, prompt: str) -> Answer:
 
 
 async def test_a_prefix_in_a_workers_l1_is_sent_there_and_not_to_the_empty_one(
-    endpoint: Endpoint, prompt: Prompts, say: Say
+    endpoint: Endpoint, prompt: Prompts, report: Say
 ) -> None:
     first = {}
     for seed in range(10, 14):
@@ -85,11 +85,11 @@ async def test_a_prefix_in_a_workers_l1_is_sent_there_and_not_to_the_empty_one(
             "transfer": SHARED_TOKENS,
             "l1": SHARED_TOKENS,
         }
-    say(f"4 of 4 went to the worker whose L1 had them; {SHARED_TOKENS} tokens predicted and reported")
+    report(f"4 of 4 went to the worker whose L1 had them; {SHARED_TOKENS} tokens predicted and reported")
 
 
 async def test_a_prefix_that_only_redis_has_is_priced_as_such(
-    endpoint: Endpoint, prompt: Prompts, say: Say
+    endpoint: Endpoint, prompt: Prompts, report: Say
 ) -> None:
     first = await computed_on(endpoint, workers(endpoint)[0], prompt(20))
     for worker in workers(endpoint):
@@ -115,11 +115,11 @@ async def test_a_prefix_that_only_redis_has_is_priced_as_such(
         "l2": SHARED_TOKENS,
     }
     load = max(each["terms_s"]["load"] for each in there)
-    say(f"in Redis alone: {load * 1e3:.1f} ms to load, {SHARED_TOKENS} tokens predicted and reported")
+    report(f"in Redis alone: {load * 1e3:.1f} ms to load, {SHARED_TOKENS} tokens predicted and reported")
 
 
 async def test_how_fast_the_tiers_are_is_learned_from_the_servers(
-    endpoint: Endpoint, prompt: Prompts, say: Say
+    endpoint: Endpoint, prompt: Prompts, report: Say
 ) -> None:
     """Each worker loads once from either tier; its server says how fast, at `/metrics`."""
     for seed, worker in enumerate(workers(endpoint), start=40):
@@ -139,12 +139,12 @@ async def test_how_fast_the_tiers_are_is_learned_from_the_servers(
     measured: dict[str, list[float]] = {"l1": [], "l2": []}
     learned: dict[str, list[float]] = {"l1": [], "l2": []}
     for worker in workers(endpoint):
-        page = await endpoint.http.get(f"{endpoint.told(endpoint.server_of(worker)).url}/metrics")
+        page = await endpoint.http.get(f"{endpoint.state_of(endpoint.server_of(worker)).url}/metrics")
         rates = read_load_rates(page.text)
         for tier, gb_s in configured.items():
             measured[tier].append(rates.gb_s[tier] / rates.loads[tier])
             learned[tier].append(await endpoint.learned(worker, tier, other_than=gb_s))
-            say(
+            report(
                 f"{worker} from {tier}: {rates.loads[tier]} loads with {measured[tier][-1]:.3f} GB/s by its "
                 f"server, reckoned with {learned[tier][-1]:.3f} instead of {gb_s:.1f}"
             )
@@ -156,7 +156,7 @@ async def test_how_fast_the_tiers_are_is_learned_from_the_servers(
 
 
 async def test_blocks_of_queued_requests_are_prefetched_from_redis(
-    endpoint: Endpoint, prompt: Prompts, say: Say
+    endpoint: Endpoint, prompt: Prompts, report: Say
 ) -> None:
     """A server takes the request as we write it, loads what it names, and the engine finds it: it looks at
     once, before that, or after its first steps, of seconds."""
@@ -184,25 +184,25 @@ async def test_blocks_of_queued_requests_are_prefetched_from_redis(
     found = await hits(endpoint, worker) - counted
     assert found["engine"] == found["l1"] + found["l2"] == SHARED_TOKENS
     times = await endpoint.metric(server, loads) - loaded
-    say(
+    report(
         f"asked for ahead, loaded {times:.0f} times: {found['l1']} tokens found in L1, {found['l2']} in Redis"
     )
 
 
 async def test_the_other_worker_finds_a_killed_workers_blocks_in_redis(
-    endpoint: Endpoint, prompt: Prompts, say: Say
+    endpoint: Endpoint, prompt: Prompts, report: Say
 ) -> None:
     lost, other = workers(endpoint)
     first = await computed_on(endpoint, lost, prompt(30))
     names = (lost, endpoint.server_of(lost))
-    before = {name: endpoint.told(name).restarts for name in names}
+    before = {name: endpoint.state_of(name).restarts for name in names}
     counted = await hits(endpoint, other)
     for name in names:
         endpoint.shoot(name)
 
     answer = await endpoint.ask(prompt(30))
 
-    say(f"while {lost} was dead: {answer}")
+    report(f"while {lost} was dead: {answer}")
     assert answer.worker == other
     assert answer.tiers == {"gpu": 0, "l1": 0, "l2": SHARED_TOKENS}
     assert answer.predicted == answer.cached_tokens == SHARED_TOKENS
@@ -220,17 +220,17 @@ async def test_the_other_worker_finds_a_killed_workers_blocks_in_redis(
     again = await endpoint.ask_the_other(prompt(30), than=other)
     assert (again.worker, again.tiers) == (lost, {"gpu": 0, "l1": 0, "l2": SHARED_TOKENS})
     assert again.predicted == again.cached_tokens == SHARED_TOKENS
-    say("after SIGKILL of engine and LMCache: found in Redis by the other, and by the restarted one")
+    report("after SIGKILL of engine and LMCache: found in Redis by the other, and by the restarted one")
 
 
 async def test_redis_serves_one_workers_blocks_to_another(
-    endpoint: Endpoint, prompt: Prompts, say: Say
+    endpoint: Endpoint, prompt: Prompts, report: Say
 ) -> None:
     """Any process may die: nothing is lost but time and cache, and the tiers work again afterwards."""
-    first = await passed_on_through_l2(endpoint, prompt(1), l2_name="resp", say=say)
+    first = await passed_on_through_l2(endpoint, prompt(1), l2_name="resp", report=report)
     await served_by_l1(endpoint, prompt(1), first.worker, first.text)
     prompts = map(prompt, count(100))
-    servers = {name: endpoint.told(name).restarts for name in ("lmcache-a", "lmcache-b")}
+    servers = {name: endpoint.state_of(name).restarts for name in ("lmcache-a", "lmcache-b")}
     await endpoint.kill("redis")
     for name, before in servers.items():
         await endpoint.until_restarted(name, before)
@@ -238,8 +238,8 @@ async def test_redis_serves_one_workers_blocks_to_another(
     async with asyncio.timeout(BACK_S):
         for name in servers:
             await endpoint.until_used_again(name, prompts)
-    await passed_on_through_l2(endpoint, prompt(3), l2_name="resp", say=say)
+    await passed_on_through_l2(endpoint, prompt(3), l2_name="resp", report=report)
     await endpoint.kill("lmcache-a")
     async with asyncio.timeout(BACK_S):
         await endpoint.until_used_again("lmcache-a", prompts)
-    await passed_on_through_l2(endpoint, prompt(4), l2_name="resp", say=say)
+    await passed_on_through_l2(endpoint, prompt(4), l2_name="resp", report=report)

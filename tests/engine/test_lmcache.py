@@ -79,7 +79,7 @@ class Stack:
             asyncio.create_task(self.watch.run(self.app.registered)),
         ]
 
-    async def be_gone(self) -> None:
+    async def leave(self) -> None:
         for task in self.tasks:
             task.cancel()
         await asyncio.gather(*self.tasks, return_exceptions=True)
@@ -209,7 +209,7 @@ async def stack(engine_venv: EngineVenv, model_folder: Path, logs: Path) -> Asyn
         lmcache_url, engine_url = f"http://127.0.0.1:{http_port}", spec.url
         stack = Stack(options, store, str(model_folder), http, engine_url, lmcache_url, server)
         stack.listen()
-        owned.push_async_callback(stack.be_gone)
+        owned.push_async_callback(stack.leave)
         await owned.enter_async_context(server)
         await server.wait_ready(f"{lmcache_url}/healthcheck", timeout_s=READY_S)
         argv = list(vllm_argv(spec, (str(engine_venv.script("vllm")),)))
@@ -301,7 +301,7 @@ async def test_salts_are_kept_apart(stack: Stack) -> None:
 
 async def test_reports_that_are_lost_leave_nothing_false_and_a_clear_makes_it_whole(stack: Stack) -> None:
     await stack.quiet()
-    await stack.be_gone()
+    await stack.leave()
     for seed in range(200, 206):
         await stack.ask(prompt(seed))
     await asyncio.sleep(2.5)  # LMCache drops a report after 2 s; no event marks that moment

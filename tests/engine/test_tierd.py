@@ -139,7 +139,7 @@ class Commanded:
 
     def __init__(self, *argv: str) -> None:
         self._argv = argv
-        self.said: list[str] = []
+        self.printed: list[str] = []
 
     async def __aenter__(self) -> Commanded:
         self._process = await asyncio.create_subprocess_exec(
@@ -174,8 +174,8 @@ class Commanded:
             while line := (await self._process.stdout.readline()).decode():
                 if line.startswith("answer "):
                     return json.loads(line.removeprefix("answer "))
-                self.said.append(line)
-        raise AssertionError("".join(self.said[-40:]))
+                self.printed.append(line)
+        raise AssertionError("".join(self.printed[-40:]))
 
 
 @pytest.fixture

@@ -66,7 +66,7 @@ async def received(inbox: ConnectedInbox, count: int) -> list[list[bytes]]:
     return found
 
 
-async def _what_is_subscribed_comes() -> None:
+async def _subscribed_messages_arrive() -> None:
     publisher = Publisher()
     inbox = ConnectedInbox(poller(), publisher.endpoint, "kv", 1000)
     await inbox.ready(LONG_S)
@@ -86,12 +86,12 @@ async def _what_is_subscribed_comes() -> None:
 
 
 async def test_subscribed_messages_arrive_whole_and_in_order() -> None:
-    await _what_is_subscribed_comes()
+    await _subscribed_messages_arrive()
 
 
 def test_so_it_does_on_the_loop_that_is_served_with() -> None:
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_what_is_subscribed_comes())
+        runner.run(_subscribed_messages_arrive())
 
 
 async def test_a_path_is_an_endpoint_too(tmp_path: Path) -> None:
@@ -158,12 +158,12 @@ async def test_messages_are_passed_to_the_fast_path_unless_others_wait(publisher
     inbox.interrupted()
     taken: list[bytes] = []
 
-    def at_once(messages: Sequence[Frames], until: float) -> int:
+    def apply_fast(messages: Sequence[Frames], until: float) -> int:
         fit = list(takewhile(lambda number: number != b"3", (frames[1] for frames in messages)))
         taken.extend(fit)
         return len(fit)
 
-    inbox.on_messages = at_once
+    inbox.on_messages = apply_fast
     for number in range(6):
         publisher.send(b"kv", b"%d" % number)
 
@@ -201,7 +201,7 @@ class Peer:
 
 
 @pytest.mark.parametrize(
-    ("says", "why"),
+    ("sent", "why"),
     [
         (b"HTTP/1.1 400 Bad Request\r\n".ljust(64), "no ZMTP greeting"),
         (GREETING[:12] + b"PLAIN".ljust(20, b"\0") + GREETING[32:], "PLAIN"),
@@ -211,12 +211,12 @@ class Peer:
     ],
 )
 async def test_a_peer_that_is_no_publisher_is_complained_of_once_and_tried_again(
-    says: bytes, why: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    sent: bytes, why: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvroute.events.inbox._RECONNECT_S", 0.001)
-    if says.endswith(b"\x77"):
-        says += b"\x77"
-    peer = Peer(says)
+    if sent.endswith(b"\x77"):
+        sent += b"\x77"
+    peer = Peer(sent)
     with caplog.at_level(logging.WARNING):
         async with tcp_server(peer.serve) as port:
             inbox = ConnectedInbox(poller(), f"tcp://127.0.0.1:{port}", "kv", 10)

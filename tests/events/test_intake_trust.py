@@ -8,7 +8,7 @@ from kvroute.events.intake import SilenceDetector, TrustState
 from kvroute.index.trust import MapTrust, TrustReason, trust_for
 
 
-def standing() -> TrustState:
+def trust_state() -> TrustState:
     return TrustState("w rank 0", SilenceDetector(2, 5.0, 100.0))
 
 
@@ -19,7 +19,7 @@ def reason(
 
 
 def test_the_gravest_reason_comes_first() -> None:
-    stream = standing()
+    stream = trust_state()
     assert reason(stream) is None
     assert reason(stream, orphans=1) is TrustReason.UNKNOWN_PARENT
     assert reason(stream, is_whole=False, orphans=1) is TrustReason.GAP
@@ -64,8 +64,8 @@ def test_answers_without_events_are_silence_and_a_batch_ends_it() -> None:
 
 def test_each_change_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    stream = standing()
-    for told in (
+    stream = trust_state()
+    for change in (
         TrustReason.REPLAYING,
         None,
         None,
@@ -74,7 +74,7 @@ def test_each_change_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
         TrustReason.AUDIT,
         None,
     ):
-        stream.report(told)
+        stream.report(change)
 
     assert [(record.levelname, record.getMessage().rpartition(": ")[2]) for record in caplog.records] == [
         ("INFO", "replaying)"),

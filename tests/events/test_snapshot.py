@@ -159,13 +159,13 @@ async def test_a_writing_that_is_cancelled_is_over_before_the_next_begins(
 ) -> None:
     """At shutdown: the one of the timer is cut short, and the last one follows."""
     engine, path = engine_of(), tmp_path / "map"
-    reached, go_on, order = threading.Event(), threading.Event(), []
+    reached, may_continue, order = threading.Event(), threading.Event(), []
     real = getattr(snapshot._Writing, step)
 
     def slow(self: Any, *args: Any) -> None:
         if not reached.is_set():
             reached.set()
-            go_on.wait(20)
+            may_continue.wait(20)
             real(self, *args)
             order.append("cut short")
         else:
@@ -181,7 +181,7 @@ async def test_a_writing_that_is_cancelled_is_over_before_the_next_begins(
         cut = asyncio.create_task(file.save(streams))
         await until(reached.is_set)
         cut.cancel()
-        asyncio.get_running_loop().call_soon(go_on.set)
+        asyncio.get_running_loop().call_soon(may_continue.set)
         with pytest.raises(asyncio.CancelledError):
             await cut
         assert await file.save(streams) == 1

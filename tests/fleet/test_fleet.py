@@ -28,7 +28,7 @@ def fleet_of(*ids: str) -> Fleet:
     return fleet
 
 
-def heard(fleet: Fleet) -> list[tuple[FleetChange, str]]:
+def changes_of(fleet: Fleet) -> list[tuple[FleetChange, str]]:
     """The changes that a listener receives from now on."""
     changes: list[tuple[FleetChange, str]] = []
     fleet.subscribe(lambda change, worker: changes.append((change, worker.id)))
@@ -44,7 +44,7 @@ def ids(fleet: Fleet, model: str = "m") -> list[str]:
 
 def test_a_new_worker_is_unknown_and_in_no_view() -> None:
     fleet = Fleet()
-    changes = heard(fleet)
+    changes = changes_of(fleet)
 
     fleet.apply("static", [spec("a", models=("m",))])
 
@@ -55,23 +55,23 @@ def test_a_new_worker_is_unknown_and_in_no_view() -> None:
 
 def test_a_worker_that_no_source_lists_leaves_every_view_immediately() -> None:
     fleet = fleet_of("a", "b")
-    gone = fleet.get("a")
-    running = gone.load.reserve(0.0, prefill_s=1.0, tokens=10)
-    changes = heard(fleet)
+    removed = fleet.get("a")
+    running = removed.load.reserve(0.0, prefill_s=1.0, tokens=10)
+    changes = changes_of(fleet)
 
     fleet.apply("static", [spec("b")])
 
     assert ids(fleet) == ["b"]
     assert changes == [(FleetChange.LEFT, "a")]
-    assert not gone.is_routable
-    assert gone.load.in_flight == 1
+    assert not removed.is_routable
+    assert removed.load.in_flight == 1
     running.finish(1.0)
-    assert gone.load.in_flight == 0
+    assert removed.load.in_flight == 0
 
 
 def test_applying_the_same_set_again_changes_nothing() -> None:
     fleet = fleet_of("a")
-    changes, version, worker = heard(fleet), fleet.version, fleet.get("a")
+    changes, version, worker = changes_of(fleet), fleet.version, fleet.get("a")
 
     fleet.apply("static", [spec("a")])
 
@@ -81,7 +81,7 @@ def test_applying_the_same_set_again_changes_nothing() -> None:
 def test_a_changed_url_makes_a_new_worker() -> None:
     fleet = fleet_of("a")
     old = fleet.get("a")
-    changes = heard(fleet)
+    changes = changes_of(fleet)
 
     fleet.apply("static", [spec("a", "http://elsewhere:1")])
 
@@ -93,7 +93,7 @@ def test_a_changed_url_makes_a_new_worker() -> None:
 def test_other_changes_of_an_entry_keep_the_worker() -> None:
     fleet = Fleet()
     fleet.apply("static", [spec("a")])
-    worker, changes = fleet.get("a"), heard(fleet)
+    worker, changes = fleet.get("a"), changes_of(fleet)
 
     fleet.apply("static", [spec("a", models=("m",))])
     assert fleet.get("a") is worker
@@ -176,7 +176,7 @@ def test_a_view_is_the_same_object_until_something_changes() -> None:
 
 def test_a_capacity_change_leaves_views_alone() -> None:
     fleet = fleet_of("a")
-    view, changes = fleet.view("m"), heard(fleet)
+    view, changes = fleet.view("m"), changes_of(fleet)
 
     fleet.update_facts(fleet.get("a"), replace(FACTS, capacity_tokens=3200))
 
@@ -218,7 +218,7 @@ def test_cards_that_only_look_new_change_nothing() -> None:
 
 def test_a_restart_is_reported_before_the_changes_that_it_causes() -> None:
     fleet = fleet_of("a")
-    changes = heard(fleet)
+    changes = changes_of(fleet)
 
     fleet.update_facts(fleet.get("a"), replace(FACTS, capacity_tokens=3200, start_time=2.0), restarted=True)
 
@@ -263,7 +263,7 @@ def test_an_assumed_capacity_is_logged_once(caplog: pytest.LogCaptureFixture) ->
 def test_an_ejection_is_logged_with_its_cause_only_for_a_healthy_worker() -> None:
     fleet = fleet_of("a")
     fleet.apply("file", [spec("b")])
-    changes = heard(fleet)
+    changes = changes_of(fleet)
 
     fleet.mark_unhealthy(fleet.get("a"), Ejection.REFUSED, "connection refused")
     fleet.mark_unhealthy(fleet.get("b"), Ejection.REFUSED, "connection refused")
@@ -299,7 +299,7 @@ def test_news_of_a_worker_that_left_are_ignored_even_if_another_has_its_name() -
     fleet = fleet_of("a")
     old = fleet.get("a")
     fleet.apply("static", [spec("a", "http://elsewhere:1")])
-    changes = heard(fleet)
+    changes = changes_of(fleet)
 
     fleet.mark_healthy(old, 0.0)
     fleet.mark_unhealthy(old, Ejection.PROBES, "dead")
@@ -346,7 +346,7 @@ def test_reasons_explain_why_the_gateway_is_not_ready() -> None:
 def test_a_draining_worker_gets_no_new_request_and_shows_its_running_ones() -> None:
     fleet = fleet_of("a", "b")
     running = fleet.get("a").load.reserve(0.0, prefill_s=1.0, tokens=10)
-    changes = heard(fleet)
+    changes = changes_of(fleet)
 
     assert fleet.drain("a").in_flight == 1
     assert ids(fleet) == ["b"]
@@ -385,7 +385,7 @@ def test_a_worker_that_left_while_draining_serves_when_it_returns() -> None:
 
 def test_a_worker_drains_while_its_source_reports_draining() -> None:
     fleet = fleet_of("a", "b")
-    changes = heard(fleet)
+    changes = changes_of(fleet)
 
     fleet.apply("static", [spec("a", draining=True), spec("b")])
     assert (ids(fleet), fleet.get("a").state) == (["b"], HealthState.DRAINING)
@@ -412,7 +412,7 @@ def test_an_admin_drain_continues_when_the_source_reports_serving() -> None:
 
 def test_a_worker_may_join_draining() -> None:
     fleet = Fleet()
-    changes = heard(fleet)
+    changes = changes_of(fleet)
 
     fleet.apply("static", [spec("a", draining=True)])
     fleet.mark_healthy(fleet.get("a"), 0.0)
@@ -425,40 +425,40 @@ def test_a_worker_may_join_draining() -> None:
 
 def test_admin_overrides_are_published_and_apply_in_another_fleet() -> None:
     there, here = fleet_of("a", "b"), fleet_of("a", "b")
-    told: list[AdminOverrides] = []
-    there.subscribe_admin_overrides(told.append)
+    published: list[AdminOverrides] = []
+    there.subscribe_admin_overrides(published.append)
 
     there.drain("a")
     there.add(spec("c"))
     there.remove("b")
-    here.apply_admin_overrides(told[-1])
+    here.apply_admin_overrides(published[-1])
 
     assert [(w.id, w.state) for w in here.workers()] == [(w.id, w.state) for w in there.workers()]
     assert here.get("a").state is HealthState.DRAINING
 
     there.undrain("a")
-    here.apply_admin_overrides(told[-1])
+    here.apply_admin_overrides(published[-1])
 
-    assert len(told) == 4
+    assert len(published) == 4
     assert here.get("a").state is there.get("a").state is not HealthState.DRAINING
 
 
 def test_a_drain_elsewhere_of_a_worker_that_is_not_known_yet_waits_for_it() -> None:
     here = Fleet()
-    heard_here = heard(here)
+    changes_here = changes_of(here)
     here.apply_admin_overrides(AdminOverrides(drained=frozenset({WorkerId("a")})))
 
     here.apply("file", [spec("a")])
 
     assert here.get("a").state is HealthState.DRAINING
-    assert heard_here == [(FleetChange.JOINED, "a")]
+    assert changes_here == [(FleetChange.JOINED, "a")]
 
 
 def test_applying_a_peers_overrides_publishes_nothing() -> None:
     here = fleet_of("a")
-    told: list[AdminOverrides] = []
-    here.subscribe_admin_overrides(told.append)
+    published: list[AdminOverrides] = []
+    here.subscribe_admin_overrides(published.append)
 
     here.apply_admin_overrides(AdminOverrides(drained=frozenset({WorkerId("a")})))
 
-    assert told == []
+    assert published == []

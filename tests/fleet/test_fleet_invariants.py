@@ -29,7 +29,7 @@ class FleetStaysConsistent(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.fleet = Fleet({"alias": "m"})
-        self.heard: dict[int, Worker] = {}
+        self.announced: dict[int, Worker] = {}
         self.capacity: dict[int, int] = {}
         self.left: list[Worker] = []
         self.versions = [self.fleet.version]
@@ -38,14 +38,14 @@ class FleetStaysConsistent(RuleBasedStateMachine):
 
     def listen(self, change: FleetChange, worker: Worker) -> None:
         if change is FleetChange.JOINED:
-            assert worker.index not in self.heard
-            self.heard[worker.index] = worker
+            assert worker.index not in self.announced
+            self.announced[worker.index] = worker
             self.capacity[worker.index] = worker.capacity_tokens
         elif change is FleetChange.LEFT:
-            assert self.heard.pop(worker.index) is worker
+            assert self.announced.pop(worker.index) is worker
             self.left.append(worker)
         else:
-            assert self.heard[worker.index] is worker
+            assert self.announced[worker.index] is worker
             if change is FleetChange.CAPACITY:
                 self.capacity[worker.index] = worker.capacity_tokens
             if change is FleetChange.EJECTED:
@@ -88,7 +88,7 @@ class FleetStaysConsistent(RuleBasedStateMachine):
             self.fleet.mark_unhealthy(worker, cause, "trouble")
 
     @rule(data=st.data(), models=MODELS, capacity=st.none() | st.just(200), restarted=st.booleans())
-    def tells(
+    def describe(
         self, data: st.DataObject, models: frozenset[str], capacity: int | None, restarted: bool
     ) -> None:
         if worker := self.any_worker(data):
@@ -105,7 +105,7 @@ class FleetStaysConsistent(RuleBasedStateMachine):
 
     @invariant()
     def listeners_know_the_fleet(self) -> None:
-        assert {id(worker) for worker in self.heard.values()} == {
+        assert {id(worker) for worker in self.announced.values()} == {
             id(worker) for worker in self.fleet.workers()
         }
         assert all(self.capacity[worker.index] == worker.capacity_tokens for worker in self.fleet.workers())

@@ -114,14 +114,14 @@ class Client(asyncio.Transport):
     def begin(self, protocol: Any) -> None:
         self._protocol = protocol
         protocol.connection_made(self)
-        self._go_on()
+        self._resume()
 
     def leave(self) -> None:
         if not self._is_closing:
             self._is_closing = True
             self._lost()
 
-    def _go_on(self) -> None:
+    def _resume(self) -> None:
         if not self._is_scheduled and not self._is_paused and not self._is_closing:
             self._is_scheduled = True
             self._loop.call_soon(self._deliver)
@@ -136,7 +136,7 @@ class Client(asyncio.Transport):
             return
         self._active()
         self._protocol.data_received(self._segments.pop(0))
-        self._go_on()
+        self._resume()
 
     def _lost(self) -> None:
         if not self._is_lost:
@@ -186,7 +186,7 @@ class Client(asyncio.Transport):
     def resume_reading(self) -> None:
         if self._is_paused and not self._is_closing:
             self._is_paused = False
-            self._go_on()
+            self._resume()
 
     def is_reading(self) -> bool:
         return not self._is_paused and not self._is_closing
@@ -432,13 +432,13 @@ class Recorder:
     """Finds out whose a finding is, and saves the first inputs of each kind. Mutable."""
 
     def __init__(
-        self, folder: Path | None, report: Report, seed: int, say: Callable[[str], None] = print
+        self, folder: Path | None, report: Report, seed: int, report_line: Callable[[str], None] = print
     ) -> None:
         self._folder = folder
         self._seed = seed
         self._report = report
-        self._say = say
-        self._said: set[str] = set()
+        self._report_line = report_line
+        self._reported: set[str] = set()
 
     async def batch(self, target: Lanes, cases: Sequence[Case]) -> None:
         each, common, outcomes = await target.run(cases)
@@ -451,9 +451,9 @@ class Recorder:
             new = {finding.kind for finding in common if report.findings[finding.kind] <= 20}
             unsure = list(range(len(cases))) if new else unsure
             for finding in common:
-                if finding.kind not in self._said:
-                    self._said.add(finding.kind)
-                    self._say(f"! {finding.kind}\n{finding.text}")
+                if finding.kind not in self._reported:
+                    self._reported.add(finding.kind)
+                    self._report_line(f"! {finding.kind}\n{finding.text}")
         for number in unsure:
             if not common and all(report.findings[f.kind] > 20 for f in each[number]):
                 report.findings.update(f.kind for f in each[number])
@@ -475,7 +475,7 @@ class Recorder:
         file = self._folder / f"{name}.{self._seed}.{len(self._report.saved)}.json"
         case.save(file, profile=profile, finding=finding.text[:4000])
         self._report.saved.append(file)
-        self._say(f"! {finding.kind}: saved as {file}")
+        self._report_line(f"! {finding.kind}: saved as {file}")
 
 
 async def fuzz_requests(inputs: int, seed: int, profile: str, folder: Path | None = None) -> Report:

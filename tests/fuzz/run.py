@@ -66,9 +66,9 @@ def turns(options: argparse.Namespace) -> Iterator[tuple[str, int, int]]:
                 yield part, min(size, total - start), next(seeds)
 
 
-def run(options: argparse.Namespace, say: Callable[[str], None]) -> dict[str, Report]:
+def run(options: argparse.Namespace, report_line: Callable[[str], None]) -> dict[str, Report]:
     started, reports = time.monotonic(), dict[str, Report]()
-    waiting, peak, said = turns(options), 0, 0.0
+    waiting, peak, reported_at = turns(options), 0, 0.0
     context = multiprocessing.get_context("spawn")
     # A process ends after some turns, so that what one leaves behind is not taken for another's.
     with ProcessPoolExecutor(options.jobs, mp_context=context, max_tasks_per_child=10) as pool:
@@ -86,11 +86,13 @@ def run(options: argparse.Namespace, say: Callable[[str], None]) -> dict[str, Re
                 reports.setdefault(part, Report()).add(report)
                 peak = max(peak, most)
                 now = time.monotonic()
-                if now - said > 10:
-                    said = now
+                if now - reported_at > 10:
+                    reported_at = now
                     counts = ", ".join(f"{name} {each.inputs:,}" for name, each in reports.items())
                     found = sum(sum(each.findings.values()) for each in reports.values())
-                    say(f"{now - started:5.0f} s: {counts}; {found} findings; {peak // 1024} MiB at most")
+                    report_line(
+                        f"{now - started:5.0f} s: {counts}; {found} findings; {peak // 1024} MiB at most"
+                    )
 
 
 def main() -> int:

@@ -32,7 +32,7 @@ class FakeIngest:
     """Streams by worker, as `(slot, rank, reason)`."""
 
     def __init__(self) -> None:
-        self.told: dict[str, list[tuple[int, int, TrustReason | None]]] = {}
+        self.reported: dict[str, list[tuple[int, int, TrustReason | None]]] = {}
         self.arrives: Callable[[], object] = lambda: None
 
     def refresh(self, force: bool) -> bool:
@@ -42,7 +42,7 @@ class FakeIngest:
     def streams(self, worker: Any) -> list[Any]:
         return [
             SimpleNamespace(slot=slot, rank=rank, subscriber=SimpleNamespace(reason=reason))
-            for slot, rank, reason in self.told.get(worker, [])
+            for slot, rank, reason in self.reported.get(worker, [])
         ]
 
 
@@ -65,16 +65,16 @@ def test_a_place_follows_its_streams_trust(caches: Any, ingest: FakeIngest) -> N
         (TrustReason.FULL, MapTrust.PARTIAL, "full"),
         (None, MapTrust.WHOLE, ""),
     ):
-        ingest.told = {"a": [(3, 0, reason)]}
+        ingest.reported = {"a": [(3, 0, reason)]}
         assert list(caches.places("a")) == [CachePlace(3, 0, standing, why)]
     assert caches.places("b") == []
 
 
 def test_a_slot_that_is_anothers_now_has_its_rank(caches: Any, ingest: FakeIngest) -> None:
-    ingest.told = {"a": [(3, 0, None), (4, 1, TrustReason.GAP)]}
+    ingest.reported = {"a": [(3, 0, None), (4, 1, TrustReason.GAP)]}
     assert [place.rank for place in caches.places("a")] == [0, 1]
 
-    ingest.told = {"b": [(4, 0, TrustReason.GAP)]}
+    ingest.reported = {"b": [(4, 0, TrustReason.GAP)]}
 
     assert list(caches.places("b")) == [CachePlace(4, 0, MapTrust.PARTIAL, "gap")]
 
@@ -116,19 +116,19 @@ def test_lmcache_gives_an_adapter_whatever_was_computed_of_its_tokens(ingest: An
         prompt = ExactPrompt(len(ids) + 1, keys, PromptChunks(ids), salt, adapter)
         return caches.match(prompt).get(0, Tokens())
 
-    def told(batch: CacheEvents) -> None:
+    def reported(batch: CacheEvents) -> None:
         coordinator.admit(batch)
         coordinator.apply(batch)
 
     coordinator.register(ServerRegistration("127.0.0.1", 8080, "a"))
-    told(empty)
+    reported(empty)
     assert {found(adapter, salt) for adapter in (None, "ada") for salt in ("", "ada")} == {Tokens()}
 
-    told(base)
+    reported(base)
     assert found(None, "") == found("ada", "") == Tokens(l1=320)
     assert found(None, "ada") == found("ada", "ada") == Tokens()
 
-    told(salted)
+    reported(salted)
     assert found("ada", "ada") == Tokens(l1=320)
     # What the base model holds on the GPU is of no use to the adapter.
     holder = Holder(Tier.GPU)

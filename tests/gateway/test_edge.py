@@ -52,10 +52,10 @@ class Transport(asyncio.Transport):
 
 
 class Application:
-    """Answers each request when `go_on` is set; receives its body first unless `receives` is off."""
+    """Answers each request when `may_answer` is set; receives its body first unless `receives` is off."""
 
     def __init__(self) -> None:
-        self.go_on = asyncio.Event()
+        self.may_answer = asyncio.Event()
         self.receives = True
         self.messages: list[str] = []
         self.paths: list[str] = []
@@ -67,7 +67,7 @@ class Application:
             self.messages.append(message["type"])
             if not message.get("more_body"):
                 break
-        await self.go_on.wait()
+        await self.may_answer.wait()
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
         await send({"type": "http.response.body", "body": b"ok"})
 
@@ -125,7 +125,7 @@ class Connection:
         self.protocol.wait_ended(queue)
 
     async def end(self) -> None:
-        self.application.go_on.set()
+        self.application.may_answer.set()
         self.protocol.connection_lost(None)
         await rounds()
 
@@ -153,7 +153,7 @@ async def test_the_kind_of_wait_follows_the_requests_state(connect: Any) -> None
 
     await connection.take(GET[:9])  # the next head, while the answer is pending
     assert connection.waits_for == ""
-    connection.application.go_on.set()
+    connection.application.may_answer.set()
     await rounds()
     assert connection.waits_for == "head"
     await connection.take(GET[9:])
@@ -241,7 +241,7 @@ async def test_no_time_runs_while_an_answer_is_streamed(connect: Any) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b"1", "more_body": True})
         started.set()
-        await connection.application.go_on.wait()
+        await connection.application.may_answer.wait()
         await send({"type": "http.response.body", "body": b"2"})
 
     connection.protocol.app = streaming
@@ -285,7 +285,7 @@ async def test_requests_in_line_are_read_no_faster_than_answered(connect: Any) -
     assert connection.transport.is_paused
     assert len(connection.protocol.pipeline) == 49
 
-    connection.application.go_on.set()
+    connection.application.may_answer.set()
     while len(connection.protocol.pipeline) > 1:
         assert connection.transport.is_paused
         await asyncio.sleep(0)
@@ -302,7 +302,7 @@ async def test_a_client_that_leaves_ends_all_of_its_requests(connect: Any) -> No
     await connection.take(GET * 3)
     connection.transport.is_closed = True
     connection.protocol.connection_lost(ConnectionResetError())
-    connection.application.go_on.set()
+    connection.application.may_answer.set()
 
     await rounds()  # nothing is written: the transport would raise
 
@@ -315,7 +315,7 @@ async def test_a_refusal_waits_for_the_answers_before_it(connect: Any) -> None:
     assert connection.transport.written == b""
     await connection.take(GET)  # not read any more
 
-    connection.application.go_on.set()
+    connection.application.may_answer.set()
     await rounds()
 
     answers = [part[:3] for part in connection.transport.written.split(b"HTTP/1.1 ")[1:]]
@@ -333,7 +333,7 @@ async def test_a_broken_body_is_refused_or_cut(connect: Any) -> None:
 
     answered = connect()
     answered.application.receives = False
-    answered.application.go_on.set()
+    answered.application.may_answer.set()
     await answered.take(chunked)
     await answered.take(b"zz\r\n")
     assert answered.transport.written.count(b"HTTP/1.1") == 1

@@ -56,10 +56,10 @@ async def test_calls_before_the_exchange_exists_reach_it_later(pend, ended_by) -
 
 
 async def test_ended_before_it_has_been_run_it_does_nothing(pend, ended_by) -> None:
-    begun = []
+    started = []
 
     async def prepare():
-        begun.append(True)
+        started.append(True)
 
     pending = pend(prepare)
     pending.end("client")
@@ -68,7 +68,7 @@ async def test_ended_before_it_has_been_run_it_does_nothing(pend, ended_by) -> N
         await pending.task
 
     assert pending.is_over
-    assert (begun, ended_by) == ([], ["client"])
+    assert (started, ended_by) == ([], ["client"])
 
 
 async def test_ended_while_it_waits_it_is_cancelled(pend, ended_by) -> None:

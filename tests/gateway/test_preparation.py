@@ -55,13 +55,13 @@ def fixed(model: str, body_bytes: int) -> float:
     return 30.0
 
 
-def nobody() -> AdapterIsolation:
+def no_adapters() -> AdapterIsolation:
     """A fleet without adapters."""
     return AdapterIsolation(Fleet(), enabled=True)
 
 
 async def prepared(workers: Workers) -> Any:
-    preparer = Preparer(cast(ExactTokens, workers), cast(Fleet, workers), Metrics(), nobody(), fixed)
+    preparer = Preparer(cast(ExactTokens, workers), cast(Fleet, workers), Metrics(), no_adapters(), fixed)
     return await preparer.prepare(request(), "m")
 
 
@@ -106,7 +106,7 @@ class Busy(Workers):
 
 async def test_cpu_time_of_exact_tokens_on_the_loop_is_counted_for_cached_and_computed_ones() -> None:
     workers = Busy(["http://a"])
-    preparer = Preparer(cast(ExactTokens, workers), cast(Fleet, workers), Metrics(), nobody(), fixed)
+    preparer = Preparer(cast(ExactTokens, workers), cast(Fleet, workers), Metrics(), no_adapters(), fixed)
 
     assert preparer.try_cached(request(), "m") is None
     before = preparer.cpu_s
@@ -147,17 +147,17 @@ async def test_cached_preparations_equal_awaited_ones(answer: ExactPrompts | Tok
         cast(ExactTokens, workers),
         cast(Fleet, workers),
         Metrics(),
-        nobody(),
+        no_adapters(),
         fixed,
         nothing_stored,
         lambda: False,
     )
 
-    at_once, waited = preparer.try_cached(request(), "m"), await preparer.prepare(request(), "m")
+    cached, waited = preparer.try_cached(request(), "m"), await preparer.prepare(request(), "m")
 
-    assert at_once is not None
-    assert at_once.why_not == waited.why_not
-    assert [(each.tokens, list(each.keys), each.chunks.token_ids) for each in at_once.prompts] == [
+    assert cached is not None
+    assert cached.why_not == waited.why_not
+    assert [(each.tokens, list(each.keys), each.chunks.token_ids) for each in cached.prompts] == [
         (each.tokens, list(each.keys), each.chunks.token_ids) for each in waited.prompts
     ]
 
@@ -176,7 +176,7 @@ def test_a_slow_preparation_is_never_cached(answer: ExactPrompts | None, is_prob
         cast(ExactTokens, workers),
         cast(Fleet, workers),
         Metrics(),
-        nobody(),
+        no_adapters(),
         fixed,
         nothing_stored,
         lambda: is_probing,
@@ -192,7 +192,9 @@ async def test_the_deadline_is_that_of_the_model_and_the_body_and_both_workers_s
         asked.append((model, body_bytes))
         return 30.0
 
-    preparer = Preparer(cast(ExactTokens, workers), cast(Fleet, workers), Metrics(), nobody(), deadline_s)
+    preparer = Preparer(
+        cast(ExactTokens, workers), cast(Fleet, workers), Metrics(), no_adapters(), deadline_s
+    )
     await preparer.prepare(request(), "m")
 
     assert asked == [("m", len(request().body))]
@@ -207,9 +209,9 @@ async def test_exact_and_approximate_prompts_are_counted_so_that_their_share_is_
     good, late = Workers(["http://a"]), Workers(["http://a"], dead={"http://a"}, why=TokensReason.LATE)
 
     for workers in (good, good, good, late):
-        await Preparer(cast(ExactTokens, workers), cast(Fleet, workers), metrics, nobody(), fixed).prepare(
-            request(), "m"
-        )
+        await Preparer(
+            cast(ExactTokens, workers), cast(Fleet, workers), metrics, no_adapters(), fixed
+        ).prepare(request(), "m")
 
     page = generate_latest(metrics.registry).decode()
     assert 'kvroute_exact_prompts_total{model="m"} 3.0' in page
@@ -222,7 +224,7 @@ async def test_a_high_share_of_late_prompts_is_logged_once_and_so_is_its_end(
 ) -> None:
     caplog.set_level("INFO")
     workers = Workers(["http://a"], why=TokensReason.LATE)
-    preparer = Preparer(cast(ExactTokens, workers), cast(Fleet, workers), Metrics(), nobody(), fixed)
+    preparer = Preparer(cast(ExactTokens, workers), cast(Fleet, workers), Metrics(), no_adapters(), fixed)
 
     for late in (10, 10, 0, 0):
         for number in range(WINDOW):
@@ -237,7 +239,7 @@ async def test_prompts_that_never_have_exact_tokens_are_not_called_late(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     workers = Workers(["http://a"], dead={"http://a"}, why=TokensReason.MEDIA)
-    preparer = Preparer(cast(ExactTokens, workers), cast(Fleet, workers), Metrics(), nobody(), fixed)
+    preparer = Preparer(cast(ExactTokens, workers), cast(Fleet, workers), Metrics(), no_adapters(), fixed)
 
     for _ in range(WINDOW):
         await preparer.prepare(request(), "m")

@@ -7,9 +7,9 @@ def windows(share: LateShare, model: str, *late: int) -> list[tuple[bool, int] |
     """The report at the end of each window with this number of late prompts."""
     found = []
     for count in late:
-        said = [share.count(model, is_late=number < count) for number in range(WINDOW)]
-        assert said[:-1] == [None] * (WINDOW - 1)
-        found.append(said[-1])
+        reports = [share.count(model, is_late=number < count) for number in range(WINDOW)]
+        assert reports[:-1] == [None] * (WINDOW - 1)
+        found.append(reports[-1])
     return found
 
 

@@ -217,8 +217,8 @@ def test_a_line_that_starts_to_vary_joins_the_shape() -> None:
 def test_the_connection_header_never_counts_as_varying() -> None:
     requests = fresh()
     for number in range(60):
-        spelling = b"Keep-Alive" if number % 2 else b"keep-alive"
-        request = requests.read(head(b"connection: " + spelling, b"content-length: 2"))
+        value = b"Keep-Alive" if number % 2 else b"keep-alive"
+        request = requests.read(head(b"connection: " + value, b"content-length: 2"))
         assert request is not None
         assert request.shape is None
 

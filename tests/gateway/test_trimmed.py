@@ -139,11 +139,11 @@ async def test_a_head_and_the_first_of_its_body_are_one_write() -> None:
 
 
 async def test_a_head_whose_body_comes_later_is_not_kept_back() -> None:
-    go_on = asyncio.Event()
+    may_answer = asyncio.Event()
 
     async def application(_scope: Any, _receive: Any, send: Any) -> None:
         await send(start((b"content-length", b"2")))
-        await go_on.wait()
+        await may_answer.wait()
         await send(body(b"12"))
 
     protocol = connected(application)
@@ -151,7 +151,7 @@ async def test_a_head_whose_body_comes_later_is_not_kept_back() -> None:
     await rounds()
     assert protocol.transport.written == b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n"
 
-    go_on.set()
+    may_answer.set()
     await rounds()
 
     assert protocol.transport.written.endswith(b"\r\n\r\n12")
@@ -266,13 +266,13 @@ async def test_a_receive_that_is_cancelled_waits_no_more() -> None:
 
 
 async def test_a_disconnect_is_signalled_and_received() -> None:
-    told: list[str] = []
+    signalled: list[str] = []
     received: list[Any] = []
 
     async def application(scope: Any, receive: Any, _send: Any) -> None:
         signal = disconnect_signal_of(scope)
         assert signal is not None
-        signal.subscribe(told.append)
+        signal.subscribe(signalled.append)
         received.append(await receive())
         received.append(await receive())
 
@@ -280,7 +280,7 @@ async def test_a_disconnect_is_signalled_and_received() -> None:
     protocol.data_received(GET)
     await rounds()
     protocol.connection_lost(None)
-    assert told == ["client"]
+    assert signalled == ["client"]
 
     await rounds()
 
@@ -288,29 +288,29 @@ async def test_a_disconnect_is_signalled_and_received() -> None:
 
 
 async def test_receive_after_a_disconnect_returns_immediately() -> None:
-    told: list[str] = []
+    signalled: list[str] = []
 
     async def application(scope: Any, _receive: Any, _send: Any) -> None:
         await asyncio.sleep(0)
         signal = disconnect_signal_of(scope)
         assert signal is not None
-        signal.subscribe(told.append)
+        signal.subscribe(signalled.append)
 
     protocol = connected(application)
     protocol.data_received(GET)
     protocol.connection_lost(None)
     await rounds()
 
-    assert told == ["client"]
+    assert signalled == ["client"]
 
 
 async def test_a_client_that_leaves_after_its_answer_is_nobodys_matter() -> None:
-    told: list[str] = []
+    signalled: list[str] = []
 
     async def application(scope: Any, _receive: Any, send: Any) -> None:
         signal = disconnect_signal_of(scope)
         assert signal is not None
-        signal.subscribe(told.append)
+        signal.subscribe(signalled.append)
         await send(start(JSON))
         await send(body(b"12"))
 
@@ -319,7 +319,7 @@ async def test_a_client_that_leaves_after_its_answer_is_nobodys_matter() -> None
     await rounds()
     protocol.connection_lost(None)
 
-    assert told == []
+    assert signalled == []
 
 
 async def test_a_client_that_expects_100_continue_gets_it() -> None:

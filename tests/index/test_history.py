@@ -55,14 +55,14 @@ def test_a_match_result_does_not_change_later(history, sent, chain) -> None:
     sent(B, chain("abcx"))
     prompts = [chain(name) for name in ("abcdef", "abcx", "abc", "abcde", "abz")]
     given = [history.match(prompt) for prompt in prompts]
-    told = [dict(held) for held in given]
+    copies = [dict(held) for held in given]
 
     sent(A, chain("abcdefgh"))
     sent(B, chain("abcdex"))
     history.set_capacity(A, 2)
     history.forget(B)
 
-    assert given == told
+    assert given == copies
     assert [history.match(prompt) for prompt in prompts] == [{A: 2}] * 5
 
 

@@ -72,14 +72,14 @@ class InFlightAgainstLists(RuleBasedStateMachine):
             if shared := common(keys, others):
                 expected[slot] = max(shared, expected.get(slot, 0))
 
-        found, goes_on = self.in_flight.match(keys)
+        found, continues = self.in_flight.match(keys)
 
         assert found == expected
-        assert goes_on or not any(
+        assert continues or not any(
             others and len(keys) > len(others) == common(keys, others) for _, others in self.ended
         )
         if not self.in_flight.ended:
-            assert not goes_on
+            assert not continues
 
     @invariant()
     def keeps_only_what_is_in_flight(self) -> None:

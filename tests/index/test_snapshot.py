@@ -52,9 +52,9 @@ def test_blocks_come_back(names: list[int | bytes], keys: list[BlockKey], tier: 
 
     assert (first, second, others) == (A, B, [])
     assert [frame.kind for frame in frames] == [FrameKind.RUNS, FrameKind.BLOCKS, FrameKind.COPIES]
-    told, blocks, copies = map(decode, frames)
-    assert isinstance(told, Runs)
-    assert [list(run) for run in told.runs] == runs
+    head, blocks, copies = map(decode, frames)
+    assert isinstance(head, Runs)
+    assert [list(run) for run in head.runs] == runs
     assert isinstance(blocks, Blocks)
     assert (list(blocks.hashes), list(blocks.keys), blocks.stride, blocks.tier) == (names, keys, 4, tier)
     assert copies == Copies(tier, names, [2] * len(names))

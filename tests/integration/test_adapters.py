@@ -106,8 +106,8 @@ async def test_an_adapters_body_that_cannot_be_read_is_refused_counted_and_logge
             assert answer.json()["error"]["code"] == "adapter_not_isolated"
         rejected = running.metric("kvroute_requests_rejected_total", code="adapter_not_isolated")
         assert rejected == 2
-    told = [record for record in caplog.records if "LoRA adapter was refused" in record.getMessage()]
-    assert len(told) == 1
+    warnings = [record for record in caplog.records if "LoRA adapter was refused" in record.getMessage()]
+    assert len(warnings) == 1
     assert await received(sim) == []
 
 

@@ -250,7 +250,7 @@ async def test_workers_are_added_drained_and_removed(run_gateway, two):
         back = await gateway.client.delete("/admin/workers/late/drain")
         one = await gateway.client.get("/admin/workers/late")
         removed = await gateway.client.delete("/admin/workers/late")
-        gone = await gateway.client.get("/admin/workers/late")
+        after_removal = await gateway.client.get("/admin/workers/late")
         wrong = await gateway.client.post("/admin/workers", json={"url": "not a url"})
         unknown = await gateway.client.post("/admin/workers", json={"url": second, "colour": "red"})
 
@@ -260,7 +260,7 @@ async def test_workers_are_added_drained_and_removed(run_gateway, two):
         assert back.json()["state"] == "healthy"
         assert one.json()["capacity_tokens"] == 1_200_000
         assert removed.json()["removed"] == "late"
-        assert gone.status_code == 404
+        assert after_removal.status_code == 404
         assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "url")
         assert (unknown.status_code, unknown.json()["error"]["param"]) == (400, "colour")
 

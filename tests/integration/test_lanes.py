@@ -176,7 +176,7 @@ async def both(run_gateway, url, **server):
         yield fast, complete
 
 
-async def said(gateway, segments: list[bytes]) -> bytes:
+async def answers_to(gateway, segments: list[bytes]) -> bytes:
     """Everything that the gateway answers to these segments, until it closes."""
     host, port = gateway.url.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
@@ -200,9 +200,9 @@ async def test_framing_of_requests(run_gateway, raw_worker):
     async with both(run_gateway, raw_worker.url) as (fast, complete):
         for name, segments in CASES.items():
             raw_worker.requests.clear()
-            one = await said(fast, segments), tuple(raw_worker.requests)
+            one = await answers_to(fast, segments), tuple(raw_worker.requests)
             raw_worker.requests.clear()
-            other = await said(complete, segments), tuple(raw_worker.requests)
+            other = await answers_to(complete, segments), tuple(raw_worker.requests)
             seen = [re.sub(rb"(x-request-id: )[0-9a-f]{32}", rb"\1made", sent) for sent in one[1]]
             same = [re.sub(rb"(x-request-id: )[0-9a-f]{32}", rb"\1made", sent) for sent in other[1]]
             answered += b"HTTP/1.1 200" in one[0]
@@ -221,7 +221,7 @@ async def test_framing_of_answers(run_gateway, raw_worker):
         for closes, answers in ((False, ANSWERS), (True, CUT)):
             for name, answer in answers.items():
                 raw_worker.answer, raw_worker.closes_after_answer = answer, closes
-                one, other = await said(fast, [PLAIN, LAST]), await said(complete, [PLAIN, LAST])
+                one, other = await answers_to(fast, [PLAIN, LAST]), await answers_to(complete, [PLAIN, LAST])
                 if one != other or not one:
                     different[name] = one, other
 
@@ -237,7 +237,7 @@ async def test_keys(run_gateway, raw_worker):
         [post(length(), b"x-api-key: sesame"), LAST],
     ]
     async with both(run_gateway, raw_worker.url, api_keys=["sesame"]) as (fast, complete):
-        answers = [(await said(fast, case), await said(complete, case)) for case in cases]
+        answers = [(await answers_to(fast, case), await answers_to(complete, case)) for case in cases]
 
     assert [one == other for one, other in answers] == [True] * 5
     assert [one.split(b" ", 2)[1] for one, _ in answers] == [b"401", b"401", b"200", b"200", b"200"]
@@ -255,7 +255,7 @@ async def test_both_lanes_count_the_same_metrics(run_gateway, raw_worker):
                 CASES["an unknown model"],
                 CASES["three in one segment"],
             ):
-                await said(gateway, segments)
+                await answers_to(gateway, segments)
             await gateway.until(lambda gateway=gateway: gateway.metric("kvroute_requests_total") == 6)
 
         def counted(gateway):
@@ -287,8 +287,8 @@ async def test_plain_requests_do_not_pass_through_asgi(run_gateway, raw_worker, 
                 assert (await reader.readuntil(b"{}")).startswith(b"HTTP/1.1 200 OK")
         writer.close()
         assert calls == []
-        await said(fast, CASES["chunked"])
-        await said(complete, CASES["plain"])
+        await answers_to(fast, CASES["chunked"])
+        await answers_to(complete, CASES["plain"])
 
     assert len(calls) == 2
 

@@ -87,8 +87,8 @@ def body(content: str, **fields: Any) -> dict[str, Any]:
 async def explain(client: httpx.AsyncClient, content: str) -> dict[str, Any]:
     answer = await client.post("/v1/route/explain", json=body(content))
     assert answer.status_code == 200, answer.text
-    told: dict[str, Any] = answer.json()
-    return told
+    explained: dict[str, Any] = answer.json()
+    return explained
 
 
 async def counted(client: httpx.AsyncClient, name: str) -> float:
@@ -165,13 +165,13 @@ async def test_one_process_knows_the_prompts_that_another_sent(sims):
         sent = await chat(one, prompt(1))
 
         async def is_known() -> dict[str, Any] | None:
-            told = await explain(other, prompt(1))
-            return told if told["ranking"][0]["matched_tokens"] else None
+            explained = await explain(other, prompt(1))
+            return explained if explained["ranking"][0]["matched_tokens"] else None
 
-        told = await until(is_known, within_s=DEADLINE_S)
+        explained = await until(is_known, within_s=DEADLINE_S)
         followed = await chat(other, prompt(1))
 
-        assert told["worker"] == sent.headers["x-kvroute-worker"]
+        assert explained["worker"] == sent.headers["x-kvroute-worker"]
         assert process_of(followed) != process_of(sent)
         assert followed.headers["x-kvroute-reason"] == "prefix_hit"
         assert followed.headers["x-kvroute-worker"] == sent.headers["x-kvroute-worker"]
@@ -235,10 +235,10 @@ async def test_load_admin_and_metrics_are_those_of_both(slow_sims):
         await until(is_back, within_s=DEADLINE_S)
         await other.delete("/admin/workers/w1")
 
-        async def is_gone() -> bool:
+        async def is_removed() -> bool:
             return await state(one, "w1") is None
 
-        await until(is_gone, within_s=DEADLINE_S)
+        await until(is_removed, within_s=DEADLINE_S)
 
 
 async def test_a_killed_process_ends_its_own_streams_only_and_its_successor_is_synced(slow_sims):
@@ -249,7 +249,7 @@ async def test_a_killed_process_ends_its_own_streams_only_and_its_successor_is_s
         before = await counted(running.clients[1], "kvroute_requests_total")
         first = running.pids()
 
-        async def stream(client: httpx.AsyncClient, begun: asyncio.Event) -> bool:
+        async def stream(client: httpx.AsyncClient, started: asyncio.Event) -> bool:
             """Whether it came to its end."""
             received = b""
             try:
@@ -258,17 +258,17 @@ async def test_a_killed_process_ends_its_own_streams_only_and_its_successor_is_s
                 ) as answer:
                     async for chunk in answer.aiter_raw():
                         received += chunk
-                        begun.set()
+                        started.set()
             except httpx.TransportError:
                 return False
             return received.endswith(b"data: [DONE]\n\n")
 
-        begun = [asyncio.Event(), asyncio.Event()]
+        started = [asyncio.Event(), asyncio.Event()]
         streams = [
             asyncio.create_task(stream(client, event))
-            for client, event in zip(running.clients, begun, strict=True)
+            for client, event in zip(running.clients, started, strict=True)
         ]
-        for event in begun:
+        for event in started:
             await event.wait()
         os.kill(first[0], signal.SIGKILL)
         outcomes = await asyncio.gather(*streams)
@@ -285,9 +285,9 @@ async def test_a_killed_process_ends_its_own_streams_only_and_its_successor_is_s
         assert running.pids()[0] != first[0]
         assert running.pids()[1] == first[1]
         for client in running.clients:
-            told = await explain(client, prompt(1))
-            assert told["ranking"][0]["matched_tokens"] > PROMPT_TOKENS
-            assert told["filtered"] == [{"worker": drained, "filter": "draining"}]
+            explained = await explain(client, prompt(1))
+            assert explained["ranking"][0]["matched_tokens"] > PROMPT_TOKENS
+            assert explained["filtered"] == [{"worker": drained, "filter": "draining"}]
             assert await counted(client, "kvroute_requests_total") > before
             assert await counted(client, "kvroute_process_restarts_total") == 1
             assert await counted(client, "kvroute_process_link_breaks_total") == 1
@@ -296,22 +296,22 @@ async def test_a_killed_process_ends_its_own_streams_only_and_its_successor_is_s
 async def test_sigterm_lets_both_finish_and_nothing_is_left(slow_sims):
     async with processes([sim.url for sim in slow_sims]) as running:
 
-        async def stream(client: httpx.AsyncClient, begun: asyncio.Event) -> bytes:
+        async def stream(client: httpx.AsyncClient, started: asyncio.Event) -> bytes:
             received = b""
             async with client.stream(
                 "POST", "/v1/chat/completions", json=body("Go on.", **LONG_ANSWER)
             ) as answer:
                 async for chunk in answer.aiter_raw():
                     received += chunk
-                    begun.set()
+                    started.set()
             return received
 
-        begun = [asyncio.Event(), asyncio.Event()]
+        started = [asyncio.Event(), asyncio.Event()]
         streams = [
             asyncio.create_task(stream(client, event))
-            for client, event in zip(running.clients, begun, strict=True)
+            for client, event in zip(running.clients, started, strict=True)
         ]
-        for event in begun:
+        for event in started:
             await event.wait()
         running.parent.terminate()
 
@@ -327,10 +327,10 @@ async def test_processes_end_with_a_killed_parent(sims):
         running.parent.kill()
         await running.parent.wait()
 
-        async def are_gone() -> bool:
+        async def have_ended() -> bool:
             return not any(Path(f"/proc/{pid}").exists() for pid in running.pids())
 
-        await until(are_gone, within_s=DEADLINE_S)
+        await until(have_ended, within_s=DEADLINE_S)
         assert list(running.folder.iterdir()) == []
 
 
@@ -365,11 +365,11 @@ async def test_events_of_the_workers_reach_the_process_that_does_not_follow_them
         for client in running.clients:
             assert await until_mapped(client, prompt(1)) == sent.headers["x-kvroute-worker"]
 
-        async def are_level() -> bool:
-            told = [(await client.get("/admin/index")).json()["caches"] for client in running.clients]
-            return bool(told[0]["held_blocks"] == told[1]["held_blocks"] > PROMPT_TOKENS // 16)
+        async def are_synced() -> bool:
+            explained = [(await client.get("/admin/index")).json()["caches"] for client in running.clients]
+            return bool(explained[0]["held_blocks"] == explained[1]["held_blocks"] > PROMPT_TOKENS // 16)
 
-        await until(are_level, within_s=DEADLINE_S)
+        await until(are_synced, within_s=DEADLINE_S)
 
 
 async def test_the_process_that_follows_events_can_be_replaced(sims):
@@ -405,8 +405,8 @@ async def test_an_address_in_use_is_reported_and_no_process_starts():
             *("--port", str(port)),
             stderr=asyncio.subprocess.PIPE,
         )
-        _, said = await process.communicate()
+        _, errors = await process.communicate()
 
     assert process.returncode == 2
-    assert b"server.port" in said
-    assert b"Traceback" not in said
+    assert b"server.port" in errors
+    assert b"Traceback" not in errors

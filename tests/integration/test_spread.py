@@ -95,13 +95,13 @@ async def test_concurrent_chats_return_to_their_workers_and_load_all_alike(run_f
     async with run_fleet(4, slow) as (gateway, sims):
 
         async def talk(number: int) -> list[str]:
-            said, workers = [words(rng, prompt_tokens)], []
+            texts, workers = [words(rng, prompt_tokens)], []
             for turn in range(6):
-                said.append(f"Question {turn} of chat {number}: {rng.getrandbits(99):x}")
-                body = chat(*said, max_tokens=10)
+                texts.append(f"Question {turn} of chat {number}: {rng.getrandbits(99):x}")
+                body = chat(*texts, max_tokens=10)
                 answer = await gateway.client.post("/v1/chat/completions", json=body)
                 assert answer.status_code == 200, answer.text
-                said.append(answer.json()["choices"][0]["message"]["content"])
+                texts.append(answer.json()["choices"][0]["message"]["content"])
                 workers.append(answer.headers["x-kvroute-worker"])
             return workers
 

@@ -24,7 +24,7 @@ def bodies(**changed):
     return SeenBodies(**{"seed": 3, "cut_bytes": 2048, "min_bytes": 512, "block_bytes": 128} | changed)
 
 
-def said(count, begin=0):
+def chat_of(count, begin=0):
     roles = "user", "assistant"
     return [
         {"role": roles[n % 2], "content": f"{n} " + "".join(random.Random(n).choices('abc \n"é', k=700))}
@@ -79,7 +79,7 @@ def read_by(read, body, places=()):
 def test_cached_turns_of_a_chat_are_read_like_new_ones(compact, first, last):
     seen, were_seen = bodies(), []
     for turn in range(2, 20):
-        body = dumped(said(turn), compact=compact, first=first, **last)
+        body = dumped(chat_of(turn), compact=compact, first=first, **last)
         read, was_seen = read_by(seen.read, body, [0, 5, -1])
         were_seen.append(was_seen)
 
@@ -178,7 +178,7 @@ def edited(chat, first, last, edits, *, compact):
 )
 def test_earlier_bodies_do_not_change_the_result(count, odd, first, last, edits, places, compact):
     seen = bodies(cut_bytes=2048)
-    for body in edited([*said(count), *odd, *said(3, 50)], first, last, edits, compact=compact):
+    for body in edited([*chat_of(count), *odd, *chat_of(3, 50)], first, last, edits, compact=compact):
         expected, _ = read_by(parse_request, body, places)
         for _ in range(3):
             assert read_by(seen.read, body, places)[0] == expected
@@ -188,14 +188,14 @@ def test_an_array_behind_the_messages_is_not_taken_for_them():
     other = [{"role": "user", "content": "z" * 400}] * 9
     seen = bodies()
     for turn in range(3, 9):
-        body = dumped(said(1), other=other[:turn], model="m")
+        body = dumped(chat_of(1), other=other[:turn], model="m")
         for _ in range(3):
             assert read_by(seen.read, body) == (read_by(parse_request, body)[0], False)
 
 
 def test_messages_that_come_again_are_those_that_count():
     seen = bodies()
-    whole = dumped(said(9))
+    whole = dumped(chat_of(9))
     again = whole[:-1] + b', "\\u006dessages": [{"role": "user", "content": "other"}]}'
     for _ in range(3):
         read_by(seen.read, whole)
@@ -207,7 +207,7 @@ def test_messages_that_come_again_are_those_that_count():
 def test_of_one_beginning_with_other_tools_nothing_is_taken():
     seen = bodies()
     for tools in ([], [{"type": "function"}]) * 3:
-        body = dumped(said(9), tools=tools)
+        body = dumped(chat_of(9), tools=tools)
 
         assert read_by(seen.read, body)[0] == read_by(parse_request, body)[0]
 
@@ -215,7 +215,7 @@ def test_of_one_beginning_with_other_tools_nothing_is_taken():
 def test_a_chat_whose_tools_change_is_read_from_its_start():
     seen, were_seen = bodies(), []
     for turn in range(3, 20):
-        body = dumped(said(turn), tools=[{"type": "function", "n": turn // 8}])
+        body = dumped(chat_of(turn), tools=[{"type": "function", "n": turn // 8}])
         read, was_seen = read_by(seen.read, body)
         were_seen.append(was_seen)
 
@@ -234,7 +234,7 @@ def test_chats_that_part_have_keys_of_their_own():
 
     for count in (24, 24, 24, 30, 30, 30, 40, 40, 40, 40):
         for begin in (100, 200, 300):
-            chat = [*said(20), *said(count - 20, begin)]
+            chat = [*chat_of(20), *chat_of(count - 20, begin)]
             places = rng.sample(range(0, 510, 6), 30)
 
             assert keys(seen.read, chat, places) == keys(parse_request, chat, places)
@@ -242,7 +242,7 @@ def test_chats_that_part_have_keys_of_their_own():
 
 def test_keys_of_models_and_salts_stay_apart():
     seen, estimator = bodies(), TokenEstimator()
-    body = dumped(said(9))
+    body = dumped(chat_of(9))
     for space in [CacheSpace("m"), CacheSpace("n"), CacheSpace("m", "s")] * 3:
         (prompt,) = prompts_of(seen.read(CHAT, body))
 
@@ -254,7 +254,7 @@ def test_the_cache_is_bounded():
     seen = bodies(max_bytes=30_000, max_blocks=300)
     for number in range(30):
         for turn in range(7, 11):
-            seen.read(CHAT, dumped([{"role": "system", "content": str(number)}, *said(turn)]))
+            seen.read(CHAT, dumped([{"role": "system", "content": str(number)}, *chat_of(turn)]))
 
             assert seen.kept_bytes <= 30_000
             assert len(seen) <= 300
@@ -264,7 +264,7 @@ def test_the_cache_is_bounded():
 def test_a_prefix_is_continued_although_its_own_prefix_was_evicted():
     seen, were_seen = bodies(max_blocks=20), []
     for turn in range(3, 25):
-        body = dumped(said(turn))
+        body = dumped(chat_of(turn))
         read, was_seen = read_by(seen.read, body)
         were_seen.append(was_seen)
 
@@ -273,7 +273,7 @@ def test_a_prefix_is_continued_although_its_own_prefix_was_evicted():
 
 
 def test_a_body_that_is_nested_as_deeply_as_can_be_fails_nowhere():
-    seen, turns = bodies(), [said(7), said(8), said(9)]
+    seen, turns = bodies(), [chat_of(7), chat_of(8), chat_of(9)]
     for number, messages in enumerate(turns):
         nested = b', "content": ' + b"[" * 600 + b"]" * 600 if number == 2 else b""
         body = dumped(messages)[:-3] + nested + b"}]}"
@@ -292,7 +292,7 @@ def test_a_body_that_is_nested_as_deeply_as_can_be_fails_nowhere():
 
 def test_of_a_small_body_or_one_that_fills_no_cache_nothing_is_remembered():
     seen = bodies(min_bytes=100_000)
-    body = dumped(said(9))
+    body = dumped(chat_of(9))
     seen.read(CHAT, body)
     bodies_of_counts = bodies()
     bodies_of_counts.read(ENDPOINTS["/tokenize"], body)

@@ -143,8 +143,8 @@ def test_round_robin_continues_across_processes(clock):
 
 def test_a_lost_process_releases_its_load_and_restores_it_when_it_returns(clock):
     one, other = Gateway("prefixaware", clock), Gateway("prefixaware", clock)
-    begun, _ = one.send("begun " * 100)
-    begun.first_token(clock.now())
+    running, _ = one.send("begun " * 100)
+    running.first_token(clock.now())
     one.send("waits " * 100)
     ended, _ = one.send("ended " * 100)
     ended.finish(clock.now())

@@ -93,7 +93,7 @@ def test_workers_that_come_and_go_do_not_pile_up(audit) -> None:
             audit.reported(prediction(160, worker=f"pod-{number}"), 0)
         audit.forget(f"pod-{number}")
 
-    told = audit.describe()
-    assert told["latest"] == []
-    assert len(told["predictions"]) == len(told["demotions"]) == 4096
-    assert told["demotions"]["pod-4999"] == 1
+    described = audit.describe()
+    assert described["latest"] == []
+    assert len(described["predictions"]) == len(described["demotions"]) == 4096
+    assert described["demotions"]["pod-4999"] == 1

@@ -228,10 +228,10 @@ def test_a_ranking_keeps_the_figures_of_its_moment(make_worker, query) -> None:
     workers = [make_worker(index) for index in range(3)]
     model = CostModel(RadixHistory(100))
     before, later = model.rank(query(), workers), model.rank(query(), workers)
-    told = list(before)
+    copied = list(before)
 
     for worker in workers:
         worker.load.reserve(0.0, 1.0, 1000)
 
-    assert list(later) == told
-    assert list(model.rank(query(), workers)) != told
+    assert list(later) == copied
+    assert list(model.rank(query(), workers)) != copied

@@ -27,11 +27,11 @@ class FakeMap:
         self.held: dict[int, Tokens] = {}
         self.trusts: dict[int, MapTrust] = {}
         self.slots: dict[int, list[int]] = {}
-        self.looks: list[bool] = []
+        self.refreshes: list[bool] = []
         self.is_read = True
 
     def refresh(self, force):
-        self.looks.append(force)
+        self.refreshes.append(force)
         return force or self.is_read
 
     def places(self, worker):
@@ -168,7 +168,7 @@ def test_waiting_events_are_applied_before_a_decision(strategy, caches, view) ->
     strategy.rank(asked(), view)
     strategy.rank(asked(inexact="late"), view)
 
-    assert caches.looks == [False]
+    assert caches.refreshes == [False]
 
 
 def test_a_finished_prompt_counts_until_events_have_been_read(strategy, caches, in_flight, view) -> None:
@@ -187,11 +187,11 @@ def test_the_next_turn_is_decided_with_all_events_of_the_last(strategy, caches, 
     keys = query.exact[0].keys
     in_flight.acquire(B, keys[: len(keys) // 2]).release()
     caches.is_read = False
-    caches.match = lambda prompt: {B: Tokens(gpu=800)} if caches.looks[-1] else {}
+    caches.match = lambda prompt: {B: Tokens(gpu=800)} if caches.refreshes[-1] else {}
 
     decision = strategy.rank(query, view)
 
-    assert caches.looks == [False, True]
+    assert caches.refreshes == [False, True]
     assert candidate_of(decision, B).held.tokens.gpu == 800
 
 

@@ -92,8 +92,8 @@ def test_the_router_resizes_a_part_as_after_every_prompt(
     """It leaves out what would change nothing. And its dispatches load a worker as plain reservations do."""
     rng, own = random.Random(seed), RadixHistory(7)
     router, other = Router(RoutingOptions(), own), type(worker.load)()
-    for told in (sizes.resize, router.worker_joined):
-        told(worker)
+    for call in (sizes.resize, router.worker_joined):
+        call(worker)
     now, running = 0.0, []
     for _ in range(60):
         now += rng.choice((0.0, 0.01, 0.3))

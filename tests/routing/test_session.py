@@ -72,13 +72,13 @@ def test_sessions_spread_over_the_workers(strategy, view, route) -> None:
 
 def test_when_a_worker_leaves_only_its_sessions_move(strategy, workers, view, make_view, route) -> None:
     before = {session: route(strategy, view, session)[0] for session in SESSIONS}
-    gone = workers[2]
+    removed = workers[2]
 
-    rest = make_view(*(worker for worker in workers if worker is not gone), version=2)
+    rest = make_view(*(worker for worker in workers if worker is not removed), version=2)
     after = {session: route(strategy, rest, session)[0] for session in SESSIONS}
 
     moved = {session for session in SESSIONS if before[session] is not after[session]}
-    assert moved == {session for session in SESSIONS if before[session] is gone}
+    assert moved == {session for session in SESSIONS if before[session] is removed}
     assert len({after[session].id for session in moved}) > 1, "they share the load of the lost worker"
 
 

@@ -52,11 +52,11 @@ async def start(memory_name: str) -> AsyncIterator[Start]:
     async def start_daemon(*flags: str, memory: str = memory_name) -> Daemon:
         process = await launch("--shared-memory-name", memory, *flags)
         assert process.stdout is not None
-        said = ""
-        while not (match := re.search(r"ready at (\S+)", said)):
+        printed = ""
+        while not (match := re.search(r"ready at (\S+)", printed)):
             line = await process.stdout.readline()
-            assert line, said
-            said += line.decode()
+            assert line, printed
+            printed += line.decode()
         daemon = Daemon(process, match[1], memory)
         started.append(daemon)
         return daemon
@@ -147,7 +147,7 @@ async def test_a_large_object_goes_through_uvloop(start: Start) -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "says"),
+    ("flags", "message"),
     [
         (["--peer", "localhost"], "--peer: 'localhost' is not the address of a daemon"),
         (["--peers-dns", "http://x"], "--peers-dns: 'http://x' is not NAME:PORT"),
@@ -160,11 +160,11 @@ async def test_a_large_object_goes_through_uvloop(start: Start) -> None:
         (["--port", "70000"], "--port: Input should be less than or equal to 65535"),
     ],
 )
-def test_wrong_flags_are_usage_errors_that_name_the_flag(flags: list[str], says: str) -> None:
+def test_wrong_flags_are_usage_errors_that_name_the_flag(flags: list[str], message: str) -> None:
     result = CliRunner().invoke(main, ["tierd", *flags])
 
     assert result.exit_code == 2
-    assert says in result.output
+    assert message in result.output
 
 
 def test_a_key_file_must_hold_a_key(tmp_path: Path) -> None:
@@ -189,21 +189,21 @@ def test_a_key_file_must_be_text(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "says"),
+    ("flags", "message"),
     [
         (["--host", "203.0.113.1"], "cannot listen on 203.0.113.1"),
         (["--size-gb", "1e6"], "do not fit"),
     ],
 )
 async def test_a_failed_start_gives_a_reason_and_leaves_no_memory(
-    memory_name: str, flags: list[str], says: str
+    memory_name: str, flags: list[str], message: str
 ) -> None:
     process = await launch("--shared-memory-name", memory_name, *flags)
 
     output, _ = await process.communicate()
 
     assert process.returncode == 1
-    assert says in output.decode()
+    assert message in output.decode()
     assert "Traceback" not in output.decode()
     path = FOLDER / memory_name
     assert not path.exists() or path.stat().st_blocks == 0

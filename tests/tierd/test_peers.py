@@ -110,15 +110,15 @@ async def test_the_addresses_of_a_name_are_peers(start_node: StartNode) -> None:
 
 
 async def test_a_peer_that_left_costs_only_its_entries(start_node: StartNode) -> None:
-    gone = f"http://127.0.0.1:{free_port()}"
+    absent = f"http://127.0.0.1:{free_port()}"
     far = await start_node()
-    near = await start_node(peers={"urls": [gone, far.url], "rest_s": 1000})
+    near = await start_node(peers={"urls": [absent, far.url], "rest_s": 1000})
     await far.client.put("k", DATA)
 
     assert await near.client.get("k", wait_ms=10_000) == DATA
     assert await near.client.get("none", wait_ms=10_000) is None
     assert await near.client.get("nothing", wait_ms=10_000) is None
-    assert near.running.store.counts.peer_questions[gone, "failed"] == 1
+    assert near.running.store.counts.peer_questions[absent, "failed"] == 1
 
 
 async def test_a_silent_peer_does_not_delay_the_others(start_node: StartNode, silent: str) -> None:

@@ -346,9 +346,9 @@ async def test_a_wrong_call_is_answered_and_the_connection_lives(
 ) -> None:
     await raw.send(head + body)
 
-    answered, told = await raw.answer()
+    answered, answer_body = await raw.answer()
 
-    assert (answered, json.loads(told)["error"]["param"]) == (status, param)
+    assert (answered, json.loads(answer_body)["error"]["param"]) == (status, param)
     await raw.send(b"HEAD /health HTTP/1.1\r\n\r\n")
     assert (await raw.reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
 

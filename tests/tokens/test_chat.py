@@ -78,13 +78,13 @@ def test_tools_show_known_fields_in_the_engines_order(rendered: Render) -> None:
 
 
 def test_a_tools_answer_in_parts_becomes_a_string(rendered: Render) -> None:
-    told = {
+    reasons = {
         "role": "tool",
         "tool_call_id": "c1",
         "content": [{"type": "text", "text": "4"}, {"type": "text", "text": "5"}],
     }
 
-    assert "tool\n4\n5<|end|>" in rendered("trim", messages=[USER, told])
+    assert "tool\n4\n5<|end|>" in rendered("trim", messages=[USER, reasons])
 
 
 def test_developer_messages_become_one_system_message_in_front(rendered: Render) -> None:

@@ -121,9 +121,9 @@ def seen_bodies() -> SeenBodies:
     return SeenBodies(seed=3, cut_bytes=256, min_bytes=64, block_bytes=32)
 
 
-def outcome(tokenizer: LocalTokenizer, asked: InferenceRequest, *, at_once: bool = False) -> Any:
+def outcome(tokenizer: LocalTokenizer, asked: InferenceRequest, *, synchronous: bool = False) -> Any:
     try:
-        return (tokenizer.prompts_if_quick if at_once else tokenizer.prompts)(asked)
+        return (tokenizer.prompts_if_quick if synchronous else tokenizer.prompts)(asked)
     except Inexact as error:
         return error.reason
 
@@ -169,7 +169,7 @@ def test_ids_are_the_same_with_and_without_memory(files: Any, template: str, ste
         expected = outcome(bare, asked)
         for number, tokenizer in enumerate(remembering):
             asked = bodies.read(CHAT, asked.body) if number == 2 else asked
-            assert outcome(tokenizer, asked, at_once=number == 1) == expected
+            assert outcome(tokenizer, asked, synchronous=number == 1) == expected
     assert memories[0].bytes <= 1_500
 
 
@@ -230,17 +230,17 @@ def test_long_new_text_is_not_tokenized_synchronously(tokenizer: LocalTokenizer)
     more = request(written(turns(41)))
     much_more = request(written([*turns(41), {"role": "user", "content": "b " * quick}]))
 
-    assert outcome(tokenizer, short, at_once=True) is not None
-    assert outcome(tokenizer, long, at_once=True) is None
+    assert outcome(tokenizer, short, synchronous=True) is not None
+    assert outcome(tokenizer, long, synchronous=True) is None
     tokenizer.prompts(long)
-    assert outcome(tokenizer, more, at_once=True) == tokenizer.prompts(more)
-    assert outcome(tokenizer, much_more, at_once=True) is None
+    assert outcome(tokenizer, more, synchronous=True) == tokenizer.prompts(more)
+    assert outcome(tokenizer, much_more, synchronous=True) is None
 
 
 def test_many_short_messages_are_not_rendered_synchronously(tokenizer: LocalTokenizer) -> None:
     many = request(written([{"role": "user", "content": "a"}] * 40))
 
-    assert outcome(tokenizer, many, at_once=True) is None
+    assert outcome(tokenizer, many, synchronous=True) is None
 
 
 @pytest.mark.parametrize(
@@ -320,7 +320,7 @@ def test_a_chat_is_found_behind_text_that_looks_like_the_end_of_a_message(
 
 
 @pytest.fixture
-def went_on(tokenizer: LocalTokenizer) -> tuple[SeenBodies, InferenceRequest]:
+def continued(tokenizer: LocalTokenizer) -> tuple[SeenBodies, InferenceRequest]:
     """A chat of some turns, tokenized, whose beginning was seen before; and its next turn."""
     bodies = seen_bodies()
     for count in range(3, 8):
@@ -329,9 +329,9 @@ def went_on(tokenizer: LocalTokenizer) -> tuple[SeenBodies, InferenceRequest]:
 
 
 def test_a_chat_whose_beginning_was_seen_is_found_without_a_search(
-    went_on: tuple[SeenBodies, InferenceRequest], memory: Conversations, monkeypatch: pytest.MonkeyPatch
+    continued: tuple[SeenBodies, InferenceRequest], memory: Conversations, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _, asked = went_on
+    _, asked = continued
     monkeypatch.setattr(conversations, "_ends", lambda body: pytest.fail("searched"))
 
     known = memory.find(asked)
@@ -342,32 +342,32 @@ def test_a_chat_whose_beginning_was_seen_is_found_without_a_search(
 
 
 def test_only_bytes_after_a_known_prefix_are_compared(
-    went_on: tuple[SeenBodies, InferenceRequest], memory: Conversations
+    continued: tuple[SeenBodies, InferenceRequest], memory: Conversations
 ) -> None:
-    _, asked = went_on
+    _, asked = continued
     known, seen = memory.find(asked), asked.seen
     assert known is not None
     assert seen is not None
-    begun = seen.beginning
-    behind = asked.body[begun.end :]
-    other_before = b"x" * begun.end + behind
-    place = (known.end + begun.end) // 2
+    prefix = seen.beginning
+    behind = asked.body[prefix.end :]
+    other_before = b"x" * prefix.end + behind
+    place = (known.end + prefix.end) // 2
     other_behind = asked.body[:place] + b"?" + asked.body[place + 1 :]
-    other = PromptPrefix(begun.opened, begun.end, begun.head, begun.rest)
+    other = PromptPrefix(prefix.opened, prefix.end, prefix.head, prefix.rest)
 
-    assert 0 < begun.end < known.end
-    assert known.is_prefix_of(other_before, begun)
+    assert 0 < prefix.end < known.end
+    assert known.is_prefix_of(other_before, prefix)
     assert not known.is_prefix_of(other_before, other)
     assert not known.is_prefix_of(other_before)
-    assert not known.is_prefix_of(other_behind, begun)
-    assert not known.is_prefix_of(asked.body[: known.end - 1], begun)
+    assert not known.is_prefix_of(other_behind, prefix)
+    assert not known.is_prefix_of(asked.body[: known.end - 1], prefix)
 
 
 def test_chats_with_one_prefix_are_distinguished(
-    files: Any, went_on: tuple[SeenBodies, InferenceRequest], tokenizer: LocalTokenizer
+    files: Any, continued: tuple[SeenBodies, InferenceRequest], tokenizer: LocalTokenizer
 ) -> None:
     """Of several chats that continue one prefix, only the last one is linked to the prefix."""
-    bodies, _ = went_on
+    bodies, _ = continued
     bare = LocalTokenizer(files("plain"), SegmentCache(0))
     chats = [[*turns(7), {"role": "user", "content": f"{branch} goes on"}] for branch in "abc"]
     for _ in range(3):

@@ -130,7 +130,7 @@ def test_a_template_that_fails_refuses(write_model: Write, body: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("file", "content", "says"),
+    ("file", "content", "message"),
     [
         ("tokenizer.json", None, "no tokenizer.json"),
         ("tokenizer.json", "{}", "tokenizer.json cannot be read"),
@@ -140,11 +140,13 @@ def test_a_template_that_fails_refuses(write_model: Write, body: str) -> None:
         ("chat_template.jinja", "{% for %}", "line 1"),
     ],
 )
-def test_unusable_files_give_a_reason(write_model: Write, file: str, content: str | None, says: str) -> None:
+def test_unusable_files_give_a_reason(
+    write_model: Write, file: str, content: str | None, message: str
+) -> None:
     folder = write_model()
     (folder / file).unlink(missing_ok=True)
     if content is not None:
         (folder / file).write_text(content)
 
-    with pytest.raises(UnusableModel, match=says):
+    with pytest.raises(UnusableModel, match=message):
         load_model(folder)

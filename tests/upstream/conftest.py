@@ -60,7 +60,7 @@ class ScriptedServer:
         async with self._changed:
             await self._changed.wait_for(condition)
 
-    async def until_all_gone(self) -> None:
+    async def until_all_closed(self) -> None:
         """Return when no peer holds a connection any more."""
         await self.until(lambda: self.live == 0)
 

@@ -537,15 +537,15 @@ async def test_a_cancelled_reader_loses_no_bytes() -> None:
 
 
 async def test_only_silence_before_any_byte_on_a_kept_connection_counts_as_reused() -> None:
-    fresh, kept, begun = Bench(), Bench(), Bench()
-    for bench in (kept, begun):
+    fresh, kept, started = Bench(), Bench(), Bench()
+    for bench in (kept, started):
         bench.start()
         bench.feed(b"HTTP/1.1 204 No Content\r\n\r\n")
-    responses = [bench.start() for bench in (fresh, kept, begun)]
-    begun.feed(b"HT")
+    responses = [bench.start() for bench in (fresh, kept, started)]
+    started.feed(b"HT")
 
     errors = []
-    for bench, response in zip((fresh, kept, begun), responses, strict=True):
+    for bench, response in zip((fresh, kept, started), responses, strict=True):
         bench.lose()
         errors.append((await drain(response))[1])
 

@@ -17,19 +17,20 @@ HELD = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n"
 
 
 @pytest.fixture
-def echo_until_told(read_request: Any) -> Any:
-    """A script that answers /now immediately and holds the body of every other answer until `told` is set."""
-    told = asyncio.Event()
+def held_echo(read_request: Any) -> Any:
+    """A script that answers /now immediately; it holds the body of every other answer until `released` is
+    set."""
+    released = asyncio.Event()
 
     async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while True:
             head, _ = await read_request(reader)
             writer.write(HELD)
             if b" /now " not in head:
-                await told.wait()
+                await released.wait()
             writer.write(b"hi")
 
-    return script, told
+    return script, released
 
 
 async def test_an_unused_connection_is_closed_after_its_time(serve: Any, connect: Any, answers: Any) -> None:
@@ -38,7 +39,7 @@ async def test_an_unused_connection_is_closed_after_its_time(serve: Any, connect
     await asyncio.gather(*[transport.send(b"GET", b"/", []) for _ in range(2)])
     assert server.accepted == 2
 
-    await server.until_all_gone()
+    await server.until_all_closed()
 
     assert transport.idle_connections == 0
 
@@ -54,7 +55,7 @@ async def test_the_idle_time_restarts_with_each_use(serve: Any, connect: Any, an
         await transport.send(b"GET", b"/", [])
 
     assert transport.open_connections == 1
-    await server.until_all_gone()
+    await server.until_all_closed()
 
 
 async def test_no_more_than_max_idle_are_kept_and_the_oldest_go(
@@ -77,11 +78,11 @@ async def test_max_idle_zero_keeps_none(serve: Any, connect: Any, answers: Any) 
     response = await transport.send(b"GET", b"/", [])
 
     assert await response.next_chunk() == b"hi"
-    await server.until_all_gone()
+    await server.until_all_closed()
 
 
-async def test_requests_above_the_limit_wait_in_order(serve: Any, connect: Any, echo_until_told: Any) -> None:
-    script, told = echo_until_told
+async def test_requests_above_the_limit_wait_in_order(serve: Any, connect: Any, held_echo: Any) -> None:
+    script, released = held_echo
     server = await serve(script)
     transport = connect(server.url, max_connections=2)
     running = [await transport.send(b"GET", b"/held", []) for _ in range(2)]
@@ -95,7 +96,7 @@ async def test_requests_above_the_limit_wait_in_order(serve: Any, connect: Any, 
     waiting = [asyncio.ensure_future(one(number)) for number in range(6)]
     await asyncio.sleep(0)
     assert order == []
-    told.set()
+    released.set()
     await asyncio.gather(*waiting)
 
     assert sorted(order) == list(range(6))
@@ -104,10 +105,8 @@ async def test_requests_above_the_limit_wait_in_order(serve: Any, connect: Any, 
     assert [await response.next_chunk() for response in running] == [b"hi", b"hi"]
 
 
-async def test_waiting_for_a_connection_has_a_deadline(
-    serve: Any, connect: Any, echo_until_told: Any
-) -> None:
-    server = await serve(echo_until_told[0])
+async def test_waiting_for_a_connection_has_a_deadline(serve: Any, connect: Any, held_echo: Any) -> None:
+    server = await serve(held_echo[0])
     transport = connect(server.url, max_connections=1)
     held = await transport.send(b"GET", b"/held", [])
 
@@ -120,10 +119,8 @@ async def test_waiting_for_a_connection_has_a_deadline(
     assert await response.next_chunk() == b"hi"
 
 
-async def test_a_waiter_that_is_cancelled_takes_no_place(
-    serve: Any, connect: Any, echo_until_told: Any
-) -> None:
-    script, _ = echo_until_told
+async def test_a_waiter_that_is_cancelled_takes_no_place(serve: Any, connect: Any, held_echo: Any) -> None:
+    script, _ = held_echo
     server = await serve(script)
     transport = connect(server.url, max_connections=1)
     held = await transport.send(b"GET", b"/held", [])
@@ -176,7 +173,7 @@ async def test_retiring_closes_idle_connections_and_is_idempotent(
     transport.retire()
     transport.retire()
 
-    await server.until_all_gone()
+    await server.until_all_closed()
     assert transport.idle_connections == 0
 
 
@@ -196,7 +193,7 @@ async def test_a_transport_closed_while_connecting_leaves_nothing_open(
     assert results[0] is not None
     assert type(results[0]).__name__ in ("ConnectRefused", "ConnectionLost")
     assert transport.open_connections == 0
-    await server.until_all_gone()
+    await server.until_all_closed()
 
 
 async def test_a_connection_lost_as_soon_as_it_opened_is_connect_refused(
@@ -217,5 +214,5 @@ async def test_a_connection_lost_as_soon_as_it_opened_is_connect_refused(
 
     assert not refused.value.sent
     await server.until(lambda: server.accepted == 1)
-    await server.until_all_gone()
+    await server.until_all_closed()
     assert pool.open_connections == 0

@@ -78,7 +78,7 @@ async def test_no_spares_with_these_options(
     responses = await together(transport, 2)
     assert [await response.next_chunk() for response in responses] == [b"hi"] * 2
 
-    await server.until_all_gone()
+    await server.until_all_closed()
     for _ in range(20):
         await asyncio.sleep(0)
 
@@ -100,7 +100,7 @@ async def test_a_spare_lives_for_a_time_and_is_replaced_until_it_was_needed_too_
 
     while loop.time() < needed_at + 0.5:
         await asyncio.sleep(0.01)
-    await server.until_all_gone()
+    await server.until_all_closed()
 
     assert transport.open_connections == 0
 
@@ -121,7 +121,7 @@ async def test_a_spare_that_the_worker_closes_is_not_replaced(serve: Any, connec
     await together(transport, 1)
 
     await server.until(lambda: server.accepted == 2)
-    await server.until_all_gone()
+    await server.until_all_closed()
 
     while transport.open_connections:
         await asyncio.sleep(0)
@@ -183,4 +183,4 @@ async def test_closing_the_pool_at_any_moment_leaves_nothing_open(
     await transport.aclose()
 
     assert transport.open_connections == 0
-    await server.until_all_gone()
+    await server.until_all_closed()

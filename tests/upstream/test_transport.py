@@ -200,7 +200,7 @@ async def test_an_answer_before_the_body_was_read_gets_through(
     assert await read_all(response) == b"much"
     assert transport.idle_connections == 0
     answered.set()
-    await server.until_all_gone()
+    await server.until_all_closed()
 
 
 async def test_a_close_delimited_answer_ends_with_the_connection(
@@ -241,14 +241,14 @@ async def test_a_reset_within_the_answer_is_connection_lost_with_its_cause(
         await read_request(reader)
         writer.write(STREAM_HEAD)
         await writer.drain()
-        await begun.wait()
+        await started.wait()
         writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
         writer.transport.abort()
 
-    begun = asyncio.Event()
+    started = asyncio.Event()
     server = await serve(script)
     response = await connect(server.url).send(b"GET", b"/", [])
-    begun.set()
+    started.set()
 
     with pytest.raises(ConnectionLost) as lost:
         await response.next_chunk()
@@ -318,7 +318,7 @@ async def test_bytes_that_are_no_http_are_a_protocol_violation(
     with pytest.raises(ProtocolViolation):
         await transport.send(b"GET", b"/", [])
 
-    await server.until_all_gone()
+    await server.until_all_closed()
     assert transport.open_connections == 0
 
 
@@ -352,7 +352,7 @@ async def test_a_handshake_that_does_not_end_is_connect_timeout(serve: Any, conn
         await transport.send(b"GET", b"/", [])
 
     assert not timeout.value.sent
-    await server.until_all_gone()
+    await server.until_all_closed()
 
 
 async def test_a_full_accept_queue_is_connect_timeout(connect: Any) -> None:
@@ -382,7 +382,7 @@ async def test_no_head_within_the_deadline_is_response_timeout(
     with pytest.raises(ResponseTimeout):
         await transport.send(b"GET", b"/", [])
 
-    await server.until_all_gone()
+    await server.until_all_closed()
 
 
 async def test_silence_within_the_answer_is_response_timeout(serve: Any, connect: Any, answers: Any) -> None:
@@ -393,7 +393,7 @@ async def test_silence_within_the_answer_is_response_timeout(serve: Any, connect
     with pytest.raises(ResponseTimeout):
         await response.next_chunk()
 
-    await server.until_all_gone()
+    await server.until_all_closed()
 
 
 async def test_a_deadline_of_one_request_does_not_reach_the_next_on_its_connection(
@@ -460,7 +460,7 @@ async def test_abort_closes_the_socket_immediately(serve: Any, connect: Any, ans
 
     response.abort()
 
-    await server.until_all_gone()
+    await server.until_all_closed()
     assert await response.next_chunk() == b"a"
     with pytest.raises(ConnectionLost):
         await response.next_chunk()
@@ -501,7 +501,7 @@ async def test_a_send_cancelled_anywhere_leaves_no_socket_and_no_place_taken(
     results = await asyncio.gather(sending, waiting, return_exceptions=True)
 
     assert [type(result) for result in results] == [asyncio.CancelledError] * 2
-    await server.until_all_gone()
+    await server.until_all_closed()
     assert transport.idle_connections == 0
     hold.clear()
     response = await transport.send(b"POST", b"/", [], b"z")
@@ -524,7 +524,7 @@ async def test_a_reader_cancelled_in_its_wait_can_abort(serve: Any, connect: Any
     relaying.cancel()
     await asyncio.gather(relaying, return_exceptions=True)
 
-    await server.until_all_gone()
+    await server.until_all_closed()
     assert transport.idle_connections == 0
 
 
@@ -553,7 +553,7 @@ async def test_a_stream_over_tls_can_be_aborted(
 
     response.abort()
 
-    await server.until_all_gone()
+    await server.until_all_closed()
 
 
 async def test_closing_the_transport_ends_requests_in_flight(serve: Any, connect: Any, answers: Any) -> None:
@@ -570,7 +570,7 @@ async def test_closing_the_transport_ends_requests_in_flight(serve: Any, connect
         await reading
     with pytest.raises(ConnectRefused):
         await transport.send(b"GET", b"/", [])
-    await server.until_all_gone()
+    await server.until_all_closed()
 
 
 async def test_a_retired_transport_lets_running_answers_finish(
@@ -595,7 +595,7 @@ async def test_a_retired_transport_lets_running_answers_finish(
     with pytest.raises(ConnectRefused) as refused:
         await transport.send(b"GET", b"/", [])
     assert not refused.value.sent
-    await server.until_all_gone()
+    await server.until_all_closed()
 
 
 async def test_concurrent_requests_share_only_the_pool(

@@ -32,9 +32,9 @@ async def test_each_worker_has_its_own_kept_connection(serve: Any, read_request:
     one, other = await serve(answers(b"one", read_request)), await serve(answers(b"other", read_request))
 
     async with httpx.AsyncClient(transport=AnyWorkerTransport(UpstreamOptions())) as client:
-        told = [(await client.get(f"{server.url}/health")).text for server in (one, other, one, other)]
+        texts = [(await client.get(f"{server.url}/health")).text for server in (one, other, one, other)]
 
-    assert told == ["one", "other", "one", "other"]
+    assert texts == ["one", "other", "one", "other"]
     assert (one.accepted, other.accepted) == (1, 1)
 
 

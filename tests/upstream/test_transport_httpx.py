@@ -80,7 +80,7 @@ async def test_leaving_a_streamed_answer_early_closes_its_connection(
             stream = response.aiter_raw()
             assert await anext(stream) == b"a"
 
-        await server.until_all_gone()
+        await server.until_all_closed()
         assert transport.open_connections == 0
         await stream.aclose()
 

@@ -28,9 +28,9 @@ def log() -> list[tuple[str, bytes]]:
 @pytest.fixture
 async def outbox(log) -> Outbox:
     """An outbox that coalesces."""
-    outbox, nobody = Outbox(), Transport([])
+    outbox, other = Outbox(), Transport([])
     for _ in range(20):
-        outbox.send(nobody, b"x")
+        outbox.send(other, b"x")
     await an_iteration()
     return outbox
 

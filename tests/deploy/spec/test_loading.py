@@ -122,7 +122,7 @@ def test_a_flat_name_and_its_field_together_are_wrong(hyperpod, read):
 
 
 @pytest.mark.parametrize(
-    ("path", "value", "says"),
+    ("path", "value", "message"),
     [
         ("spec.routingStrategy", "session", "belongs under spec.intelligentRoutingSpec"),
         ("spec.modelSourceConfig.s3Storage.modelLocation", "x", "belongs under spec.modelSourceConfig"),
@@ -136,11 +136,11 @@ def test_a_flat_name_and_its_field_together_are_wrong(hyperpod, read):
         ("spec.frobnicate", 1, "unknown field under spec"),
     ],
 )
-def test_the_finding_for_a_misplaced_field_names_the_right_place(path, value, says, hyperpod, read):
+def test_the_finding_for_a_misplaced_field_names_the_right_place(path, value, message, hyperpod, read):
     reading = read(hyperpod({path: value}))
 
     assert reading.document is None
-    assert says in wrong(reading)[path]
+    assert message in wrong(reading)[path]
 
 
 def test_a_field_of_aws_in_our_own_kind_is_wrong(own, read):
@@ -152,10 +152,10 @@ def test_a_required_field_at_a_wrong_place_is_reported_with_that_place(hyperpod,
         {"spec.worker.modelInvocationPort": None, "spec.modelInvocationPort": {"containerPort": 1}}
     )
 
-    says = wrong(read(document))
+    message = wrong(read(document))
 
-    assert "it is at spec.modelInvocationPort" in says["spec.worker.modelInvocationPort"]
-    assert "belongs under spec.worker" in says["spec.modelInvocationPort"]
+    assert "it is at spec.modelInvocationPort" in message["spec.worker.modelInvocationPort"]
+    assert "belongs under spec.worker" in message["spec.modelInvocationPort"]
 
 
 def test_the_pasted_sample_has_a_finding_per_line(sample, read):
@@ -190,10 +190,10 @@ def test_the_reindented_and_completed_sample_is_right(sample, fill_in, read):
 
 
 def test_variables_in_a_proper_spec_are_wrong_too(sample, read):
-    says = wrong(read(fix_layout(sample).text))
+    message = wrong(read(fix_layout(sample).text))
 
-    assert says["spec.modelName"] == "the variable ${MODEL_NAME} is not filled in"
-    assert len(says) == sample.count("${")
+    assert message["spec.modelName"] == "the variable ${MODEL_NAME} is not filled in"
+    assert len(message) == sample.count("${")
 
 
 def test_variables_of_kubernetes_are_none_of_ours(hyperpod, read):
@@ -394,20 +394,20 @@ SECRET = {"x-kvroute.l2.passwordSecret": {"name": "redis", "key": "password"}}
     ],
 )
 def test_a_password_by_reference_that_nothing_takes_is_noted(changes, why, own, read):
-    verdict, says = found(read(own(SECRET | changes)))["x-kvroute.l2.passwordSecret"]
+    verdict, message = found(read(own(SECRET | changes)))["x-kvroute.l2.passwordSecret"]
 
     assert verdict == FieldVerdict.NOTED.value
-    assert says.startswith(f"has no effect here because {why}")
+    assert message.startswith(f"has no effect here because {why}")
 
 
 @pytest.mark.parametrize("changes", [{}, CLASSIC])
 def test_a_password_in_an_address_is_reported_and_never_shown(changes, own, read):
     reading = read(own(changes | {URL: "redis://me:hunter2@cache:1"}))
-    verdict, says = found(reading)[URL]
+    verdict, message = found(reading)[URL]
 
     assert (reading.document is not None, verdict) == (True, FieldVerdict.NOTED.value)
-    assert "plain text" in says
-    assert "x-kvroute.l2.passwordSecret" in says
+    assert "plain text" in message
+    assert "x-kvroute.l2.passwordSecret" in message
     assert not [each for each in reading.findings if "hunter2" in str(each)]
 
 
@@ -461,12 +461,12 @@ def test_a_size_is_applied_where_a_store_comes_up(changes, is_applied, own, read
 
 def test_the_folder_of_a_file_system_is_named_to_vllm_itself(hyperpod, read):
     source = {"modelSourceType": "fsx", "modelLocation": "a", "fsxStorage": {"fileSystemId": "fs-1"}}
-    verdict, says = found(read(hyperpod({"spec.modelSourceConfig": source})))[
+    verdict, message = found(read(hyperpod({"spec.modelSourceConfig": source})))[
         "spec.modelSourceConfig.modelLocation"
     ]
 
     assert verdict == FieldVerdict.NOTED.value
-    assert "--model" in says
+    assert "--model" in message
 
 
 # --- adapters behind LMCache ------------------------------------------------------------------------------

@@ -13,15 +13,15 @@ BACKEND = "spec.kvCacheSpec.l2CacheSpec.l2CacheBackend"
 
 
 @pytest.fixture
-def told(read):
+def findings_of(read):
     """`(document, target)` -> verdict and text by field."""
 
-    def tell(document, target):
+    def find(document, target):
         reading = read(document)
         findings = findings_for(target, reading.document, reading.findings)
         return {dotted(each.path): (each.verdict, each.text) for each in findings}
 
-    return tell
+    return find
 
 
 def test_every_field_of_the_table_is_one_of_the_spec():
@@ -37,12 +37,12 @@ def test_every_field_of_the_table_is_one_of_the_spec():
 
 
 @pytest.mark.parametrize("target", ["compose", "worker-args"])
-def test_an_environment_by_reference_is_noted_outside_of_kubernetes(target, hyperpod, told):
+def test_an_environment_by_reference_is_noted_outside_of_kubernetes(target, hyperpod, findings_of):
     variables = [
         {"name": "A", "value": "1"},
         {"name": "B", "valueFrom": {"secretKeyRef": {"name": "s", "key": "k"}}},
     ]
-    findings = told(hyperpod({"spec.worker.environmentVariables": variables}), target)
+    findings = findings_of(hyperpod({"spec.worker.environmentVariables": variables}), target)
     place = "spec.worker.environmentVariables"
 
     assert findings[f"{place}[0].value"][0] is FieldVerdict.APPLIED
@@ -52,53 +52,57 @@ def test_an_environment_by_reference_is_noted_outside_of_kubernetes(target, hype
     )
 
 
-def test_the_second_tiers_password_is_a_variable_outside_kubernetes(own, told):
+def test_the_second_tiers_password_is_a_variable_outside_kubernetes(own, findings_of):
     document = own(URL | {"x-kvroute.l2.passwordSecret": SECRET})
-    said = {target: told(document, target)["x-kvroute.l2.passwordSecret.name"] for target in TARGETS}
+    by_target = {
+        target: findings_of(document, target)["x-kvroute.l2.passwordSecret.name"] for target in TARGETS
+    }
 
-    assert [target for target, (verdict, _) in said.items() if verdict is FieldVerdict.APPLIED] == [
+    assert [target for target, (verdict, _) in by_target.items() if verdict is FieldVerdict.APPLIED] == [
         "kubernetes"
     ]
-    assert "variable L2_PASSWORD" in said["compose"][1]
-    assert "lmcache-servers.sh reads the password from L2_PASSWORD" in said["lmcache"][1]
+    assert "variable L2_PASSWORD" in by_target["compose"][1]
+    assert "lmcache-servers.sh reads the password from L2_PASSWORD" in by_target["lmcache"][1]
 
 
-def test_a_field_applied_with_a_warning_is_noted_where_it_has_no_effect(own, told):
+def test_a_field_applied_with_a_warning_is_noted_where_it_has_no_effect(own, findings_of):
     document = own({"x-kvroute.gateway.replicas": 2})
 
-    assert told(document, "kubernetes")["x-kvroute.gateway.replicas"][1].startswith("applied, but")
-    assert told(document, "compose")["x-kvroute.gateway.replicas"][1].startswith("has no effect in compose")
+    assert findings_of(document, "kubernetes")["x-kvroute.gateway.replicas"][1].startswith("applied, but")
+    assert findings_of(document, "compose")["x-kvroute.gateway.replicas"][1].startswith(
+        "has no effect in compose"
+    )
 
 
-def test_cache_settings_reach_the_workers_command_lines_in_classic_mode_alone(own, told):
+def test_cache_settings_reach_the_workers_command_lines_in_classic_mode_alone(own, findings_of):
     changes = {"x-kvroute.l1.sizeGb": 3.0}
     classic = own(changes | {"x-kvroute.lmcache.mode": "classic"})
 
-    assert told(own(changes), "worker-args")["x-kvroute.l1.sizeGb"][0] is FieldVerdict.NOTED
-    assert told(classic, "worker-args")["x-kvroute.l1.sizeGb"][0] is FieldVerdict.APPLIED
+    assert findings_of(own(changes), "worker-args")["x-kvroute.l1.sizeGb"][0] is FieldVerdict.NOTED
+    assert findings_of(classic, "worker-args")["x-kvroute.l1.sizeGb"][0] is FieldVerdict.APPLIED
 
 
 @pytest.mark.parametrize("target", ["compose", "lmcache"])
-def test_the_daemon_of_hyperpods_nodes_is_nowhere_else(target, own, told):
+def test_the_daemon_of_hyperpods_nodes_is_nowhere_else(target, own, findings_of):
     document = own({BACKEND: "tieredstorage", "x-kvroute.platform": "hyperpod"})
 
-    assert told(document, "kubernetes")[BACKEND][0] is FieldVerdict.APPLIED
-    verdict, says = told(document, target)[BACKEND]
+    assert findings_of(document, "kubernetes")[BACKEND][0] is FieldVerdict.APPLIED
+    verdict, message = findings_of(document, target)[BACKEND]
     assert verdict is FieldVerdict.APPLIED
-    assert says.startswith("`kvroute tierd`")
+    assert message.startswith("`kvroute tierd`")
 
 
-def test_the_size_of_our_daemon_reaches_its_command_line(own, told):
+def test_the_size_of_our_daemon_reaches_its_command_line(own, findings_of):
     changes = {"x-kvroute.l2.sizeGb": 3.0}
 
-    assert told(own(changes), "lmcache")["x-kvroute.l2.sizeGb"][0] is FieldVerdict.NOTED
-    ours = told(own(changes | {BACKEND: "tieredstorage"}), "lmcache")
+    assert findings_of(own(changes), "lmcache")["x-kvroute.l2.sizeGb"][0] is FieldVerdict.NOTED
+    ours = findings_of(own(changes | {BACKEND: "tieredstorage"}), "lmcache")
     assert ours["x-kvroute.l2.sizeGb"][0] is FieldVerdict.APPLIED
 
 
-def test_a_strategy_that_needs_events_is_everyones(own, told):
+def test_a_strategy_that_needs_events_is_everyones(own, findings_of):
     path = "spec.intelligentRoutingSpec.routingStrategy"
     document = own({path: "kvaware"})
 
-    assert {told(document, target)[path][0] for target in TARGETS} == {FieldVerdict.APPLIED}
-    assert told(own(), "lmcache")[path][0] is FieldVerdict.NOTED
+    assert {findings_of(document, target)[path][0] for target in TARGETS} == {FieldVerdict.APPLIED}
+    assert findings_of(own(), "lmcache")[path][0] is FieldVerdict.NOTED

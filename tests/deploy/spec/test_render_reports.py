@@ -176,9 +176,9 @@ def test_engines_with_lmcache_inside_report_to_the_controller_with_its_seed_and_
         assert environment["PYTHONHASHSEED"] == controller.hash_seed == "11"
         assert environment["LMCACHE_CHUNK_SIZE"] == str(controller.chunk_tokens) == "64"
         assert environment["LMCACHE_PRE_CACHING_HASH_ALGORITHM"] == controller.hash_algorithm
-        for listens, told in ((controller.pull, "PULL"), (controller.reply, "REPLY")):
+        for listens, role in ((controller.pull, "PULL"), (controller.reply, "REPLY")):
             port = listens.rpartition(":")[2]
-            assert environment[f"LMCACHE_CONTROLLER_{told}_URL"] == f"{made.host}:{port}"
+            assert environment[f"LMCACHE_CONTROLLER_{role}_URL"] == f"{made.host}:{port}"
             assert int(port) in made.ports
         assert int(environment["LMCACHE_LMCACHE_WORKER_HEARTBEAT_TIME"]) < controller.worker_timeout_s
     assert int(controller.heartbeat.rpartition(":")[2]) in made.ports

@@ -184,8 +184,8 @@ class FakeApi:
         selector = params.get("labelSelector", "")
         writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")
         if seen < self.kept_from:
-            gone = {"type": "ERROR", "object": {"kind": "Status", "code": 410, "message": "too old"}}
-            self._chunk(writer, json.dumps(gone).encode())
+            expired = {"type": "ERROR", "object": {"kind": "Status", "code": 410, "message": "too old"}}
+            self._chunk(writer, json.dumps(expired).encode())
             writer.write(b"0\r\n\r\n")
             return
         ending = self._endings[writer] = asyncio.Event()

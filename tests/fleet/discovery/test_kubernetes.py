@@ -276,8 +276,8 @@ async def test_while_the_server_is_away_the_last_known_set_stays(fake_api, servi
     # Doubling from half a second to the longest pause, each a little shorter at random.
     for pause, full in zip(clock.slept, [0.5, 1.0, 2.0, 3.0, 3.0, 3.0], strict=False):
         assert 0.8 * full <= pause <= full
-    told = [record for record in caplog.records if "the known workers stay" in record.message]
-    assert 1 <= len(told) <= 2  # one for the break, one for the refusals: not one for each
+    warnings = [record for record in caplog.records if "the known workers stay" in record.message]
+    assert 1 <= len(warnings) <= 2  # one for the break, one for the refusals: not one for each
 
 
 async def test_a_server_that_is_not_there_at_the_start_is_waited_for(fake_api, serving, pod):

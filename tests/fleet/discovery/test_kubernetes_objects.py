@@ -165,9 +165,9 @@ def test_of_a_pod_in_several_slices_ipv4_and_the_serving_one_count():
         return FoundWorker("a", url, ready, terminating)
 
     six, four = found("http://[fd00::1]:1"), found("http://10.0.0.1:1")
-    gone, unready = found("http://10.0.0.2:1", terminating=True), found("http://10.0.0.0:1", ready=False)
+    ending, unready = found("http://10.0.0.2:1", terminating=True), found("http://10.0.0.0:1", ready=False)
 
-    for order in ([six, gone, unready, four], [four, unready, gone, six]):
+    for order in ([six, ending, unready, four], [four, unready, ending, six]):
         assert by_name(order) == {"a": four}
     assert by_name([six]) == {"a": six}
 

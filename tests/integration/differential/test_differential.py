@@ -125,10 +125,10 @@ class Generator:
                 given = rng.choice([self.text(), [{"role": "user", "content": self.text()}]])
                 return {"input": given, "max_output_tokens": limit, "stream": sampling["stream"]}
             case "messages" | "count_tokens":
-                said = [{"role": "user", "content": [{"type": "text", "text": self.text()}]}]
+                user_message = [{"role": "user", "content": [{"type": "text", "text": self.text()}]}]
                 return {
                     "system": self.text(),
-                    "messages": said,
+                    "messages": user_message,
                     "max_tokens": 5,
                     "stream": sampling["stream"],
                 }

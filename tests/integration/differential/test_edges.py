@@ -204,9 +204,9 @@ async def test_requests_that_come_byte_by_byte_are_read_alike(pair) -> None:
 async def outcome(url: str, sim, parts: list[bytes]) -> tuple[list[int], list[object]]:
     """The statuses of all answers, and what reached the worker."""
     sim.worker.received.clear()
-    said = await everything(url, parts)
+    raw_answer = await everything(url, parts)
     asked = [request for request in sim.worker.received if request.method != "GET"]
-    return statuses(said), [(request.method, request.target, request.body) for request in asked]
+    return statuses(raw_answer), [(request.method, request.target, request.body) for request in asked]
 
 
 async def everything(url: str, parts: list[bytes]) -> bytes:
