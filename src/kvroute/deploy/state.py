@@ -78,7 +78,7 @@ class StateFolder:
                 raise ConfigError(
                     "state-dir",
                     f"another `kvroute up` runs in {self.path}: `kvroute down` ends it, "
-                    "--state-dir gives this one a folder of its own",
+                    "or use another folder with --state-dir",
                 ) from None
             except OSError as exc:
                 raise ConfigError("state-dir", f"cannot write to {self.path}: {exc.strerror}") from exc

@@ -84,11 +84,11 @@ class Peers:
             async with asyncio.timeout(self._options.refresh_s):
                 found = await asyncio.get_running_loop().getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
         except (OSError, TimeoutError) as exc:
-            log.debug("peers.dns: %s: %s", host, exc)
+            log.debug("peers.dns: cannot resolve %s: %s", host, exc)
             return
         urls = tuple(sorted({_url(*address[:2]) for *_, address in found}))
         if urls != self._resolved:
-            log.info("peers.dns: %d addresses", len(urls))
+            log.info("peers.dns: %s resolves to %d addresses", host, len(urls))
             # The address may belong to another daemon now.
             self._own_urls.difference_update(set(self._resolved) - set(urls))
             self._resolved = urls

@@ -399,7 +399,9 @@ class Connection(asyncio.BufferedProtocol):
         if entry is not None:
             size_bytes = entry.size_bytes
         if size_bytes is None:
-            missing = answers.error(404, "key", "the object is not here", extra=extra, is_head=is_head)
+            missing = answers.error(
+                404, "key", "no object of this name is stored here", extra=extra, is_head=is_head
+            )
             self._transport.write(missing)
             return
         try:
