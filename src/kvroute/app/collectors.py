@@ -117,7 +117,7 @@ _MIN_USED: Final = 0.5
 
 
 def keep_freed_memory() -> bool:
-    """Make glibc keep up to 64 MiB of freed memory, and grow the heap by 64 MiB of addresses at a time.
+    """Make glibc keep up to 64 MiB of freed memory and grow the heap in steps of 64 MiB.
 
     False, without any change, where the libc is not glibc.
     """

@@ -117,7 +117,7 @@ def _survey(
 
 
 def _origin_of(path: Path, origins: Mapping[Path, str], default: str) -> str:
-    """The origin of `path`, or of its nearest parent (a key from a YAML merge has no line of its own)."""
+    """The origin of `path`, or of its nearest parent for a key from a YAML merge."""
     while path:
         if path in origins:
             return origins[path]
