@@ -18,7 +18,7 @@ from kvroute.blocks.keys import Tier
 from kvroute.clock import SystemClock
 from kvroute.errors import ConfigError
 from kvroute.events.ingest import EventIngest
-from kvroute.events.repair import KnownPrompt
+from kvroute.events.probes import KnownPrompt
 from kvroute.fleet.fleet import Fleet
 from kvroute.fleet.worker import Worker, WorkerFacts, WorkerId, WorkerSpec
 from kvroute.gateway.preparation import AdapterIsolation

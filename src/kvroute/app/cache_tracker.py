@@ -22,7 +22,7 @@ from kvroute.clock import Clock
 from kvroute.errors import ConfigError, NotFound
 from kvroute.events.ingest import EventIngest, Stream, StreamFigures
 from kvroute.events.options import KvEventsOptions
-from kvroute.events.repair import KnownPrompt
+from kvroute.events.probes import KnownPrompt
 from kvroute.fleet.fleet import Fleet, FleetChange
 from kvroute.fleet.worker import Worker
 from kvroute.gateway.caches import LiveCaches

@@ -21,7 +21,7 @@ from kvroute.events.intake import StreamCounts
 from kvroute.events.ledger import Ledger
 from kvroute.events.options import KvEventsOptions
 from kvroute.events.poller import SocketPoller, TimeSlicer
-from kvroute.events.repair import KnownPrompt, PromptMemory, Repairer
+from kvroute.events.probes import KnownPrompt, Prober, PromptMemory
 from kvroute.events.snapshot import Captured, SnapshotFile
 from kvroute.events.sources import KvEventSource, find_sources
 from kvroute.events.subscriber import KvEventSubscriber
@@ -399,8 +399,8 @@ class EventIngest:
             self._streams_changed(worker, before, streams)
         self._slots -= {stream.slot for stream in before}
         if self._options.probe.enabled:
-            repairer = Repairer(worker, streams, self._client, self._clock, self._options.probe)
-            tasks.append(asyncio.create_task(repairer.run(), name=f"repair of the map of {worker.id}"))
+            prober = Prober(worker, streams, self._client, self._clock, self._options.probe)
+            tasks.append(asyncio.create_task(prober.run(), name=f"probes of {worker.id}"))
 
     def _release(self, slot: int) -> None:
         """The slot's stream has ended: free the slot, unless the stream is still listed for its worker."""

@@ -80,8 +80,8 @@ class PromptMemory:
         return prompts if count is None else prompts[len(prompts) - min(count, len(prompts)) :]
 
 
-class Repairable(Protocol):
-    """The members of a stream that a `Repairer` uses."""
+class ProbedStream(Protocol):
+    """The members of a stream that a `Prober` uses."""
 
     @property
     def rank(self) -> int: ...
@@ -95,7 +95,7 @@ class Repairable(Protocol):
 
 @dataclass(slots=True)
 class _Round:
-    """One pass over the prompts, newest first. Mutable: the `Repairer` changes it."""
+    """One pass over the prompts, newest first. Mutable: the `Prober` changes it."""
 
     generation: int
     noted: int
@@ -108,8 +108,8 @@ class _Round:
 
 
 @dataclass(slots=True)
-class RepairCounts:
-    """Counts of probes. Mutable: its `Repairer` counts."""
+class ProbeCounts:
+    """Counts of probes. Mutable: its `Prober` counts."""
 
     probes: int = 0
     failures: int = 0
@@ -119,18 +119,18 @@ class RepairCounts:
 
 
 @dataclass(slots=True)
-class Repairer:
+class Prober:
     """Sends probes to one worker. Mutable; `run` owns all waiting.
 
     The client belongs to the caller and sends the workers' key.
     """
 
     worker: Worker
-    streams: Sequence[Repairable]
+    streams: Sequence[ProbedStream]
     client: httpx.AsyncClient
     clock: Clock
     options: ProbeOptions
-    counts: RepairCounts = field(default_factory=RepairCounts)
+    counts: ProbeCounts = field(default_factory=ProbeCounts)
     _rounds: dict[int, _Round] = field(default_factory=dict)
 
     async def run(self) -> None:
@@ -145,9 +145,9 @@ class Repairer:
                         break
             except Exception:
                 self.counts.failures += 1
-                log.exception("repairing the map of worker %s failed", self.worker.id)
+                log.exception("an error while probing worker %s", self.worker.id)
 
-    async def _step(self, stream: Repairable) -> bool:
+    async def _step(self, stream: ProbedStream) -> bool:
         """Send the next probe of this stream; False if there is nothing to probe."""
         ledger, size = stream.ledger, stream.ledger.block_tokens
         state = self._rounds.get(stream.rank)
@@ -174,7 +174,7 @@ class Repairer:
             stream.subscriber.heal()
         return False
 
-    def _evaluate_probe(self, stream: Repairable, state: _Round) -> None:
+    def _evaluate_probe(self, stream: ProbedStream, state: _Round) -> None:
         """Compare the last probe's answer with the map. Its events have had `interval_s` to arrive."""
         prompt, state.probed = state.probed, None
         if prompt is None or state.cached is None:
@@ -194,7 +194,9 @@ class Repairer:
         else:
             state.misses = 0
 
-    async def _send_probe(self, stream: Repairable, state: _Round, prompt: KnownPrompt, tokens: int) -> None:
+    async def _send_probe(
+        self, stream: ProbedStream, state: _Round, prompt: KnownPrompt, tokens: int
+    ) -> None:
         self.counts.probes += 1
         state.probes += 1
         state.probed, state.cached = prompt, None

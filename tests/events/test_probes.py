@@ -16,7 +16,7 @@ from kvroute.blocks.keys import Tier, adapter_space, prompt_keys
 from kvroute.clock import SystemClock
 from kvroute.events.ingest import EventIngest
 from kvroute.events.options import KvEventsOptions, ProbeOptions
-from kvroute.events.repair import KnownPrompt, PromptMemory
+from kvroute.events.probes import KnownPrompt, PromptMemory
 from kvroute.fleet.fleet import Fleet
 from kvroute.fleet.worker import HealthState, Worker, WorkerId, WorkerSpec
 from kvroute.index.prefix_index import PrefixIndex
