@@ -397,7 +397,12 @@ class Intake:
     def give_up_gap(self, next_seq: int) -> None:
         """Messages before `next_seq` cannot be replayed: drop the map, and continue with `next_seq`."""
         self.counts.losses += 1
-        log.warning("KV events of %s: a gap cannot be repaired: its map is dropped", self._name)
+        log.warning(
+            "KV events of %s: the batches before number %d are not known and cannot be replayed: all "
+            "blocks of this stream are removed from the map",
+            self._name,
+            next_seq,
+        )
         self.drop_map()
         self.sequence.lost(next_seq)
         self.failures = 0

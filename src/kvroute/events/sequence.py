@@ -129,7 +129,8 @@ class Sequence:
         return SequenceVerdict.APPLY
 
     def lost(self, next_seq: int) -> None:
-        """The missing messages cannot be replayed. Drop the map; the history begins with `next_seq`."""
+        """The missing messages cannot be replayed, and the caller has dropped the map. The history begins
+        with `next_seq`."""
         self.reset()
         self.expected = next_seq
         self.is_sure = True

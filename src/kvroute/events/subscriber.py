@@ -281,6 +281,7 @@ class KvEventSubscriber:
         await self._on_live(message)
 
     async def _on_live(self, message: EventMessage) -> None:
+        """Apply a live message. After a gap, first replay the missing ones, or drop the map."""
         digest = xxh3_64_intdigest(message.payload)
         while (verdict := self._sequence.on_live(message.seq, digest)) is SequenceVerdict.REPLAY:
             self.counts.gaps += self._sequence.is_sure
@@ -292,6 +293,7 @@ class KvEventSubscriber:
                     self.counts.foreign += message.seq > self._sequence.expected
                     self.counts.duplicates += message.seq < self._sequence.expected
                     return
+                log.debug("KV events of %s: the batches before %d were replayed", self._name, message.seq)
                 break
             if self._replay_endpoint is None or self._intake.failures >= self._options.replay_attempts:
                 self._intake.give_up_gap(message.seq)
