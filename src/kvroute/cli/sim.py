@@ -17,7 +17,11 @@ from kvroute.wire.vllm import DIALECTS
 _DEFAULTS = SimOptions()
 
 
-@click.command("sim", help="Run one simulated vLLM worker: real HTTP, cache and events, no model.")
+@click.command(
+    "sim",
+    help="Run one simulated vLLM worker: real HTTP, cache and events, no model. "
+    'POST /sim/faults (JSON) causes faults: {"kind": "drop_events", "count": 2} loses two batches.',
+)
 @click.option("--host", default=_DEFAULTS.host, show_default=True, help="Address to listen on.")
 @click.option("--port", default=8101, show_default=True, help="Port to listen on; 0 chooses a free one.")
 @click.option("--model", "models", multiple=True, help="Served model name; repeat for more names.")
