@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import pytest
+from tests.support.clocks import AdvancingClock
 
 from kvroute.blocks.chunks import ChunkSpace, PromptChunks, chunk_keys
 from kvroute.index.chunk_index import ChunkIndex
@@ -19,27 +19,11 @@ CPU = "LocalCPUBackend"
 DISK = "LocalDiskBackend"
 
 
-class Clock:
-    """A clock whose time the test sets."""
-
-    def __init__(self) -> None:
-        self.time = 100.0
-
-    def now(self) -> float:
-        return self.time
-
-    def wall(self) -> float:
-        return self.time
-
-    async def sleep(self, seconds: float) -> None:
-        await asyncio.Event().wait()
-
-
 class Rig:
     """A controller with an index, and slot 1 for worker `a`."""
 
     def __init__(self, **options: Any) -> None:
-        self.clock = Clock()
+        self.clock = AdvancingClock(100.0)
         self.index = ChunkIndex()
         self.options = ControllerOptions(**{"chunk_tokens": CHUNK, **options})
         self.controller = Controller(self.index, self.clock, self.options)
@@ -155,15 +139,3 @@ def worker(rig: Rig) -> Worker:
     worker.register()
     worker.admit(*range(1, 10))
     return worker
-
-
-@pytest.fixture
-def until() -> Callable[[Callable[[], bool]], Any]:
-    """Let the event loop run until a condition holds, for 20 s at most."""
-
-    async def wait(condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(20):
-            while not condition():
-                await asyncio.sleep(0.001)
-
-    return wait

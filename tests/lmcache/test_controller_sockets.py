@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import zmq
 import zmq.asyncio
+from tests.support.clocks import TickingClock
+from tests.support.waiting import until
 
 from kvroute.clock import SystemClock
 from kvroute.errors import ConfigError
@@ -82,7 +84,7 @@ async def peer(served: ControllerSockets) -> AsyncIterator[Peer]:
 
 
 async def test_a_worker_registers_stores_and_is_a_peer_over_sockets(
-    rig: Any, served: ControllerSockets, peer: Peer, until: Any, worker_of: Any
+    rig: Any, served: ControllerSockets, peer: Peer, worker_of: Any
 ) -> None:
     worker = worker_of(rig)
     sender = worker.sender
@@ -110,7 +112,7 @@ async def test_a_worker_registers_stores_and_is_a_peer_over_sockets(
 
 
 async def test_garbage_is_counted_and_answered_and_does_not_stop_the_service(
-    rig: Any, peer: Peer, until: Any, worker_of: Any
+    rig: Any, peer: Peer, worker_of: Any
 ) -> None:
     half = wire.encode(worker_of(rig).batch("admit", [1, 2, 3]))[:-5]
     deep = b'{"a":' * 100_000
@@ -128,20 +130,8 @@ async def test_garbage_is_counted_and_answered_and_does_not_stop_the_service(
     assert rig.counts.failed == 0
 
 
-class Slow(SystemClock):
-    """A clock that advances by a millisecond with each reading."""
-
-    time = 0.0
-
-    def now(self) -> float:  # type: ignore[override]
-        self.time += 0.001
-        return self.time
-
-
-async def test_other_work_runs_while_a_burst_is_applied(
-    rig: Any, worker_of: Any, sockets_of: Any, until: Any
-) -> None:
-    worker, sockets = worker_of(rig), sockets_of(clock=Slow())
+async def test_other_work_runs_while_a_burst_is_applied(rig: Any, worker_of: Any, sockets_of: Any) -> None:
+    worker, sockets = worker_of(rig), sockets_of(clock=TickingClock(0.001))
     sockets.bind()
     peer = Peer(sockets)
     running = asyncio.create_task(sockets.run())
@@ -160,9 +150,9 @@ async def test_other_work_runs_while_a_burst_is_applied(
 
 
 async def test_many_messages_do_not_delay_a_request(
-    rig: Any, worker_of: Any, sockets_of: Any, until: Any, monkeypatch: pytest.MonkeyPatch
+    rig: Any, worker_of: Any, sockets_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    worker, sockets = worker_of(rig), sockets_of(clock=Slow())
+    worker, sockets = worker_of(rig), sockets_of(clock=TickingClock(0.001))
     sockets.bind()
     peer = Peer(sockets)
     handle, applied_before = rig.controller.handle, []

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.clocks import ManualClock
 
 from kvroute.blocks.chunks import ChunkKey, ChunkScheme, ChunkSpace, PromptChunks, chunk_key, chunk_names
 from kvroute.blocks.keys import Tier
@@ -29,19 +30,6 @@ SCHEME = ChunkScheme(chunk_tokens=4)
 ONE_RANK = 0x01000100
 PROMPT = list(range(100, 140))
 _decode = msgspec.json.Decoder(list[CacheEvents]).decode
-
-
-class Time:
-    def __init__(self) -> None:
-        self.value = 0.0
-
-    def now(self) -> float:
-        return self.value
-
-    wall = now
-
-    async def sleep(self, seconds: float) -> None:
-        raise AssertionError("a state machine does not wait")
 
 
 class Server:
@@ -111,10 +99,10 @@ class Fleet:
     """A coordinator, its index and its clock."""
 
     def __init__(self, **options: Any) -> None:
-        self.time = Time()
+        self.clock = ManualClock(0.0)
         self.index = ChunkIndex()
         self.coordinator = Coordinator(
-            self.index, self.time, LMCacheOptions(coordinator={"chunk_tokens": 4}, **options)
+            self.index, self.clock, LMCacheOptions(coordinator={"chunk_tokens": 4}, **options)
         )
 
     def register(self, name: str, ip: str = "10.0.0.1") -> None:
@@ -288,7 +276,7 @@ def test_chunks_in_memory_leave_with_the_server_and_chunks_in_l2_stay(
     if ends == "goodbye":
         fleet.coordinator.deregister("a")
     else:
-        fleet.time.value = 31.0
+        fleet.clock.time = 31.0
         fleet.coordinator.instance("b").last_message_at = 31.0  # type: ignore[union-attr]
         fleet.coordinator.expire()
 
@@ -298,7 +286,7 @@ def test_chunks_in_memory_leave_with_the_server_and_chunks_in_l2_stay(
 
 def test_a_server_that_reports_in_time_is_kept(fleet: Fleet) -> None:
     for _ in range(5):
-        fleet.time.value += 29.0
+        fleet.clock.time += 29.0
         assert fleet.coordinator.heartbeat("a")
         fleet.coordinator.expire()
 
@@ -329,7 +317,7 @@ def test_a_private_store_is_removed_when_its_server_stays_away() -> None:
     fleet.send(Server("a", backend="fs", shared=False).batch("store", "l2", NAMES))
     fleet.coordinator.deregister("a")
 
-    fleet.time.value = 4000.0
+    fleet.clock.time = 4000.0
     fleet.coordinator.expire()
 
     assert fleet.coordinator.pools() == []

@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 import redis.asyncio
+from tests.support.clocks import ManualClock
 
 from kvroute.blocks.chunks import ChunkScheme, ChunkSpace, PromptChunks, chunk_keys, chunk_names
 from kvroute.blocks.keys import Tier
-from kvroute.clock import SystemClock
+from kvroute.clock import Clock, SystemClock
 from kvroute.index.chunk_index import ChunkHolder, ChunkIndex
 from kvroute.lmcache.l2_redis import L2Answer, L2Reason, L2Target, RedisL2, object_name, targets_of
 from kvroute.lmcache.options import L2Options
@@ -27,14 +28,6 @@ PROMPT = list(range(4000))
 KEYS = chunk_keys(PROMPT, SCHEME)
 NAMES = chunk_names(PROMPT, SCHEME)
 LONG_MS = 10_000.0
-
-
-class Time(SystemClock):
-    def __init__(self) -> None:
-        self.value = 0.0
-
-    def now(self) -> float:  # type: ignore[override]
-        return self.value
 
 
 @pytest.fixture(scope="session")
@@ -74,7 +67,7 @@ async def put(
         await store.mset({object_name(MODEL, kv_rank, 0, name, salt): b"kv" for name in names})
 
 
-def l2_of(url: str, clock: SystemClock | None = None, **options: float) -> RedisL2:
+def l2_of(url: str, clock: Clock | None = None, **options: float) -> RedisL2:
     chosen = {"redis_url": url, "deadline_ms": LONG_MS, **options}
     return RedisL2(L2Options.model_validate(chosen), clock or SystemClock())
 
@@ -163,7 +156,7 @@ async def test_salts_and_ranks_are_part_of_the_name(redis_url: str, store: redis
 
 
 async def test_answers_are_cached_for_the_configured_time(redis_url: str, store: redis.asyncio.Redis) -> None:
-    clock = Time()
+    clock = ManualClock(0.0)
     await put(store, NAMES[:10])
     l2 = l2_of(redis_url, clock, remember_s=1.0)
     prompt = PromptChunks(PROMPT[:80])
@@ -171,11 +164,11 @@ async def test_answers_are_cached_for_the_configured_time(redis_url: str, store:
     queried = l2.counts.objects_queried
     await store.flushdb()
 
-    clock.value = 0.45
+    clock.time = 0.45
     assert held(await l2.lookup(prompt, "", [TARGET])) == list(range(10))
     assert l2.counts.objects_queried == queried
     assert l2.counts.cached_chunks > 0
-    clock.value = 1.1
+    clock.time = 1.1
     assert held(await l2.lookup(prompt, "", [TARGET])) == []
     await l2.aclose()
 

@@ -7,6 +7,7 @@ import json
 from typing import Any
 
 import httpx
+from tests.support.clocks import ManualClock
 
 from kvroute.blocks.chunks import ChunkScheme, PromptChunks, chunk_names
 from kvroute.clock import SystemClock
@@ -124,19 +125,13 @@ async def test_the_poller_polls_when_a_server_registers() -> None:
 
 
 async def test_a_server_whose_count_differs_is_polled_less_and_less_often() -> None:
-    class Time(SystemClock):
-        value = 0.0
-
-        def now(self) -> float:  # type: ignore[override]
-            return self.value
-
-    clock, options = Time(), options_of(status_interval_s=1)
+    clock, options = ManualClock(0.0), options_of(status_interval_s=1)
     coordinator = Coordinator(ChunkIndex(), clock, options)
     app = CoordinatorApp(coordinator, clock, options.coordinator)
     polls: list[float] = []
 
     def status(request: httpx.Request) -> httpx.Response:
-        polls.append(clock.value)
+        polls.append(clock.time)
         managers = {"_default": {"total_object_count": 99}}
         return httpx.Response(200, json={"chunk_size": 16, "storage_manager": {"l1_managers": managers}})
 
@@ -150,6 +145,6 @@ async def test_a_server_whose_count_differs_is_polled_less_and_less_often() -> N
         await lmcache.post("/events", json={"batches": [batch(7, [bytes(32)])]})
         for _ in range(60):
             await poller.poll(due_only=True)
-            clock.value += 1
+            clock.time += 1
 
     assert polls == [0, 1, 3, 7, 15, 27, 39, 51]

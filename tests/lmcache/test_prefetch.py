@@ -10,6 +10,8 @@ from typing import Any
 import httpx
 import pytest
 import respx
+from tests.support.clocks import JumpingClock
+from tests.support.waiting import until
 
 from kvroute.index.chunk_index import ChunkIndex
 from kvroute.lmcache.coordinator import Coordinator
@@ -20,22 +22,6 @@ from kvroute.wire.lmcache_server import CacheEvents, EventEntry, ObjectKey, Serv
 
 URL = "http://10.0.0.1:8080/cache/prefetches"
 TOKENS = array("I", range(20_000))
-
-
-class ManualClock:
-    def __init__(self) -> None:
-        self.time = 100.0
-
-    def now(self) -> float:
-        return self.time
-
-    def wall(self) -> float:
-        return self.time
-
-    async def sleep(self, seconds: float) -> None:
-        end = self.time + seconds
-        await asyncio.sleep(0)
-        self.time = max(self.time, end)
 
 
 def stored(model: str, world: int) -> CacheEvents:
@@ -50,7 +36,7 @@ class PrefetchRig:
     """A prefetcher whose requests respx answers; `done` waits until the given number is answered."""
 
     def __init__(self, **options: Any) -> None:
-        self.clock = ManualClock()
+        self.clock = JumpingClock(100.0)
         self.coordinator = Coordinator(ChunkIndex(), self.clock, LMCacheOptions())
         self.client = httpx.AsyncClient(trust_env=False)
         self.prefetcher = Prefetcher(
@@ -69,9 +55,7 @@ class PrefetchRig:
 
     async def done(self, count: int = 1) -> dict[str, int]:
         work = asyncio.create_task(self.prefetcher.run())
-        async with asyncio.timeout(20):
-            while sum(self.prefetcher.counts.values()) < count:
-                await asyncio.sleep(0)
+        await until(lambda: sum(self.prefetcher.counts.values()) >= count)
         work.cancel()
         with pytest.raises(asyncio.CancelledError):
             await work

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 import anthropic
@@ -54,15 +54,3 @@ def weather() -> dict[str, Any]:
             "required": ["city"],
         },
     }
-
-
-@pytest.fixture
-def until() -> Callable[[Callable[[], bool]], Any]:
-    """Let the event loop run until a condition holds."""
-
-    async def wait(condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(20):
-            while not condition():
-                await asyncio.sleep(0)
-
-    return wait

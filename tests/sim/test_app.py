@@ -1,14 +1,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from typing import Any
 
 import httpx
 import pytest
 from pydantic import ValidationError
+from tests.support.clocks import JumpingClock
+from tests.support.waiting import until
 
-from kvroute.clock import SystemClock
 from kvroute.sim.app import run_sim
 from kvroute.sim.options import SimOptions
 
@@ -29,7 +29,7 @@ async def test_refused_connections_come_back_on_the_same_port() -> None:
             assert (await http.get(f"{url}/health")).status_code == 200
 
 
-async def test_a_killed_worker_resets_its_streams_and_comes_back_empty(until: Callable[..., Any]) -> None:
+async def test_a_killed_worker_resets_its_streams_and_comes_back_empty() -> None:
     async with run_sim(FAST) as sim, httpx.AsyncClient(base_url=sim.url) as http:
         await http.post("/v1/completions", json={"prompt": "hello " * 40})
         started = sim.worker.start_time
@@ -60,22 +60,8 @@ async def test_the_end_of_the_context_ends_running_streams() -> None:
             await http.get("/health")
 
 
-class Jumping(SystemClock):
-    """A clock that advances only in `sleep`, which takes no real time."""
-
-    def __init__(self) -> None:
-        self.time = 0.0
-
-    def now(self) -> float:  # type: ignore[override]
-        return self.time
-
-    async def sleep(self, seconds: float) -> None:
-        self.time += seconds
-        await asyncio.sleep(0)
-
-
 async def test_the_engine_takes_the_time_that_the_model_says() -> None:
-    clock, options = Jumping(), SimOptions(time_scale=0.1, kv_events=False)
+    clock, options = JumpingClock(), SimOptions(time_scale=0.1, kv_events=False)
     async with run_sim(options, clock=clock) as sim, httpx.AsyncClient(base_url=sim.url) as http:
         await http.post("/v1/completions", json={"prompt": "x" * 3000, "max_tokens": 20})
         timing = sim.engine.timing

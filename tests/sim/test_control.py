@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable
-from typing import Any
 
 import httpx
 import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from tests.support.waiting import until
 
 from kvroute.sim.app import RunningSim, run_sim
 from kvroute.sim.options import SimOptions
@@ -59,9 +58,7 @@ async def test_metrics_have_vllms_names_and_the_caches_size(http: httpx.AsyncCli
     assert samples["process_start_time_seconds"] > 1e9
 
 
-async def test_a_client_that_leaves_counts_as_an_abort(
-    http: httpx.AsyncClient, sim: RunningSim, until: Callable[..., Any]
-) -> None:
+async def test_a_client_that_leaves_counts_as_an_abort(http: httpx.AsyncClient, sim: RunningSim) -> None:
     for stream in (True, False):
         body = {"prompt": "x", "max_tokens": 100_000, "stream": stream}
         async with httpx.AsyncClient(base_url=sim.url) as leaving:

@@ -6,6 +6,7 @@ import asyncio
 from array import array
 
 import pytest
+from tests.support.clocks import JumpingClock
 
 from kvroute.sim.cache import Chain, PagedCache
 from kvroute.sim.driver import MAX_CATCH_UP_S, EngineDriver
@@ -16,25 +17,7 @@ TIMING = TimingModel()
 ITERATION_S = TIMING.iteration_s(0, 0.0, 0)
 
 
-class LateClock:
-    """Time passes only in `sleep`, which always takes `late_s` longer than requested."""
-
-    def __init__(self, late_s: float) -> None:
-        self.late_s = late_s
-        self.time = 0.0
-
-    def now(self) -> float:
-        return self.time
-
-    def wall(self) -> float:
-        return self.time
-
-    async def sleep(self, seconds: float) -> None:
-        self.time += seconds + self.late_s
-        await asyncio.sleep(0)
-
-
-async def taken_s(clock: LateClock, tokens: int, idle_s: float = 0.0) -> float:
+async def taken_s(clock: JumpingClock, tokens: int, idle_s: float = 0.0) -> float:
     """Seconds that a worker with this clock takes for an answer after `idle_s` without work."""
     driver = EngineDriver(SimEngine(PagedCache(100, 16), TIMING), clock)
     running = asyncio.create_task(driver.run())
@@ -53,19 +36,21 @@ async def taken_s(clock: LateClock, tokens: int, idle_s: float = 0.0) -> float:
 
 
 async def test_late_wakeups_delay_an_answer_only_once() -> None:
-    punctual = await taken_s(LateClock(0.0), 100)
+    punctual = await taken_s(JumpingClock(late_s=0.0), 100)
 
-    late = await taken_s(LateClock(0.01), 100)
+    late = await taken_s(JumpingClock(late_s=0.01), 100)
 
     assert punctual == pytest.approx(100 * ITERATION_S, rel=0.01)
     assert late - punctual < 0.011
 
 
 async def test_an_idle_engine_has_no_delay_to_correct() -> None:
-    assert await taken_s(LateClock(0.0), 10, idle_s=0.5) == pytest.approx(10 * ITERATION_S, rel=0.01)
+    assert await taken_s(JumpingClock(late_s=0.0), 10, idle_s=0.5) == pytest.approx(
+        10 * ITERATION_S, rel=0.01
+    )
 
 
-class SuspendedOnce(LateClock):
+class SuspendedOnce(JumpingClock):
     """Only the first sleep takes longer."""
 
     async def sleep(self, seconds: float) -> None:
@@ -76,6 +61,6 @@ class SuspendedOnce(LateClock):
 async def test_little_of_the_time_of_a_suspended_machine_is_corrected() -> None:
     lost = 10 * MAX_CATCH_UP_S
 
-    took = await taken_s(SuspendedOnce(lost), 100)
+    took = await taken_s(SuspendedOnce(late_s=lost), 100)
 
     assert took == pytest.approx(lost + 100 * ITERATION_S - MAX_CATCH_UP_S, abs=2 * ITERATION_S)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from typing import Any
 
 import httpx
 import openai
 import pytest
 from pydantic import BaseModel
+from tests.support.waiting import until
 
 from kvroute.sim.app import RunningSim, run_sim
 from kvroute.sim.options import SimOptions
@@ -135,9 +135,7 @@ async def test_structured_output_is_an_instance_of_the_schema(client: openai.Asy
     assert plain.output_text == "{}"
 
 
-async def test_a_background_answer_completes_by_itself(
-    client: openai.AsyncOpenAI, sim: RunningSim, until: Callable[..., Any]
-) -> None:
+async def test_a_background_answer_completes_by_itself(client: openai.AsyncOpenAI, sim: RunningSim) -> None:
     queued = await client.responses.create(model="sim-model", input="x", background=True)
     assert queued.status == "queued"
 
@@ -147,7 +145,7 @@ async def test_a_background_answer_completes_by_itself(
 
 
 async def test_only_a_response_in_the_background_can_be_cancelled(
-    client: openai.AsyncOpenAI, sim: RunningSim, until: Callable[..., Any]
+    client: openai.AsyncOpenAI, sim: RunningSim
 ) -> None:
     done = await client.responses.create(model="sim-model", input="x")
     with pytest.raises(openai.BadRequestError):

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
 import pytest
+from tests.support.clocks import QuickClock
+from tests.support.waiting import until
 
-from kvroute.clock import SystemClock
 from kvroute.sim.app import RunningSim, run_sim
 from kvroute.sim.options import SimOptions
 from kvroute.sim.publisher import Fault, Faults
@@ -75,7 +75,7 @@ async def test_a_reset_before_the_head_breaks_the_connection(http: httpx.AsyncCl
 
 @pytest.mark.parametrize("chunks", [0, 3])
 async def test_a_reset_in_the_stream_lets_that_many_chunks_pass(
-    http: httpx.AsyncClient, sim: RunningSim, until: Callable[..., Any], chunks: int
+    http: httpx.AsyncClient, sim: RunningSim, chunks: int
 ) -> None:
     await switch_on(http, {"kind": "reset", "after_chunks": chunks})
     received: list[str] = []
@@ -111,7 +111,7 @@ async def test_a_hang_sends_nothing_until_the_client_leaves(http: httpx.AsyncCli
 
 
 async def test_a_hang_in_the_stream_is_aborted_when_the_client_leaves(
-    http: httpx.AsyncClient, sim: RunningSim, until: Callable[..., Any]
+    http: httpx.AsyncClient, sim: RunningSim
 ) -> None:
     await switch_on(http, {"kind": "hang", "after_chunks": 2})
     received = []
@@ -126,19 +126,8 @@ async def test_a_hang_in_the_stream_is_aborted_when_the_client_leaves(
     assert json.loads(received[0][6:])["object"] == "text_completion"
 
 
-class Impatient(SystemClock):
-    """A clock that does not wait but records the requested times."""
-
-    def __init__(self) -> None:
-        self.slept: list[float] = []
-
-    async def sleep(self, seconds: float) -> None:
-        self.slept.append(seconds)
-        await asyncio.sleep(0)
-
-
 async def test_a_slow_worker_waits_before_the_engine_sees_the_request() -> None:
-    clock = Impatient()
+    clock = QuickClock(0)
     async with (
         run_sim(SimOptions(time_scale=0), clock=clock) as sim,
         httpx.AsyncClient(base_url=sim.url) as http,

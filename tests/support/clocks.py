@@ -19,15 +19,13 @@ EPOCH = 1.7e9
 
 
 class ManualClock:
-    """Shows `time`, which the test sets. Each reading of `now` first moves it by `step_s`."""
+    """Shows `time`, which the test sets."""
 
-    def __init__(self, time: float = 100.0, *, epoch: float = EPOCH, step_s: float = 0.0) -> None:
+    def __init__(self, time: float = 100.0, *, epoch: float = EPOCH) -> None:
         self.time = time
         self.epoch = epoch
-        self.step_s = step_s
 
     def now(self) -> float:
-        self.time += self.step_s
         return self.time
 
     def wall(self) -> float:
@@ -90,6 +88,18 @@ class AdvancingClock(ManualClock):
         """Run the event loop for 60 iterations: enough for a probe through httpx's mock transport."""
         for _ in range(60):
             await asyncio.sleep(0)
+
+
+class TickingClock(SystemClock):
+    """Each reading of `now` moves the time by `step_s`, as if every step of work took that long."""
+
+    def __init__(self, step_s: float) -> None:
+        self.time = 0.0
+        self.step_s = step_s
+
+    def now(self) -> float:  # type: ignore[override]
+        self.time += self.step_s
+        return self.time
 
 
 class QuickClock(SystemClock):
