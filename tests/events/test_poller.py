@@ -1,4 +1,4 @@
-"""Who reads the sockets: the event loop while batches are rare, a poll or a timer while they are frequent."""
+"""The event loop reads the sockets while batches are rare; a poll or a timer does while they are frequent."""
 
 from __future__ import annotations
 

@@ -366,7 +366,7 @@ async def test_refused_blocks_are_forgotten_after_the_pool_was_recycled(
         engine.serve(tokens_of(0, 800))
         await until(lambda: follower.subscriber.reason is TrustReason.FULL)
         assert len(follower.believed) == 45
-        # Private: in place of another worker's blocks, which would have to leave the index at this moment.
+        # Private: simulates that another worker's blocks leave the index at this moment.
         follower.index._max_blocks = 1000
 
         for number in range(1, 6):

@@ -4,7 +4,7 @@ from kvroute.gateway.preparation import HIGH, LOW, WINDOW, LateShare
 
 
 def windows(share: LateShare, model: str, *late: int) -> list[tuple[bool, int] | None]:
-    """The report at the end of each window with this number of late prompts."""
+    """The reports at the ends of windows; `late` are the late prompts in each."""
     found = []
     for count in late:
         reports = [share.count(model, is_late=number < count) for number in range(WINDOW)]

@@ -3,6 +3,7 @@
 ManualClock      shows the time that the test sets; sleeping is an error
 JumpingClock     a sleep moves the time and ends in the next iteration of the event loop
 AdvancingClock   a sleep ends when the test advances the time past its end
+TickingClock     each reading moves the time; a sleep takes real time
 QuickClock       the real time; long sleeps are cut short
 """
 
