@@ -339,6 +339,17 @@ class Metrics(Collector):
             "`plain_json` have no option) and by outcome: `forwarded` unread, or `refused`.",
             ["limit", "outcome"],
         )
+        self.tls_handshakes = self._counter(
+            "kvroute_tls_handshakes",
+            "TLS handshakes of clients by outcome: started, finished, or the cause of a failure. Those "
+            "without a further outcome timed out, or the client left.",
+            ["outcome"],
+        )
+        self.tls_reloads = self._counter(
+            "kvroute_tls_reloads",
+            "Changes of the files of server.tls that were loaded or refused.",
+            ["outcome"],
+        )
         self.isolated = self._counter(
             "kvroute_isolated_requests",
             "Requests for LoRA adapters that got a key space of their own in LMCache.",

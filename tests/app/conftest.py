@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import uvloop
 
-_ON_BOTH_LOOPS = {"test_backlog"}
+_ON_BOTH_LOOPS = {"test_listening_backlog", "test_listening_tls"}
 
 
 def pytest_asyncio_loop_factories(

@@ -31,6 +31,7 @@ from kvroute.lmcache.options import LMCacheOptions
 from kvroute.logs import LoggingOptions
 from kvroute.options import Options, option
 from kvroute.routing.registry import RoutingOptions
+from kvroute.tls import server_context
 from kvroute.tokens.options import TokensOptions
 from kvroute.upstream.options import RetryOptions, UpstreamOptions
 
@@ -108,6 +109,25 @@ def load(
     if problems:
         raise InvalidConfig(problems)
     return Loaded(config, origins)
+
+
+def check_tls(config: Config) -> None:
+    """Read every certificate and key file once. Raises InvalidConfig with the problems of all sections.
+
+    `load` does not do this: a configuration may be checked on another machine than the gateway's.
+    """
+    problems: list[ConfigError] = []
+
+    def check(make: Callable[[], object]) -> None:
+        try:
+            make()
+        except ConfigError as error:
+            problems.append(error)
+
+    if config.server.tls.is_on:
+        check(lambda: server_context(config.server.tls, "server.tls"))
+    if problems:
+        raise InvalidConfig(problems)
 
 
 def masked(config: Options) -> dict[str, Any]:

@@ -12,9 +12,10 @@ import resource
 import shutil
 import signal
 import socket
+import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -24,7 +25,8 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from kvroute import __version__
 from kvroute.app.collectors import keep_freed_memory, use_huge_pages
-from kvroute.app.config import Config
+from kvroute.app.config import Config, check_tls
+from kvroute.app.listening import Backlog, TlsListener
 from kvroute.app.replica import Replica
 from kvroute.app.runtime import Runtime
 from kvroute.clock import SystemClock
@@ -42,56 +44,6 @@ from kvroute.replicas.mesh import SharedPort, make_socket_folder
 from kvroute.replicas.supervisor import ProcessSpec, Supervisor
 
 log = logging.getLogger(__name__)
-
-_SERVERS_PER_SOCKET = 8
-"""Additional servers per listening socket. A server that finds no connection to accept costs 3 us."""
-
-
-class Backlog:
-    """Additional servers of the event loop on the listening sockets, so that connections are accepted faster.
-
-    Mutable: by `start` and `close`. Belongs to one event loop.
-    """
-
-    # libuv accepts one connection per server in each iteration of the loop. An iteration that relays some
-    # hundred streams lasts milliseconds: of 640 clients that connected together, the last ones waited 2
-    # seconds. (asyncio's own loop accepts all waiting connections in one iteration.)
-
-    def __init__(self, make_protocol: Callable[[], asyncio.Protocol], length: int) -> None:
-        """`length` is the backlog of the listening sockets: the connections that the kernel queues."""
-        self._make_protocol = make_protocol
-        self._length = length
-        self._servers: list[asyncio.Server] = []
-
-    async def start(self, listening: Iterable[socket.SocketType]) -> None:
-        """Accept connections of these sockets, through duplicated descriptors."""
-        loop = asyncio.get_running_loop()
-        for each in listening:
-            for _ in range(_SERVERS_PER_SOCKET):
-                own = socket.socket(fileno=os.dup(each.fileno()))
-                own.setblocking(False)
-                server = await loop.create_server(self._protocol, sock=own, backlog=self._length)
-                self._servers.append(server)
-
-    def close(self) -> None:
-        """Stop accepting; accepted connections stay open. Idempotent."""
-        for server in self._servers:
-            server.close()
-        self._servers.clear()
-
-    def _protocol(self) -> asyncio.Protocol:
-        try:
-            return self._make_protocol()
-        except Exception:  # an exception here would make uvloop close the server
-            log.exception("a client's connection could not be set up")
-            return _ClosingProtocol()
-
-
-class _ClosingProtocol(asyncio.Protocol):
-    """Closes the connection immediately."""
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        transport.close()
 
 
 class AdminAccess:
@@ -179,21 +131,47 @@ class GatewayServer(uvicorn.Server):
         self._drain_timeout_s = options.drain_timeout_s
         self._next_stage = asyncio.Event()
         self._backlog = Backlog(self._client_protocol, config.backlog)
+        self._tls = (
+            TlsListener(self._backlog, options.tls, runtime.metrics, runtime.plane.clock)
+            if options.tls.is_on
+            else None
+        )
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        await self._backlog.start(listening for server in self.servers for listening in server.sockets)
+        listening: Sequence[socket.SocketType]
+        if self._tls is None:
+            await super().startup(sockets)
+            listening = [each for server in self.servers for each in server.sockets]
+            await self._backlog.start(listening)
+        else:
+            await super().startup([])  # uvicorn's own servers can neither reload nor limit a handshake
+            listening = sockets if sockets is not None else await self._bind()
+            await self._tls.start(listening)
         if self._process is not None:
             self._process.ready()
             if self._process.replica.number:
                 return  # process 0 alone logs the address
-        for server in self.servers:
-            for listening in server.sockets:
-                host, port, *_ = listening.getsockname()
-                if self._access is not None:
-                    self._access.listens_on(port)
-                shown = f"[{host}]" if ":" in host else host
-                log.info("kvroute %s listens on http://%s:%d", __version__, shown, port)
+        scheme = "http" if self._tls is None else "https"
+        for each in listening:
+            host, port, *_ = each.getsockname()
+            if self._access is not None:
+                self._access.listens_on(port)
+            shown = f"[{host}]" if ":" in host else host
+            log.info("kvroute %s listens on %s://%s:%d", __version__, scheme, shown, port)
+
+    async def _bind(self) -> Sequence[socket.SocketType]:
+        """Bind the configured address as uvicorn does, without accepting connections. Raises SystemExit."""
+        loop, config = asyncio.get_running_loop(), self.config
+        try:
+            server = await loop.create_server(
+                self._client_protocol, config.host, config.port, start_serving=False
+            )
+        except OSError as error:
+            log.error("%s", error)
+            self.started = False
+            sys.exit(1)
+        self.servers = [server]  # uvicorn closes it at shutdown
+        return server.sockets
 
     async def main_loop(self) -> None:
         # uvicorn's loop wakes ten times a second. In a task of its own it resumes none of the coroutines that
@@ -242,6 +220,8 @@ class GatewayServer(uvicorn.Server):
             self._close_after_answers()  # again: until now uvicorn has replaced the headers every second
             await self._wait(self._delay_s)
         plane.admission.close()
+        if self._tls is not None:
+            await self._tls.aclose()
         self._backlog.close()
         log.info("shutting down: %d requests are running", plane.admission.in_flight)
         cutter = asyncio.create_task(self._cut_after_drain())
@@ -289,11 +269,13 @@ class ListeningProcess:
 def run(config: Config) -> int:
     """Serve until SIGTERM or SIGINT (see `GatewayServer`).
 
-    Returns the exit code: 0 after an orderly shutdown, 1 if the gateway could not start.
+    Returns the exit code: 0 after an orderly shutdown, 1 if the gateway could not start. Raises ConfigError,
+    for example for a certificate that cannot be read.
     """
     configure(config.logging)
     raise_descriptor_limit()
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until the event loop has a handler that logs it
+    check_tls(config)
     access = AdminAccess(config, os.environ)
     try:
         if config.server.processes > 1:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from kvroute.app.config import Loaded, resolved_yaml
+from kvroute.app.config import Loaded, check_tls, resolved_yaml
 from kvroute.cli.serve import InvalidConfiguration, configured
 from kvroute.errors import ConfigError
 from kvroute.fleet.discovery.file import read_workers_file
@@ -54,6 +54,7 @@ def check(loaded: Loaded) -> None:
     code 0: valid, 1: not valid. With --fix, 0 means that the indentation of every line is known.
     """
     check_workers_file(loaded)
+    check_tls(loaded.config)
     if not loaded.config.lmcache.isolate_adapters:
         click.echo(
             "kvroute: lmcache.isolate_adapters is off: with LMCache, LoRA adapters and their base model get "

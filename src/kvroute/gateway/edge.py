@@ -11,7 +11,7 @@ from typing import Any, ClassVar, cast
 
 import httptools
 from uvicorn._types import ASGI3Application
-from uvicorn.protocols.http.flow_control import FlowControl
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT, FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from kvroute.errors import (
@@ -61,6 +61,7 @@ class ClientBounds:
         "max_header_lines",
         "max_line_bytes",
         "metrics",
+        "uses_tls",
     )
 
     def __init__(self, options: ServerOptions, metrics: Metrics) -> None:
@@ -74,6 +75,7 @@ class ClientBounds:
         self.body = WaitQueue("body", options.body_timeout_s)
         self.closing = WaitQueue("closing", _LINGER_S)
         self.metrics = metrics
+        self.uses_tls = options.tls.is_on
 
 
 class TimedFlow(FlowControl):
@@ -149,6 +151,9 @@ class EdgeProtocol(HttpToolsProtocol):
     def transport_ready(self) -> None:
         """`transport` is set."""
         self.flow = TimedFlow(self.transport, self.loop.time)
+        if self.bounds.uses_tls:
+            # The default above TLS is 512 KiB (uvloop 0.23, CPython 3.11).
+            self.transport.set_write_buffer_limits(high=HIGH_WATER_LIMIT)
         self._wait_in(self.bounds.idle)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -325,6 +330,24 @@ class EdgeProtocol(HttpToolsProtocol):
         if not self.transport.is_closing():
             self.bounds.metrics.client_timeouts.labels("idle").inc()
         super().timeout_keep_alive_handler()
+        self._limit_closing()
+
+    def shutdown(self) -> None:
+        was_closing = self.transport.is_closing()
+        super().shutdown()
+        if not was_closing:
+            self._limit_closing()
+
+    def _limit_closing(self) -> None:
+        """Abort a TLS connection that is closed, unless the client ends it soon."""
+        # `close` of a TLS transport waits for the client's own end. A client with a pool of idle connections
+        # sends it only when it uses the connection again.
+        if (
+            self.bounds.uses_tls
+            and self.transport.is_closing()
+            and not self.transport.get_write_buffer_size()
+        ):
+            self._wait_in(self.bounds.closing)
 
     def _unanswered(self) -> RequestResponseCycle | None:
         """The request that is being answered; None if there is none."""
@@ -382,6 +405,7 @@ class EdgeProtocol(HttpToolsProtocol):
             bounds.metrics.client_timeouts.labels(queue.name).inc()
             if queue is bounds.idle:
                 transport.close()
+                self._limit_closing()
             else:
                 self._refuse(_too_late(queue, bounds))
 
@@ -444,11 +468,13 @@ class EdgeProtocol(HttpToolsProtocol):
         self.flow.resume_reading()
         try:
             transport.write_eof()
-        except (OSError, NotImplementedError):  # the client has reset the connection; or it is TLS
+        except OSError:  # the client has reset the connection
             self._wait_in(None)
             transport.close()
-        else:
-            self._wait_in(self.bounds.closing)
+            return
+        except NotImplementedError:  # TLS: `close` reads and drops further bytes
+            transport.close()
+        self._wait_in(self.bounds.closing)
 
     def _drop_unanswered(self) -> None:
         """Drop all unanswered requests: report a disconnect to their applications."""

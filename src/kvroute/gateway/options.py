@@ -11,6 +11,7 @@ from pydantic import SecretStr, field_validator
 from kvroute.gateway.admin_guard import host_name, key_lines
 from kvroute.openai.bounded import BodyLimits
 from kvroute.options import Options, Switch, option
+from kvroute.tls import ServerTlsOptions
 
 MIB = 1024 * 1024
 LIMITS = BodyLimits()
@@ -35,6 +36,7 @@ class ServerOptions(Options):
         ge=1,
         le=64,
     )
+    tls: ServerTlsOptions = option(default_factory=ServerTlsOptions)
     backlog: int = option(
         2048,
         "Connections the kernel holds until they are accepted.",
