@@ -17,8 +17,8 @@ PIP := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pip --disable-pip-version
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-up: $(VENV)/.installed ## run the gateway on 127.0.0.1:8080 with two workers [ENGINE=sim|vllm] [PORT=8080] [WORKERS=2]
-	@exec $(BIN)/kvroute up $(if $(ENGINE),--engine $(ENGINE)) $(if $(PORT),--port $(PORT)) $(if $(WORKERS),--workers $(WORKERS))
+up: $(VENV)/.installed $(if $(TLS),$(VENV)/.installed-tls) ## run the gateway on 127.0.0.1:8080 with two workers [ENGINE=sim|vllm] [PORT=8080] [WORKERS=2] [TLS=1]
+	@exec $(BIN)/kvroute up $(if $(ENGINE),--engine $(ENGINE)) $(if $(PORT),--port $(PORT)) $(if $(WORKERS),--workers $(WORKERS)) $(if $(TLS),--tls)
 
 test: check ## lint, types, import layers, and every test except those with real engines
 	$(BIN)/pytest -n $(JOBS) --dist worksteal -m "not engine and not load" --durations=20 --durations-min=3
@@ -90,6 +90,11 @@ $(BIN)/python:
 $(VENV)/.installed: pyproject.toml | $(BIN)/python
 	@echo "installing kvroute into $(VENV) (once, half a minute)"
 	@$(PIP) install -qq --editable .
+	@touch $@
+
+# What a self-signed certificate needs.
+$(VENV)/.installed-tls: $(VENV)/.installed
+	@$(PIP) install -qq --editable '.[tls]'
 	@touch $@
 
 # Dependency groups need pip 25.1.

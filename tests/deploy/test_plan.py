@@ -12,6 +12,7 @@ from kvroute.deploy.plan import (
     HostFacts,
     ProcessPlan,
     UpSpec,
+    gateway_process,
     plan_up,
     port_count,
     worker_count,
@@ -54,6 +55,24 @@ def test_the_gateway_knows_every_worker() -> None:
     )
     assert gateway.ready_url == "http://127.0.0.1:8123/ready"
     assert gateway.child.env == ENV
+
+
+def test_with_tls_the_gateway_gets_its_certificate_and_is_polled_over_https() -> None:
+    made = plan(tls=True, state_dir=Path("/state"), port=8123)
+
+    assert made.gateway.child.argv[-4:] == (
+        *("--set", "server.tls.cert_file=/state/tls/gateway.crt"),
+        *("--set", "server.tls.key_file=/state/tls/gateway.key"),
+    )
+    assert made.gateway.ready_url == "https://127.0.0.1:8123/ready"
+    assert made.ca_file == Path("/state/tls/gateway.crt")
+
+
+def test_a_gateway_that_asks_for_client_certificates_is_polled_without_a_request() -> None:
+    tls = {"cert_file": "a", "key_file": "b", "client_ca_file": "c"}
+    made = gateway_process(("kvroute",), ENV, host="127.0.0.1", port=8123, log_path=Path("log"), tls=tls)
+
+    assert (made.url, made.ready_url) == ("https://127.0.0.1:8123", "tcp://127.0.0.1:8123")
 
 
 def test_the_gateway_makes_its_admin_key_in_the_given_folder() -> None:

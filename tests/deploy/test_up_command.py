@@ -71,3 +71,26 @@ def test_the_printed_curl_is_answered_and_ctrl_c_ends_everything(
         "worker-0.log",
         "worker-1.log",
     ]
+
+
+def test_with_tls_the_printed_curl_is_answered_over_https(tmp_path: Path) -> None:
+    (port,) = free_ports(1)
+    command = [sys.executable, "-m", "kvroute", "up", "--port", str(port), "--workers", "1", "--tls"]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        printed = ""
+        for line in process.stdout:
+            printed += line
+            if "Ctrl-C ends everything" in line:
+                break
+        curl = shlex.split(next(line for line in printed.splitlines() if line.strip().startswith("curl")))
+        answer = subprocess.run(
+            [*curl, "-sS", "--noproxy", "*"], cwd=tmp_path, capture_output=True, text=True, timeout=60
+        )
+        os.kill(process.pid, signal.SIGINT)
+        assert process.wait(60) == 0
+
+    assert answer.returncode == 0, answer.stderr
+    assert json.loads(answer.stdout)["choices"][0]["message"]["content"]
+    assert curl[1] == "--cacert"
+    assert (tmp_path / ".kvroute/tls/gateway.key").stat().st_mode & 0o777 == 0o600

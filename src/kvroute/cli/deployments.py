@@ -195,6 +195,7 @@ SPEC_FIELDS = {
     show_default=True,
     help="Virtual environment of vLLM for CPUs; created if missing (2 GB).",
 )
+@click.option("--tls", is_flag=True, help="Make a self-signed certificate, and serve https with it.")
 @click.option("--logs/--no-logs", default=True, help="Show the output of the processes. Default: --logs.")
 @click.argument("engine_args", nargs=-1, type=click.UNPROCESSED)
 @click.pass_context
@@ -205,6 +206,7 @@ def up(
     state_dir: Path,
     admin_key_file: Path | None,
     engine_venv: Path,
+    tls: bool,
     logs: bool,
     **flags: Any,
 ) -> None:
@@ -217,6 +219,8 @@ def up(
     is_given = context.get_parameter_source("state_dir") is not ParameterSource.DEFAULT
     admin_key = AdminKeyLocation(admin_key_file, state_dir if is_given else None)
     if file is not None:
+        if tls:
+            raise click.UsageError(f"--tls cannot be used with -f: set server.tls in {dotted(SETTINGS)}")
         endpoint = _read_endpoint(file, flags)
         wish = EndpointRequest(endpoint, flags["host"], flags["port"], state_dir, engine_venv, admin_key)
         make = partial(prepare_endpoint, wish, console=console, clock=clock)
@@ -224,7 +228,12 @@ def up(
         given = {name: value for name, value in flags.items() if value is not None}
         engine = Engine(given.pop("engine", Engine.SIM.value))
         spec = UpSpec(
-            engine=engine, state_dir=state_dir, engine_venv=engine_venv, admin_key=admin_key, **given
+            engine=engine,
+            state_dir=state_dir,
+            engine_venv=engine_venv,
+            admin_key=admin_key,
+            tls=tls,
+            **given,
         )
         make = partial(prepare, spec, console=console, clock=clock)
     try:

@@ -160,6 +160,7 @@ def plan_local_endpoint(
             port=config["server"]["port"],
             log_path=_log(host, GATEWAY),
             stop_s=gateway_stop_s(config["server"]),
+            tls=config["server"].get("tls"),
         ),
         model=endpoint.model.served_name,
         simulated=endpoint.is_simulated,

@@ -112,6 +112,14 @@ class UpSpec:
     engine_args: tuple[str, ...] = ()
     """Appended to every worker's command line."""
     admin_key: AdminKeyLocation = AdminKeyLocation()
+    tls: bool = False
+    """The gateway has a self-signed certificate, in `tls_files`."""
+
+    @property
+    def tls_files(self) -> tuple[Path, Path]:
+        """The files of the self-signed certificate and its key."""
+        folder = self.state_dir / "tls"
+        return folder / "gateway.crt", folder / "gateway.key"
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +168,8 @@ class ProcessPlan:
     name: str = "kvroute"
     admin_key_file: Path | None = None
     """The file of the admin key that the gateway makes; None when a key is configured."""
+    ca_file: Path | None = None
+    """The self-signed certificate that clients of the gateway must trust; None without one."""
 
     @property
     def stages(self) -> tuple[tuple[PlannedProcess, ...], ...]:
@@ -210,6 +220,7 @@ def plan_up(spec: UpSpec, host: HostFacts) -> ProcessPlan:
         tiny_model=tiny,
         model_folder=folder,
         admin_key_file=spec.admin_key.generated_file(host.environ, {}, spec.port),
+        ca_file=spec.tls_files[0] if spec.tls else None,
     )
 
 
@@ -294,8 +305,12 @@ def _gateway(spec: UpSpec, host: HostFacts, workers: tuple[PlannedProcess, ...])
     if spec.strategy is not None:
         argv += ["--strategy", spec.strategy]
     argv += spec.admin_key.arguments
+    tls: dict[str, str] = {}
+    if spec.tls:
+        tls = dict(zip(("cert_file", "key_file"), map(str, spec.tls_files), strict=True))
+        argv += [word for name, file in tls.items() for word in ("--set", f"server.tls.{name}={file}")]
     return gateway_process(
-        tuple(argv), host.environ, host=spec.host, port=spec.port, log_path=_log(spec, GATEWAY)
+        tuple(argv), host.environ, host=spec.host, port=spec.port, log_path=_log(spec, GATEWAY), tls=tls
     )
 
 
@@ -307,13 +322,22 @@ def gateway_process(
     port: int,
     log_path: Path,
     stop_s: float = GATEWAY_STOP_S,
+    tls: Mapping[str, object] | None = None,
 ) -> PlannedProcess:
-    """Plan `kvroute serve` at `host`:`port`. `stop_s` is the time from SIGTERM to SIGKILL."""
+    """Plan `kvroute serve` at `host`:`port`.
+
+    `stop_s` is the time from SIGTERM to SIGKILL, `tls` the gateway's section `server.tls`.
+    """
     child = ChildSpec(name=GATEWAY, argv=argv, env=dict(environ), log_path=log_path, stop_grace_s=stop_s)
     # A gateway that listens on every interface is reached on the loopback interface.
     reachable = "127.0.0.1" if host in ("0.0.0.0", "::", "") else host
     reachable = f"[{reachable}]" if ":" in reachable else reachable
-    return _planned(child, f"http://{reachable}:{port}", "/ready", GATEWAY_READY_S)
+    if not tls or not tls.get("cert_file"):
+        return _planned(child, f"http://{reachable}:{port}", "/ready", GATEWAY_READY_S)
+    url = f"https://{reachable}:{port}"
+    # The probe has no client certificate.
+    ready_url = f"tcp://{reachable}:{port}" if tls.get("client_ca_file") else f"{url}/ready"
+    return PlannedProcess(child, url, ready_url, GATEWAY_READY_S)
 
 
 def _planned(child: ChildSpec, url: str, ready_path: str, ready_timeout_s: float) -> PlannedProcess:

@@ -1,4 +1,4 @@
-"""Prepares this host before anything starts: ports, GPUs, programs, the engine, the model."""
+"""Prepares this host before anything starts: ports, GPUs, programs, the engine, the model, certificates."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ import socket
 import sys
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime, timedelta
+from ipaddress import ip_address
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
@@ -32,10 +35,14 @@ from kvroute.deploy.render.plan import EndpointPlan
 from kvroute.deploy.tiny_model import write_tiny_model
 from kvroute.errors import ConfigError
 
+if TYPE_CHECKING:  # an optional dependency
+    from cryptography.x509 import GeneralName
+
 ATTEMPTS = 100
 # Below the ports that Linux uses for outgoing connections, so that the port of a restarted server is still
 # free.
 SERVER_PORTS = range(20_000, 32_768)
+_SELF_SIGNED_FOR = timedelta(days=30)
 
 
 def require_free_port(host: str, port: int, *, path: str = "port") -> None:
@@ -94,6 +101,8 @@ COMPATIBLE_PROGRAMS = {"redis-server": "valkey-server", "valkey-server": "redis-
 async def prepare(spec: UpSpec, *, console: Console, clock: Clock) -> ProcessPlan:
     """Make the plan for `spec`: find GPUs and ports, install the engine if it is needed, write the model."""
     require_free_port(spec.host, spec.port)
+    if spec.tls:
+        write_self_signed(*spec.tls_files, spec.host)
     environ = dict(os.environ)
     gpus = await find_gpus(environ) if spec.engine is Engine.VLLM else ()
     ports = free_ports(port_count(spec, gpus))
@@ -110,6 +119,56 @@ async def prepare(spec: UpSpec, *, console: Console, clock: Clock) -> ProcessPla
     if plan.tiny_model is not None:
         write_tiny_model(plan.tiny_model, plan.model_folder)
     return plan
+
+
+def write_self_signed(cert_file: Path, key_file: Path, host: str) -> None:
+    """Write a certificate for localhost and `host` that is its own authority, and its key (mode 0600).
+
+    Raises `ConfigError` if `cryptography` is not installed or the folder cannot be written.
+    """
+    try:
+        from cryptography import x509
+        from cryptography.hazmat.primitives import hashes, serialization
+        from cryptography.hazmat.primitives.asymmetric import ec
+    except ImportError:
+        raise ConfigError("tls", "needs cryptography: pip install 'kvroute[tls]'") from None
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "kvroute up")])
+    names = {"localhost", "127.0.0.1", "::1"} | ({host} if host not in ("", "0.0.0.0", "::") else set())
+    now = datetime.now(UTC)
+    cert = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - timedelta(hours=1))  # a client's clock may be slow
+        .not_valid_after(now + _SELF_SIGNED_FOR)
+        .add_extension(x509.SubjectAlternativeName([_general_name(each) for each in sorted(names)]), False)
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), True)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), False)
+        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(key.public_key()), False)
+        .sign(key, hashes.SHA256())
+    )
+    pem = serialization.Encoding.PEM
+    private = key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    try:
+        cert_file.parent.mkdir(parents=True, exist_ok=True)
+        key_file.unlink(missing_ok=True)
+        key_file.touch(mode=0o600)
+        key_file.write_bytes(private)
+        cert_file.write_bytes(cert.public_bytes(pem))
+    except OSError as exc:
+        raise ConfigError("tls", f"cannot write {exc.filename}: {exc.strerror}") from exc
+
+
+def _general_name(name: str) -> GeneralName:
+    from cryptography import x509
+
+    try:
+        return x509.IPAddress(ip_address(name))
+    except ValueError:
+        return x509.DNSName(name)
 
 
 @dataclass(frozen=True, slots=True)

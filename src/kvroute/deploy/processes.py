@@ -26,14 +26,14 @@ PROBE_TIMEOUT_S = 2.0
 async def is_ready(url: str, http: httpx.AsyncClient) -> bool:
     """Return whether the server at `url` answers within `PROBE_TIMEOUT_S`.
 
-    `http://...` must answer 200, `redis://HOST:PORT` must answer PING with PONG, `tcp://HOST:PORT` must
-    accept a connection. Raises ValueError for any other scheme.
+    `http://...` and `https://...` must answer 200, `redis://HOST:PORT` must answer PING with PONG,
+    `tcp://HOST:PORT` must accept a connection. Raises ValueError for any other scheme.
     """
     parts = urlsplit(url)
     try:
         async with asyncio.timeout(PROBE_TIMEOUT_S):
             match parts.scheme:
-                case "http":
+                case "http" | "https":
                     return (await http.get(url)).status_code == 200
                 case "redis":
                     return (await _first_reply_line(parts.hostname, parts.port, b"PING\r\n")).startswith(
@@ -206,7 +206,10 @@ class ChildProcess:
         start = self._clock.now()
         # No keep-alive and no proxies: each poll opens a new connection on this machine.
         limits = httpx.Limits(max_keepalive_connections=0)
-        async with httpx.AsyncClient(timeout=PROBE_TIMEOUT_S, limits=limits, trust_env=False) as client:
+        # The certificate is not checked: the probe sends no secret, and the server is this process's child.
+        async with httpx.AsyncClient(
+            timeout=PROBE_TIMEOUT_S, limits=limits, trust_env=False, verify=False
+        ) as client:
             while True:
                 waited = self._clock.now() - start
                 if on_wait is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shlex
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
@@ -250,15 +251,19 @@ def ready_text(plan: ProcessPlan) -> str:
     else:
         kind = f"The workers are vLLM engines that serve {plan.model}."
     key = str(plan.admin_key_file or "as configured")
+    trust, note = "", ""
+    if plan.ca_file is not None:
+        trust = f"--cacert {shlex.quote(str(plan.ca_file))} "
+        note = "\nThe certificate is self-signed: clients must trust this file, and it is for trials only.\n"
     return f"""
 kvroute is ready at {url} with {len(plan.workers)} worker(s). {kind}
 
-  curl {url}/v1/chat/completions -H 'content-type: application/json' -d '{json.dumps(body)}'
+  curl {trust}{url}/v1/chat/completions -H 'content-type: application/json' -d '{json.dumps(body)}'
 
   API documentation  {url}/docs
   metrics            {url}/metrics
   admin key          {key}
-
+{note}
 Ctrl-C ends everything.
 """
 
