@@ -354,6 +354,7 @@ class Frames:
         self.last = payload
         failed, unreadable = self._controller.counts.failed, self._controller.counts.unreadable
         for piece in lmcache_controller.split(payload):
+            # Private: a million frames through real sockets would take hours.
             reply = self._sockets._handle_message(piece)
             if reply is not None:
                 lmcache_controller.decode_reply(lmcache_controller.encode(reply))
