@@ -57,7 +57,7 @@ trees = st.recursive(leaves, lambda inner: st.lists(inner) | st.dictionaries(st.
 def is_over(body, most, window):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "_SCANNED_BYTES", window)
-        # Private: the public count first rules out small bodies, which are those that a property can generate.
+        # Private: the public count first rules out small bodies, which are those that hypothesis makes.
         over_it, _ = exhausted(Bounded(BodyLimits(max_json_values=most))._exceeds_outside_strings(body))
     return over_it
 
