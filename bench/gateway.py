@@ -46,7 +46,8 @@ def arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--quick", action="store_true", help="short runs, fewer repeats: about five minutes")
-    parser.add_argument("--scenarios", default=",".join(SCENARIOS), help="some of %(default)s")
+    measured = ",".join(name for name, scenario in SCENARIOS.items() if scenario.routers)
+    parser.add_argument("--scenarios", default=measured, help="some of %(default)s")
     parser.add_argument("--repeats", type=int, help="runs of each router (3; quick: 2)")
     parser.add_argument(
         "--pairs", type=int, help="runs of kvroute and sglang-router in d, e, f (9; quick: 3)"

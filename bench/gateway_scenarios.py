@@ -31,7 +31,10 @@ WARMING_CONVERSATIONS = 2
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """A scenario. `most` limits the requests per run. If `file` is empty, `kind` determines the requests."""
+    """A scenario. `most` limits the requests per run. If `file` is empty, `kind` determines the requests.
+
+    `pause_s`: the gateway is idle for this time before each run, so that its connections to workers expire.
+    """
 
     name: str
     title: str
@@ -40,6 +43,7 @@ class Scenario:
     connections: int = 1
     most: int = 0
     routers: tuple[str, ...] = ()
+    pause_s: float = 0.0
 
 
 PLAIN = (*OTHERS, THEIRS, OURS, COMPLETE)
@@ -53,6 +57,9 @@ SCENARIOS = {
         Scenario("e", "192 streams", "streams", "d", 192, 192, (*OTHERS, THEIRS, OURS)),
         Scenario("f", "640 streams", "streams", "d", 640, 640, (*OTHERS, THEIRS, OURS)),
         Scenario("l", "one connection; 16 streams", "latency", routers=(DIRECT, *OTHERS, THEIRS, OURS)),
+        # These two are for compare.py only: no router is measured with them.
+        Scenario("n", "200 B prompts, a new connection for each", "closed", "a", 1000, 1000),
+        Scenario("p", "16 streams after a pause of 6 s", "streams", "d", 16, 16, pause_s=6.0),
         Scenario("ka", "a over event workers", "closed", "a", 16, 40_000, (KV_PREFIX, KV_AWARE)),
         Scenario("kb", "b over event workers", "closed", "b", 16, 8_000, (KV_PREFIX, KV_AWARE)),
         Scenario("t", "64K-token turns, exact tokens", "tokens", routers=(KV_AWARE,)),
@@ -124,6 +131,7 @@ class Runner:
         repeat: int,
         work: Callable[[], tuple[dict[str, float], int]],
     ) -> Measurement:
+        time.sleep(scenario.pause_s)
         own_before, busy_before, began = self._own_s(), busy_s(), time.monotonic()
         figures, errors = work()
         foreign = (busy_s() - busy_before) - (self._own_s() - own_before)

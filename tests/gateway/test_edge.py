@@ -122,7 +122,7 @@ class Connection:
         assert self.waits_for == queue.name
         self.clock.now += seconds
         queue.discard(self.protocol)
-        self.protocol.wait_ended(queue)
+        self.protocol.wait_expired(queue)
 
     async def end(self) -> None:
         self.application.may_answer.set()

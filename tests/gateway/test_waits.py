@@ -39,7 +39,7 @@ class Waiting:
         self.ended: list[str] = []
         self._again = again
 
-    def wait_ended(self, queue: WaitQueue) -> None:
+    def wait_expired(self, queue: WaitQueue) -> None:
         self.ended.append(queue.name)
         if self._again:
             queue.add(self)
@@ -125,7 +125,7 @@ def test_a_waiter_that_fails_does_not_stop_the_queue():
     queue, loop = queue_of(10.0)
 
     class Failing:
-        def wait_ended(self, _queue: WaitQueue) -> None:
+        def wait_expired(self, _queue: WaitQueue) -> None:
             raise ValueError
 
     last = Waiting()

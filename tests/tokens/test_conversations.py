@@ -348,7 +348,7 @@ def test_only_bytes_after_a_known_prefix_are_compared(
     known, seen = memory.find(asked), asked.seen
     assert known is not None
     assert seen is not None
-    prefix = seen.beginning
+    prefix = seen.prefix
     behind = asked.body[prefix.end :]
     other_before = b"x" * prefix.end + behind
     place = (known.end + prefix.end) // 2

@@ -48,7 +48,7 @@ class DisconnectSignal:
         self.has_fired = False
 
     def subscribe(self, subscriber: Callable[[str], None]) -> None:
-        """Call `subscriber("client")` when the client leaves; at once if it has left."""
+        """Call `subscriber("client")` when the client leaves; immediately if it has left."""
         self._subscriber = subscriber
         if self.has_fired:
             subscriber("client")

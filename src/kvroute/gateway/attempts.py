@@ -91,7 +91,7 @@ class AttemptDeps:
     retry_statuses: frozenset[int]
     """Statuses of a worker's answer for which the exchange asks for `Attempts.retry_after_status`."""
     on_sent: Callable[[RouteQuery, Candidate], None] | None = None
-    """Called after each attempt was sent; must return at once."""
+    """Called after each attempt was sent; must not block."""
     now: Callable[[], float] = field(init=False)
     """`clock.now`. To look it up costs more than to call it."""
 
@@ -102,7 +102,7 @@ class AttemptDeps:
 class Attempts(Struct, eq=False):
     """The worker that has the request now, the load reserved there, and its response.
 
-    Mutable: changed by the exchange that owns it. Every method returns at once. Methods that send take the
+    Mutable: changed by the exchange that owns it. No method waits. Methods that send take the
     listener of the response, so that exchange and attempts do not refer to each other.
     """
 
@@ -174,8 +174,7 @@ class Attempts(Struct, eq=False):
         assert response.error is not None
         deps, worker, error = self._deps, candidate.worker, response.error
         if isinstance(error, ConnectionLost) and error.reused and self._may_retry("stale_connection"):
-            # The worker closed an idle connection while the request was sent. That is no failure of the
-            # worker.
+            # The worker closed an idle connection while the request was sent: no failure of the worker.
             self._send(candidate, listener, fresh=True)
             return
         self._record.error = error.cause

@@ -26,16 +26,17 @@ class LiveCaches:
         index: PrefixIndex,
         chunks: ChunkIndex,
         ingest: EventIngest,
-        told_by_lmcache: Callable[[int], bool],
+        lmcache_reports_l1: Callable[[int], bool],
     ) -> None:
-        """`told_by_lmcache` says of which slots' L1 LMCache itself tells: then vLLM's word does not count."""
+        """`lmcache_reports_l1(slot)`: LMCache reports that slot's L1, so vLLM's events about L1 are
+        ignored."""
         self._index = index
         self._chunks = chunks
         self._ingest = ingest
         self.refresh = ingest.refresh
-        self._told_by_lmcache = told_by_lmcache
-        self._given: dict[int, tuple[TrustReason | None, tuple[CachePlace]]] = {}
-        """By slot."""
+        self._lmcache_reports_l1 = lmcache_reports_l1
+        self._places: dict[int, tuple[TrustReason | None, tuple[CachePlace]]] = {}
+        """Trust reason and place of each slot."""
 
     def places(self, worker: Worker) -> Sequence[CachePlace]:
         streams = self._ingest.streams(worker)
@@ -45,31 +46,31 @@ class LiveCaches:
 
     def _place(self, stream: Stream) -> tuple[CachePlace]:
         reason, slot = stream.subscriber.reason, stream.slot
-        given = self._given.get(slot)
-        if given is None or given[0] is not reason or given[1][0].rank != stream.rank:
+        cached = self._places.get(slot)
+        if cached is None or cached[0] is not reason or cached[1][0].rank != stream.rank:
             why = "" if reason is None else reason.value
             place = CachePlace(slot, stream.rank, trust_for(reason), why)
-            given = self._given[slot] = reason, (place,)
-        return given[1]
+            cached = self._places[slot] = reason, (place,)
+        return cached[1]
 
     def match(self, prompt: ExactPrompt) -> Mapping[int, Tokens]:
-        return held_tokens(self._index, self._chunks, self._told_by_lmcache, prompt)
+        return held_tokens(self._index, self._chunks, self._lmcache_reports_l1, prompt)
 
 
 def held_tokens(
-    index: PrefixIndex, chunks: ChunkIndex, told_by_lmcache: Callable[[int], bool], prompt: ExactPrompt
+    index: PrefixIndex, chunks: ChunkIndex, lmcache_reports_l1: Callable[[int], bool], prompt: ExactPrompt
 ) -> Mapping[int, Tokens]:
-    """Per slot: the leading tokens of the prompt that both maps together say it can use."""
+    """The leading tokens of the prompt that each slot can use, from both indexes together."""
     if not prompt.probed and not chunks.is_read:
         gpu = index.match_gpu(prompt.keys)
-        if gpu is not None:  # as below, for fleets without slower tiers
-            # As `Tokens(...)`, without its Python-level constructor.
+        if gpu is not None:  # a shortcut for fleets without slower tiers, with the same result
+            # Like `Tokens(...)`, but without its constructor, which is Python code.
             return {slot: _new(Tokens, (tokens, 0, 0)) for slot, tokens in gpu.items()}
     blocks = index.match(prompt.keys)
     starts = {slot: match.gpu for slot, match in blocks.items()}
     behind = chunks.match(prompt.chunks, prompt.salt, starts, prompt.probed)
     found = {
-        slot: Tokens(match.gpu) if match.l1 and told_by_lmcache(slot) else Tokens(*match)
+        slot: Tokens(match.gpu) if match.l1 and lmcache_reports_l1(slot) else Tokens(*match)
         for slot, match in blocks.items()
     }
     for slot, (l1, l2) in behind.items():

@@ -125,8 +125,8 @@ class Admission:
 class BodyReader:
     """Parses request bodies, within limits.
 
-    Mutable: remembers how recent bodies begin (`SeenBodies`), because the turns of a conversation share most
-    bytes.
+    Mutable: caches the prefixes of recent bodies (`SeenBodies`), because the turns of a conversation share
+    most bytes.
     """
 
     def __init__(self, planner: Planner, metrics: Metrics, bounded: Bounded) -> None:
@@ -159,7 +159,7 @@ class BodyReader:
         return request
 
     async def read_in_steps(self, endpoint: Endpoint, body: bytes, headers: Headers) -> InferenceRequest:
-        """As `read`, for a body of any size. Other tasks run between the steps of reading a large one."""
+        """Like `read`, for a body of any size. Other tasks run between the steps of reading a large one."""
         if len(body) <= STEPWISE_BYTES:
             return self.read(endpoint, body, headers)
         self._observe_bytes(len(body))
@@ -294,7 +294,7 @@ class DataPlane:
                         return self.relay(request, target, headers, fields, record, client, owner, tokens)
 
                     return self._start_later(request.endpoint.errors, record, client, start)
-        # Time must not go backwards from one plan to the next: others may have been planned while this one
+        # Plans must be made in the order of their time, and others may have been planned while this one
         # waited.
         now = started = record.started
         if prepared is not None or request.endpoint.stores_response:

@@ -86,7 +86,7 @@ class TimedFlow(FlowControl):
         self._time = time
         self._paused_at = 0.0
         self._paused_s = 0.0
-        self.is_held = False
+        self.is_blocked = False
         """While true, `resume_reading` does nothing."""
 
     def pause_reading(self) -> None:
@@ -95,7 +95,7 @@ class TimedFlow(FlowControl):
             super().pause_reading()
 
     def resume_reading(self) -> None:
-        if self.read_paused and not self.is_held:
+        if self.read_paused and not self.is_blocked:
             self._paused_s += self._time() - self._paused_at
             super().resume_reading()
 
@@ -166,7 +166,7 @@ class EdgeProtocol(HttpToolsProtocol):
         if self._is_refused:
             self._framing_bytes += len(data)
             if self._framing_bytes > _LINGER_BYTES:
-                self._hold_reading(True)
+                self._block_reading(True)
             return
         self._unset_keepalive_if_required()
         if self._is_within_body:
@@ -199,14 +199,14 @@ class EdgeProtocol(HttpToolsProtocol):
             self._refuse(HeadTooLarge("The framing or the trailers of the request's body are too large."))
             return
         if self.pipeline:
-            self._hold_reading(True)  # pipelined requests are answered before more is read
+            self._block_reading(True)  # pipelined requests are answered before more is read
         self._wait_in(self._next_wait())
 
-    def _hold_reading(self, is_held: bool) -> None:
+    def _block_reading(self, is_blocked: bool) -> None:
         flow = cast(TimedFlow, self.flow)
-        if is_held:
+        if is_blocked:
             flow.pause_reading()
-        flow.is_held = is_held
+        flow.is_blocked = is_blocked
 
     def _check_head(self) -> bool:
         """Whether the head so far is within its limits; otherwise it is refused."""
@@ -313,12 +313,12 @@ class EdgeProtocol(HttpToolsProtocol):
         super()._start_asgi_task(cycle, app)
 
     def on_response_complete(self) -> None:
-        self._hold_reading(False)
+        self._block_reading(False)
         super().on_response_complete()
         if self.transport.is_closing():
             return
         if self.pipeline:
-            self._hold_reading(True)  # otherwise each answer would let one more segment in
+            self._block_reading(True)  # otherwise each answer would let one more segment in
         elif self._refusal is None:
             awaited = self._next_wait()
             if awaited is not self.bounds.idle:  # uvicorn's own timer covers idle connections
@@ -388,7 +388,7 @@ class EdgeProtocol(HttpToolsProtocol):
         """Bytes of all bodies so far; only differences are used."""
         return self._body_bytes
 
-    def wait_ended(self, queue: WaitQueue) -> None:
+    def wait_expired(self, queue: WaitQueue) -> None:
         """See `Waiter`."""
         self._waits_in = None
         bounds, transport = self.bounds, self.transport
@@ -464,7 +464,7 @@ class EdgeProtocol(HttpToolsProtocol):
         head.append(b"connection: close\r\n\r\n")
         transport = self.transport
         transport.write(b"".join([*head, body]))
-        self._hold_reading(False)
+        self._block_reading(False)
         self.flow.resume_reading()
         try:
             transport.write_eof()

@@ -1,7 +1,7 @@
 """One request and its answer: sent to workers in the order of the ranking, relayed, and accounted.
 
-`attempts` has the worker's half; this module has the client's. However an exchange ends (an answer, an error,
-a client that leaves, a shutdown, a defect), it passes `Exchange._end` once, which releases everything.
+`attempts` has the worker's half; this module has the client's. Every exchange (with an answer, an
+error, a disconnect, a shutdown or a defect) ends with one call of `Exchange._end`, which releases everything.
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ class Exchange(Struct, eq=False):
     """One request and its answer, from the routing decision to the last byte.
 
     A state machine without tasks and futures: the worker's connection calls `answer_arrived`, the client's
-    side calls `pause`, `resume` and `end`. Mutable: by these calls, on one event loop; all return at once.
+    side calls `pause`, `resume` and `end`. Mutable: by these calls, on one event loop; no call waits.
     """
 
     _deps: ExchangeDeps
@@ -242,7 +242,7 @@ class Exchange(Struct, eq=False):
             self._attempts.response.pause()
 
     def resume(self) -> None:
-        """The client has read what was written."""
+        """The client has read the written bytes: read from the worker again."""
         if self._attempts.response is not None:
             self._attempts.response.resume()
 
@@ -332,7 +332,7 @@ class Exchange(Struct, eq=False):
         self._last_chunk_at = now
 
     def _relay(self, response: UpstreamResponse) -> None:
-        """Pass on what has arrived since the first bytes."""
+        """Pass on the bytes that have arrived since the first ones."""
         client, chunk = self._client, response.take()
         if chunk:
             self._before_last, self._last = self._last, chunk
@@ -384,8 +384,11 @@ class Exchange(Struct, eq=False):
         self._fail(WorkerUnreachable(f"Worker {candidate.worker.id!r} broke off its answer."))
 
     def _fail(self, error: GatewayError) -> None:
-        """End as the protocol allows: with an error answer if nothing was sent, with an error event in an
-        event stream, otherwise by closing the connection."""
+        """End the exchange with an error, in the way that the protocol still allows.
+
+        If nothing was sent, the client gets an error answer; in an event stream an error event; otherwise the
+        connection is closed.
+        """
         if self.is_over:
             return
         client = self._client
@@ -398,7 +401,7 @@ class Exchange(Struct, eq=False):
         self._end()
 
     def _end(self, now: float | None = None) -> None:
-        """Release everything. Each exchange passes here once. `now`: the time, if it was just read."""
+        """Release everything. Called once for each exchange. `now`: the time, if it was just read."""
         self.is_over = True
         deps, on_end = self._deps, self._on_end
         if now is None:

@@ -1,5 +1,7 @@
-"""Finds the worker that holds a stored response (Responses API): vLLM keeps it in the process that made
-it."""
+"""Finds the worker that holds a stored response of the Responses API.
+
+vLLM keeps a response in the process that made it, so requests that continue the response must go there.
+"""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ waits may have started together."""
 class Waiter(Protocol):
     """A connection in a queue."""
 
-    def wait_ended(self, queue: WaitQueue) -> None:
+    def wait_expired(self, queue: WaitQueue) -> None:
         """The wait expired, and the connection has left the queue. It may enter a queue again."""
         ...
 
@@ -74,4 +74,4 @@ class WaitQueue:
             oldest = next(iter(since.values()))
             self._timer = loop.call_later(max(0.0, oldest + self._limit_s - now), self._fired)
         for waiter in expired:
-            waiter.wait_ended(self)
+            waiter.wait_expired(self)

@@ -16,14 +16,15 @@ from kvroute.openai.endpoints import BodyKind
 from kvroute.openai.request import InferenceRequest
 
 _MAX_CANDIDATES = 1_000
-"""Members of one name and value, nested ones included, among which the top-level one is searched."""
+"""Most members with the same name and value, including nested ones, among which the top-level one is
+found."""
 _LARGE_BYTES = 1 << 20
 """`with_members` does not search a larger body: decoding it would hold the event loop for too long."""
 _BLANK = b" \t\r\n"
 
 
 class TopLevelMember:
-    """A member of a JSON object, by its name, which needs no escaping."""
+    """A top-level member of a JSON object. Its name must need no escaping."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -41,8 +42,8 @@ class TopLevelMember:
         found = list(islice(re.finditer(pattern, body), _MAX_CANDIDATES + 1))
         if len(found) > _MAX_CANDIDATES:
             return None
-        # Nested objects may have equal members. A number replaces each value, and the number that is read
-        # back belongs to the member at the top.
+        # Nested objects may have equal members. So each value is replaced by a number, and the decoder
+        # returns the number of the top-level member.
         parts: list[bytes | memoryview] = []
         view, at = memoryview(body), 0
         for number, match in enumerate(found):
@@ -66,10 +67,10 @@ def with_value(body: bytes, place: slice, value: bytes) -> bytes:
 def with_members(
     body: bytes, there: Mapping[TopLevelMember, Raw | None], members: Mapping[TopLevelMember, bytes]
 ) -> bytes:
-    """`body` with each of `members` (to JSON text) set; every other byte stays.
+    """`body` with each of `members` (to JSON text) set; all other bytes stay.
 
     `body` is a JSON object and not empty; `there` has the present values of `members`, None for an absent
-    one. A present member gets its value replaced. An absent one, or one whose place is not found, is
+    one. A present member gets its value replaced. An absent one, or one without a known place, is
     appended: of members with one name the last one counts, for Python's json (and so for vLLM) and msgspec.
     """
     added = []
@@ -91,10 +92,9 @@ _MODEL = TopLevelMember("model")
 
 
 def with_model(request: InferenceRequest, model: str) -> bytes:
-    """`request.body` with its `model` replaced; every other byte stays.
+    """`request.body` with another `model`; all other bytes stay.
 
-    Raises InvalidRequest for a body that names an alias but could not be read (it would reach the
-    worker under a name that the worker does not know).
+    Raises InvalidRequest if the body names an alias but could not be read: workers do not know the alias.
     """
     if request.endpoint.body is BodyKind.MULTIPART:
         return _in_form(request, model)

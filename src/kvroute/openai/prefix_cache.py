@@ -1,9 +1,9 @@
-"""Caches the beginnings of chats, so that only the new part of a known conversation is parsed and rendered.
+"""Caches the prefixes of chats, so that only the new part of a known conversation is parsed and rendered.
 
-A chain of 64-bit hashes over blocks of a body identifies its beginning. When a beginning arrives for the
+A chain of 64-bit hashes over blocks of a body identifies its prefix. When a prefix arrives for the
 second time, its complete messages are rendered and stored. Every message must be valid JSON by
-itself, so that leaving them out does not change how the rest is parsed. Of a later body with that beginning,
-only the part before the messages and the part after the beginning are decoded.
+itself, so that leaving them out does not change how the rest is parsed. Of a later body with that prefix,
+only the part before the messages and the part after the prefix are decoded.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ _view: Callable[[Any], Any] = memoryview
 
 
 class SeenBodies:
-    """Reads request bodies with the same result as `parse_request`, faster if their beginning is known.
+    """Reads request bodies with the same result as `parse_request`, faster if their prefix is known.
 
-    `seed` makes the hashes secret: a client that does not know it cannot construct two beginnings with the
+    `seed` makes the hashes secret: a client that does not know it cannot construct two prefixes with the
     same hash. Readers of a prompt can start at multiples of `cut_bytes`. Bodies below `min_bytes` are always
-    parsed as a whole, because a search for their beginning costs as much. Mutable: an LRU cache of at most
-    `max_blocks` hashes (about 200 bytes each) and of the beginnings that arrived twice (estimated `max_bytes`
+    parsed as a whole, because a search for their prefix costs as much. Mutable: an LRU cache of at most
+    `max_blocks` hashes (about 200 bytes each) and of the prefixes that arrived twice (estimated `max_bytes`
     in total).
     """
 
-    # Of prompts it keeps only the part before the messages and the end of each beginning, below `cut_bytes`.
+    # Of prompts it keeps only the part before the messages and the end of each prefix, below `cut_bytes`.
     # A 256 KB turn, its keys and a match in the history take 250 us without this cache. With it they take 70
-    # us for the next turn of a known chat, 320 us when a beginning arrives for the second time, and 262 us
+    # us for the next turn of a known chat, 320 us when a prefix arrives for the second time, and 262 us
     # before.
 
     def __init__(
@@ -76,7 +76,7 @@ class SeenBodies:
         """Replaces the messages that are left out. Clients cannot know it."""
         # An OrderedDict: in a large dict with deletions, the oldest key is found slowly.
         self._prefixes: OrderedDict[int, PromptPrefix | None] = OrderedDict()
-        """Known beginnings by the hash of the body up to a block's end; None for those that arrived once."""
+        """Known prefixes by the hash of the body up to a block's end; None for those that arrived once."""
         self._kept_bytes = 0
 
     def __len__(self) -> int:
@@ -85,7 +85,7 @@ class SeenBodies:
 
     @property
     def kept_bytes(self) -> int:
-        """Estimated memory of the beginnings, in bytes."""
+        """Estimated memory of the prefixes, in bytes."""
         return self._kept_bytes
 
     def read(self, endpoint: Endpoint, body: bytes) -> InferenceRequest:
@@ -95,7 +95,7 @@ class SeenBodies:
         return self.continued(endpoint, body) or parse_request(endpoint, body, bounded=self._bounded)
 
     def continued(self, endpoint: Endpoint, body: bytes) -> InferenceRequest | None:
-        """Like `read` if the body's beginning is known; otherwise None, and nothing has been decoded."""
+        """Like `read` if the body's prefix is known; otherwise None, and nothing has been decoded."""
         known, hashed, view = self._prefixes, xxh3_64_intdigest, memoryview(body)
         digest, size = self._seed, self._block_bytes
         digests = [
@@ -121,7 +121,7 @@ class SeenBodies:
         return request
 
     def _continue(self, endpoint: Endpoint, body: bytes, base: PromptPrefix) -> InferenceRequest | None:
-        """Parse a body that starts with the beginning `base`; None if it must be parsed as a whole."""
+        """Parse a body that starts with the prefix `base`; None if it must be parsed as a whole."""
         rest = self._decode_rest(body, base.opened, base.end)
         if rest is None:
             return None
@@ -134,17 +134,17 @@ class SeenBodies:
         return request
 
     def _learn(self, endpoint: Endpoint, body: bytes, digests: list[int]) -> InferenceRequest | None:
-        """Parse a body whose blocks with `digests` have arrived before, and store that beginning.
+        """Parse a body whose blocks with `digests` have arrived before, and store that prefix.
 
-        The beginning ends with the last complete message in these blocks. None if there is none.
+        The prefix ends with the last complete message in these blocks. None if there is none.
         """
         latest, before = digests[-1], _EMPTY
         for digest in reversed(digests[:-1]):
-            found = self._prefixes.get(digest)  # a shorter beginning may have been evicted earlier
+            found = self._prefixes.get(digest)  # a shorter prefix may have been evicted earlier
             if found is not None:
                 before = found
                 break
-        self._store(latest, before)  # replaced below if a longer beginning is found
+        self._store(latest, before)  # replaced below if a longer prefix is found
         limit = len(digests) * self._block_bytes
         request = None
         if before.end:
@@ -230,22 +230,22 @@ class SeenBodies:
         if messages > self._bounded.limits.max_messages:
             raise self._bounded.over("max_messages", "messages", "messages")
 
-    def _store(self, digest: int, beginning: PromptPrefix | None) -> None:
-        """Store `beginning` under `digest`; None removes the entry."""
+    def _store(self, digest: int, prefix: PromptPrefix | None) -> None:
+        """Store `prefix` under `digest`; None removes the entry."""
         before = self._prefixes.pop(digest, None)
         if before is not None:
             self._kept_bytes -= self._size(before)
-        if beginning is not None:
-            self._prefixes[digest] = beginning
-            self._kept_bytes += self._size(beginning)
+        if prefix is not None:
+            self._prefixes[digest] = prefix
+            self._kept_bytes += self._size(prefix)
 
-    def _size(self, beginning: PromptPrefix) -> int:
+    def _size(self, prefix: PromptPrefix) -> int:
         # 90 bytes per cut: block keys that readers of the prompt keep in `notes`.
         return (
             _OVERHEAD_BYTES
-            + len(beginning.head)
-            + len(beginning.rest)
-            + 90 * (beginning.whole_bytes // self._cut_bytes)
+            + len(prefix.head)
+            + len(prefix.rest)
+            + 90 * (prefix.whole_bytes // self._cut_bytes)
         )
 
 
@@ -258,7 +258,7 @@ def _request_and_tail(
 
 
 _MAX_SEARCHED_BYTES: Final = 4_194_304
-"""No beginning is searched in larger bodies, because the search would read most of the body twice."""
+"""No prefix is searched in larger bodies, because the search would read most of the body twice."""
 
 
 def large_request(

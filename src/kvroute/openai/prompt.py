@@ -56,7 +56,7 @@ class Prompt(NamedTuple):
 
 
 class PromptPrefix(Struct, eq=False, weakref=True):
-    """A known beginning of request bodies, up to the end of one of their messages.
+    """A known prefix of request bodies, up to the end of one of their messages.
 
     Mutable: readers of the prompt add `notes`, which are dropped together with this object.
     """
@@ -78,30 +78,30 @@ class PromptPrefix(Struct, eq=False, weakref=True):
 
 
 class SeenPrompt(Struct, eq=False):
-    """The prompt of a chat whose beginning is known."""
+    """The prompt of a chat whose prefix is known."""
 
     body: bytes
-    beginning: PromptPrefix
+    prefix: PromptPrefix
     tail: bytes
-    """The rendered prompt after the beginning's `whole_bytes`."""
-    becomes: PromptPrefix | None = None
-    """A longer beginning that this prompt has made known, for the next turns of the chat."""
+    """The rendered prompt after the prefix's `whole_bytes`."""
+    longer_prefix: PromptPrefix | None = None
+    """A longer prefix that this prompt has made known, for the next turns of the chat."""
     is_token_ids: bool = False
 
     @property
     def size(self) -> int:
         """Length in bytes."""
-        return self.beginning.whole_bytes + len(self.tail)
+        return self.prefix.whole_bytes + len(self.tail)
 
     def after(self, begin: int) -> bytes:
         """The bytes from `begin` on."""
-        skipped = self.beginning.whole_bytes
+        skipped = self.prefix.whole_bytes
         return self.tail[begin - skipped :] if begin >= skipped else self.data[begin:]
 
     @property
     def data(self) -> bytes:
         """The whole rendered prompt, rendered from the body."""
-        if not self.beginning.whole_bytes:
+        if not self.prefix.whole_bytes:
             return self.tail
         try:
             decoded = decode_body(self.body)

@@ -134,7 +134,7 @@ class InferenceRequest(Struct, eq=False, gc=False):
     model_place: slice | None = None
     """Where a form's `model` is in the body."""
     seen: SeenPrompt | None = None
-    """The prompt, if the beginning of the body is known. Then the messages are not decoded yet."""
+    """The prompt, if the prefix of the body is known. Then the messages are not decoded yet."""
     prompts: tuple[AnyPrompt, ...] | None = None
     """The prompts, if they were rendered while the body was read."""
     over: str = ""

@@ -174,7 +174,7 @@ class Conversations:
         if not ends or len(body) < self.least_bytes or request.endpoint.path != CHAT_PATH:
             return None
         if request.seen is not None:
-            noted: Mark | None = request.seen.beginning.notes.get(_NOTE)
+            noted: Mark | None = request.seen.prefix.notes.get(_NOTE)
             if noted is not None and (known := self._at(noted, request)) is not None:
                 return known
         for end in _ends(body):
@@ -185,7 +185,7 @@ class Conversations:
     def _at(self, mark: Mark, request: InferenceRequest) -> CachedConversation | None:
         """The chat with this mark, if the request continues it."""
         known, seen = self._known.peek(mark), request.seen
-        if known is None or not known.is_prefix_of(request.body, None if seen is None else seen.beginning):
+        if known is None or not known.is_prefix_of(request.body, None if seen is None else seen.prefix):
             return None
         with self._lock:
             if self._known.peek(mark) is known:

@@ -82,24 +82,22 @@ def _seen_keys(prompt: SeenPrompt, seed: int) -> Sequence[BlockKey]:
     The prefix's keys are cached in its `notes`; keys of a longer prefix, if this prompt has one, in that
     one's.
     """
-    beginning, grown = prompt.beginning, prompt.becomes
-    known: PrefixKeys | None = beginning.notes.get(seed)
+    prefix, grown = prompt.prefix, prompt.longer_prefix
+    known: PrefixKeys | None = prefix.notes.get(seed)
     if known is None:
         if prompt.size < ANCHOR_BYTES:
             return block_keys(prompt.data, seed=seed)
         known = PrefixKeys([seed], {})
-        if beginning.whole_bytes:
-            known = ContinuedKeys(known, prompt.data, lambda: b"").prefix(
-                beginning.whole_bytes // BLOCK_BYTES
-            )
-            _store(beginning, seed, known)
+        if prefix.whole_bytes:
+            known = ContinuedKeys(known, prompt.data, lambda: b"").prefix(prefix.whole_bytes // BLOCK_BYTES)
+            _store(prefix, seed, known)
     keys = ContinuedKeys(known, prompt.tail, lambda: prompt.data, grown is not None)
     if grown is not None:
         _store(grown, seed, keys.prefix(grown.whole_bytes // BLOCK_BYTES))
     return keys
 
 
-def _store(beginning: PromptPrefix, seed: int, known: PrefixKeys) -> None:
-    if len(beginning.notes) >= _MOST_SEEDS:
-        beginning.notes.clear()
-    beginning.notes[seed] = known
+def _store(prefix: PromptPrefix, seed: int, known: PrefixKeys) -> None:
+    if len(prefix.notes) >= _MOST_SEEDS:
+        prefix.notes.clear()
+    prefix.notes[seed] = known

@@ -186,7 +186,7 @@ class LocalTokenizer:
                 known.tail,
                 text[start:end],
                 first,
-                None if seen is None else ref(seen.becomes or seen.beginning),
+                None if seen is None else ref(seen.longer_prefix or seen.prefix),
             )
             self._conversations.store(stored, replaces)
         return PromptIds(first, joined(parts[final:]), known.ids)
