@@ -47,8 +47,7 @@ _VERSIONS = ("1.1", "1.0")
 
 
 class ClientBounds:
-    """Limits on the heads and the times of client connections, shared by all of a server. Mutable: the
-    queues."""
+    """Limits on the heads and times of all client connections of a server. Mutable: the queues."""
 
     __slots__ = (
         "body",
