@@ -9,7 +9,14 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from pydantic import ValidationError
 from tests.support.certificates import Authority, private_bytes
 
-from kvroute.tls import ServerTlsOptions, TlsFileError, server_context, signatures
+from kvroute.tls import (
+    ClientTlsOptions,
+    ServerTlsOptions,
+    TlsFileError,
+    client_context,
+    server_context,
+    signatures,
+)
 
 
 @pytest.fixture
@@ -95,3 +102,25 @@ def test_a_replaced_file_has_another_signature(tmp_path):
     new.replace(file)
 
     assert signatures((file,)) != before
+
+
+def test_a_clients_own_authority_replaces_the_default_list(authority):
+    options = ClientTlsOptions(ca_file=authority.file)
+
+    context = client_context(options, "upstream.tls", ssl.create_default_context)
+
+    assert [dict(each["subject"][0])["commonName"] for each in context.get_ca_certs()] == ["authority"]
+    assert context.verify_mode is ssl.CERT_REQUIRED
+    assert context.check_hostname
+
+
+@pytest.mark.parametrize("option", ["ca_file", "cert_file", "key_file"])
+def test_an_unusable_file_of_a_client_is_named_with_its_option(authority, tmp_path, option):
+    pair = authority.issue("a")
+    files = {"ca_file": authority.file, "cert_file": pair.cert, "key_file": pair.key}
+    missing = files[option] = tmp_path / "missing.pem"
+
+    with pytest.raises(TlsFileError) as caught:
+        client_context(ClientTlsOptions(**files), "upstream.tls", ssl.create_default_context)
+
+    assert str(caught.value) == f"upstream.tls.{option}: cannot read {missing}: No such file or directory"

@@ -297,6 +297,46 @@ async def test_a_wrong_file_is_an_error_of_the_configuration_with_its_path(
         assert "Traceback" not in text[1]
 
 
+# --- towards workers --------------------------------------------------------------------------------------
+
+
+async def test_workers_with_a_private_authority_get_the_gateways_client_certificate(
+    serve, authority, tmp_path
+):
+    own, foreign = authority.issue("own"), Authority(tmp_path, "foreign")
+    async with scripted_worker(tls=authority.server(authority.issue("worker"), asks=True)) as worker:
+        files = {"ca_file": authority.file, "cert_file": own.cert, "key_file": own.key}
+
+        async def answer(**chosen: object) -> tuple[int, str]:
+            words = [
+                word for name, file in chosen.items() for word in ("--set", f"upstream.tls.{name}={file}")
+            ]
+            gateway = await serve("--worker", worker.url, *words, workers=1 if chosen == files else 0)
+            await gateway.logged("w" if chosen == files else "unhealthy")
+            async with httpx.AsyncClient(trust_env=False, timeout=DEADLINE_S) as client:
+                reply = await client.post(f"{gateway.url}/v1/completions", json={"model": "m", "prompt": "a"})
+            return reply.status_code, reply.text
+
+        assert await answer(**files) == (200, "{}")
+        assert (await answer(ca_file=authority.file))[0] != 200  # the worker wants a certificate
+        assert (await answer(**{**files, "ca_file": foreign.file}))[0] != 200
+        assert len(worker.requests) == 1
+
+
+@pytest.mark.parametrize("section", ["upstream.tls", "lmcache.l2.tls", "lmcache.coordinator.server_tls"])
+async def test_a_wrong_file_towards_a_server_is_an_error_too(run, tmp_path, section):
+    missing = tmp_path / "missing.pem"
+    for command, code in (("serve", 2), ("check", 1)):
+        running = await run(
+            command, "--worker", "https://127.0.0.1:9", "--set", f"{section}.ca_file={missing}",
+            "--set", "lmcache.l2.redis_url=rediss://127.0.0.1",
+            "--set", "lmcache.coordinator.server_scheme=https",
+        )  # fmt: skip
+
+        assert await running.ended() == code
+        assert f"{section}.ca_file: cannot read {missing}" in running.log
+
+
 # --- limits -----------------------------------------------------------------------------------------------
 
 

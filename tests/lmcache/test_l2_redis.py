@@ -9,10 +9,15 @@ import socket
 import subprocess
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import redis.asyncio
+from pydantic import ValidationError
+from tests.support.certificates import Authority
 from tests.support.clocks import ManualClock
+from tests.support.sockets import free_port
+from tests.support.waiting import until
 
 from kvroute.blocks.chunks import ChunkScheme, ChunkSpace, PromptChunks, chunk_keys, chunk_names
 from kvroute.blocks.keys import Tier
@@ -67,7 +72,7 @@ async def put(
         await store.mset({object_name(MODEL, kv_rank, 0, name, salt): b"kv" for name in names})
 
 
-def l2_of(url: str, clock: Clock | None = None, **options: float) -> RedisL2:
+def l2_of(url: str, clock: Clock | None = None, **options: Any) -> RedisL2:
     chosen = {"redis_url": url, "deadline_ms": LONG_MS, **options}
     return RedisL2(L2Options.model_validate(chosen), clock or SystemClock())
 
@@ -322,3 +327,37 @@ def test_targets_are_the_models_that_workers_may_read() -> None:
 def test_a_url_of_another_kind_is_refused(url: str) -> None:
     with pytest.raises(ValueError, match="must be redis://"):
         L2Options.model_validate({"redis_url": url})
+
+
+async def test_a_redis_with_tls_is_read_with_the_files(tmp_path: Path) -> None:
+    program = shutil.which("redis-server") or shutil.which("valkey-server")
+    if program is None:
+        pytest.skip("no redis-server")
+    authority = Authority(tmp_path)
+    own, server = authority.issue("own"), authority.issue("redis")
+    port = free_port()
+    argv = [program, "--port", "0", "--tls-port", str(port), "--save", "", "--dir", str(tmp_path)]
+    argv += ["--tls-cert-file", str(server.cert), "--tls-key-file", str(server.key)]
+    argv += ["--tls-ca-cert-file", str(authority.file), "--tls-auth-clients", "yes"]
+    files = {"ca_file": authority.file, "cert_file": own.cert, "key_file": own.key}
+    stranger = Authority(tmp_path, "foreign")
+    with subprocess.Popen(argv, stdout=subprocess.DEVNULL) as process:
+        good = l2_of(f"rediss://127.0.0.1:{port}", tls=files)
+        bad = l2_of(f"rediss://127.0.0.1:{port}", tls={**files, "ca_file": stranger.file})
+        try:
+
+            async def answers() -> bool:
+                assert process.poll() is None
+                return (await good.lookup(PromptChunks(PROMPT), "", [TARGET])).reason is None
+
+            await until(answers)
+            assert (await bad.lookup(PromptChunks(PROMPT), "", [TARGET])).reason is L2Reason.UNREACHABLE
+        finally:
+            await good.aclose()
+            await bad.aclose()
+            process.terminate()
+
+
+def test_files_for_a_redis_without_tls_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValidationError, match="rediss://"):
+        L2Options.model_validate({"redis_url": "redis://a", "tls": {"ca_file": tmp_path / "ca.pem"}})

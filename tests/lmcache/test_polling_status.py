@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
+from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
+from pydantic import ValidationError
+from tests.support.certificates import Authority
 from tests.support.clocks import ManualClock
+from tests.support.sockets import tcp_server
 
+from kvroute.app.cache_tracker import lmcache_client
 from kvroute.blocks.chunks import ChunkScheme, PromptChunks, chunk_names
 from kvroute.clock import SystemClock
 from kvroute.index.chunk_index import ChunkIndex
@@ -17,6 +23,7 @@ from kvroute.lmcache.coordinator_http import CoordinatorApp
 from kvroute.lmcache.membership import Doubt, ServedWorker
 from kvroute.lmcache.options import LMCacheOptions
 from kvroute.lmcache.polling import StatusPoller
+from kvroute.wire.lmcache_server import ServerRegistration
 
 MODEL = "/models/tiny"
 CHUNK = 16
@@ -148,3 +155,29 @@ async def test_a_server_whose_count_differs_is_polled_less_and_less_often() -> N
             clock.time += 1
 
     assert polls == [0, 1, 3, 7, 15, 27, 39, 51]
+
+
+async def test_a_server_behind_tls_is_polled_with_the_files(tmp_path: Path) -> None:
+    """From the registration to the answer of a server that asks for a client certificate."""
+    authority = Authority(tmp_path)
+    own = authority.issue("own")
+    files = {"ca_file": authority.file, "cert_file": own.cert, "key_file": own.key}
+    options, clock = options_of(server_scheme="https", server_tls=files), SystemClock()
+    coordinator = Coordinator(ChunkIndex(), clock, options)
+    polls: list[bytes] = []
+
+    async def status(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        polls.append(await reader.readuntil(b"\r\n\r\n"))
+        writer.write(b"HTTP/1.1 503 Service Unavailable\r\ncontent-length: 0\r\nconnection: close\r\n\r\n")
+
+    tls = authority.server(authority.issue("lmcache"), asks=True)
+    async with tcp_server(status, tls=tls) as port, lmcache_client(options.coordinator) as client:
+        coordinator.register(ServerRegistration("127.0.0.1", port, "a"))
+        await StatusPoller(coordinator, client, clock, options.coordinator).poll()
+
+    assert [poll.split(b" ")[1] for poll in polls] == [b"/status"]
+
+
+def test_files_for_servers_without_tls_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValidationError, match="server_scheme is https"):
+        options_of(server_tls={"ca_file": tmp_path / "ca.pem"})

@@ -50,6 +50,15 @@ class Authority:
         pair.key.write_bytes(private_bytes(key))
         return pair
 
+    def server(self, pair: Pair, *, asks: bool = False) -> ssl.SSLContext:
+        """The context of a server with the certificate `pair`; with `asks` its clients must present one."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(pair.cert, pair.key)
+        if asks:
+            context.verify_mode = ssl.CERT_REQUIRED
+            context.load_verify_locations(self.file)
+        return context
+
     def client(self, pair: Pair | None = None) -> ssl.SSLContext:
         """The context of a client that trusts this authority, with its own certificate `pair`."""
         context = ssl.create_default_context(cafile=str(self.file))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -76,9 +77,11 @@ class ScriptedWorker:
 
 
 @asynccontextmanager
-async def scripted_worker(*cards: dict[str, Any]) -> AsyncIterator[ScriptedWorker]:
-    """A worker that serves while the block runs."""
+async def scripted_worker(
+    *cards: dict[str, Any], tls: ssl.SSLContext | None = None
+) -> AsyncIterator[ScriptedWorker]:
+    """A worker that serves while the block runs, with `tls` over https."""
     worker = ScriptedWorker(*cards)
-    async with tcp_server(worker.serve) as port:
-        worker.url = f"http://127.0.0.1:{port}"
+    async with tcp_server(worker.serve, tls=tls) as port:
+        worker.url = f"{'http' if tls is None else 'https'}://127.0.0.1:{port}"
         yield worker

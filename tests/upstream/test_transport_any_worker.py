@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import ssl
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from pydantic import ValidationError
+from tests.support.certificates import Authority
 
 from kvroute.app.cache_tracker import worker_client
 from kvroute.app.config import Config
@@ -107,3 +110,30 @@ async def test_tokenizer_calls_check_certificates_as_answers_to_clients_do(
     async with worker_client(Config()) as client:
         with pytest.raises(httpx.ConnectError):
             await client.get(server.url)
+
+
+async def test_a_private_authority_and_a_client_certificate_come_from_the_files(
+    serve: Any, read_request: Any, tmp_path: Path
+) -> None:
+    authority = Authority(tmp_path)
+    own = authority.issue("own")
+    server = await serve(
+        answers(b"well", read_request), tls=authority.server(authority.issue("worker"), asks=True)
+    )
+    files = {"ca_file": authority.file, "cert_file": own.cert, "key_file": own.key}
+
+    async with httpx.AsyncClient(
+        transport=AnyWorkerTransport(UpstreamOptions.model_validate({"tls": files}))
+    ) as client:
+        assert (await client.get(server.url)).text == "well"
+    del files["cert_file"], files["key_file"]
+    async with httpx.AsyncClient(
+        transport=AnyWorkerTransport(UpstreamOptions.model_validate({"tls": files}))
+    ) as client:
+        with pytest.raises(httpx.TransportError):
+            await client.get(server.url)
+
+
+def test_an_authority_that_nothing_checks_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValidationError, match="no effect if verify_tls is off"):
+        UpstreamOptions.model_validate({"verify_tls": False, "tls": {"ca_file": tmp_path / "ca.pem"}})

@@ -30,6 +30,7 @@ from kvroute.gateway.preparation import AdapterIsolation, DeadlineOf
 from kvroute.index.chunk_index import ChunkIndex
 from kvroute.index.prefix_index import PrefixIndex
 from kvroute.index.trust import TrustReason
+from kvroute.lmcache.options import CoordinatorOptions
 from kvroute.metrics import Metrics, counter, gauge
 from kvroute.replicas.maps import Publish, PublishingChunkIndex, PublishingPrefixIndex
 from kvroute.replicas.messages import (
@@ -46,6 +47,7 @@ from kvroute.replicas.messages import (
     unpack_keys,
 )
 from kvroute.routing.strategy import CacheMap, Candidate, ExactPrompt, RouteQuery
+from kvroute.tls import client_context
 from kvroute.upstream.transport import AnyWorkerTransport
 
 
@@ -178,7 +180,7 @@ class CacheTracker:
         self._ingest = EventIngest(self._index, self._client, clock, config.kv_events, self._streams_changed)
         # Any program can register as an LMCache server, and the gateway polls its status: it must not get the
         # workers' key.
-        self._keyless = _client_without_key()
+        self._keyless = lmcache_client(config.lmcache.coordinator)
         self.lmcache = LMCache(
             chunks,
             self._keyless,
@@ -324,10 +326,13 @@ def worker_client(config: Config) -> httpx.AsyncClient:
     )
 
 
-def _client_without_key() -> httpx.AsyncClient:
-    """A client without credentials and proxies."""
+def lmcache_client(options: CoordinatorOptions) -> httpx.AsyncClient:
+    """A client for LMCache's servers, without keys and proxies. Raises TlsFileError."""
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=4.0)
-    return httpx.AsyncClient(trust_env=False, limits=limits)
+    if not options.server_tls.is_set:
+        return httpx.AsyncClient(trust_env=False, limits=limits)
+    context = client_context(options.server_tls, "lmcache.coordinator.server_tls", httpx.create_ssl_context)
+    return httpx.AsyncClient(trust_env=False, limits=limits, verify=context)
 
 
 _POLL_INTERVAL_S: Final = 0.02

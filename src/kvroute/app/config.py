@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pathlib
+import ssl
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import yaml
@@ -31,7 +33,7 @@ from kvroute.lmcache.options import LMCacheOptions
 from kvroute.logs import LoggingOptions
 from kvroute.options import Options, option
 from kvroute.routing.registry import RoutingOptions
-from kvroute.tls import server_context
+from kvroute.tls import client_context, server_context
 from kvroute.tokens.options import TokensOptions
 from kvroute.upstream.options import RetryOptions, UpstreamOptions
 
@@ -126,6 +128,13 @@ def check_tls(config: Config) -> None:
 
     if config.server.tls.is_on:
         check(lambda: server_context(config.server.tls, "server.tls"))
+    for section, options in (
+        ("upstream.tls", config.upstream.tls),
+        ("lmcache.l2.tls", config.lmcache.l2.tls),
+        ("lmcache.coordinator.server_tls", config.lmcache.coordinator.server_tls),
+    ):
+        if options.is_set:
+            check(partial(client_context, options, section, ssl.create_default_context))
     if problems:
         raise InvalidConfig(problems)
 

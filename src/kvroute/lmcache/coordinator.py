@@ -85,6 +85,11 @@ class Coordinator:
     def instance(self, instance_id: str) -> LMCacheServer | None:
         return self._instances.get(instance_id)
 
+    def url_of(self, instance: LMCacheServer) -> str:
+        """The base URL of a server's HTTP port, without a slash at its end."""
+        host = f"[{instance.address}]" if ":" in instance.address else instance.address
+        return f"{self._options.coordinator.server_scheme}://{host}:{instance.http_port}"
+
     def pools(self) -> Sequence[L2Pool]:
         return list(self._pools.values())
 

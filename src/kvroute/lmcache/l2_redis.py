@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import ssl
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from types import MappingProxyType
-from typing import Final
+from typing import Any, Final
 
 import redis.asyncio
 from redis.exceptions import RedisError
@@ -114,6 +115,17 @@ class RedisL2:
         self.counts = L2Counts()
         self._options = options
         self._clock = clock
+        tls: dict[str, Any] = {}
+        if options.uses_tls and options.tls.is_set:
+            files = options.tls
+            tls = {
+                # None: the default list of authorities.
+                "ssl_ca_certs": str(files.ca_file) if files.ca_file is not None else None,
+                "ssl_certfile": str(files.cert_file) if files.cert_file is not None else None,
+                "ssl_keyfile": str(files.key_file) if files.key_file is not None else None,
+                "ssl_check_hostname": True,  # redis 5 does not check it by default
+                "ssl_min_version": ssl.TLSVersion.TLSv1_2,
+            }
         # No timeout of its own: `lookup` limits the wait for a free connection by its deadline.
         pool = redis.asyncio.BlockingConnectionPool.from_url(
             options.redis_url.get_secret_value(),
@@ -122,6 +134,7 @@ class RedisL2:
             password=options.redis_password.get_secret_value() if options.redis_password else None,
             timeout=None,
             socket_connect_timeout=2.0,
+            **tls,
         )
         self._client = redis.asyncio.Redis(connection_pool=pool)
         self._new_answers: dict[int, bool] = {}

@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 from pydantic import SecretStr, field_validator, model_validator
 
 from kvroute.options import Options, Switch, option
+from kvroute.tls import ClientTlsOptions
 
 MAX_HASH_SEED = 2**32 - 1
 """CPython takes no larger PYTHONHASHSEED."""
@@ -137,6 +138,12 @@ class CoordinatorOptions(Options):
     status_timeout_s: float = option(
         2.0, "Longest wait for a server's answer to a poll.", unit="s", gt=0, higher="busy servers can answer"
     )
+    server_scheme: Literal["http", "https"] = option(
+        "http",
+        "Scheme of the servers' HTTP ports. LMCache (0.5.6) itself serves plain HTTP; `https` is for a proxy "
+        "in front of each server.",
+    )
+    server_tls: ClientTlsOptions = option(default_factory=ClientTlsOptions)
     rates_interval_s: float = option(
         10.0,
         "Time between polls of each server's load rates (`/metrics`). The measured rates replace the "
@@ -178,6 +185,12 @@ class CoordinatorOptions(Options):
             raise ValueError("must be host:port")
         return value
 
+    @model_validator(mode="after")
+    def _files_are_used(self) -> CoordinatorOptions:
+        if self.server_tls.is_set and self.server_scheme != "https":
+            raise ValueError("server_tls: has no effect unless server_scheme is https")
+        return self
+
 
 class L2Options(Options):
     """Lookups in the Redis in which LMCache keeps chunks: Redis evicts and expires them without an event."""
@@ -189,6 +202,7 @@ class L2Options(Options):
     redis_url_file: Path | None = option(None, "File with the URL of the Redis.")
     redis_password: SecretStr | None = option(None, "Password of the Redis, if the URL has none.")
     redis_password_file: Path | None = option(None, "File with the password of the Redis.")
+    tls: ClientTlsOptions = option(default_factory=ClientTlsOptions)
     redis_pool: str = option(
         "resp", "The pool that lies in this Redis: an adapter's type, or a name from `lmcache.pools`."
     )
@@ -228,6 +242,17 @@ class L2Options(Options):
         if not known:
             raise ValueError("must be redis://[user:password@]host[:port][/number], or rediss://")
         return value
+
+    @property
+    def uses_tls(self) -> bool:
+        """Whether the Redis is reached over TLS."""
+        return self.redis_url is not None and urlsplit(self.redis_url.get_secret_value()).scheme == "rediss"
+
+    @model_validator(mode="after")
+    def _files_are_used(self) -> L2Options:
+        if self.tls.is_set and self.redis_url is not None and not self.uses_tls:
+            raise ValueError("tls: has no effect unless redis_url starts with rediss://")
+        return self
 
 
 class PrefetchOptions(Options):

@@ -79,10 +79,9 @@ class StatusPoller:
             self._schedule[each.id] = now + max(pause, interval), max(pause, interval)
 
     async def _poll_server(self, instance: LMCacheServer) -> None:
-        host = f"[{instance.address}]" if ":" in instance.address else instance.address
         try:
             async with asyncio.timeout(self._options.status_timeout_s):
-                answer = await self._client.get(f"http://{host}:{instance.http_port}/status")
+                answer = await self._client.get(self._coordinator.url_of(instance) + "/status")
             answer.raise_for_status()
             self._coordinator.status(instance.id, decode_status(answer.content))
         except (httpx.HTTPError, httpx.InvalidURL, TimeoutError, WireError) as error:
@@ -145,10 +144,9 @@ class RatePoller:
             )
 
     async def _poll_server(self, instance: LMCacheServer) -> None:
-        host = f"[{instance.address}]" if ":" in instance.address else instance.address
         try:
             async with asyncio.timeout(self._timeout_s):
-                answer = await self._client.get(f"http://{host}:{instance.http_port}/metrics")
+                answer = await self._client.get(self._coordinator.url_of(instance) + "/metrics")
             answer.raise_for_status()
         except (httpx.HTTPError, httpx.InvalidURL, TimeoutError) as error:
             self.failures += 1

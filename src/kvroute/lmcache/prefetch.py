@@ -88,10 +88,9 @@ class Prefetcher:
         if model is None:
             self.counts[PrefetchOutcome.UNKNOWN_MODEL] += 1
             return
-        host = f"[{instance.address}]" if ":" in instance.address else instance.address
         now = self._clock.now()
         request = _PrefetchRequest(
-            f"http://{host}:{instance.http_port}/cache/prefetches",
+            self._coordinator.url_of(instance) + "/cache/prefetches",
             instance.id,
             model,
             token_ids,

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from kvroute.options import Options, Switch, option
+from kvroute.tls import ClientTlsOptions
 
 
 class UpstreamOptions(Options):
@@ -84,10 +85,18 @@ class UpstreamOptions(Options):
     )
     verify_tls: Annotated[bool, Switch] = option(
         True,
-        "Check certificates of https workers against SSL_CERT_FILE or SSL_CERT_DIR, or else certifi's list.",
+        "Check certificates of https workers against `tls.ca_file`, or else SSL_CERT_FILE or SSL_CERT_DIR, "
+        "or else certifi's list.",
         higher="on: requests go to trusted workers only",
         lower="off: any certificate is accepted",
     )
+    tls: ClientTlsOptions = option(default_factory=ClientTlsOptions)
+
+    @model_validator(mode="after")
+    def _checks_what_it_reads(self) -> UpstreamOptions:
+        if self.tls.ca_file is not None and not self.verify_tls:
+            raise ValueError("tls.ca_file: has no effect if verify_tls is off")
+        return self
 
 
 class RetryOptions(Options):

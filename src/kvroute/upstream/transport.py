@@ -22,12 +22,15 @@ from kvroute.errors import (
     UpstreamError,
 )
 from kvroute.fleet.worker import Worker
+from kvroute.tls import client_context
 from kvroute.upstream.options import UpstreamOptions
 from kvroute.upstream.pool import ConnectionPool, Origin
 from kvroute.upstream.response import AnswerListener, UpstreamResponse
 from kvroute.upstream.writes import Outbox
 
 log = logging.getLogger(__name__)
+
+TLS_SECTION = "upstream.tls"
 
 _HTTPX_ERRORS: dict[type[UpstreamError], type[httpx.TransportError]] = {
     ConnectRefused: httpx.ConnectError,
@@ -130,12 +133,21 @@ class RelayedHeads:
         return start
 
 
+def worker_tls(options: UpstreamOptions) -> ssl.SSLContext:
+    """The context of connections to https workers. Raises TlsFileError. Blocks: it reads files."""
+    context = client_context(
+        options.tls, TLS_SECTION, lambda: httpx.create_ssl_context(verify=options.verify_tls)
+    )
+    context.set_alpn_protocols(["http/1.1"])
+    return context
+
+
 class WorkerTransport(httpx.AsyncBaseTransport):
     """HTTP/1.1 to one worker over pooled connections, for relayed requests and for httpx clients.
 
-    `tls` replaces the context that an https `url` otherwise gets from `options.verify_tls`. `outbox`
-    coalesces the writes of requests. Belongs to one event loop; call `aclose` there. Raises ValueError for a
-    URL that is not http(s)://host[:port].
+    `tls` replaces the context that an https `url` otherwise gets from `worker_tls`. `outbox` coalesces the
+    writes of requests. Belongs to one event loop; call `aclose` there. Raises ValueError for a URL that is
+    not http(s)://host[:port].
     """
 
     def __init__(
@@ -157,8 +169,7 @@ class WorkerTransport(httpx.AsyncBaseTransport):
         if self.origin.scheme == "http":
             tls = None
         elif tls is None:
-            tls = httpx.create_ssl_context(verify=options.verify_tls)
-            tls.set_alpn_protocols(["http/1.1"])
+            tls = worker_tls(options)
         self._pool = ConnectionPool(self.origin, options, tls, outbox)
         self._openings: set[asyncio.Task[None]] = set()
 
@@ -350,9 +361,13 @@ class AnyWorkerTransport(httpx.AsyncBaseTransport):
     """
 
     def __init__(self, options: UpstreamOptions) -> None:
-        """Only `verify_tls` of the options is used: the others apply to answers for clients."""
+        """Only `verify_tls` and `tls` of the options are used: the others apply to answers for clients.
+
+        Raises TlsFileError for a file that cannot be used.
+        """
         # Probes are sent one at a time and need no spare connections.
-        self._options = UpstreamOptions(verify_tls=options.verify_tls, spare_connections=0)
+        self._options = UpstreamOptions(verify_tls=options.verify_tls, tls=options.tls, spare_connections=0)
+        self._tls = worker_tls(options) if options.tls.is_set else None
         self._transports: dict[tuple[str, str, int | None], _OriginTransport] = {}
 
     @property
@@ -375,7 +390,9 @@ class AnyWorkerTransport(httpx.AsyncBaseTransport):
         host = f"[{url.host}]" if ":" in url.host else url.host
         port = "" if url.port is None else f":{url.port}"
         try:
-            added = _OriginTransport(WorkerTransport(f"{url.scheme}://{host}{port}", self._options))
+            added = _OriginTransport(
+                WorkerTransport(f"{url.scheme}://{host}{port}", self._options, tls=self._tls)
+            )
         except ValueError as error:
             raise httpx.UnsupportedProtocol(str(error), request=request) from error
         self._transports = {
@@ -399,7 +416,10 @@ class Transports:
     """
 
     def __init__(self, options: UpstreamOptions, outbox: Outbox) -> None:
+        """Raises TlsFileError for a file that cannot be used."""
         self._options = options
+        # Files are read once, at the start, so that a worker that joins later cannot fail because of one.
+        self._tls = worker_tls(options) if options.tls.is_set else None
         self._outbox = outbox
         self._transports: dict[Worker, WorkerTransport] = {}
         self._retired: list[WorkerTransport] = []
@@ -411,7 +431,7 @@ class Transports:
         """
         transport = self._transports.get(worker)
         if transport is None:
-            transport = WorkerTransport(worker.spec.url, self._options, outbox=self._outbox)
+            transport = WorkerTransport(worker.spec.url, self._options, tls=self._tls, outbox=self._outbox)
             self._transports[worker] = transport
         return transport
 
