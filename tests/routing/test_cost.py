@@ -105,12 +105,12 @@ def test_a_request_is_charged_for_the_delay_of_others_when_the_fleet_is_busy(mod
     keep_busy(workers, 0.5)
     pressure = model.pressure([worker.load for worker in workers], 100.0)
     assert pressure.utilisation == pytest.approx(0.5, rel=0.05)
-    assert pressure.mean_own_s == pytest.approx(0.5)
+    assert pressure.mean_prefill_s == pytest.approx(0.5)
 
     own = model.rank(query(100.0), workers)[0]
 
     rho = pressure.utilisation
-    delay = 0.5 * rho / (1 - rho) * own.prefill_s / pressure.mean_own_s
+    delay = 0.5 * rho / (1 - rho) * own.prefill_s / pressure.mean_prefill_s
     assert own.terms.marginal == pytest.approx(delay * own.prefill_s)
 
 

@@ -36,14 +36,14 @@ def utilisation_of(queues, now) -> tuple[float, float]:
 
 def candidate_of(costs, history, query, worker, queue, held, load, where, speeds, pressure) -> Candidate:
     """One worker's score and its terms."""
-    rho, mean_own_s = pressure
+    rho, mean_prefill_s = pressure
     miss = query.tokens - held
     prefill = costs.prefill_s(miss, held, len(query.prompts) or 1)
     if speeds is not None:
         prefill *= speeds.of(worker.index)
     wait, own = queue.wait(query.now), prefill + load.own_s
     bounded = min(rho, MAX_UTILISATION)
-    delay_factor = 0.5 * bounded / (1 - bounded) / mean_own_s if bounded else 0.0
+    delay_factor = 0.5 * bounded / (1 - bounded) / mean_prefill_s if bounded else 0.0
     marginal = min(delay_factor * (wait + own), costs.lambda_cap) * own
     marginal += costs.balance_weight * max(0.0, queue.recent(query.now)[0] - rho) * own
     eviction = memory = 0.0

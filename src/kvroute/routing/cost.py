@@ -130,7 +130,7 @@ class Pressure(NamedTuple):
 
     utilisation: float
     """rho: seconds of prefill per second and worker."""
-    mean_own_s: float
+    mean_prefill_s: float
     """Mean prefill of one request in seconds."""
 
 

@@ -424,6 +424,6 @@ class Router:
             **described,
             "prompt_tokens": query.tokens,
             "utilisation": pressure.utilisation,
-            "mean_own_s": pressure.mean_own_s,
+            "mean_prefill_s": pressure.mean_prefill_s,
             "costs": self._costs.costs(query.model)._asdict(),
         }
