@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
 from kvroute.index.in_flight import InFlight
@@ -9,7 +12,7 @@ from kvroute.index.radix_history import RadixHistory
 from kvroute.options import Options
 from kvroute.routing.cost import CostModel
 from kvroute.routing.registry import STRATEGIES, RoutingOptions
-from kvroute.routing.strategy import Needs, NoMap
+from kvroute.routing.strategy import Needs, NoMap, RouteReason
 from kvroute.routing.transfers import CacheViews, Transfers
 
 NO_VIEWS = CacheViews(NoMap(), InFlight(), Transfers())
@@ -37,6 +40,35 @@ def asked(request, query, keys_of, rng):
         keys=keys_of(rng, 1000) if request.param in ("prompt", "both") else None,
         session_key="alice" if request.param in ("session", "both") else None,
     )
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_a_strategy_has_every_class_variable(name) -> None:
+    demanded = ("name", "needs", "options", "has_affinity", "observes_dispatch")
+    missing = [variable for variable in demanded if not hasattr(STRATEGIES[name], variable)]
+
+    assert not missing, f"the class of {name} lacks {', '.join(missing)}"
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_no_other_strategy_has_the_same_option_class(name) -> None:
+    options = STRATEGIES[name].options
+    sharing = [other for other, registered in STRATEGIES.items() if registered.options is options]
+
+    assert sharing == [name], f"{' and '.join(sharing)} share {options.__name__}: give each its own class"
+
+
+def test_docs_routing_has_a_row_for_each_strategy_and_reason() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "routing.md").read_text()
+    named = {
+        name
+        for row in re.findall(r"^\| ([^|]+) \|", page, re.MULTILINE)
+        for name in re.findall(r"`(\w+)`", row)
+    }
+
+    missing = sorted({*STRATEGIES, *RouteReason} - named)
+
+    assert not missing, f"add a row to the tables of docs/routing.md for: {', '.join(missing)}"
 
 
 @pytest.mark.parametrize("name", STRATEGIES)

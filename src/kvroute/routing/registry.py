@@ -24,7 +24,13 @@ from kvroute.routing.transfers import CacheViews
 
 
 class StrategyType(Protocol):
-    """A class that implements `Strategy`, with its class variables."""
+    """A class that implements `Strategy`, with its class variables.
+
+    mypy calls the type of an entry in `STRATEGIES` incompatible if one of them is missing.
+    """
+
+    @property
+    def name(self) -> str: ...
 
     @property
     def needs(self) -> Needs: ...
@@ -34,6 +40,9 @@ class StrategyType(Protocol):
 
     @property
     def has_affinity(self) -> bool: ...
+
+    @property
+    def observes_dispatch(self) -> bool: ...
 
     def __call__(
         self, options: Any, costs: CostModel, history: RouteHistory, views: CacheViews

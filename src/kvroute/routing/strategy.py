@@ -303,7 +303,7 @@ class Strategy(Protocol):
     """Its key in `routing/registry.py`, and the name of its section under `routing`."""
     needs: ClassVar[Needs]
     options: ClassVar[type[Options]]
-    """The strategy's option class; the constructor gets an instance."""
+    """The option class of this strategy only; the constructor gets an instance."""
     observes_dispatch: ClassVar[bool]
     """Whether `on_dispatch` changes anything. If False, the router does not call it."""
     has_affinity: ClassVar[bool]
