@@ -17,6 +17,7 @@ from kvroute.app.config_paths import Path
 from kvroute.cli.vllm_router import router_flags, router_settings
 from kvroute.clock import SystemClock
 from kvroute.errors import ConfigError
+from kvroute.routing.registry import STRATEGIES
 
 FLAGS: dict[str, Path] = {
     "host": ("server", "host"),
@@ -68,7 +69,7 @@ def configured(
             multiple=True,
             help="A worker's base URL; repeat for more. Replaces fleet.workers.",
         )
-        @click.option("--strategy", metavar="NAME", help="How workers are chosen.")
+        @click.option("--strategy", metavar="NAME", help=f"Routing strategy: {', '.join(STRATEGIES)}.")
         @click.option("--host", help="Address to listen on.")
         @click.option("--port", help="Port to listen on.")
         @click.option(
