@@ -102,6 +102,21 @@ async def test_a_closed_backlog_accepts_no_client(listening, dial):
         socket.create_connection(address)
 
 
+async def test_a_cancelled_start_leaves_nothing_that_accepts(listening):
+    backlog = Backlog(lambda: Protocol([], []), CLIENTS)
+    starting = asyncio.create_task(backlog.start([listening]))
+    await rounds(3)
+    starting.cancel()
+    await asyncio.gather(starting, return_exceptions=True)
+    backlog.close()
+    address = listening.getsockname()
+    await rounds(2)
+
+    listening.close()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(address)
+
+
 async def test_a_connection_that_cannot_be_set_up_is_closed_and_logged(listening, dial, caplog):
     def fails() -> asyncio.Protocol:
         raise RuntimeError("no protocol")

@@ -98,9 +98,11 @@ class Backlog:
                         ssl=tls,
                         ssl_handshake_timeout=handshake_timeout_s,
                         ssl_shutdown_timeout=_TLS_CLOSE_S if tls is not None else None,
+                        start_serving=False,  # so that it is in `opened` before the first suspension
                     )
                     opened.append(server)
-        except OSError:
+                    await server.start_serving()
+        except BaseException:  # also a cancellation, at the shutdown
             for server in opened:
                 server.close()
             raise
