@@ -22,10 +22,12 @@ KvrouteError
     ├── NotFound             404
     ├── RequestTimeout       408
     ├── BodyTooLarge         413
+    ├── PromptTooLong        413  the prompt exceeds the limit of the client's key
     ├── OverLimit            413  the body exceeds a limit of the parser
     ├── UnsupportedMediaType 415
     ├── MisdirectedRequest   421
     ├── TooManyRequests      429
+    │   └── KeyLimitReached      a limit of the client's key
     ├── HeadTooLarge         431
     ├── NotImplementedHere   501
     ├── WorkerUnreachable    502  every routable worker was tried
@@ -175,8 +177,18 @@ class RequestTimeout(GatewayError):
 class BodyTooLarge(GatewayError):
     status, type, code = 413, "invalid_request_error", "body_too_large"
 
-    def __init__(self, limit_bytes: int) -> None:
-        super().__init__(f"The request body is larger than {limit_bytes} bytes (server.max_body_bytes).")
+    def __init__(self, limit_bytes: int, limit: str = "server.max_body_bytes") -> None:
+        super().__init__(f"The request body is larger than {limit_bytes} bytes ({limit}).")
+
+
+class PromptTooLong(GatewayError):
+    status, type, code = 413, "invalid_request_error", "prompt_too_long"
+
+    def __init__(self, tokens: int, limit: int, name: str) -> None:
+        super().__init__(
+            f"The prompt has about {tokens} tokens, more than the {limit} of limits.prompt_tokens of the key "
+            f"{name!r}."
+        )
 
 
 class UnsupportedMediaType(GatewayError):
@@ -203,6 +215,15 @@ class OverLimit(GatewayError):
 
 class TooManyRequests(GatewayError):
     status, type, code = 429, "rate_limit_error", "too_many_requests"
+
+
+class KeyLimitReached(TooManyRequests):
+    code = "key_limit_reached"
+
+    def __init__(self, name: str, limit: str, value: int, retry_after_s: int) -> None:
+        super().__init__(
+            f"The key {name!r} has reached its limit limits.{limit} of {value}.", retry_after_s=retry_after_s
+        )
 
 
 class HeadTooLarge(GatewayError):

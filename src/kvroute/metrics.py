@@ -1,8 +1,8 @@
 """The Prometheus metrics of kvroute, with counters and histograms that are cheap to update.
 
 Names start with `kvroute_` and units are base units. The number of label values is bounded: worker, model
-(known models only), strategy, reason, status, kind. Each runtime has its own `Metrics` and registry, so that
-several gateways can run in one process.
+(known models only), strategy, reason, status, kind, name of a key (those of the key file). Each runtime has
+its own `Metrics` and registry, so that several gateways can run in one process.
 """
 
 from __future__ import annotations
@@ -348,6 +348,22 @@ class Metrics(Collector):
         self.tls_reloads = self._counter(
             "kvroute_tls_reloads",
             "Changes of the files of server.tls that were loaded or refused.",
+            ["outcome"],
+        )
+        self.key_requests = self._counter(
+            "kvroute_key_requests", "Requests that were admitted, by the name of their key.", ["key"]
+        )
+        self.key_tokens = self._counter(
+            "kvroute_key_tokens",
+            "Prompt and completion tokens that were charged to keys with a limit on tokens.",
+            ["key"],
+        )
+        self.key_limited = self._counter(
+            "kvroute_key_limited", "Requests refused by a limit of their key.", ["key", "limit"]
+        )
+        self.key_reloads = self._counter(
+            "kvroute_key_reloads",
+            "Changes of the file of keys that were loaded or refused.",
             ["outcome"],
         )
         self.isolated = self._counter(

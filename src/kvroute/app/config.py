@@ -28,6 +28,7 @@ from kvroute.app.metrics_compat import MetricsOptions
 from kvroute.errors import ConfigError, InvalidConfig
 from kvroute.events.options import KvEventsOptions
 from kvroute.fleet.options import FleetOptions
+from kvroute.gateway.client_keys import read_key_file
 from kvroute.gateway.options import AdminOptions, ServerOptions
 from kvroute.lmcache.options import LMCacheOptions
 from kvroute.logs import LoggingOptions
@@ -113,8 +114,8 @@ def load(
     return Loaded(config, origins)
 
 
-def check_tls(config: Config) -> None:
-    """Read every certificate and key file once. Raises InvalidConfig with the problems of all sections.
+def check_files(config: Config) -> None:
+    """Read every certificate file and file of keys once. Raises InvalidConfig with all problems.
 
     `load` does not do this: a configuration may be checked on another machine than the gateway's.
     """
@@ -135,6 +136,9 @@ def check_tls(config: Config) -> None:
     ):
         if options.is_set:
             check(partial(client_context, options, section, ssl.create_default_context))
+    keys_file = config.server.client_keys.file
+    if keys_file is not None:
+        check(lambda: read_key_file(keys_file))
     if problems:
         raise InvalidConfig(problems)
 

@@ -30,6 +30,7 @@ from kvroute.gateway.admin import admin_routes
 from kvroute.gateway.admin_guard import AdminGuard
 from kvroute.gateway.application import build_application
 from kvroute.gateway.attempts import AttemptDeps, RetryBudget
+from kvroute.gateway.client_keys import KeyRing, read_key_file
 from kvroute.gateway.control import control_routes
 from kvroute.gateway.dataplane import DataPlane
 from kvroute.gateway.exchange import ExchangeDeps
@@ -45,6 +46,7 @@ from kvroute.routing.router import Router
 from kvroute.routing.strategies.kvaware import KvAwareOptions
 from kvroute.routing.strategies.session import SessionOptions
 from kvroute.routing.strategy import Needs, TokenWaitLimits, token_timeout_s
+from kvroute.tls import signatures
 from kvroute.tokens.estimate import TokenEstimator
 from kvroute.upstream.transport import AnyWorkerTransport, Transports
 from kvroute.upstream.writes import Outbox
@@ -118,6 +120,8 @@ class Runtime:
         )
         self._gateway_metrics: GatewayMetrics | None = None
         self._compat: VllmRouterMetrics | None = None
+        self._keys_seen = signatures(())
+        self._ring = self._read_ring()
         self.plane = self._data_plane()
         self.application = self._application()
         self.fleet.subscribe(self._fleet_changed)
@@ -150,6 +154,10 @@ class Runtime:
             asyncio.create_task(self._discoverer.run(), name="discovery"),
             asyncio.create_task(self.health.run(), name="health"),
         ]
+        keys = self._config.server.client_keys
+        if self._ring is not None and keys.file is not None and keys.reload_interval_s:
+            reload = self._ring.run(keys.file, keys.reload_interval_s, self._keys_seen[0])
+            self._tasks.append(asyncio.create_task(reload, name="file of keys"))
         if self._replica is not None:
             await self._join_processes(self._replica)
         return self
@@ -254,10 +262,20 @@ class Runtime:
         compat = self._compat
         return PageCollector([*read(collected), *read(Gauges(lambda: compat.of(collected)))])
 
+    def _read_ring(self) -> KeyRing | None:
+        """The named keys, if they are configured. Raises ConfigError. Blocks: called before the gateway
+        serves."""
+        file, processes = self._config.server.client_keys.file, self._config.server.processes
+        if file is None:
+            return None
+        self._keys_seen = signatures((file,))  # before the file: a change in between is loaded again
+        return KeyRing(read_key_file(file), self.metrics, self._clock, processes=processes)
+
     def _data_plane(self) -> DataPlane:
         config = self._config
         worker_key = config.fleet.worker_api_key
         keys = [key.get_secret_value() for key in config.server.api_keys]
+        has_keys = bool(keys) or self._ring is not None
         attempts = AttemptDeps(
             router=self.router,
             transports=self._transports,
@@ -278,7 +296,7 @@ class Runtime:
             clock=self._clock,
         )
         worker_authorization = (
-            f"Bearer {worker_key.get_secret_value()}".encode() if keys and worker_key else None
+            f"Bearer {worker_key.get_secret_value()}".encode() if has_keys and worker_key else None
         )
         session_keys = config.routing.options_of(SessionOptions).keys
         in_bodies = session_fields(session_keys)
@@ -302,13 +320,13 @@ class Runtime:
             planner,
             stored,
             deps,
-            KeyCheck(keys),
+            KeyCheck(keys, self._ring),
             self._outbox,
             preparer=self.cache_tracker.preparer if self.cache_tracker else None,
             announce=hyperpod.routed if config.logging.hyperpod_lines else None,
             bounded=Bounded(config.server.body_limits, also=in_bodies),
             worker_authorization=worker_authorization,
-            drops_authorization=bool(keys),
+            drops_authorization=has_keys,
             held_bytes=config.upstream.read_buffer_bytes,
             max_body_bytes=config.server.max_body_bytes,
             max_in_flight=config.server.max_in_flight,

@@ -25,7 +25,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from kvroute import __version__
 from kvroute.app.collectors import keep_freed_memory, use_huge_pages
-from kvroute.app.config import Config, check_tls
+from kvroute.app.config import Config, check_files
 from kvroute.app.listening import Backlog, TlsListener
 from kvroute.app.replica import Replica
 from kvroute.app.runtime import Runtime
@@ -275,7 +275,7 @@ def run(config: Config) -> int:
     configure(config.logging)
     raise_descriptor_limit()
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until the event loop has a handler that logs it
-    check_tls(config)
+    check_files(config)
     access = AdminAccess(config, os.environ)
     try:
         if config.server.processes > 1:

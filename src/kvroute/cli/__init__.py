@@ -20,6 +20,7 @@ COMMANDS = {
         "kvroute.cli.deployments",
         "Generate compose, Kubernetes and other files from an endpoint spec.",
     ),
+    "keys": ("kvroute.cli.check", "Make and check entries of a file of API keys."),
     "check": ("kvroute.cli.check", "Validate a configuration or an endpoint spec."),
 }
 """Command name -> its module, which has the command under the same name, and its line in the help."""

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import click
 
-from kvroute.app.config import Loaded, check_tls, resolved_yaml
+from kvroute.app.config import Loaded, check_files, resolved_yaml
 from kvroute.cli.serve import InvalidConfiguration, configured
 from kvroute.errors import ConfigError
 from kvroute.fleet.discovery.file import read_workers_file
+from kvroute.gateway.client_keys import new_key, read_key_file
 
 _FIX = "kvroute.check.fix"
 
@@ -54,7 +55,7 @@ def check(loaded: Loaded) -> None:
     code 0: valid, 1: not valid. With --fix, 0 means that the indentation of every line is known.
     """
     check_workers_file(loaded)
-    check_tls(loaded.config)
+    check_files(loaded.config)
     if not loaded.config.lmcache.isolate_adapters:
         click.echo(
             "kvroute: lmcache.isolate_adapters is off: with LMCache, LoRA adapters and their base model get "
@@ -95,3 +96,32 @@ def fix_spec(file: Path) -> int:
     click.echo(layout.text, nl=False)
     deployments.print_findings(file, deployments.reading_of(layout.text).wrong, err=True)
     return 0 if layout.is_complete else 1
+
+
+@click.group()
+def keys() -> None:
+    """Make and check entries of a file of named API keys (`server.client_keys.file`)."""
+
+
+@keys.command("new")
+@click.argument("name")
+def new(name: str) -> None:
+    """Print a new random key, which is stored nowhere, and its entry for the file."""
+    try:
+        key, entry = new_key(name)
+    except ConfigError as error:
+        raise NotValid(str(error)) from error
+    click.echo(f"# Give this key to the client; it is shown only here: {key}")
+    click.echo(entry, nl=False)
+
+
+@keys.command("check")
+@click.argument("file", type=click.Path(path_type=Path))
+def check_keys(file: Path) -> None:
+    """Read a file of keys and print the names, or the line and reason of its first error."""
+    try:
+        found = read_key_file(file)
+    except ConfigError as error:
+        raise NotValid(str(error)) from error
+    for key in found:
+        click.echo(key.name)

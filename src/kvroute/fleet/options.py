@@ -250,8 +250,9 @@ class FleetOptions(Options):
     )
     worker_api_key: SecretStr | None = option(
         None,
-        "Sent as a bearer token when `/v1/models` is read (`vllm serve --api-key`). Clients send their own "
-        "key.",
+        "Key of the workers (`vllm serve --api-key`), sent as a bearer token when `/v1/models` is read. If "
+        "the gateway checks keys (`server.api_keys`, `server.client_keys`), inference requests get it, too, "
+        "instead of the client's key. Otherwise the client's own Authorization is passed on.",
     )
     worker_api_key_file: Path | None = option(None, "File with that key.")
     health: HealthOptions = option(HealthOptions(), "Probes, ejection and return.")

@@ -8,30 +8,48 @@ from collections.abc import Callable, Iterable, Sequence
 from http.cookies import CookieError, SimpleCookie
 
 from kvroute.errors import ConfigError, Unauthorized
+from kvroute.gateway.client_keys import KeyRing, KnownClient
 from kvroute.gateway.downstream import Headers, header
 from kvroute.openai.request import InferenceRequest
 
 
 class KeyCheck:
-    """Checks `Authorization: Bearer KEY` or `x-api-key: KEY` (Anthropic's clients). Without keys all requests
-    pass."""
+    """Checks `Authorization: Bearer KEY` or `x-api-key: KEY` (Anthropic's clients). Without keys and
+    without a `ring` of named keys all requests pass."""
 
-    def __init__(self, keys: Iterable[str]) -> None:
+    def __init__(self, keys: Iterable[str], ring: KeyRing | None = None) -> None:
         self._keys = tuple(key.encode() for key in keys)
+        self.ring = ring
 
     @property
     def is_open(self) -> bool:
-        return not self._keys
+        return not self._keys and self.ring is None
 
     def check(self, headers: Headers) -> None:
-        """Raises Unauthorized. Every key is compared in constant time."""
-        if self._keys and not self.matches(headers):
-            raise Unauthorized("A valid API key is needed: Authorization: Bearer KEY.")
+        """Raises Unauthorized. Every key without a name is compared in constant time."""
+        if self.is_open or self.matches(headers):
+            return
+        if self.ring is not None and self.ring.find(_given(headers)) is not None:
+            raise Unauthorized("The API key has expired.", param="authorization", code="expired_api_key")
+        raise Unauthorized("A valid API key is needed: Authorization: Bearer KEY.", param="authorization")
+
+    def client(self, headers: Headers) -> KnownClient | None:
+        """The client of a named key; None for a key without a name. Raises Unauthorized."""
+        ring = self.ring
+        found = None if ring is None else ring.find(_given(headers))
+        if ring is None or found is None or ring.is_expired(found):
+            self.check(headers)
+            return None
+        return found
 
     def matches(self, headers: Headers) -> bool:
-        """Whether the request carries one of the keys."""
-        bearer = _bearer(headers)
-        given = header(headers, b"x-api-key") if bearer is None else bearer
+        """Whether the request carries a valid key."""
+        given = _given(headers)
+        ring = self.ring
+        if ring is not None:
+            client = ring.find(given)
+            if client is not None and not ring.is_expired(client):
+                return True
         found = False
         for key in self._keys:
             found |= hmac.compare_digest(key, given)
@@ -76,6 +94,11 @@ class AdminKeys:
 def fingerprint(key: str) -> str:
     """Eight hex digits that identify a key in logs."""
     return hashlib.sha256(b"kvroute admin key\0" + key.encode()).hexdigest()[:8]
+
+
+def _given(headers: Headers) -> bytes:
+    bearer = _bearer(headers)
+    return header(headers, b"x-api-key") if bearer is None else bearer
 
 
 def _bearer(headers: Headers) -> bytes | None:

@@ -237,6 +237,8 @@ class StoredResponseEndpoint:
         answer = AsgiAnswer(plane.held_bytes, takes_fields=disconnect_signal_of(scope) is not None)
         try:
             plane.admission.check(headers)
+            client = plane.admission.keys.client(headers)
+            record.key = "" if client is None else client.key.name
             body = await read_body(receive, headers, plane.max_body_bytes)
             record.started = plane.clock.now()
             response_id = scope["path_params"]["response_id"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from fastapi import APIRouter, Depends, Request, Response
@@ -14,6 +14,7 @@ from kvroute import __version__
 from kvroute.errors import NotFound
 from kvroute.fleet.fleet import Fleet
 from kvroute.gateway.asgi import read_body
+from kvroute.gateway.client_keys import check_model, permits_model
 from kvroute.gateway.dataplane import DataPlane
 from kvroute.openai.endpoints import ENDPOINTS, BodyKind, Endpoint
 from kvroute.routing.router import Router
@@ -40,6 +41,15 @@ def control_routes(
         plane.admission.keys.check(request.scope["headers"])
 
     keyed = [Depends(with_key)]
+
+    def cards(request: Request) -> list[Mapping[str, object]]:
+        """The models that the request's key permits."""
+        client = plane.admission.keys.client(request.scope["headers"])
+        return [
+            card
+            for card in fleet.models()
+            if client is None or permits_model(client, str(card["id"]), fleet.resolve)
+        ]
 
     @routes.get("/health", tags=["gateway"], summary="The gateway's process is alive")
     @routes.get("/ping", tags=["gateway"], summary="The gateway's process is alive", operation_id="ping")
@@ -78,12 +88,12 @@ def control_routes(
         summary="Models, adapters and aliases of the whole fleet",
         dependencies=keyed,
     )
-    async def models() -> dict[str, Any]:
-        return {"object": "list", "data": list(fleet.models())}
+    async def models(request: Request) -> dict[str, Any]:
+        return {"object": "list", "data": cards(request)}
 
     @routes.get("/v1/models/{model_id:path}", tags=["gateway"], summary="One model", dependencies=keyed)
-    async def model(model_id: str) -> dict[str, Any]:
-        for card in fleet.models():
+    async def model(model_id: str, request: Request) -> dict[str, Any]:
+        for card in cards(request):
             if card["id"] == model_id:
                 return dict(card)
         raise NotFound(
@@ -105,6 +115,9 @@ def control_routes(
         headers = request.scope["headers"]
         body = await read_body(request.receive, headers, plane.max_body_bytes)
         parsed = await plane.bodies.read_in_steps(_EXPLAINED, body, headers)
+        client = plane.admission.keys.client(headers)
+        if client is not None:
+            check_model(client, parsed.model, fleet.resolve)
         previous = parsed.text("previous_response_id")
         owner = await plane.stored.find(previous) if previous else None
         model = plane.planner.model_to_tokenize(parsed, headers)

@@ -24,11 +24,12 @@ from kvroute.errors import (
 from kvroute.fleet.worker import WorkerId
 from kvroute.gateway.access import KeyCheck
 from kvroute.gateway.attempts import Attempts
+from kvroute.gateway.client_keys import check_model
 from kvroute.gateway.downstream import Downstream, Headers, header
 from kvroute.gateway.exchange import CLIENT_LEFT, Exchange, ExchangeDeps
 from kvroute.gateway.failures import InternalError, refuse
 from kvroute.gateway.journal import InFlightRequest, PendingExchange, Record
-from kvroute.gateway.planner import Planner, RequestPlan
+from kvroute.gateway.planner import STRATEGY_HEADER, Planner, RequestPlan
 from kvroute.gateway.preparation import Prepared, Preparer
 from kvroute.gateway.stored import StoredResponses
 from kvroute.metrics import Metrics
@@ -247,6 +248,8 @@ class DataPlane:
         """Header lines for workers that replace hidden ones."""
         self.reads_headers = not keys.is_open or planner.may_need_headers
         """Whether the gateway itself reads headers of JSON requests, or only relays them."""
+        self._keys = keys if keys.ring is not None else None
+        """Only with named keys."""
         # Looked up once, not for each request.
         self._now = deps.clock.now
         self._observe_routing_time = deps.metrics.routing_time.later
@@ -279,8 +282,11 @@ class DataPlane:
         """Plan the request and start its exchange.
 
         If the strategy needs the prompt's tokens and they are not cached, a task prepares them and calls this
-        again with `prepared`. Raises what `Planner.plan` raises.
+        again with `prepared`. Raises what `Planner.plan` and `admit_key`
+        raise.
         """
+        if self._keys is not None and record.use is None:
+            self.admit_key(request, headers, record)
         preparer = self._preparer
         if preparer is not None and prepared is None:
             model = self.planner.model_to_tokenize(request, headers)
@@ -305,12 +311,28 @@ class DataPlane:
             request = self.bodies.forward_unread(request.endpoint, request.body, error)
             plan = self.planner.plan(request, target, headers, now, owner)
         record.model, record.tokens, record.decision = plan.model, plan.query.tokens, plan.decision
+        if record.use is not None:
+            record.use.client.ring.check_prompt(record.use, plan.query.tokens)
         if plan.is_isolated:
             self.metrics.isolated.labels(plan.model).inc()
         self._observe_routing_time(self._now() - started)
         if self._announce is not None:
             self._announce(plan.decision)
         return self.start(plan, fields, record, client)
+
+    def admit_key(self, request: InferenceRequest, headers: Headers, record: Record) -> None:
+        """Check what the request's named key permits, and account for the request until it is recorded.
+
+        Raises Unauthorized, Forbidden, BodyTooLarge, KeyLimitReached, and what `Fleet.resolve` raises.
+        """
+        keys = self._keys
+        client = None if keys is None else keys.client(headers)
+        if client is None:
+            return
+        record.key = client.key.name
+        check_model(client, request.model, self.planner.resolve)
+        strategy = header(headers, STRATEGY_HEADER) if self.planner.allows_strategy_header else b""
+        record.use = client.ring.admit(client, request, strategy)
 
     def relay_large(
         self,
@@ -369,6 +391,8 @@ class DataPlane:
     def start(self, plan: RequestPlan, fields: bytes, record: Record, client: Downstream) -> Exchange:
         """Start an exchange. It ends by itself, or by `Exchange.end`."""
         deps, admission = self.deps, self.admission
+        if record.use is not None:
+            client = record.use.metered(client)
         attempts = Attempts(deps.attempts, plan, record, fields)
         exchange = Exchange(deps, plan, record, attempts, client, admission.discard)
         admission.add(exchange)

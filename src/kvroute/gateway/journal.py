@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Protocol, TextIO, TypeAlias
 from msgspec import Struct
 
 from kvroute.clock import Clock
+from kvroute.gateway.client_keys import KeyUse
 from kvroute.logs import ACCESS, JsonFormatter, TextFormatter
 from kvroute.metrics import Metrics
 from kvroute.routing.strategy import RouteDecision
@@ -61,6 +62,10 @@ class Record(Struct, eq=False, gc=False):
     error: str = ""
     usage: Usage | None = None
     """The token counts that the worker reported."""
+    key: str = ""
+    """The name of the client's key, "" if it has none."""
+    use: KeyUse | None = None
+    """What the request uses of that key."""
     ended: float = 0.0
 
 
@@ -95,6 +100,9 @@ class Journal:
         As in nginx, status 499 means that the client left before the answer.
         """
         record.ended = now
+        if (use := record.use) is not None:
+            tokens = record.tokens if record.usage is None else record.usage.prompt_tokens
+            use.end(tokens, attempts=record.attempts, status=record.status)
         waiting = self._waiting
         waiting.append(record)
         if self._timer is None:
@@ -169,6 +177,8 @@ def _line(record: Record, duration: float, text: str) -> str:
         f"{record.request_id.decode()} {record.path} {text} matched={record.matched_tokens}"
         f" tokens={record.tokens} attempts={record.attempts} ttfb={waited} duration={took}"
     )
+    if record.key:
+        line += f" key={record.key}"
     if record.error:
         line += f" error={record.error}"
     if record.ended_by:
@@ -190,6 +200,8 @@ def _described(wall: float, duration: float, record: Record) -> dict[str, Any]:
         "ended_by": record.ended_by or None,
         "error": record.error or None,
     }
+    if record.key:
+        entry["key"] = record.key
     if record.decision is not None:
         entry |= {"prompt_tokens": record.tokens, **record.decision.describe()}
     return entry

@@ -9,6 +9,7 @@ from typing import Annotated
 from pydantic import SecretStr, field_validator
 
 from kvroute.gateway.admin_guard import host_name, key_lines
+from kvroute.gateway.client_keys import ClientKeysOptions
 from kvroute.openai.bounded import BodyLimits
 from kvroute.options import Options, Switch, option
 from kvroute.tls import ServerTlsOptions
@@ -184,6 +185,7 @@ class ServerOptions(Options):
     api_keys_file: Path | None = option(
         None, "File with API keys, one per line; blank lines and lines that start with `#` are ignored."
     )
+    client_keys: ClientKeysOptions = option(default_factory=ClientKeysOptions)
     trusted_proxies: tuple[str, ...] = option(
         ("127.0.0.1",),
         "Addresses or networks of proxies whose `X-Forwarded-For` names the client in the audit lines of the "

@@ -107,7 +107,7 @@ class Planner:
         self._version = -1
         self._models: dict[str | None, _ModelFacts] = {}
         """Facts by requested name, for models that exist in this version of the fleet."""
-        self._allow_strategy_header = allow_strategy_header
+        self._allow_strategy_header = self.allows_strategy_header = allow_strategy_header
         self.may_need_tokens = allow_strategy_header or router.may_need(Needs.TOKENS)
         """Whether `model_to_tokenize` may ever return a model."""
         self.may_need_headers = allow_strategy_header or router.may_need(Needs.SESSION_KEY)
@@ -202,6 +202,10 @@ class Planner:
         if self._reads_session and self._router.may_need(Needs.SESSION_KEY):
             return "it may hold the session key"
         return next((why for rule in self._content_rules if (why := rule())), "")
+
+    def resolve(self, requested: str | None) -> str:
+        """See `ModelCatalog.resolve`."""
+        return self._fleet.resolve(requested)
 
     def model_to_tokenize(self, request: InferenceRequest, headers: Headers) -> str | None:
         """The model whose tokenizer must read the prompt before `plan`; None if no tokens are needed.

@@ -1,0 +1,293 @@
+import hashlib
+import json
+
+import pytest
+import yaml
+from tests.support.clocks import ManualClock
+
+from kvroute.errors import BodyTooLarge, ConfigError, Forbidden, KeyLimitReached, PromptTooLong, Unauthorized
+from kvroute.gateway.access import KeyCheck
+from kvroute.gateway.client_keys import Bucket, KeyRing, Meter, check_model, new_key, read_keys
+from kvroute.metrics import Metrics
+from kvroute.openai.endpoints import ENDPOINTS
+from kvroute.openai.request import parse_request
+
+HASH = "sha256:" + hashlib.sha256(b"secret").hexdigest()
+OTHER = "sha256:" + hashlib.sha256(b"other").hexdigest()
+REQUEST = parse_request(ENDPOINTS["/v1/chat/completions"], b'{"model": "m", "messages": []}')
+
+
+def ring(clock=None, processes=1, **fields) -> KeyRing:
+    text = json.dumps({"keys": [{"name": "a", "hash": [HASH, OTHER], **fields}]})
+    return KeyRing(read_keys(text, "f"), Metrics(), clock or ManualClock(), processes=processes)
+
+
+def headers(key: str) -> list[tuple[bytes, bytes]]:
+    return [(b"authorization", b"Bearer " + key.encode())]
+
+
+def admit(keys: KeyRing, strategy: bytes = b""):
+    client = keys.find(b"secret")
+    assert client is not None
+    return keys.admit(client, REQUEST, strategy)
+
+
+# --- the file ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "reason"),
+    [
+        ("", 1, "document"),
+        ("keys: 3", 1, "keys"),
+        ("key: []", 1, "key"),
+        ("keys:\n- name: a\n", 2, "keys[0].hash: Field required"),
+        (f"keys:\n- name: a\n  hash: {HASH}\n  colour: red\n", 4, "keys[0].colour: unknown field"),
+        ("keys:\n- name: a\n  hash: secret-itself\n", 3, "keys[0].hash[0]"),
+        ("keys:\n- name: a\n  hash: []\n", 3, "keys[0].hash"),
+        (f"keys:\n- name: a b\n  hash: {HASH}\n", 2, "keys[0].name"),
+        (f"keys:\n- name: a\n  hash: {HASH}\n- name: a\n  hash: {OTHER}\n", 4, "the name is also"),
+        (f"keys:\n- name: a\n  hash: {HASH}\n- name: b\n  hash: {HASH}\n", 5, "the hash is also"),
+        (f"keys:\n- name: a\n  hash: {HASH}\n  hash: {OTHER}\n", 4, "given twice"),
+        (f"keys:\n- name: a\n  hash: {HASH}\n  expires: 2030-01-01T00:00:00\n", 4, "timezone"),
+        (f"keys:\n- name: a\n  hash: {HASH}\n  strategies: [magic]\n", 4, "a strategy is none of"),
+        (f"keys:\n- name: a\n  hash: {HASH}\n  limits:\n    body_bytes: -1\n", 5, "limits.body_bytes"),
+        ("keys:\n- [secret-itself\n", 3, "not YAML"),
+    ],
+)
+def test_an_invalid_file_is_refused_with_line_and_reason_and_without_its_values(text, line, reason):
+    with pytest.raises(ConfigError) as caught:
+        read_keys(text, "keys.yaml")
+
+    assert f"keys.yaml:{line}: " in str(caught.value)
+    assert reason in str(caught.value)
+    assert "secret-itself" not in str(caught.value)
+
+
+def test_a_new_key_opens_with_its_own_entry():
+    key, entry = new_key("team-a")
+    keys = KeyRing(read_keys(yaml.safe_dump({"keys": yaml.safe_load(entry)}), "f"), Metrics(), ManualClock())
+
+    found = keys.find(key.encode())
+
+    assert found is not None
+    assert found.key.name == "team-a"
+    assert key not in entry
+    assert len(key) >= 43
+    with pytest.raises(ConfigError):
+        new_key("two words")
+
+
+# --- keys -------------------------------------------------------------------------------------------------
+
+
+def test_named_keys_and_keys_without_a_name_are_valid_together():
+    check = KeyCheck(["plain"], ring())
+
+    assert check.matches(headers("plain"))
+    assert check.matches(headers("secret"))
+    assert check.matches([(b"x-api-key", b"other")])
+    assert check.client(headers("plain")) is None
+    client = check.client(headers("other"))
+    assert client is not None
+    assert client.key.name == "a"
+    for wrong in ("", "Secret", "secret2", HASH, HASH.removeprefix("sha256:")):
+        assert not check.matches(headers(wrong))
+        with pytest.raises(Unauthorized):
+            check.client(headers(wrong))
+
+
+def test_a_file_without_keys_admits_nobody():
+    check = KeyCheck([], KeyRing(read_keys("keys: []", "f"), Metrics(), ManualClock()))
+
+    assert not check.is_open
+    assert not check.matches([])
+
+
+def test_a_key_is_refused_from_its_expiry_on():
+    clock = ManualClock(0.0, epoch=1_893_455_999.0)
+    check = KeyCheck([], ring(clock, expires="2030-01-01T00:00:00Z"))
+    check.check(headers("secret"))
+
+    clock.time = 1.0
+
+    assert not check.matches(headers("secret"))
+    with pytest.raises(Unauthorized, match="expired") as caught:
+        check.check(headers("secret"))
+    assert caught.value.error_code == "expired_api_key"
+    with pytest.raises(Unauthorized, match="expired"):
+        check.client(headers("secret"))
+
+
+def test_a_key_permits_models_by_name_and_through_aliases():
+    client = ring(models=["big"]).find(b"secret")
+    assert client is not None
+
+    def resolve(name):
+        return {"alias": "big", None: "big"}.get(name, name)
+
+    for permitted in ("big", "alias", None):
+        check_model(client, permitted, resolve)
+    with pytest.raises(Forbidden) as caught:
+        check_model(client, "small", resolve)
+    assert (caught.value.param, caught.value.error_code) == ("model", "model_not_permitted")
+
+
+def test_a_key_permits_strategies_for_the_header():
+    keys = ring(strategies=["roundrobin"])
+
+    admit(keys, b"roundrobin")
+    admit(keys, b"")
+    with pytest.raises(Forbidden) as caught:
+        admit(keys, b"session")
+    assert caught.value.param == "x-kvroute-strategy"
+
+
+# --- limits -----------------------------------------------------------------------------------------------
+
+
+def test_requests_per_minute_refill_evenly():
+    clock = ManualClock()
+    keys = ring(clock, limits={"requests_per_minute": 6})
+    for _ in range(6):
+        admit(keys)
+
+    with pytest.raises(KeyLimitReached, match=r"limits\.requests_per_minute of 6") as caught:
+        admit(keys)
+    assert caught.value.retry_after_s == 10
+    clock.time += 10.0
+    admit(keys)
+    with pytest.raises(KeyLimitReached):
+        admit(keys)
+
+
+def test_tokens_are_charged_at_the_end_and_checked_at_the_next_request():
+    clock = ManualClock()
+    keys = ring(clock, limits={"tokens_per_minute": 60})
+    first, second = admit(keys), admit(keys)
+    first.end(59, attempts=1, status=200)
+    admit(keys).end(1000, attempts=0, status=503)  # no worker got it
+    admit(keys).end(1000, attempts=1, status=500)
+    second.end(61, attempts=1, status=499)
+    second.end(61, attempts=1, status=499)
+
+    with pytest.raises(KeyLimitReached, match="tokens_per_minute") as caught:
+        admit(keys)
+
+    assert caught.value.retry_after_s == 61
+    clock.time += 61.0
+    admit(keys)
+
+
+def test_requests_in_flight_are_released_once():
+    keys = ring(limits={"concurrent_requests": 1})
+    use = admit(keys)
+    with pytest.raises(KeyLimitReached, match="concurrent_requests"):
+        admit(keys)
+
+    use.end(0, attempts=1, status=200)
+    use.end(0, attempts=1, status=200)
+
+    admit(keys)
+    with pytest.raises(KeyLimitReached):
+        admit(keys)
+
+
+def test_bodies_and_prompts_have_limits():
+    with pytest.raises(BodyTooLarge, match=r"limits\.body_bytes"):
+        admit(ring(limits={"body_bytes": 10}))
+    keys = ring(limits={"prompt_tokens": 10})
+    use = admit(keys)
+    keys.check_prompt(use, 10)
+    with pytest.raises(PromptTooLong, match=r"limits\.prompt_tokens"):
+        keys.check_prompt(use, 11)
+
+
+def test_limits_are_divided_by_the_number_of_processes():
+    keys = ring(processes=2, limits={"requests_per_minute": 4, "concurrent_requests": 3})
+    use = admit(keys)
+    admit(keys)
+
+    with pytest.raises(KeyLimitReached, match="concurrent_requests"):
+        admit(keys)
+    use.end(0, attempts=1, status=200)
+    with pytest.raises(KeyLimitReached, match="requests_per_minute"):
+        admit(keys)
+
+
+def test_a_new_file_keeps_what_a_name_has_used():
+    keys = ring(limits={"requests_per_minute": 2})
+    admit(keys)
+    text = json.dumps({"keys": [{"name": "a", "hash": HASH, "limits": {"requests_per_minute": 3}}]})
+
+    keys.install(read_keys(text, "f"))
+
+    assert keys.find(b"other") is None
+    admit(keys)
+    admit(keys)
+    with pytest.raises(KeyLimitReached):
+        admit(keys)
+
+
+def test_a_bucket_holds_at_most_a_minute_of_its_limit():
+    bucket = Bucket(60.0, 0.0)
+    bucket.take(60.0)
+
+    assert bucket.wait_s(1.0, 0.0) == pytest.approx(1.0)
+    assert bucket.wait_s(1.0, 10_000.0) == 0.0
+    bucket.take(60.0)
+    assert bucket.wait_s(1.0, 10_000.0) == pytest.approx(1.0)
+
+
+class Client:
+    is_paused = False
+
+    def __init__(self) -> None:
+        self.written: list[bytes] = []
+
+    def start(self, *_: object) -> None: ...
+    def cut(self) -> None: ...
+    def start_relayed(self, *_: object, is_sized: bool) -> None: ...
+    def answer(self, status, fields, body, is_sized) -> None:
+        self.written.append(body)
+
+    def write(self, chunk: bytes) -> None:
+        self.written.append(chunk)
+
+    def framed_writer(self):
+        return self.written.append
+
+    def finish(self, chunk: bytes = b"") -> None:
+        self.written.append(chunk)
+
+
+@pytest.mark.parametrize(
+    ("chunks", "tokens"),
+    [
+        ([b'data: {"choices": []}\n\n'] * 5 + [b"data: [DONE]\n\n"], 5),
+        (
+            [
+                b'data: {"a": 1}\n\n',
+                b'data: {"usage": {"completion_',
+                b'tokens": 7}}\n\n',
+            ],
+            7,
+        ),
+        ([b'data: {"usage": {"input_tokens": 1, "output_tokens": 9}}\n\n'], 9),
+        ([b'{"usage": {"prompt_tokens": 8, "total_tokens": 8}}'], 0),
+        ([b'{"text": "', b"x" * 40, b'"}'], 13),
+    ],
+)
+def test_a_meter_counts_completion_tokens_and_changes_no_byte(chunks, tokens):
+    client = Client()
+    meter = Meter(client)
+    framed = meter.framed_writer()
+    assert framed is not None
+
+    meter.write(chunks[0])
+    for chunk in chunks[1:]:
+        framed(chunk)
+    meter.finish()
+
+    assert meter.completion_tokens() == tokens
+    assert b"".join(client.written) == b"".join(chunks)
