@@ -53,8 +53,8 @@ class Asking:
         assert trust is not None
         return {
             "held": int(float(held.group(1))),
-            "aside": int(float(orphans.group(1))),
-            "standing": trust.group(1),
+            "orphans": int(float(orphans.group(1))),
+            "trust": trust.group(1),
         }
 
     async def until_exact(self) -> None:
