@@ -169,7 +169,7 @@ class CoordinatorApp:
 
     def _unreadable(self, error: WireError) -> tuple[int, object]:
         self.malformed += 1
-        log.warning("LMCache's coordinator refused a message: %s", error)
+        log.warning("the gateway refused a message to LMCache's coordinator: %s", error)
         return 422, {"error": str(error)}
 
     def _too_large(self) -> tuple[int, object]:
