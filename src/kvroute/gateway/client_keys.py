@@ -314,8 +314,8 @@ class KeyRing:
 
     def find(self, given: bytes) -> KnownClient | None:
         """The client of a key, also of an expired one. O(1)."""
-        # The lookup's time depends on hashes, and nobody can choose a key by a part of its hash: so it
-        # shows nothing of a valid key, and needs no comparison in constant time.
+        # No comparison in constant time is needed. The time of the lookup depends on the hash only, and no
+        # client can choose a key so that a part of its hash is right.
         return self._by_digest.get(digest(given)) if given else None
 
     def is_expired(self, client: KnownClient) -> bool:

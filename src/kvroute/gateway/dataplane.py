@@ -282,8 +282,7 @@ class DataPlane:
         """Plan the request and start its exchange.
 
         If the strategy needs the prompt's tokens and they are not cached, a task prepares them and calls this
-        again with `prepared`. Raises what `Planner.plan` and `admit_key`
-        raise.
+        again with `prepared`. Raises the errors of `Planner.plan` and `admit_key`.
         """
         if self._keys is not None and record.use is None:
             self.admit_key(request, headers, record)
