@@ -27,7 +27,9 @@ KvrouteError
     ├── UnsupportedMediaType 415
     ├── MisdirectedRequest   421
     ├── TooManyRequests      429
-    │   └── KeyLimitReached      a limit of the client's key
+    │   ├── KeyLimitReached      a limit of the client's key
+    │   ├── QueueFull            too many requests wait for a worker
+    │   └── QueueTimeout         the request has waited too long for a worker
     ├── HeadTooLarge         431
     ├── NotImplementedHere   501
     ├── WorkerUnreachable    502  every routable worker was tried
@@ -224,6 +226,14 @@ class KeyLimitReached(TooManyRequests):
         super().__init__(
             f"The key {name!r} has reached its limit limits.{limit} of {value}.", retry_after_s=retry_after_s
         )
+
+
+class QueueFull(TooManyRequests):
+    code = "queue_full"
+
+
+class QueueTimeout(TooManyRequests):
+    code = "queue_timeout"
 
 
 class HeadTooLarge(GatewayError):

@@ -366,6 +366,23 @@ class Metrics(Collector):
             "Changes of the file of keys that were loaded or refused.",
             ["outcome"],
         )
+        self.queue_waiting = self._gauge(
+            "kvroute_queue_waiting",
+            "Requests that wait for a worker with a free permit, by the name of their key.",
+            ["model", "key"],
+        )
+        self.queue_wait = self._histogram(
+            "kvroute_queue_wait_seconds",
+            "Time that requests waited before they were sent; 0 for those that did not wait.",
+            _LATENCY_S,
+            ["model", "key"],
+        )
+        self.queue_shed = self._counter(
+            "kvroute_queue_shed",
+            "Requests answered 429 because of the queue: it was full, the expected wait was too long, a "
+            "preferred request displaced it, or the deadline passed.",
+            ["model", "key", "cause"],
+        )
         self.isolated = self._counter(
             "kvroute_isolated_requests",
             "Requests for LoRA adapters that got a key space of their own in LMCache.",

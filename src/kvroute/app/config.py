@@ -30,6 +30,7 @@ from kvroute.events.options import KvEventsOptions
 from kvroute.fleet.options import FleetOptions
 from kvroute.gateway.client_keys import read_key_file
 from kvroute.gateway.options import AdminOptions, ServerOptions
+from kvroute.gateway.waiting import AdmissionOptions
 from kvroute.lmcache.options import LMCacheOptions
 from kvroute.logs import LoggingOptions
 from kvroute.options import Options, option
@@ -51,6 +52,7 @@ class Config(Options):
     tokens: TokensOptions = option(default_factory=TokensOptions)
     kv_events: KvEventsOptions = option(default_factory=KvEventsOptions)
     lmcache: LMCacheOptions = option(default_factory=LMCacheOptions)
+    admission: AdmissionOptions = option(default_factory=AdmissionOptions)
     upstream: UpstreamOptions = option(default_factory=UpstreamOptions)
     retries: RetryOptions = option(default_factory=RetryOptions)
     logging: LoggingOptions = option(default_factory=LoggingOptions)

@@ -37,12 +37,13 @@ from kvroute.gateway.exchange import ExchangeDeps
 from kvroute.gateway.journal import Journal
 from kvroute.gateway.planner import Planner
 from kvroute.gateway.preparation import AdapterIsolation
+from kvroute.gateway.request_queue import Permits, RequestQueue
 from kvroute.gateway.stored import ResponseOwners, StoredResponses
 from kvroute.metrics import Gauges, Metrics
 from kvroute.openai.bounded import Bounded
 from kvroute.replicas.metrics import GatewayMetrics, PageCollector, read
 from kvroute.routing.audit import Audit
-from kvroute.routing.router import Router
+from kvroute.routing.router import Observer, Router
 from kvroute.routing.strategies.kvaware import KvAwareOptions
 from kvroute.routing.strategies.session import SessionOptions
 from kvroute.routing.strategy import Needs, TokenWaitLimits, token_timeout_s
@@ -96,10 +97,12 @@ class Runtime:
         self._map_publisher: CacheMapPublisher | None = None
         self._mirror: CacheTrackerMirror | None = None
         self.cache_tracker = self._make_cache_tracker() if needs_map else None
+        own = replica.own if replica else None
+        self._permits = self._make_permits(own) if config.admission.is_on else None
         self.router = Router(
             config.routing,
             caches=self.cache_tracker.caches if self.cache_tracker else None,
-            observer=replica.own if replica else None,
+            observer=self._permits or own,
         )
         self._estimator = TokenEstimator()
         self.audit = Audit(config.routing.options_of(KvAwareOptions).audit)
@@ -271,6 +274,11 @@ class Runtime:
         self._keys_seen = signatures((file,))  # before the file: a change in between is loaded again
         return KeyRing(read_key_file(file), self.metrics, self._clock, processes=processes)
 
+    def _make_permits(self, inner: Observer | None) -> Permits:
+        processes = self._config.server.processes
+        number = 0 if self._replica is None else self._replica.number
+        return Permits(self._config.admission, self._clock, inner, processes=processes, number=number)
+
     def _data_plane(self) -> DataPlane:
         config = self._config
         worker_key = config.fleet.worker_api_key
@@ -316,6 +324,9 @@ class Runtime:
             worker_authorization,
             timeout_s=config.upstream.connect_timeout_s,
         )
+        queue = None
+        if self._permits is not None:
+            queue = RequestQueue(config.admission, self._permits, self.fleet, self.metrics, self._clock)
         return DataPlane(
             planner,
             stored,
@@ -323,6 +334,7 @@ class Runtime:
             KeyCheck(keys, self._ring),
             self._outbox,
             preparer=self.cache_tracker.preparer if self.cache_tracker else None,
+            queue=queue,
             announce=hyperpod.routed if config.logging.hyperpod_lines else None,
             bounded=Bounded(config.server.body_limits, also=in_bodies),
             worker_authorization=worker_authorization,

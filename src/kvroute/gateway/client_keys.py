@@ -106,6 +106,10 @@ class ClientKey(Options):
     models: frozenset[str] | None = None
     strategies: Annotated[frozenset[str], AfterValidator(_known_strategies)] | None = None
     limits: KeyLimits = KeyLimits()
+    priority: int = option(0, ge=-1_000_000, le=1_000_000)
+    """Class in the queue of waiting requests; a lower value is served earlier, as in vLLM."""
+    weight: float = option(1.0, gt=0, le=1_000_000)
+    """Share of the workers' time while keys of the same class wait."""
     expires: AwareDatetime | None = None
 
 

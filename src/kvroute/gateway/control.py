@@ -141,6 +141,7 @@ def control_routes(
             "session_key_found": plan.query.session_key is not None,
             **router.explain(plan.query, plan.decision),
             "filtered": unroutable,
+            **({} if plane.queue is None else {"admission": plane.queue.describe(plan.model)}),
         }
 
     @routes.delete(

@@ -12,6 +12,8 @@ import secrets
 from collections.abc import Callable, Coroutine, Iterator
 from itertools import chain, count
 
+from msgspec.structs import replace
+
 from kvroute.blocks.keys import ANCHOR_BYTES
 from kvroute.errors import (
     AdapterNotIsolated,
@@ -24,14 +26,16 @@ from kvroute.errors import (
 from kvroute.fleet.worker import WorkerId
 from kvroute.gateway.access import KeyCheck
 from kvroute.gateway.attempts import Attempts
-from kvroute.gateway.client_keys import check_model
+from kvroute.gateway.client_keys import Meter, check_model
 from kvroute.gateway.downstream import Downstream, Headers, header
 from kvroute.gateway.exchange import CLIENT_LEFT, Exchange, ExchangeDeps
 from kvroute.gateway.failures import InternalError, refuse
 from kvroute.gateway.journal import InFlightRequest, PendingExchange, Record
 from kvroute.gateway.planner import STRATEGY_HEADER, Planner, RequestPlan
 from kvroute.gateway.preparation import Prepared, Preparer
+from kvroute.gateway.request_queue import RequestQueue, WaitingRequest, requested_priority
 from kvroute.gateway.stored import StoredResponses
+from kvroute.gateway.waiting import QueueEntry, Target
 from kvroute.metrics import Metrics
 from kvroute.openai.bounded import STEPWISE_BYTES, Bounded
 from kvroute.openai.endpoints import BodyKind, Endpoint, ErrorShape
@@ -201,8 +205,8 @@ class DataPlane:
     `worker_authorization` replaces the client's Authorization header towards workers. `drops_authorization`
     removes that header and `x-api-key`, because they hold a key of this gateway. `held_bytes` is the part of
     an answer that is kept for a slow client. `preparer` is for strategies that need a prompt's tokens.
-    `announce` is called with each decision. Mutable: `_preparing` holds the tasks of requests whose plan
-    needs time; `aclose` ends them.
+    Without a `queue` workers have no limits. `announce` is called with each decision. Mutable: `_preparing`
+    holds the tasks of requests whose plan needs time; `aclose` ends them.
     """
 
     def __init__(
@@ -214,6 +218,7 @@ class DataPlane:
         outbox: Outbox,
         *,
         preparer: Preparer | None = None,
+        queue: RequestQueue | None = None,
         announce: Callable[[RouteDecision], None] | None = None,
         bounded: Bounded | None = None,
         worker_authorization: bytes | None,
@@ -226,6 +231,7 @@ class DataPlane:
         self.stored = stored
         self.preparer = preparer
         self._preparer = preparer if planner.may_need_tokens else None
+        self.queue = queue
         self._announce = announce
         self.deps = deps
         self.journal = deps.journal
@@ -246,7 +252,7 @@ class DataPlane:
             b"authorization: %b\r\n" % worker_authorization if worker_authorization is not None else b""
         )
         """Header lines for workers that replace hidden ones."""
-        self.reads_headers = not keys.is_open or planner.may_need_headers
+        self.reads_headers = not keys.is_open or planner.may_need_headers or queue is not None
         """Whether the gateway itself reads headers of JSON requests, or only relays them."""
         self._keys = keys if keys.ring is not None else None
         """Only with named keys."""
@@ -278,11 +284,13 @@ class DataPlane:
         client: Downstream,
         owner: WorkerId | None = None,
         prepared: Prepared | None = None,
+        entry: QueueEntry | None = None,
     ) -> InFlightRequest:
         """Plan the request and start its exchange.
 
         If the strategy needs the prompt's tokens and they are not cached, a task prepares them and calls this
-        again with `prepared`. Raises the errors of `Planner.plan` and `admit_key`.
+        again with `prepared`. If no worker has a permit, the request waits, and the queue calls this again
+        with its `entry`. Raises the errors of `Planner.plan`, `admit_key` and `RequestQueue.may_start`.
         """
         if self._keys is not None and record.use is None:
             self.admit_key(request, headers, record)
@@ -304,6 +312,23 @@ class DataPlane:
         now = started = record.started
         if prepared is not None or request.endpoint.stores_response:
             now = self._now()
+        if self.queue is not None and request.endpoint.fills_kv_cache:
+            if entry is None:
+                entry = self._entry(self.queue, request, headers, record, owner)
+                if not self.queue.may_start(entry):
+                    waited = entry
+
+                    def start_waiting() -> InFlightRequest:
+                        record.queued_s = self._now() - waited.entered
+                        return self.relay(
+                            request, target, headers, fields, record, client, owner, prepared, waited
+                        )
+
+                    return self._wait(
+                        self.queue, entry, request.endpoint.errors, record, client, start_waiting
+                    )
+            else:
+                now = started = self._now()
         try:
             plan = self.planner.plan(request, target, headers, now, owner, prepared)
         except OverLimit as error:  # a limit on prompts, which are first read here
@@ -315,9 +340,13 @@ class DataPlane:
         if plan.is_isolated:
             self.metrics.isolated.labels(plan.model).inc()
         self._observe_routing_time(self._now() - started)
+        if entry is not None and self.queue is not None:
+            decision = self.queue.placed(plan.decision)
+            if decision is not plan.decision:
+                plan, record.decision = replace(plan, decision=decision), decision
         if self._announce is not None:
             self._announce(plan.decision)
-        return self.start(plan, fields, record, client)
+        return self.start(plan, fields, record, client, entry)
 
     def admit_key(self, request: InferenceRequest, headers: Headers, record: Record) -> None:
         """Check what the request's named key permits, and account for the request until it is recorded.
@@ -373,13 +402,7 @@ class DataPlane:
 
         def on_end(pending: PendingExchange, by: str) -> None:
             self.admission.discard(pending)
-            record.ended_by = by
-            self.metrics.streams_aborted.labels(by).inc()
-            if by == "client":
-                client.cut()
-                self.client_left(record)
-            else:
-                self.refuse(record, ShuttingDown("The gateway is shutting down."), client, shape)
+            self._ended_early(by, record, client, shape)
 
         pending = PendingExchange(prepare, on_end)
         self._preparing.add(pending.task)
@@ -387,16 +410,101 @@ class DataPlane:
         self.admission.add(pending)
         return pending
 
-    def start(self, plan: RequestPlan, fields: bytes, record: Record, client: Downstream) -> Exchange:
-        """Start an exchange. It ends by itself, or by `Exchange.end`."""
+    def _ended_early(self, by: str, record: Record, client: Downstream, shape: ErrorShape) -> None:
+        """A request without an exchange ends because its client left, or because the gateway stops."""
+        record.ended_by = by
+        self.metrics.streams_aborted.labels(by).inc()
+        if by == "client":
+            client.cut()
+            self.client_left(record)
+        else:
+            self.refuse(record, ShuttingDown("The gateway is shutting down."), client, shape)
+
+    def _entry(
+        self,
+        queue: RequestQueue,
+        request: InferenceRequest,
+        headers: Headers,
+        record: Record,
+        owner: WorkerId | None,
+    ) -> QueueEntry:
+        """The queue's entry for a request. A named key's client may lower its priority, not raise it."""
+        priority, weight = requested_priority(request, headers), 1.0
+        if record.use is not None:
+            key = record.use.client.key
+            priority, weight = max(priority, key.priority), key.weight
+        target = Target(self.planner.resolve(request.model), owner)
+        return queue.entry(target, record.key, weight, priority, self.planner.session_of(request, headers))
+
+    def _wait(
+        self,
+        queue: RequestQueue,
+        entry: QueueEntry,
+        shape: ErrorShape,
+        record: Record,
+        client: Downstream,
+        start: Callable[[], InFlightRequest],
+    ) -> WaitingRequest:
+        """A request that waits until the queue starts it."""
+
+        def started() -> InFlightRequest:
+            exchange = start()
+            self.admission.discard(waiting)
+            return exchange
+
+        def on_refused(waiting: WaitingRequest, error: Exception) -> None:
+            self.admission.discard(waiting)
+            record.queued_s = self._now() - entry.entered
+            if isinstance(error, GatewayError):
+                self.refuse(record, error, client, shape)
+            else:
+                log.error("a request failed", exc_info=error)
+                self.refuse(record, InternalError("Internal error."), client, shape)
+
+        def on_ended(waiting: WaitingRequest, by: str) -> None:
+            self.admission.discard(waiting)
+            record.queued_s = self._now() - entry.entered
+            self._ended_early(by, record, client, shape)
+
+        waiting = WaitingRequest(queue, entry, started, on_refused, on_ended)
+        record.model = entry.target.model
+        self.admission.add(waiting)
+        queue.wait(entry, waiting)
+        return waiting
+
+    def start(
+        self,
+        plan: RequestPlan,
+        fields: bytes,
+        record: Record,
+        client: Downstream,
+        entry: QueueEntry | None = None,
+    ) -> Exchange:
+        """Start an exchange. It ends by itself, or by `Exchange.end`. `entry`: its entry in the queue."""
         deps, admission = self.deps, self.admission
         if record.use is not None:
             client = record.use.metered(client)
+        on_end: Callable[[Exchange], object] = admission.discard
+        if entry is not None and self.queue is not None:
+            client, on_end = self._accounted(self.queue, entry, plan, client)
         attempts = Attempts(deps.attempts, plan, record, fields)
-        exchange = Exchange(deps, plan, record, attempts, client, admission.discard)
+        exchange = Exchange(deps, plan, record, attempts, client, on_end)
         admission.add(exchange)
         exchange.start()
         return exchange
+
+    def _accounted(
+        self, queue: RequestQueue, entry: QueueEntry, plan: RequestPlan, client: Downstream
+    ) -> tuple[Downstream, Callable[[Exchange], object]]:
+        """Charge the request's key. Returns the client with its meter, and what to call at the end."""
+        meter = client if isinstance(client, Meter) else Meter(client)
+        assumed = queue.started(entry, plan.model, plan.query.tokens)
+
+        def on_end(exchange: Exchange) -> None:
+            self.admission.discard(exchange)
+            queue.finished(entry, assumed, meter.completion_tokens())
+
+        return meter, on_end
 
     def refuse(self, record: Record, error: GatewayError, client: Downstream, shape: ErrorShape) -> None:
         """Answer a request that has no exchange, and record the answer."""

@@ -66,6 +66,8 @@ class Record(Struct, eq=False, gc=False):
     """The name of the client's key, "" if it has none."""
     use: KeyUse | None = None
     """What the request uses of that key."""
+    queued_s: float = 0.0
+    """Seconds that the request waited for a permit of a worker."""
     ended: float = 0.0
 
 
@@ -179,6 +181,8 @@ def _line(record: Record, duration: float, text: str) -> str:
     )
     if record.key:
         line += f" key={record.key}"
+    if record.queued_s:
+        line += f" queued={record.queued_s:.4f}"
     if record.error:
         line += f" error={record.error}"
     if record.ended_by:
@@ -202,6 +206,8 @@ def _described(wall: float, duration: float, record: Record) -> dict[str, Any]:
     }
     if record.key:
         entry["key"] = record.key
+    if record.queued_s:
+        entry["queue_wait_s"] = record.queued_s
     if record.decision is not None:
         entry |= {"prompt_tokens": record.tokens, **record.decision.describe()}
     return entry

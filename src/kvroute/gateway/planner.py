@@ -207,6 +207,10 @@ class Planner:
         """See `ModelCatalog.resolve`."""
         return self._fleet.resolve(requested)
 
+    def session_of(self, request: InferenceRequest, headers: Headers) -> str | None:
+        """The request's session key, whatever the strategy; None if it has none."""
+        return session_key(self._session_keys, request, headers)
+
     def model_to_tokenize(self, request: InferenceRequest, headers: Headers) -> str | None:
         """The model whose tokenizer must read the prompt before `plan`; None if no tokens are needed.
 

@@ -150,6 +150,8 @@ class RouteReason(StrEnum):
     RESPONSE_OWNER = "response_owner"
     """The request continues a stored response that only this worker has."""
     ONLY_WORKER = "only_worker"
+    AT_LIMIT = "at_limit"
+    """The workers that rank higher have as many requests as `admission` allows."""
 
 
 class RouteQuery(Struct, frozen=True, gc=False):

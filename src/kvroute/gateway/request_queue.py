@@ -1,0 +1,389 @@
+"""Holds requests until a worker has a permit for them: permits, the queue's timers, and waiting requests.
+
+`waiting.py` decides which request is next. docs/admission.md describes the behaviour.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from math import ceil
+from typing import NamedTuple
+
+from kvroute.clock import Clock
+from kvroute.errors import GatewayError, InvalidRequest, QueueFull, QueueTimeout
+from kvroute.fleet.fleet import Fleet, FleetChange
+from kvroute.fleet.worker import Worker
+from kvroute.gateway.downstream import Headers, header
+from kvroute.gateway.journal import InFlightRequest
+from kvroute.gateway.waiting import AdmissionOptions, FairQueue, QueueEntry, Target, TokenAccounts
+from kvroute.metrics import Metrics
+from kvroute.openai.request import InferenceRequest
+from kvroute.routing.router import AttemptObserver, Observer
+from kvroute.routing.strategy import Candidate, RouteDecision, RouteQuery, RouteReason
+
+log = logging.getLogger(__name__)
+
+PRIORITY_HEADER = b"x-vllm-priority"
+_MAX_PRIORITY = 1_000_000
+_NO_KEY = "-"
+"""Label of requests without a named key."""
+_STARTS_AT_ONCE = 16
+"""Requests that start in one iteration of the event loop; each costs about 0.1 ms."""
+_CHECK_S = 1.0
+"""Longest time between two checks while requests wait: a ramp rises without an event."""
+
+
+class Permits:
+    """The requests of this process in flight on each worker, and the workers' limits.
+
+    Observes the router, so that every attempt counts, retries included; `inner` is the router's other
+    observer. With several processes each has its share of a limit, at least 1. Mutable: by the router's
+    calls.
+    """
+
+    # Each process has a share, because only a process's own requests wake its queue. With one common count
+    # the process that ends a request would always take its permit, and the queues of the others would starve.
+
+    def __init__(
+        self,
+        options: AdmissionOptions,
+        clock: Clock,
+        inner: Observer | None = None,
+        *,
+        processes: int = 1,
+        number: int = 0,
+    ) -> None:
+        self._options = options
+        self._now = clock.now
+        self._inner = inner
+        self._processes = processes
+        self._number = number
+        self._in_flight: dict[Worker, int] = {}
+        self.on_free: Callable[[], None] = lambda: None
+        """Called when a permit is returned."""
+
+    def limit(self, worker: Worker) -> int | None:
+        """The worker's limit for all processes together; None without one."""
+        options = self._options
+        limit = options.max_concurrent_by_worker.get(worker.id)
+        if limit is None:
+            by_model = options.max_concurrent_by_model
+            found = [by_model[model] for model in worker.models if model in by_model] if by_model else []
+            limit = min(found) if found else options.max_concurrent
+        return limit or None
+
+    def in_flight(self, worker: Worker) -> int:
+        """Requests of this process in flight on the worker."""
+        return self._in_flight.get(worker, 0)
+
+    def has_free(self, worker: Worker) -> bool:
+        """Whether this process may send the worker another request. During a ramp the limit is reduced."""
+        limit = self.limit(worker)
+        if limit is None:
+            return True
+        share = limit // self._processes + (self._number < limit % self._processes)
+        return self.in_flight(worker) < max(1, int(share * worker.ramp_at(self._now())))
+
+    def dispatched(self, query: RouteQuery, decision: RouteDecision, candidate: Candidate) -> AttemptObserver:
+        worker = candidate.worker
+        self._in_flight[worker] = self.in_flight(worker) + 1
+        inner = None if self._inner is None else self._inner.dispatched(query, decision, candidate)
+        return _Permit(self, worker, inner)
+
+    def session_forgotten(self, session_key: str) -> None:
+        if self._inner is not None:
+            self._inner.session_forgotten(session_key)
+
+    def returned(self, worker: Worker) -> None:
+        """An attempt on the worker has ended."""
+        left = self._in_flight[worker] - 1
+        if left:
+            self._in_flight[worker] = left
+        else:
+            del self._in_flight[worker]
+        self.on_free()
+
+
+class _Permit(NamedTuple):
+    """The permit of one attempt."""
+
+    permits: Permits
+    worker: Worker
+    inner: AttemptObserver | None
+
+    def first_token(self) -> None:
+        if self.inner is not None:
+            self.inner.first_token()
+
+    def finished(self) -> None:
+        if self.inner is not None:
+            self.inner.finished()
+        self.permits.returned(self.worker)
+
+
+def requested_priority(request: InferenceRequest, headers: Headers) -> int:
+    """The priority that the client asks for: `X-Vllm-Priority`, else the body's `priority`, else 0.
+
+    As in vLLM (0.33) a lower value is earlier, and the header overrides the body. Raises InvalidRequest if
+    the value is not an integer.
+    """
+    text = header(headers, PRIORITY_HEADER).strip()
+    name = "X-Vllm-Priority"
+    if not text:
+        if b'"priority"' not in request.body:
+            return 0
+        raw = (request.fields or {}).get("priority")
+        text, name = bytes(raw) if raw is not None else b"0", "priority"
+        if text == b"null":
+            return 0
+    try:
+        value = int(text[:32])
+    except ValueError:
+        raise InvalidRequest(f"`{name}` must be an integer.", param=name) from None
+    return max(-_MAX_PRIORITY, min(_MAX_PRIORITY, value))
+
+
+class RequestQueue:
+    """Admits requests while a worker has a permit, and lets the others wait.
+
+    Mutable: by requests that arrive, start, leave or time out. All calls come from the event loop; a timer
+    exists only while requests wait.
+    """
+
+    def __init__(
+        self, options: AdmissionOptions, permits: Permits, fleet: Fleet, metrics: Metrics, clock: Clock
+    ) -> None:
+        self.permits = permits
+        self._options = options
+        self._fleet = fleet
+        self._metrics = metrics
+        self._now = clock.now
+        self._accounts = TokenAccounts(options.output_token_weight)
+        self._queue = FairQueue(self._accounts, ageing_s=options.ageing_s, max_waiting=options.max_waiting)
+        self._waiting: dict[QueueEntry, WaitingRequest] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._is_check_due = False
+        permits.on_free = self.check
+        fleet.subscribe(self._fleet_changed)
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    def entry(
+        self,
+        target: Target,
+        key: str,
+        weight: float,
+        priority: int,
+        session: str | None,
+    ) -> QueueEntry:
+        """An entry for a request that arrives now."""
+        now = self._now()
+        return QueueEntry(target, key, weight, priority, now, now + self._options.max_wait_s, session)
+
+    def may_start(self, entry: QueueEntry) -> bool:
+        """Whether an arriving request may start immediately. Raises QueueFull if it can neither start nor
+        wait."""
+        queue = self._queue
+        queue.arrived(entry.key, entry.weight)
+        if not len(queue) and self._can_start(entry.target):
+            return True
+        expected_s = queue.expected_wait_s(entry)
+        if expected_s > self._options.max_wait_s:
+            self._shed(entry, "expected_wait")
+            raise QueueFull(
+                f"The request would wait for a worker for about {expected_s:.0f} s, longer than "
+                f"{self._options.max_wait_s:g} s (admission.max_wait_s).",
+                retry_after_s=ceil(expected_s - self._options.max_wait_s),
+            )
+        victim = queue.victim(entry)
+        if victim is entry:
+            self._shed(entry, "full")
+            raise self._full(entry)
+        if victim is not None:
+            self._shed(victim, "displaced")
+            self._refuse(victim, self._full(victim))
+        return False
+
+    def wait(self, entry: QueueEntry, waiting: WaitingRequest) -> None:
+        """Let a request wait; `waiting` is started, refused or ended later."""
+        self._queue.push(entry)
+        self._waiting[entry] = waiting
+        self._metrics.queue_waiting.labels(entry.target.model, entry.key or _NO_KEY).inc()
+        if self._timer is None:
+            self._set_timer()
+        # Requests for another model may wait while this one could start.
+        self.check()
+
+    def leave(self, entry: QueueEntry) -> None:
+        """The request's client has left, or the gateway stops."""
+        self._queue.remove(entry)
+        self._forget(entry)
+
+    def placed(self, decision: RouteDecision) -> RouteDecision:
+        """The decision with the best worker that has a permit first; unchanged if none has."""
+        ranking = decision.ranking
+        if self.permits.has_free(ranking[0].worker):
+            return decision
+        for place, candidate in enumerate(ranking):
+            if place and self.permits.has_free(candidate.worker):
+                others = [other for other in ranking if other is not candidate]
+                return RouteDecision(decision.strategy, RouteReason.AT_LIMIT, (candidate, *others))
+        return decision
+
+    def started(self, entry: QueueEntry, model: str, input_tokens: int) -> float:
+        """Account for a request that is sent now. Returns what `finished` needs."""
+        waited_s = self._now() - entry.entered
+        self._metrics.queue_wait.labels(model, entry.key or _NO_KEY).observe(waited_s)
+        return self._accounts.started(entry.key, input_tokens)
+
+    def finished(self, entry: QueueEntry, assumed: float, output_tokens: int) -> None:
+        """Correct the account of a request that has ended."""
+        self._accounts.finished(entry.key, assumed, output_tokens)
+
+    def describe(self, model: str) -> Mapping[str, object]:
+        """Permits and waiting requests, as JSON values."""
+        return {
+            "waiting_requests": len(self._queue),
+            "workers": {
+                worker.id: {
+                    "max_concurrent": self.permits.limit(worker),
+                    "requests_of_this_process": self.permits.in_flight(worker),
+                    "has_permit": self.permits.has_free(worker),
+                }
+                for worker in self._fleet.view(model).workers
+            },
+        }
+
+    def check(self) -> None:
+        """Start requests in the next iteration of the event loop, if any can start."""
+        if not self._is_check_due and len(self._queue):
+            self._is_check_due = True
+            # Not immediately: the caller may be in the middle of ending or moving another request.
+            asyncio.get_running_loop().call_soon(self._start_next)
+
+    def _start_next(self) -> None:
+        self._is_check_due = False
+        now = self._now()
+        for expired in self._queue.expired(now):
+            self._shed(expired, "deadline")
+            waited_s = now - expired.entered
+            self._refuse(
+                expired,
+                QueueTimeout(
+                    f"No worker was free for {waited_s:.0f} s (admission.max_wait_s).",
+                    retry_after_s=max(1, ceil(self._queue.expected_wait_s(expired))),
+                ),
+            )
+        for _ in range(_STARTS_AT_ONCE):
+            entry = self._queue.pop(self._can_start, now)
+            if entry is None:
+                break
+            self._forget(entry).start()
+        else:
+            self.check()
+        if self._timer is None:
+            self._set_timer()
+
+    def _can_start(self, target: Target) -> bool:
+        workers = self._fleet.view(target.model).workers
+        if target.owner is not None:
+            workers = tuple(worker for worker in workers if worker.id == target.owner) or workers
+        # Without workers the request starts and is answered 503 by the planner.
+        return not workers or any(map(self.permits.has_free, workers))
+
+    def _set_timer(self) -> None:
+        deadline = self._queue.next_deadline
+        if deadline is not None:
+            pause_s = min(_CHECK_S, max(0.0, deadline - self._now()))
+            self._timer = asyncio.get_running_loop().call_later(pause_s, self._timed)
+
+    def _timed(self) -> None:
+        self._timer = None
+        self._start_next()
+
+    def _fleet_changed(self, change: FleetChange, worker: Worker) -> None:
+        self.check()
+
+    def _forget(self, entry: QueueEntry) -> WaitingRequest:
+        self._metrics.queue_waiting.labels(entry.target.model, entry.key or _NO_KEY).dec()
+        waiting = self._waiting.pop(entry)
+        if not self._waiting and self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        return waiting
+
+    def _refuse(self, entry: QueueEntry, error: GatewayError) -> None:
+        self._queue.remove(entry)
+        self._forget(entry).refuse(error)
+
+    def _full(self, entry: QueueEntry) -> QueueFull:
+        return QueueFull(
+            f"{len(self._queue)} requests wait for a worker already (admission.max_waiting).",
+            retry_after_s=max(1, ceil(self._queue.expected_wait_s(entry))),
+        )
+
+    def _shed(self, entry: QueueEntry, cause: str) -> None:
+        self._metrics.queue_shed.labels(entry.target.model, entry.key or _NO_KEY, cause).inc()
+
+
+class WaitingRequest:
+    """A request that waits in the queue; afterwards it passes every call on to its exchange.
+
+    `start` plans the request and returns its exchange. `on_refused` answers an error, `on_ended` handles a
+    client that left ("client") or a gateway that stops ("shutdown"). Exactly one of them is called, once.
+    Mutable: by the queue and by the client's side, on one event loop.
+    """
+
+    def __init__(
+        self,
+        queue: RequestQueue,
+        entry: QueueEntry,
+        start: Callable[[], InFlightRequest],
+        on_refused: Callable[[WaitingRequest, Exception], None],
+        on_ended: Callable[[WaitingRequest, str], None],
+    ) -> None:
+        self._queue = queue
+        self._entry = entry
+        self._start = start
+        self._on_refused = on_refused
+        self._on_ended = on_ended
+        self._exchange: InFlightRequest | None = None
+        self._is_over = False
+
+    @property
+    def is_over(self) -> bool:
+        return self._is_over if self._exchange is None else self._exchange.is_over
+
+    def start(self) -> None:
+        """Start the exchange; the queue has forgotten the request."""
+        try:
+            self._exchange = self._start()
+        except Exception as error:  # noqa: BLE001 - passed on; other requests are not affected
+            self.refuse(error)
+
+    def refuse(self, error: Exception) -> None:
+        """Answer the request with an error; the queue has forgotten it."""
+        self._is_over = True
+        self._on_refused(self, error)
+
+    def end(self, by: str) -> None:
+        """See `Exchange.end`."""
+        if self._exchange is not None:
+            self._exchange.end(by)
+        elif not self._is_over:
+            self._is_over = True
+            self._queue.leave(self._entry)
+            self._on_ended(self, by)
+
+    def pause(self) -> None:
+        """See `Exchange.pause`."""
+        if self._exchange is not None:
+            self._exchange.pause()
+
+    def resume(self) -> None:
+        """See `Exchange.resume`."""
+        if self._exchange is not None:
+            self._exchange.resume()
