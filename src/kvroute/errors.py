@@ -15,7 +15,9 @@ KvrouteError
 │   └── ProtocolViolation    the worker's bytes are not HTTP/1.1
 └── GatewayError             the gateway answers the client itself, with `status`, `type`, `code`
     ├── InvalidRequest       400
-    │   └── AdapterNotIsolated   an adapter's request that LMCache could answer from another model's KV
+    │   └── NotIsolated          a request that cannot be put into a key space
+    │       ├── AdapterNotIsolated   an adapter's; LMCache could answer it from another model's KV
+    │       └── TenantNotIsolated    a tenant's; it could share KV with other tenants
     ├── Unauthorized         401
     ├── Forbidden            403
     ├── ModelNotFound        404
@@ -149,8 +151,16 @@ class InvalidRequest(GatewayError):
     status, type, code = 400, "invalid_request_error", "invalid_request"
 
 
-class AdapterNotIsolated(InvalidRequest):
+class NotIsolated(InvalidRequest):
+    """The gateway cannot put the request into its key space."""
+
+
+class AdapterNotIsolated(NotIsolated):
     code = "adapter_not_isolated"
+
+
+class TenantNotIsolated(NotIsolated):
+    code = "tenant_not_isolated"
 
 
 class Unauthorized(GatewayError):

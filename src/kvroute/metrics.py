@@ -385,7 +385,7 @@ class Metrics(Collector):
         )
         self.isolated = self._counter(
             "kvroute_isolated_requests",
-            "Requests for LoRA adapters that got a key space of their own in LMCache.",
+            "Requests that got a key space of their own, for their LoRA adapter or their tenant.",
             ["model"],
         )
         self.request_bytes = self._histogram(

@@ -21,7 +21,7 @@ from kvroute.events.ingest import EventIngest
 from kvroute.events.probes import KnownPrompt
 from kvroute.fleet.fleet import Fleet
 from kvroute.fleet.worker import Worker, WorkerFacts, WorkerId, WorkerSpec
-from kvroute.gateway.preparation import AdapterIsolation
+from kvroute.gateway.preparation import KeySpaces
 from kvroute.metrics import Metrics
 from kvroute.openai.isolation import key_space
 from kvroute.routing.strategy import ExactPrompt
@@ -32,7 +32,7 @@ def make_tracker(rates: list[Any] | None = None, fleet: Fleet | None = None, **s
     config = Config.model_validate({"routing": {"strategy": "kvaware"}, **sections})
     measured = [] if rates is None else rates
     fleet = fleet or Fleet()
-    isolation = AdapterIsolation(fleet, enabled=True)
+    isolation = KeySpaces(fleet, adapters=True)
     return CacheTracker(
         config,
         fleet,

@@ -9,7 +9,7 @@ from kvroute.blocks.keys import KEY_TOKENS, Tier, block_keys
 from kvroute.clock import SystemClock
 from kvroute.fleet.fleet import Fleet
 from kvroute.fleet.worker import Worker, WorkerId, WorkerSpec
-from kvroute.gateway.preparation import AdapterIsolation
+from kvroute.gateway.preparation import KeySpaces
 from kvroute.index.prefix_index import Holder
 from kvroute.index.trust import MapTrust
 from kvroute.metrics import Metrics
@@ -109,7 +109,7 @@ def test_a_mirroring_process_counts_its_own_tokenizing():
         Fleet(),
         Metrics(),
         SystemClock(),
-        AdapterIsolation(Fleet(), enabled=True),
+        KeySpaces(Fleet(), adapters=True),
         lambda _: None,
         lambda *_: 0.05,
         lambda *_: None,

@@ -13,7 +13,7 @@ import pytest
 from prometheus_client import generate_latest
 
 from kvroute.fleet.fleet import Fleet
-from kvroute.gateway.preparation import WINDOW, AdapterIsolation, Preparer
+from kvroute.gateway.preparation import WINDOW, KeySpaces, Preparer
 from kvroute.metrics import Metrics
 from kvroute.openai.endpoints import ENDPOINTS
 from kvroute.openai.request import InferenceRequest, parse_request
@@ -55,9 +55,9 @@ def fixed(model: str, body_bytes: int) -> float:
     return 30.0
 
 
-def no_adapters() -> AdapterIsolation:
+def no_adapters() -> KeySpaces:
     """A fleet without adapters."""
-    return AdapterIsolation(Fleet(), enabled=True)
+    return KeySpaces(Fleet(), adapters=True)
 
 
 async def prepared(workers: Workers) -> Any:

@@ -106,23 +106,23 @@ async def test_an_adapters_body_that_cannot_be_read_is_refused_counted_and_logge
             assert answer.json()["error"]["code"] == "adapter_not_isolated"
         rejected = running.metric("kvroute_requests_rejected_total", code="adapter_not_isolated")
         assert rejected == 2
-    warnings = [record for record in caplog.records if "LoRA adapter was refused" in record.getMessage()]
+    warnings = [record for record in caplog.records if "cannot get a key space" in record.getMessage()]
     assert len(warnings) == 1
     assert await received(sim) == []
 
 
 async def test_turned_off_every_request_stays_as_it_came(run_gateway, sim) -> None:
     async with run_gateway([sim.url], lmcache={"isolate_adapters": False}) as running:
-        assert not running.runtime.plane.planner.isolates_adapters
+        assert not running.runtime.plane.planner.isolates
         await ask(running, model="ada", prompt="p", cache_salt="t")
     assert await received(sim) == [{"model": "ada", "prompt": "p", "cache_salt": "t"}]
 
 
 async def test_only_fleets_with_adapters_isolate(run_gateway, sim, instant_sim) -> None:
     async with run_gateway([instant_sim.url]) as running:
-        assert not running.runtime.plane.planner.isolates_adapters
+        assert not running.runtime.plane.planner.isolates
     async with run_gateway([sim.url, instant_sim.url]) as running:
-        assert running.runtime.plane.planner.isolates_adapters
+        assert running.runtime.plane.planner.isolates
 
 
 async def test_explain_predicts_the_hits_of_an_adapters_request(run_gateway, sim) -> None:

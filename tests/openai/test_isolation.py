@@ -3,18 +3,21 @@ import re
 
 import pytest
 
-from kvroute.errors import AdapterNotIsolated, InvalidRequest
+from kvroute.errors import AdapterNotIsolated, InvalidRequest, NotFound
 from kvroute.openai import members
 from kvroute.openai.endpoints import ENDPOINTS, Isolation
 from kvroute.openai.isolation import (
     PREFIX,
     TAG,
+    TENANT_PREFIX,
     check_can_be_isolated,
+    check_response_owner,
     check_uses_no_key_space,
     client_salt,
     is_key_space,
     isolated,
     key_space,
+    new_response_id,
 )
 from kvroute.openai.request import parse_request
 
@@ -147,3 +150,60 @@ def test_every_endpoint_that_computes_kv_is_isolated_or_refused():
     for endpoint in ENDPOINTS.values():
         if endpoint.fills_kv_cache:
             assert endpoint.isolation in (Isolation.SALT_AND_TAG, Isolation.SALT), endpoint.path
+
+
+# --- tenants ----------------------------------------------------------------------------------------------
+
+
+def test_a_tenants_key_space_depends_on_tenant_salt_adapter_and_revision():
+    parts = [
+        ("", "", "", "a"),
+        ("", "", "", "b"),
+        ("t", "", "", "a"),
+        ("", "ada", "/a", "a"),
+        ("", "ada", "", "a"),
+    ]
+    parts += [("a", "", "", "t"), ("", "a", "", "ada"), ("", "ada", "/a", "")]
+    spaces = {key_space(*each) for each in parts}
+
+    assert len(spaces) == len(parts)
+    assert all(is_key_space(space) and len(space) <= 128 for space in spaces)
+    assert key_space("", "", "", "a") == TENANT_PREFIX + "e2c66da684ddad3a2d7183a41968f299d4eafe4b"
+
+
+def test_a_response_id_is_one_of_its_own_tenant_only():
+    first, second = new_response_id("a"), new_response_id("a")
+
+    assert first != second
+    assert re.fullmatch(r"resp_[0-9a-f]{48}", first)
+    check_response_owner("a", first, "id")
+    check_response_owner("", "resp_any", "id")
+    for other in ("resp_any", new_response_id("b"), "", first.removeprefix("resp_")):
+        with pytest.raises(NotFound):
+            check_response_owner("a", other, "id")
+
+
+@pytest.mark.parametrize("given", ['"resp_x"', "null", "[1]", '"re\\u0073p_x"'])
+def test_a_client_does_not_choose_the_id_of_its_stored_response(given):
+    asked = request(f'{{"input":"p","request_id":{given},"n":1.0}}'.encode(), ENDPOINTS["/v1/responses"])
+    asked.tenant = "a"
+
+    result = isolated(asked.body, asked, key_space("", "", "", "a"))
+
+    check_response_owner("a", json.loads(result)["request_id"], "id")
+    assert b'"n":1.0' in result
+
+
+@pytest.mark.parametrize(
+    "forged", [TENANT_PREFIX, PREFIX + "x", "x" + TENANT_PREFIX, {"kvroute": TENANT_PREFIX}, {TAG: "x"}]
+)
+def test_a_clients_salt_or_tag_never_looks_like_a_key_space(forged):
+    member = "cache_salt" if isinstance(forged, str) else "kv_transfer_params"
+    escaped = (
+        json.dumps({member: forged}).replace("k", "\\u006b").replace(member.replace("k", "\\u006b"), member)
+    )
+
+    with pytest.raises(InvalidRequest) as caught:
+        check_uses_no_key_space(request(escaped.encode()))
+
+    assert caught.value.param == member

@@ -26,7 +26,7 @@ from kvroute.events.probes import KnownPrompt
 from kvroute.fleet.fleet import Fleet, FleetChange
 from kvroute.fleet.worker import Worker
 from kvroute.gateway.caches import LiveCaches
-from kvroute.gateway.preparation import AdapterIsolation, DeadlineOf
+from kvroute.gateway.preparation import DeadlineOf, KeySpaces
 from kvroute.index.chunk_index import ChunkIndex
 from kvroute.index.prefix_index import PrefixIndex
 from kvroute.index.trust import TrustReason
@@ -159,7 +159,7 @@ class CacheTracker:
         fleet: Fleet,
         metrics: Metrics,
         clock: Clock,
-        isolation: AdapterIsolation,
+        isolation: KeySpaces,
         on_slot_removed: Callable[[int], None],
         token_timeout_s: DeadlineOf,
         rate_measured: Callable[[int, Tier, float, int], None],

@@ -21,7 +21,7 @@ from kvroute.clock import Clock
 from kvroute.fleet.fleet import Fleet, FleetChange
 from kvroute.fleet.worker import Worker
 from kvroute.gateway.caches import held_tokens
-from kvroute.gateway.preparation import AdapterIsolation, DeadlineOf
+from kvroute.gateway.preparation import DeadlineOf, KeySpaces
 from kvroute.index.trust import MapTrust
 from kvroute.lmcache.l2_redis import L2Target, RedisL2
 from kvroute.metrics import Metrics, counter, gauge
@@ -138,7 +138,7 @@ class CacheTrackerMirror:
         fleet: Fleet,
         metrics: Metrics,
         clock: Clock,
-        isolation: AdapterIsolation,
+        isolation: KeySpaces,
         on_slot_removed: Callable[[int], None],
         token_timeout_s: DeadlineOf,
         on_bandwidth: Callable[[int, Tier, float], None],

@@ -65,6 +65,12 @@ class Config(Options):
         return self
 
     @model_validator(mode="after")
+    def _refuse_isolation_without_names(self) -> Config:
+        if self.server.isolation == "per-key" and self.server.client_keys.file is None:
+            raise ValueError("server.isolation: per-key needs named keys: set server.client_keys.file")
+        return self
+
+    @model_validator(mode="after")
     def _refuse_prefetch_with_processes(self) -> Config:
         if self.lmcache.prefetch.enabled and self.server.processes > 1:
             raise ValueError(

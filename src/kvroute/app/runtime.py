@@ -36,7 +36,7 @@ from kvroute.gateway.dataplane import DataPlane
 from kvroute.gateway.exchange import ExchangeDeps
 from kvroute.gateway.journal import Journal
 from kvroute.gateway.planner import Planner
-from kvroute.gateway.preparation import AdapterIsolation
+from kvroute.gateway.preparation import KeySpaces
 from kvroute.gateway.request_queue import Permits, RequestQueue
 from kvroute.gateway.stored import ResponseOwners, StoredResponses
 from kvroute.metrics import Gauges, Metrics
@@ -85,7 +85,12 @@ class Runtime:
         self._clock = clock = clock or SystemClock()
         self.metrics = Metrics()
         self.fleet = Fleet(config.fleet.aliases, created=int(clock.wall()))
-        self._isolation = AdapterIsolation(self.fleet, enabled=config.lmcache.isolate_adapters)
+        self._isolation = KeySpaces(
+            self.fleet,
+            adapters=config.lmcache.isolate_adapters,
+            tenants=config.server.isolation == "per-key",
+            needs_tag=config.lmcache.controller.enabled,
+        )
         self._client = probe_client(AnyWorkerTransport(config.upstream))
         worker_key = config.fleet.worker_api_key
         tokens = config.tokens

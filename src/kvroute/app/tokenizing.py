@@ -15,7 +15,7 @@ from kvroute.app.background_tasks import BackgroundTasks
 from kvroute.clock import Clock
 from kvroute.fleet.fleet import Fleet, FleetChange
 from kvroute.fleet.worker import HealthState, Worker
-from kvroute.gateway.preparation import AdapterIsolation, DeadlineOf, Preparer, Probe
+from kvroute.gateway.preparation import DeadlineOf, KeySpaces, Preparer, Probe
 from kvroute.metrics import Metrics, counter
 from kvroute.tokens.chat import EngineFlags
 from kvroute.tokens.exact import ExactTokens, Mode, TokenThreads
@@ -129,7 +129,7 @@ class Tokenizing:
         fleet: Fleet,
         metrics: Metrics,
         clock: Clock,
-        isolation: AdapterIsolation,
+        isolation: KeySpaces,
         probe: Probe,
         is_probing: Callable[[], bool],
         deadline_s: DeadlineOf,

@@ -17,6 +17,7 @@ from kvroute.gateway.downstream import Headers, field_pairs, header
 from kvroute.gateway.journal import InFlightRequest
 from kvroute.gateway.stored import check_response_id
 from kvroute.openai.endpoints import Endpoint, ErrorShape
+from kvroute.openai.isolation import check_response_owner
 from kvroute.upstream.headers import relayed_fields
 
 Message = MutableMapping[str, Any]
@@ -208,6 +209,7 @@ class InferenceEndpoint:
             request = await plane.bodies.read_in_steps(endpoint, body, headers)
             owner = None
             if endpoint.stores_response and (previous := request.text("previous_response_id")):
+                check_response_owner(plane.tenant(headers), previous, "previous_response_id")
                 owner = await plane.stored.find(previous)
             fields = _relayed_fields(plane, headers)
             target = _target(scope, self._path)
@@ -243,6 +245,7 @@ class StoredResponseEndpoint:
             record.started = plane.clock.now()
             response_id = scope["path_params"]["response_id"]
             check_response_id(response_id)
+            check_response_owner(plane.tenant(headers), response_id, "id")
             owner = await plane.stored.find(response_id)
             now = plane.clock.now()
             target = _target(scope, scope["path"].encode())

@@ -111,6 +111,8 @@ class ClientKey(Options):
     weight: float = option(1.0, gt=0, le=1_000_000)
     """Share of the workers' time while keys of the same class wait."""
     expires: AwareDatetime | None = None
+    tenant: _Name | None = None
+    """Keys with the same tenant share KV under `server.isolation`. None: the key's name."""
 
 
 class KeyFile(Options):
@@ -401,6 +403,12 @@ class KeyRing:
 
 def _seconds(moment: datetime | None) -> float:
     return float("inf") if moment is None else moment.timestamp()
+
+
+def tenant_of(client: KnownClient | None) -> str:
+    """The tenant of a client. All keys without a name together are one tenant, with a name that no key can
+    have."""
+    return "-" if client is None else client.key.tenant or client.key.name
 
 
 def permits_model(client: KnownClient, requested: str | None, resolve: Callable[[str | None], str]) -> bool:

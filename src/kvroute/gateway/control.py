@@ -16,7 +16,9 @@ from kvroute.fleet.fleet import Fleet
 from kvroute.gateway.asgi import read_body
 from kvroute.gateway.client_keys import check_model, permits_model
 from kvroute.gateway.dataplane import DataPlane
+from kvroute.gateway.planner import tenant_session
 from kvroute.openai.endpoints import ENDPOINTS, BodyKind, Endpoint
+from kvroute.openai.isolation import check_response_owner
 from kvroute.routing.router import Router
 
 _EXPLAINED = ENDPOINTS["/invocations"]
@@ -118,7 +120,10 @@ def control_routes(
         client = plane.admission.keys.client(headers)
         if client is not None:
             check_model(client, parsed.model, fleet.resolve)
+        parsed.tenant = plane.tenant(headers)
         previous = parsed.text("previous_response_id")
+        if previous:
+            check_response_owner(parsed.tenant, previous, "previous_response_id")
         owner = await plane.stored.find(previous) if previous else None
         model = plane.planner.model_to_tokenize(parsed, headers)
         prepared = None
@@ -147,8 +152,10 @@ def control_routes(
     @routes.delete(
         "/sessions/{session_key:path}", tags=["gateway"], summary="Forget a session", dependencies=keyed
     )
-    async def forget_session(session_key: str) -> dict[str, Any]:
-        return {"session": session_key, "forgotten": router.forget_session(session_key)}
+    async def forget_session(session_key: str, request: Request) -> dict[str, Any]:
+        tenant = plane.tenant(request.scope["headers"])
+        stored = tenant_session(tenant, session_key) if tenant else session_key
+        return {"session": session_key, "forgotten": router.forget_session(stored)}
 
     return routes
 

@@ -16,9 +16,9 @@ from msgspec.structs import replace
 
 from kvroute.blocks.keys import ANCHOR_BYTES
 from kvroute.errors import (
-    AdapterNotIsolated,
     GatewayError,
     ModelNotFound,
+    NotIsolated,
     OverLimit,
     ShuttingDown,
     TooManyRequests,
@@ -26,7 +26,7 @@ from kvroute.errors import (
 from kvroute.fleet.worker import WorkerId
 from kvroute.gateway.access import KeyCheck
 from kvroute.gateway.attempts import Attempts
-from kvroute.gateway.client_keys import Meter, check_model
+from kvroute.gateway.client_keys import Meter, check_model, tenant_of
 from kvroute.gateway.downstream import Downstream, Headers, header
 from kvroute.gateway.exchange import CLIENT_LEFT, Exchange, ExchangeDeps
 from kvroute.gateway.failures import InternalError, refuse
@@ -256,6 +256,7 @@ class DataPlane:
         """Whether the gateway itself reads headers of JSON requests, or only relays them."""
         self._keys = keys if keys.ring is not None else None
         """Only with named keys."""
+        self._isolates_tenants = planner.isolates_tenants
         # Looked up once, not for each request.
         self._now = deps.clock.now
         self._observe_routing_time = deps.metrics.routing_time.later
@@ -332,7 +333,7 @@ class DataPlane:
         try:
             plan = self.planner.plan(request, target, headers, now, owner, prepared)
         except OverLimit as error:  # a limit on prompts, which are first read here
-            request = self.bodies.forward_unread(request.endpoint, request.body, error)
+            request = self.bodies.forward_unread(request.endpoint, request.body, error)  # never a tenant's
             plan = self.planner.plan(request, target, headers, now, owner)
         record.model, record.tokens, record.decision = plan.model, plan.query.tokens, plan.decision
         if record.use is not None:
@@ -355,12 +356,18 @@ class DataPlane:
         """
         keys = self._keys
         client = None if keys is None else keys.client(headers)
+        if self._isolates_tenants:
+            request.tenant = tenant_of(client)
         if client is None:
             return
         record.key = client.key.name
         check_model(client, request.model, self.planner.resolve)
         strategy = header(headers, STRATEGY_HEADER) if self.planner.allows_strategy_header else b""
         record.use = client.ring.admit(client, request, strategy)
+
+    def tenant(self, headers: Headers) -> str:
+        """The request's tenant; "" without isolation. Raises Unauthorized."""
+        return tenant_of(self.admission.keys.client(headers)) if self._isolates_tenants else ""
 
     def relay_large(
         self,
@@ -508,16 +515,16 @@ class DataPlane:
 
     def refuse(self, record: Record, error: GatewayError, client: Downstream, shape: ErrorShape) -> None:
         """Answer a request that has no exchange, and record the answer."""
-        if isinstance(error, AdapterNotIsolated):
+        if isinstance(error, NotIsolated):
             self._warn_not_isolated(error, record.path)
         refuse(self.metrics, record, error, client, shape)
         self.journal.finished(record, self._now())
 
-    def _warn_not_isolated(self, error: AdapterNotIsolated, path: str) -> None:
+    def _warn_not_isolated(self, error: NotIsolated, path: str) -> None:
         # Once for each endpoint: a client can send any number of such requests.
         if path not in self._not_isolated_paths:
             self._not_isolated_paths.add(path)
-            log.warning("a request for a LoRA adapter was refused: %s", error)
+            log.warning("a request that cannot get a key space of its own was refused: %s", error)
 
     def report_defect(self, record: Record, client: Downstream, shape: ErrorShape) -> None:
         """Log the exception that is being handled, a defect of the gateway, and answer 500."""

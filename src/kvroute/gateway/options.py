@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import SecretStr, field_validator
 
@@ -186,6 +186,12 @@ class ServerOptions(Options):
         None, "File with API keys, one per line; blank lines and lines that start with `#` are ignored."
     )
     client_keys: ClientKeysOptions = option(default_factory=ClientKeysOptions)
+    isolation: Literal["none", "per-key"] = option(
+        "none",
+        "Which clients share KV. `none`: all. `per-key`: each name of `client_keys` (or each `tenant` that "
+        "several names have) is a tenant, and tenants share no KV, no sessions and no stored responses: "
+        "docs/tenants.md. Keys of `api_keys` are one tenant together. Needs `client_keys`.",
+    )
     trusted_proxies: tuple[str, ...] = option(
         ("127.0.0.1",),
         "Addresses or networks of proxies whose `X-Forwarded-For` names the client in the audit lines of the "

@@ -14,7 +14,7 @@ from kvroute.fleet.fleet import Fleet
 from kvroute.fleet.worker import FleetView, WorkerId
 from kvroute.gateway.access import SessionKeySource, session_key
 from kvroute.gateway.downstream import Headers, header
-from kvroute.gateway.preparation import Adapter, AdapterIsolation, Prepared
+from kvroute.gateway.preparation import Adapter, KeySpaces, Prepared
 from kvroute.openai.endpoints import Endpoint, ErrorShape
 from kvroute.openai.isolation import check_uses_no_key_space
 from kvroute.openai.members import with_model
@@ -54,7 +54,7 @@ class RequestPlan(Struct, eq=False, gc=False):
     other_bodies: Mapping[WorkerId, bytes] | None = None
     """Bodies for workers that have another revision of the adapter; all others get `body`."""
     is_isolated: bool = False
-    """Whether `body` was put into a LoRA adapter's key space."""
+    """Whether `body` was put into a key space."""
 
     def body_for(self, worker: WorkerId) -> bytes:
         """The body to send to `worker`."""
@@ -70,7 +70,7 @@ class _ModelFacts(NamedTuple):
     needs: Needs
     space: CacheSpace
     isolates: bool
-    """Whether the fleet has adapters that are isolated."""
+    """Whether tenants are isolated, or the fleet has adapters that are."""
     adapter: Adapter | None
 
 
@@ -95,7 +95,7 @@ class Planner:
         allow_strategy_header: bool,
         session_fields: Sequence[str] = (),
         content_rules: Sequence[ContentRule] = (),
-        isolation: AdapterIsolation,
+        isolation: KeySpaces,
     ) -> None:
         self._fleet = fleet
         self._isolation = isolation
@@ -114,9 +114,14 @@ class Planner:
         """Whether `plan` may read the headers of requests."""
 
     @property
-    def isolates_adapters(self) -> bool:
-        """Whether the fleet has LoRA adapters whose requests are changed, so that bodies must be read."""
+    def isolates(self) -> bool:
+        """Whether requests of tenants or LoRA adapters are changed, so that bodies must be read."""
         return self._isolation.is_active
+
+    @property
+    def isolates_tenants(self) -> bool:
+        """Whether every request needs a tenant."""
+        return self._isolation.isolates_tenants
 
     def plan(
         self,
@@ -148,10 +153,9 @@ class Planner:
         other_bodies, is_isolated = None, False
         if isolates:
             check_uses_no_key_space(request)
-            if adapter is not None:
-                plain = body
-                body, other_bodies = self._isolation.bodies(request, body, adapter)
-                is_isolated = body is not plain
+            plain = body
+            body, other_bodies = self._isolation.bodies(request, body, adapter)
+            is_isolated = body is not plain
         if not view.workers:
             raise NoRoutableWorker(
                 f"No routable worker serves the model {model!r} at the moment.", retry_after_s=1
@@ -162,6 +166,8 @@ class Planner:
         session = None
         if with_session or needs is _SESSION_KEY:
             session = session_key(self._session_keys, request, headers)
+            if session is not None and request.tenant:
+                session = tenant_session(request.tenant, session)
         prompts = prompts_of(request) if needs is _PROMPT or needs is _TOKENS else ()
         if is_isolated:
             space = CacheSpace(model, self._isolation.salt(request, model))
@@ -196,7 +202,7 @@ class Planner:
         if len(self._fleet.catalog.names) > 1:
             return "its model decides which workers serve it"
         if self._isolation.is_active:
-            return "requests for an adapter get their own key space"
+            return "requests of each adapter and tenant get their own key space"
         if endpoint.stores_response:
             return "it may continue a stored response"
         if self._reads_session and self._router.may_need(Needs.SESSION_KEY):
@@ -280,6 +286,11 @@ class Planner:
             fingerprint = xxh3_64_intdigest(request.body)
         inexact = "" if exact or prepared is None else prepared.why_not or "unreadable"
         return RouteQuery(model, now, keys, tokens, session, stream, fingerprint, exact, inexact)
+
+
+def tenant_session(tenant: str, session: str) -> str:
+    """The session key that strategies get for a tenant's session; equal keys of tenants are two sessions."""
+    return f"{tenant}\0{session}"
 
 
 def _fingerprint(prompt: AnyPrompt, prompt_keys: PromptKeys, seed: int) -> int:

@@ -1,4 +1,4 @@
-"""Prepares requests before they are planned: exact tokens of prompts, and key spaces of LoRA adapters."""
+"""Prepares requests before they are planned: exact tokens, and key spaces of adapters and tenants."""
 
 from __future__ import annotations
 
@@ -79,26 +79,32 @@ class Adapter(NamedTuple):
     others: Mapping[WorkerId, str | None]
 
 
-class AdapterIsolation:
-    """Reads the adapters of the fleet. Mutable: caches them until the fleet changes. With `enabled` False it
-    finds no adapter.
+class KeySpaces:
+    """Decides each request's key space, by its LoRA adapter and its tenant.
+
+    With `adapters` False adapters get none. With `tenants` True every request has a tenant; `needs_tag`: some
+    workers have LMCache in classic mode. Mutable: caches the fleet's adapters until the fleet changes.
 
     A worker's metrics show LMCache in some releases only, so every adapter is isolated. Without LMCache the
     only cost is the added bytes.
     """
 
-    def __init__(self, fleet: Fleet, *, enabled: bool) -> None:
+    def __init__(
+        self, fleet: Fleet, *, adapters: bool, tenants: bool = False, needs_tag: bool = False
+    ) -> None:
         self._fleet = fleet
-        self._enabled = enabled
+        self._enabled = adapters
+        self.isolates_tenants = tenants
+        self._needs_tag = needs_tag
         self._version = -1
         self._any = False
         self._adapters: dict[str, Adapter | None] = {}
 
     @property
     def is_active(self) -> bool:
-        """Whether the fleet has adapters now, so that a request's content decides whether it is changed."""
+        """Whether requests may be changed: tenants are isolated, or the fleet has adapters now."""
         self._refresh()
-        return self._any
+        return self._any or self.isolates_tenants
 
     def adapter(self, model: str) -> Adapter | None:
         """The adapter with this name (as workers know it); None if it is an adapter on no worker."""
@@ -118,10 +124,12 @@ class AdapterIsolation:
         `model` is the name that workers use. The value has no meaning for a request that `bodies` refuses.
         """
         adapter = self.adapter(model)
-        if adapter is None or request.endpoint.isolation is _NOT_NEEDED:
+        tenant = request.tenant
+        if (adapter is None and not tenant) or request.endpoint.isolation is _NOT_NEEDED:
             return cache_salt_of(request)
+        name, revision = ("", "") if adapter is None else (adapter.name, adapter.revision)
         try:
-            return key_space(client_salt(request), adapter.name, adapter.revision)
+            return key_space(client_salt(request), name, revision, tenant)
         except InvalidRequest:
             return ""
 
@@ -131,20 +139,28 @@ class AdapterIsolation:
         return adapter is None or worker not in adapter.others
 
     def bodies(
-        self, request: InferenceRequest, body: bytes, adapter: Adapter
+        self, request: InferenceRequest, body: bytes, adapter: Adapter | None
     ) -> tuple[bytes, Mapping[WorkerId, bytes] | None]:
         """The body to send instead of `body`, and the bodies for workers that need another one (or None).
 
-        Raises InvalidRequest; AdapterNotIsolated if the body cannot be changed.
+        Raises InvalidRequest; AdapterNotIsolated or TenantNotIsolated if the body cannot be changed.
         """
-        if request.endpoint.isolation is _NOT_NEEDED:
+        tenant = request.tenant
+        if self.isolates_tenants and not tenant:  # a defect must not let tenants share KV
+            raise RuntimeError("a request without a tenant")
+        if (adapter is None and not tenant) or request.endpoint.isolation is _NOT_NEEDED:
             return body, None
-        check_can_be_isolated(request)
+        check_can_be_isolated(request, needs_tag=self._needs_tag)
         salt = client_salt(request)
         made: dict[str | None, bytes] = {None: body}
+        if tenant:
+            made[None] = isolated(body, request, key_space(salt, "", "", tenant))
+            if adapter is None:
+                return made[None], None
+        assert adapter is not None
         for revision in {adapter.revision, *adapter.others.values()} - {None}:
             assert revision is not None
-            made[revision] = isolated(body, request, key_space(salt, adapter.name, revision))
+            made[revision] = isolated(body, request, key_space(salt, adapter.name, revision, tenant))
         others = {worker: made[revision] for worker, revision in adapter.others.items()}
         return made[adapter.revision], others or None
 
@@ -199,7 +215,7 @@ class Preparer:
         tokens: ExactTokens,
         fleet: Fleet,
         metrics: Metrics,
-        isolation: AdapterIsolation,
+        isolation: KeySpaces,
         deadline_s: DeadlineOf,
         probe: Probe | None = None,
         is_probing: Callable[[], bool] = lambda: True,

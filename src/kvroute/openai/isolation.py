@@ -1,4 +1,4 @@
-"""Puts requests of LoRA adapters into key spaces of LMCache, so that adapters share no KV.
+"""Puts requests into key spaces, so that LoRA adapters, and tenants if configured, share no KV.
 
 LMCache (0.5.6) identifies a chunk by its tokens and the model, not by the adapter. Without a key space an
 adapter's request gets KV that the base model or another adapter computed for the same tokens, and its answer
@@ -7,41 +7,49 @@ is wrong. LMCache's keys also contain the request's `cache_salt` in multiprocess
 other one's field. vLLM without LMCache ignores the tag and adds the salt to its own hashes, which separate
 adapters anyway. So the same form fits every worker (tested with vLLM 0.32 without LMCache and with LMCache
 0.5.6 in both modes).
+
+Tenants (`server.isolation`) get their key spaces by the same two members.
 """
 
 from __future__ import annotations
 
 import json
+import secrets
 from hashlib import blake2b
 from typing import Final
 
 import msgspec
 from msgspec import Raw
 
-from kvroute.errors import AdapterNotIsolated, InvalidRequest
+from kvroute.errors import AdapterNotIsolated, InvalidRequest, NotFound, TenantNotIsolated
 from kvroute.openai.bounded import UNREADABLE
 from kvroute.openai.endpoints import Isolation
 from kvroute.openai.members import TopLevelMember, with_members
 from kvroute.openai.request import InferenceRequest
 
 PREFIX: Final = "kvroute-lora-"
-"""The prefix of every key space. Clients must not use such salts: they could store other KV there."""
+TENANT_PREFIX: Final = "kvroute-tenant-"
+"""The prefixes of key spaces. Clients must not use such salts: they could store other KV there."""
 TAG: Final = "lmcache.tag.kvroute"
 _decode_params = msgspec.json.Decoder(dict[str, Raw]).decode
 _decode_string = msgspec.json.Decoder(str).decode
 _SALT: Final = TopLevelMember("cache_salt")
 _PARAMS: Final = TopLevelMember("kv_transfer_params")
+_REQUEST_ID: Final = TopLevelMember("request_id")
 
 
-def key_space(salt: str, adapter: str, revision: str) -> str:
-    """The name of the key space of `adapter` for clients with `salt` ("" for none)."""
+def key_space(salt: str, adapter: str, revision: str, tenant: str = "") -> str:
+    """The name of the key space of `adapter` and `tenant` ("" for none) for clients with `salt`."""
     # A hash, because vLLM accepts no `@`, `/` or backslash in a salt and at most 128 characters. It depends
-    # only on the arguments, because every gateway in front of one LMCache must compute the same name.
+    # only on the arguments, because every gateway in front of one LMCache must compute the same name. It
+    # needs no secret: the gateway refuses salts and tags that look like a key space, so a client that knows
+    # a name cannot use it.
+    parts = (tenant, salt, adapter, revision) if tenant else (salt, adapter, revision)
     digest = blake2b(digest_size=20)
-    for part in (salt, adapter, revision):
+    for part in parts:
         encoded = part.encode("utf-8", "surrogatepass")
         digest.update(b"%d:%b" % (len(encoded), encoded))
-    return PREFIX + digest.hexdigest()
+    return (TENANT_PREFIX if tenant else PREFIX) + digest.hexdigest()
 
 
 def transfer_params(space: str) -> dict[str, str]:
@@ -51,7 +59,7 @@ def transfer_params(space: str) -> dict[str, str]:
 
 def is_key_space(salt: str) -> bool:
     """Whether `salt` came from `key_space`."""
-    return salt.startswith(PREFIX)
+    return salt.startswith((PREFIX, TENANT_PREFIX))
 
 
 def client_salt(request: InferenceRequest) -> str:
@@ -79,11 +87,49 @@ def isolated(body: bytes, request: InferenceRequest, space: str) -> bytes:
     members = {_SALT: b'"%b"' % space.encode()}
     if request.endpoint.isolation is Isolation.SALT_AND_TAG:
         members[_PARAMS] = _tagged(params, space)
+    if request.tenant and request.endpoint.stores_response:
+        there[_REQUEST_ID] = (request.fields or {}).get("request_id")
+        members[_REQUEST_ID] = b'"%b"' % new_response_id(request.tenant).encode()
     return with_members(body, there, members)
 
 
-def check_can_be_isolated(request: InferenceRequest) -> None:
-    """Raise AdapterNotIsolated if the body cannot be changed."""
+def new_response_id(tenant: str) -> str:
+    """A random ID for a stored response of `tenant`."""
+    # The ID itself names the tenant. So all processes know whose it is, also after a restart. vLLM (0.32)
+    # stores a response under the `request_id` of its request, and a client must not choose the ID: it could
+    # replace another tenant's response.
+    return _response_prefix(tenant) + secrets.token_hex(16)
+
+
+def check_response_owner(tenant: str, response_id: str, param: str) -> None:
+    """Raise NotFound if the response is not one of `tenant`. With the tenant "" every response passes."""
+    if tenant and not response_id.startswith(_response_prefix(tenant)):
+        raise NotFound("The response does not exist.", param=param, code="response_not_found")
+
+
+def _response_prefix(tenant: str) -> str:
+    return "resp_" + blake2b(tenant.encode(), digest_size=8).hexdigest()
+
+
+def check_can_be_isolated(request: InferenceRequest, *, needs_tag: bool = False) -> None:
+    """Raise AdapterNotIsolated or TenantNotIsolated if the body cannot be changed.
+
+    `needs_tag`: a `cache_salt` alone does not separate tenants, because workers have LMCache in classic mode.
+    """
+    if request.tenant:
+        kind = request.endpoint.isolation
+        if kind is Isolation.IMPOSSIBLE or (needs_tag and kind is Isolation.SALT):
+            member = "`kv_transfer_params`" if kind is Isolation.SALT else "`cache_salt`"
+            raise TenantNotIsolated(
+                f"{request.endpoint.path} takes no {member}, so that this request could share KV with other "
+                "clients' requests. This gateway does not allow that (server.isolation: per-key)."
+            )
+        if not request.is_read:
+            raise TenantNotIsolated(
+                "A request must be plain JSON (UTF-8, no NaN): this gateway gives each client's requests a "
+                "`cache_salt` (server.isolation: per-key), and this body could not be read."
+            )
+        return
     if request.endpoint.isolation is Isolation.IMPOSSIBLE:
         raise AdapterNotIsolated(
             f"{request.endpoint.path} takes no `cache_salt`, so that this LoRA adapter's request could be "
@@ -98,25 +144,26 @@ def check_can_be_isolated(request: InferenceRequest) -> None:
 
 
 def check_uses_no_key_space(request: InferenceRequest) -> None:
-    """Raise InvalidRequest if the client's own salt or parameters use an adapter's key space."""
+    """Raise InvalidRequest if the client's own salt or parameters use a key space of this gateway."""
     salt = request.cache_salt
-    if salt is not None and _mentions(salt):
-        raise InvalidRequest(f"`cache_salt` must not contain {PREFIX!r}.", param=_SALT.name)
+    if salt is not None and (found := _mentions(salt)):
+        raise InvalidRequest(f"`cache_salt` must not contain {found!r}.", param=_SALT.name)
     params = request.kv_transfer_params
-    if params is not None and _mentions(params):
-        raise InvalidRequest(
-            f"`kv_transfer_params` must not contain {TAG!r} or {PREFIX!r}.", param=_PARAMS.name
-        )
+    if params is not None and (found := _mentions(params)):
+        raise InvalidRequest(f"`kv_transfer_params` must not contain {found!r}.", param=_PARAMS.name)
 
 
-def _mentions(raw: Raw) -> bool:
-    """Whether any string in `raw`, escaped in any way, contains the prefix or the tag of key spaces."""
+def _mentions(raw: Raw) -> str:
+    """The prefix or the tag of key spaces that a string in `raw`, escaped in any way, contains; "" for none.
+
+    It is a prefix, too, if `raw` cannot be read.
+    """
     # LMCache joins tags to one string, so the value of one tag could look like another tag.
     try:
         plain = json.dumps(json.loads(bytes(raw)))
     except (ValueError, RecursionError):
-        return True
-    return PREFIX in plain or TAG in plain
+        return PREFIX
+    return next((each for each in (TAG, PREFIX, TENANT_PREFIX) if each in plain), "")
 
 
 def _tagged(params: Raw | None, space: str) -> bytes:

@@ -113,7 +113,7 @@ _NO_FORM: Mapping[str, str] = MappingProxyType({})
 class InferenceRequest(Struct, eq=False, gc=False):
     """One request to an inference endpoint.
 
-    Mutable: `messages` and `fields` are decoded on first use.
+    Mutable: `messages` and `fields` are decoded on first use; `DataPlane.admit_key` sets `tenant`.
     """
 
     endpoint: Endpoint
@@ -141,6 +141,8 @@ class InferenceRequest(Struct, eq=False, gc=False):
     """The limit that the body exceeds, if it is forwarded unread for that reason."""
     bounded: Bounded | None = None
     """Decodes parts of a body that is not small."""
+    tenant: str = ""
+    """Whose key space the request gets (`server.isolation`); "" without isolation."""
     _fields: Mapping[str, Raw] | None = None
 
     @property
