@@ -53,7 +53,7 @@ format: $(VENV)/.installed-dev ## format the code
 	$(BIN)/ruff check --fix-only .
 	$(BIN)/ruff format .
 
-docs: $(VENV)/.installed ## regenerate configs/reference.yaml and the tables in docs/configuration.md
+docs: $(VENV)/.installed ## regenerate configs/reference.yaml, the tables in docs/configuration.md, and docs/metrics.md
 	$(BIN)/python -m kvroute.app.reference
 
 compose: $(VENV)/.installed ## render docker-compose.yml and prometheus.yml from configs/compose.yaml

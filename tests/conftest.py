@@ -3,7 +3,9 @@ home folder."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+import shutil
+from collections.abc import Callable, Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -18,3 +20,16 @@ def user_state(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
         yield
+
+
+@pytest.fixture(scope="session")
+def system_program() -> Callable[[str], str]:
+    """Find a program of the system: without it the test is skipped, and fails in CI."""
+
+    def find(name: str) -> str:
+        found = shutil.which(name, path=f"{os.environ.get('PATH', '')}:/usr/sbin:/usr/bin")
+        if found is None:
+            (pytest.fail if os.environ.get("CI") else pytest.skip)(f"needs {name} (see .ci/run)")
+        return found
+
+    return find

@@ -1,11 +1,11 @@
-"""A histogram counts the same whether a value is counted at once or put off."""
+"""Histograms that count late, the labels of requests, and families that are declared without samples."""
 
 from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvroute.metrics import Spread
+from kvroute.metrics import DeclaredFamilies, Gauges, Metrics, Spread, gauge
 
 BOUNDS = (0.5, 1.0, 2.0)
 VALUES = st.lists(st.one_of(st.sampled_from(BOUNDS), st.integers(0, 24).map(lambda n: n / 8)), max_size=12)
@@ -32,3 +32,54 @@ def test_a_reader_sees_deferred_values() -> None:
 
     assert spread.sum == 0.75
     assert spread.cumulative()[1] == ("1.0", 1.0)
+
+
+def samples(metrics: Metrics, name: str) -> dict[tuple[str, ...], float]:
+    return {
+        tuple(sample.labels.values()): sample.value
+        for family in metrics.registry.collect()
+        for sample in family.samples
+        if sample.name == name
+    }
+
+
+def test_an_unstreamed_answer_does_not_count_as_a_first_token() -> None:
+    metrics = Metrics()
+
+    metrics.series("m", "w", "s", "r", 200, True).answered(2.0, 0.25, 10, 0)
+    metrics.series("m", "w", "s", "r", 200, False).answered(100.0, 100.0, 10, 0)
+
+    found = samples(metrics, "kvroute_time_to_first_byte_seconds_sum")
+    assert found == {("m", "w", "s", "true"): 0.25, ("m", "w", "s", "false"): 100.0}
+    assert samples(metrics, "kvroute_requests_total") == {("m", "w", "s", "r", "200"): 2.0}
+
+
+def test_predicted_tokens_count_for_their_worker_and_tier() -> None:
+    metrics = Metrics()
+
+    metrics.series("m", "a", "s", "r", 200).answered(1.0, 1.0, 100, 64)
+    metrics.series("m", "b", "s", "r", 200).answered(1.0, 1.0, 100, 96, (32, 0, 64))
+
+    assert samples(metrics, "kvroute_predicted_hit_tokens_total") == {
+        ("m", "a", "s", "gpu"): 64.0,
+        ("m", "b", "s", "gpu"): 32.0,
+        ("m", "b", "s", "l2"): 64.0,
+    }
+    assert samples(metrics, "kvroute_prompt_tokens_total") == {("m", "a", "s"): 100.0, ("m", "b", "s"): 100.0}
+    assert samples(metrics, "kvroute_matched_tokens_sum") == {("s",): 160.0}
+
+
+def test_a_family_that_no_collector_has_is_declared_without_samples() -> None:
+    metrics = Metrics()
+    present = gauge("level", "Present.", (), [((), 1.0)])
+    metrics.registry.register(Gauges(lambda: [present]))
+    metrics.registry.register(
+        DeclaredFamilies(
+            metrics.registry, lambda: [gauge("level", "Twice.", (), []), gauge("other", "Absent.", (), [])]
+        )
+    )
+
+    for _ in range(2):
+        found = {family.name: family for family in metrics.registry.collect()}
+        assert found["level"].documentation == "Present."
+        assert (found["other"].documentation, found["other"].samples) == ("Absent.", [])

@@ -1,8 +1,9 @@
 """The Prometheus metrics of kvroute, with counters and histograms that are cheap to update.
 
 Names start with `kvroute_` and units are base units. The number of label values is bounded: worker, model
-(known models only), strategy, reason, status, kind, name of a key (those of the key file). Each runtime has
-its own `Metrics` and registry, so that several gateways can run in one process.
+(known models, and `OTHER` for all others), strategy, reason, status, kind, name of a key (those of the key
+file). Each runtime has its own `Metrics` and registry, so that several gateways can run in one process.
+docs/metrics.md lists every family (`app/metrics_reference.py`).
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import platform
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
-from typing import Generic, NamedTuple, TypeVar
+from typing import Final, Generic, NamedTuple, TypeVar
 
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -23,7 +24,13 @@ _LATENCY_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.
 _INTER_TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 10.0)
 _ROUTING_S = (25e-6, 50e-6, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.05)
 _ERROR_TOKENS = (0, 16, 32, 64, 128, 256, 512, 1024, 4096, 16384, 65536)
+_MATCHED_TOKENS = (0, 64, 256, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 _BYTES = (256, 1024, 4096, 16384, 65536, 262144, 1048576, 4194304, 16777216, 67108864)
+
+
+OTHER: Final = "other"
+"""The label of a model that the fleet does not have: clients may send any name."""
+_TIERS: Final = ("gpu", "l1", "l2")
 
 
 class RequestLabels(NamedTuple):
@@ -131,26 +138,43 @@ class Series:
     share.
     """
 
-    __slots__ = ("_answered", "_metrics", "_outcome", "_reported", "_seconds", "text")
+    __slots__ = ("_answered", "_metrics", "_outcome", "_reported", "_seconds", "_streamed", "text")
 
-    def __init__(self, metrics: Metrics, outcome: RequestLabels) -> None:
+    def __init__(self, metrics: Metrics, outcome: RequestLabels, streamed: bool) -> None:
         self.text = ""
+        self._streamed = streamed
         self._metrics = metrics
         self._outcome = outcome
         # Children are created at their first count, so that a metric without values has no series.
-        self._answered: tuple[Tally, Tally, Tally, Spread, Spread] | None = None
+        self._answered: tuple[Tally, Tally, Spread, Tally, Spread, Spread] | None = None
         self._reported: tuple[Tally, Tally] | None = None
         self._seconds: tuple[Tally, Spread, Spread] | None = None
 
-    def answered(self, duration_s: float, first_byte_s: float, prompt_tokens: int, hit_tokens: int) -> None:
+    def answered(
+        self,
+        duration_s: float,
+        first_byte_s: float,
+        prompt_tokens: int,
+        hit_tokens: int,
+        by_tier: tuple[int, int, int] | None = None,
+    ) -> None:
         """Count one finished request whose answer had at least one byte, with its routed and predicted
-        tokens."""
+        tokens.
+
+        `by_tier` divides the predicted tokens into GPU, L1 and L2; without it all of them are the GPU's.
+        """
         if self._answered is None:
             metrics, outcome = self._metrics, self._outcome
-            self._answered = (*metrics.routed_tokens(outcome), *metrics.seconds(outcome))
-        prompts, hits, requests, duration, first_byte = self._answered
+            self._answered = (*metrics.routed_tokens(outcome), *metrics.seconds(outcome, self._streamed))
+        prompts, hits, matched, requests, duration, first_byte = self._answered
         prompts.value += prompt_tokens
-        hits.value += hit_tokens
+        if by_tier is None:
+            hits.value += hit_tokens
+        else:
+            for tier, tokens in zip(_TIERS, by_tier, strict=True):
+                if tokens:
+                    self._metrics.hit_tokens(self._outcome, tier).value += tokens
+        matched.later(hit_tokens)
         requests.value += 1.0
         duration.later(duration_s)
         first_byte.later(first_byte_s)
@@ -167,7 +191,7 @@ class Series:
     def finished(self, duration_s: float, first_byte_s: float | None) -> None:
         """Count one finished request; `first_byte_s` is None if no body byte arrived."""
         if self._seconds is None:
-            self._seconds = self._metrics.seconds(self._outcome)
+            self._seconds = self._metrics.seconds(self._outcome, self._streamed)
         requests, duration, first_byte = self._seconds
         requests.value += 1.0
         duration.later(duration_s)
@@ -187,6 +211,30 @@ class Gauges(Collector):
     def collect(self) -> Iterable[Metric]:
         for source in self._sources:
             yield from source()
+
+    def describe(self) -> Iterable[Metric]:
+        return ()
+
+
+class DeclaredFamilies(Collector):
+    """Exports HELP and TYPE of the families that no other collector of `registry` has.
+
+    So every family of the gateway is declared whatever is configured. Mutable: the first collection finds the
+    absent families, which then stay the same.
+    """
+
+    def __init__(self, registry: CollectorRegistry, declared: Callable[[], Iterable[Metric]]) -> None:
+        """`declared` yields all families that depend on the configuration."""
+        self._registry = registry
+        self._declared = declared
+        self._absent: list[Metric] | None = None
+
+    def collect(self) -> Iterable[Metric]:
+        if self._absent is None:
+            self._absent = []  # the registry calls this method again
+            present = {family.name for family in self._registry.collect()}
+            self._absent = [family for family in self._declared() if family.name not in present]
+        return self._absent
 
     def describe(self) -> Iterable[Metric]:
         return ()
@@ -241,9 +289,10 @@ class Metrics(Collector):
         )
         self._first_byte = self._histogram(
             "kvroute_time_to_first_byte_seconds",
-            "From the complete request to the first body byte of its answer: the first token, when streamed.",
+            "From the complete request to the first body byte of its answer. Streamed answers: the first "
+            "token. Others: the whole answer.",
             _LATENCY_S,
-            pool,
+            [*pool, "streamed"],
         )
         self._gaps = self._histogram(
             "kvroute_inter_token_seconds",
@@ -262,12 +311,19 @@ class Metrics(Collector):
         self._prompt_tokens = self._counter(
             "kvroute_prompt_tokens",
             "Prompt tokens routed, as estimated before forwarding.",
-            ["model", "strategy"],
+            pool,
         )
         self._hit_tokens = self._counter(
             "kvroute_predicted_hit_tokens",
-            "Prompt tokens that the chosen worker was predicted to have cached.",
-            ["model", "strategy"],
+            "Prompt tokens that the chosen worker was predicted to have cached, by the tier that they were "
+            "predicted in.",
+            [*pool, "tier"],
+        )
+        self._matched = self._histogram(
+            "kvroute_matched_tokens",
+            "Prompt tokens of one request that the chosen worker was predicted to have cached.",
+            _MATCHED_TOKENS,
+            ["strategy"],
         )
         self._reported_prompt_tokens = self._counter(
             "kvroute_reported_prompt_tokens",
@@ -393,30 +449,42 @@ class Metrics(Collector):
         ).labels()
         for by in ("client", "worker", "shutdown"):
             self.streams_aborted.labels(by)
-        self._series: dict[tuple[str, str, str, str, int], Series] = {}
+        self._series: dict[tuple[str, str, str, str, int, bool], Series] = {}
         self._before_collect: list[Callable[[], None]] = []
         self._predicted: dict[tuple[str, str, str, str], tuple[Tally, Spread]] = {}
         registry.register(self)
 
-    def series(self, model: str, worker: str, strategy: str, reason: str, status: int) -> Series:
+    def series(
+        self, model: str, worker: str, strategy: str, reason: str, status: int, streamed: bool = False
+    ) -> Series:
         """The counters of requests with these labels; "-" for a value that does not exist."""
-        key = (model, worker, strategy, reason, status)
+        key = (model, worker, strategy, reason, status, streamed)
         series = self._series.get(key)
         if series is None:
             series = self._series[key] = Series(
-                self, RequestLabels(model, worker, strategy, reason, str(status))
+                self, RequestLabels(model, worker, strategy, reason, str(status)), streamed
             )
         return series
 
-    def seconds(self, outcome: RequestLabels) -> tuple[Tally, Spread, Spread]:
+    def seconds(self, outcome: RequestLabels, streamed: bool) -> tuple[Tally, Spread, Spread]:
         """Counter of finished requests, histograms of duration and time to first byte. For `Series`."""
         pool = (outcome.model, outcome.worker, outcome.strategy)
-        return self._requests.labels(*outcome), self._duration.labels(*pool), self._first_byte.labels(*pool)
+        first_byte = self._first_byte.labels(*pool, "true" if streamed else "false")
+        return self._requests.labels(*outcome), self._duration.labels(*pool), first_byte
 
-    def routed_tokens(self, outcome: RequestLabels) -> tuple[Tally, Tally]:
-        """Counters of prompt tokens and of predicted cached tokens. For `Series`."""
-        pair = (outcome.model, outcome.strategy)
-        return self._prompt_tokens.labels(*pair), self._hit_tokens.labels(*pair)
+    def routed_tokens(self, outcome: RequestLabels) -> tuple[Tally, Tally, Spread]:
+        """Counters of prompt tokens and of tokens predicted on the GPU; predictions by length. For
+        `Series`."""
+        pool = (outcome.model, outcome.worker, outcome.strategy)
+        return (
+            self._prompt_tokens.labels(*pool),
+            self.hit_tokens(outcome, _TIERS[0]),
+            self._matched.labels(outcome.strategy),
+        )
+
+    def hit_tokens(self, outcome: RequestLabels, tier: str) -> Tally:
+        """Counter of the tokens that were predicted in a tier. For `Series`."""
+        return self._hit_tokens.labels(outcome.model, outcome.worker, outcome.strategy, tier)
 
     def reported_tokens(self, outcome: RequestLabels) -> tuple[Tally, Tally]:
         """Counters of reported prompt tokens and reported cached tokens. For `Series`."""

@@ -8,12 +8,12 @@ import yaml
 
 from kvroute.app.config import Config
 from kvroute.app.config_paths import options_of, shape_at, walk
-from kvroute.app.reference import BEGIN, REFERENCE, TABLES, documents, main, reference_yaml, tables
+from kvroute.app.reference import BEGIN, METRICS, REFERENCE, TABLES, documents, main, reference_yaml, tables
 
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("name", [REFERENCE, TABLES])
+@pytest.mark.parametrize("name", [REFERENCE, TABLES, METRICS])
 def test_the_generated_document_is_fresh(name):
     """If this fails: make docs."""
     assert (ROOT / name).read_text() == documents(ROOT)[ROOT / name]

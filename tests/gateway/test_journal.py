@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import io
+import json
 import logging
 
 import pytest
 from tests.support.clocks import ManualClock
 
-from kvroute.gateway.journal import Journal, Record, Usage
-from kvroute.logs import ACCESS, TextFormatter
+from kvroute.gateway.journal import Journal, Record, Usage, trace_id_in
+from kvroute.logs import ACCESS, JsonFormatter, TextFormatter
 from kvroute.metrics import Metrics
 
 
@@ -65,11 +66,11 @@ async def test_the_last_decisions_contain_the_request_that_has_just_ended_with_i
     journal.flush()
 
 
-def access_log(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
+def access_log(monkeypatch: pytest.MonkeyPatch, formatter: logging.Formatter | None = None) -> io.StringIO:
     """The text of the access log from now on. No fixture: pytest would add its own handler after it."""
     written = io.StringIO()
     handler = logging.StreamHandler(written)
-    handler.setFormatter(TextFormatter())
+    handler.setFormatter(formatter or TextFormatter())
     access = logging.getLogger(ACCESS)
     monkeypatch.setattr(access, "handlers", [handler])
     monkeypatch.setattr(access, "propagate", False)
@@ -104,3 +105,51 @@ async def test_lines_come_in_order_with_the_time_at_which_each_request_ended(
     stamps = ["48.000Z", "48.000Z", "48.062Z", "49.250Z"]
     assert [line[0] for line in lines] == [f"1970-01-01T00:16:{stamp}" for stamp in stamps]
     assert [line[6] for line in lines] == ["0", "1", "2", "3"]
+
+
+async def test_a_json_log_has_each_figure_of_a_request_as_a_field(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = access_log(monkeypatch, JsonFormatter())
+    journal = await journal_of(Metrics(), log_requests=True)
+
+    record = Record(b"7", "/v1/chat/completions", 9.0, "m", 30, worker="w", matched_tokens=20, status=200)
+    record.first_byte, record.usage, record.streamed, record.attempts = 9.25, Usage(40, 16), True, 2
+    record.key, record.trace_id = "team-a", "4bf92f3577b34da6a3ce929d0e0e4736"
+    journal.finished(record, 9.5)
+    journal.finished(Record(b"8", "/v1/chat/completions", 9.0, status=503, error="no_routable_worker"), 9.5)
+    journal.flush()
+
+    served, refused = map(json.loads, written.getvalue().splitlines())
+    assert served == {
+        "time": "1970-01-01T00:16:49.500Z",
+        "level": "info",
+        "logger": ACCESS,
+        "message": "request finished",
+        "request_id": "7",
+        "path": "/v1/chat/completions",
+        "status": 200,
+        "worker": "w",
+        "model": "m",
+        "strategy": "-",
+        "reason": "-",
+        "matched_tokens": 20,
+        "prompt_tokens": 30,
+        "attempts": 2,
+        "streamed": True,
+        "time_to_first_byte_s": 0.25,
+        "duration_s": 0.5,
+        "reported_prompt_tokens": 40,
+        "reported_cached_tokens": 16,
+        "key": "team-a",
+        "trace_id": "4bf92f3577b34da6a3ce929d0e0e4736",
+    }
+    assert refused["error"] == refused["reason"] == "no_routable_worker"
+    assert refused["time_to_first_byte_s"] is None
+
+
+@pytest.mark.parametrize("name", [b"traceparent", b"Traceparent"])
+def test_the_trace_id_is_read_from_a_header_line_of_any_case(name: bytes) -> None:
+    parent = b"00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
+
+    assert trace_id_in(b"accept: */*\r\n%b: %b\r\n" % (name, parent)) == "4bf92f3577b34da6a3ce929d0e0e4736"
+    assert trace_id_in(b"x-traceparent: %b\r\n" % parent) == ""
+    assert trace_id_in(b"traceparent: 00-xyz\r\n") == ""

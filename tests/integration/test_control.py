@@ -1,7 +1,9 @@
 """The gateway's own endpoints."""
 
 import asyncio
+import json
 
+import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -130,6 +132,53 @@ async def test_metrics_are_valid_and_bounded(run_gateway, instant_sim):
         s.labels["status"]: s.value for s in families["kvroute_requests"].samples if s.name.endswith("_total")
     }
     assert statuses == {"200": 1, "404": 1, "400": 1}
+
+
+async def test_hostile_names_add_no_series(run_gateway, instant_sim, tmp_path):
+    """10,000 model names and 10,000 keys of a client must not become labels."""
+    async with run_gateway([instant_sim.url], server={"api_keys": ["k1"]}) as gateway:
+        url = httpx.URL(gateway.url)
+        reader, writer = await asyncio.open_connection(url.host, url.port)
+
+        async def status(key: str, model: str) -> bytes:
+            body = json.dumps({"model": model, "prompt": "x"})
+            head = f"POST /v1/completions HTTP/1.1\r\nhost: h\r\nauthorization: Bearer {key}\r\n"
+            head += f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+            writer.write((head + body).encode())
+            answer = await reader.readuntil(b"\r\n\r\n")
+            length = int(answer.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0])
+            await reader.readexactly(length)
+            return answer.split()[1]
+
+        def series() -> set[tuple[str, str]]:
+            found = gateway.runtime.metrics.registry.collect()
+            return {(s.name, str(s.labels)) for family in found for s in family.samples}
+
+        assert [await status("k1", "no-model"), await status("no-key", "m")] == [b"404", b"401"]
+        before = series()
+        for number in range(10_000):
+            assert await status("k1", f"model-{number}") == b"404"
+            assert await status(f"key-{number}", "m") == b"401"
+
+        assert series() == before
+        assert gateway.metric("kvroute_requests_total", model="other", status="404") == 10_001
+        assert gateway.metric("kvroute_requests_total", model="-", status="401") == 10_001
+        writer.close()
+
+
+async def test_promtool_finds_nothing_wrong_with_the_metrics(run_gateway, two, system_program):
+    async with run_gateway(two, metrics={"compat": "none"}) as gateway:
+        await gateway.client.post("/v1/chat/completions", json=CHAT)
+        page = (await gateway.client.get("/metrics")).content
+    promtool = await asyncio.create_subprocess_exec(
+        system_program("promtool"), "check", "metrics", stdin=-1, stdout=-1, stderr=-2
+    )
+
+    said, _ = await promtool.communicate(page)
+
+    ours = [line for line in said.decode().splitlines() if line.startswith("kvroute_")]
+    assert ours == []
+    assert b"error" not in said
 
 
 async def test_docs_list_every_endpoint(run_gateway, instant_sim):

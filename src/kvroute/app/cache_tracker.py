@@ -13,6 +13,7 @@ import httpx
 from prometheus_client.core import Metric
 
 from kvroute.app.background_tasks import BackgroundTasks
+from kvroute.app.collectors import map_metrics, stream_metrics
 from kvroute.app.config import Config
 from kvroute.app.lmcache import LMCache
 from kvroute.app.tokenizing import Tokenizing
@@ -20,7 +21,7 @@ from kvroute.blocks.chunks import PromptChunks
 from kvroute.blocks.keys import Tier
 from kvroute.clock import Clock
 from kvroute.errors import ConfigError, NotFound
-from kvroute.events.ingest import EventIngest, Stream, StreamFigures
+from kvroute.events.ingest import EventIngest, Stream
 from kvroute.events.options import KvEventsOptions
 from kvroute.events.probes import KnownPrompt
 from kvroute.fleet.fleet import Fleet, FleetChange
@@ -31,7 +32,7 @@ from kvroute.index.chunk_index import ChunkIndex
 from kvroute.index.prefix_index import PrefixIndex
 from kvroute.index.trust import TrustReason
 from kvroute.lmcache.options import CoordinatorOptions
-from kvroute.metrics import Metrics, counter, gauge
+from kvroute.metrics import Metrics
 from kvroute.replicas.maps import Publish, PublishingChunkIndex, PublishingPrefixIndex
 from kvroute.replicas.messages import (
     CachePlaceMessage,
@@ -81,69 +82,6 @@ def describe_map(
             for worker in fleet.workers()
         },
     }
-
-
-_STREAM_COUNTS = {
-    "messages": "Event batches read.",
-    "duplicates": "Event batches that were received before.",
-    "unreadable": "Messages that are not a valid event batch.",
-    "unknown_events": "Events of an unknown type, which were skipped.",
-    "undivided": "Large events in an unusual encoding, applied in one step, which may block the event loop.",
-    "gaps": "Event batches whose sequence number did not follow the previous one.",
-    "replays": "Replays requested.",
-    "replay_failures": "Replays that failed.",
-    "restarts": "Streams that started again: the engine restarted, or its buffer was overrun.",
-    "losses": "Gaps that could not be closed by a replay.",
-    "rereads": "Maps that were distrusted and read again.",
-    "failures": "Failures in the gateway itself (see the log), after which the map was read again.",
-}
-
-
-def stream_metrics(streams: Sequence[StreamFigures]) -> Iterable[Metric]:
-    """One series per worker and data-parallel rank."""
-    labelled = [((stream.worker, str(stream.rank)), stream) for stream in streams]
-    yield gauge(
-        "kvroute_map_standing",
-        "1 for the trust in each worker's map, with the reason where it is limited.",
-        ("worker", "rank", "standing", "cause"),
-        [
-            ((*labels, each.trust.value, each.reason.value if each.reason else ""), 1.0)
-            for labels, each in labelled
-        ],
-    )
-    yield gauge(
-        "kvroute_map_held_blocks",
-        "Blocks that each worker holds according to the map.",
-        ("worker", "rank", "tier"),
-        [
-            ((*labels, tier.name.lower()), float(blocks))
-            for labels, each in labelled
-            for tier, blocks in each.held_blocks.items()
-        ],
-    )
-    yield gauge(
-        "kvroute_map_aside_blocks",
-        "Orphan blocks: announced by the worker, but with an unknown parent.",
-        ("worker", "rank"),
-        [(labels, float(each.orphan_blocks)) for labels, each in labelled],
-    )
-    for name, text in _STREAM_COUNTS.items():
-        yield counter(
-            f"kvroute_kv_events_{name}",
-            text,
-            ("worker", "rank"),
-            [(labels, float(getattr(each.counts, name))) for labels, each in labelled],
-        )
-    for name, text in {
-        "stored": "Blocks that workers announced as stored.",
-        "removed": "Blocks that workers announced as removed.",
-    }.items():
-        yield counter(
-            f"kvroute_map_{name}_blocks",
-            text,
-            ("worker", "rank"),
-            [(labels, float(getattr(each.blocks, name))) for labels, each in labelled],
-        )
 
 
 class CacheTracker:
@@ -297,20 +235,7 @@ class CacheTracker:
 
     def gauges(self) -> Iterable[Metric]:
         size = self._index.size()
-        yield gauge("kvroute_map_blocks", "Different blocks in the map.", (), [((), float(size.blocks))])
-        yield gauge("kvroute_map_bytes", "Estimated memory of the map.", (), [((), float(size.bytes))])
-        yield counter(
-            "kvroute_map_dropped_blocks",
-            "Blocks not stored in the map because it is full (kv_events.max_index_blocks).",
-            (),
-            [((), float(size.dropped))],
-        )
-        yield counter(
-            "kvroute_following_failures",
-            "Background tasks of the cache tracker that failed and were restarted (see the log), by task.",
-            ("work",),
-            [((name,), float(failures)) for name, failures in self._background.failures.items()],
-        )
+        yield from map_metrics(size, self._background.failures, dropped_blocks=size.dropped)
         yield from stream_metrics(self._ingest.figures())
         yield from self._tokens.metrics()
         yield from self.lmcache.metrics()

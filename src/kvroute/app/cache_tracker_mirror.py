@@ -11,8 +11,8 @@ from prometheus_client.core import Metric
 
 from kvroute.app.background_tasks import BackgroundTasks
 from kvroute.app.cache_tracker import describe_map, map_notes, worker_client
+from kvroute.app.collectors import l2_metrics, lmcache_map_bytes, map_metrics
 from kvroute.app.config import Config
-from kvroute.app.lmcache import l2_metrics
 from kvroute.app.tokenizing import Tokenizing
 from kvroute.blocks.chunks import ChunkScheme
 from kvroute.blocks.keys import Tier
@@ -24,7 +24,7 @@ from kvroute.gateway.caches import held_tokens
 from kvroute.gateway.preparation import DeadlineOf, KeySpaces
 from kvroute.index.trust import MapTrust
 from kvroute.lmcache.l2_redis import L2Target, RedisL2
-from kvroute.metrics import Metrics, counter, gauge
+from kvroute.metrics import Metrics
 from kvroute.replicas.maps import Mirror
 from kvroute.replicas.messages import (
     Distrusted,
@@ -225,19 +225,8 @@ class CacheTrackerMirror:
         return describe_map(self._fleet, self.caches, self.caches.mirror.blocks, self._tokens.describe())
 
     def gauges(self) -> Iterable[Metric]:
-        size = self.caches.mirror.blocks.size()
-        chunks = self.caches.mirror.chunks.size()
-        yield gauge("kvroute_map_blocks", "Different blocks in the map.", (), [((), float(size.blocks))])
-        yield gauge("kvroute_map_bytes", "Estimated memory of the map.", (), [((), float(size.bytes))])
-        yield gauge(
-            "kvroute_lmcache_map_bytes", "Estimated memory of LMCache's map.", (), [((), float(chunks.bytes))]
-        )
-        yield counter(
-            "kvroute_following_failures",
-            "Background tasks of the cache tracker that failed and were restarted (see the log), by task.",
-            ("work",),
-            [((name,), float(failures)) for name, failures in self._background.failures.items()],
-        )
+        yield from map_metrics(self.caches.mirror.blocks.size(), self._background.failures)
+        yield lmcache_map_bytes(self.caches.mirror.chunks.size())
         yield from self._tokens.metrics()
         if self._redis is not None:
             yield from l2_metrics(self._redis.counts)

@@ -1,12 +1,15 @@
-"""Metrics that are read from the fleet and the router at a scrape, and the process's memory settings."""
+"""Metrics that are read from fleet, router and cache map at a scrape, and the process's memory settings.
+
+A function without figures yields its families without samples: `declared_families` declares them this way.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from prometheus_client.core import Metric
 
@@ -16,8 +19,18 @@ from kvroute.fleet.fleet import Fleet
 from kvroute.fleet.health import HealthMonitor
 from kvroute.fleet.worker import HealthState
 from kvroute.metrics import counter, gauge
+from kvroute.replicas.metrics import link_metrics
 from kvroute.routing.router import Router
 from kvroute.routing.strategy import CacheMap
+
+if TYPE_CHECKING:  # imported by a gateway with a map only: they load ZMQ and more
+    from kvroute.events.ingest import StreamFigures
+    from kvroute.index.chunk_index import ChunkIndexSize
+    from kvroute.index.prefix_index import IndexSize
+    from kvroute.lmcache.coordinator import CoordinatorCounts
+    from kvroute.lmcache.l2_redis import L2Counts
+    from kvroute.lmcache.membership import LMCacheServer
+    from kvroute.lmcache.prefetch import PrefetchOutcome
 
 
 def fleet_gauges(fleet: Fleet, health: HealthMonitor, discoverer: Discoverer) -> Iterable[Metric]:
@@ -67,6 +80,84 @@ def fleet_gauges(fleet: Fleet, health: HealthMonitor, discoverer: Discoverer) ->
     )
 
 
+def load_gauges(fleet: Fleet, router: Router, now: float) -> Iterable[Metric]:
+    """Metrics of each worker's load, and of the costs that routing assumes. `now` is `Clock.now()`."""
+    workers = fleet.workers()
+    yield gauge(
+        "kvroute_worker_requests_in_flight",
+        "Requests that were sent to each worker and have not finished.",
+        ("worker",),
+        [((w.id,), float(w.load.in_flight)) for w in workers],
+    )
+    waits = [((w.id,), w.load.wait(now)) for w in workers]  # it also removes completed prefills
+    yield gauge(
+        "kvroute_worker_requests_queued",
+        "Requests in flight without a first token, on each worker.",
+        ("worker",),
+        [((w.id,), float(w.load.queued)) for w in workers],
+    )
+    yield gauge(
+        "kvroute_worker_active_tokens",
+        "Prompt tokens of the requests in flight on each worker.",
+        ("worker",),
+        [((w.id,), float(w.load.active_tokens)) for w in workers],
+    )
+    yield gauge(
+        "kvroute_worker_queued_prefill_seconds",
+        "Estimated prefill that a new request would wait for on each worker.",
+        ("worker",),
+        waits,
+    )
+    models = sorted(fleet.catalog.bases)
+    yield gauge(
+        "kvroute_load_imbalance_ratio",
+        "Active tokens of the busiest routable worker of a model, relative to the mean: 1 is even or idle.",
+        ("model",),
+        [((model,), _imbalance(fleet, model)) for model in models],
+    )
+    costs = {model: router.costs(model) for model in models}
+    yield gauge(
+        "kvroute_cost_seconds",
+        "Costs that routing assumes on a worker of mean speed: for each missed prompt token, for each missed "
+        "token and token before it, for each iteration, and the delay of decoding by each running token.",
+        ("model", "part"),
+        [
+            ((model, part), seconds)
+            for model, cost in costs.items()
+            for part, seconds in (
+                ("prefill_token", cost.token_s),
+                ("context_token", cost.context_token_s),
+                ("iteration", cost.iteration_s),
+                ("running_token", cost.active_token_s),
+            )
+        ],
+    )
+    yield gauge(
+        "kvroute_prefill_rate",
+        "Prompt tokens per second that routing assumes for a short prompt on a worker of mean speed.",
+        ("model",),
+        [((model,), 1 / cost.token_s) for model, cost in costs.items() if cost.token_s],
+    )
+    yield gauge(
+        "kvroute_costs_learned",
+        "1 if the costs of the model are learned from first tokens, 0 if they are the configured ones.",
+        ("model",),
+        [((model,), float(router.has_learned(model))) for model in models],
+    )
+    yield gauge(
+        "kvroute_worker_slowness_ratio",
+        "Learned duration of a prefill on each worker relative to the mean: above 1 for a slow worker.",
+        ("model", "worker"),
+        [((model, w.id), router.slowness(model, w)) for model in models for w in workers if w.serves(model)],
+    )
+
+
+def _imbalance(fleet: Fleet, model: str) -> float:
+    """The largest number of active tokens among the model's routable workers, divided by their mean."""
+    tokens = [load.active_tokens for load in fleet.view(model).loads]
+    return max(tokens) * len(tokens) / sum(tokens) if any(tokens) else 1.0
+
+
 def index_gauges(fleet: Fleet, router: Router) -> Iterable[Metric]:
     """Metrics of the route history."""
     size = router.index_size()
@@ -81,20 +172,242 @@ def index_gauges(fleet: Fleet, router: Router) -> Iterable[Metric]:
         [((w.id,), float(router.describe_worker(w)["tracked_blocks"])) for w in fleet.workers()],
     )
 
+    yield counter(
+        "kvroute_index_evicted_blocks",
+        "Blocks evicted from each worker's part of the prefix index.",
+        ("worker",),
+        [((w.id,), float(router.evicted_blocks(w))) for w in fleet.workers()],
+    )
+
+
+def declared_families() -> Iterable[Metric]:
+    """All families that depend on the configuration, without samples."""
+    yield from map_metrics(None, {}, dropped_blocks=None)
+    yield from stream_metrics(())
+    yield tokenizing_metric({})
+    yield from lmcache_metrics(None, {})
+    yield from coordinator_metrics((), None)
+    yield prefetch_metric({})
+    yield from l2_metrics(None)
+    yield _tier_bandwidth(())
+    yield from link_metrics(None)
+
 
 def tier_gauges(fleet: Fleet, router: Router, caches: CacheMap) -> Iterable[Metric]:
     """Metrics of the bandwidth between cache tiers."""
-    yield gauge(
-        "kvroute_tier_bandwidth_bytes_per_second",
-        "Bandwidth assumed from slower tiers to each worker: as measured by its LMCache server, otherwise as "
-        "configured.",
-        ("worker", "rank", "tier"),
+    yield _tier_bandwidth(
         [
             ((worker.id, str(place.rank), tier.name.lower()), 1e9 * router.rate(place.slot, tier))
             for worker in fleet.workers()
             for place in caches.places(worker)
             for tier in (Tier.L1, Tier.L2)
+        ]
+    )
+
+
+def _tier_bandwidth(rows: Sequence[tuple[tuple[str, ...], float]]) -> Metric:
+    return gauge(
+        "kvroute_tier_bandwidth_bytes_per_second",
+        "Bandwidth assumed from slower tiers to each worker: as measured by its LMCache server, otherwise as "
+        "configured.",
+        ("worker", "rank", "tier"),
+        rows,
+    )
+
+
+def map_metrics(
+    size: IndexSize | None, failures: Mapping[str, int], *, dropped_blocks: int | None = None
+) -> Iterable[Metric]:
+    """Metrics of the cache map. Only the process that fills it has `dropped_blocks`."""
+    yield gauge(
+        "kvroute_map_blocks",
+        "Different blocks in the map.",
+        (),
+        [] if size is None else [((), float(size.blocks))],
+    )
+    yield gauge(
+        "kvroute_map_bytes",
+        "Estimated memory of the map.",
+        (),
+        [] if size is None else [((), float(size.bytes))],
+    )
+    yield counter(
+        "kvroute_map_dropped_blocks",
+        "Blocks not stored in the map because it is full (kv_events.max_index_blocks).",
+        (),
+        [] if dropped_blocks is None else [((), float(dropped_blocks))],
+    )
+    yield counter(
+        "kvroute_following_failures",
+        "Background tasks of the cache tracker that failed and were restarted (see the log), by task.",
+        ("work",),
+        [((name,), float(times)) for name, times in failures.items()],
+    )
+
+
+_STREAM_COUNTS = {
+    "messages": "Event batches read.",
+    "duplicates": "Event batches that were received before.",
+    "unreadable": "Messages that are not a valid event batch.",
+    "unknown_events": "Events of an unknown type, which were skipped.",
+    "undivided": "Large events in an unusual encoding, applied in one step, which may block the event loop.",
+    "gaps": "Event batches whose sequence number did not follow the previous one.",
+    "replays": "Replays requested.",
+    "replay_failures": "Replays that failed.",
+    "restarts": "Streams that started again: the engine restarted, or its buffer was overrun.",
+    "losses": "Gaps that could not be closed by a replay.",
+    "rereads": "Maps that were distrusted and read again.",
+    "failures": "Failures in the gateway itself (see the log), after which the map was read again.",
+}
+
+
+def stream_metrics(streams: Sequence[StreamFigures]) -> Iterable[Metric]:
+    """One series per worker and data-parallel rank."""
+    labelled = [((stream.worker, str(stream.rank)), stream) for stream in streams]
+    yield gauge(
+        "kvroute_map_standing",
+        "1 for the trust in each worker's map, with the reason where it is limited.",
+        ("worker", "rank", "standing", "cause"),
+        [
+            ((*labels, each.trust.value, each.reason.value if each.reason else ""), 1.0)
+            for labels, each in labelled
         ],
+    )
+    yield gauge(
+        "kvroute_map_held_blocks",
+        "Blocks that each worker holds according to the map.",
+        ("worker", "rank", "tier"),
+        [
+            ((*labels, tier.name.lower()), float(blocks))
+            for labels, each in labelled
+            for tier, blocks in each.held_blocks.items()
+        ],
+    )
+    yield gauge(
+        "kvroute_map_aside_blocks",
+        "Orphan blocks: announced by the worker, but with an unknown parent.",
+        ("worker", "rank"),
+        [(labels, float(each.orphan_blocks)) for labels, each in labelled],
+    )
+    for name, text in _STREAM_COUNTS.items():
+        yield counter(
+            f"kvroute_kv_events_{name}",
+            text,
+            ("worker", "rank"),
+            [(labels, float(getattr(each.counts, name))) for labels, each in labelled],
+        )
+    for name, text in {
+        "stored": "Blocks that workers announced as stored.",
+        "removed": "Blocks that workers announced as removed.",
+    }.items():
+        yield counter(
+            f"kvroute_map_{name}_blocks",
+            text,
+            ("worker", "rank"),
+            [(labels, float(getattr(each.blocks, name))) for labels, each in labelled],
+        )
+
+
+def tokenizing_metric(cpu_s: Mapping[str, float]) -> Metric:
+    """CPU seconds of exact prompts, by thread."""
+    return counter(
+        "kvroute_tokenizing_cpu_seconds",
+        "CPU time of exact prompts (parsing, rendering, tokenizing, hashing the ids), by thread: the event "
+        "loop's or the tokenizer threads'.",
+        ("thread",),
+        [((thread,), seconds) for thread, seconds in cpu_s.items()],
+    )
+
+
+def lmcache_metrics(size: ChunkIndexSize | None, held: Mapping[Tier, int]) -> Iterable[Metric]:
+    """Metrics of the map of LMCache's chunks; `held` is their number by tier."""
+    yield gauge(
+        "kvroute_lmcache_held_chunks",
+        "Chunks by tier, summed over the places that hold them.",
+        ("tier",),
+        [((tier.name.lower(),), float(chunks)) for tier, chunks in held.items()],
+    )
+    yield gauge(
+        "kvroute_lmcache_chunks",
+        "Different chunks in the map.",
+        (),
+        [] if size is None else [((), float(size.chunks))],
+    )
+    yield lmcache_map_bytes(size)
+    yield counter(
+        "kvroute_lmcache_dropped_chunks",
+        "Chunks not stored in the map because it is full (lmcache.coordinator.max_chunks).",
+        (),
+        [] if size is None else [((), float(size.dropped))],
+    )
+
+
+def lmcache_map_bytes(size: ChunkIndexSize | None) -> Metric:
+    """The memory of the map of chunks, which every process has."""
+    return gauge(
+        "kvroute_lmcache_map_bytes",
+        "Estimated memory of LMCache's map.",
+        (),
+        [] if size is None else [((), float(size.bytes))],
+    )
+
+
+def coordinator_metrics(
+    servers: Iterable[LMCacheServer],
+    counts: CoordinatorCounts | None,
+    *,
+    rate_failures: int = 0,
+    malformed: int = 0,
+) -> Iterable[Metric]:
+    """Metrics of the coordinator that LMCache's servers report to."""
+    yield gauge(
+        "kvroute_lmcache_servers",
+        "LMCache servers that report here, with the reason why their data is doubted.",
+        ("server", "doubt"),
+        [((each.id, str(each.doubt or "")), 1.0) for each in servers],
+    )
+    yield counter(
+        "kvroute_lmcache_batches",
+        "Batches of cache events, by outcome.",
+        ("outcome",),
+        [] if counts is None else [((each.value,), float(number)) for each, number in counts.batches.items()],
+    )
+    for name, text, number in (
+        ("gaps", "Batches whose sequence number did not follow the previous one.", counts and counts.gaps),
+        (
+            "rate_failures",
+            "Requests for the load bandwidth of LMCache servers that got no answer.",
+            rate_failures,
+        ),
+        ("malformed", "Messages to the coordinator that could not be decoded.", malformed),
+    ):
+        rows = [] if counts is None else [((), float(number or 0))]
+        yield counter(f"kvroute_lmcache_{name}", text, (), rows)
+
+
+def prefetch_metric(counts: Mapping[PrefetchOutcome, int]) -> Metric:
+    """Prefetches from L2, by outcome."""
+    return counter(
+        "kvroute_lmcache_prefetches",
+        "Loads from L2 requested from LMCache servers while a request waits, by outcome.",
+        ("outcome",),
+        [((outcome.value,), float(times)) for outcome, times in counts.items()],
+    )
+
+
+def l2_metrics(counts: L2Counts | None) -> Iterable[Metric]:
+    """Metrics of the lookups in the shared store."""
+    yield counter(
+        "kvroute_l2_lookups",
+        "Prompts looked up in L2's Redis.",
+        (),
+        [] if counts is None else [((), float(counts.lookups))],
+    )
+    yield counter(
+        "kvroute_l2_failures",
+        "Lookups in L2's Redis that got no answer, by cause.",
+        ("cause",),
+        [] if counts is None else [((why.value,), float(number)) for why, number in counts.failures.items()],
     )
 
 

@@ -11,6 +11,7 @@ import httpx
 from prometheus_client.core import Metric
 
 from kvroute.app.background_tasks import BackgroundTasks
+from kvroute.app.collectors import coordinator_metrics, l2_metrics, lmcache_metrics, prefetch_metric
 from kvroute.blocks.keys import Tier
 from kvroute.clock import Clock
 from kvroute.fleet.worker import Worker
@@ -20,12 +21,11 @@ from kvroute.lmcache.controller import Controller
 from kvroute.lmcache.controller_sockets import ControllerSockets
 from kvroute.lmcache.coordinator import Coordinator
 from kvroute.lmcache.coordinator_http import CoordinatorApp, CoordinatorServer
-from kvroute.lmcache.l2_redis import L2Counts, L2Target, RedisL2, targets_of
+from kvroute.lmcache.l2_redis import L2Target, RedisL2, targets_of
 from kvroute.lmcache.membership import served_worker
 from kvroute.lmcache.options import LMCacheOptions
 from kvroute.lmcache.polling import RatePoller, StatusPoller
 from kvroute.lmcache.prefetch import Prefetcher
-from kvroute.metrics import counter, gauge
 from kvroute.routing.strategy import Candidate, ExactPrompt, Probed, RouteQuery, prefetch_of
 
 
@@ -211,72 +211,18 @@ class LMCache:
         return notes
 
     def metrics(self) -> Iterable[Metric]:
-        size = self.chunks.size()
-        yield gauge("kvroute_lmcache_chunks", "Different chunks in the map.", (), [((), float(size.chunks))])
-        yield gauge(
-            "kvroute_lmcache_map_bytes", "Estimated memory of LMCache's map.", (), [((), float(size.bytes))]
-        )
-        yield counter(
-            "kvroute_lmcache_dropped_chunks",
-            "Chunks not stored in the map because it is full (lmcache.coordinator.max_chunks).",
-            (),
-            [((), float(size.dropped))],
-        )
+        yield from lmcache_metrics(self.chunks.size(), self.chunks.held_by_tier())
         if self._coordinator is not None:
-            yield from self._coordinator_metrics(self._coordinator)
-        if self._prefetcher is not None:
-            yield counter(
-                "kvroute_lmcache_prefetches",
-                "Loads from L2 requested from LMCache servers while a request waits, by outcome.",
-                ("outcome",),
-                [((outcome.value,), float(times)) for outcome, times in self._prefetcher.counts.items()],
+            yield from coordinator_metrics(
+                self._coordinator.instances(),
+                self._coordinator.counts,
+                rate_failures=self._rates.failures,
+                malformed=self._app.malformed,
             )
+        if self._prefetcher is not None:
+            yield prefetch_metric(self._prefetcher.counts)
         if self._redis is not None:
             yield from l2_metrics(self._redis.counts)
-
-    def _coordinator_metrics(self, coordinator: Coordinator) -> Iterable[Metric]:
-        counts = coordinator.counts
-        yield gauge(
-            "kvroute_lmcache_servers",
-            "LMCache servers that report here, with the reason why their data is doubted.",
-            ("server", "doubt"),
-            [((each.id, str(each.doubt or "")), 1.0) for each in coordinator.instances()],
-        )
-        yield counter(
-            "kvroute_lmcache_batches",
-            "Batches of cache events, by outcome.",
-            ("outcome",),
-            [((outcome.value,), float(number)) for outcome, number in counts.batches.items()],
-        )
-        yield counter(
-            "kvroute_lmcache_gaps",
-            "Batches whose sequence number did not follow the previous one.",
-            (),
-            [((), float(counts.gaps))],
-        )
-        yield counter(
-            "kvroute_lmcache_rate_failures",
-            "Requests for the load bandwidth of LMCache servers that got no answer.",
-            (),
-            [((), float(self._rates.failures))],
-        )
-        yield counter(
-            "kvroute_lmcache_malformed",
-            "Messages to the coordinator that could not be decoded.",
-            (),
-            [((), float(self._app.malformed))],
-        )
-
-
-def l2_metrics(counts: L2Counts) -> Iterable[Metric]:
-    """Metrics of the lookups in the shared store."""
-    yield counter("kvroute_l2_lookups", "Prompts looked up in L2's Redis.", (), [((), float(counts.lookups))])
-    yield counter(
-        "kvroute_l2_failures",
-        "Lookups in L2's Redis that got no answer, by cause.",
-        ("cause",),
-        [((reason.value,), float(number)) for reason, number in counts.failures.items()],
-    )
 
 
 def _ignore_registration(_: str) -> None:

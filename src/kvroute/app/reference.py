@@ -1,7 +1,8 @@
-"""Generates the documentation of all options from the option classes.
+"""Generates the documentation of all options from the option classes, and that of the metrics.
 
-`python -m kvroute.app.reference [FOLDER]` rewrites `configs/reference.yaml` and the tables in
-`docs/configuration.md`. With `--check` it changes nothing and exits with 1 if a file is stale.
+`python -m kvroute.app.reference [FOLDER]` rewrites `configs/reference.yaml`, the tables in
+`docs/configuration.md`, and `docs/metrics.md`. With `--check` it changes nothing and exits with 1 if a file
+is stale.
 """
 
 from __future__ import annotations
@@ -20,10 +21,12 @@ from pydantic.fields import FieldInfo
 from kvroute.app import config_paths as paths
 from kvroute.app.config import INDENT, LINE_CHARS, Config, flow, section_of, yaml_lines
 from kvroute.app.config_paths import Path, dotted
+from kvroute.app.metrics_reference import families, metrics_page
 from kvroute.options import Options
 
 REFERENCE = pathlib.PurePath("configs/reference.yaml")
 TABLES = pathlib.PurePath("docs/configuration.md")
+METRICS = pathlib.PurePath("docs/metrics.md")
 BEGIN, END = "<!-- options: begin (generated, make docs) -->", "<!-- options: end -->"
 
 _HEADER = """\
@@ -218,6 +221,7 @@ def documents(folder: pathlib.Path) -> dict[pathlib.Path, str]:
     return {
         folder / REFERENCE: reference_yaml(),
         folder / TABLES: f"{before}{BEGIN}\n\n{tables()}\n{END}{after}",
+        folder / METRICS: metrics_page(families()),
     }
 
 

@@ -12,7 +12,13 @@ from typing import TYPE_CHECKING, Self
 from fastapi import FastAPI
 from prometheus_client.registry import Collector
 
-from kvroute.app.collectors import fleet_gauges, index_gauges, tier_gauges
+from kvroute.app.collectors import (
+    declared_families,
+    fleet_gauges,
+    index_gauges,
+    load_gauges,
+    tier_gauges,
+)
 from kvroute.app.config import Config, masked
 from kvroute.app.metrics_compat import VllmRouterMetrics
 from kvroute.blocks.keys import Tier
@@ -39,7 +45,7 @@ from kvroute.gateway.planner import Planner
 from kvroute.gateway.preparation import KeySpaces
 from kvroute.gateway.request_queue import Permits, RequestQueue
 from kvroute.gateway.stored import ResponseOwners, StoredResponses
-from kvroute.metrics import Gauges, Metrics
+from kvroute.metrics import DeclaredFamilies, Gauges, Metrics
 from kvroute.openai.bounded import Bounded
 from kvroute.replicas.metrics import GatewayMetrics, PageCollector, read
 from kvroute.routing.audit import Audit
@@ -124,7 +130,11 @@ class Runtime:
         self._transports = Transports(config.upstream, self._outbox)
         self._owners = replica.owners if replica else ResponseOwners()
         self._journal = Journal(
-            self.metrics, clock, log_requests=config.logging.requests, kept=config.server.decisions_kept
+            self.metrics,
+            clock,
+            log_requests=config.logging.requests,
+            kept=config.server.decisions_kept,
+            log_traces=config.logging.format == "json",
         )
         self._gateway_metrics: GatewayMetrics | None = None
         self._compat: VllmRouterMetrics | None = None
@@ -136,6 +146,7 @@ class Runtime:
         self.metrics.registry.register(
             Gauges(
                 lambda: fleet_gauges(self.fleet, self.health, self._discoverer),
+                lambda: load_gauges(self.fleet, self.router, self._clock.now()),
                 lambda: index_gauges(self.fleet, self.router),
             )
         )
@@ -152,6 +163,8 @@ class Runtime:
             self._attach_replica(replica)
         elif self._compat is not None:
             self.metrics.registry.register(Gauges(self._compat))
+        registry = self.metrics.registry
+        registry.register(DeclaredFamilies(registry, declared_families))
         self._tasks: list[asyncio.Task[None]] = []
         self._stack = AsyncExitStack()
 

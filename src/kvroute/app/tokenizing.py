@@ -12,11 +12,12 @@ import httpx
 from prometheus_client.core import Metric
 
 from kvroute.app.background_tasks import BackgroundTasks
+from kvroute.app.collectors import tokenizing_metric
 from kvroute.clock import Clock
 from kvroute.fleet.fleet import Fleet, FleetChange
 from kvroute.fleet.worker import HealthState, Worker
 from kvroute.gateway.preparation import DeadlineOf, KeySpaces, Preparer, Probe
-from kvroute.metrics import Metrics, counter
+from kvroute.metrics import Metrics
 from kvroute.tokens.chat import EngineFlags
 from kvroute.tokens.exact import ExactTokens, Mode, TokenThreads
 from kvroute.tokens.options import TokensOptions
@@ -171,13 +172,7 @@ class Tokenizing:
         return notes
 
     def metrics(self) -> Iterable[Metric]:
-        yield counter(
-            "kvroute_tokenizing_cpu_seconds",
-            "CPU time of exact prompts (parsing, rendering, tokenizing, hashing the ids), by thread: the "
-            "event loop's or the tokenizer threads'.",
-            ("thread",),
-            [(("loop",), self.preparer.cpu_s), (("tokenizer",), self._threads.cpu_s)],
-        )
+        yield tokenizing_metric({"loop": self.preparer.cpu_s, "tokenizer": self._threads.cpu_s})
 
     def describe(self) -> dict[str, object]:
         """The token source of each model, for the admin API."""

@@ -128,6 +128,7 @@ class Attempts(Struct, eq=False):
         now = deps.now() if tried else query.now
         record.worker = candidate.worker.spec.id
         record.matched_tokens = candidate.matched_tokens
+        record.held = candidate.held
         record.attempts = tried + 1
         # Sent before it is accounted: the worker can read meanwhile. No other decision comes in between.
         self._send(candidate, listener)

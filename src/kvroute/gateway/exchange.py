@@ -285,7 +285,7 @@ class Exchange(Struct, eq=False):
         own = deps.attribution.lines(candidate, plan.decision)
         fields = b"%bx-request-id: %b\r\n%b" % (fields, record.request_id, own)
         self._is_started = True
-        self._is_event_stream = is_event_stream
+        self._is_event_stream = record.streamed = is_event_stream
         client = self._client
         if response.is_over and response.error is None:
             parts = response.parts

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
@@ -20,12 +21,13 @@ from kvroute.clock import Clock
 from kvroute.gateway.client_keys import KeyUse
 from kvroute.logs import ACCESS, JsonFormatter, TextFormatter
 from kvroute.metrics import Metrics
-from kvroute.routing.strategy import RouteDecision
+from kvroute.routing.strategy import CandidateMatch, RouteDecision
 
 _BATCH_S = 0.5
 _MAX_WAITING = 256
 """To process that number of records holds the event loop for 0.7 ms."""
 _MAX_UNSETTLED = 4096
+_traceparent = re.compile(rb"(?im)^traceparent:[ \t]*[0-9a-f]{2}-([0-9a-f]{32})-").search
 _MILLISECONDS = tuple(f".{number:03d}Z" for number in range(1000))
 """A lookup costs a tenth of formatting the number."""
 
@@ -55,6 +57,8 @@ class Record(Struct, eq=False, gc=False):
     decision: RouteDecision | None = None
     worker: str = "-"
     matched_tokens: int = 0
+    held: CandidateMatch | None = None
+    """Where the matched tokens are, if the strategy reads a cache map."""
     attempts: int = 0
     status: int = 0
     first_byte: float | None = None
@@ -68,6 +72,10 @@ class Record(Struct, eq=False, gc=False):
     """What the request uses of that key."""
     queued_s: float = 0.0
     """Seconds that the request waited for a permit of a worker."""
+    streamed: bool = False
+    """Whether the answer is an event stream."""
+    trace_id: str = ""
+    """The trace of the request's `traceparent`, 32 hexadecimal digits; "" without one, and in text logs."""
     ended: float = 0.0
 
 
@@ -85,7 +93,11 @@ class Journal:
     # A record among 256 costs 2.5 us, a single one 10 us. Nothing is counted or formatted between the last
     # byte of an answer and the next request.
 
-    def __init__(self, metrics: Metrics, clock: Clock, *, log_requests: bool, kept: int) -> None:
+    def __init__(
+        self, metrics: Metrics, clock: Clock, *, log_requests: bool, kept: int, log_traces: bool = False
+    ) -> None:
+        """`log_traces`: the log has fields, so `Record.trace_id` is wanted."""
+        self.log_traces = log_requests and log_traces
         self._metrics = metrics
         self._clock = clock
         self._lines = RequestLines() if log_requests else None
@@ -132,7 +144,8 @@ class Journal:
         self._waiting = []
         wall_offset = self._clock.wall() - self._clock.now()
         lines = self._lines if self._lines is not None and self._lines.is_on else None
-        entries, written = list[_Entry](), list[tuple[float, str]]()
+        is_json = lines is not None and lines.is_json
+        entries, written = list[_Entry](), list[tuple[float, str | dict[str, Any]]]()
         series_of = self._metrics.series
         for record in waiting:
             started, first_byte, decision = record.started, record.first_byte, record.decision
@@ -142,14 +155,23 @@ class Journal:
                 strategy, reason = "-", record.error or "-"
             else:
                 strategy, reason = decision.strategy, decision.reason
-            series = series_of(record.model, record.worker, strategy, reason, record.status)
+            series = series_of(record.model, record.worker, strategy, reason, record.status, record.streamed)
             if first_byte is None:
                 series.finished(duration, None)
             else:
-                series.answered(duration, first_byte - started, record.tokens, record.matched_tokens)
+                held = record.held
+                series.answered(
+                    duration,
+                    first_byte - started,
+                    record.tokens,
+                    record.matched_tokens,
+                    None if held is None else held.tokens,
+                )
                 if record.usage is not None:
                     series.reported(*record.usage)
-            if lines is not None:
+            if is_json:
+                written.append((wall, _fields(record, duration, strategy, reason)))
+            elif lines is not None:
                 text = series.text
                 if not text:
                     series.text = text = (
@@ -190,6 +212,41 @@ def _line(record: Record, duration: float, text: str) -> str:
     return line
 
 
+def trace_id_in(fields: bytes) -> str:
+    """The trace id of the `traceparent` among header lines (W3C Trace Context, level 1); "" without one."""
+    found = _traceparent(fields)
+    return "" if found is None else found[1].decode()
+
+
+def _fields(record: Record, duration: float, strategy: str, reason: str) -> dict[str, Any]:
+    """The fields of the request's line in a JSON log, named as in /admin/decisions."""
+    first_byte = record.first_byte
+    fields: dict[str, Any] = {
+        "message": "request finished",
+        "request_id": record.request_id.decode(),
+        "path": record.path,
+        "status": record.status,
+        "worker": record.worker,
+        "model": record.model,
+        "strategy": strategy,
+        "reason": reason,
+        "matched_tokens": record.matched_tokens,
+        "prompt_tokens": record.tokens,
+        "attempts": record.attempts,
+        "streamed": record.streamed,
+        "time_to_first_byte_s": None if first_byte is None else round(first_byte - record.started, 6),
+        "duration_s": round(duration, 6),
+    }
+    if record.usage is not None:
+        fields["reported_prompt_tokens"], fields["reported_cached_tokens"] = record.usage
+    if record.queued_s:
+        fields["queue_wait_s"] = round(record.queued_s, 6)
+    for name in ("key", "error", "ended_by", "trace_id"):
+        if value := getattr(record, name):
+            fields[name] = value
+    return fields
+
+
 def _described(wall: float, duration: float, record: Record) -> dict[str, Any]:
     entry: dict[str, Any] = {
         "time": wall,
@@ -226,8 +283,14 @@ class RequestLines:
     def is_on(self) -> bool:
         return self._logger.isEnabledFor(logging.INFO)
 
-    def write(self, lines: Sequence[tuple[float, str]]) -> None:
-        """Write `lines`: seconds since the epoch and message, oldest first.
+    @property
+    def is_json(self) -> bool:
+        """Whether `write` takes the fields of JSON lines, and not messages."""
+        handler = self._own_handler()
+        return handler is not None and isinstance(handler.formatter, JsonFormatter)
+
+    def write(self, lines: Sequence[tuple[float, str | dict[str, Any]]]) -> None:
+        """Write `lines`: seconds since the epoch with a message or the fields of a JSON line, oldest first.
 
         Raises nothing; like any handler, it reports a broken stream on stderr.
         """
@@ -236,7 +299,6 @@ class RequestLines:
             for _, message in lines:
                 self._logger.info("%s", message)
             return
-        is_json = isinstance(handler.formatter, JsonFormatter)
         start, prefix, written = 0, "", list[str]()
         since = until = 0.0
         when = begin = ""
@@ -249,11 +311,11 @@ class RequestLines:
                 since, until = second + millisecond / 1000, second + (millisecond + 1) / 1000
                 when = prefix + _MILLISECONDS[millisecond]
                 begin = f"{when} INFO    {ACCESS} "
-            if is_json:
-                fields = {"time": when, "level": "info", "logger": ACCESS, "message": message}
-                written.append(json.dumps(fields, ensure_ascii=False))
-            else:
+            if isinstance(message, str):
                 written.append(begin + message)
+            else:
+                fields = {"time": when, "level": "info", "logger": ACCESS, **message}
+                written.append(json.dumps(fields, ensure_ascii=False))
         written.append("")
         with handler.lock or nullcontext():
             try:

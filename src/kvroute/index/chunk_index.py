@@ -452,6 +452,13 @@ class ChunkIndex:
                 found[slot] = reached
         return found
 
+    def held_by_tier(self) -> dict[Tier, int]:
+        """Chunks by tier, summed over the holders. O(holders), for gauges."""
+        held: dict[Tier, int] = {}
+        for holder in {holder for slot in self._slots.values() for holder in slot.domains}:
+            held[holder.tier] = held.get(holder.tier, 0) + holder.chunks
+        return held
+
     def size(self) -> ChunkIndexSize:
         return ChunkIndexSize(self._chunks, self._held, self._dropped, self._chunks * _CHUNK_BYTES)
 

@@ -20,7 +20,7 @@ from kvroute.blocks.keys import BlockKey
 class HistoryShare:
     """The figures of one worker's part of a history, in blocks. Mutable; only its history changes it."""
 
-    __slots__ = ("active_blocks", "blocks", "capacity_blocks", "worker")
+    __slots__ = ("active_blocks", "blocks", "capacity_blocks", "evicted_blocks", "worker")
 
     def __init__(self, worker: int, capacity_blocks: int) -> None:
         self.worker = worker
@@ -29,6 +29,8 @@ class HistoryShare:
         """Tracked blocks, each counted once. Above the capacity only while unfinished requests need them."""
         self.active_blocks = 0
         """Blocks of unfinished requests, each counted once; never evicted."""
+        self.evicted_blocks = 0
+        """Blocks evicted since the part was created."""
 
     @property
     def room_blocks(self) -> int:

@@ -389,6 +389,7 @@ class RadixHistory:
             taken = min(excess, hold.blocks)
             hold.blocks -= taken
             part.blocks -= taken
+            part.evicted_blocks += taken
             excess -= taken
             if not hold.blocks:
                 hold.unlink()

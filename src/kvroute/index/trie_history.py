@@ -154,6 +154,7 @@ class TrieHistory:
             part.blocks -= excess
             evicted = [part.free.popitem(last=False)[0] for _ in range(excess)]
             part.all.difference_update(evicted)
+            part.evicted_blocks += len(evicted)
             self._drop(part.worker, evicted)
 
     def _drop(self, worker: int, blocks: Iterable[_Block]) -> None:

@@ -12,7 +12,7 @@ import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import msgspec
 from prometheus_client.core import Metric
@@ -155,6 +155,56 @@ _SAVE_INTERVAL_S: Final = 10.0
 _RESTARTS: Final = "kvroute_process_restarts"
 
 
+class LinkFigures(NamedTuple):
+    """Figures of one process's links to the others."""
+
+    process: int
+    linked: int
+    restarts: int
+    breaks: int
+    sent: int
+    received: int
+    missing: int
+    """Scrapes' processes that did not answer within a second."""
+
+
+def link_metrics(figures: LinkFigures | None) -> Iterable[Metric]:
+    """Metrics of the links between the processes; without samples for a gateway of one process."""
+    number = "" if figures is None else str(figures.process)
+    yield gauge(
+        "kvroute_process_links",
+        "Other gateway processes that each one is linked to.",
+        ("process",),
+        [] if figures is None else [((number,), float(figures.linked))],
+    )
+    yield counter(
+        _RESTARTS,
+        "Gateway processes that were replaced.",
+        ("process",),
+        [] if figures is None else [((number,), float(figures.restarts))],
+    )
+    yield counter(
+        "kvroute_process_link_breaks",
+        "Links between gateway processes that broke although neither process was shutting down.",
+        (),
+        [] if figures is None else [((), float(figures.breaks))],
+    )
+    yield counter(
+        "kvroute_process_messages",
+        "Messages between gateway processes.",
+        ("direction",),
+        []
+        if figures is None
+        else [(("sent",), float(figures.sent)), (("received",), float(figures.received))],
+    )
+    yield counter(
+        "kvroute_processes_missing",
+        "Gateway processes that did not answer a scrape within a second.",
+        (),
+        [] if figures is None else [((), float(figures.missing))],
+    )
+
+
 class GatewayMetrics:
     """Merges the figures of all processes for a scrape, and saves this process's counters for its successor.
 
@@ -207,36 +257,17 @@ class GatewayMetrics:
 
     def figures(self) -> Iterable[Metric]:
         """Figures of the links, for this process's own registry."""
-        mesh, number = self._mesh, str(self._mesh.number)
-        yield gauge(
-            "kvroute_process_links",
-            "Other gateway processes that each one is linked to.",
-            ("process",),
-            [((number,), float(len(mesh.linked_peers)))],
-        )
-        yield counter(
-            _RESTARTS,
-            "Gateway processes that were replaced.",
-            ("process",),
-            [((number,), float(self._generation))],
-        )
-        yield counter(
-            "kvroute_process_link_breaks",
-            "Links between gateway processes that broke although neither process was shutting down.",
-            (),
-            [((), float(mesh.counts.breaks))],
-        )
-        yield counter(
-            "kvroute_process_messages",
-            "Messages between gateway processes.",
-            ("direction",),
-            [(("sent",), float(mesh.counts.sent)), (("received",), float(mesh.counts.received))],
-        )
-        yield counter(
-            "kvroute_processes_missing",
-            "Gateway processes that did not answer a scrape within a second.",
-            (),
-            [((), float(self._missing))],
+        counts = self._mesh.counts
+        return link_metrics(
+            LinkFigures(
+                self._mesh.number,
+                len(self._mesh.linked_peers),
+                self._generation,
+                counts.breaks,
+                counts.sent,
+                counts.received,
+                self._missing,
+            )
         )
 
     async def _own_page(self, _: bytes) -> bytes:

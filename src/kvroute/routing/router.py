@@ -398,6 +398,19 @@ class Router:
             "mean_residence_s": worker.load.residence_s,
         }
 
+    def evicted_blocks(self, worker: Worker) -> int:
+        """Blocks evicted from the worker's part of the history since the part was created."""
+        return self._history.part(worker.index).evicted_blocks
+
+    def has_learned(self, model: str) -> bool:
+        """Whether the model's costs are learned from first tokens, and not the configured ones."""
+        return self._learned is not None and self._learned.fit(model) is not None
+
+    def slowness(self, model: str, worker: Worker) -> float:
+        """Learned duration of a prefill on `worker` relative to the mean; 1 while it is unknown."""
+        speeds = None if self._learned is None else self._learned.speeds(model)
+        return 1.0 if speeds is None else speeds.of(worker.index)
+
     def describe_index(self, workers: Iterable[Worker]) -> dict[str, Any]:
         """The history's size and each worker's part, as JSON values."""
         size = self._history.size()
