@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvroute.gateway.waiting import FairQueue, QueueEntry, StartRate, Target, TokenAccounts
+from kvroute.gateway.waiting import FairQueue, Outcome, QueueEntry, StartRate, Target, TokenAccounts
 
 M, N = Target("m"), Target("n")
 
@@ -25,13 +25,18 @@ def put(
     wait_s: float = 30.0,
 ) -> QueueEntry:
     entry = QueueEntry(target, key, weight, priority, at, at + wait_s, session)
-    line.arrived(key, weight)
+    outcome, _ = line.offer(entry, nowhere)
+    assert outcome is Outcome.WAIT
     line.push(entry)
     return entry
 
 
 def anywhere(target: Target) -> bool:
     return True
+
+
+def nowhere(target: Target) -> bool:
+    return False
 
 
 def taken(line: FairQueue, now: float = 0.0, tokens: int = 100) -> list[QueueEntry]:

@@ -17,7 +17,7 @@ from kvroute.fleet.fleet import Fleet, FleetChange
 from kvroute.fleet.worker import Worker
 from kvroute.gateway.downstream import Headers, header
 from kvroute.gateway.journal import InFlightRequest
-from kvroute.gateway.waiting import AdmissionOptions, FairQueue, QueueEntry, Target, TokenAccounts
+from kvroute.gateway.waiting import AdmissionOptions, FairQueue, Outcome, QueueEntry, Target, TokenAccounts
 from kvroute.metrics import Metrics
 from kvroute.openai.request import InferenceRequest
 from kvroute.routing.router import AttemptObserver, Observer
@@ -85,6 +85,17 @@ class Permits:
             return True
         share = limit // self._processes + (self._number < limit % self._processes)
         return self.in_flight(worker) < max(1, int(share * worker.ramp_at(self._now())))
+
+    def placed(self, decision: RouteDecision) -> RouteDecision:
+        """The decision with the best worker that has a permit first; unchanged if none has."""
+        ranking = decision.ranking
+        if self.has_free(ranking[0].worker):
+            return decision
+        for place, candidate in enumerate(ranking):
+            if place and self.has_free(candidate.worker):
+                others = [other for other in ranking if other is not candidate]
+                return RouteDecision(decision.strategy, RouteReason.AT_LIMIT, (candidate, *others))
+        return decision
 
     def dispatched(self, query: RouteQuery, decision: RouteDecision, candidate: Candidate) -> AttemptObserver:
         worker = candidate.worker
@@ -186,25 +197,14 @@ class RequestQueue:
     def may_start(self, entry: QueueEntry) -> bool:
         """Whether an arriving request may start immediately. Raises QueueFull if it can neither start nor
         wait."""
-        queue = self._queue
-        queue.arrived(entry.key, entry.weight)
-        if not len(queue) and self._can_start(entry.target):
+        outcome, displaced = self._queue.offer(entry, self._can_start)
+        if outcome is Outcome.START:
             return True
-        expected_s = queue.expected_wait_s(entry)
-        if expected_s > self._options.max_wait_s:
-            self._shed(entry, "expected_wait")
-            raise QueueFull(
-                f"The request would wait for a worker for about {expected_s:.0f} s, longer than "
-                f"{self._options.max_wait_s:g} s (admission.max_wait_s).",
-                retry_after_s=ceil(expected_s - self._options.max_wait_s),
-            )
-        victim = queue.victim(entry)
-        if victim is entry:
-            self._shed(entry, "full")
-            raise self._full(entry)
-        if victim is not None:
-            self._shed(victim, "displaced")
-            self._refuse(victim, self._full(victim))
+        if outcome is not Outcome.WAIT:
+            self._shed(entry, outcome)
+            raise self._too_long(entry) if outcome is Outcome.EXPECTED_WAIT else self._full(entry)
+        if displaced is not None:
+            self._refuse(displaced, Outcome.DISPLACED, self._full(displaced))
         return False
 
     def wait(self, entry: QueueEntry, waiting: WaitingRequest) -> None:
@@ -224,14 +224,7 @@ class RequestQueue:
 
     def placed(self, decision: RouteDecision) -> RouteDecision:
         """The decision with the best worker that has a permit first; unchanged if none has."""
-        ranking = decision.ranking
-        if self.permits.has_free(ranking[0].worker):
-            return decision
-        for place, candidate in enumerate(ranking):
-            if place and self.permits.has_free(candidate.worker):
-                others = [other for other in ranking if other is not candidate]
-                return RouteDecision(decision.strategy, RouteReason.AT_LIMIT, (candidate, *others))
-        return decision
+        return self.permits.placed(decision)
 
     def started(self, entry: QueueEntry, model: str, input_tokens: int) -> float:
         """Account for a request that is sent now. Returns what `finished` needs."""
@@ -268,15 +261,9 @@ class RequestQueue:
         self._is_check_due = False
         now = self._now()
         for expired in self._queue.expired(now):
-            self._shed(expired, "deadline")
-            waited_s = now - expired.entered
-            self._refuse(
-                expired,
-                QueueTimeout(
-                    f"No worker was free for {waited_s:.0f} s (admission.max_wait_s).",
-                    retry_after_s=max(1, ceil(self._queue.expected_wait_s(expired))),
-                ),
-            )
+            message = f"No worker had a permit for {now - expired.entered:.3g} s (admission.max_wait_s)."
+            retry_after_s = max(1, ceil(self._queue.expected_wait_s(expired)))
+            self._refuse(expired, Outcome.DEADLINE, QueueTimeout(message, retry_after_s=retry_after_s))
         for _ in range(_STARTS_AT_ONCE):
             entry = self._queue.pop(self._can_start, now)
             if entry is None:
@@ -315,9 +302,18 @@ class RequestQueue:
             self._timer = None
         return waiting
 
-    def _refuse(self, entry: QueueEntry, error: GatewayError) -> None:
+    def _refuse(self, entry: QueueEntry, outcome: Outcome, error: GatewayError) -> None:
+        self._shed(entry, outcome)
         self._queue.remove(entry)
         self._forget(entry).refuse(error)
+
+    def _too_long(self, entry: QueueEntry) -> QueueFull:
+        expected_s, most_s = self._queue.expected_wait_s(entry), self._options.max_wait_s
+        return QueueFull(
+            f"The request would wait for a worker for about {expected_s:.1f} s; the limit is {most_s:g} s "
+            "(admission.max_wait_s).",
+            retry_after_s=max(1, ceil(expected_s - most_s)),
+        )
 
     def _full(self, entry: QueueEntry) -> QueueFull:
         return QueueFull(
@@ -325,8 +321,8 @@ class RequestQueue:
             retry_after_s=max(1, ceil(self._queue.expected_wait_s(entry))),
         )
 
-    def _shed(self, entry: QueueEntry, cause: str) -> None:
-        self._metrics.queue_shed.labels(entry.target.model, entry.key or _NO_KEY, cause).inc()
+    def _shed(self, entry: QueueEntry, outcome: Outcome) -> None:
+        self._metrics.queue_shed.labels(entry.target.model, entry.key or _NO_KEY, outcome.value).inc()
 
 
 class WaitingRequest:

@@ -6,6 +6,7 @@ Pure: no event loop and no clock. `gateway/request_queue.py` connects it to requ
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from enum import StrEnum
 from math import floor
 from typing import NamedTuple, TypeAlias
 
@@ -48,7 +49,7 @@ class AdmissionOptions(Options):
     max_wait_s: float = option(
         30.0,
         "Longest time that a request waits; then it is answered 429. A request whose expected wait is longer "
-        "is answered 429 when it arrives.",
+        "than 80% of this is answered 429 when it arrives.",
         unit="s",
         higher="longer bursts are absorbed",
         lower="clients get 429 earlier, and can use another gateway",
@@ -195,6 +196,9 @@ class TokenAccounts:
             del self._accounts[key]
 
 
+CERTAIN_SHARE = 0.8
+"""Share of the longest wait above which an expected wait is refused. The expectation is not exact, and a
+client should get its 429 at the arrival, not after the wait."""
 _LEAST_STARTS = 8
 """Starts from the queue after which their rate is known well enough to refuse requests by it."""
 _START_SHARE = 1 / 16
@@ -225,6 +229,22 @@ class StartRate:
         return self._interval_s if self._starts >= _LEAST_STARTS else 0.0
 
 
+class Outcome(StrEnum):
+    """What happens to a request that arrives, or to one that waits. The refusals are values of a metric
+    label."""
+
+    START = "start"
+    WAIT = "wait"
+    EXPECTED_WAIT = "expected_wait"
+    """Refused: it would wait for longer than it may."""
+    FULL = "full"
+    """Refused: the queue is full."""
+    DISPLACED = "displaced"
+    """Refused: the queue is full, and a preferred request has arrived."""
+    DEADLINE = "deadline"
+    """Refused: it has waited for too long."""
+
+
 class FairQueue:
     """Chooses the next waiting request by priority class, then by the virtual tokens of its key.
 
@@ -252,13 +272,24 @@ class FairQueue:
         """Number of waiting requests of a key."""
         return self._of_key.get(key, 0)
 
-    def arrived(self, key: str, weight: float) -> None:
-        """Called for every request before it is started or pushed."""
-        if key not in self._of_key:
-            self.accounts.lift(key, weight, self._of_key)
+    def offer(
+        self, entry: QueueEntry, can_start: Callable[[Target], bool]
+    ) -> tuple[Outcome, QueueEntry | None]:
+        """What happens to a request that arrives now: START, WAIT, EXPECTED_WAIT or FULL.
+
+        With WAIT the caller first refuses the second value, if any, as DISPLACED, and then calls `push`.
+        """
+        if entry.key not in self._of_key:
+            self.accounts.lift(entry.key, entry.weight, self._of_key)
+        if not self._order and can_start(entry.target):
+            return Outcome.START, None
+        if self.expected_wait_s(entry) > CERTAIN_SHARE * (entry.deadline - entry.entered):
+            return Outcome.EXPECTED_WAIT, None
+        victim = self.victim(entry)
+        return (Outcome.FULL, None) if victim is entry else (Outcome.WAIT, victim)
 
     def push(self, entry: QueueEntry) -> None:
-        """Add a request; `arrived` was called for it, and `victim` has shown that there is room."""
+        """Add a request for which `offer` has returned WAIT."""
         place = (entry.priority, entry.key, entry.target)
         if entry.session is not None:
             followed = self._sessions.setdefault((entry.key, entry.session), [])
