@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from math import exp, inf
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from msgspec import Struct
 
@@ -142,6 +142,34 @@ class WorkerLoad:
         share = WINDOW_S if self._is_warm else max(_LEAST_SHARE, WINDOW_S - WINDOW_S * decay)
         return self._recent_s * (decay / share), self._recent_requests * (decay / share)
 
+    def state(self) -> LoadState:
+        """A copy of the figures, for `restored`. About 0.7 us."""
+        head = self._head
+        return LoadState(
+            self.in_flight,
+            self.active_tokens,
+            self.residence_s,
+            self._queued_s,
+            self._head_start,
+            self._head_end,
+            None if head is None else head.prefill_s,
+            self._recent_s,
+            self._recent_requests,
+            self._origin,
+            self._is_warm,
+        )
+
+    @classmethod
+    def restored(cls, state: LoadState) -> WorkerLoad:
+        """A load that ranks as the copied one did, at the time of the copy. It takes no reservations."""
+        load = cls()
+        load.in_flight, load.active_tokens, load.residence_s = state[:3]
+        load._queued_s, load._head_start, load._head_end = state[3:6]
+        load._recent_s, load._recent_requests, load._origin, load._is_warm = state[7:]
+        if state.head_prefill_s is not None:
+            load._head = Reservation(load, state.head_start, state.head_prefill_s, 0, True)
+        return load
+
     def _leave_queue(self, reservation: Reservation, now: float, counts: bool = True) -> None:
         """Remove a reservation from the queue. `counts` is False if its prefill was never completed."""
         prefill_s = reservation.prefill_s
@@ -173,6 +201,23 @@ class WorkerLoad:
         """Remove reservations that are not streamed from the head once their estimated time has passed."""
         while (end := self._head_end) <= now and self._head is not None:
             self._leave_queue(self._head, end)
+
+
+class LoadState(NamedTuple):
+    """A copy of what ranking reads of a load. `WorkerLoad.restored` makes a load with the same figures."""
+
+    in_flight: int
+    active_tokens: int
+    residence_s: float | None
+    queued_s: float
+    head_start: float
+    head_end: float
+    head_prefill_s: float | None
+    """None if no request waits for its first token."""
+    recent_s: float
+    recent_requests: float
+    origin: float
+    is_warm: bool
 
 
 class Releasable(Protocol):

@@ -188,6 +188,23 @@ class CostModel:
             current = self._current[model] = _CurrentCosts(costs, fit)
         return current
 
+    def speeds(self, model: str) -> Mapping[int, float]:
+        """Factors on the prefill times by worker index; workers that are not in it have 1. Do not change
+        it."""
+        learned = self._learned.get(model)
+        return {} if learned is None else learned.speeds.factors
+
+    @classmethod
+    def fixed(cls, history: RouteHistory, model: str, costs: Costs, speeds: Mapping[int, float]) -> CostModel:
+        """A cost model with these costs and speeds for `model`, which learns nothing."""
+        fixed = cls(history)
+        fixed._models[model] = costs
+        if speeds:
+            learned = LearnedModel()
+            learned.speeds.factors = dict(speeds)
+            fixed._learned = {model: learned}
+        return fixed
+
     def pressure(self, queues: Sequence[WorkerLoad], now: float) -> Pressure:
         seconds, requests = measure_loads(queues, now)
         return Pressure(seconds / len(queues), seconds / requests if requests else 0.0)

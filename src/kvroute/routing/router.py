@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, Protocol
+from functools import partial
+from typing import Any, NamedTuple, Protocol, cast
 
 from kvroute.blocks.keys import BlockKey, Tier
 from kvroute.fleet.load import Reservation, ReservationListener
@@ -13,6 +14,7 @@ from kvroute.index.in_flight import Flight, InFlight
 from kvroute.index.registry import HISTORIES
 from kvroute.routing.cost import CostModel
 from kvroute.routing.cost_parameters import Costs, Learned
+from kvroute.routing.recording import DecisionRecorder, HotPrefix, Redecider
 from kvroute.routing.registry import STRATEGIES, RoutingOptions
 from kvroute.routing.strategies.kvaware import KvAwareOptions
 from kvroute.routing.strategies.prefixaware import PrefixAwareOptions
@@ -25,6 +27,7 @@ from kvroute.routing.strategy import (
     RouteQuery,
     RouteReason,
     Strategy,
+    Tokens,
     matched_tokens,
 )
 from kvroute.routing.transfers import CacheViews, Transfers
@@ -203,6 +206,9 @@ class Router:
             name: make(getattr(options, name), self._costs, history, views)
             for name, make in STRATEGIES.items()
         }
+        self._views = views
+        self.recorder: DecisionRecorder | None = None
+        """Records the decisions while somebody looks; see `record`."""
         self._on_dispatch = {
             name: each.on_dispatch for name, each in self._strategies.items() if each.observes_dispatch
         }
@@ -232,10 +238,52 @@ class Router:
 
     def decide(self, query: RouteQuery, view: FleetView, strategy: Strategy | None = None) -> RouteDecision:
         """Rank the view's workers (at least one) by `strategy`, or by the model's strategy."""
-        decision = (strategy or self.strategy(query.model)).rank(query, view)
+        strategy = strategy or self.strategy(query.model)
+        decision = strategy.rank(query, view)
         if len(view.workers) == 1:
-            return RouteDecision(decision.strategy, RouteReason.ONLY_WORKER, decision.ranking)
+            decision = RouteDecision(decision.strategy, RouteReason.ONLY_WORKER, decision.ranking)
+        if self.recorder is not None:
+            self.recorder.decided(query, view, strategy, decision)
         return decision
+
+    def record(self) -> DecisionRecorder:
+        """Start to record decisions, unless that is done already; returns the recorder.
+
+        A decision then costs about 2 us more per worker. Set `recorder` to None to stop.
+        """
+        if self.recorder is None:
+            self.recorder = DecisionRecorder(self._history, self._costs, self._views)
+        return self.recorder
+
+    def redecider(self, name: str) -> Redecider:
+        """Makes recorded decisions again with the strategy called `name` and its configured options."""
+        registered = STRATEGIES[name]
+        return Redecider(name, registered.needs, partial(registered, getattr(self._options, name)))
+
+    def holders(self, prefix: HotPrefix, workers: Sequence[Worker]) -> dict[WorkerId, Tokens]:
+        """The tokens of a prefix that each worker holds now, without workers that hold none.
+
+        By the cache map where the prefix has token ids, all ranks together; otherwise by the route history,
+        as `Tokens.gpu`.
+        """
+        if prefix.prompt is not None:
+            cached = self._views.caches.match(prefix.prompt)
+            held: dict[WorkerId, Tokens] = {}
+            for worker in workers:
+                found = [
+                    cached[place.slot] for place in self._views.caches.places(worker) if place.slot in cached
+                ]
+                if found:
+                    held[worker.id] = max(found, key=lambda tokens: tokens.total)
+            return held
+        keys = cast("list[BlockKey]", list(prefix.chain or ()))
+        blocks = self._history.match(keys)
+        tokens = prefix.tokens / max(1, prefix.blocks)
+        return {
+            worker.id: Tokens(int(blocks[worker.index] * tokens))
+            for worker in workers
+            if worker.index in blocks
+        }
 
     def pinned(self, query: RouteQuery, view: FleetView, owner: WorkerId) -> RouteDecision | None:
         """The decision for a request that only `owner` can answer; None if `owner` is not in the view."""

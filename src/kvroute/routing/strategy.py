@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from enum import StrEnum
-from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 from msgspec import Struct
 
@@ -324,6 +324,22 @@ class Strategy(Protocol):
 
     def forget(self, session_key: str) -> bool:
         """Drop the state of one session; False if there was none."""
+        ...
+
+
+@runtime_checkable
+class StatefulStrategy(Protocol):
+    """A strategy whose `rank` reads state that its own `on_dispatch` writes.
+
+    With these two methods a recorded decision can be made again (`routing/redecide.py`).
+    """
+
+    def state_for(self, query: RouteQuery, view: FleetView) -> Any:
+        """A copy of the state that `rank` would read now."""
+        ...
+
+    def restore(self, query: RouteQuery, view: FleetView, state: Any) -> None:
+        """Set the state that `state_for` has returned for the same query and an equal view."""
         ...
 
 

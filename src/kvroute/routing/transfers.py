@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Final, NamedTuple
 
 from kvroute.blocks.keys import Tier
@@ -186,6 +187,18 @@ class Transfers:
             l2_s = tokens.l2 * self._token_s(slot, Tier.L2)
             self._l2_busy[slot] = max(now, self._l2_busy.get(slot, 0.0)) + l2_s
             self._store_busy = max(now, self._store_busy) + tokens.l2 * self._store_token_s
+
+    def excerpt(self, slots: Iterable[int]) -> Transfers:
+        """A copy with the queues and speeds of `slots`: `load` returns the same for them."""
+        copy = Transfers()
+        copy._token_bytes, copy._store_token_s = self._token_bytes, self._store_token_s
+        copy._latency_s, copy._store_busy = self._latency_s, self._store_busy
+        for slot in slots:
+            copy._l1.set(slot, self._l1.token_s(slot))
+            copy._l2.set(slot, self._l2.token_s(slot))
+            copy._l1_busy[slot] = self._l1_busy.get(slot, 0.0)
+            copy._l2_busy[slot] = self._l2_busy.get(slot, 0.0)
+        return copy
 
     def forget(self, slot: int) -> None:
         for busy in (self._l1_busy, self._l2_busy):

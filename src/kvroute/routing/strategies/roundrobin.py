@@ -72,5 +72,15 @@ class RoundRobin:
             present = {other.worker.id for other in decision.ranking}
             queue.next_start = {id_: at for id_, at in queue.next_start.items() if id_ in present}
 
+    def state_for(self, query: RouteQuery, view: FleetView) -> list[float]:
+        """Each worker's virtual time, in the order of the view. See `StatefulStrategy`."""
+        queue = self._queues.get(view.model) or _FairQueue()
+        return [queue.start(worker.id) for worker in view.workers]
+
+    def restore(self, query: RouteQuery, view: FleetView, state: list[float]) -> None:
+        """See `StatefulStrategy`."""
+        queue = self._queues[view.model] = _FairQueue()
+        queue.next_start = {worker.id: start for worker, start in zip(view.workers, state, strict=True)}
+
     def forget(self, session_key: str) -> bool:
         return False

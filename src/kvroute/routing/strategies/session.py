@@ -159,6 +159,22 @@ class Session:
         else:
             self._placements.get(key)  # marks it as used
 
+    def state_for(self, query: RouteQuery, view: FleetView) -> tuple[WorkerId, WorkerId] | None:
+        """The session's placement. See `StatefulStrategy`."""
+        if query.session_key is None:
+            return None
+        return self._placements.peek((view.model, _place(query.session_key)))
+
+    def restore(self, query: RouteQuery, view: FleetView, state: tuple[WorkerId, WorkerId] | None) -> None:
+        """See `StatefulStrategy`."""
+        if query.session_key is None:
+            return
+        key = view.model, _place(query.session_key)
+        if state is None:
+            self._placements.pop(key)
+        else:
+            self._placements.put(key, _Placement(*state))
+
     def forget(self, session_key: str) -> bool:
         """Drop the session's placements, so that it goes to its home again. False if it had none."""
         place = _place(session_key)

@@ -1,0 +1,424 @@
+"""Records routing decisions with their inputs, and makes them again with any strategy.
+
+The router records only while somebody looks (`Router.record`). Pure: no I/O and no clock.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple, Protocol, cast, overload
+
+from msgspec import Struct
+
+from kvroute.blocks.chunks import PromptChunks
+from kvroute.blocks.keys import BlockKey, PromptKeys
+from kvroute.fleet.load import LoadState, WorkerLoad
+from kvroute.fleet.worker import FleetView, HealthState, Worker, WorkerFacts, WorkerSpec
+from kvroute.index.history import HistoryShare, RouteHistory
+from kvroute.index.in_flight import InFlight
+from kvroute.routing.cost import CostModel
+from kvroute.routing.cost_parameters import Costs
+from kvroute.routing.strategy import (
+    CachePlace,
+    ExactPrompt,
+    Needs,
+    RouteDecision,
+    RouteQuery,
+    RouteReason,
+    StatefulStrategy,
+    Strategy,
+    Tokens,
+)
+from kvroute.routing.transfers import CacheViews, Transfers
+
+MOST_DECISIONS: Final = 1000
+"""Recorded decisions that are kept. One on 64 workers takes about 25 KB."""
+MOST_WORKERS_PER_SECOND: Final = 8000
+"""Workers whose figures are copied in a second, about 1 us each: 125 decisions on 64 workers."""
+
+
+class RecordedKeys(Sequence[BlockKey]):
+    """What the indexes had for a prompt, in place of its block keys."""
+
+    __slots__ = ("cached", "held", "in_flight", "length")
+
+    def __init__(
+        self,
+        length: int,
+        held: Mapping[int, int],
+        cached: Mapping[int, Tokens] | None = None,
+        in_flight: Mapping[int, int] | None = None,
+    ) -> None:
+        """`held` is from the route history by worker; `cached` and `in_flight` by slot of the cache map."""
+        self.length = length
+        self.held = held
+        self.cached = cached or {}
+        self.in_flight = in_flight or {}
+
+    def __len__(self) -> int:
+        return self.length
+
+    @overload
+    def __getitem__(self, place: int) -> BlockKey: ...
+    @overload
+    def __getitem__(self, place: slice) -> Sequence[BlockKey]: ...
+    def __getitem__(self, place: int | slice) -> BlockKey | Sequence[BlockKey]:
+        raise TypeError("keys are not recorded")
+
+
+class RecordedWorker(NamedTuple):
+    """One worker as a decision saw it. The part of the history is in blocks."""
+
+    spec: WorkerSpec
+    facts: WorkerFacts
+    number: int
+    """`Worker.index`."""
+    ramp: tuple[float, float, float | None]
+    load: LoadState
+    rank_loads: Mapping[int, LoadState]
+    blocks: int
+    active_blocks: int
+    capacity_blocks: int
+    places: Sequence[CachePlace]
+
+
+class RecordedDecision(Struct, frozen=True):
+    """A decision with all that its strategy read, except the strategy's options."""
+
+    decision: RouteDecision
+    needs: Needs
+    """What the gateway had prepared: other strategies may need more."""
+    query: RouteQuery
+    """With `RecordedKeys` in place of block keys, and without token ids."""
+    version: int
+    workers: tuple[RecordedWorker, ...]
+    costs: Costs
+    speeds: Mapping[int, float]
+    transfers: Transfers
+    state: Any
+    """The strategy's state (`StatefulStrategy`); None if it has none."""
+
+    def view(self) -> FleetView:
+        """The workers with copies of their loads."""
+        return FleetView(self.query.model, tuple(map(_restored, self.workers)), self.version)
+
+
+def _restored(seen: RecordedWorker) -> Worker:
+    ramp, since, until = seen.ramp
+    return Worker(
+        seen.spec,
+        WorkerLoad.restored(seen.load),
+        HealthState.HEALTHY,
+        seen.facts,
+        ramp,
+        seen.number,
+        since,
+        until,
+        rank_loads={rank: WorkerLoad.restored(load) for rank, load in seen.rank_loads.items()},
+    )
+
+
+class DecisionRecorder:
+    """Keeps the last decisions with copies of their inputs. Mutable: `decided` adds to it.
+
+    Decisions beyond `MOST_WORKERS_PER_SECOND` are counted in `skipped`.
+    """
+
+    def __init__(self, history: RouteHistory, costs: CostModel, views: CacheViews) -> None:
+        self._history = history
+        self._costs = costs
+        self._views = views
+        self._ring: deque[RecordedDecision] = deque(maxlen=MOST_DECISIONS)
+        self._no_transfers = Transfers()
+        self._second = float("-inf")
+        self._in_second = 0
+        self.skipped = 0
+        self.prefixes = HotPrefixes()
+
+    def __len__(self) -> int:
+        return len(self._ring)
+
+    def decided(
+        self, query: RouteQuery, view: FleetView, strategy: Strategy, decision: RouteDecision
+    ) -> None:
+        """Record `decision`, before it is dispatched: nothing that `strategy` read has changed yet."""
+        if query.now - self._second >= 1.0:
+            self._second, self._in_second = query.now, 0
+        if self._in_second >= MOST_WORKERS_PER_SECOND:
+            self.skipped += 1
+            return
+        self._in_second += len(view.workers)
+        self.prefixes.add(query)
+        recorded, slots = self._query(query)
+        needs_map = strategy.needs is Needs.TOKENS
+        self._ring.append(
+            RecordedDecision(
+                decision,
+                strategy.needs,
+                recorded,
+                view.version,
+                tuple([self._worker(worker, needs_map) for worker in view.workers]),
+                self._costs.costs(query.model),
+                dict(self._costs.speeds(query.model)),
+                self._views.transfers.excerpt(slots) if slots else self._no_transfers,
+                strategy.state_for(query, view) if isinstance(strategy, StatefulStrategy) else None,
+            )
+        )
+
+    def decisions(self) -> list[RouteDecision]:
+        """The recorded decisions, oldest first."""
+        return [recorded.decision for recorded in self._ring]
+
+    def find(self, decisions: Collection[RouteDecision]) -> list[RecordedDecision | None]:
+        """The records of `decisions`, in their order; None where a decision was not recorded."""
+        known = {id(recorded.decision): recorded for recorded in self._ring}
+        return [known.get(id(decision)) for decision in decisions]
+
+    def _query(self, query: RouteQuery) -> tuple[RouteQuery, set[int]]:
+        """The query with `RecordedKeys`, and the slots that load from slower tiers."""
+        slots: set[int] = set()
+        exact = []
+        for prompt in query.exact:
+            cached = self._views.caches.match(prompt)
+            in_flight, _ = self._views.in_flight.match(prompt.keys)
+            slots |= {slot for slot, tokens in cached.items() if tokens.l1 or tokens.l2}
+            keys = RecordedKeys(len(prompt.keys), {}, cached, in_flight)
+            exact.append(
+                ExactPrompt(
+                    prompt.tokens,
+                    keys,
+                    PromptChunks(()),
+                    prompt.salt,
+                    prompt.adapter,
+                    None,
+                    prompt.key_tokens,
+                )
+            )
+        prompts = tuple(
+            PromptKeys(
+                RecordedKeys(len(prompt.keys), self._history.match(prompt.keys)),
+                prompt.tokens,
+                prompt.block_tokens,
+            )
+            for prompt in query.prompts
+        )
+        return (
+            RouteQuery(
+                query.model,
+                query.now,
+                prompts,
+                query.tokens,
+                query.session_key,
+                query.streamed,
+                query.fingerprint,
+                tuple(exact),
+                query.inexact,
+            ),
+            slots,
+        )
+
+    def _worker(self, worker: Worker, needs_map: bool) -> RecordedWorker:
+        part = self._history.part(worker.index)
+        return RecordedWorker(
+            worker.spec,
+            worker.facts,
+            worker.index,
+            (worker.ramp, worker.ramp_since, worker.ramp_until),
+            worker.load.state(),
+            {rank: load.state() for rank, load in worker.rank_loads.items()} if worker.rank_loads else _NONE,
+            part.blocks,
+            part.active_blocks,
+            part.capacity_blocks,
+            self._views.caches.places(worker) if needs_map else (),
+        )
+
+
+_NONE: Final[Mapping[int, LoadState]] = MappingProxyType({})
+
+
+class MakeStrategy(Protocol):
+    """Makes a strategy with its options, for these collaborators."""
+
+    def __call__(self, costs: CostModel, history: RouteHistory, views: CacheViews) -> Strategy: ...
+
+
+class Redecider:
+    """Makes recorded decisions again, with one strategy. Mutable: a stateful strategy keeps its state.
+
+    Of a decision that the same strategy made, the strategy's state is restored. Otherwise the state follows
+    from the decisions that were made again before, as if this strategy had routed them.
+    """
+
+    def __init__(self, name: str, needs: Needs, make: MakeStrategy) -> None:
+        self.name = name
+        self._needs = needs
+        self._inputs = _Inputs()
+        views = CacheViews(
+            self._inputs, cast("InFlight", _RecordedFlights()), cast("Transfers", self._inputs)
+        )
+        history = cast("RouteHistory", self._inputs)
+        self._strategy = make(cast("CostModel", self._inputs), history, views)
+
+    def why_not(self, recorded: RecordedDecision) -> str:
+        """Why this strategy cannot make the decision: a sentence; "" if it can."""
+        own = recorded.decision.strategy
+        if self._needs is Needs.NOTHING or self._needs is recorded.needs:
+            return ""
+        if self._needs is Needs.PROMPT and recorded.needs is Needs.TOKENS:
+            return ""
+        missing = {
+            Needs.PROMPT: "reads no prompts",
+            Needs.TOKENS: "reads no token ids and no cache map",
+            Needs.SESSION_KEY: "reads no session keys",
+        }[self._needs]
+        return f"{self.name} needs what the gateway did not read: {own} {missing}."
+
+    def redecide(self, recorded: RecordedDecision) -> RouteDecision:
+        """The decision of this strategy on the recorded inputs. About 0.2 ms with 64 workers."""
+        strategy, query, view = self._strategy, recorded.query, recorded.view()
+        self._inputs.use(recorded)
+        is_own = recorded.decision.strategy == self.name
+        if is_own and isinstance(strategy, StatefulStrategy):
+            strategy.restore(query, view, recorded.state)
+        decision = strategy.rank(query, view)
+        if len(view.workers) == 1:
+            decision = RouteDecision(decision.strategy, RouteReason.ONLY_WORKER, decision.ranking)
+        if not is_own and isinstance(strategy, StatefulStrategy):
+            strategy.on_dispatch(query, decision, decision.ranking[0])
+        return decision
+
+
+class _Inputs:
+    """A recorded decision's inputs as the `CostModel`, `RouteHistory`, `CacheMap` and `Transfers` of a
+    strategy. Mutable: `use`."""
+
+    parts: Mapping[int, HistoryShare]
+
+    def use(self, recorded: RecordedDecision) -> None:
+        self.parts = parts = {}
+        for seen in recorded.workers:
+            part = parts[seen.number] = HistoryShare(seen.number, seen.capacity_blocks)
+            part.blocks, part.active_blocks = seen.blocks, seen.active_blocks
+        self._places = {seen.number: seen.places for seen in recorded.workers}
+        model = recorded.query.model
+        costs = CostModel.fixed(cast("RouteHistory", self), model, recorded.costs, recorded.speeds)
+        self.rank, self.costs, self.pressure = costs.rank, costs.costs, costs.pressure
+        self.load = recorded.transfers.load
+
+    def start(self, slot: int, tokens: Tokens, now: float) -> None:
+        """No transfer is started."""
+
+    def part(self, worker: int) -> HistoryShare:
+        return self.parts[worker]
+
+    def refresh(self, force: bool) -> bool:
+        return False
+
+    def places(self, worker: Worker) -> Sequence[CachePlace]:
+        return self._places[worker.index]
+
+    def match(self, prompt: Any) -> Any:
+        """Of an exact prompt, the tokens by slot; of keys, the blocks by worker."""
+        if isinstance(prompt, ExactPrompt):
+            return cast("RecordedKeys", prompt.keys).cached
+        return prompt.held
+
+
+class _RecordedFlights:
+    """`InFlight.match` for recorded prompts."""
+
+    def match(self, keys: RecordedKeys) -> tuple[Mapping[int, int], bool]:
+        return keys.in_flight, False
+
+    def compact(self) -> None:
+        """Nothing is in flight."""
+
+
+class HotPrefix(Struct):
+    """A prefix that several requests shared. Mutable: `HotPrefixes` counts."""
+
+    model: str
+    blocks: int
+    tokens: int
+    """Tokens of the prefix, estimated unless the keys are exact."""
+    parent: BlockKey | None
+    """The key of the prefix half as long."""
+    requests: int = 0
+    chain: Sequence[int] | None = None
+    """The keys of all blocks, once there was time to compute them."""
+    prompt: ExactPrompt | None = None
+    """The prefix token by token, if token ids were read."""
+
+
+_DEPTHS: Final = tuple(1 << power for power in range(11))
+_MOST_PREFIXES: Final = 4096
+_CHAIN_INTERVAL_S: Final = 0.1
+
+
+class HotPrefixes:
+    """Counts requests by prefix, at lengths of 1, 2, 4 to 1,024 blocks. Mutable: `add`.
+
+    Keeps 4,096 prefixes: when there are more, the less used half is dropped. Holds hashes, and token ids
+    where the gateway reads them, no text.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[BlockKey, HotPrefix] = {}
+        self._chain_due = float("-inf")
+
+    def add(self, query: RouteQuery) -> None:
+        """Count the prefixes of a request's first prompt. A few us; hashes a chain at most every 0.1 s."""
+        exact = query.exact[0] if query.exact else None
+        if exact is None and not query.prompts:
+            return
+        if exact is not None:
+            keys, block_tokens = exact.keys, float(exact.key_tokens)
+        else:
+            keys, block_tokens = query.prompts[0].keys, query.prompts[0].block_tokens
+        known, length, parent = self._known, len(keys), None
+        due: list[HotPrefix] = []
+        for depth in _DEPTHS:
+            if depth > length:
+                break
+            key = keys[depth - 1]
+            entry = known.get(key)
+            if entry is None:
+                entry = known[key] = HotPrefix(query.model, depth, int(depth * block_tokens), parent)
+            entry.requests += 1
+            parent = key
+            if entry.requests > 1 and entry.chain is None:
+                due.append(entry)
+        if due and query.now >= self._chain_due:
+            self._chain_due = query.now + _CHAIN_INTERVAL_S
+            chain = array("Q", keys[: due[-1].blocks])
+            for entry in due:
+                entry.chain = chain[: entry.blocks]
+                if exact is not None:
+                    entry.prompt = _beginning(exact, entry.blocks, entry.chain)
+        if len(known) > _MOST_PREFIXES:
+            used = sorted(known.items(), key=lambda item: item[1].requests, reverse=True)
+            self._known = dict(used[: _MOST_PREFIXES // 2])
+
+    def hottest(self, limit: int) -> list[tuple[BlockKey, HotPrefix]]:
+        """Prefixes of at least two requests, most used first; each at the longest length that as many
+        share."""
+        extended = {
+            (entry.parent, entry.requests) for entry in self._known.values() if entry.parent is not None
+        }
+        found = [
+            (key, entry)
+            for key, entry in self._known.items()
+            if entry.requests > 1 and entry.chain is not None and (key, entry.requests) not in extended
+        ]
+        found.sort(key=lambda item: (item[1].requests, item[1].blocks), reverse=True)
+        return found[:limit]
+
+
+def _beginning(prompt: ExactPrompt, blocks: int, chain: Sequence[int]) -> ExactPrompt:
+    tokens = blocks * prompt.key_tokens
+    keys = cast("list[BlockKey]", list(chain))
+    chunks = PromptChunks(prompt.chunks.token_ids[:tokens])
+    return ExactPrompt(tokens, keys, chunks, prompt.salt, prompt.adapter, None, prompt.key_tokens)
