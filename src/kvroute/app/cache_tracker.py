@@ -21,7 +21,7 @@ from kvroute.blocks.chunks import PromptChunks
 from kvroute.blocks.keys import Tier
 from kvroute.clock import Clock
 from kvroute.errors import ConfigError, NotFound
-from kvroute.events.ingest import EventIngest, Stream
+from kvroute.events.ingest import EventIngest, Stream, StreamFigures
 from kvroute.events.options import KvEventsOptions
 from kvroute.events.probes import KnownPrompt
 from kvroute.fleet.fleet import Fleet, FleetChange
@@ -84,6 +84,25 @@ def describe_map(
     }
 
 
+def stream_row(stream: StreamFigures, started: float) -> dict[str, object]:
+    """One event stream for the live page, as JSON values. `started`: `Clock.wall()` minus `Clock.now()`."""
+    counts = stream.counts
+    return {
+        "worker": stream.worker,
+        "rank": stream.rank,
+        "map": stream.trust.value,
+        "why": stream.reason,
+        "held": {tier.name.lower(): blocks for tier, blocks in stream.held_blocks.items()},
+        "orphans": stream.orphan_blocks,
+        "batches": counts.messages,
+        "gaps": counts.gaps,
+        "replays": counts.replays,
+        "restarts": counts.restarts,
+        "losses": counts.losses,
+        "last_batch": None if stream.last_message is None else round(started + stream.last_message),
+    }
+
+
 class CacheTracker:
     """Reads the workers' cache events into the map, and provides exact tokens for lookups.
 
@@ -107,6 +126,7 @@ class CacheTracker:
         bandwidth in GB/s from the tier to the slot, and the number of measured loads. `indexes` replace the
         default ones, for a map that is published to other processes (`replicas.maps`)."""
         self._fleet = fleet
+        self._clock = clock
         self._client = worker_client(config)
         self._index, chunks = indexes or (
             PrefixIndex(max_blocks=config.kv_events.max_index_blocks),
@@ -228,6 +248,11 @@ class CacheTracker:
         """Notes for `/ready`: workers whose map is incomplete, models without exact tokens, failed tasks."""
         notes = map_notes(self._fleet, self.caches)
         return notes + self._tokens.notes() + self.lmcache.notes() + self._background.notes()
+
+    def streams(self) -> list[dict[str, object]]:
+        """A row per event stream, for the live page."""
+        started = self._clock.wall() - self._clock.now()
+        return [stream_row(stream, started) for stream in self._ingest.figures()]
 
     def describe(self) -> dict[str, object]:
         """The map for the admin API."""

@@ -221,6 +221,10 @@ class CacheTrackerMirror:
         notes = map_notes(self._fleet, self.caches)
         return notes + self._tokens.notes() + self._background.notes()
 
+    def streams(self) -> list[dict[str, object]]:
+        """Nothing: the process that tracks the caches shows the streams."""
+        return []
+
     def describe(self) -> dict[str, object]:
         return describe_map(self._fleet, self.caches, self.caches.mirror.blocks, self._tokens.describe())
 

@@ -120,11 +120,14 @@ class Replica:
         fleet.subscribe_admin_overrides(lambda overrides: self.mesh.publish(_overrides_message(overrides)))
         fleet.subscribe(self._fleet_changed)
 
-    def serve_admin(self, decisions: Callable[[int], list[dict[str, Any]]], audit: Callable[[], Any]) -> None:
+    def serve_admin(
+        self, decisions: Callable[[int, str], list[dict[str, Any]]], audit: Callable[[], Any]
+    ) -> None:
         """Answer the admin requests of the other processes with these functions."""
 
-        async def answer_decisions(limit: bytes) -> bytes:
-            return msgspec.json.encode(decisions(int(limit)))
+        async def answer_decisions(asked: bytes) -> bytes:
+            limit, _, request_id = asked.decode().partition(" ")
+            return msgspec.json.encode(decisions(int(limit), request_id))
 
         async def answer_predictions(_: bytes) -> bytes:
             return msgspec.json.encode(audit())
@@ -160,8 +163,9 @@ class Replica:
 
     # `PeerProcesses`
 
-    async def decisions(self, limit: int, own: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        answers = await self.mesh.request_all(_DECISIONS, str(limit).encode(), _REQUEST_TIMEOUT_S)
+    async def decisions(self, limit: int, request_id: str, own: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        asked = f"{limit} {request_id}".encode()
+        answers = await self.mesh.request_all(_DECISIONS, asked, _REQUEST_TIMEOUT_S)
         return merge_decisions([own, *map(msgspec.json.decode, answers.values())], limit)
 
     async def predictions(self, own: dict[str, Any]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from fastapi import FastAPI
 from prometheus_client.registry import Collector
@@ -41,6 +41,8 @@ from kvroute.gateway.control import control_routes
 from kvroute.gateway.dataplane import DataPlane
 from kvroute.gateway.exchange import ExchangeDeps
 from kvroute.gateway.journal import Journal
+from kvroute.gateway.live import LiveFigures
+from kvroute.gateway.page import page_routes
 from kvroute.gateway.planner import Planner
 from kvroute.gateway.preparation import KeySpaces
 from kvroute.gateway.request_queue import Permits, RequestQueue
@@ -186,6 +188,7 @@ class Runtime:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._live.end()
         for task in self._tasks:
             task.cancel()
         for outcome in await asyncio.gather(*self._tasks, return_exceptions=True):
@@ -375,9 +378,37 @@ class Runtime:
             self.cache_tracker.describe if self.cache_tracker else dict,
             self._replica,
         )
+        tracker = self.cache_tracker
+        self._live = LiveFigures(
+            self.fleet,
+            self.router,
+            self._journal,
+            self.audit,
+            self._clock,
+            streams=tracker.streams if tracker else list,
+            slow=self._slow_sections,
+            strategy=config.routing.strategy,
+            peers=None if self._replica is None else self._replica.mesh,
+        )
         scrape = None if self._replica is None else self._collect_all_processes
         control = control_routes(self.plane, self.fleet, self.router, self._notes, scrape)
-        return build_application(self.plane, guard, control, admin)
+        return build_application(self.plane, guard, control, admin, page_routes(self._live))
+
+    def _slow_sections(self) -> dict[str, Any]:
+        """Sections of the live page that change slowly."""
+        discoverer, tracker = self._discoverer, self.cache_tracker
+        map_figures = tracker.describe() if tracker is not None else {}
+        map_figures.pop("workers", None)
+        return {
+            "notes": [*self.fleet.reasons_not_ready(), *self._notes()],
+            "tokenizers": map_figures.pop("tokens", {}),
+            "map": map_figures or None,
+            "discovery": {
+                "errors": discoverer.errors(),
+                "kept": discoverer.kept(),
+                "shrinks": dict(discoverer.shrinks),
+            },
+        }
 
     def _notes(self) -> list[str]:
         return [

@@ -158,6 +158,7 @@ class GatewayServer(uvicorn.Server):
                 self._access.listens_on(port)
             shown = f"[{host}]" if ":" in host else host
             log.info("kvroute %s listens on %s://%s:%d", __version__, scheme, shown, port)
+            log.info("the live page is at %s://%s:%d/ui#key=ADMIN-KEY", scheme, shown, port)
 
     async def _bind(self) -> Sequence[socket.SocketType]:
         """Bind the configured address as uvicorn does, without accepting connections. Raises SystemExit."""

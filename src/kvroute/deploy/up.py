@@ -260,6 +260,7 @@ kvroute is ready at {url} with {len(plan.workers)} worker(s). {kind}
 
   curl {trust}{url}/v1/chat/completions -H 'content-type: application/json' -d '{json.dumps(body)}'
 
+  live page          {url}/ui#key=ADMIN-KEY
   API documentation  {url}/docs
   metrics            {url}/metrics
   admin key          {key}

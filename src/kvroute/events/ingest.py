@@ -85,6 +85,8 @@ class StreamFigures:
     orphan_blocks: int
     counts: StreamCounts
     blocks: LedgerCounts
+    last_message: float | None = None
+    """When the last batch was read, in `Clock.now()` seconds; None before the first one."""
 
 
 log = logging.getLogger(__name__)
@@ -173,6 +175,7 @@ class EventIngest:
                 stream.ledger.orphan_blocks,
                 stream.subscriber.counts,
                 stream.ledger.counts,
+                stream.subscriber.last_message,
             )
             for worker, streams in self._streams.items()
             for stream in streams

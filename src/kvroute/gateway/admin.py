@@ -34,8 +34,8 @@ _MAX_BODY_BYTES = 64 * 1024
 class PeerProcesses(Protocol):
     """Adds the data of other gateway processes at the same address to the data of this process, `own`."""
 
-    async def decisions(self, limit: int, own: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The last decisions of all processes, newest first."""
+    async def decisions(self, limit: int, request_id: str, own: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The last decisions of all processes, newest first; see `Journal.decisions`."""
         ...
 
     async def predictions(self, own: dict[str, Any]) -> dict[str, Any]:
@@ -130,9 +130,12 @@ def admin_routes(
         return own if peers is None else await peers.predictions(own)
 
     @routes.get("/decisions", summary="The last routing decisions, newest first, with their arithmetic")
-    async def decisions(limit: int = Query(100, ge=1, le=1000)) -> dict[str, Any]:
-        own = journal.decisions(limit)
-        return {"decisions": own if peers is None else await peers.decisions(limit, own)}
+    async def decisions(
+        limit: int = Query(100, ge=1, le=1000),
+        request_id: str = Query("", description="Only requests whose id contains this text."),
+    ) -> dict[str, Any]:
+        own = journal.decisions(limit, request_id)
+        return {"decisions": own if peers is None else await peers.decisions(limit, request_id, own)}
 
     @routes.get("/config", summary="The resolved configuration, secrets masked")
     async def config() -> Mapping[str, Any]:

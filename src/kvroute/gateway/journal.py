@@ -79,7 +79,7 @@ class Record(Struct, eq=False, gc=False):
     ended: float = 0.0
 
 
-_Entry = tuple[float, float, Record]
+Entry = tuple[float, float, Record]
 """Seconds since the epoch at the end, duration in seconds, and the record."""
 
 
@@ -105,7 +105,9 @@ class Journal:
         self._timer: asyncio.TimerHandle | None = None
         self._unsettled = 0
         """Records since the last `Metrics.settle`."""
-        self._ring: deque[_Entry] = deque(maxlen=kept)
+        self._ring: deque[Entry] = deque(maxlen=kept)
+        self._kept = 0
+        """Records that were ever put into the ring."""
         metrics.call_before_collect(self._process)
 
     def finished(self, record: Record, now: float) -> None:
@@ -131,11 +133,27 @@ class Journal:
             self._timer = None
         self._process()
 
-    def decisions(self, limit: int) -> list[dict[str, Any]]:
-        """The most recent decisions, newest first, with the arithmetic of each candidate."""
+    def decisions(self, limit: int, request_id: str = "") -> list[dict[str, Any]]:
+        """The most recent decisions, newest first, with the arithmetic of each candidate.
+
+        With `request_id` only those of requests whose id contains it.
+        """
         self._process()
-        newest = list(self._ring)[-limit:][::-1] if limit else []
+        entries = list(self._ring)
+        if request_id:
+            wanted = request_id.encode()
+            entries = [entry for entry in entries if wanted in entry[2].request_id]
+        newest = entries[-limit:][::-1] if limit else []
         return [_described(wall, duration, record) for wall, duration, record in newest]
+
+    def since(self, cursor: int | None) -> tuple[int, list[Entry]]:
+        """The kept requests that were finished after `cursor`, oldest first, and the next cursor.
+
+        None: all that are kept.
+        """
+        self._process()
+        new = self._kept if cursor is None else max(0, self._kept - cursor)
+        return self._kept, list(self._ring)[-new:] if new else []
 
     def _process(self) -> None:
         waiting = self._waiting
@@ -145,7 +163,7 @@ class Journal:
         wall_offset = self._clock.wall() - self._clock.now()
         lines = self._lines if self._lines is not None and self._lines.is_on else None
         is_json = lines is not None and lines.is_json
-        entries, written = list[_Entry](), list[tuple[float, str | dict[str, Any]]]()
+        entries, written = list[Entry](), list[tuple[float, str | dict[str, Any]]]()
         series_of = self._metrics.series
         for record in waiting:
             started, first_byte, decision = record.started, record.first_byte, record.decision
@@ -180,6 +198,7 @@ class Journal:
                     )
                 written.append((wall, _line(record, duration, text)))
         self._ring.extend(entries)
+        self._kept += len(entries)
         if lines is not None:
             lines.write(written)
         self._unsettled += len(waiting)
@@ -267,6 +286,11 @@ def _described(wall: float, duration: float, record: Record) -> dict[str, Any]:
         entry["queue_wait_s"] = record.queued_s
     if record.decision is not None:
         entry |= {"prompt_tokens": record.tokens, **record.decision.describe()}
+    if record.usage is not None:
+        entry |= {
+            "reported_prompt_tokens": record.usage.prompt_tokens,
+            "cached_tokens": record.usage.cached_tokens,
+        }
     return entry
 
 

@@ -1,0 +1,254 @@
+"""The live page in Chromium, of real gateways in front of simulated workers."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+from axe_playwright_python.async_playwright import Axe
+from playwright.async_api import Browser, Page, async_playwright, expect
+
+from kvroute.fleet.worker import WorkerId, WorkerSpec
+from kvroute.sim.app import run_sim
+from kvroute.sim.options import SimOptions
+
+IMAGES = Path(__file__).parents[2] / "docs" / "images"
+HOSTILE = '<img src=x onerror="document.title=1">'
+CHROMIUM = shutil.which("chromium")
+if CHROMIUM is None and os.environ.get("CI"):
+    pytest.fail("chromium is missing (.ci/run installs it)", pytrace=False)
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
+
+expect.set_options(timeout=20_000)
+
+
+@pytest.fixture
+def lane() -> str:
+    return "fast lane"
+
+
+@pytest.fixture
+async def browser() -> AsyncIterator[Browser]:
+    async with async_playwright() as playwright:
+        browser = await playwright.chromium.launch(
+            executable_path=CHROMIUM, args=["--no-sandbox", "--no-proxy-server", "--disable-gpu"]
+        )
+        yield browser
+        await browser.close()
+
+
+@asynccontextmanager
+async def opened(
+    browser: Browser, gateway, *, width: int = 1280, scheme: str = "light", path: str = "/ui#key=admin-key"
+) -> AsyncIterator[Page]:
+    """The page, connected; at the end it must have made no error and no request to another host."""
+    context = await browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
+    page = await context.new_page()
+    wrong: list[str] = []
+    page.on("console", lambda line: line.type in ("error", "warning") and wrong.append(line.text))
+    page.on("pageerror", lambda error: wrong.append(str(error)))
+    page.on("request", lambda request: request.url.startswith(gateway.url) or wrong.append(request.url))
+    await page.goto(gateway.url + path)
+    await expect(page.locator("#figures")).to_be_visible()
+    yield page
+    await context.close()
+    assert wrong == []
+
+
+@pytest.fixture
+async def fleet(run_gateway):
+    """A gateway with the workers A and B, and five conversations of four turns, each with 20 requests."""
+    async with AsyncExitStack() as stack:
+        sims = [await stack.enter_async_context(run_sim(SimOptions(time_scale=0.05))) for _ in "AB"]
+        workers = [{"id": name, "url": sim.url} for name, sim in zip("AB", sims, strict=True)]
+        yield await stack.enter_async_context(run_gateway(workers))
+
+
+async def converse(client: httpx.AsyncClient) -> dict[int, str]:
+    """Send 20 requests, four turns of five conversations; returns the last worker of each conversation."""
+    workers: dict[int, str] = {}
+    number = 0
+    for turn in range(4):
+        for conversation in range(5):
+            number += 1
+            text = f"This is conversation {conversation}. " * 40 + "And then? " * turn
+            body = {"model": "sim-model", "messages": [{"role": "user", "content": text}], "max_tokens": 4}
+            if turn:
+                body |= {"stream": True, "stream_options": {"include_usage": True}}
+            headers = {"x-request-id": f"conversation-{conversation}-request-{number}"}
+            answer = await client.post("/v1/chat/completions", json=body, headers=headers)
+            workers[conversation] = answer.headers["x-kvroute-worker"]
+    return workers
+
+
+async def press(page: Page, selector: str, key: str = "Enter") -> None:
+    await page.locator(selector).focus()
+    await page.keyboard.press(key)
+
+
+async def test_it_answers_the_three_questions_by_keyboard(browser, fleet) -> None:
+    """Which worker holds conversation 3, why did request 17 go there, what would roundrobin have done?"""
+    async with opened(browser, fleet) as page:
+        workers = await converse(fleet.client)
+        await expect(page.locator("#request-table")).to_contain_text("conversation-1-request-17")
+
+        await page.locator("#search").focus()
+        await page.keyboard.type("conversation-3")
+        await page.keyboard.press("Enter")
+        await expect(page.locator("#search-result")).to_contain_text(
+            f"4 requests match conversation-3. The last one went to {workers[3]}"
+        )
+        await expect(page.locator("#request-table tbody tr")).to_have_count(4)
+        await press(page, "#clear")
+
+        await press(page, '#request-table button:has-text("request-17")')
+        decision = page.locator("#decision")
+        await expect(decision).to_be_focused()
+        await expect(decision).to_contain_text(f"went to {workers[1]}, because")
+        await expect(decision).to_contain_text("(prefix_hit)")
+        await expect(decision).to_contain_text(f"Cost on {workers[1]}: max(wait")
+        other = "AB".replace(workers[1], "")
+        await expect(decision).to_contain_text(f"{other} would have cost")
+        await expect(decision.locator("tbody tr")).to_have_count(2)
+        await press(page, "#decision button")
+        await expect(page.locator('#request-table button:has-text("request-17")')).to_be_focused()
+
+        await page.locator("#strategy").select_option("roundrobin")
+        await press(page, "#what-if-form button")
+        await expect(page.locator("#what-if-result")).to_contain_text("roundrobin would have sent")
+        await expect(page.locator("#what-if-result")).to_contain_text("of 20 requests to the same worker")
+        for worker in "AB":
+            row = page.locator("#what-if-table tbody tr", has=page.locator(f'th:text-is("{worker}")'))
+            await expect(row.locator("td").last).to_have_text("10")
+
+
+async def test_a_strategy_that_cannot_decide_again_is_explained(browser, fleet) -> None:
+    async with opened(browser, fleet) as page:
+        await converse(fleet.client)
+        await page.locator("#strategy").select_option("kvaware")
+        await press(page, "#what-if-form button")
+
+        await expect(page.locator("#what-if-result")).to_contain_text("None of the last 20 requests")
+        await expect(page.locator("#what-if-notes")).to_contain_text("prefixaware reads no token ids")
+
+
+async def test_figures_workers_and_prefixes_are_shown(browser, fleet) -> None:
+    async with opened(browser, fleet) as page:
+        await converse(fleet.client)
+
+        await expect(page.locator("#worker-table tbody tr")).to_have_count(2)
+        await expect(page.locator("#worker-table")).to_contain_text("healthy")
+        await expect(page.locator("#summary")).to_contain_text("Tokens saved")
+        await expect(page.locator("#summary")).to_contain_text("20 answers reported cached tokens")
+        await expect(page.locator("#prefix-table tbody tr")).not_to_have_count(0)
+        await expect(page.locator("#accuracy-table tbody tr")).not_to_have_count(0)
+        assert "conversation 3" not in (await page.content())  # of the prompts, only hashes
+
+
+async def test_a_worker_is_drained_and_returned(browser, fleet) -> None:
+    async with opened(browser, fleet) as page:
+        row = page.locator("#worker-table tbody tr").first
+        await press(page, "#worker-table tbody tr:first-child button")
+        await expect(row).to_contain_text("draining")
+        await press(page, "#worker-table tbody tr:first-child button")
+        await expect(row).to_contain_text("healthy")
+
+
+async def test_a_paused_page_stands_still_and_catches_up(browser, fleet) -> None:
+    async with opened(browser, fleet) as page:
+        await press(page, "#pause")
+        await converse(fleet.client)
+        await expect(page.locator("#connection")).to_contain_text("paused")
+        await expect(page.locator("#request-table tbody tr")).to_have_count(0)
+        await press(page, "#pause")
+        await expect(page.locator("#request-table tbody tr")).to_have_count(20)
+
+
+async def test_hostile_names_stay_text(browser, run_gateway) -> None:
+    """Such an id is refused in configuration and admin API; the page must not depend on that."""
+    async with (
+        run_sim(SimOptions(time_scale=0, models=(HOSTILE,))) as sim,
+        run_gateway([], wait=False) as gateway,
+        opened(browser, gateway) as page,
+    ):
+        gateway.runtime.fleet.add(WorkerSpec(WorkerId(HOSTILE), sim.url))
+        await gateway.until_healthy(1)
+        body = {"model": HOSTILE, "messages": [{"role": "user", "content": "hello " * 200}], "max_tokens": 1}
+        headers = {"x-request-id": HOSTILE.replace(" ", "_")}
+        await gateway.client.post("/v1/chat/completions", json=body, headers=headers)
+
+        await expect(page.locator("#request-table tbody tr")).to_have_count(1)
+        await press(page, "#request-table button")
+        await expect(page.locator("#decision")).to_contain_text(HOSTILE)
+        await expect(page.locator("#worker-table th[scope=row]")).to_have_text(HOSTILE)
+        assert await page.locator("img").count() == 0
+        assert await page.title() == "kvroute"
+
+
+async def test_the_key_stays_out_of_the_address_and_a_wrong_one_is_asked_again(browser, fleet) -> None:
+    context = await browser.new_context()
+    page = await context.new_page()
+    await page.goto(f"{fleet.url}/ui#key=wrong")
+    await expect(page.locator("#key-problem")).to_contain_text("refuses this key")
+    assert "wrong" not in page.url
+
+    await page.locator("#key").fill("admin-key")
+    await page.keyboard.press("Enter")
+    await expect(page.locator("#figures")).to_be_visible()
+    await page.reload()
+    await expect(page.locator("#figures")).to_be_visible()
+    await context.close()
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+async def test_it_is_accessible(browser, fleet, width, scheme) -> None:
+    async with opened(browser, fleet, width=width, scheme=scheme) as page:
+        await converse(fleet.client)
+        await expect(page.locator("#request-table")).to_contain_text("request-20")
+        await press(page, '#request-table button:has-text("request-17")')
+        await page.locator("#strategy").select_option("roundrobin")
+        await press(page, "#what-if-form button")
+        await expect(page.locator("#what-if-table tbody tr")).to_have_count(2)
+
+        found = await Axe().run(page)
+
+        assert [
+            (each["id"], [node["html"] for node in each["nodes"]]) for each in found.response["violations"]
+        ] == []
+        assert await page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
+        if os.environ.get("KVROUTE_SCREENSHOTS") and (width, scheme) in ((1280, "light"), (390, "dark")):
+            await page.evaluate("window.scrollTo(0, 0)")
+            IMAGES.mkdir(exist_ok=True)
+            await page.screenshot(path=IMAGES / f"page-{width}.png")
+
+
+async def test_under_roundrobin_it_says_what_it_cannot_know(browser, run_gateway, instant_sim) -> None:
+    async with (
+        run_gateway([instant_sim.url], routing={"strategy": "roundrobin"}) as gateway,
+        opened(browser, gateway) as page,
+    ):
+        await expect(page.locator("#notes")).to_contain_text("No predictions under roundrobin")
+        await expect(page.locator("#prefix-note")).to_contain_text("roundrobin does not read prompts")
+        await expect(page.locator("#stream-note")).to_contain_text("No event streams")
+
+
+async def test_with_kvaware_it_shows_tiers_streams_and_tokenizers(browser, run_gateway, instant_sim) -> None:
+    async with (
+        run_gateway(
+            [instant_sim.url], routing={"strategy": "kvaware"}, tokens={"deadline_ms": 5000}
+        ) as gateway,
+        opened(browser, gateway) as page,
+    ):
+        await gateway.until(lambda: not gateway.runtime.cache_tracker.notes())
+        await converse(gateway.client)
+
+        await expect(page.locator("#stream-table")).to_contain_text("whole")
+        await expect(page.locator("#token-table tbody tr")).to_have_count(1)
+        await expect(page.locator("#prefix-table tbody")).to_contain_text("w0:")
+        await expect(page.locator("#worker-note")).to_contain_text("Tiers as the workers' events tell them")
