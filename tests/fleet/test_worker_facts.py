@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvroute.fleet.worker import MetricsPage, parse_metrics, parse_models, same_cards
+from kvroute.fleet.worker import LearnedConcurrency, MetricsPage, parse_metrics, parse_models, same_cards
 
 PAGE = b"""\
 # HELP python_info Python platform information
@@ -106,3 +106,39 @@ def test_no_page_breaks_the_scan(parts: list[bytes]) -> None:
 def test_a_model_list_that_is_nested_too_deeply_is_none() -> None:
     with pytest.raises(ValueError, match="nested"):
         parse_models(b'{"data":' + b"[" * 100_000)
+
+
+def test_a_metrics_page_gives_the_numbers_of_requests_of_all_ranks() -> None:
+    page = b"""vllm:num_requests_running{engine="0",model_name="m"} 3.0
+vllm:num_requests_running{engine="1",model_name="m"} 4.0
+vllm:num_requests_waiting{engine="0",model_name="m"} 2.0
+vllm:num_requests_waiting{engine="1",model_name="m"} NaN
+vllm:num_requests_waiting_by_reason{engine="0",reason="capacity"} 9.0
+"""
+
+    found = parse_metrics(page)
+
+    assert (found.running, found.waiting) == (7, 2)
+
+
+def learned(*pages: tuple[int, int]) -> int | None:
+    """The limit after pages with (running, waiting)."""
+    concurrency = LearnedConcurrency()
+    for running, waiting in pages:
+        concurrency = concurrency.after(running, waiting)
+    return concurrency.limit
+
+
+def test_the_concurrency_is_learned_from_three_pages_with_waiting_requests_and_equal_running_ones() -> None:
+    assert learned((256, 9), (256, 1)) is None
+    assert learned((256, 9), (256, 1), (256, 40)) == 256
+
+
+def test_requests_that_wait_for_another_reason_teach_no_concurrency() -> None:
+    assert learned((3, 1), (5, 2), (4, 1), (6, 3)) is None, "long prompts: the number of running ones changes"
+    assert learned((64, 1), (64, 0), (64, 1), (64, 0)) is None, "no requests wait"
+    assert learned((0, 1), (0, 1), (0, 1)) is None, "no requests run"
+
+
+def test_a_learned_concurrency_stays_while_no_requests_wait() -> None:
+    assert learned((8, 1), (8, 1), (8, 1), (3, 0), (8, 1)) == 8

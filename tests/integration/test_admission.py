@@ -334,3 +334,30 @@ async def test_without_limits_no_request_passes_the_queue(run_gateway, raw_worke
         assert running.runtime.plane.queue is None
         assert running.metric("kvroute_queue_wait_seconds_count") == 0
         assert len(raw_worker.requests) == 1
+
+
+async def test_the_limit_of_a_full_worker_is_learned_from_its_metrics(run_gateway):
+    options = SimOptions(max_sequences=2, answer_tokens=1000, time_scale=1)
+    question = body(max_tokens=1000, ignore_eos=True) | {"model": "sim-model"}
+    async with (
+        run_sim(options) as sim,
+        run_gateway(
+            [sim.url],
+            admission={"learn": True},
+            fleet={"health": {"interval_s": 0.05, "metrics_interval_s": 0.05}},
+        ) as running,
+    ):
+        permits = running.runtime.plane.queue.permits
+        worker = running.runtime.fleet.get("w0")
+        assert permits.limit(worker) is None
+        sent = [asyncio.create_task(running.client.post(URL, json=question)) for _ in range(4)]
+        await running.until(lambda: permits.limit(worker) == 2)
+        sent.append(asyncio.create_task(running.client.post(URL, json=question)))
+        await running.until(lambda: running.metric("kvroute_queue_waiting") == 1)
+        for task in sent:
+            task.cancel()
+        await asyncio.gather(*sent, return_exceptions=True)
+        await running.until(lambda: running.metric("kvroute_requests_in_flight") == 0)
+
+        assert running.metric("kvroute_queue_waiting") == 0
+        assert permits.in_flight(worker) == 0

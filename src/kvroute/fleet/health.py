@@ -13,7 +13,15 @@ from kvroute.clock import Clock
 from kvroute.fleet.fleet import Fleet, FleetChange
 from kvroute.fleet.options import HealthOptions
 from kvroute.fleet.probe import ProbeFailure, Prober
-from kvroute.fleet.worker import Ejection, HealthState, MetricsPage, ModelsPage, Worker, WorkerId
+from kvroute.fleet.worker import (
+    Ejection,
+    HealthState,
+    LearnedConcurrency,
+    MetricsPage,
+    ModelsPage,
+    Worker,
+    WorkerId,
+)
 
 
 class BurstWindow:
@@ -279,6 +287,9 @@ class HealthMonitor:
                 capacity_tokens=metrics.capacity_tokens,
                 block_size=metrics.block_size,
                 start_time=metrics.start_time,
+                concurrency=(LearnedConcurrency() if restarted else facts.concurrency).after(
+                    metrics.running, metrics.waiting
+                ),
             )
         elif probes.was_refused and probes.was_healthy:
             restarted = True  # unknown; to assume an empty cache is safe

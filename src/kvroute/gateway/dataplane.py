@@ -496,7 +496,7 @@ class DataPlane:
             record.trace_id = trace_id_in(fields)
         on_end: Callable[[Exchange], object] = admission.discard
         if entry is not None and self.queue is not None:
-            client, on_end = self._accounted(self.queue, entry, plan, client)
+            client, on_end = self._accounted(self.queue, entry, plan, record, client)
         attempts = Attempts(deps.attempts, plan, record, fields)
         exchange = Exchange(deps, plan, record, attempts, client, on_end)
         admission.add(exchange)
@@ -504,7 +504,7 @@ class DataPlane:
         return exchange
 
     def _accounted(
-        self, queue: RequestQueue, entry: QueueEntry, plan: RequestPlan, client: Downstream
+        self, queue: RequestQueue, entry: QueueEntry, plan: RequestPlan, record: Record, client: Downstream
     ) -> tuple[Downstream, Callable[[Exchange], object]]:
         """Charge the request's key. Returns the client with its meter, and what to call at the end."""
         meter = client if isinstance(client, Meter) else Meter(client)
@@ -512,7 +512,8 @@ class DataPlane:
 
         def on_end(exchange: Exchange) -> None:
             self.admission.discard(exchange)
-            queue.finished(entry, assumed, meter.completion_tokens())
+            is_answer = record.status < 400 or record.status == CLIENT_LEFT
+            queue.finished(entry, assumed, meter.completion_tokens() if is_answer else 0)
 
         return meter, on_end
 

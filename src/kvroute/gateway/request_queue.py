@@ -72,6 +72,8 @@ class Permits:
             by_model = options.max_concurrent_by_model
             found = [by_model[model] for model in worker.models if model in by_model] if by_model else []
             limit = min(found) if found else options.max_concurrent
+        if not limit and options.learn:
+            limit = worker.facts.concurrency.limit
         return limit or None
 
     def in_flight(self, worker: Worker) -> int:

@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from enum import StrEnum
 from math import floor
-from typing import NamedTuple, TypeAlias
+from typing import Annotated, NamedTuple, TypeAlias
 
 from msgspec import Struct
 from pydantic import PositiveInt
 
 from kvroute.fleet.worker import WorkerId
-from kvroute.options import Options, option
+from kvroute.options import Options, Switch, option
 
 
 class AdmissionOptions(Options):
@@ -36,6 +36,13 @@ class AdmissionOptions(Options):
     max_concurrent_by_worker: dict[str, PositiveInt] = option(
         description="The same for single workers, by their ids. It counts before the model's limit.",
         default_factory=dict,
+    )
+    learn: Annotated[bool, Switch] = option(
+        False,
+        "Give workers without another limit the one that their metrics show: the number of running requests "
+        "that stays equal in three readings (`fleet.health.metrics_interval_s`) while other requests wait in "
+        "the worker. Until then such a worker has no limit.",
+        higher="on: vLLM's `--max-num-seqs` need not be known",
     )
     max_waiting: int = option(
         512,
@@ -76,7 +83,7 @@ class AdmissionOptions(Options):
     def is_on(self) -> bool:
         """Whether any worker may have a limit. If not, no request waits."""
         limits = (*self.max_concurrent_by_model.values(), *self.max_concurrent_by_worker.values())
-        return bool(self.max_concurrent or any(limits))
+        return bool(self.max_concurrent or self.learn or any(limits))
 
 
 class Target(NamedTuple):
