@@ -5,7 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvroute.metrics import DeclaredFamilies, Gauges, Metrics, Spread, gauge
+from kvroute.app.collectors import DeclaredFamilies
+from kvroute.metrics import Gauges, Metrics, Spread, gauge
 
 BOUNDS = (0.5, 1.0, 2.0)
 VALUES = st.lists(st.one_of(st.sampled_from(BOUNDS), st.integers(0, 24).map(lambda n: n / 8)), max_size=12)

@@ -83,8 +83,11 @@ def configure(options: LoggingOptions, stream: TextIO | None = None) -> None:
 
 
 def _is_not_logged_already(record: logging.LogRecord) -> bool:
-    """False for uvicorn's error about an answer that the gateway has cut on purpose and logged itself."""
-    return record.msg != "ASGI callable returned without completing response."
+    """False for uvicorn's errors that the gateway logs itself: an answer that it has cut on purpose, and an
+    address that cannot be bound (a bare OSError)."""
+    return record.msg != "ASGI callable returned without completing response." and not isinstance(
+        record.msg, OSError
+    )
 
 
 def _timestamp(seconds: float) -> str:

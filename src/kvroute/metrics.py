@@ -216,30 +216,6 @@ class Gauges(Collector):
         return ()
 
 
-class DeclaredFamilies(Collector):
-    """Exports HELP and TYPE of the families that no other collector of `registry` has.
-
-    So every family of the gateway is declared whatever is configured. Mutable: the first collection finds the
-    absent families, which then stay the same.
-    """
-
-    def __init__(self, registry: CollectorRegistry, declared: Callable[[], Iterable[Metric]]) -> None:
-        """`declared` yields all families that depend on the configuration."""
-        self._registry = registry
-        self._declared = declared
-        self._absent: list[Metric] | None = None
-
-    def collect(self) -> Iterable[Metric]:
-        if self._absent is None:
-            self._absent = []  # the registry calls this method again
-            present = {family.name for family in self._registry.collect()}
-            self._absent = [family for family in self._declared() if family.name not in present]
-        return self._absent
-
-    def describe(self) -> Iterable[Metric]:
-        return ()
-
-
 def gauge(
     name: str, help_text: str, labels: tuple[str, ...], rows: Iterable[tuple[tuple[str, ...], float]]
 ) -> Metric:

@@ -86,7 +86,7 @@ async def test_after_the_delay_running_streams_finish_and_the_exit_code_is_zero(
         running = asyncio.create_task(stream(client, first, body))
         await first.wait()
         gateway.process.send_signal(signal.SIGTERM)
-        await gateway.logged("1 requests are running")
+        await gateway.logged("waiting for 1 requests")
         with pytest.raises(httpx.ConnectError):
             async with client_of(gateway.url) as fresh:
                 await fresh.get("/health")
@@ -137,7 +137,7 @@ async def test_each_further_sigint_ends_a_stage_and_a_further_sigterm_none(serve
             assert (await fresh.post("/v1/chat/completions", json=CHAT)).status_code == 200
 
         gateway.process.send_signal(signal.SIGINT)
-        await gateway.logged("1 requests are running")
+        await gateway.logged("waiting for 1 requests")
         gateway.process.send_signal(signal.SIGTERM)
         assert not running.done()
 

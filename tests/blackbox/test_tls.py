@@ -468,7 +468,7 @@ async def test_shutdown_finishes_running_answers_and_does_not_wait_for_idle_conn
             await busy.send(post())
             await until(lambda: worker.requests)
             gateway.process.send_signal(signal.SIGTERM)
-            await gateway.logged("1 requests are running")
+            await gateway.logged("waiting for 1 requests")
             worker.may_answer.set()
 
             assert statuses(await busy.read_all()) == [200]

@@ -76,3 +76,36 @@ def test_adapters_that_are_not_isolated_are_a_finding():
 
     assert result.exit_code == 0
     assert "answers become wrong" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("apiVersion: a/v1\nkind: Endpoint\n", ["endpoint spec (kind: Endpoint)", "`kvroute check -f {}`"]),
+        ("workers: [http://a:1]\n", ["a file of workers", "--set fleet.file={}"]),
+        ("keys: []\n", ["a file of API keys", "`kvroute keys check {}`"]),
+    ],
+)
+def test_another_kind_of_file_is_recognised_with_the_command_that_reads_it(tmp_path, text, words):
+    (tmp_path / "x.yaml").write_text(text)
+
+    result = invoke("-c", tmp_path / "x.yaml")
+
+    assert result.exit_code == 1
+    assert len(result.output.splitlines()) == 1
+    for word in words:
+        assert word.format(tmp_path / "x.yaml") in result.output
+
+
+def test_what_is_wrong_in_a_spec_comes_first_and_a_summary_last(tmp_path):
+    text = (CONFIGS / "hyperpod.yaml").read_text()
+    (tmp_path / "spec.yaml").write_text(f"{text.rstrip()}\nnope: 1\n")
+
+    lines = invoke("-f", tmp_path / "spec.yaml").output.splitlines()
+
+    verdicts = [line.split(": ")[1] for line in lines[:-1]]
+    assert verdicts[0] == "wrong"
+    assert "unknown field" in lines[0]
+    assert verdicts == sorted(verdicts, key=["wrong", "noted", "applied"].index)
+    assert lines[-1].startswith(f"{tmp_path / 'spec.yaml'}: ")
+    assert lines[-1].endswith("1 wrong")

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import os
+import pathlib
 import subprocess
 import sys
 
@@ -76,3 +78,17 @@ def test_the_package_is_runnable_as_a_module():
     )
 
     assert done.stdout == f"kvroute {__version__}\n"
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_the_documented_completion_prints_a_script(shell):
+    readme = (pathlib.Path(__file__).parents[2] / "README.md").read_text()
+    assert f"_KVROUTE_COMPLETE={shell}_source kvroute" in readme
+
+    environ = os.environ | {"_KVROUTE_COMPLETE": f"{shell}_source"}
+    program = pathlib.Path(sys.executable).with_name("kvroute")
+    script = subprocess.run([program], env=environ, capture_output=True, text=True, check=False)
+
+    if shell == "bash" and "Bash" in script.stderr:
+        pytest.skip("click's completion needs Bash 4.4")
+    assert "_kvroute" in script.stdout

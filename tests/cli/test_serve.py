@@ -54,6 +54,23 @@ def test_flags_become_the_configuration_and_the_servers_exit_code_is_ours(served
     assert config.retries.budget_percent == 50
 
 
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("localhost:8000", (None, "http://localhost:8000")),
+        ("10.0.0.1:8000", (None, "http://10.0.0.1:8000")),
+        ("[::1]:8000", (None, "http://[::1]:8000")),
+        ("gpu-1=localhost:8000", ("gpu-1", "http://localhost:8000")),
+        ("gpu-1=https://a:1", ("gpu-1", "https://a:1")),
+    ],
+)
+def test_a_worker_without_a_scheme_speaks_http(served, text, expected):
+    result = invoke("--worker", text)
+
+    assert result.exit_code == 3, result.output
+    assert [(worker.id, worker.url) for worker in served[0].fleet.workers] == [expected]
+
+
 def test_an_equals_sign_inside_a_url_is_part_of_it(served):
     result = invoke("--worker", "http://a:1/x=y")
 

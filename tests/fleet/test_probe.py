@@ -9,6 +9,8 @@ from tests.support.sockets import tcp_server
 
 from kvroute.fleet.probe import ProbeFailure, Prober, probe_client
 from kvroute.fleet.worker import MetricsPage, ModelsPage
+from kvroute.upstream.options import UpstreamOptions
+from kvroute.upstream.transport import AnyWorkerTransport
 
 MODELS = b'{"object": "list", "data": [{"id": "m"}]}'
 
@@ -69,15 +71,20 @@ async def test_an_answer_that_is_no_success_is_a_failure(serve: Any, status: int
     async with probe_client() as client, serve(lambda path, head: (status, b"")) as url:
         prober = Prober(client, timeout_s=5.0)
 
-        assert await prober.health(url) == ProbeFailure(f"/health answered {status}")
-        assert await prober.models(url) == ProbeFailure(f"/v1/models answered {status}")
-        assert await prober.metrics(url) == ProbeFailure(f"/metrics answered {status}")
+        health = await prober.health(url)
+        assert health is not None
+        assert health.detail.startswith(f"/health answered {status}")
+        hint = ": the worker wants an API key (fleet.worker_api_key)" if status == 401 else ""
+        assert await prober.models(url) == ProbeFailure(f"/v1/models answered {status}{hint}")
+        metrics = await prober.metrics(url)
+        assert isinstance(metrics, ProbeFailure)
+        assert metrics.detail.startswith(f"/metrics answered {status}")
 
 
 async def test_a_models_page_that_is_none_is_a_failure(serve: Any) -> None:
     async with probe_client() as client, serve(lambda path, head: (200, b"<html>")) as url:
         assert await Prober(client, timeout_s=5.0).models(url) == ProbeFailure(
-            "/v1/models is not a model list"
+            "/v1/models is not a model list: is this a vLLM server?"
         )
 
 
@@ -97,3 +104,26 @@ async def test_all_addresses_of_a_host_must_refuse(causes: list[Exception], refu
 
     assert failure is not None
     assert failure.refused is refused
+
+
+async def test_a_refused_key_and_a_missing_path_say_what_to_check(serve: Any) -> None:
+    async with probe_client() as client, serve(lambda path, head: (401, b"")) as url:
+        refused = await Prober(client, timeout_s=5.0, api_key="k").models(url)
+    async with probe_client() as client, serve(lambda path, head: (404, b"")) as url:
+        missing = await Prober(client, timeout_s=5.0).health(url)
+
+    assert refused == ProbeFailure(
+        "/v1/models answered 401: the worker refuses the key of fleet.worker_api_key"
+    )
+    assert missing == ProbeFailure("/health answered 404: is this a vLLM server?")
+
+
+@pytest.mark.parametrize("own_transport", [False, True])
+async def test_an_unknown_host_is_named_in_plain_words(own_transport: bool) -> None:
+    transport = AnyWorkerTransport(UpstreamOptions()) if own_transport else None
+    async with probe_client(transport) as client:
+        failure = await Prober(client, timeout_s=30.0).health("http://no-such-host.invalid:8000")
+
+    assert failure is not None
+    assert failure.detail.startswith("/health: the host name cannot be resolved (")
+    assert "Error" not in failure.detail

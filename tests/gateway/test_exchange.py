@@ -72,6 +72,7 @@ def started(recorder: Any) -> Exchange:
         budget=recorder,
         metrics=metrics,
         on_sent=None,
+        log_traces=False,
         retry_statuses=frozenset(),
         now=lambda: 1.0,
     )

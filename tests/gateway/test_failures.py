@@ -1,7 +1,19 @@
 import json
 
-from kvroute.errors import BodyTooLarge, TooManyRequests, Unauthorized, WorkerUnreachable
-from kvroute.gateway.failures import answer_error, error_body, error_event
+import pytest
+
+from kvroute.errors import (
+    BodyTooLarge,
+    Forbidden,
+    InvalidRequest,
+    ModelNotFound,
+    NoRoutableWorker,
+    TooManyRequests,
+    Unauthorized,
+    WorkerTimeout,
+    WorkerUnreachable,
+)
+from kvroute.gateway.failures import InternalError, answer_error, error_body, error_event
 from kvroute.openai.endpoints import ErrorShape
 
 ERROR = WorkerUnreachable("Gone.")
@@ -61,3 +73,23 @@ def test_an_answer_declares_its_length_and_when_to_come_back():
 
 def test_a_401_names_the_authorization_scheme():
     assert answered(Unauthorized("Key?")).headers[b"www-authenticate"] == b"Bearer"
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (InvalidRequest("No."), "invalid_request_error"),
+        (Unauthorized("Key?"), "authentication_error"),
+        (Forbidden("No."), "permission_error"),
+        (ModelNotFound("m"), "not_found_error"),
+        (BodyTooLarge(5), "request_too_large"),
+        (TooManyRequests("Busy."), "rate_limit_error"),
+        (InternalError("Internal error."), "api_error"),
+        (WorkerUnreachable("Gone."), "api_error"),
+        (NoRoutableWorker("None."), "overloaded_error"),
+        (WorkerTimeout("Late."), "timeout_error"),
+    ],
+)
+def test_anthropics_clients_find_their_own_error_types(error, kind):
+    assert json.loads(error_body(error, ErrorShape.ANTHROPIC))["error"]["type"] == kind
+    assert json.loads(error_body(error))["error"]["type"] == error.type

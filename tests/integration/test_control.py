@@ -2,10 +2,13 @@
 
 import asyncio
 import json
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
 
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from tests.support.sockets import free_port, tcp_server
 
 from kvroute.openai.endpoints import ENDPOINTS
 from kvroute.sim.app import run_sim
@@ -134,6 +137,63 @@ async def test_metrics_are_valid_and_bounded(run_gateway, instant_sim):
     assert statuses == {"200": 1, "404": 1, "400": 1}
 
 
+@asynccontextmanager
+async def server_that_answers(pages: dict[str, tuple[int, bytes]]) -> AsyncIterator[str]:
+    """A server that is no healthy vLLM; it answers other paths with 404."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        status, body = pages.get(head.split()[1].decode(), (404, b""))
+        writer.write(b"HTTP/1.1 %d X\r\nconnection: close\r\n" % status)
+        writer.write(b"content-length: %d\r\n\r\n%b" % (len(body), body))
+        writer.close()
+
+    async with tcp_server(answer) as port:
+        yield f"http://127.0.0.1:{port}"
+
+
+@pytest.mark.parametrize(
+    ("pages", "cause"),
+    [
+        (None, "Worker w0 is unhealthy: connection refused."),
+        ({}, "Worker w0 is unhealthy: /health answered 404: is this a vLLM server?"),
+        (
+            {"/health": (200, b""), "/v1/models": (200, b"<html>")},
+            "Worker w0 is healthy, but has not reported its models: /v1/models is not a model list: is this "
+            "a vLLM server?",
+        ),
+        (
+            {"/health": (200, b""), "/v1/models": (401, b"")},
+            "Worker w0 is healthy, but has not reported its models: /v1/models answered 401: the worker "
+            "wants an API key (fleet.worker_api_key).",
+        ),
+    ],
+)
+async def test_a_503_names_the_worker_and_its_answer(run_gateway, pages, cause):
+    async with AsyncExitStack() as stack:
+        if pages is None:
+            url = f"http://127.0.0.1:{free_port()}"
+        else:
+            url = await stack.enter_async_context(server_that_answers(pages))
+        gateway = await stack.enter_async_context(run_gateway([url], wait=False))
+        await gateway.until(lambda: gateway.runtime.fleet.problems() == [cause])
+        answer = await gateway.client.post("/v1/chat/completions", json=CHAT)
+
+    assert answer.status_code == 503
+    assert answer.json()["error"]["message"].endswith(cause)
+
+
+async def test_ready_names_the_cause_of_each_worker_that_gets_no_requests(run_gateway, instant_sim):
+    dead = f"http://127.0.0.1:{free_port()}"
+    async with run_gateway([instant_sim.url, dead], wait=False) as gateway:
+        await gateway.until_healthy(1)
+        await gateway.until(lambda: "refused" in str(gateway.runtime.fleet.problems()))
+        answer = await gateway.client.get("/ready")
+
+    assert answer.status_code == 200
+    assert answer.json()["notes"] == ["Worker w1 is unhealthy: connection refused."]
+
+
 async def test_hostile_names_add_no_series(run_gateway, instant_sim, tmp_path):
     """10,000 model names and 10,000 keys of a client must not become labels."""
     async with run_gateway([instant_sim.url], server={"api_keys": ["k1"]}) as gateway:
@@ -193,6 +253,9 @@ async def test_docs_list_every_endpoint(run_gateway, instant_sim):
         schema["paths"]
     )
     assert page.status_code == 200
+    assert "/v1/chat/completions" in page.text
+    assert "<script" not in page.text
+    assert "//" not in page.text  # no other host
 
 
 async def test_unknown_paths_and_methods_are_openai_errors(run_gateway, instant_sim):

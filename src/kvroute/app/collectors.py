@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from prometheus_client import CollectorRegistry
 from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
 
 from kvroute.blocks.keys import Tier
 from kvroute.fleet.discovery.base import Discoverer
@@ -178,6 +180,30 @@ def index_gauges(fleet: Fleet, router: Router) -> Iterable[Metric]:
         ("worker",),
         [((w.id,), float(router.evicted_blocks(w))) for w in fleet.workers()],
     )
+
+
+class DeclaredFamilies(Collector):
+    """Exports HELP and TYPE of the families that no other collector of `registry` has.
+
+    So every family of the gateway is declared whatever is configured. Mutable: the first collection finds the
+    absent families, which then stay the same.
+    """
+
+    def __init__(self, registry: CollectorRegistry, declared: Callable[[], Iterable[Metric]]) -> None:
+        """`declared` yields all families that depend on the configuration."""
+        self._registry = registry
+        self._declared = declared
+        self._absent: list[Metric] | None = None
+
+    def collect(self) -> Iterable[Metric]:
+        if self._absent is None:
+            self._absent = []  # the registry calls this method again
+            present = {family.name for family in self._registry.collect()}
+            self._absent = [family for family in self._declared() if family.name not in present]
+        return self._absent
+
+    def describe(self) -> Iterable[Metric]:
+        return ()
 
 
 def declared_families() -> Iterable[Metric]:

@@ -66,6 +66,8 @@ def from_file(root: type[Options], file: pathlib.Path) -> Settings:
         return Settings(
             problems=(ConfigError("", f"{file}: expected sections such as `server:` at the top"),)
         )
+    if problem := _other_kind(data, file):
+        return Settings(problems=(ConfigError("", problem),))
     lines: dict[Path, int] = {}
     problems: list[ConfigError] = []
     _survey(node, (), file.name, lines, problems)
@@ -82,6 +84,26 @@ def from_file(root: type[Options], file: pathlib.Path) -> Settings:
         }
         settings.append(ConfigSetting(path, value, _origin_of(path, origins, file.name), inner))
     return Settings(tuple(settings), tuple(problems))
+
+
+def _other_kind(data: Mapping[str, object], file: pathlib.Path) -> str | None:
+    """What the file is and which command reads it, if it is another of kvroute's files."""
+    if "apiVersion" in data and "kind" in data:
+        return (
+            f"{file} is an endpoint spec (kind: {data['kind']}), not a configuration: use `kvroute check -f "
+            f"{file}`, `kvroute up -f {file}` or `kvroute render -f {file} --to TARGET`"
+        )
+    if set(data) == {"workers"}:
+        return (
+            f"{file} is a file of workers, not a configuration: `kvroute serve --set fleet.file={file}` "
+            f"reads it, and `kvroute check --set fleet.file={file}` checks it"
+        )
+    if set(data) == {"keys"}:
+        return (
+            f"{file} is a file of API keys, not a configuration: `kvroute keys check {file}` checks it, and "
+            f"`kvroute serve --set server.client_keys.file={file}` reads it"
+        )
+    return None
 
 
 def _survey(

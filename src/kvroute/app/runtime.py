@@ -13,6 +13,7 @@ from fastapi import FastAPI
 from prometheus_client.registry import Collector
 
 from kvroute.app.collectors import (
+    DeclaredFamilies,
     declared_families,
     fleet_gauges,
     index_gauges,
@@ -47,7 +48,7 @@ from kvroute.gateway.planner import Planner
 from kvroute.gateway.preparation import KeySpaces
 from kvroute.gateway.request_queue import Permits, RequestQueue
 from kvroute.gateway.stored import ResponseOwners, StoredResponses
-from kvroute.metrics import DeclaredFamilies, Gauges, Metrics
+from kvroute.metrics import Gauges, Metrics
 from kvroute.openai.bounded import Bounded
 from kvroute.replicas.metrics import GatewayMetrics, PageCollector, read
 from kvroute.routing.audit import Audit
@@ -132,11 +133,7 @@ class Runtime:
         self._transports = Transports(config.upstream, self._outbox)
         self._owners = replica.owners if replica else ResponseOwners()
         self._journal = Journal(
-            self.metrics,
-            clock,
-            log_requests=config.logging.requests,
-            kept=config.server.decisions_kept,
-            log_traces=config.logging.format == "json",
+            self.metrics, clock, log_requests=config.logging.requests, kept=config.server.decisions_kept
         )
         self._gateway_metrics: GatewayMetrics | None = None
         self._compat: VllmRouterMetrics | None = None
@@ -314,6 +311,7 @@ class Runtime:
             clock=self._clock,
             retry_statuses=frozenset(config.retries.statuses),
             on_sent=self.cache_tracker.on_dispatch if self.cache_tracker else None,
+            log_traces=config.logging.requests and config.logging.format == "json",
         )
         deps = ExchangeDeps(
             attempts=attempts,

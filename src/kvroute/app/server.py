@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import gc
 import logging
 import math
@@ -18,7 +19,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Final, cast
 
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -140,7 +141,12 @@ class GatewayServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         listening: Sequence[socket.SocketType]
         if self._tls is None:
-            await super().startup(sockets)
+            try:
+                await super().startup(sockets)
+            except SystemExit as error:
+                if isinstance(error.__context__, OSError):
+                    log.error("%s", bind_problem(self.config.host, self.config.port, error.__context__))
+                raise
             listening = [each for server in self.servers for each in server.sockets]
             await self._backlog.start(listening)
         else:
@@ -168,7 +174,7 @@ class GatewayServer(uvicorn.Server):
                 self._client_protocol, config.host, config.port, start_serving=False
             )
         except OSError as error:
-            log.error("%s", error)
+            log.error("%s", bind_problem(config.host, config.port, error))
             self.started = False
             sys.exit(1)
         self.servers = [server]  # uvicorn closes it at shutdown
@@ -224,7 +230,15 @@ class GatewayServer(uvicorn.Server):
         if self._tls is not None:
             await self._tls.aclose()
         self._backlog.close()
-        log.info("shutting down: %d requests are running", plane.admission.in_flight)
+        if plane.admission.in_flight:
+            log.info(
+                "shutting down: waiting for %d requests, at most %g s (server.drain_timeout_s); a second "
+                "Ctrl-C ends them",
+                plane.admission.in_flight,
+                self._drain_timeout_s,
+            )
+        else:
+            log.info("shutting down: no requests are running")
         cutter = asyncio.create_task(self._cut_after_drain())
         try:
             await super().shutdown(sockets)
@@ -232,12 +246,14 @@ class GatewayServer(uvicorn.Server):
             cutter.cancel()
             await asyncio.gather(cutter, return_exceptions=True)
 
-    async def _wait(self, seconds: float) -> None:
-        """Wait for the end of a stage: for `seconds`, or until a signal ends it."""
+    async def _wait(self, seconds: float) -> bool:
+        """Wait for the end of a stage: for `seconds`, or until a signal ends it. True after a signal."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._next_stage.wait()
+        is_signalled = self._next_stage.is_set()
         self._next_stage.clear()
+        return is_signalled
 
     def _client_protocol(self) -> asyncio.Protocol:
         """The protocol that uvicorn creates for an accepted connection."""
@@ -247,7 +263,11 @@ class GatewayServer(uvicorn.Server):
     async def _cut_after_drain(self) -> None:
         clock = self._runtime.plane.clock
         began = clock.now()
-        await self._wait(self._drain_timeout_s)
+        left_s = self._drain_timeout_s
+        while left_s > 0 and not await self._wait(min(_PROGRESS_S, left_s)):
+            left_s = began + self._drain_timeout_s - clock.now()
+            if left_s > 0:
+                log.info("waiting for %d requests", self._runtime.plane.admission.in_flight)
         cut = self._runtime.plane.admission.cut()
         if cut:
             log.warning(
@@ -256,6 +276,21 @@ class GatewayServer(uvicorn.Server):
         # A client that does not read its error event keeps its connection open.
         await self._wait(AFTER_CUT_S)
         self.force_exit = True
+
+
+_PROGRESS_S: Final = 5.0
+"""Time between two log lines about the requests that a shutdown waits for."""
+
+
+def bind_problem(host: str, port: int, error: OSError) -> str:
+    """Why the address cannot be listened on, with the options to change."""
+    if error.errno == errno.EADDRINUSE:
+        why = f"port {port} is in use by another program: address already in use"
+    elif error.errno == errno.EACCES:
+        why = f"port {port} needs more privileges"
+    else:
+        why = error.strerror or str(error)
+    return f"cannot listen on {host}:{port}: {why} (change server.port with --port, server.host with --host)"
 
 
 @dataclass(frozen=True, slots=True)

@@ -120,7 +120,9 @@ def line_about(file: Path, finding: Finding) -> str:
 
 
 def print_findings(file: Path, findings: Iterable[Finding], *, err: bool) -> None:
-    for finding in findings:
+    """Print a line for each finding: first what is wrong, then what is noted, last what is applied."""
+    order = [FieldVerdict.WRONG, FieldVerdict.NOTED, FieldVerdict.APPLIED]
+    for finding in sorted(findings, key=lambda each: order.index(each.verdict)):
         click.echo(line_about(file, finding), err=err)
 
 
@@ -437,6 +439,7 @@ def render(file: Path, target: str, folder: Path | None) -> None:
     print_findings(file, (each for each in findings if each.verdict is not FieldVerdict.APPLIED), err=True)
     if reading.document is None:
         raise WrongSpec(f"{file} is wrong: {count(findings)}")
+    click.echo(f"{file}: {count(findings)}", err=True)
     files = TARGETS[target].render(with_local_token_bytes(plan_endpoint(reading.document)))
     if folder is not None:
         write(folder, files)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import pathlib
+import re
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -67,7 +68,7 @@ def configured(
             "workers",
             metavar="[ID=]URL",
             multiple=True,
-            help="A worker's base URL; repeat for more. Replaces fleet.workers.",
+            help="A worker's base URL or HOST:PORT; repeat for more. Replaces fleet.workers.",
         )
         @click.option("--strategy", metavar="NAME", help=f"Routing strategy: {', '.join(STRATEGIES)}.")
         @click.option("--host", help="Address to listen on.")
@@ -121,11 +122,18 @@ def flag_settings(flags: dict[str, Any]) -> list[ConfigSetting]:
 
 
 def worker(text: str) -> str | dict[str, str]:
-    """`URL` or `ID=URL` as an entry of `fleet.workers`."""
+    """`URL` or `ID=URL` as an entry of `fleet.workers`; `HOST:PORT` is `http://HOST:PORT`."""
     name, separator, url = text.partition("=")
     if separator and "://" not in name:
-        return {"id": name, "url": url}
-    return text
+        return {"id": name, "url": _with_scheme(url)}
+    return _with_scheme(text)
+
+
+_host_and_port = re.compile(r"(?:[\w.-]+|\[[\da-fA-F:.]+\]):\d+/?").fullmatch
+
+
+def _with_scheme(url: str) -> str:
+    return f"http://{url}" if _host_and_port(url) else url
 
 
 @click.command()

@@ -9,7 +9,7 @@ from enum import StrEnum
 from itertools import count
 
 from kvroute.clock import Clock
-from kvroute.errors import InvalidRequest, NotFound
+from kvroute.errors import InvalidRequest, NoRoutableWorker, NotFound
 from kvroute.fleet.membership import AdminOverrides, DesiredWorkers
 from kvroute.fleet.probe import ModelCatalog, catalog_of
 from kvroute.fleet.worker import (
@@ -112,8 +112,13 @@ class Fleet:
         return self._catalog
 
     def resolve(self, model: str | None) -> str:
-        """See `ModelCatalog.resolve`."""
-        return self._catalog.resolve(model)
+        """See `ModelCatalog.resolve`. An error about unknown models names the cause at each worker."""
+        try:
+            return self._catalog.resolve(model)
+        except NoRoutableWorker as error:
+            raise NoRoutableWorker(
+                f"{error.message} {self.causes()}".rstrip(), param=error.param, retry_after_s=1
+            ) from None
 
     def models(self) -> tuple[Mapping[str, object], ...]:
         """Cards for `/v1/models`: models, adapters, aliases. The last good cards of a failing worker stay."""
@@ -152,7 +157,24 @@ class Fleet:
         workers = self.workers()
         if any(worker.is_routable and worker.models for worker in workers):
             return []
-        return [_obstacle(worker) for worker in workers] or ["No workers are known."]
+        return self.problems() or ["No workers are known."]
+
+    def problems(self) -> list[str]:
+        """One sentence for each worker that gets no requests, about its problem."""
+        return [_obstacle(worker) for worker in self.workers() if not worker.is_routable or not worker.models]
+
+    def causes(self, model: str | None = None) -> str:
+        """The problems of at most `_SHOWN_PROBLEMS` workers, for an error message; those of `model` if given.
+
+        O(workers).
+        """
+        problems = [
+            _obstacle(worker)
+            for worker in self.workers()
+            if not (worker.is_routable and worker.models) and (model is None or worker.serves(model))
+        ]
+        more = len(problems) - _SHOWN_PROBLEMS
+        return " ".join([*problems[:_SHOWN_PROBLEMS], *([f"{more} more have problems."] if more > 0 else [])])
 
     # Membership
 
@@ -400,11 +422,15 @@ class Fleet:
             listener(change, worker)
 
 
+_SHOWN_PROBLEMS = 3
+
+
 def _obstacle(worker: Worker) -> str:
     if worker.is_routable:
-        return f"Worker {worker.id} is healthy, but has not reported its models."
+        trouble = f": {worker.models_trouble}" if worker.models_trouble else ""
+        return f"Worker {worker.id} is healthy, but has not reported its models{trouble}.".replace("?.", "?")
     trouble = f": {worker.trouble}" if worker.trouble else ""
-    return f"Worker {worker.id} is {worker.state.value}{trouble}."
+    return f"Worker {worker.id} is {worker.state.value}{trouble}.".replace("?.", "?")
 
 
 def _served(facts: WorkerFacts) -> tuple[object, ...]:

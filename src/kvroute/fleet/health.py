@@ -112,7 +112,6 @@ class _WorkerProbes:
     """Whether the worker was healthy before; only then does it ramp when it becomes healthy again."""
     epoch: int = 0
     """Rises with each ejection, so that a probe started before the ejection cannot undo it."""
-    models_trouble: str = ""
     task: asyncio.Task[None] | None = None
     pause: asyncio.Task[None] | None = None
 
@@ -304,8 +303,8 @@ class HealthMonitor:
             return None
         answer = await self._prober.models(probes.worker.spec.url)
         trouble = answer.detail if isinstance(answer, ProbeFailure) else ""
-        if trouble != probes.models_trouble:
-            probes.models_trouble = trouble
+        if trouble != probes.worker.models_trouble:
+            probes.worker.models_trouble = trouble
             if trouble:
                 log.warning("worker %s does not report its models: %s", probes.worker.id, trouble)
         if isinstance(answer, ProbeFailure):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -63,7 +64,7 @@ class Prober:
         try:
             return parse_models(answer)
         except ValueError:
-            return ProbeFailure("/v1/models is not a model list")
+            return ProbeFailure("/v1/models is not a model list: is this a vLLM server?")
 
     async def metrics(self, url: str) -> MetricsPage | ProbeFailure:
         """Read cache size and process start time of the worker at `url`."""
@@ -80,10 +81,33 @@ class Prober:
             return ProbeFailure(f"{path} gave no answer within {self._timeout_s:g} s")
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             refused = _is_refusal(error)
-            return ProbeFailure("connection refused" if refused else f"{path}: {error!r}", refused)
+            return ProbeFailure("connection refused" if refused else f"{path}: {_in_words(error)}", refused)
         if not answer.is_success:
-            return ProbeFailure(f"{path} answered {answer.status_code}")
+            status = answer.status_code
+            return ProbeFailure(f"{path} answered {status}{self._hint(status, headers)}")
         return answer.content
+
+    def _hint(self, status: int, headers: dict[str, str]) -> str:
+        """What the status probably means, after the words "PATH answered STATUS"."""
+        if status == 404:
+            return ": is this a vLLM server?"
+        if status not in (401, 403):
+            return ""
+        if headers:
+            return ": the worker refuses the key of fleet.worker_api_key"
+        return ": the worker wants an API key (fleet.worker_api_key)"
+
+
+def _in_words(error: Exception) -> str:
+    """The cause of an httpx error, for an operator."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, socket.gaierror):
+            return f"the host name cannot be resolved ({cause.strerror})"
+        if isinstance(cause, OSError) and cause.strerror:
+            return cause.strerror.lower()
+        cause = cause.__cause__ or cause.__context__
+    return str(error) or type(error).__name__
 
 
 def _is_refusal(error: BaseException | None) -> bool:

@@ -130,6 +130,8 @@ class Worker:
     """Why the worker was last ejected; None once it is healthy again."""
     trouble: str = ""
     """The worker's current problem, in words for an operator; empty while healthy."""
+    models_trouble: str = ""
+    """Why `/v1/models` could not be read the last time; empty if it was read."""
     rank_loads: dict[int, WorkerLoad] = field(default_factory=dict)
     """Load per data-parallel rank, if requests are sent to single ranks; `load` has the sum."""
 

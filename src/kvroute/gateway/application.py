@@ -25,7 +25,7 @@ from kvroute.gateway.asgi import (
     Send,
     StoredResponseEndpoint,
 )
-from kvroute.gateway.control import complete_schema
+from kvroute.gateway.control import complete_schema, docs_page
 from kvroute.gateway.dataplane import DataPlane
 from kvroute.gateway.failures import error_body
 from kvroute.openai.endpoints import ENDPOINTS
@@ -46,7 +46,15 @@ def build_application(plane: DataPlane, guard: AdminGuard, *routers: APIRouter) 
 
     It has no lifespan: the caller starts and stops the collaborators.
     """
-    app = _Application(title="kvroute", version=__version__, redirect_slashes=False)
+    # FastAPI's own pages load scripts from another host.
+    app = _Application(
+        title="kvroute", version=__version__, redirect_slashes=False, docs_url=None, redoc_url=None
+    )
+
+    @app.get("/docs", include_in_schema=False)
+    async def docs() -> Response:
+        return Response(docs_page(app.openapi()), media_type="text/html")
+
     app.add_middleware(_Guarded, guard=guard)
     for path, row in ENDPOINTS.items():
         app.router.routes.append(Route(path, InferenceEndpoint(row, plane), methods=["POST"]))

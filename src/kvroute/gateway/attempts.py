@@ -22,7 +22,7 @@ from kvroute.errors import (
     WorkerUnreachable,
 )
 from kvroute.fleet.health import HealthMonitor
-from kvroute.gateway.journal import Record
+from kvroute.gateway.journal import Record, trace_id_in
 from kvroute.gateway.planner import RequestPlan
 from kvroute.metrics import Metrics
 from kvroute.routing.router import Dispatch, Router
@@ -92,6 +92,8 @@ class AttemptDeps:
     """Statuses of a worker's answer for which the exchange asks for `Attempts.retry_after_status`."""
     on_sent: Callable[[RouteQuery, Candidate], None] | None = None
     """Called after each attempt was sent; must not block."""
+    log_traces: bool = False
+    """Whether the log has fields, one of which is `Record.trace_id`."""
     now: Callable[[], float] = field(init=False)
     """`clock.now`. To look it up costs more than to call it."""
 
@@ -118,6 +120,8 @@ class Attempts(Struct, eq=False):
     def start(self, listener: AnswerListener) -> None:
         """Send the request to the first worker of the ranking. Raises InvalidRequest."""
         self._deps.budget.count_request(self._plan.query.now)
+        if self._deps.log_traces:
+            self._record.trace_id = trace_id_in(self._fields)
         self._send_to_next(listener)
 
     def _send_to_next(self, listener: AnswerListener) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import html
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
+from typing import Any, Final
 
 from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
@@ -70,7 +71,7 @@ def control_routes(
             "ready": not reasons,
             "reasons": reasons,
             "workers": workers,
-            "notes": notes(),
+            "notes": notes() if reasons else [*fleet.problems(), *notes()],
         }
         return JSONResponse(body, status_code=503 if reasons else 200)
 
@@ -214,6 +215,40 @@ def complete_schema(schema: dict[str, Any], *, needs_key: bool) -> dict[str, Any
         "adminKey": {"type": "http", "scheme": "bearer", "description": "admin.api_key"},
     }
     return schema | {"paths": paths}
+
+
+def docs_page(schema: Mapping[str, Any]) -> str:
+    """The operations of an OpenAPI document as one HTML page, without scripts and without other files."""
+    rows = [
+        "<tr>"
+        + "".join(
+            f"<td>{html.escape(cell)}</td>"
+            for cell in (method.upper(), path, ", ".join(operation["tags"]), operation.get("summary", ""))
+        )
+        + "</tr>"
+        for path, item in schema["paths"].items()
+        for method, operation in item.items()
+        if method in _METHODS
+    ]
+    title = html.escape(f"{schema['info']['title']} {schema['info']['version']}")
+    return _DOCS_PAGE.format(title=title, rows="\n".join(rows))
+
+
+_DOCS_PAGE: Final = """\
+<!doctype html>
+<html lang="en">
+<head><meta charset="utf-8"><title>{title}</title>
+<meta name="viewport" content="width=device-width">
+<style>
+body {{ font: 15px/1.4 sans-serif; margin: 2em }}
+td, th {{ text-align: left; padding: 0.2em 1em 0.2em 0 }}
+td:nth-child(-n + 2) {{ font-family: monospace }}</style></head>
+<body><h1>{title}</h1>
+<p>Schemas, errors and required keys: <a href="openapi.json">openapi.json</a> (OpenAPI 3.1).</p>
+<table><tr><th>Method</th><th>Path</th><th>Tag</th><th>What it does</th></tr>
+{rows}
+</table></body></html>
+"""
 
 
 def relayed_paths() -> dict[str, Any]:

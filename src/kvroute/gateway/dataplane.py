@@ -30,13 +30,13 @@ from kvroute.gateway.client_keys import Meter, check_model, tenant_of
 from kvroute.gateway.downstream import Downstream, Headers, header
 from kvroute.gateway.exchange import CLIENT_LEFT, Exchange, ExchangeDeps
 from kvroute.gateway.failures import InternalError, refuse
-from kvroute.gateway.journal import InFlightRequest, PendingExchange, Record, trace_id_in
+from kvroute.gateway.journal import InFlightRequest, PendingExchange, Record
 from kvroute.gateway.planner import STRATEGY_HEADER, Planner, RequestPlan
 from kvroute.gateway.preparation import Prepared, Preparer
 from kvroute.gateway.request_queue import RequestQueue, WaitingRequest, requested_priority
 from kvroute.gateway.stored import StoredResponses
 from kvroute.gateway.waiting import QueueEntry, Target
-from kvroute.metrics import OTHER, Metrics
+from kvroute.metrics import Metrics
 from kvroute.openai.bounded import STEPWISE_BYTES, Bounded
 from kvroute.openai.endpoints import BodyKind, Endpoint, ErrorShape
 from kvroute.openai.prefix_cache import SeenBodies, large_request
@@ -259,7 +259,6 @@ class DataPlane:
         self._isolates_tenants = planner.isolates_tenants
         # Looked up once, not for each request.
         self._now = deps.clock.now
-        self._log_traces = deps.journal.log_traces
         self._observe_routing_time = deps.metrics.routing_time.later
         self._preparing: set[asyncio.Task[None]] = set()
         self._not_isolated_paths: set[str] = set()
@@ -492,8 +491,6 @@ class DataPlane:
         deps, admission = self.deps, self.admission
         if record.use is not None:
             client = record.use.metered(client)
-        if self._log_traces:
-            record.trace_id = trace_id_in(fields)
         on_end: Callable[[Exchange], object] = admission.discard
         if entry is not None and self.queue is not None:
             client, on_end = self._accounted(self.queue, entry, plan, record, client)
@@ -521,8 +518,6 @@ class DataPlane:
         """Answer a request that has no exchange, and record the answer."""
         if isinstance(error, NotIsolated):
             self._warn_not_isolated(error, record.path)
-        if isinstance(error, ModelNotFound):
-            record.model = OTHER  # the name is the client's: as a label, each name would be a new series
         refuse(self.metrics, record, error, client, shape)
         self.journal.finished(record, self._now())
 

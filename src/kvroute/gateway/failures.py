@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from typing import Final
 
-from kvroute.errors import GatewayError
+from kvroute.errors import GatewayError, ModelNotFound
 from kvroute.gateway.downstream import Downstream, Headers
 from kvroute.gateway.journal import Record
-from kvroute.metrics import Metrics
+from kvroute.metrics import OTHER, Metrics
 from kvroute.openai.endpoints import ErrorShape
 
 
@@ -15,11 +16,27 @@ class InternalError(GatewayError):
     """A defect of the gateway; the log has its traceback."""
 
 
+_ANTHROPIC_TYPES: Final = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+"""Error types of Anthropic's API by HTTP status (its documentation, "Errors"); its own overload is 529."""
+
+
 def error_body(error: GatewayError, shape: ErrorShape = ErrorShape.OPENAI) -> bytes:
     """`{"error": {"message", "type", "param", "code"}}`; for Anthropic also `"type": "error"` beside
-    `error`."""
+    `error`, and `error.type` is one of Anthropic's types."""
     inner = {"message": error.message, "type": error.type, "param": error.param, "code": error.error_code}
-    whole: dict[str, object] = {"type": "error"} if shape is ErrorShape.ANTHROPIC else {}
+    whole: dict[str, object] = {}
+    if shape is ErrorShape.ANTHROPIC:
+        whole["type"] = "error"
+        default = "invalid_request_error" if error.status < 500 else "api_error"
+        inner["type"] = _ANTHROPIC_TYPES.get(error.status, default)
     return json.dumps({**whole, "error": inner}, ensure_ascii=False).encode()
 
 
@@ -67,6 +84,8 @@ def refuse(
     metrics: Metrics, record: Record, error: GatewayError, client: Downstream, shape: ErrorShape
 ) -> None:
     """Answer with the gateway's own error and note it in `record`."""
+    if isinstance(error, ModelNotFound):
+        record.model = OTHER  # the name is the client's: as a label, each name would be a new series
     record.status = error.status
     record.error = record.error or error.error_code or error.type
     metrics.rejected.labels(error.error_code or error.type).inc()

@@ -93,11 +93,7 @@ class Journal:
     # A record among 256 costs 2.5 us, a single one 10 us. Nothing is counted or formatted between the last
     # byte of an answer and the next request.
 
-    def __init__(
-        self, metrics: Metrics, clock: Clock, *, log_requests: bool, kept: int, log_traces: bool = False
-    ) -> None:
-        """`log_traces`: the log has fields, so `Record.trace_id` is wanted."""
-        self.log_traces = log_requests and log_traces
+    def __init__(self, metrics: Metrics, clock: Clock, *, log_requests: bool, kept: int) -> None:
         self._metrics = metrics
         self._clock = clock
         self._lines = RequestLines() if log_requests else None

@@ -157,8 +157,10 @@ class Planner:
             body, other_bodies = self._isolation.bodies(request, body, adapter)
             is_isolated = body is not plain
         if not view.workers:
+            causes = self._fleet.causes(model)
             raise NoRoutableWorker(
-                f"No routable worker serves the model {model!r} at the moment.", retry_after_s=1
+                f"No routable worker serves the model {model!r} at the moment. {causes}".rstrip(),
+                retry_after_s=1,
             )
         if self._allow_strategy_header:
             strategy = self._strategy(model, headers)

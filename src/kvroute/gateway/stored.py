@@ -100,7 +100,9 @@ class StoredResponses:
         held = [worker for worker in self._fleet.workers() if worker.id == owner] if owner else []
         chosen = (held or routable)[:1]
         if not chosen:
-            raise NoRoutableWorker("No routable worker at the moment.", retry_after_s=1)
+            raise NoRoutableWorker(
+                f"No routable worker at the moment. {self._fleet.causes()}".rstrip(), retry_after_s=1
+            )
         ranking = tuple(Candidate(worker, 0.0, 0, 0.0, CostTerms()) for worker in chosen)
         query = RouteQuery(model="-", now=now, streamed=False)
         decision = RouteDecision("-", RouteReason.RESPONSE_OWNER, ranking)
