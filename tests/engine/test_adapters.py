@@ -1,12 +1,14 @@
-"""A base model and two LoRA adapters behind LMCache, interleaved: every answer is the one without LMCache.
+"""A base model, two LoRA adapters and tenants behind LMCache: every answer is the one without LMCache.
 
-Both modes of LMCache, with one engine each, and a third one without LMCache for comparison. The executable
+Both modes of LMCache, with one engine each, and a third one without LMCache for comparison. A second gateway
+before each engine isolates tenants. The executable
 under test is that of the environment variable KVROUTE_EXECUTABLE, where it is set.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import os
 import random
@@ -41,6 +43,8 @@ CACHED = PROMPT_TOKENS // CHUNK * CHUNK
 ON_GPU = PROMPT_TOKENS // BLOCK * BLOCK
 PROMPTS = 2
 READY_S, ANSWER_S = 300.0, 60.0
+TENANTS = ("a", "b", "late")
+"""Names of keys; each name is its key."""
 SHIM = Path(__file__).with_name("classic_shim")
 
 
@@ -53,7 +57,10 @@ class Answer:
 
 @dataclass
 class Site:
-    """The engines, by LMCache's mode ("none", "mp", "classic"), and a gateway before the last two each."""
+    """The engines, by LMCache's mode ("none", "mp", "classic"), and two gateways before the last two each.
+
+    `isolating` are the gateways with `server.isolation`.
+    """
 
     http: httpx.AsyncClient
     model: Path
@@ -62,11 +69,14 @@ class Site:
     adapters: dict[str, Path]
     engines: dict[str, str] = field(default_factory=dict)
     gateways: dict[str, str] = field(default_factory=dict)
+    isolating: dict[str, str] = field(default_factory=dict)
 
-    async def ask(self, url: str, model: str, prompt: list[int], **more: Any) -> Answer:
+    async def ask(self, url: str, model: str, prompt: list[int], key: str = "", **more: Any) -> Answer:
         body = {"model": model, "prompt": prompt, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
         answer = await self.http.post(
-            f"{url}/v1/completions", json={**body, "return_token_ids": True, **more}
+            f"{url}/v1/completions",
+            json={**body, "return_token_ids": True, **more},
+            headers={"authorization": f"Bearer {key}"} if key else {},
         )
         assert answer.status_code == 200, answer.text
         found = answer.json()
@@ -81,14 +91,17 @@ class Site:
         # It says so with its next step (vLLM 0.32).
         await self.ask(self.engines[mode], MODEL, [5])
 
-    async def known(self, mode: str, model: str, prompt: list[int], **tiers: int) -> None:
-        """Wait until the gateway knows that just this much of the prompt is cached."""
+    async def known(self, mode: str, model: str, prompt: list[int], key: str = "", **tiers: int) -> None:
+        """Wait until the gateway knows that just this much of the prompt is cached; with a `key` the gateway
+        that isolates tenants."""
         body = {"model": model, "prompt": prompt, "max_tokens": 8}
+        url = self.isolating[mode] if key else self.gateways[mode]
+        headers = {"authorization": f"Bearer {key}"} if key else {}
         seen: dict[str, Any] = {}
         try:
             async with asyncio.timeout(ANSWER_S):
                 while seen.get("tiers") != {"gpu": 0, "l1": 0, "l2": 0, **tiers}:
-                    answer = await self.http.post(f"{self.gateways[mode]}/v1/route/explain", json=body)
+                    answer = await self.http.post(f"{url}/v1/route/explain", json=body, headers=headers)
                     (seen,) = answer.json()["ranking"]
                     await asyncio.sleep(0.05)
         except TimeoutError:
@@ -147,7 +160,10 @@ async def site(
     adapters = {
         name: write_adapter(model, folder / f"adapter-{seed}", seed) for seed, name in enumerate(ADAPTERS)
     }
-    redis, zmq, lmcache_http, coordinator, *gateways = free_ports(6)
+    redis, zmq, lmcache_http, coordinator, *gateways = free_ports(8)
+    keys = [{"name": name, "hash": "sha256:" + hashlib.sha256(name.encode()).hexdigest()} for name in TENANTS]
+    keys_file = folder / "keys.json"
+    keys_file.write_text(json.dumps({"keys": keys}))
     quiet = {"LMCACHE_DISABLE_BANNER": "1", "DO_NOT_TRACK": "1"}
     limits = httpx.Limits(max_keepalive_connections=0)  # vLLM closes a connection that was idle for 5 s
     async with (
@@ -189,14 +205,18 @@ async def site(
             "mp": site.engine("mp", 1, mp, quiet),
             "classic": site.engine("classic", 0, {"kv_connector": "LMCacheConnectorV1"}, of_classic),
         }
-        for mode, port in zip(("mp", "classic"), gateways, strict=True):
+        per_tenant = ["server.isolation=per-key", f"server.client_keys.file={keys_file}"]
+        for place, port in enumerate(gateways):
+            mode, isolates = ("mp", "classic")[place % 2], place >= 2
             argv = [*command, "serve", "--port", str(port), "--strategy", "kvaware"]
             argv += ["--worker", f"{mode}={site.engines[mode]}"]
-            for setting in [*settings, *(of_mp if mode == "mp" else ())]:
+            of_gateway = per_tenant if isolates else of_mp if mode == "mp" else []
+            for setting in [*settings, *of_gateway]:
                 argv += ["--set", setting]
             env = {**os.environ, "XDG_STATE_HOME": str(folder / "state")}
-            site.gateways[mode] = f"http://127.0.0.1:{port}"
-            await stack.enter_async_context(site.child(f"adapters-gateway-{mode}", argv, env))
+            (site.isolating if isolates else site.gateways)[mode] = f"http://127.0.0.1:{port}"
+            name = f"adapters-gateway-{mode}{'-tenants' if isolates else ''}"
+            await stack.enter_async_context(site.child(name, argv, env))
         lmcache = site.child("adapters-lmcache", server, separate_environment(os.environ) | quiet)
         await stack.enter_async_context(lmcache)
         await lmcache.wait_ready(f"http://127.0.0.1:{lmcache_http}/healthcheck", timeout_s=READY_S)
@@ -204,7 +224,7 @@ async def site(
             await stack.enter_async_context(engine)
         for mode, engine in engines.items():
             await engine.wait_ready(f"{site.engines[mode]}/health", timeout_s=READY_S)
-        for url in site.gateways.values():
+        for url in (*site.gateways.values(), *site.isolating.values()):
             async with asyncio.timeout(READY_S):
                 while True:
                     ready = (await http.get(f"{url}/ready")).json()
@@ -265,3 +285,40 @@ async def test_two_clients_salts_are_apart_for_an_adapter_too(site: Site, mode: 
         await site.forget(mode)
         answer = await site.ask(url, model, prompt, cache_salt=tenant)
         assert (answer.tokens, answer.cached) == (right, CACHED)
+
+
+@pytest.mark.parametrize("mode", ["mp", "classic"])
+async def test_tenants_never_share_a_cached_block_and_every_answer_is_the_one_without_a_cache(
+    site: Site, mode: str
+) -> None:
+    url = site.isolating[mode]
+    (prompt, _) = prompts(f"{mode} keys")
+    spaces: list[tuple[str, dict[str, str]]] = [("a", {}), ("b", {}), ("a", {"cache_salt": "s"})]
+    asked = [
+        (tenant, model, more)
+        for tenant, more in [*spaces, ("b", {"cache_salt": "s"})]
+        for model in MODELS[:2]
+    ]
+    right = {model: (await site.ask(site.engines["none"], model, prompt)).tokens for model in MODELS[:2]}
+
+    for tenant, model, more in asked:
+        answer = await site.ask(url, model, prompt, tenant, **more)
+        assert (answer.tokens, answer.cached, answer.predicted) == (right[model], 0, 0)
+
+    # Each tenant's own blocks in the engine's cache are known, and nobody else's.
+    for model in MODELS[:2]:
+        for tenant in ("a", "b"):
+            await site.known(mode, model, prompt, tenant, gpu=ON_GPU)
+        await site.known(mode, model, prompt, "late", gpu=0)
+    for tenant, model, more in asked:
+        answer = await site.ask(url, model, prompt, tenant, **more)
+        assert (answer.tokens, answer.cached, answer.predicted) == (right[model], ON_GPU, ON_GPU)
+
+    # LMCache has the blocks of all others when a tenant comes late, and each tenant's own when it returns.
+    await site.forget(mode)
+    for model in MODELS[:2]:
+        late = await site.ask(url, model, prompt, "late")
+        assert (late.tokens, late.cached) == (right[model], 0)
+    for tenant, model, more in reversed(asked):
+        answer = await site.ask(url, model, prompt, tenant, **more)
+        assert (answer.tokens, answer.cached) == (right[model], CACHED)
