@@ -12,7 +12,7 @@ WORKDIR /src
 RUN python -m venv --without-pip /opt/kvroute
 # Requirements are a separate layer, so that a change of the code does not install them again.
 COPY pyproject.toml ./
-RUN python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['dependencies'], sep='\n')" > requirements.txt \
+RUN python -c "import tomllib; p = tomllib.load(open('pyproject.toml', 'rb'))['project']; print(*p['dependencies'], *p['optional-dependencies']['jwt'], sep='\n')" > requirements.txt \
  && pip --python /opt/kvroute/bin/python install -r requirements.txt
 COPY README.md LICENSE ./
 COPY src src

@@ -36,6 +36,7 @@ KvrouteError
     ├── NotImplementedHere   501
     ├── WorkerUnreachable    502  every routable worker was tried
     ├── NoRoutableWorker     503
+    ├── SigningKeysUnknown   503  tokens cannot be checked yet
     ├── ShuttingDown         503
     ├── WorkerTimeout        504
     └── VersionNotSupported  505
@@ -260,6 +261,10 @@ class WorkerUnreachable(GatewayError):
 
 class NoRoutableWorker(GatewayError):
     status, type, code = 503, "service_unavailable", "no_routable_worker"
+
+
+class SigningKeysUnknown(GatewayError):
+    status, type, code = 503, "service_unavailable", "signing_keys_unknown"
 
 
 class ShuttingDown(GatewayError):

@@ -398,6 +398,16 @@ class Metrics(Collector):
             "Changes of the file of keys that were loaded or refused.",
             ["outcome"],
         )
+        self.jwks_reads = self._counter(
+            "kvroute_jwks_reads",
+            "Reads of the signing keys of tokens (server.jwt) by outcome: loaded, unchanged or failed.",
+            ["outcome"],
+        )
+        self.tokens_checked = self._counter(
+            "kvroute_tokens_checked",
+            "JSON Web Tokens that were checked because their outcome was not remembered: valid or refused.",
+            ["outcome"],
+        )
         self.queue_waiting = self._gauge(
             "kvroute_queue_waiting",
             "Requests that wait for a worker with a free permit, by the name of their key.",

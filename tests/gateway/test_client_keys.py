@@ -7,7 +7,8 @@ from tests.support.clocks import ManualClock
 
 from kvroute.errors import BodyTooLarge, ConfigError, Forbidden, KeyLimitReached, PromptTooLong, Unauthorized
 from kvroute.gateway.access import KeyCheck
-from kvroute.gateway.client_keys import Bucket, KeyRing, Meter, check_model, new_key, read_keys
+from kvroute.gateway.client_keys import Bucket, KeyRing, Meter, check_model
+from kvroute.gateway.key_file import new_key, read_keys
 from kvroute.metrics import Metrics
 from kvroute.openai.endpoints import ENDPOINTS
 from kvroute.openai.request import parse_request
@@ -41,10 +42,10 @@ def admit(keys: KeyRing, strategy: bytes = b""):
         ("", 1, "document"),
         ("keys: 3", 1, "keys"),
         ("key: []", 1, "key"),
-        ("keys:\n- name: a\n", 2, "keys[0].hash: Field required"),
+        ("keys:\n- name: a\n", 2, "keys[0]: Value error, set `hash` or `jwt`"),
         (f"keys:\n- name: a\n  hash: {HASH}\n  colour: red\n", 4, "keys[0].colour: unknown field"),
         ("keys:\n- name: a\n  hash: secret-itself\n", 3, "keys[0].hash[0]"),
-        ("keys:\n- name: a\n  hash: []\n", 3, "keys[0].hash"),
+        ("keys:\n- name: a\n  hash: []\n", 2, "keys[0]: Value error, set `hash` or `jwt`"),
         (f"keys:\n- name: a b\n  hash: {HASH}\n", 2, "keys[0].name"),
         (f"keys:\n- name: a\n  hash: {HASH}\n- name: a\n  hash: {OTHER}\n", 4, "the name is also"),
         (f"keys:\n- name: a\n  hash: {HASH}\n- name: b\n  hash: {HASH}\n", 5, "the hash is also"),

@@ -28,7 +28,8 @@ from kvroute.app.metrics_compat import MetricsOptions
 from kvroute.errors import ConfigError, InvalidConfig
 from kvroute.events.options import KvEventsOptions
 from kvroute.fleet.options import FleetOptions
-from kvroute.gateway.client_keys import read_key_file
+from kvroute.gateway.jwt import check_key_file
+from kvroute.gateway.key_file import read_key_file
 from kvroute.gateway.options import AdminOptions, ServerOptions
 from kvroute.gateway.waiting import AdmissionOptions
 from kvroute.lmcache.options import LMCacheOptions
@@ -62,6 +63,14 @@ class Config(Options):
     def _refuse_client_keys_as_admin_keys(self) -> Config:
         if {key.get_secret_value() for key in self.server.api_keys} & set(self.admin.keys):
             raise ValueError("admin.api_key: is also one of server.api_keys, so every client would have it")
+        return self
+
+    @model_validator(mode="after")
+    def _refuse_tokens_without_names(self) -> Config:
+        if self.server.jwt.is_on and self.server.client_keys.file is None:
+            raise ValueError(
+                "server.jwt: set server.client_keys.file, which has what the client of a token may do"
+            )
         return self
 
     @model_validator(mode="after")
@@ -138,12 +147,14 @@ def check_files(config: Config) -> None:
     if config.server.tls.is_on:
         check(lambda: server_context(config.server.tls, "server.tls"))
     for section, options in (
+        ("server.jwt.tls", config.server.jwt.tls),
         ("upstream.tls", config.upstream.tls),
         ("lmcache.l2.tls", config.lmcache.l2.tls),
         ("lmcache.coordinator.server_tls", config.lmcache.coordinator.server_tls),
     ):
         if options.is_set:
             check(partial(client_context, options, section, ssl.create_default_context))
+    check(lambda: check_key_file(config.server.jwt))
     keys_file = config.server.client_keys.file
     if keys_file is not None:
         check(lambda: read_key_file(keys_file))

@@ -37,11 +37,13 @@ from kvroute.gateway.admin import admin_routes
 from kvroute.gateway.admin_guard import AdminGuard
 from kvroute.gateway.application import build_application
 from kvroute.gateway.attempts import AttemptDeps, RetryBudget
-from kvroute.gateway.client_keys import KeyRing, read_key_file
+from kvroute.gateway.client_keys import KeyRing
 from kvroute.gateway.control import control_routes
 from kvroute.gateway.dataplane import DataPlane
 from kvroute.gateway.exchange import ExchangeDeps
 from kvroute.gateway.journal import Journal
+from kvroute.gateway.jwt import TokenVerifier
+from kvroute.gateway.key_file import read_key_file
 from kvroute.gateway.live import LiveFigures
 from kvroute.gateway.page import page_routes
 from kvroute.gateway.planner import Planner
@@ -138,6 +140,8 @@ class Runtime:
         self._gateway_metrics: GatewayMetrics | None = None
         self._compat: VllmRouterMetrics | None = None
         self._keys_seen = signatures(())
+        jwt = config.server.jwt
+        self._tokens = TokenVerifier(jwt, self.metrics, clock) if jwt.is_on else None
         self._ring = self._read_ring()
         self.plane = self._data_plane()
         self.application = self._application()
@@ -178,6 +182,9 @@ class Runtime:
         if self._ring is not None and keys.file is not None and keys.reload_interval_s:
             reload = self._ring.run(keys.file, keys.reload_interval_s, self._keys_seen[0])
             self._tasks.append(asyncio.create_task(reload, name="file of keys"))
+        if self._tokens is not None:
+            await self._tokens.load()
+            self._tasks.append(asyncio.create_task(self._tokens.run(), name="signing keys of tokens"))
         if self._replica is not None:
             await self._join_processes(self._replica)
         return self
@@ -198,6 +205,8 @@ class Runtime:
         await self._stack.aclose()
         await self._transports.aclose()
         await self._client.aclose()
+        if self._tokens is not None:
+            await self._tokens.aclose()
 
     def _make_cache_tracker(self) -> CacheTracker | CacheTrackerMirror:
         """Construct the cache tracker: process 0 reads the workers' events, the others mirror its map."""
@@ -290,7 +299,14 @@ class Runtime:
         if file is None:
             return None
         self._keys_seen = signatures((file,))  # before the file: a change in between is loaded again
-        return KeyRing(read_key_file(file), self.metrics, self._clock, processes=processes)
+        return KeyRing(
+            read_key_file(file),
+            self.metrics,
+            self._clock,
+            processes=processes,
+            tokens=self._tokens,
+            default_key=self._config.server.jwt.default_key,
+        )
 
     def _make_permits(self, inner: Observer | None) -> Permits:
         processes = self._config.server.processes

@@ -10,7 +10,7 @@ from kvroute.app.config import Loaded, check_files, resolved_yaml
 from kvroute.cli.serve import InvalidConfiguration, configured
 from kvroute.errors import ConfigError
 from kvroute.fleet.discovery.file import read_workers_file
-from kvroute.gateway.client_keys import new_key, read_key_file
+from kvroute.gateway.key_file import new_key, read_key_file
 
 _FIX = "kvroute.check.fix"
 

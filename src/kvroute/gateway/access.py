@@ -26,11 +26,15 @@ class KeyCheck:
         return not self._keys and self.ring is None
 
     def check(self, headers: Headers) -> None:
-        """Raises Unauthorized. Every key without a name is compared in constant time."""
+        """Raises Unauthorized, and for tokens Forbidden and SigningKeysUnknown.
+
+        Every key without a name is compared in constant time.
+        """
         if self.is_open or self.matches(headers):
             return
-        if self.ring is not None and self.ring.find(_given(headers)) is not None:
-            raise Unauthorized("The API key has expired.", param="authorization", code="expired_api_key")
+        refusal = None if self.ring is None else self.ring.refusal(_given(headers))
+        if refusal is not None:
+            raise refusal
         raise Unauthorized("A valid API key is needed: Authorization: Bearer KEY.", param="authorization")
 
     def client(self, headers: Headers) -> KnownClient | None:

@@ -1,224 +1,48 @@
-"""Named API keys of clients: the file that lists them, what each key may do, and its limits.
+"""Named API keys of clients while the gateway runs: who a key or a token is, what it may do, and its limits.
 
-A file has the keys' hashes and is loaded again when it changes, all or nothing:
-
-    keys:
-      - name: team-a
-        hash: sha256:9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08
-        models: [llama]
-        limits: {requests_per_minute: 600}
+The keys come from a file (`key_file.py`), which is loaded again when it changes.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 import re
-import secrets
 from collections.abc import Callable, Sequence
 from datetime import datetime
 from math import ceil
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import NamedTuple
 
-import yaml
 from msgspec import Struct
-from pydantic import AfterValidator, AwareDatetime, BeforeValidator, StringConstraints, ValidationError
 
 from kvroute.clock import Clock
-from kvroute.errors import BodyTooLarge, ConfigError, Forbidden, KeyLimitReached, PromptTooLong
+from kvroute.errors import (
+    BodyTooLarge,
+    ConfigError,
+    Forbidden,
+    GatewayError,
+    KeyLimitReached,
+    PromptTooLong,
+    Unauthorized,
+)
 from kvroute.gateway.downstream import Downstream
+from kvroute.gateway.jwt import Refusal, TokenVerifier
+from kvroute.gateway.key_file import PREFIX, ClientKey, KeyLimits, digest, read_key_file
 from kvroute.metrics import Metrics
 from kvroute.openai.request import InferenceRequest
-from kvroute.options import Options, option
-from kvroute.routing.registry import STRATEGIES
 from kvroute.tls import Signature, signatures
 
 log = logging.getLogger(__name__)
 
-OPTION = "server.client_keys.file"
-_MAX_FILE_BYTES = 8 * 1024 * 1024
-_MAX_KEYS = 10_000
-_PREFIX = "sha256:"
 _MINUTE_S = 60.0
 _OK_STATUSES = range(200, 400)
 _CLIENT_LEFT = 499
 _TAIL_BYTES = 4096
 _BYTES_PER_TOKEN = 4
+_TOKEN_DOTS = 2
 _COMPLETION_TOKENS = re.compile(rb'"(?:completion|output)_tokens"\s*:\s*(\d+)\s*[,}]').search
 _EVENT = b"data: {"
-
-
-class ClientKeysOptions(Options):
-    """Named API keys with models, strategies and limits of their own."""
-
-    file: Path | None = option(
-        None,
-        "YAML or JSON file with named keys: docs/keys.md. It has hashes, not keys; `kvroute keys new NAME` "
-        "makes an entry. It is loaded again when it changes; an invalid file is refused, and the old keys "
-        "stay valid. Keys of `server.api_keys` are valid too, without name and limits.",
-    )
-    reload_interval_s: float = option(
-        5.0,
-        "Time between checks whether the file has changed. 0: no checks.",
-        unit="s",
-        higher="fewer checks",
-        lower="a new or removed key counts sooner",
-        ge=0,
-    )
-
-
-class KeyLimits(Options):
-    """Limits of one key; 0 means no limit. `requests_per_minute`, `tokens_per_minute` and
-    `concurrent_requests` are divided by the number of gateway processes."""
-
-    requests_per_minute: int = option(0, ge=0)
-    tokens_per_minute: int = option(0, ge=0)
-    """Prompt and completion tokens. A request is charged at its end."""
-    concurrent_requests: int = option(0, ge=0)
-    """Requests in flight, streamed or not."""
-    body_bytes: int = option(0, ge=0)
-    prompt_tokens: int = option(0, ge=0)
-    """As the gateway estimates them."""
-
-
-def _as_list(value: object) -> object:
-    return [value] if isinstance(value, str) else value
-
-
-def _known_strategies(value: frozenset[str]) -> frozenset[str]:
-    if not value <= STRATEGIES.keys():
-        raise ValueError(f"a strategy is none of {', '.join(STRATEGIES)}")
-    return value
-
-
-_Hash = Annotated[str, StringConstraints(pattern=r"^sha256:[0-9a-f]{64}$")]
-_Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.@-]{0,63}$")]
-
-
-class ClientKey(Options):
-    """One entry of the file: who the client is and what it may do. None for a list: everything."""
-
-    name: _Name
-    hash: Annotated[tuple[_Hash, ...], BeforeValidator(_as_list), option(min_length=1)]
-    """Several are valid at the same time, so that a new key can replace an old one under the same name."""
-    models: frozenset[str] | None = None
-    strategies: Annotated[frozenset[str], AfterValidator(_known_strategies)] | None = None
-    limits: KeyLimits = KeyLimits()
-    priority: int = option(0, ge=-1_000_000, le=1_000_000)
-    """Class in the queue of waiting requests; a lower value is served earlier, as in vLLM."""
-    weight: float = option(1.0, gt=0, le=1_000_000)
-    """Share of the workers' time while keys of the same class wait."""
-    expires: AwareDatetime | None = None
-    tenant: _Name | None = None
-    """Keys with the same tenant share KV under `server.isolation`. None: the key's name."""
-
-
-class KeyFile(Options):
-    """The whole document."""
-
-    keys: Annotated[tuple[ClientKey, ...], option(max_length=_MAX_KEYS)]
-
-
-def digest(key: bytes) -> bytes:
-    """The SHA-256 of a key: what the file has.
-
-    A slow hash protects passwords that can be guessed. A key of 256 random bits cannot, and each request
-    computes this hash: 0.5 us.
-    """
-    return hashlib.sha256(key).digest()
-
-
-def new_key(name: str) -> tuple[str, str]:
-    """A new random key of 256 bits, and its entry for the file. Raises ConfigError for an invalid name."""
-    key = "kvr-" + secrets.token_urlsafe(32)
-    document = {"keys": [{"name": name, "hash": _PREFIX + digest(key.encode()).hex()}]}
-    read_keys(yaml.safe_dump(document), "NAME")
-    entry = document["keys"][0]
-    return key, f"- name: {entry['name']}\n  hash: {entry['hash']}\n"
-
-
-def read_key_file(file: Path) -> tuple[ClientKey, ...]:
-    """The keys of a file. Raises ConfigError with `FILE:LINE: reason`. Blocks."""
-    try:
-        with file.open("rb") as opened:
-            raw = opened.read(_MAX_FILE_BYTES + 1)
-    except OSError as error:
-        raise ConfigError(OPTION, f"cannot read {file}: {error.strerror}") from None
-    if len(raw) > _MAX_FILE_BYTES:
-        raise ConfigError(OPTION, f"{file} is larger than {_MAX_FILE_BYTES} bytes")
-    try:
-        text = raw.decode()
-    except UnicodeDecodeError:
-        raise ConfigError(OPTION, f"{file}:1: it is not UTF-8 text") from None
-    return read_keys(text, str(file))
-
-
-def read_keys(text: str, file: str) -> tuple[ClientKey, ...]:
-    """The keys of a document. Raises ConfigError with `FILE:LINE: reason`; reasons contain no value of the
-    document, because a key may have been put in the place of its hash."""
-    try:
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
-        data = yaml.safe_load(text)
-    except yaml.MarkedYAMLError as error:
-        line = error.problem_mark.line + 1 if error.problem_mark else 1
-        raise ConfigError(OPTION, f"{file}:{line}: it is not YAML") from None
-    except (yaml.YAMLError, ValueError, RecursionError):
-        raise ConfigError(OPTION, f"{file}:1: it is not YAML") from None
-    lines: dict[tuple[str | int, ...], int] = {}
-    repeated = _survey(root, (), lines)
-    if repeated is not None:
-        raise ConfigError(OPTION, f"{file}:{lines[repeated]}: {_dotted(repeated)}: given twice")
-    try:
-        keys = KeyFile.model_validate(data).keys
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        place = first["loc"]
-        reason = "unknown field" if first["type"] == "extra_forbidden" else first["msg"]
-        raise ConfigError(OPTION, f"{file}:{_line(lines, place)}: {_dotted(place)}: {reason}") from None
-    names: dict[str, int] = {}
-    hashes: dict[str, int] = {}
-    for number, key in enumerate(keys):
-        place = ("keys", number)
-        if names.setdefault(key.name, number) != number:
-            reason = f"the name is also the one of keys[{names[key.name]}]; `hash` may be a list"
-            raise ConfigError(OPTION, f"{file}:{_line(lines, (*place, 'name'))}: {_dotted(place)}: {reason}")
-        for each in key.hash:
-            if hashes.setdefault(each, number) != number:
-                reason = f"the hash is also one of keys[{hashes[each]}]"
-                where = _line(lines, (*place, "hash"))
-                raise ConfigError(OPTION, f"{file}:{where}: {_dotted(place)}: {reason}")
-    return keys
-
-
-def _survey(
-    node: yaml.Node | None, place: tuple[str | int, ...], lines: dict[tuple[str | int, ...], int]
-) -> tuple[str | int, ...] | None:
-    """Store the line of every place in `lines`; return the first key that a mapping has twice."""
-    repeated = None
-    if isinstance(node, yaml.SequenceNode):
-        for number, item in enumerate(node.value):
-            lines[*place, number] = item.start_mark.line + 1
-            repeated = repeated or _survey(item, (*place, number), lines)
-    elif isinstance(node, yaml.MappingNode):
-        for key, value in node.value:
-            here = (*place, str(key.value))
-            repeated = repeated or (here if here in lines else None)
-            lines[here] = key.start_mark.line + 1
-            repeated = repeated or _survey(value, here, lines)
-    return repeated
-
-
-def _line(lines: dict[tuple[str | int, ...], int], place: tuple[str | int, ...]) -> int:
-    while place and place not in lines:
-        place = place[:-1]
-    return lines.get(place, 1)
-
-
-def _dotted(place: Sequence[str | int]) -> str:
-    text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place)
-    return text.removeprefix(".") or "document"
 
 
 class Bucket:
@@ -284,6 +108,7 @@ class KnownClient(NamedTuple):
     expires: float
     account: Account
     ring: KeyRing
+    tenant: str
 
 
 class KeyRing:
@@ -293,9 +118,21 @@ class KeyRing:
     """
 
     def __init__(
-        self, keys: Sequence[ClientKey], metrics: Metrics, clock: Clock, *, processes: int = 1
+        self,
+        keys: Sequence[ClientKey],
+        metrics: Metrics,
+        clock: Clock,
+        *,
+        processes: int = 1,
+        tokens: TokenVerifier | None = None,
+        default_key: str = "",
     ) -> None:
+        """`tokens` verifies JSON Web Tokens; `default_key` names the entry for clients without an own one."""
         self._metrics = metrics
+        self._tokens = tokens
+        self._default_key = default_key
+        self._by_client: dict[str, KnownClient] = {}
+        self._default: KnownClient | None = None
         self._wall = clock.wall
         self._clock = clock
         self._processes = processes
@@ -306,23 +143,69 @@ class KeyRing:
         self.install(keys)
 
     def install(self, keys: Sequence[ClientKey]) -> None:
-        """Replace all keys at one moment. Keys that keep their name keep what they have used."""
+        """Replace all keys at one moment. Keys that keep their name keep what they have used.
+
+        Raises ConfigError if the default key is not among them.
+        """
         by_digest: dict[bytes, KnownClient] = {}
+        by_client: dict[str, KnownClient] = {}
+        by_name: dict[str, KnownClient] = {}
         accounts: dict[str, Account] = {}
         now = self._clock.now()
         for key in keys:
             account = accounts[key.name] = self._accounts.get(key.name) or Account()
             account.apply(key.limits, self._processes, now)
-            known = KnownClient(key, _seconds(key.expires), account, self)
+            tenant = key.tenant or key.name
+            known = by_name[key.name] = KnownClient(key, _seconds(key.expires), account, self, tenant)
+            by_client.update(dict.fromkeys(key.jwt or (), known))
             for each in key.hash:
-                by_digest[bytes.fromhex(each.removeprefix(_PREFIX))] = known
-        self._by_digest, self._accounts = by_digest, accounts
+                by_digest[bytes.fromhex(each.removeprefix(PREFIX))] = known
+        if self._default_key and self._default_key not in by_name:
+            raise ConfigError("server.jwt.default_key", f"the file of keys has no {self._default_key!r}")
+        self._by_digest, self._by_client, self._accounts = by_digest, by_client, accounts
+        self._default = by_name.get(self._default_key)
 
     def find(self, given: bytes) -> KnownClient | None:
         """The client of a key, also of an expired one. O(1)."""
         # No comparison in constant time is needed. The time of the lookup depends on the hash only, and no
         # client can choose a key so that a part of its hash is right.
-        return self._by_digest.get(digest(given)) if given else None
+        if not given:
+            return None
+        hashed = digest(given)
+        found = self._by_digest.get(hashed)
+        if found is None and self._tokens is not None and given.count(b".") == _TOKEN_DOTS:
+            return self._of_token(self._tokens, given, hashed)
+        return found
+
+    def _of_token(self, tokens: TokenVerifier, token: bytes, hashed: bytes) -> KnownClient | None:
+        """The client of a valid token: its own entry, or the default one."""
+        verified = tokens.verify(token, hashed)
+        if isinstance(verified, Refusal):
+            return None
+        client, expires = verified
+        known = self._by_client.get(client, self._default)
+        if known is None:
+            return None
+        key, until, account, ring, tenant = known
+        if known is self._default and client not in self._by_client and key.tenant is None:
+            tenant = (
+                f"jwt:{client}"  # clients that share this entry are tenants; no name of a key has a colon
+            )
+        return KnownClient(key, expires if expires < until else until, account, ring, tenant)
+
+    def refusal(self, given: bytes) -> GatewayError | None:
+        """Why `given` is not valid; None if nothing is known about it."""
+        found = self.find(given)
+        if found is not None:
+            return Unauthorized("The API key has expired.", param="authorization", code="expired_api_key")
+        if self._tokens is None or given.count(b".") != _TOKEN_DOTS:
+            return None
+        verified = self._tokens.verify(given, digest(given))
+        if isinstance(verified, Refusal):
+            return verified.error()
+        return Forbidden(
+            "The token's client has no entry in server.client_keys.file.", code="client_not_permitted"
+        )
 
     def is_expired(self, client: KnownClient) -> bool:
         return self._wall() >= client.expires
@@ -385,11 +268,11 @@ class KeyRing:
     async def _reload(self, file: Path) -> None:
         try:
             keys = await asyncio.to_thread(read_key_file, file)
+            self.install(keys)
         except ConfigError as error:
             self._metrics.key_reloads.labels("refused").inc()
             log.error("the changed file of keys is refused, the old keys stay valid: %s", error)
         else:
-            self.install(keys)
             self._metrics.key_reloads.labels("loaded").inc()
             log.info("the changed file of keys is loaded: %d names", len(keys))
 
@@ -408,7 +291,7 @@ def _seconds(moment: datetime | None) -> float:
 def tenant_of(client: KnownClient | None) -> str:
     """The tenant of a client. All keys without a name together are one tenant, with a name that no key can
     have."""
-    return "-" if client is None else client.key.tenant or client.key.name
+    return "-" if client is None else client.tenant
 
 
 def permits_model(client: KnownClient, requested: str | None, resolve: Callable[[str | None], str]) -> bool:

@@ -9,7 +9,8 @@ from typing import Annotated, Literal
 from pydantic import SecretStr, field_validator
 
 from kvroute.gateway.admin_guard import host_name, key_lines
-from kvroute.gateway.client_keys import ClientKeysOptions
+from kvroute.gateway.jwt import JwtOptions
+from kvroute.gateway.key_file import ClientKeysOptions
 from kvroute.openai.bounded import BodyLimits
 from kvroute.options import Options, Switch, option
 from kvroute.tls import ServerTlsOptions
@@ -186,6 +187,7 @@ class ServerOptions(Options):
         None, "File with API keys, one per line; blank lines and lines that start with `#` are ignored."
     )
     client_keys: ClientKeysOptions = option(default_factory=ClientKeysOptions)
+    jwt: JwtOptions = option(default_factory=JwtOptions)
     isolation: Literal["none", "per-key"] = option(
         "none",
         "Which clients share KV. `none`: all. `per-key`: each name of `client_keys` (or each `tenant` that "
