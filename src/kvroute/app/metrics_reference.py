@@ -118,6 +118,8 @@ GROUPS: Final[Mapping[str, Mapping[str, str]]] = MappingProxyType(
             "key_tokens": "Which client uses how many tokens?",
             "key_limited": "Which client reaches which limit?",
             "key_reloads": "Was a change of the file of keys loaded?",
+            "jwks_reads": "Can the signing keys of tokens be read?",
+            "tokens_checked": "How many tokens are checked, and how many are refused?",
             "queue_waiting": "How many requests wait for a free worker?",
             "queue_wait_seconds": "How long do they wait?",
             "queue_shed": "How many are refused, and why?",
