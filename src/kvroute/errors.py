@@ -8,6 +8,7 @@ KvrouteError
 ├── WireError                a message of vLLM, LMCache or another process violates its protocol
 ├── UpstreamError            a worker's connection failed (transport level, no HTTP answer)
 │   ├── ConnectRefused       nothing was sent: connect failed or was refused
+│   ├── NoResources          nothing was sent: the gateway itself lacks descriptors, ports or memory
 │   ├── ConnectTimeout       nothing was sent: connect took longer than its deadline
 │   ├── PoolExhausted        nothing was sent: all allowed connections stayed busy
 │   ├── ConnectionLost       the connection broke after the request was (perhaps) sent
@@ -38,6 +39,7 @@ KvrouteError
     ├── NoRoutableWorker     503
     ├── SigningKeysUnknown   503  tokens cannot be checked yet
     ├── ShuttingDown         503
+    ├── GatewayOverloaded    503  the gateway lacks descriptors or memory
     ├── WorkerTimeout        504
     └── VersionNotSupported  505
 
@@ -102,6 +104,11 @@ class UpstreamError(KvrouteError):
 class ConnectRefused(UpstreamError):
     sent = False
     cause = "refused"
+
+
+class NoResources(UpstreamError):
+    sent = False
+    cause = "no_resources"
 
 
 class ConnectTimeout(UpstreamError):
@@ -269,6 +276,15 @@ class SigningKeysUnknown(GatewayError):
 
 class ShuttingDown(GatewayError):
     status, type, code = 503, "service_unavailable", "shutting_down"
+
+
+class GatewayOverloaded(GatewayError):
+    """The gateway lacks a resource of its own. `code` says which: `out_of_descriptors` or `low_memory`."""
+
+    status, type = 503, "service_unavailable"
+
+    def __init__(self, message: str, code: str) -> None:
+        super().__init__(message, code=code, retry_after_s=1)
 
 
 class WorkerTimeout(GatewayError):

@@ -276,6 +276,14 @@ class Metrics(Collector):
             _INTER_TOKEN_S,
             pool,
         )
+        self.memory_share = self._gauge(
+            "kvroute_memory_used_ratio", "Used share of the memory limit, with `server.memory_watermark`.", []
+        )
+        self.out_of_descriptors = self._counter(
+            "kvroute_out_of_descriptors",
+            "Connections that were not opened for lack of descriptors.",
+            ["side"],
+        )
         self.in_flight = self._gauge(
             "kvroute_requests_in_flight", "Inference requests being served now."
         ).labels()

@@ -45,6 +45,7 @@ from kvroute.gateway.journal import Journal
 from kvroute.gateway.jwt import TokenVerifier
 from kvroute.gateway.key_file import read_key_file
 from kvroute.gateway.live import LiveFigures
+from kvroute.gateway.own_limits import DescriptorLimit, MemoryWatch, memory_reader
 from kvroute.gateway.page import page_routes
 from kvroute.gateway.planner import Planner
 from kvroute.gateway.preparation import KeySpaces
@@ -95,6 +96,7 @@ class Runtime:
         self._admin_keys = admin_keys if admin_keys is not None else AdminKeys(config.admin.keys)
         self._clock = clock = clock or SystemClock()
         self.metrics = Metrics()
+        self.descriptors = DescriptorLimit(clock, self.metrics)
         self.fleet = Fleet(config.fleet.aliases, created=int(clock.wall()))
         self._isolation = KeySpaces(
             self.fleet,
@@ -178,7 +180,17 @@ class Runtime:
             asyncio.create_task(self._discoverer.run(), name="discovery"),
             asyncio.create_task(self.health.run(), name="health"),
         ]
-        keys = self._config.server.client_keys
+        server = self._config.server
+        if server.memory_watermark:
+            watch = MemoryWatch(
+                memory_reader(server.memory_limit_bytes),
+                server.memory_watermark,
+                self.plane.admission.shed,
+                self.metrics,
+                self._clock,
+            )
+            self._tasks.append(asyncio.create_task(watch.run(server.memory_interval_s), name="memory watch"))
+        keys = server.client_keys
         if self._ring is not None and keys.file is not None and keys.reload_interval_s:
             reload = self._ring.run(keys.file, keys.reload_interval_s, self._keys_seen[0])
             self._tasks.append(asyncio.create_task(reload, name="file of keys"))
@@ -328,6 +340,7 @@ class Runtime:
             retry_statuses=frozenset(config.retries.statuses),
             on_sent=self.cache_tracker.on_dispatch if self.cache_tracker else None,
             log_traces=config.logging.requests and config.logging.format == "json",
+            on_exhausted=self.descriptors.worker_unreachable,
         )
         deps = ExchangeDeps(
             attempts=attempts,

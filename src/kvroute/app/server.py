@@ -407,7 +407,7 @@ def _protocol(config: Config, runtime: Runtime) -> type[HttpToolsProtocol]:
 
     A part whose self-test fails with the installed uvicorn is left out, with a log line.
     """
-    bounds = ClientBounds(config.server, runtime.metrics)
+    bounds = ClientBounds(config.server, runtime.metrics, runtime.descriptors)
     parts: list[type[HttpToolsProtocol]] = [EdgeProtocol]
     if config.server.fast_lane:
         if problem := fast_lane_problem():

@@ -333,6 +333,8 @@ class HealthMonitor:
         self._fleet.mark_healthy(worker, now, ramp_start=options.ramp_start, ramp_s=ramp_s)
 
     def _on_failed(self, probes: _WorkerProbes, failure: ProbeFailure) -> None:
+        if failure.is_own:
+            return  # a gateway without descriptors must not eject every worker
         probes.failures += 1
         probes.was_refused |= failure.refused
         self.counts.probe_failures[probes.worker.id] += 1

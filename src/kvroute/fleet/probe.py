@@ -9,16 +9,20 @@ from dataclasses import dataclass
 
 import httpx
 
-from kvroute.errors import InvalidRequest, ModelNotFound, NoRoutableWorker
+from kvroute.errors import InvalidRequest, ModelNotFound, NoResources, NoRoutableWorker
 from kvroute.fleet.worker import HealthState, MetricsPage, ModelsPage, Worker, parse_metrics, parse_models
 
 
 @dataclass(frozen=True, slots=True)
 class ProbeFailure:
-    """Why a probe failed. `refused`: nothing listens on the worker's port."""
+    """Why a probe failed. `refused`: nothing listens on the worker's port.
+
+    `is_own`: the gateway lacks descriptors, ports or memory, so the probe says nothing about the worker.
+    """
 
     detail: str
     refused: bool = False
+    is_own: bool = False
 
 
 def probe_client(transport: httpx.AsyncBaseTransport | None = None) -> httpx.AsyncClient:
@@ -80,6 +84,8 @@ class Prober:
         except (TimeoutError, httpx.TimeoutException):
             return ProbeFailure(f"{path} gave no answer within {self._timeout_s:g} s")
         except (httpx.HTTPError, httpx.InvalidURL) as error:
+            if isinstance(error.__cause__, NoResources):
+                return ProbeFailure(str(error), is_own=True)
             refused = _is_refusal(error)
             return ProbeFailure("connection refused" if refused else f"{path}: {_in_words(error)}", refused)
         if not answer.is_success:

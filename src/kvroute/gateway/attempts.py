@@ -14,7 +14,9 @@ from kvroute.errors import (
     ConnectRefused,
     ConnectTimeout,
     GatewayError,
+    GatewayOverloaded,
     InvalidRequest,
+    NoResources,
     PoolExhausted,
     ResponseTimeout,
     UpstreamError,
@@ -23,6 +25,7 @@ from kvroute.errors import (
 )
 from kvroute.fleet.health import HealthMonitor
 from kvroute.gateway.journal import Record, trace_id_in
+from kvroute.gateway.own_limits import OUT_OF_DESCRIPTORS
 from kvroute.gateway.planner import RequestPlan
 from kvroute.metrics import Metrics
 from kvroute.routing.router import Dispatch, Router
@@ -31,7 +34,9 @@ from kvroute.upstream.options import RetryOptions
 from kvroute.upstream.response import AnswerListener, UpstreamResponse
 from kvroute.upstream.transport import Transports
 
-_RETRYABLE = (ConnectRefused, ConnectTimeout, ConnectionLost, PoolExhausted)
+_RETRYABLE = (ConnectRefused, ConnectTimeout, ConnectionLost, NoResources, PoolExhausted)
+"""After NoResources another worker may have an open connection that is idle."""
+_OWN_LIMITS = (NoResources, PoolExhausted)
 _RANK_FIELD = b"x-data-parallel-rank:"
 
 _WINDOW_S = 10.0
@@ -94,6 +99,8 @@ class AttemptDeps:
     """Called after each attempt was sent; must not block."""
     log_traces: bool = False
     """Whether the log has fields, one of which is `Record.trace_id`."""
+    on_exhausted: Callable[[str], None] | None = None
+    """Called when a connection fails because the gateway lacks descriptors, ports or memory."""
     now: Callable[[], float] = field(init=False)
     """`clock.now`. To look it up costs more than to call it."""
 
@@ -185,7 +192,7 @@ class Attempts(Struct, eq=False):
         self._record.error = error.cause
         if isinstance(error, ConnectRefused):
             deps.health.report_refused(worker)
-        elif not isinstance(error, PoolExhausted):  # that is the gateway's own limit, not a failed worker
+        elif not isinstance(error, _OWN_LIMITS):  # those are the gateway's own, not failures of the worker
             deps.health.report_failure(worker, error.cause)
         has_next = self._record.attempts < len(self._plan.decision.ranking)
         if isinstance(error, _RETRYABLE) and has_next and self._may_retry(error.cause):
@@ -213,6 +220,13 @@ class Attempts(Struct, eq=False):
         return True
 
     def _client_error(self, error: UpstreamError, worker: str, has_next: bool) -> GatewayError:
+        if isinstance(error, NoResources):
+            deps = self._deps
+            if deps.on_exhausted is not None:
+                deps.on_exhausted(str(error))
+            return GatewayOverloaded(
+                "The gateway has no descriptor or port left for a connection to a worker.", OUT_OF_DESCRIPTORS
+            )
         if isinstance(error, ResponseTimeout):
             return WorkerTimeout(f"Worker {worker!r} did not answer in time.")
         if not has_next and isinstance(error, _RETRYABLE):

@@ -17,6 +17,7 @@ from msgspec.structs import replace
 from kvroute.blocks.keys import ANCHOR_BYTES
 from kvroute.errors import (
     GatewayError,
+    GatewayOverloaded,
     ModelNotFound,
     NotIsolated,
     OverLimit,
@@ -70,6 +71,9 @@ class Admission:
         self.add = self._in_flight.add
         self.discard = self._in_flight.discard
         self._is_open = True
+        self._shed: GatewayOverloaded | None = None
+        self._accepts = True
+        """`_is_open`, and nothing is shed."""
         self._is_shutting_down = False
         metrics.call_before_collect(self._set_gauge)
 
@@ -93,7 +97,12 @@ class Admission:
     def close(self) -> None:
         """From now on new requests get 503."""
         self._is_shutting_down = True
-        self._is_open = False
+        self._is_open = self._accepts = False
+
+    def shed(self, error: GatewayOverloaded | None) -> None:
+        """From now on answer new requests with `error`; None: serve them again."""
+        self._shed = error
+        self._accepts = self._is_open and error is None
 
     def cut(self) -> int:
         """End every request in flight with an error, and return their number."""
@@ -103,10 +112,14 @@ class Admission:
         return len(in_flight)
 
     def check(self, headers: Headers) -> None:
-        """Raise ShuttingDown, TooManyRequests, or what `KeyCheck.check` raises, if the request must not
-        enter."""
+        """Check whether the request may enter.
+
+        Raises ShuttingDown, GatewayOverloaded, TooManyRequests, or what `KeyCheck.check` raises.
+        """
         if not self._is_open:
             raise ShuttingDown("The gateway is shutting down.", retry_after_s=1)
+        if self._shed is not None:
+            raise self._shed
         if self._max_in_flight and len(self._in_flight) >= self._max_in_flight:
             raise TooManyRequests(
                 f"The gateway is serving {self._max_in_flight} requests already (server.max_in_flight).",
@@ -118,7 +131,7 @@ class Admission:
         """Whether `check` would raise nothing."""
         limit = self._max_in_flight
         return (
-            self._is_open
+            self._accepts
             and not (limit and len(self._in_flight) >= limit)
             and (not self._needs_key or self.keys.matches(headers))
         )

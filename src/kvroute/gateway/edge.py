@@ -25,6 +25,7 @@ from kvroute.errors import (
 from kvroute.gateway.asgi import disconnect_signal_of
 from kvroute.gateway.failures import error_body
 from kvroute.gateway.options import ServerOptions
+from kvroute.gateway.own_limits import DescriptorLimit
 from kvroute.gateway.waits import WaitQueue
 from kvroute.metrics import Metrics
 
@@ -60,10 +61,12 @@ class ClientBounds:
         "max_header_lines",
         "max_line_bytes",
         "metrics",
+        "own_limits",
         "uses_tls",
     )
 
-    def __init__(self, options: ServerOptions, metrics: Metrics) -> None:
+    def __init__(self, options: ServerOptions, metrics: Metrics, own: DescriptorLimit | None = None) -> None:
+        self.own_limits = own
         self.max_head_bytes = options.max_head_bytes
         self.max_line_bytes = options.max_head_line_bytes
         self.max_header_lines = options.max_header_lines
@@ -154,6 +157,9 @@ class EdgeProtocol(HttpToolsProtocol):
             # The default above TLS is 512 KiB (uvloop 0.23, CPython 3.11).
             self.transport.set_write_buffer_limits(high=HIGH_WATER_LIMIT)
         self._wait_in(self.bounds.idle)
+        limit = self.bounds.own_limits
+        if limit is not None and (refusal := limit.refusal(self.transport, self.loop)) is not None:
+            self._refuse(refusal)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._wait_in(None)

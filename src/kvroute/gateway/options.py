@@ -180,6 +180,33 @@ class ServerOptions(Options):
         lower="clients get 429 earlier",
         ge=0,
     )
+    memory_watermark: float = option(
+        0.0,
+        "Share of the memory limit from which new requests are answered 503 with Retry-After; running ones "
+        "finish. They are served again below 95 % of it. 0: off.",
+        higher="more requests are served before the gateway sheds load",
+        lower="more room for the running requests before the kernel kills the gateway",
+        ge=0,
+        le=1,
+    )
+    memory_limit_bytes: int = option(
+        0,
+        "Memory limit of each process for `memory_watermark`, compared with its resident memory. 0: the "
+        "limit of the cgroup (container), compared with the memory of all its processes without file caches; "
+        "without such a limit, the machine's memory.",
+        unit="bytes",
+        higher="requests are shed later",
+        lower="requests are shed sooner",
+        ge=0,
+    )
+    memory_interval_s: float = option(
+        1.0,
+        "How often the memory is read.",
+        unit="s",
+        higher="fewer reads",
+        lower="faster growth is noticed in time",
+        gt=0,
+    )
     api_keys: tuple[SecretStr, ...] = option(
         (), "API keys. Clients must send one as `Authorization: Bearer KEY`. Empty: no key is needed."
     )

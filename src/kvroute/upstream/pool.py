@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
+import os
 import ssl
 from collections import deque
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
-from kvroute.errors import ConnectRefused, ConnectTimeout, PoolExhausted, UpstreamError
+from kvroute.errors import ConnectRefused, ConnectTimeout, NoResources, PoolExhausted, UpstreamError
 from kvroute.upstream.connection import UpstreamConnection
 from kvroute.upstream.options import UpstreamOptions
 from kvroute.upstream.response import PlainAnswers
@@ -137,6 +139,26 @@ _CONNECT_ERRORS: tuple[tuple[type[Exception], type[UpstreamError], str], ...] = 
 )
 
 
+_OWN_ERRORS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL})
+"""Errors of the gateway's host. They say nothing about the worker."""
+
+
+def _is_own_error(error: BaseException) -> bool:
+    """Whether a connection could not be opened because this process lacks descriptors, ports or memory."""
+    if not isinstance(error, OSError) or isinstance(error, (TimeoutError, ssl.SSLError)):
+        return False
+    if error.errno in _OWN_ERRORS:
+        return True
+    if error.errno is not None and error.errno > 0:
+        return False
+    # A name lookup fails without a descriptor, too, but does not say why; nor do errors of several addresses.
+    try:
+        os.close(os.open(os.devnull, os.O_RDONLY))
+    except OSError as failure:
+        return failure.errno in _OWN_ERRORS
+    return False
+
+
 @dataclass(frozen=True, slots=True)
 class Origin:
     """Scheme, host and port of a worker."""
@@ -202,8 +224,8 @@ class ConnectionPool:
 
         Returns an idle connection if there is one and `fresh` is false; otherwise opens one. While the limit
         of connections is reached, it waits. Each of the two waits takes at most `connect_timeout_s`; 0 sets
-        no limit. Raises ConnectRefused, ConnectTimeout or PoolExhausted. After a cancellation nothing is left
-        open.
+        no limit. Raises ConnectRefused, NoResources, ConnectTimeout or PoolExhausted. After a cancellation
+        nothing is left open.
         """
         if self._permits is not None:
             await self._take_permit(self._permits, connect_timeout_s)
@@ -309,6 +331,9 @@ class ConnectionPool:
             connection.close()
             # uvloop does not call `connection_lost` if opening is cancelled at the last moment.
             self.connection_closed(connection)
+            if _is_own_error(exc):
+                reason = getattr(exc, "strerror", None) or "no descriptors"
+                raise NoResources(f"{self.origin}: the gateway cannot open a connection ({reason})") from exc
             for raised, error, text in _CONNECT_ERRORS:
                 if isinstance(exc, raised):
                     raise error(f"{self.origin}: {text}") from exc

@@ -16,6 +16,7 @@ from kvroute.errors import (
     ConnectionLost,
     ConnectRefused,
     ConnectTimeout,
+    NoResources,
     PoolExhausted,
     ProtocolViolation,
     ResponseTimeout,
@@ -34,6 +35,7 @@ TLS_SECTION = "upstream.tls"
 
 _HTTPX_ERRORS: dict[type[UpstreamError], type[httpx.TransportError]] = {
     ConnectRefused: httpx.ConnectError,
+    NoResources: httpx.ConnectError,
     ConnectTimeout: httpx.ConnectTimeout,
     PoolExhausted: httpx.PoolTimeout,
     ConnectionLost: httpx.ReadError,
