@@ -241,6 +241,35 @@ async def test_load_admin_and_metrics_are_those_of_both(slow_sims):
         await until(is_removed, within_s=DEADLINE_S)
 
 
+async def test_the_live_page_shows_both_as_one(slow_sims):
+    async with processes([sim.url for sim in slow_sims]) as running:
+        one, other = running.clients
+        async with AsyncExitStack() as stack:
+            page = await running.fresh_client(stack)
+            answer = await stack.enter_async_context(page.stream("GET", "/admin/live"))
+            lines = answer.aiter_lines()
+            first = json.loads(await anext(lines))
+            names = {(await chat(client, prompt(5))).headers["x-request-id"] for client in (one, other)}
+            seen: set[str] = set()
+            requests = 0
+            while not names <= seen:
+                line = json.loads(await anext(lines))
+                seen |= {row["id"] for row in line["requests"]}
+                requests += line["bucket"]["requests"]
+
+            again = (await other.get("/admin/what-if?strategy=prefixaware")).json()
+            found = [
+                (await client.get(f"/admin/decisions?request_id={name}")).json()["decisions"]
+                for client in (one, other)
+                for name in names
+            ]
+
+    assert first["processes"] == {"all": 2, "missing": 0}
+    assert requests == 2
+    assert (again["made_again"], again["same"]) == (2, 2)
+    assert [len(each) for each in found] == [1, 1, 1, 1]
+
+
 async def test_a_killed_process_ends_its_own_streams_only_and_its_successor_is_synced(slow_sims):
     async with processes([sim.url for sim in slow_sims]) as running, AsyncExitStack() as stack:
         sent = await chat(running.clients[0], prompt(1))

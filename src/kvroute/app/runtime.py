@@ -415,6 +415,7 @@ class Runtime:
             streams=tracker.streams if tracker else list,
             slow=self._slow_sections,
             strategy=config.routing.strategy,
+            is_shutting_down=lambda: self.plane.admission.is_shutting_down,
             peers=None if self._replica is None else self._replica.mesh,
         )
         scrape = None if self._replica is None else self._collect_all_processes

@@ -62,8 +62,9 @@ class Peers(Protocol):
 class LiveFigures:
     """What the page shows. Mutable: the number of open pages, and the timer that ends recording.
 
-    `streams` returns a row per event stream, `slow` the sections that are sent every five seconds. `peers`
-    are the other processes, if there are any: they answer with their part, and they record, too.
+    `streams` returns a row per event stream, `slow` the sections that are sent every five seconds. At a
+    shutdown the pages' streams end, so that the gateway need not wait for them. `peers` are the other
+    processes, if there are any: they answer with their part, and they record, too.
     """
 
     def __init__(
@@ -77,6 +78,7 @@ class LiveFigures:
         streams: Callable[[], Iterable[Json]],
         slow: Callable[[], Json],
         strategy: str,
+        is_shutting_down: Callable[[], bool],
         peers: Peers | None = None,
     ) -> None:
         self._fleet = fleet
@@ -90,14 +92,13 @@ class LiveFigures:
         self._peers = peers
         self._pages = 0
         self._recording: asyncio.TimerHandle | None = None
-        self._ends = False
+        self._is_shutting_down = is_shutting_down
         if peers is not None:
             peers.handle(_PART, self._answer_part)
             peers.handle(_WHAT_IF, self._answer_what_if)
 
     def end(self) -> None:
-        """End all pages' streams and the recording: the gateway shuts down."""
-        self._ends = True
+        """End the recording: the gateway has shut down."""
         if self._recording is not None:
             self._recording.cancel()
         self._stop_recording()
@@ -115,7 +116,7 @@ class LiveFigures:
         cursors: dict[int, int] = {}
         turn = 0
         try:
-            while not self._ends:
+            while not self._is_shutting_down():
                 started = self._clock.now()
                 whole = await self._merged(cursors, with_slow=turn % _SLOW_INTERVALS == 0)
                 yield _encode(_changes(sent, whole)) + b"\n"
