@@ -212,7 +212,8 @@ class Outcomes:
     p50_ttft_s: float
     p90_ttft_s: float
     longest_wait_s: float
-    slowest_refusal_s: float
+    p99_refusal_s: float
+    """From the arrival of a refused request to its answer."""
     refused: dict[str, int] = field(default_factory=dict)
 
 
@@ -230,7 +231,7 @@ def outcomes(sent: Sequence[Sent], start: float, end: float) -> Outcomes:
         percentile(ttft, 0.5),
         percentile(ttft, 0.9),
         max((one.waited_s for one in arrived), default=0.0),
-        max((one.waited_s for one in arrived if not one.is_done), default=0.0),
+        percentile(sorted(one.waited_s for one in arrived if not one.is_done), 0.99),
         dict(refused),
     )
 

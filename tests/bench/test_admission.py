@@ -37,7 +37,7 @@ def goals() -> dict[str, AdmissionGoal]:
         "tokens at capacity",
         "longest wait",
         "requests refused after they had waited",
-        "slowest refusal",
+        "p99 of the time to a refusal",
         "p90 TTFT of the high class",
     ],
 )

@@ -216,6 +216,60 @@ async def test_a_streamed_request_that_waited_is_relayed_as_a_stream(run_gateway
         assert running.metric("kvroute_queue_wait_seconds_count") == 4
 
 
+LARGE = "x" * 1_200_000
+"""Text of a body that a task reads in steps, before the request waits."""
+
+
+async def test_a_large_body_waits_too_and_its_client_may_leave(run_gateway, raw_worker):
+    raw_worker.may_answer.clear()
+    async with run_gateway([raw_worker.url], admission={"max_concurrent": 1}) as running:
+        async with asyncio.TaskGroup() as group:
+            senders = Senders(running, group)
+            senders.send(0)
+            await running.until(lambda: len(raw_worker.requests) == 1)
+            leaving = asyncio.create_task(running.client.post(URL, json=body(1, padding=LARGE)))
+            await senders.waiting(1)
+            staying = senders.send(2, padding=LARGE)
+            await senders.waiting(2)
+            leaving.cancel()
+            await senders.waiting(1)
+            raw_worker.may_answer.set()
+
+        assert staying.result().status_code == 200
+        assert numbers(raw_worker) == [0, 2]
+        assert running.metric("kvroute_requests_in_flight") == 0
+        assert running.metric("kvroute_streams_aborted_total", by="client") == 1
+
+
+async def test_requests_that_compute_no_tokens_do_not_wait(run_gateway, raw_worker):
+    raw_worker.may_answer.clear()
+    async with run_gateway([raw_worker.url], admission={"max_concurrent": 1}) as running:
+        async with asyncio.TaskGroup() as group:
+            senders = Senders(running, group)
+            senders.send(0)
+            await running.until(lambda: len(raw_worker.requests) == 1)
+            group.create_task(running.client.post("/tokenize", json={"model": "m", "prompt": "x"}))
+            await running.until(lambda: len(raw_worker.requests) == 2)
+            raw_worker.may_answer.set()
+
+        assert raw_worker.targets[1] == b"/tokenize"
+
+
+async def test_a_session_keeps_its_order_although_a_later_request_is_more_urgent(run_gateway, raw_worker):
+    raw_worker.may_answer.clear()
+    async with run_gateway([raw_worker.url], admission={"max_concurrent": 1}) as running:
+        async with asyncio.TaskGroup() as group:
+            senders = Senders(running, group)
+            senders.send(0)
+            await running.until(lambda: len(raw_worker.requests) == 1)
+            for number, session, priority in ((1, "s", 5), (2, "s", -5), (3, "t", 0)):
+                senders.send(number, {"x-session-id": session}, priority=priority)
+                await senders.waiting(number)
+            raw_worker.may_answer.set()
+
+        assert numbers(raw_worker) == [0, 3, 1, 2]
+
+
 async def test_waiting_requests_get_503_when_their_last_worker_leaves(run_gateway, raw_worker):
     raw_worker.may_answer.clear()
     async with run_gateway([raw_worker.url], admission={"max_concurrent": 1}) as running:

@@ -161,9 +161,11 @@ async def test_the_client_leaving_aborts_the_workers_request(run_gateway):
         assert gateway.runtime.plane.admission.in_flight == 0
 
 
-async def test_the_client_leaving_during_prefill_aborts_the_workers_request(run_gateway):
+@pytest.mark.parametrize("padding", [0, 1_200_000], ids=["small body", "large body"])
+async def test_the_client_leaving_during_prefill_aborts_the_workers_request(run_gateway, padding):
     async with run_sim(SimOptions(fixed_s=30)) as sim, run_gateway([sim.url]) as gateway:
-        call = asyncio.create_task(gateway.client.post("/v1/chat/completions", json=CHAT))
+        chat = {**CHAT, "padding": "x" * padding}
+        call = asyncio.create_task(gateway.client.post("/v1/chat/completions", json=chat))
         await gateway.until(lambda: sim.engine.running + sim.engine.waiting == 1)
         call.cancel()
         await gateway.until(lambda: sim.engine.running + sim.engine.waiting == 0)

@@ -56,6 +56,10 @@ class TrimmedCycle(RequestResponseCycle):
         if self.disconnected or self.response_complete:
             return {"type": "http.disconnect"}
         parts, self.parts, self.held_bytes = self.parts, [], 0
+        if not self.more_body:
+            # A large body may have paused reading. The transport reports a client that leaves only while it
+            # reads, and an application with the disconnect signal does not call `receive` again.
+            self.flow.resume_reading()
         body = parts[0] if len(parts) == 1 else b"".join(parts)
         return {"type": "http.request", "body": body, "more_body": self.more_body}
 
