@@ -256,7 +256,8 @@ class CacheTracker:
 
     def describe(self) -> dict[str, object]:
         """The map for the admin API."""
-        return describe_map(self._fleet, self.caches, self._index, self._tokens.describe())
+        described = describe_map(self._fleet, self.caches, self._index, self._tokens.describe())
+        return {**described, "lmcache": self.lmcache.describe()}
 
     def gauges(self) -> Iterable[Metric]:
         size = self._index.size()

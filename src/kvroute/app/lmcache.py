@@ -210,6 +210,29 @@ class LMCache:
             notes += self._controller.problems()
         return notes
 
+    def describe(self) -> dict[str, object]:
+        """The servers and instances that report here, for the admin API and `kvroute doctor`."""
+        servers = []
+        if self._coordinator is not None:
+            coordinator = self._coordinator
+            workers = sorted(set(self._worker_of.values()))
+            for each in coordinator.instances():
+                host = f"[{each.address}]" if ":" in each.address else each.address
+                scheme = self._options.coordinator.server_scheme
+                servers.append(
+                    {
+                        "id": each.id,
+                        "url": f"{scheme}://{host}:{each.http_port}" if each.http_port else "",
+                        "doubt": None if each.doubt is None else each.doubt.value,
+                        "workers": [name for name in workers if coordinator.instance_of(name) is each],
+                    }
+                )
+        return {
+            "servers": servers,
+            "instances": [] if self._controller is None else self._controller.instance_names(),
+            "problems": [] if self._controller is None else self._controller.problems(),
+        }
+
     def metrics(self) -> Iterable[Metric]:
         yield from lmcache_metrics(self.chunks.size(), self.chunks.held_by_tier())
         if self._coordinator is not None:

@@ -86,8 +86,8 @@ class Prober:
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             if isinstance(error.__cause__, NoResources):
                 return ProbeFailure(str(error), is_own=True)
-            refused = _is_refusal(error)
-            return ProbeFailure("connection refused" if refused else f"{path}: {_in_words(error)}", refused)
+            refused = is_refusal(error)
+            return ProbeFailure("connection refused" if refused else f"{path}: {in_words(error)}", refused)
         if not answer.is_success:
             status = answer.status_code
             return ProbeFailure(f"{path} answered {status}{self._hint(status, headers)}")
@@ -104,7 +104,7 @@ class Prober:
         return ": the worker wants an API key (fleet.worker_api_key)"
 
 
-def _in_words(error: Exception) -> str:
+def in_words(error: Exception) -> str:
     """The cause of an httpx error, for an operator."""
     cause: BaseException | None = error
     while cause is not None:
@@ -116,13 +116,13 @@ def _in_words(error: Exception) -> str:
     return str(error) or type(error).__name__
 
 
-def _is_refusal(error: BaseException | None) -> bool:
+def is_refusal(error: BaseException | None) -> bool:
     """Whether the cause of an httpx error is a refused connection."""
     # httpx wraps the operating system's errors twice (httpx 0.28 over httpcore 1 and anyio 4); several
     # addresses of one host make an exception group.
     while error is not None:
         if isinstance(error, BaseExceptionGroup):
-            return all(_is_refusal(one) for one in error.exceptions)
+            return all(is_refusal(one) for one in error.exceptions)
         if isinstance(error, ConnectionRefusedError):
             return True
         error = error.__cause__ or error.__context__

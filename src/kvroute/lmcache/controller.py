@@ -126,6 +126,10 @@ class Controller:
             mismatched=sum(each.agreement.state is HashAgreementState.DIFFERS for each in known),
         )
 
+    def instance_names(self) -> list[str]:
+        """The instances that have registered, in order of registration."""
+        return [known.instance.name for known in self._roster.known.values()]
+
     def problems(self) -> list[str]:
         """Why the map may differ from what the workers hold, one sentence for each problem."""
         found = [

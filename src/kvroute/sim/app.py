@@ -51,11 +51,17 @@ async def tokenize(call: Call, worker: SimWorker) -> None:
     else:
         kind = "string_type" if "prompt" in body else "missing"
         raise ApiError.validation(kind, "body.prompt", "Input should be a valid string")
+    shift = worker.options.token_shift
     strings = None
     if body.get("return_token_strs"):
         strings = [token_bytes(token).decode("utf-8", "replace") for token in ids]
     await call.respond(
-        {"count": len(ids), "max_model_len": worker.max_model_len, "tokens": list(ids), "token_strs": strings}
+        {
+            "count": len(ids),
+            "max_model_len": worker.max_model_len,
+            "tokens": [token + shift for token in ids] if shift else list(ids),
+            "token_strs": strings,
+        }
     )
 
 
@@ -223,6 +229,9 @@ class SimApp:
             pass
 
     async def _handle(self, call: Call) -> None:
+        key = self.worker.options.api_key
+        if key and call.path.startswith("/v1") and call.header(b"authorization") != f"Bearer {key}":
+            raise ApiError(401, "Unauthorized", "Unauthorized")
         handler = ROUTES.get((call.method, call.path)) or _stored_response(call)
         if handler is None:
             known = call.path in _PATHS

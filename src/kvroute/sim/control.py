@@ -11,9 +11,6 @@ from kvroute.sim.http import ApiError, Call
 from kvroute.sim.publisher import Fault
 from kvroute.sim.worker import SimWorker
 
-VERSION = "0.32.0"
-"""The vLLM release that the simulated worker imitates."""
-
 
 async def models(call: Call, worker: SimWorker) -> None:
     """GET /v1/models: the served names, then the adapters with their parents."""
@@ -57,7 +54,7 @@ async def health(call: Call, worker: SimWorker) -> None:
 
 
 async def version(call: Call, worker: SimWorker) -> None:
-    await call.respond({"version": VERSION})
+    await call.respond({"version": worker.options.version})
 
 
 async def metrics(call: Call, worker: SimWorker) -> None:
@@ -74,7 +71,7 @@ def exposition(worker: SimWorker) -> str:
     info = {
         "block_size": cache.block_size,
         "cache_dtype": "auto",
-        "enable_prefix_caching": True,
+        "enable_prefix_caching": options.prefix_caching,
         "engine": 0,
         "gpu_memory_utilization": 0.9,
         "kv_cache_size_tokens": cache.capacity * cache.block_size,

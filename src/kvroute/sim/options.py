@@ -92,13 +92,26 @@ class SimOptions(Options):
     event_endpoint: str = option(
         "tcp://127.0.0.1:0", "Address of the PUB socket; with port 0 the system chooses a free port."
     )
-    replay_endpoint: str = option("tcp://127.0.0.1:0", "Address of the ROUTER socket for replays.")
+    event_connects: bool = option(
+        False, "Connect the PUB socket to `event_endpoint` instead of binding it, as vLLM does without `*`."
+    )
+    replay_endpoint: str = option(
+        "tcp://127.0.0.1:0", "Address of the ROUTER socket for replays; empty: no replays."
+    )
     event_topic: str = option("kv", "Topic of the events.")
     event_buffer_steps: int = option(
         10_000, "Batches kept for replay.", ge=1, higher="longer gaps can be repaired"
     )
     event_dialect: str = option("map-0.30", "Encoding of the events: " + ", ".join(DIALECTS) + ".")
     byte_hashes: bool = option(False, "Write block hashes as 32 bytes instead of 64-bit numbers.")
+    version: str = option("0.32.0", "The vLLM release that /version reports.")
+    api_key: str = option("", "Key that requests under /v1 must have (vLLM: --api-key); empty: none.")
+    prefix_caching: bool = option(True, "Reuse cached blocks (vLLM: --enable-prefix-caching).")
+    token_shift: int = option(
+        0,
+        "Added to every id of /tokenize, as if another tokenizer were used; 0 agrees with the engine.",
+        ge=0,
+    )
     recorded_requests: int = option(
         1000, "Number of received requests that GET /sim/requests lists; 0 records none.", ge=0
     )

@@ -112,12 +112,15 @@ class EventPublisher:
                 (self._router, options.replay_endpoint),
             ):
                 socket.setsockopt(zmq.SNDHWM, 100_000)
-                socket.bind(endpoint)
+                if socket is self._pub and options.event_connects:
+                    socket.connect(endpoint)
+                elif endpoint:
+                    socket.bind(endpoint)
         except zmq.ZMQError:
             self.close()
             raise
-        self.endpoint = self._pub.getsockopt_string(zmq.LAST_ENDPOINT)
-        self.replay_endpoint = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
+        self.endpoint = self._pub.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
+        self.replay_endpoint = self._router.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
 
     def sources(self) -> dict[str, Any]:
         """The answer of GET /kv_event_sources (vLLM 0.27 and later)."""
@@ -126,7 +129,7 @@ class EventPublisher:
                 "enable_kv_cache_events": True,
                 "publisher": "zmq",
                 "endpoint": self.endpoint,
-                "replay_endpoint": self.replay_endpoint,
+                "replay_endpoint": self.replay_endpoint or None,
                 "buffer_steps": self._options.event_buffer_steps,
                 "hwm": 100_000,
                 "max_queue_size": 100_000,

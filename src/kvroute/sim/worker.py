@@ -168,7 +168,7 @@ class SimWorker:
             prompt_tokens=len(prompt),
             # With an empty answer (echo without generation) the engine still generates one token.
             output_tokens=max(len(output), 1 if params else 0),
-            reads_cache=params is None or params.reads_cache,
+            reads_cache=self.options.prefix_caching and (params is None or params.reads_cache),
             report_full=params is not None and params.report_full,
         )
 

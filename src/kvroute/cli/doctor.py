@@ -1,0 +1,532 @@
+"""`kvroute doctor`: examines a deployment. `kvroute explain`: says where a prompt goes, or a request went."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import io
+import json
+import os
+import platform
+import ssl
+import tarfile
+import time
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, unquote, urlsplit
+
+import click
+import httpx
+from pydantic import SecretStr
+
+from kvroute import __version__
+from kvroute.app.config import Config, Loaded, load, masked
+from kvroute.app.config_loading import ConfigSetting
+from kvroute.app.tokenizing import model_folder
+from kvroute.cli.serve import InvalidConfiguration, configured
+from kvroute.doctor.checks import diagnose
+from kvroute.doctor.findings import Diagnosis, Severity, exit_code
+from kvroute.doctor.gather import CompareTokenizer, Gatherer
+from kvroute.doctor.observations import Deployment, Observations
+from kvroute.errors import ConfigError, InvalidConfig
+from kvroute.fleet.discovery.file import read_workers_file
+from kvroute.fleet.worker import WorkerId, WorkerSpec
+from kvroute.gateway.admin_guard import key_lines, key_path, user_state_folder
+from kvroute.options import Options
+from kvroute.routing.registry import STRATEGIES
+from kvroute.routing.strategy import Needs
+from kvroute.tls import client_context
+from kvroute.tokens.chat import EngineFlags
+from kvroute.tokens.exact import ExactTokens, Mode, TokenThreads
+from kvroute.upstream.options import UpstreamOptions
+
+CLIENT_KEY = "KVROUTE_API_KEY"
+"""Variable with a client's key for the gateway."""
+_MASK = "**********"
+_TIMEOUT_S = 10.0
+_OWN_DESCRIPTORS = 256
+"""Files that the gateway itself has open, and idle connections."""
+
+
+class CannotRun(InvalidConfiguration):
+    exit_code = 2
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Examined:
+    """The deployment with the options that describe it."""
+
+    deployment: Deployment
+    config: Config
+
+
+url_option = click.option("--url", metavar="URL", help="A running gateway; its own configuration is used.")
+
+
+@click.command()
+@url_option
+@click.option(
+    "-f",
+    "--file",
+    "spec",
+    metavar="SPEC",
+    type=click.Path(path_type=Path),
+    help="An endpoint spec, as `kvroute up -f` runs it on this machine (state: --state-dir, else .kvroute).",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the findings as JSON.")
+@click.option("--probe/--no-probe", default=True, help="Send two short prompts to each worker (default).")
+@click.option(
+    "--bundle",
+    metavar="FILE",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Also write a support archive (tar.gz) without secrets and prompts.",
+)
+@configured(CannotRun, lambda flags: _spec_settings(flags))
+@click.pass_context
+def doctor(context: click.Context, loaded: Loaded) -> None:
+    """Examine a deployment: workers, events, LMCache, L2, keys and limits; each finding with its fix.
+
+    Takes the configuration of `kvroute serve` (-c and the other flags), an endpoint spec (-f) or a running
+    gateway (--url). Exit code 0: no error, 1: at least one, 2: could not run. Warnings do not count.
+    """
+    flags = context.params
+    config, found, seen = asyncio.run(examine(loaded.config, url=flags["url"], probes=flags["probe"]))
+    if flags["bundle"] is not None:
+        try:
+            write_bundle(flags["bundle"], config, loaded.config, seen, found)
+        except OSError as error:
+            raise ConfigError("bundle", f"cannot write {flags['bundle']}: {error.strerror}") from error
+    click.echo(as_document(found) if flags["as_json"] else as_text(found, seen), nl=False)
+    context.exit(exit_code(found))
+
+
+def _spec_settings(flags: dict[str, Any]) -> list[ConfigSetting]:
+    """The gateway's settings from an endpoint spec: those of the running one, else as planned."""
+    if flags["spec"] is None:
+        return []
+    # Imported here: another source does not need these modules.
+    from kvroute.cli import deployments
+    from kvroute.deploy.endpoint import GATEWAY_CONFIG
+    from kvroute.deploy.render.config import gateway_config
+    from kvroute.deploy.render.plan import plan_endpoint
+    from kvroute.deploy.render.site import local_site
+    from kvroute.deploy.state import StateFolder
+
+    reading = deployments.reading_of(deployments.read_text(flags["spec"]))
+    if reading.document is None:
+        raise ConfigError("", f"{flags['spec']} is not valid: `kvroute check -f {flags['spec']}` says why")
+    folder = Path(flags["state_dir"] or ".kvroute")
+    state = StateFolder(folder).read()
+    if state is not None and (folder / GATEWAY_CONFIG).is_file():
+        config = load(file=folder / GATEWAY_CONFIG).config
+        flags["url"] = flags["url"] or state.gateway
+        if state.admin_key_file and not flags["admin_key_file"]:
+            flags["admin_key_file"] = state.admin_key_file
+        settings = config.model_dump(exclude_unset=True, exclude_defaults=True)
+        plain = {name: _revealed(value) for name, value in settings.items()}
+    else:
+        plan = plan_endpoint(reading.document)
+        plain = gateway_config(plan, local_site(plan))
+    return [ConfigSetting((name,), value, str(flags["spec"])) for name, value in plain.items()]
+
+
+def _revealed(value: Any) -> Any:
+    if isinstance(value, SecretStr):
+        return value.get_secret_value()
+    if isinstance(value, dict):
+        return {key: _revealed(inner) for key, inner in value.items()}
+    return [_revealed(inner) for inner in value] if isinstance(value, (list, tuple)) else value
+
+
+async def examine(
+    config: Config, *, url: str | None = None, probes: bool = True
+) -> tuple[Config, list[Diagnosis], Observations]:
+    """Examine the deployment of `config`, or with `url` of the gateway there, with the secrets of `config`.
+
+    Returns the configuration in force, the findings, and what was seen. Raises ConfigError.
+    """
+    examined = await _examined(config, url)
+    seen = await _gather(examined, probes=probes)
+    return examined.config, diagnose(examined.deployment, seen), seen
+
+
+# --- what to examine --------------------------------------------------------------------------------------
+
+
+async def _examined(config: Config, url: str | None) -> _Examined:
+    """The deployment that `config` describes, or that the gateway at `url` runs. Raises ConfigError."""
+    gateway = (url or _own_url(config)).rstrip("/")
+    admin = _admin_key(config, gateway)
+    workers: tuple[WorkerSpec, ...] | None = None
+    async with _client(config) as client:
+        if url is not None:
+            described = await _ask(client, gateway, "/admin/config", admin)
+            if described is None:
+                raise ConfigError(
+                    "url",
+                    f"{gateway} does not show its configuration: give its admin key with --admin-key-file, "
+                    "or its configuration with -c",
+                )
+            config = _with_secrets(described, config)
+        listed = await _ask(client, gateway, "/admin/workers", admin)
+    if listed is not None:
+        workers = tuple(
+            WorkerSpec(WorkerId(entry["id"]), entry["url"], tuple(entry.get("models") or ()))
+            for entry in listed["workers"]
+        )
+    unknown = ""
+    if workers is None:
+        workers, unknown = _configured_workers(config)
+    return _Examined(_deployment(config, workers, unknown, gateway, admin), config)
+
+
+def _own_url(config: Config) -> str:
+    host = config.server.host
+    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]", "*": "127.0.0.1"}.get(host, host)
+    return f"{'https' if config.server.tls.is_on else 'http'}://{host}:{config.server.port}"
+
+
+def _admin_key(config: Config, gateway: str) -> str | None:
+    """The configured admin key, else the one that a gateway on this machine generated."""
+    if config.admin.keys:
+        return config.admin.keys[0]
+    port = urlsplit(gateway).port
+    with suppress(OSError, ConfigError, UnicodeDecodeError, IndexError):
+        folder = config.server.state_dir or user_state_folder(os.environ)
+        return key_lines(key_path(folder, port or 0).read_text(encoding="utf-8"))[0]
+    return None
+
+
+def _client(config: Config) -> httpx.AsyncClient:
+    options = config.upstream
+    return httpx.AsyncClient(trust_env=False, timeout=_TIMEOUT_S, verify=_verification(options))
+
+
+def _verification(options: UpstreamOptions) -> ssl.SSLContext | bool:
+    if options.tls.is_set:
+        return client_context(options.tls, "upstream.tls", ssl.create_default_context)
+    return options.verify_tls
+
+
+async def _ask(client: httpx.AsyncClient, url: str, path: str, key: str | None) -> dict[str, Any] | None:
+    """The JSON object at `path` of the gateway's admin API; None without an answer."""
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    try:
+        answer = await client.get(url + path, headers=headers)
+        document = answer.json() if answer.is_success else None
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError):
+        return None
+    return document if isinstance(document, dict) else None
+
+
+def _with_secrets(described: Mapping[str, Any], local: Config) -> Config:
+    """The gateway's masked configuration, with those secrets that are known here."""
+    config = Config.model_validate(_without_masks(described))
+    own = local.fleet.worker_api_key
+    fleet = config.fleet.model_copy(update={"worker_api_key": own}) if own else config.fleet
+    l2 = config.lmcache.l2
+    if local.lmcache.l2.redis_url is not None:
+        l2 = local.lmcache.l2
+    return config.model_copy(update={"fleet": fleet, "lmcache": config.lmcache.model_copy(update={"l2": l2})})
+
+
+def _without_masks(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_masks(inner) for key, inner in value.items() if inner != _MASK}
+    if isinstance(value, list):
+        return [_without_masks(inner) for inner in value if inner != _MASK]
+    return value
+
+
+def _configured_workers(config: Config) -> tuple[tuple[WorkerSpec, ...], str]:
+    workers = [entry.spec() for entry in config.fleet.workers]
+    if config.fleet.file is not None:
+        try:
+            workers += read_workers_file(config.fleet.file)
+        except ConfigError as exc:
+            raise ConfigError("fleet.file", f"{config.fleet.file}: {exc}") from exc
+    if config.fleet.kubernetes.enabled or config.fleet.dns.names:
+        return tuple(
+            workers
+        ), "workers from Kubernetes or DNS: only a running gateway with its admin key lists them"
+    if not workers:
+        raise ConfigError(
+            "fleet", "no workers to examine: give -c, --worker, -f, or --url of a running gateway"
+        )
+    return tuple(workers), ""
+
+
+def _deployment(
+    config: Config, workers: tuple[WorkerSpec, ...], unknown: str, gateway: str, admin: str | None
+) -> Deployment:
+    used = config.routing.strategies_used()
+    key = config.fleet.worker_api_key
+    own = config.server.api_keys
+    return Deployment(
+        workers=workers,
+        strategies=used,
+        reads_caches=config.routing.may_need(Needs.TOKENS),
+        uses_caches=any(STRATEGIES[name].has_affinity for name in used),
+        kv_events=config.kv_events,
+        lmcache=config.lmcache,
+        worker_key=key.get_secret_value() if key else None,
+        gateway_url=gateway,
+        client_key=os.environ.get(CLIENT_KEY) or (own[0].get_secret_value() if own else None),
+        admin_key=admin,
+        open_files=2 * config.server.max_in_flight + _OWN_DESCRIPTORS,
+        unknown_workers=unknown,
+    )
+
+
+async def _gather(examined: _Examined, *, probes: bool) -> Observations:
+    config = examined.config
+    async with _client(config) as client, TokenThreads(1) as threads:
+        key = examined.deployment.worker_key
+        headers = {"authorization": f"Bearer {key}"} if key else {}
+        async with httpx.AsyncClient(
+            trust_env=False, timeout=_TIMEOUT_S, headers=headers, verify=_verification(config.upstream)
+        ) as own:
+            gatherer = Gatherer(
+                examined.deployment, client, compare=_comparison(config, own, threads), probes=probes
+            )
+            return await gatherer.gather()
+
+
+def _comparison(config: Config, client: httpx.AsyncClient, threads: TokenThreads) -> CompareTokenizer:
+    tokens = config.tokens
+    flags = EngineFlags(
+        chat_template_kwargs=tokens.chat_template_kwargs,
+        content_format=tokens.content_format,
+        tools_dropped_for_none=tokens.tools_dropped_for_none,
+    )
+
+    async def compare(model: str, root: str, url: str) -> str | None:
+        folder = await asyncio.to_thread(model_folder, model, root, tokens.models, os.environ)
+        if folder is None:
+            return None
+        exact = ExactTokens(threads, client, flags=flags, allow_fastokens=tokens.fastokens)
+        source = await exact.prepare(model, folder=folder, url=url)
+        return "" if source.mode is Mode.LOCAL else f"{folder}: {source.why}"
+
+    return compare
+
+
+# --- output -----------------------------------------------------------------------------------------------
+
+
+def as_text(found: Iterable[Diagnosis], seen: Observations) -> str:
+    """The findings for a reader, a summary last."""
+    found = list(found)
+    lines = []
+    for each in found:
+        lines.append(f"{each.severity.value}: {each.subject}: {each.what} [{each.code}]")
+        if each.why:
+            lines.append(f"    why: {each.why}")
+        if each.fix:
+            lines.append(f"    fix: {each.fix}")
+    counts = {severity: sum(each.severity is severity for each in found) for severity in Severity}
+    workers = len(seen.workers)
+    lines.append(
+        f"{workers} worker{'s' * (workers != 1)} examined: {counts[Severity.ERROR]} errors, "
+        f"{counts[Severity.WARNING]} warnings, {counts[Severity.NOT_CHECKED]} not checked"
+    )
+    return "\n".join(lines) + "\n"
+
+
+def as_document(found: Iterable[Diagnosis]) -> str:
+    """The findings as JSON: a list of objects, `severity` as text."""
+    entries = [{**dataclasses.asdict(each), "severity": each.severity.value} for each in found]
+    return json.dumps({"version": __version__, "findings": entries}, indent=2, ensure_ascii=False) + "\n"
+
+
+def write_bundle(
+    path: Path, config: Config, local: Config, seen: Observations, found: Iterable[Diagnosis]
+) -> None:
+    """Write the support archive. Every secret of the two configurations is replaced in every file.
+
+    Raises OSError. Contains no prompts: the gateway's answers have none.
+    """
+    found = list(found)
+    texts = {
+        "findings.txt": as_text(found, seen),
+        "findings.json": as_document(found),
+        "config.json": json.dumps(masked(config), indent=2),
+        "versions.json": json.dumps(_versions(seen), indent=2),
+    }
+    if seen.gateway is not None:
+        texts |= {f"gateway/{name}": text for name, text in seen.gateway.texts.items()}
+    for worker in seen.workers:
+        name = quote(worker.spec.id, safe="")
+        texts[f"workers/{name}/metrics.txt"] = worker.metrics_reply.body.decode("utf-8", "replace")
+        texts[f"workers/{name}/models.json"] = worker.models_reply.body.decode("utf-8", "replace")
+    hidden = sorted(
+        {*_secrets(config), *_secrets(local), os.environ.get(CLIENT_KEY, ""), *_keys(config, seen)} - {""},
+        key=len,
+        reverse=True,
+    )
+    now = int(time.time())
+    with tarfile.open(path, "w:gz") as archive:
+        for name, text in texts.items():
+            for secret in hidden:
+                for form in {secret, quote(secret, safe=""), json.dumps(secret)[1:-1]}:
+                    text = text.replace(form, _MASK)
+            data = text.encode()
+            member = tarfile.TarInfo(f"kvroute-support/{name}")
+            member.size, member.mtime, member.mode = len(data), now, 0o600
+            archive.addfile(member, io.BytesIO(data))
+
+
+def _keys(config: Config, seen: Observations) -> set[str]:
+    """The admin key in use, which may come from the gateway's own file."""
+    key = _admin_key(config, seen.gateway.url) if seen.gateway is not None else None
+    return {key} if key else set()
+
+
+def _secrets(options: object) -> set[str]:
+    """Every secret value in the options, and the password inside a URL."""
+    found: set[str] = set()
+    if isinstance(options, Options):
+        for name in type(options).model_fields:
+            found |= _secrets(getattr(options, name))
+    elif isinstance(options, SecretStr):
+        text = options.get_secret_value()
+        found.add(text)
+        with suppress(ValueError):
+            password = urlsplit(text).password
+            if password:
+                found |= {password, unquote(password)}
+    elif isinstance(options, Mapping):
+        found |= {secret for value in options.values() for secret in _secrets(value)}
+    elif isinstance(options, (list, tuple, set, frozenset)):
+        found |= {secret for value in options for secret in _secrets(value)}
+    return found
+
+
+def _versions(seen: Observations) -> dict[str, Any]:
+    return {
+        "kvroute": __version__,
+        "gateway": seen.gateway.version if seen.gateway is not None else None,
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        "packages": {
+            name: metadata.version(name)
+            for name in ("fastapi", "httpx", "pyzmq", "redis", "tokenizers", "uvicorn")
+        },
+        "workers": {
+            worker.spec.id: ".".join(map(str, worker.release)) if worker.release else None
+            for worker in seen.workers
+        },
+    }
+
+
+# --- explain ----------------------------------------------------------------------------------------------
+
+
+@click.command()
+@click.argument("prompt", required=False)
+@click.option("--url", default="http://127.0.0.1:8080", show_default=True, help="The gateway.")
+@click.option("--request-id", metavar="ID", help="Explain a request that the gateway has served.")
+@click.option("--model", metavar="NAME", help="Model of the prompt; needed if the gateway serves several.")
+@click.option(
+    "--body", metavar="FILE", type=click.File("rb"), help="A request body (JSON) instead of a prompt."
+)
+@click.option("--admin-key-file", metavar="FILE", type=click.Path(path_type=Path), help="For --request-id.")
+@click.option("--json", "as_json", is_flag=True, help="Print the decision as JSON.")
+def explain(
+    prompt: str | None,
+    url: str,
+    request_id: str | None,
+    model: str | None,
+    body: io.BufferedReader | None,
+    admin_key_file: Path | None,
+    as_json: bool,
+) -> None:
+    """Say where a prompt would go, or where a request went, and why.
+
+    PROMPT becomes a chat of one user message; nothing is sent to a worker. A client's key is read from
+    KVROUTE_API_KEY.
+    """
+    if sum(part is not None for part in (prompt, request_id, body)) != 1:
+        raise click.UsageError("Give one of PROMPT, --body and --request-id.")
+    url = url.rstrip("/")
+    if request_id is not None:
+        decision = _recorded(url, request_id, admin_key_file)
+    else:
+        document = body.read() if body is not None else _chat(prompt or "", model)
+        decision = _explained(url, document)
+    text = json.dumps(decision, indent=2, ensure_ascii=False) if as_json else sentence(decision, request_id)
+    click.echo(text)
+
+
+def _chat(prompt: str, model: str | None) -> bytes:
+    document: dict[str, Any] = {"messages": [{"role": "user", "content": prompt}]}
+    if model is not None:
+        document["model"] = model
+    return json.dumps(document).encode()
+
+
+def _explained(url: str, body: bytes) -> dict[str, Any]:
+    key = os.environ.get(CLIENT_KEY)
+    headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {key}"} if key else {})
+    return _answer(lambda client: client.post(url + "/v1/route/explain", content=body, headers=headers), url)
+
+
+def _recorded(url: str, request_id: str, file: Path | None) -> dict[str, Any]:
+    try:
+        flags = [ConfigSetting(("admin", "api_key_file"), str(file), "--admin-key-file")] if file else []
+        key = _admin_key(load(environ=os.environ, flags=flags).config, url)
+    except InvalidConfig as error:
+        raise CannotRun(str(error)) from error
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    found = _answer(lambda client: client.get(url + "/admin/decisions?limit=1000", headers=headers), url)
+    for decision in found["decisions"]:
+        if decision["request_id"] == request_id:
+            return dict(decision)
+    raise CannotRun(f"the gateway's last {len(found['decisions'])} decisions have no request {request_id!r}")
+
+
+def _answer(call: Any, url: str) -> dict[str, Any]:
+    try:
+        with httpx.Client(trust_env=False, timeout=_TIMEOUT_S) as client:
+            answer = call(client)
+            document = answer.json()
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise CannotRun(f"{url} cannot be reached: {error}") from error
+    except ValueError:
+        raise CannotRun(f"{url} is not a kvroute gateway") from None
+    if not answer.is_success:
+        message = document.get("error", {}).get("message") if isinstance(document, dict) else None
+        raise CannotRun(f"{url} answered {answer.status_code}: {message or 'no reason given'}")
+    return dict(document)
+
+
+def sentence(decision: Mapping[str, Any], request_id: str | None = None) -> str:
+    """One decision in a sentence: the worker, the reason, and what the next best one would have cost."""
+    subject = f"Request {request_id} went" if request_id is not None else "The prompt goes"
+    ranking = decision.get("ranking") or []
+    if not ranking:
+        why = decision.get("error") or "it was refused before a worker was chosen"
+        return f"{subject} to no worker: {why} (status {decision.get('status')})."
+    first = ranking[0]
+    tokens, matched = decision.get("prompt_tokens") or 0, first["matched_tokens"]
+    text = f"{subject} to {first['worker']} by {decision['strategy']} (reason: {decision['reason']})"
+    held = f"{matched:,} of {tokens:,} prompt tokens" if tokens else f"{matched:,} prompt tokens"
+    text += (
+        f": it is expected to hold {held}"
+        if matched
+        else f": no part of the {tokens:,} prompt tokens is cached there"
+    )
+    if first.get("score_s") is not None:
+        text += f", and costs {first['score_s']:.3f} s"
+    if len(ranking) > 1:
+        second = ranking[1]
+        text += f"; next is {second['worker']} with {second['matched_tokens']:,} cached tokens"
+        if second.get("score_s") is not None:
+            text += f" and {second['score_s']:.3f} s"
+    served = decision.get("worker")
+    if request_id is not None and served not in (None, "-", first["worker"]):
+        text += f". After a failed attempt {served} served it"
+    return text + "."

@@ -1,0 +1,1 @@
+"""`kvroute doctor`: gathers what the parts of a deployment show, and judges it."""
