@@ -8,6 +8,7 @@ from click.testing import CliRunner
 
 from kvroute.app.config import Config
 from kvroute.cli import main
+from kvroute.openai.isolation import key_space
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -109,3 +110,19 @@ def test_what_is_wrong_in_a_spec_comes_first_and_a_summary_last(tmp_path):
     assert verdicts == sorted(verdicts, key=["wrong", "noted", "applied"].index)
     assert lines[-1].startswith(f"{tmp_path / 'spec.yaml'}: ")
     assert lines[-1].endswith("1 wrong")
+
+
+def test_the_salts_of_tenants_are_those_that_workers_get(tmp_path):
+    file = tmp_path / "keys.yaml"
+    file.write_text(
+        "keys: [{name: a, jwt: x}, {name: b, jwt: y, tenant: both}, {name: c, jwt: z, tenant: both}]\n"
+    )
+
+    plain = CliRunner().invoke(main, ["keys", "check", str(file)])
+    salts = CliRunner().invoke(main, ["keys", "check", str(file), "--salts"])
+
+    assert plain.output.split() == ["a", "b", "c"]
+    lines = [line.split() for line in salts.output.splitlines()]
+    assert [line[:2] for line in lines] == [["a", "a"], ["b", "both"], ["c", "both"]]
+    assert lines[0][2] == key_space("", "", "", "a")
+    assert lines[1][2] == lines[2][2]

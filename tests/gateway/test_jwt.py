@@ -206,18 +206,30 @@ async def test_a_redirect_or_an_endless_jwks_is_a_failure(remote, answer, caplog
     assert isinstance(verify(verifier, signed(clock)), Verified)
 
 
-async def test_clients_of_the_default_entry_are_tenants_that_no_name_of_a_key_can_equal(loaded) -> None:
-    verifier, clock = loaded
-    file = {"keys": [{"name": "rest", "jwt": []}, {"name": "mine", "jwt": "own"}]}
-    ring = KeyRing(read_keys(json.dumps(file), "f"), Metrics(), clock, tokens=verifier, default_key="rest")
+async def test_clients_of_the_default_entry_are_tenants_that_no_name_of_a_key_can_equal(file) -> None:
+    clock = ManualClock()
+    verifier = TokenVerifier(options(jwks_file=file, default_key="rest"), Metrics(), clock)
+    await verifier.load()
+    entries = [{"name": "rest", "jwt": []}, {"name": "mine", "jwt": "own"}]
+    ring = KeyRing(read_keys(json.dumps({"keys": entries}), "f"), Metrics(), clock, tokens=verifier)
 
-    tenants = [
-        tenant_of(ring.find(signed(clock, sub=client))) for client in ("x", "y", "own", "rest", "mine")
-    ]
+    clients = ("x", "y", "own", "rest", "mine")
+    tenants = [tenant_of(ring.find(signed(clock, sub=client))) for client in clients]
 
     assert tenants == ["jwt:x", "jwt:y", "mine", "jwt:rest", "jwt:mine"]
     with pytest.raises(ConfigError, match="default_key"):
-        KeyRing(read_keys(json.dumps(file), "f"), Metrics(), clock, tokens=verifier, default_key="absent")
+        ring.install(read_keys(json.dumps({"keys": entries[1:]}), "f"))
+    assert tenant_of(ring.find(signed(clock, sub="x"))) == "jwt:x"
+
+
+def test_without_the_library_tokens_are_a_configuration_error(monkeypatch, file) -> None:
+    monkeypatch.setattr("kvroute.gateway.jwt.find_spec", lambda name: None)
+
+    with pytest.raises(ConfigError, match=r"kvroute\[jwt\]"):
+        check_key_file(options(jwks_file=file))
+    with pytest.raises(ConfigError, match=r"kvroute\[jwt\]"):
+        TokenVerifier(options(jwks_file=file), Metrics(), ManualClock())
+    check_key_file(JwtOptions())
 
 
 @pytest.mark.parametrize(

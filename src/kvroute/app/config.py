@@ -28,7 +28,7 @@ from kvroute.app.metrics_compat import MetricsOptions
 from kvroute.errors import ConfigError, InvalidConfig
 from kvroute.events.options import KvEventsOptions
 from kvroute.fleet.options import FleetOptions
-from kvroute.gateway.jwt import check_key_file
+from kvroute.gateway.jwt import check_default_key, check_key_file
 from kvroute.gateway.key_file import read_key_file
 from kvroute.gateway.options import AdminOptions, ServerOptions
 from kvroute.gateway.waiting import AdmissionOptions
@@ -157,7 +157,7 @@ def check_files(config: Config) -> None:
     check(lambda: check_key_file(config.server.jwt))
     keys_file = config.server.client_keys.file
     if keys_file is not None:
-        check(lambda: read_key_file(keys_file))
+        check(lambda: check_default_key(config.server.jwt, [key.name for key in read_key_file(keys_file)]))
     if problems:
         raise InvalidConfig(problems)
 

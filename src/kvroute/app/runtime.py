@@ -317,7 +317,6 @@ class Runtime:
             self._clock,
             processes=processes,
             tokens=self._tokens,
-            default_key=self._config.server.jwt.default_key,
         )
 
     def _make_permits(self, inner: Observer | None) -> Permits:

@@ -11,6 +11,7 @@ from kvroute.cli.serve import InvalidConfiguration, configured
 from kvroute.errors import ConfigError
 from kvroute.fleet.discovery.file import read_workers_file
 from kvroute.gateway.key_file import new_key, read_key_file
+from kvroute.openai.isolation import key_space
 
 _FIX = "kvroute.check.fix"
 
@@ -117,11 +118,13 @@ def new(name: str) -> None:
 
 @keys.command("check")
 @click.argument("file", type=click.Path(path_type=Path))
-def check_keys(file: Path) -> None:
+@click.option("--salts", is_flag=True, help="Print each name's tenant and cache_salt under server.isolation.")
+def check_keys(file: Path, salts: bool) -> None:
     """Read a file of keys and print the names, or the line and reason of its first error."""
     try:
         found = read_key_file(file)
     except ConfigError as error:
         raise NotValid(str(error)) from error
     for key in found:
-        click.echo(key.name)
+        tenant = key.tenant or key.name
+        click.echo(f"{key.name} {tenant} {key_space('', '', '', tenant)}" if salts else key.name)

@@ -27,7 +27,7 @@ from kvroute.errors import (
     Unauthorized,
 )
 from kvroute.gateway.downstream import Downstream
-from kvroute.gateway.jwt import Refusal, TokenVerifier
+from kvroute.gateway.jwt import Refusal, TokenVerifier, check_default_key
 from kvroute.gateway.key_file import PREFIX, ClientKey, KeyLimits, digest, read_key_file
 from kvroute.metrics import Metrics
 from kvroute.openai.request import InferenceRequest
@@ -125,12 +125,10 @@ class KeyRing:
         *,
         processes: int = 1,
         tokens: TokenVerifier | None = None,
-        default_key: str = "",
     ) -> None:
-        """`tokens` verifies JSON Web Tokens; `default_key` names the entry for clients without an own one."""
+        """`tokens` verifies JSON Web Tokens."""
         self._metrics = metrics
         self._tokens = tokens
-        self._default_key = default_key
         self._by_client: dict[str, KnownClient] = {}
         self._default: KnownClient | None = None
         self._wall = clock.wall
@@ -160,10 +158,10 @@ class KeyRing:
             by_client.update(dict.fromkeys(key.jwt or (), known))
             for each in key.hash:
                 by_digest[bytes.fromhex(each.removeprefix(PREFIX))] = known
-        if self._default_key and self._default_key not in by_name:
-            raise ConfigError("server.jwt.default_key", f"the file of keys has no {self._default_key!r}")
+        if self._tokens is not None:
+            check_default_key(self._tokens.options, by_name)
         self._by_digest, self._by_client, self._accounts = by_digest, by_client, accounts
-        self._default = by_name.get(self._default_key)
+        self._default = None if self._tokens is None else by_name.get(self._tokens.options.default_key)
 
     def find(self, given: bytes) -> KnownClient | None:
         """The client of a key, also of an expired one. O(1)."""

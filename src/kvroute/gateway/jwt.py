@@ -11,7 +11,8 @@ import asyncio
 import logging
 import ssl
 from base64 import urlsafe_b64decode
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
+from importlib.util import find_spec
 from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
@@ -185,18 +186,13 @@ class TokenVerifier:
     """Verifies tokens with the keys that were loaded last.
 
     Mutable: `load` and `run` replace the keys, `verify` remembers outcomes by the token's digest. A token's
-    first check costs about 0.2 ms (a signature), each later one a lookup. With a `secret_file` or `jwks_file`
-    `__init__` raises ConfigError if `joserfc` is not installed.
+    first check costs about 0.2 ms (a signature), each later one a lookup.
+    `__init__` raises ConfigError if `joserfc` is not installed, and TlsFileError.
     """
 
     def __init__(self, options: JwtOptions, metrics: Metrics, clock: Clock) -> None:
-        try:
-            import joserfc  # noqa: F401 - gateways without tokens need neither it nor cryptography
-        except ImportError:
-            raise ConfigError(
-                SECTION, "tokens need the library joserfc: pip install 'kvroute[jwt]'"
-            ) from None
-        self._options = options
+        _require_library()
+        self.options = options
         self._metrics = metrics
         self._clock = clock
         self._keys: tuple[Key, ...] = ()
@@ -226,7 +222,7 @@ class TokenVerifier:
         return outcome
 
     def _verify(self, token: bytes) -> Verified | Refusal:
-        options = self._options
+        options = self.options
         if len(token) > _MAX_TOKEN_BYTES:
             return Refusal(f"The token is larger than {_MAX_TOKEN_BYTES} bytes.")
         if not self._keys:
@@ -250,7 +246,7 @@ class TokenVerifier:
         from joserfc.errors import ExpiredTokenError, InvalidClaimError, JoseError, MissingClaimError
         from joserfc.jwt import JWTClaimsRegistry
 
-        options = self._options
+        options = self.options
         expected: dict[str, Any] = {"exp": {"essential": True}}
         if options.issuer:
             expected["iss"] = {"essential": True, "value": options.issuer}
@@ -283,7 +279,7 @@ class TokenVerifier:
             if raw == self._raw:
                 self._metrics.jwks_reads.labels("unchanged").inc()
             else:
-                keys = await asyncio.to_thread(_parse, raw, is_secret=self._options.secret_file is not None)
+                keys = await asyncio.to_thread(_parse, raw, is_secret=self.options.secret_file is not None)
                 self._keys, self._raw = keys, raw
                 self._outcomes.evict(0)  # a token of a withdrawn key must not stay valid
                 self._metrics.jwks_reads.labels("loaded").inc()
@@ -300,8 +296,8 @@ class TokenVerifier:
 
     async def run(self) -> None:
         """Load the keys again at intervals, until cancelled; sooner after a failure or for an unknown key."""
-        normal = self._options.refresh_interval_s
-        if not self._options.jwks_url:
+        normal = self.options.refresh_interval_s
+        if not self.options.jwks_url:
             normal = min(normal, _FILE_INTERVAL_S)
         early = min(normal, _RETRY_S)
         waited = 0.0
@@ -317,7 +313,7 @@ class TokenVerifier:
             await self._client.aclose()
 
     async def _read(self) -> bytes:
-        options = self._options
+        options = self.options
         if self._client is None:
             file = options.jwks_file or options.secret_file
             assert file is not None
@@ -338,13 +334,30 @@ class TokenVerifier:
 
 
 def check_key_file(options: JwtOptions) -> None:
-    """Raise ConfigError if a file of keys cannot be used. Reads no URL. Blocks."""
+    """Raise ConfigError if `joserfc` is needed and absent, or a file of keys cannot be used.
+
+    Reads no URL. Blocks.
+    """
+    if options.is_on:
+        _require_library()
     for name, file in (("jwks_file", options.jwks_file), ("secret_file", options.secret_file)):
         if file is not None:
             try:
                 _parse(_read_file(file), is_secret=name == "secret_file")
             except KeysUnreadable as error:
                 raise ConfigError(f"{SECTION}.{name}", str(error)) from None
+
+
+def check_default_key(options: JwtOptions, names: Container[str]) -> None:
+    """Raise ConfigError if the default key is none of the `names` in the file of keys."""
+    if options.is_on and options.default_key and options.default_key not in names:
+        raise ConfigError(f"{SECTION}.default_key", f"the file of keys has no {options.default_key!r}")
+
+
+def _require_library() -> None:
+    # Gateways without tokens need neither joserfc nor cryptography.
+    if find_spec("joserfc") is None:
+        raise ConfigError(SECTION, "tokens need the library joserfc: pip install 'kvroute[jwt]'")
 
 
 def _read_file(file: Path) -> bytes:
