@@ -362,6 +362,12 @@ class Metrics(Collector):
         self.streams_aborted = self._counter(
             "kvroute_streams_aborted", "Exchanges that ended early, by the side that ended them.", ["by"]
         )
+        self.trace_spans = self._counter(
+            "kvroute_trace_spans",
+            "Spans of traced requests, by outcome: exported, dropped (the queue was full), failed (the "
+            "collector refused them or did not answer).",
+            ["outcome"],
+        )
         self.rejected = self._counter(
             "kvroute_requests_rejected", "Requests that the gateway answered itself, by error code.", ["code"]
         )

@@ -31,6 +31,7 @@ from kvroute.fleet.options import FleetOptions
 from kvroute.gateway.jwt import check_default_key, check_key_file
 from kvroute.gateway.key_file import read_key_file
 from kvroute.gateway.options import AdminOptions, ServerOptions
+from kvroute.gateway.tracing import TracingOptions
 from kvroute.gateway.waiting import AdmissionOptions
 from kvroute.lmcache.options import LMCacheOptions
 from kvroute.logs import LoggingOptions
@@ -58,6 +59,7 @@ class Config(Options):
     retries: RetryOptions = option(default_factory=RetryOptions)
     logging: LoggingOptions = option(default_factory=LoggingOptions)
     metrics: MetricsOptions = option(default_factory=MetricsOptions)
+    tracing: TracingOptions = option(default_factory=TracingOptions)
 
     @model_validator(mode="after")
     def _refuse_client_keys_as_admin_keys(self) -> Config:

@@ -22,6 +22,7 @@ GROUPS: Final[Mapping[str, Mapping[str, str]]] = MappingProxyType(
             "inter_token_seconds": "How evenly do tokens arrive?",
             "requests_in_flight": "How busy is the gateway now?",
             "requests_rejected": "Which requests does the gateway refuse itself?",
+            "trace_spans": "Do all spans reach the collector?",
             "streams_aborted": "Who ends answers early?",
             "retries": "How often does a second worker have to help, and why?",
             "retries_denied": "Is the retry budget too small for the failures?",

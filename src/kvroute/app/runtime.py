@@ -51,6 +51,7 @@ from kvroute.gateway.planner import Planner
 from kvroute.gateway.preparation import KeySpaces
 from kvroute.gateway.request_queue import Permits, RequestQueue
 from kvroute.gateway.stored import ResponseOwners, StoredResponses
+from kvroute.gateway.tracing import Tracer, make_tracer
 from kvroute.metrics import Gauges, Metrics
 from kvroute.openai.bounded import Bounded
 from kvroute.replicas.metrics import GatewayMetrics, PageCollector, read
@@ -136,8 +137,13 @@ class Runtime:
         self._outbox = Outbox()
         self._transports = Transports(config.upstream, self._outbox)
         self._owners = replica.owners if replica else ResponseOwners()
+        self._tracer = self._make_tracer()
         self._journal = Journal(
-            self.metrics, clock, log_requests=config.logging.requests, kept=config.server.decisions_kept
+            self.metrics,
+            clock,
+            log_requests=config.logging.requests,
+            kept=config.server.decisions_kept,
+            tracer=self._tracer,
         )
         self._gateway_metrics: GatewayMetrics | None = None
         self._compat: VllmRouterMetrics | None = None
@@ -174,6 +180,8 @@ class Runtime:
         self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
+        if self._tracer is not None:
+            self._tracer.open()
         if self.cache_tracker is not None:
             await self._stack.enter_async_context(self.cache_tracker)
         self._tasks = [
@@ -217,6 +225,9 @@ class Runtime:
         await self._stack.aclose()
         await self._transports.aclose()
         await self._client.aclose()
+        if self._tracer is not None:
+            self._journal.flush()
+            await asyncio.to_thread(self._tracer.close)
         if self._tokens is not None:
             await self._tokens.aclose()
 
@@ -389,7 +400,17 @@ class Runtime:
             held_bytes=config.upstream.read_buffer_bytes,
             max_body_bytes=config.server.max_body_bytes,
             max_in_flight=config.server.max_in_flight,
+            tracer=self._tracer,
         )
+
+    def _make_tracer(self) -> Tracer | None:
+        """Raises ConfigError if traces are configured and OpenTelemetry is not installed."""
+        if not self._config.tracing.endpoint:
+            return None
+        spans = self.metrics.trace_spans
+        tracer = make_tracer(self._config.tracing, lambda outcome, number: spans.labels(outcome).inc(number))
+        self.metrics.call_before_collect(tracer.settle)
+        return tracer
 
     def _application(self) -> FastAPI:
         config = self._config

@@ -36,6 +36,7 @@ from kvroute.gateway.planner import STRATEGY_HEADER, Planner, RequestPlan
 from kvroute.gateway.preparation import Prepared, Preparer
 from kvroute.gateway.request_queue import RequestQueue, WaitingRequest, requested_priority
 from kvroute.gateway.stored import StoredResponses
+from kvroute.gateway.tracing import Tracer
 from kvroute.gateway.waiting import QueueEntry, Target
 from kvroute.metrics import Metrics
 from kvroute.openai.bounded import STEPWISE_BYTES, Bounded
@@ -239,8 +240,10 @@ class DataPlane:
         max_body_bytes: int,
         max_in_flight: int,
         held_bytes: int,
+        tracer: Tracer | None = None,
     ) -> None:
         self.planner = planner
+        self._tracer = tracer
         self.stored = stored
         self.preparer = preparer
         self._preparer = preparer if planner.may_need_tokens else None
@@ -306,6 +309,11 @@ class DataPlane:
         again with `prepared`. If no worker has a permit, the request waits, and the queue calls this again
         with its `entry`. Raises the errors of `Planner.plan`, `admit_key` and `RequestQueue.may_start`.
         """
+        tracer = self._tracer
+        if tracer is not None and prepared is None and entry is None:
+            fields = tracer.begin(record, fields)
+            if record.trace is not None:
+                record.trace.received = self._now()
         if self._keys is not None and record.use is None:
             self.admit_key(request, headers, record)
         preparer = self._preparer
@@ -343,12 +351,19 @@ class DataPlane:
                     )
             else:
                 now = started = self._now()
+        trace = record.trace
+        if trace is not None:
+            trace.planned = self._now()
+            if prepared is not None:
+                trace.prepared = trace.planned - record.queued_s
         try:
             plan = self.planner.plan(request, target, headers, now, owner, prepared)
         except OverLimit as error:  # a limit on prompts, which are first read here
             request = self.bodies.forward_unread(request.endpoint, request.body, error)  # never a tenant's
             plan = self.planner.plan(request, target, headers, now, owner)
         record.model, record.tokens, record.decision = plan.model, plan.query.tokens, plan.decision
+        if trace is not None:
+            trace.decided = self._now()
         if record.use is not None:
             record.use.client.ring.check_prompt(record.use, plan.query.tokens)
         if plan.is_isolated:

@@ -28,10 +28,12 @@ _ANTHROPIC_TYPES: Final = {
 """Error types of Anthropic's API by HTTP status (its documentation, "Errors"); its own overload is 529."""
 
 
-def error_body(error: GatewayError, shape: ErrorShape = ErrorShape.OPENAI) -> bytes:
+def error_body(error: GatewayError, shape: ErrorShape = ErrorShape.OPENAI, trace_id: str = "") -> bytes:
     """`{"error": {"message", "type", "param", "code"}}`; for Anthropic also `"type": "error"` beside
     `error`, and `error.type` is one of Anthropic's types."""
     inner = {"message": error.message, "type": error.type, "param": error.param, "code": error.error_code}
+    if trace_id:
+        inner["trace_id"] = trace_id
     whole: dict[str, object] = {}
     if shape is ErrorShape.ANTHROPIC:
         whole["type"] = "error"
@@ -64,9 +66,10 @@ def answer_error(
     error: GatewayError,
     added: Headers | None = None,
     shape: ErrorShape = ErrorShape.OPENAI,
+    trace_id: str = "",
 ) -> None:
     """Answer a request with `error`; nothing may have been sent for it yet."""
-    body = error_body(error, shape)
+    body = error_body(error, shape, trace_id)
     headers: Headers = [
         (b"content-type", b"application/json"),
         (b"content-length", str(len(body)).encode()),
@@ -90,4 +93,6 @@ def refuse(
     record.error = record.error or error.error_code or error.type
     metrics.rejected.labels(error.error_code or error.type).inc()
     added: Headers = [(b"x-request-id", record.request_id)]
-    answer_error(client, error, added, shape)
+    if record.trace_id:
+        added.append((b"x-kvroute-trace-id", record.trace_id.encode()))
+    answer_error(client, error, added, shape, record.trace_id)
