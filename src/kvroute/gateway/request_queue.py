@@ -14,7 +14,7 @@ from typing import NamedTuple
 from kvroute.clock import Clock
 from kvroute.errors import GatewayError, InvalidRequest, QueueFull, QueueTimeout
 from kvroute.fleet.fleet import Fleet, FleetChange
-from kvroute.fleet.worker import Worker
+from kvroute.fleet.worker import Worker, WorkerFacts
 from kvroute.gateway.downstream import Headers, header
 from kvroute.gateway.journal import InFlightRequest
 from kvroute.gateway.waiting import AdmissionOptions, FairQueue, Outcome, QueueEntry, Target, TokenAccounts
@@ -61,6 +61,8 @@ class Permits:
         self._processes = processes
         self._number = number
         self._in_flight: dict[Worker, int] = {}
+        self._shares: dict[Worker, tuple[WorkerFacts, int]] = {}
+        """This process's share of each limit, and the facts from which it was computed; 0 without a limit."""
         self.on_free: Callable[[], None] = lambda: None
         """Called when a permit is returned."""
 
@@ -82,11 +84,25 @@ class Permits:
 
     def has_free(self, worker: Worker) -> bool:
         """Whether this process may send the worker another request. During a ramp the limit is reduced."""
-        limit = self.limit(worker)
-        if limit is None:
+        known = self._shares.get(worker)
+        share = known[1] if known is not None and known[0] is worker.facts else self._share(worker)
+        if not share:
             return True
-        share = limit // self._processes + (self._number < limit % self._processes)
-        return self.in_flight(worker) < max(1, int(share * worker.ramp_at(self._now())))
+        if worker.ramp_until is not None:
+            share = max(1, int(share * worker.ramp_at(self._now())))
+        return self._in_flight.get(worker, 0) < share
+
+    def _share(self, worker: Worker) -> int:
+        limit = self.limit(worker)
+        share = 0
+        if limit is not None:
+            share = max(1, limit // self._processes + (self._number < limit % self._processes))
+        self._shares[worker] = worker.facts, share
+        return share
+
+    def forget(self, worker: Worker) -> None:
+        """Drop a worker that has left the fleet; its requests in flight still count until they end."""
+        self._shares.pop(worker, None)
 
     def placed(self, decision: RouteDecision) -> RouteDecision:
         """The decision with the best worker that has a permit first; unchanged if none has."""
@@ -101,7 +117,7 @@ class Permits:
 
     def dispatched(self, query: RouteQuery, decision: RouteDecision, candidate: Candidate) -> AttemptObserver:
         worker = candidate.worker
-        self._in_flight[worker] = self.in_flight(worker) + 1
+        self._in_flight[worker] = self._in_flight.get(worker, 0) + 1
         inner = None if self._inner is None else self._inner.dispatched(query, decision, candidate)
         return _Permit(self, worker, inner)
 
@@ -231,7 +247,7 @@ class RequestQueue:
     def started(self, entry: QueueEntry, model: str, input_tokens: int) -> float:
         """Account for a request that is sent now. Returns what `finished` needs."""
         waited_s = self._now() - entry.entered
-        self._metrics.queue_wait.labels(model, entry.key or _NO_KEY).observe(waited_s)
+        self._metrics.queue_wait.labels(model, entry.key or _NO_KEY).later(waited_s)
         return self._accounts.started(entry.key, input_tokens)
 
     def finished(self, entry: QueueEntry, assumed: float, output_tokens: int) -> None:
@@ -280,8 +296,11 @@ class RequestQueue:
         workers = self._fleet.view(target.model).workers
         if target.owner is not None:
             workers = tuple(worker for worker in workers if worker.id == target.owner) or workers
-        # Without workers the request starts and is answered 503 by the planner.
-        return not workers or any(map(self.permits.has_free, workers))
+        has_free = self.permits.has_free
+        for worker in workers:
+            if has_free(worker):
+                return True
+        return not workers  # then the request starts, and the planner answers 503
 
     def _set_timer(self) -> None:
         deadline = self._queue.next_deadline
@@ -294,6 +313,8 @@ class RequestQueue:
         self._start_next()
 
     def _fleet_changed(self, change: FleetChange, worker: Worker) -> None:
+        if change is FleetChange.LEFT:
+            self.permits.forget(worker)
         self.check()
 
     def _forget(self, entry: QueueEntry) -> WaitingRequest:

@@ -5,7 +5,7 @@ Pure: no event loop and no clock. `gateway/request_queue.py` connects it to requ
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from enum import StrEnum
 from math import floor
 from typing import Annotated, NamedTuple, TypeAlias
@@ -162,12 +162,13 @@ class TokenAccounts:
         account = self._accounts.get(key)
         return self._last_counter if account is None else account.counter
 
-    def lift(self, key: str, weight: float, waiting: Iterable[str]) -> None:
+    def lift(self, key: str, weight: float, waiting: Collection[str]) -> None:
         """A request of `key` has arrived while the keys `waiting` wait, and `key` does not."""
         account = self._account(key, weight)
         account.weight = weight
-        least = min(map(self.counter, waiting), default=self._last_counter)
-        account.counter = max(account.counter, least)
+        least = min(map(self.counter, waiting)) if waiting else self._last_counter
+        if account.counter < least:
+            account.counter = least
 
     def started(self, key: str, input_tokens: int) -> float:
         """Charge a request that is sent to a worker. Returns the output tokens that were assumed."""
