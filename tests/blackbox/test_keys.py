@@ -129,8 +129,8 @@ async def test_keys_are_checked_named_and_rotated(keyed, file, lane):
     entries = decisions["decisions"] if isinstance(decisions, dict) else decisions
     assert {each.get("key") for each in entries} >= {"team", "small"}
     assert await metric(gateway, 'kvroute_key_requests_total{key="team"}') == 3
-    await gateway.logged("key=team")
-    await gateway.logged("key=small error=model_not_permitted")
+    await gateway.logged('"key": "team"')
+    await gateway.logged('"key": "small", "error": "model_not_permitted"')
     await assert_no_key_leaked(gateway)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import hashlib
 import json
@@ -217,6 +218,20 @@ async def test_a_stored_response_exists_for_its_own_tenant_only(run_gateway, sim
                 answers.append(await running.client.delete(stored, headers=headers))
                 answers.append(await running.client.post(f"{stored}/cancel", headers=headers))
             assert [answer.status_code for answer in answers] == [status] * len(answers)
+
+
+async def test_requests_that_wait_for_a_permit_keep_their_tenant(run_gateway, sims, sections) -> None:
+    admission = {"max_concurrent": 1}
+    async with run_gateway([sims[0].url], **sections, admission=admission) as running:
+        names = NAMES * 4
+        answers = await asyncio.gather(*(post(running, name, prompt=name, user=name) for name in names))
+
+        assert {answer.status_code for answer in answers} == {200}
+        salts: dict[str, set[str]] = {}
+        for body in await received(sims[0]):
+            salts.setdefault(body["user"], set()).add(body["cache_salt"])
+        assert [len(salts[name]) for name in NAMES] == [1] * len(NAMES)
+        assert len(set.union(*salts.values())) == 4
 
 
 async def test_explain_predicts_for_the_tenant_that_asks(run_gateway, sims, sections) -> None:
