@@ -61,6 +61,7 @@ def test_the_folder_is_made_and_its_other_files_stay(spec, tmp_path):
         "mine",
         "docker-compose.yml",
         "prometheus.yml",
+        "configs",
     }
     assert str(folder / "docker-compose.yml") in result.stdout
 

@@ -28,7 +28,7 @@ SPEC = ROOT / "configs" / "compose.yaml"
 PROFILES = ("sim", "gpu")
 WORKERS = {"sim": {"sim-a", "sim-b"}, "gpu": {"vllm-a", "vllm-b"}}
 GATEWAYS = {"sim": "kvroute", "gpu": "kvroute-gpu"}
-ALWAYS = {"redis", "prometheus"}
+ALWAYS = {"redis", "prometheus", "grafana"}
 
 
 def test_it_is_rendered_from_its_spec():
@@ -36,7 +36,7 @@ def test_it_is_rendered_from_its_spec():
     document = read_spec(SPEC.read_text(), strategies=frozenset(STRATEGIES)).require(SPEC.name)
     files = render_compose(plan_endpoint(document))
 
-    assert set(files) == {"docker-compose.yml", "prometheus.yml"}
+    assert {"docker-compose.yml", "prometheus.yml", "configs/alerts/kvroute.yaml"} <= set(files)
     for name, text in files.items():
         assert (ROOT / name).read_text() == text, f"{name} is not what {SPEC.name} renders to: make compose"
 
@@ -173,7 +173,7 @@ def ports(service: dict[str, Any]) -> Iterator[str]:
 def test_nothing_is_published_beyond_this_machine(written):
     published = [port for service in written["services"].values() for port in ports(service)]
 
-    assert len(published) == 3
+    assert len(published) == 4
     assert all(port.startswith("127.0.0.1:") for port in published)
 
 

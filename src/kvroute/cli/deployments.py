@@ -461,6 +461,7 @@ def write(folder: Path, files: dict[str, str]) -> None:
             if name == SECRET_FILE:
                 _write_secret(folder / name, text)
             else:
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 (folder / name).write_text(text, encoding="utf-8")
             click.echo(folder / name)
     except OSError as exc:

@@ -11,6 +11,7 @@ from click.testing import CliRunner
 from compose_pydantic.models import ComposeSpecification
 
 from kvroute.cli import main
+from kvroute.cli.deployments import write
 from kvroute.deploy.l2.registry import BACKENDS
 from kvroute.deploy.render.compose import render_compose
 from kvroute.deploy.spec.loading import fix_layout
@@ -55,8 +56,7 @@ def variants(own, hyperpod) -> dict[str, dict[str, Any]]:
 )
 def test_debians_docker_compose_accepts_every_profile(docker_compose, variant, own, hyperpod, plan, tmp_path):
     files = render_compose(plan(variants(own, hyperpod)[variant]))
-    for name, text in files.items():
-        (tmp_path / name).write_text(text)
+    write(tmp_path, files)
     services = yaml.safe_load(files["docker-compose.yml"])["services"]
     profiles = {profile for each in services.values() for profile in each.get("profiles", [])}
 
@@ -69,8 +69,7 @@ def test_debians_docker_compose_accepts_every_profile(docker_compose, variant, o
 
 
 def test_the_announcements_spec_passes_docker_compose_too(docker_compose, sample, fill_in, plan, tmp_path):
-    for name, text in render_compose(plan(fill_in(fix_layout(sample).text))).items():
-        (tmp_path / name).write_text(text)
+    write(tmp_path, render_compose(plan(fill_in(fix_layout(sample).text))))
 
     resolved = yaml.safe_load(docker_compose(tmp_path, "--profile", "gpu", "--profile", "sim", "config"))
 
@@ -97,8 +96,9 @@ def test_each_profile_has_a_gateway_that_routes_to_its_own_workers(own, plan):
         "lmcache",
         "redis",
         "prometheus",
+        "grafana",
     }
-    assert of_profile(services, "sim") == {"kvroute", "sim-a", "sim-b", "redis", "prometheus"}
+    assert of_profile(services, "sim") == {"kvroute", "sim-a", "sim-b", "redis", "prometheus", "grafana"}
     for gateway, workers in (("kvroute-gpu", "vllm"), ("kvroute", "sim")):
         command = services[gateway]["command"]
         named = [word for word in command if word.startswith("--worker=")]
@@ -197,7 +197,7 @@ def test_a_model_in_a_bucket_is_copied_before_the_workers_start(hyperpod, plan):
 def test_nothing_is_published_beyond_this_machine(own, plan):
     ports = [port for each in rendered(plan(own())).values() for port in each.get("ports", [])]
 
-    assert len(ports) == 3
+    assert len(ports) == 4
     assert all(port.startswith("127.0.0.1:") for port in ports)
 
 
@@ -220,7 +220,7 @@ def test_without_metrics_there_is_no_prometheus(own, plan):
     files = render_compose(plan(own({"spec.metrics": {"enabled": False}})))
 
     assert list(files) == ["docker-compose.yml"]
-    assert "prometheus" not in yaml.safe_load(files["docker-compose.yml"])["services"]
+    assert not {"prometheus", "grafana"} & yaml.safe_load(files["docker-compose.yml"])["services"].keys()
 
 
 def test_images_may_be_built_and_replaced(own, plan):

@@ -136,7 +136,11 @@ def test_a_wrong_manifest_would_be_noticed(own, plan):
     with pytest.raises(jsonschema.ValidationError):
         check(gateway)
 
-    (monitor, *_) = kubernetes_objects(plan(own()))["monitoring.yaml"]
+    (monitor, *_) = [
+        each
+        for each in kubernetes_objects(plan(own()))["monitoring.yaml"]
+        if each["kind"] == "ServiceMonitor"
+    ]
     monitor["spec"]["endpoints"][0]["prot"] = "http"
     with pytest.raises(jsonschema.ValidationError):
         check(monitor)
@@ -599,3 +603,19 @@ def test_services_select_pods_that_have_their_ports(own, plan):
                 for port in container.get("ports", [])
             }
             assert {port["targetPort"] for port in service["spec"]["ports"]} <= named
+
+
+def test_dashboards_and_alerts_are_configmaps(own, plan):
+    maps = {
+        each["metadata"]["name"].removeprefix(plan(own()).name): each
+        for each in kubernetes_objects(plan(own()))["monitoring.yaml"]
+        if each["kind"] == "ConfigMap"
+    }
+
+    assert maps.keys() == {"-dashboard-overview", "-dashboard-cache", "-dashboard-workers", "-alerts"}
+    boards = [each for name, each in maps.items() if name != "-alerts"]
+    assert {each["metadata"]["labels"]["grafana_dashboard"] for each in boards} == {"1"}
+    for board in boards:
+        assert all(json.loads(text)["panels"] for text in board["data"].values())
+    (rules,) = maps["-alerts"]["data"].values()
+    assert len(yaml.safe_load(rules)["groups"][0]["rules"]) == 12

@@ -1,4 +1,4 @@
-"""Renders a compose file: workers, gateway, caches and Prometheus on one host.
+"""Renders a compose file: workers, gateway, caches, Prometheus and Grafana on one host.
 
 The profile `gpu` or `cpu` has the spec's engines. The profile `sim` has simulated workers, for a host that
 has neither GPUs nor the model. Each profile has its own gateway. For docker-compose 1.29 and newer.
@@ -20,6 +20,13 @@ from kvroute.deploy.render.lmcache import (
     password_name,
     server_argv,
     server_environment,
+)
+from kvroute.deploy.render.monitoring import (
+    ALERTS_FILE,
+    DASHBOARDS,
+    PROVISIONING,
+    monitoring_files,
+    provisioning_files,
 )
 from kvroute.deploy.render.plan import Cache, EndpointPlan, identifier
 from kvroute.deploy.render.reach import (
@@ -93,6 +100,7 @@ _NoAliases.add_representer(str, _NoAliases.represent_text)
 SIM_PROFILE = "sim"
 HUB_CACHE = "/root/.cache/huggingface"
 PROMETHEUS_FILE = "prometheus.yml"
+_RULES = "kvroute-alerts.yaml"
 STATE = "/var/lib/kvroute"
 """The folder of the admin key that the gateway makes. The image has this folder, owned by its user."""
 BY_NAME = frozenset({"fleet.aliases", "tokens.models"})
@@ -100,7 +108,7 @@ BY_NAME = frozenset({"fleet.aliases", "tokens.models"})
 
 
 def render_compose(plan: EndpointPlan) -> dict[str, str]:
-    """`docker-compose.yml`, and Prometheus' configuration if metrics are enabled: file name -> text."""
+    """`docker-compose.yml`, and with metrics the files of Prometheus and Grafana: file name -> text."""
     profiles = _profiles(plan)
     services: dict[str, Service] = {}
     volumes: dict[str, None] = {}
@@ -127,8 +135,10 @@ def render_compose(plan: EndpointPlan) -> dict[str, str]:
     files: dict[str, str] = {}
     if plan.metrics.enabled:
         services["prometheus"] = _prometheus(plan)
-        volumes["prometheus"] = None
+        services["grafana"] = _grafana(plan)
+        volumes |= {"prometheus": None, "grafana": None}
         files[PROMETHEUS_FILE] = _scrape_config(plan, targets, services)
+        files |= monitoring_files() | provisioning_files()
     document = {"services": services, **({"volumes": volumes} if volumes else {})}
     head = _head(plan, list(profiles))
     return {"docker-compose.yml": head + yaml_text(document), **files}
@@ -417,7 +427,33 @@ def _prometheus(plan: EndpointPlan) -> Service:
         "image": f"${{PROMETHEUS_IMAGE:-{plan.extension.images.prometheus}}}",
         "restart": "unless-stopped",
         "ports": ["127.0.0.1:${PROMETHEUS_PORT:-9090}:9090"],
-        "volumes": [f"./{PROMETHEUS_FILE}:/etc/prometheus/prometheus.yml:ro", "prometheus:/prometheus"],
+        "volumes": [
+            f"./{PROMETHEUS_FILE}:/etc/prometheus/prometheus.yml:ro",
+            f"./{ALERTS_FILE}:/etc/prometheus/{_RULES}:ro",
+            "prometheus:/prometheus",
+        ],
+    }
+
+
+def _grafana(plan: EndpointPlan) -> Service:
+    """Grafana with the dashboards, on this host only. Everybody is a viewer, and nobody can log in."""
+    return {
+        "image": f"${{GRAFANA_IMAGE:-{plan.extension.images.grafana}}}",
+        "restart": "unless-stopped",
+        "environment": {
+            "GF_AUTH_ANONYMOUS_ENABLED": "true",
+            "GF_AUTH_BASIC_ENABLED": "false",
+            "GF_AUTH_DISABLE_LOGIN_FORM": "true",
+            "GF_ANALYTICS_REPORTING_ENABLED": "false",
+            "GF_ANALYTICS_CHECK_FOR_UPDATES": "false",
+        },
+        "ports": ["127.0.0.1:${GRAFANA_PORT:-3000}:3000"],
+        "volumes": [
+            f"./{PROVISIONING}:/etc/grafana/provisioning:ro",
+            f"./{DASHBOARDS}:/var/lib/grafana/dashboards:ro",
+            "grafana:/var/lib/grafana",
+        ],
+        "depends_on": ["prometheus"],
     }
 
 
@@ -432,4 +468,5 @@ def _scrape_config(plan: EndpointPlan, workers: list[str], services: dict[str, S
     if servers:
         jobs.append({"job_name": "lmcache", "static_configs": [{"targets": servers}]})
     head = "# Prometheus for docker-compose.yml. Workers of a profile that does not run are shown as down.\n"
-    return head + yaml_text({"global": {"scrape_interval": interval}, "scrape_configs": jobs})
+    times = {"scrape_interval": interval, "evaluation_interval": interval}
+    return head + yaml_text({"global": times, "rule_files": [_RULES], "scrape_configs": jobs})

@@ -14,6 +14,7 @@ from kvroute.deploy.render.manifest import (
     matching,
 )
 from kvroute.deploy.render.manifest_cache import has_sidecar
+from kvroute.deploy.render.monitoring import ALL, alert_rules, dashboard_json
 from kvroute.deploy.render.plan import EndpointPlan
 from kvroute.deploy.render.reach import event_ports, queries_l2, report_ports
 from kvroute.deploy.render.site import (
@@ -205,9 +206,20 @@ def _number(value: float | None) -> str | None:
 
 
 def monitoring_manifests(plan: EndpointPlan) -> Iterator[Manifest]:
-    """ServiceMonitors of the Prometheus operator."""
+    """ServiceMonitors of the Prometheus operator, and ConfigMaps with the dashboards and the alert rules.
+
+    Grafana's chart loads the dashboards by their label `grafana_dashboard`. Mount the rules in Prometheus.
+    """
     if not plan.metrics.enabled:
         return
+    for dashboard in ALL:
+        name = dashboard.uid.removeprefix("kvroute-")
+        data = {f"{plan.name}-{name}.json": dashboard_json(dashboard, indent=None)}
+        board = manifest("v1", "ConfigMap", plan, f"{plan.name}-dashboard-{name}", GATEWAY, data=data)
+        board["metadata"]["labels"]["grafana_dashboard"] = "1"
+        yield board
+    rules = {"kvroute-alerts.yaml": alert_rules()}
+    yield manifest("v1", "ConfigMap", plan, f"{plan.name}-alerts", GATEWAY, data=rules)
     yield _monitor(plan, GATEWAY, {"http": "/metrics"})
     sidecar = {"lmcache-http": "/metrics"} if has_sidecar(plan) else {}
     yield _monitor(plan, WORKER, {plan.port_name: plan.scrape_path, **sidecar})

@@ -66,6 +66,7 @@ TARGETS_OF_FIELDS: Final[dict[str, frozenset[str]]] = {
     "x-kvroute.images": _CONTAINERS,
     "x-kvroute.images.gatewayBuild": frozenset({COMPOSE}),
     "x-kvroute.images.prometheus": frozenset({COMPOSE}),
+    "x-kvroute.images.grafana": frozenset({COMPOSE}),
     "x-kvroute.images.downloader": frozenset({COMPOSE}),
     "x-kvroute.lmcache": _CACHE,
     "x-kvroute.lmcache.mode": _ENGINE,

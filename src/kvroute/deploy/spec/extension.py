@@ -22,6 +22,7 @@ class Images(Fields):
     valkey: str = applied("valkey/valkey:8-alpine", becomes="Valkey's image")
     mooncake: str = applied("mooncake-master:latest", becomes="the Mooncake master's image")
     prometheus: str = applied("prom/prometheus:v3.5.0", becomes="Prometheus' image (compose)")
+    grafana: str = applied("grafana/grafana:12.2.0", becomes="Grafana's image (compose)")
     downloader: str = applied(
         "amazon/aws-cli:2.31.0", becomes="the image that copies a model from S3 (compose)"
     )
