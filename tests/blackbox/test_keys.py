@@ -111,8 +111,9 @@ async def test_keys_are_checked_named_and_rotated(keyed, file, lane):
 
     assert (await chat(gateway, KEYS["old"])).usage.completion_tokens == 4
     assert (await chat(gateway, KEYS["new"])).usage.completion_tokens == 4
-    chunks = [chunk async for chunk in await chat(gateway, KEYS["new"], stream=True)]
-    assert len(chunks) >= 4
+    async with client_of(gateway, KEYS["new"]) as client:  # closing it would cut the stream
+        stream = await client.chat.completions.create(**CHAT, stream=True)
+        assert len([chunk async for chunk in stream]) >= 4
     with pytest.raises(openai.AuthenticationError) as wrong:
         await chat(gateway, KEYS["limited"])
     assert wrong.value.body["code"] == "invalid_api_key"
