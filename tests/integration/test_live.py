@@ -10,6 +10,10 @@ from typing import Any
 
 import httpx
 import pytest
+from tests.support.waiting import until
+
+from kvroute.app.config import Config
+from kvroute.app.runtime import Runtime
 
 CHAT = {"model": "sim-model", "messages": [{"role": "user", "content": "hello " * 300}], "max_tokens": 2}
 
@@ -51,6 +55,15 @@ async def test_recording_begins_with_the_first_line(run_gateway, instant_sim) ->
         async with live(gateway) as lines:
             await anext(lines)
             assert gateway.runtime.router.recorder is not None
+
+
+async def test_recording_ends_after_the_last_page(instant_sim) -> None:
+    config = Config.model_validate({"fleet": {"workers": [{"url": instant_sim.url}]}})
+    async with Runtime(config, keep_recording_s=0.01) as runtime:
+        await runtime.live.part(None, with_slow=True)
+        assert runtime.router.recorder is not None
+
+        await until(lambda: runtime.router.recorder is None)
 
 
 async def test_a_worker_that_leaves_is_null(run_gateway, instant_sim) -> None:

@@ -18,11 +18,12 @@ from kvroute.sim.app import run_sim
 from kvroute.sim.options import SimOptions
 
 IMAGES = Path(__file__).parents[2] / "docs" / "images"
+"""The screenshots of README and docs: made anew with KVROUTE_SCREENSHOTS=1."""
 HOSTILE = '<img src=x onerror="document.title=1">'
 CHROMIUM = shutil.which("chromium")
 if CHROMIUM is None and os.environ.get("CI"):
     pytest.fail("chromium is missing (.ci/run installs it)", pytrace=False)
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
+pytestmark = [pytest.mark.skipif(CHROMIUM is None, reason="needs chromium"), pytest.mark.heavy]
 
 expect.set_options(timeout=20_000)
 
@@ -252,3 +253,22 @@ async def test_with_kvaware_it_shows_tiers_streams_and_tokenizers(browser, run_g
         await expect(page.locator("#token-table tbody tr")).to_have_count(1)
         await expect(page.locator("#prefix-table tbody")).to_contain_text("w0:")
         await expect(page.locator("#worker-note")).to_contain_text("Tiers as the workers' events tell them")
+
+
+async def test_a_page_that_connects_again_counts_no_request_twice(browser, fleet) -> None:
+    context = await browser.new_context()
+    page = await context.new_page()
+    await page.goto(f"{fleet.url}/ui#key=admin-key")
+    await expect(page.locator("#connection")).to_have_text("connected")
+    await converse(fleet.client)
+    requests = page.locator("#summary dd span").first
+    await expect(requests).to_have_text("20")
+
+    for connection in [each for each in fleet.server.server_state.connections if each.cycle is not None]:
+        connection.transport.abort()  # of the page's stream: nothing else runs
+    await expect(page.locator("#connection")).not_to_have_text("connected")
+    await expect(page.locator("#connection")).to_have_text("connected")
+
+    await converse(fleet.client)
+    await expect(requests).to_have_text("40")
+    await context.close()

@@ -44,7 +44,7 @@ from kvroute.gateway.exchange import ExchangeDeps
 from kvroute.gateway.journal import Journal
 from kvroute.gateway.jwt import TokenVerifier
 from kvroute.gateway.key_file import read_key_file
-from kvroute.gateway.live import LiveFigures
+from kvroute.gateway.live import KEEP_RECORDING_S, LiveFigures
 from kvroute.gateway.own_limits import DescriptorLimit, MemoryWatch, memory_reader
 from kvroute.gateway.page import page_routes
 from kvroute.gateway.planner import Planner
@@ -92,8 +92,12 @@ class Runtime:
         clock: Clock | None = None,
         replica: Replica | None = None,
         admin_keys: AdminKeys | None = None,
+        *,
+        keep_recording_s: float = KEEP_RECORDING_S,
     ) -> None:
+        """`keep_recording_s`: see `LiveFigures`."""
         self._config = config
+        self._keep_recording_s = keep_recording_s
         self._admin_keys = admin_keys if admin_keys is not None else AdminKeys(config.admin.keys)
         self._clock = clock = clock or SystemClock()
         self.metrics = Metrics()
@@ -212,7 +216,7 @@ class Runtime:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._live.end()
+        self.live.end()
         for task in self._tasks:
             task.cancel()
         for outcome in await asyncio.gather(*self._tasks, return_exceptions=True):
@@ -426,7 +430,7 @@ class Runtime:
             self._replica,
         )
         tracker = self.cache_tracker
-        self._live = LiveFigures(
+        self.live = LiveFigures(
             self.fleet,
             self.router,
             self._journal,
@@ -435,12 +439,13 @@ class Runtime:
             streams=tracker.streams if tracker else list,
             slow=self._slow_sections,
             strategy=config.routing.strategy,
+            keep_recording_s=self._keep_recording_s,
             is_shutting_down=lambda: self.plane.admission.is_shutting_down,
             peers=None if self._replica is None else self._replica.mesh,
         )
         scrape = None if self._replica is None else self._collect_all_processes
         control = control_routes(self.plane, self.fleet, self.router, self._notes, scrape)
-        return build_application(self.plane, guard, control, admin, page_routes(self._live))
+        return build_application(self.plane, guard, control, admin, page_routes(self.live))
 
     def _slow_sections(self) -> dict[str, Any]:
         """Sections of the live page that change slowly."""

@@ -6,9 +6,10 @@ new request waits for the prefills of all earlier requests that have no first to
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from math import exp, inf
-from typing import NamedTuple, Protocol
+from operator import attrgetter
+from typing import Any, NamedTuple, Protocol
 
 from msgspec import Struct
 
@@ -142,34 +143,6 @@ class WorkerLoad:
         share = WINDOW_S if self._is_warm else max(_LEAST_SHARE, WINDOW_S - WINDOW_S * decay)
         return self._recent_s * (decay / share), self._recent_requests * (decay / share)
 
-    def state(self) -> LoadState:
-        """A copy of the figures, for `restored`. About 0.7 us."""
-        head = self._head
-        return LoadState(
-            self.in_flight,
-            self.active_tokens,
-            self.residence_s,
-            self._queued_s,
-            self._head_start,
-            self._head_end,
-            None if head is None else head.prefill_s,
-            self._recent_s,
-            self._recent_requests,
-            self._origin,
-            self._is_warm,
-        )
-
-    @classmethod
-    def restored(cls, state: LoadState) -> WorkerLoad:
-        """A load that ranks as the copied one did, at the time of the copy. It takes no reservations."""
-        load = cls()
-        load.in_flight, load.active_tokens, load.residence_s = state[:3]
-        load._queued_s, load._head_start, load._head_end = state[3:6]
-        load._recent_s, load._recent_requests, load._origin, load._is_warm = state[7:]
-        if state.head_prefill_s is not None:
-            load._head = Reservation(load, state.head_start, state.head_prefill_s, 0, True)
-        return load
-
     def _leave_queue(self, reservation: Reservation, now: float, counts: bool = True) -> None:
         """Remove a reservation from the queue. `counts` is False if its prefill was never completed."""
         prefill_s = reservation.prefill_s
@@ -203,21 +176,64 @@ class WorkerLoad:
             self._leave_queue(self._head, end)
 
 
-class LoadState(NamedTuple):
-    """A copy of what ranking reads of a load. `WorkerLoad.restored` makes a load with the same figures."""
+_figures = attrgetter(
+    "in_flight",
+    "active_tokens",
+    "residence_s",
+    "_queued_s",
+    "_head_start",
+    "_head_end",
+    "_recent_s",
+    "_recent_requests",
+    "_origin",
+    "_is_warm",
+)
 
-    in_flight: int
-    active_tokens: int
-    residence_s: float | None
-    queued_s: float
-    head_start: float
-    head_end: float
-    head_prefill_s: float | None
-    """None if no request waits for its first token."""
-    recent_s: float
-    recent_requests: float
-    origin: float
-    is_warm: bool
+
+class LoadStates(NamedTuple):
+    """Copies of what ranking reads of several loads. Made by `copy_loads`."""
+
+    figures: Sequence[tuple[Any, ...]]
+    head_prefills_s: Sequence[float | None]
+    """None where no request waits for its first token."""
+
+    def restored(self) -> list[WorkerLoad]:
+        """Loads that rank as the copied ones did, at the time of the copy. They take no reservations."""
+        return [
+            _restored(prefill_s, *figures)
+            for figures, prefill_s in zip(self.figures, self.head_prefills_s, strict=True)
+        ]
+
+
+def copy_loads(loads: Sequence[WorkerLoad]) -> LoadStates:
+    """Copy the figures of `loads`. About 0.4 us per load."""
+    return LoadStates(
+        list(map(_figures, loads)),
+        [None if load._head is None else load._head.prefill_s for load in loads],
+    )
+
+
+def _restored(
+    head_prefill_s: float | None,
+    in_flight: int,
+    active_tokens: int,
+    residence_s: float | None,
+    queued_s: float,
+    head_start: float,
+    head_end: float,
+    recent_s: float,
+    recent_requests: float,
+    origin: float,
+    is_warm: bool,
+) -> WorkerLoad:
+    load = WorkerLoad()
+    load.in_flight, load.active_tokens, load.residence_s = in_flight, active_tokens, residence_s
+    load._queued_s, load._head_start, load._head_end = queued_s, head_start, head_end
+    load._recent_s, load._recent_requests = recent_s, recent_requests
+    load._origin, load._is_warm = origin, is_warm
+    if head_prefill_s is not None:
+        load._head = Reservation(load, head_start, head_prefill_s, 0, True)
+    return load
 
 
 class Releasable(Protocol):

@@ -27,7 +27,7 @@ INTERVAL_S: Final = 1.0
 MOST_PAGES: Final = 8
 _SLOW_INTERVALS: Final = 5
 """Figures that change slowly, or cost more, are sent in every fifth line."""
-_KEEP_RECORDING_S: Final = 60.0
+KEEP_RECORDING_S: Final = 60.0
 """After the last page was closed, so that a reloaded page finds the decisions."""
 _MOST_ROWS: Final = 60
 """Finished requests in one line; the figures count the others, too."""
@@ -63,8 +63,9 @@ class LiveFigures:
     """What the page shows. Mutable: the number of open pages, and the timer that ends recording.
 
     `streams` returns a row per event stream, `slow` the sections that are sent every five seconds. At a
-    shutdown the pages' streams end, so that the gateway need not wait for them. `peers` are the other
-    processes, if there are any: they answer with their part, and they record, too.
+    shutdown the pages' streams end, so that the gateway need not wait for them. `keep_recording_s` is how
+    long decisions are recorded after the last page was closed. `peers` are the other processes, if there are
+    any: they answer with their part, and they record, too.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class LiveFigures:
         slow: Callable[[], Json],
         strategy: str,
         is_shutting_down: Callable[[], bool],
+        keep_recording_s: float = KEEP_RECORDING_S,
         peers: Peers | None = None,
     ) -> None:
         self._fleet = fleet
@@ -93,6 +95,7 @@ class LiveFigures:
         self._pages = 0
         self._recording: asyncio.TimerHandle | None = None
         self._is_shutting_down = is_shutting_down
+        self._keep_recording_s = keep_recording_s
         if peers is not None:
             peers.handle(_PART, self._answer_part)
             peers.handle(_WHAT_IF, self._answer_what_if)
@@ -242,7 +245,7 @@ class LiveFigures:
         if self._recording is not None:
             self._recording.cancel()
         loop = asyncio.get_running_loop()
-        self._recording = loop.call_later(_KEEP_RECORDING_S, self._stop_recording)
+        self._recording = loop.call_later(self._keep_recording_s, self._stop_recording)
 
     def _stop_recording(self) -> None:
         self._recording = None

@@ -8,14 +8,14 @@ from __future__ import annotations
 from array import array
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
-from types import MappingProxyType
+from operator import attrgetter
 from typing import Any, Final, NamedTuple, Protocol, cast, overload
 
 from msgspec import Struct
 
 from kvroute.blocks.chunks import PromptChunks
 from kvroute.blocks.keys import BlockKey, PromptKeys
-from kvroute.fleet.load import LoadState, WorkerLoad
+from kvroute.fleet.load import LoadStates, copy_loads
 from kvroute.fleet.worker import FleetView, HealthState, Worker, WorkerFacts, WorkerSpec
 from kvroute.index.history import HistoryShare, RouteHistory
 from kvroute.index.in_flight import InFlight
@@ -69,20 +69,21 @@ class RecordedKeys(Sequence[BlockKey]):
         raise TypeError("keys are not recorded")
 
 
-class RecordedWorker(NamedTuple):
-    """One worker as a decision saw it. The part of the history is in blocks."""
+class RecordedWorkers(NamedTuple):
+    """The workers of a view as a decision saw them, one column per figure, in the order of the view."""
 
-    spec: WorkerSpec
-    facts: WorkerFacts
-    number: int
+    specs: Sequence[WorkerSpec]
+    facts: Sequence[WorkerFacts]
+    numbers: Sequence[int]
     """`Worker.index`."""
-    ramp: tuple[float, float, float | None]
-    load: LoadState
-    rank_loads: Mapping[int, LoadState]
-    blocks: int
-    active_blocks: int
-    capacity_blocks: int
-    places: Sequence[CachePlace]
+    ramps: Sequence[tuple[float, float, float | None]]
+    loads: LoadStates
+    rank_loads: Mapping[int, tuple[Sequence[int], LoadStates]]
+    """Position -> data-parallel ranks and their loads, for workers with several ranks."""
+    parts: Sequence[tuple[int, int, int]]
+    """Of the route history: blocks, active blocks, capacity in blocks."""
+    places: Sequence[Sequence[CachePlace]]
+    """Empty without a cache map."""
 
 
 class RecordedDecision(Struct, frozen=True):
@@ -94,7 +95,7 @@ class RecordedDecision(Struct, frozen=True):
     query: RouteQuery
     """With `RecordedKeys` in place of block keys, and without token ids."""
     version: int
-    workers: tuple[RecordedWorker, ...]
+    workers: RecordedWorkers
     costs: Costs
     speeds: Mapping[int, float]
     transfers: Transfers
@@ -103,22 +104,16 @@ class RecordedDecision(Struct, frozen=True):
 
     def view(self) -> FleetView:
         """The workers with copies of their loads."""
-        return FleetView(self.query.model, tuple(map(_restored, self.workers)), self.version)
-
-
-def _restored(seen: RecordedWorker) -> Worker:
-    ramp, since, until = seen.ramp
-    return Worker(
-        seen.spec,
-        WorkerLoad.restored(seen.load),
-        HealthState.HEALTHY,
-        seen.facts,
-        ramp,
-        seen.number,
-        since,
-        until,
-        rank_loads={rank: WorkerLoad.restored(load) for rank, load in seen.rank_loads.items()},
-    )
+        seen = self.workers
+        workers = [
+            Worker(spec, load, HealthState.HEALTHY, facts, ramp, number, since, until)
+            for spec, facts, number, (ramp, since, until), load in zip(
+                seen.specs, seen.facts, seen.numbers, seen.ramps, seen.loads.restored(), strict=True
+            )
+        ]
+        for place, (ranks, loads) in seen.rank_loads.items():
+            workers[place].rank_loads = dict(zip(ranks, loads.restored(), strict=True))
+        return FleetView(self.query.model, tuple(workers), self.version)
 
 
 class DecisionRecorder:
@@ -135,6 +130,7 @@ class DecisionRecorder:
         self._no_transfers = Transfers()
         self._second = float("-inf")
         self._in_second = 0
+        self._latest: RecordedWorkers | None = None
         self.skipped = 0
         self.prefixes = HotPrefixes()
 
@@ -153,18 +149,18 @@ class DecisionRecorder:
         self._in_second += len(view.workers)
         self.prefixes.add(query)
         recorded, slots = self._query(query)
-        needs_map = strategy.needs is Needs.TOKENS
+        stateful = _stateful(strategy)
         self._ring.append(
             RecordedDecision(
                 decision,
                 strategy.needs,
                 recorded,
                 view.version,
-                tuple([self._worker(worker, needs_map) for worker in view.workers]),
+                self._workers(view, strategy.needs is Needs.TOKENS),
                 self._costs.costs(query.model),
                 dict(self._costs.speeds(query.model)),
                 self._views.transfers.excerpt(slots) if slots else self._no_transfers,
-                strategy.state_for(query, view) if isinstance(strategy, StatefulStrategy) else None,
+                None if stateful is None else stateful.state_for(query, view),
             )
         )
 
@@ -220,23 +216,40 @@ class DecisionRecorder:
             slots,
         )
 
-    def _worker(self, worker: Worker, needs_map: bool) -> RecordedWorker:
-        part = self._history.part(worker.index)
-        return RecordedWorker(
-            worker.spec,
-            worker.facts,
-            worker.index,
-            (worker.ramp, worker.ramp_since, worker.ramp_until),
-            worker.load.state(),
-            {rank: load.state() for rank, load in worker.rank_loads.items()} if worker.rank_loads else _NONE,
-            part.blocks,
-            part.active_blocks,
-            part.capacity_blocks,
-            self._views.caches.places(worker) if needs_map else (),
+    def _workers(self, view: FleetView, needs_map: bool) -> RecordedWorkers:
+        workers, known = view.workers, self._history.parts
+        specs: Sequence[WorkerSpec] = [worker.spec for worker in workers]
+        facts: Sequence[WorkerFacts] = [worker.facts for worker in workers]
+        numbers: Sequence[int] = [worker.index for worker in workers]
+        ramps: Sequence[tuple[float, float, float | None]] = list(map(_ramp, workers))
+        before = self._latest
+        if before is not None and before[:4] == (specs, facts, numbers, ramps):  # shared, to save memory
+            specs, facts, numbers, ramps = before[:4]
+        parts = [known.get(number) or self._history.part(number) for number in numbers]
+        self._latest = latest = RecordedWorkers(
+            specs,
+            facts,
+            numbers,
+            ramps,
+            copy_loads(view.loads),
+            {
+                place: (list(worker.rank_loads), copy_loads(list(worker.rank_loads.values())))
+                for place, worker in enumerate(workers)
+                if worker.rank_loads
+            },
+            list(map(_part, parts)),
+            list(map(self._views.caches.places, workers)) if needs_map else (),
         )
+        return latest
 
 
-_NONE: Final[Mapping[int, LoadState]] = MappingProxyType({})
+_ramp = attrgetter("ramp", "ramp_since", "ramp_until")
+_part = attrgetter("blocks", "active_blocks", "capacity_blocks")
+
+
+def _stateful(strategy: Strategy) -> StatefulStrategy | None:
+    # `isinstance` with a protocol would cost 20 us.
+    return cast("StatefulStrategy", strategy) if hasattr(strategy, "state_for") else None
 
 
 class MakeStrategy(Protocol):
@@ -281,12 +294,13 @@ class Redecider:
         strategy, query, view = self._strategy, recorded.query, recorded.view()
         self._inputs.use(recorded)
         is_own = recorded.decision.strategy == self.name
-        if is_own and isinstance(strategy, StatefulStrategy):
-            strategy.restore(query, view, recorded.state)
+        stateful = _stateful(strategy)
+        if is_own and stateful is not None:
+            stateful.restore(query, view, recorded.state)
         decision = strategy.rank(query, view)
         if len(view.workers) == 1:
             decision = RouteDecision(decision.strategy, RouteReason.ONLY_WORKER, decision.ranking)
-        if not is_own and isinstance(strategy, StatefulStrategy):
+        if not is_own and stateful is not None:
             strategy.on_dispatch(query, decision, decision.ranking[0])
         return decision
 
@@ -298,11 +312,12 @@ class _Inputs:
     parts: Mapping[int, HistoryShare]
 
     def use(self, recorded: RecordedDecision) -> None:
+        seen = recorded.workers
         self.parts = parts = {}
-        for seen in recorded.workers:
-            part = parts[seen.number] = HistoryShare(seen.number, seen.capacity_blocks)
-            part.blocks, part.active_blocks = seen.blocks, seen.active_blocks
-        self._places = {seen.number: seen.places for seen in recorded.workers}
+        for number, (blocks, active_blocks, capacity_blocks) in zip(seen.numbers, seen.parts, strict=True):
+            part = parts[number] = HistoryShare(number, capacity_blocks)
+            part.blocks, part.active_blocks = blocks, active_blocks
+        self._places = dict(zip(seen.numbers, seen.places, strict=False))
         model = recorded.query.model
         costs = CostModel.fixed(cast("RouteHistory", self), model, recorded.costs, recorded.speeds)
         self.rank, self.costs, self.pressure = costs.rank, costs.costs, costs.pressure

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from enum import StrEnum
-from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias, runtime_checkable
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias
 
 from msgspec import Struct
 
@@ -327,7 +327,6 @@ class Strategy(Protocol):
         ...
 
 
-@runtime_checkable
 class StatefulStrategy(Protocol):
     """A strategy whose `rank` reads state that its own `on_dispatch` writes.
 

@@ -81,8 +81,7 @@ async function run() {
       setText(byId("connection"), `not connected: ${error.message}`);
     }
     await new Promise((resolve) => setTimeout(resolve, RETRY_MS));
-    state.tables.workers.clear();
-    state.tables.streams.clear();
+    state.reconnected();
   }
 }
 
@@ -192,6 +191,10 @@ byId("pause").addEventListener("click", () => {
 byId("range").addEventListener("change", () => {
   state.changed.add("range");
   redraw();
+});
+
+addEventListener("hashchange", () => {
+  if (location.hash.startsWith("#key=")) location.reload();
 });
 
 const fragment = new URLSearchParams(location.hash.slice(1)).get("key");

@@ -18,6 +18,13 @@ export class State {
     this.requests = [];
     this.changed = new Set();
     this.whatIf = null; // the answer of /admin/what-if
+    this.skipsBucket = false;
+  }
+
+  // A new stream begins with everything. Its first bucket has requests that are counted already.
+  reconnected() {
+    for (const table of Object.values(this.tables)) table.clear();
+    this.skipsBucket = this.buckets.length > 0;
   }
 
   // Adds one line; its sections are in `changed` afterwards.
@@ -30,12 +37,15 @@ export class State {
           if (row === null) table.delete(key);
           else table.set(key, row);
         }
+      } else if (name === "bucket" && this.skipsBucket) {
+        this.skipsBucket = false;
       } else if (name === "bucket") {
         // The first bucket has the requests that the gateway had kept: their times lie before the page.
         this.buckets.push({ time: this.buckets.length ? line.time : 0, ...value });
         if (this.buckets.length > MOST_BUCKETS) this.buckets.splice(1, 1);
       } else if (name === "requests") {
-        this.requests.push(...value);
+        const known = new Set(this.requests.map((row) => `${row.time} ${row.id}`));
+        this.requests.push(...value.filter((row) => !known.has(`${row.time} ${row.id}`)));
         this.requests.sort((a, b) => a.time - b.time);
         this.requests.splice(0, this.requests.length - MOST_REQUESTS);
       } else {

@@ -230,7 +230,7 @@ export class Views {
       setText(byId("prefix-note"), prefixNote(sections, rows));
     }
     if (has("accuracy")) {
-      const rows = (sections.accuracy ?? []).filter((row) => row.exact + row.over + row.under);
+      const rows = (sections.accuracy ?? []).filter((row) => row.exact + row.over + row.under && row.strategy !== "roundrobin" && row.strategy !== "session");
       rows.sort((a, b) => b.absolute_error_tokens - a.absolute_error_tokens);
       this.accuracy.draw(rows.map((row) => [`${row.strategy} ${row.worker} ${row.slowest_tier}`, row]));
       setText(byId("accuracy-note"), accuracyNote(sections, rows));
