@@ -163,8 +163,9 @@ async def test_a_client_that_leaves_the_queue_leaves_nothing_behind(run_gateway,
             senders = Senders(running, group)
             senders.send(0)
             await running.until(lambda: len(raw_worker.requests) == 1)
-            with pytest.raises(httpx.ReadTimeout):
-                await running.client.post(URL, json=body(1), timeout=0.05)
+            leaving = asyncio.create_task(running.client.post(URL, json=body(1)))
+            await senders.waiting(1)
+            leaving.cancel()
             await senders.waiting(0)
             await running.until(lambda: running.metric("kvroute_requests_in_flight") == 1)
             worker = running.runtime.fleet.get("w0")
@@ -415,3 +416,46 @@ async def test_the_limit_of_a_full_worker_is_learned_from_its_metrics(run_gatewa
 
         assert running.metric("kvroute_queue_waiting") == 0
         assert permits.in_flight(worker) == 0
+
+
+async def test_requests_with_exact_tokens_wait_with_them(run_gateway):
+    """The tokens are prepared in a task before the request waits; the map is read when it starts."""
+    sections = {"routing": {"strategy": "kvaware"}, "tokens": {"deadline_ms": 10_000}}
+    async with (
+        run_sim(SimOptions(time_scale=0.02)) as sim,
+        run_gateway([sim.url], admission={"max_concurrent": 1}, **sections) as running,
+    ):
+        await running.until(lambda: not running.runtime.cache_tracker.notes())
+        chats = [body(number, max_tokens=4) | {"model": "sim-model"} for number in range(5)]
+        answers = await asyncio.gather(*(running.client.post(URL, json=chat) for chat in chats))
+
+        assert [answer.status_code for answer in answers] == [200] * 5
+        assert running.metric("kvroute_exact_prompts_total") == 5
+        assert running.metric("kvroute_queue_wait_seconds_count") == 5
+        assert running.metric("kvroute_requests_in_flight") == 0
+
+
+async def test_a_defect_while_a_waiting_request_starts_is_answered_500_and_stops_nothing(
+    run_gateway, raw_worker, monkeypatch
+):
+    raw_worker.may_answer.clear()
+    async with run_gateway([raw_worker.url], admission={"max_concurrent": 1}) as running:
+        planner = running.runtime.plane.planner
+        plan = planner.plan
+
+        def broken(request, *arguments, **named):
+            if b"number 1" in request.body:
+                raise RuntimeError("a defect")
+            return plan(request, *arguments, **named)
+
+        async with asyncio.TaskGroup() as group:
+            senders = Senders(running, group)
+            senders.send(0)
+            await running.until(lambda: len(raw_worker.requests) == 1)
+            monkeypatch.setattr(planner, "plan", broken)
+            sent = [senders.send(number) for number in (1, 2)]
+            await senders.waiting(2)
+            raw_worker.may_answer.set()
+
+        assert [task.result().status_code for task in sent] == [500, 200]
+        assert running.metric("kvroute_requests_in_flight") == 0
