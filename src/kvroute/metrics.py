@@ -212,9 +212,6 @@ class Gauges(Collector):
         for source in self._sources:
             yield from source()
 
-    def describe(self) -> Iterable[Metric]:
-        return ()
-
 
 def gauge(
     name: str, help_text: str, labels: tuple[str, ...], rows: Iterable[tuple[tuple[str, ...], float]]
@@ -293,9 +290,7 @@ class Metrics(Collector):
             _ROUTING_S,
         ).labels()
         self._prompt_tokens = self._counter(
-            "kvroute_prompt_tokens",
-            "Prompt tokens routed, as estimated before forwarding.",
-            pool,
+            "kvroute_prompt_tokens", "Prompt tokens routed, as estimated before forwarding.", pool
         )
         self._hit_tokens = self._counter(
             "kvroute_predicted_hit_tokens",
@@ -325,9 +320,7 @@ class Metrics(Collector):
             ["model", "cause"],
         )
         self.exact = self._counter(
-            "kvroute_exact_prompts",
-            "Requests that were routed with exact tokens.",
-            ["model"],
+            "kvroute_exact_prompts", "Requests that were routed with exact tokens.", ["model"]
         )
         self.token_wait = self._histogram(
             "kvroute_token_wait_seconds",
@@ -408,9 +401,7 @@ class Metrics(Collector):
             "kvroute_key_limited", "Requests refused by a limit of their key.", ["key", "limit"]
         )
         self.key_reloads = self._counter(
-            "kvroute_key_reloads",
-            "Changes of the file of keys that were loaded or refused.",
-            ["outcome"],
+            "kvroute_key_reloads", "Changes of the file of keys that were loaded or refused.", ["outcome"]
         )
         self.jwks_reads = self._counter(
             "kvroute_jwks_reads",
@@ -539,9 +530,6 @@ class Metrics(Collector):
             for values, counts in observed.children.items():
                 spread.add_metric(values, counts.cumulative(), counts.sum)
             yield spread
-
-    def describe(self) -> Iterable[Metric]:
-        return ()
 
     def _counter(self, name: str, help_text: str, labels: Sequence[str] = ()) -> Family[Tally]:
         family = Family(Tally, name, help_text, labels)

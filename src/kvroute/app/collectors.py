@@ -202,9 +202,6 @@ class DeclaredFamilies(Collector):
             self._absent = [family for family in self._declared() if family.name not in present]
         return self._absent
 
-    def describe(self) -> Iterable[Metric]:
-        return ()
-
 
 def declared_families() -> Iterable[Metric]:
     """All families that depend on the configuration, without samples."""

@@ -127,7 +127,7 @@ class Attempts(Struct, eq=False):
     def start(self, listener: AnswerListener) -> None:
         """Send the request to the first worker of the ranking. Raises InvalidRequest."""
         self._deps.budget.count_request(self._plan.query.now)
-        if self._deps.log_traces:
+        if self._deps.log_traces and not self._record.trace_id:  # tracing may have set it
             self._record.trace_id = trace_id_in(self._fields)
         self._send_to_next(listener)
 
