@@ -144,16 +144,22 @@ class Pair:
 
 
 def check_own(own: int, direct: Answer, through: Answer) -> None:
-    """The gateway's refusal: where it is due, of what a worker refuses too, in OpenAI's shape."""
+    """The gateway's refusal: where it is due, of what a worker refuses too, in the shape of its API."""
     assert through.status == own, (through.status, through.body[:300])
     if own != 413:
         assert direct.status >= 400
-    error = json.loads(through.body)["error"]
+    answer = json.loads(through.body)
+    error = answer["error"]
     assert {key: type(error[key]) for key in ("message", "type", "code")} == dict.fromkeys(
         ("message", "type", "code"), str
     )
     assert error.keys() == {"message", "type", "param", "code"}
-    assert error["type"] == "invalid_request_error"
+    if "type" in answer:  # Anthropic's shape, with Anthropic's types
+        assert answer["type"] == "error"
+        types = {400: "invalid_request_error", 404: "not_found_error", 413: "request_too_large"}
+        assert error["type"] == types[own]
+    else:
+        assert error["type"] == "invalid_request_error"
     assert error["code"] == {400: "invalid_request", 404: "model_not_found", 413: "body_too_large"}[own]
     assert through.values(b"content-type") == [b"application/json"]
     assert len(through.values(b"x-request-id")) == 1
