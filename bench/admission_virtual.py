@@ -19,6 +19,7 @@ from kvroute.routing.router import Dispatch, Router
 from kvroute.routing.strategy import RouteQuery
 from kvroute.sim.fleet import FleetRequest, SimFleet, make_engines
 from kvroute.wire.vllm import KvEvent
+from processes_virtual import VirtualClock
 
 BLOCK = 16
 MODEL = "model"
@@ -69,20 +70,6 @@ class Sent:
         return self.request.prompt_tokens + self.request.output_tokens
 
 
-@dataclass(slots=True)
-class _Clock:
-    time: float = 0.0
-
-    def now(self) -> float:
-        return self.time
-
-    def wall(self) -> float:
-        return self.time
-
-    async def sleep(self, seconds: float) -> None:
-        raise NotImplementedError
-
-
 class AdmissionFleet(SimFleet):
     """Engines behind the gateway's router and queue. Without `options` there is no queue.
 
@@ -91,7 +78,7 @@ class AdmissionFleet(SimFleet):
 
     def __init__(self, workers: int, options: AdmissionOptions) -> None:
         super().__init__(make_engines(workers, block_size=BLOCK), self)
-        self.clock = _Clock()
+        self.clock = VirtualClock()
         self.options = options
         self.permits = Permits(options, self.clock)
         self.router = Router(observer=self.permits)
@@ -199,7 +186,7 @@ class AdmissionFleet(SimFleet):
         self.queue.accounts.finished(key, self._charged.pop(request), request.output_tokens)
 
     def events(self, worker: int, events: Sequence[KvEvent], now: float) -> None:
-        raise NotImplementedError
+        raise NotImplementedError  # these engines record no events
 
 
 @dataclass(frozen=True, slots=True)

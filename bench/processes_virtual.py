@@ -36,6 +36,8 @@ WARM_UP = 0.15
 
 @dataclass
 class VirtualClock:
+    """Time as the simulation sets it. Mutable: `time`. Nothing sleeps."""
+
     time: float = 0.0
 
     def now(self) -> float:
@@ -45,7 +47,7 @@ class VirtualClock:
         return self.time
 
     async def sleep(self, seconds: float) -> None:
-        raise NotImplementedError
+        raise NotImplementedError  # the simulation has no tasks
 
 
 class _Gateway:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from kvroute.doctor.checks import diagnose
-from kvroute.doctor.findings import Diagnosis, Severity
+from kvroute.doctor.findings import Finding, Severity
 from kvroute.doctor.observations import (
     CacheConfig,
     CacheServerSeen,
@@ -60,7 +60,7 @@ GATEWAY = GatewaySeen(
 )
 
 
-def judged(worker: WorkerSeen = WORKER, gateway: GatewaySeen | None = GATEWAY) -> dict[str, Diagnosis]:
+def judged(worker: WorkerSeen = WORKER, gateway: GatewaySeen | None = GATEWAY) -> dict[str, Finding]:
     return {each.code: each for each in diagnose(DEPLOYMENT, Observations((worker,), gateway))}
 
 

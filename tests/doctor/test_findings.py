@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from kvroute.doctor.checks import MATRIX
-from kvroute.doctor.findings import Diagnosis, Severity, exit_code
+from kvroute.doctor.findings import Finding, Severity, exit_code
 
 ROOT = Path(__file__).parents[2]
 GUIDE = (ROOT / "docs" / "troubleshooting.md").read_text()
@@ -26,7 +26,7 @@ def test_docs_have_the_matrix_of_releases() -> None:
 
 
 def test_only_errors_count() -> None:
-    warning = Diagnosis("c", Severity.WARNING, "s", "w", "y", "f")
+    warning = Finding("c", Severity.WARNING, "s", "w", "y", "f")
 
     assert exit_code([]) == exit_code([warning]) == 0
-    assert exit_code([warning, Diagnosis("e", Severity.ERROR, "s", "w")]) == 1
+    assert exit_code([warning, Finding("e", Severity.ERROR, "s", "w")]) == 1

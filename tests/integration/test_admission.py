@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import json
+from contextlib import asynccontextmanager
 
 import httpx
 import pytest
@@ -27,30 +28,38 @@ class Senders:
     """Requests in tasks, so that several are in flight."""
 
     def __init__(self, running, group: asyncio.TaskGroup) -> None:
-        self._running, self._group = running, group
+        self._running, self.group = running, group
 
     def send(
         self, number: int, headers: dict[str, str] | None = None, **fields
     ) -> asyncio.Task[httpx.Response]:
         client = self._running.client
-        return self._group.create_task(client.post(URL, json=body(number, **fields), headers=headers))
+        return self.group.create_task(client.post(URL, json=body(number, **fields), headers=headers))
 
     async def waiting(self, count: int) -> None:
         await self._running.until(lambda: self._running.metric("kvroute_queue_waiting") == count)
 
 
+@asynccontextmanager
+async def busy_worker(running, worker):
+    """The worker, with a limit of 1, is busy with request 0 (`first`) until the end of the block."""
+    worker.may_answer.clear()
+    async with asyncio.TaskGroup() as group:
+        senders = Senders(running, group)
+        senders.first = senders.send(0)
+        await running.until(lambda: len(worker.requests) == 1)
+        yield senders
+        worker.may_answer.set()
+
+
 async def test_requests_above_the_limit_wait_and_are_served_in_order(run_gateway, raw_worker):
-    raw_worker.may_answer.clear()
     async with run_gateway([raw_worker.url], admission={"max_concurrent": 1}) as running:
-        async with asyncio.TaskGroup() as group:
-            senders = Senders(running, group)
-            sent = [senders.send(0)]
-            await running.until(lambda: len(raw_worker.requests) == 1)
+        async with busy_worker(running, raw_worker) as senders:
+            sent = [senders.first]
             for number in (1, 2, 3):
                 sent.append(senders.send(number))
                 await senders.waiting(number)
             assert numbers(raw_worker) == [0]
-            raw_worker.may_answer.set()
 
         assert [task.result().status_code for task in sent] == [200] * 4
         assert numbers(raw_worker) == [0, 1, 2, 3]
@@ -62,18 +71,13 @@ async def test_requests_above_the_limit_wait_and_are_served_in_order(run_gateway
 
 
 async def test_header_and_body_give_the_priority_and_the_header_counts(run_gateway, raw_worker):
-    raw_worker.may_answer.clear()
     async with run_gateway([raw_worker.url], admission={"max_concurrent": 1}) as running:
-        async with asyncio.TaskGroup() as group:
-            senders = Senders(running, group)
-            senders.send(0)
-            await running.until(lambda: len(raw_worker.requests) == 1)
+        async with busy_worker(running, raw_worker) as senders:
             senders.send(1, priority=5)
             senders.send(2)
             senders.send(3, priority=-5)
             senders.send(4, {"X-Vllm-Priority": "-7"}, priority=9)
             await senders.waiting(4)
-            raw_worker.may_answer.set()
 
         assert numbers(raw_worker) == [0, 4, 3, 2, 1]
 
@@ -96,17 +100,13 @@ async def test_a_priority_that_is_no_integer_is_refused(run_gateway, raw_worker,
 
 
 async def test_a_full_queue_answers_429_with_retry_after(run_gateway, raw_worker):
-    raw_worker.may_answer.clear()
     admission = {"max_concurrent": 1, "max_waiting": 1}
     async with run_gateway([raw_worker.url], admission=admission) as running:
-        async with asyncio.TaskGroup() as group:
-            senders = Senders(running, group)
-            sent = [senders.send(0)]
-            await running.until(lambda: len(raw_worker.requests) == 1)
+        async with busy_worker(running, raw_worker) as senders:
+            sent = [senders.first]
             sent.append(senders.send(1))
             await senders.waiting(1)
             refused = await running.client.post(URL, json=body(2))
-            raw_worker.may_answer.set()
 
         assert refused.status_code == 429
         assert refused.json()["error"]["code"] == "queue_full"
@@ -117,18 +117,13 @@ async def test_a_full_queue_answers_429_with_retry_after(run_gateway, raw_worker
 
 
 async def test_a_request_of_a_higher_class_displaces_one_from_a_full_queue(run_gateway, raw_worker):
-    raw_worker.may_answer.clear()
     admission = {"max_concurrent": 1, "max_waiting": 1}
     async with run_gateway([raw_worker.url], admission=admission) as running:
-        async with asyncio.TaskGroup() as group:
-            senders = Senders(running, group)
-            senders.send(0)
-            await running.until(lambda: len(raw_worker.requests) == 1)
+        async with busy_worker(running, raw_worker) as senders:
             low = senders.send(1, priority=1)
             await senders.waiting(1)
             high = senders.send(2)
             displaced = await low
-            raw_worker.may_answer.set()
 
         assert (displaced.status_code, high.result().status_code) == (429, 200)
         assert displaced.json()["error"]["code"] == "queue_full"
@@ -137,15 +132,11 @@ async def test_a_request_of_a_higher_class_displaces_one_from_a_full_queue(run_g
 
 
 async def test_a_passed_deadline_is_answered_429_with_its_own_code(run_gateway, raw_worker):
-    raw_worker.may_answer.clear()
     admission = {"max_concurrent": 1, "max_wait_s": 0.05}
     async with run_gateway([raw_worker.url], admission=admission) as running:
-        async with asyncio.TaskGroup() as group:
-            senders = Senders(running, group)
-            first = senders.send(0)
-            await running.until(lambda: len(raw_worker.requests) == 1)
+        async with busy_worker(running, raw_worker) as senders:
+            first = senders.first
             late = await senders.send(1)
-            raw_worker.may_answer.set()
 
         assert late.status_code == 429
         assert late.json()["error"]["code"] == "queue_timeout"
@@ -157,12 +148,8 @@ async def test_a_passed_deadline_is_answered_429_with_its_own_code(run_gateway, 
 
 
 async def test_a_client_that_leaves_the_queue_leaves_nothing_behind(run_gateway, raw_worker):
-    raw_worker.may_answer.clear()
     async with run_gateway([raw_worker.url], admission={"max_concurrent": 1}) as running:
-        async with asyncio.TaskGroup() as group:
-            senders = Senders(running, group)
-            senders.send(0)
-            await running.until(lambda: len(raw_worker.requests) == 1)
+        async with busy_worker(running, raw_worker) as senders:
             leaving = asyncio.create_task(running.client.post(URL, json=body(1)))
             await senders.waiting(1)
             leaving.cancel()
@@ -172,7 +159,6 @@ async def test_a_client_that_leaves_the_queue_leaves_nothing_behind(run_gateway,
             assert worker.load.in_flight == 1
             senders.send(2)
             await senders.waiting(1)
-            raw_worker.may_answer.set()
 
         assert numbers(raw_worker) == [0, 2]
         assert running.metric("kvroute_streams_aborted_total", by="client") == 1
@@ -222,19 +208,14 @@ LARGE = "x" * 1_200_000
 
 
 async def test_a_large_body_waits_too_and_its_client_may_leave(run_gateway, raw_worker):
-    raw_worker.may_answer.clear()
     async with run_gateway([raw_worker.url], admission={"max_concurrent": 1}) as running:
-        async with asyncio.TaskGroup() as group:
-            senders = Senders(running, group)
-            senders.send(0)
-            await running.until(lambda: len(raw_worker.requests) == 1)
+        async with busy_worker(running, raw_worker) as senders:
             leaving = asyncio.create_task(running.client.post(URL, json=body(1, padding=LARGE)))
             await senders.waiting(1)
             staying = senders.send(2, padding=LARGE)
             await senders.waiting(2)
             leaving.cancel()
             await senders.waiting(1)
-            raw_worker.may_answer.set()
 
         assert staying.result().status_code == 200
         assert numbers(raw_worker) == [0, 2]
@@ -243,46 +224,32 @@ async def test_a_large_body_waits_too_and_its_client_may_leave(run_gateway, raw_
 
 
 async def test_requests_that_compute_no_tokens_do_not_wait(run_gateway, raw_worker):
-    raw_worker.may_answer.clear()
     async with run_gateway([raw_worker.url], admission={"max_concurrent": 1}) as running:
-        async with asyncio.TaskGroup() as group:
-            senders = Senders(running, group)
-            senders.send(0)
-            await running.until(lambda: len(raw_worker.requests) == 1)
-            group.create_task(running.client.post("/tokenize", json={"model": "m", "prompt": "x"}))
+        async with busy_worker(running, raw_worker) as senders:
+            senders.group.create_task(running.client.post("/tokenize", json={"model": "m", "prompt": "x"}))
             await running.until(lambda: len(raw_worker.requests) == 2)
-            raw_worker.may_answer.set()
 
         assert raw_worker.targets[1] == b"/tokenize"
 
 
 async def test_a_session_keeps_its_order_although_a_later_request_is_more_urgent(run_gateway, raw_worker):
-    raw_worker.may_answer.clear()
     async with run_gateway([raw_worker.url], admission={"max_concurrent": 1}) as running:
-        async with asyncio.TaskGroup() as group:
-            senders = Senders(running, group)
-            senders.send(0)
-            await running.until(lambda: len(raw_worker.requests) == 1)
+        async with busy_worker(running, raw_worker) as senders:
             for number, session, priority in ((1, "s", 5), (2, "s", -5), (3, "t", 0)):
                 senders.send(number, {"x-session-id": session}, priority=priority)
                 await senders.waiting(number)
-            raw_worker.may_answer.set()
 
         assert numbers(raw_worker) == [0, 3, 1, 2]
 
 
 async def test_waiting_requests_get_503_when_their_last_worker_leaves(run_gateway, raw_worker):
-    raw_worker.may_answer.clear()
     async with run_gateway([raw_worker.url], admission={"max_concurrent": 1}) as running:
-        async with asyncio.TaskGroup() as group:
-            senders = Senders(running, group)
-            running_one = senders.send(0)
-            await running.until(lambda: len(raw_worker.requests) == 1)
+        async with busy_worker(running, raw_worker) as senders:
+            running_one = senders.first
             waiting = senders.send(1)
             await senders.waiting(1)
             await running.client.post("/admin/workers/w0/drain")
             answer = await waiting
-            raw_worker.may_answer.set()
 
         assert answer.status_code == 503
         assert answer.json()["error"]["code"] == "no_routable_worker"
@@ -290,27 +257,20 @@ async def test_waiting_requests_get_503_when_their_last_worker_leaves(run_gatewa
 
 
 async def test_a_stopping_gateway_serves_waiting_requests_while_it_drains(run_gateway, raw_worker):
-    raw_worker.may_answer.clear()
     async with run_gateway([raw_worker.url], admission={"max_concurrent": 1}) as running:
-        async with asyncio.TaskGroup() as group:
-            senders = Senders(running, group)
-            sent = [senders.send(0)]
-            await running.until(lambda: len(raw_worker.requests) == 1)
+        async with busy_worker(running, raw_worker) as senders:
+            sent = [senders.first]
             sent.append(senders.send(1))
             await senders.waiting(1)
             running.server.should_exit = True
-            raw_worker.may_answer.set()
 
         assert [task.result().status_code for task in sent] == [200, 200]
 
 
 async def test_a_gateway_that_is_cut_answers_waiting_requests_with_503(run_gateway, raw_worker):
-    raw_worker.may_answer.clear()
     async with run_gateway([raw_worker.url], admission={"max_concurrent": 1}) as running:
-        async with asyncio.TaskGroup() as group:
-            senders = Senders(running, group)
-            sent = [senders.send(0)]
-            await running.until(lambda: len(raw_worker.requests) == 1)
+        async with busy_worker(running, raw_worker) as senders:
+            sent = [senders.first]
             sent.append(senders.send(1))
             await senders.waiting(1)
             assert running.runtime.plane.admission.cut() == 2
@@ -438,7 +398,6 @@ async def test_requests_with_exact_tokens_wait_with_them(run_gateway):
 async def test_a_defect_while_a_waiting_request_starts_is_answered_500_and_stops_nothing(
     run_gateway, raw_worker, monkeypatch
 ):
-    raw_worker.may_answer.clear()
     async with run_gateway([raw_worker.url], admission={"max_concurrent": 1}) as running:
         planner = running.runtime.plane.planner
         plan = planner.plan
@@ -448,14 +407,10 @@ async def test_a_defect_while_a_waiting_request_starts_is_answered_500_and_stops
                 raise RuntimeError("a defect")
             return plan(request, *arguments, **named)
 
-        async with asyncio.TaskGroup() as group:
-            senders = Senders(running, group)
-            senders.send(0)
-            await running.until(lambda: len(raw_worker.requests) == 1)
+        async with busy_worker(running, raw_worker) as senders:
             monkeypatch.setattr(planner, "plan", broken)
             sent = [senders.send(number) for number in (1, 2)]
             await senders.waiting(2)
-            raw_worker.may_answer.set()
 
         assert [task.result().status_code for task in sent] == [500, 200]
         assert running.metric("kvroute_requests_in_flight") == 0

@@ -22,7 +22,7 @@ from tests.support.waiting import until
 
 from kvroute.app.config import Config
 from kvroute.cli.doctor import examine
-from kvroute.doctor.findings import Diagnosis, Severity, exit_code
+from kvroute.doctor.findings import Finding, Severity, exit_code
 from kvroute.sim.app import RunningSim, run_sim
 from kvroute.sim.options import SimOptions
 from kvroute.sim.publisher import Fault
@@ -54,7 +54,7 @@ def configuration(urls: Sequence[str], **sections: Any) -> Config:
     )
 
 
-async def examined(config: Config, **arguments: Any) -> list[Diagnosis]:
+async def examined(config: Config, **arguments: Any) -> list[Finding]:
     """The findings on a gateway that runs with `config`, without what was not checked."""
     async with gateway(config) as running:
         await until(lambda: running.runtime.fleet.workers())
@@ -63,11 +63,11 @@ async def examined(config: Config, **arguments: Any) -> list[Diagnosis]:
     return found
 
 
-def codes(found: Sequence[Diagnosis]) -> set[str]:
+def codes(found: Sequence[Finding]) -> set[str]:
     return {each.code for each in found if each.severity is not Severity.NOT_CHECKED}
 
 
-def named(found: Sequence[Diagnosis], code: str) -> Diagnosis:
+def named(found: Sequence[Finding], code: str) -> Finding:
     """The finding with this code. It names a worker with its URL, a reason and a fix."""
     [first, *_] = [each for each in found if each.code == code]
     assert first.what
@@ -202,7 +202,7 @@ def _controller(**options: Any) -> dict[str, Any]:
 # --- LMCache ----------------------------------------------------------------------------------------------
 
 
-async def with_servers(servers: CacheServers, sims_: Sequence[RunningSim]) -> list[Diagnosis]:
+async def with_servers(servers: CacheServers, sims_: Sequence[RunningSim]) -> list[Finding]:
     """The findings while these LMCache servers report to the gateway."""
     lmcache = {"coordinator": {"enabled": True, "listen": "127.0.0.1:0"}}
     config = configuration([each.url for each in sims_], lmcache=lmcache)

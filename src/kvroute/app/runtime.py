@@ -147,7 +147,7 @@ class Runtime:
             clock,
             log_requests=config.logging.requests,
             kept=config.server.decisions_kept,
-            tracer=self._tracer,
+            on_traced=self._tracer.finished if self._tracer is not None else None,
         )
         self._gateway_metrics: GatewayMetrics | None = None
         self._compat: VllmRouterMetrics | None = None

@@ -28,7 +28,7 @@ from kvroute.app.config_loading import ConfigSetting
 from kvroute.app.tokenizing import model_folder
 from kvroute.cli.serve import InvalidConfiguration, configured
 from kvroute.doctor.checks import diagnose
-from kvroute.doctor.findings import Diagnosis, Severity, exit_code
+from kvroute.doctor.findings import Finding, Severity, exit_code
 from kvroute.doctor.gather import CompareTokenizer, Gatherer
 from kvroute.doctor.observations import Deployment, Observations
 from kvroute.errors import ConfigError, InvalidConfig
@@ -143,7 +143,7 @@ def _revealed(value: Any) -> Any:
 
 async def examine(
     config: Config, *, url: str | None = None, probes: bool = True
-) -> tuple[Config, list[Diagnosis], Observations]:
+) -> tuple[Config, list[Finding], Observations]:
     """Examine the deployment of `config`, or with `url` of the gateway there, with the secrets of `config`.
 
     Returns the configuration in force, the findings, and what was seen. Raises ConfigError.
@@ -317,7 +317,7 @@ def _comparison(config: Config, client: httpx.AsyncClient, threads: TokenThreads
 # --- output -----------------------------------------------------------------------------------------------
 
 
-def as_text(found: Iterable[Diagnosis], seen: Observations) -> str:
+def as_text(found: Iterable[Finding], seen: Observations) -> str:
     """The findings for a reader, a summary last."""
     found = list(found)
     lines = []
@@ -336,14 +336,14 @@ def as_text(found: Iterable[Diagnosis], seen: Observations) -> str:
     return "\n".join(lines) + "\n"
 
 
-def as_document(found: Iterable[Diagnosis]) -> str:
+def as_document(found: Iterable[Finding]) -> str:
     """The findings as JSON: a list of objects, `severity` as text."""
     entries = [{**dataclasses.asdict(each), "severity": each.severity.value} for each in found]
     return json.dumps({"version": __version__, "findings": entries}, indent=2, ensure_ascii=False) + "\n"
 
 
 def write_bundle(
-    path: Path, config: Config, local: Config, seen: Observations, found: Iterable[Diagnosis]
+    path: Path, config: Config, local: Config, seen: Observations, found: Iterable[Finding]
 ) -> None:
     """Write the support archive. Every secret of the two configurations is replaced in every file.
 

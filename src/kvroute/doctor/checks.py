@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from kvroute.doctor.findings import Diagnosis, Found, Severity, error, running, unchecked, warning
+from kvroute.doctor.findings import Finding, Found, Severity, error, running, unchecked, warning
 from kvroute.doctor.observations import Deployment, GatewaySeen, Observations, Stream, WorkerSeen
 from kvroute.doctor.service_checks import check_gateway, check_lmcache, check_store
 
@@ -36,12 +36,12 @@ _EVENTS_FLAG = (
 )
 
 
-def diagnose(deployment: Deployment, seen: Observations) -> list[Diagnosis]:
+def diagnose(deployment: Deployment, seen: Observations) -> list[Finding]:
     """All findings: errors first, then warnings, then what was not checked; each group in order of checks.
 
     A finding that only follows from another one of the same worker is left out.
     """
-    found: list[Diagnosis] = []
+    found: list[Finding] = []
     for check in _CHECKS:
         found += check(deployment, seen)
     order = list(Severity)
@@ -66,8 +66,7 @@ def _reachable(deployment: Deployment, seen: Observations) -> Found:
                 f"/health {worker.health.problem}",
                 "The gateway sends no requests to a worker that fails its probes.",
                 "Start the worker, or correct its `url` in fleet.workers: the address of `vllm serve`, as "
-                "seen "
-                "from the gateway's machine.",
+                "seen from the gateway's machine.",
             )
 
 
@@ -138,11 +137,9 @@ def _metrics(deployment: Deployment, seen: Observations) -> Found:
             worker.name,
             what,
             "The gateway reads the size of the KV cache, the block size and restarts from /metrics at the "
-            "worker's "
-            "own URL. Without the page it assumes 500,000 tokens and does not notice a restart.",
+            "worker's own URL. Without the page it assumes 500,000 tokens and does not notice a restart.",
             "Set the worker's `url` to the port of `vllm serve`, which also serves /metrics; do not start "
-            "vLLM with "
-            "`--disable-log-stats`, and let a proxy in between pass /metrics.",
+            "vLLM with `--disable-log-stats`, and let a proxy in between pass /metrics.",
         )
 
 
@@ -183,7 +180,7 @@ def _agreement(deployment: Deployment, seen: Observations) -> Found:
                     "Start both with the same `--block-size`, for example `--block-size "
                     f"{first.cache.block_size}`.",
                 )
-        told = next((each for each in workers if each.samples), None)
+        reference = next((each for each in workers if each.samples), None)
         for worker in workers:
             if worker.tokenizer_trouble:
                 yield error(
@@ -192,20 +189,18 @@ def _agreement(deployment: Deployment, seen: Observations) -> Found:
                     f"the gateway's tokenizer files for {model} give other token ids: "
                     f"{worker.tokenizer_trouble}",
                     "The map is keyed by token ids: prompts never match the worker's blocks. (The gateway "
-                    "then asks "
-                    "a worker for each prompt's ids, which is slower.)",
+                    "then asks a worker for each prompt's ids, which is slower.)",
                     f"Set tokens.models to `{{{model}: FOLDER}}` with the tokenizer files that the worker "
                     "was started "
                     "with, or remove the entry.",
                 )
-            elif told is not None and worker.samples and _differs(told, worker):
+            elif reference is not None and worker.samples and _differs(reference, worker):
                 yield error(
                     "tokenizer-differs",
                     worker.name,
-                    f"/tokenize gives other token ids than {told.name} for the same text ({model})",
+                    f"/tokenize gives other token ids than {reference.name} for the same text ({model})",
                     "The workers serve different models under one name: prompts match no blocks of one of "
-                    "them, and "
-                    "answers depend on the worker.",
+                    "them, and answers depend on the worker.",
                     "Start both workers with the same model and tokenizer (`--model`, `--tokenizer`, "
                     "`--revision`), or give the models different names (`--served-model-name`).",
                 )
@@ -249,8 +244,7 @@ def _adapters(deployment: Deployment, seen: Observations) -> Found:
                 "LMCache (0.5.6) does not tell an adapter's KV from its base model's: answers of both "
                 "become wrong.",
                 "Set lmcache.isolate_adapters to true, clear LMCache's caches once (L2 included) and "
-                "restart the "
-                "engines.",
+                "restart the engines.",
             )
 
 
@@ -318,11 +312,9 @@ def _stream(worker: WorkerSeen, stream: Stream) -> Found:
             worker.name,
             f"the event endpoint ({where}) {stream.trouble}",
             "vLLM binds its publisher only if `endpoint` contains `*`; with a host name it connects to "
-            "that address "
-            f"instead, and the gateway finds nothing there.{note}",
+            f"that address instead, and the gateway finds nothing there.{note}",
             'Set `"endpoint": "tcp://*:PORT"` in --kv-events-config and open the port towards the gateway; '
-            "or let "
-            "the worker connect to the gateway, with kv_events.bind.",
+            "or let the worker connect to the gateway, with kv_events.bind.",
         )
     elif stream.messages == 0 and not any(each.messages for each in worker.streams):
         yield error(
@@ -344,8 +336,7 @@ def _stream(worker: WorkerSeen, stream: Stream) -> Found:
             "After a lost message, a lost connection or a restart of the gateway, the worker's whole map "
             "is lost.",
             'Add `"replay_endpoint": "tcp://*:5657"` to --kv-events-config, and if kv_events.endpoint is '
-            "set, "
-            "kv_events.replay_endpoint.",
+            "set, kv_events.replay_endpoint.",
         )
     elif stream.replay_trouble:
         yield warning(
@@ -388,8 +379,7 @@ def _probes(deployment: Deployment, seen: Observations) -> Found:
                 "second time",
                 "The worker does not reuse what it computed.",
                 "Check that prefix caching is on, and that the KV cache (`num_gpu_blocks` in the engine's "
-                "log) is not "
-                "full with running requests.",
+                "log) is not full with running requests.",
             )
             continue
         if pair.reported is None:

@@ -1,4 +1,4 @@
-"""What the doctor tells: one finding with its reason and its fix, and how findings end a run."""
+"""A finding of the doctor, with its reason and its fix, and the exit code that follows from findings."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class Severity(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Diagnosis:
-    """One finding. `code` is stable and names the entry in docs/troubleshooting.md."""
+class Finding:
+    """One result of a check. `code` is stable and names the entry in docs/troubleshooting.md."""
 
     code: str
     severity: Severity
@@ -28,24 +28,24 @@ class Diagnosis:
     fix: str = ""
 
 
-Found = Iterator[Diagnosis]
+Found = Iterator[Finding]
 
 
-def exit_code(found: Sequence[Diagnosis]) -> int:
+def exit_code(found: Sequence[Finding]) -> int:
     """1 if there is an error, else 0: warnings do not count."""
     return int(any(each.severity is Severity.ERROR for each in found))
 
 
-def error(code: str, subject: str, what: str, why: str, fix: str) -> Diagnosis:
-    return Diagnosis(code, Severity.ERROR, subject, what, why, fix)
+def error(code: str, subject: str, what: str, why: str, fix: str) -> Finding:
+    return Finding(code, Severity.ERROR, subject, what, why, fix)
 
 
-def warning(code: str, subject: str, what: str, why: str, fix: str) -> Diagnosis:
-    return Diagnosis(code, Severity.WARNING, subject, what, why, fix)
+def warning(code: str, subject: str, what: str, why: str, fix: str) -> Finding:
+    return Finding(code, Severity.WARNING, subject, what, why, fix)
 
 
-def unchecked(code: str, subject: str, what: str) -> Diagnosis:
-    return Diagnosis(code, Severity.NOT_CHECKED, subject, what)
+def unchecked(code: str, subject: str, what: str) -> Finding:
+    return Finding(code, Severity.NOT_CHECKED, subject, what)
 
 
 def running(seen: Observations) -> list[WorkerSeen]:

@@ -120,8 +120,8 @@ class WorkerSeen:
     samples: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Token ids of the sample texts by `/tokenize`; empty if the worker tokenized none."""
     tokenizer_trouble: str | None = None
-    """How the gateway's own tokenizer differs from this worker's; "" if it does not, None if there is "
-    "none."""
+    """How the gateway's own tokenizer differs from this worker's; "" if it does not, None if there is
+    none."""
     pair: ProbePair | None = None
     """None if no probes were sent."""
 

@@ -106,8 +106,7 @@ def _servers(seen: Observations, gateway: GatewaySeen, listen: str) -> Found:
                 "The gateway does not know what the worker's L1 and L2 hold.",
                 f"Start its `lmcache server` with --instance-id {worker.spec.id}, --coordinator-url "
                 f"http://GATEWAY:{listen.rpartition(':')[2]} and --coordinator-event-reporting; or map the "
-                "ids with "
-                "lmcache.instances.",
+                "ids with lmcache.instances.",
             )
     sizes: dict[int, CacheServerSeen] = {}
     by_id = {str(worker.spec.id): worker for worker in seen.workers}
@@ -155,8 +154,7 @@ def _server(server: CacheServerSeen) -> Found:
             "The engine computes again what LMCache should load, and the gateway cannot read the server's "
             "chunk size.",
             "Restart the LMCache server and look at its log; --http-host and --coordinator-advertise-ip "
-            "must give an "
-            "address that the gateway can reach.",
+            "must give an address that the gateway can reach.",
         )
     elif server.doubt:
         yield warning(
@@ -165,8 +163,7 @@ def _server(server: CacheServerSeen) -> Found:
             f"the gateway's map of it is incomplete ({server.doubt})",
             "Chunks that the map lacks are not counted as cached.",
             "Nothing, if the server was started before the gateway: the map fills with use. Otherwise look "
-            "for lost "
-            "events in the gateway's log.",
+            "for lost events in the gateway's log.",
         )
 
 
@@ -183,8 +180,7 @@ def check_store(deployment: Deployment, seen: Observations) -> Found:
             "Every request waits lmcache.l2.deadline_ms for an answer that does not come, and L2 hits are "
             "not counted.",
             "Start the Redis, or correct lmcache.l2.redis_url (and redis_password_file); remove the option "
-            "if there "
-            "is no L2.",
+            "if there is no L2.",
         )
         return
     is_strict = store.policy == "noeviction"

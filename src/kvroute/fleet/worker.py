@@ -79,7 +79,7 @@ class LearnedConcurrency:
     """Successive pages with waiting requests and the same number of running ones."""
 
     def after(self, running: int, waiting: int) -> LearnedConcurrency:
-        """What is known after another page of the metrics."""
+        """The new value after one more read of the worker's metrics."""
         if not waiting or not running:
             return LearnedConcurrency(self.limit)
         pages = self.pages + 1 if running == self.running else 1

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, cast
 
 import httptools
 from uvicorn._types import ASGI3Application
-from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT, FlowControl
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from kvroute.errors import (
@@ -26,7 +26,7 @@ from kvroute.gateway.asgi import disconnect_signal_of
 from kvroute.gateway.failures import error_body
 from kvroute.gateway.options import ServerOptions
 from kvroute.gateway.own_limits import DescriptorLimit
-from kvroute.gateway.waits import WaitQueue
+from kvroute.gateway.waits import TimedFlow, WaitQueue
 from kvroute.metrics import Metrics
 
 log = logging.getLogger(__name__)
@@ -78,33 +78,6 @@ class ClientBounds:
         self.closing = WaitQueue("closing", _LINGER_S)
         self.metrics = metrics
         self.uses_tls = options.tls.is_on
-
-
-class TimedFlow(FlowControl):
-    """uvicorn's flow control, which also measures how long reading was paused."""
-
-    def __init__(self, transport: Any, time: Any) -> None:
-        super().__init__(transport)
-        self._time = time
-        self._paused_at = 0.0
-        self._paused_s = 0.0
-        self.is_blocked = False
-        """While true, `resume_reading` does nothing."""
-
-    def pause_reading(self) -> None:
-        if not self.read_paused:
-            self._paused_at = self._time()
-            super().pause_reading()
-
-    def resume_reading(self) -> None:
-        if self.read_paused and not self.is_blocked:
-            self._paused_s += self._time() - self._paused_at
-            super().resume_reading()
-
-    @property
-    def paused_s(self) -> float:
-        """Total time that reading was paused, so far."""
-        return self._paused_s + (self._time() - self._paused_at if self.read_paused else 0.0)
 
 
 class EdgeProtocol(HttpToolsProtocol):

@@ -10,6 +10,7 @@ import json
 import logging
 import re
 import time
+from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import nullcontext
@@ -19,7 +20,6 @@ from msgspec import Struct
 
 from kvroute.clock import Clock
 from kvroute.gateway.client_keys import KeyUse
-from kvroute.gateway.tracing import Trace, Tracer
 from kvroute.logs import ACCESS, JsonFormatter, TextFormatter
 from kvroute.metrics import Metrics
 from kvroute.routing.strategy import CandidateMatch, RouteDecision
@@ -41,6 +41,28 @@ class Usage(NamedTuple):
 
     prompt_tokens: int
     cached_tokens: int | None
+
+
+class Trace(Struct, eq=False, gc=False):
+    """The ids of a traced request, and the times that only its spans need (`Clock.now`).
+
+    Mutable: the data plane sets the times.
+    """
+
+    trace_id: int
+    parent_id: int
+    """The client's span; 0 without one."""
+    span_id: int
+    worker_span_id: int
+    """The span of the worker's part, which the worker gets as its parent."""
+    received: float = 0.0
+    """The body is parsed."""
+    prepared: float = 0.0
+    """The prompt's tokens are known; 0 if the strategy needs none."""
+    planned: float = 0.0
+    """The decision begins."""
+    decided: float = 0.0
+    """The decision is made; 0 if it was not."""
 
 
 class Record(Struct, eq=False, gc=False):
@@ -103,12 +125,12 @@ class Journal:
         *,
         log_requests: bool,
         kept: int,
-        tracer: Tracer | None = None,
+        on_traced: Callable[[Record, float], None] | None = None,
     ) -> None:
         self._metrics = metrics
         self._clock = clock
         self._lines = RequestLines() if log_requests else None
-        self._tracer = tracer
+        self._on_traced = on_traced
         self._waiting: list[Record] = []
         self._timer: asyncio.TimerHandle | None = None
         self._unsettled = 0
@@ -173,10 +195,10 @@ class Journal:
         is_json = lines is not None and lines.is_json
         entries, written = list[Entry](), list[tuple[float, str | dict[str, Any]]]()
         series_of = self._metrics.series
-        if (tracer := self._tracer) is not None:
+        if (on_traced := self._on_traced) is not None:
             for record in waiting:
                 if record.trace is not None:
-                    tracer.finished(record, wall_offset)
+                    on_traced(record, wall_offset)
         for record in waiting:
             started, first_byte, decision = record.started, record.first_byte, record.decision
             duration, wall = record.ended - started, record.ended + wall_offset
@@ -391,26 +413,20 @@ class InFlightRequest(Protocol):
 Prepare: TypeAlias = Callable[[], Coroutine[None, None, InFlightRequest | None]]
 
 
-class PendingExchange:
-    """An exchange that is being prepared in a task; afterwards it passes every call on to the exchange.
+class DelayedExchange:
+    """A request whose exchange starts later; from then on it passes every call on to the exchange.
 
-    `prepare` returns the exchange, or None if it answered the request itself. `on_end` is called if `end`
-    comes before `prepare` is ready. Mutable: by its task, on one event loop.
+    A subclass sets `_exchange`, or `_is_over` if the request ends without one. Mutable: by the subclass and
+    the client's side, on one event loop.
     """
 
-    def __init__(self, prepare: Prepare, on_end: Callable[[PendingExchange, str], None]) -> None:
+    def __init__(self) -> None:
         self._exchange: InFlightRequest | None = None
-        self._on_end = on_end
         self._is_over = False
-        self._task = asyncio.create_task(self._run(prepare), name="prepare a request")
 
     @property
     def is_over(self) -> bool:
         return self._is_over if self._exchange is None else self._exchange.is_over
-
-    @property
-    def task(self) -> asyncio.Task[None]:
-        return self._task
 
     def end(self, by: str) -> None:
         """See `Exchange.end`."""
@@ -418,8 +434,7 @@ class PendingExchange:
             self._exchange.end(by)
         elif not self._is_over:
             self._is_over = True
-            self._task.cancel()
-            self._on_end(self, by)
+            self._end_early(by)
 
     def pause(self) -> None:
         """See `Exchange.pause`."""
@@ -430,6 +445,31 @@ class PendingExchange:
         """See `Exchange.resume`."""
         if self._exchange is not None:
             self._exchange.resume()
+
+    @abstractmethod
+    def _end_early(self, by: str) -> None:
+        """End the request before it has an exchange. Called once."""
+
+
+class PendingExchange(DelayedExchange):
+    """An exchange that is being prepared in a task.
+
+    `prepare` returns the exchange, or None if it answered the request itself. `on_end` is called if `end`
+    comes before `prepare` is ready. Mutable: by its task.
+    """
+
+    def __init__(self, prepare: Prepare, on_end: Callable[[PendingExchange, str], None]) -> None:
+        super().__init__()
+        self._on_end = on_end
+        self._task = asyncio.create_task(self._run(prepare), name="prepare a request")
+
+    @property
+    def task(self) -> asyncio.Task[None]:
+        return self._task
+
+    def _end_early(self, by: str) -> None:
+        self._task.cancel()
+        self._on_end(self, by)
 
     async def _run(self, prepare: Prepare) -> None:
         self._exchange = await prepare()

@@ -16,7 +16,7 @@ from kvroute.errors import GatewayError, InvalidRequest, QueueFull, QueueTimeout
 from kvroute.fleet.fleet import Fleet, FleetChange
 from kvroute.fleet.worker import Worker, WorkerFacts
 from kvroute.gateway.downstream import Headers, header
-from kvroute.gateway.journal import InFlightRequest
+from kvroute.gateway.journal import DelayedExchange, InFlightRequest
 from kvroute.gateway.waiting import AdmissionOptions, FairQueue, Outcome, QueueEntry, Target, TokenAccounts
 from kvroute.metrics import Metrics
 from kvroute.openai.request import InferenceRequest
@@ -348,12 +348,12 @@ class RequestQueue:
         self._metrics.queue_shed.labels(entry.target.model, entry.key or _NO_KEY, outcome.value).inc()
 
 
-class WaitingRequest:
-    """A request that waits in the queue; afterwards it passes every call on to its exchange.
+class WaitingRequest(DelayedExchange):
+    """A request that waits in the queue.
 
     `start` plans the request and returns its exchange. `on_refused` answers an error, `on_ended` handles a
     client that left ("client") or a gateway that stops ("shutdown"). Exactly one of them is called, once.
-    Mutable: by the queue and by the client's side, on one event loop.
+    Mutable: by the queue.
     """
 
     def __init__(
@@ -364,45 +364,25 @@ class WaitingRequest:
         on_refused: Callable[[WaitingRequest, Exception], None],
         on_ended: Callable[[WaitingRequest, str], None],
     ) -> None:
+        super().__init__()
         self._queue = queue
         self._entry = entry
         self._start = start
         self._on_refused = on_refused
         self._on_ended = on_ended
-        self._exchange: InFlightRequest | None = None
-        self._is_over = False
-
-    @property
-    def is_over(self) -> bool:
-        return self._is_over if self._exchange is None else self._exchange.is_over
 
     def start(self) -> None:
-        """Start the exchange; the queue has forgotten the request."""
+        """Start the exchange; the queue has removed the request."""
         try:
             self._exchange = self._start()
         except Exception as error:  # noqa: BLE001 - passed on; other requests are not affected
             self.refuse(error)
 
     def refuse(self, error: Exception) -> None:
-        """Answer the request with an error; the queue has forgotten it."""
+        """Answer the request with an error; the queue has removed it."""
         self._is_over = True
         self._on_refused(self, error)
 
-    def end(self, by: str) -> None:
-        """See `Exchange.end`."""
-        if self._exchange is not None:
-            self._exchange.end(by)
-        elif not self._is_over:
-            self._is_over = True
-            self._queue.leave(self._entry)
-            self._on_ended(self, by)
-
-    def pause(self) -> None:
-        """See `Exchange.pause`."""
-        if self._exchange is not None:
-            self._exchange.pause()
-
-    def resume(self) -> None:
-        """See `Exchange.resume`."""
-        if self._exchange is not None:
-            self._exchange.resume()
+    def _end_early(self, by: str) -> None:
+        self._queue.leave(self._entry)
+        self._on_ended(self, by)

@@ -12,16 +12,12 @@ import random
 import re
 import threading
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
-
-from msgspec import Struct
+from typing import Any, Protocol
 
 from kvroute import __version__
 from kvroute.errors import ConfigError
+from kvroute.gateway.journal import Record, Trace
 from kvroute.options import Options, option
-
-if TYPE_CHECKING:
-    from kvroute.gateway.journal import Record
 
 log = logging.getLogger(__name__)
 
@@ -61,28 +57,6 @@ class TracingOptions(Options):
         lower="less memory",
     )
     timeout_s: float = option(5.0, "Longest wait for the collector's answer. No request waits for it.", gt=0)
-
-
-class Trace(Struct, eq=False, gc=False):
-    """The ids of a traced request, and the times that only its spans need (`Clock.now`).
-
-    Mutable: the data plane sets the times.
-    """
-
-    trace_id: int
-    parent_id: int
-    """The client's span; 0 without one."""
-    span_id: int
-    worker_span_id: int
-    """The span of the worker's part, which the worker gets as its parent."""
-    received: float = 0.0
-    """The body is parsed."""
-    prepared: float = 0.0
-    """The prompt's tokens are known; 0 if the strategy needs none."""
-    planned: float = 0.0
-    """The decision begins."""
-    decided: float = 0.0
-    """The decision is made; 0 if it was not."""
 
 
 class SpanExporter(Protocol):

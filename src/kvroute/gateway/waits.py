@@ -1,4 +1,4 @@
-"""Timeouts of client connections that wait for bytes, kept in queues.
+"""Timeouts of client connections that wait for bytes, kept in queues, and the time without reading.
 
 There is one queue for each kind of wait, with one timer: all waits of a queue have the same limit, so the
 oldest one expires first. A connection whose request arrives whole never enters the queues for heads and
@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
+
+from uvicorn.protocols.http.flow_control import FlowControl
 
 _BATCH = 64
 """Waits that expire in one iteration of the event loop. To close a connection takes about 30 us, and 10,000
@@ -75,3 +77,30 @@ class WaitQueue:
             self._timer = loop.call_later(max(0.0, oldest + self._limit_s - now), self._fired)
         for waiter in expired:
             waiter.wait_expired(self)
+
+
+class TimedFlow(FlowControl):
+    """uvicorn's flow control, which also measures how long reading was paused."""
+
+    def __init__(self, transport: Any, time: Any) -> None:
+        super().__init__(transport)
+        self._time = time
+        self._paused_at = 0.0
+        self._paused_s = 0.0
+        self.is_blocked = False
+        """While true, `resume_reading` does nothing."""
+
+    def pause_reading(self) -> None:
+        if not self.read_paused:
+            self._paused_at = self._time()
+            super().pause_reading()
+
+    def resume_reading(self) -> None:
+        if self.read_paused and not self.is_blocked:
+            self._paused_s += self._time() - self._paused_at
+            super().resume_reading()
+
+    @property
+    def paused_s(self) -> float:
+        """Total time that reading was paused, so far."""
+        return self._paused_s + (self._time() - self._paused_at if self.read_paused else 0.0)

@@ -330,7 +330,7 @@ class Strategy(Protocol):
 class StatefulStrategy(Protocol):
     """A strategy whose `rank` reads state that its own `on_dispatch` writes.
 
-    With these two methods a recorded decision can be made again (`routing/redecide.py`).
+    With these two methods a recorded decision can be made again (`routing/recording.py`).
     """
 
     def state_for(self, query: RouteQuery, view: FleetView) -> Any:

@@ -93,7 +93,8 @@ class SimOptions(Options):
         "tcp://127.0.0.1:0", "Address of the PUB socket; with port 0 the system chooses a free port."
     )
     event_connects: bool = option(
-        False, "Connect the PUB socket to `event_endpoint` instead of binding it, as vLLM does without `*`."
+        False,
+        "Connect the PUB socket to `event_endpoint` instead of binding it. vLLM does so without `*` in it.",
     )
     replay_endpoint: str = option(
         "tcp://127.0.0.1:0", "Address of the ROUTER socket for replays; empty: no replays."
