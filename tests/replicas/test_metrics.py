@@ -36,6 +36,13 @@ def test_counters_are_summed_by_series():
     assert values(found) == {("n", "a"): 1, ("n", "b"): 5, ("n", "c"): 4}
 
 
+def test_requests_that_wait_in_each_process_are_summed():
+    waiting = "kvroute_queue_waiting"
+    found = merge_pages([page("gauge", waiting, ("a", 0)), page("gauge", waiting, ("a", 3), ("b", 1))])
+
+    assert values(found) == {(waiting, "a"): 3, (waiting, "b"): 1}
+
+
 def test_histograms_are_summed_bucket_by_bucket():
     pages = []
     for seconds in (0.02, 3.0, 3.0):

@@ -28,6 +28,7 @@ _CUMULATIVE_KINDS: Final = frozenset({"counter", "histogram", "summary"})
 _SUMMED_GAUGES: Final = frozenset(
     {
         "kvroute_requests_in_flight",
+        "kvroute_queue_waiting",
         "kvroute_index_bytes",
         "kvroute_map_bytes",
         "kvroute_lmcache_map_bytes",
@@ -36,7 +37,7 @@ _SUMMED_GAUGES: Final = frozenset(
         "process_open_fds",
     }
 )
-"""Gauges of a process's own resources: a scrape adds them up."""
+"""Gauges of a process's own requests and resources: a scrape adds them up."""
 
 _MINIMUM_GAUGES: Final = frozenset({"process_start_time_seconds", "process_max_fds"})
 
