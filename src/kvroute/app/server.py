@@ -230,6 +230,11 @@ class GatewayServer(uvicorn.Server):
         if self._tls is not None:
             await self._tls.aclose()
         self._backlog.close()
+        # uvicorn closes them too, but only after the log line below, which says that no client can enter.
+        for server in self.servers:
+            server.close()
+        for listening in sockets or ():
+            listening.close()
         if plane.admission.in_flight:
             log.info(
                 "shutting down: waiting for %d requests, at most %g s (server.drain_timeout_s); a second "
