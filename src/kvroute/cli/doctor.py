@@ -520,7 +520,7 @@ def sentence(decision: Mapping[str, Any], request_id: str | None = None) -> str:
         else f": no part of the {tokens:,} prompt tokens is cached there"
     )
     if first.get("score_s") is not None:
-        text += f", and costs {first['score_s']:.3f} s"
+        text += f", and the estimated cost is {first['score_s']:.3f} s"
     if len(ranking) > 1:
         second = ranking[1]
         text += f"; next is {second['worker']} with {second['matched_tokens']:,} cached tokens"
