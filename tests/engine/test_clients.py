@@ -300,28 +300,28 @@ async def test_a_client_that_leaves_ends_the_work_at_the_engine(
 
     vLLM 0.32 does not count requests that its own client left as aborted, so the proof is in the
     tokens that it did not generate. Where its server and its engine fight for one core, the server may be
-    silent until the answer is complete, and no client can leave: the test tries again.
+    silent until the answer is nearly complete, and the client leaves too late: the test tries again. A
+    gateway that does not end the work lets the engine generate every answer whole: no attempt succeeds.
     """
 
     async def total(name: str) -> float:
         return sum(await asyncio.gather(*(engine.metric(name) for engine in engines)))
 
     body = {"model": MODEL, "prompt": "The river", "max_tokens": 3900, "ignore_eos": True, "stream": stream}
-    for _ in range(5):
-        generated = await total("vllm:generation_tokens_total")
+    generated = []
+    while len(generated) < 5 and min(generated, default=3900) >= 3900 / 2:
+        before = await total("vllm:generation_tokens_total")
         asking = asyncio.create_task(http.post("/v1/completions", json=body))
         async with asyncio.timeout(30):
             while not await total("vllm:num_requests_running") and not asking.done():
                 await asyncio.sleep(0.01)
-        if not asking.done():
-            break
-        assert asking.result().status_code == 200
-    assert not asking.done(), "no answer lasted until its client could leave"
+        if asking.done():
+            assert asking.result().status_code == 200
+        asking.cancel()
+        await asyncio.wait({asking})
+        async with asyncio.timeout(30):
+            while await total("vllm:num_requests_running"):
+                await asyncio.sleep(0.01)
+        generated.append(await total("vllm:generation_tokens_total") - before)
 
-    asking.cancel()
-    await asyncio.wait({asking})
-
-    async with asyncio.timeout(30):
-        while await total("vllm:num_requests_running"):
-            await asyncio.sleep(0.01)
-    assert await total("vllm:generation_tokens_total") - generated < 3900 / 2
+    assert min(generated) < 3900 / 2, f"tokens per attempt: {generated}"
