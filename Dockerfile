@@ -10,13 +10,17 @@ FROM python:3.12-slim-bookworm AS build
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 WORKDIR /src
 RUN python -m venv --without-pip /opt/kvroute
-# Requirements are a separate layer, so that a change of the code does not install them again.
-COPY pyproject.toml ./
-RUN python -c "import tomllib; p = tomllib.load(open('pyproject.toml', 'rb'))['project']; print(*p['dependencies'], *p['optional-dependencies']['jwt'], sep='\n')" > requirements.txt \
- && pip --python /opt/kvroute/bin/python install -r requirements.txt
-COPY README.md LICENSE ./
+# Requirements are a separate layer, so that a change of the code does not install them again. Only files whose hash is
+# in a lock are installed (`make lock`).
+COPY requirements.lock requirements-build.lock ./
+RUN pip install --require-hashes --only-binary :all: -r requirements-build.lock \
+ && pip --python /opt/kvroute/bin/python install --require-hashes --only-binary :all: -r requirements.lock
+COPY pyproject.toml README.md LICENSE ./
 COPY src src
-RUN pip --python /opt/kvroute/bin/python install --no-deps .
+RUN pip wheel --no-deps --no-build-isolation --wheel-dir wheels . \
+ && pip --python /opt/kvroute/bin/python install --no-deps --no-index wheels/*.whl
+# What the image contains; its Debian packages are those of the base image.
+COPY requirements.lock sbom.cdx.json /opt/kvroute/share/kvroute/
 
 FROM python:3.12-slim-bookworm
 # The state folder contains the admin key that the gateway makes if none is set.
