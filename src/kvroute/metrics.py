@@ -273,6 +273,9 @@ class Metrics(Collector):
             _INTER_TOKEN_S,
             pool,
         )
+        self.config_reloads = self._counter(
+            "kvroute_config_reloads", "Attempts to load the configuration again (SIGHUP).", ["outcome"]
+        )
         self.memory_share = self._gauge(
             "kvroute_memory_used_ratio", "Used share of the memory limit, with `server.memory_watermark`.", []
         )

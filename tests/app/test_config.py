@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from kvroute.app.config import Config, Loaded, load
+from kvroute.app.config import Config, load
 from kvroute.app.config_loading import ConfigSetting
 from kvroute.app.config_paths import dotted, is_secret, options_of, shape_at, split, walk
 from kvroute.errors import InvalidConfig
@@ -28,7 +28,7 @@ def problems(**sources) -> list[str]:
 
 class TestPrecedence:
     def test_without_any_source_everything_has_its_default(self):
-        assert load() == Loaded(Config(), {})
+        assert load().config == Config()
 
     def test_environment_beats_file_and_set_beats_environment_and_a_flag_beats_all(self, write):
         file = write("server: {port: 1, backlog: 1, max_in_flight: 1, host: file}")
@@ -71,7 +71,7 @@ class TestPrecedence:
 class TestFile:
     @pytest.mark.parametrize("text", ["", "# nothing\n", "---\n"])
     def test_an_empty_file_sets_nothing(self, write, text):
-        assert load(file=write(text)) == Loaded(Config(), {})
+        assert load(file=write(text)).config == Config()
 
     def test_a_section_with_nothing_below_it_sets_nothing(self, write):
         assert load(file=write("server:\nfleet:\n  health:\n")).config == Config()
@@ -149,6 +149,10 @@ class TestFile:
             ("a: 1\n---\nb: 2\n", "is not YAML: "),
             ("? [a]\n: 1\n", "is not YAML: "),
             ("a: !!python/name:os.system\n", "is not YAML: "),
+            ("server: " + "[" * 10_000, "is not YAML: it is nested too deeply"),
+            ("server: &a\n  port: *a\n", "is not YAML: it is nested too deeply"),
+            ("server: {port: " + "9" * 5_000 + "}\n", "is not YAML: "),
+            ("server: {port: 2026-13-01}\n", "is not YAML: month must be in 1..12"),
         ],
     )
     def test_a_file_that_is_no_configuration_gives_a_one_line_error(self, write, text, message):

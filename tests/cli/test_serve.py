@@ -18,7 +18,7 @@ def served(monkeypatch):
     """What `serve` would run; the server itself is replaced."""
     configs = []
 
-    def run(config):
+    def run(config, source):
         configs.append(config)
         return 3
 

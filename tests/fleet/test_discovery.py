@@ -67,6 +67,8 @@ def test_an_empty_list_is_a_list() -> None:
         ("workers: ['http://a', 'http://a']", "", "two workers have the id 'a'"),
         ("workers: [\n'http://a'", "line 2", "not YAML"),
         ("workers: !!python/object:os.system {}", "line 1", "not YAML"),
+        ("workers: " + "[" * 10_000, "", "not YAML"),
+        ("workers: [{url: 'http://a', capacity_tokens: " + "9" * 5_000 + "}]", "", "not YAML"),
     ],
 )
 def test_a_wrong_file_names_the_place(text: str, path: str, complaint: str) -> None:

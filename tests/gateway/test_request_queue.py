@@ -137,3 +137,17 @@ def test_the_routers_other_observer_is_called_too():
     held.session_forgotten("s")
 
     assert events == ["dispatched", "first token", "finished", "s"]
+
+
+def test_changed_limits_count_for_requests_in_flight():
+    held, one = permits(max_concurrent=1), worker()
+    first = dispatch(held, one)
+    held.configure(AdmissionOptions(max_concurrent=3))
+    assert held.has_free(one)
+    second = dispatch(held, one)
+    held.configure(AdmissionOptions(max_concurrent=1))
+    first.finished()
+    assert not held.has_free(one)
+    second.finished()
+
+    assert held.has_free(one)

@@ -4,7 +4,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvroute.gateway.waiting import FairQueue, Outcome, QueueEntry, StartRate, Target, TokenAccounts
+from kvroute.gateway.waiting import (
+    AdmissionOptions,
+    FairQueue,
+    Outcome,
+    QueueEntry,
+    StartRate,
+    Target,
+    TokenAccounts,
+)
 
 M, N = Target("m"), Target("n")
 
@@ -304,3 +312,25 @@ def test_every_request_leaves_the_queue_exactly_once_and_sessions_stay_in_order(
     assert not line._lanes
     assert not line._sessions
     assert not line._of_key
+
+
+# --- changed options --------------------------------------------------------------------------------------
+
+
+def test_changed_options_count_for_requests_that_wait():
+    line = queue(max_waiting=1)
+    first = put(line, priority=1)
+    line.configure(AdmissionOptions(max_waiting=2, max_wait_s=5.0))
+    second = put(line, at=2.0, wait_s=5.0)
+
+    assert line.expired(4.0) == []
+    assert line.expired(5.0) == [first]
+    assert line.next_deadline == second.deadline == 7.0
+
+
+def test_a_changed_time_of_ageing_counts_for_requests_that_wait():
+    line = queue()
+    first, second = put(line, priority=1), put(line, at=2.0)
+    line.configure(AdmissionOptions(ageing_s=1.0))
+
+    assert taken(line, now=2.0) == [first, second]

@@ -6,6 +6,7 @@ import pathlib
 import ssl
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from dataclasses import field as attribute
 from functools import partial
 from typing import Any
 
@@ -37,7 +38,7 @@ from kvroute.lmcache.options import LMCacheOptions
 from kvroute.logs import LoggingOptions
 from kvroute.options import Options, option
 from kvroute.routing.registry import RoutingOptions
-from kvroute.tls import client_context, server_context
+from kvroute.tls import Signature, client_context, server_context, signatures
 from kvroute.tokens.options import TokensOptions
 from kvroute.upstream.options import RetryOptions, UpstreamOptions
 
@@ -97,6 +98,30 @@ class Loaded:
 
     config: Config
     origins: Mapping[Path, str]
+    source: ConfigSource
+    signature: Signature | None
+    """Of the file, before it was read."""
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigSource:
+    """Where a configuration comes from; `load` reads the file again, the other sources are as they were."""
+
+    file: pathlib.Path | None = None
+    environ: Mapping[str, str] = attribute(default_factory=dict, repr=False)
+    assignments: tuple[str, ...] = attribute(default=(), repr=False)
+    flags: tuple[ConfigSetting, ...] = attribute(default=(), repr=False)
+
+    def load(self) -> Loaded:
+        """Like the function `load`."""
+        return load(file=self.file, environ=self.environ, assignments=self.assignments, flags=self.flags)
+
+    def signature(self) -> Signature | None:
+        """Of the file; None without one, or if it cannot be found. Blocks."""
+        return None if self.file is None else signatures((self.file,))[0]
+
+    def __str__(self) -> str:
+        return "environment and flags" if self.file is None else str(self.file.absolute())
 
 
 def load(
@@ -111,11 +136,13 @@ def load(
     Mappings are merged key by key, lists are replaced. Raises InvalidConfig with all problems together.
     Blocks: reads the file and the files that contain secrets.
     """
+    given = ConfigSource(file, dict(environ or {}), tuple(assignments), tuple(flags))
+    signature = given.signature()  # before the file: a change in between is loaded again
     sources = [
         from_file(Config, file) if file is not None else Settings(),
-        from_environment(Config, environ or {}),
-        from_assignments(Config, assignments),
-        Settings(tuple(flags)),
+        from_environment(Config, given.environ),
+        from_assignments(Config, given.assignments),
+        Settings(given.flags),
     ]
     problems = [problem for source in sources for problem in source.problems]
     data: dict[str, Any] = {}
@@ -130,7 +157,7 @@ def load(
         problems += _translate(exc.errors(include_url=False), data, origins)
     if problems:
         raise InvalidConfig(problems)
-    return Loaded(config, origins)
+    return Loaded(config, origins, given, signature)
 
 
 def check_files(config: Config) -> None:
@@ -259,7 +286,7 @@ def _translate(
         for path in found
         if not any(len(other) > len(path) and other[: len(path)] == path for other in found)
     ]
-    return [ConfigError(dotted(path), found[path] + _origin_note(path, origins)) for path in innermost]
+    return [ConfigError(dotted(path), found[path] + origin_note(path, origins)) for path in innermost]
 
 
 def _path_in(data: object, loc: Sequence[str | int], *, missing: bool) -> Path:
@@ -291,7 +318,8 @@ def _message(error: ErrorDetails, path: Path) -> str:
     return f"{message}, got {paths.without_userinfo(repr(value))}"
 
 
-def _origin_note(path: Path, origins: Mapping[Path, str]) -> str:
+def origin_note(path: Path, origins: Mapping[Path, str]) -> str:
+    """` (FILE:LINE)` or another origin of the option at `path`; empty for a default."""
     while path:
         if path in origins:
             return f" ({origins[path]})"

@@ -56,10 +56,19 @@ def from_file(root: type[Options], file: pathlib.Path) -> Settings:
         reason = exc.strerror if isinstance(exc, OSError) else "it is not UTF-8 text"
         return Settings(problems=(ConfigError("", f"cannot read {file}: {reason}"),))
     try:
+        return _from_yaml(root, text, file)
+    except RecursionError:  # also an anchor that contains itself
+        return Settings(problems=(ConfigError("", f"{file} is not YAML: it is nested too deeply"),))
+
+
+def _from_yaml(root: type[Options], text: str, file: pathlib.Path) -> Settings:
+    try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
         data = yaml.safe_load(text)
     except yaml.YAMLError as exc:
         return Settings(problems=(ConfigError("", f"{file} is not YAML: {_one_line(exc)}"),))
+    except ValueError as exc:  # a date or a number that Python does not have
+        return Settings(problems=(ConfigError("", f"{file} is not YAML: {exc}"),))
     if node is None or data is None:
         return Settings()
     if not isinstance(node, yaml.MappingNode):
@@ -250,7 +259,7 @@ def parse(text: str, shape: Shape) -> object:
 def _yaml(text: str, kind: type, what: str) -> Any:
     try:
         value = yaml.safe_load(text)
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError, RecursionError):
         value = None if kind is not object else text
     if not isinstance(value, kind):
         raise ValueError(f"expected {what}")

@@ -29,6 +29,7 @@ GROUPS: Final[Mapping[str, Mapping[str, str]]] = MappingProxyType(
             "request_body_bytes": "How large are the requests?",
             "bodies_over_limit": "Which bodies are too large to be read?",
             "client_timeouts": "Do clients or attackers hold connections open?",
+            "config_reloads": "Was a changed configuration applied?",
             "out_of_descriptors": "Is the limit of open files too low?",
             "memory_used_ratio": "How far is the gateway from its memory limit?",
             "build_info": "Which version runs?",

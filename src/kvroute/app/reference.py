@@ -22,6 +22,7 @@ from kvroute.app import config_paths as paths
 from kvroute.app.config import INDENT, LINE_CHARS, Config, flow, section_of, yaml_lines
 from kvroute.app.config_paths import Path, dotted
 from kvroute.app.metrics_reference import families, metrics_page
+from kvroute.app.reloading import is_reloadable
 from kvroute.options import Options
 
 REFERENCE = pathlib.PurePath("configs/reference.yaml")
@@ -45,6 +46,8 @@ def _notes(path: Path, field: FieldInfo, is_section: bool) -> Sequence[str]:
     lines = _wrap(_summary(field), width)
     if is_section:
         return lines
+    if is_reloadable(dotted(path)):
+        lines += _wrap("Reload: yes", width)
     for label, text in _facts(field):
         lines += _wrap(f"{label}: {text}", width, subsequent_indent=INDENT)
     for entry in _entries(field):
@@ -96,7 +99,8 @@ def _section(path: Path, owner: type[Options], values: Mapping[str, typing.Any])
             continue
         if paths.options_of(paths.shape_of(field.annotation)):
             continue  # a section without options
-        rows.append(_row(name, field, flow(values[name])))
+        note = " Applies at a reload." if is_reloadable(dotted(here)) else ""
+        rows.append(_row(name, field, flow(values[name]), note))
         entries += [(here, entry) for entry in _entries(field)]
     if path:
         yield f"### `{dotted(path)}`\n\n{_doc(owner)}\n"
@@ -132,10 +136,10 @@ def _table(rows: Sequence[str]) -> list[str]:
     return ["| option | default | unit | what it does |", "| --- | --- | --- | --- |", *rows, ""]
 
 
-def _row(name: str, field: FieldInfo, default: str) -> str:
+def _row(name: str, field: FieldInfo, default: str, note: str = "") -> str:
     facts = "".join(f" {label}: {text}." for label, text in _facts(field) if label != "Unit")
     unit = _extra(field, "unit")
-    cells = (f"`{name}`", f"`{default}`", unit, (field.description or "") + facts)
+    cells = (f"`{name}`", f"`{default}`", unit, (field.description or "") + facts + note)
     return "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
 
 

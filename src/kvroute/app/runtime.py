@@ -22,6 +22,7 @@ from kvroute.app.collectors import (
 )
 from kvroute.app.config import Config, masked
 from kvroute.app.metrics_compat import VllmRouterMetrics
+from kvroute.app.reloading import ConfigReload, InForce
 from kvroute.blocks.keys import Tier
 from kvroute.clock import Clock, SystemClock
 from kvroute.fleet.discovery.base import Discoverer, ShrinkLimits
@@ -52,6 +53,7 @@ from kvroute.gateway.preparation import KeySpaces
 from kvroute.gateway.request_queue import Permits, RequestQueue
 from kvroute.gateway.stored import ResponseOwners, StoredResponses
 from kvroute.gateway.tracing import Tracer, make_tracer
+from kvroute.logs import configure
 from kvroute.metrics import Gauges, Metrics
 from kvroute.openai.bounded import Bounded
 from kvroute.replicas.metrics import GatewayMetrics, PageCollector, read
@@ -94,6 +96,7 @@ class Runtime:
         admin_keys: AdminKeys | None = None,
         *,
         keep_recording_s: float = KEEP_RECORDING_S,
+        in_force: InForce | None = None,
     ) -> None:
         """`keep_recording_s`: see `LiveFigures`."""
         self._config = config
@@ -101,6 +104,11 @@ class Runtime:
         self._admin_keys = admin_keys if admin_keys is not None else AdminKeys(config.admin.keys)
         self._clock = clock = clock or SystemClock()
         self.metrics = Metrics()
+        self.reload = ConfigReload(
+            in_force or InForce.at_start(config, "code", clock),
+            self.metrics,
+            counts=replica is None or replica.number == 0,
+        )
         self.descriptors = DescriptorLimit(clock, self.metrics)
         self.fleet = Fleet(config.fleet.aliases, created=int(clock.wall()))
         self._isolation = KeySpaces(
@@ -155,8 +163,10 @@ class Runtime:
         jwt = config.server.jwt
         self._tokens = TokenVerifier(jwt, self.metrics, clock) if jwt.is_on else None
         self._ring = self._read_ring()
+        self._budget = RetryBudget(config.retries)
         self.plane = self._data_plane()
         self.application = self._application()
+        self.reload.appliers.append(self._apply_config)
         self.fleet.subscribe(self._fleet_changed)
         self.metrics.registry.register(
             Gauges(
@@ -182,6 +192,8 @@ class Runtime:
         registry.register(DeclaredFamilies(registry, declared_families))
         self._tasks: list[asyncio.Task[None]] = []
         self._stack = AsyncExitStack()
+        if in_force is not None and in_force.config is not config:
+            self._apply_config(in_force.config)
 
     async def __aenter__(self) -> Self:
         if self._tracer is not None:
@@ -348,7 +360,7 @@ class Runtime:
             router=self.router,
             transports=self._transports,
             health=self.health,
-            budget=RetryBudget(config.retries),
+            budget=self._budget,
             metrics=self.metrics,
             clock=self._clock,
             retry_statuses=frozenset(config.retries.statuses),
@@ -424,7 +436,7 @@ class Runtime:
             self.router,
             self._journal,
             self._clock,
-            lambda: masked(self._config),
+            lambda: {**masked(self._config), "in_force": self.reload.in_force.described()},
             self.audit,
             self.cache_tracker.describe if self.cache_tracker else dict,
             self._replica,
@@ -438,7 +450,6 @@ class Runtime:
             self._clock,
             streams=tracker.streams if tracker else list,
             slow=self._slow_sections,
-            strategy=config.routing.strategy,
             keep_recording_s=self._keep_recording_s,
             is_shutting_down=lambda: self.plane.admission.is_shutting_down,
             peers=None if self._replica is None else self._replica.mesh,
@@ -462,6 +473,31 @@ class Runtime:
                 "shrinks": dict(discoverer.shrinks),
             },
         }
+
+    def _apply_config(self, config: Config) -> None:
+        """Bring all services to `config`, which differs only in options of `RELOADABLE`."""
+        before, self._config = self._config, config
+        server, fleet, upstream = config.server, config.fleet, config.upstream
+        configure(config.logging)
+        if fleet.aliases != before.fleet.aliases:
+            self.fleet.set_aliases(fleet.aliases)
+        if fleet.health != before.fleet.health:
+            self.health.configure(fleet.health)
+        if self.plane.queue is not None:
+            self.plane.queue.configure(config.admission)
+        self.router.configure(config.routing)
+        self._budget.configure(config.retries)
+        if upstream != before.upstream:
+            self._transports.configure(upstream)
+            self.plane.stored.timeout_s = upstream.connect_timeout_s
+        self.plane.configure(
+            max_body_bytes=server.max_body_bytes,
+            max_in_flight=server.max_in_flight,
+            held_bytes=upstream.read_buffer_bytes,
+            retry_statuses=frozenset(config.retries.statuses),
+        )
+        if fleet.workers != before.fleet.workers:
+            self.fleet.apply("static", [entry.spec() for entry in fleet.workers])
 
     def _notes(self) -> list[str]:
         return [

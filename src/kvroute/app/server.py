@@ -26,8 +26,9 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from kvroute import __version__
 from kvroute.app.collectors import keep_freed_memory, use_huge_pages
-from kvroute.app.config import Config, check_files
+from kvroute.app.config import Config, ConfigSource, check_files
 from kvroute.app.listening import Backlog, TlsListener
+from kvroute.app.reloading import InForce, SharedReload, reloading
 from kvroute.app.replica import Replica
 from kvroute.app.runtime import Runtime
 from kvroute.clock import SystemClock
@@ -43,6 +44,7 @@ from kvroute.gateway.trimmed import TrimmedProtocol
 from kvroute.logs import configure
 from kvroute.replicas.mesh import SharedPort, make_socket_folder
 from kvroute.replicas.supervisor import ProcessSpec, Supervisor
+from kvroute.tls import Signature
 
 log = logging.getLogger(__name__)
 
@@ -113,7 +115,7 @@ class GatewayServer(uvicorn.Server):
 
     The first SIGTERM or SIGINT starts the shutdown. Each further SIGINT ends the current stage. A further
     SIGTERM changes nothing, because a process may get it twice: from the service manager and from its parent.
-    SIGHUP is only logged.
+    SIGHUP loads the configuration again (app/reloading.py).
     """
 
     def __init__(
@@ -300,42 +302,50 @@ def bind_problem(host: str, port: int, error: OSError) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ListeningProcess:
-    """One of several processes: its replica, its listening sockets, and the callback for "it serves"."""
+    """One of several processes: replica, listening sockets, the callback for "it serves", and the parent's
+    results of SIGHUP."""
 
     replica: Replica
     sockets: list[socket.socket]
     ready: Callable[[], None]
+    reload: SharedReload
 
 
-def run(config: Config) -> int:
+def run(config: Config, source: ConfigSource | None = None, signature: Signature | None = None) -> int:
     """Serve until SIGTERM or SIGINT (see `GatewayServer`).
 
-    Returns the exit code: 0 after an orderly shutdown, 1 if the gateway could not start. Raises ConfigError,
-    for example for a certificate that cannot be read.
+    `source`: where `config` comes from, for SIGHUP; `signature`: of its file when it was read. Returns the
+    exit code: 0 after an orderly shutdown, 1 if the gateway could not start. Raises ConfigError, for example
+    for a certificate that cannot be read.
     """
     configure(config.logging)
     raise_descriptor_limit()
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until the event loop has a handler that logs it
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until the event loop has a handler
     check_files(config)
     access = AdminAccess(config, os.environ)
+    source = source or ConfigSource()
+    in_force = InForce.at_start(config, str(source), SystemClock(), signature)
     try:
         if config.server.processes > 1:
-            return run_processes(config, access)
+            return run_processes(in_force, access, source)
         if config.server.port:
             # Before the socket is opened: a bad key file is reported before a client can connect.
             access.listens_on(config.server.port)
-        return run_one(config, access)
+        return run_one(in_force, access, source)
     finally:
         access.close()
 
 
 def run_one(
-    config: Config, access: AdminAccess, make_process: Callable[[], ListeningProcess] | None = None
+    in_force: InForce,
+    access: AdminAccess,
+    source: ConfigSource,
+    make_process: Callable[[], ListeningProcess] | None = None,
 ) -> int:
     """Serve in this process. With several processes, `make_process` is called inside the event loop."""
     keep_freed_memory()
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        return runner.run(_serve(config, access, make_process))
+        return runner.run(_serve(in_force, access, source, make_process))
 
 
 def raise_descriptor_limit() -> int:
@@ -354,12 +364,18 @@ def raise_descriptor_limit() -> int:
 
 
 async def _serve(
-    config: Config, access: AdminAccess, make_process: Callable[[], ListeningProcess] | None
+    in_force: InForce,
+    access: AdminAccess,
+    source: ConfigSource,
+    make_process: Callable[[], ListeningProcess] | None,
 ) -> int:
-    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, _log_sighup)
+    config = in_force.config
     process = make_process() if make_process is not None else None
     replica = process.replica if process else None
-    async with Runtime(config, replica=replica, admin_keys=access.keys) as runtime:
+    runtime = Runtime(in_force.construction, replica=replica, admin_keys=access.keys, in_force=in_force)
+    shared = process.reload if process else None
+    poll_s = config.server.config_poll_s if replica is None or replica.number == 0 else 0.0
+    async with runtime, reloading(runtime.reload, source, shared, poll_s):
         server = GatewayServer(
             uvicorn_config(config, runtime),
             runtime,
@@ -380,10 +396,6 @@ async def _serve(
         except SystemExit:  # uvicorn raises this when a socket cannot be bound, and has logged the reason
             return 1
     return 0 if server.started else 1
-
-
-def _log_sighup() -> None:
-    log.info("SIGHUP is ignored: the gateway cannot reload its configuration")
 
 
 def uvicorn_config(config: Config, runtime: Runtime) -> uvicorn.Config:
@@ -440,12 +452,12 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
     return factory
 
 
-def run_processes(config: Config, access: AdminAccess) -> int:
+def run_processes(in_force: InForce, access: AdminAccess, source: ConfigSource) -> int:
     """Serve with `server.processes` processes until SIGTERM or SIGINT. Returns the exit code as `run`.
 
     Raises ConfigError if the address cannot be bound. Call it while one thread and no event loop runs.
     """
-    options = config.server
+    options = in_force.config.server
     port = SharedPort(options.host, options.port)
     try:
         access.listens_on(port.port)  # before the fork: all processes use the same key
@@ -460,16 +472,17 @@ def run_processes(config: Config, access: AdminAccess) -> int:
             "server.processes", f"cannot create the folder for their sockets: {error.strerror}"
         ) from error
     parent = os.getpid()
+    shared = SharedReload(in_force, source, folder, SystemClock())
 
     def work(spec: ProcessSpec) -> int:
         log.info("process %d of %d has pid %d", spec.number, options.processes, os.getpid())
 
         def make_process() -> ListeningProcess:
             replica = Replica(spec.number, options.processes, folder, generation=spec.generation)
-            return ListeningProcess(replica, port.sockets(), spec.ready)
+            return ListeningProcess(replica, port.sockets(), spec.ready, shared)
 
         try:
-            code = run_one(config, access, make_process)
+            code = run_one(shared.in_force, access, source, make_process)
         except ConfigError as error:
             log.error("process %d cannot start: %s", spec.number, error)
             code = 2
@@ -477,7 +490,9 @@ def run_processes(config: Config, access: AdminAccess) -> int:
             shutil.rmtree(folder, ignore_errors=True)
         return code
 
-    supervisor = Supervisor(options.processes, work, SystemClock(), grace_s=options.longest_shutdown_s)
+    supervisor = Supervisor(
+        options.processes, work, SystemClock(), grace_s=options.longest_shutdown_s, on_hangup=shared.load
+    )
     gc.freeze()  # keeps the shared memory of the forked processes unchanged, and so shared
     try:
         return supervisor.run()

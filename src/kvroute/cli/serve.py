@@ -150,7 +150,7 @@ def serve(loaded: Loaded) -> None:
         run,
     )  # imported late: a wrong configuration is reported without loading the server
 
-    sys.exit(run(loaded.config))
+    sys.exit(run(loaded.config, loaded.source, loaded.signature))
 
 
 def require_workers(config: Config) -> None:

@@ -182,6 +182,11 @@ class Fleet:
         """Call `listener` for every later change. Listeners are called in the order of subscription."""
         self._listeners.append(listener)
 
+    def set_aliases(self, aliases: Mapping[str, str]) -> None:
+        """Replace the other names for models."""
+        self._aliases = dict(aliases)
+        self._changed()  # resolved names are kept by version
+
     def apply(self, source: str, specs: Iterable[WorkerSpec]) -> None:
         """Set the full set of workers of `source`; the workers of other sources stay.
 

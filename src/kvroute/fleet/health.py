@@ -163,6 +163,16 @@ class HealthMonitor:
             self._joined(worker)
         fleet.subscribe(self._on_change)
 
+    def configure(self, options: HealthOptions) -> None:
+        """Change the options. The states of workers stay; bursts and back-offs start again."""
+        self._options = options
+        self._prober.configure(timeout_s=options.timeout_s, path=options.path)
+        for probes in self._probes.values():
+            probes.answers = BurstWindow(options.burst_failures, options.burst_window_s)
+            probes.backoff = Backoff(options.backoff_s, options.backoff_max_s)
+            probes.recheck_s = options.recheck_s
+        self.suspects.clear()
+
     async def run(self) -> None:
         """Probe until cancelled. Call once."""
         async with asyncio.TaskGroup() as group:

@@ -55,6 +55,11 @@ class Prober:
         self._path = path
         self._auth = {"authorization": f"Bearer {api_key}"} if api_key else {}
 
+    def configure(self, *, timeout_s: float, path: str) -> None:
+        """Change the limit and the path of further probes."""
+        self._timeout_s = timeout_s
+        self._path = path
+
     async def health(self, url: str) -> ProbeFailure | None:
         """None if the worker at `url` is healthy."""
         answer = await self._get(url + self._path, {})

@@ -97,6 +97,10 @@ class Admission:
         """The gateway is no longer ready; it serves requests while `is_open`."""
         return self._is_shutting_down
 
+    def set_max_in_flight(self, limit: int) -> None:
+        """Change the limit of `check`; requests in flight stay."""
+        self._max_in_flight = limit
+
     def announce_shutdown(self) -> None:
         """From now on `/ready` answers 503. Requests are still served."""
         self._is_shutting_down = True

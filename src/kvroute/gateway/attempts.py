@@ -53,11 +53,15 @@ class RetryBudget:
     """
 
     def __init__(self, options: RetryOptions) -> None:
-        self._share = options.budget_percent / 100.0
-        self._floor = options.budget_min_per_s * _WINDOW_S
+        self.configure(options)
         self._requests = 0.0
         self._retries = 0.0
         self._decayed_at = 0.0
+
+    def configure(self, options: RetryOptions) -> None:
+        """Change the limits; the recent requests and retries still count."""
+        self._share = options.budget_percent / 100.0
+        self._floor = options.budget_min_per_s * _WINDOW_S
 
     def count_request(self, now: float) -> None:
         """Count one request of a client."""

@@ -7,6 +7,7 @@ exchange.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import secrets
 from collections.abc import Callable, Coroutine, Iterator
@@ -193,6 +194,17 @@ class DataPlane:
         self._not_isolated_paths: set[str] = set()
         """Endpoints for which the warning of `_warn_not_isolated` was logged."""
         self._request_ids = _new_request_ids()
+
+    def configure(
+        self, *, max_body_bytes: int, max_in_flight: int, held_bytes: int, retry_statuses: frozenset[int]
+    ) -> None:
+        """Change these limits for further requests. Each model's strategy is looked up again."""
+        self.planner.forget_strategies()
+        self.max_body_bytes = max_body_bytes
+        self.held_bytes = held_bytes
+        self.admission.set_max_in_flight(max_in_flight)
+        attempts = dataclasses.replace(self.deps.attempts, retry_statuses=retry_statuses)
+        self.deps = dataclasses.replace(self.deps, attempts=attempts)
 
     def new_record(self, sent_id: bytes, path: str) -> Record:
         """The record of a request that has just arrived; its time starts now.

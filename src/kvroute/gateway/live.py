@@ -78,7 +78,6 @@ class LiveFigures:
         *,
         streams: Callable[[], Iterable[Json]],
         slow: Callable[[], Json],
-        strategy: str,
         is_shutting_down: Callable[[], bool],
         keep_recording_s: float = KEEP_RECORDING_S,
         peers: Peers | None = None,
@@ -90,7 +89,6 @@ class LiveFigures:
         self._clock = clock
         self._streams = streams
         self._slow = slow
-        self._strategy = strategy
         self._peers = peers
         self._pages = 0
         self._recording: asyncio.TimerHandle | None = None
@@ -159,7 +157,7 @@ class LiveFigures:
         now = self._clock.now()
         whole: Json = {
             "time": self._clock.wall(),
-            "strategy": self._strategy,
+            "strategy": self._router.default_strategy,
             "strategies": list(self._router.strategies),
             "workers": {worker.id: self._worker(worker, now) for worker in self._fleet.workers()},
         }

@@ -180,6 +180,15 @@ class ServerOptions(Options):
         lower="clients get 429 earlier",
         ge=0,
     )
+    config_poll_s: float = option(
+        0.0,
+        "How often the configuration file is polled; a changed file is loaded as after SIGHUP. 0: only after "
+        "SIGHUP.",
+        unit="s",
+        higher="fewer file system calls",
+        lower="changes apply sooner",
+        ge=0,
+    )
     memory_watermark: float = option(
         0.0,
         "Share of the memory limit from which new requests are answered 503 with Retry-After; running ones "

@@ -230,6 +230,10 @@ class Planner:
         strategy = self._strategy(model, headers)
         return model if strategy.needs is _TOKENS else None
 
+    def forget_strategies(self) -> None:
+        """The configured strategies or aliases have changed: resolve each model again."""
+        self._models.clear()
+
     def _resolve(self, requested: str | None) -> _ModelFacts:
         if self._version != self._fleet.version:
             self._version = self._fleet.version

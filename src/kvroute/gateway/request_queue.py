@@ -66,6 +66,11 @@ class Permits:
         self.on_free: Callable[[], None] = lambda: None
         """Called when a permit is returned."""
 
+    def configure(self, options: AdmissionOptions) -> None:
+        """Change the limits. Requests in flight stay; a worker above its new limit gets no other ones."""
+        self._options = options
+        self._shares.clear()
+
     def limit(self, worker: Worker) -> int | None:
         """The worker's limit for all processes together; None without one."""
         options = self._options
@@ -196,6 +201,13 @@ class RequestQueue:
         self._is_check_due = False
         permits.on_free = self.check
         fleet.subscribe(self._fleet_changed)
+
+    def configure(self, options: AdmissionOptions) -> None:
+        """Change all options, also for the requests that wait."""
+        self._options = options
+        self.permits.configure(options)
+        self._queue.configure(options)
+        self.check()
 
     def __len__(self) -> int:
         return len(self._queue)

@@ -61,7 +61,8 @@ class StoredResponses:
         self._owners = owners
         self._fleet = fleet
         self._client = client
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
+        """Longest time to ask a worker for a response; a changed configuration changes it."""
 
     async def find(self, response_id: str) -> WorkerId | None:
         """The worker that holds the response; None if no routable worker has it."""
@@ -83,7 +84,7 @@ class StoredResponses:
             answer = await self._client.get(
                 f"{worker.spec.url}/v1/responses/{response_id}",
                 headers=self._headers,
-                timeout=self._timeout_s,
+                timeout=self.timeout_s,
             )
         except httpx.HTTPError:
             return False

@@ -158,6 +158,10 @@ class TokenAccounts:
         self._accounts: dict[str, _Account] = {}
         self._last_counter = 0.0
 
+    def set_output_weight(self, weight: float) -> None:
+        """Use another weight of output tokens from now on."""
+        self._output_weight = weight
+
     def counter(self, key: str) -> float:
         account = self._accounts.get(key)
         return self._last_counter if account is None else account.counter
@@ -272,6 +276,14 @@ class FairQueue:
         self._of_key: dict[str, int] = {}
         self._sessions: dict[tuple[str, str], list[QueueEntry]] = {}
         self._rate = StartRate()
+
+    def configure(self, options: AdmissionOptions) -> None:
+        """Change the limits. Waiting requests get the new deadline; none is refused for the new size."""
+        self.accounts.set_output_weight(options.output_token_weight)
+        self._ageing_s = options.ageing_s
+        self._max_waiting = options.max_waiting
+        for entry in self._order:  # all, so that the deadlines keep the order of the arrivals
+            entry.deadline = entry.entered + options.max_wait_s
 
     def __len__(self) -> int:
         return len(self._order)

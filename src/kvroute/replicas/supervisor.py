@@ -68,8 +68,16 @@ class Supervisor:
     """
 
     def __init__(
-        self, processes: int, work: Callable[[ProcessSpec], int], clock: Clock, *, grace_s: float
+        self,
+        processes: int,
+        work: Callable[[ProcessSpec], int],
+        clock: Clock,
+        *,
+        grace_s: float,
+        on_hangup: Callable[[], None] | None = None,
     ) -> None:
+        """`on_hangup` is called on SIGHUP, before all processes get this signal. It may block."""
+        self._on_hangup = on_hangup
         self._work = work
         self._clock = clock
         self._grace_s = grace_s
@@ -82,7 +90,7 @@ class Supervisor:
 
         Then all processes get SIGTERM, and NEXT_STAGE for each further SIGINT. If a process ends before it
         has served for the first time, the start has failed: the others are stopped, and its exit code is
-        returned. SIGHUP is only logged.
+        returned. SIGHUP calls `on_hangup` and goes to all processes.
         """
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, _HANDLED_SIGNALS)
         try:
@@ -99,7 +107,9 @@ class Supervisor:
 
     def _on_signal(self, number: int) -> None:
         if number == signal.SIGHUP:
-            log.info("SIGHUP is ignored: the gateway cannot reload its configuration")
+            if self._on_hangup is not None:
+                self._on_hangup()
+                self._send(signal.SIGHUP)
         elif number in _STOP_SIGNALS and self._kill_at is None:
             log.info("stopping %d processes", len(self._children))
             self._stop_all()

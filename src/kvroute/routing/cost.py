@@ -166,6 +166,12 @@ class CostModel:
         self._learned: Mapping[str, LearnedModel] = {} if learned is None else learned.models
         self._current: dict[str, _CurrentCosts] = {}
 
+    def configure(self, default: CostOptions, models: Mapping[str, CostOptions]) -> None:
+        """Change the configured costs; learned times stay."""
+        self._default = Costs.of(default)
+        self._models = {model: Costs.of(options) for model, options in models.items()}
+        self._current.clear()
+
     def configured(self, model: str) -> Costs:
         return self._models.get(model, self._default)
 

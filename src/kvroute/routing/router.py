@@ -218,6 +218,20 @@ class Router:
         """Names of all strategies."""
         return tuple(self._strategies)
 
+    def configure(self, options: RoutingOptions) -> None:
+        """Change the strategy, the costs and the options of models; the strategies keep their history.
+
+        The sections of the strategies and `learning` do not change.
+        """
+        # Every strategy exists from the start, and all read one history and one cost model.
+        self._options = options
+        self._costs.configure(options.costs, options.costs_of_models())
+
+    @property
+    def default_strategy(self) -> str:
+        """Name of the strategy of models without one of their own."""
+        return self._options.strategy
+
     def knows(self, name: str) -> bool:
         return name in self._strategies
 

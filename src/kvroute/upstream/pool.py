@@ -256,9 +256,8 @@ class ConnectionPool:
             return self._spares.take()
         return None
 
-    def retire(self) -> None:
-        """Open and keep no more connections; running exchanges finish. Idempotent."""
-        self._is_retired = True
+    def replace(self) -> None:
+        """Keep no more connections; running exchanges, and requests that wait for a connection, finish."""
         self._max_idle = 0
         if self._expiry is not None:
             self._expiry.cancel()
@@ -267,6 +266,11 @@ class ConnectionPool:
             connection.close()
         self._idle.clear()
         self._spares.close()
+
+    def retire(self) -> None:
+        """Open and keep no more connections; running exchanges finish. Idempotent."""
+        self._is_retired = True
+        self.replace()
 
     async def aclose(self) -> None:
         """Retire, end running exchanges with ConnectionLost, and wait until all sockets are closed."""

@@ -304,6 +304,15 @@ class WorkerTransport(httpx.AsyncBaseTransport):
             request=request,
         )
 
+    def replace(self) -> None:
+        """Keep no more connections; requests that were submitted finish."""
+        self._pool.replace()
+
+    @property
+    def is_unused(self) -> bool:
+        """Whether no connection is open or being opened."""
+        return not self._openings and not self.open_connections
+
     def retire(self) -> None:
         """Open and keep no more connections; running exchanges finish. New requests get ConnectRefused."""
         self._pool.retire()
@@ -437,12 +446,23 @@ class Transports:
             self._transports[worker] = transport
         return transport
 
+    def configure(self, options: UpstreamOptions) -> None:
+        """Use the options for further requests, on new connections; running exchanges keep theirs.
+
+        The files of `tls` are not read again.
+        """
+        self._options = options
+        for transport in self._transports.values():
+            transport.replace()
+        self._retired = [t for t in (*self._retired, *self._transports.values()) if not t.is_unused]
+        self._transports.clear()
+
     def forget(self, worker: Worker) -> None:
         """Remove a worker that left. Its idle connections close; running exchanges finish."""
         transport = self._transports.pop(worker, None)
         if transport is not None:
             transport.retire()
-            self._retired = [t for t in self._retired if t.open_connections] + [transport]
+            self._retired = [t for t in (*self._retired, transport) if not t.is_unused]
 
     async def aclose(self) -> None:
         """Close every connection; running exchanges fail."""

@@ -53,6 +53,8 @@ def parse_workers_file(text: str) -> tuple[WorkerSpec, ...]:
         mark = getattr(error, "problem_mark", None)
         place = f"line {mark.line + 1}" if mark else ""
         raise ConfigError(place, f"not YAML: {getattr(error, 'problem', None) or 'unreadable'}") from error
+    except (ValueError, RecursionError) as error:  # an impossible number or date, or a very deep document
+        raise ConfigError("", f"not YAML: {error}") from error
     if not isinstance(document, dict):
         raise ConfigError("", "must be a mapping with the key `workers`")
     try:
