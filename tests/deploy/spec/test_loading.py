@@ -454,7 +454,9 @@ def test_the_platforms_daemon_is_reported(own, read):
     ],
 )
 def test_a_size_is_applied_where_a_store_comes_up(changes, is_applied, own, read):
-    verdict, _ = found(read(own({"x-kvroute.l2.sizeGb": 3.0} | changes)))["x-kvroute.l2.sizeGb"]
+    verdict, _ = found(read(own({"x-kvroute.l1.sizeGb": 1.0, "x-kvroute.l2.sizeGb": 3.0} | changes)))[
+        "x-kvroute.l2.sizeGb"
+    ]
 
     assert (verdict == FieldVerdict.APPLIED.value) == is_applied
 

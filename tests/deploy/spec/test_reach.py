@@ -93,7 +93,7 @@ def test_the_daemon_of_hyperpods_nodes_is_nowhere_else(target, own, findings_of)
 
 
 def test_the_size_of_our_daemon_reaches_its_command_line(own, findings_of):
-    changes = {"x-kvroute.l2.sizeGb": 3.0}
+    changes = {"x-kvroute.l1.sizeGb": 1.0, "x-kvroute.l2.sizeGb": 3.0}
 
     assert findings_of(own(changes), "lmcache")["x-kvroute.l2.sizeGb"][0] is FieldVerdict.NOTED
     ours = findings_of(own(changes | {BACKEND: "tieredstorage"}), "lmcache")

@@ -171,6 +171,12 @@ x-kvroute:
         adminKeySecret: {{name: n, key: k}}
         resources: {{requests: {{cpu: 3}}}}
         settings: {{logging: {{level: debug}}}}
+    kubernetes:
+        podTemplate: {{spec: {{priorityClassName: a}}}}
+        servicePodTemplate: {{spec: {{priorityClassName: a}}}}
+        workload: Deployment
+        maxSurge: 1
+        metricsFrom: [{{ipBlock: {{cidr: 10.0.0.0/8}}}}]
 """
 
 # Where the next best value is not one: what else to write; nothing where the rest would have to change too.
@@ -202,6 +208,10 @@ OTHERS: dict[str, list[Any]] = {
         {"nodeSelectorTerms": [{"matchExpressions": [{"key": "c", "operator": "Exists"}]}]}
     ],
     "spec.tlsConfig.tlsCertificateOutputS3Uri": ["s3://other/x"],
+    "x-kvroute.kubernetes.podTemplate": [{"spec": {"priorityClassName": "b"}}],
+    "x-kvroute.kubernetes.servicePodTemplate": [{"spec": {"priorityClassName": "b"}}],
+    "x-kvroute.kubernetes.metricsFrom": [[{"podSelector": {}}]],
+    "x-kvroute.kubernetes.workload": [],
 }
 # Applied, but not with this document: other fields of it decide.
 COVERED_UP: dict[str, set[str]] = {
@@ -334,6 +344,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "mooncake": {BACKEND: "mooncake", "x-kvroute.l2.mooncake": {"segmentGb": 2.0, "deviceName": "x"}},
     "classic": {"x-kvroute.lmcache": {"mode": "classic", "chunkSize": 64}, "x-kvroute.l1.sizeGb": 2.0},
     "kvaware": {"spec.intelligentRoutingSpec.routingStrategy": "kvaware"},
+    "cluster": {
+        "x-kvroute.kubernetes.modelCache": {"claim": "c"},
+        "x-kvroute.kubernetes.gpuNodeLabels": ["gpu"],
+    },
+    "node folder": {"x-kvroute.kubernetes.modelCache": {"hostPath": "/models"}},
     "folder": {"spec.model": "/data/model", "spec.modelName": "name", "spec.maxDeployTimeInSeconds": 60},
 }
 SOURCES: dict[str, dict[str, Any]] = {

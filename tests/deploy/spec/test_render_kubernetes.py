@@ -1,15 +1,12 @@
 from __future__ import annotations
 
-import functools
 import json
-from pathlib import Path
 from typing import Any
 
 import jsonschema
-import kubernetes_validate
 import pytest
 import yaml
-from referencing import Registry, Resource
+from tests.support.manifests import check
 
 from kvroute.app.config import load
 from kvroute.deploy.l2.registry import BACKENDS
@@ -21,47 +18,10 @@ from kvroute.deploy.render.kubernetes import (
 )
 from kvroute.deploy.spec.loading import fix_layout
 
-SCHEMAS = Path(__file__).parents[2] / "data" / "schemas"
-CUSTOM = {
-    kind: json.loads((SCHEMAS / f"{name}.json").read_text())
-    for kind, name in (("ScaledObject", "keda-scaledobject"), ("ServiceMonitor", "servicemonitor"))
-}
 S3 = {"endpoint": "s3://b.s3.eu-central-1.amazonaws.com", "region": "eu-central-1"}
 BACKEND = "spec.kvCacheSpec.l2CacheSpec.l2CacheBackend"
 KVAWARE = {"spec.intelligentRoutingSpec.routingStrategy": "kvaware"}
 TRIGGER = {"serverAddress": "http://prometheus:9090", "query": "up", "targetValue": 4.5}
-
-
-@functools.cache
-def definitions() -> Registry[Any]:
-    """All types of the newest Kubernetes that is known; unknown keys are refused."""
-    contents = schema("_definitions")
-    return (Resource.from_contents(contents) @ Registry()).crawl()
-
-
-def schema(name: str) -> Any:
-    version = kubernetes_validate.latest_version()
-    file = f"kubernetes-json-schema/v{version}-local-strict/{name}.json"
-    return kubernetes_validate.utils.schema_contents(file, version)
-
-
-@functools.cache
-def validator(kind: str, api_version: str) -> jsonschema.Draft202012Validator:
-    """A cached validator; kubernetes_validate.validate makes one per object, which takes most of a second."""
-    group, _, version = api_version.rpartition("/")
-    name = f"{kind}-{group.split('.')[0]}-{version}" if group else f"{kind}-{version}"
-    contents = schema(name)
-    return jsonschema.Draft202012Validator(
-        contents, registry=Resource.from_contents(contents) @ definitions()
-    )
-
-
-def check(each: dict[str, Any]) -> None:
-    """One object: valid for the newest Kubernetes that is known."""
-    if each["kind"] in CUSTOM:
-        jsonschema.validate(each, CUSTOM[each["kind"]])
-    else:
-        validator(each["kind"].lower(), each["apiVersion"]).validate(each)
 
 
 def objects_of(plan) -> dict[tuple[str, str], dict[str, Any]]:

@@ -22,9 +22,9 @@ from kvroute.deploy.render.manifest import (
     Manifest,
     disruption_budget,
     http_get,
-    labels,
     manifest,
     matching,
+    pod_template,
     selector,
     service_port,
 )
@@ -159,32 +159,29 @@ def _deployment(
         container["env"] = [{"name": L2_PASSWORD_OPTION, "value": password}]
     routing = plan.spec.intelligent_routing_spec
     is_autoscaled = routing is not None and routing.auto_scaling_spec is not None
+    pod = {
+        "serviceAccountName": name,
+        # Otherwise a Service named kvroute would set KVROUTE_PORT and other variables in every pod.
+        "enableServiceLinks": False,
+        # Covers server.shutdown_delay_s, server.drain_timeout_s and closing the remaining connections.
+        "terminationGracePeriodSeconds": gateway_stop_s(config["server"]),
+        "securityContext": {
+            "runAsNonRoot": True,
+            "runAsUser": USER,
+            "runAsGroup": USER,
+            "fsGroup": USER,
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
+        "containers": [container],
+        "volumes": volumes,
+    }
     return {
         # With an autoscaler, `replicas` would undo its decision at each `kubectl apply`.
         **({} if is_autoscaled else {"replicas": gateway.replicas}),
         # A gateway ends when its successor is ready.
         "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxUnavailable": 0, "maxSurge": 1}},
         "selector": matching(plan, GATEWAY),
-        "template": {
-            "metadata": {"labels": labels(plan, GATEWAY)},
-            "spec": {
-                "serviceAccountName": name,
-                # Otherwise a Service named kvroute would set KVROUTE_PORT and other variables in every pod.
-                "enableServiceLinks": False,
-                # Covers server.shutdown_delay_s, server.drain_timeout_s and closing the remaining
-                # connections.
-                "terminationGracePeriodSeconds": gateway_stop_s(config["server"]),
-                "securityContext": {
-                    "runAsNonRoot": True,
-                    "runAsUser": USER,
-                    "runAsGroup": USER,
-                    "fsGroup": USER,
-                    "seccompProfile": {"type": "RuntimeDefault"},
-                },
-                "containers": [container],
-                "volumes": volumes,
-            },
-        },
+        "template": pod_template(plan, GATEWAY, pod, on_worker_nodes=False),
     }
 
 

@@ -117,10 +117,12 @@ def worker_environment(plan: EndpointPlan, worker: WorkerSite, site: DeploymentS
 def classic_settings(plan: EndpointPlan, cache: Cache, site: DeploymentSite) -> dict[str, object]:
     """The classic connector's settings that all workers share, with the keys of its YAML file."""
     extension = plan.extension
+    # Each rank of a worker (one per GPU) has its own memory of this size.
+    size = (extension.l1.size_gb if cache.l1 else extension.l1.staging_gb) / max(1, plan.gpus)
     settings: dict[str, object] = {
         "chunk_size": extension.lmcache.chunk_size,
         "local_cpu": cache.l1,
-        "max_local_cpu_size": extension.l1.size_gb if cache.l1 else extension.l1.staging_gb,
+        "max_local_cpu_size": round(size, 3),
         "cache_policy": "LRU",
     }
     if site.tier is not None:

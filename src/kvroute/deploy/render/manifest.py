@@ -8,7 +8,8 @@ from typing import Any
 
 from kvroute.deploy.l2.backend import L2Tier
 from kvroute.deploy.render.lmcache import PASSWORD
-from kvroute.deploy.render.plan import EndpointPlan
+from kvroute.deploy.render.plan import GPU, EndpointPlan
+from kvroute.deploy.spec.cluster import needs_gpu_label, with_overlay
 
 Manifest = dict[str, Any]
 
@@ -88,23 +89,54 @@ def plain_variables(environment: dict[str, str]) -> list[dict[str, Any]]:
 
 
 def node_affinity(plan: EndpointPlan) -> dict[str, Any] | None:
-    """The user's affinity rules, plus a rule for the instance types on HyperPod; None without rules."""
+    """The rules for the nodes of workers and their cache servers; None without rules.
+
+    They are the user's, a rule for the instance types on HyperPod, and the labels of nodes with GPUs.
+    """
     own = plan.spec.node_affinity
     rules: dict[str, Any] = own.model_dump(by_alias=True, exclude_none=True) if own is not None else {}
+    wanted: list[dict[str, Any]] = []
     if plan.instance_types:
+        key, values = "node.kubernetes.io/instance-type", list(plan.instance_types)
+        wanted = [{"key": key, "operator": "In", "values": values}]
+    elif needs_gpu_label(plan.spec, plan.extension):
+        labels = plan.extension.kubernetes.gpu_node_labels
+        wanted = [{"key": label, "operator": "Exists"} for label in labels]
+    if wanted:
         key = "requiredDuringSchedulingIgnoredDuringExecution"
-        wanted = {
-            "key": "node.kubernetes.io/instance-type",
-            "operator": "In",
-            "values": list(plan.instance_types),
-        }
         terms: Sequence[dict[str, Any]] = rules.get(key, {}).get("nodeSelectorTerms") or [{}]
+        # Of the terms, one must match.
         rules[key] = {
             "nodeSelectorTerms": [
-                {**term, "matchExpressions": [*term.get("matchExpressions", []), wanted]} for term in terms
+                {**term, "matchExpressions": [*term.get("matchExpressions", []), each]}
+                for term in terms
+                for each in wanted
             ]
         }
     return {"nodeAffinity": rules} if rules else None
+
+
+def placement(plan: EndpointPlan) -> dict[str, Any]:
+    """The parts of a pod's spec that put it on the nodes of the workers."""
+    parts: dict[str, Any] = {}
+    affinity = node_affinity(plan)
+    if affinity is not None:
+        parts["affinity"] = affinity
+    if plan.gpus:
+        # The usual taint of nodes with GPUs. Kubernetes adds the toleration only to pods that request GPUs.
+        parts["tolerations"] = [{"key": GPU, "operator": "Exists"}]
+    return parts
+
+
+def pod_template(
+    plan: EndpointPlan, component: str, pod: dict[str, Any], *, on_worker_nodes: bool
+) -> dict[str, Any]:
+    """The template of a component's pods with the user's overlay."""
+    own = worker_labels(plan) if component == WORKER else labels(plan, component)
+    template = {"metadata": {"labels": own}, "spec": pod}
+    settings = plan.extension.kubernetes
+    overlay = settings.pod_template if on_worker_nodes else settings.service_pod_template
+    return with_overlay(template, overlay, is_main=component in (WORKER, GATEWAY))
 
 
 def disruption_budget(plan: EndpointPlan, component: str) -> Manifest:

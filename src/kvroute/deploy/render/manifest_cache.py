@@ -12,16 +12,17 @@ from kvroute.deploy.render.manifest import (
     Manifest,
     cache_variables,
     http_get,
-    labels,
     manifest,
     matching,
-    node_affinity,
+    placement,
     plain_variables,
+    pod_template,
     selector,
     service_port,
 )
 from kvroute.deploy.render.plan import Cache, EndpointPlan
 from kvroute.deploy.render.site import LMCACHE_HTTP_PORT, LMCACHE_PORT, DeploymentSite
+from kvroute.deploy.spec.cluster import shares_host_memory
 
 OVERHEAD_GB = 4.0
 """Memory of an LMCache server in addition to its first tier."""
@@ -29,12 +30,7 @@ OVERHEAD_GB = 4.0
 
 def needs_host_ipc(plan: EndpointPlan) -> bool:
     """Whether engine, LMCache and storage daemon share memory across pods."""
-    cache = plan.cache
-    if cache is None:
-        return False
-    has_daemon = cache.l2 is not None and cache.l2.service_name == "tierd"
-    across_pods = cache.has_servers and not cache.per_worker
-    return across_pods or (has_daemon and plan.extension.platform != "hyperpod")
+    return plan.cache is not None and shares_host_memory(plan.spec, plan.extension)
 
 
 def has_sidecar(plan: EndpointPlan) -> bool:
@@ -108,7 +104,14 @@ def cache_manifests(plan: EndpointPlan, site: DeploymentSite) -> Iterator[Manife
         return
     name = f"{plan.name}-lmcache"
     volumes = tier_volumes(plan, site)
-    affinity = node_affinity(plan)
+    pod = {
+        "enableServiceLinks": False,
+        "automountServiceAccountToken": False,
+        "hostIPC": True,
+        **placement(plan),
+        "containers": [lmcache_container(plan, cache, site)],
+        **({"volumes": volumes} if volumes else {}),
+    }
     yield manifest(
         "apps/v1",
         "DaemonSet",
@@ -117,17 +120,7 @@ def cache_manifests(plan: EndpointPlan, site: DeploymentSite) -> Iterator[Manife
         LMCACHE,
         spec={
             "selector": matching(plan, LMCACHE),
-            "template": {
-                "metadata": {"labels": labels(plan, LMCACHE)},
-                "spec": {
-                    "enableServiceLinks": False,
-                    "automountServiceAccountToken": False,
-                    "hostIPC": True,
-                    **({"affinity": affinity} if affinity is not None else {}),
-                    "containers": [lmcache_container(plan, cache, site)],
-                    **({"volumes": volumes} if volumes else {}),
-                },
-            },
+            "template": pod_template(plan, LMCACHE, pod, on_worker_nodes=True),
         },
     )
     yield manifest(
@@ -189,7 +182,7 @@ def _tier_workload(plan: EndpointPlan, service: ServiceSpec) -> Manifest:
     if service.peers_flag:
         command += [service.peers_flag, f"{_peers_name(plan, service)}:{service.port}"]
     memory = f"{round(service.memory_gb * 1024 * 1.25 + 256)}Mi"
-    affinity = node_affinity(plan) if service.scope is Scope.PER_NODE else None
+    per_node = service.scope is Scope.PER_NODE
     container = {
         "name": service.name,
         "image": service.image,
@@ -204,12 +197,12 @@ def _tier_workload(plan: EndpointPlan, service: ServiceSpec) -> Manifest:
         "enableServiceLinks": False,
         "automountServiceAccountToken": False,
         **({"hostIPC": True} if service.shares_memory else {}),
-        **({"affinity": affinity} if affinity is not None else {}),
+        **(placement(plan) if per_node else {}),
         "containers": [container],
     }
-    template = {"metadata": {"labels": labels(plan, service.name)}, "spec": pod}
+    template = pod_template(plan, service.name, pod, on_worker_nodes=per_node)
     spec: dict[str, Any] = {"selector": matching(plan, service.name), "template": template}
-    if service.scope is Scope.PER_NODE:
+    if per_node:
         return manifest("apps/v1", "DaemonSet", plan, f"{plan.name}-{service.name}", service.name, spec=spec)
     # Two instances at the same time would be two caches.
     spec |= {"replicas": 1, "strategy": {"type": "Recreate"}}

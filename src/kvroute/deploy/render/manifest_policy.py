@@ -30,6 +30,7 @@ PROMETHEUS = {
     "namespaceSelector": {},
     "podSelector": {"matchLabels": {"app.kubernetes.io/name": "prometheus"}},
 }
+"""The pods of Prometheus, as its charts and its operator label them."""
 
 
 # --- network ----------------------------------------------------------------------------------------------
@@ -40,7 +41,9 @@ def network_manifests(plan: EndpointPlan, site: DeploymentSite) -> Iterator[Mani
     gateway = {"podSelector": matching(plan, GATEWAY)}
     workers = {"podSelector": matching(plan, WORKER)}
     servers = {"podSelector": matching(plan, LMCACHE)}
-    cache = plan.cache
+    cache, own_scrapers = plan.cache, plan.extension.kubernetes.metrics_from
+    scrapers = [PROMETHEUS] if own_scrapers is None else own_scrapers
+    is_scraped = plan.metrics.enabled and bool(scrapers)
     worker_rules = [_allow([gateway], plan.port)]
     if plan.has_events:
         worker_rules.append(_allow([gateway], *event_ports(plan).values()))
@@ -48,10 +51,10 @@ def network_manifests(plan: EndpointPlan, site: DeploymentSite) -> Iterator[Mani
             worker_rules.append(
                 _allow([gateway], *range(CLASSIC_WORKER_PORT, CLASSIC_WORKER_PORT + max(1, plan.gpus)))
             )
-    if plan.metrics.enabled:
-        worker_rules.append(_allow([PROMETHEUS], plan.port))
+    if is_scraped:
+        worker_rules.append(_allow(scrapers, plan.port))
         if has_sidecar(plan):
-            worker_rules.append(_allow([PROMETHEUS], LMCACHE_HTTP_PORT))
+            worker_rules.append(_allow(scrapers, LMCACHE_HTTP_PORT))
     if has_sidecar(plan):
         worker_rules.append(_allow([gateway], LMCACHE_HTTP_PORT))
     yield _policy(plan, WORKER, worker_rules)
@@ -66,16 +69,16 @@ def network_manifests(plan: EndpointPlan, site: DeploymentSite) -> Iterator[Mani
 
     if cache is not None and cache.has_servers and not cache.per_worker:
         rules = [_allow([workers], LMCACHE_PORT), _allow([gateway], LMCACHE_HTTP_PORT)]
-        if plan.metrics.enabled:
-            rules.append(_allow([PROMETHEUS], LMCACHE_HTTP_PORT))
+        if is_scraped:
+            rules.append(_allow(scrapers, LMCACHE_HTTP_PORT))
         yield _policy(plan, LMCACHE, rules)
     for service in site.tier.services if site.tier else ():
         # Storage daemons fetch entries from each other.
         peers = [workers, servers, {"podSelector": matching(plan, service.name)}]
         if queries_l2(plan, site):
             peers.append(gateway)
-        if plan.metrics.enabled and service.metrics_path is not None:
-            peers.append(PROMETHEUS)
+        if is_scraped and service.metrics_path is not None:
+            peers += scrapers
         yield _policy(plan, service.name, [_allow(peers, service.port)])
 
 
@@ -103,7 +106,7 @@ def scaling_manifests(plan: EndpointPlan) -> Iterator[Manifest]:
     """Autoscalers of workers and gateway: KEDA's if the spec has triggers, else an HPA on CPU use."""
     routing = plan.spec.intelligent_routing_spec
     for component, kind, target, scaling in (
-        (WORKER, "StatefulSet", f"{plan.name}-worker", plan.spec.auto_scaling_spec),
+        (WORKER, plan.extension.kubernetes.workload, f"{plan.name}-worker", plan.spec.auto_scaling_spec),
         (GATEWAY, "Deployment", f"{plan.name}-gateway", routing.auto_scaling_spec if routing else None),
     ):
         if scaling is None:

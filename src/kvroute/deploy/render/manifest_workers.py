@@ -1,5 +1,4 @@
-"""Kubernetes objects of the workers: a StatefulSet, so that each worker keeps its name, and the model's
-volume."""
+"""Kubernetes objects of the workers: their StatefulSet or Deployment, and the model's volume."""
 
 from __future__ import annotations
 
@@ -15,11 +14,11 @@ from kvroute.deploy.render.manifest import (
     http_get,
     manifest,
     matching,
-    node_affinity,
+    placement,
     plain_variables,
+    pod_template,
     selector,
     service_port,
-    worker_labels,
 )
 from kvroute.deploy.render.manifest_cache import (
     has_sidecar,
@@ -60,19 +59,26 @@ def worker_manifests(plan: EndpointPlan, site: DeploymentSite) -> Iterator[Manif
             "ports": ports,
         },
     )
+    settings = plan.extension.kubernetes
+    kind = settings.workload
+    # Without surge, whole nodes are free for the new worker only after the old one has ended.
+    surge = {"maxSurge": settings.max_surge, "maxUnavailable": 0 if settings.max_surge else 1}
+    of_kind: dict[str, dict[str, Any]] = {
+        "StatefulSet": {"serviceName": name, "podManagementPolicy": "Parallel"},
+        "Deployment": {"strategy": {"type": "RollingUpdate", "rollingUpdate": surge}},
+    }
     yield manifest(
         "apps/v1",
-        "StatefulSet",
+        kind,
         plan,
         f"{plan.name}-worker",
         WORKER,
         spec={
             # With an autoscaler, `replicas` would undo its decision at each `kubectl apply`.
             **({} if plan.spec.auto_scaling_spec is not None else {"replicas": plan.replicas}),
-            "serviceName": name,
-            "podManagementPolicy": "Parallel",
+            **of_kind[kind],
             "selector": matching(plan, WORKER),
-            "template": {"metadata": {"labels": worker_labels(plan)}, "spec": _pod(plan, site)},
+            "template": pod_template(plan, WORKER, _pod(plan, site), on_worker_nodes=True),
         },
     )
     yield disruption_budget(plan, WORKER)
@@ -89,9 +95,7 @@ def _pod(plan: EndpointPlan, site: DeploymentSite) -> dict[str, Any]:
     for key in ("schedulerName", "serviceAccountName"):
         if key in extra:
             pod[key] = extra[key]
-    affinity = node_affinity(plan)
-    if affinity is not None:
-        pod["affinity"] = affinity
+    pod |= placement(plan)
     if plan.resources.claims:
         pod["resourceClaims"] = [{"name": claim.name} for claim in plan.resources.claims]
     host_ipc = needs_host_ipc(plan)
@@ -205,7 +209,7 @@ def _volumes(plan: EndpointPlan, host_ipc: bool) -> list[dict[str, Any]]:
         volumes.append({"name": "shm", "emptyDir": {"medium": "Memory"}})
     model = plan.model
     if model.volume is None:
-        volumes.append({"name": "models", "emptyDir": {}})
+        volumes.append({"name": "models", **_downloads(plan)})
     elif model.store is not None:
         claim = {"claimName": f"{plan.name}-model", "readOnly": True}
         volumes.append({"name": model.volume.name, "persistentVolumeClaim": claim})
@@ -214,6 +218,16 @@ def _volumes(plan: EndpointPlan, host_ipc: bool) -> list[dict[str, Any]]:
             {"name": model.volume.name, "hostPath": {"path": _node_path(model.location), "type": "Directory"}}
         )
     return volumes
+
+
+def _downloads(plan: EndpointPlan) -> dict[str, Any]:
+    """The kind of volume for downloaded models."""
+    cache = plan.extension.kubernetes.model_cache
+    if cache is not None and cache.claim is not None:
+        return {"persistentVolumeClaim": {"claimName": cache.claim}}
+    if cache is not None and cache.host_path is not None:
+        return {"hostPath": {"path": cache.host_path, "type": "DirectoryOrCreate"}}
+    return {"emptyDir": {}}
 
 
 def _node_path(folder: str) -> str:

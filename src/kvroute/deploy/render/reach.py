@@ -9,6 +9,7 @@ from typing import Any, Final
 from kvroute.deploy.render.lmcache import PASSWORD
 from kvroute.deploy.render.plan import Cache, EndpointPlan
 from kvroute.deploy.render.site import EVENTS_PORT, REPLAY_PORT, DeploymentSite
+from kvroute.deploy.spec.cluster import cluster_notes
 from kvroute.deploy.spec.endpoint import Document
 from kvroute.deploy.spec.loading import Finding
 from kvroute.deploy.spec.source import FieldVerdict, Path, dotted
@@ -129,8 +130,16 @@ _TIERD_TEXT = "`kvroute tierd`, with the same protocol as the storage daemon tha
 
 
 def findings_for(target: str, document: Document, findings: Iterable[Finding]) -> Iterator[Finding]:
-    """Yield `findings` for `target`: applied fields that have no effect there become noted ones."""
+    """Yield `findings` for `target`: applied fields that have no effect there become noted ones.
+
+    For Kubernetes, also what the operator must know about the cluster.
+    """
+    notes = cluster_notes(document) if target == KUBERNETES else {}
     for finding in findings:
+        if finding.verdict is not FieldVerdict.WRONG and finding.path in notes:
+            text = notes.pop(finding.path)
+            yield dataclasses.replace(finding, verdict=FieldVerdict.NOTED, text=text)
+            continue
         is_applied = finding.verdict is FieldVerdict.APPLIED or finding.text.startswith("applied")
         why = _why_not(target, document, finding.path) if is_applied and finding.path else ""
         if why:
@@ -140,6 +149,8 @@ def findings_for(target: str, document: Document, findings: Iterable[Finding]) -
             yield dataclasses.replace(finding, verdict=FieldVerdict.APPLIED, text=_TIERD_TEXT)
         else:
             yield finding
+    for path, text in notes.items():
+        yield Finding(path, None, FieldVerdict.NOTED, text)
 
 
 def _why_not(target: str, document: Document, path: Path) -> str:

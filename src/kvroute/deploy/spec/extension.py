@@ -42,7 +42,9 @@ class Lmcache(Fields):
 class L1(Fields):
     """LMCache's first tier, in CPU memory."""
 
-    size_gb: float = applied(20.0, becomes="size of the first tier, per LMCache server", gt=0)
+    size_gb: float = applied(
+        20.0, becomes="size of the first tier, per LMCache server; in the classic mode per worker", gt=0
+    )
     eviction_policy: Literal["LRU", "ARC", "noop"] = applied(
         "LRU", becomes="the first tier's eviction policy"
     )
@@ -112,6 +114,55 @@ class Gateway(Fields):
     settings: dict[str, Any] | None = applied(becomes="other sections of the gateway's configuration")
 
 
+GPU_NODE_LABELS = (
+    "nvidia.com/gpu.present",  # NVIDIA's feature discovery, and the GPU operator
+    "nvidia.com/gpu",
+    "cloud.google.com/gke-accelerator",
+    "kubernetes.azure.com/accelerator",
+    "k8s.amazonaws.com/accelerator",
+    "karpenter.k8s.aws/instance-gpu-count",
+    "eks.amazonaws.com/instance-gpu-count",
+)
+"""Labels of nodes with GPUs, as clouds and NVIDIA's components set them."""
+
+
+class ModelCache(Fields):
+    """Where downloaded models stay when a worker's pod ends. Only one of the fields can be given."""
+
+    claim: str | None = applied(
+        becomes="the ReadWriteMany claim that keeps downloaded models (Kubernetes)", min_length=1
+    )
+    host_path: str | None = applied(
+        becomes="the nodes' folder that keeps downloaded models (Kubernetes)", pattern=r"^/."
+    )
+
+
+class ClusterSettings(Fields):
+    """Settings of the rendered Kubernetes objects."""
+
+    pod_template: dict[str, Any] | None = applied(
+        becomes="an overlay of the workers' pods, and the placement of the cache servers of their nodes "
+        "(Kubernetes)"
+    )
+    service_pod_template: dict[str, Any] | None = applied(
+        becomes="an overlay of the gateway's pods and of the stores' pods (Kubernetes)"
+    )
+    gpu_node_labels: list[str] = applied(
+        list(GPU_NODE_LABELS),
+        becomes="if the spec does not choose nodes, they must have one of these labels (Kubernetes)",
+    )
+    workload: Literal["StatefulSet", "Deployment"] = applied(
+        "StatefulSet", becomes="the kind of object that runs the workers (Kubernetes)"
+    )
+    max_surge: int = applied(
+        0, becomes="workers that start before a rolling update ends old ones (Kubernetes)", ge=0
+    )
+    model_cache: ModelCache | None = section()
+    metrics_from: list[dict[str, Any]] | None = applied(
+        becomes="the NetworkPolicy peers that may read metrics (Kubernetes)"
+    )
+
+
 class Extension(Fields):
     """kvroute's own settings."""
 
@@ -130,6 +181,7 @@ class Extension(Fields):
     l2: L2 = section(L2())
     routing: Routing = section(Routing())
     gateway: Gateway = section(Gateway())
+    kubernetes: ClusterSettings = section(ClusterSettings())
 
 
 L2.model_rebuild()

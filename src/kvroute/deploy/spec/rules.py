@@ -9,6 +9,7 @@ from pydantic.alias_generators import to_camel, to_snake
 
 from kvroute.deploy.l2.backend import Backend, has_password, masked
 from kvroute.deploy.l2.registry import BACKENDS, backend_named
+from kvroute.deploy.spec.cluster import cluster_rules
 from kvroute.deploy.spec.endpoint import Document, InferenceEndpointConfig
 from kvroute.deploy.spec.source import FieldVerdict, Path
 from kvroute.deploy.spec.worker import (
@@ -54,6 +55,7 @@ def rule_findings(document: Document, strategies: Collection[str]) -> Iterator[R
         yield from _source(document.spec.model_source_config, document)
         yield from _placement(document)
     yield from _scaling(document)
+    yield from cluster_rules(document)
     if document.x_kvroute.gateway.replicas > 1:
         yield _noted(
             ("x-kvroute", "gateway", "replicas"),
@@ -119,7 +121,7 @@ def _second_tier(
     if name is None:
         yield _wrong((*_L2, "l2CacheBackend"), "is required when enableL2Cache is true")
         return
-    backend = backend_named(name)
+    backend, cache = backend_named(name), document.spec.kv_cache_spec
     if url is not None and not backend.accepts_url:
         yield _noted((*_L2, "l2CacheLocalUrl"), f"{name} has no URL")
     elif url is not None:
@@ -140,6 +142,15 @@ def _second_tier(
         yield _noted(("x-kvroute", "l2", "passwordSecret"), _why_no_password(backend, classic=classic))
     if "size_gb" in document.x_kvroute.l2.model_fields_set and not _has_own_store(document, backend, url):
         yield _noted(("x-kvroute", "l2", "sizeGb"), "no store is started for this second tier")
+    tiers = document.x_kvroute
+    is_smaller = tiers.l2.size_gb <= tiers.l1.size_gb and tiers.l2.store_policy != "skip_l1"
+    if _has_own_store(document, backend, url) and cache is not None and cache.enable_l1_cache and is_smaller:
+        reason = (
+            f"applied, but {tiers.l2.size_gb:g} GB are not more than the first tier's "
+            f"{tiers.l1.size_gb:g} GB (x-kvroute.l1.sizeGb), whose entries the second tier keeps, too: "
+            "make it larger"
+        )
+        yield _noted(("x-kvroute", "l2", "sizeGb"), reason, is_whole_text=True)
     for path, reason in backend.missing(document.x_kvroute, url):
         yield _wrong(path, reason)
     if classic and not backend.has_classic:
