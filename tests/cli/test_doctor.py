@@ -73,21 +73,55 @@ async def test_without_anything_to_examine_the_exit_code_is_2(tmp_path):
 
     assert [nothing.exit_code, unreadable.exit_code, silent.exit_code] == [2, 2, 2]
     assert "no workers to examine" in nothing.stderr
-    assert "did you mean server.port?" in unreadable.stderr
+    assert f"error: {wrong}: server.prot: unknown option; did you mean server.port?" in unreadable.stdout
+    assert f"fix: Correct this line; `kvroute check -c {wrong}` prints each value" in unreadable.stdout
     assert "does not show its configuration" in silent.stderr
 
 
-async def test_two_workers_with_one_name_are_named(tmp_path):
-    """The configuration itself is refused: the doctor says which line is wrong."""
+async def test_two_workers_with_one_name_are_named_until_each_has_its_own(tmp_path):
+    """The gateway does not start with such a file."""
     file = tmp_path / "c.yaml"
-    file.write_text(
-        "fleet:\n  workers:\n    - {id: w0, url: 'http://a:1'}\n    - {id: w0, url: 'http://b:1'}\n"
-    )
+    async with sims({}, {}) as [one, other]:
 
-    result = await run("doctor", "-c", file)
+        def write(second: str) -> None:
+            workers = [{"id": "w0", "url": one.url}, {"id": second, "url": other.url}]
+            file.write_text(yaml.safe_dump({"fleet": {"workers": workers}}))
 
-    assert result.exit_code == 2
-    assert "two workers have the id 'w0'" in result.stderr
+        write("w0")
+        broken = await run("doctor", "-c", file, "--port", "9", "--no-probe")
+        as_json = await run("doctor", "-c", file, "--port", "9", "--no-probe", "--json")
+        write("w1")
+        fixed = await run("doctor", "-c", file, "--port", "9", "--no-probe")
+
+    assert broken.exit_code == 2
+    assert f"error: {file}: fleet.workers: two workers have the id 'w0' (c.yaml:2) [same-" in broken.stdout
+    assert "    fix: Give each worker its own `id`" in broken.stdout
+    assert json.loads(as_json.stdout)["findings"][0]["code"] == "same-name"
+    assert fixed.exit_code == 0, fixed.output
+
+
+async def test_a_worker_that_two_sources_name_is_named_until_its_id_differs(tmp_path):
+    """The gateway starts, and ignores the second one."""
+    listed = tmp_path / "workers.yaml"
+    async with sims({}, {}) as [one, other]:
+        arguments = [
+            "--worker",
+            f"w0={one.url}",
+            "--set",
+            f"fleet.file={listed}",
+            "--port",
+            "9",
+            "--no-probe",
+        ]
+        listed.write_text(yaml.safe_dump({"workers": [{"id": "w0", "url": other.url}]}))
+        broken = await run("doctor", *arguments)
+        listed.write_text(yaml.safe_dump({"workers": [{"id": "w1", "url": other.url}]}))
+        fixed = await run("doctor", *arguments)
+
+    assert broken.exit_code == 1, broken.output
+    assert f"error: worker w0 ({other.url}): has the same id as {one.url}" in broken.stdout
+    assert fixed.exit_code == 0, fixed.output
+    assert "2 workers examined: 0 errors" in fixed.stdout
 
 
 async def test_the_findings_as_json():

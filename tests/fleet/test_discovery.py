@@ -64,7 +64,7 @@ def test_an_empty_list_is_a_list() -> None:
         ("workers: ['http://a', {id: b}]", "workers[1].url", "required"),
         ("workers: ['http://a', 'b:1']", "workers[1].url", "must look like http://host:port"),
         ("workers: [{url: 'http://a', capacity_tokens: 0}]", "workers[0].capacity_tokens", "greater than 0"),
-        ("workers: ['http://a', 'http://a']", "", "two workers have the id 'a'"),
+        ("workers: ['http://a', 'http://a']", "workers", "two workers have the id 'a'"),
         ("workers: [\n'http://a'", "line 2", "not YAML"),
         ("workers: !!python/object:os.system {}", "line 1", "not YAML"),
         ("workers: " + "[" * 10_000, "", "not YAML"),

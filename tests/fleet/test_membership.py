@@ -56,6 +56,23 @@ def test_a_second_id_for_one_url_is_left_out_and_logged_once(caplog: pytest.LogC
     assert set(wanted.merged()) == {"b"}
 
 
+def test_a_second_url_for_one_id_is_logged_once_unless_an_operator_set_the_first(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    wanted = DesiredWorkers()
+    wanted.replace("static", [spec("a", "http://one:1"), spec("b")])
+    wanted.replace("file", [spec("a", "http://two:1"), spec("b")])
+
+    wanted.merged()
+    wanted.merged()
+
+    assert caplog.messages == ["worker a (http://two:1) of file is ignored: http://one:1 has the same id"]
+    wanted.add(spec("a", "http://hand:1"))
+    wanted.replace("static", [])
+    wanted.merged()
+    assert len(caplog.messages) == 1
+
+
 def test_a_worker_removed_by_an_admin_stays_removed_while_its_source_lists_it() -> None:
     wanted = DesiredWorkers()
     wanted.replace("file", [spec("a"), spec("b")])

@@ -10,6 +10,7 @@ import socket
 import subprocess
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,17 @@ import httpx
 import pytest
 import redis.asyncio
 from tests.integration.conftest import gateway
-from tests.support.cache_servers import CacheServers
+from tests.support.cache_servers import CacheInstance, CacheServers
 from tests.support.waiting import until
 
 from kvroute.app.config import Config
 from kvroute.cli.doctor import examine
+from kvroute.clock import SystemClock
+from kvroute.deploy.prepare import free_ports
 from kvroute.doctor.findings import Finding, Severity, exit_code
+from kvroute.index.chunk_index import ChunkIndex
+from kvroute.lmcache.controller import Controller
+from kvroute.lmcache.options import ControllerOptions
 from kvroute.sim.app import RunningSim, run_sim
 from kvroute.sim.options import SimOptions
 from kvroute.sim.publisher import Fault
@@ -245,17 +251,56 @@ async def test_a_degraded_lmcache_server_is_named():
         assert codes(await with_servers(CacheServers("w0"), workers)) == set()
 
 
+async def test_a_wrong_hash_seed_is_named_until_the_gateway_uses_the_engines_seed():
+    """LMCache inside the engine, with PYTHONHASHSEED=7. tests/engine/test_doctor.py has the real one."""
+    chunk = 64
+    theirs = ControllerOptions(hash_seed="7", chunk_tokens=chunk)
+    scheme = Controller(ChunkIndex(), SystemClock(), theirs).scheme
+    async with sims({}) as [worker]:
+
+        async def with_seed(seed: str) -> list[Finding]:
+            pull, reply = (f"127.0.0.1:{port}" for port in free_ports(2))
+            options = _controller(
+                pull=pull, reply=reply, hash_seed=seed, chunk_tokens=chunk, mismatch_prompts=1
+            )
+            config = configuration([worker.url], lmcache={"controller": options})
+            instance = CacheInstance("w0", scheme)
+            async with gateway(config) as running:
+                await running.until_healthy(1)
+                async with instance.reporting_to(pull, reply):
+                    prompts = count(1)
+
+                    async def compared() -> bool:
+                        tokens = [next(prompts)] * 2 * chunk
+                        body = {"model": "sim-model", "prompt": tokens, "max_tokens": 1}
+                        assert (await running.client.post("/v1/completions", json=body)).is_success
+                        await instance.store(tokens)
+                        return running.runtime.cache_tracker.lmcache.describe()["uncompared"] == []
+
+                    _, before, _ = await examine(config, url=running.url, probes=False)
+                    assert ("hashes-differ", "not checked") in {(e.code, e.severity.value) for e in before}
+                    await until(compared)
+                    _, found, _ = await examine(config, url=running.url)
+            return found
+
+        finding = named(await with_seed("0"), "hashes-differ")
+        assert "LMCache instance 'w0' computes other chunk hashes" in finding.what
+        assert "or set lmcache.controller.hash_seed" in finding.fix
+
+        assert codes(await with_seed("7")) == set()
+
+
 # --- L2 ---------------------------------------------------------------------------------------------------
 
 
 @asynccontextmanager
-async def running_redis(folder: Path) -> AsyncIterator[tuple[str, redis.asyncio.Redis]]:
+async def running_redis(
+    folder: Path, port: int | None = None
+) -> AsyncIterator[tuple[str, redis.asyncio.Redis]]:
     program = shutil.which("redis-server") or shutil.which("valkey-server")
     if program is None:
         pytest.skip("no redis-server")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = port or free_ports(1)[0]
     argv = [program, "--port", str(port), "--save", "", "--requirepass", "hunter2", "--dir", str(folder)]
     url = f"redis://:hunter2@127.0.0.1:{port}/0"
     with (folder / "log").open("wb") as log, subprocess.Popen(argv, stdout=log, stderr=log) as process:
@@ -297,9 +342,26 @@ async def test_the_redis_of_l2_is_judged_by_policy_and_memory(tmp_path):
         await store.config_set("maxmemory-policy", "allkeys-lru")
         assert codes(await examined(config)) == set()
 
-    found = await examined(config, probes=False)
-    assert "127.0.0.1" in named(found, "l2-unreachable").subject
-    assert "hunter2" not in str(found)
+
+async def test_a_redis_that_does_not_answer_is_named_until_it_is_started(tmp_path):
+    [port] = free_ports(1)
+    async with sims({}) as [worker]:
+        url = f"redis://:hunter2@127.0.0.1:{port}/0"
+        config = configuration([worker.url], lmcache={"l2": {"redis_url": url}})
+        found = await examined(config)
+        finding = named(found, "l2-unreachable")
+        assert f"127.0.0.1:{port}" in finding.subject
+        assert finding.fix.startswith("Start the Redis")
+        assert codes(found) == {"l2-unreachable"}
+        assert "hunter2" not in str(found)
+
+        async with running_redis(tmp_path, port) as (_, store):
+            await store.config_set("maxmemory", "8mb")
+            await store.config_set("maxmemory-policy", "allkeys-lru")
+            assert codes(await examined(config)) == set()
+
+            wrong = configuration([worker.url], lmcache={"l2": {"redis_url": url.replace("hunter2", "h3")}})
+            assert named(await examined(wrong), "l2-unreachable").what == "refuses the password"
 
 
 async def test_without_a_gateway_the_workers_are_examined_and_the_rest_is_not_checked():

@@ -1,4 +1,5 @@
-"""LMCache servers as the coordinator and the doctor see them."""
+"""LMCache as the gateway and the doctor see it: servers that report to the coordinator, and an instance in
+an engine that reports to the controller."""
 
 from __future__ import annotations
 
@@ -8,7 +9,12 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import httpx
+import zmq
+import zmq.asyncio
 from tests.support.sockets import tcp_server
+
+from kvroute.blocks.chunks import ChunkScheme, chunk_keys
+from kvroute.wire import lmcache_controller as wire
 
 
 class CacheServers:
@@ -63,3 +69,35 @@ class CacheServers:
                     "capacity_revision": 1,
                 }
                 assert (await client.post("/events", json={"batches": [batch]})).json()["applied"] == 1
+
+
+class CacheInstance:
+    """An in-process LMCache that reports chunks under the hashes of `scheme` to a controller's sockets."""
+
+    def __init__(self, name: str, scheme: ChunkScheme) -> None:
+        self._sender = {"instance_id": name, "worker_id": 0}
+        self._scheme = scheme
+        self._sent = 0
+
+    @asynccontextmanager
+    async def reporting_to(self, pull: str, reply: str) -> AsyncIterator[None]:
+        context = zmq.asyncio.Context()
+        self._push, requests = context.socket(zmq.PUSH), context.socket(zmq.DEALER)
+        try:
+            self._push.connect(f"tcp://{pull}")
+            requests.connect(f"tcp://{reply}")
+            await requests.send_multipart([b"", wire.encode(wire.Register(**self._sender))])
+            await requests.recv_multipart()
+            yield
+        finally:
+            context.destroy(linger=0)
+
+    async def store(self, tokens: Sequence[int]) -> None:
+        """Report the chunks of a computed prompt."""
+        operations = [
+            wire.Operation("admit", key, self._sent + place)
+            for place, key in enumerate(chunk_keys(tokens, self._scheme))
+        ]
+        self._sent += len(operations)
+        message = wire.KvOperations(**self._sender, location="LocalCPUBackend", operations=operations)
+        await self._push.send_multipart([wire.encode(message)])

@@ -230,6 +230,7 @@ class LMCache:
         return {
             "servers": servers,
             "instances": [] if self._controller is None else self._controller.instance_names(),
+            "uncompared": [] if self._controller is None else self._controller.uncompared(),
             "problems": [] if self._controller is None else self._controller.problems(),
         }
 

@@ -27,7 +27,7 @@ from kvroute.app.config import Config, Loaded, load, masked
 from kvroute.app.config_loading import ConfigSetting
 from kvroute.app.tokenizing import model_folder
 from kvroute.cli.serve import InvalidConfiguration, configured
-from kvroute.doctor.checks import diagnose
+from kvroute.doctor.checks import diagnose, refused
 from kvroute.doctor.findings import Finding, Severity, exit_code
 from kvroute.doctor.gather import CompareTokenizer, Gatherer
 from kvroute.doctor.observations import Deployment, Observations
@@ -53,6 +53,25 @@ _OWN_DESCRIPTORS = 256
 
 class CannotRun(InvalidConfiguration):
     exit_code = 2
+
+
+class Refused(CannotRun):
+    """The deployment cannot be examined. A wrong configuration is printed as findings."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        context = click.get_current_context(silent=True)
+        flags = context.params if context is not None else {}
+        self._as_json = bool(flags.get("as_json"))
+        self._source = str(flags.get("spec") or flags.get("file") or "")
+
+    def show(self, file: Any = None) -> None:
+        cause = self.__cause__
+        if not isinstance(cause, InvalidConfig):
+            super().show(file)
+            return
+        found = refused(cause.problems, self._source)
+        click.echo(as_document(found) if self._as_json else as_text(found, Observations(())), nl=False)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -84,7 +103,7 @@ url_option = click.option("--url", metavar="URL", help="A running gateway; its o
     type=click.Path(path_type=Path, dir_okay=False),
     help="Also write a support archive (tar.gz) without secrets and prompts.",
 )
-@configured(CannotRun, lambda flags: _spec_settings(flags))
+@configured(Refused, lambda flags: _spec_settings(flags))
 @click.pass_context
 def doctor(context: click.Context, loaded: Loaded) -> None:
     """Examine a deployment: workers, events, LMCache, L2, keys and limits; each finding with its fix.
@@ -160,7 +179,7 @@ async def _examined(config: Config, url: str | None) -> _Examined:
     """The deployment that `config` describes, or that the gateway at `url` runs. Raises ConfigError."""
     gateway = (url or _own_url(config)).rstrip("/")
     admin = _admin_key(config, gateway)
-    workers: tuple[WorkerSpec, ...] | None = None
+    workers: tuple[WorkerSpec, ...] = ()
     async with _client(config) as client:
         if url is not None:
             described = await _ask(client, gateway, "/admin/config", admin)
@@ -172,15 +191,19 @@ async def _examined(config: Config, url: str | None) -> _Examined:
                 )
             config = _with_secrets(described, config)
         listed = await _ask(client, gateway, "/admin/workers", admin)
+    ignored: _Ignored = ()
+    unknown = ""
+    if url is None or listed is None:
+        # Also beside a running gateway: its list lacks the workers that it ignores.
+        workers, ignored, unknown = _configured_workers(config, may_be_none=listed is not None)
     if listed is not None:
+        unknown = ""
         workers = tuple(
             WorkerSpec(WorkerId(entry["id"]), entry["url"], tuple(entry.get("models") or ()))
             for entry in listed["workers"]
         )
-    unknown = ""
-    if workers is None:
-        workers, unknown = _configured_workers(config)
-    return _Examined(_deployment(config, workers, unknown, gateway, admin), config)
+    deployment = _deployment(config, workers, unknown, gateway, admin)
+    return _Examined(dataclasses.replace(deployment, ignored=ignored), config)
 
 
 def _own_url(config: Config) -> str:
@@ -241,22 +264,36 @@ def _without_masks(value: Any) -> Any:
     return value
 
 
-def _configured_workers(config: Config) -> tuple[tuple[WorkerSpec, ...], str]:
-    workers = [entry.spec() for entry in config.fleet.workers]
+_Ignored = tuple[tuple[WorkerSpec, WorkerSpec], ...]
+
+
+def _configured_workers(
+    config: Config, *, may_be_none: bool = False
+) -> tuple[tuple[WorkerSpec, ...], _Ignored, str]:
+    """The workers of `fleet.workers` and `fleet.file`, `Deployment.ignored` and `.unknown_workers`.
+
+    Raises ConfigError.
+    """
+    listed = [entry.spec() for entry in config.fleet.workers]
     if config.fleet.file is not None:
         try:
-            workers += read_workers_file(config.fleet.file)
+            listed += read_workers_file(config.fleet.file)
         except ConfigError as exc:
-            raise ConfigError("fleet.file", f"{config.fleet.file}: {exc}") from exc
+            raise InvalidConfig([ConfigError("fleet.file", f"{config.fleet.file}: {exc}")]) from exc
+    workers: dict[WorkerId, WorkerSpec] = {}
+    ignored = []
+    for spec in listed:
+        first = workers.setdefault(spec.id, spec)
+        if first.url != spec.url:
+            ignored.append((spec, first))
+    unknown = ""
     if config.fleet.kubernetes.enabled or config.fleet.dns.names:
-        return tuple(
-            workers
-        ), "workers from Kubernetes or DNS: only a running gateway with its admin key lists them"
-    if not workers:
+        unknown = "workers from Kubernetes or DNS: only a running gateway with its admin key lists them"
+    elif not workers and not may_be_none:
         raise ConfigError(
             "fleet", "no workers to examine: give -c, --worker, -f, or --url of a running gateway"
         )
-    return tuple(workers), ""
+    return tuple(workers.values()), tuple(ignored), unknown
 
 
 def _deployment(

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from kvroute.doctor.findings import Finding, Found, Severity, error, running, unchecked, warning
 from kvroute.doctor.observations import Deployment, GatewaySeen, Observations, Stream, WorkerSeen
 from kvroute.doctor.service_checks import check_gateway, check_lmcache, check_store
+from kvroute.errors import ConfigError
+from kvroute.fleet.options import SAME_WORKER
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +36,30 @@ _EVENTS_FLAG = (
     '--kv-events-config \'{"enable_kv_cache_events": true, "publisher": "zmq", "endpoint": "tcp://*:5557", '
     '"replay_endpoint": "tcp://*:5657", "topic": "kv"}\''
 )
+_OWN_ID = (
+    "Give each worker its own `id` (with LMCache, its --instance-id is the same), or remove one of the two."
+)
+
+
+def refused(problems: Sequence[ConfigError], source: str) -> list[Finding]:
+    """A configuration that cannot be loaded, one finding for each problem. `source` is its file, or empty."""
+    found = []
+    for problem in problems:
+        if SAME_WORKER in str(problem):
+            why = "The gateway does not start: it could not tell the two apart in loads, metrics and caches."
+            found.append(error("same-name", source or "configuration", str(problem), why, _OWN_ID))
+        else:
+            check = f"kvroute check -c {source}" if source else "kvroute check"
+            found.append(
+                error(
+                    "configuration",
+                    source or "configuration",
+                    str(problem),
+                    "The gateway does not start with this configuration.",
+                    f"Correct this line; `{check}` prints each value with its source.",
+                )
+            )
+    return found
 
 
 def diagnose(deployment: Deployment, seen: Observations) -> list[Finding]:
@@ -210,6 +236,19 @@ def _agreement(deployment: Deployment, seen: Observations) -> Found:
 
 def _differs(one: WorkerSeen, other: WorkerSeen) -> bool:
     return any(ids != one.samples[text] for text, ids in other.samples.items() if text in one.samples)
+
+
+def _same_name(deployment: Deployment, seen: Observations) -> Found:
+    """Two sources list one id; within one source the configuration is refused."""
+    del seen
+    for spec, first in deployment.ignored:
+        yield error(
+            "same-name",
+            f"worker {spec.id} ({spec.url})",
+            f"has the same id as {first.url}, which is listed before it",
+            "The gateway ignores the second one: it gets no requests.",
+            _OWN_ID,
+        )
 
 
 def _one_process_twice(deployment: Deployment, seen: Observations) -> Found:
@@ -424,6 +463,7 @@ _CHECKS: tuple[Callable[[Deployment, Observations], Found], ...] = (
     _metrics,
     _prefix_caching,
     _agreement,
+    _same_name,
     _one_process_twice,
     _adapters,
     _events,

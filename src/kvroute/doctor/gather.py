@@ -365,6 +365,7 @@ class Gatherer:
             lmcache_known="lmcache" in caches,
             problems=tuple(lmcache.get("problems") or ()),
             instances=tuple(lmcache.get("instances") or ()),
+            uncompared=tuple(lmcache.get("uncompared") or ()),
             servers=tuple(
                 await asyncio.gather(*(self._cache_server(each) for each in lmcache.get("servers") or ()))
             ),

@@ -32,6 +32,8 @@ class Deployment:
     """Descriptors that the gateway may need: `server.max_in_flight` and the connections to workers."""
     unknown_workers: str = ""
     """Why the set of workers may be incomplete; "" if it is complete."""
+    ignored: tuple[tuple[WorkerSpec, WorkerSpec], ...] = ()
+    """Listed workers that the gateway ignores, each with the one before it that has the same id."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +190,8 @@ class GatewaySeen:
     """What LMCache's controller found wrong, one sentence each."""
     instances: tuple[str, ...] = ()
     """LMCache instances that reported to the controller."""
+    uncompared: tuple[str, ...] = ()
+    """Those whose chunk hashes the controller has not compared with its own so far."""
     servers: tuple[CacheServerSeen, ...] = ()
     max_fds: int | None = None
     texts: Mapping[str, str] = field(default_factory=dict)

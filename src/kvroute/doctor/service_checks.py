@@ -81,6 +81,14 @@ def check_lmcache(deployment: Deployment, seen: Observations) -> Found:
                 "The map of this instance is incomplete.",
                 "Change the setting that the message names.",
             )
+    for instance in gateway.uncompared:
+        yield unchecked(
+            "hashes-differ",
+            gateway.name,
+            f"chunk hashes of LMCache instance {instance!r}: known after up to "
+            f"{options.controller.mismatch_prompts} new prompts through the gateway, longer than "
+            f"{options.controller.chunk_tokens} tokens",
+        )
     if options.controller.enabled and not options.coordinator.enabled and not gateway.instances:
         yield error(
             "lmcache-registered",

@@ -37,7 +37,7 @@ class DesiredWorkers:
         self._removed_unlisted: set[WorkerId] = set()
         """The members of `_removed` that a peer reported before any source listed them in this process."""
         self._shadowed: set[tuple[str, WorkerId]] = set()
-        """Entries ignored because another entry has the same URL; kept to log each entry once."""
+        """Entries ignored because another entry has the same URL or id; kept to log each entry once."""
 
     def replace(self, source: str, specs: Iterable[WorkerSpec]) -> None:
         """Set the full set of workers of `source`."""
@@ -78,7 +78,21 @@ class DesiredWorkers:
         shadowed: set[tuple[str, WorkerId]] = set()
         for source, specs in self._sources.items():
             for spec in specs.values():
-                if spec.id in merged or spec.id in self._removed:
+                if spec.id in self._removed:
+                    continue
+                named = merged.get(spec.id)
+                if named is not None:
+                    # An operator's entry replaces the listed one on purpose.
+                    if named.url != spec.url and spec.id not in self._sources[ADMIN]:
+                        shadowed.add((source, spec.id))
+                        if (source, spec.id) not in self._shadowed:
+                            log.warning(
+                                "worker %s (%s) of %s is ignored: %s has the same id",
+                                spec.id,
+                                spec.url,
+                                source,
+                                named.url,
+                            )
                     continue
                 # One URL under two ids would count the worker's load in two places.
                 owner = owners.setdefault(spec.url, spec.id)

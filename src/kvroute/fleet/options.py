@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, Self
 from urllib.parse import urlsplit
 
-from pydantic import BeforeValidator, SecretStr, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, SecretStr, field_validator, model_validator
 
 from kvroute.fleet.discovery.options import DnsOptions, KubernetesOptions
 from kvroute.fleet.worker import WorkerId, WorkerSpec
@@ -192,13 +192,20 @@ Entry = Annotated[WorkerEntry, BeforeValidator(_as_mapping)]
 """A `WorkerEntry`, or its URL alone."""
 
 
-def repeated(entries: tuple[WorkerEntry, ...]) -> str | None:
-    """An error text if two entries have the same id or URL; None if all differ."""
+SAME_WORKER = "two workers have the "
+"""Beginning of the error text for `Entries`."""
+
+
+def _all_differ(entries: tuple[WorkerEntry, ...]) -> tuple[WorkerEntry, ...]:
     for what, values in (("id", [str(e.spec().id) for e in entries]), ("URL", [e.url for e in entries])):
         again = next((value for value, times in Counter(values).items() if times > 1), None)
         if again is not None:
-            return f"two workers have the {what} {again!r}"
-    return None
+            raise ValueError(f"{SAME_WORKER}{what} {again!r}")
+    return entries
+
+
+Entries = Annotated[tuple[Entry, ...], AfterValidator(_all_differ)]
+"""Workers of one source; no two have the same id or URL."""
 
 
 def _as_list(value: object) -> object:
@@ -209,7 +216,7 @@ def _as_list(value: object) -> object:
 class FleetOptions(Options):
     """Discovery sources, names of models, and health of workers."""
 
-    workers: Annotated[tuple[Entry, ...], BeforeValidator(_as_list)] = option(
+    workers: Annotated[Entries, BeforeValidator(_as_list)] = option(
         (), "Workers known from the start: URLs, or mappings with `url`, `id`, `models`, `capacity_tokens`."
     )
     file: Path | None = option(
@@ -259,9 +266,6 @@ class FleetOptions(Options):
 
     @model_validator(mode="after")
     def _names_are_clear(self) -> Self:
-        wrong = repeated(self.workers)
-        if wrong:
-            raise ValueError(wrong)
         for alias, target in self.aliases.items():
             if target in self.aliases:
                 raise ValueError(f"the alias {alias!r} names another alias, {target!r}")

@@ -130,6 +130,11 @@ class Controller:
         """The instances that have registered, in order of registration."""
         return [known.instance.name for known in self._roster.known.values()]
 
+    def uncompared(self) -> list[str]:
+        """The instances whose chunk hashes have not been compared with the gateway's so far."""
+        known = self._roster.known.values()
+        return [each.instance.name for each in known if each.agreement.state is HashAgreementState.UNKNOWN]
+
     def problems(self) -> list[str]:
         """Why the map may differ from what the workers hold, one sentence for each problem."""
         found = [

@@ -18,14 +18,13 @@ import os
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
 
 import yaml
-from pydantic import ValidationError, model_validator
+from pydantic import ValidationError
 
 from kvroute.clock import Clock
 from kvroute.errors import ConfigError
-from kvroute.fleet.options import Entry, FleetOptions, repeated
+from kvroute.fleet.options import Entries, FleetOptions
 from kvroute.fleet.worker import WorkerSpec
 from kvroute.options import Options, option
 
@@ -35,14 +34,7 @@ log = logging.getLogger(__name__)
 class WorkersFile(Options):
     """The file as a whole."""
 
-    workers: tuple[Entry, ...] = option(..., "Every worker of this source; the list may be empty.")
-
-    @model_validator(mode="after")
-    def _differ(self) -> Self:
-        wrong = repeated(self.workers)
-        if wrong:
-            raise ValueError(wrong)
-        return self
+    workers: Entries = option(..., "Every worker of this source; the list may be empty.")
 
 
 def parse_workers_file(text: str) -> tuple[WorkerSpec, ...]:
