@@ -19,6 +19,7 @@ import pytest
 from click.testing import CliRunner
 from tests.support.sockets import listening
 
+from kvroute.cli import main
 from kvroute.cli.deployments import logs
 from kvroute.cli.deployments import up as up_command
 from kvroute.deploy.prepare import free_ports
@@ -229,6 +230,24 @@ def test_an_endpoint_of_hyperpod_can_be_tried_with_simulated_workers(start: Call
     assert "SIMULATED" in up.printed
     # Fields that only clusters use are reported.
     assert "has no effect in up" in up.printed
+
+
+def test_the_doctor_examines_the_endpoint_that_runs_from_a_spec(start: Callable[..., Up]) -> None:
+    up = start("hyperpod.yaml", "--engine", "sim", "--strategy", "kvaware")
+    spec = str(ROOT / "configs" / "hyperpod.yaml")
+
+    healthy = up.run("doctor", "-f", spec)
+    up.run("down")
+    up.to_the_end()
+    ended = CliRunner().invoke(main, ["doctor", "-f", spec, "--state-dir", str(up.folder / ".kvroute")])
+    other = CliRunner().invoke(main, ["doctor", "-f", str(up.folder / "none.yaml")])
+
+    assert "2 workers examined: 0 errors, 0 warnings" in healthy
+    # Its gateway and its admin key were found.
+    assert not {"[gateway]", "[admin-key]", "[prediction-missed]"} & set(healthy.split())
+    assert (ended.exit_code, other.exit_code) == (2, 2)
+    assert f"start it with `kvroute up -f {spec}`" in ended.stderr
+    assert "none.yaml" in other.stderr
 
 
 @pytest.mark.parametrize(

@@ -123,32 +123,34 @@ def doctor(context: click.Context, loaded: Loaded) -> None:
 
 
 def _spec_settings(flags: dict[str, Any]) -> list[ConfigSetting]:
-    """The gateway's settings from an endpoint spec: those of the running one, else as planned."""
+    """The settings of the gateway that `kvroute up -f` started from an endpoint spec. Raises ConfigError."""
     if flags["spec"] is None:
         return []
     # Imported here: another source does not need these modules.
     from kvroute.cli import deployments
     from kvroute.deploy.endpoint import GATEWAY_CONFIG
-    from kvroute.deploy.render.config import gateway_config
-    from kvroute.deploy.render.plan import plan_endpoint
-    from kvroute.deploy.render.site import local_site
     from kvroute.deploy.state import StateFolder
 
-    reading = deployments.reading_of(deployments.read_text(flags["spec"]))
+    try:
+        reading = deployments.reading_of(deployments.read_text(flags["spec"]))
+    except click.ClickException as error:
+        raise ConfigError("", error.message) from error
     if reading.document is None:
         raise ConfigError("", f"{flags['spec']} is not valid: `kvroute check -f {flags['spec']}` says why")
     folder = Path(flags["state_dir"] or ".kvroute")
     state = StateFolder(folder).read()
-    if state is not None and (folder / GATEWAY_CONFIG).is_file():
-        config = load(file=folder / GATEWAY_CONFIG).config
-        flags["url"] = flags["url"] or state.gateway
-        if state.admin_key_file and not flags["admin_key_file"]:
-            flags["admin_key_file"] = state.admin_key_file
-        settings = config.model_dump(exclude_unset=True, exclude_defaults=True)
-        plain = {name: _revealed(value) for name, value in settings.items()}
-    else:
-        plan = plan_endpoint(reading.document)
-        plain = gateway_config(plan, local_site(plan))
+    if state is None or not (folder / GATEWAY_CONFIG).is_file():
+        raise ConfigError(
+            "",
+            f"no endpoint runs in {folder}: start it with `kvroute up -f {flags['spec']}`, or name its "
+            "folder with --state-dir",
+        )
+    config = load(file=folder / GATEWAY_CONFIG).config
+    flags["url"] = flags["url"] or state.gateway
+    if state.admin_key_file and not flags["admin_key_file"]:
+        flags["admin_key_file"] = state.admin_key_file
+    settings = config.model_dump(exclude_unset=True, exclude_defaults=True)
+    plain = {name: _revealed(value) for name, value in settings.items()}
     return [ConfigSetting((name,), value, str(flags["spec"])) for name, value in plain.items()]
 
 
