@@ -198,3 +198,12 @@ def test_the_welcome_shows_a_first_request_and_whether_engines_are_simulated(mak
     assert "serve org/model" in ready_text(served)
     for part in (f"curl {plan.gateway.url}/v1/chat/completions", "/docs", "/metrics"):
         assert part in ready_text(plan)
+
+
+def test_the_welcome_has_the_pages_address_with_the_key_only_if_it_is_given(
+    make_plan: MakePlan,
+) -> None:
+    plan = make_plan()
+
+    assert f"{plan.gateway.url}/ui#key=ADMIN-KEY" in ready_text(plan)
+    assert f"{plan.gateway.url}/ui#key=secret" in ready_text(plan, "secret")

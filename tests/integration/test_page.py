@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import re
 import shutil
+import signal
+import subprocess
+import sys
+import threading
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import pytest
 from axe_playwright_python.async_playwright import Axe
 from playwright.async_api import Browser, Page, async_playwright, expect
+from tests.support.waiting import until
 
+from kvroute.deploy.prepare import free_ports
 from kvroute.fleet.worker import WorkerId, WorkerSpec
 from kvroute.sim.app import run_sim
 from kvroute.sim.options import SimOptions
@@ -72,13 +81,14 @@ async def fleet(run_gateway):
 
 async def converse(client: httpx.AsyncClient) -> dict[int, str]:
     """Send 20 requests, four turns of five conversations; returns the last worker of each conversation."""
+    model = (await client.get("/v1/models")).json()["data"][0]["id"]
     workers: dict[int, str] = {}
     number = 0
     for turn in range(4):
         for conversation in range(5):
             number += 1
             text = f"This is conversation {conversation}. " * 40 + "And then? " * turn
-            body = {"model": "sim-model", "messages": [{"role": "user", "content": text}], "max_tokens": 4}
+            body = {"model": model, "messages": [{"role": "user", "content": text}], "max_tokens": 4}
             if turn:
                 body |= {"stream": True, "stream_options": {"include_usage": True}}
             headers = {"x-request-id": f"conversation-{conversation}-request-{number}"}
@@ -92,40 +102,96 @@ async def press(page: Page, selector: str, key: str = "Enter") -> None:
     await page.keyboard.press(key)
 
 
+class Up:
+    """`kvroute up` on a terminal, as `make up` starts it. Its output is read as long as it runs."""
+
+    def __init__(self, *arguments: str) -> None:
+        self._terminal, end = os.openpty()
+        argv = [sys.executable, "-m", "kvroute", "up", *arguments]
+        self._process = subprocess.Popen(argv, stdin=end, stdout=end, stderr=end, start_new_session=True)
+        os.close(end)
+        self.printed = ""
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        with suppress(OSError):  # the last process has closed the terminal
+            while text := os.read(self._terminal, 65536):
+                self.printed += text.decode(errors="replace")
+
+    def address(self) -> str:
+        """The address of the page that it prints when it is ready; "" before."""
+        is_ready = "Ctrl-C ends everything" in self.printed
+        assert is_ready or self._process.poll() is None, self.printed
+        return re.findall(r"live page +(http\S+)", self.printed)[0] if is_ready else ""
+
+    def end(self) -> int:
+        self._process.send_signal(signal.SIGINT)
+        try:
+            return self._process.wait(60)
+        finally:
+            self._process.kill()
+            self._process.wait()
+            self._reader.join()
+            os.close(self._terminal)
+
+
+@pytest.mark.timeout(240)
+async def test_the_page_of_kvroute_up_answers_the_three_questions(browser, tmp_path, monkeypatch) -> None:
+    """`make up`, then the page at the address that it prints."""
+    monkeypatch.chdir(tmp_path)
+    up = Up("--port", str(free_ports(1)[0]))
+    try:
+        address = await until(up.address, within_s=90)
+        url, _, path = address.partition("/ui")
+        gateway = SimpleNamespace(url=url)
+        async with (
+            httpx.AsyncClient(base_url=url, timeout=60, trust_env=False) as client,
+            opened(browser, gateway, path=f"/ui{path}") as page,
+        ):
+            await tell_the_story(page, await converse(client), ["worker-0", "worker-1"])
+    finally:
+        code = await asyncio.to_thread(up.end)
+    assert code == 0
+
+
 async def test_it_answers_the_three_questions_by_keyboard(browser, fleet) -> None:
-    """Which worker holds conversation 3, why did request 17 go there, what would roundrobin have done?"""
     async with opened(browser, fleet) as page:
-        workers = await converse(fleet.client)
-        await expect(page.locator("#request-table")).to_contain_text("conversation-1-request-17")
+        await tell_the_story(page, await converse(fleet.client), ["A", "B"])
 
-        await page.locator("#search").focus()
-        await page.keyboard.type("conversation-3")
-        await page.keyboard.press("Enter")
-        await expect(page.locator("#search-result")).to_contain_text(
-            f"4 requests match conversation-3. The last one went to {workers[3]}"
-        )
-        await expect(page.locator("#request-table tbody tr")).to_have_count(4)
-        await press(page, "#clear")
 
-        await press(page, '#request-table button:has-text("request-17")')
-        decision = page.locator("#decision")
-        await expect(decision).to_be_focused()
-        await expect(decision).to_contain_text(f"went to {workers[1]}, because")
-        await expect(decision).to_contain_text("(prefix_hit)")
-        await expect(decision).to_contain_text(f"Cost on {workers[1]}: max(wait")
-        other = "AB".replace(workers[1], "")
-        await expect(decision).to_contain_text(f"{other} would have cost")
-        await expect(decision.locator("tbody tr")).to_have_count(2)
-        await press(page, "#decision button")
-        await expect(page.locator('#request-table button:has-text("request-17")')).to_be_focused()
+async def tell_the_story(page: Page, workers: dict[int, str], names: list[str]) -> None:
+    """Which worker holds conversation 3, why did request 17 go there, what would roundrobin have done?"""
+    await expect(page.locator("#request-table")).to_contain_text("conversation-1-request-17")
 
-        await page.locator("#strategy").select_option("roundrobin")
-        await press(page, "#what-if-form button")
-        await expect(page.locator("#what-if-result")).to_contain_text("roundrobin would have sent")
-        await expect(page.locator("#what-if-result")).to_contain_text("of 20 requests to the same worker")
-        for worker in "AB":
-            row = page.locator("#what-if-table tbody tr", has=page.locator(f'th:text-is("{worker}")'))
-            await expect(row.locator("td").last).to_have_text("10")
+    await page.locator("#search").focus()
+    await page.keyboard.type("conversation-3")
+    await page.keyboard.press("Enter")
+    await expect(page.locator("#search-result")).to_contain_text(
+        f"4 requests match conversation-3. The last one went to {workers[3]}"
+    )
+    await expect(page.locator("#request-table tbody tr")).to_have_count(4)
+    await press(page, "#clear")
+
+    await press(page, '#request-table button:has-text("request-17")')
+    decision = page.locator("#decision")
+    await expect(decision).to_be_focused()
+    await expect(decision).to_contain_text(f"went to {workers[1]}, because")
+    await expect(decision).to_contain_text("(prefix_hit)")
+    await expect(decision).to_contain_text(f"Cost on {workers[1]}: max(wait")
+    [other] = set(names) - {workers[1]}
+    await expect(decision).to_contain_text(f"{other} would have cost")
+    await expect(decision.locator("tbody tr")).to_have_count(2)
+    await press(page, "#decision button")
+    await expect(page.locator('#request-table button:has-text("request-17")')).to_be_focused()
+
+    await page.locator("#strategy").select_option("roundrobin")
+    await press(page, "#what-if-form button")
+    await expect(page.locator("#what-if-result")).to_contain_text("roundrobin would have sent")
+    await expect(page.locator("#what-if-result")).to_contain_text("of 20 requests to the same worker")
+    for worker in names:
+        row = page.locator("#what-if-table tbody tr", has=page.locator(f'th:text-is("{worker}")'))
+        await expect(row.locator("td").last).to_have_text("10")
 
 
 async def test_a_strategy_that_cannot_decide_again_is_explained(browser, fleet) -> None:

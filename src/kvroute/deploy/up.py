@@ -8,7 +8,7 @@ import os
 import shlex
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from zlib import crc32
 
@@ -19,6 +19,7 @@ from kvroute.clock import Clock
 from kvroute.deploy.keeper import Keeper, ProcessPhase, remove_orphan_segments, show_status
 from kvroute.deploy.plan import ProcessPlan
 from kvroute.deploy.state import ProcessState, StateFolder, UpState
+from kvroute.gateway.admin_guard import key_lines
 
 POLL_S = 0.2
 CHUNK_BYTES = 65_536
@@ -199,7 +200,9 @@ async def run_plan(
                             starting.create_task(keeper.start_and_wait())
                     for keeper in stage:
                         running.create_task(keeper.restart_on_exit())
-            report(ready_text(plan))
+            # Only to a terminal: other outputs may be stored.
+            key = await asyncio.to_thread(_generated_key, plan) if console.is_terminal else ""
+            report(ready_text(plan, key))
     except ExceptionGroup as group:
         # The first error is the cause: the other processes failed for the same reason or were stopped.
         raise _first_error(group) from None
@@ -240,8 +243,20 @@ def _first_error(error: Exception) -> Exception:
     return error
 
 
-def ready_text(plan: ProcessPlan) -> str:
-    """The text that is printed when everything is ready: addresses and a first request."""
+def _generated_key(plan: ProcessPlan) -> str:
+    """The admin key that the gateway generated; "" if there is none or it cannot be read."""
+    if plan.admin_key_file is None:
+        return ""
+    with suppress(OSError, UnicodeDecodeError):
+        return next(iter(key_lines(plan.admin_key_file.read_text(encoding="utf-8"))), "")
+    return ""
+
+
+def ready_text(plan: ProcessPlan, admin_key: str = "") -> str:
+    """The text that is printed when everything is ready: addresses and a first request.
+
+    With `admin_key` the address of the live page is complete.
+    """
     url = plan.gateway.url
     body = {"model": plan.model, "messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 32}
     if plan.simulated:
@@ -260,7 +275,7 @@ kvroute is ready at {url} with {len(plan.workers)} worker(s). {kind}
 
   curl {trust}{url}/v1/chat/completions -H 'content-type: application/json' -d '{json.dumps(body)}'
 
-  live page          {url}/ui#key=ADMIN-KEY
+  live page          {url}/ui#key={admin_key or "ADMIN-KEY"}
   API documentation  {url}/docs
   metrics            {url}/metrics
   admin key          {key}
