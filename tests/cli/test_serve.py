@@ -18,7 +18,7 @@ def served(monkeypatch):
     """What `serve` would run; the server itself is replaced."""
     configs = []
 
-    def run(config, source):
+    def run(config, source, signature):
         configs.append(config)
         return 3
 

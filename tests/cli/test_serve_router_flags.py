@@ -17,7 +17,9 @@ WORKERS = ("--service-discovery", "static", "--static-backends", "http://a:1,htt
 def served(monkeypatch):
     """What `serve` would run; the server itself is replaced."""
     configs = []
-    monkeypatch.setattr(kvroute.app.server, "run", lambda config, source: configs.append(config) or 0)
+    monkeypatch.setattr(
+        kvroute.app.server, "run", lambda config, source, signature: configs.append(config) or 0
+    )
     return configs
 
 
