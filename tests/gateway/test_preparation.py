@@ -11,9 +11,10 @@ from typing import Any, cast
 
 import pytest
 from prometheus_client import generate_latest
+from tests.support.clocks import ManualClock
 
 from kvroute.fleet.fleet import Fleet
-from kvroute.gateway.preparation import WINDOW, KeySpaces, Preparer
+from kvroute.gateway.preparation import WINDOW, KeySpaces, Preparer, TokenizerOutages
 from kvroute.metrics import Metrics
 from kvroute.openai.endpoints import ENDPOINTS
 from kvroute.openai.request import InferenceRequest, parse_request
@@ -228,7 +229,7 @@ async def test_a_high_share_of_late_prompts_is_logged_once_and_so_is_its_end(
 
     for late in (10, 10, 0, 0):
         for number in range(WINDOW):
-            workers.dead = {"http://a"} if number < late else set()
+            workers.dead = {"http://a"} if number % 20 == 0 and late else set()
             await preparer.prepare(request(), "m")
 
     assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
@@ -245,3 +246,45 @@ async def test_prompts_that_never_have_exact_tokens_are_not_called_late(
         await preparer.prepare(request(), "m")
 
     assert not caplog.records
+
+
+@pytest.mark.parametrize("reason", [TokensReason.WORKER_FAILED, TokensReason.LATE, TokensReason.FAILED])
+async def test_a_tokenizer_that_does_not_answer_is_logged_after_three_prompts_and_so_is_its_end(
+    caplog: pytest.LogCaptureFixture, reason: TokensReason
+) -> None:
+    caplog.set_level("INFO")
+    outages = TokenizerOutages(lambda: 0.0)
+
+    for number, each in enumerate([reason, reason, None, reason, reason, reason, reason, None, None]):
+        outages.count("m", each)
+        assert outages.reasons == ({"m": reason} if number in (5, 6) else {})
+
+    assert [record.getMessage() for record in caplog.records] == [
+        f"kvaware: the last 3 prompts for m got no exact tokens ({reason}), and are routed by the route "
+        "history",
+        "kvaware: prompts for m get exact tokens again",
+    ]
+
+
+def test_a_tokenizer_that_fails_again_and_again_writes_two_lines_in_thirty_seconds(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO")
+    clock = ManualClock()
+    outages = TokenizerOutages(clock.now)
+
+    for _ in range(600):
+        clock.time += 0.1
+        for each in (*[TokensReason.WORKER_FAILED] * 3, None):
+            outages.count("m", each)
+
+    assert len(caplog.records) == 4
+
+
+def test_prompts_that_no_tokenizer_could_make_exact_are_no_outage() -> None:
+    outages = TokenizerOutages(lambda: 0.0)
+
+    for each in [TokensReason.WORKER_FAILED] * 2 + [TokensReason.MEDIA] * 3:
+        outages.count("m", each)
+
+    assert not outages.reasons

@@ -218,6 +218,34 @@ async def test_an_unreachable_redis_is_logged_once_and_without_its_password(
     assert "127.0.0.1" not in caplog.text
 
 
+async def test_a_redis_that_answers_every_other_lookup_is_logged_twice_in_thirty_seconds(
+    redis_url: str,
+    store: redis.asyncio.Redis,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = ManualClock(0.0)
+    l2 = l2_of(redis_url, clock, remember_s=0)
+    exists = l2._client.exists
+
+    async def fails(*_: object) -> None:
+        raise redis.exceptions.ConnectionError
+
+    with caplog.at_level(logging.INFO, "kvroute"):
+        for _ in range(10):
+            clock.time += 5.0
+            monkeypatch.setattr(l2._client, "exists", fails)
+            await l2.lookup(PromptChunks(PROMPT), "", [TARGET])
+            await l2.lookup(PromptChunks(PROMPT[:2]), "", [TARGET])  # too short: Redis is not asked
+            assert l2.notes() == ["L2: lookups in Redis fail: unreachable"]
+            monkeypatch.setattr(l2._client, "exists", exists)
+            await l2.lookup(PromptChunks(PROMPT), "", [TARGET])
+            assert l2.notes() == []
+    await l2.aclose()
+
+    assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"] * 2
+
+
 async def test_a_wrong_password_is_a_refusal(redis_url: str, store: redis.asyncio.Redis) -> None:
     l2 = l2_of(redis_url.replace("hunter2", "hunter3"))
 

@@ -29,6 +29,9 @@ class ScriptedWorker:
         self.may_answer = asyncio.Event()
         """The worker answers when it is set, as it is at first."""
         self.may_answer.set()
+        self.rest = b""
+        """The end of each answer, which is sent when `may_finish` is set."""
+        self.may_finish = asyncio.Event()
         self.closes_after_answer = False
         self._writers: set[asyncio.StreamWriter] = set()
         self.refuses_posts = False
@@ -71,6 +74,10 @@ class ScriptedWorker:
                 await self.may_answer.wait()
                 writer.write(self.answer)
                 await writer.drain()
+                if self.rest:
+                    await self.may_finish.wait()
+                    writer.write(self.rest)
+                    await writer.drain()
                 if self.closes_after_answer:
                     return
             await writer.drain()

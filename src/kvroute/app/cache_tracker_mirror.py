@@ -218,8 +218,8 @@ class CacheTrackerMirror:
         self._send(Distrusted(worker.id, rank, why))
 
     def notes(self) -> list[str]:
-        notes = map_notes(self._fleet, self.caches)
-        return notes + self._tokens.notes() + self._background.notes()
+        notes = map_notes(self._fleet, self.caches) + self._tokens.notes() + self._background.notes()
+        return notes if self._redis is None else notes + self._redis.notes()
 
     def streams(self) -> list[dict[str, object]]:
         """Nothing: the process that tracks the caches shows the streams."""

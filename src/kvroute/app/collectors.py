@@ -403,6 +403,11 @@ def coordinator_metrics(
             rate_failures,
         ),
         ("malformed", "Messages to the coordinator that could not be decoded.", malformed),
+        (
+            "servers_expired",
+            "LMCache servers that were removed because their heartbeats ended.",
+            counts and counts.expired,
+        ),
     ):
         rows = [] if counts is None else [((), float(number or 0))]
         yield counter(f"kvroute_lmcache_{name}", text, (), rows)

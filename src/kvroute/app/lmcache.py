@@ -208,6 +208,8 @@ class LMCache:
             ]
         if self._controller is not None:
             notes += self._controller.problems()
+        if self._redis is not None:
+            notes += self._redis.notes()
         return notes
 
     def describe(self) -> dict[str, object]:

@@ -102,6 +102,7 @@ GROUPS: Final[Mapping[str, Mapping[str, str]]] = MappingProxyType(
             "lmcache_dropped_chunks": "Is the map of chunks full?",
             "lmcache_servers": "Which LMCache servers report, and which are doubted?",
             "lmcache_batches": "Do their batches arrive in order?",
+            "lmcache_servers_expired": "Do LMCache servers die?",
             "lmcache_gaps": "Are batches lost?",
             "lmcache_rate_failures": "Do the servers report their bandwidth?",
             "lmcache_malformed": "Does something else connect to the coordinator?",

@@ -149,7 +149,9 @@ class Tokenizing:
             allow_fastokens=options.fastokens,
         )
         self._sources = TokenSources(self._tokens, fleet, clock, options)
-        self.preparer = Preparer(self._tokens, fleet, metrics, isolation, deadline_s, probe, is_probing)
+        self.preparer = Preparer(
+            self._tokens, fleet, metrics, isolation, deadline_s, probe, is_probing, clock.now
+        )
 
     async def open(self, background: BackgroundTasks) -> None:
         await self._threads.__aenter__()
@@ -169,6 +171,8 @@ class Tokenizing:
             if source is None or source.mode is Mode.NONE:
                 why = "not checked yet" if source is None else source.why
                 notes.append(f"kvaware: no exact tokens of {model!r}: {why}")
+        for model, reason in self.preparer.outages.reasons.items():
+            notes.append(f"kvaware: no exact tokens of the last prompts for {model!r}: {reason}")
         return notes
 
     def metrics(self) -> Iterable[Metric]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
@@ -193,6 +194,61 @@ DeadlineOf: TypeAlias = Callable[[str, int], float]
 
 _OVERLOADED = (TokensReason.LATE, TokensReason.BUSY)
 """Reasons that mean that tokenizing is too slow."""
+_NO_TOKENIZER = (TokensReason.LATE, TokensReason.WORKER_FAILED, TokensReason.FAILED)
+"""Reasons that mean, several times in a row, that no tokenizer answers."""
+_MANY_IN_A_ROW = 3
+_LOG_EVERY_S = 30.0
+
+
+@dataclass(slots=True)
+class _Outage:
+    failures: int = 0
+    """Prompts in a row."""
+    is_logged: bool = False
+    logged_at: float = -math.inf
+
+
+class TokenizerOutages:
+    """Notices that the tokenizer of a model does not answer, and says it in the log. Mutable: `count`."""
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        """`now`: monotonic seconds."""
+        self._now = now
+        self._outages: dict[str, _Outage] = {}
+        self.reasons: dict[str, TokensReason] = {}
+        """By model, while its tokenizer does not answer."""
+
+    def count(self, model: str, reason: TokensReason | None) -> None:
+        """Count one prompt; `reason` is None if it got exact tokens. About 0.1 us while all do."""
+        outage = self._outages.get(model)
+        if reason is None:
+            if outage is not None:
+                self._ended(model, outage)
+            return
+        if reason not in _NO_TOKENIZER:
+            return
+        if outage is None:
+            outage = self._outages[model] = _Outage()
+        outage.failures += 1
+        if outage.failures < _MANY_IN_A_ROW:
+            return
+        self.reasons[model] = reason
+        if self._now() - outage.logged_at >= _LOG_EVERY_S:
+            outage.is_logged, outage.logged_at = True, self._now()
+            log.warning(
+                "kvaware: the last %d prompts for %s got no exact tokens (%s), and are routed by the route "
+                "history",
+                outage.failures,
+                model,
+                reason,
+            )
+
+    def _ended(self, model: str, outage: _Outage) -> None:
+        outage.failures = 0
+        self.reasons.pop(model, None)
+        if outage.is_logged:
+            outage.is_logged = False
+            log.info("kvaware: prompts for %s get exact tokens again", model)
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,8 +275,10 @@ class Preparer:
         deadline_s: DeadlineOf,
         probe: Probe | None = None,
         is_probing: Callable[[], bool] = lambda: True,
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`probe` queries a shared store for cached parts of prompts, while `is_probing` returns true."""
+        """`probe` queries a shared store for cached parts of prompts, while `is_probing` returns true. `now`:
+        monotonic seconds."""
         self._tokens = tokens
         self._probe = probe
         self._is_probing = is_probing
@@ -228,6 +286,7 @@ class Preparer:
         self._metrics = metrics
         self._deadline_s = deadline_s
         self._late = LateShare()
+        self.outages = TokenizerOutages(now)
         self._isolation = isolation
         self._keys = KeyCache()
         self.cpu_s = 0.0
@@ -297,11 +356,13 @@ class Preparer:
 
     def _exact(self, model: str, prompts: Sequence[ExactPrompt]) -> Prepared:
         self._metrics.exact.labels(model).inc()
+        self.outages.count(model, None)
         self._count(model, is_late=False)
         return Prepared(tuple(prompts))
 
     def _inexact(self, model: str, reason: TokensReason) -> Prepared:
         self._metrics.inexact.labels(model, reason.value).inc()
+        self.outages.count(model, reason)
         self._count(model, is_late=reason in _OVERLOADED)
         return Prepared(why_not=reason.value)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import ssl
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -113,6 +114,8 @@ class RedisL2:
         if options.redis_url is None:
             raise ValueError("lmcache.l2.redis_url is not set")
         self.counts = L2Counts()
+        self.problem: L2Reason | None = None
+        """Why the last lookup that asked Redis failed; None if it succeeded."""
         self._options = options
         self._clock = clock
         tls: dict[str, Any] = {}
@@ -141,8 +144,8 @@ class RedisL2:
         """Chunk key XOR hash of (target, salt) -> whether Redis holds the chunk."""
         self._old_answers: dict[int, bool] = {}
         self._rotated_at = clock.now()
-        self._last_logged_at = -_LOG_EVERY_S
-        self._failing = False
+        self._last_logged_at = -math.inf
+        self._is_reported = False
 
     async def lookup(
         self, chunks: PromptChunks, salt: str, targets: Sequence[L2Target], first_token: int = 0
@@ -155,12 +158,14 @@ class RedisL2:
         self._rotate_cache()
         held: dict[ChunkHolder, frozenset[ChunkKey]] = {}
         reason: L2Reason | None = None
+        queried = self.counts.objects_queried
         try:
             async with asyncio.timeout(self._options.deadline_ms / 1000):
                 for target in targets:
                     present = await self._held(chunks, salt, target, first_token)
                     held[target.holder] = held.get(target.holder, frozenset()) | present
-            self._failing = False
+            if queried != self.counts.objects_queried:  # otherwise Redis was not asked
+                self._succeeded()
         except (TimeoutError, redis.exceptions.TimeoutError):
             # redis.exceptions.TimeoutError: the client has its own timeout for connecting.
             reason = self._failed(L2Reason.DEADLINE, "no answer in time")
@@ -250,17 +255,29 @@ class RedisL2:
             self._new_answers = {}
             self._rotated_at = self._clock.now()
 
+    def notes(self) -> list[str]:
+        """A note for `/ready` while lookups fail."""
+        return [] if self.problem is None else [f"L2: lookups in Redis fail: {self.problem}"]
+
+    def _succeeded(self) -> None:
+        self.problem = None
+        if self._is_reported:
+            self._is_reported = False
+            log.info("lookups in the Redis of lmcache.l2.redis_url succeed again")
+
     def _failed(self, reason: L2Reason, detail: str) -> L2Reason:
-        """Count a failure; log the first one and then at most one in 30 s.
+        """Count a failure, and log at most one in 30 s.
 
         The URL and the text of the server's error are not logged, because they may contain the password.
         """
         self.counts.failures[reason] += 1
+        self.problem = reason
         now = self._clock.now()
-        if not self._failing or now - self._last_logged_at >= _LOG_EVERY_S:
+        # Also after a success: a Redis at its deadline answers some lookups and misses others.
+        if now - self._last_logged_at >= _LOG_EVERY_S:
             self._last_logged_at = now
+            self._is_reported = True
             log.warning("lookup in the Redis of lmcache.l2.redis_url failed: %s (%s)", reason, detail)
-        self._failing = True
         return reason
 
 
