@@ -249,7 +249,8 @@ async def _ask(client: httpx.AsyncClient, url: str, path: str, key: str | None) 
 
 def _with_secrets(described: Mapping[str, Any], local: Config) -> Config:
     """The gateway's masked configuration, with those secrets that are known here."""
-    config = Config.model_validate(_without_masks(described))
+    options = {section: value for section, value in described.items() if section != "in_force"}
+    config = Config.model_validate(_without_masks(options))
     own = local.fleet.worker_api_key
     fleet = config.fleet.model_copy(update={"worker_api_key": own}) if own else config.fleet
     l2 = config.lmcache.l2
