@@ -192,7 +192,9 @@ def test_the_reindented_and_completed_sample_is_right(sample, fill_in, read):
 def test_variables_in_a_proper_spec_are_wrong_too(sample, read):
     message = wrong(read(fix_layout(sample).text))
 
-    assert message["spec.modelName"] == "the variable ${MODEL_NAME} is not filled in"
+    assert message["spec.modelName"] == (
+        "the variable ${MODEL_NAME} is not filled in: put the model's name in requests here"
+    )
     assert len(message) == sample.count("${")
 
 
@@ -268,7 +270,7 @@ def test_a_wrong_spec_names_everything_in_one_error(hyperpod, read):
         ("spec.autoScalingSpec", {"cloudWatchTrigger": {"metricName": "m"}}),
         ("metadata.name", "Not_A_Label"),
         ("kind", "Deployment"),
-        ("apiVersion", "inference.sagemaker.aws.amazon.com/v1alpha1"),
+        ("apiVersion", "inference.sagemaker.aws.amazon.com/v2"),
         ("x-kvroute.lmcache.mode", "magic"),
         ("x-kvroute.l1.sizeGb", 0),
     ],

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
+from tests.deploy.spec.conftest import put
 
 from kvroute.deploy.render.kubernetes import kubernetes_objects
 from kvroute.deploy.render.plan import plan_endpoint
@@ -102,11 +103,6 @@ spec:
         volumes: [{{name: v, emptyDir: {{}}}}]
         schedulerName: scheduler
         serviceAccountName: account
-    pdSpec:
-        prefillSpec: {{args: [a], nodeSelector: {{b: c}}, replicas: 1, resources: {{}}}}
-        decodingSpec: {{args: [a], nodeSelector: {{b: c}}, replicas: 1, resources: {{}}}}
-        routingThreshold: 1000
-        topologySpec: {{sameAZ: false}}
     worker:
         image: vllm/vllm-openai:v0.32.0
         command: [serve-it]
@@ -119,6 +115,7 @@ spec:
                   configMapKeyRef: {{name: m, key: k, optional: true}}
                   secretKeyRef: {{name: s, key: k, optional: false}}
                   fieldRef: {{apiVersion: v1, fieldPath: status.podIP}}
+                  fileKeyRef: {{volumeName: v, path: p, key: k, optional: true}}
                   resourceFieldRef: {{containerName: worker, divisor: "1", resource: limits.cpu}}
         modelInvocationPort: {{containerPort: 8000, name: http}}
         modelVolumeMount: {{name: weights, mountPath: /opt/ml/model}}
@@ -358,6 +355,72 @@ SOURCES: dict[str, dict[str, Any]] = {
     },
     "fsx": {"modelSourceType": "fsx", "fsxStorage": {"fileSystemId": "f", "dnsName": "d", "mountName": "m"}},
 }
+JUMPSTART_OTHERS = {
+    "spec.model.modelId": "huggingface-reasoning-qwen3-4b",
+    "spec.server.instanceType": "ml.g5.48xlarge",
+    "spec.server.acceleratorPartitionType": "mig-2g.10gb",
+}
+JUMPSTART: dict[str, Any] = {
+    "apiVersion": "inference.sagemaker.aws.amazon.com/v1",
+    "kind": "JumpStartModel",
+    "metadata": {"name": "hub"},
+    "spec": {
+        "model": {
+            "modelId": "huggingface-reasoning-qwen3-8b",
+            "modelVersion": "1.2.3",
+            "modelHubName": "SageMakerPublicHub",
+            "acceptEula": True,
+            "gatedModelDownloadRole": "arn:aws:iam::123456789012:role/a",
+            "additionalConfigs": [{"name": "a", "value": "b"}],
+        },
+        "server": {
+            "instanceType": "ml.g5.12xlarge",
+            "executionRole": "arn:aws:iam::123456789012:role/a",
+            "validations": {"acceleratorPartitionValidation": True},
+        },
+        "sageMakerEndpoint": {"name": "endpoint"},
+        "environmentVariables": [{"name": "A", "value": "b"}],
+        "loadBalancer": {"healthCheckPath": "/ping"},
+        "dataCapture": {"s3Uri": "s3://bucket/capture"},
+        "modelCacheConfig": {"enabled": True},
+        "replicas": 2,
+        "intelligentRoutingSpec": {"enabled": True, "routingStrategy": "kvaware"},
+        "kvCacheSpec": {"enableL1Cache": True},
+    },
+    "x-kvroute": {"platform": "hyperpod"},
+}
+HUB: dict[str, dict[str, Any]] = {
+    "by id": {},
+    "by name": {"x-kvroute.model": "a/b"},
+    "partition": {"spec.server.acceleratorPartitionType": "mig-1g.5gb"},
+}
+
+
+@pytest.mark.parametrize("variant", HUB)
+def test_a_jumpstart_models_own_fields_have_the_effects_of_their_verdicts(variant):
+    document = copy.deepcopy(JUMPSTART)
+    for path, value in HUB[variant].items():
+        put(document, path, value)
+    findings = read_spec(json.dumps(document), strategies=STRATEGIES).findings
+    made = KINDS[document["kind"]].model_validate(document)
+    by_target = {name: tuple(findings_for(name, made, findings)) for name in TARGETS}
+    before, tried = rendered(document), set()
+
+    for path, value in leaves(document):
+        name = dotted(path)
+        if not name.startswith(("spec.model.", "spec.server.", "spec.env", "x-kvroute.model")):
+            continue
+        tried.add(name)
+        after = rendered(changed(document, path, JUMPSTART_OTHERS.get(name, other(path, value)[0])))
+        effects = {target for target in TARGETS if after[target] != before[target]}
+        applied = {
+            target for target in TARGETS if verdict_of(by_target[target], path) is FieldVerdict.APPLIED
+        }
+        assert effects <= applied, name
+        assert effects or not applied, name
+    assert len(tried) > 8
+
+
 CLOSED = ("kind", "apiVersion", "mode", "modelSourceType", "l2CacheBackend", "routingStrategy", "endpoint")
 
 

@@ -27,7 +27,7 @@ from kvroute.deploy.render.manifest_cache import (
     tier_mounts,
     tier_volumes,
 )
-from kvroute.deploy.render.plan import GPU, EndpointPlan, Model
+from kvroute.deploy.render.plan import GPU, GPU_PARTITION, EndpointPlan, Model
 from kvroute.deploy.render.reach import event_ports
 from kvroute.deploy.render.site import LMCACHE_HTTP_PORT, DeploymentSite
 from kvroute.deploy.render.worker_args import container_environment, worker_argv
@@ -190,6 +190,11 @@ def _probes(plan: EndpointPlan) -> dict[str, Any]:
 
 def _resources(plan: EndpointPlan) -> dict[str, Any]:
     resources: dict[str, Any] = plan.resources.model_dump(by_alias=True, exclude_none=True)
+    if any(
+        name.startswith(GPU_PARTITION) for part in ("requests", "limits") for name in resources.get(part, {})
+    ):
+        # A node whose GPUs are divided has partitions, and no whole GPU.
+        return resources
     if plan.gpus:
         for part in ("requests", "limits"):
             if part == "limits" or GPU in resources.get(part, {}):

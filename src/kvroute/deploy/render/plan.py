@@ -11,9 +11,18 @@ from typing import Any, Final
 
 from kvroute.deploy.l2.backend import Backend
 from kvroute.deploy.l2.registry import backend_named
-from kvroute.deploy.spec.endpoint import CommonSpec, Document, InferenceEndpointConfig, MetricsSpec
+from kvroute.deploy.spec.endpoint import (
+    CommonSpec,
+    Document,
+    EndpointDocument,
+    InferenceEndpointConfig,
+    JumpStartModel,
+    MetricsSpec,
+    WorkerDocument,
+    without_hub,
+)
 from kvroute.deploy.spec.extension import Extension, SecretKey
-from kvroute.deploy.spec.rules import accepts_password, region_of
+from kvroute.deploy.spec.rules import DEFAULT_PORT, accepts_password, region_of
 from kvroute.deploy.spec.worker import (
     EndpointWorker,
     EnvironmentVariable,
@@ -34,8 +43,9 @@ from kvroute.routing.registry import needs_of
 from kvroute.routing.strategy import Needs
 
 GPU = "nvidia.com/gpu"
+GPU_PARTITION = "nvidia.com/mig-"
+"""The beginning of the resource names of GPU partitions."""
 SEED = "PYTHONHASHSEED"
-DEFAULT_PORT = 8000
 TINY_FOLDER = ".kvroute/models"
 """The folder for models with random weights that `kvroute up` writes."""
 
@@ -115,7 +125,7 @@ class EndpointPlan:
     region: str | None
     instance_types: tuple[str, ...] = ()
     is_hyperpod_document: bool = False
-    """Whether the document is HyperPod's InferenceEndpointConfig."""
+    """Whether the document is one of HyperPod's: InferenceEndpointConfig or JumpStartModel."""
     token_bytes: int | None = None
     """Bytes of one token's KV cache, over all GPUs of a worker; None: not known."""
 
@@ -150,12 +160,13 @@ class EndpointPlan:
         return self.metrics.model_metrics.path if self.metrics.model_metrics else "/metrics"
 
 
-def plan_endpoint(document: Document) -> EndpointPlan:
+def plan_endpoint(written: Document) -> EndpointPlan:
     """Resolve a document without wrong fields. Pure."""
+    document = without_hub(written)
     spec, extension = document.spec, document.x_kvroute
     worker: WorkerSection | EndpointWorker = spec.worker or EndpointWorker()
-    args = list(worker.args or [])
-    model = _model(document, _pop_option(args, "--model"))
+    command, args = _command(worker)
+    model = _model(document, _model_argument(command, args))
     port = worker.model_invocation_port or InvocationPort.model_validate({"containerPort": DEFAULT_PORT})
     resources = worker.resources or Resources()
     environment = tuple(worker.environment_variables or ())
@@ -166,6 +177,8 @@ def plan_endpoint(document: Document) -> EndpointPlan:
         replicas = replicas if replicas is not None else document.spec.initial_replica_count
         one = [document.spec.instance_type] if document.spec.instance_type else []
         instance_types = document.spec.instance_types or one
+    elif isinstance(written, JumpStartModel):
+        instance_types = [written.spec.server.instance_type]
     return EndpointPlan(
         name=document.metadata.name,
         namespace=document.metadata.namespace,
@@ -175,7 +188,7 @@ def plan_endpoint(document: Document) -> EndpointPlan:
         model=model,
         replicas=1 if replicas is None else replicas,
         image=worker.image or extension.images.worker,
-        command=tuple(worker.command) if worker.command else None,
+        command=command,
         args=tuple(args),
         environment=tuple(each for each in environment if each.name != SEED or not each.value),
         port=port.container_port,
@@ -190,12 +203,39 @@ def plan_endpoint(document: Document) -> EndpointPlan:
         limits=worker.request_limits,
         region=region_of(document),
         instance_types=tuple(instance_types) if extension.platform == "hyperpod" else (),
-        is_hyperpod_document=isinstance(document, InferenceEndpointConfig),
+        is_hyperpod_document=not isinstance(written, EndpointDocument),
         token_bytes=TINY_MODELS[model.tiny].kv_bytes_per_token if model.tiny is not None else None,
     )
 
 
-def _model(document: Document, from_args: str | None) -> Model:
+VLLM_SERVE: Final = ("vllm", "serve")
+ANY_ADDRESS: Final = "0.0.0.0"
+
+
+def _command(worker: WorkerSection | EndpointWorker) -> tuple[tuple[str, ...] | None, list[str]]:
+    """The user's command, None for `vllm serve`, and the arguments without those that follow from the spec.
+
+    The rendered command has its own `--port` with the same number, and its own `--host`: 127.0.0.1 on one
+    host, and all addresses in a container, as `--host 0.0.0.0` says.
+    """
+    command, args = tuple(worker.command or ()), list(worker.args or [])
+    if command[:2] == VLLM_SERVE:
+        command, args = (), [*command[2:], *args]
+    elif not command and tuple(args[:2]) == VLLM_SERVE:
+        args = args[2:]
+    _pop_option(args, "--port")
+    if option_value(args, "--host") == ANY_ADDRESS:
+        _pop_option(args, "--host")
+    return command or None, args
+
+
+def _model_argument(command: tuple[str, ...] | None, args: list[str]) -> str | None:
+    """Remove the model from the arguments of `vllm serve`: `--model` or the first one. Returns the model."""
+    first = args.pop(0) if command is None and args and not args[0].startswith("-") else None
+    return _pop_option(args, "--model") or first
+
+
+def _model(document: WorkerDocument, from_args: str | None) -> Model:
     if not isinstance(document, InferenceEndpointConfig):
         spec = document.spec
         tiny = spec.model if spec.model in TINY_MODELS and document.x_kvroute.engine == "vllm" else None

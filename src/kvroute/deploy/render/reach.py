@@ -10,7 +10,7 @@ from kvroute.deploy.render.lmcache import PASSWORD
 from kvroute.deploy.render.plan import Cache, EndpointPlan
 from kvroute.deploy.render.site import EVENTS_PORT, REPLAY_PORT, DeploymentSite
 from kvroute.deploy.spec.cluster import cluster_notes
-from kvroute.deploy.spec.endpoint import Document
+from kvroute.deploy.spec.endpoint import Document, WorkerDocument, without_hub
 from kvroute.deploy.spec.loading import Finding
 from kvroute.deploy.spec.source import FieldVerdict, Path, dotted
 from kvroute.routing.registry import needs_of
@@ -35,7 +35,10 @@ TARGETS_OF_FIELDS: Final[dict[str, frozenset[str]]] = {
     "apiVersion": _ENGINE | {CONFIG},
     "kind": _ENGINE | {CONFIG},
     "metadata.name": _CACHE | {CONFIG},
+    "spec.environmentVariables": _WORKERS,
     "spec.model": _WORKERS,
+    "spec.model.modelId": _WORKERS | {CONFIG},
+    "spec.model.modelVersion": frozenset({KUBERNETES}),
     "spec.modelName": _WORKERS | {CONFIG},
     "spec.modelSourceConfig": _CONTAINERS,
     "spec.modelSourceConfig.modelSourceType": _WORKERS | {CONFIG},
@@ -43,6 +46,8 @@ TARGETS_OF_FIELDS: Final[dict[str, frozenset[str]]] = {
     "spec.modelSourceConfig.huggingFaceModel.tokenSecretRef": frozenset({KUBERNETES}),
     "spec.modelSourceConfig.fsxStorage": frozenset({KUBERNETES}),
     "spec.replicas": _ENGINE | {CONFIG},
+    "spec.server.instanceType": _WORKERS,
+    "spec.server.acceleratorPartitionType": _WORKERS,
     "spec.InitialReplicaCount": _ENGINE | {CONFIG},
     "spec.maxDeployTimeInSeconds": _CONTAINERS,
     "spec.kvCacheSpec": _CACHE,
@@ -62,6 +67,7 @@ TARGETS_OF_FIELDS: Final[dict[str, frozenset[str]]] = {
     "spec.worker.resources.limits": _WORKERS,
     "spec.worker.requestLimits": _GATEWAY,
     "x-kvroute.engine": _ENGINE,
+    "x-kvroute.model": _WORKERS,
     "x-kvroute.device": _WORKERS,
     "x-kvroute.gpusPerWorker": _WORKERS,
     "x-kvroute.images": _CONTAINERS,
@@ -129,11 +135,12 @@ DEFAULT_REASONS: Final = {
 _TIERD_TEXT = "`kvroute tierd`, with the same protocol as the storage daemon that only HyperPod's nodes have"
 
 
-def findings_for(target: str, document: Document, findings: Iterable[Finding]) -> Iterator[Finding]:
+def findings_for(target: str, written: Document, findings: Iterable[Finding]) -> Iterator[Finding]:
     """Yield `findings` for `target`: applied fields that have no effect there become noted ones.
 
     For Kubernetes, also what the operator must know about the cluster.
     """
+    document = without_hub(written)
     notes = cluster_notes(document) if target == KUBERNETES else {}
     for finding in findings:
         if finding.verdict is not FieldVerdict.WRONG and finding.path in notes:
@@ -153,7 +160,7 @@ def findings_for(target: str, document: Document, findings: Iterable[Finding]) -
         yield Finding(path, None, FieldVerdict.NOTED, text)
 
 
-def _why_not(target: str, document: Document, path: Path) -> str:
+def _why_not(target: str, document: WorkerDocument, path: Path) -> str:
     """Why a field has no effect in `target`; empty if it has an effect."""
     name = dotted(tuple(key for key in path if isinstance(key, str)))
     reached = TARGETS_OF_FIELDS.get(_longest_prefix(name, TARGETS_OF_FIELDS), frozenset({KUBERNETES}))
@@ -167,7 +174,8 @@ def _why_not(target: str, document: Document, path: Path) -> str:
         reached = _CACHE
     elif _decides_events(document, name):
         reached = _ENGINE | {CONFIG}
-    if _follows_caches(document) and _longest_prefix(name, GATEWAY_FIELDS):
+    is_part_of_model = name.startswith("spec.model.")  # of a JumpStartModel, whose `spec.model` is a section
+    if _follows_caches(document) and _longest_prefix(name, GATEWAY_FIELDS) and not is_part_of_model:
         reached = reached | {CONFIG}
     if target == KUBERNETES and name in _COUNTS and _is_autoscaled(document, name):
         return "the autoscaler decides the number"
@@ -179,7 +187,7 @@ def _why_not(target: str, document: Document, path: Path) -> str:
 _COUNTS: Final = ("spec.replicas", "spec.InitialReplicaCount", "x-kvroute.gateway.replicas")
 
 
-def _is_autoscaled(document: Document, name: str) -> bool:
+def _is_autoscaled(document: WorkerDocument, name: str) -> bool:
     """Whether an autoscaler decides the number in the field `name`."""
     if name.startswith("spec."):
         return document.spec.auto_scaling_spec is not None
@@ -187,7 +195,7 @@ def _is_autoscaled(document: Document, name: str) -> bool:
     return routing is not None and routing.auto_scaling_spec is not None
 
 
-def _chooses_hyperpod_daemon(document: Document, path: Path) -> bool:
+def _chooses_hyperpod_daemon(document: WorkerDocument, path: Path) -> bool:
     """Whether this field chooses the storage daemon of HyperPod's nodes."""
     return (
         dotted(path) == "spec.kvCacheSpec.l2CacheSpec.l2CacheBackend"
@@ -196,7 +204,7 @@ def _chooses_hyperpod_daemon(document: Document, path: Path) -> bool:
     )
 
 
-def _backend(document: Document) -> str:
+def _backend(document: WorkerDocument) -> str:
     cache = document.spec.kv_cache_spec
     l2 = cache.l2_cache_spec if cache is not None else None
     return (l2.l2_cache_backend or "").lower() if l2 is not None else ""
@@ -207,25 +215,25 @@ def _longest_prefix(name: str, names: Iterable[str]) -> str:
     return max((each for each in names if f"{name}.".startswith(f"{each}.")), key=len, default="")
 
 
-def _is_by_reference(document: Document, path: Path) -> bool:
+def _is_by_reference(document: WorkerDocument, path: Path) -> bool:
     worker = document.spec.worker
     variables = worker.environment_variables if worker is not None else None
     numbers = [key for key in path if isinstance(key, int)]
     return bool(variables and numbers and variables[numbers[0]].value_from is not None)
 
 
-def _is_classic(document: Document) -> bool:
+def _is_classic(document: WorkerDocument) -> bool:
     return document.x_kvroute.lmcache.mode == "classic"
 
 
-def _decides_events(document: Document, name: str) -> bool:
+def _decides_events(document: WorkerDocument, name: str) -> bool:
     """Whether the field `name` decides if engines and LMCache report their caches to the gateway."""
     routing = document.spec.intelligent_routing_spec
     fields = ("spec.intelligentRoutingSpec.enabled", "spec.intelligentRoutingSpec.routingStrategy")
     return name in fields and routing is not None and needs_of(routing.routing_strategy) is Needs.TOKENS
 
 
-def _follows_caches(document: Document) -> bool:
+def _follows_caches(document: WorkerDocument) -> bool:
     routing = document.spec.intelligent_routing_spec
     return routing is not None and routing.enabled and needs_of(routing.routing_strategy) is Needs.TOKENS
 

@@ -1,6 +1,6 @@
 """The flat field names of HyperPod's command line and their places in the spec; advice for unknown fields.
 
-The names are those of hyperpod-custom-inference-template 1.2.
+The names are those of hyperpod-custom-inference-template and hyperpod-jumpstart-inference-template 1.2.
 """
 
 from __future__ import annotations
@@ -8,9 +8,10 @@ from __future__ import annotations
 import difflib
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Final
 
-from kvroute.deploy.spec.endpoint import HYPERPOD_API, HYPERPOD_KIND
+from kvroute.deploy.spec.endpoint import HYPERPOD_API, HYPERPOD_KIND, JUMPSTART_KIND
 from kvroute.deploy.spec.source import Path, Problem, Shape, Source, dotted, walk
 
 
@@ -91,7 +92,27 @@ ALIASES: Final[dict[str, Path]] = {
     "tags": _spec("tags"),
     "data_capture": _spec("dataCapture"),
 }
-"""Flat name -> place in the spec."""
+"""Flat name -> place in the spec of an InferenceEndpointConfig."""
+
+JUMPSTART_ALIASES: Final[dict[str, Path]] = {
+    "metadata_name": ("metadata", "name"),
+    "namespace": ("metadata", "namespace"),
+    "model_id": _spec("model", "modelId"),
+    "model_version": _spec("model", "modelVersion"),
+    "accept_eula": _spec("model", "acceptEula"),
+    "endpoint_name": _spec("sageMakerEndpoint", "name"),
+    "instance_type": _spec("server", "instanceType"),
+    "accelerator_partition_type": _spec("server", "acceleratorPartitionType"),
+    "accelerator_partition_validation": _spec("server", "validations", "acceleratorPartitionValidation"),
+    "tls_certificate_output_s3_uri": _spec("tlsConfig", "tlsCertificateOutputS3Uri"),
+}
+"""Flat name -> place in the spec of a JumpStartModel."""
+
+MOVED: Final[dict[str, Path]] = {
+    "minAutoScaleReplicas": _spec("autoScalingSpec", "minReplicaCount"),
+    "maxAutoScaleReplicas": _spec("autoScalingSpec", "maxReplicaCount"),
+}
+"""Fields of earlier documents -> the fields that replace them."""
 
 SAME_NAME: Final = {"replicas": _spec("replicas"), "kubernetes": _spec("kubernetes")}
 """Fields with the same name in both forms -> place in the spec."""
@@ -119,7 +140,8 @@ CONVERSIONS: Final[dict[str, Callable[[object], object]]] = {
 
 def is_flat(data: dict[str, Any]) -> bool:
     """Whether a document is in the command line's flat form."""
-    return "spec" not in data and "kind" not in data and any(name in ALIASES for name in data)
+    names = ALIASES | JUMPSTART_ALIASES
+    return "spec" not in data and "kind" not in data and any(name in names for name in data)
 
 
 def unflattened(source: Source) -> tuple[Source, dict[Path, str]]:
@@ -132,15 +154,18 @@ def unflattened(source: Source) -> tuple[Source, dict[Path, str]]:
     section = source.data if flat else source.data.get("spec")
     if not isinstance(section, dict):
         return source, {}
-    names = ALIASES | SAME_NAME if flat else {name: ALIASES[name] for name in ALIASES if "_" in name}
+    kind = source.data.get("kind", JUMPSTART_KIND if flat and "model_id" in section else HYPERPOD_KIND)
+    aliases = JUMPSTART_ALIASES if kind == JUMPSTART_KIND else ALIASES
+    names = aliases | SAME_NAME if flat else {name: aliases[name] for name in aliases if "_" in name}
     found = {name: names[name] for name in section if name in names}
-    data: dict[str, Any] = {"apiVersion": HYPERPOD_API, "kind": HYPERPOD_KIND} if flat else {**source.data}
+    data: dict[str, Any] = {"apiVersion": HYPERPOD_API, "kind": kind} if flat else {**source.data}
     others = {key: value for key, value in section.items() if key not in found}
     if flat:
         data |= {key: value for key, value in others.items() if key not in TEMPLATE_FIELDS}
     else:
         data["spec"] = _copy(others)
-    lines, problems, origins = dict(source.lines), list(source.problems), {}
+    lines, origins = dict(source.lines), dict[Path, str]()
+    problems = [_moved(problem, prefix, found) for problem in source.problems]
     for name, place in found.items():
         line = source.line_of((*prefix, name))
         convert = CONVERSIONS.get(name)
@@ -155,6 +180,13 @@ def unflattened(source: Source) -> tuple[Source, dict[Path, str]]:
     if flat and "metadata_name" not in section and isinstance(section.get("endpoint_name"), str):
         _set_if_absent(data, ("metadata", "name"), section["endpoint_name"])
     return Source(data, lines, tuple(problems)), origins
+
+
+def _moved(problem: Problem, prefix: Path, found: dict[str, Path]) -> Problem:
+    """The problem with its field's place in the spec, if the field has a flat name."""
+    name, below = problem.path[len(prefix) : len(prefix) + 1], problem.path[len(prefix) + 1 :]
+    is_flat_name = problem.path[: len(prefix)] == prefix and bool(name) and str(name[0]) in found
+    return replace(problem, path=(*found[str(name[0])], *below)) if is_flat_name else problem
 
 
 def _copy(value: Any) -> Any:
@@ -195,6 +227,8 @@ class FieldPlaces:
         name = str(wrong[-1])
         if name in ALIASES:
             return f"belongs at {dotted(ALIASES[name])}"
+        if name in MOVED:
+            return f"is an unknown field: {dotted(MOVED[name])} replaces it"
         places = self.places_for(wrong)
         if places:
             return "belongs under " + " or ".join(dotted(place[:-1]) or "the root" for place in places)
@@ -202,7 +236,7 @@ class FieldPlaces:
         if close:
             nearest = self.places_for((*wrong[:-1], close[0]))[0]
             return f"unknown field; did you mean {dotted(nearest)}?"
-        return f"unknown field under {dotted(wrong[:-1]) or 'the root'}"
+        return f"unknown field under {dotted(wrong[:-1]) or 'the root'}: remove it"
 
 
 def _shared(one: Path, other: Path) -> int:

@@ -8,9 +8,9 @@ from typing import Any, Final
 
 from kvroute.deploy.spec.endpoint import (
     CommonSpec,
-    Document,
     InferenceEndpointConfig,
     InferenceEndpointSpec,
+    WorkerDocument,
 )
 from kvroute.deploy.spec.extension import ClusterSettings, Extension
 from kvroute.deploy.spec.source import FieldVerdict, Path, dotted
@@ -71,7 +71,7 @@ CONTAINERS: Final = {
 # --- rules ------------------------------------------------------------------------------------------------
 
 
-def cluster_rules(document: Document) -> Iterator[ClusterFinding]:
+def cluster_rules(document: WorkerDocument) -> Iterator[ClusterFinding]:
     """Yield the wrong and unused fields of `x-kvroute.kubernetes`."""
     settings = document.x_kvroute.kubernetes
     for key, template in (
@@ -312,7 +312,7 @@ def has_storage_daemon(spec: CommonSpec) -> bool:
     return l2 is not None and (l2.l2_cache_backend or "").lower() == "tieredstorage"
 
 
-def _is_downloaded(document: Document) -> bool:
+def _is_downloaded(document: WorkerDocument) -> bool:
     """Whether vLLM downloads the model by its name."""
     if document.x_kvroute.engine == "sim":
         return False
@@ -321,7 +321,7 @@ def _is_downloaded(document: Document) -> bool:
     return document.spec.model not in TINY_MODELS and not document.spec.model.startswith(("/", "./", "../"))
 
 
-def cluster_notes(document: Document) -> dict[Path, str]:
+def cluster_notes(document: WorkerDocument) -> dict[Path, str]:
     """What an operator must know about this spec in Kubernetes: field -> text."""
     spec, extension = document.spec, document.x_kvroute
     settings, notes = extension.kubernetes, dict[Path, str]()

@@ -172,6 +172,10 @@ class Extension(Fields):
     platform: Literal["any", "hyperpod"] = applied(
         "any", becomes="whether the nodes are HyperPod's, with HyperPod's labels and storage daemon"
     )
+    model: str | None = applied(
+        becomes="the model that the workers of a JumpStartModel load: a name on Hugging Face, or a folder",
+        min_length=1,
+    )
     aws_region: str | None = applied(
         becomes="the region of CloudWatch triggers; without it, the model bucket's region (Kubernetes)"
     )

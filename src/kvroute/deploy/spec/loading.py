@@ -12,20 +12,29 @@ from pydantic_core import ErrorDetails
 
 from kvroute.deploy.l2.backend import masked
 from kvroute.deploy.spec.aliases import FieldPlaces, unflattened
-from kvroute.deploy.spec.endpoint import HYPERPOD_KIND, KINDS, Document, shape_of_kind
-from kvroute.deploy.spec.rules import rule_findings
+from kvroute.deploy.spec.endpoint import (
+    HYPERPOD_KIND,
+    JUMPSTART_KIND,
+    KINDS,
+    OLD_JUMPSTART_KIND,
+    Document,
+    shape_of_kind,
+)
+from kvroute.deploy.spec.rules import early_findings, rule_findings
 from kvroute.deploy.spec.source import (
-    VARIABLE,
     FieldVerdict,
     NotYaml,
     Path,
+    Problem,
     Shape,
     Source,
     ValueKind,
     declared,
     dotted,
+    placeholders_text,
     read_source,
     shape_at,
+    what_to_put,
 )
 from kvroute.errors import ConfigError, InvalidConfig
 
@@ -350,24 +359,38 @@ def read_spec(text: str, *, strategies: Collection[str]) -> SpecReading:
     except NotYaml as exc:
         return SpecReading(None, tuple(_in_order(_lines_in_place(text, exc))))
     source, flat_names = unflattened(raw_source)
-    kind = source.data.get("kind")
+    kind = source.data.get("kind", HYPERPOD_KIND)
     root, places = shape_of_kind(kind), FieldPlaces(shape_of_kind(kind))
     findings = [
-        Finding(problem.path, problem.line, FieldVerdict.WRONG, problem.text) for problem in source.problems
+        Finding(each.path, each.line, FieldVerdict.WRONG, each.text + _what_to_put(each, root))
+        for each in source.problems
     ]
+    if str(kind) not in KINDS:
+        # Which fields a document of another kind may have is not known.
+        return SpecReading(None, tuple(_in_order([*findings, _unknown_kind(source)])))
     document: Document | None = None
     try:
-        document = KINDS.get(str(kind), KINDS[HYPERPOD_KIND]).model_validate(_without_empty(source.data))
+        document = KINDS[str(kind)].model_validate(_without_empty(source.data))
     except ValidationError as exc:
         findings += _translated(exc.errors(include_url=False), source, root, places)
-    if document is not None:
-        findings += [
-            Finding(path, source.line_of(path), verdict, message)
-            for path, verdict, message in rule_findings(document, strategies)
-        ]
+    ruled = early_findings(source.data) if document is None else rule_findings(document, strategies)
+    findings += [Finding(path, source.line_of(path), verdict, message) for path, verdict, message in ruled]
     findings += _declared(source, root, flat_names, judged={finding.path for finding in findings})
     is_wrong = any(finding.verdict is FieldVerdict.WRONG for finding in findings)
     return SpecReading(None if is_wrong else document, tuple(_in_order(findings)))
+
+
+def _what_to_put(problem: Problem, root: Shape) -> str:
+    return what_to_put(root, problem.path) if problem.is_placeholder else ""
+
+
+def _unknown_kind(source: Source) -> Finding:
+    """The finding for a document of a kind that kvroute does not read."""
+    kind = source.data["kind"]
+    text = f"is none of {', '.join(KINDS)}, got {kind!r}"
+    if kind == OLD_JUMPSTART_KIND:
+        text = f"{kind} is the old name: write {JUMPSTART_KIND}"
+    return Finding(("kind",), source.line_of(("kind",)), FieldVerdict.WRONG, text)
 
 
 def fix_layout(text: str) -> SpecLayout:
@@ -406,8 +429,10 @@ def _lines_in_place(text: str, error: NotYaml) -> Iterator[Finding]:
                 line.path, line.number, FieldVerdict.WRONG, f"a duplicate of line {line.duplicate_of}"
             )
         content = lines[line.number - 1]
-        for name in VARIABLE.findall(content if not content.lstrip().startswith("#") else ""):
-            yield Finding(line.path, line.number, FieldVerdict.WRONG, f"the variable {name} is not filled in")
+        placeholders = placeholders_text(content, line.path) if not content.lstrip().startswith("#") else ""
+        if placeholders:
+            advice = what_to_put(_root_of(text), line.path)
+            yield Finding(line.path, line.number, FieldVerdict.WRONG, placeholders + advice)
 
 
 def _in_order(findings: Iterator[Finding] | list[Finding]) -> list[Finding]:
@@ -468,7 +493,7 @@ def _translated(
     errors: list[ErrorDetails], source: Source, root: Shape, places: FieldPlaces
 ) -> Iterator[Finding]:
     """Yield findings for pydantic's errors, with the line, and the right place of a misplaced field."""
-    # A variable that is not filled in breaks a field's rule only for that reason.
+    # A placeholder breaks a field's rule only because it is not filled in.
     reported: set[Path] = {problem.path for problem in source.problems}
     for error in errors:
         path: Path = tuple(error["loc"])

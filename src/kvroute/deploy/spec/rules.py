@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
 
 from pydantic.alias_generators import to_camel, to_snake
 
 from kvroute.deploy.l2.backend import Backend, has_password, masked
 from kvroute.deploy.l2.registry import BACKENDS, backend_named
 from kvroute.deploy.spec.cluster import cluster_rules
-from kvroute.deploy.spec.endpoint import Document, InferenceEndpointConfig
+from kvroute.deploy.spec.endpoint import (
+    Document,
+    InferenceEndpointConfig,
+    JumpStartModel,
+    WorkerDocument,
+    gpus_of_instance,
+    jumpstart_model,
+    without_hub,
+)
 from kvroute.deploy.spec.source import FieldVerdict, Path
 from kvroute.deploy.spec.worker import (
     AutoScaling,
@@ -27,11 +36,19 @@ RuleFinding = tuple[Path, FieldVerdict, str]
 
 HYPERPOD_BACKENDS = ("redis", "tieredstorage")
 DERIVED_ARGUMENTS = {
-    "--port": "is worker.modelInvocationPort.containerPort",
     "--kv-transfer-config": "follows from kvCacheSpec",
     "--kv-events-config": "follows from routingStrategy",
 }
 """Arguments of vLLM that follow from other fields -> a text that names the field."""
+OTHER_SERVERS = {
+    "text-generation-inference": "Text Generation Inference (TGI)",
+    "tgi-inference": "Text Generation Inference (TGI)",
+    "djl-inference": "DJL Serving (LMI)",
+    "djl-serving": "DJL Serving (LMI)",
+    "sglang": "SGLang",
+    "tritonserver": "Triton",
+}
+"""Part of an image's name -> the server in the image, which is not vLLM's."""
 ADAPTER_ARGUMENTS = frozenset({"--enable-lora", "--lora-modules", "--default-mm-loras"})
 """Arguments of vLLM for LoRA adapters."""
 REQUIRED_OF_TRIGGERS = {
@@ -39,6 +56,8 @@ REQUIRED_OF_TRIGGERS = {
     "prometheusTrigger": ("server_address", "query", "target_value"),
 }
 """Trigger -> the fields without which KEDA refuses it."""
+DEFAULT_PORT = 8000
+"""The workers' port without `modelInvocationPort`."""
 _CACHE: Path = ("spec", "kvCacheSpec")
 _L2: Path = (*_CACHE, "l2CacheSpec")
 _WORKER: Path = ("spec", "worker")
@@ -48,23 +67,69 @@ OLDEST_MP_VLLM = (0, 19, 1)
 
 def rule_findings(document: Document, strategies: Collection[str]) -> Iterator[RuleFinding]:
     """Yield the verdicts that depend on several fields. `strategies` are the gateway's strategies."""
-    yield from _cache(document)
-    yield from _routing(document, strategies)
-    yield from _worker(document)
-    if isinstance(document, InferenceEndpointConfig):
-        yield from _source(document.spec.model_source_config, document)
-        yield from _placement(document)
-    yield from _scaling(document)
-    yield from cluster_rules(document)
+    if isinstance(document, JumpStartModel):
+        yield from _hub_model(document)
+    elif document.x_kvroute.model is not None:
+        yield _noted(("x-kvroute", "model"), "the document is not a JumpStartModel")
+    endpoint = without_hub(document)
+    yield from _cache(endpoint)
+    yield from _routing(endpoint, strategies)
+    if not isinstance(document, JumpStartModel):
+        yield from _worker(endpoint)
+    if isinstance(endpoint, InferenceEndpointConfig):
+        yield from _source(endpoint.spec.model_source_config, endpoint)
+        yield from _placement(endpoint)
+    yield from _scaling(endpoint)
+    yield from cluster_rules(endpoint)
     if document.x_kvroute.gateway.replicas > 1:
         yield _noted(
             ("x-kvroute", "gateway", "replicas"),
-            f"applied, but {_several_gateways_text(document)}",
+            f"applied, but {_several_gateways_text(endpoint)}",
             is_whole_text=True,
         )
 
 
-def _several_gateways_text(document: Document) -> str:
+def early_findings(data: Mapping[str, Any]) -> Iterator[RuleFinding]:
+    """Yield verdicts of an image and of `pdSpec` in a document that has errors in other fields."""
+    spec = data.get("spec")
+    worker = spec.get("worker") if isinstance(spec, dict) else None
+    image = worker.get("image") if isinstance(worker, dict) else None
+    if isinstance(image, str):
+        yield from _other_server(image)
+    if isinstance(spec, dict) and isinstance(spec.get("pdSpec"), dict):
+        yield from _prefill_decode()
+
+
+def _hub_model(document: JumpStartModel) -> Iterator[RuleFinding]:
+    """Yield verdicts for the model and the GPUs, of which a JumpStartModel has only names."""
+    model, server = document.spec.model, document.spec.server
+    place: Path = ("spec", "model", "modelId")
+    name = jumpstart_model(document)
+    if name is None:
+        yield _noted(
+            place,
+            f"applied as the model's name in requests, but kvroute does not know the model {model.model_id}: "
+            "set x-kvroute.model to its name on Hugging Face, or to a folder",
+            is_whole_text=True,
+        )
+    else:
+        yield place, FieldVerdict.APPLIED, f"the model's name in requests; the workers load {name}"
+    extension = document.x_kvroute
+    needs_gpus = extension.engine != "sim" and extension.device == "gpu" and extension.gpus_per_worker is None
+    if (
+        needs_gpus
+        and server.accelerator_partition_type is None
+        and gpus_of_instance(server.instance_type) is None
+    ):
+        yield _noted(
+            ("spec", "server", "instanceType"),
+            f"applied, but kvroute does not know the number of GPUs of {server.instance_type}, and plans one "
+            "for each worker: set x-kvroute.gpusPerWorker",
+            is_whole_text=True,
+        )
+
+
+def _several_gateways_text(document: WorkerDocument) -> str:
     """A text that says which knowledge several gateways do not share."""
     routing = document.spec.intelligent_routing_spec
     if routing is not None and routing.enabled and _reads_caches(routing) and uses_lmcache(document):
@@ -83,7 +148,7 @@ def _wrong(path: Path, reason: str) -> RuleFinding:
     return path, FieldVerdict.WRONG, reason
 
 
-def _cache(document: Document) -> Iterator[RuleFinding]:
+def _cache(document: WorkerDocument) -> Iterator[RuleFinding]:
     cache, extension = document.spec.kv_cache_spec, document.x_kvroute
     classic = extension.lmcache.mode == "classic"
     if cache is None:
@@ -116,7 +181,7 @@ def _cache(document: Document) -> Iterator[RuleFinding]:
 
 
 def _second_tier(
-    document: Document, name: str | None, url: str | None, *, classic: bool
+    document: WorkerDocument, name: str | None, url: str | None, *, classic: bool
 ) -> Iterator[RuleFinding]:
     if name is None:
         yield _wrong((*_L2, "l2CacheBackend"), "is required when enableL2Cache is true")
@@ -162,7 +227,7 @@ def _second_tier(
         yield (*_L2, "l2CacheBackend"), FieldVerdict.APPLIED, backend.describe(document.x_kvroute, url)
 
 
-def _has_own_store(document: Document, backend: Backend, url: str | None) -> bool:
+def _has_own_store(document: WorkerDocument, backend: Backend, url: str | None) -> bool:
     """Whether the deployment starts a store whose size can be set."""
     if backend.name == "tieredstorage":
         return document.x_kvroute.platform != "hyperpod"
@@ -201,7 +266,7 @@ def _config_file(cache: KvCache, *, classic: bool) -> Iterator[RuleFinding]:
 
 
 def _unused_cache_settings(
-    document: Document, reason: str, *, l1: bool, l2: bool, classic: bool = False
+    document: WorkerDocument, reason: str, *, l1: bool, l2: bool, classic: bool = False
 ) -> Iterator[RuleFinding]:
     """Yield notes for settings of x-kvroute that belong to tiers that are off."""
     given = document.x_kvroute.model_fields_set
@@ -235,7 +300,7 @@ def _unused_cache_settings(
         yield _noted(("x-kvroute", "lmcache", "servers"), "classic mode has no LMCache servers")
 
 
-def _routing(document: Document, strategies: Collection[str]) -> Iterator[RuleFinding]:
+def _routing(document: WorkerDocument, strategies: Collection[str]) -> Iterator[RuleFinding]:
     routing = document.spec.intelligent_routing_spec or IntelligentRouting()
     path: Path = ("spec", "intelligentRoutingSpec", "routingStrategy")
     given = document.spec.intelligent_routing_spec is not None
@@ -267,7 +332,7 @@ def _reads_caches(routing: IntelligentRouting) -> bool:
     return needs_of(routing.routing_strategy) is Needs.TOKENS
 
 
-def _worker(document: Document) -> Iterator[RuleFinding]:
+def _worker(document: WorkerDocument) -> Iterator[RuleFinding]:
     worker: WorkerSection | EndpointWorker | None = document.spec.worker
     extension = document.x_kvroute
     if worker is None:
@@ -277,10 +342,13 @@ def _worker(document: Document) -> Iterator[RuleFinding]:
             if name in worker.model_fields_set:
                 yield _noted((*_WORKER, key), "the workers are simulated (x-kvroute.engine: sim)")
         return
+    yield from _other_server(worker.image or "")
     for number, argument in enumerate(worker.args or []):
         option = argument.split("=", 1)[0]
         if option in DERIVED_ARGUMENTS:
             yield _wrong((*_WORKER, "args", number), f"{option} {DERIVED_ARGUMENTS[option]}: omit it here")
+        elif option == "--port":
+            yield from _port(worker, number)
     yield from _adapters(document, worker.args or [])
     tag = _VLLM_TAG.search(worker.image or "")
     is_too_old = tag is not None and tuple(map(int, tag.groups())) < OLDEST_MP_VLLM
@@ -294,7 +362,34 @@ def _worker(document: Document) -> Iterator[RuleFinding]:
         )
 
 
-def _adapters(document: Document, arguments: list[str]) -> Iterator[RuleFinding]:
+def _other_server(image: str) -> Iterator[RuleFinding]:
+    """Yield an error for an image whose server is not vLLM: other arguments, metrics, events and caches."""
+    name = image.rpartition("@")[0] or image
+    for part, server in OTHER_SERVERS.items():
+        if part in name.lower():
+            yield _wrong(
+                (*_WORKER, "image"),
+                f"{image} runs {server}, and kvroute's workers are vLLM: use an image with vLLM, such as "
+                "lmcache/vllm-openai",
+            )
+            return
+
+
+def _port(worker: WorkerSection | EndpointWorker, number: int) -> Iterator[RuleFinding]:
+    """Yield an error if the argument `--port` at `number` is not the port in `modelInvocationPort`."""
+    args = worker.args or []
+    _, equals, value = args[number].partition("=")
+    given = value if equals else "".join(args[number + 1 : number + 2])
+    port = worker.model_invocation_port
+    wanted = str(port.container_port if port is not None else DEFAULT_PORT)
+    if given != wanted:
+        text = (
+            f"--port {given} is not worker.modelInvocationPort.containerPort, which is {wanted}: omit --port"
+        )
+        yield _wrong((*_WORKER, "args", number), text)
+
+
+def _adapters(document: WorkerDocument, arguments: list[str]) -> Iterator[RuleFinding]:
     """Yield a note for LoRA adapters with LMCache, which does not distinguish adapters."""
     places = [place for place, each in enumerate(arguments) if each.split("=", 1)[0] in ADAPTER_ARGUMENTS]
     if not places or not uses_lmcache(document):
@@ -310,7 +405,7 @@ def _adapters(document: Document, arguments: list[str]) -> Iterator[RuleFinding]
     yield _noted((*_WORKER, "args", places[0]), reason, is_whole_text=True)
 
 
-def uses_lmcache(document: Document) -> bool:
+def uses_lmcache(document: WorkerDocument) -> bool:
     """Whether LMCache runs."""
     cache = document.spec.kv_cache_spec
     return cache is not None and (
@@ -356,7 +451,7 @@ def _placement(document: InferenceEndpointConfig) -> Iterator[RuleFinding]:
         yield _noted(("spec", "InitialReplicaCount"), "replicas is given")
 
 
-def region_of(document: Document) -> str | None:
+def region_of(document: WorkerDocument) -> str | None:
     """The AWS region in the spec; None if it names none."""
     if document.x_kvroute.aws_region is not None or not isinstance(document, InferenceEndpointConfig):
         return document.x_kvroute.aws_region
@@ -364,7 +459,17 @@ def region_of(document: Document) -> str | None:
     return store.region if store is not None else None
 
 
-def _scaling(document: Document) -> Iterator[RuleFinding]:
+def _prefill_decode() -> Iterator[RuleFinding]:
+    yield _wrong(
+        ("spec", "pdSpec"),
+        "kvroute does not run prefill and decode on different workers yet: remove pdSpec, and all workers "
+        "(replicas, worker.args, worker.resources) do both",
+    )
+
+
+def _scaling(document: WorkerDocument) -> Iterator[RuleFinding]:
+    if document.spec.pd_spec is not None:
+        yield from _prefill_decode()
     routing = document.spec.intelligent_routing_spec
     for path, scaling in (
         (("spec", "autoScalingSpec"), document.spec.auto_scaling_spec),
@@ -383,7 +488,7 @@ def _scaling(document: Document) -> Iterator[RuleFinding]:
         )
 
 
-def _scaler(document: Document, path: Path, scaling: AutoScaling) -> Iterator[RuleFinding]:
+def _scaler(document: WorkerDocument, path: Path, scaling: AutoScaling) -> Iterator[RuleFinding]:
     if scaling.max_replica_count < scaling.min_replica_count:
         yield _wrong((*path, "maxReplicaCount"), "is less than minReplicaCount")
     triggers = [*scaling.prometheus(), *scaling.cloud_watch()]

@@ -1,6 +1,6 @@
 """Parses a spec's text into data with line numbers, and declares verdicts of fields.
 
-Also finds duplicate keys and variables that are not filled in.
+Also finds duplicate keys and placeholders that are not filled in.
 """
 
 from __future__ import annotations
@@ -36,18 +36,25 @@ class FieldVerdict(Enum):
     WRONG = "wrong"
 
 
-def applied(default: Any = None, *, becomes: str, **constraints: Any) -> Any:
+def applied(default: Any = None, *, becomes: str, put: str = "", **constraints: Any) -> Any:
     """Declare a field that has an effect. `becomes` is its text. With `...` as default the field is
-    required."""
-    return Field(
-        default, json_schema_extra={"verdict": FieldVerdict.APPLIED.value, "text": becomes}, **constraints
-    )
+    required.
+
+    `put` says what belongs in the field, for values that are still placeholders; without it, `becomes` does.
+    """
+    return _declared_field(default, FieldVerdict.APPLIED, becomes, put or becomes, constraints)
 
 
-def noted(default: Any = None, *, because: str, **constraints: Any) -> Any:
+def noted(default: Any = None, *, because: str, put: str = "", **constraints: Any) -> Any:
     """Declare a field that is accepted but has no effect. `because` is the reason."""
+    return _declared_field(default, FieldVerdict.NOTED, because, put, constraints)
+
+
+def _declared_field(
+    default: Any, verdict: FieldVerdict, text: str, put: str, constraints: dict[str, Any]
+) -> Any:
     return Field(
-        default, json_schema_extra={"verdict": FieldVerdict.NOTED.value, "text": because}, **constraints
+        default, json_schema_extra={"verdict": verdict.value, "text": text, "put": put}, **constraints
     )
 
 
@@ -139,7 +146,13 @@ def shape_at(root: Shape, path: Path) -> Shape | None:
 def declared(root: Shape, path: Path) -> tuple[FieldVerdict, str] | None:
     """The verdict and text declared for `path` or for the nearest field above it; None if there are only
     sections."""
-    found = None
+    extra = _nearest_declaration(root, path)
+    return (FieldVerdict(extra["verdict"]), str(extra["text"])) if extra else None
+
+
+def _nearest_declaration(root: Shape, path: Path) -> dict[str, Any]:
+    """What `applied` or `noted` declared for `path`, or for the nearest field above it; else empty."""
+    found: dict[str, Any] = {}
     shape: Shape | None = root
     for key in path:
         if shape is None:
@@ -147,7 +160,7 @@ def declared(root: Shape, path: Path) -> tuple[FieldVerdict, str] | None:
         field = shape.field(str(key))
         extra = field.json_schema_extra if field is not None else None
         if isinstance(extra, dict) and "verdict" in extra:
-            found = FieldVerdict(extra["verdict"]), str(extra["text"])
+            found = dict(extra)
         shape = shape_at(shape, (key,))
     return found
 
@@ -173,8 +186,43 @@ def dotted(path: Path) -> str:
     return text
 
 
-VARIABLE = re.compile(r"\$\{[A-Za-z_][A-Za-z0-9_]*(?::?-[^}]*)?\}")
-"""A shell variable that is not filled in. `$(NAME)` does not match: Kubernetes expands it."""
+_FILLED_IN_LATER = (
+    r"\$\{[A-Za-z_][A-Za-z0-9_]*(?::?-[^}]*)?\}"
+    r"|<[A-Z][A-Z0-9]*(?:[ _.-][A-Z0-9]+)*>|(?<!\$)\{[A-Z][A-Z0-9_]{2,}\}"
+)
+_ONLY_IN_NAMES = (
+    r"(?<![\w$])\$[A-Z][A-Z0-9_]{2,}\b|<[a-z][a-z0-9]*(?:[ _-][a-z0-9]+)+>"
+    r"|<(?:account|bucket|image|model|name|namespace|region)>"
+)
+_PLACEHOLDER = re.compile(f"{_FILLED_IN_LATER}|{_ONLY_IN_NAMES}")
+_PLACEHOLDER_IN_TEXTS = re.compile(_FILLED_IN_LATER)
+_TEXTS = frozenset({"args", "command", "environmentVariables", "kubernetes", "probes", "query"})
+"""Fields in which `$NAME` can be a variable of a shell, and `<name_of>` a token of a model."""
+
+
+def placeholders_text(value: str, path: Path) -> str:
+    """The text that names the placeholders in `value`; empty without any.
+
+    Placeholders are `${NAME}`, `$NAME`, `<NAME>` and `{NAME}`. `$(NAME)` is none: Kubernetes replaces it.
+    """
+    pattern = _PLACEHOLDER_IN_TEXTS if _TEXTS.intersection(map(str, path)) else _PLACEHOLDER
+    names = list(dict.fromkeys(pattern.findall(value)))
+    if not names:
+        return ""
+    kind = "variable" if all(name.startswith("${") for name in names) else "placeholder"
+    if len(names) == 1:
+        return f"the {kind} {names[0]} is not filled in"
+    return f"the {kind}s {', '.join(names[:-1])} and {names[-1]} are not filled in"
+
+
+def what_to_put(root: Shape, path: Path) -> str:
+    """The text that says what belongs at `path` instead of a placeholder; empty for an unknown field."""
+    extra = _nearest_declaration(root, path)
+    if not extra:
+        return ""
+    put = f"put {extra['put'] or 'your value'} here"
+    is_noted = extra["verdict"] == FieldVerdict.NOTED.value
+    return f": {put}, or remove the field, which has no effect here" if is_noted else f": {put}"
 
 
 class NotYaml(Exception):
@@ -192,6 +240,7 @@ class Problem:
     path: Path
     line: int | None
     text: str
+    is_placeholder: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,9 +295,9 @@ class _NodeWalker:
 
     def enter(self, node: yaml.Node, path: Path) -> None:
         if isinstance(node, yaml.ScalarNode):
-            for name in VARIABLE.findall(node.value):
-                line = node.start_mark.line + 1
-                self.problems.append(Problem(path, line, f"the variable {name} is not filled in"))
+            text = placeholders_text(node.value, path)
+            if text:
+                self.problems.append(Problem(path, node.start_mark.line + 1, text, is_placeholder=True))
         elif isinstance(node, yaml.SequenceNode):
             for number, item in enumerate(node.value):
                 self.lines[*path, number] = item.start_mark.line + 1

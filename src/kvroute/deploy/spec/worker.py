@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from kvroute.deploy.spec.source import Fields, applied, noted, section
 
-_ENV = "the workers' environment"
+ENVIRONMENT = "the workers' environment"
 _ENV_BY_REFERENCE = "the workers' environment (Kubernetes)"
 Quantity = str | int | float
 
@@ -30,16 +30,26 @@ class ResourceFieldRef(Fields):
     resource: str = applied(..., becomes=_ENV_BY_REFERENCE)
 
 
+class FileKeyRef(Fields):
+    """A variable from a file of one of the pod's volumes (Kubernetes 1.34)."""
+
+    key: str = applied(..., becomes=_ENV_BY_REFERENCE)
+    optional: bool = applied(False, becomes=_ENV_BY_REFERENCE)
+    path: str = applied(..., becomes=_ENV_BY_REFERENCE)
+    volume_name: str = applied(..., becomes=_ENV_BY_REFERENCE)
+
+
 class ValueFrom(Fields):
     config_map_key_ref: KeyRef | None = applied(becomes=_ENV_BY_REFERENCE)
     field_ref: FieldRef | None = applied(becomes=_ENV_BY_REFERENCE)
+    file_key_ref: FileKeyRef | None = applied(becomes=_ENV_BY_REFERENCE)
     resource_field_ref: ResourceFieldRef | None = applied(becomes=_ENV_BY_REFERENCE)
     secret_key_ref: KeyRef | None = applied(becomes=_ENV_BY_REFERENCE)
 
 
 class EnvironmentVariable(Fields):
-    name: str = applied(..., becomes=_ENV, pattern=r"^[-._a-zA-Z][-._a-zA-Z0-9]*$")
-    value: str | None = applied(becomes=_ENV)
+    name: str = applied(..., becomes=ENVIRONMENT, pattern=r"^[-._a-zA-Z][-._a-zA-Z0-9]*$")
+    value: str | None = applied(becomes=ENVIRONMENT, put="the variable's value")
     value_from: ValueFrom | None = applied(becomes=_ENV_BY_REFERENCE)
 
 
@@ -99,11 +109,13 @@ class RequestLimits(Fields):
 class WorkerSection(Fields):
     """The workers' container, as HyperPod's document describes it."""
 
-    image: str = applied(..., becomes="the workers' image", min_length=1)
+    image: str = applied(
+        ..., becomes="the workers' image", put="the name of an image with vLLM and LMCache", min_length=1
+    )
     command: list[str] | None = applied(becomes="the workers' command, which replaces `vllm serve`")
-    args: list[str] | None = applied(becomes="arguments of the workers")
+    args: list[str] | None = applied(becomes="arguments of the workers", put="the argument's value")
     working_dir: str | None = applied(becomes="the workers' working directory")
-    environment_variables: list[EnvironmentVariable] | None = applied(becomes=_ENV)
+    environment_variables: list[EnvironmentVariable] | None = applied(becomes=ENVIRONMENT)
     model_invocation_port: InvocationPort = section(...)
     model_volume_mount: VolumeMount = section(...)
     resources: Resources = section(...)
@@ -121,14 +133,21 @@ class EndpointWorker(WorkerSection):
 
 
 class S3Storage(Fields):
-    bucket_name: str = applied(..., becomes="the bucket of the model's files", min_length=1)
-    region: str = applied(..., becomes="the region of the model's bucket", min_length=1)
+    bucket_name: str = applied(
+        ..., becomes="the bucket of the model's files", put="the name of the model's S3 bucket", min_length=1
+    )
+    region: str = applied(
+        ..., becomes="the region of the model's bucket", put="a region such as us-west-2", min_length=1
+    )
+
+
+_FSX_VOLUME = "the model's volume (Kubernetes)"
 
 
 class FsxStorage(Fields):
-    file_system_id: str = applied(..., becomes="the model's volume (Kubernetes)")
-    dns_name: str | None = applied(becomes="the model's volume (Kubernetes)")
-    mount_name: str | None = applied(becomes="the model's volume (Kubernetes)")
+    file_system_id: str = applied(..., becomes=_FSX_VOLUME, put="the file system's ID (fs-0123456789abcdef0)")
+    dns_name: str | None = applied(becomes=_FSX_VOLUME, put="the file system's DNS name")
+    mount_name: str | None = applied(becomes=_FSX_VOLUME, put="the file system's mount name")
 
 
 class TokenSecret(Fields):
@@ -234,21 +253,30 @@ _NO_SPLIT = "kvroute sends prefill and decode of a request to one worker"
 
 class PdTopology(Fields):
     same_az: bool = noted(True, because=_NO_SPLIT, alias="sameAZ")
+    availability_zone: str | None = noted(because=_NO_SPLIT)
+    placement_group: str | None = noted(because=_NO_SPLIT)
 
 
 class PdStage(Fields):
     args: list[str] | None = noted(because=_NO_SPLIT)
     node_selector: dict[str, str] | None = noted(because=_NO_SPLIT)
-    replicas: int | None = noted(because=_NO_SPLIT, ge=0)
-    resources: dict[str, object] | None = noted(because=_NO_SPLIT)
+    replicas: int = noted(1, because=_NO_SPLIT, ge=1)
+    resources: Resources | None = noted(because=_NO_SPLIT)
+
+
+class PdAutoScaling(Fields):
+    """The limits and triggers of each of the two groups of workers."""
+
+    decoding_auto_scaling: AutoScaling | None = noted(because=_NO_SPLIT)
+    prefill_auto_scaling: AutoScaling | None = noted(because=_NO_SPLIT)
 
 
 class PrefillDecode(Fields):
-    """Prefill and decode on different workers, which kvroute does not support."""
+    """Prefill and decode on different workers. Read and refused: kvroute does not support it yet."""
 
     prefill_spec: PdStage = noted(..., because=_NO_SPLIT)
     decoding_spec: PdStage = noted(..., because=_NO_SPLIT)
-    auto_scaling_spec: AutoScaling | None = noted(because=_NO_SPLIT)
+    auto_scaling_spec: PdAutoScaling | None = noted(because=_NO_SPLIT)
     routing_threshold: int = noted(4096, because=_NO_SPLIT, ge=0)
     topology_spec: PdTopology | None = noted(because=_NO_SPLIT)
 
