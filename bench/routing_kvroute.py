@@ -17,14 +17,13 @@ from typing import Any
 from msgspec.structs import replace
 from xxhash import xxh3_64_intdigest
 
+from kvroute.app.cache_tracker import held_tokens
 from kvroute.blocks.chunks import ChunkKey, ChunkScheme, ChunkSpace, PromptChunks
 from kvroute.blocks.keys import KEY_TOKENS, BlockKey, PromptKeys, Tier, adapter_space, token_keys
 from kvroute.events.ledger import Ledger
 from kvroute.fleet.worker import FleetView, HealthState, Worker, WorkerFacts, WorkerId, WorkerSpec
-from kvroute.gateway.caches import held_tokens
 from kvroute.index.chunk_index import ChunkHolder, ChunkIndex
-from kvroute.index.prefix_index import PrefixIndex
-from kvroute.index.trust import MapTrust
+from kvroute.index.prefix_index import MapTrust, PrefixIndex
 from kvroute.lmcache.options import PrefetchOptions
 from kvroute.routing.registry import RoutingOptions
 from kvroute.routing.router import Dispatch, Router

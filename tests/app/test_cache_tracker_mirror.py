@@ -10,8 +10,7 @@ from kvroute.clock import SystemClock
 from kvroute.fleet.fleet import Fleet
 from kvroute.fleet.worker import Worker, WorkerId, WorkerSpec
 from kvroute.gateway.preparation import KeySpaces
-from kvroute.index.prefix_index import Holder
-from kvroute.index.trust import MapTrust
+from kvroute.index.prefix_index import Holder, MapTrust
 from kvroute.metrics import Metrics
 from kvroute.replicas.maps import Mirror, PublishingPrefixIndex
 from kvroute.replicas.messages import CachePlaceMessage, Finished, MapReset, TierBandwidth, WorkerPlaces

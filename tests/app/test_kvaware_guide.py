@@ -11,7 +11,7 @@ import yaml
 from pydantic import BaseModel
 
 from kvroute.app.config import Config
-from kvroute.index.trust import TrustReason
+from kvroute.index.prefix_index import TrustReason
 from kvroute.lmcache.membership import Doubt
 
 ROOT = Path(__file__).parents[2]

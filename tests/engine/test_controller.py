@@ -20,7 +20,7 @@ from kvroute.clock import SystemClock
 from kvroute.deploy.engine_install import EngineVenv, separate_environment
 from kvroute.deploy.prepare import free_ports
 from kvroute.index.chunk_index import ChunkIndex
-from kvroute.index.trust import MapTrust
+from kvroute.index.prefix_index import MapTrust
 from kvroute.lmcache.controller import Controller
 from kvroute.lmcache.controller_sockets import ControllerSockets
 from kvroute.lmcache.options import ControllerOptions

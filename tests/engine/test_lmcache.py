@@ -27,7 +27,7 @@ from kvroute.deploy.prepare import free_ports
 from kvroute.deploy.processes import ChildProcess, ChildSpec
 from kvroute.deploy.vllm_command import CpuPlacement, VllmSpec, vllm_argv, vllm_environment
 from kvroute.index.chunk_index import ChunkIndex
-from kvroute.index.trust import MapTrust
+from kvroute.index.prefix_index import MapTrust
 from kvroute.lmcache.coordinator import Coordinator
 from kvroute.lmcache.coordinator_http import CoordinatorApp, CoordinatorServer
 from kvroute.lmcache.l2_redis import RedisL2, object_name, targets_of

@@ -19,8 +19,7 @@ from kvroute.events.ledger import Ledger
 from kvroute.events.options import KvEventsOptions
 from kvroute.events.poller import SocketPoller, TimeSlicer
 from kvroute.events.subscriber import KvEventSubscriber
-from kvroute.index.prefix_index import PrefixIndex
-from kvroute.index.trust import MapTrust, TrustReason
+from kvroute.index.prefix_index import MapTrust, PrefixIndex, TrustReason
 from kvroute.wire.vllm import DIALECTS
 from kvroute.wire.zmq import EventMessage, pack_live
 

@@ -7,8 +7,7 @@ import pytest
 from tests.support.memory import growth_bytes
 
 from kvroute.errors import InvalidRequest, ModelNotFound, NotFound
-from kvroute.fleet.fleet import Fleet, FleetChange
-from kvroute.fleet.membership import AdminOverrides
+from kvroute.fleet.fleet import AdminOverrides, Fleet, FleetChange
 from kvroute.fleet.worker import Ejection, HealthState, Worker, WorkerFacts, WorkerId, WorkerSpec
 
 FACTS = WorkerFacts(models=frozenset({"m"}), capacity_tokens=1600, block_size=16, start_time=1.0)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvroute.index.trust import MapTrust
+from kvroute.index.prefix_index import MapTrust
 
 CHUNK = 64
 CPU = "LocalCPUBackend"

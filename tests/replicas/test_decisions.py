@@ -11,7 +11,7 @@ from kvroute.blocks.chunks import PromptChunks
 from kvroute.blocks.keys import PromptKeys, block_keys
 from kvroute.fleet.fleet import Fleet
 from kvroute.fleet.worker import WorkerFacts, WorkerId, WorkerSpec
-from kvroute.index.trust import MapTrust
+from kvroute.index.prefix_index import MapTrust
 from kvroute.replicas.decisions import OwnDecisions, PeerDecisions, apply_recent_prompts, recent_prompts
 from kvroute.replicas.messages import (
     Dispatched,

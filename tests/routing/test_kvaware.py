@@ -7,8 +7,8 @@ import pytest
 from kvroute.blocks.chunks import PromptChunks
 from kvroute.blocks.keys import PromptKeys, prompt_keys, token_keys
 from kvroute.index.in_flight import InFlight
+from kvroute.index.prefix_index import MapTrust
 from kvroute.index.radix_history import RadixHistory
-from kvroute.index.trust import MapTrust
 from kvroute.routing.cost import CostModel
 from kvroute.routing.registry import RoutingOptions
 from kvroute.routing.router import Router

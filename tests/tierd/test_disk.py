@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from kvroute.errors import ConfigError
-from kvroute.tierd.counts import Counts
+from kvroute.tierd.daemon import Counts
 from kvroute.tierd.disk import DiskLevel
 from kvroute.tierd.pool import ObjectName
 

@@ -10,7 +10,7 @@ from typing import Final, Self
 from prometheus_client.core import Metric
 
 from kvroute.app.background_tasks import BackgroundTasks
-from kvroute.app.cache_tracker import describe_map, map_notes, worker_client
+from kvroute.app.cache_tracker import describe_map, held_tokens, map_notes, worker_client
 from kvroute.app.collectors import l2_metrics, lmcache_map_bytes, map_metrics
 from kvroute.app.config import Config
 from kvroute.app.tokenizing import Tokenizing
@@ -20,9 +20,8 @@ from kvroute.blocks.known_prompts import id_array
 from kvroute.clock import Clock
 from kvroute.fleet.fleet import Fleet, FleetChange
 from kvroute.fleet.worker import Worker
-from kvroute.gateway.caches import held_tokens
 from kvroute.gateway.preparation import DeadlineOf, KeySpaces
-from kvroute.index.trust import MapTrust
+from kvroute.index.prefix_index import MapTrust
 from kvroute.lmcache.l2_redis import L2Target, RedisL2
 from kvroute.metrics import Metrics
 from kvroute.replicas.maps import Mirror

@@ -12,9 +12,8 @@ import msgspec
 
 from kvroute.clock import Clock
 from kvroute.errors import NotFound
-from kvroute.fleet.fleet import Fleet, FleetChange
+from kvroute.fleet.fleet import AdminOverrides, Fleet, FleetChange
 from kvroute.fleet.health import HealthMonitor
-from kvroute.fleet.membership import AdminOverrides
 from kvroute.fleet.worker import Worker, WorkerId, WorkerSpec
 from kvroute.gateway.stored import ResponseOwners
 from kvroute.replicas.decisions import OwnDecisions, PeerDecisions, apply_recent_prompts, recent_prompts

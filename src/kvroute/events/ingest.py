@@ -27,8 +27,7 @@ from kvroute.events.sources import KvEventSource, find_sources
 from kvroute.events.subscriber import KvEventSubscriber
 from kvroute.fleet.fleet import FleetChange
 from kvroute.fleet.worker import Worker, WorkerId
-from kvroute.index.prefix_index import PrefixIndex
-from kvroute.index.trust import MapTrust, TrustReason
+from kvroute.index.prefix_index import MapTrust, PrefixIndex, TrustReason
 
 
 @dataclass(frozen=True, slots=True, eq=False)

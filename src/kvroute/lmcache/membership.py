@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 from kvroute.blocks.chunks import ChunkScheme
 from kvroute.fleet.worker import Worker
 from kvroute.index.chunk_index import ChunkDomain, ChunkHolder, ChunkIndex
-from kvroute.index.trust import MapTrust
+from kvroute.index.prefix_index import MapTrust
 from kvroute.lmcache.options import LMCacheOptions
 from kvroute.lmcache.stored_chunks import HeldChunks, StoredModel
 

@@ -14,7 +14,7 @@ from kvroute.fleet.load import WorkerLoad
 from kvroute.fleet.worker import ASSUMED_BLOCK_TOKENS, FleetView, Worker
 from kvroute.index.chunk_index import ChunkHolder
 from kvroute.index.history import RouteHistory
-from kvroute.index.trust import MapTrust
+from kvroute.index.prefix_index import MapTrust
 from kvroute.options import Options
 from kvroute.routing.cost_parameters import Costs
 

@@ -12,13 +12,12 @@ from typing import Any
 import msgspec
 import pytest
 
+from kvroute.app.cache_tracker import LiveCaches
 from kvroute.blocks.chunks import PromptChunks
 from kvroute.blocks.keys import Tier, adapter_space, prompt_keys, token_keys
 from kvroute.clock import SystemClock
-from kvroute.gateway.caches import LiveCaches
 from kvroute.index.chunk_index import ChunkIndex
-from kvroute.index.prefix_index import Holder, PrefixIndex
-from kvroute.index.trust import MapTrust, TrustReason
+from kvroute.index.prefix_index import Holder, MapTrust, PrefixIndex, TrustReason
 from kvroute.lmcache.coordinator import Coordinator
 from kvroute.lmcache.membership import ServedWorker
 from kvroute.lmcache.options import LMCacheOptions

@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from kvroute.fleet.membership import ADMIN, DesiredWorkers
+from kvroute.fleet.fleet import ADMIN, DesiredWorkers
 from kvroute.fleet.worker import WorkerId, WorkerSpec
 
 
