@@ -41,6 +41,12 @@ class LoggingOptions(Options):
         "registered: ...`, `Routing request to ... found by kvaware router`, `Matched instance url None`.",
         higher="on: one more line per request",
     )
+    routing_lines: Annotated[bool, Switch] = option(
+        False,
+        "Also log each decision, before the request is sent, as production-stack's router does: `Routing "
+        "request ID with session id S to URL at T, process time = D`. `kvroute vllm-router` sets it.",
+        higher="on: one more line per request",
+    )
 
 
 class JsonFormatter(logging.Formatter):

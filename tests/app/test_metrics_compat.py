@@ -17,7 +17,7 @@ from kvroute.fleet.fleet import Fleet
 from kvroute.fleet.worker import Worker, WorkerId, WorkerSpec
 from kvroute.metrics import Gauges, Metrics
 
-DOCS = Path(__file__).parents[2] / "docs" / "migration.md"
+DOCS = Path(__file__).parents[2] / "docs" / "migration" / "production-stack.md"
 
 
 class Gateway:

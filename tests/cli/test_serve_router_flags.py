@@ -44,6 +44,8 @@ def test_a_command_line_of_that_router_runs_as_it_is(served):
     assert "kvroute: --routing-logic: routing.strategy=session" in lines
     assert any(line.startswith("kvroute: --enable-batch-api: no effect: ") for line in lines)
     assert sum(line.startswith("kvroute: --") for line in lines) == 10
+    assert config.logging.routing_lines
+    assert config.metrics.compat == "vllm-router"
 
 
 def test_the_default_address_is_that_of_vllm_router(served, tmp_path):
@@ -141,3 +143,75 @@ def test_finding_workers_in_kubernetes_is_enough(served):
 
     assert invoke(*flags, KUBERNETES_SERVICE_HOST="10.0.0.1").exit_code == 0
     assert served[0].fleet.kubernetes.enabled
+
+
+# The image's command: `kvroute FLAGS`, and `vllm-router FLAGS`
+
+WHOLE = (*WORKERS, "--static-models", "m,m", "--routing-logic", "roundrobin")
+
+
+def run(*arguments, **environ):
+    return CliRunner().invoke(main, [*arguments], env=environ)
+
+
+def test_flags_without_a_command_are_that_routers_command_line(served):
+    bare, named = run("--host", "127.0.0.1", *WHOLE), run("vllm-router", "--host", "127.0.0.1", *WHOLE)
+
+    assert (bare.exit_code, bare.output) == (named.exit_code, named.output)
+    assert bare.exit_code == 0, bare.output
+    assert served[0] == served[1]
+    assert (served[0].server.host, served[0].server.port) == ("127.0.0.1", 8001)
+    assert served[0].logging.format == "text"
+
+
+def test_the_log_may_be_json(served):
+    assert run(*WHOLE, "--log-format", "json").exit_code == 0
+    assert served[0].logging.format == "json"
+
+
+def test_a_command_line_that_the_router_refuses_is_refused(served):
+    result = run(*WORKERS, "--static-models", "m,m")
+
+    assert result.exit_code == 2
+    assert "--routing-logic: must be given" in result.output
+    assert "kvroute serve" in result.output
+    assert not served
+
+
+def test_versions_and_help_stay_kvroutes_own(served):
+    assert run("--version").output.startswith("kvroute ")
+    assert run("vllm-router", "--version").output.startswith("vllm-router (kvroute ")
+    assert "Usage: " in run("-h").output
+    assert "docs/migration/production-stack.md" in "".join(run("vllm-router", "--help").output.split())
+
+
+def test_the_workers_key_is_read_from_vllm_api_key_and_not_printed(served, tmp_path):
+    keys = {"VLLM_API_KEY": "a-key", "XDG_STATE_HOME": str(tmp_path)}
+    result = run(*WHOLE, **keys)
+    own = run(*WHOLE, **keys, KVROUTE__FLEET__WORKER_API_KEY="another")
+
+    assert served[0].fleet.worker_api_key.get_secret_value() == "a-key"
+    assert served[1].fleet.worker_api_key.get_secret_value() == "another"
+    assert "fleet.worker_api_key: VLLM_API_KEY" in result.output
+    assert "a-key" not in result.output
+    assert "VLLM_API_KEY" not in own.output
+
+
+def test_without_that_routers_flags_vllm_api_key_is_not_read(served):
+    CliRunner().invoke(main, ["serve", "--worker", "http://a:1"], env={"VLLM_API_KEY": "a-key"})
+
+    assert served[0].fleet.worker_api_key is None
+
+
+def test_without_a_writable_folder_the_admin_api_is_closed_and_a_line_says_so(served, tmp_path):
+    open_ = run(*WHOLE, XDG_STATE_HOME=str(tmp_path))
+    closed = run(*WHOLE, XDG_STATE_HOME="/proc/none")
+    configured = run(*WHOLE, XDG_STATE_HOME="/proc/none", KVROUTE__ADMIN__API_KEY="mine")
+
+    assert [result.exit_code for result in (open_, closed, configured)] == [0, 0, 0]
+    assert served[0].admin.api_key is None
+    assert "the admin API is closed: /proc/none/kvroute cannot be created" in closed.output
+    assert len(served[1].admin.api_key.get_secret_value()) > 30
+    assert served[1].admin.api_key.get_secret_value() not in closed.output
+    assert served[2].admin.api_key.get_secret_value() == "mine"
+    assert "closed" not in open_.output + configured.output

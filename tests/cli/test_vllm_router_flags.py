@@ -5,15 +5,32 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import yaml
 
 from kvroute.app.config import Config, load
 from kvroute.app.config_paths import shape_at, split
-from kvroute.cli.vllm_router import CONTROLLER, FLAGS, LOG_LEVELS, Given, dynamic_flags, translate
+from kvroute.cli.serve import vllm_router
+from kvroute.cli.vllm_router import (
+    CONTROLLER,
+    FLAGS,
+    LOG_LEVELS,
+    MODEL_TYPES,
+    Given,
+    check_whole_line,
+    dynamic_flags,
+    translate,
+)
 from kvroute.errors import ConfigError
 
-DOCS = Path(__file__).parents[2] / "docs" / "migration.md"
+DOCS = Path(__file__).parents[2] / "docs" / "migration" / "production-stack.md"
+
+THEIRS = yaml.safe_load(
+    (Path(__file__).parents[1] / "data" / "production_stack" / "flags.yaml").read_text(encoding="utf-8")
+)
+"""The flags of that router's own parser, with a value each; None for a switch."""
 
 SAMPLES = {
+    "root-path": "/vllm",
     "service-discovery": "k8s",
     "k8s-service-discovery-type": "service-name",
     "static-aliases": "gpt4:llama",
@@ -50,9 +67,16 @@ def test_every_flag_sets_existing_options_or_has_a_reason_for_no_effect(name):
     load(flags=translate(given).settings)  # the values are valid
 
 
-@pytest.mark.parametrize("name", FLAGS)
+@pytest.mark.parametrize("name", {f"--{name}": None for name in FLAGS} | THEIRS)
 def test_the_documentation_has_every_flag(name):
-    assert f"`--{name}`" in DOCS.read_text(encoding="utf-8")
+    assert f"`{name}`" in DOCS.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", THEIRS)
+def test_the_command_has_every_flag_of_that_router_and_the_same_switches(name):
+    (parameter,) = [each for each in vllm_router.params if name in each.opts]
+
+    assert parameter.is_flag == (THEIRS[name] is None)
 
 
 def test_static_workers_with_models_and_aliases():
@@ -114,6 +138,92 @@ def test_routing_logic_is_a_strategy(logic, strategy):
     assert config_of({"routing-logic": logic}).routing.strategy == strategy
 
 
+def test_prefixaware_follows_the_longest_match_and_loadaware_counts_load():
+    theirs = config_of({"routing-logic": "prefixaware"}).routing.costs
+    full = config_of({"routing-logic": "loadaware"}).routing.costs
+
+    assert (theirs.balance_weight, theirs.tie_share, theirs.tie_ms) == (0, 0, 0)
+    assert full == Config().routing.costs
+
+
+def test_a_root_path_may_end_with_a_slash_or_be_empty():
+    assert config_of({"root-path": "/vllm/"}).server.root_path == "/vllm"
+    assert config_of({"root-path": ""}).server.root_path == ""
+    assert "no effect" in translate({"root-path": "/"}).lines[0]
+
+
+def test_the_timeout_of_static_health_checks_counts_for_static_workers_only():
+    given = {
+        "backend-health-check-timeout-seconds": "7",
+        "static-backend-health-check-timeout-seconds": "3",
+        "static-backend-health-check-interval": "30",
+    }
+    static = config_of({"service-discovery": "static", **given}).fleet.health
+    kubernetes = config_of({"service-discovery": "k8s", **given}).fleet.health
+
+    assert (static.timeout_s, static.interval_s) == (3, 30)
+    assert (kubernetes.timeout_s, kubernetes.interval_s) == (7, Config().fleet.health.interval_s)
+
+
+STATIC = {
+    "service-discovery": "static",
+    "static-backends": "http://a:1",
+    "static-models": "m",
+    "routing-logic": "roundrobin",
+}
+
+
+def without(name: str) -> Given:
+    return {key: value for key, value in STATIC.items() if key != name}
+
+
+@pytest.mark.parametrize(
+    ("given", "path"),
+    [
+        ({}, "--service-discovery"),
+        (without("routing-logic"), "--routing-logic"),
+        (without("service-discovery"), "--service-discovery"),
+        (without("static-backends"), "--static-backends"),
+        (without("static-models"), "--static-models"),
+        ({**STATIC, "routing-logic": "session"}, "--session-key"),
+        ({**STATIC, "static-backend-health-checks": "true"}, "--static-model-types"),
+        (
+            {**STATIC, "static-backend-health-checks": "true", "static-model-types": "chat,unsupported"},
+            "--static-model-types",
+        ),
+        ({**STATIC, "engine-stats-interval": "0"}, "--engine-stats-interval"),
+        ({**STATIC, "request-stats-window": "-1"}, "--request-stats-window"),
+        ({**STATIC, "log-stats": "true", "log-stats-interval": "0"}, "--log-stats-interval"),
+        ({**STATIC, "engine-stats-interval": "often"}, "--engine-stats-interval"),
+        ({**STATIC, "sentry-traces-sample-rate": "1.1"}, "--sentry-traces-sample-rate"),
+        (
+            {**STATIC, "sentry-profile-session-sample-rate": "-0.1"},
+            "--sentry-profile-session-sample-rate",
+        ),
+        ({**STATIC, "dynamic-config-yaml": "a", "dynamic-config-json": "b"}, "--dynamic-config-json"),
+    ],
+)
+def test_what_that_router_refuses_is_refused_with_the_flags_name(given, path):
+    with pytest.raises(ConfigError) as caught:
+        check_whole_line(given)
+
+    assert caught.value.path == path
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        STATIC,
+        {**STATIC, "routing-logic": "session", "session-key": "x-user-id"},
+        {**STATIC, "static-backend-health-checks": "true", "static-model-types": ",".join(MODEL_TYPES)},
+        {**STATIC, "log-stats-interval": "0", "sentry-traces-sample-rate": "1.0"},
+        {"service-discovery": "k8s", "routing-logic": "kvaware"},
+    ],
+)
+def test_what_that_router_accepts_is_accepted(given):
+    check_whole_line(given)
+
+
 def test_a_session_key_is_read_from_headers_and_body():
     assert config_of({"session-key": "x-user-id"}).routing.session.keys == (
         "header:x-user-id",
@@ -139,6 +249,7 @@ def test_controller_flags_only_count_with_kvaware():
     [
         ({"routing-logic": "disaggregated_prefill"}, "--routing-logic", "does not separate prefill"),
         ({"routing-logic": "magic"}, "--routing-logic", "not one of roundrobin"),
+        ({"service-discovery": "external-only"}, "--service-discovery", "only to vLLM workers"),
         ({"service-discovery": "consul"}, "--service-discovery", "not one of static, k8s"),
         ({"static-aliases": "gpt4"}, "--static-aliases", "not alias:model"),
         ({"static-backends": "http://a,http://b", "static-models": "m"}, "--static-models", "1 models for 2"),

@@ -79,19 +79,56 @@ def server() -> Iterator[ThreadingHTTPServer]:
     server.server_close()
 
 
-@pytest.mark.parametrize(("is_healthy", "code"), [(True, 0), (False, 1)])
-def test_the_health_check_fails_only_for_an_unhealthy_gateway(server, is_healthy, code):
-    server.is_healthy = is_healthy
+def checked(tmp_path: Path, *line: str, **environ: str) -> int:
+    """The exit code of the health check in a container that runs the command `line`."""
+    cmdline = tmp_path / "cmdline"
+    cmdline.write_text("".join(f"{word}\0" for word in line))
     command = json.loads(last("HEALTHCHECK").partition("CMD")[2])
-
+    command = [word.replace("/proc/1/cmdline", str(cmdline)) for word in command]
     done = subprocess.run(
         [sys.executable, *command[1:]],
-        env={"KVROUTE__SERVER__PORT": str(server.server_port), "http_proxy": "http://127.0.0.1:9"},
+        env={"http_proxy": "http://127.0.0.1:9", **environ},
         timeout=60,
         check=False,
+        capture_output=True,
+    )
+    return done.returncode
+
+
+@pytest.mark.parametrize(("is_healthy", "code"), [(True, 0), (False, 1)])
+def test_the_health_check_fails_only_for_an_unhealthy_gateway(server, is_healthy, code, tmp_path):
+    server.is_healthy = is_healthy
+    port = str(server.server_port)
+
+    assert checked(tmp_path, "kvroute", "serve", KVROUTE__SERVER__PORT=port) == code
+    assert checked(tmp_path, "kvroute", "--port", port, KVROUTE__SERVER__PORT="9") == code
+    assert checked(tmp_path, "kvroute", "serve", "--port=9", f"--port={port}") == code
+
+
+def test_the_health_check_knows_the_default_ports():
+    command = last("HEALTHCHECK")
+
+    assert "8001 if '\\\\0--service-discovery' in line else 8080" in command
+
+
+def test_vllm_router_is_a_command_of_the_image_only(tmp_path):
+    (script,) = [line for line in INSTRUCTIONS if line.endswith("/opt/kvroute/bin/vllm-router")]
+    text = re.findall(r"printf '(.*?)'", script)[0].encode().decode("unicode_escape")
+    router, kvroute = tmp_path / "vllm-router", tmp_path / "kvroute"
+    router.write_text(text)
+    kvroute.write_text('#!/bin/sh\nfor word in "$@"; do echo "$word"; done\n')
+    router.chmod(0o755)
+    kvroute.chmod(0o755)
+
+    done = subprocess.run(
+        [router, "--session-key", "a b"],
+        env={"PATH": f"{tmp_path}:/bin:/usr/bin"},
+        capture_output=True,
+        text=True,
     )
 
-    assert done.returncode == code
+    assert done.stdout.splitlines() == ["vllm-router", "--session-key", "a b"]
+    assert "vllm-router" not in (ROOT / "pyproject.toml").read_text()
 
 
 def installed_bytes() -> int:

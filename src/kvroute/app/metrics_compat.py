@@ -2,8 +2,8 @@
 
 Names, types and labels as in `vllm_router/services/metrics_service/__init__.py` and
 `vllm_router/routers/metrics_router.py` of vllm-project/production-stack (read in November 2026). All values
-are computed from kvroute's own metrics at a scrape. docs/migration.md explains each name and lists the
-missing ones.
+are computed from kvroute's own metrics at a scrape. docs/migration/production-stack.md explains each name and
+lists the missing ones.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -31,7 +31,7 @@ from kvroute.fleet.fleet import Fleet, FleetChange
 from kvroute.fleet.health import HealthMonitor
 from kvroute.fleet.probe import Prober, probe_client
 from kvroute.fleet.worker import HealthState, Worker
-from kvroute.gateway import admin as hyperpod
+from kvroute.gateway import admin as decision_lines
 from kvroute.gateway.access import AdminKeys, KeyCheck, session_fields, session_key_sources
 from kvroute.gateway.accuracy import PredictionAudit
 from kvroute.gateway.admin import admin_routes
@@ -42,13 +42,13 @@ from kvroute.gateway.client_keys import KeyRing
 from kvroute.gateway.control import control_routes
 from kvroute.gateway.dataplane import DataPlane
 from kvroute.gateway.exchange import ExchangeDeps
-from kvroute.gateway.journal import Journal
+from kvroute.gateway.journal import Journal, Record
 from kvroute.gateway.jwt import TokenVerifier
 from kvroute.gateway.key_file import read_key_file
 from kvroute.gateway.live import KEEP_RECORDING_S, LiveFigures
 from kvroute.gateway.own_limits import DescriptorLimit, MemoryWatch, memory_reader
 from kvroute.gateway.page import page_routes
-from kvroute.gateway.planner import Planner
+from kvroute.gateway.planner import Planner, RequestPlan
 from kvroute.gateway.preparation import KeySpaces
 from kvroute.gateway.request_queue import Permits, RequestQueue
 from kvroute.gateway.stored import ResponseOwners, StoredResponses
@@ -409,7 +409,7 @@ class Runtime:
             self._outbox,
             preparer=self.cache_tracker.preparer if self.cache_tracker else None,
             queue=queue,
-            announce=hyperpod.routed if config.logging.hyperpod_lines else None,
+            announce=self._announcer(session_keys),
             bounded=Bounded(config.server.body_limits, also=in_bodies),
             worker_authorization=worker_authorization,
             drops_authorization=has_keys,
@@ -418,6 +418,21 @@ class Runtime:
             max_in_flight=config.server.max_in_flight,
             tracer=self._tracer,
         )
+
+    def _announcer(self, session_keys: Sequence[str]) -> Callable[[RequestPlan, Record], None] | None:
+        """What logs each plan before its request is sent; None if nothing does."""
+        options = self._config.logging
+        theirs = decision_lines.routing_lines(self._clock, session_keys) if options.routing_lines else None
+        if not options.hyperpod_lines:
+            return theirs
+        if theirs is None:
+            return decision_lines.routed
+
+        def both(plan: RequestPlan, record: Record) -> None:
+            decision_lines.routed(plan, record)
+            theirs(plan, record)
+
+        return both
 
     def _make_tracer(self) -> Tracer | None:
         """Raises ConfigError if traces are configured and OpenTelemetry is not installed."""

@@ -401,7 +401,7 @@ def uvicorn_config(config: Config, runtime: Runtime) -> uvicorn.Config:
     """uvicorn configured for a relay: it adds no headers, and has no lifespan and no access log."""
     options = config.server
     return uvicorn.Config(
-        Front(runtime.application, runtime.plane, options.trusted_proxies),
+        Front(runtime.application, runtime.plane, options.trusted_proxies, options.root_path),
         host=options.host,
         port=options.port,
         backlog=options.backlog,

@@ -10,6 +10,7 @@ from kvroute import __version__
 
 COMMANDS = {
     "serve": ("kvroute.cli.serve", "Run the gateway."),
+    "vllm-router": ("kvroute.cli.serve", "Run the gateway with a command line of production-stack's router."),
     "up": ("kvroute.cli.deployments", "Run the gateway and its workers as local processes."),
     "ps": ("kvroute.cli.deployments", "List what `kvroute up` runs."),
     "logs": ("kvroute.cli.deployments", "Show the logs of what `kvroute up` runs."),
@@ -27,9 +28,20 @@ COMMANDS = {
 }
 """Command name -> its module, which has the command under the same name, and its line in the help."""
 
+_OWN_FLAGS = ("-h", "--help", "--version")
+
 
 class LazyGroup(click.Group):
-    """Imports a command only when it runs, so that `kvroute --version` does not load the gateway."""
+    """Imports a command only when it runs, so that `kvroute --version` does not load the gateway.
+
+    A command line that begins with another flag is one of `vllm-router`: production-stack's Helm chart gives
+    its router's image flags and no command.
+    """
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if args and args[0].startswith("-") and args[0] not in _OWN_FLAGS:
+            args = ["vllm-router", *args]
+        return super().parse_args(ctx, args)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -37,7 +49,9 @@ class LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
-        command: click.Command = getattr(importlib.import_module(COMMANDS[cmd_name][0]), cmd_name)
+        command: click.Command = getattr(
+            importlib.import_module(COMMANDS[cmd_name][0]), cmd_name.replace("-", "_")
+        )
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

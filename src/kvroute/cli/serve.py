@@ -12,6 +12,7 @@ from typing import Any
 
 import click
 
+from kvroute import __version__
 from kvroute.app.config import Config, Loaded, load
 from kvroute.app.config_loading import ConfigSetting
 from kvroute.app.config_paths import Path
@@ -143,8 +144,26 @@ def serve(loaded: Loaded) -> None:
     """Run the gateway.
 
     Settings come from the file, then KVROUTE__SECTION__KEY variables, then --set, then the other flags; the
-    last one wins. The flags of production-stack's router are accepted too (docs/migration.md).
+    last one wins. The flags of production-stack's router are accepted, too
+    (docs/migration/production-stack.md).
     """
+    _run(loaded)
+
+
+@click.command()
+@click.version_option(__version__, prog_name="vllm-router", message="%(prog)s (kvroute %(version)s)")
+@router_flags
+@configured(more=functools.partial(router_settings, is_whole_line=True))
+def vllm_router(loaded: Loaded) -> None:
+    """Run the gateway with a command line of production-stack's router, unchanged.
+
+    Every flag of that router is accepted, and printed with the option that it sets; what that router refuses
+    is refused (docs/migration/production-stack.md). kvroute's own flags work, too.
+    """
+    _run(loaded)
+
+
+def _run(loaded: Loaded) -> None:
     require_workers(loaded.config)
     from kvroute.app.server import (
         run,

@@ -1,8 +1,12 @@
-"""The flags of production-stack's router in `kvroute serve`: translated to options and reported."""
+"""The command lines of production-stack's router: its flags, translated to options and reported.
+
+The flags are those of vllm-project/production-stack a6c01db (August 2026), and the newer `--loadaware-beta`.
+"""
 
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,14 +19,35 @@ from kvroute.app.config import Config
 from kvroute.app.config_loading import ENVIRONMENT_PREFIX, ConfigSetting
 from kvroute.app.config_paths import shape_at, split, without_userinfo
 from kvroute.errors import ConfigError
+from kvroute.gateway.admin_guard import user_state_folder
 from kvroute.routing.registry import STRATEGIES, needs_of
 from kvroute.routing.strategy import Needs
 
 Given = Mapping[str, str]
 """Flag name without leading dashes, such as `k8s-port`, -> value; "true" for a switch."""
 
-DEFAULTS: Final[dict[str, object]] = {"server.host": "0.0.0.0", "server.port": 8001}
-"""The default address of that router."""
+DEFAULTS: Final[dict[str, object]] = {
+    "server.host": "0.0.0.0",
+    "server.port": 8001,
+    "logging.routing_lines": True,
+    "metrics.compat": "vllm-router",
+}
+"""What that router does without a flag: its address, its log lines, its metrics."""
+
+API_KEY: Final = "VLLM_API_KEY"
+"""The variable with the key of the workers."""
+
+MODEL_TYPES: Final = (
+    "chat",
+    "completion",
+    "embeddings",
+    "messages",
+    "rerank",
+    "score",
+    "transcription",
+    "vision",
+)
+"""The values of `--static-model-types`."""
 
 CONTROLLER: Final = "lmcache.controller"
 """The options of the controller to which workers with LMCache's in-process connector report."""
@@ -72,6 +97,50 @@ def translate(given: Given) -> Translation:
             parts.append(mapped.note if parts or mapped.is_used else f"no effect: {mapped.note}")
         lines.append(f"--{name}: {'; '.join(parts)}")
     return Translation(tuple(settings), tuple(lines))
+
+
+def check_whole_line(given: Given) -> None:
+    """Check what that router requires of its command line. Pure. Raises ConfigError with the flag as path."""
+    for name in ("service-discovery", "routing-logic"):
+        if not given.get(name):
+            raise ConfigError(
+                f"--{name}", "must be given, as in that router; `kvroute serve` needs no flag of that router"
+            )
+    if all(name in given for name in _DYNAMIC_CONFIG_FLAGS):
+        raise ConfigError("--dynamic-config-json", "is not allowed with --dynamic-config-yaml")
+    if given["service-discovery"] == "static":
+        for name in ("static-backends", "static-models"):
+            if not given.get(name):
+                raise ConfigError(f"--{name}", "must be given with --service-discovery static")
+        if "static-backend-health-checks" in given:
+            _check_model_types(given.get("static-model-types"))
+    if given["routing-logic"] == "session" and not given.get("session-key"):
+        raise ConfigError("--session-key", "must be given with --routing-logic session")
+    intervals = ["engine-stats-interval", "request-stats-window"]
+    if "log-stats" in given:
+        intervals.append("log-stats-interval")
+    for name in intervals:
+        if name in given and _number(name, given[name]) <= 0:
+            raise ConfigError(f"--{name}", "must be greater than 0")
+    for name in ("sentry-traces-sample-rate", "sentry-profile-session-sample-rate"):
+        if name in given and not 0 <= _number(name, given[name]) <= 1:
+            raise ConfigError(f"--{name}", "must be between 0 and 1")
+
+
+def _check_model_types(types: str | None) -> None:
+    flag = "--static-model-types"
+    if types is None:
+        raise ConfigError(flag, "must be given with --static-backend-health-checks")
+    for each in _list(types):
+        if each not in MODEL_TYPES:
+            raise _one_of(flag.removeprefix("--"), each, MODEL_TYPES)
+
+
+def _number(name: str, text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ConfigError(f"--{name}", f"{text!r} is not a number") from None
 
 
 def dynamic_flags(document: object) -> tuple[dict[str, str], tuple[str, ...]]:
@@ -146,6 +215,10 @@ def _one_of(flag: str, value: str, known: Sequence[str]) -> ConfigError:
 def _service_discovery(value: str, given: Given) -> MappedFlag:
     if value == "static":
         return MappedFlag({}, "the workers come from --static-backends and --worker", is_used=True)
+    if value == "external-only":
+        raise ConfigError(
+            "--service-discovery", "external-only is not supported: kvroute routes only to vLLM workers"
+        )
     if value != "k8s":
         raise _one_of("service-discovery", value, ("static", "k8s"))
     options: dict[str, object] = {"fleet.kubernetes.enabled": True}
@@ -174,6 +247,27 @@ def _watch_timeout(value: str, _: Given) -> MappedFlag:
         if value == "0"
         else MappedFlag({"fleet.kubernetes.watch_s": value})
     )
+
+
+def _health_timeout(value: str, given: Given) -> MappedFlag:
+    """That router has one timeout for each kind of discovery."""
+    if given.get("service-discovery") != "k8s" and "static-backend-health-check-timeout-seconds" in given:
+        return MappedFlag({}, "--static-backend-health-check-timeout-seconds is given")
+    return MappedFlag({"fleet.health.timeout_s": value})
+
+
+def _static_health(path: str) -> Callable[[str, Given], MappedFlag]:
+    def map_value(value: str, given: Given) -> MappedFlag:
+        if given.get("service-discovery") == "k8s":
+            return MappedFlag({}, "--service-discovery is k8s")
+        return MappedFlag({path: value})
+
+    return map_value
+
+
+def _root_path(value: str, _: Given) -> MappedFlag:
+    path = value.rstrip("/")
+    return MappedFlag({"server.root_path": path}) if path else MappedFlag({}, "the path is empty")
 
 
 def _backends(value: str, given: Given) -> MappedFlag:
@@ -213,6 +307,11 @@ def _routing_logic(value: str, given: Given) -> MappedFlag:
             controller[f"{CONTROLLER}.enabled"] = True
             if "lmcache-controller-port" not in given:
                 controller[f"{CONTROLLER}.pull"] = "0.0.0.0:9000"
+        if value == "prefixaware":
+            return MappedFlag(
+                {"routing.strategy": value, **_LONGEST_MATCH},
+                "a longer match wins while its worker is idle; loadaware also evens out recent work",
+            )
         return MappedFlag({"routing.strategy": value, **controller})
     if value == "loadaware":
         return MappedFlag(
@@ -223,6 +322,13 @@ def _routing_logic(value: str, given: Given) -> MappedFlag:
             "--routing-logic", f"{value!r} is not supported: kvroute does not separate prefill and decode"
         )
     raise _one_of("routing-logic", value, (*STRATEGIES, "loadaware"))
+
+
+_LONGEST_MATCH: Final[dict[str, object]] = {
+    f"routing.costs.{name}": 0 for name in ("balance_weight", "tie_share", "tie_ms")
+}
+"""Without these terms no match is too short for an idle worker: that router's end-to-end test wants requests
+with 128 equal characters on one worker."""
 
 
 def _has_controller() -> bool:
@@ -274,6 +380,7 @@ _NO_SEMANTIC = "kvroute has no semantic cache"
 _NO_ROLES = "kvroute does not separate prefill and decode"
 
 FLAGS: Final[dict[str, Flag]] = {
+    "root-path": Flag(_root_path),
     # Workers
     "service-discovery": Flag(_service_discovery),
     "static-backends": Flag(_backends),
@@ -282,7 +389,9 @@ FLAGS: Final[dict[str, Flag]] = {
     "static-model-types": Flag(_noted("every endpoint is forwarded, and probes do not need a model type")),
     "static-model-labels": Flag(_noted(_NO_ROLES)),
     "static-backend-health-checks": Flag(_noted("every worker is always probed"), is_switch=True),
-    "backend-health-check-timeout-seconds": Flag(_sets("fleet.health.timeout_s")),
+    "static-backend-health-check-interval": Flag(_static_health("fleet.health.interval_s")),
+    "static-backend-health-check-timeout-seconds": Flag(_static_health("fleet.health.timeout_s")),
+    "backend-health-check-timeout-seconds": Flag(_health_timeout),
     "k8s-service-discovery-type": Flag(_in_kubernetes(_kubernetes_kind)),
     "k8s-port": Flag(_in_kubernetes(_sets("fleet.kubernetes.port"))),
     "k8s-namespace": Flag(_in_kubernetes(_sets("fleet.kubernetes.namespace"))),
@@ -296,6 +405,7 @@ FLAGS: Final[dict[str, Flag]] = {
     "session-key": Flag(_session_key),
     "kv-aware-threshold": Flag(_noted("cached tokens are part of the cost; there is no threshold")),
     "prefix-min-match-length": Flag(_noted("cached tokens are part of the cost, for a match of any length")),
+    "loadaware-beta": Flag(_noted("load is part of the cost of prefixaware")),
     "prefill-model-labels": Flag(_noted(_NO_ROLES)),
     "decode-model-labels": Flag(_noted(_NO_ROLES)),
     "lmcache-controller-port": Flag(_controller("pull", "0.0.0.0:{}")),
@@ -337,7 +447,7 @@ FLAGS: Final[dict[str, Flag]] = {
     "dynamic-config-yaml": Flag(_noted("read once, at the start; to change workers later, use fleet.file")),
     "dynamic-config-json": Flag(_noted("read once, at the start; to change workers later, use fleet.file")),
 }
-"""Without `--host`, `--port`, `--log-level` and `--log-format`, which kvroute has itself."""
+"""Without `--host`, `--port`, `--log-level`, `--log-format` and `--version`, which kvroute has itself."""
 
 
 def known_values(flags: Mapping[str, Any]) -> dict[str, str]:
@@ -355,6 +465,7 @@ def parameter(name: str) -> str:
 
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
+_SECRET = ("api_key", "worker_api_key")
 _DYNAMIC_CONFIG_FLAGS = ("dynamic-config-yaml", "dynamic-config-json")
 
 
@@ -366,26 +477,28 @@ def router_flags(command: _Command) -> _Command:
     return command
 
 
-def router_settings(flags: dict[str, Any]) -> list[ConfigSetting]:
+def router_settings(flags: dict[str, Any], *, is_whole_line: bool = False) -> list[ConfigSetting]:
     """The settings of that router's flags; prints one line per flag on stderr.
 
-    Replaces values of kvroute's own flags that only that router knows. Raises ConfigError. Blocks: reads the
-    dynamic configuration file.
+    `is_whole_line`: that router would have to accept the command line, too. Replaces values of kvroute's own
+    flags that only that router knows. Raises ConfigError. Blocks: reads the dynamic configuration file.
     """
     given = known_values(flags)
-    if not given:
+    if not given and not is_whole_line:
         return []
     unknown: tuple[str, ...] = ()
     for name in _DYNAMIC_CONFIG_FLAGS:
         if name in given:
             found, more = _read(name, Path(given[name]))
             given, unknown = {**found, **given}, (*unknown, *more)  # the command line wins
+    if is_whole_line:
+        check_whole_line(given)
     translation = translate(given)
     defaults = _defaults(flags)
     lines = [
         *translation.lines,
         *(f"{key}: no effect: kvroute has no such option" for key in unknown),
-        *(f"{'.'.join(map(str, each.path))}={each.value}: {each.origin}" for each in defaults),
+        *(f"{_path_shown(each)}: {each.origin}" for each in defaults),
     ]
     level = LOG_LEVELS.get(flags["log_level"])
     if level is not None:
@@ -396,18 +509,57 @@ def router_settings(flags: dict[str, Any]) -> list[ConfigSetting]:
     return [*defaults, *translation.settings]
 
 
+def _path_shown(setting: ConfigSetting) -> str:
+    path = ".".join(map(str, setting.path))
+    return path if setting.path[-1] in _SECRET else f"{path}={_shown(setting.value)}"
+
+
 def _defaults(flags: dict[str, Any]) -> list[ConfigSetting]:
-    """The default address of that router; empty if a file, flag or variable may set the address."""
-    context = click.get_current_context()
-    if context.params.get("file") is not None:
+    """What that router does without a flag; nothing that a file, flag or variable may set."""
+    if click.get_current_context().params.get("file") is not None:
         return []
-    return [
+    found = [
         ConfigSetting(split(path), value, "that router's default")
         for path, value in DEFAULTS.items()
-        if flags[path.rpartition(".")[2]] is None
-        and ENVIRONMENT_PREFIX + path.upper().replace(".", "__") not in os.environ
-        and not any(text.startswith(f"{path}=") for text in context.params.get("assignments", ()))
+        if flags.get(path.rpartition(".")[2]) is None and not _is_set(path)
     ]
+    if (key := os.environ.get(API_KEY)) and not _is_set("fleet.worker_api_key"):
+        found.append(ConfigSetting(split("fleet.worker_api_key"), key, API_KEY))
+    if flags.get("admin_key_file") is None and not _is_set("admin.api_key"):
+        found += _closed_admin_api(flags.get("state_dir"))
+    return found
+
+
+def _is_set(path: str) -> bool:
+    """Whether a variable or `--set` sets the option, or the option with `_file` for its file."""
+    name = ENVIRONMENT_PREFIX + path.upper().replace(".", "__")
+    assignments = click.get_current_context().params.get("assignments", ())
+    return any(each in os.environ for each in (name, f"{name}_FILE")) or any(
+        text.startswith((f"{path}=", f"{path}_file=")) for text in assignments
+    )
+
+
+def _closed_admin_api(state_dir: str | None) -> list[ConfigSetting]:
+    """An admin key that nobody knows, where the gateway cannot keep a key file; else nothing."""
+    # That router needs no writable folder: with the chart's `readOnlyRootFilesystem` or another `runAsUser`
+    # kvroute would otherwise end at its start.
+    reason = _why_not_writable(state_dir)
+    if not reason:
+        return []
+    origin = f"the admin API is closed: {reason}; set --state-dir or --admin-key-file to open it"
+    return [ConfigSetting(split("admin.api_key"), secrets.token_urlsafe(32), origin)]
+
+
+def _why_not_writable(state_dir: str | None) -> str:
+    """Why no key can be kept in the state folder; "" if it can."""
+    try:
+        folder = Path(state_dir) if state_dir else user_state_folder(os.environ)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except ConfigError:
+        return "this user has no home folder"
+    except OSError as exc:
+        return f"{folder} cannot be created ({exc.strerror})"
+    return "" if os.access(folder, os.W_OK | os.X_OK) else f"{folder} cannot be written"
 
 
 def _read(name: str, file: Path) -> tuple[dict[str, str], tuple[str, ...]]:

@@ -188,7 +188,7 @@ class Fleet:
 
     def __init__(self, aliases: Mapping[str, str] | None = None, *, created: int = 0) -> None:
         self._aliases = dict(aliases or {})
-        self._created = created
+        self.created = created
         self._desired = DesiredWorkers()
         self._workers: dict[WorkerId, Worker] = {}
         self._health_of_draining: dict[WorkerId, HealthState] = {}
@@ -518,7 +518,7 @@ class Fleet:
     def _changed(self, *changes: tuple[FleetChange, Worker]) -> None:
         self.version += 1
         self._views.clear()
-        self._catalog = catalog_of(self._workers.values(), self._aliases, self._created)
+        self._catalog = catalog_of(self._workers.values(), self._aliases, self.created)
         for change, worker in changes:
             self._notify(change, worker)
 

@@ -99,6 +99,23 @@ class _Application(FastAPI):
         return self.openapi_schema
 
 
+_NO_BATCHES = (
+    "this gateway has no files and no batches. Send the requests of a batch to their own endpoints, such as "
+    "/v1/chat/completions, or run them with `vllm run-batch`."
+)
+_ONE_WORKER = "this is for a single worker. Send it to the worker itself; GET /engines lists the workers."
+_NOT_OFFERED = {
+    "files": _NO_BATCHES,
+    "batches": _NO_BATCHES,
+    "uploads": _NO_BATCHES,
+    "sleep": _ONE_WORKER,
+    "wake_up": _ONE_WORKER,
+    "is_sleeping": _ONE_WORKER,
+}
+"""First segment of a path of OpenAI's or production-stack's API that is not offered here -> the reason."""
+_section = re.compile(r"/(?:v1/)?([^/]+)").match
+
+
 def _answer(error: GatewayError) -> Response:
     headers = {"retry-after": str(error.retry_after_s)} if error.retry_after_s is not None else {}
     if error.status == 401:
@@ -118,7 +135,11 @@ async def _client_left(_request: Request, _error: Exception) -> Response:
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     if error.status_code == 404:
-        return _answer(NotFound(f"There is no {request.method} {request.url.path} here."))
+        asked = f"{request.method} {request.url.path}"
+        section = _section(request.url.path)
+        if section is not None and (why := _NOT_OFFERED.get(section[1])):
+            return _answer(NotFound(f"{asked}: {why}", code="unsupported_api"))
+        return _answer(NotFound(f"There is no {asked} here."))
     answer = _answer(_OtherError(error.status_code, f"{request.method} {request.url.path}: {error.detail}."))
     answer.headers.update(error.headers or {})
     return answer
@@ -144,10 +165,18 @@ class Front:
     """The ASGI application that uvicorn calls: inference requests first, all others to `application`.
 
     `X-Forwarded-For` of `trusted_proxies` names the client in audit lines. It is read for the control plane
-    only and never gives access.
+    only and never gives access. A path that begins with `root_path` is served as the rest of it.
     """
 
-    def __init__(self, application: Application, plane: DataPlane, trusted_proxies: Sequence[str]) -> None:
+    def __init__(
+        self,
+        application: Application,
+        plane: DataPlane,
+        trusted_proxies: Sequence[str],
+        root_path: str = "",
+    ) -> None:
+        self._root = root_path
+        self._root_bytes = f"{root_path}/".encode()
         self._metrics = plane.metrics
         self._endpoints = {path: InferenceEndpoint(row, plane) for path, row in ENDPOINTS.items()}
         self._others: Application = application
@@ -157,6 +186,9 @@ class Front:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             path: bytes = scope["raw_path"]
+            if self._root and path.startswith(self._root_bytes):
+                path = path[len(self._root) :]
+                scope = {**scope, "raw_path": path, "path": scope["path"][len(self._root) :]}
             if path.startswith(_MODELS):
                 # Names of models contain slashes, which OpenAI's clients encode. Workers do not get this
                 # path.

@@ -94,6 +94,26 @@ def control_routes(
     async def models(request: Request) -> dict[str, Any]:
         return {"object": "list", "data": cards(request)}
 
+    @routes.get(
+        "/engines",
+        tags=["gateway"],
+        summary="Workers with their models, as in production-stack's router",
+        dependencies=keyed,
+    )
+    async def engines(request: Request) -> list[dict[str, Any]]:
+        client = plane.admission.keys.client(request.scope["headers"])
+        found = []
+        for worker in fleet.workers():
+            models = [
+                name
+                for name in sorted(worker.models)
+                if client is None or permits_model(client, name, fleet.resolve)
+            ]
+            if models and worker.is_routable:
+                created = int(worker.facts.start_time or fleet.created)
+                found.append({"engine_id": worker.id, "serving_models": models, "created": created})
+        return found
+
     @routes.get("/v1/models/{model_id:path}", tags=["gateway"], summary="One model", dependencies=keyed)
     async def model(model_id: str, request: Request) -> dict[str, Any]:
         for card in cards(request):

@@ -42,7 +42,6 @@ from kvroute.openai.bounded import STEPWISE_BYTES, Bounded
 from kvroute.openai.endpoints import BodyKind, Endpoint, ErrorShape
 from kvroute.openai.prefix_cache import SeenBodies, large_request
 from kvroute.openai.request import InferenceRequest, parse_request
-from kvroute.routing.strategy import RouteDecision
 from kvroute.upstream.writes import Outbox
 
 log = logging.getLogger(__name__)
@@ -133,7 +132,7 @@ class DataPlane:
     `worker_authorization` replaces the client's Authorization header towards workers. `drops_authorization`
     removes that header and `x-api-key`, because they hold a key of this gateway. `held_bytes` is the part of
     an answer that is kept for a slow client. `preparer` is for strategies that need a prompt's tokens.
-    Without a `queue` workers have no limits. `announce` is called with each decision. Mutable: `_preparing`
+    Without a `queue` workers have no limits. `announce` is called with each plan. Mutable: `_preparing`
     holds the tasks of requests whose plan needs time; `aclose` ends them.
     """
 
@@ -147,7 +146,7 @@ class DataPlane:
         *,
         preparer: Preparer | None = None,
         queue: RequestQueue | None = None,
-        announce: Callable[[RouteDecision], None] | None = None,
+        announce: Callable[[RequestPlan, Record], None] | None = None,
         bounded: Bounded | None = None,
         worker_authorization: bytes | None,
         drops_authorization: bool,
@@ -299,7 +298,7 @@ class DataPlane:
             if decision is not plan.decision:
                 plan, record.decision = replace(plan, decision=decision), decision
         if self._announce is not None:
-            self._announce(plan.decision)
+            self._announce(plan, record)
         return self.start(plan, fields, record, client, entry)
 
     def admit_key(self, request: InferenceRequest, headers: Headers, record: Record) -> None:

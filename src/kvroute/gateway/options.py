@@ -29,6 +29,11 @@ class ServerOptions(Options):
 
     host: str = option("127.0.0.1", "Address to listen on; `0.0.0.0` is every IPv4 interface.")
     port: int = option(8080, "TCP port to listen on; 0 lets the system choose.", ge=0, le=65535)
+    root_path: str = option(
+        "",
+        "Path below which a proxy publishes the gateway, such as `/vllm`. The gateway then answers with this "
+        "prefix as well as without it; workers get paths without it.",
+    )
     processes: int = option(
         1,
         "Processes that serve the address together, each on a core of its own (Linux only).",
@@ -295,6 +300,13 @@ class ServerOptions(Options):
     @property
     def body_limits(self) -> BodyLimits:
         return BodyLimits(*(getattr(self, name) for name in BodyLimits._fields))
+
+    @field_validator("root_path")
+    @classmethod
+    def _is_a_path(cls, value: str) -> str:
+        if value and (not value.startswith("/") or value.endswith("/")):
+            raise ValueError("must be empty, or begin with a slash and end without one, such as /vllm")
+        return value
 
     @field_validator("processes")
     @classmethod
