@@ -189,7 +189,7 @@ def test_missing_optional_fields_take_their_defaults() -> None:
 
 def test_unknown_fields_and_event_types_are_skipped_and_counted() -> None:
     new_map = {**STORE_MAP, "planet": "mars"}
-    full_row = [*STORE_ROW, None, "GPU", None, None, 0, None, None, None, None, None, "mars", 9]
+    full_row = [*STORE_ROW, None, "GPU", None, None, 0, None, None, None, None, None, None, "mars", 9]
     for event, strange in ((new_map, {"type": "BlockMoved", "to": 1}), (full_row, ["BlockMoved", 1])):
         batch = decode_batch(msgspec.msgpack.encode([1.0, [event, strange], 0]))
 

@@ -7,7 +7,6 @@ gateway:  SIGTERM -> server.shutdown_delay_s -> server.drain_timeout_s -> exit
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,14 +22,8 @@ NOTICE_S = 5
 # A gateway's watch takes less than a second; a gateway that is just listing all pods again takes some
 # seconds.
 SHUTDOWN_TIMEOUT = "--shutdown-timeout"
-SHUTDOWN_TIMEOUT_SINCE = (0, 18)
-"""The option exists since vLLM 0.18 (vllm-project/vllm#34730). Without it, SIGTERM aborts running
-requests."""
+"""vLLM's option (`deploy/spec/versions.py` has the releases). Without it, SIGTERM aborts running requests."""
 _MARGIN_S = 5
-
-_IMAGE = re.compile(r"(?:.*/)?(?P<name>[^/:@]+):(?P<tag>[^/:@]+)")
-_VERSION = re.compile(r"v?(\d+)\.(\d+)")
-_CURRENT = re.compile(r"(?:docker\.io/)?(?:vllm|lmcache)/vllm-openai[^/:@]*:(?:latest|nightly)[^/:@]*")
 
 
 def gateway_stop_s(server: Mapping[str, Any]) -> int:
@@ -90,12 +83,8 @@ def _own_timeout_s(plan: EndpointPlan) -> int | None:
 
 
 def _accepts_timeout(plan: EndpointPlan) -> bool:
-    """Whether the image's tag proves that the engine accepts `--shutdown-timeout`."""
-    # An engine that does not know the option does not start, so an unknown tag means no.
+    """Whether the engine certainly accepts `--shutdown-timeout`."""
+    # An engine that does not know the option does not start, so an unknown version means no.
     if plan.is_simulated or plan.command is not None:
         return False
-    if _CURRENT.fullmatch(plan.image):
-        return True
-    image = _IMAGE.fullmatch(plan.image)
-    version = _VERSION.match(image["tag"]) if image is not None and image["name"].startswith("vllm") else None
-    return version is not None and (int(version[1]), int(version[2])) >= SHUTDOWN_TIMEOUT_SINCE
+    return plan.versions.is_known and plan.versions.pair.vllm.has_shutdown_timeout

@@ -4,7 +4,7 @@ An *event* is an array (tag first, fields by position; 0.10 to 0.23) or a map (`
 name; from 0.24). A *batch* is an array `[ts, events, dp_rank]` in every release read so far; a
 development snapshot had it as a map. Decoding goes by shape alone; a release only matters for
 encoding, where it decides which fields exist. Field lists were read from the wheels of 0.10.2, 0.11.1,
-0.19.1, 0.20.0 to 0.23.0, 0.24.0, 0.25.1, 0.26.0 to 0.28.0, 0.30.0 and 0.32.0.
+0.19.1, 0.20.0 to 0.23.0, 0.24.0, 0.25.1, 0.26.0 to 0.28.0, 0.30.0, 0.32.0 and 0.33.0.
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ class BlockStored(Struct, frozen=True, tag=True, forbid_unknown_fields=True, gc=
     `parent_block_hash` is None at the start of a prompt. `token_ids` has `block_size` tokens per hash,
     but may be longer (sliding-window groups skip blocks) or empty (placeholders of offloading
     connectors). `extra_keys` has one entry per block: LoRA name, multimodal ids, in the first block the
-    cache salt. In hybrid models only `group_idx` 0 (or None) covers the whole prefix.
+    cache salt. In hybrid models only `group_idx` 0 (or None) covers the whole prefix. `lookahead_token_ids`
+    has, for each block, the tokens after the block that its hash covers too (EAGLE-style speculation).
     """
 
     block_hashes: list[ExternalBlockHash]
@@ -80,6 +81,7 @@ class BlockStored(Struct, frozen=True, tag=True, forbid_unknown_fields=True, gc=
     locality: str | None = None
     ownership: str | None = None
     session_id: str | None = None
+    lookahead_token_ids: list[list[TokenId]] | None = None
 
 
 class BlockRemoved(Struct, frozen=True, tag=True, forbid_unknown_fields=True, gc=False):
@@ -133,6 +135,7 @@ _STORED: Final = (
     "locality",
     "ownership",
     "session_id",
+    "lookahead_token_ids",
 )
 _REMOVED: Final = ("block_hashes", "medium", "group_idx", "locality", "ownership")
 FIELDS: Final[Mapping[str, tuple[str, ...]]] = {
@@ -208,6 +211,7 @@ DIALECTS: Final[Mapping[str, Dialect]] = {
         Dialect("map-0.24", "0.24.0 to 0.25.1", True, False, 11, 3, False),
         Dialect("map-0.26", "0.26.0 to 0.28.0", True, False, 12, 4, True),
         Dialect("map-0.30", "0.30.0 to 0.32.0", True, False, 14, 5, True),
+        Dialect("map-0.33", "0.33.0", True, False, 15, 5, True),
         Dialect("batch-map", "a development snapshot", True, True, 14, 5, True),
     )
 }

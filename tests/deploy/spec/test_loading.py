@@ -184,9 +184,9 @@ def test_the_reindented_and_completed_sample_is_right(sample, fill_in, read):
     reading = read(fill_in(fix_layout(sample).text))
 
     assert wrong(reading) == {}
-    image = found(reading)["spec.worker.image"]
-    assert image[0] == "noted"
-    assert "LMCache in an image of vLLM 0.11.1 has no server" in image[1]
+    verdict, text = found(reading)["spec.worker.image"]
+    assert verdict == "applied"
+    assert "vLLM 0.11.1 + LMCache 0.3.9.post2, LMCache inside the engines" in text
 
 
 def test_variables_in_a_proper_spec_are_wrong_too(sample, read):

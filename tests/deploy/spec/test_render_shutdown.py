@@ -55,9 +55,11 @@ def test_a_gateways_time_covers_delay_drain_and_cutting(server: dict[str, Any], 
         ("vllm/vllm-openai:latest", True),
         ("lmcache/vllm-openai:latest", True),
         ("vllm/vllm-openai:v0.32.0", True),
-        ("registry.example:5000/mirror/vllm-openai:v0.18.0-cu130", True),
+        ("registry.example:5000/mirror/vllm-openai:v0.19.1-cu130", True),
+        ("registry.example:5000/mirror/vllm-openai:v0.18.0-cu130", False),  # planned as 0.11.1
         ("vllm/vllm-openai:v0.17.1", False),
         ("lmcache/vllm-openai:v0.3.9", False),  # LMCache's own version
+        ("lmcache/vllm-openai:v0.5.6", True),
         ("example/vllm:latest", False),
         ("example/engine:v1.2", False),
         ("vllm/vllm-openai@sha256:abc", False),

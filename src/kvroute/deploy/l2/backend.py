@@ -91,6 +91,8 @@ class Backend(Protocol):
 
     name: str
     description: str
+    adapter_type: str
+    """The `type` of LMCache's adapter. Not every release of LMCache's server has it."""
     accepts_url: bool
     accepts_password: bool
     has_classic: bool

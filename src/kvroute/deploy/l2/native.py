@@ -14,6 +14,7 @@ class FileSystem:
 
     name = "fs"
     description = "a folder"
+    adapter_type = "fs"
     accepts_url = False
     accepts_password = False
     has_classic = True
@@ -37,7 +38,7 @@ class FileSystem:
     def tier(self, location: L2Location) -> L2Tier:
         store = location.extension.l2.fs or FileStore()
         return L2Tier(
-            adapter={"type": "fs", "base_path": store.path, "shared": store.claim is not None},
+            adapter={"type": self.adapter_type, "base_path": store.path, "shared": store.claim is not None},
             remote_url=f"fs://localhost:0{store.path}",
             host_paths=(store.path,),
             claim=store.claim,
@@ -49,6 +50,7 @@ class S3:
 
     name = "s3"
     description = "an S3 bucket"
+    adapter_type = "s3"
     accepts_url = False
     accepts_password = False
     has_classic = True
@@ -71,7 +73,7 @@ class S3:
             raise ValueError("x-kvroute.l2.s3 is not given")
         return L2Tier(
             adapter={
-                "type": "s3",
+                "type": self.adapter_type,
                 "s3_endpoint": store.endpoint,
                 "s3_region": store.region,
                 "shared": True,
@@ -89,6 +91,7 @@ class Mooncake:
 
     name = "mooncake"
     description = "Mooncake"
+    adapter_type = "mooncake_store"
     accepts_url = True
     accepts_password = False
     has_classic = False
@@ -109,7 +112,7 @@ class Mooncake:
         master = (location.url or f"{location.host}:{location.port or PORT}").removeprefix("mooncake://")
         return L2Tier(
             adapter={
-                "type": "mooncake_store",
+                "type": self.adapter_type,
                 "master_server_address": master,
                 "metadata_server": store.metadata_server or "P2PHANDSHAKE",
                 "protocol": store.protocol,

@@ -54,6 +54,7 @@ class Redis:
 
     name = "redis"
     description = "Redis"
+    adapter_type = "resp"
     accepts_url = True
     accepts_password = True
     has_classic = True
@@ -82,7 +83,7 @@ class Redis:
         port = location.port or PORT
         url = location.url or f"redis://{location.host}:{port}"
         address = parse_address(url, schemes=SCHEMES, default_port=PORT)
-        adapter: dict[str, object] = {"type": "resp", "host": address.host, "port": address.port}
+        adapter: dict[str, object] = {"type": self.adapter_type, "host": address.host, "port": address.port}
         if address.username:
             adapter["username"] = address.username
         user = f"{address.username}:{address.password}@" if address.password else ""
@@ -109,6 +110,7 @@ class Valkey:
 
     name = "valkey"
     description = "Valkey"
+    adapter_type = "valkey"
     accepts_url = True
     accepts_password = True
     has_classic = True
@@ -134,7 +136,7 @@ class Valkey:
         url = location.url or f"valkey://{location.host}:{port}"
         address = parse_address(url, schemes=VALKEY_SCHEMES, default_port=PORT)
         adapter: dict[str, object] = {
-            "type": "valkey",
+            "type": self.adapter_type,
             "startup_nodes": f"{address.host}:{address.port}",
             "cluster_mode": False,
         }

@@ -24,6 +24,7 @@ class TieredStorage:
 
     name = "tieredstorage"
     description = "a storage daemon on each node"
+    adapter_type = "sagemaker-hyperpod"
     accepts_url = False
     accepts_password = False
     has_classic = True
@@ -50,7 +51,7 @@ class TieredStorage:
         url = f"sagemaker-hyperpod://{host}:{port}"
         return L2Tier(
             adapter={
-                "type": "sagemaker-hyperpod",
+                "type": self.adapter_type,
                 "url": url,
                 "bucket": "lmcache",
                 "shared_memory_name": memory,

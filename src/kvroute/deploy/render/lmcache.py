@@ -1,5 +1,5 @@
-"""Renders LMCache's settings: flags of its server (0.5.6), or environment and file of the classic
-connector."""
+"""Renders LMCache's settings for the planned release: flags of its server, or environment and file of the
+classic connector."""
 
 from __future__ import annotations
 
@@ -35,8 +35,9 @@ def server_argv(
     plan: EndpointPlan, cache: Cache, server: ServerSite, site: DeploymentSite
 ) -> tuple[str, ...]:
     """The command line of one LMCache server."""
-    extension = plan.extension
-    argv = ["lmcache", "server", "--instance-id", server.instance_id]
+    extension, release = plan.extension, plan.versions.pair.lmcache
+    argv = ["lmcache", "server"]
+    argv += ["--instance-id", server.instance_id] if release.names_instances else []
     argv += ["--host", server.bind, "--port", str(server.port)]
     argv += ["--http-host", server.bind, "--http-port", str(server.http_port)]
     argv += ["--chunk-size", str(extension.lmcache.chunk_size)]
@@ -44,14 +45,16 @@ def server_argv(
     size = extension.l1.size_gb if cache.l1 else extension.l1.staging_gb
     argv += ["--l1-size-gb", f"{size:g}"]
     argv += ["--eviction-policy", extension.l1.eviction_policy if cache.l1 else "LRU"]
-    # LMCache reports events of the first tier only in this mode.
-    argv += ["--supported-transfer-mode", "lmcache_driven"]
+    if release.reports_chunks:
+        # LMCache reports events of the first tier only in this mode.
+        argv += ["--supported-transfer-mode", "lmcache_driven"]
     if site.tier is not None:
         argv += ["--l2-adapter", compact(adapter(plan, site))]
         store = extension.l2.store_policy or ("default" if cache.l1 else "skip_l1")
         argv += ["--l2-store-policy", store]
-        argv += ["--l2-prefetch-policy", extension.l2.prefetch_policy if cache.l1 else "default"]
-    if plan.follows_caches:
+        prefetch = extension.l2.prefetch_policy if cache.l1 else "default"
+        argv += ["--l2-prefetch-policy", prefetch if prefetch in release.prefetch_policies else "default"]
+    if plan.follows_caches and release.reports_chunks:
         argv += ["--coordinator-url", f"http://{site.gateway_host}:{site.reports.coordinator}"]
         argv += ["--coordinator-event-reporting"]
         if server.advertise is not None:
@@ -88,15 +91,17 @@ def connector(plan: EndpointPlan, worker: WorkerSite) -> dict[str, object] | Non
         return None
     if cache.classic:
         return {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}
+    settings: dict[str, object] = {
+        "lmcache.mp.host": f"tcp://{worker.lmcache_host}",
+        "lmcache.mp.port": worker.lmcache_port,
+    }
+    if plan.versions.pair.lmcache.reports_chunks:
+        settings["lmcache.mp.mp_transfer_mode"] = "lmcache_driven"
+    settings["lmcache.mp.heartbeat_interval"] = HEARTBEAT_S
     return {
         "kv_connector": "LMCacheMPConnector",
         "kv_role": "kv_both",
-        "kv_connector_extra_config": {
-            "lmcache.mp.host": f"tcp://{worker.lmcache_host}",
-            "lmcache.mp.port": worker.lmcache_port,
-            "lmcache.mp.mp_transfer_mode": "lmcache_driven",
-            "lmcache.mp.heartbeat_interval": HEARTBEAT_S,
-        },
+        "kv_connector_extra_config": settings,
     }
 
 
@@ -130,7 +135,8 @@ def classic_settings(plan: EndpointPlan, cache: Cache, site: DeploymentSite) -> 
         if site.tier.extra_config:
             settings["extra_config"] = dict(site.tier.extra_config)
     if plan.follows_caches:
-        settings |= {"enable_kv_events": True, "pre_caching_hash_algorithm": "builtin"}
+        settings |= {"enable_kv_events": True} if plan.versions.pair.lmcache.has_kv_events else {}
+        settings["pre_caching_hash_algorithm"] = "builtin"
     return settings
 
 

@@ -99,7 +99,7 @@ def node_affinity(plan: EndpointPlan) -> dict[str, Any] | None:
     if plan.instance_types:
         key, values = "node.kubernetes.io/instance-type", list(plan.instance_types)
         wanted = [{"key": key, "operator": "In", "values": values}]
-    elif needs_gpu_label(plan.spec, plan.extension):
+    elif needs_gpu_label(plan.spec, plan.extension, classic=plan.cache is not None and plan.cache.classic):
         labels = plan.extension.kubernetes.gpu_node_labels
         wanted = [{"key": label, "operator": "Exists"} for label in labels]
     if wanted:

@@ -30,7 +30,8 @@ OVERHEAD_GB = 4.0
 
 def needs_host_ipc(plan: EndpointPlan) -> bool:
     """Whether engine, LMCache and storage daemon share memory across pods."""
-    return plan.cache is not None and shares_host_memory(plan.spec, plan.extension)
+    cache = plan.cache
+    return cache is not None and shares_host_memory(plan.spec, plan.extension, classic=cache.classic)
 
 
 def has_sidecar(plan: EndpointPlan) -> bool:

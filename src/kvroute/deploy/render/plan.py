@@ -23,6 +23,7 @@ from kvroute.deploy.spec.endpoint import (
 )
 from kvroute.deploy.spec.extension import Extension, SecretKey
 from kvroute.deploy.spec.rules import DEFAULT_PORT, accepts_password, region_of
+from kvroute.deploy.spec.versions import Versions, is_classic, versions_of
 from kvroute.deploy.spec.worker import (
     EndpointWorker,
     EnvironmentVariable,
@@ -106,6 +107,8 @@ class EndpointPlan:
     model: Model
     replicas: int
     image: str
+    versions: Versions
+    """The releases of vLLM and LMCache in the image."""
     command: tuple[str, ...] | None
     """The user's command, which replaces `vllm serve`."""
     args: tuple[str, ...]
@@ -188,6 +191,7 @@ def plan_endpoint(written: Document) -> EndpointPlan:
         model=model,
         replicas=1 if replicas is None else replicas,
         image=worker.image or extension.images.worker,
+        versions=versions_of(document),
         command=command,
         args=tuple(args),
         environment=tuple(each for each in environment if each.name != SEED or not each.value),
@@ -197,7 +201,7 @@ def plan_endpoint(written: Document) -> EndpointPlan:
         gpus=_gpus(extension, resources, args),
         hash_seed=seeds[-1] if seeds else str(extension.lmcache.hash_seed),
         strategy=routing.routing_strategy if routing.enabled else "roundrobin",
-        cache=_cache(spec.kv_cache_spec, extension),
+        cache=_cache(spec.kv_cache_spec, extension, classic=is_classic(document)),
         metrics=spec.metrics or MetricsSpec(),
         worker=worker,
         limits=worker.request_limits,
@@ -267,7 +271,7 @@ def _model(document: WorkerDocument, from_args: str | None) -> Model:
     )
 
 
-def _cache(spec: KvCache | None, extension: Extension) -> Cache | None:
+def _cache(spec: KvCache | None, extension: Extension, *, classic: bool) -> Cache | None:
     if spec is None or extension.engine == "sim":
         return None
     if not (spec.enable_l1_cache or spec.enable_l2_cache or spec.cache_config_file):
@@ -276,7 +280,6 @@ def _cache(spec: KvCache | None, extension: Extension) -> Cache | None:
     backend = (
         backend_named(l2.l2_cache_backend) if l2 and l2.l2_cache_backend and spec.enable_l2_cache else None
     )
-    classic = extension.lmcache.mode == "classic"
     if not classic and not spec.enable_l1_cache and backend is None:
         return None
     return Cache(

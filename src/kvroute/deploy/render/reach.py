@@ -13,6 +13,7 @@ from kvroute.deploy.spec.cluster import cluster_notes
 from kvroute.deploy.spec.endpoint import Document, WorkerDocument, without_hub
 from kvroute.deploy.spec.loading import Finding
 from kvroute.deploy.spec.source import FieldVerdict, Path, dotted
+from kvroute.deploy.spec.versions import is_classic
 from kvroute.routing.registry import needs_of
 from kvroute.routing.strategies.kvaware import KvAware
 from kvroute.routing.strategy import Needs
@@ -75,6 +76,7 @@ TARGETS_OF_FIELDS: Final[dict[str, frozenset[str]]] = {
     "x-kvroute.images.prometheus": frozenset({COMPOSE}),
     "x-kvroute.images.grafana": frozenset({COMPOSE}),
     "x-kvroute.images.downloader": frozenset({COMPOSE}),
+    "x-kvroute.versions": _ENGINE,
     "x-kvroute.lmcache": _CACHE,
     "x-kvroute.lmcache.mode": _ENGINE,
     "x-kvroute.lmcache.servers": _ENGINE,
@@ -98,6 +100,7 @@ GATEWAY_FIELDS: Final = (
     "spec.kvCacheSpec.enableL1Cache",
     "spec.kvCacheSpec.enableL2Cache",
     "spec.kvCacheSpec.l2CacheSpec",
+    "x-kvroute.versions",
     "x-kvroute.lmcache",
     "x-kvroute.l2.options",
     "x-kvroute.l2.passwordSecret",
@@ -166,7 +169,7 @@ def _why_not(target: str, document: WorkerDocument, path: Path) -> str:
     reached = TARGETS_OF_FIELDS.get(_longest_prefix(name, TARGETS_OF_FIELDS), frozenset({KUBERNETES}))
     if name.startswith(_ENV) and _is_by_reference(document, path):
         reached = frozenset({KUBERNETES})
-    elif _is_classic(document) and reached == _CACHE:
+    elif is_classic(document) and reached == _CACHE:
         # In classic mode LMCache runs inside the engines, and its settings are in the workers' environment.
         reached = _ENGINE
     elif name == "x-kvroute.l2.sizeGb" and _backend(document) == "tieredstorage":
@@ -222,10 +225,6 @@ def _is_by_reference(document: WorkerDocument, path: Path) -> bool:
     return bool(variables and numbers and variables[numbers[0]].value_from is not None)
 
 
-def _is_classic(document: WorkerDocument) -> bool:
-    return document.x_kvroute.lmcache.mode == "classic"
-
-
 def _decides_events(document: WorkerDocument, name: str) -> bool:
     """Whether the field `name` decides if engines and LMCache report their caches to the gateway."""
     routing = document.spec.intelligent_routing_spec
@@ -256,9 +255,10 @@ def cache_reports(
     reports: dict[str, Any] = {"kv_events": _streams(plan, site)}
     cache = plan.cache
     if cache is not None:
-        reports["lmcache"] = (
-            {"controller": _controller(plan, site)} if cache.classic else _servers(plan, cache, site)
-        )
+        if cache.classic:
+            reports["lmcache"] = {"controller": _controller(plan, site)}
+        elif plan.versions.pair.lmcache.reports_chunks:
+            reports["lmcache"] = _servers(plan, cache, site)
         if password_file is not None and queries_l2(plan, site):
             reports["lmcache"]["l2"]["redis_password_file"] = password_file
     folder = model_folder(plan, site)
@@ -283,6 +283,8 @@ def queries_l2(plan: EndpointPlan, site: DeploymentSite) -> bool:
     cache, tier = plan.cache, site.tier
     if not plan.follows_caches or cache is None or cache.classic or tier is None or not tier.query_url:
         return False
+    if not plan.versions.pair.lmcache.reports_chunks:
+        return False
     # With these settings the gateway cannot derive the keys' names.
     options: Mapping[str, object] = plan.extension.l2.options or {}
     return not options.get("key_prefix") and not options.get("cluster_mode")
@@ -300,7 +302,8 @@ def report_ports(plan: EndpointPlan, site: DeploymentSite) -> dict[str, int]:
         return {}
     ports = site.reports
     if not plan.cache.classic:
-        return {"coordinator": ports.coordinator}
+        reports = plan.versions.pair.lmcache.reports_chunks
+        return {"coordinator": ports.coordinator} if reports else {}
     return {"lmcache-pull": ports.pull, "lmcache-reply": ports.reply, "lmcache-beat": ports.heartbeat}
 
 
@@ -320,7 +323,7 @@ def _streams(plan: EndpointPlan, site: DeploymentSite) -> dict[str, Any]:
     if site.is_local:
         return {}
     return {
-        # Configured, because engines before vLLM 0.27 do not report their endpoints.
+        # Configured, because engines before vLLM 0.32 do not name their endpoints.
         "endpoint": f"tcp://{{host}}:{EVENTS_PORT}",
         "replay_endpoint": f"tcp://{{host}}:{REPLAY_PORT}",
         "ranks": plan.ranks,
@@ -352,7 +355,7 @@ def _controller(plan: EndpointPlan, site: DeploymentSite) -> dict[str, Any]:
         "reply": f"{bind}:{ports.reply}",
         "heartbeat": f"{bind}:{ports.heartbeat}",
         "hash_seed": plan.hash_seed,
-        "hash_algorithm": "builtin",
+        "hash_algorithm": plan.versions.pair.lmcache.chunk_hash,
         "chunk_tokens": plan.extension.lmcache.chunk_size,
     }
     if not site.is_local:

@@ -14,6 +14,7 @@ from kvroute.deploy.spec.endpoint import (
 )
 from kvroute.deploy.spec.extension import ClusterSettings, Extension
 from kvroute.deploy.spec.source import FieldVerdict, Path, dotted
+from kvroute.deploy.spec.versions import is_classic
 from kvroute.deploy.tiny_model import TINY_MODELS
 
 ClusterFinding = tuple[Path, FieldVerdict, str]
@@ -99,9 +100,8 @@ def cluster_rules(document: WorkerDocument) -> Iterator[ClusterFinding]:
     metrics = document.spec.metrics
     if settings.metrics_from is not None and metrics is not None and not metrics.enabled:
         yield _unused("metrics.enabled is false", "metricsFrom")
-    if "gpu_node_labels" in settings.model_fields_set and not needs_gpu_label(
-        document.spec, document.x_kvroute
-    ):
+    has_label = needs_gpu_label(document.spec, document.x_kvroute, classic=is_classic(document))
+    if "gpu_node_labels" in settings.model_fields_set and not has_label:
         yield _unused("the spec chooses the nodes itself, or no cache server runs per node", "gpuNodeLabels")
 
 
@@ -267,7 +267,7 @@ def with_overlay(template: Object, overlay: Object | None, *, is_main: bool) -> 
 # --- what a cluster does ----------------------------------------------------------------------------------
 
 
-def needs_gpu_label(spec: CommonSpec, extension: Extension) -> bool:
+def needs_gpu_label(spec: CommonSpec, extension: Extension, *, classic: bool) -> bool:
     """Whether the nodes are chosen by a label of nodes with GPUs.
 
     So it is if a server runs on each node of the workers, and the spec says nothing about the nodes.
@@ -283,7 +283,8 @@ def needs_gpu_label(spec: CommonSpec, extension: Extension) -> bool:
         )
     )
     has_gpus = extension.device == "gpu" and extension.engine != "sim"
-    return bool(settings.gpu_node_labels) and has_gpus and shares_host_memory(spec, extension) and not chosen
+    shares = shares_host_memory(spec, extension, classic=classic)
+    return bool(settings.gpu_node_labels) and has_gpus and shares and not chosen
 
 
 def _chooses_nodes(settings: ClusterSettings) -> bool:
@@ -294,14 +295,14 @@ def _chooses_nodes(settings: ClusterSettings) -> bool:
     return bool(spec.get("nodeSelector") or spec.get("nodeName") or node.get(required))
 
 
-def shares_host_memory(spec: CommonSpec, extension: Extension) -> bool:
+def shares_host_memory(spec: CommonSpec, extension: Extension, *, classic: bool) -> bool:
     """Whether engine, LMCache and storage daemon share memory across pods, which needs hostIPC."""
     cache = spec.kv_cache_spec
     if cache is None or extension.engine == "sim":
         return False
     has_daemon = has_storage_daemon(spec)
     is_on = cache.enable_l1_cache or cache.enable_l2_cache
-    across_pods = is_on and extension.lmcache.mode == "mp" and extension.lmcache.servers == "per-node"
+    across_pods = is_on and not classic and extension.lmcache.servers == "per-node"
     return across_pods or (has_daemon and extension.platform != "hyperpod")
 
 
@@ -325,7 +326,8 @@ def cluster_notes(document: WorkerDocument) -> dict[Path, str]:
     """What an operator must know about this spec in Kubernetes: field -> text."""
     spec, extension = document.spec, document.x_kvroute
     settings, notes = extension.kubernetes, dict[Path, str]()
-    if shares_host_memory(spec, extension):
+    classic = is_classic(document)
+    if shares_host_memory(spec, extension, classic=classic):
         also = (
             "" if has_storage_daemon(spec) else "; lmcache.servers: per-worker shares no memory between pods"
         )
@@ -344,7 +346,7 @@ def cluster_notes(document: WorkerDocument) -> dict[Path, str]:
             "is not given, so each start of a worker downloads the model; "
             "modelCache.claim or modelCache.hostPath keeps the files"
         )
-    if needs_gpu_label(spec, extension):
+    if needs_gpu_label(spec, extension, classic=classic):
         notes[*CLUSTER, "gpuNodeLabels"] = (
             "applied: the workers' nodes must have one of the labels "
             f"{', '.join(settings.gpu_node_labels)}; a nodeSelector in "

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from kvroute.deploy.spec.source import Fields, applied, section
 
+DEFAULT_IMAGE: Final = "vllm/vllm-openai:v0.32.0"
+"""The workers' default image: the newest pair of vLLM and LMCache that the engine tests run."""
 ON_GATEWAY = "the gateway"
 
 
@@ -16,11 +18,11 @@ class Images(Fields):
         "kvroute:local", becomes="the gateway's image (and tierd's, and the simulated workers')"
     )
     gateway_build: str | None = applied(becomes="the folder that compose builds the gateway's image from")
-    worker: str = applied("lmcache/vllm-openai:latest", becomes="the workers' image if spec.worker has none")
+    worker: str = applied(DEFAULT_IMAGE, becomes="the workers' image if spec.worker has none")
     lmcache: str | None = applied(becomes="the LMCache servers' image; without it, the workers' image")
-    redis: str = applied("redis:7-alpine", becomes="Redis' image")
-    valkey: str = applied("valkey/valkey:8-alpine", becomes="Valkey's image")
-    mooncake: str = applied("mooncake-master:latest", becomes="the Mooncake master's image")
+    redis: str = applied("redis:7.4.2-alpine", becomes="Redis' image")
+    valkey: str = applied("valkey/valkey:8.1.1-alpine", becomes="Valkey's image")
+    mooncake: str = applied("mooncake-master:0.3.13", becomes="the Mooncake master's image")
     prometheus: str = applied("prom/prometheus:v3.5.0", becomes="Prometheus' image (compose)")
     grafana: str = applied("grafana/grafana:12.2.0", becomes="Grafana's image (compose)")
     downloader: str = applied(
@@ -28,12 +30,25 @@ class Images(Fields):
     )
 
 
+_VERSION = r"^v?\d+\.\d+(\.\d+)?(\.?post\d+)?$"
+
+
+class StatedVersions(Fields):
+    """The versions in the workers' image, if its name does not say them."""
+
+    vllm: str | None = applied(becomes="vLLM's version, to which the workers' options fit", pattern=_VERSION)
+    lmcache: str | None = applied(
+        becomes="LMCache's version, to which its options and the connector fit", pattern=_VERSION
+    )
+
+
 class Lmcache(Fields):
     """LMCache's mode and settings."""
 
-    mode: Literal["mp", "classic"] = applied(
-        "mp", becomes="LMCache as a separate server (mp) or inside the engine (classic)"
+    mode: Literal["mp", "classic"] | None = applied(
+        becomes="LMCache as a separate server (mp) or inside the engine (classic)"
     )
+    """None: `mp` if the image's LMCache has a server that can use the second tier, otherwise `classic`."""
     servers: Literal["per-node", "per-worker"] = applied("per-node", becomes="the number of LMCache servers")
     chunk_size: int = applied(256, becomes="tokens per LMCache chunk", ge=16)
     hash_seed: int = applied(0, becomes="PYTHONHASHSEED of workers and LMCache", ge=0, le=4294967295)
@@ -180,6 +195,7 @@ class Extension(Fields):
         becomes="the region of CloudWatch triggers; without it, the model bucket's region (Kubernetes)"
     )
     images: Images = section(Images())
+    versions: StatedVersions = section(StatedVersions())
     lmcache: Lmcache = section(Lmcache())
     l1: L1 = section(L1())
     l2: L2 = section(L2())

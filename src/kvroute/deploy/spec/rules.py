@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
@@ -20,7 +19,9 @@ from kvroute.deploy.spec.endpoint import (
     jumpstart_model,
     without_hub,
 )
+from kvroute.deploy.spec.extension import DEFAULT_IMAGE
 from kvroute.deploy.spec.source import FieldVerdict, Path
+from kvroute.deploy.spec.versions import adapter_problem, is_classic, uses_lmcache, version_rules
 from kvroute.deploy.spec.worker import (
     AutoScaling,
     EndpointWorker,
@@ -61,8 +62,6 @@ DEFAULT_PORT = 8000
 _CACHE: Path = ("spec", "kvCacheSpec")
 _L2: Path = (*_CACHE, "l2CacheSpec")
 _WORKER: Path = ("spec", "worker")
-_VLLM_TAG = re.compile(r"vllm[^:]*:v?(\d+)\.(\d+)\.(\d+)")
-OLDEST_MP_VLLM = (0, 19, 1)
 
 
 def rule_findings(document: Document, strategies: Collection[str]) -> Iterator[RuleFinding]:
@@ -79,6 +78,7 @@ def rule_findings(document: Document, strategies: Collection[str]) -> Iterator[R
     if isinstance(endpoint, InferenceEndpointConfig):
         yield from _source(endpoint.spec.model_source_config, endpoint)
         yield from _placement(endpoint)
+    yield from version_rules(endpoint)
     yield from _scaling(endpoint)
     yield from cluster_rules(endpoint)
     if document.x_kvroute.gateway.replicas > 1:
@@ -150,7 +150,7 @@ def _wrong(path: Path, reason: str) -> RuleFinding:
 
 def _cache(document: WorkerDocument) -> Iterator[RuleFinding]:
     cache, extension = document.spec.kv_cache_spec, document.x_kvroute
-    classic = extension.lmcache.mode == "classic"
+    classic = is_classic(document)
     if cache is None:
         yield from _unused_cache_settings(document, "there is no spec.kvCacheSpec", l1=False, l2=False)
         return
@@ -350,16 +350,6 @@ def _worker(document: WorkerDocument) -> Iterator[RuleFinding]:
         elif option == "--port":
             yield from _port(worker, number)
     yield from _adapters(document, worker.args or [])
-    tag = _VLLM_TAG.search(worker.image or "")
-    is_too_old = tag is not None and tuple(map(int, tag.groups())) < OLDEST_MP_VLLM
-    if tag is not None and is_too_old and uses_lmcache(document) and extension.lmcache.mode == "mp":
-        version = ".".join(tag.groups())
-        yield _noted(
-            (*_WORKER, "image"),
-            f"applied, but the LMCache in an image of vLLM {version} has no server: "
-            "use an image of vLLM 0.19.1 or newer, or set x-kvroute.lmcache.mode: classic",
-            is_whole_text=True,
-        )
 
 
 def _other_server(image: str) -> Iterator[RuleFinding]:
@@ -370,7 +360,7 @@ def _other_server(image: str) -> Iterator[RuleFinding]:
             yield _wrong(
                 (*_WORKER, "image"),
                 f"{image} runs {server}, and kvroute's workers are vLLM: use an image with vLLM, such as "
-                "lmcache/vllm-openai",
+                f"{DEFAULT_IMAGE}",
             )
             return
 
@@ -394,6 +384,10 @@ def _adapters(document: WorkerDocument, arguments: list[str]) -> Iterator[RuleFi
     places = [place for place, each in enumerate(arguments) if each.split("=", 1)[0] in ADAPTER_ARGUMENTS]
     if not places or not uses_lmcache(document):
         return
+    problem = adapter_problem(document)
+    if problem:
+        yield _wrong((*_WORKER, "args", places[0]), problem)
+        return
     settings = (document.x_kvroute.gateway.settings or {}).get("lmcache")
     is_off = isinstance(settings, dict) and settings.get("isolate_adapters") is False
     hint = (
@@ -403,14 +397,6 @@ def _adapters(document: WorkerDocument, arguments: list[str]) -> Iterator[RuleFi
     )
     reason = f"applied, but LMCache gives a LoRA adapter KV that another model computed; {hint}"
     yield _noted((*_WORKER, "args", places[0]), reason, is_whole_text=True)
-
-
-def uses_lmcache(document: WorkerDocument) -> bool:
-    """Whether LMCache runs."""
-    cache = document.spec.kv_cache_spec
-    return cache is not None and (
-        cache.enable_l1_cache or cache.enable_l2_cache or cache.cache_config_file is not None
-    )
 
 
 def _source(source: ModelSource, document: InferenceEndpointConfig) -> Iterator[RuleFinding]:
