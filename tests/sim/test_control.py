@@ -10,8 +10,10 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from tests.support.waiting import until
 
+from kvroute.blocks.keys import CacheSpace, block_keys
 from kvroute.sim.app import RunningSim, run_sim
 from kvroute.sim.options import SimOptions
+from kvroute.sim.prompts import encode
 
 
 async def figures(http: httpx.AsyncClient) -> dict[str, float]:
@@ -158,3 +160,12 @@ async def test_cached_tokens_can_be_omitted() -> None:
         assert answer["usage"]["prompt_tokens_details"] is None
         assert set(message["usage"]) == {"input_tokens", "output_tokens"}
         assert (await http.get("/kv_event_sources")).json() == {}
+
+
+async def test_the_cached_blocks_are_listed_by_their_keys(http: httpx.AsyncClient) -> None:
+    text = "hello " * 40  # 80 tokens, five blocks
+    await http.post("/v1/completions", json={"prompt": text, "max_tokens": 1})
+    cached = (await http.get("/sim/cache")).json()
+
+    keys = block_keys(encode(text).tobytes(), block_bytes=4 * 16, seed=CacheSpace("", "").seed)
+    assert cached == {"block_size": 16, "keys": sorted(keys)}

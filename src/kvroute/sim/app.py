@@ -196,6 +196,7 @@ ROUTES: Final[Mapping[tuple[str, str], Handler]] = {
     ("GET", "/sim/faults"): control.faults,
     ("POST", "/sim/faults"): control.faults,
     ("DELETE", "/sim/faults"): control.faults,
+    ("GET", "/sim/cache"): control.cache,
     ("GET", "/sim/requests"): control.requests,
     ("DELETE", "/sim/requests"): control.clear_requests,
 }

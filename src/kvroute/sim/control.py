@@ -182,6 +182,13 @@ async def requests(call: Call, worker: SimWorker) -> None:
     )
 
 
+async def cache(call: Call, worker: SimWorker) -> None:
+    """GET /sim/cache: the keys of all full blocks (`blocks.keys.block_keys` of token ids), and the block size
+    in tokens."""
+    held = worker.engine.cache
+    await call.respond({"block_size": held.block_size, "keys": sorted(held.held_keys)})
+
+
 async def clear_requests(call: Call, worker: SimWorker) -> None:
     """DELETE /sim/requests: clear the recorded requests."""
     worker.received.clear()
