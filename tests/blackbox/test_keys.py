@@ -7,7 +7,6 @@ import hashlib
 import json
 import os
 import re
-import shutil
 from pathlib import Path
 
 import httpx
@@ -15,6 +14,7 @@ import openai
 import pytest
 import yaml
 from tests.blackbox.conftest import command
+from tests.support.proxies import curl
 
 CHAT = {"model": "sim-model", "messages": [{"role": "user", "content": "Hi."}], "max_tokens": 4}
 KEYS = {name: f"kvr-test-{name}-0123456789abcdef" for name in ("old", "new", "other", "limited", "expired")}
@@ -219,9 +219,6 @@ async def test_requests_in_flight_are_limited_until_their_end(serve, sim, file, 
 
 @LANES
 async def test_curl_uses_a_new_key_of_the_command_line(keyed, file, run, lane):
-    curl = shutil.which("curl")
-    if curl is None:
-        pytest.skip("curl is not installed (Debian: apt install curl)")
     made = await asyncio.create_subprocess_exec(
         *command(), "keys", "new", "from-curl", stdout=asyncio.subprocess.PIPE
     )
@@ -231,12 +228,12 @@ async def test_curl_uses_a_new_key_of_the_command_line(keyed, file, run, lane):
     gateway = await keyed(lane)
     answers = []
     for given in (key, key[:-1]):
-        process = await asyncio.create_subprocess_exec(
-            curl, "-sS", "--noproxy", "*", "--max-time", "30", "-H", f"authorization: Bearer {given}",
+        code, answer = await curl(
+            f"{gateway.url}/v1/chat/completions", "-H", f"authorization: Bearer {given}",
             "-H", "content-type: application/json", "-d", json.dumps(CHAT),
-            f"{gateway.url}/v1/chat/completions", stdout=asyncio.subprocess.PIPE,
         )  # fmt: skip
-        answers.append(json.loads((await process.communicate())[0]))
+        assert code == 0
+        answers.append(json.loads(answer))
 
     assert answers[0]["usage"]["completion_tokens"] == 4
     assert answers[1]["error"]["code"] == "invalid_api_key"

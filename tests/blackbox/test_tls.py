@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import re
-import shutil
 import signal
 import ssl
-from collections.abc import Sequence
 from contextlib import asynccontextmanager
 
 import httpx
@@ -17,7 +14,7 @@ import openai
 import pytest
 from tests.blackbox.raw import Client, post, statuses
 from tests.support.certificates import Authority, Pair
-from tests.support.sockets import free_port
+from tests.support.proxies import PROXIES, curl, output_of, program, proxied
 from tests.support.waiting import until
 from tests.support.workers import scripted_worker
 
@@ -63,33 +60,6 @@ async def raw(address: tuple[str, int], context: ssl.SSLContext):
         yield Client(reader, writer)
     finally:
         writer.transport.abort()
-
-
-def program(name: str) -> str:
-    found = shutil.which(name, path="/usr/sbin:/usr/local/sbin:/usr/bin")
-    if found is None:
-        if os.environ.get("CI"):
-            pytest.fail(f"{name} is not installed")
-        pytest.skip(f"{name} is not installed (Debian: apt install {name})")
-    return found
-
-
-async def output_of(*words: str) -> tuple[int, str]:
-    """Exit code and output of a command."""
-    process = await asyncio.create_subprocess_exec(
-        *words,
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.STDOUT,
-    )
-    async with asyncio.timeout(DEADLINE_S):
-        written, _ = await process.communicate()
-    assert process.returncode is not None
-    return process.returncode, written.decode("utf-8", "replace")
-
-
-async def curl(url: str, *words: str) -> tuple[int, str]:
-    return await output_of(program("curl"), "-sS", "--noproxy", "*", "--max-time", "30", *words, url)
 
 
 async def metrics_of(url: str, context: ssl.SSLContext) -> str:
@@ -144,92 +114,67 @@ async def test_a_large_body_arrives_whole(serve, authority, pair):
         assert json.loads(worker.bodies[0])["prompt"] == prompt
 
 
+async def test_the_openai_client_presents_a_certificate(secured, authority):
+    gateway = await secured(client_ca_file=authority.file)
+
+    async def answer(context: ssl.SSLContext):
+        http = httpx.AsyncClient(verify=context, trust_env=False)
+        async with openai.AsyncOpenAI(
+            base_url=f"{gateway.url}/v1", api_key="x", http_client=http, max_retries=0
+        ) as client:
+            return await client.chat.completions.create(**CHAT)
+
+    assert (await answer(authority.client(authority.issue("known")))).usage.completion_tokens == 4
+    with pytest.raises(openai.APIConnectionError):
+        await answer(authority.client())
+
+
 # --- proxies ----------------------------------------------------------------------------------------------
 
-NGINX = """
-daemon off; master_process off; pid {folder}/nginx.pid; error_log {folder}/error.log;
-events {{}}
-http {{
-  access_log off;
-  client_body_temp_path {folder}/body; proxy_temp_path {folder}/proxy; fastcgi_temp_path {folder}/fastcgi;
-  uwsgi_temp_path {folder}/uwsgi; scgi_temp_path {folder}/scgi;
-  server {{
-    listen 127.0.0.1:{port};
-    location / {{
-      proxy_pass {url};
-      proxy_buffering off;
-      proxy_http_version 1.1; proxy_set_header Connection "";
-      proxy_ssl_verify on; proxy_ssl_name localhost; proxy_ssl_trusted_certificate {authority};
-      proxy_ssl_certificate {client.cert}; proxy_ssl_certificate_key {client.key};
-    }}
-  }}
-}}
-"""
-HAPROXY = """
-defaults
-  mode http
-  timeout connect 5s
-  timeout client 30s
-  timeout server 30s
-frontend clients
-  bind 127.0.0.1:{port}
-  default_backend gateways
-backend gateways
-  option httpchk GET /ready
-  default-server ssl verify required ca-file {authority} sni str(localhost) verifyhost localhost check
-  server one {address} crt {both}
-"""
 
-
-async def proxied(processes, name: str, words: Sequence[str], port: int) -> str:
-    """Start a proxy and wait until it answers; its URL."""
-    process = await asyncio.create_subprocess_exec(program(name), *words, stderr=asyncio.subprocess.DEVNULL)
-
-    async def end() -> None:
-        process.kill()
-        await process.wait()
-
-    processes.push_async_callback(end)
-    url = f"http://127.0.0.1:{port}"
-
-    async def answers() -> bool:
-        assert process.returncode is None
-        async with httpx.AsyncClient(trust_env=False) as client:
-            try:
-                return (await client.get(f"{url}/ready")).status_code == 200
-            except httpx.TransportError:
-                return False
-
-    await until(answers, within_s=DEADLINE_S, every_s=0.05)
-    return url
-
-
-@pytest.mark.parametrize("proxy", ["nginx", "haproxy"])
-async def test_a_proxy_reaches_the_gateway_with_its_client_certificate(
-    secured, processes, authority, tmp_path, proxy
-):
-    client, port = authority.issue("proxy"), free_port()
+@pytest.mark.parametrize("proxy", PROXIES)
+async def test_a_proxy_reaches_the_gateway_with_its_client_certificate(secured, authority, tmp_path, proxy):
     gateway = await secured(client_ca_file=authority.file)
-    file, both = tmp_path / "proxy.conf", tmp_path / "both.pem"
-    both.write_bytes(client.cert.read_bytes() + client.key.read_bytes())
-    host, gateway_port = gateway.address
-    known = {"folder": tmp_path, "port": port, "authority": authority.file, "client": client, "both": both}
-    if proxy == "nginx":
-        file.write_text(NGINX.format(url=gateway.url, **known))
-        words = ["-p", str(tmp_path), "-c", str(file)]
-    else:
-        file.write_text(HAPROXY.format(address=f"{host}:{gateway_port}", **known))
-        words = ["-db", "-q", "-f", str(file)]
-    url = await proxied(processes, proxy, words, port)
+    client = authority.issue("proxy")
+    http = httpx.AsyncClient(trust_env=False)
 
-    async with openai.AsyncOpenAI(
-        base_url=f"{url}/v1", api_key="x", http_client=httpx.AsyncClient(trust_env=False)
-    ) as through:
+    async with (
+        proxied(proxy, gateway.address, tmp_path, authority, client) as url,
+        openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="x", http_client=http) as through,
+    ):
         answers = [await through.chat.completions.create(**CHAT) for _ in range(5)]
         chunks = [chunk async for chunk in await through.chat.completions.create(**CHAT, stream=True)]
 
     assert [answer.choices[0].finish_reason for answer in answers] == ["length"] * 5
     assert chunks[-1].choices[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize("proxy", PROXIES)
+async def test_a_proxy_uses_a_renewed_certificate_and_refuses_a_foreign_one(
+    secured, authority, pair, tmp_path, proxy
+):
+    gateway = await secured(client_ca_file=authority.file, reload_interval_s=0.1)
+    foreign = Authority(tmp_path, "foreign").issue("foreign-gateway")
+    client = authority.issue("proxy")
+    async with (
+        proxied(proxy, gateway.address, tmp_path, authority, client) as url,
+        httpx.AsyncClient(base_url=url, trust_env=False, timeout=DEADLINE_S) as through,
+    ):
+
+        async def status() -> int:
+            return (await through.post("/v1/chat/completions", json=CHAT)).status_code
+
+        assert await status() == 200
+        authority.issue("renewed").copy_to(pair)
+        await gateway.logged("the changed TLS files are loaded")
+        assert [await status() for _ in range(3)] == [200] * 3
+
+        foreign.copy_to(pair)
+
+        async def is_refused() -> bool:
+            return await status() in (502, 503)
+
+        await until(is_refused, within_s=DEADLINE_S, every_s=0.05)
 
 
 # --- what is refused --------------------------------------------------------------------------------------

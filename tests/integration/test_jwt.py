@@ -14,10 +14,10 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from joserfc import jwt
-from joserfc.jwk import ECKey, Key, OctKey, RSAKey
+from joserfc.jwk import ECKey, OctKey, RSAKey
 from tests.support.certificates import Authority
 from tests.support.sockets import tcp_server
+from tests.support.tokens import AUDIENCE, FIRST, ISSUER, STRANGER, Issuer, token, unsigned
 from tests.support.workers import ScriptedWorker
 
 from kvroute.app.config import Config
@@ -26,29 +26,7 @@ CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "
 COMPLETION = json.dumps(
     {"id": "c", "object": "chat.completion", "created": 1, "model": "m", "choices": []}
 ).encode()
-ISSUER, AUDIENCE = "https://issuer.test/", "kvroute"
-FIRST = ECKey.generate_key("P-256", {"kid": "first"})
 SECOND = RSAKey.generate_key(2048, {"kid": "second"})
-STRANGER = ECKey.generate_key("P-256", {"kid": "first"})
-
-
-class Issuer:
-    """Serves a JWKS. Mutable: tests set `keys` and `is_up`; `reads` counts the requests."""
-
-    def __init__(self) -> None:
-        self.keys: list[Key] = [FIRST]
-        self.is_up = True
-        self.reads = 0
-        self.url = ""
-
-    async def serve(self, reader: Any, writer: Any) -> None:
-        while True:
-            await reader.readuntil(b"\r\n\r\n")
-            self.reads += 1
-            body = json.dumps({"keys": [key.as_dict(private=False) for key in self.keys]}).encode()
-            status = b"200 OK" if self.is_up else b"500 No"
-            writer.write(b"HTTP/1.1 %b\r\ncontent-length: %d\r\n\r\n%b" % (status, len(body), body))
-            await writer.drain()
 
 
 @pytest.fixture
@@ -80,15 +58,6 @@ def file(tmp_path: Path) -> Path:
 def server_of(file: Path, **options: Any) -> dict[str, Any]:
     usual = {"algorithms": ["ES256", "RS256"], "issuer": ISSUER, "audience": AUDIENCE}
     return {"jwt": {**usual, "refresh_interval_s": 0.1, **options}, "client_keys": {"file": str(file)}}
-
-
-def token(client: str = "auth0|1", key: Key = FIRST, alg: str = "ES256", **claims: Any) -> str:
-    now = int(time.time())
-    usual = {"iss": ISSUER, "aud": ["x", AUDIENCE], "sub": client, "exp": now + 600, "iat": now}
-    payload = {name: value for name, value in {**usual, **claims}.items() if value is not None}
-    return jwt.encode(
-        {"alg": alg, "kid": key.kid} if key.kid else {"alg": alg}, payload, key, algorithms=[alg]
-    )
 
 
 async def chat(running: Any, key: str, **fields: Any) -> Any:
@@ -137,11 +106,6 @@ def tampered() -> str:
     claims = json.loads(base64.urlsafe_b64decode(payload + "=="))
     forged = base64.urlsafe_b64encode(json.dumps({**claims, "sub": "two"}).encode()).rstrip(b"=").decode()
     return f"{head}.{forged}.{signature}"
-
-
-def unsigned() -> str:
-    head = base64.urlsafe_b64encode(b'{"alg":"none","kid":"first"}').rstrip(b"=").decode()
-    return f"{head}.{token().split('.')[1]}."
 
 
 def signed_with_the_public_key() -> str:
