@@ -2,6 +2,7 @@
 
     python bench/compare.py OTHER [--scenarios a,b,c,d] [--pairs 12] [--output FILE]
     python bench/compare.py OTHER --micro micro_gateway [--pairs 12] [-- arguments of the script]
+    python bench/compare.py . --set-this PATH=VALUE [--limit 1.10]
 
 Run the script with the Python of the checkout under test ("this"). OTHER is the folder of the other checkout.
 Each checkout needs its own virtual environment: OTHER/.venv/bin/kvroute (`--other-venv` selects another
@@ -12,6 +13,9 @@ hash seed). It warms up both and sends the same number of requests to both in ma
 gateway), in the order this, other, other, this, and so on. The next pair starts with the other gateway. The
 figure of a pair is the median of its runs. The ratio is the geometric mean of the pairs' ratios; its interval
 is a 95% t interval of the pairs' logarithms. CPU is user and system time of the gateway's process tree.
+
+With OTHER `.` both gateways have the same code, and `--set-this` compares two settings of it. The requests'
+API key is `sk-1234`.
 
 With `--micro` a pair runs the script of each checkout with the Python of that checkout (`--same-script`: the
 script of this checkout in both), and compares each number of the `--json` output.
@@ -31,7 +35,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -119,6 +123,13 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--set", action="append", default=[], metavar="PATH=VALUE", help="an option for both gateways"
     )
+    parser.add_argument(
+        "--set-this",
+        action="append",
+        default=[],
+        metavar="PATH=VALUE",
+        help="an option for this gateway only",
+    )
     parser.add_argument("--limit", type=float, default=1.02, help="largest judged ratio (%(default)s)")
     parser.add_argument("--micro", metavar="SCRIPT", help="compare this micro benchmark instead")
     parser.add_argument("--same-script", action="store_true", help="run the script of this checkout in both")
@@ -181,6 +192,7 @@ def gateway_command(checkout: Checkout, scenario: Scenario, settings: Sequence[s
 def compare_gateways(options: argparse.Namespace, sides: tuple[Checkout, Checkout], samples: Samples) -> None:
     from kvroute.deploy.tiny_model import write_tiny_model
 
+    settings = {THIS: [*options.set, *options.set_this], OTHER: options.set}
     scenarios = [SCENARIOS[name] for name in SCENARIOS if name in options.scenarios]
     # Scenarios with the same workers share the gateways of a pair.
     groups = [
@@ -200,7 +212,7 @@ def compare_gateways(options: argparse.Namespace, sides: tuple[Checkout, Checkou
                 with ExitStack() as stack:
                     bed = Bed(stack, folder, cores, tools, folder, model_folder, [])
                     try:
-                        started = start_pair(bed, sides, group[0], number, options.set)
+                        started = start_pair(bed, sides, group[0], number, settings)
                     except (OSError, RuntimeError) as error:
                         say(f"pair {number} of {group[0].name} is skipped: {error}")
                         continue
@@ -210,9 +222,16 @@ def compare_gateways(options: argparse.Namespace, sides: tuple[Checkout, Checkou
 
 
 def start_pair(
-    bed: Bed, sides: tuple[Checkout, Checkout], scenario: Scenario, number: int, settings: Sequence[str]
+    bed: Bed,
+    sides: tuple[Checkout, Checkout],
+    scenario: Scenario,
+    number: int,
+    settings: Mapping[str, Sequence[str]],
 ) -> dict[str, Started]:
-    """Start both gateways, each with its own workers; by checkout name. Raises RuntimeError, OSError."""
+    """Start both gateways, each with its own workers and settings; by checkout name.
+
+    Raises RuntimeError and OSError.
+    """
     kind = "events" if scenario.name in EVENT_SCENARIOS else "plain"
     workers = bed.start_workers(kind)
     started = {}
@@ -220,7 +239,7 @@ def start_pair(
         name = (
             f"{side.name} kvaware" if kind == "events" else side.name
         )  # the name decides which readiness check is used
-        router = Router(name, gateway_command(side, scenario, settings), kind)
+        router = Router(name, gateway_command(side, scenario, settings[side.name]), kind)
         started[side.name] = bed.start(router, workers)
     return started
 
@@ -335,6 +354,7 @@ def main() -> None:
                 "micro": options.micro,
                 "arguments": options.rest,
                 "set": options.set,
+                "set_this": options.set_this,
                 "pairs": options.pairs,
                 "runs": options.runs,
                 "seconds": options.seconds,

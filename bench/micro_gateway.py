@@ -1,6 +1,6 @@
 """Measure the gateway's own Python per request and per streamed chunk, in CPU microseconds.
 
-    python bench/micro_gateway.py [--json] [--profile CASE]
+    python bench/micro_gateway.py [--json] [--profile CASE] [--set PATH=VALUE]
 
 Everything between the two sockets is real: uvicorn's protocol, fast lane and ASGI path, planning, routing,
 the exchange, the connection to the worker, metrics, request lines. The sockets are not real: when a request
@@ -17,14 +17,14 @@ import pstats
 import random
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
 import uvicorn
 import uvloop
 
-from kvroute.app.config import Config
+from kvroute.app.config import Config, load
 from kvroute.app.runtime import Runtime
 from kvroute.app.server import uvicorn_config
 from kvroute.fleet.worker import WorkerFacts, WorkerId, WorkerSpec
@@ -141,14 +141,14 @@ CASES = {
 }
 
 
-async def measure(lane: bool, case: str, profile: bool) -> float:
+async def measure(lane: bool, case: str, profile: bool, settings: Sequence[str]) -> float:
     size, stream = CASES[case]
-    config = Config.model_validate(
-        {
-            "fleet": {"workers": ["http://127.0.0.1:1", "http://127.0.0.1:2"]},
-            "server": {"port": 0, "fast_lane": lane},
-        }
+    own = (
+        "fleet.workers=[http://127.0.0.1:1, http://127.0.0.1:2]",
+        "server.port=0",
+        f"server.fast_lane={lane}",
     )
+    config = load(environ={}, assignments=(*own, *settings)).config
     runtime = Runtime(config)
     specs = [WorkerSpec(WorkerId(f"w{n}"), f"http://127.0.0.1:{n}") for n in (1, 2)]
     runtime.fleet.apply("bench", specs)
@@ -198,13 +198,20 @@ def main() -> None:
     parser.add_argument(
         "--profile", metavar="CASE", help="profile the case whose name starts with CASE; fast lane only"
     )
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="PATH=VALUE",
+        help="an option of the gateway; the requests' API key is sk-1234",
+    )
     options = parser.parse_args()
     with open("/dev/null", "w") as nowhere:
         configure(Config().logging, nowhere)
 
         def run(lane: bool, case: str, profile: bool = False) -> float:
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-                return runner.run(measure(lane, case, profile))
+                return runner.run(measure(lane, case, profile, options.set))
 
         if options.profile:
             run(True, next(case for case in CASES if case.startswith(options.profile)), True)

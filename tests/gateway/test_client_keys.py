@@ -3,6 +3,8 @@ import json
 
 import pytest
 import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tests.support.clocks import ManualClock
 
 from kvroute.errors import BodyTooLarge, ConfigError, Forbidden, KeyLimitReached, PromptTooLong, Unauthorized
@@ -20,17 +22,21 @@ REQUEST = parse_request(ENDPOINTS["/v1/chat/completions"], b'{"model": "m", "mes
 
 def ring(clock=None, processes=1, **fields) -> KeyRing:
     text = json.dumps({"keys": [{"name": "a", "hash": [HASH, OTHER], **fields}]})
-    return KeyRing(read_keys(text, "f"), Metrics(), clock or ManualClock(), processes=processes)
+    return KeyRing(read_keys(text, "f"), Metrics(), clock or ManualClock(0.0), processes=processes)
 
 
 def headers(key: str) -> list[tuple[bytes, bytes]]:
     return [(b"authorization", b"Bearer " + key.encode())]
 
 
-def admit(keys: KeyRing, strategy: bytes = b""):
+def admit(keys: KeyRing, strategy: bytes = b"", now: float = 0.0):
     client = keys.find(b"secret")
     assert client is not None
-    return keys.admit(client, REQUEST, strategy)
+    return keys.admit(client, REQUEST, strategy, now)
+
+
+def end(use, tokens: int = 0, *, attempts: int = 1, status: int = 200) -> None:
+    use.end(0.0, tokens, 0, attempts=attempts, status=status)
 
 
 # --- the file ---------------------------------------------------------------------------------------------
@@ -98,6 +104,49 @@ def test_named_keys_and_keys_without_a_name_are_valid_together():
             check.client(headers(wrong))
 
 
+def test_a_key_that_came_before_is_known_by_its_header_alone():
+    keys = ring()
+    check = KeyCheck([], keys)
+    assert keys.seen(b"Bearer secret") is None
+
+    client = check.client(headers("secret"))
+
+    assert client is not None
+    assert keys.seen(b"Bearer secret") is client
+    assert keys.seen(b"Bearer other") is None
+    keys.install(())
+    assert keys.seen(b"Bearer secret") is None
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        [(b"authorization", b"Basic x"), (b"x-api-key", b"secret")],
+        [(b"x-api-key", b"secret")],
+        [(b"authorization", b"bearer  secret")],
+    ],
+)
+def test_a_header_that_is_not_the_key_alone_is_never_remembered(sent):
+    keys = ring()
+    check = KeyCheck([], keys)
+
+    assert check.client(sent) is not None
+
+    for authorization in (b"", b"Basic x", b"bearer  secret", b"Bearer secret"):
+        assert keys.seen(authorization) is None
+
+
+def test_a_key_that_came_before_expires():
+    clock = ManualClock(0.0, epoch=1_893_455_999.0)
+    keys = ring(clock, expires="2030-01-01T00:00:00Z")
+    KeyCheck([], keys).client(headers("secret"))
+    assert keys.seen(b"Bearer secret") is not None
+
+    clock.time = 1.0
+
+    assert keys.seen(b"Bearer secret") is None
+
+
 def test_a_file_without_keys_admits_nobody():
     check = KeyCheck([], KeyRing(read_keys("keys: []", "f"), Metrics(), ManualClock()))
 
@@ -148,36 +197,34 @@ def test_a_key_permits_strategies_for_the_header():
 
 
 def test_requests_per_minute_refill_evenly():
-    clock = ManualClock()
-    keys = ring(clock, limits={"requests_per_minute": 6})
+    keys = ring(limits={"requests_per_minute": 6})
     for _ in range(6):
         admit(keys)
 
     with pytest.raises(KeyLimitReached, match=r"limits\.requests_per_minute of 6") as caught:
         admit(keys)
     assert caught.value.retry_after_s == 10
-    clock.time += 10.0
-    admit(keys)
+    admit(keys, now=10.0)
     with pytest.raises(KeyLimitReached):
-        admit(keys)
+        admit(keys, now=10.0)
 
 
 def test_tokens_are_charged_at_the_end_and_checked_at_the_next_request():
-    clock = ManualClock()
-    keys = ring(clock, limits={"tokens_per_minute": 60})
+    keys = ring(limits={"tokens_per_minute": 60})
     first, second = admit(keys), admit(keys)
-    first.end(59, attempts=1, status=200)
-    admit(keys).end(1000, attempts=0, status=503)  # no worker got it
-    admit(keys).end(1000, attempts=1, status=500)
-    second.end(61, attempts=1, status=499)
-    second.end(61, attempts=1, status=499)
+    end(first, 59)
+    end(admit(keys), 1000, attempts=0, status=503)  # no worker got it
+    end(admit(keys), 1000, status=500)
+    end(second, 61, status=499)
+    end(second, 61, status=499)
 
     with pytest.raises(KeyLimitReached, match="tokens_per_minute") as caught:
         admit(keys)
 
     assert caught.value.retry_after_s == 61
-    clock.time += 61.0
-    admit(keys)
+    with pytest.raises(KeyLimitReached):
+        admit(keys, now=60.9)
+    admit(keys, now=61.0)
 
 
 def test_requests_in_flight_are_released_once():
@@ -186,8 +233,8 @@ def test_requests_in_flight_are_released_once():
     with pytest.raises(KeyLimitReached, match="concurrent_requests"):
         admit(keys)
 
-    use.end(0, attempts=1, status=200)
-    use.end(0, attempts=1, status=200)
+    end(use)
+    end(use)
 
     admit(keys)
     with pytest.raises(KeyLimitReached):
@@ -198,10 +245,10 @@ def test_bodies_and_prompts_have_limits():
     with pytest.raises(BodyTooLarge, match=r"limits\.body_bytes"):
         admit(ring(limits={"body_bytes": 10}))
     keys = ring(limits={"prompt_tokens": 10})
-    use = admit(keys)
-    keys.check_prompt(use, 10)
+    client = admit(keys).client
+    keys.check_prompt(client, 10)
     with pytest.raises(PromptTooLong, match=r"limits\.prompt_tokens"):
-        keys.check_prompt(use, 11)
+        keys.check_prompt(client, 11)
 
 
 def test_limits_are_divided_by_the_number_of_processes():
@@ -211,7 +258,7 @@ def test_limits_are_divided_by_the_number_of_processes():
 
     with pytest.raises(KeyLimitReached, match="concurrent_requests"):
         admit(keys)
-    use.end(0, attempts=1, status=200)
+    end(use)
     with pytest.raises(KeyLimitReached, match="requests_per_minute"):
         admit(keys)
 
@@ -232,12 +279,39 @@ def test_a_new_file_keeps_what_a_name_has_used():
 
 def test_a_bucket_holds_at_most_a_minute_of_its_limit():
     bucket = Bucket(60.0, 0.0)
-    bucket.take(60.0)
+    bucket.take(60.0, 0.0)
 
     assert bucket.wait_s(1.0, 0.0) == pytest.approx(1.0)
-    assert bucket.wait_s(1.0, 10_000.0) == 0.0
-    bucket.take(60.0)
+    assert bucket.wait_s(60.0, 10_000.0) == 0.0
+    bucket.take(60.0, 10_000.0)
     assert bucket.wait_s(1.0, 10_000.0) == pytest.approx(1.0)
+
+
+@settings(max_examples=200)
+@given(
+    per_minute=st.integers(1, 10_000),
+    start=st.floats(0.0, 1e6),
+    steps=st.lists(st.tuples(st.floats(0.0, 90.0), st.integers(1, 20_000)), max_size=20),
+)
+def test_a_bucket_refills_like_a_level_that_rises_evenly(per_minute, start, steps):
+    bucket, level, now = Bucket(per_minute, start), float(per_minute), start
+    for pause, amount in steps:
+        now += pause
+        level = min(per_minute, level + pause * per_minute / 60)
+        expected = max(0.0, (1 - level) * 60 / per_minute)
+        assert bucket.wait_s(1.0, now) == pytest.approx(expected, abs=1e-5)
+        bucket.take(amount, now)
+        level -= amount
+
+
+def test_a_new_limit_keeps_what_was_used_of_the_old_one():
+    bucket = Bucket(60.0, 0.0)
+    bucket.take(50.0, 0.0)
+
+    bucket.resize(120.0, 10.0)  # 10 have refilled: 40 are used
+
+    assert bucket.wait_s(80.0, 10.0) == 0.0
+    assert bucket.wait_s(82.0, 10.0) == pytest.approx(1.0)
 
 
 class Client:
@@ -266,20 +340,10 @@ class Client:
     ("chunks", "tokens"),
     [
         ([b'data: {"choices": []}\n\n'] * 5 + [b"data: [DONE]\n\n"], 5),
-        (
-            [
-                b'data: {"a": 1}\n\n',
-                b'data: {"usage": {"completion_',
-                b'tokens": 7}}\n\n',
-            ],
-            7,
-        ),
-        ([b'data: {"usage": {"input_tokens": 1, "output_tokens": 9}}\n\n'], 9),
-        ([b'{"usage": {"prompt_tokens": 8, "total_tokens": 8}}'], 0),
         ([b'{"text": "', b"x" * 40, b'"}'], 13),
     ],
 )
-def test_a_meter_counts_completion_tokens_and_changes_no_byte(chunks, tokens):
+def test_a_meter_estimates_completion_tokens_and_changes_no_byte(chunks, tokens):
     client = Client()
     meter = Meter(client)
     framed = meter.framed_writer()
@@ -287,8 +351,17 @@ def test_a_meter_counts_completion_tokens_and_changes_no_byte(chunks, tokens):
 
     meter.write(chunks[0])
     for chunk in chunks[1:]:
-        framed(chunk)
+        (framed if chunk.startswith(b"data") else meter.write)(chunk)
     meter.finish()
 
-    assert meter.completion_tokens() == tokens
+    assert meter.estimate() == tokens
     assert b"".join(client.written) == b"".join(chunks)
+
+
+def test_a_meter_counts_an_answer_that_comes_at_once():
+    client = Client()
+    meter = Meter(client)
+
+    meter.answer(200, b"", b"x" * 40, is_sized=True)
+
+    assert (meter.estimate(), client.written) == (10, [b"x" * 40])

@@ -1,6 +1,7 @@
 """An answer that waits for the end of an iteration is written before anything else on its connection."""
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -47,15 +48,15 @@ class Plane:
 
     def __init__(self) -> None:
         self.outbox = Outbox()
-        self.max_body_bytes, self.reads_headers = 1000, False
+        self.max_body_bytes, self.reads_headers, self.has_keys, self.seen_client = 1000, False, False, None
         self.asked: list[Any] = []
         self.admission = self.bodies = self
 
-    def admits(self, _headers):
+    def admits(self, _headers, _client):
         return True
 
     def new_record(self, *_):
-        return object()
+        return SimpleNamespace()
 
     def read(self, *_):
         return None

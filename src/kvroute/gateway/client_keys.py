@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
 from collections.abc import Callable, Sequence
 from datetime import datetime
 from math import ceil
@@ -26,67 +25,86 @@ from kvroute.errors import (
     PromptTooLong,
     Unauthorized,
 )
-from kvroute.gateway.downstream import Downstream
+from kvroute.gateway.downstream import Downstream, Headers
 from kvroute.gateway.jwt import Refusal, TokenVerifier, check_default_key
 from kvroute.gateway.key_file import PREFIX, ClientKey, KeyLimits, digest, read_key_file
-from kvroute.metrics import Metrics
+from kvroute.metrics import Metrics, Tally
 from kvroute.openai.request import InferenceRequest
 from kvroute.tls import Signature, signatures
 
 log = logging.getLogger(__name__)
 
 _MINUTE_S = 60.0
-_OK_STATUSES = range(200, 400)
+_ROUNDING_S = 1e-6
+"""Waits up to this are rounding errors."""
 _CLIENT_LEFT = 499
-_TAIL_BYTES = 4096
 _BYTES_PER_TOKEN = 4
 _TOKEN_DOTS = 2
-_COMPLETION_TOKENS = re.compile(rb'"(?:completion|output)_tokens"\s*:\s*(\d+)\s*[,}]').search
 _EVENT = b"data: {"
 
 
 class Bucket:
-    """A rate limit per minute: a level that refills evenly, up to a whole minute's amount. Mutable.
+    """A rate limit per minute: an amount that refills evenly, up to a whole minute's. Mutable.
 
-    `take` may make the level negative, because tokens are charged after they were used.
+    `take` may use more than is left, because tokens are charged after they were used.
     """
 
     # Not the library `limits` (5.8): its memory storage reads the wall clock and starts a timer thread
     # every 10 ms while it is used.
 
-    __slots__ = ("_at", "_level", "per_minute")
+    __slots__ = ("_full_at", "_unit_s")
 
     def __init__(self, per_minute: float, now: float) -> None:
-        self.per_minute = per_minute
-        self._level = per_minute
-        self._at = now
+        self._unit_s = _MINUTE_S / per_minute
+        """Seconds in which 1 refills."""
+        self._full_at = now
+        """When nothing is used any longer. This moment alone is the whole state (GCRA, as in ATM)."""
 
     def wait_s(self, amount: float, now: float) -> float:
-        """Seconds until `amount` is available; 0.0 if it is now. O(1)."""
-        rate = self.per_minute / _MINUTE_S
-        self._level = min(self.per_minute, self._level + (now - self._at) * rate)
-        self._at = now
-        return max(0.0, (min(amount, self.per_minute) - self._level) / rate)
+        """Seconds until `amount` is available, for amounts up to a minute's; 0.0 if it is now. O(1)."""
+        wait_s = self._full_at - now + amount * self._unit_s - _MINUTE_S
+        return wait_s if wait_s > _ROUNDING_S else 0.0
 
-    def take(self, amount: float) -> None:
-        self._level -= amount
+    def take(self, amount: float, now: float) -> None:
+        """Use `amount`, also if it is not available."""
+        full_at = self._full_at
+        self._full_at = (full_at if full_at > now else now) + amount * self._unit_s  # `max` costs twice this
 
-    def resize(self, per_minute: float) -> None:
+    def resize(self, per_minute: float, now: float) -> None:
         """Change the limit; what was used of the old one stays used."""
-        self._level = min(per_minute, self._level + per_minute - self.per_minute)
-        self.per_minute = per_minute
+        used = max(0.0, self._full_at - now) / self._unit_s
+        self._unit_s = _MINUTE_S / per_minute
+        self._full_at = now + used * self._unit_s
 
 
 class Account:
-    """What the requests of one key have used in this process. Mutable: each request changes it."""
+    """What the requests of one key have used in this process, and its limits there. Mutable: each request
+    changes it."""
+
+    __slots__ = (
+        "in_flight",
+        "max_body_bytes",
+        "max_in_flight",
+        "max_prompt_tokens",
+        "requests",
+        "requests_tally",
+        "tokens",
+        "tokens_tally",
+    )
 
     def __init__(self) -> None:
         self.in_flight = 0
+        self.max_in_flight = self.max_body_bytes = self.max_prompt_tokens = 0
         self.requests: Bucket | None = None
         self.tokens: Bucket | None = None
+        # Created at their first count, so that keys without requests have no series.
+        self.requests_tally: Tally | None = None
+        self.tokens_tally: Tally | None = None
 
     def apply(self, limits: KeyLimits, processes: int, now: float) -> None:
         """Use these limits from now on."""
+        self.max_in_flight = ceil(limits.concurrent_requests / processes)
+        self.max_body_bytes, self.max_prompt_tokens = limits.body_bytes, limits.prompt_tokens
         self.requests = _resized(self.requests, limits.requests_per_minute / processes, now)
         self.tokens = _resized(self.tokens, limits.tokens_per_minute / processes, now)
 
@@ -97,7 +115,7 @@ def _resized(bucket: Bucket | None, per_minute: float, now: float) -> Bucket | N
     per_minute = max(1.0, per_minute)
     if bucket is None:
         return Bucket(per_minute, now)
-    bucket.resize(per_minute)
+    bucket.resize(per_minute, now)
     return bucket
 
 
@@ -109,6 +127,8 @@ class KnownClient(NamedTuple):
     account: Account
     ring: KeyRing
     tenant: str
+    is_key: bool = True
+    """False for a token."""
 
 
 class KeyRing:
@@ -135,6 +155,9 @@ class KeyRing:
         self._clock = clock
         self._processes = processes
         self._by_digest: dict[bytes, KnownClient] = {}
+        self._seen: dict[bytes, KnownClient] = {}
+        """By values of Authorization that named a key since the last `install`. Without it a key is hashed
+        for each request, and all headers are read."""
         self._accounts: dict[str, Account] = {}
         for outcome in ("loaded", "refused"):
             metrics.key_reloads.labels(outcome)
@@ -161,6 +184,7 @@ class KeyRing:
         if self._tokens is not None:
             check_default_key(self._tokens.options, by_name)
         self._by_digest, self._by_client, self._accounts = by_digest, by_client, accounts
+        self._seen = {}
         self._default = None if self._tokens is None else by_name.get(self._tokens.options.default_key)
 
     def find(self, given: bytes) -> KnownClient | None:
@@ -175,6 +199,22 @@ class KeyRing:
             return self._of_token(self._tokens, given, hashed)
         return found
 
+    def seen(self, authorization: bytes) -> KnownClient | None:
+        """The client of a value of Authorization that `remember` was called with, unless its key has expired.
+
+        O(1), a fifth of `find`.
+        """
+        found = self._seen.get(authorization)  # as with `find`: Python's hash of bytes has a secret seed
+        return found if found is not None and found.expires > self._wall() else None
+
+    def remember(self, authorization: bytes, client: KnownClient) -> None:
+        """Let `seen` find a client whose key is in `authorization`, until the keys are replaced.
+
+        Not for a token: its signing key may be withdrawn, and `TokenVerifier` remembers it.
+        """
+        if client.is_key:
+            self._seen[authorization] = client
+
     def _of_token(self, tokens: TokenVerifier, token: bytes, hashed: bytes) -> KnownClient | None:
         """The client of a valid token: its own entry, or the default one."""
         verified = tokens.verify(token, hashed)
@@ -184,12 +224,12 @@ class KeyRing:
         known = self._by_client.get(client, self._default)
         if known is None:
             return None
-        key, until, account, ring, tenant = known
+        key, until, account, ring, tenant, _ = known
         if known is self._default and client not in self._by_client and key.tenant is None:
             tenant = (
                 f"jwt:{client}"  # clients that share this entry are tenants; no name of a key has a colon
             )
-        return KnownClient(key, expires if expires < until else until, account, ring, tenant)
+        return KnownClient(key, min(expires, until), account, ring, tenant, is_key=False)
 
     def refusal(self, given: bytes) -> GatewayError | None:
         """Why `given` is not valid; None if nothing is known about it."""
@@ -208,50 +248,48 @@ class KeyRing:
     def is_expired(self, client: KnownClient) -> bool:
         return self._wall() >= client.expires
 
-    def admit(self, client: KnownClient, request: InferenceRequest, strategy: bytes) -> KeyUse:
+    def admit(self, client: KnownClient, request: InferenceRequest, strategy: bytes, now: float) -> KeyUse:
         """Check what is known before routing, and account for the request until `KeyUse.end`.
 
-        `strategy` is the value of the strategy header, b"" if absent. Raises Forbidden, BodyTooLarge and
-        KeyLimitReached. `check_model` checks the model.
+        `now` is the request's time. `strategy` is the value of the strategy header, b"" if absent. Raises
+        Forbidden, BodyTooLarge and KeyLimitReached. `check_model` checks the model.
         """
         key, account = client.key, client.account
-        limits = key.limits
         if strategy and key.strategies is not None and strategy.decode("latin-1") not in key.strategies:
             raise Forbidden(
                 f"The key {key.name!r} does not permit this strategy.",
                 param="x-kvroute-strategy",
                 code="strategy_not_permitted",
             )
-        if limits.body_bytes and len(request.body) > limits.body_bytes:
+        if account.max_body_bytes and len(request.body) > account.max_body_bytes:
             self._count(key, "body_bytes")
-            raise BodyTooLarge(limits.body_bytes, f"limits.body_bytes of the key {key.name!r}")
-        now = self._clock.now()
-        allowed = ceil(limits.concurrent_requests / self._processes)
-        if allowed and account.in_flight >= allowed:
+            raise BodyTooLarge(account.max_body_bytes, f"limits.body_bytes of the key {key.name!r}")
+        if account.max_in_flight and account.in_flight >= account.max_in_flight:
             raise self._reached(key, "concurrent_requests", 1.0)
-        if account.tokens is not None and (wait_s := account.tokens.wait_s(1.0, now)):
+        tokens, requests = account.tokens, account.requests
+        if tokens is not None and (wait_s := tokens.wait_s(1.0, now)):
             raise self._reached(key, "tokens_per_minute", wait_s)
-        if account.requests is not None:
-            if wait_s := account.requests.wait_s(1.0, now):
+        if requests is not None:
+            if wait_s := requests.wait_s(1.0, now):
                 raise self._reached(key, "requests_per_minute", wait_s)
-            account.requests.take(1.0)
+            requests.take(1.0, now)
         account.in_flight += 1
-        self._metrics.key_requests.labels(key.name).inc()
+        tally = account.requests_tally
+        if tally is None:
+            tally = account.requests_tally = self._metrics.key_requests.labels(key.name)
+        tally.value += 1.0
         return KeyUse(client)
 
-    def check_prompt(self, use: KeyUse, tokens: int) -> None:
+    def check_prompt(self, client: KnownClient, tokens: int) -> None:
         """Raises PromptTooLong if the key does not permit a prompt of `tokens`."""
-        key = use.client.key
-        if key.limits.prompt_tokens and tokens > key.limits.prompt_tokens:
+        key, most = client.key, client.account.max_prompt_tokens
+        if most and tokens > most:
             self._count(key, "prompt_tokens")
-            raise PromptTooLong(tokens, key.limits.prompt_tokens, key.name)
+            raise PromptTooLong(tokens, most, key.name)
 
-    def charge(self, client: KnownClient, prompt_tokens: int, completion_tokens: int) -> None:
-        """Charge the tokens of a finished request."""
-        if client.account.tokens is not None:
-            client.account.tokens.wait_s(0.0, self._clock.now())  # refill up to now, before it is charged
-            client.account.tokens.take(prompt_tokens + completion_tokens)
-            self._metrics.key_tokens.labels(client.key.name).inc(prompt_tokens + completion_tokens)
+    def tokens_tally(self, client: KnownClient) -> Tally:
+        """The counter of the tokens that were charged to a key."""
+        return self._metrics.key_tokens.labels(client.key.name)
 
     async def run(self, file: Path, interval_s: float, seen: Signature | None) -> None:
         """Load the file again whenever it has changed, until cancelled. `seen`: its signature when its keys
@@ -276,7 +314,9 @@ class KeyRing:
 
     def _reached(self, key: ClientKey, limit: str, wait_s: float) -> KeyLimitReached:
         self._count(key, limit)
-        return KeyLimitReached(key.name, limit, getattr(key.limits, limit), max(1, ceil(wait_s)))
+        return KeyLimitReached(
+            key.name, limit, getattr(key.limits, limit), max(1, ceil(wait_s - _ROUNDING_S))
+        )
 
     def _count(self, key: ClientKey, limit: str) -> None:
         self._metrics.key_limited.labels(key.name, limit).inc()
@@ -325,40 +365,54 @@ class KeyUse(Struct, eq=False):
         self._meter = Meter(client)
         return self._meter
 
-    def end(self, prompt_tokens: int, *, attempts: int, status: int) -> None:
-        """Release and charge the request. A request that no worker got, or that failed, is not charged."""
+    def end(
+        self, now: float, prompt_tokens: int, completion_tokens: int | None, *, attempts: int, status: int
+    ) -> None:
+        """Release and charge the request. A request that no worker got, or that failed, is not charged.
+
+        `completion_tokens` is None if the answer reported none; then they are estimated.
+        """
         if self._is_over:
             return
         self._is_over = True
-        self.client.account.in_flight -= 1
-        if attempts and (status in _OK_STATUSES or status == _CLIENT_LEFT):
-            completion = self._meter.completion_tokens() if self._meter is not None else 0
-            self.client.ring.charge(self.client, prompt_tokens, completion)
+        account = self.client.account
+        account.in_flight -= 1
+        if account.tokens is not None and attempts and (200 <= status < 400 or status == _CLIENT_LEFT):
+            if completion_tokens is None:
+                completion_tokens = 0 if self._meter is None else self._meter.estimate()
+            tokens = prompt_tokens + completion_tokens
+            account.tokens.take(tokens, now)
+            tally = account.tokens_tally
+            if tally is None:
+                tally = account.tokens_tally = self.client.ring.tokens_tally(self.client)
+            tally.value += tokens
 
 
-class Meter:
-    """Passes an answer on to a client and counts its completion tokens. Mutable, by the exchange's calls.
+class Meter(Struct, eq=False):
+    """Passes an answer on to a client and counts what its completion tokens are estimated from.
 
-    It is used only for keys with a limit on tokens, so other requests do not pay for it.
+    It is used only where tokens are counted, so other requests do not pay for it. Mutable, by the exchange's
+    calls.
     """
 
-    def __init__(self, client: Downstream) -> None:
-        self._client = client
-        self._events = 0
-        self._bytes = 0
-        self._tail = b""
-        self.start = client.start
-        self.cut = client.cut
+    _client: Downstream
+    _events: int = 0
+    _bytes: int = 0
+    _whole: bytes = b""
+    """An answer that came at once; it is counted only if that is needed."""
 
     @property
     def is_paused(self) -> bool:
         return self._client.is_paused
 
+    def start(self, status: int, headers: Headers) -> None:
+        self._client.start(status, headers)
+
     def start_relayed(self, status: int, fields: bytes, *, is_sized: bool) -> None:
         self._client.start_relayed(status, fields, is_sized=is_sized)
 
     def answer(self, status: int, fields: bytes, body: bytes, is_sized: bool) -> None:
-        self._count(body)
+        self._whole = body
         self._client.answer(status, fields, body, is_sized)
 
     def write(self, chunk: bytes) -> None:
@@ -371,7 +425,7 @@ class Meter:
             return None
 
         def counted(framed: bytes) -> None:
-            self._count(framed)
+            self._events += framed.count(_EVENT)
             write(framed)
 
         return counted
@@ -381,21 +435,16 @@ class Meter:
             self._count(chunk)
         self._client.finish(chunk)
 
-    def completion_tokens(self) -> int:
-        """The number in the answer's `usage`; without it an estimate: one token for each event of a stream,
-        or for every four bytes of another answer."""
-        start = self._tail.rfind(b'"usage"')
-        if start >= 0:
-            found = _COMPLETION_TOKENS(self._tail, start)
-            if found is not None:
-                return int(found[1])
-            if b'"prompt_tokens"' in self._tail[start:]:
-                return 0  # the usage of an endpoint that generates nothing, such as embeddings
+    def cut(self) -> None:
+        self._client.cut()
+
+    def estimate(self) -> int:
+        """The completion tokens of an answer without `usage`: one for each event of a stream, or for every
+        four bytes of another answer."""
+        self._count(self._whole)
+        self._whole = b""
         return self._events or self._bytes // _BYTES_PER_TOKEN
 
     def _count(self, chunk: bytes) -> None:
         self._events += chunk.count(_EVENT)
         self._bytes += len(chunk)
-        self._tail = (
-            chunk[-_TAIL_BYTES:] if len(chunk) >= _TAIL_BYTES else (self._tail + chunk)[-_TAIL_BYTES:]
-        )

@@ -181,8 +181,12 @@ class DataPlane:
             b"authorization: %b\r\n" % worker_authorization if worker_authorization is not None else b""
         )
         """Header lines for workers that replace hidden ones."""
-        self.reads_headers = not keys.is_open or planner.may_need_headers or queue is not None
-        """Whether the gateway itself reads headers of JSON requests, or only relays them."""
+        self.has_keys = not keys.is_open
+        self.seen_client = None if keys.ring is None else keys.ring.seen
+        """Finds the client of a value of Authorization without reading other headers."""
+        self.reads_headers = planner.may_need_headers or queue is not None
+        """Whether the gateway itself reads headers of JSON requests besides those with a key, or only relays
+        them."""
         self._keys = keys if keys.ring is not None else None
         """Only with named keys."""
         self._isolates_tenants = planner.isolates_tenants
@@ -289,7 +293,8 @@ class DataPlane:
         if trace is not None:
             trace.decided = self._now()
         if record.use is not None:
-            record.use.client.ring.check_prompt(record.use, plan.query.tokens)
+            known = record.use.client
+            known.ring.check_prompt(known, plan.query.tokens)
         if plan.is_isolated:
             self.metrics.isolated.labels(plan.model).inc()
         self._observe_routing_time(self._now() - started)
@@ -306,16 +311,21 @@ class DataPlane:
 
         Raises Unauthorized, Forbidden, BodyTooLarge, KeyLimitReached, and what `Fleet.resolve` raises.
         """
-        keys = self._keys
-        client = None if keys is None else keys.client(headers)
+        keys, client = self._keys, record.client
+        if client is None and keys is not None:
+            client = keys.client(headers)
         if self._isolates_tenants:
             request.tenant = tenant_of(client)
         if client is None:
             return
-        record.key = client.key.name
-        check_model(client, request.model, self.planner.resolve)
-        strategy = header(headers, STRATEGY_HEADER) if self.planner.allows_strategy_header else b""
-        record.use = client.ring.admit(client, request, strategy)
+        key = client.key
+        record.key = key.name
+        if key.models is not None:
+            check_model(client, request.model, self.planner.resolve)
+        strategy = b""
+        if key.strategies is not None and self.planner.allows_strategy_header:
+            strategy = header(headers, STRATEGY_HEADER)
+        record.use = client.ring.admit(client, request, strategy, record.started)
 
     def tenant(self, headers: Headers) -> str:
         """The request's tenant; "" without isolation. Raises Unauthorized."""
@@ -461,8 +471,9 @@ class DataPlane:
 
         def on_end(exchange: Exchange) -> None:
             self.admission.discard(exchange)
-            is_answer = record.status < 400 or record.status == CLIENT_LEFT
-            queue.finished(entry, assumed, meter.completion_tokens() if is_answer else 0)
+            is_answer, usage = record.status < 400 or record.status == CLIENT_LEFT, record.usage
+            tokens = meter.estimate() if usage is None else usage.completion_tokens
+            queue.finished(entry, assumed, tokens if is_answer else 0)
 
         return meter, on_end
 

@@ -52,6 +52,7 @@ _SMALL_BYTES = 2048
 _first_prompt_tokens = re.compile(rb'"usage"\s*:\s*\{\s*"(?:prompt|input)_tokens"\s*:\s*(\d+)').match
 _prompt_tokens = re.compile(rb'"(?:prompt|input)_tokens"\s*:\s*(\d+)').search
 _cached_tokens = re.compile(rb'"cached_tokens"\s*:\s*(\d+)').search
+_completion_tokens = re.compile(rb'"(?:completion|output)_tokens"\s*:\s*(\d+)').search
 
 
 class _Details(Struct, gc=False):
@@ -61,6 +62,8 @@ class _Details(Struct, gc=False):
 class _Usage(Struct, gc=False):
     prompt_tokens: int | None = None
     input_tokens: int | None = None
+    completion_tokens: int | None = None
+    output_tokens: int | None = None
     prompt_tokens_details: _Details | None = None
     input_tokens_details: _Details | None = None
     cached_tokens: int | None = None
@@ -90,7 +93,11 @@ def usage_in(before_last: bytes, last: bytes) -> Usage | None:
         return None
     # Most engines omit it by default, and a search for a literal costs less than a pattern.
     cached = _cached_tokens(tail, start) if tail.find(b'"cached_tokens"', start) >= 0 else None
-    return _new(Usage, (int(prompt[1]), int(cached[1]) if cached else None))
+    completion = _completion_tokens(tail, start)
+    return _new(
+        Usage,
+        (int(prompt[1]), int(cached[1]) if cached else None, int(completion[1]) if completion else 0),
+    )
 
 
 def _decoded(answer: bytes) -> Usage | None:
@@ -104,13 +111,16 @@ def _decoded(answer: bytes) -> Usage | None:
     tokens, details = usage.prompt_tokens, usage.prompt_tokens_details
     if tokens is None:
         tokens, details = usage.input_tokens, usage.input_tokens_details
+    completion = usage.completion_tokens
+    if completion is None:
+        completion = usage.output_tokens or 0
     if tokens is None or tokens < 0:
         return None
     cached = usage.cached_tokens if details is None else details.cached_tokens
     if cached is not None and cached < 0:
         cached = None
     # Like `Usage(...)`, but without its constructor, which is Python code.
-    return _new(Usage, (tokens, cached))
+    return _new(Usage, (tokens, cached, max(0, completion)))
 
 
 _MAX_CACHED_LINES = 4096
@@ -369,7 +379,7 @@ class Exchange(Struct, eq=False):
         if usage is not None:
             deps, plan = self._deps, self._plan
             self._record.usage = usage
-            prompt_tokens, cached_tokens = usage
+            prompt_tokens, cached_tokens, _ = usage
             deps.estimator.observe(plan.model, plan.prompts, prompt_tokens)
             if cached_tokens is not None or deps.audit.wants_all_answers:
                 deps.audit.answered(plan, candidate, usage)

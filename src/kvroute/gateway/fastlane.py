@@ -19,6 +19,7 @@ from uvicorn.protocols.utils import get_local_addr, get_remote_addr, is_ssl
 from uvicorn.server import ServerState
 
 from kvroute.errors import GatewayError
+from kvroute.gateway.client_keys import KnownClient
 from kvroute.gateway.dataplane import DataPlane
 from kvroute.gateway.downstream import Headers
 from kvroute.gateway.edge import ClientBounds, EdgeProtocol
@@ -231,13 +232,17 @@ class FastLaneProtocol(EdgeProtocol):
                 return False
         body_at = request.body_at
         missing = body_at + request.body_bytes - len(data)
-        headers = request.headers if plane.reads_headers else _NO_HEADERS
+        client, seen_client = None, plane.seen_client
+        if seen_client is not None:
+            client = seen_client(request.authorization)
+        headers = self._headers(request, client)
         # Pipelined requests go to uvicorn, and requests to refuse as well: the ASGI path writes the errors.
         if missing < 0 or request.body_bytes > plane.max_body_bytes:
             return False
-        if not plane.admission.admits(headers):
+        if not plane.admission.admits(headers, client):
             return False
         record = plane.new_record(request.request_id, request.endpoint.path)
+        record.client = client
         self._request = request
         if self._was_used_by_uvicorn:
             self._unset_keepalive_if_required()
@@ -252,6 +257,12 @@ class FastLaneProtocol(EdgeProtocol):
         else:
             self._start_exchange(request, headers, record, data[body_at:])
         return True
+
+    def _headers(self, request: PlainRequest, client: KnownClient | None) -> Headers:
+        """The request's headers, if the gateway itself reads them."""
+        plane = self._plane
+        is_read = plane.reads_headers or (client is None and plane.has_keys)
+        return request.headers if is_read else _NO_HEADERS
 
     def _is_uvicorns_turn(self) -> bool:
         """Whether uvicorn has a request on this connection, or the client may no longer send HTTP."""
@@ -282,7 +293,7 @@ class FastLaneProtocol(EdgeProtocol):
         segments[0] = segments[0][request.body_at :]
         body = b"".join(segments)
         segments.clear()  # so that a large body is not in memory twice while it is read
-        headers = request.headers if plane.reads_headers else _NO_HEADERS
+        headers = self._headers(request, record.client)
         self._start_exchange(request, headers, record, body)
 
     def _refuse(self, error: GatewayError) -> None:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol, TextIO, TypeAlias
 from msgspec import Struct
 
 from kvroute.clock import Clock
-from kvroute.gateway.client_keys import KeyUse
+from kvroute.gateway.client_keys import KeyUse, KnownClient
 from kvroute.logs import ACCESS, JsonFormatter, TextFormatter
 from kvroute.metrics import Metrics
 from kvroute.routing.strategy import CandidateMatch, RouteDecision
@@ -37,10 +37,12 @@ class Usage(NamedTuple):
     """Token counts that a worker reported in an answer.
 
     `cached_tokens` is None if the worker omits it (vLLM without --enable-prompt-tokens-details).
+    `completion_tokens` is 0 for endpoints that generate nothing.
     """
 
     prompt_tokens: int
     cached_tokens: int | None
+    completion_tokens: int = 0
 
 
 class Trace(Struct, eq=False, gc=False):
@@ -91,6 +93,8 @@ class Record(Struct, eq=False, gc=False):
     """The token counts that the worker reported."""
     key: str = ""
     """The name of the client's key, "" if it has none."""
+    client: KnownClient | None = None
+    """The client of that key, if it is known before the headers are read."""
     use: KeyUse | None = None
     """What the request uses of that key."""
     queued_s: float = 0.0
@@ -147,8 +151,9 @@ class Journal:
         """
         record.ended = now
         if (use := record.use) is not None:
-            tokens = record.tokens if record.usage is None else record.usage.prompt_tokens
-            use.end(tokens, attempts=record.attempts, status=record.status)
+            usage = record.usage
+            prompt, completion = (record.tokens, None) if usage is None else (usage[0], usage[2])
+            use.end(now, prompt, completion, attempts=record.attempts, status=record.status)
         waiting = self._waiting
         waiting.append(record)
         if self._timer is None:
@@ -220,7 +225,7 @@ class Journal:
                     None if held is None else held.tokens,
                 )
                 if record.usage is not None:
-                    series.reported(*record.usage)
+                    series.reported(record.usage[0], record.usage[1])
             if is_json:
                 written.append((wall, _fields(record, duration, strategy, reason)))
             elif lines is not None:
@@ -293,7 +298,8 @@ def _fields(record: Record, duration: float, strategy: str, reason: str) -> dict
         "duration_s": round(duration, 6),
     }
     if record.usage is not None:
-        fields["reported_prompt_tokens"], fields["reported_cached_tokens"] = record.usage
+        fields["reported_prompt_tokens"] = record.usage.prompt_tokens
+        fields["reported_cached_tokens"] = record.usage.cached_tokens
     if record.queued_s:
         fields["queue_wait_s"] = round(record.queued_s, 6)
     for name in ("key", "error", "ended_by", "trace_id"):
