@@ -21,7 +21,7 @@ from rich.table import Table
 
 from kvroute.app.config import load
 from kvroute.clock import SystemClock
-from kvroute.deploy.endpoint import with_simulated_workers
+from kvroute.deploy.endpoint import TINY_WORKERS, with_simulated_workers, with_tiny_engines
 from kvroute.deploy.plan import AdminKeyLocation, Engine, UpSpec, local_findings
 from kvroute.deploy.prepare import EndpointRequest, prepare, prepare_endpoint
 from kvroute.deploy.render.config import config_text, gateway_config
@@ -167,6 +167,12 @@ SPEC_FIELDS = {
     "Default: sim; with -f the spec's engine (sim: simulate its workers, without caches).",
 )
 @click.option(
+    "--tiny",
+    is_flag=True,
+    help="With -f: run real CPU engines with a tiny model, and real caches, in place of the spec's model and "
+    f"GPUs. One worker for each replica, at most {TINY_WORKERS} or --workers.",
+)
+@click.option(
     "--model",
     metavar="NAME",
     help="Model name or folder for the workers. Default with vllm: a small model with random weights.",
@@ -210,6 +216,7 @@ def up(
     engine_venv: Path,
     tls: bool,
     logs: bool,
+    tiny: bool,
     **flags: Any,
 ) -> None:
     """Run workers and the gateway, or the endpoint of a spec, on this machine until Ctrl-C.
@@ -223,9 +230,11 @@ def up(
     if file is not None:
         if tls:
             raise click.UsageError(f"--tls cannot be used with -f: set server.tls in {dotted(SETTINGS)}")
-        endpoint = _read_endpoint(file, flags)
+        endpoint = _read_endpoint(file, flags, state_dir if tiny else None)
         wish = EndpointRequest(endpoint, flags["host"], flags["port"], state_dir, engine_venv, admin_key)
         make = partial(prepare_endpoint, wish, console=console, clock=clock)
+    elif tiny:
+        raise click.UsageError("--tiny needs -f SPEC; without a spec, --engine vllm runs a small model")
     else:
         given = {name: value for name, value in flags.items() if value is not None}
         engine = Engine(given.pop("engine", Engine.SIM.value))
@@ -244,20 +253,30 @@ def up(
         raise click.ClickException(str(exc)) from exc
 
 
-def _read_endpoint(file: Path, flags: dict[str, Any]) -> EndpointPlan:
-    """Read the spec in `file`, and print the fields that have no effect here. Raises WrongSpec."""
+def _read_endpoint(file: Path, flags: dict[str, Any], tiny_in: Path | None) -> EndpointPlan:
+    """Read the spec in `file`, and print the fields that have no effect here. Raises WrongSpec.
+
+    `tiny_in` is the state folder of engines with a tiny model (`--tiny`); None without it.
+    """
     for name, field in SPEC_FIELDS.items():
-        if flags[name] not in (None, ()):
+        if flags[name] not in (None, ()) and not (name == "workers" and tiny_in is not None):
             option = f"--{name.replace('_', '-')}" if name != "engine_args" else "ENGINE_ARGS"
             raise click.UsageError(f"{option} cannot be used with -f: set {field} in the spec")
+    if tiny_in is not None and flags["engine"] is not None:
+        raise click.UsageError("--engine cannot be used with --tiny, which runs vLLM engines")
     reading = reading_of(read_text(file))
-    findings = list(reading.findings)
-    if reading.document is not None:
-        findings = list(local_findings(reading.document, findings))
+    document, findings = reading.document, list(reading.findings)
+    if document is not None:
+        findings = list(local_findings(document, findings))
     print_findings(file, (each for each in findings if each.verdict is not FieldVerdict.APPLIED), err=True)
-    if reading.document is None:
+    if document is None:
         raise WrongSpec(f"{file} is wrong: {count(findings)}")
-    endpoint = with_local_token_bytes(plan_endpoint(reading.document))
+    if tiny_in is not None:
+        most = flags["workers"] or TINY_WORKERS
+        document, notes = with_tiny_engines(document, most_workers=most, folder=tiny_in.absolute())
+        for note in notes:
+            click.echo(f"{file}: --tiny: {note}", err=True)
+    endpoint = with_local_token_bytes(plan_endpoint(document))
     if flags["strategy"] is not None:
         endpoint = dataclasses.replace(endpoint, strategy=flags["strategy"])
     if flags["engine"] == Engine.SIM.value and not endpoint.is_simulated:

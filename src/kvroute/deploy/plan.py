@@ -362,7 +362,11 @@ def local_findings(document: Document, findings: Iterable[Finding]) -> Iterator[
         if finding in outcomes or dotted(finding.path) in ALSO_APPLIED:
             yield finding
             continue
-        # The text "applied, but ..." belongs to a field that has an effect.
-        applied = [outcome for outcome in outcomes if outcome.text.startswith("applied")]
+        # A field has an effect, too, if its text is "applied, but ...", or is another one in a target.
+        applied = [
+            outcome
+            for outcome in outcomes
+            if outcome.verdict is FieldVerdict.APPLIED or outcome.text.startswith("applied")
+        ]
         no_effect = dataclasses.replace(finding, verdict=FieldVerdict.NOTED, text=NO_EFFECT_TEXT)
         yield applied[0] if applied else no_effect
