@@ -21,7 +21,7 @@ from kvroute.deploy.spec.endpoint import (
 )
 from kvroute.deploy.spec.extension import DEFAULT_IMAGE
 from kvroute.deploy.spec.source import FieldVerdict, Path
-from kvroute.deploy.spec.versions import adapter_problem, is_classic, uses_lmcache, version_rules
+from kvroute.deploy.spec.versions import adapter_problem, is_classic, server_with, uses_lmcache, version_rules
 from kvroute.deploy.spec.worker import (
     AutoScaling,
     EndpointWorker,
@@ -219,7 +219,10 @@ def _second_tier(
     for path, reason in backend.missing(document.x_kvroute, url):
         yield _wrong(path, reason)
     if classic and not backend.has_classic:
-        yield _wrong((*_L2, "l2CacheBackend"), f"LMCache in classic mode has no {name}; mode: mp has")
+        yield _wrong(
+            (*_L2, "l2CacheBackend"),
+            f"LMCache in classic mode has no {name}; {server_with(document, backend)}",
+        )
     if name.lower() not in HYPERPOD_BACKENDS and isinstance(document, InferenceEndpointConfig):
         text = f"{backend.description}; HyperPod itself accepts only {' and '.join(HYPERPOD_BACKENDS)}"
         yield (*_L2, "l2CacheBackend"), FieldVerdict.APPLIED, text

@@ -370,6 +370,14 @@ def adapter_problem(document: WorkerDocument) -> str:
     )
 
 
+def server_with(document: WorkerDocument, backend: Backend) -> str:
+    """Which LMCache server has an adapter for the second tier: that of the image, or of a newer pair."""
+    kind = backend.adapter_type
+    if kind in versions_of(document).pair.lmcache.l2_adapters:
+        return "mode: mp has"
+    return f"the server of {_first(lambda each: kind in each.l2_adapters)} has (mode: mp)"
+
+
 def _has_server(release: LmcacheRelease) -> bool:
     return release.has_server
 
