@@ -53,3 +53,33 @@ def test_each_file_that_the_page_names_exists():
     for file, _ in PLACE.findall(PAGE):
         known = [*(ROOT / "src" / "kvroute").rglob(Path(file).name), ROOT / file]
         assert any(path.as_posix().endswith(file) and path.is_file() for path in known), file
+
+
+WALL = re.compile(r"\btime\.time\(|\.wall\b|datetime\.now|utcnow|\btime_ns\(|gmtime\(\)|localtime\(\)")
+READS_WALL = {
+    "app/cache_tracker.py": "shows when a stream's last batch came",
+    "app/reloading.py": "shows since when a configuration is in force",
+    "app/runtime.py": "`created` of the models",
+    "gateway/client_keys.py": "`expires` of keys",
+    "gateway/journal.py": "time stamps of log lines, decisions and spans",
+    "gateway/jwt.py": "`exp`, `nbf` and `iat` of tokens",
+    "gateway/live.py": "shows the time",
+    "cli/deployments.py": "`kvroute ps` shows since when a process runs",
+    "cli/doctor.py": "time stamps of the support archive",
+    "deploy/prepare.py": "dates of a self-signed certificate",
+    "deploy/up.py": "the same as `kvroute ps`",
+    "doctor/gather.py": "compares the clocks of two machines",
+    "tokens/model.py": "the date for a chat template, as vLLM gives it",
+    "tokens/template.py": "the same",
+}
+"""File of src/kvroute -> for which date or display it reads the wall clock."""
+
+
+def test_no_deadline_age_or_rate_depends_on_the_wall_clock():
+    """It jumps. What lasts for a time is measured with `Clock.now`. The simulated worker shows dates only."""
+    source = ROOT / "src" / "kvroute"
+    found = {
+        path.relative_to(source).as_posix() for path in source.rglob("*.py") if WALL.search(path.read_text())
+    }
+
+    assert {file for file in found if not file.startswith("sim/")} == READS_WALL.keys()

@@ -76,9 +76,55 @@ class TextFormatter(logging.Formatter):
         return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
 
 
+class LogHandler(logging.StreamHandler[TextIO]):
+    """Writes lines to a stream. Lines that cannot be written, because the disk is full, delay nothing else.
+
+    The next line that can be written is followed by one that says how many were lost, and why. Mutable: the
+    counts.
+    """
+
+    def __init__(self, stream: TextIO, failed_lines: int = 0) -> None:
+        super().__init__(stream)
+        self.failed_lines = failed_lines
+        self._unreported = 0
+        self._cause = ""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            line = self.format(record)
+        except RecursionError:
+            raise
+        except Exception:  # noqa: BLE001 - as every handler of the standard library does
+            self.handleError(record)
+            return
+        self.write(line + self.terminator, 1)
+
+    def write(self, text: str, lines: int) -> None:
+        """Write whole lines in one call. Raises nothing. The caller holds the lock."""
+        try:
+            self.stream.write(text)
+            self.flush()
+        except (OSError, ValueError) as error:  # ValueError: the stream is closed
+            # The standard handler would print a traceback, to the same full disk.
+            self.failed_lines += lines
+            self._unreported += lines
+            self._cause = getattr(error, "strerror", None) or str(error)
+            return
+        if self._unreported:
+            count, self._unreported = self._unreported, 0
+            text = f"{count} lines of the log could not be written when they came: {self._cause}"
+            self.emit(logging.LogRecord(__name__, logging.WARNING, __file__, 0, text, None, None))
+
+
+def failed_lines() -> int:
+    """Lines of the log that could not be written since the start of this process."""
+    handlers = logging.getLogger("kvroute").handlers
+    return sum(handler.failed_lines for handler in handlers if isinstance(handler, LogHandler))
+
+
 def configure(options: LoggingOptions, stream: TextIO | None = None) -> None:
     """Give kvroute's and uvicorn's loggers one handler. A later call replaces it."""
-    handler = logging.StreamHandler(stream or sys.stderr)
+    handler = LogHandler(stream or sys.stderr, failed_lines())
     handler.setFormatter(JsonFormatter() if options.format == "json" else TextFormatter())
     for name in ("kvroute", "uvicorn"):
         logger = logging.getLogger(name)

@@ -10,7 +10,7 @@ import pytest
 from tests.support.clocks import ManualClock
 
 from kvroute.gateway.journal import Journal, Record, Usage, trace_id_in
-from kvroute.logs import ACCESS, JsonFormatter, TextFormatter
+from kvroute.logs import ACCESS, JsonFormatter, LogHandler, TextFormatter
 from kvroute.metrics import Metrics
 
 
@@ -69,7 +69,7 @@ async def test_the_last_decisions_contain_the_request_that_has_just_ended_with_i
 def access_log(monkeypatch: pytest.MonkeyPatch, formatter: logging.Formatter | None = None) -> io.StringIO:
     """The text of the access log from now on. No fixture: pytest would add its own handler after it."""
     written = io.StringIO()
-    handler = logging.StreamHandler(written)
+    handler = LogHandler(written)
     handler.setFormatter(formatter or TextFormatter())
     access = logging.getLogger(ACCESS)
     monkeypatch.setattr(access, "handlers", [handler])

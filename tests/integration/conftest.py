@@ -16,6 +16,7 @@ from tests.support.workers import ScriptedWorker, scripted_worker
 from kvroute.app.config import Config
 from kvroute.app.runtime import Runtime
 from kvroute.app.server import GatewayServer, uvicorn_config
+from kvroute.clock import Clock
 from kvroute.fleet.worker import HealthState
 from kvroute.sim.app import RunningSim, run_sim
 from kvroute.sim.options import SimOptions
@@ -58,9 +59,9 @@ class Gateway:
 
 
 @asynccontextmanager
-async def gateway(config: Config) -> AsyncIterator[Gateway]:
+async def gateway(config: Config, clock: Clock | None = None) -> AsyncIterator[Gateway]:
     async with AsyncExitStack() as stack:
-        runtime = await stack.enter_async_context(Runtime(config))
+        runtime = await stack.enter_async_context(Runtime(config, clock))
         settings = uvicorn_config(config, runtime)
         server = GatewayServer(settings, runtime, config.server)
         settings.load()
@@ -105,7 +106,11 @@ def run_gateway(lane: str) -> Callable[..., AbstractAsyncContextManager[Gateway]
 
     @asynccontextmanager
     async def start(
-        workers: Sequence[str | dict[str, Any]], *, wait: bool = True, **sections: Any
+        workers: Sequence[str | dict[str, Any]],
+        *,
+        wait: bool = True,
+        clock: Clock | None = None,
+        **sections: Any,
     ) -> AsyncIterator[Gateway]:
         named = [
             {"id": f"w{place}", "url": worker} if isinstance(worker, str) else worker
@@ -117,7 +122,7 @@ def run_gateway(lane: str) -> Callable[..., AbstractAsyncContextManager[Gateway]
         server = {"port": 0, "drain_timeout_s": 5, **lane_options, **sections.pop("server", {})}
         admin = {"api_key": ADMIN_KEY, **sections.pop("admin", {})}
         config = Config.model_validate({"fleet": fleet, "server": server, "admin": admin, **sections})
-        async with gateway(config) as running:
+        async with gateway(config, clock) as running:
             if wait:
                 await running.until_healthy(len(workers))
             yield running

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import json
 import logging
 import shutil
 import signal
 import subprocess
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 import redis.asyncio
+from tests.support.clocks import SteppedClock
 from tests.support.sockets import free_port, tcp_server
 from tests.support.waiting import until
 from tests.support.workers import ScriptedWorker, scripted_worker
@@ -479,3 +483,49 @@ async def test_workers_that_all_fail_stay_in_routing(run_gateway, caplog, fault)
             for sim in sims:
                 sim.worker.faults.clear()
             assert (await running.client.post("/v1/completions", json=body)).status_code == 200
+
+
+YEAR_S = 365 * 86_400.0
+
+
+@pytest.mark.parametrize("jump_s", [YEAR_S, -YEAR_S])
+async def test_a_jump_of_the_wall_clock_ends_no_request_and_refills_no_limit(
+    run_gateway, instant_sim, held, tmp_path, jump_s
+) -> None:
+    """Only what has a date ends by the wall clock: here a key that expires in half a year."""
+    clock = SteppedClock()
+    expires = datetime.fromtimestamp(clock.wall() + YEAR_S / 2, UTC)
+    keys = {
+        "all": {},
+        "limited": {"limits": {"requests_per_minute": 1}},
+        "dated": {"expires": expires.isoformat()},
+    }
+    file = tmp_path / "keys.json"
+    entries = [{"name": name, "hash": _hash(name), **more} for name, more in keys.items()]
+    file.write_text(json.dumps({"keys": entries}))
+    config = {"server": {"client_keys": {"file": str(file)}}}
+
+    async def status(key: str) -> int:
+        body = {"model": MODEL, "prompt": "hi", "max_tokens": 2}
+        headers = {"authorization": f"Bearer {key}"}
+        return (await running.client.post("/v1/completions", json=body, headers=headers)).status_code
+
+    workers = [instant_sim.url, worker_of(held)]
+    async with run_gateway(workers, clock=clock, **config) as running:
+        running.client.headers["authorization"] = "Bearer all"
+        assert [await status(key) for key in ("all", "limited", "limited", "dated")] == [200, 200, 429, 200]
+
+        async with stream_through(running, held):
+            clock.ahead_s = jump_s
+            expected = [200, 429, 401 if jump_s > 0 else 200]
+            assert [await status(key) for key in ("all", "limited", "dated")] == expected
+            assert running.runtime.fleet.states()[HealthState.HEALTHY] == 2
+            clock.ahead_s = 0.0
+        assert [await status(key) for key in ("all", "limited", "dated")] == [200, 429, 200]
+        await running.until(lambda: running.metric("kvroute_request_duration_seconds_count") > 0)
+        assert 0 <= running.metric("kvroute_request_duration_seconds_sum") < 60
+        assert running.metric("kvroute_worker_ejections_total") == 0
+
+
+def _hash(key: str) -> str:
+    return "sha256:" + hashlib.sha256(key.encode()).hexdigest()

@@ -352,6 +352,43 @@ def test_a_restart_drops_the_chunks_in_memory_only(fleet: Fleet, server: Server)
     assert fleet.coordinator.instance("a").trust is MapTrust.WHOLE  # type: ignore[union-attr]
 
 
+def test_a_server_that_restarts_after_its_clock_was_set_back_is_believed_after_a_while(
+    fleet: Fleet, server: Server
+) -> None:
+    """Its incarnation is its start time. Late batches of its earlier process do not come for so long."""
+    fleet.send(server.batch("store", "l1", NAMES))
+    restarted = Server("a", incarnation=server.incarnation - 100)
+    assert fleet.send(restarted.batch("config", "l1", [])) == [BatchOutcome.STALE]
+    fleet.clock.time += 20.0
+    fleet.coordinator.heartbeat("a")
+    assert fleet.send(restarted.batch("store", "l1", NAMES[:2])) == [BatchOutcome.STALE]
+    fleet.clock.time += 11.0
+    fleet.coordinator.heartbeat("a")
+
+    assert fleet.send(restarted.batch("store", "l1", NAMES[2:4])) == [BatchOutcome.APPLIED]
+
+    instance = fleet.coordinator.instance("a")
+    assert instance is not None
+    assert (instance.incarnation, instance.doubt) == (restarted.incarnation, Doubt.LOST_EVENTS)
+    assert instance.memory.objects == 2
+    assert fleet.send(server.batch("store", "l1", NAMES)) == [BatchOutcome.APPLIED], "a restart again"
+
+
+def test_late_batches_do_not_count_as_a_restart_while_the_current_ones_come(
+    fleet: Fleet, server: Server
+) -> None:
+    fleet.send(server.batch("store", "l1", NAMES))
+    old = Server("a", incarnation=server.incarnation - 1)
+
+    for _ in range(10):
+        fleet.clock.time += 20.0
+        fleet.coordinator.heartbeat("a")
+        assert fleet.send(old.batch("delete", "l1", NAMES)) == [BatchOutcome.STALE]
+        assert fleet.send(server.batch("store", "l1", [])) == [BatchOutcome.APPLIED]
+
+    assert fleet.match(PROMPT) == {0: (40, 0)}
+
+
 def test_a_lost_batch_drops_all_chunks_that_it_may_have_deleted(fleet: Fleet, server: Server) -> None:
     fleet.send(server.batch("store", "l1", NAMES), server.batch("store", "l2", NAMES))
     server.batch("delete", "l1", NAMES)

@@ -5,6 +5,7 @@ JumpingClock     a sleep moves the time and ends in the next iteration of the ev
 AdvancingClock   a sleep ends when the test advances the time past its end
 TickingClock     each reading moves the time; a sleep takes real time
 QuickClock       the real time; long sleeps are cut short
+SteppedClock     the real time; the test sets the wall clock forward and back
 """
 
 from __future__ import annotations
@@ -117,3 +118,13 @@ class QuickClock(SystemClock):
     async def sleep(self, seconds: float) -> None:
         self.slept.append(seconds)
         await asyncio.sleep(min(seconds, self.longest_sleep_s))
+
+
+class SteppedClock(SystemClock):
+    """The real time, but the wall clock is `ahead_s` seconds ahead. Mutable: the test sets `ahead_s`."""
+
+    def __init__(self) -> None:
+        self.ahead_s = 0.0
+
+    def wall(self) -> float:  # type: ignore[override]
+        return SystemClock.wall() + self.ahead_s

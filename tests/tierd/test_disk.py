@@ -4,6 +4,8 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from tests.support.clocks import ManualClock
+from tests.support.full_disk import full_disk
 
 from kvroute.errors import ConfigError
 from kvroute.tierd.daemon import Counts
@@ -55,6 +57,28 @@ async def read(level: DiskLevel, number: int) -> bytes | None:
     target = memoryview(bytearray(level.size_of(name(number))))
     pieces = [target[:10], target[10:]]
     return bytes(target) if await level.read(name(number), pieces) else None
+
+
+async def test_a_full_disk_is_counted_for_each_entry_and_logged_twice_a_minute(
+    folder: Folder, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock = ManualClock()
+    level = DiskLevel(folder.path, 100 * FILE_BYTES, counts := Counts(), folder.forgotten.append, clock.now)
+    folder.levels.append(level)
+    await level.open()
+
+    with full_disk():
+        for number in range(60):
+            assert not await level.write(name(number), content(number))
+            clock.time += 1.0
+    assert await level.write(name(1), content(1))
+
+    assert counts.disk["write_failed"] == 60
+    assert [record.getMessage() for record in caplog.records] == [
+        "the disk level could not write an object: File too large"
+    ] * 2
+    assert len(folder.files()) == 1
+    assert not list(folder.path.glob("*.part"))
 
 
 async def test_written_entries_can_be_read(folder: Folder) -> None:

@@ -20,7 +20,8 @@ from kvroute.fleet.discovery.base import Discoverer
 from kvroute.fleet.fleet import Fleet
 from kvroute.fleet.health import HealthMonitor
 from kvroute.fleet.worker import HealthState
-from kvroute.metrics import counter, gauge
+from kvroute.logs import failed_lines
+from kvroute.metrics import Gauges, counter, gauge
 from kvroute.replicas.metrics import link_metrics
 from kvroute.routing.router import Router
 from kvroute.routing.strategy import CacheMap
@@ -201,6 +202,17 @@ class DeclaredFamilies(Collector):
             present = {family.name for family in self._registry.collect()}
             self._absent = [family for family in self._declared() if family.name not in present]
         return self._absent
+
+
+def complete_families(registry: CollectorRegistry) -> None:
+    """Register the log's figures, and the families that are still absent. Call it last."""
+    registry.register(Gauges(_log_metrics))
+    registry.register(DeclaredFamilies(registry, declared_families))
+
+
+def _log_metrics() -> Iterable[Metric]:
+    text = "Lines of the log that could not be written when they came, such as on a full disk."
+    yield counter("kvroute_log_lines_failed", text, (), [((), float(failed_lines()))])
 
 
 def declared_families() -> Iterable[Metric]:

@@ -31,6 +31,7 @@ GROUPS: Final[Mapping[str, Mapping[str, str]]] = MappingProxyType(
             "client_timeouts": "Do clients or attackers hold connections open?",
             "config_reloads": "Was a changed configuration applied?",
             "out_of_descriptors": "Is the limit of open files too low?",
+            "log_lines_failed": "Is the log complete?",
             "memory_used_ratio": "How far is the gateway from its memory limit?",
             "build_info": "Which version runs?",
         },

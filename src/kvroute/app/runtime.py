@@ -13,8 +13,7 @@ from fastapi import FastAPI
 from prometheus_client.registry import Collector
 
 from kvroute.app.collectors import (
-    DeclaredFamilies,
-    declared_families,
+    complete_families,
     fleet_gauges,
     index_gauges,
     load_gauges,
@@ -188,8 +187,7 @@ class Runtime:
             self._attach_replica(replica)
         elif self._compat is not None:
             self.metrics.registry.register(Gauges(self._compat))
-        registry = self.metrics.registry
-        registry.register(DeclaredFamilies(registry, declared_families))
+        complete_families(self.metrics.registry)
         self._tasks: list[asyncio.Task[None]] = []
         self._stack = AsyncExitStack()
         if in_force is not None and in_force.config is not config:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
+from typing import Any
 
 import click
 
@@ -31,6 +33,9 @@ COMMANDS = {
 _OWN_FLAGS = ("-h", "--help", "--version")
 
 
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
+
+
 class LazyGroup(click.Group):
     """Imports a command only when it runs, so that `kvroute --version` does not load the gateway.
 
@@ -42,6 +47,15 @@ class LazyGroup(click.Group):
         if args and args[0].startswith("-") and args[0] not in _OWN_FLAGS:
             args = ["vllm-router", *args]
         return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except OSError as error:
+            if error.errno not in _NO_SPACE and "temporary directory" not in str(error.strerror):
+                raise
+            where = f" to {error.filename}" if error.filename else ""
+            raise click.ClickException(f"cannot write{where}: {error.strerror}") from error
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)

@@ -14,13 +14,13 @@ from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import nullcontext
-from typing import Any, NamedTuple, Protocol, TextIO, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from msgspec import Struct
 
 from kvroute.clock import Clock
 from kvroute.gateway.client_keys import KeyUse, KnownClient
-from kvroute.logs import ACCESS, JsonFormatter, TextFormatter
+from kvroute.logs import ACCESS, JsonFormatter, LogHandler, TextFormatter
 from kvroute.metrics import Metrics
 from kvroute.routing.strategy import CandidateMatch, RouteDecision
 
@@ -358,7 +358,7 @@ class RequestLines:
     def write(self, lines: Sequence[tuple[float, str | dict[str, Any]]]) -> None:
         """Write `lines`: seconds since the epoch with a message or the fields of a JSON line, oldest first.
 
-        Raises nothing; like any handler, it reports a broken stream on stderr.
+        Raises nothing.
         """
         handler = self._own_handler()
         if handler is None:
@@ -384,13 +384,9 @@ class RequestLines:
                 written.append(json.dumps(fields, ensure_ascii=False))
         written.append("")
         with handler.lock or nullcontext():
-            try:
-                handler.stream.write("\n".join(written))
-                handler.flush()
-            except (OSError, ValueError):
-                handler.handleError(self._logger.makeRecord(ACCESS, logging.INFO, "", 0, "", (), None))
+            handler.write("\n".join(written), len(lines))
 
-    def _own_handler(self) -> logging.StreamHandler[TextIO] | None:
+    def _own_handler(self) -> LogHandler | None:
         """The handler that `logs.configure` set, if no other handler gets the records."""
         found: list[logging.Handler] = []
         logger: logging.Logger | None = self._logger
@@ -399,7 +395,7 @@ class RequestLines:
             logger = logger.parent if logger.propagate else None
         if (
             len(found) == 1
-            and type(found[0]) is logging.StreamHandler
+            and type(found[0]) is LogHandler
             and isinstance(found[0].formatter, JsonFormatter | TextFormatter)
         ):
             return found[0]

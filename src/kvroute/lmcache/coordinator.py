@@ -257,10 +257,11 @@ class Coordinator:
         instance = self._instances.get(batch.instance_id) or self._add(batch.instance_id)
         before, first = instance.incarnation, False
         if before is not None:
-            if batch.incarnation < before:
+            if batch.incarnation < before and not self._is_set_back(instance):
                 return BatchOutcome.STALE
             if batch.incarnation == before and batch.seq <= instance.last_seq:
                 return BatchOutcome.DUPLICATE
+        instance.stale_since = None
         if batch.incarnation != before:
             if before is not None:
                 log.info("LMCache server %s was restarted", instance.id)
@@ -276,6 +277,15 @@ class Coordinator:
                 pool.held.clear()
         instance.last_seq = batch.seq
         return BatchOutcome.APPLIED
+
+    def _is_set_back(self, instance: LMCacheServer) -> bool:
+        """Whether lower incarnations have come for so long that they are no late batches."""
+        # An incarnation is the server's start time: after its clock was set back, a restarted server has a
+        # lower one, and without this rule all its batches would be stale.
+        now = self._clock.now()
+        if instance.stale_since is None:
+            instance.stale_since = now
+        return now - instance.stale_since > self._options.coordinator.heartbeat_timeout_s
 
     def _pool(self, instance: LMCacheServer, batch: CacheEvents) -> L2Pool:
         pool = instance.pools.get(batch.backend)

@@ -60,6 +60,8 @@ class LMCacheServer:
     last_message_at: float = 0.0
     incarnation: int | None = None
     last_seq: int = 0
+    stale_since: float | None = None
+    """When the first batch with a lower incarnation came, if none with the current one has come since."""
     scheme_known: bool = False
     doubt: Doubt | None = Doubt.LATE
     pools: dict[str, L2Pool] = field(default_factory=dict)

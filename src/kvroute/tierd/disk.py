@@ -10,9 +10,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import struct
 import sys
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -31,6 +33,7 @@ _HEAD = struct.Struct("<8sIQ")
 _MAGIC = b"kvtierd1"
 _SUFFIX, _UNFINISHED = ".kv", ".part"
 _THREADS = 4
+_LOG_EVERY_S = 30.0
 _T = TypeVar("_T")
 
 
@@ -48,8 +51,14 @@ class DiskLevel:
     """
 
     def __init__(
-        self, folder: Path, size_bytes: int, counts: Counts, on_eviction: Callable[[ObjectName], None]
+        self,
+        folder: Path,
+        size_bytes: int,
+        counts: Counts,
+        on_eviction: Callable[[ObjectName], None],
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`now`: monotonic seconds."""
         self.size_bytes = size_bytes
         self._folder = folder
         self._counts = counts
@@ -57,6 +66,8 @@ class DiskLevel:
         # `_evict` alone evicts: it must remove files from the disk before a new one is written.
         self._files = Lru[str, _File](sys.maxsize, lambda _, file: file.size_bytes)
         self._threads = ThreadPoolExecutor(_THREADS, "tierd-disk")
+        self._now = now
+        self._logged_at: dict[str, float] = {}
 
     def __len__(self) -> int:
         return len(self._files)
@@ -108,7 +119,7 @@ class DiskLevel:
             await self._in_thread(work)
         except OSError as exc:
             self._counts.disk["write_failed"] += 1
-            log.warning("the disk level could not write an object: %s", exc.strerror)
+            self._log_failure("write", exc)
             return False
         self._files.put(file_name, _File(size_bytes, name))
         self._counts.disk["written"] += 1
@@ -127,7 +138,7 @@ class DiskLevel:
                 lambda: _read(self._folder, file_name, _name_bytes(name), pieces)
             )
         except OSError as exc:
-            log.warning("the disk level could not read an object: %s", exc.strerror)
+            self._log_failure("read", exc)
             is_whole = False
         if not is_whole:
             self._counts.disk["read_failed"] += 1
@@ -143,6 +154,12 @@ class DiskLevel:
         self._counts.disk["read"] += 1
         self._counts.disk_read_bytes += sum(map(len, pieces))
         return True
+
+    def _log_failure(self, action: str, error: OSError) -> None:
+        # A full disk fails for every object.
+        if self._now() - self._logged_at.get(action, -math.inf) >= _LOG_EVERY_S:
+            self._logged_at[action] = self._now()
+            log.warning("the disk level could not %s an object: %s", action, error.strerror)
 
     async def close(self) -> None:
         """Wait until the threads have finished. The files stay."""

@@ -1,0 +1,87 @@
+"""The log's handler, and what happens to lines that cannot be written."""
+
+from __future__ import annotations
+
+import io
+import logging
+from collections.abc import Iterator
+
+import pytest
+
+from kvroute.logs import ACCESS, LoggingOptions, LogHandler, configure, failed_lines
+
+
+class Stream(io.StringIO):
+    """A text stream; while `error` is set, writing raises it."""
+
+    error: Exception | None = None
+
+    def write(self, text: str) -> int:
+        if self.error is not None:
+            raise self.error
+        return super().write(text)
+
+
+@pytest.fixture
+def stream() -> Iterator[Stream]:
+    """The stream of kvroute's log."""
+    loggers = [logging.getLogger(name) for name in ("kvroute", "uvicorn")]
+    before = [(each.handlers, each.propagate, each.level) for each in loggers]
+    stream = Stream()
+    loggers[0].handlers = []  # the count of an earlier handler is kept
+    configure(LoggingOptions(), stream)
+    yield stream
+    for logger, (handlers, propagate, level) in zip(loggers, before, strict=True):
+        logger.handlers, logger.propagate = handlers, propagate
+        logger.setLevel(level)
+
+
+def test_lines_that_cannot_be_written_are_counted_and_reported_with_the_next_one(
+    stream: Stream, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = logging.getLogger("kvroute.test")
+    log.info("first")
+    stream.error = OSError(28, "No space left on device")
+    log.info("second")
+    log.info("third")
+    stream.error = None
+    log.info("fourth")
+    log.info("fifth")
+
+    assert [line.split(" kvroute.")[1] for line in stream.getvalue().splitlines()] == [
+        "test first",
+        "test fourth",
+        "logs 2 lines of the log could not be written when they came: No space left on device",
+        "test fifth",
+    ]
+    assert failed_lines() == 2
+    assert capsys.readouterr().err == ""
+
+
+def test_a_new_configuration_of_the_log_keeps_the_count(stream: Stream) -> None:
+    stream.error = OSError(28, "No space left on device")
+    logging.getLogger("kvroute.test").info("lost")
+
+    configure(LoggingOptions(format="json"), io.StringIO())
+
+    assert failed_lines() == 1
+
+
+def test_a_stream_that_is_closed_raises_nothing(stream: Stream) -> None:
+    stream.close()
+
+    logging.getLogger(ACCESS).info("after the end")
+
+    assert failed_lines() == 1
+
+
+def test_a_line_that_cannot_be_made_is_a_defect_that_is_shown(
+    stream: Stream, capsys: pytest.CaptureFixture[str]
+) -> None:
+    handlers = logging.getLogger("kvroute").handlers
+    [handler] = [each for each in handlers if isinstance(each, LogHandler)]
+
+    handler.handle(logging.LogRecord("kvroute", logging.INFO, "", 0, "%d", ("text",), None))
+
+    assert "TypeError" in capsys.readouterr().err
+    assert failed_lines() == 0
