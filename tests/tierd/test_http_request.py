@@ -28,6 +28,7 @@ def test_the_other_calls() -> None:
     assert parse_call(b"GET", b"/v1/kv/b/k", 60) == Get(ObjectName(b"b", b"k"))
     assert parse_call(b"HEAD", b"/v1/kv/b/k", 60) == Get(ObjectName(b"b", b"k"))
     assert parse_call(b"POST", b"/v1/leases/0af-12/release", 60) == Release("0af-12")
+    assert parse_call(b"DELETE", b"/v1/kv/b/k/leases/0af-12", 60) == Release("0af-12")
     assert parse_call(b"GET", b"/metrics?x=1", 60) == StatusPage("metrics")
 
 
@@ -49,6 +50,8 @@ def test_the_other_calls() -> None:
         (b"DELETE", b"/v1/kv/b/k", 405, "method"),
         (b"GET", b"/v1/kv/b/k/leases", 405, "method"),
         (b"GET", b"/v1/leases/0af-12/release", 405, "method"),
+        (b"POST", b"/v1/kv/b/k/leases/0af-12", 405, "method"),
+        (b"DELETE", b"/v1/kv/b/k/leases/nonsense", 404, "id"),
         (b"POST", b"/health", 405, "method"),
         (b"POST", b"/v1/leases/nonsense/release", 404, "id"),
         (b"POST", b"/v1/leases/-1/release", 404, "id"),

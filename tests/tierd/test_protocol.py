@@ -101,6 +101,19 @@ async def test_a_release_can_be_repeated(client: Client) -> None:
     assert not await client.release({"id": "0123456789ab-1"})
 
 
+async def test_a_lease_also_ends_with_the_call_of_older_lmcache(client: Client) -> None:
+    """LMCache 0.3.9.post2; its classic connector accepts 200, 204 and 404."""
+    await client.put("org%2Fmodel@ab", b"data")
+    lease = await client.lease("org%2Fmodel%40ab")
+
+    path = f"/v1/kv/b/org%2Fmodel%40ab/leases/{lease['id']}"
+    answers = [await client.http.delete(path) for _ in range(2)]
+
+    assert [answer.status_code for answer in answers] == [200, 200]
+    assert [answer.json()["released"] for answer in answers] == [True, False]
+    assert not await client.release(lease)
+
+
 async def test_old_entries_make_room_but_leased_ones_do_not(client: Client) -> None:
     for number in range(16):
         await client.put(str(number), bytes([number]) * PAGE_BYTES)

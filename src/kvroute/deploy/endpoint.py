@@ -52,7 +52,7 @@ from kvroute.deploy.spec.endpoint import (
     Document,
     EndpointDocument,
     EndpointSpec,
-    without_hub,
+    resolved,
 )
 from kvroute.deploy.spec.extension import Extension, FileStore, Images, StatedVersions
 from kvroute.deploy.spec.worker import EndpointWorker, KvCache
@@ -122,7 +122,7 @@ def with_tiny_engines(
     Strategy, routing options, gateway settings, metrics, request limits, cache tiers and the model's name in
     requests stay. `folder` is for the second tier `fs`.
     """
-    plan, source = plan_endpoint(document), without_hub(document)
+    plan, source = plan_endpoint(document), resolved(document)
     wanted, notes = max(1, plan.replicas), list[str]()
     if wanted > most_workers:
         notes.append(f"{most_workers} of {wanted} workers run; --workers sets another number")

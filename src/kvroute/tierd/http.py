@@ -87,6 +87,10 @@ def parse_call(method: bytes, target: bytes, longest_lease_s: float) -> Call:
         case [b"", b"v1", b"leases", lease_id, b"release"]:
             _require(method, b"POST")
             return Release(_lease_id(lease_id))
+        case [b"", b"v1", b"kv", _, _, b"leases", lease_id]:
+            # LMCache 0.3.9, which HyperPod's images with vLLM 0.11.1 have, ends leases with this call.
+            _require(method, b"DELETE")
+            return Release(_lease_id(lease_id))
         case [b"", (b"health" | b"metrics") as page]:
             _require(method, b"GET", b"HEAD")
             return StatusPage(page.decode())

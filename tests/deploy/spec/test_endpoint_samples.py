@@ -181,6 +181,57 @@ def test_the_models_of_jumpstart_are_names_on_hugging_face():
     assert all(name.count("/") == 1 and " " not in name for name in JUMPSTART_MODELS.values())
 
 
+# --- HyperPod's image and its storage daemon --------------------------------------------------------------
+
+
+def variables_of(plan):
+    return {each["name"]: each.get("value") for each in worker_of(plan)["containers"][0]["env"]}
+
+
+@pytest.mark.parametrize("platform", ["hyperpod", None])
+def test_hyperpods_image_reaches_the_nodes_storage_daemon_inside_the_engine(platform, plan):
+    data = yaml.safe_load(SAMPLES["tiered-storage"])
+    data["x-kvroute"]["platform"] = platform
+    made = plan(data)
+    pod, variables = worker_of(made), variables_of(made)
+    args = pod["containers"][0]["args"]
+
+    assert json.loads(args[args.index("--kv-transfer-config") + 1]) == {
+        "kv_connector": "LMCacheConnectorV1",
+        "kv_role": "kv_both",
+    }
+    assert variables["LMCACHE_REMOTE_URL"] == "sagemaker-hyperpod://$(NODE_IP):9200"
+    assert variables["LMCACHE_SAVE_UNFULL_CHUNK"] == "True"
+    assert variables["LMCACHE_REMOTE_SERDE"] == "naive"
+    assert json.loads(variables["LMCACHE_EXTRA_CONFIG"]) == {
+        "sagemaker_hyperpod_bucket": "lmcache",
+        "sagemaker_hyperpod_shared_memory_name": "ai_toolkit_cache",
+    }
+    assert variables["PYTHONHASHSEED"] == "0"
+    names = [each["name"] for each in pod["containers"][0]["env"]]
+    # Kubernetes replaces $(NODE_IP) only by a variable that comes before.
+    assert names.index("NODE_IP") < names.index("LMCACHE_REMOTE_URL")
+    paths = [volume["hostPath"]["path"] for volume in pod["volumes"] if "hostPath" in volume]
+    assert paths == ["/dev/shm/ai_toolkit_cache"]
+    assert not [each for each in objects_of(made) if each["kind"] == "DaemonSet"]
+    assert made.instance_types == ("ml.g5.8xlarge",)
+
+
+def test_with_other_nodes_hyperpods_image_uses_tierd(plan):
+    data = yaml.safe_load(SAMPLES["tiered-storage"])
+    data["x-kvroute"]["platform"] = "any"
+    made = plan(data)
+
+    daemons = [each["metadata"]["name"] for each in objects_of(made) if each["kind"] == "DaemonSet"]
+
+    assert variables_of(made)["LMCACHE_REMOTE_URL"] == "sagemaker-hyperpod://tiered-tierd:9200"
+    assert daemons == ["tiered-tierd"]
+
+
+def test_the_platform_of_other_images_is_not_hyperpods(hyperpod, plan):
+    assert plan(hyperpod()).extension.platform == "any"
+
+
 # --- arguments that AWS's samples have --------------------------------------------------------------------
 
 

@@ -19,7 +19,7 @@ from kvroute.deploy.spec.endpoint import (
     JumpStartModel,
     MetricsSpec,
     WorkerDocument,
-    without_hub,
+    resolved,
 )
 from kvroute.deploy.spec.extension import Extension, SecretKey
 from kvroute.deploy.spec.rules import DEFAULT_PORT, accepts_password, region_of
@@ -165,7 +165,7 @@ class EndpointPlan:
 
 def plan_endpoint(written: Document) -> EndpointPlan:
     """Resolve a document without wrong fields. Pure."""
-    document = without_hub(written)
+    document = resolved(written)
     spec, extension = document.spec, document.x_kvroute
     worker: WorkerSection | EndpointWorker = spec.worker or EndpointWorker()
     command, args = _command(worker)

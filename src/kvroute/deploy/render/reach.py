@@ -10,7 +10,7 @@ from kvroute.deploy.render.lmcache import PASSWORD
 from kvroute.deploy.render.plan import Cache, EndpointPlan
 from kvroute.deploy.render.site import EVENTS_PORT, REPLAY_PORT, DeploymentSite
 from kvroute.deploy.spec.cluster import cluster_notes
-from kvroute.deploy.spec.endpoint import Document, WorkerDocument, without_hub
+from kvroute.deploy.spec.endpoint import Document, WorkerDocument, resolved
 from kvroute.deploy.spec.loading import Finding
 from kvroute.deploy.spec.source import FieldVerdict, Path, dotted
 from kvroute.deploy.spec.versions import is_classic
@@ -143,7 +143,7 @@ def findings_for(target: str, written: Document, findings: Iterable[Finding]) ->
 
     For Kubernetes, also what the operator must know about the cluster.
     """
-    document = without_hub(written)
+    document = resolved(written)
     notes = cluster_notes(document) if target == KUBERNETES else {}
     for finding in findings:
         if finding.verdict is not FieldVerdict.WRONG and finding.path in notes:

@@ -360,14 +360,26 @@ def jumpstart_model(document: JumpStartModel) -> str | None:
     return document.x_kvroute.model or JUMPSTART_MODELS.get(document.spec.model.model_id)
 
 
-def without_hub(document: Document) -> WorkerDocument:
-    """The document itself, or the Endpoint that does the same as a JumpStartModel. Pure.
+def resolved(document: Document) -> WorkerDocument:
+    """The document as kvroute plans it: its platform decided, a JumpStartModel as the same Endpoint. Pure.
+
+    Without `x-kvroute.platform`, the nodes are HyperPod's if the workers' image is one of HyperPod's.
+    """
+    endpoint = _without_hub(document) if isinstance(document, JumpStartModel) else document
+    extension, worker = endpoint.x_kvroute, endpoint.spec.worker
+    if extension.platform is not None:
+        return endpoint
+    image = worker.image if worker is not None and worker.image is not None else extension.images.worker
+    platform = "hyperpod" if "hyperpod" in image.rpartition("/")[2] else "any"
+    return endpoint.model_copy(update={"x_kvroute": extension.model_copy(update={"platform": platform})})
+
+
+def _without_hub(document: JumpStartModel) -> EndpointDocument:
+    """The Endpoint that does the same as a JumpStartModel.
 
     The sections that both kinds have are the same objects. Each worker gets all GPUs of the instance type, or
     one GPU partition.
     """
-    if not isinstance(document, JumpStartModel):
-        return document
     spec, hub, server = document.spec, document.spec.model, document.spec.server
     partition = server.accelerator_partition_type
     gpus = document.x_kvroute.gpus_per_worker or gpus_of_instance(server.instance_type) or 1

@@ -184,9 +184,10 @@ class Extension(Fields):
     engine: Literal["vllm", "sim"] = applied("vllm", becomes="the kind of workers")
     device: Literal["gpu", "cpu"] = applied("gpu", becomes="the engines' device")
     gpus_per_worker: int | None = applied(becomes="GPUs of one worker", ge=1)
-    platform: Literal["any", "hyperpod"] = applied(
-        "any", becomes="whether the nodes are HyperPod's, with HyperPod's labels and storage daemon"
+    platform: Literal["any", "hyperpod"] | None = applied(
+        becomes="whether the nodes are HyperPod's, with HyperPod's labels and storage daemon"
     )
+    """None: HyperPod's if the workers' image is one of HyperPod's (`...:server-hyperpod-...`)."""
     model: str | None = applied(
         becomes="the model that the workers of a JumpStartModel load: a name on Hugging Face, or a folder",
         min_length=1,

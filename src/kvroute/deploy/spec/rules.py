@@ -17,7 +17,7 @@ from kvroute.deploy.spec.endpoint import (
     WorkerDocument,
     gpus_of_instance,
     jumpstart_model,
-    without_hub,
+    resolved,
 )
 from kvroute.deploy.spec.extension import DEFAULT_IMAGE
 from kvroute.deploy.spec.source import FieldVerdict, Path
@@ -70,7 +70,7 @@ def rule_findings(document: Document, strategies: Collection[str]) -> Iterator[R
         yield from _hub_model(document)
     elif document.x_kvroute.model is not None:
         yield _noted(("x-kvroute", "model"), "the document is not a JumpStartModel")
-    endpoint = without_hub(document)
+    endpoint = resolved(document)
     yield from _cache(endpoint)
     yield from _routing(endpoint, strategies)
     if not isinstance(document, JumpStartModel):
