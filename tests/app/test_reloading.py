@@ -6,7 +6,8 @@ import pytest
 from tests.support.clocks import AdvancingClock, ManualClock
 
 from kvroute.app import config_paths as paths
-from kvroute.app.config import Config, ConfigSource, load
+from kvroute.app.config import Config, ConfigSource, FlagFile, load
+from kvroute.app.config_loading import ConfigSetting
 from kvroute.app.reloading import (
     RELOADABLE,
     ConfigReload,
@@ -65,13 +66,37 @@ def test_a_change_of_an_option_that_needs_a_restart_is_refused_with_file_and_lin
     )
 
 
-@pytest.mark.parametrize("strategy", ["kvaware", "session"])
-def test_a_strategy_that_needs_what_the_gateway_does_not_read_is_refused(file, strategy):
+def test_a_strategy_that_needs_what_the_gateway_does_not_read_is_refused(file):
     before = in_force_of(file)
-    file.write_text(WORKERS + f"routing:\n  strategy: {strategy}\n")
+    file.write_text(WORKERS + "routing:\n  strategy: kvaware\n")
 
     with pytest.raises(InvalidConfig, match=r"routing\.strategy: the new strategy needs"):
         check_change(before, load(file=file))
+
+
+def test_session_keys_of_no_known_kind_are_refused(file):
+    before = in_force_of(file)
+    file.write_text(WORKERS + "routing:\n  session:\n    keys: [query:id]\n")
+
+    with pytest.raises(InvalidConfig, match=r"routing\.session\.keys: 'query:id' is none of"):
+        check_change(before, load(file=file))
+
+
+def test_a_flag_file_is_loaded_once_more_after_the_start_and_its_settings_replace_the_flags(file, tmp_path):
+    def setting(strategy: str) -> ConfigSetting:
+        return ConfigSetting(("routing", "strategy"), strategy, "--routing-logic")
+
+    found = ["session"]
+    then = (ConfigSetting(("server", "port"), 9, "--port"),)
+    flag_file = FlagFile(tmp_path / "flags.yaml", lambda: [setting(found[-1])], then)
+    loaded = load(file=file, flags=[setting("roundrobin"), *then], flag_file=flag_file)
+    again = loaded.source.load()
+
+    assert (loaded.config.routing.strategy, again.config.routing.strategy) == ("roundrobin", "session")
+    assert (loaded.config.server.port, again.config.server.port) == (9, 9)
+    assert loaded.source.watched == tmp_path / "flags.yaml"
+    assert loaded.signature is None
+    assert str(loaded.source) == str(tmp_path / "flags.yaml")
 
 
 def test_a_gateway_can_return_to_the_strategy_of_its_start(file):

@@ -257,6 +257,55 @@ async def test_kvaware_answers_and_logs_its_decisions(run, workers, tmp_path):
     assert found[request_id][0] in workers
 
 
+async def test_a_changed_dynamic_file_changes_workers_strategy_session_key_and_aliases(
+    run, workers, tmp_path
+):
+    port, file = free_port(), tmp_path / "dynamic.json"
+
+    def write(**keys: Any) -> None:
+        new = tmp_path / "new.json"
+        new.write_text(json.dumps({"service_discovery": "static", **keys}))
+        new.replace(file)
+
+    one = {"static_backends": workers[0], "static_models": MODEL}
+    two = {"static_backends": ",".join(workers), "static_models": f"{MODEL},{MODEL}"}
+    write(**one)
+    gateway = await run(
+        "--port", str(port), "--routing-logic", "roundrobin", "--dynamic-config-json", str(file),
+        env={
+            "XDG_STATE_HOME": str(tmp_path),
+            "KVROUTE__SERVER__CONFIG_POLL_S": "0.2",
+            "KVROUTE__FLEET__KUBERNETES__API_URL": "http://127.0.0.1:9",
+        },
+    )  # fmt: skip
+    async with healthy(gateway, f"http://127.0.0.1:{port}") as client:
+
+        async def engines() -> int:
+            return len((await client.get("/engines")).json())
+
+        async def strategy() -> str:
+            body = {"model": "an-alias", "prompt": "Hello!", "max_tokens": 4}
+            answer = await client.post("/v1/completions", json=body, headers={"x-id": "s7"})
+            return answer.headers.get("x-kvroute-strategy", "")
+
+        async def has_changed() -> bool:
+            return await engines() == 2 and await strategy() == "session"
+
+        async def has_one_worker() -> bool:
+            return await engines() == 1
+
+        await until(has_one_worker, within_s=30)
+        write(routing_logic="session", session_key="x-id", static_aliases=f"an-alias:{MODEL}", **two)
+        await until(has_changed, within_s=30)
+        await until(lambda: "with session id s7" in gateway.log, within_s=30)
+
+        write(routing_logic="testing", **one)
+        await gateway.logged("the configuration is refused, the old one stays in force: --routing-logic")
+        write(routing_logic="roundrobin", service_discovery="k8s")
+        await gateway.logged("fleet.kubernetes.enabled: cannot change while the gateway runs")
+        assert await has_changed()
+
+
 async def test_disaggregated_prefill_is_refused_in_words(run, tmp_path):
     gateway = await run(
         "vllm-router", "--service-discovery", "static", "--static-backends", "http://127.0.0.1:1",

@@ -9,6 +9,7 @@ from click.testing import CliRunner
 
 import kvroute.app.server
 from kvroute.cli import main
+from kvroute.errors import ConfigError
 
 WORKERS = ("--service-discovery", "static", "--static-backends", "http://a:1,http://b:1")
 
@@ -21,6 +22,16 @@ def served(monkeypatch):
         kvroute.app.server, "run", lambda config, source, signature: configs.append(config) or 0
     )
     return configs
+
+
+@pytest.fixture
+def sources(monkeypatch):
+    """What `serve` would load again at a reload; the server itself is replaced."""
+    found = []
+    monkeypatch.setattr(
+        kvroute.app.server, "run", lambda config, source, signature: found.append(source) or 0
+    )
+    return found
 
 
 def invoke(*arguments, **environ):
@@ -94,7 +105,7 @@ def test_log_levels_that_kvroute_does_not_have_are_the_nearest(served):
     )  # not that router's command
 
 
-def test_a_dynamic_file_is_read_once_and_the_command_line_wins(served, tmp_path):
+def test_a_dynamic_file_has_flags_and_the_command_line_wins_at_the_start(served, tmp_path):
     file = tmp_path / "dynamic.json"
     document = {"service_discovery": "static", "static_backends": "http://a:1", "routing_logic": "session"}
     file.write_text(json.dumps({**document, "future_key": 1}))
@@ -105,7 +116,42 @@ def test_a_dynamic_file_is_read_once_and_the_command_line_wins(served, tmp_path)
     assert [worker.url for worker in served[0].fleet.workers] == ["http://a:1"]
     assert served[0].routing.strategy == "roundrobin"
     assert "future_key: no effect" in result.output
-    assert "fleet.file" in result.output
+    assert served[0].server.config_poll_s == 2
+    assert "a changed file is loaded while kvroute runs" in result.output
+
+
+def test_a_changed_dynamic_file_wins_and_must_be_valid(sources, tmp_path, caplog):
+    file = tmp_path / "dynamic.yaml"
+    file.write_text("service_discovery: static\nstatic_backends: http://a:1\nstatic_models: m\n")
+    result = run("--routing-logic", "roundrobin", "--port", "9", "--dynamic-config-yaml", str(file))
+    assert result.exit_code == 0, result.output
+    (source,) = sources
+
+    file.write_text(
+        "service_discovery: static\nrouting_logic: session\nsession_key: x-id\nfuture: 1\n"
+        "static_models: {n: {static_backends: ['http://b:1', 'http://c:1']}}\n"
+    )
+    config = source.load().config
+
+    assert config.routing.strategy == "session"
+    assert config.routing.session.keys == ("header:x-id", "body:x-id")
+    assert [worker.url for worker in config.fleet.workers] == ["http://b:1", "http://c:1"]
+    assert (config.server.host, config.server.port) == ("0.0.0.0", 9)
+    assert "future: no effect" in caplog.text
+
+    for text in ("routing_logic: session\n", "routing_logic: testing\n", "{", "static_models: ''\n"):
+        file.write_text(text)
+        with pytest.raises(ConfigError):
+            source.load()
+
+
+def test_only_one_dynamic_file_may_be_given(served, tmp_path):
+    file = tmp_path / "dynamic.yaml"
+    file.write_text("{}")
+    result = run(*WHOLE, "--dynamic-config-yaml", str(file), "--dynamic-config-json", str(file))
+
+    assert result.exit_code == 2
+    assert "--dynamic-config-json: is not allowed with --dynamic-config-yaml" in result.output
 
 
 @pytest.mark.parametrize("text", [None, "- a", "{"])

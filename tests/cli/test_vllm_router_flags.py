@@ -200,7 +200,6 @@ def without(name: str) -> Given:
             {**STATIC, "sentry-profile-session-sample-rate": "-0.1"},
             "--sentry-profile-session-sample-rate",
         ),
-        ({**STATIC, "dynamic-config-yaml": "a", "dynamic-config-json": "b"}, "--dynamic-config-json"),
     ],
 )
 def test_what_that_router_refuses_is_refused_with_the_flags_name(given, path):
@@ -305,11 +304,15 @@ def test_a_dynamic_file_has_flags_with_underscores():
 
 
 def test_a_dynamic_file_may_have_its_models_as_a_mapping():
-    flags, _ = dynamic_flags(
+    flags, unknown = dynamic_flags(
         {
             "static_models": {
                 "llama": {"static_backends": ["http://a:1", "http://c:1"], "static_model_type": "chat"},
-                "qwen": {"static_backends": ["http://b:1"]},
+                "qwen": {
+                    "static_backends": ["http://b:1"],
+                    "static_model_type": "rerank",
+                    "fallback_model": "llama",
+                },
             },
             "static_aliases": {"gpt4": "llama"},
         }
@@ -318,8 +321,10 @@ def test_a_dynamic_file_may_have_its_models_as_a_mapping():
     assert flags == {
         "static-backends": "http://a:1,http://c:1,http://b:1",
         "static-models": "llama,llama,qwen",
+        "static-model-types": "chat,chat,rerank",
         "static-aliases": "gpt4:llama",
     }
+    assert unknown == ("static_models.qwen.fallback_model",)
 
 
 @pytest.mark.parametrize("document", [[], "text", {"static_models": {"m": ["http://a:1"]}}])

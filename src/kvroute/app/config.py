@@ -104,24 +104,47 @@ class Loaded:
 
 
 @dataclass(frozen=True, slots=True)
+class FlagFile:
+    """A file whose content is translated into flags, and which may change while the gateway runs."""
+
+    path: pathlib.Path
+    read: Callable[[], Sequence[ConfigSetting]]
+    """The settings of the file and of the other flags. Raises ConfigError. Blocks."""
+    then: tuple[ConfigSetting, ...] = ()
+    """Settings that win over those of `read`."""
+
+
+@dataclass(frozen=True, slots=True)
 class ConfigSource:
-    """Where a configuration comes from; `load` reads the file again, the other sources are as they were."""
+    """Where a configuration comes from; `load` reads the files again, the other sources are as they were.
+
+    The settings of a `flag_file` replace `flags` when it is read again.
+    """
 
     file: pathlib.Path | None = None
     environ: Mapping[str, str] = attribute(default_factory=dict, repr=False)
     assignments: tuple[str, ...] = attribute(default=(), repr=False)
     flags: tuple[ConfigSetting, ...] = attribute(default=(), repr=False)
+    flag_file: FlagFile | None = attribute(default=None, repr=False)
+
+    @property
+    def watched(self) -> pathlib.Path | None:
+        """The file whose changes are noticed; the other one is read again, too."""
+        return self.file if self.flag_file is None else self.flag_file.path
 
     def load(self) -> Loaded:
         """Like the function `load`."""
-        return load(file=self.file, environ=self.environ, assignments=self.assignments, flags=self.flags)
+        flags = self.flags
+        if self.flag_file is not None:
+            flags = (*self.flag_file.read(), *self.flag_file.then)
+        return load(file=self.file, environ=self.environ, assignments=self.assignments, flags=flags)
 
     def signature(self) -> Signature | None:
-        """Of the file; None without one, or if it cannot be found. Blocks."""
-        return None if self.file is None else signatures((self.file,))[0]
+        """Of the watched file; None without one, or if it cannot be found. Blocks."""
+        return None if self.watched is None else signatures((self.watched,))[0]
 
     def __str__(self) -> str:
-        return "environment and flags" if self.file is None else str(self.file.absolute())
+        return "environment and flags" if self.watched is None else str(self.watched.absolute())
 
 
 def load(
@@ -130,14 +153,17 @@ def load(
     environ: Mapping[str, str] | None = None,
     assignments: Iterable[str] = (),
     flags: Sequence[ConfigSetting] = (),
+    flag_file: FlagFile | None = None,
 ) -> Loaded:
     """Load the configuration from file, environment, `--set` and flags; the last source wins.
 
-    Mappings are merged key by key, lists are replaced. Raises InvalidConfig with all problems together.
-    Blocks: reads the file and the files that contain secrets.
+    Mappings are merged key by key, lists are replaced. A `flag_file` is read by `Loaded.source` only; the
+    caller has its present settings in `flags`. Raises InvalidConfig with all problems together. Blocks: reads
+    the file and the files that contain secrets.
     """
-    given = ConfigSource(file, dict(environ or {}), tuple(assignments), tuple(flags))
-    signature = given.signature()  # before the file: a change in between is loaded again
+    given = ConfigSource(file, dict(environ or {}), tuple(assignments), tuple(flags), flag_file)
+    # Before the file: a change in between is loaded again. A flag file is always loaded once more.
+    signature = given.signature() if flag_file is None else None
     sources = [
         from_file(Config, file) if file is not None else Settings(),
         from_environment(Config, given.environ),

@@ -22,9 +22,11 @@ from kvroute.app.config_paths import dotted
 from kvroute.clock import Clock, SystemClock
 from kvroute.errors import ConfigError, InvalidConfig
 from kvroute.fleet.discovery.registry import sources_of
+from kvroute.gateway.access import session_key_sources
 from kvroute.logs import configure
 from kvroute.metrics import Metrics
 from kvroute.options import Options
+from kvroute.routing.strategies.session import SessionOptions
 from kvroute.routing.strategy import Needs
 from kvroute.tls import Signature, signatures
 
@@ -37,6 +39,7 @@ RELOADABLE: Final = (
     "routing.strategy",
     "routing.costs",
     "routing.models",
+    "routing.session.keys",
     "retries",
     "upstream.connect_timeout_s",
     "upstream.first_byte_timeout_s",
@@ -90,12 +93,15 @@ def check_change(current: InForce, loaded: Loaded) -> list[str]:
         for path in changed
         if not is_reloadable(dotted(path))
     ]
-    # The queue, and the parts that read tokens and session keys, exist only if they were needed at the start.
-    for needs, what in ((Needs.TOKENS, "exact tokens"), (Needs.SESSION_KEY, "session keys")):
-        can = started.routing.may_need(needs) or started.server.allow_strategy_header
-        if after.routing.may_need(needs) and not can:
-            text = f"the new strategy needs {what}, which this gateway does not read: restart it"
-            problems.append(ConfigError("routing.strategy", text))
+    # The queue, and the parts that read tokens, exist only if they were needed at the start.
+    can_read_tokens = started.routing.may_need(Needs.TOKENS) or started.server.allow_strategy_header
+    if after.routing.may_need(Needs.TOKENS) and not can_read_tokens:
+        text = "the new strategy needs exact tokens, which this gateway does not read: restart it"
+        problems.append(ConfigError("routing.strategy", text))
+    try:
+        session_key_sources(after.routing.options_of(SessionOptions).keys)
+    except ConfigError as error:
+        problems.append(error)
     if after.admission.is_on and not started.admission.is_on:
         text = "no worker had a limit when the gateway started, so it has no queue: restart it"
         problems.append(ConfigError("admission", text))
@@ -344,8 +350,8 @@ async def reloading(
     if shared is not None:
         on_signal()  # the parent may have loaded another one since this process was forked
     watch = None
-    if poll_s and source.file is not None:
-        watching = watch_file(source.file, poll_s, lambda: reload.in_force, on_change, clock)
+    if poll_s and source.watched is not None:
+        watching = watch_file(source.watched, poll_s, lambda: reload.in_force, on_change, clock)
         watch = asyncio.create_task(watching, name="configuration file")
     try:
         yield

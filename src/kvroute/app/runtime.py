@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
@@ -311,6 +312,13 @@ class Runtime:
                 "some workers have not answered a probe yet",
             )
 
+    async def wait_for_first_probes(self, longest_s: float) -> None:
+        """Wait until a probe of each worker has passed or failed, for at most `longest_s`."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(longest_s):
+                while not self.fleet.workers() or self.fleet.states()[HealthState.UNKNOWN]:
+                    await self._clock.sleep(_POLL_INTERVAL_S)
+
     async def _wait_for(self, condition: Callable[[], object], problem: str) -> None:
         """Wait until the condition is true, for at most `_SYNC_TIMEOUT_S`; then log `problem`."""
         try:
@@ -503,6 +511,15 @@ class Runtime:
         if upstream != before.upstream:
             self._transports.configure(upstream)
             self.plane.stored.timeout_s = upstream.connect_timeout_s
+        session_keys = config.routing.options_of(SessionOptions).keys
+        if session_keys != before.routing.options_of(SessionOptions).keys:
+            in_bodies = session_fields(session_keys)
+            self.plane.read_sessions(
+                session_key_sources(session_keys),
+                in_bodies,
+                Bounded(server.body_limits, also=in_bodies),
+                self._announcer(session_keys),
+            )
         self.plane.configure(
             max_body_bytes=server.max_body_bytes,
             max_in_flight=server.max_in_flight,

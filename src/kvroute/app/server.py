@@ -103,6 +103,8 @@ NEXT_STAGE = signal.SIGUSR1  # `NEXT_STAGE` of replicas/supervisor.py, which one
 
 _GC_THRESHOLDS = (20_000, 20, 50)
 _MIN_DESCRIPTORS = 8192
+_FIRST_PROBES_S = 1.0
+"""Longest wait for listed workers before the gateway listens; its first clients would get 503 otherwise."""
 
 
 class GatewayServer(uvicorn.Server):
@@ -390,6 +392,8 @@ async def _serve(
         if process is None:  # moving memory would end its sharing between several processes
             moved = use_huge_pages()
             log.debug("%d MiB are in huge pages", moved >> 20)
+        if process is None and config.fleet.workers:
+            await runtime.wait_for_first_probes(_FIRST_PROBES_S)
         try:
             await server.serve(process.sockets if process else None)
         except SystemExit:  # uvicorn raises this when a socket cannot be bound, and has logged the reason

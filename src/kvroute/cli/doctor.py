@@ -103,7 +103,7 @@ url_option = click.option("--url", metavar="URL", help="A running gateway; its o
     type=click.Path(path_type=Path, dir_okay=False),
     help="Also write a support archive (tar.gz) without secrets and prompts.",
 )
-@configured(Refused, lambda flags: _spec_settings(flags))
+@configured(Refused, lambda flags: (_spec_settings(flags), None))
 @click.pass_context
 def doctor(context: click.Context, loaded: Loaded) -> None:
     """Examine a deployment: workers, events, LMCache, L2, keys and limits; each finding with its fix.

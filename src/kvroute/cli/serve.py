@@ -1,25 +1,42 @@
-"""`kvroute serve`: runs the gateway in the foreground. Also the configuration flags that `check` shares."""
+"""`kvroute serve` and `kvroute vllm-router`: run the gateway. Also the configuration flags of `check`."""
 
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import pathlib
 import re
+import secrets
 import sys
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
 
 import click
+import yaml
 
 from kvroute import __version__
-from kvroute.app.config import Config, Loaded, load
-from kvroute.app.config_loading import ConfigSetting
-from kvroute.app.config_paths import Path
-from kvroute.cli.vllm_router import router_flags, router_settings
+from kvroute.app.config import Config, FlagFile, Loaded, load
+from kvroute.app.config_loading import ENVIRONMENT_PREFIX, ConfigSetting
+from kvroute.app.config_paths import Path, split
+from kvroute.cli.vllm_router import (
+    API_KEY,
+    DEFAULTS,
+    DYNAMIC_FILES,
+    LOG_LEVELS,
+    check_whole_line,
+    dynamic_flags,
+    shown,
+    translate,
+)
+from kvroute.cli.vllm_router import FLAGS as ROUTER_FLAGS
 from kvroute.clock import SystemClock
 from kvroute.errors import ConfigError
+from kvroute.gateway.admin_guard import user_state_folder
 from kvroute.routing.registry import STRATEGIES
+
+log = logging.getLogger(__name__)
 
 FLAGS: dict[str, Path] = {
     "host": ("server", "host"),
@@ -47,12 +64,13 @@ class InvalidConfiguration(click.ClickException):
 
 def configured(
     failure: type[InvalidConfiguration] = InvalidConfiguration,
-    more: Callable[[dict[str, Any]], list[ConfigSetting]] = lambda flags: [],
+    more: Callable[[dict[str, Any]], tuple[list[ConfigSetting], FlagFile | None]] = lambda flags: ([], None),
 ) -> Callable[[Callable[[Loaded], None]], Callable[..., None]]:
     """Add the configuration flags to a command, and call the command with the loaded configuration.
 
     A wrong configuration raises `failure`. `more` gets all flags, also the command's own ones, and returns
-    additional settings; it may change the flags, which win over these settings.
+    additional settings, and the file that may change them later; it may change the flags, which win over
+    these settings.
     """
 
     def decorate(command: Callable[[Loaded], None]) -> Callable[..., None]:
@@ -97,8 +115,17 @@ def configured(
         @functools.wraps(command)
         def run(file: pathlib.Path | None, assignments: tuple[str, ...], **flags: Any) -> None:
             try:
-                settings = [*more(flags), *flag_settings(flags)]
-                loaded = load(file=file, environ=os.environ, assignments=assignments, flags=settings)
+                settings, flag_file = more(flags)
+                own = tuple(flag_settings(flags))
+                if flag_file is not None:
+                    flag_file = replace(flag_file, then=own)
+                loaded = load(
+                    file=file,
+                    environ=os.environ,
+                    assignments=assignments,
+                    flags=[*settings, *own],
+                    flag_file=flag_file,
+                )
                 command(loaded)
             except ConfigError as exc:
                 raise failure(str(exc)) from exc
@@ -135,6 +162,158 @@ _host_and_port = re.compile(r"(?:[\w.-]+|\[[\da-fA-F:.]+\]):\d+/?").fullmatch
 
 def _with_scheme(url: str) -> str:
     return f"http://{url}" if _host_and_port(url) else url
+
+
+# --- the command lines of production-stack's router -------------------------------------------------------
+
+_Command = TypeVar("_Command", bound=Callable[..., Any])
+_SECRET = ("api_key", "worker_api_key")
+
+
+def router_flags(command: _Command) -> _Command:
+    """Add that router's flags to a click command; `--help` does not list them."""
+    for name, flag in ROUTER_FLAGS.items():
+        # Only with dashes: click treats `--k8s_port` as an unknown flag.
+        command = click.option(f"--{name}", _parameter(name), is_flag=flag.is_switch, hidden=True)(command)
+    return command
+
+
+def _parameter(name: str) -> str:
+    """The name of a flag's click parameter."""
+    return "router_" + name.replace("-", "_")
+
+
+def router_settings(
+    flags: dict[str, Any], *, is_whole_line: bool = False
+) -> tuple[list[ConfigSetting], FlagFile | None]:
+    """The settings of that router's flags, and its dynamic configuration file; prints one line per flag.
+
+    `is_whole_line`: that router would have to accept the command line, too. Replaces values of kvroute's own
+    flags that only that router knows. Raises ConfigError. Blocks: reads the file.
+    """
+    given = {
+        name: "true" if ROUTER_FLAGS[name].is_switch else str(flags[_parameter(name)])
+        for name in ROUTER_FLAGS
+        if flags.get(_parameter(name)) not in (None, False)
+    }
+    if not given and not is_whole_line:
+        return [], None
+    if all(name in given for name in DYNAMIC_FILES):
+        raise ConfigError("--dynamic-config-json", "is not allowed with --dynamic-config-yaml")
+    found, unknown = dict[str, str](), tuple[str, ...]()
+    dynamic = next((name for name in DYNAMIC_FILES if name in given), None)
+    if dynamic is not None:
+        found, unknown = _read(dynamic, pathlib.Path(given[dynamic]))
+    together = {**found, **given}  # the command line wins at the start, as in that router
+    if is_whole_line:
+        check_whole_line(together)
+    translation = translate(together)
+    defaults = _defaults(flags, has_file=dynamic is not None)
+    lines = [
+        *translation.lines,
+        *(_unknown(key) for key in unknown),
+        *(f"{_path_shown(each)}: {each.origin}" for each in defaults),
+    ]
+    level = LOG_LEVELS.get(flags["log_level"])
+    if level is not None:
+        lines.append(f"--log-level: logging.level={level}")
+        flags["log_level"] = level
+    for line in lines:
+        click.echo(f"kvroute: {line}", err=True)
+    flag_file = None
+    if dynamic is not None:
+        read = functools.partial(_reread, dynamic, given, tuple(defaults), is_whole_line=is_whole_line)
+        flag_file = FlagFile(pathlib.Path(given[dynamic]), read)
+    return [*defaults, *translation.settings], flag_file
+
+
+def _reread(
+    dynamic: str, given: Mapping[str, str], defaults: Sequence[ConfigSetting], *, is_whole_line: bool
+) -> Sequence[ConfigSetting]:
+    """The settings after a change of the file `--dynamic`. Raises ConfigError. Blocks."""
+    found, unknown = _read(dynamic, pathlib.Path(given[dynamic]))
+    for key in unknown:
+        log.warning("%s", _unknown(key))
+    together = {**given, **found}  # the file wins, as in that router once its watcher has read the file
+    if is_whole_line:
+        check_whole_line(together)
+    return *defaults, *translate(together).settings
+
+
+def _unknown(key: str) -> str:
+    return f"{key}: no effect: kvroute has no such option"
+
+
+def _path_shown(setting: ConfigSetting) -> str:
+    path = ".".join(map(str, setting.path))
+    return path if setting.path[-1] in _SECRET else f"{path}={shown(setting.value)}"
+
+
+def _defaults(flags: dict[str, Any], *, has_file: bool) -> list[ConfigSetting]:
+    """What that router does without a flag; nothing that a file, flag or variable may set.
+
+    `has_file`: it has a dynamic configuration file.
+    """
+    if click.get_current_context().params.get("file") is not None:
+        return []
+    found = [
+        ConfigSetting(split(path), value, "that router's default")
+        for path, value in DEFAULTS.items()
+        if flags.get(path.rpartition(".")[2]) is None and not _is_set(path)
+        if has_file or path != "server.config_poll_s"
+    ]
+    if (key := os.environ.get(API_KEY)) and not _is_set("fleet.worker_api_key"):
+        found.append(ConfigSetting(split("fleet.worker_api_key"), key, API_KEY))
+    if flags.get("admin_key_file") is None and not _is_set("admin.api_key"):
+        found += _closed_admin_api(flags.get("state_dir"))
+    return found
+
+
+def _is_set(path: str) -> bool:
+    """Whether a variable or `--set` sets the option, or the option with `_file` for its file."""
+    name = ENVIRONMENT_PREFIX + path.upper().replace(".", "__")
+    assignments = click.get_current_context().params.get("assignments", ())
+    return any(each in os.environ for each in (name, f"{name}_FILE")) or any(
+        text.startswith((f"{path}=", f"{path}_file=")) for text in assignments
+    )
+
+
+def _closed_admin_api(state_dir: str | None) -> list[ConfigSetting]:
+    """An admin key that nobody knows, where the gateway cannot keep a key file; else nothing."""
+    # That router needs no writable folder: with the chart's `readOnlyRootFilesystem` or another `runAsUser`
+    # kvroute would otherwise end at its start.
+    reason = _why_not_writable(state_dir)
+    if not reason:
+        return []
+    origin = f"the admin API is closed: {reason}; set --state-dir or --admin-key-file to open it"
+    return [ConfigSetting(split("admin.api_key"), secrets.token_urlsafe(32), origin)]
+
+
+def _why_not_writable(state_dir: str | None) -> str:
+    """Why no key can be kept in the state folder; "" if it can."""
+    try:
+        folder = pathlib.Path(state_dir) if state_dir else user_state_folder(os.environ)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except ConfigError:
+        return "this user has no home folder"
+    except OSError as exc:
+        return f"{folder} cannot be created ({exc.strerror})"
+    return "" if os.access(folder, os.W_OK | os.X_OK) else f"{folder} cannot be written"
+
+
+def _read(name: str, file: pathlib.Path) -> tuple[dict[str, str], tuple[str, ...]]:
+    try:
+        return dynamic_flags(yaml.safe_load(file.read_text(encoding="utf-8")) or {})  # JSON is YAML
+    except (OSError, UnicodeDecodeError) as exc:
+        reason = exc.strerror if isinstance(exc, OSError) else "it is not UTF-8 text"
+        raise ConfigError(f"--{name}", f"cannot read {file}: {reason}") from exc
+    except yaml.YAMLError as exc:
+        raise ConfigError(f"--{name}", f"{file} is not YAML or JSON") from exc
+    except ConfigError as exc:
+        raise ConfigError(f"--{name}", f"{file}: {exc}") from exc
+
+
+# --- the commands -----------------------------------------------------------------------------------------
 
 
 @click.command()

@@ -5,21 +5,16 @@ The flags are those of vllm-project/production-stack a6c01db (August 2026), and 
 
 from __future__ import annotations
 
-import os
-import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Final
 
-import click
 import yaml
 
 from kvroute.app.config import Config
-from kvroute.app.config_loading import ENVIRONMENT_PREFIX, ConfigSetting
+from kvroute.app.config_loading import ConfigSetting
 from kvroute.app.config_paths import shape_at, split, without_userinfo
 from kvroute.errors import ConfigError
-from kvroute.gateway.admin_guard import user_state_folder
 from kvroute.routing.registry import STRATEGIES, needs_of
 from kvroute.routing.strategy import Needs
 
@@ -31,8 +26,9 @@ DEFAULTS: Final[dict[str, object]] = {
     "server.port": 8001,
     "logging.routing_lines": True,
     "metrics.compat": "vllm-router",
+    "server.config_poll_s": 2.0,
 }
-"""What that router does without a flag: its address, its log lines, its metrics."""
+"""What that router does without a flag: its address, log lines and metrics; it polls its file, every 10 s."""
 
 API_KEY: Final = "VLLM_API_KEY"
 """The variable with the key of the workers."""
@@ -92,7 +88,7 @@ def translate(given: Given) -> Translation:
     for name in given:
         mapped = FLAGS[name].map_value(given[name], given)
         settings += [ConfigSetting(split(path), value, f"--{name}") for path, value in mapped.options.items()]
-        parts = [f"{path}={_shown(value)}" for path, value in mapped.options.items()]
+        parts = [f"{path}={shown(value)}" for path, value in mapped.options.items()]
         if mapped.note:
             parts.append(mapped.note if parts or mapped.is_used else f"no effect: {mapped.note}")
         lines.append(f"--{name}: {'; '.join(parts)}")
@@ -106,8 +102,6 @@ def check_whole_line(given: Given) -> None:
             raise ConfigError(
                 f"--{name}", "must be given, as in that router; `kvroute serve` needs no flag of that router"
             )
-    if all(name in given for name in _DYNAMIC_CONFIG_FLAGS):
-        raise ConfigError("--dynamic-config-json", "is not allowed with --dynamic-config-yaml")
     if given["service-discovery"] == "static":
         for name in ("static-backends", "static-models"):
             if not given.get(name):
@@ -156,10 +150,10 @@ def dynamic_flags(document: object) -> tuple[dict[str, str], tuple[str, ...]]:
     for key, value in document.items():
         name = str(key).replace("_", "-")
         if name == "static-models" and isinstance(value, dict):
-            flags.update(_static_models(value))
+            flags.update(_static_models(value, unknown))
         elif name == "static-aliases" and isinstance(value, dict):
             flags[name] = ",".join(f"{alias}:{model}" for alias, model in value.items())
-        elif name not in FLAGS:
+        elif name not in FLAGS or name in DYNAMIC_FILES:
             unknown.append(str(key))
         elif FLAGS[name].is_switch:
             if value:
@@ -169,19 +163,28 @@ def dynamic_flags(document: object) -> tuple[dict[str, str], tuple[str, ...]]:
     return flags, tuple(unknown)
 
 
-def _static_models(models: Mapping[object, object]) -> dict[str, str]:
-    backends: list[str] = []
-    names: list[str] = []
+def _static_models(models: Mapping[object, object], unknown: list[str]) -> dict[str, str]:
+    backends, names, types = list[str](), list[str](), list[str]()
     for name, details in models.items():
         urls = details.get("static_backends", []) if isinstance(details, dict) else None
-        if not isinstance(urls, list):
+        if not isinstance(urls, list) or not isinstance(details, dict):
             raise ConfigError(f"static_models.{name}", "must have a list static_backends")
         backends += map(str, urls)
         names += [str(name)] * len(urls)
-    return {"static-backends": ",".join(backends), "static-models": ",".join(names)}
+        if "static_model_type" in details:
+            types += [str(details["static_model_type"])] * len(urls)
+        unknown += [f"static_models.{name}.{key}" for key in details if key not in _MODEL_KEYS]
+    found = {"static-backends": ",".join(backends), "static-models": ",".join(names)}
+    return {**found, "static-model-types": ",".join(types)} if types else found
 
 
-def _shown(value: object) -> str:
+_MODEL_KEYS: Final = ("static_backends", "static_model_type")
+DYNAMIC_FILES: Final = ("dynamic-config-yaml", "dynamic-config-json")
+"""The flags that name a dynamic configuration file."""
+
+
+def shown(value: object) -> str:
+    """The value of an option for the report, without credentials in URLs."""
     if isinstance(value, str):
         return without_userinfo(value)
     text = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=10**6)
@@ -196,8 +199,8 @@ def _sets(path: str) -> Callable[[str, Given], MappedFlag]:
     return lambda value, _: MappedFlag({path: value})
 
 
-def _noted(why: str) -> Callable[[str, Given], MappedFlag]:
-    return lambda _value, _given: MappedFlag({}, why)
+def _noted(why: str, *, is_used: bool = False) -> Callable[[str, Given], MappedFlag]:
+    return lambda _value, _given: MappedFlag({}, why, is_used)
 
 
 def _in_kubernetes(map_value: Callable[[str, Given], MappedFlag]) -> Callable[[str, Given], MappedFlag]:
@@ -374,9 +377,10 @@ def _list(text: str) -> list[str]:
 
 _RETRY_BUDGET = "retries go to the next best worker, within retries.budget_percent and without a pause"
 _NO_BATCH = "kvroute has no batch API; requests to /v1/files and /v1/batches are answered 404"
-_NO_TRACES = "kvroute exports no traces; metrics and logs contain the decision of each request"
+_NO_TRACES = "that router sends traces over gRPC, kvroute over HTTP: set tracing.endpoint (kvroute[otel])"
 _NO_SENTRY = "kvroute does not report to Sentry; errors are in the log"
 _NO_SEMANTIC = "kvroute has no semantic cache"
+_DYNAMIC = "its flags follow; a changed file is loaded while kvroute runs"
 _NO_ROLES = "kvroute does not separate prefill and decode"
 
 FLAGS: Final[dict[str, Flag]] = {
@@ -443,132 +447,8 @@ FLAGS: Final[dict[str, Flag]] = {
     "semantic-cache-model": Flag(_noted(_NO_SEMANTIC)),
     "semantic-cache-dir": Flag(_noted(_NO_SEMANTIC)),
     "semantic-cache-threshold": Flag(_noted(_NO_SEMANTIC)),
-    # `router_settings` reads these files and adds their flags
-    "dynamic-config-yaml": Flag(_noted("read once, at the start; to change workers later, use fleet.file")),
-    "dynamic-config-json": Flag(_noted("read once, at the start; to change workers later, use fleet.file")),
+    # Read by the command
+    "dynamic-config-yaml": Flag(_noted(_DYNAMIC, is_used=True)),
+    "dynamic-config-json": Flag(_noted(_DYNAMIC, is_used=True)),
 }
 """Without `--host`, `--port`, `--log-level`, `--log-format` and `--version`, which kvroute has itself."""
-
-
-def known_values(flags: Mapping[str, Any]) -> dict[str, str]:
-    """The values of the flags on the command line, by flag."""
-    return {
-        name: "true" if FLAGS[name].is_switch else str(flags[parameter(name)])
-        for name in FLAGS
-        if flags.get(parameter(name)) not in (None, False)
-    }
-
-
-def parameter(name: str) -> str:
-    """The name of a flag's click parameter."""
-    return "router_" + name.replace("-", "_")
-
-
-_Command = TypeVar("_Command", bound=Callable[..., Any])
-_SECRET = ("api_key", "worker_api_key")
-_DYNAMIC_CONFIG_FLAGS = ("dynamic-config-yaml", "dynamic-config-json")
-
-
-def router_flags(command: _Command) -> _Command:
-    """Add that router's flags to a click command; `--help` does not list them."""
-    for name, flag in FLAGS.items():
-        # Only with dashes: click treats `--k8s_port` as an unknown flag.
-        command = click.option(f"--{name}", parameter(name), is_flag=flag.is_switch, hidden=True)(command)
-    return command
-
-
-def router_settings(flags: dict[str, Any], *, is_whole_line: bool = False) -> list[ConfigSetting]:
-    """The settings of that router's flags; prints one line per flag on stderr.
-
-    `is_whole_line`: that router would have to accept the command line, too. Replaces values of kvroute's own
-    flags that only that router knows. Raises ConfigError. Blocks: reads the dynamic configuration file.
-    """
-    given = known_values(flags)
-    if not given and not is_whole_line:
-        return []
-    unknown: tuple[str, ...] = ()
-    for name in _DYNAMIC_CONFIG_FLAGS:
-        if name in given:
-            found, more = _read(name, Path(given[name]))
-            given, unknown = {**found, **given}, (*unknown, *more)  # the command line wins
-    if is_whole_line:
-        check_whole_line(given)
-    translation = translate(given)
-    defaults = _defaults(flags)
-    lines = [
-        *translation.lines,
-        *(f"{key}: no effect: kvroute has no such option" for key in unknown),
-        *(f"{_path_shown(each)}: {each.origin}" for each in defaults),
-    ]
-    level = LOG_LEVELS.get(flags["log_level"])
-    if level is not None:
-        lines.append(f"--log-level: logging.level={level}")
-        flags["log_level"] = level
-    for line in lines:
-        click.echo(f"kvroute: {line}", err=True)
-    return [*defaults, *translation.settings]
-
-
-def _path_shown(setting: ConfigSetting) -> str:
-    path = ".".join(map(str, setting.path))
-    return path if setting.path[-1] in _SECRET else f"{path}={_shown(setting.value)}"
-
-
-def _defaults(flags: dict[str, Any]) -> list[ConfigSetting]:
-    """What that router does without a flag; nothing that a file, flag or variable may set."""
-    if click.get_current_context().params.get("file") is not None:
-        return []
-    found = [
-        ConfigSetting(split(path), value, "that router's default")
-        for path, value in DEFAULTS.items()
-        if flags.get(path.rpartition(".")[2]) is None and not _is_set(path)
-    ]
-    if (key := os.environ.get(API_KEY)) and not _is_set("fleet.worker_api_key"):
-        found.append(ConfigSetting(split("fleet.worker_api_key"), key, API_KEY))
-    if flags.get("admin_key_file") is None and not _is_set("admin.api_key"):
-        found += _closed_admin_api(flags.get("state_dir"))
-    return found
-
-
-def _is_set(path: str) -> bool:
-    """Whether a variable or `--set` sets the option, or the option with `_file` for its file."""
-    name = ENVIRONMENT_PREFIX + path.upper().replace(".", "__")
-    assignments = click.get_current_context().params.get("assignments", ())
-    return any(each in os.environ for each in (name, f"{name}_FILE")) or any(
-        text.startswith((f"{path}=", f"{path}_file=")) for text in assignments
-    )
-
-
-def _closed_admin_api(state_dir: str | None) -> list[ConfigSetting]:
-    """An admin key that nobody knows, where the gateway cannot keep a key file; else nothing."""
-    # That router needs no writable folder: with the chart's `readOnlyRootFilesystem` or another `runAsUser`
-    # kvroute would otherwise end at its start.
-    reason = _why_not_writable(state_dir)
-    if not reason:
-        return []
-    origin = f"the admin API is closed: {reason}; set --state-dir or --admin-key-file to open it"
-    return [ConfigSetting(split("admin.api_key"), secrets.token_urlsafe(32), origin)]
-
-
-def _why_not_writable(state_dir: str | None) -> str:
-    """Why no key can be kept in the state folder; "" if it can."""
-    try:
-        folder = Path(state_dir) if state_dir else user_state_folder(os.environ)
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except ConfigError:
-        return "this user has no home folder"
-    except OSError as exc:
-        return f"{folder} cannot be created ({exc.strerror})"
-    return "" if os.access(folder, os.W_OK | os.X_OK) else f"{folder} cannot be written"
-
-
-def _read(name: str, file: Path) -> tuple[dict[str, str], tuple[str, ...]]:
-    try:
-        return dynamic_flags(yaml.safe_load(file.read_text(encoding="utf-8")) or {})  # JSON is YAML
-    except (OSError, UnicodeDecodeError) as exc:
-        reason = exc.strerror if isinstance(exc, OSError) else "it is not UTF-8 text"
-        raise ConfigError(f"--{name}", f"cannot read {file}: {reason}") from exc
-    except yaml.YAMLError as exc:
-        raise ConfigError(f"--{name}", f"{file} is not YAML or JSON") from exc
-    except ConfigError as exc:
-        raise ConfigError(f"--{name}", f"{file}: {exc}") from exc

@@ -10,7 +10,7 @@ import asyncio
 import dataclasses
 import logging
 import secrets
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from itertools import chain, count
 
 from msgspec.structs import replace
@@ -24,7 +24,7 @@ from kvroute.errors import (
     ShuttingDown,
 )
 from kvroute.fleet.worker import WorkerId
-from kvroute.gateway.access import Admission, KeyCheck
+from kvroute.gateway.access import Admission, KeyCheck, SessionKeySource
 from kvroute.gateway.attempts import Attempts
 from kvroute.gateway.client_keys import Meter, check_model, tenant_of
 from kvroute.gateway.downstream import Downstream, Headers, header
@@ -203,11 +203,24 @@ class DataPlane:
     ) -> None:
         """Change these limits for further requests. Each model's strategy is looked up again."""
         self.planner.forget_strategies()
+        self.reads_headers = self.planner.may_need_headers or self.queue is not None
         self.max_body_bytes = max_body_bytes
         self.held_bytes = held_bytes
         self.admission.set_max_in_flight(max_in_flight)
         attempts = dataclasses.replace(self.deps.attempts, retry_statuses=retry_statuses)
         self.deps = dataclasses.replace(self.deps, attempts=attempts)
+
+    def read_sessions(
+        self,
+        sources: Sequence[SessionKeySource],
+        fields: Sequence[str],
+        bounded: Bounded,
+        announce: Callable[[RequestPlan, Record], None] | None,
+    ) -> None:
+        """Read the session keys of further requests from these sources; see `Planner`."""
+        self.planner.set_session_keys(sources, fields)
+        self.bodies = BodyReader(self.planner, self.metrics, bounded)  # forgets the prefixes of recent bodies
+        self._announce = announce
 
     def new_record(self, sent_id: bytes, path: str) -> Record:
         """The record of a request that has just arrived; its time starts now.

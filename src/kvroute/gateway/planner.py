@@ -110,8 +110,16 @@ class Planner:
         self._allow_strategy_header = self.allows_strategy_header = allow_strategy_header
         self.may_need_tokens = allow_strategy_header or router.may_need(Needs.TOKENS)
         """Whether `model_to_tokenize` may ever return a model."""
-        self.may_need_headers = allow_strategy_header or router.may_need(Needs.SESSION_KEY)
-        """Whether `plan` may read the headers of requests."""
+
+    @property
+    def may_need_headers(self) -> bool:
+        """Whether `plan` may read the headers of requests, with the strategies of now."""
+        return self._allow_strategy_header or self._router.may_need(Needs.SESSION_KEY)
+
+    def set_session_keys(self, sources: Sequence[SessionKeySource], fields: Sequence[str]) -> None:
+        """Read session keys from these sources from now on; see `session_fields`."""
+        self._session_keys = tuple(sources)
+        self._reads_session = bool(fields)
 
     @property
     def isolates(self) -> bool:
