@@ -60,6 +60,7 @@ READS_WALL = {
     "app/cache_tracker.py": "shows when a stream's last batch came",
     "app/reloading.py": "shows since when a configuration is in force",
     "app/runtime.py": "`created` of the models",
+    "gateway/admin.py": "time in the log lines of production-stack's router",
     "gateway/client_keys.py": "`expires` of keys",
     "gateway/journal.py": "time stamps of log lines, decisions and spans",
     "gateway/jwt.py": "`exp`, `nbf` and `iat` of tokens",
