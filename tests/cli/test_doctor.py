@@ -124,6 +124,16 @@ async def test_a_worker_that_two_sources_name_is_named_until_its_id_differs(tmp_
     assert "2 workers examined: 0 errors" in fixed.stdout
 
 
+async def test_without_a_configuration_the_gateway_of_this_machine_is_examined(monkeypatch):
+    async with sims({}) as [worker], gateway(configuration([worker.url])) as running:
+        await running.until_healthy(1)
+        monkeypatch.setenv("KVROUTE__ADMIN__API_KEY", "admin-key")
+        result = await run("doctor", "--port", running.url.rpartition(":")[2], "--no-probe")
+
+    assert result.exit_code == 0, result.output
+    assert "1 worker examined: 0 errors" in result.stdout
+
+
 async def test_the_findings_as_json():
     async with sims({"kv_events": False}) as [worker]:
         result = await run("doctor", "--worker", worker.url, "--strategy", "kvaware", "--port", "9", "--json")

@@ -196,7 +196,7 @@ def test_the_welcome_shows_a_first_request_and_whether_engines_are_simulated(mak
     assert "SIMULATED" in ready_text(plan)
     assert "random weights" in ready_text(real)
     assert "serve org/model" in ready_text(served)
-    for part in (f"curl {plan.gateway.url}/v1/chat/completions", "/docs", "/metrics"):
+    for part in (f"curl -i {plan.gateway.url}/v1/chat/completions", "/docs", "/metrics"):
         assert part in ready_text(plan)
 
 

@@ -44,7 +44,7 @@ def test_the_printed_curl_is_answered_and_ctrl_c_ends_everything(
         line.split()[-1] for line in printed.splitlines() if line.strip().endswith(("/docs", "/metrics"))
     ]
 
-    _, url, _, header, _, body = curl
+    _, _, url, _, header, _, body = curl
     name, _, value = header.partition(": ")
     with httpx.Client(trust_env=False, timeout=30) as http:
         answer = http.post(url, headers={name: value}, content=body)
@@ -52,6 +52,10 @@ def test_the_printed_curl_is_answered_and_ctrl_c_ends_everything(
         authorization = {"authorization": f"Bearer {Path(admin_key).read_text().strip()}"}
         admin = http.get(url.replace("/v1/chat/completions", "/admin/workers"), headers=authorization)
         found = [http.get(page).status_code for page in pages]
+    [explain] = [line for line in printed.splitlines() if "explain --url" in line]
+    command = shlex.split(explain.partition("?")[2].replace("X-REQUEST-ID", answer.headers["x-request-id"]))
+    command[:1] = [sys.executable, "-m", "kvroute"]
+    explained = subprocess.run(command, capture_output=True, text=True, timeout=60)
 
     assert answer.status_code == 200
     assert answer.json()["choices"][0]["message"]["content"]
@@ -60,6 +64,9 @@ def test_the_printed_curl_is_answered_and_ctrl_c_ends_everything(
     assert "SIMULATED" in printed
     assert found == [200, 200]
     assert admin.status_code == 200
+    assert f"went to {answer.headers['x-kvroute-worker']} by prefixaware" in explained.stdout, (
+        explained.stderr
+    )
     assert Path(admin_key).parent == Path(os.environ["XDG_STATE_HOME"]) / "kvroute"
 
     os.kill(process.pid, signal.SIGINT)
@@ -91,6 +98,9 @@ def test_with_tls_the_printed_curl_is_answered_over_https(tmp_path: Path) -> Non
         assert process.wait(60) == 0
 
     assert answer.returncode == 0, answer.stderr
-    assert json.loads(answer.stdout)["choices"][0]["message"]["content"]
-    assert curl[1] == "--cacert"
+    head, _, content = answer.stdout.partition("\n\n")
+    assert "x-kvroute-worker: worker-0" in head
+    assert json.loads(content)["choices"][0]["message"]["content"]
+    assert curl[2] == "--cacert"
+    assert "explain" not in printed
     assert (tmp_path / ".kvroute/tls/gateway.key").stat().st_mode & 0o777 == 0o600

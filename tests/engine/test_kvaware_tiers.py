@@ -6,13 +6,17 @@ One start of `kvroute up -f configs/redis-l2.yaml --strategy kvaware` for all te
 from __future__ import annotations
 
 import asyncio
+import os
+import sys
 from collections.abc import AsyncIterator, Callable
 from itertools import count
 
 import pytest
 import pytest_asyncio
 from tests.engine.endpoints import (
+    ADMIN_KEY,
     BACK_S,
+    ROOT,
     SHARED_TOKENS,
     Answer,
     Endpoint,
@@ -58,6 +62,19 @@ async def computed_on(endpoint: Endpoint, worker: str, prompt: str) -> Answer:
     await endpoint.until_known(prompt, worker, gpu=SHARED_TOKENS)
     await endpoint.until_known(prompt, other, l2=SHARED_TOKENS)
     return first
+
+
+async def test_the_doctor_finds_nothing_wrong(endpoint: Endpoint, report: Say) -> None:
+    """With the gateway's probes of all parts; broken set-ups are in test_doctor.py."""
+    argv = [sys.executable, "-m", "kvroute", "doctor", "-f", str(ROOT / "configs" / "redis-l2.yaml")]
+    argv += ["--state-dir", str(endpoint.state.path)]
+    env = {**os.environ, "KVROUTE__ADMIN__API_KEY": ADMIN_KEY}
+    process = await asyncio.create_subprocess_exec(*argv, stdout=asyncio.subprocess.PIPE, env=env)
+    printed = (await process.communicate())[0].decode()
+
+    report(printed)
+    assert process.returncode == 0
+    assert "2 workers examined: 0 errors, 0 warnings, 0 not checked" in printed
 
 
 async def test_a_prefix_in_a_workers_l1_is_sent_there_and_not_to_the_empty_one(

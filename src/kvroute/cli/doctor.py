@@ -27,12 +27,14 @@ from kvroute.app.config import Config, Loaded, load, masked
 from kvroute.app.config_loading import ConfigSetting
 from kvroute.app.tokenizing import model_folder
 from kvroute.cli.serve import InvalidConfiguration, configured
+from kvroute.clock import SystemClock
 from kvroute.doctor.checks import diagnose, refused
 from kvroute.doctor.findings import Finding, Severity, exit_code
 from kvroute.doctor.gather import CompareTokenizer, Gatherer
 from kvroute.doctor.observations import Deployment, Observations
 from kvroute.errors import ConfigError, InvalidConfig
 from kvroute.fleet.discovery.file import read_workers_file
+from kvroute.fleet.discovery.registry import sources_of
 from kvroute.fleet.worker import WorkerId, WorkerSpec
 from kvroute.gateway.admin_guard import key_lines, key_path, user_state_folder
 from kvroute.options import Options
@@ -109,7 +111,8 @@ def doctor(context: click.Context, loaded: Loaded) -> None:
     """Examine a deployment: workers, events, LMCache, L2, keys and limits; each finding with its fix.
 
     Takes the configuration of `kvroute serve` (-c and the other flags), an endpoint spec (-f) or a running
-    gateway (--url). Exit code 0: no error, 1: at least one, 2: could not run. Warnings do not count.
+    gateway (--url; without any of them, the one on this machine). Exit code 0: no error, 1: at least one,
+    2: could not run. Warnings do not count.
     """
     flags = context.params
     config, found, seen = asyncio.run(examine(loaded.config, url=flags["url"], probes=flags["probe"]))
@@ -183,14 +186,22 @@ async def _examined(config: Config, url: str | None) -> _Examined:
     admin = _admin_key(config, gateway)
     workers: tuple[WorkerSpec, ...] = ()
     async with _client(config) as client:
-        if url is not None:
+        described = None
+        if url is not None or not sources_of(config.fleet, SystemClock()):
             described = await _ask(client, gateway, "/admin/config", admin)
+            if described is None and url is None:
+                raise ConfigError(
+                    "fleet",
+                    f"no workers to examine, and no gateway at {gateway} shows its configuration: give -c, "
+                    "--worker, -f, or --url of a running gateway",
+                )
             if described is None:
                 raise ConfigError(
                     "url",
                     f"{gateway} does not show its configuration: give its admin key with --admin-key-file, "
                     "or its configuration with -c",
                 )
+            url = gateway
             config = _with_secrets(described, config)
         listed = await _ask(client, gateway, "/admin/workers", admin)
     ignored: _Ignored = ()

@@ -6,7 +6,9 @@ import asyncio
 import json
 import os
 import shlex
+import shutil
 import signal
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from pathlib import Path
@@ -252,6 +254,13 @@ def _generated_key(plan: ProcessPlan) -> str:
     return ""
 
 
+def _command() -> str:
+    """How a reader in the present folder calls this program."""
+    if shutil.which("kvroute") is not None or not sys.argv[0].endswith("kvroute"):
+        return "kvroute"
+    return shlex.quote(os.path.relpath(sys.argv[0]))
+
+
 def ready_text(plan: ProcessPlan, admin_key: str = "") -> str:
     """The text that is printed when everything is ready: addresses and a first request.
 
@@ -266,16 +275,21 @@ def ready_text(plan: ProcessPlan, admin_key: str = "") -> str:
     else:
         kind = f"The workers are vLLM engines that serve {plan.model}."
     key = str(plan.admin_key_file or "as configured")
+    command = _command()
+    questions = f"""  why that worker?   {command} explain --url {url} --request-id X-REQUEST-ID
+  anything wrong?    {command} doctor --url {url}
+"""
     trust, note = "", ""
     if plan.ca_file is not None:
         trust = f"--cacert {shlex.quote(str(plan.ca_file))} "
+        questions = ""  # these commands do not trust the certificate
         note = "\nThe certificate is self-signed: clients must trust this file, and it is for trials only.\n"
     return f"""
 kvroute is ready at {url} with {len(plan.workers)} worker(s). {kind}
 
-  curl {trust}{url}/v1/chat/completions -H 'content-type: application/json' -d '{json.dumps(body)}'
+  curl -i {trust}{url}/v1/chat/completions -H 'content-type: application/json' -d '{json.dumps(body)}'
 
-  live page          {url}/ui#key={admin_key or "ADMIN-KEY"}
+{questions}  live page          {url}/ui#key={admin_key or "ADMIN-KEY"}
   API documentation  {url}/docs
   metrics            {url}/metrics
   admin key          {key}
