@@ -26,7 +26,7 @@ def goals() -> dict[str, AdmissionGoal]:
         )
         for name, traffics in cases(SETTING).items()
     }
-    return {goal.name: goal for goal in judge(SETTING, runs)}
+    return {goal.name: goal for goal in judge(SETTING, runs, {})}
 
 
 @pytest.mark.parametrize(

@@ -395,6 +395,41 @@ async def test_requests_with_exact_tokens_wait_with_them(run_gateway):
         assert running.metric("kvroute_requests_in_flight") == 0
 
 
+class NeverPrepared:
+    """Prepares no tokens. Mutable: `asked` counts the requests that wait for them."""
+
+    asked = 0
+
+    def try_cached(self, _request, _model):
+        return None
+
+    async def prepare(self, _request, _model):
+        self.asked += 1
+        await asyncio.Event().wait()
+
+
+async def test_a_full_queue_refuses_a_request_before_its_tokens_are_prepared(
+    run_gateway, raw_worker, monkeypatch
+):
+    limits = {"max_concurrent": 1, "max_waiting": 1}
+    async with (
+        run_gateway([raw_worker.url], admission=limits) as running,
+        busy_worker(running, raw_worker) as senders,
+    ):
+        senders.send(1)
+        await senders.waiting(1)
+        plane, preparer = running.runtime.plane, NeverPrepared()
+        with monkeypatch.context() as patch:
+            patch.setattr(plane, "_preparer", preparer)
+            patch.setattr(plane.planner, "model_to_tokenize", lambda *_: "m")
+
+            refused = await running.client.post(URL, json=body(2))
+
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "queue_full")
+        assert preparer.asked == 0
+        assert running.metric("kvroute_queue_shed_total", cause="full") == 1
+
+
 async def test_a_defect_while_a_waiting_request_starts_is_answered_500_and_stops_nothing(
     run_gateway, raw_worker, monkeypatch
 ):

@@ -263,6 +263,9 @@ class DataPlane:
             if model is not None:
                 prepared = preparer.try_cached(request, model)
                 if prepared is None:
+                    if self.queue is not None and request.endpoint.fills_kv_cache:
+                        # A request that will be refused must not wait for its tokens first.
+                        self.queue.check_room(self._entry(self.queue, request, headers, record, owner))
                     prepare, name = preparer.prepare, model
 
                     async def start() -> InFlightRequest:

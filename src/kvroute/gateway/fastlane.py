@@ -232,17 +232,21 @@ class FastLaneProtocol(EdgeProtocol):
                 return False
         body_at = request.body_at
         missing = body_at + request.body_bytes - len(data)
-        client, seen_client = None, plane.seen_client
-        if seen_client is not None:
-            client = seen_client(request.authorization)
-        headers = self._headers(request, client)
+        client = None
+        if plane.has_keys:
+            if plane.seen_client is not None:
+                client = plane.seen_client(request.authorization)
+            headers = self._headers(request, client)
+        else:
+            headers = request.headers if plane.reads_headers else _NO_HEADERS
         # Pipelined requests go to uvicorn, and requests to refuse as well: the ASGI path writes the errors.
         if missing < 0 or request.body_bytes > plane.max_body_bytes:
             return False
         if not plane.admission.admits(headers, client):
             return False
         record = plane.new_record(request.request_id, request.endpoint.path)
-        record.client = client
+        if client is not None:
+            record.client = client
         self._request = request
         if self._was_used_by_uvicorn:
             self._unset_keepalive_if_required()

@@ -224,18 +224,27 @@ class RequestQueue:
         now = self._now()
         return QueueEntry(target, key, weight, priority, now, now + self._options.max_wait_s, session)
 
+    def check_room(self, entry: QueueEntry) -> None:
+        """Raises QueueFull if an arriving request can neither start nor wait."""
+        self._offered(entry)
+
     def may_start(self, entry: QueueEntry) -> bool:
         """Whether an arriving request may start immediately. Raises QueueFull if it can neither start nor
         wait."""
-        outcome, displaced = self._queue.offer(entry, self._can_start)
+        outcome, displaced = self._offered(entry)
         if outcome is Outcome.START:
             return True
-        if outcome is not Outcome.WAIT:
-            self._shed(entry, outcome)
-            raise self._too_long(entry) if outcome is Outcome.EXPECTED_WAIT else self._full(entry)
         if displaced is not None:
             self._refuse(displaced, Outcome.DISPLACED, self._full(displaced))
         return False
+
+    def _offered(self, entry: QueueEntry) -> tuple[Outcome, QueueEntry | None]:
+        """See `FairQueue.offer`. Raises QueueFull instead of returning a refusal."""
+        outcome, displaced = self._queue.offer(entry, self._can_start)
+        if outcome is not Outcome.START and outcome is not Outcome.WAIT:
+            self._shed(entry, outcome)
+            raise self._too_long(entry) if outcome is Outcome.EXPECTED_WAIT else self._full(entry)
+        return outcome, displaced
 
     def wait(self, entry: QueueEntry, waiting: WaitingRequest) -> None:
         """Let a request wait; `waiting` is started, refused or ended later."""
