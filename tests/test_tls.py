@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ssl
+from datetime import UTC, datetime
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric import ec
@@ -14,6 +15,7 @@ from kvroute.tls import (
     ServerTlsOptions,
     TlsFileError,
     client_context,
+    expiry,
     server_context,
     signatures,
 )
@@ -124,3 +126,28 @@ def test_an_unusable_file_of_a_client_is_named_with_its_option(authority, tmp_pa
         client_context(ClientTlsOptions(**files), "upstream.tls", ssl.create_default_context)
 
     assert str(caught.value) == f"upstream.tls.{option}: cannot read {missing}: No such file or directory"
+
+
+@pytest.mark.parametrize("year", [2001, 2031, 2049, 2050, 2099, 9999])
+def test_a_certificates_expiry_is_read(authority, year):
+    until = datetime(year, 12, 31, 23, 59, 59, tzinfo=UTC)
+
+    assert expiry(authority.issue("a", until=until).cert, "o") == until.timestamp()
+
+
+def test_of_a_chain_the_first_expiry_counts(authority, tmp_path):
+    first, later = datetime(2031, 1, 1, tzinfo=UTC), datetime(2032, 1, 1, tzinfo=UTC)
+    chain = tmp_path / "chain.pem"
+    parts = [authority.issue(str(each), until=each).cert.read_text() for each in (later, first)]
+    chain.write_text("Bag Attributes: M\u00fcller\n".join(["", *parts]))
+
+    assert expiry(chain, "o") == first.timestamp()
+
+
+@pytest.mark.parametrize("body", ["", "AAAA", "MIIB", "MAA="])
+def test_a_certificate_that_cannot_be_decoded_is_an_error_with_its_option(tmp_path, body):
+    file = tmp_path / "bad.pem"
+    file.write_text(f"-----BEGIN CERTIFICATE-----\n{body}\n-----END CERTIFICATE-----\n")
+
+    with pytest.raises(TlsFileError, match=r"^o: .*bad\.pem has a certificate that cannot be decoded"):
+        expiry(file, "o")

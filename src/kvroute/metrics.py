@@ -280,9 +280,7 @@ class Metrics(Collector):
             "kvroute_memory_used_ratio", "Used share of the memory limit, with `server.memory_watermark`.", []
         )
         self.out_of_descriptors = self._counter(
-            "kvroute_out_of_descriptors",
-            "Connections that were not opened for lack of descriptors.",
-            ["side"],
+            "kvroute_out_of_descriptors", "Connections that were not opened: no free descriptor.", ["side"]
         )
         self.in_flight = self._gauge(
             "kvroute_requests_in_flight", "Inference requests being served now."
@@ -381,16 +379,18 @@ class Metrics(Collector):
             "`plain_json` have no option) and by outcome: `forwarded` unread, or `refused`.",
             ["limit", "outcome"],
         )
+        self.certificate_expiry = self._gauge(
+            "kvroute_certificate_expiry_timestamp_seconds",
+            "When the first certificate of the file that is in use expires, by the file's option.",
+            ["option"],
+        )
         self.tls_handshakes = self._counter(
             "kvroute_tls_handshakes",
-            "TLS handshakes of clients by outcome: started, finished, or the cause of a failure. Those "
-            "without a further outcome timed out, or the client left.",
+            "TLS handshakes of clients by outcome: started, finished, or the cause of a failure.",
             ["outcome"],
         )
         self.tls_reloads = self._counter(
-            "kvroute_tls_reloads",
-            "Changes of the files of server.tls that were loaded or refused.",
-            ["outcome"],
+            "kvroute_tls_reloads", "Changed files of server.tls that were loaded or refused.", ["outcome"]
         )
         self.key_requests = self._counter(
             "kvroute_key_requests", "Requests that were admitted, by the name of their key.", ["key"]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import ssl
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,6 +18,9 @@ from kvroute.options import Options, option
 _CERTIFICATE = b"-----BEGIN CERTIFICATE-----"
 _KEY = b"PRIVATE KEY-----"
 _ALPN = ["http/1.1"]
+_PEM = re.compile(r"-----BEGIN CERTIFICATE-----.*?-----END CERTIFICATE-----", re.DOTALL).findall
+_SEQUENCE, _VERSION, _UTC_TIME = 0x30, 0xA0, 0x17
+"""Tags of ASN.1."""
 
 
 class TlsFileError(ConfigError):
@@ -118,6 +123,55 @@ def server_context(options: ServerTlsOptions, section: str) -> ssl.SSLContext:
         context.verify_mode = ssl.CERT_REQUIRED
         _load_authorities(context, options.client_ca_file, f"{section}.client_ca_file")
     return context
+
+
+def expiry(cert_file: Path, path: str) -> float:
+    """When the first certificate of a PEM file expires, in seconds since the epoch.
+
+    The chain counts too: clients refuse it as a whole. Raises TlsFileError with the option's `path`. Blocks.
+    """
+    try:
+        found = [_not_after(ssl.PEM_cert_to_DER_cert(text)) for text in _PEM(cert_file.read_text("latin-1"))]
+    except OSError as error:
+        raise TlsFileError(path, f"cannot read {cert_file}: {error.strerror}") from None
+    except (ValueError, IndexError):
+        raise TlsFileError(path, f"{cert_file} has a certificate that cannot be decoded") from None
+    if not found:
+        raise TlsFileError(path, f"{cert_file} has no PEM certificate")
+    return min(found)
+
+
+def _not_after(der: bytes) -> float:
+    """The end of a certificate's validity (RFC 5280, 4.1). Raises ValueError and IndexError."""
+    # An SSL context does not tell it, and gateways with a certificate do not need the package cryptography.
+    fields = _children(_children(der)[0][1])  # of the part that is signed
+    if fields[0][0] == _VERSION:
+        fields = fields[1:]
+    _, (kind, text) = _children(fields[3][1])  # after serial number, algorithm and issuer
+    form = "%y%m%d%H%M%SZ" if kind == _UTC_TIME else "%Y%m%d%H%M%SZ"
+    return datetime.strptime(text.decode("ascii"), form).replace(tzinfo=UTC).timestamp()
+
+
+def _children(der: bytes) -> list[tuple[int, bytes]]:
+    """The elements of an ASN.1 sequence: the tag, and the content; for a sequence, with its own head."""
+    content, found = _element(der, 0)[1], list[tuple[int, bytes]]()
+    at = 0
+    while at < len(content):
+        tag, inner, end = _element(content, at)
+        found.append((tag, content[at:end] if tag == _SEQUENCE else inner))
+        at = end
+    return found
+
+
+def _element(der: bytes, at: int) -> tuple[int, bytes, int]:
+    """Tag, content and end of the element that begins at `at`."""
+    tag, size, start = der[at], der[at + 1], at + 2
+    if size & 0x80:  # the number of bytes that hold the size
+        start += size & 0x7F
+        size = int.from_bytes(der[at + 2 : start], "big")
+    if start + size > len(der):
+        raise ValueError("the element is cut off")
+    return tag, der[start : start + size], start + size
 
 
 def client_context(

@@ -6,6 +6,7 @@ import asyncio
 import socket
 import ssl
 from collections.abc import Callable
+from datetime import UTC, datetime
 
 import pytest
 from tests.support.certificates import Authority
@@ -108,6 +109,23 @@ async def test_new_connections_get_a_changed_certificate_and_open_ones_continue(
     writer.write(b"still here")
     assert await reader.readexactly(10) == b"still here"
     writer.transport.abort()
+
+
+async def test_the_expiry_of_the_certificate_in_use_is_a_metric_and_an_expired_one_is_logged(scene, caplog):
+    def expiry() -> datetime:
+        family = scene.metrics.certificate_expiry
+        return datetime.fromtimestamp(family.labels("server.tls.cert_file").value, UTC)
+
+    assert expiry() > datetime.now(UTC)
+    renewed, past = datetime(2040, 1, 1, tzinfo=UTC), datetime(2001, 1, 1, tzinfo=UTC)
+    scene.authority.issue("renewed", until=renewed).copy_to(scene.files)
+    await scene.intervals_pass(lambda: expiry() == renewed)
+    assert "has expired" not in caplog.text
+
+    scene.authority.issue("past", until=past).copy_to(scene.files)
+    await scene.intervals_pass(lambda: expiry() == past)
+
+    assert f"server.tls.cert_file: a certificate in {scene.files.cert} has expired" in caplog.text
 
 
 @pytest.mark.parametrize("fault", ["another key", "missing", "no PEM"])

@@ -40,11 +40,11 @@ class Authority:
         self.file = folder / f"{name}.pem"
         self.file.write_bytes(self._cert.public_bytes(serialization.Encoding.PEM))
 
-    def issue(self, name: str) -> Pair:
-        """The files of a new certificate, for server and client."""
+    def issue(self, name: str, *, until: datetime | None = None) -> Pair:
+        """The files of a new certificate, for server and client, valid `until` then; by default for a day."""
         key = ec.generate_private_key(ec.SECP256R1())
         subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
-        cert = _certificate(subject, key, self._name, self._key, is_authority=False)
+        cert = _certificate(subject, key, self._name, self._key, is_authority=False, until=until)
         pair = Pair(self._folder / f"{name}.crt", self._folder / f"{name}.key")
         pair.cert.write_bytes(cert.public_bytes(serialization.Encoding.PEM))
         pair.key.write_bytes(private_bytes(key))
@@ -79,6 +79,7 @@ def _certificate(
     issuer_key: ec.EllipticCurvePrivateKey,
     *,
     is_authority: bool,
+    until: datetime | None = None,
 ) -> x509.Certificate:
     now = datetime.now(UTC)
     names = [x509.DNSName("localhost"), x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]
@@ -88,8 +89,8 @@ def _certificate(
         .issuer_name(issuer)
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
-        .not_valid_before(now - timedelta(hours=1))
-        .not_valid_after(now + timedelta(days=1))
+        .not_valid_before(min(now, until or now) - timedelta(hours=1))
+        .not_valid_after(until or now + timedelta(days=1))
         .add_extension(x509.BasicConstraints(ca=is_authority, path_length=None), critical=True)
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
         .add_extension(

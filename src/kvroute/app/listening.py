@@ -13,7 +13,7 @@ from kvroute.app.background_tasks import BackgroundTasks
 from kvroute.clock import Clock
 from kvroute.errors import ConfigError
 from kvroute.metrics import Family, Metrics, Tally
-from kvroute.tls import ServerTlsOptions, server_context, signatures
+from kvroute.tls import ServerTlsOptions, expiry, server_context, signatures
 
 log = logging.getLogger(__name__)
 
@@ -164,6 +164,7 @@ class TlsListener:
         self._options = options
         self._clock = clock
         self._reloads = metrics.tls_reloads
+        self._expires = metrics.certificate_expiry
         self._object_class = type(
             "CountedHandshake", (_CountedHandshake,), {"counts": metrics.tls_handshakes}
         )
@@ -189,6 +190,13 @@ class TlsListener:
     async def _load(self) -> ssl.SSLContext:
         context = await asyncio.to_thread(server_context, self._options, TLS_SECTION)
         context.sslobject_class = self._object_class
+        file = self._options.cert_file
+        assert file is not None
+        path = f"{TLS_SECTION}.cert_file"
+        expires = await asyncio.to_thread(expiry, file, path)
+        if expires <= self._clock.wall():
+            log.warning("%s: a certificate in %s has expired; clients will refuse it", path, file)
+        self._expires.labels(path).value = expires
         return context
 
     async def _poll(self) -> None:

@@ -129,6 +129,7 @@ GROUPS: Final[Mapping[str, Mapping[str, str]]] = MappingProxyType(
             "queue_waiting": "How many requests wait for a free worker?",
             "queue_wait_seconds": "How long do they wait?",
             "queue_shed": "How many are refused, and why?",
+            "certificate_expiry_timestamp_seconds": "When must a certificate be renewed?",
             "tls_handshakes": "Why do TLS connections fail?",
             "tls_reloads": "Was a new certificate loaded?",
         },

@@ -39,7 +39,9 @@ _SUMMED_GAUGES: Final = frozenset(
 )
 """Gauges of a process's own requests and resources: a scrape adds them up."""
 
-_MINIMUM_GAUGES: Final = frozenset({"process_start_time_seconds", "process_max_fds"})
+_MINIMUM_GAUGES: Final = frozenset(
+    {"process_start_time_seconds", "process_max_fds", "kvroute_certificate_expiry_timestamp_seconds"}
+)
 
 
 class Sample(msgspec.Struct, frozen=True, array_like=True):
