@@ -18,10 +18,12 @@ from kvroute.blocks.keys import Tier
 from kvroute.clock import SystemClock
 from kvroute.errors import ConfigError
 from kvroute.events.ingest import EventIngest
+from kvroute.events.ledger import Ledger
 from kvroute.events.probes import KnownPrompt
 from kvroute.fleet.fleet import Fleet
 from kvroute.fleet.worker import Worker, WorkerFacts, WorkerId, WorkerSpec
 from kvroute.gateway.preparation import KeySpaces
+from kvroute.index.prefix_index import PrefixIndex
 from kvroute.metrics import Metrics
 from kvroute.openai.isolation import key_space
 from kvroute.routing.strategy import ExactPrompt
@@ -171,6 +173,7 @@ def test_a_prompt_sent_in_another_key_space_is_not_reannounced(monkeypatch):
         def __init__(self) -> None:
             self.noted: list[KnownPrompt] = []
             self.prompts = self.subscriber = self
+            self.ledger = Ledger(PrefixIndex(), 0)
 
         def note(self, prompt: KnownPrompt) -> None:
             self.noted.append(prompt)

@@ -33,6 +33,7 @@ class FakeIngest:
     def __init__(self) -> None:
         self.reported: dict[str, list[tuple[int, int, TrustReason | None]]] = {}
         self.arrives: Callable[[], object] = lambda: None
+        self.lookahead = 0
 
     def refresh(self, force: bool) -> bool:
         self.arrives()
@@ -40,7 +41,12 @@ class FakeIngest:
 
     def streams(self, worker: Any) -> list[Any]:
         return [
-            SimpleNamespace(slot=slot, rank=rank, subscriber=SimpleNamespace(reason=reason))
+            SimpleNamespace(
+                slot=slot,
+                rank=rank,
+                subscriber=SimpleNamespace(reason=reason),
+                ledger=SimpleNamespace(lookahead=self.lookahead),
+            )
             for slot, rank, reason in self.reported.get(worker, [])
         ]
 

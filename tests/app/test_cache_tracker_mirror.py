@@ -5,7 +5,7 @@ import pytest
 from kvroute.app.cache_tracker_mirror import NOT_LINKED, CacheTrackerMirror, MirroredCaches
 from kvroute.app.config import Config
 from kvroute.blocks.chunks import PromptChunks
-from kvroute.blocks.keys import KEY_TOKENS, Tier, block_keys
+from kvroute.blocks.keys import KEY_TOKENS, Tier, block_keys, token_keys
 from kvroute.clock import SystemClock
 from kvroute.fleet.fleet import Fleet
 from kvroute.fleet.worker import Worker, WorkerId, WorkerSpec
@@ -65,6 +65,21 @@ def test_host_memory_that_lmcache_reports_does_not_count_twice(caches):
     caches.on_message(WorkerPlaces("w", [CachePlaceMessage(3, 0, "whole", "", by_lmcache=True)]))
 
     assert caches.match(PROMPT) == {3: Tokens(2 * KEY_TOKENS)}
+
+
+def test_blocks_whose_hashes_cover_later_tokens_are_found_by_keys_of_their_own(caches):
+    ids = list(range(100, 165))
+    prompt = ExactPrompt(65, token_keys(ids[:64], 0), PromptChunks(ids[:64]), last_id=ids[64])
+    holder = Holder(Tier.GPU)
+    index = PublishingPrefixIndex(caches.on_message, max_blocks=100)
+    index.attach(5, holder)
+    index.store(holder, KEY_TOKENS, None, prompt.keys_ahead(1))
+
+    assert 5 not in caches.match(prompt)
+    caches.on_message(WorkerPlaces("v", [CachePlaceMessage(5, 0, "whole", "", by_lmcache=False, ahead=1)]))
+
+    assert caches.match(prompt)[5] == Tokens(64)  # the last token is the one after the last block
+    assert caches.match(prompt._replace(last_id=1))[5] == Tokens(48)
 
 
 def test_without_a_link_no_place_is_trusted(caches, left):

@@ -211,3 +211,27 @@ class _Never:
         except asyncio.CancelledError:
             self.was_cancelled = True
             raise
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 3])
+async def test_predictions_are_exact_at_a_fork_of_hashes_with_lookahead(run_gateway, ahead: int) -> None:
+    """vLLM 0.33 with EAGLE-style speculation: a block's hash covers the next tokens too. So a block that
+    ends where two prompts fork is of one of them only."""
+    options = SimOptions(time_scale=0, lookahead_tokens=ahead, event_dialect="map-0.33")
+    chooser = random.Random(ahead)
+    base = [chooser.randrange(1000, 30_000) for _ in range(16 * 12 + 5)]
+    forks = [(base, 0), (base, len(base) - max(1, ahead))]  # a prompt, and the tokens that it shares
+    for position in (15, 16, 17, 31, 32, 33, 34, 35, 36, 100, 128, 129, 131, 16 * 12, len(base)):
+        other = [chooser.randrange(30_001, 60_000) for _ in range(chooser.randrange(1, 40))]
+        forks += [(base[:position], position - max(1, ahead)), (base[:position] + other, position - ahead)]
+    async with run_sim(options) as sim, run_gateway([sim.url], **SECTIONS) as running:
+        await until_ready(running)
+        for number, (prompt, shared) in enumerate(forks):
+            body = {"model": MODEL, "prompt": prompt, "max_tokens": 2}
+            answer = await running.client.post("/v1/completions", json=body)
+            assert answer.status_code == 200, answer.text
+
+            assert cached(answer) == max(0, shared) // 16 * 16
+            if number > 1:  # the first events show that the hashes have lookahead
+                assert (number, predicted(answer)) == (number, cached(answer))
+            await until_held(running, len(sim.worker.engine.cache.held_keys))

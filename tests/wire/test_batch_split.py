@@ -43,6 +43,8 @@ def joined(pieces: Sequence[Piece]) -> list[KvEvent]:
             whole.token_ids.extend(part.token_ids)
             if whole.extra_keys is not None:
                 whole.extra_keys.extend(part.extra_keys or [])
+            if whole.lookahead_token_ids is not None:
+                whole.lookahead_token_ids.extend(part.lookahead_token_ids or [])
         else:
             assert isinstance(whole, BlockRemoved)
             assert isinstance(part, BlockRemoved)
@@ -176,6 +178,22 @@ def test_extra_keys_go_with_their_blocks(extra: list[list[object] | None]) -> No
     pieces = split(MAP.encode(1.5, [stored], 0))
     assert joined(pieces) == [stored]
     assert len(pieces) == 32
+
+
+@pytest.mark.parametrize("ahead", [1, 3])
+def test_tokens_after_a_block_go_with_their_blocks(ahead: int) -> None:
+    rows = [[number] * ahead for number in range(3000)]
+    stored = msgspec.structs.replace(prompt(3000, 16), lookahead_token_ids=rows)
+    payload = DIALECTS["map-0.33"].encode(1.5, [stored], 0)
+
+    pieces = split(payload)
+
+    assert len(pieces) > 3
+    assert joined(pieces) == [stored]
+    for batch in read(pieces):
+        (event,) = batch.events
+        assert isinstance(event, BlockStored)
+        assert len(event.lookahead_token_ids or []) == len(event.block_hashes)
 
 
 def test_events_that_have_hashes_alone_are_divided_too() -> None:

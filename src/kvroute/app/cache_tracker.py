@@ -75,6 +75,8 @@ class LiveCaches:
         self._lmcache_reports_l1 = lmcache_reports_l1
         self._places: dict[int, tuple[TrustReason | None, tuple[CachePlace]]] = {}
         """Trust reason and place of each slot."""
+        self._aheads: frozenset[int] = frozenset()
+        """The lookaheads of all places so far, without 0."""
 
     def places(self, worker: Worker) -> Sequence[CachePlace]:
         streams = self._ingest.streams(worker)
@@ -83,22 +85,39 @@ class LiveCaches:
         return [self._place(stream)[0] for stream in streams]
 
     def _place(self, stream: Stream) -> tuple[CachePlace]:
-        reason, slot = stream.subscriber.reason, stream.slot
+        reason, slot, ahead = stream.subscriber.reason, stream.slot, stream.ledger.lookahead
         cached = self._places.get(slot)
-        if cached is None or cached[0] is not reason or cached[1][0].rank != stream.rank:
+        if cached is not None and cached[0] is reason:
+            place = cached[1][0]
+            is_current = place.rank == stream.rank and place.ahead == ahead
+        else:
+            is_current = False
+        if cached is None or not is_current:
             why = "" if reason is None else reason.value
-            place = CachePlace(slot, stream.rank, trust_for(reason), why)
+            place = CachePlace(slot, stream.rank, trust_for(reason), why, ahead)
+            if ahead:
+                self._aheads = self._aheads | {ahead}
             cached = self._places[slot] = reason, (place,)
         return cached[1]
 
     def match(self, prompt: ExactPrompt) -> Mapping[int, Tokens]:
-        return held_tokens(self._index, self._chunks, self._lmcache_reports_l1, prompt)
+        return held_tokens(self._index, self._chunks, self._lmcache_reports_l1, prompt, self._aheads)
 
 
 def held_tokens(
-    index: PrefixIndex, chunks: ChunkIndex, lmcache_reports_l1: Callable[[int], bool], prompt: ExactPrompt
+    index: PrefixIndex,
+    chunks: ChunkIndex,
+    lmcache_reports_l1: Callable[[int], bool],
+    prompt: ExactPrompt,
+    aheads: Iterable[int] = (),
 ) -> Mapping[int, Tokens]:
-    """The leading tokens of the prompt that each slot can use, from both indexes together."""
+    """The leading tokens of the prompt that each slot can use, from both indexes together.
+
+    `aheads` are the lookaheads of workers whose hashes cover tokens after each block. Their blocks have keys
+    of their own.
+    """
+    if aheads:
+        return _held_with_lookahead(index, chunks, lmcache_reports_l1, prompt, aheads)
     if not prompt.probed and not chunks.is_read:
         gpu = index.match_gpu(prompt.keys)
         if gpu is not None:  # a shortcut for fleets without slower tiers, with the same result
@@ -117,6 +136,22 @@ def held_tokens(
             found[slot] = Tokens(0, l1, l2)
         elif l1 + l2 > known.l1 + known.l2:
             found[slot] = Tokens(known.gpu, l1, l2)
+    return found
+
+
+def _held_with_lookahead(
+    index: PrefixIndex,
+    chunks: ChunkIndex,
+    lmcache_reports_l1: Callable[[int], bool],
+    prompt: ExactPrompt,
+    aheads: Iterable[int],
+) -> Mapping[int, Tokens]:
+    found = dict(held_tokens(index, chunks, lmcache_reports_l1, prompt))
+    for ahead in aheads:
+        # Such workers have no connector, so they have blocks in GPU memory only.
+        for slot, match in index.match(prompt.keys_ahead(ahead)).items():
+            if slot not in found or match.gpu > found[slot].gpu:
+                found[slot] = Tokens(match.gpu)
     return found
 
 
@@ -296,9 +331,12 @@ class CacheTracker:
         ids = prompt.chunks.token_ids
         stream.subscriber.on_answer(prompt.tokens - (cached_tokens or 0), sent)
         if self._isolation.predicts(worker.id, model):  # otherwise the salt was another one
-            stream.prompts.note(KnownPrompt(model, ids, prompt.keys, prompt.salt))
+            keys, followed, ahead = prompt.keys, ids, stream.ledger.lookahead
+            if ahead:
+                keys, followed = prompt.keys_ahead(ahead), ids[ahead:]
+            stream.prompts.note(KnownPrompt(model, ids, keys, prompt.salt))
             if cached_tokens and stream.reason is not None:
-                stream.ledger.confirm(prompt.keys, ids, cached_tokens, adapter=prompt.adapter)
+                stream.ledger.confirm(keys, followed, cached_tokens, adapter=prompt.adapter)
         self.lmcache.answered(stream.slot, ids)
 
     def distrust(self, worker: Worker, rank: int, why: str) -> None:
@@ -464,7 +502,7 @@ class CacheMapPublisher:
             worker.id,
             [
                 CachePlaceMessage(
-                    place.slot, place.rank, place.trust.value, place.why, reports_l1(place.slot)
+                    place.slot, place.rank, place.trust.value, place.why, reports_l1(place.slot), place.ahead
                 )
                 for place in cache_tracker.caches.places(worker)
             ],

@@ -60,6 +60,8 @@ class MirroredCaches:
         self.targets: list[L2Target] = []
         self._places: dict[str, tuple[CachePlace, ...]] = {}
         self._by_lmcache: set[int] = set()
+        self._aheads: frozenset[int] = frozenset()
+        """The lookaheads of all places so far, without 0."""
 
     def refresh(self, force: bool) -> bool:
         """True: the messages of the other process are applied as they arrive, so the map is fresh."""
@@ -70,7 +72,8 @@ class MirroredCaches:
 
     def match(self, prompt: ExactPrompt) -> Mapping[int, Tokens]:
         mirror = self.mirror
-        return held_tokens(mirror.blocks, mirror.chunks, self._by_lmcache.__contains__, prompt)
+        by_lmcache = self._by_lmcache.__contains__
+        return held_tokens(mirror.blocks, mirror.chunks, by_lmcache, prompt, self._aheads)
 
     def on_message(self, message: Message) -> bool:
         """Apply a message of the other process; False if it does not concern the map."""
@@ -82,10 +85,11 @@ class MirroredCaches:
                     self._set_places(worker, ())
             case WorkerPlaces(worker, places):
                 self._by_lmcache |= {place.slot for place in places if place.by_lmcache}
+                self._aheads = self._aheads | {place.ahead for place in places if place.ahead}
                 self._by_lmcache -= {place.slot for place in places if not place.by_lmcache}
                 self._set_places(
                     worker,
-                    tuple(CachePlace(p.slot, p.rank, MapTrust(p.trust), p.why) for p in places),
+                    tuple(CachePlace(p.slot, p.rank, MapTrust(p.trust), p.why, p.ahead) for p in places),
                 )
             case TierBandwidth(slot, tier, gb_s):
                 self._on_bandwidth(slot, Tier(tier), gb_s)

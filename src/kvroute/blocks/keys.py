@@ -396,6 +396,20 @@ def adapter_space(adapter: str | None, salt: str = "") -> CacheSpace:
     return CacheSpace(adapter or "", salt) if adapter or salt else _PLAIN
 
 
+def lookahead_seed(head: Sequence[int], seed: int) -> int:
+    """The start of the key chain behind a prompt's first tokens `head`: see `lookahead_keys`."""
+    return mixed_seed(seed, array("I", head).tobytes())
+
+
+def lookahead_keys(token_ids: Sequence[int], seed: int, ahead: int) -> list[BlockKey]:
+    """The keys of a prompt for workers whose block hashes also cover `ahead` tokens after each block.
+
+    Key *i* covers the first `(i + 1) * KEY_TOKENS + ahead` tokens, as the engine's hash does: a block that
+    was computed before another continuation has another key. `token_ids` is the whole prompt.
+    """
+    return token_keys(token_ids[ahead:], lookahead_seed(token_ids[:ahead], seed))
+
+
 def mixed_seed(key: int, extra: bytes) -> int:
     """The seed of a block with content besides token ids (images, embeddings), from the key before it."""
     return xxh3_64_intdigest(extra, key)

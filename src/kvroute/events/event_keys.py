@@ -47,7 +47,26 @@ def pieces_of(event: BlockStored, blocks: int) -> Iterator[BlockStored]:
             parent_block_hash=hashes[start - 1] if start else event.parent_block_hash,
             token_ids=event.token_ids[start * size : stop * size],
             extra_keys=event.extra_keys[start:stop] if event.extra_keys else None,
+            lookahead_token_ids=event.lookahead_token_ids[start:stop] if event.lookahead_token_ids else None,
         )
+
+
+def without_lookahead(event: BlockStored) -> tuple[BlockStored, Sequence[int], int] | None:
+    """An event with lookahead, as the plain event of the same chain without its first tokens.
+
+    Returns the plain event, these first tokens (empty if the event has a parent), and the number of tokens
+    that a hash covers after its block. The plain event's tokens end where the hashes end, so `keys_of` gives
+    the keys of `blocks.keys.lookahead_keys`. None if the event's fields do not fit together.
+    """
+    rows, size = event.lookahead_token_ids, event.block_size
+    if not rows or len(rows) != len(event.block_hashes) or size * len(rows) != len(event.token_ids):
+        return None
+    ahead = len(rows[0])
+    if not ahead or any(len(row) != ahead for row in rows):
+        return None
+    tokens = event.token_ids + rows[-1]
+    plain = msgspec.structs.replace(event, token_ids=tokens[ahead:], lookahead_token_ids=None)
+    return plain, tokens[:ahead] if event.parent_block_hash is None else (), ahead
 
 
 def root_seed(event: BlockStored) -> int:

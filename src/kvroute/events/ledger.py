@@ -11,8 +11,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Final, cast
 
-from kvroute.blocks.keys import KEY_TOKENS, BlockKey, Tier
-from kvroute.events.event_keys import is_divisible, keys_of, pieces_of, root_seed, tier_of
+from kvroute.blocks.keys import KEY_TOKENS, BlockKey, Tier, lookahead_seed
+from kvroute.events.event_keys import (
+    is_divisible,
+    keys_of,
+    pieces_of,
+    root_seed,
+    tier_of,
+    without_lookahead,
+)
 from kvroute.events.holdings import HeldBlocks, LedgerCounts
 from kvroute.events.orphans import OrphanBlocks, PendingConfirmations, ReportedPrompt
 from kvroute.index.prefix_index import PrefixIndex
@@ -56,6 +63,9 @@ class Ledger:
         self, index: PrefixIndex, slot: int, *, max_orphans: int = 100_000, max_remembered: int = 65_536
     ) -> None:
         self.counts = LedgerCounts()
+        self.lookahead = 0
+        """Tokens that the worker's hashes cover after each block (EAGLE-style speculation). If not 0, the
+        keys of the held blocks are those of `blocks.keys.lookahead_keys`."""
         self.forgotten = 0
         """Rises whenever a block without a known hash may have been removed: see `confirm`."""
         self._index = index
@@ -293,9 +303,9 @@ class Ledger:
                 part = Runs(part.tier, part.stride, runs)
             yield part
 
-    def begin_restore(self, group: int | None, block_tokens: int) -> None:
+    def begin_restore(self, group: int | None, block_tokens: int, lookahead: int = 0) -> None:
         """Start to restore a snapshot: calls of `restore` follow."""
-        self._group, self._block_tokens = group, block_tokens
+        self._group, self._block_tokens, self.lookahead = group, block_tokens, lookahead
 
     def restore(self, part: Part) -> None:
         """Restore one part of a snapshot; the parts come in the order of `dump`."""
@@ -318,6 +328,8 @@ class Ledger:
             return False
         if (group is not None and group != self._group) or self._hashless or self.orphan_hashes:
             return False
+        if event.lookahead_token_ids is not None:
+            return False
         return self._held.append_one(parent, hashes[0], tokens)
 
     def _stored(self, event: BlockStored, repeats: bool) -> None:
@@ -329,6 +341,13 @@ class Ledger:
         if event.group_idx is not None and not self._speaks_for_prefix(event):
             self.counts.passed_over += len(hashes)
             return
+        head: Sequence[int] = ()
+        if event.lookahead_token_ids is not None:
+            plain = without_lookahead(event)
+            if plain is None:
+                self.counts.unusable += len(hashes)
+                return
+            event, head, self.lookahead = plain
         tokens, size = event.token_ids, event.block_size
         if not tokens:
             self._stored_by_hash(hashes, tier)
@@ -341,6 +360,8 @@ class Ledger:
         parent = event.parent_block_hash
         if parent is None:
             parent_key, seed = None, root_seed(event)
+            if head:
+                seed = lookahead_seed(head, seed)
         else:
             parent_key = self._held.key_of(parent, tier)
             if parent_key is None:

@@ -174,7 +174,8 @@ class KvEventSubscriber:
             if position is None or self._trust_state.doubt is not None:
                 return None
             whole = self._sequence.whole and ledger.is_all_placed
-            head = StreamHead("", "", 0, 0.0, *position, whole, ledger.group, ledger.block_tokens)
+            group, size, ahead = ledger.group, ledger.block_tokens, ledger.lookahead
+            head = StreamHead("", "", 0, 0.0, *position, whole, group, size, ahead)
             generation, frames = ledger.generation, []
             for part in ledger.dump():
                 frames.append(encode(part))
@@ -223,7 +224,7 @@ class KvEventSubscriber:
             return
         (head, frames), self._resumed = self._resumed, None
         epoch = self._intake.epoch
-        self._ledger.begin_restore(head.group, head.block_tokens)
+        self._ledger.begin_restore(head.group, head.block_tokens, head.lookahead)
         try:
             for frame in frames:
                 self._ledger.restore(decode(frame))

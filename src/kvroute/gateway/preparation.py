@@ -315,7 +315,11 @@ class Preparer:
             keys = self._keys.in_one_step(usable, adapter_space(adapter, salt).seed)
             if keys is None:
                 return None
-            prompts.append(ExactPrompt(len(ids), keys, PromptChunks(usable), salt, adapter))
+            prompts.append(
+                ExactPrompt(
+                    len(ids), keys, PromptChunks(usable), salt, adapter, last_id=ids[-1] if ids else None
+                )
+            )
         return self._exact(model, prompts)
 
     async def prepare(self, request: InferenceRequest, model: str) -> Prepared:
@@ -343,7 +347,11 @@ class Preparer:
         for ids in found.prompts:
             usable = _usable(ids)
             keys = await self._in_steps(self._keys.steps(usable, adapter_space(adapter, salt).seed))
-            prompts.append(ExactPrompt(len(ids), keys, PromptChunks(usable), salt, adapter))
+            prompts.append(
+                ExactPrompt(
+                    len(ids), keys, PromptChunks(usable), salt, adapter, last_id=ids[-1] if ids else None
+                )
+            )
         if self._probe is not None:
             answers = await self._probe(prompts)
             prompts = [each._replace(probed=held) for each, held in zip(prompts, answers, strict=True)]

@@ -50,8 +50,8 @@ class StreamHead(msgspec.Struct, frozen=True):
     """The stream whose blocks follow, and its position.
 
     `incarnation` is the worker's `process_start_time_seconds`, `next_seq` the number of the next batch and
-    `digest` the digest of the batch before it. `whole`: no event was missing. `group` and `block_tokens`
-    describe the engine's cache: see `Ledger.group` and `Ledger.block_tokens`.
+    `digest` the digest of the batch before it. `whole`: no event was missing. `group`, `block_tokens` and
+    `lookahead` describe the engine's cache: see these properties of `Ledger`.
     """
 
     worker: str
@@ -63,6 +63,7 @@ class StreamHead(msgspec.Struct, frozen=True):
     whole: bool
     group: int | None
     block_tokens: int
+    lookahead: int = 0
 
 
 class Runs(msgspec.Struct, frozen=True):

@@ -135,6 +135,7 @@ class CachePlaceMessage(msgspec.Struct, frozen=True, array_like=True):
     trust: str
     why: str
     by_lmcache: bool
+    ahead: int = 0
 
 
 class WorkerPlaces(PeerMessage, frozen=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Collection, Mapping, Sequence
 from enum import StrEnum
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias
@@ -9,7 +10,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias
 from msgspec import Struct
 
 from kvroute.blocks.chunks import ChunkKey, PromptChunks
-from kvroute.blocks.keys import KEY_TOKENS, BlockKey, PromptKeys
+from kvroute.blocks.keys import KEY_TOKENS, BlockKey, PromptKeys, adapter_space, lookahead_keys
 from kvroute.fleet.load import WorkerLoad
 from kvroute.fleet.worker import ASSUMED_BLOCK_TOKENS, FleetView, Worker
 from kvroute.index.chunk_index import ChunkHolder
@@ -37,19 +38,29 @@ class ExactPrompt(NamedTuple):
     """The request's LoRA adapter."""
     probed: Probed = None
     key_tokens: int = KEY_TOKENS
+    last_id: int | None = None
+    """The last token id, which `chunks` and `keys` lack because it is always computed; None if unknown."""
+
+    def keys_ahead(self, ahead: int) -> list[BlockKey]:
+        """The keys for workers whose block hashes cover `ahead` more tokens: `blocks.keys.lookahead_keys`."""
+        ids = array("I", self.chunks.token_ids)
+        if self.last_id is not None:
+            ids.append(self.last_id)
+        return lookahead_keys(ids, adapter_space(self.adapter, self.salt).seed, ahead)
 
 
 class CachePlace(NamedTuple):
     """A worker, or one data-parallel rank of a worker, with its own cache.
 
     `slot` is its number in the cache map, unique among all places; `why` is the reason if `trust` is not
-    WHOLE.
+    WHOLE. `ahead` is the number of tokens that its block hashes cover after each block.
     """
 
     slot: int
     rank: int
     trust: MapTrust
     why: str = ""
+    ahead: int = 0
 
 
 class Tokens(NamedTuple):

@@ -54,6 +54,8 @@ class PagedCache:
     block_size: int
     record: bool = False
     byte_hashes: bool = False
+    lookahead: int = 0
+    """Tokens after each block that its key covers too; then `Chain.keys` are such keys (vLLM 0.33, EAGLE)."""
     _held: dict[int, Block] = field(default_factory=dict)
     _copies: dict[int, list[Block]] = field(default_factory=dict)
     _idle: OrderedDict[Block, None] = field(default_factory=OrderedDict)
@@ -214,5 +216,10 @@ class PagedCache:
                 group_idx=0,
                 kv_cache_spec_kind="full_attention",
                 session_id=chain.session_id,
+                lookahead_token_ids=self._lookahead_of(chain, start, stop) if self.lookahead else None,
             )
         )
+
+    def _lookahead_of(self, chain: Chain, start: int, stop: int) -> list[list[int]]:
+        ends = [(position + 1) * self.block_size for position in range(start, stop)]
+        return [list(chain.token_ids[end : end + self.lookahead]) for end in ends]

@@ -227,7 +227,7 @@ class SimEngine:
             self._refused.append(request)
             return True
         keys = request.chain.keys
-        limit = (request.prompt_tokens - 1) // size
+        limit = max(0, request.prompt_tokens - max(1, cache.lookahead)) // size
         hits = cache.match(keys, limit) if request.reads_cache else 0
         if total - hits + cache.idle_among(keys, hits) > cache.available - self._reserved:
             return False

@@ -104,6 +104,12 @@ class SimOptions(Options):
         10_000, "Batches kept for replay.", ge=1, higher="longer gaps can be repaired"
     )
     event_dialect: str = option("map-0.30", "Encoding of the events: " + ", ".join(DIALECTS) + ".")
+    lookahead_tokens: int = option(
+        0,
+        "Tokens after each block that its hash covers too, as in vLLM 0.33 with EAGLE-style speculation. "
+        "Needs `event_dialect: map-0.33`.",
+        ge=0,
+    )
     byte_hashes: bool = option(False, "Write block hashes as 32 bytes instead of 64-bit numbers.")
     version: str = option("0.32.0", "The vLLM release that /version reports.")
     api_key: str = option("", "Key that requests under /v1 must have (vLLM: --api-key); empty: none.")

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
-from kvroute.blocks.keys import CacheSpace, block_keys
+from kvroute.blocks.keys import CacheSpace, block_keys, lookahead_seed
 from kvroute.clock import Clock
 from kvroute.sim.answers import Choice
 from kvroute.sim.cache import Chain, PagedCache
@@ -154,9 +154,11 @@ class SimWorker:
         adapter = model if model in self.options.loras else None
         salt = (params and params.cache_salt) or ""
         tokens = prompt + output
-        seed = CacheSpace(adapter or "", salt).seed
+        seed, ahead, keyed = CacheSpace(adapter or "", salt).seed, self.options.lookahead_tokens, tokens
+        if ahead:
+            seed, keyed = lookahead_seed(tokens[:ahead], seed), tokens[ahead:]
         chain = Chain(
-            keys=block_keys(tokens.tobytes(), block_bytes=4 * self.options.block_size, seed=seed),
+            keys=block_keys(keyed.tobytes(), block_bytes=4 * self.options.block_size, seed=seed),
             token_ids=tokens if self.publisher is not None else (),
             lora_id=None if adapter is None else 1 + list(self.options.loras).index(adapter),
             lora_name=adapter,
@@ -238,6 +240,7 @@ class SimWorker:
             options.block_size,
             record=self.publisher is not None,
             byte_hashes=options.byte_hashes,
+            lookahead=options.lookahead_tokens,
         )
         return SimEngine(cache, options.timing)
 

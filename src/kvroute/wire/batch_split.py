@@ -7,7 +7,7 @@ loop for 1.5 ms at most; decoded as a whole, for 174 ms (docs/benchmarks.md).
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -15,12 +15,13 @@ import msgspec
 
 from kvroute.errors import WireError
 from kvroute.wire.msgpack_walk import STEP_IDS, after_hashes, after_ids, array_at, map_at, skip, text_at
-from kvroute.wire.vllm import FIELDS
+from kvroute.wire.vllm import FIELDS, TokenId
 
 PART_HASHES: Final = 512
 """Most hashes in one part of an event without token ids."""
 
 _NIL: Final = b"\xc0"
+_check_ids = msgspec.msgpack.Decoder(list[list[TokenId]]).decode
 _check_extra = msgspec.msgpack.Decoder(list[list[object] | None]).decode
 
 
@@ -171,7 +172,8 @@ def parts_of(data: bytes, event: EventLayout) -> Iterator[EventPart | None]:
     is_stored = event.tag == b"BlockStored"
     from_root = is_stored and data[slice(*fields["parent_block_hash"])] == _NIL
     placeholder_ids = b"\x90" if not event.ids else b"\x91\x00"
-    extra = yield from _extra_parts(data, event) if is_stored else ()
+    extra = yield from _row_parts(data, event, "extra_keys", _check_extra) if is_stored else ()
+    ahead = yield from _row_parts(data, event, "lookahead_token_ids", _check_ids) if is_stored else ()
     for number, first in enumerate(range(0, event.hashes, event.part_hashes)):
         count = min(event.part_hashes, event.hashes - first)
         last = after_hashes(data, at, count - 1)
@@ -187,14 +189,18 @@ def parts_of(data: bytes, event: EventLayout) -> Iterator[EventPart | None]:
                 new["token_ids"] = placeholder_ids
             if extra:
                 new["extra_keys"] = extra[number] if number < len(extra) else _NIL
+            if ahead:
+                new["lookahead_token_ids"] = ahead[number] if number < len(ahead) else _NIL
             parent = data[last:stop]
         at = stop
         yield EventPart(_with(data, event, new), number == 0, first + count == event.hashes, from_root)
 
 
-def _extra_parts(data: bytes, event: EventLayout) -> Generator[None, None, list[bytes]]:
-    """The event's extra keys, divided like the hashes; empty if the event has none."""
-    span = event.fields.get("extra_keys")
+def _row_parts(
+    data: bytes, event: EventLayout, name: str, check: Callable[[bytes], object]
+) -> Generator[None, None, list[bytes]]:
+    """A field with one row per block, divided like the hashes; empty if the event does not have it."""
+    span = event.fields.get(name)
     found = None if span is None else array_at(data, span[0])
     if span is None or found is None:
         return []
@@ -209,9 +215,9 @@ def _extra_parts(data: bytes, event: EventLayout) -> Generator[None, None, list[
             stop = yield from skip(data, at, step_count)
             part = _array(step_count) + data[at:stop]
             try:
-                _check_extra(part)
+                check(part)
             except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-                raise WireError("malformed extra keys") from error
+                raise WireError(f"malformed {name}") from error
             yield
         parts.append(part)
         at = stop

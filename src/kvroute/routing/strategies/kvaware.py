@@ -130,12 +130,12 @@ class KvAware:
             places = places_of(worker)
             if len(places) != 1:
                 return None
-            slot, _, trust, _ = places[0]
+            slot, _, trust, _, ahead = places[0]
             if trust is not _WHOLE:
                 return None
             tokens = cached.get(slot)
             if in_flight and slot in in_flight:
-                tokens = _with_in_flight(tokens, in_flight[slot], prompt, worker)
+                tokens = _with_in_flight(tokens, in_flight[slot], prompt, worker, ahead)
             if tokens is None:
                 totals.append(0)
                 held.append(self._no_match.get(slot) or self._add_no_match(slot))
@@ -177,7 +177,7 @@ class KvAware:
                         )
                     )
                     continue
-                tokens = _total(found, place.slot, worker)
+                tokens = _total(found, place, worker)
                 held.append(_match_of(place, rank, tokens, sent[number] if sent else 0))
         return targets, held
 
@@ -194,21 +194,26 @@ def _are_whole(places: Sequence[CachePlace]) -> bool:
     return True
 
 
-def _total(found: Sequence[_Found], slot: int, worker: Worker) -> Tokens:
-    """The tokens of all prompts that `slot` holds."""
-    totals = _NONE
+def _total(found: Sequence[_Found], place: CachePlace, worker: Worker) -> Tokens:
+    """The tokens of all prompts that the place holds."""
+    totals, slot = _NONE, place.slot
     for prompt, cached, in_flight in found:
         tokens = cached.get(slot)
         if slot in in_flight:
-            tokens = _with_in_flight(tokens, in_flight[slot], prompt, worker)
+            tokens = _with_in_flight(tokens, in_flight[slot], prompt, worker, place.ahead)
         if tokens is not None:
             totals = Tokens(totals.gpu + tokens.gpu, totals.l1 + tokens.l1, totals.l2 + tokens.l2)
     return totals
 
 
-def _with_in_flight(found: Tokens | None, keys: int, prompt: ExactPrompt, worker: Worker) -> Tokens:
-    """Count the tokens of the first `keys` keys as on the GPU: an unfinished request has their blocks."""
-    in_flight = keys * prompt.key_tokens
+def _with_in_flight(
+    found: Tokens | None, keys: int, prompt: ExactPrompt, worker: Worker, ahead: int
+) -> Tokens:
+    """Count the tokens of the first `keys` keys as on the GPU: an unfinished request has their blocks.
+
+    If hashes cover tokens after a block, the last block counts only if these tokens are among the keys too.
+    """
+    in_flight = max(0, keys * prompt.key_tokens - ahead)
     in_flight -= in_flight % worker.block_size
     if found is None:
         return Tokens(in_flight)
