@@ -58,6 +58,7 @@ def test_each_file_that_the_page_names_exists():
 WALL = re.compile(r"\btime\.time\(|\.wall\b|datetime\.now|utcnow|\btime_ns\(|gmtime\(\)|localtime\(\)")
 READS_WALL = {
     "app/cache_tracker.py": "shows when a stream's last batch came",
+    "app/listening.py": "whether a certificate has expired",
     "app/reloading.py": "shows since when a configuration is in force",
     "app/runtime.py": "`created` of the models",
     "gateway/admin.py": "time in the log lines of production-stack's router",
