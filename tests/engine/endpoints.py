@@ -246,9 +246,13 @@ def segments() -> set[str]:
 
 
 def kept_by_tierd(names: set[str]) -> set[str]:
-    """Those of `names` that a daemon leaves for the next one (docs/tierd.md, "Restarts")."""
-    daemons = {name for name in names if re.fullmatch(r"kvroute_tierd_\d+", name)}
-    return names & {file for name in daemons for file in (name, f".{name}.kept", f".{name}.guard")}
+    """Those of `names` that a daemon leaves for the next one (docs/tierd.md, "Restarts").
+
+    The segment's own name may be missing: an engine with LMCache inside removes it when it ends.
+    """
+    return {
+        name for name in names if re.fullmatch(r"kvroute_tierd_\d+|\.kvroute_tierd_\d+\.(kept|guard)", name)
+    }
 
 
 def endpoints(engine: Path, logs: Path, new_folder: Callable[[str], Path]) -> Run:
