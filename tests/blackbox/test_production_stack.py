@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import uuid
@@ -19,7 +20,7 @@ import httpx
 import pytest
 import yaml
 from tests.blackbox.test_discovery import PodApi, pod, pod_api
-from tests.support.sockets import free_port
+from tests.support.sockets import free_port, tcp_server
 from tests.support.waiting import until
 
 ROOT = Path(__file__).parents[2]
@@ -304,6 +305,33 @@ async def test_a_changed_dynamic_file_changes_workers_strategy_session_key_and_a
         write(routing_logic="roundrobin", service_discovery="k8s")
         await gateway.logged("fleet.kubernetes.enabled: cannot change while the gateway runs")
         assert await has_changed()
+    assert await gateway.stop() == 0
+
+
+async def test_a_static_worker_that_answers_500_gets_no_requests(run, workers, tmp_path):
+    async def fails(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 500 Internal Server Error\r\ncontent-length: 0\r\nconnection: close\r\n\r\n")
+        await writer.drain()
+
+    port = free_port()
+    async with tcp_server(fails) as failing:
+        gateway = await run(
+            "--port", str(port), "--service-discovery", "static", "--routing-logic", "roundrobin",
+            "--static-backends", f"{workers[0]},http://127.0.0.1:{failing}",
+            "--static-models", f"{MODEL},{MODEL}",
+            "--static-model-types", "chat,chat", "--static-backend-health-checks",
+            "--static-backend-health-check-interval", "1",
+            env={"XDG_STATE_HOME": str(tmp_path)},
+        )  # fmt: skip
+        async with healthy(gateway, f"http://127.0.0.1:{port}") as client:
+            for number in range(4):
+                await complete(client, f"r{number}", "Hello!")
+            engines = (await client.get("/engines")).json()
+        found = await places(gateway, 4)
+
+    assert len(engines) == 1
+    assert {url for urls in found.values() for url in urls} == {workers[0]}
 
 
 async def test_disaggregated_prefill_is_refused_in_words(run, tmp_path):

@@ -12,6 +12,7 @@ from kvroute.app.config_paths import shape_at, split
 from kvroute.cli.serve import vllm_router
 from kvroute.cli.vllm_router import (
     CONTROLLER,
+    DYNAMIC_FILES,
     FLAGS,
     LOG_LEVELS,
     MODEL_TYPES,
@@ -301,6 +302,20 @@ def test_a_dynamic_file_has_flags_with_underscores():
         "enable-batch-api": "true",
     }
     assert unknown == ("future",)
+
+
+def test_a_dynamic_file_takes_every_flag():
+    own = ("--host", "--port", "--log-level", "--log-format", "--version", *map("--{}".format, DYNAMIC_FILES))
+    document = {
+        name.removeprefix("--").replace("-", "_"): value or True
+        for name, value in THEIRS.items()
+        if name not in own
+    }
+
+    flags, unknown = dynamic_flags(document)
+
+    assert [f"--{name}" for name in flags] == [name for name in THEIRS if name not in own]
+    assert unknown == ()
 
 
 def test_a_dynamic_file_may_have_its_models_as_a_mapping():
