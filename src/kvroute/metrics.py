@@ -130,6 +130,13 @@ class Family(Generic[_Child]):
             child = self.children[values] = self._make()
         return child
 
+    def remove(self, label: str, value: str) -> None:
+        """Remove the children with this value of a label."""
+        if label in self.label_names:
+            place = self.label_names.index(label)
+            for values in [values for values in self.children if values[place] == value]:
+                del self.children[values]
+
 
 class Series:
     """All counters of the requests with the same `RequestLabels`, so that a request needs one lookup.
@@ -501,9 +508,13 @@ class Metrics(Collector):
         errors.observe(error_tokens)
 
     def forget_worker(self, worker: str) -> None:
-        """Drop the cached children of a worker that left; its series stay until the process ends."""
+        """Remove all series with this value of the label `worker`. O(all series)."""
         self._series = {key: series for key, series in self._series.items() if key[1] != worker}
         self._predicted = {key: known for key, known in self._predicted.items() if key[1] != worker}
+        for family in (*self._counters, *self._gauges):
+            family.remove("worker", worker)
+        for histogram in self._histograms:
+            histogram.remove("worker", worker)
 
     def call_before_collect(self, count: Callable[[], None]) -> None:
         """Call `count` before each collection, for a caller that counts in batches."""

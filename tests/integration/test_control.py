@@ -459,3 +459,29 @@ async def test_every_endpoint_is_relayed(run_gateway, instant_sim, path):
 
     assert answer.status_code == 200, answer.text
     assert answer.headers["x-kvroute-worker"]
+
+
+async def test_series_of_a_worker_that_left_are_removed_after_a_while(run_gateway, two, monkeypatch):
+    def shown(page: str) -> set[str]:
+        samples = [each for family in text_string_to_metric_families(page) for each in family.samples]
+        return {sample.labels["worker"] for sample in samples if "worker" in sample.labels} & {"w0", "w1"}
+
+    async with run_gateway(two) as gateway:
+        for number in range(8):
+            body = {**CHAT, "messages": [{"role": "user", "content": f"{number} {LONG}"}]}
+            assert (await gateway.client.post("/v1/chat/completions", json=body)).status_code == 200
+        assert shown((await gateway.client.get("/metrics")).text) == {"w0", "w1"}
+
+        assert (await gateway.client.delete("/admin/workers/w0")).is_success
+        await gateway.until(lambda: len(gateway.runtime.fleet.workers()) == 1)
+        assert shown((await gateway.client.get("/metrics")).text) == {"w0", "w1"}
+        monkeypatch.setattr("kvroute.app.runtime.SERIES_KEPT_S", 0.0)
+        assert shown((await gateway.client.get("/metrics")).text) == {"w1"}
+
+        worker = {"id": "w0", "url": two[0]}
+        assert (await gateway.client.post("/admin/workers", json=worker)).is_success
+        await gateway.until_healthy(2)
+        assert (await gateway.client.delete("/admin/workers/w1")).is_success
+        await gateway.until(lambda: len(gateway.runtime.fleet.workers()) == 1)
+        assert (await gateway.client.post("/v1/chat/completions", json=CHAT)).status_code == 200
+        assert gateway.metric("kvroute_requests_total", worker="w0") == 1

@@ -158,7 +158,7 @@ and `_count`. With several processes the page has the figures of all of them ([p
 The number of series is bounded. `model` is a model of the fleet; names that the fleet does not have become
 `other`, and requests refused before their model is known have `-`. `worker` is a worker's id, or `-` if no
 worker got the request. `strategy`, `reason`, `cause` and `outcome` are fixed sets; `key` is a name from the
-file of keys.
+file of keys. The series of a worker that left are removed after five minutes.
 
 The first byte of an answer that is not streamed arrives with the whole answer, so percentiles of first tokens
 need `streamed="true"`:

@@ -30,7 +30,7 @@ from kvroute.fleet.discovery.registry import sources_of
 from kvroute.fleet.fleet import Fleet, FleetChange
 from kvroute.fleet.health import HealthMonitor
 from kvroute.fleet.probe import Prober, probe_client
-from kvroute.fleet.worker import HealthState, Worker
+from kvroute.fleet.worker import HealthState, Worker, WorkerId
 from kvroute.gateway import admin as decision_lines
 from kvroute.gateway.access import AdminKeys, KeyCheck, session_fields, session_key_sources
 from kvroute.gateway.accuracy import PredictionAudit
@@ -74,6 +74,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("kvroute.runtime")
 
+SERIES_KEPT_S = 300.0
+"""How long the series of a worker that left stay in `/metrics`, so that their last values are scraped."""
 _SYNC_TIMEOUT_S = 5.0
 """Longest time that a process which joins the others waits, for each of its conditions."""
 _POLL_INTERVAL_S = 0.01
@@ -167,6 +169,9 @@ class Runtime:
         self.plane = self._data_plane()
         self.application = self._application()
         self.reload.appliers.append(self._apply_config)
+        self._left: dict[WorkerId, float] = {}
+        """Workers that left whose series are still there -> when they left."""
+        self.metrics.call_before_collect(self._forget_series)
         self.fleet.subscribe(self._fleet_changed)
         self.metrics.registry.register(
             Gauges(
@@ -554,6 +559,14 @@ class Runtime:
     def _bandwidth_received(self, slot: int, tier: Tier, gb_s: float) -> None:
         self.router.set_rate(slot, tier, gb_s)
 
+    def _forget_series(self) -> None:
+        """Remove the series of workers that left some time ago and have not returned."""
+        due = self._clock.now() - SERIES_KEPT_S
+        for worker in [worker for worker, left in self._left.items() if left <= due]:
+            del self._left[worker]
+            if all(each.id != worker for each in self.fleet.workers()):
+                self.metrics.forget_worker(worker)
+
     def _fleet_changed(self, change: FleetChange, worker: Worker) -> None:
         """Update all services that keep data of a worker."""
         if self.cache_tracker is not None:
@@ -569,7 +582,8 @@ class Runtime:
                 self.router.worker_left(worker)
                 self._owners.forget_worker(worker.id)
                 self._transports.forget(worker)
-                self.metrics.forget_worker(worker.id)
+                self._left[worker.id] = self._clock.now()
+                self._forget_series()
             case FleetChange.RESTARTED:
                 self.router.worker_restarted(worker)
                 self._owners.forget_worker(worker.id)
