@@ -33,6 +33,9 @@ class Workers:
     asked: list[str] = field(default_factory=list)
     deadlines_s: list[float | None] = field(default_factory=list)
 
+    def is_remote(self, model: str) -> bool:
+        return True
+
     def view(self, model: str) -> Any:
         workers = [
             SimpleNamespace(spec=SimpleNamespace(url=url), facts=SimpleNamespace(adapters=()))
@@ -288,3 +291,27 @@ def test_prompts_that_no_tokenizer_could_make_exact_are_no_outage() -> None:
         outages.count("m", each)
 
     assert not outages.reasons
+
+
+async def test_prompts_do_not_wait_one_after_another_for_a_tokenizer_that_hangs() -> None:
+    """The first three do, and then one a second."""
+    workers, clock = Workers(["http://a"], dead={"http://a"}, why=TokensReason.LATE), ManualClock()
+    preparer = Preparer(
+        cast(ExactTokens, workers), cast(Fleet, workers), Metrics(), no_adapters(), fixed, now=clock.now
+    )
+
+    async def asked(prompts: int) -> int:
+        before = len(workers.asked)
+        for _ in range(prompts):
+            assert (await preparer.prepare(request(), "m")).why_not == "late"
+        return len(workers.asked) - before
+
+    assert [await asked(3), await asked(10)] == [3, 1]
+    clock.time += 0.9
+    assert await asked(10) == 0
+    clock.time += 0.2
+    assert await asked(10) == 1
+    workers.dead = set()
+    clock.time += 1.1
+    for _ in range(10):
+        assert (await preparer.prepare(request(), "m")).prompts

@@ -198,6 +198,7 @@ _NO_TOKENIZER = (TokensReason.LATE, TokensReason.WORKER_FAILED, TokensReason.FAI
 """Reasons that mean, several times in a row, that no tokenizer answers."""
 _MANY_IN_A_ROW = 3
 _LOG_EVERY_S = 30.0
+_TRY_EVERY_S = 1.0
 
 
 @dataclass(slots=True)
@@ -206,6 +207,7 @@ class _Outage:
     """Prompts in a row."""
     is_logged: bool = False
     logged_at: float = -math.inf
+    tried_at: float = -math.inf
 
 
 class TokenizerOutages:
@@ -242,6 +244,16 @@ class TokenizerOutages:
                 model,
                 reason,
             )
+
+    def may_try(self, model: str) -> bool:
+        """Whether the next prompt should wait for a tokenizer: one a second while all wait in vain."""
+        if self.reasons.get(model) is not TokensReason.LATE:
+            return True  # the tokenizer answers, or refuses at once
+        outage, now = self._outages[model], self._now()
+        if now - outage.tried_at < _TRY_EVERY_S:
+            return False
+        outage.tried_at = now
+        return True
 
     def _ended(self, model: str, outage: _Outage) -> None:
         outage.failures = 0
@@ -328,6 +340,9 @@ class Preparer:
         `model` is the name that workers use.
         """
         base = self._base(model)
+        # A local tokenizer is always asked: it finishes late prompts, and later turns find them in its cache.
+        if self._tokens.is_remote(base or model) and not self.outages.may_try(model):
+            return self._inexact(model, TokensReason.LATE)
         found: ExactPrompts | TokensReason = TokensReason.NO_SOURCE
         began = now = time.monotonic()
         until = began + self._deadline_s(model, len(request.body))

@@ -172,6 +172,11 @@ class ExactTokens:
     def sources(self) -> Mapping[str, TokenSource]:
         return self._sources
 
+    def is_remote(self, model: str) -> bool:
+        """Whether workers tokenize for `model`."""
+        source = self._sources.get(model)
+        return source is not None and source.mode is Mode.REMOTE
+
     async def prepare(self, model: str, *, folder: Path | None, url: str) -> TokenSource:
         """Choose the source of `model` by sample requests to the worker at `url`.
 
