@@ -110,9 +110,16 @@ def test_a_worker_with_a_gpu_partition_reserves_no_whole_gpu(name, plan):
 
 def test_a_jumpstart_model_on_hyperpod_runs_on_its_instance_type(plan):
     made = plan(SAMPLES["jumpstart-mig-kv-cache"])
-    required = worker_of(made)["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+    wanted = {"key": "node.kubernetes.io/instance-type", "operator": "In", "values": ["ml.p4d.24xlarge"]}
+    pods = [worker_of(made)] + [
+        each["spec"]["template"]["spec"] for each in objects_of(made) if each["kind"] == "DaemonSet"
+    ]
 
-    assert "ml.p4d.24xlarge" in json.dumps(required)
+    # The cache servers run on the same nodes, and no other label is asked for.
+    assert len(pods) == 2
+    for pod in pods:
+        rules = pod["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+        assert rules == {"nodeSelectorTerms": [{"matchExpressions": [wanted]}]}
 
 
 def test_an_unknown_model_id_is_one_note_that_names_the_field(read):

@@ -16,7 +16,6 @@ from kvroute.deploy.spec.endpoint import (
     Document,
     EndpointDocument,
     InferenceEndpointConfig,
-    JumpStartModel,
     MetricsSpec,
     WorkerDocument,
     resolved,
@@ -180,8 +179,6 @@ def plan_endpoint(written: Document) -> EndpointPlan:
         replicas = replicas if replicas is not None else document.spec.initial_replica_count
         one = [document.spec.instance_type] if document.spec.instance_type else []
         instance_types = document.spec.instance_types or one
-    elif isinstance(written, JumpStartModel):
-        instance_types = [written.spec.server.instance_type]
     return EndpointPlan(
         name=document.metadata.name,
         namespace=document.metadata.namespace,

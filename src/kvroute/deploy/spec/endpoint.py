@@ -25,6 +25,7 @@ from kvroute.deploy.spec.worker import (
 
 HYPERPOD_API, HYPERPOD_KIND = "inference.sagemaker.aws.amazon.com/v1", "InferenceEndpointConfig"
 JUMPSTART_KIND, OLD_JUMPSTART_KIND = "JumpStartModel", "ModelDeployment"
+INSTANCE_TYPE_LABEL: Final = "node.kubernetes.io/instance-type"
 HyperpodApi = Literal["inference.sagemaker.aws.amazon.com/v1", "inference.sagemaker.aws.amazon.com/v1alpha1"]
 OWN_API, OWN_KIND = "kvroute.dev/v1", "Endpoint"
 
@@ -365,24 +366,26 @@ def resolved(document: Document) -> WorkerDocument:
 
     Without `x-kvroute.platform`, the nodes are HyperPod's if the workers' image is one of HyperPod's.
     """
-    endpoint = _without_hub(document) if isinstance(document, JumpStartModel) else document
-    extension, worker = endpoint.x_kvroute, endpoint.spec.worker
-    if extension.platform is not None:
-        return endpoint
-    image = worker.image if worker is not None and worker.image is not None else extension.images.worker
-    platform = "hyperpod" if "hyperpod" in image.rpartition("/")[2] else "any"
-    return endpoint.model_copy(update={"x_kvroute": extension.model_copy(update={"platform": platform})})
+    extension = document.x_kvroute
+    if extension.platform is None:
+        worker = None if isinstance(document, JumpStartModel) else document.spec.worker
+        image = worker.image if worker is not None and worker.image is not None else extension.images.worker
+        platform = "hyperpod" if "hyperpod" in image.rpartition("/")[2] else "any"
+        extension = extension.model_copy(update={"platform": platform})
+    if isinstance(document, JumpStartModel):
+        return _without_hub(document, extension)
+    return document.model_copy(update={"x_kvroute": extension})
 
 
-def _without_hub(document: JumpStartModel) -> EndpointDocument:
+def _without_hub(document: JumpStartModel, extension: Extension) -> EndpointDocument:
     """The Endpoint that does the same as a JumpStartModel.
 
     The sections that both kinds have are the same objects. Each worker gets all GPUs of the instance type, or
-    one GPU partition.
+    one GPU partition. On HyperPod the instance type chooses the nodes.
     """
     spec, hub, server = document.spec, document.spec.model, document.spec.server
     partition = server.accelerator_partition_type
-    gpus = document.x_kvroute.gpus_per_worker or gpus_of_instance(server.instance_type) or 1
+    gpus = extension.gpus_per_worker or gpus_of_instance(server.instance_type) or 1
     limits: dict[str, str | int | float]
     limits = {f"nvidia.com/{partition}": 1} if partition else {"nvidia.com/gpu": gpus}
     variables = [
@@ -399,6 +402,10 @@ def _without_hub(document: JumpStartModel) -> EndpointDocument:
         for name, field in SharedSpec.model_fields.items()
         if name in spec.model_fields_set
     }
+    if extension.platform == "hyperpod":
+        wanted = {"key": INSTANCE_TYPE_LABEL, "operator": "In", "values": [server.instance_type]}
+        terms = {"nodeSelectorTerms": [{"matchExpressions": [wanted]}]}
+        shared["nodeAffinity"] = {"requiredDuringSchedulingIgnoredDuringExecution": terms}
     return EndpointDocument.model_validate(
         {
             "apiVersion": OWN_API,
@@ -411,6 +418,6 @@ def _without_hub(document: JumpStartModel) -> EndpointDocument:
                 "worker": worker,
                 **shared,
             },
-            "x-kvroute": document.x_kvroute,
+            "x-kvroute": extension,
         }
     )
