@@ -175,3 +175,22 @@ def test_a_password_in_an_address_is_never_printed_among_the_findings(command, t
 
     assert "use x-kvroute.l2.passwordSecret" in result.output
     assert "hunter2" not in result.output
+
+
+def test_versions_may_be_given_on_the_command_line(spec):
+    checked = run("check", "-f", spec, "--versions", "0.23.0+0.4.7").output
+    rendered = run("render", "-f", spec, "--to", "lmcache", "--versions", "0.23.0+0.4.7").output
+
+    assert "applied: x-kvroute.versions.vllm" in checked
+    assert "--instance-id" in rendered
+    assert "lmcache_driven" not in rendered
+    assert "lmcache_driven" in run("render", "-f", spec, "--to", "lmcache").output
+
+
+@pytest.mark.parametrize("versions", ["newest", "0.23.0+", "+", "0.23.0+new"])
+def test_versions_that_are_none_are_refused(spec, versions):
+    if versions == "0.23.0+":  # LMCache's version follows from vLLM's
+        run("check", "-f", spec, "--versions", versions)
+        return
+    for command in (("check", "-f", spec), ("render", "-f", spec, "--to", "config")):
+        assert "--versions" in run(*command, "--versions", versions, code=2).output

@@ -14,6 +14,7 @@ from kvroute.gateway.key_file import new_key, read_key_file
 from kvroute.openai.isolation import key_space
 
 _FIX = "kvroute.check.fix"
+_VERSIONS = "kvroute.check.versions"
 
 
 class NotValid(InvalidConfiguration):
@@ -26,7 +27,11 @@ def _store_fix(context: click.Context, _: click.Parameter, fix: bool) -> None:
 
 def _check_spec(context: click.Context, _: click.Parameter, file: Path | None) -> None:
     if file is not None:
-        context.exit(fix_spec(file) if context.meta[_FIX] else check_spec(file))
+        context.exit(fix_spec(file) if context.meta[_FIX] else check_spec(file, context.meta[_VERSIONS]))
+
+
+def _store_versions(context: click.Context, _: click.Parameter, versions: str | None) -> None:
+    context.meta[_VERSIONS] = versions
 
 
 @click.command()
@@ -47,6 +52,15 @@ def _check_spec(context: click.Context, _: click.Parameter, file: Path | None) -
     expose_value=False,
     callback=_store_fix,
     help="With -f: print the spec with the correct indentation of each line.",
+)
+@click.option(
+    "--versions",
+    metavar="VLLM+LMCACHE",
+    is_eager=True,
+    expose_value=False,
+    callback=_store_versions,
+    help="With -f: the versions in the workers' image, such as 0.19.1+0.4.3. Default: what the spec or the "
+    "image's name says.",
 )
 @configured(NotValid)
 def check(loaded: Loaded) -> None:
@@ -77,12 +91,12 @@ def check_workers_file(loaded: Loaded) -> None:
         raise ConfigError("fleet.file", f"{file}: {exc}") from exc
 
 
-def check_spec(file: Path) -> int:
+def check_spec(file: Path, versions: str | None = None) -> int:
     """Print a finding for each field of a spec. Returns the exit code."""
     # Imported here: checking a configuration does not need this module.
     from kvroute.cli import deployments
 
-    reading = deployments.reading_of(deployments.read_text(file))
+    reading = deployments.reading_of(deployments.read_text(file), versions)
     deployments.print_findings(file, reading.findings, err=False)
     click.echo(f"{file}: {deployments.count(reading.findings)}")
     return 0 if reading.document is not None else 1

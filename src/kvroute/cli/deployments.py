@@ -11,6 +11,7 @@ import signal
 import tempfile
 from collections.abc import Iterable, Iterator
 from functools import partial
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from rich.table import Table
 from kvroute.app.config import load
 from kvroute.clock import SystemClock
 from kvroute.deploy.endpoint import TINY_WORKERS, with_simulated_workers, with_tiny_engines
+from kvroute.deploy.engine_install import Recipe
 from kvroute.deploy.plan import AdminKeyLocation, Engine, UpSpec, local_findings
 from kvroute.deploy.prepare import EndpointRequest, prepare, prepare_endpoint
 from kvroute.deploy.render.config import config_text, gateway_config
@@ -34,6 +36,7 @@ from kvroute.deploy.spec.endpoint import Document
 from kvroute.deploy.spec.loading import Finding, SpecReading, read_spec
 from kvroute.deploy.spec.source import FieldVerdict, dotted
 from kvroute.deploy.spec.source import Path as Field
+from kvroute.deploy.spec.versions import stated_versions, with_versions
 from kvroute.deploy.state import StateFolder, UpState
 from kvroute.deploy.up import LogTail, Prepare, Screen, follow, last_lines, run_up
 from kvroute.errors import ConfigError, InvalidConfig, KvrouteError
@@ -97,9 +100,16 @@ def read_text(file: Path) -> str:
         raise WrongSpec(f"cannot read {file}: {reason}") from None
 
 
-def reading_of(text: str) -> SpecReading:
-    """The parsed spec, with the errors that the gateway finds in its own options in the spec."""
-    reading = read_spec(text, strategies=frozenset(STRATEGIES))
+def reading_of(text: str, versions: str | None = None) -> SpecReading:
+    """The parsed spec, with the errors that the gateway finds in its own options in the spec.
+
+    `versions` is the value of the option `--versions`. Raises click.BadParameter if it is none.
+    """
+    try:
+        stated = stated_versions(versions) if versions is not None else None
+    except ValueError as exc:
+        raise click.BadParameter(str(exc), param_hint="'--versions'") from None
+    reading = read_spec(text, strategies=frozenset(STRATEGIES), versions=stated)
     if reading.document is None:
         return reading
     problems = list(problems_of(reading.document))
@@ -276,7 +286,7 @@ def _read_endpoint(file: Path, flags: dict[str, Any], tiny_in: Path | None) -> E
         document, notes = with_tiny_engines(document, most_workers=most, folder=tiny_in.absolute())
         for note in notes:
             click.echo(f"{file}: --tiny: {note}", err=True)
-    endpoint = with_local_token_bytes(plan_endpoint(document))
+    endpoint = with_local_token_bytes(plan_endpoint(_on_local_engine(document)))
     if flags["strategy"] is not None:
         endpoint = dataclasses.replace(endpoint, strategy=flags["strategy"])
     if flags["engine"] == Engine.SIM.value and not endpoint.is_simulated:
@@ -284,6 +294,18 @@ def _read_endpoint(file: Path, flags: dict[str, Any], tiny_in: Path | None) -> E
     if flags["engine"] == Engine.VLLM.value and endpoint.is_simulated:
         raise click.UsageError("--engine vllm cannot be used with a spec that has x-kvroute.engine: sim")
     return endpoint
+
+
+def _on_local_engine(document: Document) -> Document:
+    """The document with the versions of this host's engine, which runs instead of the spec's image."""
+    if document.x_kvroute.engine == "sim":
+        return document
+    if document.x_kvroute.device == "cpu":
+        return with_versions(document, *Recipe.bundled().versions)
+    try:
+        return with_versions(document, metadata.version("vllm"), metadata.version("lmcache"))
+    except metadata.PackageNotFoundError:
+        return document  # the engine is in another environment: its versions are not known
 
 
 KILL_TIMEOUT_S = 15.0
@@ -445,13 +467,19 @@ async def _follow_until_signal(files: dict[str, LogTail], screen: Screen) -> Non
     type=click.Path(file_okay=False, path_type=Path),
     help="Write the files to this folder; it is created if missing and may contain other files.",
 )
-def render(file: Path, target: str, folder: Path | None) -> None:
+@click.option(
+    "--versions",
+    metavar="VLLM+LMCACHE",
+    help="The versions in the workers' image, such as 0.19.1+0.4.3. Default: what the spec or the image's "
+    "name says.",
+)
+def render(file: Path, target: str, folder: Path | None, versions: str | None) -> None:
     """Generate a compose file, Kubernetes manifests or settings from an endpoint spec.
 
     Without -o the result goes to standard output. Fields without an effect, in general or for this target,
     are listed on standard error. Exit code 1: the spec is wrong, and nothing is written.
     """
-    reading = reading_of(read_text(file))
+    reading = reading_of(read_text(file), versions)
     findings = list(reading.findings)
     if reading.document is not None:
         findings = list(findings_for(target, reading.document, findings))

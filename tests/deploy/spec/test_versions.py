@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 
+from kvroute.deploy.engine_install import Recipe
 from kvroute.deploy.l2.registry import BACKENDS
+from kvroute.deploy.render.plan import plan_endpoint
 from kvroute.deploy.spec.extension import DEFAULT_IMAGE, Extension
 from kvroute.deploy.spec.source import FieldVerdict, dotted
-from kvroute.deploy.spec.versions import LMCACHE, PAIRS, parse_version, versions_of_image
+from kvroute.deploy.spec.versions import LMCACHE, PAIRS, parse_version, versions_of_image, with_versions
 from kvroute.wire.vllm import DIALECTS
 
 DLC = "public.ecr.aws/deep-learning-containers/vllm"
@@ -193,3 +195,15 @@ def test_a_server_image_with_another_lmcache_is_noted(own: Any, read: Any) -> No
 
 def wrong(reading: Any) -> dict[str, str]:
     return {dotted(each.path): each.text for each in reading.findings if each.verdict is FieldVerdict.WRONG}
+
+
+def test_on_a_host_the_engines_own_versions_count_and_the_images_mode_stays(own: Any, read: Any) -> None:
+    newest = read(own()).require("spec")
+    tiered = {"spec.kvCacheSpec.l2CacheSpec.l2CacheBackend": "tieredstorage"}
+    classic = read(own({"spec.worker.image": IMAGE_043, **tiered})).require("spec")
+
+    for document, mode in ((newest, False), (classic, True)):
+        planned = plan_endpoint(with_versions(document, *Recipe.bundled().versions))
+        assert str(planned.versions.pair) == "vLLM 0.32.0 + LMCache 0.5.6"
+        assert planned.cache is not None
+        assert planned.cache.classic is mode

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -352,13 +352,21 @@ def _place(name: str, finding: Finding) -> str:
     return f"{name}:{finding.line}" if finding.line is not None else name
 
 
-def read_spec(text: str, *, strategies: Collection[str]) -> SpecReading:
-    """Read one spec. `strategies` are the strategies of this gateway. Pure; `text` never makes it raise."""
+def read_spec(
+    text: str, *, strategies: Collection[str], versions: Mapping[str, str] | None = None
+) -> SpecReading:
+    """Read one spec. `strategies` are the strategies of this gateway. Pure; `text` never makes it raise.
+
+    `versions` override the fields of the spec's `x-kvroute.versions`.
+    """
     try:
         raw_source = read_source(text)
     except NotYaml as exc:
         return SpecReading(None, tuple(_in_order(_lines_in_place(text, exc))))
     source, flat_names = unflattened(raw_source)
+    extension = source.data.setdefault("x-kvroute", {}) if versions else None
+    if isinstance(extension, dict):
+        extension["versions"] = {**(extension.get("versions") or {}), **(versions or {})}
     kind = source.data.get("kind", HYPERPOD_KIND)
     root, places = shape_of_kind(kind), FieldPlaces(shape_of_kind(kind))
     findings = [

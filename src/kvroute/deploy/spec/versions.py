@@ -16,7 +16,8 @@ from typing import Final, TypeAlias
 from kvroute.blocks.chunks import BUILTIN, BUILTIN_NONE
 from kvroute.deploy.l2.backend import Backend
 from kvroute.deploy.l2.registry import BACKENDS, backend_named
-from kvroute.deploy.spec.endpoint import WorkerDocument
+from kvroute.deploy.spec.endpoint import Document, WorkerDocument, resolved
+from kvroute.deploy.spec.extension import StatedVersions
 from kvroute.deploy.spec.source import FieldVerdict, Path
 from kvroute.routing.registry import needs_of
 from kvroute.routing.strategy import Needs
@@ -400,6 +401,28 @@ def versions_of(document: WorkerDocument) -> Versions:
     worker, extension = document.spec.worker, document.x_kvroute
     image = worker.image if worker is not None and worker.image is not None else extension.images.worker
     return versions_of_image(image, vllm=extension.versions.vllm, lmcache=extension.versions.lmcache)
+
+
+def stated_versions(text: str) -> dict[str, str]:
+    """`VLLM`, `VLLM+LMCACHE` or `+LMCACHE` as the fields of `x-kvroute.versions`. Raises ValueError."""
+    found = {name: each for name, each in zip(("vllm", "lmcache"), text.split("+", 1), strict=False) if each}
+    for name, version in found.items():
+        if parse_version(version) is None:
+            raise ValueError(f"{version!r} is not a version of {name}, such as 0.19.1")
+    if not found:
+        raise ValueError("expected VLLM+LMCACHE, such as 0.19.1+0.4.3")
+    return found
+
+
+def with_versions(document: Document, vllm: str, lmcache: str) -> Document:
+    """The document for an engine with these versions, in the mode that its own image has. Pure."""
+    extension = document.x_kvroute
+    mode = "classic" if is_classic(resolved(document)) else "mp"
+    update = {
+        "versions": StatedVersions(vllm=vllm, lmcache=lmcache),
+        "lmcache": extension.lmcache.model_copy(update={"mode": mode}),
+    }
+    return document.model_copy(update={"x_kvroute": extension.model_copy(update=update)})
 
 
 def is_classic(document: WorkerDocument) -> bool:
