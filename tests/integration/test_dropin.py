@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import re
 
 import pytest
+from tests.support.sockets import tcp_server
 
 from kvroute.sim.app import run_sim
 from kvroute.sim.options import SimOptions
@@ -105,6 +107,48 @@ async def test_a_root_path_is_served_with_and_without_the_prefix(run_gateway, wo
     assert misleading.status_code == 400
     assert no_key.status_code == 401
     assert targets == ["/v1/completions", "/v1/completions?x=1"]
+
+
+class PathServer:
+    """Two workers at one address, below `/models/a` and `/models/b`, each with a model of its own."""
+
+    def __init__(self) -> None:
+        self.posts: list[str] = []
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while True:
+            head = (await reader.readuntil(b"\r\n\r\n")).decode()
+            method, target, _ = head.split(" ", 2)
+            length = re.search(r"content-length: (\d+)", head, re.IGNORECASE)
+            await reader.readexactly(int(length[1]) if length else 0)
+            worker, path = target[: len("/models/a")], target[len("/models/a") :]
+            body, status = b"{}", 200
+            if method == "POST":
+                self.posts.append(target)
+            elif path == "/v1/models":
+                body = json.dumps({"data": [{"id": worker[-1], "object": "model"}]}).encode()
+            elif path != "/health":
+                status = 404
+            writer.write(
+                b"HTTP/1.1 %d X\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b"
+                % (status, len(body), body)
+            )
+            await writer.drain()
+
+
+async def test_workers_may_be_below_paths_of_one_address(run_gateway):
+    server = PathServer()
+    async with tcp_server(server.serve) as port:
+        urls = [{"url": f"http://127.0.0.1:{port}/models/{name}/"} for name in "ab"]
+        async with run_gateway(urls) as gateway:
+            answers = [
+                await gateway.client.post("/v1/completions", json={**COMPLETION, "model": name})
+                for name in "bab"
+            ]
+
+    assert [answer.status_code for answer in answers] == [200] * 3
+    assert server.posts == [f"/models/{name}/v1/completions" for name in "bab"]
+    assert answers[0].headers["x-kvroute-worker"] == f"127.0.0.1:{port}.models.b"
 
 
 async def test_engines_lists_routable_workers_with_their_models(run_gateway, worker):

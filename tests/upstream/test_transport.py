@@ -629,7 +629,7 @@ async def test_concurrent_requests_share_only_the_pool(
 
 @pytest.mark.parametrize(
     "url",
-    ["ftp://w", "http://", "w:1", "http://w/path", "http://w?q", "http://user:secret@w", "http://w:99999"],
+    ["ftp://w", "http://", "w:1", "http://w/a b", "http://w?q", "http://user:secret@w", "http://w:99999"],
 )
 def test_a_url_that_is_not_an_origin_is_refused_without_repeating_it(url: str, connect: Any) -> None:
     with pytest.raises(ValueError) as refused:

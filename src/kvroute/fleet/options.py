@@ -14,6 +14,7 @@ from kvroute.fleet.discovery.options import DnsOptions, KubernetesOptions
 from kvroute.fleet.worker import WorkerId, WorkerSpec
 from kvroute.options import Options, option
 
+_PATH = re.compile(r"(?:/(?!\.{1,2}(?:/|$))[A-Za-z0-9._-]+)+")
 _ID = re.compile(r"[A-Za-z0-9._:\-\[\]@]{1,128}")
 
 
@@ -143,9 +144,11 @@ def _as_mapping(value: object) -> object:
 class WorkerEntry(Options):
     """One worker in the configuration, the workers file or a request to the admin API."""
 
-    url: str = option(..., "Base URL, `http://host:port`; without `/v1`.")
+    url: str = option(..., "Base URL, `http://host:port` or `http://host:port/path`; without `/v1`.")
     id: str | None = option(
-        None, "Stable name for metrics, logs and `x-kvroute-worker`; default: `host:port` of the URL."
+        None,
+        "Stable name for metrics, logs and `x-kvroute-worker`; default: `host:port` of the URL, and "
+        "its path with dots for slashes.",
     )
     models: tuple[str, ...] = option((), "Models it serves, for a worker whose `/v1/models` cannot be read.")
     capacity_tokens: int | None = option(
@@ -168,11 +171,11 @@ class WorkerEntry(Options):
         path = parts.path.rstrip("/")
         if path.endswith("/v1"):
             raise ValueError("must be the worker's base URL: leave out /v1")
-        if path:
-            raise ValueError("must be scheme, host and port only, without a path")
+        if path and not _PATH.fullmatch(path):
+            raise ValueError("must have a plain path, such as http://host:port/model")
         port = f":{parts.port}" if parts.port is not None else ""  # raises ValueError if out of range
         host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
-        return f"{parts.scheme}://{host}{port}"
+        return f"{parts.scheme}://{host}{port}{path}"
 
     @field_validator("id")
     @classmethod
@@ -184,7 +187,7 @@ class WorkerEntry(Options):
 
     def spec(self) -> WorkerSpec:
         """The entry as a `WorkerSpec`, with the default id if none is set."""
-        place = self.url.split("://", 1)[1]
+        place = self.url.split("://", 1)[1].replace("/", ".")
         return WorkerSpec(WorkerId(self.id or place), self.url, self.models, self.capacity_tokens)
 
 

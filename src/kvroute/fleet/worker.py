@@ -12,7 +12,7 @@ from typing import NewType
 from kvroute.fleet.load import WorkerLoad
 
 WorkerId = NewType("WorkerId", str)
-"""Stable name of a worker: configured, or `host:port` of its URL."""
+"""Stable name of a worker: configured, or `host:port` of its URL with its path, whose slashes are dots."""
 
 ASSUMED_CAPACITY_TOKENS = 500_000
 """KV capacity of a worker for which neither its metrics nor the configuration gives one."""
@@ -48,7 +48,7 @@ class WorkerSpec:
 
     id: WorkerId
     url: str
-    """Base URL, `http://host:port`, without a trailing slash."""
+    """Base URL, `http://host:port` or with a path, without a trailing slash."""
     models: tuple[str, ...] = ()
     """Configured model names, for a worker whose `/v1/models` cannot be read; empty: read `/v1/models`."""
     capacity_tokens: int | None = None

@@ -96,13 +96,14 @@ def encode_head(
 
 
 class RelayedHeads:
-    """Encodes the heads of requests that are relayed to the worker `host`.
+    """Encodes the heads of requests that are relayed to the worker `host`, below the path `root`.
 
     Mutable: caches the first two lines of POSTs by their target, at most 256 of at most 1 KB each.
     """
 
-    def __init__(self, host: bytes) -> None:
+    def __init__(self, host: bytes, root: bytes = b"") -> None:
         self._host = host
+        self._root = root
         self._posts: dict[bytes, bytes] = {}
 
     def encode(
@@ -127,7 +128,7 @@ class RelayedHeads:
     def _start(self, method: bytes, target: bytes) -> bytes:
         if _not_a_target(target) or (method not in _COMMON_METHODS and _not_a_method(method)):
             raise ValueError("method or target is not valid in an HTTP/1.1 request line")
-        start = b"%b %b HTTP/1.1\r\nhost: %b\r\n" % (method, target, self._host)
+        start = b"%b %b%b HTTP/1.1\r\nhost: %b\r\n" % (method, self._root, target, self._host)
         if method == b"POST" and len(start) <= _MAX_CACHED_START_BYTES:
             if len(self._posts) >= _MAX_CACHED_STARTS:
                 self._posts.clear()
@@ -149,7 +150,7 @@ class WorkerTransport(httpx.AsyncBaseTransport):
 
     `tls` replaces the context that an https `url` otherwise gets from `worker_tls`. `outbox` coalesces the
     writes of requests. Belongs to one event loop; call `aclose` there. Raises ValueError for a URL that is
-    not http(s)://host[:port].
+    not http(s)://host[:port][/path].
     """
 
     def __init__(
@@ -163,8 +164,8 @@ class WorkerTransport(httpx.AsyncBaseTransport):
         self.origin = _origin(url)
         self.host = self.origin.host_header
         """Value of the Host header."""
-        self.heads = RelayedHeads(self.host)
-        """For `submit`."""
+        self.heads = RelayedHeads(self.host, urlsplit(url).path.rstrip("/").encode("ascii"))
+        """For `submit`; they add the path of the URL, which the targets of `send` include."""
         self._options = options
         self._idle_timeout_s = options.idle_timeout_s
         self._first_byte_timeout_s = options.first_byte_timeout_s
@@ -343,9 +344,9 @@ class _ResponseStream(httpx.AsyncByteStream):
 
 def _origin(url: str) -> Origin:
     parts = urlsplit(url)
-    is_plain = not (parts.path.strip("/") or parts.query or parts.fragment or "@" in parts.netloc)
+    is_plain = not (parts.query or parts.fragment or "@" in parts.netloc or _not_a_target(url.encode()))
     if parts.scheme not in ("http", "https") or not parts.hostname or not is_plain:
-        raise ValueError("a worker's URL is http(s)://host[:port], without path or credentials")
+        raise ValueError("a worker's URL is http(s)://host[:port][/path], without credentials")
     return Origin(parts.scheme, parts.hostname, _port(parts.scheme, parts.port))
 
 
