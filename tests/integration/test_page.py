@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import json
 import os
 import re
 import shutil
@@ -215,6 +217,32 @@ async def test_figures_workers_and_prefixes_are_shown(browser, fleet) -> None:
         await expect(page.locator("#prefix-table tbody tr")).not_to_have_count(0)
         await expect(page.locator("#accuracy-table tbody tr")).not_to_have_count(0)
         assert "conversation 3" not in (await page.content())  # of the prompts, only hashes
+
+
+async def test_clients_and_their_queue_are_shown(browser, run_gateway, instant_sim, tmp_path) -> None:
+    hashed = "sha256:" + hashlib.sha256(b"team-key").hexdigest()
+    keys = tmp_path / "keys.json"
+    limits = {"requests_per_minute": 2}
+    keys.write_text(json.dumps({"keys": [{"name": "team", "hash": hashed, "limits": limits}]}))
+    server = {"client_keys": {"file": str(keys)}}
+    async with (
+        run_gateway([instant_sim.url], server=server, admission={"max_concurrent": 4}) as gateway,
+        opened(browser, gateway) as page,
+    ):
+        await expect(page.locator("#client-note")).to_contain_text("No named keys")
+        body = {"model": "sim-model", "prompt": "hello", "max_tokens": 1}
+        headers = {"authorization": "Bearer team-key"}
+        statuses = [
+            (await gateway.client.post("/v1/completions", json=body, headers=headers)).status_code
+            for _ in range(3)
+        ]
+        assert statuses == [200, 200, 429]
+
+        row = page.locator("#client-table tbody tr")
+        await expect(row).to_have_count(1)
+        await expect(row.locator("th")).to_have_text("team")
+        await expect(row.locator("td").nth(3)).to_have_text("2")
+        await expect(row.locator("td").last).to_have_text("1")
 
 
 async def test_a_worker_is_drained_and_returned(browser, fleet) -> None:

@@ -37,6 +37,15 @@ def test_a_prefix_of_several_requests_is_shown_at_its_longest_shared_length() ->
     assert list(hottest.chain or ())[-1] == key == block_keys(shared.encode())[hottest.blocks - 1]
 
 
+def test_prefixes_that_return_at_the_same_moment_after_a_pause_are_all_shown() -> None:
+    prefixes = HotPrefixes()
+    for now in (0.0, 60.0):
+        for number in range(20):
+            prefixes.add(query(f"{number} conversation " * 100, now=now))
+
+    assert len(prefixes.hottest(100)) == 20
+
+
 def test_prompts_of_one_request_are_not_hot() -> None:
     prefixes = HotPrefixes()
     for number in range(5):

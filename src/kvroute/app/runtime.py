@@ -474,6 +474,7 @@ class Runtime:
             self._journal,
             self.audit,
             self._clock,
+            self.metrics,
             streams=tracker.streams if tracker else list,
             slow=self._slow_sections,
             keep_recording_s=self._keep_recording_s,

@@ -18,6 +18,7 @@ from kvroute.errors import InvalidRequest, TooManyRequests
 from kvroute.fleet.fleet import Fleet
 from kvroute.fleet.worker import Worker
 from kvroute.gateway.journal import Entry, Journal, Record
+from kvroute.metrics import Metrics
 from kvroute.routing.audit import Audit
 from kvroute.routing.recording import RecordedDecision
 from kvroute.routing.router import Router
@@ -75,6 +76,7 @@ class LiveFigures:
         journal: Journal,
         audit: Audit,
         clock: Clock,
+        metrics: Metrics,
         *,
         streams: Callable[[], Iterable[Json]],
         slow: Callable[[], Json],
@@ -87,6 +89,7 @@ class LiveFigures:
         self._journal = journal
         self._audit = audit
         self._clock = clock
+        self._metrics = metrics
         self._streams = streams
         self._slow = slow
         self._peers = peers
@@ -147,6 +150,7 @@ class LiveFigures:
         whole["requests"] = rows[-_MOST_ROWS:]
         recording = [part["recording"] for part in parts.values()]
         whole["recording"] = {name: sum(each[name] for each in recording) for name in recording[0]}
+        whole["clients"] = _merge_clients([part["clients"] for part in parts.values()])
         whole["prefixes"] = _merge_prefixes([part["prefixes"] for part in parts.values()])
         if with_slow:
             whole["accuracy"] = _merge_accuracy([part["accuracy"] for part in parts.values()])
@@ -219,6 +223,7 @@ class LiveFigures:
             "bucket": bucket.figures,
             "requests": [_row(entry) for entry in entries[-_MOST_ROWS:]],
             "recording": {"recorded": len(recorder), "skipped": recorder.skipped},
+            "clients": _clients(self._metrics),
             "prefixes": prefixes,
         }
         if with_slow:
@@ -444,6 +449,44 @@ def _row(entry: Entry) -> Json:
         "duration_s": duration,
         "attempts": record.attempts,
     }
+
+
+def _clients(metrics: Metrics) -> Json:
+    """What each key used and how long it waited, by its name; "-" is all requests without a named key."""
+    rows: Json = {}
+
+    def count(name: str, key: str, value: float) -> None:
+        row = rows.setdefault(key, dict.fromkeys(_CLIENT_SUMS, 0))
+        row[name] += value
+
+    for (key,), tally in metrics.key_requests.children.items():
+        count("requests", key, tally.value)
+    for (key,), tally in metrics.key_tokens.children.items():
+        count("tokens", key, tally.value)
+    for (key, _), tally in metrics.key_limited.children.items():
+        count("limited", key, tally.value)
+    for (_, key), tally in metrics.queue_waiting.children.items():
+        count("waiting", key, tally.value)
+    for (_, key), waits in metrics.queue_wait.children.items():
+        count("started", key, waits.cumulative()[-1][1])
+        count("waited_s", key, waits.sum)
+    for (_, key, _), tally in metrics.queue_shed.children.items():
+        count("shed", key, tally.value)
+    return rows
+
+
+_CLIENT_SUMS: Final = ("requests", "tokens", "limited", "waiting", "started", "waited_s", "shed")
+
+
+def _merge_clients(parts: Sequence[Json]) -> Json:
+    """The sums of all processes, by key."""
+    rows: Json = {}
+    for part in parts:
+        for key, row in part.items():
+            known = rows.setdefault(key, dict.fromkeys(_CLIENT_SUMS, 0))
+            for name in _CLIENT_SUMS:
+                known[name] += row[name]
+    return rows
 
 
 def _merge_prefixes(parts: Sequence[Sequence[Json]]) -> list[Json]:

@@ -371,6 +371,8 @@ class HotPrefix(Struct):
 _DEPTHS: Final = tuple(1 << power for power in range(11))
 _MOST_PREFIXES: Final = 4096
 _CHAIN_INTERVAL_S: Final = 0.1
+_CHAIN_BURST: Final = 32
+"""Chains that are hashed in a row after a pause: a prefix of two requests has no later chance."""
 
 
 class HotPrefixes:
@@ -385,7 +387,7 @@ class HotPrefixes:
         self._chain_due = float("-inf")
 
     def add(self, query: RouteQuery) -> None:
-        """Count the prefixes of a request's first prompt. A few us; hashes a chain at most every 0.1 s."""
+        """Count the prefixes of a request's first prompt. A few us; hashes at most ten chains a second."""
         exact = query.exact[0] if query.exact else None
         if exact is None and not query.prompts:
             return
@@ -407,7 +409,8 @@ class HotPrefixes:
             if entry.requests > 1 and entry.chain is None:
                 due.append(entry)
         if due and query.now >= self._chain_due:
-            self._chain_due = query.now + _CHAIN_INTERVAL_S
+            earliest = query.now - _CHAIN_BURST * _CHAIN_INTERVAL_S
+            self._chain_due = max(self._chain_due, earliest) + _CHAIN_INTERVAL_S
             chain = array("Q", keys[: due[-1].blocks])
             for entry in due:
                 entry.chain = chain[: entry.blocks]

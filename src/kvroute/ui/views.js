@@ -129,6 +129,15 @@ export class Views {
       { title: "Duration", number: true, of: (row) => seconds(row.duration_s) },
       { title: "Model", wide: true, of: (row) => row.model },
     ]);
+    this.clients = new Table("client-table", "Clients by the name of their key", [
+      { title: "Key", row: true, of: (row, key) => (key === "-" ? "no named key" : key) },
+      { title: "Waiting now", number: true, of: (row) => count(row.waiting) },
+      { title: "Mean wait", number: true, of: (row) => (row.started ? seconds(row.waited_s / row.started) : "–") },
+      { title: "Refused by the queue", number: true, of: (row) => count(row.shed) },
+      { title: "Admitted", number: true, of: (row, key) => (key === "-" ? "–" : count(row.requests)) },
+      { title: "Charged tokens", number: true, of: (row) => count(row.tokens) },
+      { title: "Refused by limits", number: true, of: (row) => count(row.limited) },
+    ]);
     this.prefixes = new Table("prefix-table", "Prefixes that most requests share", [
       { title: "Prefix (hash)", row: true, of: (row) => row.prefix },
       { title: "Tokens", number: true, of: (row) => `${row.exact ? "" : "about "}${count(row.tokens)}` },
@@ -224,6 +233,16 @@ export class Views {
     if (has("bucket", "range")) this.drawSummary(range);
     if (has("workers", "streams")) this.drawWorkers(changed.has("streams"));
     if (has("requests", "found", "range")) this.drawRequests(range);
+    if (has("clients")) {
+      const rows = Object.entries(sections.clients ?? {}).sort(([a], [b]) => (a < b ? -1 : 1));
+      this.clients.draw(rows);
+      setText(
+        byId("client-note"),
+        rows.length
+          ? "Since the start of the gateway. Tokens are charged to keys with a limit on tokens only."
+          : "No named keys (server.client_keys) and no queue (admission), or no request since the start.",
+      );
+    }
     if (has("prefixes", "strategy")) {
       const rows = sections.prefixes ?? [];
       this.prefixes.draw(rows.map((row) => [row.prefix, row]));
