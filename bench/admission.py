@@ -18,6 +18,7 @@ import asyncio
 import hashlib
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -44,6 +45,7 @@ from realtime import MODEL, WORDS
 MOST_REFUSAL_S = 0.05
 ALONE = "light alone"
 OVERLOAD = "three times the capacity"
+CONNECTIONS = ("new", "open")
 _CODES = {"queue_full": Outcome.FULL, "queue_timeout": Outcome.DEADLINE}
 
 
@@ -132,7 +134,7 @@ def judge(
     full, over = runs["capacity"]["load"], runs[OVERLOAD]["load"]
     preferred = slower("light in a high class, with a low one at three times the capacity")
     kept = full.tokens_per_s / over.tokens_per_s
-    refusals = [each for kind in probed.get(OVERLOAD, {}).values() for each in kind]
+    refusals = [each for kind in CONNECTIONS for each in probed.get(OVERLOAD, {}).get(kind, ())]
     refused_s = percentile(sorted(refusals), 0.99) if refusals else over.p99_refusal_s
     late = over.refused.get(Outcome.DEADLINE, 0) + over.refused.get(Outcome.DISPLACED, 0)
     return [
@@ -240,6 +242,17 @@ async def probe(port: int, key: str, setting: Setting) -> Refusals:
     return found
 
 
+async def refusals_inside(url: str, http: httpx.AsyncClient) -> str:
+    """From the gateway's metrics: how long requests without a worker took from their arrival on."""
+    page = (await http.get(f"{url}/metrics")).text
+    within: dict[str, float] = {}
+    for labels, count in re.findall(r"kvroute_request_duration_seconds_bucket\{(.*)\} (\S+)", page):
+        bound = re.search('le="([^"]+)"', labels)
+        if 'worker="-"' in labels and bound is not None:
+            within[bound[1]] = within.get(bound[1], 0.0) + float(count)
+    return ", ".join(f"{count:.0f} within {bound} s" for bound, count in within.items())
+
+
 async def run_real(
     traffics: Sequence[Traffic], setting: Setting, seed: int, *, probes: bool
 ) -> tuple[dict[str, Outcomes], float, Refusals]:
@@ -280,6 +293,8 @@ async def run_real(
                     await asyncio.sleep(max(0.0, began + at - time.perf_counter()))
                     late = max(late, time.perf_counter() - began - at)
                     group.create_task(send(port, sent, data, began))
+            if probes:
+                print("   refusals inside the gateway:", await refusals_inside(started.url, http))
             print("   cores:", {part: round(cores, 2) for part, cores in watch.cores().items()})
     return (
         {
@@ -297,10 +312,10 @@ def summary(times: Sequence[float]) -> str:
     """Percentiles in ms."""
     ordered = sorted(times)
     if not ordered:
-        return "no refusals"
+        return "none"
     figures = {f"p{100 * share:g}": percentile(ordered, share) for share in (0.5, 0.9, 0.99, 1.0)}
     listed = ", ".join(f"{name} {1000 * each:.1f}" for name, each in figures.items())
-    return f"{len(ordered)} refusals, {listed} ms"
+    return f"{len(ordered)} times, {listed} ms"
 
 
 def main() -> None:

@@ -51,7 +51,20 @@ PROFILES: dict[str, dict[str, Any]] = {
         "server": {"api_keys": [KEY.decode()], "allow_strategy_header": True},
         "kv_events": {"endpoint": "tcp://127.0.0.1:9", "retry_s": 3600},
     },
+    "limits": {
+        "routing": {"strategy": "prefixaware"},
+        "server": {
+            "client_keys": {"file": str(Path(__file__).parents[1] / "data" / "fuzz-keys.yaml")},
+            "allow_strategy_header": True,
+        },
+        "admission": {"max_concurrent": 1000},
+    },
 }
+
+
+def hides_keys(profile: str) -> bool:
+    """Whether the gateway checks keys, so that workers must not get them."""
+    return not {"api_keys", "client_keys"}.isdisjoint(PROFILES[profile].get("server", {}))
 
 
 def configuration(profile: str, workers: Sequence[str]) -> dict[str, Any]:
@@ -417,7 +430,7 @@ async def lanes(profile: str) -> AsyncIterator[Lanes]:
         async with AsyncExitStack() as stack:
             workers = [await stack.enter_async_context(EchoWorker()) for _ in range(2)]
             for worker in workers:
-                worker.hides_keys = bool(PROFILES[profile].get("server", {}).get("api_keys"))
+                worker.hides_keys = hides_keys(profile)
             config = Config.model_validate(configuration(profile, [worker.url for worker in workers]))
             runtime = await stack.enter_async_context(Runtime(config))
             await until(lambda: not list(runtime.fleet.reasons_not_ready()), within_s=DEADLINE_S)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from tests.fuzz.answers import Unreadable, read_answers
 from tests.fuzz.cases import MARKED_KEYS, OWN_KEYS, Case, Cases, marked, strange_marks
-from tests.fuzz.lanes import Finding, Report, configuration
+from tests.fuzz.lanes import Finding, Report, configuration, hides_keys
 from tests.fuzz.worker import EchoWorker
 
 START_S = 60.0
@@ -77,7 +77,7 @@ async def served(profile: str) -> AsyncIterator[Served]:
         sections = configuration(profile, [worker.url for worker in workers])
         sections.setdefault("server", {}).update(host="127.0.0.1", port=0, drain_timeout_s=2)
         for worker in workers:
-            worker.hides_keys = "api_keys" in sections["server"]
+            worker.hides_keys = hides_keys(profile)
         file = folder / "kvroute.yaml"
         file.write_text(json.dumps(sections), encoding="utf-8")  # JSON is YAML
         process = await asyncio.create_subprocess_exec(

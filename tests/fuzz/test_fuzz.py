@@ -41,8 +41,9 @@ async def test_saved_inputs_show_no_defect_again(file: Path) -> None:
     assert [*each[0], *each[1], *common] == []
 
 
-async def test_mutated_requests_to_a_served_gateway(tmp_path: Path) -> None:
-    clean(await fuzz_served(512, SEED, "keys", folder=tmp_path), 512)
+@pytest.mark.parametrize("profile", ["keys", "limits"])
+async def test_mutated_requests_to_a_served_gateway(profile: str, tmp_path: Path) -> None:
+    clean(await fuzz_served(256, SEED, profile, folder=tmp_path), 256)
 
 
 async def test_mutated_frames(tmp_path: Path) -> None:
