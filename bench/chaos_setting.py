@@ -105,6 +105,8 @@ class Setting:
     ended_s: float = 0.0
     """When the last fault ended, or the traffic without faults."""
     generation: int = 0
+    budget_percent: float = 0.0
+    """`retries.budget_percent` of the last valid configuration: another one each time."""
 
     def url(self, worker: int) -> str:
         return f"http://127.0.0.1:{self.ports[worker]}"
@@ -119,14 +121,10 @@ class Setting:
         entries = [{"name": key[3:], "hash": [_hash(key), _hash(f"{key}-{self.generation}")]} for key in KEYS]
         _replace(self.folder / "keys.yaml", yaml.safe_dump({"keys": entries}))
 
-    @property
-    def budget_percent(self) -> float:
-        """The value of `retries.budget_percent`, another one for each configuration."""
-        return 20.0 + self.generation / 100
-
     def write_config(self, strategy: str | None = None) -> None:
         """A configuration that differs from the one before; `strategy` in the place of the configured one."""
         self.generation += 1
+        self.budget_percent = 20.0 + self.generation / 100
         config = {section: dict(options) for section, options in self.config.items()}
         config["retries"]["budget_percent"] = self.budget_percent
         config["upstream"]["keepalive_s"] = 3.0 + self.generation % 2
