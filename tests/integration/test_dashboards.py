@@ -21,6 +21,10 @@ TEXT = "It was the best of times, it was the worst of times. " * 30
 OPTIONAL = {
     ("Retries and ejections", "retry: {{cause}}"): "no attempt fails here",
     ("Retries and ejections", "ejected: {{worker}}"): "no worker fails here",
+    ("Waiting in the queue", "{{key}}"): "no request waits here",
+    ("Clients", "admitted: {{key}}"): "no named keys here",
+    ("Clients", "limited: {{key}}"): "no named keys here",
+    ("Clients", "refused by the queue: {{key}}"): "the queue is never full here",
     ("Prompts without exact tokens", "{{cause}}"): "all prompts have exact tokens here",
     ("Chunks of LMCache by tier", "{{tier}}"): "no LMCache server reports here",
 }
@@ -84,7 +88,11 @@ async def test_every_query_returns_data_or_is_optional(run_gateway, system_progr
     program = system_program("prometheus")
     async with AsyncExitStack() as stack:
         sims = [await stack.enter_async_context(run_sim(SimOptions(time_scale=0))) for _ in range(2)]
-        sections = {"routing": {"strategy": "kvaware", "learning": True}, "tokens": {"deadline_ms": 10_000}}
+        sections = {
+            "routing": {"strategy": "kvaware", "learning": True},
+            "tokens": {"deadline_ms": 10_000},
+            "admission": {"max_concurrent": 64},
+        }
         gateway = await stack.enter_async_context(run_gateway([sim.url for sim in sims], **sections))
         await gateway.until(lambda: not gateway.runtime.cache_tracker.notes())
         targets = {

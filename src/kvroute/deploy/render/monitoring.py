@@ -55,6 +55,8 @@ def _quantile(share: float, name: str, by: str = "", where: str = "") -> str:
 
 
 _STREAMED: Final = '{streamed="true"}'
+_NO_QUEUE: Final = "admission limits, and a request that waited"
+_NO_KEYS: Final = "named keys (server.client_keys)"
 _NO_FAILURE: Final = "no failure of this kind has happened"
 _NO_EVENTS: Final = "a strategy with a cache map, and workers with KV events"
 _NO_LMCACHE: Final = "LMCache servers"
@@ -143,6 +145,27 @@ OVERVIEW: Final = Dashboard(
                 Query(_rate("kvroute_retries_total", "cause"), "retry: {{cause}}", _NO_FAILURE),
                 Query(_rate("kvroute_worker_ejections_total", "worker"), "ejected: {{worker}}", _NO_FAILURE),
             ),
+        ),
+        Panel(
+            "Waiting in the queue",
+            "short",
+            (Query("sum by (key) (kvroute_queue_waiting)", "{{key}}", _NO_QUEUE),),
+            "Requests that wait for a worker with a free permit, by the name of their key (admission).",
+        ),
+        Panel(
+            "Wait in the queue",
+            "s",
+            (Query(_quantile(0.95, "kvroute_queue_wait_seconds", "key"), "p95: {{key}}", _NO_QUEUE),),
+        ),
+        Panel(
+            "Clients",
+            "ops",
+            (
+                Query(_rate("kvroute_key_requests_total", "key"), "admitted: {{key}}", _NO_KEYS),
+                Query(_rate("kvroute_key_limited_total", "key"), "limited: {{key}}", _NO_KEYS),
+                Query(_rate("kvroute_queue_shed_total", "key"), "refused by the queue: {{key}}", _NO_QUEUE),
+            ),
+            "Requests of named keys (server.client_keys): admitted, and refused by a limit or by the queue.",
         ),
     ),
 )
