@@ -75,7 +75,7 @@ def test_an_equals_sign_inside_a_url_is_part_of_it(served):
     result = invoke("--worker", "http://a:1/x=y")
 
     assert result.exit_code == 2
-    assert "host and port only" in result.output  # so it was not taken for `ID=URL`
+    assert "plain path" in result.output  # so it was not taken for `ID=URL`
 
 
 def test_without_any_worker_the_error_names_the_ways_to_give_one(served):
