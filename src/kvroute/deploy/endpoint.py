@@ -11,7 +11,6 @@ from typing import Any, Final
 
 from kvroute.deploy.engine_install import ALIAS_VERSION
 from kvroute.deploy.l2.backend import L2Location, ServiceSpec
-from kvroute.deploy.placement import assign_gpus
 from kvroute.deploy.plan import (
     CPU_ENGINE_READY_S,
     ENGINE_STOP_S,
@@ -58,7 +57,11 @@ from kvroute.deploy.spec.extension import Extension, FileStore, Images, StatedVe
 from kvroute.deploy.spec.worker import EndpointWorker, KvCache
 from kvroute.deploy.state import LOGS
 from kvroute.deploy.tiny_model import MAX_POSITIONS
-from kvroute.deploy.vllm_command import KV_CACHE_SPACE, vllm_environment
+from kvroute.deploy.vllm_command import (
+    KV_CACHE_SPACE,
+    assign_gpus,
+    vllm_environment,
+)
 from kvroute.errors import ConfigError
 
 GATEWAY_CONFIG = "gateway.yaml"

@@ -10,7 +10,6 @@ from enum import Enum
 from pathlib import Path
 from typing import Final
 
-from kvroute.deploy.placement import assign_cores, assign_gpus
 from kvroute.deploy.processes import ChildSpec
 from kvroute.deploy.render.reach import CONFIG, LMCACHE, WORKER_ARGS, findings_for
 from kvroute.deploy.spec.endpoint import Document
@@ -24,6 +23,8 @@ from kvroute.deploy.vllm_command import (
     GpuPlacement,
     KvEventsEndpoint,
     VllmSpec,
+    assign_cores,
+    assign_gpus,
     vllm_argv,
     vllm_environment,
 )

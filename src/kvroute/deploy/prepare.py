@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import random
+import re
 import shutil
 import socket
 import sys
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
@@ -19,7 +22,6 @@ from rich.console import Console
 from kvroute.clock import Clock
 from kvroute.deploy.endpoint import EndpointHost, LocalEndpoint, plan_local_endpoint
 from kvroute.deploy.engine_install import EngineVenv, install_engine, separate_environment
-from kvroute.deploy.placement import find_gpus
 from kvroute.deploy.plan import (
     AdminKeyLocation,
     Engine,
@@ -43,6 +45,9 @@ ATTEMPTS = 100
 # free.
 SERVER_PORTS = range(20_000, 32_768)
 _SELF_SIGNED_FOR = timedelta(days=30)
+NVIDIA_SMI_TIMEOUT_S = 20.0
+# "GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-...)" (nvidia-smi -L; MIG slices are indented and not used)
+_GPU_LINE = re.compile(r"^GPU (\d+): ", re.MULTILINE)
 
 
 def require_free_port(host: str, port: int, *, path: str = "port") -> None:
@@ -299,3 +304,51 @@ def _installed(name: str, environ: dict[str, str]) -> str:
     if found is None:
         raise ConfigError("engine", f"{name} is not installed here: pip install 'kvroute[engine]'")
     return found
+
+
+async def find_gpus(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """The usable GPUs, as names for CUDA_VISIBLE_DEVICES, in order.
+
+    These are the GPUs that CUDA_VISIBLE_DEVICES already allows, else all that `nvidia-smi -L` lists. Empty
+    without a driver, or when the driver does not answer in time.
+    """
+    allowed = environ.get("CUDA_VISIBLE_DEVICES")
+    if allowed is not None:
+        return parse_visible_devices(allowed)
+    try:
+        process = await asyncio.create_subprocess_exec(
+            "nvidia-smi",
+            "-L",
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.DEVNULL,
+            env=dict(environ),
+        )
+    except OSError:
+        return ()
+    try:
+        async with asyncio.timeout(NVIDIA_SMI_TIMEOUT_S):
+            listing, _ = await process.communicate()
+    except TimeoutError:
+        return ()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    return parse_gpu_listing(listing.decode(errors="replace"))
+
+
+def parse_visible_devices(value: str) -> tuple[str, ...]:
+    """Parse CUDA_VISIBLE_DEVICES as CUDA does: the list ends before the first invalid entry (-1)."""
+    devices: list[str] = []
+    for entry in value.split(","):
+        name = entry.strip()
+        if not name or name.startswith("-"):
+            break
+        devices.append(name)
+    return tuple(devices)
+
+
+def parse_gpu_listing(listing: str) -> tuple[str, ...]:
+    """The GPU indexes in the output of `nvidia-smi -L`."""
+    return tuple(_GPU_LINE.findall(listing))

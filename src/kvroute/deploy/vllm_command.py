@@ -1,10 +1,12 @@
-"""Builds the command line and environment of `vllm serve` (options of vLLM 0.32). Pure."""
+"""Builds the command line and environment of `vllm serve`, and assigns GPUs and cores to engines. Pure."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+from kvroute.errors import ConfigError
 
 # An engine without compiled byte code takes 25 s longer at each start.
 NOT_INHERITED = "PYTHONDONTWRITEBYTECODE"
@@ -132,3 +134,30 @@ def _kv_events(endpoint: KvEventsEndpoint) -> dict[str, object]:
     if endpoint.replay is not None:
         config["replay_endpoint"] = endpoint.replay
     return config
+
+
+def assign_gpus(
+    gpus: tuple[str, ...], *, workers: int | None, tensor_parallel_size: int
+) -> tuple[tuple[str, ...], ...]:
+    """Assign `tensor_parallel_size` neighbouring GPUs to each worker.
+
+    If `workers` is None, there are as many workers as fit. Raises `ConfigError` when the host has too few
+    GPUs.
+    """
+    wanted = workers if workers is not None else max(1, len(gpus) // tensor_parallel_size)
+    needed = wanted * tensor_parallel_size
+    if needed > len(gpus):
+        raise ConfigError(
+            "workers" if workers is not None else "tensor-parallel-size",
+            f"{wanted} worker(s) with {tensor_parallel_size} GPU(s) each need {needed} GPUs, "
+            f"and {len(gpus)} are visible",
+        )
+    return tuple(gpus[i : i + tensor_parallel_size] for i in range(0, needed, tensor_parallel_size))
+
+
+def assign_cores(cores: tuple[int, ...], *, workers: int) -> tuple[tuple[int, ...], ...]:
+    """Assign an equal share of neighbouring cores to each worker; with too few cores, workers share cores."""
+    share = len(cores) // workers
+    if share == 0:
+        return tuple((cores[i % len(cores)],) for i in range(workers))
+    return tuple(cores[i * share : (i + 1) * share] for i in range(workers))
