@@ -102,6 +102,26 @@ def test_a_worker_that_reports_no_cached_tokens_is_judged_by_its_counters():
     assert found["probe-missed"].severity is Severity.NOT_CHECKED
 
 
+@pytest.mark.parametrize(
+    ("reply", "words"),
+    [
+        (Reply(200, b'{"version":"0.8.4"}'), "vLLM 0.8.4 may ignore `cache_salt`"),
+        (Reply(404), "unknown release may ignore `cache_salt`"),
+        (Reply(200, b'{"version":"0.19.1"}'), ""),
+    ],
+)
+def test_a_worker_that_may_not_separate_tenants_is_an_error_with_isolation_only(reply, words):
+    isolating, worker = replace(DEPLOYMENT, isolates_tenants=True), replace(WORKER, version=reply)
+
+    found = {each.code: each for each in diagnose(isolating, Observations((worker,), GATEWAY))}
+
+    assert "tenants-not-isolated" not in judged(worker)
+    assert ("tenants-not-isolated" in found) is bool(words)
+    if words:
+        assert words in found["tenants-not-isolated"].what
+        assert found["tenants-not-isolated"].severity is Severity.ERROR
+
+
 def test_of_several_ranks_one_stream_with_events_is_enough():
     """A probe is answered by one rank."""
     [one] = WORKER.streams

@@ -329,6 +329,7 @@ def _deployment(
         admin_key=admin,
         open_files=2 * config.server.max_in_flight + _OWN_DESCRIPTORS,
         unknown_workers=unknown,
+        isolates_tenants=config.server.isolation == "per-key",
     )
 
 

@@ -147,6 +147,23 @@ def _version(deployment: Deployment, seen: Observations) -> Found:
             )
 
 
+def _tenants(deployment: Deployment, seen: Observations) -> Found:
+    if not deployment.isolates_tenants:
+        return
+    for worker in running(seen):
+        release = worker.release
+        if release is None or release < _OLDEST:
+            shown = "a worker of an unknown release" if release is None else f"vLLM {_text(release)}"
+            yield error(
+                "tenants-not-isolated",
+                worker.name,
+                f"{shown} may ignore `cache_salt`",
+                "server.isolation needs it: without it tenants share this worker's KV, and can measure what "
+                "others have sent. vLLM ignores a member that it does not know.",
+                f"Upgrade vLLM to {_text(_TESTED)}, or remove the worker.",
+            )
+
+
 def _metrics(deployment: Deployment, seen: Observations) -> Found:
     if not deployment.uses_caches:
         return
@@ -460,6 +477,7 @@ _CHECKS: tuple[Callable[[Deployment, Observations], Found], ...] = (
     _reachable,
     _worker_key,
     _version,
+    _tenants,
     _metrics,
     _prefix_caching,
     _agreement,

@@ -32,6 +32,8 @@ class Deployment:
     """Descriptors that the gateway may need: `server.max_in_flight` and the connections to workers."""
     unknown_workers: str = ""
     """Why the set of workers may be incomplete; "" if it is complete."""
+    isolates_tenants: bool = False
+    """`server.isolation` is `per-key`: workers must honour `cache_salt`."""
     ignored: tuple[tuple[WorkerSpec, WorkerSpec], ...] = ()
     """Listed workers that the gateway ignores, each with the one before it that has the same id."""
 
