@@ -170,6 +170,25 @@ async def test_errors_name_the_trace(run_gateway, sim):
     assert answer.headers["x-kvroute-trace-id"] == TRACE
 
 
+@pytest.mark.parametrize("size", [0, 1_000_000])
+async def test_errors_before_the_body_is_read_name_the_trace_and_have_a_span(run_gateway, sim, size):
+    body = b'{"model": 1, "prompt": "' + b"x" * size + b'"}'
+    async with collector() as otel, run_gateway([sim.url], tracing={"endpoint": otel.url}) as running:
+        answer = await running.client.post("/v1/completions", content=body, headers={"traceparent": CLIENT})
+        plain = await running.client.post("/v1/completions", content=body)
+        running.runtime._journal.flush()
+        [span] = await until(otel.spans)
+
+    assert answer.status_code == plain.status_code == 400
+    assert answer.json()["error"]["trace_id"] == answer.headers["x-kvroute-trace-id"] == TRACE
+    assert "trace_id" not in plain.json()["error"]
+    assert (span.name, span.trace_id.hex(), span.parent_span_id.hex()) == (
+        "kvroute request",
+        TRACE,
+        "b7ad6b7169203331",
+    )
+
+
 async def test_a_collector_that_does_not_answer_delays_no_request_and_drops_are_counted(run_gateway, sim):
     async with collector() as otel:
         otel.may_answer.clear()

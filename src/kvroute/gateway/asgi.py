@@ -217,9 +217,11 @@ class InferenceEndpoint:
         except ClientDisconnected:
             plane.client_left(record)
         except GatewayError as error:
+            plane.continue_trace(record, _traceparent(headers))
             plane.refuse(record, error, answer, endpoint.errors)
             await answer.deliver(send, None)
         except Exception:  # noqa: BLE001 - `report_defect` logs it; other requests are not affected
+            plane.continue_trace(record, _traceparent(headers))
             plane.report_defect(record, answer, endpoint.errors)
             await answer.deliver(send, None)
         else:
@@ -255,9 +257,11 @@ class StoredResponseEndpoint:
         except ClientDisconnected:
             plane.client_left(record)
         except GatewayError as error:
+            plane.continue_trace(record, _traceparent(headers))
             plane.refuse(record, error, answer, ErrorShape.RESPONSES)
             await answer.deliver(send, None)
         except Exception:  # noqa: BLE001 - `report_defect` logs it; other requests are not affected
+            plane.continue_trace(record, _traceparent(headers))
             plane.report_defect(record, answer, ErrorShape.RESPONSES)
             await answer.deliver(send, None)
         else:
@@ -275,6 +279,10 @@ def _relayed_fields(plane: DataPlane, headers: Headers) -> bytes:
         return relayed_fields(headers, without=plane.hidden_fields, added=plane.added_fields)
     except ValueError as error:  # a header that would let one request look like two
         raise InvalidRequest(f"The request cannot be forwarded: {error}.") from error
+
+
+def _traceparent(headers: Headers) -> bytes:
+    return b"traceparent: %b\r\n" % header(headers, b"traceparent")
 
 
 async def _deliver(

@@ -360,7 +360,11 @@ class DataPlane:
         """Read a large body in steps, then `relay` it, in a task."""
 
         async def start() -> InFlightRequest:
-            request = await self.bodies.read_in_steps(endpoint, body, headers)
+            try:
+                request = await self.bodies.read_in_steps(endpoint, body, headers)
+            except GatewayError:
+                self.continue_trace(record, fields)
+                raise
             return self.relay(request, target, headers, fields, record, client)
 
         return self._start_later(endpoint.errors, record, client, start)
@@ -499,6 +503,11 @@ class DataPlane:
             self._warn_not_isolated(error, record.path)
         refuse(self.metrics, record, error, client, shape)
         self.journal.finished(record, self._now())
+
+    def continue_trace(self, record: Record, fields: bytes) -> None:
+        """Let an error before `relay` carry the trace id of the client's header lines, `fields`."""
+        if self._tracer is not None:
+            self._tracer.continue_trace(record, fields)
 
     def _warn_not_isolated(self, error: NotIsolated, path: str) -> None:
         # Once for each endpoint: a client can send any number of such requests.

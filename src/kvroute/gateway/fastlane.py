@@ -324,8 +324,10 @@ class FastLaneProtocol(EdgeProtocol):
                 parsed = plane.bodies.read(endpoint, body, headers)
                 exchange = plane.relay(parsed, request.target, headers, request.fields, record, self)
         except GatewayError as error:
+            plane.continue_trace(record, request.fields)
             plane.refuse(record, error, self, endpoint.errors)
         except Exception:  # noqa: BLE001 - `report_defect` logs it; other requests are not affected
+            plane.continue_trace(record, request.fields)
             plane.report_defect(record, self, endpoint.errors)
         else:
             if not exchange.is_over:

@@ -132,6 +132,11 @@ class Tracer:
         record.trace = Trace(trace_id, parent_id, span_id, worker_span_id)
         return fields + b"traceparent: 00-%032x-%016x-01\r\n" % (trace_id, worker_span_id)
 
+    def continue_trace(self, record: Record, fields: bytes) -> None:
+        """Start the trace of a request that is refused before `begin`, if its client sent a `traceparent`."""
+        if not record.trace_id and _traceparent(fields) is not None:
+            self.begin(record, fields)
+
     def finished(self, record: Record, wall_offset: float) -> None:
         """Put the spans of a finished request into the queue, or drop and count them. Does not wait."""
         spans = self.spans(record, wall_offset)
