@@ -12,7 +12,14 @@ from kvroute.deploy.l2.registry import BACKENDS
 from kvroute.deploy.render.plan import plan_endpoint
 from kvroute.deploy.spec.extension import DEFAULT_IMAGE, Extension
 from kvroute.deploy.spec.source import FieldVerdict, dotted
-from kvroute.deploy.spec.versions import LMCACHE, PAIRS, parse_version, versions_of_image, with_versions
+from kvroute.deploy.spec.versions import (
+    DIGESTS,
+    LMCACHE,
+    PAIRS,
+    parse_version,
+    versions_of_image,
+    with_versions,
+)
 from kvroute.wire.vllm import DIALECTS
 
 DLC = "public.ecr.aws/deep-learning-containers/vllm"
@@ -65,6 +72,7 @@ def test_an_image_in_the_table_is_planned_as_its_own_pair(image: str, pair: str)
         # The tag is LMCache's version. The oldest vLLM with that LMCache has no option too many.
         ("lmcache/vllm-openai:v0.5.6", "vLLM 0.32.0 + LMCache 0.5.6", "LMCache 0.5.6 is planned as"),
         ("lmcache/vllm-openai:v0.5.5-cu129", "vLLM 0.26.0 + LMCache 0.5.2", "vLLM 0.29.0 + LMCache 0.5.5"),
+        (f"mirror/any@{next(iter(DIGESTS))}", "vLLM 0.26.0 + LMCache 0.5.2", "vLLM 0.29.0 + LMCache 0.5.5"),
         ("mirror.example/team/vllm-openai:v0.5.6", "vLLM 0.32.0 + LMCache 0.5.6", "LMCache 0.5.6 is planned"),
         ("vllm/vllm-openai:latest", "vLLM 0.33.0 + LMCache 0.5.6", "its tag moves"),
         ("lmcache/vllm-openai:latest-nightly", "vLLM 0.33.0 + LMCache 0.5.6", "its tag moves"),

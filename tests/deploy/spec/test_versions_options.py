@@ -14,6 +14,8 @@ from typing import Any, NoReturn
 import pytest
 from tests.support.pairs import plans_of, server_commands
 
+from kvroute.app.config import Config
+from kvroute.deploy.render.config import gateway_config
 from kvroute.deploy.render.worker_args import container_environment, worker_argv
 from kvroute.deploy.spec.versions import LMCACHE, PAIRS, Pair
 
@@ -75,6 +77,21 @@ def test_every_rendered_engine_knows_its_options_connector_and_variables(pair: P
                 assert name.removeprefix("LMCACHE_").lower() in lmcache["settings"]
             else:
                 assert name in OTHER_VARIABLES or name in vllm["environment"], name
+
+
+@pairs
+def test_the_gateway_accepts_its_configuration_for_every_pair(pair: Pair) -> None:
+    seen: dict[bool, set[str]] = {}
+    for endpoint, site in plans_of(pair):
+        config = Config.model_validate(gateway_config(endpoint, site))
+        if endpoint.follows_caches and endpoint.cache is not None:
+            lmcache, classic = config.lmcache, endpoint.cache.classic
+            enabled = {"l1"} if lmcache.controller.enabled or lmcache.coordinator.enabled else set()
+            enabled |= {"l2"} if lmcache.coordinator.enabled else set()
+            seen[classic] = seen.get(classic, set()) | enabled | {"gpu"}
+
+    for classic, tiers in seen.items():
+        assert tiers == set(pair.tiers(classic=classic))
 
 
 def options_in(argv: tuple[str, ...], options: dict[str, str]) -> Iterator[tuple[str, str]]:

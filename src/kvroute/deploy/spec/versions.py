@@ -187,8 +187,11 @@ PAIRS: Final = (
 )
 """The known pairs, oldest first."""
 
-DIGESTS: Final[Mapping[str, tuple[str, str]]] = {}
-"""Digest of an image, `sha256:...` -> vLLM's and LMCache's versions; an empty one is not known."""
+DIGESTS: Final[Mapping[str, tuple[str, str]]] = {
+    # lmcache/vllm-openai:v0.5.5, as others have published its digest; not pulled here.
+    "sha256:59b350753673f7bac0b55c4d6d8325d91bd0d1a47d101579f37d57d66a6a951d": ("0.29.0", "0.5.5"),
+}
+"""Digest of an image -> vLLM's and LMCache's versions; an empty one is not known."""
 
 TAGS: Final[Mapping[str, tuple[str, str]]] = {
     # docs.aws.amazon.com, "Disaggregated prefill and decode": both images have LMCache 0.4.3 and vLLM 0.19.
