@@ -162,6 +162,34 @@ def test_the_gateways_pod_is_locked_down_and_probed(own, plan):
     assert spec["terminationGracePeriodSeconds"] > 35
 
 
+@pytest.mark.parametrize("asks", [False, True])
+def test_a_gateway_with_tls_gets_its_secret_by_overlay_and_probes_that_can_reach_it(own, plan, asks):
+    folder = "/etc/kvroute-tls"
+    tls = {"cert_file": f"{folder}/tls.crt", "key_file": f"{folder}/tls.key"}
+    if asks:
+        tls["client_ca_file"] = f"{folder}/ca.crt"
+    mount = {"name": "tls", "mountPath": folder, "readOnly": True}
+    volume = {"name": "tls", "secret": {"secretName": "gateway-tls"}}
+    changes = {
+        "x-kvroute.gateway.settings": {"server": {"tls": tls}},
+        "x-kvroute.kubernetes.servicePodTemplate": {
+            "spec": {"containers": [{"name": "kvroute", "volumeMounts": [mount]}], "volumes": [volume]}
+        },
+    }
+
+    spec = pod(objects_of(plan(own(changes))), "Deployment", "demo-gateway")
+
+    (container,) = spec["containers"]
+    assert mount in container["volumeMounts"]
+    assert volume in spec["volumes"]
+    for name in ("startupProbe", "livenessProbe", "readinessProbe"):
+        if asks:
+            assert container[name]["tcpSocket"] == {"port": "http"}
+            assert "httpGet" not in container[name]
+        else:
+            assert container[name]["httpGet"]["scheme"] == "HTTPS"
+
+
 def test_no_pod_gets_variables_of_services(own, plan):
     found = objects_of(plan(own()))
 

@@ -115,6 +115,17 @@ def _port(config: dict[str, Any]) -> int:
     return int(config["server"]["port"])
 
 
+def _probe(config: dict[str, Any], path: str) -> dict[str, Any]:
+    """Kubelet's question to the gateway, in the way that `server.tls` lets it ask."""
+    tls = config["server"].get("tls") or {}
+    if tls.get("client_ca_file"):
+        return {"tcpSocket": {"port": "http"}}  # kubelet has no client certificate
+    probe = http_get(path, "http")
+    if tls.get("cert_file"):
+        probe["httpGet"]["scheme"] = "HTTPS"  # kubelet does not verify the certificate
+    return probe
+
+
 def _deployment(
     plan: EndpointPlan, site: DeploymentSite, name: str, config: dict[str, Any]
 ) -> dict[str, Any]:
@@ -145,9 +156,9 @@ def _deployment(
         "args": ["serve", "-c", "/etc/kvroute/kvroute.yaml"],
         "ports": [{"name": port, "containerPort": number} for port, number in ports],
         # /health, not /ready: a gateway without a routable worker must not be restarted.
-        "startupProbe": http_get("/health", "http") | {"periodSeconds": 1, "failureThreshold": 60},
-        "livenessProbe": http_get("/health", "http") | {"periodSeconds": 10, "timeoutSeconds": 3},
-        "readinessProbe": http_get("/ready", "http") | {"periodSeconds": 2, "timeoutSeconds": 2},
+        "startupProbe": _probe(config, "/health") | {"periodSeconds": 1, "failureThreshold": 60},
+        "livenessProbe": _probe(config, "/health") | {"periodSeconds": 10, "timeoutSeconds": 3},
+        "readinessProbe": _probe(config, "/ready") | {"periodSeconds": 2, "timeoutSeconds": 2},
         "resources": gateway.resources
         or {"requests": {"cpu": "1", "memory": "512Mi"}, "limits": {"memory": "2Gi"}},
         "securityContext": LOCKED_DOWN,
