@@ -140,8 +140,12 @@ def main() -> None:
 
     wanted = tasks_of(numbers)
     tasks = [setting.seeded(task, seed) for task in wanted for seed in seeds]
+    results = {}
     with multiprocessing.get_context("spawn").Pool(options.jobs) as pool:
-        results = dict(zip(tasks, pool.map(run_task, tasks, chunksize=1), strict=True))
+        for task, result in zip(tasks, pool.imap(run_task, tasks), strict=True):
+            results[task] = result
+            if len(results) % 10 == 0 or len(results) == len(tasks):
+                print(f"{len(results)} of {len(tasks)} simulations", file=sys.stderr, flush=True)
     means = {task: averaged([results[setting.seeded(task, seed)] for seed in seeds]) for task in wanted}
     judged = judge(numbers, means.__getitem__)
     if options.json:
