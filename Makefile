@@ -12,7 +12,7 @@ UNTRACED := --ignore=tests/blackbox --ignore=tests/fuzz
 PIP := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help up test chaos coverage test-engine check lint types layers format docs compose bench bench-routing fuzz lock sbom audit clean distclean
+.PHONY: help up test chaos churn coverage test-engine check lint types layers format docs compose bench bench-routing fuzz lock sbom audit clean distclean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -69,6 +69,9 @@ bench-routing: $(VENV)/.installed-dev ## measure routing quality in virtual time
 
 chaos: $(VENV)/.installed-dev ## break something every 5 s under load, twice ten minutes; needs redis-server [ARGS='--seconds 60']
 	@$(BIN)/python bench/chaos.py $(ARGS)
+
+churn: $(VENV)/.installed-dev ## memory, tasks and sockets while workers, sessions and keys come and go, half an hour [ARGS='--seconds 120']
+	@$(BIN)/python bench/churn.py $(ARGS)
 
 lock: $(VENV)/.installed-dev ## lock the image's packages, with hashes [ARGS=--upgrade]
 	@$(BIN)/python scripts/supply_chain.py lock $(ARGS)

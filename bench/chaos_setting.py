@@ -113,13 +113,15 @@ class Setting:
 
     def write_workers(self, without: int | None = None) -> None:
         listed = [{"id": f"w{n}", "url": self.url(n)} for n in range(WORKERS) if n != without]
-        _replace(self.folder / "workers.yaml", yaml.safe_dump({"workers": listed}))
+        replace_file(self.folder / "workers.yaml", yaml.safe_dump({"workers": listed}))
 
     def write_keys(self) -> None:
         """All keys, each with one more hash, which is another one each time."""
         self.generation += 1
-        entries = [{"name": key[3:], "hash": [_hash(key), _hash(f"{key}-{self.generation}")]} for key in KEYS]
-        _replace(self.folder / "keys.yaml", yaml.safe_dump({"keys": entries}))
+        entries = [
+            {"name": key[3:], "hash": [key_hash(key), key_hash(f"{key}-{self.generation}")]} for key in KEYS
+        ]
+        replace_file(self.folder / "keys.yaml", yaml.safe_dump({"keys": entries}))
 
     def write_config(self, strategy: str | None = None) -> None:
         """A configuration that differs from the one before; `strategy` in the place of the configured one."""
@@ -131,11 +133,11 @@ class Setting:
         config["admission"]["max_waiting"] = 512 + self.generation % 2
         if strategy is not None:
             config["routing"]["strategy"] = strategy
-        _replace(self.folder / "config.yaml", yaml.safe_dump(config))
+        replace_file(self.folder / "config.yaml", yaml.safe_dump(config))
 
     def write_invalid_config(self) -> None:
         """One of `INVALID`, another one each time."""
-        _replace(self.folder / "config.yaml", INVALID[self.generation % len(INVALID)])
+        replace_file(self.folder / "config.yaml", INVALID[self.generation % len(INVALID)])
 
     async def reload(self, outcome: str) -> None:
         """Send SIGHUP and wait for the line `outcome` in the gateway's log. Without it there is a problem."""
@@ -167,13 +169,13 @@ class Setting:
         return [int(newest[number]) for number in sorted(newest)]
 
 
-def _replace(path: Path, text: str) -> None:
+def replace_file(path: Path, text: str) -> None:
     new = path.with_suffix(".new")
     new.write_text(text)
     new.replace(path)
 
 
-def _hash(key: str) -> str:
+def key_hash(key: str) -> str:
     return "sha256:" + hashlib.sha256(key.encode()).hexdigest()
 
 

@@ -283,6 +283,7 @@ class Metrics(Collector):
         self.config_reloads = self._counter(
             "kvroute_config_reloads", "Attempts to load the configuration again (SIGHUP).", ["outcome"]
         )
+        self.tasks = self._gauge("kvroute_tasks", "Asyncio tasks of the gateway.", [])
         self.memory_share = self._gauge(
             "kvroute_memory_used_ratio", "Used share of the memory limit, with `server.memory_watermark`.", []
         )

@@ -226,6 +226,15 @@ async def test_hostile_names_add_no_series(run_gateway, instant_sim, tmp_path):
         writer.close()
 
 
+async def test_the_tasks_of_the_gateway_are_counted(run_gateway, instant_sim):
+    async with run_gateway([instant_sim.url]) as gateway:
+        before = gateway.metric("kvroute_tasks")
+        more = asyncio.create_task(asyncio.Event().wait())
+
+        assert gateway.metric("kvroute_tasks") == before + 1
+        more.cancel()
+
+
 async def test_promtool_finds_nothing_wrong_with_the_metrics(run_gateway, two, system_program):
     async with run_gateway(two, metrics={"compat": "none"}) as gateway:
         await gateway.client.post("/v1/chat/completions", json=CHAT)

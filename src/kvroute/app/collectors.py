@@ -5,6 +5,8 @@ A function without figures yields its families without samples: `declared_famili
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import ctypes
 import mmap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,7 +23,7 @@ from kvroute.fleet.fleet import Fleet
 from kvroute.fleet.health import HealthMonitor
 from kvroute.fleet.worker import HealthState
 from kvroute.logs import failed_lines
-from kvroute.metrics import Gauges, counter, gauge
+from kvroute.metrics import Gauges, Metrics, counter, gauge
 from kvroute.replicas.metrics import link_metrics
 from kvroute.routing.router import Router
 from kvroute.routing.strategy import CacheMap
@@ -34,6 +36,12 @@ if TYPE_CHECKING:  # imported by a gateway with a map only: they load ZMQ and mo
     from kvroute.lmcache.l2_redis import L2Counts
     from kvroute.lmcache.membership import LMCacheServer
     from kvroute.lmcache.prefetch import PrefetchOutcome
+
+
+def count_tasks(metrics: Metrics) -> None:
+    """Set the gauge of asyncio tasks; without an event loop it stays. O(tasks)."""
+    with contextlib.suppress(RuntimeError):
+        metrics.tasks.labels().value = float(len(asyncio.all_tasks()))
 
 
 def fleet_gauges(fleet: Fleet, health: HealthMonitor, discoverer: Discoverer) -> Iterable[Metric]:

@@ -30,6 +30,7 @@ GROUPS: Final[Mapping[str, Mapping[str, str]]] = MappingProxyType(
             "bodies_over_limit": "Which bodies are too large to be read?",
             "client_timeouts": "Do clients or attackers hold connections open?",
             "config_reloads": "Was a changed configuration applied?",
+            "tasks": "Do tasks of the gateway never end?",
             "out_of_descriptors": "Is the limit of open files too low?",
             "log_lines_failed": "Is the log complete?",
             "memory_used_ratio": "How far is the gateway from its memory limit?",

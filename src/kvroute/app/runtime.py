@@ -7,6 +7,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -15,6 +16,7 @@ from prometheus_client.registry import Collector
 
 from kvroute.app.collectors import (
     complete_families,
+    count_tasks,
     fleet_gauges,
     index_gauges,
     load_gauges,
@@ -172,6 +174,7 @@ class Runtime:
         self._left: dict[WorkerId, float] = {}
         """Workers that left whose series are still there -> when they left."""
         self.metrics.call_before_collect(self._forget_series)
+        self.metrics.call_before_collect(partial(count_tasks, self.metrics))
         self.fleet.subscribe(self._fleet_changed)
         self.metrics.registry.register(
             Gauges(

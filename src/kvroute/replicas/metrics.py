@@ -29,6 +29,7 @@ _SUMMED_GAUGES: Final = frozenset(
     {
         "kvroute_requests_in_flight",
         "kvroute_queue_waiting",
+        "kvroute_tasks",
         "kvroute_index_bytes",
         "kvroute_map_bytes",
         "kvroute_lmcache_map_bytes",
