@@ -9,16 +9,16 @@ docs/metrics.md lists every family (`app/metrics_reference.py`).
 from __future__ import annotations
 
 import platform
-from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
-from typing import Final, Generic, NamedTuple, TypeVar
+from typing import Final
 
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
-from prometheus_client.utils import floatToGoString
 
 from kvroute import __version__
+from kvroute.clock import Clock
+from kvroute.tallies import Family, RequestLabels, Spread, Tally
 
 _LATENCY_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 _INTER_TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 10.0)
@@ -30,112 +30,9 @@ _BYTES = (256, 1024, 4096, 16384, 65536, 262144, 1048576, 4194304, 16777216, 671
 
 OTHER: Final = "other"
 """The label of a model that the fleet does not have: clients may send any name."""
+SERIES_KEPT_S = 300.0
+"""How long the series of a worker that left stay, so that their last values are scraped."""
 _TIERS: Final = ("gpu", "l1", "l2")
-
-
-class RequestLabels(NamedTuple):
-    """The labels of a finished request; "-" where a value does not exist."""
-
-    model: str
-    worker: str
-    strategy: str
-    reason: str
-    status: str
-
-
-class Tally:
-    """A counter or gauge without a lock, for use from one event loop only."""
-
-    __slots__ = ("value",)
-
-    def __init__(self) -> None:
-        self.value = 0.0
-
-    def inc(self, amount: float = 1.0) -> None:
-        self.value += amount
-
-    def dec(self, amount: float = 1.0) -> None:
-        self.value -= amount
-
-
-class Spread:
-    """The counts of one histogram. `observe` costs a bisection, about 0.2 us.
-
-    `later` is cheaper: it appends the value to a list. `settle` counts these values together; it runs before
-    every read, and the caller of `later` calls it from time to time.
-    """
-
-    __slots__ = ("_bounds", "_counts", "_sum", "_uncounted", "later")
-
-    def __init__(self, bounds: Sequence[float]) -> None:
-        self._bounds = bounds
-        self._counts = [0] * (len(bounds) + 1)
-        self._sum = 0.0
-        self._uncounted: list[float] = []
-        self.later: Callable[[float], None] = self._uncounted.append
-
-    def observe(self, value: float) -> None:
-        self._counts[bisect_left(self._bounds, value)] += 1
-        self._sum += value
-
-    def settle(self) -> None:
-        """Count the values that `later` has appended."""
-        uncounted = self._uncounted
-        if len(uncounted) <= len(self._bounds):
-            for value in uncounted:
-                self.observe(value)
-        else:
-            self._sum += sum(uncounted)
-            uncounted.sort()
-            counts, before = self._counts, 0
-            for place, bound in enumerate(self._bounds):
-                upto = bisect_right(uncounted, bound, before)
-                counts[place] += upto - before
-                before = upto
-            counts[-1] += len(uncounted) - before
-        uncounted.clear()
-
-    @property
-    def sum(self) -> float:
-        """Sum of all values."""
-        self.settle()
-        return self._sum
-
-    def cumulative(self) -> list[tuple[str, float]]:
-        """Prometheus's cumulative buckets: upper bound, and number of values up to the bound."""
-        self.settle()
-        total, rows = 0, []
-        for bound, count in zip((*self._bounds, float("inf")), self._counts, strict=True):
-            total += count
-            rows.append((str(floatToGoString(bound)), float(total)))  # type: ignore[no-untyped-call]
-        return rows
-
-
-_Child = TypeVar("_Child", Tally, Spread)
-
-
-class Family(Generic[_Child]):
-    """One metric and its children by label values. Mutable: `labels` creates missing children."""
-
-    def __init__(self, make: Callable[[], _Child], name: str, help_text: str, labels: Sequence[str]) -> None:
-        self.name = name
-        self.help_text = help_text
-        self.label_names = tuple(labels)
-        self.children: dict[tuple[str, ...], _Child] = {}
-        self._make: Callable[[], _Child] = make
-
-    def labels(self, *values: str) -> _Child:
-        child = self.children.get(values)
-        if child is None:
-            child = self.children[values] = self._make()
-        return child
-
-    def remove(self, label: str, value: str) -> None:
-        """Remove the children with this value of a label."""
-        if label in self.label_names:
-            place = self.label_names.index(label)
-            for values in [values for values in self.children if values[place] == value]:
-                del self.children[values]
 
 
 class Series:
@@ -562,3 +459,30 @@ class Metrics(Collector):
         family = Family(lambda: Spread(bounds), name, help_text, labels)
         self._histograms.append(family)
         return family
+
+
+class DepartedSeries:
+    """Removes the series of workers `SERIES_KEPT_S` after they left.
+
+    Mutable: remembers the workers that left and have not returned.
+    """
+
+    def __init__(self, metrics: Metrics, clock: Clock) -> None:
+        self._metrics = metrics
+        self._clock = clock
+        self._left: dict[str, float] = {}
+        """Worker -> when it left."""
+        metrics.call_before_collect(self._remove)
+
+    def worker_joined(self, worker: str) -> None:
+        self._left.pop(worker, None)
+
+    def worker_left(self, worker: str) -> None:
+        self._left[worker] = self._clock.now()
+        self._remove()
+
+    def _remove(self) -> None:
+        due = self._clock.now() - SERIES_KEPT_S
+        for worker in [worker for worker, left in self._left.items() if left <= due]:
+            del self._left[worker]
+            self._metrics.forget_worker(worker)

@@ -15,7 +15,7 @@ from tests.integration.conftest import gateway
 from tests.integration.test_doctor import configuration, sims
 
 from kvroute.cli import main
-from kvroute.cli.doctor import sentence
+from kvroute.cli.explain import sentence
 
 SECRETS = {
     "admin": "secret-admin-key",

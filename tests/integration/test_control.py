@@ -484,7 +484,7 @@ async def test_series_of_a_worker_that_left_are_removed_after_a_while(run_gatewa
         assert (await gateway.client.delete("/admin/workers/w0")).is_success
         await gateway.until(lambda: len(gateway.runtime.fleet.workers()) == 1)
         assert shown((await gateway.client.get("/metrics")).text) == {"w0", "w1"}
-        monkeypatch.setattr("kvroute.app.runtime.SERIES_KEPT_S", 0.0)
+        monkeypatch.setattr("kvroute.metrics.SERIES_KEPT_S", 0.0)
         assert shown((await gateway.client.get("/metrics")).text) == {"w1"}
 
         worker = {"id": "w0", "url": two[0]}

@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterable, Sequence
 from kvroute.app.background_tasks import BackgroundTasks
 from kvroute.clock import Clock
 from kvroute.errors import ConfigError
-from kvroute.metrics import Family, Metrics, Tally
+from kvroute.metrics import Metrics
+from kvroute.tallies import Family, Tally
 from kvroute.tls import ServerTlsOptions, expiry, server_context, signatures
 
 log = logging.getLogger(__name__)

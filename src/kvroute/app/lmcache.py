@@ -15,7 +15,7 @@ from kvroute.app.collectors import coordinator_metrics, l2_metrics, lmcache_metr
 from kvroute.blocks.keys import Tier
 from kvroute.clock import Clock
 from kvroute.fleet.worker import Worker
-from kvroute.gateway import admin as hyperpod
+from kvroute.gateway.decision_lines import worker_registered
 from kvroute.index.chunk_index import ChunkIndex
 from kvroute.lmcache.controller import Controller
 from kvroute.lmcache.controller_sockets import ControllerSockets
@@ -52,7 +52,7 @@ class LMCache:
         self._options = options
         self._background = background
         self._report_rate = rate_measured
-        announce = hyperpod.worker_registered if hyperpod_lines else None
+        announce = worker_registered if hyperpod_lines else None
         self._coordinator: Coordinator | None = None
         if options.coordinator.enabled:
             self._coordinator = Coordinator(self.chunks, clock, options)

@@ -22,13 +22,21 @@ from kvroute.app.config_paths import dotted
 from kvroute.clock import Clock, SystemClock
 from kvroute.errors import ConfigError, InvalidConfig
 from kvroute.fleet.discovery.registry import sources_of
-from kvroute.gateway.access import session_key_sources
+from kvroute.fleet.fleet import Fleet
+from kvroute.fleet.health import HealthMonitor
+from kvroute.gateway.access import session_fields, session_key_sources
+from kvroute.gateway.attempts import RetryBudget
+from kvroute.gateway.dataplane import DataPlane
+from kvroute.gateway.decision_lines import announcer
 from kvroute.logs import configure
 from kvroute.metrics import Metrics
+from kvroute.openai.bounded import Bounded
 from kvroute.options import Options
+from kvroute.routing.router import Router
 from kvroute.routing.strategies.session import SessionOptions
 from kvroute.routing.strategy import Needs
 from kvroute.tls import Signature, signatures
+from kvroute.upstream.transport import Transports
 
 log = logging.getLogger(__name__)
 
@@ -246,6 +254,53 @@ class ConfigReload:
         # Nothing waits in between, so no request sees a mixture.
         for applier in self.appliers:
             applier(config)
+
+
+@dataclass(frozen=True, slots=True)
+class Services:
+    """The parts of a running gateway whose options may change."""
+
+    fleet: Fleet
+    health: HealthMonitor
+    plane: DataPlane
+    router: Router
+    budget: RetryBudget
+    transports: Transports
+    clock: Clock
+
+
+def apply_changes(before: Config, config: Config, services: Services) -> None:
+    """Bring the services from `before` to `config`, which differs only in options of `RELOADABLE`."""
+    server, fleet, upstream, plane = config.server, config.fleet, config.upstream, services.plane
+    configure(config.logging)
+    if fleet.aliases != before.fleet.aliases:
+        services.fleet.set_aliases(fleet.aliases)
+    if fleet.health != before.fleet.health:
+        services.health.configure(fleet.health)
+    if plane.queue is not None:
+        plane.queue.configure(config.admission)
+    services.router.configure(config.routing)
+    services.budget.configure(config.retries)
+    if upstream != before.upstream:
+        services.transports.configure(upstream)
+        plane.stored.timeout_s = upstream.connect_timeout_s
+    session_keys = config.routing.options_of(SessionOptions).keys
+    if session_keys != before.routing.options_of(SessionOptions).keys:
+        in_bodies = session_fields(session_keys)
+        plane.read_sessions(
+            session_key_sources(session_keys),
+            in_bodies,
+            Bounded(server.body_limits, also=in_bodies),
+            announcer(config.logging, services.clock, session_keys),
+        )
+    plane.configure(
+        max_body_bytes=server.max_body_bytes,
+        max_in_flight=server.max_in_flight,
+        held_bytes=upstream.read_buffer_bytes,
+        retry_statuses=frozenset(config.retries.statuses),
+    )
+    if fleet.workers != before.fleet.workers:
+        services.fleet.apply("static", [entry.spec() for entry in fleet.workers])
 
 
 class OwnReload:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from functools import partial
 from types import TracebackType
@@ -24,7 +24,7 @@ from kvroute.app.collectors import (
 )
 from kvroute.app.config import Config, masked
 from kvroute.app.metrics_compat import VllmRouterMetrics
-from kvroute.app.reloading import ConfigReload, InForce
+from kvroute.app.reloading import ConfigReload, InForce, Services, apply_changes
 from kvroute.blocks.keys import Tier
 from kvroute.clock import Clock, SystemClock
 from kvroute.fleet.discovery.base import Discoverer, ShrinkLimits
@@ -32,8 +32,7 @@ from kvroute.fleet.discovery.registry import sources_of
 from kvroute.fleet.fleet import Fleet, FleetChange
 from kvroute.fleet.health import HealthMonitor
 from kvroute.fleet.probe import Prober, probe_client
-from kvroute.fleet.worker import HealthState, Worker, WorkerId
-from kvroute.gateway import admin as decision_lines
+from kvroute.fleet.worker import HealthState, Worker
 from kvroute.gateway.access import AdminKeys, KeyCheck, session_fields, session_key_sources
 from kvroute.gateway.accuracy import PredictionAudit
 from kvroute.gateway.admin import admin_routes
@@ -43,20 +42,20 @@ from kvroute.gateway.attempts import AttemptDeps, RetryBudget
 from kvroute.gateway.client_keys import KeyRing
 from kvroute.gateway.control import control_routes
 from kvroute.gateway.dataplane import DataPlane
+from kvroute.gateway.decision_lines import announcer
 from kvroute.gateway.exchange import ExchangeDeps
-from kvroute.gateway.journal import Journal, Record
+from kvroute.gateway.journal import Journal
 from kvroute.gateway.jwt import TokenVerifier
 from kvroute.gateway.key_file import read_key_file
 from kvroute.gateway.live import KEEP_RECORDING_S, LiveFigures
 from kvroute.gateway.own_limits import DescriptorLimit, MemoryWatch, memory_reader
 from kvroute.gateway.page import page_routes
-from kvroute.gateway.planner import Planner, RequestPlan
+from kvroute.gateway.planner import Planner
 from kvroute.gateway.preparation import KeySpaces
 from kvroute.gateway.request_queue import Permits, RequestQueue
 from kvroute.gateway.stored import ResponseOwners, StoredResponses
 from kvroute.gateway.tracing import Tracer, make_tracer
-from kvroute.logs import configure
-from kvroute.metrics import Gauges, Metrics
+from kvroute.metrics import DepartedSeries, Gauges, Metrics
 from kvroute.openai.bounded import Bounded
 from kvroute.replicas.metrics import GatewayMetrics, PageCollector, read
 from kvroute.routing.audit import Audit
@@ -76,8 +75,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("kvroute.runtime")
 
-SERIES_KEPT_S = 300.0
-"""How long the series of a worker that left stay in `/metrics`, so that their last values are scraped."""
 _SYNC_TIMEOUT_S = 5.0
 """Longest time that a process which joins the others waits, for each of its conditions."""
 _POLL_INTERVAL_S = 0.01
@@ -171,9 +168,7 @@ class Runtime:
         self.plane = self._data_plane()
         self.application = self._application()
         self.reload.appliers.append(self._apply_config)
-        self._left: dict[WorkerId, float] = {}
-        """Workers that left whose series are still there -> when they left."""
-        self.metrics.call_before_collect(self._forget_series)
+        self._departed = DepartedSeries(self.metrics, clock)
         self.metrics.call_before_collect(partial(count_tasks, self.metrics))
         self.fleet.subscribe(self._fleet_changed)
         self.metrics.registry.register(
@@ -423,7 +418,7 @@ class Runtime:
             self._outbox,
             preparer=self.cache_tracker.preparer if self.cache_tracker else None,
             queue=queue,
-            announce=self._announcer(session_keys),
+            announce=announcer(config.logging, self._clock, session_keys),
             bounded=Bounded(config.server.body_limits, also=in_bodies),
             worker_authorization=worker_authorization,
             drops_authorization=has_keys,
@@ -432,21 +427,6 @@ class Runtime:
             max_in_flight=config.server.max_in_flight,
             tracer=self._tracer,
         )
-
-    def _announcer(self, session_keys: Sequence[str]) -> Callable[[RequestPlan, Record], None] | None:
-        """What logs each plan before its request is sent; None if nothing does."""
-        options = self._config.logging
-        theirs = decision_lines.routing_lines(self._clock, session_keys) if options.routing_lines else None
-        if not options.hyperpod_lines:
-            return theirs
-        if theirs is None:
-            return decision_lines.routed
-
-        def both(plan: RequestPlan, record: Record) -> None:
-            decision_lines.routed(plan, record)
-            theirs(plan, record)
-
-        return both
 
     def _make_tracer(self) -> Tracer | None:
         """Raises ConfigError if traces are configured and OpenTelemetry is not installed."""
@@ -505,38 +485,11 @@ class Runtime:
         }
 
     def _apply_config(self, config: Config) -> None:
-        """Bring all services to `config`, which differs only in options of `RELOADABLE`."""
         before, self._config = self._config, config
-        server, fleet, upstream = config.server, config.fleet, config.upstream
-        configure(config.logging)
-        if fleet.aliases != before.fleet.aliases:
-            self.fleet.set_aliases(fleet.aliases)
-        if fleet.health != before.fleet.health:
-            self.health.configure(fleet.health)
-        if self.plane.queue is not None:
-            self.plane.queue.configure(config.admission)
-        self.router.configure(config.routing)
-        self._budget.configure(config.retries)
-        if upstream != before.upstream:
-            self._transports.configure(upstream)
-            self.plane.stored.timeout_s = upstream.connect_timeout_s
-        session_keys = config.routing.options_of(SessionOptions).keys
-        if session_keys != before.routing.options_of(SessionOptions).keys:
-            in_bodies = session_fields(session_keys)
-            self.plane.read_sessions(
-                session_key_sources(session_keys),
-                in_bodies,
-                Bounded(server.body_limits, also=in_bodies),
-                self._announcer(session_keys),
-            )
-        self.plane.configure(
-            max_body_bytes=server.max_body_bytes,
-            max_in_flight=server.max_in_flight,
-            held_bytes=upstream.read_buffer_bytes,
-            retry_statuses=frozenset(config.retries.statuses),
+        services = Services(
+            self.fleet, self.health, self.plane, self.router, self._budget, self._transports, self._clock
         )
-        if fleet.workers != before.fleet.workers:
-            self.fleet.apply("static", [entry.spec() for entry in fleet.workers])
+        apply_changes(before, config, services)
 
     def _notes(self) -> list[str]:
         return [
@@ -563,14 +516,6 @@ class Runtime:
     def _bandwidth_received(self, slot: int, tier: Tier, gb_s: float) -> None:
         self.router.set_rate(slot, tier, gb_s)
 
-    def _forget_series(self) -> None:
-        """Remove the series of workers that left some time ago and have not returned."""
-        due = self._clock.now() - SERIES_KEPT_S
-        for worker in [worker for worker, left in self._left.items() if left <= due]:
-            del self._left[worker]
-            if all(each.id != worker for each in self.fleet.workers()):
-                self.metrics.forget_worker(worker)
-
     def _fleet_changed(self, change: FleetChange, worker: Worker) -> None:
         """Update all services that keep data of a worker."""
         if self.cache_tracker is not None:
@@ -580,14 +525,14 @@ class Runtime:
         match change:
             case FleetChange.JOINED:
                 self.router.worker_joined(worker)
+                self._departed.worker_joined(worker.id)
             case FleetChange.CAPACITY:
                 self.router.capacity_changed(worker)
             case FleetChange.LEFT:
                 self.router.worker_left(worker)
                 self._owners.forget_worker(worker.id)
                 self._transports.forget(worker)
-                self._left[worker.id] = self._clock.now()
-                self._forget_series()
+                self._departed.worker_left(worker.id)
             case FleetChange.RESTARTED:
                 self.router.worker_restarted(worker)
                 self._owners.forget_worker(worker.id)

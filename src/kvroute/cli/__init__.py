@@ -25,7 +25,7 @@ COMMANDS = {
     ),
     "keys": ("kvroute.cli.check", "Make and check entries of a file of API keys."),
     "doctor": ("kvroute.cli.doctor", "Examine a deployment: what is wrong, why it matters, how to fix it."),
-    "explain": ("kvroute.cli.doctor", "Say where a prompt goes, or a request went, and why."),
+    "explain": ("kvroute.cli.explain", "Say where a prompt goes, or a request went, and why."),
     "check": ("kvroute.cli.check", "Validate a configuration or an endpoint spec."),
 }
 """Command name -> its module, which has the command under the same name, and its line in the help."""

@@ -1,4 +1,4 @@
-"""`kvroute doctor`: examines a deployment. `kvroute explain`: says where a prompt goes, or a request went."""
+"""`kvroute doctor`: examines a deployment and prints findings with their fixes."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ from kvroute.upstream.options import UpstreamOptions
 CLIENT_KEY = "KVROUTE_API_KEY"
 """Variable with a client's key for the gateway."""
 _MASK = "**********"
-_TIMEOUT_S = 10.0
+TIMEOUT_S = 10.0
 _OWN_DESCRIPTORS = 256
 """Files that the gateway itself has open, and idle connections."""
 
@@ -183,7 +183,7 @@ async def examine(
 async def _examined(config: Config, url: str | None) -> _Examined:
     """The deployment that `config` describes, or that the gateway at `url` runs. Raises ConfigError."""
     gateway = (url or _own_url(config)).rstrip("/")
-    admin = _admin_key(config, gateway)
+    admin = admin_key(config, gateway)
     workers: tuple[WorkerSpec, ...] = ()
     async with _client(config) as client:
         described = None
@@ -225,7 +225,7 @@ def _own_url(config: Config) -> str:
     return f"{'https' if config.server.tls.is_on else 'http'}://{host}:{config.server.port}"
 
 
-def _admin_key(config: Config, gateway: str) -> str | None:
+def admin_key(config: Config, gateway: str) -> str | None:
     """The configured admin key, else the one that a gateway on this machine generated."""
     if config.admin.keys:
         return config.admin.keys[0]
@@ -238,7 +238,7 @@ def _admin_key(config: Config, gateway: str) -> str | None:
 
 def _client(config: Config) -> httpx.AsyncClient:
     options = config.upstream
-    return httpx.AsyncClient(trust_env=False, timeout=_TIMEOUT_S, verify=_verification(options))
+    return httpx.AsyncClient(trust_env=False, timeout=TIMEOUT_S, verify=_verification(options))
 
 
 def _verification(options: UpstreamOptions) -> ssl.SSLContext | bool:
@@ -339,7 +339,7 @@ async def _gather(examined: _Examined, *, probes: bool) -> Observations:
         key = examined.deployment.worker_key
         headers = {"authorization": f"Bearer {key}"} if key else {}
         async with httpx.AsyncClient(
-            trust_env=False, timeout=_TIMEOUT_S, headers=headers, verify=_verification(config.upstream)
+            trust_env=False, timeout=TIMEOUT_S, headers=headers, verify=_verification(config.upstream)
         ) as own:
             gatherer = Gatherer(
                 examined.deployment, client, compare=_comparison(config, own, threads), probes=probes
@@ -433,7 +433,7 @@ def write_bundle(
 
 def _keys(config: Config, seen: Observations) -> set[str]:
     """The admin key in use, which may come from the gateway's own file."""
-    key = _admin_key(config, seen.gateway.url) if seen.gateway is not None else None
+    key = admin_key(config, seen.gateway.url) if seen.gateway is not None else None
     return {key} if key else set()
 
 
@@ -475,110 +475,3 @@ def _versions(seen: Observations) -> dict[str, Any]:
 
 
 # --- explain ----------------------------------------------------------------------------------------------
-
-
-@click.command()
-@click.argument("prompt", required=False)
-@click.option("--url", default="http://127.0.0.1:8080", show_default=True, help="The gateway.")
-@click.option("--request-id", metavar="ID", help="Explain a request that the gateway has served.")
-@click.option("--model", metavar="NAME", help="Model of the prompt; needed if the gateway serves several.")
-@click.option(
-    "--body", metavar="FILE", type=click.File("rb"), help="A request body (JSON) instead of a prompt."
-)
-@click.option("--admin-key-file", metavar="FILE", type=click.Path(path_type=Path), help="For --request-id.")
-@click.option("--json", "as_json", is_flag=True, help="Print the decision as JSON.")
-def explain(
-    prompt: str | None,
-    url: str,
-    request_id: str | None,
-    model: str | None,
-    body: io.BufferedReader | None,
-    admin_key_file: Path | None,
-    as_json: bool,
-) -> None:
-    """Say where a prompt would go, or where a request went, and why.
-
-    PROMPT becomes a chat of one user message; nothing is sent to a worker. A client's key is read from
-    KVROUTE_API_KEY.
-    """
-    if sum(part is not None for part in (prompt, request_id, body)) != 1:
-        raise click.UsageError("Give one of PROMPT, --body and --request-id.")
-    url = url.rstrip("/")
-    if request_id is not None:
-        decision = _recorded(url, request_id, admin_key_file)
-    else:
-        document = body.read() if body is not None else _chat(prompt or "", model)
-        decision = _explained(url, document)
-    text = json.dumps(decision, indent=2, ensure_ascii=False) if as_json else sentence(decision, request_id)
-    click.echo(text)
-
-
-def _chat(prompt: str, model: str | None) -> bytes:
-    document: dict[str, Any] = {"messages": [{"role": "user", "content": prompt}]}
-    if model is not None:
-        document["model"] = model
-    return json.dumps(document).encode()
-
-
-def _explained(url: str, body: bytes) -> dict[str, Any]:
-    key = os.environ.get(CLIENT_KEY)
-    headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {key}"} if key else {})
-    return _answer(lambda client: client.post(url + "/v1/route/explain", content=body, headers=headers), url)
-
-
-def _recorded(url: str, request_id: str, file: Path | None) -> dict[str, Any]:
-    try:
-        flags = [ConfigSetting(("admin", "api_key_file"), str(file), "--admin-key-file")] if file else []
-        key = _admin_key(load(environ=os.environ, flags=flags).config, url)
-    except InvalidConfig as error:
-        raise CannotRun(str(error)) from error
-    headers = {"authorization": f"Bearer {key}"} if key else {}
-    found = _answer(lambda client: client.get(url + "/admin/decisions?limit=1000", headers=headers), url)
-    for decision in found["decisions"]:
-        if decision["request_id"] == request_id:
-            return dict(decision)
-    raise CannotRun(f"the gateway's last {len(found['decisions'])} decisions have no request {request_id!r}")
-
-
-def _answer(call: Any, url: str) -> dict[str, Any]:
-    try:
-        with httpx.Client(trust_env=False, timeout=_TIMEOUT_S) as client:
-            answer = call(client)
-            document = answer.json()
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise CannotRun(f"{url} cannot be reached: {error}") from error
-    except ValueError:
-        raise CannotRun(f"{url} is not a kvroute gateway") from None
-    if not answer.is_success:
-        message = document.get("error", {}).get("message") if isinstance(document, dict) else None
-        raise CannotRun(f"{url} answered {answer.status_code}: {message or 'no reason given'}")
-    return dict(document)
-
-
-def sentence(decision: Mapping[str, Any], request_id: str | None = None) -> str:
-    """One decision in a sentence: the worker, the reason, and what the next best one would have cost."""
-    subject = f"Request {request_id} went" if request_id is not None else "The prompt goes"
-    ranking = decision.get("ranking") or []
-    if not ranking:
-        why = decision.get("error") or "it was refused before a worker was chosen"
-        return f"{subject} to no worker: {why} (status {decision.get('status')})."
-    first = ranking[0]
-    tokens, matched = decision.get("prompt_tokens") or 0, first["matched_tokens"]
-    text = f"{subject} to {first['worker']} by {decision['strategy']} (reason: {decision['reason']})"
-    held = f"{matched:,} of {tokens:,} prompt tokens" if tokens else f"{matched:,} prompt tokens"
-    text += (
-        f": it is expected to hold {held}"
-        if matched
-        else f": no part of the {tokens:,} prompt tokens is cached there"
-    )
-    if first.get("score_s") is not None:
-        text += f", and the estimated cost is {first['score_s']:.3f} s"
-    if len(ranking) > 1:
-        second = ranking[1]
-        text += f"; next is {second['worker']} with {second['matched_tokens']:,} cached tokens"
-        if second.get("score_s") is not None:
-            text += f" and {second['score_s']:.3f} s"
-    served = decision.get("worker")
-    if request_id is not None and served not in (None, "-", first["worker"]):
-        text += f". After a failed attempt {served} served it"
-    return text + "."

@@ -28,8 +28,9 @@ from kvroute.errors import (
 from kvroute.gateway.downstream import Downstream, Headers
 from kvroute.gateway.jwt import Refusal, TokenVerifier, check_default_key
 from kvroute.gateway.key_file import PREFIX, ClientKey, KeyLimits, digest, read_key_file
-from kvroute.metrics import Metrics, Tally
+from kvroute.metrics import Metrics
 from kvroute.openai.request import InferenceRequest
+from kvroute.tallies import Tally
 from kvroute.tls import Signature, signatures
 
 log = logging.getLogger(__name__)

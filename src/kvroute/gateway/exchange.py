@@ -28,10 +28,11 @@ from kvroute.gateway.failures import InternalError, error_event, refuse
 from kvroute.gateway.journal import Journal, Record, Usage
 from kvroute.gateway.planner import RequestPlan
 from kvroute.gateway.stored import ResponseOwners, response_id_in
-from kvroute.metrics import Metrics, Spread
+from kvroute.metrics import Metrics
 from kvroute.openai.bounded import UNREADABLE
 from kvroute.routing.registry import STRATEGIES
 from kvroute.routing.strategy import Candidate, Needs, RouteDecision, Tokens
+from kvroute.tallies import Spread
 from kvroute.tokens.estimate import TokenEstimator
 from kvroute.upstream.headers import ANSWERED_HERE, HOP_BY_HOP, response_headers
 from kvroute.upstream.response import UpstreamResponse, unframed

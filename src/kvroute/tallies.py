@@ -1,0 +1,114 @@
+"""Counters and histograms that are cheap to update: without locks, for use from one event loop only."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Sequence
+from typing import Generic, NamedTuple, TypeVar
+
+from prometheus_client.utils import floatToGoString
+
+
+class RequestLabels(NamedTuple):
+    """The labels of a finished request; "-" where a value does not exist."""
+
+    model: str
+    worker: str
+    strategy: str
+    reason: str
+    status: str
+
+
+class Tally:
+    """A counter or gauge without a lock, for use from one event loop only."""
+
+    __slots__ = ("value",)
+
+    def __init__(self) -> None:
+        self.value = 0.0
+
+    def inc(self, amount: float = 1.0) -> None:
+        self.value += amount
+
+    def dec(self, amount: float = 1.0) -> None:
+        self.value -= amount
+
+
+class Spread:
+    """The counts of one histogram. `observe` costs a bisection, about 0.2 us.
+
+    `later` is cheaper: it appends the value to a list. `settle` counts these values together; it runs before
+    every read, and the caller of `later` calls it from time to time.
+    """
+
+    __slots__ = ("_bounds", "_counts", "_sum", "_uncounted", "later")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self._sum = 0.0
+        self._uncounted: list[float] = []
+        self.later: Callable[[float], None] = self._uncounted.append
+
+    def observe(self, value: float) -> None:
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._sum += value
+
+    def settle(self) -> None:
+        """Count the values that `later` has appended."""
+        uncounted = self._uncounted
+        if len(uncounted) <= len(self._bounds):
+            for value in uncounted:
+                self.observe(value)
+        else:
+            self._sum += sum(uncounted)
+            uncounted.sort()
+            counts, before = self._counts, 0
+            for place, bound in enumerate(self._bounds):
+                upto = bisect_right(uncounted, bound, before)
+                counts[place] += upto - before
+                before = upto
+            counts[-1] += len(uncounted) - before
+        uncounted.clear()
+
+    @property
+    def sum(self) -> float:
+        """Sum of all values."""
+        self.settle()
+        return self._sum
+
+    def cumulative(self) -> list[tuple[str, float]]:
+        """Prometheus's cumulative buckets: upper bound, and number of values up to the bound."""
+        self.settle()
+        total, rows = 0, []
+        for bound, count in zip((*self._bounds, float("inf")), self._counts, strict=True):
+            total += count
+            rows.append((str(floatToGoString(bound)), float(total)))  # type: ignore[no-untyped-call]
+        return rows
+
+
+_Child = TypeVar("_Child", Tally, Spread)
+
+
+class Family(Generic[_Child]):
+    """One metric and its children by label values. Mutable: `labels` creates missing children."""
+
+    def __init__(self, make: Callable[[], _Child], name: str, help_text: str, labels: Sequence[str]) -> None:
+        self.name = name
+        self.help_text = help_text
+        self.label_names = tuple(labels)
+        self.children: dict[tuple[str, ...], _Child] = {}
+        self._make: Callable[[], _Child] = make
+
+    def labels(self, *values: str) -> _Child:
+        child = self.children.get(values)
+        if child is None:
+            child = self.children[values] = self._make()
+        return child
+
+    def remove(self, label: str, value: str) -> None:
+        """Remove the children with this value of a label."""
+        if label in self.label_names:
+            place = self.label_names.index(label)
+            for values in [values for values in self.children if values[place] == value]:
+                del self.children[values]
