@@ -28,12 +28,13 @@ async def start(*arguments: str) -> tuple[asyncio.subprocess.Process, str]:
         stderr=asyncio.subprocess.PIPE, env={**os.environ, "PYTHONUNBUFFERED": "1"},
     )  # fmt: skip
     assert process.stderr is not None
-    url = ""
+    url, is_healthy = "", False
     async for line in process.stderr:
         message = json.loads(line)["message"]
         if "listens on" in message:
             url = message.rsplit(" ", 1)[1]
-        if url and "is healthy" in message:
+        is_healthy = is_healthy or "is healthy" in message  # before it listens, unless the probe takes long
+        if url and is_healthy:
             break
     return process, url
 
