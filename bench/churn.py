@@ -120,7 +120,7 @@ class Setting:
 
     async def rename_worker(self) -> None:
         """A worker gets another id; its engine stays."""
-        place = self.random.randrange(LIVE)
+        place = self.random.randrange(len(self.workers))  # one may be starting
         child, port, _ = self.workers[place]
         self.made += 1
         self.workers[place] = child, port, self.made
