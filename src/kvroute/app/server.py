@@ -39,7 +39,8 @@ from kvroute.gateway.application import Front
 from kvroute.gateway.edge import ClientBounds, EdgeProtocol
 from kvroute.gateway.fastlane import fast_lane
 from kvroute.gateway.options import AFTER_CUT_S, ServerOptions
-from kvroute.gateway.trimmed import TrimmedProtocol, fast_lane_problem, trimmed_protocol_problem
+from kvroute.gateway.selftest import fast_lane_problem, trimmed_protocol_problem
+from kvroute.gateway.trimmed import TrimmedProtocol
 from kvroute.logs import configure
 from kvroute.replicas.mesh import SharedPort, make_socket_folder
 from kvroute.replicas.supervisor import ProcessSpec, Supervisor

@@ -3,7 +3,8 @@ import logging
 import pytest
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from kvroute.gateway.trimmed import TrimmedProtocol, trimmed_protocol_problem
+from kvroute.gateway.selftest import trimmed_protocol_problem
+from kvroute.gateway.trimmed import TrimmedProtocol
 
 
 def test_this_uvicorn_is_as_expected():
