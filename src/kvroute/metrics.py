@@ -9,7 +9,7 @@ docs/metrics.md lists every family (`app/metrics_reference.py`).
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Final
 
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
@@ -31,7 +31,7 @@ _BYTES = (256, 1024, 4096, 16384, 65536, 262144, 1048576, 4194304, 16777216, 671
 OTHER: Final = "other"
 """The label of a model that the fleet does not have: clients may send any name."""
 SERIES_KEPT_S = 300.0
-"""How long the series of a worker that left stay, so that their last values are scraped."""
+"""How long the series of a worker or key that left stay, so that their last values are scraped."""
 _TIERS: Final = ("gpu", "l1", "l2")
 
 
@@ -405,14 +405,28 @@ class Metrics(Collector):
         counted.value += 1.0
         errors.observe(error_tokens)
 
-    def forget_worker(self, worker: str) -> None:
-        """Remove all series with this value of the label `worker`. O(all series)."""
-        self._series = {key: series for key, series in self._series.items() if key[1] != worker}
-        self._predicted = {key: known for key, known in self._predicted.items() if key[1] != worker}
+    def forget_workers(self, names: Collection[str]) -> None:
+        """Remove all series with these values of the label `worker`. O(all series)."""
+        self._series = {key: series for key, series in self._series.items() if key[1] not in names}
+        self._predicted = {key: known for key, known in self._predicted.items() if key[1] not in names}
         for family in (*self._counters, *self._gauges):
-            family.remove("worker", worker)
+            family.remove("worker", names)
         for histogram in self._histograms:
-            histogram.remove("worker", worker)
+            histogram.remove("worker", names)
+
+    def forget_keys(self, names: Collection[str]) -> None:
+        """Remove all series of the clients' keys with these names, except while requests of a key wait.
+
+        O(all series).
+        """
+        for counted in self._counters:
+            counted.remove("key", names)
+        for observed in self._histograms:
+            observed.remove("key", names)
+        waiting = self.queue_waiting
+        place = waiting.label_names.index("key")
+        busy = {labels[place] for labels, tally in waiting.children.items() if tally.value}
+        waiting.remove("key", set(names) - busy)
 
     def call_before_collect(self, count: Callable[[], None]) -> None:
         """Call `count` before each collection, for a caller that counts in batches."""
@@ -462,27 +476,29 @@ class Metrics(Collector):
 
 
 class DepartedSeries:
-    """Removes the series of workers `SERIES_KEPT_S` after they left.
+    """Removes the series of workers or keys `SERIES_KEPT_S` after they left.
 
-    Mutable: remembers the workers that left and have not returned.
+    Mutable: remembers the names that left and have not returned.
     """
 
-    def __init__(self, metrics: Metrics, clock: Clock) -> None:
-        self._metrics = metrics
+    def __init__(self, metrics: Metrics, clock: Clock, forget: Callable[[Collection[str]], None]) -> None:
+        """`forget`: `Metrics.forget_workers` or `Metrics.forget_keys`."""
         self._clock = clock
+        self._forget = forget
         self._left: dict[str, float] = {}
-        """Worker -> when it left."""
+        """Name -> when it left."""
         metrics.call_before_collect(self._remove)
 
-    def worker_joined(self, worker: str) -> None:
-        self._left.pop(worker, None)
+    def returned(self, name: str) -> None:
+        self._left.pop(name, None)
 
-    def worker_left(self, worker: str) -> None:
-        self._left[worker] = self._clock.now()
+    def left(self, name: str) -> None:
+        self._left[name] = self._clock.now()
         self._remove()
 
     def _remove(self) -> None:
         due = self._clock.now() - SERIES_KEPT_S
-        for worker in [worker for worker, left in self._left.items() if left <= due]:
-            del self._left[worker]
-            self._metrics.forget_worker(worker)
+        if names := {name for name, left in self._left.items() if left <= due}:
+            self._forget(names)
+            for name in names:
+                del self._left[name]

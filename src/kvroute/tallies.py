@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
 from prometheus_client.utils import floatToGoString
@@ -106,9 +106,9 @@ class Family(Generic[_Child]):
             child = self.children[values] = self._make()
         return child
 
-    def remove(self, label: str, value: str) -> None:
-        """Remove the children with this value of a label."""
+    def remove(self, label: str, names: Collection[str]) -> None:
+        """Remove the children with one of these values of a label. O(children)."""
         if label in self.label_names:
             place = self.label_names.index(label)
-            for values in [values for values in self.children if values[place] == value]:
+            for values in [values for values in self.children if values[place] in names]:
                 del self.children[values]

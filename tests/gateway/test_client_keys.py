@@ -11,7 +11,7 @@ from kvroute.errors import BodyTooLarge, ConfigError, Forbidden, KeyLimitReached
 from kvroute.gateway.access import KeyCheck
 from kvroute.gateway.client_keys import Bucket, KeyRing, Meter, check_model
 from kvroute.gateway.key_file import new_key, read_keys
-from kvroute.metrics import Metrics
+from kvroute.metrics import SERIES_KEPT_S, Metrics
 from kvroute.openai.endpoints import ENDPOINTS
 from kvroute.openai.request import parse_request
 
@@ -275,6 +275,52 @@ def test_a_new_file_keeps_what_a_name_has_used():
     admit(keys)
     with pytest.raises(KeyLimitReached):
         admit(keys)
+
+
+def names_in(metrics: Metrics) -> set[str]:
+    return {
+        sample.labels["key"]
+        for family in metrics.collect()
+        for sample in family.samples
+        if "key" in sample.labels
+    }
+
+
+def test_the_series_of_a_removed_key_stay_for_a_while_only():
+    clock, metrics = ManualClock(0.0), Metrics()
+    both = read_keys(json.dumps({"keys": [{"name": "a", "hash": HASH}, {"name": "b", "hash": OTHER}]}), "f")
+    keys = KeyRing(both, metrics, clock)
+    end(admit(keys))
+    metrics.queue_wait.labels("m", "a").later(0.1)
+    metrics.queue_shed.labels("m", "b", "full").inc()
+    metrics.queue_waiting.labels("m", "a").inc()
+    keys.install(both[1:])
+    clock.time = SERIES_KEPT_S - 1.0
+    kept = names_in(metrics)
+    clock.time = SERIES_KEPT_S
+    late = names_in(metrics)
+
+    assert kept == {"a", "b"}
+    assert late == {"a", "b"}  # one request of `a` still waits
+    assert {
+        family.name for family in metrics.collect() for each in family.samples if "a" in each.labels.values()
+    } == {"kvroute_queue_waiting"}
+
+
+def test_a_key_that_returns_keeps_its_series():
+    clock, metrics = ManualClock(0.0), Metrics()
+    keys = read_keys(json.dumps({"keys": [{"name": "a", "hash": HASH}]}), "f")
+    held = KeyRing(keys, metrics, clock)
+    end(admit(held))
+    held.install(())
+    clock.time = 10.0
+    held.install(keys)
+    clock.time = 2 * SERIES_KEPT_S
+
+    assert names_in(metrics) == {"a"}
+    held.install(())
+    clock.time = 3 * SERIES_KEPT_S
+    assert names_in(metrics) == set()
 
 
 def test_a_bucket_holds_at_most_a_minute_of_its_limit():

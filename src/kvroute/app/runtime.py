@@ -168,7 +168,7 @@ class Runtime:
         self.plane = self._data_plane()
         self.application = self._application()
         self.reload.appliers.append(self._apply_config)
-        self._departed = DepartedSeries(self.metrics, clock)
+        self._departed = DepartedSeries(self.metrics, clock, self.metrics.forget_workers)
         self.metrics.call_before_collect(partial(count_tasks, self.metrics))
         self.fleet.subscribe(self._fleet_changed)
         self.metrics.registry.register(
@@ -525,14 +525,14 @@ class Runtime:
         match change:
             case FleetChange.JOINED:
                 self.router.worker_joined(worker)
-                self._departed.worker_joined(worker.id)
+                self._departed.returned(worker.id)
             case FleetChange.CAPACITY:
                 self.router.capacity_changed(worker)
             case FleetChange.LEFT:
                 self.router.worker_left(worker)
                 self._owners.forget_worker(worker.id)
                 self._transports.forget(worker)
-                self._departed.worker_left(worker.id)
+                self._departed.left(worker.id)
             case FleetChange.RESTARTED:
                 self.router.worker_restarted(worker)
                 self._owners.forget_worker(worker.id)

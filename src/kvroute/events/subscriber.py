@@ -25,8 +25,7 @@ from kvroute.events.ledger import Ledger
 from kvroute.events.options import KvEventsOptions
 from kvroute.events.poller import TimeSlicer
 from kvroute.events.sequence import SequenceVerdict
-from kvroute.index.prefix_index import MapTrust as MapTrust
-from kvroute.index.prefix_index import TrustReason, trust_for
+from kvroute.index.prefix_index import MapTrust, TrustReason, trust_for
 from kvroute.index.snapshot import Frame, StreamHead, decode, encode
 from kvroute.wire.zmq import EventMessage, pack_replay_request, unpack_live, unpack_replay
 

@@ -28,7 +28,7 @@ from kvroute.errors import (
 from kvroute.gateway.downstream import Downstream, Headers
 from kvroute.gateway.jwt import Refusal, TokenVerifier, check_default_key
 from kvroute.gateway.key_file import PREFIX, ClientKey, KeyLimits, digest, read_key_file
-from kvroute.metrics import Metrics
+from kvroute.metrics import DepartedSeries, Metrics
 from kvroute.openai.request import InferenceRequest
 from kvroute.tallies import Tally
 from kvroute.tls import Signature, signatures
@@ -160,6 +160,7 @@ class KeyRing:
         """By values of Authorization that named a key since the last `install`. Without it a key is hashed
         for each request, and all headers are read."""
         self._accounts: dict[str, Account] = {}
+        self._departed = DepartedSeries(metrics, clock, metrics.forget_keys)
         for outcome in ("loaded", "refused"):
             metrics.key_reloads.labels(outcome)
         self.install(keys)
@@ -184,6 +185,11 @@ class KeyRing:
                 by_digest[bytes.fromhex(each.removeprefix(PREFIX))] = known
         if self._tokens is not None:
             check_default_key(self._tokens.options, by_name)
+        for name in self._accounts:
+            if name not in accounts:
+                self._departed.left(name)
+        for name in accounts:
+            self._departed.returned(name)
         self._by_digest, self._by_client, self._accounts = by_digest, by_client, accounts
         self._seen = {}
         self._default = None if self._tokens is None else by_name.get(self._tokens.options.default_key)
