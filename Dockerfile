@@ -42,7 +42,7 @@ EXPOSE 8080
 # /health, not /ready: a gateway without a routable worker must not be restarted. The port is that of `--port`, of the
 # variable, or the default, which is 8001 for a command line of production-stack's router.
 HEALTHCHECK --interval=10s --timeout=3s --start-period=15s --retries=3 \
-  CMD ["python", "-c", "import http.client, os, re, sys; line = open('/proc/1/cmdline').read(); ports = re.findall(r'\\0--port[=\\0](\\d+)', line) or [os.environ.get('KVROUTE__SERVER__PORT') or (8001 if '\\0--service-discovery' in line else 8080)]; c = http.client.HTTPConnection('127.0.0.1', int(ports[-1]), timeout=2); c.request('GET', '/health'); sys.exit(c.getresponse().status != 200)"]
+  CMD ["python", "-c", "import http.client, os, re, sys; line = open('/proc/1/cmdline').read(); ports = re.findall(r'\\0--port[=\\0](\\d+)', line) or [os.environ.get('KVROUTE__SERVER__PORT') or (8001 if re.search(r'\\0--(service-discovery|dynamic-config-(yaml|json))[=\\0]', line) else 8080)]; c = http.client.HTTPConnection('127.0.0.1', int(ports[-1]), timeout=2); c.request('GET', '/health'); sys.exit(c.getresponse().status != 200)"]
 # In exec form SIGTERM reaches kvroute itself, which drains and exits with 0.
 ENTRYPOINT ["kvroute"]
 CMD ["serve"]

@@ -46,7 +46,7 @@ def main() -> int:
     commands.add_parser("audit").add_argument("--osv-url", default=OSV_URL)
     arguments = parser.parse_args()
     if arguments.command == "lock":
-        lock(LOCK, ["--extra", EXTRA], upgrade=arguments.upgrade)
+        lock(LOCK, ["--extra", EXTRA, "pyproject.toml"], upgrade=arguments.upgrade)
         lock(BUILD_LOCK, ["--group", "build"], upgrade=arguments.upgrade)
         return 0
     if arguments.command == "sbom":
@@ -67,9 +67,7 @@ def lock(name: str, packages: list[str], *, upgrade: bool) -> None:
             argv += ["--python-platform", platform, "--python-version", PYTHON]
             # Without the index's name the file says nothing of the machine that made it.
             argv += ["--no-emit-index-url", "--no-emit-find-links", "--custom-compile-command", "make lock"]
-            argv += ["--output-file", str(file), *(["--upgrade"] if upgrade else []), "pyproject.toml"]
-            if "--group" in packages:
-                argv.remove("pyproject.toml")
+            argv += ["--output-file", str(file), *(["--upgrade"] if upgrade else [])]
             subprocess.run(argv, check=True, cwd=ROOT)
             texts.add(file.read_text())
     if len(texts) > 1:

@@ -12,13 +12,18 @@ from kvroute.logs import ACCESS, LoggingOptions, LogHandler, configure, failed_l
 
 
 class Stream(io.StringIO):
-    """A text stream; while `error` is set, writing raises it."""
+    """A text stream; while `error` is set, writing raises it. `space`: characters that it still takes."""
 
     error: Exception | None = None
+    space: int | None = None
 
     def write(self, text: str) -> int:
         if self.error is not None:
             raise self.error
+        if self.space is not None:
+            if len(text) > self.space:
+                raise OSError(28, "No space left on device")
+            self.space -= len(text)
         return super().write(text)
 
 
@@ -56,6 +61,19 @@ def test_lines_that_cannot_be_written_are_counted_and_reported_with_the_next_one
     ]
     assert failed_lines() == 2
     assert capsys.readouterr().err == ""
+
+
+def test_a_report_that_cannot_be_written_either_is_part_of_the_next_report(stream: Stream) -> None:
+    log = logging.getLogger("kvroute.test")
+    stream.error = OSError(28, "No space left on device")
+    log.info("first")
+    log.info("second")
+    stream.error, stream.space = None, len("2026-01-01T00:00:00.000Z INFO    kvroute.test third\n") + 10
+    log.info("third")
+    stream.space = None
+    log.info("fourth")
+
+    assert "logs 3 lines of the log could not be written" in stream.getvalue()
 
 
 def test_a_new_configuration_of_the_log_keeps_the_count(stream: Stream) -> None:

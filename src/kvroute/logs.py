@@ -114,6 +114,8 @@ class LogHandler(logging.StreamHandler[TextIO]):
             count, self._unreported = self._unreported, 0
             text = f"{count} lines of the log could not be written when they came: {self._cause}"
             self.emit(logging.LogRecord(__name__, logging.WARNING, __file__, 0, text, None, None))
+            if self._unreported:  # this line could not be written either
+                self._unreported += count
 
 
 def failed_lines() -> int:

@@ -286,7 +286,7 @@ class Metrics(Collector):
         )
         self.certificate_expiry = self._gauge(
             "kvroute_certificate_expiry_timestamp_seconds",
-            "When the first certificate of the file that is in use expires, by the file's option.",
+            "Earliest expiry of the certificates in the loaded file, by the file's option.",
             ["option"],
         )
         self.tls_handshakes = self._counter(

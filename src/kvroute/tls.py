@@ -126,9 +126,10 @@ def server_context(options: ServerTlsOptions, section: str) -> ssl.SSLContext:
 
 
 def expiry(cert_file: Path, path: str) -> float:
-    """When the first certificate of a PEM file expires, in seconds since the epoch.
+    """The earliest expiry of the certificates in a PEM file, in seconds since the epoch.
 
-    The chain counts too: clients refuse it as a whole. Raises TlsFileError with the option's `path`. Blocks.
+    The whole chain counts: clients refuse a chain with an expired certificate. Raises TlsFileError with the
+    option's `path`. Blocks.
     """
     try:
         found = [_not_after(ssl.PEM_cert_to_DER_cert(text)) for text in _PEM(cert_file.read_text("latin-1"))]

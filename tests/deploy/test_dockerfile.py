@@ -108,7 +108,12 @@ def test_the_health_check_fails_only_for_an_unhealthy_gateway(server, is_healthy
 def test_the_health_check_knows_the_default_ports():
     command = last("HEALTHCHECK")
 
-    assert "8001 if '\\\\0--service-discovery' in line else 8080" in command
+    found = re.search(r"8001 if re\.search\(r'(.*?)', line\) else 8080", command)
+    assert found is not None
+    option = re.compile(found[1].replace("\\\\", "\\"))
+    for line in ("kvroute\0--service-discovery\0static", "kvroute\0--dynamic-config-yaml=/f\0"):
+        assert option.search(line)
+    assert not option.search("kvroute\0serve\0")
 
 
 def test_vllm_router_is_a_command_of_the_image_only(tmp_path):

@@ -39,7 +39,7 @@ if TYPE_CHECKING:  # imported by a gateway with a map only: they load ZMQ and mo
 
 
 def count_tasks(metrics: Metrics) -> None:
-    """Set the gauge of asyncio tasks; without an event loop it stays. O(tasks)."""
+    """Set the gauge of asyncio tasks; outside an event loop it keeps its value. O(tasks)."""
     with contextlib.suppress(RuntimeError):
         metrics.tasks.labels().value = float(len(asyncio.all_tasks()))
 

@@ -66,13 +66,14 @@ class Refused(CannotRun):
         flags = context.params if context is not None else {}
         self._as_json = bool(flags.get("as_json"))
         self._source = str(flags.get("spec") or flags.get("file") or "")
+        self._flag = "-f" if flags.get("spec") else "-c"
 
     def show(self, file: Any = None) -> None:
         cause = self.__cause__
         if not isinstance(cause, InvalidConfig):
             super().show(file)
             return
-        found = refused(cause.problems, self._source)
+        found = refused(cause.problems, self._source, self._flag)
         click.echo(as_document(found) if self._as_json else as_text(found, Observations(())), nl=False)
 
 
@@ -472,6 +473,3 @@ def _versions(seen: Observations) -> dict[str, Any]:
             for worker in seen.workers
         },
     }
-
-
-# --- explain ----------------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ DEFAULTS: Final[dict[str, object]] = {
     "metrics.compat": "vllm-router",
     "server.config_poll_s": 2.0,
 }
-"""What that router does without a flag: its address, log lines and metrics; it polls its file, every 10 s."""
+"""Options that give kvroute that router's behaviour without flags. That router polls its file every 10 s."""
 
 API_KEY: Final = "VLLM_API_KEY"
 """The variable with the key of the workers."""

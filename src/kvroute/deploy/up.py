@@ -202,8 +202,9 @@ async def run_plan(
                             starting.create_task(keeper.start_and_wait())
                     for keeper in stage:
                         running.create_task(keeper.restart_on_exit())
-            # Only to a terminal: other outputs may be stored.
-            key = await asyncio.to_thread(_generated_key, plan) if console.is_terminal else ""
+            # Only to a terminal: other outputs may be stored. `console.is_terminal` is also true with
+            # FORCE_COLOR.
+            key = await asyncio.to_thread(_generated_key, plan) if console.file.isatty() else ""
             report(ready_text(plan, key))
     except ExceptionGroup as group:
         # The first error is the cause: the other processes failed for the same reason or were stopped.
@@ -264,7 +265,7 @@ def _command() -> str:
 def ready_text(plan: ProcessPlan, admin_key: str = "") -> str:
     """The text that is printed when everything is ready: addresses and a first request.
 
-    With `admin_key` the address of the live page is complete.
+    With `admin_key` the address of the live page includes the key.
     """
     url = plan.gateway.url
     body = {"model": plan.model, "messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 32}

@@ -41,15 +41,18 @@ _OWN_ID = (
 )
 
 
-def refused(problems: Sequence[ConfigError], source: str) -> list[Finding]:
-    """A configuration that cannot be loaded, one finding for each problem. `source` is its file, or empty."""
+def refused(problems: Sequence[ConfigError], source: str, flag: str = "-c") -> list[Finding]:
+    """A configuration that cannot be loaded, one finding for each problem.
+
+    `source` is its file, or empty; `flag` is the flag of `kvroute check` for such a file.
+    """
     found = []
     for problem in problems:
         if SAME_WORKER in str(problem):
             why = "The gateway does not start: it could not tell the two apart in loads, metrics and caches."
             found.append(error("same-name", source or "configuration", str(problem), why, _OWN_ID))
         else:
-            check = f"kvroute check -c {source}" if source else "kvroute check"
+            check = f"kvroute check {flag} {source}" if source else "kvroute check"
             found.append(
                 error(
                     "configuration",

@@ -193,6 +193,7 @@ def test_an_overlay_with_every_kind_of_change_is_accepted():
     ("settings", "field"),
     [
         ({"podTemplate": {"spec": {"nodeselector": {}}}}, "podTemplate.spec.nodeselector"),
+        ({"podTemplate": {"spec": "x"}}, "podTemplate.spec"),
         ({"servicePodTemplate": {"spec": {"containers": [{"name": "worker"}]}}}, "servicePodTemplate.spec"),
         ({"maxSurge": 1}, "maxSurge"),
         ({"modelCache": {"claim": "c", "hostPath": "/m"}}, "modelCache.hostPath"),
@@ -204,6 +205,10 @@ def test_wrong_settings_are_named_by_their_field(settings, field, own, read):
 
     assert len(wrong) == 1
     assert wrong[0].startswith(f"{SETTINGS}.{field}")
+
+
+def test_a_part_of_an_overlay_whose_form_is_not_known_here_raises_nothing(own, read):
+    assert read(own({f"{TEMPLATE}.spec.affinity": "x"})).document is not None
 
 
 @pytest.mark.parametrize(

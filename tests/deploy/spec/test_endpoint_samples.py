@@ -278,6 +278,24 @@ def test_a_port_other_than_the_workers_is_wrong(hyperpod, read):
     )
 
 
+def test_arguments_in_the_command_follow_the_rules_of_arguments(hyperpod, read):
+    command = ["vllm", "serve", "M", "--port", "9000", "--kv-transfer-config={}"]
+
+    wrong = read(hyperpod({"spec.worker.command": command})).wrong
+
+    assert [dotted(each.path) for each in wrong] == ["spec.worker.command[3]", "spec.worker.command[5]"]
+
+
+def test_a_misplaced_field_of_a_jumpstart_model_is_not_sent_to_another_kinds_place(read):
+    document = yaml.safe_load(SAMPLES["jumpstart"])
+    document["spec"]["server"]["instance_type"] = "ml.g5.xlarge"
+
+    texts = [each.text for each in read(document).wrong]
+
+    assert not any("spec.instanceType" in each for each in texts)
+    assert texts
+
+
 @pytest.mark.parametrize(
     "image",
     [

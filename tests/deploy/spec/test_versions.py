@@ -6,11 +6,13 @@ import itertools
 from typing import Any
 
 import pytest
+import yaml
 
 from kvroute.deploy.engine_install import Recipe
 from kvroute.deploy.l2.registry import BACKENDS
 from kvroute.deploy.render.plan import plan_endpoint
 from kvroute.deploy.spec.extension import DEFAULT_IMAGE, Extension
+from kvroute.deploy.spec.loading import read_spec
 from kvroute.deploy.spec.source import FieldVerdict, dotted
 from kvroute.deploy.spec.versions import (
     DIGESTS,
@@ -22,6 +24,7 @@ from kvroute.deploy.spec.versions import (
 )
 from kvroute.wire.vllm import DIALECTS
 
+STRATEGIES = frozenset({"roundrobin", "session", "prefixaware", "kvaware"})
 DLC = "public.ecr.aws/deep-learning-containers/vllm"
 
 
@@ -215,3 +218,27 @@ def test_on_a_host_the_engines_own_versions_count_and_the_images_mode_stays(own:
         assert str(planned.versions.pair) == "vLLM 0.32.0 + LMCache 0.5.6"
         assert planned.cache is not None
         assert planned.cache.classic is mode
+
+
+def test_the_engine_of_a_host_may_have_a_version_with_a_suffix(own: Any, read: Any) -> None:
+    document = with_versions(read(own()).require("spec"), "0.32.0+cu129", "0.5.6")
+
+    assert str(plan_endpoint(document).versions.pair) == "vLLM 0.32.0 + LMCache 0.5.6"
+
+
+@pytest.mark.parametrize("extension", [None, {"versions": None}])
+def test_the_flag_states_versions_also_beside_an_empty_section(extension: object, own: Any) -> None:
+    text = yaml.safe_dump(own() | {"x-kvroute": extension})
+
+    reading = read_spec(text, strategies=STRATEGIES, versions={"vllm": "0.19.1"})
+
+    assert reading.require("spec").x_kvroute.versions.vllm == "0.19.1"
+
+
+@pytest.mark.parametrize("extension", ["text", {"versions": "text"}])
+def test_with_the_flag_a_wrong_section_is_still_reported(extension: object, own: Any) -> None:
+    text = yaml.safe_dump(own() | {"x-kvroute": extension})
+
+    reading = read_spec(text, strategies=STRATEGIES, versions={"vllm": "0.19.1"})
+
+    assert {dotted(each.path).split(".")[0] for each in reading.wrong} == {"x-kvroute"}

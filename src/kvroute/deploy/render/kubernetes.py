@@ -116,7 +116,7 @@ def _port(config: dict[str, Any]) -> int:
 
 
 def _probe(config: dict[str, Any], path: str) -> dict[str, Any]:
-    """Kubelet's question to the gateway, in the way that `server.tls` lets it ask."""
+    """The gateway's probe of `path`: HTTP, HTTPS, or only a connection if clients need a certificate."""
     tls = config["server"].get("tls") or {}
     if tls.get("client_ca_file"):
         return {"tcpSocket": {"port": "http"}}  # kubelet has no client certificate

@@ -10,6 +10,7 @@ from kvroute.deploy.l2.backend import L2Tier
 from kvroute.deploy.render.lmcache import PASSWORD
 from kvroute.deploy.render.plan import GPU, EndpointPlan
 from kvroute.deploy.spec.cluster import needs_gpu_label, with_overlay
+from kvroute.deploy.spec.endpoint import INSTANCE_TYPE_LABEL
 
 Manifest = dict[str, Any]
 
@@ -97,7 +98,7 @@ def node_affinity(plan: EndpointPlan) -> dict[str, Any] | None:
     rules: dict[str, Any] = own.model_dump(by_alias=True, exclude_none=True) if own is not None else {}
     wanted: list[dict[str, Any]] = []
     if plan.instance_types:
-        key, values = "node.kubernetes.io/instance-type", list(plan.instance_types)
+        key, values = INSTANCE_TYPE_LABEL, list(plan.instance_types)
         wanted = [{"key": key, "operator": "In", "values": values}]
     elif needs_gpu_label(plan.spec, plan.extension, classic=plan.cache is not None and plan.cache.classic):
         labels = plan.extension.kubernetes.gpu_node_labels

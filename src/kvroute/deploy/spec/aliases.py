@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Final
 
-from kvroute.deploy.spec.endpoint import HYPERPOD_API, HYPERPOD_KIND, JUMPSTART_KIND
+from kvroute.deploy.spec.endpoint import HYPERPOD_API, HYPERPOD_KIND, JUMPSTART_KIND, KINDS
 from kvroute.deploy.spec.source import Path, Problem, Shape, Source, dotted, walk
 
 
@@ -210,6 +210,7 @@ class FieldPlaces:
     """The places of all fields of one kind of document, by field name."""
 
     def __init__(self, root: Shape) -> None:
+        self._aliases = JUMPSTART_ALIASES if root.model is KINDS[JUMPSTART_KIND] else ALIASES
         self.by_name: dict[str, list[Path]] = defaultdict(list)
         for path, _ in walk(root):
             self.by_name[str(path[-1])].append(path)
@@ -225,8 +226,8 @@ class FieldPlaces:
     def advice(self, wrong: Path) -> str:
         """The text for a field that is unknown at its place: the right place, or a similar name."""
         name = str(wrong[-1])
-        if name in ALIASES:
-            return f"belongs at {dotted(ALIASES[name])}"
+        if name in self._aliases:
+            return f"belongs at {dotted(self._aliases[name])}"
         if name in MOVED:
             return f"is an unknown field: {dotted(MOVED[name])} replaces it"
         places = self.places_for(wrong)

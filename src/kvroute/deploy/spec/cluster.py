@@ -238,7 +238,7 @@ def with_overlay(template: Object, overlay: Object | None, *, is_main: bool) -> 
     metadata = dict(overlay.get("metadata", {}))
     base = template["spec"]
     if not is_main:
-        node = spec.get("affinity", {}).get("nodeAffinity")
+        node = _below(spec, "affinity", "nodeAffinity")
         containers = spec.get("containers", [])
         spec = {key: spec[key] for key in _SHARED if key in spec}
         if node is not None:
@@ -268,9 +268,9 @@ def with_overlay(template: Object, overlay: Object | None, *, is_main: bool) -> 
 
 
 def needs_gpu_label(spec: CommonSpec, extension: Extension, *, classic: bool) -> bool:
-    """Whether the nodes are chosen by a label of nodes with GPUs.
+    """Whether the workers' nodes must have one of the labels of nodes with GPUs.
 
-    So it is if a server runs on each node of the workers, and the spec says nothing about the nodes.
+    True if pods on each node share memory, and neither the spec nor the overlay chooses nodes.
     """
     settings, affinity = extension.kubernetes, spec.node_affinity
     chosen = (
@@ -289,10 +289,19 @@ def needs_gpu_label(spec: CommonSpec, extension: Extension, *, classic: bool) ->
 
 def _chooses_nodes(settings: ClusterSettings) -> bool:
     """Whether the overlay of the workers' pods chooses their nodes."""
-    spec = (settings.pod_template or {}).get("spec", {})
-    required = "requiredDuringSchedulingIgnoredDuringExecution"
-    node = spec.get("affinity", {}).get("nodeAffinity", {})
-    return bool(spec.get("nodeSelector") or spec.get("nodeName") or node.get(required))
+    template, required = settings.pod_template, "requiredDuringSchedulingIgnoredDuringExecution"
+    return bool(
+        _below(template, "spec", "nodeSelector")
+        or _below(template, "spec", "nodeName")
+        or _below(template, "spec", "affinity", "nodeAffinity", required)
+    )
+
+
+def _below(value: object, *keys: str) -> object:
+    """The value at `keys` below `value`; None if a key is missing or a part is no mapping."""
+    for key in keys:
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value
 
 
 def shares_host_memory(spec: CommonSpec, extension: Extension, *, classic: bool) -> bool:

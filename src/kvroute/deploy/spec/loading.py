@@ -364,9 +364,11 @@ def read_spec(
     except NotYaml as exc:
         return SpecReading(None, tuple(_in_order(_lines_in_place(text, exc))))
     source, flat_names = unflattened(raw_source)
-    extension = source.data.setdefault("x-kvroute", {}) if versions else None
-    if isinstance(extension, dict):
-        extension["versions"] = {**(extension.get("versions") or {}), **(versions or {})}
+    if versions:
+        extension = source.data.get("x-kvroute") or {}
+        own = (extension.get("versions") or {}) if isinstance(extension, dict) else None
+        if isinstance(own, dict):  # otherwise the value is wrong, and reported below
+            source.data["x-kvroute"] = {**extension, "versions": {**own, **versions}}
     kind = source.data.get("kind", HYPERPOD_KIND)
     root, places = shape_of_kind(kind), FieldPlaces(shape_of_kind(kind))
     findings = [

@@ -346,13 +346,18 @@ def _worker(document: WorkerDocument) -> Iterator[RuleFinding]:
                 yield _noted((*_WORKER, key), "the workers are simulated (x-kvroute.engine: sim)")
         return
     yield from _other_server(worker.image or "")
-    for number, argument in enumerate(worker.args or []):
-        option = argument.split("=", 1)[0]
-        if option in DERIVED_ARGUMENTS:
-            yield _wrong((*_WORKER, "args", number), f"{option} {DERIVED_ARGUMENTS[option]}: omit it here")
-        elif option == "--port":
-            yield from _port(worker, number)
-    yield from _adapters(document, worker.args or [])
+    # The plan reads the words after `vllm serve` as arguments, too.
+    command = worker.command or []
+    parts = {"command": command if command[:2] == ["vllm", "serve"] else [], "args": worker.args or []}
+    for key, words in parts.items():
+        for number, argument in enumerate(words):
+            place: Path = (*_WORKER, key, number)
+            option = argument.split("=", 1)[0]
+            if option in DERIVED_ARGUMENTS:
+                yield _wrong(place, f"{option} {DERIVED_ARGUMENTS[option]}: omit it here")
+            elif option == "--port":
+                yield from _port(worker, words, place)
+        yield from _adapters(document, words, key)
 
 
 def _other_server(image: str) -> Iterator[RuleFinding]:
@@ -368,28 +373,28 @@ def _other_server(image: str) -> Iterator[RuleFinding]:
             return
 
 
-def _port(worker: WorkerSection | EndpointWorker, number: int) -> Iterator[RuleFinding]:
-    """Yield an error if the argument `--port` at `number` is not the port in `modelInvocationPort`."""
-    args = worker.args or []
-    _, equals, value = args[number].partition("=")
-    given = value if equals else "".join(args[number + 1 : number + 2])
+def _port(worker: WorkerSection | EndpointWorker, words: list[str], place: Path) -> Iterator[RuleFinding]:
+    """Yield an error if the argument `--port` at `place` is not the port in `modelInvocationPort`."""
+    number = int(place[-1])
+    _, equals, value = words[number].partition("=")
+    given = value if equals else "".join(words[number + 1 : number + 2])
     port = worker.model_invocation_port
     wanted = str(port.container_port if port is not None else DEFAULT_PORT)
     if given != wanted:
         text = (
             f"--port {given} is not worker.modelInvocationPort.containerPort, which is {wanted}: omit --port"
         )
-        yield _wrong((*_WORKER, "args", number), text)
+        yield _wrong(place, text)
 
 
-def _adapters(document: WorkerDocument, arguments: list[str]) -> Iterator[RuleFinding]:
+def _adapters(document: WorkerDocument, arguments: list[str], key: str) -> Iterator[RuleFinding]:
     """Yield a note for LoRA adapters with LMCache, which does not distinguish adapters."""
     places = [place for place, each in enumerate(arguments) if each.split("=", 1)[0] in ADAPTER_ARGUMENTS]
     if not places or not uses_lmcache(document):
         return
     problem = adapter_problem(document)
     if problem:
-        yield _wrong((*_WORKER, "args", places[0]), problem)
+        yield _wrong((*_WORKER, key, places[0]), problem)
         return
     settings = (document.x_kvroute.gateway.settings or {}).get("lmcache")
     is_off = isinstance(settings, dict) and settings.get("isolate_adapters") is False
@@ -399,7 +404,7 @@ def _adapters(document: WorkerDocument, arguments: list[str]) -> Iterator[RuleFi
         else "the gateway gives each adapter its own key space: send every request through the gateway"
     )
     reason = f"applied, but LMCache gives a LoRA adapter KV that another model computed; {hint}"
-    yield _noted((*_WORKER, "args", places[0]), reason, is_whole_text=True)
+    yield _noted((*_WORKER, key, places[0]), reason, is_whole_text=True)
 
 
 def _source(source: ModelSource, document: InferenceEndpointConfig) -> Iterator[RuleFinding]:

@@ -43,12 +43,6 @@ class VllmRelease:
     """How it encodes KV events: a name of `wire.vllm.DIALECTS`."""
     has_shutdown_timeout: bool
     """It accepts `--shutdown-timeout` (since 0.18, vllm-project/vllm#34730)."""
-    names_event_sources: bool
-    """It answers `GET /kv_event_sources`."""
-    has_fixed_hashes: bool
-    """Engine hashes are equal on all workers without PYTHONHASHSEED."""
-    hashes_lookahead: bool
-    """With EAGLE-style speculation and no connector, a block's hash covers tokens after the block."""
     loads_lmcache_connector: bool
     """`LMCacheMPConnector` is the class of the LMCache package, if that has one; before, vLLM's own."""
     prefill_decode: tuple[str, ...]
@@ -157,31 +151,31 @@ class Pair:
 
 PAIRS: Final = (
     Pair(
-        VllmRelease("0.11.1", "array-0.10", False, False, False, False, False, (_NIXL, _P2P)),
+        VllmRelease("0.11.1", "array-0.10", False, False, (_NIXL, _P2P)),
         LMCACHE["0.3.9.post2"],
     ),
     Pair(
-        VllmRelease("0.19.1", "array-0.19", True, False, False, False, False, (_NIXL, _MOONCAKE, _P2P)),
+        VllmRelease("0.19.1", "array-0.19", True, False, (_NIXL, _MOONCAKE, _P2P)),
         LMCACHE["0.4.3"],
     ),
     Pair(
-        VllmRelease("0.23.0", "array-0.22", True, False, False, False, True, (_NIXL, _MOONCAKE, _P2P)),
+        VllmRelease("0.23.0", "array-0.22", True, True, (_NIXL, _MOONCAKE, _P2P)),
         LMCACHE["0.4.7"],
     ),
     Pair(
-        VllmRelease("0.26.0", "map-0.26", True, False, False, False, True, (_NIXL, _PUSH, _MOONCAKE)),
+        VllmRelease("0.26.0", "map-0.26", True, True, (_NIXL, _PUSH, _MOONCAKE)),
         LMCACHE["0.5.2"],
     ),
     Pair(
-        VllmRelease("0.30.0", "map-0.30", True, False, True, False, True, (_NIXL, _PUSH, _MOONCAKE)),
+        VllmRelease("0.30.0", "map-0.30", True, True, (_NIXL, _PUSH, _MOONCAKE)),
         LMCACHE["0.5.5"],
     ),
     Pair(
-        VllmRelease("0.32.0", "map-0.30", True, True, True, False, True, (_NIXL, _PUSH, _MOONCAKE)),
+        VllmRelease("0.32.0", "map-0.30", True, True, (_NIXL, _PUSH, _MOONCAKE)),
         LMCACHE["0.5.6"],
     ),
     Pair(
-        VllmRelease("0.33.0", "map-0.33", True, True, True, True, True, (_NIXL, _PUSH, _MOONCAKE)),
+        VllmRelease("0.33.0", "map-0.33", True, True, (_NIXL, _PUSH, _MOONCAKE)),
         LMCACHE["0.5.6"],
     ),
 )
@@ -352,6 +346,9 @@ def _server(document: WorkerDocument, release: LmcacheRelease) -> Iterator[Versi
         text += _first(lambda each: kind in each.l2_adapters)
         text += ", or set x-kvroute.lmcache.mode: classic" if backend.has_classic else ""
         yield ("spec", "kvCacheSpec", "l2CacheSpec", "l2CacheBackend"), FieldVerdict.WRONG, text
+    cache = document.spec.kv_cache_spec
+    if cache is None or not cache.enable_l1_cache:
+        return  # both policies need the first tier
     policy = extension.l1.eviction_policy
     if policy not in release.eviction_policies:
         known = ", ".join(release.eviction_policies)
@@ -375,11 +372,14 @@ def adapter_problem(document: WorkerDocument) -> str:
 
 
 def server_with(document: WorkerDocument, backend: Backend) -> str:
-    """Which LMCache server has an adapter for the second tier: that of the image, or of a newer pair."""
+    """A clause that names the LMCache server with an adapter for `backend`.
+
+    That is the server in the document's image, or else in the oldest known pair with this adapter.
+    """
     kind = backend.adapter_type
     if kind in versions_of(document).pair.lmcache.l2_adapters:
-        return "mode: mp has"
-    return f"the server of {_first(lambda each: kind in each.l2_adapters)} has (mode: mp)"
+        return "its server has one (mode: mp)"
+    return f"the server of {_first(lambda each: kind in each.l2_adapters)} has one (mode: mp)"
 
 
 def _has_server(release: LmcacheRelease) -> bool:
@@ -422,7 +422,8 @@ def with_versions(document: Document, vllm: str, lmcache: str) -> Document:
     extension = document.x_kvroute
     mode = "classic" if is_classic(resolved(document)) else "mp"
     update = {
-        "versions": StatedVersions(vllm=vllm, lmcache=lmcache),
+        # Not validated: an installed version may have a suffix (`+cu130`), which a spec may not have.
+        "versions": StatedVersions.model_construct(vllm=vllm, lmcache=lmcache),
         "lmcache": extension.lmcache.model_copy(update={"mode": mode}),
     }
     return document.model_copy(update={"x_kvroute": extension.model_copy(update=update)})
