@@ -54,7 +54,10 @@ def answered(opened: socket.socket, data: bytes) -> tuple[bool, float]:
     head, _, body = received.partition(b"\r\n\r\n")
     size = int(head.lower().partition(b"content-length:")[2].split(None, 1)[0])
     while len(body) < size:
-        body += opened.recv(65_536)
+        part = opened.recv(65_536)
+        if not part:
+            raise RuntimeError("the connection ended")
+        body += part
     return b"queue_full" in body, at
 
 

@@ -246,15 +246,7 @@ async def setting(strategy: str, sequences: int) -> AsyncIterator[Setting]:
             await child.start()
         await gateway.start()
         stack.push_async_callback(gateway.kill, signal.SIGTERM)
-
-        async def is_ready() -> bool:
-            text = (folder / "gateway.log").read_text(errors="replace")
-            if gateway.process is None or gateway.process.returncode is not None:
-                raise RuntimeError(f"the gateway did not start:\n{text[-2000:]}")
-            return text.count("is healthy") >= PROCESSES * WORKERS
-
-        if await until(is_ready, START_S) is None:
-            raise RuntimeError(f"not all workers are healthy after {START_S:g} s")
+        await until_healthy(gateway, PROCESSES * WORKERS)
         yield made
 
 
@@ -268,3 +260,16 @@ async def until(condition: Callable[[], Awaitable[bool]], within_s: float) -> fl
                 return loop.time() - began
         await asyncio.sleep(0.25)
     return None
+
+
+async def until_healthy(gateway: Child, count: int) -> None:
+    """Wait for `count` lines "is healthy" in the gateway's log. Raises RuntimeError."""
+
+    async def is_ready() -> bool:
+        text = gateway.log.read_text(errors="replace")
+        if gateway.process is None or gateway.process.returncode is not None:
+            raise RuntimeError(f"the gateway did not start:\n{text[-2000:]}")
+        return text.count("is healthy") >= count
+
+    if await until(is_ready, START_S) is None:
+        raise RuntimeError(f"not all workers are healthy after {START_S:g} s")

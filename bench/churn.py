@@ -23,7 +23,6 @@ import asyncio
 import contextlib
 import json
 import os
-import shutil
 import signal
 import sys
 import tempfile
@@ -38,7 +37,16 @@ from typing import Any
 import httpx
 import yaml
 
-from chaos_setting import LOADED, START_S, Child, free_ports, key_hash, replace_file, until
+from chaos_setting import (
+    LOADED,
+    START_S,
+    Child,
+    free_ports,
+    key_hash,
+    replace_file,
+    until,
+    until_healthy,
+)
 from chaos_traffic import MODEL, words
 
 LIVE = 4
@@ -55,7 +63,6 @@ SETTLE_S = 15.0
 LEAST_POINTS = 3
 BOUND_MB = 1.0
 """Per ten minutes."""
-ADMIN_KEY = "chaos-admin-key"  # what `Child` sets
 
 
 @dataclass(slots=True)
@@ -194,7 +201,8 @@ class Setting:
     async def idle(self, like: Held | None = None) -> Held:
         """What the gateway holds without requests, half a minute after all workers are healthy; or as soon as
         it is not more than `like`."""
-        await until(self.are_healthy, START_S)
+        if await until(self.are_healthy, START_S) is None:
+            raise RuntimeError(f"not all workers are healthy after {START_S:g} s")
         await asyncio.sleep(2 * SETTLE_S)
         loop = asyncio.get_running_loop()
         end, found = loop.time() + IDLE_S, await self.held()
@@ -342,18 +350,8 @@ async def setting(seed: int, processes: int) -> AsyncIterator[Setting]:
         replace_file(folder / "config.yaml", yaml.safe_dump(made.config()))
         await gateway.start()
         stack.push_async_callback(gateway.kill, signal.SIGTERM)
-
-        async def is_ready() -> bool:
-            log = (folder / "gateway.log").read_text(errors="replace")
-            if gateway.process is None or gateway.process.returncode is not None:
-                raise RuntimeError(f"the gateway did not start:\n{log[-2000:]}")
-            return log.count("is healthy") >= LIVE * processes
-
-        if await until(is_ready, START_S) is None:
-            raise RuntimeError("not all workers are healthy")
+        await until_healthy(gateway, LIVE * processes)
         yield made
-        if kept := os.environ.get("CHURN_LOG"):
-            shutil.copy(folder / "gateway.log", kept)
 
 
 async def _kill_all(made: Setting) -> None:
@@ -402,6 +400,10 @@ async def measure(options: argparse.Namespace) -> tuple[list[str], dict[str, Any
         "tracebacks": log.count("Traceback"),
     }
     problems = exceeding(before, after)
+    if ends["200"] < sum(ends.values()) / 2:
+        problems.append(f"less than half of the requests succeeded: {dict(ends)}")
+    if found["mb_per_10_minutes"] is None:
+        print("the memory is not judged: the run is shorter than --from", file=sys.stderr)
     slope = found["mb_per_10_minutes"]
     if slope is not None and slope >= BOUND_MB:
         problems.append(f"memory grows by {slope} MB per 10 minutes")

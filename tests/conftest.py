@@ -3,12 +3,11 @@ home folder."""
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Callable, Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
+from tests.support.programs import program
 
 settings.register_profile("kvroute", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("kvroute")
@@ -26,10 +25,4 @@ def user_state(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def system_program() -> Callable[[str], str]:
     """Find a program of the system: without it the test is skipped, and fails in CI."""
 
-    def find(name: str) -> str:
-        found = shutil.which(name, path=f"{os.environ.get('PATH', '')}:/usr/sbin:/usr/bin")
-        if found is None:
-            (pytest.fail if os.environ.get("CI") else pytest.skip)(f"needs {name} (see .ci/run)")
-        return found
-
-    return find
+    return program

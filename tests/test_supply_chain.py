@@ -8,6 +8,7 @@ import json
 import re
 import subprocess
 import sys
+import tempfile
 import tomllib
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -117,10 +118,11 @@ async def database(answer: Callable[[str], object]) -> AsyncIterator[str]:
 async def audit(url: str) -> tuple[int, str]:
     """Exit code and output of the script."""
     argv = [sys.executable, str(SCRIPT), "audit", "--osv-url", url]
-    process = await asyncio.create_subprocess_exec(
-        *argv, stdout=subprocess.PIPE, env={"NO_PROXY": "*", "HOME": "/nonexistent"}
-    )
-    output, _ = await process.communicate()
+    with tempfile.TemporaryDirectory() as home:
+        process = await asyncio.create_subprocess_exec(
+            *argv, stdout=subprocess.PIPE, env={"NO_PROXY": "*", "HOME": home}
+        )
+        output, _ = await process.communicate()
     assert process.returncode is not None
     return process.returncode, output.decode()
 

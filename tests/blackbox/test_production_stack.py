@@ -157,10 +157,11 @@ async def router(
     )  # fmt: skip
     async with healthy(gateway, f"http://127.0.0.1:{port}") as client:
 
-        async def lists_models() -> bool:
-            return bool((await client.get("/v1/models")).json()["data"])
+        async def is_ready() -> bool:
+            models = (await client.get("/v1/models")).json()["data"]
+            return bool(models) and len((await client.get("/engines")).json()) == len(workers)
 
-        await until(lists_models, within_s=30)
+        await until(is_ready, within_s=30)
         messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello!"}]
         body = {"model": MODEL, "messages": messages, "max_tokens": 10, "temperature": 0.7}
         answer = await client.post(
@@ -325,6 +326,11 @@ async def test_a_static_worker_that_answers_500_gets_no_requests(run, workers, t
             env={"XDG_STATE_HOME": str(tmp_path)},
         )  # fmt: skip
         async with healthy(gateway, f"http://127.0.0.1:{port}") as client:
+
+            async def has_one_engine() -> bool:
+                return len((await client.get("/engines")).json()) == 1
+
+            await until(has_one_engine, within_s=30)
             for number in range(4):
                 await complete(client, f"r{number}", "Hello!")
             engines = (await client.get("/engines")).json()

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from tests.support.waiting import until
 
 CHAT = {"model": "sim-model", "messages": [{"role": "user", "content": "Hi."}], "max_tokens": 8}
 DEADLINE_S = 60.0
@@ -136,18 +137,18 @@ async def test_a_raised_limit_starts_a_request_that_waits(serve, sim, file):
     write(file, workers, "admission:\n  max_concurrent: 1\n  max_wait_s: 600\n")
     gateway = await serve("-c", str(file), workers=1)
 
-    async def until(text: str) -> None:
-        async with client_of(gateway.url) as client, asyncio.timeout(DEADLINE_S):
-            while text not in (await client.get("/metrics")).text:
-                await asyncio.sleep(0)
-
     async with client_of(gateway.url) as client:
+
+        async def shows(text: str) -> bool:
+            return text in (await client.get("/metrics")).text
+
+        waiting = 'kvroute_queue_waiting{key="-",model="sim-model"} '
         asking = [asyncio.create_task(client.post("/v1/chat/completions", json=CHAT)) for _ in range(2)]
-        await until('kvroute_queue_waiting{key="-",model="sim-model"} 1.0')
+        await until(lambda: shows(waiting + "1.0"), within_s=DEADLINE_S)
         write(file, workers, "admission:\n  max_concurrent: 2\n  max_wait_s: 600\n")
         gateway.process.send_signal(signal.SIGHUP)
-        await until('kvroute_queue_waiting{key="-",model="sim-model"} 0.0')
-        await until("kvroute_requests_in_flight 2.0")
+        await until(lambda: shows(waiting + "0.0"), within_s=DEADLINE_S)
+        await until(lambda: shows("kvroute_requests_in_flight 2.0"), within_s=DEADLINE_S)
         for each in asking:
             each.cancel()
         await asyncio.wait(asking)
@@ -165,9 +166,9 @@ async def test_all_processes_apply_a_change_and_a_replaced_one_has_it(serve, sim
     await gateway.logged("the configuration is refused")
     line = next(line for line in gateway.lines if "process 1 of 2 has pid" in line)
     os.kill(int(line.split("has pid ")[1].split('"')[0]), signal.SIGKILL)
-    async with asyncio.timeout(DEADLINE_S):
-        while sum("process 1 of 2 has pid" in line for line in gateway.lines) < 2:
-            await asyncio.sleep(0)
+    await until(
+        lambda: sum("process 1 of 2 has pid" in line for line in gateway.lines) >= 2, within_s=DEADLINE_S
+    )
 
     await until_strategy(gateway.url, "roundrobin", times=20)
     write(file, workers, "routing:\n  strategy: session\n")  # the replaced process can read session keys, too

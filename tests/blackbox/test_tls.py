@@ -14,7 +14,8 @@ import openai
 import pytest
 from tests.blackbox.raw import Client, post, statuses
 from tests.support.certificates import Authority, Pair
-from tests.support.proxies import PROXIES, curl, output_of, program, proxied
+from tests.support.programs import program
+from tests.support.proxies import PROXIES, curl, output_of, proxied
 from tests.support.waiting import until
 from tests.support.workers import scripted_worker
 

@@ -26,6 +26,7 @@ from tests.engine.endpoints import (
     served_by_l1,
     workers,
 )
+from tests.support.waiting import until
 
 from kvroute.routing.transfers import TransferOptions
 from kvroute.wire.lmcache_server import read_load_rates
@@ -66,6 +67,15 @@ async def computed_on(endpoint: Endpoint, worker: str, prompt: str) -> Answer:
 
 async def test_the_doctor_finds_nothing_wrong(endpoint: Endpoint, report: Say) -> None:
     """With the gateway's probes of all parts; broken set-ups are in test_doctor.py."""
+
+    async def are_registered() -> bool:
+        """The servers' first reports of chunks may come before they register."""
+        headers = {"authorization": f"Bearer {ADMIN_KEY}"}
+        index = (await endpoint.http.get(f"{endpoint.url}/admin/index", headers=headers)).json()
+        servers = [each for each in index["caches"]["lmcache"]["servers"] if each.get("url")]
+        return {worker for each in servers for worker in each["workers"]} == set(workers(endpoint))
+
+    await until(are_registered, within_s=60)
     argv = [sys.executable, "-m", "kvroute", "doctor", "-f", str(ROOT / "configs" / "redis-l2.yaml")]
     argv += ["--state-dir", str(endpoint.state.path)]
     env = {**os.environ, "KVROUTE__ADMIN__API_KEY": ADMIN_KEY}

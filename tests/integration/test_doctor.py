@@ -5,7 +5,6 @@ Simulated workers, real gateways and a real Redis over real sockets.
 
 from __future__ import annotations
 
-import shutil
 import socket
 import subprocess
 from collections.abc import AsyncIterator, Sequence
@@ -19,6 +18,7 @@ import pytest
 import redis.asyncio
 from tests.integration.conftest import gateway
 from tests.support.cache_servers import CacheInstance, CacheServers
+from tests.support.programs import program
 from tests.support.waiting import until
 
 from kvroute.app.config import Config
@@ -297,11 +297,9 @@ async def test_a_wrong_hash_seed_is_named_until_the_gateway_uses_the_engines_see
 async def running_redis(
     folder: Path, port: int | None = None
 ) -> AsyncIterator[tuple[str, redis.asyncio.Redis]]:
-    program = shutil.which("redis-server") or shutil.which("valkey-server")
-    if program is None:
-        pytest.skip("no redis-server")
+    executable = program("redis-server", "valkey-server")
     port = port or free_ports(1)[0]
-    argv = [program, "--port", str(port), "--save", "", "--requirepass", "hunter2", "--dir", str(folder)]
+    argv = [executable, "--port", str(port), "--save", "", "--requirepass", "hunter2", "--dir", str(folder)]
     url = f"redis://:hunter2@127.0.0.1:{port}/0"
     with (folder / "log").open("wb") as log, subprocess.Popen(argv, stdout=log, stderr=log) as process:
         store = redis.asyncio.Redis.from_url(url)

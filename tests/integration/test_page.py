@@ -132,9 +132,11 @@ class Up:
         try:
             return self._process.wait(60)
         finally:
-            self._process.kill()
+            # The whole session: its workers would keep the terminal open.
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
-            self._reader.join()
+            self._reader.join(10)
             os.close(self._terminal)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import shutil
 import socket
 import subprocess
 from collections.abc import AsyncIterator, Iterator
@@ -16,6 +15,7 @@ import redis.asyncio
 from pydantic import ValidationError
 from tests.support.certificates import Authority
 from tests.support.clocks import ManualClock
+from tests.support.programs import program
 from tests.support.sockets import free_port
 from tests.support.waiting import until
 
@@ -38,14 +38,12 @@ LONG_MS = 10_000.0
 @pytest.fixture(scope="session")
 def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """URL of a real server on a free port. The test chooses the port: Redis cannot choose one itself."""
-    program = shutil.which("redis-server") or shutil.which("valkey-server")
-    if program is None:
-        pytest.skip("no redis-server")
+    executable = program("redis-server", "valkey-server")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     folder = tmp_path_factory.mktemp("redis")
-    argv = [program, "--port", str(port), "--save", "", "--requirepass", "hunter2", "--dir", str(folder)]
+    argv = [executable, "--port", str(port), "--save", "", "--requirepass", "hunter2", "--dir", str(folder)]
     with (Path(folder) / "log").open("wb") as log, subprocess.Popen(argv, stdout=log, stderr=log) as process:
         yield f"redis://:hunter2@127.0.0.1:{port}/0"
         process.terminate()
@@ -358,13 +356,11 @@ def test_a_url_of_another_kind_is_refused(url: str) -> None:
 
 
 async def test_a_redis_with_tls_is_read_with_the_files(tmp_path: Path) -> None:
-    program = shutil.which("redis-server") or shutil.which("valkey-server")
-    if program is None:
-        pytest.skip("no redis-server")
+    executable = program("redis-server", "valkey-server")
     authority = Authority(tmp_path)
     own, server = authority.issue("own"), authority.issue("redis")
     port = free_port()
-    argv = [program, "--port", "0", "--tls-port", str(port), "--save", "", "--dir", str(tmp_path)]
+    argv = [executable, "--port", "0", "--tls-port", str(port), "--save", "", "--dir", str(tmp_path)]
     argv += ["--tls-cert-file", str(server.cert), "--tls-key-file", str(server.key)]
     argv += ["--tls-ca-cert-file", str(authority.file), "--tls-auth-clients", "yes"]
     files = {"ca_file": authority.file, "cert_file": own.cert, "key_file": own.key}

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import httpx
-import pytest
 from tests.support.certificates import Authority, Pair
+from tests.support.programs import program
 from tests.support.sockets import free_port
 from tests.support.waiting import until
 
@@ -50,16 +48,6 @@ backend gateways
   default-server ssl verify required ca-file {authority} sni str(localhost) verifyhost localhost
   server one {address} crt {both} check inter 500ms
 """
-
-
-def program(name: str) -> str:
-    """The path of a program; without it the test is skipped, and fails in CI."""
-    found = shutil.which(name, path="/usr/sbin:/usr/local/sbin:/usr/bin")
-    if found is None:
-        if os.environ.get("CI"):
-            pytest.fail(f"{name} is not installed")
-        pytest.skip(f"{name} is not installed (Debian: apt install {name})")
-    return found
 
 
 async def output_of(*words: str) -> tuple[int, str]:
