@@ -122,6 +122,28 @@ def test_a_worker_that_may_not_separate_tenants_is_an_error_with_isolation_only(
         assert found["tenants-not-isolated"].severity is Severity.ERROR
 
 
+@pytest.mark.parametrize(
+    ("url", "endpoint", "is_same"),
+    [
+        ("http://engine.example:8000", "tcp://engine.example:5557", True),
+        ("http://service.example:80", "tcp://10.0.0.1:5557", True),
+        ("http://10.0.0.1:8001", "tcp://10.0.0.1:5558", False),
+        ("http://engine.example:8000", None, True),
+        ("http://10.0.0.1:8001", None, False),
+    ],
+)
+def test_two_engines_that_started_at_one_moment_are_two_workers(url, endpoint, is_same):
+    """Their start times have steps of 10 ms, and a launcher starts several engines at one moment."""
+    streams = WORKER.streams if endpoint else ()
+    one = replace(WORKER, start_time=1.5, streams=streams)
+    spec = WorkerSpec(WorkerId("w1"), url)
+    other = replace(one, spec=spec, streams=tuple(replace(each, endpoint=endpoint) for each in streams))
+
+    found = diagnose(DEPLOYMENT, Observations((one, other), GATEWAY))
+
+    assert ("same-worker" in {each.code for each in found}) is is_same
+
+
 def test_of_several_ranks_one_stream_with_events_is_enough():
     """A probe is answered by one rank."""
     [one] = WORKER.streams

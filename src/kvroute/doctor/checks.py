@@ -277,7 +277,8 @@ def _one_process_twice(deployment: Deployment, seen: Observations) -> Found:
     for worker in running(seen):
         if worker.start_time is None:
             continue
-        key = (worker.start_time, frozenset(worker.base_models))
+        # The start time alone has steps of 10 ms: a launcher can start two engines within one.
+        key = (worker.start_time, frozenset(worker.base_models), _ports(worker))
         twin = known.setdefault(key, worker)
         if twin is not worker:
             yield error(
@@ -287,6 +288,12 @@ def _one_process_twice(deployment: Deployment, seen: Observations) -> Found:
                 "The gateway charges load to each name separately and sends one engine twice its share.",
                 "Remove one of the two entries from fleet.workers, or correct its `url`.",
             )
+
+
+def _ports(worker: WorkerSeen) -> tuple[int | str, ...]:
+    """The ports of a worker's event streams, which two processes of a host cannot share; else its own."""
+    addresses = [stream.endpoint for stream in worker.streams] or [worker.spec.url]
+    return tuple(urlsplit(address).port or address for address in addresses)
 
 
 def _adapters(deployment: Deployment, seen: Observations) -> Found:
