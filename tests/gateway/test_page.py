@@ -27,7 +27,7 @@ async def client():
 async def test_a_browser_is_led_to_the_page(client) -> None:
     answer = await client.get("/", headers={"accept": "text/html,application/xhtml+xml,*/*;q=0.8"})
 
-    assert (answer.status_code, answer.headers["location"]) == (307, "/ui")
+    assert (answer.status_code, answer.headers["location"]) == (307, "ui")
 
 
 @pytest.mark.parametrize("accept", ["*/*", "application/json", ""])

@@ -21,6 +21,7 @@ import httpx
 import pytest
 from axe_playwright_python.async_playwright import Axe
 from playwright.async_api import Browser, Page, async_playwright, expect
+from tests.support.sockets import tcp_server
 from tests.support.waiting import until
 
 from kvroute.deploy.prepare import free_ports
@@ -323,6 +324,47 @@ async def test_it_is_accessible(browser, fleet, width, scheme) -> None:
             await page.evaluate("window.scrollTo(0, 0)")
             IMAGES.mkdir(exist_ok=True)
             await page.screenshot(path=IMAGES / f"page-{width}.png")
+
+
+class StrippingProxy:
+    """Publishes a gateway below `/team/llm`, and does not tell it. Each connection carries one request."""
+
+    def __init__(self, gateway: str) -> None:
+        self._address = gateway.removeprefix("http://").split(":")
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        method, target, rest = head.split(b" ", 2)
+        path = target.removeprefix(b"/team/llm")
+        assert path != target
+        from_gateway, to_gateway = await asyncio.open_connection(*self._address)
+        try:
+            to_gateway.write(b" ".join([method, path, rest.replace(b"keep-alive", b"close")]))
+            while data := await from_gateway.read(65536):
+                writer.write(data)
+                await writer.drain()
+        finally:
+            to_gateway.close()
+
+
+@pytest.mark.parametrize("root", ["/vllm", ""])
+async def test_it_works_below_a_path_of_a_proxy(browser, run_gateway, instant_sim, root) -> None:
+    """A proxy that keeps the path (`server.root_path`), and one that removes it."""
+    async with (
+        run_gateway([instant_sim.url], server={"root_path": root}) as gateway,
+        tcp_server(StrippingProxy(gateway.url).serve) as port,
+    ):
+        url = gateway.url + root if root else f"http://127.0.0.1:{port}/team/llm"
+        async with opened(browser, SimpleNamespace(url=url), path="/#key=admin-key") as page:
+            assert page.url == f"{url}/ui"
+            await gateway.client.post("/v1/completions", json={"model": "sim-model", "prompt": "hello"})
+            await expect(page.locator("#request-table tbody tr")).to_have_count(1)
+            await press(page, "#request-table button")
+            await expect(page.locator("#decision")).to_contain_text("went to w0, because")
+            await press(page, "#what-if-form button")
+            await expect(page.locator("#what-if-result")).to_contain_text("of 1 requests to the same worker")
+            await press(page, "#worker-table tbody tr:first-child button")
+            await expect(page.locator("#worker-table tbody tr")).to_contain_text("draining")
 
 
 async def test_under_roundrobin_it_says_what_it_cannot_know(browser, run_gateway, instant_sim) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import os
 import random
@@ -45,6 +46,7 @@ class Processes:
     folder: Path
     log: list[str]
     clients: list[httpx.AsyncClient]
+    headers: dict[str, str]
 
     def pids(self) -> list[int]:
         """By process number, the newest ones."""
@@ -54,7 +56,7 @@ class Processes:
     async def fresh_client(self, stack: AsyncExitStack) -> httpx.AsyncClient:
         limits = httpx.Limits(max_connections=1, keepalive_expiry=600)
         client = httpx.AsyncClient(
-            base_url=self.url, limits=limits, timeout=DEADLINE_S, trust_env=False, headers=ADMIN
+            base_url=self.url, limits=limits, timeout=DEADLINE_S, trust_env=False, headers=self.headers
         )
         return await stack.enter_async_context(client)
 
@@ -98,7 +100,9 @@ async def counted(client: httpx.AsyncClient, name: str) -> float:
 
 
 @asynccontextmanager
-async def processes(workers: list[str], *arguments: str) -> AsyncIterator[Processes]:
+async def processes(
+    workers: list[str], *arguments: str, headers: dict[str, str] = ADMIN
+) -> AsyncIterator[Processes]:
     with tempfile.TemporaryDirectory() as folder:
         named = [flag for number, url in enumerate(workers) for flag in ("--worker", f"w{number}={url}")]
         parent = await asyncio.create_subprocess_exec(
@@ -112,7 +116,7 @@ async def processes(workers: list[str], *arguments: str) -> AsyncIterator[Proces
                 "KVROUTE__ADMIN__API_KEY": ADMIN["authorization"].removeprefix("Bearer "),
             },
         )
-        running = Processes(parent, "", Path(folder), [], [])
+        running = Processes(parent, "", Path(folder), [], [], headers)
         reading = asyncio.create_task(read_log(parent, running.log))
         try:
             async with asyncio.timeout(DEADLINE_S):
@@ -268,6 +272,64 @@ async def test_the_live_page_shows_both_as_one(slow_sims):
     assert requests == 2
     assert (again["made_again"], again["same"]) == (2, 2)
     assert [len(each) for each in found] == [1, 1, 1, 1]
+
+
+async def test_the_live_page_adds_up_the_clients_of_both(slow_sims, tmp_path):
+    """Each process counts the requests, waits and refusals of a key for itself; the page shows one row."""
+    limits = {"team": {}, "small": {"requests_per_minute": 2, "tokens_per_minute": 1_000_000}}
+    hashes = {name: hashlib.sha256(f"{name}-key".encode()).hexdigest() for name in limits}
+    keys = [{"name": name, "hash": f"sha256:{hashes[name]}", "limits": limits[name]} for name in limits]
+    (tmp_path / "keys.json").write_text(json.dumps({"keys": keys}))
+    options = {"server.client_keys.file": tmp_path / "keys.json", "admission.max_concurrent": 2}
+    arguments = [flag for name, value in options.items() for flag in ("--set", f"{name}={value}")]
+    team, small = ({"authorization": f"Bearer {name}-key"} for name in ("team", "small"))
+    async with (
+        processes([slow_sims[0].url], *arguments, headers=team) as running,
+        AsyncExitStack() as stack,
+    ):
+        met = {0: list(running.clients[:1]), 1: list(running.clients[1:])}
+        ids = [process_of(await chat(client, "Who?", max_tokens=1)) for client in running.clients]
+        async with asyncio.timeout(DEADLINE_S):
+            while min(len(each) for each in met.values()) < 2:
+                client = await running.fresh_client(stack)
+                met[ids.index(process_of(await chat(client, "Who?", max_tokens=1)))].append(client)
+        page = await running.fresh_client(stack)
+        stream = page.stream("GET", "/admin/live", headers=ADMIN)
+        lines = (await stack.enter_async_context(stream)).aiter_lines()
+        clients: dict[str, dict[str, float]] = {}
+
+        async def until_shown(key: str, **figures: float) -> None:
+            async with asyncio.timeout(DEADLINE_S):
+                while not figures.items() <= clients.get(key, {}).items():
+                    clients.update(json.loads(await anext(lines)).get("clients", {}))
+
+        await until_shown("team", waiting=0)
+        before = clients["team"]["requests"]
+        # Each process has a permit: one of its two requests runs, the other one waits.
+        asked = [
+            stack.enter_async_context(
+                client.stream("POST", "/v1/chat/completions", json=body("Go", **LONG_ANSWER))
+            )
+            for pair in met.values()
+            for client in pair[:2]
+        ]
+        answering = asyncio.gather(*asked)
+        await until_shown("team", requests=before + 4, waiting=2)
+        for answer in await answering:
+            await answer.aread()
+        await until_shown("team", requests=before + 4, started=before + 4, waiting=0)
+
+        statuses = [
+            (await client.post("/v1/chat/completions", json=body("Hi"), headers=small)).status_code
+            for pair in met.values()
+            for client in pair[:2]
+        ]
+        await until_shown("small", requests=2, limited=2)
+
+    assert clients["team"]["waited_s"] > 0
+    assert clients["team"]["shed"] == 0
+    assert sorted(statuses) == [200, 200, 429, 429]
+    assert clients["small"]["tokens"] > 0
 
 
 async def test_a_killed_process_ends_its_own_streams_only_and_its_successor_is_synced(slow_sims):

@@ -177,16 +177,109 @@ async def test_errors_before_the_body_is_read_name_the_trace_and_have_a_span(run
         answer = await running.client.post("/v1/completions", content=body, headers={"traceparent": CLIENT})
         plain = await running.client.post("/v1/completions", content=body)
         running.runtime._journal.flush()
-        [span] = await until(otel.spans)
+        spans = {
+            span.trace_id.hex(): span for span in await until(lambda: len(otel.spans()) == 2 and otel.spans())
+        }
 
     assert answer.status_code == plain.status_code == 400
     assert answer.json()["error"]["trace_id"] == answer.headers["x-kvroute-trace-id"] == TRACE
-    assert "trace_id" not in plain.json()["error"]
-    assert (span.name, span.trace_id.hex(), span.parent_span_id.hex()) == (
-        "kvroute request",
-        TRACE,
-        "b7ad6b7169203331",
-    )
+    own = plain.json()["error"]["trace_id"]
+    assert {span.name for span in spans.values()} == {"kvroute request"}
+    assert spans[TRACE].parent_span_id.hex() == "b7ad6b7169203331"
+    assert spans[own].parent_span_id == b""
+
+
+GOOD = b"host: a\r\ntraceparent: %b\r\n" % CLIENT.encode()
+HEADS = {
+    "a line that is no header": b"POST /v1/completions HTTP/1.1\r\n%bno header\r\n\r\n" % GOOD,
+    "a broken line before it": b"POST /v1/completions HTTP/1.1\r\nno header\r\n%b\r\n" % GOOD,
+    "an unknown method": b"WHAT? /v1/completions HTTP/1.1\r\n%b\r\n" % GOOD,
+    "no host": b"POST /v1/completions HTTP/1.1\r\ntraceparent: %b\r\n\r\n" % CLIENT.encode(),
+    "two lengths": b"POST /v1/completions HTTP/1.1\r\n%bcontent-length: 1\r\ncontent-length: 2\r\n\r\n"
+    % GOOD,
+    "another version": b"POST /v1/completions HTTP/1.2\r\n%b\r\n" % GOOD,
+    "a broken chunk": b"POST /v1/completions HTTP/1.1\r\n%btransfer-encoding: chunked\r\n\r\nno chunk\r\n"
+    % GOOD,
+}
+
+
+async def refused_with(gateway, *parts: bytes) -> tuple[str, str]:
+    """The trace id in the header and in the body of the answer to these bytes."""
+    reader, writer = await asyncio.open_connection(*gateway.url.removeprefix("http://").split(":"))
+    for part in parts:
+        writer.write(part)
+        await writer.drain()
+    head, _, body = (await reader.read()).rpartition(b"\r\n\r\n")
+    writer.close()
+    found = re.search(rb"x-kvroute-trace-id: (\S+)", head)
+    return found[1].decode() if found else "", json.loads(body)["error"].get("trace_id", "")
+
+
+@pytest.mark.parametrize("head", HEADS.values(), ids=HEADS.keys())
+async def test_the_error_about_a_malformed_head_names_the_trace_and_has_a_span(run_gateway, sim, head):
+    async with collector() as otel, run_gateway([sim.url], tracing={"endpoint": otel.url}) as running:
+        assert await refused_with(running, head) == (TRACE, TRACE)
+        assert await refused_with(running, head) == (TRACE, TRACE)
+        [span, _] = await until(lambda: len(otel.spans()) == 2 and otel.spans())
+
+    assert (span.name, span.trace_id.hex()) == ("kvroute request", TRACE)
+    assert attributes(span)["error.type"].string_value
+
+
+async def test_a_malformed_head_without_a_traceparent_gets_a_trace_of_its_own(run_gateway, sim):
+    first = b"GET /health HTTP/1.1\r\n%b\r\n" % GOOD
+    async with collector() as otel, run_gateway([sim.url], tracing={"endpoint": otel.url}) as running:
+        header, field = await refused_with(running, first, b"WHAT? / HTTP/1.1\r\nhost: a\r\n\r\n")
+        [span] = await until(otel.spans)
+    async with run_gateway([sim.url]) as running:
+        untraced = await refused_with(running, HEADS["no host"])
+
+    assert header == field == span.trace_id.hex() != TRACE  # the earlier request's
+    assert untraced == ("", "")
+
+
+async def test_a_connection_that_had_to_be_opened_has_a_span(run_gateway, sim):
+    """The first request opens a connection, the second uses it again."""
+    async with collector() as otel, run_gateway([sim.url], tracing={"endpoint": otel.url}) as running:
+        [worker, opened] = await _connects(running, otel)
+        [_, *further] = await _connects(running, otel)
+
+    assert opened.parent_span_id == worker.span_id
+    assert attributes(opened)["kvroute.worker"].string_value == "w0"
+    assert worker.start_time_unix_nano <= opened.start_time_unix_nano < opened.end_time_unix_nano
+    assert opened.end_time_unix_nano <= worker.end_time_unix_nano
+    assert not further
+
+
+async def test_a_refused_connection_has_a_span_with_its_error(run_gateway, sim):
+    async with (
+        collector() as otel,
+        run_sim(SimOptions(time_scale=0)) as gone,
+        run_gateway(
+            [gone.url, sim.url],
+            tracing={"endpoint": otel.url},
+            routing={"strategy": "roundrobin"},
+            fleet={"health": {"interval_s": 60}},
+        ) as running,
+    ):
+        await gone.kill()
+        found = [span for _ in "ab" for span in (await _connects(running, otel))[1:]]
+
+    refused = [span for span in found if attributes(span)["kvroute.worker"].string_value == "w0"]
+    assert [attributes(span)["error.type"].string_value for span in refused] == ["refused"]
+    assert refused[0].status.code == refused[0].status.STATUS_CODE_ERROR
+    assert refused[0].end_time_unix_nano > refused[0].start_time_unix_nano
+
+
+async def _connects(running, otel: Collector) -> list[Any]:
+    """The spans `worker` and `connect` of one more request."""
+    otel.bodies.clear()
+    assert (await send(running.client)).status_code == 200
+    spans = await until(lambda: _whole(running, otel))
+    return [
+        *(span for span in spans if span.name == "worker"),
+        *(span for span in spans if span.name == "connect"),
+    ]
 
 
 async def test_a_collector_that_does_not_answer_delays_no_request_and_drops_are_counted(run_gateway, sim):

@@ -428,13 +428,14 @@ def _protocol(config: Config, runtime: Runtime) -> type[HttpToolsProtocol]:
 
     A part whose self-test fails with the installed uvicorn is left out, with a log line.
     """
-    bounds = ClientBounds(config.server, runtime.metrics, runtime.descriptors)
+    plane = runtime.plane
+    bounds = ClientBounds(config.server, runtime.metrics, runtime.descriptors, plane.trace_refused)
     parts: list[type[HttpToolsProtocol]] = [EdgeProtocol]
     if config.server.fast_lane:
         if problem := fast_lane_problem():
             log.warning("the fast lane is off: uvicorn %s %s", uvicorn.__version__, problem)
         else:
-            parts = [fast_lane(runtime.plane, bounds)]
+            parts = [fast_lane(plane, bounds)]
     if problem := trimmed_protocol_problem():
         log.warning(
             "the trimmed ASGI protocol is off, requests cost more CPU: uvicorn %s %s",

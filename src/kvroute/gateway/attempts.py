@@ -24,7 +24,7 @@ from kvroute.errors import (
     WorkerUnreachable,
 )
 from kvroute.fleet.health import HealthMonitor
-from kvroute.gateway.journal import Record, trace_id_in
+from kvroute.gateway.journal import Connect, Record, Trace, trace_id_in
 from kvroute.gateway.own_limits import OUT_OF_DESCRIPTORS
 from kvroute.gateway.planner import RequestPlan
 from kvroute.metrics import Metrics
@@ -163,7 +163,9 @@ class Attempts(Struct, eq=False):
             )
         except ValueError as error:
             raise InvalidRequest(f"The request cannot be forwarded: {error}.") from error
-        self.response = transport.submit(head, body, listener, fresh, plan.query.streamed)
+        self.response = response = transport.submit(head, body, listener, fresh, plan.query.streamed)
+        if self._record.trace is not None and response.opening is not None:
+            _trace_connect(self._record.trace, candidate.worker.id, response, self._deps.now)
 
     def first_token_arrived(self, now: float) -> None:
         if self._dispatch is not None:
@@ -237,3 +239,17 @@ class Attempts(Struct, eq=False):
             tried = self._record.attempts
             return WorkerUnreachable(f"No worker could be reached ({tried} attempts, last: {error.cause}).")
         return WorkerUnreachable(f"Worker {worker!r} failed before it answered ({error.cause}).")
+
+
+def _trace_connect(trace: Trace, worker: str, response: UpstreamResponse, now: Callable[[], float]) -> None:
+    """Add the connect of `response`, whose connection is being opened, to the trace."""
+    assert response.opening is not None
+    connect = Connect(worker, now())
+    trace.connects.append(connect)
+
+    def ended(_: object) -> None:
+        connect.ended = now()
+        if response.error is not None:
+            connect.error = response.error.cause
+
+    response.opening.add_done_callback(ended)

@@ -505,9 +505,13 @@ class DataPlane:
         self.journal.finished(record, self._now())
 
     def continue_trace(self, record: Record, fields: bytes) -> None:
-        """Let an error before `relay` carry the trace id of the client's header lines, `fields`."""
-        if self._tracer is not None:
-            self._tracer.continue_trace(record, fields)
+        """Let an error before `relay` carry a trace id; `fields` are the client's header lines."""
+        if self._tracer is not None and not record.was_sampled:
+            self._tracer.begin(record, fields)
+
+    def trace_refused(self, fields: bytes, error: GatewayError) -> str:
+        """Trace a request whose head or framing is refused. Returns the trace id, "" without one."""
+        return "" if self._tracer is None else self._tracer.refused(fields, error, self.clock)
 
     def _warn_not_isolated(self, error: NotIsolated, path: str) -> None:
         # Once for each endpoint: a client can send any number of such requests.

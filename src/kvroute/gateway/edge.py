@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Callable
 from typing import Any, ClassVar, cast
 
 import httptools
@@ -62,11 +63,20 @@ class ClientBounds:
         "max_line_bytes",
         "metrics",
         "own_limits",
+        "trace_refused",
         "uses_tls",
     )
 
-    def __init__(self, options: ServerOptions, metrics: Metrics, own: DescriptorLimit | None = None) -> None:
+    def __init__(
+        self,
+        options: ServerOptions,
+        metrics: Metrics,
+        own: DescriptorLimit | None = None,
+        trace_refused: Callable[[bytes, GatewayError], str] | None = None,
+    ) -> None:
+        """`trace_refused` gets the readable header lines of a refused request, and returns its trace id."""
         self.own_limits = own
+        self.trace_refused = trace_refused
         self.max_head_bytes = options.max_head_bytes
         self.max_line_bytes = options.max_head_line_bytes
         self.max_header_lines = options.max_header_lines
@@ -96,6 +106,8 @@ class EdgeProtocol(HttpToolsProtocol):
     """Further bytes are dropped."""
     _refusal: GatewayError | None = None
     """The error to answer with when all earlier requests are answered."""
+    _trace_id = ""
+    """The trace of the refused request."""
     _answering: RequestResponseCycle | None = None
     """The last request whose application was started."""
     # State of the head that is being read:
@@ -164,7 +176,8 @@ class EdgeProtocol(HttpToolsProtocol):
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserError as error:
-            self._refuse(_error_of(error))
+            # Before its first whole head a connection has no other request to which these bytes could belong.
+            self._refuse(_error_of(error), data if self.cycle is None else b"")
             return
         except httptools.HttpParserUpgrade:
             pass  # the upgrade is refused by continuing in HTTP/1.1: see `on_headers_complete`
@@ -405,9 +418,16 @@ class EdgeProtocol(HttpToolsProtocol):
 
     # Refusing a request, which closes the connection.
 
-    def _refuse(self, error: GatewayError) -> None:
-        """Read no more requests; answer earlier ones, then answer with `error`."""
+    def _refuse(self, error: GatewayError, unread: bytes = b"") -> None:
+        """Read no more requests; answer earlier ones, then answer with `error`.
+
+        `unread` may have header lines of the refused request that the parser has not reached.
+        """
         self._is_refused = True
+        if self.bounds.trace_refused is not None and (unread or self._is_within_message):
+            fields = self.headers if self._is_within_message else []
+            read = b"".join([b"%b: %b\r\n" % field for field in fields])
+            self._trace_id = self.bounds.trace_refused(read + unread, error)
         self._is_within_message = True  # this message never ends
         self._unparsed = None
         self._framing_bytes = 0
@@ -435,13 +455,14 @@ class EdgeProtocol(HttpToolsProtocol):
     def _write_refusal(self, error: GatewayError) -> None:
         self._refusal = None
         self._drop_unanswered()
-        body = error_body(error)
-        head = [STATUS_LINE[error.status]]
-        head += [b"%b: %b\r\n" % header for header in self.server_state.default_headers]
-        head.append(b"content-type: application/json\r\ncontent-length: %d\r\n" % len(body))
-        head.append(b"connection: close\r\n\r\n")
+        body = error_body(error, trace_id=self._trace_id)
+        fields = [*self.server_state.default_headers, (b"content-type", b"application/json")]
+        fields += [(b"content-length", b"%d" % len(body)), (b"connection", b"close")]
+        if self._trace_id:
+            fields.append((b"x-kvroute-trace-id", self._trace_id.encode()))
+        head = STATUS_LINE[error.status] + b"".join([b"%b: %b\r\n" % field for field in fields])
         transport = self.transport
-        transport.write(b"".join([*head, body]))
+        transport.write(head + b"\r\n" + body)
         self._block_reading(False)
         self.flow.resume_reading()
         try:

@@ -300,13 +300,14 @@ class FastLaneProtocol(EdgeProtocol):
         headers = self._headers(request, record.client)
         self._start_exchange(request, headers, record, body)
 
-    def _refuse(self, error: GatewayError) -> None:
-        record = self._record
+    def _refuse(self, error: GatewayError, unread: bytes = b"") -> None:
+        record, request = self._record, self._request
         self._record = self._segments = None
         self._lane, self._was_used_by_uvicorn = _FREE, True  # the lane takes no further request here
         if record is not None:
             self._plane.client_left(record)
-        super()._refuse(error)
+            unread = b"" if request is None else request.fields
+        super()._refuse(error, unread)
 
     def _body_bytes_so_far(self) -> int:
         return -self._missing_bytes if self._lane is _COLLECTING else super()._body_bytes_so_far()

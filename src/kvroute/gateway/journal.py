@@ -16,7 +16,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
-from msgspec import Struct
+from msgspec import Struct, field
 
 from kvroute.clock import Clock
 from kvroute.gateway.client_keys import KeyUse, KnownClient
@@ -45,10 +45,20 @@ class Usage(NamedTuple):
     completion_tokens: int = 0
 
 
+class Connect(Struct, eq=False, gc=False):
+    """The opening of a connection for a traced attempt. Mutable: its end and its error, "" without one."""
+
+    worker: str
+    began: float
+    ended: float = 0.0
+    """0 while it runs."""
+    error: str = ""
+
+
 class Trace(Struct, eq=False, gc=False):
     """The ids of a traced request, and the times that only its spans need (`Clock.now`).
 
-    Mutable: the data plane sets the times.
+    Mutable: the data plane sets the times, the attempts add connects.
     """
 
     trace_id: int
@@ -65,6 +75,8 @@ class Trace(Struct, eq=False, gc=False):
     """The decision begins."""
     decided: float = 0.0
     """The decision is made; 0 if it was not."""
+    connects: list[Connect] = field(default_factory=list)
+    """Of the attempts that found no idle connection."""
 
 
 class Record(Struct, eq=False, gc=False):
@@ -105,6 +117,8 @@ class Record(Struct, eq=False, gc=False):
     """The trace of the request's `traceparent`, 32 hexadecimal digits; "" without one, and in text logs."""
     trace: Trace | None = None
     """Set while the request is traced (`tracing.endpoint`)."""
+    was_sampled: bool = False
+    """It is decided whether the request is traced."""
     ended: float = 0.0
 
 

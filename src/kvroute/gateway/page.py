@@ -54,7 +54,8 @@ def page_routes(live: LiveFigures) -> APIRouter:
     async def root(request: Request) -> Response:
         # `*/*` is curl, which wants no page.
         if "text/html" in request.headers.get("accept", ""):
-            return RedirectResponse(PAGE, status_code=307, headers={"vary": "accept"})
+            # Relative, because a proxy may publish the gateway below a path that it does not tell.
+            return RedirectResponse(PAGE.lstrip("/"), status_code=307, headers={"vary": "accept"})
         body: dict[str, Any] = {"name": "kvroute", "version": __version__, "paths": _PATHS}
         return JSONResponse(body, headers={"vary": "accept"})
 

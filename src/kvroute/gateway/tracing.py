@@ -15,7 +15,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from kvroute import __version__
-from kvroute.errors import ConfigError
+from kvroute.clock import Clock
+from kvroute.errors import ConfigError, GatewayError
 from kvroute.gateway.journal import Record, Trace
 from kvroute.options import Options, option
 
@@ -114,6 +115,7 @@ class Tracer:
 
         Without sampling, the header lines stay as they are.
         """
+        record.was_sampled = True
         found = _traceparent(fields)
         if found is not None and found[1] != b"ff" and int(found[2], 16) and int(found[3], 16):
             record.trace_id = found[2].decode().lower()
@@ -132,10 +134,13 @@ class Tracer:
         record.trace = Trace(trace_id, parent_id, span_id, worker_span_id)
         return fields + b"traceparent: 00-%032x-%016x-01\r\n" % (trace_id, worker_span_id)
 
-    def continue_trace(self, record: Record, fields: bytes) -> None:
-        """Start the trace of a request that is refused before `begin`, if its client sent a `traceparent`."""
-        if not record.trace_id and _traceparent(fields) is not None:
-            self.begin(record, fields)
+    def refused(self, fields: bytes, error: GatewayError, clock: Clock) -> str:
+        """Make the span of a request whose head is refused. Returns its trace id, "" if it is not traced."""
+        now = clock.now()
+        record = Record(b"", "", now, status=error.status, error=error.error_code or error.type, ended=now)
+        self.begin(record, fields)
+        self.finished(record, clock.wall() - now)
+        return record.trace_id
 
     def finished(self, record: Record, wall_offset: float) -> None:
         """Put the spans of a finished request into the queue, or drop and count them. Does not wait."""
@@ -179,6 +184,10 @@ class Tracer:
         if record.attempts:
             first_byte = record.ended if record.first_byte is None else record.first_byte
             phase("worker", trace.decided, record.ended, span_id=trace.worker_span_id, is_client=True)
+            for each in trace.connects:
+                end = min(each.ended or record.ended, record.ended)
+                more = {"kvroute.worker": each.worker, **({"error.type": each.error} if each.error else {})}
+                phase("connect", each.began, end, parent_id=trace.worker_span_id, attributes=more)
             phase("first byte", trace.decided, first_byte, parent_id=trace.worker_span_id)
             if record.first_byte is not None:
                 phase("stream", record.first_byte, record.ended, parent_id=trace.worker_span_id)
@@ -208,7 +217,8 @@ class Tracer:
         parent = trace.parent_id if is_root else parent_id or trace.span_id
         own = trace.span_id if is_root else span_id or self._random.getrandbits(64) or 1
         at = [int((each + wall_offset) * 1e9) for each in (start, end)]
-        has_failed = is_root and (record.status >= 500 or bool(record.error))
+        error = record.error if is_root else (attributes or {}).get("error.type", "")
+        has_failed = bool(error) or (is_root and record.status >= 500)
         kind = SpanKind.SERVER if is_root else SpanKind.CLIENT if is_client else SpanKind.INTERNAL
         return ReadableSpan(
             name,
@@ -218,7 +228,7 @@ class Tracer:
             _request(record) if is_root else attributes or {},
             [Event(event, values, at[1]) for event, values in events],
             kind=kind,
-            status=Status(StatusCode.ERROR, record.error or None) if has_failed else Status(),
+            status=Status(StatusCode.ERROR, error or None) if has_failed else Status(),
             start_time=at[0],
             end_time=at[1],
             instrumentation_scope=self._scope,

@@ -1,9 +1,11 @@
 // Reads /admin/live with the key from the fragment, and redraws at most once per line.
 
-import { State } from "/ui/state.js";
-import { Views, byId, setText } from "/ui/views.js";
+import { State } from "./state.js";
+import { Views, byId, setText } from "./views.js";
 
-const STORED_KEY = "kvroute-admin-key";
+// A proxy may publish the gateway below a path.
+const ROOT = new URL("..", import.meta.url);
+const STORED_KEY = `kvroute-admin-key ${ROOT.pathname}`;
 const RETRY_MS = 2000;
 const ANNOUNCE_MS = 15000;
 
@@ -29,7 +31,7 @@ function redraw() {
 }
 
 async function ask(path, options = {}) {
-  const answer = await fetch(path, { ...options, headers: { authorization: `Bearer ${key}` }, cache: "no-store" });
+  const answer = await fetch(new URL(path, ROOT), { ...options, headers: { authorization: `Bearer ${key}` }, cache: "no-store" });
   if (answer.ok) return answer;
   let message = `${answer.status} ${answer.statusText}`;
   try {
@@ -43,7 +45,7 @@ async function ask(path, options = {}) {
 }
 
 async function follow() {
-  const answer = await ask("/admin/live");
+  const answer = await ask("admin/live");
   setText(byId("connection"), "connected");
   byId("key-form").hidden = true;
   byId("figures").hidden = false;
@@ -105,7 +107,7 @@ function askForKey(problem) {
 }
 
 async function drain(worker, isDraining) {
-  const path = `/admin/workers/${encodeURIComponent(worker)}/drain`;
+  const path = `admin/workers/${encodeURIComponent(worker)}/drain`;
   try {
     await ask(path, { method: isDraining ? "DELETE" : "POST" });
     setText(byId("worker-problem"), "");
@@ -117,7 +119,7 @@ async function drain(worker, isDraining) {
 async function open(requestId, button) {
   views.opened = button ?? document.activeElement;
   try {
-    const answer = await ask(`/admin/decisions?limit=20&request_id=${encodeURIComponent(requestId)}`);
+    const answer = await ask(`admin/decisions?limit=20&request_id=${encodeURIComponent(requestId)}`);
     const { decisions } = await answer.json();
     const entry = decisions.find((each) => each.request_id === requestId);
     if (entry) views.drawDecision(entry);
@@ -137,7 +139,7 @@ function rowOf(entry) {
 }
 
 async function search(text) {
-  const answer = await ask(`/admin/decisions?limit=100&request_id=${encodeURIComponent(text)}`);
+  const answer = await ask(`admin/decisions?limit=100&request_id=${encodeURIComponent(text)}`);
   const { decisions } = await answer.json();
   views.found = decisions.map(rowOf);
   const [last] = views.found;
@@ -174,7 +176,7 @@ byId("what-if-form").addEventListener("submit", async (event) => {
   const strategy = byId("strategy").value;
   setText(byId("what-if-result"), `${strategy} decides again …`);
   try {
-    const answer = await ask(`/admin/what-if?strategy=${encodeURIComponent(strategy)}`);
+    const answer = await ask(`admin/what-if?strategy=${encodeURIComponent(strategy)}`);
     state.whatIf = await answer.json();
     views.drawWhatIf();
   } catch (error) {

@@ -1,6 +1,6 @@
 // Draws the state. Names come from outside: they only ever become text nodes.
 
-import * as words from "/ui/words.js";
+import * as words from "./words.js";
 
 const { count, seconds, share } = words;
 

@@ -360,9 +360,10 @@ class UpstreamResponse(Struct, eq=False):
     """Why the answer broke off; otherwise None."""
     connection: ResponseConnection | None = None
     """None before the connection is open and after the end."""
+    opening: asyncio.Task[None] | None = None
+    """The task that opens the connection; None if it is open or could not be opened. Set by the transport."""
     _head: ParsedHead | None = None
     _unread_bytes: int = 0
-    _opening: asyncio.Task[None] | None = None
     _is_paused: bool = False
     _waiter: asyncio.Future[None] | None = None
 
@@ -462,9 +463,9 @@ class UpstreamResponse(Struct, eq=False):
         A waiting reader gets ConnectionLost; a listener is not called again.
         """
         self.listener = self.on_framed_chunk = None
-        if self._opening is not None:
-            self._opening.cancel()
-            self._opening = None
+        if self.opening is not None:
+            self.opening.cancel()
+            self.opening = None
             self.is_over = True
         if self.connection is not None:
             self.connection.abort_exchange()
@@ -485,10 +486,6 @@ class UpstreamResponse(Struct, eq=False):
                 connection.deadline.clear()
 
     # Called by the transport and the connection, on the event loop.
-
-    def set_opening(self, opening: asyncio.Task[None] | None) -> None:
-        """The task that opens a connection for this response; None once it is open."""
-        self._opening = opening
 
     def head_received(self, head: ParsedHead) -> None:
         """The parser has read the final head."""
@@ -521,7 +518,7 @@ class UpstreamResponse(Struct, eq=False):
             self.on_framed_chunk = None
         if error is not None:
             self.error = error
-            self._opening = None
+            self.opening = None
         self.connection = None
         self.is_over = True
         listener = self.listener

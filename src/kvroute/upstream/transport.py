@@ -248,7 +248,7 @@ class WorkerTransport(httpx.AsyncBaseTransport):
         opening = asyncio.create_task(self._open(head, body, response, fresh, is_streamed))
         self._openings.add(opening)
         opening.add_done_callback(self._openings.discard)
-        response.set_opening(opening)
+        response.opening = opening
         return response
 
     async def _open(
@@ -264,7 +264,7 @@ class WorkerTransport(httpx.AsyncBaseTransport):
             log.exception("opening a connection to %s failed", self.origin)
             response.end(ConnectRefused(f"{self.origin}: {type(error).__name__}"))
         else:
-            response.set_opening(None)
+            response.opening = None
             connection.start(head, body, response, self._first_byte_timeout_s, False, is_streamed)
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
