@@ -66,6 +66,7 @@ READS_WALL = {
     "gateway/journal.py": "time stamps of log lines, decisions and spans",
     "gateway/jwt.py": "`exp`, `nbf` and `iat` of tokens",
     "gateway/live.py": "shows the time",
+    "gateway/tracing.py": "time stamps of spans",
     "cli/deployments.py": "`kvroute ps` shows since when a process runs",
     "cli/doctor.py": "time stamps of the support archive",
     "deploy/prepare.py": "dates of a self-signed certificate",

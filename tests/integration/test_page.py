@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
@@ -82,9 +83,32 @@ async def fleet(run_gateway):
         yield await stack.enter_async_context(run_gateway(workers))
 
 
-async def converse(client: httpx.AsyncClient) -> dict[int, str]:
+@pytest.fixture
+async def full(run_gateway, tmp_path):
+    """As `fleet`, with data in every section: `kvaware`, a named key (`team-key`), and a queue."""
+    keys = tmp_path / "keys.json"
+    hashed = "sha256:" + hashlib.sha256(b"team-key").hexdigest()
+    limits = {"tokens_per_minute": 10**9}
+    keys.write_text(json.dumps({"keys": [{"name": "team", "hash": hashed, "limits": limits}]}))
+    async with AsyncExitStack() as stack:
+        sims = [await stack.enter_async_context(run_sim(SimOptions(time_scale=0.05))) for _ in "AB"]
+        gateway = await stack.enter_async_context(
+            run_gateway(
+                [{"id": name, "url": sim.url} for name, sim in zip("AB", sims, strict=True)],
+                routing={"strategy": "kvaware"},
+                tokens={"deadline_ms": 5000},
+                server={"client_keys": {"file": str(keys)}},
+                admission={"max_concurrent": 8},
+            )
+        )
+        await gateway.until(lambda: not gateway.runtime.cache_tracker.notes())
+        yield gateway
+
+
+async def converse(client: httpx.AsyncClient, key: str = "") -> dict[int, str]:
     """Send 20 requests, four turns of five conversations; returns the last worker of each conversation."""
-    model = (await client.get("/v1/models")).json()["data"][0]["id"]
+    authorization = {"authorization": f"Bearer {key}"} if key else {}
+    model = (await client.get("/v1/models", headers=authorization)).json()["data"][0]["id"]
     workers: dict[int, str] = {}
     number = 0
     for turn in range(4):
@@ -94,7 +118,7 @@ async def converse(client: httpx.AsyncClient) -> dict[int, str]:
             body = {"model": model, "messages": [{"role": "user", "content": text}], "max_tokens": 4}
             if turn:
                 body |= {"stream": True, "stream_options": {"include_usage": True}}
-            headers = {"x-request-id": f"conversation-{conversation}-request-{number}"}
+            headers = {"x-request-id": f"conversation-{conversation}-request-{number}", **authorization}
             answer = await client.post("/v1/chat/completions", json=body, headers=headers)
             workers[conversation] = answer.headers["x-kvroute-worker"]
     return workers
@@ -305,14 +329,24 @@ async def test_the_key_stays_out_of_the_address_and_a_wrong_one_is_asked_again(b
 
 @pytest.mark.parametrize("width", [390, 1280])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-async def test_it_is_accessible(browser, fleet, width, scheme) -> None:
-    async with opened(browser, fleet, width=width, scheme=scheme) as page:
-        await converse(fleet.client)
+async def test_it_is_accessible(browser, full, width, scheme) -> None:
+    async with opened(browser, full, width=width, scheme=scheme) as page:
+        await converse(full.client, "team-key")
         await expect(page.locator("#request-table")).to_contain_text("request-20")
         await press(page, '#request-table button:has-text("request-17")')
         await page.locator("#strategy").select_option("roundrobin")
         await press(page, "#what-if-form button")
         await expect(page.locator("#what-if-table tbody tr")).to_have_count(2)
+
+        tables = page.locator(".scroll table")
+        await expect(page.locator("#accuracy-table tbody tr")).not_to_have_count(0)
+        await expect(page.locator("#client-table tbody tr")).to_have_count(1)
+        empty = [
+            await tables.nth(number).get_attribute("id")
+            for number in range(await tables.count())
+            if not await tables.nth(number).is_visible()
+        ]
+        assert empty == []
 
         found = await Axe().run(page)
 
@@ -320,10 +354,13 @@ async def test_it_is_accessible(browser, fleet, width, scheme) -> None:
             (each["id"], [node["html"] for node in each["nodes"]]) for each in found.response["violations"]
         ] == []
         assert await page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
-        if os.environ.get("KVROUTE_SCREENSHOTS") and (width, scheme) in ((1280, "light"), (390, "dark")):
+        if os.environ.get("KVROUTE_SCREENSHOTS"):
             await page.evaluate("window.scrollTo(0, 0)")
-            IMAGES.mkdir(exist_ok=True)
-            await page.screenshot(path=IMAGES / f"page-{width}.png")
+            folder = (
+                IMAGES if (width, scheme) in ((1280, "light"), (390, "dark")) else Path(tempfile.gettempdir())
+            )
+            folder.mkdir(exist_ok=True)
+            await page.screenshot(path=folder / f"page-{width}.png", full_page=True)
 
 
 class StrippingProxy:
