@@ -27,7 +27,7 @@ import signal
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -296,9 +296,13 @@ async def request(made: Setting, http: httpx.AsyncClient, random: Random) -> str
     return str(answer.status_code)
 
 
-async def every(seconds: float, change: Any) -> None:
-    while True:
-        await asyncio.sleep(seconds)
+async def every(seconds: float, change: Callable[[], Awaitable[None]], stop: asyncio.Event) -> None:
+    """Make changes until `stop`. A change that has begun ends: half of one could leave a worker unlisted."""
+    while not stop.is_set():
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await stop.wait()
+                return
         await change()
 
 
@@ -306,9 +310,10 @@ async def every(seconds: float, change: Any) -> None:
 async def churning(
     made: Setting, seed: int, ends: Counter[str], rates: float
 ) -> AsyncIterator[asyncio.Task[None]]:
-    tasks = [asyncio.create_task(client(made, Random(seed + n), ends)) for n in range(CLIENTS)]
-    tasks += [
-        asyncio.create_task(every(seconds / rates, change))
+    stop = asyncio.Event()
+    clients = [asyncio.create_task(client(made, Random(seed + n), ends)) for n in range(CLIENTS)]
+    changes = [
+        asyncio.create_task(every(seconds / rates, change, stop))
         for seconds, change in (
             (20.0, made.replace_worker),
             (7.0, made.rename_worker),
@@ -316,13 +321,14 @@ async def churning(
             (30.0, made.change_config),
         )
     ]
-    failed = asyncio.create_task(_first_failure(tasks[CLIENTS:]))
+    failed = asyncio.create_task(_first_failure(changes))
     try:
         yield failed
     finally:
-        for task in (*tasks, failed):
+        stop.set()
+        for task in (*clients, failed):
             task.cancel()
-        await asyncio.gather(*tasks, failed, return_exceptions=True)
+        await asyncio.gather(*clients, *changes, failed, return_exceptions=True)
 
 
 async def _first_failure(tasks: Sequence[asyncio.Task[None]]) -> None:
@@ -373,7 +379,7 @@ async def measure(options: argparse.Namespace) -> tuple[list[str], dict[str, Any
         print(f"before: {before}", file=sys.stderr, flush=True)
         loop = asyncio.get_running_loop()
         began = loop.time()
-        async with churning(made, options.seed, ends, 1.0) as failed:
+        async with churning(made, options.seed, ends, options.rate) as failed:
             while loop.time() - began < options.seconds:
                 await asyncio.wait([failed], timeout=SAMPLE_S)
                 if failed.done():  # a part of the churn has failed: raises
@@ -416,6 +422,7 @@ def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seconds", type=float, default=1800.0)
     parser.add_argument("--from", dest="start", type=float, default=300.0, help="the slope begins here")
+    parser.add_argument("--rate", type=float, default=1.0, help="changes happen this many times as often")
     parser.add_argument("--processes", type=int, default=1, help="gateway processes")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--output", type=Path, help="write all figures to this JSON file")

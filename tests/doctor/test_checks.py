@@ -20,7 +20,6 @@ from kvroute.doctor.observations import (
     WorkerSeen,
     cache_config,
     counted_hits,
-    release_of,
 )
 from kvroute.events.options import KvEventsOptions
 from kvroute.fleet.worker import ModelsPage, WorkerId, WorkerSpec
@@ -191,14 +190,6 @@ def test_foreign_hashes_of_a_server_are_named():
     found = diagnose(deployment, Observations((WORKER,), replace(GATEWAY, servers=(server,))))
 
     assert [each.code for each in found] == ["hashes-differ"]
-
-
-@pytest.mark.parametrize(
-    ("text", "release"),
-    [("0.32.0", (0, 32, 0)), ("v0.11.1rc1+cpu", (0, 11, 1)), ("dev", None), ("0.9", (0, 9, 0))],
-)
-def test_releases(text, release):
-    assert release_of(text) == release
 
 
 def test_what_is_read_from_vllms_metrics():

@@ -27,6 +27,7 @@ class FakeWorker:
     blocks: int | None = 100
     block_size: int = 16
     start_time: float | None = 5000.0
+    version: str = "0.32.0"
     metrics_status: int = 200
     asked: list[str] = field(default_factory=list)
 
@@ -50,6 +51,8 @@ class FakeWorker:
             if self.models is None:
                 return httpx.Response(500)
             return httpx.Response(200, json={"object": "list", "data": self.models})
+        if path == "/version":
+            return httpx.Response(200, json={"version": self.version})
         if path == "/metrics":
             return httpx.Response(self.metrics_status, text=self.metrics())
         return httpx.Response(self.health)

@@ -37,12 +37,14 @@ class Watched:
         self.changes: list[tuple[FleetChange, str]] = []
         self.monitor: HealthMonitor
 
-    async def start(self, *ids: str, **options: Any) -> None:
+    async def start(self, *ids: str, isolates: bool = False, **options: Any) -> None:
         self.fleet.apply("static", [spec(worker_id) for worker_id in ids])
         options = {"jitter": 0.0, **options}
         health = HealthOptions(**options)
         prober = Prober(self.client, timeout_s=health.timeout_s, path=health.path)
-        self.monitor = HealthMonitor(self.fleet, prober, self.clock, health, rng=random.Random(1))
+        self.monitor = HealthMonitor(
+            self.fleet, prober, self.clock, health, isolates=isolates, rng=random.Random(1)
+        )
         self.fleet.subscribe(lambda change, worker: self.changes.append((change, worker.id)))
         self.task = self.running(self.monitor.run())
         await self.clock.settle()
@@ -344,6 +346,63 @@ async def test_a_worker_without_metrics_is_healthy_with_an_assumed_capacity(watc
 
 
 # Restarts
+
+
+@pytest.mark.parametrize(
+    ("version", "shown"),
+    [("0.19.0", "vLLM 0.19.0"), ("0.8.5.post1", "vLLM 0.8.5"), ("dev", "a worker of an unknown release")],
+)
+async def test_with_isolation_a_worker_that_may_ignore_salts_gets_no_requests(
+    watched: Watched, caplog: pytest.LogCaptureFixture, version: str, shown: str
+) -> None:
+    watched.network["old"].version = version
+    await watched.start("new", "old", isolates=True)
+
+    assert (watched["new"].state, watched["old"].state) == (HEALTHY, UNHEALTHY)
+    assert watched["old"].ejection is Ejection.NOT_ISOLATED
+    trouble = f"{shown} may ignore `cache_salt`: server.isolation needs vLLM 0.19.1 or newer"
+    assert watched.fleet.problems() == [f"Worker old is unhealthy: {trouble}."]
+    assert f"worker old is unhealthy: {trouble}" in caplog.messages
+
+    watched.network["old"].version = "0.19.1"
+    await watched.until("old", HEALTHY, within_s=30.0)
+    assert watched["old"].ejection is None
+
+
+async def test_an_older_release_at_the_same_address_is_ejected_with_the_next_probe_even_if_it_is_the_last(
+    watched: Watched,
+) -> None:
+    await watched.start("a", isolates=True, interval_s=5.0)
+    watched.network["a"].version = "0.11.0"
+
+    await watched.clock.advance(5.0)
+
+    assert watched["a"].state is UNHEALTHY
+    assert watched.monitor.counts.ejections[WorkerId("a"), Ejection.NOT_ISOLATED] == 1
+
+
+async def test_a_worker_that_returns_with_an_older_release_names_the_release_as_its_trouble(
+    watched: Watched, caplog: pytest.LogCaptureFixture
+) -> None:
+    await watched.start("a", isolates=True)
+    watched.network["a"].refuses = True
+    watched.monitor.report_refused(watched["a"])
+    assert watched["a"].trouble == "connection refused"
+    watched.network["a"].refuses = False
+    watched.network["a"].version = "0.11.0"
+
+    await watched.clock.advance(10.0)
+
+    assert watched["a"].trouble.startswith("vLLM 0.11.0 may ignore")
+    assert sum("vLLM 0.11.0 may ignore" in message for message in caplog.messages) == 1
+
+
+async def test_without_isolation_no_worker_is_asked_for_its_release(watched: Watched) -> None:
+    watched.network["a"].version = "0.11.0"
+    await watched.start("a")
+
+    assert watched["a"].state is HEALTHY
+    assert watched.asked("a", "/version") == 0
 
 
 async def test_a_new_start_time_is_a_restart(watched: Watched) -> None:

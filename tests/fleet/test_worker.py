@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import pytest
+
 from kvroute.fleet.worker import (
     ASSUMED_BLOCK_TOKENS,
     ASSUMED_CAPACITY_TOKENS,
@@ -7,6 +9,7 @@ from kvroute.fleet.worker import (
     WorkerFacts,
     WorkerId,
     WorkerSpec,
+    release_of,
 )
 
 
@@ -46,3 +49,11 @@ def test_ramp_rises_linearly_from_its_start_to_one() -> None:
 
 def test_without_a_ramp_the_share_is_full() -> None:
     assert worker().ramp_at(1.0) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("text", "release"),
+    [("0.32.0", (0, 32, 0)), ("v0.11.1rc1+cpu", (0, 11, 1)), ("dev", None), ("0.9", (0, 9, 0))],
+)
+def test_releases(text: str, release: tuple[int, ...] | None) -> None:
+    assert release_of(text) == release

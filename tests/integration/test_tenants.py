@@ -247,6 +247,34 @@ async def test_explain_predicts_for_the_tenant_that_asks(run_gateway, sims, sect
 
 
 @pytest.mark.parametrize("lane", ["fast lane"])
+async def test_no_request_reaches_a_worker_whose_release_may_ignore_salts(
+    run_gateway, sims, sections
+) -> None:
+    old_options = SimOptions(time_scale=0, version="0.11.0")
+    async with run_sim(old_options) as old:
+        async with run_gateway([old.url, sims[0].url], wait=False, **sections) as running:
+            await running.until_healthy(1)
+            await running.until(lambda: running.metric("kvroute_workers_not_isolated") == 1)
+            for _ in range(4):
+                assert (await post(running, "a", prompt=PROMPT)).status_code == 200
+
+            ready = (await running.client.get("/ready")).json()
+
+            assert ready["ready"]
+            assert "vLLM 0.11.0 may ignore `cache_salt`" in " ".join(ready["notes"])
+        async with run_gateway([old.url], wait=False, **sections) as running:
+            await running.until(lambda: running.metric("kvroute_workers_not_isolated") == 1)
+            refused = await post(running, "a", prompt=PROMPT)
+
+            assert refused.status_code == 503
+            assert "vLLM 0.11.0 may ignore `cache_salt`" in refused.json()["error"]["message"]
+        assert await received(old) == []
+        sections["server"]["isolation_checks_release"] = False
+        async with run_gateway([old.url], **sections) as running:
+            assert (await post(running, "a", prompt=PROMPT)).status_code == 200
+            assert running.metric("kvroute_workers_not_isolated") == 0
+
+
 def test_isolation_without_named_keys_is_a_configuration_error(lane) -> None:
     with pytest.raises(ValueError, match=r"server\.client_keys\.file"):
         Config.model_validate({"server": {"isolation": "per-key", "api_keys": ["k"]}})

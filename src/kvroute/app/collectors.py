@@ -21,7 +21,7 @@ from kvroute.blocks.keys import Tier
 from kvroute.fleet.discovery.base import Discoverer
 from kvroute.fleet.fleet import Fleet
 from kvroute.fleet.health import HealthMonitor
-from kvroute.fleet.worker import HealthState
+from kvroute.fleet.worker import Ejection, HealthState
 from kvroute.logs import failed_lines
 from kvroute.metrics import Gauges, Metrics, counter, gauge
 from kvroute.replicas.metrics import link_metrics
@@ -70,6 +70,12 @@ def fleet_gauges(fleet: Fleet, health: HealthMonitor, discoverer: Discoverer) ->
         "Ejections that fleet.health.max_ejected_share prevented.",
         (),
         [((), float(health.counts.held_back))],
+    )
+    yield gauge(
+        "kvroute_workers_not_isolated",
+        "Workers that get no requests because their vLLM may ignore `cache_salt` (server.isolation).",
+        (),
+        [((), float(sum(w.ejection is Ejection.NOT_ISOLATED for w in workers)))],
     )
     yield counter(
         "kvroute_discovery_errors",

@@ -53,6 +53,7 @@ GROUPS: Final[Mapping[str, Mapping[str, str]]] = MappingProxyType(
         },
         "Workers and discovery": {
             "worker_state": "Which workers get requests?",
+            "workers_not_isolated": "Which workers get none, because tenants would share their KV?",
             "worker_capacity_tokens": "How large is each worker's KV cache?",
             "worker_requests_in_flight": "Which worker is busy?",
             "worker_requests_queued": "On which worker do requests wait for their first token?",

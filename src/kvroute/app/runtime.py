@@ -144,7 +144,13 @@ class Runtime:
             path=config.fleet.health.path,
             api_key=worker_key.get_secret_value() if worker_key else None,
         )
-        self.health = HealthMonitor(self.fleet, prober, clock, config.fleet.health)
+        self.health = HealthMonitor(
+            self.fleet,
+            prober,
+            clock,
+            config.fleet.health,
+            isolates=config.server.isolation == "per-key" and config.server.isolation_checks_release,
+        )
         shrink = ShrinkLimits(config.fleet.shrink_share, config.fleet.shrink_confirm_s)
         self._discoverer = Discoverer(self.fleet, sources_of(config.fleet, clock), clock, shrink)
         self._outbox = Outbox()

@@ -12,6 +12,7 @@ from kvroute.doctor.observations import Deployment, GatewaySeen, Observations, S
 from kvroute.doctor.service_checks import check_gateway, check_lmcache, check_store
 from kvroute.errors import ConfigError
 from kvroute.fleet.options import SAME_WORKER
+from kvroute.fleet.worker import SALTED_SINCE, release_shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +78,6 @@ def diagnose(deployment: Deployment, seen: Observations) -> list[Finding]:
     return sorted(found, key=lambda each: order.index(each.severity))
 
 
-def _text(release: tuple[int, ...]) -> str:
-    return ".".join(map(str, release))
-
-
 # --- workers ----------------------------------------------------------------------------------------------
 
 
@@ -136,17 +133,18 @@ def _version(deployment: Deployment, seen: Observations) -> Found:
             yield error(
                 "vllm-version",
                 worker.name,
-                f"vLLM {_text(release)} has no KV events that kvroute can read (needs {_text(_EVENTS)})",
+                f"vLLM {release_shown(release)} has no KV events that kvroute can read "
+                f"(needs {release_shown(_EVENTS)})",
                 "Without events `kvaware` does not know what the worker holds.",
-                f"Upgrade vLLM to {_text(_TESTED)}, or set routing.strategy to prefixaware.",
+                f"Upgrade vLLM to {release_shown(_TESTED)}, or set routing.strategy to prefixaware.",
             )
         elif release < _OLDEST:
             yield warning(
                 "vllm-version",
                 worker.name,
-                f"vLLM {_text(release)} is older than {_text(_OLDEST)}",
+                f"vLLM {release_shown(release)} is older than {release_shown(_OLDEST)}",
                 "kvroute is not tested with this release.",
-                f"Upgrade vLLM to {_text(_TESTED)}.",
+                f"Upgrade vLLM to {release_shown(_TESTED)}.",
             )
 
 
@@ -155,15 +153,15 @@ def _tenants(deployment: Deployment, seen: Observations) -> Found:
         return
     for worker in running(seen):
         release = worker.release
-        if release is None or release < _OLDEST:
-            shown = "a worker of an unknown release" if release is None else f"vLLM {_text(release)}"
+        if release is None or release < SALTED_SINCE:
+            shown = "a worker of an unknown release" if release is None else f"vLLM {release_shown(release)}"
             yield error(
                 "tenants-not-isolated",
                 worker.name,
                 f"{shown} may ignore `cache_salt`",
                 "server.isolation needs it: without it tenants share this worker's KV, and can measure what "
                 "others have sent. vLLM ignores a member that it does not know.",
-                f"Upgrade vLLM to {_text(_TESTED)}, or remove the worker.",
+                f"Upgrade vLLM to {release_shown(_TESTED)}, or remove the worker.",
             )
 
 

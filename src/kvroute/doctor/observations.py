@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvroute.events.options import KvEventsOptions
-from kvroute.fleet.worker import ModelsPage, WorkerSpec
+from kvroute.fleet.worker import ModelsPage, WorkerSpec, release_of
 from kvroute.lmcache.options import LMCacheOptions
 
 
@@ -222,15 +222,6 @@ class Observations:
     workers: tuple[WorkerSeen, ...]
     gateway: GatewaySeen | None = None
     redis: RedisSeen | None = None
-
-
-_RELEASE = re.compile(r"(\d+)\.(\d+)(?:\.(\d+))?")
-
-
-def release_of(text: str) -> tuple[int, ...] | None:
-    """The first release number in `text`, as (major, minor, patch)."""
-    found = _RELEASE.search(text)
-    return None if found is None else tuple(int(part or 0) for part in found.groups())
 
 
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')

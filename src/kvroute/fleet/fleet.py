@@ -406,13 +406,16 @@ class Fleet:
         self._set_health(worker, HealthState.HEALTHY)
 
     def mark_unhealthy(self, worker: Worker, cause: Ejection, trouble: str) -> None:
-        """Take a worker out of routing until it is marked healthy again."""
+        """Take a worker out of routing until it is marked healthy again, or change the cause."""
         if not self._is_current(worker):
             return
-        was_healthy = self.health(worker) is HealthState.HEALTHY
-        worker.trouble = trouble
-        if was_healthy:
+        before = self.health(worker)
+        was_healthy = before is HealthState.HEALTHY
+        was_troubled_by, worker.trouble = worker.trouble, trouble
+        if was_healthy or cause is Ejection.NOT_ISOLATED:
             worker.ejection = cause
+        if before is HealthState.UNHEALTHY and trouble != was_troubled_by:
+            self._log_health(worker, before)
         self._set_health(worker, HealthState.UNHEALTHY)
         if was_healthy:
             self._notify(FleetChange.EJECTED, worker)

@@ -136,7 +136,8 @@ class HealthMonitor:
     """Keeps the states and facts of `fleet`'s workers up to date.
 
     `run` owns one probe task per worker of the fleet. The gateway calls a `report_*` method after each
-    attempt: they are synchronous, cheap, and do nothing for a worker that has left. `rng` varies the pauses.
+    attempt: they are synchronous, cheap, and do nothing for a worker that has left. With `isolates`, a worker
+    whose release may ignore `cache_salt` gets no requests. `rng` varies the pauses.
     """
 
     def __init__(
@@ -146,6 +147,7 @@ class HealthMonitor:
         clock: Clock,
         options: HealthOptions,
         *,
+        isolates: bool = False,
         rng: random.Random | None = None,
     ) -> None:
         self.counts = HealthCounts()
@@ -153,6 +155,7 @@ class HealthMonitor:
         self._prober = prober
         self._clock = clock
         self._options = options
+        self._isolates = isolates
         self._rng = rng or random.Random()
         self._group: asyncio.TaskGroup | None = None
         self._probes: dict[WorkerId, _WorkerProbes] = {}
@@ -282,7 +285,11 @@ class HealthMonitor:
         failure = await self._prober.health(probes.worker.spec.url)
         if failure is not None:
             return failure
-        models, metrics = await asyncio.gather(self._read_models(probes), self._read_metrics(probes))
+        # The release is read with every probe: another one may answer at the same address without a refusal
+        # or a failed probe in between.
+        failure, models, metrics = await asyncio.gather(
+            self._read_isolation(probes), self._read_models(probes), self._read_metrics(probes)
+        )
         worker = probes.worker
         facts, restarted = worker.facts, False
         if models is not None:
@@ -306,7 +313,10 @@ class HealthMonitor:
             probes.models_due = -math.inf
         if restarted or facts is not worker.facts:
             self._fleet.update_facts(worker, facts, restarted=restarted)
-        return None
+        return failure
+
+    async def _read_isolation(self, probes: _WorkerProbes) -> ProbeFailure | None:
+        return await self._prober.isolation(probes.worker.spec.url) if self._isolates else None
 
     async def _read_models(self, probes: _WorkerProbes) -> ModelsPage | None:
         if self._clock.now() < probes.models_due:
@@ -348,7 +358,9 @@ class HealthMonitor:
         probes.failures += 1
         probes.was_refused |= failure.refused
         self.counts.probe_failures[probes.worker.id] += 1
-        if failure.refused:
+        if failure.not_isolated:
+            self._eject(probes, Ejection.NOT_ISOLATED, failure.detail)
+        elif failure.refused:
             self._eject(probes, Ejection.REFUSED, failure.detail)
         elif probes.failures >= self._options.failures_to_eject:
             self._eject(probes, Ejection.PROBES, failure.detail)
@@ -367,6 +379,8 @@ class HealthMonitor:
     ) -> None:
         health = self._fleet.health(probes.worker)
         if health is HealthState.UNHEALTHY:
+            if cause is Ejection.NOT_ISOLATED:  # an operator must know that waiting does not help
+                self._fleet.mark_unhealthy(probes.worker, cause, trouble)
             return
         probes.epoch += 1
         probes.answers.clear()

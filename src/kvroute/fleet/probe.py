@@ -10,7 +10,17 @@ from dataclasses import dataclass
 import httpx
 
 from kvroute.errors import InvalidRequest, ModelNotFound, NoResources, NoRoutableWorker
-from kvroute.fleet.worker import HealthState, MetricsPage, ModelsPage, Worker, parse_metrics, parse_models
+from kvroute.fleet.worker import (
+    SALTED_SINCE,
+    HealthState,
+    MetricsPage,
+    ModelsPage,
+    Worker,
+    parse_metrics,
+    parse_models,
+    release_of,
+    release_shown,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,11 +28,13 @@ class ProbeFailure:
     """Why a probe failed. `refused`: nothing listens on the worker's port.
 
     `is_own`: the gateway lacks descriptors, ports or memory, so the probe says nothing about the worker.
+    `not_isolated`: the worker answers, but may ignore `cache_salt`.
     """
 
     detail: str
     refused: bool = False
     is_own: bool = False
+    not_isolated: bool = False
 
 
 def probe_client(transport: httpx.AsyncBaseTransport | None = None) -> httpx.AsyncClient:
@@ -79,6 +91,20 @@ class Prober:
         """Read cache size and process start time of the worker at `url`."""
         answer = await self._get(url + "/metrics", {})
         return answer if isinstance(answer, ProbeFailure) else parse_metrics(answer)
+
+    async def isolation(self, url: str) -> ProbeFailure | None:
+        """None if the release of the worker at `url` honours `cache_salt`."""
+        answer = await self._get(url + "/version", {})
+        if isinstance(answer, ProbeFailure):
+            return answer
+        release = release_of(answer.decode("utf-8", "replace"))
+        if release is not None and release >= SALTED_SINCE:
+            return None
+        shown = "a worker of an unknown release" if release is None else f"vLLM {release_shown(release)}"
+        needed = f"vLLM {release_shown(SALTED_SINCE)} or newer"
+        return ProbeFailure(
+            f"{shown} may ignore `cache_salt`: server.isolation needs {needed}", not_isolated=True
+        )
 
     async def _get(self, url: str, headers: dict[str, str]) -> bytes | ProbeFailure:
         path = httpx.URL(url).path

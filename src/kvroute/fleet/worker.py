@@ -40,6 +40,8 @@ class Ejection(StrEnum):
     CONNECT_TIMEOUT = "connect_timeout"
     BURST = "burst"
     """A burst of 5xx answers or broken connections."""
+    NOT_ISOLATED = "not_isolated"
+    """The worker's vLLM may ignore `cache_salt`, which `server.isolation` needs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +129,8 @@ class Worker:
     ramp_until: float | None = None
     """When the share reaches 1, in `Clock.now()` seconds; None if the worker is not ramping."""
     ejection: Ejection | None = None
-    """Why the worker was last ejected; None once it is healthy again."""
+    """Why the worker was last ejected, also NOT_ISOLATED for one that was never healthy; None once it is
+    healthy again."""
     trouble: str = ""
     """The worker's current problem, in words for an operator; empty while healthy."""
     models_trouble: str = ""
@@ -212,6 +215,24 @@ class FleetView:
         object.__setattr__(self, "loads", tuple(worker.load for worker in self.workers))
         places = {worker.index: place for place, worker in enumerate(self.workers)}
         object.__setattr__(self, "places", places)
+
+
+SALTED_SINCE = (0, 19, 1)
+"""Releases of vLLM from this one on honour `cache_salt` in every body that `server.isolation`
+changes. Chats have it since vllm-project/vllm #17045 (2025-04), `/v1/completions` and `/v1/responses` since
+#20981 (2025-07). An older release ignores it."""
+_RELEASE = re.compile(r"(\d+)\.(\d+)(?:\.(\d+))?")
+
+
+def release_of(text: str) -> tuple[int, ...] | None:
+    """The first release number in `text`, as (major, minor, patch)."""
+    found = _RELEASE.search(text)
+    return None if found is None else tuple(int(part or 0) for part in found.groups())
+
+
+def release_shown(release: tuple[int, ...]) -> str:
+    """A release as vLLM writes it."""
+    return ".".join(map(str, release))
 
 
 _CACHE_CONFIG = b"vllm:cache_config_info{"

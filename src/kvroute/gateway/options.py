@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import SecretStr, field_validator
 
+from kvroute.fleet.worker import SALTED_SINCE, release_shown
 from kvroute.gateway.admin_guard import host_name, key_lines
 from kvroute.gateway.jwt import JwtOptions
 from kvroute.gateway.key_file import ClientKeysOptions
@@ -234,6 +235,13 @@ class ServerOptions(Options):
         "Which clients share KV. `none`: all. `per-key`: each name of `client_keys` (or each `tenant` that "
         "several names have) is a tenant, and tenants share no KV, no sessions and no stored responses: "
         "docs/tenants.md. Keys of `api_keys` are one tenant together. Needs `client_keys`.",
+    )
+    isolation_checks_release: Annotated[bool, Switch] = option(
+        True,
+        "With `isolation`, send no requests to a worker whose `/version` is older than "
+        f"{release_shown(SALTED_SINCE)} or unknown: its vLLM may ignore `cache_salt`.",
+        higher="on: tenants share no KV, also when a worker is replaced by an older one",
+        lower="off: for builds of vLLM whose version is no release number; isolation rests on the operator",
     )
     trusted_proxies: tuple[str, ...] = option(
         ("127.0.0.1",),
