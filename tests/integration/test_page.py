@@ -355,12 +355,20 @@ async def test_it_is_accessible(browser, full, width, scheme) -> None:
         ] == []
         assert await page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
         if os.environ.get("KVROUTE_SCREENSHOTS"):
-            await page.evaluate("window.scrollTo(0, 0)")
-            folder = (
-                IMAGES if (width, scheme) in ((1280, "light"), (390, "dark")) else Path(tempfile.gettempdir())
-            )
-            folder.mkdir(exist_ok=True)
-            await page.screenshot(path=folder / f"page-{width}.png", full_page=True)
+            await take_screenshots(page, width, scheme)
+
+
+async def take_screenshots(page: Page, width: int, scheme: str) -> None:
+    """The page as two images, divided below the decision. Of a phone, docs show the first one only."""
+    await page.evaluate("window.scrollTo(0, 0)")
+    await page.evaluate("document.activeElement.blur()")
+    whole = await page.evaluate("document.documentElement.scrollHeight")
+    end = await page.evaluate("document.getElementById('what-if').getBoundingClientRect().top")
+    for name, top, bottom in ((f"page-{width}", 0, end), (f"page-{width}-more", end, whole)):
+        is_shown = f"{name}-{scheme}" in ("page-1280-light", "page-1280-more-light", "page-390-dark")
+        file = IMAGES / f"{name}.png" if is_shown else Path(tempfile.gettempdir()) / f"{name}-{scheme}.png"
+        clip = {"x": 0, "y": top, "width": width, "height": bottom - top}
+        await page.screenshot(path=file, full_page=True, clip=clip)
 
 
 class StrippingProxy:
