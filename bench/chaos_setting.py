@@ -229,7 +229,7 @@ async def setting(strategy: str, sequences: int) -> AsyncIterator[Setting]:
             "routing": {"strategy": strategy},
             # A bound in each process: a worker's requests may wait in the gateway, too.
             "admission": {"max_concurrent": 2 * sequences, "max_wait_s": 15.0},
-            "tokens": {"deadline_ms": 1000.0},
+            "tokens": {"timeout_ms": 1000.0},
             "kv_events": {"idle_check_s": 0.5, "probe": {"interval_s": 0.5}},
             "lmcache": {"l2": {"redis_url": f"redis://127.0.0.1:{redis_port}/0"}},
             "upstream": {"first_byte_timeout_s": 20.0, "idle_timeout_s": 20.0},

@@ -182,7 +182,9 @@ def say(line: str) -> None:
 
 def gateway_command(checkout: Checkout, scenario: Scenario, settings: Sequence[str]) -> Command:
     if scenario.name in EVENT_SCENARIOS:
-        tokens = ("tokens.deadline_ms=2000", "tokens.models.bench={folder}")
+        declared = (checkout.folder / "src/kvroute/tokens/options.py").read_text()
+        timeout = "timeout_ms" if " timeout_ms:" in declared else "deadline_ms"  # its name in older checkouts
+        tokens = (f"tokens.{timeout}=2000", "tokens.models.bench={folder}")
         make = kvroute("kvaware", *tokens, *settings, python=str(checkout.python))
     else:
         make = kvroute("prefixaware", *settings, python=str(checkout.python))

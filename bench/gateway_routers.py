@@ -131,7 +131,7 @@ ROUTERS = (
     Router(COMPLETE, kvroute("prefixaware", "server.fast_lane=off")),
     Router(SESSION, kvroute("session")),
     Router(KV_PREFIX, kvroute("prefixaware"), workers="events"),
-    Router(KV_AWARE, kvroute("kvaware", "tokens.deadline_ms=2000", "tokens.models.bench={folder}"), "events"),
+    Router(KV_AWARE, kvroute("kvaware", "tokens.timeout_ms=2000", "tokens.models.bench={folder}"), "events"),
 )
 
 

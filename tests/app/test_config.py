@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from kvroute.app import config_loading
 from kvroute.app.config import Config, load
 from kvroute.app.config_loading import ConfigSetting
 from kvroute.app.config_paths import dotted, is_secret, options_of, shape_at, split, walk
@@ -105,6 +106,20 @@ class TestFile:
         assert problems(file=write("routing: {max_body_bytes: 1}")) == [
             "routing.max_body_bytes: unknown option; did you mean server.max_body_bytes? (kvroute.yaml:1)"
         ]
+
+    @pytest.mark.parametrize(("before", "now"), config_loading._RENAMED.items())
+    def test_the_error_for_a_renamed_option_names_the_new_one(self, write, before, now):
+        *sections, last = before.split(".")
+        text = "".join(f"{'  ' * depth}{name}:\n" for depth, name in enumerate(sections))
+        file = write(f"{text}{'  ' * len(sections)}{last}: 1\n")
+
+        assert problems(file=file) == [
+            f"{before}: this option is now called {now} (kvroute.yaml:{len(sections) + 1})"
+        ]
+        assert problems(assignments=[f"{before}=1"]) == [
+            f"{before}: this option is now called {now} (--set {before})"
+        ]
+        load(assignments=[f"{now}=1"])
 
     def test_a_key_like_no_option_gets_no_suggestion(self, write):
         assert problems(file=write("zzz: 1")) == ["zzz: unknown option (kvroute.yaml:1)"]

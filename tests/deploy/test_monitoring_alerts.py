@@ -29,7 +29,7 @@ HEALTHY = {
     'kvroute_load_imbalance_ratio{job="kvroute",model="m"}': "1.5x40",
     'kvroute_predictions_total{worker="w",outcome="over"}': "0+10x40",
     'kvroute_predictions_total{worker="w",outcome="exact"}': "0+590x40",
-    'kvroute_map_standing{worker="w",rank="0",standing="whole",cause=""}': "1x40",
+    'kvroute_map_trust{worker="w",rank="0",trust="whole",cause=""}': "1x40",
     'kvroute_kv_events_losses_total{worker="w",rank="0"}': "0x40",
     'kvroute_map_dropped_blocks_total{job="kvroute"}': "0x40",
     'kvroute_process_restarts_total{job="kvroute",process="0"}': "0x40",
@@ -48,7 +48,7 @@ BROKEN: dict[str, dict[str, str]] = {
     "KvrouteImbalance": {'kvroute_load_imbalance_ratio{job="kvroute",model="m"}': "3.5x40"},
     "KvroutePredictionsWrong": {'kvroute_predictions_total{worker="w",outcome="over"}': "0+300x40"},
     "KvrouteMapNotTrusted": {
-        'kvroute_map_standing{worker="w",rank="0",standing="none",cause="gap"}': "1x40",
+        'kvroute_map_trust{worker="w",rank="0",trust="none",cause="gap"}': "1x40",
     },
     "KvrouteEventsLost": {'kvroute_kv_events_losses_total{worker="w",rank="0"}': "0x20 1x20"},
     "KvrouteMapFull": {'kvroute_map_dropped_blocks_total{job="kvroute"}': "0+5x40"},

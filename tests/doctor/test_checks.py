@@ -84,7 +84,7 @@ def test_a_controller_without_instances_is_named():
 def test_a_prediction_that_sees_nothing_of_a_full_cache_is_an_error():
     pair = replace(WORKER.pair, predicted=0)
 
-    found = judged(replace(WORKER, pair=pair), replace(GATEWAY, standings={"w0": "the stream is silent"}))
+    found = judged(replace(WORKER, pair=pair), replace(GATEWAY, trust_notes={"w0": "the stream is silent"}))
 
     assert "(the stream is silent)" in found["prediction-missed"].what
 

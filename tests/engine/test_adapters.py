@@ -176,7 +176,7 @@ async def site(
 
         executable = os.environ.get("KVROUTE_EXECUTABLE")
         command = [executable] if executable else [sys.executable, "-m", "kvroute"]
-        settings = ["tokens.deadline_ms=2000", "fleet.health.interval_s=0.5"]
+        settings = ["tokens.timeout_ms=2000", "fleet.health.interval_s=0.5"]
         of_mp = ["lmcache.coordinator.enabled=true", f"lmcache.coordinator.listen=127.0.0.1:{coordinator}"]
 
         server = [

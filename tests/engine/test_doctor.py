@@ -87,7 +87,7 @@ class Site:
             "server": {"host": "127.0.0.1", "port": self.gateway_port},
             "admin": {"api_key": ADMIN_KEY},
             "routing": {"strategy": "kvaware"},
-            "tokens": {"deadline_ms": 5000},
+            "tokens": {"timeout_ms": 5000},
             "fleet": {
                 "workers": [{"id": "w", "url": f"http://127.0.0.1:{self.engine_port}"}],
                 "health": {"interval_s": 0.5},

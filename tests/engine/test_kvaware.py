@@ -24,7 +24,7 @@ BLOCK = 32
 PHASES = ((1, 300), (3, 240))
 """Concurrent clients, and the total number of requests."""
 THINKS_S = (0.12, 0.2)
-PATIENT = ("--set", "tokens.deadline_ms=5000")
+PATIENT = ("--set", "tokens.timeout_ms=5000")
 """The engines keep this machine's cores busy. A prompt that is not tokenized in time is predicted by what was
 sent before, and not by the map (`kv_approximate`)."""
 SEEDS = (1, 2, 3)

@@ -46,8 +46,8 @@ class Asking:
         """What the gateway believes of its only worker."""
         text = (await self.http.get(f"{self.url}/metrics")).text
         held = re.search(r'^kvroute_map_held_blocks\{.*tier="gpu".*\} (\S+)$', text, re.MULTILINE)
-        orphans = re.search(r"^kvroute_map_aside_blocks\{.*\} (\S+)$", text, re.MULTILINE)
-        trust = re.search(r'^kvroute_map_standing\{.*standing="(\w+)".*\} 1.0$', text, re.MULTILINE)
+        orphans = re.search(r"^kvroute_map_orphan_blocks\{.*\} (\S+)$", text, re.MULTILINE)
+        trust = re.search(r'^kvroute_map_trust\{.*trust="(\w+)".*\} 1.0$', text, re.MULTILINE)
         assert held is not None
         assert orphans is not None
         assert trust is not None
@@ -99,7 +99,7 @@ async def test_lost_blocks_are_placed_by_a_request_and_by_probes(forgetful, run_
         for prompt in (ours[: 8 * BLOCK + 1], others):
             assert await directly(prompt) == (6 * BLOCK, -1)
         # The engine may keep the cores busy that tokenizing wants.
-        patient = ("--set", "tokens.deadline_ms=5000")
+        patient = ("--set", "tokens.timeout_ms=5000")
         options = (*patient, "--set", "kv_events.probe.enabled=false")
         async with run_gateway([forgetful], "kvaware", *options) as gateway:
             through = Asking(forgetful.http, gateway.url)

@@ -43,10 +43,10 @@ async def endpoint(run_endpoint: Run, prompt: Prompts) -> AsyncIterator[Endpoint
     settings = {
         "lmcache": {
             "coordinator": {"enabled": True},
-            "l2": {"deadline_ms": 2000},
+            "l2": {"timeout_ms": 2000},
             "prefetch": {"enabled": True, "timeout_s": 20},
         },
-        "tokens": {"deadline_ms": 2000},
+        "tokens": {"timeout_ms": 2000},
     }
     async with run_endpoint("redis-l2.yaml", "--strategy", "kvaware", settings=settings) as endpoint:
         for worker in workers(endpoint):

@@ -192,7 +192,7 @@ async def stack(engine_venv: EngineVenv, model_folder: Path, logs: Path) -> Asyn
                 "heartbeat_timeout_s": 6,
                 "status_interval_s": 0.5,
             },
-            "l2": {"redis_url": f"redis://127.0.0.1:{redis_port}/0", "deadline_ms": 5000},
+            "l2": {"redis_url": f"redis://127.0.0.1:{redis_port}/0", "timeout_ms": 5000},
         }
     )
 

@@ -192,13 +192,11 @@ def test_a_slow_preparation_is_never_cached(answer: ExactPrompts | None, is_prob
 async def test_the_deadline_is_that_of_the_model_and_the_body_and_both_workers_share_it() -> None:
     workers, asked = Workers(["http://a", "http://b"], dead={"http://a"}), []
 
-    def deadline_s(model: str, body_bytes: int) -> float:
+    def timeout_s(model: str, body_bytes: int) -> float:
         asked.append((model, body_bytes))
         return 30.0
 
-    preparer = Preparer(
-        cast(ExactTokens, workers), cast(Fleet, workers), Metrics(), no_adapters(), deadline_s
-    )
+    preparer = Preparer(cast(ExactTokens, workers), cast(Fleet, workers), Metrics(), no_adapters(), timeout_s)
     await preparer.prepare(request(), "m")
 
     assert asked == [("m", len(request().body))]

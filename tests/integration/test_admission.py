@@ -380,7 +380,7 @@ async def test_the_limit_of_a_full_worker_is_learned_from_its_metrics(run_gatewa
 
 async def test_requests_with_exact_tokens_wait_with_them(run_gateway):
     """The tokens are prepared in a task before the request waits; the map is read when it starts."""
-    sections = {"routing": {"strategy": "kvaware"}, "tokens": {"deadline_ms": 10_000}}
+    sections = {"routing": {"strategy": "kvaware"}, "tokens": {"timeout_ms": 10_000}}
     async with (
         run_sim(SimOptions(time_scale=0.02)) as sim,
         run_gateway([sim.url], admission={"max_concurrent": 1}, **sections) as running,

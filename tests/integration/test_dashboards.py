@@ -90,7 +90,7 @@ async def test_every_query_returns_data_or_is_optional(run_gateway, system_progr
         sims = [await stack.enter_async_context(run_sim(SimOptions(time_scale=0))) for _ in range(2)]
         sections = {
             "routing": {"strategy": "kvaware", "learning": True},
-            "tokens": {"deadline_ms": 10_000},
+            "tokens": {"timeout_ms": 10_000},
             "admission": {"max_concurrent": 64},
         }
         gateway = await stack.enter_async_context(run_gateway([sim.url for sim in sims], **sections))

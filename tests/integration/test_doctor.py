@@ -33,7 +33,7 @@ from kvroute.sim.app import RunningSim, run_sim
 from kvroute.sim.options import SimOptions
 from kvroute.sim.publisher import Fault
 
-KVAWARE: dict[str, Any] = {"routing": {"strategy": "kvaware"}, "tokens": {"deadline_ms": 10_000}}
+KVAWARE: dict[str, Any] = {"routing": {"strategy": "kvaware"}, "tokens": {"timeout_ms": 10_000}}
 
 
 @asynccontextmanager

@@ -129,7 +129,7 @@ def sections(**lmcache: Any) -> dict[str, Any]:
     coordinator = {"enabled": True, "listen": "127.0.0.1:0", "chunk_tokens": CHUNK}
     return {
         "routing": {"strategy": "kvaware"},
-        "tokens": {"deadline_ms": 10_000},
+        "tokens": {"timeout_ms": 10_000},
         "lmcache": {"coordinator": {**coordinator, **lmcache.pop("coordinator", {})}, **lmcache},
     }
 
@@ -256,7 +256,7 @@ async def test_without_its_redis_the_gateway_predicts_l2_by_events(
 ) -> None:
     """Prompt 1 is in Redis and reported by events, prompt 2 is in Redis only."""
     caplog.set_level(logging.INFO)
-    l2 = {"redis_url": store.url, "remember_s": 0, "deadline_ms": 1000.0}
+    l2 = {"redis_url": store.url, "remember_s": 0, "timeout_ms": 1000.0}
     await store.start(1, 2)
     async with run_gateway([instant_sim.url, worker_of(held)], **sections(l2=l2)) as running:
         await until_ready(running)
@@ -389,7 +389,7 @@ async def test_an_event_stream_that_is_cut_costs_its_workers_map_until_it_is_bac
                 assert first["believed_from"] == "what was sent there"
                 await _direct(sims[0], prompt(2))
                 assert (await explained(running, 2))["tiers"]["gpu"] == 0
-                assert running.metric("kvroute_map_standing", worker="w0", cause="replaying") == 1
+                assert running.metric("kvroute_map_trust", worker="w0", cause="replaying") == 1
                 line = "KV events of w0 rank 0: its map is not used: replaying"
                 await running.until(lambda: line in caplog.text)  # the stream's task logs it a moment later
 
@@ -425,7 +425,7 @@ async def test_without_a_tokenizer_requests_are_routed_by_what_was_sent_where(
     caplog.set_level(logging.INFO)
     async with AsyncExitStack() as stack:
         sims = [await stack.enter_async_context(run_sim(SimOptions(time_scale=0))) for _ in range(2)]
-        config = sections() | {"tokens": {"deadline_ms": 500 if cause == "late" else 10_000}}
+        config = sections() | {"tokens": {"timeout_ms": 500 if cause == "late" else 10_000}}
         async with run_gateway([*(sim.url for sim in sims), worker_of(held)], **config) as running:
             await until_ready(running)
 

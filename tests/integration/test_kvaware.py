@@ -15,7 +15,7 @@ from kvroute.sim.app import RunningSim, run_sim
 from kvroute.sim.options import SimOptions
 
 MODEL = "sim-model"
-SECTIONS: dict[str, Any] = {"routing": {"strategy": "kvaware"}, "tokens": {"deadline_ms": 10_000}}
+SECTIONS: dict[str, Any] = {"routing": {"strategy": "kvaware"}, "tokens": {"timeout_ms": 10_000}}
 MUCH = 500
 
 

@@ -96,7 +96,7 @@ async def full(run_gateway, tmp_path):
             run_gateway(
                 [{"id": name, "url": sim.url} for name, sim in zip("AB", sims, strict=True)],
                 routing={"strategy": "kvaware"},
-                tokens={"deadline_ms": 5000},
+                tokens={"timeout_ms": 5000},
                 server={"client_keys": {"file": str(keys)}},
                 admission={"max_concurrent": 8},
             )
@@ -425,7 +425,7 @@ async def test_under_roundrobin_it_says_what_it_cannot_know(browser, run_gateway
 async def test_with_kvaware_it_shows_tiers_streams_and_tokenizers(browser, run_gateway, instant_sim) -> None:
     async with (
         run_gateway(
-            [instant_sim.url], routing={"strategy": "kvaware"}, tokens={"deadline_ms": 5000}
+            [instant_sim.url], routing={"strategy": "kvaware"}, tokens={"timeout_ms": 5000}
         ) as gateway,
         opened(browser, gateway) as page,
     ):

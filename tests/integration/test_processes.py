@@ -425,7 +425,7 @@ async def test_processes_end_with_a_killed_parent(sims):
         assert list(running.folder.iterdir()) == []
 
 
-KVAWARE = ("--strategy", "kvaware", "--set", "tokens.deadline_ms=10000")
+KVAWARE = ("--strategy", "kvaware", "--set", "tokens.timeout_ms=10000")
 
 
 async def until_nothing_is_noted(client: httpx.AsyncClient) -> None:

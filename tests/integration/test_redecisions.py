@@ -68,7 +68,7 @@ async def send_many(client, count: int) -> None:
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 async def test_the_same_strategy_decides_the_same_again(run_gateway, urls, strategy) -> None:
-    async with run_gateway(urls, routing={"strategy": strategy}, tokens={"deadline_ms": 5000}) as gateway:
+    async with run_gateway(urls, routing={"strategy": strategy}, tokens={"timeout_ms": 5000}) as gateway:
         router = gateway.runtime.router
         if gateway.runtime.cache_tracker is not None:
             await gateway.until(lambda: not gateway.runtime.cache_tracker.notes())

@@ -93,7 +93,7 @@ async def test_the_workers_spans_lie_below_ours_and_ours_below_the_clients(run_g
             [sim.url],
             tracing={"endpoint": otel.url},
             routing={"strategy": strategy},
-            tokens={"deadline_ms": 10_000},
+            tokens={"timeout_ms": 10_000},
         ) as running,
     ):
         answer = await send(running.client, traceparent=CLIENT)

@@ -71,7 +71,7 @@ async def put(
 
 
 def l2_of(url: str, clock: Clock | None = None, **options: Any) -> RedisL2:
-    chosen = {"redis_url": url, "deadline_ms": LONG_MS, **options}
+    chosen = {"redis_url": url, "timeout_ms": LONG_MS, **options}
     return RedisL2(L2Options.model_validate(chosen), clock or SystemClock())
 
 
@@ -262,7 +262,7 @@ async def test_a_silent_redis_does_not_delay_a_request() -> None:
 
     server = await asyncio.start_server(say_nothing, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
-    l2 = l2_of(f"redis://127.0.0.1:{port}/0", deadline_ms=20)
+    l2 = l2_of(f"redis://127.0.0.1:{port}/0", timeout_ms=20)
 
     answers = await asyncio.gather(
         *(l2.lookup(PromptChunks(PROMPT), "", [TARGET]) for _ in range(20))

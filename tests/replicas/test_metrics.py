@@ -81,10 +81,10 @@ def test_a_gauge_is_merged_by_its_meaning(name, expected):
 
 def test_a_gauge_that_only_one_process_has_is_shown():
     found = merge_pages(
-        [page("gauge", "kvroute_map_standing", ("a", 1)), page("gauge", "kvroute_map_standing", ("b", 1))]
+        [page("gauge", "kvroute_map_trust", ("a", 1)), page("gauge", "kvroute_map_trust", ("b", 1))]
     )
 
-    assert values(found) == {("kvroute_map_standing", "a"): 1, ("kvroute_map_standing", "b"): 1}
+    assert values(found) == {("kvroute_map_trust", "a"): 1, ("kvroute_map_trust", "b"): 1}
 
 
 def test_counters_outlive_their_process():

@@ -27,7 +27,7 @@ from kvroute.events.options import KvEventsOptions
 from kvroute.events.probes import KnownPrompt
 from kvroute.fleet.fleet import Fleet, FleetChange
 from kvroute.fleet.worker import Worker
-from kvroute.gateway.preparation import DeadlineOf, KeySpaces
+from kvroute.gateway.preparation import KeySpaces, TimeoutOf
 from kvroute.index.chunk_index import ChunkIndex
 from kvroute.index.prefix_index import PrefixIndex, TrustReason, trust_for
 from kvroute.lmcache.options import CoordinatorOptions
@@ -179,7 +179,7 @@ def describe_map(
         "tokens": tokens,
         "workers": {
             worker.id: [
-                {"rank": place.rank, "standing": place.trust.value, "why": place.why or None}
+                {"rank": place.rank, "trust": place.trust.value, "why": place.why or None}
                 for place in caches.places(worker)
             ]
             for worker in fleet.workers()
@@ -221,7 +221,7 @@ class CacheTracker:
         clock: Clock,
         isolation: KeySpaces,
         on_slot_removed: Callable[[int], None],
-        token_timeout_s: DeadlineOf,
+        token_timeout_s: TimeoutOf,
         rate_measured: Callable[[int, Tier, float, int], None],
         indexes: tuple[PrefixIndex, ChunkIndex] | None = None,
     ) -> None:

@@ -20,7 +20,7 @@ from kvroute.blocks.known_prompts import id_array
 from kvroute.clock import Clock
 from kvroute.fleet.fleet import Fleet, FleetChange
 from kvroute.fleet.worker import Worker
-from kvroute.gateway.preparation import DeadlineOf, KeySpaces
+from kvroute.gateway.preparation import KeySpaces, TimeoutOf
 from kvroute.index.prefix_index import MapTrust
 from kvroute.lmcache.l2_redis import L2Target, RedisL2
 from kvroute.metrics import Metrics
@@ -143,7 +143,7 @@ class CacheTrackerMirror:
         clock: Clock,
         isolation: KeySpaces,
         on_slot_removed: Callable[[int], None],
-        token_timeout_s: DeadlineOf,
+        token_timeout_s: TimeoutOf,
         on_bandwidth: Callable[[int, Tier, float], None],
         send: Callable[[Message], object],
     ) -> None:

@@ -314,9 +314,9 @@ def stream_metrics(streams: Sequence[StreamFigures]) -> Iterable[Metric]:
     """One series per worker and data-parallel rank."""
     labelled = [((stream.worker, str(stream.rank)), stream) for stream in streams]
     yield gauge(
-        "kvroute_map_standing",
+        "kvroute_map_trust",
         "1 for the trust in each worker's map, with the reason where it is limited.",
-        ("worker", "rank", "standing", "cause"),
+        ("worker", "rank", "trust", "cause"),
         [
             ((*labels, each.trust.value, each.reason.value if each.reason else ""), 1.0)
             for labels, each in labelled
@@ -333,7 +333,7 @@ def stream_metrics(streams: Sequence[StreamFigures]) -> Iterable[Metric]:
         ],
     )
     yield gauge(
-        "kvroute_map_aside_blocks",
+        "kvroute_map_orphan_blocks",
         "Orphan blocks: announced by the worker, but with an unknown parent.",
         ("worker", "rank"),
         [(labels, float(each.orphan_blocks)) for labels, each in labelled],

@@ -20,6 +20,14 @@ from kvroute.options import Options
 
 ENVIRONMENT_PREFIX = "KVROUTE__"
 
+_RENAMED = {
+    "kv_events.max_aside_blocks": "kv_events.max_orphan_blocks",
+    "lmcache.l2.deadline_ms": "lmcache.l2.timeout_ms",
+    "tokens.deadline_ms": "tokens.timeout_ms",
+    "tokens.deadline_share": "tokens.timeout_share",
+    "tokens.max_deadline_ms": "tokens.max_timeout_ms",
+}
+
 
 @dataclass(frozen=True, slots=True)
 class ConfigSetting:
@@ -231,6 +239,8 @@ def unknown(root: type[Options], path: Path) -> str:
     """The error message for a path that no option has."""
     if not all(str(key) for key in path):
         return "this path contains an empty name"
+    if (now := _RENAMED.get(dotted(path))) is not None:
+        return f"this option is now called {now}"
     meant = paths.suggestion(root, path)
     return f"unknown option; did you mean {dotted(meant)}?" if meant else "unknown option"
 

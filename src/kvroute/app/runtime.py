@@ -122,7 +122,7 @@ class Runtime:
         worker_key = config.fleet.worker_api_key
         tokens = config.tokens
         self._token_wait_limits = TokenWaitLimits(
-            tokens.deadline_ms * 1e-3, tokens.max_deadline_ms * 1e-3, tokens.deadline_share
+            tokens.timeout_ms * 1e-3, tokens.max_timeout_ms * 1e-3, tokens.timeout_share
         )
         needs_map = config.routing.may_need(Needs.TOKENS) or config.server.allow_strategy_header
         self._replica = replica

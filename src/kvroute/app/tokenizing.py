@@ -16,7 +16,7 @@ from kvroute.app.collectors import tokenizing_metric
 from kvroute.clock import Clock
 from kvroute.fleet.fleet import Fleet, FleetChange
 from kvroute.fleet.worker import HealthState, Worker
-from kvroute.gateway.preparation import DeadlineOf, KeySpaces, Preparer, Probe
+from kvroute.gateway.preparation import KeySpaces, Preparer, Probe, TimeoutOf
 from kvroute.metrics import Metrics
 from kvroute.tokens.chat import EngineFlags
 from kvroute.tokens.exact import ExactTokens, Mode, TokenThreads
@@ -133,7 +133,7 @@ class Tokenizing:
         isolation: KeySpaces,
         probe: Probe,
         is_probing: Callable[[], bool],
-        deadline_s: DeadlineOf,
+        timeout_s: TimeoutOf,
     ) -> None:
         self._fleet = fleet
         self._threads = TokenThreads(options.threads)
@@ -150,7 +150,7 @@ class Tokenizing:
         )
         self._sources = TokenSources(self._tokens, fleet, clock, options)
         self.preparer = Preparer(
-            self._tokens, fleet, metrics, isolation, deadline_s, probe, is_probing, clock.now
+            self._tokens, fleet, metrics, isolation, timeout_s, probe, is_probing, clock.now
         )
 
     async def open(self, background: BackgroundTasks) -> None:

@@ -470,7 +470,7 @@ def _prediction(worker: WorkerSeen, cached: int, gateway: GatewaySeen | None) ->
         why = "no gateway answers" if gateway is None or not gateway.ready.status else "it made no prediction"
         yield unchecked("prediction-missed", worker.name, f"the gateway's prediction: {why}")
     elif pair.predicted == 0:
-        reason = gateway.standings.get(worker.spec.id) if gateway is not None else ""
+        reason = gateway.trust_notes.get(worker.spec.id) if gateway is not None else ""
         yield error(
             "prediction-missed",
             worker.name,

@@ -358,7 +358,7 @@ class Gatherer:
             gateway,
             ready=ready,
             notes=tuple(str(note) for note in _object(ready).get("notes") or ()),
-            standings={
+            trust_notes={
                 worker: "; ".join(str(place["why"]) for place in found if place.get("why"))
                 for worker, found in places.items()
             },

@@ -184,7 +184,7 @@ class GatewaySeen:
     models: Reply = Reply(0)
     admin: bool = False
     notes: tuple[str, ...] = ()
-    standings: Mapping[str, str] = field(default_factory=dict)
+    trust_notes: Mapping[str, str] = field(default_factory=dict)
     """Why the map of a worker is not used, by worker id."""
     lmcache_known: bool = False
     """Whether the gateway reports its view of LMCache."""

@@ -185,7 +185,7 @@ def check_store(deployment: Deployment, seen: Observations) -> Found:
             "l2-unreachable",
             subject,
             store.trouble,
-            "Every request waits lmcache.l2.deadline_ms for an answer that does not come, and L2 hits are "
+            "Every request waits lmcache.l2.timeout_ms for an answer that does not come, and L2 hits are "
             "not counted.",
             "Start the Redis, or correct lmcache.l2.redis_url (and redis_password_file); remove the option "
             "if there is no L2.",

@@ -376,7 +376,7 @@ class EventIngest:
         for source in sources:
             slot = next(number for number in count() if number not in self._slots)
             self._slots.add(slot)
-            ledger = Ledger(self._index, slot, max_orphans=self._options.max_aside_blocks)
+            ledger = Ledger(self._index, slot, max_orphans=self._options.max_orphan_blocks)
             subscriber = KvEventSubscriber(
                 f"{worker.id} rank {source.rank}",
                 ledger,

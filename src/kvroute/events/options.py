@@ -171,7 +171,7 @@ class KvEventsOptions(Options):
         higher="suits larger fleets",
         lower="less memory",
     )
-    max_aside_blocks: int = option(
+    max_orphan_blocks: int = option(
         100_000,
         "Blocks per stream that are kept although their parent is unknown.",
         ge=0,

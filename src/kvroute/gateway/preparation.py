@@ -189,7 +189,7 @@ class KeySpaces:
 log = logging.getLogger(__name__)
 
 Probe: TypeAlias = Callable[[Sequence[ExactPrompt]], Awaitable[Sequence[Probed]]]
-DeadlineOf: TypeAlias = Callable[[str, int], float]
+TimeoutOf: TypeAlias = Callable[[str, int], float]
 """Seconds that a request may wait for its tokens, by model and bytes of its body."""
 
 _OVERLOADED = (TokensReason.LATE, TokensReason.BUSY)
@@ -284,7 +284,7 @@ class Preparer:
         fleet: Fleet,
         metrics: Metrics,
         isolation: KeySpaces,
-        deadline_s: DeadlineOf,
+        timeout_s: TimeoutOf,
         probe: Probe | None = None,
         is_probing: Callable[[], bool] = lambda: True,
         now: Callable[[], float] = time.monotonic,
@@ -296,7 +296,7 @@ class Preparer:
         self._is_probing = is_probing
         self._fleet = fleet
         self._metrics = metrics
-        self._deadline_s = deadline_s
+        self._timeout_s = timeout_s
         self._late = LateShare()
         self.outages = TokenizerOutages(now)
         self._isolation = isolation
@@ -345,7 +345,7 @@ class Preparer:
             return self._inexact(model, TokensReason.LATE)
         found: ExactPrompts | TokensReason = TokensReason.NO_SOURCE
         began = now = time.monotonic()
-        until = began + self._deadline_s(model, len(request.body))
+        until = began + self._timeout_s(model, len(request.body))
         for worker in self._fleet.view(model).workers[:2]:
             found = await self._tokens.prompts(
                 request, model=base or model, url=worker.spec.url, timeout_s=max(0.0, until - now)

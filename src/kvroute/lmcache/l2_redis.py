@@ -150,7 +150,7 @@ class RedisL2:
     async def lookup(
         self, chunks: PromptChunks, salt: str, targets: Sequence[L2Target], first_token: int = 0
     ) -> L2Answer:
-        """Which of the prompt's chunks from `first_token` on Redis holds. Takes at most `deadline_ms`.
+        """Which of the prompt's chunks from `first_token` on Redis holds. Takes at most `timeout_ms`.
 
         Raises only CancelledError; every other failure becomes the answer's `reason`.
         """
@@ -160,7 +160,7 @@ class RedisL2:
         reason: L2Reason | None = None
         queried = self.counts.objects_queried
         try:
-            async with asyncio.timeout(self._options.deadline_ms / 1000):
+            async with asyncio.timeout(self._options.timeout_ms / 1000):
                 for target in targets:
                     present = await self._held(chunks, salt, target, first_token)
                     held[target.holder] = held.get(target.holder, frozenset()) | present

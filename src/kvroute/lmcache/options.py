@@ -206,7 +206,7 @@ class L2Options(Options):
     redis_pool: str = option(
         "resp", "The pool that lies in this Redis: an adapter's type, or a name from `lmcache.pools`."
     )
-    deadline_ms: float = option(
+    timeout_ms: float = option(
         5.0,
         "Longest time for a request's lookups in the Redis.",
         unit="ms",

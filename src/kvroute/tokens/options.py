@@ -28,27 +28,27 @@ class TokensOptions(Options):
     threads: int = option(
         2, "Threads that tokenize.", ge=1, le=64, higher="more long prompts at once", lower="fewer cores used"
     )
-    deadline_ms: float = option(
+    timeout_ms: float = option(
         50.0,
         "Longest wait of a request for its prompt's token ids; after that the request is routed by the route "
-        "history. Long prompts may wait longer: see `deadline_share`.",
+        "history. Long prompts may wait longer: see `timeout_share`.",
         unit="ms",
         gt=0,
         higher="more prompts are routed exactly on a busy machine",
         lower="tokenizing delays first tokens of short prompts less",
     )
-    max_deadline_ms: float = option(
+    max_timeout_ms: float = option(
         1000.0,
-        "Longest wait for the token ids of a very long prompt; at least `deadline_ms`.",
+        "Longest wait for the token ids of a very long prompt; at least `timeout_ms`.",
         unit="ms",
         gt=0,
         higher="very long new prompts are routed exactly",
         lower="a stuck tokenizer delays long prompts less",
     )
-    deadline_share: float = option(
+    timeout_share: float = option(
         0.25,
         "A request may wait for its token ids for this share of its prompt's prefill time (`routing.costs`): "
-        "the average cost of a decision without them. 0: every request waits for `deadline_ms`.",
+        "the average cost of a decision without them. 0: every request waits for `timeout_ms`.",
         ge=0,
         le=1,
         higher="long prompts wait longer before the route history decides",

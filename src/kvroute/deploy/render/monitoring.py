@@ -241,11 +241,7 @@ CACHE: Final = Dashboard(
         Panel(
             "Trust in the map",
             "short",
-            (
-                Query(
-                    "sum by (worker, standing) (kvroute_map_standing)", "{{worker}} {{standing}}", _NO_EVENTS
-                ),
-            ),
+            (Query("sum by (worker, trust) (kvroute_map_trust)", "{{worker}} {{trust}}", _NO_EVENTS),),
         ),
         Panel(
             "Latency of the tokenizer",
@@ -438,10 +434,10 @@ ALERTS: Final = (
     ),
     Alert(
         "KvrouteMapNotTrusted",
-        'kvroute_map_standing{standing!="whole"} == 1',
+        'kvroute_map_trust{trust!="whole"} == 1',
         "10m",
         "warning",
-        "The map of worker {{ $labels.worker }} is {{ $labels.standing }}: {{ $labels.cause }}.",
+        "The map of worker {{ $labels.worker }} is {{ $labels.trust }}: {{ $labels.cause }}.",
     ),
     Alert(
         "KvrouteEventsLost",
