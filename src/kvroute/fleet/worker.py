@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
-from typing import NewType
+from typing import NamedTuple, NewType
 
 from kvroute.fleet.load import WorkerLoad
 
@@ -44,6 +44,16 @@ class Ejection(StrEnum):
     """The worker's vLLM may ignore `cache_salt`, which `server.isolation` needs."""
 
 
+class WorkerRole(StrEnum):
+    """What a worker is for. The engine enforces no role: vLLM 0.32 does all three with every `kv_role`."""
+
+    PREFILL = "prefill"
+    """Computes prompts whose answers another worker generates."""
+    DECODE = "decode"
+    """Generates answers; takes the KV of long prompts from another worker."""
+    BOTH = "both"
+
+
 @dataclass(frozen=True, slots=True)
 class WorkerSpec:
     """A worker as a discovery source describes it. Specs of one id and different `url` are two workers."""
@@ -56,13 +66,14 @@ class WorkerSpec:
     capacity_tokens: int | None = None
     """Configured KV capacity, used when the worker's metrics have none."""
     role: str | None = None
-    """The value of the worker's role label; None without the label."""
+    """The configured role, or the value of the worker's role label; None without one. See `Worker.role`."""
     draining: bool = False
     """The worker finishes its running requests and gets no new ones."""
     node: str | None = None
     """The machine that the worker runs on; None if discovery does not know it."""
 
 
+_ROLES = {role.value: role for role in WorkerRole}
 _PLATEAU_PAGES = 3
 
 
@@ -147,6 +158,11 @@ class Worker:
         return self.state is HealthState.HEALTHY
 
     @property
+    def role(self) -> WorkerRole:
+        """BOTH without a role, and for a label with another value."""
+        return _ROLES.get(self.spec.role or "", WorkerRole.BOTH)
+
+    @property
     def models(self) -> frozenset[str]:
         """Names of the models and adapters that the worker serves: reported, else configured."""
         return self.facts.models or frozenset(self.spec.models)
@@ -210,11 +226,39 @@ class FleetView:
     """Each worker's `load`, in the order of `workers`."""
     places: Mapping[int, int] = field(init=False, repr=False, compare=False)
     """`Worker.index` -> position in `workers`."""
+    sides: Sides | None = field(init=False, repr=False, compare=False)
+    """The prefill side and the decode side; None if each worker does both."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "loads", tuple(worker.load for worker in self.workers))
         places = {worker.index: place for place, worker in enumerate(self.workers)}
         object.__setattr__(self, "places", places)
+        has_roles = any(worker.role is not WorkerRole.BOTH for worker in self.workers)
+        object.__setattr__(self, "sides", self._sides() if has_roles else None)
+
+    def _sides(self) -> Sides:
+        by_role = {
+            role: tuple(worker for worker in self.workers if worker.role in (role, WorkerRole.BOTH))
+            for role in (WorkerRole.PREFILL, WorkerRole.DECODE)
+        }
+        # The views of the sides have `sides`, too; nobody reads them.
+        return Sides(
+            *(
+                None
+                if not workers
+                else self
+                if len(workers) == len(self.workers)
+                else FleetView(self.model, workers, self.version)
+                for workers in by_role.values()
+            )
+        )
+
+
+class Sides(NamedTuple):
+    """The workers of a view by role; a worker for both is on both sides. A side without workers is None."""
+
+    prefill: FleetView | None
+    decode: FleetView | None
 
 
 SALTED_SINCE = (0, 19, 1)

@@ -15,6 +15,7 @@ from kvroute.index.history import RouteHistory
 from kvroute.options import Options, Switch, option
 from kvroute.routing.cost import CostModel
 from kvroute.routing.cost_parameters import CostOptions
+from kvroute.routing.prefill_decode import PrefillDecodeOptions
 from kvroute.routing.strategies.kvaware import KvAware
 from kvroute.routing.strategies.prefixaware import PrefixAware
 from kvroute.routing.strategies.roundrobin import RoundRobin
@@ -102,6 +103,7 @@ class RoutingOptions(Options):
 
     strategy: str = option("prefixaware", "The strategy: " + ", ".join(STRATEGIES) + ".")
     costs: CostOptions = option(default_factory=CostOptions)
+    prefill_decode: PrefillDecodeOptions = option(default_factory=PrefillDecodeOptions)
     learning: Annotated[bool, Switch] = option(
         True,
         "Learn the times of `costs`, and each worker's speed, from first tokens of streamed answers. The "

@@ -6,14 +6,23 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol, cast
 
+from msgspec.structs import replace
+
 from kvroute.blocks.keys import BlockKey, Tier
 from kvroute.fleet.load import Reservation, ReservationListener
-from kvroute.fleet.worker import ASSUMED_BLOCK_TOKENS, ASSUMED_CAPACITY_TOKENS, FleetView, Worker, WorkerId
+from kvroute.fleet.worker import (
+    ASSUMED_BLOCK_TOKENS,
+    ASSUMED_CAPACITY_TOKENS,
+    FleetView,
+    Worker,
+    WorkerId,
+)
 from kvroute.index.history import HistorySize, PinnedBlocks, RouteHistory
 from kvroute.index.in_flight import Flight, InFlight
 from kvroute.index.registry import HISTORIES
 from kvroute.routing.cost import CostModel
 from kvroute.routing.cost_parameters import Costs, Learned
+from kvroute.routing.prefill_decode import HandoverDispatch, Pairs
 from kvroute.routing.recording import DecisionRecorder, HotPrefix, Redecider
 from kvroute.routing.registry import STRATEGIES, RoutingOptions
 from kvroute.routing.strategies.kvaware import KvAwareOptions
@@ -207,6 +216,9 @@ class Router:
             for name, make in STRATEGIES.items()
         }
         self._views = views
+        token_bytes = options.options_of(KvAwareOptions).tiers.token_bytes
+        self.pairs = Pairs(options.prefill_decode, token_bytes, self._costs, history)
+        """Decides for fleets in which workers have roles."""
         self.recorder: DecisionRecorder | None = None
         """Records the decisions while somebody looks; see `record`."""
         self._on_dispatch = {
@@ -226,6 +238,7 @@ class Router:
         # Every strategy exists from the start, and all read one history and one cost model.
         self._options = options
         self._costs.configure(options.costs, options.costs_of_models())
+        self.pairs.options = options.prefill_decode
 
     @property
     def default_strategy(self) -> str:
@@ -251,8 +264,13 @@ class Router:
         return self._costs.costs(model)
 
     def decide(self, query: RouteQuery, view: FleetView, strategy: Strategy | None = None) -> RouteDecision:
-        """Rank the view's workers (at least one) by `strategy`, or by the model's strategy."""
+        """Rank the view's workers (at least one) by `strategy`, or by the model's strategy.
+
+        Raises NoRoutableWorker if no worker may do the request (`routing.prefill_decode.strict`).
+        """
         strategy = strategy or self.strategy(query.model)
+        if view.sides is not None:
+            return self.pairs.decide(query, view.sides, strategy, self.recorder)
         decision = strategy.rank(query, view)
         if len(view.workers) == 1:
             decision = RouteDecision(decision.strategy, RouteReason.ONLY_WORKER, decision.ranking)
@@ -315,15 +333,17 @@ class Router:
         now: float,
         *,
         is_own: bool = True,
+        learns: bool = True,
     ) -> Dispatch:
         """Account an attempt on `candidate`, a member of the decision's ranking.
 
         Its prefill joins the worker's queue; its blocks count as held and stay pinned until
-        `Dispatch.finish`. `is_own` is False for an attempt of a peer: see `dispatched_by_peer`.
+        `Dispatch.finish`. `is_own` is False for an attempt of a peer: see `dispatched_by_peer`. `learns` is
+        False if the time to the first token does not show the time of a prefill.
         """
         worker, held, prompts, streamed = candidate.worker, candidate.held, query.prompts, query.streamed
         load = worker.load
-        sample = self._prefill_sample(query, candidate, now) if streamed and is_own else None
+        sample = self._prefill_sample(query, candidate, now) if streamed and is_own and learns else None
         dispatch = Dispatch(
             load, now, candidate.prefill_s, query.tokens, streamed, worker=worker, _sample=sample
         )
@@ -349,6 +369,20 @@ class Router:
             observer = self._observer.dispatched(query, decision, candidate)
             dispatch.listener = _ObservedAttempt(dispatch.listener, observer)
         return dispatch
+
+    def dispatch_handover(self, query: RouteQuery, decision: RouteDecision, now: float) -> HandoverDispatch:
+        """Account a request with `decision.handover` on both workers.
+
+        The decode worker is charged immediately, so that the requests whose prompts are being computed do not
+        all go to one decode worker.
+        """
+        assert decision.handover is not None
+        # The prefill worker's answer comes when the prompt is computed, so that time is its first token.
+        leg = replace(query, streamed=True)
+        return HandoverDispatch(
+            self.dispatch(leg, decision, decision.handover.prefill, now),
+            self.dispatch(query, decision, decision.ranking[0], now, learns=False),
+        )
 
     def dispatched_by_peer(
         self, query: RouteQuery, decision: RouteDecision, candidate: Candidate, now: float
@@ -402,6 +436,7 @@ class Router:
         """Drop the history of a worker that has left. Its unfinished dispatches still return their load."""
         self._history.forget(worker.index)
         self._sizes.forget(worker)
+        self.pairs.links.forget(worker.index)
         if self._learned is not None:
             self._learned.forget(worker.index)
 

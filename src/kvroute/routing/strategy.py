@@ -163,6 +163,16 @@ class RouteReason(StrEnum):
     ONLY_WORKER = "only_worker"
     AT_LIMIT = "at_limit"
     """The workers that rank higher have as many requests as `admission` allows."""
+    HANDED_OVER = "handed_over"
+    """Another worker computes the prompt, because that costs less."""
+    OVER_THRESHOLD = "over_threshold"
+    """Another worker computes the prompt, because it has more uncached tokens than `threshold_tokens`."""
+    NO_PREFILL_WORKER = "no_prefill_worker"
+    """No prefill worker serves, so the worker computes the prompt itself."""
+    NO_DECODE_WORKER = "no_decode_worker"
+    """No decode worker serves, so a prefill worker does the whole request."""
+    DECODE_SIDE_FULL = "decode_side_full"
+    """The decode workers lack KV memory, so a prefill worker does the whole request."""
 
 
 class RouteQuery(Struct, frozen=True, gc=False):
@@ -183,6 +193,8 @@ class RouteQuery(Struct, frozen=True, gc=False):
     """The same prompts token by token, for strategies with `Needs.TOKENS`."""
     inexact: str = ""
     """Why `exact` is empty although the strategy needs it."""
+    hands_over: bool = False
+    """Whether one worker may compute the prompt and another one the answer. Read if workers have roles."""
 
 
 class CostTerms(NamedTuple):
@@ -269,12 +281,29 @@ class Candidate(Struct, frozen=True, eq=False, gc=False):
         return self.worker.load_of(self.rank)
 
 
+class Handover(NamedTuple):
+    """How the first worker of a ranking gets a prompt's KV from another worker (`routing.prefill_decode`)."""
+
+    prefill: Candidate
+    """The worker that computes the prompt."""
+    whole: Candidate
+    """The first worker of the ranking as a candidate that computes the prompt itself."""
+    moved_tokens: int
+    """Prompt tokens that the first worker of the ranking lacks."""
+    transfer_s: float
+    """Estimated time to move them."""
+    prefill_cost_s: float
+    """Cost of the prompt on the prefill worker."""
+
+
 class RouteDecision(Struct, frozen=True, gc=False):
     """All routable workers, best first. `reason` says why the first one is first."""
 
     strategy: str
     reason: RouteReason
     ranking: Sequence[Candidate]
+    handover: Handover | None = None
+    """None if the first worker computes the prompt itself; always None in fleets without roles."""
 
     def describe(self) -> dict[str, Any]:
         """The decision as JSON values: the terms of every candidate, in seconds and tokens."""
@@ -291,7 +320,22 @@ class RouteDecision(Struct, frozen=True, gc=False):
                 }
                 for candidate in self.ranking
             ],
+            **({} if self.handover is None else {"handover": _described(self.handover)}),
         }
+
+
+def _described(handover: Handover) -> dict[str, Any]:
+    prefill = handover.prefill
+    return {
+        "prefill_worker": prefill.worker.id,
+        "prefill_cost_s": handover.prefill_cost_s,
+        "matched_tokens": prefill.matched_tokens,
+        "terms_s": prefill.terms._asdict(),
+        **_where(prefill.held),
+        "moved_tokens": handover.moved_tokens,
+        "transfer_s": handover.transfer_s,
+        "score_without_s": handover.whole.score,
+    }
 
 
 def _where(held: CandidateMatch | None) -> dict[str, Any]:

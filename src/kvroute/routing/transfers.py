@@ -82,7 +82,7 @@ class _Link:
         self.token_s += (token_s - self.token_s) * min(1.0, loads / self.weight)
 
 
-class _Links:
+class Links:
     """The links from one tier to all workers. Mutable: `learn`, `set` and `forget` change them."""
 
     # A link without measurements has the mean of the measured ones. With the configured bandwidth instead, a
@@ -128,8 +128,8 @@ class Transfers:
     def __init__(self, options: TransferOptions | None = None) -> None:
         options = options or TransferOptions()
         self._token_bytes = options.token_bytes
-        self._l1 = _Links(options.token_bytes / (options.l1_gb_s * _GIGA))
-        self._l2 = _Links(options.token_bytes / (options.l2_gb_s * _GIGA))
+        self._l1 = Links(options.token_bytes / (options.l1_gb_s * _GIGA))
+        self._l2 = Links(options.token_bytes / (options.l2_gb_s * _GIGA))
         self._store_token_s = options.token_bytes / (options.l2_store_gb_s * _GIGA)
         self._latency_s = options.l2_latency_ms * 1e-3
         self._l1_busy: dict[int, float] = {}
