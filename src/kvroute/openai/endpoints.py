@@ -39,6 +39,8 @@ class Endpoint:
 
     `fills_kv_cache`: the engine computes KV for the prompt, so routing reads the prompt.
     `stores_response`: the worker stores the answer under its ID, and requests that continue it must go there.
+    `limits`: the members that limit the length of an answer. Only prompts of endpoints with such members are
+    computed by another worker (`openai.kv_transfer`).
     """
 
     path: str
@@ -48,16 +50,27 @@ class Endpoint:
     body: BodyKind = BodyKind.JSON
     errors: ErrorShape = ErrorShape.OPENAI
     isolation: Isolation = Isolation.SALT_AND_TAG
+    limits: tuple[str, ...] = ()
 
 
 _SALT, _NOT_NEEDED = Isolation.SALT, Isolation.NOT_NEEDED
 
 _ROWS = (
-    Endpoint("/v1/chat/completions", "Chat completion"),
-    Endpoint("/v1/completions", "Completion of one or several texts or token-id prompts"),
+    Endpoint("/v1/chat/completions", "Chat completion", limits=("max_tokens", "max_completion_tokens")),
+    Endpoint(
+        "/v1/completions",
+        "Completion of one or several texts or token-id prompts",
+        limits=("max_tokens",),
+    ),
     Endpoint("/v1/embeddings", "Embeddings", isolation=_SALT),
-    Endpoint("/v1/responses", "Responses API", stores_response=True, errors=ErrorShape.RESPONSES),
-    Endpoint("/v1/messages", "Anthropic Messages API", errors=ErrorShape.ANTHROPIC),
+    Endpoint(
+        "/v1/responses",
+        "Responses API",
+        stores_response=True,
+        errors=ErrorShape.RESPONSES,
+        limits=("max_output_tokens",),
+    ),
+    Endpoint("/v1/messages", "Anthropic Messages API", errors=ErrorShape.ANTHROPIC, limits=("max_tokens",)),
     Endpoint(
         "/v1/messages/count_tokens",
         "Token count of an Anthropic message list",

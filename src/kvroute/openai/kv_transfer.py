@@ -1,0 +1,213 @@
+"""The bodies of a request whose prompt one worker computes and another one answers. Pure.
+
+The first leg goes to the prefill worker, the second leg to the decode worker. `NixlPull` speaks vLLM's
+NixlConnector (0.32, `distributed/kv_transfer/kv_connector/v1/nixl/pull_scheduler.py`): the answer of the
+first leg has `kv_transfer_params`, which say where the blocks are; the decode worker gets exactly these and
+pulls the blocks. The prefill worker keeps the blocks until then, at most for its lease (30 s).
+
+A client must not choose these parameters: they name the host that an engine connects to. `check_params`
+refuses all of them but LMCache's own (`lmcache.tag.*`, ...).
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, Final, Protocol
+
+import msgspec
+from msgspec import UNSET, Raw, Struct, UnsetType
+
+from kvroute.errors import InvalidRequest
+from kvroute.openai.bounded import UNREADABLE
+from kvroute.openai.endpoints import BodyKind
+from kvroute.openai.members import TopLevelMember, with_members
+from kvroute.openai.request import InferenceRequest
+
+PARAMS: Final = "kv_transfer_params"
+_ALLOWED_PREFIX: Final = "lmcache."
+_PARAMS_MEMBER: Final = TopLevelMember(PARAMS)
+_REPLACED: Final = {
+    name: TopLevelMember(name)
+    for name in (
+        "max_tokens",
+        "max_completion_tokens",
+        "max_output_tokens",
+        "n",
+        "stream",
+        "stream_options",
+        "min_tokens",
+        "store",
+    )
+}
+_SEARCHED_BYTES: Final = 32_768
+"""In larger bodies members are appended, not replaced: to find each one costs a decoding of the body."""
+_FORBIDDING: Final = (
+    "prompt_logprobs",
+    "echo",
+    "use_beam_search",
+    "previous_response_id",
+    "background",
+    "prompt_embeds",
+)
+"""Members with which the engine does not read its cache, or needs state that only one worker has."""
+_FALSE: Final = (b"null", b"false")
+_decode_params = msgspec.json.Decoder(dict[str, Raw]).decode
+
+
+class _Answer(Struct, gc=False):
+    kv_transfer_params: Raw | UnsetType = UNSET
+
+
+_decode_answer = msgspec.json.Decoder(_Answer).decode
+
+
+def check_params(request: InferenceRequest) -> None:
+    """Raise InvalidRequest if the client's `kv_transfer_params` have other members than LMCache's."""
+    raw = request.kv_transfer_params
+    if raw is None or bytes(raw) == b"null":
+        return
+    try:
+        members = _decode_params(raw)
+    except UNREADABLE:
+        raise InvalidRequest(f"`{PARAMS}` must be an object.", param=PARAMS) from None
+    for name in members:
+        if not name.startswith(_ALLOWED_PREFIX):
+            shown = name[:64]
+            raise InvalidRequest(
+                f"`{PARAMS}.{shown}` is set by this gateway, which hands prompts over between workers. "
+                f"Clients may set `{_ALLOWED_PREFIX}*` members only.",
+                param=f"{PARAMS}.{shown}",
+            )
+
+
+def can_hand_over(request: InferenceRequest) -> bool:
+    """Whether the request's KV can be computed by one worker and used by another one."""
+    if not request.endpoint.limits or request.over or request.endpoint.body is not BodyKind.JSON:
+        return False
+    fields = request.fields
+    if fields is None:
+        return False
+    return all(name not in fields or bytes(fields[name]) in _FALSE for name in _FORBIDDING)
+
+
+class Connector(Protocol):
+    """How the KV of a prompt gets from one worker to another. A seam: `CONNECTORS` has all."""
+
+    name: ClassVar[str]
+    description: ClassVar[str]
+    needs_params: ClassVar[bool]
+    """Whether the second leg needs parameters from the first leg's answer, and the prefill worker keeps
+    blocks for it."""
+
+    def first_leg(self, body: bytes, request: InferenceRequest) -> bytes:
+        """The body for the prefill worker, made from `body`, that of a whole request."""
+        ...
+
+    def params_in(self, answer: bytes) -> bytes | None:
+        """What `second_leg` needs from the first leg's answer; None if the answer lacks it."""
+        ...
+
+    def second_leg(self, body: bytes, request: InferenceRequest, params: bytes) -> bytes:
+        """The body for the decode worker."""
+        ...
+
+
+class NixlPull:
+    """vLLM's NixlConnector: the decode worker pulls the blocks from the prefill worker."""
+
+    name: ClassVar[str] = "nixl"
+    description: ClassVar[str] = "vLLM's NixlConnector; the decode worker pulls"
+    needs_params: ClassVar[bool] = True
+
+    def first_leg(self, body: bytes, request: InferenceRequest) -> bytes:
+        members = _one_token(request)
+        members[_PARAMS_MEMBER] = _merged(
+            body,
+            request,
+            b'{"do_remote_decode":true,"do_remote_prefill":false,"remote_engine_id":null,'
+            b'"remote_block_ids":null,"remote_host":null,"remote_port":null}',
+        )
+        return _with(body, request, members)
+
+    def params_in(self, answer: bytes) -> bytes | None:
+        try:
+            params = _decode_answer(answer).kv_transfer_params
+            # The object is passed on whole and unread: it has more members in each release.
+            return bytes(params) if params is not UNSET and _decode_params(params) else None
+        except UNREADABLE:
+            return None
+
+    def second_leg(self, body: bytes, request: InferenceRequest, params: bytes) -> bytes:
+        return _with(body, request, {_PARAMS_MEMBER: _merged(body, request, params)})
+
+
+class SharedCache:
+    """A cache that both workers use: the prefill worker stores the prompt's KV there, the decode worker loads
+    it."""
+
+    name: ClassVar[str] = "shared_cache"
+    description: ClassVar[str] = "both workers use one LMCache server or store"
+    needs_params: ClassVar[bool] = False
+
+    def first_leg(self, body: bytes, request: InferenceRequest) -> bytes:
+        return _with(body, request, _one_token(request))
+
+    def params_in(self, answer: bytes) -> bytes | None:
+        return b""
+
+    def second_leg(self, body: bytes, request: InferenceRequest, params: bytes) -> bytes:
+        return body
+
+
+CONNECTORS: Final[dict[str, Connector]] = {each.name: each for each in (NixlPull(), SharedCache())}
+
+
+def release_leg(connector: Connector, body: bytes, request: InferenceRequest, params: bytes) -> bytes:
+    """The body of a second leg whose only purpose is that the prefill worker frees its blocks: one token."""
+    return _with(connector.second_leg(body, request, params), request, _one_token(request))
+
+
+def _one_token(request: InferenceRequest) -> dict[TopLevelMember, bytes]:
+    """The members of a first leg: one token, not streamed, one answer.
+
+    With `n` above 1 vLLM (0.32) keeps the blocks of the other answers until their lease ends.
+    """
+    fields = request.fields or {}
+    members = {_REPLACED[name]: b"1" for name in request.endpoint.limits}
+    members[_REPLACED["stream"]] = b"false"
+    if "n" in fields:
+        members[_REPLACED["n"]] = b"1"
+    if "stream_options" in fields:
+        members[_REPLACED["stream_options"]] = b"null"
+    if "min_tokens" in fields:
+        members[_REPLACED["min_tokens"]] = b"0"
+    if request.endpoint.stores_response:
+        members[_REPLACED["store"]] = b"false"
+    return members
+
+
+def _with(body: bytes, request: InferenceRequest, members: dict[TopLevelMember, bytes]) -> bytes:
+    there: dict[TopLevelMember, Raw | None] = {}
+    if len(body) <= _SEARCHED_BYTES:
+        fields = request.fields or {}
+        there = {member: fields.get(member.name) for member in members if member is not _PARAMS_MEMBER}
+        there[_PARAMS_MEMBER] = _params_of(body, request)
+    return with_members(body, there, members)
+
+
+def _params_of(body: bytes, request: InferenceRequest) -> Raw | None:
+    """The `kv_transfer_params` in `body`: the client's, and those of its key space (`openai.isolation`)."""
+    if body is request.body:
+        return request.kv_transfer_params
+    try:
+        params = _decode_answer(body).kv_transfer_params
+    except UNREADABLE:
+        return None
+    return None if params is UNSET else params
+
+
+def _merged(body: bytes, request: InferenceRequest, params: bytes) -> bytes:
+    """`params` with the members that `body` already has."""
+    present = _params_of(body, request)
+    if present is None or not _decode_params(present if bytes(present) != b"null" else b"{}"):
+        return params
+    return b"%b,%b" % (bytes(present).rstrip()[:-1], params.lstrip()[1:])

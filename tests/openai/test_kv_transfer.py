@@ -1,0 +1,190 @@
+"""The bodies of the two legs of a request that is handed over."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from kvroute.errors import InvalidRequest
+from kvroute.openai.endpoints import ENDPOINTS
+from kvroute.openai.isolation import isolated
+from kvroute.openai.kv_transfer import (
+    CONNECTORS,
+    NixlPull,
+    SharedCache,
+    can_hand_over,
+    check_params,
+    release_leg,
+)
+from kvroute.openai.request import parse_request
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+ASKED = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+GIVEN = b'{"do_remote_prefill":true, "remote_block_ids":[[4,5]],"remote_engine_id":"e","new":{"a":1}}'
+
+
+def request_of(body: object, path: str = CHAT):
+    return parse_request(ENDPOINTS[path], body if isinstance(body, bytes) else json.dumps(body).encode())
+
+
+@pytest.mark.parametrize(
+    ("path", "limits"),
+    [
+        (CHAT, {"max_tokens": 1, "max_completion_tokens": 1}),
+        (COMPLETIONS, {"max_tokens": 1}),
+        ("/v1/responses", {"max_output_tokens": 1, "store": False}),
+        ("/v1/messages", {"max_tokens": 1}),
+    ],
+)
+def test_the_first_leg_asks_for_one_token_in_one_piece(path, limits) -> None:
+    request = request_of({"model": "m", "prompt": "x", "stream": True, "temperature": 0.5}, path)
+
+    first = json.loads(NixlPull().first_leg(request.body, request))
+
+    assert first == {
+        "model": "m",
+        "prompt": "x",
+        "temperature": 0.5,
+        "stream": False,
+        "kv_transfer_params": ASKED,
+        **limits,
+    }
+
+
+def test_the_first_leg_drops_what_does_not_fit_one_token() -> None:
+    request = request_of(
+        {"n": 2, "stream": True, "stream_options": {"include_usage": True}, "min_tokens": 5, "max_tokens": 9}
+    )
+
+    first = json.loads(NixlPull().first_leg(request.body, request))
+
+    assert (first["n"], first["stream_options"], first["min_tokens"], first["max_tokens"]) == (1, None, 0, 1)
+
+
+def test_other_bytes_stay_as_they_came() -> None:
+    body = b'{ "messages" : [ {"role":"user","content":"\\u00e9 \\"stream\\":1"} ],"stream" :true , "x":1.50}'
+    request = request_of(body)
+
+    first = NixlPull().first_leg(body, request)
+    second = NixlPull().second_leg(body, request, GIVEN)
+
+    assert first.startswith(body[:-1].replace(b'"stream" :true ,', b'"stream" :false ,'))
+    assert second == body[:-1] + b',"kv_transfer_params":' + GIVEN + b"}"
+
+
+def test_a_large_body_gets_its_members_appended_and_the_last_one_counts() -> None:
+    body = json.dumps({"prompt": "x" * 40_000, "max_tokens": 500, "stream": True}).encode()
+    request = request_of(body, COMPLETIONS)
+
+    first = NixlPull().first_leg(body, request)
+
+    assert first.startswith(body[:-1])
+    assert json.loads(first)["max_tokens"] == 1
+    assert json.loads(first)["stream"] is False
+
+
+def test_members_of_lmcache_and_of_key_spaces_stay_in_both_legs() -> None:
+    request = request_of({"prompt": "x", "kv_transfer_params": {"lmcache.tag.user": "u"}}, COMPLETIONS)
+    body = isolated(request.body, request, "space")
+
+    first = json.loads(NixlPull().first_leg(body, request))
+    second = json.loads(NixlPull().second_leg(body, request, GIVEN))
+
+    own = {"lmcache.tag.user": "u", "lmcache.tag.kvroute": "space"}
+    assert first["kv_transfer_params"] == own | ASKED
+    assert second["kv_transfer_params"] == own | json.loads(GIVEN)
+
+
+@pytest.mark.parametrize("present", [None, {}])
+def test_empty_parameters_of_a_client_are_replaced(present) -> None:
+    request = request_of({"prompt": "x", "kv_transfer_params": present}, COMPLETIONS)
+
+    second = NixlPull().second_leg(request.body, request, GIVEN)
+
+    assert second.count(b"kv_transfer_params") == 1
+    assert json.loads(second)["kv_transfer_params"] == json.loads(GIVEN)
+
+
+@pytest.mark.parametrize(
+    ("answer", "found"),
+    [
+        (b'{"id":"a","choices":[],"kv_transfer_params":' + GIVEN + b',"usage":{}}', GIVEN),
+        (b'{"kv_transfer_params":null}', None),
+        (b'{"kv_transfer_params":{}}', None),
+        (b'{"kv_transfer_params":"x"}', None),
+        (b'{"choices":[{"kv_transfer_params":{"a":1}}]}', None),
+        (b"{}", None),
+        (b"<html>", None),
+        (b"", None),
+    ],
+)
+def test_the_parameters_of_an_answer_are_passed_on_byte_for_byte(answer, found) -> None:
+    assert NixlPull().params_in(answer) == found
+
+
+def test_a_released_second_leg_generates_one_token() -> None:
+    request = request_of({"prompt": "x", "max_tokens": 800, "stream": True, "n": 3}, COMPLETIONS)
+
+    released = json.loads(release_leg(NixlPull(), request.body, request, GIVEN))
+
+    assert (released["max_tokens"], released["stream"], released["n"]) == (1, False, 1)
+    assert released["kv_transfer_params"] == json.loads(GIVEN)
+
+
+def test_a_shared_cache_needs_no_parameters() -> None:
+    request, connector = request_of({"prompt": "x", "max_tokens": 9}, COMPLETIONS), SharedCache()
+
+    assert json.loads(connector.first_leg(request.body, request))["max_tokens"] == 1
+    assert connector.params_in(b"{}") == b""
+    assert connector.second_leg(request.body, request, b"") is request.body
+    assert set(CONNECTORS) == {"nixl", "shared_cache"}
+
+
+@pytest.mark.parametrize("name", ["remote_host", "do_remote_prefill", "anything", "", "LMCACHE.tag"])
+def test_a_clients_parameters_are_refused_by_name(name) -> None:
+    request = request_of({"prompt": "x", "kv_transfer_params": {"lmcache.tag.a": "b", name: 1}}, COMPLETIONS)
+
+    with pytest.raises(InvalidRequest) as refused:
+        check_params(request)
+
+    assert refused.value.param == f"kv_transfer_params.{name}"
+
+
+@pytest.mark.parametrize("value", [None, {}, {"lmcache.tag.user": "u", "lmcache.skip_save": True}])
+def test_parameters_of_lmcache_pass(value) -> None:
+    check_params(request_of({"prompt": "x", "kv_transfer_params": value}, COMPLETIONS))
+
+
+@pytest.mark.parametrize("value", ["x", [1], 5])
+def test_parameters_that_are_no_object_are_refused(value) -> None:
+    with pytest.raises(InvalidRequest, match="object"):
+        check_params(request_of({"prompt": "x", "kv_transfer_params": value}, COMPLETIONS))
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "can"),
+    [
+        (CHAT, {"messages": []}, True),
+        (CHAT, {"messages": [], "prompt_logprobs": None, "echo": False}, True),
+        (CHAT, {"messages": [], "prompt_logprobs": 1}, False),
+        (COMPLETIONS, {"prompt": "x", "echo": True}, False),
+        (COMPLETIONS, {"prompt": "x", "use_beam_search": True}, False),
+        ("/v1/responses", {"input": "x", "previous_response_id": "r"}, False),
+        ("/v1/embeddings", {"input": "x"}, False),
+        ("/tokenize", {"prompt": "x"}, False),
+    ],
+)
+def test_only_requests_whose_cache_can_move_are_handed_over(path, body, can) -> None:
+    assert can_hand_over(request_of(body, path)) is can
+
+
+def test_a_body_that_was_not_read_is_not_handed_over() -> None:
+    assert not can_hand_over(request_of(b'{"prompt":"x","temperature":NaN}', COMPLETIONS))
