@@ -33,6 +33,7 @@ from kvroute.sim.other_apis import (
 from kvroute.sim.pooling import classify, embeddings, pooling, rerank, score
 from kvroute.sim.prompts import VOCABULARY, chat_tokens, decode, encode, messages_of, token_bytes
 from kvroute.sim.publisher import EventPublisher, Fault
+from kvroute.sim.transfer import read_blocks
 from kvroute.sim.worker import ReceivedRequest, SimWorker
 
 _json = msgspec.json.Encoder().encode
@@ -199,6 +200,7 @@ ROUTES: Final[Mapping[tuple[str, str], Handler]] = {
     ("GET", "/sim/cache"): control.cache,
     ("GET", "/sim/requests"): control.requests,
     ("DELETE", "/sim/requests"): control.clear_requests,
+    ("POST", "/sim/kv"): read_blocks,
 }
 _PATHS: Final = frozenset(path for _, path in ROUTES)
 
@@ -233,7 +235,8 @@ class SimApp:
         key = self.worker.options.api_key
         if key and call.path.startswith("/v1") and call.header(b"authorization") != f"Bearer {key}":
             raise ApiError(401, "Unauthorized", "Unauthorized")
-        handler = ROUTES.get((call.method, call.path)) or _stored_response(call)
+        path = "/sim/kv" if call.path.startswith("/sim/kv/") else call.path
+        handler = ROUTES.get((call.method, path)) or _stored_response(call)
         if handler is None:
             known = call.path in _PATHS
             status, phrase = (405, "Method Not Allowed") if known else (404, "Not Found")
@@ -349,6 +352,7 @@ class RunningSim:
                 backlog=4096,
             )
             self.port = self._listener.sockets[0].getsockname()[1]
+            self.worker.place = (self._options.host, self.port)
 
     async def refuse(self) -> None:
         """Refuse new connections; existing ones continue. `start` listens again."""

@@ -15,6 +15,7 @@ from kvroute.sim.completions import alternatives, stream, token_logprob
 from kvroute.sim.driver import Generation
 from kvroute.sim.http import ApiError, Call
 from kvroute.sim.prompts import Sampling, chat_tokens, messages_of, sampling
+from kvroute.sim.transfer import kept_params
 from kvroute.sim.worker import SimWorker
 
 _json = msgspec.json.Encoder().encode
@@ -70,7 +71,7 @@ async def chat_completions(call: Call, worker: SimWorker) -> None:
         body, limits=("max_completion_tokens", "max_tokens"), session=call.header(b"x-session-id")
     )
     chat = prepare(worker, body, model, params)
-    generation = worker.submit([chat.prompt], [chat.answers], params, model)
+    generation = await worker.submit(call, [chat.prompt], [chat.answers], params, model)
     head = {
         "id": worker.new_id("chatcmpl-", call),
         "object": "chat.completion.chunk" if params.stream else "chat.completion",
@@ -95,7 +96,7 @@ async def chat_completions(call: Call, worker: SimWorker) -> None:
         "prompt_logprobs": None,
         "prompt_token_ids": list(chat.prompt) if params.return_token_ids else None,
         "prompt_text": None,
-        "kv_transfer_params": None,
+        "kv_transfer_params": kept_params(call, worker, generation),
     }
     await call.respond({**head, "choices": choices, **tail})
 

@@ -13,6 +13,7 @@ from kvroute.sim.answers import Choice
 from kvroute.sim.driver import Generation
 from kvroute.sim.http import SSE, ApiError, Call
 from kvroute.sim.prompts import Sampling, completion_prompts, decode, sampling
+from kvroute.sim.transfer import kept_params
 from kvroute.sim.worker import SimWorker
 
 Event = Callable[[int, int], bytes]
@@ -62,7 +63,7 @@ async def completions(call: Call, worker: SimWorker) -> None:
     prompts = completion_prompts(body)
     params = sampling(body, limits=("max_tokens",), default_limit=16, session=call.header(b"x-session-id"))
     answers = [_answers(worker, prompt, model, params) for prompt in prompts]
-    generation = worker.submit(prompts, answers, params, model)
+    generation = await worker.submit(call, prompts, answers, params, model)
     echo = bool(body.get("echo"))
     head = {
         "id": worker.new_id("cmpl-", call),
@@ -85,7 +86,8 @@ async def completions(call: Call, worker: SimWorker) -> None:
         _choice(index, prompt, answer, params, echo=echo) for index, (prompt, answer) in enumerate(flat)
     ]
     usage = worker.usage(prompts, generation, produced, created=False)
-    tail = {"service_tier": None, "system_fingerprint": None, "usage": usage, "kv_transfer_params": None}
+    kept = kept_params(call, worker, generation)
+    tail = {"service_tier": None, "system_fingerprint": None, "usage": usage, "kv_transfer_params": kept}
     await call.respond({**head, "choices": choices, **tail})
 
 

@@ -106,6 +106,38 @@ def exposition(worker: SimWorker) -> str:
         ("num_preemptions", "Cumulative number of preemptions.", 0),
     ):
         family(f"vllm:{name}_total", "counter", help_text, (base, float(value)))
+    if options.nixl:
+        transfers = worker.transfers
+        computed = counters.prompt_tokens - counters.cache_hits - counters.external_hits
+        sources = (
+            ("local_compute", computed),
+            ("local_cache_hit", counters.cache_hits),
+            ("external_kv_transfer", counters.external_hits),
+        )
+        for name, help_text, value in (
+            (
+                "external_prefix_cache_queries",
+                "Tokens asked from other engines.",
+                counters.external_queries,
+            ),
+            ("external_prefix_cache_hits", "Tokens received from other engines.", counters.external_hits),
+            ("nixl_num_failed_transfers", "Failed transfers.", transfers.failed),
+            ("nixl_num_kv_expired_reqs", "Requests whose KV nobody read.", transfers.expired),
+        ):
+            family(f"vllm:{name}_total", "counter", help_text, (base, float(value)))
+        family(
+            "vllm:prompt_tokens_by_source_total",
+            "counter",
+            "Number of prompt tokens by source.",
+            *(({**base, "source": source}, float(value)) for source, value in sources),
+        )
+        family(
+            "vllm:nixl_xfer_time_seconds",
+            "histogram",
+            "Transfer time.",
+        )
+        lines.append(f'vllm:nixl_xfer_time_seconds_sum{{engine="0"}} {transfers.seconds}')
+        lines.append(f'vllm:nixl_xfer_time_seconds_count{{engine="0"}} {transfers.reads}')
     reasons = ("stop", "length", "abort", "error", "repetition")
     ends = [
         ({**base, "finished_reason": reason}, float(worker.driver.finished[reason])) for reason in reasons

@@ -34,7 +34,9 @@ class EngineRequest:
 
     `chain.keys` covers prompt and answer; the answer is known in advance. With `output_tokens` 0 the request
     ends after its prefill (embeddings). Without `reads_cache` the whole prompt is computed (vLLM with
-    prompt_logprobs). With `report_full` the cache announces the blocks of the hit again.
+    prompt_logprobs). With `report_full` the cache announces the blocks of the hit again. `moved_tokens` of
+    the prompt come from another engine, uncomputed here. With `keeps_blocks` the blocks stay after the end, until
+    `free_kept`, for another engine.
     """
 
     chain: Chain
@@ -42,11 +44,15 @@ class EngineRequest:
     output_tokens: int
     reads_cache: bool = True
     report_full: bool = False
+    moved_tokens: int = 0
+    keeps_blocks: bool = False
     owner: object = None
     """The caller's object for this request; the engine does not use it."""
     phase: RequestPhase = RequestPhase.WAITING
     cached_tokens: int = 0
     """Prompt tokens found in the cache; set when the request is admitted."""
+    external_tokens: int = 0
+    """Prompt tokens that came from another engine, those in the cache excluded."""
     stored_tokens: int = 0
     """Prompt tokens in blocks that this request added to the cache."""
     computed: int = 0
@@ -88,6 +94,9 @@ class EngineCounters:
     """Prompt tokens computed, cache hits excluded."""
     cache_queries: int = 0
     cache_hits: int = 0
+    external_queries: int = 0
+    external_hits: int = 0
+    """Prompt tokens that came from other engines."""
     finished: int = 0
     aborted: int = 0
     iterations: int = 0
@@ -214,6 +223,11 @@ class SimEngine:
         refused, self._refused = self._refused, []
         return Progress(first, finished, refused, self.cache.take_events())
 
+    def free_kept(self, request: EngineRequest) -> None:
+        """Free the blocks of a finished request with `keeps_blocks`; a second call does nothing."""
+        self.cache.free(request.blocks)
+        request.blocks = []
+
     def reset_prefix_cache(self) -> bool:
         """Clear the cache; False while requests run. The next iteration returns the event."""
         return self.cache.clear()
@@ -242,8 +256,20 @@ class SimEngine:
         if request.reads_cache:
             self.counters.cache_queries += request.prompt_tokens
             self.counters.cache_hits += request.cached_tokens
-        self.counters.computed_tokens += request.prompt_tokens - request.cached_tokens
+        if request.moved_tokens > request.cached_tokens:
+            self._take_in(request)
+        self.counters.computed_tokens += request.prompt_tokens - request.computed
         return True
+
+    def _take_in(self, request: EngineRequest) -> None:
+        """Add the blocks that came from another engine. The last token is computed here (vLLM 0.32)."""
+        moved = min(request.moved_tokens, request.prompt_tokens)
+        request.external_tokens = moved - request.cached_tokens
+        self.counters.external_queries += request.prompt_tokens - request.cached_tokens
+        self.counters.external_hits += request.external_tokens
+        request.computed = max(request.computed, min(moved, request.prompt_tokens - 1))
+        self._allocate_up_to(request, request.computed)
+        self._store(request)
 
     def _schedule_chunk(self, request: EngineRequest, budget: int) -> tuple[int, float]:
         chunk = min(budget, request.prompt_tokens - request.computed)
@@ -304,5 +330,7 @@ class SimEngine:
     def _release(self, request: EngineRequest) -> None:
         self._reserved -= request.reserved
         request.reserved = 0
+        if request.keeps_blocks and request.phase is RequestPhase.FINISHED:
+            return
         self.cache.free(request.blocks)
         request.blocks = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from pydantic import field_validator
 
@@ -114,6 +115,19 @@ class SimOptions(Options):
     version: str = option("0.32.0", "The vLLM release that /version reports.")
     api_key: str = option("", "Key that requests under /v1 must have (vLLM: --api-key); empty: none.")
     prefix_caching: bool = option(True, "Reuse cached blocks (vLLM: --enable-prefix-caching).")
+    nixl: bool = option(
+        False,
+        "Exchange KV with other workers as vLLM's NixlConnector does, when `kv_transfer_params` ask for it.",
+    )
+    kv_load_failure_policy: Literal["fail", "recompute"] = option(
+        "fail", "What happens if KV cannot be read from another worker (vLLM's default: fail)."
+    )
+    kv_lease_s: float = option(
+        30.0, "How long blocks stay for another worker that does not read them.", unit="s", gt=0
+    )
+    transfer_token_s: float = option(
+        13e-6, "Time to move one token from another worker (100 Gbit/s, 160 KB).", unit="s", ge=0
+    )
     token_shift: int = option(
         0,
         "Added to every id of /tokenize, as if another tokenizer were used; 0 agrees with the engine.",

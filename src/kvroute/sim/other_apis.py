@@ -14,6 +14,7 @@ from kvroute.sim.completions import stream
 from kvroute.sim.driver import Generation
 from kvroute.sim.http import JSON, SSE, ApiError, Call, ExchangeEnded
 from kvroute.sim.prompts import sampling
+from kvroute.sim.transfer import kept_params
 from kvroute.sim.worker import SimWorker, StoredResponse
 
 _json = msgspec.json.Encoder().encode
@@ -56,7 +57,7 @@ async def _answer_message(call: Call, worker: SimWorker) -> None:
     stops = body.get("stop_sequences")
     params = sampling({**body, "stop": stops, "stream_options": None}, limits=("max_tokens",))
     chat = prepare(worker, _chat_of_message(body), model, params)
-    generation = worker.submit([chat.prompt], [chat.answers], params, model)
+    generation = await worker.submit(call, [chat.prompt], [chat.answers], params, model)
     message_id = worker.new_id("chatcmpl-", call)
     if params.stream:
         await _stream_message(call, worker, generation, chat, message_id, model)
@@ -79,6 +80,8 @@ async def _answer_message(call: Call, worker: SimWorker) -> None:
     }
     if sequence is not None:
         message["stop_sequence"] = sequence
+    if (kept := kept_params(call, worker, generation)) is not None:
+        message["kv_transfer_params"] = kept
     await call.respond(message)
 
 
@@ -210,7 +213,7 @@ async def create_response(call: Call, worker: SimWorker) -> None:
     store = body.get("store") is not False
     if store:
         worker.responses[response_id] = stored
-    generation = worker.submit([chat.prompt], [chat.answers], params, model)
+    generation = await worker.submit(call, [chat.prompt], [chat.answers], params, model)
     items = [_output_item(worker, chat)]
     if params.stream:
         await _stream_response(call, worker, generation, chat, stored, items[0])
@@ -223,6 +226,8 @@ async def create_response(call: Call, worker: SimWorker) -> None:
         return
     await worker.wait_until_done(call, generation)
     _finish_response(worker, generation, chat, stored, items)
+    if (kept := kept_params(call, worker, generation)) is not None:
+        record["kv_transfer_params"] = kept
     await call.respond(record)
 
 

@@ -93,6 +93,8 @@ class Sampling:
     session_id: str | None
     reads_cache: bool
     report_full: bool
+    transfer: Json
+    """`kv_transfer_params`."""
 
 
 def chat_tokens(
@@ -269,6 +271,7 @@ def sampling(
         session_id=session if isinstance(session, str) else None,
         reads_cache=body.get("prompt_logprobs") is None,
         report_full=extra.get("kv_cache_report_mode") == "full",
+        transfer=params or {},
     )
 
 

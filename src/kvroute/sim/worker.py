@@ -21,6 +21,7 @@ from kvroute.sim.http import ApiError, Call, ExchangeEnded
 from kvroute.sim.options import SimOptions
 from kvroute.sim.prompts import Sampling
 from kvroute.sim.publisher import EventPublisher, Faults
+from kvroute.sim.transfer import TransferState, fetched_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +69,10 @@ class SimWorker:
         self.tasks: set[asyncio.Task[None]] = set()
         """Tasks in the background. `RunningSim.stop` cancels and awaits them."""
         self.start_time = clock.wall()
+        self.place = (options.host, options.port)
+        """Where the worker listens."""
         self._random = Random()
+        self.transfers = TransferState(f"{self._random.getrandbits(64):016x}")
         self.driver = EngineDriver(self._new_engine(), clock, self._publish)
 
     @property
@@ -88,6 +92,7 @@ class SimWorker:
         """
         self.driver.cancel_all(self._new_engine())
         self.counters = ServerCounters()
+        self.transfers = TransferState(f"{self._random.getrandbits(64):016x}")
         self.responses.clear()
         self.start_time = max(self.clock.wall(), self.start_time + 0.01)
         if self.publisher is not None:
@@ -135,15 +140,27 @@ class SimWorker:
             return None if left > self.options.answer_tokens else left
         return min(left, requested)
 
-    def submit(
-        self, prompts: Sequence[array[int]], answers: Sequence[Sequence[Choice]], params: Sampling, model: str
+    async def submit(
+        self,
+        call: Call,
+        prompts: Sequence[array[int]],
+        answers: Sequence[Sequence[Choice]],
+        params: Sampling,
+        model: str,
     ) -> Generation:
-        """Queue each choice of each prompt, in order. The caller ends the generation with `driver.close`."""
+        """Queue each choice of each prompt, in order. The caller ends the generation with `driver.close`.
+
+        A request whose KV is on another worker fetches it first: see `transfer.fetched_tokens`.
+        """
+        moved = await fetched_tokens(call, self, params.transfer, streamed=params.stream)
         requests = [
             self.sequence(prompt, answer.token_ids, model, params)
             for prompt, choices in zip(prompts, answers, strict=True)
             for answer in choices
         ]
+        for request in requests:
+            request.moved_tokens = moved
+            request.keeps_blocks = self.options.nixl and params.transfer.get("do_remote_decode") is True
         reasons = [answer.finish_reason for choices in answers for answer in choices]
         return self.driver.submit(requests, reasons, streamed=params.stream)
 
