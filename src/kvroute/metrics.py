@@ -252,6 +252,36 @@ class Metrics(Collector):
         self.retries = self._counter(
             "kvroute_retries", "Attempts that were repeated on another worker.", ["cause"]
         )
+        self.handovers = self._counter(
+            "kvroute_handovers",
+            "Answers of a worker to prompts that another worker computed.",
+            ["worker", "prefill_worker"],
+        )
+        self.handover_fallbacks = self._counter(
+            "kvroute_handover_fallbacks",
+            "Requests that one worker did as a whole, because handing over their prompt failed.",
+            ["cause"],
+        )
+        self.handover_tokens = self._counter(
+            "kvroute_handover_tokens", "Prompt tokens that workers got from others.", ["worker"]
+        )
+        self.handover_prefill = self._histogram(
+            "kvroute_handover_prefill_seconds",
+            "Time of a prefill worker's part of a request, its queue included.",
+            _LATENCY_S,
+            ["worker"],
+        )
+        self.handover_transfer = self._histogram(
+            "kvroute_handover_transfer_seconds",
+            "Time from the second part of a request to the first byte of its streamed answer.",
+            _LATENCY_S,
+            ["worker"],
+        )
+        self.handover_blocks_kept = self._counter(
+            "kvroute_handover_blocks_kept",
+            "Prompts whose blocks stay on the prefill worker until their lease ends, because no worker could "
+            "take them.",
+        ).labels()
         self.retries_denied = self._counter(
             "kvroute_retries_denied", "Attempts that were not repeated because of the retry budget."
         ).labels()

@@ -21,6 +21,7 @@ from kvroute.fleet.worker import (
     Worker,
     WorkerFacts,
     WorkerId,
+    WorkerRole,
     WorkerSpec,
     same_cards,
 )
@@ -203,6 +204,8 @@ class Fleet:
         self.version = 0
         """Rises whenever membership, states or models change. Callers only read it."""
         self._catalog = catalog_of((), self._aliases)
+        self.has_roles = False
+        """Whether a worker, routable or not, is for prefill or for decode only. Callers only read it."""
 
     # Read by routing and the HTTP edge
 
@@ -522,6 +525,7 @@ class Fleet:
         self.version += 1
         self._views.clear()
         self._catalog = catalog_of(self._workers.values(), self._aliases, self.created)
+        self.has_roles = any(worker.role is not WorkerRole.BOTH for worker in self._workers.values())
         for change, worker in changes:
             self._notify(change, worker)
 

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, BeforeValidator, SecretStr, field_validator, model_validator
 
 from kvroute.fleet.discovery.options import DnsOptions, KubernetesOptions
-from kvroute.fleet.worker import WorkerId, WorkerSpec
+from kvroute.fleet.worker import WorkerId, WorkerRole, WorkerSpec
 from kvroute.options import Options, option
 
 _PATH = re.compile(r"(?:/(?!\.{1,2}(?:/|$))[A-Za-z0-9._-]+)+")
@@ -159,6 +159,11 @@ class WorkerEntry(Options):
         higher="the worker is expected to hold prompts for longer",
         lower="the worker is expected to evict prompts sooner",
     )
+    role: WorkerRole | None = option(
+        None,
+        "`prefill`: it computes long prompts, and other workers answer them; `decode`: it answers, and gets the "
+        "KV of long prompts from prefill workers; `both` (default). See `routing.prefill_decode`.",
+    )
 
     @field_validator("url")
     @classmethod
@@ -188,7 +193,8 @@ class WorkerEntry(Options):
     def spec(self) -> WorkerSpec:
         """The entry as a `WorkerSpec`, with the default id if none is set."""
         place = self.url.split("://", 1)[1].replace("/", ".")
-        return WorkerSpec(WorkerId(self.id or place), self.url, self.models, self.capacity_tokens)
+        role = None if self.role is None else self.role.value
+        return WorkerSpec(WorkerId(self.id or place), self.url, self.models, self.capacity_tokens, role)
 
 
 Entry = Annotated[WorkerEntry, BeforeValidator(_as_mapping)]
@@ -220,7 +226,8 @@ class FleetOptions(Options):
     """Discovery sources, names of models, and health of workers."""
 
     workers: Annotated[Entries, BeforeValidator(_as_list)] = option(
-        (), "Workers known from the start: URLs, or mappings with `url`, `id`, `models`, `capacity_tokens`."
+        (),
+        "Workers known from the start: URLs, or mappings with `url`, `id`, `models`, `capacity_tokens`, `role`.",
     )
     file: Path | None = option(
         None,

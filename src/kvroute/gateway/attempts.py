@@ -24,11 +24,13 @@ from kvroute.errors import (
     WorkerUnreachable,
 )
 from kvroute.fleet.health import HealthMonitor
+from kvroute.fleet.load import Reservation
+from kvroute.fleet.worker import Worker
 from kvroute.gateway.journal import Connect, Record, Trace, trace_id_in
 from kvroute.gateway.own_limits import OUT_OF_DESCRIPTORS
 from kvroute.gateway.planner import RequestPlan
 from kvroute.metrics import Metrics
-from kvroute.routing.router import Dispatch, Router
+from kvroute.routing.router import Router
 from kvroute.routing.strategy import Candidate, RouteQuery
 from kvroute.upstream.options import RetryOptions
 from kvroute.upstream.response import AnswerListener, UpstreamResponse
@@ -126,7 +128,7 @@ class Attempts(Struct, eq=False):
     """The client's headers as `upstream.headers.relayed_fields` returns them."""
     response: UpstreamResponse | None = None
     candidate: Candidate | None = None
-    _dispatch: Dispatch | None = None
+    _dispatch: Reservation | None = None
 
     def start(self, listener: AnswerListener) -> None:
         """Send the request to the first worker of the ranking. Raises InvalidRequest."""
@@ -196,16 +198,20 @@ class Attempts(Struct, eq=False):
             self._send(candidate, listener, fresh=True)
             return
         self._record.error = error.cause
-        if isinstance(error, ConnectRefused):
-            deps.health.report_refused(worker)
-        elif not isinstance(error, _OWN_LIMITS):  # those are the gateway's own, not failures of the worker
-            deps.health.report_failure(worker, error.cause)
+        self._report(worker, error)
         has_next = self._record.attempts < len(self._plan.decision.ranking)
         if isinstance(error, _RETRYABLE) and has_next and self._may_retry(error.cause):
             self.release(deps.now())
             self._send_to_next(listener)
             return
         raise self._client_error(error, worker.id, has_next) from error
+
+    def _report(self, worker: Worker, error: UpstreamError) -> None:
+        """Report a failed attempt to `health`."""
+        if isinstance(error, ConnectRefused):
+            self._deps.health.report_refused(worker)
+        elif not isinstance(error, _OWN_LIMITS):  # those are the gateway's own, not failures of the worker
+            self._deps.health.report_failure(worker, error.cause)
 
     def retry_after_status(self, listener: AnswerListener) -> bool:
         """Send the request to the next worker because of the answer's status; False if no retry is

@@ -81,7 +81,7 @@ _decode_answer = msgspec.json.Decoder(_Answer).decode
 def usage_in(before_last: bytes, last: bytes) -> Usage | None:
     """The usage in the last two chunks of an answer; None if there is none. A few us, once per answer."""
     if not before_last and len(last) <= _SMALL_BYTES and last.startswith(b"{"):
-        usage = _decoded(last)
+        usage = usage_of_whole(last)
         if usage is not None:
             return usage
     tail = (before_last + last if len(last) < _TAIL_BYTES else last)[-_TAIL_BYTES:]
@@ -101,7 +101,7 @@ def usage_in(before_last: bytes, last: bytes) -> Usage | None:
     )
 
 
-def _decoded(answer: bytes) -> Usage | None:
+def usage_of_whole(answer: bytes) -> Usage | None:
     """The usage of a whole answer; None if the answer has none or is not JSON."""
     try:
         usage = _decode_answer(answer).usage

@@ -79,6 +79,22 @@ class Trace(Struct, eq=False, gc=False):
     """Of the attempts that found no idle connection."""
 
 
+class HandoverRecord(Struct, eq=False, gc=False):
+    """What happened to the parts of a request whose prompt another worker computed. Mutable: as `Record`."""
+
+    prefill_worker: str
+    moved_tokens: int
+    """Prompt tokens that the decode worker lacked."""
+    prefill_s: float | None = None
+    """From the first leg to its answer; None if it failed."""
+    transfer_s: float | None = None
+    """From the second leg to the first byte of a streamed answer."""
+    cached_tokens: int | None = None
+    """Prompt tokens that the prefill worker reported as cached."""
+    fallback: str = ""
+    """Why one worker did the whole request after all; "" if it did not."""
+
+
 class Record(Struct, eq=False, gc=False):
     """What happened to one request, without its body.
 
@@ -119,6 +135,8 @@ class Record(Struct, eq=False, gc=False):
     """Set while the request is traced (`tracing.endpoint`)."""
     was_sampled: bool = False
     """It is decided whether the request is traced."""
+    handover: HandoverRecord | None = None
+    """Set if another worker was to compute the prompt."""
     ended: float = 0.0
 
 
@@ -277,6 +295,14 @@ def _line(record: Record, duration: float, text: str) -> str:
         line += f" key={record.key}"
     if record.queued_s:
         line += f" queued={record.queued_s:.4f}"
+    if (handover := record.handover) is not None:
+        line += f" prefill_worker={handover.prefill_worker} moved={handover.moved_tokens}"
+        if handover.prefill_s is not None:
+            line += f" prefill={handover.prefill_s:.4f}"
+        if handover.transfer_s is not None:
+            line += f" transfer={handover.transfer_s:.4f}"
+        if handover.fallback:
+            line += f" handover_fallback={handover.fallback}"
     if record.error:
         line += f" error={record.error}"
     if record.ended_by:
@@ -316,6 +342,8 @@ def _fields(record: Record, duration: float, strategy: str, reason: str) -> dict
         fields["reported_cached_tokens"] = record.usage.cached_tokens
     if record.queued_s:
         fields["queue_wait_s"] = round(record.queued_s, 6)
+    if record.handover is not None:
+        fields |= _described_handover(record.handover)
     for name in ("key", "error", "ended_by", "trace_id"):
         if value := getattr(record, name):
             fields[name] = value
@@ -340,6 +368,8 @@ def _described(wall: float, duration: float, record: Record) -> dict[str, Any]:
         entry["key"] = record.key
     if record.queued_s:
         entry["queue_wait_s"] = record.queued_s
+    if record.handover is not None:
+        entry |= _described_handover(record.handover)
     if record.decision is not None:
         entry |= {"prompt_tokens": record.tokens, **record.decision.describe()}
     if record.usage is not None:
@@ -348,6 +378,17 @@ def _described(wall: float, duration: float, record: Record) -> dict[str, Any]:
             "cached_tokens": record.usage.cached_tokens,
         }
     return entry
+
+
+def _described_handover(handover: HandoverRecord) -> dict[str, Any]:
+    return {
+        "prefill_worker": handover.prefill_worker,
+        "moved_tokens": handover.moved_tokens,
+        "prefill_s": handover.prefill_s,
+        "transfer_s": handover.transfer_s,
+        "prefill_cached_tokens": handover.cached_tokens,
+        "handover_fallback": handover.fallback or None,
+    }
 
 
 class RequestLines:

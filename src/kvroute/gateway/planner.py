@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 from msgspec import Struct
+from msgspec.structs import replace
 from xxhash import xxh3_64_intdigest
 
 from kvroute.blocks.keys import BLOCK_BYTES, BYTES_PER_TOKEN, CacheSpace, PromptKeys
@@ -17,6 +18,7 @@ from kvroute.gateway.downstream import Headers, header
 from kvroute.gateway.preparation import Adapter, KeySpaces, Prepared
 from kvroute.openai.endpoints import Endpoint, ErrorShape
 from kvroute.openai.isolation import check_uses_no_key_space
+from kvroute.openai.kv_transfer import can_hand_over, check_params
 from kvroute.openai.members import with_model
 from kvroute.openai.prompt import AnyPrompt, Prompt
 from kvroute.openai.request import InferenceRequest, cache_salt_of, prompts_of
@@ -55,6 +57,8 @@ class RequestPlan(Struct, eq=False, gc=False):
     """Bodies for workers that have another revision of the adapter; all others get `body`."""
     is_isolated: bool = False
     """Whether `body` was put into a key space."""
+    request: InferenceRequest | None = None
+    """Set if the decision has a handover, whose legs need other bodies."""
 
     def body_for(self, worker: WorkerId) -> bytes:
         """The body to send to `worker`."""
@@ -72,6 +76,8 @@ class _ModelFacts(NamedTuple):
     isolates: bool
     """Whether tenants are isolated, or the fleet has adapters that are."""
     adapter: Adapter | None
+    has_roles: bool
+    """Whether a worker of the fleet is for prefill or for decode only."""
 
 
 ContentRule: TypeAlias = Callable[[], str]
@@ -155,7 +161,7 @@ class Planner:
         facts = self._models.get(requested) if self._version == self._fleet.version else None
         if facts is None:
             facts = self._resolve(requested)
-        model, view, strategy, needs, space, isolates, adapter = facts
+        model, view, strategy, needs, space, isolates, adapter, has_roles = facts
         if requested is not None and model != requested:
             body = with_model(request, model)
         other_bodies, is_isolated = None, False
@@ -164,6 +170,8 @@ class Planner:
             plain = body
             body, other_bodies = self._isolation.bodies(request, body, adapter)
             is_isolated = body is not plain
+        if has_roles:
+            check_params(request)
         if not view.workers:
             causes = self._fleet.causes(model)
             raise NoRoutableWorker(
@@ -178,12 +186,15 @@ class Planner:
             session = session_key(self._session_keys, request, headers)
             if session is not None and request.tenant:
                 session = tenant_session(request.tenant, session)
-        prompts = prompts_of(request) if needs is _PROMPT or needs is _TOKENS else ()
+        reads_prompt = needs is _PROMPT or needs is _TOKENS or has_roles
+        prompts = prompts_of(request) if reads_prompt else ()
         if is_isolated:
             space = CacheSpace(model, self._isolation.salt(request, model))
         elif request.cache_salt is not None and (salt := cache_salt_of(request)):
             space = CacheSpace(model, salt)
         query = self._query(request, space, now, prompts, session, prepared)
+        if has_roles and len(prompts) == 1 and can_hand_over(request):
+            query = replace(query, hands_over=True)
         decision = None
         if owner is not None:
             decision = self._router.pinned(query, view, owner)
@@ -202,6 +213,7 @@ class Planner:
             endpoint.errors,
             other_bodies,
             is_isolated,
+            None if decision.handover is None else request,
         )
 
     def why_body_is_read(self, endpoint: Endpoint) -> str:
@@ -213,6 +225,8 @@ class Planner:
             return "its model decides which workers serve it"
         if self._isolation.is_active:
             return "requests of each adapter and tenant get their own key space"
+        if self._fleet.has_roles and endpoint.fills_kv_cache:
+            return "it may name the host from which a worker takes KV"
         if endpoint.stores_response:
             return "it may continue a stored response"
         if self._reads_session and self._router.may_need(Needs.SESSION_KEY):
@@ -258,6 +272,7 @@ class Planner:
             CacheSpace(model),
             isolation.is_active,
             isolation.adapter(model),
+            self._fleet.has_roles,
         )
         return facts
 

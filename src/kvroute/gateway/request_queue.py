@@ -112,8 +112,12 @@ class Permits:
     def placed(self, decision: RouteDecision) -> RouteDecision:
         """The decision with the best worker that has a permit first; unchanged if none has."""
         ranking = decision.ranking
+        handover = decision.handover
         if self.has_free(ranking[0].worker):
-            return decision
+            if handover is None or self.has_free(handover.prefill.worker):
+                return decision
+            others = ranking[1:]
+            return RouteDecision(decision.strategy, RouteReason.AT_LIMIT, (handover.whole, *others))
         for place, candidate in enumerate(ranking):
             if place and self.has_free(candidate.worker):
                 others = [other for other in ranking if other is not candidate]

@@ -33,10 +33,13 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Annotated, NamedTuple
 
+from pydantic import field_validator
+
 from kvroute.errors import NoRoutableWorker
 from kvroute.fleet.load import Reservation
 from kvroute.fleet.worker import FleetView, Sides
 from kvroute.index.history import RouteHistory
+from kvroute.openai.kv_transfer import CONNECTORS
 from kvroute.options import Options, Switch, option
 from kvroute.routing.cost import CostModel, Ranking
 from kvroute.routing.cost_parameters import Costs
@@ -72,6 +75,12 @@ class PrefillDecodeOptions(Options):
         higher="decode workers compute longer prompts themselves",
         lower="more prompts are handed over",
         ge=0,
+    )
+    connector: str = option(
+        "nixl",
+        "How KV gets to the decode worker: "
+        + "; ".join(f"`{name}`: {each.description}" for name, each in CONNECTORS.items())
+        + ".",
     )
     strict: Annotated[bool, Switch] = option(
         False,
@@ -120,6 +129,13 @@ class PrefillDecodeOptions(Options):
         lower="a hung transfer is noticed sooner",
         ge=0,
     )
+
+    @field_validator("connector")
+    @classmethod
+    def _known_connector(cls, value: str) -> str:
+        if value not in CONNECTORS:
+            raise ValueError(f"{value!r} is none of {', '.join(CONNECTORS)}")
+        return value
 
 
 class HandoverLinks:

@@ -35,8 +35,8 @@ class EngineRequest:
     `chain.keys` covers prompt and answer; the answer is known in advance. With `output_tokens` 0 the request
     ends after its prefill (embeddings). Without `reads_cache` the whole prompt is computed (vLLM with
     prompt_logprobs). With `report_full` the cache announces the blocks of the hit again. `moved_tokens` of
-    the prompt come from another engine, uncomputed here. With `keeps_blocks` the blocks stay after the end, until
-    `free_kept`, for another engine.
+    the prompt come from another engine. With `keeps_blocks` the blocks stay after the end, until `free_kept`,
+    for another engine.
     """
 
     chain: Chain
