@@ -45,11 +45,17 @@ FLAGS: dict[str, Path] = {
     "state_dir": ("server", "state_dir"),
     "admin_key_file": ("admin", "api_key_file"),
     "strategy": ("routing", "strategy"),
-    "workers": ("fleet", "workers"),
     "log_level": ("logging", "level"),
     "log_format": ("logging", "format"),
 }
 """Click parameter -> path of the option that it sets."""
+
+_WORKER_FLAGS = (
+    ("workers", "--worker", None),
+    ("prefill", "--prefill", "prefill"),
+    ("decode", "--decode", "decode"),
+)
+"""Click parameter, flag and role of the flags that together set `fleet.workers`."""
 
 
 class InvalidConfiguration(click.ClickException):
@@ -88,6 +94,18 @@ def configured(
             metavar="[ID=]URL",
             multiple=True,
             help="A worker's base URL or HOST:PORT; repeat for more. Replaces fleet.workers.",
+        )
+        @click.option(
+            "--prefill",
+            metavar="[ID=]URL",
+            multiple=True,
+            help="A worker that computes long prompts for others; repeat for more. See fleet.workers.role.",
+        )
+        @click.option(
+            "--decode",
+            metavar="[ID=]URL",
+            multiple=True,
+            help="A worker that answers, and gets the KV of long prompts from prefill workers; repeatable.",
         )
         @click.option("--strategy", metavar="NAME", help=f"Routing strategy: {', '.join(STRATEGIES)}.")
         @click.option("--host", help="Address to listen on.")
@@ -138,23 +156,24 @@ def configured(
 def flag_settings(flags: dict[str, Any]) -> list[ConfigSetting]:
     """The flags on the command line, as settings."""
     settings = []
+    given = [(flag, role, text) for name, flag, role in _WORKER_FLAGS for text in flags[name]]
+    if given:
+        origin = ", ".join(dict.fromkeys(flag for flag, _, _ in given))
+        entries = [worker(text, role) for _, role, text in given]
+        settings.append(ConfigSetting(("fleet", "workers"), entries, origin))
     for name, path in FLAGS.items():
-        value = flags[name]
-        if value in (None, ()):
-            continue
-        origin = "--worker" if name == "workers" else f"--{name.replace('_', '-')}"
-        settings.append(
-            ConfigSetting(path, [worker(text) for text in value] if name == "workers" else value, origin)
-        )
+        if (value := flags[name]) is not None:
+            settings.append(ConfigSetting(path, value, f"--{name.replace('_', '-')}"))
     return settings
 
 
-def worker(text: str) -> str | dict[str, str]:
+def worker(text: str, role: str | None = None) -> str | dict[str, str]:
     """`URL` or `ID=URL` as an entry of `fleet.workers`; `HOST:PORT` is `http://HOST:PORT`."""
+    entry = {} if role is None else {"role": role}
     name, separator, url = text.partition("=")
     if separator and "://" not in name:
-        return {"id": name, "url": _with_scheme(url)}
-    return _with_scheme(text)
+        entry["id"], text = name, url
+    return {**entry, "url": _with_scheme(text)} if entry else _with_scheme(text)
 
 
 _host_and_port = re.compile(r"(?:[\w.-]+|\[[\da-fA-F:.]+\]):\d+/?").fullmatch

@@ -161,8 +161,8 @@ class WorkerEntry(Options):
     )
     role: WorkerRole | None = option(
         None,
-        "`prefill`: it computes long prompts, and other workers answer them; `decode`: it answers, and gets the "
-        "KV of long prompts from prefill workers; `both` (default). See `routing.prefill_decode`.",
+        "`prefill`: it computes long prompts, and other workers answer them; `decode`: it answers, and gets "
+        "the KV of long prompts from prefill workers; `both` (default). See `routing.prefill_decode`.",
     )
 
     @field_validator("url")
@@ -227,7 +227,8 @@ class FleetOptions(Options):
 
     workers: Annotated[Entries, BeforeValidator(_as_list)] = option(
         (),
-        "Workers known from the start: URLs, or mappings with `url`, `id`, `models`, `capacity_tokens`, `role`.",
+        "Workers known from the start: URLs, or mappings with `url`, `id`, `models`, `capacity_tokens`, "
+        "`role`.",
     )
     file: Path | None = option(
         None,

@@ -176,6 +176,7 @@ def _described(worker: Worker, router: Router) -> dict[str, Any]:
     return {
         "id": worker.id,
         "url": worker.spec.url,
+        "role": worker.role.value,
         "state": worker.state.value,
         "trouble": worker.trouble or None,
         "models": sorted(worker.models),

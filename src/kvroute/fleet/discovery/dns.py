@@ -33,6 +33,7 @@ class _Name:
 
     host: str
     port: int
+    role: str | None = None
     addresses: tuple[str, ...] = ()
     failing_since: float | None = None
     trouble: str = ""
@@ -58,12 +59,12 @@ class DnsDiscovery:
         self._options = options
         self._clock = clock
         self._resolve = resolve
-        self._names = [_Name(*place_of(name)) for name in options.names]
+        self._names = [_Name(*place_of(name), role) for name, role in options.by_role()]
 
     @classmethod
     def configured(cls, options: FleetOptions, clock: Clock) -> DnsDiscovery | None:
         """None if `options` have no name."""
-        return cls(options.dns, clock) if options.dns.names else None
+        return cls(options.dns, clock) if options.dns.by_role() else None
 
     async def watch(self) -> AsyncGenerator[tuple[WorkerSpec, ...], None]:
         """Yield the workers of all names after the first lookups, then after each change."""
@@ -122,12 +123,15 @@ class DnsDiscovery:
             name.addresses = ()
 
     def _specs(self) -> tuple[WorkerSpec, ...]:
-        places = dict.fromkeys(
-            f"[{address}]:{name.port}" if ":" in address else f"{address}:{name.port}"
-            for name in self._names
-            for address in name.addresses
+        roles: dict[str, str | None] = {}
+        for name in self._names:
+            for address in name.addresses:
+                host = f"[{address}]" if ":" in address else address
+                roles.setdefault(f"{host}:{name.port}", name.role)
+        scheme = self._options.scheme
+        return tuple(
+            WorkerSpec(WorkerId(place), f"{scheme}://{place}", role=role) for place, role in roles.items()
         )
-        return tuple(WorkerSpec(WorkerId(place), f"{self._options.scheme}://{place}") for place in places)
 
 
 async def _call(resolve: Resolve, host: str) -> Sequence[str]:

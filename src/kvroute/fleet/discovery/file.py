@@ -6,6 +6,7 @@
         url: http://10.0.0.2:8000
         models: [llama]                     # only where /v1/models cannot be read
         capacity_tokens: 500000             # only where /metrics does not have it
+        role: decode                        # or prefill; default: both
 
 Unknown keys are errors. An unusable file changes nothing: the last good list stays.
 """

@@ -131,6 +131,12 @@ class DnsOptions(Options):
     names: Annotated[tuple[str, ...], BeforeValidator(_as_list)] = option(
         (), "Names to resolve, each as `host:port`, such as `vllm-workers.llm.svc:8000`."
     )
+    prefill_names: Annotated[tuple[str, ...], BeforeValidator(_as_list)] = option(
+        (), "Names of workers with the role `prefill`, as in `names`."
+    )
+    decode_names: Annotated[tuple[str, ...], BeforeValidator(_as_list)] = option(
+        (), "Names of workers with the role `decode`, as in `names`."
+    )
     scheme: Literal["http", "https"] = option("http", "Scheme of the workers' URLs.")
     family: Literal["auto", "ipv4", "ipv6"] = option(
         "auto",
@@ -164,9 +170,14 @@ class DnsOptions(Options):
 
     @model_validator(mode="after")
     def _are_places(self) -> Self:
-        for name in self.names:
+        for name, _ in self.by_role():
             place_of(name)
         return self
+
+    def by_role(self) -> tuple[tuple[str, str | None], ...]:
+        """Every name with the role of its workers."""
+        roles = ((self.names, None), (self.prefill_names, "prefill"), (self.decode_names, "decode"))
+        return tuple((name, role) for names, role in roles for name in names)
 
 
 def place_of(name: str) -> tuple[str, int]:
