@@ -42,6 +42,7 @@ def request_of(body: object, path: str = CHAT):
         (COMPLETIONS, {"max_tokens": 1}),
         ("/v1/responses", {"max_output_tokens": 1, "store": False}),
         ("/v1/messages", {"max_tokens": 1}),
+        ("/invocations", {"max_tokens": 1}),
     ],
 )
 def test_the_first_leg_asks_for_one_token_in_one_piece(path, limits) -> None:
@@ -178,6 +179,9 @@ def test_parameters_that_are_no_object_are_refused(value) -> None:
         (COMPLETIONS, {"prompt": "x", "echo": True}, False),
         (COMPLETIONS, {"prompt": "x", "use_beam_search": True}, False),
         ("/v1/responses", {"input": "x", "previous_response_id": "r"}, False),
+        ("/v1/responses", {"input": "x"}, True),
+        ("/invocations", {"prompt": "x"}, True),
+        ("/invocations", {"input": "x"}, False),
         ("/v1/embeddings", {"input": "x"}, False),
         ("/tokenize", {"prompt": "x"}, False),
     ],

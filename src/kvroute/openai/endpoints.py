@@ -101,7 +101,7 @@ _ROWS = (
         body=BodyKind.MULTIPART,
         isolation=Isolation.IMPOSSIBLE,
     ),
-    Endpoint("/invocations", "SageMaker invocation: any of the JSON bodies above"),
+    Endpoint("/invocations", "SageMaker invocation: any of the JSON bodies above", limits=("max_tokens",)),
 )
 
 ENDPOINTS: dict[str, Endpoint] = {row.path: row for row in _ROWS}

@@ -84,7 +84,7 @@ def can_hand_over(request: InferenceRequest) -> bool:
     if not request.endpoint.limits or request.over or request.endpoint.body is not BodyKind.JSON:
         return False
     fields = request.fields
-    if fields is None:
+    if fields is None or not ("messages" in fields or "prompt" in fields or request.endpoint.stores_response):
         return False
     return all(name not in fields or bytes(fields[name]) in _FALSE for name in _FORBIDDING)
 
@@ -174,6 +174,8 @@ def _one_token(request: InferenceRequest) -> dict[TopLevelMember, bytes]:
     fields = request.fields or {}
     members = {_REPLACED[name]: b"1" for name in request.endpoint.limits}
     members[_REPLACED["stream"]] = b"false"
+    if "max_completion_tokens" in fields:  # it counts before `max_tokens`, also for /invocations
+        members[_REPLACED["max_completion_tokens"]] = b"1"
     if "n" in fields:
         members[_REPLACED["n"]] = b"1"
     if "stream_options" in fields:
