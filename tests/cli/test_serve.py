@@ -71,6 +71,25 @@ def test_a_worker_without_a_scheme_speaks_http(served, text, expected):
     assert [(worker.id, worker.url) for worker in served[0].fleet.workers] == [expected]
 
 
+def test_flags_give_workers_their_roles(served):
+    result = invoke("--prefill", "a:1", "--worker", "b:1", "--decode", "d=http://c:1", "--decode", "d:1")
+
+    assert result.exit_code == 3, result.output
+    assert [(worker.id, worker.url, worker.role) for worker in served[0].fleet.workers] == [
+        (None, "http://b:1", None),
+        (None, "http://a:1", "prefill"),
+        ("d", "http://c:1", "decode"),
+        (None, "http://d:1", "decode"),
+    ]
+
+
+def test_an_unknown_role_is_an_error_with_its_path(served):
+    result = invoke("--set", 'fleet.workers=[{"url": "http://a:1", "role": "engine"}]')
+
+    assert result.exit_code == 2
+    assert "fleet.workers.0.role" in result.output
+
+
 def test_an_equals_sign_inside_a_url_is_part_of_it(served):
     result = invoke("--worker", "http://a:1/x=y")
 

@@ -69,6 +69,7 @@ _DEFAULTS = SimOptions()
     type=click.Choice(list(DIALECTS)),
     help="Encoding of the events.",
 )
+@click.option("--nixl", is_flag=True, help="Exchange KV with other workers as vLLM's NixlConnector does.")
 @click.option(
     "--record-requests",
     "recorded_requests",

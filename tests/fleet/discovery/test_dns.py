@@ -50,6 +50,22 @@ class Sets(list[list[str]]):
                 self.append([spec.url for spec in specs])
 
 
+async def test_names_give_workers_their_roles(clock):
+    names = FakeNames(both=["10.0.0.1"], prefill=["10.0.0.2"], decode=["10.0.0.3", "10.0.0.1"])
+    source = looking_up(
+        names, clock, "both:8000", prefill_names=("prefill:8000",), decode_names=("decode:8000",)
+    )
+
+    async with aclosing(source.watch()) as found:
+        specs = await anext(found)
+
+    assert [(spec.url, spec.role) for spec in specs] == [
+        ("http://10.0.0.1:8000", None),
+        ("http://10.0.0.2:8000", "prefill"),
+        ("http://10.0.0.3:8000", "decode"),
+    ]
+
+
 async def test_every_address_is_a_worker_and_changes_are_followed(clock, running):
     names, sets = FakeNames(vllm=["10.0.0.2", "10.0.0.1", "10.0.0.1"]), Sets()
     source = looking_up(names, clock)
