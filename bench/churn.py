@@ -6,8 +6,8 @@ Simulated workers with small caches publish KV events to a gateway with exact to
 Every few seconds one worker process is killed and started again under another id and port, a worker moves to
 another address, a tenth of the keys gets new names, and every half a minute the configuration is loaded again
 with other connection pools. Clients send what they may send: streams that they leave, new sessions, unknown
-models, wrong keys, bodies that are no JSON. The index, the map, the sessions and the names of keys reach
-their limits in the first minutes. Everything is on 127.0.0.0/8.
+models, wrong keys, bodies that are no JSON. The index, the map and the sessions reach their limits in the
+first minutes, the queue's accounts of keys before. Everything is on 127.0.0.0/8.
 
 The exit code is 1 if a bound is missed:
 
@@ -55,6 +55,8 @@ CLIENTS = 12
 NAMES = 500
 """Keys at a time; `_NEW` of them get another name at each change."""
 NEW = 50
+FIRST_NAMES = 4_200
+"""Keys that send one request each before anything is measured: the accounts of the queue (4,096) are full."""
 SAMPLE_S = 10.0
 WARM_S = 60.0
 IDLE_S = 120.0
@@ -138,10 +140,36 @@ class Setting:
         self.made += 1
         del self.names[:NEW]
         self.names += [f"key-{self.made}-{number}" for number in range(NAMES - len(self.names))]
+        await self.write_keys()
+        self.changes["keys"] += 1
+
+    async def fill(self) -> None:
+        """Send a request with each of `FIRST_NAMES` keys."""
+        names = [f"key-0-{number}" for number in range(FIRST_NAMES)]
+        others, self.names = self.names, names
+        await self.write_keys()
+        url = f"http://127.0.0.1:{self.port}/v1/completions"
+        body = {"model": MODEL, "max_tokens": 1, "prompt": "one"}
+        places = iter(names)
+
+        async def is_known() -> bool:
+            answer = await self.http.post(url, json=body, headers={"authorization": f"Bearer {names[-1]}"})
+            return answer.status_code == 200
+
+        async def send() -> None:
+            for name in places:
+                await self.http.post(url, json=body, headers={"authorization": f"Bearer {name}"})
+
+        if await until(is_known, START_S) is None:
+            raise RuntimeError("the first keys are not loaded")
+        await asyncio.gather(*(send() for _ in range(CLIENTS)))
+        self.names = others
+        await self.write_keys()
+
+    async def write_keys(self) -> None:
         limits = {"requests_per_minute": 100_000, "tokens_per_minute": 100_000_000}
         entries = [{"name": name, "hash": key_hash(name), "limits": limits} for name in self.names]
         await asyncio.to_thread(replace_file, self.folder / "keys.yaml", json.dumps({"keys": entries}))
-        self.changes["keys"] += 1
 
     async def change_config(self) -> None:
         self.version += 1
@@ -373,6 +401,7 @@ async def measure(options: argparse.Namespace) -> tuple[list[str], dict[str, Any
     ends: Counter[str] = Counter()
     points: list[tuple[float, float]] = []
     async with setting(options.seed, options.processes) as made:
+        await made.fill()
         async with churning(made, options.seed + 1000, ends, 2.0):
             await asyncio.sleep(min(WARM_S, options.seconds / 4))
         before = await made.idle()
