@@ -134,6 +134,34 @@ async def test_curl_is_answered_with_a_valid_token_and_refused_with_any_other(id
     assert (await with_curl(gateway, token("nobody")))["error"]["code"] == "client_not_permitted"
 
 
+@pytest.mark.parametrize(
+    ("limits", "named"),
+    [({"requests_per_minute": 1}, "requests_per_minute"), ({"tokens_per_minute": 1}, "tokens_per_minute")],
+)
+async def test_curl_gets_429_with_the_seconds_until_it_may_retry(identified, file, limits, named):
+    file(entry("limited", "limited", limits=limits), entry("free", "free"))
+    gateway = await identified()
+    words = ["-i", "-H", "authorization: Bearer limited", "-H", "content-type: application/json"]
+
+    async def asked() -> tuple[str, dict[str, str], dict[str, object]]:
+        code, answer = await curl(f"{gateway.url}{PATH}", *words, "-d", json.dumps(CHAT))
+        assert code == 0, answer
+        head, _, body = answer.partition("\r\n\r\n")
+        status, *lines = head.split("\r\n")
+        headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in lines)}
+        return status, headers, json.loads(body)
+
+    status, _, _ = await asked()
+    assert status == "HTTP/1.1 200 OK"
+    status, headers, body = await asked()
+
+    assert status == "HTTP/1.1 429 Too Many Requests"
+    assert 1 <= int(headers["retry-after"]) <= 60 * 60
+    assert body["error"]["code"] == "key_limit_reached"
+    assert named in body["error"]["message"]
+    assert "usage" in await with_curl(gateway, "free")
+
+
 @pytest.mark.parametrize("count", [1, 2])
 async def test_curl_uses_a_new_signing_key_and_no_withdrawn_one(identified, issuer, count):
     issuer.is_up = False

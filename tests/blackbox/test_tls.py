@@ -398,6 +398,54 @@ async def test_each_process_uses_a_changed_certificate_and_keeps_it_when_the_nex
     assert f"{pair.key} is not the key" in await gateway.logged("are refused")
 
 
+async def test_openai_and_curl_meet_a_new_certificate_and_running_answers_end_whole(
+    serve, authority, pair, tmp_path
+):
+    other = Authority(tmp_path, "other")
+    async with scripted_worker({"id": "sim-model", "object": "model"}) as worker:
+        gateway = await serve("--worker", worker.url, *tls(pair, reload_interval_s=0.1))
+        chunk = {
+            "id": "x", "object": "chat.completion.chunk", "created": 1, "model": "sim-model",
+            "choices": [{"index": 0, "delta": {"content": "a"}, "finish_reason": None}],
+        }  # fmt: skip
+        event = b"data: %b\n\n" % json.dumps(chunk).encode()
+        end = event + b"data: [DONE]\n\n"
+        head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ncontent-length: %d\r\n\r\n"
+        worker.answer, worker.rest = head % len(event + end) + event, end
+
+        def client(trusted: Authority) -> openai.AsyncOpenAI:
+            http = httpx.AsyncClient(verify=trusted.client(), trust_env=False)
+            return openai.AsyncOpenAI(
+                base_url=f"{gateway.url}/v1", api_key="x", http_client=http, max_retries=0
+            )
+
+        async def answer(through: openai.AsyncOpenAI) -> str:
+            stream = await through.chat.completions.create(**CHAT, stream=True)
+            return "".join([each.choices[0].delta.content async for each in stream])
+
+        async def with_curl(trusted: Authority) -> tuple[int, str]:
+            words = ["--cacert", str(trusted.file), "-H", "content-type: application/json", "-d", BODY]
+            return await curl(f"{gateway.url}/v1/chat/completions", *words)
+
+        async with client(authority) as kept:
+            running = await kept.chat.completions.create(**CHAT, stream=True)
+            first = await anext(aiter(running))
+            other.issue("gateway").copy_to(pair)
+            await gateway.logged("the changed TLS files are loaded")
+            worker.may_finish.set()
+            texts = [each.choices[0].delta.content async for each in running]
+            assert [first.choices[0].delta.content, *texts] == ["a", "a"]
+            assert await answer(kept) == "aa"  # on its open connection: it trusts no new one
+        async with client(other) as informed, client(authority) as uninformed:
+            assert await answer(informed) == "aa"
+            with pytest.raises(openai.APIConnectionError):
+                await answer(uninformed)
+        code, written = await with_curl(other)
+        assert (code, written.count("data: ")) == (0, 3)
+        assert (await with_curl(authority))[0] == 60  # curl: the peer's certificate cannot be verified
+        assert "Traceback" not in gateway.log
+
+
 @pytest.mark.parametrize("lane", ["on", "off"])
 async def test_shutdown_finishes_running_answers_and_does_not_wait_for_idle_connections(
     serve, authority, pair, lane
