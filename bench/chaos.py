@@ -44,7 +44,9 @@ from chaos_setting import (
     PROCESSES,
     REFUSED,
     WORKERS,
+    Killed,
     Setting,
+    has_sockets,
     setting,
     until,
 )
@@ -133,11 +135,17 @@ async def redis_away(made: Setting, worker: int) -> None:
 
 
 async def kill_process(made: Setting, worker: int) -> None:
-    made.kills.append(asyncio.get_running_loop().time())
-    found = made.process_ids()
+    loop = asyncio.get_running_loop()
+    killed = Killed(loop.time())
+    made.kills.append(killed)
+    pid = made.process_ids()[worker % PROCESSES]
     with contextlib.suppress(ProcessLookupError):
-        os.kill(found[worker % PROCESSES], signal.SIGKILL)
-    await asyncio.sleep(LASTS_S)
+        os.kill(pid, signal.SIGKILL)
+    # A process needs a core to end, and its listening sockets accept connections until then.
+    while has_sockets(pid):  # noqa: ASYNC110 - another process's state
+        await asyncio.sleep(0.01)
+    killed.gone_s = loop.time()
+    await asyncio.sleep(max(0.0, killed.at_s + LASTS_S - loop.time()))
 
 
 FAULTS = {
@@ -186,6 +194,8 @@ class Report:
     map_comparisons: int
     """Until one found no difference; the first one begins a second after the last fault's end."""
     map_blocks: int
+    killed_within_s: float
+    """Longest time from the signal to the end of a killed gateway process."""
     problems: list[str]
 
 
@@ -243,7 +253,15 @@ async def run(
         counts = Counter(outcome.end.value for outcome in outcomes)
         tokens = sum(outcome.tokens for outcome in outcomes)
         return Report(
-            dict(counts), tokens, dict(Counter(made.faults)), zero_s, equal_s, comparisons, blocks, problems
+            dict(counts),
+            tokens,
+            dict(Counter(made.faults)),
+            zero_s,
+            equal_s,
+            comparisons,
+            blocks,
+            max((killed.gone_s - killed.at_s for killed in made.kills), default=0.0),
+            problems,
         )
 
 

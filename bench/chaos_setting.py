@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import math
 import os
 import random
 import re
@@ -85,6 +86,27 @@ class Child:
 
 
 @dataclass(slots=True)
+class Killed:
+    """A gateway process that was killed; times of the event loop. Mutable: `gone_s`, infinite at first."""
+
+    at_s: float
+    gone_s: float = math.inf
+    """When its sockets were closed."""
+
+    def ended(self, sent_s: float, now: float, notice_s: float) -> bool:
+        """Whether a request that was sent and has failed at these times may have been inside the process."""
+        return sent_s <= self.gone_s and self.at_s <= now <= self.gone_s + notice_s
+
+
+def has_sockets(pid: int) -> bool:
+    """Whether a process still runs: one that has ended, collected or not, has closed its sockets."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+@dataclass(slots=True)
 class Setting:
     """Everything that runs. Mutable: children restart, `kills` and `problems` grow, the files change."""
 
@@ -99,8 +121,7 @@ class Setting:
     config: dict[str, dict[str, Any]]
     """The gateway's configuration, without later changes."""
     problems: list[str] = field(default_factory=list)
-    kills: list[float] = field(default_factory=list)
-    """Times (of the event loop) when a gateway process was killed."""
+    kills: list[Killed] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
     ended_s: float = 0.0
     """When the last fault ended, or the traffic without faults."""

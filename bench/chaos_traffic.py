@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from random import Random
 from typing import Any
 
+from chaos_setting import Killed
 from kvroute.sim.answers import fingerprint, plain
 from kvroute.sim.prompts import chat_tokens, encode
 
@@ -123,8 +125,8 @@ class Traffic:
         return Planned(at_s, "/v1/chat/completions", {**body, "messages": messages}, text, tokens, key)
 
 
-async def send(port: int, planned: Planned, kills: list[float], limits: Limits) -> Outcome:
-    """Send one request on its own connection. `kills` has the times when gateway processes were killed."""
+async def send(port: int, planned: Planned, kills: Sequence[Killed], limits: Limits) -> Outcome:
+    """Send one request on its own connection."""
     loop = asyncio.get_running_loop()
     sent_s = loop.time()
     received = bytearray()
@@ -138,8 +140,7 @@ async def send(port: int, planned: Planned, kills: list[float], limits: Limits) 
         problem = repr(error)
     now = loop.time()
     end, detail = judge(planned, bytes(received), problem)
-    began, noticed = sent_s - limits.notice_s / 3, now - limits.notice_s
-    if end is End.UNSTATED and any(max(began, noticed) <= killed <= now for killed in kills):
+    if end is End.UNSTATED and any(killed.ended(sent_s, now, limits.notice_s) for killed in kills):
         whole = b"\r\n\r\n" in received
         if not whole or text_of(planned, bytes(received))[0] is not None:
             return Outcome(End.KILLED, sent_s, now, detail=detail)
