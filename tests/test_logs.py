@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import logging
+import os
 from collections.abc import Iterator
 
 import pytest
 
-from kvroute.logs import ACCESS, LoggingOptions, LogHandler, configure, failed_lines
+from kvroute.logs import (
+    ACCESS,
+    LoggingOptions,
+    LogHandler,
+    QueuedWriter,
+    configure,
+    drain,
+    failed_lines,
+)
 
 
 class Stream(io.StringIO):
@@ -91,6 +101,97 @@ def test_a_stream_that_is_closed_raises_nothing(stream: Stream) -> None:
     logging.getLogger(ACCESS).info("after the end")
 
     assert failed_lines() == 1
+
+
+@pytest.fixture
+def pipe(stream: Stream) -> Iterator[tuple[int, QueuedWriter]]:
+    """The reading end of a pipe, and the log's stream that writes to it."""
+    reading, writing = os.pipe()
+    queued = QueuedWriter(writing)
+    configure(LoggingOptions(), queued)
+    yield reading, queued
+    with contextlib.suppress(OSError):
+        os.close(reading)  # ends a write that waits
+    queued.drain(60.0)
+    os.close(writing)
+
+
+def lines_of(reading: int, last: str) -> list[str]:
+    """Read a pipe up to the line that ends with `last`."""
+    text = ""
+    while not text.endswith(last + "\n"):
+        text += os.read(reading, 1 << 20).decode()
+    return [line.split(" kvroute.")[1] for line in text.splitlines()]
+
+
+def test_lines_for_a_pipe_that_nobody_reads_wait_and_later_ones_are_lost_and_counted(
+    pipe: tuple[int, QueuedWriter],
+) -> None:
+    reading, _ = pipe
+    log = logging.getLogger("kvroute.test")
+    line = "x" * 10_000
+    for _ in range(1_000):
+        log.info(line)
+    lost = failed_lines()
+    assert 1_000 - 500 < lost < 1_000
+
+    read = [os.read(reading, 1 << 16)]
+    while sum(map(len, read)) < (1_000 - lost) * (10_000 + 30):
+        read.append(os.read(reading, 1 << 16))
+    log.info("last")
+
+    shown = lines_of(reading, "nobody reads the log")
+    assert shown[-2:] == [
+        "test last",
+        f"logs {lost} lines of the log could not be written when they came: nobody reads the log",
+    ]
+    assert failed_lines() == lost
+
+
+def test_lines_are_lost_and_counted_if_the_reader_of_a_pipe_has_ended(pipe: tuple[int, QueuedWriter]) -> None:
+    reading, queued = pipe
+    os.close(reading)
+    logging.getLogger("kvroute.test").info("lost")
+    queued.drain(60.0)
+
+    assert failed_lines() == 1
+
+
+def test_another_configuration_of_the_log_uses_the_same_queue(
+    pipe: tuple[int, QueuedWriter], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reading, queued = pipe
+    with os.fdopen(os.dup(queued.descriptor), "w") as error:
+        monkeypatch.setattr("sys.stderr", error)
+        configure(LoggingOptions())
+        [first] = logging.getLogger("kvroute").handlers
+        configure(LoggingOptions(format="json"))
+        [second] = logging.getLogger("kvroute").handlers
+
+        assert isinstance(first, LogHandler)
+        assert isinstance(second, LogHandler)
+        assert isinstance(first.stream, QueuedWriter)
+        assert second.stream is first.stream
+        logging.getLogger("kvroute.test").info("shown")
+        assert b'"shown"' in os.read(reading, 1 << 16)
+
+
+def test_a_child_process_writes_its_own_lines_and_not_those_that_wait_in_the_parent(
+    pipe: tuple[int, QueuedWriter],
+) -> None:
+    reading, queued = pipe
+    log = logging.getLogger("kvroute.test")
+    log.info("parent")
+    queued.drain(60.0)
+    child = os.fork()
+    if not child:
+        log.info("child")
+        drain()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    log.info("end")
+
+    assert lines_of(reading, "end") == ["test parent", "test child", "test end"]
 
 
 def test_a_line_that_cannot_be_made_is_a_defect_that_is_shown(

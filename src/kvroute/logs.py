@@ -5,10 +5,17 @@ Callers never pass prompts, keys or credentials to a logger; this module only fo
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
+import os
+import select
+import signal
+import stat
 import sys
+import threading
 import time
+from contextlib import nullcontext
 from typing import Annotated, Literal, TextIO
 
 from kvroute.options import Options, Switch, option
@@ -76,18 +83,129 @@ class TextFormatter(logging.Formatter):
         return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
 
 
-class LogHandler(logging.StreamHandler[TextIO]):
-    """Writes lines to a stream. Lines that cannot be written, because the disk is full, delay nothing else.
+_MOST_WAITING_BYTES = 4 << 20
+"""About 10,000 lines."""
+_LAST_WRITE_S = 1.0
+"""Longest wait for the reader of the log when the process ends."""
+
+
+class QueuedWriter:
+    """Writes to a pipe, socket or terminal, whose reader may be slow, from a thread of its own.
+
+    `write` never waits: while 4 MiB wait, it raises OSError. Mutable, under a lock: the queue and the counts.
+    After a fork the child begins with an empty queue, because the parent writes what waits.
+    """
+
+    # A blocking write of the event loop's thread would stop every request, until somebody reads the log. A
+    # non-blocking descriptor is no solution: it is the same one in other processes.
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+        self._begin()
+
+    def _begin(self) -> None:
+        self._pid = os.getpid()
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._waiting: list[bytes] = []
+        self._bytes = 0
+        """Bytes in the queue, and those that are being written."""
+        self._lost = 0
+        self._cause = ""
+
+    def write(self, text: str) -> None:
+        """Queue whole lines. Raises OSError if too many wait."""
+        self._check_process()
+        data = text.encode("utf-8", "backslashreplace")
+        with self._changed:
+            if self._bytes and self._bytes + len(data) > _MOST_WAITING_BYTES:
+                raise BlockingIOError(errno.EAGAIN, "nobody reads the log")
+            self._waiting.append(data)
+            self._bytes += len(data)
+            if self._thread is None:
+                self._thread = self._start()
+            self._changed.notify_all()
+
+    def flush(self) -> None:
+        """Does nothing: `drain` waits."""
+
+    def drain(self, within_s: float) -> None:
+        """Wait until all lines are written, but not for longer than `within_s`."""
+        self._check_process()
+        with self._changed:
+            self._changed.wait_for(lambda: not self._bytes, within_s)
+
+    def take_lost(self) -> tuple[int, str]:
+        """Lines that were queued but could not be written since the last call, and why."""
+        self._check_process()
+        with self._changed:
+            lost, self._lost = self._lost, 0
+            return lost, self._cause
+
+    def _check_process(self) -> None:
+        if (
+            self._pid != os.getpid()
+        ):  # after a fork: the thread, and perhaps the lock's owner, is the parent's
+            self._begin()
+
+    def _start(self) -> threading.Thread:
+        # A daemon: the end of the process must not wait for the reader. It gets no signals: the parent of
+        # several processes waits for them in its main thread.
+        thread = threading.Thread(target=self._run, name="log", daemon=True)
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        try:
+            thread.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        return thread
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while not self._waiting:
+                    self._changed.wait()
+                data = b"".join(self._waiting)
+                self._waiting.clear()
+            problem = self._write_all(data)
+            with self._changed:
+                if problem:
+                    self._lost += data.count(b"\n")
+                    self._cause = problem
+                self._bytes -= len(data)
+                self._changed.notify_all()
+
+    def _write_all(self, data: bytes) -> str:
+        """Write, for as long as it takes. Returns the problem, "" if there was none."""
+        left = memoryview(data)
+        while left:
+            try:
+                left = left[os.write(self.descriptor, left) :]
+            except BlockingIOError:  # another process has made the descriptor non-blocking
+                select.select([], [self.descriptor], [])
+            except OSError as error:
+                return error.strerror or str(error)
+        return ""
+
+
+class LogHandler(logging.StreamHandler["TextIO | QueuedWriter"]):
+    """Writes lines to a stream. Lines that cannot be written delay nothing else: the disk is full, or nobody
+    reads the pipe.
 
     The next line that can be written is followed by one that says how many were lost, and why. Mutable: the
     counts.
     """
 
-    def __init__(self, stream: TextIO, failed_lines: int = 0) -> None:
+    def __init__(self, stream: TextIO | QueuedWriter, failed_lines: int = 0) -> None:
         super().__init__(stream)
         self.failed_lines = failed_lines
         self._unreported = 0
         self._cause = ""
+
+    def close(self) -> None:
+        """Called at the end of the process: wait a second for the reader of the log."""
+        if isinstance(self.stream, QueuedWriter):
+            self.stream.drain(_LAST_WRITE_S)
+        super().close()
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
@@ -101,14 +219,13 @@ class LogHandler(logging.StreamHandler[TextIO]):
 
     def write(self, text: str, lines: int) -> None:
         """Write whole lines in one call. Raises nothing. The caller holds the lock."""
+        self.count_lost()
         try:
             self.stream.write(text)
             self.flush()
         except (OSError, ValueError) as error:  # ValueError: the stream is closed
             # The standard handler would print a traceback, to the same full disk.
-            self.failed_lines += lines
-            self._unreported += lines
-            self._cause = getattr(error, "strerror", None) or str(error)
+            self._count(lines, getattr(error, "strerror", None) or str(error))
             return
         if self._unreported:
             count, self._unreported = self._unreported, 0
@@ -117,16 +234,59 @@ class LogHandler(logging.StreamHandler[TextIO]):
             if self._unreported:  # this line could not be written either
                 self._unreported += count
 
+    def count_lost(self) -> None:
+        """Count the lines that were queued and could not be written."""
+        if isinstance(self.stream, QueuedWriter):
+            lost, cause = self.stream.take_lost()
+            if lost:
+                self._count(lost, cause)
+
+    def _count(self, lines: int, cause: str) -> None:
+        self.failed_lines += lines
+        self._unreported += lines
+        self._cause = cause
+
 
 def failed_lines() -> int:
     """Lines of the log that could not be written since the start of this process."""
-    handlers = logging.getLogger("kvroute").handlers
-    return sum(handler.failed_lines for handler in handlers if isinstance(handler, LogHandler))
+    total = 0
+    for handler in _handlers():
+        with handler.lock or nullcontext():
+            handler.count_lost()
+            total += handler.failed_lines
+    return total
 
 
-def configure(options: LoggingOptions, stream: TextIO | None = None) -> None:
-    """Give kvroute's and uvicorn's loggers one handler. A later call replaces it."""
-    handler = LogHandler(stream or sys.stderr, failed_lines())
+def drain() -> None:
+    """Wait until the log is written, for at most a second. Needed before an end by `os._exit`."""
+    for handler in _handlers():
+        if isinstance(handler.stream, QueuedWriter):
+            handler.stream.drain(_LAST_WRITE_S)
+
+
+def _handlers() -> list[LogHandler]:
+    return [each for each in logging.getLogger("kvroute").handlers if isinstance(each, LogHandler)]
+
+
+def _standard_error() -> TextIO | QueuedWriter:
+    """Standard error, with a queue if its reader could delay a write; the queue of the last handler stays."""
+    stream = sys.stderr
+    try:
+        descriptor = stream.fileno()
+        mode = os.fstat(descriptor).st_mode
+        may_block = stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode) or os.isatty(descriptor)
+    except (AttributeError, OSError, ValueError):  # no stream, none with a descriptor, or it is closed
+        return stream
+    if not may_block:
+        return stream
+    queues = [each.stream for each in _handlers() if isinstance(each.stream, QueuedWriter)]
+    return next((queue for queue in queues if queue.descriptor == descriptor), QueuedWriter(descriptor))
+
+
+def configure(options: LoggingOptions, stream: TextIO | QueuedWriter | None = None) -> None:
+    """Give kvroute's and uvicorn's loggers one handler, for standard error by default. A later call replaces
+    it."""
+    handler = LogHandler(stream or _standard_error(), failed_lines())
     handler.setFormatter(JsonFormatter() if options.format == "json" else TextFormatter())
     for name in ("kvroute", "uvicorn"):
         logger = logging.getLogger(name)

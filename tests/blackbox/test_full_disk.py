@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import fcntl
+import os
 import shlex
 from contextlib import ExitStack
 from pathlib import Path
@@ -85,6 +88,43 @@ async def test_requests_are_answered_while_the_log_cannot_be_written(run, sim, t
         await until(is_told)
     assert await gateway.stop() == 0
     assert "Traceback" not in file.read_text()
+
+
+@pytest.mark.parametrize("number", ["1", "2"])
+async def test_requests_are_answered_and_the_gateway_ends_while_nobody_reads_its_log(
+    run, sim, tmp_path, monkeypatch, number
+):
+    worker = await sim("--time-scale", "0")
+    pipe, port = tmp_path / "pipe", free_port()
+    os.mkfifo(pipe)
+    reading = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    with contextlib.closing(os.fdopen(reading, "rb", buffering=0)) as log:
+        size = fcntl.fcntl(log, fcntl.F_SETPIPE_SZ, 4096)
+        wrapped(tmp_path, monkeypatch, after=f"2>{pipe}")
+        gateway = await run("serve", "--port", str(port), "--worker", worker, "--processes", number)
+
+        async def is_ready() -> bool:
+            try:
+                return (await client.get("/ready")).status_code == 200
+            except httpx.TransportError:
+                return False
+
+        async with httpx.AsyncClient(
+            base_url=f"http://127.0.0.1:{port}", timeout=60, trust_env=False, headers={"connection": "close"}
+        ) as client:
+            await until(is_ready, within_s=60)
+            await complete(client, MANY)
+            text = bytearray()
+
+            def is_complete() -> bool:
+                text.extend(log.read(1 << 16) or b"")
+                return text.count(b" kvroute.access ") == MANY
+
+            await until(is_complete, within_s=60)
+            assert len(text) > size
+            await complete(client, MANY)
+        assert await gateway.stop() == 0
+    assert b"Traceback" not in text
 
 
 async def _at_least(value, least: float) -> bool:

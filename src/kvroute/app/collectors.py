@@ -225,7 +225,7 @@ def complete_families(registry: CollectorRegistry) -> None:
 
 
 def _log_metrics() -> Iterable[Metric]:
-    text = "Lines of the log that could not be written when they came, such as on a full disk."
+    text = "Lines of the log that could not be written: the disk was full, or nobody read the pipe."
     yield counter("kvroute_log_lines_failed", text, (), [((), float(failed_lines()))])
 
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from kvroute.clock import Clock
+from kvroute.logs import drain
 
 log = logging.getLogger(__name__)
 
@@ -148,6 +149,7 @@ class Supervisor:
             with contextlib.suppress(OSError, ValueError):
                 sys.stdout.flush()
                 sys.stderr.flush()
+            drain()
             os._exit(code)  # skips the cleanup of objects that belong to the parent
 
     def _seconds_to_next(self) -> float:
