@@ -24,7 +24,7 @@ from kvroute.fleet.health import HealthMonitor
 from kvroute.fleet.worker import Ejection, HealthState
 from kvroute.logs import failed_lines
 from kvroute.metrics import Gauges, Metrics, counter, gauge
-from kvroute.replicas.metrics import link_metrics
+from kvroute.replicas.metrics import channel_metrics, link_metrics
 from kvroute.routing.router import Router
 from kvroute.routing.strategy import CacheMap
 
@@ -240,6 +240,7 @@ def declared_families() -> Iterable[Metric]:
     yield from l2_metrics(None)
     yield _tier_bandwidth(())
     yield from link_metrics(None)
+    yield from channel_metrics(None)
 
 
 def tier_gauges(fleet: Fleet, router: Router, caches: CacheMap) -> Iterable[Metric]:

@@ -37,6 +37,7 @@ from kvroute.gateway.waiting import AdmissionOptions
 from kvroute.lmcache.options import LMCacheOptions
 from kvroute.logs import LoggingOptions
 from kvroute.options import Options, option
+from kvroute.replicas.options import SharingOptions
 from kvroute.routing.registry import RoutingOptions
 from kvroute.tls import Signature, client_context, server_context, signatures
 from kvroute.tokens.options import TokensOptions
@@ -61,6 +62,7 @@ class Config(Options):
     logging: LoggingOptions = option(default_factory=LoggingOptions)
     metrics: MetricsOptions = option(default_factory=MetricsOptions)
     tracing: TracingOptions = option(default_factory=TracingOptions)
+    sharing: SharingOptions = option(default_factory=SharingOptions)
 
     @model_validator(mode="after")
     def _refuse_client_keys_as_admin_keys(self) -> Config:
@@ -205,6 +207,7 @@ def check_files(config: Config) -> None:
         ("server.jwt.tls", config.server.jwt.tls),
         ("upstream.tls", config.upstream.tls),
         ("lmcache.l2.tls", config.lmcache.l2.tls),
+        ("sharing.tls", config.sharing.tls),
         ("lmcache.coordinator.server_tls", config.lmcache.coordinator.server_tls),
     ):
         if options.is_set:

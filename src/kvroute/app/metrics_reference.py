@@ -148,6 +148,18 @@ GROUPS: Final[Mapping[str, Mapping[str, str]]] = MappingProxyType(
             "process_messages": "How much do the processes exchange?",
             "processes_missing": "Do processes answer a scrape too late?",
         },
+        "Several gateways": {
+            "sharing_up": "Is Redis used, or does a gateway decide alone?",
+            "sharing_members": "How many processes of other gateways are known?",
+            "sharing_lag_seconds": "How late do the others learn of a request?",
+            "sharing_messages": "How much do the gateways exchange?",
+            "sharing_bytes": "How many bytes?",
+            "sharing_missed_batches": "Are messages lost?",
+            "sharing_dropped": "Is Redis too slow?",
+            "sharing_outages": "Is Redis away at times?",
+            "sharing_deaths": "Do gateways die?",
+            "sharing_refused": "Are messages refused, and why?",
+        },
     }
 )
 """The question of each family, by its name without `kvroute_`, in the order of the page."""

@@ -1,11 +1,17 @@
-"""One of several gateway processes: connects its services to the messages of the other processes."""
+"""One of several gateway processes: connects its services to the messages of the other processes.
+
+The others are the processes of this gateway, over Unix sockets (`replicas/mesh.py`), and with `sharing.url`
+those of other gateways, through Redis (`replicas/channel.py`). Both bring the same messages, and the same
+code applies them.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -14,26 +20,33 @@ from kvroute.clock import Clock
 from kvroute.errors import NotFound
 from kvroute.fleet.fleet import AdminOverrides, Fleet, FleetChange
 from kvroute.fleet.health import HealthMonitor
-from kvroute.fleet.worker import Worker, WorkerId, WorkerSpec
+from kvroute.fleet.worker import Worker, WorkerId
 from kvroute.gateway.stored import ResponseOwners
+from kvroute.replicas.channel import Channel
 from kvroute.replicas.decisions import OwnDecisions, PeerDecisions, apply_recent_prompts, recent_prompts
+from kvroute.replicas.envelope import ID_BYTES
+from kvroute.replicas.key_groups import KeyGroups
 from kvroute.replicas.mesh import Mesh
 from kvroute.replicas.messages import (
-    AdminWorkerSpec,
     Dispatched,
     Ejected,
-    EncoderReset,
     Finished,
     FirstToken,
+    Groups,
+    GroupsWanted,
     InSync,
     Message,
     OverridesChanged,
     Owner,
+    PeerId,
     RecentPrompts,
     SessionForgotten,
+    SharedMessage,
     SnapshotRequest,
 )
 from kvroute.replicas.metrics import merge_decisions, merge_predictions
+from kvroute.replicas.options import SharingOptions
+from kvroute.replicas.overrides import OverrideLog
 from kvroute.routing.router import Router
 
 if TYPE_CHECKING:
@@ -48,13 +61,15 @@ TRACKING_PROCESS: Final = 0
 _REQUEST_TIMEOUT_S: Final = 1.0
 _DECISIONS: Final = "decisions"
 _PREDICTIONS: Final = "predictions"
-_REPORTED_BY_PEER: Final = "reported_by_another_process"
+_OWNERS: Final = 10_000
+"""Most owners of stored responses in a snapshot."""
+_OWNERS_IN_PART: Final = 1000
 
 
 class SharedOwners(ResponseOwners):
     """The owners of stored responses, shared with the other processes."""
 
-    def __init__(self, publish: Callable[[Message], None]) -> None:
+    def __init__(self, publish: Callable[[SharedMessage], None]) -> None:
         super().__init__()
         self._publish = publish
 
@@ -68,27 +83,40 @@ class SharedOwners(ResponseOwners):
 
 
 class Replica:
-    """This process as a `MeshMember`, and the admin API's `PeerProcesses`.
+    """This process as a `PeerListener`, and the admin API's `PeerProcesses`.
 
     Mutable. The runtime calls `attach_services` once the services are constructed, then `start`, and at the
     end `aclose`.
     """
 
-    def __init__(self, number: int, processes: int, folder: Path, *, generation: int) -> None:
-        """`folder` has the processes' sockets; `generation` is how often this process was replaced."""
+    def __init__(self, number: int, mesh: Mesh | None, channel: Channel | None, *, generation: int) -> None:
+        """`mesh`: the links to the other processes of this gateway; `channel`: to other gateways.
+
+        `generation` is how often this process was replaced.
+        """
         self.number = number
-        self.folder = folder
         self.generation = generation
-        self.mesh = Mesh(number, processes, folder)
-        self.own = OwnDecisions(self.mesh.publish)
-        self.owners = SharedOwners(self.mesh.publish)
+        self.mesh = mesh
+        self.channel = channel
+        self.groups = KeyGroups()
+        self.own = OwnDecisions(self.publish, self.groups)
+        self.owners = SharedOwners(self.publish)
+        self._overrides = OverrideLog(f"{number}/{os.urandom(4).hex()}")
         self._map_publisher: CacheMapPublisher | None = None
         self._mirror: CacheTrackerMirror | None = None
-        # Processes that start together are in sync: no request was dispatched yet.
-        self._is_synced = generation == 0
+        # Processes of a gateway that start together are in sync: no request was dispatched yet.
+        self._is_synced = generation == 0 and channel is None
+        self._needs_snapshot = not self._is_synced
         self._synced = asyncio.Event()
-        self._snapshot_source: int | None = None
-        self._handlers: Mapping[type, Callable[[int, Any], object]] = {}
+        self._snapshot_source: PeerId | None = None
+        self._handlers: Mapping[type, Callable[[PeerId, Any], object]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @classmethod
+    def of_one_process(cls, options: SharingOptions, clock: Clock) -> Replica | None:
+        """The replica of a gateway of one process; None if it shares with no other gateway."""
+        channel = redis_channel(options, os.urandom(ID_BYTES), 0, clock)
+        return None if channel is None else cls(0, None, channel, generation=0)
 
     def attach_services(
         self,
@@ -101,23 +129,36 @@ class Replica:
     ) -> None:
         """Connect the services that the other processes' messages change."""
         self._fleet, self._router, self._health = fleet, router, health
-        self._peer_decisions = peers = PeerDecisions(router, fleet, clock)
+        self._peer_decisions = peers = PeerDecisions(router, fleet, clock, self.groups, self.send)
         self._map_publisher, self._mirror = map_publisher, mirror
         self._handlers = {
             Dispatched: peers.dispatched,
-            EncoderReset: lambda number, _: peers.reset_keys(number),
-            FirstToken: lambda number, message: peers.first_token(number, message.id),
-            Finished: lambda number, message: peers.finished(number, message.id),
+            FirstToken: lambda peer, message: peers.first_token(peer, message.id),
+            Finished: lambda peer, message: peers.finished(peer, message.id),
+            GroupsWanted: peers.groups_wanted,
+            Groups: peers.groups,
             Owner: lambda _, owner: self.owners.remember_from_peer(owner.response_id, WorkerId(owner.worker)),
             SessionForgotten: lambda _, message: router.session_forgotten_by_peer(message.session_key),
-            OverridesChanged: lambda _, message: fleet.apply_admin_overrides(_overrides_of(message)),
+            OverridesChanged: self._on_overrides,
             Ejected: self._on_ejected,
             SnapshotRequest: self._on_snapshot_request,
-            RecentPrompts: lambda _, recent: apply_recent_prompts(router, fleet, recent),
+            RecentPrompts: lambda _, recent: apply_recent_prompts(router, fleet, self.groups, recent),
             InSync: self._on_in_sync,
         }
-        fleet.subscribe_admin_overrides(lambda overrides: self.mesh.publish(_overrides_message(overrides)))
+        fleet.subscribe_admin_overrides(self._overrides_changed)
         fleet.subscribe(self._fleet_changed)
+
+    def publish(self, message: SharedMessage) -> None:
+        """Send to all other processes of this gateway and of the others, within a few milliseconds."""
+        if self.mesh is not None:
+            self.mesh.publish(message)
+        if self.channel is not None:
+            self.channel.publish(message)
+
+    def send(self, peer: PeerId, *messages: SharedMessage) -> bool:
+        """Send to one process. False if it is not linked."""
+        link = self.mesh if isinstance(peer, int) else self.channel
+        return link is not None and link.send(peer, *messages)
 
     def serve_admin(
         self, decisions: Callable[[int, str], list[dict[str, Any]]], audit: Callable[[], Any]
@@ -131,139 +172,170 @@ class Replica:
         async def answer_predictions(_: bytes) -> bytes:
             return msgspec.json.encode(audit())
 
-        self.mesh.handle(_DECISIONS, answer_decisions)
-        self.mesh.handle(_PREDICTIONS, answer_predictions)
+        if self.mesh is not None:
+            self.mesh.handle(_DECISIONS, answer_decisions)
+            self.mesh.handle(_PREDICTIONS, answer_predictions)
 
     async def start(self) -> None:
         """Open the links to the other processes. Raises OSError."""
-        await self.mesh.start(self)
+        if self.mesh is not None:
+            await self.mesh.start(self)
+        if self.channel is not None:
+            await self.channel.start(self)
 
-    async def wait_until_synced(self, timeout_s: float) -> None:
-        """Wait until this process has the state of the others, for at most `timeout_s`."""
+    async def wait_until_synced(self, timeout_s: float, join_timeout_s: float) -> None:
+        """Wait until this process has the state of the others: of this gateway's for at most `timeout_s`, of
+        other gateways' for at most `join_timeout_s`."""
         try:
-            async with asyncio.timeout(timeout_s):
-                await self.mesh.all_linked()
-                if not self._is_synced and self._snapshot_source is not None:
+            async with asyncio.timeout(timeout_s if self.channel is None else max(timeout_s, join_timeout_s)):
+                await asyncio.gather(
+                    *(() if self.mesh is None else (self.mesh.all_linked(),)),
+                    *(() if self.channel is None else (self.channel.joined(join_timeout_s),)),
+                )
+                if self._snapshot_source is not None:
                     await self._synced.wait()
         except TimeoutError:
-            pass
+            log.warning("process %d starts without the whole state of the others", self.number)
         self._is_synced = True  # also after a timeout: no process could send the state
-        if set(self.mesh.peers) - set(self.mesh.linked_peers):
-            missing = sorted(set(self.mesh.peers) - set(self.mesh.linked_peers))
+        if missing := self._missing():
             log.warning("starting without a link to process %s", ", ".join(map(str, missing)))
 
     async def aclose(self) -> None:
-        await self.mesh.aclose()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self.mesh is not None:
+            await self.mesh.aclose()
+        if self.channel is not None:
+            await self.channel.aclose()
+
+    def members(self) -> Sequence[Mapping[str, Any]]:
+        """This process and those of other gateways; empty if the gateway shares with none."""
+        return [] if self.channel is None else self.channel.describe()
 
     def notes(self) -> list[str]:
-        """Notes for `/ready`: processes without a link."""
-        missing = set(self.mesh.peers) - set(self.mesh.linked_peers)
-        return [f"process {self.number} has no link to process {number}" for number in sorted(missing)]
+        """Notes for `/ready`: processes without a link, and a Redis that cannot be used."""
+        notes = [f"process {self.number} has no link to process {number}" for number in self._missing()]
+        return notes if self.channel is None else notes + self.channel.notes()
+
+    def _missing(self) -> list[int]:
+        return [] if self.mesh is None else sorted(set(self.mesh.peers) - set(self.mesh.linked_peers))
 
     # `PeerProcesses`
 
     async def decisions(self, limit: int, request_id: str, own: list[dict[str, Any]]) -> list[dict[str, Any]]:
         asked = f"{limit} {request_id}".encode()
+        if self.mesh is None:
+            return own
         answers = await self.mesh.request_all(_DECISIONS, asked, _REQUEST_TIMEOUT_S)
         return merge_decisions([own, *map(msgspec.json.decode, answers.values())], limit)
 
     async def predictions(self, own: dict[str, Any]) -> dict[str, Any]:
+        if self.mesh is None:
+            return own
         answers = await self.mesh.request_all(_PREDICTIONS, b"", _REQUEST_TIMEOUT_S)
         return merge_predictions([own, *map(msgspec.json.decode, answers.values())])
 
-    # `MeshMember`
+    # `PeerListener`
 
     @property
     def is_synced(self) -> bool:
         return self._is_synced
 
-    def greeting(self, number: int) -> Sequence[Message]:
-        messages = self.own.unfinished()
-        if self._is_synced:
-            messages.insert(0, _overrides_message(self._fleet.admin_overrides()))
+    def greeting(self, peer: PeerId) -> Sequence[Message]:
+        messages: list[Message] = [*self.state()]
         if self._map_publisher is not None:
             messages += self._map_publisher.snapshot()
         return messages
 
-    def on_linked(self, number: int, *, is_synced: bool) -> None:
-        self.own.reset_keys()
-        if not self._is_synced and is_synced and self._snapshot_source is None:
-            self._snapshot_source = number
-            self.mesh.send(number, SnapshotRequest())
+    def state(self) -> Sequence[SharedMessage]:
+        unfinished, overrides = self.own.unfinished(), self._overrides.snapshot()
+        return [overrides, *unfinished] if overrides.entries else unfinished
 
-    def on_message(self, number: int, message: Message) -> None:
+    def on_linked(self, peer: PeerId, *, is_synced: bool) -> None:
+        # Also when this process serves already, because no other one was reached at its start.
+        if self._needs_snapshot and is_synced and self._snapshot_source is None:
+            self._snapshot_source = peer
+            self.send(peer, SnapshotRequest())
+
+    def on_message(self, peer: PeerId, message: Message) -> None:
         handler = self._handlers.get(type(message))
         if handler is not None:
-            handler(number, message)
+            handler(peer, message)
         elif self._map_publisher is not None:
             self._map_publisher.on_message(message)
         elif self._mirror is not None:
             self._mirror.caches.on_message(message)
 
-    def on_link_lost(self, number: int) -> None:
-        self._peer_decisions.lost(number)
-        if number == self._snapshot_source and not self._is_synced:
+    def on_missed(self, peer: PeerId, message: SharedMessage) -> None:
+        """A message of a batch of another gateway that did not arrive in time."""
+        if isinstance(message, Dispatched):
+            self._peer_decisions.missed(peer, message)
+        elif isinstance(message, Owner | SessionForgotten):
+            self.on_message(peer, message)
+
+    def on_link_lost(self, peer: PeerId) -> None:
+        self._peer_decisions.lost(peer)
+        if peer == self._snapshot_source and self._needs_snapshot:
             self._snapshot_source = None
-        if number == TRACKING_PROCESS and self._mirror is not None:
+        if peer == TRACKING_PROCESS and self._mirror is not None:
             self._mirror.caches.on_link_lost()
 
     # Message handlers
 
-    def _on_snapshot_request(self, number: int, _: SnapshotRequest) -> None:
-        self.mesh.spawn(self._send_snapshot(number), f"snapshot for process {number}")
+    def _on_snapshot_request(self, peer: PeerId, _: SnapshotRequest) -> None:
+        task = asyncio.create_task(self._send_snapshot(peer), name=f"snapshot for process {peer}")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
-    async def _send_snapshot(self, number: int) -> None:
-        """Send the route history, then `InSync`."""
+    async def _send_snapshot(self, peer: PeerId) -> None:
+        """Send the route history and the owners of responses, then `InSync`."""
         # In several messages, so that streams are relayed in between. New dispatches reach that process
         # anyway.
-        for recent in recent_prompts(self._router, self._fleet.workers()):
-            self.mesh.send(number, recent)
+        owners = [Owner(response_id, worker) for response_id, worker in self.owners.latest(_OWNERS)]
+        parts: list[Sequence[SharedMessage]] = [
+            owners[start : start + _OWNERS_IN_PART] for start in range(0, len(owners), _OWNERS_IN_PART)
+        ]
+        for part in chain(parts, ((each,) for each in recent_prompts(self._router, self._fleet.workers()))):
+            if not self.send(peer, *part):
+                return
             await asyncio.sleep(0)
-        self.mesh.send(number, InSync())
+            if self.channel is not None and isinstance(peer, str):
+                await self.channel.has_room()
+        self.send(peer, InSync())
 
-    def _on_in_sync(self, number: int, _: InSync) -> None:
-        self._is_synced = True
+    def _on_in_sync(self, peer: PeerId, _: InSync) -> None:
+        self._is_synced, self._needs_snapshot = True, False
         self._synced.set()
-        log.info("process %d has received the state of process %d", self.number, number)
+        log.info("process %d has received the state of process %s", self.number, peer)
 
-    def _on_ejected(self, _: int, message: Ejected) -> None:
+    def _on_ejected(self, _: PeerId, message: Ejected) -> None:
+        # Only a hint: the worker may be unreachable from there alone.
         try:
-            self._health.report_failure(self._fleet.get(message.worker), _REPORTED_BY_PEER)
+            self._health.recheck(self._fleet.get(message.worker))
         except NotFound:
             return
 
+    def _on_overrides(self, _: PeerId, message: OverridesChanged) -> None:
+        overrides = self._overrides.merge(message, self._fleet.admin_overrides())
+        if overrides is not None:
+            self._fleet.apply_admin_overrides(overrides)
+
+    def _overrides_changed(self, overrides: AdminOverrides) -> None:
+        self.publish(self._overrides.changed(overrides))
+
     def _fleet_changed(self, change: FleetChange, worker: Worker) -> None:
         if change is FleetChange.EJECTED and worker.ejection is not None:
-            self.mesh.publish(Ejected(worker.id, worker.ejection.value))
+            self.publish(Ejected(worker.id, worker.ejection.value))
 
 
-def _overrides_message(overrides: AdminOverrides) -> OverridesChanged:
-    return OverridesChanged(
-        [
-            AdminWorkerSpec(
-                each.id, each.url, each.models, each.capacity_tokens, each.role, each.draining, each.node
-            )
-            for each in overrides.added
-        ],
-        sorted(overrides.removed),
-        sorted(overrides.drained),
-    )
+def redis_channel(options: SharingOptions, gateway: bytes, process: int, clock: Clock) -> Channel | None:
+    """The channel of one process; None if the gateway shares with no other. `gateway`: see `Channel`."""
+    if not options.is_on:
+        return None
+    # Imported here because it loads Redis' client, which a gateway without sharing does not need.
+    from kvroute.replicas.redis_link import RedisLink
 
-
-def _overrides_of(message: OverridesChanged) -> AdminOverrides:
-    return AdminOverrides(
-        tuple(
-            WorkerSpec(
-                WorkerId(each.id),
-                each.url,
-                each.models,
-                each.capacity_tokens,
-                each.role,
-                each.draining,
-                each.node,
-            )
-            for each in message.added
-        ),
-        frozenset(map(WorkerId, message.removed)),
-        frozenset(map(WorkerId, message.drained)),
+    return Channel(
+        options, gateway, process, clock, lambda channel, names: RedisLink(options, names, channel)
     )

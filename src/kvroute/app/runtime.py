@@ -57,7 +57,7 @@ from kvroute.gateway.stored import ResponseOwners, StoredResponses
 from kvroute.gateway.tracing import Tracer, make_tracer
 from kvroute.metrics import DepartedSeries, Gauges, Metrics
 from kvroute.openai.bounded import Bounded
-from kvroute.replicas.metrics import GatewayMetrics, PageCollector, read
+from kvroute.replicas.metrics import GatewayMetrics, PageCollector, channel_metrics, read
 from kvroute.routing.audit import Audit
 from kvroute.routing.router import Observer, Router
 from kvroute.routing.strategies.kvaware import KvAwareOptions
@@ -84,9 +84,9 @@ class Runtime:
     """All services of one gateway process; an async context manager inside its event loop.
 
     Entering starts discovery and probes; leaving stops every task and closes every connection. `application`
-    is the ASGI app; a server shuts down through `plane`. With a `replica` (one of several processes) entering
-    also waits until this process has the state of the others. `admin_keys` default to the configured ones;
-    without any key the admin API refuses every request.
+    is the ASGI app; a server shuts down through `plane`. With a `replica` (one of several processes) or
+    `sharing.url`, entering also waits until this process has the state of the others. `admin_keys` default to
+    the configured ones; without any key the admin API refuses every request.
     """
 
     def __init__(
@@ -101,6 +101,11 @@ class Runtime:
     ) -> None:
         """`keep_recording_s`: see `LiveFigures`."""
         self._config = config
+        if replica is None and config.sharing.is_on:
+            from kvroute.app.replica import Replica
+
+            replica = Replica.of_one_process(config.sharing, clock or SystemClock())
+        mesh = None if replica is None else replica.mesh
         self._keep_recording_s = keep_recording_s
         self._admin_keys = admin_keys if admin_keys is not None else AdminKeys(config.admin.keys)
         self._clock = clock = clock or SystemClock()
@@ -195,7 +200,7 @@ class Runtime:
             )
         if replica is not None:
             self._attach_replica(replica)
-        elif self._compat is not None:
+        if mesh is None and self._compat is not None:
             self.metrics.registry.register(Gauges(self._compat))
         complete_families(self.metrics.registry)
         self._tasks: list[asyncio.Task[None]] = []
@@ -243,8 +248,9 @@ class Runtime:
             if isinstance(outcome, Exception):
                 log.error("a background task failed", exc_info=outcome)
         await self.plane.aclose()
-        if self._replica is not None and self._gateway_metrics is not None:
+        if self._gateway_metrics is not None:
             await self._gateway_metrics.save()
+        if self._replica is not None:
             await self._replica.aclose()
         await self._stack.aclose()
         await self._transports.aclose()
@@ -271,13 +277,13 @@ class Runtime:
             self._slot_removed,
             self._token_timeout_s,
         )
-        if replica is None:
+        mesh = None if replica is None else replica.mesh
+        if replica is None or mesh is None:
             return CacheTracker(*shared, self._rate_measured)
         from kvroute.app.cache_tracker import CacheMapPublisher
         from kvroute.app.cache_tracker_mirror import CacheTrackerMirror
         from kvroute.app.replica import TRACKING_PROCESS
 
-        mesh = replica.mesh
         if replica.number != TRACKING_PROCESS:
             self._mirror = mirror = CacheTrackerMirror(
                 *shared, self._bandwidth_received, lambda message: mesh.send(TRACKING_PROCESS, message)
@@ -299,21 +305,28 @@ class Runtime:
         )
         replica.serve_admin(self._journal.decisions, self.audit.describe)
         registry = self.metrics.registry
+        if replica.channel is not None:
+            registry.register(Gauges(partial(channel_metrics, replica.channel)))
+        if replica.mesh is None:
+            return
         self._gateway_metrics = GatewayMetrics(
-            replica.mesh, registry, replica.folder, generation=replica.generation
+            replica.mesh, registry, replica.mesh.folder, generation=replica.generation
         )
         registry.register(Gauges(self._gateway_metrics.figures))
 
     async def _join_processes(self, replica: Replica) -> None:
-        assert self._gateway_metrics is not None
-        await self._gateway_metrics.load()
-        if replica.generation:
+        figures = self._gateway_metrics
+        if figures is not None:
+            await figures.load()
+        if replica.generation or replica.channel is not None:
+            # A history of workers that are not known yet would be dropped.
             await self._wait_for(lambda: self.fleet.workers(), "discovery has found no workers yet")
         await replica.start()
-        self._tasks.append(asyncio.create_task(self._gateway_metrics.run(), name="counters for a successor"))
+        if figures is not None:
+            self._tasks.append(asyncio.create_task(figures.run(), name="counters for a successor"))
         if self._map_publisher is not None:
             self._tasks.append(asyncio.create_task(self._map_publisher.run(), name="places of the map"))
-        await replica.wait_until_synced(_SYNC_TIMEOUT_S)
+        await replica.wait_until_synced(_SYNC_TIMEOUT_S, self._config.sharing.join_timeout_s)
         if replica.generation:
             # The predecessor's clients reconnect immediately: this process must know its workers first.
             await self._wait_for(
@@ -455,6 +468,7 @@ class Runtime:
             self.audit,
             self.cache_tracker.describe if self.cache_tracker else dict,
             self._replica,
+            self._replica.members if self._replica is not None else list,
         )
         tracker = self.cache_tracker
         self.live = LiveFigures(
@@ -470,7 +484,8 @@ class Runtime:
             is_shutting_down=lambda: self.plane.admission.is_shutting_down,
             peers=None if self._replica is None else self._replica.mesh,
         )
-        scrape = None if self._replica is None else self._collect_all_processes
+        has_siblings = self._replica is not None and self._replica.mesh is not None
+        scrape = self._collect_all_processes if has_siblings else None
         control = control_routes(self.plane, self.fleet, self.router, self._notes, scrape)
         return build_application(self.plane, guard, control, admin, page_routes(self.live))
 

@@ -29,7 +29,7 @@ from kvroute.app.collectors import keep_freed_memory, use_huge_pages
 from kvroute.app.config import Config, ConfigSource, check_files
 from kvroute.app.listening import Backlog, TlsListener
 from kvroute.app.reloading import InForce, SharedReload, reloading
-from kvroute.app.replica import Replica
+from kvroute.app.replica import Replica, redis_channel
 from kvroute.app.runtime import Runtime
 from kvroute.clock import SystemClock
 from kvroute.errors import ConfigError
@@ -42,7 +42,8 @@ from kvroute.gateway.options import AFTER_CUT_S, ServerOptions
 from kvroute.gateway.selftest import fast_lane_problem, trimmed_protocol_problem
 from kvroute.gateway.trimmed import TrimmedProtocol
 from kvroute.logs import configure
-from kvroute.replicas.mesh import SharedPort, make_socket_folder
+from kvroute.replicas.envelope import ID_BYTES
+from kvroute.replicas.mesh import Mesh, SharedPort, make_socket_folder
 from kvroute.replicas.supervisor import ProcessSpec, Supervisor
 from kvroute.tls import Signature
 
@@ -478,12 +479,15 @@ def run_processes(in_force: InForce, access: AdminAccess, source: ConfigSource) 
         ) from error
     parent = os.getpid()
     shared = SharedReload(in_force, source, folder, SystemClock())
+    gateway = os.urandom(ID_BYTES)
 
     def work(spec: ProcessSpec) -> int:
         log.info("process %d of %d has pid %d", spec.number, options.processes, os.getpid())
 
         def make_process() -> ListeningProcess:
-            replica = Replica(spec.number, options.processes, folder, generation=spec.generation)
+            mesh = Mesh(spec.number, options.processes, folder)
+            channel = redis_channel(shared.in_force.config.sharing, gateway, spec.number, SystemClock())
+            replica = Replica(spec.number, mesh, channel, generation=spec.generation)
             return ListeningProcess(replica, port.sockets(), spec.ready, shared)
 
         try:

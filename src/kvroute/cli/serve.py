@@ -44,6 +44,7 @@ FLAGS: dict[str, Path] = {
     "processes": ("server", "processes"),
     "state_dir": ("server", "state_dir"),
     "admin_key_file": ("admin", "api_key_file"),
+    "share": ("sharing", "url"),
     "strategy": ("routing", "strategy"),
     "log_level": ("logging", "level"),
     "log_format": ("logging", "format"),
@@ -112,6 +113,11 @@ def configured(
         @click.option("--port", help="Port to listen on.")
         @click.option(
             "--processes", metavar="N", help="Number of processes that share the port, one per core."
+        )
+        @click.option(
+            "--share",
+            metavar="URL",
+            help="Redis or Valkey through which several gateways route as one, such as redis://host:6379.",
         )
         @click.option(
             "--state-dir",

@@ -227,7 +227,12 @@ class HealthMonitor:
             self._eject(probes, Ejection.CONNECT_TIMEOUT, trouble)
         else:
             self._count_failure(probes, f"a burst of failures, the last one: {trouble}")
-        if self._fleet.health(worker) is HealthState.HEALTHY:
+        self.recheck(worker)
+
+    def recheck(self, worker: Worker) -> None:
+        """Probe a healthy worker soon: there is a hint that it fails."""
+        probes = self._probes_of(worker)
+        if probes is not None and self._fleet.health(worker) is HealthState.HEALTHY:
             probes.metrics_due = -math.inf
             probes.due = min(probes.due, self._clock.now() + self._options.recheck_s)
             self._wake(probes)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from ipaddress import ip_address
 from typing import Any, Protocol
 
@@ -50,11 +50,13 @@ def admin_routes(
     audit: Audit,
     caches: Callable[[], Mapping[str, Any]],
     peers: PeerProcesses | None = None,
+    members: Callable[[], Sequence[Mapping[str, Any]]] = tuple,
 ) -> APIRouter:
     """The routes under /admin.
 
     `masked_config` returns the resolved configuration without secrets, `caches` the state of the cache map.
-    `peers` are the other processes, if there are any.
+    `peers` are the other processes, if there are any; `members` describes this process and those of other
+    gateways.
     """
 
     # Only declares the key, for /docs.
@@ -134,6 +136,10 @@ def admin_routes(
     ) -> dict[str, Any]:
         own = journal.decisions(limit, request_id)
         return {"decisions": own if peers is None else await peers.decisions(limit, request_id, own)}
+
+    @routes.get("/members", summary="The gateway processes that share with this one: lag, release, gaps")
+    async def all_members() -> dict[str, Any]:
+        return {"members": members()}
 
     @routes.get("/config", summary="The resolved configuration, secrets masked")
     async def config() -> Mapping[str, Any]:

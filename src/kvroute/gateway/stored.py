@@ -37,6 +37,10 @@ class ResponseOwners:
     def owner(self, response_id: str) -> WorkerId | None:
         return self._owners.peek(response_id)
 
+    def latest(self, number: int) -> list[tuple[str, WorkerId]]:
+        """The most recent `number` responses with their workers, the oldest first."""
+        return list(self._owners.items())[-number:]
+
     def forget_worker(self, worker: WorkerId) -> None:
         """Remove the responses of a worker that left or restarted. Costs O(responses)."""
         for response_id in [key for key, owner in self._owners.items() if owner == worker]:

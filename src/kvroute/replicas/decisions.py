@@ -1,15 +1,19 @@
 """Publishes this process's dispatches to the other processes, and applies theirs.
 
-So the loads and prefix trees of all processes agree: each accounts for its own dispatches immediately and for
-those of the others a few milliseconds later. When a link closes, the other process's unfinished requests are
-released; when it opens, they are sent again.
+The other processes are those of the same gateway and those of other gateways. So the loads and prefix trees
+of all processes agree: each accounts for its own dispatches immediately and for those of the others a few
+milliseconds later. When a link closes, the other process's unfinished requests are released; when it opens,
+they are sent again.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from itertools import count
 from typing import Final, TypeAlias, cast
+
+import msgspec
 
 from kvroute.blocks.chunks import PromptChunks
 from kvroute.blocks.keys import BlockKey, PromptKeys
@@ -17,18 +21,19 @@ from kvroute.clock import Clock
 from kvroute.errors import NotFound
 from kvroute.fleet.fleet import Fleet
 from kvroute.fleet.worker import Worker
+from kvroute.replicas.key_groups import KeyGroups
 from kvroute.replicas.messages import (
     Dispatched,
-    EncoderReset,
     ExactSent,
     Finished,
     FirstToken,
-    KeyGroupDecoder,
-    KeyGroupEncoder,
-    Message,
+    Groups,
+    GroupsWanted,
+    PeerId,
     PromptSent,
     RecentPrompts,
     SessionForgotten,
+    SharedMessage,
     pack_keys,
     unpack_keys,
 )
@@ -48,6 +53,8 @@ _RECENT_BLOCKS: Final = 4_000_000
 """Bound of the blocks, of all workers together, that are sent to a process that joins: 32 MB."""
 _RECENT_PROMPTS: Final = 256
 """Prompts in one message."""
+_MAX_INCOMPLETE: Final = 256
+"""Dispatches that wait for groups of keys."""
 _NO_CHUNKS: Final = PromptChunks(())
 
 
@@ -57,28 +64,23 @@ class OwnDecisions:
     Mutable: keeps the unfinished requests, for processes that link later.
     """
 
-    def __init__(self, publish: Callable[[Message], None]) -> None:
+    def __init__(self, publish: Callable[[SharedMessage], None], groups: KeyGroups) -> None:
         self.publish = publish
         self._ids = count(1)
-        self._key_encoder = KeyGroupEncoder()
+        self._groups = groups
         self._unfinished: dict[int, _OwnDispatch] = {}
 
     def dispatched(self, query: RouteQuery, decision: RouteDecision, candidate: Candidate) -> AttemptObserver:
-        """Publish a dispatch. Costs about 5 us, and `KeyGroupEncoder.encode`."""
+        """Publish a dispatch. Costs about 5 us, and `KeyGroups.encode`."""
         number = next(self._ids)
         dispatch = self._unfinished[number] = _OwnDispatch(self, number, query, decision, candidate)
-        self.publish(_dispatched_message(number, query, decision, candidate, self._key_encoder.encode))
+        self.publish(_dispatched_message(number, query, decision, candidate, self._groups.encode))
         return dispatch
 
     def session_forgotten(self, session_key: str) -> None:
         self.publish(SessionForgotten(session_key))
 
-    def reset_keys(self) -> None:
-        """Start key compression again, because a process has linked that has received no keys."""
-        self._key_encoder.reset()
-        self.publish(EncoderReset())
-
-    def unfinished(self) -> list[Message]:
+    def unfinished(self) -> list[SharedMessage]:
         """The messages that bring a newly linked process up to date with the requests in flight."""
         return [message for dispatch in self._unfinished.values() for message in dispatch.catch_up_messages()]
 
@@ -115,7 +117,7 @@ class _OwnDispatch:
         self._decisions.forget(self._number)
         self._decisions.publish(Finished(self._number))
 
-    def catch_up_messages(self) -> list[Message]:
+    def catch_up_messages(self) -> list[SharedMessage]:
         """The messages that were published about the request until now."""
         number = self._number
         sent = _dispatched_message(number, self._query, self._decision, self._candidate, _uncompressed)
@@ -125,13 +127,28 @@ class _OwnDispatch:
 class PeerDecisions:
     """Accounts for the other processes' dispatches in this process's router. Mutable: by its methods."""
 
-    def __init__(self, router: Router, fleet: Fleet, clock: Clock) -> None:
+    def __init__(
+        self,
+        router: Router,
+        fleet: Fleet,
+        clock: Clock,
+        groups: KeyGroups,
+        send: Callable[[PeerId, SharedMessage], object],
+    ) -> None:
+        """`send` sends a message to one process."""
         self._router = router
         self._fleet = fleet
         self._clock = clock
-        self._dispatches: dict[int, dict[int, Dispatch]] = {}
+        self._groups = groups
+        self._send = send
+        self._dispatches: dict[PeerId, dict[int, Dispatch]] = {}
         """Unfinished requests, by process and by that process's number for the request."""
-        self._key_decoders: dict[int, KeyGroupDecoder] = {}
+        self._ids = count(1)
+        self._incomplete: OrderedDict[int, tuple[str, list[PromptSent]]] = OrderedDict()
+        """Worker and prompts of dispatches whose keys have groups that were asked for, by
+        `GroupsWanted.id`."""
+        self.incomplete = 0
+        """Dispatches with groups that were not known here, since the start."""
         self._ranked: dict[str, tuple[int, tuple[Candidate, ...]]] = {}
         """Candidates for each model, with the version of the fleet's view that they were made from."""
 
@@ -140,44 +157,93 @@ class PeerDecisions:
         """Requests that are in flight in the other processes."""
         return sum(map(len, self._dispatches.values()))
 
-    def dispatched(self, process: int, sent: Dispatched) -> None:
+    def dispatched(self, peer: PeerId, sent: Dispatched) -> None:
         """Apply a dispatch of another process; a dispatch to an unknown worker is skipped.
 
-        Costs `Router.dispatch` and `KeyGroupDecoder.decode`.
+        If a group of its keys is not known here it counts as load alone, until the process has sent the
+        group. Costs `Router.dispatch` and `KeyGroups.decode`.
         """
-        decode = self._key_decoders.setdefault(process, KeyGroupDecoder()).decode
-        prompts = [cast("Sequence[BlockKey]", decode(prompt.ends, prompt.fresh)) for prompt in sent.prompts]
-        exact = [cast("Sequence[BlockKey]", decode(prompt.ends, prompt.fresh)) for prompt in sent.exact]
-        try:
-            worker = self._fleet.get(sent.worker)
-        except NotFound:
-            return
-        now = self._clock.now()
-        query, decision, candidate = self._as_routed(sent, prompts, exact, worker, now)
-        dispatch = self._router.dispatched_by_peer(query, decision, candidate, now)
-        self._dispatches.setdefault(process, {})[sent.id] = dispatch
-
-    def reset_keys(self, process: int) -> None:
-        """The process has reset its key compression."""
-        self._key_decoders.pop(process, None)
-
-    def first_token(self, process: int, number: int) -> None:
-        dispatch = self._dispatches.get(process, {}).get(number)
+        dispatch = self._dispatch(peer, sent)
         if dispatch is not None:
-            dispatch.first_token(self._clock.now())
+            self._dispatches.setdefault(peer, {})[sent.id] = dispatch
 
-    def finished(self, process: int, number: int) -> None:
-        dispatch = self._dispatches.get(process, {}).pop(number, None)
+    def missed(self, peer: PeerId, sent: Dispatched) -> None:
+        """Apply a dispatch that arrives late: it has ended, or is sent again. It counts for the history
+        alone."""
+        # As a stream without a first token: its end says nothing about the worker's speed.
+        dispatch = self._dispatch(peer, msgspec.structs.replace(sent, streamed=True))
         if dispatch is not None:
             dispatch.finish(self._clock.now())
 
-    def lost(self, process: int) -> None:
+    def first_token(self, peer: PeerId, number: int) -> None:
+        dispatch = self._dispatches.get(peer, {}).get(number)
+        if dispatch is not None:
+            dispatch.first_token(self._clock.now())
+
+    def finished(self, peer: PeerId, number: int) -> None:
+        dispatch = self._dispatches.get(peer, {}).pop(number, None)
+        if dispatch is not None:
+            dispatch.finish(self._clock.now())
+
+    def lost(self, peer: PeerId) -> None:
         """The link to the process is closed: release its requests, because their ends would not be
         received."""
         now = self._clock.now()
-        self._key_decoders.pop(process, None)
-        for dispatch in self._dispatches.pop(process, {}).values():
+        for dispatch in self._dispatches.pop(peer, {}).values():
             dispatch.finish(now)
+
+    def groups_wanted(self, peer: PeerId, wanted: GroupsWanted) -> None:
+        """Another process does not know groups that this process has used."""
+        self._send(peer, Groups(wanted.id, self._groups.packed(wanted.ends)))
+
+    def groups(self, _: PeerId, answer: Groups) -> None:
+        """Complete the history of a dispatch. Groups that the other process has forgotten stay unknown."""
+        self._groups.learn(unpack_keys(answer.keys))
+        worker_id, prompts = self._incomplete.pop(answer.id, ("", []))
+        worker = self._worker(worker_id)
+        for prompt in prompts if worker is not None else ():
+            keys = self._groups.decode(prompt.ends, prompt.fresh)
+            if keys is not None and worker is not None:
+                self._router.replay_prompt(worker, cast("Sequence[BlockKey]", keys))
+
+    def _dispatch(self, peer: PeerId, sent: Dispatched) -> Dispatch | None:
+        decode = self._groups.decode
+        prompts = [decode(prompt.ends, prompt.fresh) for prompt in sent.prompts]
+        exact = [decode(prompt.ends, prompt.fresh) for prompt in sent.exact]
+        known_prompts = [keys for keys in prompts if keys is not None]
+        known_exact = [keys for keys in exact if keys is not None]
+        if len(known_prompts) < len(prompts) or len(known_exact) < len(exact):
+            self._ask(peer, sent)
+            known_prompts, known_exact = [], []
+        worker = self._worker(sent.worker)
+        if worker is None:
+            return None
+        now = self._clock.now()
+        query, decision, candidate = self._as_routed(
+            sent,
+            cast("list[Sequence[BlockKey]]", known_prompts),
+            cast("list[Sequence[BlockKey]]", known_exact),
+            worker,
+            now,
+        )
+        return self._router.dispatched_by_peer(query, decision, candidate, now)
+
+    def _ask(self, peer: PeerId, sent: Dispatched) -> None:
+        """Ask for the groups of a dispatch that are not known here."""
+        self.incomplete += 1
+        all_ends = [*(prompt.ends for prompt in sent.prompts), *(prompt.ends for prompt in sent.exact)]
+        ends = b"".join(map(self._groups.unknown, all_ends))
+        number = next(self._ids)
+        self._incomplete[number] = sent.worker, sent.prompts
+        if len(self._incomplete) > _MAX_INCOMPLETE:
+            self._incomplete.popitem(last=False)
+        self._send(peer, GroupsWanted(number, ends))
+
+    def _worker(self, worker_id: str) -> Worker | None:
+        try:
+            return self._fleet.get(worker_id)
+        except NotFound:
+            return None
 
     def _as_routed(
         self,
@@ -192,17 +258,20 @@ class PeerDecisions:
             now=now,
             prompts=tuple(
                 PromptKeys(keys, prompt.tokens, prompt.block_tokens)
-                for keys, prompt in zip(prompts, sent.prompts, strict=True)
+                for keys, prompt in zip(prompts, sent.prompts, strict=False)  # none if groups are unknown
             ),
             tokens=sent.tokens,
             session_key=sent.session_key,
             streamed=sent.streamed,
             exact=tuple(
                 ExactPrompt(0, keys, _NO_CHUNKS, key_tokens=prompt.key_tokens)
-                for keys, prompt in zip(exact, sent.exact, strict=True)
+                for keys, prompt in zip(exact, sent.exact, strict=False)
             ),
         )
-        held = None if sent.tiers is None else CandidateMatch(Tokens(*sent.tiers), sent.slot, sent.rank)
+        held = None
+        if sent.tiers is not None:
+            slot = self._router.slot_of(worker, sent.rank)
+            held = CandidateMatch(Tokens(*sent.tiers), slot, sent.rank)
         candidate = Candidate(worker, 0.0, sent.matched_tokens, sent.prefill_s, CostTerms(), held)
         others = self._candidates(sent.model)
         ranking = (candidate, *others) if sent.first else (*others, candidate)
@@ -231,14 +300,16 @@ def recent_prompts(router: Router, workers: Sequence[Worker]) -> Iterable[Recent
             )
 
 
-def apply_recent_prompts(router: Router, fleet: Fleet, recent: RecentPrompts) -> None:
+def apply_recent_prompts(router: Router, fleet: Fleet, groups: KeyGroups, recent: RecentPrompts) -> None:
     """Add another process's `recent_prompts` to this process's route history."""
     try:
         worker = fleet.get(recent.worker)
     except NotFound:
         return
-    for keys in recent.prompts:
-        router.replay_prompt(worker, _keys(keys))
+    for packed in recent.prompts:
+        keys = unpack_keys(packed)
+        groups.learn(keys)
+        router.replay_prompt(worker, cast("Sequence[BlockKey]", keys))
 
 
 _EncodeKeys: TypeAlias = Callable[[Sequence[int]], tuple[bytes, bytes]]
@@ -267,10 +338,5 @@ def _dispatched_message(
         [ExactSent(*encode(prompt.keys), prompt.key_tokens) for prompt in query.exact],
         query.session_key,
         None if held is None else held.rank,
-        None if held is None else held.slot,
         None if held is None else held.tokens,
     )
-
-
-def _keys(data: bytes) -> Sequence[BlockKey]:
-    return cast("Sequence[BlockKey]", unpack_keys(data))

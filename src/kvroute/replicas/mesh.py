@@ -2,8 +2,8 @@
 
 Of two processes the one with the higher number connects, and reconnects while it runs, so each pair has one
 link. Published messages are batched for 5 ms and sent to all linked processes. On a new link a process first
-sends the messages of `MeshMember.greeting`, then all that is published later: no message is lost between the
-two or sent twice.
+sends the messages of `PeerListener.greeting`, then all that is published later: no message is lost between
+the two or sent twice.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from kvroute.replicas.messages import (
     Leaving,
     Message,
     PeerAnswer,
+    PeerId,
     PeerRequest,
     encode_frame,
 )
@@ -46,26 +47,26 @@ _STABLE_S: Final = 5.0
 """After a link has lasted this long, the next reconnect waits only `_RETRY_S` again."""
 
 
-class MeshMember(Protocol):
-    """The receiver of the mesh's messages. All methods are synchronous and return soon."""
+class PeerListener(Protocol):
+    """The receiver of the messages of other processes. All methods are synchronous and return soon."""
 
     @property
     def is_synced(self) -> bool:
         """Whether this process has the complete shared state, so that new processes may ask for it."""
         ...
 
-    def greeting(self, number: int) -> Sequence[Message]:
-        """The first messages for process `number`, whose link has just been opened."""
+    def greeting(self, peer: PeerId) -> Sequence[Message]:
+        """The first messages for a process whose link has just been opened."""
         ...
 
-    def on_linked(self, number: int, *, is_synced: bool) -> None: ...
+    def on_linked(self, peer: PeerId, *, is_synced: bool) -> None: ...
 
-    def on_message(self, number: int, message: Message) -> None:
-        """Process `number` sent a message."""
+    def on_message(self, peer: PeerId, message: Message) -> None:
+        """A process sent a message."""
         ...
 
-    def on_link_lost(self, number: int) -> None:
-        """The link to process `number` is closed."""
+    def on_link_lost(self, peer: PeerId) -> None:
+        """The link to a process is closed; what it has said about its requests no longer counts."""
         ...
 
 
@@ -92,8 +93,8 @@ class Mesh:
         self.number = number
         self.counts = MeshCounts()
         self._peers = [peer for peer in range(processes) if peer != number]
-        self._folder = folder
-        self._member: MeshMember | None = None
+        self.folder = folder
+        self._member: PeerListener | None = None
         self._request_handlers: dict[str, RequestHandler] = {}
         self._links: dict[int, _Link] = {}
         self._open: set[_Link] = set()
@@ -122,7 +123,7 @@ class Mesh:
         """Answer the other processes' requests of this topic with `handler`."""
         self._request_handlers[topic] = handler
 
-    async def start(self, member: MeshMember) -> None:
+    async def start(self, member: PeerListener) -> None:
         """Listen, and connect to the other processes. Raises OSError if the socket cannot be created."""
         self._member = member
         loop = asyncio.get_running_loop()
@@ -149,9 +150,9 @@ class Mesh:
         elif len(self._queued) >= _MAX_QUEUED:
             self.flush()
 
-    def send(self, number: int, *messages: Message) -> bool:
+    def send(self, peer: PeerId, *messages: Message) -> bool:
         """Send to one process now, before the messages that are still queued. False if it is not linked."""
-        link = self._links.get(number)
+        link = self._links.get(peer) if isinstance(peer, int) else None
         if link is None:
             return False
         link.write(messages)
@@ -207,7 +208,7 @@ class Mesh:
             future.cancel()
 
     def _path(self, number: int) -> Path:
-        return self._folder / f"{number}.sock"
+        return self.folder / f"{number}.sock"
 
     async def _connect(self, other: int) -> None:
         loop, path, pause_s = asyncio.get_running_loop(), str(self._path(other)), _RETRY_S

@@ -1,20 +1,20 @@
-"""The messages between the gateway processes of one machine, and their encoding. Pure.
+"""The messages between the processes of one gateway and between gateways, and their encoding. Pure.
 
-A frame is a length and a MessagePack list of messages, in the order of the events that they report. Both ends
-run the same release, so messages have no version.
+Between the processes of one gateway a frame is a length and a MessagePack list of messages, in the order of
+the events that they report; both ends run the same release. Between gateways only the messages of
+`SharedMessage` are accepted, in envelopes that have a version (`envelope.py`). There, a later release may add
+fields at the end of a message, with defaults, and message types; older ones skip what they do not know.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections import OrderedDict
 from collections.abc import Sequence
 from struct import Struct as Packing
 from typing import Final, TypeAlias
 
 import msgspec
 
-from kvroute.blocks.keys import GROUP_BLOCKS, BlockKeys
 from kvroute.errors import WireError
 
 
@@ -207,7 +207,7 @@ class Leaving(PeerMessage, frozen=True):
 
 
 class PromptSent(msgspec.Struct, frozen=True, array_like=True):
-    """A `PromptKeys` whose keys were encoded by `KeyGroupEncoder`."""
+    """A `PromptKeys` whose keys were encoded by `KeyGroups`."""
 
     ends: bytes
     fresh: bytes
@@ -227,7 +227,8 @@ class Dispatched(PeerMessage, frozen=True):
     """The sender dispatched a request to a worker.
 
     `id` is the sender's own number for the request; `first` is True where the worker is the first of the
-    ranking; `tiers` are the tokens that the map places in GPU memory, L1 and L2.
+    ranking; `tiers` are the tokens that the map places in GPU memory, L1 and L2. Slots of the cache map have
+    other numbers in another gateway, so the receiver finds its own by worker and rank.
     """
 
     id: int
@@ -244,12 +245,22 @@ class Dispatched(PeerMessage, frozen=True):
     exact: list[ExactSent]
     session_key: str | None
     rank: int | None
-    slot: int | None
     tiers: tuple[int, int, int] | None
 
 
-class EncoderReset(PeerMessage, frozen=True):
-    """The sender's `KeyGroupEncoder` was reset; the receiver resets its decoder for this sender."""
+class GroupsWanted(PeerMessage, frozen=True):
+    """The sender does not know these groups of keys, named by their packed last keys; answered by
+    `Groups`."""
+
+    id: int
+    ends: bytes
+
+
+class Groups(PeerMessage, frozen=True):
+    """The answer to the `GroupsWanted` of this `id`: whole groups of packed keys, without unknown ones."""
+
+    id: int
+    keys: bytes
 
 
 class FirstToken(PeerMessage, frozen=True):
@@ -283,12 +294,21 @@ class AdminWorkerSpec(msgspec.Struct, frozen=True, array_like=True):
     node: str | None
 
 
-class OverridesChanged(PeerMessage, frozen=True):
-    """All changes of the fleet that the admin API has made until now."""
+class OverrideEntry(msgspec.Struct, frozen=True, array_like=True):
+    """What the admin API has made of one worker. Of two entries the one with the later stamp is valid."""
 
-    added: list[AdminWorkerSpec]
-    removed: list[str]
-    drained: list[str]
+    worker: str
+    stamp: tuple[int, str]
+    """A logical time, and the process that made the change."""
+    added: AdminWorkerSpec | None
+    removed: bool
+    drained: bool
+
+
+class OverridesChanged(PeerMessage, frozen=True):
+    """Changes of the fleet through the admin API; workers that are not named have not changed."""
+
+    entries: list[OverrideEntry]
 
 
 class Ejected(PeerMessage, frozen=True):
@@ -313,6 +333,35 @@ class InSync(PeerMessage, frozen=True):
     """The answer to `SnapshotRequest` is complete."""
 
 
+class MemberState(PeerMessage, frozen=True):
+    """A member of the fleet is alive. `lag_s`: its own messages take this long through Redis."""
+
+    name: str
+    process: int
+    release: str
+    is_synced: bool
+    has_key: bool
+    lag_s: float
+
+
+class StateWanted(PeerMessage, frozen=True):
+    """The sender asks for the receiver's state, and for the batches that it has missed.
+
+    They have the numbers after `have` up to `until`; `have` is -1 if it joins.
+    """
+
+    have: int
+    until: int
+
+
+class StateBegins(PeerMessage, frozen=True):
+    """The receiver drops the sender's requests; those that still run follow, then `StateEnds`."""
+
+
+class StateEnds(PeerMessage, frozen=True):
+    """The state that `StateWanted` asked for is complete."""
+
+
 class PeerRequest(PeerMessage, frozen=True):
     """A request that the receiver answers with `PeerAnswer`; `topic` selects the handler."""
 
@@ -326,13 +375,12 @@ class PeerAnswer(PeerMessage, frozen=True):
     payload: bytes
 
 
-Message: TypeAlias = (
-    Hello
-    | Leaving
-    | Dispatched
-    | EncoderReset
+SharedMessage: TypeAlias = (
+    Dispatched
     | FirstToken
     | Finished
+    | GroupsWanted
+    | Groups
     | Owner
     | SessionForgotten
     | OverridesChanged
@@ -340,6 +388,17 @@ Message: TypeAlias = (
     | SnapshotRequest
     | RecentPrompts
     | InSync
+    | Leaving
+    | MemberState
+    | StateWanted
+    | StateBegins
+    | StateEnds
+)
+"""What gateways exchange: every message that a process accepts from outside its machine."""
+
+Message: TypeAlias = (
+    SharedMessage
+    | Hello
     | PeerRequest
     | PeerAnswer
     | MapReset
@@ -363,6 +422,9 @@ Message: TypeAlias = (
     | PromptAnswered
     | Distrusted
 )
+
+PeerId: TypeAlias = int | str
+"""Another process: its number within this gateway, or the id of a member of another gateway."""
 
 _LENGTH: Final = Packing("<I")
 MAX_FRAME_BYTES: Final = 1 << 30
@@ -423,79 +485,3 @@ def unpack_ids(ids: bytes) -> array[int]:
     numbers = array("I")
     numbers.frombytes(ids)
     return numbers
-
-
-MAX_GROUPS: Final = 32_768
-"""Bound of the groups that one process remembers for one sender: a million keys, about 15 MB."""
-
-
-class KeyGroupEncoder:
-    """Dictionary compression of block keys: a group that was sent before is sent as its last key only.
-
-    Mutable: remembers the groups that were sent, least recently used first.
-    """
-
-    # The key of a block depends on all tokens before it, so the last key of a group identifies the whole
-    # group.
-
-    def __init__(self) -> None:
-        self._sent: OrderedDict[int, None] = OrderedDict()
-
-    def encode(self, keys: Sequence[int]) -> tuple[bytes, bytes]:
-        """`keys` as (last keys of all groups; the keys of new groups, and those after the last whole group).
-
-        Only new groups are hashed. Costs about 0.2 us per known group and 1 us per new one.
-        """
-        if len(keys) < GROUP_BLOCKS:
-            return b"", pack_keys(keys)
-        sent, fresh = self._sent, array("Q")
-        ends: Sequence[int] = (
-            keys.group_ends() if isinstance(keys, BlockKeys) else keys[GROUP_BLOCKS - 1 :: GROUP_BLOCKS]
-        )
-        start = 0
-        for end in ends:
-            if end in sent:
-                sent.move_to_end(end)
-            else:
-                sent[end] = None
-                if len(sent) > MAX_GROUPS:
-                    sent.popitem(last=False)
-                fresh.extend(keys[start : start + GROUP_BLOCKS])
-            start += GROUP_BLOCKS
-        fresh.extend(keys[start:])
-        return pack_keys(ends), fresh.tobytes()
-
-    def reset(self) -> None:
-        """Forget all groups. Every receiver must reset its decoder before it decodes the next keys."""
-        self._sent.clear()
-
-
-class KeyGroupDecoder:
-    """Decodes the keys of one sender. Mutable: remembers the same groups as the sender's encoder."""
-
-    def __init__(self) -> None:
-        self._groups: OrderedDict[int, array[int]] = OrderedDict()
-
-    def decode(self, ends: bytes, fresh: bytes) -> array[int]:
-        """The keys that were encoded. Raises WireError if a group is missing here."""
-        if not ends:
-            return unpack_keys(fresh)
-        groups, new_keys, keys, start = self._groups, unpack_keys(fresh), array("Q"), 0
-        for end in unpack_keys(ends):
-            group = groups.get(end)
-            if group is None:
-                group = groups[end] = new_keys[start : start + GROUP_BLOCKS]
-                if len(group) != GROUP_BLOCKS or group[-1] != end:
-                    raise WireError("a group of keys is used that was not sent")
-                start += GROUP_BLOCKS
-                if len(groups) > MAX_GROUPS:
-                    groups.popitem(last=False)
-            else:
-                groups.move_to_end(end)
-            keys.extend(group)
-        keys.extend(new_keys[start:])
-        return keys
-
-    def reset(self) -> None:
-        """Forget all groups."""
-        self._groups.clear()

@@ -390,6 +390,16 @@ class Router:
         """Account an attempt of a peer: as `dispatch`, but without learning and without the observer."""
         return self.dispatch(query, decision, candidate, now, is_own=False)
 
+    def slot_of(self, worker: Worker, rank: int | None) -> int | None:
+        """The worker's slot in this process's cache map; `rank` is None if it has one rank only.
+
+        None if the map does not have the worker.
+        """
+        places = self._views.caches.places(worker)
+        if rank is None:
+            return places[0].slot if len(places) == 1 else None
+        return next((place.slot for place in places if place.rank == rank), None)
+
     def _secondary_reservations(
         self, query: RouteQuery, candidate: Candidate, now: float
     ) -> _SecondaryReservations:

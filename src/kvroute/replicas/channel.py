@@ -1,0 +1,630 @@
+"""The fleet's channel: how one gateway process exchanges messages with the processes of other gateways.
+
+All members publish on one Redis channel and receive from it; each also has a channel of its own, for messages
+to it alone. Every batch has the sender's epoch (a random number of its start) and a number in its sequence,
+so a receiver sees by itself what it has missed, whatever Redis did: it then asks the sender for its state. A
+member that is silent for `_DEAD_S` is dead until it is heard again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import os
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, Protocol
+
+from kvroute import __version__
+from kvroute.clock import Clock
+from kvroute.replicas.envelope import (
+    CHANGES_THE_FLEET,
+    ID_BYTES,
+    TO_ALL,
+    Envelope,
+    Kind,
+    Outgoing,
+    Refusal,
+    Refused,
+    SendQueue,
+    decode_payload,
+    encode_payloads,
+    pack,
+    unpack,
+)
+from kvroute.replicas.mesh import GATHER_S, PeerListener
+from kvroute.replicas.messages import (
+    Leaving,
+    MemberState,
+    PeerId,
+    SharedMessage,
+    StateBegins,
+    StateEnds,
+    StateWanted,
+)
+from kvroute.replicas.options import SharingOptions
+
+log = logging.getLogger(__name__)
+
+BEAT_S: Final = 0.5
+_DEAD_S: Final = 2.0
+"""With `BEAT_S` the requests of a dead member are gone after 2.5 s at most."""
+_STUCK_S: Final = 4.0
+"""An open link that delivers nothing for this long is made again."""
+_ASK_AGAIN_S: Final = 1.0
+_FORGET_S: Final = 60.0
+"""How long a member that is gone stays in the list of members."""
+_MAX_QUEUED: Final = 512
+"""Messages; with more, the batch is sent before `GATHER_S` has passed."""
+_MAX_MEMBERS: Final = 1024
+_MAX_NAMED: Final = 256
+"""Senders whose refusals are logged."""
+_ROOM_BYTES: Final = 1024 * 1024
+JOINS: Final = -1
+
+
+class MessageLink(Protocol):
+    """The transport of a channel: `RedisLink`, or a simulated one."""
+
+    def wake(self) -> None: ...
+    def reconnect(self) -> None: ...
+    async def run(self) -> None: ...
+
+
+class ChannelListener(PeerListener, Protocol):
+    """The receiver of the channel's messages."""
+
+    def state(self) -> Sequence[SharedMessage]:
+        """What another gateway must know now: the requests in flight, and the changes by hand."""
+        ...
+
+    def on_missed(self, peer: PeerId, message: SharedMessage) -> None:
+        """A message of a batch that did not arrive in time; requests of it have ended or follow."""
+        ...
+
+
+@dataclass(slots=True)
+class ChannelCounts:
+    """Totals since the start. Mutable: incremented by the channel."""
+
+    sent: int = 0
+    received: int = 0
+    sent_bytes: int = 0
+    received_bytes: int = 0
+    envelopes_sent: int = 0
+    envelopes_received: int = 0
+    missed: int = 0
+    """Batches of other members that did not arrive."""
+    dropped: int = 0
+    """Own envelopes that were dropped because too many bytes waited."""
+    outages: int = 0
+    """Times that Redis could no longer be used."""
+    deaths: int = 0
+    """Members that fell silent without having left."""
+    refused: dict[Refusal, int] = field(default_factory=lambda: dict.fromkeys(Refusal, 0))
+
+
+@dataclass(slots=True)
+class _Member:
+    """One other process, by its epoch. Mutable: by the channel."""
+
+    sender: bytes
+    seq: int
+    """Of the last batch that arrived or was made up for."""
+    heard_at: float
+    state: MemberState | None = None
+    has: int = JOINS
+    """The last batch before the first gap that is not made up for."""
+    until: int = JOINS
+    """The last batch of the gaps."""
+    is_complete: bool = False
+    """Whether the state has arrived and nothing was missed since."""
+    is_linked: bool = False
+    is_believed: bool = False
+    """Whether it has answered this process with an HMAC: so its signed batches are no recording."""
+    asked_at: float = -math.inf
+    asked_until: int = JOINS
+    gaps: int = 0
+    missed: int = 0
+    gone_at: float | None = None
+    has_left: bool = False
+
+    @property
+    def id(self) -> str:
+        return self.sender.hex()
+
+    @property
+    def name(self) -> str:
+        return f"{self.state.name}/{self.state.process}" if self.state is not None else self.id
+
+
+class Channel:
+    """This process's place in the fleet. Mutable; belongs to one event loop.
+
+    `start` connects; `aclose` says goodbye and ends every task. `publish` and `send` never wait: what Redis
+    does not take is queued, within `sharing.max_queued_bytes`.
+    """
+
+    def __init__(
+        self,
+        options: SharingOptions,
+        gateway: bytes,
+        process: int,
+        clock: Clock,
+        make_link: Callable[[Channel, tuple[bytes, ...]], MessageLink],
+    ) -> None:
+        """`gateway`: `ID_BYTES` that all processes of this gateway have; `process`: the number of this one.
+
+        `make_link` gets the channels to subscribe to.
+        """
+        self.counts = ChannelCounts()
+        self.id = os.urandom(ID_BYTES)
+        self.lag_s: float | None = None
+        """How long this process's last own message took through Redis; None while none comes back."""
+        self.problem: str | None = "it was not reached yet"
+        """Why Redis cannot be used now; None if it can."""
+        self._options = options
+        self._key = options.mac_key
+        self._gateway = gateway
+        self.process = process
+        self._clock = clock
+        self._to_all = f"kvroute:{options.fleet}:all".encode()
+        self._link = make_link(self, (self._to_all, self._own_channel(self.id)))
+        self._listener: ChannelListener | None = None
+        self._members: dict[bytes, _Member] = {}
+        self._queue = SendQueue(options.max_queued_bytes)
+        self._seq = 0
+        self._queued: list[SharedMessage] = []
+        self._timer: asyncio.TimerHandle | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._named: set[tuple[bytes, Refusal]] = set()
+        """Refusals that the log has."""
+        self._echo_at = -math.inf
+        """When an own message came back."""
+        self._up_at: float | None = None
+        """Since when the link is open."""
+        self._refusal: str | None = None
+        self._down_at = clock.now()
+        self._has_failed = False
+        self._was_up = False
+        self._changed = asyncio.Event()
+        self._room = asyncio.Event()
+        self._has_warned_of_key = False
+
+    # For the owner
+
+    @property
+    def is_up(self) -> bool:
+        return self.problem is None
+
+    @property
+    def linked_peers(self) -> Sequence[PeerId]:
+        """The members whose state is complete here."""
+        return [member.id for member in self._members.values() if member.is_linked]
+
+    async def start(self, listener: ChannelListener) -> None:
+        """Begin to connect; returns at once."""
+        self._listener = listener
+        self._spawn(self._link.run(), "link to Redis")
+        self._spawn(self._beat(), "heartbeats")
+
+    async def joined(self, timeout_s: float) -> bool:
+        """Wait until every member that lives is linked. False if Redis cannot be reached, or after
+        `timeout_s`.
+
+        Members answer at once, and those that do not know of this one yet are heard within a heartbeat.
+        """
+        try:
+            async with asyncio.timeout(timeout_s):
+                while not self.is_up and not self._has_failed:
+                    await self._wait_for_change()
+                if not self.is_up:
+                    return False
+                await self._clock.sleep(BEAT_S + 4 * GATHER_S)
+                while any(each.gone_at is None and not each.is_linked for each in self._members.values()):
+                    await self._wait_for_change()
+        except TimeoutError:
+            return False
+        return True
+
+    def publish(self, message: SharedMessage) -> None:
+        """Send to all members, within `GATHER_S`. Costs 0.2 us, and the encoding later."""
+        self._queued.append(message)
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(GATHER_S, self.flush)
+        elif len(self._queued) >= _MAX_QUEUED:
+            self.flush()
+
+    def send(self, peer: PeerId, *messages: SharedMessage) -> bool:
+        """Send to one member, after everything that was published. False if it is not alive."""
+        member = self._members.get(bytes.fromhex(peer)) if isinstance(peer, str) else None
+        if member is None or member.gone_at is not None:
+            return False
+        self.flush()
+        self._emit(Kind.PRIVATE, member.sender, messages)
+        return True
+
+    def flush(self) -> None:
+        """Send the queued messages now."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        messages, self._queued = self._queued, []
+        if messages:
+            self._emit(Kind.BATCH, TO_ALL, messages)
+
+    async def has_room(self) -> None:
+        """Wait until little waits to be sent, for a sender of much; at most a second."""
+        try:
+            async with asyncio.timeout(1.0):
+                while self._queue.waiting_bytes > _ROOM_BYTES:
+                    self._room.clear()
+                    await self._room.wait()
+        except TimeoutError:
+            return
+
+    async def aclose(self) -> None:
+        """Say goodbye, then end every task."""
+        if self.is_up:
+            self.publish(Leaving())
+            self.flush()
+            try:
+                async with asyncio.timeout(0.5):
+                    while self._queue.waiting_bytes:
+                        self._room.clear()
+                        await self._room.wait()
+            except TimeoutError:
+                pass
+        if self._timer is not None:
+            self._timer.cancel()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def notes(self) -> list[str]:
+        """Notes for `/ready`."""
+        if self.problem is None:
+            return []
+        return [
+            f"sharing: Redis is not used because {self.problem}; process {self.process} decides alone for "
+            f"{self._clock.now() - self._down_at:.0f} s"
+        ]
+
+    def describe(self) -> list[dict[str, Any]]:
+        """This process and all other members, as JSON values."""
+        own = self._own_state()
+        rows = [
+            {
+                "member": self.id.hex(),
+                "name": own.name,
+                "process": own.process,
+                "is_self": True,
+                "state": "alive" if self.is_up else "alone",
+                "problem": self.problem,
+                "release": own.release,
+                "has_key": own.has_key,
+                "lag_ms": None if self.lag_s is None else round(1e3 * self.lag_s, 3),
+                "silent_s": 0.0,
+                "gaps": 0,
+                "missed_batches": 0,
+            }
+        ]
+        now = self._clock.now()
+        for member in self._members.values():
+            state = member.state
+            rows.append(
+                {
+                    "member": member.id,
+                    "name": state.name if state else None,
+                    "process": state.process if state else None,
+                    "is_self": False,
+                    "state": _state_of(member),
+                    "problem": None,
+                    "release": state.release if state else None,
+                    "has_key": state.has_key if state else None,
+                    "lag_ms": round(1e3 * state.lag_s, 3) if state and state.lag_s >= 0 else None,
+                    "silent_s": round(now - member.heard_at, 3),
+                    "gaps": member.gaps,
+                    "missed_batches": member.missed,
+                }
+            )
+        return rows
+
+    def states(self) -> dict[str, int]:
+        """Number of other members by state."""
+        numbers = dict.fromkeys(("alive", "joining", "silent", "left"), 0)
+        for member in self._members.values():
+            numbers[_state_of(member)] += 1
+        return numbers
+
+    # `LinkOwner`
+
+    def next_command(self) -> tuple[bytes, bytes] | None:
+        outgoing = self._queue.take()
+        if self._queue.waiting_bytes <= _ROOM_BYTES:
+            self._room.set()
+        if outgoing is None:
+            return None
+        data = pack(
+            Envelope(
+                outgoing.kind,
+                self._gateway,
+                self.id,
+                outgoing.to,
+                outgoing.seq,
+                self._clock.now(),
+                outgoing.payload,
+                outgoing.is_signed,
+            ),
+            self._key,
+        )
+        self.counts.envelopes_sent += 1
+        self.counts.sent_bytes += len(data)
+        return self._to_all if outgoing.to == TO_ALL else self._own_channel(outgoing.to), data
+
+    def on_data(self, data: bytes) -> None:
+        try:
+            envelope = unpack(data, self._key)
+            if envelope.gateway == self._gateway:
+                if envelope.sender == self.id:
+                    self._echo_at, self._refusal = self._clock.now(), None
+                    self.lag_s = self._echo_at - envelope.sent_s
+                return  # another process of this gateway: its messages come over the Unix socket
+            self.counts.envelopes_received += 1
+            self.counts.received_bytes += len(data)
+            self._receive(envelope)
+        except Refused as refused:
+            self._refuse(refused)
+        except Exception:
+            # One bad message must not end the sharing. The member's state repairs what it has left undone.
+            log.exception("handling an envelope of the fleet failed")
+
+    def on_up(self) -> None:
+        self._up_at = self._clock.now()
+        if self._refusal is None:
+            self._set_problem(None)
+        self.publish(self._own_state())
+        if not self._was_up:
+            self._was_up = True
+            self.publish(StateWanted(JOINS, JOINS))
+        self._link.wake()
+
+    def on_down(self, why: str) -> None:
+        self._up_at = None
+        self._set_problem(why)
+
+    def on_refused(self, why: str) -> None:
+        self._refusal = why
+        self._set_problem(why)
+
+    def _set_problem(self, why: str | None) -> None:
+        if why is not None:
+            if self.problem is None or not self._has_failed:
+                log.warning("sharing: Redis is not used because %s; this process decides alone", why)
+                self.counts.outages += 1
+            if self.problem is None:
+                self._down_at = self._clock.now()
+            self._has_failed, self.lag_s = True, None
+        elif self.problem is not None:
+            alone_s = self._clock.now() - self._down_at
+            log.info(
+                "sharing: in the fleet %r as %s, after %.1f s", self._options.fleet, self._own_name(), alone_s
+            )
+        self.problem = why
+        self._changed.set()
+
+    # Receiving
+
+    def _receive(self, envelope: Envelope) -> None:
+        if envelope.to not in (TO_ALL, self.id):
+            return
+        member = self._members.get(envelope.sender)
+        if member is None:
+            member = self._meet(envelope)
+            if member is None:
+                return
+        member.heard_at = self._clock.now()
+        needs_state = member.gone_at is not None
+        if needs_state:
+            log.info("sharing: %s is heard again", member.name)
+            member.gone_at, member.has_left = None, False
+        if envelope.kind is not Kind.MISSED:
+            expected = member.seq + (envelope.kind is Kind.BATCH)
+            if envelope.seq < expected:
+                raise Refused(Refusal.STALE, "it has arrived already, or is a recording", envelope.sender)
+            if envelope.seq > expected:
+                needs_state = needs_state or member.is_complete
+                self._gap(member, envelope.seq - expected, envelope.seq - (envelope.kind is Kind.BATCH))
+            member.seq = envelope.seq
+        if needs_state:
+            self._ask(member)
+        messages, unknown = decode_payload(envelope.payload)
+        self.counts.refused[Refusal.UNKNOWN] += unknown
+        self.counts.received += len(messages)
+        if envelope.is_signed and envelope.to == self.id:
+            member.is_believed = True
+        for message in messages:
+            self._apply(member, envelope, message)
+
+    def _apply(self, member: _Member, envelope: Envelope, message: SharedMessage) -> None:
+        assert self._listener is not None
+        if envelope.kind is Kind.MISSED:
+            if not isinstance(message, CHANGES_THE_FLEET):
+                self._listener.on_missed(member.id, message)
+        elif isinstance(message, MemberState):
+            member.state = message
+        elif isinstance(message, StateWanted):
+            self._send_state(member, message)
+        elif isinstance(message, StateBegins):
+            if member.is_linked:
+                self._listener.on_link_lost(member.id)
+        elif isinstance(message, StateEnds):
+            member.is_complete = True
+            if member.until > member.asked_until:  # a gap while the answer was on its way
+                self._ask(member)
+            if not member.is_linked:
+                member.is_linked = True
+                log.info("sharing: linked to %s (kvroute %s)", member.name, _release(member))
+                is_synced = member.state is not None and member.state.is_synced
+                self._listener.on_linked(member.id, is_synced=is_synced)
+            self._changed.set()
+        elif isinstance(message, Leaving):
+            member.has_left = True
+            self._gone(member)
+        elif isinstance(message, CHANGES_THE_FLEET) and not (envelope.is_signed and member.is_believed):
+            self._refuse(Refused(Refusal.UNSIGNED, "it changes the fleet without an HMAC", member.sender))
+        else:
+            self._listener.on_message(member.id, message)
+
+    def _meet(self, envelope: Envelope) -> _Member | None:
+        """A member that is heard for the first time."""
+        if len(self._members) >= _MAX_MEMBERS:
+            raise Refused(Refusal.TOO_LARGE, f"the fleet has {_MAX_MEMBERS} members already", envelope.sender)
+        before = envelope.seq - (envelope.kind is Kind.BATCH)
+        member = self._members[envelope.sender] = _Member(envelope.sender, before, self._clock.now())
+        if envelope.kind is Kind.BATCH:  # else this is its state, or its question
+            self._ask(member)
+        return member
+
+    def _gap(self, member: _Member, missed: int, until: int) -> None:
+        """Batches up to number `until` did not arrive."""
+        member.gaps += 1
+        member.missed += missed
+        self.counts.missed += missed
+        if member.is_complete:
+            log.warning(
+                "sharing: %d batches of %s did not arrive; its state is asked for", missed, member.name
+            )
+            member.is_complete, member.has = False, member.seq
+        member.until = until
+
+    def _ask(self, member: _Member) -> None:
+        """Ask a member for its state, and for what was missed."""
+        member.is_complete, member.asked_at = False, self._clock.now()
+        member.asked_until = member.until
+        self._emit(Kind.PRIVATE, member.sender, (StateWanted(member.has, member.until),))
+
+    def _send_state(self, member: _Member, wanted: StateWanted) -> None:
+        """Answer: what the member has missed, then what is true now."""
+        assert self._listener is not None
+        self.flush()
+        if wanted.have != JOINS:
+            for batch in self._queue.written_between(wanted.have, wanted.until):
+                self._queue_envelope(Outgoing(Kind.MISSED, member.sender, batch.seq, batch.payload, False))
+        state = (self._own_state(), StateBegins(), *self._listener.state(), StateEnds())
+        self._emit(Kind.PRIVATE, member.sender, state)
+
+    def _gone(self, member: _Member) -> None:
+        assert self._listener is not None
+        if member.is_complete:
+            member.has = member.until = member.seq
+        member.gone_at, member.is_complete = self._clock.now(), False
+        if member.has_left:
+            log.info("sharing: %s has left", member.name)
+        elif self.is_up:  # else the cause is this process's own link
+            self.counts.deaths += 1
+            log.warning(
+                "sharing: %s is silent for %.1f s; its requests no longer count", member.name, _DEAD_S
+            )
+        if member.is_linked:
+            member.is_linked = False
+            self._listener.on_link_lost(member.id)
+        self._changed.set()
+
+    def _refuse(self, refused: Refused) -> None:
+        self.counts.refused[refused.reason] += 1
+        known = refused.sender, refused.reason
+        if known not in self._named and len(self._named) < _MAX_NAMED:
+            self._named.add(known)
+            member = self._members.get(refused.sender)
+            name = member.name if member is not None else refused.sender.hex() or "an unknown sender"
+            log.warning("sharing: a message of %s is refused: %s", name, refused)
+
+    # Sending
+
+    def _emit(self, kind: Kind, to: bytes, messages: Sequence[SharedMessage]) -> None:
+        """Queue messages as envelopes. Those that change the fleet go into signed ones, or nowhere."""
+        signed = [message for message in messages if isinstance(message, CHANGES_THE_FLEET)]
+        is_signed = bool(signed) or (kind is Kind.PRIVATE and self._key is not None)
+        if signed and self._key is None:
+            is_signed = False
+            messages = [message for message in messages if not isinstance(message, CHANGES_THE_FLEET)]
+            if not self._has_warned_of_key and kind is Kind.BATCH:
+                self._has_warned_of_key = True
+                log.warning("sharing: changes of workers by hand stay in this gateway without sharing.key")
+        if not messages:
+            return
+        self.counts.sent += len(messages)
+        for payload in encode_payloads(messages):
+            if kind is Kind.BATCH:
+                self._seq += 1
+            self._queue_envelope(Outgoing(kind, to, self._seq, payload, is_signed))
+
+    def _queue_envelope(self, outgoing: Outgoing) -> None:
+        self.counts.dropped += self._queue.add(outgoing)
+        self._link.wake()
+
+    def _own_name(self) -> str:
+        return f"{self._options.name}/{self.process}"
+
+    def _own_state(self) -> MemberState:
+        is_synced = self._listener is not None and self._listener.is_synced
+        lag_s = -1.0 if self.lag_s is None else self.lag_s
+        has_key = self._key is not None
+        return MemberState(self._options.name, self.process, __version__, is_synced, has_key, lag_s)
+
+    def _own_channel(self, member: bytes) -> bytes:
+        return f"kvroute:{self._options.fleet}:{member.hex()}".encode()
+
+    # Time
+
+    async def _beat(self) -> None:
+        """Say that this process is alive, and find out which members are not."""
+        at = self._clock.now()
+        while True:
+            await self._clock.sleep(BEAT_S)
+            before, at = at, self._clock.now()
+            if self._up_at is not None:
+                self.publish(self._own_state())
+                self.flush()
+            if at - before < 2 * BEAT_S:
+                # Otherwise this process was not running: what the others have sent is still unread.
+                self._check(at)
+
+    def _check(self, now: float) -> None:
+        if self._up_at is not None:
+            silent_s = now - max(self._echo_at, self._up_at)
+            if silent_s > _DEAD_S:
+                self._set_problem(self._refusal or "it does not deliver messages")
+                if silent_s > _STUCK_S:
+                    self._link.reconnect()
+            elif self._echo_at > self._up_at and self._refusal is None:
+                self._set_problem(None)
+        for member in list(self._members.values()):
+            if member.gone_at is None:
+                if now - member.heard_at > _DEAD_S:
+                    self._gone(member)
+                elif not member.is_complete and now - member.asked_at > _ASK_AGAIN_S:
+                    self._ask(member)
+            elif now - member.gone_at > _FORGET_S:
+                del self._members[member.sender]
+
+    async def _wait_for_change(self) -> None:
+        self._changed.clear()
+        await self._changed.wait()
+
+    def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        task: asyncio.Task[None] = asyncio.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+def _state_of(member: _Member) -> str:
+    if member.gone_at is not None:
+        return "left" if member.has_left else "silent"
+    return "alive" if member.is_complete else "joining"
+
+
+def _release(member: _Member) -> str:
+    return member.state.release if member.state is not None else "?"
