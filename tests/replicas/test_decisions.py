@@ -13,12 +13,14 @@ from kvroute.fleet.fleet import Fleet
 from kvroute.fleet.worker import WorkerFacts, WorkerId, WorkerSpec
 from kvroute.index.prefix_index import MapTrust
 from kvroute.replicas.decisions import OwnDecisions, PeerDecisions, apply_recent_prompts, recent_prompts
+from kvroute.replicas.key_groups import KeyGroups
 from kvroute.replicas.messages import (
     Dispatched,
-    EncoderReset,
     Finished,
     FirstToken,
     FrameReader,
+    Groups,
+    GroupsWanted,
     RecentPrompts,
     SessionForgotten,
     encode_frame,
@@ -35,7 +37,8 @@ class Gateway:
 
     def __init__(self, strategy: str, clock: ManualClock, caches=None) -> None:
         self.published: list = []
-        self.own = OwnDecisions(self.published.append)
+        self.groups = KeyGroups()
+        self.own = OwnDecisions(self.published.append, self.groups)
         self.router = Router(RoutingOptions(strategy=strategy), caches=caches, observer=self.own)
         self.fleet = Fleet()
         self.fleet.apply("test", [WorkerSpec(WorkerId(f"w{n}"), f"http://w{n}") for n in range(3)])
@@ -45,7 +48,10 @@ class Gateway:
             )
             self.fleet.mark_healthy(worker, clock.now())
             self.router.worker_joined(worker)
-        self.peers = PeerDecisions(self.router, self.fleet, clock)
+        self.answers: list = []
+        self.peers = PeerDecisions(
+            self.router, self.fleet, clock, self.groups, lambda _, message: self.answers.append(message)
+        )
         self.clock = clock
 
     def query(self, text: str, **fields) -> RouteQuery:
@@ -63,8 +69,6 @@ class Gateway:
         for message in FrameReader().feed(encode_frame(other.published)):
             if isinstance(message, Dispatched):
                 self.peers.dispatched(1, message)
-            elif isinstance(message, EncoderReset):
-                self.peers.reset_keys(1)
             elif isinstance(message, FirstToken):
                 self.peers.first_token(1, message.id)
             elif isinstance(message, Finished):
@@ -155,7 +159,6 @@ def test_a_lost_process_releases_its_load_and_restores_it_when_it_returns(clock)
     assert other.loads() == [(0.0, 0, 0, 0)] * 3
 
     one.published.extend(one.own.unfinished())
-    one.own.reset_keys()
     other.receive(one)
     assert other.loads() == loads == one.loads()
 
@@ -191,10 +194,62 @@ def test_a_process_that_joins_receives_the_route_history(clock):
     messages = FrameReader().feed(encode_frame(list(recent_prompts(one.router, one.fleet.workers()))))
     for message in messages:
         assert isinstance(message, RecentPrompts)
-        apply_recent_prompts(late.router, late.fleet, message)
+        apply_recent_prompts(late.router, late.fleet, late.groups, message)
 
     for text in texts:
         assert late.explained(text) == one.explained(text)
+
+
+def test_a_dispatch_with_unknown_groups_is_load_until_they_arrive(clock):
+    one, other = Gateway("prefixaware", clock), Gateway("prefixaware", clock)
+    text = f"{random.Random(3).getrandbits(40_000):x}"
+    one.send(text)[0].finish(clock.now())
+    one.published.clear()  # lost
+    running, _ = one.send(text + "and more")
+
+    other.receive(one)
+
+    assert other.loads() == one.loads()
+    assert other.explained(text) != one.explained(text)
+    (wanted,) = other.answers
+    assert isinstance(wanted, GroupsWanted)
+    one.peers.groups_wanted("other", wanted)
+    (answer,) = one.answers
+    assert isinstance(answer, Groups)
+    other.peers.groups(1, answer)
+    assert other.explained(text) == one.explained(text)
+    running.finish(clock.now())
+    other.receive(one)
+    assert other.loads() == [(0.0, 0, 0, 0)] * 3
+
+
+def test_groups_that_never_arrive_do_not_fill_the_memory(clock):
+    one, other = Gateway("prefixaware", clock), Gateway("prefixaware", clock)
+    text = f"{random.Random(3).getrandbits(40_000):x}"
+    one.send(text)
+    one.published.clear()
+    for number in range(300):
+        one.send(f"{text}{number}")[0].finish(clock.now())
+
+    other.receive(one)
+    for wanted in other.answers:
+        other.peers.groups(1, Groups(wanted.id, b""))
+    other.peers.groups(1, Groups(12345, b""))
+
+    assert other.peers.incomplete == len(other.answers) == 300
+    assert other.peers.unfinished == 0
+
+
+def test_a_missed_dispatch_counts_for_the_history_alone(clock):
+    one, other = Gateway("prefixaware", clock), Gateway("prefixaware", clock)
+    running, _ = one.send("missed " * 100)
+    (message,) = FrameReader().feed(encode_frame(one.published))
+
+    other.peers.missed(1, message)
+
+    assert other.loads() == [(0.0, 0, 0, 0)] * 3
+    running.finish(clock.now())
+    assert other.explained("missed " * 100) == one.explained("missed " * 100)
 
 
 def test_a_forgotten_session_is_forgotten_in_all_processes(clock):

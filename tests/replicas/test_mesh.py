@@ -13,7 +13,7 @@ from kvroute.replicas.messages import Finished, FirstToken, InSync
 
 
 class RecordingMember:
-    """A `MeshMember` that records its messages and links."""
+    """A `PeerListener` that records its messages and links."""
 
     def __init__(self, *greeting, is_synced: bool = True) -> None:
         self.first_messages = greeting

@@ -32,7 +32,6 @@ DISPATCHED = Dispatched(
     [ExactSent(pack_keys([2]), pack_keys([3]), 16)],
     "session",
     1,
-    4,
     (48, 16, 0),
 )
 MESSAGES = [DISPATCHED, Finished(7), Stored(1, 16, 2**64 - 1, pack_keys([5, 6]))]

@@ -267,6 +267,9 @@ class Replica:
         elif self._mirror is not None:
             self._mirror.caches.on_message(message)
 
+    def on_state(self, peer: PeerId) -> None:
+        self._peer_decisions.lost(peer)
+
     def on_missed(self, peer: PeerId, message: SharedMessage) -> None:
         """A message of a batch of another gateway that did not arrive in time."""
         if isinstance(message, Dispatched):

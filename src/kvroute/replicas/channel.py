@@ -79,6 +79,10 @@ class ChannelListener(PeerListener, Protocol):
         """What another gateway must know now: the requests in flight, and the changes by hand."""
         ...
 
+    def on_state(self, peer: PeerId) -> None:
+        """The requests of a member that still run follow; what is known of them no longer counts."""
+        ...
+
     def on_missed(self, peer: PeerId, message: SharedMessage) -> None:
         """A message of a batch that did not arrive in time; requests of it have ended or follow."""
         ...
@@ -187,7 +191,6 @@ class Channel:
         self._refusal: str | None = None
         self._down_at = clock.now()
         self._has_failed = False
-        self._was_up = False
         self._changed = asyncio.Event()
         self._room = asyncio.Event()
         self._has_warned_of_key = False
@@ -384,10 +387,7 @@ class Channel:
         self._up_at = self._clock.now()
         if self._refusal is None:
             self._set_problem(None)
-        self.publish(self._own_state())
-        if not self._was_up:
-            self._was_up = True
-            self.publish(StateWanted(JOINS, JOINS))
+        self.publish(self._own_state())  # members that do not know this process ask for its state
         self._link.wake()
 
     def on_down(self, why: str) -> None:
@@ -457,8 +457,7 @@ class Channel:
         elif isinstance(message, StateWanted):
             self._send_state(member, message)
         elif isinstance(message, StateBegins):
-            if member.is_linked:
-                self._listener.on_link_lost(member.id)
+            self._listener.on_state(member.id)
         elif isinstance(message, StateEnds):
             member.is_complete = True
             if member.until > member.asked_until:  # a gap while the answer was on its way
@@ -483,8 +482,7 @@ class Channel:
             raise Refused(Refusal.TOO_LARGE, f"the fleet has {_MAX_MEMBERS} members already", envelope.sender)
         before = envelope.seq - (envelope.kind is Kind.BATCH)
         member = self._members[envelope.sender] = _Member(envelope.sender, before, self._clock.now())
-        if envelope.kind is Kind.BATCH:  # else this is its state, or its question
-            self._ask(member)
+        self._ask(member)
         return member
 
     def _gap(self, member: _Member, missed: int, until: int) -> None:
