@@ -176,6 +176,9 @@ def _reason(error: BaseException) -> str:
     if isinstance(error, ResponseError):
         # Its text may have names of users and channels.
         return f"it answers with an error ({type(error).__name__})"
-    if isinstance(error.__cause__, ssl.SSLError) or isinstance(error, ssl.SSLError):
-        return "its TLS certificate or protocol is not accepted"
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, ssl.SSLError):
+            return "its TLS certificate or protocol is not accepted"
+        cause = cause.__cause__ or cause.__context__
     return "it cannot be reached"

@@ -1,0 +1,365 @@
+"""Several gateways that act as one: real processes and a real Redis in front of simulated workers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import re
+import signal
+import sys
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+from tests.support.certificates import Authority
+from tests.support.redis import RedisServer, redis_server
+from tests.support.sockets import free_port
+from tests.support.waiting import until
+
+from kvroute.sim.app import run_sim
+from kvroute.sim.options import SimOptions
+
+MODEL = "sim-model"
+ADMIN = "an admin key for the tests"
+KEY = "a secret of all members"
+DEADLINE_S = 60.0
+
+
+@dataclass
+class Gateway:
+    """One `kvroute serve`, and a client of it."""
+
+    name: str
+    process: asyncio.subprocess.Process
+    client: httpx.AsyncClient
+    log: list[str] = field(default_factory=list)
+
+    async def answer(self, path: str) -> Any:
+        return (await self.client.get(path)).json()
+
+    async def notes(self) -> list[str]:
+        notes: list[str] = (await self.answer("/ready"))["notes"]
+        return [note for note in notes if "sharing" in note]
+
+    async def members(self) -> dict[str, dict[str, Any]]:
+        """By name and process."""
+        rows = (await self.answer("/admin/members"))["members"]
+        return {f"{row['name']}/{row['process']}": row for row in rows}
+
+    async def in_flight(self) -> int:
+        workers = (await self.answer("/admin/workers"))["workers"]
+        return sum(worker["running_requests"] for worker in workers)
+
+    async def knows(self, content: str) -> bool:
+        body = {"model": MODEL, "messages": [{"role": "user", "content": content}]}
+        explained = (await self.client.post("/v1/route/explain", json=body)).json()
+        return bool(explained["ranking"][0]["matched_tokens"])
+
+
+@asynccontextmanager
+async def gateway(
+    name: str, url: str, workers: Sequence[str], *arguments: str, env: dict[str, str] | None = None
+) -> AsyncIterator[Gateway]:
+    """A gateway that is ready."""
+    port = free_port()
+    named = [flag for number, worker in enumerate(workers) for flag in ("--worker", f"w{number}={worker}")]
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "kvroute", "serve", "--port", str(port), "--share", url, *named),
+        *("--set", f"sharing.member={name}", "--set", "logging.format=json", *arguments),
+        stderr=asyncio.subprocess.PIPE,
+        env={
+            **os.environ,
+            "PYTHONUNBUFFERED": "1",
+            "KVROUTE__ADMIN__API_KEY": ADMIN,
+            "KVROUTE__SHARING__KEY": KEY,
+            **(env or {}),
+        },
+    )
+    async with httpx.AsyncClient(
+        base_url=f"http://127.0.0.1:{port}",
+        timeout=DEADLINE_S,
+        trust_env=False,
+        headers={"authorization": f"Bearer {ADMIN}"},
+    ) as client:
+        running = Gateway(name, process, client)
+
+        async def read_log() -> None:
+            assert process.stderr is not None
+            async for line in process.stderr:
+                running.log.append(json.loads(line)["message"] if line.startswith(b"{") else line.decode())
+
+        async def is_ready() -> bool:
+            assert process.returncode is None, running.log
+            try:
+                return (await client.get("/ready")).status_code == 200
+            except httpx.TransportError:
+                return False
+
+        reading = asyncio.create_task(read_log())
+        try:
+            await until(is_ready, within_s=DEADLINE_S)
+            yield running
+        finally:
+            if process.returncode is None:
+                process.terminate()
+            await process.wait()
+            await reading
+
+
+async def enter(stack: AsyncExitStack, *gateways: Any) -> list[Gateway]:
+    """Start gateways at one time, and wait until each knows all others."""
+    running = list(await asyncio.gather(*(stack.enter_async_context(each) for each in gateways)))
+    await until(lambda: all_alive(running), within_s=DEADLINE_S)
+    return running
+
+
+async def all_alive(gateways: Sequence[Gateway]) -> bool:
+    found = [await each.members() for each in gateways]
+    return all(
+        len(members) >= len(gateways) and all(row["state"] == "alive" for row in members.values())
+        for members in found
+    )
+
+
+@asynccontextmanager
+async def sims(number: int, time_scale: float = 0.02) -> AsyncIterator[list[str]]:
+    async with AsyncExitStack() as stack:
+        options = SimOptions(time_scale=time_scale)
+        yield [(await stack.enter_async_context(run_sim(options))).url for _ in range(number)]
+
+
+def words(rng: random.Random, number: int) -> str:
+    return " ".join(f"{rng.getrandbits(40):x}" for _ in range(number))
+
+
+async def chat(to: Gateway, content: str, **fields: Any) -> httpx.Response:
+    body = {"model": MODEL, "messages": [{"role": "user", "content": content}], "max_tokens": 4, **fields}
+    return await to.client.post("/v1/chat/completions", json=body)
+
+
+class Conversations:
+    """24 conversations at one time, whose turns chance deals between gateways."""
+
+    def __init__(self, gateways: Sequence[Gateway], turns: int) -> None:
+        self._gateways = gateways
+        self._turns = turns
+        self._rng = random.Random(11)
+        self.done = 0
+        self.failed: list[str] = []
+        self.per_worker: Counter[str] = Counter()
+        self.stayed: list[bool] = []
+        """For each follow-up, by time: whether it came to the worker of the turn before."""
+
+    async def run(self) -> None:
+        await asyncio.gather(*(self._converse(number) for number in range(24)))
+
+    async def _converse(self, number: int) -> None:
+        rng, messages, last = random.Random(number), list[dict[str, str]](), None
+        for _ in range(self._turns):
+            messages.append({"role": "user", "content": words(rng, 60)})
+            to = self._rng.choice(self._gateways)
+            answer = await to.client.post(
+                "/v1/chat/completions", json={"model": MODEL, "messages": messages, "max_tokens": 4}
+            )
+            self.done += 1
+            if answer.status_code != 200:
+                self.failed.append(answer.text)
+                continue
+            worker = answer.headers["x-kvroute-worker"]
+            self.per_worker[worker] += 1
+            if last is not None:
+                self.stayed.append(worker == last)
+            last = worker
+            messages.append(answer.json()["choices"][0]["message"])
+            await asyncio.sleep(rng.random() * 0.2)
+
+
+async def test_turns_dealt_by_chance_between_two_gateways_stay_on_their_worker():
+    async with redis_server() as server, sims(3) as workers, AsyncExitStack() as stack:
+        both = await enter(stack, *(gateway(name, server.url, workers) for name in ("g1", "g2")))
+        before = Conversations(both, turns=12)
+        await before.run()
+
+        meanwhile = Conversations(both, turns=25)
+        running = asyncio.create_task(meanwhile.run())
+        await until(lambda: meanwhile.done >= 48, within_s=DEADLINE_S)
+        await server.kill()
+
+        async def both_are_alone() -> bool:
+            return all([await each.notes() for each in both])
+
+        await until(both_are_alone, within_s=DEADLINE_S)
+        await server.start()
+        await until(lambda: all_alive(both), within_s=10)
+        since = len(meanwhile.stayed)
+        await running
+        after = meanwhile.stayed[since:]
+
+    assert before.failed == meanwhile.failed == []
+    assert sum(before.stayed) / len(before.stayed) >= 0.98
+    assert max(before.per_worker.values()) / (sum(before.per_worker.values()) / 3) <= 1.3
+    assert len(after) > 50
+    assert sum(after) / len(after) >= 0.98
+
+
+async def test_drains_travel_and_a_gateway_that_joins_has_history_loads_and_drains():
+    long_answer = {"max_tokens": 2000, "ignore_eos": True, "stream": True}
+    async with redis_server() as server, sims(3, time_scale=2) as workers, AsyncExitStack() as stack:
+        (one,) = await enter(stack, gateway("g1", server.url, workers))
+        prompt = words(random.Random(1), 300)
+        assert (await chat(one, prompt)).status_code == 200
+        await one.client.post("/admin/workers/w2/drain")
+        body = {"model": MODEL, "messages": [{"role": "user", "content": "Go on."}], **long_answer}
+        async with one.client.stream("POST", "/v1/chat/completions", json=body) as answer:
+            chunks = answer.aiter_raw()
+            await anext(chunks)
+
+            late = await stack.enter_async_context(gateway("g2", server.url, workers))
+
+            assert await late.knows(prompt)
+            assert (await one.in_flight(), await late.in_flight()) == (1, 1)
+            assert (await late.answer("/admin/workers/w2"))["state"] == "draining"
+            assert (await late.members())["g1/0"]["state"] == "alive"
+
+        async def is_over() -> bool:
+            return await late.in_flight() == 0
+
+        await until(is_over, within_s=DEADLINE_S)
+        await late.client.delete("/admin/workers/w2/drain")
+
+        async def is_back() -> bool:
+            return bool((await one.answer("/admin/workers/w2"))["state"] == "healthy")
+
+        await until(is_back, within_s=DEADLINE_S)
+
+
+async def test_the_requests_of_a_killed_gateway_count_for_three_seconds_at_most():
+    async with redis_server() as server, sims(2, time_scale=5) as workers, AsyncExitStack() as stack:
+        one, other = await enter(stack, *(gateway(name, server.url, workers) for name in ("g1", "g2")))
+        body = {"model": MODEL, "messages": [{"role": "user", "content": "Go on."}], "max_tokens": 400}
+        async with one.client.stream(
+            "POST", "/v1/chat/completions", json={**body, "stream": True, "ignore_eos": True}
+        ) as answer:
+            chunks = answer.aiter_raw()
+            await anext(chunks)
+
+            async def is_seen() -> bool:
+                return await other.in_flight() == 1
+
+            await until(is_seen, within_s=DEADLINE_S)
+            one.process.send_signal(signal.SIGKILL)
+            await one.process.wait()
+
+            async def is_gone() -> bool:
+                return await other.in_flight() == 0
+
+            await until(is_gone, within_s=3)
+        assert (await other.members())["g1/0"]["state"] == "silent"
+
+
+async def test_a_gateway_starts_without_redis_and_joins_later():
+    server = RedisServer()
+    async with sims(2) as workers, AsyncExitStack() as stack:
+        running = [
+            await stack.enter_async_context(gateway(name, server.url, workers)) for name in ("g1", "g2")
+        ]
+        one, other = running
+        assert "cannot be reached" in (await one.notes())[0]
+        prompt = words(random.Random(2), 300)
+        assert (await chat(one, prompt)).status_code == 200
+
+        await server.start()
+        stack.push_async_callback(server.kill)
+        await until(lambda: all_alive(running), within_s=DEADLINE_S)
+
+        assert await one.notes() == []
+        await until(lambda: other.knows(prompt), within_s=DEADLINE_S)
+
+        server.pause()
+
+        async def is_noted() -> bool:
+            return "does not deliver" in " ".join(await one.notes())
+
+        await until(is_noted, within_s=DEADLINE_S)
+        assert (await chat(one, "Hello?")).status_code == 200
+        server.proceed()
+        await until(lambda: all_alive(running), within_s=DEADLINE_S)
+
+
+async def test_several_processes_of_two_gateways_share_everything():
+    async with redis_server() as server, sims(2) as workers, AsyncExitStack() as stack:
+        processes = ("--processes", "2")
+        one, other = await enter(
+            stack, *(gateway(name, server.url, workers, *processes) for name in ("g1", "g2"))
+        )
+        prompt = words(random.Random(3), 300)
+        assert (await chat(one, prompt)).status_code == 200
+
+        async def knows_everywhere() -> bool:
+            known = []
+            for _ in range(6):  # new connections, which reach both processes
+                async with httpx.AsyncClient(base_url=other.client.base_url, trust_env=False) as client:
+                    known.append(await Gateway("g2", other.process, client).knows(prompt))
+            return all(known)
+
+        await until(knows_everywhere, within_s=DEADLINE_S)
+        assert {name for name in await one.members() if name.startswith("g2/")} == {"g2/0", "g2/1"}
+
+
+async def test_an_acl_user_needs_two_commands_on_the_fleets_channels_only():
+    acl = ("--user", "gw", "on", ">secret-word", "resetchannels", "&kvroute:f1:*", "+publish", "+subscribe")
+    async with redis_server(*acl) as server, sims(1) as workers, AsyncExitStack() as stack:
+        url = f"redis://gw@127.0.0.1:{server.port}"
+        secret = {"KVROUTE__SHARING__PASSWORD": "secret-word"}
+        allowed = ("--set", "sharing.fleet=f1")
+        await enter(stack, *(gateway(n, url, workers, *allowed, env=secret) for n in ("g1", "g2")))
+        refused = await stack.enter_async_context(
+            gateway("g3", url, workers, "--set", "sharing.fleet=f2", env=secret)
+        )
+        wrong = await stack.enter_async_context(
+            gateway("g4", url, workers, *allowed, env={"KVROUTE__SHARING__PASSWORD": "wrong-word"})
+        )
+
+        assert "does not permit" in (await refused.notes())[0]
+        assert "refuses the user or password" in (await wrong.notes())[0]
+        assert "-word" not in "".join(refused.log + wrong.log)
+
+
+async def test_redis_is_reached_over_tls(tmp_path):
+    authority = Authority(tmp_path)
+    files = authority.issue("redis")
+    client = authority.issue("gateway")
+    tls = ("--tls-cert-file", str(files.cert), "--tls-key-file", str(files.key))
+    async with (
+        redis_server(*tls, "--tls-ca-cert-file", str(authority.file), tls=True) as server,
+        sims(1) as workers,
+        AsyncExitStack() as stack,
+    ):
+        trusted = (
+            *("--set", f"sharing.tls.ca_file={authority.file}"),
+            *("--set", f"sharing.tls.cert_file={client.cert}", "--set", f"sharing.tls.key_file={client.key}"),
+        )
+        await enter(stack, *(gateway(n, server.url, workers, *trusted) for n in ("g1", "g2")))
+        stranger = await stack.enter_async_context(gateway("g3", server.url, workers))
+
+        assert "TLS certificate" in (await stranger.notes())[0]
+
+
+async def test_without_a_key_only_drains_stay_in_their_gateway():
+    no_key = {"KVROUTE__SHARING__KEY": ""}
+    async with redis_server() as server, sims(2) as workers, AsyncExitStack() as stack:
+        one, other = await enter(stack, *(gateway(n, server.url, workers, env=no_key) for n in ("g1", "g2")))
+        await one.client.post("/admin/workers/w1/drain")
+        prompt = words(random.Random(4), 300)
+        assert (await chat(one, prompt)).status_code == 200
+
+        await until(lambda: other.knows(prompt), within_s=DEADLINE_S)
+        assert (await other.answer("/admin/workers/w1"))["state"] == "healthy"
+        assert any("without sharing.key" in line for line in one.log)
+        page = (await one.client.get("/metrics")).text
+        assert re.search(r'kvroute_sharing_members\{process="0",state="alive"\} 1', page)
