@@ -2,8 +2,8 @@
 
 All members publish on one Redis channel and receive from it; each also has a channel of its own, for messages
 to it alone. Every batch has the sender's epoch (a random number of its start) and a number in its sequence,
-so a receiver sees by itself what it has missed, whatever Redis did: it then asks the sender for its state. A
-member that is silent for `_DEAD_S` is dead until it is heard again.
+so a receiver notices by itself what did not arrive, also if Redis was restarted: it then asks the sender for
+its state. A member that is silent for `_DEAD_S` is dead until the next message from it.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _STUCK_S: Final = 4.0
 """An open link that delivers nothing for this long is made again."""
 _ASK_AGAIN_S: Final = 1.0
 _FORGET_S: Final = 60.0
-"""How long a member that is gone stays in the list of members."""
+"""How long a member that has left or died stays in the list of members."""
 _MAX_QUEUED: Final = 512
 """Messages; with more, the batch is sent before `GATHER_S` has passed."""
 _MAX_MEMBERS: Final = 1024
@@ -80,7 +80,7 @@ class ChannelListener(PeerListener, Protocol):
         ...
 
     def on_state(self, peer: PeerId) -> None:
-        """The requests of a member that still run follow; what is known of them no longer counts."""
+        """The requests of a member that still run follow; those that were reported before no longer count."""
         ...
 
     def on_missed(self, peer: PeerId, message: SharedMessage) -> None:
@@ -216,7 +216,7 @@ class Channel:
         """Wait until every member that lives is linked. False if Redis cannot be reached, or after
         `timeout_s`.
 
-        Members answer at once, and those that do not know of this one yet are heard within a heartbeat.
+        Members answer at once, and those that do not know of this one yet send a heartbeat.
         """
         try:
             async with asyncio.timeout(timeout_s):
@@ -380,7 +380,7 @@ class Channel:
         except Refused as refused:
             self._refuse(refused)
         except Exception:
-            # One bad message must not end the sharing. The member's state repairs what it has left undone.
+            # One bad message must not end the sharing. The member's next state repairs the rest.
             log.exception("handling an envelope of the fleet failed")
 
     def on_up(self) -> None:
@@ -460,7 +460,7 @@ class Channel:
             self._listener.on_state(member.id)
         elif isinstance(message, StateEnds):
             member.is_complete = True
-            if member.until > member.asked_until:  # a gap while the answer was on its way
+            if member.until > member.asked_until:  # a gap after the question
                 self._ask(member)
             if not member.is_linked:
                 member.is_linked = True
@@ -477,7 +477,7 @@ class Channel:
             self._listener.on_message(member.id, message)
 
     def _meet(self, envelope: Envelope) -> _Member | None:
-        """A member that is heard for the first time."""
+        """A new member, from its first envelope."""
         if len(self._members) >= _MAX_MEMBERS:
             raise Refused(Refusal.TOO_LARGE, f"the fleet has {_MAX_MEMBERS} members already", envelope.sender)
         before = envelope.seq - (envelope.kind is Kind.BATCH)

@@ -231,7 +231,7 @@ class SendQueue:
         return outgoing
 
     def written_between(self, seq: int, until: int) -> Sequence[Outgoing]:
-        """The written batches after number `seq` up to number `until`, as far as they are kept."""
+        """The written batches after number `seq` up to number `until` that are still kept."""
         return [outgoing for outgoing in self._written if seq < outgoing.seq <= until]
 
     def _forget_written(self) -> None:

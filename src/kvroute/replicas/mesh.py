@@ -66,7 +66,7 @@ class PeerListener(Protocol):
         ...
 
     def on_link_lost(self, peer: PeerId) -> None:
-        """The link to a process is closed; what it has said about its requests no longer counts."""
+        """The link to a process is closed; the requests that it reported no longer count."""
         ...
 
 

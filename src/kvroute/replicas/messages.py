@@ -3,7 +3,7 @@
 Between the processes of one gateway a frame is a length and a MessagePack list of messages, in the order of
 the events that they report; both ends run the same release. Between gateways only the messages of
 `SharedMessage` are accepted, in envelopes that have a version (`envelope.py`). There, a later release may add
-fields at the end of a message, with defaults, and message types; older ones skip what they do not know.
+fields at the end of a message, with defaults, and message types; older releases skip unknown ones.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The connection of one gateway process to the Redis of its fleet.
 
-Two connections: one publishes, without waiting for the answers, and one is subscribed. On each of them Redis
+Two connections: one publishes, without waiting for the answers, and one is subscribed. On each one Redis
 keeps the order, so every subscriber receives what one process has written in the order of writing.
 """
 
