@@ -16,7 +16,17 @@ from kvroute.blocks.keys import BlockKey, PromptKeys
 from kvroute.fleet.fleet import Fleet as Workers
 from kvroute.fleet.worker import WorkerFacts, WorkerId, WorkerSpec
 from kvroute.replicas.decisions import OwnDecisions, PeerDecisions
-from kvroute.replicas.messages import Dispatched, Finished, FirstToken, FrameReader, Message, encode_frame
+from kvroute.replicas.key_groups import KeyGroups
+from kvroute.replicas.messages import (
+    Dispatched,
+    Finished,
+    FirstToken,
+    FrameReader,
+    Message,
+    PeerId,
+    SharedMessage,
+    encode_frame,
+)
 from kvroute.routing.registry import RoutingOptions
 from kvroute.routing.router import Dispatch, Router
 from kvroute.routing.strategy import RouteQuery
@@ -50,11 +60,16 @@ class VirtualClock:
         raise NotImplementedError  # the simulation has no tasks
 
 
+def _never(peer: PeerId, message: SharedMessage) -> None:
+    raise AssertionError("no message is lost here, so no group of keys is asked for")
+
+
 class _Gateway:
     def __init__(self, number: int, clock: VirtualClock) -> None:
         self.number = number
-        self.published: list[Message] = []
-        own = OwnDecisions(self.published.append)
+        self.published: list[SharedMessage] = []
+        groups = KeyGroups()
+        own = OwnDecisions(self.published.append, groups)
         self.router = Router(RoutingOptions(), observer=own)
         self.workers = Workers()
         self.workers.apply("bench", [WorkerSpec(WorkerId(f"w{n}"), f"http://w{n}") for n in range(WORKERS)])
@@ -63,7 +78,7 @@ class _Gateway:
             self.workers.update_facts(worker, facts)
             self.workers.mark_healthy(worker, 0.0)
             self.router.worker_joined(worker)
-        self.peers = PeerDecisions(self.router, self.workers, clock)
+        self.peers = PeerDecisions(self.router, self.workers, clock, groups, _never)
 
     def receive(self, number: int, messages: Sequence[Message]) -> None:
         for message in messages:
